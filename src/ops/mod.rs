@@ -40,6 +40,7 @@ mod cuda;
 mod delta_gates;
 mod driver_version;
 mod dropout;
+mod dropout_linear;
 mod eight_bit;
 mod embedding;
 mod gated_delta_rule;
@@ -86,6 +87,9 @@ pub(crate) use cuda::SideStream;
 pub use delta_gates::{DeltaGatesGrad, delta_gates, delta_gates_backward};
 pub use driver_version::needed_driver;
 pub use dropout::{DropoutMask, dropout, dropout_add};
+pub use dropout_linear::{
+    dropout_linear, dropout_linear_backward, dropout_linear_backward_input_add,
+};
 pub use eight_bit::EIGHT_BIT_BLOCK;
 pub use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_add,
