@@ -82,7 +82,9 @@ impl dyn Model + '_ {
         batch.input_ids.resize(num_rows, 0);
         batch.position_ids.resize(num_rows, [0; 3]);
         let hidden = self.run_with_caches(batch, caches, device)?;
-        caches.iter_mut().for_each(|cache| cache.next_position += 1);
+        for cache in caches {
+            cache.next_position += 1;
+        }
         Ok(hidden)
     }
 

@@ -139,8 +139,8 @@ fn logits_of_stored_models_do_not_depend_on_the_place_in_a_group_and_on_the_othe
             let batch = collate(vec![pack], 0, PaddingSide::Right, model.merge_size()).unwrap();
             model.prefill(batch.unpad().unwrap(), &device()).unwrap().1
         };
-        // in 4 and 8 rows, bf16 weights have a product of their own, and in 9 rows not
-        for num_rows in [4, 8, 9] {
+        // in 4 rows, bf16 weights have a product of their own, and in 9 rows not
+        for num_rows in [4, 9] {
             let group = |rows: &[usize]| {
                 let mut caches: Vec<Cache> = rows.iter().map(|row| prefill(*row)).collect();
                 let mut logits = Tensor::zeros(1, DType::F32, &device()).unwrap();
