@@ -100,8 +100,9 @@ pub trait Model: Send + Sync {
         grads: &dyn GradSink,
     ) -> Result<()>;
 
-    /// Hidden states of the next tokens of the sample in `cache`, `[N, D]`.
-    fn decode(&self, input: &ModelInput, cache: &mut KvCache) -> Result<Tensor>;
+    /// Hidden states of the next tokens of the samples in `caches`, `[N, D]`. The first segments of
+    /// `input` belong to the caches, in their order; the rows of the others have no meaning.
+    fn decode(&self, input: &ModelInput, caches: &mut [&mut KvCache]) -> Result<Tensor>;
 
     /// Sizes that decide the number of operations of each part, from the input to the head.
     fn work(&self) -> Vec<PartWork>;

@@ -3,7 +3,7 @@
 
 use super::config::DecoderConfig;
 use super::context::DecoderContext;
-use super::kv_cache::KvCache;
+use super::kv_cache::{KvCache, for_each_sample};
 use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
@@ -112,21 +112,24 @@ impl AttentionBlock {
         Tensor::cat(&[heads(&d_q)?, heads(d_gate)?], 1)?.reshape((d_q.dim(0)?, ()))
     }
 
-    /// The next tokens of the sample in `cache`, `x: [N, D]` to `[N, D]`.
+    /// The next tokens of the samples in `caches`, `x: [N, D]` to `[N, D]`.
     pub(super) fn decode(
         &self,
         layer: usize,
         x: &Tensor,
         context: &DecoderContext,
-        cache: &mut KvCache,
+        caches: &mut [&mut KvCache],
     ) -> Result<Tensor> {
         let (normed, _) = self.norm.normed(x)?;
         let (q_proj, gate) = self.queries(&normed)?;
         let (q, _) = self.rotate(&q_proj, &self.q_norm, context)?; // [N, H, Dh]
         let (k, _) = self.rotate(&self.k.forward(&normed)?, &self.k_norm, context)?; // [N, Hkv, Dh]
         let v = self.v.forward(&normed)?.reshape(self.kv_shape(x)?)?; // [N, Hkv, Dh]
-        let (keys, values) = cache.append(layer, &k, &v)?; // [S, Hkv, Dh]
-        let o = ops::decode_attention(&q, &keys, &values, cache.len())?; // [N, H, Dh]
+        let o = for_each_sample(caches, context.segments.cu_seqlens(), |cache, tokens| {
+            let own = |x: &Tensor| x.narrow(0, tokens.start, tokens.len()); // n of the N rows
+            let (keys, values) = cache.append(layer, &own(&k)?, &own(&v)?)?; // [S, Hkv, Dh]
+            ops::decode_attention(&own(&q)?, &keys, &values, cache.len()) // [n, H, Dh]
+        })?; // [N, H, Dh]
         self.output(x, &o, gate.as_ref())
     }
 

@@ -65,17 +65,17 @@ impl Mixer {
         }
     }
 
-    /// The next tokens of the sample in `cache`, `x: [N, D]` to `[N, D]`.
+    /// The next tokens of the samples in `caches`, `x: [N, D]` to `[N, D]`.
     fn decode(
         &self,
         layer: usize,
         x: &Tensor,
         context: &DecoderContext,
-        cache: &mut KvCache,
+        caches: &mut [&mut KvCache],
     ) -> Result<Tensor> {
         match self {
-            Self::Attention(block) => block.decode(layer, x, context, cache),
-            Self::Linear(block) => block.decode(x, cache.state(layer)),
+            Self::Attention(block) => block.decode(layer, x, context, caches),
+            Self::Linear(block) => block.decode(layer, x, context, caches),
         }
     }
 }
@@ -249,21 +249,24 @@ impl Decoder {
         Ok(dh.filter(|_| below == InputGrad::Needed))
     }
 
-    /// Hidden states of the next tokens of the sample in `cache`, `[N, D]`; adds them to `cache`.
+    /// Hidden states of the next tokens of the samples in `caches`, `[N, D]`; adds them to the
+    /// caches. The first segments of `context` belong to the caches, in their order; the rows of the
+    /// others have no meaning.
     pub(crate) fn decode(
         &self,
         mut h: Tensor,
         context: &DecoderContext,
-        cache: &mut KvCache,
+        caches: &mut [&mut KvCache],
         after_layer: &dyn Fn(usize, &Tensor) -> Result<()>,
     ) -> Result<Tensor> {
-        let num_new = h.dim(0)?;
         for (k, layer) in self.layers.iter().enumerate() {
-            let x = layer.mixer.decode(k, &h, context, cache)?;
+            let x = layer.mixer.decode(k, &h, context, caches)?;
             h = layer.mlp.forward(&x)?.0;
             after_layer(k, &h)?;
         }
-        cache.advance(num_new);
+        for (cache, tokens) in caches.iter_mut().zip(context.segments.cu_seqlens().segments()) {
+            cache.advance(tokens.len());
+        }
         Ok(self.norm.forward(&h, &())?.0)
     }
 }

@@ -95,11 +95,16 @@ fn measured(run: &RunFolder) -> Option<f64> {
     series?.max()
 }
 
-/// The prediction of `trainer check`, and its distance from the measured peak.
+/// The prediction of the run from its data, otherwise that of `trainer check`, and its distance from
+/// the measured peak.
 fn predicted(run: &RunFolder) -> Option<String> {
-    let is_alone = run.last["ranks"].is_null();
-    let config = run.config.as_ref().ok().filter(|_| is_alone)?;
-    let (predicted, measured) = (predicted_memory(config).ok()?, measured(run)?);
+    let of_config = || {
+        let is_alone = run.last["ranks"].is_null();
+        let config = run.config.as_ref().ok().filter(|_| is_alone)?;
+        predicted_memory(config).ok()
+    };
+    let predicted = run.last["predicted_memory_bytes"].as_f64().or_else(of_config)?;
+    let measured = measured(run)?;
     let more = 100.0 * (predicted / measured - 1.0);
     Some(format!("{} ({more:+.0} %)", bytes(predicted)))
 }

@@ -156,10 +156,10 @@ impl Model for TextModel {
         Ok(())
     }
 
-    fn decode(&self, input: &ModelInput, cache: &mut KvCache) -> Result<Tensor> {
+    fn decode(&self, input: &ModelInput, caches: &mut [&mut KvCache]) -> Result<Tensor> {
         let input = input.get::<Input>()?;
         let h = self.decoder.embed(&input.input_ids)?; // [N, D]
-        self.decoder.decode(h, &input.context, cache, &|_, _| Ok(()))
+        self.decoder.decode(h, &input.context, caches, &|_, _| Ok(()))
     }
 
     fn work(&self) -> Vec<PartWork> {

@@ -184,12 +184,12 @@ impl Model for VisionLanguageModel {
         Ok(())
     }
 
-    fn decode(&self, input: &ModelInput, cache: &mut KvCache) -> Result<Tensor> {
+    fn decode(&self, input: &ModelInput, caches: &mut [&mut KvCache]) -> Result<Tensor> {
         let input = input.get::<Input>()?;
         let features = self.features(input)?;
         let h = self.embed(input, features.as_ref())?; // [N, D]
         let after_layer = |k, h: &Tensor| add_deepstack(h, input, features.as_ref(), k);
-        self.decoder.decode(h, &input.text, cache, &after_layer)
+        self.decoder.decode(h, &input.text, caches, &after_layer)
     }
 
     fn work(&self) -> Vec<PartWork> {
