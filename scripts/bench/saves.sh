@@ -21,7 +21,7 @@ PY
 if [ "$world" -gt 1 ]; then export RAYON_NUM_THREADS=1; fi
 for background in true false; do
   rm -rf "$work/run"
-  "$trainer" sft --config /dev/stdin >"$work/log" 2>&1 <<YAML || { cat "$work/log"; exit 1; }
+  cat >"$work/config.yaml" <<YAML
 output_dir: $work/run
 device: cpu
 model: {path: $work/model, weights: random, freeze: [vision, merger]}
@@ -30,6 +30,7 @@ train: {gradient_accumulation_steps: 4, max_steps: ${STEPS:-6}}
 checkpoint: {every_steps: 1, keep: 1, background: $background}
 distributed: {processes: $world, shard: ${SHARD:-none}}
 YAML
+  "$trainer" sft --config "$work/config.yaml" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
   "$python" - "$work/run/metrics.jsonl" "$background" <<'PY'
 import json, sys
 rows = [json.loads(line) for line in open(sys.argv[1])]

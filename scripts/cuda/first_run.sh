@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The first half hour on a machine with a GPU: is everything right, and how fast is it? Needs only a
-# checkout with target/cuda/bundle (scripts/cuda/build.sh) and python3.
+# Tests and benchmarks for a new GPU machine. Needs only a checkout with target/cuda/bundle
+# (scripts/cuda/build.sh) and python3.
 #   scripts/cuda/first_run.sh                  all parts, within 26 minutes
 #   scripts/cuda/first_run.sh tests ops        only these, if each command has a time limit
 # Parts, in this order, with their limits in seconds:

@@ -2,8 +2,9 @@ use super::*;
 use rendezvous::Address;
 use std::net::TcpListener;
 use std::num::NonZeroUsize;
-use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Instant;
 
@@ -123,7 +124,7 @@ fn all_ranks_learn_that_one_was_asked_to_stop() {
     for_both(|asked| {
         let is_known = on_ranks(3, LONG, |ranks, _failures| {
             if ranks.rank.rank == asked {
-                ranks.monitor.ask_to_stop();
+                ranks.monitor.pass_on(Arc::new(AtomicBool::new(true)));
             }
             let begin = Instant::now();
             while !ranks.monitor.is_asked_to_stop() && begin.elapsed() < LONG {

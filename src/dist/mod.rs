@@ -50,6 +50,7 @@ pub use watchdog::Watchdog;
 use candle_core::Device;
 use std::error::Error;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::Duration;
@@ -84,8 +85,9 @@ pub trait Monitor: Send + Sync {
         self.report(work);
     }
 
-    /// Reports that a signal asked this rank to stop. The others know within a few seconds.
-    fn ask_to_stop(&self) {}
+    /// Tells the other ranks when `stop` is set, because a signal asked this rank to stop. They know it
+    /// within a few seconds.
+    fn pass_on(&self, _stop: Arc<AtomicBool>) {}
 
     /// Whether this rank knows that a rank was asked to stop. Ranks learn it at different times.
     fn is_asked_to_stop(&self) -> bool {

@@ -2,7 +2,7 @@
 
 use super::DistError;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// What a rank is doing.
@@ -29,7 +29,10 @@ pub(super) enum Waits {
 pub(super) struct Watch {
     status: Mutex<Status>,
     loader_waits: AtomicBool,
+    /// Another rank was asked to stop.
     stop: AtomicBool,
+    /// Set when this rank is asked to stop.
+    own_stop: Mutex<Option<Arc<AtomicBool>>>,
     end: Mutex<Option<DistError>>,
     ended: Condvar,
     closers: Mutex<Vec<Closer>>,
@@ -49,6 +52,7 @@ impl Watch {
             status: Mutex::new(status),
             loader_waits: AtomicBool::new(false),
             stop: AtomicBool::new(false),
+            own_stop: Mutex::default(),
             end: Mutex::default(),
             ended: Condvar::new(),
             closers: Mutex::default(),
@@ -88,14 +92,20 @@ impl Watch {
         self.loader_waits.load(Ordering::Relaxed)
     }
 
-    /// A rank was asked to stop.
+    /// Another rank was asked to stop.
     pub(super) fn ask_to_stop(&self) {
         self.stop.store(true, Ordering::Relaxed);
     }
 
+    /// This rank is asked to stop when `stop` is set.
+    pub(super) fn pass_on(&self, stop: Arc<AtomicBool>) {
+        *lock(&self.own_stop) = Some(stop);
+    }
+
     /// Whether this rank knows that a rank was asked to stop.
     pub(super) fn is_asked_to_stop(&self) -> bool {
-        self.stop.load(Ordering::Relaxed)
+        let own = || lock(&self.own_stop).as_ref().is_some_and(|own| own.load(Ordering::Relaxed));
+        self.stop.load(Ordering::Relaxed) || own()
     }
 
     /// Does not count a time in which the process was stopped.

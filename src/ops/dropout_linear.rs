@@ -17,15 +17,14 @@ use candle_core::{DType, Device, Result, Tensor};
 /// is a small part of the work.
 const MAX_RANK: usize = 4 * LANES;
 
-/// Whether the kernels of this module compute products of `x` and `a [r, K]`. Without dropout, the
-/// `gemm` crate is faster for ranks above [`LANES`].
+/// Whether the kernels of `cpu::narrow` compute products of `x` and `a [r, K]`. They divide rows only
+/// among threads, so that without dropout the `gemm` crate is better on many cores.
 fn is_fused(x: &Tensor, a: &Tensor, mask: Option<DropoutMask>) -> bool {
-    let max = if mask.is_some() { MAX_RANK } else { LANES };
-    let is_narrow = a.elem_count() > 0 && a.dims()[0] <= max && x.elem_count() > 0;
+    let is_narrow = a.elem_count() > 0 && a.dims()[0] <= MAX_RANK && x.elem_count() > 0;
     let is_f32 = [x, a].iter().all(|t| t.dtype() == DType::F32);
     #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
     let is_f32 = is_f32 && !super::cuda::on_gpu(x);
-    is_narrow && is_f32
+    mask.is_some() && is_narrow && is_f32
 }
 
 fn dropped(x: &Tensor, mask: Option<DropoutMask>) -> Result<Tensor> {

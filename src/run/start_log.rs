@@ -18,7 +18,7 @@ pub(super) fn log_share(config: &RunConfig, rank: Rank) {
         micro_batches_of_each = micro_batches * sequence / rank.world,
         sequence,
         batch_size = train.batch_size,
-        "the ranks share each step: unlike a batch size per device, it does not grow with them"
+        "the ranks share the micro-batches of a step: more ranks do not make the batch larger"
     );
 }
 

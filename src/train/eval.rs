@@ -149,10 +149,14 @@ impl Evaluator<'_> {
     ) -> Result<Option<EvalReport>, EvalError> {
         let rows: Vec<SampleIndex> = self.rows.rows().collect();
         let Rank { rank, world, .. } = self.ranks.sequence_group();
-        // The ranks of a sequence group compute each pack together, so they stop at the same block.
+        // The ranks of a sequence group compute each pack together, so they stop at the same block. If
+        // they also gather weights for each pack, they do not stop in between.
         let stops_here = || match self.ranks.sequence().size {
             1 => Ok(stop()),
-            _ => self.ranks.gather(stop()).map(|all| all.contains(&true)),
+            _ if self.weights.are_whole() => {
+                self.ranks.gather(stop()).map(|all| all.contains(&true))
+            }
+            _ => Ok(false),
         };
         let all: Vec<_> = rows.chunks(BLOCK_ROWS).enumerate().collect();
         let mut blocks = Vec::new();

@@ -6,7 +6,7 @@ use crate::dist::{
     Collective, DistError, Lane, Monitor, Rank, SequencePlace, during, fail, gather,
 };
 use serde::{Serialize, de::DeserializeOwned};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The place of a process among the ranks of a run, and its connections to the others. A process that
@@ -125,13 +125,16 @@ impl Ranks {
         }
     }
 
-    /// Whether a signal asked this rank to stop (`own`), or another one, as far as this rank knows.
-    pub(super) fn is_asked_to_stop(&self, own: bool) -> bool {
-        let Some(monitor) = &self.monitor else { return own };
-        if own {
-            monitor.ask_to_stop();
+    /// The other ranks learn when `stop` is set.
+    pub(super) fn pass_on(&self, stop: &Arc<AtomicBool>) {
+        if let Some(monitor) = &self.monitor {
+            monitor.pass_on(Arc::clone(stop));
         }
-        own || monitor.is_asked_to_stop()
+    }
+
+    /// Whether another rank was asked to stop, as far as this rank knows.
+    pub(super) fn is_asked_to_stop(&self) -> bool {
+        self.monitor.as_ref().is_some_and(|monitor| monitor.is_asked_to_stop())
     }
 
     /// Reports that this rank waits for the others.

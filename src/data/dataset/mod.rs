@@ -72,11 +72,16 @@ impl DataSet {
         if file.form() == RowForm::Text { Err(plain()) } else { Ok(file) }
     }
 
-    /// Whether the files of a data set can be read. Those of a corpus are not opened: that needs a
+    /// Whether the files of a data set can be read. Those of a corpus must exist: reading them needs a
     /// tokenizer.
     pub fn check_files(set: &DatasetConfig, unknown_keys: UnknownKeys) -> Result<(), SourceError> {
         if set.corpus.is_none() {
-            Self::open_chats(set, unknown_keys, None)?;
+            return Self::open_chats(set, unknown_keys, None).map(|_| ());
+        }
+        let missing = |path: &&PathBuf| !path.to_string_lossy().contains(['*', '?', '[']);
+        for path in set.path.paths().iter().filter(missing) {
+            std::fs::metadata(path)
+                .map_err(|source| SourceError::Read { path: path.clone(), cause: source })?;
         }
         Ok(())
     }

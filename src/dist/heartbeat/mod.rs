@@ -9,6 +9,7 @@ mod other;
 use super::watch::Watch;
 use super::{DistError, Monitor};
 use std::net::TcpStream;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -88,8 +89,8 @@ impl Monitor for TcpMonitor {
         self.0.watch.report(&message::cut(work), true);
     }
 
-    fn ask_to_stop(&self) {
-        self.0.watch.ask_to_stop();
+    fn pass_on(&self, stop: Arc<AtomicBool>) {
+        self.0.watch.pass_on(stop);
     }
 
     fn is_asked_to_stop(&self) -> bool {

@@ -23,7 +23,7 @@ const COLUMNS: usize = 16;
 const TILE_ROWS: usize = 2 * ROWS;
 const TILE: usize = 8 * SHARED;
 /// Number of rows of a task. Each task has a partial sum of a sum over rows.
-const TASK_ROWS: usize = 10 * TILE_ROWS;
+const TASK_ROWS: usize = 4 * TILE_ROWS;
 /// Number of rows that [`expand`] computes together.
 const EXPANDED: usize = 4;
 

@@ -10,7 +10,6 @@
 use super::blocks::{Filled, Values, append_bf16, span, to_f32};
 use super::few_rows;
 use super::gemm::{Into, Raw, product};
-use super::narrow::{LANES, Narrow, Wide};
 use candle_core::{DType, Result, Shape, Tensor};
 use gemm::Parallelism;
 use std::borrow::Cow;
@@ -96,11 +95,6 @@ pub(in crate::ops) fn new_nn(
     if k == 0 {
         return vec![0.0; m * n];
     }
-    if let Values::F32(b) = b
-        && (1..=LANES).contains(&n)
-    {
-        return Wide { x: a, width: k, drops: None }.products(n, Some(&Narrow::rows(b, n)), None).0;
-    }
     let mut y = Vec::with_capacity(m * n);
     // SAFETY: `y` has capacity for the product; its first panel overwrites all `m * n` elements.
     unsafe {
@@ -145,14 +139,8 @@ pub(in crate::ops) fn add_tn(
     b: Values<'_>,
 ) {
     assert!(dst.len() == m * n && a.len() == k * m && b.len() == k * n, "shapes were checked");
-    let mut add = |a: &[f32], b: &[f32]| {
-        if (1..=LANES).contains(&n) && m > 0 {
-            let wide = Wide { x: a, width: m, drops: None };
-            wide.products(n, None, Some(&Narrow::rows(b, n))).1.add_rows(dst);
-        } else {
-            super::gemm::tn((m, n, a.len() / m.max(1)), dst, Into::Add, a, b);
-        }
-    };
+    let mut add =
+        |a: &[f32], b: &[f32]| super::gemm::tn((m, n, a.len() / m.max(1)), dst, Into::Add, a, b);
     match (a, b) {
         (Values::F32(a), Values::F32(b)) => add(a, b),
         _ => {

@@ -14,7 +14,7 @@
 //! - With `TRAINER_POISON=1`, new memory contains NaN, so that a value that no kernel has written
 //!   shows.
 //! - With `TRAINER_EXACT_SIZES=1`, sizes are not rounded, so that compute-sanitizer finds an access
-//!   behind the end of a tensor.
+//!   past the end of a tensor.
 
 #![cfg_attr(feature = "cuda", expect(unsafe_code, reason = "functions of the driver"))]
 

@@ -85,23 +85,14 @@ pub(super) struct AttentionKernels {
 
 impl AttentionKernels {
     /// Selects the tensor-core kernels for heads of `dh` values of `dtype` where they exist, else the
-    /// plain kernels. Returns an error if `dh` is too large for both, or for the shared memory of the
-    /// GPU.
+    /// plain kernels. Returns an error if `dh` is too large for both.
     pub(super) fn choose(op: &str, dtype: DType, dh: usize, gpu: Gpu) -> Result<Self> {
         if dh > MAX_DIM {
             bail!("{op}: the head dim is {dh}, expected at most {MAX_DIM} on a GPU");
         }
         let tensor_cores = gpu.capability >= SM80 && dtype == DType::BF16;
         if !tensor_cores || !dh.is_multiple_of(8) {
-            let plain = Self { gpu, padded: None, row_bytes: 4 * (dh | 1) };
-            let (need, found) = (plain.backward(Own::Queries).shared, gpu.shared_bytes);
-            if need > found {
-                bail!(
-                    "{op}: head dim {dh} in {dtype:?} needs {need} bytes of shared memory, and this \
-                     GPU has {found}: set `model.precision: bf16`"
-                );
-            }
-            return Ok(plain);
+            return Ok(Self { gpu, padded: None, row_bytes: 4 * (dh | 1) });
         }
         // Same as `Rows` in attention.cuh: rows of 80 columns are padded, the others permuted.
         let (padded, row_bytes) = match dh {
@@ -111,6 +102,19 @@ impl AttentionKernels {
             _ => (256, 512),
         };
         Ok(Self { gpu, padded: Some(padded), row_bytes })
+    }
+
+    /// Returns an error if the GPU has less shared memory than a block needs.
+    pub(super) fn expect_room(self, op: &str, block: &Block) -> Result<()> {
+        let (need, found) = (block.shared, self.gpu.shared_bytes);
+        if need > found {
+            bail!(
+                "{op}: `{}` needs {need} bytes of shared memory, and this GPU has {found}: kernels \
+                 for bf16 (`model.precision`) and smaller heads need less",
+                block.name
+            );
+        }
+        Ok(())
     }
 
     /// Kernel name for a pass.

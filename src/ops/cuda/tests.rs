@@ -311,10 +311,13 @@ fn attention_of_every_head_dim_fits_into_99_kib_of_shared_memory() {
 
 #[test]
 fn plain_attention_of_wide_heads_is_refused_on_a_gpu_with_little_shared_memory() {
-    let choose = |dtype, dh| AttentionKernels::choose("attention", dtype, dh, SMALL);
-    assert!(choose(DType::F32, 128).is_ok());
-    let error = choose(DType::F32, 256).unwrap_err().to_string();
-    assert!(error.contains("set `model.precision: bf16`"), "{error}");
+    let room = |dh| {
+        let kernels = AttentionKernels::choose("attention", DType::F32, dh, SMALL)?;
+        kernels.expect_room("attention", &kernels.backward(Own::Keys))
+    };
+    assert!(room(128).is_ok());
+    let error = room(256).unwrap_err().to_string();
+    assert!(error.contains("needs 135680 bytes of shared memory"), "{error}");
 }
 
 #[test]

@@ -9,7 +9,7 @@ use super::{CheckReport, Topic};
 use crate::config::RunConfig;
 use crate::optim::{GroupError, ParamGroups};
 use crate::tape::Trainable;
-use crate::train::Targets;
+use crate::train::{AdapterConfig, Targets};
 use candle_core::Device;
 
 /// Compares the tensors of the model folder with its config, and applies the patterns. A wrong
@@ -37,21 +37,38 @@ fn open_with_targets(config: &RunConfig, report: &mut CheckReport) -> Option<Ope
             Ok((open, _)) => return Some(open),
             Err(error) => error,
         };
-        let wrong = match &error {
-            RunError::Setup(SetupError::Adapter(AdapterError::Target { pattern, .. })) => {
-                Some(pattern.clone())
-            }
-            _ => None,
-        };
+        let wrong = wrong_pattern(&error);
         report.error(Topic::Model, error);
+        // Without targets, the patterns of the other sections are still checked.
         let adapter = config.adapter.as_mut()?;
-        let Targets::Globs(globs) = &mut adapter.target else { return None };
-        let wrong = wrong?;
-        globs.retain(|glob| *glob != wrong);
-        if globs.is_empty() {
-            return None;
+        if !wrong.is_some_and(|wrong| leave_out(adapter, &wrong)) {
+            config.adapter = None;
         }
     }
+}
+
+/// The pattern of `adapter.target` or `adapter.train_also` that an error is about.
+fn wrong_pattern(error: &RunError) -> Option<String> {
+    let RunError::Setup(SetupError::Adapter(error)) = error else { return None };
+    match error {
+        AdapterError::Target { pattern, .. }
+        | AdapterError::Both { pattern, .. }
+        | AdapterError::Tied { pattern } => Some(pattern.clone()),
+        AdapterError::Pattern(problem) => problem.origin().1.map(str::to_owned),
+        _ => None,
+    }
+}
+
+/// Removes a pattern. Returns whether it was there, and targets are left.
+fn leave_out(adapter: &mut AdapterConfig, pattern: &str) -> bool {
+    let num_also = adapter.train_also.len();
+    adapter.train_also.retain(|entry| entry != pattern);
+    let Targets::Globs(globs) = &mut adapter.target else {
+        return adapter.train_also.len() < num_also;
+    };
+    let num_globs = globs.len();
+    globs.retain(|glob| glob != pattern);
+    !globs.is_empty() && adapter.train_also.len() + globs.len() < num_also + num_globs
 }
 
 /// Applies the patterns that are right. Returns `None` if one was wrong.
@@ -65,10 +82,14 @@ fn groups(config: &RunConfig, open: &OpenModel, report: &mut CheckReport) -> Opt
             Err(problem) => problem,
         };
         all_are_right = false;
-        let wrong = problem.origin().1.map(str::to_owned);
+        let (key, pattern) = problem.origin();
+        let wrong = pattern.map(str::to_owned);
         report.error(Topic::Model, of_pattern(config, problem));
         let wrong = wrong?;
-        freeze.retain(|entry| *entry != wrong);
-        multipliers.shift_remove(&wrong);
+        if key == "model.freeze" {
+            freeze.retain(|entry| *entry != wrong);
+        } else {
+            multipliers.shift_remove(&wrong);
+        }
     }
 }
