@@ -143,6 +143,11 @@ impl Section<'_> {
             .ok_or_else(|| ModelConfigError::Key { key: self.key(key), expected: "a number" })
     }
 
+    /// Whether `key` is present and true.
+    pub(super) fn flag(&self, key: &str) -> bool {
+        self.value[key].as_bool().unwrap_or(false)
+    }
+
     pub(super) fn sizes(&self, key: &str) -> Result<Vec<usize>, ModelConfigError> {
         let list = self.value[key].as_array().and_then(|list| {
             let size = |n: &Value| n.as_u64().filter(|n| *n <= MAX_WIDTH).map(|n| n as usize);
@@ -252,6 +257,8 @@ impl Section<'_> {
             rms_norm_eps: self.float("rms_norm_eps")?,
             rope_theta: theta.float("rope_theta")?,
             hybrid: None,
+            tie_word_embeddings: self.flag("tie_word_embeddings"),
+            initializer_range: self.value["initializer_range"].as_f64().unwrap_or(0.02),
         };
         if !(config.rms_norm_eps > 0.0 && config.rms_norm_eps < 1.0) {
             return Err(self.range("rms_norm_eps", "a number above 0 and below 1".to_owned()));

@@ -1,6 +1,7 @@
 //! Sizes of a decoder, and the names of its tensors.
 
 use super::init::Init;
+use super::params::{Component, ParamSpec};
 use crate::ops::{DeltaHeads, NormScale};
 
 /// Sizes of a decoder.
@@ -24,6 +25,10 @@ pub struct DecoderConfig {
     pub rms_norm_eps: f64,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
+    /// Whether the head and the embedding are one tensor.
+    pub tie_word_embeddings: bool,
+    /// Standard deviation of random weights.
+    pub initializer_range: f64,
     /// The parts that Qwen3.5 has and Qwen3 does not have.
     pub hybrid: Option<HybridConfig>,
 }
@@ -87,20 +92,25 @@ impl DecoderConfig {
     }
 }
 
-/// Name, shape and random values of a tensor.
-pub type DecoderSpec = (String, Vec<usize>, Init);
+/// Name of an untied head.
+pub(super) const LM_HEAD: &str = "lm_head.weight";
 
-/// The tensors of a decoder without the head; `prefix` is the name of its module.
-pub fn decoder_specs(config: &DecoderConfig, prefix: &str) -> Vec<DecoderSpec> {
+/// The tensors of a decoder and of an untied head; `prefix` is the name of the decoder's module.
+pub fn decoder_specs(config: &DecoderConfig, prefix: &str, component: Component) -> Vec<ParamSpec> {
     let hidden = config.hidden_size;
     let norm = match config.norm_scale() {
         NormScale::Weight => Init::One,
         NormScale::OnePlusWeight => Init::Zero,
     };
-    let mut specs = vec![(embedding_name(prefix), vec![config.vocab_size, hidden], Init::Normal)];
+    let table = [config.vocab_size, hidden];
+    let mut specs = Vec::new();
+    let mut push = |name: String, shape: &[usize], init| {
+        specs.push(ParamSpec { name, shape: shape.to_vec(), component, init });
+    };
+    push(embedding_name(prefix), &table, Init::Normal);
     for k in 0..config.num_hidden_layers {
         let mut add = |part: &str, shape: &[usize], init| {
-            specs.push((format!("{}.{part}", layer_name(prefix, k)), shape.to_vec(), init));
+            push(format!("{}.{part}", layer_name(prefix, k)), shape, init);
         };
         add("input_layernorm.weight", &[hidden], norm);
         match config.hybrid.as_ref().filter(|hybrid| hybrid.is_linear[k]) {
@@ -113,7 +123,10 @@ pub fn decoder_specs(config: &DecoderConfig, prefix: &str) -> Vec<DecoderSpec> {
         add("mlp.up_proj.weight", &[inner, hidden], Init::Normal);
         add("mlp.down_proj.weight", &[hidden, inner], Init::Normal);
     }
-    specs.push((format!("{prefix}.norm.weight"), vec![hidden], norm));
+    push(format!("{prefix}.norm.weight"), &[hidden], norm);
+    if !config.tie_word_embeddings {
+        push(LM_HEAD.to_owned(), &table, Init::Normal);
+    }
     specs
 }
 

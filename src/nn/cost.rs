@@ -108,6 +108,8 @@ mod tests {
         head_dim: 5,
         rms_norm_eps: 1e-6,
         rope_theta: 1e4,
+        tie_word_embeddings: true,
+        initializer_range: 0.02,
         hybrid: None,
     };
 

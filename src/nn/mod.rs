@@ -20,7 +20,7 @@ mod params;
 mod rope;
 
 pub use adapter::{AdapterModule, AdapterTensor, Adapters, Dropout, DropoutPlace, peft_name};
-pub use config::{DecoderConfig, DecoderSpec, HybridConfig, decoder_specs};
+pub use config::{DecoderConfig, HybridConfig, decoder_specs};
 pub(crate) use context::DecoderContext;
 pub(crate) use cost::{indexes, matrix_elements};
 pub(crate) use decoder::{Decoder, DecoderTape};

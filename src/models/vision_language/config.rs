@@ -43,10 +43,6 @@ pub struct Config {
     pub mrope_section: [usize; 3],
     /// The vision encoder.
     pub vision: VisionConfig,
-    /// Whether head and embedding are one tensor.
-    pub tie_word_embeddings: bool,
-    /// Standard deviation of random weights.
-    pub initializer_range: f64,
     /// Id of the token whose embedding the features of an image replace.
     pub image_token_id: u32,
 }

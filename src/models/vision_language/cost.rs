@@ -4,18 +4,12 @@ use super::config::Config;
 use super::encoder::VisionEncoder;
 use crate::metrics::{ActivationMemory, PartWork, Rows};
 use crate::nn::{Decoder, indexes, matrix_elements};
-use crate::tape::{Param, Recompute};
+use crate::tape::Recompute;
 
 impl Config {
     /// Work of the vision blocks, the mergers, the decoder and the head.
-    pub(super) fn work(
-        &self,
-        vision: &VisionEncoder,
-        decoder: &Decoder,
-        head: &Param,
-    ) -> Vec<PartWork> {
+    pub(super) fn work(&self, vision: &VisionEncoder, decoder: &Decoder) -> Vec<PartWork> {
         let (blocks, mergers) = (vision.block_params(), vision.merger_params());
-        let text: Vec<&Param> = decoder.stages().concat();
         let mut work = vec![
             PartWork {
                 weights: matrix_elements(&blocks, vision.positions()),
@@ -31,7 +25,7 @@ impl Config {
                 rows: Rows::VisionTokens,
             },
         ];
-        work.extend(self.text.work(&text, &decoder.embed_tokens, head));
+        work.extend(decoder.work(&self.text));
         work
     }
 

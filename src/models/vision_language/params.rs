@@ -12,8 +12,6 @@ pub const LLM: Component = Component { name: "llm", inputs: Inputs::All };
 
 /// Name of the decoder's module.
 pub(super) const DECODER: &str = "model.language_model";
-/// Name of an untied head.
-pub(super) const LM_HEAD: &str = "lm_head.weight";
 
 /// Every tensor of a model of this shape in a fixed order. A tied head is not listed.
 pub fn param_specs(config: &Config) -> Vec<ParamSpec> {
@@ -62,17 +60,6 @@ pub fn param_specs(config: &Config) -> Vec<ParamSpec> {
     for k in 0..v.deepstack_visual_indexes.len() {
         merger(format!("model.visual.deepstack_merger_list.{k}"), merged);
     }
-    let decoder = decoder_specs(&config.text, DECODER).into_iter();
-    specs.extend(decoder.map(|(name, shape, init)| ParamSpec {
-        name,
-        shape,
-        component: LLM,
-        init,
-    }));
-    if !config.tie_word_embeddings {
-        let shape = vec![config.text.vocab_size, config.text.hidden_size];
-        let (name, init) = (LM_HEAD.to_owned(), Init::Normal);
-        specs.push(ParamSpec { name, shape, component: LLM, init });
-    }
+    specs.extend(decoder_specs(&config.text, DECODER, LLM));
     specs
 }

@@ -108,6 +108,8 @@ mod tests {
             head_dim: 128,
             rms_norm_eps: 1e-6,
             rope_theta: 5e6,
+            tie_word_embeddings: true,
+            initializer_range: 0.02,
             hybrid: None,
         };
         // Only the time axis has moved: frequencies of the other two have angle 0.

@@ -138,6 +138,8 @@ fn config(shape: Shape) -> Config {
             head_dim: 12, // 4 * 12 is not the hidden size
             rms_norm_eps: 1e-6,
             rope_theta: 100.0, // small: every frequency turns within a short sample
+            tie_word_embeddings: shape == Shape::Tied,
+            initializer_range: 0.02,
             hybrid,
         },
         mrope_section,
@@ -155,8 +157,6 @@ fn config(shape: Shape) -> Config {
             deepstack_visual_indexes: if shape == Shape::Hybrid { vec![] } else { vec![0, 2] },
             hidden_act: Gelu::Tanh,
         },
-        tie_word_embeddings: shape == Shape::Tied,
-        initializer_range: 0.02,
         image_token_id: IMAGE_TOKEN,
     }
 }

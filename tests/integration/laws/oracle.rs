@@ -355,7 +355,7 @@ impl Oracle {
         }
         let (num_tokens, s) = (batch.input_ids.len(), targets.len());
         let rows = matrix(s, num_tokens, |i, token| indicator(targets[i].0 == token))?;
-        let head = if self.config.tie_word_embeddings {
+        let head = if self.config.text.tie_word_embeddings {
             self.p("model.language_model.embed_tokens.weight")
         } else {
             self.p("lm_head.weight")
