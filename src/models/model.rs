@@ -3,7 +3,7 @@
 use super::opaque::{ModelInput, Tape};
 use crate::batch::VarlenBatch;
 use crate::metrics::{ActivationMemory, PartWork};
-use crate::nn::{Adapters, DecoderConfig, KvCache, ParamSpec, WeightError};
+use crate::nn::{Adapters, DecoderConfig, KvCache, ParamSpec, TensorNames, WeightError};
 use crate::ops::AttentionBackend;
 use crate::tape::{GradSink, Param, Recompute};
 use candle_core::{DType, Device, Result, Tensor};
@@ -32,6 +32,11 @@ pub trait ModelConfig: Debug + Send + Sync {
     /// Standard deviation of random weights.
     fn initializer_range(&self) -> f64 {
         self.text().initializer_range
+    }
+
+    /// How weight files name the tensors.
+    fn tensor_names(&self) -> TensorNames {
+        TensorNames::Modules
     }
 
     /// Builds the model from parameters with their published names, and those of its adapters.

@@ -29,8 +29,19 @@ pub struct DecoderConfig {
     pub tie_word_embeddings: bool,
     /// Standard deviation of random weights.
     pub initializer_range: f64,
+    /// What queries and keys have besides a projection.
+    pub queries: Queries,
     /// The parts that Qwen3.5 has and Qwen3 does not have.
     pub hybrid: Option<HybridConfig>,
+}
+
+/// What queries and keys have besides a projection and a rotation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Queries {
+    /// A norm of each head, as in Qwen3.
+    Normed,
+    /// Biases, as values have, and no norm; as in Qwen2.
+    Biased,
 }
 
 /// A decoder in which some layers have linear attention, and the others attention with an output
@@ -139,8 +150,17 @@ fn attention_specs(config: &DecoderConfig, norm: Init, add: &mut dyn FnMut(&str,
     add("self_attn.k_proj.weight", &[kv, hidden], Init::Normal);
     add("self_attn.v_proj.weight", &[kv, hidden], Init::Normal);
     add("self_attn.o_proj.weight", &[hidden, q], Init::Normal);
-    add("self_attn.q_norm.weight", &[head_dim], norm);
-    add("self_attn.k_norm.weight", &[head_dim], norm);
+    match config.queries {
+        Queries::Normed => {
+            add("self_attn.q_norm.weight", &[head_dim], norm);
+            add("self_attn.k_norm.weight", &[head_dim], norm);
+        }
+        Queries::Biased => {
+            add("self_attn.q_proj.bias", &[q], Init::Zero);
+            add("self_attn.k_proj.bias", &[kv], Init::Zero);
+            add("self_attn.v_proj.bias", &[kv], Init::Zero);
+        }
+    }
 }
 
 fn linear_attention_specs(

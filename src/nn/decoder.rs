@@ -4,6 +4,7 @@ use super::attention::{AttentionBlock, SavedAttention};
 use super::config::{DecoderConfig, LM_HEAD, embedding_name, layer_name};
 use super::context::DecoderContext;
 use super::kv_cache::KvCache;
+use super::linear::Linear;
 use super::linear_attention::{LinearAttentionBlock, SavedLinearAttention};
 use super::mlp::{MlpBlock, SavedMlp};
 use super::norm::RmsNorm;
@@ -146,7 +147,10 @@ impl Decoder {
                 let block = AttentionBlock::new(params, &name, config, attention.clone())?;
                 Mixer::Attention(Box::new(block))
             };
-            Ok(DecoderLayer { mixer, mlp: MlpBlock::new(params, &name, config)? })
+            let norm = format!("{name}.post_attention_layernorm");
+            let norm = RmsNorm::of_decoder(params, &norm, config)?;
+            let linear = |part: &str| Linear::without_bias(params, &format!("{name}.mlp.{part}"));
+            Ok(DecoderLayer { mixer, mlp: MlpBlock::new(norm, linear)? })
         });
         let embed_tokens = params.get(&embedding_name(prefix))?;
         let tied = config.tie_word_embeddings;
@@ -154,7 +158,7 @@ impl Decoder {
             lm_head: if tied { embed_tokens.clone() } else { params.get(LM_HEAD)? },
             embed_tokens,
             layers: layers.collect::<std::result::Result<_, _>>()?,
-            norm: RmsNorm::new(params, &format!("{prefix}.norm"), config)?,
+            norm: RmsNorm::of_decoder(params, &format!("{prefix}.norm"), config)?,
         })
     }
 

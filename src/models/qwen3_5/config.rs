@@ -2,7 +2,7 @@
 
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::{text, vision_language};
-use crate::nn::{DecoderConfig, HybridConfig};
+use crate::nn::{DecoderConfig, HybridConfig, TensorNames};
 use crate::ops::CONV_TAPS;
 use serde_json::Value;
 
@@ -23,8 +23,10 @@ pub(in crate::models) fn read(json: &Value) -> Result<vision_language::Config, M
             ..decoder(&text)?
         },
         mrope_section: text.rope().mrope_section()?,
+        mrope_layout: vision_language::MropeLayout::Interleaved,
         vision: vision_language::VisionConfig::read(&vision, Vec::new())?,
         image_token_id: top.size("image_token_id")? as u32,
+        tensor_names: TensorNames::Modules,
     };
     config.check()?;
     Ok(config)
@@ -138,7 +140,7 @@ mod tests {
                 "image_token_id": 248_056, "tie_word_embeddings": true,
             });
             let config = read(&json).unwrap();
-            assert!(config.vision.deepstack_visual_indexes.is_empty());
+            assert!(config.vision.deepstack().is_empty());
             assert!(config.text.tie_word_embeddings);
         }
     }

@@ -1,8 +1,8 @@
 //! Reads the sizes of a Qwen3-VL model from `config.json`.
 
 use crate::models::config::{ModelConfigError, Section};
-use crate::models::vision_language::{Config, VisionConfig};
-use crate::nn::DecoderConfig;
+use crate::models::vision_language::{Config, MropeLayout, VisionConfig};
+use crate::nn::{DecoderConfig, TensorNames};
 use serde_json::Value;
 
 /// Reads the sizes from the parsed `config.json`.
@@ -20,8 +20,10 @@ pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> 
             ..text.decoder()?
         },
         mrope_section: rope.mrope_section()?,
+        mrope_layout: MropeLayout::Interleaved,
         vision: VisionConfig::read(&vision, vision.sizes("deepstack_visual_indexes")?)?,
         image_token_id: top.size("image_token_id")? as u32,
+        tensor_names: TensorNames::Modules,
     };
     config.check()?;
     Ok(config)

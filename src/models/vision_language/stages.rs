@@ -15,7 +15,8 @@ use crate::metrics::{ActivationMemory, PartWork};
 use crate::models::model::{Model, ModelConfig, RecomputePolicy};
 use crate::models::opaque::{ModelInput, Tape};
 use crate::nn::{
-    Adapters, Decoder, DecoderConfig, DecoderTape, KvCache, ParamMap, ParamSpec, WeightError,
+    Adapters, Decoder, DecoderConfig, DecoderTape, KvCache, ParamMap, ParamSpec, TensorNames,
+    WeightError,
 };
 use crate::ops::{self, AttentionBackend};
 use crate::tape::{GradSink, InputGrad, Param};
@@ -42,6 +43,10 @@ impl ModelConfig for Config {
 
     fn text(&self) -> &DecoderConfig {
         &self.text
+    }
+
+    fn tensor_names(&self) -> TensorNames {
+        self.tensor_names
     }
 
     fn build(

@@ -140,6 +140,7 @@ fn config(shape: Shape) -> Config {
             rope_theta: 100.0, // small: every frequency turns within a short sample
             tie_word_embeddings: shape == Shape::Tied,
             initializer_range: 0.02,
+            queries,
             hybrid,
         },
         mrope_section,
