@@ -271,6 +271,13 @@ fn qwen35_follows_the_reference_in_every_layout() {
     }
 }
 
+#[test]
+fn qwen25_vl_follows_the_reference_in_every_layout() {
+    for name in ["text_small-qwen25vl", "image_exact_small-qwen25vl"] {
+        assert_all_variants_follow(&golden_json("curves.json")[name]);
+    }
+}
+
 /// Text-only Qwen3, made by `scripts/golden/qwen3_text.py`. Its curve is stored in three layouts.
 #[test]
 fn text_only_qwen3_follows_the_reference_in_every_layout() {
@@ -304,7 +311,7 @@ fn text_only_qwen3_gradient_norms_equal_the_references() {
 #[test]
 fn gradient_norms_of_every_parameter_equal_the_references() {
     let curves = golden_json("curves.json");
-    for (model, data) in ["small-tied", "small-qwen35"]
+    for (model, data) in ["small-tied", "small-qwen35", "small-qwen25vl"]
         .into_iter()
         .flat_map(|model| ["text", "image_exact"].map(|data| (model, data)))
     {

@@ -95,6 +95,7 @@ fn the_oracles_gradients_are_the_differences_of_its_loss() {
             Shape::Untied => 41,
             // 6 tensors of the deepstack mergers less, 9 of linear attention more.
             Shape::Hybrid => 44,
+            Shape::Windowed => 34,
         };
         assert_eq!(kinds.len(), expected, "{kinds:?}");
         for (kind, at) in kinds {
