@@ -24,7 +24,7 @@ NAME = "small-qwen25vl"
 FOLDER = GOLDEN / "models" / NAME
 SEED, ROWS = 41, 32
 DATA = ("text", "image_exact")
-# The MLP of the vision blocks has a width that is no multiple of 8, like the published 3420. Windows of 4 x 4 tokens.
+# Neither the width of the MLP of a vision block nor the published 3420 is divisible by 8. A window has 4 x 4 tokens.
 CONFIG = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 2017,
     "eos_token_id": 2019, "hidden_act": "silu", "hidden_size": 64, "image_token_id": 2029, "initializer_range": 0.02,
@@ -46,9 +46,9 @@ PROCESSOR = {
     "image_std": [0.26862954, 0.26130258, 0.27577711], "max_pixels": 153664, "merge_size": 2, "min_pixels": 3136,
     "patch_size": 14, "processor_class": "Qwen2_5_VLProcessor", "temporal_patch_size": 2,
 }
-# Renders what the published template renders: a system prompt if the chat has none, then the turns.
+# Renders what the published template renders without `add_vision_id`: a system prompt if the chat has none, then the
+# turns.
 TEMPLATE = """\
-{%- set count = namespace(images=0, videos=0) %}
 {%- if messages[0].role != 'system' %}
     {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
 {%- endif %}
@@ -56,12 +56,8 @@ TEMPLATE = """\
     {{- '<|im_start|>' ~ message.role ~ '\\n' }}
     {%- for part in ([{'text': message.content}] if message.content is string else message.content) %}
         {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
-            {%- set count.images = count.images + 1 %}
-            {%- if add_vision_id %}{{- 'Picture ' ~ count.images ~ ': ' }}{% endif %}
             {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
         {%- elif part.type == 'video' or 'video' in part %}
-            {%- set count.videos = count.videos + 1 %}
-            {%- if add_vision_id %}{{- 'Video ' ~ count.videos ~ ': ' }}{% endif %}
             {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
         {%- else %}
             {{- part.text }}

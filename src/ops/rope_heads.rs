@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_width_that_is_no_number_of_heads_is_rejected() {
+    fn a_width_other_than_that_of_whole_heads_is_rejected() {
         let error = message(rope_heads(&random(1, &[3, 10]), 4, &rope_table(3, 2)));
         assert!(error.contains("heads of 4"), "{error}");
         let error = message(rope_heads(&random(1, &[3, 8]), 0, &rope_table(3, 2)));
