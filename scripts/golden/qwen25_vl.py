@@ -1,9 +1,11 @@
-"""A small Qwen2.5-VL model, its training curves and its losses by transformers and PyTorch.
+"""A small Qwen2.5-VL model, images for it, its training curves and its losses by transformers and PyTorch.
 
-  python scripts/golden/qwen25_vl.py            # models/small-qwen25vl, and its entries of the files below
+  python scripts/golden/qwen25_vl.py            # models/small-qwen25vl, data/image_28.jsonl, data/images28, and the
+                                                # model's entries of the files below
   python scripts/golden/qwen25_vl.py --check    # draws the weights again and compares them with the stored ones
 
-Entries of `curves.json` and `losses_at_init.json` with the data `text` and `image_exact`; `ref_trainer.py
+Entries of `curves.json` and `losses_at_init.json` with the data `text` and `image_28`: rows of `image_exact` whose
+images are cut to sides that 28 divides, so that no processor resizes them; `ref_trainer.py
 --check-curves` and `check_golden.py` recompute them. Tokenizer and special tokens are those of small-tied.
 config.json has the flat layout and preprocessor_config.json the keys of the published files.
 """
@@ -13,17 +15,19 @@ import json
 import shutil
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from adapters import curve
 from make_variants import SMALL, drawn_tensors, write_json
-from reference_lib import GOLDEN, Encoder, forward, load_model, read_jsonl
+from reference_lib import GOLDEN, Encoder, forward, load_model, normalise, read_jsonl
 
 NAME = "small-qwen25vl"
 FOLDER = GOLDEN / "models" / NAME
 SEED, ROWS = 41, 32
-DATA = ("text", "image_exact")
+IMAGE_ROWS, SIDE = 24, 28
+DATA = ("text", "image_28")
 # Neither the width of the MLP of a vision block nor the published 3420 is divisible by 8. A window has 4 x 4 tokens.
 CONFIG = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 2017,
@@ -67,6 +71,21 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
 """
+
+
+def make_rows():
+    """Cuts the images of the first rows of `image_exact`."""
+    data, rows = GOLDEN / "data", read_jsonl(GOLDEN / "data" / "image_exact.jsonl")[:IMAGE_ROWS]
+    shutil.rmtree(data / "images28", ignore_errors=True)
+    (data / "images28").mkdir()
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    for source in sorted({source for row in rows for source in normalise(row)[1]}):
+        image = Image.open(data / source).convert("RGB")
+        cut = image.crop((0, 0, *(side // SIDE * SIDE for side in image.size)))
+        target = f"images28/{source.split('_')[1]}_{cut.width}x{cut.height}.png"
+        cut.save(data / target, optimize=True)
+        text = text.replace(source, target)
+    (data / "image_28.jsonl").write_text(text, encoding="utf-8")
 
 
 def make_folder():
@@ -122,6 +141,7 @@ def main():
             raise SystemExit(f"{NAME}: the drawn weights differ from the stored ones")
         print(f"{NAME}: {len(stored)} tensors equal to the stored ones")
         return
+    make_rows()
     make_folder()
     update("losses_at_init.json", None, {f"{NAME}|{data}": losses(data) for data in DATA})
     curves = {f"{data}_{NAME}": curve(data, [], NAME) for data in DATA}

@@ -113,6 +113,10 @@ fn an_adapter_of_all_parts_is_merged_under_the_published_names() {
 fn rows_with_videos_are_rejected_with_their_reason() {
     let rows = rows_for(MODEL, "video");
     let rejection = rows.read(rows.rows().next().unwrap()).unwrap_err();
-    assert_eq!(rejection.reason, "video_not_supported");
-    assert!(rejection.message.contains("not supported for Qwen2.5-VL"), "{}", rejection.message);
+    assert_eq!(rejection.reason, "not_supported");
+    assert!(
+        rejection.message.contains("with Qwen2.5-VL, a video is not supported"),
+        "{}",
+        rejection.message
+    );
 }

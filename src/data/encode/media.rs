@@ -204,7 +204,10 @@ fn each<T>(
         let index = *index;
         let result = match medium {
             Medium::Video(_) if tokens.video.is_none() => Err(VideoError::NoToken.into()),
-            Medium::Video(_) if tokens.refuses_videos => Err(VideoError::Family.into()),
+            Medium::Video(_) if tokens.refuses_videos => {
+                let (at, what) = (format!("video {index}"), "with Qwen2.5-VL, a video is");
+                return Err(SampleError::NotSupported { id: id.clone(), at, what });
+            }
             _ => read(medium),
         };
         result.map_err(|cause| match cause {

@@ -334,9 +334,6 @@ pub enum VideoError {
     /// The model does not support videos.
     #[error("the model folder has no video token (`video_token_id` in config.json)")]
     NoToken,
-    /// Videos of this family of models are not implemented.
-    #[error("videos are not supported for Qwen2.5-VL, only images")]
-    Family,
     /// A frame of a list cannot be loaded.
     #[error("frame {frame}: {cause}")]
     Frame {
@@ -423,9 +420,6 @@ impl VideoError {
             Self::TooLong { .. } => "shorten the video, or raise `data.video.max_source_frames`",
             Self::TooLarge { .. } => "scale the video to a supported size",
             Self::NoToken => "use a model that supports videos, or remove the row",
-            Self::Family => {
-                "use a Qwen3-VL or Qwen3.5 model, list the frames as images, or remove the row"
-            }
             Self::Frame { cause, .. } => cause.hint(),
             Self::FrameSize { .. } => "resize all frames of the list to one size",
             Self::TooShort { .. } => "list more frames, or use an image instead of a video",
@@ -446,7 +440,6 @@ impl VideoError {
             Self::TooLong { .. } => "video_too_long",
             Self::TooLarge { .. } => "video_too_large",
             Self::NoToken => "video_token",
-            Self::Family => "video_not_supported",
             Self::Frame { .. } => "video_frame",
             Self::FrameSize { .. } => "video_frame_size",
             Self::TooShort { .. } => "video_too_short",
