@@ -97,6 +97,7 @@ impl DecoderConfig {
 
 #[cfg(test)]
 mod tests {
+    use super::super::config::Queries;
     use super::*;
 
     const CONFIG: DecoderConfig = DecoderConfig {
