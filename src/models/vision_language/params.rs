@@ -53,7 +53,9 @@ pub fn param_specs(config: &Config) -> Vec<ParamSpec> {
             VisionKind::Learned { .. } => (&["mlp.linear_fc1"][..], "mlp.linear_fc2"),
             VisionKind::Windowed { .. } => (&["mlp.gate_proj", "mlp.up_proj"][..], "mlp.down_proj"),
         };
-        into.iter().for_each(|part| linear(part, v.intermediate_size, v.hidden_size));
+        for part in into {
+            linear(part, v.intermediate_size, v.hidden_size);
+        }
         linear(out, v.hidden_size, v.intermediate_size);
         for part in ["norm1", "norm2"] {
             norm(&mut add, VISION, &name(part), v.hidden_size);
