@@ -52,7 +52,7 @@ impl LinearAttentionBlock {
         let part = |part: &str| format!("{name}.linear_attn.{part}");
         let linear = |name: &str| Linear::without_bias(params, &part(name));
         Ok(Self {
-            norm: RmsNorm::new(params, &format!("{name}.input_layernorm"), config)?,
+            norm: RmsNorm::of_decoder(params, &format!("{name}.input_layernorm"), config)?,
             qkv: linear("in_proj_qkv")?,
             z: linear("in_proj_z")?,
             b: linear("in_proj_b")?,

@@ -86,8 +86,9 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
     if is_moe {
         return Err("mixture of experts is not supported");
     }
-    if OTHERS.iter().any(|other| name.contains(other)) {
-        return Err("only dense models of Qwen3-VL, Qwen3 and Qwen3.5 are supported");
+    let is_known = name.starts_with("qwen2.5-vl-");
+    if !is_known && OTHERS.iter().any(|other| name.contains(other)) {
+        return Err("only dense models of Qwen3-VL, Qwen2.5-VL, Qwen3 and Qwen3.5 are supported");
     }
     let is_text = name.starts_with("qwen3-") && !name.contains("vl");
     Ok(if is_text { Family::Text } else { Family::VisionLanguage })

@@ -130,6 +130,11 @@ fn rotary_embeddings_match_the_cpu() -> Result<()> {
                 vec![y, rstd, dw, dx, alone]
             });
             assert_all_close(&format!("qk_norm_rope {what}"), &gpu, &cpu, tolerance);
+            let (gpu, cpu) = both!(path => {
+                let y = path::rope_heads(&x, dh, &table)?;
+                vec![y, path::rope_heads_backward(&dy, &table)?]
+            });
+            assert_all_close(&format!("rope_heads {what}"), &gpu, &cpu, tolerance);
             let qkv = operand(4, &[t, 3 * h * dh], dtype);
             let (gpu, cpu) = both!(path => {
                 let (q, k, v) = path::vision_rope_split(&qkv, h, &table)?;
