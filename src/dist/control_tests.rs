@@ -120,17 +120,17 @@ fn ranks_finish_together_and_quietly() {
 }
 
 #[test]
-fn all_ranks_learn_that_one_was_asked_to_stop() {
+fn a_stop_that_one_rank_requests_reaches_all() {
     for_both(|asked| {
         let is_known = on_ranks(3, LONG, |ranks, _failures| {
             if ranks.rank.rank == asked {
                 ranks.monitor.pass_on(Arc::new(AtomicBool::new(true)));
             }
             let begin = Instant::now();
-            while !ranks.monitor.is_asked_to_stop() && begin.elapsed() < LONG {
+            while !ranks.monitor.is_stop_requested() && begin.elapsed() < LONG {
                 thread::sleep(Duration::from_millis(20));
             }
-            let is_known = ranks.monitor.is_asked_to_stop();
+            let is_known = ranks.monitor.is_stop_requested();
             ranks.monitor.finish();
             is_known
         });
@@ -138,7 +138,7 @@ fn all_ranks_learn_that_one_was_asked_to_stop() {
     });
     let nobody = on_ranks(2, LONG, |ranks, _failures| {
         thread::sleep(Duration::from_millis(100));
-        let is_known = ranks.monitor.is_asked_to_stop();
+        let is_known = ranks.monitor.is_stop_requested();
         ranks.monitor.finish();
         is_known
     });

@@ -85,12 +85,12 @@ pub trait Monitor: Send + Sync {
         self.report(work);
     }
 
-    /// Tells the other ranks when `stop` is set, because a signal asked this rank to stop. They know it
+    /// When `stop` is set, because this rank has received a signal, the request reaches the other ranks
     /// within a few seconds.
     fn pass_on(&self, _stop: Arc<AtomicBool>) {}
 
-    /// Whether this rank knows that a rank was asked to stop. Ranks learn it at different times.
-    fn is_asked_to_stop(&self) -> bool {
+    /// Whether a request to stop has reached this rank. It reaches ranks at different times.
+    fn is_stop_requested(&self) -> bool {
         false
     }
 

@@ -29,9 +29,9 @@ pub(super) enum Waits {
 pub(super) struct Watch {
     status: Mutex<Status>,
     loader_waits: AtomicBool,
-    /// Another rank was asked to stop.
+    /// Another rank has received a request to stop.
     stop: AtomicBool,
-    /// Set when this rank is asked to stop.
+    /// Set when this rank receives a request to stop.
     own_stop: Mutex<Option<Arc<AtomicBool>>>,
     end: Mutex<Option<DistError>>,
     ended: Condvar,
@@ -92,18 +92,18 @@ impl Watch {
         self.loader_waits.load(Ordering::Relaxed)
     }
 
-    /// Another rank was asked to stop.
-    pub(super) fn ask_to_stop(&self) {
+    /// Another rank has received a request to stop.
+    pub(super) fn request_stop(&self) {
         self.stop.store(true, Ordering::Relaxed);
     }
 
-    /// This rank is asked to stop when `stop` is set.
+    /// `stop` is set when this rank receives a request to stop.
     pub(super) fn pass_on(&self, stop: Arc<AtomicBool>) {
         *lock(&self.own_stop) = Some(stop);
     }
 
-    /// Whether this rank knows that a rank was asked to stop.
-    pub(super) fn is_asked_to_stop(&self) -> bool {
+    /// Whether a request to stop has reached this rank.
+    pub(super) fn is_stop_requested(&self) -> bool {
         let own = || lock(&self.own_stop).as_ref().is_some_and(|own| own.load(Ordering::Relaxed));
         self.stop.load(Ordering::Relaxed) || own()
     }

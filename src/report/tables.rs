@@ -89,9 +89,10 @@ fn state(run: &RunFolder) -> String {
     format!("{state}, step {step}{epoch}")
 }
 
-/// Peak memory of the GPU if there is one, otherwise of the process.
+/// Peak memory of the tensors on the GPU if there is one, otherwise of the process: what
+/// `predicted_memory_bytes` predicts.
 fn measured(run: &RunFolder) -> Option<f64> {
-    let series = run.train("peak_device_reserved_bytes").or_else(|| run.train("peak_memory_bytes"));
+    let series = run.train("peak_device_memory_bytes").or_else(|| run.train("peak_memory_bytes"));
     series?.max()
 }
 

@@ -125,16 +125,16 @@ impl Ranks {
         }
     }
 
-    /// The other ranks learn when `stop` is set.
+    /// When `stop` is set, the request reaches the other ranks.
     pub(super) fn pass_on(&self, stop: &Arc<AtomicBool>) {
         if let Some(monitor) = &self.monitor {
             monitor.pass_on(Arc::clone(stop));
         }
     }
 
-    /// Whether another rank was asked to stop, as far as this rank knows.
-    pub(super) fn is_asked_to_stop(&self) -> bool {
-        self.monitor.as_ref().is_some_and(|monitor| monitor.is_asked_to_stop())
+    /// Whether a request to stop has reached this rank.
+    pub(super) fn is_stop_requested(&self) -> bool {
+        self.monitor.as_ref().is_some_and(|monitor| monitor.is_stop_requested())
     }
 
     /// Reports that this rank waits for the others.

@@ -165,7 +165,7 @@ impl Peer {
                 match message {
                     Ok(Message::Heartbeat { work, waits, loader_waits, age_ms, stop }) => {
                         if stop {
-                            watch.ask_to_stop(); // the next heartbeats pass it on
+                            watch.request_stop(); // the next heartbeats pass it on
                         }
                         let age = Duration::from_millis(age_ms);
                         let since = seen.last_beat.checked_sub(age).unwrap_or(seen.last_beat);

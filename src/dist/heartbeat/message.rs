@@ -22,7 +22,7 @@ pub(super) enum Message {
         loader_waits: bool,
         /// Time since the sender last made progress.
         age_ms: u64,
-        /// A signal asked the sender to stop; from rank 0: asked any rank.
+        /// A request to stop has reached the sender.
         stop: bool,
     },
     /// To rank 0: the sender fails with an error.

@@ -93,8 +93,8 @@ impl Monitor for TcpMonitor {
         self.0.watch.pass_on(stop);
     }
 
-    fn is_asked_to_stop(&self) -> bool {
-        self.0.watch.is_asked_to_stop()
+    fn is_stop_requested(&self) -> bool {
+        self.0.watch.is_stop_requested()
     }
 
     fn fail(&self, message: &str) {
@@ -140,7 +140,7 @@ impl Shared {
         let status = self.watch.status();
         let age_ms = status.since.elapsed().as_millis() as u64;
         let (work, waits) = (status.work, status.waits);
-        let (loader_waits, stop) = (self.watch.loader_waits(), self.watch.is_asked_to_stop());
+        let (loader_waits, stop) = (self.watch.loader_waits(), self.watch.is_stop_requested());
         message::Message::Heartbeat { work, waits, loader_waits, age_ms, stop }
     }
 

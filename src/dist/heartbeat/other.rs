@@ -96,7 +96,7 @@ impl Other {
                 Ok(Message::Heartbeat { work, stop, .. }) => {
                     self.work = work;
                     if stop {
-                        self.shared.watch.ask_to_stop();
+                        self.shared.watch.request_stop();
                     }
                 }
                 Ok(Message::AllFinished) => return Next::Finished,

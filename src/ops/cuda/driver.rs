@@ -55,7 +55,7 @@ fn class(bytes: usize) -> usize {
 struct Settings {
     /// Fill new memory with NaN.
     poison: bool,
-    /// Allocate the size that was asked for, and not that of its class.
+    /// Allocate the requested size, and not that of its class.
     exact_sizes: bool,
 }
 

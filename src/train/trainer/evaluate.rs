@@ -38,7 +38,7 @@ impl Trainer {
         };
         let watch = RefCell::new(observer);
         let ranks = &parts.runner.ranks;
-        let stop = || parts.stop.load(Ordering::Relaxed) || ranks.is_asked_to_stop();
+        let stop = || parts.stop.load(Ordering::Relaxed) || ranks.is_stop_requested();
         let report = evaluator.run_until(&*parts.runner.model, &stop, &|done| {
             watch.borrow_mut().evaluating(done, total);
         })?;
