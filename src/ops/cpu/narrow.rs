@@ -88,13 +88,6 @@ impl Sums {
         self.groups[column / LANES][row / COLUMNS][column % LANES][row % COLUMNS]
     }
 
-    /// Adds the matrix to `dst [K, R]`.
-    pub(in crate::ops) fn add_rows(&self, dst: &mut [f32]) {
-        for (row, dst) in dst.chunks_exact_mut(self.rank).enumerate() {
-            dst.iter_mut().enumerate().for_each(|(column, y)| *y += self.at(row, column));
-        }
-    }
-
     /// Adds the transposed matrix, times `factor`, to `dst [R, K]`.
     pub(in crate::ops) fn add_columns(&self, factor: f32, dst: &mut [f32]) {
         let len = dst.len() / self.rank;

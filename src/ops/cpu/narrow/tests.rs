@@ -45,17 +45,14 @@ fn products_of_any_size_are_sums_over_the_elements_that_are_not_dropped() {
             let (u, dw) = wide.products(r, Some(&w_rows), Some(&d_rows));
             let what = format!("{n} x {k} x {r}, {drops:?}:");
             assert_sums(&what, &u, k, |at, i| kept(at / r, i) * w[i * r + at % r]);
-            let (mut rows, mut columns) = (vec![0.0; k * r], vec![0.0; k * r]);
-            dw.add_rows(&mut rows);
-            assert_sums(&what, &rows, n, |at, i| kept(i, at / r) * d[i * r + at % r]);
-            dw.add_columns(2.0, &mut columns);
-            for (at, y) in rows.iter().enumerate() {
-                assert_eq!(columns[at % r * k + at / r], 2.0 * y);
-            }
+            let [mut columns, mut doubled, mut alone] = [(); 3].map(|()| vec![0.0; k * r]);
+            dw.add_columns(1.0, &mut columns);
+            assert_sums(&what, &columns, n, |at, i| kept(i, at % k) * d[i * r + at / k]);
+            dw.add_columns(2.0, &mut doubled);
+            assert!(columns.iter().zip(&doubled).all(|(y, doubled)| *doubled == 2.0 * y));
             assert_eq!(wide.products(r, Some(&w_rows), None).0, u, "{what}");
-            let mut alone = vec![0.0; k * r];
-            wide.products(r, None, Some(&d_rows)).1.add_rows(&mut alone);
-            assert_eq!(alone, rows, "{what}");
+            wide.products(r, None, Some(&d_rows)).1.add_columns(1.0, &mut alone);
+            assert_eq!(alone, columns, "{what}");
         }
     }
 }
