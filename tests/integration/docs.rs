@@ -204,7 +204,9 @@ fn every_link_between_pages_leads_somewhere() {
             }
             let there = if target.is_empty() { page } else { &page.parent().unwrap().join(target) };
             assert!(there.exists(), "{}: `{target}` does not exist", page.display());
-            if !anchor.is_empty() && target.is_empty() | target.ends_with(".md") {
+            if !anchor.is_empty()
+                && (target.is_empty() || there.extension().is_some_and(|end| end == "md"))
+            {
                 let found = anchors(&fs::read_to_string(there).unwrap());
                 let exists = found.iter().any(|found| found == anchor);
                 assert!(exists, "{}: `{link}` is no heading of {found:?}", page.display());
