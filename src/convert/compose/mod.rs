@@ -21,7 +21,7 @@ pub(super) fn all(work: &mut Work, world_size: Option<NonZeroU64>) {
     let step = batch::batch(work, world_size);
     let rows = data_sets::data_sets(work);
     let packing = lengths::lengths(work);
-    if family == model::Family::VisionLanguage {
+    if family != model::Family::Text {
         media::media(work);
     } else {
         media::none(work);

@@ -204,7 +204,7 @@ fn each<T>(
         let index = *index;
         let result = match medium {
             Medium::Video(_) if tokens.video.is_none() => Err(VideoError::NoToken.into()),
-            Medium::Video(_) if tokens.refuses_videos => {
+            Medium::Video(_) if tokens.refuses_videos_and_boxes => {
                 let (at, what) = (format!("video {index}"), "with Qwen2.5-VL, a video is");
                 return Err(SampleError::NotSupported { id: id.clone(), at, what });
             }
