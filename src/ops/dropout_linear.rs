@@ -38,6 +38,7 @@ fn scale(mask: Option<DropoutMask>) -> f32 {
 
 /// Returns `drop(x) a^T`, `[N, r]`.
 pub fn dropout_linear(x: &Tensor, a: &Tensor, mask: Option<DropoutMask>) -> Result<Tensor> {
+    expect_shape("dropout_linear", "a", a, &[a.dim(0)?, x.dim(1)?])?;
     if is_fused(x, a, mask) {
         return fused("dropout_linear", x, a, mask, None);
     }
@@ -104,14 +105,14 @@ pub fn dropout_linear_backward_input_add(
     dx: Tensor,
 ) -> Result<Tensor> {
     let op = "dropout_linear_backward_input_add";
+    let ((n, k), (rank, _)) = (dx.dims2()?, a.dims2()?);
+    expect_shape(op, "a", a, &[rank, k])?;
+    expect_shape(op, "du", du, &[n, rank])?;
     let Some(mask) = mask else { return linear_backward_input_add(du, a, dx) };
     if !is_fused(&dx, a, Some(mask)) || du.dtype() != DType::F32 {
         dropout_add(&linear_backward_input(du, a)?, mask, &dx)?;
         return Ok(dx);
     }
-    let ((n, k), (rank, _)) = (dx.dims2()?, a.dims2()?);
-    expect_shape(op, "a", a, &[rank, k])?;
-    expect_shape(op, "du", du, &[n, rank])?;
     distinct(op, "dx", &dx, &[("du", du), ("a", a)])?;
     let scaled: Vec<f32> =
         read(op, "du", du)?.slice::<f32>()?.iter().map(|du| du * mask.scale()).collect();
