@@ -13,7 +13,8 @@
 # If a test has failed, no benchmark runs: wrong values make their figures worthless. FORCE=1 runs
 # them all the same. OUT (target/cuda/first_run) has a log of each part and all results; the parts of
 # later calls are added to it.
-# TINY=1 runs everything in a small form on a machine without a GPU, with emulated kernels, for CI.
+# TINY=1 tests the script on a machine without a GPU, in a small form: with emulated kernels if the
+# bundle has them (minutes), otherwise with those of the CPU.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 started=$SECONDS
