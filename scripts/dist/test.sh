@@ -140,7 +140,7 @@ paste <(losses one-f32-f32) <(losses sequence) | tr ':' ' ' | awk '
 # A signal to one rank ends an evaluation of 40,000 rows on all ranks.
 for _ in $(seq 200); do cat data/quickstart/digits_test.jsonl; done >"$folder/many.jsonl"
 "$trainer" sft --config configs/quickstart.yaml --set "output_dir=$folder/stopped" --set device=cpu --set distributed.processes=2 \
-  --set train.max_steps=4 --set eval.every_steps=2 --set log.every_steps=1 --set "data.eval=[{path: $folder/many.jsonl}]" \
+  --set train.gradient_accumulation_steps=4 --set train.max_steps=4 --set eval.every_steps=2 --set log.every_steps=1 --set "data.eval=[{path: $folder/many.jsonl}]" \
   >"$folder/log" 2>&1 &
 job=$!
 for _ in $(seq 600); do
