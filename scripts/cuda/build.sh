@@ -14,18 +14,8 @@ export CUDA_COMPUTE_CAP=80 CUDAFORGE_THREADS=$(nproc) CUDARC_CUDA_VERSION=13000
 export LIBRARY_PATH=$CUDA_HOME/lib:$CUDA_HOME/lib/stubs RUSTFLAGS="${RUSTFLAGS:-} -C link-arg=-Wl,--allow-shlib-undefined"
 target=target/cuda-build
 features=${FEATURES:-cuda}
-cargo build --release --features "$features" --target-dir "$target"
 bundle=target/cuda/bundle
-mkdir -p "$bundle"
-install -s -m 755 "$target/release/trainer" "$bundle/trainer"
-cargo test --release --features "$features" --target-dir "$target" --no-run --message-format json |
-  grep -o '"executable":"[^"]*"' | cut -d'"' -f4 | while read -r test; do
-  case $(basename "$test") in
-    integration-*) install -s -m 755 "$test" "$bundle/integration_tests" ;;
-    trainer-*) install -s -m 755 "$test" "$bundle/unit_tests" ;;
-  esac
-done
-pwd >"$bundle/built_in" # the tests read their files from this path
+scripts/cuda/bundle.sh "$bundle" "$features" "$target"
 tar -C target/cuda -c bundle | xz -3 -T0 >target/cuda/bundle.tar.xz
 ls -l "$bundle" target/cuda/bundle.tar.xz
 

@@ -13,15 +13,23 @@
 #   7. every op once more with TRAINER_POISON=1: memory that no kernel has written contains NaN
 #   8. compute-sanitizer, if installed, on the tests of the ops: memcheck for at most two minutes;
 #      racecheck (shared memory), synccheck (barriers) and initcheck (memory that was not written)
-#      for at most one each. SANITIZER_S multiplies these times.
-# Ends within LIMIT_S (570) seconds; a part that has no time left fails.
+#      for at most one each. SANITIZER_S multiplies these times. With TRAINER_EXACT_SIZES=1, sizes of
+#      allocations are not rounded, so that memcheck sees the end of each tensor.
+# Ends within LIMIT_S (570) seconds; a part that has no time left fails. BUNDLE=folder and OUT=folder
+# set other folders than target/cuda/bundle and target/cuda/test.
+# TINY=1 tests the script on a machine without a GPU: DEVICE is cpu, and the bundle was built with
+# emulated kernels. Few ops, one test of the model and few steps run on them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 limit=${LIMIT_S:-570}
 device=${1:-cuda:0}
-bundle=target/cuda/bundle
+bundle=${BUNDLE:-target/cuda/bundle} out=${OUT:-target/cuda/test}
+steps=50 more_steps=20 ops=(ops::) laws=(laws parity)
+if [ -n "${TINY:-}" ]; then
+  device=cpu steps=4 more_steps=4 ops=(ops::rms_norm ops::swiglu) laws=(frames_and_images_do_not_mix_in_the_vision_encoder)
+  export TRAINER_EMULATE_CUDA=1
+fi
 [ -d "$bundle" ] || tar -C target/cuda -xJf "$bundle.tar.xz"
-out=target/cuda/test
 rm -rf "$out"
 mkdir -p "$out"
 # The tests read their files from the path at which they were built.
@@ -42,11 +50,11 @@ part() { # name, command..
     failed+=("$name")
   fi
 }
-export TRAINER_TEST_DEVICE=$device
+[ "$device" = cpu ] || export TRAINER_TEST_DEVICE=$device
 in_time() { [ "$SECONDS" -lt "$limit" ] && timeout --kill-after 10 $((limit - SECONDS)) "$@"; }
 
-ops() { in_time "$bundle/unit_tests" ops:: --test-threads 4; }
-laws() { in_time "$bundle/integration_tests" laws parity --test-threads 4; }
+ops() { in_time "$bundle/unit_tests" "${ops[@]}" --test-threads 4; }
+laws() { in_time "$bundle/integration_tests" "${laws[@]}" --test-threads 4; }
 
 train() { # name, steps, settings..
   local name=$1 steps=$2
@@ -57,23 +65,26 @@ train() { # name, steps, settings..
   }
 }
 curves() {
-  train cpu_f32 50 --set device=cpu && train gpu_bf16 50 --set "device=$device" --set model.precision=bf16 || return 1
-  paste -d' ' <(losses cpu_f32) <(losses gpu_bf16) | awk '
+  (unset TRAINER_EMULATE_CUDA && train cpu_f32 "$steps" --set device=cpu) || return 1
+  train gpu_bf16 "$steps" --set "device=$device" --set model.precision=bf16 || return 1
+  paste -d' ' <(losses cpu_f32) <(losses gpu_bf16) | awk -v steps="$steps" '
     { off = ($2 > $1 ? $2 - $1 : $1 - $2) / $1; if (off > worst) worst = off }
-    NR == 1 || NR == 50 { printf "step %d: %.6f on the CPU in f32, %.6f on the GPU in bf16, %.2f %% apart\n", NR, $1, $2, 100 * off; if (off > 0.02) bad = 1 }
-    END { printf "worst of %d steps: %.2f %%\n", NR, 100 * worst; exit bad || NR != 50 }'
+    NR == 1 || NR == steps { printf "step %d: %.6f on the CPU in f32, %.6f on the GPU in bf16, %.2f %% apart\n", NR, $1, $2, 100 * off; if (off > 0.02) bad = 1 }
+    END { printf "worst of %d steps: %.2f %%\n", NR, 100 * worst; exit bad || NR != steps }'
 }
 losses() { grep -o '"loss":[0-9.e-]*' "$out/$1/metrics.jsonl" | cut -d: -f2; }
 
 resume() {
-  local settings=(--set "device=$device" --set model.precision=bf16 --set checkpoint.every_steps=10 --set checkpoint.keep=9)
-  train whole 20 "${settings[@]}" || return 1
-  # The state of a run that was killed after step 10.
+  local settings=(--set "device=$device" --set model.precision=bf16 --set "checkpoint.every_steps=$((more_steps / 2))" --set checkpoint.keep=9)
+  local last
+  last=checkpoints/step-$(printf '%08d' "$more_steps")
+  train whole "$more_steps" "${settings[@]}" || return 1
+  # The state of a run that was killed half way.
   cp -r "$out/whole" "$out/halves"
-  rm -rf "$out/halves/final" "$out/halves/checkpoints/step-00000020"
-  train halves 20 "${settings[@]}" || return 1
+  rm -rf "$out/halves/final" "$out/halves/$last"
+  train halves "$more_steps" "${settings[@]}" || return 1
   cmp "$out/whole/final/model.safetensors" "$out/halves/final/model.safetensors" &&
-    cmp "$out/whole/checkpoints/step-00000020/optimizer.safetensors" "$out/halves/checkpoints/step-00000020/optimizer.safetensors"
+    cmp "$out/whole/$last/optimizer.safetensors" "$out/halves/$last/optimizer.safetensors"
 }
 
 # Each of 200 rows is one step, so that every shape has occurred by step 200; later epochs have
@@ -110,12 +121,12 @@ mpi() {
   cmp "$out/rank/final/model.safetensors" "$out/ranks/final/model.safetensors"
 }
 
-poisoned() { TRAINER_POISON=1 in_time "$bundle/unit_tests" ops:: --test-threads 4; }
+poisoned() { TRAINER_POISON=1 in_time "$bundle/unit_tests" "${ops[@]}" --test-threads 4; }
 
 # The tests of long segments take the tools minutes; the kernels are the same at other lengths.
 sanitizer() { # tool, seconds
   local ended=0 seconds=$((limit - SECONDS)) most=$(($2 * ${SANITIZER_S:-1})) log=$out/$1.log
-  timeout --signal INT --kill-after 10 $((seconds > most ? most : seconds > 1 ? seconds : 1)) compute-sanitizer --tool "$1" --error-exitcode 1 \
+  TRAINER_EXACT_SIZES=1 timeout --signal INT --kill-after 10 $((seconds > most ? most : seconds > 1 ? seconds : 1)) compute-sanitizer --tool "$1" --error-exitcode 1 \
     "$bundle/unit_tests" ops:: --skip long_segments --test-threads 1 >"$log" 2>&1 || ended=$?
   if { [ $ended -eq 124 ] || [ $ended -eq 137 ]; } && ! grep -qE '^=+ (Invalid|Program hit|Error|Warning: Race|Barrier|Uninitialized|Divergent)' "$log"; then
     echo "stopped at the time limit after $(grep -c '\.\.\. ok$' "$log") tests without errors"
@@ -130,17 +141,19 @@ sanitizer() { # tool, seconds
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
 part "ops against f64 references" ops
 part "model tests" laws
-part "50 steps, bf16 on the GPU against f32 on the CPU" curves
+part "$steps steps, bf16 on the GPU against f32 on the CPU" curves
 part "resume" resume
-part "memory over 1,000 steps" memory
-part "ranks that share the GPU" ranks
-if python3 -c 'import ctypes; ctypes.CDLL("libnccl.so.2")' 2>/dev/null; then part "NCCL with one rank" nccl; else echo "libnccl.so.2 is not installed: skipped"; fi
-if ldd "$bundle/trainer" | grep -q libmpi && command -v mpirun >/dev/null; then part "two MPI ranks" mpi; else echo "no mpirun, or the bundle was built without mpi: skipped"; fi
-part "ops with poisoned memory" poisoned
-if command -v compute-sanitizer >/dev/null; then
-  part "memcheck" sanitizer memcheck 120
-  for tool in racecheck synccheck initcheck; do part "$tool" sanitizer "$tool" 60; done
-else echo "compute-sanitizer is not installed: skipped"; fi
+if [ -z "${TINY:-}" ]; then
+  part "memory over 1,000 steps" memory
+  part "ranks that share the GPU" ranks
+  if python3 -c 'import ctypes; ctypes.CDLL("libnccl.so.2")' 2>/dev/null; then part "NCCL with one rank" nccl; else echo "libnccl.so.2 is not installed: skipped"; fi
+  if ldd "$bundle/trainer" | grep -q libmpi && command -v mpirun >/dev/null; then part "two MPI ranks" mpi; else echo "no mpirun, or the bundle was built without mpi: skipped"; fi
+  part "ops with poisoned memory" poisoned
+  if command -v compute-sanitizer >/dev/null; then
+    part "memcheck" sanitizer memcheck 120
+    for tool in racecheck synccheck initcheck; do part "$tool" sanitizer "$tool" 60; done
+  else echo "compute-sanitizer is not installed: skipped"; fi
+fi
 if [ ${#failed[@]} -gt 0 ]; then
   printf 'FAILED: %s\n' "${failed[@]}"
   exit 1

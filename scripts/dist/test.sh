@@ -100,3 +100,61 @@ for run in from-4-to-2 from-1-to-4 from-full-to-optimizer from-gradients-to-1; d
   expect_same sums one-f32-f32 "$run"
   echo "resumed $run: equal to the run on one rank"
 done
+
+# An epoch of 10 packs: two steps of 4 micro-batches and one of 2.
+head -n 150 data/quickstart/digits_train.jsonl >"$folder/rows.jsonl"
+epoch() { # number of ranks, output_dir, further arguments..
+  steps=3 train "$@" --set train.max_steps=null --set train.epochs=1 --set "data.train=[{path: $folder/rows.jsonl}]" \
+    --set checkpoint.every_steps=1
+}
+steps=3 epoch 1 epoch-1
+[ "$(wc -l <"$folder/epoch-1/metrics.jsonl")" = 3 ] || { echo "error: the epoch does not have 3 steps" >&2 && exit 1; }
+for world in 2 4; do
+  epoch "$world" "epoch-$world"
+  steps=3 expect_same sums epoch-1 "epoch-$world"
+  expect_same losses epoch-1 "epoch-$world"
+  echo "$world ranks, a last step of half the size: equal to the run on one rank"
+done
+
+# Two machines of two ranks each, as far as the ranks know; each machine has all of the state.
+real=$trainer
+cat >"$folder/two_machines" <<SH
+#!/bin/sh
+export TRAINER_RANK=\$OMPI_COMM_WORLD_RANK TRAINER_WORLD_SIZE=4 TRAINER_LOCAL_RANK=\$((OMPI_COMM_WORLD_RANK % 2)) TRAINER_LOCAL_WORLD_SIZE=2
+export TRAINER_MASTER_ADDR=127.0.0.1 TRAINER_MASTER_PORT=$((20000 + RANDOM % 10000)) TRAINER_JOB_ID=$$
+exec "$real" "\$@"
+SH
+chmod +x "$folder/two_machines"
+trainer=$folder/two_machines
+train 4 two-machines --set distributed.shard=full --set distributed.shard_group=node
+trainer=$real
+expect_same sums one-f32-f32 two-machines
+echo "shard_group node, two groups of two ranks: equal to the run on one rank"
+
+# Two ranks share each micro-batch. Losses differ by rounding.
+train 2 sequence --set distributed.sequence=2
+paste <(losses one-f32-f32) <(losses sequence) | tr ':' ' ' | awk '
+  $1 == "\"loss\"" { off = ($2 > $4 ? $2 - $4 : $4 - $2) / $2; if (off > worst) worst = off; rows++ }
+  END { printf "sequence 2: losses differ from those of one rank by at most %.1e\n", worst; exit !rows || worst > 1e-4 }'
+
+# A signal to one rank ends an evaluation of 40,000 rows on all ranks.
+for _ in $(seq 200); do cat data/quickstart/digits_test.jsonl; done >"$folder/many.jsonl"
+"$trainer" sft --config configs/quickstart.yaml --set "output_dir=$folder/stopped" --set device=cpu --set distributed.processes=2 \
+  --set train.gradient_accumulation_steps=4 --set train.max_steps=4 --set eval.every_steps=2 --set log.every_steps=1 --set "data.eval=[{path: $folder/many.jsonl}]" \
+  >"$folder/log" 2>&1 &
+job=$!
+for _ in $(seq 600); do
+  if grep -qs '"step":2' "$folder/stopped/metrics.jsonl"; then break; fi
+  sleep 0.1
+done
+sleep 1
+kill -TERM "$(pgrep -P "$(pgrep -P $job)" | tail -n 1)"
+before=$SECONDS code=0
+wait $job || code=$?
+took=$((SECONDS - before))
+if [ "$code" != 75 ] || [ "$took" -gt 15 ]; then
+  tail -n 20 "$folder/log"
+  echo "error: after SIGTERM to one rank during an evaluation, the run ended with code $code after $took s, expected 75 at once" >&2
+  exit 1
+fi
+echo "SIGTERM to one of 2 ranks during an evaluation: exit code 75 after $took s"

@@ -84,11 +84,11 @@ def write_start():
     save_file(tensors, GOLDEN / "adapters" / "start.safetensors", metadata={"format": "pt"})
 
 
-def curve(data, arguments):
+def curve(data, arguments, model=MODEL):
     """An entry of curves.json."""
     args = make_parser().parse_args(["--quiet", *arguments])
     name = args.adapter
-    args.model, args.data = str(GOLDEN / "models" / MODEL), str(GOLDEN / "data" / f"{data}.jsonl")
+    args.model, args.data = str(GOLDEN / "models" / model), str(GOLDEN / "data" / f"{data}.jsonl")
     args.adapter = name and str(GOLDEN / "adapters" / name)
     metrics, summary = train(args)
     settings = {**summary["args"], **({"adapter": name} if name else {})}

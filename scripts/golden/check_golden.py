@@ -82,9 +82,11 @@ def check_encodings(name, encoder, data, model):
     return problems
 
 
-def check_losses(encoder, model):
+def check_losses():
     problems = []
     for key, golden in stored("losses_at_init.json").items():
+        folder = GOLDEN / "models" / key.split("|")[0]
+        encoder, model = Encoder(folder, GOLDEN / "data"), load_model(folder)
         rows = read_jsonl(GOLDEN / "data" / f"{key.split('|')[1]}.jsonl")[: golden["rows"]]
         for row, (name, mean, targets) in zip(rows, golden["per_sample"], strict=True):
             with torch.no_grad():
@@ -126,7 +128,7 @@ def main():
     torch.set_num_threads(1)
     encoder, model = Encoder(SMALL, GOLDEN / "data"), load_model(SMALL)
     problems = check_sizes()
-    problems += check_losses(encoder, model)
+    problems += check_losses()
     problems += check_encodings("enc_small-tied_digits_test.json", encoder, "digits_test.jsonl", model)
     tokenizer = os.environ.get("TRAINER_QWEN3_TOKENIZER")
     if tokenizer:

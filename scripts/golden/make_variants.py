@@ -83,11 +83,11 @@ def respell_as_transformers_5(folder):
 def draw(model, seed):
     """Draws random weights in the order of `named_parameters` from one generator."""
     generator = torch.Generator().manual_seed(seed)
-    hidden = model.config.text_config.hidden_size
+    hidden = model.config.get_text_config().hidden_size
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
-            if "norm" in name and weight.ndim == 1 and name.endswith("weight"):
+            if weight.ndim == 1 and name.endswith("weight"):  # norms
                 weight.copy_(1 + 0.1 * noise)
             elif name.endswith("bias"):
                 weight.copy_(0.1 * noise)

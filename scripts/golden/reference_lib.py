@@ -218,7 +218,7 @@ def forward(model, config, samples, mode="per-sample"):
 
 def _padded(model, config, samples):
     length = max(len(s["input_ids"]) for s in samples)
-    ids = torch.full((len(samples), length), config["text_config"]["bos_token_id"])
+    ids = torch.full((len(samples), length), config.get("text_config", config)["bos_token_id"])
     labels, mask = torch.full_like(ids, IGNORE), torch.zeros_like(ids)
     for i, sample in enumerate(samples):
         n = len(sample["input_ids"])

@@ -13,8 +13,11 @@ if [ -z "${TRAINER:-}" ]; then
   export TRAINER=$PWD/target/release/trainer
 fi
 case ${1:-short} in
-short) counts=(10 34 2000 1000 2 1000) ;;
-long) counts=(50 200 10000 200000 20 10000) ;;
+short) counts=(10 34 2000 1000 2 1000) kills=100 ;;
+long)
+  counts=(50 200 10000 200000 20 10000) kills=1000
+  export HEADERS=200000
+  ;;
 *) echo "usage: scripts/reliability/all.sh short|long" >&2 && exit 64 ;;
 esac
 passed=yes i=0
@@ -22,4 +25,5 @@ for script in signals damage faults mutants limits many_steps; do
   "scripts/reliability/$script.sh" "${counts[i]}" || passed=no
   i=$((i + 1))
 done
+scripts/kill_test.sh "$kills" || passed=no
 [ "$passed" = yes ]

@@ -6,12 +6,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Names of the files that are copied unchanged from the model folder into each checkpoint.
-pub const COPIED_FILES: [&str; 11] = [
+pub const COPIED_FILES: [&str; 12] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
     "chat_template.json",
     "preprocessor_config.json",
+    "processor_config.json",
     "video_preprocessor_config.json",
     "generation_config.json",
     "vocab.json",

@@ -23,7 +23,8 @@ use std::path::{Path, PathBuf};
 pub struct WeightFiles {
     place: PathBuf,
     shards: Vec<Shard>,
-    by_name: BTreeMap<String, usize>,
+    /// For each name, the shard and the name in its file.
+    by_name: BTreeMap<String, (usize, String)>,
     /// Matrices that bitsandbytes has stored in NF4, by name.
     quantized: BTreeMap<String, QuantState>,
 }
@@ -59,7 +60,7 @@ impl WeightFiles {
     /// Opens one safetensors file and checks its header and size.
     pub fn open_file(path: &Path) -> Result<Self, CheckpointError> {
         let shard = Shard::open(path)?;
-        let by_name = shard.tensors.keys().map(|name| (name.clone(), 0)).collect();
+        let by_name = shard.tensors.keys().map(|name| (name.clone(), (0, name.clone()))).collect();
         Self::new(path, vec![shard], by_name)
     }
 
@@ -93,7 +94,7 @@ impl WeightFiles {
             if !shards[index].tensors.contains_key(&tensor) {
                 return Err(CheckpointError::NotInShard { index: path, shard: name, tensor });
             }
-            by_name.insert(tensor, index);
+            by_name.insert(tensor.clone(), (index, tensor));
         }
         Self::new(folder, shards, by_name)
     }
@@ -102,7 +103,7 @@ impl WeightFiles {
     fn new(
         place: &Path,
         shards: Vec<Shard>,
-        by_name: BTreeMap<String, usize>,
+        by_name: BTreeMap<String, (usize, String)>,
     ) -> Result<Self, CheckpointError> {
         let place = place.to_owned();
         let mut files = Self { place, shards, by_name, quantized: BTreeMap::new() };
@@ -126,6 +127,14 @@ impl WeightFiles {
             files.quantized.insert(name, state);
         }
         Ok(files)
+    }
+
+    /// The tensors under the names that `rename` makes of those in the files.
+    #[must_use]
+    pub fn renamed(self, rename: impl Fn(&str) -> String) -> Self {
+        let by_name = self.by_name.into_iter().map(|(name, place)| (rename(&name), place));
+        let quantized = self.quantized.into_iter().map(|(name, state)| (rename(&name), state));
+        Self { by_name: by_name.collect(), quantized: quantized.collect(), ..self }
     }
 
     /// Names of all tensors, sorted. The parts of a matrix in NF4 are not listed.
@@ -270,8 +279,9 @@ impl WeightFiles {
     }
 
     fn find(&self, name: &str) -> Option<(&Shard, &TensorInfo)> {
-        let shard = &self.shards[*self.by_name.get(name)?];
-        Some((shard, shard.tensors.get(name)?))
+        let (shard, in_file) = self.by_name.get(name)?;
+        let shard = &self.shards[*shard];
+        Some((shard, shard.tensors.get(in_file)?))
     }
 }
 

@@ -115,7 +115,7 @@ fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'stati
 pub(super) fn hub_exit(error: &HubError) -> Exit {
     match error {
         HubError::Write { .. } => Exit::CannotWrite,
-        error if error.is_temporary() => Exit::Unknown,
+        error if error.is_temporary() => Exit::Ranks, // temporary, as a lost rank is
         _ => Exit::Usage,
     }
 }

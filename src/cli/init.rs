@@ -113,7 +113,8 @@ fn random_weights(config: &Value, seed: u64) -> anyhow::Result<Vec<SavedTensor>>
         .into_iter()
         .map(|spec| {
             let tensor = random_tensor(&spec, config.initializer_range(), seed, &Device::Cpu)?;
-            Ok(SavedTensor::whole(spec.name, tensor.to_dtype(dtype)?))
+            let name = config.tensor_names().in_file(&spec.name);
+            Ok(SavedTensor::whole(name, tensor.to_dtype(dtype)?))
         })
         .collect()
 }

@@ -1,6 +1,7 @@
 //! Progress of long work: a bar on a terminal, otherwise a log line at most every 20 s.
 
 use super::logging::Logging;
+use super::terminal::{MAX_COLUMNS, Terminal};
 use crate::metrics::StepMetrics;
 use crate::run::{SetupObserver, SetupWork};
 use indicatif::{HumanCount, MultiProgress, ProgressBar, ProgressStyle};
@@ -47,7 +48,10 @@ impl Progress {
     /// Shows a finished step.
     pub(super) fn step(&self, metrics: &StepMetrics) {
         self.bar.set_position(metrics.step);
-        self.bar.set_message(message(metrics));
+        let columns = Terminal::stderr().columns().unwrap_or(MAX_COLUMNS);
+        let counts = format!("{}/{}", metrics.step, self.bar.length().unwrap_or(0));
+        self.bar
+            .set_message(message(metrics, columns.saturating_sub(AROUND_COUNTS + counts.len())));
     }
 
     /// Sets the number of items done. Without a terminal, logs it at most every 20 s.
@@ -97,18 +101,26 @@ impl SetupObserver for SetupBars<'_> {
 }
 
 const STEPS: &str = "{elapsed:>4} [{bar:10}] {pos}/{len} eta {eta} {wide_msg}";
+/// Maximum number of columns of the bar over steps, without its counts and its message.
+const AROUND_COUNTS: usize = 28;
 const ITEMS: &str = "{elapsed:>4} [{bar:10}] {human_pos}/{human_len} {prefix} eta {eta}";
 const BYTES: &str = "{elapsed:>4} [{bar:10}] {bytes}/{total_bytes} {prefix} eta {eta}";
 
-fn message(metrics: &StepMetrics) -> String {
+/// The first metrics of a step that fit in `columns`; a bar would cut the last one.
+fn message(metrics: &StepMetrics, columns: usize) -> String {
     let wait = 100.0 * metrics.data_wait_s / metrics.step_time_s.max(f64::MIN_POSITIVE);
-    format!(
-        "loss {:.4} {} tok/s fill {:.0}% data wait {:.0}%",
-        metrics.loss,
-        HumanCount(metrics.tokens_per_s as u64),
-        100.0 * metrics.fill,
-        wait
-    )
+    let parts = [
+        format!("loss {:.4}", metrics.loss),
+        format!("{} tok/s", HumanCount(metrics.tokens_per_s as u64)),
+        format!("fill {:.0}%", 100.0 * metrics.fill),
+        format!("data wait {wait:.0}%"),
+    ];
+    let joined = |count| parts[..count].join(" ");
+    (1..=parts.len())
+        .map(joined)
+        .take_while(|text| text.len() <= columns)
+        .last()
+        .unwrap_or_default()
 }
 
 /// A finished step, for tests.
@@ -252,6 +264,18 @@ mod tests {
         assert_eq!(shown.lines().count(), 1, "{shown}");
         drop(progress);
         assert!(screen.lines().is_empty());
+    }
+
+    #[test]
+    fn a_narrow_bar_shows_whole_metrics() {
+        let all = message(&metrics(20), 100);
+        assert_eq!(all, "loss 1.2500 12,345 tok/s fill 97% data wait 5%");
+        for columns in 0..60 {
+            let shown = message(&metrics(20), columns);
+            assert!(shown.len() <= columns && all.starts_with(&shown), "{columns}: {shown}");
+            let last = shown.split(' ').next_back().unwrap();
+            assert!(["", "1.2500", "tok/s", "97%", "5%"].contains(&last), "{columns}: {shown}");
+        }
     }
 
     #[test]

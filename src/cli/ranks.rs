@@ -12,7 +12,7 @@ use crate::train::DeviceChoice;
 use candle_core::Device;
 use std::env;
 use std::ffi::OsString;
-use std::net::{Ipv4Addr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::process::Command;
 use std::sync::Arc;
 use std::thread::available_parallelism;
@@ -47,7 +47,7 @@ pub(super) fn started_ranks(
         }
         Start::Mpirun => {
             tracing::info!(ranks = world, "starting `mpirun`");
-            (vec![mpirun(world, &arguments)?], Forwarded::AsUsr2)
+            (vec![mpirun(world, distributed.interface.as_deref(), &arguments)?], Forwarded::AsUsr2)
         }
     };
     launch(commands, &signals, forwarded)?;
@@ -63,13 +63,25 @@ enum Start {
     Mpirun,
 }
 
-/// `mpirun` of OpenMPI with `world` ranks of this program on this machine.
-fn mpirun(world: usize, arguments: &[OsString]) -> anyhow::Result<Command> {
+/// `mpirun` of OpenMPI with `world` ranks of this program on this machine, which connect through
+/// `interface`.
+fn mpirun(
+    world: usize,
+    interface: Option<&str>,
+    arguments: &[OsString],
+) -> anyhow::Result<Command> {
     let mut command = Command::new("mpirun");
     // More ranks than cores are allowed.
     command.args(["--oversubscribe", "--bind-to", "none", "-n", &world.to_string()]);
     if rustix::process::geteuid().is_root() {
         command.arg("--allow-run-as-root");
+    }
+    // OpenMPI expects names, or addresses with the number of bits of the network.
+    let is_address = |name: &str| name.parse::<IpAddr>().is_ok();
+    if let Some(name) = interface.filter(|name| !is_address(name)) {
+        for layer in ["btl_tcp_if_include", "oob_tcp_if_include"] {
+            command.args(["--mca", layer, name]);
+        }
     }
     command.arg(env::current_exe()?).args(arguments);
     if env::var_os(THREADS).is_none() {

@@ -76,6 +76,7 @@ pub(super) fn wrapped(text: &str, columns: usize) -> Cow<'_, str> {
         for (index, word) in line.split(' ').enumerate() {
             let width = width(word);
             if index > 0 && at + 1 + width > columns && at > INDENT.len() {
+                out.truncate(out.trim_end_matches(' ').len());
                 out.push('\n');
                 out.push_str(INDENT);
                 at = INDENT.len();
@@ -181,6 +182,7 @@ mod tests {
     fn a_long_line_is_broken_at_spaces_and_colours_take_no_columns() {
         let line =
             "12:00:00 \u{1b}[32mINFO\u{1b}[0m train loss=1.5 lr=2e-3 /a/very/long/path/of/a/file\n";
+        assert_eq!(wrapped("a row  with two  spaces\n", 19), "a row  with two\n         spaces\n");
         let text = wrapped(line, 30);
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(

@@ -2,6 +2,7 @@
 
 use super::{RunConfig, ValueError};
 use crate::dist::{Distributed, Shard};
+use crate::train::GenerateConfig;
 
 const NO_EVAL: &str = "no value without `data.eval`";
 
@@ -22,7 +23,7 @@ impl RunConfig {
                 return invalid("checkpoint.best.metric", &best.metric, expected);
             }
         }
-        if self.eval.generate.is_some() {
+        if let Some(generate) = &self.eval.generate {
             if !has_rows {
                 return invalid("eval.generate", &"set", NO_EVAL);
             }
@@ -31,6 +32,10 @@ impl RunConfig {
                 let expected = "no value with `distributed.shard: full` or `distributed.sequence`, \
                                 with which no rank has all weights and tokens";
                 return invalid("eval.generate", &"set", expected);
+            }
+            let batch = generate.batch.get();
+            if batch > GenerateConfig::MAX_BATCH {
+                return invalid("eval.generate.batch", &batch, "a number from 1 to 64");
             }
         }
         if let Some(early) = self.eval.early_stopping {

@@ -2,8 +2,9 @@ use super::*;
 use rendezvous::Address;
 use std::net::TcpListener;
 use std::num::NonZeroUsize;
-use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Instant;
 
@@ -116,6 +117,32 @@ fn ranks_finish_together_and_quietly() {
     });
     let last = finished.iter().map(|(before, _)| *before).max().unwrap();
     assert!(finished.iter().all(|(_, after)| *after >= last), "{finished:?}");
+}
+
+#[test]
+fn a_stop_that_one_rank_requests_reaches_all() {
+    for_both(|asked| {
+        let is_known = on_ranks(3, LONG, |ranks, _failures| {
+            if ranks.rank.rank == asked {
+                ranks.monitor.pass_on(Arc::new(AtomicBool::new(true)));
+            }
+            let begin = Instant::now();
+            while !ranks.monitor.is_stop_requested() && begin.elapsed() < LONG {
+                thread::sleep(Duration::from_millis(20));
+            }
+            let is_known = ranks.monitor.is_stop_requested();
+            ranks.monitor.finish();
+            is_known
+        });
+        assert_eq!(is_known, [true; 3]);
+    });
+    let nobody = on_ranks(2, LONG, |ranks, _failures| {
+        thread::sleep(Duration::from_millis(100));
+        let is_known = ranks.monitor.is_stop_requested();
+        ranks.monitor.finish();
+        is_known
+    });
+    assert_eq!(nobody, [false; 2]);
 }
 
 #[test]

@@ -50,6 +50,7 @@ pub use watchdog::Watchdog;
 use candle_core::Device;
 use std::error::Error;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::Duration;
@@ -82,6 +83,15 @@ pub trait Monitor: Send + Sync {
     /// count as hung while another rank makes progress. Ends with the next report.
     fn wait(&self, work: &str) {
         self.report(work);
+    }
+
+    /// When `stop` is set, because this rank has received a signal, the request reaches the other ranks
+    /// within a few seconds.
+    fn pass_on(&self, _stop: Arc<AtomicBool>) {}
+
+    /// Whether a request to stop has reached this rank. It reaches ranks at different times.
+    fn is_stop_requested(&self) -> bool {
+        false
     }
 
     /// Reports an error that ends this rank, so that the other ranks end with its message.

@@ -2,7 +2,7 @@
 
 use super::DistError;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// What a rank is doing.
@@ -29,6 +29,10 @@ pub(super) enum Waits {
 pub(super) struct Watch {
     status: Mutex<Status>,
     loader_waits: AtomicBool,
+    /// Another rank has received a request to stop.
+    stop: AtomicBool,
+    /// Set when this rank receives a request to stop.
+    own_stop: Mutex<Option<Arc<AtomicBool>>>,
     end: Mutex<Option<DistError>>,
     ended: Condvar,
     closers: Mutex<Vec<Closer>>,
@@ -47,6 +51,8 @@ impl Watch {
         Self {
             status: Mutex::new(status),
             loader_waits: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            own_stop: Mutex::default(),
             end: Mutex::default(),
             ended: Condvar::new(),
             closers: Mutex::default(),
@@ -84,6 +90,22 @@ impl Watch {
 
     pub(super) fn loader_waits(&self) -> bool {
         self.loader_waits.load(Ordering::Relaxed)
+    }
+
+    /// Another rank has received a request to stop.
+    pub(super) fn request_stop(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+
+    /// `stop` is set when this rank receives a request to stop.
+    pub(super) fn pass_on(&self, stop: Arc<AtomicBool>) {
+        *lock(&self.own_stop) = Some(stop);
+    }
+
+    /// Whether a request to stop has reached this rank.
+    pub(super) fn is_stop_requested(&self) -> bool {
+        let own = || lock(&self.own_stop).as_ref().is_some_and(|own| own.load(Ordering::Relaxed));
+        self.stop.load(Ordering::Relaxed) || own()
     }
 
     /// Does not count a time in which the process was stopped.

@@ -1,6 +1,6 @@
 //! Reads values of `config.json` in both spellings of transformers.
 
-use crate::nn::DecoderConfig;
+use crate::nn::{DecoderConfig, Queries};
 use serde_json::Value;
 use std::path::PathBuf;
 
@@ -69,8 +69,8 @@ impl ModelConfigError {
                 "copy config.json from the published model again; `trainer init` writes a valid one"
             }
             Self::Unsupported { .. } => {
-                "use a Qwen3-VL, Qwen3.5 or Qwen3 model in the transformers layout (`model_type` is \
-                 `qwen3_vl`, `qwen3_5`, `qwen3_5_text` or `qwen3`)"
+                "use a Qwen3-VL, Qwen2.5-VL, Qwen3.5 or Qwen3 model in the transformers layout \
+                 (`model_type` is `qwen3_vl`, `qwen2_5_vl`, `qwen3_5`, `qwen3_5_text` or `qwen3`)"
             }
         }
     }
@@ -132,6 +132,11 @@ impl Section<'_> {
         Ok(size as usize)
     }
 
+    /// The size `key`, or `default` if the file does not have it.
+    pub(super) fn size_or(&self, key: &str, default: usize) -> Result<usize, ModelConfigError> {
+        if self.value[key].is_null() { Ok(default) } else { self.size(key) }
+    }
+
     /// The error of a number that is outside of the range `expected`.
     pub(super) fn range(&self, key: &str, expected: String) -> ModelConfigError {
         ModelConfigError::Range { key: self.key(key), found: self.value[key].to_string(), expected }
@@ -141,6 +146,11 @@ impl Section<'_> {
         self.value[key]
             .as_f64()
             .ok_or_else(|| ModelConfigError::Key { key: self.key(key), expected: "a number" })
+    }
+
+    /// Whether `key` is present and true.
+    pub(super) fn flag(&self, key: &str) -> bool {
+        self.value[key].as_bool().unwrap_or(false)
     }
 
     pub(super) fn sizes(&self, key: &str) -> Result<Vec<usize>, ModelConfigError> {
@@ -252,6 +262,9 @@ impl Section<'_> {
             rms_norm_eps: self.float("rms_norm_eps")?,
             rope_theta: theta.float("rope_theta")?,
             hybrid: None,
+            tie_word_embeddings: self.flag("tie_word_embeddings"),
+            initializer_range: self.value["initializer_range"].as_f64().unwrap_or(0.02),
+            queries: Queries::Normed,
         };
         if !(config.rms_norm_eps > 0.0 && config.rms_norm_eps < 1.0) {
             return Err(self.range("rms_norm_eps", "a number above 0 and below 1".to_owned()));

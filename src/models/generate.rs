@@ -1,9 +1,9 @@
 //! Hidden states one token at a time, with cached keys and values.
 
 use super::model::Model;
-use crate::batch::{CuSeqlens, VarlenBatch};
+use crate::batch::{CuSeqlens, IGNORE_INDEX, VarlenBatch};
 use crate::nn::KvCache;
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Error, Result, Tensor, bail};
 
 /// Keys and values of one sample's tokens so far.
 #[derive(Default)]
@@ -44,42 +44,58 @@ impl dyn Model + '_ {
         let next_position =
             prompt.position_ids.iter().flatten().max().map_or(0, |position| position + 1);
         let rest = prompt.tokens_from(cache.num_tokens(), self.merge_size());
-        let rest = rest.map_err(candle_core::Error::wrap)?;
+        let rest = rest.map_err(Error::wrap)?;
         let num_tokens = rest.input_ids.len();
-        let hidden = self.run_with_cache(rest, cache, device)?;
+        let hidden = self.run_with_caches(rest, &mut [&mut *cache], device)?;
         cache.next_position = next_position;
         hidden.narrow(0, num_tokens - 1, 1)
     }
 
-    /// Hidden state of one more token, `[1, D]`.
-    pub fn extend(&self, id: u32, cache: &mut Cache, device: &Device) -> Result<Tensor> {
-        let position = cache.next_position;
-        let one = CuSeqlens::from_lengths(&[1]).map_err(candle_core::Error::wrap)?;
-        let batch = VarlenBatch {
-            input_ids: vec![id],
-            labels: vec![crate::batch::IGNORE_INDEX],
+    /// Hidden states of one more token of each sample, `[num_rows, D]`: `ids[i]` continues
+    /// `caches[i]`. Products are computed with `num_rows` rows, because products with another number
+    /// of rows may be rounded in another way; the last rows have no meaning if there are fewer
+    /// samples.
+    pub fn extend(
+        &self,
+        ids: &[u32],
+        caches: &mut [&mut Cache],
+        num_rows: usize,
+        device: &Device,
+    ) -> Result<Tensor> {
+        if ids.len() != caches.len() || ids.len() > num_rows {
+            bail!("found {} tokens of {} samples in {num_rows} rows", ids.len(), caches.len());
+        }
+        let alone = CuSeqlens::from_lengths(&vec![1; num_rows]).map_err(Error::wrap)?;
+        let mut batch = VarlenBatch {
+            input_ids: ids.to_vec(),
+            labels: vec![IGNORE_INDEX; num_rows],
             weights: None,
-            position_ids: vec![[position; 3]],
-            mask_boundaries: one.clone(),
-            cu_seqlens: one,
+            position_ids: caches.iter().map(|cache| [cache.next_position; 3]).collect(),
+            mask_boundaries: alone.clone(),
+            cu_seqlens: alone,
             vision_rows: vec![],
             media: vec![],
-            num_tokens: 1,
-            num_samples: 1,
+            num_tokens: num_rows,
+            num_samples: num_rows,
             part: None,
         };
-        let hidden = self.run_with_cache(batch, cache, device)?;
-        cache.next_position += 1;
+        batch.input_ids.resize(num_rows, 0);
+        batch.position_ids.resize(num_rows, [0; 3]);
+        let hidden = self.run_with_caches(batch, caches, device)?;
+        for cache in caches {
+            cache.next_position += 1;
+        }
         Ok(hidden)
     }
 
-    fn run_with_cache(
+    fn run_with_caches(
         &self,
         batch: VarlenBatch,
-        cache: &mut Cache,
+        caches: &mut [&mut Cache],
         device: &Device,
     ) -> Result<Tensor> {
         let input = self.upload(batch, self.dtype(), device)?;
-        self.decode(&input, &mut cache.kv)
+        let mut caches: Vec<&mut KvCache> = caches.iter_mut().map(|cache| &mut cache.kv).collect();
+        self.decode(&input, &mut caches)
     }
 }

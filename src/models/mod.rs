@@ -8,6 +8,7 @@ mod config;
 mod generate;
 mod model;
 mod opaque;
+mod qwen2_5_vl;
 mod qwen3;
 mod qwen3_5;
 mod qwen3_vl;

@@ -3,7 +3,7 @@
 use super::opaque::{ModelInput, Tape};
 use crate::batch::VarlenBatch;
 use crate::metrics::{ActivationMemory, PartWork};
-use crate::nn::{Adapters, KvCache, ParamSpec, WeightError};
+use crate::nn::{Adapters, DecoderConfig, KvCache, ParamSpec, TensorNames, WeightError};
 use crate::ops::AttentionBackend;
 use crate::tape::{GradSink, Param, Recompute};
 use candle_core::{DType, Device, Result, Tensor};
@@ -16,14 +16,28 @@ pub trait ModelConfig: Debug + Send + Sync {
     /// Every tensor of the model in a fixed order. A tied head is not listed.
     fn param_specs(&self) -> Vec<ParamSpec>;
 
+    /// Sizes of the decoder.
+    fn text(&self) -> &DecoderConfig;
+
     /// Number of query heads and of key-value heads of the decoder.
-    fn heads(&self) -> [usize; 2];
+    fn heads(&self) -> [usize; 2] {
+        [self.text().num_attention_heads, self.text().num_key_value_heads]
+    }
 
     /// Whether some layers have linear attention, whose state passes from token to token.
-    fn has_linear_attention(&self) -> bool;
+    fn has_linear_attention(&self) -> bool {
+        self.text().hybrid.is_some()
+    }
 
     /// Standard deviation of random weights.
-    fn initializer_range(&self) -> f64;
+    fn initializer_range(&self) -> f64 {
+        self.text().initializer_range
+    }
+
+    /// How weight files name the tensors.
+    fn tensor_names(&self) -> TensorNames {
+        TensorNames::Modules
+    }
 
     /// Builds the model from parameters with their published names, and those of its adapters.
     fn build(
@@ -100,8 +114,9 @@ pub trait Model: Send + Sync {
         grads: &dyn GradSink,
     ) -> Result<()>;
 
-    /// Hidden states of the next tokens of the sample in `cache`, `[N, D]`.
-    fn decode(&self, input: &ModelInput, cache: &mut KvCache) -> Result<Tensor>;
+    /// Hidden states of the next tokens of the samples in `caches`, `[N, D]`. The first segments of
+    /// `input` belong to the caches, in their order; the rows of the others have no meaning.
+    fn decode(&self, input: &ModelInput, caches: &mut [&mut KvCache]) -> Result<Tensor>;
 
     /// Sizes that decide the number of operations of each part, from the input to the head.
     fn work(&self) -> Vec<PartWork>;

@@ -2,7 +2,7 @@
 
 use super::config::ModelConfigError;
 use super::model::ModelConfig;
-use super::{qwen3, qwen3_5, qwen3_vl};
+use super::{qwen2_5_vl, qwen3, qwen3_5, qwen3_vl};
 use serde_json::Value;
 use std::path::Path;
 use std::sync::Arc;
@@ -11,13 +11,15 @@ use std::sync::Arc;
 pub type ReadConfig = fn(&Value) -> Result<Arc<dyn ModelConfig>, ModelConfigError>;
 
 /// The families by `model_type`.
-pub const FAMILIES: [(&str, ReadConfig); 4] = [
+pub const FAMILIES: [(&str, ReadConfig); 5] = [
     ("qwen3_vl", |json| Ok(Arc::new(qwen3_vl::read(json)?))),
     ("qwen3_5", |json| Ok(Arc::new(qwen3_5::read(json)?))),
     ("qwen3_5_text", |json| Ok(Arc::new(qwen3_5::read_text(json)?))),
+    ("qwen2_5_vl", |json| Ok(Arc::new(qwen2_5_vl::read(json)?))),
     ("qwen3", |json| Ok(Arc::new(qwen3::read(json)?))),
 ];
-const KNOWN_TYPES: &str = "`qwen3_vl`, `qwen3`, `qwen3_5` or `qwen3_5_text`, all of them dense";
+const KNOWN_TYPES: &str =
+    "`qwen3_vl`, `qwen2_5_vl`, `qwen3`, `qwen3_5` or `qwen3_5_text`, all of them dense";
 
 /// Reads `<folder>/config.json`. Also returns the whole file, which goes into checkpoints.
 pub fn read_config(folder: &Path) -> Result<(Arc<dyn ModelConfig>, Value), ModelConfigError> {
@@ -58,7 +60,7 @@ mod tests {
         let error = config_from_json(&json!({"model_type": "qwen3_vl_moe"})).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "config.json: `model_type` is `qwen3_vl_moe`, expected `qwen3_vl`, `qwen3`, `qwen3_5` or `qwen3_5_text`, all of them dense"
+            "config.json: `model_type` is `qwen3_vl_moe`, expected `qwen3_vl`, `qwen2_5_vl`, `qwen3`, `qwen3_5` or `qwen3_5_text`, all of them dense"
         );
         for (model_type, _) in FAMILIES {
             assert!(KNOWN_TYPES.contains(&format!("`{model_type}`")));

@@ -238,14 +238,9 @@ impl Adapter {
         [&self.a, &self.b].into_iter().chain(&self.magnitude)
     }
 
-    /// The input of `A`, and `scale drop(x) A^T`, `[N, r]`.
-    fn down(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
-        let x = match self.mask(x)? {
-            Some(mask) => ops::dropout(x, mask)?,
-            None => x.clone(),
-        };
-        let u = ops::linear(&x, &self.a.tensor(), None)?;
-        Ok((x, (u * self.scale)?))
+    /// `scale drop(x) A^T`, `[N, r]`.
+    fn down(&self, x: &Tensor) -> Result<Tensor> {
+        ops::dropout_linear(x, &self.a.tensor(), self.mask(x)?)? * self.scale
     }
 
     fn mask(&self, x: &Tensor) -> Result<Option<DropoutMask>> {
@@ -260,7 +255,7 @@ impl Adapter {
         bias: Option<&Tensor>,
         residual: Option<&Tensor>,
     ) -> Result<Tensor> {
-        let (_, u) = self.down(x)?;
+        let u = self.down(x)?;
         let b = self.b.tensor();
         let low_rank = LowRank { u: &u, b: &b };
         let Some(Gain { factor, .. }) = self.gain(weight)? else {
@@ -338,13 +333,7 @@ impl Adapter {
             Some(dx) => ops::linear_backward_input_add(product, weight, dx)?,
             None => ops::linear_backward_input(product, weight)?,
         };
-        match mask {
-            Some(mask) => {
-                ops::dropout_add(&ops::linear_backward_input(du, &a)?, mask, &dx)?;
-                Ok(dx)
-            }
-            None => ops::linear_backward_input_add(du, &a, dx),
-        }
+        ops::dropout_linear_backward_input_add(du, &a, mask, dx)
     }
 
     /// Adds the gradients of the adapter for the input `x: [N, K]`.
@@ -356,10 +345,13 @@ impl Adapter {
         weight: &Tensor,
         grads: &dyn GradSink,
     ) -> Result<()> {
-        let (dropped, u) = self.down(x)?;
-        if let Some(da) = grads.buffer(&self.a) {
-            ops::linear_backward_weight(&dropped, du, da)?;
-        }
+        let u = match grads.buffer(&self.a) {
+            Some(da) => {
+                let a = self.a.tensor();
+                (ops::dropout_linear_backward(x, &a, self.mask(x)?, du, da)? * self.scale)?
+            }
+            None => self.down(x)?,
+        };
         if let Some(db) = grads.buffer(&self.b) {
             ops::linear_backward_weight(&u, product, db)?;
         }

@@ -1,9 +1,9 @@
-//! The first half of a decoder layer: RMS norm, grouped-query attention with q/k norm and rotary
-//! positions, residual. With `hybrid`, a gate multiplies the output of each head.
+//! The first half of a decoder layer: RMS norm, grouped-query attention with q/k norm or biases and
+//! rotary positions, residual. With `hybrid`, a gate multiplies the output of each head.
 
-use super::config::DecoderConfig;
+use super::config::{DecoderConfig, Queries};
 use super::context::DecoderContext;
-use super::kv_cache::KvCache;
+use super::kv_cache::{KvCache, for_each_sample};
 use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
@@ -19,8 +19,8 @@ pub(super) struct AttentionBlock {
     k: Linear,
     v: Linear,
     o: Linear,
-    q_norm: Param, // [Dh]
-    k_norm: Param, // [Dh]
+    q_norm: Option<Param>, // [Dh]
+    k_norm: Option<Param>, // [Dh]
     scale: NormScale,
     eps: f64,
     num_key_value_heads: usize,
@@ -50,16 +50,24 @@ impl AttentionBlock {
         config: &DecoderConfig,
         backend: Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
-        let linear = |part: &str| Linear::without_bias(params, &format!("{name}.self_attn.{part}"));
+        let name_of = |part: &str| format!("{name}.self_attn.{part}");
+        let linear = |part: &str| match config.queries {
+            Queries::Normed => Linear::without_bias(params, &name_of(part)),
+            Queries::Biased => Linear::with_bias(params, &name_of(part)),
+        };
+        let head_norm = |part: &str| match config.queries {
+            Queries::Normed => params.get(&name_of(part)).map(Some),
+            Queries::Biased => Ok(None),
+        };
         let norm = format!("{name}.input_layernorm");
         Ok(Self {
-            norm: RmsNorm::new(params, &norm, config)?,
+            norm: RmsNorm::of_decoder(params, &norm, config)?,
             q: linear("q_proj")?,
             k: linear("k_proj")?,
             v: linear("v_proj")?,
-            o: linear("o_proj")?,
-            q_norm: params.get(&format!("{name}.self_attn.q_norm.weight"))?,
-            k_norm: params.get(&format!("{name}.self_attn.k_norm.weight"))?,
+            o: Linear::without_bias(params, &name_of("o_proj"))?,
+            q_norm: head_norm("q_norm.weight")?,
+            k_norm: head_norm("k_norm.weight")?,
             scale: config.norm_scale(),
             eps: config.rms_norm_eps,
             num_key_value_heads: config.num_key_value_heads,
@@ -70,19 +78,41 @@ impl AttentionBlock {
     }
 
     pub(super) fn params(&self) -> impl Iterator<Item = &Param> {
-        let norms = [self.norm.param(), &self.q_norm, &self.k_norm];
+        let norms = [self.norm.param()].into_iter().chain(&self.q_norm).chain(&self.k_norm);
         let linears = [&self.q, &self.k, &self.v, &self.o];
-        norms.into_iter().chain(linears.into_iter().flat_map(Linear::params))
+        norms.chain(linears.into_iter().flat_map(Linear::params))
     }
 
-    /// Norm and rotation of a projection `[T, H * Dh]`: `[T, H, Dh]`, and `rstd: [T, H]`.
+    /// Norm and rotation of a projection `[T, H * Dh]`: `[T, H, Dh]`, and `rstd: [T, H]` of the norm.
     fn rotate(
         &self,
         x: &Tensor,
-        norm: &Param,
+        norm: Option<&Param>,
         context: &DecoderContext,
-    ) -> Result<(Tensor, Tensor)> {
-        ops::qk_norm_rope(x, &norm.tensor(), self.scale, self.eps, &context.rope)
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let Some(norm) = norm else {
+            return Ok((ops::rope_heads(x, self.head_dim, &context.rope)?, None));
+        };
+        let weight = norm.tensor();
+        let (y, rstd) = ops::qk_norm_rope(x, &weight, self.scale, self.eps, &context.rope)?;
+        Ok((y, Some(rstd)))
+    }
+
+    /// Backward of [`Self::rotate`]: the gradient of the projection `x`, `[T, H * Dh]`.
+    fn rotate_backward(
+        &self,
+        x: &Tensor,
+        rstd: Option<&Tensor>,
+        norm: Option<&Param>,
+        context: &DecoderContext,
+        dy: &Tensor,
+        grads: &dyn GradSink,
+    ) -> Result<Tensor> {
+        let (Some(norm), Some(rstd)) = (norm, rstd) else {
+            return ops::rope_heads_backward(dy, &context.rope);
+        };
+        let (weight, dw) = (norm.tensor(), grads.buffer(norm));
+        ops::qk_norm_rope_backward(x, rstd, &weight, self.scale, &context.rope, dy, dw)
     }
 
     fn kv_shape(&self, x: &Tensor) -> Result<(usize, usize, usize)> {
@@ -112,21 +142,25 @@ impl AttentionBlock {
         Tensor::cat(&[heads(&d_q)?, heads(d_gate)?], 1)?.reshape((d_q.dim(0)?, ()))
     }
 
-    /// The next tokens of the sample in `cache`, `x: [N, D]` to `[N, D]`.
+    /// The next tokens of the samples in `caches`, `x: [N, D]` to `[N, D]`.
     pub(super) fn decode(
         &self,
         layer: usize,
         x: &Tensor,
         context: &DecoderContext,
-        cache: &mut KvCache,
+        caches: &mut [&mut KvCache],
     ) -> Result<Tensor> {
         let (normed, _) = self.norm.normed(x)?;
         let (q_proj, gate) = self.queries(&normed)?;
-        let (q, _) = self.rotate(&q_proj, &self.q_norm, context)?; // [N, H, Dh]
-        let (k, _) = self.rotate(&self.k.forward(&normed)?, &self.k_norm, context)?; // [N, Hkv, Dh]
+        let (q, _) = self.rotate(&q_proj, self.q_norm.as_ref(), context)?; // [N, H, Dh]
+        let k_proj = self.k.forward(&normed)?;
+        let (k, _) = self.rotate(&k_proj, self.k_norm.as_ref(), context)?; // [N, Hkv, Dh]
         let v = self.v.forward(&normed)?.reshape(self.kv_shape(x)?)?; // [N, Hkv, Dh]
-        let (keys, values) = cache.append(layer, &k, &v)?; // [S, Hkv, Dh]
-        let o = ops::decode_attention(&q, &keys, &values, cache.len())?; // [N, H, Dh]
+        let o = for_each_sample(caches, context.segments.cu_seqlens(), |cache, tokens| {
+            let own = |x: &Tensor| x.narrow(0, tokens.start, tokens.len()); // n of the N rows
+            let (keys, values) = cache.append(layer, &own(&k)?, &own(&v)?)?; // [S, Hkv, Dh]
+            ops::decode_attention(&own(&q)?, &keys, &values, cache.len()) // [n, H, Dh]
+        })?; // [N, H, Dh]
         self.output(x, &o, gate.as_ref())
     }
 
@@ -173,8 +207,8 @@ impl AttentionBlock {
         let k_proj = self.k.forward(&normed)?; // [T, Hkv * Dh]
         let v = self.v.forward(&normed)?.reshape(self.kv_shape(x)?)?; // [T, Hkv, Dh]
         let (o, lse) = {
-            let (q, _) = self.rotate(&q_proj, &self.q_norm, context)?; // [T, H, Dh]
-            let (k, _) = self.rotate(&k_proj, &self.k_norm, context)?; // [T, Hkv, Dh]
+            let (q, _) = self.rotate(&q_proj, self.q_norm.as_ref(), context)?; // [T, H, Dh]
+            let (k, _) = self.rotate(&k_proj, self.k_norm.as_ref(), context)?; // [T, Hkv, Dh]
             let heads = Qkv { q: &q, k: &k, v: &v };
             self.backend.forward(heads, &context.segments, Masking::Causal)?
         };
@@ -193,21 +227,20 @@ impl AttentionBlock {
     ) -> Result<Option<Tensor>> {
         let SavedAttention { x, rstd, q_proj, gate, k_proj, v, o, lse } = saved;
         let (d_o, d_gate) = self.output_backward(&o, gate, dy, grads)?;
-        let (q, q_rstd) = self.rotate(&q_proj, &self.q_norm, context)?; // [T, H, Dh]
-        let (k, k_rstd) = self.rotate(&k_proj, &self.k_norm, context)?; // [T, Hkv, Dh]
+        let (q_norm, k_norm) = (self.q_norm.as_ref(), self.k_norm.as_ref());
+        let (q, q_rstd) = self.rotate(&q_proj, q_norm, context)?; // [T, H, Dh]
+        let (k, k_rstd) = self.rotate(&k_proj, k_norm, context)?; // [T, Hkv, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
         let segments = &context.segments;
         let d_heads = self.backend.backward(heads, &o, &lse, &d_o, segments, Masking::Causal)?;
         drop((q, k, v, o, lse, d_o));
         let QkvGrad { dq, dk, dv } = d_heads;
-        let unrotate = |x: Tensor, rstd: Tensor, norm: &Param, dy: Tensor| {
-            let dw = grads.buffer(norm);
-            let (weight, rope) = (norm.tensor(), &context.rope);
-            ops::qk_norm_rope_backward(&x, &rstd, &weight, self.scale, rope, &dy, dw)
+        let unrotate = |x: Tensor, rstd: Option<Tensor>, norm, dy: Tensor| {
+            self.rotate_backward(&x, rstd.as_ref(), norm, context, &dy, grads)
         };
-        let d_q = unrotate(q_proj, q_rstd, &self.q_norm, dq)?; // [T, H * Dh]
+        let d_q = unrotate(q_proj, q_rstd, q_norm, dq)?; // [T, H * Dh]
         let d_q = self.queries_grad(d_q, d_gate.as_ref())?;
-        let d_k = unrotate(k_proj, k_rstd, &self.k_norm, dk)?; // [T, Hkv * Dh]
+        let d_k = unrotate(k_proj, k_rstd, k_norm, dk)?; // [T, Hkv * Dh]
         let d_v = dv.flatten_from(1)?; // [T, Hkv * Dh]
         let normed = self.norm.apply(&x, &rstd)?; // [T, D]
         if input_grad == InputGrad::Skip && grads.buffer(self.norm.param()).is_none() {

@@ -1,6 +1,7 @@
 //! Sizes of a decoder, and the names of its tensors.
 
 use super::init::Init;
+use super::params::{Component, ParamSpec};
 use crate::ops::{DeltaHeads, NormScale};
 
 /// Sizes of a decoder.
@@ -24,8 +25,23 @@ pub struct DecoderConfig {
     pub rms_norm_eps: f64,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
+    /// Whether the head and the embedding are one tensor.
+    pub tie_word_embeddings: bool,
+    /// Standard deviation of random weights.
+    pub initializer_range: f64,
+    /// What queries and keys have besides a projection.
+    pub queries: Queries,
     /// The parts that Qwen3.5 has and Qwen3 does not have.
     pub hybrid: Option<HybridConfig>,
+}
+
+/// What queries and keys have besides a projection and a rotation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Queries {
+    /// A norm of each head, as in Qwen3.
+    Normed,
+    /// Biases, as values have, and no norm; as in Qwen2.
+    Biased,
 }
 
 /// A decoder in which some layers have linear attention, and the others attention with an output
@@ -87,20 +103,25 @@ impl DecoderConfig {
     }
 }
 
-/// Name, shape and random values of a tensor.
-pub type DecoderSpec = (String, Vec<usize>, Init);
+/// Name of an untied head.
+pub(super) const LM_HEAD: &str = "lm_head.weight";
 
-/// The tensors of a decoder without the head; `prefix` is the name of its module.
-pub fn decoder_specs(config: &DecoderConfig, prefix: &str) -> Vec<DecoderSpec> {
+/// The tensors of a decoder and of an untied head; `prefix` is the name of the decoder's module.
+pub fn decoder_specs(config: &DecoderConfig, prefix: &str, component: Component) -> Vec<ParamSpec> {
     let hidden = config.hidden_size;
     let norm = match config.norm_scale() {
         NormScale::Weight => Init::One,
         NormScale::OnePlusWeight => Init::Zero,
     };
-    let mut specs = vec![(embedding_name(prefix), vec![config.vocab_size, hidden], Init::Normal)];
+    let table = [config.vocab_size, hidden];
+    let mut specs = Vec::new();
+    let mut push = |name: String, shape: &[usize], init| {
+        specs.push(ParamSpec { name, shape: shape.to_vec(), component, init });
+    };
+    push(embedding_name(prefix), &table, Init::Normal);
     for k in 0..config.num_hidden_layers {
         let mut add = |part: &str, shape: &[usize], init| {
-            specs.push((format!("{}.{part}", layer_name(prefix, k)), shape.to_vec(), init));
+            push(format!("{}.{part}", layer_name(prefix, k)), shape, init);
         };
         add("input_layernorm.weight", &[hidden], norm);
         match config.hybrid.as_ref().filter(|hybrid| hybrid.is_linear[k]) {
@@ -113,7 +134,10 @@ pub fn decoder_specs(config: &DecoderConfig, prefix: &str) -> Vec<DecoderSpec> {
         add("mlp.up_proj.weight", &[inner, hidden], Init::Normal);
         add("mlp.down_proj.weight", &[hidden, inner], Init::Normal);
     }
-    specs.push((format!("{prefix}.norm.weight"), vec![hidden], norm));
+    push(format!("{prefix}.norm.weight"), &[hidden], norm);
+    if !config.tie_word_embeddings {
+        push(LM_HEAD.to_owned(), &table, Init::Normal);
+    }
     specs
 }
 
@@ -126,8 +150,17 @@ fn attention_specs(config: &DecoderConfig, norm: Init, add: &mut dyn FnMut(&str,
     add("self_attn.k_proj.weight", &[kv, hidden], Init::Normal);
     add("self_attn.v_proj.weight", &[kv, hidden], Init::Normal);
     add("self_attn.o_proj.weight", &[hidden, q], Init::Normal);
-    add("self_attn.q_norm.weight", &[head_dim], norm);
-    add("self_attn.k_norm.weight", &[head_dim], norm);
+    match config.queries {
+        Queries::Normed => {
+            add("self_attn.q_norm.weight", &[head_dim], norm);
+            add("self_attn.k_norm.weight", &[head_dim], norm);
+        }
+        Queries::Biased => {
+            add("self_attn.q_proj.bias", &[q], Init::Zero);
+            add("self_attn.k_proj.bias", &[kv], Init::Zero);
+            add("self_attn.v_proj.bias", &[kv], Init::Zero);
+        }
+    }
 }
 
 fn linear_attention_specs(

@@ -7,8 +7,9 @@ use crate::tape::{Param, Recompute};
 
 /// Number of elements of the matrices among `params`, without `table`, an embedding that is not
 /// multiplied.
-pub(crate) fn matrix_elements(params: &[&Param], table: &Param) -> f64 {
-    let is_matrix = |p: &&&Param| p.shape().rank() > 1 && p.index() != table.index();
+pub(crate) fn matrix_elements(params: &[&Param], table: Option<&Param>) -> f64 {
+    let is_table = |p: &Param| table.is_some_and(|table| table.index() == p.index());
+    let is_matrix = |p: &&&Param| p.shape().rank() > 1 && !is_table(p);
     params.iter().filter(is_matrix).map(|p| p.shape().elem_count()).sum::<usize>() as f64
 }
 
@@ -35,7 +36,7 @@ impl DecoderConfig {
         [
             PartWork {
                 params: indexes(decoder),
-                weights: matrix_elements(decoder, embedding) + states as f64,
+                weights: matrix_elements(decoder, Some(embedding)) + states as f64,
                 attention: ((self.num_hidden_layers - num_linear) * heads) as f64,
                 rows: Rows::Tokens,
             },
@@ -96,6 +97,7 @@ impl DecoderConfig {
 
 #[cfg(test)]
 mod tests {
+    use super::super::config::Queries;
     use super::*;
 
     const CONFIG: DecoderConfig = DecoderConfig {
@@ -108,6 +110,9 @@ mod tests {
         head_dim: 5,
         rms_norm_eps: 1e-6,
         rope_theta: 1e4,
+        tie_word_embeddings: true,
+        initializer_range: 0.02,
+        queries: Queries::Normed,
         hybrid: None,
     };
 

@@ -1,13 +1,15 @@
 //! The decoder: token embedding, pre-norm layers of attention and MLP, final norm.
 
 use super::attention::{AttentionBlock, SavedAttention};
-use super::config::{DecoderConfig, embedding_name, layer_name};
+use super::config::{DecoderConfig, LM_HEAD, embedding_name, layer_name};
 use super::context::DecoderContext;
 use super::kv_cache::KvCache;
+use super::linear::Linear;
 use super::linear_attention::{LinearAttentionBlock, SavedLinearAttention};
 use super::mlp::{MlpBlock, SavedMlp};
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
+use crate::metrics::PartWork;
 use crate::ops::{self, AttentionBackend};
 use crate::tape::{GradSink, InputGrad, Param, Recompute, SavedStage, Stage};
 use candle_core::{DType, Result, Tensor, bail};
@@ -65,17 +67,17 @@ impl Mixer {
         }
     }
 
-    /// The next tokens of the sample in `cache`, `x: [N, D]` to `[N, D]`.
+    /// The next tokens of the samples in `caches`, `x: [N, D]` to `[N, D]`.
     fn decode(
         &self,
         layer: usize,
         x: &Tensor,
         context: &DecoderContext,
-        cache: &mut KvCache,
+        caches: &mut [&mut KvCache],
     ) -> Result<Tensor> {
         match self {
-            Self::Attention(block) => block.decode(layer, x, context, cache),
-            Self::Linear(block) => block.decode(x, cache.state(layer)),
+            Self::Attention(block) => block.decode(layer, x, context, caches),
+            Self::Linear(block) => block.decode(layer, x, context, caches),
         }
     }
 }
@@ -114,9 +116,10 @@ impl Stage for DecoderLayer {
     }
 }
 
-/// Token embedding, layers and final norm.
+/// Token embedding, layers, final norm and the weight of the head.
 pub(crate) struct Decoder {
     pub(crate) embed_tokens: Param, // [V, D]
+    pub(crate) lm_head: Param,      // [V, D]; the embedding if tied
     layers: Vec<DecoderLayer>,
     norm: RmsNorm,
 }
@@ -144,22 +147,41 @@ impl Decoder {
                 let block = AttentionBlock::new(params, &name, config, attention.clone())?;
                 Mixer::Attention(Box::new(block))
             };
-            Ok(DecoderLayer { mixer, mlp: MlpBlock::new(params, &name, config)? })
+            let norm = format!("{name}.post_attention_layernorm");
+            let norm = RmsNorm::of_decoder(params, &norm, config)?;
+            let linear = |part: &str| Linear::without_bias(params, &format!("{name}.mlp.{part}"));
+            Ok(DecoderLayer { mixer, mlp: MlpBlock::new(norm, linear)? })
         });
+        let embed_tokens = params.get(&embedding_name(prefix))?;
+        let tied = config.tie_word_embeddings;
         Ok(Self {
-            embed_tokens: params.get(&embedding_name(prefix))?,
+            lm_head: if tied { embed_tokens.clone() } else { params.get(LM_HEAD)? },
+            embed_tokens,
             layers: layers.collect::<std::result::Result<_, _>>()?,
-            norm: RmsNorm::new(params, &format!("{prefix}.norm"), config)?,
+            norm: RmsNorm::of_decoder(params, &format!("{prefix}.norm"), config)?,
         })
     }
 
-    /// Parameters of each stage, in the order of backward.
+    fn untied_head(&self) -> Option<&Param> {
+        Some(&self.lm_head).filter(|head| head.index() != self.embed_tokens.index())
+    }
+
+    /// Parameters of each stage, in the order of backward. An untied head is the first.
     pub(crate) fn stages(&self) -> Vec<Vec<&Param>> {
+        let head = self.untied_head().map(|head| vec![head]);
         let layers = self.layers.iter().rev().map(Stage::params);
-        std::iter::once(self.norm.params())
+        head.into_iter()
+            .chain([self.norm.params()])
             .chain(layers)
             .chain([vec![&self.embed_tokens]])
             .collect()
+    }
+
+    /// Sizes that decide the number of operations of the decoder and of the head.
+    pub(crate) fn work(&self, config: &DecoderConfig) -> [PartWork; 2] {
+        let skipped = usize::from(self.untied_head().is_some());
+        let params: Vec<&Param> = self.stages().into_iter().skip(skipped).flatten().collect();
+        config.work(&params, &self.embed_tokens, &self.lm_head)
     }
 
     /// Dtype of the activations. A table or the weight of a layer may be narrower.
@@ -215,7 +237,8 @@ impl Decoder {
         Ok(self.norm.forward(&h, &())?.0)
     }
 
-    /// Adds the gradients of layers and norm to `grads` and reports these stages as finished.
+    /// Adds the gradients of layers and norm to `grads` and reports these stages as finished, and
+    /// before them an untied head.
     /// Returns the gradient of the embeddings, `[T, D]`, if `below` needs it. `before_layer`
     /// receives the gradient of each layer's output.
     pub(crate) fn backward(
@@ -227,6 +250,7 @@ impl Decoder {
         below: InputGrad,
         before_layer: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
     ) -> Result<Option<Tensor>> {
+        self.untied_head().into_iter().for_each(|head| grads.finished(&[head]));
         let mut trained = below == InputGrad::Needed;
         let mut input_grads = vec![InputGrad::needed_if(trained)]; // of layer 0, 1, .., of the norm
         for layer in &self.layers {
@@ -249,21 +273,24 @@ impl Decoder {
         Ok(dh.filter(|_| below == InputGrad::Needed))
     }
 
-    /// Hidden states of the next tokens of the sample in `cache`, `[N, D]`; adds them to `cache`.
+    /// Hidden states of the next tokens of the samples in `caches`, `[N, D]`; adds them to the
+    /// caches. The first segments of `context` belong to the caches, in their order; the rows of the
+    /// others have no meaning.
     pub(crate) fn decode(
         &self,
         mut h: Tensor,
         context: &DecoderContext,
-        cache: &mut KvCache,
+        caches: &mut [&mut KvCache],
         after_layer: &dyn Fn(usize, &Tensor) -> Result<()>,
     ) -> Result<Tensor> {
-        let num_new = h.dim(0)?;
         for (k, layer) in self.layers.iter().enumerate() {
-            let x = layer.mixer.decode(k, &h, context, cache)?;
+            let x = layer.mixer.decode(k, &h, context, caches)?;
             h = layer.mlp.forward(&x)?.0;
             after_layer(k, &h)?;
         }
-        cache.advance(num_new);
+        for (cache, tokens) in caches.iter_mut().zip(context.segments.cu_seqlens().segments()) {
+            cache.advance(tokens.len());
+        }
         Ok(self.norm.forward(&h, &())?.0)
     }
 }

@@ -1,9 +1,11 @@
 //! What the layers keep of the tokens of one sample so far, for generation: keys and values, and the
 //! states of linear attention.
 
+use crate::batch::CuSeqlens;
 use crate::ops::{CONV_TAPS, DeltaHeads};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// Minimum number of further tokens for which the buffers are enlarged.
 const GROWTH: usize = 64;
@@ -101,6 +103,32 @@ impl KvCache {
             buffer.slice_set(&old.narrow(0, 0, self.len)?, 0, 0)?;
         }
         Ok(buffer)
+    }
+}
+
+/// Calls `each` with each cache and the range of its tokens, and concatenates the results
+/// `[n, ..]` to `[N, ..]`. The first segments belong to the caches, in their order. The rows of the
+/// other segments are 0.
+pub(super) fn for_each_sample(
+    caches: &mut [&mut KvCache],
+    segments: &CuSeqlens,
+    mut each: impl FnMut(&mut KvCache, Range<usize>) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let mut results = Vec::with_capacity(caches.len() + 1);
+    let mut num_used = 0;
+    for (cache, tokens) in caches.iter_mut().zip(segments.segments()) {
+        num_used = tokens.end;
+        results.push(each(cache, tokens)?);
+    }
+    let Some(first) = results.first() else { bail!("there is no sample to continue") };
+    let mut shape = first.dims().to_vec();
+    shape[0] = segments.num_tokens() - num_used;
+    if shape[0] > 0 {
+        results.push(Tensor::zeros(shape, first.dtype(), first.device())?);
+    }
+    match &*results {
+        [only] => Ok(only.clone()),
+        all => Tensor::cat(all, 0),
     }
 }
 

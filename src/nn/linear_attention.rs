@@ -3,7 +3,7 @@
 
 use super::config::{DecoderConfig, HybridConfig};
 use super::context::DecoderContext;
-use super::kv_cache::LinearState;
+use super::kv_cache::{KvCache, LinearState, for_each_sample};
 use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
@@ -52,7 +52,7 @@ impl LinearAttentionBlock {
         let part = |part: &str| format!("{name}.linear_attn.{part}");
         let linear = |name: &str| Linear::without_bias(params, &part(name));
         Ok(Self {
-            norm: RmsNorm::new(params, &format!("{name}.input_layernorm"), config)?,
+            norm: RmsNorm::of_decoder(params, &format!("{name}.input_layernorm"), config)?,
             qkv: linear("in_proj_qkv")?,
             z: linear("in_proj_z")?,
             b: linear("in_proj_b")?,
@@ -118,28 +118,49 @@ impl LinearAttentionBlock {
         Ok((y, SavedLinearAttention { x: x.clone(), rstd, qkv, z, a, b, o, o_rstd }))
     }
 
-    /// The next tokens of a sample, `x: [N, D]` to `[N, D]`. Changes `state` to that after them.
-    pub(super) fn decode(&self, x: &Tensor, state: &mut Option<LinearState>) -> Result<Tensor> {
-        let num_new = x.dim(0)?;
+    /// The next tokens of the samples in `caches`, `x: [N, D]` to `[N, D]`.
+    pub(super) fn decode(
+        &self,
+        layer: usize,
+        x: &Tensor,
+        context: &DecoderContext,
+        caches: &mut [&mut KvCache],
+    ) -> Result<Tensor> {
         let (normed, _) = self.norm.normed(x)?;
         let qkv = self.qkv.forward(&normed)?; // [N, C]
         let (b, a) = (self.b.forward(&normed)?, self.a.forward(&normed)?);
+        let [a_log, dt_bias] = self.decays()?;
+        let (g, beta) = ops::delta_gates(&a, &b, &a_log, &dt_bias)?;
+        let o = for_each_sample(caches, context.segments.cu_seqlens(), |cache, tokens| {
+            let own = |x: &Tensor| x.narrow(0, tokens.start, tokens.len()); // n of the N rows
+            self.next_tokens(&own(&qkv)?, [&own(&g)?, &own(&beta)?], cache.state(layer))
+        })?; // [N, Hv * dv]
+        Ok(self.output(x, &o, &self.z.forward(&normed)?)?.0)
+    }
+
+    /// Convolution and delta rule of the next tokens of one sample, `qkv: [n, C]` to
+    /// `[n, Hv * dv]`. Changes `state` to that after them.
+    fn next_tokens(
+        &self,
+        qkv: &Tensor,
+        [g, beta]: [&Tensor; 2],
+        state: &mut Option<LinearState>,
+    ) -> Result<Tensor> {
+        let num_new = qkv.dim(0)?;
         let before = match state.take() {
             Some(state) => state,
-            None => LinearState::zeros(self.heads, &qkv)?,
+            None => LinearState::zeros(self.heads, qkv)?,
         };
-        let with_window = Tensor::cat(&[&before.window, &qkv], 0)?; // [3 + N, C]
+        let with_window = Tensor::cat(&[&before.window, qkv], 0)?; // [3 + n, C]
         let mixed =
             ops::causal_conv1d(&with_window, &self.taps()?, &one(CONV_TAPS - 1 + num_new)?)?;
         let mixed = mixed.narrow(0, CONV_TAPS - 1, num_new)?.contiguous()?;
-        let [a_log, dt_bias] = self.decays()?;
-        let (g, beta) = ops::delta_gates(&a, &b, &a_log, &dt_bias)?;
-        let inputs = DeltaInputs { qkv: &mixed, g: &g, beta: &beta };
+        let inputs = DeltaInputs { qkv: &mixed, g, beta };
         let rule = &before.rule;
         let o = ops::gated_delta_rule(inputs, self.heads, &one(num_new)?, Some(rule))?;
         let window = with_window.narrow(0, num_new, CONV_TAPS - 1)?.contiguous()?;
         *state = Some(LinearState { window, rule: before.rule });
-        Ok(self.output(x, &o, &self.z.forward(&normed)?)?.0)
+        Ok(o)
     }
 
     /// Returns `dx: [T, D]`. Each buffer is dropped after its last use, to lower peak memory.

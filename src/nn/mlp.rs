@@ -1,15 +1,15 @@
-//! The second half of a decoder layer: RMS norm, SwiGLU, residual.
+//! The second half of a decoder layer, and of a block of some vision encoders: RMS norm, SwiGLU,
+//! residual.
 
-use super::config::DecoderConfig;
 use super::linear::Linear;
 use super::norm::RmsNorm;
-use super::params::{ParamMap, WeightError};
+use super::params::WeightError;
 use crate::ops;
 use crate::tape::{GradSink, Param};
 use candle_core::{Result, Tensor};
 
 /// `x + down(silu(gate(norm(x))) * up(norm(x)))`.
-pub(super) struct MlpBlock {
+pub(crate) struct MlpBlock {
     norm: RmsNorm,
     gate: Linear,
     up: Linear,
@@ -17,7 +17,7 @@ pub(super) struct MlpBlock {
 }
 
 /// The tensors that backward needs.
-pub(super) struct SavedMlp {
+pub(crate) struct SavedMlp {
     x: Tensor,    // [T, D]
     rstd: Tensor, // [T]
     gate: Tensor, // [T, F]
@@ -25,28 +25,22 @@ pub(super) struct SavedMlp {
 }
 
 impl MlpBlock {
-    /// `name` is the prefix of the layer's parameter names.
-    pub(super) fn new(
-        params: &ParamMap<'_>,
-        name: &str,
-        config: &DecoderConfig,
+    /// `linear` makes a linear layer from the last part of its name.
+    pub(crate) fn new(
+        norm: RmsNorm,
+        linear: impl Fn(&str) -> std::result::Result<Linear, WeightError>,
     ) -> std::result::Result<Self, WeightError> {
-        let linear = |part: &str| Linear::without_bias(params, &format!("{name}.mlp.{part}"));
-        Ok(Self {
-            norm: RmsNorm::new(params, &format!("{name}.post_attention_layernorm"), config)?,
-            gate: linear("gate_proj")?,
-            up: linear("up_proj")?,
-            down: linear("down_proj")?,
-        })
+        let (gate, up) = (linear("gate_proj")?, linear("up_proj")?);
+        Ok(Self { norm, gate, up, down: linear("down_proj")? })
     }
 
-    pub(super) fn params(&self) -> impl Iterator<Item = &Param> {
+    pub(crate) fn params(&self) -> impl Iterator<Item = &Param> {
         let linears = [&self.gate, &self.up, &self.down];
         std::iter::once(self.norm.param()).chain(linears.into_iter().flat_map(Linear::params))
     }
 
     /// `x: [T, D]` to `[T, D]`.
-    pub(super) fn forward(&self, x: &Tensor) -> Result<(Tensor, SavedMlp)> {
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<(Tensor, SavedMlp)> {
         let (normed, rstd) = self.norm.normed(x)?;
         let gate = self.gate.forward(&normed)?; // [T, F]
         let up = self.up.forward(&normed)?; // [T, F]
@@ -55,7 +49,7 @@ impl MlpBlock {
     }
 
     /// Returns `dx: [T, D]`. Each buffer is dropped after its last use, to lower peak memory.
-    pub(super) fn backward(
+    pub(crate) fn backward(
         &self,
         SavedMlp { x, rstd, gate, up }: SavedMlp,
         dy: &Tensor,

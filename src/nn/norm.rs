@@ -14,31 +14,41 @@ pub(crate) struct RmsNorm {
 }
 
 impl RmsNorm {
-    pub(super) fn new(
+    pub(super) fn of_decoder(
         params: &ParamMap<'_>,
         name: &str,
         config: &DecoderConfig,
     ) -> std::result::Result<Self, WeightError> {
-        let weight = params.get(&format!("{name}.weight"))?;
-        Ok(Self { weight, scale: config.norm_scale(), eps: config.rms_norm_eps })
+        let norm = Self::new(params, name, config.rms_norm_eps)?;
+        Ok(Self { scale: config.norm_scale(), ..norm })
     }
 
-    pub(super) fn param(&self) -> &Param {
+    /// A norm that multiplies by `<name>.weight`.
+    pub(crate) fn new(
+        params: &ParamMap<'_>,
+        name: &str,
+        eps: f64,
+    ) -> std::result::Result<Self, WeightError> {
+        let weight = params.get(&format!("{name}.weight"))?;
+        Ok(Self { weight, scale: NormScale::Weight, eps })
+    }
+
+    pub(crate) fn param(&self) -> &Param {
         &self.weight
     }
 
     /// Returns the normalised rows, and `rstd: [T]` for backward.
-    pub(super) fn normed(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
+    pub(crate) fn normed(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         ops::rms_norm(x, &self.weight.tensor(), self.scale, self.eps)
     }
 
     /// Recomputes the normalised rows from a saved `rstd`.
-    pub(super) fn apply(&self, x: &Tensor, rstd: &Tensor) -> Result<Tensor> {
+    pub(crate) fn apply(&self, x: &Tensor, rstd: &Tensor) -> Result<Tensor> {
         ops::rms_norm_apply(x, rstd, &self.weight.tensor(), self.scale)
     }
 
     /// `dx + residual`.
-    pub(super) fn backward_add(
+    pub(crate) fn backward_add(
         &self,
         x: &Tensor,
         rstd: &Tensor,

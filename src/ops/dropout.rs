@@ -3,6 +3,11 @@
 //! The mask does not depend on the other rows of a tensor. So a step that is divided into other
 //! micro-batches, or among ranks, drops the same elements.
 
+#![expect(
+    clippy::inline_always,
+    reason = "a function call would lose the target features of the kernel"
+)]
+
 use super::cpu::blocks::{Full, Scratch, Slots, elementwise};
 use super::cpu::in_place::change;
 use super::cpu::simd::kernels;
@@ -17,7 +22,8 @@ pub struct DropoutMask {
     pub seed: u32,
     /// Number of the first row of the tensor.
     pub first_row: u32,
-    /// Probability with which an element is dropped; from 0 to below 1.
+    /// Probability with which an element is dropped; from 0 to below 1. It is rounded to a multiple of
+    /// 1/65536.
     pub probability: f64,
 }
 
@@ -28,52 +34,74 @@ impl DropoutMask {
         parts.into_iter().fold(0x9e37_79b9, add)
     }
 
-    /// An element is kept if its random number is not below this one.
+    /// An element is dropped if its 16 random bits are below this number.
     pub(super) fn threshold(&self) -> u32 {
-        (self.probability * f64::from(u32::MAX)) as u32
+        (self.probability * 65536.0).round().min(65535.0) as u32
     }
 
-    /// Factor of the elements that are kept.
+    /// Factor of the elements that are kept: 1 by the share of the random bits that keep an element.
     pub(super) fn scale(&self) -> f32 {
-        (1.0 / (1.0 - self.probability)) as f32
+        (65536.0 / f64::from(65536 - self.threshold())) as f32
     }
 
-    /// The rows and columns of the elements `start ..` of a tensor with `width` columns.
-    fn elements(&self, start: usize, width: usize) -> Elements {
-        Elements {
-            seed: self.seed,
-            row: self.first_row.wrapping_add((start / width) as u32),
-            column: start % width,
-            width,
-            threshold: self.threshold(),
-            scale: self.scale(),
-        }
+    pub(super) fn drops(&self) -> Drops {
+        Drops { seed: self.seed, first_row: self.first_row, threshold: self.threshold() }
     }
 }
 
-/// The place of a run of elements.
-#[derive(Clone, Copy)]
-struct Elements {
+/// Number of columns that share random numbers: the two halves of a number decide on a column and on
+/// the one [`HALF`] columns after it.
+pub(super) const SHARED: usize = 32;
+/// Number of random numbers of [`SHARED`] columns.
+pub(super) const HALF: usize = SHARED / 2;
+
+/// Decides which elements are dropped.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Drops {
     seed: u32,
-    row: u32,
-    column: usize,
-    width: usize,
+    first_row: u32,
     threshold: u32,
-    scale: f32,
+}
+
+impl Drops {
+    /// The seed of a row of the tensor.
+    #[inline(always)]
+    pub(super) fn row_seed(self, row: usize) -> u32 {
+        mix(self.seed ^ self.first_row.wrapping_add(row as u32))
+    }
+
+    /// Whether `random` drops the first of its two elements.
+    #[inline(always)]
+    pub(super) fn drops_low(self, random: u32) -> bool {
+        random & 0xffff < self.threshold
+    }
+
+    /// Whether `random` drops the second of its two elements.
+    #[inline(always)]
+    pub(super) fn drops_high(self, random: u32) -> bool {
+        random >> 16 < self.threshold
+    }
+
+    /// Whether an element of the row with the seed `row_seed` is dropped.
+    #[inline(always)]
+    pub(super) fn drops(self, row_seed: u32, column: usize) -> bool {
+        let number = (column / SHARED * HALF + column % HALF) as u32;
+        (mix(row_seed ^ number) >> (column & HALF)) & 0xffff < self.threshold
+    }
 }
 
 kernels! {
-    /// Writes the factor of each element: 0 or `scale`.
-    fn factors(of: Elements, y: &mut [f32]) {
-        let (mut row, mut column, mut start) = (of.row, of.column, 0);
-        while start < y.len() {
-            let end = (start + of.width - column).min(y.len());
-            let seed = mix(of.seed ^ row);
-            for (i, y) in y[start..end].iter_mut().enumerate() {
-                let random = mix(seed ^ (column + i) as u32);
-                *y = if random < of.threshold { 0.0 } else { of.scale };
+    /// Writes the factor, 0 or `scale`, of each element from `start` on of a tensor with `width`
+    /// columns.
+    fn factors(drops: Drops, scale: f32, start: usize, width: usize, y: &mut [f32]) {
+        let (mut row, mut column, mut start_of_row) = (start / width, start % width, 0);
+        while start_of_row < y.len() {
+            let end = (start_of_row + width - column).min(y.len());
+            let seed = drops.row_seed(row);
+            for (i, y) in y[start_of_row..end].iter_mut().enumerate() {
+                *y = if drops.drops(seed, column + i) { 0.0 } else { scale };
             }
-            (row, column, start) = (row.wrapping_add(1), 0, end);
+            (row, column, start_of_row) = (row + 1, 0, end);
         }
     }
 
@@ -104,7 +132,7 @@ pub fn dropout(x: &Tensor, mask: DropoutMask) -> Result<Tensor> {
     let x = x.values()?;
     let y = elementwise(shape.elem_count(), dtype, |at, y| {
         let mut wide = Scratch::of(at.len());
-        factors(mask.elements(at.start, width), wide.all());
+        factors(mask.drops(), mask.scale(), at.start, width, wide.all());
         multiply(wide.all(), &x.view(at), y)
     });
     y.tensor(shape)
@@ -123,7 +151,7 @@ pub fn dropout_add(x: &Tensor, mask: DropoutMask, y: &Tensor) -> Result<()> {
     let x = x.values()?;
     change(op, [("y", y)], |at, [y]| {
         let mut wide = Scratch::of(at.len());
-        factors(mask.elements(at.start, width), wide.all());
+        factors(mask.drops(), mask.scale(), at.start, width, wide.all());
         multiply_add(wide.all(), &x.view(at), y);
     })
 }
@@ -171,6 +199,26 @@ mod tests {
             dropout_add(&x, mask(0.4), &y).unwrap();
             let twice = dropout(&x, mask(0.4)).unwrap().affine(2.0, 0.0).unwrap();
             assert_eq!(values(&y), values(&twice));
+        }
+    }
+
+    /// The two halves of a random number decide on columns that are [`HALF`] apart.
+    #[test]
+    fn elements_are_dropped_independently_of_others_in_the_row_and_in_the_column() {
+        let (n, k) = (2000, 192);
+        let x = Tensor::ones((n, k), DType::F32, &candle_core::Device::Cpu).unwrap();
+        let y = values(&dropout(&x, mask(0.3)).unwrap());
+        for (rows, columns) in [(0, 1), (0, HALF), (0, SHARED), (1, 0), (16, 0), (1, HALF)] {
+            let (mut both, mut count) = (0.0, 0.0);
+            for row in 0..n - rows {
+                for column in 0..k - columns {
+                    let (first, second) = (row * k + column, (row + rows) * k + column + columns);
+                    both += f64::from(u8::from(y[first] == 0.0 && y[second] == 0.0));
+                    count += 1.0;
+                }
+            }
+            let share = both / count;
+            assert!((share - 0.09).abs() < 0.003, "{rows} rows, {columns} columns: {share}");
         }
     }
 

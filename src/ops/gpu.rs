@@ -44,7 +44,7 @@ pub fn open_gpu(ordinal: usize) -> Result<Device> {
     unsafe {
         gpu.disable_event_tracking();
     }
-    keep_freed_memory(ordinal)?;
+    configure_pool(ordinal)?;
     Ok(device)
 }
 
@@ -106,19 +106,25 @@ pub fn exit_at_once(code: i32) -> ! {
     std::process::exit(code)
 }
 
-/// Without this setting the driver releases memory at every synchronization, and each step
-/// allocates it again.
+/// Sets how the pool reuses memory.
+///
+/// Without the first setting the driver releases memory at every synchronization, and each step
+/// allocates it again. With the default of the second, an upload can receive memory that a step in
+/// the queue frees, and then waits for that step.
 #[cfg(feature = "cuda")]
 #[expect(unsafe_code, reason = "driver calls")]
-fn keep_freed_memory(ordinal: usize) -> Result<()> {
+fn configure_pool(ordinal: usize) -> Result<()> {
     use candle_core::cuda_backend::cudarc::driver::{result, sys};
-    let mut everything = u64::MAX;
+    let (mut everything, mut no) = (u64::MAX, 0_i32);
     let device = result::device::get(ordinal as i32).w()?;
-    // SAFETY: the device exists, its pool is valid, and the attribute is a 64-bit integer.
+    // SAFETY: the device exists and its pool is valid; the first attribute is a 64-bit integer, the
+    // second an `int`.
     unsafe {
         let pool = result::device::get_mem_pool(device).w()?;
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        result::mem_pool::set_attribute(pool, attribute, (&raw mut everything).cast()).w()
+        result::mem_pool::set_attribute(pool, attribute, (&raw mut everything).cast()).w()?;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
+        result::mem_pool::set_attribute(pool, attribute, (&raw mut no).cast()).w()
     }
 }
 

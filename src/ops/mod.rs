@@ -40,6 +40,7 @@ mod cuda;
 mod delta_gates;
 mod driver_version;
 mod dropout;
+mod dropout_linear;
 mod eight_bit;
 mod embedding;
 mod gated_delta_rule;
@@ -54,6 +55,7 @@ mod muon;
 mod nf4;
 mod rms_norm;
 mod rope;
+mod rope_heads;
 mod rows;
 mod sigmoid_gate;
 mod stored;
@@ -86,6 +88,9 @@ pub(crate) use cuda::SideStream;
 pub use delta_gates::{DeltaGatesGrad, delta_gates, delta_gates_backward};
 pub use driver_version::needed_driver;
 pub use dropout::{DropoutMask, dropout, dropout_add};
+pub use dropout_linear::{
+    dropout_linear, dropout_linear_backward, dropout_linear_backward_input_add,
+};
 pub use eight_bit::EIGHT_BIT_BLOCK;
 pub use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_add,
@@ -113,6 +118,7 @@ pub use muon::{MuonUpdate, muon_step};
 pub use nf4::{Nf4, Nf4Parts, is_nf4_map, nf4_bytes, nf4_maps, nf4_places, nf4_span};
 pub use rms_norm::{NormScale, rms_norm, rms_norm_apply, rms_norm_backward};
 pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
+pub use rope_heads::{rope_heads, rope_heads_backward};
 pub use rows::{add_in_place, gather_rows, index_add, index_copy, scatter_rows, zero_rows};
 pub use sigmoid_gate::{sigmoid_gate, sigmoid_gate_backward};
 pub use swiglu::{swiglu, swiglu_backward};

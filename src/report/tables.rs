@@ -89,17 +89,23 @@ fn state(run: &RunFolder) -> String {
     format!("{state}, step {step}{epoch}")
 }
 
-/// Peak memory of the GPU if there is one, otherwise of the process.
+/// Peak memory of the tensors on the GPU if there is one, otherwise of the process: what
+/// `predicted_memory_bytes` predicts.
 fn measured(run: &RunFolder) -> Option<f64> {
-    let series = run.train("peak_device_reserved_bytes").or_else(|| run.train("peak_memory_bytes"));
+    let series = run.train("peak_device_memory_bytes").or_else(|| run.train("peak_memory_bytes"));
     series?.max()
 }
 
-/// The prediction of `trainer check`, and its distance from the measured peak.
+/// The prediction of the run from its data, otherwise that of `trainer check`, and its distance from
+/// the measured peak.
 fn predicted(run: &RunFolder) -> Option<String> {
-    let is_alone = run.last["ranks"].is_null();
-    let config = run.config.as_ref().ok().filter(|_| is_alone)?;
-    let (predicted, measured) = (predicted_memory(config).ok()?, measured(run)?);
+    let of_config = || {
+        let is_alone = run.last["ranks"].is_null();
+        let config = run.config.as_ref().ok().filter(|_| is_alone)?;
+        predicted_memory(config).ok()
+    };
+    let predicted = run.last["predicted_memory_bytes"].as_f64().or_else(of_config)?;
+    let measured = measured(run)?;
     let more = 100.0 * (predicted / measured - 1.0);
     Some(format!("{} ({more:+.0} %)", bytes(predicted)))
 }

@@ -1,8 +1,11 @@
 //! Opens the device of the config key `device`.
 
+use super::plan_memory::RESERVED;
 use crate::dist::Rank;
 use crate::metrics::available_memory_bytes;
-use crate::ops::{CUDA_BUILD, count_gpus, gpu_of_rank, gpu_properties, needed_driver, open_gpu};
+use crate::ops::{
+    CUDA_BUILD, count_gpus, gpu_memory, gpu_of_rank, gpu_properties, needed_driver, open_gpu,
+};
 use crate::train::DeviceChoice;
 use candle_core::Device;
 
@@ -30,6 +33,14 @@ impl DeviceError {
     }
 }
 
+/// The memory that a run can use on the GPU `device`, in bytes: what is free, the memory of tensors
+/// that exist, and the memory of CUDA itself, which exists as soon as the GPU is open. Predictions
+/// contain all three.
+pub(super) fn usable_gpu_memory(device: &Device) -> Option<f64> {
+    let (gpu, own) = (gpu_properties(device)?, gpu_memory(device)?);
+    Some((gpu.free + own.reserved) as f64 + RESERVED)
+}
+
 impl DeviceChoice {
     /// Opens the device. `auto` falls back to the CPU, with a warning in a build that supports
     /// GPUs.
@@ -47,11 +58,11 @@ impl DeviceChoice {
         }
     }
 
-    /// The bytes that are free on the device for a new process; `None` if they are not known.
+    /// The bytes that a new process can use on the device; `None` if they are not known.
     pub fn free_memory(self) -> Option<f64> {
         match self.resolved() {
             Self::Cuda(_) if !CUDA_BUILD => None,
-            Self::Cuda(ordinal) => Some(gpu_properties(&open_gpu(ordinal).ok()?)?.free as f64),
+            Self::Cuda(ordinal) => usable_gpu_memory(&open_gpu(ordinal).ok()?),
             _ => Some(available_memory_bytes()? as f64),
         }
     }

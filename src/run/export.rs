@@ -55,6 +55,7 @@ pub fn export_model(
     // checks that all tensors of the model are there
     let open = open_for_run(&ModelSection::new(base), 0, &Device::Cpu)?;
     let mut config_json = open.config_json.clone();
+    let names = open.tensor_names();
     let linear = open.specs.iter().filter(|spec| onto == Some(Onto::Nf4) && is_linear(spec));
     let linear: HashSet<String> = linear.map(|spec| spec.name.clone()).collect();
     let adapter = match adapter {
@@ -64,7 +65,7 @@ pub fn export_model(
     let fault = |source: CheckpointError| -> RunError {
         SetupError::Files { folder: base.to_owned(), source: Box::new(source) }.into()
     };
-    let files = WeightFiles::open(base).map_err(fault)?;
+    let files = WeightFiles::open(base).map_err(fault)?.renamed(|name| names.of_file(name));
     let weights = Arc::new(Weights { files, adapter });
     let (mut counts, mut saved, mut quantized) = (Exported::default(), Vec::new(), None);
     for name in weights.files.names() {
@@ -82,7 +83,7 @@ pub fn export_model(
             counts.quantized += 1;
             quantized.get_or_insert(stored);
             let parts = weights.quantized(&name, stored).map_err(fault)?;
-            let of_matrix = name.clone();
+            let of_matrix = names.in_file(&name);
             let codes = move || Ok(of.quantized(&name, stored)?.codes);
             saved.extend(nf4_tensors(&of_matrix, stored, &parts, codes).map_err(fault)?);
             continue;
@@ -92,7 +93,8 @@ pub fn export_model(
             _ => stored,
         };
         let shape = weights.files.shape(&name).unwrap_or_default();
-        saved.push(SavedTensor::made(name.clone(), &shape, dtype, move || of.load(&name, dtype)));
+        let in_file = names.in_file(&name);
+        saved.push(SavedTensor::made(in_file, &shape, dtype, move || of.load(&name, dtype)));
     }
     if let Some(Onto::Dtype(precision)) = onto {
         config_json = precision.stamp(&config_json);

@@ -13,7 +13,7 @@ use crate::data::{
     Rmpad, SourceError, StepPacks, VideoConfigError,
 };
 use crate::net::UrlImages;
-use crate::optim::ParamGroups;
+use crate::optim::{GroupError, ParamGroups};
 use crate::train::ModelSection;
 use candle_core::Device;
 use std::cell::RefCell;
@@ -100,6 +100,15 @@ pub(crate) fn open_data(
         }
     };
     let rows = JsonlRows::open_with(datasets, encoder.clone(), &options, &progress);
+    rows.map(|rows| rows.cut(cut)).map_err(|problem| of_data_set(name, datasets, problem))
+}
+
+/// An error of the list `name`, with the config key that it is about.
+pub(super) fn of_data_set(
+    name: &'static str,
+    datasets: &[DatasetConfig],
+    problem: SourceError,
+) -> RunError {
     // of a file in a folder or pattern, the first data set
     let index = |path: &Path| {
         let named = |set: &DatasetConfig| {
@@ -111,25 +120,23 @@ pub(crate) fn open_data(
         };
         datasets.iter().position(has).unwrap_or(0)
     };
-    rows.map(|rows| rows.cut(cut)).map_err(|problem| {
-        let (index, key) = match &problem {
-            SourceError::Read { path, .. } => (index(path), "path".to_owned()),
-            SourceError::File(error) => match error.config_path() {
-                Some(path) => (index(path), "path".to_owned()),
-                None => return problem.into(),
-            },
-            SourceError::DatasetInfo { entry, .. } => {
-                let has = |set: &DatasetConfig| set.dataset_info.as_ref() == Some(entry);
-                (datasets.iter().position(has).unwrap_or(0), "dataset_info".to_owned())
-            }
-            SourceError::Corpus(CorpusError::UnknownToken { path, key, .. }) => {
-                (index(path), format!("corpus.{key}"))
-            }
-            // The file can be read, but its content is wrong: no config key is the cause.
-            _ => return problem.into(),
-        };
-        RunError::DataSet { list: name, index, key, problem }
-    })
+    let (index, key) = match &problem {
+        SourceError::Read { path, .. } => (index(path), "path".to_owned()),
+        SourceError::File(error) => match error.config_path() {
+            Some(path) => (index(path), "path".to_owned()),
+            None => return problem.into(),
+        },
+        SourceError::DatasetInfo { entry, .. } => {
+            let has = |set: &DatasetConfig| set.dataset_info.as_ref() == Some(entry);
+            (datasets.iter().position(has).unwrap_or(0), "dataset_info".to_owned())
+        }
+        SourceError::Corpus(CorpusError::UnknownToken { path, key, .. }) => {
+            (index(path), format!("corpus.{key}"))
+        }
+        // The file can be read, but its content is wrong: no config key is the cause.
+        _ => return problem.into(),
+    };
+    RunError::DataSet { list: name, index, key, problem }
 }
 
 /// The order of the rows in each epoch.
@@ -197,14 +204,17 @@ pub(crate) fn open_for_run(
 
 /// Applies `model.freeze` and `optim.lr_multipliers`.
 pub(crate) fn param_groups(config: &RunConfig, open: &OpenModel) -> Result<ParamGroups, RunError> {
-    let (freeze, multipliers) = (&config.model.freeze, &config.optim.lr_multipliers);
-    open.groups(freeze, multipliers).map_err(|problem| {
-        let (key, pattern) = problem.origin();
-        let mut keys: Vec<String> = key.split('.').map(str::to_owned).collect();
-        match freeze.iter().position(|entry| Some(entry.as_str()) == pattern) {
-            Some(index) if key == "model.freeze" => keys.push(index.to_string()),
-            _ => keys.extend(pattern.map(str::to_owned)),
-        }
-        RunError::Groups { keys, problem }
-    })
+    let groups = open.groups(&config.model.freeze, &config.optim.lr_multipliers);
+    groups.map_err(|problem| of_pattern(config, problem))
+}
+
+/// An error of a pattern, with the config key that it is about.
+pub(super) fn of_pattern(config: &RunConfig, problem: GroupError) -> RunError {
+    let (key, pattern) = problem.origin();
+    let mut keys: Vec<String> = key.split('.').map(str::to_owned).collect();
+    match config.model.freeze.iter().position(|entry| Some(entry.as_str()) == pattern) {
+        Some(index) if key == "model.freeze" => keys.push(index.to_string()),
+        _ => keys.extend(pattern.map(str::to_owned)),
+    }
+    RunError::Groups { keys, problem }
 }

@@ -4,7 +4,7 @@ use super::adapter::{AdapterError, OpenAdapter};
 use super::setup_error::SetupError;
 use crate::checkpoint::{CheckpointError, SavedTensor, WeightFiles};
 use crate::models::{Model, ModelConfig, read_config};
-use crate::nn::{Dropout, ParamSpec, random_part};
+use crate::nn::{Dropout, ParamSpec, TensorNames, random_part};
 use crate::ops::{AttentionBackend, Nf4};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
@@ -75,7 +75,10 @@ impl OpenModel {
         let specs = config.param_specs();
         let source = match section.weights {
             Weights::Random => WeightSource::Seed(seed),
-            Weights::Pretrained => WeightSource::Files(Arc::new(open_files(folder, &specs)?)),
+            Weights::Pretrained => {
+                let files = open_files(folder, &specs, config.tensor_names())?;
+                WeightSource::Files(Arc::new(files))
+            }
         };
         Ok(Self {
             config_json,
@@ -132,7 +135,7 @@ impl OpenModel {
             if let Some(adapter) = &self.adapter {
                 return adapter.saved_as(index, spec, self.dtype);
             }
-            let (name, in_f32) = (spec.name.clone(), spec.is_saved_in_f32());
+            let (name, in_f32) = (self.name_in_file(&spec.name), spec.is_saved_in_f32());
             let original = self.original_in_f32(spec).filter(|_| in_f32);
             Ok(Some(SavedAs { name, joined: None, in_f32, original }))
         };
@@ -144,7 +147,8 @@ impl OpenModel {
         let WeightSource::Files(files) = &self.source else { return None };
         let (files, of) = (Arc::clone(files), spec.name.clone());
         let make = move || files.load(&of, DType::F32, &Device::Cpu);
-        Some(SavedTensor::made(spec.name.clone(), &spec.shape, DType::F32, make))
+        let name = self.name_in_file(&spec.name);
+        Some(SavedTensor::made(name, &spec.shape, DType::F32, make))
     }
 
     /// The tensors of the model folder that the model does not use, as they are stored. The checkpoints
@@ -164,9 +168,19 @@ impl OpenModel {
             }
             let (files, of) = (Arc::clone(files), name.to_owned());
             let make = move || files.load(&of, dtype, &Device::Cpu);
-            Some(SavedTensor::made(name, &shape, dtype, make))
+            Some(SavedTensor::made(self.name_in_file(name), &shape, dtype, make))
         });
         kept.collect()
+    }
+
+    /// The name of a tensor in the files of a model folder.
+    pub(super) fn name_in_file(&self, name: &str) -> String {
+        self.config.tensor_names().in_file(name)
+    }
+
+    /// How weight files name the tensors.
+    pub(super) fn tensor_names(&self) -> TensorNames {
+        self.config.tensor_names()
     }
 
     /// Number of query heads and of key-value heads of the decoder.
@@ -354,8 +368,13 @@ fn files_error(folder: &Path, source: CheckpointError) -> SetupError {
 }
 
 /// Opens the weight files and compares their names and shapes with the config.
-fn open_files(folder: &Path, specs: &[ParamSpec]) -> Result<WeightFiles, SetupError> {
+fn open_files(
+    folder: &Path,
+    specs: &[ParamSpec],
+    names: TensorNames,
+) -> Result<WeightFiles, SetupError> {
     let files = WeightFiles::open(folder).map_err(|source| files_error(folder, source))?;
+    let files = files.renamed(|name| names.of_file(name));
     let missing: Vec<&ParamSpec> =
         specs.iter().filter(|spec| files.shape(&spec.name).is_none()).collect();
     if let Some(first) = missing.first() {

@@ -1,16 +1,15 @@
 //! The memory that a run is predicted to need, for its log, its metrics, and the message when there is
 //! no more.
 
+use super::device::usable_gpu_memory;
 use super::error::RunError;
 use super::estimate::ModelShape;
 use super::plan_data::sample_fractions;
-use super::plan_memory::{Load, RESERVED, RunMemory, advice};
+use super::plan_memory::{Load, RunMemory, advice};
 use crate::config::RunConfig;
 use crate::data::{JsonlRows, Plan};
 use crate::metrics::{available_memory_bytes, memory_text, resident_memory_bytes};
-use crate::ops::{
-    gpu_memory, gpu_properties, memory_advice, set_memory_advice, set_predicted_memory,
-};
+use crate::ops::{memory_advice, set_memory_advice, set_predicted_memory};
 use crate::train::DeviceChoice;
 use candle_core::Device;
 
@@ -42,9 +41,7 @@ fn capacity(device: &Device) -> Option<f64> {
     if device.is_cpu() {
         return Some((available_memory_bytes()? + resident_memory_bytes()) as f64);
     }
-    // The context of CUDA and the libraries exist already; the prediction contains them.
-    let (gpu, own) = (gpu_properties(device)?, gpu_memory(device)?);
-    Some((gpu.free + own.reserved) as f64 + RESERVED)
+    usable_gpu_memory(device)
 }
 
 /// Predicts the peak memory of a rank from the data of the run, and warns if it exceeds what is free.

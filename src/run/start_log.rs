@@ -18,7 +18,7 @@ pub(super) fn log_share(config: &RunConfig, rank: Rank) {
         micro_batches_of_each = micro_batches * sequence / rank.world,
         sequence,
         batch_size = train.batch_size,
-        "the ranks share the micro-batches of each step; other trainers count them per device"
+        "the ranks share the micro-batches of a step: more ranks do not make the batch larger"
     );
 }
 

@@ -255,12 +255,22 @@ pub struct GenerateConfig {
     pub metrics: Vec<Score>,
     /// Number of chats that are answered, the first ones of `data.eval`; all by default.
     pub rows: Option<NonZeroUsize>,
+    /// Number of answers that are generated at the same time; 1 by default, at most
+    /// [`Self::MAX_BATCH`].
+    pub batch: NonZeroUsize,
+}
+
+impl GenerateConfig {
+    /// Maximum of `batch`: kernels never divide so few rows, so that an answer cannot depend on its
+    /// place in the batch.
+    pub const MAX_BATCH: usize = 64;
 }
 
 impl Default for GenerateConfig {
     fn default() -> Self {
         let max_new_tokens = NonZeroUsize::MIN.saturating_add(127);
-        Self { max_new_tokens, metrics: vec![Score::Exact], rows: None }
+        let batch = NonZeroUsize::MIN;
+        Self { max_new_tokens, metrics: vec![Score::Exact], rows: None, batch }
     }
 }
 

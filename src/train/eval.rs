@@ -149,18 +149,25 @@ impl Evaluator<'_> {
     ) -> Result<Option<EvalReport>, EvalError> {
         let rows: Vec<SampleIndex> = self.rows.rows().collect();
         let Rank { rank, world, .. } = self.ranks.sequence_group();
-        // The ranks of a sequence group compute each pack together, so none of them ends early.
-        let stop = || self.ranks.sequence().size == 1 && stop();
-        let mut blocks = Vec::new();
-        for (index, block) in rows.chunks(BLOCK_ROWS).enumerate() {
-            if index % world != rank {
-                continue;
+        // The ranks of a sequence group compute each pack together, so they stop at the same block. If
+        // they also gather weights for each pack, they do not stop in between.
+        let stops_here = || match self.ranks.sequence().size {
+            1 => Ok(stop()),
+            _ if self.weights.are_whole() => {
+                self.ranks.gather(stop()).map(|all| all.contains(&true))
             }
-            if stop() {
+            _ => Ok(false),
+        };
+        let all: Vec<_> = rows.chunks(BLOCK_ROWS).enumerate().collect();
+        let mut blocks = Vec::new();
+        for round in all.chunks(world) {
+            if stops_here()? {
                 break;
             }
-            let before = index * BLOCK_ROWS;
-            blocks.push(self.score_block(model, block, &|done| progress(before + done))?);
+            if let Some((index, block)) = round.get(rank) {
+                let before = index * BLOCK_ROWS;
+                blocks.push(self.score_block(model, block, &|done| progress(before + done))?);
+            }
         }
         while self.begin_pass(false)? {
             self.weights.end()?; // another rank has more rows

@@ -7,6 +7,7 @@ use crate::models::{Cache, Model};
 use crate::train::eval::EvalError;
 use candle_core::{Device, Tensor};
 use candle_transformers::generation::{LogitsProcessor, Sampling};
+use std::num::NonZeroUsize;
 use std::ops::{ControlFlow, Range};
 
 /// Settings of generation.
@@ -85,42 +86,162 @@ impl<'a> Generator<'a> {
         options: &GenerateOptions,
         mut each: impl FnMut(&[u32]) -> Result<ControlFlow<()>, E>,
     ) -> Result<Answer, E> {
-        let (model, device) = (self.model, self.device);
-        let media = media_of(&prompt, model);
-        let mut ids = prompt.input_ids.clone();
-        let num_prompt_tokens = ids.len();
+        let of = Decoding { model: self.model, device: self.device, options };
+        let media = media_of(&prompt, self.model);
         // After an error there is no past.
         let mut cache = Cache::default();
         if let Some(past) = self.past.take() {
-            let common = past.common(&ids, &media);
+            let common = past.common(&prompt.input_ids, &media);
             cache = past.cache;
             cache.truncate(common);
         }
         let num_reused = cache.num_tokens();
-        let packs = vec![Pack { samples: vec![prompt] }];
-        let batch = collate(packs, 0, PaddingSide::Right, model.merge_size());
-        let batch = batch.map_err(EvalError::from)?.unpad().map_err(EvalError::from)?;
-        let mut processor = LogitsProcessor::from_sampling(options.seed, options.sampling.clone());
-        let hidden = model.prefill_rest(batch, &mut cache, device);
-        let mut hidden = hidden.map_err(EvalError::from)?;
-        while ids.len() - num_prompt_tokens < options.max_new_tokens {
-            let id = next_token(model, &hidden, &mut processor, &options.sampling);
-            let id = id.map_err(EvalError::from)?;
-            if options.stop_ids.contains(&id) {
+        let mut open = OpenAnswer::begin(of, prompt, cache)?;
+        let mut num_seen = 0;
+        loop {
+            let answer = open.answer();
+            if answer.len() > num_seen && each(answer)?.is_break() {
                 break;
             }
-            ids.push(id);
-            let answer = &ids[num_prompt_tokens..];
-            if each(answer)?.is_break() || answer.len() == options.max_new_tokens {
+            num_seen = answer.len();
+            if open.has_ended {
                 break;
             }
-            hidden = model.extend(id, &mut cache, device).map_err(EvalError::from)?;
+            of.extend(&mut [&mut open], 1).map_err(EvalError::from)?;
         }
-        let answer = ids.split_off(num_prompt_tokens);
-        let num_kept = cache.num_tokens() - num_prompt_tokens;
-        ids.extend(&answer[..num_kept]);
+        let OpenAnswer { cache, mut ids, num_prompt_tokens, .. } = open;
+        let answer = ids[num_prompt_tokens..].to_vec();
+        ids.truncate(cache.num_tokens());
         self.past = Some(Past { cache, ids, media });
         Ok(Answer { ids: answer, num_prompt_tokens, num_reused })
+    }
+}
+
+/// Answers up to `num_rows` prompts at the same time. An answer does not depend on the others: all
+/// products after the prompt have `num_rows` rows, and each row of a product is computed alone.
+pub(super) struct Group<'a, K> {
+    of: Decoding<'a>,
+    num_rows: usize,
+    open: Vec<(K, OpenAnswer)>,
+}
+
+impl<'a, K> Group<'a, K> {
+    pub(super) fn new(
+        model: &'a dyn Model,
+        device: &'a Device,
+        options: &'a GenerateOptions,
+        num_rows: NonZeroUsize,
+    ) -> Self {
+        let of = Decoding { model, device, options };
+        Self { of, num_rows: num_rows.get(), open: Vec::new() }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.open.is_empty()
+    }
+
+    pub(super) fn has_room(&self) -> bool {
+        self.open.len() < self.num_rows
+    }
+
+    /// Begins an answer, for which there must be room.
+    pub(super) fn begin(&mut self, key: K, prompt: EncodedSample) -> Result<(), EvalError> {
+        self.open.push((key, OpenAnswer::begin(self.of, prompt, Cache::default())?));
+        Ok(())
+    }
+
+    /// Adds a token to each answer. Removes and returns the answers that have ended.
+    pub(super) fn step(&mut self) -> Result<Vec<(K, Vec<u32>)>, EvalError> {
+        let open = self.open.iter_mut().map(|(_, answer)| answer);
+        let mut open: Vec<&mut OpenAnswer> = open.filter(|answer| !answer.has_ended).collect();
+        if !open.is_empty() {
+            self.of.extend(&mut open, self.num_rows)?;
+        }
+        let ended = self.open.extract_if(.., |(_, answer)| answer.has_ended);
+        Ok(ended.map(|(key, answer)| (key, answer.answer().to_vec())).collect())
+    }
+}
+
+/// An answer to which tokens are added.
+struct OpenAnswer {
+    /// All tokens of `ids`, or all but the last one.
+    cache: Cache,
+    /// The prompt and the answer.
+    ids: Vec<u32>,
+    num_prompt_tokens: usize,
+    processor: LogitsProcessor,
+    has_ended: bool,
+}
+
+impl OpenAnswer {
+    /// The first token after `prompt`, of which `cache` has the start.
+    fn begin(of: Decoding<'_>, prompt: EncodedSample, mut cache: Cache) -> Result<Self, EvalError> {
+        let ids = prompt.input_ids.clone();
+        let packs = vec![Pack { samples: vec![prompt] }];
+        let batch = collate(packs, 0, PaddingSide::Right, of.model.merge_size())?.unpad()?;
+        let hidden = of.model.prefill_rest(batch, &mut cache, of.device)?; // [1, D]
+        let sampling = of.options.sampling.clone();
+        let mut open = Self {
+            cache,
+            num_prompt_tokens: ids.len(),
+            ids,
+            processor: LogitsProcessor::from_sampling(of.options.seed, sampling),
+            has_ended: of.options.max_new_tokens == 0,
+        };
+        if !open.has_ended {
+            of.add_tokens(&hidden, &mut [&mut open])?;
+        }
+        Ok(open)
+    }
+
+    fn answer(&self) -> &[u32] {
+        &self.ids[self.num_prompt_tokens..]
+    }
+
+    fn add(&mut self, id: u32, options: &GenerateOptions) {
+        if options.stop_ids.contains(&id) {
+            self.has_ended = true;
+            return;
+        }
+        self.ids.push(id);
+        self.has_ended = self.answer().len() == options.max_new_tokens;
+    }
+}
+
+/// What all answers have in common.
+#[derive(Clone, Copy)]
+struct Decoding<'a> {
+    model: &'a dyn Model,
+    device: &'a Device,
+    options: &'a GenerateOptions,
+}
+
+impl Decoding<'_> {
+    /// Computes the last token of each answer, and adds the next one. Products have `num_rows` rows.
+    fn extend(self, open: &mut [&mut OpenAnswer], num_rows: usize) -> candle_core::Result<()> {
+        let last: Vec<u32> = open.iter().filter_map(|answer| answer.ids.last()).copied().collect();
+        let mut caches: Vec<&mut Cache> = open.iter_mut().map(|answer| &mut answer.cache).collect();
+        let hidden = self.model.extend(&last, &mut caches, num_rows, self.device)?; // [R, D]
+        self.add_tokens(&hidden, open)
+    }
+
+    /// Adds the token after each of the first rows of `hidden: [R, D]` to its answer.
+    fn add_tokens(self, hidden: &Tensor, open: &mut [&mut OpenAnswer]) -> candle_core::Result<()> {
+        let Self { model, options, .. } = self;
+        if matches!(options.sampling, Sampling::ArgMax) {
+            // The same kernel as in evaluation, so that both resolve ties in the same way.
+            let rows: Vec<u32> = (0..hidden.dim(0)? as u32).collect();
+            let any = Targets { ids: vec![0; rows.len()], rows, weights: None };
+            let ids = scores(hidden, model.lm_head(), &any)?.argmax;
+            open.iter_mut().zip(ids).for_each(|(answer, id)| answer.add(id, options));
+            return Ok(());
+        }
+        let logits = crate::ops::linear(hidden, &model.lm_head().tensor(), None)?; // [R, V]
+        for (row, answer) in open.iter_mut().enumerate() {
+            let id = answer.processor.sample(&logits.get(row)?)?;
+            answer.add(id, options);
+        }
+        Ok(())
     }
 }
 
@@ -142,19 +263,4 @@ fn media_of(prompt: &EncodedSample, model: &dyn Model) -> Vec<MediumTokens> {
     let rows = media_rows(&prompt.vision_rows, &prompt.media, model.merge_size());
     let media = rows.zip(&prompt.media);
     media.map(|(rows, patches)| MediumTokens { rows, patches: patches.clone() }).collect()
-}
-
-fn next_token(
-    model: &dyn Model,
-    hidden: &Tensor,
-    processor: &mut LogitsProcessor,
-    sampling: &Sampling,
-) -> candle_core::Result<u32> {
-    if matches!(sampling, Sampling::ArgMax) {
-        // The same kernel as in evaluation, so that both resolve ties in the same way.
-        let any = Targets { rows: vec![0], ids: vec![0], weights: None };
-        return Ok(scores(hidden, model.lm_head(), &any)?.argmax[0]);
-    }
-    let logits = crate::ops::linear(hidden, &model.lm_head().tensor(), None)?; // [1, V]
-    processor.sample(&logits.squeeze(0)?)
 }

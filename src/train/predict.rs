@@ -2,9 +2,10 @@
 
 use super::config::GenerateConfig;
 use super::eval::EvalError;
-use super::generate::{GenerateOptions, generate};
+use super::generate::{GenerateOptions, Group};
 use super::ranks::Ranks;
 use super::scores::Score;
+use crate::batch::EncodedSample;
 use crate::data::{JsonlRows, RowReader, SampleError, SampleIndex};
 use crate::models::Model;
 use candle_core::Device;
@@ -13,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
+use std::ops::ControlFlow;
 
 /// The greedy answer to the turns of a chat before its last answer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -55,6 +57,15 @@ pub enum PredictError {
     Eval(#[from] EvalError),
 }
 
+type RowAnswer = Result<Option<Prediction>, SampleError>;
+
+/// What a [`Prediction`] needs of its row.
+struct Question {
+    row: SampleIndex,
+    expected: String,
+    num_media: usize,
+}
+
 /// Answers rows. The model has all its weights on this rank.
 pub struct Predictor<'a> {
     /// The rows to answer.
@@ -70,23 +81,64 @@ pub struct Predictor<'a> {
 impl Predictor<'_> {
     /// Answers a row; `None` for a row of a corpus, which has no answer.
     pub fn answer(&self, row: SampleIndex) -> Result<Option<Prediction>, PredictError> {
-        let Some(sample) = self.rows.sample(row) else { return Ok(None) };
-        let encoder = self.rows.encoder();
-        let (prompt, expected) = encoder.encode_prompt(&sample?)?;
-        let most = self.config.max_new_tokens.get();
+        let answers = self.answers(&[row], &mut |_| ControlFlow::Continue(()))?;
+        let answer = answers.and_then(|mut answers| answers.pop());
+        Ok(answer.transpose()?.flatten())
+    }
+
+    /// Answers rows, `eval.generate.batch` at the same time: `None` for a row of a corpus, and the
+    /// reason why a row cannot be used. Calls `between` with the number of rows that are done, after
+    /// each token. Returns `None` if it breaks.
+    fn answers(
+        &self,
+        rows: &[SampleIndex],
+        between: &mut dyn FnMut(usize) -> ControlFlow<()>,
+    ) -> Result<Option<Vec<RowAnswer>>, EvalError> {
         let options = GenerateOptions {
-            max_new_tokens: most.saturating_add(1), // does the answer end after the maximum length?
+            max_new_tokens: self.config.max_new_tokens.get().saturating_add(1), // see `prediction`
             sampling: Sampling::ArgMax,
             seed: 0,
-            stop_ids: encoder.stop_ids().to_vec(),
+            stop_ids: self.rows.encoder().stop_ids().to_vec(),
         };
-        let num_media = prompt.media.len();
-        let mut ids = generate(self.model, prompt, &options, self.device)?;
+        let mut group = Group::new(self.model, self.device, &options, self.config.batch);
+        let mut waiting = rows.iter().copied().enumerate();
+        let mut answers: BTreeMap<usize, RowAnswer> = BTreeMap::new();
+        while between(answers.len()).is_continue() {
+            if group.has_room()
+                && let Some((at, row)) = waiting.next()
+            {
+                match self.question(row) {
+                    Ok(Some((question, prompt))) => group.begin((at, question), prompt)?,
+                    unanswered => {
+                        answers.insert(at, unanswered.map(|_| None));
+                    }
+                }
+            } else if group.is_empty() {
+                return Ok(Some(answers.into_values().collect()));
+            } else {
+                for ((at, question), ids) in group.step()? {
+                    answers.insert(at, Ok(Some(self.prediction(question, ids)?)));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// The prompt of a row; `None` for a row of a corpus.
+    fn question(&self, row: SampleIndex) -> Result<Option<(Question, EncodedSample)>, SampleError> {
+        let Some(sample) = self.rows.sample(row) else { return Ok(None) };
+        let (prompt, expected) = self.rows.encoder().encode_prompt(&sample?)?;
+        Ok(Some((Question { row, expected, num_media: prompt.media.len() }, prompt)))
+    }
+
+    /// `ids` has one more token than `max_new_tokens` if the answer does not end after that number.
+    fn prediction(&self, question: Question, mut ids: Vec<u32>) -> Result<Prediction, EvalError> {
+        let Question { row, expected, num_media } = question;
+        let most = self.config.max_new_tokens.get();
         let ended = ids.len() <= most;
         ids.truncate(most);
-        let decoded = encoder.decode(&ids);
-        let answered = decoded.map_err(|error| EvalError::from(candle_core::Error::wrap(error)))?;
-        Ok(Some(Prediction {
+        let answered = self.rows.encoder().decode(&ids).map_err(candle_core::Error::wrap)?;
+        Ok(Prediction {
             id: self.rows.own_id(row),
             row: self.rows.id(row).to_string(),
             ended,
@@ -94,7 +146,7 @@ impl Predictor<'_> {
             scores: self.scores(&expected, &answered),
             expected,
             answered,
-        }))
+        })
     }
 
     fn scores(&self, expected: &str, answered: &str) -> BTreeMap<String, Option<f64>> {
@@ -112,25 +164,23 @@ impl Predictor<'_> {
     ) -> Result<Option<Vec<Prediction>>, EvalError> {
         let rows: Vec<SampleIndex> = self.chats().collect();
         let rank = ranks.rank();
-        let mut own = Vec::new();
-        for (index, row) in rows.iter().enumerate() {
-            if index % rank.world != rank.rank {
-                continue;
-            }
-            if stop() {
-                break;
+        let own: Vec<SampleIndex> =
+            rows.iter().copied().skip(rank.rank).step_by(rank.world).collect();
+        let mut num_shown = 0;
+        let own = self.answers(&own, &mut |done| {
+            if done > num_shown {
+                num_shown = done;
+                progress(rows.len().min(done * rank.world), rows.len());
             }
             ranks.report("answering eval rows");
-            match self.answer(*row) {
-                Ok(answer) => own.push(answer),
-                Err(PredictError::Row(_)) => own.push(None), // the evaluation reports it
-                Err(PredictError::Eval(error)) => return Err(error),
-            }
-            progress(index + 1, rows.len());
-        }
-        if ranks.gather(stop())?.contains(&true) {
+            if stop() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })?;
+        if ranks.gather(own.is_none())?.contains(&true) {
             return Ok(None);
         }
+        // The evaluation reports rows that cannot be used.
+        let own: Vec<Option<Prediction>> =
+            own.into_iter().flatten().map(|answer| answer.ok().flatten()).collect();
         let mut of_ranks: Vec<_> = ranks.gather(own)?.into_iter().map(Vec::into_iter).collect();
         let all = (0..rows.len()).filter_map(|index| of_ranks[index % rank.world].next().flatten());
         let mut all: Vec<Prediction> = all.collect();

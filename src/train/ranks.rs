@@ -6,7 +6,7 @@ use crate::dist::{
     Collective, DistError, Lane, Monitor, Rank, SequencePlace, during, fail, gather,
 };
 use serde::{Serialize, de::DeserializeOwned};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The place of a process among the ranks of a run, and its connections to the others. A process that
@@ -123,6 +123,18 @@ impl Ranks {
         if let Some(monitor) = &self.monitor {
             monitor.report(&self.work(work));
         }
+    }
+
+    /// When `stop` is set, the request reaches the other ranks.
+    pub(super) fn pass_on(&self, stop: &Arc<AtomicBool>) {
+        if let Some(monitor) = &self.monitor {
+            monitor.pass_on(Arc::clone(stop));
+        }
+    }
+
+    /// Whether a request to stop has reached this rank.
+    pub(super) fn is_stop_requested(&self) -> bool {
+        self.monitor.as_ref().is_some_and(|monitor| monitor.is_stop_requested())
     }
 
     /// Reports that this rank waits for the others.

@@ -31,7 +31,7 @@ def op_tables(ours, theirs):
             title += f" {row['used']}"
         elif row["name"] == "peak":
             rate = next(key for key in row if key.endswith("FLOP/s"))
-            print(f"\nops,{title}: peaks {row[rate]:,.1f} {rate}, {row['GB/s']:,.0f} GB/s")
+            print(f"\nops,{title}: peaks {row[rate]:,.1f} {rate}, {row['GB/s']:,.0f} GB/s\n")
             print("| op | ms | median | TFLOP/s | GB/s | share | adds MiB | PyTorch, ms | ratio |\n|---|---|---|---|---|---|---|---|---|")
             is_bf16, title = "bf16" in title, ""
         elif "ms" in row:
@@ -42,7 +42,7 @@ def op_tables(ours, theirs):
                      f"{row['share']:.0%}", number(row, "memory_mib", 0), f"{other:,.3f}" if other else "", f"{other / row['ms']:.2f}" if other else ""]
             print("| " + " | ".join(cells) + " |")
     if theirs:
-        print("\nPyTorch's\n| op | way | ms | TFLOP/s | GB/s | adds MiB |\n|---|---|---|---|---|---|")
+        print("\nPyTorch's\n\n| op | way | ms | TFLOP/s | GB/s | adds MiB |\n|---|---|---|---|---|---|")
         for row in theirs:
             cells = [row["name"], row.get("way", ""), number(row, "ms", 3), number(row, "TFLOP/s", 1), number(row, "GB/s", 0), number(row, "memory_mib", 0)]
             print("| " + " | ".join(cells) + " |")
@@ -52,7 +52,7 @@ def step_tables(ours, theirs):
     # The figure of the GPU if trainer has one; PyTorch ran on the same GPU.
     known = [row["vendor_peak_GFLOP/s"] for row in ours if "vendor_peak_GFLOP/s" in row]
     vendor = float(os.environ["PEAK_TFLOPS"]) * 1e3 if "PEAK_TFLOPS" in os.environ else (known or [989e3])[0]
-    print(f"\nsteps; the vendor's peak is {vendor / 1e3:,.0f} TFLOP/s\n| shape, mix | by | tokens/s | computed/real | step, s | data wait | TFLOP/s | MFU | "
+    print(f"\nsteps; the vendor's peak is {vendor / 1e3:,.0f} TFLOP/s\n\n| shape, mix | by | tokens/s | computed/real | step, s | data wait | TFLOP/s | MFU | "
           "MFU of the vendor's peak | lmms-engine | device GiB | predicted | vision tokens |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for by, row in [*(("trainer", row) for row in ours), *((f"PyTorch, {row.get('way', '')}", row) for row in theirs)]:
         if "tokens/s" not in row:

@@ -4,8 +4,12 @@ use super::harness::{Place, copy_folder, without_measured};
 use super::ranks::{config, place, train};
 use serde_json::Value;
 use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use trainer::config::RunConfig;
-use trainer::train::Outcome;
+use trainer::metrics::{EvalMetrics, StepMetrics};
+use trainer::run::{Run, RunOptions};
+use trainer::train::{Observer, Outcome};
 
 /// Four steps, each with an evaluation. The loss falls, so that `max` keeps the first one and then
 /// ends the run.
@@ -147,6 +151,67 @@ fn answers_of_evaluations_are_written_once_and_have_the_means_of_the_evaluation(
     assert_eq!((scores.len(), &scores[1]["row_id"]), (5, &"17".into()));
     assert_eq!(scores[1]["answered"], answers[5]["answered"]);
     assert!(scores[4]["answered"].is_null(), "only four rows are answered");
+}
+
+/// Stops a run while it generates answers: when the first of four is complete.
+struct StopAtAnswer {
+    stop: Arc<AtomicBool>,
+    num_done: usize,
+}
+
+impl Observer for StopAtAnswer {
+    fn step(&mut self, _: &StepMetrics, _: u64) {}
+
+    fn evaluating(&mut self, done: usize, total: usize) {
+        if total == 4 {
+            self.num_done = done;
+            self.stop.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn evaluated(&mut self, _: &EvalMetrics) {}
+}
+
+#[test]
+fn answers_at_the_same_time_do_not_depend_on_ranks_and_stops() {
+    let place = place();
+    // a text and a row that cannot be used
+    let mut rows = place.rows("eval.jsonl");
+    rows[1]["images"] = serde_json::json!(["none.png"]);
+    let lines: Vec<String> = rows.iter().map(Value::to_string).collect();
+    place.write("eval.jsonl", &lines.join("\n"));
+    let with = |output: &str, batch: usize| {
+        let generate = format!(
+            "eval.generate={{max_new_tokens: 6, metrics: [rouge_l], rows: 4, batch: {batch}}}"
+        );
+        let short = ["train.epochs=null", "train.max_steps=2", "eval.every_steps=1", "eval.show=0"];
+        config(&place, output, &[&short[..], &[&generate]].concat())
+    };
+    let read = |output: &str| place.read(&format!("{output}/predictions.jsonl"));
+    for (output, batch, world) in [("one", 1, 1), ("three", 3, 1), ("ranks", 3, 2), ("many", 64, 1)]
+    {
+        finish(&with(output, batch), world);
+    }
+    let answered = |output: &str| -> Vec<Value> {
+        let rows = place.rows(&format!("{output}/predictions.jsonl"));
+        assert_eq!(rows.len(), 6, "the row without its image has no answer");
+        rows.into_iter().map(|row| row["answered"].clone()).collect()
+    };
+    for output in ["three", "many"] {
+        assert_eq!(answered(output), answered("one"), "{output}");
+    }
+    assert!(read("ranks") == read("three"), "of two ranks");
+
+    let stop = Arc::new(AtomicBool::new(false));
+    let options = RunOptions { stop: stop.clone(), ..RunOptions::default() };
+    let mut watch = StopAtAnswer { stop, num_done: 0 };
+    let stopped = with("stopped", 3);
+    let outcome = Run::with_options(&stopped, &options).unwrap().train(&mut watch).unwrap();
+    assert!(matches!(outcome, Outcome::Stopped { .. }), "{outcome:?}");
+    assert_eq!(watch.num_done, 1, "one row cannot be used, and the others have no answer");
+    assert_eq!(place.rows("stopped/predictions.jsonl"), [Value::Null; 0]);
+    finish(&stopped, 1);
+    assert!(read("stopped") == read("three"), "stopped and resumed");
 }
 
 #[test]

@@ -129,6 +129,54 @@ fn thirty_planted_problems_are_found_in_one_pass() {
 }
 
 #[test]
+fn a_wrong_pattern_and_a_wrong_template_hide_no_other_problem() {
+    let place = place();
+    place.write("model/chat_template.jinja", "{% for message in messages %}");
+    place.write(
+        "bad.yaml",
+        "output_dir: run\n\
+         model: {path: model, freeze: [no.first, vision, no.second]}\n\
+         data: {train: [{path: good.jsonl}, {path: absent.jsonl}], eval: [{path: lost.jsonl}]}\n\
+         optim: {lr_multipliers: {no.third: 0.5, no.fourth: 0.1}}\n\
+         train: {max_steps: 3}\n",
+    );
+    let expected = [
+        ("model", "no.first"),
+        ("model", "no.second"),
+        ("model", "no.third"),
+        ("model", "no.fourth"),
+        ("tokenizer and template", "chat_template"),
+        ("data.train", "`data.train.1.path`"),
+        ("data.eval", "`data.eval.0.path`"),
+    ];
+    let found = findings(&place, "bad.yaml", 65);
+    let errors: Vec<&Value> = found.iter().filter(|finding| finding["kind"] != "ok").collect();
+    assert_eq!(errors.len(), expected.len(), "{errors:#?}");
+    let has = |topic: &str, what: &str| {
+        let is_it = |finding: &&&Value| {
+            finding["topic"] == topic && finding["message"].to_string().contains(what)
+        };
+        errors.iter().any(|finding| is_it(&finding))
+    };
+    for (topic, what) in expected {
+        assert!(has(topic, what), "{topic}: {what} in {errors:#?}");
+    }
+    place.write(
+        "adapter.yaml",
+        "output_dir: run\n\
+         model: {path: model}\n\
+         adapter: {target: [nope, q_proj, neither]}\n\
+         data: {train: [{path: absent.jsonl}]}\n\
+         train: {max_steps: 3}\n",
+    );
+    let found = findings(&place, "adapter.yaml", 65);
+    let of_model = found.iter().filter(|finding| finding["topic"] == "model");
+    let text: Vec<String> = of_model.map(|finding| finding["message"].to_string()).collect();
+    assert!(text.iter().any(|text| text.contains("`nope`")), "{text:?}");
+    assert!(text.iter().any(|text| text.contains("`neither`")), "{text:?}");
+}
+
+#[test]
 fn the_folder_of_an_adapter_in_place_of_a_model_is_recognised() {
     let place = place();
     let tensors = candle_core::safetensors::load(

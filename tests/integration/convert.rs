@@ -202,13 +202,13 @@ fn a_kind_of_tuning_that_is_unknown_is_refused() {
 #[test]
 fn all_refusals_are_listed_at_once_with_exit_code_64() {
     let place = Place::empty();
-    let text = "model_name_or_path: Qwen/Qwen2.5-VL-7B-Instruct\ndataset: a\nfinetuning_type: full\n\
+    let text = "model_name_or_path: Qwen/Qwen2-VL-7B-Instruct\ndataset: a\nfinetuning_type: full\n\
                 learnin_rate: 1e-4\nquantization_bit: 4\nval_size: 0.1\nstage: dpo\n";
     place.write("a.yaml", text);
     let arguments = ["convert", "--from", "llama-factory", "a.yaml", "--out", "b.yaml"];
     let output = place.trainer(&arguments).ends_with(64);
     for name in [
-        "a.yaml:1: `model_name_or_path: Qwen/Qwen2.5-VL-7B-Instruct`",
+        "a.yaml:1: `model_name_or_path: Qwen/Qwen2-VL-7B-Instruct`",
         "a.yaml:4: `learnin_rate: 1e-4`: no known setting of LLaMA-Factory, did you mean `learning_rate`?",
         "a.yaml:5: `quantization_bit: 4`",
         "a.yaml:6: `val_size: 0.1`",

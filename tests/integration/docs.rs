@@ -173,6 +173,21 @@ fn every_property_of_the_proofs_names_tests_that_exist() {
     }
 }
 
+/// The anchors of a page: each heading in lower case, with `-` for spaces and without punctuation.
+fn anchors(page: &str) -> Vec<String> {
+    let mut is_code = false;
+    let headings = page.lines().filter(|line| {
+        is_code ^= line.trim_start().starts_with("```");
+        !is_code && line.starts_with('#')
+    });
+    let anchor = |heading: &str| {
+        let text = heading.trim_start_matches('#').trim().to_lowercase();
+        let kept = text.chars().filter(|c| c.is_alphanumeric() || "-_ ".contains(*c));
+        kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+    };
+    headings.map(anchor).collect()
+}
+
 #[test]
 fn every_link_between_pages_leads_somewhere() {
     let outside = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"];
@@ -182,12 +197,20 @@ fn every_link_between_pages_leads_somewhere() {
     for page in &pages {
         let content = fs::read_to_string(page).unwrap();
         for link in content.split("](").skip(1) {
-            let target = link.split([')', '#']).next().unwrap();
-            if target.is_empty() || target.contains("://") {
+            let link = link.split(')').next().unwrap();
+            let (target, anchor) = link.split_once('#').unwrap_or((link, ""));
+            if target.contains("://") {
                 continue;
             }
-            let there = page.parent().unwrap().join(target);
+            let there = if target.is_empty() { page } else { &page.parent().unwrap().join(target) };
             assert!(there.exists(), "{}: `{target}` does not exist", page.display());
+            if !anchor.is_empty()
+                && (target.is_empty() || there.extension().is_some_and(|end| end == "md"))
+            {
+                let found = anchors(&fs::read_to_string(there).unwrap());
+                let exists = found.iter().any(|found| found == anchor);
+                assert!(exists, "{}: `{link}` is no heading of {found:?}", page.display());
+            }
         }
         let name = page.strip_prefix(root()).unwrap().to_str().unwrap();
         let listed = outside.contains(&name) || summary.contains(name.trim_start_matches("docs/"));

@@ -1,7 +1,7 @@
 //! Generation: answers of transformers, cached turns, weights in their own dtype, and the command.
 
 use crate::harness::{Output, Place, copy_folder, device, finish, golden, write};
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use candle_transformers::generation::Sampling;
 use serde_json::Value;
 use std::fs;
@@ -9,9 +9,10 @@ use std::io::{Read as _, Write as _};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use trainer::batch::{Content, Message, Part, Sample};
-use trainer::data::{Encoder, ImageConfig, RowFile};
-use trainer::models::Model;
+use trainer::batch::{Content, Message, Pack, PaddingSide, Part, Sample};
+use trainer::data::{Encoder, ImageConfig, RowFile, collate};
+use trainer::models::{Cache, Model};
+use trainer::ops::linear;
 use trainer::run::{LoadedModel, OpenModel};
 use trainer::train::{EvalError, GenerateOptions, Generator, ModelSection, generate};
 
@@ -57,6 +58,11 @@ fn greedy_answers_equal_those_of_transformers() {
 #[test]
 fn greedy_answers_of_qwen35_equal_those_of_transformers() {
     answers_of_transformers("small-qwen35");
+}
+
+#[test]
+fn greedy_answers_of_qwen25_vl_equal_those_of_transformers() {
+    answers_of_transformers("small-qwen25vl");
 }
 
 #[test]
@@ -123,6 +129,41 @@ fn both(
     assert_eq!(answer.ids, alone);
     assert!(answer.num_reused < answer.num_prompt_tokens);
     (answer.num_reused, encoder.decode(&alone).unwrap())
+}
+
+/// The models of a few layers whose sizes are not those of blocks of the kernels.
+#[test]
+fn logits_of_stored_models_do_not_depend_on_the_place_in_a_group_and_on_the_others() {
+    for model in ["small-tied", "small-qwen35", "sharded-bf16"] {
+        let (encoder, loaded) = load(model);
+        let model = &*loaded.model;
+        let rows = RowFile::open(&golden("data/image_exact.jsonl"), Some(&golden("data"))).unwrap();
+        let prefill = |row: usize| {
+            let (prompt, _) = encoder.encode_prompt(&rows.read(row).unwrap()).unwrap();
+            let pack = Pack { samples: vec![prompt] };
+            let batch = collate(vec![pack], 0, PaddingSide::Right, model.merge_size()).unwrap();
+            model.prefill(batch.unpad().unwrap(), &device()).unwrap().1
+        };
+        // in 4 rows, bf16 weights have a product of their own, and in 9 rows not
+        for num_rows in [4, 9] {
+            let group = |rows: &[usize]| {
+                let mut caches: Vec<Cache> = rows.iter().map(|row| prefill(*row)).collect();
+                let mut logits = Tensor::zeros(1, DType::F32, &device()).unwrap();
+                for step in 0..2 {
+                    let ids: Vec<u32> = rows.iter().map(|row| (row + step) as u32).collect();
+                    let mut caches: Vec<&mut Cache> = caches.iter_mut().collect();
+                    let hidden = model.extend(&ids, &mut caches, num_rows, &device()).unwrap();
+                    logits = linear(&hidden, &model.lm_head().tensor(), None).unwrap();
+                }
+                let at = rows.iter().position(|row| *row == 30).unwrap();
+                logits.get(at).unwrap().to_vec1::<f32>().unwrap()
+            };
+            let expected = group(&[30]);
+            for rows in [&[30, 31][..], &[32, 30], &[33, 31, 30, 32], &[34, 33, 32, 30]] {
+                assert!(group(rows) == expected, "{rows:?} in {num_rows} rows");
+            }
+        }
+    }
 }
 
 fn user(parts: &[Part], text: &str) -> Message {

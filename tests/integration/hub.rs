@@ -267,7 +267,7 @@ fn a_file_of_the_wrong_size_or_content_is_refused_and_removed() {
             if request.path.contains(WEIGHTS) { change(reply) } else { reply }
         });
         let place = place("o/n");
-        let refused = hub.online(&mut place.command(&INSPECT)).ends_with(1);
+        let refused = hub.online(&mut place.command(&INSPECT)).ends_with(74);
         refused.says(problem).says("hint: run the command again");
         let blobs = all_files(&repo(&place).join("blobs"));
         let weights = etag(&model_files()[WEIGHTS]);
@@ -336,7 +336,7 @@ fn without_a_connection_the_last_download_is_used_with_a_warning() {
         finish(command.env("HF_ENDPOINT", format!("http://{closed}")))
     };
     inspect("o/n").ends_with(0).says("using the files in the cache");
-    inspect("o/other").ends_with(1).says("cannot download `o/other`: the connection to");
+    inspect("o/other").ends_with(74).says("cannot download `o/other`: the connection to");
 }
 
 #[test]

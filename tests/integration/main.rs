@@ -39,6 +39,7 @@ mod output_dir;
 mod parity;
 mod plan;
 mod qlora;
+mod qwen25;
 mod qwen35;
 mod ranks;
 mod report;

@@ -271,6 +271,16 @@ fn qwen35_follows_the_reference_in_every_layout() {
     }
 }
 
+#[test]
+fn qwen25_vl_follows_the_reference_in_every_layout() {
+    assert_all_variants_follow(&golden_json("curves.json")["text_small-qwen25vl"]);
+}
+
+#[test]
+fn qwen25_vl_with_images_follows_the_reference_in_every_layout() {
+    assert_all_variants_follow(&golden_json("curves.json")["image_28_small-qwen25vl"]);
+}
+
 /// Text-only Qwen3, made by `scripts/golden/qwen3_text.py`. Its curve is stored in three layouts.
 #[test]
 fn text_only_qwen3_follows_the_reference_in_every_layout() {
@@ -304,9 +314,13 @@ fn text_only_qwen3_gradient_norms_equal_the_references() {
 #[test]
 fn gradient_norms_of_every_parameter_equal_the_references() {
     let curves = golden_json("curves.json");
-    for (model, data) in ["small-tied", "small-qwen35"]
-        .into_iter()
-        .flat_map(|model| ["text", "image_exact"].map(|data| (model, data)))
+    for (model, data) in [
+        ("small-tied", "image_exact"),
+        ("small-qwen35", "image_exact"),
+        ("small-qwen25vl", "image_28"),
+    ]
+    .into_iter()
+    .flat_map(|(model, images)| ["text", images].map(|data| (model, data)))
     {
         let golden = &curves[format!("{data}_{model}")]["grad_norms_step1"];
         let runner = runner(model, PLAIN, Precision::F32);

@@ -64,6 +64,9 @@ fn the_page_of_a_run_has_its_answers_and_loads_nothing() {
     assert!(page.contains("&lt;script&gt;fetch("), "the expected answer is text");
     assert!(page.contains("src=\"data:image/png;base64,"), "the image of a row");
     assert!(page.contains("<code>run</code>") && written.len() > page.len() / 2);
+    let last = place.rows("run/metrics.jsonl").pop().unwrap();
+    let predicted = last["predicted_memory_bytes"].as_f64().unwrap() / f64::from(1 << 20);
+    assert!(page.contains(&format!("<td>{predicted:.0} MiB (")), "the prediction of the log");
     // `--out`, also to stdout
     let out = ["report", "run", "--out", "page.html"];
     assert_eq!(place.trainer(&out).ends_with(0).stdout, "page.html\n");

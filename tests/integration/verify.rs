@@ -197,8 +197,8 @@ impl Model for Faulty {
         }
     }
 
-    fn decode(&self, input: &ModelInput, cache: &mut KvCache) -> Result<Tensor> {
-        self.real.decode(input, cache)
+    fn decode(&self, input: &ModelInput, caches: &mut [&mut KvCache]) -> Result<Tensor> {
+        self.real.decode(input, caches)
     }
 
     fn work(&self) -> Vec<PartWork> {

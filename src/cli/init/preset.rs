@@ -37,6 +37,18 @@ pub(super) enum Preset {
     /// Qwen3.5 27B
     #[value(name = "qwen3.5-27b")]
     Hybrid27B,
+    /// Qwen2.5-VL 3B
+    #[value(name = "qwen2.5-vl-3b")]
+    Windowed3B,
+    /// Qwen2.5-VL 7B
+    #[value(name = "qwen2.5-vl-7b")]
+    Windowed7B,
+    /// Qwen2.5-VL 32B
+    #[value(name = "qwen2.5-vl-32b")]
+    Windowed32B,
+    /// Qwen2.5-VL 72B
+    #[value(name = "qwen2.5-vl-72b")]
+    Windowed72B,
 }
 
 const SMALL_CONFIG: &str = include_str!("../../../data/quickstart/model/config.json");
@@ -76,6 +88,10 @@ impl Preset {
             Self::Hybrid4B => return HYBRID_4B.config(),
             Self::Hybrid9B => return HYBRID_9B.config(),
             Self::Hybrid27B => return HYBRID_27B.config(),
+            Self::Windowed3B => return WINDOWED_3B.config(),
+            Self::Windowed7B => return WINDOWED_7B.config(),
+            Self::Windowed32B => return WINDOWED_32B.config(),
+            Self::Windowed72B => return WINDOWED_72B.config(),
             Self::B2 => (28, 2048, 16, 8, 6144, true, vit_l),
             Self::B4 => (36, 2560, 32, 8, 9728, true, vit_l),
             Self::B8 => (36, 4096, 32, 8, 12288, false, vit_so),
@@ -264,6 +280,113 @@ impl Hybrid {
     }
 }
 
+/// A published shape of Qwen2.5-VL.
+struct Windowed {
+    layers: u64,
+    hidden: u64,
+    heads: u64,
+    kv_heads: u64,
+    intermediate: u64,
+    vocabulary: u64,
+    tied: bool,
+    vision_intermediate: u64,
+}
+
+const WINDOWED_3B: Windowed = Windowed {
+    layers: 36,
+    hidden: 2048,
+    heads: 16,
+    kv_heads: 2,
+    intermediate: 11008,
+    vocabulary: 151_936,
+    tied: true,
+    vision_intermediate: 3420,
+};
+const WINDOWED_7B: Windowed = Windowed {
+    layers: 28,
+    hidden: 3584,
+    heads: 28,
+    kv_heads: 4,
+    intermediate: 18944,
+    vocabulary: 152_064,
+    tied: false,
+    vision_intermediate: 3420,
+};
+const WINDOWED_32B: Windowed = Windowed {
+    layers: 64,
+    hidden: 5120,
+    heads: 40,
+    kv_heads: 8,
+    intermediate: 27648,
+    vocabulary: 152_064,
+    tied: false,
+    vision_intermediate: 3456,
+};
+const WINDOWED_72B: Windowed = Windowed {
+    layers: 80,
+    hidden: 8192,
+    heads: 64,
+    kv_heads: 8,
+    intermediate: 29568,
+    vocabulary: 152_064,
+    tied: false,
+    vision_intermediate: 3456,
+};
+
+impl Windowed {
+    /// The flat layout of the published files.
+    fn config(&self) -> Value {
+        json!({
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 151_643,
+            "eos_token_id": 151_645,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "image_token_id": 151_655,
+            "initializer_range": 0.02,
+            "intermediate_size": self.intermediate,
+            "max_position_embeddings": 128_000,
+            "max_window_layers": self.layers,
+            "model_type": "qwen2_5_vl",
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.kv_heads,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+            "rope_theta": 1_000_000.0,
+            "sliding_window": 32768,
+            "tie_word_embeddings": self.tied,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.49.0",
+            "use_cache": true,
+            "use_sliding_window": false,
+            "video_token_id": 151_656,
+            "vision_config": {
+                "depth": 32,
+                "fullatt_block_indexes": [7, 15, 23, 31],
+                "hidden_act": "silu",
+                "hidden_size": 1280,
+                "in_chans": 3,
+                "intermediate_size": self.vision_intermediate,
+                "model_type": "qwen2_5_vl",
+                "num_heads": 16,
+                "out_hidden_size": self.hidden,
+                "patch_size": 14,
+                "spatial_merge_size": 2,
+                "spatial_patch_size": 14,
+                "temporal_patch_size": 2,
+                "tokens_per_second": 2,
+                "window_size": 112
+            },
+            "vision_end_token_id": 151_653,
+            "vision_start_token_id": 151_652,
+            "vision_token_id": 151_654,
+            "vocab_size": self.vocabulary
+        })
+    }
+}
+
 /// `size` has depth, hidden size and width of the MLP; `out` is the hidden size of the decoder.
 fn vision_config(model_type: &str, size: [u64; 3], deepstack: &[u64], out: u64) -> Value {
     let [depth, hidden, intermediate] = size;
@@ -303,6 +426,20 @@ mod tests {
             let decoder = specs.iter().filter(|spec| spec.component.name == "llm");
             let count: usize = decoder.map(|spec| spec.shape.iter().product::<usize>()).sum();
             assert!((count as f64 / expected - 1.0).abs() < 0.02, "{preset:?}: {count}");
+        }
+    }
+
+    #[test]
+    fn the_shapes_of_qwen25_vl_have_as_many_parameters_as_the_published_models() {
+        for (preset, expected) in [
+            (Preset::Windowed3B, 3_754_622_976),
+            (Preset::Windowed7B, 8_292_166_656),
+            (Preset::Windowed32B, 33_452_718_336),
+            (Preset::Windowed72B, 73_410_777_344),
+        ] {
+            let specs = config_from_json(&preset.config()).unwrap().param_specs();
+            let count: usize = specs.iter().map(|spec| spec.shape.iter().product::<usize>()).sum();
+            assert_eq!(count, expected, "{preset:?}");
         }
     }
 }

@@ -231,7 +231,7 @@ fn target(work: &mut Work, family: Family) -> bool {
             let parts = if family == Family::Text { &PARTS[..1] } else { &PARTS[..] };
             let parts = format!("[{}]", parts.join(", "));
             work.write("adapter.parts", &parts, &work.from(setting));
-            return family == Family::VisionLanguage;
+            return family != Family::Text;
         }
     }
     let mut parts: Vec<&str> = PARTS
@@ -248,12 +248,17 @@ fn target(work: &mut Work, family: Family) -> bool {
         // LLaMA-Factory counts the mergers of deepstack to the vision encoder.
         parts.retain(|part| *part != "merger");
         if vision && globs.is_none() {
-            let mut layers = vec!["\"*.visual.blocks.*\"", "\"*.deepstack_merger_list.*\""];
+            let mut layers = vec!["\"*.visual.blocks.*\""];
+            if family == Family::Deepstack {
+                layers.push("\"*.deepstack_merger_list.*\"");
+            }
             if llm {
                 layers.insert(0, "\"*.language_model.*\"");
             }
             work.write("adapter.target", &format!("[{}]", layers.join(", ")), &from);
-            parts.push("merger");
+            if family == Family::Deepstack {
+                parts.push("merger");
+            }
         }
     }
     work.write("adapter.parts", &format!("[{}]", parts.join(", ")), &from);

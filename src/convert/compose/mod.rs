@@ -21,10 +21,10 @@ pub(super) fn all(work: &mut Work, world_size: Option<NonZeroU64>) {
     let step = batch::batch(work, world_size);
     let rows = data_sets::data_sets(work);
     let packing = lengths::lengths(work);
-    if family == model::Family::VisionLanguage {
-        media::media(work);
-    } else {
+    if family == model::Family::Text {
         media::none(work);
+    } else {
+        media::media(work);
     }
     optimizer::optimizer(work, tuning);
     let epoch = match (rows, step, packing) {

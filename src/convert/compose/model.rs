@@ -10,6 +10,8 @@ use crate::convert::work::Work;
 /// Kind of a model, judged by its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Family {
+    /// With the mergers of deepstack: Qwen3-VL.
+    Deepstack,
     VisionLanguage,
     Text,
 }
@@ -52,7 +54,7 @@ pub(super) fn model(work: &mut Work) -> Family {
     let path = work.read(Role::Model, "a folder or a hub id", |value| {
         value.text().filter(|text| !text.is_empty()).map(str::to_owned)
     });
-    let mut family = Family::VisionLanguage;
+    let mut family = Family::Deepstack;
     if let Some((path, setting)) = &path {
         match family_of(path) {
             Ok(found) => family = found,
@@ -86,11 +88,17 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
     if is_moe {
         return Err("mixture of experts is not supported");
     }
-    if OTHERS.iter().any(|other| name.contains(other)) {
-        return Err("only dense models of Qwen3-VL, Qwen3 and Qwen3.5 are supported");
+    let is_known = name.starts_with("qwen2.5-vl-");
+    if !is_known && OTHERS.iter().any(|other| name.contains(other)) {
+        return Err("only dense models of Qwen3-VL, Qwen2.5-VL, Qwen3 and Qwen3.5 are supported");
     }
-    let is_text = name.starts_with("qwen3-") && !name.contains("vl");
-    Ok(if is_text { Family::Text } else { Family::VisionLanguage })
+    Ok(if name.starts_with("qwen3-") && !name.contains("vl") {
+        Family::Text
+    } else if name.starts_with("qwen2.5") || name.starts_with("qwen3.5") {
+        Family::VisionLanguage
+    } else {
+        Family::Deepstack
+    })
 }
 
 fn thinking(work: &mut Work, path: &str) {
@@ -153,7 +161,7 @@ pub(super) fn freeze(work: &mut Work, family: Family, tuning: Tuning) {
         return recompute(work, !vision);
     }
     let mut frozen: Vec<(String, Setting)> = Vec::new();
-    let covers_deepstack = work.trainer == Trainer::LlamaFactory;
+    let covers_deepstack = work.trainer == Trainer::LlamaFactory && family == Family::Deepstack;
     for (role, name) in [
         (Role::FreezeVision, "vision"),
         (Role::FreezeMerger, "merger"),

@@ -191,5 +191,5 @@ pub(super) const ROWS: &[Row] = &[
     row("USE_MODELSCOPE_HUB", "", Drop("model files come from the Hugging Face hub or a folder")),
 ];
 
-/// Templates that render what the chat template of a Qwen3-VL or Qwen3 folder renders.
-const TEMPLATES: &[&str] = &["qwen3_vl", "qwen3_vl_nothink", "qwen3", "qwen3_nothink"];
+/// Templates that render what the chat template of a Qwen3-VL, Qwen3 or Qwen2.5-VL folder renders.
+const TEMPLATES: &[&str] = &["qwen3_vl", "qwen3_vl_nothink", "qwen3", "qwen3_nothink", "qwen2_vl"];

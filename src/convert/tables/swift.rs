@@ -226,5 +226,5 @@ pub(super) const ROWS: &[Row] = &[
     row("PYTORCH_CUDA_ALLOC_CONF", "", Drop(HOST)),
 ];
 
-/// Templates that render what the chat template of a Qwen3-VL or Qwen3 folder renders.
-const TEMPLATES: &[&str] = &["qwen3_vl", "qwen3", "qwen3_nothinking"];
+/// Templates that render what the chat template of a Qwen3-VL, Qwen3 or Qwen2.5-VL folder renders.
+const TEMPLATES: &[&str] = &["qwen3_vl", "qwen3", "qwen3_nothinking", "qwen2_5_vl"];

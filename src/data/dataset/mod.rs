@@ -12,7 +12,7 @@ use crate::batch::{EncodedSample, Sample, SampleId};
 use crate::data::{
     Corpus, CorpusOptions, DatasetConfig, DatasetInfo, DroppedTokens, Encoder, Length, Prefetched,
     Rejection, RowFile, RowForm, RowReader, RowRules, SampleError, SampleIndex, SourceError,
-    TextSample, TruncationRule, dataset_names, open_indexed,
+    TextSample, TruncationRule, UnknownKeys, dataset_names, open_indexed,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -36,6 +36,16 @@ impl DataSet {
             return Corpus::open(set.path.paths(), corpus, encoder, options, progress)
                 .map(Self::Corpus);
         }
+        let cache = options.cache.as_deref().map(|folder| (encoder, folder));
+        Self::open_chats(set, options.unknown_keys, cache).map(Self::Chats)
+    }
+
+    /// Opens and indexes the files of chats, with the index in the folder of a cache if there is one.
+    fn open_chats(
+        set: &DatasetConfig,
+        unknown_keys: UnknownKeys,
+        cache: Option<(&Encoder, &Path)>,
+    ) -> Result<RowFile, SourceError> {
         let info = set.dataset_info.as_ref().map(|entry| {
             let of = |problem| {
                 let problem = Box::new(problem);
@@ -54,12 +64,26 @@ impl DataSet {
         let folder = info.as_ref().map(|info| info.folder().to_owned());
         let image_root = set.image_root.as_deref().or(folder.as_deref());
         let literal_placeholders = set.literal_placeholders;
-        let rules = RowRules { literal_placeholders, unknown_keys: options.unknown_keys, info };
-        let file = match &options.cache {
-            Some(folder) => open_indexed(paths, image_root, rules, encoder, folder)?,
+        let rules = RowRules { literal_placeholders, unknown_keys, info };
+        let file = match cache {
+            Some((encoder, folder)) => open_indexed(paths, image_root, rules, encoder, folder)?,
             None => RowFile::open_with(paths, image_root, rules)?,
         };
-        if file.form() == RowForm::Text { Err(plain()) } else { Ok(Self::Chats(file)) }
+        if file.form() == RowForm::Text { Err(plain()) } else { Ok(file) }
+    }
+
+    /// Whether the files of a data set can be read. Those of a corpus must exist: reading them needs a
+    /// tokenizer.
+    pub fn check_files(set: &DatasetConfig, unknown_keys: UnknownKeys) -> Result<(), SourceError> {
+        if set.corpus.is_none() {
+            return Self::open_chats(set, unknown_keys, None).map(|_| ());
+        }
+        let missing = |path: &&PathBuf| !path.to_string_lossy().contains(['*', '?', '[']);
+        for path in set.path.paths().iter().filter(missing) {
+            std::fs::metadata(path)
+                .map_err(|source| SourceError::Read { path: path.clone(), cause: source })?;
+        }
+        Ok(())
     }
 
     /// Number of rows, or of samples of one pass over a corpus.

@@ -43,6 +43,10 @@ pub(super) struct MediaTokens {
     pub(super) marks: [Option<u32>; 2],
     /// `None` if the model does not support videos.
     pub(super) video: Option<VideoTokens>,
+    /// Whether rows with videos or boxes are refused although the model supports them. The program does
+    /// not implement the text and the temporal positions of videos of Qwen2.5-VL, nor its boxes in
+    /// pixels.
+    pub(super) refuses_videos_and_boxes: bool,
 }
 
 /// The special tokens of a video.
@@ -59,7 +63,12 @@ pub(super) struct VideoTokens {
 impl MediaTokens {
     fn read(config: &JsonFile, tokenizer: &TextTokenizer) -> Result<Self, EncoderError> {
         if config.is_text_only() {
-            return Ok(Self { image: None, marks: [None; 2], video: None });
+            return Ok(Self {
+                image: None,
+                marks: [None; 2],
+                video: None,
+                refuses_videos_and_boxes: false,
+            });
         }
         let image_id = config.id("image_token_id")?;
         let image = config.token("image_token_id", image_id, tokenizer)?;
@@ -77,13 +86,14 @@ impl MediaTokens {
             Err(_) => None,
         };
         let marks = ["vision_start_token_id", "vision_end_token_id"].map(|key| config.id(key).ok());
-        Ok(Self { image: Some((image, image_id)), marks, video })
+        let refuses_videos_and_boxes = config.value["model_type"] == "qwen2_5_vl";
+        Ok(Self { image: Some((image, image_id)), marks, video, refuses_videos_and_boxes })
     }
 
     /// The part of the length cache's key. Changing this text makes all caches useless, so it keeps
     /// the form in which `Debug` printed an earlier version of this struct.
     fn key(&self) -> String {
-        let Self { image, marks, video } = self;
+        let Self { image, marks, video, refuses_videos_and_boxes: _ } = self;
         match image {
             Some((image, image_id)) => format!(
                 "MediaTokens {{ image: {image:?}, image_id: {image_id:?}, marks: {marks:?}, \

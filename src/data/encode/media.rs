@@ -202,8 +202,14 @@ fn each<T>(
         };
         *index += 1;
         let index = *index;
-        let no_token = medium.kind() == MediumKind::Video && tokens.video.is_none();
-        let result = if no_token { Err(VideoError::NoToken.into()) } else { read(medium) };
+        let result = match medium {
+            Medium::Video(_) if tokens.video.is_none() => Err(VideoError::NoToken.into()),
+            Medium::Video(_) if tokens.refuses_videos_and_boxes => {
+                let (at, what) = (format!("video {index}"), "with Qwen2.5-VL, a video is");
+                return Err(SampleError::NotSupported { id: id.clone(), at, what });
+            }
+            _ => read(medium),
+        };
         result.map_err(|cause| match cause {
             Cause::Image(cause) => SampleError::Image { id: id.clone(), index, cause },
             Cause::Video(cause) => SampleError::Video { id: id.clone(), index, cause },

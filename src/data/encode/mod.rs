@@ -33,7 +33,7 @@ use folder::{TextFolder, image_processor};
 use grounding::grounded;
 pub use grounding::{ImageBox, image_boxes};
 use media::{MediaReader, MediumGrid, kinds};
-use rendered_turns::check_turns;
+use rendered_turns::{check_tools, check_turns};
 pub use targets::LossScale;
 use targets::{Supervision, thoughts};
 pub use text_sample::TextSample;
@@ -291,7 +291,9 @@ impl Encoder {
             })
             .and_then(|chat| {
                 let keeps_parts = self.text.template.keeps_parts();
-                check_turns(messages, &chat, keeps_parts).map(|()| chat)
+                check_turns(messages, &chat, keeps_parts)?;
+                check_tools(messages, tools.as_ref(), &chat.text)?;
+                Ok(chat)
             })
             .map_err(|cause| template_error(id, cause))?;
         self.check_bytes(id, &chat.text)?;
@@ -317,6 +319,10 @@ impl Encoder {
         if self.text.media.image.is_none() && !sample.media.is_empty() {
             let num_media = sample.media.len();
             return Err(SampleError::TextOnlyModel { id: id.clone(), num_media });
+        }
+        if self.text.media.refuses_videos_and_boxes && !sample.objects.boxes.is_empty() {
+            let (at, what) = ("objects".to_owned(), "with Qwen2.5-VL, boxes are");
+            return Err(SampleError::NotSupported { id: id.clone(), at, what });
         }
         for (turn, message) in sample.messages.iter().enumerate() {
             let mut tokens = self.text.media.pads();

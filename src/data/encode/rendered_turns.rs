@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use crate::batch::{Content, Message, Part};
 use crate::data::template::{RenderedChat, TemplateError};
+use serde_json::Value;
 
 /// Ends the thoughts of an answer.
 const THOUGHTS_END: &str = "</think>";
@@ -63,6 +64,25 @@ pub(super) fn check_turns(
         }
     }
     Ok(())
+}
+
+/// Fails if the name of a tool, or of a tool that a turn calls, is not in the rendered chat.
+pub(super) fn check_tools(
+    messages: &[Message],
+    tools: Option<&Value>,
+    rendered: &str,
+) -> Result<(), TemplateError> {
+    let calls = messages.iter().filter_map(|message| message.tool_calls.as_ref());
+    let names = tools.into_iter().chain(calls).filter_map(Value::as_array).flatten();
+    match names.filter_map(function_name).find(|name| !rendered.contains(name)) {
+        Some(name) => Err(TemplateError::Tools { name: name.to_owned() }),
+        None => Ok(()),
+    }
+}
+
+/// The name of the function of a tool or of a call.
+fn function_name(tool: &Value) -> Option<&str> {
+    tool["function"]["name"].as_str().or(tool["name"].as_str())
 }
 
 /// The texts of a turn that a template must render, trimmed; not the thoughts of an answer.
@@ -128,6 +148,17 @@ mod tests {
     fn check(messages: &[Message], rendered: &str) -> Result<(), TemplateError> {
         let chat = RenderedChat { text: rendered.to_owned(), answers: Vec::new() };
         check_turns(messages, &chat, true)
+    }
+
+    #[test]
+    fn tools_and_calls_that_a_template_drops_are_named() {
+        let tools = serde_json::json!([{"type": "function", "function": {"name": "find_city"}}]);
+        assert_eq!(check_tools(&[], Some(&tools), "<tools>find_city</tools>"), Ok(()));
+        let dropped = Err(TemplateError::Tools { name: "find_city".to_owned() });
+        assert_eq!(check_tools(&[], Some(&tools), "<|im_start|>user"), dropped);
+        let calls = serde_json::json!([{"name": "find_city", "arguments": {}}]);
+        let call = Message { tool_calls: Some(calls), ..text("assistant", "") };
+        assert_eq!(check_tools(&[call], None, "<|im_end|>"), dropped);
     }
 
     #[test]

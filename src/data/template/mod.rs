@@ -114,6 +114,12 @@ pub enum TemplateError {
         /// The start of the text.
         missing: String,
     },
+    /// The rendered conversation does not have a tool, or a call of one.
+    #[error("the chat template drops tools: the rendered chat does not contain the tool `{name}`")]
+    Tools {
+        /// Name of the function.
+        name: String,
+    },
     /// The template prints the list of parts of a turn instead of their texts.
     #[error("the chat template prints the list of parts of turn {turn} instead of their texts")]
     PrintedParts {
@@ -139,7 +145,9 @@ impl TemplateError {
             Self::Compile { .. } | Self::Render { .. } => "template",
             Self::NoEndMark | Self::EndMarkTokens { .. } => "template_end_mark",
             Self::NoAnswerRange { .. } => "template_answer",
-            Self::TurnText { .. } | Self::PrintedParts { .. } => "template_text",
+            Self::TurnText { .. } | Self::PrintedParts { .. } | Self::Tools { .. } => {
+                "template_text"
+            }
         }
     }
 
@@ -151,6 +159,9 @@ impl TemplateError {
             }
             Self::TurnText { .. } | Self::PrintedParts { .. } => {
                 "use the chat template of the published model; it must write the text of each turn as it is, in order"
+            }
+            Self::Tools { .. } => {
+                "use a model whose chat template writes tools, or remove them from the rows"
             }
             Self::NoEndMark | Self::EndMarkTokens { .. } => {
                 "change the template to end assistant turns with a token such as `<|im_end|>`, so that the model learns to stop"

@@ -4,6 +4,7 @@ use super::judge::{Seen, judge};
 use super::message::{End, MAX, Message};
 use super::{Clock, Over, Request, Shared, TICK};
 use crate::dist::frame::{self, Arrival, Inbox};
+use crate::dist::watch::Watch;
 use std::io;
 use std::net::TcpStream;
 use std::sync::{Arc, PoisonError};
@@ -104,7 +105,7 @@ impl First {
         let mut end = None;
         for (peer, (rank, seen)) in self.peers.iter_mut().zip((1..).zip(&mut self.seen[1..])) {
             if peer.is_open {
-                end = end.or(peer.receive(rank, seen));
+                end = end.or(peer.receive(rank, seen, &self.shared.watch));
             }
         }
         end
@@ -147,7 +148,7 @@ impl First {
 
 impl Peer {
     /// Reads what has arrived from this rank. Returns an error that ends all ranks.
-    fn receive(&mut self, rank: usize, seen: &mut Seen) -> Option<End> {
+    fn receive(&mut self, rank: usize, seen: &mut Seen, watch: &Watch) -> Option<End> {
         let lost = |seen: &Seen, problem: &str| {
             let problem = format!("{problem}; its last work is `{}`", seen.work);
             Some(End::Lost { rank, problem })
@@ -162,7 +163,10 @@ impl Peer {
                 };
                 seen.last_beat = Instant::now();
                 match message {
-                    Ok(Message::Heartbeat { work, waits, loader_waits, age_ms }) => {
+                    Ok(Message::Heartbeat { work, waits, loader_waits, age_ms, stop }) => {
+                        if stop {
+                            watch.request_stop(); // the next heartbeats pass it on
+                        }
                         let age = Duration::from_millis(age_ms);
                         let since = seen.last_beat.checked_sub(age).unwrap_or(seen.last_beat);
                         (seen.work, seen.waits, seen.since) = (work, waits, since);

@@ -22,6 +22,8 @@ pub(super) enum Message {
         loader_waits: bool,
         /// Time since the sender last made progress.
         age_ms: u64,
+        /// A request to stop has reached the sender.
+        stop: bool,
     },
     /// To rank 0: the sender fails with an error.
     Fail(String),

@@ -9,6 +9,7 @@ mod other;
 use super::watch::Watch;
 use super::{DistError, Monitor};
 use std::net::TcpStream;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -88,6 +89,14 @@ impl Monitor for TcpMonitor {
         self.0.watch.report(&message::cut(work), true);
     }
 
+    fn pass_on(&self, stop: Arc<AtomicBool>) {
+        self.0.watch.pass_on(stop);
+    }
+
+    fn is_stop_requested(&self) -> bool {
+        self.0.watch.is_stop_requested()
+    }
+
     fn fail(&self, message: &str) {
         self.0.request(Request::Fail(message::cut(message)), Some(SEND_ERROR));
     }
@@ -131,7 +140,8 @@ impl Shared {
         let status = self.watch.status();
         let age_ms = status.since.elapsed().as_millis() as u64;
         let (work, waits) = (status.work, status.waits);
-        message::Message::Heartbeat { work, waits, loader_waits: self.watch.loader_waits(), age_ms }
+        let (loader_waits, stop) = (self.watch.loader_waits(), self.watch.is_stop_requested());
+        message::Message::Heartbeat { work, waits, loader_waits, age_ms, stop }
     }
 
     /// Ends this rank with an error, unless it ends by itself.

@@ -93,7 +93,12 @@ impl Other {
             };
             self.last_beat = Instant::now();
             match message {
-                Ok(Message::Heartbeat { work, .. }) => self.work = work,
+                Ok(Message::Heartbeat { work, stop, .. }) => {
+                    self.work = work;
+                    if stop {
+                        self.shared.watch.request_stop();
+                    }
+                }
                 Ok(Message::AllFinished) => return Next::Finished,
                 Ok(Message::End(end)) => return Next::End(end.into()),
                 Ok(Message::Fail(_) | Message::Finish) => {} // only sent to rank 0

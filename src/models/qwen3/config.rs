@@ -8,11 +8,7 @@ use serde_json::Value;
 pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> {
     let top = Section { value: json, name: "" };
     top.rope().expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
-    Ok(Config {
-        text: top.decoder()?,
-        tie_word_embeddings: json["tie_word_embeddings"].as_bool().unwrap_or(false),
-        initializer_range: json["initializer_range"].as_f64().unwrap_or(0.02),
-    })
+    Ok(Config { text: top.decoder()? })
 }
 
 #[cfg(test)]

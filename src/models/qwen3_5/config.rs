@@ -2,7 +2,7 @@
 
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::{text, vision_language};
-use crate::nn::{DecoderConfig, HybridConfig};
+use crate::nn::{DecoderConfig, HybridConfig, TensorNames};
 use crate::ops::CONV_TAPS;
 use serde_json::Value;
 
@@ -17,13 +17,16 @@ pub(in crate::models) fn read(json: &Value) -> Result<vision_language::Config, M
     let text = Section::of(json, "text_config")?;
     let vision = Section::of(json, "vision_config")?;
     let config = vision_language::Config {
-        text: decoder(&text)?,
+        // transformers reads only the key of the whole file
+        text: DecoderConfig {
+            tie_word_embeddings: top.flag("tie_word_embeddings"),
+            ..decoder(&text)?
+        },
         mrope_section: text.rope().mrope_section()?,
+        mrope_layout: vision_language::MropeLayout::Interleaved,
         vision: vision_language::VisionConfig::read(&vision, Vec::new())?,
-        // transformers reads only this one
-        tie_word_embeddings: json["tie_word_embeddings"].as_bool().unwrap_or(false),
-        initializer_range: text.value["initializer_range"].as_f64().unwrap_or(0.02),
         image_token_id: top.size("image_token_id")? as u32,
+        tensor_names: TensorNames::Modules,
     };
     config.check()?;
     Ok(config)
@@ -32,11 +35,7 @@ pub(in crate::models) fn read(json: &Value) -> Result<vision_language::Config, M
 /// Reads the sizes of a text-only model from the parsed `config.json`.
 pub(in crate::models) fn read_text(json: &Value) -> Result<text::Config, ModelConfigError> {
     let top = Section { value: json, name: "" };
-    Ok(text::Config {
-        text: decoder(&top)?,
-        tie_word_embeddings: json["tie_word_embeddings"].as_bool().unwrap_or(false),
-        initializer_range: json["initializer_range"].as_f64().unwrap_or(0.02),
-    })
+    Ok(text::Config { text: decoder(&top)? })
 }
 
 fn decoder(text: &Section<'_>) -> Result<DecoderConfig, ModelConfigError> {
@@ -141,8 +140,8 @@ mod tests {
                 "image_token_id": 248_056, "tie_word_embeddings": true,
             });
             let config = read(&json).unwrap();
-            assert!(config.vision.deepstack_visual_indexes.is_empty());
-            assert!(config.tie_word_embeddings);
+            assert!(config.vision.deepstack().is_empty());
+            assert!(config.text.tie_word_embeddings);
         }
     }
 

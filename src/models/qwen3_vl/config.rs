@@ -1,7 +1,8 @@
 //! Reads the sizes of a Qwen3-VL model from `config.json`.
 
 use crate::models::config::{ModelConfigError, Section};
-use crate::models::vision_language::{Config, VisionConfig};
+use crate::models::vision_language::{Config, MropeLayout, VisionConfig};
+use crate::nn::{DecoderConfig, TensorNames};
 use serde_json::Value;
 
 /// Reads the sizes from the parsed `config.json`.
@@ -11,17 +12,18 @@ pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> 
     let vision = Section::of(json, "vision_config")?;
     let rope = text.rope();
     rope.expect("mrope_interleaved", &Value::Bool(true), "`true` (Qwen3-VL)")?;
+    // Published files have the key in both places; transformers 5 writes it to the whole file only.
+    let tied = [&top, &text].map(|section| section.value["tie_word_embeddings"].as_bool());
     let config = Config {
-        text: text.decoder()?,
+        text: DecoderConfig {
+            tie_word_embeddings: tied[0].or(tied[1]).unwrap_or(false),
+            ..text.decoder()?
+        },
         mrope_section: rope.mrope_section()?,
+        mrope_layout: MropeLayout::Interleaved,
         vision: VisionConfig::read(&vision, vision.sizes("deepstack_visual_indexes")?)?,
-        // Published files have the key in both places; transformers 5 writes the first only.
-        tie_word_embeddings: json["tie_word_embeddings"]
-            .as_bool()
-            .or_else(|| text.value["tie_word_embeddings"].as_bool())
-            .unwrap_or(false),
-        initializer_range: text.value["initializer_range"].as_f64().unwrap_or(0.02),
         image_token_id: top.size("image_token_id")? as u32,
+        tensor_names: TensorNames::Modules,
     };
     config.check()?;
     Ok(config)

@@ -1,6 +1,6 @@
 //! The model as a list of stages: embedding, layers, final norm.
 
-use super::config::{Config, DECODER, LM_HEAD};
+use super::config::{Config, DECODER};
 use crate::batch::VarlenBatch;
 use crate::metrics::{ActivationMemory, PartWork};
 use crate::models::model::{Model, ModelConfig, RecomputePolicy};
@@ -18,7 +18,6 @@ use std::sync::Arc;
 struct TextModel {
     config: Config,
     decoder: Decoder,
-    lm_head: Param, // [V, D]; the embedding if tied
 }
 
 struct Input {
@@ -31,16 +30,8 @@ impl ModelConfig for Config {
         self.specs()
     }
 
-    fn heads(&self) -> [usize; 2] {
-        [self.text.num_attention_heads, self.text.num_key_value_heads]
-    }
-
-    fn has_linear_attention(&self) -> bool {
-        self.text.hybrid.is_some()
-    }
-
-    fn initializer_range(&self) -> f64 {
-        self.initializer_range
+    fn text(&self) -> &DecoderConfig {
+        &self.text
     }
 
     fn build(
@@ -51,9 +42,7 @@ impl ModelConfig for Config {
     ) -> std::result::Result<Box<dyn Model>, WeightError> {
         let map = ParamMap::new(params, adapters);
         let decoder = Decoder::new(&map, DECODER, &self.text, attention)?;
-        let lm_head =
-            if self.tie_word_embeddings { decoder.embed_tokens.clone() } else { map.get(LM_HEAD)? };
-        Ok(Box::new(TextModel { config: self.clone(), decoder, lm_head }))
+        Ok(Box::new(TextModel { config: self.clone(), decoder }))
     }
 }
 
@@ -69,19 +58,13 @@ fn rope_table(config: &DecoderConfig, position_ids: &[[u32; 3]]) -> HostTable {
     table
 }
 
-impl TextModel {
-    fn untied_head(&self) -> Option<&Param> {
-        Some(&self.lm_head).filter(|_| !self.config.tie_word_embeddings)
-    }
-}
-
 impl Model for TextModel {
     fn param_specs(&self) -> Vec<ParamSpec> {
         self.config.specs()
     }
 
     fn lm_head(&self) -> &Param {
-        &self.lm_head
+        &self.decoder.lm_head
     }
 
     fn embedding(&self) -> &Param {
@@ -93,8 +76,7 @@ impl Model for TextModel {
     }
 
     fn stages(&self) -> Vec<Vec<&Param>> {
-        let head = self.untied_head().map(|head| vec![head]);
-        head.into_iter().chain(self.decoder.stages()).collect()
+        self.decoder.stages()
     }
 
     fn merge_size(&self) -> NonZeroU32 {
@@ -143,7 +125,6 @@ impl Model for TextModel {
         grads: &dyn GradSink,
     ) -> Result<()> {
         let (input, tape) = (input.get::<Input>()?, tape.take::<DecoderTape>()?);
-        self.untied_head().into_iter().for_each(|head| grads.finished(&[head]));
         let d_table = grads.buffer(&self.decoder.embed_tokens);
         let below = InputGrad::needed_if(d_table.is_some());
         let context = &input.context;
@@ -156,15 +137,14 @@ impl Model for TextModel {
         Ok(())
     }
 
-    fn decode(&self, input: &ModelInput, cache: &mut KvCache) -> Result<Tensor> {
+    fn decode(&self, input: &ModelInput, caches: &mut [&mut KvCache]) -> Result<Tensor> {
         let input = input.get::<Input>()?;
         let h = self.decoder.embed(&input.input_ids)?; // [N, D]
-        self.decoder.decode(h, &input.context, cache, &|_, _| Ok(()))
+        self.decoder.decode(h, &input.context, caches, &|_, _| Ok(()))
     }
 
     fn work(&self) -> Vec<PartWork> {
-        let params: Vec<&Param> = self.decoder.stages().concat();
-        self.config.text.work(&params, &self.decoder.embed_tokens, &self.lm_head).to_vec()
+        self.decoder.work(&self.config.text).to_vec()
     }
 
     fn activation_memory(

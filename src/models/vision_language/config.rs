@@ -1,7 +1,7 @@
 //! Sizes of a vision-language model.
 
 use crate::models::config::{ModelConfigError, Section};
-use crate::nn::DecoderConfig;
+use crate::nn::{DecoderConfig, TensorNames};
 use crate::ops::Gelu;
 use std::num::NonZeroU32;
 
@@ -24,14 +24,41 @@ pub struct VisionConfig {
     pub temporal_patch_size: usize,
     /// Patches on a side of the square that becomes one token.
     pub spatial_merge_size: usize,
-    /// Rows of the learned position table; a square number.
-    pub num_position_embeddings: usize,
     /// Width of the mergers' output: the language model's hidden size.
     pub out_hidden_size: usize,
-    /// Blocks after which a deepstack merger reads the features.
-    pub deepstack_visual_indexes: Vec<usize>,
-    /// Activation of the blocks' MLP.
-    pub hidden_act: Gelu,
+    /// The parts in which families differ.
+    pub kind: VisionKind,
+}
+
+/// Positions, norms, MLPs and attention of a vision encoder.
+#[derive(Debug, Clone, PartialEq)]
+pub enum VisionKind {
+    /// Qwen3-VL and Qwen3.5: a learned table of positions, layer norms, MLPs with a GELU, attention
+    /// inside each frame.
+    Learned {
+        /// Rows of the position table; a square number.
+        num_position_embeddings: usize,
+        /// Blocks after which a deepstack merger reads the features.
+        deepstack_visual_indexes: Vec<usize>,
+        /// Activation of the blocks' MLP.
+        hidden_act: Gelu,
+    },
+    /// Qwen2.5-VL: rotary positions only, RMS norms, SwiGLU, attention inside windows of a frame.
+    Windowed {
+        /// Merged tokens on a side of a window.
+        window: usize,
+        /// Blocks with attention inside each frame.
+        full_attention_blocks: Vec<usize>,
+    },
+}
+
+/// Which rotary frequencies of the decoder turn with time, height and width.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MropeLayout {
+    /// In turns: time, height, width, time, .. (Qwen3-VL).
+    Interleaved,
+    /// First those of time, then those of height, then those of width (Qwen2.5-VL).
+    Blocks,
 }
 
 /// Sizes of the whole model.
@@ -41,12 +68,12 @@ pub struct Config {
     pub text: DecoderConfig,
     /// Numbers of rotary frequencies of time, height and width; they sum to `Dh / 2`.
     pub mrope_section: [usize; 3],
+    /// Which frequencies belong to which axis.
+    pub mrope_layout: MropeLayout,
     /// The vision encoder.
     pub vision: VisionConfig,
-    /// Whether head and embedding are one tensor.
-    pub tie_word_embeddings: bool,
-    /// Standard deviation of random weights.
-    pub initializer_range: f64,
+    /// How weight files name the tensors.
+    pub tensor_names: TensorNames,
     /// Id of the token whose embedding the features of an image replace.
     pub image_token_id: u32,
 }
@@ -75,14 +102,12 @@ impl Config {
                 vision.out_hidden_size, text.hidden_size
             ));
         }
-        let side = vision.num_position_embeddings.isqrt();
-        if side * side != vision.num_position_embeddings {
-            return fail(format!(
-                "`num_position_embeddings` {} is not a square",
-                vision.num_position_embeddings
-            ));
+        if let VisionKind::Learned { num_position_embeddings: rows, .. } = vision.kind
+            && rows.isqrt().pow(2) != rows
+        {
+            return fail(format!("`num_position_embeddings` {rows} is not a square"));
         }
-        let taps = &vision.deepstack_visual_indexes;
+        let taps = vision.deepstack();
         if taps.windows(2).any(|pair| pair[0] >= pair[1])
             || taps.iter().any(|block| *block >= vision.depth)
             || taps.len() > text.num_hidden_layers
@@ -114,24 +139,15 @@ impl Config {
 }
 
 impl VisionConfig {
-    /// Reads the section `vision_config`.
+    /// Reads the section `vision_config` of an encoder with learned positions.
     pub(in crate::models) fn read(
         section: &Section<'_>,
         deepstack_visual_indexes: Vec<usize>,
     ) -> Result<Self, ModelConfigError> {
         section.expect_no_dropout("attention_dropout")?;
         let act = section.value["hidden_act"].as_str().unwrap_or("gelu_pytorch_tanh");
-        Ok(Self {
-            depth: section.size("depth")?,
-            hidden_size: section.size("hidden_size")?,
-            intermediate_size: section.size("intermediate_size")?,
-            num_heads: section.size("num_heads")?,
-            in_channels: section.size("in_channels")?,
-            patch_size: section.size("patch_size")?,
-            temporal_patch_size: section.size("temporal_patch_size")?,
-            spatial_merge_size: section.size("spatial_merge_size")?,
+        let kind = VisionKind::Learned {
             num_position_embeddings: section.size("num_position_embeddings")?,
-            out_hidden_size: section.size("out_hidden_size")?,
             deepstack_visual_indexes,
             hidden_act: match act {
                 "gelu_pytorch_tanh" | "gelu_new" => Gelu::Tanh,
@@ -144,7 +160,53 @@ impl VisionConfig {
                     });
                 }
             },
+        };
+        Self::with_kind(section, kind)
+    }
+
+    /// Reads the sizes that all families have.
+    pub(in crate::models) fn with_kind(
+        section: &Section<'_>,
+        kind: VisionKind,
+    ) -> Result<Self, ModelConfigError> {
+        Ok(Self {
+            depth: section.size("depth")?,
+            hidden_size: section.size("hidden_size")?,
+            intermediate_size: section.size("intermediate_size")?,
+            num_heads: section.size("num_heads")?,
+            in_channels: section.size_or("in_channels", 3)?,
+            patch_size: section.size("patch_size")?,
+            temporal_patch_size: section.size("temporal_patch_size")?,
+            spatial_merge_size: section.size("spatial_merge_size")?,
+            out_hidden_size: section.size("out_hidden_size")?,
+            kind,
         })
+    }
+
+    /// Blocks after which a deepstack merger reads the features.
+    pub fn deepstack(&self) -> &[usize] {
+        match &self.kind {
+            VisionKind::Learned { deepstack_visual_indexes, .. } => deepstack_visual_indexes,
+            VisionKind::Windowed { .. } => &[],
+        }
+    }
+
+    /// Whether the patches of `block` attend inside a window only.
+    pub fn has_windows(&self, block: usize) -> bool {
+        match &self.kind {
+            VisionKind::Learned { .. } => false,
+            VisionKind::Windowed { full_attention_blocks, .. } => {
+                !full_attention_blocks.contains(&block)
+            }
+        }
+    }
+
+    /// Number of patches of a window; 0 without windows.
+    pub(super) fn window_patches(&self) -> usize {
+        match self.kind {
+            VisionKind::Learned { .. } => 0,
+            VisionKind::Windowed { window, .. } => (window * self.spatial_merge_size).pow(2),
+        }
     }
 
     /// Values in one flattened patch: `channels * temporal_patch_size * patch_size^2`.

@@ -1,37 +1,35 @@
 //! Operations and memory of the model, for `trainer bench`.
 
-use super::config::Config;
+use super::config::{Config, VisionKind};
 use super::encoder::VisionEncoder;
 use crate::metrics::{ActivationMemory, PartWork, Rows};
 use crate::nn::{Decoder, indexes, matrix_elements};
-use crate::tape::{Param, Recompute};
+use crate::tape::Recompute;
 
 impl Config {
     /// Work of the vision blocks, the mergers, the decoder and the head.
-    pub(super) fn work(
-        &self,
-        vision: &VisionEncoder,
-        decoder: &Decoder,
-        head: &Param,
-    ) -> Vec<PartWork> {
+    pub(super) fn work(&self, vision: &VisionEncoder, decoder: &Decoder) -> Vec<PartWork> {
         let (blocks, mergers) = (vision.block_params(), vision.merger_params());
-        let text: Vec<&Param> = decoder.stages().concat();
+        let num_windowed = (0..self.vision.depth).filter(|k| self.vision.has_windows(*k)).count();
+        let num_full = self.vision.depth - num_windowed;
+        // Of a patch with all patches of its window, as if no window is cut off at an edge.
+        let in_windows = 2 * num_windowed * self.vision.window_patches() * self.vision.hidden_size;
         let mut work = vec![
             PartWork {
-                weights: matrix_elements(&blocks, vision.positions()),
+                weights: matrix_elements(&blocks, vision.positions()) + in_windows as f64,
                 params: indexes(&blocks),
                 // twice: full attention, where the decoder's is causal
-                attention: 2.0 * (self.vision.depth * self.vision.hidden_size) as f64,
+                attention: 2.0 * (num_full * self.vision.hidden_size) as f64,
                 rows: Rows::Patches,
             },
             PartWork {
-                weights: matrix_elements(&mergers, vision.positions()),
+                weights: matrix_elements(&mergers, None),
                 params: indexes(&mergers),
                 attention: 0.0,
                 rows: Rows::VisionTokens,
             },
         ];
-        work.extend(self.text.work(&text, &decoder.embed_tokens, head));
+        work.extend(decoder.work(&self.text));
         work
     }
 
@@ -43,11 +41,16 @@ impl Config {
         vision: Option<Recompute>,
     ) -> ActivationMemory {
         let v = &self.vision;
-        let (hidden, num_mergers) = (v.hidden_size as f64, v.deepstack_visual_indexes.len() + 1);
+        let (hidden, num_mergers) = (v.hidden_size as f64, v.deepstack().len() + 1);
         let num_mergers = num_mergers as f64;
         let input = element * hidden;
-        let saved = element * (6 * v.hidden_size + v.intermediate_size) as f64
-            + 4.0 * (4.0 + v.num_heads as f64);
+        // the input of a GELU and means, or both inputs of SwiGLU
+        let (wide, stats) = match v.kind {
+            VisionKind::Learned { .. } => (v.intermediate_size, 4),
+            VisionKind::Windowed { .. } => (2 * v.intermediate_size, 2),
+        };
+        let saved =
+            element * (6 * v.hidden_size + wide) as f64 + 4.0 * (stats + v.num_heads) as f64;
         let tape = match vision {
             None => 0.0,
             // a merger keeps its hidden rows, `Dv` values a patch; patch embed keeps the pixels

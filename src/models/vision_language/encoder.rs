@@ -47,14 +47,20 @@ impl VisionEncoder {
         let (vision, n) = (&config.vision, config.patches_per_token());
         let blocks =
             (0..vision.depth).map(|block| VisionBlock::new(map, vision, block, attention.clone()));
-        let deepstack = vision.deepstack_visual_indexes.iter().enumerate().map(|(k, at)| {
+        let deepstack = vision.deepstack().iter().enumerate().map(|(k, at)| {
             let name = format!("model.visual.deepstack_merger_list.{k}");
-            Ok((*at, Merger::new(map, &name, NormPlace::AfterMerge, n)?))
+            Ok((*at, Merger::new(map, &name, NormPlace::AfterMerge, &vision.kind, n)?))
         });
         Ok(Self {
-            patch_embed: PatchEmbed::new(map)?,
+            patch_embed: PatchEmbed::new(map, &vision.kind)?,
             blocks: blocks.collect::<std::result::Result<_, _>>()?,
-            merger: Merger::new(map, "model.visual.merger", NormPlace::BeforeMerge, n)?,
+            merger: Merger::new(
+                map,
+                "model.visual.merger",
+                NormPlace::BeforeMerge,
+                &vision.kind,
+                n,
+            )?,
             deepstack: deepstack.collect::<std::result::Result<_, _>>()?,
         })
     }
@@ -69,9 +75,9 @@ impl VisionEncoder {
         self.patch_embed.params().into_iter().chain(blocks).collect()
     }
 
-    /// The learned position table.
-    pub(super) fn positions(&self) -> &Param {
-        &self.patch_embed.positions
+    /// The learned position table, if the encoder has one.
+    pub(super) fn positions(&self) -> Option<&Param> {
+        self.patch_embed.positions.as_ref()
     }
 
     /// Parameters of all mergers.
@@ -126,7 +132,7 @@ impl VisionEncoder {
         }
         let (main, merger) = SavedStage::forward(&self.merger, h, &(), recompute)?; // [M, D]
         let tape = VisionTape { patch_embed, blocks, deepstack: mergers, merger };
-        Ok((Features { main, deepstack: features }, tape))
+        Ok((Features { main: input.ordered(main)?, deepstack: features }, tape))
     }
 
     /// Computes the features without saving activations.
@@ -139,7 +145,8 @@ impl VisionEncoder {
                 deepstack.push(merger.forward(&h, &())?.0);
             }
         }
-        Ok(Features { main: self.merger.forward(&h, &())?.0, deepstack })
+        let main = input.ordered(self.merger.forward(&h, &())?.0)?;
+        Ok(Features { main, deepstack })
     }
 
     /// Runs backward of all stages and reports them as finished. `d_deepstack` lists the gradient
@@ -160,6 +167,7 @@ impl VisionEncoder {
             below.push(InputGrad::needed_if(trained));
         }
         let last = self.blocks.len();
+        let d_main = input.windowed(d_main)?;
         let mut dh = tape.merger.backward(&self.merger, d_main, &(), grads, below[last])?;
         let mut mergers = tape.deepstack.into_iter().rev().zip(d_deepstack);
         for (i, saved) in tape.blocks.into_iter().enumerate().rev() {

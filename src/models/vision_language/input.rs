@@ -1,7 +1,8 @@
 //! The host-to-device copy of a micro-batch.
 
-use super::config::Config;
+use super::config::{Config, VisionConfig, VisionKind};
 use super::positions;
+use super::windows::Windows;
 use crate::batch::{CuSeqlens, Patches, VarlenBatch};
 use crate::nn::DecoderContext;
 use crate::ops::{self, RopeTable, Segments};
@@ -11,9 +12,23 @@ use std::ops::Range;
 /// Inputs of the vision blocks without a gradient.
 pub(super) struct VisionContext {
     pub(super) rope: RopeTable,
-    pub(super) position_index: Tensor, // [P, 4] rows of the position table
-    pub(super) position_weight: Tensor, // [P, 4]
-    pub(super) segments: Segments,     // frames: attention is full inside a frame
+    pub(super) positions: Option<TablePositions>, // None: the encoder has no position table
+    pub(super) frames: Segments,
+    pub(super) windows: Option<WindowContext>, // None: all blocks attend inside frames
+}
+
+/// The rows of the position table that surround each patch.
+pub(super) struct TablePositions {
+    pub(super) index: Tensor,  // [P, 4]
+    pub(super) weight: Tensor, // [P, 4]
+}
+
+/// Windows of the frames. The patches of a window follow each other; the features of the merged tokens
+/// are put into the order of the tokens afterwards.
+pub(super) struct WindowContext {
+    pub(super) segments: Segments,
+    windowed: Tensor, // [M] for each merged token of the windows, its place in the token order
+    ordered: Tensor,  // [M] the inverse
 }
 
 /// The images of a micro-batch.
@@ -41,7 +56,7 @@ impl Input {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let rope = positions::mrope_table(&config.text, config.mrope_section, &batch.position_ids);
+        let rope = positions::mrope_table(config, &batch.position_ids);
         let vocab_size = config.text.vocab_size;
         let (ids, text) = DecoderContext::upload(&mut batch, rope, vocab_size, device)?;
         let has_media = batch.part.as_ref().map_or(!batch.media.is_empty(), |part| part.has_media);
@@ -75,6 +90,22 @@ impl VisionInput {
         d_own.pad_with_zeros(0, own.start, num_features - own.end)?.contiguous()
     }
 
+    /// The features of all merged tokens in the order of the tokens, `[M, D]`.
+    pub(super) fn ordered(&self, features: Tensor) -> Result<Tensor> {
+        match &self.context.windows {
+            Some(windows) => ops::gather_rows(&features, &windows.ordered),
+            None => Ok(features),
+        }
+    }
+
+    /// The transpose of [`Self::ordered`].
+    pub(super) fn windowed(&self, d_features: Tensor) -> Result<Tensor> {
+        match &self.context.windows {
+            Some(windows) => ops::gather_rows(&d_features, &windows.windowed),
+            None => Ok(d_features),
+        }
+    }
+
     fn upload(batch: VarlenBatch, config: &Config, dtype: DType, device: &Device) -> Result<Self> {
         let grids: Vec<[u32; 3]> = batch.media.iter().map(|patches| patches.grid_thw).collect();
         let num_patches = batch.media.iter().map(Patches::num_patches).sum();
@@ -86,25 +117,72 @@ impl VisionInput {
         if own.own.len() != batch.vision_rows.len() || own.own.end > merged {
             bail!("{merged} visual features for {} vision tokens", batch.vision_rows.len());
         }
-        let mut pixels = Vec::with_capacity(num_patches * config.vision.patch_values());
+        let vision = &config.vision;
+        let windows = match vision.kind {
+            VisionKind::Windowed { window, .. } => {
+                Some(Windows::new(&grids, vision.spatial_merge_size, window))
+            }
+            VisionKind::Learned { .. } => None,
+        };
+        let mut pixels = Vec::with_capacity(num_patches * vision.patch_values());
         for patches in batch.media {
             pixels.extend_from_slice(&patches.pixel_values); // frees each image after its copy
         }
-        let shape = (num_patches, config.vision.patch_values());
+        let per_token = config.patches_per_token();
+        if let Some(windows) = &windows {
+            pixels = windows.arranged(&pixels, per_token * vision.patch_values());
+        }
+        let shape = (num_patches, vision.patch_values());
         let pixel_values = ops::upload_rounded(pixels, shape, dtype, device)?; // [P, C*tp*p*p]
         let frames: Vec<u32> =
             grids.iter().flat_map(|[t, h, w]| std::iter::repeat_n(h * w, *t as usize)).collect();
         let frames = CuSeqlens::from_lengths(&frames).map_err(Error::wrap)?;
         let all = CuSeqlens::from_lengths(&[num_patches as u32]).map_err(Error::wrap)?;
-        let (index, weight) = positions::interpolated_positions(&config.vision, &grids);
+        let mut rope = positions::vision_table(vision, &grids);
+        if let Some(windows) = &windows {
+            for angles in [&mut rope.cos, &mut rope.sin] {
+                *angles = windows.arranged(angles, angles.len() / merged);
+            }
+        }
         let context = VisionContext {
-            rope: positions::vision_table(&config.vision, &grids).upload(num_patches, device)?,
-            position_index: ops::upload(index, (num_patches, 4), device)?,
-            position_weight: ops::upload(weight, (num_patches, 4), device)?,
-            segments: Segments::new(frames, all)?,
+            rope: rope.upload(num_patches, device)?,
+            positions: TablePositions::upload(vision, &grids, num_patches, device)?,
+            windows: windows.map(|of| WindowContext::upload(of, &all, device)).transpose()?,
+            frames: Segments::new(frames, all)?,
         };
         let num_rows = own.own.len();
         let rows = ops::upload(batch.vision_rows, num_rows, device)?; // [M]
         Ok(Self { pixel_values, context, rows, own })
+    }
+}
+
+impl TablePositions {
+    fn upload(
+        vision: &VisionConfig,
+        grids: &[[u32; 3]],
+        num_patches: usize,
+        device: &Device,
+    ) -> Result<Option<Self>> {
+        let VisionKind::Learned { num_position_embeddings, .. } = vision.kind else {
+            return Ok(None);
+        };
+        let (index, weight) =
+            positions::interpolated_positions(vision, num_position_embeddings, grids);
+        Ok(Some(Self {
+            index: ops::upload(index, (num_patches, 4), device)?,
+            weight: ops::upload(weight, (num_patches, 4), device)?,
+        }))
+    }
+}
+
+impl WindowContext {
+    fn upload(windows: Windows, all: &CuSeqlens, device: &Device) -> Result<Self> {
+        let lengths = CuSeqlens::from_lengths(&windows.lengths).map_err(Error::wrap)?;
+        let merged = windows.order.len();
+        Ok(Self {
+            segments: Segments::new(lengths, all.clone())?,
+            ordered: ops::upload(windows.places(), merged, device)?,
+            windowed: ops::upload(windows.order, merged, device)?,
+        })
     }
 }

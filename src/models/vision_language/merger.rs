@@ -2,8 +2,9 @@
 //!
 //! The main merger normalises before the merge, a deepstack merger after it.
 
-use super::vision::LAYER_NORM_EPS;
-use crate::nn::{LayerNorm, Linear, ParamMap, WeightError};
+use super::config::VisionKind;
+use super::norm::Norm;
+use crate::nn::{Linear, ParamMap, WeightError};
 use crate::ops::{self, Gelu};
 use crate::tape::{GradSink, InputGrad, Param, Stage};
 use candle_core::{Result, Tensor};
@@ -17,10 +18,17 @@ pub(super) enum NormPlace {
     AfterMerge,
 }
 
+/// Names of the norm and of the two linear layers of a merger.
+pub(super) fn merger_parts(kind: &VisionKind) -> [&'static str; 3] {
+    match kind {
+        VisionKind::Learned { .. } => ["norm", "linear_fc1", "linear_fc2"],
+        VisionKind::Windowed { .. } => ["ln_q", "mlp.0", "mlp.2"],
+    }
+}
+
 /// Norm, spatial merge, two-layer MLP with an exact GELU.
-#[derive(Debug, Clone)]
 pub(super) struct Merger {
-    norm: LayerNorm,
+    norm: Norm,
     place: NormPlace,
     fc1: Linear,
     fc2: Linear,
@@ -39,13 +47,15 @@ impl Merger {
         params: &ParamMap<'_>,
         name: &str,
         place: NormPlace,
+        kind: &VisionKind,
         patches_per_token: usize,
     ) -> std::result::Result<Self, WeightError> {
+        let [norm, fc1, fc2] = merger_parts(kind).map(|part| format!("{name}.{part}"));
         Ok(Self {
-            norm: LayerNorm::new(params, &format!("{name}.norm"), LAYER_NORM_EPS)?,
+            norm: Norm::new(params, &norm, kind)?,
             place,
-            fc1: Linear::with_bias(params, &format!("{name}.linear_fc1"))?,
-            fc2: Linear::with_bias(params, &format!("{name}.linear_fc2"))?,
+            fc1: Linear::with_bias(params, &fc1)?,
+            fc2: Linear::with_bias(params, &fc2)?,
             patches_per_token,
         })
     }

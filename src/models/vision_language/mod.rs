@@ -9,10 +9,13 @@ mod cost;
 mod encoder;
 mod input;
 mod merger;
+mod norm;
 mod params;
 mod positions;
 mod stages;
 mod vision;
+mod vision_mlp;
+mod windows;
 
-pub use config::{Config, VisionConfig};
+pub use config::{Config, MropeLayout, VisionConfig, VisionKind};
 pub use params::{LLM, MERGER, VISION, param_specs};

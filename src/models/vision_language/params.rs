@@ -1,6 +1,7 @@
 //! Components, and the list of parameters with their published names.
 
-use super::config::Config;
+use super::config::{Config, VisionKind};
+use super::merger::merger_parts;
 use crate::nn::{Component, Init, Inputs, ParamSpec, decoder_specs};
 
 /// The vision encoder without its mergers.
@@ -12,8 +13,6 @@ pub const LLM: Component = Component { name: "llm", inputs: Inputs::All };
 
 /// Name of the decoder's module.
 pub(super) const DECODER: &str = "model.language_model";
-/// Name of an untied head.
-pub(super) const LM_HEAD: &str = "lm_head.weight";
 
 /// Every tensor of a model of this shape in a fixed order. A tied head is not listed.
 pub fn param_specs(config: &Config) -> Vec<ParamSpec> {
@@ -30,49 +29,51 @@ pub fn param_specs(config: &Config) -> Vec<ParamSpec> {
     let v = &config.vision;
     let kernel = [v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size];
     add(VISION, "model.visual.patch_embed.proj.weight".to_owned(), &kernel);
-    add(VISION, "model.visual.patch_embed.proj.bias".to_owned(), &[v.hidden_size]);
-    let table = [v.num_position_embeddings, v.hidden_size];
-    add(VISION, "model.visual.pos_embed.weight".to_owned(), &table);
+    if let VisionKind::Learned { num_position_embeddings, .. } = v.kind {
+        add(VISION, "model.visual.patch_embed.proj.bias".to_owned(), &[v.hidden_size]);
+        let table = [num_position_embeddings, v.hidden_size];
+        add(VISION, "model.visual.pos_embed.weight".to_owned(), &table);
+    }
+    let has_norm_bias = matches!(v.kind, VisionKind::Learned { .. });
+    let norm = |add: &mut dyn FnMut(Component, String, &[usize]), of, name: &str, width| {
+        add(of, format!("{name}.weight"), &[width]);
+        if has_norm_bias {
+            add(of, format!("{name}.bias"), &[width]);
+        }
+    };
     for block in 0..v.depth {
-        let mut linear = |name: &str, rows: usize, columns: usize| {
-            let name = format!("model.visual.blocks.{block}.{name}");
-            add(VISION, format!("{name}.weight"), &[rows, columns]);
-            add(VISION, format!("{name}.bias"), &[rows]);
+        let name = |part: &str| format!("model.visual.blocks.{block}.{part}");
+        let mut linear = |part: &str, rows: usize, columns: usize| {
+            add(VISION, format!("{}.weight", name(part)), &[rows, columns]);
+            add(VISION, format!("{}.bias", name(part)), &[rows]);
         };
         linear("attn.qkv", 3 * v.hidden_size, v.hidden_size);
         linear("attn.proj", v.hidden_size, v.hidden_size);
-        linear("mlp.linear_fc1", v.intermediate_size, v.hidden_size);
-        linear("mlp.linear_fc2", v.hidden_size, v.intermediate_size);
-        for norm in ["norm1", "norm2"] {
-            let name = format!("model.visual.blocks.{block}.{norm}");
-            add(VISION, format!("{name}.weight"), &[v.hidden_size]);
-            add(VISION, format!("{name}.bias"), &[v.hidden_size]);
+        let (into, out) = match v.kind {
+            VisionKind::Learned { .. } => (&["mlp.linear_fc1"][..], "mlp.linear_fc2"),
+            VisionKind::Windowed { .. } => (&["mlp.gate_proj", "mlp.up_proj"][..], "mlp.down_proj"),
+        };
+        for part in into {
+            linear(part, v.intermediate_size, v.hidden_size);
+        }
+        linear(out, v.hidden_size, v.intermediate_size);
+        for part in ["norm1", "norm2"] {
+            norm(&mut add, VISION, &name(part), v.hidden_size);
         }
     }
     let merged = v.hidden_size * v.spatial_merge_size * v.spatial_merge_size;
-    let mut merger = |name: String, norm: usize| {
-        add(MERGER, format!("{name}.norm.weight"), &[norm]);
-        add(MERGER, format!("{name}.norm.bias"), &[norm]);
-        for (linear, rows) in [("linear_fc1", merged), ("linear_fc2", v.out_hidden_size)] {
+    let [norm_name, fc1, fc2] = merger_parts(&v.kind);
+    let mut merger = |name: String, width: usize| {
+        norm(&mut add, MERGER, &format!("{name}.{norm_name}"), width);
+        for (linear, rows) in [(fc1, merged), (fc2, v.out_hidden_size)] {
             add(MERGER, format!("{name}.{linear}.weight"), &[rows, merged]);
             add(MERGER, format!("{name}.{linear}.bias"), &[rows]);
         }
     };
     merger("model.visual.merger".to_owned(), v.hidden_size);
-    for k in 0..v.deepstack_visual_indexes.len() {
+    for k in 0..v.deepstack().len() {
         merger(format!("model.visual.deepstack_merger_list.{k}"), merged);
     }
-    let decoder = decoder_specs(&config.text, DECODER).into_iter();
-    specs.extend(decoder.map(|(name, shape, init)| ParamSpec {
-        name,
-        shape,
-        component: LLM,
-        init,
-    }));
-    if !config.tie_word_embeddings {
-        let shape = vec![config.text.vocab_size, config.text.hidden_size];
-        let (name, init) = (LM_HEAD.to_owned(), Init::Normal);
-        specs.push(ParamSpec { name, shape, component: LLM, init });
-    }
+    specs.extend(decoder_specs(&config.text, DECODER, LLM));
     specs
 }

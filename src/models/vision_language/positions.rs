@@ -1,22 +1,26 @@
 //! Rotary tables and interpolated vision positions, computed on the host for one micro-batch.
 
-use super::config::VisionConfig;
-use crate::nn::{DecoderConfig, HostTable, inverse_frequencies};
+use super::config::{Config, MropeLayout, VisionConfig};
+use crate::nn::{HostTable, inverse_frequencies};
 
-/// Interleaved M-RoPE: frequency `k` rotates with height if `k % 3 == 1`, with width if `k % 3 == 2`
-/// (below three times the section's length), else with time.
-pub(super) fn mrope_table(
-    config: &DecoderConfig,
-    section: [usize; 3],
-    position_ids: &[[u32; 3]],
-) -> HostTable {
-    let frequencies = inverse_frequencies(config.rope_theta, config.rotary_dim());
-    let axes: Vec<usize> = (0..frequencies.len())
-        .map(|k| match k % 3 {
-            axis @ (1 | 2) if k < 3 * section[axis] => axis,
-            _ => 0,
-        })
-        .collect();
+/// The axis that rotary frequency `k` turns with. Interleaved: height if `k % 3 == 1`, width if
+/// `k % 3 == 2` (below three times the section's length), else time.
+fn axis_of(k: usize, section: [usize; 3], layout: MropeLayout) -> usize {
+    match (layout, k % 3) {
+        (MropeLayout::Interleaved, axis @ (1 | 2)) if k < 3 * section[axis] => axis,
+        (MropeLayout::Interleaved, _) => 0,
+        (MropeLayout::Blocks, _) => {
+            usize::from(k >= section[0]) + usize::from(k >= section[0] + section[1])
+        }
+    }
+}
+
+/// Rotary angles of the decoder.
+pub(super) fn mrope_table(config: &Config, position_ids: &[[u32; 3]]) -> HostTable {
+    let frequencies = inverse_frequencies(config.text.rope_theta, config.text.rotary_dim());
+    let (section, layout) = (config.mrope_section, config.mrope_layout);
+    let axes = (0..frequencies.len()).map(|k| axis_of(k, section, layout));
+    let axes: Vec<usize> = axes.collect();
     let mut table = HostTable::with_capacity(position_ids.len() * frequencies.len());
     for position in position_ids {
         for (frequency, axis) in frequencies.iter().zip(&axes) {
@@ -57,12 +61,13 @@ pub(super) fn vision_table(config: &VisionConfig, grids: &[[u32; 3]]) -> HostTab
 }
 
 /// The four rows of the learned position table that surround each patch, and their bilinear
-/// weights (corners aligned): `[P, 4]` each.
+/// weights (corners aligned): `[P, 4]` each. The table has `num_rows` rows.
 pub(super) fn interpolated_positions(
     config: &VisionConfig,
+    num_rows: usize,
     grids: &[[u32; 3]],
 ) -> (Vec<u32>, Vec<f32>) {
-    let side = config.num_position_embeddings.isqrt() as u32;
+    let side = num_rows.isqrt() as u32;
     let tap = |i: u32, n: u32| -> (u32, u32, f32) {
         let at = if n > 1 { i as f32 * ((side - 1) as f32 / (n - 1) as f32) } else { 0.0 };
         let low = (at as u32).min(side - 1);
@@ -94,27 +99,22 @@ pub(super) fn interpolated_positions(
 
 #[cfg(test)]
 mod tests {
+    use super::super::config::VisionKind;
     use super::*;
 
     #[test]
-    fn the_published_sections_give_time_every_third_frequency_and_the_last_four() {
-        let config = DecoderConfig {
-            vocab_size: 1,
-            hidden_size: 1,
-            intermediate_size: 1,
-            num_hidden_layers: 1,
-            num_attention_heads: 1,
-            num_key_value_heads: 1,
-            head_dim: 128,
-            rms_norm_eps: 1e-6,
-            rope_theta: 5e6,
-            hybrid: None,
-        };
-        // Only the time axis has moved: frequencies of the other two have angle 0.
-        let table = mrope_table(&config, [24, 20, 20], &[[1, 0, 0]]);
-        let time: Vec<usize> = (0..64).filter(|k| table.sin[*k] != 0.0).collect();
+    fn the_published_sections_of_qwen3_vl_give_time_every_third_frequency_and_the_last_four() {
+        let axis = |k| axis_of(k, [24, 20, 20], MropeLayout::Interleaved);
+        let time: Vec<usize> = (0..64).filter(|k| axis(*k) == 0).collect();
         let expected: Vec<usize> = (0..60).step_by(3).chain(60..64).collect();
         assert_eq!(time, expected);
+    }
+
+    #[test]
+    fn the_published_sections_of_qwen2_5_vl_are_blocks() {
+        let axes = (0..64).map(|k| axis_of(k, [16, 24, 24], MropeLayout::Blocks));
+        let expected = [vec![0; 16], vec![1; 24], vec![2; 24]].concat();
+        assert_eq!(axes.collect::<Vec<_>>(), expected);
     }
 
     #[test]
@@ -135,16 +135,14 @@ mod tests {
             patch_size: 16,
             temporal_patch_size: 2,
             spatial_merge_size: 2,
-            num_position_embeddings: 2304,
             out_hidden_size: 1,
-            deepstack_visual_indexes: vec![],
-            hidden_act: crate::ops::Gelu::Tanh,
+            kind: VisionKind::Windowed { window: 4, full_attention_blocks: vec![] },
         }
     }
 
     #[test]
     fn a_grid_of_the_tables_own_size_reads_the_table_itself() {
-        let (index, weight) = interpolated_positions(&vision(), &[[1, 48, 48]]);
+        let (index, weight) = interpolated_positions(&vision(), 2304, &[[1, 48, 48]]);
         for (patch, (row, column)) in merge_block_order(48, 48, 2).enumerate() {
             let value: f32 =
                 (0..4).map(|tap| index[patch * 4 + tap] as f32 * weight[patch * 4 + tap]).sum();
@@ -154,7 +152,7 @@ mod tests {
 
     #[test]
     fn weights_sum_to_one_and_frames_repeat() {
-        let (index, weight) = interpolated_positions(&vision(), &[[2, 4, 6]]);
+        let (index, weight) = interpolated_positions(&vision(), 2304, &[[2, 4, 6]]);
         assert!(weight.chunks(4).all(|taps| (taps.iter().sum::<f32>() - 1.0).abs() < 1e-6));
         assert_eq!(index[..4 * 24], index[4 * 24..]);
         let table = vision_table(&vision(), &[[2, 4, 6]]);

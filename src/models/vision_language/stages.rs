@@ -9,12 +9,15 @@
 use super::config::Config;
 use super::encoder::{Features, VisionEncoder, VisionTape};
 use super::input::Input;
-use super::params::{DECODER, LM_HEAD, param_specs};
+use super::params::{DECODER, param_specs};
 use crate::batch::VarlenBatch;
 use crate::metrics::{ActivationMemory, PartWork};
 use crate::models::model::{Model, ModelConfig, RecomputePolicy};
 use crate::models::opaque::{ModelInput, Tape};
-use crate::nn::{Adapters, Decoder, DecoderTape, KvCache, ParamMap, ParamSpec, WeightError};
+use crate::nn::{
+    Adapters, Decoder, DecoderConfig, DecoderTape, KvCache, ParamMap, ParamSpec, TensorNames,
+    WeightError,
+};
 use crate::ops::{self, AttentionBackend};
 use crate::tape::{GradSink, InputGrad, Param};
 use candle_core::{DType, Device, Result, Tensor};
@@ -26,7 +29,6 @@ pub(super) struct VisionLanguageModel {
     config: Config,
     pub(super) vision: VisionEncoder,
     pub(super) decoder: Decoder,
-    lm_head: Param, // [V, D]; the embedding if tied
 }
 
 struct VisionLanguageTape {
@@ -39,16 +41,12 @@ impl ModelConfig for Config {
         param_specs(self)
     }
 
-    fn heads(&self) -> [usize; 2] {
-        [self.text.num_attention_heads, self.text.num_key_value_heads]
+    fn text(&self) -> &DecoderConfig {
+        &self.text
     }
 
-    fn has_linear_attention(&self) -> bool {
-        self.text.hybrid.is_some()
-    }
-
-    fn initializer_range(&self) -> f64 {
-        self.initializer_range
+    fn tensor_names(&self) -> TensorNames {
+        self.tensor_names
     }
 
     fn build(
@@ -60,9 +58,7 @@ impl ModelConfig for Config {
         let map = ParamMap::new(params, adapters);
         let vision = VisionEncoder::new(&map, self, attention)?;
         let decoder = Decoder::new(&map, DECODER, &self.text, attention)?;
-        let lm_head =
-            if self.tie_word_embeddings { decoder.embed_tokens.clone() } else { map.get(LM_HEAD)? };
-        Ok(Box::new(VisionLanguageModel { config: self.clone(), vision, decoder, lm_head }))
+        Ok(Box::new(VisionLanguageModel { config: self.clone(), vision, decoder }))
     }
 }
 
@@ -72,7 +68,7 @@ impl Model for VisionLanguageModel {
     }
 
     fn lm_head(&self) -> &Param {
-        &self.lm_head
+        &self.decoder.lm_head
     }
 
     fn embedding(&self) -> &Param {
@@ -84,8 +80,7 @@ impl Model for VisionLanguageModel {
     }
 
     fn stages(&self) -> Vec<Vec<&Param>> {
-        let mut stages: Vec<_> = self.untied_head().map(|head| vec![head]).into_iter().collect();
-        stages.extend(self.decoder.stages());
+        let mut stages = self.decoder.stages();
         stages.extend(self.vision.stages());
         stages
     }
@@ -147,7 +142,6 @@ impl Model for VisionLanguageModel {
         grads: &dyn GradSink,
     ) -> Result<()> {
         let (input, tape) = (input.get::<Input>()?, tape.take::<VisionLanguageTape>()?);
-        self.untied_head().into_iter().for_each(|head| grads.finished(&[head]));
         let vision = input.vision.as_ref().filter(|_| tape.vision.is_some());
         let embed_tokens = &self.decoder.embed_tokens;
         let d_table = grads.buffer(embed_tokens);
@@ -184,16 +178,16 @@ impl Model for VisionLanguageModel {
         Ok(())
     }
 
-    fn decode(&self, input: &ModelInput, cache: &mut KvCache) -> Result<Tensor> {
+    fn decode(&self, input: &ModelInput, caches: &mut [&mut KvCache]) -> Result<Tensor> {
         let input = input.get::<Input>()?;
         let features = self.features(input)?;
         let h = self.embed(input, features.as_ref())?; // [N, D]
         let after_layer = |k, h: &Tensor| add_deepstack(h, input, features.as_ref(), k);
-        self.decoder.decode(h, &input.text, cache, &after_layer)
+        self.decoder.decode(h, &input.text, caches, &after_layer)
     }
 
     fn work(&self) -> Vec<PartWork> {
-        self.config.work(&self.vision, &self.decoder, &self.lm_head)
+        self.config.work(&self.vision, &self.decoder)
     }
 
     fn activation_memory(
@@ -208,10 +202,6 @@ impl Model for VisionLanguageModel {
 }
 
 impl VisionLanguageModel {
-    fn untied_head(&self) -> Option<&Param> {
-        Some(&self.lm_head).filter(|_| !self.config.tie_word_embeddings)
-    }
-
     /// Features of the images, without a tape; `None` without images.
     fn features(&self, input: &Input) -> Result<Option<Features>> {
         input.vision.as_ref().map(|vision| self.vision.features(vision)).transpose()

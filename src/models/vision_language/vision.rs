@@ -1,28 +1,37 @@
-//! Stages of the vision encoder: patch embedding with interpolated positions, and pre-norm blocks
-//! with full attention inside each frame.
+//! Stages of the vision encoder: patch embedding, and pre-norm blocks with full attention inside each
+//! frame or window.
 
-use super::config::VisionConfig;
-use super::input::VisionContext;
-use crate::nn::{LayerNorm, Linear, ParamMap, WeightError};
-use crate::ops::{self, AttentionBackend, Gelu, Masking, Qkv};
+use super::config::{VisionConfig, VisionKind};
+use super::input::{TablePositions, VisionContext};
+use super::norm::Norm;
+use super::vision_mlp::{SavedVisionMlp, VisionMlp};
+use crate::nn::{Linear, ParamMap, WeightError};
+use crate::ops::{self, AttentionBackend, Masking, Qkv, Segments};
 use crate::tape::{GradSink, InputGrad, Param, Stage};
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
 
-/// The epsilon of every layer norm of the vision encoder.
-pub(super) const LAYER_NORM_EPS: f64 = 1e-6;
-
-/// Pixels to features: a linear map of each patch, plus its interpolated position embedding.
+/// Pixels to features: a linear map of each patch, plus its interpolated position embedding if there
+/// is a table of them.
 pub(super) struct PatchEmbed {
     proj: Linear,
-    pub(super) positions: Param, // [N, Dv]
+    pub(super) positions: Option<Param>, // [N, Dv]
 }
 
 impl PatchEmbed {
-    pub(super) fn new(params: &ParamMap<'_>) -> std::result::Result<Self, WeightError> {
-        Ok(Self {
-            proj: Linear::with_bias(params, "model.visual.patch_embed.proj")?,
-            positions: params.get("model.visual.pos_embed.weight")?,
+    pub(super) fn new(
+        params: &ParamMap<'_>,
+        kind: &VisionKind,
+    ) -> std::result::Result<Self, WeightError> {
+        let proj = "model.visual.patch_embed.proj";
+        Ok(match kind {
+            VisionKind::Learned { .. } => Self {
+                proj: Linear::with_bias(params, proj)?,
+                positions: Some(params.get("model.visual.pos_embed.weight")?),
+            },
+            VisionKind::Windowed { .. } => {
+                Self { proj: Linear::without_bias(params, proj)?, positions: None }
+            }
         })
     }
 }
@@ -32,13 +41,17 @@ impl Stage for PatchEmbed {
     type Saved = Tensor; // the pixels
 
     fn params(&self) -> Vec<&Param> {
-        self.proj.params().chain(std::iter::once(&self.positions)).collect()
+        self.proj.params().chain(&self.positions).collect()
     }
 
     fn forward(&self, x: &Tensor, context: &VisionContext) -> Result<(Tensor, Tensor)> {
         let features = self.proj.forward(x)?; // [P, Dv]
-        let (index, weight) = (&context.position_index, &context.position_weight);
-        let y = ops::interpolate_rows_add(&self.positions.tensor(), index, weight, &features)?;
+        let (Some(table), Some(TablePositions { index, weight })) =
+            (&self.positions, &context.positions)
+        else {
+            return Ok((features, x.clone()));
+        };
+        let y = ops::interpolate_rows_add(&table.tensor(), index, weight, &features)?;
         Ok((y, x.clone()))
     }
 
@@ -51,8 +64,10 @@ impl Stage for PatchEmbed {
         _input_grad: InputGrad, // pixels need no gradient
     ) -> Result<Option<Tensor>> {
         self.proj.backward_params(&pixels, &dy, &self.proj.output_grad(&dy)?, grads)?;
-        if let Some(d_table) = grads.buffer(&self.positions) {
-            let (index, weight) = (&context.position_index, &context.position_weight);
+        let d_table = self.positions.as_ref().and_then(|table| grads.buffer(table));
+        if let (Some(d_table), Some(TablePositions { index, weight })) =
+            (d_table, &context.positions)
+        {
             ops::interpolate_rows_backward(index, weight, &dy, d_table)?;
         }
         Ok(None)
@@ -61,13 +76,11 @@ impl Stage for PatchEmbed {
 
 /// One block.
 pub(super) struct VisionBlock {
-    norm1: LayerNorm,
+    norm1: Norm,
     qkv: Linear,
     proj: Linear,
-    norm2: LayerNorm,
-    fc1: Linear,
-    fc2: Linear,
-    act: Gelu,
+    mlp: VisionMlp,
+    has_windows: bool,
     num_heads: usize,
     attention: Arc<dyn AttentionBackend>,
 }
@@ -75,15 +88,13 @@ pub(super) struct VisionBlock {
 /// The tensors that the backward of a block needs.
 pub(super) struct SavedVisionBlock {
     x: Tensor,      // [P, Dv]
-    stats1: Tensor, // [P, 2]
+    stats1: Tensor, // of the norm
     q: Tensor,      // [P, H, Dh]
     k: Tensor,      // [P, H, Dh]
     v: Tensor,      // [P, H, Dh]
     o: Tensor,      // [P, H, Dh]
     lse: Tensor,    // [H, P]
-    x1: Tensor,     // [P, Dv], after attention
-    stats2: Tensor, // [P, 2]
-    hidden: Tensor, // [P, F], before the GELU
+    mlp: SavedVisionMlp,
 }
 
 impl VisionBlock {
@@ -95,16 +106,19 @@ impl VisionBlock {
     ) -> std::result::Result<Self, WeightError> {
         let name = |part: &str| format!("model.visual.blocks.{block}.{part}");
         Ok(Self {
-            norm1: LayerNorm::new(params, &name("norm1"), LAYER_NORM_EPS)?,
+            norm1: Norm::new(params, &name("norm1"), &config.kind)?,
             qkv: Linear::with_bias(params, &name("attn.qkv"))?,
             proj: Linear::with_bias(params, &name("attn.proj"))?,
-            norm2: LayerNorm::new(params, &name("norm2"), LAYER_NORM_EPS)?,
-            fc1: Linear::with_bias(params, &name("mlp.linear_fc1"))?,
-            fc2: Linear::with_bias(params, &name("mlp.linear_fc2"))?,
-            act: config.hidden_act,
+            mlp: VisionMlp::new(params, &format!("model.visual.blocks.{block}"), &config.kind)?,
+            has_windows: config.has_windows(block),
             num_heads: config.num_heads,
             attention,
         })
+    }
+
+    fn segments<'a>(&self, context: &'a VisionContext) -> &'a Segments {
+        let windows = context.windows.as_ref().filter(|_| self.has_windows);
+        windows.map_or(&context.frames, |windows| &windows.segments)
     }
 }
 
@@ -113,9 +127,8 @@ impl Stage for VisionBlock {
     type Saved = SavedVisionBlock;
 
     fn params(&self) -> Vec<&Param> {
-        let norms = self.norm1.params().into_iter().chain(self.norm2.params());
-        let linears = [&self.qkv, &self.proj, &self.fc1, &self.fc2];
-        norms.chain(linears.into_iter().flat_map(Linear::params)).collect()
+        let linears = self.qkv.params().chain(self.proj.params());
+        self.norm1.params().into_iter().chain(linears).chain(self.mlp.params()).collect()
     }
 
     fn forward(&self, x: &Tensor, context: &VisionContext) -> Result<(Tensor, SavedVisionBlock)> {
@@ -123,13 +136,10 @@ impl Stage for VisionBlock {
         let qkv = self.qkv.forward(&normed)?; // [P, 3 * Dv]
         let (q, k, v) = ops::vision_rope_split(&qkv, self.num_heads, &context.rope)?; // [P, H, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
-        let (o, lse) = self.attention.forward(heads, &context.segments, Masking::Full)?;
+        let (o, lse) = self.attention.forward(heads, self.segments(context), Masking::Full)?;
         let x1 = self.proj.forward_add(&o.reshape(x.shape())?, x)?; // [P, Dv]
-        let (normed, stats2) = self.norm2.forward(&x1)?;
-        let hidden = self.fc1.forward(&normed)?; // [P, F]
-        let y = self.fc2.forward_add(&ops::gelu(&hidden, self.act)?, &x1)?; // [P, Dv]
-        let saved = SavedVisionBlock { x: x.clone(), stats1, q, k, v, o, lse, x1, stats2, hidden };
-        Ok((y, saved))
+        let (y, mlp) = self.mlp.forward(x1)?; // [P, Dv]
+        Ok((y, SavedVisionBlock { x: x.clone(), stats1, q, k, v, o, lse, mlp }))
     }
 
     fn backward(
@@ -140,21 +150,12 @@ impl Stage for VisionBlock {
         grads: &dyn GradSink,
         _input_grad: InputGrad, // one of eight matmuls: not worth a second path
     ) -> Result<Option<Tensor>> {
-        let SavedVisionBlock { x, stats1, q, k, v, o, lse, x1, stats2, hidden } = saved;
-        let d_fc2 = self.fc2.output_grad(&dy)?;
-        let d_activated = self.fc2.backward_input(&d_fc2)?; // [P, F]
-        let recompute = self.fc2.recompute_input(grads);
-        let (d_hidden, activated) = ops::gelu_backward(hidden, d_activated, self.act, recompute)?;
-        if let Some(activated) = activated {
-            self.fc2.backward_params(&activated, &dy, &d_fc2, grads)?;
-        }
-        let normed = self.norm2.apply(&x1, &stats2)?;
-        let d_normed = self.fc1.backward(&normed, &d_hidden, grads)?; // [P, Dv]
-        let dx1 = self.norm2.backward(&x1, &stats2, &d_normed, Some(&dy), grads)?;
+        let SavedVisionBlock { x, stats1, q, k, v, o, lse, mlp } = saved;
+        let dx1 = self.mlp.backward(mlp, &dy, grads)?; // [P, Dv], after attention
         let d_o = self.proj.backward(&o.reshape(x.shape())?, &dx1, grads)?.reshape(o.shape())?;
         let heads = Qkv { q: &q, k: &k, v: &v };
-        let d_heads =
-            self.attention.backward(heads, &o, &lse, &d_o, &context.segments, Masking::Full)?;
+        let segments = self.segments(context);
+        let d_heads = self.attention.backward(heads, &o, &lse, &d_o, segments, Masking::Full)?;
         let d_qkv =
             ops::vision_rope_merge_backward(&d_heads.dq, &d_heads.dk, &d_heads.dv, &context.rope)?; // [P, 3 * Dv]
         let normed = self.norm1.apply(&x, &stats1)?;

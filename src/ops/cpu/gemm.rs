@@ -170,3 +170,33 @@ pub(in crate::ops) fn tn(
         product((m, n, k), Raw::rows(dst.as_mut_ptr(), n), into, lhs, rhs, Parallelism::Rayon(0));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wave(len: usize, step: f32) -> Vec<f32> {
+        (0..len).map(|i| (i as f32 * step).sin()).collect()
+    }
+
+    /// Answers that are generated at the same time rely on this.
+    #[test]
+    fn a_row_of_a_product_of_few_rows_does_not_depend_on_its_place_and_on_the_others() {
+        for (m, n, k) in [(2, 33, 7), (3, 129, 700), (8, 70, 1100), (17, 257, 513), (64, 90, 300)] {
+            let (row, b) = (wave(k, 0.37), wave(n * k, 0.73));
+            let at = |place: usize, others: f32| {
+                let mut a = wave(m * k, others);
+                a[place * k..(place + 1) * k].copy_from_slice(&row);
+                let mut y = wave(m * n, 0.11);
+                let added = y[..n].to_vec();
+                y[place * n..(place + 1) * n].copy_from_slice(&added);
+                nt((m, n, k), &mut y, Into::Add, &a, &b);
+                y[place * n..(place + 1) * n].to_vec()
+            };
+            let expected = at(0, 0.0);
+            for place in 0..m {
+                assert!(at(place, 1.7) == expected, "row {place} of {m} x {n} x {k}");
+            }
+        }
+    }
+}

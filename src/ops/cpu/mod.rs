@@ -11,6 +11,7 @@ mod few_rows;
 pub(in crate::ops) mod gemm;
 pub(in crate::ops) mod in_place;
 mod memory;
+pub(in crate::ops) mod narrow;
 mod out_of_memory;
 pub(in crate::ops) mod panels;
 pub(in crate::ops) mod simd;

@@ -73,7 +73,9 @@ fn attend(
     if n == 0 {
         return Ok((o, lse));
     }
-    let Block { name, rows, threads, shared } = kernels.forward();
+    let block = kernels.forward();
+    kernels.expect_room(op, &block)?;
+    let Block { name, rows, threads, shared } = block;
     let plan = Plan { queries, num_past, own: Own::Queries, rows };
     let tasks = plan.upload(qkv.q)?;
     // Keep the copies alive until the kernel is in the stream.
@@ -170,7 +172,9 @@ pub(super) fn flash_attention_backward_on(
         (Own::Keys, [&k, &v, &q, &d_o], [&grads.dk, &grads.dv], hkv),
         (Own::Queries, [&q, &d_o, &k, &v], [&grads.dq; 2], h),
     ] {
-        let Block { name, rows, threads, shared } = kernels.backward(own);
+        let block = kernels.backward(own);
+        kernels.expect_room(op, &block)?;
+        let Block { name, rows, threads, shared } = block;
         let plan = Plan { queries: cu_seqlens.clone(), num_past: 0, own, rows };
         let tasks = plan.upload(&q)?;
         let mut launch =

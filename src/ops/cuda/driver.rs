@@ -13,6 +13,8 @@
 //!   page-locked memory only after a wait, and for other memory not at all.
 //! - With `TRAINER_POISON=1`, new memory contains NaN, so that a value that no kernel has written
 //!   shows.
+//! - With `TRAINER_EXACT_SIZES=1`, sizes are not rounded, so that compute-sanitizer finds an access
+//!   past the end of a tensor.
 
 #![cfg_attr(feature = "cuda", expect(unsafe_code, reason = "functions of the driver"))]
 
@@ -48,9 +50,18 @@ fn class(bytes: usize) -> usize {
     bytes.checked_next_multiple_of(step).unwrap_or(bytes)
 }
 
+/// Settings of the environment, for tests on a GPU.
+#[derive(Default)]
+struct Settings {
+    /// Fill new memory with NaN.
+    poison: bool,
+    /// Allocate the requested size, and not that of its class.
+    exact_sizes: bool,
+}
+
 /// Allocates memory for `bytes`. If there is not enough, tries again after all work is done.
-fn allocate(calls: &impl Calls, bytes: usize, poison: bool) -> Status<u64> {
-    let rounded = class(bytes);
+fn allocate(calls: &impl Calls, bytes: usize, settings: &Settings) -> Status<u64> {
+    let mut rounded = if settings.exact_sizes { bytes.max(1) } else { class(bytes) };
     let mut allocated = calls.allocate(rounded);
     if allocated == Err(OUT_OF_MEMORY) {
         calls.synchronize()?;
@@ -58,11 +69,12 @@ fn allocate(calls: &impl Calls, bytes: usize, poison: bool) -> Status<u64> {
         allocated = calls.allocate(rounded);
     }
     if allocated == Err(OUT_OF_MEMORY) && rounded > bytes && bytes > 0 {
-        allocated = calls.allocate(bytes);
+        rounded = bytes;
+        allocated = calls.allocate(rounded);
     }
     let address = allocated?;
-    if poison {
-        calls.poison(address, bytes)?;
+    if settings.poison {
+        calls.poison(address, rounded)?;
     }
     Ok(address)
 }
@@ -72,7 +84,7 @@ pub(super) use replaced::copy_to_host_async;
 
 #[cfg(all(feature = "cuda", unix))]
 mod replaced {
-    use super::{Calls, Status, allocate};
+    use super::{Calls, Settings, Status, allocate};
     use candle_core::cuda_backend::WrapErr as _;
     use candle_core::cuda_backend::cudarc::driver::sys::{self, CUresult};
     use candle_core::{Result, bail};
@@ -99,8 +111,10 @@ mod replaced {
             }
         }
     });
-    static POISON: LazyLock<bool> =
-        LazyLock::new(|| std::env::var_os("TRAINER_POISON").is_some_and(|value| value == "1"));
+    static SETTINGS: LazyLock<Settings> = LazyLock::new(|| {
+        let is_set = |name| std::env::var_os(name).is_some_and(|value| value == "1");
+        Settings { poison: is_set("TRAINER_POISON"), exact_sizes: is_set("TRAINER_EXACT_SIZES") }
+    });
 
     /// The function with this name in the libraries after this program.
     fn next(name: &CStr) -> *mut c_void {
@@ -183,7 +197,7 @@ mod replaced {
             allocate: allocate_in_pool,
             failed: std::cell::Cell::new(CUresult::CUDA_SUCCESS),
         };
-        match allocate(&calls, bytes, *POISON) {
+        match allocate(&calls, bytes, &SETTINGS) {
             Ok(found) => {
                 // SAFETY: the caller passes the address of a variable.
                 unsafe { *address = found };
@@ -288,11 +302,11 @@ mod tests {
     #[test]
     fn an_allocation_that_fails_is_tried_again_after_a_wait_and_without_unused_memory() {
         let enough = Fake { free: 1024.into(), ..Fake::default() };
-        assert_eq!(allocate(&enough, 1000, false), Ok(4096));
+        assert_eq!(allocate(&enough, 1000, &Settings::default()), Ok(4096));
         assert_eq!(*enough.calls.borrow(), ["allocate 1024"]);
         for (freed, in_pieces) in [(1024, 0), (0, 1024)] {
             let later = Fake { freed, in_pieces, ..Fake::default() };
-            assert_eq!(allocate(&later, 1000, false), Ok(4096));
+            assert_eq!(allocate(&later, 1000, &Settings::default()), Ok(4096));
             let calls = ["allocate 1024", "synchronize", "trim", "allocate 1024"];
             assert_eq!(*later.calls.borrow(), calls);
         }
@@ -301,25 +315,34 @@ mod tests {
     #[test]
     fn the_exact_size_is_tried_last() {
         let tight = Fake { freed: 1000, ..Fake::default() };
-        assert_eq!(allocate(&tight, 1000, false), Ok(4096));
+        assert_eq!(allocate(&tight, 1000, &Settings::default()), Ok(4096));
         assert_eq!(tight.calls.borrow().last().unwrap(), "allocate 1000");
         let never = Fake::default();
-        assert_eq!(allocate(&never, 1000, false), Err(OUT_OF_MEMORY));
+        assert_eq!(allocate(&never, 1000, &Settings::default()), Err(OUT_OF_MEMORY));
         assert_eq!(never.calls.borrow().len(), 5);
+    }
+
+    #[test]
+    fn sizes_can_be_exact() {
+        let enough = Fake { free: 4096.into(), ..Fake::default() };
+        let settings = Settings { poison: true, exact_sizes: true };
+        assert_eq!(allocate(&enough, 1000, &settings), Ok(4096));
+        assert_eq!(*enough.calls.borrow(), ["allocate 1000", "poison 4096 1000"]);
     }
 
     #[test]
     fn other_errors_are_not_tried_again() {
         let broken = Fake { error: Some(700), ..Fake::default() };
-        assert_eq!(allocate(&broken, 1000, false), Err(700));
+        assert_eq!(allocate(&broken, 1000, &Settings::default()), Err(700));
         assert_eq!(broken.calls.borrow().len(), 1);
     }
 
     #[test]
     fn new_memory_is_poisoned() {
         let enough = Fake { free: 4096.into(), ..Fake::default() };
-        assert_eq!(allocate(&enough, 1000, true), Ok(4096));
-        assert_eq!(*enough.calls.borrow(), ["allocate 1024", "poison 4096 1000"]);
+        let settings = Settings { poison: true, exact_sizes: false };
+        assert_eq!(allocate(&enough, 1000, &settings), Ok(4096));
+        assert_eq!(*enough.calls.borrow(), ["allocate 1024", "poison 4096 1024"]);
         let bytes = [0xFF; 4];
         assert!(f32::from_le_bytes(bytes).is_nan());
         assert!(half::bf16::from_le_bytes([0xFF; 2]).is_nan());

@@ -77,7 +77,8 @@ pub(super) use pointwise::{
 };
 pub(super) use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 pub(super) use rope::{
-    qk_norm_rope, qk_norm_rope_backward, vision_rope_merge_backward, vision_rope_split,
+    qk_norm_rope, qk_norm_rope_backward, rope_heads, rope_heads_backward,
+    vision_rope_merge_backward, vision_rope_split,
 };
 pub(super) use rows::{gather_rows, update_rows, zero_rows};
 pub(super) use select::attention_kernel;

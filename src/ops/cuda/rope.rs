@@ -11,6 +11,9 @@ const THREADS: usize = 256;
 /// the kernels.
 const SINGLES: usize = 4;
 
+/// Number of heads per thread of the forward pass: `HEADS` of the kernels.
+const HEADS: usize = 2;
+
 /// Assignment of heads to threads.
 #[derive(Debug, Clone, Copy)]
 struct Heads {
@@ -57,8 +60,6 @@ pub(in crate::ops) fn qk_norm_rope(
     eps: f64,
     table: &RopeTable,
 ) -> Result<(Tensor, Tensor)> {
-    /// Number of heads per thread: `HEADS` of the kernels.
-    const HEADS: usize = 2;
     let op = "qk_norm_rope";
     let ((t, width), dh) = (x.dims2()?, w.dims1()?);
     let h = width / dh;
@@ -106,6 +107,40 @@ pub(in crate::ops) fn qk_norm_rope_backward(
     if let (Some(shares), Some(dw)) = (&shares, dw) {
         add_columns(op, shares, dw)?;
     }
+    Ok(dx)
+}
+
+pub(in crate::ops) fn rope_heads(x: &Tensor, dh: usize, table: &RopeTable) -> Result<Tensor> {
+    let (t, width) = x.dims2()?;
+    let y = empty((t, width / dh, dh), x.dtype(), x)?;
+    let (rotated, tensors) = (table.cos.dim(1)?, [x, &y, &table.cos, &table.sin]);
+    let heads = Heads::new("rope_heads", x.dtype(), dh / 2, rotated, &tensors)?;
+    let op = "qk_norm_rope";
+    let launch = heads.launch(op, x.dtype()).grid(heads.blocks(t * (width / dh).div_ceil(HEADS)));
+    let launch = launch.address(address(op, "x", x)?).optional(op, "w", None)?;
+    let launch = launch.address(address(op, "cos", &table.cos)?);
+    let launch = launch.address(address(op, "sin", &table.sin)?).address(address(op, "y", &y)?);
+    let launch = launch.optional(op, "rstd", None)?.int(t).int(width / dh).int(dh / 2);
+    let launch = launch.int(rotated).int(heads.lanes).int(added(NormScale::OnePlusWeight));
+    launch.float(0.0).run(x)?;
+    Ok(y)
+}
+
+pub(in crate::ops) fn rope_heads_backward(dy: &Tensor, table: &RopeTable) -> Result<Tensor> {
+    let (t, h, dh) = dy.dims3()?;
+    let dx = empty((t, h * dh), dy.dtype(), dy)?;
+    let (rotated, tensors) = (table.cos.dim(1)?, [dy, &dx, &table.cos, &table.sin]);
+    let heads = Heads::new("rope_heads_backward", dy.dtype(), dh / 2, rotated, &tensors)?;
+    let op = "qk_norm_rope_backward";
+    let launch = heads.launch(op, dy.dtype()).grid(heads.blocks(t * h).min(2 * MULTIPROCESSORS));
+    let launch = launch.shared(THREADS / WARP * dh * 4);
+    // the kernel also loads `x`, whose values it does not use
+    let launch = launch.address(address(op, "x", dy)?).optional(op, "rstd", None)?;
+    let launch = launch.optional(op, "w", None)?.address(address(op, "cos", &table.cos)?);
+    let launch = launch.address(address(op, "sin", &table.sin)?).address(address(op, "dy", dy)?);
+    let launch = launch.address(address(op, "dx", &dx)?).optional(op, "shares", None)?;
+    let launch = launch.int(t).int(h).int(dh / 2).int(rotated).int(heads.lanes);
+    launch.int(added(NormScale::OnePlusWeight)).run(dy)?;
     Ok(dx)
 }
 

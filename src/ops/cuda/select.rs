@@ -104,6 +104,19 @@ impl AttentionKernels {
         Ok(Self { gpu, padded: Some(padded), row_bytes })
     }
 
+    /// Returns an error if the GPU has less shared memory than a block needs.
+    pub(super) fn expect_room(self, op: &str, block: &Block) -> Result<()> {
+        let (need, found) = (block.shared, self.gpu.shared_bytes);
+        if need > found {
+            bail!(
+                "{op}: `{}` needs {need} bytes of shared memory, and this GPU has {found}: kernels \
+                 for bf16 (`model.precision`) and smaller heads need less",
+                block.name
+            );
+        }
+        Ok(())
+    }
+
     /// Kernel name for a pass.
     fn name(self, name: &str) -> String {
         match self.padded {

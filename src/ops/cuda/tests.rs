@@ -130,6 +130,11 @@ fn rotary_embeddings_match_the_cpu() -> Result<()> {
                 vec![y, rstd, dw, dx, alone]
             });
             assert_all_close(&format!("qk_norm_rope {what}"), &gpu, &cpu, tolerance);
+            let (gpu, cpu) = both!(path => {
+                let y = path::rope_heads(&x, dh, &table)?;
+                vec![y, path::rope_heads_backward(&dy, &table)?]
+            });
+            assert_all_close(&format!("rope_heads {what}"), &gpu, &cpu, tolerance);
             let qkv = operand(4, &[t, 3 * h * dh], dtype);
             let (gpu, cpu) = both!(path => {
                 let (q, k, v) = path::vision_rope_split(&qkv, h, &table)?;
@@ -307,6 +312,17 @@ fn attention_of_every_head_dim_fits_into_99_kib_of_shared_memory() {
         let sizes = [kernels.forward().shared, backward(Own::Keys), backward(Own::Queries)];
         assert!(sizes.iter().all(|bytes| *bytes <= SMALL.shared_bytes), "{dh}: {sizes:?}");
     }
+}
+
+#[test]
+fn plain_attention_of_wide_heads_is_refused_on_a_gpu_with_little_shared_memory() {
+    let room = |dh| {
+        let kernels = AttentionKernels::choose("attention", DType::F32, dh, SMALL)?;
+        kernels.expect_room("attention", &kernels.backward(Own::Keys))
+    };
+    assert!(room(128).is_ok());
+    let error = room(256).unwrap_err().to_string();
+    assert!(error.contains("needs 139776 bytes of shared memory"), "{error}");
 }
 
 #[test]

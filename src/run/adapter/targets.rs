@@ -131,7 +131,7 @@ pub(super) fn adapter_specs(modules: &[AdapterModule], specs: &[ParamSpec]) -> V
 }
 
 /// `target_modules` of `adapter_config.json`: last parts of names if these select the same layers,
-/// otherwise full names.
+/// otherwise full names. A last part that is a number would also select the layer of this number.
 pub(super) fn target_modules(modules: &[AdapterModule], specs: &[ParamSpec]) -> Vec<String> {
     let chosen: BTreeSet<&str> = modules.iter().map(|module| module.name.as_str()).collect();
     let last = |name: &str| name.rsplit('.').next().unwrap_or(name).to_owned();
@@ -139,5 +139,10 @@ pub(super) fn target_modules(modules: &[AdapterModule], specs: &[ParamSpec]) -> 
     // Also the patch convolution and the embeddings, which PEFT finds by their names.
     let others = specs.iter().filter_map(|spec| spec.name.strip_suffix(".weight"));
     let same = others.filter(|name| ends.contains(&last(name))).all(|name| chosen.contains(name));
-    if same { ends.into_iter().collect() } else { chosen.into_iter().map(str::to_owned).collect() }
+    let is_number = |end: &String| end.bytes().all(|byte| byte.is_ascii_digit());
+    if same && !ends.iter().any(is_number) {
+        ends.into_iter().collect()
+    } else {
+        chosen.into_iter().map(str::to_owned).collect()
+    }
 }

@@ -1,7 +1,7 @@
 //! Checks every row of the data sets.
 
 use super::super::error::RunError;
-use super::super::inputs::{DataList, loader_options, open_data, order};
+use super::super::inputs::{DataList, loader_options, of_data_set, open_data, order};
 use super::super::observer::SetupObserver;
 use super::super::plan::cached_if_possible;
 use super::{CheckReport, Finding, Note, Topic};
@@ -52,6 +52,20 @@ pub(super) fn check(
     }
     if complete && let Err(error) = add_plan(config, encoder, observer, report) {
         report.error(Topic::Plan, error);
+    }
+}
+
+/// Opens the files of the data sets without an encoder, which would read their rows.
+pub(super) fn check_files(config: &RunConfig, report: &mut CheckReport) {
+    let data = &config.data;
+    for (name, topic, sets) in
+        [("train", Topic::Train, &data.train), ("eval", Topic::Eval, &data.eval)]
+    {
+        for set in sets {
+            if let Err(problem) = DataSet::check_files(set, data.unknown_keys) {
+                report.error(topic, of_data_set(name, sets, problem));
+            }
+        }
     }
 }
 

@@ -1,15 +1,13 @@
 //! Everything that can be known about a run before it trains: all problems at once.
 
 mod data;
+mod model;
 mod resources;
 
-use super::adapter::open_run_model;
 use super::error::RunError;
-use super::inputs::{encoder, param_groups};
+use super::inputs::encoder;
 use super::observer::SetupObserver;
 use crate::config::RunConfig;
-use crate::tape::Trainable;
-use candle_core::Device;
 pub(crate) use resources::predicted_memory;
 use resources::{GIB, LESS_DISK, Need};
 use std::fs;
@@ -150,13 +148,16 @@ pub fn check_run(config: &RunConfig, observer: &dyn SetupObserver) -> CheckRepor
     if let Err(error) = config.data.validate() {
         report.error(Topic::Config, error);
     }
-    check_model(config, &mut report);
+    model::check(config, &mut report);
     match encoder(config) {
         Ok(encoder) => {
             report.fact(Topic::Encoder, "the chat template can be used");
             data::check(config, &encoder, observer, &mut report);
         }
-        Err(error) => report.error(Topic::Encoder, error),
+        Err(error) => {
+            report.error(Topic::Encoder, error);
+            data::check_files(config, &mut report);
+        }
     }
     if is_valid {
         resources::check(config, &mut report);
@@ -164,27 +165,4 @@ pub fn check_run(config: &RunConfig, observer: &dyn SetupObserver) -> CheckRepor
     resources::check_output(config, &mut report);
     report.findings.sort_by_key(|(topic, _)| *topic);
     report
-}
-
-/// Compares the tensors of the model folder with its config, and applies the patterns.
-fn check_model(config: &RunConfig, report: &mut CheckReport) {
-    let (open, _) = match open_run_model(config, None, &Device::Cpu) {
-        Ok(open) => open,
-        Err(error) => return report.error(Topic::Model, error),
-    };
-    match param_groups(config, &open) {
-        Err(error) => report.error(Topic::Model, error),
-        Ok(groups) => {
-            let trained = super::trainable(&groups);
-            let count = |only: bool| -> usize {
-                let specs = open.specs.iter().zip(&trained);
-                let counted = specs.filter(|(_, kind)| !only || **kind == Trainable::Yes);
-                counted.map(|(spec, _)| spec.shape.iter().product::<usize>()).sum()
-            };
-            let [all, trained] = [count(false), count(true)];
-            let tensors = open.specs.len();
-            let text = format!("{all} parameters in {tensors} tensors; {trained} are trained");
-            report.fact(Topic::Model, text);
-        }
-    }
 }

@@ -37,7 +37,8 @@ impl Trainer {
             weights: &parts.runner.weights,
         };
         let watch = RefCell::new(observer);
-        let stop = || parts.stop.load(Ordering::Relaxed);
+        let ranks = &parts.runner.ranks;
+        let stop = || parts.stop.load(Ordering::Relaxed) || ranks.is_stop_requested();
         let report = evaluator.run_until(&*parts.runner.model, &stop, &|done| {
             watch.borrow_mut().evaluating(done, total);
         })?;

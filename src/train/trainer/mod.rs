@@ -221,6 +221,7 @@ impl Trainer {
 
     /// Trains until `max_steps` are done, the data ends, or a signal stops the run.
     pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
+        self.ranks().pass_on(&self.parts.stop);
         let result = self.train(observer);
         if let Err(error) = &result {
             self.ranks().fail(error); // before the connections close, and before a slow disk

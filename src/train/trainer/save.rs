@@ -123,9 +123,11 @@ impl Trainer {
         let Rank { rank, world, local_world, .. } = self.ranks().rank();
         let need = contents.changing_bytes(rank, world)? * local_world as u64;
         let free = available_memory_bytes();
-        let copy = if copy_fits(need, free) { contents.copy(rank, world)? } else { None };
-        let fits_everywhere = !self.ranks().gather(copy.is_some())?.contains(&false);
-        let Some(copy) = copy.filter(|_| fits_everywhere) else {
+        // all ranks of a machine look at its memory before the first of them copies
+        let fits_everywhere = !self.ranks().gather(copy_fits(need, free))?.contains(&false);
+        let copy = if fits_everywhere { contents.copy(rank, world)? } else { None };
+        let is_copied_everywhere = !self.ranks().gather(copy.is_some())?.contains(&false);
+        let Some(copy) = copy.filter(|_| is_copied_everywhere) else {
             if !std::mem::replace(&mut self.saves.lacks_memory, true) {
                 let mib = |bytes: u64| bytes >> 20;
                 tracing::warn!(

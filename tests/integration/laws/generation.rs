@@ -6,6 +6,7 @@ use super::{
 use crate::harness::device;
 use candle_core::Tensor;
 use trainer::batch::EncodedSample;
+use trainer::models::Cache;
 
 /// The first `tokens` tokens of a sample, with the first `images` images.
 fn prefix(whole: &EncodedSample, tokens: usize, images: usize) -> EncodedSample {
@@ -27,6 +28,11 @@ fn assert_row(what: &str, found: &Tensor, expected: &[f32]) {
     assert_close(what, &wide(&found), &wide(expected), Tolerance::PATH);
 }
 
+/// The hidden state of one more token of one sample.
+fn extend(subject: &Subject, id: u32, cache: &mut Cache) -> Tensor {
+    subject.model.extend(&[id], &mut [cache], 1, &device()).unwrap()
+}
+
 #[test]
 fn hidden_states_from_the_cache_equal_those_of_the_whole_sample() {
     for shape in SHAPES {
@@ -43,7 +49,7 @@ fn hidden_states_from_the_cache_equal_those_of_the_whole_sample() {
             let end = next_image.map_or(whole.len(), |row| *row as usize);
             for (at, row) in rows.iter().enumerate().take(end).skip(prompt) {
                 let id = whole.input_ids[at];
-                let hidden = subject.model.extend(id, &mut cache, &device()).unwrap();
+                let hidden = extend(&subject, id, &mut cache);
                 assert_row(&format!("token {at} after {prompt}"), &hidden, row);
             }
         }
@@ -63,7 +69,7 @@ fn a_prompt_after_its_cached_start_has_the_hidden_state_of_the_whole_prompt() {
             let (_, mut cache) = subject.model.prefill(start, &device()).unwrap();
             // Other tokens of an answer, which the next prompt does not have.
             for id in [5, 9] {
-                subject.model.extend(id, &mut cache, &device()).unwrap();
+                extend(&subject, id, &mut cache);
             }
             cache.truncate(tokens);
             let all = packed(std::slice::from_ref(&whole));
@@ -85,13 +91,74 @@ fn a_cache_belongs_to_its_own_prompt() {
     let mut in_turns = [vec![], vec![]];
     for id in [5, 9, 2] {
         for (cache, hidden) in caches.iter_mut().zip(&mut in_turns) {
-            hidden.push(super::host(&subject.model.extend(id, cache, &device()).unwrap()));
+            hidden.push(super::host(&extend(&subject, id, cache)));
         }
     }
     for (prompt, in_turns) in prompts.into_iter().zip(in_turns) {
         let (_, mut cache) = subject.model.prefill(packed(&[prompt]), &device()).unwrap();
-        let alone = [5, 9, 2]
-            .map(|id| super::host(&subject.model.extend(id, &mut cache, &device()).unwrap()));
+        let alone = [5, 9, 2].map(|id| super::host(&extend(&subject, id, &mut cache)));
         assert_eq!(in_turns, alone);
+    }
+}
+
+/// Logits of each sample after the tokens `ids` of its own, computed in `num_rows` rows.
+fn logits(
+    subject: &Subject,
+    samples: &[&(EncodedSample, [u32; 3])],
+    num_rows: usize,
+) -> Vec<Vec<f32>> {
+    let model = &subject.model;
+    let mut caches: Vec<Cache> = samples
+        .iter()
+        .map(|(prompt, _)| model.prefill(packed(std::slice::from_ref(prompt)), &device()))
+        .map(|prefilled| prefilled.unwrap().1)
+        .collect();
+    let mut hidden = None;
+    for step in 0..3 {
+        let ids: Vec<u32> = samples.iter().map(|(_, ids)| ids[step]).collect();
+        let mut caches: Vec<&mut Cache> = caches.iter_mut().collect();
+        hidden = Some(model.extend(&ids, &mut caches, num_rows, &device()).unwrap());
+    }
+    let head = model.lm_head().tensor();
+    let logits = trainer::ops::linear(&hidden.unwrap(), &head, None).unwrap(); // [R, V]
+    (0..samples.len()).map(|row| super::host(&logits.get(row).unwrap())).collect()
+}
+
+#[test]
+fn the_logits_of_a_sample_do_not_depend_on_its_place_in_a_group_and_on_the_others() {
+    for shape in SHAPES {
+        let subject = Subject::new(&Weights::random(shape, 87), Backend::Flash);
+        let samples = [
+            (sample(88, &[Text(3), Image([1, 4, 2]), Text(2)]), [5, 9, 2]),
+            (sample(89, &[Text(1)]), [1, 2, 3]),
+            (sample(90, &[Text(70)]), [8, 8, 8]),
+            (sample(91, &[Image([1, 2, 4]), Text(4)]), [0, 49, 20]),
+        ];
+        let [a, b, c, d] = samples.each_ref();
+        let alone = logits(&subject, &[a], 1);
+        for num_rows in [4, 5, 9] {
+            let expected = &logits(&subject, &[a, b, c, d], num_rows)[0];
+            let what = format!("{shape:?} in {num_rows} rows");
+            assert_close(&what, &wide(expected), &wide(&alone[0]), Tolerance::PATH);
+            let groups =
+                [vec![a], vec![d, a], vec![a, c], vec![c, b, a], vec![b, d, c, a], vec![a, a]];
+            for (at, group) in groups.into_iter().enumerate() {
+                for (row, _) in group.iter().enumerate().filter(|(_, own)| own.1 == a.1) {
+                    let found = &logits(&subject, &group, num_rows)[row];
+                    assert!(found == expected, "{what}: row {row} of group {at}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn more_samples_than_rows_are_refused() {
+    let subject = Subject::new(&Weights::random(SHAPES[0], 92), Backend::Flash);
+    let (_, mut cache) =
+        subject.model.prefill(packed(&[sample(93, &[Text(4)])]), &device()).unwrap();
+    for (ids, num_rows) in [(&[1][..], 0), (&[1, 2], 4)] {
+        let result = subject.model.extend(ids, &mut [&mut cache], num_rows, &device());
+        assert!(result.is_err(), "{ids:?} in {num_rows} rows");
     }
 }

@@ -26,9 +26,11 @@ use trainer::batch::{
 };
 use trainer::data::collate;
 use trainer::loss::{Targets, loss_and_gradient};
-use trainer::models::vision_language::{Config, VisionConfig, param_specs};
+use trainer::models::vision_language::{
+    Config, MropeLayout, VisionConfig, VisionKind, param_specs,
+};
 use trainer::models::{Model, ModelConfig, ModelInput, RecomputePolicy};
-use trainer::nn::{DecoderConfig, HybridConfig, Init, ParamSpec};
+use trainer::nn::{DecoderConfig, HybridConfig, Init, ParamSpec, Queries, TensorNames};
 use trainer::ops::{AttentionBackend, Flash, Gelu, Masked};
 use trainer::tape::{GradSink, Gradients, Param, Trainable};
 
@@ -104,11 +106,13 @@ enum Shape {
     Untied,
     /// Qwen3.5: layers with linear attention and with gated attention, no deepstack.
     Hybrid,
+    /// Qwen2.5-VL: windows in the vision encoder, biases in place of the norms of queries and keys.
+    Windowed,
 }
 
 const IMAGE_TOKEN: u32 = 7;
 const VOCABULARY: u32 = 50;
-const SHAPES: [Shape; 3] = [Shape::Tied, Shape::Untied, Shape::Hybrid];
+const SHAPES: [Shape; 4] = [Shape::Tied, Shape::Untied, Shape::Hybrid, Shape::Windowed];
 
 /// A small config in which sizes that could be confused are different.
 fn config(shape: Shape) -> Config {
@@ -117,7 +121,16 @@ fn config(shape: Shape) -> Config {
         Shape::Tied => (24, 2, [4, 1, 1]),
         Shape::Untied => (32, 1, [2, 2, 2]),
         Shape::Hybrid => (24, 2, [2, 1, 1]),
+        Shape::Windowed => (24, 2, [1, 2, 3]),
     };
+    let is_windowed = shape == Shape::Windowed;
+    let learned = VisionKind::Learned {
+        num_position_embeddings: 25,
+        deepstack_visual_indexes: if shape == Shape::Hybrid { vec![] } else { vec![0, 2] },
+        hidden_act: Gelu::Tanh,
+    };
+    // The images of the samples have up to 2 x 3 tokens. Block 1 attends inside frames.
+    let windowed = VisionKind::Windowed { window: 2, full_attention_blocks: vec![1] };
     let hybrid = (shape == Shape::Hybrid).then(|| HybridConfig {
         rotary_dim: 8,
         is_linear: vec![true, false, true],
@@ -138,26 +151,27 @@ fn config(shape: Shape) -> Config {
             head_dim: 12, // 4 * 12 is not the hidden size
             rms_norm_eps: 1e-6,
             rope_theta: 100.0, // small: every frequency turns within a short sample
+            tie_word_embeddings: shape == Shape::Tied || is_windowed,
+            initializer_range: 0.02,
+            queries: if is_windowed { Queries::Biased } else { Queries::Normed },
             hybrid,
         },
         mrope_section,
+        mrope_layout: if is_windowed { MropeLayout::Blocks } else { MropeLayout::Interleaved },
         vision: VisionConfig {
             depth: 3,
             hidden_size: 16,
-            intermediate_size: 20,
+            intermediate_size: if is_windowed { 22 } else { 20 },
             num_heads: 2,
             in_channels: 3,
             patch_size: 2,
             temporal_patch_size: 2,
             spatial_merge_size: 2,
-            num_position_embeddings: 25,
             out_hidden_size: hidden_size,
-            deepstack_visual_indexes: if shape == Shape::Hybrid { vec![] } else { vec![0, 2] },
-            hidden_act: Gelu::Tanh,
+            kind: if is_windowed { windowed } else { learned },
         },
-        tie_word_embeddings: shape == Shape::Tied,
-        initializer_range: 0.02,
         image_token_id: IMAGE_TOKEN,
+        tensor_names: TensorNames::Modules,
     }
 }
 

@@ -8,8 +8,8 @@ use super::Weights;
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use std::collections::BTreeMap;
 use trainer::batch::{IGNORE_INDEX, VarlenBatch};
-use trainer::models::vision_language::Config;
-use trainer::nn::HybridConfig;
+use trainer::models::vision_language::{Config, MropeLayout, VisionKind};
+use trainer::nn::{HybridConfig, Queries};
 
 const CPU: &Device = &Device::Cpu;
 const LAYER_NORM_EPS: f64 = 1e-6;
@@ -128,18 +128,20 @@ impl Oracle {
         let pixels = Tensor::from_vec(pixels, (num_patches, v.patch_values()), CPU)?;
 
         // The learned table of side x side cells is resized to the grid by linear interpolation.
-        let side = v.num_position_embeddings.isqrt();
-        let along = |i: usize, n: usize| {
-            if n > 1 { i as f64 * (side - 1) as f64 / (n - 1) as f64 } else { 0.0 }
-        };
-        let hat = |at: f64, cell: usize| (1.0 - (at - cell as f64).abs()).max(0.0);
-        let stretch = matrix(num_patches, side * side, |patch, cell| {
-            let at = places[patch];
-            hat(along(at.row, at.height), cell / side)
-                * hat(along(at.column, at.width), cell % side)
-        })?;
-        let positions = stretch.matmul(self.p("model.visual.pos_embed.weight"))?;
-        let mut h = (self.linear(&pixels, "model.visual.patch_embed.proj")? + positions)?;
+        let mut h = self.linear(&pixels, "model.visual.patch_embed.proj")?;
+        if let VisionKind::Learned { num_position_embeddings, .. } = v.kind {
+            let side = num_position_embeddings.isqrt();
+            let along = |i: usize, n: usize| {
+                if n > 1 { i as f64 * (side - 1) as f64 / (n - 1) as f64 } else { 0.0 }
+            };
+            let hat = |at: f64, cell: usize| (1.0 - (at - cell as f64).abs()).max(0.0);
+            let stretch = matrix(num_patches, side * side, |patch, cell| {
+                let at = places[patch];
+                hat(along(at.row, at.height), cell / side)
+                    * hat(along(at.column, at.width), cell % side)
+            })?;
+            h = (h + stretch.matmul(self.p("model.visual.pos_embed.weight"))?)?;
+        }
 
         // In each half of the head, the first half of the angles is by row, the second by column.
         let head_dim = v.hidden_size / v.num_heads;
@@ -150,12 +152,26 @@ impl Oracle {
             let at = if k < quarter { places[patch].row } else { places[patch].column };
             at as f64 * frequency
         })?;
-        let mask =
-            matrix(num_patches, num_patches, |i, j| indicator(places[i].frame == places[j].frame))?;
+        // The square of a frame that a patch is in.
+        let window = |patch: usize, pixels: usize| {
+            let at = places[patch];
+            (at.frame, at.row / pixels, at.column / pixels)
+        };
         let mut taps = Vec::new();
         for block in 0..v.depth {
             let name = |part: &str| format!("model.visual.blocks.{block}.{part}");
-            let qkv = self.linear(&self.layer_norm(&h, &name("norm1"))?, &name("attn.qkv"))?;
+            let side = match &v.kind {
+                VisionKind::Windowed { window, full_attention_blocks }
+                    if !full_attention_blocks.contains(&block) =>
+                {
+                    window * v.spatial_merge_size
+                }
+                _ => usize::MAX,
+            };
+            let mask = matrix(num_patches, num_patches, |i, j| {
+                indicator(window(i, side) == window(j, side))
+            })?;
+            let qkv = self.linear(&self.vision_norm(&h, &name("norm1"))?, &name("attn.qkv"))?;
             let part = |i: usize| {
                 let part = qkv.narrow(1, i * v.hidden_size, v.hidden_size)?;
                 part.reshape((num_patches, v.num_heads, head_dim))
@@ -163,20 +179,52 @@ impl Oracle {
             let (q, k) = (rotate(&part(0)?, &angles)?, rotate(&part(1)?, &angles)?);
             let attended = attention(&q, &k, &part(2)?, &mask)?;
             h = (h + self.linear(&attended, &name("attn.proj"))?)?;
-            let inner =
-                self.linear(&self.layer_norm(&h, &name("norm2"))?, &name("mlp.linear_fc1"))?;
-            h = (h + self.linear(&gelu_tanh(&inner)?, &name("mlp.linear_fc2"))?)?;
-            if v.deepstack_visual_indexes.contains(&block) {
+            let x = self.vision_norm(&h, &name("norm2"))?;
+            h = (h + self.vision_mlp(&x, &name("mlp"))?)?;
+            if let VisionKind::Learned { deepstack_visual_indexes, .. } = &v.kind
+                && deepstack_visual_indexes.contains(&block)
+            {
                 let name = format!("model.visual.deepstack_merger_list.{}", taps.len());
                 let joined = self.layer_norm(&self.joined(&h)?, &format!("{name}.norm"))?;
-                taps.push(self.merge(&joined, &name)?);
+                taps.push(self.merge(&joined, &name, ["linear_fc1", "linear_fc2"])?);
             }
         }
+        let (norm, linears) = match v.kind {
+            VisionKind::Learned { .. } => ("norm", ["linear_fc1", "linear_fc2"]),
+            VisionKind::Windowed { .. } => ("ln_q", ["mlp.0", "mlp.2"]),
+        };
         let name = "model.visual.merger";
-        let joined = self.joined(&self.layer_norm(&h, &format!("{name}.norm"))?)?;
-        let mut features = vec![self.merge(&joined, name)?];
+        let joined = self.joined(&self.vision_norm(&h, &format!("{name}.{norm}"))?)?;
+        let mut features = vec![self.merge(&joined, name, linears)?];
         features.extend(taps);
         Ok(features)
+    }
+
+    /// A norm of the vision encoder; those of Qwen2.5-VL have no bias and subtract no mean.
+    fn vision_norm(&self, x: &Tensor, name: &str) -> Result<Tensor> {
+        match self.config.vision.kind {
+            VisionKind::Learned { .. } => self.layer_norm(x, name),
+            VisionKind::Windowed { .. } => {
+                let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
+                let normed = x.broadcast_div(&(mean_square + LAYER_NORM_EPS)?.sqrt()?)?;
+                normed.broadcast_mul(self.p(&format!("{name}.weight")))
+            }
+        }
+    }
+
+    fn vision_mlp(&self, x: &Tensor, name: &str) -> Result<Tensor> {
+        let part = |part: &str| format!("{name}.{part}");
+        match self.config.vision.kind {
+            VisionKind::Learned { .. } => {
+                let inner = gelu_tanh(&self.linear(x, &part("linear_fc1"))?)?;
+                self.linear(&inner, &part("linear_fc2"))
+            }
+            VisionKind::Windowed { .. } => {
+                let gate = silu(&self.linear(x, &part("gate_proj"))?)?;
+                let inner = gate.mul(&self.linear(x, &part("up_proj"))?)?;
+                self.linear(&inner, &part("down_proj"))
+            }
+        }
     }
 
     fn joined(&self, x: &Tensor) -> Result<Tensor> {
@@ -185,10 +233,10 @@ impl Oracle {
         x.reshape((patches / together, together * width))
     }
 
-    fn merge(&self, joined: &Tensor, name: &str) -> Result<Tensor> {
-        let inner = self.linear(joined, &format!("{name}.linear_fc1"))?;
+    fn merge(&self, joined: &Tensor, name: &str, [first, second]: [&str; 2]) -> Result<Tensor> {
+        let inner = self.linear(joined, &format!("{name}.{first}"))?;
         let activated = (&inner * 0.5)?.mul(&((inner / 2f64.sqrt())?.erf()? + 1.0)?)?;
-        self.linear(&activated, &format!("{name}.linear_fc2"))
+        self.linear(&activated, &format!("{name}.{second}"))
     }
 
     /// Hidden states after the last norm, `[T, D]`.
@@ -217,9 +265,12 @@ impl Oracle {
         let half = rotary_dim / 2;
         let angles = matrix(num_tokens, rotary_dim, |token, dim| {
             let k = dim % half;
-            let axis = match k % 3 {
-                1 if k < 3 * self.config.mrope_section[1] => 1,
-                2 if k < 3 * self.config.mrope_section[2] => 2,
+            let [time, height, width] = self.config.mrope_section;
+            let axis = match (self.config.mrope_layout, k % 3) {
+                (MropeLayout::Interleaved, 1) if k < 3 * height => 1,
+                (MropeLayout::Interleaved, 2) if k < 3 * width => 2,
+                (MropeLayout::Blocks, _) if k >= time + height => 2,
+                (MropeLayout::Blocks, _) if k >= time => 1,
                 _ => 0,
             };
             let frequency = c.rope_theta.powf(-2.0 * k as f64 / rotary_dim as f64);
@@ -266,8 +317,9 @@ impl Oracle {
             let y = self.linear(x, &format!("{name}.{part}_proj"))?;
             y.reshape((num_tokens, y.dim(1)? / width, width))
         };
-        let turned = |x: &Tensor, part: &str| {
-            rotate(&self.rms_norm(x, &format!("{name}.{part}_norm"))?, angles)
+        let turned = |x: &Tensor, part: &str| match self.config.text.queries {
+            Queries::Normed => rotate(&self.rms_norm(x, &format!("{name}.{part}_norm"))?, angles),
+            Queries::Biased => rotate(x, angles),
         };
         let k = turned(&project("k", head_dim)?, "k")?;
         let v = project("v", head_dim)?;
@@ -355,7 +407,7 @@ impl Oracle {
         }
         let (num_tokens, s) = (batch.input_ids.len(), targets.len());
         let rows = matrix(s, num_tokens, |i, token| indicator(targets[i].0 == token))?;
-        let head = if self.config.tie_word_embeddings {
+        let head = if self.config.text.tie_word_embeddings {
             self.p("model.language_model.embed_tokens.weight")
         } else {
             self.p("lm_head.weight")

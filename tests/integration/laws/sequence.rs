@@ -94,7 +94,11 @@ fn assert_split(
 
 /// A model whose heads 2 and 4 ranks can share.
 fn four_heads(seed: u64) -> Weights {
-    Weights::with_config(|config| config.text.num_key_value_heads = 4, Shape::Tied, seed)
+    four_heads_of(Shape::Tied, seed)
+}
+
+fn four_heads_of(shape: Shape, seed: u64) -> Weights {
+    Weights::with_config(|config| config.text.num_key_value_heads = 4, shape, seed)
 }
 
 #[test]
@@ -106,6 +110,8 @@ fn ranks_that_share_the_tokens_of_a_micro_batch_get_every_gradient() {
         for size in [2, 4] {
             let weights = four_heads(51);
             assert_split("packed", &weights, (&batch, backend), size, Recompute::Yes, |_| true);
+            let weights = four_heads_of(Shape::Windowed, 58);
+            assert_split("windows", &weights, (&batch, backend), size, Recompute::No, |_| true);
         }
     }
 }

@@ -1,6 +1,7 @@
 // Dropout with a mask from seed, row and column; see src/ops/dropout.rs.
 //
-// A thread has one chunk of 16 bytes, or one element if rows are not aligned. A chunk is in one row.
+// A thread has one chunk of 16 bytes, or one element if rows are not aligned. A chunk is in one row. The
+// halves of a random number decide on two columns that are 16 apart.
 #include "chunks.cuh"
 
 namespace {
@@ -17,7 +18,9 @@ __device__ __forceinline__ void drop(const T *x, T *y, int width, long long n, l
   float result[E];
 #pragma unroll
   for (int i = 0; i < E; i++) {
-    float kept = mix(row_seed ^ (column + i)) < uint32_t(threshold) ? 0.0f : from.get(i) * scale;
+    uint32_t c = column + i, number = c / 32 * 16 + c % 16;
+    uint32_t random = mix(row_seed ^ number) >> (c & 16) & 0xffff;
+    float kept = random < uint32_t(threshold) ? 0.0f : from.get(i) * scale;
     if constexpr (ADD) result[i] = old.get(i) + kept;
     else result[i] = kept;
   }

@@ -15,13 +15,8 @@ __device__ __forceinline__ void forward(const T *x, const T *z, const T *w, T *y
   held.load(x + start, d, group, row < n);
   gate.load(z + start, d, group, row < n);
   weight.load(w, d, group, true);
-  float squares[1] = {0};
-#pragma unroll
-  for (int i = 0; i < FORWARD; i++) squares[0] += held.get(i) * held.get(i);
-  group_sum(squares, group, 0);
+  float scale = inverse_rms(held, rstd, row, row < n, d, group, eps);
   if (row >= n) return;
-  float scale = rsqrtf(squares[0] / float(d) + eps);
-  if (group.index == 0) rstd[row] = scale;
   store_row<E, FORWARD>(y + start, d, group, [&](int i) {
     float g = gate.get(i);
     return weight.get(i) * rounded<T>(held.get(i) * scale) * (g * sigmoid(g));
@@ -34,12 +29,7 @@ __device__ __forceinline__ void backward(const T *x, const T *z, const float *rs
   Held<T, E, BACKWARD> weight;
   weight.load(w, d, group, true);
   float shares[BACKWARD] = {};
-  int stride = int(gridDim.x) * group.count;
-  // All groups of a block do the same number of iterations, because group_sum has a barrier.
-  int turn = 0;
-  for (int first = int(blockIdx.x) * group.count; first < n; first += stride, turn++) {
-    int row = first + group.number;
-    bool valid = row < n;
+  for_rows(n, group, [&](int row, bool valid, int turn) {
     size_t start = size_t(row) * d;
     Held<T, E, BACKWARD> x_row, z_row, dy_row;
     x_row.load(x + start, d, group, valid);
@@ -58,13 +48,11 @@ __device__ __forceinline__ void backward(const T *x, const T *z, const float *rs
     }
     group_sum(product, group, turn);
     float c = product[0] * scale * scale * scale / float(d);
-    if (!valid) continue;
+    if (!valid) return;
     store_row<E, BACKWARD>(dx + start, d, group, [&](int i) { return dn[i] * scale - x_row.get(i) * c; });
     store_row<E, BACKWARD>(dz + start, d, group, [&](int i) { return dgate[i]; });
-  }
-  if (!dw_shares) return;
-  float *share = dw_shares + size_t(int(blockIdx.x) * group.count + group.number) * d;
-  store_row<E, BACKWARD>(share, d, group, [&](int i) { return shares[i]; });
+  });
+  if (dw_shares) store_row<E, BACKWARD>(share_of(dw_shares, d, group), d, group, [&](int i) { return shares[i]; });
 }
 
 } // namespace

@@ -56,6 +56,21 @@ template <int E, int H, class T, class F> __device__ __forceinline__ void store_
   });
 }
 
+// Calls f(row, whether it exists, turn) for each row of this group in a backward pass. All groups of
+// a block do the same number of turns, because group_sum has a barrier.
+template <class F> __device__ __forceinline__ void for_rows(int n, const Group &group, F f) {
+  int stride = int(gridDim.x) * group.count, turn = 0;
+  for (int first = int(blockIdx.x) * group.count; first < n; first += stride, turn++) {
+    int row = first + group.number;
+    f(row, row < n, turn);
+  }
+}
+
+// The partial sums of a group for a gradient of `d` columns.
+__device__ __forceinline__ float *share_of(float *shares, int d, const Group &group) {
+  return shares + size_t(int(blockIdx.x) * group.count + group.number) * d;
+}
+
 // Returns the sums over the group to every thread, added in a fixed order. All threads of the block
 // must call it. `turn` counts the calls in a kernel: a warp may be one call ahead of the others, so
 // calls alternate between two buffers.
@@ -77,6 +92,18 @@ template <int K> __device__ __forceinline__ void group_sum(float (&sums)[K], con
     for (int i = 0; i < group.warps; i++) sum += buffer[k][first + i];
     sums[k] = sum;
   }
+}
+
+// Returns 1 / sqrt(mean of squares + eps) of a held row to every thread, and stores it. `exists` is
+// whether the row does.
+template <class T, int E> __device__ __forceinline__ float inverse_rms(const Held<T, E, FORWARD> &x, float *rstd, int row, bool exists, int d, const Group &group, float eps) {
+  float squares[1] = {0};
+#pragma unroll
+  for (int i = 0; i < FORWARD; i++) squares[0] += x.get(i) * x.get(i);
+  group_sum(squares, group, 0);
+  float scale = rsqrtf(squares[0] / float(d) + eps);
+  if (exists && group.index == 0) rstd[row] = scale;
+  return scale;
 }
 
 } // namespace

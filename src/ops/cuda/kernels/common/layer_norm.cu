@@ -61,11 +61,7 @@ __device__ __forceinline__ void backward(const T *x, const float *stats, const T
   Held<T, E, BACKWARD> weight;
   weight.load(w, d, group, true);
   float dw[BACKWARD] = {}, db[BACKWARD] = {};
-  int stride = int(gridDim.x) * group.count;
-  int turn = 0;
-  for (int first = int(blockIdx.x) * group.count; first < n; first += stride, turn++) {
-    int row = first + group.number;
-    bool valid = row < n;
+  for_rows(n, group, [&](int row, bool valid, int turn) {
     size_t start = size_t(row) * d;
     Held<T, E, BACKWARD> x_row, dy_row, kept;
     x_row.load(x + start, d, group, valid);
@@ -90,10 +86,9 @@ __device__ __forceinline__ void backward(const T *x, const float *stats, const T
         return rstd * (dy_row.get(i) * weight.get(i) - g_mean - h * gh_mean) + kept.get(i);
       });
     }
-  }
-  size_t share = size_t(int(blockIdx.x) * group.count + group.number) * d;
-  if (dw_shares) store_row<E, BACKWARD>(dw_shares + share, d, group, [&](int i) { return dw[i]; });
-  if (db_shares) store_row<E, BACKWARD>(db_shares + share, d, group, [&](int i) { return db[i]; });
+  });
+  if (dw_shares) store_row<E, BACKWARD>(share_of(dw_shares, d, group), d, group, [&](int i) { return dw[i]; });
+  if (db_shares) store_row<E, BACKWARD>(share_of(db_shares, d, group), d, group, [&](int i) { return db[i]; });
 }
 
 } // namespace

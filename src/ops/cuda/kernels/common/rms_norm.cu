@@ -20,13 +20,8 @@ template <class T, int E> __device__ __forceinline__ void forward(const T *x, co
   int row = int(blockIdx.x) * group.count + group.number;
   Held<T, E, FORWARD> held;
   held.load(x + size_t(row) * d, d, group, row < n);
-  float squares[1] = {0};
-#pragma unroll
-  for (int i = 0; i < FORWARD; i++) squares[0] += held.get(i) * held.get(i);
-  group_sum(squares, group, 0);
+  float scale = inverse_rms(held, rstd, row, row < n, d, group, eps);
   if (row >= n) return;
-  float scale = rsqrtf(squares[0] / float(d) + eps);
-  if (group.index == 0) rstd[row] = scale;
   apply_row<T, E>(held, scale, w, y + size_t(row) * d, d, group, added);
 }
 
@@ -45,12 +40,7 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
   Held<T, E, BACKWARD> weight;
   weight.load(w, d, group, true);
   float shares[BACKWARD] = {};
-  int stride = int(gridDim.x) * group.count;
-  // All groups of a block do the same number of iterations, because group_sum has a barrier.
-  int turn = 0;
-  for (int first = int(blockIdx.x) * group.count; first < n; first += stride, turn++) {
-    int row = first + group.number;
-    bool valid = row < n;
+  for_rows(n, group, [&](int row, bool valid, int turn) {
     size_t start = size_t(row) * d;
     Held<T, E, BACKWARD> x_row, dy_row, kept;
     x_row.load(x + start, d, group, valid);
@@ -68,10 +58,8 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
     if (valid) {
       store_row<E, BACKWARD>(dx + start, d, group, [&](int i) { return dy_row.get(i) * (weight.get(i) + added) * scale - x_row.get(i) * c + kept.get(i); });
     }
-  }
-  if (!dw_shares) return;
-  float *share = dw_shares + size_t(int(blockIdx.x) * group.count + group.number) * d;
-  store_row<E, BACKWARD>(share, d, group, [&](int i) { return shares[i]; });
+  });
+  if (dw_shares) store_row<E, BACKWARD>(share_of(dw_shares, d, group), d, group, [&](int i) { return shares[i]; });
 }
 
 } // namespace

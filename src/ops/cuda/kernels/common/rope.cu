@@ -65,6 +65,7 @@ struct Place {
   }
 };
 
+// Without `w` the heads are only rotated: `added` is 1, and there is no `rstd`.
 template <class T, int E, int P>
 __device__ __forceinline__ void forward(const T *x, const T *w, const float *cosines, const float *sines, T *y, float *rstd, int tokens, int heads, int half, int rotated,
                                         int lanes, int added, float eps) {
@@ -77,7 +78,7 @@ __device__ __forceinline__ void forward(const T *x, const T *w, const float *cos
   Angles<E, P> angles;
 #pragma unroll
   for (int h = 0; h < HEADS; h++) inputs[h].load(x + (size_t(token) * heads + first + h) * dh, column, stride, pairs, token < tokens && first + h < heads);
-  weight.load(w, column, stride, pairs, true);
+  weight.load(w, column, stride, pairs, w != nullptr);
   angles.load(cosines + size_t(token) * rotated, sines + size_t(token) * rotated, column, stride, rotated, token < tokens);
 #pragma unroll
   for (int h = 0; h < HEADS; h++) {
@@ -90,10 +91,10 @@ __device__ __forceinline__ void forward(const T *x, const T *w, const float *cos
         squares += a * a + b * b;
       }
     }
-    float scale = rsqrtf(place.sum(squares) / float(dh) + eps);
+    float sum = place.sum(squares), scale = w ? rsqrtf(sum / float(dh) + eps) : 1;
     if (token >= tokens || first + h >= heads) continue;
     size_t head = size_t(token) * heads + first + h;
-    if (place.member == 0) rstd[head] = scale;
+    if (w && place.member == 0) rstd[head] = scale;
 #pragma unroll
     for (int k = 0; k < P; k++) {
       int at = column + k * stride;
@@ -122,7 +123,7 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
   Pairs pairs{half, rotated};
   int dh = 2 * half, column = place.member * E, stride = lanes * E, items = tokens * heads;
   Head<T, E, P> weight;
-  weight.load(w, column, stride, pairs, true);
+  weight.load(w, column, stride, pairs, w != nullptr);
   float low_shares[P][E] = {}, high_shares[P][E] = {};
   // All lanes of a warp do the same number of iterations, because `place.sum` needs all of them.
   for (int start = int(blockIdx.x) * place.items_a_block; start < items; start += int(gridDim.x) * place.items_a_block) {
@@ -133,7 +134,7 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
     input.load(x + size_t(head) * dh, column, stride, pairs, valid);
     grad.load(dy + size_t(head) * dh, column, stride, pairs, valid);
     angles.load(cosines + size_t(token) * rotated, sines + size_t(token) * rotated, column, stride, rotated, valid);
-    float scale = valid ? rstd[head] : 0, product = 0;
+    float scale = !w ? 1 : valid ? rstd[head] : 0, product = 0;
     float low[P][E], high[P][E]; // gradient before the rotation
 #pragma unroll
     for (int k = 0; k < P; k++) {
@@ -149,7 +150,7 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
         product += low[k][i] * a + high[k][i] * b;
       }
     }
-    float c = place.sum(product) * scale * scale * scale / float(dh);
+    float sum = place.sum(product), c = w ? sum * scale * scale * scale / float(dh) : 0;
 #pragma unroll
     for (int k = 0; k < P; k++) {
       int at = column + k * stride;

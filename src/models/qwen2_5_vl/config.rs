@@ -1,0 +1,151 @@
+//! Reads the sizes of a Qwen2.5-VL model from `config.json`.
+
+use crate::models::config::{ModelConfigError, Section};
+use crate::models::vision_language::{Config, MropeLayout, VisionConfig, VisionKind};
+use crate::nn::{DecoderConfig, Queries, TensorNames};
+use serde_json::Value;
+
+/// Numbers of rotary frequencies of time, height and width if the file does not have them.
+const MROPE_SECTION: [usize; 3] = [16, 24, 24];
+
+/// Reads the sizes from the parsed `config.json`. Published files have the sizes of the decoder at the
+/// top level, newer ones in `text_config`.
+pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> {
+    let top = Section { value: json, name: "" };
+    let nested = json["text_config"].is_object();
+    let text = if nested { Section::of(json, "text_config")? } else { Section { ..top } };
+    let rope = text.rope();
+    rope.expect("mrope_interleaved", &Value::Bool(false), "`false` (Qwen2.5-VL)")?;
+    let has_section = !rope.value["mrope_section"].is_null();
+    let sizes = text.decoder()?;
+    if sizes.num_attention_heads * sizes.head_dim != sizes.hidden_size {
+        let what = format!(
+            "`num_attention_heads` {} of size {} do not fill `hidden_size` {}",
+            sizes.num_attention_heads, sizes.head_dim, sizes.hidden_size
+        );
+        return Err(ModelConfigError::Shape { what });
+    }
+    let config = Config {
+        text: DecoderConfig {
+            tie_word_embeddings: top.flag("tie_word_embeddings")
+                || text.flag("tie_word_embeddings"),
+            queries: Queries::Biased,
+            ..sizes
+        },
+        mrope_section: if has_section { rope.mrope_section()? } else { MROPE_SECTION },
+        mrope_layout: MropeLayout::Blocks,
+        vision: vision(&Section::of(json, "vision_config")?)?,
+        image_token_id: top.size("image_token_id")? as u32,
+        tensor_names: TensorNames::Flat,
+    };
+    config.check()?;
+    Ok(config)
+}
+
+fn vision(section: &Section<'_>) -> Result<VisionConfig, ModelConfigError> {
+    section.expect("hidden_act", &Value::from("silu"), "`silu`")?;
+    let full_attention_blocks = section.sizes("fullatt_block_indexes")?;
+    let kind = VisionKind::Windowed { window: 0, full_attention_blocks };
+    let sizes = VisionConfig::with_kind(section, kind)?;
+    let token = sizes.patch_size * sizes.spatial_merge_size; // pixels on a side
+    let pixels = section.size("window_size")?;
+    if pixels < token {
+        return Err(section.range("window_size", format!("at least the {token} pixels of a token")));
+    }
+    let VisionKind::Windowed { full_attention_blocks, .. } = sizes.kind else { return Ok(sizes) };
+    let kind = VisionKind::Windowed { window: pixels / token, full_attention_blocks };
+    Ok(VisionConfig { kind, ..sizes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// The published file of the 7B model.
+    fn published() -> Value {
+        json!({
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0,
+            "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02,
+            "intermediate_size": 18944, "max_position_embeddings": 128_000, "max_window_layers": 28,
+            "model_type": "qwen2_5_vl", "num_attention_heads": 28, "num_hidden_layers": 28,
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
+            "sliding_window": 32768, "tie_word_embeddings": false, "use_sliding_window": false,
+            "vision_config": {
+                "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420,
+                "num_heads": 16, "in_chans": 3, "out_hidden_size": 3584, "patch_size": 14,
+                "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112,
+                "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2,
+                "temporal_patch_size": 2,
+            },
+            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "vocab_size": 152_064,
+            "image_token_id": 151_655, "video_token_id": 151_656,
+        })
+    }
+
+    #[test]
+    fn a_window_has_four_tokens_on_a_side_and_every_eighth_block_has_none() {
+        let config = read(&published()).unwrap();
+        let full: Vec<usize> = (0..32).filter(|k| !config.vision.has_windows(*k)).collect();
+        assert_eq!(full, [7, 15, 23, 31]);
+        let VisionKind::Windowed { window, .. } = config.vision.kind else { panic!() };
+        assert_eq!((window, config.text.head_dim), (4, 128));
+        assert!(!config.text.tie_word_embeddings);
+    }
+
+    #[test]
+    fn the_layouts_of_transformers_4_and_5_are_read_alike() {
+        let flat = published();
+        let mut nested = json!({});
+        let mut text = json!({});
+        for (key, value) in flat.as_object().unwrap() {
+            let is_top = key.ends_with("_id") || key.starts_with("vision") || key == "model_type";
+            if is_top { nested[key] = value.clone() } else { text[key] = value.clone() }
+        }
+        nested["text_config"] = text.clone();
+        assert_eq!(read(&flat).unwrap(), read(&nested).unwrap());
+        let text = &mut nested["text_config"];
+        text["rope_parameters"] = text["rope_scaling"].take();
+        text["rope_parameters"]["rope_theta"] = text["rope_theta"].take();
+        text["rope_parameters"]["rope_type"] = json!("default");
+        text["tie_word_embeddings"] = json!(true);
+        text["layer_types"] = json!(vec!["full_attention"; 28]);
+        let config = read(&nested).unwrap();
+        assert!(config.text.tie_word_embeddings);
+        assert_eq!(config.text.rope_theta, 1e6);
+    }
+
+    #[test]
+    fn values_that_are_not_supported_are_refused_by_name() {
+        for (key, value) in [
+            ("use_sliding_window", json!(true)),
+            ("head_dim", json!(64)),
+            ("hidden_act", json!("gelu")),
+            ("rope_scaling", json!({"type": "yarn"})),
+            ("rope_scaling", json!({"type": "mrope", "mrope_section": [24, 20, 10]})),
+            ("image_token_id", json!(200_000)),
+        ] {
+            let mut json = published();
+            if key == "use_sliding_window" {
+                json["max_window_layers"] = json!(20);
+            }
+            json[key] = value;
+            let error = read(&json).unwrap_err().to_string();
+            let named = if key == "rope_scaling" { "`" } else { key };
+            let named = if key == "head_dim" { "hidden_size" } else { named };
+            assert!(error.contains(named), "{error}");
+        }
+        for (key, value) in [
+            ("window_size", json!(20)),
+            ("window_size", Value::Null),
+            ("hidden_act", json!("gelu")),
+            ("out_hidden_size", json!(2048)),
+            ("fullatt_block_indexes", json!(7)),
+        ] {
+            let mut json = published();
+            json["vision_config"][key] = value;
+            let error = read(&json).unwrap_err().to_string();
+            assert!(error.contains(key), "{error}");
+        }
+    }
+}

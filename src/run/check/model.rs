@@ -1,0 +1,95 @@
+//! Checks the model folder, and the patterns that select parameters.
+
+use super::super::adapter::{AdapterError, open_run_model};
+use super::super::error::RunError;
+use super::super::inputs::of_pattern;
+use super::super::setup_error::SetupError;
+use super::super::{OpenModel, trainable};
+use super::{CheckReport, Topic};
+use crate::config::RunConfig;
+use crate::optim::{GroupError, ParamGroups};
+use crate::tape::Trainable;
+use crate::train::{AdapterConfig, Targets};
+use candle_core::Device;
+
+/// Compares the tensors of the model folder with its config, and applies the patterns. A wrong
+/// pattern is left out after it was reported, so that it hides no other one.
+pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
+    let Some(open) = open_with_targets(config, report) else { return };
+    let Some(groups) = groups(config, &open, report) else { return };
+    let trained = trainable(&groups);
+    let count = |only: bool| -> usize {
+        let specs = open.specs.iter().zip(&trained);
+        let counted = specs.filter(|(_, kind)| !only || **kind == Trainable::Yes);
+        counted.map(|(spec, _)| spec.shape.iter().product::<usize>()).sum()
+    };
+    let [all, trained] = [count(false), count(true)];
+    let tensors = open.specs.len();
+    let text = format!("{all} parameters in {tensors} tensors; {trained} are trained");
+    report.fact(Topic::Model, text);
+}
+
+/// Opens the model with the targets of the adapter that exist.
+fn open_with_targets(config: &RunConfig, report: &mut CheckReport) -> Option<OpenModel> {
+    let mut config = config.clone();
+    loop {
+        let error = match open_run_model(&config, None, &Device::Cpu) {
+            Ok((open, _)) => return Some(open),
+            Err(error) => error,
+        };
+        let wrong = wrong_pattern(&error);
+        report.error(Topic::Model, error);
+        // Without targets, the patterns of the other sections are still checked.
+        let adapter = config.adapter.as_mut()?;
+        if !wrong.is_some_and(|wrong| leave_out(adapter, &wrong)) {
+            config.adapter = None;
+        }
+    }
+}
+
+/// The pattern of `adapter.target` or `adapter.train_also` that an error is about.
+fn wrong_pattern(error: &RunError) -> Option<String> {
+    let RunError::Setup(SetupError::Adapter(error)) = error else { return None };
+    match error {
+        AdapterError::Target { pattern, .. }
+        | AdapterError::Both { pattern, .. }
+        | AdapterError::Tied { pattern } => Some(pattern.clone()),
+        AdapterError::Pattern(problem) => problem.origin().1.map(str::to_owned),
+        _ => None,
+    }
+}
+
+/// Removes a pattern. Returns whether it was there, and targets are left.
+fn leave_out(adapter: &mut AdapterConfig, pattern: &str) -> bool {
+    let num_also = adapter.train_also.len();
+    adapter.train_also.retain(|entry| entry != pattern);
+    let Targets::Globs(globs) = &mut adapter.target else {
+        return adapter.train_also.len() < num_also;
+    };
+    let num_globs = globs.len();
+    globs.retain(|glob| glob != pattern);
+    !globs.is_empty() && adapter.train_also.len() + globs.len() < num_also + num_globs
+}
+
+/// Applies the patterns that are right. Returns `None` if one was wrong.
+fn groups(config: &RunConfig, open: &OpenModel, report: &mut CheckReport) -> Option<ParamGroups> {
+    let mut freeze = config.model.freeze.clone();
+    let mut multipliers = config.optim.lr_multipliers.clone();
+    let mut all_are_right = true;
+    loop {
+        let problem: GroupError = match open.groups(&freeze, &multipliers) {
+            Ok(groups) => return Some(groups).filter(|_| all_are_right),
+            Err(problem) => problem,
+        };
+        all_are_right = false;
+        let (key, pattern) = problem.origin();
+        let wrong = pattern.map(str::to_owned);
+        report.error(Topic::Model, of_pattern(config, problem));
+        let wrong = wrong?;
+        if key == "model.freeze" {
+            freeze.retain(|entry| *entry != wrong);
+        } else {
+            multipliers.shift_remove(&wrong);
+        }
+    }
+}

@@ -1,0 +1,56 @@
+"""Writes the results of scripts/cuda/first_run.sh as a Markdown page to stdout:
+`gpu_page.py FOLDER TRAINER`. Only what the folder has is in the page, so that it can be made after
+any part."""
+import datetime
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_table
+
+PARTS = {"tests": "tests", "steps": "steps", "ops": "ops", "torch": "PyTorch's steps", "start": "start"}
+
+
+def text(path):
+    return path.read_text().strip() if path.exists() else ""
+
+
+def main():
+    out, trainer = Path(sys.argv[1]), sys.argv[2]
+    gpu = text(out / "gpu.txt") or "no GPU: emulated kernels on the CPU"
+    version = subprocess.run([trainer, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    print(f"# {gpu.split(',')[0]}, {datetime.date.today()}\n")
+    print(f"GPU, driver and memory: {gpu}. Program: {version}. CPU cores: {os.cpu_count()}.")
+    print("Command: `scripts/cuda/first_run.sh`.\n")
+    print("| part | result |\n|---|---|")
+    for name, title in PARTS.items():
+        print(f"| {title} | {text(out / f'{name}.status') or 'not run'} |")
+    tests = text(out / "tests.log").splitlines()
+    if tests:
+        print("\n## Tests\n\n```text")
+        shown = ("ok:", "FAILED", "step ", "worst of", "peak_", "stopped at", "test result", "all parts")
+        print("\n".join(line for line in tests if line.startswith(shown) or line.endswith("skipped")))
+        print("```")
+    ops, torch_ops, steps = (gpu_table.read(out / f"{name}.jsonl") for name in ("ops", "torch_ops", "step"))
+    torch = [row for path in sorted(out.glob("torch-*.jsonl")) for row in gpu_table.read(path)]
+    if steps or torch:
+        print("\n## Steps")
+        gpu_table.step_tables(steps, torch)
+    if ops:
+        print("\n## Ops")
+        gpu_table.op_tables(ops, torch_ops)
+    start = gpu_table.read(out / "start.jsonl")
+    if start:
+        print("\n## Start\n\n| from the start of `trainer sft` to the end of its first step | seconds |\n|---|---|")
+        for row in start:
+            print(f"| {row['name']} | {row.get('seconds', row.get('error'))} |")
+    failed = [row for row in ops + torch_ops + steps + torch + start if "error" in row]
+    if failed:
+        print("\n## Failed\n")
+        for row in failed:
+            print(f"- {row['name']} {row.get('way', '')}: {row['error']}")
+
+
+if __name__ == "__main__":
+    main()
