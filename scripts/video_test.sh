@@ -7,5 +7,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 features=video${MORE_FEATURES:+,$MORE_FEATURES}
-cargo test --release --features "$features" --lib -- video
-cargo test --release --features "$features" --test integration -- video
+# One command, so that the library and its tests compile at the same time.
+cargo test --release --features "$features" --lib --test integration -- video

@@ -10,13 +10,7 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} trainer=${TRAINER:-$PWD/target/release/trainer} world=${RANKS:-1}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-scripts/bench/text_model.sh "$work/model"
-"$python" - "$work/model/config.json" <<'PY'
-import json, sys
-config = json.load(open(sys.argv[1]))
-config["text_config"]["vocab_size"] = 151936
-json.dump(config, open(sys.argv[1], "w"))
-PY
+VOCAB=151936 scripts/bench/text_model.sh "$work/model"
 "$python" tests/bench/lengths.py --distribution fixed --median 512 --rows 256 --out "$work/rows.jsonl" >&2
 if [ "$world" -gt 1 ]; then export RAYON_NUM_THREADS=1; fi
 for background in true false; do

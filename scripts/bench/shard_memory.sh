@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Compares the peak memory of each rank with the prediction of `trainer plan`, for each
-# `distributed.shard`. The ranks are MPI processes of one thread on the CPU. Prints a table.
-#   scripts/bench/shard_memory.sh [KEY=VALUE..]      example: scripts/bench/shard_memory.sh model.precision=bf16
+# Compares the peak memory of each rank with the prediction of `trainer plan`, for f32 and bf16 and for
+# each `distributed.shard`. The ranks are MPI processes of one thread on the CPU. Prints a table.
+#   scripts/bench/shard_memory.sh [KEY=VALUE..]      example: scripts/bench/shard_memory.sh optim.moments=bf16
 # VOCAB=151936       another vocabulary: 2,048 gives 26 M parameters, 151,936 gives 103 M
 # WORLDS="2 4"       numbers of ranks
 # MODEL="8 512 .."   other sizes (see text_model.sh)
 # SHARDS="none .."   settings to measure
+# PRECISIONS="bf16"  values of model.precision, by default f32 and bf16
 # TRAINER=FILE       another binary, built with the feature `mpi`
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -13,15 +14,12 @@ python=${PYTHON:-python3} trainer=${TRAINER:-$PWD/target/release/trainer}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 set=()
-for key in "$@"; do set+=(--set "$key"); done
+for key in "$@"; do
+  case $key in model.precision=*) echo "error: set PRECISIONS in place of $key" >&2 && exit 64 ;; esac
+  set+=(--set "$key")
+done
 # shellcheck disable=SC2086
-scripts/bench/text_model.sh "$work/model" ${MODEL:-}
-"$python" - "$work/model/config.json" "${VOCAB:-2048}" <<'PY'
-import json, sys
-config = json.load(open(sys.argv[1]))
-config["text_config"]["vocab_size"] = int(sys.argv[2])
-json.dump(config, open(sys.argv[1], "w"))
-PY
+scripts/bench/text_model.sh "$work/model" ${MODEL:-} # reads VOCAB
 "$python" tests/bench/lengths.py --distribution fixed --median 512 --rows 256 --out "$work/rows.jsonl" >&2
 cat >"$work/config.yaml" <<YAML
 output_dir: $work/run
@@ -34,17 +32,16 @@ data:
 train: {gradient_accumulation_steps: 4, max_steps: 3}
 checkpoint: {every_steps: 0}
 YAML
-echo "| ranks | shard | peak of a rank, MiB: least, mean, most | predicted | error |"
-echo "|---|---|---|---|---|"
-for world in ${WORLDS:-2 4}; do
-  for shard in ${SHARDS:-none optimizer gradients full}; do
-    rm -rf "$work/run"
-    RAYON_NUM_THREADS=1 "$trainer" sft --config "$work/config.yaml" "${set[@]}" --set "distributed.shard=$shard" \
-      --set "distributed.processes=$world" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
-    "$trainer" plan --config "$work/config.yaml" "${set[@]}" --gpus "$world" --images 0 --targets 0.5 --json >"$work/plan"
-    "$python" - "$work" "$shard" "$world" <<'PY'
+measure() { # precision, number of ranks, shard
+  local precision=$1 world=$2 shard=$3
+  rm -rf "$work/run"
+  RAYON_NUM_THREADS=1 "$trainer" sft --config "$work/config.yaml" --set "model.precision=$precision" "${set[@]}" \
+    --set "distributed.shard=$shard" --set "distributed.processes=$world" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
+  "$trainer" plan --config "$work/config.yaml" --set "model.precision=$precision" "${set[@]}" --gpus "$world" \
+    --images 0 --targets 0.5 --json >"$work/plan"
+  "$python" - "$work" "$precision" "$shard" "$world" <<'PY'
 import json, sys
-work, shard, world = sys.argv[1:]
+work, precision, shard, world = sys.argv[1:]
 steps = [json.loads(line) for line in open(f"{work}/run/metrics.jsonl")]
 peak = [value / 2**20 for value in steps[-1]["ranks"]["peak_memory_bytes"]]
 plan = next(row for row in map(json.loads, open(f"{work}/plan")) if row["shard"] == shard)
@@ -52,7 +49,13 @@ plan = next(row for row in map(json.loads, open(f"{work}/plan")) if row["shard"]
 vocabulary = json.load(open(f"{work}/model/config.json"))["text_config"]["vocab_size"]
 predicted = (plan["memory_bytes"] - 1400 * (vocabulary - 2048)) / 2**20
 shown = ", ".join(f"{value:.0f}" for value in peak)
-print(f"| {world} | {shard} | {shown} | {predicted:.0f} | {predicted / peak[2] - 1:+.1%} |", flush=True)
+print(f"| {precision} | {world} | {shard} | {shown} | {predicted:.0f} | {predicted / peak[2] - 1:+.1%} |", flush=True)
 PY
+}
+echo "| precision | ranks | shard | peak of a rank, MiB: least, mean, most | predicted | error |"
+echo "|---|---|---|---|---|---|"
+for precision in ${PRECISIONS:-f32 bf16}; do
+  for world in ${WORLDS:-2 4}; do
+    for shard in ${SHARDS:-none optimizer gradients full}; do measure "$precision" "$world" "$shard"; done
   done
 done

@@ -2,20 +2,20 @@
 # Writes the folder of a text model for benchmarks: a config, and the tokenizer and template of the
 # tests. There are no weights; use `model.weights: random`.
 #   scripts/bench/text_model.sh DIR [LAYERS HIDDEN INTERMEDIATE HEADS KV_HEADS]
-# Head dim 64, vocabulary 2,048. The default sizes are those of vs_torch.sh (8 layers, hidden 512);
-# with the small vocabulary, the model has 26 M parameters.
+# VOCAB=2048   rows of the embedding: 2,048, as the tokenizer has, give 26 M parameters, 151,936 give 103 M
+# Head dim 64. The default sizes are those of vs_torch.sh (8 layers, hidden 512).
 set -euo pipefail
 folder=${1:?folder to write} small=$(dirname "$0")/../../tests/golden/models/small-tied
 mkdir -p "$folder"
 cp "$small"/{tokenizer.json,tokenizer_config.json,chat_template.jinja,preprocessor_config.json} "$folder/"
-"${PYTHON:-python3}" - "$small/config.json" "$folder/config.json" "${@:2}" <<'PY'
+"${PYTHON:-python3}" - "$small/config.json" "$folder/config.json" "${VOCAB:-2048}" "${@:2}" <<'PY'
 import json, sys
-source, target, *sizes = sys.argv[1:]
+source, target, vocabulary, *sizes = sys.argv[1:]
 layers, hidden, intermediate, heads, kv_heads = map(int, sizes or (8, 512, 1536, 8, 4))
 config = json.load(open(source))
 config["text_config"].update(
     num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
-    num_key_value_heads=kv_heads, head_dim=64)
+    num_key_value_heads=kv_heads, head_dim=64, vocab_size=int(vocabulary))
 config["text_config"]["rope_scaling"]["mrope_section"] = [12, 10, 10]
 config["vision_config"].update(depth=1, deepstack_visual_indexes=[], out_hidden_size=hidden)
 json.dump(config, open(target, "w"), indent=2)

@@ -3,7 +3,8 @@
 #
 #   sh scripts/cards/all.sh [PYTHON]     PYTHON: an interpreter with scripts/golden/requirements.txt
 #
-# TRAINER is the binary, target/release/trainer by default.
+# TRAINER is the binary, target/release/trainer by default. With DRY_RUN=1, only checks the configs of
+# the cards (`trainer check`).
 set -eu
 trainer=${TRAINER:-target/release/trainer}
 reference=${1:+--reference=$1}
@@ -11,10 +12,27 @@ reference=${1:+--reference=$1}
 card() {
     name=$1
     shift
+    if [ -n "${DRY_RUN:-}" ]; then
+        check "$@"
+        return
+    fi
     # $reference is empty or one word without spaces
     # shellcheck disable=SC2086
     python3 scripts/cards/card.py "docs/cards/$name.md" --trainer "$trainer" $reference \
         --config configs/quickstart.yaml "$@"
+}
+
+check() {
+    sets=$(mktemp)
+    while [ $# -gt 0 ]; do
+        if [ "$1" = --set ]; then printf '%s\n' --set "$2" >>"$sets"; fi
+        shift 2
+    done
+    folder=$(mktemp -d)
+    xargs -d '\n' "$trainer" check --config configs/quickstart.yaml --set "output_dir=$folder" <"$sets" >"$folder/report" 2>&1 ||
+        { cat "$folder/report" && return 1; }
+    echo "$name: the config can be used"
+    rm -rf "$sets" "$folder"
 }
 
 golden="--set model.weights=pretrained --set train.max_steps=60 --set eval.every_steps=60"
@@ -28,3 +46,16 @@ card qwen3-vl-untied --set model.path=tests/golden/models/untied $golden
 # shellcheck disable=SC2086
 card qwen3-vl-sharded-bf16 --set model.path=tests/golden/models/sharded-bf16 \
     --set model.precision=bf16 $golden
+# shellcheck disable=SC2086
+card qwen3-vl-nf4 --set model.path=tests/golden/models/small-tied --set 'adapter={rank: 8, quantize: nf4}' $golden
+# Sides of the images of these rows are multiples of 28, the size of four patches of this model.
+# shellcheck disable=SC2086
+card qwen2.5-vl --set model.path=tests/golden/models/small-qwen25vl $golden \
+    --reference-rows tests/golden/data/image_28.jsonl
+# shellcheck disable=SC2086
+card qwen3.5 --set model.path=tests/golden/models/small-qwen35 $golden
+rows=tests/golden/data/text.jsonl
+# shellcheck disable=SC2086
+card qwen3-text --set model.path=tests/golden/models/qwen3-text $golden \
+    --set "data={train: [{path: $rows}], eval: [{path: $rows}], packing_length: 1024, max_rejected: 1.0}" \
+    --reference-rows $rows

@@ -19,6 +19,8 @@ start_ranks() { # output_dir, further arguments of trainer..
   job=$!
 }
 is_running() { [ -e "/proc/$job" ] && ! grep -q '^State:.Z' "/proc/$job/status" 2>/dev/null; }
+# The number of the rank that process $1 is; nothing if it has ended.
+rank_of() { { tr '\0' '\n' <"/proc/$1/environ" | sed -n 's/^OMPI_COMM_WORLD_RANK=//p'; } 2>/dev/null || true; }
 ranks() { pgrep -P "$(pgrep -P "$job" || echo none)" 2>/dev/null || true; }
 fail() {
   cat "$folder/log"

@@ -7,7 +7,8 @@
 #
 # Needs a binary with the feature `mpi`: TRAINER=path, by default target/release/trainer. RANKS=n sets
 # the number of ranks, STEPS=n the length of a run, SEED=n the seed of the random numbers, and SET='key=value
-# ..' further settings.
+# ..' further settings. SHARDS='optimizer gradients full' sets the values of distributed.shard: each
+# start uses the next one, so checkpoints also resume with another value.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 kills=${1:-20}
@@ -18,8 +19,12 @@ source scripts/dist/killing.sh
 checkpoints=$folder/run/checkpoints
 settings=()
 for setting in ${SET:-}; do settings+=(--set "$setting"); done
+read -ra shards <<<"${SHARDS:-none}"
+declare -A kills_of=()
+starts=0 shard=
 start() { # output_dir
-  start_ranks "$1" --set "train.gradient_accumulation_steps=$world" --set "train.max_steps=$steps" --set data.packing_length=52 \
+  shard=${shards[starts % ${#shards[@]}]} starts=$((starts + 1))
+  start_ranks "$1" --set "distributed.shard=$shard" --set "train.gradient_accumulation_steps=$world" --set "train.max_steps=$steps" --set data.packing_length=52 \
     --set "checkpoint={every_steps: 1, keep: 2}" --set distributed.timeout_s=20 "${settings[@]}"
 }
 end() { # waits for the end of the run; sets `code`
@@ -94,7 +99,7 @@ while [ "$killed" -lt "$kills" ]; do
   case $code in
   0) check ;;
   74) if [ -n "$hit" ]; then
-    killed=$((killed + 1))
+    killed=$((killed + 1)) kills_of[$shard]=$((${kills_of[$shard]:-0} + 1))
     if is_saving; then left=$((left + 1)); fi
   fi ;;
   *) fail "exit code $code after SIGKILL" ;;
@@ -107,4 +112,5 @@ end
 check_resume
 job=
 check
+for shard in "${!kills_of[@]}"; do echo "save_kill_test: shard: $shard: ${kills_of[$shard]} kills"; done
 echo "save_kill_test: $killed kills of one of $world ranks while they wrote a checkpoint ($left left an incomplete folder), each followed by a resume from the newest checkpoint; the finished run equals the uninterrupted one"

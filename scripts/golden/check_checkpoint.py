@@ -15,10 +15,10 @@ import sys
 import warnings
 
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
-from reference_lib import Encoder, forward, read_jsonl
+from reference_lib import Encoder, forward, nll, read_jsonl
 
 
 class Collect(logging.Handler):
@@ -41,7 +41,8 @@ def load(model_dir, image_root):
     warnings.simplefilter("always")
     transformers_logging.disable_progress_bar()
     encoder = Encoder(model_dir, image_root)
-    model, info = AutoModelForImageTextToText.from_pretrained(
+    auto = AutoModelForImageTextToText if encoder.images is not None else AutoModelForCausalLM
+    model, info = auto.from_pretrained(
         model_dir, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
     )
     for module in model.modules():
@@ -63,6 +64,15 @@ def compute_in_float32(layer):
         state.shape = (1, outputs * inputs)
         weight = dequantize_4bit(layer.weight.data, state).reshape(outputs, inputs)
         layer.forward = lambda x: torch.nn.functional.linear(x, weight, layer.bias)
+
+
+def losses(model, encoder, sample):
+    """Sum of the negative log likelihoods of the targets, and their number."""
+    if encoder.images is not None:
+        return forward(model, encoder.config, [sample])[0]
+    ids, labels = (torch.tensor([sample[key]]) for key in ("input_ids", "labels"))
+    loss, is_target = nll(model(input_ids=ids, use_cache=False).logits, labels)
+    return loss.sum(), int(is_target.sum())
 
 
 def differences(found, expected, tolerance):
@@ -101,7 +111,7 @@ def main():
     found = []
     with torch.no_grad():
         for n, row in enumerate(read_jsonl(args.data)[: args.num]):
-            ((nll_sum, num_targets),) = forward(model, encoder.config, [encoder(row)])
+            nll_sum, num_targets = losses(model, encoder, encoder(row))
             score = {"line": n + 1, "id": row.get("id"), "nll_sum": float(nll_sum), "num_targets": num_targets}
             found.append(score)
             print(json.dumps(found[-1], ensure_ascii=False), flush=True)

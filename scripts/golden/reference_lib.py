@@ -96,7 +96,11 @@ class Encoder:
         self.root = Path(image_root)
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self.config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
-        settings = json.loads((Path(model_dir) / "preprocessor_config.json").read_text(encoding="utf-8"))
+        path = Path(model_dir) / "preprocessor_config.json"
+        if not path.exists():  # a text-only model
+            self.merge = self.images = None
+            return
+        settings = json.loads(path.read_text(encoding="utf-8"))
         self.merge = settings["merge_size"] ** 2
         drop = ("image_processor_type", "processor_class")
         self.images = Qwen2VLImageProcessor(**{k: v for k, v in settings.items() if k not in drop})

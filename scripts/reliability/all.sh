@@ -12,7 +12,8 @@ if [ -z "${TRAINER:-}" ]; then
   cargo build --release --quiet
   export TRAINER=$PWD/target/release/trainer
 fi
-case ${1:-short} in
+form=${1:-short}
+case $form in
 short) counts=(10 34 2000 1000 2 1000) kills=100 ;;
 long)
   counts=(50 200 10000 200000 20 10000) kills=1000
@@ -26,4 +27,7 @@ for script in signals damage faults mutants limits many_steps; do
   i=$((i + 1))
 done
 scripts/kill_test.sh "$kills" || passed=no
+# The memory that `plan` predicts, against that of three (short) or eight configs.
+if [ "$form" = short ]; then configs=(short); else configs=(); fi
+scripts/bench/plan_memory.sh "${configs[@]}" || passed=no
 [ "$passed" = yes ]

@@ -182,6 +182,19 @@ pub enum CheckpointError {
         /// Folder of the checkpoint.
         folder: PathBuf,
     },
+    /// Two tensors are the same one in the two spellings of its name.
+    #[error(
+        "`{}` has the tensors `{}` and `{}`, which both are `{tensor}`",
+        .place.display(), .spellings[0], .spellings[1]
+    )]
+    TwoSpellings {
+        /// The file or folder.
+        place: PathBuf,
+        /// The name in the model.
+        tensor: String,
+        /// The names in the files.
+        spellings: [String; 2],
+    },
     /// Two tensors of one file have the same name.
     #[error("two tensors are named `{tensor}`, expected unique names")]
     SameName {
@@ -244,6 +257,10 @@ impl CheckpointError {
             }
             Self::NotShared { .. } => {
                 "`output_dir` must be on a file system that all ranks share".to_owned()
+            }
+            Self::TwoSpellings { .. } => {
+                "write the folder again with one tensor for each name, as `save_pretrained` does"
+                    .to_owned()
             }
             Self::SameName { .. } => "save a tied weight once, under one name".to_owned(),
         }

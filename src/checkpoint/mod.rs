@@ -44,3 +44,8 @@ pub use peft::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftConfig};
 pub use tensors::SavedTensor;
 pub use together::{Alone, Together};
 pub use weight_files::WeightFiles;
+
+/// Files and ranges of bytes of the tensors that were read, for tests.
+#[cfg(test)]
+pub(crate) static READS: std::sync::Mutex<Vec<(std::path::PathBuf, std::ops::Range<usize>)>> =
+    std::sync::Mutex::new(Vec::new());

@@ -95,6 +95,8 @@ impl Shard {
         dtype: DType,
     ) -> Result<Tensor, CheckpointError> {
         let data = self.data(info);
+        #[cfg(test)]
+        self.record(info, range);
         let copied = |source| CheckpointError::Tensor { tensor: name.to_owned(), source };
         match info.dtype {
             Dtype::F32 => self.decoded(name, (data, range, dtype), f32::from_le_bytes),
@@ -111,6 +113,14 @@ impl Shard {
                 dtype: format!("{other:?}"),
             }),
         }
+    }
+
+    /// Records a read, for tests.
+    #[cfg(test)]
+    fn record(&self, info: &TensorInfo, range: &Range<usize>) {
+        let (size, start) = (info.dtype.bitsize() / 8, self.data_start + info.data_offsets.0);
+        let bytes = start + range.start * size..start + range.end * size;
+        super::READS.lock().unwrap().push((self.path.clone(), bytes));
     }
 
     fn decoded<T: Value + WithDType, const N: usize>(

@@ -129,12 +129,21 @@ impl WeightFiles {
         Ok(files)
     }
 
-    /// The tensors under the names that `rename` makes of those in the files.
-    #[must_use]
-    pub fn renamed(self, rename: impl Fn(&str) -> String) -> Self {
-        let by_name = self.by_name.into_iter().map(|(name, place)| (rename(&name), place));
+    /// The tensors under the names that `rename` makes of those in the files. Fails if the files have
+    /// two tensors for one name.
+    pub fn renamed(self, rename: impl Fn(&str) -> String) -> Result<Self, CheckpointError> {
+        let mut by_name = BTreeMap::new();
+        for (name, place) in self.by_name {
+            let renamed = rename(&name);
+            let second = place.1.clone();
+            if let Some((_, first)) = by_name.insert(renamed.clone(), place) {
+                let spellings = [first, second];
+                let place = self.place;
+                return Err(CheckpointError::TwoSpellings { place, tensor: renamed, spellings });
+            }
+        }
         let quantized = self.quantized.into_iter().map(|(name, state)| (rename(&name), state));
-        Self { by_name: by_name.collect(), quantized: quantized.collect(), ..self }
+        Ok(Self { by_name, quantized: quantized.collect(), ..self })
     }
 
     /// Names of all tensors, sorted. The parts of a matrix in NF4 are not listed.
@@ -375,6 +384,17 @@ mod tests {
         assert_eq!(matrix.codes, files.bytes("random.weight", "").unwrap());
         assert_eq!(matrix.scales, files.bytes("random.weight", ABSMAX).unwrap());
         assert!(files.nf4("random.original").unwrap().is_none());
+    }
+
+    #[test]
+    fn two_spellings_of_a_name_are_refused_with_both_of_them() {
+        let (_folder, files) = opened();
+        let error = files.renamed(|name| name.replace("BF16", "F16")).unwrap_err().to_string();
+        assert!(error.contains("`BF16` and `F16`, which both are `F16`"), "{error}");
+        let (_folder, files) = opened();
+        let files = files.renamed(|name| name.replace("BF16", "wide")).unwrap();
+        assert_eq!(files.names().collect::<Vec<_>>(), ["F16", "F32", "wide"]);
+        assert_eq!(files.dtype("wide"), Some(DType::BF16));
     }
 
     #[test]

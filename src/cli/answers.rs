@@ -4,7 +4,7 @@ use super::escaped::escaped;
 use super::terminal::{MAX_COLUMNS, Terminal, command, wrapped};
 use crate::config::RunConfig;
 use crate::data::RowReader;
-use crate::train::{GenerateConfig, Prediction, Predictor, Trainer};
+use crate::train::{GenerateConfig, Prediction, Predictor, StepRunner, Trainer};
 use std::fmt::Write as _;
 use std::num::NonZeroUsize;
 use std::path::Path;
@@ -38,8 +38,9 @@ pub(super) fn show_answers(
     let shown: std::collections::HashSet<_> =
         right.take(show - num_wrong).chain(wrong).map(|sample| &sample.id).collect();
     let generate = GenerateConfig { max_new_tokens: MAX_NEW_TOKENS, ..GenerateConfig::default() };
-    let (model, device) = (&*runner.model, &runner.device);
-    let predictor = Predictor { rows, config: &generate, model, device };
+    let StepRunner { model, device, ranks, weights, .. } = runner;
+    let (model, config) = (&**model, &generate);
+    let predictor = Predictor { rows, config, model, device, ranks, weights };
     for row in rows.rows().filter(|row| shown.contains(&rows.id(*row))) {
         let Some(Prediction { row, expected, answered, ended, num_media: images, .. }) =
             predictor.answer(row)?

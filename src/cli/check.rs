@@ -26,16 +26,23 @@ pub(super) struct CheckArgs {
 
 /// Prints all findings, by topic.
 pub(super) fn run(args: &CheckArgs, logging: &Logging) -> anyhow::Result<()> {
-    let (config, errors) =
-        config::load_all::<RunConfig>(&args.config.config, &args.config.overrides);
+    let mut loaded = config::load_all::<RunConfig>(&args.config.config, &args.config.overrides);
+    let errors = std::mem::take(&mut loaded.errors);
     let mut lines: Vec<Line> = errors.into_iter().map(Line::of_config).collect();
     let bars = SetupBars(logging);
+    // If no data set is left, the errors above say why.
+    let is_left = |config: &RunConfig| lines.is_empty() || !config.data.train.is_empty();
+    let config = loaded.config.take().filter(is_left);
     if let Some(mut config) = config {
         if let Err(error) = args.config.expand(&mut config) {
             lines.push(Line::of_error(Topic::Config, &error));
         }
         match run::download(&config, &bars) {
-            Ok(config) => lines.extend(lines_of(run::check_run(&config, &bars), args)),
+            Ok(config) => {
+                let mut report = run::check_run(&config, &bars);
+                report.number_sets(|list, set| loaded.number_in_file(list, set));
+                lines.extend(lines_of(report, args));
+            }
             Err(error) => lines.push(Line::of_error(Topic::Model, &args.config.located(error))),
         }
     }

@@ -66,9 +66,10 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let adapter = args.adapter.as_deref();
     let loaded = run::load_for_run(&config.model, adapter, config.seed, &device);
     let loaded = loaded.map_err(located)?;
+    let (ranks, weights) = (&Ranks::alone(), &RankWeights::Whole);
     let evaluator = Evaluator {
-        ranks: &Ranks::alone(),
-        weights: &RankWeights::Whole,
+        ranks,
+        weights,
         rows: &rows,
         max_tokens: config.data.packing_length.get() as usize,
         dtype: config.model.precision.dtype(),
@@ -90,7 +91,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     }
     let generate = config.eval.generate.clone().unwrap_or_default();
     let (model, device) = (&*loaded.model, &device);
-    let predictor = Predictor { rows: &rows, config: &generate, model, device };
+    let predictor = Predictor { rows: &rows, config: &generate, model, device, ranks, weights };
     let answers = args.answers.then(|| answers(&predictor, logging)).transpose()?;
     if let Some(file) = per_sample_file {
         file.write(per_sample(&rows, &report, answers.as_deref()).as_bytes())?;
@@ -116,7 +117,7 @@ fn answers(predictor: &Predictor<'_>, logging: &Logging) -> anyhow::Result<Vec<P
     let total = predictor.num_chats() as u64;
     let progress = Progress::items(logging.bars(), "rows answered", total);
     let report = |done, _| progress.set(done as u64);
-    let answers = predictor.run_until(&Ranks::alone(), &|| false, &report)?;
+    let answers = predictor.run_until(&|| false, &report)?;
     Ok(answers.unwrap_or_default())
 }
 

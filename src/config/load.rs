@@ -21,35 +21,91 @@ pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T,
 /// Maximum number of errors that [`load_all`] returns.
 const MAX_ERRORS: usize = 100;
 
-/// As [`load`], with all errors: after each, the value or key that caused it is left out. Without it,
-/// the rest may not be a config; then there is only the list of errors.
-pub fn load_all<T: DeserializeOwned>(
-    path: &Path,
-    overrides: &[String],
-) -> (Option<T>, Vec<ConfigError>) {
+/// The result of [`load_all`].
+#[derive(Debug)]
+pub struct Loaded<T> {
+    /// The config without its wrong values; `None` if the rest lacks a required key.
+    pub config: Option<T>,
+    /// All errors.
+    pub errors: Vec<ConfigError>,
+    /// Dotted keys of the list items that were left out, each as of its removal.
+    left_out: Vec<String>,
+}
+
+impl<T> Loaded<T> {
+    fn of(errors: Vec<ConfigError>) -> Self {
+        Self { config: None, errors, left_out: Vec::new() }
+    }
+
+    /// The number in the file of an item of the list `key`, given its number in the config.
+    pub fn number_in_file(&self, key: &str, number: usize) -> usize {
+        let removed = self.left_out.iter().rev().filter_map(|item| {
+            let (list, number) = item.rsplit_once('.')?;
+            number.parse::<usize>().ok().filter(|_| list == key)
+        });
+        removed.fold(number, |number, removed| number + usize::from(number >= removed))
+    }
+}
+
+/// As [`load`], with all errors: after each, the value or key that caused it is left out. If a required
+/// key is missing, the list item or the section in which it is missing is left out.
+pub fn load_all<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Loaded<T> {
     let mut root = match tree(path, overrides) {
         Ok(root) => root,
-        Err(error) => return (None, vec![error]),
+        Err(error) => return Loaded::of(vec![error]),
     };
-    let mut errors = Vec::new();
+    let mut loaded = Loaded::of(Vec::new());
     loop {
         let error = match read(&root) {
-            Ok(config) => return (Some(config), errors),
+            Ok(config) => return Loaded { config: Some(config), ..loaded },
             Err(error) => error,
         };
-        let left_out = match error.place() {
-            Some(place) if !matches!(error, ConfigError::MissingKey { .. }) => {
-                root.value.remove(place)
+        let errors = &mut loaded.errors;
+        let is_removed = match &error {
+            ConfigError::MissingKey { section, .. } => {
+                let keys = enclosing(section);
+                loaded.left_out.push(keys.join("."));
+                root.value.remove_at(&keys)
             }
-            _ => false,
+            ConfigError::WrongType { key, .. } => {
+                loaded.left_out.push(key.clone());
+                error.place().is_some_and(|place| root.value.remove(place))
+            }
+            error => error.place().is_some_and(|place| root.value.remove(place)),
         };
-        // A key that is missing because its wrong value was left out is no error of the file.
-        if errors.is_empty() || left_out {
+        if !errors.last().is_some_and(|before| follows(&error, before)) {
             errors.push(error);
         }
-        if !left_out || errors.len() == MAX_ERRORS {
-            return (None, errors);
+        if !is_removed || errors.len() == MAX_ERRORS {
+            return loaded;
         }
+    }
+}
+
+/// The keys of the innermost list item that contains a section, or of the section.
+fn enclosing(section: &str) -> Vec<&str> {
+    let mut keys: Vec<&str> = section.split('.').filter(|key| !key.is_empty()).collect();
+    let is_number = |key: &&str| key.parse::<usize>().is_ok();
+    if let Some(last) = keys.iter().rposition(is_number) {
+        keys.truncate(last + 1);
+    }
+    keys
+}
+
+/// Whether a key is missing only because its wrong value, its misspelled key or its section was left
+/// out before.
+fn follows(error: &ConfigError, before: &ConfigError) -> bool {
+    let ConfigError::MissingKey { key, section, .. } = error else { return false };
+    let path = if section.is_empty() { key.clone() } else { format!("{section}.{key}") };
+    match before {
+        ConfigError::UnknownValue { key, .. }
+        | ConfigError::WrongType { key, .. }
+        | ConfigError::Refused { key, .. } => *key == path,
+        ConfigError::UnknownKey { nearest, section: of, .. } => {
+            nearest.as_ref() == Some(key) && of == section
+        }
+        ConfigError::MissingKey { section, .. } => enclosing(section).join(".") == path,
+        _ => false,
     }
 }
 

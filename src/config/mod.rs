@@ -16,7 +16,7 @@ mod tree;
 
 pub use error::{ConfigError, Place};
 pub use identity::Change;
-pub use load::{load, load_all, refuse, to_yaml};
+pub use load::{Loaded, load, load_all, refuse, to_yaml};
 pub(crate) use load::{load_text, parse_tree, read_tree};
 pub(crate) use nearest::nearest;
 pub(crate) use other_trainers::our_key;
@@ -220,7 +220,7 @@ impl RunConfig {
             rule(freeze.is_empty(), "model.freeze", &freeze.join(", "), NO_FREEZE);
         }
         problems.extend(self.check_optimizer().err());
-        problems.extend(self.check_evaluations().err());
+        problems.extend(self.evaluation_problems());
         problems
     }
 

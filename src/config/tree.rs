@@ -74,6 +74,24 @@ impl Value {
         }
     }
 
+    /// Removes the entry or item at `keys`, list items by number; returns whether there is one.
+    pub(super) fn remove_at(&mut self, keys: &[&str]) -> bool {
+        let Some((key, rest)) = keys.split_first() else { return false };
+        let index = match self {
+            Self::Scalar { .. } => None,
+            Self::List(items) => key.parse::<usize>().ok().filter(|index| *index < items.len()),
+            Self::Map(entries) => entries.iter().position(|entry| entry.key == *key),
+        };
+        match (index, self) {
+            (Some(index), Self::List(items)) if rest.is_empty() => drop(items.remove(index)),
+            (Some(index), Self::Map(entries)) if rest.is_empty() => drop(entries.remove(index)),
+            (Some(index), Self::List(items)) => return items[index].value.remove_at(rest),
+            (Some(index), Self::Map(entries)) => return entries[index].node.value.remove_at(rest),
+            _ => return false,
+        }
+        true
+    }
+
     /// The value in an error message: `` `maybe` ``, `empty`, `a list`, `a mapping`.
     pub(super) fn describe(&self) -> String {
         match self {

@@ -1,5 +1,5 @@
-//! CRC-32 checksums of the blocks of a cache file, so that damage on the disk is found before its
-//! bytes are used.
+//! CRC-32 checksums: of the blocks of a cache file, so that damage on the disk is found before its
+//! bytes are used, and of media files, so that another file of the same name is noticed.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -29,6 +29,22 @@ pub(in crate::data) fn of_bytes(bytes: &[u8]) -> u32 {
     let mut crc = Crc::new();
     crc.update(bytes);
     crc.sum()
+}
+
+/// Bytes at the start and at the end of a media file that its checksum covers.
+const MEDIA_END: u64 = 16 << 10;
+/// Maximum size of a media file whose checksum covers all of its bytes.
+pub(in crate::data) const ALL_SUMMED: u64 = 2 * MEDIA_END;
+
+/// The checksum of the first and the last 16 KiB of the regular file at `path`; of all bytes if it is
+/// shorter than both.
+pub(in crate::data) fn of_ends(path: &Path) -> io::Result<u32> {
+    let file = File::open(path)?;
+    let size = file.metadata()?.len();
+    let mut bytes = read_at(&file, 0, size.min(MEDIA_END))?;
+    let last = (size - bytes.len() as u64).min(MEDIA_END);
+    bytes.extend(read_at(&file, size - last, last)?);
+    Ok(of_bytes(&bytes))
 }
 
 /// The checksums of the blocks in the first `num_bytes` bytes of `file`.

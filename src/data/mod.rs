@@ -31,7 +31,7 @@ pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError,
 pub use encode::{Encoder, EncoderError, ImageBox, LossScale, TextSample, image_boxes};
 pub use length_cache::background::BackgroundCacheWriter;
 pub use length_cache::{
-    CacheError, CacheWork, LengthCache, MediaDigests, MediaStamps, open_indexed,
+    CacheError, CacheWork, LengthCache, MediaDigests, MediaLook, MediaStamps, open_indexed,
 };
 pub use loader::Loader;
 pub use loader::collate::{CollateError, collate};

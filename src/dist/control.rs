@@ -103,7 +103,12 @@ pub fn connect(
     let joined = if world == 1 {
         Joined::alone()
     } else if place.rank == 0 {
-        rendezvous::first(&rendezvous::listen(place, config)?, place, timeout)?
+        let listener = rendezvous::listen(place, config)?;
+        let at = listener.local_addr().ok();
+        if let Some(warning) = at.and_then(|at| rendezvous::open_to_others(place, at)) {
+            tracing::warn!("{warning}");
+        }
+        rendezvous::first(&listener, place, timeout)?
     } else {
         rendezvous::other(&rendezvous::of_first(place, config)?, place, timeout)?
     };

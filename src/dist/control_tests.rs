@@ -1,8 +1,9 @@
 use super::*;
 use rendezvous::Address;
-use std::net::TcpListener;
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
 use std::num::NonZeroUsize;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -18,12 +19,21 @@ fn place(rank: usize, world: usize) -> Launched {
 
 /// Connects ranks as threads and calls `f` on each of them.
 fn joined<T: Send>(world: usize, f: impl Fn(Joined) -> T + Sync) -> Vec<T> {
+    joined_through(world, &|_, port| port, f)
+}
+
+/// As [`joined`]. Ranks connect to the port that `through` returns for them and the port of rank 0.
+fn joined_through<T: Send>(
+    world: usize,
+    through: &(impl Fn(usize, u16) -> u16 + Sync),
+    f: impl Fn(Joined) -> T + Sync,
+) -> Vec<T> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
-    let address = Address { host: "127.0.0.1".to_owned(), port };
+    let address = |rank| Address { host: "127.0.0.1".to_owned(), port: through(rank, port) };
     let join = |rank| match rank {
         0 => rendezvous::first(&listener, &place(0, world), LONG),
-        _ => rendezvous::other(&address, &place(rank, world), LONG),
+        _ => rendezvous::other(&address(rank), &place(rank, world), LONG),
     };
     let (join, f) = (&join, &f);
     thread::scope(|scope| {
@@ -227,6 +237,68 @@ fn a_rank_that_sends_no_heartbeats_is_lost() {
         });
         assert!(begin.elapsed() < SHORT + Duration::from_secs(5), "{:?}", begin.elapsed());
     });
+}
+
+/// Forwards connections to `port` until the network is cut: from then on nothing arrives, and no
+/// connection is closed. Returns its own port.
+fn network(port: u16, is_cut: &Arc<AtomicBool>) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let own = listener.local_addr().unwrap().port();
+    let is_cut = Arc::clone(is_cut);
+    thread::spawn(move || {
+        while let Ok((near, _)) = listener.accept() {
+            let far = TcpStream::connect(("127.0.0.1", port)).unwrap();
+            let ways = [(&near, &far), (&far, &near)].map(|(from, to)| {
+                (from.try_clone().unwrap(), to.try_clone().unwrap(), Arc::clone(&is_cut))
+            });
+            for (mut from, mut to, is_cut) in ways {
+                thread::spawn(move || {
+                    let mut bytes = [0; 4096];
+                    while let Ok(count @ 1..) = from.read(&mut bytes) {
+                        while is_cut.load(Ordering::Relaxed) {
+                            thread::park();
+                        }
+                        if to.write_all(&bytes[..count]).is_err() {
+                            return;
+                        }
+                    }
+                });
+            }
+        }
+    });
+    own
+}
+
+#[test]
+fn a_rank_that_loses_its_network_ends_the_job_in_time_and_is_named() {
+    let is_cut = Arc::new(AtomicBool::new(false));
+    let all_work = std::sync::Barrier::new(3);
+    let through = |rank: usize, port: u16| if rank == 1 { network(port, &is_cut) } else { port };
+    let errors = joined_through(3, &through, |joined| {
+        let (mut ranks, failures) = started(joined, SHORT);
+        // for longer than the time without a heartbeat that ends the job
+        for _ in 0..5 {
+            ranks.monitor.report("step 4");
+            ranks.step.all_gather(Vec::new()).unwrap();
+            thread::sleep(SHORT / 4);
+        }
+        assert_eq!(failures.try_recv().ok(), None);
+        ranks.monitor.report("step 5");
+        ranks.step.all_gather(Vec::new()).unwrap();
+        all_work.wait();
+        is_cut.store(true, Ordering::Relaxed);
+        let cut = Instant::now();
+        ranks.monitor.report("step 5: sums");
+        let of_lane = ranks.step.all_gather(Vec::new()).unwrap_err();
+        assert_eq!(of_lane, failure(&failures));
+        assert!(cut.elapsed() < SHORT + Duration::from_secs(5), "{:?}", cut.elapsed());
+        of_lane.to_string()
+    });
+    for (rank, error) in errors.into_iter().enumerate() {
+        let lost = usize::from(rank != 1);
+        let expected = format!("rank {lost} was lost: no heartbeat for ");
+        assert!(error.starts_with(&expected) && error.contains("`step "), "{rank}: {error}");
+    }
 }
 
 #[test]

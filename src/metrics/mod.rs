@@ -21,7 +21,7 @@ pub use memory::{
 };
 pub use memory_model::{ActivationMemory, Division, MemoryModel, MemoryParts, MicroBatchSizes};
 pub use model_flops::{ModelWork, PartWork, Rows, StepSizes};
-pub use rows::{EvalMetrics, RankMetrics, StepMetrics};
+pub use rows::{EvalMetrics, RankMetrics, RankValues, StepMetrics};
 pub use step_rows::StepRows;
 pub use tensorboard::{EventFile, scalars};
 pub use vendor_peak::vendor_peak_flops;

@@ -5,6 +5,19 @@ use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
+/// Speed and memory of a rank in a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RankValues {
+    /// Seconds of the step that it waited for its data loader.
+    pub data_wait_s: f64,
+    /// Its tokens per second.
+    pub tokens_per_s: f64,
+    /// Peak resident memory of its process so far, in bytes.
+    pub peak_memory_bytes: u64,
+    /// Its peak GPU memory so far, in bytes: in use by tensors, and reserved; `None` on the CPU.
+    pub peak_device_bytes: Option<[u64; 2]>,
+}
+
 /// Speed and memory of the ranks of a run: smallest, mean and largest value.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RankMetrics {
@@ -16,21 +29,34 @@ pub struct RankMetrics {
     pub tokens_per_s: [f64; 3],
     /// Peak resident memory of a rank's process so far, in bytes.
     pub peak_memory_bytes: [f64; 3],
+    /// Peak GPU memory in use by the tensors of a rank so far, in bytes; `None` if a rank is on the CPU.
+    pub peak_device_memory_bytes: Option<[f64; 3]>,
+    /// Peak GPU memory reserved by a rank so far, in bytes; `None` if a rank is on the CPU.
+    pub peak_device_reserved_bytes: Option<[f64; 3]>,
 }
 
 impl RankMetrics {
     /// From the values of each rank; there is at least one rank.
-    pub fn new(data_wait_s: &[f64], tokens_per_s: &[f64], peak_memory_bytes: &[f64]) -> Self {
-        let spread = |values: &[f64]| {
-            let smallest = values.iter().copied().fold(f64::INFINITY, f64::min);
-            let largest = values.iter().copied().fold(0.0, f64::max);
-            [smallest, values.iter().sum::<f64>() / values.len() as f64, largest]
+    pub fn new(ranks: &[RankValues]) -> Self {
+        let spread = |value: &dyn Fn(&RankValues) -> f64| {
+            let values = || ranks.iter().map(value);
+            let smallest = values().fold(f64::INFINITY, f64::min);
+            let largest = values().fold(0.0, f64::max);
+            [smallest, values().sum::<f64>() / ranks.len() as f64, largest]
+        };
+        let of_device = |which: usize| {
+            let known = ranks.iter().all(|rank| rank.peak_device_bytes.is_some());
+            let value =
+                |rank: &RankValues| rank.peak_device_bytes.map_or(0.0, |of| of[which] as f64);
+            known.then(|| spread(&value))
         };
         Self {
-            world: data_wait_s.len(),
-            data_wait_s: spread(data_wait_s),
-            tokens_per_s: spread(tokens_per_s),
-            peak_memory_bytes: spread(peak_memory_bytes),
+            world: ranks.len(),
+            data_wait_s: spread(&|rank| rank.data_wait_s),
+            tokens_per_s: spread(&|rank| rank.tokens_per_s),
+            peak_memory_bytes: spread(&|rank| rank.peak_memory_bytes as f64),
+            peak_device_memory_bytes: of_device(0),
+            peak_device_reserved_bytes: of_device(1),
         }
     }
 }
@@ -249,6 +275,23 @@ mod tests {
                         predicted_memory_bytes rejected rejected_by_reason rejected_by_file ranks";
         assert_eq!(keys.join(" "), contract);
         assert!(row["loss"].is_null());
+    }
+
+    #[test]
+    fn the_memory_of_gpus_is_known_if_all_ranks_have_one() {
+        let rank = |peak_device_bytes| RankValues {
+            data_wait_s: 0.5,
+            tokens_per_s: 10.0,
+            peak_memory_bytes: 100,
+            peak_device_bytes,
+        };
+        let all = RankMetrics::new(&[rank(Some([7, 9])), rank(Some([1, 30])), rank(Some([4, 9]))]);
+        assert_eq!(all.peak_device_memory_bytes, Some([1.0, 4.0, 7.0]));
+        assert_eq!(all.peak_device_reserved_bytes, Some([9.0, 16.0, 30.0]));
+        assert_eq!((all.world, all.peak_memory_bytes), (3, [100.0; 3]));
+        let mixed = RankMetrics::new(&[rank(Some([7, 9])), rank(None)]);
+        assert_eq!(mixed.peak_device_memory_bytes, None);
+        assert_eq!(mixed.peak_device_reserved_bytes, None);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use crate::nn::{DecoderConfig, Queries};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 /// A `config.json` that cannot be used.
@@ -95,6 +96,16 @@ fn largest(key: &str) -> u64 {
         | "spatial_merge_size"
         | "in_channels" => MAX_COUNT,
         _ => MAX_WIDTH,
+    }
+}
+
+/// A value of the settings of rotary positions, without the difference between `1` and `1.0` and
+/// between the names of the default kind, which applies without a value, too.
+fn meaning(key: &str, value: &Value) -> Value {
+    match value.as_str() {
+        Some("mrope") => Value::from("default"),
+        None if key == "rope_type" && value.is_null() => Value::from("default"),
+        _ => value.as_f64().map_or_else(|| value.clone(), Value::from),
     }
 }
 
@@ -215,15 +226,58 @@ impl Section<'_> {
     }
 
     /// The settings of rotary positions. transformers 5 writes them to `rope_parameters`; older
-    /// files have `rope_scaling`, and `rope_theta` in this section.
-    pub(super) fn rope(&self) -> Section<'_> {
+    /// files have `rope_scaling`, and `rope_theta` in this section. A file may have both if they have the
+    /// same keys with equal values; only the kind may be missing.
+    pub(super) fn rope(&self) -> Result<Section<'_>, ModelConfigError> {
         let name = |key: &'static str| if self.name.is_empty() { "" } else { key };
-        if self.value["rope_parameters"].is_object() {
-            let name = name("text_config.rope_parameters");
-            Section { value: &self.value["rope_parameters"], name }
-        } else {
-            Section { value: &self.value["rope_scaling"], name: name("text_config.rope_scaling") }
+        let [new, old] = ["rope_parameters", "rope_scaling"].map(|key| &self.value[key]);
+        if !new.is_object() {
+            return Ok(Section { value: old, name: name("text_config.rope_scaling") });
         }
+        self.expect_one_rope()?;
+        Ok(Section { value: new, name: name("text_config.rope_parameters") })
+    }
+
+    /// The setting `key` of rotary positions in `section`, and its dotted name. transformers fills in
+    /// keys that are next to the section.
+    fn rope_setting(&self, section: &str, key: &str) -> (String, &Value) {
+        let older = if key == "rope_type" { "type" } else { key };
+        let places = [(section, key), (section, older), ("", key)];
+        let found = places.into_iter().map(|(section, key)| match section {
+            "" => (self.key(key), &self.value[key]),
+            _ => (self.key(&format!("{section}.{key}")), &self.value[section][key]),
+        });
+        let mut found: Vec<_> = found.collect();
+        let at = found.iter().position(|(_, value)| !value.is_null()).unwrap_or(0);
+        found.swap_remove(at)
+    }
+
+    /// Fails if `rope_parameters` and the older keys have different values, or if one of the two
+    /// sections lacks a value of the other: transformers uses only one of them.
+    fn expect_one_rope(&self) -> Result<(), ModelConfigError> {
+        const NAMES: [&str; 2] = ["rope_parameters", "rope_scaling"];
+        let object = |name: &str| self.value[name].as_object().into_iter().flatten();
+        let keys = NAMES.into_iter().flat_map(object).map(|(key, _)| key.as_str());
+        let keys = keys.map(|key| if key == "type" { "rope_type" } else { key });
+        let has_old = object(NAMES[1]).next().is_some();
+        for key in keys.collect::<BTreeSet<_>>() {
+            let (name, now) = self.rope_setting(NAMES[0], key);
+            let old = has_old.then(|| self.rope_setting(NAMES[1], key));
+            let theta = &self.value["rope_theta"];
+            let next_to = (key == "rope_theta" && !theta.is_null()).then(|| (self.key(key), theta));
+            for (older_name, older) in old.into_iter().chain(next_to) {
+                if meaning(key, now) != meaning(key, older) {
+                    let said = |value: &Value| match value {
+                        Value::Null => "missing".to_owned(),
+                        value => value.to_string(),
+                    };
+                    let what =
+                        format!("`{name}` is {}, but `{older_name}` is {}", said(now), said(older));
+                    return Err(ModelConfigError::Shape { what });
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Sizes of a decoder of the Qwen3 kind.
@@ -237,7 +291,7 @@ impl Section<'_> {
     pub(super) fn decoder_sizes(&self) -> Result<DecoderConfig, ModelConfigError> {
         self.expect("attention_bias", &Value::Bool(false), "`false`")?;
         self.expect("hidden_act", &Value::from("silu"), "`silu`")?;
-        let rope = self.rope();
+        let rope = self.rope()?;
         rope.expect("rope_type", &Value::from("default"), "`default`")?;
         // `type` is the old name of `rope_type`, and `mrope` was the old name of `default`
         if rope.value["type"] != "mrope" {

@@ -10,6 +10,7 @@
 //! Backward of DoRA takes the row norms as constants, as the paper and PEFT do.
 
 use super::params::{Inputs, ParamMap, ParamSpec, WeightError};
+use super::tensor_names::TensorNames;
 use crate::ops::{self, DropoutMask, LowRank};
 use crate::tape::{GradSink, Param};
 use candle_core::{D, DType, Result, Tensor};
@@ -54,6 +55,12 @@ impl AdapterTensor {
 /// The name that PEFT gives to a parameter of the model in the file of an adapter.
 pub fn peft_name(param: &str) -> String {
     format!("{PREFIX}{param}")
+}
+
+/// The name in PEFT of a tensor of a file that may name the modules in another spelling.
+pub fn peft_name_of_file(names: TensorNames, name: &str) -> String {
+    let own = name.strip_prefix(PREFIX);
+    own.map_or_else(|| name.to_owned(), |own| peft_name(&names.of_file(own)))
 }
 
 /// The adapters of a model.

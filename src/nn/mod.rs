@@ -20,7 +20,9 @@ mod params;
 mod rope;
 mod tensor_names;
 
-pub use adapter::{AdapterModule, AdapterTensor, Adapters, Dropout, DropoutPlace, peft_name};
+pub use adapter::{
+    AdapterModule, AdapterTensor, Adapters, Dropout, DropoutPlace, peft_name, peft_name_of_file,
+};
 pub use config::{DecoderConfig, HybridConfig, Queries, decoder_specs};
 pub(crate) use context::DecoderContext;
 pub(crate) use cost::{indexes, matrix_elements};

@@ -179,14 +179,7 @@ pub fn copy_to_host(t: &Tensor) -> Result<Tensor> {
 /// Copies `from`, in host memory, to `to`, a contiguous tensor of the same dtype and number of elements
 /// on any device. On a GPU the copy is asynchronous, and in order with the work on tensors.
 pub fn copy_from_host(from: &Tensor, to: &Tensor) -> Result<()> {
-    let (len, expected) = (from.elem_count(), to.elem_count());
-    if len != expected || from.dtype() != to.dtype() {
-        candle_core::bail!(
-            "copy_from_host: `from` has {len} elements of {:?}, expected {expected} of {:?}",
-            from.dtype(),
-            to.dtype()
-        );
-    }
+    check_copy(from, to)?;
     #[cfg(feature = "cuda")]
     if to.device().is_cuda() {
         return super::with_bytes(from, |bytes| super::cuda::upload_bytes(bytes, to))?;
@@ -198,6 +191,19 @@ pub fn copy_from_host(from: &Tensor, to: &Tensor) -> Result<()> {
             parts.for_each(|(to, from)| to.copy_from_slice(from));
         })
     })?
+}
+
+/// Checks that `from` and `to` have the same dtype and number of elements.
+pub(super) fn check_copy(from: &Tensor, to: &Tensor) -> Result<()> {
+    let (len, expected) = (from.elem_count(), to.elem_count());
+    if len == expected && from.dtype() == to.dtype() {
+        return Ok(());
+    }
+    candle_core::bail!(
+        "copy_from_host: `from` has {len} elements of {:?}, expected {expected} of {:?}",
+        from.dtype(),
+        to.dtype()
+    )
 }
 
 /// Returns the memory use of the GPU `device`, or `None` on the CPU or if the driver reports an

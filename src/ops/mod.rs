@@ -47,6 +47,7 @@ mod gated_delta_rule;
 mod gated_rms_norm;
 mod gelu;
 mod gpu;
+mod host_copies;
 mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
@@ -106,6 +107,7 @@ pub use gpu::{
     CUDA_BUILD, GpuMemory, GpuProperties, copy_from_host, copy_to_host, count_gpus, exit_at_once,
     gpu_memory, gpu_of_rank, gpu_properties, open_gpu, upload, upload_rounded,
 };
+pub(crate) use host_copies::HostCopies;
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
     LowRank, bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,

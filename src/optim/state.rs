@@ -207,9 +207,9 @@ impl ParamState {
         self.kinds.iter().zip(&self.tensors)
     }
 
-    /// The state tensors other than the master weight, to restore a checkpoint.
-    pub fn tensors_to_restore(&mut self) -> impl Iterator<Item = (&StateKind, &mut Tensor)> {
-        self.kinds.iter().zip(&mut self.tensors).filter(|(kind, _)| kind.name != MASTER)
+    /// As [`Self::tensors`], to restore a checkpoint.
+    pub fn tensors_mut(&mut self) -> impl Iterator<Item = (&StateKind, &mut Tensor)> {
+        self.kinds.iter().zip(&mut self.tensors)
     }
 
     /// The state tensor of kind `name`.

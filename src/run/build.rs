@@ -22,7 +22,7 @@ use super::trackers::{Tracked, Trackers};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
 use crate::config::RunConfig;
 use crate::data::{
-    BackgroundCacheWriter, CachedRows, DataState, Encoder, JsonlRows, Loader, RowReader,
+    BackgroundCacheWriter, CachedRows, DataState, Encoder, JsonlRows, Loader, MediaLook, RowReader,
 };
 use crate::dist::{Group, Monitor, fail};
 use crate::optim::{OptimConfig, Schedule, Span};
@@ -194,7 +194,9 @@ impl Run {
         let predicted = forecast(config, &rows, packs.as_ref(), (rank.world, &device));
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
-        let state = resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base, &rows));
+        let media_rows = packs.is_some().then_some(&*rows);
+        let state =
+            resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base, media_rows));
         let mut state = TrainState { total_steps, planned, inputs, ..state };
         let of_first = found.filter(|_| is_first);
         bring_best(config, (eval_rule.as_ref(), rank.world), &checkpointer, of_first, &mut state)?;
@@ -338,13 +340,16 @@ fn folder_config(
     })
 }
 
+/// The state of a new run. `rows` have length caches that were updated in this start; `None` if they were
+/// not. Older caches may lack changes of media files, for which the run would not be resumed.
 fn first_state(
     config: &RunConfig,
     data_fingerprint: String,
     base: Option<BaseModel>,
-    rows: &JsonlRows,
+    rows: Option<&JsonlRows>,
 ) -> TrainState {
-    let media = CachedRows::media(rows, &config.cache_dir(), false);
+    let media =
+        rows.and_then(|rows| CachedRows::media(rows, &config.cache_dir(), MediaLook::Cache));
     TrainState {
         version: TrainState::VERSION,
         step: 0,

@@ -85,7 +85,7 @@ pub enum RunError {
         /// What differs.
         what: Vec<String>,
     },
-    /// Media files of the rows have other sizes than at the start of the run.
+    /// Media files of the rows have other sizes or contents than at the start of the run.
     #[error(
         "images or videos of the rows changed since the start of the run of checkpoint `{}`{}",
         .folder.display(), first_text(.first.as_deref())

@@ -65,7 +65,8 @@ pub fn export_model(
     let fault = |source: CheckpointError| -> RunError {
         SetupError::Files { folder: base.to_owned(), source: Box::new(source) }.into()
     };
-    let files = WeightFiles::open(base).map_err(fault)?.renamed(|name| names.of_file(name));
+    let files = WeightFiles::open(base).and_then(|of| of.renamed(|name| names.of_file(name)));
+    let files = files.map_err(fault)?;
     let weights = Arc::new(Weights { files, adapter });
     let (mut counts, mut saved, mut quantized) = (Exported::default(), Vec::new(), None);
     for name in weights.files.names() {

@@ -20,6 +20,7 @@ use std::cell::RefCell;
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// `data.train` or `data.eval`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -183,7 +184,17 @@ pub(crate) fn loader_options(config: &RunConfig, encoder: &Encoder) -> LoaderOpt
         epochs: train.epoch_limit().and_then(NonZeroU64::new),
         on_error: data.on_error,
         max_rejected: data.max_rejected,
+        slow_row: slow_row(config),
     }
+}
+
+/// Time to read one row after which the log names the row: before the run is ended for it.
+fn slow_row(config: &RunConfig) -> Duration {
+    let alone = match config.train.timeout_s {
+        0 => Duration::MAX, // never
+        seconds => Duration::from_secs(seconds),
+    };
+    (alone.min(config.distributed.timeout()) / 2).min(Duration::from_secs(10))
 }
 
 /// Opens the model folder of a run.

@@ -373,8 +373,8 @@ fn open_files(
     specs: &[ParamSpec],
     names: TensorNames,
 ) -> Result<WeightFiles, SetupError> {
-    let files = WeightFiles::open(folder).map_err(|source| files_error(folder, source))?;
-    let files = files.renamed(|name| names.of_file(name));
+    let files = WeightFiles::open(folder).and_then(|of| of.renamed(|name| names.of_file(name)));
+    let files = files.map_err(|source| files_error(folder, source))?;
     let missing: Vec<&ParamSpec> =
         specs.iter().filter(|spec| files.shape(&spec.name).is_none()).collect();
     if let Some(first) = missing.first() {

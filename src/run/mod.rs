@@ -26,6 +26,7 @@ mod plan_forecast;
 mod plan_memory;
 mod plan_search;
 mod ranks;
+mod read_together;
 mod replay;
 mod resume;
 mod runner;

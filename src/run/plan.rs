@@ -12,8 +12,8 @@ use crate::metrics::JsonlSink;
 use crate::train::{Planned, TrainState, write_rejects};
 use std::sync::Arc;
 
-/// Maximum number of rows that a run with `train.max_steps` alone measures at its start. This
-/// takes a few seconds.
+/// Maximum number of rows that a run with `train.max_steps` alone measures at its start, on one rank or
+/// divided among all. This takes a few seconds.
 pub(super) const MAX_ROWS_AT_START: usize = 32_768;
 
 /// The result of [`plan_run`].
@@ -93,15 +93,34 @@ pub(super) fn measure_part(
     rank: Rank,
     observer: &dyn SetupObserver,
 ) -> Result<(), RunError> {
-    let Some(epochs) = config.train.epoch_limit() else { return Ok(()) };
-    let is_planned = |state: &TrainState| state.planned.is_some_and(|plan| plan.epochs == epochs);
-    if rank.world == 1 || resumed.is_some_and(is_planned) {
+    let epochs = config.train.epoch_limit();
+    let is_needed = match epochs {
+        Some(epochs) => {
+            let is_same = |plan: Planned| plan.epochs == epochs;
+            !resumed.is_some_and(|state| state.planned.is_some_and(is_same))
+        }
+        None => are_measured_at_start(num_chats(rows), resumed),
+    };
+    if rank.world == 1 || !is_needed {
         return Ok(());
     }
     let chats = rows.sets().iter().filter(|set| set.corpus().is_none());
     let own: usize = chats.map(|set| rank.own_part(set.len()).len()).sum();
     let report = observer.begin(SetupWork::MeasureRows, own as u64);
-    Ok(CachedRows::measure_part(rows, &config.cache_dir(), rank, &*report)?)
+    match CachedRows::measure_part(rows, &config.cache_dir(), rank, &*report) {
+        Err(error) if epochs.is_none() => warn_without_cache(&error),
+        result => result?,
+    }
+    Ok(())
+}
+
+/// Whether a run with `train.max_steps` alone measures its rows before the first step.
+fn are_measured_at_start(num_rows: usize, resumed: Option<&TrainState>) -> bool {
+    resumed.is_none() && (1..=MAX_ROWS_AT_START).contains(&num_rows)
+}
+
+fn warn_without_cache(error: &(dyn std::error::Error + 'static)) {
+    tracing::warn!(error, "cannot use the length cache; continuing without it");
 }
 
 /// Plans a run that ends at `train.max_steps`. Errors are logged and do not stop the run.
@@ -116,7 +135,7 @@ fn without_epochs(
     let num_rows = num_chats(rows);
     let cached = if resumed.is_some() || num_rows == 0 {
         Ok(None)
-    } else if num_rows <= MAX_ROWS_AT_START {
+    } else if are_measured_at_start(num_rows, resumed) {
         update_cache(config, rows.clone(), observer).map(Some)
     } else if CachedRows::exist(rows, &config.cache_dir()) {
         update_cache_if_quick(config, rows.clone(), observer)
@@ -143,10 +162,7 @@ fn without_epochs(
                 }
             }
         }
-        Err(error) => {
-            let error: &(dyn std::error::Error + 'static) = &error;
-            tracing::warn!(error, "cannot use the length cache; continuing without it");
-        }
+        Err(error) => warn_without_cache(&error),
     }
     RunPlan { planned: None, reader, packs, background }
 }

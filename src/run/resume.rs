@@ -4,7 +4,7 @@ use super::error::RunError;
 use super::plan::MAX_ROWS_AT_START;
 use crate::checkpoint::{Checkpointer, Found, Together};
 use crate::config::{Change, RunConfig, load};
-use crate::data::{CachedRows, JsonlRows};
+use crate::data::{CachedRows, JsonlRows, MediaLook};
 use crate::train::TrainState;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -79,12 +79,15 @@ fn warn_about_changes(config: &RunConfig, checkpointer: &Checkpointer) -> Result
     Ok(())
 }
 
+/// Maximum number of rows whose media files are read, even if their sizes and times are unchanged.
+const MAX_ROWS_READ: usize = 1024;
+
 /// Compares the media files of the rows with those at the first start of the run, if the length caches
-/// had all rows then. Other sizes are an error. Other times are a warning: a copy may have changed
-/// them.
+/// had all rows then. Other sizes or contents are an error. Other times alone are not, because a copy
+/// of the files has other times.
 ///
-/// The files themselves are compared for a small data set only. For a large one, the check
-/// finds changes that a length cache has.
+/// Of a large data set, some rows are compared, spread evenly; for the others, the check finds changes
+/// that a length cache has.
 pub(super) fn check_media(
     config: &RunConfig,
     rows: &JsonlRows,
@@ -92,24 +95,33 @@ pub(super) fn check_media(
     state: Option<&TrainState>,
 ) -> Result<(), RunError> {
     let (Some(found), Some(state)) = (found, state) else { return Ok(()) };
-    let look = rows.num_rows() <= MAX_ROWS_AT_START;
+    let spread = |most: usize| rows.num_rows().div_ceil(most).max(1);
+    let look =
+        MediaLook::Every { stamps: spread(MAX_ROWS_AT_START), contents: spread(MAX_ROWS_READ) };
     let now = || CachedRows::media(rows, &config.cache_dir(), look);
     let Some((before, now)) = state.media.as_ref().and_then(|before| Some((before, now()?))) else {
         return Ok(());
     };
     let digests = now.digests();
-    let is_rejected_or_mended = digests.files != before.files;
-    if !is_rejected_or_mended && digests.sizes != before.sizes {
-        let first = now.resized().map(str::to_owned);
-        return Err(RunError::MediaChanged { folder: found.dir.clone(), first });
-    }
-    if digests != *before {
-        let first = now.touched().or(now.resized());
+    let first = now.changed().map(str::to_owned);
+    let [sizes, times] = [digests.sizes != before.sizes, digests.times != before.times];
+    let contents = before.contents.is_some() && digests.contents != before.contents;
+    if digests.files != before.files || times && before.contents.is_none() && !sizes {
+        // Rows became usable or unusable, or an older version began the run.
         tracing::warn!(
             first,
             "media files of the rows were written since the start of the run; if their pixels \
              differ, the resumed run differs too"
         );
+    } else if sizes || contents {
+        return Err(RunError::MediaChanged { folder: found.dir.clone(), first });
+    } else if times && now.has_unread_bytes() {
+        tracing::warn!(
+            "media files have new modification times; their sizes, and their first and last 16 KiB, \
+             are the same. If the bytes between differ, the resumed run differs too"
+        );
+    } else if times {
+        tracing::info!("media files have new modification times and the same contents");
     }
     Ok(())
 }

@@ -6,10 +6,10 @@ use super::load_shares::{RankModel, RankPlace, load_shares, whole_model};
 use super::stored_weights::{install, load_stored, visitors, weight_storage};
 use crate::checkpoint::Found;
 use crate::config::RunConfig;
-use crate::optim::{Optimizer, ParamGroups};
+use crate::optim::{MASTER, Optimizer, ParamGroups};
 use crate::tape::{Gradients, Param};
 use crate::train::{GradientSums, Ranks, SharedSums, StepRunner, buffers_of_tree};
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
 /// Loads the model: whole in a single process, otherwise together with the other ranks.
@@ -31,7 +31,7 @@ pub(super) fn rank_model(
         return Ok(whole_model(load_stored(open, &visit, storage, device)?));
     };
     let model = load_shares(open, groups, (shard, &visit), ranks, collective, device)?;
-    install(&model.loaded, &visit, storage, device)?;
+    install(&model.loaded, &visit, storage, model.place.as_ref(), device)?;
     Ok(model)
 }
 
@@ -54,15 +54,35 @@ pub(crate) fn step_runner(
         let saved = saved.map_err(candle_core::Error::wrap)?;
         saved.map_or_else(|| loaded.open.master(param, elements, device), Ok)
     };
+    // Ranks that all have the whole state divide the reading of it.
+    let together = place.as_ref().filter(|_| owned.is_none());
+    let first_master = |param: &Param, elements: Range<usize>, device: &Device| match together {
+        Some(_) => Tensor::zeros(elements.len(), DType::F32, device),
+        None => master(param, elements, device),
+    };
     let max_norm = config.train.max_grad_norm;
+    let (params, optim) = (&loaded.params, &config.optim);
     let mut optimizer =
-        Optimizer::new(&config.optim, max_norm, &loaded.params, groups, owned, master, device)?;
+        Optimizer::new(optim, max_norm, params, groups, owned, first_master, device)?;
     for state in optimizer.states_mut() {
         let (param, elements) = (state.param.clone(), state.elements.clone());
-        for (kind, tensor) in state.tensors_to_restore() {
-            let (elements, device) = (kind.elements(&elements), tensor.device().clone());
-            if let Some(saved) = load(kind.name, &param, elements, kind.dtype, &device)? {
-                *tensor = saved;
+        for (kind, tensor) in state.tensors_mut() {
+            let is_master = kind.name == MASTER;
+            match together {
+                _ if !is_master && saved.is_none() => {} // zeros
+                Some(place) => place.read_together(tensor, device, |part| {
+                    if is_master {
+                        return Ok(master(&param, part, device)?);
+                    }
+                    Ok(load(kind.name, &param, part, kind.dtype, device)?.expect("it is saved"))
+                })?,
+                None if is_master => {}
+                None => {
+                    let (elements, device) = (kind.elements(&elements), tensor.device().clone());
+                    if let Some(saved) = load(kind.name, &param, elements, kind.dtype, &device)? {
+                        *tensor = saved;
+                    }
+                }
             }
         }
     }

@@ -2,10 +2,10 @@
 
 use super::error::RunError;
 use super::load_model::{LoadedModel, OpenModel};
-use super::load_shares::without_weights;
+use super::load_shares::{RankPlace, without_weights};
 use crate::config::RunConfig;
 use crate::ops::Nf4;
-use crate::tape::Trainable;
+use crate::tape::{Param, Trainable};
 use crate::train::{Offload, Quantize, StoredWeight, VisitingWeights, WeightStorage};
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
@@ -61,26 +61,39 @@ pub(super) fn load_stored(
         param.set_tensor(tensor.reshape(param.shape())?)?;
         Ok::<(), RunError>(())
     })?;
-    install(&loaded, visit, storage, device)?;
+    install(&loaded, visit, storage, None, device)?;
     Ok(loaded)
 }
 
-/// Loads the weights of `visit`, one after the other, and lets them visit slots.
+/// Loads the weights of `visit`, one after the other, and lets them visit slots. Ranks read each weight
+/// together.
 pub(super) fn install(
     loaded: &LoadedModel,
     visit: &[bool],
     storage: WeightStorage,
+    place: Option<&RankPlace>,
     device: &Device,
 ) -> Result<(), RunError> {
     let mut stored = HashMap::new();
     for param in loaded.params.iter().filter(|param| visit[param.index()]) {
-        let index = param.index();
+        let (index, open) = (param.index(), &loaded.open);
+        let on_host = || host_weight(open, param, place, device);
         let weight = match storage {
-            WeightStorage::Nf4 => StoredWeight::Nf4(loaded.open.nf4(index)?.to_device(device)?),
+            WeightStorage::Nf4 => {
+                let nf4 = match (place, open.stored_nf4(index)?) {
+                    (None, _) => open.nf4(index)?,
+                    (Some(_), Some(stored)) => stored,
+                    // A weight that this rank alone has quantised (`nf4_again`) must not decide
+                    // which exchanges it takes part in.
+                    (Some(_), None) => {
+                        open.quantized().remove(&index);
+                        quantized(param, &on_host()?)?
+                    }
+                };
+                StoredWeight::Nf4(nf4.to_device(device)?)
+            }
             WeightStorage::Host | WeightStorage::Device => {
-                let all = 0..param.shape().elem_count();
-                let weight = loaded.open.load_part(index, all, param.dtype(), &Device::Cpu)?;
-                StoredWeight::Host(weight.reshape(param.shape())?)
+                StoredWeight::Host(on_host()?.reshape(param.shape())?)
             }
         };
         stored.insert(index, weight);
@@ -94,21 +107,45 @@ pub(super) fn install(
     Ok(())
 }
 
+/// A weight in the compute dtype, flat, in host memory.
+fn host_weight(
+    open: &OpenModel,
+    param: &Param,
+    place: Option<&RankPlace>,
+    device: &Device,
+) -> Result<Tensor, RunError> {
+    let (len, dtype) = (param.shape().elem_count(), param.dtype());
+    let read = |part, device| open.load_part(param.index(), part, dtype, device);
+    let Some(place) = place else { return Ok(read(0..len, &Device::Cpu)?) };
+    let weight = Tensor::zeros(len, dtype, &Device::Cpu)?;
+    place.read_together(&weight, device, |part| Ok(read(part, device)?))?;
+    Ok(weight)
+}
+
+fn quantized(param: &Param, flat: &Tensor) -> candle_core::Result<Nf4> {
+    Nf4::quantize(param.shape().dims(), |range| {
+        flat.narrow(0, range.start, range.len())?.to_dtype(DType::F32)
+    })
+}
+
 impl OpenModel {
     /// The weight `index` in NF4, on the CPU: the stored codes, or else quantised from the compute
     /// dtype.
     pub(super) fn nf4(&self, index: usize) -> Result<Nf4, super::SetupError> {
-        if let Some(kept) = self.quantized().remove(&index) {
-            return Ok(kept);
-        }
-        if let Some(stored) = self.stored_nf4(index)? {
-            return Ok(stored);
+        if let Some(ready) = self.ready_nf4(index)? {
+            return Ok(ready);
         }
         let dtype = self.dtype();
         Nf4::quantize(&self.specs[index].shape, |range| {
             let part = self.load_part(index, range, dtype, &Device::Cpu)?;
             Ok(part.to_dtype(DType::F32)?)
         })
+    }
+
+    /// As [`Self::nf4`], if the weight need not be quantised.
+    fn ready_nf4(&self, index: usize) -> Result<Option<Nf4>, super::SetupError> {
+        let kept = self.quantized().remove(&index);
+        if kept.is_some() { Ok(kept) } else { self.stored_nf4(index) }
     }
 
     /// As [`Self::nf4`], which is called once more later: it is not quantised again then.

@@ -7,7 +7,7 @@ use super::datasets::{DatasetCounts, DatasetLoss};
 use super::eval_blocks::join;
 use super::ranks::Ranks;
 use super::sequence::own_part;
-use super::weights::{Pass, RankWeights};
+use super::weights::RankWeights;
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
 use crate::data::JsonlRows;
 use crate::data::{CollateError, Rejection, RowReader, SampleIndex, SampleSize, collate};
@@ -169,27 +169,12 @@ impl Evaluator<'_> {
                 blocks.push(self.score_block(model, block, &|done| progress(before + done))?);
             }
         }
-        while self.begin_pass(false)? {
-            self.weights.end()?; // another rank has more rows
-        }
+        self.weights.help(self.ranks)?; // another rank may have more rows
         if self.ranks.gather(stop())?.contains(&true) {
             return Ok(None);
         }
         progress(rows.len());
         Ok(Some(join(blocks, self.ranks)?))
-    }
-
-    /// Begins a pass over the model. If each rank has a share of the weights only, all ranks make the
-    /// same number of passes. Returns whether any of them has rows.
-    fn begin_pass(&self, has_rows: bool) -> Result<bool, DistError> {
-        if self.weights.are_whole() {
-            return Ok(has_rows);
-        }
-        let any = self.ranks.gather(has_rows)?.contains(&true);
-        if any {
-            self.weights.begin(Pass::Forward);
-        }
-        Ok(any)
     }
 
     /// Scores the rows of one block.
@@ -245,7 +230,7 @@ impl Evaluator<'_> {
         let (batch, own) = own_part(batch, self.ranks.sequence(), merge);
         let targets = &own.targets;
         let input = model.upload(batch, self.dtype, self.device)?;
-        self.begin_pass(true)?;
+        self.weights.begin_forward(self.ranks, true)?;
         let scores =
             model.hidden(&input).and_then(|hidden| scores(&hidden, model.lm_head(), targets));
         self.weights.end()?;

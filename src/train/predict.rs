@@ -5,6 +5,7 @@ use super::eval::EvalError;
 use super::generate::{GenerateOptions, Group};
 use super::ranks::Ranks;
 use super::scores::Score;
+use super::weights::RankWeights;
 use crate::batch::EncodedSample;
 use crate::data::{JsonlRows, RowReader, SampleError, SampleIndex};
 use crate::models::Model;
@@ -66,7 +67,7 @@ struct Question {
     num_media: usize,
 }
 
-/// Answers rows. The model has all its weights on this rank.
+/// Answers rows.
 pub struct Predictor<'a> {
     /// The rows to answer.
     pub rows: &'a JsonlRows,
@@ -76,10 +77,15 @@ pub struct Predictor<'a> {
     pub model: &'a dyn Model,
     /// Device of the model.
     pub device: &'a Device,
+    /// The ranks that share the rows.
+    pub ranks: &'a Ranks,
+    /// How the weights are divided among the ranks.
+    pub weights: &'a RankWeights,
 }
 
 impl Predictor<'_> {
-    /// Answers a row; `None` for a row of a corpus, which has no answer.
+    /// Answers a row; `None` for a row of a corpus, which has no answer. This rank must have all
+    /// weights.
     pub fn answer(&self, row: SampleIndex) -> Result<Option<Prediction>, PredictError> {
         let answers = self.answers(&[row], &mut |_| ControlFlow::Continue(()))?;
         let answer = answers.and_then(|mut answers| answers.pop());
@@ -108,7 +114,9 @@ impl Predictor<'_> {
                 && let Some((at, row)) = waiting.next()
             {
                 match self.question(row) {
-                    Ok(Some((question, prompt))) => group.begin((at, question), prompt)?,
+                    Ok(Some((question, prompt))) => {
+                        self.pass(|| group.begin((at, question), prompt))?;
+                    }
                     unanswered => {
                         answers.insert(at, unanswered.map(|_| None));
                     }
@@ -116,12 +124,20 @@ impl Predictor<'_> {
             } else if group.is_empty() {
                 return Ok(Some(answers.into_values().collect()));
             } else {
-                for ((at, question), ids) in group.step()? {
+                for ((at, question), ids) in self.pass(|| group.step())? {
                     answers.insert(at, Ok(Some(self.prediction(question, ids)?)));
                 }
             }
         }
         Ok(None)
+    }
+
+    /// Calls `f`, which makes at most one pass over the model.
+    fn pass<T>(&self, f: impl FnOnce() -> Result<T, EvalError>) -> Result<T, EvalError> {
+        self.weights.begin_forward(self.ranks, true)?;
+        let result = f();
+        self.weights.end()?;
+        result
     }
 
     /// The prompt of a row; `None` for a row of a corpus.
@@ -158,12 +174,11 @@ impl Predictor<'_> {
     /// are left out. If `stop` returns `true` on a rank, all return `None`.
     pub fn run_until(
         &self,
-        ranks: &Ranks,
         stop: &dyn Fn() -> bool,
         progress: &dyn Fn(usize, usize),
     ) -> Result<Option<Vec<Prediction>>, EvalError> {
         let rows: Vec<SampleIndex> = self.chats().collect();
-        let rank = ranks.rank();
+        let (ranks, rank) = (self.ranks, self.ranks.rank());
         let own: Vec<SampleIndex> =
             rows.iter().copied().skip(rank.rank).step_by(rank.world).collect();
         let mut num_shown = 0;
@@ -175,6 +190,7 @@ impl Predictor<'_> {
             ranks.report("answering eval rows");
             if stop() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         })?;
+        self.weights.help(ranks)?; // another rank may have longer answers
         if ranks.gather(own.is_none())?.contains(&true) {
             return Ok(None);
         }

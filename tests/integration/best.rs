@@ -202,6 +202,39 @@ fn answers_at_the_same_time_do_not_depend_on_ranks_and_stops() {
     }
     assert!(read("ranks") == read("three"), "of two ranks");
 
+    let divided = |output: &str| {
+        let mut config = with(output, 3);
+        config.distributed.shard = trainer::dist::Shard::Full;
+        config
+    };
+    for world in [2, 4] {
+        let output = format!("divided-{world}");
+        finish(&divided(&output), world);
+        assert!(
+            read(&output) == read("three"),
+            "of {world} ranks with a share of the weights each"
+        );
+    }
+    // A signal to one rank ends the evaluation of all.
+    let config = divided("divided-stopped");
+    std::thread::scope(|scope| {
+        for group in trainer::dist::threads(2).unwrap() {
+            let config = &config;
+            scope.spawn(move || {
+                let stop = Arc::new(AtomicBool::new(false));
+                let own = if group.rank.rank == 1 { Arc::default() } else { stop.clone() };
+                let options = RunOptions { stop: own, ..RunOptions::default() };
+                let mut watch = StopAtAnswer { stop, num_done: 0 };
+                let mut run = Run::with_group(config, &options, Some(group)).unwrap();
+                let outcome = run.train(&mut watch).unwrap();
+                assert!(matches!(outcome, Outcome::Stopped { .. }), "{outcome:?}");
+            });
+        }
+    });
+    assert_eq!(place.rows("divided-stopped/predictions.jsonl"), [Value::Null; 0]);
+    finish(&config, 2);
+    assert!(read("divided-stopped") == read("three"), "stopped and resumed");
+
     let stop = Arc::new(AtomicBool::new(false));
     let options = RunOptions { stop: stop.clone(), ..RunOptions::default() };
     let mut watch = StopAtAnswer { stop, num_done: 0 };

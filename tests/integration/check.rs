@@ -1,8 +1,9 @@
 //! `trainer check` finds all problems in one pass, and changes nothing.
 
-use super::harness::Place;
-use serde_json::Value;
+use super::harness::{Place, golden};
+use serde_json::{Value, json};
 use std::fs;
+use trainer::metrics::memory_text;
 
 /// A folder with a model, good rows and a config without problems.
 fn place() -> Place {
@@ -40,6 +41,45 @@ fn a_run_without_problems_passes_and_trains() {
     assert!(text.contains("has a run with a checkpoint of step 3"), "{text}");
 }
 
+/// The finding about memory, as text.
+fn memory(found: &[Value]) -> String {
+    let finding = found.iter().find(|finding| finding["topic"] == "memory").unwrap();
+    finding["message"].as_str().unwrap().to_owned()
+}
+
+#[test]
+fn the_memory_is_that_of_the_largest_pack_and_equals_the_plan() {
+    let place = place();
+    // Full packs of this length would need terabytes.
+    let short = "output_dir: run\ndevice: cpu\nmodel: {path: model}\n\
+                 data: {train: [{path: good.jsonl}], packing_length: 1000000000}\ntrain: {max_steps: 3}\n";
+    // Without packing, a row may be longer than `packing_length`.
+    let long = "output_dir: run\ndevice: cpu\nmodel: {path: model}\n\
+                data: {train: [{path: long.jsonl}], packing_length: 16, packing: false}\ntrain: {max_steps: 3}\n";
+    let text = "word ".repeat(9000);
+    let row = format!(
+        "{{\"messages\":[{{\"role\":\"user\",\"content\":\"?\"}},\
+         {{\"role\":\"assistant\",\"content\":\"{text}\"}}]}}\n"
+    );
+    place.write("long.jsonl", &row);
+    let mut bytes = Vec::new();
+    for config in [short, long] {
+        place.write("memory.yaml", config);
+        let found = memory(&findings(&place, "memory.yaml", 0));
+        let plan = place.trainer(&["plan", "--config", "memory.yaml", "--json"]).ends_with(0);
+        let plan: Value = serde_json::from_str(plan.stdout.lines().last().unwrap()).unwrap();
+        let all = plan["cpu_bytes"]["all"].as_f64().unwrap();
+        bytes.push(all);
+        let expected = format!("about {} for its largest pack", memory_text(all));
+        assert!(found.starts_with(&expected), "{expected}: {found}");
+    }
+    assert!(bytes[1] > 1.5 * bytes[0], "{bytes:?}");
+    // Rows that cannot be planned: full packs.
+    place.write("memory.yaml", &short.replace("good.jsonl", "absent.jsonl"));
+    let found = memory(&findings(&place, "memory.yaml", 65));
+    assert!(found.contains("are needed for full packs, which are assumed"), "{found}");
+}
+
 /// Topic of each planted problem, and a part of its message.
 const PLANTED: [(&str, &str); 30] = [
     ("config", "`device`"),
@@ -73,6 +113,18 @@ const PLANTED: [(&str, &str); 30] = [
     ("data.eval", "lost.jsonl"),
     ("output_dir", "not_a_folder"),
 ];
+
+/// Panics unless all of `planted` are among the findings.
+#[track_caller]
+fn assert_found(found: &[Value], planted: &[(&str, &str)]) {
+    let errors: Vec<&Value> = found.iter().filter(|finding| finding["kind"] != "ok").collect();
+    let text = |finding: &Value| format!("{} {}", finding["message"], finding["examples"]);
+    let is_found = |(topic, what): &(&str, &str)| {
+        errors.iter().any(|finding| finding["topic"] == *topic && text(finding).contains(what))
+    };
+    let missed: Vec<_> = planted.iter().filter(|planted| !is_found(planted)).collect();
+    assert!(missed.is_empty(), "{missed:?} in {errors:#?}");
+}
 
 #[test]
 fn thirty_planted_problems_are_found_in_one_pass() {
@@ -117,15 +169,109 @@ fn thirty_planted_problems_are_found_in_one_pass() {
          checkpoint: {keep: none}\n\
          distributed: {timeout_s: 0}\n",
     );
-    let found = findings(&place, "bad.yaml", 65);
-    let errors: Vec<&Value> = found.iter().filter(|finding| finding["kind"] != "ok").collect();
-    assert_eq!(PLANTED.len(), 30);
-    let text = |finding: &Value| format!("{} {}", finding["message"], finding["examples"]);
-    for (topic, what) in PLANTED {
-        let is_it = |finding: &&&Value| finding["topic"] == topic && text(finding).contains(what);
-        assert!(errors.iter().any(|finding| is_it(&finding)), "{topic}: {what} in {errors:#?}");
-    }
+    assert_found(&findings(&place, "bad.yaml", 65), &PLANTED);
     assert!(fs::metadata(place.path("not_a_folder")).unwrap().is_file());
+}
+
+/// Problems of a mixture with corpora, an adapter, videos and evaluations, as in [`PLANTED`].
+const PLANTED_IN_A_MIXTURE: [(&str, &str); 36] = [
+    ("config", "`model.recompute`"),
+    ("config", "`adapter.rank`"),
+    ("config", "`adapter.quantize`"),
+    ("config", "`adapter.alpha`"),
+    ("config", "`adapter.dropout`"),
+    ("config", "`data.train.3.corpus.sampling`"),
+    ("config", "missing key `sampling`"),
+    ("config", "`data.mixture`"),
+    ("config", "`data.train.1.weight`"),
+    ("config", "`data.train.2.name`"),
+    ("config", "`data.train.8.weight`"),
+    ("config", "`data.train.9.name`"),
+    ("config", "`data.max_rejected`"),
+    ("config", "`data.url.timeout_s`"),
+    ("config", "`data.video.marks`"),
+    ("config", "`eval.generate.batch`"),
+    ("config", "`eval.early_stopping.min_delta`"),
+    ("config", "`checkpoint.best.metric`"),
+    ("config", "`log.trackers.0`"),
+    ("model", "`decoder`"),
+    ("model", "zq_proj"),
+    ("model", "no.such"),
+    ("model", "nothing.*"),
+    ("tokenizer and template", "`data.video.fps`"),
+    ("data.train", "`data.train.4.corpus.eos_token`"),
+    ("data.train", "plain.txt"),
+    ("data.train", "`data.train.6.dataset_info`"),
+    ("data.train", "`data.train.8.path`"),
+    ("data.train", "media.jsonl:1"),
+    ("data.train", "media.jsonl:2"),
+    ("data.train", "media.jsonl:3"),
+    ("data.train", "media.jsonl:4"),
+    ("data.train", "media.jsonl:5"),
+    ("data.train", "media.jsonl:6"),
+    ("data.train", "media.jsonl:7"),
+    ("data.eval", "eval.jsonl:2"),
+];
+
+#[test]
+fn the_problems_of_a_mixture_are_found_in_one_pass() {
+    let place = place();
+    let row = |turns: &[(&str, &str)], key: &str, media: Value| {
+        let turn = |(role, text): &(&str, &str)| json!({"role": role, "content": text});
+        let turns: Vec<Value> = turns.iter().map(turn).collect();
+        json!({"messages": turns, key: media}).to_string() + "\n"
+    };
+    let chat = |text: &str, key: &str, media: Value| {
+        row(&[("user", text), ("assistant", "a")], key, media)
+    };
+    fs::copy(golden("data/images/exact_moon_64x64.png"), place.path("ok.png")).unwrap();
+    place.write("empty.png", "");
+    let media = [
+        chat("<video>?", "videos", json!([["ok.png"]])),
+        chat("<image>?", "images", json!(["../secret.png"])),
+        chat("<image>?", "images", json!(["empty.png"])),
+        chat("<image>?", "images", json!(["https://example.org/a.png"])),
+        chat("<image> <image>?", "images", json!(["ok.png"])),
+        chat("<|image_pad|>", "images", json!([])),
+        row(&[("user", "a"), ("system", "b"), ("assistant", "c")], "images", json!([])),
+        chat("<image>?", "images", json!(["ok.png"])),
+    ];
+    place.write("media.jsonl", &media.concat());
+    place.write("corpus.jsonl", &(json!({"text": "many words ".repeat(50)}).to_string() + "\n"));
+    place.write("plain.txt", "words");
+    place.write("info.json", r#"{"known": {"file_name": "good.jsonl"}}"#);
+    let eval = chat("a", "images", json!([])) + &row(&[("user", "a")], "images", json!([]));
+    place.write("eval.jsonl", &eval);
+    place.write(
+        "bad.yaml",
+        "output_dir: run\n\
+         model: {path: model, recompute: some}\n\
+         adapter: {rank: 0, alpha: -1.0, dropout: 1.5, parts: [decoder, llm], target: [zq_proj],\n\
+         \x20         train_also: [no.such], quantize: int3}\n\
+         data:\n\
+         \x20 train:\n\
+         \x20   - {path: media.jsonl, name: media}\n\
+         \x20   - {path: good.jsonl, weight: -1.0, name: other}\n\
+         \x20   - {path: good.jsonl, name: media}\n\
+         \x20   - {path: corpus.jsonl, corpus: {sampling: dice}}\n\
+         \x20   - {path: corpus.jsonl, corpus: {sampling: document, eos_token: <nope>}}\n\
+         \x20   - {path: plain.txt}\n\
+         \x20   - {dataset_info: 'info.json#unknown'}\n\
+         \x20   - {path: corpus.jsonl, corpus: {}}\n\
+         \x20   - {path: none.jsonl, weight: 0.0}\n\
+         \x20   - {path: good.jsonl, name: other}\n\
+         \x20 eval: [{path: eval.jsonl}]\n\
+         \x20 mixture: shares\n\
+         \x20 video: {fps: -1.0, marks: round}\n\
+         \x20 url: {timeout_s: 0.0}\n\
+         \x20 max_rejected: 2.0\n\
+         train: {max_steps: 3}\n\
+         optim: {lr_multipliers: {'nothing.*': 0.5}}\n\
+         checkpoint: {best: {metric: eval.f1}}\n\
+         eval: {generate: {max_new_tokens: 4, batch: 100}, early_stopping: {patience: 2, min_delta: -1.0}}\n\
+         log: {trackers: [wandb]}\n",
+    );
+    assert_found(&findings(&place, "bad.yaml", 65), &PLANTED_IN_A_MIXTURE);
 }
 
 #[test]
@@ -174,6 +320,35 @@ fn a_wrong_pattern_and_a_wrong_template_hide_no_other_problem() {
     let text: Vec<String> = of_model.map(|finding| finding["message"].to_string()).collect();
     assert!(text.iter().any(|text| text.contains("`nope`")), "{text:?}");
     assert!(text.iter().any(|text| text.contains("`neither`")), "{text:?}");
+}
+
+#[test]
+fn a_wrong_value_of_the_model_folder_is_reported_once() {
+    let place = place();
+    let path = "model/video_preprocessor_config.json";
+    let good = String::from_utf8(place.read("good.yaml")).unwrap();
+    let with =
+        |video: &str| good.replace("  packing_length", &format!("  {video}\n  packing_length"));
+    let of_encoder = |found: &[Value]| {
+        let is_error = |finding: &&Value| {
+            finding["topic"] == "tokenizer and template" && finding["kind"] != "ok"
+        };
+        let text = found.iter().filter(is_error).map(|finding| finding["message"].to_string());
+        text.collect::<Vec<String>>()
+    };
+    place.write(path, r#"{"fps": -1.0}"#);
+    place.write("bad.yaml", &with("video: {max_frames: 8}"));
+    let found = findings(&place, "bad.yaml", 65);
+    let errors = of_encoder(&found);
+    assert!(errors.len() == 1 && errors[0].contains("`data.video.fps` is `-1`"), "{errors:?}");
+
+    // The rows are checked with the settings of the folder; the run would have other packs.
+    place.write(path, "{}");
+    place.write("bad.yaml", &with("video: {fps: -2.0}"));
+    let found = findings(&place, "bad.yaml", 65);
+    let errors = of_encoder(&found);
+    assert!(errors.len() == 1 && errors[0].contains("`data.video.fps` is `-2`"), "{errors:?}");
+    assert!(memory(&found).contains("full packs, which are assumed"), "{found:?}");
 }
 
 #[test]

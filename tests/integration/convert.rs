@@ -90,6 +90,20 @@ fn twenty_configs_of_each_trainer_convert_and_pass_the_config_reader() {
     }
 }
 
+/// A token of Qwen2.5-VL has 28 x 28 pixels, one of the others 32 x 32.
+#[test]
+fn sizes_in_tokens_become_pixels_of_the_models_family() {
+    for (model, pixels) in [("Qwen3-VL-2B", 1024), ("Qwen3.5-4B", 1024), ("Qwen2.5-VL-3B", 784)] {
+        let script = format!(
+            "IMAGE_MIN_TOKEN_NUM=5 VIDEO_MAX_TOKEN_NUM=10 FPS_MAX_FRAMES=6 swift sft --model \
+             Qwen/{model}-Instruct --dataset a.jsonl --tuner_type full"
+        );
+        let config = resolved(Trainer::MsSwift, "a.sh", &script).unwrap();
+        assert_eq!(config["data"]["image"]["min_pixels"], 5 * pixels, "{model}");
+        assert_eq!(config["data"]["video"]["max_pixels"], 6 * 10 * pixels, "{model}");
+    }
+}
+
 #[test]
 fn the_golden_configs_are_reproduced() {
     for (trainer, name, golden) in GOLDEN {

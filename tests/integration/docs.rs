@@ -125,7 +125,7 @@ fn every_reason_of_a_rejection_is_explained() {
         "source/grounding_error.rs",
         "template/mod.rs",
         "media/image/error.rs",
-        "media/video/mod.rs",
+        "media/video/error.rs",
         "encode/truncate.rs",
     ]
     .map(|name| text(&format!("src/data/{name}")));

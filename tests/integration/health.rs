@@ -2,12 +2,13 @@
 //! takes no more, inputs that changed.
 
 use super::harness::{Output, Place, finish, golden, without_measured, write};
+use super::images::bmp;
 use serde_json::Value;
 use std::fs;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 use trainer::dist::Monitor;
 use trainer::run::{Run, RunOptions};
 
@@ -269,6 +270,84 @@ fn a_resumed_run_notices_that_an_input_changed() {
     let state = "run/checkpoints/step-00000002/trainer_state.json";
     assert!(String::from_utf8(place.read(state)).unwrap().contains("\"tokenizer\""));
     place.trainer(&sft(&[])).ends_with(0).says("resume from_step=2");
+}
+
+/// [`place`] with three rows with this image in `a.bmp`, `b.bmp` and `c.bmp`, and their modification time.
+fn place_of_images(image: &[u8]) -> (Place, SystemTime) {
+    let place = place(4);
+    let row = |image: &str| {
+        format!(
+            "{{\"messages\":[{{\"role\":\"user\",\"content\":\"<image>What is it?\"}},\
+             {{\"role\":\"assistant\",\"content\":\"a moon\"}}],\"images\":[\"{image}\"]}}\n"
+        )
+    };
+    let names = ["a.bmp", "b.bmp", "c.bmp"];
+    place.write("rows.jsonl", &names.map(row).concat());
+    let long_ago = SystemTime::now() - Duration::from_secs(1000);
+    for name in names {
+        put(&place, name, image, long_ago);
+    }
+    (place, long_ago)
+}
+
+fn put(place: &Place, name: &str, bytes: &[u8], modified: SystemTime) {
+    write(&place.path(name), bytes);
+    let file = fs::File::options().append(true).open(place.path(name)).unwrap();
+    file.set_modified(modified).unwrap();
+}
+
+/// Sizes, and often times, do not change if another set of images is unpacked in the same folder.
+#[test]
+fn a_resumed_run_notices_exchanged_images_of_the_same_size() {
+    let black = bmp(64, 64);
+    let mut other = black.clone();
+    other[200..400].fill(255);
+    let (place, long_ago) = place_of_images(&black);
+    let put = |name, bytes: &[u8], modified| put(&place, name, bytes, modified);
+    place.trainer(&sft(&["--set", "train.max_steps=2"])).ends_with(0);
+
+    for modified in [SystemTime::now(), long_ago] {
+        put("b.bmp", &other, modified);
+        let said = place.trainer(&sft(&[])).ends_with(65);
+        said.says("images or videos of the rows changed").says("`b.bmp`").says("hint: ");
+    }
+    put("b.bmp", &black, SystemTime::now());
+    let said = place.trainer(&sft(&[])).ends_with(0).says("resume from_step=2");
+    let said = said.says("new modification times and the same contents");
+    assert!(!said.stderr.contains("WARN"), "{}", said.stderr);
+}
+
+#[test]
+fn a_resumed_run_does_not_claim_to_have_read_the_middle_of_large_images() {
+    let black = bmp(128, 128);
+    let (place, _) = place_of_images(&black);
+    place.trainer(&sft(&["--set", "train.max_steps=2"])).ends_with(0);
+    let mut other = black.clone();
+    other[20_000..30_000].fill(255);
+    put(&place, "b.bmp", &other, SystemTime::now());
+    let said = place.trainer(&sft(&[])).ends_with(0).says("resume from_step=2");
+    let said = said.says("WARN media files have new modification times").says("16 KiB");
+    assert!(!said.stderr.contains("the same contents"), "{}", said.stderr);
+}
+
+/// The start of the run could not update the cache, so the cache has the image of before.
+#[test]
+fn a_change_before_the_start_of_a_run_does_not_prevent_resuming() {
+    let black = bmp(64, 64);
+    let (place, _) = place_of_images(&black);
+    let cache = ["cache", "--config", "config.yaml", "--set", "data.cache_dir=lengths"];
+    place.trainer(&cache).ends_with(0);
+    put(&place, "b.bmp", &bmp(96, 64), SystemTime::now());
+    let names = place.names("lengths");
+    let lock = names.iter().find(|name| name.contains(".lock")).unwrap();
+    let lock = place.path(&format!("lengths/{lock}"));
+    fs::remove_file(&lock).unwrap();
+    fs::create_dir(&lock).unwrap(); // cannot be opened for writing
+    let with_cache = ["--set", "data.cache_dir=lengths"];
+    let brief = [&with_cache[..], &["--set", "train.max_steps=2"]].concat();
+    place.trainer(&sft(&brief)).ends_with(0).says("cannot use the length cache");
+    fs::remove_dir(&lock).unwrap();
+    place.trainer(&sft(&with_cache)).ends_with(0).says("resume from_step=2");
 }
 
 #[test]

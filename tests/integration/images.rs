@@ -120,7 +120,7 @@ fn exif_orientation_swaps_the_sides_of_the_grid() {
 }
 
 /// A black, uncompressed image.
-fn bmp(width: u32, height: u32) -> Vec<u8> {
+pub(crate) fn bmp(width: u32, height: u32) -> Vec<u8> {
     let row = (width * 3).next_multiple_of(4);
     let mut bytes = b"BM".to_vec();
     for field in [54 + row * height, 0, 54, 40, width, height, (24 << 16) | 1, 0, 0, 0, 0, 0, 0] {

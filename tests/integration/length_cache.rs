@@ -1,6 +1,9 @@
 //! Lengths from the length cache equal newly measured ones for every limit, after files were
 //! changed or copied and after updates were killed.
 
+use super::budgets::header_of_largest_image;
+use super::harness::write;
+use super::images::bmp;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::Write;
@@ -14,8 +17,8 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
 use trainer::data::{
-    CacheWork, DatasetConfig, Encoder, ImageConfig, KeptEnd, Length, LengthCache, Rejection,
-    RowReader, RowRules, SampleIndex, TruncationRule, VideoConfig, open_indexed,
+    CacheWork, DatasetConfig, Encoder, ImageConfig, KeptEnd, Length, LengthCache, MediaLook,
+    Rejection, RowReader, RowRules, SampleIndex, TruncationRule, VideoConfig, open_indexed,
 };
 use trainer::data::{CachedRows, DataSet, JsonlRows};
 
@@ -251,6 +254,45 @@ fn a_changed_video_frame_is_measured_again_and_other_video_settings_use_another_
     let later = File::options().append(true).open(place.path("c.png")).unwrap();
     later.set_modified(SystemTime::now()).unwrap();
     assert_eq!(place.update(&encoder(4.0)).1.measured, 1);
+}
+
+#[test]
+fn a_row_with_too_many_pixels_is_measured_again_although_its_text_is_unchanged() {
+    let encoder = encoder(&max_tokens(6));
+    let row = json!({"messages": [
+        {"role": "user", "content": "<image>".repeat(17)}, {"role": "assistant", "content": "yes"},
+    ], "images": vec!["large.bmp"; 17]});
+    let place = Place::new(&[row]);
+    write(&place.path("large.bmp"), &header_of_largest_image());
+    let index = SampleIndex { dataset: 0, row: 0 };
+    let (before, _) = place.update(&encoder);
+    assert_eq!(before.length(index).unwrap_err().reason, "media_too_large");
+    write(&place.path("large.bmp"), &bmp(64, 64));
+    let (after, work) = place.update(&encoder);
+    assert_eq!(work.measured, 1);
+    assert!(after.length(index).is_ok());
+    assert_eq!(place.update(&encoder).1.measured, 0);
+}
+
+/// Only the first frame is read to measure a row.
+#[test]
+fn a_frame_that_is_still_missing_is_unchanged() {
+    let encoder = encoder(&max_tokens(6));
+    let place = Place::new(&[json!({"messages": [
+        {"role": "user", "content": [{"type": "video", "video": ["b.png", "b.png", "c.png", "b.png"]}]},
+        {"role": "assistant", "content": "yes"},
+    ]})]);
+    for measured in [1, 0] {
+        assert_eq!(place.update(&encoder).1, CacheWork { measured, reused: 1 - measured });
+    }
+    let media =
+        |look| CachedRows::media(&place.rows(&encoder), &place.path("cache"), look).unwrap();
+    let (before, now) = (MediaLook::Cache, MediaLook::Every { stamps: 1, contents: 1 });
+    assert_eq!(media(before).digests(), media(now).digests());
+    assert_eq!(media(now).changed(), None);
+    std::fs::copy(place.path("b.png"), place.path("c.png")).unwrap();
+    assert_eq!(media(now).changed(), Some("c.png"));
+    assert_eq!(place.update(&encoder).1.measured, 1);
 }
 
 #[test]

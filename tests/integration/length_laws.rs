@@ -10,6 +10,7 @@ use std::io::Write;
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 use trainer::batch::{EncodedSample, PaddingSide};
 use trainer::data::{CachedRows, JsonlRows};
 use trainer::data::{
@@ -138,6 +139,7 @@ impl Case {
             epochs: NonZeroU64::new(2),
             on_error: OnError::Skip,
             max_rejected: 1.0,
+            slow_row: Duration::from_secs(10),
         }
     }
 

@@ -30,6 +30,19 @@ fn ranks_and_recomputation_change_no_bit_of_an_adapter_of_a_quantised_model() {
     }
 }
 
+/// A rank quantises the weights whose magnitudes it reads before all ranks read the weights together.
+#[test]
+fn ranks_change_no_bit_of_the_magnitudes_of_a_quantised_model() {
+    let place = place();
+    let dora = "adapter={kind: dora, rank: 4, parts: [llm, vision], quantize: nf4}";
+    for (output, world, shard) in [("one", 1, "none"), ("two", 2, "none"), ("four", 4, "gradients")]
+    {
+        let shard = format!("distributed.shard={shard}");
+        train(&config(&place, output, &[dora, &shard]), world, None);
+        assert!(adapter(&place, output) == adapter(&place, "one"), "{output} differs");
+    }
+}
+
 /// `export` with these arguments, and its report.
 fn export(place: &Place, arguments: &[&str]) -> Value {
     let output = place.trainer(&[&["export"], arguments].concat()).ends_with(0);

@@ -2,11 +2,10 @@
 //! compare its values.
 
 use super::harness::{Place, copy_folder, golden};
-use super::parity::rows_for;
 use super::ranks::{config, place, train};
 use candle_core::{DType, Device, Tensor, safetensors};
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use trainer::data::RowReader;
 use trainer::run::export_model;
 use trainer::train::Outcome;
 
@@ -109,14 +108,94 @@ fn an_adapter_of_all_parts_is_merged_under_the_published_names() {
     assert_eq!(changed * 2, names.len());
 }
 
+/// transformers before 4.52 named the modules as the published files do, and so does PEFT with it.
 #[test]
-fn rows_with_videos_are_rejected_with_their_reason() {
-    let rows = rows_for(MODEL, "video");
-    let rejection = rows.read(rows.rows().next().unwrap()).unwrap_err();
-    assert_eq!(rejection.reason, "not_supported");
+fn an_adapter_with_the_older_names_of_modules_is_read() {
+    let place = qwen25();
+    let settings = ["adapter.rank=2", "adapter.parts=[llm, vision]", "adapter.dropout=0"];
+    trained(&place, "run", 1, &settings);
+    let merged = |adapter: &str, out: &str| {
+        export_model(&place.path("model"), Some(&place.path(adapter)), None, &place.path(out))
+            .unwrap();
+        tensors(&place, out)
+    };
+    let json = place.read("run/final/adapter_config.json");
+    let mut json: Value = serde_json::from_slice(&json).unwrap();
+    // the factor of one layer is given by its name
+    let pattern = |name: &str| json!({ name: 5.0 });
+    json["alpha_pattern"] = pattern("model.language_model.layers.1.self_attn.v_proj");
+    place.write("run/final/adapter_config.json", &json.to_string());
+    let expected = merged("run/final", "expected");
+
+    let old = |name: &str| match name.strip_prefix("base_model.model.model.visual.") {
+        Some(rest) => format!("base_model.model.visual.{rest}"),
+        None => name.replace("model.language_model.", "model."),
+    };
+    let file = "adapter_model.safetensors";
+    let adapter = safetensors::load(place.path(&format!("run/final/{file}")), &Device::Cpu);
+    let adapter = adapter.unwrap();
+    let renamed = adapter.iter().map(|(name, tensor)| (old(name), tensor.clone()));
+    let mut renamed: HashMap<String, Tensor> = renamed.collect();
+    let layer = "model.layers.1.self_attn.v_proj";
+    assert!(renamed.contains_key(&format!("base_model.model.{layer}.lora_A.weight")));
+    json["alpha_pattern"] = pattern(layer);
+    json["target_modules"] = json!("^(model|visual)(?=\\.).*");
+    std::fs::create_dir(place.path("old")).unwrap();
+    place.write("old/adapter_config.json", &json.to_string());
+    safetensors::save(&renamed, place.path(&format!("old/{file}"))).unwrap();
+    assert_eq!(bits(&merged("old", "found")), bits(&expected));
+    // a run that starts from it saves the names of modules
+    let start = format!("adapter.start_from={}", place.path("old").display());
+    trained(&place, "next", 1, &[&start]);
+    let next = safetensors::load(place.path(&format!("next/final/{file}")), &Device::Cpu).unwrap();
+    assert_eq!(next.keys().collect::<BTreeSet<_>>(), adapter.keys().collect::<BTreeSet<_>>());
+    let next: Value =
+        serde_json::from_slice(&place.read("next/final/adapter_config.json")).unwrap();
+    let modules = next["target_modules"].as_array().unwrap();
+    assert!(modules.iter().all(|name| !name.as_str().unwrap().starts_with("model.layers")));
+    assert_eq!(next["alpha_pattern"], pattern("model.language_model.layers.1.self_attn.v_proj"));
+
+    // both spellings of a tensor
+    let (name, twin) = adapter.iter().find(|(name, _)| name.contains(".layers.")).unwrap();
+    renamed.insert(name.clone(), twin.clone());
+    safetensors::save(&renamed, place.path(&format!("old/{file}"))).unwrap();
+    let refused =
+        export_model(&place.path("model"), Some(&place.path("old")), None, &place.path("no"));
+    let said = chain(&refused.unwrap_err());
     assert!(
-        rejection.message.contains("with Qwen2.5-VL, a video is not supported"),
-        "{}",
-        rejection.message
+        said.contains(&format!("`{}`", old(name))) && said.contains(&format!("`{name}`")),
+        "{said}"
     );
+}
+
+/// An error and its causes.
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
+#[test]
+fn a_folder_with_both_spellings_of_a_tensor_is_refused() {
+    let place = qwen25();
+    let mut both = tensors(&place, "model");
+    let twin = both["visual.merger.ln_q.weight"].clone();
+    both.insert("model.visual.merger.ln_q.weight".to_owned(), twin);
+    safetensors::save(&both, place.path("model/model.safetensors")).unwrap();
+    let error = export_model(&place.path("model"), None, None, &place.path("out")).unwrap_err();
+    let said = chain(&error);
+    for spelling in ["`visual.merger.ln_q.weight`", "`model.visual.merger.ln_q.weight`"] {
+        assert!(said.contains(spelling), "{said}");
+    }
+}
+
+#[test]
+fn ranks_train_rows_with_videos_as_one_rank() {
+    let place = qwen25();
+    let data = format!("data.train=[{{path: '{}'}}]", golden("data/video_28.jsonl").display());
+    trained(&place, "alone", 1, &[&data]);
+    let expected = tensors(&place, "alone/final");
+    for shard in ["none", "full"] {
+        trained(&place, shard, 2, &[&data, &format!("distributed.shard={shard}")]);
+        assert_eq!(bits(&tensors(&place, &format!("{shard}/final"))), bits(&expected), "{shard}");
+    }
 }

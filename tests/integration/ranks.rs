@@ -5,14 +5,14 @@
 use super::harness::{Place, device_name, golden, without_measured, write};
 use serde_json::Value;
 use std::fs;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 use trainer::config::{self, RunConfig};
 use trainer::dist::{Group, slow_threads, threads};
 use trainer::metrics::{EvalMetrics, StepMetrics};
-use trainer::run::{Run, RunError, RunOptions};
+use trainer::run::{Run, RunError, RunOptions, SetupObserver, SetupWork};
 use trainer::train::{Observer, Outcome};
 
 /// A folder with a model, and with rows of text and images, some of which are unusable: one of them
@@ -174,6 +174,16 @@ fn every_number_of_ranks_trains_the_same_weights() {
 fn a_checkpoint_of_any_number_of_ranks_resumes_on_any_other() {
     let place = place();
     train(&config(&place, "whole", &[]), 1, None);
+    // state that ranks read together: codes, factors, and master weights
+    let lean = ["model.precision=bf16", "optim.kind=adamw_8bit"];
+    let factored = ["model.precision=bf16", "optim.kind=adafactor", "optim.lr=1.0e-2"];
+    for (index, settings) in [&lean[..], &factored, &["optim.kind=muon"]].into_iter().enumerate() {
+        let names = ["whole", "parts"].map(|name| format!("{name}-{index}"));
+        train(&config(&place, &names[0], settings), 2, None);
+        train(&config(&place, &names[1], settings), 2, Some(2));
+        train(&config(&place, &names[1], settings), 4, None);
+        assert_same(&place, &names[1], &names[0]);
+    }
     for (first, then) in [(4, 1), (4, 2), (1, 4), (2, 4)] {
         let name = format!("from-{first}-to-{then}");
         // a signal to the last rank alone stops all of them after the same step
@@ -186,6 +196,47 @@ fn a_checkpoint_of_any_number_of_ranks_resumes_on_any_other() {
         }
         train(&config(&place, &name, &[]), then, None);
         assert_same(&place, &name, "whole");
+    }
+}
+
+/// Records the numbers of rows that a rank measures.
+#[derive(Default)]
+struct Measured(Mutex<Vec<u64>>);
+
+impl SetupObserver for Measured {
+    fn begin(&self, work: SetupWork, total: u64) -> Box<dyn Fn(u64) + '_> {
+        assert_eq!(work, SetupWork::MeasureRows);
+        self.0.lock().unwrap().push(total);
+        Box::new(|_| ())
+    }
+}
+
+#[test]
+fn ranks_divide_the_measuring_of_rows_with_epochs_and_with_steps_alone() {
+    let place = place();
+    // one row is not JSON
+    let chats =
+        place.read("rows.jsonl").split(|byte| *byte == b'\n').filter(|row| !row.is_empty()).count()
+            as u64;
+    for (name, steps) in
+        [("epochs", &[][..]), ("steps", &["train.epochs=null", "train.max_steps=2"])]
+    {
+        let settings = [steps, &["data.eval=[]"]].concat();
+        let config = config(&place, name, &settings);
+        let totals = |group: Group| {
+            let measured = Measured::default();
+            let options = RunOptions { observer: &measured, ..RunOptions::default() };
+            drop(Run::with_group(&config, &options, Some(group)).unwrap());
+            measured.0.into_inner().unwrap()
+        };
+        let totals: Vec<Vec<u64>> = thread::scope(|scope| {
+            let totals = &totals;
+            let groups = threads(2).unwrap().into_iter();
+            let ranks: Vec<_> = groups.map(|group| scope.spawn(move || totals(group))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        // rank 0 joins the two parts
+        assert_eq!(totals, [vec![chats / 2, chats], vec![chats.div_ceil(2)]], "{name}");
     }
 }
 

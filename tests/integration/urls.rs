@@ -67,6 +67,41 @@ fn a_url_is_requested_once_for_all_rows_epochs_and_runs() {
     assert_eq!(fs::read(&content[0]).unwrap(), image());
 }
 
+/// The loader waits for a server that does not answer. So many rows are not measured at the start.
+#[test]
+fn a_stuck_loader_ends_the_run_with_code_74_and_its_place() {
+    let server = Server::start(|_| {
+        std::thread::sleep(Duration::from_mins(5));
+        Reply::new(200, image())
+    });
+    let place = place(&[server.url() + "/never.png"]);
+    let url = String::from_utf8(place.read("rows.jsonl")).unwrap();
+    let text = "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"},\
+                {\"role\":\"assistant\",\"content\":\"b\"}]}\n";
+    place.write("rows.jsonl", &(text.repeat(5) + &url + &text.repeat(32_768)));
+    let stuck = run(
+        &place,
+        &[
+            "sft",
+            "--config",
+            "config.yaml",
+            "--set",
+            "train={max_steps: 30, timeout_s: 8}",
+            "--set",
+            "data.packing=false",
+            "--set",
+            "data.url.timeout_s=290",
+        ],
+    );
+    // The loader reads ahead, so the step that waits is before that of the row.
+    let step = place.rows("run/metrics.jsonl").len() + 1;
+    assert!((2..=6).contains(&step), "{step}");
+    let place = format!("error: no progress for 8 s: step {step}: reading data");
+    let stuck = stuck.ends_with(74).says(&place).says("raise `train.timeout_s`");
+    // half of the time, so that the row is named before the run ends
+    stuck.says("this row has been read for 4 s").says("rows.jsonl:6");
+}
+
 #[test]
 fn without_the_key_of_the_config_a_url_is_refused_and_not_requested() {
     let server = Server::start(|_| Reply::new(200, image()));

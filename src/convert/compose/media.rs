@@ -1,11 +1,9 @@
 //! Sizes of images and videos.
 
+use super::model::Family;
 use crate::convert::rule::Role;
 use crate::convert::trainer::Trainer;
 use crate::convert::work::Work;
-
-/// Pixels of an image per visual token of Qwen3-VL.
-const PIXELS_PER_TOKEN: u64 = 1024;
 
 /// Roles that only models with a vision encoder need.
 const ROLES: [Role; 8] = [
@@ -29,7 +27,8 @@ pub(super) fn none(work: &mut Work) {
 }
 
 /// Writes `data.image` and `data.video`.
-pub(super) fn media(work: &mut Work) {
+pub(super) fn media(work: &mut Work, family: Family) {
+    let token = family.pixels_per_token();
     let limit = work.out.has("data.image.max_pixels");
     if let Some((tokens, setting)) = work.count(Role::ImageMaxTokens)
         && (setting.is_given() || !limit)
@@ -37,9 +36,8 @@ pub(super) fn media(work: &mut Work) {
         work.write_from("data.image.max_tokens", &tokens.to_string(), &setting);
     }
     if let Some((tokens, setting)) = work.count(Role::ImageMinTokens) {
-        let pixels = tokens * PIXELS_PER_TOKEN;
-        let comment =
-            format!("{tokens} tokens of {PIXELS_PER_TOKEN} pixels: {}", work.from(&setting));
+        let pixels = tokens * token;
+        let comment = format!("{tokens} tokens of {token} pixels: {}", work.from(&setting));
         work.write("data.image.min_pixels", &pixels.to_string(), &comment);
     }
     if work.trainer == Trainer::MsSwift && !work.has_script {
@@ -51,7 +49,7 @@ pub(super) fn media(work: &mut Work) {
         );
     }
     let frames = frames(work);
-    video_pixels(work, frames);
+    video_pixels(work, frames, token);
 }
 
 /// Writes the limits on frames and returns the maximum.
@@ -85,14 +83,18 @@ fn frames(work: &mut Work) -> u64 {
     frames
 }
 
-fn video_pixels(work: &mut Work, frames: u64) {
+/// `token` is the number of pixels of a visual token.
+fn video_pixels(work: &mut Work, frames: u64, token: u64) {
     let tokens = work.count(Role::VideoTokens);
-    let tokens = tokens.map(|(tokens, setting)| (tokens * PIXELS_PER_TOKEN, setting));
+    let tokens = tokens.map(|(tokens, setting)| (tokens * token, setting));
     let Some((per_frame, setting)) = work.count(Role::VideoPixels).or(tokens) else { return };
-    let comment = format!("{per_frame} a frame x {frames} frames: {}", work.from(&setting));
+    let comment = format!(
+        "{per_frame} a frame x {frames} frames; a video with fewer frames may have larger ones: {}",
+        work.from(&setting)
+    );
     work.write("data.video.max_pixels", &(per_frame * frames).to_string(), &comment);
     work.note(format!(
-        "`data.video.max_pixels` limits all frames together, {} limits each frame: videos with few frames may become larger here",
+        "`data.video.max_pixels` limits all frames together, {} limits each frame: lower it if your videos have few frames",
         work.trainer.title()
     ));
 }

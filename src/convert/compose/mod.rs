@@ -24,7 +24,7 @@ pub(super) fn all(work: &mut Work, world_size: Option<NonZeroU64>) {
     if family == model::Family::Text {
         media::none(work);
     } else {
-        media::media(work);
+        media::media(work, family);
     }
     optimizer::optimizer(work, tuning);
     let epoch = match (rows, step, packing) {

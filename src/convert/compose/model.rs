@@ -12,8 +12,17 @@ use crate::convert::work::Work;
 pub(super) enum Family {
     /// With the mergers of deepstack: Qwen3-VL.
     Deepstack,
+    /// Qwen3.5.
     VisionLanguage,
+    Qwen25Vl,
     Text,
+}
+
+impl Family {
+    /// Pixels of an image per visual token.
+    pub(super) fn pixels_per_token(self) -> u64 {
+        if self == Self::Qwen25Vl { 28 * 28 } else { 32 * 32 }
+    }
 }
 
 /// Parts of names of models that are not supported.
@@ -88,13 +97,15 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
     if is_moe {
         return Err("mixture of experts is not supported");
     }
-    let is_known = name.starts_with("qwen2.5-vl-");
-    if !is_known && OTHERS.iter().any(|other| name.contains(other)) {
+    let is_qwen25_vl = name.starts_with("qwen2.5-vl-");
+    if !is_qwen25_vl && OTHERS.iter().any(|other| name.contains(other)) {
         return Err("only dense models of Qwen3-VL, Qwen2.5-VL, Qwen3 and Qwen3.5 are supported");
     }
     Ok(if name.starts_with("qwen3-") && !name.contains("vl") {
         Family::Text
-    } else if name.starts_with("qwen2.5") || name.starts_with("qwen3.5") {
+    } else if is_qwen25_vl {
+        Family::Qwen25Vl
+    } else if name.starts_with("qwen3.5") {
         Family::VisionLanguage
     } else {
         Family::Deepstack

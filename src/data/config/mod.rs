@@ -239,38 +239,47 @@ impl DataConfigError {
 }
 
 impl DataConfig {
-    /// Checks the values and the rules between them.
+    /// Checks the values and the rules between them; returns the first problem.
     pub fn validate(&self) -> Result<(), DataConfigError> {
-        if self.train.is_empty() {
-            return Err(DataConfigError::NoTrainData);
-        }
+        self.problems().into_iter().next().map_or(Ok(()), Err)
+    }
+
+    /// All values that are out of range or contradict each other.
+    pub fn problems(&self) -> Vec<DataConfigError> {
+        let mut problems = Vec::new();
+        let mut rule = |holds: bool, problem: DataConfigError| {
+            if !holds && !problems.contains(&problem) {
+                problems.push(problem);
+            }
+        };
+        rule(!self.train.is_empty(), DataConfigError::NoTrainData);
         for (list, datasets) in [("train", &self.train), ("eval", &self.eval)] {
             for (index, DatasetConfig { weight, .. }) in datasets.iter().enumerate() {
-                if !(weight.is_finite() && *weight > 0.0) {
-                    return Err(DataConfigError::Weight { list, index, weight: *weight });
+                let valid = weight.is_finite() && *weight > 0.0;
+                rule(valid, DataConfigError::Weight { list, index, weight: *weight });
+                if let Err(problem) = self.check_set(list, datasets, index) {
+                    rule(false, problem);
                 }
             }
-            self.validate_sets(list, datasets)?;
+        }
+        if let Err(problem) = self.check_split() {
+            rule(false, problem);
         }
         let best_fit = self.packing && self.packing_strategy == PackingStrategy::BestFit;
-        if self.balance == Balance::Cost && !best_fit {
-            return Err(DataConfigError::Balance);
+        rule(self.balance != Balance::Cost || best_fit, DataConfigError::Balance);
+        let without_thoughts = self.loss_scale == LossScale::IgnoreEmptyThink;
+        rule(!self.train_empty_think || !without_thoughts, DataConfigError::EmptyThink);
+        let max_rejected = self.max_rejected;
+        rule((0.0..=1.0).contains(&max_rejected), DataConfigError::MaxRejected { max_rejected });
+        let timeout_s = self.url.timeout_s;
+        rule(self.url.limits().is_some(), DataConfigError::UrlTimeout { timeout_s });
+        let has_limit = self.max_length.is_some();
+        match self.truncation {
+            Truncation::Left => rule(has_limit, DataConfigError::NoLimit { truncation: "left" }),
+            Truncation::Right => rule(has_limit, DataConfigError::NoLimit { truncation: "right" }),
+            Truncation::Delete | Truncation::Error | Truncation::Split => {}
         }
-        if self.train_empty_think && self.loss_scale == LossScale::IgnoreEmptyThink {
-            return Err(DataConfigError::EmptyThink);
-        }
-        if !(0.0..=1.0).contains(&self.max_rejected) {
-            return Err(DataConfigError::MaxRejected { max_rejected: self.max_rejected });
-        }
-        if self.url.limits().is_none() {
-            return Err(DataConfigError::UrlTimeout { timeout_s: self.url.timeout_s });
-        }
-        let truncation = match self.truncation {
-            Truncation::Left => "left",
-            Truncation::Right => "right",
-            Truncation::Delete | Truncation::Error | Truncation::Split => return Ok(()),
-        };
-        self.max_length.map(|_| ()).ok_or(DataConfigError::NoLimit { truncation })
+        problems
     }
 
     /// The rule for samples longer than `max_length`; `None` if they are not truncated.
@@ -283,71 +292,81 @@ impl DataConfig {
         self.max_length.map(|max_length| TruncationRule { max_length, keep })
     }
 
-    /// Checks for duplicate names and for keys that contradict `corpus`.
-    fn validate_sets(
+    /// Checks the name of a data set, and keys that contradict `corpus`.
+    fn check_set(
         &self,
         list: &'static str,
         datasets: &[DatasetConfig],
+        index: usize,
     ) -> Result<(), DataConfigError> {
         let fault = |key: String, found: &dyn ToString, expected| {
             Err(DataConfigError::Entry { key, found: found.to_string(), expected })
         };
-        for (index, set) in datasets.iter().enumerate() {
-            let key = |key: &str| format!("data.{list}.{index}.{key}");
-            if let Some((name, found, expected)) = set.source_fault() {
-                return fault(key(name), &found, expected);
-            }
-            if let Some(name) = &set.name {
-                let twice = datasets[..index].iter().any(|other| other.name == set.name);
-                if twice || name.is_empty() {
-                    return fault(key("name"), name, "a name that no other data set has");
-                }
-            }
-            let Some(corpus) = &set.corpus else {
-                if self.truncation == Truncation::Split && list == "train" {
-                    return fault(
-                        "data.truncation".to_owned(),
-                        &"split",
-                        "another value: a chat cannot be split, because its later parts would lack the question",
-                    );
-                }
-                continue;
-            };
-            if let Some((name, found, expected)) = corpus.fault() {
-                return fault(key(&format!("corpus.{name}")), &found, expected);
-            }
-            if let Some(tokens) = corpus.window_tokens().filter(|_| list == "train") {
-                let length = corpus.length.map_or(0, NonZeroU32::get);
-                let packed = self.packing && self.filter_overlong;
-                if packed && tokens > u64::from(self.packing_length.get()) {
-                    let expected = "less than `data.packing_length`: a window has one token more, its last target";
-                    return fault(key("corpus.length"), &length, expected);
-                }
-                if self.max_length.is_some_and(|most| tokens > u64::from(most.get())) {
-                    let expected =
-                        "less than `data.max_length`: a window has one token more, its last target";
-                    return fault(key("corpus.length"), &length, expected);
-                }
-            }
-            let ordered = corpus.sampling == Sampling::Sequential && list == "train";
-            if ordered && (self.packing || datasets.len() > 1 || set.weight.fract() != 0.0) {
-                let expected = "another value, or `data.packing: false`, no other data set, and a whole `weight`: \
-                                each row of a batch continues the same row of the previous batch";
-                return fault(key("corpus.sampling"), &"sequential", expected);
+        let set = &datasets[index];
+        let key = |key: &str| format!("data.{list}.{index}.{key}");
+        if let Some((name, found, expected)) = set.source_fault() {
+            return fault(key(name), &found, expected);
+        }
+        if let Some(name) = &set.name {
+            let twice = datasets[..index].iter().any(|other| other.name == set.name);
+            if twice || name.is_empty() {
+                return fault(key("name"), name, "a name that no other data set has");
             }
         }
+        let Some(corpus) = &set.corpus else {
+            if self.truncation == Truncation::Split && list == "train" {
+                return fault(
+                    "data.truncation".to_owned(),
+                    &"split",
+                    "another value: a chat cannot be split, because its later parts would lack the question",
+                );
+            }
+            return Ok(());
+        };
+        if let Some((name, found, expected)) = corpus.fault() {
+            return fault(key(&format!("corpus.{name}")), &found, expected);
+        }
+        if let Some(tokens) = corpus.window_tokens().filter(|_| list == "train") {
+            let length = corpus.length.map_or(0, NonZeroU32::get);
+            let packed = self.packing && self.filter_overlong;
+            if packed && tokens > u64::from(self.packing_length.get()) {
+                let expected =
+                    "less than `data.packing_length`: a window has one token more, its last target";
+                return fault(key("corpus.length"), &length, expected);
+            }
+            if self.max_length.is_some_and(|most| tokens > u64::from(most.get())) {
+                let expected =
+                    "less than `data.max_length`: a window has one token more, its last target";
+                return fault(key("corpus.length"), &length, expected);
+            }
+        }
+        let ordered = corpus.sampling == Sampling::Sequential && list == "train";
+        if ordered && (self.packing || datasets.len() > 1 || set.weight.fract() != 0.0) {
+            let expected = "another value, or `data.packing: false`, no other data set, and a whole `weight`: \
+                            each row of a batch continues the same row of the previous batch";
+            return fault(key("corpus.sampling"), &"sequential", expected);
+        }
+        Ok(())
+    }
+
+    /// Checks the keys that `truncation: split` needs.
+    fn check_split(&self) -> Result<(), DataConfigError> {
+        let fault = |found: &dyn ToString, expected| {
+            let (key, found) = ("data.max_length".to_owned(), found.to_string());
+            Err(DataConfigError::Entry { key, found, expected })
+        };
         if self.truncation == Truncation::Split {
             let expected = "a number of tokens of 2 or more, for `truncation: split`";
             match self.max_length {
-                None => return fault("data.max_length".to_owned(), &"null", expected),
+                None => return fault(&"null", expected),
                 Some(NonZeroU32::MIN) => {
-                    return fault("data.max_length".to_owned(), &1, expected);
+                    return fault(&1, expected);
                 }
                 Some(most)
                     if self.packing && self.filter_overlong && most > self.packing_length =>
                 {
                     let expected = "at most `data.packing_length`, for `truncation: split`";
-                    return fault("data.max_length".to_owned(), &most, expected);
+                    return fault(&most, expected);
                 }
                 Some(_) => {}
             }

@@ -3,8 +3,8 @@
 use super::{DataSet, JsonlRows};
 use crate::batch::{EncodedSample, SampleId};
 use crate::data::{
-    CacheError, CacheWork, Encoder, Length, LengthCache, LoaderOptions, MediaStamps, Prefetched,
-    Rejection, RowFile, RowReader, SampleIndex,
+    CacheError, CacheWork, Encoder, Length, LengthCache, LoaderOptions, MediaLook, MediaStamps,
+    Prefetched, Rejection, RowFile, RowReader, SampleIndex,
 };
 use crate::dist::Rank;
 use rayon::prelude::*;
@@ -66,9 +66,9 @@ impl CachedRows {
         Some(Self { rows, caches })
     }
 
-    /// The media files of all rows; `None` if a file of chats has no complete cache in `folder`. With
-    /// `look`, sizes and times are read from the file system, and otherwise from the caches.
-    pub fn media(rows: &JsonlRows, folder: &Path, look: bool) -> Option<MediaStamps> {
+    /// The media files of all rows; `None` if a file of chats has no complete cache in `folder`. Those
+    /// that `look` selects are read, and the others taken from the caches.
+    pub fn media(rows: &JsonlRows, folder: &Path, look: MediaLook) -> Option<MediaStamps> {
         let mut media = MediaStamps::default();
         for set in rows.sets() {
             if let DataSet::Chats(file) = set {

@@ -78,8 +78,8 @@ impl DataSet {
         if set.corpus.is_none() {
             return Self::open_chats(set, unknown_keys, None).map(|_| ());
         }
-        let missing = |path: &&PathBuf| !path.to_string_lossy().contains(['*', '?', '[']);
-        for path in set.path.paths().iter().filter(missing) {
+        let is_pattern = |path: &PathBuf| path.to_string_lossy().contains(['*', '?', '[']);
+        for path in set.path.paths().iter().filter(|path| !is_pattern(path)) {
             std::fs::metadata(path)
                 .map_err(|source| SourceError::Read { path: path.clone(), cause: source })?;
         }

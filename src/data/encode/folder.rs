@@ -43,10 +43,6 @@ pub(super) struct MediaTokens {
     pub(super) marks: [Option<u32>; 2],
     /// `None` if the model does not support videos.
     pub(super) video: Option<VideoTokens>,
-    /// Whether rows with videos or boxes are refused although the model supports them. The program does
-    /// not implement the text and the temporal positions of videos of Qwen2.5-VL, nor its boxes in
-    /// pixels.
-    pub(super) refuses_videos_and_boxes: bool,
 }
 
 /// The special tokens of a video.
@@ -54,21 +50,16 @@ pub(super) struct MediaTokens {
 pub(super) struct VideoTokens {
     pub(super) pad: String,
     pub(super) pad_id: u32,
-    /// Precedes the tokens of each group of frames.
+    /// Precedes the tokens of each group of frames, or of the whole video.
     pub(super) start: String,
-    /// Follows the tokens of each group of frames.
+    /// Follows the tokens of each group of frames, or of the whole video.
     pub(super) end: String,
 }
 
 impl MediaTokens {
     fn read(config: &JsonFile, tokenizer: &TextTokenizer) -> Result<Self, EncoderError> {
         if config.is_text_only() {
-            return Ok(Self {
-                image: None,
-                marks: [None; 2],
-                video: None,
-                refuses_videos_and_boxes: false,
-            });
+            return Ok(Self { image: None, marks: [None; 2], video: None });
         }
         let image_id = config.id("image_token_id")?;
         let image = config.token("image_token_id", image_id, tokenizer)?;
@@ -86,14 +77,13 @@ impl MediaTokens {
             Err(_) => None,
         };
         let marks = ["vision_start_token_id", "vision_end_token_id"].map(|key| config.id(key).ok());
-        let refuses_videos_and_boxes = config.value["model_type"] == "qwen2_5_vl";
-        Ok(Self { image: Some((image, image_id)), marks, video, refuses_videos_and_boxes })
+        Ok(Self { image: Some((image, image_id)), marks, video })
     }
 
     /// The part of the length cache's key. Changing this text makes all caches useless, so it keeps
     /// the form in which `Debug` printed an earlier version of this struct.
     fn key(&self) -> String {
-        let Self { image, marks, video, refuses_videos_and_boxes: _ } = self;
+        let Self { image, marks, video } = self;
         match image {
             Some((image, image_id)) => format!(
                 "MediaTokens {{ image: {image:?}, image_id: {image_id:?}, marks: {marks:?}, \

@@ -1,19 +1,40 @@
 //! Boxes of objects in the texts of a chat.
 //!
-//! `<ref-object>` becomes the name of the next object, and `<bbox>` the text of the next box, as
-//! Qwen3-VL writes it: `[x1, y1, x2, y2]` in thousandths of the upright image before any resize. The
-//! numbers are rounded half to even, as in ms-swift.
+//! `<ref-object>` becomes the name of the next object, and `<bbox>` the text of the next box,
+//! `[x1, y1, x2, y2]`. Qwen3-VL writes thousandths of the upright image before any resize, and
+//! Qwen2.5-VL pixels of the image that the vision encoder receives. The numbers are rounded half to
+//! even, as in ms-swift.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 
+use super::media::MediaReader;
 use crate::batch::{BoxRef, BoxUnit, Medium, Sample, SampleId};
+use crate::data::media::family::MediaFamily;
 use crate::data::media::image::ImageProcessor;
 use crate::data::source::{
     BOX_PLACEHOLDER, GroundingError, NAME_PLACEHOLDER, SampleError, texts_mut,
 };
 
-/// The boxes of Qwen3-VL are relative to sides of this length.
+/// Sides of an image in thousandths.
 const SIDE: u32 = 1000;
+
+/// The unit of the boxes in a text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Written {
+    Thousandths,
+    /// Pixels of the resized image.
+    Pixels,
+}
+
+impl Written {
+    fn of(family: MediaFamily) -> Self {
+        match family {
+            MediaFamily::Qwen3Vl => Self::Thousandths,
+            MediaFamily::Qwen25Vl { .. } => Self::Pixels,
+        }
+    }
+}
 
 /// A box of a row in one of its images.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,18 +67,23 @@ pub fn image_boxes(
         };
         ImageBox { image: sample.objects.boxes[index].image, corners, name: name(index) }
     };
-    Ok(relative(processor, sample)?.into_iter().enumerate().map(shown).collect())
+    Ok(converted(processor, sample, Written::Thousandths)?
+        .into_iter()
+        .enumerate()
+        .map(shown)
+        .collect())
 }
 
 /// The sample with names and boxes in place of their placeholders.
 pub(super) fn grounded<'a>(
-    processor: &ImageProcessor,
+    media: &MediaReader,
     sample: &'a Sample,
 ) -> Result<Cow<'a, Sample>, SampleError> {
     if sample.objects.names.is_empty() && sample.objects.boxes.is_empty() {
         return Ok(Cow::Borrowed(sample));
     }
-    let mut boxes = relative(processor, sample)?.into_iter().map(|corners| format!("{corners:?}"));
+    let boxes = converted(&media.images, sample, Written::of(media.videos.family()))?;
+    let mut boxes = boxes.into_iter().map(|corners| format!("{corners:?}"));
     let mut names = sample.objects.names.iter();
     let mut sample = sample.clone();
     let objects = std::mem::take(&mut sample.objects);
@@ -85,8 +111,12 @@ pub(super) fn grounded<'a>(
     Ok(Cow::Owned(sample))
 }
 
-/// The coordinates of each box in thousandths of the sides of its image.
-fn relative(processor: &ImageProcessor, sample: &Sample) -> Result<Vec<Vec<u32>>, SampleError> {
+/// The coordinates of each box in the unit `written`.
+fn converted(
+    processor: &ImageProcessor,
+    sample: &Sample,
+    written: Written,
+) -> Result<Vec<Vec<u32>>, SampleError> {
     let images: Vec<_> = sample
         .media
         .iter()
@@ -96,36 +126,55 @@ fn relative(processor: &ImageProcessor, sample: &Sample) -> Result<Vec<Vec<u32>>
         })
         .collect();
     let id = &sample.id;
-    let mut sizes: Vec<Option<[u32; 2]>> = vec![None; images.len()];
-    let mut relative_of = |(index, object): (usize, &BoxRef)| {
+    let mut sizes: HashMap<(usize, bool), [u32; 2]> = HashMap::new();
+    // `[height, width]` of an image before or after it is resized
+    let mut size_of = |image: usize, is_resized: bool| {
+        if let Some(size) = sizes.get(&(image, is_resized)) {
+            return Ok(*size);
+        }
+        let size = if is_resized {
+            let side = |patches: u32| patches * processor.patch_size();
+            processor.grid(images[image]).map(|[_, height, width]| [height, width].map(side))
+        } else {
+            processor.upright_size(images[image])
+        };
+        let size = size.map_err(|cause| {
+            let index = image + 1;
+            SampleError::Image { id: id.clone(), index, cause }
+        })?;
+        sizes.insert((image, is_resized), size);
+        Ok(size)
+    };
+    let mut convert = |(index, object): (usize, &BoxRef)| {
         let BoxRef { coordinates, unit, image } = object;
-        // relative boxes may be in a video
-        if *image >= images.len() && (*unit == BoxUnit::Pixel || *image > 0) {
+        // a box without pixels may be in a video
+        let has_pixels = *unit == BoxUnit::Pixel || written == Written::Pixels;
+        if *image >= images.len() && (has_pixels || *image > 0) {
             let cause = GroundingError::NoImage { index, image: *image, images: images.len() };
             return Err(SampleError::Grounding { id: id.clone(), cause });
         }
-        let [height, width] = match (unit, sizes.get(*image).copied().flatten()) {
-            (BoxUnit::One, _) => [1; 2],
-            (BoxUnit::Thousandth, _) => [SIDE; 2],
-            (BoxUnit::Pixel, Some(size)) => size,
-            (BoxUnit::Pixel, None) => {
-                let size = processor.upright_size(images[*image]).map_err(|cause| {
-                    SampleError::Image { id: id.clone(), index: image + 1, cause }
-                })?;
-                *sizes[*image].insert(size)
-            }
+        let from = match unit {
+            BoxUnit::One => [1; 2],
+            BoxUnit::Thousandth => [SIDE; 2],
+            BoxUnit::Pixel => size_of(*image, false)?,
         };
-        thousandths(id, index, coordinates, [width, height])
+        let to = match written {
+            Written::Thousandths => [SIDE; 2],
+            Written::Pixels => size_of(*image, true)?,
+        };
+        scaled(id, index, coordinates, from, to)
     };
-    sample.objects.boxes.iter().enumerate().map(&mut relative_of).collect()
+    sample.objects.boxes.iter().enumerate().map(&mut convert).collect()
 }
 
-/// Checks the coordinates (`x, y` of each corner) and rounds them to thousandths of the sides.
-fn thousandths(
+/// Checks the coordinates (`x, y` of each corner) in an image with the `[height, width]` `from`, and
+/// scales them to one with the size `to`.
+fn scaled(
     id: &SampleId,
     index: usize,
     coordinates: &[f64],
-    [width, height]: [u32; 2],
+    from: [u32; 2],
+    to: [u32; 2],
 ) -> Result<Vec<u32>, SampleError> {
     let fault = |cause| Err(SampleError::Grounding { id: id.clone(), cause });
     let found = || format!("{coordinates:?}");
@@ -134,12 +183,19 @@ fn thousandths(
     {
         return fault(GroundingError::Inverted { index, found: found() });
     }
-    let sides = [width, height].map(f64::from);
-    let mut of_sides = coordinates.iter().zip(sides.iter().cycle());
-    if of_sides.clone().any(|(value, side)| !(0.0..=*side).contains(value)) {
+    let [height, width] = from;
+    let sides =
+        [(width, to[1]), (height, to[0])].map(|(from, to)| (f64::from(from), f64::from(to)));
+    let of_sides = || coordinates.iter().zip(sides.iter().cycle());
+    if of_sides().any(|(value, (side, _))| !(0.0..=*side).contains(value)) {
         return fault(GroundingError::Outside { index, found: found(), width, height });
     }
     let round =
-        |(value, side): (&f64, &f64)| (value / side * f64::from(SIDE)).round_ties_even() as u32;
-    Ok(of_sides.by_ref().map(round).collect())
+        |(value, (from, to)): (&f64, &(f64, f64))| (value / from * to).round_ties_even() as u32;
+    Ok(of_sides().map(round).collect())
+}
+
+/// Whether the texts of boxes depend on the size of the resized images.
+pub(super) fn depends_on_resizing(family: MediaFamily) -> bool {
+    Written::of(family) == Written::Pixels
 }

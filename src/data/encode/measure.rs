@@ -7,6 +7,7 @@ use sha2::{Digest, Sha256};
 
 use super::Encoder;
 use super::encoded_text::kept_text;
+use super::grounding::depends_on_resizing;
 use super::media::{MediumGrid, MediumHeader};
 use crate::batch::Sample;
 use crate::data::encode::truncate::{
@@ -120,6 +121,9 @@ impl Encoder {
     pub(in crate::data) fn text_key(&self) -> [u8; 32] {
         let mut key = Sha256::new_with_prefix(self.text.key);
         key.update(self.media.videos.limits());
+        if depends_on_resizing(self.media.videos.family()) {
+            key.update(self.media.images.limits());
+        }
         key.update(format!("{:?}", self.loss_scale));
         if self.train_empty_think {
             key.update("train_empty_think");

@@ -4,10 +4,15 @@ use std::fmt::Write as _;
 use std::ops::Range;
 
 use super::folder::{MediaTokens, VideoTokens};
+use super::positions::VisualRun;
 use crate::batch::{Content, Medium, MediumKind, Message, Part, Patches, SampleId};
 use crate::data::media::image::{ImageError, ImageProcessor, ImageSize};
-use crate::data::media::video::{Clip, VideoError, VideoMarks, VideoProcessor};
-use crate::data::source::SampleError;
+use crate::data::media::video::{Clip, GroupTimes, VideoError, VideoMarks, VideoProcessor};
+use crate::data::source::{PIXELS_OF_MEDIA, SampleError};
+
+/// Maximum number of pixels of the images and sampled frames of a row, before resizing: 16 times those
+/// of the largest image. It bounds the time to decode a row.
+const MAX_ROW_PIXELS: u64 = 1 << 32;
 
 /// Reads media with the settings of a model.
 pub(super) struct MediaReader {
@@ -20,11 +25,27 @@ pub(super) struct MediaReader {
 pub(super) enum MediumGrid {
     /// Patches per axis.
     Image([u32; 3]),
-    /// Patches per axis, and timestamps.
+    /// Patches per axis, and times.
     Video(Clip),
 }
 
 impl MediumGrid {
+    /// The runs of visual tokens of this medium, each without text in it.
+    pub(super) fn runs(&self) -> Vec<VisualRun> {
+        let ([t, height, width], step) = match self {
+            Self::Image(grid) => (*grid, 0.0),
+            Self::Video(Clip {
+                grid_thw: [t, height, width], times: GroupTimes::Text(_), ..
+            }) => {
+                return vec![VisualRun { grid: [1, *height, *width], step: 0.0 }; *t as usize];
+            }
+            Self::Video(Clip { grid_thw, times: GroupTimes::Positions(step), .. }) => {
+                (*grid_thw, *step)
+            }
+        };
+        vec![VisualRun { grid: [t, height, width], step }]
+    }
+
     pub(super) fn kind(&self) -> MediumKind {
         match self {
             Self::Image(_) => MediumKind::Image,
@@ -44,24 +65,43 @@ impl MediumGrid {
 pub(super) enum MediumHeader {
     /// Size in pixels and limits of the row.
     Image(ImageSize),
-    /// Patches and timestamps under the settings for videos.
+    /// Patches and times under the settings for videos.
     Video(Clip),
 }
 
 impl MediaReader {
-    /// Reads the headers; images have their original sizes.
+    /// Reads the headers; images have their original sizes. A row whose media would take the time of
+    /// many others to decode is an error.
     pub(super) fn headers(
         &self,
         id: &SampleId,
         media: &[Medium],
         tokens: &MediaTokens,
     ) -> Result<Vec<MediumHeader>, SampleError> {
-        each(id, media, tokens, |medium| {
+        let read = each(id, media, tokens, |medium| {
             Ok(match medium {
-                Medium::Image(image) => MediumHeader::Image(self.images.size(image)?),
-                Medium::Video(video) => MediumHeader::Video(self.videos.clip(video)?),
+                Medium::Image(image) => {
+                    let (size, pixels) = self.images.size(image)?;
+                    (MediumHeader::Image(size), pixels)
+                }
+                Medium::Video(video) => {
+                    let clip = self.videos.clip(video)?;
+                    let pixels = clip.source_pixels;
+                    (MediumHeader::Video(clip), pixels)
+                }
             })
-        })
+        })?;
+        let found = read.iter().fold(0u64, |sum, (_, pixels)| sum.saturating_add(*pixels));
+        if found > MAX_ROW_PIXELS {
+            let [found, most] = [found, MAX_ROW_PIXELS].map(|pixels| pixels as usize);
+            return Err(SampleError::TooLarge {
+                id: id.clone(),
+                what: PIXELS_OF_MEDIA,
+                found,
+                most,
+            });
+        }
+        Ok(read.into_iter().map(|(header, _)| header).collect())
     }
 
     /// Reads the headers and computes the grids.
@@ -71,12 +111,15 @@ impl MediaReader {
         media: &[Medium],
         tokens: &MediaTokens,
     ) -> Result<Vec<MediumGrid>, SampleError> {
-        each(id, media, tokens, |medium| {
-            Ok(match medium {
-                Medium::Image(image) => MediumGrid::Image(self.images.grid(image)?),
-                Medium::Video(video) => MediumGrid::Video(self.videos.clip(video)?),
-            })
-        })
+        let headers = self.headers(id, media, tokens)?.into_iter();
+        let grids = headers.map(|header| match header {
+            MediumHeader::Image(size) => {
+                let grid = self.images.grid_of_size(size);
+                MediumGrid::Image(grid.expect("reading the header checked the aspect ratio"))
+            }
+            MediumHeader::Video(clip) => MediumGrid::Video(clip),
+        });
+        Ok(grids.collect())
     }
 
     /// Decodes the media and returns their grids and patches.
@@ -137,12 +180,18 @@ impl MediaReader {
     /// The text that replaces the placeholder of a medium.
     pub(super) fn text(&self, grids: &MediumGrid, tokens: &MediaTokens) -> String {
         match (grids, &tokens.video) {
-            (MediumGrid::Video(Clip { grid_thw, timestamps }), Some(video)) => {
+            (MediumGrid::Video(Clip { times: GroupTimes::Positions(_), .. }), Some(video)) => {
+                video.pad.repeat(self.num_tokens(grids))
+            }
+            (
+                MediumGrid::Video(Clip { grid_thw, times: GroupTimes::Text(times), .. }),
+                Some(video),
+            ) => {
                 let VideoTokens { pad, start, end, .. } = video;
                 let [_, height, width] = *grid_thw;
                 let pads = pad.repeat(self.images.num_tokens([1, height, width]));
                 let mut text = String::new();
-                for time in timestamps {
+                for time in times {
                     // writing to a String cannot fail
                     let _ = write!(text, "<{time:.1} seconds>{start}{pads}{end}");
                 }
@@ -204,10 +253,6 @@ fn each<T>(
         let index = *index;
         let result = match medium {
             Medium::Video(_) if tokens.video.is_none() => Err(VideoError::NoToken.into()),
-            Medium::Video(_) if tokens.refuses_videos_and_boxes => {
-                let (at, what) = (format!("video {index}"), "with Qwen2.5-VL, a video is");
-                return Err(SampleError::NotSupported { id: id.clone(), at, what });
-            }
             _ => read(medium),
         };
         result.map_err(|cause| match cause {

@@ -1,7 +1,7 @@
 //! `Sample` -> `EncodedSample`, a pure function of one sample.
 //!
 //! The whole conversation is rendered once. Each media placeholder becomes as many tokens as the
-//! image has merged patches; a video also has timestamps and start and end tokens. The text is
+//! medium has merged patches; a video may have timestamps and start and end tokens too. The text is
 //! tokenised in one call, so the tokens are those of inference. Byte offsets decide which tokens
 //! lie inside a target.
 
@@ -41,7 +41,7 @@ pub use text_sample::TextSample;
 use crate::batch::{
     Content, EncodedSample, Medium, MediumKind, Message, Part, Patches, Sample, SampleId,
 };
-use crate::data::encode::positions::position_ids;
+use crate::data::encode::positions::{VisualRun, position_ids};
 use crate::data::encode::truncate::{TruncationRule, check_tokens};
 use crate::data::media::image::{ImageConfig, ImageProcessor};
 use crate::data::media::video::{VideoConfig, VideoProcessor};
@@ -159,7 +159,8 @@ impl Encoder {
             kind: medium.kind(),
         };
         let length = self.length_of(tokens.input_ids.len(), grids.iter().map(MediumGrid::grid));
-        let encoded = self.with_media(id, tokens, grids.iter().map(without_pixels).collect());
+        let patches = grids.iter().map(without_pixels).collect();
+        let encoded = self.with_media(id, tokens, &grids, patches);
         Ok(TextSample::new(encoded, length, grids, &sample.media))
     }
 
@@ -186,7 +187,7 @@ impl Encoder {
     /// without labels. Also returns the text of that turn. Later turns are left out.
     pub fn encode_prompt(&self, sample: &Sample) -> Result<(EncodedSample, String), SampleError> {
         let id = &sample.id;
-        let sample = grounded(&self.media.images, sample)?;
+        let sample = grounded(&self.media, sample)?;
         let sample = sample.as_ref();
         self.check_texts(sample)?;
         let turn = sample.messages.iter().rposition(|message| message.role == "assistant");
@@ -200,14 +201,15 @@ impl Encoder {
         self.check_bytes(id, &text)?;
         let media = &sample.media[..kinds(&sample.messages[..turn]).len()];
         self.check_placeholders(id, &text, media)?;
+        self.media.headers(id, media, &self.text.media)?; // counts the pixels
         let (grids, media) = self.media.load(id, media, &self.text.media)?;
         let tokens = self.tokenise(id, &text, Supervision::default(), &grids)?;
-        Ok((self.with_media(id, tokens, media), answer))
+        Ok((self.with_media(id, tokens, &grids, media), answer))
     }
 
     /// Renders the chat. Each medium is one placeholder.
     pub fn render(&self, sample: &Sample) -> Result<String, SampleError> {
-        let sample = grounded(&self.media.images, sample)?;
+        let sample = grounded(&self.media, sample)?;
         let sample = sample.as_ref();
         self.text
             .template
@@ -218,7 +220,7 @@ impl Encoder {
     /// Indices of the turns with thoughts that are not in the rendered chat, and so are not trained
     /// on. Many templates render the thoughts of the last answer only.
     pub fn hidden_thoughts(&self, sample: &Sample) -> Result<Vec<usize>, SampleError> {
-        let sample = grounded(&self.media.images, sample)?;
+        let sample = grounded(&self.media, sample)?;
         let Sample { id, messages, tools, .. } = sample.as_ref();
         let has_thoughts = |turn: usize| thoughts(&messages[turn]).is_some();
         let chat = self.text.template.render_with_answers(messages, tools.as_ref(), has_thoughts);
@@ -279,7 +281,7 @@ impl Encoder {
 
     /// The rendered chat and its supervised parts. Runs every check that needs no image.
     fn render_targets(&self, sample: &Sample) -> Result<(String, Supervision), SampleError> {
-        let sample = grounded(&self.media.images, sample)?;
+        let sample = grounded(&self.media, sample)?;
         let sample = sample.as_ref();
         self.check_texts(sample)?;
         let Sample { id, messages, tools, media, .. } = sample;
@@ -319,10 +321,6 @@ impl Encoder {
         if self.text.media.image.is_none() && !sample.media.is_empty() {
             let num_media = sample.media.len();
             return Err(SampleError::TextOnlyModel { id: id.clone(), num_media });
-        }
-        if self.text.media.refuses_videos_and_boxes && !sample.objects.boxes.is_empty() {
-            let (at, what) = ("objects".to_owned(), "with Qwen2.5-VL, boxes are");
-            return Err(SampleError::NotSupported { id: id.clone(), at, what });
         }
         for (turn, message) in sample.messages.iter().enumerate() {
             let mut tokens = self.text.media.pads();
@@ -402,11 +400,18 @@ impl Encoder {
         Length { tokens, pixel_bytes: patches * patch_bytes as u64 }
     }
 
-    fn with_media(&self, id: &SampleId, text: EncodedText, media: Vec<Patches>) -> EncodedSample {
+    /// `media` are the patches of `grids`.
+    fn with_media(
+        &self,
+        id: &SampleId,
+        text: EncodedText,
+        grids: &[MediumGrid],
+        media: Vec<Patches>,
+    ) -> EncodedSample {
         let EncodedText { input_ids, labels, weights, vision_rows, spans: _ } = text;
-        let grids: Vec<[u32; 3]> = media.iter().map(|patches| patches.grid_thw).collect();
+        let runs: Vec<VisualRun> = grids.iter().flat_map(MediumGrid::runs).collect();
         let merge_size = self.media.images.merge_size();
-        let position_ids = position_ids(input_ids.len(), &vision_rows, &grids, merge_size);
+        let position_ids = position_ids(input_ids.len(), &vision_rows, &runs, merge_size);
         EncodedSample {
             id: id.clone(),
             input_ids,

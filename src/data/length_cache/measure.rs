@@ -1,7 +1,6 @@
 //! Measures rows, and finds out which need no measurement.
 
 use std::collections::HashMap;
-use std::io;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
@@ -11,11 +10,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use rayon::prelude::*;
 
 use super::file::CacheError;
+use super::media::checksum;
 use super::rows::{Entry, HASH_BYTES, ImageFile, Lengths, Outcome, Rows};
 use super::stamps::{Stamps, Walk};
-use crate::batch::{MediaRef, MediaSource, Medium, Sample, VideoRef};
+use crate::batch::{MediaRef, MediaSource, Medium, Sample, SampleId, VideoRef};
 use crate::data::encode::Encoder;
 use crate::data::encode::measure::Measured;
+use crate::data::media::image::ImageError;
+use crate::data::media::video::VideoError;
 use crate::data::row::Rejection;
 use crate::data::source::files::RowContent;
 use crate::data::source::{ImageStamp, RowFile, SampleError, Trouble, with_patience};
@@ -217,13 +219,37 @@ impl<'a> Measurer<'a> {
         Some((Entry { line, offset, hash, outcome: self.outcome(row, content)? }, true))
     }
 
+    /// Sets the checksum of a file. It fails only if the process or a disk failed: only some frames are
+    /// read here, and a broken one is found when it is decoded.
+    fn sum(
+        &self,
+        file: &mut ImageFile,
+        error: impl FnOnce(ImageError) -> SampleError,
+    ) -> Result<(), SampleError> {
+        let crc = checksum(self.file.image_root(), file.path.as_ref()).map_err(error);
+        file.crc = match crc {
+            Err(error) if Trouble::of(&error).is_some() => return Err(error),
+            crc => crc.unwrap_or_default(),
+        };
+        Ok(())
+    }
+
     /// `None` if the process lacks open files or memory, or a disk failed.
     fn outcome(&self, row: usize, content: Result<RowContent, SampleError>) -> Option<Outcome> {
         let measure = |content: RowContent| {
             let sample = self.file.parse(row, content)?;
             with_patience(Trouble::of, || {
-                let (images, videos) = files(&sample);
+                let (mut images, mut videos) = files(&sample);
                 let measured = self.encoder.measure(&sample)?;
+                for (index, file) in (1..).zip(&mut images) {
+                    let id = sample.id.clone();
+                    let error = |cause| SampleError::Image { id, index, cause };
+                    file.as_mut().map_or(Ok(()), |file| self.sum(file, error))?;
+                }
+                for (place, file) in &mut videos {
+                    self.sum(file, |cause| place.error(sample.id.clone(), cause))?;
+                }
+                let videos = videos.into_iter().map(|(_, file)| file).collect();
                 Ok(Outcome::Measured { measured, images, videos })
             })
         };
@@ -244,15 +270,18 @@ impl<'a> Measurer<'a> {
     }
 }
 
-/// Whether measuring again would give the same result. A row that was rejected for its media may be
-/// valid now although its text is unchanged.
+/// The start of each reason that may depend on files other than the data file. Such a row may be valid
+/// now although its text is unchanged.
+const REASONS_OF_FILES: [&str; 6] =
+    ["image_", "video_", "media_too_large", "too_many_tokens", "box_range", "unreadable"];
+
+/// Whether measuring again would give the same result.
 fn is_current(walk: &mut Walk<'_>, rows: &Rows, row: usize) -> bool {
     if let Some((reason, _)) = rows.rejected(row) {
-        return !["image_", "video_", "box_range", "unreadable"]
-            .iter()
-            .any(|of| reason.starts_with(of));
+        return !REASONS_OF_FILES.iter().any(|of| reason.starts_with(of));
     }
-    rows.files(row).all(|(path, stamp)| walk.stamp(path) == Some(stamp))
+    let now = |walk: &mut Walk<'_>, path| walk.stamp(path).unwrap_or(ImageStamp::GONE);
+    rows.files(row).all(|(path, stamp, _)| now(walk, path) == stamp)
 }
 
 fn rejected(error: SampleError) -> Outcome {
@@ -262,26 +291,53 @@ fn rejected(error: SampleError) -> Outcome {
     Outcome::Rejected { reason, message }
 }
 
-/// The files of images and of videos. Call this before the headers are read, so that the next pass
-/// finds a change in between.
-fn files(sample: &Sample) -> (Vec<Option<ImageFile>>, Vec<ImageFile>) {
+/// A video of a row, or a frame of it, both counted from 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct VideoPlace {
+    video: usize,
+    frame: Option<usize>, // `None`: a video file
+}
+
+impl VideoPlace {
+    /// The error of a row whose file at this place cannot be read.
+    fn error(self, id: SampleId, cause: ImageError) -> SampleError {
+        let cause = match (self.frame, cause) {
+            (
+                None,
+                ImageError::Read { path, source: cause }
+                | ImageError::Root { root: path, source: cause },
+            ) => VideoError::Read { path, cause },
+            (frame, cause) => VideoError::Frame { frame: frame.unwrap_or(1), cause },
+        };
+        SampleError::Video { id, index: self.video, cause }
+    }
+}
+
+/// The files of images, and those of videos with their places, without checksums. Call this before the
+/// headers are read, so that the next pass finds a change in between.
+fn files(sample: &Sample) -> (Vec<Option<ImageFile>>, Vec<(VideoPlace, ImageFile)>) {
     let file = |root: &Path, path: &Path| {
-        let gone = |_: io::Error| ImageStamp { bytes: 0, mtime_ns: 0 };
-        let stamp = ImageStamp::of(&root.join(path)).unwrap_or_else(gone);
-        ImageFile { path: path.display().to_string(), stamp }
+        let stamp = ImageStamp::of(&root.join(path)).unwrap_or(ImageStamp::GONE);
+        ImageFile { path: path.display().to_string(), stamp, crc: 0 }
     };
     let image = |media: &MediaRef| match &media.source {
         MediaSource::DataUri(_) | MediaSource::Url(_) | MediaSource::Bytes(_) => None,
         MediaSource::File { root, path } => Some(file(root, path)),
     };
-    let (mut images, mut videos) = (Vec::new(), Vec::new());
+    let (mut images, mut videos, mut video) = (Vec::new(), Vec::new(), 0);
     for medium in &sample.media {
         match medium {
             Medium::Image(media) => images.push(image(media)),
             Medium::Video(VideoRef::Frames { frames, .. }) => {
-                videos.extend(frames.iter().filter_map(image));
+                video += 1;
+                let place = |frame| VideoPlace { video, frame: Some(frame) };
+                let frames = (1..).zip(frames);
+                videos.extend(frames.filter_map(|(at, frame)| Some((place(at), image(frame)?))));
             }
-            Medium::Video(VideoRef::File { root, path, .. }) => videos.push(file(root, path)),
+            Medium::Video(VideoRef::File { root, path, .. }) => {
+                video += 1;
+                videos.push((VideoPlace { video, frame: None }, file(root, path)));
+            }
         }
     }
     (images, videos)
@@ -290,4 +346,45 @@ fn files(sample: &Sample) -> (Vec<Option<ImageFile>>, Vec<ImageFile>) {
 fn hash(content: &RowContent) -> [u8; HASH_BYTES] {
     let digest = content.hash();
     std::array::from_fn(|at| digest[at])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::io::{self, Write};
+
+    /// A disk fails in the middle of a row: the message names the medium as the loader does.
+    #[test]
+    fn images_and_videos_are_counted_each_from_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rows.jsonl");
+        let row = r#"{"messages": [{"role": "user", "content": "<image><video><image><video>"},
+            {"role": "assistant", "content": "a"}],
+            "images": ["data:image/png;base64,AA==", "b.png"], "videos": [["c.png", "d.png"], "e.mp4"]}"#;
+        File::create(&path).unwrap().write_all(row.replace('\n', "").as_bytes()).unwrap();
+        let file = RowFile::open(&path, None).unwrap();
+        let sample = file.parse(0, file.content(0).unwrap()).unwrap();
+        let (images, videos) = files(&sample);
+        assert!(images[0].is_none() && images[1].as_ref().unwrap().path == "b.png");
+        let stale = |path: &str| ImageError::Read {
+            path: path.into(),
+            source: io::Error::from(rustix::io::Errno::STALE),
+        };
+        let mut texts = Vec::new();
+        for (place, ImageFile { path, stamp, .. }) in videos {
+            assert_eq!(stamp, ImageStamp::GONE);
+            let error = place.error(sample.id.clone(), stale(&path));
+            assert!(Trouble::of(&error).is_some());
+            texts.push(error.to_string());
+        }
+        for (text, [of, place]) in texts.iter().zip([
+            ["frame 1: cannot read image `c.png`", "(video 1 of the row)"],
+            ["frame 2: cannot read image `d.png`", "(video 1 of the row)"],
+            ["cannot read video `e.mp4`", "(video 2 of the row)"],
+        ]) {
+            assert!(text.contains(of) && text.contains(place), "{text}");
+        }
+        assert_eq!(texts.len(), 3);
+    }
 }

@@ -1,15 +1,18 @@
-//! Digests of the sizes and times of the media files of a data set, in the order of its rows. A
-//! resumed run compares them with those at its start.
+//! Digests of the sizes, times and contents of the media files of a data set, in the order of its
+//! rows. A resumed run compares them with those at its start.
 
 use std::path::Path;
 
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::file::Place;
 use super::stamps::Stamps;
 use super::table::LengthCache;
+use crate::data::checksums::{ALL_SUMMED, of_ends};
 use crate::data::encode::Encoder;
+use crate::data::media::image::{ImageError, resolve};
 use crate::data::source::{ImageStamp, RowFile};
 
 /// What a run remembers of its media files.
@@ -21,72 +24,137 @@ pub struct MediaDigests {
     pub sizes: String,
     /// Digest of the modification times.
     pub times: String,
+    /// Digest of the checksums of the first and last bytes; older versions have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub contents: Option<String>,
 }
 
-/// The sizes and times of media files, and which of them differ from the length cache.
+/// Which media files are compared with the length cache. The others are taken from it.
+#[derive(Debug, Clone, Copy)]
+pub enum MediaLook {
+    /// None.
+    Cache,
+    /// Files of every n-th row.
+    Every {
+        /// Their sizes and times, and the contents of those with another time.
+        stamps: usize,
+        /// Their contents, also if size and time are those of the cache.
+        contents: usize,
+    },
+}
+
+impl MediaLook {
+    /// Whether to look at size and time of the files of `row`, and at their contents in any case.
+    fn at(self, row: usize) -> [bool; 2] {
+        match self {
+            Self::Cache => [false; 2],
+            Self::Every { stamps, contents } => {
+                let reads = row.is_multiple_of(contents);
+                [reads || row.is_multiple_of(stamps), reads]
+            }
+        }
+    }
+}
+
+/// The sizes, times and contents of media files, and which of them differ from the length cache.
 #[derive(Debug, Default)]
 pub struct MediaStamps {
     files: u64,
     sizes: Sha256,
     times: Sha256,
-    resized: Option<String>,
-    touched: Option<String>,
+    contents: Sha256,
+    changed: Option<String>,
+    has_unread: bool,
 }
 
+/// A media file: its metadata and the checksum of its first and last bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct MediaFile {
+    stamp: ImageStamp,
+    crc: u32,
+}
+
+/// A file that is missing or cannot be read.
+const GONE: MediaFile = MediaFile { stamp: ImageStamp::GONE, crc: 0 };
+
 impl MediaStamps {
-    /// Adds a file of the next row. `now` is `None` if the file is missing.
-    fn push(&mut self, path: &str, cached: ImageStamp, now: Option<ImageStamp>) {
-        let now = now.unwrap_or(ImageStamp { bytes: u64::MAX, mtime_ns: i64::MIN });
+    /// Adds a file of the next row.
+    fn push(&mut self, path: &str, cached: MediaFile, now: MediaFile) {
         self.files += 1;
-        self.sizes.update(now.bytes.to_le_bytes());
-        self.times.update(now.mtime_ns.to_le_bytes());
-        if now.bytes != cached.bytes {
-            self.resized.get_or_insert_with(|| path.to_owned());
-        } else if now != cached {
-            self.touched.get_or_insert_with(|| path.to_owned());
+        self.sizes.update(now.stamp.bytes.to_le_bytes());
+        self.times.update(now.stamp.mtime_ns.to_le_bytes());
+        self.contents.update(now.crc.to_le_bytes());
+        self.has_unread |= now != GONE && now.stamp.bytes > ALL_SUMMED;
+        if (now.stamp.bytes, now.crc) != (cached.stamp.bytes, cached.crc) {
+            self.changed.get_or_insert_with(|| path.to_owned());
         }
     }
 
     /// The digests of all files so far.
     pub fn digests(&self) -> MediaDigests {
         let hex = |hash: &Sha256| format!("{:x}", hash.clone().finalize());
-        MediaDigests { files: self.files, sizes: hex(&self.sizes), times: hex(&self.times) }
+        MediaDigests {
+            files: self.files,
+            sizes: hex(&self.sizes),
+            times: hex(&self.times),
+            contents: Some(hex(&self.contents)),
+        }
     }
 
-    /// The first file whose size differs from the cache, as written in its row.
-    pub fn resized(&self) -> Option<&str> {
-        self.resized.as_deref()
+    /// Whether the checksum of a file does not cover all of its bytes.
+    pub fn has_unread_bytes(&self) -> bool {
+        self.has_unread
     }
 
-    /// The first file of which only the modification time differs from the cache.
-    pub fn touched(&self) -> Option<&str> {
-        self.touched.as_deref()
+    /// The first file whose size or content differs from the cache, as written in its row.
+    pub fn changed(&self) -> Option<&str> {
+        self.changed.as_deref()
     }
 }
 
+/// The checksum of the first and last bytes of a media file inside `root`.
+pub(super) fn checksum(root: &Path, path: &Path) -> Result<u32, ImageError> {
+    let read_error = |source| ImageError::Read { path: path.to_owned(), source };
+    of_ends(&resolve(root, path)?).map_err(read_error)
+}
+
 impl LengthCache {
-    /// Adds the media files of `file` to `media`: those of the file system with `look`, and otherwise as
-    /// they were when the cache in `folder` was updated. `None` if the cache has not all rows.
+    /// Adds the media files of `file` to `media`: those that `look` selects as they are now, and the
+    /// others as they were when the cache in `folder` was updated. `None` if the cache has not all rows.
     pub fn add_media(
         file: &RowFile,
         encoder: &Encoder,
         folder: &Path,
-        look: bool,
+        look: MediaLook,
         media: &mut MediaStamps,
     ) -> Option<()> {
         let (footer, batches) = Place::of(file, encoder, folder).read()?;
         if !footer.fits(file) {
             return None;
         }
-        let stamps = Stamps::new(file.image_root());
-        let mut walk = stamps.walk();
+        let root = file.image_root();
+        let stamps = Stamps::new(root);
         let mut num_rows = 0;
         for rows in batches {
-            num_rows += rows.len();
-            for (path, cached) in (0..rows.len()).flat_map(|row| rows.files(row)) {
-                let now = if look { walk.stamp(path) } else { Some(cached) };
-                media.push(path, cached, now);
+            let mut walk = stamps.walk();
+            let mut files = Vec::new(); // path, as it was, as it is now, whether its content is read
+            for row in 0..rows.len() {
+                let [looks, reads] = look.at(num_rows + row);
+                for (path, stamp, crc) in rows.files(row) {
+                    let cached = MediaFile { stamp, crc };
+                    let now = if looks { walk.stamp(path) } else { Some(stamp) };
+                    let now = now.map_or(GONE, |stamp| MediaFile { stamp, crc });
+                    let is_written = now != cached && now.stamp.bytes == stamp.bytes;
+                    files.push((path, cached, now, reads || is_written));
+                }
             }
+            files.par_iter_mut().filter(|(.., reads)| *reads).for_each(|(path, _, now, _)| {
+                now.crc = checksum(root, Path::new(*path)).unwrap_or_default();
+            });
+            for (path, cached, now, _) in &files {
+                media.push(path, *cached, *now);
+            }
+            num_rows += rows.len();
         }
         (num_rows == file.len()).then_some(())
     }
@@ -96,30 +164,51 @@ impl LengthCache {
 mod tests {
     use super::*;
 
-    fn digests(bytes: u64, mtime_ns: i64) -> MediaStamps {
-        let cached = ImageStamp { bytes: 7, mtime_ns: 1 };
+    const CACHED: MediaFile = MediaFile { stamp: ImageStamp { bytes: 7, mtime_ns: 1 }, crc: 5 };
+
+    fn media(now: MediaFile) -> MediaStamps {
         let mut media = MediaStamps::default();
-        media.push("a.png", cached, Some(cached));
-        media.push("b.png", cached, Some(ImageStamp { bytes, mtime_ns }));
+        media.push("a.png", CACHED, CACHED);
+        media.push("b.png", CACHED, now);
         media
     }
 
     #[test]
-    fn another_size_differs_from_another_time() {
-        let before = digests(7, 1).digests();
-        let touched = digests(7, 2);
-        assert_eq!((touched.resized(), touched.touched()), (None, Some("b.png")));
+    fn another_size_content_and_time_differ_in_their_own_digests() {
+        let before = media(CACHED).digests();
+        let touched = media(MediaFile { stamp: ImageStamp { bytes: 7, mtime_ns: 2 }, ..CACHED });
+        assert_eq!(touched.changed(), None);
         assert_eq!(touched.digests().sizes, before.sizes);
+        assert_eq!(touched.digests().contents, before.contents);
         assert_ne!(touched.digests().times, before.times);
-        let resized = digests(8, 2);
-        assert_eq!((resized.resized(), resized.touched()), (Some("b.png"), None));
+        let resized = media(MediaFile { stamp: ImageStamp { bytes: 8, mtime_ns: 2 }, ..CACHED });
+        assert_eq!(resized.changed(), Some("b.png"));
         assert_ne!(resized.digests().sizes, before.sizes);
+        let other = media(MediaFile { crc: 6, ..CACHED });
+        assert_eq!(other.changed(), Some("b.png"));
+        assert_eq!(other.digests().sizes, before.sizes);
+        assert_ne!(other.digests().contents, before.contents);
+    }
+
+    #[test]
+    fn a_file_is_read_whole_up_to_32_kib() {
+        let of = |bytes| media(MediaFile { stamp: ImageStamp { bytes, mtime_ns: 2 }, ..CACHED });
+        assert!(!of(32 << 10).has_unread_bytes());
+        assert!(of((32 << 10) + 1).has_unread_bytes());
+        assert!(!media(GONE).has_unread_bytes());
     }
 
     #[test]
     fn a_missing_file_has_another_size() {
-        let mut media = MediaStamps::default();
-        media.push("a.png", ImageStamp { bytes: 7, mtime_ns: 1 }, None);
-        assert_eq!(media.resized(), Some("a.png"));
+        assert_eq!(media(GONE).changed(), Some("b.png"));
+    }
+
+    #[test]
+    fn a_large_data_set_is_compared_in_a_part_of_its_rows() {
+        let look = MediaLook::Every { stamps: 2, contents: 3 };
+        let looked: Vec<[bool; 2]> = (0..5).map(|row| look.at(row)).collect();
+        let [no, size, all] = [[false, false], [true, false], [true, true]];
+        assert_eq!(looked, [all, no, size, all, size]);
+        assert_eq!(MediaLook::Cache.at(0), no);
     }
 }

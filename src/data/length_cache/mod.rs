@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 pub use build::CacheWork;
 pub use file::CacheError;
 use file::Place;
-pub use media::{MediaDigests, MediaStamps};
+pub use media::{MediaDigests, MediaLook, MediaStamps};
 pub use table::LengthCache;
 
 use crate::data::encode::Encoder;

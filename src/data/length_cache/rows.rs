@@ -58,6 +58,8 @@ pub(super) struct ImageFile {
     /// The path in the row.
     pub(super) path: String,
     pub(super) stamp: ImageStamp,
+    /// Checksum of its first and last bytes.
+    pub(super) crc: u32,
 }
 
 /// Lengths under the current limits, for users who read the file.
@@ -76,6 +78,7 @@ fn image_fields() -> Fields {
         Field::new("mtime_ns", DataType::Int64, false),
         Field::new("min_pixels", DataType::UInt32, false),
         Field::new("max_pixels", DataType::UInt32, false),
+        Field::new("crc", DataType::UInt32, false),
     ])
 }
 
@@ -127,6 +130,7 @@ pub(super) struct Rows {
     mtime_ns: Int64Array,
     min_pixels: UInt32Array,
     max_pixels: UInt32Array,
+    crc: UInt32Array,
     reject_reason: StringArray,
     reject_message: StringArray,
 }
@@ -175,6 +179,7 @@ impl Rows {
             mtime_ns: typed(structs.column_by_name("mtime_ns"), "mtime_ns")?,
             min_pixels: typed(structs.column_by_name("min_pixels"), "min_pixels")?,
             max_pixels: typed(structs.column_by_name("max_pixels"), "max_pixels")?,
+            crc: typed(structs.column_by_name("crc"), "crc")?,
             images,
             reject_reason: column(batch, "reject_reason")?,
             reject_message: column(batch, "reject_message")?,
@@ -324,8 +329,8 @@ impl Rows {
         Ok(Measured { text, sizes: sizes.collect(), video_patches: self.video_patches.value(row) })
     }
 
-    /// The files of a row's media.
-    pub(super) fn files(&self, row: usize) -> impl Iterator<Item = (&str, ImageStamp)> {
+    /// The files of a row's media: path, stamp and checksum.
+    pub(super) fn files(&self, row: usize) -> impl Iterator<Item = (&str, ImageStamp, u32)> {
         self.images(row).filter_map(|at| self.image_file(at))
     }
 
@@ -337,9 +342,9 @@ impl Rows {
         ImageSize { pixels: [self.height.value(at), self.width.value(at)], limits }
     }
 
-    fn image_file(&self, at: usize) -> Option<(&str, ImageStamp)> {
+    fn image_file(&self, at: usize) -> Option<(&str, ImageStamp, u32)> {
         let stamp = ImageStamp { bytes: self.bytes.value(at), mtime_ns: self.mtime_ns.value(at) };
-        self.file.is_valid(at).then(|| (self.file.value(at), stamp))
+        self.file.is_valid(at).then(|| (self.file.value(at), stamp, self.crc.value(at)))
     }
 
     /// The entry of a row.
@@ -350,8 +355,8 @@ impl Rows {
             }
             Ok(measured) => {
                 let file = |at| {
-                    let (path, stamp) = self.image_file(at)?;
-                    Some(ImageFile { path: path.to_owned(), stamp })
+                    let (path, stamp, crc) = self.image_file(at)?;
+                    Some(ImageFile { path: path.to_owned(), stamp, crc })
                 };
                 let first_video = self.images(row).start + measured.sizes.len();
                 Outcome::Measured {
@@ -376,7 +381,8 @@ fn append_image(images: &mut StructBuilder, size: ImageSize, file: Option<&Image
     let stamp = file.map_or(ImageStamp { bytes: 0, mtime_ns: 0 }, |file| file.stamp);
     let ImageSize { pixels: [height, width], limits: AreaLimits { min_pixels, max_pixels } } = size;
     let [min_pixels, max_pixels] = [min_pixels, max_pixels].map(|at| at.map_or(0, NonZeroU32::get));
-    for (field, value) in [(0, height), (1, width), (5, min_pixels), (6, max_pixels)] {
+    let crc = file.map_or(0, |file| file.crc);
+    for (field, value) in [(0, height), (1, width), (5, min_pixels), (6, max_pixels), (7, crc)] {
         images.field_builder::<UInt32Builder>(field).expect(FIELDS).append_value(value);
     }
     let path = file.map(|file| file.path.as_str());
@@ -387,64 +393,4 @@ fn append_image(images: &mut StructBuilder, size: ImageSize, file: Option<&Image
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn any_entry() -> impl Strategy<Value = Entry> {
-        let file =
-            (any::<u64>(), any::<i64>(), "[a-z/]{0,9}").prop_map(|(bytes, mtime_ns, path)| {
-                ImageFile { path, stamp: ImageStamp { bytes, mtime_ns } }
-            });
-        let side = || 1..=u32::MAX;
-        let size = (side(), side(), any::<u32>(), any::<u32>()).prop_map(|(h, w, min, max)| {
-            let [min_pixels, max_pixels] = [min, max].map(NonZeroU32::new);
-            ImageSize { pixels: [h, w], limits: AreaLimits { min_pixels, max_pixels } }
-        });
-        let image = (size, prop::option::of(file.clone()));
-        let media = (prop::collection::vec(image, 0..4), prop::collection::vec(file, 0..3));
-        let ends = prop::option::of((0usize..9, 0usize..9));
-        let counts = (0usize..99, 0usize..9, 0usize..99, 0usize..99);
-        let measured = (counts, ends, media, any::<u32>()).prop_map(
-            |(counts, ends, (images, videos), video_patches)| {
-                let (text_tokens, media_tokens, text_before_media, num_targets) = counts;
-                let text =
-                    TokenCounts { text_tokens, media_tokens, text_before_media, num_targets, ends };
-                let (sizes, images) = images.into_iter().unzip();
-                let measured = Measured { text, sizes, video_patches };
-                Outcome::Measured { measured, images, videos }
-            },
-        );
-        let rejected = ("[a-z_]{1,9}", ".{0,9}")
-            .prop_map(|(reason, message)| Outcome::Rejected { reason, message });
-        (any::<u64>(), any::<u64>(), any::<[u8; HASH_BYTES]>(), prop_oneof![measured, rejected])
-            .prop_map(|(line, offset, hash, outcome)| Entry { line, offset, hash, outcome })
-    }
-
-    proptest! {
-        #[test]
-        fn entries_come_back_as_they_were(entries in prop::collection::vec(any_entry(), 0..20)) {
-            let lengths = |measured: &Measured| Lengths {
-                tokens: measured.text.text_tokens + 5,
-                visual_tokens: measured.sizes.len(),
-            };
-            let rows = Rows::from_entries(&entries, lengths).unwrap();
-            let again = Rows::from_batch(&rows.to_batch().unwrap()).unwrap();
-            let found: Vec<_> = (0..again.len()).map(|row| again.entry(row)).collect();
-            prop_assert_eq!(&found, &entries);
-            let doubled = again.with_lengths(|measured| Lengths {
-                tokens: 2 * lengths(measured).tokens, visual_tokens: 3,
-            });
-            let batch = doubled.to_batch().unwrap();
-            let length: UInt32Array = column(&batch, "length").unwrap();
-            for (row, entry) in entries.iter().enumerate() {
-                let expected = match &entry.outcome {
-                    Outcome::Measured { measured, .. } => Some(2 * lengths(measured).tokens as u32),
-                    Outcome::Rejected { .. } => None,
-                };
-                prop_assert_eq!(length.is_valid(row).then(|| length.value(row)), expected);
-            }
-        }
-    }
-}
+mod tests;

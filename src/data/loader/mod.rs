@@ -169,6 +169,14 @@ impl Loader {
         };
         let limits = Limits { items: usize::MAX, ..limits };
         let pixels = Workers::start_fed(load, size, limits).map_err(spawn_error)?;
+        let slow = Arc::clone(&reader);
+        let limit = options.slow_row;
+        let report = move |row| {
+            let (row, seconds) = (slow.id(row), limit.as_secs_f64());
+            tracing::warn!(%row, "this row has been read for {seconds} s");
+        };
+        let headers = headers.reporting_slow(limit, report.clone());
+        let pixels = pixels.reporting_slow(limit, report);
         let pools = Arc::new(Pools { headers, pixels });
         self.pools = Some(Arc::clone(&pools));
         let (sender, receiver) = sync_channel(1);

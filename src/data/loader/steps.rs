@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -51,6 +52,8 @@ pub struct LoaderOptions {
     pub on_error: OnError,
     /// Maximum share of rejected rows.
     pub max_rejected: f64,
+    /// Time to read one row after which the log names the row.
+    pub slow_row: Duration,
 }
 
 impl LoaderOptions {

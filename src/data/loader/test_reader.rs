@@ -153,6 +153,7 @@ pub(in crate::data) fn options(strategy: PackingStrategy) -> LoaderOptions {
         epochs: NonZeroU64::new(1),
         on_error: OnError::Skip,
         max_rejected: 1.0,
+        slow_row: Duration::from_secs(10),
     }
 }
 

@@ -7,6 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 /// Limits on the results that wait for the consumer.
 #[derive(Debug, Clone, Copy)]
@@ -23,7 +24,11 @@ pub(in crate::data) struct Limits {
 pub(in crate::data) struct Workers<K, J, O> {
     shared: Arc<Shared<K, J, O>>,
     threads: Vec<JoinHandle<()>>,
+    slow: Option<Slow<K>>,
 }
+
+/// Receives the key of a job for whose result the consumer has waited this long.
+type Slow<K> = (Duration, Box<dyn Fn(K) + Send + Sync>);
 
 /// The key of a job and its result, or the message of the panic that ended the work on it.
 pub(in crate::data) type Done<K, O> = (K, Result<O, String>);
@@ -102,7 +107,7 @@ impl<K: Copy + Send + 'static, J: Send + 'static, O: Send + 'static> Workers<K, 
         };
         let shared =
             Shared { queue: Mutex::new(queue), room: Condvar::new(), done: Condvar::new() };
-        let mut pool = Self { shared: Arc::new(shared), threads: Vec::new() };
+        let mut pool = Self { shared: Arc::new(shared), threads: Vec::new(), slow: None };
         let work = Arc::new(work);
         for worker in 0..limits.workers.get() {
             let (shared, work) = (Arc::clone(&pool.shared), Arc::clone(&work));
@@ -124,15 +129,38 @@ impl<K: Copy + Send + 'static, J: Send + 'static, O: Send + 'static> Workers<K, 
         self.shared.room.notify_all();
     }
 
+    /// Calls `report` once with the key of each job for whose result [`Workers::next`] waits longer
+    /// than `limit`.
+    pub(in crate::data) fn reporting_slow(
+        mut self,
+        limit: Duration,
+        report: impl Fn(K) + Send + Sync + 'static,
+    ) -> Self {
+        self.slow = Some((limit, Box::new(report)));
+        self
+    }
+
     /// Waits for the next result. `None` after the last job, and after [`Workers::stop`].
     pub(in crate::data) fn next(&self) -> Option<Done<K, O>> {
         let mut queue = self.shared.lock();
+        let mut slow = self.slow.as_ref();
         loop {
-            match self.shared.take(&mut queue) {
-                Poll::Ready(result) => return result,
-                Poll::Pending => {
-                    queue = self.shared.done.wait(queue).unwrap_or_else(PoisonError::into_inner);
-                }
+            if let Poll::Ready(result) = self.shared.take(&mut queue) {
+                return result;
+            }
+            let Some((limit, report)) = slow else {
+                queue = self.shared.done.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let waited = self.shared.done.wait_timeout(queue, *limit);
+            let (held, waited) = waited.unwrap_or_else(PoisonError::into_inner);
+            queue = held;
+            let in_work = queue.slots.front().filter(|slot| slot.result.is_none());
+            if let Some(key) = in_work.filter(|_| waited.timed_out()).map(|slot| slot.key) {
+                slow = None;
+                drop(queue);
+                report(key);
+                queue = self.shared.lock();
             }
         }
     }
@@ -255,7 +283,6 @@ pub(in crate::data) fn panic_message(payload: &(dyn std::any::Any + Send)) -> St
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
-    use std::time::Duration;
 
     use super::*;
 
@@ -321,6 +348,24 @@ mod tests {
         pool.next().unwrap().1.unwrap();
         pool.stop();
         assert!(pool.next().is_none());
+    }
+
+    #[test]
+    fn a_job_that_takes_long_is_reported_once() {
+        let work = |item: u32, ()| {
+            thread::sleep(Duration::from_millis(if item == 3 { 900 } else { 0 }));
+        };
+        let slow = Arc::new(Mutex::new(Vec::new()));
+        let report = {
+            let slow = Arc::clone(&slow);
+            move |item| slow.lock().unwrap().push(item)
+        };
+        let pool = Workers::start(jobs(6), work, |()| 0, limits(2, 4, 1)).unwrap();
+        let pool = pool.reporting_slow(Duration::from_millis(200), report);
+        assert_eq!(std::iter::from_fn(|| pool.next()).count(), 6);
+        // on a busy machine, others may be slow too
+        let slow = slow.lock().unwrap();
+        assert_eq!(slow.iter().filter(|item| **item == 3).count(), 1, "{slow:?}");
     }
 
     #[test]

@@ -1,4 +1,5 @@
 //! Images and videos to patches.
 
+pub(in crate::data) mod family;
 pub mod image;
 pub mod video;

@@ -7,6 +7,9 @@ use crate::data::media::image::ImageError;
 use crate::data::media::video::VideoError;
 use crate::data::template::TemplateError;
 
+/// What [`SampleError::TooLarge`] counts of images and videos.
+pub(in crate::data) const PIXELS_OF_MEDIA: &str = "pixels in its images and videos";
+
 /// The reason why a row of a data file is rejected. The message starts with `file:line`.
 #[derive(Debug, thiserror::Error)]
 pub enum SampleError {
@@ -63,7 +66,7 @@ pub enum SampleError {
     TooLarge {
         /// File and line of the row.
         id: SampleId,
-        /// What is counted: `turns` or `bytes of text`.
+        /// What is counted, such as `turns` or `bytes of text`.
         what: &'static str,
         /// Found number.
         found: usize,
@@ -297,6 +300,7 @@ impl SampleError {
             Self::Json { .. } | Self::NotAnObject { .. } => "json",
             Self::UnknownForm { .. } => "row_form",
             Self::WrongType { .. } => "wrong_type",
+            Self::TooLarge { what: PIXELS_OF_MEDIA, .. } => "media_too_large",
             Self::TooLarge { .. } => "row_too_large",
             Self::Missing { .. } => "missing_key",
             Self::NoMessages { .. } => "no_messages",
@@ -352,6 +356,9 @@ impl SampleError {
             }
             Self::ReservedToken { .. } => {
                 "write `<image>` or `<video>` and list the file in `images` or `videos`, or remove the token from the text"
+            }
+            Self::TooLarge { what: PIXELS_OF_MEDIA, .. } => {
+                "divide the row into several, scale its images down, or take fewer frames of its videos (`data.video.max_frames`, `data.video.fps`)"
             }
             Self::TooLarge { .. } => {
                 "divide the row into several; docs/corpora.md describes data sets of plain text"

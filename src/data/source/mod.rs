@@ -15,6 +15,7 @@ mod texts;
 mod trouble;
 
 pub use dataset_info::{DatasetInfo, DatasetInfoError};
+pub(in crate::data) use error::PIXELS_OF_MEDIA;
 pub use error::SampleError;
 pub use file_error::FileError;
 pub use grounding_error::GroundingError;

@@ -60,6 +60,9 @@ pub(in crate::data) struct ImageStamp {
 }
 
 impl ImageStamp {
+    /// Stands for a file that is missing or cannot be read.
+    pub(in crate::data) const GONE: Self = Self { bytes: u64::MAX, mtime_ns: i64::MIN };
+
     /// Reads the metadata of the file at `path`; follows symbolic links.
     pub(in crate::data) fn of(path: &Path) -> io::Result<Self> {
         std::fs::metadata(path).map(|metadata| Self::from(&metadata))

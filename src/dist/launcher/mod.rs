@@ -10,7 +10,8 @@ mod variables;
 pub use error::LaunchError;
 pub use place::{Launched, Launcher};
 
-use variables::{EXPLICIT, JOB, OPEN_MPI, PMI, TORCHRUN, Variables};
+pub(in crate::dist) use variables::JOB;
+use variables::{EXPLICIT, OPEN_MPI, PMI, TORCHRUN, Variables};
 
 impl Launched {
     /// Returns the place that a launcher gives to this process; `None` without a launcher.

@@ -38,6 +38,8 @@ fn every_launcher_is_recognised() {
     let both = |a: &str, b: &str| format!("{a} {b}");
     for (text, expected) in [
         (torchrun.to_owned(), "torchrun 3/4 1/2 n1:29500 abc"),
+        // without `--rdzv-id`
+        (torchrun.replace("=abc", "=none"), "torchrun 3/4 1/2 n1:29500 -"),
         (both(torchrun, "TORCHELASTIC_USE_AGENT_STORE=False"), "torchrun 3/4 1/2 n1:29500 abc"),
         // the agent of the static rendezvous listens on 29500
         (both(torchrun, "TORCHELASTIC_USE_AGENT_STORE=True"), "torchrun 3/4 1/2 n1:29501 abc"),

@@ -60,7 +60,7 @@ pub(super) const PMI: Names = Names {
 };
 
 /// Names the job with every launcher.
-pub(super) const JOB: &str = "TRAINER_JOB_ID";
+pub(in crate::dist) const JOB: &str = "TRAINER_JOB_ID";
 
 /// `True` with torchrun's static rendezvous, whose agent listens on `MASTER_PORT`.
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
@@ -131,7 +131,10 @@ impl Variables<'_> {
             let value = used.to_string();
             port = Some(next.ok_or(LaunchError::NotAPort { variable: names.port, value })?);
         }
-        let job = names.job.iter().find_map(|name| self.text(name)).unwrap_or_default();
+        // torchrun sets `none` without `--rdzv-id`.
+        let is_name = |id: &String| launcher != Launcher::Torchrun || id != "none";
+        let id = |name: &&str| self.text(name).filter(is_name);
+        let job = names.job.iter().find_map(id).unwrap_or_default();
         let (local_world, host) = (local.map(|(_, count)| count), self.text(names.host));
         Ok(Some(Launched { launcher, rank, world, local_rank, local_world, host, port, job }))
     }

@@ -2,7 +2,7 @@
 
 use super::error::ConnectError;
 use crate::dist::config::Distributed;
-use crate::dist::launcher::Launched;
+use crate::dist::launcher::{JOB, Launched};
 use std::fmt;
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
@@ -87,6 +87,20 @@ pub(in crate::dist) fn listen(
     );
     let any = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port);
     bind(any).map_err(|error| failed(&any, &error))
+}
+
+/// What rank 0 warns about if ranks of another job can connect to it: it listens at `at`, which other
+/// machines reach, and its job has no name.
+pub(in crate::dist) fn open_to_others(place: &Launched, at: SocketAddr) -> Option<String> {
+    let is_open = place.job.is_empty() && !at.ip().is_loopback();
+    is_open.then(|| {
+        format!(
+            "rank 0 listens on {at}, and {} gives this job no name: a process of another job that \
+             connects there by mistake counts as a rank. Set `{JOB}` for all ranks to a name of your \
+             choice",
+            place.launcher
+        )
+    })
 }
 
 /// Binds to an address. Another process may still use the port for a moment: a rank of an earlier
@@ -190,6 +204,22 @@ mod tests {
             let place = place(Some(2), Some("192.0.2.1"), Some(free));
             let listener = listen(&place, &config).unwrap();
             assert!(listener.local_addr().unwrap().ip().is_loopback());
+        }
+    }
+
+    #[test]
+    fn a_job_without_a_name_on_an_open_port_is_warned_about() {
+        let named = place(None, Some("n1"), Some(7));
+        let unnamed = Launched { job: String::new(), ..named.clone() };
+        let warning = |place: &Launched, at: &str| open_to_others(place, at.parse().unwrap());
+        for at in ["0.0.0.0:7", "192.0.2.1:7", "[fd00::1]:7"] {
+            let text = warning(&unnamed, at).unwrap();
+            let expected = format!("rank 0 listens on {at}, and OpenMPI gives this job no name");
+            assert!(text.starts_with(&expected) && text.contains("`TRAINER_JOB_ID`"), "{text}");
+            assert_eq!(warning(&named, at), None);
+        }
+        for at in ["127.0.0.1:7", "[::1]:7"] {
+            assert_eq!(warning(&unnamed, at), None);
         }
     }
 

@@ -10,7 +10,7 @@ mod tests;
 
 #[cfg(test)]
 pub(super) use address::Address;
-pub(super) use address::{listen, of_first};
+pub(super) use address::{listen, of_first, open_to_others};
 pub use error::ConnectError;
 pub(super) use first::first;
 pub(super) use other::other;

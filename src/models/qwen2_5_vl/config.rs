@@ -14,7 +14,7 @@ pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> 
     let top = Section { value: json, name: "" };
     let nested = json["text_config"].is_object();
     let text = if nested { Section::of(json, "text_config")? } else { Section { ..top } };
-    let rope = text.rope();
+    let rope = text.rope()?;
     rope.expect("mrope_interleaved", &Value::Bool(false), "`false` (Qwen2.5-VL)")?;
     let has_section = !rope.value["mrope_section"].is_null();
     let sizes = text.decoder()?;
@@ -44,17 +44,16 @@ pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> 
 
 fn vision(section: &Section<'_>) -> Result<VisionConfig, ModelConfigError> {
     section.expect("hidden_act", &Value::from("silu"), "`silu`")?;
-    let full_attention_blocks = section.sizes("fullatt_block_indexes")?;
-    let kind = VisionKind::Windowed { window: 0, full_attention_blocks };
-    let sizes = VisionConfig::with_kind(section, kind)?;
-    let token = sizes.patch_size * sizes.spatial_merge_size; // pixels on a side
+    let token = section.size("patch_size")? * section.size("spatial_merge_size")?; // pixels on a side
     let pixels = section.size("window_size")?;
     if pixels < token {
         return Err(section.range("window_size", format!("at least the {token} pixels of a token")));
     }
-    let VisionKind::Windowed { full_attention_blocks, .. } = sizes.kind else { return Ok(sizes) };
-    let kind = VisionKind::Windowed { window: pixels / token, full_attention_blocks };
-    Ok(VisionConfig { kind, ..sizes })
+    let kind = VisionKind::Windowed {
+        window: pixels / token,
+        full_attention_blocks: section.sizes("fullatt_block_indexes")?,
+    };
+    VisionConfig::with_kind(section, kind)
 }
 
 #[cfg(test)]
@@ -116,6 +115,103 @@ mod tests {
     }
 
     #[test]
+    fn two_different_settings_of_rotary_positions_are_refused_with_both_values() {
+        let sections = json!([16, 24, 24]);
+        for (parameters, named) in [
+            (json!({"rope_type": "default", "mrope_section": sections}), None),
+            (json!({"rope_theta": 1_000_000, "mrope_section": sections, "type": "default"}), None),
+            (json!({"mrope_section": sections}), None),
+            (
+                json!({"rope_type": "yarn", "mrope_section": sections}),
+                Some([
+                    "`rope_parameters.rope_type` is \"yarn\"",
+                    "`rope_scaling.type` is \"mrope\"",
+                ]),
+            ),
+            (
+                json!({"mrope_section": [8, 28, 28]}),
+                Some([
+                    "`rope_parameters.mrope_section` is [8,28,28]",
+                    "`rope_scaling.mrope_section` is [16,24,24]",
+                ]),
+            ),
+            (
+                json!({"rope_theta": 5e6, "mrope_section": sections}),
+                Some(["`rope_parameters.rope_theta` is 5000000.0", "`rope_theta` is 1000000.0"]),
+            ),
+        ] {
+            let mut json = published();
+            json["rope_parameters"] = parameters;
+            match (read(&json), named) {
+                (Ok(config), None) => assert_eq!(config, read(&published()).unwrap()),
+                (Err(error), Some(named)) => {
+                    let error = error.to_string();
+                    assert!(named.iter().all(|part| error.contains(part)), "{error}");
+                }
+                (found, _) => panic!("{named:?}: {found:?}"),
+            }
+        }
+    }
+
+    /// transformers uses `rope_scaling` alone if a file has both sections.
+    #[test]
+    fn a_setting_of_rotary_positions_that_only_one_section_has_is_refused() {
+        for (parameters, scaling, named) in [
+            (
+                json!({"rope_theta": 1e6}),
+                json!({"rope_type": "yarn", "factor": 4}),
+                ["`rope_parameters.factor` is missing", "`rope_scaling.factor` is 4"],
+            ),
+            (
+                json!({"rope_theta": 1e6}),
+                json!({"type": "yarn"}),
+                ["`rope_parameters.rope_type` is missing", "`rope_scaling.type` is \"yarn\""],
+            ),
+            (
+                json!({}),
+                json!({"rope_type": "yarn"}),
+                ["`rope_parameters.rope_type` is missing", "`rope_scaling.rope_type` is \"yarn\""],
+            ),
+            (
+                json!({"rope_type": "default", "rope_theta": 1e6}),
+                json!({"mrope_section": [8, 28, 28]}),
+                [
+                    "`rope_parameters.mrope_section` is missing",
+                    "`rope_scaling.mrope_section` is [8,28,28]",
+                ],
+            ),
+            (
+                json!({"rope_theta": 5e6}),
+                json!({"type": "mrope"}),
+                [
+                    "`rope_parameters.rope_theta` is 5000000.0",
+                    "`rope_scaling.rope_theta` is missing",
+                ],
+            ),
+        ] {
+            let mut json = published();
+            // in the first four cases it applies to both sections
+            if named[1].contains("rope_theta") {
+                json["rope_theta"].take();
+            }
+            json["rope_parameters"] = parameters;
+            json["rope_scaling"] = scaling;
+            let error = read(&json).unwrap_err().to_string();
+            assert!(named.iter().all(|part| error.contains(part)), "{error}");
+        }
+        // the message names the key that has the value
+        let mut json = published();
+        json["rope_parameters"] = json["rope_scaling"].clone();
+        json["rope_parameters"]["rope_theta"] = json!(1e6);
+        json["rope_scaling"]["rope_theta"] = json!(5e6);
+        let error = read(&json).unwrap_err().to_string();
+        assert!(error.contains("`rope_scaling.rope_theta` is 5000000.0"), "{error}");
+        // an empty section counts as none in transformers
+        json["rope_scaling"] = json!({});
+        assert_eq!(read(&json).unwrap(), read(&published()).unwrap());
+    }
+
+    #[test]
     fn values_that_are_not_supported_are_refused_by_name() {
         for (key, value) in [
             ("use_sliding_window", json!(true)),
@@ -141,6 +237,8 @@ mod tests {
             ("hidden_act", json!("gelu")),
             ("out_hidden_size", json!(2048)),
             ("fullatt_block_indexes", json!(7)),
+            ("rope_parameters", json!({"rope_theta": 5000.0})),
+            ("rope_parameters", json!({"rope_type": "yarn"})),
         ] {
             let mut json = published();
             json["vision_config"][key] = value;

@@ -7,7 +7,7 @@ use serde_json::Value;
 /// Reads the sizes from the parsed `config.json`.
 pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> {
     let top = Section { value: json, name: "" };
-    top.rope().expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
+    top.rope()?.expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
     Ok(Config { text: top.decoder()? })
 }
 

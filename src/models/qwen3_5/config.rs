@@ -22,7 +22,7 @@ pub(in crate::models) fn read(json: &Value) -> Result<vision_language::Config, M
             tie_word_embeddings: top.flag("tie_word_embeddings"),
             ..decoder(&text)?
         },
-        mrope_section: text.rope().mrope_section()?,
+        mrope_section: text.rope()?.mrope_section()?,
         mrope_layout: vision_language::MropeLayout::Interleaved,
         vision: vision_language::VisionConfig::read(&vision, Vec::new())?,
         image_token_id: top.size("image_token_id")? as u32,
@@ -40,7 +40,7 @@ pub(in crate::models) fn read_text(json: &Value) -> Result<text::Config, ModelCo
 
 fn decoder(text: &Section<'_>) -> Result<DecoderConfig, ModelConfigError> {
     let sizes = text.decoder_sizes()?;
-    let rope = text.rope();
+    let rope = text.rope()?;
     let share = [&rope, text].into_iter().find_map(|of| of.value["partial_rotary_factor"].as_f64());
     let rotary = sizes.head_dim as f64 * share.unwrap_or(ROTARY_SHARE);
     let is_even = rotary > 0.0 && rotary <= sizes.head_dim as f64 && rotary % 2.0 == 0.0;

@@ -10,7 +10,7 @@ pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> 
     let top = Section { value: json, name: "" };
     let text = Section::of(json, "text_config")?;
     let vision = Section::of(json, "vision_config")?;
-    let rope = text.rope();
+    let rope = text.rope()?;
     rope.expect("mrope_interleaved", &Value::Bool(true), "`true` (Qwen3-VL)")?;
     // Published files have the key in both places; transformers 5 writes it to the whole file only.
     let tied = [&top, &text].map(|section| section.value["tie_word_embeddings"].as_bool());

@@ -5,6 +5,9 @@ use crate::nn::{DecoderConfig, TensorNames};
 use crate::ops::Gelu;
 use std::num::NonZeroU32;
 
+/// Base of the rotary frequencies of the vision encoder.
+pub(super) const ROPE_BASE: f64 = 10_000.0;
+
 /// Sizes of the vision encoder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VisionConfig {
@@ -169,6 +172,7 @@ impl VisionConfig {
         section: &Section<'_>,
         kind: VisionKind,
     ) -> Result<Self, ModelConfigError> {
+        expect_rope(section)?;
         Ok(Self {
             depth: section.size("depth")?,
             hidden_size: section.size("hidden_size")?,
@@ -213,4 +217,28 @@ impl VisionConfig {
     pub fn patch_values(&self) -> usize {
         self.in_channels * self.temporal_patch_size * self.patch_size * self.patch_size
     }
+}
+
+/// Fails if the rotary positions of the patches are not those of all published models. Files of
+/// transformers 5 have their settings.
+fn expect_rope(section: &Section<'_>) -> Result<(), ModelConfigError> {
+    let rope = &section.value["rope_parameters"];
+    let kind = &rope["rope_type"];
+    // `axial` was named `default` before transformers 5.23
+    if !(kind.is_null() || kind == "axial" || kind == "default") {
+        return Err(ModelConfigError::Unsupported {
+            key: "vision_config.rope_parameters.rope_type",
+            found: kind.as_str().map_or_else(|| kind.to_string(), str::to_owned),
+            known: "`axial` or `default`",
+        });
+    }
+    let base = &rope["rope_theta"];
+    if !(base.is_null() || base.as_f64() == Some(ROPE_BASE)) {
+        return Err(ModelConfigError::Range {
+            key: "vision_config.rope_parameters.rope_theta".to_owned(),
+            found: base.to_string(),
+            expected: format!("{ROPE_BASE}"),
+        });
+    }
+    Ok(())
 }

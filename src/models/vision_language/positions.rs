@@ -1,6 +1,6 @@
 //! Rotary tables and interpolated vision positions, computed on the host for one micro-batch.
 
-use super::config::{Config, MropeLayout, VisionConfig};
+use super::config::{Config, MropeLayout, ROPE_BASE, VisionConfig};
 use crate::nn::{HostTable, inverse_frequencies};
 
 /// The axis that rotary frequency `k` turns with. Interleaved: height if `k % 3 == 1`, width if
@@ -44,7 +44,7 @@ fn merge_block_order(h: u32, w: u32, merge: u32) -> impl Iterator<Item = (u32, u
 /// positions restart in each frame.
 pub(super) fn vision_table(config: &VisionConfig, grids: &[[u32; 3]]) -> HostTable {
     let head_dim = config.hidden_size / config.num_heads;
-    let frequencies = inverse_frequencies(10000.0, head_dim / 2);
+    let frequencies = inverse_frequencies(ROPE_BASE, head_dim / 2);
     let mut table = HostTable::with_capacity(0);
     for [t, h, w] in grids {
         for _ in 0..*t {

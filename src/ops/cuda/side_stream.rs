@@ -4,6 +4,7 @@
 
 use super::launch::{Address, Launch, address};
 use super::pointwise::ELEMENTS;
+use super::upload::upload_bytes_on;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr as _};
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -77,6 +78,12 @@ impl SideStream {
     pub(crate) fn tensors_wait_for(&self, mark: usize) -> Result<()> {
         let marks = self.marks.lock().unwrap_or_else(PoisonError::into_inner);
         self.tensors.wait(&marks[mark]).w()
+    }
+
+    /// Copies `bytes` to `to`, a contiguous tensor of this size on this GPU, which must exist until the
+    /// copy is done.
+    pub(crate) fn upload(&self, bytes: &[u8], to: &Tensor) -> Result<()> {
+        upload_bytes_on(&self.side, bytes, to)
     }
 
     /// Copies `len` bytes between tensors on this GPU.

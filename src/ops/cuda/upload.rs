@@ -86,7 +86,7 @@ fn place<T: WithDType>(
             let tensor = unsafe { Tensor::empty(shape, T::DTYPE, device)? };
             if len > 0 {
                 let target = address("upload", "values", &tensor)?.0;
-                send(len, target, gpu, &gpu.cuda_stream(), fill)?;
+                send(len, target, gpu, &gpu.cuda_stream(), false, fill)?;
             }
             Ok(tensor)
         }
@@ -107,7 +107,7 @@ fn place_large<T: WithDType, E: CudaDType>(
     let slice = unsafe {
         let target = result::malloc_async(copies.cu_stream(), len * size_of::<T>()).w()?;
         let slice = tensors.upgrade_device_ptr::<E>(target, len);
-        let sent = send(len, target, gpu, &copies, fill);
+        let sent = send(len, target, gpu, &copies, true, fill);
         tensors.join(&copies).w()?;
         sent?;
         slice
@@ -130,6 +130,12 @@ fn copy_stream(gpu: &CudaDevice) -> Result<Arc<CudaStream>> {
 /// Copies `bytes` to `to`, a contiguous tensor of this size on a GPU, in order with its stream. The copy
 /// may still be in progress.
 pub(in crate::ops) fn upload_bytes(bytes: &[u8], to: &Tensor) -> Result<()> {
+    let stream = to.device().as_cuda_device()?.cuda_stream();
+    upload_bytes_on(&stream, bytes, to)
+}
+
+/// As [`upload_bytes`], in order with `stream`.
+pub(super) fn upload_bytes_on(stream: &CudaStream, bytes: &[u8], to: &Tensor) -> Result<()> {
     let Device::Cuda(gpu) = to.device() else {
         bail!("upload: found {:?}, expected a GPU", to.device());
     };
@@ -139,7 +145,7 @@ pub(in crate::ops) fn upload_bytes(bytes: &[u8], to: &Tensor) -> Result<()> {
     }
     let target = address("upload", "to", to)?.0;
     let fill = |range: Range<usize>, to: &mut [u8]| to.copy_from_slice(&bytes[range]);
-    send(bytes.len(), target, gpu, &gpu.cuda_stream(), &fill)
+    send(bytes.len(), target, gpu, stream, false, &fill)
 }
 
 /// Starts a copy of `len` values to an address on `gpu`, in pieces.
@@ -148,6 +154,7 @@ fn send<T: Copy + Send>(
     target: u64,
     gpu: &CudaDevice,
     stream: &CudaStream,
+    is_large: bool,
     fill: &(impl Fn(Range<usize>, &mut [T]) + Sync),
 ) -> Result<()> {
     stream.context().bind_to_thread().w()?;
@@ -166,7 +173,7 @@ fn send<T: Copy + Send>(
         }
         let event = stream.record_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
         buffer.copied = Some(event);
-        buffer.is_large = stream.cu_stream() != gpu.cuda_stream().cu_stream();
+        buffer.is_large = is_large;
         BUFFERS.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
     }
     Ok(())
@@ -206,12 +213,15 @@ fn take(gpu: &CudaDevice, bytes: usize) -> Result<Buffer> {
         let soon = || buffers.iter().position(|buffer| buffer.is_large);
         let oldest = done.or_else(soon).unwrap_or(0);
         let oldest = buffers.remove(oldest);
+        drop(buffers); // another thread need not wait for this copy
         if let Some(copied) = &oldest.copied {
             copied.synchronize().w()?;
         }
         if fits(&oldest) {
             return Ok(oldest);
         }
+        drop(oldest);
+        buffers = BUFFERS.lock().unwrap_or_else(PoisonError::into_inner);
     }
     drop(buffers);
     let stream = gpu.cuda_stream();

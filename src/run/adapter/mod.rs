@@ -95,7 +95,7 @@ impl OpenAdapter {
 
     /// The adapter in a folder in PEFT's layout, without dropout.
     pub fn read(folder: &Path, specs: &[ParamSpec]) -> std::result::Result<Self, AdapterError> {
-        let (peft, files) = peft::open(folder)?;
+        let (peft, files) = peft::open(folder, specs)?;
         let modules = peft::modules(folder, &peft, &files, specs)?;
         let adapter_specs = targets::adapter_specs(&modules, specs);
         let also_trained = peft::check(folder, &files, &adapter_specs, specs)?;

@@ -3,7 +3,9 @@
 use super::error::AdapterError;
 use super::targets::{linear_layers, module_of, target_modules};
 use crate::checkpoint::{ADAPTER_WEIGHTS, CheckpointError, PeftConfig, WeightFiles};
-use crate::nn::{AdapterModule, AdapterTensor, ParamSpec, peft_name};
+use crate::nn::{
+    AdapterModule, AdapterTensor, ParamSpec, TensorNames, peft_name, peft_name_of_file,
+};
 use crate::train::{AdapterConfig, AdapterInit, AdapterKind};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -50,17 +52,34 @@ pub(super) fn config(
     }
 }
 
-/// Opens the files of a folder.
-pub(super) fn open(folder: &Path) -> Result<(PeftConfig, WeightFiles), AdapterError> {
+/// Opens the files of a folder of an adapter of a model with the parameters `specs`. transformers
+/// before 4.52 named the modules of vision-language models in the flat spelling; such names become those
+/// of the modules.
+pub(super) fn open(
+    folder: &Path,
+    specs: &[ParamSpec],
+) -> Result<(PeftConfig, WeightFiles), AdapterError> {
     let error = |source: CheckpointError| AdapterError::Files {
         folder: folder.to_owned(),
         source: Box::new(source),
     };
-    let peft = PeftConfig::read(folder).map_err(error)?;
+    let mut peft = PeftConfig::read(folder).map_err(error)?;
     if let Some((field, found)) = peft.unsupported() {
         return Err(AdapterError::Unsupported { folder: folder.to_owned(), field, found });
     }
     let files = WeightFiles::open_file(&folder.join(ADAPTER_WEIGHTS)).map_err(error)?;
+    let has_modules = specs.iter().any(|spec| spec.name.starts_with("model.language_model."));
+    let names = if has_modules { TensorNames::Flat } else { TensorNames::Modules };
+    if files.names().all(|name| peft_name_of_file(names, name) == name) {
+        return Ok((peft, files));
+    }
+    let files = files.renamed(|name| peft_name_of_file(names, name)).map_err(error)?;
+    let layers = modules(folder, &peft, &files, specs)?;
+    peft.target_modules = target_modules(&layers, specs).into();
+    let module = |name: &String| names.of_file(name.trim_start_matches('^'));
+    peft.rank_pattern = peft.rank_pattern.iter().map(|(key, r)| (module(key), *r)).collect();
+    peft.alpha_pattern = peft.alpha_pattern.iter().map(|(key, a)| (module(key), *a)).collect();
+    peft.modules_to_save = peft.modules_to_save.map(|saved| saved.iter().map(module).collect());
     Ok((peft, files))
 }
 

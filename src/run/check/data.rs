@@ -4,10 +4,12 @@ use super::super::error::RunError;
 use super::super::inputs::{DataList, loader_options, of_data_set, open_data, order};
 use super::super::observer::SetupObserver;
 use super::super::plan::cached_if_possible;
+use super::super::plan_data::sample_fractions;
 use super::{CheckReport, Finding, Note, Topic};
 use crate::config::RunConfig;
 use crate::data::{
-    DataSet, Encoder, JsonlRows, LoaderOptions, OnError, Rejection, RowReader, SampleIndex, plan,
+    DataSet, Encoder, JsonlRows, LoaderOptions, OnError, Plan, Rejection, RowReader, SampleIndex,
+    plan,
 };
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -20,13 +22,14 @@ const NUM_EXAMPLES: usize = 3;
 /// The rejected rows of a data set: their number and the first ones, by reason.
 type ByReason = BTreeMap<String, (u64, Vec<String>)>;
 
-/// Opens each data set, and measures its rows.
+/// Opens each data set, and measures its rows. Returns the packs of the run and the fraction of its
+/// supervised tokens, if it can be planned.
 pub(super) fn check(
     config: &RunConfig,
     encoder: &Arc<Encoder>,
     observer: &dyn SetupObserver,
     report: &mut CheckReport,
-) {
+) -> Option<(Plan, f64)> {
     let mut complete = true;
     for (list, topic) in [(DataList::Train, Topic::Train), (DataList::Eval, Topic::Eval)] {
         let sets = match list {
@@ -50,9 +53,13 @@ pub(super) fn check(
             }
         }
     }
-    if complete && let Err(error) = add_plan(config, encoder, observer, report) {
-        report.error(Topic::Plan, error);
+    if !complete {
+        return None;
     }
+    add_plan(config, encoder, observer, report).unwrap_or_else(|error| {
+        report.error(Topic::Plan, error);
+        None
+    })
 }
 
 /// Opens the files of the data sets without an encoder, which would read their rows.
@@ -163,13 +170,13 @@ fn count(reader: &dyn RowReader, set: &DataSet, options: &LoaderOptions) -> (u64
     (usable, tokens, rejected)
 }
 
-/// Counts the steps of the run.
+/// Counts the steps of the run. `None` if rows prevent it, which are reported with their data set.
 fn add_plan(
     config: &RunConfig,
     encoder: &Arc<Encoder>,
     observer: &dyn SetupObserver,
     report: &mut CheckReport,
-) -> Result<(), RunError> {
+) -> Result<Option<(Plan, f64)>, RunError> {
     let rows = Arc::new(open_data(config, DataList::Train, encoder, observer)?);
     let order = order(config, &rows)?;
     let reader = cached_if_possible(config, &rows, observer)?;
@@ -177,8 +184,7 @@ fn add_plan(
     let epochs = config.train.epoch_limit().unwrap_or(1);
     let planned = match plan(&reader, &order, &options, epochs, &|_, _| {}) {
         Ok(planned) => planned,
-        // the rows that cause it are reported with their data set
-        Err(_) if report.counts()[0] > 0 => return Ok(()),
+        Err(_) if report.counts()[0] > 0 => return Ok(None),
         Err(error) => return Err(error.into()),
     };
     let max_steps = config.train.max_steps.map(NonZeroU64::get);
@@ -199,5 +205,6 @@ fn add_plan(
         );
         report.add(Topic::Plan, Finding::Warning(note));
     }
-    Ok(())
+    let [_, targets] = sample_fractions(&rows);
+    Ok(Some((planned, targets)))
 }

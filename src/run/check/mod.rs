@@ -8,9 +8,11 @@ use super::error::RunError;
 use super::inputs::encoder;
 use super::observer::SetupObserver;
 use crate::config::RunConfig;
+use crate::data::{DataConfigError, Encoder};
 pub(crate) use resources::predicted_memory;
 use resources::{GIB, LESS_DISK, Need};
 use std::fs;
+use std::sync::Arc;
 
 /// A part of a run that is checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -100,6 +102,29 @@ impl CheckReport {
         ]
     }
 
+    /// Replaces the numbers of data sets; `number` receives `data.train` or `data.eval`, and a number.
+    pub fn number_sets(&mut self, number: impl Fn(&str, usize) -> usize) {
+        for (_, finding) in &mut self.findings {
+            let Finding::Error(error) = finding else { continue };
+            match error {
+                RunError::DataSet { list, index, .. }
+                | RunError::DataConfig(DataConfigError::Weight { list, index, .. }) => {
+                    *index = number(&format!("data.{list}"), *index);
+                }
+                RunError::DataConfig(DataConfigError::Entry { key, .. }) => {
+                    let parts: Vec<&str> = key.splitn(4, '.').collect();
+                    if let [data, list, set, rest] = parts[..]
+                        && let Ok(set) = set.parse()
+                    {
+                        let set = number(&format!("{data}.{list}"), set);
+                        *key = format!("{data}.{list}.{set}.{rest}");
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
     fn add(&mut self, topic: Topic, finding: Finding) {
         self.findings.push((topic, finding));
     }
@@ -135,6 +160,39 @@ pub(super) fn warn_about_resources(config: &RunConfig) {
     }
 }
 
+/// The encoder, and the config without wrong settings of images or videos, which are reported: rows
+/// are checked all the same. An error whose cause is in the model folder is reported once.
+fn usable_encoder(
+    config: &RunConfig,
+    report: &mut CheckReport,
+) -> Option<(RunConfig, Arc<Encoder>)> {
+    let mut config = config.clone();
+    let mut last = String::new();
+    loop {
+        let error = match encoder(&config) {
+            Ok(encoder) => {
+                report.fact(Topic::Encoder, "the chat template can be used");
+                return Some((config, encoder));
+            }
+            Err(error) => error,
+        };
+        let data = &mut config.data;
+        let is_changed = match error {
+            RunError::ImageSetting { .. } => std::mem::take(&mut data.image) != data.image,
+            RunError::VideoSetting { .. } => std::mem::take(&mut data.video) != data.video,
+            _ => false,
+        };
+        let text = error.to_string();
+        if text != last {
+            report.error(Topic::Encoder, error);
+        }
+        if !is_changed {
+            return None;
+        }
+        last = text;
+    }
+}
+
 /// Checks a config without training. It writes the length cache of `data.train`, and nothing else.
 pub fn check_run(config: &RunConfig, observer: &dyn SetupObserver) -> CheckReport {
     let mut report = CheckReport::default();
@@ -145,22 +203,21 @@ pub fn check_run(config: &RunConfig, observer: &dyn SetupObserver) -> CheckRepor
     for error in values {
         report.error(Topic::Config, error);
     }
-    if let Err(error) = config.data.validate() {
+    for error in config.data.problems() {
         report.error(Topic::Config, error);
     }
     model::check(config, &mut report);
-    match encoder(config) {
-        Ok(encoder) => {
-            report.fact(Topic::Encoder, "the chat template can be used");
-            data::check(config, &encoder, observer, &mut report);
-        }
-        Err(error) => {
-            report.error(Topic::Encoder, error);
-            data::check_files(config, &mut report);
-        }
-    }
+    let packs = if let Some((usable, encoder)) = usable_encoder(config, &mut report) {
+        let packs = data::check(&usable, &encoder, observer, &mut report);
+        // with other settings, the packs are not those of the run
+        let [of_run, of_check] = [config, &usable].map(|config| &config.data);
+        packs.filter(|_| of_run.image == of_check.image && of_run.video == of_check.video)
+    } else {
+        data::check_files(config, &mut report);
+        None
+    };
     if is_valid {
-        resources::check(config, &mut report);
+        resources::check(config, packs.as_ref(), &mut report);
     }
     resources::check_output(config, &mut report);
     report.findings.sort_by_key(|(topic, _)| *topic);

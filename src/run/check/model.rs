@@ -47,10 +47,11 @@ fn open_with_targets(config: &RunConfig, report: &mut CheckReport) -> Option<Ope
     }
 }
 
-/// The pattern of `adapter.target` or `adapter.train_also` that an error is about.
+/// The entry of `adapter.parts`, `target` or `train_also` that an error is about.
 fn wrong_pattern(error: &RunError) -> Option<String> {
     let RunError::Setup(SetupError::Adapter(error)) = error else { return None };
     match error {
+        AdapterError::Part { part, .. } => Some(part.clone()),
         AdapterError::Target { pattern, .. }
         | AdapterError::Both { pattern, .. }
         | AdapterError::Tied { pattern } => Some(pattern.clone()),
@@ -59,16 +60,28 @@ fn wrong_pattern(error: &RunError) -> Option<String> {
     }
 }
 
-/// Removes a pattern. Returns whether it was there, and targets are left.
-fn leave_out(adapter: &mut AdapterConfig, pattern: &str) -> bool {
-    let num_also = adapter.train_also.len();
-    adapter.train_also.retain(|entry| entry != pattern);
-    let Targets::Globs(globs) = &mut adapter.target else {
-        return adapter.train_also.len() < num_also;
+/// Removes an entry; of an empty list of parts or targets, the default is used. Returns whether the
+/// entry was there.
+fn leave_out(adapter: &mut AdapterConfig, wrong: &str) -> bool {
+    let AdapterConfig { parts, target, train_also, .. } = adapter;
+    let mut removed = false;
+    let mut remove = |entries: &mut Vec<String>| {
+        let before = entries.len();
+        entries.retain(|entry| entry != wrong);
+        removed |= entries.len() < before;
+        entries.is_empty()
     };
-    let num_globs = globs.len();
-    globs.retain(|glob| glob != pattern);
-    !globs.is_empty() && adapter.train_also.len() + globs.len() < num_also + num_globs
+    let default = AdapterConfig::default();
+    remove(train_also);
+    if remove(parts) {
+        *parts = default.parts;
+    }
+    if let Targets::Globs(globs) = target
+        && remove(globs)
+    {
+        *target = default.target;
+    }
+    removed
 }
 
 /// Applies the patterns that are right. Returns `None` if one was wrong.

@@ -2,10 +2,13 @@
 
 use super::super::error::RunError;
 use super::super::estimate::ModelShape;
-use super::super::plan_memory::{RunMemory, advice};
+use super::super::plan_memory::{Load, RunMemory, advice};
 use super::{CheckReport, Finding, Note, Topic};
 use crate::checkpoint::Checkpointer;
 use crate::config::RunConfig;
+use crate::data::Plan;
+use crate::dist::Processes;
+use crate::metrics::memory_text;
 use crate::ops::memory_advice;
 use crate::train::DeviceChoice;
 use std::fs;
@@ -14,14 +17,20 @@ use std::path::{Path, PathBuf};
 
 pub(super) const GIB: f64 = 1_073_741_824.0;
 
-pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
+/// `data` has the packs of the run and the fraction of its supervised tokens, if they are known.
+pub(super) fn check(config: &RunConfig, data: Option<&(Plan, f64)>, report: &mut CheckReport) {
     // Otherwise the model folder cannot be used, which is reported with it.
-    let Ok(need) = Need::of(config) else { return };
-    need.check_memory(config, report);
+    let Ok(mut need) = Need::of(config) else { return };
+    if let Some((plan, targets)) = data
+        && let Err(error) = need.use_packs(plan, *targets)
+    {
+        return report.error(Topic::Memory, error);
+    }
+    need.check_memory(config, data.is_some(), report);
     need.check_disk(config, report);
 }
 
-/// Peak memory of a run in one process, predicted from the shape of its model, in bytes.
+/// Peak memory of a rank, predicted from the shape of its model, in bytes.
 pub(crate) fn predicted_memory(config: &RunConfig) -> Result<f64, RunError> {
     Ok(Need::of(config)?.memory)
 }
@@ -41,32 +50,43 @@ pub(super) struct Need {
 }
 
 impl Need {
-    /// Predicts the needs of a run in one process from the shape of its model.
+    /// Predicts the needs of a rank from the shape of its model, for full packs.
     pub(super) fn of(config: &RunConfig) -> Result<Self, RunError> {
         let shape = ModelShape::read(config)?;
-        let run = RunMemory::before_data(&shape, config, 1);
+        let world = match config.distributed.processes {
+            Processes::Auto => 1,
+            Processes::Count(ranks) => ranks.get(),
+        };
+        let run = RunMemory::before_data(&shape, config, world);
         let memory = run.bytes(&shape)?;
         let (checkpoint, copy) = (shape.checkpoint_bytes(config), shape.copy_bytes(config));
         Ok(Self { memory, checkpoint, copy, run, shape })
     }
 
-    fn check_memory(&self, config: &RunConfig, report: &mut CheckReport) {
-        let need = self.memory / GIB;
-        let copy = match self.copy / GIB {
-            copy if copy > 0.0 => {
-                format!(
-                    ", and {copy:.1} GiB of host memory for a copy while a checkpoint is written"
-                )
-            }
+    /// Predicts the memory of the largest packs of the run.
+    fn use_packs(&mut self, plan: &Plan, targets: f64) -> Result<(), RunError> {
+        self.run.load = Load::of(&self.shape, plan, targets)?;
+        self.memory = self.run.bytes(&self.shape)?;
+        Ok(())
+    }
+
+    fn check_memory(&self, config: &RunConfig, has_packs: bool, report: &mut CheckReport) {
+        let need = memory_text(self.memory);
+        let copy = match self.copy {
+            copy if copy > 0.0 => format!(
+                ", and {} of host memory for a copy while a checkpoint is written",
+                memory_text(copy)
+            ),
             _ => String::new(),
         };
         let is_gpu = matches!(self.run.config.device, DeviceChoice::Cuda(_));
         let of = if is_gpu { " of GPU memory" } else { "" };
+        let packs = if has_packs { "its largest pack" } else { "full packs, which are assumed" };
         match self.memory_lack(config) {
-            None => report.fact(Topic::Memory, format!("about {need:.1} GiB{of}{copy}")),
+            None => report.fact(Topic::Memory, format!("about {need}{of} for {packs}{copy}")),
             Some([_, free]) => {
-                let free = free / GIB;
-                let text = format!("about {need:.1} GiB{of} are needed, {free:.1} GiB are free");
+                let free = memory_text(free);
+                let text = format!("about {need}{of} are needed for {packs}, {free} are free");
                 let hint = self.run.savings().ok().and_then(|savings| advice(&savings));
                 let hint = hint.unwrap_or_else(memory_advice);
                 report.add(Topic::Memory, Finding::Problem(Note::new(text, &hint)));

@@ -5,6 +5,7 @@ use super::super::error::TrainError;
 use super::super::eval::Evaluator;
 use super::super::predict::{Predictor, StepPrediction};
 use super::super::rejects::write_rejects;
+use super::super::step::StepRunner;
 use super::Observer;
 use super::Trainer;
 use crate::metrics::EvalMetrics;
@@ -50,9 +51,9 @@ impl Trainer {
             write_rejects(parts.rejects.as_mut(), step, &report.rejected)?;
         }
         let answers = parts.eval.generate.as_ref().map(|config| {
-            let (model, device) = (&*parts.runner.model, &parts.runner.device);
-            let predictor = Predictor { rows, config, model, device };
-            let answers = predictor.run_until(&parts.runner.ranks, &stop, &|done, total| {
+            let StepRunner { model, device, ranks, weights, .. } = &parts.runner;
+            let predictor = Predictor { rows, config, model: &**model, device, ranks, weights };
+            let answers = predictor.run_until(&stop, &|done, total| {
                 watch.borrow_mut().evaluating(done, total);
             })?;
             Ok::<_, TrainError>(answers.map(|answers| (predictor.means(&answers), answers)))

@@ -11,7 +11,7 @@ use super::super::step_report::{StepReport, StepReports};
 use super::{Observer, ReadyStep, Trainer};
 use crate::checkpoint::FolderLayout;
 use crate::data::StepData;
-use crate::metrics::{RankMetrics, StepMetrics, peak_memory_bytes};
+use crate::metrics::{RankMetrics, RankValues, StepMetrics, peak_memory_bytes};
 use crate::ops::gpu_memory;
 use std::time::Instant;
 
@@ -38,12 +38,14 @@ impl Trainer {
         let sequence = parts.runner.ranks.sequence();
         let own_samples = data.own_samples();
         let own_tokens: u64 = own_samples.iter().map(|size| u64::from(size.num_tokens)).sum();
-        let report = StepReport {
-            samples: by_sample(&own_samples, &outcome.losses),
+        let device_memory = gpu_memory(&parts.runner.device);
+        let values = RankValues {
             data_wait_s,
             tokens_per_s: own_tokens as f64 / sequence.size as f64 / step_time_s,
             peak_memory_bytes: peak_memory_bytes(),
+            peak_device_bytes: device_memory.map(|memory| [memory.peak, memory.reserved]),
         };
+        let report = StepReport { samples: by_sample(&own_samples, &outcome.losses), values };
         let StepReports { samples: losses, ranks } =
             report.gather(&data.owners, &parts.runner.ranks)?;
         let rows = self.log_samples(step, &data, &losses)?;

@@ -1,6 +1,7 @@
 //! The weights of a rank: whole, or a share of each stage; and frozen weights that are stored
 //! elsewhere.
 
+mod prefetch;
 mod slots;
 mod visiting;
 
@@ -8,6 +9,7 @@ pub(super) use slots::{Pass, slot_elements};
 pub use slots::{SlotTensors, WeightSlots};
 pub use visiting::{StoredWeight, VisitingMemory, VisitingWeights, WeightStorage, visiting_memory};
 
+use super::ranks::Ranks;
 use crate::dist::{Collective, DistError, Gather};
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -50,6 +52,28 @@ impl RankWeights {
         if let Self::Slots(slots) = self {
             slots.begin(pass);
         }
+    }
+
+    /// Begins a pass that computes no gradients, to be ended by [`Self::end`]. If each rank has a share
+    /// of the weights only, all ranks make the same number of passes: a rank that `has_work` makes one,
+    /// and the others take part in its gathers. Returns whether there is a pass.
+    pub(super) fn begin_forward(&self, ranks: &Ranks, has_work: bool) -> Result<bool, DistError> {
+        if self.are_whole() {
+            return Ok(has_work);
+        }
+        let any = ranks.gather(has_work)?.contains(&true);
+        if any {
+            self.begin(Pass::Forward);
+        }
+        Ok(any)
+    }
+
+    /// Takes part in the passes of other ranks, until no rank has work.
+    pub(super) fn help(&self, ranks: &Ranks) -> Result<(), DistError> {
+        while self.begin_forward(ranks, false)? {
+            self.end()?;
+        }
+        Ok(())
     }
 
     /// Reports that backward has finished a stage.

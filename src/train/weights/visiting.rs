@@ -4,9 +4,14 @@
 //! stage are copied or dequantised into one of two slots. Neighbouring stages have different slots, and
 //! a stage that is still present is not copied again. Other parameters keep their own tensors: those
 //! that are trained, and tables, norms and biases.
+//!
+//! Passes read the stages from the last to the first and back. So when a stage is read, the copy of its
+//! neighbour in this direction from host memory to the other slot begins, while the stage computes. A
+//! wrong guess costs time only.
 
+use super::prefetch::Prefetch;
 use crate::metrics::Division;
-use crate::ops::{Nf4, copy_from_host, nf4_bytes};
+use crate::ops::{Nf4, nf4_bytes};
 use crate::tape::{Param, Residency, slot_lens};
 use candle_core::{DType, Device, Result, Tensor};
 use std::collections::{BTreeMap, HashMap};
@@ -38,13 +43,33 @@ pub enum StoredWeight {
 
 /// The weights of a model that visit two slots.
 pub struct VisitingWeights {
+    /// Copies from host memory; `None`: no weight is stored there. Dropped before the slots, since the
+    /// last copies to them may still be in progress.
+    prefetch: Option<Prefetch>,
     /// By stage.
     visitors: Vec<Vec<Visitor>>,
     slots: Vec<usize>, // by stage
     /// Stage and place in it, by the index of a parameter.
     places: BTreeMap<usize, (usize, usize)>,
-    /// The stage in each slot.
-    present: Mutex<[Option<usize>; 2]>,
+    /// The stages that have visitors.
+    visiting: Vec<usize>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// The stage in each slot, or on its way there, and the number of its copy until it was waited for.
+    present: [Option<(usize, Option<u64>)>; 2],
+    /// The place in `visiting` of the stage that was read last.
+    last: Option<usize>,
+    /// Whether the next stage to be read is probably the one before it.
+    backwards: bool,
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self { present: [None; 2], last: None, backwards: true } // as forward passes read them
+    }
 }
 
 /// A stored weight, and its place in a slot.
@@ -151,7 +176,16 @@ impl VisitingWeights {
             }
             visitors.push(of_stage);
         }
-        let weights = Arc::new(Self { visitors, slots, places, present: Mutex::default() });
+        let is_on_host = |visitor: &Visitor| matches!(visitor.stored, StoredWeight::Host(_));
+        let num_on_host = visitors.iter().flatten().filter(|visitor| is_on_host(visitor)).count();
+        if num_on_host > 0 && num_on_host < places.len() {
+            // Both would be written to one slot at the same time.
+            candle_core::bail!("some visiting weights are on the host and some in NF4");
+        }
+        let prefetch = (num_on_host > 0).then(|| Prefetch::new(device));
+        let (prefetch, state) = (prefetch.transpose()?, Mutex::default());
+        let visiting = (0..stages.len()).filter(|stage| !visitors[*stage].is_empty()).collect();
+        let weights = Arc::new(Self { prefetch, visitors, slots, places, visiting, state });
         for (index, (stage, _)) in &weights.places {
             let home: Arc<dyn Residency> = Arc::<Self>::clone(&weights);
             params[*index].set_home(*stage, home)?;
@@ -160,23 +194,67 @@ impl VisitingWeights {
     }
 }
 
-impl Visitor {
-    fn visit(&self) -> Result<()> {
-        match &self.stored {
-            StoredWeight::Host(weight) => copy_from_host(weight, &self.place),
-            StoredWeight::Nf4(weight) => weight.dequantize_into(&self.place),
+impl VisitingWeights {
+    /// Starts to bring the weights of a stage into its slot.
+    fn bring(&self, state: &mut State, stage: usize) -> Result<()> {
+        let (slot, mut copies) = (self.slots[stage], Vec::new());
+        state.present[slot] = None; // until all weights are there, or on their way
+        for Visitor { stored, place } in &self.visitors[stage] {
+            match stored {
+                StoredWeight::Host(weight) => copies.push((weight.clone(), place.clone())),
+                StoredWeight::Nf4(weight) => weight.dequantize_into(place)?,
+            }
         }
+        let copy = self.prefetch.as_ref().map(|prefetch| prefetch.start(slot, copies));
+        state.present[slot] = Some((stage, copy.transpose()?));
+        Ok(())
+    }
+
+    /// Waits until the weights of a stage are in its slot.
+    fn wait(&self, state: &mut State, stage: usize) -> Result<()> {
+        let slot = self.slots[stage];
+        if let (Some((_, Some(copy))), Some(prefetch)) = (state.present[slot], &self.prefetch) {
+            state.present[slot] = None;
+            prefetch.wait(copy, slot)?;
+            state.present[slot] = Some((stage, None));
+        }
+        Ok(())
+    }
+
+    /// The stage that is probably read after `stage`.
+    fn next(&self, state: &mut State, stage: usize) -> Option<usize> {
+        let at = self.visiting.binary_search(&stage).ok()?;
+        if let Some(last) = state.last.replace(at)
+            && last != at
+        {
+            state.backwards = at < last;
+        }
+        let neighbour = |backwards: bool| {
+            let place = if backwards { at.checked_sub(1)? } else { at + 1 };
+            self.visiting.get(place)
+        };
+        let next = neighbour(state.backwards);
+        state.backwards ^= next.is_none(); // a pass turns, or the next one begins
+        next.or_else(|| neighbour(state.backwards)).copied()
     }
 }
 
 impl Residency for VisitingWeights {
     fn enter(&self, stage: usize) -> Result<()> {
-        let mut present = self.present.lock().unwrap_or_else(PoisonError::into_inner);
-        let present = &mut present[self.slots[stage]];
-        if *present != Some(stage) {
-            *present = None; // until all weights are there
-            self.visitors[stage].iter().try_for_each(Visitor::visit)?;
-            *present = Some(stage);
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_present = |state: &State, stage: usize| {
+            state.present[self.slots[stage]].is_some_and(|(present, _)| present == stage)
+        };
+        if !is_present(&state, stage) {
+            self.bring(&mut state, stage)?;
+        }
+        self.wait(&mut state, stage)?;
+        // Values in NF4 are computed on the stream of the tensors, so nothing would be gained.
+        if self.prefetch.is_some()
+            && let Some(next) = self.next(&mut state, stage)
+            && !is_present(&state, next)
+        {
+            self.bring(&mut state, next)?;
         }
         Ok(())
     }
@@ -243,17 +321,55 @@ mod tests {
         }
     }
 
+    /// The stages in the slots, or on their way there.
+    fn present(weights: &VisitingWeights) -> Vec<usize> {
+        let present = weights.state.lock().unwrap().present;
+        let mut stages: Vec<usize> = present.iter().flatten().map(|(stage, _)| *stage).collect();
+        stages.sort_unstable();
+        stages
+    }
+
     #[test]
     fn a_stage_that_is_present_is_not_copied_again() {
         let (params, visit) = model();
         install(&params, &visit);
         read(&params[0]);
         read(&params[2]); // in the other slot
-        let weight = params[0].tensor();
-        weight.slice_set(&Tensor::full(9f32, (2, 3), &Device::Cpu).unwrap(), 0, 0).unwrap();
-        assert_eq!(read(&params[0]), [9.0; 6]);
-        read(&params[4]); // in the same slot
+        let weight = params[2].tensor();
+        weight.slice_set(&Tensor::full(9f32, (3, 30), &Device::Cpu).unwrap(), 0, 0).unwrap();
+        read(&params[4]); // in the slot of the first
+        assert_eq!(read(&params[2]), [9.0; 90]);
         assert_eq!(read(&params[0]), [1.0; 6]);
+    }
+
+    #[test]
+    fn the_stage_that_a_pass_reads_next_is_brought_while_one_is_in_use() {
+        let sizes = [(2, 3), (1, 1), (4, 4), (1, 1), (3, 3), (1, 1), (2, 2), (1, 1)];
+        let param = |(index, (m, k))| {
+            let weight = Tensor::zeros((m, k), DType::F32, &Device::Cpu).unwrap();
+            Param::new(format!("p{index}"), index, weight)
+        };
+        let params: Vec<Param> = sizes.into_iter().enumerate().map(param).collect();
+        let weights = install(&params, &[true, false].repeat(4));
+        for _ in 0..3 {
+            // forward and back, as recomputation reads a stage twice
+            for (stage, expected) in [
+                (3, [2, 3]),
+                (2, [1, 2]),
+                (1, [0, 1]),
+                (0, [0, 1]),
+                (0, [0, 1]),
+                (1, [1, 2]),
+                (1, [1, 2]),
+                (2, [2, 3]),
+                (3, [2, 3]),
+            ] {
+                let visitor = &params[2 * stage];
+                let values = vec![2.0 * stage as f32 + 1.0; visitor.shape().elem_count()];
+                assert_eq!(read(visitor), values);
+                assert_eq!(present(&weights), expected, "after stage {stage}");
+            }
+        }
     }
 
     #[test]

@@ -218,7 +218,7 @@ fn the_order_of_samples_in_a_pack_changes_nothing() {
     let subject = Subject::new(&Weights::random(Shape::Tied, 74), Backend::Flash);
     let whole = step(&subject, &[packed(&all)]);
     let counts: Vec<usize> = all.iter().map(EncodedSample::num_targets).collect();
-    for order in [[3, 2, 1, 0], [1, 3, 0, 2], [2, 0, 3, 1]] {
+    for order in [[4, 3, 2, 1, 0], [1, 3, 0, 4, 2], [2, 0, 4, 3, 1]] {
         let permuted: Vec<EncodedSample> = order.iter().map(|at| all[*at].clone()).collect();
         let found = step(&subject, &[packed(&permuted)]);
         let mut by_sample = vec![Vec::new(); all.len()];
@@ -280,7 +280,7 @@ fn shifting_the_positions_of_a_sample_does_not_change_its_losses() {
         let subject = Subject::new(&Weights::random(shape, 76), Backend::Flash);
         let (expected, _) = subject.run(&packed(&all));
         let mut shifted = all.clone();
-        for (by, sample) in [5, 40, 17, 90].into_iter().zip(&mut shifted) {
+        for (by, sample) in [5, 40, 17, 90, 23].into_iter().zip(&mut shifted) {
             sample.position_ids.iter_mut().flatten().for_each(|position| *position += by);
         }
         let (found, _) = subject.run(&packed(&shifted));

@@ -352,7 +352,7 @@ fn target_weight(batch: &VarlenBatch) -> f64 {
 enum Piece {
     /// Number of tokens.
     Text(usize),
-    /// Number of patches along time, height and width.
+    /// Number of patches along time, height and width. Above 1 frame it is a video of Qwen2.5-VL.
     Image([u32; 3]),
     /// The same, with text between the frames.
     Video([u32; 3]),
@@ -448,13 +448,14 @@ fn random_id(rng: &mut ChaCha8Rng) -> u32 {
 }
 
 /// Text only; an image and a video; two images with different, non-square grids; two tokens of
-/// text.
+/// text; a video without text between its frames.
 fn samples() -> Vec<EncodedSample> {
     vec![
         sample(1, &[Text(9)]),
         sample(2, &[Text(3), Image([1, 4, 6]), Text(2), Video([2, 2, 4]), Text(4)]),
         sample(3, &[Text(2), Image([1, 6, 2]), Text(3), Image([1, 2, 4]), Text(5)]),
         sample(4, &[Text(2)]),
+        sample(5, &[Text(2), Image([2, 6, 4]), Text(3)]),
     ]
 }
 

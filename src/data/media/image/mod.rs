@@ -50,7 +50,6 @@ pub(in crate::data) use resize::resize;
 pub use smart_resize::smart_resize;
 pub(in crate::data) use smart_resize::{Frames, fit};
 use source::open;
-#[cfg(feature = "video")]
 pub(in crate::data) use source::resolve;
 pub use urls::UrlConfig;
 use urls::Urls;
@@ -125,14 +124,15 @@ impl ImageProcessor {
     /// Returns the grid `[1, gh, gw]` that [`Self::load`] would return. It reads only the header,
     /// so damage after the header is not detected.
     pub fn grid(&self, media: &MediaRef) -> Result<[u32; 3], ImageError> {
-        Ok(self.grid_of(self.target(media, self.size(media)?)?))
+        Ok(self.grid_of(self.target(media, self.size(media)?.0)?))
     }
 
-    /// Returns the upright size in pixels, read from the header, and the limits of the row. Fails like
-    /// [`Self::grid`] if the aspect ratio is too large.
-    pub fn size(&self, media: &MediaRef) -> Result<ImageSize, ImageError> {
-        let size = ImageSize::new(self.upright_size(media)?, media.limits);
-        self.target(media, size).map(|_| size)
+    /// Returns the upright size in pixels, read from the header, with the limits of the row, and the
+    /// number of pixels to decode. Fails like [`Self::grid`] if the aspect ratio is too large.
+    pub fn size(&self, media: &MediaRef) -> Result<(ImageSize, u64), ImageError> {
+        let upright = self.upright_size(media)?;
+        let size = ImageSize::new(upright, media.limits);
+        self.target(media, size).map(|_| (size, upright.map(u64::from).iter().product()))
     }
 
     /// Returns the grid `[1, gh, gw]` of an image of this size; `None` if the aspect ratio is above

@@ -5,15 +5,17 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::error::VideoConfigError;
 use super::sampling::Sampling;
-use super::smart_resize::Budget;
+use super::smart_resize::{Budget, PixelLimits};
+use crate::data::media::family::MediaFamily;
 use crate::data::media::image::{ImageProcessor, Normalise, RESCALE_FACTORS, Size};
 use crate::data::model_file::{ModelFileError, read_json_if_there};
 
 /// The section `data.video` of the config.
 ///
-/// A key that is `None` uses the value of the model folder's `video_preprocessor_config.json`, or
-/// of the published Qwen3-VL file if the folder has none.
+/// A key that is `None` uses the value of the model folder, or of the published one if the folder has
+/// none.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct VideoConfig {
@@ -70,59 +72,40 @@ pub enum VideoMarks {
     Flat,
 }
 
-/// The reason why the video settings cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum VideoConfigError {
-    /// The file cannot be read or parsed.
-    #[error(transparent)]
-    File(#[from] ModelFileError),
-    /// A value in the model folder is not supported.
-    #[error("`{}`: `{key}` is `{found}`, expected {expected}", .path.display())]
-    Value {
-        /// Path of the file.
-        path: PathBuf,
-        /// Key in the file.
-        key: &'static str,
-        /// Found value.
-        found: String,
-        /// Supported values.
-        expected: String,
-    },
-    /// A setting is out of range. Its value comes from the config, the model folder or the default.
-    #[error("`data.video.{key}` is `{found}`, expected {expected}")]
-    Setting {
-        /// Key in `data.video`.
-        key: &'static str,
-        /// Found value.
-        found: String,
-        /// Supported values.
-        expected: &'static str,
-    },
+const PUBLISHED_FPS: f64 = 2.0;
+const PUBLISHED_FRAMES: [u32; 2] = [4, 768]; // minimum, maximum
+
+/// Values of a folder that has none.
+struct Published {
+    /// Minimum and maximum, of all frames together or of each frame.
+    pixels: [u64; 2],
+    mean: [f32; 3],
+    std: [f32; 3],
 }
 
-impl VideoConfigError {
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::File(error) => error.hint(),
-            Self::Value { .. } => "copy the file from the published model again",
-            Self::Setting { .. } => {
-                "change the value, or set it to `null` to use the model folder's; docs/video.md explains each key"
+impl Published {
+    fn of(family: MediaFamily) -> Self {
+        match family {
+            // of the published `video_preprocessor_config.json`
+            MediaFamily::Qwen3Vl => {
+                Self { pixels: [4096, 25_165_824], mean: [0.5; 3], std: [0.5; 3] }
             }
+            // of `Qwen2VLVideoProcessor` in transformers
+            MediaFamily::Qwen25Vl { .. } => Self {
+                pixels: [128 * 28 * 28, 768 * 28 * 28],
+                mean: [0.481_454_66, 0.457_827_5, 0.408_210_73],
+                std: [0.268_629_54, 0.261_302_58, 0.275_777_11],
+            },
         }
     }
 }
-
-// Values of the `video_preprocessor_config.json` published with Qwen3-VL.
-const PUBLISHED_FPS: f64 = 2.0;
-const PUBLISHED_FRAMES: [u32; 2] = [4, 768]; // minimum, maximum
-const PUBLISHED_PIXELS: [u64; 2] = [4096, 25_165_824]; // minimum, maximum
 
 /// Validated video settings.
 #[derive(Debug, Clone)]
 pub(super) struct Settings {
     pub(super) sampling: Sampling,
-    pub(super) budget: Budget,
+    pub(super) family: MediaFamily,
+    pub(super) pixels: PixelLimits,
     pub(super) normalise: Normalise,
     pub(super) marks: VideoMarks,
     #[cfg_attr(not(feature = "video"), expect(dead_code, reason = "used for video files only"))]
@@ -132,8 +115,22 @@ pub(super) struct Settings {
 impl Settings {
     /// The settings that decide the frames and patches of a video.
     pub(super) fn key(&self) -> String {
-        let Self { sampling, budget, normalise, marks, limits: _ } = self;
-        format!("{sampling:?} {budget:?} {normalise:?} {marks:?}")
+        let Self { sampling, family: _, pixels, normalise, marks, limits: _ } = self;
+        format!("{sampling:?} {:?} {normalise:?} {marks:?}{}", pixels.all, self.family_key())
+    }
+
+    /// The settings that decide the frames of a video and their size.
+    pub(super) fn sizes_key(&self) -> String {
+        let Self { sampling, pixels, marks, .. } = self;
+        format!("{sampling:?} {:?} {marks:?}{}", pixels.all, self.family_key())
+    }
+
+    /// Empty for Qwen3-VL, so that older length caches and runs stay valid.
+    fn family_key(&self) -> String {
+        match self.family {
+            MediaFamily::Qwen3Vl => String::new(),
+            family @ MediaFamily::Qwen25Vl { .. } => format!(" {family:?} {:?}", self.pixels.frame),
+        }
     }
 }
 
@@ -165,8 +162,10 @@ impl Settings {
         config: &VideoConfig,
         images: &ImageProcessor,
     ) -> Result<Self, VideoConfigError> {
-        let (path, file) = read_file(folder)?;
-        let normalise = check_file(&path, &file, images)?;
+        let family = MediaFamily::of_folder(folder)?;
+        let (path, file) = read_file(folder, family)?;
+        let published = Published::of(family);
+        let normalise = check_file(&path, &file, images, &published)?;
         let File { size, min_pixels, max_pixels, fps, min_frames, max_frames, .. } = file;
         let size = size.unwrap_or_default();
         let VideoConfig {
@@ -179,12 +178,20 @@ impl Settings {
             timeout_s,
             max_source_frames,
         } = *config;
-        let [published_min, published_max] = PUBLISHED_PIXELS;
-        let min_pixels = config_min_pixels.or(min_pixels).or(size.shortest_edge);
-        let max_pixels = config_max_pixels.or(max_pixels).or(size.longest_edge);
-        let budget = Budget {
-            min_pixels: min_pixels.unwrap_or(published_min),
-            max_pixels: max_pixels.unwrap_or(published_max),
+        let of_folder = Budget {
+            min_pixels: min_pixels.or(size.shortest_edge).unwrap_or(published.pixels[0]),
+            max_pixels: max_pixels.or(size.longest_edge).unwrap_or(published.pixels[1]),
+        };
+        let over = |otherwise: Budget| Budget {
+            min_pixels: config_min_pixels.unwrap_or(otherwise.min_pixels),
+            max_pixels: config_max_pixels.unwrap_or(otherwise.max_pixels),
+        };
+        let pixels = match family {
+            MediaFamily::Qwen3Vl => PixelLimits { all: over(of_folder), frame: None },
+            MediaFamily::Qwen25Vl { .. } => PixelLimits {
+                all: over(Budget { min_pixels: 1, max_pixels: u64::MAX }),
+                frame: Some(of_folder),
+            },
         };
         let min_frames = config_min_frames.or(min_frames).unwrap_or(PUBLISHED_FRAMES[0]);
         let max_frames = config_max_frames.or(max_frames).unwrap_or(PUBLISHED_FRAMES[1]);
@@ -208,14 +215,25 @@ impl Settings {
         if min_frames > max_frames {
             return setting("min_frames", min_frames.to_string(), "at most `max_frames`");
         }
-        if budget.min_pixels == 0 || budget.min_pixels > budget.max_pixels {
+        if let Some(frame) = pixels.frame.filter(|frame| !frame.is_valid()) {
+            let is_nested = min_pixels.is_none() && size.shortest_edge.is_some();
+            let key = if is_nested { "size.shortest_edge" } else { "min_pixels" };
+            let found = frame.min_pixels.to_string();
+            let expected = format!("at least 1 and at most the maximum of {}", frame.max_pixels);
+            return Err(VideoConfigError::Value { path, key, found, expected });
+        }
+        if !pixels.all.is_valid() {
             let expected = "at least 1 and at most `max_pixels`";
-            return setting("min_pixels", budget.min_pixels.to_string(), expected);
+            return setting("min_pixels", pixels.all.min_pixels.to_string(), expected);
+        }
+        if marks == VideoMarks::Flat && family != MediaFamily::Qwen3Vl {
+            let expected = "`nested`: a video of Qwen2.5-VL has one pair of tokens around it";
+            return setting("marks", "flat".to_owned(), expected);
         }
         let (min_frames, max_frames) = (min_frames as usize, max_frames as usize);
         let sampling = Sampling { fps, min_frames, max_frames };
         let limits = Limits { timeout_s, max_source_frames: max_source_frames as usize };
-        Ok(Self { sampling, budget, normalise, marks, limits })
+        Ok(Self { sampling, family, pixels, normalise, marks, limits })
     }
 }
 
@@ -224,6 +242,7 @@ fn check_file(
     path: &Path,
     file: &File,
     images: &ImageProcessor,
+    published: &Published,
 ) -> Result<Normalise, VideoConfigError> {
     let File {
         patch_size,
@@ -255,7 +274,8 @@ fn check_file(
     if !RESCALE_FACTORS.contains(&rescale) {
         return bad("rescale_factor", rescale.to_string(), "a number from 1e-5 to 1".to_owned());
     }
-    let (mean, std) = (image_mean.unwrap_or([0.5; 3]), image_std.unwrap_or([0.5; 3]));
+    let mean = image_mean.unwrap_or(published.mean);
+    let std = image_std.unwrap_or(published.std);
     let white = 255.0 * rescale as f32 * 1.001; // as for images
     let in_range = |values: &[f32; 3], low| values.iter().all(|v| (low..=white).contains(v));
     if !in_range(&mean, 0.0) || !in_range(&std, white / 1000.0) {
@@ -268,8 +288,9 @@ fn check_file(
 /// Reads the video settings and returns them with the path of their file.
 ///
 /// As in transformers, `processor_config.json` takes precedence over
-/// `video_preprocessor_config.json`. The settings are empty if neither file has any.
-fn read_file(folder: &Path) -> Result<(PathBuf, File), VideoConfigError> {
+/// `video_preprocessor_config.json`. The settings are empty if neither file has any. Published folders
+/// of Qwen2.5-VL have neither, and the settings of images apply to each frame.
+fn read_file(folder: &Path, family: MediaFamily) -> Result<(PathBuf, File), VideoConfigError> {
     let combined = folder.join("processor_config.json");
     let published = folder.join("video_preprocessor_config.json");
     let nested = read_json_if_there::<Value>(&combined)?.and_then(|mut value| {
@@ -277,7 +298,13 @@ fn read_file(folder: &Path) -> Result<(PathBuf, File), VideoConfigError> {
     });
     let (path, value) = match nested {
         Some(value) => (combined, Some(value)),
-        None => (published.clone(), read_json_if_there(&published)?),
+        None => match read_json_if_there(&published)? {
+            None if family != MediaFamily::Qwen3Vl => {
+                let of_images = folder.join("preprocessor_config.json");
+                (of_images.clone(), read_json_if_there(&of_images)?)
+            }
+            found => (published, found),
+        },
     };
     let file = value.map_or(Ok(File::default()), serde_json::from_value);
     let file = file.map_err(ModelFileError::parse(&path))?;
@@ -313,7 +340,8 @@ mod tests {
     fn a_folder_without_video_settings_uses_the_published_values() {
         let found = settings(&[], &VideoConfig::default()).unwrap();
         assert_eq!(found.sampling, Sampling { fps: 2.0, min_frames: 4, max_frames: 768 });
-        assert_eq!(found.budget, Budget { min_pixels: 4096, max_pixels: 25_165_824 });
+        let all = Budget { min_pixels: 4096, max_pixels: 25_165_824 };
+        assert_eq!(found.pixels, PixelLimits { all, frame: None });
         assert_eq!(found.marks, VideoMarks::Nested);
     }
 
@@ -329,7 +357,48 @@ mod tests {
         let config = VideoConfig { fps: Some(0.5), max_pixels: Some(70_000), ..none };
         let found = settings(&[published, combined], &config).unwrap();
         assert_eq!(found.sampling, Sampling { fps: 0.5, min_frames: 2, max_frames: 768 });
-        assert_eq!(found.budget, Budget { min_pixels: 4096, max_pixels: 70_000 });
+        assert_eq!(found.pixels.all, Budget { min_pixels: 4096, max_pixels: 70_000 });
+    }
+
+    /// The helper's image settings have limits of 65,536 to 16,777,216 pixels and a mean of 0.5.
+    #[test]
+    fn the_limits_of_a_qwen25_vl_folder_are_those_of_a_frame_and_the_config_limits_all_frames() {
+        let model = |tokens: Value| {
+            let vision = json!({"tokens_per_second": tokens});
+            ("config.json", json!({"model_type": "qwen2_5_vl", "vision_config": vision}))
+        };
+        let none = VideoConfig::default();
+        let found = settings(&[model(json!(2))], &none).unwrap();
+        assert_eq!(found.family, MediaFamily::Qwen25Vl { tokens_per_second: 2.0 });
+        let frame = Budget { min_pixels: 65_536, max_pixels: 16_777_216 };
+        let all = Budget { min_pixels: 1, max_pixels: u64::MAX };
+        assert_eq!(found.pixels, PixelLimits { all, frame: Some(frame) });
+        let config = VideoConfig { max_pixels: Some(70_000), ..none.clone() };
+        let found = settings(&[model(Value::Null)], &config).unwrap();
+        assert_eq!(found.family, MediaFamily::Qwen25Vl { tokens_per_second: 4.0 });
+        let all = Budget { min_pixels: 1, max_pixels: 70_000 };
+        assert_eq!(found.pixels, PixelLimits { all, frame: Some(frame) });
+        let own = ("video_preprocessor_config.json", json!({"min_pixels": 784}));
+        let found = settings(&[model(json!(2)), own], &none).unwrap();
+        let frame = Budget { min_pixels: 784, max_pixels: 602_112 };
+        assert_eq!(found.pixels.frame, Some(frame));
+        for (file, key) in [
+            (json!({"min_pixels": 5000, "max_pixels": 4000}), "min_pixels` is `5000`"),
+            (
+                json!({"size": {"shortest_edge": 5000, "longest_edge": 4000}}),
+                "size.shortest_edge` is `5000`",
+            ),
+        ] {
+            let own = ("video_preprocessor_config.json", file);
+            let error = settings(&[model(json!(2)), own], &config).unwrap_err();
+            assert!(error.contains(&format!("video_preprocessor_config.json`: `{key}")), "{error}");
+        }
+
+        let error = settings(&[model(json!(0))], &none).unwrap_err();
+        assert!(error.contains("`vision_config.tokens_per_second` is `0`"), "{error}");
+        let config = VideoConfig { marks: VideoMarks::Flat, ..none };
+        let error = settings(&[model(json!(2))], &config).unwrap_err();
+        assert!(error.contains("`data.video.marks` is `flat`"), "{error}");
     }
 
     #[test]

@@ -1,13 +1,14 @@
 //! Samples the frames of a video and computes their timestamps.
 //!
-//! The arithmetic and its rounding equal those of `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` in
-//! transformers: indices are spread evenly from the first to the last frame; presentation times in
-//! the file are not used.
+//! The arithmetic and its rounding equal those of transformers. `Qwen3VLVideoProcessor` spreads the
+//! indices evenly from the first to the last frame; `Qwen2VLVideoProcessor` takes the first frame of
+//! equal shares of the video. Presentation times in the file are not used.
 
 use std::num::NonZeroU32;
 use std::ops::Range;
 
 use crate::batch::VideoLimits;
+use crate::data::media::family::MediaFamily;
 
 /// Number of frames to sample from a video.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -18,6 +19,17 @@ pub(super) struct Sampling {
     pub(super) min_frames: usize,
     /// Maximum number of sampled frames.
     pub(super) max_frames: usize,
+}
+
+/// What decides the number of frames.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Wanted {
+    /// This number of frames, or all if the video has fewer. The limits on it do not apply.
+    Count(usize),
+    /// The time that the video takes at this number of frames per second.
+    Rate(f64),
+    /// All frames of a list that is sampled already, up to the maximum.
+    All,
 }
 
 /// Returns the frames of a video of `total` frames at `rate` frames per second that lie between the
@@ -43,22 +55,44 @@ impl Sampling {
         (sampling, number(limits.num_frames))
     }
 
-    /// Returns the indices of `wanted` frames, or of all if `total` is less. The limits on the number
-    /// of frames do not apply.
-    pub(super) fn of_count(total: usize, wanted: usize) -> Vec<usize> {
-        let unlimited = Self { fps: 1.0, min_frames: 0, max_frames: usize::MAX };
-        unlimited.spread(total, wanted)
+    /// Returns the indices of the frames to sample from `total` frames. A patch has `temporal` frames.
+    pub(super) fn indices(
+        &self,
+        total: usize,
+        wanted: Wanted,
+        family: MediaFamily,
+        temporal: usize,
+    ) -> Vec<usize> {
+        let unlimited = Self { fps: self.fps, min_frames: 0, max_frames: usize::MAX };
+        let of_rate = |rate: f64| total as f64 / rate * self.fps;
+        match (family, wanted) {
+            (MediaFamily::Qwen3Vl, Wanted::Count(count)) => unlimited.spread(total, count),
+            (MediaFamily::Qwen3Vl, Wanted::Rate(rate)) => {
+                self.spread(total, of_rate(rate) as usize)
+            }
+            (MediaFamily::Qwen3Vl, Wanted::All) => self.spread(total, total),
+            (MediaFamily::Qwen25Vl { .. }, Wanted::Count(count)) => {
+                let groups = (count as f64 / temporal as f64).round_ties_even();
+                unlimited.shares(total, groups * temporal as f64, temporal)
+            }
+            (MediaFamily::Qwen25Vl { .. }, Wanted::Rate(rate)) => {
+                self.shares(total, of_rate(rate), temporal)
+            }
+            (MediaFamily::Qwen25Vl { .. }, Wanted::All) if total <= self.max_frames => {
+                (0..total).collect()
+            }
+            (MediaFamily::Qwen25Vl { .. }, Wanted::All) => {
+                self.shares(total, total as f64, temporal)
+            }
+        }
     }
 
-    /// Returns the indices of the frames to sample from `total` frames at `rate` frames per second.
-    pub(super) fn of_clip(&self, total: usize, rate: f64) -> Vec<usize> {
-        self.spread(total, (total as f64 / rate * self.fps) as usize)
-    }
-
-    /// Returns the indices for a list that is sampled already: all of its `total` frames, or
-    /// `max_frames` of them if it has more.
-    pub(super) fn of_sampled(&self, total: usize) -> Vec<usize> {
-        self.spread(total, total)
+    /// The first frame of each of equal shares of the video. Their number is a multiple of `temporal`.
+    fn shares(&self, total: usize, wanted: f64, temporal: usize) -> Vec<usize> {
+        let whole = |frames: usize| frames / temporal * temporal;
+        let most = whole(self.max_frames.min(total));
+        let count = whole(wanted.max(self.min_frames as f64).min(most as f64) as usize);
+        (0..count).map(|k| k * total / count).collect()
     }
 
     fn spread(&self, total: usize, wanted: usize) -> Vec<usize> {
@@ -71,6 +105,11 @@ impl Sampling {
         let index = |k: usize| if k + 1 == count { last } else { k as f64 * step };
         (0..count).map(|k| index(k).round_ties_even() as usize).collect()
     }
+}
+
+/// Returns the number of frames per second if `sampled` of `total` frames at `rate` are used.
+pub(super) fn sampled_rate(sampled: usize, total: usize, rate: f64) -> f64 {
+    sampled as f64 / total as f64 * rate
 }
 
 /// Returns the time in seconds of each group of `temporal` frames: the mean of the times of its
@@ -103,7 +142,8 @@ mod tests {
             let (min_frames, max_frames) = (number("min_frames"), number("max_frames"));
             let rate = case["rate"].as_f64().unwrap();
             let sampling = Sampling { fps, min_frames, max_frames };
-            let indices = sampling.of_clip(number("total"), rate);
+            let family = MediaFamily::Qwen3Vl;
+            let indices = sampling.indices(number("total"), Wanted::Rate(rate), family, 2);
             assert_eq!(indices.len(), number("count"), "{case}");
             if let Some(digest) = case["indices"].as_str() {
                 let text: Vec<String> = indices.iter().map(ToString::to_string).collect();
@@ -142,10 +182,54 @@ mod tests {
     #[test]
     fn a_sampled_list_keeps_all_frames_up_to_the_maximum() {
         let sampling = Sampling { fps: 1.7, min_frames: 4, max_frames: 6 };
-        for total in 1..=6 {
-            assert_eq!(sampling.of_sampled(total), (0..total).collect::<Vec<_>>());
+        for (family, of_eleven) in
+            [(MediaFamily::Qwen3Vl, [0, 2, 4, 6, 8, 10]), (QWEN25_VL, [0, 1, 3, 5, 7, 9])]
+        {
+            let indices = |total| sampling.indices(total, Wanted::All, family, 2);
+            for total in 1..=6 {
+                assert_eq!(indices(total), (0..total).collect::<Vec<_>>());
+            }
+            assert_eq!(indices(11), of_eleven);
         }
-        assert_eq!(sampling.of_sampled(11), [0, 2, 4, 6, 8, 10]);
+    }
+
+    const QWEN25_VL: MediaFamily = MediaFamily::Qwen25Vl { tokens_per_second: 2.0 };
+
+    /// The table was written by `scripts/golden/qwen25_video.py`.
+    #[test]
+    fn indices_of_qwen25_vl_equal_the_reference() {
+        let golden = include_str!("../../../../tests/golden/qwen25_video.json");
+        let golden: Value = serde_json::from_str(golden).unwrap();
+        let cases = golden["indices"].as_array().unwrap();
+        assert!(cases.len() > 60);
+        for case in cases {
+            let number = |key: &str| case[key].as_u64().unwrap() as usize;
+            let (fps, rate) = (case["fps"].as_f64().unwrap(), case["rate"].as_f64().unwrap());
+            let (min_frames, max_frames) = (number("min_frames"), number("max_frames"));
+            let sampling = Sampling { fps, min_frames, max_frames };
+            let indices = sampling.indices(number("total"), Wanted::Rate(rate), QWEN25_VL, 2);
+            assert_eq!(indices.len(), number("count"), "{case}");
+            let rate = sampled_rate(indices.len(), number("total"), rate);
+            let expected = case["sampled_fps"].as_f64().unwrap(); // read up to its last bit
+            assert!((rate - expected).abs() <= 1e-15 * expected, "{rate}: {case}");
+            if let Some(digest) = case["indices"].as_str() {
+                let text: Vec<String> = indices.iter().map(ToString::to_string).collect();
+                assert_eq!(format!("{:x}", Sha256::digest(text.join(","))), digest, "{case}");
+            } else {
+                assert_eq!(serde_json::json!(indices), case["indices"], "{case}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_given_number_of_frames_is_rounded_to_whole_groups_for_qwen25_vl() {
+        let sampling = Sampling { fps: 2.0, min_frames: 4, max_frames: 6 };
+        let indices = |count| sampling.indices(9, Wanted::Count(count), QWEN25_VL, 2);
+        assert!(indices(1).is_empty()); // half a group and 1.5 groups are rounded to the even number
+        assert_eq!(indices(3), [0, 2, 4, 6]);
+        assert_eq!(indices(5), [0, 2, 4, 6]);
+        assert_eq!(indices(8), [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(indices(99), [0, 1, 2, 3, 4, 5, 6, 7]);
     }
 
     #[test]

@@ -5,7 +5,7 @@
 use std::num::NonZeroU32;
 
 use crate::batch::VideoLimits;
-use crate::data::media::image::{Frames, fit};
+use crate::data::media::image::{Frames, fit, smart_resize as smart_resize_image};
 
 /// Maximum ratio of the longer to the shorter side, as in the transformers processor.
 const MAX_ASPECT_RATIO: f64 = 200.0;
@@ -18,6 +18,10 @@ pub(super) struct Budget {
 }
 
 impl Budget {
+    pub(super) fn is_valid(self) -> bool {
+        (1..=self.max_pixels).contains(&self.min_pixels)
+    }
+
     /// The limits of a video of `num_frames` frames with settings of its own. If a limit of the row
     /// contradicts another one, the maximum applies.
     pub(super) fn of_video(self, num_frames: usize, limits: &VideoLimits) -> Self {
@@ -32,6 +36,47 @@ impl Budget {
         let max_pixels = max.map_or(most, |max| max.min(most));
         let min_pixels = min.unwrap_or(self.min_pixels).min(max_pixels).min(self.max_pixels);
         Self { min_pixels, max_pixels }
+    }
+
+    /// These limits and those of a `frame`, for all of `num_frames` frames.
+    fn with_frame(self, num_frames: usize, frame: Self) -> Self {
+        let frames = num_frames as u64;
+        let max_pixels = self.max_pixels.min(frame.max_pixels.saturating_mul(frames));
+        let min = self.min_pixels.max(frame.min_pixels.saturating_mul(frames));
+        Self { min_pixels: min.min(max_pixels), max_pixels }
+    }
+}
+
+/// Limits on the pixels of a video.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PixelLimits {
+    /// Of all frames together.
+    pub(super) all: Budget,
+    /// Of each frame, if the family has such limits.
+    pub(super) frame: Option<Budget>,
+}
+
+impl PixelLimits {
+    /// Returns the target `[height, width]` in pixels of the frames of a video with limits of its own.
+    /// See [`smart_resize`].
+    pub(super) fn target(
+        self,
+        num_frames: usize,
+        size: [u32; 2],
+        temporal: usize,
+        factor: u32,
+        row: &VideoLimits,
+    ) -> Option<[u32; 2]> {
+        let Some(frame) = self.frame else {
+            let budget = self.all.of_video(num_frames, row);
+            return smart_resize(num_frames, size, temporal, factor, budget);
+        };
+        let Budget { min_pixels, max_pixels } =
+            self.all.with_frame(num_frames, frame).of_video(num_frames, row);
+        let frames = num_frames as u64;
+        let max_pixels = frame.max_pixels.min(max_pixels / frames); // also of a row's `total_pixels`
+        let min_pixels = min_pixels.div_ceil(frames).min(max_pixels);
+        smart_resize_image(size[0], size[1], factor, min_pixels, max_pixels)
     }
 }
 
@@ -104,6 +149,36 @@ mod tests {
             let found =
                 smart_resize(frames as usize, size, temporal as usize, factor as u32, budget);
             assert_eq!(found, Some(expected), "{row}");
+        }
+    }
+
+    /// The limits on a frame apply as to an image, and the limits on all frames in shares.
+    #[test]
+    fn limits_on_a_frame_and_on_all_frames_both_apply() {
+        let target = |all: [u64; 2], row: VideoLimits| {
+            let budget = |[min_pixels, max_pixels]: [u64; 2]| Budget { min_pixels, max_pixels };
+            let limits = PixelLimits { all: budget(all), frame: Some(budget([3136, 50_000])) };
+            limits.target(6, [280, 420], 2, 28, &row).unwrap()
+        };
+        let none = [1, u64::MAX];
+        let by_frame = smart_resize_image(280, 420, 28, 3136, 50_000).unwrap();
+        assert_eq!(target(none, VideoLimits::default()), by_frame);
+        let by_all = smart_resize_image(280, 420, 28, 3136, 20_000).unwrap();
+        assert_eq!(target([1, 6 * 20_000], VideoLimits::default()), by_all);
+        assert!(by_all[0] < by_frame[0]);
+        // the folder's maximum also limits what the config enlarges
+        let enlarged = smart_resize_image(280, 420, 28, 50_000, 50_000).unwrap();
+        assert_eq!(target([6 * 90_000, 6 * 100_000], VideoLimits::default()), enlarged);
+        let total = VideoLimits { total_pixels: NonZeroU32::new(60_000), ..VideoLimits::default() };
+        let by_row = smart_resize_image(280, 420, 28, 3136, 10_000).unwrap();
+        assert_eq!(target(none, total), by_row);
+        // no setting of a row lifts the folder's maximum
+        for total in [6 * 60_000, 1 << 30] {
+            let total_pixels = NonZeroU32::new(total);
+            let mut row = VideoLimits { total_pixels, ..VideoLimits::default() };
+            assert_eq!(target(none, row), by_frame);
+            row.frame.min_pixels = NonZeroU32::new(100_000);
+            assert_eq!(target(none, row), enlarged);
         }
     }
 }

@@ -1,0 +1,223 @@
+//! Videos and boxes of Qwen2.5-VL, compared with transformers. `scripts/golden/qwen25_video.py` writes
+//! the expected values of videos.
+
+use super::harness::{Place, device, golden, write};
+use super::parity::{
+    PLAIN, assert_all_variants_follow, assert_gradient_norms, golden_json, rows_for, runner_of,
+};
+use candle_transformers::generation::Sampling;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use std::sync::Arc;
+use trainer::batch::{EncodedSample, MediumKind};
+use trainer::data::{
+    CachedRows, DatasetConfig, Encoder, ImageConfig, JsonlRows, Length, RowFile, RowReader,
+    SampleError, VideoConfig,
+};
+use trainer::run::OpenModel;
+use trainer::train::{GenerateOptions, ModelSection, Precision, generate};
+
+const MODEL: &str = "small-qwen25vl";
+
+/// Made by `scripts/golden/qwen25_video.py`.
+fn golden_videos() -> Value {
+    golden_json("qwen25_video.json")
+}
+
+#[test]
+fn rows_with_videos_of_qwen25_vl_encode_as_in_transformers() {
+    let rows = rows_for(MODEL, "video_28");
+    let encoder = rows.encoder();
+    let golden = golden_videos();
+    let expected = golden["rows"].as_array().unwrap();
+    assert_eq!(rows.rows().count(), expected.len());
+    // The script places the text after these long videos; all other positions are transformers' own.
+    let moved = expected.iter().filter(|row| row["as_transformers"] != true);
+    let moved: Vec<&Value> = moved.map(|row| &row["id"]).collect();
+    assert_eq!(json!(moved), json!(["sampled", "slow", "odd"]));
+    for (row, expected) in rows.rows().zip(expected) {
+        let (sample, name) = (rows.read(row).unwrap(), &expected["id"]);
+        // the planner reads headers only
+        assert_eq!(rows.length(row).unwrap(), Length::of(&sample), "{name}");
+        let text = encoder.decode_with_specials(&sample.input_ids).unwrap();
+        assert_eq!(json!(sample.input_ids), expected["input_ids"], "ids of {name}: {text}");
+        assert_eq!(json!(sample.labels), expected["labels"], "labels of {name}");
+        for axis in 0..3 {
+            let positions: Vec<u32> = sample.position_ids.iter().map(|p| p[axis]).collect();
+            assert_eq!(json!(positions), expected["position_ids"][axis], "{name}, axis {axis}");
+        }
+        let of = |kind| sample.media.iter().filter(move |patches| patches.kind == kind);
+        let grids: Vec<[u32; 3]> = of(MediumKind::Video).map(|patches| patches.grid_thw).collect();
+        assert_eq!(json!(grids), expected["video_grid_thw"], "grids of {name}");
+        let values = of(MediumKind::Video).flat_map(|patches| &patches.pixel_values);
+        let bytes: Vec<u8> = values.flat_map(|value| value.to_le_bytes()).collect();
+        let digest = (!bytes.is_empty()).then(|| format!("{:x}", Sha256::digest(bytes)));
+        assert_eq!(json!(digest), expected["video_sha256"], "pixels of {name}");
+    }
+}
+
+#[test]
+fn qwen25_vl_with_videos_follows_the_reference_in_every_layout() {
+    let golden = golden_videos();
+    let curve = &golden["curve"];
+    assert_all_variants_follow(curve);
+    let runner = runner_of(curve, PLAIN, Precision::F32);
+    assert_gradient_norms(&rows_for(MODEL, "video_28"), &runner, &curve["grad_norms_step1"]);
+}
+
+#[test]
+fn greedy_answers_of_qwen25_vl_about_videos_are_the_references() {
+    let folder = golden("models").join(MODEL);
+    let encoder = Encoder::from_folder(&folder, &ImageConfig::default()).unwrap();
+    let open = OpenModel::open(&ModelSection::new(folder), 0, &device()).unwrap();
+    let model = open.load(&device()).unwrap().model;
+    let options = GenerateOptions {
+        max_new_tokens: 8,
+        sampling: Sampling::ArgMax,
+        seed: 0,
+        stop_ids: Vec::new(),
+    };
+    let file = RowFile::open(&golden("data/video_28.jsonl"), None).unwrap();
+    for (row, expected) in golden_videos()["rows"].as_array().unwrap().iter().enumerate() {
+        let (prompt, _) = encoder.encode_prompt(&file.read(row).unwrap()).unwrap();
+        let ids = generate(&*model, prompt, &options, &device()).unwrap();
+        assert_eq!(json!(ids), expected["answer"], "{}", expected["id"]);
+    }
+}
+
+#[test]
+fn the_config_limits_the_frames_and_pixels_of_videos() {
+    let row = json!({
+        "messages": [
+            {"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "a"},
+        ],
+        "videos": [{"video": (0..9).map(|k| format!("video28/pan_{k}.png")).collect::<Vec<_>>(), "fps": 9}],
+    });
+    let none = VideoConfig::default;
+    for (config, expected) in [
+        (none(), [2, 4, 4]),
+        (VideoConfig { fps: Some(6.0), ..none() }, [3, 4, 4]),
+        (VideoConfig { fps: Some(9.0), ..none() }, [4, 4, 4]),
+        (VideoConfig { min_frames: Some(7), ..none() }, [3, 4, 4]),
+        (VideoConfig { max_pixels: Some(4 * 28 * 56), ..none() }, [2, 2, 2]),
+        (VideoConfig { min_pixels: Some(4 * 80 * 80), ..none() }, [2, 6, 6]),
+    ] {
+        let folder = golden("models").join(MODEL);
+        let encoder = Encoder::with_video(&folder, &ImageConfig::default(), &config).unwrap();
+        let sample = encode(&encoder, &row).unwrap();
+        assert_eq!(sample.media[0].grid_thw, expected, "{config:?}");
+    }
+}
+
+fn encode(encoder: &Encoder, row: &Value) -> Result<EncodedSample, SampleError> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("rows.jsonl");
+    write(&path, row.to_string().as_bytes());
+    let file = RowFile::open(&path, Some(&golden("data"))).unwrap();
+    let sample = file.read(0)?;
+    let encoded = encoder.encode(&sample);
+    let length = encoder.length(&sample).map_err(|error| error.to_string());
+    assert_eq!(length, encoded.as_ref().map(Length::of).map_err(ToString::to_string));
+    encoded
+}
+
+/// The second group of four frames is `2 * 2 / fps` positions behind the first one.
+#[test]
+fn a_video_whose_positions_are_not_exact_is_refused() {
+    let folder = golden("models").join(MODEL);
+    let encoder = Encoder::from_folder(&folder, &ImageConfig::default()).unwrap();
+    let last = |fps: f64| {
+        let frames: Vec<_> = (0..4).map(|k| format!("video28/pan_{k}.png")).collect();
+        let row = json!({
+            "messages": [
+                {"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "a"},
+            ],
+            "videos": [{"video": frames, "fps": fps}],
+        });
+        encode(&encoder, &row).map(|sample| {
+            let times = sample.vision_rows.iter().map(|row| sample.position_ids[*row as usize][0]);
+            times.clone().max().unwrap() - times.min().unwrap()
+        })
+    };
+    let limit = f64::from(1 << 24);
+    assert_eq!(last(4.0 / limit).unwrap(), 1 << 24);
+    for fps in [3.99 / limit, 1e-9, 1e-300] {
+        let error = last(fps).unwrap_err();
+        assert_eq!(error.reason(), "video_duration", "{error}");
+        assert!(error.to_string().contains("expected at most 8388608 s"), "{error}");
+    }
+}
+
+/// Limits of this model: 3,136 to 153,664 pixels; sides are multiples of 28.
+#[test]
+fn a_box_counts_in_the_resized_image() {
+    let folder = golden("models").join(MODEL);
+    let objects = |unit: &str, bbox: Value| json!({"bbox": [bbox], "bbox_type": unit});
+    let answer = |image: &ImageConfig, images: &[&str], objects: Value| {
+        let encoder = Encoder::from_folder(&folder, image).unwrap();
+        let question = format!("{}Where?", "<image>".repeat(images.len()));
+        let row = json!({
+            "messages": [
+                {"role": "user", "content": question}, {"role": "assistant", "content": "at <bbox>"},
+            ],
+            "images": images, "objects": objects,
+        });
+        let sample = encode(&encoder, &row)?;
+        let labels = sample.labels.iter().filter(|label| **label >= 0);
+        let ids: Vec<u32> = labels.map(|label| *label as u32).collect();
+        Ok::<_, SampleError>((encoder.decode(&ids).unwrap(), sample.media[0].grid_thw))
+    };
+    // 160 x 96 (width and height) becomes 168 x 84
+    let coins = ["images/exact_coins_160x96.png"];
+    let default = ImageConfig::default();
+    for (unit, bbox, expected) in [
+        ("real", json!([80, 48, 160, 96]), "at [84, 42, 168, 84]"),
+        ("real", json!([10, 6, 70.5, 30]), "at [10, 5, 74, 26]"),
+        ("norm1", json!([0, 0.5, 1, 1]), "at [0, 42, 168, 84]"),
+        ("norm1000", json!([500, 250, 1000, 500]), "at [84, 21, 168, 42]"),
+        ("real", json!([40, 24]), "at [42, 21]"),
+    ] {
+        let (text, grid) = answer(&default, &coins, objects(unit, bbox)).unwrap();
+        assert_eq!((text.as_str(), grid), (expected, [1, 6, 12]));
+    }
+    // the limits on pixels change the boxes
+    let small = ImageConfig { max_pixels: Some(4000), ..ImageConfig::default() };
+    let (text, grid) = answer(&small, &coins, objects("real", json!([80, 48, 160, 96]))).unwrap();
+    assert_eq!((text.as_str(), grid), ("at [28, 14, 56, 28]", [1, 2, 4]));
+    let outside = answer(&default, &coins, objects("real", json!([0, 0, 161, 96])));
+    assert_eq!(outside.unwrap_err().reason(), "box_range");
+    // a relative box needs its image, too
+    let relative = answer(&default, &[], objects("norm1", json!([0, 0, 1, 1])));
+    assert_eq!(relative.unwrap_err().reason(), "box_image");
+}
+
+/// The number of tokens of a box depends on the size of its image.
+#[test]
+fn other_limits_on_pixels_measure_rows_with_boxes_again() {
+    let place = Place::empty();
+    let row = json!({
+        "messages": [
+            {"role": "user", "content": "<image>Where?"}, {"role": "assistant", "content": "<bbox>"},
+        ],
+        "images": [golden("data/images/exact_coins_160x96.png")],
+        "objects": {"bbox": [[80, 48, 160, 96]]},
+    });
+    place.write("rows.jsonl", &row.to_string());
+    let mut lengths = Vec::new();
+    for max_pixels in [None, Some(4000), None] {
+        let image = ImageConfig { max_pixels, ..ImageConfig::default() };
+        let encoder = Encoder::from_folder(&golden("models").join(MODEL), &image).unwrap();
+        let set = DatasetConfig {
+            image_root: Some("/".into()),
+            ..DatasetConfig::new(place.path("rows.jsonl"))
+        };
+        let rows = Arc::new(JsonlRows::open(&[set], Arc::new(encoder)).unwrap());
+        let (cached, _) = CachedRows::update(rows.clone(), &place.path("cache"), &|_| ()).unwrap();
+        let index = rows.rows().next().unwrap();
+        let length = cached.length(index).unwrap();
+        assert_eq!(length, Length::of(&rows.read(index).unwrap()), "{max_pixels:?}");
+        lengths.push(length.tokens);
+    }
+    // 18 visual tokens become 2, and `84, 42, 168, 84` becomes `28, 14, 56, 28`
+    assert_eq!(lengths, [lengths[0], lengths[0] - 17, lengths[0]]);
+}
