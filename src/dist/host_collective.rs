@@ -3,10 +3,10 @@
 use super::collective::{Collective, Exchange, Gather, Reduce, Then, Ticket};
 use super::tree::TreeSum;
 use super::{DistError, Rank, Transport};
-use crate::ops;
+use crate::ops::{self, Progress};
 use candle_core::Tensor;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 /// Exchanges tensors in host memory over a [`Transport`], on a thread of its own.
@@ -18,7 +18,7 @@ pub struct HostCollective {
     /// The thread ends when this is dropped. No thread waits for its end: it may be waiting for a
     /// rank that is lost.
     jobs: Mutex<(u64, SyncSender<Job>)>, // with the number of jobs so far
-    progress: Arc<Progress>,
+    progress: Arc<Progress<DistError>>,
 }
 
 enum Job {
@@ -39,24 +39,6 @@ fn own_pool() -> Result<rayon::ThreadPool, DistError> {
     rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build().map_err(not_started)
 }
 
-/// What the thread has done.
-#[derive(Default)]
-struct Progress {
-    state: Mutex<(u64, Option<DistError>)>, // number of complete jobs, and the error that ended it
-    changed: Condvar,
-}
-
-impl Progress {
-    fn state(&self) -> MutexGuard<'_, (u64, Option<DistError>)> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn change(&self, change: impl FnOnce(&mut (u64, Option<DistError>))) {
-        change(&mut self.state());
-        self.changed.notify_all();
-    }
-}
-
 impl HostCollective {
     /// Starts the thread. It calls `connect` first and returns its error. `shard_group` is the
     /// number of ranks of a shard group, which divides the number of ranks.
@@ -72,8 +54,10 @@ impl HostCollective {
             Ok((_pool, transport)) => {
                 let _ = answer.send(Ok(())); // fails only if `start` has ended
                 let mut sums = TreeSum::new(rank, shard_group, transport);
-                let error = run(&received, &mut sums, &shared).err();
-                shared.change(|state| state.1 = Some(error.unwrap_or(DistError::Closed)));
+                let _end = shared.fail_at_end(DistError::Closed);
+                if let Err(error) = run(&received, &mut sums, &shared) {
+                    shared.fail(error);
+                }
             }
             Err(error) => drop(answer.send(Err(error))),
         };
@@ -85,9 +69,7 @@ impl HostCollective {
 
     fn send(&self, job: Job) -> Result<Ticket, DistError> {
         let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-        jobs.1
-            .send(job)
-            .map_err(|_| self.progress.state().1.clone().unwrap_or(DistError::Closed))?;
+        jobs.1.send(job).map_err(|_| self.progress.error().unwrap_or(DistError::Closed))?;
         jobs.0 += 1;
         Ok(Ticket(jobs.0))
     }
@@ -111,19 +93,11 @@ impl Collective for HostCollective {
     }
 
     fn error(&self) -> Option<DistError> {
-        self.progress.state().1.clone()
+        self.progress.error()
     }
 
     fn wait_for(&self, Ticket(ticket): Ticket) -> Result<(), DistError> {
-        let mut state = self.progress.state();
-        loop {
-            match &*state {
-                (done, _) if *done >= ticket => return Ok(()),
-                (_, Some(error)) => return Err(error.clone()),
-                _ => {}
-            }
-            state = self.progress.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
+        self.progress.wait_for(ticket)
     }
 
     fn wait(&self) -> Result<(), DistError> {
@@ -136,7 +110,11 @@ impl Collective for HostCollective {
     }
 }
 
-fn run(jobs: &Receiver<Job>, sums: &mut TreeSum, progress: &Progress) -> Result<(), DistError> {
+fn run(
+    jobs: &Receiver<Job>,
+    sums: &mut TreeSum,
+    progress: &Progress<DistError>,
+) -> Result<(), DistError> {
     for job in jobs {
         match job {
             Job::Sum(tensors) => {
@@ -153,7 +131,7 @@ fn run(jobs: &Receiver<Job>, sums: &mut TreeSum, progress: &Progress) -> Result<
             Job::Exchange(parts) => exchange(sums, &parts)?,
             Job::Finish => sums.finish()?,
         }
-        progress.change(|state| state.0 += 1);
+        progress.job_done();
     }
     Ok(())
 }

@@ -3,8 +3,10 @@
 //! All results are bytes. `T` is the number of tokens of the largest micro-batch, with padding if
 //! the model computes on it; `S` are its supervised rows, `P` its patches.
 
-/// The program and its threads.
-const PROCESS: f64 = 14e6;
+/// The program and its threads, and measured: the shared libraries of FFmpeg and MPI.
+const PROCESS: f64 = 14e6
+    + if cfg!(feature = "video") { 24.5e6 } else { 0.0 }
+    + if cfg!(feature = "mpi") { 1e6 } else { 0.0 };
 /// Maximum bytes of free blocks that the allocator holds. They were tensors of a step before.
 const FREE_BLOCKS: f64 = 64.0 * 1024.0 * 1024.0;
 /// Measured: bytes per entry of the vocabulary that stay after a tokenizer was read.

@@ -10,78 +10,76 @@ pub(crate) struct HostCopies {
     side: Option<super::SideStream>,
 }
 
-#[cfg(feature = "cuda")]
+#[cfg_attr(
+    not(feature = "cuda"),
+    expect(
+        clippy::unused_self,
+        clippy::unnecessary_wraps,
+        reason = "used with the feature `cuda`"
+    )
+)]
 impl HostCopies {
     /// Prepares copies to `device`, with `marks` numbers for [`Self::record`].
     pub(crate) fn new(device: &Device, marks: usize) -> Result<Self> {
-        if device.is_cpu() {
-            return Ok(Self { side: None });
+        #[cfg(feature = "cuda")]
+        if !device.is_cpu() {
+            let side = super::SideStream::new(device)?;
+            (0..marks).try_for_each(|mark| side.record(mark))?;
+            return Ok(Self { side: Some(side) });
         }
-        let side = super::SideStream::new(device)?;
-        (0..marks).try_for_each(|mark| side.record(mark))?;
-        Ok(Self { side: Some(side) })
+        let _ = (device, marks);
+        Ok(Self {
+            #[cfg(feature = "cuda")]
+            side: None,
+        })
     }
 
     /// Makes later copies wait for all earlier work on tensors.
     pub(crate) fn begin(&self) -> Result<()> {
-        self.side.as_ref().map_or(Ok(()), super::SideStream::wait_for_tensors)
-    }
-
-    /// Copies `from`, in host memory, to `to`, a contiguous tensor of the same dtype and number of
-    /// elements. The copy may still be in progress on return, but `from` is no longer needed.
-    pub(crate) fn copy(&self, from: &Tensor, to: &Tensor) -> Result<()> {
-        let Some(side) = &self.side else { return super::copy_from_host(from, to) };
-        super::gpu::check_copy(from, to)?;
-        super::with_bytes(from, |bytes| side.upload(bytes, to))?
-    }
-
-    /// Records the earlier copies as number `mark`, in place of what this number stood for.
-    pub(crate) fn record(&self, mark: usize) -> Result<()> {
-        self.side.as_ref().map_or(Ok(()), |side| side.record(mark))
-    }
-
-    /// Makes later work on tensors wait for the copies that were recorded as `mark`.
-    pub(crate) fn tensors_wait_for(&self, mark: usize) -> Result<()> {
-        self.side.as_ref().map_or(Ok(()), |side| side.tensors_wait_for(mark))
-    }
-
-    /// Makes later work on tensors, such as freeing them, wait for all earlier copies.
-    pub(crate) fn tensors_wait(&self) -> Result<()> {
-        self.side.as_ref().map_or(Ok(()), super::SideStream::tensors_wait)
-    }
-}
-
-#[cfg(not(feature = "cuda"))]
-#[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "as with the feature `cuda`")]
-impl HostCopies {
-    /// Prepares copies to `device`, with `marks` numbers for [`Self::record`].
-    pub(crate) fn new(_: &Device, _: usize) -> Result<Self> {
-        Ok(Self {})
-    }
-
-    /// Makes later copies wait for all earlier work on tensors.
-    pub(crate) fn begin(&self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(side) = &self.side {
+            side.wait_for_tensors()?;
+        }
         Ok(())
     }
 
     /// Copies `from`, in host memory, to `to`, a contiguous tensor of the same dtype and number of
     /// elements. The copy may still be in progress on return, but `from` is no longer needed.
     pub(crate) fn copy(&self, from: &Tensor, to: &Tensor) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(side) = &self.side {
+            super::gpu::check_copy(from, to)?;
+            return super::with_bytes(from, |bytes| side.upload(bytes, to))?;
+        }
         super::copy_from_host(from, to)
     }
 
     /// Records the earlier copies as number `mark`, in place of what this number stood for.
-    pub(crate) fn record(&self, _: usize) -> Result<()> {
+    pub(crate) fn record(&self, mark: usize) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(side) = &self.side {
+            side.record(mark)?;
+        }
+        let _ = mark;
         Ok(())
     }
 
     /// Makes later work on tensors wait for the copies that were recorded as `mark`.
-    pub(crate) fn tensors_wait_for(&self, _: usize) -> Result<()> {
+    pub(crate) fn tensors_wait_for(&self, mark: usize) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(side) = &self.side {
+            side.tensors_wait_for(mark)?;
+        }
+        let _ = mark;
         Ok(())
     }
 
     /// Makes later work on tensors, such as freeing them, wait for all earlier copies.
     pub(crate) fn tensors_wait(&self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(side) = &self.side {
+            side.tensors_wait()?;
+        }
         Ok(())
     }
 }

@@ -54,6 +54,7 @@ mod linear_cross_entropy;
 mod moments;
 mod muon;
 mod nf4;
+mod progress;
 mod rms_norm;
 mod rope;
 mod rope_heads;
@@ -118,6 +119,7 @@ pub use linear_cross_entropy::{
 };
 pub use muon::{MuonUpdate, muon_step};
 pub use nf4::{Nf4, Nf4Parts, is_nf4_map, nf4_bytes, nf4_maps, nf4_places, nf4_span};
+pub(crate) use progress::Progress;
 pub use rms_norm::{NormScale, rms_norm, rms_norm_apply, rms_norm_backward};
 pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
 pub use rope_heads::{rope_heads, rope_heads_backward};

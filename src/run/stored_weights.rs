@@ -80,15 +80,15 @@ pub(super) fn install(
         let on_host = || host_weight(open, param, place, device);
         let weight = match storage {
             WeightStorage::Nf4 => {
-                let nf4 = match (place, open.stored_nf4(index)?) {
-                    (None, _) => open.nf4(index)?,
-                    (Some(_), Some(stored)) => stored,
+                let nf4 = if place.is_none() {
+                    open.nf4(index)?
+                } else if let Some(stored) = open.stored_nf4(index)? {
+                    stored
+                } else {
                     // A weight that this rank alone has quantised (`nf4_again`) must not decide
                     // which exchanges it takes part in.
-                    (Some(_), None) => {
-                        open.quantized().remove(&index);
-                        quantized(param, &on_host()?)?
-                    }
+                    open.quantized().remove(&index);
+                    quantized(param, &on_host()?)?
                 };
                 StoredWeight::Nf4(nf4.to_device(device)?)
             }
@@ -132,20 +132,17 @@ impl OpenModel {
     /// The weight `index` in NF4, on the CPU: the stored codes, or else quantised from the compute
     /// dtype.
     pub(super) fn nf4(&self, index: usize) -> Result<Nf4, super::SetupError> {
-        if let Some(ready) = self.ready_nf4(index)? {
-            return Ok(ready);
+        if let Some(kept) = self.quantized().remove(&index) {
+            return Ok(kept);
+        }
+        if let Some(stored) = self.stored_nf4(index)? {
+            return Ok(stored);
         }
         let dtype = self.dtype();
         Nf4::quantize(&self.specs[index].shape, |range| {
             let part = self.load_part(index, range, dtype, &Device::Cpu)?;
             Ok(part.to_dtype(DType::F32)?)
         })
-    }
-
-    /// As [`Self::nf4`], if the weight need not be quantised.
-    fn ready_nf4(&self, index: usize) -> Result<Option<Nf4>, super::SetupError> {
-        let kept = self.quantized().remove(&index);
-        if kept.is_some() { Ok(kept) } else { self.stored_nf4(index) }
     }
 
     /// As [`Self::nf4`], which is called once more later: it is not quantised again then.

@@ -65,6 +65,18 @@ fn video_values(encoder: &Encoder, sample: &EncodedSample) -> (Vec<f32>, Vec<[u3
     (values, grids)
 }
 
+/// Compares ids, labels and positions of a row with those that a script has written.
+pub(crate) fn assert_tokens(encoder: &Encoder, sample: &EncodedSample, expected: &Value) {
+    let name = &expected["id"];
+    let text = encoder.decode_with_specials(&sample.input_ids).unwrap();
+    assert_eq!(json!(sample.input_ids), expected["input_ids"], "ids of {name}: {text}");
+    assert_eq!(json!(sample.labels), expected["labels"], "labels of {name}");
+    for axis in 0..3 {
+        let positions: Vec<u32> = sample.position_ids.iter().map(|p| p[axis]).collect();
+        assert_eq!(json!(positions), expected["position_ids"][axis], "{name}, axis {axis}");
+    }
+}
+
 #[test]
 fn rows_with_videos_encode_as_in_transformers() {
     let encoder = encoder(&VideoConfig::default());
@@ -72,13 +84,7 @@ fn rows_with_videos_encode_as_in_transformers() {
     let tensors = safetensors::SafeTensors::deserialize(&tensors).unwrap();
     for (sample, expected) in rows() {
         let name = &expected["id"];
-        let text = encoder.decode_with_specials(&sample.input_ids).unwrap();
-        assert_eq!(json!(sample.input_ids), expected["input_ids"], "ids of {name}: {text}");
-        assert_eq!(json!(sample.labels), expected["labels"], "labels of {name}");
-        for axis in 0..3 {
-            let positions: Vec<u32> = sample.position_ids.iter().map(|p| p[axis]).collect();
-            assert_eq!(json!(positions), expected["position_ids"][axis], "{name}, axis {axis}");
-        }
+        assert_tokens(&encoder, &sample, &expected);
         let (values, grids) = video_values(&encoder, &sample);
         assert_eq!(json!(grids), expected["video_grid_thw"], "grids of {name}");
         if let Some(sha256) = expected.get("video_sha256") {

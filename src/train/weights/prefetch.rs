@@ -1,9 +1,9 @@
 //! Copies weights from host memory to slots, on a thread of its own.
 
-use crate::ops::HostCopies;
+use crate::ops::{HostCopies, Progress};
 use candle_core::{Device, Error, Result, Tensor};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
 /// Threads that fill the page-locked buffers of copies to a GPU.
@@ -13,7 +13,7 @@ const THREADS: usize = 4;
 /// in which they were started.
 pub(super) struct Prefetch {
     copies: Arc<HostCopies>,
-    progress: Arc<Progress>,
+    progress: Arc<Progress<String>>,
     started: Mutex<(u64, Option<Sender<Job>>)>, // number of jobs so far; None: it ends
     thread: Option<JoinHandle<()>>,
 }
@@ -22,24 +22,6 @@ pub(super) struct Prefetch {
 struct Job {
     slot: usize,
     weights: Vec<(Tensor, Tensor)>,
-}
-
-/// What the thread has done.
-#[derive(Default)]
-struct Progress {
-    state: Mutex<(u64, Option<String>)>, // number of complete jobs, and the error that ended it
-    changed: Condvar,
-}
-
-impl Progress {
-    fn state(&self) -> MutexGuard<'_, (u64, Option<String>)> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn change(&self, change: impl FnOnce(&mut (u64, Option<String>))) {
-        change(&mut self.state());
-        self.changed.notify_all();
-    }
 }
 
 impl Prefetch {
@@ -71,13 +53,7 @@ impl Prefetch {
 
     /// Makes later work on tensors wait for job `number`, the last one to `slot`.
     pub(super) fn wait(&self, number: u64, slot: usize) -> Result<()> {
-        let mut state = self.progress.state();
-        while state.0 < number {
-            if let Some(problem) = &state.1 {
-                candle_core::bail!("{problem}");
-            }
-            state = self.progress.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
+        self.progress.wait_for(number).map_err(Error::msg)?;
         self.copies.tensors_wait_for(slot)
     }
 }
@@ -95,28 +71,19 @@ impl Drop for Prefetch {
 
 /// Copies until there are no more jobs. Parallel work of the copies runs on threads of their own: all of
 /// the usual pool may wait for a copy.
-fn run(threads: usize, jobs: Receiver<Job>, copies: &HostCopies, progress: &Progress) {
-    let _ended = Ended(progress);
+fn run(threads: usize, jobs: Receiver<Job>, copies: &HostCopies, progress: &Progress<String>) {
+    let ended = "the thread that copies weights to the device has ended";
+    let _end = progress.fail_at_end(ended.to_owned());
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(Error::wrap);
     let copy_all = || {
         for Job { slot, weights } in jobs {
             weights.iter().try_for_each(|(from, to)| copies.copy(from, to))?;
             copies.record(slot)?;
-            progress.change(|state| state.0 += 1);
+            progress.job_done();
         }
         Ok(())
     };
     if let Err(error) = pool.and_then(|pool| pool.install(copy_all)) {
-        progress.change(|state| state.1 = Some(error.to_string()));
-    }
-}
-
-/// Reports that the thread has ended, also after a panic, so that no reader waits for it.
-struct Ended<'a>(&'a Progress);
-
-impl Drop for Ended<'_> {
-    fn drop(&mut self) {
-        let ended = || "the thread that copies weights to the device has ended".to_owned();
-        self.0.change(|state| state.1 = state.1.take().or_else(|| Some(ended())));
+        progress.fail(error.to_string());
     }
 }
