@@ -5,11 +5,11 @@
 # continues the run.
 #   scripts/dist/network_test.sh
 # Needs a binary with the feature `mpi`: TRAINER=path, by default target/release/trainer. RANKS=n sets
-# the number of ranks, and TIMEOUT_S=n `distributed.timeout_s` (3).
+# the number of ranks (3), and TIMEOUT_S=n `distributed.timeout_s` (3).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 trainer=${TRAINER:-$PWD/target/release/trainer} python=${PYTHON:-python3}
-world=${RANKS:-2} timeout_s=${TIMEOUT_S:-3}
+world=${RANKS:-3} timeout_s=${TIMEOUT_S:-3}
 source scripts/dist/killing.sh
 proxy=
 cleanup_all() {
@@ -106,7 +106,11 @@ start "$port"
 wait_for grep -q "from_step=$((10#${saved#step-}))\b" "$folder/log"
 wait_for grep -q "all ranks are connected" "$folder/log"
 kill -USR2 "$job"
-while is_running; do sleep 0.05; done
+limit=$((SECONDS + 120))
+while is_running; do
+  [ "$SECONDS" -lt "$limit" ] || fail "the ranks did not end after a request to stop"
+  sleep 0.05
+done
 code=0
 wait "$job" || code=$?
 job=

@@ -70,8 +70,13 @@ check() {
   rm -rf "$folder/run"
 }
 
+# Whether every division was killed at least once, if there are enough kills.
+all_were_killed() {
+  [ "$kills" -ge "${#shards[@]}" ] || return 0
+  [ "${#kills_of[@]}" = "${#shards[@]}" ]
+}
 killed=0 left=0 longest=0
-while [ "$killed" -lt "$kills" ]; do
+while [ "$killed" -lt "$kills" ] || ! all_were_killed; do
   from=$(newest)
   start run
   # The start removes what the last kill left.

@@ -166,7 +166,7 @@ class Encoder:
             for i, (a, b) in enumerate(encoded["offset_mapping"]):
                 if a >= begin and b <= end and b > a:
                     labels[i] = ids[i]
-        if ids.count(self.config["image_token_id"]) != sum(counts):
+        if self.images is not None and ids.count(self.config["image_token_id"]) != sum(counts):
             raise SampleError("image tokens and image features differ")
         return {"id": row.get("id"), "input_ids": ids, "labels": labels, "grid": grid, "pixel_values": pixel_values}
 

@@ -136,7 +136,6 @@ fn run(error: &RunError) -> Option<ErrorClass> {
         | RunError::World { .. }
         | RunError::SequenceWorld { .. }
         | RunError::SequenceHeads { .. }
-        | RunError::SequenceLinear { .. }
         | RunError::Groups { .. } => Exit::Usage,
         RunError::Hub { problem, .. } => hub_exit(problem),
         RunError::NoOptimizer { .. }

@@ -5,8 +5,9 @@
 //! for heads: `[P, H, Dh]` becomes `[T, H / N, Dh]`, and back.
 
 use super::{Collective, Exchange, SequencePlace};
-use crate::ops::{AttentionBackend, Masking, Qkv, QkvGrad, Segments};
+use crate::ops::{AttentionBackend, HeadExchange, Masking, Qkv, QkvGrad, Segments};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Attention of `N` neighbouring ranks, each with a contiguous part of the tokens and, while it
@@ -30,9 +31,8 @@ impl SequenceAttention {
         Self { inner, collective, sequence }
     }
 
-    /// Whether `q` has a part of the tokens only.
-    fn is_split(&self, q: &Tensor, segments: &Segments) -> Result<bool> {
-        let (own, all) = (q.dim(0)?, segments.cu_seqlens().num_tokens());
+    /// Whether this rank has a part of the tokens of `segments` only, `own`.
+    fn is_split(&self, own: usize, all: usize) -> Result<bool> {
         let expected = self.sequence.part(all).len();
         if own != all && own != expected {
             bail!("attention: found {own} of {all} tokens, expected {expected} on this rank");
@@ -40,16 +40,27 @@ impl SequenceAttention {
         Ok(own != all)
     }
 
-    /// `[P, H, Dh]` to `[T, H / N, Dh]`, for each of `xs`.
-    fn to_heads<const K: usize>(&self, xs: [&Tensor; K], num_tokens: usize) -> Result<[Tensor; K]> {
+    /// As [`HeadExchange::to_heads`].
+    fn heads_of<const K: usize>(&self, xs: [&Tensor; K], num_tokens: usize) -> Result<[Tensor; K]> {
+        Ok(self.to_heads(&xs, num_tokens)?.try_into().expect("one result for each tensor"))
+    }
+}
+
+impl HeadExchange for SequenceAttention {
+    fn own_heads(&self, heads: usize) -> Result<Range<usize>> {
+        let SequencePlace { place, size } = self.sequence;
+        if !heads.is_multiple_of(size) {
+            bail!("attention: {size} ranks cannot share {heads} heads evenly");
+        }
+        Ok(self.sequence.part_of(place, heads))
+    }
+
+    fn to_heads(&self, xs: &[&Tensor], num_tokens: usize) -> Result<Vec<Tensor>> {
         let size = self.sequence.size;
-        let mut results = Vec::with_capacity(K);
+        let mut results = Vec::with_capacity(xs.len());
         for x in xs {
             let (_, heads, head_dim) = x.dims3()?;
-            if !heads.is_multiple_of(size) {
-                bail!("attention: {size} ranks cannot share {heads} heads evenly");
-            }
-            let own = heads / size;
+            let own = self.own_heads(heads)?.len();
             let all = Tensor::zeros((num_tokens, own, head_dim), x.dtype(), x.device())?;
             let send = (0..size).map(|to| x.narrow(1, to * own, own)?.contiguous()); // [P, H / N, Dh]
             let receive = (0..size).map(|from| {
@@ -65,11 +76,9 @@ impl SequenceAttention {
         if let Some((_, ticket)) = results.last() {
             self.collective.wait_for(*ticket).map_err(Error::wrap)?;
         }
-        let results: Vec<Tensor> = results.into_iter().map(|(all, _)| all).collect();
-        Ok(results.try_into().expect("one result for each tensor"))
+        Ok(results.into_iter().map(|(all, _)| all).collect())
     }
 
-    /// `[T, H / N, Dh]` to `[P, H, Dh]`.
     fn to_tokens(&self, x: &Tensor) -> Result<Tensor> {
         let (num_tokens, own, head_dim) = x.dims3()?;
         let x = x.contiguous()?;
@@ -105,11 +114,11 @@ impl AttentionBackend for SequenceAttention {
         segments: &Segments,
         masking: Masking,
     ) -> Result<(Tensor, Tensor)> {
-        if !self.is_split(qkv.q, segments)? {
+        if !self.is_split(qkv.q.dim(0)?, segments.cu_seqlens().num_tokens())? {
             return self.inner.forward(qkv, segments, masking);
         }
         let num_tokens = segments.cu_seqlens().num_tokens();
-        let [q, k, v] = self.to_heads([qkv.q, qkv.k, qkv.v], num_tokens)?;
+        let [q, k, v] = self.heads_of([qkv.q, qkv.k, qkv.v], num_tokens)?;
         let (o, lse) = self.inner.forward(Qkv { q: &q, k: &k, v: &v }, segments, masking)?;
         drop((q, k, v));
         Ok((self.to_tokens(&o)?, lse))
@@ -124,15 +133,18 @@ impl AttentionBackend for SequenceAttention {
         segments: &Segments,
         masking: Masking,
     ) -> Result<QkvGrad> {
-        if !self.is_split(qkv.q, segments)? {
+        if !self.is_split(qkv.q.dim(0)?, segments.cu_seqlens().num_tokens())? {
             return self.inner.backward(qkv, o, lse, d_o, segments, masking);
         }
         let num_tokens = segments.cu_seqlens().num_tokens();
-        let [q, k, v, o, d_o] = self.to_heads([qkv.q, qkv.k, qkv.v, o, d_o], num_tokens)?;
+        let [q, k, v, o, d_o] = self.heads_of([qkv.q, qkv.k, qkv.v, o, d_o], num_tokens)?;
         let heads = Qkv { q: &q, k: &k, v: &v };
         let QkvGrad { dq, dk, dv } =
             self.inner.backward(heads, &o, lse, &d_o, segments, masking)?;
         drop((q, k, v, o, d_o));
         Ok(QkvGrad { dq: self.to_tokens(&dq)?, dk: self.to_tokens(&dk)?, dv: self.to_tokens(&dv)? })
+    }
+    fn head_exchange(&self, own: usize, all: usize) -> Result<Option<&dyn HeadExchange>> {
+        Ok(if self.is_split(own, all)? { Some(self) } else { None })
     }
 }

@@ -19,16 +19,6 @@ pub trait ModelConfig: Debug + Send + Sync {
     /// Sizes of the decoder.
     fn text(&self) -> &DecoderConfig;
 
-    /// Number of query heads and of key-value heads of the decoder.
-    fn heads(&self) -> [usize; 2] {
-        [self.text().num_attention_heads, self.text().num_key_value_heads]
-    }
-
-    /// Whether some layers have linear attention, whose state passes from token to token.
-    fn has_linear_attention(&self) -> bool {
-        self.text().hybrid.is_some()
-    }
-
     /// Standard deviation of random weights.
     fn initializer_range(&self) -> f64 {
         self.text().initializer_range

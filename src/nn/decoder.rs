@@ -141,7 +141,8 @@ impl Decoder {
             let name = layer_name(prefix, k);
             let sizes = config.hybrid.as_ref().filter(|_| config.is_linear(k));
             let mixer = if let Some(sizes) = sizes {
-                let block = LinearAttentionBlock::new(params, &name, config, sizes)?;
+                let block =
+                    LinearAttentionBlock::new(params, &name, config, sizes, attention.clone())?;
                 Mixer::Linear(Box::new(block))
             } else {
                 let block = AttentionBlock::new(params, &name, config, attention.clone())?;

@@ -6,11 +6,15 @@ use super::context::DecoderContext;
 use super::kv_cache::{KvCache, LinearState, for_each_sample};
 use super::linear::Linear;
 use super::norm::RmsNorm;
+use super::own_heads::OwnHeads;
 use super::params::{ParamMap, WeightError};
 use crate::batch::CuSeqlens;
-use crate::ops::{self, CONV_TAPS, DeltaGatesGrad, DeltaGrad, DeltaHeads, DeltaInputs};
+use crate::ops::{
+    self, AttentionBackend, CONV_TAPS, DeltaGatesGrad, DeltaGrad, DeltaHeads, DeltaInputs,
+};
 use crate::tape::{GradSink, InputGrad, Param};
 use candle_core::{DType, Error, Result, Tensor};
+use std::sync::Arc;
 
 /// `x + out(norm(rule(conv(qkv(norm(x)))), z(norm(x))))`. Each sample starts with an empty
 /// window of the convolution and a state of zero.
@@ -27,13 +31,16 @@ pub(super) struct LinearAttentionBlock {
     gated_norm: Param, // [dv]
     eps: f64,
     heads: DeltaHeads,
+    /// Exchanges tokens for heads if other ranks have some of the tokens.
+    backend: Arc<dyn AttentionBackend>,
 }
 
-/// The tensors that backward needs. Backward computes the convolution again, which is cheap.
+/// The tensors that backward needs. Backward computes the convolution again, which is cheap. `T` is the
+/// number of own tokens, and `C'` the number of channels of own heads.
 pub(super) struct SavedLinearAttention {
     x: Tensor,      // [T, D]
     rstd: Tensor,   // [T]
-    qkv: Tensor,    // [T, C], before the convolution
+    qkv: Tensor,    // [all tokens, C'], before the convolution
     z: Tensor,      // [T, Hv * dv]
     a: Tensor,      // [T, Hv]
     b: Tensor,      // [T, Hv]
@@ -48,6 +55,7 @@ impl LinearAttentionBlock {
         name: &str,
         config: &DecoderConfig,
         sizes: &HybridConfig,
+        backend: Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
         let part = |part: &str| format!("{name}.linear_attn.{part}");
         let linear = |name: &str| Linear::without_bias(params, &part(name));
@@ -64,6 +72,7 @@ impl LinearAttentionBlock {
             gated_norm: params.get(&part("norm.weight"))?,
             eps: config.rms_norm_eps,
             heads: sizes.heads(),
+            backend,
         })
     }
 
@@ -82,6 +91,11 @@ impl LinearAttentionBlock {
     fn decays(&self) -> Result<[Tensor; 2]> {
         let wide = |param: &Param| param.tensor().to_dtype(DType::F32);
         Ok([wide(&self.a_log)?, wide(&self.dt_bias)?])
+    }
+
+    /// The heads that this rank computes for all tokens, if it has `own` tokens.
+    fn own_heads(&self, own: usize, samples: &CuSeqlens) -> Result<OwnHeads<'_>> {
+        OwnHeads::new(&*self.backend, self.heads, own, samples.num_tokens())
     }
 
     /// A tensor `[T, Hv * dv]` as `[T * Hv, dv]`.
@@ -109,11 +123,15 @@ impl LinearAttentionBlock {
         let qkv = self.qkv.forward(&normed)?; // [T, C]
         let z = self.z.forward(&normed)?; // [T, Hv * dv]
         let (b, a) = (self.b.forward(&normed)?, self.a.forward(&normed)?); // [T, Hv]
-        let mixed = ops::causal_conv1d(&qkv, &self.taps()?, samples)?; // [T, C]
+        let own = self.own_heads(x.dim(0)?, samples)?;
+        let qkv = own.qkv(&qkv)?;
+        let mixed = ops::causal_conv1d(&qkv, &own.taps(&self.taps()?)?, samples)?;
         let [a_log, dt_bias] = self.decays()?;
         let (g, beta) = ops::delta_gates(&a, &b, &a_log, &dt_bias)?;
+        let [g, beta] = own.of_own([&g, &beta])?;
         let inputs = DeltaInputs { qkv: &mixed, g: &g, beta: &beta };
-        let o = ops::gated_delta_rule(inputs, self.heads, samples, None)?; // [T, Hv * dv]
+        let o = ops::gated_delta_rule(inputs, own.heads, samples, None)?;
+        let o = own.of_tokens(&o)?; // [T, Hv * dv]
         let (y, o_rstd) = self.output(x, &o, &z)?;
         Ok((y, SavedLinearAttention { x: x.clone(), rstd, qkv, z, a, b, o, o_rstd }))
     }
@@ -176,23 +194,29 @@ impl LinearAttentionBlock {
         let samples = context.segments.cu_seqlens();
         let (d_o, d_z) = self.output_backward((&o, &o_rstd), &z, dy, grads)?; // [T, Hv * dv]
         drop((o, o_rstd, z));
-        let taps = self.taps()?;
+        let own = self.own_heads(dy.dim(0)?, samples)?;
+        let taps = own.taps(&self.taps()?)?;
         let [a_log, dt_bias] = self.decays()?;
         let gates = [&a, &b, &a_log, &dt_bias];
         let d_inputs = {
-            let mixed = ops::causal_conv1d(&qkv, &taps, samples)?; // [T, C]
+            let mixed = ops::causal_conv1d(&qkv, &taps, samples)?;
             let (g, beta) = ops::delta_gates(&a, &b, &a_log, &dt_bias)?;
+            let [g, beta, d_o] = own.of_own([&g, &beta, &d_o])?;
             let inputs = DeltaInputs { qkv: &mixed, g: &g, beta: &beta };
-            ops::gated_delta_rule_backward(inputs, self.heads, samples, &d_o)?
+            ops::gated_delta_rule_backward(inputs, own.heads, samples, &d_o)?
         };
         drop(d_o);
         let DeltaGrad { dqkv, dg, dbeta } = d_inputs;
+        let (dg, dbeta) = (own.of_tokens(&dg)?, own.of_tokens(&dbeta)?);
         let (d_log, d_bias) = (grads.buffer(&self.a_log), grads.buffer(&self.dt_bias));
         let DeltaGatesGrad { da, db } =
             ops::delta_gates_backward(gates, &dg, &dbeta, d_log, d_bias)?;
         let d_taps = grads.buffer(&self.conv).map(|buffer| buffer.flatten_from(1)).transpose()?;
-        let d_qkv = ops::causal_conv1d_backward(&qkv, &taps, &dqkv, samples, d_taps.as_ref())?;
+        let d_qkv = own.with_taps(d_taps.as_ref(), |d_taps| {
+            ops::causal_conv1d_backward(&qkv, &taps, &dqkv, samples, d_taps)
+        })?;
         drop((qkv, dqkv));
+        let d_qkv = own.qkv_of_tokens(d_qkv)?; // [T, C]
         let normed = self.norm.apply(&x, &rstd)?; // [T, D]
         let parts = [(&self.qkv, &d_qkv), (&self.z, &d_z), (&self.b, &db), (&self.a, &da)];
         if input_grad == InputGrad::Skip && grads.buffer(self.norm.param()).is_none() {

@@ -16,6 +16,7 @@ mod linear;
 mod linear_attention;
 mod mlp;
 mod norm;
+mod own_heads;
 mod params;
 mod rope;
 mod tensor_names;

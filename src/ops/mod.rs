@@ -74,7 +74,8 @@ pub use adamw::{
 #[cfg(feature = "flash-attn")]
 pub use attention::FlashAttn;
 pub use attention::{
-    AttentionBackend, Flash, Masked, Masking, Qkv, QkvGrad, Segments, decode_attention,
+    AttentionBackend, Flash, HeadExchange, Masked, Masking, Qkv, QkvGrad, Segments,
+    decode_attention,
 };
 pub(crate) use bytes::{change_bytes, change_f32, with_bytes};
 pub use causal_conv1d::{CONV_TAPS, causal_conv1d, causal_conv1d_backward};

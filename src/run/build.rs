@@ -187,16 +187,18 @@ impl Run {
             measure_part(config, &rows, resumed.as_ref(), rank, observer)
         })?;
         ranks.wait_for_all()?;
-        let RunPlan { planned, reader, packs, background } = ranks
+        let RunPlan { planned, reader, packs, has_new_cache, background } = ranks
             .first_then_others("planning", || {
                 plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
             })?;
         let predicted = forecast(config, &rows, packs.as_ref(), (rank.world, &device));
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
-        let media_rows = packs.is_some().then_some(&*rows);
-        let state =
-            resumed.unwrap_or_else(|| first_state(config, data_fingerprint, base, media_rows));
+        let media_rows = has_new_cache.then_some(&*rows);
+        let state = match resumed {
+            Some(state) => state,
+            None => first_state(config, data_fingerprint, base, media_rows)?,
+        };
         let mut state = TrainState { total_steps, planned, inputs, ..state };
         let of_first = found.filter(|_| is_first);
         bring_best(config, (eval_rule.as_ref(), rank.world), &checkpointer, of_first, &mut state)?;
@@ -347,10 +349,10 @@ fn first_state(
     data_fingerprint: String,
     base: Option<BaseModel>,
     rows: Option<&JsonlRows>,
-) -> TrainState {
-    let media =
-        rows.and_then(|rows| CachedRows::media(rows, &config.cache_dir(), MediaLook::Cache));
-    TrainState {
+) -> Result<TrainState, RunError> {
+    let media = |rows| CachedRows::media(rows, &config.cache_dir(), MediaLook::Cache);
+    let media = rows.map(media).transpose()?.flatten();
+    Ok(TrainState {
         version: TrainState::VERSION,
         step: 0,
         total_steps: 0,
@@ -367,7 +369,7 @@ fn first_state(
         base,
         evals: None,
         data: DataState::default(),
-    }
+    })
 }
 
 fn schedule(optim: &OptimConfig, total_steps: u64) -> Schedule {

@@ -228,24 +228,15 @@ pub enum RunError {
     },
     /// The ranks of a sequence group cannot share the heads of the model.
     #[error(
-        "`distributed.sequence` is {sequence}, but {sequence} ranks cannot share {} query heads and {} key-value heads evenly",
-        .heads[0], .heads[1]
+        "`distributed.sequence` is {sequence}, but {sequence} ranks cannot share {} evenly", .heads.join(" and ")
     )]
     SequenceHeads {
         /// Number of ranks of a sequence group.
         sequence: usize,
-        /// Number of query heads and of key-value heads.
-        heads: [usize; 2],
+        /// Numbers of heads of each kind, such as "2 key-value heads".
+        heads: Vec<String>,
         /// Numbers of ranks that fit.
         fitting: Vec<usize>,
-    },
-    /// The ranks of a sequence group cannot share layers with linear attention.
-    #[error(
-        "`distributed.sequence` is {sequence}, but the model has layers with linear attention, whose state passes from token to token"
-    )]
-    SequenceLinear {
-        /// Number of ranks of a sequence group.
-        sequence: usize,
     },
     /// The ranks cannot work together.
     #[error(transparent)]
@@ -279,9 +270,9 @@ impl RunError {
             Self::Setup(SetupError::Adapter(error)) => error.key().map(dotted),
             Self::Groups { keys, .. } => Some(keys.clone()),
             Self::World { .. } => Some(dotted("train.gradient_accumulation_steps")),
-            Self::SequenceWorld { .. }
-            | Self::SequenceHeads { .. }
-            | Self::SequenceLinear { .. } => Some(dotted("distributed.sequence")),
+            Self::SequenceWorld { .. } | Self::SequenceHeads { .. } => {
+                Some(dotted("distributed.sequence"))
+            }
             _ => None,
         }
     }
@@ -337,9 +328,6 @@ impl RunError {
             Self::SequenceHeads { fitting, .. } => {
                 let fitting: Vec<String> = fitting.iter().map(ToString::to_string).collect();
                 return Some(format!("this model fits: {}", fitting.join(", ")));
-            }
-            Self::SequenceLinear { .. } => {
-                "set `distributed.sequence` to 1; `distributed.shard` divides weights and state"
             }
             Self::World { world, sequence, below, above, .. } => {
                 let groups = world / sequence;

@@ -181,15 +181,24 @@ impl ModelShape {
 
     /// Bytes that a rank of a sequence group receives for the attention of a micro-batch.
     fn exchanged(&self, config: &RunConfig, tokens: f64, sequence: f64) -> f64 {
-        let [heads, kv_heads] = self.loaded.open.heads().map(|heads| heads as f64);
+        let text = self.loaded.open.text();
+        let (heads, kv_heads) = (text.num_attention_heads as f64, text.num_key_value_heads as f64);
         let work = self.loaded.model.work();
         let decoder = work.iter().filter(|part| part.rows == Rows::Tokens);
         let widths: f64 = decoder.map(|part| part.attention).sum(); // of the queries of all layers
         let recomputed = config.model.recompute.policy().llm == Recompute::Yes;
-        let times = if recomputed { 4.0 } else { 3.0 }; // forward, and twice that backward
+        let again = if recomputed { 1.0 } else { 0.0 };
         let element = config.model.precision.dtype().size_in_bytes() as f64;
         let per_token = element * widths * (2.0 + 2.0 * kv_heads / heads);
-        times * per_token * tokens / sequence * (sequence - 1.0) / sequence
+        let linear = text.hybrid.as_ref().map_or(0.0, |hybrid| {
+            let layers = hybrid.is_linear.iter().filter(|is_linear| **is_linear).count();
+            let gates = 2.0 * 4.0 * hybrid.num_value_heads as f64; // in `f32`
+            let widths = (hybrid.qkv_width() + hybrid.value_width()) as f64;
+            layers as f64 * (element * widths + gates)
+        });
+        // Backward of attention exchanges twice as much as forward, that of linear attention as much.
+        let of_token = (3.0 + again) * per_token + (2.0 + again) * linear;
+        of_token * tokens / sequence * (sequence - 1.0) / sequence
     }
 
     /// The memory of weights that are stored elsewhere.

@@ -4,7 +4,7 @@ use super::adapter::{AdapterError, OpenAdapter};
 use super::setup_error::SetupError;
 use crate::checkpoint::{CheckpointError, SavedTensor, WeightFiles};
 use crate::models::{Model, ModelConfig, read_config};
-use crate::nn::{Dropout, ParamSpec, TensorNames, random_part};
+use crate::nn::{DecoderConfig, Dropout, ParamSpec, TensorNames, random_part};
 use crate::ops::{AttentionBackend, Nf4};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
@@ -183,14 +183,9 @@ impl OpenModel {
         self.config.tensor_names()
     }
 
-    /// Number of query heads and of key-value heads of the decoder.
-    pub(super) fn heads(&self) -> [usize; 2] {
-        self.config.heads()
-    }
-
-    /// Whether some layers have linear attention.
-    pub(super) fn has_linear_attention(&self) -> bool {
-        self.config.has_linear_attention()
+    /// Sizes of the decoder.
+    pub(super) fn text(&self) -> &DecoderConfig {
+        self.config.text()
     }
 
     /// Replaces the attention of the model.
@@ -258,6 +253,13 @@ impl OpenModel {
                 Ok(random_part(spec, range, *seed, elements, device)?.to_dtype(dtype)?)
             }
         }
+    }
+
+    /// Whether the weight `index` is drawn at random. A part of it takes as long as all elements before
+    /// its end.
+    pub(super) fn is_drawn(&self, index: usize) -> bool {
+        let is_drawn = |adapter: &OpenAdapter| adapter.is_drawn(index);
+        matches!(self.source, WeightSource::Seed(_)) || self.adapter.as_ref().is_some_and(is_drawn)
     }
 
     /// Whether weights are stored in NF4.

@@ -24,6 +24,8 @@ pub(super) struct RunPlan {
     pub(super) reader: Arc<dyn RowReader>,
     /// The packs of the run or of an epoch, if they were counted.
     pub(super) packs: Option<Plan>,
+    /// Whether this start has updated the length caches of all rows.
+    pub(super) has_new_cache: bool,
     /// Writes length caches for the next start; dropped at the end of the run.
     pub(super) background: Option<BackgroundCacheWriter>,
 }
@@ -46,7 +48,7 @@ pub(super) fn plan_run(
         // With the lengths from a cache, a rank reads only its own rows.
         let cached = (rank.world > 1).then(|| complete_cache(config, rows)).flatten();
         let reader = cached.unwrap_or_else(|| rows.clone() as Arc<dyn RowReader>);
-        RunPlan { planned, reader, packs: None, background: None }
+        RunPlan { planned, reader, packs: None, has_new_cache: false, background: None }
     };
     let Some(epochs) = config.train.epoch_limit() else {
         if rank.is_first() {
@@ -82,7 +84,7 @@ pub(super) fn plan_run(
     };
     log_plan(&plan, "plan");
     let planned = Some(Planned { epochs, steps: plan.steps });
-    Ok(RunPlan { planned, reader, packs: Some(plan), background: None })
+    Ok(RunPlan { planned, reader, packs: Some(plan), has_new_cache: true, background: None })
 }
 
 /// Measures the part of one rank of the rows that [`plan_run`] will need.
@@ -144,6 +146,7 @@ fn without_epochs(
     };
     let (mut reader, mut background) = (rows.clone() as Arc<dyn RowReader>, None);
     let mut packs = None;
+    let has_new_cache = matches!(cached, Ok(Some(_)));
     match cached {
         Ok(None) if num_rows > 0 => {
             background = Some(BackgroundCacheWriter::start(rows.clone(), config.cache_dir()));
@@ -164,7 +167,7 @@ fn without_epochs(
         }
         Err(error) => warn_without_cache(&error),
     }
-    RunPlan { planned: None, reader, packs, background }
+    RunPlan { planned: None, reader, packs, has_new_cache, background }
 }
 
 /// The rows with the lengths of complete caches, which are not changed; `None` if one is missing.

@@ -98,10 +98,8 @@ pub(super) fn check_media(
     let spread = |most: usize| rows.num_rows().div_ceil(most).max(1);
     let look =
         MediaLook::Every { stamps: spread(MAX_ROWS_AT_START), contents: spread(MAX_ROWS_READ) };
-    let now = || CachedRows::media(rows, &config.cache_dir(), look);
-    let Some((before, now)) = state.media.as_ref().and_then(|before| Some((before, now()?))) else {
-        return Ok(());
-    };
+    let Some(before) = &state.media else { return Ok(()) };
+    let Some(now) = CachedRows::media(rows, &config.cache_dir(), look)? else { return Ok(()) };
     let digests = now.digests();
     let first = now.changed().map(str::to_owned);
     let [sizes, times] = [digests.sizes != before.sizes, digests.times != before.times];

@@ -54,11 +54,12 @@ pub(crate) fn step_runner(
         let saved = saved.map_err(candle_core::Error::wrap)?;
         saved.map_or_else(|| loaded.open.master(param, elements, device), Ok)
     };
-    // Ranks that all have the whole state divide the reading of it.
+    // Ranks that all have the whole state divide the reading of it. Each draws random weights itself.
     let together = place.as_ref().filter(|_| owned.is_none());
+    let is_drawn = |param: &Param| saved.is_none() && loaded.open.is_drawn(param.index());
     let first_master = |param: &Param, elements: Range<usize>, device: &Device| match together {
-        Some(_) => Tensor::zeros(elements.len(), DType::F32, device),
-        None => master(param, elements, device),
+        Some(_) if !is_drawn(param) => Tensor::zeros(elements.len(), DType::F32, device),
+        _ => master(param, elements, device),
     };
     let max_norm = config.train.max_grad_norm;
     let (params, optim) = (&loaded.params, &config.optim);
@@ -70,6 +71,7 @@ pub(crate) fn step_runner(
             let is_master = kind.name == MASTER;
             match together {
                 _ if !is_master && saved.is_none() => {} // zeros
+                _ if is_master && is_drawn(&param) => {}
                 Some(place) => place.read_together(tensor, device, |part| {
                     if is_master {
                         return Ok(master(&param, part, device)?);

@@ -24,17 +24,20 @@ pub(crate) fn check_world(config: &RunConfig, world: usize) -> Result<(), RunErr
     Err(RunError::World { world, sequence, slots, below, above })
 }
 
-/// Makes the ranks of a sequence group share the heads of the decoder's attention. Fails if they cannot
-/// share them evenly.
+/// Makes the ranks of a sequence group share the heads of the decoder's attention and linear attention.
+/// Fails if they cannot share them evenly.
 pub(super) fn share_attention(open: &mut OpenModel, ranks: &Ranks) -> Result<(), RunError> {
     let sequence = ranks.sequence();
-    if sequence.size > 1 && open.has_linear_attention() {
-        return Err(RunError::SequenceLinear { sequence: sequence.size });
+    let text = open.text();
+    // The numbers of query heads and of value heads are multiples of these.
+    let mut heads = vec![(text.num_key_value_heads, "key-value heads")];
+    if let Some(hybrid) = &text.hybrid {
+        heads.push((hybrid.num_key_heads, "key heads of linear attention"));
     }
-    let heads = open.heads();
-    let fits = |size: &usize| heads.iter().all(|heads| heads.is_multiple_of(*size));
+    let fits = |size: &usize| heads.iter().all(|(heads, _)| heads.is_multiple_of(*size));
     if !fits(&sequence.size) {
-        let fitting = (1..=heads[1]).filter(fits).collect();
+        let fitting = (1..=heads[0].0).filter(fits).collect();
+        let heads = heads.iter().map(|(number, name)| format!("{number} {name}")).collect();
         return Err(RunError::SequenceHeads { sequence: sequence.size, heads, fitting });
     }
     if let Some(collective) = ranks.collective().filter(|_| sequence.size > 1) {

@@ -66,7 +66,7 @@ pub(super) fn load_stored(
 }
 
 /// Loads the weights of `visit`, one after the other, and lets them visit slots. Ranks read each weight
-/// together.
+/// together, except those that are stored in NF4.
 pub(super) fn install(
     loaded: &LoadedModel,
     visit: &[bool],
@@ -116,7 +116,9 @@ fn host_weight(
 ) -> Result<Tensor, RunError> {
     let (len, dtype) = (param.shape().elem_count(), param.dtype());
     let read = |part, device| open.load_part(param.index(), part, dtype, device);
-    let Some(place) = place else { return Ok(read(0..len, &Device::Cpu)?) };
+    let Some(place) = place.filter(|_| !open.is_drawn(param.index())) else {
+        return Ok(read(0..len, &Device::Cpu)?);
+    };
     let weight = Tensor::zeros(len, dtype, &Device::Cpu)?;
     place.read_together(&weight, device, |part| Ok(read(part, device)?))?;
     Ok(weight)

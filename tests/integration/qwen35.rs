@@ -4,9 +4,6 @@ use super::harness::{Place, copy_folder, golden, write};
 use super::ranks::{config, place, train};
 use candle_core::{DType, Device, Tensor, safetensors};
 use std::collections::{BTreeMap, HashMap};
-use std::thread;
-use trainer::dist::threads;
-use trainer::run::{Run, RunError, RunOptions};
 use trainer::train::Outcome;
 
 /// Steps over rows of text and images.
@@ -19,7 +16,7 @@ const SETTINGS: [&str; 6] = [
     "data.packing_length=256",
 ];
 
-fn qwen35() -> Place {
+pub(super) fn qwen35() -> Place {
     let place = place();
     std::fs::remove_dir_all(place.path("model")).unwrap();
     copy_folder(&golden("models/small-qwen35"), &place.path("model"));
@@ -99,23 +96,4 @@ fn checkpoints_keep_tensors_that_training_does_not_use_and_the_dtype_of_the_deca
     let still = ["model.precision=bf16", "optim.lr=0.0"];
     let again = trained(&place, "again", 1, &still);
     assert_eq!(bits(&again), found);
-}
-
-#[test]
-fn sequence_groups_are_refused() {
-    let place = qwen35();
-    let config = config(&place, "run", &["distributed.sequence=2"]);
-    let messages: Vec<String> = thread::scope(|scope| {
-        let refused = |group| {
-            let error =
-                Run::with_group(&config, &RunOptions::default(), Some(group)).err().unwrap();
-            assert!(matches!(error, RunError::SequenceLinear { sequence: 2 }), "{error}");
-            assert_eq!(error.keys().unwrap().join("."), "distributed.sequence");
-            error.to_string()
-        };
-        let groups = threads(2).unwrap().into_iter();
-        let ranks: Vec<_> = groups.map(|group| scope.spawn(move || refused(group))).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    });
-    assert!(messages[0].contains("layers with linear attention"), "{}", messages[0]);
 }

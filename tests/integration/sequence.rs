@@ -1,6 +1,7 @@
 //! Ranks that compute parts of the same micro-batches train like one rank.
 
 use super::harness::Place;
+use super::qwen35::qwen35;
 use super::ranks::{config, place, train};
 use serde_json::Value;
 use std::thread;
@@ -22,14 +23,20 @@ const SETTINGS: [&str; 7] = [
     "train.gradient_accumulation_steps=2",
 ];
 
-/// Rows of text and images, and a model with as many key-value heads as query heads.
-fn many_heads() -> Place {
-    let place = place();
+/// Gives the model as many key-value heads as query heads, and as many key heads of linear attention as
+/// value heads.
+fn many_heads(place: Place) -> Place {
     let text = String::from_utf8(place.read("model/config.json")).unwrap();
     let mut model: Value = serde_json::from_str(&text).unwrap();
-    let heads = model["text_config"]["num_attention_heads"].clone();
-    assert!(heads.as_u64().unwrap().is_multiple_of(4), "{heads}");
-    model["text_config"]["num_key_value_heads"] = heads;
+    let heads = [
+        ("num_attention_heads", "num_key_value_heads"),
+        ("linear_num_value_heads", "linear_num_key_heads"),
+    ];
+    for (many, few) in heads {
+        let Some(heads) = model["text_config"].get(many).cloned() else { continue };
+        assert!(heads.as_u64().unwrap().is_multiple_of(4), "{heads}");
+        model["text_config"][few] = heads;
+    }
     place.write("model/config.json", &model.to_string());
     place
 }
@@ -68,15 +75,31 @@ fn curve(place: &Place, name: &str, world: usize, settings: &[&str]) -> Vec<Valu
 
 #[test]
 fn groups_of_2_and_4_ranks_have_the_curve_of_one_rank() {
-    let place = many_heads();
-    let alone = curve(&place, "alone", 1, &[]);
+    assert_groups_have_the_curve_of_one_rank(&many_heads(place()));
+}
+
+#[test]
+fn groups_share_linear_attention() {
+    let place = many_heads(qwen35());
+    assert_groups_have_the_curve_of_one_rank(&place);
+    // Two value heads for each key head.
+    let place = qwen35();
+    let recompute = ["model.recompute=full", "model.freeze=['*layers.0.linear_attn.conv1d*']"];
+    let alone = curve(&place, "alone", 1, &recompute);
+    let two = [&recompute[..], &["distributed.sequence=2"]].concat();
+    assert_same_curve("two", &curve(&place, "two", 2, &two), &alone);
+}
+
+#[track_caller]
+fn assert_groups_have_the_curve_of_one_rank(place: &Place) {
+    let alone = curve(place, "alone", 1, &[]);
     let two = ["distributed.sequence=2", "distributed.shard=none"];
     let full = ["distributed.sequence=2", "distributed.shard=full"];
     let four = ["distributed.sequence=4", "distributed.shard=none"];
     for (name, world, settings) in
         [("two", 2, two), ("groups", 4, two), ("four", 4, four), ("full", 4, full)]
     {
-        assert_same_curve(name, &curve(&place, name, world, &settings), &alone);
+        assert_same_curve(name, &curve(place, name, world, &settings), &alone);
     }
 }
 
@@ -136,11 +159,19 @@ fn degrees_that_do_not_fit_are_refused_with_those_that_do() {
 
 #[test]
 fn ranks_that_cannot_share_the_heads_are_refused_with_numbers_that_fit() {
-    let place = place(); // a model with 2 key-value heads
-    let config = config(&place, "run", &["distributed.sequence=4", "model.weights=random"]);
+    // models with 2 key-value heads
+    let of_both = "2 key-value heads and 2 key heads of linear attention evenly";
+    for (place, ending) in [(place(), "2 key-value heads evenly"), (qwen35(), of_both)] {
+        assert_four_ranks_are_refused(&place, ending);
+    }
+}
+
+fn assert_four_ranks_are_refused(place: &Place, ending: &str) {
+    let config = config(place, "run", &["distributed.sequence=4", "model.weights=random"]);
     let refused = |group: Group| {
         let error = Run::with_group(&config, &RunOptions::default(), Some(group)).err().unwrap();
         assert!(matches!(error, RunError::SequenceHeads { sequence: 4, .. }), "{error}");
+        assert!(error.to_string().ends_with(ending), "{error}");
         assert_eq!(error.keys().unwrap().join("."), "distributed.sequence");
         error.hint().unwrap()
     };

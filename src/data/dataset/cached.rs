@@ -67,15 +67,22 @@ impl CachedRows {
     }
 
     /// The media files of all rows; `None` if a file of chats has no complete cache in `folder`. Those
-    /// that `look` selects are read, and the others taken from the caches.
-    pub fn media(rows: &JsonlRows, folder: &Path, look: MediaLook) -> Option<MediaStamps> {
+    /// that `look` selects are read, and the others taken from the caches. Fails if the process or a disk
+    /// failed.
+    pub fn media(
+        rows: &JsonlRows,
+        folder: &Path,
+        look: MediaLook,
+    ) -> Result<Option<MediaStamps>, CacheError> {
         let mut media = MediaStamps::default();
         for set in rows.sets() {
-            if let DataSet::Chats(file) = set {
-                LengthCache::add_media(file, rows.encoder(), folder, look, &mut media)?;
+            if let DataSet::Chats(file) = set
+                && LengthCache::add_media(file, rows.encoder(), folder, look, &mut media)?.is_none()
+            {
+                return Ok(None);
             }
         }
-        Some(media)
+        Ok(Some(media))
     }
 
     /// Measures the rows of one rank's part of each file, so that [`CachedRows::update`] finds the rows

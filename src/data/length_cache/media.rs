@@ -7,13 +7,13 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::file::Place;
+use super::file::{CacheError, Place};
 use super::stamps::Stamps;
 use super::table::LengthCache;
 use crate::data::checksums::{ALL_SUMMED, of_ends};
 use crate::data::encode::Encoder;
 use crate::data::media::image::{ImageError, resolve};
-use crate::data::source::{ImageStamp, RowFile};
+use crate::data::source::{ImageStamp, RowFile, SampleError, Trouble, with_patience};
 
 /// What a run remembers of its media files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -121,23 +121,26 @@ pub(super) fn checksum(root: &Path, path: &Path) -> Result<u32, ImageError> {
 impl LengthCache {
     /// Adds the media files of `file` to `media`: those that `look` selects as they are now, and the
     /// others as they were when the cache in `folder` was updated. `None` if the cache has not all rows.
+    /// Fails if the process or a disk failed.
     pub fn add_media(
         file: &RowFile,
         encoder: &Encoder,
         folder: &Path,
         look: MediaLook,
         media: &mut MediaStamps,
-    ) -> Option<()> {
-        let (footer, batches) = Place::of(file, encoder, folder).read()?;
+    ) -> Result<Option<()>, CacheError> {
+        let Some((footer, batches)) = Place::of(file, encoder, folder).read() else {
+            return Ok(None);
+        };
         if !footer.fits(file) {
-            return None;
+            return Ok(None);
         }
         let root = file.image_root();
         let stamps = Stamps::new(root);
         let mut num_rows = 0;
         for rows in batches {
             let mut walk = stamps.walk();
-            let mut files = Vec::new(); // path, as it was, as it is now, whether its content is read
+            let mut files = Vec::new(); // row, path, as it was, as it is now, whether its content is read
             for row in 0..rows.len() {
                 let [looks, reads] = look.at(num_rows + row);
                 for (path, stamp, crc) in rows.files(row) {
@@ -145,18 +148,28 @@ impl LengthCache {
                     let now = if looks { walk.stamp(path) } else { Some(stamp) };
                     let now = now.map_or(GONE, |stamp| MediaFile { stamp, crc });
                     let is_written = now != cached && now.stamp.bytes == stamp.bytes;
-                    files.push((path, cached, now, reads || is_written));
+                    files.push((num_rows + row, path, cached, now, reads || is_written));
                 }
             }
-            files.par_iter_mut().filter(|(.., reads)| *reads).for_each(|(path, _, now, _)| {
-                now.crc = checksum(root, Path::new(*path)).unwrap_or_default();
-            });
-            for (path, cached, now, _) in &files {
+            let read = files.par_iter_mut().filter(|(.., reads)| *reads);
+            read.try_for_each(|(row, path, _, now, _)| -> Result<(), CacheError> {
+                let error = |cause| SampleError::Image { id: file.id(*row), index: 1, cause };
+                let crc =
+                    with_patience(Trouble::of, || checksum(root, Path::new(*path)).map_err(error));
+                now.crc = match crc {
+                    Err(error) if Trouble::of(&error).is_some() => {
+                        return Err(CacheError::Exhausted { source: Box::new(error) });
+                    }
+                    crc => crc.unwrap_or_default(), // the file is missing
+                };
+                Ok(())
+            })?;
+            for (_, path, cached, now, _) in &files {
                 media.push(path, *cached, *now);
             }
             num_rows += rows.len();
         }
-        (num_rows == file.len()).then_some(())
+        Ok((num_rows == file.len()).then_some(()))
     }
 }
 

@@ -24,6 +24,7 @@ pub use masked::Masked;
 use super::cpu::{compute_dtype, expect_f32, expect_shape};
 use crate::batch::CuSeqlens;
 use candle_core::{DType, Device, Result, Tensor, bail};
+use std::ops::Range;
 
 /// Selects which tokens of its segment a token attends to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -121,6 +122,25 @@ pub trait AttentionBackend: Send + Sync {
         segments: &Segments,
         masking: Masking,
     ) -> Result<QkvGrad>;
+
+    /// The exchange with the ranks that have the other tokens, if this rank has `own` of `all` tokens of
+    /// the segments. `None` if it has all. Fails if no rank of this exchange has `own` tokens.
+    fn head_exchange(&self, _own: usize, _all: usize) -> Result<Option<&dyn HeadExchange>> {
+        Ok(None)
+    }
+}
+
+/// `N` ranks, each of which has a part of the tokens of a stream with all heads, exchange them for all
+/// tokens of `1 / N` of the heads. All ranks make the same calls in the same order.
+pub trait HeadExchange {
+    /// The own ones of `heads` heads. Fails if the ranks cannot share them evenly.
+    fn own_heads(&self, heads: usize) -> Result<Range<usize>>;
+
+    /// `[P, H, Dh]` to `[T, H / N, Dh]` for each tensor, where this rank has `P` of `T` tokens.
+    fn to_heads(&self, xs: &[&Tensor], num_tokens: usize) -> Result<Vec<Tensor>>;
+
+    /// `[T, H / N, Dh]` to `[P, H, Dh]`.
+    fn to_tokens(&self, x: &Tensor) -> Result<Tensor>;
 }
 
 /// Sizes of a call, after validation.

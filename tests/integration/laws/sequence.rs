@@ -1,7 +1,7 @@
 //! Ranks that compute one micro-batch together, each a part of its tokens, get the results of one rank.
 
 use super::{
-    BOTH_BACKENDS, Backend, Image, Shape, Subject, Text, Tolerance, Video, Weights,
+    BOTH_BACKENDS, Backend, Config, Image, Shape, Subject, Text, Tolerance, Video, Weights,
     assert_each_close, host, packed, sample, samples, wide,
 };
 use std::num::NonZeroU32;
@@ -98,7 +98,13 @@ fn four_heads(seed: u64) -> Weights {
 }
 
 fn four_heads_of(shape: Shape, seed: u64) -> Weights {
-    Weights::with_config(|config| config.text.num_key_value_heads = 4, shape, seed)
+    let set_heads = |config: &mut Config| {
+        config.text.num_key_value_heads = 4;
+        if let Some(hybrid) = &mut config.text.hybrid {
+            (hybrid.num_key_heads, hybrid.num_value_heads) = (4, 8);
+        }
+    };
+    Weights::with_config(set_heads, shape, seed)
 }
 
 #[test]
@@ -112,6 +118,10 @@ fn ranks_that_share_the_tokens_of_a_micro_batch_get_every_gradient() {
             assert_split("packed", &weights, (&batch, backend), size, Recompute::Yes, |_| true);
             let weights = four_heads_of(Shape::Windowed, 58);
             assert_split("windows", &weights, (&batch, backend), size, Recompute::No, |_| true);
+            let weights = four_heads_of(Shape::Hybrid, 59);
+            for recompute in [Recompute::No, Recompute::Yes] {
+                assert_split("hybrid", &weights, (&batch, backend), size, recompute, |_| true);
+            }
         }
     }
 }
