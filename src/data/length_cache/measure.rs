@@ -219,8 +219,9 @@ impl<'a> Measurer<'a> {
         Some((Entry { line, offset, hash, outcome: self.outcome(row, content)? }, true))
     }
 
-    /// Sets the checksum of a file. It fails only if the process or a disk failed: only some frames are
-    /// read here, and a broken one is found when it is decoded.
+    /// Sets the checksum of the first and last bytes of a file. It fails only if the process or a disk
+    /// failed. Any other file that cannot be read has the checksum 0, such as a missing later frame of a
+    /// list: the row is rejected when the frame is decoded.
     fn sum(
         &self,
         file: &mut ImageFile,

@@ -43,7 +43,7 @@ pub(super) struct Need {
     checkpoint: f64,
     /// Bytes of the copy from which a checkpoint is written.
     copy: f64,
-    /// The run, of which only the model is known.
+    /// The run. Its packs are full ones until `use_packs` sets those of the plan.
     pub(super) run: RunMemory,
     /// Its model.
     pub(super) shape: ModelShape,

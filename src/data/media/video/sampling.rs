@@ -2,7 +2,9 @@
 //!
 //! The arithmetic and its rounding equal those of transformers. `Qwen3VLVideoProcessor` spreads the
 //! indices evenly from the first to the last frame; `Qwen2VLVideoProcessor` takes the first frame of
-//! equal shares of the video. Presentation times in the file are not used.
+//! equal shares of the video. There is one difference: for some videos `Qwen2VLVideoProcessor` returns
+//! one index too many, past the last frame, because it rounds the step between frames. This code does
+//! not return it. Presentation times in the file are not used.
 
 use std::num::NonZeroU32;
 use std::ops::Range;

@@ -1,6 +1,8 @@
-//! Target size of the frames of a video: limits apply to the pixels of all frames together.
+//! Target size of the frames of a video: limits apply to the pixels of all frames together, and with
+//! Qwen2.5-VL also to the pixels of each frame.
 //!
-//! The arithmetic and its rounding equal those of the transformers processor.
+//! The arithmetic and its rounding equal those of the transformers processors. `Qwen2VLVideoProcessor`
+//! has only the limits on each frame.
 
 use std::num::NonZeroU32;
 
