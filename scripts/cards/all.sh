@@ -29,10 +29,11 @@ check() {
         shift 2
     done
     folder=$(mktemp -d)
-    xargs -d '\n' "$trainer" check --config configs/quickstart.yaml --set "output_dir=$folder" <"$sets" >"$folder/report" 2>&1 ||
-        { cat "$folder/report" && return 1; }
-    echo "$name: the config can be used"
+    code=0
+    xargs -d '\n' "$trainer" check --config configs/quickstart.yaml --set "output_dir=$folder" <"$sets" >"$folder/report" 2>&1 || code=$?
+    if [ "$code" = 0 ]; then echo "$name: the config can be used"; else cat "$folder/report"; fi
     rm -rf "$sets" "$folder"
+    return "$code"
 }
 
 golden="--set model.weights=pretrained --set train.max_steps=60 --set eval.every_steps=60"

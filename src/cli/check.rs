@@ -14,8 +14,8 @@ use std::io::Write as _;
 /// Arguments of `check`.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  trainer check --config configs/quickstart.yaml\n\n\
-    Writes the length cache of `data.train`, and nothing else. Ends with exit code 65 if the run would \
-    stop.")]
+    Writes caches of the data and downloads from the Hub, and nothing else. Ends with exit code 65 if \
+    the run would stop.")]
 pub(super) struct CheckArgs {
     #[command(flatten)]
     config: ConfigArgs,

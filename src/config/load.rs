@@ -28,7 +28,7 @@ pub struct Loaded<T> {
     pub config: Option<T>,
     /// All errors.
     pub errors: Vec<ConfigError>,
-    /// Dotted keys of the list items that were left out, each as of its removal.
+    /// Dotted keys of the list items that were left out, each with the number that the item had then.
     left_out: Vec<String>,
 }
 

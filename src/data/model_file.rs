@@ -32,6 +32,18 @@ pub enum ModelFileError {
         /// The parser's error, with line and column.
         cause: serde_json::Error,
     },
+    /// A value is missing or not supported.
+    #[error("`{}`: `{key}` is `{found}`, expected {expected}", .path.display())]
+    Value {
+        /// Path of the file.
+        path: PathBuf,
+        /// Key in the file.
+        key: &'static str,
+        /// Found value, or `missing`.
+        found: String,
+        /// Supported values.
+        expected: String,
+    },
 }
 
 impl ModelFileError {
@@ -44,7 +56,18 @@ impl ModelFileError {
             Self::Json { .. } | Self::Type { .. } => {
                 "the file is damaged: copy it from the published model again"
             }
+            Self::Value { .. } => "copy the file from the published model again",
         }
+    }
+
+    /// [`Self::Value`], as the error of the settings that the file holds.
+    pub(in crate::data) fn value<E: From<Self>>(
+        path: &Path,
+        key: &'static str,
+        found: String,
+        expected: impl Into<String>,
+    ) -> E {
+        Self::Value { path: path.to_owned(), key, found, expected: expected.into() }.into()
     }
 
     pub(in crate::data) fn parse(path: &Path) -> impl FnOnce(serde_json::Error) -> Self {

@@ -31,7 +31,7 @@ impl SequenceAttention {
         Self { inner, collective, sequence }
     }
 
-    /// Whether this rank has a part of the tokens of `segments` only, `own`.
+    /// Whether this rank has only a part, `own`, of `all` tokens.
     fn is_split(&self, own: usize, all: usize) -> Result<bool> {
         let expected = self.sequence.part(all).len();
         if own != all && own != expected {
@@ -114,10 +114,10 @@ impl AttentionBackend for SequenceAttention {
         segments: &Segments,
         masking: Masking,
     ) -> Result<(Tensor, Tensor)> {
-        if !self.is_split(qkv.q.dim(0)?, segments.cu_seqlens().num_tokens())? {
+        let num_tokens = segments.cu_seqlens().num_tokens();
+        if !self.is_split(qkv.q.dim(0)?, num_tokens)? {
             return self.inner.forward(qkv, segments, masking);
         }
-        let num_tokens = segments.cu_seqlens().num_tokens();
         let [q, k, v] = self.heads_of([qkv.q, qkv.k, qkv.v], num_tokens)?;
         let (o, lse) = self.inner.forward(Qkv { q: &q, k: &k, v: &v }, segments, masking)?;
         drop((q, k, v));
@@ -133,10 +133,10 @@ impl AttentionBackend for SequenceAttention {
         segments: &Segments,
         masking: Masking,
     ) -> Result<QkvGrad> {
-        if !self.is_split(qkv.q.dim(0)?, segments.cu_seqlens().num_tokens())? {
+        let num_tokens = segments.cu_seqlens().num_tokens();
+        if !self.is_split(qkv.q.dim(0)?, num_tokens)? {
             return self.inner.backward(qkv, o, lse, d_o, segments, masking);
         }
-        let num_tokens = segments.cu_seqlens().num_tokens();
         let [q, k, v, o, d_o] = self.heads_of([qkv.q, qkv.k, qkv.v, o, d_o], num_tokens)?;
         let heads = Qkv { q: &q, k: &k, v: &v };
         let QkvGrad { dq, dk, dv } =

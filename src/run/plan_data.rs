@@ -6,7 +6,7 @@ use super::observer::SetupObserver;
 use super::plan::cached_if_possible;
 use crate::batch::{IGNORE_INDEX, Patches};
 use crate::config::RunConfig;
-use crate::data::{DataSet, JsonlRows, Plan, RowReader, SampleIndex, plan};
+use crate::data::{DataSet, Encoder, JsonlRows, Plan, RowReader, SampleIndex, plan};
 use std::fs;
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -37,12 +37,12 @@ impl DataPlan {
 }
 
 /// Measures the rows of `data.train` and counts the steps of the run, as `sft` does at its start. Like
-/// `check` it writes the length cache, and nothing else.
+/// `check` it writes caches of the data only.
 pub fn plan_data(config: &RunConfig, observer: &dyn SetupObserver) -> Result<DataPlan, RunError> {
     let exists = config.output_dir.exists();
     // If this fails, the update of the cache reports it.
     let _ = fs::create_dir_all(config.cache_dir());
-    let planned = plan_rows(config, observer);
+    let planned = encoder(config).and_then(|encoder| plan_rows(config, &encoder, observer));
     if planned.is_err() && !exists {
         // only if they are empty
         let _ = fs::remove_dir(config.cache_dir());
@@ -51,13 +51,17 @@ pub fn plan_data(config: &RunConfig, observer: &dyn SetupObserver) -> Result<Dat
     planned
 }
 
-fn plan_rows(config: &RunConfig, observer: &dyn SetupObserver) -> Result<DataPlan, RunError> {
-    let encoder = encoder(config)?;
-    let rows = Arc::new(open_data(config, DataList::Train, &encoder, observer)?);
+/// As [`plan_data`], with the encoder of the config.
+pub(super) fn plan_rows(
+    config: &RunConfig,
+    encoder: &Arc<Encoder>,
+    observer: &dyn SetupObserver,
+) -> Result<DataPlan, RunError> {
+    let rows = Arc::new(open_data(config, DataList::Train, encoder, observer)?);
     let order = order(config, &rows)?;
     let reader = cached_if_possible(config, &rows, observer)?;
     let epochs = config.train.epoch_limit().unwrap_or(1);
-    let plan = plan(&reader, &order, &loader_options(config, &encoder), epochs, &|_, _| {})?;
+    let plan = plan(&reader, &order, &loader_options(config, encoder), epochs, &|_, _| {})?;
     let max_steps = config.train.max_steps.map(NonZeroU64::get);
     let steps = match (max_steps, config.train.epochs) {
         (Some(steps), None) => steps,

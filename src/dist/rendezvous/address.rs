@@ -89,7 +89,7 @@ pub(in crate::dist) fn listen(
     bind(any).map_err(|error| failed(&any, &error))
 }
 
-/// What rank 0 warns about if ranks of another job can connect to it: it listens at `at`, which other
+/// Returns a warning if ranks of another job can connect to rank 0: it listens at `at`, which other
 /// machines reach, and its job has no name.
 pub(in crate::dist) fn open_to_others(place: &Launched, at: SocketAddr) -> Option<String> {
     let is_open = place.job.is_empty() && !at.ip().is_loopback();

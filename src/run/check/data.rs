@@ -1,19 +1,17 @@
 //! Checks every row of the data sets.
 
 use super::super::error::RunError;
-use super::super::inputs::{DataList, loader_options, of_data_set, open_data, order};
+use super::super::inputs::{DataList, loader_options, of_data_set, open_data};
 use super::super::observer::SetupObserver;
 use super::super::plan::cached_if_possible;
-use super::super::plan_data::sample_fractions;
+use super::super::plan_data::{DataPlan, plan_rows};
 use super::{CheckReport, Finding, Note, Topic};
 use crate::config::RunConfig;
 use crate::data::{
-    DataSet, Encoder, JsonlRows, LoaderOptions, OnError, Plan, Rejection, RowReader, SampleIndex,
-    plan,
+    DataSet, Encoder, JsonlRows, LoaderOptions, OnError, Rejection, RowReader, SampleIndex,
 };
 use rayon::prelude::*;
 use std::collections::BTreeMap;
-use std::num::NonZeroU64;
 use std::sync::Arc;
 
 /// Number of examples of each reason.
@@ -22,14 +20,13 @@ const NUM_EXAMPLES: usize = 3;
 /// The rejected rows of a data set: their number and the first ones, by reason.
 type ByReason = BTreeMap<String, (u64, Vec<String>)>;
 
-/// Opens each data set, and measures its rows. Returns the packs of the run and the fraction of its
-/// supervised tokens, if it can be planned.
+/// Opens each data set, and measures its rows. Returns the size of the run, if it can be planned.
 pub(super) fn check(
     config: &RunConfig,
     encoder: &Arc<Encoder>,
     observer: &dyn SetupObserver,
     report: &mut CheckReport,
-) -> Option<(Plan, f64)> {
+) -> Option<DataPlan> {
     let mut complete = true;
     for (list, topic) in [(DataList::Train, Topic::Train), (DataList::Eval, Topic::Eval)] {
         let sets = match list {
@@ -176,24 +173,13 @@ fn add_plan(
     encoder: &Arc<Encoder>,
     observer: &dyn SetupObserver,
     report: &mut CheckReport,
-) -> Result<Option<(Plan, f64)>, RunError> {
-    let rows = Arc::new(open_data(config, DataList::Train, encoder, observer)?);
-    let order = order(config, &rows)?;
-    let reader = cached_if_possible(config, &rows, observer)?;
-    let options = loader_options(config, encoder);
-    let epochs = config.train.epoch_limit().unwrap_or(1);
-    let planned = match plan(&reader, &order, &options, epochs, &|_, _| {}) {
-        Ok(planned) => planned,
-        Err(_) if report.counts()[0] > 0 => return Ok(None),
-        Err(error) => return Err(error.into()),
+) -> Result<Option<DataPlan>, RunError> {
+    let planned = match plan_rows(config, encoder, observer) {
+        Err(RunError::Plan(_)) if report.counts()[0] > 0 => return Ok(None),
+        planned => planned?,
     };
-    let max_steps = config.train.max_steps.map(NonZeroU64::get);
-    let steps = match (max_steps, config.train.epochs) {
-        (Some(steps), None) => steps,
-        (Some(steps), Some(_)) => steps.min(planned.steps),
-        (None, _) => planned.steps,
-    };
-    let (packs, tokens) = (planned.packs, planned.tokens);
+    let (steps, epochs) = (planned.steps, planned.epochs);
+    let (packs, tokens) = (planned.plan.packs, planned.plan.tokens);
     report.fact(
         Topic::Plan,
         format!("{steps} steps; {epochs} epoch(s) have {packs} packs and {tokens} tokens"),
@@ -205,6 +191,5 @@ fn add_plan(
         );
         report.add(Topic::Plan, Finding::Warning(note));
     }
-    let [_, targets] = sample_fractions(&rows);
-    Ok(Some((planned, targets)))
+    Ok(Some(planned))
 }

@@ -193,7 +193,7 @@ fn usable_encoder(
     }
 }
 
-/// Checks a config without training. It writes the length cache of `data.train`, and nothing else.
+/// Checks a config without training. It writes caches of the data only.
 pub fn check_run(config: &RunConfig, observer: &dyn SetupObserver) -> CheckReport {
     let mut report = CheckReport::default();
     // If this fails, the update of the cache reports it.

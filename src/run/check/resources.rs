@@ -2,11 +2,11 @@
 
 use super::super::error::RunError;
 use super::super::estimate::ModelShape;
+use super::super::plan_data::DataPlan;
 use super::super::plan_memory::{Load, RunMemory, advice};
 use super::{CheckReport, Finding, Note, Topic};
 use crate::checkpoint::Checkpointer;
 use crate::config::RunConfig;
-use crate::data::Plan;
 use crate::dist::Processes;
 use crate::metrics::memory_text;
 use crate::ops::memory_advice;
@@ -17,12 +17,12 @@ use std::path::{Path, PathBuf};
 
 pub(super) const GIB: f64 = 1_073_741_824.0;
 
-/// `data` has the packs of the run and the fraction of its supervised tokens, if they are known.
-pub(super) fn check(config: &RunConfig, data: Option<&(Plan, f64)>, report: &mut CheckReport) {
+/// `data` is the size of the run, if it is known.
+pub(super) fn check(config: &RunConfig, data: Option<&DataPlan>, report: &mut CheckReport) {
     // Otherwise the model folder cannot be used, which is reported with it.
     let Ok(mut need) = Need::of(config) else { return };
-    if let Some((plan, targets)) = data
-        && let Err(error) = need.use_packs(plan, *targets)
+    if let Some(data) = data
+        && let Err(error) = need.use_packs(data)
     {
         return report.error(Topic::Memory, error);
     }
@@ -64,8 +64,8 @@ impl Need {
     }
 
     /// Predicts the memory of the largest packs of the run.
-    fn use_packs(&mut self, plan: &Plan, targets: f64) -> Result<(), RunError> {
-        self.run.load = Load::of(&self.shape, plan, targets)?;
+    fn use_packs(&mut self, data: &DataPlan) -> Result<(), RunError> {
+        self.run.load = Load::of(&self.shape, &data.plan, data.targets)?;
         self.memory = self.run.bytes(&self.shape)?;
         Ok(())
     }

@@ -58,7 +58,7 @@ impl Trainer {
         if is_audited && self.audit.is_due(has_images) {
             audit(&self.parts.runner, &outcome.squares, step, has_images);
         }
-        let done = Done { skipped, step_time_s, data_wait_s, ranks };
+        let done = Done { skipped, step_time_s, values, ranks };
         self.record(data, &outcome, &losses, done, observer)?;
         self.squares = outcome.squares;
         Ok(())
@@ -144,7 +144,7 @@ impl Trainer {
         observer: &mut dyn Observer,
     ) -> Result<(), TrainError> {
         let parts = &mut self.parts;
-        let Done { skipped, step_time_s, data_wait_s, ranks } = done;
+        let Done { skipped, step_time_s, values, ranks } = done;
         let (state, counts) = (&mut parts.state, outcome.counts);
         state.step += 1;
         state.targets_seen += counts.num_targets;
@@ -155,7 +155,6 @@ impl Trainer {
         count(&mut state.datasets_seen, names, &sets);
         state.data = data.state;
         let rejected = parts.rejected_texts.with_rows(&state.data);
-        let device_memory = gpu_memory(&parts.runner.device);
         let saves = self.saves.take_times();
         let metrics = StepMetrics {
             step: state.step,
@@ -170,15 +169,15 @@ impl Trainer {
             num_samples: data.num_samples as u64,
             fill: data.fill,
             step_time_s,
-            data_wait_s,
+            data_wait_s: values.data_wait_s,
             // A number in each row: readers that infer columns from the first rows fail if only later
             // rows have one.
             save_hold_s: Some(saves.hold_s.unwrap_or(0.0)),
             save_s: Some(saves.save_s.unwrap_or(0.0)),
             tokens_per_s: data.num_tokens as f64 / step_time_s,
-            peak_memory_bytes: peak_memory_bytes(),
-            peak_device_memory_bytes: device_memory.map(|memory| memory.peak),
-            peak_device_reserved_bytes: device_memory.map(|memory| memory.reserved),
+            peak_memory_bytes: values.peak_memory_bytes,
+            peak_device_memory_bytes: values.peak_device_bytes.map(|[peak, _]| peak),
+            peak_device_reserved_bytes: values.peak_device_bytes.map(|[_, reserved]| reserved),
             predicted_memory_bytes: parts.predicted_memory_bytes,
             rejected: rejected.total(),
             rejected_by_reason: rejected.by_reason,
@@ -199,6 +198,7 @@ impl Trainer {
 struct Done {
     skipped: bool,
     step_time_s: f64,
-    data_wait_s: f64,
+    /// Speed and memory of this rank.
+    values: RankValues,
     ranks: Option<RankMetrics>,
 }

@@ -5,9 +5,9 @@
 //! a stage that is still present is not copied again. Other parameters keep their own tensors: those
 //! that are trained, and tables, norms and biases.
 //!
-//! Passes read the stages from the last to the first and back. So when a stage is read, the copy of its
-//! neighbour in this direction from host memory to the other slot begins, while the stage computes. A
-//! wrong guess costs time only.
+//! Passes read the stages from the last to the first and back. A read of a stage also starts to copy its
+//! neighbour in this direction from host memory to the other slot, while the stage computes. If another
+//! stage is read next, the run is slower and its results are the same.
 
 use super::prefetch::Prefetch;
 use crate::metrics::Division;

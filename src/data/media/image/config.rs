@@ -36,18 +36,6 @@ pub enum ImageConfigError {
     /// The file cannot be read or parsed.
     #[error(transparent)]
     File(#[from] ModelFileError),
-    /// A value is missing or not supported.
-    #[error("`{}`: `{key}` is `{found}`, expected {expected}", .path.display())]
-    Value {
-        /// Path of the file.
-        path: PathBuf,
-        /// Key in the file.
-        key: &'static str,
-        /// Found value, or `missing`.
-        found: String,
-        /// Supported values.
-        expected: &'static str,
-    },
     /// The limits on the area of an image contradict each other.
     #[error(
         "`min_pixels` is `{min_pixels}` and `max_pixels` is `{max_pixels}`, expected \
@@ -68,7 +56,6 @@ impl ImageConfigError {
         match self {
             Self::Missing { .. } => "copy `preprocessor_config.json` from the published model",
             Self::File(error) => error.hint(),
-            Self::Value { .. } => "copy the file from the published model again",
             Self::Budget { .. } => {
                 "set both `data.image.min_pixels` and `data.image.max_pixels`, or neither"
             }
@@ -144,11 +131,9 @@ impl Settings {
             do_normalize,
             do_convert_rgb,
         } = file;
-        let bad = |key, found: Option<String>, expected| ImageConfigError::Value {
-            path: path.clone(),
-            key,
-            found: found.unwrap_or_else(|| "missing".into()),
-            expected,
+        let bad = |key, found: Option<String>, expected: &str| {
+            let found = found.unwrap_or_else(|| "missing".into());
+            ModelFileError::value(&path, key, found, expected)
         };
         let count = |key, value: Option<u32>| match value {
             Some(value @ 1..=1024) => Ok(value),

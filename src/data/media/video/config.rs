@@ -220,7 +220,7 @@ impl Settings {
             let key = if is_nested { "size.shortest_edge" } else { "min_pixels" };
             let found = frame.min_pixels.to_string();
             let expected = format!("at least 1 and at most the maximum of {}", frame.max_pixels);
-            return Err(VideoConfigError::Value { path, key, found, expected });
+            return Err(ModelFileError::value(&path, key, found, expected));
         }
         if !pixels.all.is_valid() {
             let expected = "at least 1 and at most `max_pixels`";
@@ -255,7 +255,7 @@ fn check_file(
         ..
     } = *file;
     let bad = |key, found: String, expected: String| {
-        Err(VideoConfigError::Value { path: path.to_owned(), key, found, expected })
+        Err(ModelFileError::value(path, key, found, expected))
     };
     for (key, found, expected) in [
         ("patch_size", patch_size, images.patch_size()),

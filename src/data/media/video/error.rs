@@ -13,18 +13,6 @@ pub enum VideoConfigError {
     /// The file cannot be read or parsed.
     #[error(transparent)]
     File(#[from] ModelFileError),
-    /// A value in the model folder is not supported.
-    #[error("`{}`: `{key}` is `{found}`, expected {expected}", .path.display())]
-    Value {
-        /// Path of the file.
-        path: PathBuf,
-        /// Key in the file.
-        key: &'static str,
-        /// Found value.
-        found: String,
-        /// Supported values.
-        expected: String,
-    },
     /// A setting is out of range. Its value comes from the config, the model folder or the default.
     #[error("`data.video.{key}` is `{found}`, expected {expected}")]
     Setting {
@@ -42,7 +30,6 @@ impl VideoConfigError {
     pub fn hint(&self) -> &'static str {
         match self {
             Self::File(error) => error.hint(),
-            Self::Value { .. } => "copy the file from the published model again",
             Self::Setting { .. } => {
                 "change the value, or set it to `null` to use the model folder's; docs/video.md explains each key"
             }
