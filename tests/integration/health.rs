@@ -374,7 +374,7 @@ fn the_same_path_in_another_spelling_is_the_same_run() {
 #[test]
 fn a_run_without_memory_ends_with_a_message_and_its_checkpoints() {
     let place = place(4);
-    // 300 MB of addresses: the program starts, but a step of this length does not fit
+    // the program starts, but the first layer of a row of this length does not fit
     let text = "word ".repeat(30_000);
     let row = format!(
         "{{\"messages\":[{{\"role\":\"user\",\"content\":\"{text}\"}},\
@@ -382,7 +382,7 @@ fn a_run_without_memory_ends_with_a_message_and_its_checkpoints() {
     );
     place.write("rows.jsonl", &row);
     let long = sft(&["--set", "data.packing_length=100000", "--set", "data.packing=false"]);
-    let said = limited(&place, "ulimit -v 900000", &long);
+    let said = limited(&place, "export RAYON_NUM_THREADS=2; ulimit -v 500000", &long);
     said.ends_with(71).says("error: out of memory").says("were predicted").says("hint: ");
 }
 
