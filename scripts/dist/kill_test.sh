@@ -58,7 +58,8 @@ check() {
 # Our message must name the rank. That of mpirun suffices only before the ranks are connected, or after
 # the last step, when all ranks have said that they are done.
 check_name() {
-  if grep -qE "^error: (rank $rank |no progress .* on rank $rank\b)" "$folder/log"; then return; fi
+  local named="rank $rank |no progress .* on rank $rank\\b|.* ranks did not connect within .*: \\[.*\\b$rank\\b"
+  if grep -qE "^error: ($named)" "$folder/log"; then return; fi
   if grep -q 'all ranks are connected' "$folder/log" && [ ! -d "$folder/run/final" ]; then
     fail "rank $rank is not named after SIG$signal"
   fi
