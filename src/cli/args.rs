@@ -4,7 +4,7 @@ use super::error_class::hub_exit;
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::SetupBars;
-use crate::config::{self, ConfigError, RunConfig};
+use crate::config::{self, ConfigError, LeftOut, RunConfig};
 use crate::run::{self, RunError};
 use crate::train::Weights;
 use clap::Args;
@@ -25,7 +25,9 @@ impl ConfigArgs {
     /// Reads and checks the config, and downloads what it names on the hub.
     pub(super) fn load(&self, logging: &Logging) -> anyhow::Result<RunConfig> {
         let mut config: RunConfig = config::load(&self.config, &self.overrides)?;
-        self.expand(&mut config)?;
+        if let Some(error) = self.expand(&mut config, &LeftOut::default()).into_iter().next() {
+            return Err(error.into());
+        }
         run::check(&config).map_err(|error| self.located(error))?;
         run::download(&config, &SetupBars(logging)).map_err(|error| self.located(error))
     }

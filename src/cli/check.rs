@@ -6,7 +6,7 @@ use super::logging::Logging;
 use super::progress::SetupBars;
 use super::report::text;
 use super::stdout::stdout;
-use crate::config::{self, ConfigError, RunConfig};
+use crate::config::{self, ConfigError, Loaded, RunConfig};
 use crate::run::{self, CheckReport, Finding, Note, Topic};
 use clap::Args;
 use std::io::Write as _;
@@ -26,24 +26,22 @@ pub(super) struct CheckArgs {
 
 /// Prints all findings, by topic.
 pub(super) fn run(args: &CheckArgs, logging: &Logging) -> anyhow::Result<()> {
-    let mut loaded = config::load_all::<RunConfig>(&args.config.config, &args.config.overrides);
-    let errors = std::mem::take(&mut loaded.errors);
+    let Loaded { config, errors, left_out } =
+        config::load_all::<RunConfig>(&args.config.config, &args.config.overrides);
     let mut lines: Vec<Line> = errors.into_iter().map(Line::of_config).collect();
     let bars = SetupBars(logging);
-    // If no data set is left, the errors above say why.
-    let is_left = |config: &RunConfig| lines.is_empty() || !config.data.train.is_empty();
-    let config = loaded.config.take().filter(is_left);
     if let Some(mut config) = config {
-        if let Err(error) = args.config.expand(&mut config) {
-            lines.push(Line::of_error(Topic::Config, &error));
-        }
+        let errors = args.config.expand(&mut config, &left_out);
+        lines.extend(errors.into_iter().map(Line::of_config));
         match run::download(&config, &bars) {
             Ok(config) => {
-                let mut report = run::check_run(&config, &bars);
-                report.number_sets(|list, set| loaded.number_in_file(list, set));
+                let report = run::check_run(&config, &left_out, &bars);
                 lines.extend(lines_of(report, args));
             }
-            Err(error) => lines.push(Line::of_error(Topic::Model, &args.config.located(error))),
+            Err(mut error) => {
+                error.number_as_in_file(&left_out);
+                lines.push(Line::of_error(Topic::Model, &args.config.located(error)));
+            }
         }
     }
     let count = |kind: Kind| lines.iter().filter(|line| line.kind == kind).count();

@@ -4,7 +4,7 @@
 //! reach the program as they are written.
 
 use super::args::ConfigArgs;
-use crate::config::RunConfig;
+use crate::config::{ConfigError, LeftOut, RunConfig};
 use clap::builder::{OsStringValueParser, TypedValueParser, ValueParser};
 use std::any::TypeId;
 use std::ffi::OsString;
@@ -100,11 +100,13 @@ pub(super) fn expand_arguments(command: clap::Command) -> clap::Command {
 }
 
 impl ConfigArgs {
-    /// Expands the paths of the config. The error has the line of the path that cannot be expanded.
-    pub(super) fn expand(&self, config: &mut RunConfig) -> anyhow::Result<()> {
-        config
-            .expand_paths(&expand)
-            .map_err(|(keys, error)| self.refuse(&keys, error.to_string(), error.hint()).into())
+    /// Expands the paths of the config, which lacks `left_out`. The errors have the lines of the paths
+    /// that cannot be expanded.
+    pub(super) fn expand(&self, config: &mut RunConfig, left_out: &LeftOut) -> Vec<ConfigError> {
+        let refuse = |(keys, error): (Vec<String>, PathError)| {
+            self.refuse(&left_out.in_file(&keys), error.to_string(), error.hint())
+        };
+        config.expand_paths(&expand).into_iter().map(refuse).collect()
     }
 }
 

@@ -96,6 +96,7 @@ impl<'de> Deserializer<'de> for De<'de> {
         match &self.node.value {
             Value::List(_) => self.list(visitor),
             Value::Map(_) => self.map(visitor),
+            Value::LeftOut => self.located(visitor.visit_unit()),
             value if value.is_null() => self.located(visitor.visit_unit()),
             Value::Scalar { text, quoting: Quoting::Plain } => {
                 if let Some(value) = boolean(text) {
@@ -293,8 +294,13 @@ impl<'de> de::SeqAccess<'de> for List<'de> {
         &mut self,
         seed: T,
     ) -> Result<Option<T::Value>, Fault> {
-        let Some(node) = self.items.next() else { return Ok(None) };
-        self.next += 1;
+        let node = loop {
+            let Some(node) = self.items.next() else { return Ok(None) };
+            self.next += 1;
+            if !matches!(node.value, Value::LeftOut) {
+                break node;
+            }
+        };
         seed.deserialize(De { node, key_place: None })
             .map(Some)
             .map_err(|fault| fault.at(&node.place).under((self.next - 1).to_string()))

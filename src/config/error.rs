@@ -220,8 +220,7 @@ impl ConfigError {
             Self::UnknownKey { valid, .. } if valid.is_empty() => "this section has no keys".to_owned(),
             Self::UnknownKey { valid, .. } => format!("valid keys here: {}", listed(valid)),
             Self::MissingKey { key, section, .. } => {
-                let path = if section.is_empty() { key.clone() } else { format!("{section}.{key}") };
-                format!("add it to the file, or pass `--set {path}=..`")
+                format!("add it to the file, or pass `--set {}=..`", join(section, key))
             }
             Self::UnknownValue { valid, .. } => format!("valid values: {}", listed(valid)),
             Self::WrongType { .. } | Self::Refused { .. } => {
@@ -233,6 +232,19 @@ impl ConfigError {
                     .to_owned()
             }
             Self::Write { .. } => "this is a bug in trainer: please report it".to_owned(),
+        }
+    }
+
+    /// The dotted key that is unknown or missing, or whose value is wrong, list items by number.
+    pub(super) fn key(&self) -> Option<String> {
+        match self {
+            Self::UnknownKey { key, section, .. } | Self::MissingKey { key, section, .. } => {
+                Some(join(section, key))
+            }
+            Self::UnknownValue { key, .. }
+            | Self::WrongType { key, .. }
+            | Self::Refused { key, .. } => Some(key.clone()),
+            _ => None,
         }
     }
 
@@ -254,6 +266,11 @@ impl ConfigError {
             | Self::Write { .. } => None,
         }
     }
+}
+
+/// The dotted key of `key` in a section.
+pub(super) fn join(section: &str, key: &str) -> String {
+    if section.is_empty() { key.to_owned() } else { format!("{section}.{key}") }
 }
 
 fn inside(section: &str) -> String {

@@ -1,11 +1,12 @@
 //! Reads a config file with `--set` overrides into a struct, and writes it as YAML.
 
 use super::de::read;
-use super::error::{ConfigError, Source};
+use super::error::{ConfigError, Source, join};
 use super::set::set;
 use super::tree::{Node, parse};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
@@ -28,85 +29,97 @@ pub struct Loaded<T> {
     pub config: Option<T>,
     /// All errors.
     pub errors: Vec<ConfigError>,
-    /// Dotted keys of the list items that were left out, each with the number that the item had then.
-    left_out: Vec<String>,
+    /// What `config` lacks.
+    pub left_out: LeftOut,
 }
 
-impl<T> Loaded<T> {
-    fn of(errors: Vec<ConfigError>) -> Self {
-        Self { config: None, errors, left_out: Vec::new() }
+/// The wrong values of a config file: dotted keys, list items by their number in the file. A key that
+/// is misspelled is there with the right spelling, too.
+#[derive(Debug, Default)]
+pub struct LeftOut(Vec<String>);
+
+impl LeftOut {
+    /// Whether the value of the dotted `key`, or a part of it, was left out.
+    pub fn has(&self, key: &str) -> bool {
+        self.0.iter().any(|path| path == key) || self.has_part_of(key)
+    }
+
+    fn has_part_of(&self, key: &str) -> bool {
+        let is_part = |rest: &str| rest.starts_with('.');
+        self.0.iter().any(|path| path.strip_prefix(key).is_some_and(is_part))
     }
 
     /// The number in the file of an item of the list `key`, given its number in the config.
     pub fn number_in_file(&self, key: &str, number: usize) -> usize {
-        let removed = self.left_out.iter().rev().filter_map(|item| {
-            let (list, number) = item.rsplit_once('.')?;
-            number.parse::<usize>().ok().filter(|_| list == key)
-        });
-        removed.fold(number, |number, removed| number + usize::from(number >= removed))
+        let item = |path: &String| path.strip_prefix(key)?.strip_prefix('.')?.parse().ok();
+        let removed: BTreeSet<usize> = self.0.iter().filter_map(item).collect();
+        removed.iter().fold(number, |number, removed| number + usize::from(number >= *removed))
+    }
+
+    /// Keys in the file, given those in the config.
+    pub fn in_file(&self, keys: &[String]) -> Vec<String> {
+        let mut found: Vec<String> = Vec::new();
+        for key in keys {
+            let number = key.parse().map(|number| self.number_in_file(&found.join("."), number));
+            found.push(number.map_or_else(|_| key.clone(), |number| number.to_string()));
+        }
+        found
     }
 }
 
 /// As [`load`], with all errors: after each, the value or key that caused it is left out. If a required
 /// key is missing, the list item or the section in which it is missing is left out.
 pub fn load_all<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Loaded<T> {
+    let mut loaded = Loaded { config: None, errors: Vec::new(), left_out: LeftOut::default() };
     let mut root = match tree(path, overrides) {
         Ok(root) => root,
-        Err(error) => return Loaded::of(vec![error]),
+        Err(error) => {
+            loaded.errors.push(error);
+            return loaded;
+        }
     };
-    let mut loaded = Loaded::of(Vec::new());
-    loop {
+    let Loaded { errors, left_out, .. } = &mut loaded;
+    while errors.len() < MAX_ERRORS {
         let error = match read(&root) {
             Ok(config) => return Loaded { config: Some(config), ..loaded },
             Err(error) => error,
         };
-        let errors = &mut loaded.errors;
-        let is_removed = match &error {
-            ConfigError::MissingKey { section, .. } => {
-                let keys = enclosing(section);
-                loaded.left_out.push(keys.join("."));
-                root.value.remove_at(&keys)
-            }
-            ConfigError::WrongType { key, .. } => {
-                loaded.left_out.push(key.clone());
-                error.place().is_some_and(|place| root.value.remove(place))
-            }
-            error => error.place().is_some_and(|place| root.value.remove(place)),
+        let Some(key) = error.key() else {
+            errors.push(error);
+            break;
         };
-        if !errors.last().is_some_and(|before| follows(&error, before)) {
+        // An error about what was left out before follows from that.
+        let (follows, wrong) = match &error {
+            ConfigError::MissingKey { section, .. } => {
+                (left_out.has(&key), enclosing(section).to_owned())
+            }
+            _ => (left_out.has_part_of(&key), key),
+        };
+        if let ConfigError::UnknownKey { section, nearest: Some(nearest), .. } = &error {
+            left_out.0.push(join(section, nearest));
+        }
+        if !follows {
             errors.push(error);
         }
-        if !is_removed || errors.len() == MAX_ERRORS {
-            return loaded;
+        if !root.value.remove(&wrong) {
+            break;
         }
+        left_out.0.push(wrong);
     }
+    loaded
 }
 
 /// The keys of the innermost list item that contains a section, or of the section.
-fn enclosing(section: &str) -> Vec<&str> {
-    let mut keys: Vec<&str> = section.split('.').filter(|key| !key.is_empty()).collect();
-    let is_number = |key: &&str| key.parse::<usize>().is_ok();
-    if let Some(last) = keys.iter().rposition(is_number) {
-        keys.truncate(last + 1);
-    }
-    keys
-}
-
-/// Whether a key is missing only because its wrong value, its misspelled key or its section was left
-/// out before.
-fn follows(error: &ConfigError, before: &ConfigError) -> bool {
-    let ConfigError::MissingKey { key, section, .. } = error else { return false };
-    let path = if section.is_empty() { key.clone() } else { format!("{section}.{key}") };
-    match before {
-        ConfigError::UnknownValue { key, .. }
-        | ConfigError::WrongType { key, .. }
-        | ConfigError::Refused { key, .. } => *key == path,
-        ConfigError::UnknownKey { nearest, section: of, .. } => {
-            nearest.as_ref() == Some(key) && of == section
+fn enclosing(section: &str) -> &str {
+    let is_number = |key: &str| key.parse::<usize>().is_ok();
+    let mut item = section;
+    while let Some((above, key)) = item.rsplit_once('.') {
+        if is_number(key) {
+            return item;
         }
-        ConfigError::MissingKey { section, .. } => enclosing(section).join(".") == path,
-        _ => false,
+        item = above;
     }
+    section
 }
 
 /// Returns an error about a value that [`load`] accepted but the run cannot use.

@@ -16,7 +16,7 @@ mod tree;
 
 pub use error::{ConfigError, Place};
 pub use identity::Change;
-pub use load::{Loaded, load, load_all, refuse, to_yaml};
+pub use load::{LeftOut, Loaded, load, load_all, refuse, to_yaml};
 pub(crate) use load::{load_text, parse_tree, read_tree};
 pub(crate) use nearest::nearest;
 pub(crate) use other_trainers::our_key;

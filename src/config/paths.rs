@@ -22,50 +22,50 @@ impl RunConfig {
 
     fn with_paths(&self, replace: impl Fn(&str) -> String) -> Self {
         let mut config = self.clone();
-        let replaced = config.expand_paths(&|path| Ok::<_, Infallible>(replace(path)));
-        replaced.unwrap_or_else(|(_, never)| match never {});
+        config.expand_paths(&|path| Ok::<_, Infallible>(replace(path)));
         config
     }
 
-    /// Replaces each path by what `expand` returns. The error comes with the keys of the path.
+    /// Replaces each path by what `expand` returns. Paths with an error stay as they are; each error
+    /// comes with the keys of its path.
     pub fn expand_paths<E>(
         &mut self,
         expand: &dyn Fn(&str) -> Result<String, E>,
-    ) -> Result<(), (Vec<String>, E)> {
-        let replace = |keys: &[&str], path: &mut PathBuf| match path.to_str().map(expand) {
-            Some(Ok(expanded)) => {
-                *path = PathBuf::from(expanded);
-                Ok(())
+    ) -> Vec<(Vec<String>, E)> {
+        let mut errors = Vec::new();
+        let mut replace = |keys: &[&str], path: &mut PathBuf| match path.to_str().map(expand) {
+            Some(Ok(expanded)) => *path = PathBuf::from(expanded),
+            Some(Err(error)) => {
+                errors.push((keys.iter().map(|&key| key.to_owned()).collect(), error));
             }
-            Some(Err(error)) => Err((keys.iter().map(|&key| key.to_owned()).collect(), error)),
-            None => Ok(()),
+            None => {}
         };
-        replace(&["output_dir"], &mut self.output_dir)?;
-        replace(&["model", "path"], &mut self.model.path)?;
+        replace(&["output_dir"], &mut self.output_dir);
+        replace(&["model", "path"], &mut self.model.path);
         if let Some(path) = self.adapter.as_mut().and_then(|adapter| adapter.start_from.as_mut()) {
-            replace(&["adapter", "start_from"], path)?;
+            replace(&["adapter", "start_from"], path);
         }
         if let Some(path) = &mut self.data.cache_dir {
-            replace(&["data", "cache_dir"], path)?;
+            replace(&["data", "cache_dir"], path);
         }
         for (list, sets) in [("train", &mut self.data.train), ("eval", &mut self.data.eval)] {
             for (index, set) in sets.iter_mut().enumerate() {
                 let index = index.to_string();
                 let at = |key| ["data", list, index.as_str(), key];
                 for path in set.path.paths_mut() {
-                    replace(&at("path"), path)?;
+                    replace(&at("path"), path);
                 }
                 if let Some(path) = &mut set.image_root {
-                    replace(&at("image_root"), path)?;
+                    replace(&at("image_root"), path);
                 }
                 if let Some(entry) = &mut set.dataset_info {
                     let mut path = PathBuf::from(&*entry);
-                    replace(&at("dataset_info"), &mut path)?;
+                    replace(&at("dataset_info"), &mut path);
                     *entry = path.to_string_lossy().into_owned();
                 }
             }
         }
-        Ok(())
+        errors
     }
 }
 
@@ -88,7 +88,7 @@ data:
     fn every_path_is_expanded() {
         let mut config: RunConfig = load_text(Path::new("a.yaml"), CONFIG).unwrap();
         let expand = |path: &str| Ok::<_, ()>(path.replace('~', "/u/ada"));
-        config.expand_paths(&expand).unwrap();
+        assert_eq!(config.expand_paths(&expand), []);
         let text = serde_json::to_string(&config).unwrap();
         assert_eq!(text.matches("/u/ada/").count(), 9, "{text}");
         assert!(!text.contains('~'), "{text}");
@@ -107,10 +107,18 @@ data:
     }
 
     #[test]
-    fn an_error_has_the_keys_of_its_path() {
+    fn an_error_has_the_keys_of_its_path_and_hides_no_other_one() {
         let mut config: RunConfig = load_text(Path::new("a.yaml"), CONFIG).unwrap();
-        let expand = |path: &str| if path == "~/7" { Err(7) } else { Ok(path.to_owned()) };
-        let keys = ["data", "train", "0", "image_root"].map(str::to_owned).to_vec();
-        assert_eq!(config.expand_paths(&expand), Err((keys, 7)));
+        let expand = |path: &str| match path {
+            "~/2" => Err(2),
+            "~/7" => Err(7),
+            path => Ok(path.replace('~', "/u")),
+        };
+        let errors = config.expand_paths(&expand);
+        let errors: Vec<_> =
+            errors.into_iter().map(|(keys, error)| (keys.join("."), error)).collect();
+        let expected = [("model.path", 2), ("data.train.0.image_root", 7)];
+        assert_eq!(errors, expected.map(|(keys, error)| (keys.to_owned(), error)));
+        assert_eq!(config.data.eval[0].path.paths(), [Path::new("/u/9")]);
     }
 }

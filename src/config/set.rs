@@ -63,6 +63,6 @@ fn child<'a>(node: &'a mut Node, key: &str, place: &Place) -> Result<&'a mut Nod
             }
             _ => Err(format!("a list of {}", items.len())),
         },
-        Value::Scalar { .. } => Err(found),
+        Value::Scalar { .. } | Value::LeftOut => Err(found),
     }
 }

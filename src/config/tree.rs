@@ -22,9 +22,14 @@ pub(crate) struct Node {
 /// The kinds of YAML values.
 #[derive(Debug, Clone)]
 pub(crate) enum Value {
-    Scalar { text: String, quoting: Quoting },
+    Scalar {
+        text: String,
+        quoting: Quoting,
+    },
     List(Vec<Node>),
     Map(Vec<Entry>),
+    /// A list item that was removed. It is not read, and the other items keep their numbers.
+    LeftOut,
 }
 
 /// A plain scalar may be a number, a boolean or null; a quoted scalar is text.
@@ -48,48 +53,34 @@ impl Value {
             if matches!(text.as_str(), "" | "~" | "null" | "Null" | "NULL"))
     }
 
-    /// Removes the entry or item at `place`, or whose key is there; returns whether there is one.
-    pub(super) fn remove(&mut self, place: &Place) -> bool {
-        let below = |node: &mut Node| node.value.remove(place);
+    /// Removes the entry or item at `path`, dotted keys with list items by number; returns whether
+    /// there is one. A key may contain dots itself.
+    pub(super) fn remove(&mut self, path: &str) -> bool {
+        let below = |key: &str| path.strip_prefix(key).and_then(|rest| rest.strip_prefix('.'));
         match self {
-            Self::Scalar { .. } => false,
-            Self::List(items) => match items.iter().position(|item| item.place == *place) {
-                Some(index) => {
-                    items.remove(index);
-                    true
-                }
-                None => items.iter_mut().any(below),
-            },
-            Self::Map(entries) => {
-                let is_there =
-                    |entry: &Entry| entry.key_place == *place || entry.node.place == *place;
-                match entries.iter().position(is_there) {
-                    Some(index) => {
-                        entries.remove(index);
+            Self::Scalar { .. } | Self::LeftOut => false,
+            Self::List(items) => {
+                let (key, rest) = path.split_once('.').map_or((path, None), |(k, r)| (k, Some(r)));
+                let item = key.parse::<usize>().ok().and_then(|index| items.get_mut(index));
+                match (item.map(|item| &mut item.value), rest) {
+                    (None | Some(Self::LeftOut), _) => false,
+                    (Some(value), Some(rest)) => value.remove(rest),
+                    (Some(value), None) => {
+                        *value = Self::LeftOut;
                         true
                     }
-                    None => entries.iter_mut().any(|entry| below(&mut entry.node)),
                 }
             }
+            Self::Map(entries) => match entries.iter().position(|entry| entry.key == path) {
+                Some(index) => {
+                    entries.remove(index);
+                    true
+                }
+                None => entries.iter_mut().any(|entry| {
+                    below(&entry.key).is_some_and(|rest| entry.node.value.remove(rest))
+                }),
+            },
         }
-    }
-
-    /// Removes the entry or item at `keys`, list items by number; returns whether there is one.
-    pub(super) fn remove_at(&mut self, keys: &[&str]) -> bool {
-        let Some((key, rest)) = keys.split_first() else { return false };
-        let index = match self {
-            Self::Scalar { .. } => None,
-            Self::List(items) => key.parse::<usize>().ok().filter(|index| *index < items.len()),
-            Self::Map(entries) => entries.iter().position(|entry| entry.key == *key),
-        };
-        match (index, self) {
-            (Some(index), Self::List(items)) if rest.is_empty() => drop(items.remove(index)),
-            (Some(index), Self::Map(entries)) if rest.is_empty() => drop(entries.remove(index)),
-            (Some(index), Self::List(items)) => return items[index].value.remove_at(rest),
-            (Some(index), Self::Map(entries)) => return entries[index].node.value.remove_at(rest),
-            _ => return false,
-        }
-        true
     }
 
     /// The value in an error message: `` `maybe` ``, `empty`, `a list`, `a mapping`.
@@ -100,6 +91,7 @@ impl Value {
             Self::Scalar { text, quoting: Quoting::Quoted } => format!("the text {text:?}"),
             Self::List(_) => "a list".to_owned(),
             Self::Map(_) => "a mapping".to_owned(),
+            Self::LeftOut => "left out".to_owned(),
         }
     }
 }
@@ -109,7 +101,7 @@ impl Node {
     pub(crate) fn nearest(&self, keys: &[&str]) -> &Self {
         let Some((key, rest)) = keys.split_first() else { return self };
         let child = match &self.value {
-            Value::Scalar { .. } => None,
+            Value::Scalar { .. } | Value::LeftOut => None,
             Value::List(items) => key.parse::<usize>().ok().and_then(|index| items.get(index)),
             Value::Map(entries) => {
                 entries.iter().find(|entry| entry.key == *key).map(|entry| &entry.node)
@@ -296,7 +288,7 @@ fn merge(entries: &mut Vec<Entry>, node: Node) -> Result<(), ConfigError> {
 
 fn count(value: &Value) -> usize {
     match value {
-        Value::Scalar { .. } => 1,
+        Value::Scalar { .. } | Value::LeftOut => 1,
         Value::List(items) => items.iter().map(|item| count(&item.value)).sum::<usize>() + 1,
         Value::Map(entries) => {
             entries.iter().map(|entry| 1 + count(&entry.node.value)).sum::<usize>() + 1

@@ -16,6 +16,7 @@ pub(super) enum Value {
 impl Value {
     pub(super) fn of(node: &Node) -> Self {
         match &node.value {
+            NodeValue::LeftOut => Self::Null,
             value if value.is_null() => Self::Null,
             NodeValue::Scalar { text, .. } => Self::Text(text.clone()),
             NodeValue::List(items) => Self::List(items.iter().map(Self::of).collect()),

@@ -3,7 +3,7 @@
 use super::device::DeviceError;
 use super::setup_error::SetupError;
 use crate::checkpoint::CheckpointError;
-use crate::config::{Change, ConfigError, ValueError};
+use crate::config::{Change, ConfigError, LeftOut, ValueError};
 use crate::data::{
     CacheError, DataConfigError, EncoderError, ImageConfigError, LoaderError, OrderError,
     SourceError, VideoConfigError,
@@ -274,6 +274,22 @@ impl RunError {
                 Some(dotted("distributed.sequence"))
             }
             _ => None,
+        }
+    }
+
+    /// Replaces the numbers of list items by those in the file, from which `left_out` was left out.
+    pub fn number_as_in_file(&mut self, left_out: &LeftOut) {
+        match self {
+            Self::DataSet { list, index, .. }
+            | Self::DataConfig(DataConfigError::Weight { list, index, .. }) => {
+                *index = left_out.number_in_file(&format!("data.{list}"), *index);
+            }
+            Self::DataConfig(DataConfigError::Entry { key, .. }) | Self::Hub { key, .. } => {
+                let keys: Vec<String> = key.split('.').map(str::to_owned).collect();
+                *key = left_out.in_file(&keys).join(".");
+            }
+            Self::Groups { keys, .. } => *keys = left_out.in_file(keys),
+            _ => {}
         }
     }
 

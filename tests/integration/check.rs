@@ -322,6 +322,65 @@ fn a_wrong_pattern_and_a_wrong_template_hide_no_other_problem() {
     assert!(text.iter().any(|text| text.contains("`neither`")), "{text:?}");
 }
 
+/// The messages of the errors, in order.
+fn errors(found: &[Value]) -> Vec<String> {
+    let errors = found.iter().filter(|finding| finding["kind"] == "error");
+    errors.map(|finding| finding["message"].as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn errors_behind_a_list_item_that_was_left_out_have_its_number_and_line_in_the_file() {
+    let place = place();
+    place.write(
+        "bad.yaml",
+        "output_dir: run\n\
+         model: {path: model, freeze: [[], no.such]}\n\
+         data:\n\
+         \x20 train:\n\
+         \x20   - {path: a.jsonl, corpus: {}}\n\
+         \x20   - path: good.jsonl\n\
+         \x20   - path: ~other/a.jsonl\n\
+         \x20   - path: absent.jsonl\n\
+         \x20 eval: [5, {corpus: {}}, {path: lost.jsonl}]\n\
+         train: {max_steps: 3}\n",
+    );
+    let found = errors(&findings(&place, "bad.yaml", 65));
+    let expected = [
+        "bad.yaml:2:31: `model.freeze.0` is a list",
+        "bad.yaml:5:23: missing key `sampling` in `data.train.0.corpus`",
+        "bad.yaml:9:10: `data.eval.0` is `5`",
+        "bad.yaml:9:14: missing key `sampling` in `data.eval.1.corpus`",
+        "bad.yaml:7:13: `~other/a.jsonl` begins with",
+        "bad.yaml:2:35: ",
+        "bad.yaml:7:13: `data.train.2.path`",
+        "bad.yaml:8:13: `data.train.3.path`",
+        "bad.yaml:9:34: `data.eval.2.path`",
+    ];
+    assert_eq!(found.len(), expected.len(), "{found:#?}");
+    for (found, expected) in found.iter().zip(expected) {
+        assert!(found.starts_with(expected), "{expected}: {found}");
+    }
+}
+
+#[test]
+fn without_a_usable_training_set_the_other_parts_of_a_run_are_checked() {
+    let place = place();
+    place.write(
+        "bad.yaml",
+        "output_dir: run\n\
+         model: {path: model, freeze: [no.such]}\n\
+         data: {train: [good.jsonl], eval: [{path: lost.jsonl}]}\n\
+         optim: {lr: -1.0}\n\
+         train: {max_steps: 3}\n",
+    );
+    let found = errors(&findings(&place, "bad.yaml", 65));
+    let expected = ["`data.train.0` is `good.jsonl`", "`optim.lr`", "`no.such`", "lost.jsonl"];
+    assert_eq!(found.len(), expected.len(), "{found:#?}");
+    for (found, expected) in found.iter().zip(expected) {
+        assert!(found.contains(expected), "{expected}: {found}");
+    }
+}
+
 #[test]
 fn a_wrong_value_of_the_model_folder_is_reported_once() {
     let place = place();

@@ -27,7 +27,7 @@ pub(super) fn check(
     observer: &dyn SetupObserver,
     report: &mut CheckReport,
 ) -> Option<DataPlan> {
-    let mut complete = true;
+    let mut complete = !config.data.train.is_empty();
     for (list, topic) in [(DataList::Train, Topic::Train), (DataList::Eval, Topic::Eval)] {
         let sets = match list {
             DataList::Train => &config.data.train,

@@ -7,7 +7,7 @@ mod resources;
 use super::error::RunError;
 use super::inputs::encoder;
 use super::observer::SetupObserver;
-use crate::config::RunConfig;
+use crate::config::{LeftOut, RunConfig};
 use crate::data::{DataConfigError, Encoder};
 pub(crate) use resources::predicted_memory;
 use resources::{GIB, LESS_DISK, Need};
@@ -102,29 +102,6 @@ impl CheckReport {
         ]
     }
 
-    /// Replaces the numbers of data sets; `number` receives `data.train` or `data.eval`, and a number.
-    pub fn number_sets(&mut self, number: impl Fn(&str, usize) -> usize) {
-        for (_, finding) in &mut self.findings {
-            let Finding::Error(error) = finding else { continue };
-            match error {
-                RunError::DataSet { list, index, .. }
-                | RunError::DataConfig(DataConfigError::Weight { list, index, .. }) => {
-                    *index = number(&format!("data.{list}"), *index);
-                }
-                RunError::DataConfig(DataConfigError::Entry { key, .. }) => {
-                    let parts: Vec<&str> = key.splitn(4, '.').collect();
-                    if let [data, list, set, rest] = parts[..]
-                        && let Ok(set) = set.parse()
-                    {
-                        let set = number(&format!("{data}.{list}"), set);
-                        *key = format!("{data}.{list}.{set}.{rest}");
-                    }
-                }
-                _ => {}
-            }
-        }
-    }
-
     fn add(&mut self, topic: Topic, finding: Finding) {
         self.findings.push((topic, finding));
     }
@@ -193,8 +170,13 @@ fn usable_encoder(
     }
 }
 
-/// Checks a config without training. It writes caches of the data only.
-pub fn check_run(config: &RunConfig, observer: &dyn SetupObserver) -> CheckReport {
+/// Checks a config without training. It writes caches of the data only. `config` lacks `left_out` of its
+/// file: errors number list items as in the file, and none is only about the lack of these values.
+pub fn check_run(
+    config: &RunConfig,
+    left_out: &LeftOut,
+    observer: &dyn SetupObserver,
+) -> CheckReport {
     let mut report = CheckReport::default();
     // If this fails, the update of the cache reports it.
     let _ = fs::create_dir_all(config.cache_dir());
@@ -204,7 +186,9 @@ pub fn check_run(config: &RunConfig, observer: &dyn SetupObserver) -> CheckRepor
         report.error(Topic::Config, error);
     }
     for error in config.data.problems() {
-        report.error(Topic::Config, error);
+        if error != DataConfigError::NoTrainData || !left_out.has("data.train") {
+            report.error(Topic::Config, error);
+        }
     }
     model::check(config, &mut report);
     let packs = if let Some((usable, encoder)) = usable_encoder(config, &mut report) {
@@ -221,5 +205,10 @@ pub fn check_run(config: &RunConfig, observer: &dyn SetupObserver) -> CheckRepor
     }
     resources::check_output(config, &mut report);
     report.findings.sort_by_key(|(topic, _)| *topic);
+    for (_, finding) in &mut report.findings {
+        if let Finding::Error(error) = finding {
+            error.number_as_in_file(left_out);
+        }
+    }
     report
 }
