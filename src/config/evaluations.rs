@@ -1,18 +1,18 @@
 //! Checks the settings of evaluations.
 
-use super::{RunConfig, ValueError};
+use super::{LeftOut, RunConfig, ValueError};
 use crate::train::GenerateConfig;
 
 const NO_EVAL: &str = "no value without `data.eval`";
 
 impl RunConfig {
     /// Problems of `checkpoint.best` and `eval`.
-    pub(super) fn evaluation_problems(&self) -> Vec<ValueError> {
+    pub(super) fn evaluation_problems(&self, left_out: &LeftOut) -> Vec<ValueError> {
         let mut problems = Vec::new();
         let mut invalid = |key, found: &dyn ToString, expected| {
             problems.push(ValueError { key, found: found.to_string(), expected });
         };
-        let has_rows = !self.data.eval.is_empty();
+        let has_rows = !self.data.eval.is_empty() || left_out.has("data.eval");
         if let Some(best) = &self.checkpoint.best {
             if !has_rows {
                 invalid("checkpoint.best", &best.metric, NO_EVAL);

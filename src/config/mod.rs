@@ -138,11 +138,12 @@ const MAX_RANK: usize = 8192;
 impl RunConfig {
     /// Checks the ranges of values and the rules between them; returns the first problem.
     pub fn check(&self) -> Result<(), ValueError> {
-        self.problems().into_iter().next().map_or(Ok(()), Err)
+        self.problems(&LeftOut::default()).into_iter().next().map_or(Ok(()), Err)
     }
 
-    /// All values that are out of range or contradict each other.
-    pub fn problems(&self) -> Vec<ValueError> {
+    /// All values that are out of range or contradict each other, except those that contradict only
+    /// the lack of a value that is `left_out`.
+    pub fn problems(&self, left_out: &LeftOut) -> Vec<ValueError> {
         let optim = &self.optim;
         let mut problems = Vec::new();
         let mut rule = |holds: bool, key, found: &dyn ToString, expected| {
@@ -220,7 +221,7 @@ impl RunConfig {
             rule(freeze.is_empty(), "model.freeze", &freeze.join(", "), NO_FREEZE);
         }
         problems.extend(self.check_optimizer().err());
-        problems.extend(self.evaluation_problems());
+        problems.extend(self.evaluation_problems(left_out));
         problems
     }
 

@@ -363,6 +363,22 @@ fn errors_behind_a_list_item_that_was_left_out_have_its_number_and_line_in_the_f
 }
 
 #[test]
+fn a_broken_evaluation_set_makes_no_setting_of_evaluations_wrong() {
+    let place = place();
+    let text = String::from_utf8(place.read("good.yaml")).unwrap();
+    let text = text.replace("  packing_length", "  eval: [5]\n  packing_length");
+    let more = "eval: {early_stopping: {patience: 2}, generate: {max_new_tokens: 4}}\n\
+                checkpoint: {best: {metric: eval.loss}}\n";
+    place.write("bad.yaml", &(text.clone() + more));
+    let found = findings(&place, "bad.yaml", 65);
+    let wrong = errors(&found);
+    assert!(wrong.len() == 1 && wrong[0].contains("`data.eval.0` is `5`"), "{wrong:?}");
+    assert!(memory(&found).contains("for its largest pack"), "{found:?}");
+    place.write("bad.yaml", &(text.replace("[5]", "[]") + more));
+    assert_eq!(errors(&findings(&place, "bad.yaml", 65)).len(), 3);
+}
+
+#[test]
 fn without_a_usable_training_set_the_other_parts_of_a_run_are_checked() {
     let place = place();
     place.write(

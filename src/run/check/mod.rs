@@ -180,7 +180,7 @@ pub fn check_run(
     let mut report = CheckReport::default();
     // If this fails, the update of the cache reports it.
     let _ = fs::create_dir_all(config.cache_dir());
-    let values = config.problems();
+    let values = config.problems(left_out);
     let is_valid = values.is_empty();
     for error in values {
         report.error(Topic::Config, error);
