@@ -424,6 +424,22 @@ fn a_wrong_value_of_the_model_folder_is_reported_once() {
     let errors = of_encoder(&found);
     assert!(errors.len() == 1 && errors[0].contains("`data.video.fps` is `-2`"), "{errors:?}");
     assert!(memory(&found).contains("full packs, which are assumed"), "{found:?}");
+
+    // The other settings of the section still apply to the rows.
+    fs::copy(golden("data/images/exact_moon_64x64.png"), place.path("frame.png")).unwrap();
+    let row = json!({"messages": [{"role": "user", "content": "<video>?"},
+        {"role": "assistant", "content": "a"}], "videos": [vec!["frame.png"; 8]]});
+    place.write("good.jsonl", &(row.to_string() + "\n"));
+    let rows = |video: &str, code| {
+        place.write("rows.yaml", &with(video));
+        let found = findings(&place, "rows.yaml", code);
+        let rows = found.iter().find(|finding| finding["topic"] == "data.train").unwrap();
+        rows["message"].to_string()
+    };
+    let small = "max_pixels: 8192";
+    let expected = rows(&format!("video: {{{small}}}"), 0);
+    assert_ne!(expected, rows("video: {}", 0));
+    assert_eq!(expected, rows(&format!("video: {{{small}, fps: -2.0}}"), 65));
 }
 
 #[test]

@@ -8,7 +8,7 @@ use super::error::RunError;
 use super::inputs::encoder;
 use super::observer::SetupObserver;
 use crate::config::{LeftOut, RunConfig};
-use crate::data::{DataConfigError, Encoder};
+use crate::data::{DataConfigError, Encoder, VideoConfig};
 pub(crate) use resources::predicted_memory;
 use resources::{GIB, LESS_DISK, Need};
 use std::fs;
@@ -155,8 +155,12 @@ fn usable_encoder(
         };
         let data = &mut config.data;
         let is_changed = match error {
+            // all its keys are limits on the same pixels
             RunError::ImageSetting { .. } => std::mem::take(&mut data.image) != data.image,
-            RunError::VideoSetting { .. } => std::mem::take(&mut data.video) != data.video,
+            RunError::VideoSetting { key, .. } => {
+                let changed = without(&data.video, key);
+                std::mem::replace(&mut data.video, changed) != data.video
+            }
             _ => false,
         };
         let text = error.to_string();
@@ -167,6 +171,19 @@ fn usable_encoder(
             return None;
         }
         last = text;
+    }
+}
+
+/// `video` without a wrong setting, and without the one that is compared with it.
+fn without(video: &VideoConfig, wrong: &str) -> VideoConfig {
+    let (default, video) = (VideoConfig::default(), video.clone());
+    match wrong {
+        "fps" => VideoConfig { fps: None, ..video },
+        "min_frames" | "max_frames" => VideoConfig { min_frames: None, max_frames: None, ..video },
+        "min_pixels" | "max_pixels" => VideoConfig { min_pixels: None, max_pixels: None, ..video },
+        "marks" => VideoConfig { marks: default.marks, ..video },
+        "timeout_s" => VideoConfig { timeout_s: default.timeout_s, ..video },
+        _ => default,
     }
 }
 
