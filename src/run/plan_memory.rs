@@ -167,7 +167,9 @@ impl RunMemory {
             let half = config.data.packing_length.get() / 2;
             all.push(vec![self.with(format!("data.packing_length={half}"), |to| {
                 to.config.data.packing_length = NonZeroU32::MIN.saturating_add(half - 1);
-                to.load = to.load.scaled(0.5);
+                // packs that are shorter than this stay as they are
+                let most = f64::from(half) * to.config.train.batch_size.get() as f64;
+                to.load = to.load.scaled((most / to.load.tokens()).min(1.0));
             })]);
         }
         if config.model.precision == Precision::F32 {

@@ -2,6 +2,7 @@
 
 use super::harness::Place;
 use serde_json::Value;
+use std::num::NonZeroU32;
 use std::path::Path;
 use trainer::config::{self, RunConfig};
 use trainer::run::{Load, ModelShape, RunMemory};
@@ -87,19 +88,38 @@ fn missing_data_is_no_obstacle() {
     assert!(!place.names(".").contains(&"run".to_owned()), "no folder is left");
 }
 
-/// The settings that `savings` names for a config with these values.
+/// The settings that `savings` names for a config with these values and full packs.
 fn advised(place: &Place, values: &[&str]) -> Vec<String> {
+    advised_for(place, values, 1)
+}
+
+/// As [`advised`], for packs that are `longer` times shorter than `data.packing_length`.
+fn advised_for(place: &Place, values: &[&str], longer: u32) -> Vec<String> {
     let folder = place.path("");
     let path = |name: &str| Path::new(&folder).join(name);
     let mut values: Vec<String> = values.iter().map(|value| (*value).to_owned()).collect();
     values.push(format!("model.path={}", path("model").display()));
-    let config: RunConfig = config::load(&path("plan.yaml"), &values).unwrap();
+    let mut config: RunConfig = config::load(&path("plan.yaml"), &values).unwrap();
     let shape = ModelShape::read(&config).unwrap();
     let load = Load::full(&shape, &config, (0.0, 0.5));
     assert_eq!(config.device, DeviceChoice::Cpu);
+    let length = config.data.packing_length.get() * longer;
+    config.data.packing_length = NonZeroU32::new(length).unwrap();
     let savings = RunMemory { config, load, world: 1 }.savings().unwrap();
     assert!(savings.iter().all(|saving| saving.bytes > 0.0), "{savings:?}");
     savings.into_iter().map(|saving| saving.setting).collect()
+}
+
+#[test]
+fn packing_length_is_advised_only_if_the_packs_reach_it() {
+    let place = place();
+    let set = ["data.packing_length=65536", "model.recompute=full", "model.precision=bf16"];
+    let advises = |longer| {
+        let settings = advised_for(&place, &set, longer);
+        settings.iter().any(|setting| setting.starts_with("data.packing_length"))
+    };
+    assert!(advises(1));
+    assert!(!advises(2) && !advises(16));
 }
 
 #[test]
