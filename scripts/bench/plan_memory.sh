@@ -9,9 +9,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} trainer=${TRAINER:-$PWD/target/release/trainer}
+names=" $* " known="images frozen bf16 lora qlora adafactor 8bit large"
+[ "$*" = short ] || for name in "$@"; do
+  [[ " $known " = *" $name "* ]] || { echo "unknown config \`$name\`, expected short alone, or some of: $known" >&2; exit 64; }
+done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-names=" $* "
 
 VOCAB=2048 scripts/bench/text_model.sh "$work/base"
 VOCAB=151936 scripts/bench/text_model.sh "$work/large"
