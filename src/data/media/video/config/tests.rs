@@ -110,7 +110,7 @@ fn the_error_for_an_invalid_value_names_its_key_and_value() {
         (json!({"size": {"shortest_edge": 0}}), "`size.shortest_edge` is `0`"),
         (
             json!({"max_pixels": 9}),
-            "json: `max_pixels` is `9`, expected at least the minimum of 4096",
+            "json`: `max_pixels` is `9`, expected at least the minimum of 4096",
         ),
         (json!({"size": {"longest_edge": 9}}), "`size.longest_edge` is `9`"),
     ] {
