@@ -4,8 +4,9 @@
 #   scripts/cuda/gpu_test.sh [DEVICE]
 #   1. every op, forward and backward, on the GPU against its f64 reference: odd sizes, f32 and bf16
 #   2. the model tests (gradients, causality, isolation, packed == padded == alone, recompute)
-#   3. 50 steps in bf16 on the GPU against 50 steps in f32 on the CPU: the losses of the first and of
-#      the last step are within 2 %
+#   3. 50 steps in bf16 on the GPU against 50 steps in f32 on the CPU: the losses of the first and of the
+#      last step are within 2 %; the same for an adapter, for an adapter of a model in NF4, and for
+#      AdamW with 8-bit moments
 #   4. a run that is stopped half way and resumed ends with the same bytes as an uninterrupted one
 #   5. 1,000 steps of varying shapes: after step 200, neither GPU memory nor host memory grows
 #   6. ranks: two and four that share the GPU train the same weights as one; the library NCCL, if it
@@ -64,13 +65,22 @@ train() { # name, steps, settings..
     return 1
   }
 }
-curves() {
-  (unset TRAINER_EMULATE_CUDA && train cpu_f32 "$steps" --set device=cpu) || return 1
-  train gpu_bf16 "$steps" --set "device=$device" --set model.precision=bf16 || return 1
-  paste -d' ' <(losses cpu_f32) <(losses gpu_bf16) | awk -v steps="$steps" '
+curve() { # name, steps, settings..
+  local name=$1 steps=$2
+  shift 2
+  (unset TRAINER_EMULATE_CUDA && train "cpu_$name" "$steps" --set device=cpu "$@") || return 1
+  train "gpu_$name" "$steps" --set "device=$device" --set model.precision=bf16 "$@" || return 1
+  paste -d' ' <(losses "cpu_$name") <(losses "gpu_$name") | awk -v name="$name" -v steps="$steps" '
     { off = ($2 > $1 ? $2 - $1 : $1 - $2) / $1; if (off > worst) worst = off }
-    NR == 1 || NR == steps { printf "step %d: %.6f on the CPU in f32, %.6f on the GPU in bf16, %.2f %% apart\n", NR, $1, $2, 100 * off; if (off > 0.02) bad = 1 }
+    NR == 1 || NR == steps { printf "%s, step %d: %.6f on the CPU, %.6f on the GPU, %.2f %% apart\n", name, NR, $1, $2, 100 * off; if (off > 0.02) bad = 1 }
     END { printf "worst of %d steps: %.2f %%\n", NR, 100 * worst; exit bad || NR != steps }'
+}
+curves() { curve full "$steps"; }
+# The codes of NF4 depend on the precision of the weights that are quantised: bf16 on the CPU too.
+adapters() {
+  curve adapter "$more_steps" --set 'adapter={rank: 8, dropout: 0.1}' &&
+    curve nf4 "$more_steps" --set 'adapter={rank: 8, quantize: nf4}' --set model.precision=bf16 &&
+    curve adamw_8bit "$more_steps" --set optim.kind=adamw_8bit
 }
 losses() { grep -o '"loss":[0-9.e-]*' "$out/$1/metrics.jsonl" | cut -d: -f2; }
 
@@ -142,6 +152,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader ||
 part "ops against f64 references" ops
 part "model tests" laws
 part "$steps steps, bf16 on the GPU against f32 on the CPU" curves
+part "adapter, NF4 and 8-bit AdamW on the GPU against the CPU" adapters
 part "resume" resume
 if [ -z "${TINY:-}" ]; then
   part "memory over 1,000 steps" memory
