@@ -123,7 +123,9 @@ const NAMES: &[(&str, &str)] = &[
     ("save_steps", "checkpoint.every_steps"),
     ("save_total_limit", "checkpoint.keep"),
     ("eval_steps", "eval.every_steps"),
+    ("early_stopping_steps", "eval.early_stopping"),
     ("logging_steps", "log.every_steps"),
+    ("report_to", "log.trackers"),
 ];
 
 /// Returns the key for a setting that other trainers call `name`.

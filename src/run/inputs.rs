@@ -76,7 +76,7 @@ pub(crate) fn open_data(
     let data = &config.data;
     let (name, datasets, purpose, cut) = match list {
         DataList::Train => {
-            ("train", &data.train, Purpose::Train(config.train.batch_size), data.cut())
+            ("train", &data.train, Purpose::Train(config.train.batch_size), data.truncation_rule())
         }
         // Evaluation scores whole samples.
         DataList::Eval => ("eval", &data.eval, Purpose::Eval, None),
@@ -101,7 +101,7 @@ pub(crate) fn open_data(
         }
     };
     let rows = JsonlRows::open_with(datasets, encoder.clone(), &options, &progress);
-    rows.map(|rows| rows.cut(cut)).map_err(|problem| of_data_set(name, datasets, problem))
+    rows.map(|rows| rows.truncated(cut)).map_err(|problem| of_data_set(name, datasets, problem))
 }
 
 /// An error of the list `name`, with the config key that it is about.

@@ -131,7 +131,7 @@ fn lengths_from_the_cache_are_those_of_measuring_under_every_limit() {
                 let cut = NonZeroU32::new(max_length)
                     .map(|max_length| TruncationRule { max_length, keep });
                 let set = DatasetConfig::new(place.path("rows.jsonl"));
-                let rows = JsonlRows::open(&[set], encoder.clone()).unwrap().cut(cut);
+                let rows = JsonlRows::open(&[set], encoder.clone()).unwrap().truncated(cut);
                 let rows = Arc::new(rows);
                 let (cached, work) =
                     CachedRows::update(rows.clone(), &place.path("cache"), &|_| ()).unwrap();

@@ -171,7 +171,7 @@ fn check(case: &Case, folder: &Path) -> Result<(), TestCaseError> {
     let text = case.rows.iter().map(Value::to_string).collect::<Vec<_>>().join("\n");
     File::create(&path).unwrap().write_all(text.as_bytes()).unwrap();
     let set = DatasetConfig { image_root: Some(golden("data/images")), ..DatasetConfig::new(path) };
-    let rows = Arc::new(JsonlRows::open(&[set], encoder()).unwrap().cut(case.cut()));
+    let rows = Arc::new(JsonlRows::open(&[set], encoder()).unwrap().truncated(case.cut()));
     let options = case.options(case.workers);
 
     // The result of encoding each row alone.

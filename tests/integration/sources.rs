@@ -283,7 +283,7 @@ fn see(case: &Case, path: Value, folder: &Path) -> Seen {
         ..DatasetConfig::new(PathBuf::new())
     };
     let rows = JsonlRows::open(&[DatasetConfig { path, ..set }], encoder()).unwrap();
-    let rows = Arc::new(rows.cut(case.cut()));
+    let rows = Arc::new(rows.truncated(case.cut()));
     let (cached, work) = CachedRows::update(rows.clone(), &folder.join("cache"), &|_| ()).unwrap();
     assert_eq!(work.measured, case.rows.len() as u64);
     let nowhere = || SampleId { file: Path::new("rows").into(), line: 1 };

@@ -217,7 +217,7 @@ fn the_answers_of_a_long_chat_are_those_of_its_end() {
     let mut messages = Vec::new();
     for turn in 0..3 {
         messages.extend([
-            user("ask <|im_end|>"),
+            user("say <|im_end|>"),
             assistant(format!("<think>\nwhy {turn}\n</think>\n\nbecause\n")),
             user("call"),
             json!({"role": "assistant", "content": "calling", "tool_calls": call}),
@@ -285,7 +285,7 @@ fn weights_stay_with_their_tokens_when_a_chat_is_truncated() {
     for max_length in 4..whole.len() as u32 {
         for keep in [KeptEnd::Beginning, KeptEnd::End] {
             let cut = TruncationRule { max_length: NonZeroU32::new(max_length).unwrap(), keep };
-            let Ok(encoded) = encoder().encode_cut(&sample, Some(cut)) else { continue };
+            let Ok(encoded) = encoder().encode_truncated(&sample, Some(cut)) else { continue };
             let kept = match keep {
                 KeptEnd::Beginning => 0..encoded.len(),
                 KeptEnd::End => whole.len() - encoded.len()..whole.len(),
@@ -296,7 +296,7 @@ fn weights_stay_with_their_tokens_when_a_chat_is_truncated() {
     sample.messages[1].weight = 1.0; // all that is left of the chat below
     let max_length = NonZeroU32::new(whole.len() as u32 / 2).unwrap();
     let cut = TruncationRule { max_length, keep: KeptEnd::Beginning };
-    assert_eq!(encoder().encode_cut(&sample, Some(cut)).unwrap().weights, None);
+    assert_eq!(encoder().encode_truncated(&sample, Some(cut)).unwrap().weights, None);
 }
 
 #[test]

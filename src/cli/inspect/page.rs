@@ -60,7 +60,7 @@ impl<'a> Page<'a> {
         );
         let pixels_a_sample = PAGE_PIXELS / num.clamp(1, 1 << 20) as u64;
         let packing_length = data.packing_length.get();
-        let side = data.cut().map(|cut| cut::side(cut.keep));
+        let side = data.truncation_rule().map(|cut| cut::side(cut.keep));
         Self { encoder, pixels_a_sample, packing_length, samples: 0, side, cut: (0, 0), head, body }
     }
 

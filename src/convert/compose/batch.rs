@@ -1,4 +1,4 @@
-//! Batch size and accumulation: one device here does the work of all processes there.
+//! Batch size and accumulation: a step here is that of the whole run, on any number of ranks.
 
 use crate::convert::rule::Role;
 use crate::convert::trainer::Trainer;
@@ -12,13 +12,19 @@ const SWIFT_STEP: u64 = 16;
 pub(super) fn batch(work: &mut Work, world_size: Option<NonZeroU64>) -> Option<u64> {
     let world = world(work, world_size);
     let mut split = 1;
-    for role in [Role::SequenceParallel, Role::TensorParallel] {
+    for (role, reason) in [
+        (
+            Role::SequenceParallel,
+            "the batch is computed without it; set `distributed.sequence` if several ranks train",
+        ),
+        (
+            Role::TensorParallel,
+            "the batch is computed without it; `distributed.shard: full` divides the weights",
+        ),
+    ] {
         if let Some((degree, setting)) = work.count(role) {
             split *= degree.max(1);
-            work.drop(
-                &setting,
-                "one process trains on one device here; the batch is computed without it",
-            );
+            work.drop(&setting, reason);
         }
     }
     let batch = work.out.number("train.batch_size").unwrap_or(1);
@@ -55,7 +61,10 @@ fn world(work: &mut Work, given: Option<NonZeroU64>) -> Option<u64> {
     let (processes, nodes) = (work.given(Role::Processes), work.given(Role::Nodes));
     let devices = work.given(Role::VisibleDevices);
     for setting in [&processes, &nodes, &devices].into_iter().flatten() {
-        work.drop(setting, "one process trains on one device; the accumulation makes up for it");
+        work.drop(
+            setting,
+            "the step is that of the whole run, on any number of ranks; the accumulation contains it",
+        );
     }
     if let Some(given) = given {
         return Some(given.get());

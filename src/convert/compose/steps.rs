@@ -20,6 +20,8 @@ pub(super) fn steps(work: &mut Work, epoch: Option<u64>) {
     if let Some((steps, setting)) = &log {
         work.write_from("log.every_steps", &steps.to_string(), setting);
     }
+    trackers(work);
+    early_stopping(work);
     // what `eval_steps` follows if it is left out
     let followed = if work.trainer == Trainer::MsSwift { saved } else { log };
     if work.out.eval.is_empty() {
@@ -30,6 +32,37 @@ pub(super) fn steps(work: &mut Work, epoch: Option<u64>) {
         }
     } else {
         every(work, Role::EvalStrategy, Role::EvalSteps, "eval.every_steps", epoch, followed);
+    }
+}
+
+/// Writes `log.trackers`.
+fn trackers(work: &mut Work) {
+    let Some(setting) = work.take(Role::Trackers) else { return };
+    let names: Vec<&str> = setting.value.items().iter().filter_map(|name| name.text()).collect();
+    if names.iter().any(|name| ["tensorboard", "all"].contains(name)) {
+        work.write("log.trackers", "[tensorboard]", &work.from(&setting));
+    } else if names.contains(&"wandb") {
+        work.drop(&setting, "scripts/trackers/to_wandb.py sends the logs of a finished run");
+    } else if names.iter().all(|name| *name == "none") {
+        work.drop(&setting, "the same happens here");
+    } else {
+        work.drop(&setting, "every step is in `metrics.jsonl`; the only tracker is `tensorboard`");
+    }
+}
+
+/// Writes `eval.early_stopping`; the metric is `eval.loss`, the same as in LLaMA-Factory.
+fn early_stopping(work: &mut Work) {
+    let Some(setting) = work.take(Role::EarlyStopping) else { return };
+    match setting.value.count() {
+        Some(count) if count > 0 && work.out.eval.is_empty() => {
+            work.drop(&setting, "there is no evaluation data");
+        }
+        Some(count) if count > 0 => {
+            let value = format!("{{patience: {count}}}");
+            work.write("eval.early_stopping", &value, &work.from(&setting));
+        }
+        _ if setting.value.is_off() => work.drop(&setting, "it is off"),
+        _ => work.refuse(&setting, "expected a whole number of evaluations of 1 or more"),
     }
 }
 

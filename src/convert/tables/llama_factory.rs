@@ -1,10 +1,10 @@
 //! Settings of LLaMA-Factory, with its defaults; environment variables in capitals.
 
+use super::transformers::DEVICES;
 use crate::convert::rule::Kind::{Count, Not, Number};
 use crate::convert::rule::Rule::{Adapter, Copy, Drop, Is, Only, Refuse};
 use crate::convert::rule::{Role, Row, row};
 
-const DEVICES: &str = "one process trains on one device here";
 const KERNEL: &str = "the kernels follow from the device";
 const CACHE: &str = "lengths are cached in `output_dir` by themselves";
 const FREEZE: &str = "has no effect without `finetuning_type: freeze`";
@@ -13,10 +13,10 @@ const QUANTISED: &str =
 const OBJECTIVE: &str = "only supervised fine-tuning of a language model is supported";
 const OPTIMIZER: &str = "set `optim.kind` to `adamw`, `adamw_8bit`, `muon` or `adafactor`";
 const GENERATION: &str = "generation has no part in training";
-const TRACKER: &str = "every step is in `metrics.jsonl`; there is no tracker";
+const TRACKER: &str = "there is no tracker of this name; every step is in `metrics.jsonl`";
 const PROMPT: &str =
     "the text of users is not supervised; `data.loss_scale: all` supervises every text";
-/// Also for ms-swift.
+/// Why a system prompt is refused; also used for ms-swift.
 pub(super) const SYSTEM: &str =
     "write it into the rows, for example `jq -c '.system = \"TEXT\"' rows.jsonl > new.jsonl`";
 
@@ -111,7 +111,7 @@ pub(super) const ROWS: &[Row] = &[
     row("use_muon", "", Refuse(OPTIMIZER)),
     row("use_mca", "", Refuse("Megatron is another engine")),
     row("compute_accuracy", "", Drop("an evaluation always counts exact answers")),
-    row("early_stopping_steps", "", Refuse("there is no early stopping")),
+    row("early_stopping_steps", "", Is(Role::EarlyStopping)),
     row("plot_loss", "", Drop("`metrics.jsonl` has the loss of every step")),
     row("include_effective_tokens_per_second", "", Drop("the log has tokens per second")),
     // data

@@ -1,10 +1,10 @@
 //! Settings of lmms-engine, with its defaults.
 
+use super::transformers::SHARD;
 use crate::convert::rule::Kind::{Count, Flag, Number};
 use crate::convert::rule::Rule::{Copy, Drop, Is, Only, Refuse};
 use crate::convert::rule::{Role, Row, row};
 
-const DEVICES: &str = "one process trains on one device here";
 const KERNEL: &str = "the kernels follow from the device";
 const EMA: &str = "an average of weights is not supported";
 const EMA_OFF: &str = "has no effect without `ema_enabled`";
@@ -90,7 +90,7 @@ pub(super) const ROWS: &[Row] = &[
     // the run
     row("trainer_args.max_train_steps", "", Refuse("use `max_steps`")),
     row("trainer_args.use_muon", "", Refuse("set `optim.kind: muon`")),
-    row("trainer_args.fsdp2", "", Drop(DEVICES)),
+    row("trainer_args.fsdp2", "", Drop(SHARD)),
     row("trainer_args.reduce_dtype", "", Drop("gradients are summed in f32")),
     row(
         "trainer_args.output_dtype",

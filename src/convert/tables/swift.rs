@@ -1,10 +1,10 @@
 //! Settings of ms-swift, with its defaults; environment variables in capitals.
 
+use super::transformers::DEVICES;
 use crate::convert::rule::Kind::{Count, Flag, Number};
 use crate::convert::rule::Rule::{Adapter, Copy, Drop, Is, Only, Refuse};
 use crate::convert::rule::{Role, Row, row};
 
-const DEVICES: &str = "one process trains on one device here";
 const HOST: &str = "a setting of Python, CUDA or the network";
 const KERNEL: &str = "the kernels follow from the device";
 const GENERATION: &str = "generation has no part in training";
@@ -211,10 +211,14 @@ pub(super) const ROWS: &[Row] = &[
     row("load_data_args", "", Drop("the config is in one file")),
     row("ignore_args_error", "", Drop("an unknown key is an error")),
     row("check_model", "", Drop("model files are checked when they are read")),
-    row("zero_hpz_partition_size", "", Drop(DEVICES)),
+    row(
+        "zero_hpz_partition_size",
+        "",
+        Drop("set `distributed.shard_group: node` with `distributed.shard`"),
+    ),
     row("deepspeed_autotp_size", "", Is(Role::TensorParallel)),
     row("sequence_parallel_size", "", Is(Role::SequenceParallel)),
-    row("use_ray", "", Refuse(DEVICES)),
+    row("use_ray", "", Refuse("start the ranks with a launcher: docs/distributed.md")),
     // the launch
     row("NPROC_PER_NODE", "", Is(Role::Processes)),
     row("NNODES", "", Is(Role::Nodes)),

@@ -5,10 +5,14 @@ use crate::convert::rule::Kind::{Count, Number};
 use crate::convert::rule::Rule::{Copy, Drop, Is, Only, Refuse};
 use crate::convert::rule::{Role, Row, row};
 
-const DEVICES: &str = "one process trains on one device here";
+/// Also for the other tables.
+pub(super) const DEVICES: &str = "the launcher and the section `distributed` decide on the ranks";
+/// Also for the other tables.
+pub(super) const SHARD: &str =
+    "set `distributed.shard` to `optimizer`, `gradients` or `full` if several ranks train";
 const LOADER: &str = "a detail of PyTorch's data loader";
 const LOG: &str = "the log and `metrics.jsonl` are always written";
-const TRACKER: &str = "every step is in `metrics.jsonl`; there is no tracker";
+const TRACKER: &str = "a setting of a tracker; the logs are in `output_dir`";
 const HUB: &str = "nothing is uploaded";
 const FORMAT: &str = "checkpoints are safetensors folders";
 const EVAL: &str = "evaluation scores every row of `data.eval` once, in batches of its own";
@@ -59,7 +63,7 @@ pub(super) const ROWS: &[Row] = &[
     row("log_level_replica", "", Drop(DEVICES)),
     row("log_on_each_node", "", Drop(DEVICES)),
     row("disable_tqdm", "", Drop("without a terminal there are no progress bars")),
-    row("report_to", "", Drop(TRACKER)),
+    row("report_to", "", Is(Role::Trackers)),
     row("run_name", "", Drop(TRACKER)),
     row("project", "", Drop(TRACKER)),
     row("trackio_space_id", "", Drop(TRACKER)),
@@ -139,24 +143,24 @@ pub(super) const ROWS: &[Row] = &[
     row("remove_unused_columns", "", Drop(LOADER)),
     row("accelerator_config", "", Drop(ENGINE)),
     row("parallelism_config", "", Drop(DEVICES)),
-    row("deepspeed", "", Drop(DEVICES)),
-    row("fsdp", "", Drop(DEVICES)),
-    row("fsdp_config", "", Drop(DEVICES)),
-    row("fsdp_min_num_params", "", Drop(DEVICES)),
-    row("fsdp_transformer_layer_cls_to_wrap", "", Drop(DEVICES)),
+    row("deepspeed", "", Drop(SHARD)),
+    row("fsdp", "", Drop(SHARD)),
+    row("fsdp_config", "", Drop(SHARD)),
+    row("fsdp_min_num_params", "", Drop(SHARD)),
+    row("fsdp_transformer_layer_cls_to_wrap", "", Drop(SHARD)),
     row("ddp_backend", "", Drop(DEVICES)),
-    row("ddp_timeout", "", Drop(DEVICES)),
+    row("ddp_timeout", "", Drop("set `distributed.timeout_s`")),
     row("ddp_find_unused_parameters", "", Drop(DEVICES)),
     row("ddp_bucket_cap_mb", "", Drop(DEVICES)),
     row("ddp_broadcast_buffers", "", Drop(DEVICES)),
     row("local_rank", "", Drop(DEVICES)),
     row("ray_scope", "", Drop(DEVICES)),
     row("mp_parameters", "", Drop(DEVICES)),
-    row("tpu_num_cores", "", Drop(DEVICES)),
-    row("tpu_metrics_debug", "", Drop(DEVICES)),
+    row("tpu_num_cores", "", Drop("TPUs are not supported")),
+    row("tpu_metrics_debug", "", Drop("TPUs are not supported")),
     row("no_cuda", "", Drop("pass `--set device=cpu`")),
     row("use_cpu", "", Drop("pass `--set device=cpu`")),
-    row("use_mps_device", "", Drop(DEVICES)),
+    row("use_mps_device", "", Drop("runs on CPUs and NVIDIA GPUs: set `device`")),
     row("torch_empty_cache_steps", "", Drop(ENGINE)),
     row("torch_compile", "", Drop(COMPILE)),
     row("torch_compile_backend", "", Drop(COMPILE)),

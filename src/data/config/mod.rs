@@ -283,7 +283,7 @@ impl DataConfig {
     }
 
     /// The rule for samples longer than `max_length`; `None` if they are not truncated.
-    pub fn cut(&self) -> Option<TruncationRule> {
+    pub fn truncation_rule(&self) -> Option<TruncationRule> {
         let keep = match self.truncation {
             Truncation::Left => KeptEnd::End,
             Truncation::Right => KeptEnd::Beginning,

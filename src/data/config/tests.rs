@@ -78,12 +78,12 @@ fn truncation_is_left_or_right_of_what_stays_and_needs_a_length() {
         (Truncation::Right, Some(KeptEnd::Beginning)),
     ] {
         config.truncation = truncation;
-        assert_eq!(config.cut(), keep.map(|keep| TruncationRule { max_length, keep }));
+        assert_eq!(config.truncation_rule(), keep.map(|keep| TruncationRule { max_length, keep }));
         assert_eq!(config.validate(), Ok(()));
     }
     config.max_length = None;
     assert_eq!(config.validate(), Err(DataConfigError::NoLimit { truncation: "right" }));
-    assert_eq!(config.cut(), None);
+    assert_eq!(config.truncation_rule(), None);
 }
 
 #[test]

@@ -243,7 +243,7 @@ impl RowReader for CachedRows {
     fn length(&self, row: SampleIndex) -> Result<Length, Rejection> {
         match &self.caches[row.dataset as usize] {
             Some(cache) => {
-                let (encoder, cut) = (self.rows.encoder(), self.rows.cut_of_rows());
+                let (encoder, cut) = (self.rows.encoder(), self.rows.truncation_rule());
                 cache.length(row.row as usize, encoder, cut, || self.id(row))
             }
             None => self.rows.length(row),

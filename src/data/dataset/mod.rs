@@ -163,12 +163,12 @@ impl JsonlRows {
 
     /// Sets the truncation rule for chats. `None` truncates no chat.
     #[must_use]
-    pub fn cut(self, cut: Option<TruncationRule>) -> Self {
+    pub fn truncated(self, cut: Option<TruncationRule>) -> Self {
         Self { cut, ..self }
     }
 
     /// The truncation rule for chats; `None` if they are not truncated.
-    pub fn cut_of_rows(&self) -> Option<TruncationRule> {
+    pub fn truncation_rule(&self) -> Option<TruncationRule> {
         self.cut
     }
 
@@ -281,7 +281,7 @@ impl RowReader for JsonlRows {
         Ok(match self.set(row) {
             DataSet::Corpus(corpus) => corpus.read(row.row)?,
             DataSet::Chats(file) => {
-                self.encoder.encode_cut(&file.read(row.row as usize)?, self.cut)?
+                self.encoder.encode_truncated(&file.read(row.row as usize)?, self.cut)?
             }
         })
     }
@@ -317,7 +317,7 @@ impl RowReader for JsonlRows {
             DataSet::Corpus(corpus) => corpus.length(row.row),
             DataSet::Chats(file) => file
                 .read(row.row as usize)
-                .and_then(|sample| self.encoder.length_cut(&sample, self.cut)),
+                .and_then(|sample| self.encoder.length_truncated(&sample, self.cut)),
         };
         Ok(length?)
     }

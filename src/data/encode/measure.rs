@@ -91,11 +91,11 @@ impl Encoder {
 
     /// The size and the checks of [`Encoder::encode`], from text and media headers only.
     pub fn length(&self, sample: &Sample) -> Result<Length, SampleError> {
-        self.length_cut(sample, None)
+        self.length_truncated(sample, None)
     }
 
-    /// The size and the checks of [`Encoder::encode_cut`], from text and media headers only.
-    pub fn length_cut(
+    /// The size and the checks of [`Encoder::encode_truncated`], from text and media headers only.
+    pub fn length_truncated(
         &self,
         sample: &Sample,
         cut: Option<TruncationRule>,
@@ -106,7 +106,7 @@ impl Encoder {
     }
 
     /// The text tokens that `cut` removes, with their positions in the result of
-    /// [`Encoder::encode_cut`].
+    /// [`Encoder::encode_truncated`].
     pub fn dropped(
         &self,
         sample: &Sample,

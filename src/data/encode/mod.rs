@@ -131,11 +131,11 @@ impl Encoder {
 
     /// Encodes a whole sample.
     pub fn encode(&self, sample: &Sample) -> Result<EncodedSample, SampleError> {
-        self.encode_cut(sample, None)
+        self.encode_truncated(sample, None)
     }
 
     /// Encodes a sample and truncates it by `cut`.
-    pub fn encode_cut(
+    pub fn encode_truncated(
         &self,
         sample: &Sample,
         cut: Option<TruncationRule>,
@@ -143,7 +143,7 @@ impl Encoder {
         self.load_pixels(self.prefetch(sample, cut)?, || Ok(sample.media.clone()))
     }
 
-    /// The part of [`Encoder::encode_cut`] that needs no pixels. It reads only the headers of media.
+    /// The part of [`Encoder::encode_truncated`] that needs no pixels. It reads only the headers of media.
     pub fn prefetch(
         &self,
         sample: &Sample,
