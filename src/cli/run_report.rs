@@ -60,7 +60,7 @@ fn eval_rows(run: &RunFolder, logging: &Logging) -> Option<JsonlRows> {
     rows.map_err(|error| tracing::warn!("the report has no images of answers: {error}")).ok()
 }
 
-/// Writes the page of a finished run to its folder. A failure must not fail the run.
+/// Writes the page of a run to its folder. A failure must not fail the run.
 pub(super) fn write_report(config: &RunConfig, rows: Option<&JsonlRows>) {
     let path = config.output_dir.join(NAME);
     let page = RunFolder::read(&config.output_dir).and_then(|run| report(&[run], &[rows]));

@@ -78,16 +78,27 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     is_setup.store(is_alone, Ordering::Relaxed);
     let run = Run::with_group(&config, &options, group);
     is_setup.store(false, Ordering::Relaxed);
-    let trained = run
-        .map_err(|error| args.config.located(error))
-        .and_then(|run| train(run, &config, &options.resume, logging, is_first));
-    let (run, Finished { eval, folder, stopped_early }) = match ending {
-        Some(ending) => ending.after(trained)?,
-        None => trained?,
+    let (run, trained) = match run {
+        Ok(mut run) => {
+            let trained = train(&mut run, &config, &options.resume, logging, is_first);
+            (Some(run), trained)
+        }
+        Err(error) => (None, Err(args.config.located(error))),
     };
-    if !is_first {
-        return Ok(());
-    }
+    let trained = match ending {
+        Some(ending) => ending.after(trained),
+        None => trained,
+    };
+    let Some(run) = run.filter(|_| is_first) else { return trained.map(|_| ()) };
+    let Finished { eval, folder, stopped_early } = match trained {
+        Ok(finished) => finished,
+        Err(error) => {
+            if run.trainer().state().step > 0 {
+                write_report(&config, run.trainer().eval_rows());
+            }
+            return Err(error);
+        }
+    };
     tracing::info!(folder = %folder.display(), "finished: wrote a model folder for transformers and vLLM");
     if let Some(reason) = stopped_early {
         print_end(&reason);
@@ -113,12 +124,12 @@ struct Finished {
 
 /// Trains until the run is finished.
 fn train(
-    mut run: Run,
+    run: &mut Run,
     config: &RunConfig,
     resume: &Resume,
     logging: &Logging,
     is_first: bool,
-) -> anyhow::Result<(Run, Finished)> {
+) -> anyhow::Result<Finished> {
     let outcome = if is_first {
         let mut bars = Bars::new(logging, config, run.trainer());
         run.train(&mut bars)
@@ -139,7 +150,7 @@ fn train(
         })
         .into()),
         Outcome::Finished { eval, folder, stopped_early } => {
-            Ok((run, Finished { eval, folder, stopped_early }))
+            Ok(Finished { eval, folder, stopped_early })
         }
     }
 }

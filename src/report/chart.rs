@@ -15,7 +15,7 @@ pub(super) enum Unit {
 }
 
 impl Unit {
-    /// What the shown numbers are multiples of, if the largest value is `high`.
+    /// Value of one unit of the axis labels (1, 0.01, MiB or GiB) if the largest value is `high`.
     fn size(self, high: f64) -> f64 {
         match self {
             Self::Number => 1.0,
@@ -69,7 +69,7 @@ pub(super) struct Chart<'a> {
     pub(super) marks: Vec<Mark>,
     /// Whether the axis is logarithmic if the values differ much.
     pub(super) may_be_log: bool,
-    /// Whether the chart names its lines.
+    /// Whether the chart has a legend.
     pub(super) has_legend: bool,
     /// Maximum number of places of a line.
     pub(super) places: usize,

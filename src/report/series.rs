@@ -1,6 +1,6 @@
 //! Values over steps, reduced to what a chart can show.
 
-/// Values of a key over steps; `NaN` stands for a value that is not finite.
+/// Values of a key over steps; `NaN` represents a value that is not finite.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Series(pub(super) Vec<(u64, f64)>);
 

@@ -52,7 +52,7 @@ pub(super) fn summary(runs: &[RunFolder]) -> String {
         ("Loss of the last evaluation", |run| run.eval.get("loss")?.last().map(number)),
         ("Exact held-out answers", |run| run.eval.get("accuracy")?.last().map(percent)),
         ("Tokens per second, median", |run| run.train("tokens_per_s")?.median().map(number)),
-        ("Fill, median", |run| run.train("fill")?.median().map(percent)),
+        ("Packing efficiency (fill), median", |run| run.train("fill")?.median().map(percent)),
         ("Waiting for data, median", |run| run.train("data_wait")?.median().map(percent)),
         ("Peak memory, measured", |run| measured(run).map(bytes)),
         ("Peak memory, predicted", predicted),

@@ -76,6 +76,21 @@ fn the_page_of_a_run_has_its_answers_and_loads_nothing() {
 }
 
 #[test]
+fn a_run_that_ends_early_has_a_page_too() {
+    let place = place();
+    let settings = ["output_dir=early", "optim.lr=1.0e6", "train.max_grad_norm=0", "data.eval=[]"];
+    let settings = settings.iter().chain(&["eval.generate=null", "train.max_steps=20"]);
+    let settings = settings.flat_map(|setting| ["--set", setting]);
+    let arguments: Vec<&str> =
+        ["sft", "--config", "config.yaml"].into_iter().chain(settings).collect();
+    let output = place.trainer(&arguments).ends_with(65).says("wrote a report of the run");
+    assert!(output.stderr.contains("error: "), "{}", output.stderr);
+    let page = String::from_utf8(place.read("early/report.html")).unwrap();
+    check(&page);
+    assert!(page.contains("not finished"));
+}
+
+#[test]
 fn the_page_of_several_runs_names_the_settings_in_which_they_differ() {
     let place = place();
     let other = ["--set", "output_dir=other", "--set", "optim.lr=1.25e-4"];
