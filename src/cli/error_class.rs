@@ -241,11 +241,10 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
 
 /// The class of an error of the model folder or of a checkpoint.
 fn model(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
-    let hint = if let Some(SetupError::MaskedOnGpu | SetupError::QuantizedBase { .. }) =
-        error.downcast_ref()
-    {
-        return Some(ErrorClass::new(Exit::Usage, SetupError::MaskedOnGpu.hint()));
-    } else if let Some(error) = error.downcast_ref::<SetupError>() {
+    let hint = if let Some(error) = error.downcast_ref::<SetupError>() {
+        if matches!(error, SetupError::MaskedOnGpu | SetupError::QuantizedBase { .. }) {
+            return Some(ErrorClass::new(Exit::Usage, error.hint()));
+        }
         error.hint()
     } else if let Some(error) = error.downcast_ref::<CheckpointError>() {
         let is_write = error.is_write() || matches!(error, CheckpointError::Moved { .. });

@@ -222,9 +222,13 @@ impl ConfigError {
             Self::MissingKey { key, section, .. } => {
                 format!("add it to the file, or pass `--set {}=..`", join(section, key))
             }
+            Self::UnknownValue { value, .. } if value == "wandb" => {
+                "after the run, `scripts/trackers/to_wandb.py` sends its logs to Weights & Biases"
+                    .to_owned()
+            }
             Self::UnknownValue { valid, .. } => format!("valid values: {}", listed(valid)),
             Self::WrongType { .. } | Self::Refused { .. } => {
-                "change the value; `configs/` has an example of each key".to_owned()
+                "change the value; docs/config.md describes each key".to_owned()
             }
             Self::Value { hint, .. } => hint.clone(),
             Self::Set { .. } => {

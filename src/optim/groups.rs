@@ -83,9 +83,7 @@ impl GroupError {
                     "name a component ({names}), or write a glob such as `*.layers.0.*`"
                 );
             }
-            Self::NotAGlob { .. } => {
-                "`*` stands for any text, `?` for one character, `[ab]` for one of them"
-            }
+            Self::NotAGlob { .. } => "`*` matches any text, `?` one character, `[ab]` one of them",
             Self::Factor { .. } => {
                 "1.0 keeps the learning rate; to freeze a component, use `model.freeze`"
             }

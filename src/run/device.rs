@@ -11,10 +11,10 @@ use candle_core::Device;
 
 /// A GPU that cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[error("`device` is `cuda:{ordinal}`, which cannot be used")]
+#[error("`device` is `cuda:{ordinal}`, which cannot be used: {problem}")]
 pub struct DeviceError {
     ordinal: usize,
-    source: candle_core::Error,
+    problem: candle_core::Error,
 }
 
 impl DeviceError {
@@ -48,7 +48,7 @@ impl DeviceChoice {
         self.open_for(Rank::ALONE)
     }
 
-    /// The device that `auto` stands for, before it is opened.
+    /// The device that `auto` chooses, before it is opened.
     #[must_use]
     pub fn resolved(self) -> Self {
         match self {
@@ -72,7 +72,7 @@ impl DeviceChoice {
         match self {
             Self::Cpu => Ok(Device::Cpu),
             Self::Cuda(ordinal) => {
-                open_gpu(ordinal).map_err(|source| DeviceError { ordinal, source })
+                open_gpu(ordinal).map_err(|problem| DeviceError { ordinal, problem })
             }
             Self::Auto if !CUDA_BUILD => Ok(Device::Cpu),
             Self::Auto if rank.world > 1 => Self::Cuda(gpu_of_rank(rank.local_rank)).open(),

@@ -267,7 +267,10 @@ impl RunError {
             Self::Hub { key, .. } => Some(dotted(key)),
             Self::Urls(_) => Some(dotted("data.allow_urls")),
             Self::NoWeights { .. } => Some(dotted("model.weights")),
+            Self::Device(_) => Some(dotted("device")),
             Self::Setup(SetupError::Adapter(error)) => error.key().map(dotted),
+            Self::Setup(SetupError::MaskedOnGpu) => Some(dotted("model.attention")),
+            Self::Setup(SetupError::QuantizedBase { .. }) => Some(dotted("model.path")),
             Self::Groups { keys, .. } => Some(keys.clone()),
             Self::World { .. } => Some(dotted("train.gradient_accumulation_steps")),
             Self::SequenceWorld { .. } | Self::SequenceHeads { .. } => {
@@ -335,7 +338,9 @@ impl RunError {
             Self::NoWeights { problem } => return Some(problem.hint()),
             Self::Groups { problem, .. } => return Some(problem.hint()),
             Self::Ranks(problem) => problem.hint(),
+            Self::Device(problem) => return Some(problem.hint()),
             Self::Setup(SetupError::Adapter(problem)) => return problem.hint(),
+            Self::Setup(problem) => return problem.hint(),
             Self::SequenceWorld { sequence, .. } => {
                 return Some(format!(
                     "start a multiple of {sequence} ranks, or set `distributed.sequence` to 1"

@@ -61,7 +61,7 @@ pub enum SetupError {
         expected: Vec<usize>,
     },
     /// The weights are quantised, and there is no adapter.
-    #[error("model folder `{}`: the weights are stored in 4 bits, which cannot be trained", .folder.display())]
+    #[error("`model.path`: the weights of `{}` are stored in 4 bits, which cannot be trained", .folder.display())]
     QuantizedBase {
         /// The model folder.
         folder: PathBuf,

@@ -69,21 +69,55 @@ fn the_division_of_a_step_into_micro_batches_drops_the_same_inputs() {
     }
 }
 
-#[test]
-fn a_run_of_an_adapter_continues_equal_to_the_bit() {
+/// Stops runs with these settings after each step, and compares the resumed runs with an
+/// uninterrupted one.
+fn continues_equal_to_the_bit(name: &str, settings: &[&str]) {
     let place = place();
-    for precision in ["model.precision=f32", "model.precision=bf16"] {
-        let name = |end: &str| format!("{}-{end}", &precision[16..]);
-        train(&config(&place, &name("whole"), &[ALL, precision]), 1, None);
-        for stop in 1..4 {
-            let output = name(&stop.to_string());
-            let config = config(&place, &output, &[ALL, precision]);
-            train(&config, 1, Some(stop));
-            train(&config, 1, None);
-            assert!(results(&place, &output) == results(&place, &name("whole")), "{output}");
-            assert_eq!(losses(&place, &output), losses(&place, &name("whole")));
-        }
+    let name = |end: &str| format!("{name}-{end}");
+    train(&config(&place, &name("whole"), settings), 1, None);
+    let whole = (results(&place, &name("whole")), losses(&place, &name("whole")));
+    assert!(whole.1.len() > 3, "{:?}", whole.1);
+    for stop in 1..whole.1.len() as u64 {
+        let output = name(&stop.to_string());
+        let config = config(&place, &output, settings);
+        train(&config, 1, Some(stop));
+        train(&config, 1, None);
+        assert!(results(&place, &output) == whole.0, "{output} differs");
+        assert_eq!(losses(&place, &output), whole.1);
     }
+}
+
+#[test]
+fn a_run_of_an_adapter_continues_equal_to_the_bit_after_every_step() {
+    for precision in ["f32", "bf16"] {
+        let of_model = format!("model.precision={precision}");
+        continues_equal_to_the_bit(&format!("lora-{precision}"), &[ALL, &of_model]);
+    }
+}
+
+#[test]
+fn a_run_with_magnitudes_continues_equal_to_the_bit_after_every_step() {
+    continues_equal_to_the_bit("dora", &[DORA]);
+}
+
+#[test]
+fn a_run_with_quantised_weights_continues_equal_to_the_bit_after_every_step() {
+    continues_equal_to_the_bit("nf4", &[ALL, "adapter.quantize=nf4"]);
+}
+
+/// LoRA+: a higher learning rate of `B`.
+#[test]
+fn a_higher_learning_rate_of_b_changes_b_first() {
+    let place = place();
+    let plus = r#"optim.lr_multipliers={"*lora_B*": 16}"#;
+    for (output, more) in [("plain", vec![ALL]), ("plus", vec![ALL, plus])] {
+        train(&config(&place, output, &[&more[..], &["optim.lr=1.0e-3"]].concat()), 1, None);
+    }
+    let (plain, plus) = (losses(&place, "plain"), losses(&place, "plus"));
+    // `B` is zero in the first step, so its rate has no effect on the loss of this step.
+    assert_eq!(plain[0], plus[0]);
+    assert_ne!(plain[1], plus[1]);
+    assert!(plus.last().unwrap() < plain.last().unwrap(), "{plain:?} {plus:?}");
 }
 
 #[test]
@@ -189,9 +223,9 @@ fn bad_input_is_refused_with_the_key_and_what_to_do() {
         let arguments = ["sft", "--config", &yaml, "--set", setting];
         place.trainer(&arguments).ends_with(64).says(problem).says(hint);
     };
-    refused("adapter={rank: 0}", "rank", "");
+    refused("adapter={rank: 0}", "`adapter.rank` is `0`", "docs/config.md");
     refused("adapter={alpha: 0}", "`adapter.alpha` is `0`", "a usual value");
-    refused("adapter={dropout: 1}", "`adapter.dropout` is `1`", "");
+    refused("adapter={dropout: 1}", "`adapter.dropout` is `1`", "`docs/config.md` has its default");
     refused("adapter={parts: [projector]}", "`projector` is not a component", "`llm`");
     refused("adapter={target: [q_prj]}", "`q_prj` matches no linear layer", "q_proj");
     refused("adapter={target: ['*embed_tokens']}", "matches no linear layer", "embeddings");
@@ -202,12 +236,24 @@ fn bad_input_is_refused_with_the_key_and_what_to_do() {
     );
     refused("adapter={train_also: ['*.q_proj.weight']}", "which has an adapter", "one of");
     refused("adapter={train_also: ['*embed_tokens*']}", "also the head", "without `adapter`");
-    refused("adapter={target: ['[']}", "`adapter.target`: `[` is not a valid glob", "stands for");
+    refused(
+        "adapter={target: ['[']}",
+        "`adapter.target`: `[` is not a valid glob",
+        "matches any text",
+    );
     refused("adapter={target: []}", "no layer would receive an adapter", "all-linear");
-    refused("adapter={quantize: int4}", "quantize", "");
+    refused("adapter={quantize: int4}", "unknown value `int4`", "valid values: `none`, `nf4`");
     let arguments =
         ["sft", "--config", &yaml, "--set", "adapter={}", "--set", "model.freeze=[vision]"];
     place.trainer(&arguments).ends_with(64).says("`model.freeze`").says("adapter.parts");
+    place.trainer(&["export", "--model", "model", "--onto", "nf4", "--out", "four"]).ends_with(0);
+    let base = "model.path=four";
+    place
+        .trainer(&["sft", "--config", &yaml, "--set", base])
+        .ends_with(64)
+        .says("`model.path`")
+        .says("stored in 4 bits")
+        .says("`adapter: {quantize: nf4}`");
     let nothing = "adapter={start_from: /no/such/folder}";
     place
         .trainer(&["sft", "--config", &yaml, "--set", nothing])

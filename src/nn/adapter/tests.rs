@@ -29,12 +29,11 @@ fn tensors(is_dora: bool) -> Vec<(String, Tensor)> {
     all
 }
 
-/// Output and gradients of the parameters and of `x`, computed by the layer.
-fn computed(x: &Tensor, dy: &Tensor, is_dora: bool, dropout: f64) -> Vec<Tensor> {
-    let params: Vec<Param> = (0..)
-        .zip(tensors(is_dora))
-        .map(|(index, (name, tensor))| Param::new(name, index, tensor))
-        .collect();
+/// The layer with these tensors; with a magnitude if there are five.
+fn layer_of(tensors: Vec<(String, Tensor)>, dropout: f64) -> (Vec<Param>, Linear) {
+    let is_dora = tensors.len() > 4;
+    let params: Vec<Param> =
+        (0..).zip(tensors).map(|(index, (name, tensor))| Param::new(name, index, tensor)).collect();
     let component = Component { name: "llm", inputs: Inputs::All };
     let name = format!("{LAYER}.weight");
     let specs = [ParamSpec { name, shape: vec![6, 5], component, init: Init::Normal }];
@@ -42,6 +41,12 @@ fn computed(x: &Tensor, dy: &Tensor, is_dora: bool, dropout: f64) -> Vec<Tensor>
     let adapters = Adapters::new(&[module], &specs, dropout, 9);
     adapters.dropout().set(Some(DropoutPlace { step: 1, first_token: 0, patches: (0, 0) }));
     let layer = Linear::with_bias(&ParamMap::new(&params, Some(&adapters)), LAYER).unwrap();
+    (params, layer)
+}
+
+/// Output and gradients of the parameters and of `x`, computed by the layer.
+fn computed(x: &Tensor, dy: &Tensor, tensors: Vec<(String, Tensor)>, dropout: f64) -> Vec<Tensor> {
+    let (params, layer) = layer_of(tensors, dropout);
     let trainable = vec![Trainable::Yes; params.len()];
     let grads = Gradients::zeros(&params, &trainable, &Device::Cpu).unwrap();
     let y = layer.forward_add(x, dy).unwrap(); // any residual
@@ -96,13 +101,62 @@ fn outputs_and_gradients_of_lora_and_dora_are_those_of_autograd() {
     let (x, dy) = (random(6, &[7, 5]), random(7, &[7, 6]));
     for is_dora in [false, true] {
         for dropout in [0.0, 0.4] {
-            let found = computed(&x, &dy, is_dora, dropout);
+            let found = computed(&x, &dy, tensors(is_dora), dropout);
             let expected = expected(&x, &dy, is_dora, dropout);
             for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
                 let what = format!("dora {is_dora}, dropout {dropout}, result {index}");
                 assert_close(found, expected, &what);
             }
         }
+    }
+}
+
+/// The output is linear in `A` and in `B`, so a large step of the finite difference is exact.
+#[test]
+fn gradients_of_a_and_b_are_directional_finite_differences() {
+    let (x, dy) = (random(6, &[7, 5]), random(7, &[7, 6]));
+    for dropout in [0.0, 0.4] {
+        let grads = computed(&x, &dy, tensors(false), dropout);
+        for (index, dims) in [(1, [2, 5]), (2, [6, 2])] {
+            let direction = random(8, &dims);
+            let loss = |step: f64| {
+                let mut tensors = tensors(false);
+                tensors[index].1 = (&tensors[index].1 + (&direction * step).unwrap()).unwrap();
+                let (_params, layer) = layer_of(tensors, dropout);
+                let y = layer.forward_add(&x, &dy).unwrap().to_dtype(DType::F64).unwrap();
+                let loss = (y * dy.to_dtype(DType::F64).unwrap()).unwrap().sum_all().unwrap();
+                loss.to_scalar::<f64>().unwrap()
+            };
+            let difference = loss(0.5) - loss(-0.5);
+            let along = (&grads[2 + index] * &direction).unwrap().sum_all().unwrap();
+            let along = f64::from(along.to_scalar::<f32>().unwrap());
+            let error = (difference - along).abs();
+            assert!(error < 1e-5 * along.abs().max(1.0), "{index}: {difference} {along}");
+        }
+    }
+}
+
+/// A row of zeros, such as one of a pruned weight, has the magnitude 0.
+#[test]
+fn a_row_of_zero_norm_has_finite_outputs_and_gradients() {
+    let (x, dy) = (random(6, &[7, 5]), random(7, &[7, 6]));
+    let mut tensors = tensors(true);
+    let rows = Tensor::new(&[1f32, 1.0, 0.0, 1.0, 1.0, 1.0], &Device::Cpu).unwrap();
+    for index in [0, 2, 4] {
+        let tensor = &tensors[index].1;
+        let rows = if tensor.rank() == 2 { rows.unsqueeze(1).unwrap() } else { rows.clone() };
+        tensors[index].1 = tensor.broadcast_mul(&rows).unwrap();
+    }
+    let found = computed(&x, &dy, tensors.clone(), 0.0);
+    for (index, found) in found.iter().enumerate() {
+        let values = found.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert!(values.iter().all(|value| value.is_finite()), "result {index}: {values:?}");
+    }
+    // The output of the row is the bias and what is added.
+    let bias = tensors[3].1.to_vec1::<f32>().unwrap()[2];
+    let added = dy.to_vec2::<f32>().unwrap();
+    for (row, added) in found[0].to_vec2::<f32>().unwrap().iter().zip(&added) {
+        assert_eq!(row[2], bias + added[2]);
     }
 }
 
