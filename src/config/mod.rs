@@ -156,12 +156,8 @@ impl RunConfig {
         for (key, beta) in [("optim.betas.0", optim.betas[0]), ("optim.betas.1", optim.betas[1])] {
             rule((0.0..1.0).contains(&beta), key, &beta, "a number of 0 or more and below 1");
         }
-        rule(
-            optim.eps.is_finite() && optim.eps > 0.0,
-            "optim.eps",
-            &optim.eps,
-            "a finite number above 0",
-        );
+        let eps = optim.eps;
+        rule(eps.is_finite() && eps > 0.0, "optim.eps", &eps, "a finite number above 0");
         let decay = optim.weight_decay;
         rule(finite(decay), "optim.weight_decay", &decay, "a finite number of 0 or more");
         let min_lr = optim.min_lr;

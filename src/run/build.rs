@@ -27,8 +27,8 @@ use crate::data::{
 use crate::dist::{Group, Monitor, fail};
 use crate::optim::{OptimConfig, Schedule, Span};
 use crate::train::{
-    BaseModel, EvalRule, Health, Observer, Outcome, Rejected, SampleLog, StepRunner, TrainError,
-    TrainState, Trainer, TrainerParts, write_rejects,
+    BaseModel, EvalRule, Health, Observer, Outcome, Ranks, Rejected, SampleLog, StepRunner,
+    TrainError, TrainState, Trainer, TrainerParts, write_rejects,
 };
 use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
@@ -146,11 +146,10 @@ impl Run {
         let config =
             &ranks.first_then_others("downloading", || download(config, options.observer))?;
         let lock = is_first.then(|| claim(&config.output_dir)).transpose()?;
-        let checkpointer =
-            Checkpointer::new(&config.output_dir, &config.checkpoint).claimed(lock.as_ref());
+        let checkpointer = Checkpointer::new(&config.output_dir, &config.checkpoint);
+        let checkpointer = checkpointer.claimed(lock.as_ref());
         let found = ranks.find_checkpoint(config, &options.resume, &checkpointer)?;
         let found = found.as_ref();
-
         if is_first {
             warn_about_resources(config);
         }
@@ -162,12 +161,10 @@ impl Run {
         let eval_rule = eval_rule(config, eval_rows.as_ref())?;
         let data_fingerprint = format!("{:x}", GenericArray::from(rows.fingerprint()));
         let inputs = encoder.digests();
-        let resumed = |found| resumed_state(found, &data_fingerprint, &inputs);
-        let resumed = found.map(resumed).transpose()?;
+        let resumed = found.map(|found| resumed_state(found, &data_fingerprint, &inputs));
+        let resumed = resumed.transpose()?;
         check_media(config, &rows, found.filter(|_| is_first), resumed.as_ref())?;
-        ranks.compare("config", || Ok(config_digest(config)))?;
-        ranks.compare("training data", || Ok(data_fingerprint.clone()))?;
-        ranks.compare("tokenizer, template or processor", || Ok(format!("{inputs:?}")))?;
+        compare_inputs(&ranks, config, &data_fingerprint, &inputs)?;
 
         let (mut open, base) = open_run_model(config, found, &device)?;
         share_attention(&mut open, ranks.ranks())?;
@@ -192,13 +189,11 @@ impl Run {
                 plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
             })?;
         let predicted = forecast(config, &rows, packs.as_ref(), (rank.world, &device));
+        let media_rows = has_new_cache.then_some(&*rows);
+        let first = || first_state(config, data_fingerprint, base, media_rows);
+        let state = resumed.map_or_else(first, Ok)?;
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
-        let media_rows = has_new_cache.then_some(&*rows);
-        let state = match resumed {
-            Some(state) => state,
-            None => first_state(config, data_fingerprint, base, media_rows)?,
-        };
         let mut state = TrainState { total_steps, planned, inputs, ..state };
         let of_first = found.filter(|_| is_first);
         bring_best(config, (eval_rule.as_ref(), rank.world), &checkpointer, of_first, &mut state)?;
@@ -207,18 +202,14 @@ impl Run {
             step_runner(config, model, &groups, found, &device)
         })?;
         let (share, ranks) = ranks.split();
-        runner.ranks = match &options.monitor {
-            Some(monitor) => ranks.watched_by(monitor),
-            None => ranks,
-        };
+        runner.ranks = watched(ranks, options);
         log_start(config, &runner, &rows, &state);
         let loader =
             Loader::start_shared(reader.clone(), order, loader_options, state.data.clone(), share);
         let folder = CheckpointFolder { checkpointer, carried, layout, config_json };
         let data = RunData { loader, reader, rows, eval_rows, predicted, eval_rule };
-        let steps = [max_steps, total_steps];
         let trackers = if is_first { Trackers::open(config, &state) } else { Trackers::default() };
-        let trainer = trainer(config, options, folder, data, steps, (runner, state))?;
+        let trainer = trainer(config, options, folder, data, max_steps, (runner, state))?;
         let monitor = options.monitor.clone().filter(|_| rank.world == 1);
         Ok(Self { trainer, background, trackers, monitor, _lock: lock })
     }
@@ -263,13 +254,33 @@ struct RunData {
     eval_rule: Option<EvalRule>,
 }
 
+/// Compares what the ranks read before they load the model.
+fn compare_inputs(
+    ranks: &SetupRanks,
+    config: &RunConfig,
+    data_fingerprint: &str,
+    inputs: &BTreeMap<String, String>,
+) -> Result<(), RunError> {
+    ranks.compare("config", || Ok(config_digest(config)))?;
+    ranks.compare("training data", || Ok(data_fingerprint.to_owned()))?;
+    ranks.compare("tokenizer, template or processor", || Ok(format!("{inputs:?}")))
+}
+
+/// The ranks, which report their work to the monitor of the options, if there is one.
+fn watched(ranks: Ranks, options: &RunOptions<'_>) -> Ranks {
+    match &options.monitor {
+        Some(monitor) => ranks.watched_by(monitor),
+        None => ranks,
+    }
+}
+
 /// Opens the logs and begins the training loop.
 fn trainer(
     config: &RunConfig,
     options: &RunOptions<'_>,
     folder: CheckpointFolder,
     data: RunData,
-    [max_steps, total_steps]: [u64; 2],
+    max_steps: u64,
     (runner, state): (StepRunner, TrainState),
 ) -> Result<Trainer, RunError> {
     let CheckpointFolder { checkpointer, carried, layout, config_json } = folder;
@@ -282,7 +293,7 @@ fn trainer(
     }
     Ok(Trainer::new(TrainerParts {
         loader,
-        schedule: schedule(&config.optim, total_steps),
+        schedule: schedule(&config.optim, state.total_steps),
         checkpointer,
         max_steps,
         checkpoint_every: config.checkpoint.every_steps,

@@ -93,8 +93,17 @@ const MAY_IMPORT: [(&str, &[&str]); 18] = [
 ];
 
 /// Files that may have more lines, each with the reason.
-const LONGER: [(&str, &str); 0] = [];
+const LONGER: [(&str, &str); 4] = [
+    ("tests/integration/bad_input.rs", "to be divided: one test of each command"),
+    ("tests/integration/check.rs", "to be divided: problems, data, memory"),
+    ("tests/integration/laws/mod.rs", "to be divided: text, images"),
+    ("tests/integration/laws/oracle.rs", "the second model in one piece"),
+];
+/// Functions that may have more lines, each with the reason.
+const LONGER_FUNCTIONS: [(&str, &str); 1] =
+    [("other_commands_refuse_bad_input_as_well", "a list of commands and their errors")];
 const MAX_LINES: usize = 450;
+const MAX_LINES_OF_A_FUNCTION: usize = 80;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -192,10 +201,17 @@ fn imports_follow_the_direction() {
     }
 }
 
+/// Source files of the program, its tests and its scripts.
+fn sources() -> impl Iterator<Item = PathBuf> {
+    let endings = ["rs", "cu", "cuh", "h", "cpp", "py", "sh"];
+    let folders = ["src", "tests", "scripts"];
+    folders.into_iter().flat_map(move |folder| files(&root().join(folder), &endings))
+}
+
 #[test]
 fn source_files_are_short() {
     let mut long = Vec::new();
-    for path in files(&root().join("src"), &["rs"]) {
+    for path in sources() {
         let lines = fs::read_to_string(&path).unwrap().lines().count();
         let name = short(&path);
         let excepted = LONGER.iter().any(|(file, _reason)| *file == name);
@@ -204,6 +220,100 @@ fn source_files_are_short() {
         }
     }
     assert!(long.is_empty(), "more than {MAX_LINES} lines:\n{}", long.join("\n"));
+}
+
+/// Name and number of lines of each function with a body of several lines, as `rustfmt` writes it:
+/// the closing brace has the indentation of the first line.
+fn functions(text: &str) -> Vec<(&str, usize)> {
+    let lines: Vec<&str> = text.lines().collect();
+    let mut found = Vec::new();
+    for (first, line) in lines.iter().enumerate() {
+        let start = line.trim_start();
+        let indent = &line[..line.len() - start.len()];
+        let Some((before, name)) = start.split_once("fn ") else { continue };
+        let is_function = before.split_whitespace().all(|word| {
+            word.starts_with("pub")
+                || ["const", "async", "unsafe", "extern", "\"C\""].contains(&word)
+                || word.ends_with(')')
+        });
+        if !is_function || line.ends_with(['}', ';']) {
+            continue;
+        }
+        let after = &lines[first + 1..];
+        let end = after.iter().position(|line| {
+            let closes = line.strip_prefix(indent).is_some_and(|line| line.starts_with(['}', ')']));
+            closes && line.ends_with(['}', ';'])
+        });
+        let is_declaration = end.is_some_and(|end| after[end].ends_with(';'));
+        let name =
+            name.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default();
+        if let Some(end) = end.filter(|_| !is_declaration) {
+            found.push((name, end + 2));
+        }
+    }
+    found
+}
+
+#[test]
+fn functions_are_short() {
+    let text = "fn a() {\n    1\n}\nimpl B {\n    pub(in crate::x) const fn c(\n        d: u8,\n    ) {\n\
+                \x20       d\n    }\n}\ntrait E {\n    fn f(\n        &self,\n    );\n}\nfn g() {}\n";
+    assert_eq!(functions(text), [("a", 3), ("c", 5)]);
+    let mut long = Vec::new();
+    for path in sources().filter(|path| path.extension().is_some_and(|ending| ending == "rs")) {
+        let text = fs::read_to_string(&path).unwrap();
+        for (function, lines) in functions(&text) {
+            let excepted = LONGER_FUNCTIONS.iter().any(|(name, _reason)| *name == function);
+            if lines > MAX_LINES_OF_A_FUNCTION && !excepted {
+                long.push(format!("{}: `{function}`: {lines} lines", short(&path)));
+            }
+        }
+    }
+    assert!(long.is_empty(), "more than {MAX_LINES_OF_A_FUNCTION} lines:\n{}", long.join("\n"));
+}
+
+/// Modules that contain no code for one model family.
+const WITHOUT_FAMILIES: [&str; 11] = [
+    "checkpoint",
+    "cli",
+    "dist",
+    "loss",
+    "metrics",
+    "nn",
+    "optim",
+    "report",
+    "run",
+    "tape",
+    "train",
+];
+/// Files of these modules that may name a family, each with the reason.
+const NAMES_A_FAMILY: [(&str, &str); 5] = [
+    ("src/cli/answers.rs", "the name of an example config"),
+    ("src/cli/init.rs", "the folder of a published model in an example"),
+    ("src/cli/init/preset.rs", "shapes of published models"),
+    ("src/cli/plan.rs", "the name of an example config"),
+    ("src/run/stored_weights/tests.rs", "the shapes of a published model, for a test"),
+];
+
+#[test]
+fn only_models_name_a_family() {
+    let mut wrong = Vec::new();
+    for path in WITHOUT_FAMILIES.iter().flat_map(|module| {
+        let folder = root().join("src").join(module);
+        assert!(folder.is_dir(), "{}", folder.display());
+        files(&folder, &["rs"])
+    }) {
+        let name = short(&path);
+        let text = fs::read_to_string(&path).unwrap();
+        let is_code = |line: &&str| !line.trim_start().starts_with("//");
+        let found = text.lines().filter(is_code).find(|line| line.to_lowercase().contains("qwen"));
+        match (found, NAMES_A_FAMILY.iter().any(|(file, _reason)| *file == name)) {
+            (Some(line), false) => wrong.push(format!("{name}: {}", line.trim())),
+            (None, true) => wrong.push(format!("{name} no longer names a family")),
+            _ => {}
+        }
+    }
+    assert!(wrong.is_empty(), "these files name a model family:\n{}", wrong.join("\n"));
 }
 
 #[test]
@@ -258,14 +368,23 @@ fn tree_of(readme: &str) -> Vec<String> {
 }
 
 #[test]
-fn the_tree_of_the_readme_exists() {
+fn the_tree_of_the_readme_lists_the_folders_that_exist() {
     let tree = tree_of(
         "```\nsrc/       the code\n  cli/     commands:\n           sft and so on\nCargo.toml\n```",
     );
     assert_eq!(tree, ["src/", "src/cli/", "Cargo.toml"]);
     let readme = fs::read_to_string(root().join("README.md")).unwrap_or_default();
-    for name in tree_of(&readme) {
-        assert!(root().join(&name).exists(), "README.md names `{name}`, which does not exist");
+    let listed = tree_of(&readme);
+    for name in &listed {
+        assert!(root().join(name).exists(), "README.md names `{name}`, which does not exist");
+    }
+    for parent in ["src", "scripts"] {
+        for entry in fs::read_dir(root().join(parent)).unwrap() {
+            let entry = entry.unwrap();
+            let name = format!("{parent}/{}/", entry.file_name().to_str().unwrap());
+            let is_missing = entry.path().is_dir() && !listed.contains(&name);
+            assert!(!is_missing, "the tree of README.md lacks `{name}`");
+        }
     }
 }
 

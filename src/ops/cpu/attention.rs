@@ -162,6 +162,22 @@ impl Heads {
         self.group() * self.queries().min(longest)
     }
 
+    /// The tasks of the forward pass, most expensive first: span, key-value head, first row.
+    fn forward_tasks(&self, spans: &[Span], masking: Masking) -> Vec<(usize, usize, usize)> {
+        let mut tasks = Vec::new();
+        for (index, span) in spans.iter().enumerate() {
+            for kv in 0..self.hkv {
+                for first_row in (0..span.queries.len()).step_by(self.queries()) {
+                    let rows = self.queries().min(span.queries.len() - first_row);
+                    let cost = rows * span.num_visible(first_row + rows - 1, masking);
+                    tasks.push((cost, (index, kv, first_row)));
+                }
+            }
+        }
+        tasks.sort_by_key(|(cost, _)| std::cmp::Reverse(*cost));
+        tasks.into_iter().map(|(_, task)| task).collect()
+    }
+
     fn block(&self, span: &Span, kv: usize, first_row: usize) -> Block {
         Block {
             first_query: span.queries.start + first_row,
@@ -190,18 +206,7 @@ pub(in crate::ops) fn forward(
     let k_stride = hkv * dh;
     let t = q.len() / (h * dh).max(1);
     let (mut o, mut lse) = (vec![0f32; q.len()], vec![0f32; h * t]);
-    // (cost, span, key-value head, first row), most expensive first.
-    let mut tasks = Vec::new();
-    for (index, span) in spans.iter().enumerate() {
-        for kv in 0..hkv {
-            for first_row in (0..span.queries.len()).step_by(heads.queries()) {
-                let rows = heads.queries().min(span.queries.len() - first_row);
-                let cost = rows * span.num_visible(first_row + rows - 1, masking);
-                tasks.push((cost, index, kv, first_row));
-            }
-        }
-    }
-    tasks.sort_by_key(|task| std::cmp::Reverse(task.0));
+    let tasks = heads.forward_tasks(spans, masking);
     let (o_part, lse_part) = (Shared::of(&mut o), Shared::of(&mut lse));
     let max_rows = heads.max_rows(spans);
     let scratch = || {
@@ -209,7 +214,7 @@ pub(in crate::ops) fn forward(
         (vec![0f32; max_rows * max_keys(spans)], rows(), rows())
     };
     cpu::for_each_task(tasks.len(), scratch, |(scores, q_rows, o_rows), task| {
-        let (_, index, kv, first_row) = tasks[task];
+        let (index, kv, first_row) = tasks[task];
         let span = &spans[index];
         let block = heads.block(span, kv, first_row);
         let (rows, num_rows) = (block.rows, block.num_rows());

@@ -146,6 +146,25 @@ struct Layouts {
     c: Layout,
 }
 
+/// Rows and columns of `a` and of `b`, as they are stored.
+fn operand_shapes(gemm: &Gemm<'_>) -> ([usize; 2], [usize; 2]) {
+    let (m, n, k) = gemm.shape;
+    match gemm.transpose {
+        Transpose::Nt => ([m, k], [n, k]),
+        Transpose::Nn => ([m, k], [k, n]),
+        Transpose::Tn => ([k, m], [k, n]),
+    }
+}
+
+/// The address of the matrix that is added to a product for the destination `dst`, and its factor.
+fn addend_and_factor(op: &str, gemm: &Gemm<'_>, dst: u64) -> Result<(u64, f32)> {
+    Ok(match gemm.addend {
+        Addend::Nothing => (dst, 0.0),
+        Addend::Destination => (dst, 1.0),
+        Addend::Residual(addend) => (address(op, "residual", addend)?.0, 1.0),
+    })
+}
+
 impl Library {
     fn run(
         &mut self,
@@ -158,19 +177,11 @@ impl Library {
         if k == 0 {
             bail!("{op}: found `k` of 0 in a matrix product, expected at least 1");
         }
-        let ([a_rows, a_columns], [b_rows, b_columns]) = match gemm.transpose {
-            Transpose::Nt => ([m, k], [n, k]),
-            Transpose::Nn => ([m, k], [k, n]),
-            Transpose::Tn => ([k, m], [k, n]),
-        };
+        let ([a_rows, a_columns], [b_rows, b_columns]) = operand_shapes(gemm);
         let (a, a_stride) = address_and_stride(op, gemm.a, a_columns)?;
         let (b, b_stride) = address_and_stride(op, gemm.b, b_columns)?;
         let (d, _) = address_and_stride(op, dst, n)?;
-        let (c, beta) = match gemm.addend {
-            Addend::Nothing => (d, 0f32),
-            Addend::Destination => (d, 1f32),
-            Addend::Residual(addend) => (address(op, "residual", addend)?.0, 1f32),
-        };
+        let (c, beta) = addend_and_factor(op, gemm, d)?;
         let bias = gemm.bias.map(|bias| address(op, "bias", bias)).transpose()?;
         // cublasLt has no alignment preference for the bias, so it lowers the alignment of the
         // destination.

@@ -71,6 +71,12 @@ struct Open {
     has_colon: bool,
 }
 
+impl Open {
+    fn new(group: Group, token: usize, value: usize) -> Self {
+        Self { group, token, value, has_comma: false, has_colon: false }
+    }
+}
+
 /// Returns the source with the filters.
 pub(super) fn with_counters(source: &str) -> Result<String, SourceError> {
     if source.len() > MAX_BYTES {
@@ -144,8 +150,8 @@ impl Scan<'_> {
         out
     }
 
-    /// Adds a tag that counts the bytes of a text between tags. It stands between two letters, where
-    /// no whitespace is removed.
+    /// Adds a tag that counts the bytes of a text between tags. It is inserted between two
+    /// letters, so the engine strips no whitespace.
     fn count_text(&mut self, text: Range<usize>) -> Result<(), SourceError> {
         let inner = &self.source[text.clone()];
         if inner.len() <= UNCOUNTED {
@@ -194,13 +200,7 @@ impl Scan<'_> {
                         _ => Group::List,
                     };
                     value = if is_new { start } else { value };
-                    opened.push(Open {
-                        group,
-                        token: index,
-                        value,
-                        has_comma: false,
-                        has_colon: false,
-                    });
+                    opened.push(Open::new(group, index, value));
                     Before::Other
                 }
                 b')' | b']' | b'}' => {
