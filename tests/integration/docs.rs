@@ -63,11 +63,18 @@ fn flatten(at: &str, value: &Value, keys: &mut BTreeMap<String, Value>) {
 
 #[test]
 fn every_key_of_the_config_has_a_line_with_its_default_and_no_other_has() {
-    let required = "output_dir: a\nadapter: {}\nmodel: {path: b}\ndata: {train: [{path: c}]}\n";
-    let (_folder, path) = temporary("least.yaml", required);
-    let config: RunConfig = load(&path, &[]).unwrap();
+    let least = "output_dir: a\nadapter: {}\nmodel: {path: b}\ndata: {train: [{path: c}]}\n";
+    // The sections that are null by default have keys of their own.
+    let required = "output_dir: a\nadapter: {}\nmodel: {path: b}\n\
+                    data: {train: [{path: c, corpus: {sampling: document}}]}\n\
+                    checkpoint: {best: {metric: eval.loss}}\n\
+                    eval: {generate: {}, early_stopping: {patience: 1}}\n";
     let mut keys = BTreeMap::new();
-    flatten("", &serde_json::to_value(&config).unwrap(), &mut keys);
+    for text in [required, least] {
+        let (_folder, path) = temporary("keys.yaml", text);
+        let config: RunConfig = load(&path, &[]).unwrap();
+        flatten("", &serde_json::to_value(&config).unwrap(), &mut keys);
+    }
 
     let page = text("docs/config.md");
     let mut documented = BTreeSet::new();
@@ -186,6 +193,48 @@ fn anchors(page: &str) -> Vec<String> {
         kept.map(|c| if c == ' ' { '-' } else { c }).collect()
     };
     headings.map(anchor).collect()
+}
+
+/// Whether `path`, with at most one `*` in a component, names a file or folder below `folder`.
+fn exists_below(folder: &Path, path: &str) -> bool {
+    let (first, rest) = path.split_once('/').unwrap_or((path, ""));
+    if first.is_empty() {
+        return folder.exists();
+    }
+    let Some((start, end)) = first.split_once('*') else {
+        return exists_below(&folder.join(first), rest);
+    };
+    let Ok(entries) = fs::read_dir(folder) else { return false };
+    entries.map(|entry| entry.unwrap().path()).any(|path| {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        name.starts_with(start) && name.ends_with(end) && exists_below(&path, rest)
+    })
+}
+
+#[test]
+fn every_path_of_the_repository_that_a_page_names_exists() {
+    let mut pages = ["README.md", "CONTRIBUTING.md"].map(|name| root().join(name)).to_vec();
+    files(&root().join("docs"), ".md", &mut pages);
+    let mut wrong = Vec::new();
+    for page in pages {
+        let content = fs::read_to_string(&page).unwrap();
+        let mut is_code = false;
+        for (index, line) in content.lines().enumerate() {
+            is_code ^= line.trim_start().starts_with("```");
+            for path in line.split('`').skip(1).step_by(2).filter(|_| !is_code) {
+                let below = ["src/", "tests/", "scripts/", "configs/", "data/"];
+                let is_path = below.iter().any(|folder| path.starts_with(folder))
+                    && path.chars().all(|c| c.is_ascii_alphanumeric() || "/_-.*".contains(c));
+                // `NAME` in capitals is a placeholder
+                let is_placeholder = |part: &str| part.len() > 1 && part == part.to_uppercase();
+                let is_named = !path.split(['/', '.']).any(is_placeholder);
+                if is_path && is_named && !exists_below(root(), path) {
+                    wrong.push(format!("{}:{}: `{path}`", page.display(), index + 1));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "these paths do not exist:\n{}", wrong.join("\n"));
 }
 
 #[test]
