@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 count=no
 [ "${1:-}" != --count ] || count=yes
 
-# scope @ phrase (extended regular expression, any case) @ use instead @ files that may contain it
+# scope @ phrase (Perl's regular expression, any case) @ use instead @ files that may contain it
 # `all` searches whole lines; `prose` searches comments, strings and names of functions in code, and
 # whole lines in documentation. An underscore counts as a space, so that test names are searched.
 list() {
@@ -55,6 +55,7 @@ prose @ in silence @ silently @
 prose @ (config|file|log|row|header|manifest|key|code|error|message|page) says @ contains; is; reports @
 prose @ (its|the|model's|behind a) doors? @ input; interface @
 prose @ of those that @ of the .. that @
+prose @ stands? for @ means; represents; matches; is @
 LIST
 }
 
@@ -67,14 +68,14 @@ places() {
 # Prints `file:line:text` of the lines that contain the phrase.
 search() { # scope, phrase
   word=$(printf '%s' "$2" | sed 's/ /[ _]/g')
-  word="(^|[^[:alnum:]])($word)([^[:alnum:]]|\$)"
+  word="(?<![[:alnum:]])($word)(?![[:alnum:]])"
   code=$word
   [ "$1" = all ] || code="(//|#|\"|fn ).*$word"
   # The list of places has no spaces.
   # shellcheck disable=SC2046
   {
-    grep -rniE --include='*.md' --include='*.py' "$word" $(places) || true
-    grep -rniE --include='*.rs' --include='*.cu' --include='*.cuh' --include='*.cpp' --include='*.h' \
+    grep -rniP --include='*.md' --include='*.py' "$word" $(places) || true
+    grep -rniP --include='*.rs' --include='*.cu' --include='*.cuh' --include='*.cpp' --include='*.h' \
       --include='*.sh' --include='*.yaml' --include='*.toml' --include=run "$code" $(places) || true
   } | grep -v '^scripts/check_prose.sh:'
 }

@@ -16,7 +16,7 @@ pub(super) struct Input {
     pub(super) settings: Vec<Setting>,
     /// Settings whose values depend on something outside of the files: key, place, variable.
     pub(super) unknown: Vec<(String, Origin, String)>,
-    /// Whether one of the files is a script, so that environment variables are known.
+    /// Whether one of the files is a script; only scripts set environment variables.
     pub(super) has_script: bool,
 }
 
@@ -114,7 +114,7 @@ impl Input {
         }
         let (options, positional) = options(words);
         for file in positional {
-            self.tree(trainer, &beside(path, &file.text))?;
+            self.tree(trainer, &sibling(path, &file.text))?;
         }
         for (key, values, line) in options {
             let is_file = match trainer {
@@ -123,7 +123,7 @@ impl Input {
                 Trainer::LmmsEngine => key == "config_yaml",
             };
             if is_file && let [value] = values.as_slice() {
-                self.tree(trainer, &beside(path, &value.text))?;
+                self.tree(trainer, &sibling(path, &value.text))?;
                 continue;
             }
             self.word(tables::normal(trainer, &key), values, Origin::File(Arc::clone(&file), line));
@@ -160,13 +160,13 @@ fn structured(text: String) -> Value {
 }
 
 /// The path of a file that a script names: from the working folder, or from the script's folder.
-fn beside(script: &Path, file: &str) -> PathBuf {
+fn sibling(script: &Path, file: &str) -> PathBuf {
     let path = PathBuf::from(file);
     if path.exists() {
         return path;
     }
-    let beside = script.parent().unwrap_or(Path::new("")).join(&path);
-    if beside.exists() { beside } else { path }
+    let sibling = script.parent().unwrap_or(Path::new("")).join(&path);
+    if sibling.exists() { sibling } else { path }
 }
 
 /// The index of the first argument of the training command.

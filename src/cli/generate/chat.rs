@@ -106,7 +106,7 @@ fn take(
         Line::Reset => conversation.reset(),
         Line::Exit => return Ok(Next::End),
         Line::Text(text) => {
-            conversation.ask(text);
+            conversation.add_user_turn(text);
             match session.answer(conversation) {
                 Ok(answer) => conversation.answered(answer),
                 Err(error) => {

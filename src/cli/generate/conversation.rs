@@ -51,7 +51,7 @@ impl Conversation {
     }
 
     /// Adds a turn of the user.
-    pub(super) fn ask(&mut self, text: &str) {
+    pub(super) fn add_user_turn(&mut self, text: &str) {
         let part = |medium: &Medium| match medium {
             Medium::Image(_) => Part::Image,
             Medium::Video(_) => Part::Video,
@@ -149,12 +149,12 @@ mod tests {
         let image = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/data/digits/1400.png");
         let mut conversation = Conversation::new(Some("Be brief.".to_owned()), true);
         conversation.add_image(Path::new(image)).unwrap();
-        conversation.ask("What is this?");
+        conversation.add_user_turn("What is this?");
         conversation.answered("A digit.".to_owned());
         let before = conversation.sample();
         conversation.add_image(Path::new(image)).unwrap();
         conversation.add_image(Path::new(image)).unwrap();
-        conversation.ask("And these?");
+        conversation.add_user_turn("And these?");
         assert_eq!(conversation.sample().media.len(), 3);
         conversation.take_back();
         assert_eq!(conversation.sample(), before);
@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn a_reset_leaves_the_system_message() {
         let mut conversation = Conversation::new(Some("Be brief.".to_owned()), true);
-        conversation.ask("Hello");
+        conversation.add_user_turn("Hello");
         conversation.answered("Hi".to_owned());
         assert_eq!(roles(&conversation), ["system", "user", "assistant", "assistant"]);
         conversation.reset();
@@ -178,7 +178,7 @@ mod tests {
         }
         let mut conversation = Conversation::new(None, false);
         conversation.add_video(folder.path()).unwrap();
-        conversation.ask("What happens?");
+        conversation.add_user_turn("What happens?");
         let media = conversation.sample().media;
         let [Medium::Video(VideoRef::Frames { frames, .. })] = &media[..] else {
             panic!("{media:?}")

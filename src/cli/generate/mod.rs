@@ -195,7 +195,7 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
         conversation.add_video(video)?;
     }
     if let Some(prompt) = &args.prompt {
-        conversation.ask(prompt);
+        conversation.add_user_turn(prompt);
         encoder.encode_prompt(&conversation.sample())?; // before the weights are read
     }
     let device = args.device.open()?;

@@ -46,7 +46,7 @@ impl<'a> Streamed<'a> {
         }
         // The decoder writes U+FFFD in place of an incomplete character.
         let complete = self.text.trim_end_matches(char::REPLACEMENT_CHARACTER);
-        let end = complete.len() - begun(complete, self.stops);
+        let end = complete.len() - started(complete, self.stops);
         Ok(self.up_to(end))
     }
 
@@ -68,7 +68,7 @@ impl<'a> Streamed<'a> {
 }
 
 /// Number of bytes at the end of `text` that may be the beginning of a stop text.
-fn begun(text: &str, stops: &[String]) -> usize {
+fn started(text: &str, stops: &[String]) -> usize {
     let of = |stop: &String| {
         let lengths = stop.char_indices().map(|(at, _)| at);
         lengths.rev().find(|length| text.ends_with(&stop[..*length])).unwrap_or(0)

@@ -200,7 +200,7 @@ impl Place {
         Self::new(folder, file.paths(), file.image_root(), file.rules(), encoder.text_key())
     }
 
-    pub(super) fn beside(&self, ending: &str) -> PathBuf {
+    pub(super) fn sibling(&self, ending: &str) -> PathBuf {
         let mut name = OsString::from(".");
         name.push(self.path.file_name().unwrap_or_default());
         name.push(ending);
@@ -218,13 +218,13 @@ impl Place {
         // file open for writing.
         let mut wanted = File::options();
         wanted.read(true).write(true).create(true).truncate(false);
-        let waiting = wanted.open(self.beside(".wanted"));
+        let waiting = wanted.open(self.sibling(".wanted"));
         let waiting = waiting.and_then(|file| file.lock_shared().map(|()| file));
-        let path = self.beside(".lock");
+        let path = self.sibling(".lock");
         let file = File::create(&path).and_then(|file| file.lock().map(|()| file));
         if waiting.is_ok() {
             // Without the file, `is_wanted` is only a failed `open` for each row.
-            let _ = fs::remove_file(self.beside(".wanted"));
+            let _ = fs::remove_file(self.sibling(".wanted"));
         }
         file.map(|file| Lock::Held { _file: file }).map_err(CacheError::write(&path))
     }
@@ -233,13 +233,13 @@ impl Place {
     pub(super) fn try_lock(&self) -> Result<Option<Lock>, CacheError> {
         let folder = self.path.parent().unwrap_or(Path::new("."));
         fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
-        let path = self.beside(".lock");
+        let path = self.sibling(".lock");
         Lock::of(File::create(&path)).map_err(CacheError::write(&path))
     }
 
     /// Whether another process waits in [`Self::lock`].
     pub(super) fn is_wanted(&self) -> bool {
-        let file = File::options().read(true).write(true).open(self.beside(".wanted"));
+        let file = File::options().read(true).write(true).open(self.sibling(".wanted"));
         file.is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
     }
 

@@ -121,12 +121,12 @@ impl<'a> Measurer<'a> {
     }
 
     /// Whether to continue. Once false, it stays false.
-    fn goes_on(&self) -> bool {
-        let goes_on = !self.is_stopped.load(Relaxed) && (self.should_go_on)();
-        if !goes_on {
+    fn continues(&self) -> bool {
+        let continues = !self.is_stopped.load(Relaxed) && (self.should_go_on)();
+        if !continues {
             self.is_stopped.store(true, Relaxed);
         }
-        goes_on
+        continues
     }
 
     /// Whether `old` has these rows of the file. A damaged cache may lack a batch.
@@ -147,7 +147,7 @@ impl<'a> Measurer<'a> {
             let rows = first..(first + ROWS_A_WALK).min(old.len());
             let mut walk = self.stamps.walk();
             let is_stale = |row: &usize| !is_current(&mut walk, &old, *row);
-            self.goes_on().then(|| rows.filter(is_stale).collect())
+            self.continues().then(|| rows.filter(is_stale).collect())
         });
         let stale = stale.collect::<Option<Vec<Vec<usize>>>>()?.concat();
         Some(if stale.is_empty() {
@@ -201,7 +201,7 @@ impl<'a> Measurer<'a> {
 
     /// The entry of a row, and whether it was measured. `None` if cancelled.
     fn look_up(&self, row: usize) -> Option<(Entry, bool)> {
-        if !self.goes_on() {
+        if !self.continues() {
             return None;
         }
         let content = with_patience(Trouble::of, || self.file.content(row));

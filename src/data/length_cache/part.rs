@@ -22,7 +22,7 @@ const OF_RANK: &str = ".rank-";
 impl Place {
     /// The complete batches of killed processes, the newer ones last.
     pub(super) fn read_partial(&self, lock: &Lock) -> Vec<Rows> {
-        let [partial, temporary] = LEFT_BEHIND.map(|ending| self.beside(ending));
+        let [partial, temporary] = LEFT_BEHIND.map(|ending| self.sibling(ending));
         let [mut found, newer] = [&partial, &temporary].map(|path| read_stream(path));
         let num_rows = |batches: &[Rows]| batches.iter().map(Rows::len).sum::<usize>();
         if num_rows(&newer) > num_rows(&found) && lock.may_write(self).is_ok() {
@@ -49,13 +49,13 @@ impl Place {
     }
 
     fn files_left_behind(&self) -> Vec<PathBuf> {
-        let killed = LEFT_BEHIND.map(|ending| self.beside(ending));
+        let killed = LEFT_BEHIND.map(|ending| self.sibling(ending));
         killed.into_iter().chain(self.of_ranks()).collect()
     }
 
     /// The files with the rows that ranks have measured.
     pub(super) fn of_ranks(&self) -> Vec<PathBuf> {
-        let start = self.beside(OF_RANK);
+        let start = self.sibling(OF_RANK);
         let folder = self.path.parent().unwrap_or(Path::new("."));
         let entries = fs::read_dir(folder).into_iter().flatten().flatten();
         let is_of_rank = |path: &PathBuf| {
@@ -74,7 +74,7 @@ impl Writer {
         fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
         // several runs of the same rows may measure them at the same time
         let process = std::process::id();
-        Self::at(place, place.beside(&format!("{OF_RANK}{rank}-{process}")))
+        Self::at(place, place.sibling(&format!("{OF_RANK}{rank}-{process}")))
     }
 }
 

@@ -46,7 +46,7 @@ pub(super) struct Writer {
 
 impl Writer {
     pub(super) fn create(place: &Place) -> Result<Self, CacheError> {
-        Self::at(place, place.beside(".tmp"))
+        Self::at(place, place.sibling(".tmp"))
     }
 
     pub(super) fn at(place: &Place, temporary: PathBuf) -> Result<Self, CacheError> {

@@ -172,7 +172,7 @@ impl<'a> Assembler<'a> {
 
     /// Returns the next planned step. Plans further steps from the rows that are already prefetched.
     fn next_planned(&mut self) -> Result<Option<Step<Planned>>, LoaderError> {
-        while self.wants_more() && !matches!(self.end, Some(Err(_))) {
+        while self.needs_more() && !matches!(self.end, Some(Err(_))) {
             if let Some(step) = self.assembly.pop() {
                 self.add(step);
                 continue;
@@ -201,7 +201,7 @@ impl<'a> Assembler<'a> {
         }
     }
 
-    fn wants_more(&self) -> bool {
+    fn needs_more(&self) -> bool {
         let workers = self.options.workers.get();
         let all_have_work = self.num_unread >= 2 * workers;
         self.planned.len() < AHEAD_STEPS

@@ -73,7 +73,7 @@ impl Packed<'_> {
             unpacked.sync_all().map_err(failed)?;
             let sums = Temporary(temporary.0.with_extension("sums"));
             write_sums(&unpacked, &sums.0).map_err(failed)?;
-            fs::rename(&sums.0, beside(&target)).map_err(failed)?;
+            fs::rename(&sums.0, sums_path(&target)).map_err(failed)?;
             fs::rename(&temporary.0, &target).map_err(failed)?;
         }
         Ok(unpacked)
@@ -81,7 +81,7 @@ impl Packed<'_> {
 }
 
 /// The file of the checksums of `target`.
-fn beside(target: &Path) -> PathBuf {
+fn sums_path(target: &Path) -> PathBuf {
     let mut name = target.file_name().unwrap_or_default().to_owned();
     name.push(".sums");
     target.with_file_name(name)
@@ -90,7 +90,7 @@ fn beside(target: &Path) -> PathBuf {
 /// Opens an unpacked file. `None` if it does not exist, or if it is damaged, which is logged.
 fn open_stored(target: &Path) -> Option<File> {
     let file = File::open(target).ok()?;
-    match has_sums(&file, &beside(target)) {
+    match has_sums(&file, &sums_path(target)) {
         Ok(true) => return Some(file),
         Ok(false) => tracing::warn!(
             file = %target.display(),
@@ -178,7 +178,7 @@ mod tests {
         let target = folder.path().join(FOLDER).join(name(&path, &stamp));
         File::create(&target).unwrap().write_all(b"rowz").unwrap();
         assert_eq!([unpack(), unpack()], [2, 2]);
-        fs::remove_file(beside(&target)).unwrap();
+        fs::remove_file(sums_path(&target)).unwrap();
         assert_eq!([unpack(), unpack()], [3, 3]);
     }
 }
