@@ -53,7 +53,7 @@ class Card:
         self.lines += lines
 
     def check(self, holds, text):
-        self.add(f"- {'yes' if holds else '**no**'}: {text}")
+        self.add(f"- {'passed' if holds else '**failed**'}: {text}")
         if not holds:
             self.failures.append(text)
 
@@ -165,7 +165,7 @@ def main():
         card.add("## Stop and resume", "", f"The same command, stopped by SIGTERM after step {stopped} of "
                  f"{rows[-1]['step']} (exit code {code}), and run again:", "")
         losses = [[(row["step"], row["loss"], row["grad_norm"]) for row in metrics(out)] for out in (whole, resumed)]
-        card.check(code == STOPPED, "the run was stopped before its end")
+        card.check(code == STOPPED, "the first run stopped before its last step")
         card.check(losses[0] == losses[1], "losses and gradient norms of all steps are equal to the bit")
         card.check(weights(whole) == weights(resumed), "the exported weights are equal to the bit")
         card.add("", "## Exported weights", "", "| file | SHA-256 |", "|---|---|")

@@ -141,7 +141,7 @@ pub enum CheckpointError {
     OutsideLink {
         /// The link.
         path: PathBuf,
-        /// What it stands for.
+        /// Where the link leads.
         target: PathBuf,
     },
     /// A tensor could not be copied from or to its device.
@@ -177,7 +177,7 @@ pub enum CheckpointError {
         message: String,
     },
     /// A rank does not find the checkpoint that rank 0 found.
-    #[error("checkpoint `{}` is another one than on rank 0, or is missing", .folder.display())]
+    #[error("checkpoint `{}` is missing or differs from that on rank 0", .folder.display())]
     NotShared {
         /// Folder of the checkpoint.
         folder: PathBuf,
@@ -253,7 +253,7 @@ impl CheckpointError {
                 "this is an error of the program: please report it".to_owned()
             }
             Self::OtherRank { .. } => {
-                "mend what that rank reports, and run the same command again".to_owned()
+                "fix the error that this rank reported, and run the same command again".to_owned()
             }
             Self::NotShared { .. } => {
                 "`output_dir` must be on a file system that all ranks share".to_owned()

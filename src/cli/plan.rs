@@ -43,7 +43,7 @@ pub(super) struct PlanArgs {
     /// CPU, for example 80GiB or 80GB; without it, `fits` is for 80GiB
     #[arg(long, value_parser = bytes)]
     memory: Option<f64>,
-    /// Compute the time of the run from this speed, of all GPUs together
+    /// Predict the run time from this total speed of all GPUs, in tokens per second
     #[arg(long, value_name = "X", conflicts_with = "calibrate", value_parser = positive)]
     tokens_per_second: Option<f64>,
     /// Train a few steps in a temporary folder, and compute the time of the run from their speed

@@ -5,7 +5,7 @@ use std::fmt;
 /// Maximum number of characters shown; a longer line is shown from the underlined word on.
 const WIDTH: usize = 100;
 
-/// An excerpt to display below a message; displayed as nothing if there is no such line.
+/// An excerpt to display below a message; empty if the line does not exist.
 pub(super) struct Excerpt<'a>(Option<Line<'a>>);
 
 struct Line<'a> {

@@ -162,7 +162,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Separates assignments from the words of a command, and remembers them.
+    /// Separates assignments from the words of a command, and stores them.
     fn command(&mut self, words: Vec<Word>) -> Option<Command> {
         let mut words = words.into_iter().peekable();
         let exports = words.next_if(|word| word.text == "export").is_some();

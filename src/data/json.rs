@@ -7,7 +7,7 @@
 
 use serde_json::{Error, Value};
 
-/// Key of an object that stands for an integer; its value has the digits. `\u{0}` makes it differ
+/// Key of an object that represents an integer; its value has the digits. `\u{0}` makes it differ
 /// from every key of users.
 const LONG_INTEGER_KEY: &str = "\u{0}integer";
 /// Minimum length of an integer that may need more than 64 bits, in digits.

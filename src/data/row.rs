@@ -113,7 +113,7 @@ pub struct Rejection {
 }
 
 impl Rejection {
-    /// Rejects the row `id`.
+    /// Creates the rejection of row `id`.
     pub fn new(id: &SampleId, reason: &str, message: String) -> Self {
         let file = id.file.display().to_string();
         Self { file, row: id.line, reason: reason.to_owned(), message }

@@ -68,7 +68,9 @@ impl DistError {
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Connect(error) => error.hint(),
-            Self::Failed { .. } => "mend what that rank reports, and run the same command again",
+            Self::Failed { .. } => {
+                "fix the error that this rank reported, and run the same command again"
+            }
             Self::Lost { .. } | Self::Hung { .. } | Self::Closed | Self::Collective { .. } => {
                 "run the same command again to resume from the last checkpoint; if it happens again, `trainer selftest --distributed` tests the ranks"
             }

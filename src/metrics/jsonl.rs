@@ -189,7 +189,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         File::create(&path).unwrap();
-        // a file that is open for reading only stands for a full disk
+        // a file that is open for reading only fails like one on a full disk
         let file = File::open(&path).unwrap();
         let mut sink = JsonlSink { path: path.clone(), file, unwritten: Vec::new() };
         sink.write(&json!({"step": 1})).unwrap();

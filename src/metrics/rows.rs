@@ -23,7 +23,7 @@ pub struct RankValues {
 pub struct RankMetrics {
     /// Number of ranks.
     pub world: usize,
-    /// Seconds of the step that a rank waited for its data loader.
+    /// Smallest, mean and largest time, in seconds, that a rank waited for data.
     pub data_wait_s: [f64; 3],
     /// Tokens per second of a rank.
     pub tokens_per_s: [f64; 3],

@@ -14,7 +14,7 @@ use std::path::Path;
 pub struct EventFile(File);
 
 impl EventFile {
-    /// Creates a file in `folder` that sorts after those that exist. Readers then forget the events
+    /// Creates a file in `folder` that sorts after those that exist. Readers then drop the events
     /// of earlier files from `first_step` on, because the run trains these steps again. `time` is in
     /// seconds since 1970.
     pub fn create(folder: &Path, first_step: u64, time: f64) -> io::Result<Self> {

@@ -196,7 +196,7 @@ impl Decoder {
     }
 
     /// Hidden states after the final norm, `[T, D]`, from embeddings `h: [T, D]`. Only the layers
-    /// that backward visits are kept; `below` says whether anything before the first layer needs a
+    /// that backward visits are kept; `below`: whether anything before the first layer needs a
     /// gradient. `after_layer` may change the output of a layer in place.
     pub(crate) fn forward(
         &self,

@@ -45,7 +45,7 @@ pub(super) fn problem_of_driver(driver: u32) -> Option<String> {
     problem_with(driver, CUDA_TOOLKIT)
 }
 
-/// Why a driver cannot run code of `toolkit`; `None` if it can. `driver` is the version of CUDA that
+/// Returns why the driver cannot run code of `toolkit`; `None` if it can. `driver` is the version of CUDA that
 /// the driver supports, as it reports it: 12040 is 12.4.
 ///
 /// A driver compiles PTX of its own version of CUDA or an earlier one only, and candle's kernels are

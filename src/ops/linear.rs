@@ -1,7 +1,7 @@
 //! Linear layer `y = x W^T + b`, and its gradients.
 //!
 //! Shapes: `x [N, K]`, `w [M, K]` (a weight with more dims is read as `[M, K]`), `b [M]`,
-//! `y [N, M]`. `N` may stand for several dims: all dims of `x` but the last. Gradient buffers are
+//! `y [N, M]`. `N` may be several dims: all dims of `x` except the last. Gradient buffers are
 //! `f32`. On the CPU, forward also accepts `w` in `bf16` with all other operands in `f32`.
 
 use super::cpu::blocks::{filled, pieces, span};

@@ -254,7 +254,7 @@ fn quantize_scales(scales: &[f32]) -> (Vec<u8>, Vec<f32>, f32) {
     let (mut codes, mut ranges) = (Vec::with_capacity(scales.len()), Vec::new());
     for scales in scales.chunks(SCALES) {
         let range = scales.iter().fold(0f32, |range, scale| range.max((scale - offset).abs()));
-        let factor = 1.0 / range; // if all are equal, 0 * infinity: code 0, which stands for -0
+        let factor = 1.0 / range; // if all are equal, 0 * infinity: code 0, which decodes to -0
         let code = |scale: &f32| {
             let x = (scale - offset) * factor;
             middles.partition_point(|middle| *middle < x) as u8

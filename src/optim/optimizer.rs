@@ -76,7 +76,7 @@ pub enum OptimError {
 }
 
 impl Optimizer {
-    /// Zero state for the trained ones of `params`, or for the parts of them in `owned`. `master`
+    /// Creates zero state for the trained parameters, or for their parts in `owned`. `master`
     /// returns elements of the flat `f32` weight of a parameter of lower precision, on the given
     /// device. All threads call it, because reading and drawing weights takes long.
     pub fn new(

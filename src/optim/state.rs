@@ -55,7 +55,7 @@ impl StateKind {
 /// How a parameter is updated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Rule {
-    /// `AdamW` with moments of this dtype; `u8` stands for 8-bit codes.
+    /// `AdamW` with moments of this dtype; `u8` means 8-bit codes.
     AdamW(DType),
     /// `Muon`.
     Muon,

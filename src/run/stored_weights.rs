@@ -102,7 +102,7 @@ pub(super) fn install(
     if count > 0 {
         let (stages, dtype) = (loaded.model.stages(), loaded.open.dtype());
         VisitingWeights::install(&stages, &loaded.params, stored, dtype, device)?;
-        tracing::info!(weights = count, storage = ?storage, "frozen weights visit two slots");
+        tracing::info!(weights = count, storage = ?storage, "frozen weights are copied to two buffers when they are used");
     }
     Ok(())
 }

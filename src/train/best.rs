@@ -135,7 +135,7 @@ impl EvalHistory {
         self.best.filter(|_| self.compared == rule.identity()).map(|best| best.step)
     }
 
-    /// Forgets the best evaluation, whose model is lost. The next one becomes the best.
+    /// Resets the best evaluation, whose model is lost. The next one becomes the best.
     pub fn forget_best(&mut self) {
         self.best = None;
     }

@@ -89,7 +89,7 @@ pub struct Rejected {
 }
 
 impl Rejected {
-    /// Counts texts of corpora, each once: they are read before the first step.
+    /// Counts rejected corpus texts once, because they are read before the first step.
     pub fn of_texts<'a>(texts: impl IntoIterator<Item = &'a Rejection>) -> Self {
         let mut counts = DataState::default();
         for Rejection { file, reason, .. } in texts {

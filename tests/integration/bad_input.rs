@@ -1,7 +1,7 @@
 //! Bad input never trains silently and never panics.
 //!
 //! `tests/fixtures/bad_input.md` lists every broken config and row, with the words in which the
-//! binary refuses it. `@TMP@` stands for the folder in which a test runs.
+//! binary refuses it. `@TMP@` is the folder in which a test runs.
 
 use serde_json::{Value, json};
 use std::fmt::Write as _;

@@ -164,7 +164,7 @@ fn inspect_prints_the_fields_of_the_contract_and_stores_what_they_sum_up() {
         let printed = |key: &str| row[key].as_f64().unwrap();
         assert!((sum(|x| x) - printed("pixel_sum")).abs() < 1e-6);
         assert!((sum(f64::abs) - printed("pixel_abs_sum")).abs() < 1e-6);
-        // A merged token stands for four patches.
+        // A merged token represents four patches.
         let image = numbers(&row["input_ids"]).iter().filter(|id| **id == 2029).count() as i64;
         assert_eq!(4 * image, patches, "{id}");
     }

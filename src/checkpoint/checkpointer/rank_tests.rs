@@ -324,7 +324,7 @@ fn a_rank_that_does_not_share_the_folder_is_refused() {
                 .to_string()
         });
         assert!(found[0].starts_with("rank 1 failed: checkpoint"), "{}", found[0]);
-        assert!(found[1].ends_with("is another one than on rank 0, or is missing"), "{}", found[1]);
+        assert!(found[1].ends_with("is missing or differs from that on rank 0"), "{}", found[1]);
     };
     find();
     // The same step of another run.

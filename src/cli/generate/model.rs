@@ -31,7 +31,7 @@ pub(super) fn find(model: &Path, adapter: Option<&Path>) -> anyhow::Result<Found
         let hint = format!("pass `--model MODEL --adapter {}`", folder.display());
         return Err(Failure::new(Exit::Usage, message).hint(hint).into());
     };
-    tracing::info!(model = base, adapter = %folder.display(), "the run trained an adapter");
+    tracing::info!(model = base, adapter = %folder.display(), "loading the adapter and the model it was trained on");
     Ok(Found { model: base.into(), adapter: Some(folder) })
 }
 
@@ -46,14 +46,14 @@ fn of_run(model: &Path) -> anyhow::Result<PathBuf> {
     let checkpoints = Checkpointer::new(model, &CheckpointConfig::default());
     let last = checkpoints.final_folder();
     if is_weights(&last) {
-        tracing::info!(folder = %last.display(), "the model of the run");
+        tracing::info!(folder = %last.display(), "using the final model of the run");
         return Ok(last);
     }
     let Some(step) = checkpoints.steps()?.pop() else { return Ok(model.to_owned()) };
     let newest = checkpoints.step_folder(step);
     tracing::info!(
         folder = %newest.display(),
-        "the newest checkpoint of the run, which has no `final`"
+        "using the newest checkpoint, because the run has no `final`"
     );
     Ok(newest)
 }

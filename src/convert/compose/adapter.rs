@@ -11,7 +11,7 @@ use crate::convert::work::Work;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tuning {
     Full,
-    /// An adapter; `vision` says whether the vision encoder has one.
+    /// An adapter; `vision`: whether the vision encoder has one.
     Adapter {
         vision: bool,
     },

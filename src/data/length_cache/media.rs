@@ -15,7 +15,7 @@ use crate::data::encode::Encoder;
 use crate::data::media::image::{ImageError, resolve};
 use crate::data::source::{ImageStamp, RowFile, SampleError, Trouble, with_patience};
 
-/// What a run remembers of its media files.
+/// What a run stores about its media files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MediaDigests {
     /// Number of files, each counted for every row that names it.

@@ -9,7 +9,7 @@ use super::rows::type_name;
 use crate::batch::SampleId;
 use crate::data::json;
 
-/// Key of an object that stands for binary data; its value is an index into [`RawRow::blobs`]. No
+/// Key of an object that represents binary data; its value is an index into [`RawRow::blobs`]. No
 /// JSON file has it: `\u{0}` makes it differ from every key of users.
 const BLOB_KEY: &str = "\u{0}blob";
 
@@ -40,7 +40,7 @@ impl RawRow {
         }
     }
 
-    /// Adds binary data, and returns the value that stands for it in [`RawRow::object`].
+    /// Adds binary data, and returns the value that represents it in [`RawRow::object`].
     pub(in crate::data) fn blob_value(&mut self, bytes: Arc<[u8]>) -> Value {
         self.blobs.push(bytes);
         let index = Value::from(self.blobs.len() - 1);
@@ -48,7 +48,7 @@ impl RawRow {
     }
 }
 
-/// Returns the binary data that `value` stands for; `None` if `value` is ordinary JSON.
+/// Returns the binary data that `value` represents; `None` if `value` is ordinary JSON.
 pub(super) fn blob<'a>(blobs: &'a [Arc<[u8]>], value: &Value) -> Option<&'a Arc<[u8]>> {
     let index = value.as_object()?.get(BLOB_KEY)?.as_u64()?;
     blobs.get(usize::try_from(index).ok()?)

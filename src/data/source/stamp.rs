@@ -60,7 +60,7 @@ pub(in crate::data) struct ImageStamp {
 }
 
 impl ImageStamp {
-    /// Stands for a file that is missing or cannot be read.
+    /// The stamp of a file that is missing or cannot be read.
     pub(in crate::data) const GONE: Self = Self { bytes: u64::MAX, mtime_ns: i64::MIN };
 
     /// Reads the metadata of the file at `path`; follows symbolic links.

@@ -43,7 +43,7 @@ impl Trouble {
         }
     }
 
-    /// The trouble that an error of the operating system stands for.
+    /// The trouble that an error of the operating system indicates.
     pub(in crate::data) fn of_io(error: &io::Error) -> Option<Self> {
         Self::of_causes(error)
     }

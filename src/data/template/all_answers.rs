@@ -22,9 +22,9 @@ const MARK: [char; 2] = ['\u{f8f2}', '\u{f8f3}'];
 struct Marked {
     turn: usize,
     message: Value,
-    /// Stands for the thoughts; not rendered by every template.
+    /// Rendered in place of the thoughts; not rendered by every template.
     thoughts: String,
-    /// Stands for the content.
+    /// Rendered in place of the content.
     content: String,
 }
 

@@ -27,7 +27,7 @@ impl Around {
     }
 }
 
-/// Texts that stand for the thoughts and the content of a turn. They do not occur in `text`.
+/// Texts rendered in place of the thoughts and the content of a turn. They do not occur in `text`.
 fn marks(text: &str) -> [String; 2] {
     let mark = |number: u32| format!("\u{f8f0}{number}\u{f8f1}"); // characters for private use
     let mut unused = (0..).map(mark).filter(|mark| !text.contains(mark.as_str()));

@@ -94,7 +94,7 @@ impl Variables<'_> {
         }
     }
 
-    /// The value of two variables that are set together: a number, and the limit that it is below.
+    /// The value of two variables that are set together: a number and its exclusive upper bound.
     pub(super) fn pair(
         &self,
         number: &'static str,

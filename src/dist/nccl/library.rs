@@ -162,8 +162,8 @@ impl Library {
         }
     }
 
-    /// Starts to join the communicator `id` on the current GPU. The handle exists even if the result
-    /// is an error other than an invalid argument.
+    /// Starts to join the communicator `id` on the current GPU. Returns a handle also
+    /// on error, except for an invalid argument.
     pub(super) fn init(&self, id: UniqueId, rank: usize, world: usize) -> (Option<Handle>, c_int) {
         let (rank, world) = (rank as c_int, world as c_int);
         let mut config = Config {

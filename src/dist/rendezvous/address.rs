@@ -58,7 +58,7 @@ pub(in crate::dist) fn of_first(
 
 /// Listens as rank 0: on `distributed.interface`, else on loopback if all ranks are on one machine,
 /// else on the address that the others connect to. If this machine does not have that address
-/// (a service of Kubernetes, or a host name that stands for 127.0.1.1), on all interfaces.
+/// (a service of Kubernetes, or a host name that resolves to 127.0.1.1), on all interfaces.
 pub(in crate::dist) fn listen(
     place: &Launched,
     config: &Distributed,

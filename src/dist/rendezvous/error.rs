@@ -16,9 +16,7 @@ pub enum ConnectError {
         world: usize,
     },
     /// The host of rank 0 is unknown.
-    #[error(
-        "{launcher} sets no address of rank 0, and not all ranks are known to be on one machine"
-    )]
+    #[error("{launcher} sets no address of rank 0, and the ranks may be on several machines")]
     NoHost {
         /// The launcher.
         launcher: Launcher,

@@ -147,7 +147,7 @@ impl Table {
     }
 }
 
-/// Reads the hello of a connection, and enters or refuses it.
+/// Reads the hello of a connection, and enters or rejects it.
 fn handshake(stream: TcpStream, from: SocketAddr, table: &Shared) {
     let read = || {
         // Accepted connections do not block on some systems, because the listener does not.

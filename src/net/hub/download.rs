@@ -98,7 +98,7 @@ impl Access<'_> {
         Ok(())
     }
 
-    /// Appends to `part` until it is complete. A lost connection is opened again.
+    /// Appends to `part` until it is complete. Reconnects if the connection is lost.
     fn fill(
         &self,
         part: &Path,

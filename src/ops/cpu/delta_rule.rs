@@ -202,11 +202,11 @@ pub(super) struct Chunk {
     pub(super) sizes: Sizes,
     /// Scaled unit queries and unit keys, `[2 c, dk]`.
     pub(super) units: Vec<f32>,
-    /// `1 / |x|` of these rows.
+    /// `1 / |x|` of the rows of queries and keys.
     pub(super) inverses: Vec<f32>,
-    /// Products of these rows with the keys, `[2 c, CHUNK]`.
+    /// Products of the rows of `units` with the keys, `[2 c, CHUNK]`.
     pub(super) products: Vec<f32>,
-    /// These rows times the states, `[2 c, group * dv]`.
+    /// Rows of `units` times the states, `[2 c, group * dv]`.
     pub(super) reads: Vec<f32>,
     /// Decay from token `j` to token `i`, for each head `[CHUNK, CHUNK]`.
     pub(super) decays: Vec<f32>,

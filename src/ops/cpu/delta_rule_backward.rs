@@ -1,4 +1,4 @@
-//! Backward pass of the gated delta rule: computes the states again, then walks the chunks of a
+//! Backward pass of the gated delta rule: computes the states again, then visits the chunks of a
 //! segment from last to first.
 
 #![expect(unsafe_code, reason = "tasks write disjoint strided parts of the same buffer")]

@@ -181,7 +181,7 @@ struct Part<'a> {
     first: usize,
 }
 
-/// Updates of parts with any dtypes of moments.
+/// Updates parts; the moments may have any dtype.
 fn update(parts: &[Part<'_>], grad_scale: &Tensor) -> Result<()> {
     let dtype_of = |part: &&Part<'_>| part.tensors.exp_avg.dtype();
     for (dtype, name, most) in [

@@ -45,7 +45,7 @@ trait Calls {
 fn class(bytes: usize) -> usize {
     let step = match bytes.checked_ilog2() {
         Some(power) => (1 << power >> CLASSES.ilog2()).max(SMALLEST),
-        None => return SMALLEST, // the driver refuses to allocate nothing
+        None => return SMALLEST, // the driver cannot allocate 0 bytes
     };
     bytes.checked_next_multiple_of(step).unwrap_or(bytes)
 }

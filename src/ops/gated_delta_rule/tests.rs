@@ -39,7 +39,7 @@ fn by_token(t: &[Tensor], heads: DeltaHeads, cu_seqlens: &CuSeqlens) -> Result<T
     Tensor::cat(&rows, 0)
 }
 
-/// `qkv`, `g` and `beta`: every second head forgets.
+/// `qkv`, `g` and `beta`: the state of every second head decays.
 fn operands(seed: u64, t: usize, heads: DeltaHeads) -> [Tensor; 3] {
     let width = 2 * heads.key_heads * heads.key_dim + heads.value_heads * heads.value_dim;
     let noise = random(seed + 1, &[t, heads.value_heads]);

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 /// The reason why an adapter cannot be made or loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum AdapterError {
-    /// An entry of `adapter.parts` is no component.
+    /// An entry of `adapter.parts` is not a component.
     #[error("`adapter.parts`: `{part}` is not a component of the model")]
     Part {
         /// As written.

@@ -207,7 +207,7 @@ impl OpenAdapter {
         Ok(Some(SavedAs { name, joined, in_f32: false, original: None }))
     }
 
-    /// Whether training used the values of the parameter `index` in NF4.
+    /// Whether parameter `index` was quantised to NF4.
     pub(super) fn rounds(&self, index: usize, spec: &ParamSpec) -> bool {
         let is_linear = index < self.num_base && spec.linear_layer().is_some();
         self.quantize == Quantize::Nf4 && is_linear && self.is_frozen(index)

@@ -113,7 +113,7 @@ pub(super) fn modules(
         Some(module) => Err(AdapterError::Tensor {
             folder: folder.to_owned(),
             tensor: AdapterTensor::A.name(&module),
-            problem: "is of a layer that the model does not have".to_owned(),
+            problem: "belongs to a layer that the model does not have".to_owned(),
         }),
     }
 }

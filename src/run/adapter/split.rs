@@ -228,7 +228,7 @@ impl OpenModel {
         });
         split.factors = factors.collect::<std::result::Result<_, _>>()?;
         let (layers, seconds) = (split.factors.len(), started.elapsed().as_secs_f64());
-        tracing::info!(layers, part = ?split.part, seconds, "the adapter starts from a part of the weights");
+        tracing::info!(layers, part = ?split.part, seconds, "initialised the adapter from the weights");
         adapter.split = Some(split);
         self.adapter = Some(adapter);
         Ok(self)

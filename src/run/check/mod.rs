@@ -138,7 +138,7 @@ pub(super) fn warn_about_resources(config: &RunConfig) {
 }
 
 /// The encoder, and the config without wrong settings of images or videos, which are reported: rows
-/// are checked all the same. An error whose cause is in the model folder is reported once.
+/// are still checked. An error whose cause is in the model folder is reported once.
 fn usable_encoder(
     config: &RunConfig,
     report: &mut CheckReport,

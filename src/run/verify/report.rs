@@ -106,7 +106,7 @@ pub enum Outcome {
 }
 
 impl Check {
-    /// A failed check if there is a problem.
+    /// Creates a failed check if `problem` is set, otherwise a passed one.
     pub(super) fn of(
         name: impl Into<String>,
         problem: Option<String>,

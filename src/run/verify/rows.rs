@@ -18,7 +18,7 @@ pub(super) struct Rows {
     pub(super) samples: Vec<EncodedSample>,
     /// File and line of each.
     pub(super) labels: Vec<String>,
-    /// Number of rows before the last one that were rejected.
+    /// Number of rejected rows before the last row in use.
     pub(super) rejected: usize,
     /// How a run of the config packs them.
     pub(super) options: LoaderOptions,

@@ -90,7 +90,7 @@ pub struct VisitingMemory {
 }
 
 impl VisitingMemory {
-    /// What a process holds whose whole weights would be those of `division`.
+    /// Memory of the process if frozen weights use slots, from `division` without slots.
     pub fn of(self, division: Division) -> Division {
         Division {
             weights: division.weights - self.elements as f64,

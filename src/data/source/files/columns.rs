@@ -18,7 +18,7 @@ use crate::data::json;
 use crate::data::source::file_error::FileError;
 use crate::data::source::raw_row::RawRow;
 
-/// Columns of text in which a JSON list or object stands for that value.
+/// Columns of text in which a JSON list or object is parsed as that value.
 const JSON_COLUMNS: [&str; 10] = [
     "messages",
     "conversations",
@@ -158,7 +158,7 @@ fn number<T: ArrowPrimitiveType>(array: &dyn Array, at: usize) -> T::Native {
 }
 
 /// Null for a value that JSON cannot have, such as infinity.
-/// A number; null for NaN, which stands for a missing value. Infinity becomes a text, so that a key
+/// A number; null for NaN, which represents a missing value. Infinity becomes a text, so that a key
 /// that expects a number refuses it.
 fn float(value: f64) -> Value {
     if value.is_infinite() {

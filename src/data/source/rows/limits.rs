@@ -86,7 +86,7 @@ impl Keys<'_> {
             Value::String(text) => text.trim().parse().ok(),
             value => value.as_f64(),
         };
-        // larger limits have the same effect
+        // `as` clamps to `u32::MAX`, which no image exceeds
         let whole = number.filter(|number| *number >= 1.0 && number.fract() == 0.0);
         match whole.and_then(|number: f64| NonZeroU32::new(number as u32)) {
             Some(count) => Ok(Some(count)),

@@ -119,7 +119,7 @@ fn convolutions_do_not_read_the_segment_before() -> Result<()> {
     Ok(())
 }
 
-/// `qkv`, `g`, `beta` and `d_o`: every second head forgets.
+/// `qkv`, `g`, `beta` and `d_o`: the state of every second head decays.
 fn delta_operands(seed: u64, t: usize, heads: DeltaHeads, dtype: DType) -> Result<[Tensor; 4]> {
     let DeltaHeads { key_heads, value_heads: h, key_dim, value_dim } = heads;
     let rates: Vec<f32> = (0..h).map(|head| if head % 2 == 0 { 0.03 } else { 2.0 }).collect();

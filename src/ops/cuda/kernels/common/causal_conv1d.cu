@@ -84,7 +84,7 @@ template <class T, int E> __device__ __forceinline__ void forward(const T *x, co
   }
 }
 
-// Walks three tokens beyond the range, because the gradient of a token depends on the three after
+// Continues three tokens beyond the range, because the gradient of a token depends on the three after
 // it. A thread writes its weight gradient to a row of the shares [ranges, channels, 4].
 template <class T, int E>
 __device__ __forceinline__ void backward(const T *x, const T *w, const T *dy, const int *starts, T *dx, float *shares, int tokens, int channels, int range) {
