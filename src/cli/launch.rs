@@ -1,6 +1,7 @@
 //! Starts ranks as processes on this machine, and watches them until all have ended.
 
 use super::failure::{Exit, Failure};
+use super::signals::is_hangup_ignored;
 use anyhow::Context as _;
 use rustix::process::{Pid, Signal, kill_process_group};
 use std::io;
@@ -21,23 +22,30 @@ const SIGNALLED: i32 = 128;
 /// Time between two checks of the processes and signals.
 const POLL: Duration = Duration::from_millis(10);
 
-/// SIGINT, SIGTERM and SIGUSR1, which a process receives and forwards to the ranks that it has
-/// started.
-pub(super) struct Signals([(Signal, Arc<AtomicBool>); 3]);
+/// The signals that a rank handles. A process that has started ranks forwards them.
+const HANDLED: [Signal; 6] =
+    [Signal::INT, Signal::TERM, Signal::USR1, Signal::HUP, Signal::USR2, Signal::XCPU];
+
+/// Signals that a process receives and forwards to the ranks that it has started.
+pub(super) struct Signals([(Signal, Arc<AtomicBool>); HANDLED.len()]);
 
 impl Signals {
-    /// Receives the signals from now on, in place of their default action.
+    /// Receives the signals from now on, in place of their default action, which would end this
+    /// process and with it the ranks. SIGHUP stays ignored if the parent process ignores it.
     pub(super) fn receive() -> io::Result<Self> {
         let signals = Self::none();
+        let ignores_hangup = is_hangup_ignored();
         for (signal, received) in &signals.0 {
-            signal_hook::flag::register(signal.as_raw(), Arc::clone(received))?;
+            if *signal != Signal::HUP || !ignores_hangup {
+                signal_hook::flag::register(signal.as_raw(), Arc::clone(received))?;
+            }
         }
         Ok(signals)
     }
 
     /// Receives no signals.
     pub(super) fn none() -> Self {
-        Self([Signal::INT, Signal::TERM, Signal::USR1].map(|signal| (signal, Arc::default())))
+        Self(HANDLED.map(|signal| (signal, Arc::default())))
     }
 
     /// The signals that were received after the last call.
@@ -67,9 +75,21 @@ pub(super) fn launch(
 pub(super) enum Forwarded {
     /// Unchanged: the processes are the ranks.
     Unchanged,
-    /// As SIGUSR2 to `mpirun`, which passes it on to the ranks. On SIGINT and SIGTERM, `mpirun` ends
-    /// the ranks before they can save.
+    /// As SIGUSR2 to `mpirun`, which passes it on to the ranks. On SIGINT, SIGTERM, SIGHUP and
+    /// SIGXCPU, `mpirun` ends the ranks before they can save.
     AsUsr2,
+}
+
+impl Forwarded {
+    /// The signal to send when `signal` was received. `earlier` are the signals received before.
+    fn signal(self, signal: Signal, earlier: &[Signal]) -> Signal {
+        // A terminal that closes may send SIGHUP twice, and SIGXCPU follows each second.
+        let can_end_at_once = [Signal::INT, Signal::TERM].contains(&signal);
+        match self {
+            Self::AsUsr2 if earlier.is_empty() || !can_end_at_once => Signal::USR2,
+            _ => signal,
+        }
+    }
 }
 
 fn watch(
@@ -92,13 +112,8 @@ fn watch(
                 ranks.kill(signal); // the ranks save and continue; `mpirun` passes it on
                 continue;
             }
-            let is_first = forwarded.is_empty();
+            ranks.kill(how.signal(signal, &forwarded));
             forwarded.push(signal);
-            ranks.kill(match how {
-                // a second signal ends the ranks at once
-                Forwarded::AsUsr2 if is_first => Signal::USR2,
-                _ => signal,
-            });
         }
         for (rank, status) in ranks.ended()? {
             let end = End::of(status, &forwarded);
@@ -252,141 +267,4 @@ fn outcome(ends: &[(usize, End)], by_mpirun: bool) -> anyhow::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::report::exit;
-    use super::*;
-    use std::path::Path;
-
-    const LONG: Duration = Duration::from_mins(1);
-
-    fn shell(script: &str) -> Command {
-        let mut command = Command::new("sh");
-        command.args(["-c", script]);
-        command
-    }
-
-    fn run(scripts: &[&str], grace: Duration) -> anyhow::Result<()> {
-        let commands = scripts.iter().map(|script| shell(script)).collect();
-        watch(commands, &Signals::none(), Forwarded::Unchanged, grace)
-    }
-
-    fn wait_until(mut condition: impl FnMut() -> bool) {
-        let deadline = Instant::now() + LONG;
-        while !condition() {
-            assert!(Instant::now() < deadline, "it took too long");
-            thread::sleep(POLL);
-        }
-    }
-
-    #[test]
-    fn ranks_that_succeed_are_a_success() {
-        run(&["exit 0", "sleep 0.1"], LONG).unwrap();
-    }
-
-    #[test]
-    fn the_rank_that_explains_the_failure_is_named() {
-        for (scripts, code, message) in [
-            // Rank 1 reports bad data to rank 0, which ends before it.
-            (["exit 74", "sleep 0.2; exit 65"], Exit::Data, "rank 1 has failed with exit code 65"),
-            (["exit 65", "sleep 0.2; exit 73"], Exit::Data, "rank 0 has failed with exit code 65"),
-            (["kill -9 $$", "sleep 0.2; exit 74"], Exit::Ranks, "rank 0 was ended by SIGKILL (9)"),
-            (["kill -9 $$", "sleep 0.2; exit 1"], Exit::Ranks, "rank 0 was ended by SIGKILL (9)"),
-            (["exit 0", "exit 74"], Exit::Ranks, "rank 1 has failed with exit code 74"),
-            (["exit 75", "exit 101"], Exit::Unknown, "rank 1 has failed with exit code 1"),
-        ] {
-            let error = run(&scripts, LONG).unwrap_err();
-            assert_eq!(
-                (exit(&error), error.to_string()),
-                (code, message.to_owned()),
-                "{scripts:?}"
-            );
-        }
-    }
-
-    #[test]
-    fn a_rank_that_hangs_is_ended_a_moment_after_another_has_failed() {
-        let started = Instant::now();
-        let error = run(&["kill -STOP $$", "exit 74"], Duration::from_millis(100)).unwrap_err();
-        assert_eq!(exit(&error), Exit::Ranks);
-        assert!(started.elapsed() < LONG);
-    }
-
-    #[test]
-    fn a_signal_is_forwarded_to_all_ranks_and_their_code_is_kept() {
-        let folder = tempfile::tempdir().unwrap();
-        let ready = |rank: usize| folder.path().join(rank.to_string());
-        let script = |rank: usize| {
-            let ready = ready(rank);
-            format!("trap 'exit 75' TERM; : >{}; while :; do sleep 0.01; done", ready.display())
-        };
-        let signals = Signals::none();
-        let stopped = thread::scope(|scope| {
-            scope.spawn(|| {
-                wait_until(|| ready(0).exists() && ready(1).exists());
-                signals.0[1].1.store(true, Ordering::Relaxed);
-            });
-            watch(vec![shell(&script(0)), shell(&script(1))], &signals, Forwarded::Unchanged, LONG)
-                .unwrap_err()
-        });
-        assert_eq!(exit(&stopped), Exit::Stopped);
-        // A rank that has not yet prepared for the signal ends at once.
-        signals.0[1].1.store(true, Ordering::Relaxed);
-        let ended =
-            watch(vec![shell("exec sleep 60")], &signals, Forwarded::Unchanged, LONG).unwrap_err();
-        assert_eq!(exit(&ended), Exit::Interrupted);
-    }
-
-    #[test]
-    fn a_request_to_save_is_forwarded_and_the_ranks_continue() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = |name: &str, rank: usize| folder.path().join(format!("{name}-{rank}"));
-        let script = |rank: usize| {
-            let (ready, saved) = (file("ready", rank), file("saved", rank));
-            let (ready, saved) = (ready.display(), saved.display());
-            format!(
-                "trap ': >{saved}' USR1; : >{ready}; until [ -e {saved} ]; do sleep 0.01; done; exit 0"
-            )
-        };
-        let signals = Signals::none();
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                wait_until(|| file("ready", 0).exists() && file("ready", 1).exists());
-                signals.0[2].1.store(true, Ordering::Relaxed);
-            });
-            let ranks = vec![shell(&script(0)), shell(&script(1))];
-            watch(ranks, &signals, Forwarded::AsUsr2, LONG).unwrap();
-        });
-    }
-
-    /// Starts a rank that sleeps and writes its process id to the file of the variable.
-    const STARTER: &str = "TRAINER_TEST_STARTER";
-
-    #[cfg(target_os = "linux")]
-    #[test]
-    fn no_rank_remains_if_the_process_that_started_it_is_killed() {
-        let name = "cli::launch::tests::no_rank_remains_if_the_process_that_started_it_is_killed";
-        if let Some(file) = std::env::var_os(STARTER) {
-            let script = format!("echo $$ >{}; exec sleep 60", Path::new(&file).display());
-            run(&[&script], LONG).unwrap();
-            return;
-        }
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("pid");
-        let mut starter = Command::new(std::env::current_exe().unwrap());
-        starter.args(["--exact", name]).env(STARTER, &file).stdout(Stdio::null());
-        let mut starter = starter.spawn().unwrap();
-        let mut pid = String::new();
-        wait_until(|| {
-            pid = std::fs::read_to_string(&file).unwrap_or_default();
-            pid.ends_with('\n')
-        });
-        let status = Path::new("/proc").join(pid.trim()).join("status");
-        let status = || std::fs::read_to_string(&status).unwrap_or_default();
-        let runs =
-            || status().lines().any(|line| line.starts_with("State:") && !line.contains('Z'));
-        assert!(runs());
-        starter.kill().unwrap();
-        starter.wait().unwrap();
-        wait_until(|| !runs());
-    }
-}
+mod tests;

@@ -38,7 +38,7 @@ impl Requests {
         // SIGXFSZ: without a handler, a file beyond the size limit would kill the process. With it,
         // the write fails with an error.
         let mut handled = vec![SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ];
-        if !is_ignored(SIGHUP, &fs::read_to_string("/proc/self/status").unwrap_or_default()) {
+        if !is_hangup_ignored() {
             handled.push(SIGHUP);
         }
         let mut signals = Signals::new(handled)?;
@@ -69,6 +69,11 @@ impl Requests {
             }
         }
     }
+}
+
+/// Whether the parent process, such as `nohup`, ignores SIGHUP.
+pub(super) fn is_hangup_ignored() -> bool {
+    is_ignored(SIGHUP, &fs::read_to_string("/proc/self/status").unwrap_or_default())
 }
 
 /// Whether the parent process, such as `nohup`, ignores a signal, given `/proc/self/status`.
