@@ -65,7 +65,7 @@ says() { grep -qE "$2" "$out/$1.log" || fail "$1: the log lacks \`$2\`" "$out/$1
 calls() { awk -v name="$2" 'index($0, name) == 1 { sum += $NF } END { print sum + 0 }' "$out/$1.calls"; }
 
 check() {
-  local version
+  local version lost
   version=$("$trainer" --version)
   [[ $version == *"CUDA 13.0: sm_80"* ]] || { echo "FAILED: --version prints \`$version\`" >&2; exit 1; }
   # the functions that replace the driver's are in the binary, and a missing one stops nothing
@@ -83,6 +83,14 @@ check() {
   STAND_IN_MEMORY=$((48 << 20)) sft exhausted 71
   says exhausted 'the GPU memory is nearly exhausted'
   says exhausted 'hint: set `'
+  # lost in the second step, and before the first one
+  local kernels
+  kernels=$(calls plain 'kernel ')
+  for lost in $((kernels / 2)) 1; do
+    STAND_IN_LOSES=$lost sft lost 74
+    says lost 'CUDA_ERROR_ECC_UNCORRECTABLE'
+    says lost 'hint: the GPU was lost'
+  done
   STAND_IN_DRIVER=12040 sft old_driver 64
   says old_driver 'the driver supports CUDA 12.4 at most, but this binary was built with CUDA 13.0'
   echo "ok: the GPU build behind the stand-in"

@@ -1,6 +1,7 @@
 //! The exit code and the hint of each error of the library.
 
 use super::failure::{ErrorClass, Exit, Failure};
+use super::gpu_error;
 use super::stdout::is_stdout_error;
 use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
@@ -15,7 +16,6 @@ use crate::metrics::JsonlError;
 use crate::models::ModelConfigError;
 use crate::net::hub::HubError;
 use crate::nn::WeightError;
-use crate::ops::memory_advice;
 use crate::optim::{GroupError, OptimError};
 use crate::run::verify::VerifyError;
 use crate::run::{AdapterError, DeviceError, ReplayError, RunError, SetupError};
@@ -44,11 +44,7 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         return Some(ErrorClass::new(Exit::Usage, error.hint()));
     }
     if let Some(error) = error.downcast_ref::<candle_core::Error>() {
-        // an error of the driver, which candle wraps without a kind
-        let is_memory = error.to_string().to_ascii_uppercase().contains("OUT_OF_MEMORY");
-        let hint =
-            || format!("{}; `trainer plan` predicts the memory of a config", memory_advice());
-        return is_memory.then(|| ErrorClass::new(Exit::Resources, hint()));
+        return gpu_error::class(&error.to_string());
     }
     match inner(error) {
         Some(inner) => classify(inner),
@@ -247,6 +243,11 @@ fn model(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         }
         error.hint()
     } else if let Some(error) = error.downcast_ref::<CheckpointError>() {
+        if let CheckpointError::Tensor { source, .. } = error
+            && let Some(class) = classify(source)
+        {
+            return Some(class);
+        }
         let is_write = error.is_write() || matches!(error, CheckpointError::Moved { .. });
         let exit = if is_write { Exit::CannotWrite } else { Exit::Data };
         return Some(ErrorClass::new(exit, error.hint()));
@@ -299,6 +300,18 @@ mod tests {
         for error in [TrainError::Candle(error()), TrainError::Step(in_step)] {
             assert_eq!(classify(&error).unwrap().exit, Exit::Resources);
         }
+    }
+
+    #[test]
+    fn a_gpu_that_is_lost_while_a_checkpoint_is_copied_is_no_error_of_the_checkpoint() {
+        let error = |code: &str| CheckpointError::Tensor {
+            tensor: "lm_head.weight".to_owned(),
+            source: candle_core::Error::Msg(format!("DriverError({code})")),
+        };
+        let exit = |code| classify(&error(code)).unwrap().exit;
+        assert_eq!(exit("CUDA_ERROR_ECC_UNCORRECTABLE"), Exit::Ranks);
+        assert_eq!(exit("CUDA_ERROR_OUT_OF_MEMORY"), Exit::Resources);
+        assert_eq!(exit("another error"), Exit::Data);
     }
 
     #[test]

@@ -17,6 +17,7 @@ mod eval;
 mod export;
 mod failure;
 mod generate;
+mod gpu_error;
 mod init;
 mod inspect;
 mod launch;
