@@ -170,6 +170,10 @@ impl Collective for Nccl {
         self.sums().wait()
     }
 
+    fn error(&self) -> Option<DistError> {
+        self.check().err()
+    }
+
     fn finish(&self) -> Result<(), DistError> {
         let sums = self.sums();
         let check = || self.communicator.check();

@@ -301,6 +301,35 @@ fn a_sum_that_fails_on_the_gpu_is_reported_by_the_next_call() {
     assert_eq!(setup.stand_in.log(1).last().unwrap(), "abort");
 }
 
+/// The step finds the reason of an op that failed with it (`StepRunner::launch`).
+#[test]
+fn the_error_of_an_exchange_in_an_op_is_known_as_one_of_the_ranks() {
+    let setup = Setup::new(2);
+    setup.on_members(|member| {
+        let rank = member.rank.rank;
+        assert_eq!(member.nccl.error(), None);
+        if rank == 0 {
+            return;
+        }
+        setup.stand_in.fail("ncclSend", 1, 2);
+        let [first, second] = [64, 64].map(|len| Tensor::zeros(len, DType::F32, &Device::Cpu));
+        let (send, receive) = (first.unwrap(), second.unwrap());
+        let exchange =
+            Exchange { send: vec![send.clone(), send], receive: vec![receive.clone(), receive] };
+        let failed = member.nccl.start_exchange(exchange).unwrap_err();
+        assert!(failed.to_string().contains("rank 1 of 2"), "{failed}");
+        assert_eq!(member.nccl.error(), Some(failed));
+    });
+    let setup = Setup::new(2);
+    setup.on_members(|member| {
+        if member.rank.rank == 1 {
+            setup.stand_in.fail_async(1, 6);
+            let error = member.nccl.error().unwrap().to_string();
+            assert!(error.ends_with("remote process exited"), "{error}");
+        }
+    });
+}
+
 #[test]
 fn a_rank_that_does_not_join_ends_the_wait_for_it() {
     let mut setup = Setup::new(2);
