@@ -5,14 +5,14 @@ use super::launch::{Forwarded, Signals, launch};
 use super::report;
 use crate::dist::{
     Collective, Connections, DistError, Distributed, Group, Launched, Launcher, Monitor, Nccl,
-    NcclOptions, Processes, Rank, ShardGroup, connect, gather,
+    NcclOptions, Processes, Rank, ShardGroup, connect, gather, interface_name,
 };
 use crate::ops::{CUDA_BUILD, count_gpus, exit_at_once};
 use crate::train::DeviceChoice;
 use candle_core::Device;
 use std::env;
 use std::ffi::OsString;
-use std::net::{IpAddr, Ipv4Addr, TcpListener};
+use std::net::{Ipv4Addr, TcpListener};
 use std::process::Command;
 use std::sync::Arc;
 use std::thread::available_parallelism;
@@ -20,6 +20,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The variable that sets the number of threads of a process.
 const THREADS: &str = "RAYON_NUM_THREADS";
+
+/// The variable that sets the network interface of NCCL.
+const NCCL_INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 
 /// Runs this command as several ranks on this machine, if `distributed` and the number of GPUs
 /// require it and no launcher has started this process. Returns whether it did so; all ranks have
@@ -43,7 +46,8 @@ pub(super) fn started_ranks(
     let (commands, forwarded) = match engine {
         Start::OnePerGpu => {
             tracing::info!(ranks = world, "starting one process per GPU");
-            (rank_commands(world, &arguments)?, Forwarded::Unchanged)
+            let interface = distributed.interface.as_deref();
+            (rank_commands(world, interface, &arguments)?, Forwarded::Unchanged)
         }
         Start::Mpirun => {
             tracing::info!(ranks = world, "starting `mpirun`");
@@ -76,11 +80,10 @@ fn mpirun(
     if rustix::process::geteuid().is_root() {
         command.arg("--allow-run-as-root");
     }
-    // OpenMPI expects names, or addresses with the number of bits of the network.
-    let is_address = |name: &str| name.parse::<IpAddr>().is_ok();
-    if let Some(name) = interface.filter(|name| !is_address(name)) {
+    // OpenMPI expects names. The ranks report an interface that does not exist.
+    if let Some(name) = interface.and_then(interface_name) {
         for layer in ["btl_tcp_if_include", "oob_tcp_if_include"] {
-            command.args(["--mca", layer, name]);
+            command.args(["--mca", layer, &name]);
         }
     }
     command.arg(env::current_exe()?).args(arguments);
@@ -144,14 +147,20 @@ fn processes(
     Err(Failure::new(Exit::Usage, message).hint(hint))
 }
 
-/// This program with `arguments`, once per rank, as ranks on this machine.
-pub(super) fn rank_commands(world: usize, arguments: &[OsString]) -> anyhow::Result<Vec<Command>> {
+/// This program with `arguments`, once per rank, as ranks on this machine, which connect through
+/// `interface`.
+pub(super) fn rank_commands(
+    world: usize,
+    interface: Option<&str>,
+    arguments: &[OsString],
+) -> anyhow::Result<Vec<Command>> {
     let program = env::current_exe()?;
     // The port is free, as the system has just chosen it.
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
     let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let job = format!("{}-{}", std::process::id(), time.as_nanos());
     let threads = threads_of_rank(world);
+    let interface = interface.and_then(interface_name);
     let command = |rank| {
         let place = Launched {
             launcher: Launcher::Explicit,
@@ -167,6 +176,9 @@ pub(super) fn rank_commands(world: usize, arguments: &[OsString]) -> anyhow::Res
         command.args(arguments).envs(place.environment());
         if env::var_os(THREADS).is_none() {
             command.env(THREADS, threads.to_string());
+        }
+        if let Some(name) = interface.as_deref().filter(|_| env::var_os(NCCL_INTERFACE).is_none()) {
+            command.env(NCCL_INTERFACE, format!("={name}")); // NCCL compares the whole name
         }
         command
     };
@@ -278,10 +290,24 @@ fn engine(
     };
     let nccl = Nccl::connect(rank, &mut *connections.step, &device, &options)?;
     if rank.is_first() {
+        let interface = distributed.interface.as_deref();
+        if let Some(warning) = other_interface(interface, env::var_os(NCCL_INTERFACE).is_some()) {
+            tracing::warn!("{warning}");
+        }
         let order = if options.exact { "that of the tree" } else { "chosen by NCCL" };
         tracing::info!(order, "NCCL adds up the gradients");
     }
     Ok((Arc::new(nccl), Some(device)))
+}
+
+/// Returns a warning if NCCL may use another network interface than `interface`, because a launcher
+/// has started the ranks.
+fn other_interface(interface: Option<&str>, is_set: bool) -> Option<String> {
+    let interface = interface.filter(|_| !is_set)?;
+    Some(format!(
+        "`distributed.interface` is `{interface}`, but NCCL chooses the interface of its own \
+         connections: set `{NCCL_INTERFACE}` to the name of the interface on every machine"
+    ))
 }
 
 /// Whether each rank has a GPU that no other rank uses.
@@ -335,6 +361,27 @@ mod tests {
             let found = processes(wanted, device, gpus).unwrap();
             assert_eq!(found, (expected, Start::OnePerGpu), "{wanted:?} {device}");
         }
+    }
+
+    #[test]
+    fn the_interface_reaches_mpi_and_nccl_by_its_name_and_by_its_address() {
+        for interface in ["lo", "127.0.0.1"] {
+            let command = mpirun(2, Some(interface), &[]).unwrap();
+            let arguments: Vec<_> = command.get_args().filter_map(|text| text.to_str()).collect();
+            for layer in ["btl_tcp_if_include", "oob_tcp_if_include"] {
+                let at = arguments.iter().position(|argument| *argument == layer).unwrap();
+                assert_eq!(arguments[at + 1], "lo", "{interface}");
+            }
+            for command in rank_commands(2, Some(interface), &[]).unwrap() {
+                let is_name = |(name, _): &(&std::ffi::OsStr, _)| *name == NCCL_INTERFACE;
+                let (_, value) = command.get_envs().find(is_name).unwrap();
+                assert_eq!(value.unwrap(), "=lo", "{interface}");
+            }
+        }
+        let commands = rank_commands(2, None, &[]).unwrap();
+        assert!(commands[0].get_envs().all(|(name, _)| name != NCCL_INTERFACE));
+        assert!(other_interface(Some("eth0"), false).unwrap().contains("`NCCL_SOCKET_IFNAME`"));
+        assert_eq!(other_interface(Some("eth0"), true).or(other_interface(None, false)), None);
     }
 
     #[test]

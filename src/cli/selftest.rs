@@ -180,7 +180,7 @@ fn cases(group: &mut Group, device: &Device, large: usize) -> anyhow::Result<boo
 fn plant(planted: Planted) -> anyhow::Result<Option<String>> {
     let value = planted.to_possible_value().expect("no value is skipped");
     let arguments = ["selftest", "--distributed", "--planted", value.get_name()];
-    let mut commands = rank_commands(PLANTED_WORLD, &arguments.map(Into::into))?;
+    let mut commands = rank_commands(PLANTED_WORLD, None, &arguments.map(Into::into))?;
     // The few lines that the ranks print fit into the pipe.
     let (mut printed, stderr) = std::io::pipe()?;
     for command in &mut commands {

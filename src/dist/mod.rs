@@ -39,7 +39,7 @@ pub use launcher::{LaunchError, Launched, Launcher};
 pub use mpi::Mpi;
 pub use nccl::{Nccl, NcclOptions};
 pub use rank::{Rank, SequencePlace};
-pub use rendezvous::ConnectError;
+pub use rendezvous::{ConnectError, interface_name};
 pub(crate) use selftest::agree;
 pub use selftest::{CaseResult, NUM_CASES, selftest};
 pub use sequence::SequenceAttention;

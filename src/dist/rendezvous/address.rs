@@ -126,14 +126,22 @@ fn port_of(job: &str) -> Option<u16> {
     u16::try_from(port).ok().filter(|_| !job.is_empty())
 }
 
+/// Whether `interface` is the name or the address of an interface.
+fn is_of(interface: &str, found: &if_addrs::Interface) -> bool {
+    found.name == interface || interface.parse() == Ok(found.ip())
+}
+
+/// The name of an interface of this machine that is given by its name or address.
+pub fn interface_name(interface: &str) -> Option<String> {
+    let all = if_addrs::get_if_addrs().ok()?;
+    all.into_iter().find(|found| is_of(interface, found)).map(|found| found.name)
+}
+
 /// The IP address of an interface that is given by its name or address; IPv4 if it has both.
 fn address_of(interface: &str) -> Result<IpAddr, ConnectError> {
     let all = if_addrs::get_if_addrs().unwrap_or_default();
-    let is_wanted = |found: &&if_addrs::Interface| {
-        found.name == interface || interface.parse() == Ok(found.ip())
-    };
-    let mut wanted: Vec<IpAddr> =
-        all.iter().filter(is_wanted).map(if_addrs::Interface::ip).collect();
+    let wanted = all.iter().filter(|found| is_of(interface, found));
+    let mut wanted: Vec<IpAddr> = wanted.map(if_addrs::Interface::ip).collect();
     wanted.sort_by_key(IpAddr::is_ipv6);
     wanted.first().copied().ok_or_else(|| {
         let names: Vec<_> = all.iter().map(|one| format!("{} ({})", one.name, one.ip())).collect();
@@ -193,6 +201,14 @@ mod tests {
         let message = error.to_string();
         assert!(message.starts_with("`distributed.interface` is `eth77`, but this"), "{message}");
         assert!(message.contains("lo (127.0.0.1)"), "{message}");
+    }
+
+    #[test]
+    fn an_interface_has_the_same_name_by_its_name_and_by_its_address() {
+        for interface in ["lo", "127.0.0.1"] {
+            assert_eq!(interface_name(interface).as_deref(), Some("lo"));
+        }
+        assert_eq!(interface_name("192.0.2.1"), None);
     }
 
     #[test]

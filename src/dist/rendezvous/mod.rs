@@ -10,6 +10,7 @@ mod tests;
 
 #[cfg(test)]
 pub(super) use address::Address;
+pub use address::interface_name;
 pub(super) use address::{listen, of_first, open_to_others};
 pub use error::ConnectError;
 pub(super) use first::first;
