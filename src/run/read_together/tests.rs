@@ -85,7 +85,7 @@ fn bytes_of(file: &Path) -> (usize, usize) {
 }
 
 #[test]
-fn ranks_that_resume_read_each_byte_of_a_checkpoint_once() {
+fn ranks_that_resume_load_each_byte_of_a_checkpoint_once_after_its_comparison() {
     for settings in [
         vec!["model.precision=bf16"],
         vec!["model.precision=bf16", "optim.kind=adamw_8bit"],
