@@ -1,6 +1,7 @@
 //! `trainer check`: all problems of a run before it trains.
 
 use super::args::ConfigArgs;
+use super::error_class::classify;
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::SetupBars;
@@ -30,12 +31,14 @@ pub(super) fn run(args: &CheckArgs, logging: &Logging) -> anyhow::Result<()> {
         config::load_all::<RunConfig>(&args.config.config, &args.config.overrides);
     let mut lines: Vec<Line> = errors.into_iter().map(Line::of_config).collect();
     let bars = SetupBars(logging);
+    let mut trouble = None;
     if let Some(mut config) = config {
         let errors = args.config.expand(&mut config, &left_out);
         lines.extend(errors.into_iter().map(Line::of_config));
         match run::download(&config, &bars) {
             Ok(config) => {
                 let report = run::check_run(&config, &left_out, &bars);
+                trouble = trouble_of(&report);
                 lines.extend(lines_of(report, args));
             }
             Err(mut error) => {
@@ -47,6 +50,11 @@ pub(super) fn run(args: &CheckArgs, logging: &Logging) -> anyhow::Result<()> {
     let count = |kind: Kind| lines.iter().filter(|line| line.kind == kind).count();
     let [errors, warnings] = [count(Kind::Error), count(Kind::Warning)];
     print(&lines, args.json)?;
+    if let Some(exit) = trouble {
+        let message =
+            "the check is not complete: the process or a disk failed while rows were read";
+        return Err(Failure::new(exit, message).hint("repair that first; then run again").into());
+    }
     if errors > 0 {
         let message = match errors {
             1 => "one problem would stop this run".to_owned(),
@@ -56,6 +64,14 @@ pub(super) fn run(args: &CheckArgs, logging: &Logging) -> anyhow::Result<()> {
     }
     tracing::info!(warnings, "found nothing that would stop this run");
     Ok(())
+}
+
+/// The exit code of a check during which the process or a disk failed.
+fn trouble_of(report: &CheckReport) -> Option<Exit> {
+    report.findings.iter().find_map(|(_, finding)| match finding {
+        Finding::Error(error) if error.is_trouble() => Some(classify(error)?.exit),
+        _ => None,
+    })
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use crate::config::{ConfigError, ValueError};
 use crate::convert::ConvertError;
 use crate::data::{
     CacheError, CollateError, CorpusError, DataConfigError, EncoderError, ImageConfigError,
-    LoaderError, OrderError, SampleError, SourceError, TokenizerError, Trouble,
+    LoaderError, OrderError, RowTrouble, SampleError, SourceError, TokenizerError, Trouble,
 };
 use crate::dist::{DistError, LaunchError};
 use crate::metrics::JsonlError;
@@ -76,6 +76,7 @@ fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'stati
             VerifyError::NoRows { .. }
             | VerifyError::NoTargets { .. }
             | VerifyError::Folder { .. } => return None,
+            VerifyError::Row(error) => error,
             VerifyError::Run(error) => error.as_ref(),
             VerifyError::Train(error) => error.as_ref(),
             VerifyError::Step(error) => error,
@@ -99,6 +100,7 @@ fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'stati
         }
     } else {
         match error.downcast_ref::<EvalError>()? {
+            EvalError::Row(error) => error,
             EvalError::Collate(error) => error,
             EvalError::Unpad(error) => error,
             EvalError::Ranks(error) => error,
@@ -190,7 +192,9 @@ fn trouble_exit(trouble: Trouble) -> Exit {
 }
 
 fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
-    let class = if let Some(error) = error.downcast_ref::<SampleError>() {
+    let class = if let Some(RowTrouble { trouble, .. }) = error.downcast_ref() {
+        ErrorClass::new(trouble_exit(*trouble), trouble.hint().to_owned())
+    } else if let Some(error) = error.downcast_ref::<SampleError>() {
         ErrorClass::new(Exit::Data, error.hint())
     } else if let Some(error) = error.downcast_ref::<SourceError>() {
         let exit = match error {
@@ -206,7 +210,7 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
         return classify(error);
     } else if let Some(error) = error.downcast_ref::<LoaderError>() {
         let exit = match error {
-            LoaderError::Trouble { trouble, .. } => trouble_exit(*trouble),
+            LoaderError::Trouble(error) => return classify(error),
             LoaderError::Spawn { .. } => Exit::Resources,
             _ => Exit::Data,
         };
@@ -321,9 +325,13 @@ mod tests {
             let error = SampleError::Read { id, cause: code.into() };
             let rejection = Rejection::of(&error);
             let trouble = Trouble::of(&error).unwrap();
-            let stopped = LoaderError::Trouble { rejection, trouble };
+            let stopped = LoaderError::Trouble(RowTrouble { rejection, trouble });
             assert!(stopped.to_string().contains("a.jsonl:3: cannot read the row"), "{stopped}");
             assert_eq!(classify(&stopped).unwrap().exit, exit);
+            let LoaderError::Trouble(row) = stopped else { panic!("{stopped}") };
+            let in_eval = TrainError::Eval(EvalError::Row(row.clone()));
+            assert_eq!(classify(&in_eval).unwrap().exit, exit);
+            assert_eq!(classify(&VerifyError::Row(row)).unwrap().exit, exit);
             let cache = CacheError::Exhausted { source: Box::new(error) };
             assert_eq!(classify(&cache).unwrap().exit, exit);
         }

@@ -82,7 +82,7 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
     let options = run::loader_options(&config, rows.encoder());
     let mut shown = BTreeMap::<String, DatasetCounts>::new();
     for row in run::order(&config, &rows)?.epoch(0).into_iter().take(num) {
-        match rows.read(row) {
+        match rows.read_patiently(row)? {
             Err(rejection) => {
                 tracing::warn!(row = %rejection, "this row is rejected");
                 if let Some(page) = &mut page {

@@ -46,7 +46,7 @@ pub use media::video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor
 pub use media::{image, video};
 pub use model_file::ModelFileError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
-pub use row::{Length, Rejection, SampleIndex, SampleSize};
+pub use row::{Length, Rejection, RowTrouble, SampleIndex, SampleSize};
 pub use source::{
     DatasetInfo, DatasetInfoError, FileError, GroundingError, RowFile, RowForm, RowRules,
     SampleError, SourceError, Trouble, UnknownKeys,

@@ -5,8 +5,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::batch::{EncodedSample, MediumKind, SampleId};
-use crate::data::source::Trouble;
 use crate::data::source::error::SampleError;
+use crate::data::source::{Trouble, with_patience};
 
 /// A row of one of the data sets of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -132,6 +132,39 @@ impl Rejection {
     }
 }
 
+/// The process or a disk failed while a row was read, also when it was read again.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("the process or a disk failed, not the row: {rejection}")]
+pub struct RowTrouble {
+    /// The row and the cause.
+    pub rejection: Rejection,
+    /// What failed.
+    pub trouble: Trouble,
+}
+
+impl RowTrouble {
+    /// Calls `read`, again after a wait while the process or a disk fails. Returns the result of a
+    /// row that could be read, or that is rejected for a fault of its own.
+    pub fn or_read<T, E>(
+        rejection: impl Fn(&E) -> Rejection,
+        read: impl FnMut() -> Result<T, E>,
+    ) -> Result<Result<T, E>, Self> {
+        let result = with_patience(|error| rejection(error).trouble(), read);
+        match &result {
+            Ok(_) => Ok(result),
+            Err(error) => Self::check(rejection(error)).map(|_| result),
+        }
+    }
+
+    /// Returns `rejection`, unless the process or a disk was its cause.
+    pub(in crate::data) fn check(rejection: Rejection) -> Result<Rejection, Self> {
+        match rejection.trouble() {
+            Some(trouble) => Err(Self { rejection, trouble }),
+            None => Ok(rejection),
+        }
+    }
+}
+
 impl From<SampleError> for Rejection {
     fn from(error: SampleError) -> Self {
         Self::of(&error)
@@ -144,5 +177,36 @@ impl fmt::Display for Rejection {
         let place = format!("{}:{}: ", self.file, self.row);
         let place = if self.message.starts_with(&place) { "" } else { &place };
         write!(f, "{place}{}", self.message)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::io::Errno;
+    use std::path::Path;
+
+    #[test]
+    fn a_row_is_read_again_while_the_process_or_a_disk_fails() {
+        let id = SampleId { file: Path::new("a.jsonl").into(), line: 3 };
+        let failing = |code: Errno| SampleError::Read { id: id.clone(), cause: code.into() };
+        // One failure, then the row.
+        let mut results = [Err(failing(Errno::MFILE)), Ok(1)].into_iter();
+        let read = RowTrouble::or_read(Rejection::of, || results.next().unwrap());
+        assert_eq!(read.unwrap().unwrap(), 1);
+        // A fault of the row is found once.
+        let mut reads = 0;
+        let read: Result<Result<(), SampleError>, _> = RowTrouble::or_read(Rejection::of, || {
+            reads += 1;
+            Err(failing(Errno::ACCESS))
+        });
+        assert!(read.unwrap().is_err());
+        assert_eq!(reads, 1);
+        // A disk that stays broken.
+        let read: Result<Result<(), SampleError>, _> =
+            RowTrouble::or_read(Rejection::of, || Err(failing(Errno::IO)));
+        let trouble = read.unwrap_err();
+        assert_eq!(trouble.trouble, Trouble::Disk);
+        assert!(trouble.to_string().contains("a.jsonl:3"), "{trouble}");
     }
 }

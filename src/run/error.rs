@@ -250,6 +250,15 @@ pub enum RunError {
 const WRITABLE: &str = "set `output_dir` to a folder that you may write to";
 
 impl RunError {
+    /// Whether the process or a disk failed while rows were read, so that nothing is known about them.
+    pub fn is_trouble(&self) -> bool {
+        match self {
+            Self::Plan(LoaderError::Trouble(_)) => true,
+            Self::Cache(error) => error.trouble().is_some(),
+            _ => false,
+        }
+    }
+
     /// Keys that lead from the top of the config to the value that caused the error, list items by
     /// number. `None` if the cause is not a value of the config.
     pub fn keys(&self) -> Option<Vec<String>> {

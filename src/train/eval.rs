@@ -9,8 +9,8 @@ use super::ranks::Ranks;
 use super::sequence::own_part;
 use super::weights::RankWeights;
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
-use crate::data::JsonlRows;
-use crate::data::{CollateError, Rejection, RowReader, SampleIndex, SampleSize, collate};
+use crate::data::{CollateError, Rejection, RowReader, RowTrouble, SampleIndex, SampleSize};
+use crate::data::{JsonlRows, collate};
 use crate::dist::{Collective, DistError, Rank};
 use crate::loss::{TargetLosses, scores};
 use crate::models::Model;
@@ -92,6 +92,9 @@ impl EvalReport {
 /// The reason why an evaluation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum EvalError {
+    /// The process or a disk failed while a row was read.
+    #[error(transparent)]
+    Row(#[from] RowTrouble),
     /// Samples that do not form a batch.
     #[error(transparent)]
     Collate(#[from] CollateError),
@@ -189,9 +192,9 @@ impl Evaluator<'_> {
         let mut pack_tokens = 0;
         for (done, chunk) in rows.chunks(ROWS_AT_A_TIME).enumerate() {
             self.ranks.report("evaluation");
-            let encoded: Vec<Result<EncodedSample, Rejection>> =
-                chunk.par_iter().map(|row| self.rows.read(*row)).collect();
-            for (row, sample) in chunk.iter().zip(encoded) {
+            let encoded: Result<Vec<_>, RowTrouble> =
+                chunk.par_iter().map(|row| self.rows.read_patiently(*row)).collect();
+            for (row, sample) in chunk.iter().zip(encoded?) {
                 match sample {
                     Err(rejection) => report.rejected.push(rejection),
                     Ok(sample) => {

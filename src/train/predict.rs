@@ -7,7 +7,7 @@ use super::ranks::Ranks;
 use super::scores::Score;
 use super::weights::RankWeights;
 use crate::batch::EncodedSample;
-use crate::data::{JsonlRows, RowReader, SampleError, SampleIndex};
+use crate::data::{JsonlRows, Rejection, RowReader, RowTrouble, SampleError, SampleIndex};
 use crate::models::Model;
 use candle_core::Device;
 use candle_transformers::generation::Sampling;
@@ -113,7 +113,9 @@ impl Predictor<'_> {
             if group.has_room()
                 && let Some((at, row)) = waiting.next()
             {
-                match self.question(row) {
+                match RowTrouble::or_read(Rejection::of, || self.question(row))
+                    .map_err(EvalError::from)?
+                {
                     Ok(Some((question, prompt))) => {
                         self.pass(|| group.begin((at, question), prompt))?;
                     }

@@ -56,6 +56,7 @@ mod simd;
 mod sources;
 mod supervision;
 #[cfg(feature = "hub")]
+mod trouble;
 mod urls;
 mod verify;
 mod video;

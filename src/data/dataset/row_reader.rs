@@ -2,7 +2,7 @@
 
 use crate::batch::{EncodedSample, SampleId};
 use crate::data::encode::TextSample;
-use crate::data::row::{Length, Rejection, SampleIndex};
+use crate::data::row::{Length, Rejection, RowTrouble, SampleIndex};
 
 /// A row before its pixels are read: its length for packing, and the results computed so far.
 #[derive(Debug, Clone, PartialEq)]
@@ -45,6 +45,14 @@ impl From<TextSample> for Prefetched {
 pub trait RowReader: Send + Sync {
     /// The encoded sample of a row.
     fn read(&self, row: SampleIndex) -> Result<EncodedSample, Rejection>;
+
+    /// [`RowReader::read`], again after a wait while the process or a disk fails.
+    fn read_patiently(
+        &self,
+        row: SampleIndex,
+    ) -> Result<Result<EncodedSample, Rejection>, RowTrouble> {
+        RowTrouble::or_read(Rejection::clone, || self.read(row))
+    }
 
     /// [`Length::of`] the sample that [`RowReader::read`] would return, from text and media headers
     /// alone.

@@ -5,8 +5,7 @@ use std::fmt;
 
 use crate::batch::UnpadError;
 use crate::data::loader::collate::CollateError;
-use crate::data::row::Rejection;
-use crate::data::source::Trouble;
+use crate::data::row::{Rejection, RowTrouble};
 use crate::dist::DistError;
 
 /// The reason why a loader stops before the end of its data.
@@ -19,13 +18,8 @@ pub enum LoaderError {
         rejection: Rejection,
     },
     /// The process or a disk failed while a row was read, also when it was read again.
-    #[error("the process or a disk failed, not the row: {rejection}")]
-    Trouble {
-        /// The row and the cause.
-        rejection: Rejection,
-        /// What failed.
-        trouble: Trouble,
-    },
+    #[error(transparent)]
+    Trouble(#[from] RowTrouble),
     /// More rows were rejected than the config allows.
     #[error("{} of {rows_read} rows rejected ({}), the limit `data.max_rejected` is {max_rejected}{}",
         rejected.values().sum::<u64>(), Counts(rejected), Examples(first))]
@@ -127,7 +121,7 @@ impl LoaderError {
             Self::State { .. } | Self::Changed { .. } => {
                 "resume with the data and `data` config of the run that wrote the checkpoint"
             }
-            Self::Trouble { trouble, .. } => trouble.hint(),
+            Self::Trouble(RowTrouble { trouble, .. }) => trouble.hint(),
             Self::Ranks(error) => error.hint(),
             Self::Spawn { .. } => {
                 "lower `data.workers`, or raise the limits (`ulimit -u`, `ulimit -v`)"
@@ -143,10 +137,7 @@ impl LoaderError {
         read: Result<T, Rejection>,
     ) -> Result<Result<T, Rejection>, Self> {
         match read {
-            Err(rejection) => match rejection.trouble() {
-                Some(trouble) => Err(Self::Trouble { rejection, trouble }),
-                None => Ok(Err(rejection)),
-            },
+            Err(rejection) => Ok(Err(RowTrouble::check(rejection)?)),
             read => Ok(read),
         }
     }

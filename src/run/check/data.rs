@@ -8,7 +8,8 @@ use super::super::plan_data::{DataPlan, plan_rows};
 use super::{CheckReport, Finding, Note, Topic};
 use crate::config::RunConfig;
 use crate::data::{
-    DataSet, Encoder, JsonlRows, LoaderOptions, OnError, Rejection, RowReader, SampleIndex,
+    DataSet, Encoder, JsonlRows, LoaderError, LoaderOptions, OnError, Rejection, RowReader,
+    RowTrouble, SampleIndex,
 };
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -114,7 +115,13 @@ fn add_rows(
     let options = loader_options(config, encoder);
     for set in measured.rows.sets() {
         let file = set.path().display();
-        let (usable, tokens, rejected) = count(&*measured.reader, set, &options);
+        let (usable, tokens, rejected) = match count(&*measured.reader, set, &options) {
+            Ok(counts) => counts,
+            Err(trouble) => {
+                report.error(topic, LoaderError::Trouble(trouble));
+                continue;
+            }
+        };
         let rows = set.len() as u64;
         report.fact(topic, format!("{file}: {usable} of {rows} rows can be used, {tokens} tokens"));
         let num_rejected: u64 = rejected.values().map(|(count, _)| count).sum();
@@ -137,15 +144,21 @@ fn add_rows(
 }
 
 /// Number of usable rows, their tokens, and the rejected rows.
-fn count(reader: &dyn RowReader, set: &DataSet, options: &LoaderOptions) -> (u64, u64, ByReason) {
+fn count(
+    reader: &dyn RowReader,
+    set: &DataSet,
+    options: &LoaderOptions,
+) -> Result<(u64, u64, ByReason), RowTrouble> {
     let rows = (0..set.len() as u32).into_par_iter();
     let length = |row| {
         let index = SampleIndex { dataset: 0, row };
-        let length = reader.length(index)?;
-        options.check_length(length, || reader.id(index))?;
-        Ok(length.tokens as u64)
+        let length = RowTrouble::or_read(Rejection::clone, || reader.length(index))?;
+        Ok(length.and_then(|length| {
+            options.check_length(length, || reader.id(index))?;
+            Ok(length.tokens as u64)
+        }))
     };
-    let lengths: Vec<Result<u64, Rejection>> = rows.map(length).collect();
+    let lengths = rows.map(length).collect::<Result<Vec<Result<u64, Rejection>>, _>>()?;
     let mut rejected = ByReason::new();
     let (mut usable, mut tokens) = (0, 0);
     for length in lengths {
@@ -164,7 +177,7 @@ fn count(reader: &dyn RowReader, set: &DataSet, options: &LoaderOptions) -> (u64
             }
         }
     }
-    (usable, tokens, rejected)
+    Ok((usable, tokens, rejected))
 }
 
 /// Counts the steps of the run. `None` if rows prevent it, which are reported with their data set.

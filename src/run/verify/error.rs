@@ -2,7 +2,7 @@
 
 use super::super::RunError;
 use crate::batch::UnpadError;
-use crate::data::{CollateError, LoaderError};
+use crate::data::{CollateError, LoaderError, RowTrouble};
 use crate::train::{StepError, TrainError};
 use std::io;
 use std::path::PathBuf;
@@ -13,6 +13,9 @@ pub enum VerifyError {
     /// Model or data cannot be loaded.
     #[error(transparent)]
     Run(Box<RunError>),
+    /// The process or a disk failed while a row was read.
+    #[error(transparent)]
+    Row(#[from] RowTrouble),
     /// The stopped and resumed run failed.
     #[error(transparent)]
     Train(Box<TrainError>),

@@ -40,7 +40,7 @@ impl Rows {
             if rows.samples.len() == num {
                 break;
             }
-            let sample = data.read(row).and_then(|sample| {
+            let sample = data.read_patiently(row)?.and_then(|sample| {
                 options.check_length(Length::of(&sample), || data.id(row)).map(|()| sample)
             });
             match sample {
