@@ -205,6 +205,23 @@ impl Checkpointer {
         }
     }
 
+    /// The checkpoint that [`Self::newest_good`] returns if all its files match their checksums, and
+    /// the problems of newer ones. Reads the manifests and states, and compares the sizes of the files.
+    pub fn newest_likely(
+        &self,
+        accept: impl Fn(&Value) -> bool,
+    ) -> Result<(Option<Found>, Vec<String>), CheckpointError> {
+        let mut problems = Vec::new();
+        for (step, dir) in self.by_step()?.into_iter().rev() {
+            match read_candidate(step, &dir, &accept) {
+                Ok(Some((_, found))) => return Ok((Some(found), problems)),
+                Ok(None) => {}
+                Err(error) => problems.push(causes(&error)),
+            }
+        }
+        Ok((None, problems))
+    }
+
     /// Opens the checkpoint in `dir`, whose files the ranks check together. A damaged one is an error
     /// on all ranks.
     pub fn open<T: Together>(dir: &Path, together: &T) -> Result<Found, T::Error> {

@@ -39,6 +39,11 @@ pub struct Loaded<T> {
 pub struct LeftOut(Vec<String>);
 
 impl LeftOut {
+    /// Whether the config has all values of the file.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Whether the value of the dotted `key`, or a part of it, was left out.
     pub fn has(&self, key: &str) -> bool {
         self.0.iter().any(|path| path == key) || self.has_part_of(key)

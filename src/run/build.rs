@@ -12,7 +12,7 @@ use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, measure_part, plan_run};
 use super::plan_forecast::forecast;
 use super::ranks::SetupRanks;
-use super::resume::{Resume, check_media, resumed_state};
+use super::resume::{Resume, check_media, data_digest, resumed_state};
 use super::runner::{rank_model, step_runner};
 use super::sequence::{check_world, share_attention};
 use super::sinks::{Sinks, open_sinks};
@@ -30,7 +30,6 @@ use crate::train::{
     BaseModel, EvalRule, Health, Observer, Outcome, Ranks, Rejected, SampleLog, StepRunner,
     TrainError, TrainState, Trainer, TrainerParts, write_rejects,
 };
-use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -158,8 +157,8 @@ impl Run {
         let encoder = encoder(config)?;
         let (rows, eval_rows) = ranks
             .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
-        let eval_rule = eval_rule(config, eval_rows.as_ref())?;
-        let data_fingerprint = format!("{:x}", GenericArray::from(rows.fingerprint()));
+        let eval_rule = eval_rule(config)?;
+        let data_fingerprint = data_digest(&rows);
         let inputs = encoder.digests();
         let resumed = found.map(|found| resumed_state(found, &data_fingerprint, &inputs));
         let resumed = resumed.transpose()?;
@@ -217,7 +216,9 @@ impl Run {
     /// Trains until all steps are done, the data ends, or [`RunOptions::stop`] is set.
     pub fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         let outcome = self.trainer.run(&mut Tracked { observer, trackers: &mut self.trackers });
-        self.background = None;
+        if !matches!(outcome, Ok(Outcome::Stopped { .. })) {
+            self.background = None; // otherwise the caller may end the process without waiting
+        }
         if let Some(monitor) = &self.monitor {
             monitor.finish(); // what follows, such as a report, is not watched
         }

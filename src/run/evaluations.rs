@@ -4,17 +4,14 @@ use super::error::RunError;
 use super::output_dir::set_one_aside;
 use crate::checkpoint::{Checkpointer, Found};
 use crate::config::{RunConfig, ValueError};
-use crate::data::JsonlRows;
+use crate::data::dataset_names;
 use crate::train::{EvalHistory, EvalRule, TrainState};
 
 /// The rule of `checkpoint.best` and `eval.early_stopping`, whose data set must exist.
-pub(super) fn eval_rule(
-    config: &RunConfig,
-    rows: Option<&JsonlRows>,
-) -> Result<Option<EvalRule>, RunError> {
+pub(super) fn eval_rule(config: &RunConfig) -> Result<Option<EvalRule>, RunError> {
     let rule = EvalRule::new(config.checkpoint.best.as_ref(), config.eval.early_stopping);
     let name = rule.as_ref().and_then(|rule| rule.key().strip_prefix("loss/"));
-    let names = rows.map_or(&[][..], JsonlRows::names);
+    let names = dataset_names(&config.data.eval);
     if name.is_some_and(|name| names.len() < 2 || !names.iter().any(|found| found == name)) {
         let found = rule.map_or(String::new(), |rule| rule.metric().to_owned());
         let expected = "the name of one of several data sets of `data.eval`";

@@ -398,6 +398,11 @@ fn open_files(
                 expected: spec.shape.clone(),
             });
         }
+        if files.dtype(&spec.name).is_none() {
+            // Reading no element of it returns the error.
+            let read = files.load_part(&spec.name, 0..0, DType::F32, &Device::Cpu);
+            read.map_err(|source| files_error(folder, source))?;
+        }
     }
     Ok(files)
 }

@@ -11,15 +11,37 @@ use std::path::{Path, PathBuf};
 
 /// Creates `output_dir` if necessary, and locks it for as long as the returned file is open.
 pub(super) fn claim(output_dir: &Path) -> Result<File, RunError> {
-    let folder = || output_dir.to_owned();
     fs::create_dir_all(output_dir)
-        .map_err(|problem| RunError::CreateOutputDir { folder: folder(), problem })?;
+        .map_err(|problem| RunError::CreateOutputDir { folder: output_dir.to_owned(), problem })?;
     let file = File::open(output_dir).map_err(cannot("open", output_dir))?;
+    lock(&file, output_dir)?;
+    Ok(file)
+}
+
+/// Locks the open folder `output_dir`; an error if another run uses it.
+fn lock(file: &File, output_dir: &Path) -> Result<(), RunError> {
     match file.try_lock() {
-        Err(TryLockError::WouldBlock) => Err(RunError::Busy { folder: folder() }),
+        Err(TryLockError::WouldBlock) => Err(RunError::Busy { folder: output_dir.to_owned() }),
         // Some network file systems do not support locks.
-        Ok(()) | Err(TryLockError::Error(_)) => Ok(file),
+        Ok(()) | Err(TryLockError::Error(_)) => Ok(()),
     }
+}
+
+/// Fails if another run uses `output_dir`.
+pub(super) fn check_unused(output_dir: &Path) -> Result<(), RunError> {
+    File::open(output_dir).map_or(Ok(()), |file| lock(&file, output_dir))
+}
+
+/// Fails if the model is in one of the folders that a new run in `output_dir` moves aside.
+pub(super) fn check_model_stays(config: &RunConfig) -> Result<(), RunError> {
+    let output_dir = config.output_dir.as_path();
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let model = real(&config.model.path);
+    let moved = ["checkpoints", "final", "best"].map(|name| real(&output_dir.join(name)));
+    if moved.iter().any(|folder| model.starts_with(folder)) {
+        return Err(RunError::ModelInOutputDir { output_dir: output_dir.to_owned() });
+    }
+    Ok(())
 }
 
 /// Moves the files of an earlier run to `previous-N` and writes `config.yaml`. Call this after the
@@ -37,12 +59,7 @@ pub(super) fn take_over(
         set_later_aside(output_dir, checkpointer, found.step)?;
         checkpointer.remove_old(found.step);
     } else {
-        let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        let model = real(&config.model.path);
-        let moved = ["checkpoints", "final", "best"].map(|name| real(&output_dir.join(name)));
-        if moved.iter().any(|folder| model.starts_with(folder)) {
-            return Err(RunError::ModelInOutputDir { output_dir: output_dir.to_owned() });
-        }
+        check_model_stays(config)?;
         set_aside(output_dir)?;
     }
     let log = output_dir.join("train.log");

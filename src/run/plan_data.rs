@@ -58,8 +58,18 @@ pub(super) fn plan_rows(
     observer: &dyn SetupObserver,
 ) -> Result<DataPlan, RunError> {
     let rows = Arc::new(open_data(config, DataList::Train, encoder, observer)?);
-    let order = order(config, &rows)?;
-    let reader = cached_if_possible(config, &rows, observer)?;
+    plan_opened(config, encoder, &rows, observer)
+}
+
+/// As [`plan_rows`], with the rows of `data.train`.
+pub(super) fn plan_opened(
+    config: &RunConfig,
+    encoder: &Encoder,
+    rows: &Arc<JsonlRows>,
+    observer: &dyn SetupObserver,
+) -> Result<DataPlan, RunError> {
+    let order = order(config, rows)?;
+    let reader = cached_if_possible(config, rows, observer)?;
     let epochs = config.train.epoch_limit().unwrap_or(1);
     let plan = plan(&reader, &order, &loader_options(config, encoder), epochs, &|_, _| {})?;
     let max_steps = config.train.max_steps.map(NonZeroU64::get);
@@ -68,7 +78,7 @@ pub(super) fn plan_rows(
         (Some(steps), Some(_)) => steps.min(plan.steps),
         (None, _) => plan.steps,
     };
-    let [_, targets] = sample_fractions(&rows);
+    let [_, targets] = sample_fractions(rows);
     Ok(DataPlan { rows: rows.num_rows(), epochs, plan, steps, targets })
 }
 

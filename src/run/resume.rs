@@ -2,10 +2,11 @@
 
 use super::error::RunError;
 use super::plan::MAX_ROWS_AT_START;
-use crate::checkpoint::{Checkpointer, Found, Together};
+use crate::checkpoint::{CheckpointError, Checkpointer, Found, Together};
 use crate::config::{Change, RunConfig, load};
 use crate::data::{CachedRows, JsonlRows, MediaLook};
 use crate::train::TrainState;
+use sha2::digest::generic_array::GenericArray;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -53,6 +54,21 @@ pub(super) fn find_checkpoint(
             Ok(Some(found))
         }
     }
+}
+
+/// The checkpoint that a run would resume from by default, if its files match their checksums: of the
+/// weights, only the sizes are compared here. Also the problems of newer ones.
+pub(super) fn likely_checkpoint(
+    config: &RunConfig,
+    checkpointer: &Checkpointer,
+) -> Result<(Option<Found>, Vec<String>), CheckpointError> {
+    let fingerprint = config.fingerprint();
+    checkpointer.newest_likely(|state| state["fingerprint"] == fingerprint.as_str())
+}
+
+/// Checksum of the contents of the training data, as a checkpoint has it.
+pub(super) fn data_digest(rows: &JsonlRows) -> String {
+    format!("{:x}", GenericArray::from(rows.fingerprint()))
 }
 
 /// The settings in which `config` differs from that of the run in `output_dir`; none if its config

@@ -24,10 +24,9 @@ pub(crate) fn check_world(config: &RunConfig, world: usize) -> Result<(), RunErr
     Err(RunError::World { world, sequence, slots, below, above })
 }
 
-/// Makes the ranks of a sequence group share the heads of the decoder's attention and linear attention.
-/// Fails if they cannot share them evenly.
-pub(super) fn share_attention(open: &mut OpenModel, ranks: &Ranks) -> Result<(), RunError> {
-    let sequence = ranks.sequence();
+/// Checks that `sequence` ranks can share the heads of the decoder's attention and linear attention
+/// evenly.
+pub(super) fn check_heads(open: &OpenModel, sequence: usize) -> Result<(), RunError> {
     let text = open.text();
     // The numbers of query heads and of value heads are multiples of these.
     let mut heads = vec![(text.num_key_value_heads, "key-value heads")];
@@ -35,11 +34,19 @@ pub(super) fn share_attention(open: &mut OpenModel, ranks: &Ranks) -> Result<(),
         heads.push((hybrid.num_key_heads, "key heads of linear attention"));
     }
     let fits = |size: &usize| heads.iter().all(|(heads, _)| heads.is_multiple_of(*size));
-    if !fits(&sequence.size) {
-        let fitting = (1..=heads[0].0).filter(fits).collect();
-        let heads = heads.iter().map(|(number, name)| format!("{number} {name}")).collect();
-        return Err(RunError::SequenceHeads { sequence: sequence.size, heads, fitting });
+    if fits(&sequence) {
+        return Ok(());
     }
+    let fitting = (1..=heads[0].0).filter(fits).collect();
+    let heads = heads.iter().map(|(number, name)| format!("{number} {name}")).collect();
+    Err(RunError::SequenceHeads { sequence, heads, fitting })
+}
+
+/// Makes the ranks of a sequence group share the heads of the decoder's attention and linear attention.
+/// Fails if they cannot share them evenly.
+pub(super) fn share_attention(open: &mut OpenModel, ranks: &Ranks) -> Result<(), RunError> {
+    let sequence = ranks.sequence();
+    check_heads(open, sequence.size)?;
     if let Some(collective) = ranks.collective().filter(|_| sequence.size > 1) {
         open.wrap_attention(|inner| Arc::new(SequenceAttention::new(inner, collective, sequence)));
     }

@@ -119,8 +119,15 @@ const PLANTED: [(&str, &str); 30] = [
 fn assert_found(found: &[Value], planted: &[(&str, &str)]) {
     let errors: Vec<&Value> = found.iter().filter(|finding| finding["kind"] != "ok").collect();
     let text = |finding: &Value| format!("{} {}", finding["message"], finding["examples"]);
+    // An error of the config has its line and column.
+    let has_line = |finding: &Value| {
+        let rest = finding["message"].as_str().unwrap().strip_prefix("bad.yaml:");
+        let line = rest.and_then(|rest| rest.split(':').next()?.parse::<u32>().ok());
+        finding["topic"] != "config" || line.is_some()
+    };
     let is_found = |(topic, what): &(&str, &str)| {
-        errors.iter().any(|finding| finding["topic"] == *topic && text(finding).contains(what))
+        let mut of_topic = errors.iter().filter(|finding| finding["topic"] == *topic);
+        of_topic.any(|finding| text(finding).contains(what) && has_line(finding))
     };
     let missed: Vec<_> = planted.iter().filter(|planted| !is_found(planted)).collect();
     assert!(missed.is_empty(), "{missed:?} in {errors:#?}");
@@ -470,4 +477,68 @@ fn a_setting_that_prevents_resuming_is_named() {
     let check = ["check", "--config", "good.yaml", "--set", "optim.lr=3e-3"];
     let output = place.trainer(&check).ends_with(0);
     assert!(output.stdout.contains("would not be resumed: `optim.lr` was"), "{}", output.stdout);
+}
+
+#[test]
+fn checkpoints_that_do_not_fit_on_the_disk_are_reported_before_the_run() {
+    let place = place();
+    let many = ["--set", "checkpoint={every_steps: 1, keep: 100000000}"];
+    stops(&place, &many, &["on the disk of `run`"]);
+    let sft = ["sft", "--config", "good.yaml", "--set", "train.max_steps=1"];
+    let run = place.trainer(&[&sft[..], &many].concat()).ends_with(0);
+    let (before, after) = run.stderr.split_once("train step=1").unwrap_or((&run.stderr, ""));
+    assert!(before.contains("WARN the disk of `output_dir` lacks space"), "{}", run.stderr);
+    assert!(!after.is_empty(), "{}", run.stderr);
+}
+
+/// Panics unless `check` with `more` ends with code 65 and has an error with each of `texts`.
+#[track_caller]
+fn stops(place: &Place, more: &[&str], texts: &[&str]) {
+    let arguments = [&["check", "--config", "good.yaml"], more].concat();
+    let output = place.trainer(&arguments).ends_with(65);
+    for text in texts {
+        let found =
+            output.stdout.lines().any(|line| line.contains("error: ") && line.contains(text));
+        assert!(found, "{more:?}: no `{text}` in {}", output.stdout);
+    }
+}
+
+#[test]
+fn what_stops_a_run_at_its_start_is_found_before() {
+    let place = place();
+    let ranks = ["--set", "distributed.processes=3", "--set", "distributed.sequence=3"];
+    let slots = ["--set", "distributed.processes=2", "--set", "device=cuda:0"];
+    stops(&place, &ranks, &["`distributed.sequence`"]);
+    let masked = ["--set", "model.attention=masked"];
+    let device = ["`device` is `cuda:0`", "reference implementation", "micro-batch"];
+    stops(&place, &[&slots[..], &masked].concat(), &device);
+    std::os::unix::fs::symlink(place.path("good.jsonl"), place.path("model/vocab.json")).unwrap();
+    stops(&place, &[], &["vocab.json"]);
+    fs::remove_file(place.path("model/vocab.json")).unwrap();
+
+    place
+        .trainer(&["sft", "--config", "good.yaml", "--set", "checkpoint.every_steps=1"])
+        .ends_with(0);
+    stops(&place, &["--set", "model.path=run/final"], &["`model.path` is in `output_dir` `run`"]);
+    {
+        // A running process holds this lock.
+        let folder = fs::File::open(place.path("run")).unwrap();
+        folder.try_lock().unwrap();
+        stops(&place, &[], &["another run is using `run`"]);
+    }
+    let check = || place.trainer(&["check", "--config", "good.yaml"]);
+    let optimizer = place.path("run/checkpoints/step-00000003/optimizer.safetensors");
+    fs::File::options().write(true).open(&optimizer).unwrap().set_len(1000).unwrap();
+    let damaged = check().ends_with(0).stdout;
+    assert!(damaged.contains("warning: a checkpoint would be skipped"), "{damaged}");
+    assert!(damaged.contains("would resume from step 2"), "{damaged}");
+    let template = String::from_utf8(place.read("model/chat_template.jinja")).unwrap();
+    place.write("model/chat_template.jinja", &format!("{template}{{# changed #}}"));
+    stops(&place, &[], &["changed since checkpoint", "template"]);
+    place.write("model/chat_template.jinja", &template);
+    check().ends_with(0);
+    let rows = String::from_utf8(place.read("good.jsonl")).unwrap();
+    let less = rows.split_once('\n').unwrap().1;
+    place.write("good.jsonl", less);
+    stops(&place, &[], &["the training files changed since"]);
 }

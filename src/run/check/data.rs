@@ -4,8 +4,10 @@ use super::super::error::RunError;
 use super::super::inputs::{DataList, loader_options, of_data_set, open_data};
 use super::super::observer::SetupObserver;
 use super::super::plan::cached_if_possible;
-use super::super::plan_data::{DataPlan, plan_rows};
+use super::super::plan_data::{DataPlan, plan_opened};
+use super::start::check_resumed;
 use super::{CheckReport, Finding, Note, Topic};
+use crate::checkpoint::Found;
 use crate::config::RunConfig;
 use crate::data::{
     DataSet, Encoder, JsonlRows, LoaderError, LoaderOptions, OnError, Rejection, RowReader,
@@ -22,9 +24,11 @@ const NUM_EXAMPLES: usize = 3;
 type ByReason = BTreeMap<String, (u64, Vec<String>)>;
 
 /// Opens each data set, and measures its rows. Returns the size of the run, if it can be planned.
+/// `found` is the checkpoint that the run would resume from.
 pub(super) fn check(
     config: &RunConfig,
     encoder: &Arc<Encoder>,
+    found: Option<&Found>,
     observer: &dyn SetupObserver,
     report: &mut CheckReport,
 ) -> Option<DataPlan> {
@@ -54,7 +58,7 @@ pub(super) fn check(
     if !complete {
         return None;
     }
-    add_plan(config, encoder, observer, report).unwrap_or_else(|error| {
+    add_plan(config, encoder, found, observer, report).unwrap_or_else(|error| {
         report.error(Topic::Plan, error);
         None
     })
@@ -184,10 +188,17 @@ fn count(
 fn add_plan(
     config: &RunConfig,
     encoder: &Arc<Encoder>,
+    found: Option<&Found>,
     observer: &dyn SetupObserver,
     report: &mut CheckReport,
 ) -> Result<Option<DataPlan>, RunError> {
-    let planned = match plan_rows(config, encoder, observer) {
+    let rows = Arc::new(open_data(config, DataList::Train, encoder, observer)?);
+    if let Some(found) = found
+        && let Err(error) = check_resumed(config, encoder, &rows, found)
+    {
+        report.error(Topic::Output, error);
+    }
+    let planned = match plan_opened(config, encoder, &rows, observer) {
         Err(RunError::Plan(_)) if report.counts()[0] > 0 => return Ok(None),
         planned => planned?,
     };

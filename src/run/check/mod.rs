@@ -3,6 +3,7 @@
 mod data;
 mod model;
 mod resources;
+mod start;
 
 use super::error::RunError;
 use super::inputs::encoder;
@@ -207,9 +208,15 @@ pub fn check_run(
             report.error(Topic::Config, error);
         }
     }
+    start::check(config, left_out, &mut report);
     model::check(config, &mut report);
+    // With a part of the config, it is not known which run it continues.
+    let found = (is_valid && left_out.is_empty()).then(|| start::resumes(config, &mut report));
+    let found = found.flatten();
     let packs = if let Some((usable, encoder)) = usable_encoder(config, &mut report) {
-        let packs = data::check(&usable, &encoder, observer, &mut report);
+        start::check_copied(config, &mut report);
+        let found = found.as_ref().filter(|_| usable.data == config.data);
+        let packs = data::check(&usable, &encoder, found, observer, &mut report);
         // with other settings, the packs are not those of the run
         let [of_run, of_check] = [config, &usable].map(|config| &config.data);
         packs.filter(|_| of_run.image == of_check.image && of_run.video == of_check.video)

@@ -3,6 +3,7 @@
 use super::super::adapter::{AdapterError, open_run_model};
 use super::super::error::RunError;
 use super::super::inputs::of_pattern;
+use super::super::sequence::check_heads;
 use super::super::setup_error::SetupError;
 use super::super::{OpenModel, trainable};
 use super::{CheckReport, Topic};
@@ -16,6 +17,9 @@ use candle_core::Device;
 /// pattern is left out after it was reported, so that it hides no other one.
 pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
     let Some(open) = open_with_targets(config, report) else { return };
+    if let Err(error) = check_heads(&open, config.distributed.sequence.get()) {
+        report.error(Topic::Model, error);
+    }
     let Some(groups) = groups(config, &open, report) else { return };
     let trained = trainable(&groups);
     let count = |only: bool| -> usize {

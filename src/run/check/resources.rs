@@ -2,6 +2,7 @@
 
 use super::super::error::RunError;
 use super::super::estimate::ModelShape;
+use super::super::output_dir::check_unused;
 use super::super::plan_data::DataPlan;
 use super::super::plan_memory::{Load, RunMemory, advice};
 use super::{CheckReport, Finding, Note, Topic};
@@ -189,6 +190,9 @@ pub(super) fn check_output(config: &RunConfig, report: &mut CheckReport) {
     if let Err(error) = rustix::fs::access(&exists, rustix::fs::Access::WRITE_OK) {
         let text = format!("cannot write to `{}`: {}", exists.display(), io::Error::from(error));
         return report.add(Topic::Output, problem(text));
+    }
+    if let Err(error) = check_unused(folder) {
+        report.error(Topic::Output, error);
     }
     let steps = Checkpointer::new(folder, &config.checkpoint).steps().unwrap_or_default();
     let text = match steps.last() {
