@@ -83,6 +83,7 @@ check() {
   STAND_IN_MEMORY=$((48 << 20)) sft exhausted 71
   says exhausted 'the GPU memory is nearly exhausted'
   says exhausted 'hint: set `'
+  says exhausted 'caused by: on the GPU: cannot allocate [0-9]+ MiB more; about [0-9]+ MiB were predicted'
   # lost in the second step, and before the first one
   local kernels
   kernels=$(calls plain 'kernel ')

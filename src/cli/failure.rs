@@ -8,12 +8,12 @@ use std::process::ExitCode;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Exit {
-    /// Any error without a class below.
-    Unknown = 1,
     /// Wrong arguments or config.
     Usage = 64,
     /// Bad data, a damaged file, or a loss or gradient that is not finite.
     Data = 65,
+    /// A bug of this program: a panic, or an error without any other class.
+    Software = 70,
     /// Memory or another resource of the process is used up.
     Resources = 71,
     /// A file cannot be written.
@@ -31,13 +31,23 @@ pub(super) enum Exit {
 }
 
 impl Exit {
-    /// The exit code of another process of this program.
-    pub(super) fn from_code(code: i32) -> Self {
+    /// The exit code of another process; `None` if it is not a code of this program.
+    pub(super) fn from_code(code: i32) -> Option<Self> {
         use Exit::{
-            CannotWrite, ClosedPipe, Data, Interrupted, Ranks, Resources, Stopped, Unknown, Usage,
+            CannotWrite, ClosedPipe, Data, Interrupted, Ranks, Resources, Software, Stopped, Usage,
         };
-        let all = [Usage, Data, Resources, CannotWrite, Ranks, Stopped, Interrupted, ClosedPipe];
-        all.into_iter().find(|exit| *exit as i32 == code).unwrap_or(Unknown)
+        let all = [
+            Usage,
+            Data,
+            Software,
+            Resources,
+            CannotWrite,
+            Ranks,
+            Stopped,
+            Interrupted,
+            ClosedPipe,
+        ];
+        all.into_iter().find(|exit| *exit as i32 == code)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Starts ranks as processes on this machine, and watches them until all have ended.
 
 use super::failure::{Exit, Failure};
+use super::report::BUG;
 use super::signals::is_hangup_ignored;
 use anyhow::Context as _;
 use rustix::process::{Pid, Signal, kill_process_group};
@@ -100,7 +101,11 @@ fn watch(
 ) -> anyhow::Result<()> {
     let mut ranks = Ranks(Vec::new());
     for (rank, command) in commands.into_iter().enumerate() {
-        let child = spawn(command).with_context(|| format!("cannot start rank {rank}"))?;
+        let program = command.get_program().to_string_lossy().into_owned();
+        let child = match spawn(command) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(missing(&program)),
+            child => child.with_context(|| format!("cannot start rank {rank}"))?,
+        };
         ranks.0.push(Some(child));
     }
     let mut ends = Vec::new();
@@ -131,6 +136,13 @@ fn watch(
         thread::sleep(POLL);
     }
     outcome(&ends, ranks.0.len() == 1)
+}
+
+/// The error for a program that does not exist.
+fn missing(program: &str) -> anyhow::Error {
+    let failure = Failure::new(Exit::Usage, format!("cannot start `{program}`: it is not in PATH"));
+    let hint = "install OpenMPI, which starts ranks on the CPU, or set `distributed.processes: 1`";
+    failure.hint(hint).into()
 }
 
 /// Starts a process that the system ends when this thread ends.
@@ -200,6 +212,8 @@ enum End {
     /// After it saved the run.
     Stopped,
     Failed(Exit),
+    /// With a code that is none of this program: `mpirun`, or the runtime of the language.
+    Unknown(i32),
     /// By a signal that was not forwarded.
     Killed(i32),
 }
@@ -216,11 +230,12 @@ impl End {
             {
                 Self::Failed(Exit::Interrupted)
             }
-            // `mpirun` ends with this code if a signal ended a rank.
-            (Some(code), _) if code > SIGNALLED && Exit::from_code(code) == Exit::Unknown => {
-                Self::Killed(code - SIGNALLED)
-            }
-            (Some(code), _) => Self::Failed(Exit::from_code(code)),
+            (Some(code), _) => match Exit::from_code(code) {
+                Some(exit) => Self::Failed(exit),
+                // `mpirun` ends with this code if a signal ended a rank.
+                None if code > SIGNALLED => Self::Killed(code - SIGNALLED),
+                None => Self::Unknown(code),
+            },
             // It had not yet prepared for signals.
             (None, number) if number.as_ref().is_some_and(signal) => {
                 Self::Failed(Exit::Interrupted)
@@ -260,6 +275,14 @@ fn outcome(ends: &[(usize, End)], by_mpirun: bool) -> anyhow::Result<()> {
         End::Failed(exit) => {
             let code = *exit as u8;
             Failure::new(*exit, format!("{rank} has failed with exit code {code}"))
+        }
+        End::Unknown(code) if by_mpirun => {
+            Failure::new(Exit::Ranks, format!("`mpirun` has failed with exit code {code}"))
+                .hint("its own message is above")
+        }
+        End::Unknown(code) => {
+            Failure::new(Exit::Software, format!("{rank} has failed with exit code {code}"))
+                .hint(BUG)
         }
         End::Done | End::Stopped => unreachable!("not a failure"),
     }

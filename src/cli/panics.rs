@@ -1,6 +1,7 @@
 //! Reports a panic as an error, without a backtrace.
 
 use super::failure::{Exit, Failure};
+use super::report::BUG;
 use std::cell::RefCell;
 use std::panic::{self, AssertUnwindSafe};
 
@@ -37,8 +38,7 @@ fn failure(last: &str) -> Failure {
         return Failure::new(Exit::Resources, format!("cannot start a thread: {last}"))
             .hint("raise the limits (`ulimit -v`, `ulimit -u`), or lower `data.workers`");
     }
-    Failure::new(Exit::Unknown, format!("the program failed: {last}"))
-        .hint("this is a bug in trainer: please report it with the command and config")
+    Failure::new(Exit::Software, format!("the program failed: {last}")).hint(BUG)
 }
 
 const NO_THREAD: [&str; 2] =
@@ -47,7 +47,7 @@ const NO_THREAD: [&str; 2] =
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::report::text;
+    use crate::cli::report::{exit, text};
 
     #[test]
     fn a_thread_that_cannot_be_started_is_no_bug() {
@@ -62,6 +62,7 @@ mod tests {
         let before = panic::take_hook();
         let error = caught::<()>(|| panic!("no such index")).unwrap_err();
         panic::set_hook(before);
+        assert_eq!(exit(&error), Exit::Software);
         let text = text(&error);
         assert!(text.starts_with("error: the program failed: no such index at src/"), "{text}");
         assert!(text.contains("\nhint: this is a bug in trainer"), "{text}");

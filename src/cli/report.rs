@@ -11,6 +11,7 @@ use super::escaped::escaped;
 use super::failure::Exit;
 use super::stdout::is_closed_pipe;
 use super::terminal::{Terminal, coloured_error};
+use crate::ops::failed_gpu_allocation;
 use rustix::io::Errno;
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -35,15 +36,30 @@ pub(super) fn text(error: &anyhow::Error) -> String {
     for cause in error.chain().skip(1) {
         text.extend(["caused by: ", &cause.to_string(), "\n"]);
     }
+    if is_out_of_memory(error)
+        && let Some(sizes) = failed_gpu_allocation()
+    {
+        text.extend(["caused by: on the GPU: ", &sizes, "\n"]);
+    }
     let hint = if lacks_resources(error) {
         Some("raise the limit of open files (`ulimit -n`), or free memory".to_owned())
     } else {
-        error.chain().find_map(|error| classify(error)?.hint)
+        let hint = error.chain().find_map(|error| classify(error)?.hint);
+        hint.or_else(|| match exit(error) {
+            Exit::Software => Some(BUG.to_owned()),
+            Exit::Resources => Some("check the limits and permissions of the process".to_owned()),
+            _ => None,
+        })
     };
     if let Some(hint) = hint {
         text.extend(["hint: ", &hint, "\n"]);
     }
     escaped(&text).into_owned()
+}
+
+/// Whether the driver of a GPU had no memory.
+fn is_out_of_memory(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| cause.to_string().to_ascii_uppercase().contains("OUT_OF_MEMORY"))
 }
 
 /// The exit code of the outermost error in the chain that has a class. If the process lacks memory or
@@ -52,8 +68,22 @@ pub(super) fn exit(error: &anyhow::Error) -> Exit {
     if lacks_resources(error) {
         return Exit::Resources;
     }
-    error.chain().find_map(classify).map_or(Exit::Unknown, |class| class.exit)
+    match error.chain().find_map(classify) {
+        Some(class) => class.exit,
+        None if is_of_system(error) => Exit::Resources,
+        None => Exit::Software,
+    }
 }
+
+/// Whether a system call failed: starting a thread, finding this program, receiving a signal.
+fn is_of_system(error: &anyhow::Error) -> bool {
+    let mut causes = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
+    causes.any(|cause| cause.raw_os_error().is_some())
+}
+
+/// Hint of an error that is a bug of this program.
+pub(super) const BUG: &str =
+    "this is a bug in trainer: please report it with the command and config";
 
 fn lacks_resources(error: &anyhow::Error) -> bool {
     let codes = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
@@ -99,7 +129,7 @@ mod tests {
     #[test]
     fn control_characters_of_an_error_are_shown() {
         let error = anyhow::anyhow!("the role is `\u{1b}[2J`");
-        assert_eq!(text(&error), "error: the role is `\\u{1b}[2J`\n");
+        assert_eq!(text(&error), format!("error: the role is `\\u{{1b}}[2J`\nhint: {BUG}\n"));
     }
 
     #[test]
@@ -131,11 +161,15 @@ mod tests {
         assert_eq!(exit(&weights.into()), Exit::Data);
         let sink = crate::metrics::JsonlSink::open(Path::new("/no/such/rows.jsonl")).unwrap_err();
         assert_eq!(exit(&sink.into()), Exit::CannotWrite);
-        assert_eq!(exit(&anyhow::anyhow!("surprise")), Exit::Unknown);
+        assert_eq!(exit(&anyhow::anyhow!("surprise")), Exit::Software);
+        let system =
+            anyhow::Error::new(io::Error::from(Errno::PERM)).context("cannot find the program");
+        assert_eq!(exit(&system), Exit::Resources);
+        assert!(text(&system).contains("\nhint: check the limits"));
         let stopped: anyhow::Result<()> =
             Err(Failure::new(Exit::Stopped, "stopped at step 3").into());
         assert_eq!(exit(&stopped.context("sft").unwrap_err()), Exit::Stopped);
-        let codes = [Exit::Stopped, Exit::Interrupted].map(|exit| exit as u8);
-        assert_eq!(codes, [75, 130]);
+        let codes = [Exit::Software, Exit::Stopped, Exit::Interrupted].map(|exit| exit as u8);
+        assert_eq!(codes, [70, 75, 130]);
     }
 }

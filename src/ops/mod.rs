@@ -83,8 +83,9 @@ pub use causal_conv1d::{CONV_TAPS, causal_conv1d, causal_conv1d_backward};
 pub(crate) use cpu::simd_level::at_each_level;
 pub(crate) use cpu::simd_level::kernels;
 pub use cpu::{
-    CachingAllocator, RecomputeInput, SimdError, SimdLevel, exit_when_out_of_memory, memory_advice,
-    set_memory_advice, set_predicted_memory, share_one_heap_under_a_limit, simd_level,
+    CachingAllocator, RecomputeInput, SimdError, SimdLevel, exit_when_out_of_memory,
+    failed_gpu_allocation, memory_advice, set_memory_advice, set_predicted_memory,
+    share_one_heap_under_a_limit, simd_level,
 };
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::SideStream;

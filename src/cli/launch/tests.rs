@@ -1,6 +1,6 @@
 //! Tests of processes that start ranks.
 
-use super::super::report::exit;
+use super::super::report::{exit, text};
 use super::*;
 use std::path::Path;
 
@@ -39,11 +39,23 @@ fn the_rank_that_explains_the_failure_is_named() {
         (["kill -9 $$", "sleep 0.2; exit 74"], Exit::Ranks, "rank 0 was ended by SIGKILL (9)"),
         (["kill -9 $$", "sleep 0.2; exit 1"], Exit::Ranks, "rank 0 was ended by SIGKILL (9)"),
         (["exit 0", "exit 74"], Exit::Ranks, "rank 1 has failed with exit code 74"),
-        (["exit 75", "exit 101"], Exit::Unknown, "rank 1 has failed with exit code 1"),
+        (["exit 75", "exit 101"], Exit::Software, "rank 1 has failed with exit code 101"),
     ] {
         let error = run(&scripts, LONG).unwrap_err();
         assert_eq!((exit(&error), error.to_string()), (code, message.to_owned()), "{scripts:?}");
     }
+}
+
+#[test]
+fn a_failure_of_mpirun_itself_is_no_bug_of_this_program() {
+    let error = run(&["exit 1"], LONG).unwrap_err();
+    assert_eq!(exit(&error), Exit::Ranks);
+    assert_eq!(error.to_string(), "`mpirun` has failed with exit code 1");
+    let absent = Command::new("no-such-program-of-mpi");
+    let error = watch(vec![absent], &Signals::none(), Forwarded::AsUsr2, LONG).unwrap_err();
+    assert_eq!(exit(&error), Exit::Usage);
+    assert!(text(&error).contains("`no-such-program-of-mpi`: it is not in PATH"), "{error}");
+    assert!(text(&error).contains("install OpenMPI"));
 }
 
 #[test]

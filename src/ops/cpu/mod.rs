@@ -26,8 +26,10 @@ pub(in crate::ops) use memory::{
     BLOCK, Element, Operand, ROWS, Shared, add, add_scaled, column_sums, compute_dtype, distinct,
     expect_f32, expect_shape, for_each_task, read, tensor, weighted_dtype, write,
 };
+#[cfg(feature = "cuda")]
+pub(in crate::ops) use out_of_memory::record_failed_gpu_allocation;
 pub use out_of_memory::{
-    exit_when_out_of_memory, memory_advice, set_memory_advice, set_predicted_memory,
-    share_one_heap_under_a_limit,
+    exit_when_out_of_memory, failed_gpu_allocation, memory_advice, set_memory_advice,
+    set_predicted_memory, share_one_heap_under_a_limit,
 };
 pub use simd_level::{SimdError, SimdLevel, simd_level};

@@ -21,6 +21,25 @@ pub(super) fn record_failed_allocation(bytes: usize) {
     FAILED.store(bytes.max(1), Relaxed);
 }
 
+/// Bytes of the last allocation on a GPU that failed; 0: none. No abort follows it, but an error.
+static FAILED_ON_GPU: AtomicUsize = AtomicUsize::new(0);
+
+/// Records an allocation on a GPU that failed.
+#[cfg(feature = "cuda")]
+pub(in crate::ops) fn record_failed_gpu_allocation(bytes: usize) {
+    FAILED_ON_GPU.store(bytes.max(1), Relaxed);
+}
+
+/// The size of the last failed allocation on a GPU, and the predicted memory; `None` if none failed.
+pub fn failed_gpu_allocation() -> Option<String> {
+    let failed = FAILED_ON_GPU.load(Relaxed);
+    (failed > 0).then(|| {
+        let mut text = Text { bytes: [0; 1024], len: 0 };
+        write_sizes(&mut text, failed, PREDICTED.load(Relaxed));
+        String::from_utf8_lossy(&text.bytes[..text.len]).into_owned()
+    })
+}
+
 /// Sets the predicted memory of this process, which the message names.
 pub fn set_predicted_memory(bytes: u64) {
     PREDICTED.store(bytes, Relaxed);
@@ -57,14 +76,20 @@ impl Write for Text {
     }
 }
 
-/// The message about an allocation of `failed` bytes. It allocates nothing.
-fn message(failed: usize, predicted: u64, advice: &str) -> Text {
-    let mut text = Text { bytes: [0; 1024], len: 0 };
+/// Writes the size of an allocation that failed, and the predicted memory.
+fn write_sizes(text: &mut Text, failed: usize, predicted: u64) {
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
-    let _ = write!(text, "error: out of memory: cannot allocate {} MiB more", mib(failed as u64));
+    let _ = write!(text, "cannot allocate {} MiB more", mib(failed as u64));
     if predicted > 0 {
         let _ = write!(text, "; about {} MiB were predicted for the run", mib(predicted));
     }
+}
+
+/// The message about an allocation of `failed` bytes. It allocates nothing.
+fn message(failed: usize, predicted: u64, advice: &str) -> Text {
+    let mut text = Text { bytes: [0; 1024], len: 0 };
+    let _ = write!(text, "error: out of memory: ");
+    write_sizes(&mut text, failed, predicted);
     let advice = if advice.is_empty() { OF_ANY_CONFIG } else { advice };
     let _ = write!(text, "\nhint: {advice}; the newest checkpoint is intact\n");
     text

@@ -85,6 +85,7 @@ pub(super) use replaced::copy_to_host_async;
 #[cfg(all(feature = "cuda", unix))]
 mod replaced {
     use super::{Calls, Settings, Status, allocate};
+    use crate::ops::cpu::record_failed_gpu_allocation;
     use candle_core::cuda_backend::WrapErr as _;
     use candle_core::cuda_backend::cudarc::driver::sys::{self, CUresult};
     use candle_core::{Result, bail};
@@ -203,7 +204,12 @@ mod replaced {
                 unsafe { *address = found };
                 CUresult::CUDA_SUCCESS
             }
-            Err(_) => calls.failed.get(),
+            Err(_) => {
+                if calls.failed.get() == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+                    record_failed_gpu_allocation(bytes);
+                }
+                calls.failed.get()
+            }
         }
     }
 
