@@ -53,8 +53,8 @@ class Runner:
         self.code = code
         if code in CRASHES or b"panicked at" in (self.folder / "err").read_bytes():
             return f"exit code {code}"
-        if code == 1:
-            return "exit code 1"
+        if code in (1, 70):  # 70: the program calls it a bug of its own
+            return f"exit code {code}"
         if code == 124:
             return f"more than {SECONDS:g} s"
         if peak > MEMORY_MIB:
@@ -199,6 +199,19 @@ def mutated_rows(draw, count):
             row = mutate_bytes(draw, json.dumps(value).encode())
         rows.append(row.replace(b"\n", b" ").replace(b"\r", b" ") or b"{}")
     return rows
+
+
+def rows(runner, count):
+    runner.rows("row", mutated_rows(runner.draw, count))
+    # Each alone: as much text, and as many numbers or objects, as memory would have to be a multiple of.
+    size = 100_000_000
+    for what, unit in [("text", b"a"), ("numbers", b"0,"), ("objects", b'{"a":1},')]:
+        body = unit * (size // len(unit))
+        large = json.dumps(chat(body.decode())).encode() if what == "text" else GOOD[:-1] + b',"x":[' + body + b"0]}"
+        runner.rows(f"row of 100 MB of {what}", [large])
+    # In the largest row that is parsed.
+    runner.rows("row of many objects", [GOOD[:-1] + b',"x":[' + b'{"a":1},' * 220_000 + b"0]}"])
+    return count + 4
 
 
 def chunk(kind, data, length=None, checksum=None):
@@ -426,7 +439,7 @@ def main():
     runner = Runner(trainer, model, folder, seed)
     done = []
     kinds = {
-        "rows": (lambda r, n: r.rows("row", mutated_rows(r.draw, n)), count),
+        "rows": (rows, count),
         "images": (images, count // 4),
         "headers": (headers, int(os.environ.get("HEADERS", count // 10))),
         "templates": (templates, 0),

@@ -96,6 +96,11 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
             if run.trainer().state().step > 0 {
                 write_report(&config, run.trainer().eval_rows());
             }
+            if is_alone && report::exit(&error) == Exit::Stopped {
+                // Drop would wait for rows that the loader is reading, such as an image that a server
+                // does not send.
+                std::mem::forget(run);
+            }
             return Err(error);
         }
     };
@@ -137,22 +142,23 @@ fn train(
         run.train(&mut ())
     };
     match outcome? {
-        Outcome::Stopped { folder } => Err(Failure::new(
-            Exit::Stopped,
-            folder.map_or_else(
-                || "stopped by a signal before the first step".to_owned(),
-                |folder| format!("stopped by a signal; the run is saved in `{}`", folder.display()),
-            ),
-        )
-        .hint(match resume {
-            Resume::Auto => "run the same command again to resume",
-            _ => "run the same command with `--resume auto` to resume",
-        })
-        .into()),
+        Outcome::Stopped { folder } => Err(stopped(folder, resume).into()),
         Outcome::Finished { eval, folder, stopped_early } => {
             Ok(Finished { eval, folder, stopped_early })
         }
     }
+}
+
+/// The error of a run that a signal has stopped.
+fn stopped(folder: Option<PathBuf>, resume: &Resume) -> Failure {
+    let message = folder.map_or_else(
+        || "stopped by a signal before the first step".to_owned(),
+        |folder| format!("stopped by a signal; the run is saved in `{}`", folder.display()),
+    );
+    Failure::new(Exit::Stopped, message).hint(match resume {
+        Resume::Auto => "run the same command again to resume",
+        _ => "run the same command with `--resume auto` to resume",
+    })
 }
 
 /// Ends the process if the training loop makes no progress for `timeout_s`; 0: never.

@@ -29,6 +29,22 @@ pub(super) fn long_integer(value: &Value) -> Option<&str> {
     value.as_object().filter(|object| object.len() == 1)?.get(LONG_INTEGER_KEY)?.as_str()
 }
 
+/// An upper bound of the number of values in JSON text. An object counts as 8, because its map takes the
+/// memory of several values. Text that is not JSON has some number, too.
+pub(super) fn values(bytes: &[u8]) -> usize {
+    let (mut count, mut at) = (1, 0);
+    while let Some(byte) = bytes.get(at) {
+        match byte {
+            b'"' => at += string_length(&bytes[at..]).max(1) - 1,
+            b',' | b'[' => count += 1,
+            b'{' => count += 8,
+            _ => {}
+        }
+        at += 1;
+    }
+    count
+}
+
 /// Returns whether `bytes` has [`LONG_DIGITS`] digits in a row, in a number or a string. It reads
 /// few of the bytes, because such a run covers one of every [`LONG_DIGITS`] positions.
 fn has_long_run_of_digits(bytes: &[u8]) -> bool {

@@ -84,6 +84,27 @@ impl UrlImages {
         Ok(path)
     }
 
+    /// The bytes of an image. A stored file that has changed since it was downloaded is downloaded again.
+    pub fn read(&self, url: &str) -> Result<Vec<u8>, UrlError> {
+        for _ in 0..ATTEMPTS {
+            let path = self.path(url)?;
+            match fs::read(&path) {
+                Ok(bytes) if path.file_name().is_some_and(|name| *name == *hex(&bytes)) => {
+                    return Ok(bytes);
+                }
+                // Another thread has found the damage, too.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(source) => return Err(UrlError::Read { path, source }),
+                Ok(_) => {
+                    let url = for_messages(url);
+                    tracing::warn!(url, file = %path.display(), "a stored image is damaged: downloading it again");
+                    let _ = fs::remove_file(&path);
+                }
+            }
+        }
+        Err(UrlError::Damaged { path: self.folder.clone() })
+    }
+
     /// Removes a URL whose content cannot be read as an image, so that the next run requests it
     /// again. A server that is too busy may answer with a page of text.
     pub fn forget(&self, url: &str) {
@@ -221,6 +242,20 @@ pub enum UrlError {
     /// There is no answer.
     #[error(transparent)]
     Http(#[from] HttpError),
+    /// The cache cannot be read.
+    #[error("cannot read `{}`: {source}", .path.display())]
+    Read {
+        /// Path of the file.
+        path: PathBuf,
+        /// Error of the operating system.
+        source: io::Error,
+    },
+    /// A stored image changes again after each download.
+    #[error("images stored in `{}` are damaged as soon as they are written", .path.display())]
+    Damaged {
+        /// Folder of the images.
+        path: PathBuf,
+    },
     /// The cache cannot be written.
     #[error("cannot write `{}`: {source}", .path.display())]
     Store {
@@ -236,7 +271,10 @@ impl UrlError {
         match self {
             Self::Status { status } => matches!(status, 408 | 425 | 429 | 500..),
             Self::Http(error) => error.is_temporary(),
-            Self::TooLarge { .. } | Self::Store { .. } => false,
+            Self::TooLarge { .. }
+            | Self::Read { .. }
+            | Self::Damaged { .. }
+            | Self::Store { .. } => false,
         }
     }
 
@@ -251,6 +289,9 @@ impl UrlError {
                 "raise `data.url.timeout_s`, or download the image and give its path"
             }
             Self::Http(error) => error.hint(),
+            Self::Read { .. } | Self::Damaged { .. } => {
+                "check the disk, or set `data.cache_dir` to another folder"
+            }
             Self::Store { .. } => "free space, or set `data.cache_dir` to another folder",
         }
     }

@@ -161,6 +161,9 @@ impl Evaluator<'_> {
             }
             _ => Ok(false),
         };
+        // Within a block, a rank may stop only if no other one computes or gathers with it.
+        let alone = self.ranks.sequence().size == 1 && self.weights.are_whole();
+        let stop_in_block = || alone && stop();
         let all: Vec<_> = rows.chunks(BLOCK_ROWS).enumerate().collect();
         let mut blocks = Vec::new();
         for round in all.chunks(world) {
@@ -169,7 +172,8 @@ impl Evaluator<'_> {
             }
             if let Some((index, block)) = round.get(rank) {
                 let before = index * BLOCK_ROWS;
-                blocks.push(self.score_block(model, block, &|done| progress(before + done))?);
+                let progress = |done| progress(before + done);
+                blocks.push(self.score_block(model, block, &stop_in_block, &progress)?);
             }
         }
         self.weights.help(self.ranks)?; // another rank may have more rows
@@ -180,17 +184,21 @@ impl Evaluator<'_> {
         Ok(Some(join(blocks, self.ranks)?))
     }
 
-    /// Scores the rows of one block.
+    /// Scores the rows of one block, or the first of them if `stop` returns `true`.
     fn score_block(
         &self,
         model: &dyn Model,
         rows: &[SampleIndex],
+        stop: &dyn Fn() -> bool,
         progress: &dyn Fn(usize),
     ) -> Result<EvalReport, EvalError> {
         let mut report = EvalReport::default();
         let mut pack: Vec<(SampleIndex, EncodedSample)> = Vec::new();
         let mut pack_tokens = 0;
         for (done, chunk) in rows.chunks(ROWS_AT_A_TIME).enumerate() {
+            if stop() {
+                return Ok(report); // all ranks return no result
+            }
             self.ranks.report("evaluation");
             let encoded: Result<Vec<_>, RowTrouble> =
                 chunk.par_iter().map(|row| self.rows.read_patiently(*row)).collect();

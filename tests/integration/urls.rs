@@ -5,6 +5,7 @@ use crate::web::{Reply, Server};
 use serde_json::json;
 use std::fs;
 use std::path::Path;
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
@@ -100,6 +101,61 @@ fn a_stuck_loader_ends_the_run_with_code_74_and_its_place() {
     let stuck = stuck.ends_with(74).says(&place).says("raise `train.timeout_s`");
     // half of the time, so that the row is named before the run ends
     stuck.says("this row has been read for 4 s").says("rows.jsonl:6");
+}
+
+/// The loader waits for a server that does not answer, and the signal does not wait for the loader.
+#[test]
+fn a_signal_stops_a_run_whose_loader_waits_for_a_server() {
+    let server = Server::start(|_| {
+        std::thread::sleep(Duration::from_mins(5));
+        Reply::new(200, image())
+    });
+    let place = place(&[server.url() + "/never.png"]);
+    let url = String::from_utf8(place.read("rows.jsonl")).unwrap();
+    let text = "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"},\
+                {\"role\":\"assistant\",\"content\":\"b\"}]}\n";
+    place.write("rows.jsonl", &(text.repeat(5) + &url + &text.repeat(32_768)));
+    let settings = ["train={max_steps: 30}", "data.packing=false", "data.url.timeout_s=290"];
+    let mut arguments = vec!["sft", "--config", "config.yaml"];
+    arguments.extend(settings.iter().flat_map(|setting| ["--set", setting]));
+    let mut command = place.command(&arguments);
+    command.env("TRAINER_TEST_LOOPBACK_URLS", "1");
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let wait = |child: &mut Child, limit: Duration, done: &dyn Fn() -> bool| {
+        let started = Instant::now();
+        while !done() && child.try_wait().unwrap().is_none() {
+            assert!(started.elapsed() < limit, "it took {limit:?}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let metrics = place.path("run/metrics.jsonl");
+    let has_step = || fs::metadata(&metrics).is_ok_and(|file| file.len() > 0);
+    wait(&mut child, Duration::from_mins(1), &|| has_step() && server.requests() > 0);
+    let id = child.id().to_string();
+    assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
+    wait(&mut child, Duration::from_secs(3), &|| false);
+    assert_eq!(child.wait().unwrap().code(), Some(75));
+    assert_eq!(place.names("run/checkpoints").len(), 1);
+}
+
+#[test]
+fn a_stored_image_that_is_damaged_is_downloaded_again() {
+    let server = Server::start(|_| Reply::new(200, image()));
+    let place = place(&[server.url() + "/a.png"]);
+    let before = inspect(&place, &[]).stdout;
+    let content = crate::architecture::files(&place.path("run/cache/images/content"), &[]);
+    // Still an image of the same size, with another pixel or a checksum that the decoder ignores.
+    let mut bytes = image();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    crate::harness::write(&content[0], &bytes);
+    let again = inspect(&place, &[]).says("a stored image is damaged");
+    assert_eq!(again.stdout, before);
+    assert_eq!(fs::read(&content[0]).unwrap(), image());
+    assert_eq!(server.take().len(), 2);
+    // Undamaged, it is not requested again.
+    assert_eq!(inspect(&place, &[]).stdout, before);
+    assert_eq!(server.take().len(), 0);
 }
 
 #[test]

@@ -96,6 +96,11 @@ impl Server {
         format!("http://127.0.0.1:{}", self.port)
     }
 
+    /// Number of requests since the last call of [`Self::take`].
+    pub(crate) fn requests(&self) -> usize {
+        self.seen.lock().unwrap().len()
+    }
+
     /// The requests since the last call.
     pub(crate) fn take(&self) -> Vec<Seen> {
         std::mem::take(&mut *self.seen.lock().unwrap())

@@ -22,9 +22,24 @@ pub(in crate::data) struct RawRow {
     pub(in crate::data) blobs: Vec<Arc<[u8]>>,
 }
 
+/// Maximum number of bytes of a row in a file. Images may be in it, but not a whole data set.
+pub(in crate::data) const MAX_ROW_BYTES: usize = 512 << 20;
+/// Maximum number of values of a row, of keys that are not read, too. A parsed number takes 16 times the
+/// bytes of its text.
+const MAX_VALUES: usize = 2_000_000;
+/// Rows up to this size cannot take much memory, whatever they contain.
+const SMALL_ROW_BYTES: usize = 1 << 20;
+
 impl RawRow {
     /// Parses a JSON object.
     pub(in crate::data) fn from_json(id: &SampleId, bytes: &[u8]) -> Result<Self, SampleError> {
+        if bytes.len() > SMALL_ROW_BYTES {
+            let found = json::values(bytes);
+            if found > MAX_VALUES {
+                let (id, most) = (id.clone(), MAX_VALUES);
+                return Err(SampleError::TooLarge { id, what: "values", found, most });
+            }
+        }
         match json::parse(bytes) {
             Ok(Value::Object(object)) => Ok(Self { object, blobs: Vec::new() }),
             Ok(other) => Err(SampleError::NotAnObject { id: id.clone(), found: type_name(&other) }),
@@ -57,6 +72,22 @@ pub(super) fn blob<'a>(blobs: &'a [Arc<[u8]>], value: &Value) -> Option<&'a Arc<
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_row_of_many_values_is_rejected_before_it_is_parsed() {
+        let id = SampleId { file: std::path::Path::new("a.jsonl").into(), line: 3 };
+        let of = |bytes: &str| RawRow::from_json(&id, bytes.as_bytes()).map(|_| ());
+        let numbers = format!("{{\"x\":[{}0]}}", "0,".repeat(MAX_VALUES));
+        let objects = format!("{{\"x\":[{}0]}}", "{\"a\":1},".repeat(300_000));
+        for row in [&numbers, &objects] {
+            let error = of(row).unwrap_err();
+            assert_eq!(error.reason(), "row_too_large");
+            assert!(error.to_string().contains("values"), "{error}");
+        }
+        // Text is no value, whatever it contains.
+        let text = format!("{{\"x\":\"{}\\\",[{{\"}}", ",[{".repeat(MAX_VALUES));
+        assert_eq!(of(&text).map_err(|error| error.to_string()), Ok(()));
+    }
 
     #[test]
     fn a_blob_value_gives_its_bytes_back_and_other_values_are_no_blobs() {

@@ -55,7 +55,7 @@ pub use urls::UrlConfig;
 use urls::Urls;
 
 use crate::batch::{MediaRef, MediaSource, MediumKind, Patches};
-use crate::net::{UrlImages, for_messages};
+use crate::net::UrlImages;
 
 /// Loads images as normalised patches, with the settings of one model folder.
 ///
@@ -253,8 +253,7 @@ impl ImageProcessor {
                 &bytes
             }
             MediaSource::Url(url) => {
-                let read = self.urls.open(url)?.read_to_end(&mut bytes);
-                read.map_err(|source| ImageError::Read { path: for_messages(url).into(), source })?;
+                bytes = self.urls.read(url)?;
                 &bytes
             }
             MediaSource::Bytes(bytes) => &**bytes,

@@ -23,9 +23,18 @@ const BASE64: GeneralPurpose = GeneralPurpose::new(
 /// Opens the file at `path` if it is inside `root`; see [`resolve`].
 pub(super) fn open(root: &Path, path: &Path) -> Result<BufReader<File>, ImageError> {
     let real = resolve(root, path)?;
-    let file = File::open(&real);
-    file.map(BufReader::new).map_err(|source| ImageError::Read { path: path.to_owned(), source })
+    let read_error = |source| ImageError::Read { path: path.to_owned(), source };
+    let file = File::open(&real).map_err(read_error)?;
+    let bytes = file.metadata().map_err(read_error)?.len();
+    if bytes > MAX_FILE_BYTES {
+        let problem = format!("the file has {bytes} bytes, and the limit is {MAX_FILE_BYTES}");
+        return Err(read_error(std::io::Error::new(ErrorKind::FileTooLarge, problem)));
+    }
+    Ok(BufReader::new(file))
 }
+
+/// Maximum size of an image file, which is read as a whole: 512 MiB.
+const MAX_FILE_BYTES: u64 = 512 << 20;
 
 /// Resolves `path`, which is absolute or relative to `root`, to its canonical path.
 ///
@@ -181,6 +190,20 @@ mod tests {
             assert_eq!(reason(open(&root, path.as_ref())), expected, "{path:?}");
         }
         assert_eq!(reason(open(&root.join("no"), "in.png".as_ref())), "image_root_missing");
+    }
+
+    #[test]
+    fn a_file_that_no_image_needs_is_not_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = File::create(folder.path().join("a.png")).unwrap();
+        file.set_len(MAX_FILE_BYTES).unwrap();
+        assert_eq!(reason(open(folder.path(), "a.png".as_ref())), "none");
+        file.set_len(MAX_FILE_BYTES + 1).unwrap();
+        let error = open(folder.path(), "a.png".as_ref()).unwrap_err();
+        assert_eq!(error.reason(), "image_unreadable");
+        let source = std::error::Error::source(&error).map(ToString::to_string);
+        let text = format!("{error}: {source:?}");
+        assert!(text.contains("536870913 bytes, and the limit is 536870912"), "{text}");
     }
 
     #[cfg(unix)]

@@ -48,12 +48,22 @@ pub(super) enum Urls {
 }
 
 impl Urls {
-    /// Opens the file that an image is kept in, after downloading it if necessary.
+    /// The bytes of an image, after downloading it if necessary. They are those of the download.
+    pub(super) fn read(&self, url: &str) -> Result<Vec<u8>, ImageError> {
+        let bytes = self.images(url)?.read(url);
+        bytes.map_err(|cause| ImageError::Url { url: for_messages(url), cause })
+    }
+
+    fn images(&self, url: &str) -> Result<&UrlImages, ImageError> {
+        match self {
+            Self::Refused => Err(ImageError::UrlRefused { url: for_messages(url) }),
+            Self::Fetched(images) => Ok(images),
+        }
+    }
+
+    /// Opens the file that an image is kept in, after downloading it if necessary, to read its header.
     pub(super) fn open(&self, url: &str) -> Result<BufReader<File>, ImageError> {
-        let Self::Fetched(images) = self else {
-            return Err(ImageError::UrlRefused { url: for_messages(url) });
-        };
-        let path = images.path(url);
+        let path = self.images(url)?.path(url);
         let path = path.map_err(|cause| ImageError::Url { url: for_messages(url), cause })?;
         let file = File::open(&path).map_err(|source| ImageError::Read { path, source })?;
         Ok(BufReader::new(file))

@@ -32,7 +32,7 @@ use sniff::{Format, HEAD_BYTES};
 use unpack::Packed;
 
 use super::error::SampleError;
-use super::raw_row::RawRow;
+use super::raw_row::{MAX_ROW_BYTES, RawRow};
 use super::source_error::SourceError;
 use super::stamp::Stamp;
 use crate::batch::SampleId;
@@ -44,6 +44,8 @@ pub(in crate::data) enum RowContent {
     Json(Vec<u8>),
     /// The cells of a table, or the files of a tar archive.
     Row(RawRow),
+    /// Its number of bytes, above [`MAX_ROW_BYTES`]. It was not read.
+    TooLarge(u64),
 }
 
 impl RowContent {
@@ -51,6 +53,7 @@ impl RowContent {
     pub(in crate::data) fn hash(&self) -> [u8; 32] {
         match self {
             Self::Json(bytes) => Sha256::digest(bytes).into(),
+            Self::TooLarge(bytes) => Sha256::digest(bytes.to_le_bytes()).into(), // it is rejected
             Self::Row(RawRow { object, blobs }) => {
                 let mut hasher = Sha256::new();
                 hasher.update(serde_json::to_vec(object).unwrap_or_default());
@@ -67,6 +70,7 @@ impl RowContent {
     pub(in crate::data) fn num_bytes(&self) -> usize {
         match self {
             Self::Json(bytes) => bytes.len(),
+            Self::TooLarge(bytes) => *bytes as usize,
             Self::Row(row) => row.blobs.iter().map(|blob| blob.len()).sum(),
         }
     }
@@ -75,6 +79,12 @@ impl RowContent {
     pub(in crate::data) fn into_raw(self, id: &SampleId) -> Result<RawRow, SampleError> {
         match self {
             Self::Json(bytes) => RawRow::from_json(id, &bytes),
+            Self::TooLarge(bytes) => Err(SampleError::TooLarge {
+                id: id.clone(),
+                what: "bytes",
+                found: bytes as usize,
+                most: MAX_ROW_BYTES,
+            }),
             Self::Row(row) => Ok(row),
         }
     }
@@ -221,6 +231,9 @@ impl Shard {
             Rows::Arrow(rows) => return content(rows.read(row)),
         };
         let (start, end) = (self.index.start(row), self.index.end(row));
+        if end - start > MAX_ROW_BYTES as u64 {
+            return Ok(RowContent::TooLarge(end - start));
+        }
         let mut bytes = vec![0; (end - start) as usize];
         file.read_exact_at(&mut bytes, start)?;
         Ok(match syntax {
