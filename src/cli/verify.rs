@@ -5,7 +5,7 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::SetupBars;
 use super::stdout::stdout;
-use crate::run::verify::{Outcome, RunPipeline, VerifyError, VerifyOptions, verify};
+use crate::run::verify::{Outcome, Report, RunPipeline, VerifyError, VerifyOptions, verify};
 use clap::Args;
 use std::io::Write as _;
 use std::num::NonZeroUsize;
@@ -44,6 +44,11 @@ pub(super) fn run(args: &VerifyArgs, logging: &Logging) -> anyhow::Result<()> {
     } else {
         writeln!(stdout(), "{report}")?;
     }
+    verdict(&report)
+}
+
+/// An error if a check has failed.
+fn verdict(report: &Report) -> anyhow::Result<()> {
     if report.passed {
         return Ok(());
     }
@@ -54,4 +59,36 @@ pub(super) fn run(args: &VerifyArgs, logging: &Logging) -> anyhow::Result<()> {
     Err(Failure::new(Exit::Data, message)
         .hint("docs/verify.md says what a failure of each check means; please report it with the config")
         .into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::report::{exit, text};
+    use super::*;
+    use crate::run::verify::Check;
+
+    #[test]
+    fn a_failed_check_ends_with_code_65_and_its_name() {
+        let check =
+            |name: &str, outcome| Check { name: name.to_owned(), outcome, detail: String::new() };
+        let checks = vec![check("a", Outcome::Passed), check("b", Outcome::Failed)];
+        let mut report = Report {
+            passed: false,
+            rows: 1,
+            rejected: 0,
+            tokens: 1,
+            targets: 1,
+            media: 0,
+            precision: "f32",
+            device: "cpu".to_owned(),
+            layouts: Vec::new(),
+            stages: Vec::new(),
+            checks,
+        };
+        let error = verdict(&report).unwrap_err();
+        assert_eq!(exit(&error), Exit::Data);
+        assert!(text(&error).starts_with("error: 1 of 2 checks failed, first: b\nhint: "));
+        report.passed = true;
+        assert!(verdict(&report).is_ok());
+    }
 }

@@ -4,6 +4,8 @@
 use super::harness::{Output, Place, finish, golden, without_measured, write};
 use super::images::bmp;
 use serde_json::Value;
+use sha2::Digest as _;
+use std::cell::Cell;
 use std::fs;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
@@ -11,6 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 use trainer::dist::Monitor;
 use trainer::run::{Run, RunOptions};
+use trainer::train::Evaluator;
 
 /// A folder with a tiny model, text rows, and a config of `steps` steps.
 fn place(steps: u64) -> Place {
@@ -230,6 +233,30 @@ fn a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again() {
     assert_eq!(rows("run/eval.jsonl"), rows("whole/eval.jsonl"));
 }
 
+#[test]
+fn an_evaluation_is_stopped_between_a_few_rows() {
+    let place = super::ranks::place();
+    let text = fs::read_to_string(golden("data/text.jsonl")).unwrap();
+    let rows: Vec<&str> = text.lines().filter(|line| line.len() < 420).take(40).collect();
+    place.write("eval.jsonl", &rows.join("\n"));
+    let config = super::ranks::config(&place, "run", &[]);
+    let run = Run::with_options(&config, &RunOptions::default()).unwrap();
+    let runner = run.trainer().runner();
+    let evaluator = Evaluator {
+        rows: run.trainer().eval_rows().unwrap(),
+        max_tokens: 192,
+        dtype: runner.dtype,
+        device: &runner.device,
+        ranks: &runner.ranks,
+        weights: &runner.weights,
+    };
+    let done = Cell::new(0);
+    let stop = || done.get() >= 8;
+    let report = evaluator.run_until(&*runner.model, &stop, &|rows| done.set(rows)).unwrap();
+    assert_eq!(report, None);
+    assert_eq!(done.get(), 8, "of {} rows", rows.len());
+}
+
 /// Runs the program with a limit of the shell, such as `ulimit -f 100`.
 fn limited(place: &Place, limit: &str, arguments: &[&str]) -> Output {
     let mut command = Command::new("sh");
@@ -270,6 +297,53 @@ fn a_resumed_run_notices_that_an_input_changed() {
     let state = "run/checkpoints/step-00000002/trainer_state.json";
     assert!(String::from_utf8(place.read(state)).unwrap().contains("\"tokenizer\""));
     place.trainer(&sft(&[])).ends_with(0).says("resume from_step=2");
+}
+
+#[test]
+fn a_state_of_another_version_is_refused_and_stays() {
+    let place = place(4);
+    place.trainer(&sft(&["--set", "train.max_steps=2"])).ends_with(0);
+    let folder = "run/checkpoints/step-00000002";
+    let [state, manifest] =
+        ["trainer_state.json", "manifest.json"].map(|name| format!("{folder}/{name}"));
+    let mut value: Value = serde_json::from_slice(&place.read(&state)).unwrap();
+    let version = value["version"].as_u64().unwrap();
+    value["version"] = (version + 1).into();
+    let text = serde_json::to_string(&value).unwrap();
+    place.write(&state, &text);
+    let mut listed: Value = serde_json::from_slice(&place.read(&manifest)).unwrap();
+    let sum = format!("{:x}", sha2::Sha256::digest(&text));
+    listed["files"]["trainer_state.json"] = serde_json::json!({"bytes": text.len(), "sha256": sum});
+    place.write(&manifest, &listed.to_string());
+    let said = place.trainer(&sft(&[])).ends_with(65);
+    said.says(&format!("version {}", version + 1)).says("hint: continue with the version");
+    assert!(place.read(&state) == text.as_bytes());
+}
+
+#[test]
+fn a_run_whose_folder_was_renamed_saves_nothing_elsewhere() {
+    let place = place(16_000);
+    let mut child = place.start(&sft(&["--set", "checkpoint.every_steps=1000000"]));
+    wait_until("step 2", &mut child, || has_step(&place, 2));
+    fs::rename(place.path("run"), place.path("moved")).unwrap();
+    // Another run may have started at the old path.
+    fs::create_dir(place.path("run")).unwrap();
+    send("TERM", &child);
+    assert_eq!(child.wait().unwrap().code(), Some(73));
+    assert!(place.names("run").is_empty());
+}
+
+/// Loops of the template are limited, so that a run ends with the line and does not hang.
+#[test]
+fn a_template_that_never_ends_is_refused_with_its_line() {
+    let place = place(2);
+    let template = String::from_utf8(place.read("model/chat_template.jinja")).unwrap();
+    let lines = template.lines().count() + 1;
+    let endless = "{%- for a in range(99999) %}{%- for b in range(99999) %}{{- '' }}{%- endfor %}{%- endfor %}";
+    place.write("model/chat_template.jinja", &format!("{}\n{endless}", template.trim_end()));
+    let said = place.trainer(&sft(&[])).ends_with(65);
+    said.says(&format!("(line {lines})"));
+    assert!(!place.path("run/checkpoints").exists());
 }
 
 /// [`place`] with three rows with this image in `a.bmp`, `b.bmp` and `c.bmp`, and their modification time.
@@ -382,8 +456,81 @@ fn a_run_without_memory_ends_with_a_message_and_its_checkpoints() {
     );
     place.write("rows.jsonl", &row);
     let long = sft(&["--set", "data.packing_length=100000", "--set", "data.packing=false"]);
-    let said = limited(&place, "export RAYON_NUM_THREADS=2; ulimit -v 500000", &long);
-    said.ends_with(71).says("error: out of memory").says("were predicted").says("hint: ");
+    let limit = "export RAYON_NUM_THREADS=2; ulimit -v 500000";
+    let said = limited(&place, limit, &long);
+    let said =
+        said.ends_with(71).says("error: out of memory").says("were predicted").says("hint: ");
+    // Before the first step, `sft` warns, and `check` refuses.
+    said.says("the predicted memory exceeds what is free");
+    let check = [&["check"], &long[1..]].concat();
+    let found = limited(&place, limit, &check).ends_with(65).stdout;
+    assert!(
+        found.contains("error: about") && found.contains("are needed for its largest"),
+        "{found}"
+    );
+}
+
+#[test]
+fn a_stuck_step_ends_the_run_with_code_74_and_its_place() {
+    let place = place(1);
+    // The attention of one row of this length takes many seconds.
+    let text = "word ".repeat(30_000);
+    let row = format!(
+        "{{\"messages\":[{{\"role\":\"user\",\"content\":\"{text}\"}},\
+         {{\"role\":\"assistant\",\"content\":\"yes\"}}]}}\n"
+    );
+    place.write("rows.jsonl", &row);
+    let long = ["data.packing=false", "data.packing_length=100000", "train.timeout_s=1"];
+    let arguments: Vec<&str> = long.iter().flat_map(|setting| ["--set", setting]).collect();
+    let mut command = place.command(&sft(&arguments));
+    let stuck = finish(command.env("RAYON_NUM_THREADS", "1"));
+    let stuck = stuck.ends_with(74).says("error: no progress for 1 s: step 1: micro-batch 1");
+    stuck.says("raise `train.timeout_s`");
+}
+
+/// A row for each of these answers, trained in this order, one a step.
+fn one_row_a_step(answers: impl Iterator<Item = String>) -> Place {
+    let place = place(1000);
+    let row = |answer: String| {
+        format!(
+            "{{\"messages\":[{{\"role\":\"user\",\"content\":\"?\"}},\
+             {{\"role\":\"assistant\",\"content\":\"{answer}\"}}]}}\n"
+        )
+    };
+    place.write("rows.jsonl", &answers.map(row).collect::<String>());
+    place
+}
+
+const IN_ORDER: [&str; 8] = [
+    "--set",
+    "data.packing=false",
+    "--set",
+    "data.shuffle=false",
+    "--set",
+    "train={epochs: 1}",
+    "--set",
+    "optim={lr: 1.0e-2, schedule: constant}",
+];
+
+#[test]
+fn a_row_unlike_all_before_is_a_spike_and_is_named() {
+    let odd = "xq zj vk wp gh ttr bn lkm ao";
+    let answers = (0..50).map(|row| if row == 45 { odd } else { "yes yes yes" }.to_owned());
+    let place = one_row_a_step(answers);
+    let run = place.trainer(&sft(&IN_ORDER)).ends_with(0).says("spike: loss is far above");
+    let line = run.stderr.lines().find(|line| line.contains("spike: loss")).unwrap();
+    assert!(line.contains("step=46") && line.contains("rows.jsonl:46"), "{line}");
+}
+
+#[test]
+fn a_run_that_diverges_says_so_when_it_is_noticed_and_at_its_end() {
+    // The model does not learn, and the later answers have a higher loss from the start.
+    let answers = (0..175).map(|row| if row < 12 { "yes yes yes" } else { "1 2 3 4" }.to_owned());
+    let place = one_row_a_step(answers);
+    let fixed = [&IN_ORDER[..], &["--set", "optim={lr: 0.0, schedule: constant}"]].concat();
+    let run = place.trainer(&sft(&fixed)).ends_with(0);
+    let run = run.says("the loss has been above its start for 100 steps");
+    run.says("the loss ended above its first values: the run has diverged");
 }
 
 /// Otherwise the C library reserves 64 MiB of addresses for each thread, and a thread cannot be started.

@@ -60,6 +60,20 @@ fn a_model_inside_output_dir_is_rejected_and_stays() {
     assert!(place.path("run/final/model.safetensors").is_file());
 }
 
+/// A process that was killed before it moved files leaves it behind.
+#[test]
+fn an_empty_folder_for_earlier_files_is_removed_at_the_next_start() {
+    let place = finished();
+    for name in ["run/previous-1", "run/previous-7"] {
+        std::fs::create_dir(place.path(name)).unwrap();
+    }
+    std::fs::create_dir_all(place.path("run/previous-3/checkpoints")).unwrap();
+    place.trainer(&SFT).ends_with(0);
+    let names = place.names("run");
+    let left: Vec<&String> = names.iter().filter(|name| name.starts_with("previous")).collect();
+    assert_eq!(left, ["previous-3"]);
+}
+
 #[test]
 fn resuming_from_an_older_checkpoint_moves_the_later_ones_aside() {
     let place = finished();

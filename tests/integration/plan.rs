@@ -134,3 +134,73 @@ fn a_setting_of_the_config_is_not_advised_again() {
     assert!(!rest.is_empty() && !recompute(&rest), "{rest:?}");
     assert!(!rest.contains(&"model.precision=bf16".to_owned()), "{rest:?}");
 }
+
+/// Keys in the order of the cost of their settings: first those that only take time, then those that
+/// round, then those that train something else.
+const BY_COST: [&str; 9] = [
+    "train.batch_size",
+    "model.recompute",
+    "optim.moments",
+    "optim.kind=adamw_8bit",
+    "optim.master",
+    "data.packing_length",
+    "model.precision",
+    "optim.kind=adafactor",
+    "adapter",
+];
+
+#[test]
+fn the_advised_settings_are_in_the_order_of_their_cost() {
+    let place = place();
+    let cost = |setting: &String| {
+        let found = BY_COST.iter().position(|key| setting.starts_with(key));
+        found.unwrap_or_else(|| panic!("`{setting}` is not in the list"))
+    };
+    let mut named = std::collections::BTreeSet::new();
+    for values in [
+        &["data.packing_length=65536"][..],
+        &["data.packing_length=65536", "train.batch_size=4"],
+        &["data.packing_length=512", "model.freeze=[vision]"],
+        &["data.packing_length=512", "model.precision=bf16"],
+        &["data.packing_length=512", "model.precision=bf16", "optim.moments=bf16"],
+    ] {
+        let settings = advised(&place, values);
+        assert!((1..=3).contains(&settings.len()), "{values:?}: {settings:?}");
+        let costs: Vec<usize> = settings.iter().map(cost).collect();
+        assert!(costs.is_sorted(), "{values:?}: {settings:?}");
+        named.extend(costs);
+    }
+    assert!(named.len() >= 4, "{named:?}");
+}
+
+#[test]
+fn the_fewest_ranks_and_the_least_sharding_that_fit_are_found() {
+    let place = place();
+    let slots = ["--set", "train.gradient_accumulation_steps=4"];
+    // Memory of a rank by number of ranks and division, in the order of the search.
+    let mut all: Vec<(String, String, f64)> = Vec::new();
+    for ranks in ["1", "2", "4"] {
+        let command = ["plan", "--config", "plan.yaml", "--json", "--memory", "1TiB", "--gpus"];
+        let output = place.trainer(&[&command[..], &[ranks], &slots].concat()).ends_with(0);
+        let rows = output.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        all.extend(rows.filter(|row| row["shard"].is_string()).map(|row| {
+            let [name, bytes] = ["shard", "memory_bytes"].map(|key| row[key].clone());
+            (ranks.to_owned(), name.as_str().unwrap().to_owned(), bytes.as_f64().unwrap())
+        }));
+    }
+    assert_eq!(all.len(), 1 + 4 + 4, "{all:?}");
+    let mut numbers = std::collections::BTreeSet::new();
+    for (_, _, bytes) in &all {
+        let memory = bytes + 64.0;
+        let (ranks, shard, _) = all.iter().find(|(_, _, bytes)| *bytes <= memory).unwrap();
+        let text = format!("{:.4}MiB", memory / f64::from(1 << 20));
+        let fits = plan(&place, &[&["--gpus", "4", "--memory", &text][..], &slots].concat());
+        let fits = fits["fits"].as_array().unwrap();
+        let found = fits.iter().find(|fit| fit["search"] == "fewest shards").unwrap();
+        let expected =
+            [format!("distributed.processes={ranks}"), format!("distributed.shard={shard}")];
+        assert_eq!(found["settings"], serde_json::json!(expected), "{text}: {all:?}");
+        numbers.insert(ranks);
+    }
+    assert!(numbers.len() >= 2, "{all:?}");
+}

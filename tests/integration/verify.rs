@@ -374,6 +374,20 @@ impl Pipeline for MeanOfMeans {
     }
 }
 
+/// The bounds of bf16 are wide for rounding, but not for a fault.
+#[test]
+fn planted_faults_exceed_the_bounds_of_bf16() {
+    let bf16 = &["model.precision=bf16"][..];
+    let leak = report("qwen3-text", bf16, &Fault::Leak);
+    assert_caught(&leak, "packed: the loss, and that of every row");
+    assert_caught(&leak, "packed: the gradient of every stage");
+    let labels = report("qwen3-text", bf16, &Labels);
+    assert_caught(&labels, "packed: the loss, and that of every row");
+    assert_caught(&labels, "packed: the gradient of every stage");
+    let means = report("qwen3-text", bf16, &MeanOfMeans);
+    assert_caught(&means, "split: the gradient of every stage");
+}
+
 #[test]
 fn a_mean_of_the_means_of_micro_batches_is_caught() {
     let report = report("qwen3-text", &[], &MeanOfMeans);
