@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compares the peak memory of `trainer sft` on the CPU with the prediction of `trainer plan`, for eight
+# Compares the peak memory of `trainer sft` on the CPU with the prediction of `trainer plan`, for nine
 # configs that differ. Prints a table; fails if an error exceeds 10 %. Takes minutes.
 #   scripts/bench/plan_memory.sh [NAME..]      example: scripts/bench/plan_memory.sh images lora
 #   scripts/bench/plan_memory.sh short         three configs with few tokens, in seconds
@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} trainer=${TRAINER:-$PWD/target/release/trainer}
-names=" $* " known="images frozen bf16 lora qlora adafactor 8bit large"
+names=" $* " known="images frozen bf16 lora qlora adafactor 8bit saves large"
 [ "$*" = short ] || for name in "$@"; do
   [[ " $known " = *" $name "* ]] || { echo "unknown config \`$name\`, expected short alone, or some of: $known" >&2; exit 64; }
 done
@@ -44,10 +44,12 @@ import json, sys
 work, name, *keys = sys.argv[1:]
 steps = [json.loads(line) for line in open(f"{work}/run/metrics.jsonl")]
 peak = max(step["peak_memory_bytes"] for step in steps)
-parts = json.loads(open(f"{work}/plan").read().splitlines()[-1])["cpu_bytes"]
-predicted = parts["all"]
+plan = json.loads(open(f"{work}/plan").read().splitlines()[-1])
+predicted = plan["cpu_bytes"]["all"]
 if predicted != steps[0]["predicted_memory_bytes"] and abs(predicted - steps[0]["predicted_memory_bytes"]) > 2:
     sys.exit(f"{name}: plan predicts {predicted}, sft {steps[0]['predicted_memory_bytes']}")
+if any("checkpoint.every_steps" in key for key in keys):  # a copy, while training continues
+    predicted += plan["checkpoint_copy_bytes"]
 error = predicted / peak - 1
 print(f"| {name} | {', '.join(f'`{key}`' for key in keys)} | {peak / 2**20:.0f} | {predicted / 2**20:.0f} | {error:+.1%} |", flush=True)
 sys.exit(abs(error) > 0.1)
@@ -70,5 +72,6 @@ measure lora "$work/text.yaml" 'adapter={}'
 measure qlora "$work/text.yaml" 'adapter={quantize: nf4}' model.precision=bf16
 measure adafactor "$work/text.yaml" optim.kind=adafactor model.recompute=llm data.packing_length=8192
 measure 8bit "$work/text.yaml" optim.kind=adamw_8bit train.batch_size=2 data.packing_length=1024 train.gradient_accumulation_steps=2
+STEPS=12 measure saves "$work/text.yaml" checkpoint.every_steps=2 data.packing_length=2048
 measure large "$work/text.yaml" "model.path=$work/large" data.packing_length=2048
 exit "$failed"

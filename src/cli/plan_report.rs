@@ -128,13 +128,21 @@ fn print_parts(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
     }
     let all = [cpu.process(), gpu.device() + RESERVED].map(memory_text);
     writeln!(out, "{:24} {:>12} {:>12}", "all", all[0], all[1])?;
-    // each rank copies what it writes
-    let copy = report.shape.copy_bytes(report.config) / report.world as f64;
+    let copy = copy_bytes(report);
     if copy > 0.0 {
-        let copy = memory_text(copy);
-        writeln!(out, "\nwhile a checkpoint is written: {copy} more of host memory for a copy")?;
+        let [copy, all] = [copy, cpu.process() + copy].map(memory_text);
+        writeln!(
+            out,
+            "\nwhile a checkpoint is written: {copy} more of host memory for a copy, if it is free\n\
+             (on the CPU {all} in total)"
+        )?;
     }
     Ok(())
+}
+
+/// Bytes of the copy from which a rank writes a checkpoint. Each rank copies what it writes.
+fn copy_bytes(report: &Report<'_>) -> f64 {
+    report.shape.copy_bytes(report.config) / report.world as f64
 }
 
 fn print_shards(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
@@ -253,6 +261,7 @@ pub(super) fn print_json(report: &Report<'_>) -> anyhow::Result<()> {
         "tokens_per_s": report.speed.map(|(rate, _)| rate),
         "seconds": report.seconds(),
         "cpu_bytes": named(&cpu, cpu.process()),
+        "checkpoint_copy_bytes": copy_bytes(report).round(),
         "gpu_bytes": named(&gpu, gpu.device() + RESERVED),
         "fits": fits.collect::<Vec<_>>(),
     });
