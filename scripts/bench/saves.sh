@@ -4,7 +4,8 @@
 # and without.
 #   scripts/bench/saves.sh
 # TRAINER=FILE  another binary.  RANKS=n  several MPI ranks of one thread, with a binary that has the
-# feature `mpi`.  STEPS=n  steps, each with a checkpoint.  SHARD=none  as `distributed.shard`.
+# feature `mpi`.  Fails if training waits longer than one step for a save in the background; the last
+# save is not compared.  STEPS=n  steps, each with a checkpoint.  SHARD=none  as `distributed.shard`.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} trainer=${TRAINER:-$PWD/target/release/trainer} world=${RANKS:-1}
@@ -29,8 +30,14 @@ YAML
 import json, sys
 rows = [json.loads(line) for line in open(sys.argv[1])]
 print(f"background: {sys.argv[2]}")
+late = []
 for row in rows:
+    # Training may wait for a copy, but not longer than one step takes.
+    if sys.argv[2] == "true" and row.get("save_hold_s") is not None and row["step"] < len(rows):
+        late += [row["step"]] if row["save_hold_s"] > row["step_time_s"] else []
     times = ", ".join(f"{name} {row[key]:.2f} s" for name, key in [("step", "step_time_s"), ("training waits", "save_hold_s"), ("save", "save_s")] if row.get(key) is not None)
     print(f"  step {row['step']}: {times}", flush=True)
+if late:
+    sys.exit(f"training waits longer than a step for the checkpoints of steps {late}")
 PY
 done

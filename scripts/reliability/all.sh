@@ -27,7 +27,7 @@ for script in signals damage faults mutants limits many_steps; do
   i=$((i + 1))
 done
 scripts/kill_test.sh "$kills" || passed=no
-# The memory that `plan` predicts, against that of three (short) or eight configs.
+# The memory that `plan` predicts, against that of three (short) or nine configs.
 if [ "$form" = short ]; then configs=(short); else configs=(); fi
 scripts/bench/plan_memory.sh "${configs[@]}" || passed=no
 [ "$passed" = yes ]
