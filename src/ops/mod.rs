@@ -43,10 +43,12 @@ mod dropout;
 mod dropout_linear;
 mod eight_bit;
 mod embedding;
+mod expert_swiglu;
 mod gated_delta_rule;
 mod gated_rms_norm;
 mod gelu;
 mod gpu;
+mod grouped_linear;
 mod host_copies;
 mod layer_norm;
 mod linear;
@@ -58,6 +60,7 @@ mod progress;
 mod rms_norm;
 mod rope;
 mod rope_heads;
+mod route;
 mod rows;
 mod sigmoid_gate;
 mod stored;
@@ -100,6 +103,7 @@ pub use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_add,
     interpolate_rows_backward,
 };
+pub use expert_swiglu::{expert_swiglu, expert_swiglu_backward};
 pub use gated_delta_rule::{
     DeltaGrad, DeltaHeads, DeltaInputs, GPU_DELTA_BYTES, gated_delta_rule,
     gated_delta_rule_backward,
@@ -109,6 +113,9 @@ pub use gelu::{Gelu, gelu, gelu_backward};
 pub use gpu::{
     CUDA_BUILD, GpuMemory, GpuProperties, copy_from_host, copy_to_host, count_gpus, exit_at_once,
     gpu_memory, gpu_of_rank, gpu_properties, open_gpu, upload, upload_rounded,
+};
+pub use grouped_linear::{
+    ExpertLayout, grouped_linear, grouped_linear_backward_input, grouped_linear_backward_weight,
 };
 pub(crate) use host_copies::HostCopies;
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
@@ -125,6 +132,7 @@ pub(crate) use progress::Progress;
 pub use rms_norm::{NormScale, rms_norm, rms_norm_apply, rms_norm_backward};
 pub use rope::{RopeTable, qk_norm_rope, qk_norm_rope_backward};
 pub use rope_heads::{rope_heads, rope_heads_backward};
+pub use route::{Routing, combine, expert_rows, expert_rows_backward, route, route_backward};
 pub use rows::{add_in_place, gather_rows, index_add, index_copy, scatter_rows, zero_rows};
 pub use sigmoid_gate::{sigmoid_gate, sigmoid_gate_backward};
 pub use swiglu::{swiglu, swiglu_backward};

@@ -99,6 +99,13 @@ pub(super) fn operand(x: &Tensor, dtype: DType) -> Result<Tensor> {
     flat.narrow(0, 3, x.elem_count())?.reshape(x.shape())
 }
 
+/// The routing of `T` tokens to `k` of `E` experts, where `uneven` makes the first experts more likely.
+pub(super) fn routing(seed: u64, (t, e, k): (usize, usize, usize), uneven: f64) -> super::Routing {
+    let slope: Vec<f32> = (0..e).map(|expert| -(expert as f32) / e as f32).collect();
+    let slope = (Tensor::new(slope, &device()).unwrap() * uneven).unwrap();
+    super::route(&random(seed, &[t, e]).broadcast_add(&slope).unwrap(), k).unwrap()
+}
+
 /// A gradient buffer that already has nonzero contents.
 pub(super) fn gradient_buffer(dims: &[usize]) -> Tensor {
     let buffer = Tensor::full(0.5f32, dims, &device()).unwrap();
@@ -189,8 +196,20 @@ pub(super) fn check_within(
     f: impl Fn(&[Tensor]) -> Result<Tensor>,
     ours: impl Fn(&[Tensor], &Tensor) -> Result<(Tensor, Vec<Tensor>)> + Sync,
 ) {
+    check_chain((Tolerance::BF16, bf16_grads), what, inputs, f, ours);
+}
+
+/// Like [`check`], with other tolerances for the output and the gradients in `bf16`.
+#[track_caller]
+pub(super) fn check_chain(
+    bf16: (Tolerance, Tolerance),
+    what: &str,
+    inputs: &[Tensor],
+    f: impl Fn(&[Tensor]) -> Result<Tensor>,
+    ours: impl Fn(&[Tensor], &Tensor) -> Result<(Tensor, Vec<Tensor>)> + Sync,
+) {
     for (dtype, tolerance, grad_tolerance) in
-        [(DType::F32, Tolerance::F32, Tolerance::F32), (DType::BF16, Tolerance::BF16, bf16_grads)]
+        [(DType::F32, Tolerance::F32, Tolerance::F32), (DType::BF16, bf16.0, bf16.1)]
     {
         let what = format!("{what} in {dtype:?}");
         let inputs: Vec<Tensor> = inputs.iter().map(|x| operand(x, dtype).unwrap()).collect();

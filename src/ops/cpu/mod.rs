@@ -9,6 +9,7 @@ pub(in crate::ops) mod delta_rule;
 pub(in crate::ops) mod delta_rule_backward;
 mod few_rows;
 pub(in crate::ops) mod gemm;
+pub(in crate::ops) mod grouped;
 pub(in crate::ops) mod in_place;
 mod memory;
 pub(in crate::ops) mod narrow;

@@ -1,0 +1,154 @@
+//! Linear layers of experts: each row is multiplied with the weight of its expert.
+//!
+//! Shapes: `E` experts; `R` rows in the order of their experts, where expert `e` has rows
+//! `offsets[e]..offsets[e + 1]` (`offsets [E + 1]`, `u32`); `K` inputs, `M` outputs; `x [R, K]`,
+//! `y [R, M]`. The weight and its gradient, an `f32` buffer, are `[E, M, K]` or `[E, K, M]`. On the
+//! CPU, forward also accepts `w` in `bf16` with `x` in `f32`.
+//!
+//! The bits of a row depend on the row and the weight of its expert only, and not on the number of rows
+//! that the expert has. The gradient of an expert without rows is not touched.
+
+use super::cpu::blocks::Values;
+use super::cpu::grouped::{Stored, add_outer_products, products};
+use super::cpu::{self, compute_dtype, distinct, expect_f32, read, weighted_dtype};
+use candle_core::{DType, Result, Tensor, bail};
+
+/// Order of the dims of the weights of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ExpertLayout {
+    /// `[E, M, K]`: outputs, then inputs, as in a linear layer.
+    OutIn,
+    /// `[E, K, M]`: inputs, then outputs.
+    InOut,
+}
+
+impl ExpertLayout {
+    /// Returns `(M, K)` of a weight with the dims `(a, b)` of a matrix, and vice versa.
+    fn out_in(self, (a, b): (usize, usize)) -> (usize, usize) {
+        match self {
+            Self::OutIn => (a, b),
+            Self::InOut => (b, a),
+        }
+    }
+}
+
+/// Checks a weight or its gradient and `offsets`, and returns `(E, M, K)`.
+fn matrices_of(
+    op: &str,
+    (name, w): (&str, &Tensor),
+    layout: ExpertLayout,
+    offsets: &Tensor,
+) -> Result<(usize, usize, usize)> {
+    let [e, a, b] = w.dims() else {
+        let expected = if layout == ExpertLayout::OutIn { "[E, M, K]" } else { "[E, K, M]" };
+        bail!("{op}: `{name}` is {:?}, expected {expected}", w.dims());
+    };
+    if offsets.dtype() != DType::U32 {
+        bail!("{op}: `offsets` is {:?}, expected U32", offsets.dtype());
+    }
+    cpu::expect_shape(op, "offsets", offsets, &[e + 1])?;
+    let (m, k) = layout.out_in((*a, *b));
+    Ok((*e, m, k))
+}
+
+/// Checks that a matrix has `width` columns, and returns its number of rows.
+fn rows_of(op: &str, name: &str, x: &Tensor, width: usize) -> Result<usize> {
+    let (rows, found) = x.dims2()?;
+    if found != width {
+        bail!("{op}: `{name}` is {:?}: found {found} columns, expected {width}", x.dims());
+    }
+    Ok(rows)
+}
+
+/// Fails unless `offsets` ascend from 0 to `rows`.
+fn check_offsets(op: &str, offsets: &[u32], rows: usize) -> Result<()> {
+    let ascend = offsets.is_sorted() && offsets.first() == Some(&0);
+    match offsets.last() {
+        Some(last) if ascend && *last as usize == rows => Ok(()),
+        _ => bail!("{op}: `offsets` is {offsets:?}, expected ascending rows from 0 to {rows}"),
+    }
+}
+
+/// Returns the products of the rows of `x` with the weights of their experts, `[R, M]`.
+pub fn grouped_linear(
+    x: &Tensor,
+    w: &Tensor,
+    layout: ExpertLayout,
+    offsets: &Tensor,
+) -> Result<Tensor> {
+    let op = "grouped_linear";
+    let (_, m, k) = matrices_of(op, ("w", w), layout, offsets)?;
+    let rows = rows_of(op, "x", x, k)?;
+    let dtype = weighted_dtype(op, ("x", x), ("w", w))?;
+    let stored = match layout {
+        ExpertLayout::OutIn => Stored::OfOutputs,
+        ExpertLayout::InOut => Stored::OfInputs,
+    };
+    multiply(op, [("x", x), ("w", w)], stored, offsets, (rows, m, k), dtype)
+}
+
+/// Returns the gradient of `x`, `[R, K]`, from that of the result, `dy: [R, M]`.
+pub fn grouped_linear_backward_input(
+    dy: &Tensor,
+    w: &Tensor,
+    layout: ExpertLayout,
+    offsets: &Tensor,
+) -> Result<Tensor> {
+    let op = "grouped_linear_backward_input";
+    let (_, m, k) = matrices_of(op, ("w", w), layout, offsets)?;
+    let rows = rows_of(op, "dy", dy, m)?;
+    let dtype = compute_dtype(op, &[("dy", dy), ("w", w)])?;
+    let stored = match layout {
+        ExpertLayout::OutIn => Stored::OfInputs,
+        ExpertLayout::InOut => Stored::OfOutputs,
+    };
+    multiply(op, [("dy", dy), ("w", w)], stored, offsets, (rows, k, m), dtype)
+}
+
+fn multiply(
+    op: &'static str,
+    [(name, x), (w_name, w)]: [(&'static str, &Tensor); 2],
+    stored: Stored,
+    offsets: &Tensor,
+    (rows, n, k): (usize, usize, usize),
+    dtype: DType,
+) -> Result<Tensor> {
+    let (x, w, offsets) = (read(op, name, x)?, read(op, w_name, w)?, read(op, "offsets", offsets)?);
+    let offsets = offsets.slice::<u32>()?;
+    check_offsets(op, offsets, rows)?;
+    let (x, w): (Values<'_>, Values<'_>) = (x.values()?, w.values()?);
+    products((n, k), offsets, x, (w, stored), dtype).tensor((rows, n))
+}
+
+/// Adds the gradient of the weights to `dw` (`f32`), which has their shape, from `x: [R, K]` and the
+/// gradient of the result, `dy: [R, M]`.
+pub fn grouped_linear_backward_weight(
+    x: &Tensor,
+    dy: &Tensor,
+    layout: ExpertLayout,
+    offsets: &Tensor,
+    dw: &Tensor,
+) -> Result<()> {
+    let op = "grouped_linear_backward_weight";
+    let (_, m, k) = matrices_of(op, ("dw", dw), layout, offsets)?;
+    let (rows, dy_rows) = (rows_of(op, "x", x, k)?, rows_of(op, "dy", dy, m)?);
+    if rows != dy_rows {
+        bail!("{op}: found {dy_rows} rows in `dy`, expected {rows} as in `x`");
+    }
+    compute_dtype(op, &[("x", x), ("dy", dy)])?;
+    expect_f32(op, "dw", dw, dw.dims())?;
+    distinct(op, "dw", dw, &[("x", x), ("dy", dy)])?;
+    let offsets = read(op, "offsets", offsets)?;
+    let offsets = offsets.slice::<u32>()?;
+    check_offsets(op, offsets, rows)?;
+    let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
+    let (x, dy) = (x.values()?, dy.values()?);
+    let ((a, a_width), (b, b_width)) = match layout {
+        ExpertLayout::OutIn => ((dy, m), (x, k)),
+        ExpertLayout::InOut => ((x, k), (dy, m)),
+    };
+    cpu::write(op, "dw", dw, |dw| add_outer_products((a_width, b_width), offsets, a, b, dw))
+}
+
+#[cfg(test)]
+mod tests;
