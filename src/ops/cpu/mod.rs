@@ -17,6 +17,8 @@ mod out_of_memory;
 pub(in crate::ops) mod panels;
 pub(in crate::ops) mod simd;
 pub(crate) mod simd_level;
+mod tile_copies;
+mod tiles;
 
 pub(in crate::ops) use attention::{
     Heads, Inputs, Span, backward as attention_backward, forward as attention_forward,

@@ -1,0 +1,446 @@
+//! Tiles of matrix products whose sums are held in registers, at each SIMD level.
+//!
+//! All levels do the same operations in the same order with fused multiply-adds, on [`LANES`] elements at
+//! a time, so results do not depend on the CPU. They use intrinsics, because the compiler keeps arrays
+//! of this size in memory.
+
+#![expect(unsafe_code, reason = "intrinsics, and pointers into tiles")]
+#![expect(
+    clippy::inline_always,
+    reason = "a function call would lose the target features of the kernel"
+)]
+
+use super::simd_level::{SimdLevel, level};
+
+/// Number of elements of a vector.
+pub(in crate::ops) const LANES: usize = 16;
+/// Number of rows of a tile.
+pub(in crate::ops) const TILE_ROWS: usize = 8;
+/// Number of columns of a tile of [`dots`], and of one of [`add_product`].
+pub(in crate::ops) const DOTS: usize = 3;
+pub(in crate::ops) const PANEL: usize = 3 * LANES;
+
+/// The sums of a tile of [`dots`].
+pub(in crate::ops) type Dots = [[f32; DOTS]; TILE_ROWS];
+
+/// Returns the dot products of the first `num_rows` rows of `x [TILE_ROWS, len]` and `w`. All rows of `w`
+/// have the length `len`, a multiple of [`LANES`].
+pub(in crate::ops) fn dots(x: &[f32], num_rows: usize, w: [&[f32]; DOTS]) -> Dots {
+    let len = w[0].len();
+    let whole = len.is_multiple_of(LANES) && x.len() == TILE_ROWS * len;
+    assert!(whole && w.iter().all(|w| w.len() == len), "tiles are padded");
+    let (x, w, mut sums) = (x.as_ptr(), w.map(<[f32]>::as_ptr), Dots::default());
+    match level() {
+        // SAFETY: the CPU has the features of its level, and the lengths were checked.
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx512 => unsafe { x86::dots_avx512(len, (x, num_rows), w, &mut sums) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx2 => unsafe { x86::dots_avx2(len, (x, num_rows), w, &mut sums) },
+        // SAFETY: the lengths were checked.
+        _ => unsafe { dots_of::<Plain, 2, 1>(len, (x, num_rows), w, &mut sums) },
+    }
+    sums
+}
+
+/// How a left operand `[TILE_ROWS, terms]` is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::ops) enum Left {
+    /// Row by row.
+    Rows,
+    /// Column by column.
+    Columns,
+}
+
+/// A tile `[TILE_ROWS, PANEL]` of a matrix whose rows are `stride` elements apart.
+#[derive(Clone, Copy)]
+pub(in crate::ops) struct Tile {
+    pub(in crate::ops) start: *mut f32,
+    pub(in crate::ops) stride: usize,
+}
+
+/// Adds the product of the first `num_rows` rows of `x [TILE_ROWS, terms]` and `w [terms, PANEL]` to `y`,
+/// and may add to the other rows.
+///
+/// # Safety
+/// All elements of `y` are valid, and no other thread accesses them.
+pub(in crate::ops) unsafe fn add_product(
+    (x, left): (&[f32], Left),
+    num_rows: usize,
+    w: &[f32],
+    y: Tile,
+) {
+    let terms = w.len() / PANEL;
+    assert!(x.len() == TILE_ROWS * terms && w.len() == PANEL * terms, "tiles are padded");
+    let strides = match left {
+        Left::Rows => (terms, 1),
+        Left::Columns => (1, TILE_ROWS),
+    };
+    let (x, w) = (x.as_ptr(), w.as_ptr());
+    match level() {
+        // SAFETY: the CPU has the features of its level, the lengths were checked, and the caller
+        // guarantees `y`.
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx512 => unsafe { x86::products_avx512(terms, (x, num_rows), strides, w, y) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx2 => unsafe { x86::products_avx2(terms, (x, num_rows), strides, w, y) },
+        // SAFETY: as above.
+        _ => unsafe { products_of::<Plain, 2, 1>(terms, (x, num_rows), strides, w, y) },
+    }
+}
+
+/// [`LANES`] elements.
+///
+/// # Safety
+/// The CPU has the features of the type, and the pointers are valid for [`LANES`] elements.
+unsafe trait Vector: Copy {
+    unsafe fn zero() -> Self;
+    unsafe fn splat(x: f32) -> Self;
+    unsafe fn load(from: *const f32) -> Self;
+    unsafe fn store(self, to: *mut f32);
+    unsafe fn add(self, other: Self) -> Self;
+    /// `self + a * b`, rounded once.
+    unsafe fn add_product(self, a: Self, b: Self) -> Self;
+    /// The sum of the lanes: halves are added until one is left.
+    unsafe fn sum(self) -> f32;
+}
+
+/// # Safety
+/// `x` has `TILE_ROWS * len` elements, each of `w` has `len`, and the CPU has the features of `V`.
+#[inline(always)]
+unsafe fn dots_of<V: Vector, const ROWS: usize, const COLUMNS: usize>(
+    len: usize,
+    (x, num_rows): (*const f32, usize),
+    w: [*const f32; DOTS],
+    sums: &mut Dots,
+) {
+    for row in (0..num_rows.min(TILE_ROWS)).step_by(ROWS) {
+        for column in (0..DOTS).step_by(COLUMNS) {
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                let x = x.add(row * len);
+                let mut part = [[V::zero(); COLUMNS]; ROWS];
+                for at in (0..len).step_by(LANES) {
+                    let mut right = [V::zero(); COLUMNS];
+                    for c in 0..COLUMNS {
+                        right[c] = V::load(w[column + c].add(at));
+                    }
+                    for r in 0..ROWS {
+                        let left = V::load(x.add(r * len + at));
+                        for c in 0..COLUMNS {
+                            part[r][c] = part[r][c].add_product(left, right[c]);
+                        }
+                    }
+                }
+                for r in 0..ROWS {
+                    for c in 0..COLUMNS {
+                        sums[row + r][column + c] = part[r][c].sum();
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// `x` has `TILE_ROWS * terms` elements with these strides between rows and between terms, `w` has
+/// `PANEL * terms`, `y` is as for [`add_product`], and the CPU has the features of `V`.
+#[inline(always)]
+unsafe fn products_of<V: Vector, const ROWS: usize, const VECTORS: usize>(
+    terms: usize,
+    (x, num_rows): (*const f32, usize),
+    (row_stride, term_stride): (usize, usize),
+    w: *const f32,
+    y: Tile,
+) {
+    for row in (0..num_rows.min(TILE_ROWS)).step_by(ROWS) {
+        for column in (0..PANEL).step_by(VECTORS * LANES) {
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                let mut part = [[V::zero(); VECTORS]; ROWS];
+                for term in 0..terms {
+                    let mut right = [V::zero(); VECTORS];
+                    for v in 0..VECTORS {
+                        right[v] = V::load(w.add(term * PANEL + column + v * LANES));
+                    }
+                    for r in 0..ROWS {
+                        let at = (row + r) * row_stride + term * term_stride;
+                        let left = V::splat(*x.add(at));
+                        for v in 0..VECTORS {
+                            part[r][v] = part[r][v].add_product(left, right[v]);
+                        }
+                    }
+                }
+                for r in 0..ROWS {
+                    for v in 0..VECTORS {
+                        let to = y.start.add((row + r) * y.stride + column + v * LANES);
+                        V::load(to).add(part[r][v]).store(to);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Elements without vector instructions.
+#[derive(Clone, Copy)]
+struct Plain([f32; LANES]);
+
+// SAFETY: it needs no features.
+unsafe impl Vector for Plain {
+    unsafe fn zero() -> Self {
+        Self([0.0; LANES])
+    }
+    unsafe fn splat(x: f32) -> Self {
+        Self([x; LANES])
+    }
+    unsafe fn load(from: *const f32) -> Self {
+        // SAFETY: guaranteed by the caller.
+        Self(unsafe { from.cast::<[f32; LANES]>().read_unaligned() })
+    }
+    unsafe fn store(self, to: *mut f32) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { to.cast::<[f32; LANES]>().write_unaligned(self.0) }
+    }
+    unsafe fn add(self, other: Self) -> Self {
+        Self(std::array::from_fn(|i| self.0[i] + other.0[i]))
+    }
+    unsafe fn add_product(self, a: Self, b: Self) -> Self {
+        Self(std::array::from_fn(|i| a.0[i].mul_add(b.0[i], self.0[i])))
+    }
+    unsafe fn sum(self) -> f32 {
+        let (mut all, mut half) = (self.0, LANES / 2);
+        while half > 0 {
+            for i in 0..half {
+                all[i] += all[i + half];
+            }
+            half /= 2;
+        }
+        all[0]
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{DOTS, Dots, Tile, Vector, dots_of, products_of};
+    #[allow(clippy::wildcard_imports, reason = "intrinsics have long names")]
+    use std::arch::x86_64::*;
+
+    /// Calls a function with the number of rows as a constant, so that the sums of all rows are in registers.
+    macro_rules! with_rows {
+        ($num_rows:expr, $name:ident => $call:expr) => {
+            with_rows!(@ $num_rows, $name => $call, 1 2 3 4 5 6 7)
+        };
+        (@ $num_rows:expr, $name:ident => $call:expr, $($few:literal)*) => {
+            match $num_rows {
+                $($few => { const $name: usize = $few; $call })*
+                _ => { const $name: usize = super::TILE_ROWS; $call }
+            }
+        };
+    }
+
+    /// # Safety
+    /// As for [`dots_of`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")]
+    pub(super) unsafe fn dots_avx512(
+        len: usize,
+        (x, num_rows): (*const f32, usize),
+        w: [*const f32; DOTS],
+        sums: &mut Dots,
+    ) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { with_rows!(num_rows, ROWS => dots_of::<One, ROWS, 3>(len, (x, ROWS), w, sums)) }
+    }
+
+    /// # Safety
+    /// As for [`dots_of`].
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) unsafe fn dots_avx2(
+        len: usize,
+        (x, num_rows): (*const f32, usize),
+        w: [*const f32; DOTS],
+        sums: &mut Dots,
+    ) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { dots_of::<Two, 4, 1>(len, (x, num_rows), w, sums) }
+    }
+
+    /// # Safety
+    /// As for [`products_of`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")]
+    pub(super) unsafe fn products_avx512(
+        terms: usize,
+        (x, num_rows): (*const f32, usize),
+        strides: (usize, usize),
+        w: *const f32,
+        y: Tile,
+    ) {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            with_rows!(num_rows, ROWS => products_of::<One, ROWS, 3>(terms, (x, ROWS), strides, w, y));
+        }
+    }
+
+    /// # Safety
+    /// As for [`products_of`].
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) unsafe fn products_avx2(
+        terms: usize,
+        (x, num_rows): (*const f32, usize),
+        strides: (usize, usize),
+        w: *const f32,
+        y: Tile,
+    ) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { products_of::<Two, 4, 1>(terms, (x, num_rows), strides, w, y) }
+    }
+
+    /// One register of AVX-512.
+    #[derive(Clone, Copy)]
+    struct One(__m512);
+
+    // SAFETY: the functions need AVX-512 F and DQ.
+    unsafe impl Vector for One {
+        #[inline(always)]
+        unsafe fn zero() -> Self {
+            // SAFETY: guaranteed by the caller.
+            Self(unsafe { _mm512_setzero_ps() })
+        }
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: guaranteed by the caller.
+            Self(unsafe { _mm512_set1_ps(x) })
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> Self {
+            // SAFETY: guaranteed by the caller.
+            Self(unsafe { _mm512_loadu_ps(from) })
+        }
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32) {
+            // SAFETY: guaranteed by the caller.
+            unsafe { _mm512_storeu_ps(to, self.0) }
+        }
+        #[inline(always)]
+        unsafe fn add(self, other: Self) -> Self {
+            // SAFETY: guaranteed by the caller.
+            Self(unsafe { _mm512_add_ps(self.0, other.0) })
+        }
+        #[inline(always)]
+        unsafe fn add_product(self, a: Self, b: Self) -> Self {
+            // SAFETY: guaranteed by the caller.
+            Self(unsafe { _mm512_fmadd_ps(a.0, b.0, self.0) })
+        }
+        #[inline(always)]
+        unsafe fn sum(self) -> f32 {
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                let low = _mm512_castps512_ps256(self.0);
+                let high = _mm512_extractf32x8_ps::<1>(self.0);
+                Two(low, high).sum()
+            }
+        }
+    }
+
+    /// Two registers of AVX2.
+    #[derive(Clone, Copy)]
+    struct Two(__m256, __m256);
+
+    // SAFETY: the functions need AVX2 and FMA.
+    unsafe impl Vector for Two {
+        #[inline(always)]
+        unsafe fn zero() -> Self {
+            // SAFETY: guaranteed by the caller.
+            unsafe { Self(_mm256_setzero_ps(), _mm256_setzero_ps()) }
+        }
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: guaranteed by the caller.
+            unsafe { Self(_mm256_set1_ps(x), _mm256_set1_ps(x)) }
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> Self {
+            // SAFETY: guaranteed by the caller.
+            unsafe { Self(_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))) }
+        }
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32) {
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                _mm256_storeu_ps(to, self.0);
+                _mm256_storeu_ps(to.add(8), self.1);
+            }
+        }
+        #[inline(always)]
+        unsafe fn add(self, other: Self) -> Self {
+            // SAFETY: guaranteed by the caller.
+            unsafe { Self(_mm256_add_ps(self.0, other.0), _mm256_add_ps(self.1, other.1)) }
+        }
+        #[inline(always)]
+        unsafe fn add_product(self, a: Self, b: Self) -> Self {
+            // SAFETY: guaranteed by the caller.
+            unsafe { Self(_mm256_fmadd_ps(a.0, b.0, self.0), _mm256_fmadd_ps(a.1, b.1, self.1)) }
+        }
+        #[inline(always)]
+        unsafe fn sum(self) -> f32 {
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                let eight = _mm256_add_ps(self.0, self.1);
+                let high = _mm256_extractf128_ps::<1>(eight);
+                let four = _mm_add_ps(_mm256_castps256_ps128(eight), high);
+                let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+                _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::at_each_level;
+
+    fn wave(len: usize, step: f32) -> Vec<f32> {
+        (0..len).map(|i| (i as f32 * step).sin()).collect()
+    }
+
+    #[test]
+    fn tiles_are_products_and_every_simd_level_computes_the_same_bits() {
+        for len in [16, 48, 512] {
+            let (x, w) = (wave(TILE_ROWS * len, 0.37), wave(PANEL * len, 0.73));
+            let results = at_each_level(|| {
+                let rows = std::array::from_fn(|c| &w[c * len..(c + 1) * len]);
+                let products = [Left::Rows, Left::Columns].map(|left| {
+                    let mut sums = [[0.5f32; PANEL]; TILE_ROWS];
+                    let y = Tile { start: sums.as_mut_ptr().cast(), stride: PANEL };
+                    // SAFETY: the tile is `sums`.
+                    unsafe { add_product((&x, left), TILE_ROWS, &w, y) };
+                    sums
+                });
+                (dots(&x, TILE_ROWS, rows), products)
+            });
+            for (level, result) in &results {
+                assert_eq!(*result, results[0].1, "{level}, {len} terms");
+            }
+            let (sums, products) = results[0].1;
+            let exact = |product: &dyn Fn(usize) -> (f32, f32)| {
+                let products = (0..len).map(product);
+                products.map(|(x, w)| f64::from(x) * f64::from(w)).sum::<f64>()
+            };
+            let close = |got: f32, want: f64| assert!((f64::from(got) - want).abs() < 1e-4);
+            for row in 0..TILE_ROWS {
+                for c in 0..DOTS {
+                    let want = exact(&|i| (x[row * len + i], w[c * len + i]));
+                    close(sums[row][c], want);
+                }
+                for c in 0..PANEL {
+                    let rows = exact(&|i| (x[row * len + i], w[i * PANEL + c]));
+                    close(products[0][row][c], 0.5 + rows);
+                    let columns = exact(&|i| (x[i * TILE_ROWS + row], w[i * PANEL + c]));
+                    close(products[1][row][c], 0.5 + columns);
+                }
+            }
+        }
+    }
+}
