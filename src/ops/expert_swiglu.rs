@@ -62,6 +62,7 @@ pub fn expert_swiglu(gate_up: &Tensor, routing: &Routing) -> Result<Tensor> {
     let op = "expert_swiglu";
     let (rows, width) = sizes(op, gate_up, routing)?;
     let dtype = compute_dtype(op, &[("gate_up", gate_up)])?;
+    return_if_on_gpu!(gate_up => expert_swiglu(gate_up, routing));
     let gate_up = read(op, "gate_up", gate_up)?;
     let gate_up = gate_up.values()?;
     let (weights, order) =
@@ -91,6 +92,7 @@ pub fn expert_swiglu_backward(
     let dtype = compute_dtype(op, &[("gate_up", &gate_up), ("d_activated", &d_activated)])?;
     expect_shape(op, "d_activated", &d_activated, &[rows, width])?;
     distinct(op, "gate_up", &gate_up, &[("d_activated", &d_activated)])?;
+    return_if_on_gpu!(&gate_up => expert_swiglu_backward(gate_up, routing, d_activated, recompute));
     let (weights, order) =
         (read(op, "weights", &routing.weights)?, read(op, "order", &routing.order)?);
     let (weights, order) = (weights.slice::<f32>()?, order.slice::<u32>()?);

@@ -60,8 +60,14 @@ fn rows_of(op: &str, name: &str, x: &Tensor, width: usize) -> Result<usize> {
     Ok(rows)
 }
 
-/// Fails unless `offsets` ascend from 0 to `rows`.
-fn check_offsets(op: &str, offsets: &[u32], rows: usize) -> Result<()> {
+/// Fails unless `offsets` ascend from 0 to `rows`. Does nothing on a GPU, where reading them would wait for
+/// the device.
+fn check_offsets(op: &'static str, offsets: &Tensor, rows: usize) -> Result<()> {
+    if !offsets.device().is_cpu() {
+        return Ok(());
+    }
+    let offsets = read(op, "offsets", offsets)?;
+    let offsets = offsets.slice::<u32>()?;
     let ascend = offsets.is_sorted() && offsets.first() == Some(&0);
     match offsets.last() {
         Some(last) if ascend && *last as usize == rows => Ok(()),
@@ -113,9 +119,10 @@ fn multiply(
     (rows, n, k): (usize, usize, usize),
     dtype: DType,
 ) -> Result<Tensor> {
+    check_offsets(op, offsets, rows)?;
+    return_if_on_gpu!(x => grouped_products(op, [(name, x), (w_name, w)], stored, offsets, (rows, n, k)));
     let (x, w, offsets) = (read(op, name, x)?, read(op, w_name, w)?, read(op, "offsets", offsets)?);
     let offsets = offsets.slice::<u32>()?;
-    check_offsets(op, offsets, rows)?;
     let (x, w): (Values<'_>, Values<'_>) = (x.values()?, w.values()?);
     products((n, k), offsets, x, (w, stored), dtype).tensor((rows, n))
 }
@@ -138,16 +145,17 @@ pub fn grouped_linear_backward_weight(
     compute_dtype(op, &[("x", x), ("dy", dy)])?;
     expect_f32(op, "dw", dw, dw.dims())?;
     distinct(op, "dw", dw, &[("x", x), ("dy", dy)])?;
+    let [a, b] = match layout {
+        ExpertLayout::OutIn => [("dy", dy), ("x", x)],
+        ExpertLayout::InOut => [("x", x), ("dy", dy)],
+    };
+    check_offsets(op, offsets, rows)?;
+    return_if_on_gpu!(x => add_grouped_outer_products(op, [a, b], offsets, dw));
     let offsets = read(op, "offsets", offsets)?;
     let offsets = offsets.slice::<u32>()?;
-    check_offsets(op, offsets, rows)?;
-    let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
-    let (x, dy) = (x.values()?, dy.values()?);
-    let ((a, a_width), (b, b_width)) = match layout {
-        ExpertLayout::OutIn => ((dy, m), (x, k)),
-        ExpertLayout::InOut => ((x, k), (dy, m)),
-    };
-    cpu::write(op, "dw", dw, |dw| add_outer_products((a_width, b_width), offsets, a, b, dw))
+    let (size, [a, b]) = ((a.1.dim(1)?, b.1.dim(1)?), [read(op, a.0, a.1)?, read(op, b.0, b.1)?]);
+    let (a, b) = (a.values()?, b.values()?);
+    cpu::write(op, "dw", dw, |dw| add_outer_products(size, offsets, a, b, dw))
 }
 
 #[cfg(test)]

@@ -107,6 +107,7 @@ pub fn route(logits: &Tensor, k: usize) -> Result<Routing> {
     if k == 0 || k > e {
         bail!("{op}: found k = {k}, expected 1 to {e}, the number of experts");
     }
+    return_if_on_gpu!(logits => route(logits, k));
     let (rows, cpu) = (t * k, &Device::Cpu);
     if u32::try_from(rows).is_err() {
         bail!("{op}: found {t} tokens with {k} experts each, expected fewer than 2^32 choices");
@@ -119,8 +120,12 @@ pub fn route(logits: &Tensor, k: usize) -> Result<Routing> {
         choose(logits, free, experts, weights);
     });
     let mut offsets = vec![0u32; e + 1];
-    experts.iter().for_each(|expert| offsets[*expert as usize + 1] += 1);
-    (0..e).for_each(|expert| offsets[expert + 1] += offsets[expert]);
+    for expert in &experts {
+        offsets[*expert as usize + 1] += 1;
+    }
+    for expert in 0..e {
+        offsets[expert + 1] += offsets[expert];
+    }
     let (mut next, mut order, mut places) = (offsets.clone(), vec![0u32; rows], vec![0u32; rows]);
     for (choice, (expert, place)) in experts.iter().zip(&mut places).enumerate() {
         let row = &mut next[*expert as usize];
@@ -143,6 +148,7 @@ pub fn route_backward(routing: &Routing, d_weights: &Tensor, experts: usize) -> 
     routing.check(op)?;
     let (t, k) = routing.choices()?;
     expect_f32(op, "d_weights", d_weights, &[t, k])?;
+    return_if_on_gpu!(d_weights => route_backward(routing, d_weights, experts));
     let chosen = read(op, "experts", &routing.experts)?;
     let (weights, grads) =
         (read(op, "weights", &routing.weights)?, read(op, "d_weights", d_weights)?);
@@ -172,6 +178,7 @@ pub fn expert_rows(x: &Tensor, routing: &Routing) -> Result<Tensor> {
     let ((t, k), (_, d)) = (routing.choices()?, x.dims2()?);
     expect_shape(op, "x", x, &[t, d])?;
     let dtype = compute_dtype(op, &[("x", x)])?;
+    return_if_on_gpu!(x => expert_rows(x, routing));
     let (x, order) = (read(op, "x", x)?, read(op, "order", &routing.order)?);
     let order = order.slice::<u32>()?;
     match dtype {
@@ -222,6 +229,7 @@ fn sums(
         compute_dtype(op, &[(name, rows), ("residual", residual)])?;
         expect_shape(op, "residual", residual, &[t, d])?;
     }
+    return_if_on_gpu!(rows => combine_experts(op, name, rows, routing, residual));
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(cpu::Operand::values).transpose()?;
     let (rows, places) = (read(op, name, rows)?, read(op, "places", &routing.places)?);

@@ -40,6 +40,14 @@ pub(super) fn ids_are_checked() -> bool {
     device().is_cpu()
 }
 
+/// Whether the kernels for GPUs are emulated or used, for tests whose sizes would take minutes in emulation.
+pub(super) fn kernels_are_tested() -> bool {
+    #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
+    return super::cuda::supports_device(&device());
+    #[cfg(not(any(feature = "cuda", feature = "cuda-emulation")))]
+    false
+}
+
 /// Standard normal `f32` values that depend on the seed only.
 pub(super) fn random(seed: u64, dims: &[usize]) -> Tensor {
     let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);

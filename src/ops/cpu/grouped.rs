@@ -197,12 +197,9 @@ impl Product<'_> {
                 for (panel, w) in w.chunks_exact(panel_len(terms.len())).enumerate() {
                     let w = &w[..PANEL * terms.len()];
                     let start = sums[panel * PANEL..].as_mut_ptr();
+                    let tile = Tile { start, stride: width };
                     // SAFETY: the tile is inside `sums`, whose rows have `width` elements.
-                    if !NOMUL.load(std::sync::atomic::Ordering::Relaxed) {
-                        unsafe {
-                            add_product((x, Left::Rows), num_rows, w, Tile { start, stride: width })
-                        }
-                    };
+                    unsafe { add_product((x, Left::Rows), num_rows, w, tile) };
                 }
             }
         }
@@ -344,10 +341,9 @@ unsafe fn add_block(
                 // SAFETY: inside the block, as the caller guarantees.
                 let at = unsafe { dw.add(tile * n + column) };
                 if (tile_rows, tile_columns) == (TILE_ROWS, PANEL) {
+                    let y = Tile { start: at, stride: n };
                     // SAFETY: the whole tile is inside the block.
-                    unsafe {
-                        add_product((x, Left::Columns), TILE_ROWS, w, Tile { start: at, stride: n })
-                    };
+                    unsafe { add_product((x, Left::Columns), TILE_ROWS, w, y) };
                     continue;
                 }
                 let mut sums = [[0f32; PANEL]; TILE_ROWS];
@@ -364,4 +360,3 @@ unsafe fn add_block(
         }
     }
 }
-pub static NOMUL: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);

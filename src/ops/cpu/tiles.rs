@@ -123,19 +123,19 @@ unsafe fn dots_of<V: Vector, const ROWS: usize, const COLUMNS: usize>(
                 let mut part = [[V::zero(); COLUMNS]; ROWS];
                 for at in (0..len).step_by(LANES) {
                     let mut right = [V::zero(); COLUMNS];
-                    for c in 0..COLUMNS {
-                        right[c] = V::load(w[column + c].add(at));
+                    for (c, right) in right.iter_mut().enumerate() {
+                        *right = V::load(w[column + c].add(at));
                     }
-                    for r in 0..ROWS {
+                    for (r, part) in part.iter_mut().enumerate() {
                         let left = V::load(x.add(r * len + at));
-                        for c in 0..COLUMNS {
-                            part[r][c] = part[r][c].add_product(left, right[c]);
+                        for (part, right) in part.iter_mut().zip(right) {
+                            *part = part.add_product(left, right);
                         }
                     }
                 }
-                for r in 0..ROWS {
-                    for c in 0..COLUMNS {
-                        sums[row + r][column + c] = part[r][c].sum();
+                for (r, part) in part.into_iter().enumerate() {
+                    for (c, part) in part.into_iter().enumerate() {
+                        sums[row + r][column + c] = part.sum();
                     }
                 }
             }
@@ -161,21 +161,21 @@ unsafe fn products_of<V: Vector, const ROWS: usize, const VECTORS: usize>(
                 let mut part = [[V::zero(); VECTORS]; ROWS];
                 for term in 0..terms {
                     let mut right = [V::zero(); VECTORS];
-                    for v in 0..VECTORS {
-                        right[v] = V::load(w.add(term * PANEL + column + v * LANES));
+                    for (v, right) in right.iter_mut().enumerate() {
+                        *right = V::load(w.add(term * PANEL + column + v * LANES));
                     }
-                    for r in 0..ROWS {
+                    for (r, part) in part.iter_mut().enumerate() {
                         let at = (row + r) * row_stride + term * term_stride;
                         let left = V::splat(*x.add(at));
-                        for v in 0..VECTORS {
-                            part[r][v] = part[r][v].add_product(left, right[v]);
+                        for (part, right) in part.iter_mut().zip(right) {
+                            *part = part.add_product(left, right);
                         }
                     }
                 }
-                for r in 0..ROWS {
-                    for v in 0..VECTORS {
+                for (r, part) in part.into_iter().enumerate() {
+                    for (v, part) in part.into_iter().enumerate() {
                         let to = y.start.add((row + r) * y.stride + column + v * LANES);
-                        V::load(to).add(part[r][v]).store(to);
+                        V::load(to).add(part).store(to);
                     }
                 }
             }
@@ -224,7 +224,6 @@ unsafe impl Vector for Plain {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{DOTS, Dots, Tile, Vector, dots_of, products_of};
-    #[allow(clippy::wildcard_imports, reason = "intrinsics have long names")]
     use std::arch::x86_64::*;
 
     /// Calls a function with the number of rows as a constant, so that the sums of all rows are in registers.

@@ -22,6 +22,7 @@ mod embedding;
 mod gated_delta_rule;
 mod gated_rms_norm;
 mod gemm;
+mod grouped_linear;
 mod launch;
 mod layer_norm;
 mod linear;
@@ -36,6 +37,7 @@ mod pointwise;
 mod product;
 mod rms_norm;
 mod rope;
+mod route;
 mod rows;
 mod select;
 #[cfg(feature = "cuda")]
@@ -61,6 +63,7 @@ pub(super) use embedding::{
 };
 pub(super) use gated_delta_rule::{gated_delta_rule, gated_delta_rule_backward};
 pub(super) use gated_rms_norm::{gated_rms_norm, gated_rms_norm_backward};
+pub(super) use grouped_linear::{add_grouped_outer_products, grouped_products};
 pub(super) use launch::{on_gpu, supports_device};
 pub(super) use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub(super) use linear::{
@@ -79,6 +82,9 @@ pub(super) use rms_norm::{rms_norm, rms_norm_apply, rms_norm_backward};
 pub(super) use rope::{
     qk_norm_rope, qk_norm_rope_backward, rope_heads, rope_heads_backward,
     vision_rope_merge_backward, vision_rope_split,
+};
+pub(super) use route::{
+    combine_experts, expert_rows, expert_swiglu, expert_swiglu_backward, route, route_backward,
 };
 pub(super) use rows::{gather_rows, update_rows, zero_rows};
 pub(super) use select::attention_kernel;

@@ -54,6 +54,12 @@ impl Gpu {
     }
 }
 
+/// Whether a GPU has tensor cores for bf16, and `bytes` of shared memory for a block.
+pub(super) fn has_tensor_cores(device: &Device, bytes: usize) -> Result<bool> {
+    let gpu = Gpu::of(device)?;
+    Ok(gpu.capability >= SM80 && gpu.shared_bytes >= bytes)
+}
+
 /// Side whose rows a block owns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Own {

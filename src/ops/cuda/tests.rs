@@ -44,6 +44,7 @@ macro_rules! both {
     }};
 }
 
+mod experts;
 mod linear_attention;
 
 #[test]
