@@ -25,7 +25,16 @@ fn every_benchmark_of_an_op_runs_in_both_precisions() {
             }
             ops.insert(row["name"].as_str().unwrap().rsplit_once(' ').unwrap().0.to_owned());
         }
-        for op in ["linear dw", "rms_norm backward", "vision_rope", "embedding backward", "adamw"] {
+        for op in [
+            "linear dw",
+            "route",
+            "grouped_linear dw",
+            "expert_swiglu",
+            "rms_norm backward",
+            "vision_rope",
+            "embedding backward",
+            "adamw",
+        ] {
             assert!(ops.contains(op), "no `{op}` in {ops:?}");
         }
         assert!(rows.iter().any(|row| row["memory_mib"].is_number()));

@@ -3,6 +3,7 @@
 mod clock;
 mod data;
 mod ops;
+mod products;
 mod sizes;
 mod step;
 mod table;

@@ -11,10 +11,9 @@ use crate::ops::{
     DeltaInputs, Flash, Gelu, Masking, Nf4, NormScale, Qkv, RecomputeInput, RopeTable,
     SecondMoment, Segments, adafactor_step, adamw_step, causal_conv1d, causal_conv1d_backward,
     embedding, embedding_backward, fill_zero, gated_delta_rule, gated_delta_rule_backward, gelu,
-    gelu_backward, gpu_memory, layer_norm, layer_norm_backward, linear, linear_backward_input,
-    linear_backward_weight, linear_cross_entropy_backward, nf4_bytes, qk_norm_rope,
-    qk_norm_rope_backward, rms_norm, rms_norm_backward, swiglu, swiglu_backward,
-    vision_rope_merge_backward, vision_rope_split,
+    gelu_backward, gpu_memory, layer_norm, layer_norm_backward, linear_cross_entropy_backward,
+    nf4_bytes, qk_norm_rope, qk_norm_rope_backward, rms_norm, rms_norm_backward, swiglu,
+    swiglu_backward, vision_rope_merge_backward, vision_rope_split,
 };
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -33,7 +32,7 @@ struct Peaks {
 }
 
 /// An op to time.
-struct Case<'a> {
+pub(super) struct Case<'a> {
     name: String,
     work: Work,
     /// Further figures for its row of the table.
@@ -43,12 +42,12 @@ struct Case<'a> {
 
 type Timed<'a> = dyn FnOnce(&Clock) -> Result<Seconds> + 'a;
 
-enum Work {
+pub(super) enum Work {
     Flops(f64),
     Bytes(f64),
 }
 
-fn case<'a>(name: &str, work: Work, run: impl FnMut() -> Result<()> + 'a) -> Case<'a> {
+pub(super) fn case<'a>(name: &str, work: Work, run: impl FnMut() -> Result<()> + 'a) -> Case<'a> {
     Case {
         name: name.to_owned(),
         work,
@@ -58,7 +57,7 @@ fn case<'a>(name: &str, work: Work, run: impl FnMut() -> Result<()> + 'a) -> Cas
 }
 
 /// A case whose op overwrites its operands: each run receives copies of `operands`.
-fn case_in_place<'a, const N: usize>(
+pub(super) fn case_in_place<'a, const N: usize>(
     name: &str,
     work: Work,
     operands: [&'a Tensor; N],
@@ -73,23 +72,23 @@ fn case_in_place<'a, const N: usize>(
     Case { name: name.to_owned(), work, figures: Vec::new(), time }
 }
 
-type Time<'t> = dyn FnMut(Case<'_>) -> anyhow::Result<()> + 't;
+pub(super) type Time<'t> = dyn FnMut(Case<'_>) -> anyhow::Result<()> + 't;
 
 impl Bench {
-    fn random(&self, shape: &[usize]) -> Result<Tensor> {
+    pub(super) fn random(&self, shape: &[usize]) -> Result<Tensor> {
         random(shape, self.dtype, &self.clock.device)
     }
 
-    fn f32s(&self, shape: &[usize]) -> Result<Tensor> {
+    pub(super) fn f32s(&self, shape: &[usize]) -> Result<Tensor> {
         random(shape, DType::F32, &self.clock.device)
     }
 
-    fn zeros(&self, shape: &[usize]) -> Result<Tensor> {
+    pub(super) fn zeros(&self, shape: &[usize]) -> Result<Tensor> {
         Tensor::zeros(shape, DType::F32, &self.clock.device)
     }
 
     /// Size in bytes of a tensor in the compute dtype.
-    fn bytes(&self, sizes: &[usize]) -> f64 {
+    pub(super) fn bytes(&self, sizes: &[usize]) -> f64 {
         (self.dtype.size_in_bytes() * sizes.iter().product::<usize>()) as f64
     }
 
@@ -131,6 +130,7 @@ impl Bench {
             table.row(&case.name, &figures)
         };
         self.linears(&mut time)?;
+        self.experts(&mut time)?;
         self.norms(&mut time)?;
         self.rotations(&mut time)?;
         self.pointwise(&mut time)?;
@@ -153,25 +153,6 @@ impl Bench {
         let bytes = nf4_bytes(n) as f64 + self.bytes(&[n]);
         let name = format!("nf4 dequantize {:.1}M", n as f64 / 1e6);
         time(case(&name, Work::Bytes(bytes), || matrix.dequantize_into(&y)))
-    }
-
-    fn linears(&self, time: &mut Time<'_>) -> anyhow::Result<()> {
-        for &[n, k, m] in self.sizes.linears {
-            let (x, w) = (self.random(&[n, k])?, self.random(&[m, k])?);
-            let (dy, dw) = (self.random(&[n, m])?, self.zeros(&[m, k])?);
-            let flops = 2.0 * (n * k * m) as f64;
-            let size = format!("{n}x{k}x{m}");
-            time(case(&format!("linear {size}"), Work::Flops(flops), || {
-                linear(&x, &w, None).map(drop)
-            }))?;
-            time(case(&format!("linear dx {size}"), Work::Flops(flops), || {
-                linear_backward_input(&dy, &w).map(drop)
-            }))?;
-            time(case(&format!("linear dw {size}"), Work::Flops(flops), || {
-                linear_backward_weight(&x, &dy, &dw)
-            }))?;
-        }
-        Ok(())
     }
 
     fn norms(&self, time: &mut Time<'_>) -> anyhow::Result<()> {

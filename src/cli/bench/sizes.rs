@@ -6,7 +6,7 @@ use clap::ValueEnum;
 /// The sizes that `bench --ops` uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum SizeChoice {
-    /// For CPUs: takes a minute on two cores
+    /// For CPUs: takes two minutes on two cores
     Cpu,
     /// For GPUs: the published shapes with 16,384 tokens per pack
     Gpu,
@@ -35,6 +35,8 @@ pub(super) struct Sizes {
     pub(super) copy: usize,
     /// Rows `N`, inputs, outputs.
     pub(super) linears: &'static [[usize; 3]],
+    /// Tokens, experts `E`, experts of a token, hidden size, intermediate size of an expert.
+    pub(super) experts: &'static [[usize; 5]],
     /// Rows `N`, width.
     pub(super) rms_norms: &'static [[usize; 2]],
     pub(super) layer_norms: &'static [[usize; 2]],
@@ -60,6 +62,8 @@ const CPU: Sizes = Sizes {
     matmul: 2048,
     copy: 64 << 20,
     linears: &[[2048, 1024, 3072], [1881, 512, 1536], [416, 128, 256]],
+    // 256 and 8 rows per expert.
+    experts: &[[4096, 128, 8, 2048, 768], [128, 128, 8, 2048, 768]],
     rms_norms: &[[2048, 1024]],
     layer_norms: &[[2048, 1024]],
     rotations: &[[2048, 16, 64], [2048, 16, 128]],
@@ -97,6 +101,7 @@ const GPU: Sizes = Sizes {
         [16384, 4096, 4096],
         [16384, 4096, 12288],
     ],
+    experts: &[[16384, 128, 8, 2048, 768], [128, 128, 8, 2048, 768]],
     rms_norms: &[[16384, 2560], [16384, 4096]],
     layer_norms: &[[65536, 1024], [65536, 1152]],
     rotations: &[[16384, 32, 128]],
@@ -126,6 +131,7 @@ const TINY: Sizes = Sizes {
     matmul: 64,
     copy: 1 << 16,
     linears: &[[33, 24, 40]],
+    experts: &[[9, 5, 2, 24, 20]],
     rms_norms: &[[9, 40], [5, 64]],
     layer_norms: &[[9, 72]],
     rotations: &[[17, 4, 128]],
