@@ -14,8 +14,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const SOURCES: &str = "src/ops/cuda";
-/// Folders below `src/ops/cuda/kernels`: kernels for every GPU, and kernels that need compute capability 8.0.
-const KERNELS: [&str; 2] = ["common", "sm80"];
+/// Folders below `src/ops/cuda/kernels`: kernels for every GPU, kernels that need compute capability 8.0,
+/// and kernels that only compute capability 9.0 has the instructions for. The names of the last end
+/// with `_sm90`.
+const KERNELS: [&str; 3] = ["common", "sm80", "sm90"];
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -63,7 +65,8 @@ fn run(command: &mut Command, hint: &str) {
     }
 }
 
-/// Compiles machine code for Ampere and Hopper, and PTX that the driver compiles for later GPUs.
+/// Compiles machine code for Ampere and Hopper, and PTX that the driver compiles for later GPUs. Kernels
+/// for Hopper alone are machine code for it.
 fn compile_for_gpus(out: &Path) {
     let nvcc = std::env::var_os("CUDA_HOME")
         .map_or_else(|| PathBuf::from("nvcc"), |home| PathBuf::from(home).join("bin/nvcc"));
@@ -72,11 +75,16 @@ fn compile_for_gpus(out: &Path) {
         let image = out.join(format!("{}.fatbin", stem(&file)));
         let mut command = Command::new(&nvcc);
         command.args(["-fatbin", "-O3", "-std=c++17", "--threads", "2", "-lineinfo"]);
-        for code in [
-            "arch=compute_80,code=sm_80",
-            "arch=compute_90,code=sm_90",
-            "arch=compute_80,code=compute_80",
-        ] {
+        let codes = if stem(&file).ends_with("_sm90") {
+            &["arch=compute_90a,code=sm_90a"][..]
+        } else {
+            &[
+                "arch=compute_80,code=sm_80",
+                "arch=compute_90,code=sm_90",
+                "arch=compute_80,code=compute_80",
+            ]
+        };
+        for code in codes {
             command.args(["-gencode", code]);
         }
         command.args(includes()).arg("-o").arg(&image).arg(&file);
@@ -88,7 +96,9 @@ fn compile_for_gpus(out: &Path) {
     }
     let toolkit = toolkit_version(&nvcc);
     println!("cargo:rustc-env=TRAINER_CUDA_TOOLKIT={toolkit}");
-    println!("cargo:rustc-env=TRAINER_GPU_CODE=CUDA {toolkit}: sm_80, sm_90, PTX of compute_80");
+    println!(
+        "cargo:rustc-env=TRAINER_GPU_CODE=CUDA {toolkit}: sm_80, sm_90, sm_90a, PTX of compute_80"
+    );
     // Otherwise a driver that lacks a function stops the program before it can say so.
     println!("cargo:rustc-link-arg-bins=-Wl,-z,lazy");
     images.push(']');
@@ -109,7 +119,9 @@ fn toolkit_version(nvcc: &Path) -> String {
 fn compile_for_the_host(out: &Path) {
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
     let mut files = kernels();
-    files.push(Path::new(SOURCES).join("emulation/emulation.cpp"));
+    for file in ["emulation.cpp", "probes.cpp"] {
+        files.push(Path::new(SOURCES).join("emulation").join(file));
+    }
     let archive = out.join("libemulation.a");
     let _ = std::fs::remove_file(&archive);
     // Two files at a time: each takes seconds, and cargo waits for this build script.

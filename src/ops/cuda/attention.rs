@@ -5,6 +5,7 @@
 
 use super::launch::{Address, Launch, address, empty, vectors};
 use super::select::{AttentionKernels, Block, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
+use super::tensor_map::head_maps;
 use super::uploaded::Uploaded;
 use crate::batch::CuSeqlens;
 use crate::ops::attention::{Masking, Qkv, QkvGrad};
@@ -56,6 +57,19 @@ fn aligned(op: &str, name: &str, t: &Tensor) -> Result<Tensor> {
     if at % 16 == 0 { Ok(t.clone()) } else { t.force_contiguous() }
 }
 
+/// Adds operand `t` of a kernel: its tensor maps for boxes of `rows` rows, or its address.
+fn with_operand(
+    launch: Launch,
+    (op, name): (&str, &str),
+    t: &Tensor,
+    rows: Option<usize>,
+) -> Result<Launch> {
+    match rows {
+        Some(rows) => Ok(launch.words(head_maps(op, name, t, rows)?)),
+        None => Ok(launch.address(address(op, name, t)?)),
+    }
+}
+
 /// Computes `o` and `lse [H, N]` for the queries between `ends`. With `num_past > 0` there is one
 /// segment, and `num_past` keys precede its first query.
 fn attend(
@@ -75,16 +89,18 @@ fn attend(
     }
     let block = kernels.forward();
     kernels.expect_room(op, &block)?;
-    let Block { name, rows, threads, shared } = block;
+    let Block { name, rows, threads, shared, boxes } = block;
     let plan = Plan { queries, num_past, own: Own::Queries, rows };
     let tasks = plan.upload(qkv.q)?;
     // Keep the copies alive until the kernel is in the stream.
     let (q, k, v) = (aligned(op, "q", qkv.q)?, aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
     let mut launch = Launch::new(&name, dtype);
     launch = launch.grid(tasks.dim(0)? * h).threads(threads).shared(shared);
-    for (name, tensor) in
-        [("q", &q), ("k", &k), ("v", &v), ("o", &o), ("lse", &lse), ("tasks", &tasks)]
-    {
+    let own = boxes.map(|_| rows);
+    for (name, tensor, rows) in [("q", &q, own), ("k", &k, boxes), ("v", &v, boxes)] {
+        launch = with_operand(launch, (op, name), tensor, rows)?;
+    }
+    for (name, tensor) in [("o", &o), ("lse", &lse), ("tasks", &tasks)] {
         launch = launch.address(address(op, name, tensor)?);
     }
     launch = launch.int(n).int(h).int(hkv).int(dh).float(1.0 / (dh as f32).sqrt());
@@ -174,13 +190,15 @@ pub(super) fn flash_attention_backward_on(
     ] {
         let block = kernels.backward(own);
         kernels.expect_room(op, &block)?;
-        let Block { name, rows, threads, shared } = block;
+        let Block { name, rows, threads, shared, boxes } = block;
         let plan = Plan { queries: cu_seqlens.clone(), num_past: 0, own, rows };
         let tasks = plan.upload(&q)?;
         let mut launch =
             Launch::new(&name, dtype).grid(tasks.dim(0)? * heads).threads(threads).shared(shared);
-        for tensor in operands {
-            launch = launch.address(address(op, "operand", tensor)?);
+        let own_boxes = boxes.map(|_| rows);
+        let rows_of_boxes = [own_boxes, own_boxes, boxes, boxes];
+        for (tensor, rows) in operands.into_iter().zip(rows_of_boxes) {
+            launch = with_operand(launch, (op, "operand"), tensor, rows)?;
         }
         for tensor in [lse, &delta, own_grads[0], own_grads[1], &tasks] {
             launch = launch.address(address(op, "operand", tensor)?);

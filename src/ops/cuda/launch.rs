@@ -180,6 +180,12 @@ impl Launch {
         self.with(Argument::Int(i32::try_from(value).expect("sizes of a kernel fit in 31 bits")))
     }
 
+    /// Adds an `int` argument that may be negative.
+    #[cfg(test)]
+    pub(super) fn signed(self, value: i32) -> Self {
+        self.with(Argument::Int(value))
+    }
+
     /// Adds a `long long` argument.
     pub(super) fn long(self, value: usize) -> Self {
         self.with(Argument::Long(value as i64))
@@ -287,10 +293,11 @@ fn start(
             shared: u32,
             arguments: *mut *mut c_void,
         ) -> i32;
+        fn trainer_emulation_error() -> *const std::ffi::c_char;
     }
     let name = std::ffi::CString::new(kernel).expect("kernel names contain no NUL");
     // SAFETY: the arguments match the signature of the kernel, and the caller borrows the tensors.
-    let unknown = unsafe {
+    let code = unsafe {
         trainer_emulation_launch(
             name.as_ptr(),
             grid.as_ptr(),
@@ -299,8 +306,13 @@ fn start(
             arguments.as_mut_ptr(),
         )
     };
-    if unknown != 0 {
-        bail!("no kernel has the name `{kernel}`");
+    match code {
+        0 => Ok(()),
+        1 => bail!("no kernel has the name `{kernel}`"),
+        _ => {
+            // SAFETY: the text belongs to this thread until its next launch.
+            let error = unsafe { std::ffi::CStr::from_ptr(trainer_emulation_error()) };
+            bail!("emulation: {}", error.to_string_lossy())
+        }
     }
-    Ok(())
 }

@@ -42,6 +42,7 @@ mod rows;
 mod select;
 #[cfg(feature = "cuda")]
 mod side_stream;
+mod tensor_map;
 #[cfg(test)]
 #[cfg(not(feature = "cuda"))]
 mod tests;

@@ -10,7 +10,8 @@ use candle_core::{Error, Result, bail};
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
-/// Machine code for sm_80 and sm_90 and PTX for later GPUs, one image per `.cu` file.
+/// Machine code for sm_80 and sm_90 and PTX for later GPUs, one image per `.cu` file. Images with a name
+/// that ends with `_sm90` have machine code for sm_90a alone.
 const IMAGES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
 #[derive(Default)]
@@ -58,7 +59,8 @@ fn load(device: &CudaDevice) -> Result<Vec<Arc<CudaModule>>> {
             Error::msg(format!("cannot load the kernels of `{file}` on this GPU: {error}"))
         })
     };
-    IMAGES.iter().map(load).collect()
+    let hopper = capability(device)? == (9, 0);
+    IMAGES.iter().filter(|(file, _)| hopper || !file.ends_with("_sm90")).map(load).collect()
 }
 
 /// Compute capability, major and minor.

@@ -1,5 +1,5 @@
 // Runs an exported kernel, one block after the other; see emulation.h.
-#include "emulation.h"
+#include "hopper.h"
 
 asm(R"(
 .text
@@ -27,7 +27,21 @@ trainer_emulation_switch:
 namespace emulation {
 
 static constexpr size_t STACK = 256 << 10;
-static constexpr size_t SHARED = 163 << 10; // limit of an sm_80 block; sm_90 allows more
+static constexpr size_t SHARED_SM80 = 163 << 10; // limit of a block of the kernels for every GPU
+
+static thread_local std::string error; // of the last launch of this thread
+static bool in_fiber, failed;
+
+struct Failure {};
+
+void fail(const char *what) {
+  error = std::string("kernel `") + kernel_name + "`, block " + std::to_string(blockIdx.x) + ", thread " + std::to_string(current) + ": " + what;
+  std::fprintf(stderr, "emulation: %s\n", error.c_str());
+  failed = true;
+  if (!in_fiber) throw Failure();
+  yield(); // to run_warp, which ends the launch
+  std::abort();
+}
 
 struct Call {
   Entry entry;
@@ -39,6 +53,7 @@ static void fiber_main() {
   call->entry.run(call->entry.function, call->arguments);
   Fiber &fiber = fibers[current];
   if (!fiber.open.empty() || !fiber.groups.empty()) fail("ends before it has waited for its copies");
+  end_asynchronous();
   fiber.finished = true;
   alive--;
   if (alive > 0 && at_barrier == alive) release_barrier();
@@ -53,14 +68,10 @@ static void prepare(Fiber &fiber) {
   for (int i = 0; i < 6; i++) frame[i] = nullptr; // registers
   frame[6] = reinterpret_cast<void *>(fiber_main);
   fiber.stack_pointer = frame;
+  fiber.groups.clear();
+  fiber.open.clear();
   fiber.operations = 0;
   fiber.finished = false;
-}
-
-static uint64_t random_state = 0x9E3779B97F4A7C15;
-static unsigned next_random() {
-  random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-  return unsigned(random_state >> 33);
 }
 
 static void mix(std::vector<unsigned> &items) {
@@ -70,7 +81,7 @@ static void mix(std::vector<unsigned> &items) {
 // Runs every lane of a warp to its next wait. Returns false if no lane made progress.
 static bool run_warp(unsigned warp, const std::vector<unsigned> &lanes) {
   auto progress = [warp] { // counts arrivals and finished fibers
-    long sum = named_arrivals + block_arrivals - alive;
+    long sum = named_arrivals + block_arrivals + events - alive;
     for (unsigned lane = 0; lane < 32; lane++) sum += fibers[32 * warp + lane].operations;
     return sum;
   };
@@ -80,7 +91,10 @@ static bool run_warp(unsigned warp, const std::vector<unsigned> &lanes) {
     if (fibers[index].finished) continue;
     current = int(index);
     threadIdx = {index, 0, 0};
+    in_fiber = true;
     trainer_emulation_switch(&scheduler_pointer, fibers[index].stack_pointer);
+    in_fiber = false;
+    if (failed) throw Failure();
   }
   return progress() != before;
 }
@@ -97,6 +111,7 @@ static void run_block(unsigned threads, unsigned shared_bytes) {
   warps.assign((threads + 31) / 32, Warp());
   for (Fiber &fiber : fibers) prepare(fiber);
   alive = int(threads);
+  begin_asynchronous(threads);
   at_barrier = 0;
   barrier_generation = 0;
   for (Barrier &barrier : named_barriers) barrier = Barrier();
@@ -106,29 +121,42 @@ static void run_block(unsigned threads, unsigned shared_bytes) {
   mix(lanes);
   for (unsigned idle_sweeps = 0; alive > 0;) {
     mix(order);
+    std::stable_partition(order.begin(), order.end(), [](unsigned warp) { return int(warp) != last_warp; });
+    last_warp = -1;
     bool moved = false;
     for (unsigned warp : order) // run one warp as far as possible, to expose missing barriers
-      while (run_warp(warp, lanes)) moved = true;
+      do {
+        if (next_random() % 4 == 0) moved |= deliver_one(next_random()); // a copy may arrive at any time
+      } while (run_warp(warp, lanes) && (moved = true) && last_warp < 0);
+    if (!moved) moved = deliver_one(next_random());
     idle_sweeps = moved ? 0 : idle_sweeps + 1;
-    if (idle_sweeps > 2) fail("deadlock: not all threads reach a barrier or a warp operation");
+    if (idle_sweeps > 2) fail("deadlock: not all threads reach a barrier or a warp operation, or a phase of a barrier does not end");
   }
   check_shared(shared_bytes);
+  check_asynchronous();
+  for (const Barrier &barrier : named_barriers)
+    if (barrier.arrived != 0) fail("the block ends with threads that have arrived at a named barrier");
 }
 
 } // namespace emulation
 
-// Runs kernel `name` on a grid of blocks of `threads`. Returns 0, or 1 if there is no such kernel.
-extern "C" int trainer_emulation_launch(const char *name, const unsigned *grid, unsigned threads, unsigned shared_bytes, void **arguments) {
+// The error of the last launch of this thread that failed.
+extern "C" const char *trainer_emulation_error() { return emulation::error.c_str(); }
+
+// Runs kernel `name` on a grid of blocks of `threads`. Returns 0; 1 if there is no such kernel; 2 if it
+// fails, with a message in trainer_emulation_error.
+extern "C" int trainer_emulation_launch(const char *name, const unsigned *grid, unsigned threads, unsigned shared_bytes, void **arguments) try {
   using namespace emulation;
   static std::mutex one_at_a_time;
   std::lock_guard<std::mutex> guard(one_at_a_time);
   auto found = entries().find(name);
   if (found == entries().end()) return 1;
-  static std::vector<unsigned char> storage(SHARED + 128);
-  shared_memory = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(storage.data()) + 127) & ~uintptr_t(127));
+  static std::vector<unsigned char> storage(SHARED + 1024);
+  shared_memory = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(storage.data()) + 1023) & ~uintptr_t(1023));
   kernel_name = found->first.c_str();
   current = 0;
-  if (shared_bytes > SHARED) fail("requests more shared memory than a block can have");
+  failed = in_fiber = false;
+  if (shared_bytes > (std::strstr(name, "sm90") ? SHARED : SHARED_SM80)) fail("requests more shared memory than a block can have");
   if (threads == 0 || threads > 1024 || threads % 32) fail("a block must have whole warps and at most 1024 threads");
   Call call{found->second, arguments};
   body_data = &call;
@@ -141,4 +169,6 @@ extern "C" int trainer_emulation_launch(const char *name, const unsigned *grid, 
         run_block(threads, shared_bytes);
       }
   return 0;
+} catch (const emulation::Failure &) {
+  return 2;
 }

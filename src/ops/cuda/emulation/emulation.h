@@ -4,8 +4,8 @@
 // It detects: wrong indices and arithmetic; barriers that not all threads reach; a missing barrier
 // or wait (warps run in random order, each as far as barriers allow; shared memory starts as NaN
 // and is NaN between the start of a copy and the wait for it); accesses beyond the shared memory of
-// the launch or of an sm_80 block; unaligned 16-byte accesses. It does not model memory ordering,
-// registers or speed.
+// the launch; unaligned 16-byte accesses. It does not model memory ordering, registers or speed.
+// hopper.h adds the asynchronous operations of compute capability 9.0.
 #pragma once
 
 #include <cmath>
@@ -25,7 +25,13 @@
 #endif
 
 #define __global__
+#ifdef __clang__
 #define __device__
+#else
+// g++ merges functions that differ only in the ranges of values that it derived in them
+// (https://gcc.gnu.org/PR113907), and has so computed wrong addresses of tiles.
+#define __device__ __attribute__((no_icf))
+#endif
 #define __host__
 #define __forceinline__ inline
 #define __restrict__
@@ -42,7 +48,8 @@ struct Dim3 {
   unsigned x, y, z;
 };
 
-inline unsigned char *shared_memory; // shared memory of the current block, 128-byte aligned
+inline unsigned char *shared_memory; // shared memory of the current block, 1024-byte aligned
+constexpr size_t SHARED = 227 << 10;  // limit of an sm_90 block; select.rs checks that of the GPU
 
 struct Copy {
   void *to;
@@ -77,21 +84,34 @@ struct Barrier {
 };
 inline Barrier named_barriers[16];
 inline long named_arrivals, block_arrivals;
+inline long events; // asynchronous operations that started or ended, and waits that ended
+inline std::vector<uint64_t *> phase_barriers; // initialised by the current block
 inline void *scheduler_pointer;
 inline const char *kernel_name;
 inline void (*body)(void *);
 inline void *body_data;
 
-[[noreturn]] inline void fail(const char *what) {
-  std::fprintf(stderr, "emulation: kernel `%s`, thread %d: %s\n", kernel_name, current, what);
-  std::abort();
-}
-
 // Saves the callee-saved registers on this stack, stores the stack pointer in *from, and continues
 // at `to`.
 extern "C" void trainer_emulation_switch(void **from, void *to);
 
+// Ends the launch with an error. Its threads never continue.
+[[noreturn]] void fail(const char *what);
+
 inline void yield() { trainer_emulation_switch(&fibers[current].stack_pointer, scheduler_pointer); }
+
+// Continues after the other warps have run.
+inline int last_warp = -1;
+inline void yield_to_others() {
+  last_warp = current / 32;
+  yield();
+}
+
+inline unsigned next_random() {
+  static uint64_t state = 0x9E3779B97F4A7C15;
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  return unsigned(state >> 33);
+}
 
 inline void release_barrier() {
   at_barrier = 0;
@@ -105,16 +125,20 @@ inline void sync_threads() {
   while (generation == barrier_generation) yield();
 }
 
-template <int WARPS> inline void sync_warps(int number) {
+template <int WARPS> inline void arrive_warps(int number) {
   if (number < 1 || number > 15) fail("named barriers have the numbers 1 to 15");
   Barrier &barrier = named_barriers[number];
-  unsigned generation = barrier.generation;
   named_arrivals++;
   if (++barrier.arrived == 32 * WARPS) {
     barrier.arrived = 0;
     barrier.generation++;
   }
-  while (generation == barrier.generation) yield();
+}
+
+template <int WARPS> inline void sync_warps(int number) {
+  unsigned generation = number < 16 ? named_barriers[number].generation : 0;
+  arrive_warps<WARPS>(number);
+  while (generation == named_barriers[number].generation) yield();
 }
 
 // A warp operation. Each lane passes a value. The last one to arrive calls

@@ -1,0 +1,313 @@
+// Attention backward in bf16 for compute capability 9.0; see src/ops/attention/mod.rs for the contract,
+// attention_sm90.cuh for the parts, and sm80/attention_backward.cu for the two passes: one for dk and
+// dv, and one for dq, with sums in registers and without atomics.
+//
+// In attention_backward_keys_sm90 a block has 128 keys, 64 for each consumer. The scores of a tile of
+// queries and the gradients of p are products [keys, queries], so p and ds are left operands of the
+// products for dv and dk without an exchange between warps. If D is 256, the sums of both gradients do
+// not fit into the registers of a consumer: a block has 64 keys then, one consumer computes dv and the
+// other dk, and both compute p. The producer warp also loads lse and delta of the queries.
+//
+// In attention_backward_queries_sm90 a block has 128 queries, 64 for each consumer.
+#include "attention_sm90.cuh"
+
+namespace {
+
+template <int D_, int OWN_, int OTHERS_, int STAGES_, bool KEYS_> struct BackwardShape {
+  static constexpr int D = D_, OWN = OWN_, OTHERS = OTHERS_, STAGES = STAGES_, THREADS = 3 * GROUP;
+  static constexpr bool KEYS = KEYS_;       // whether the own rows are keys
+  static constexpr bool SHARED = OWN == 64; // whether both consumers have the same rows
+  using Own = Panels<D, OWN>;
+  using Other = Panels<D, OTHERS>;
+};
+
+template <class S> struct BackwardMemory {
+  unsigned char *own0, *own1, *stages;
+  float *statistics; // lse in base 2 and delta of the queries of each stage
+  uint64_t *own_full, *full, *empty;
+
+  __device__ __forceinline__ explicit BackwardMemory(unsigned char *start) {
+    own0 = start;
+    own1 = own0 + S::Own::BYTES;
+    stages = own1 + S::Own::BYTES;
+    statistics = reinterpret_cast<float *>(stages + S::STAGES * 2 * S::Other::BYTES);
+    own_full = reinterpret_cast<uint64_t *>(statistics + (S::KEYS ? S::STAGES * 2 * S::OTHERS : 0));
+    full = own_full + 1;
+    empty = full + S::STAGES;
+  }
+
+  __device__ __forceinline__ unsigned char *other0(int stage) const { return stages + stage * 2 * S::Other::BYTES; }
+  __device__ __forceinline__ unsigned char *other1(int stage) const { return other0(stage) + S::Other::BYTES; }
+  __device__ __forceinline__ float *lse(int stage) const { return statistics + stage * 2 * S::OTHERS; }
+  __device__ __forceinline__ float *delta(int stage) const { return lse(stage) + S::OTHERS; }
+
+  // Of one thread.
+  __device__ __forceinline__ void init() const {
+    barrier_init(own_full, 1);
+    for (int stage = 0; stage < S::STAGES; stage++) {
+      barrier_init(full + stage, S::KEYS ? 1 + WARP : 1); // the lanes of the producer warp write statistics
+      barrier_init(empty + stage, 8);
+    }
+    barriers_ready();
+  }
+};
+
+struct Sizes {
+  int num_rows, h, hkv, dh;
+  float scale;
+  int causal;
+};
+
+// The range of a block: its rows, its heads and the other rows that it iterates over.
+struct Range {
+  Task task;
+  int own_head, first_head, last_head, from, to, shift; // query i attends to the keys up to i + shift
+
+  template <class S> static __device__ __forceinline__ Range of(const int *tasks, const Sizes &sizes) {
+    int own_heads = S::KEYS ? sizes.hkv : sizes.h, group = sizes.h / sizes.hkv;
+    Range range;
+    range.task = task_of(tasks, int(blockIdx.x) / own_heads);
+    range.own_head = int(blockIdx.x) % own_heads;
+    range.first_head = S::KEYS ? range.own_head * group : range.own_head / group;
+    range.last_head = S::KEYS ? range.first_head + group - 1 : range.first_head;
+    const Task &task = range.task;
+    range.shift = S::KEYS ? task.end - task.other_end : task.other_end - task.end;
+    range.from = task.other_first;
+    range.to = task.other_end;
+    if (sizes.causal && S::KEYS) range.from = max(range.from, task.first - range.shift);
+    if (sizes.causal && !S::KEYS) range.to = min(task.first + S::OWN, task.end) + range.shift;
+    return range;
+  }
+};
+
+struct Maps {
+  const HeadMaps &own0, &own1, &other0, &other1;
+};
+
+// Of the producer warp if the own rows are keys, otherwise of one thread.
+template <class S>
+__device__ __forceinline__ void produce(const BackwardMemory<S> &memory, const Maps &maps, const Range &range, const float *lse, const float *delta, int num_rows) {
+  bool copies = threadIdx.x == 0;
+  if (copies) {
+    barrier_expect(memory.own_full, 2 * S::Own::BYTES);
+    S::Own::copy(memory.own0, maps.own0, memory.own_full, range.own_head, range.task.first);
+    S::Own::copy(memory.own1, maps.own1, memory.own_full, range.own_head, range.task.first);
+  }
+  Ring<S::STAGES> ring;
+  for (int head = range.first_head; head <= range.last_head; head++)
+    for (int at = range.from; at < range.to; at += S::OTHERS) {
+      int stage = ring.stage;
+      barrier_wait(memory.empty + stage, ring.parity ^ 1); // ends at once in the first round
+      if (copies) {
+        barrier_expect(memory.full + stage, 2 * S::Other::BYTES);
+        S::Other::copy(memory.other0(stage), maps.other0, memory.full + stage, head, at);
+        S::Other::copy(memory.other1(stage), maps.other1, memory.full + stage, head, at);
+      }
+      if constexpr (S::KEYS) {
+        for (int i = lane(); i < S::OTHERS; i += WARP) {
+          bool exists = at + i < range.to; // other queries get p = 0
+          size_t row = size_t(head) * num_rows + at + i;
+          memory.lse(stage)[i] = exists ? lse[row] * LOG2_E : INFINITE;
+          memory.delta(stage)[i] = exists ? delta[row] : 0.0f;
+        }
+        barrier_arrive(memory.full + stage);
+      }
+      ring.next();
+    }
+}
+
+// Adds up dk (if DK) and dv (if DV) of 64 keys, from row `row` of the own tiles on.
+template <class S, bool DK, bool DV>
+__device__ __forceinline__ void consume_keys(const BackwardMemory<S> &memory, const Range &range, const Sizes &sizes, int row, Sums<S::D> &dk, Sums<S::D> &dv) {
+  constexpr int D = S::D, N = S::OTHERS;
+  float p[N / 2], ds[N / 2], log2_scale = sizes.scale * LOG2_E;
+  uint32_t p_operand[N / 4], ds_operand[N / 4];
+  int t = lane() % 4, key = range.task.first + row + warp() % 4 * 16 + lane() / 4;
+  if (DK) dk.clear();
+  if (DV) dv.clear();
+  barrier_wait(memory.own_full, 0);
+  Ring<S::STAGES> ring;
+  for (int head = range.first_head; head <= range.last_head; head++)
+    for (int at = range.from; at < range.to; at += N) {
+      int stage = ring.stage;
+      barrier_wait(memory.full + stage, ring.parity);
+      start_scores<D, N, S::OWN>(p, memory.own0, row, memory.other0(stage));
+      if (DK) start_scores<D, N, S::OWN>(ds, memory.own1, row, memory.other1(stage));
+      products_wait<DK ? 1 : 0>();
+      hold(p);
+#pragma unroll
+      for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          float of_query = memory.lse(stage)[8 * n + 2 * t + i];
+#pragma unroll
+          for (int r = 0; r < 2; r++) {
+            float &score = p[4 * n + 2 * r + i];
+            score = exp2f_fast(fmaf(score, log2_scale, -of_query));
+          }
+        }
+      if (sizes.causal && at + range.shift < range.task.first + row + 63) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          int first = key + 8 * r - range.shift - at - 2 * t; // column of the first query that attends to the key
+#pragma unroll
+          for (int n = 0; n < N / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+              if (8 * n + i < first) p[4 * n + 2 * r + i] = 0;
+        }
+      }
+      if (DV) pack_operand<N>(p_operand, p);
+      if (DK) {
+        products_wait<0>();
+        hold(ds);
+      }
+      if (DV) start_weighted<D, N>(dv, p_operand, memory.other1(stage));
+      if (DK) {
+#pragma unroll
+        for (int n = 0; n < N / 8; n++)
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            float of_query = memory.delta(stage)[8 * n + 2 * t + i];
+#pragma unroll
+            for (int r = 0; r < 2; r++) ds[4 * n + 2 * r + i] = p[4 * n + 2 * r + i] * (ds[4 * n + 2 * r + i] - of_query);
+          }
+        pack_operand<N>(ds_operand, ds);
+        start_weighted<D, N>(dk, ds_operand, memory.other0(stage));
+      }
+      products_wait<0>();
+      if (DV) dv.hold_all();
+      if (DK) dk.hold_all();
+      release(memory.empty + stage);
+      ring.next();
+    }
+}
+
+// Adds up dq of 64 queries, from row `row` of the own tiles on.
+template <class S>
+__device__ __forceinline__ void consume_queries(const BackwardMemory<S> &memory, const Range &range, const Sizes &sizes, int row, const float *lse,
+                                                const float *delta, Sums<S::D> &dq) {
+  constexpr int D = S::D, N = S::OTHERS;
+  float p[N / 2], ds[N / 2], own_lse[2], own_delta[2], log2_scale = sizes.scale * LOG2_E;
+  uint32_t ds_operand[N / 4];
+  int first_row = range.task.first + row, query = first_row + warp() % 4 * 16 + lane() / 4;
+  int unmasked_end = sizes.causal ? min(range.task.other_end, first_row + range.shift + 1) : range.task.other_end;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    bool exists = query + 8 * r < range.task.end; // other queries get p = 0
+    size_t at = size_t(range.own_head) * sizes.num_rows + query + 8 * r;
+    own_lse[r] = exists ? lse[at] * LOG2_E : INFINITE;
+    own_delta[r] = exists ? delta[at] : 0.0f;
+  }
+  dq.clear();
+  barrier_wait(memory.own_full, 0);
+  Ring<S::STAGES> ring;
+  for (int at = range.from; at < range.to; at += N) {
+    int stage = ring.stage;
+    barrier_wait(memory.full + stage, ring.parity);
+    start_scores<D, N, S::OWN>(p, memory.own0, row, memory.other0(stage));
+    start_scores<D, N, S::OWN>(ds, memory.own1, row, memory.other1(stage));
+    products_wait<1>();
+    hold(p);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) p[i] = exp2f_fast(fmaf(p[i], log2_scale, -own_lse[i / 2 % 2]));
+    if (at + N > unmasked_end) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        int visible = (sizes.causal ? min(range.task.other_end, query + 8 * r + range.shift + 1) : range.task.other_end) - at - 2 * (lane_here() % 4);
+#pragma unroll
+        for (int n = 0; n < N / 8; n++)
+#pragma unroll
+          for (int i = 0; i < 2; i++)
+            if (8 * n + i >= visible) p[4 * n + 2 * r + i] = 0;
+      }
+    }
+    products_wait<0>();
+    hold(ds);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) ds[i] = p[i] * (ds[i] - own_delta[i / 2 % 2]);
+    pack_operand<N>(ds_operand, ds);
+    start_weighted<D, N>(dq, ds_operand, memory.other0(stage));
+    products_wait<0>();
+    dq.hold_all();
+    release(memory.empty + stage);
+    ring.next();
+  }
+}
+
+// If the own rows are keys, `own0` and `own1` are k and v, and `other0` and `other1` are q and do;
+// otherwise the other way round. `d0` and `d1` are the gradients of the own operands (`d1` for keys
+// only).
+template <class S>
+__device__ __forceinline__ void backward(const Maps &maps, const float *lse, const float *delta, bf16 *d0, bf16 *d1, const int *tasks, const Sizes &sizes) {
+  constexpr int D = S::D, OWN = S::OWN;
+  HOPPER_SHARED(shared);
+  BackwardMemory<S> memory(shared);
+  Range range = Range::of<S>(tasks, sizes);
+  if (threadIdx.x == 0) memory.init();
+  __syncthreads();
+  if (warp() < 4) {
+    fewer_registers<PRODUCER_REGISTERS<2>>();
+    if (int(threadIdx.x) < (S::KEYS ? WARP : 1)) produce<S>(memory, maps, range, lse, delta, sizes.num_rows);
+    return;
+  }
+  more_registers<CONSUMER_REGISTERS<2>>();
+  int me = warp() / 4 - 1, row = S::SHARED ? 0 : 64 * me, first = range.task.first, end = range.task.end, dh = sizes.dh;
+  unsigned stride = unsigned(S::KEYS ? sizes.hkv : sizes.h) * dh;
+  d0 += size_t(range.own_head) * dh;
+  d1 += size_t(range.own_head) * dh;
+  float scales[2] = {sizes.scale, sizes.scale}, ones[2] = {1.0f, 1.0f};
+  Sums<D> sums0;
+  // The barriers: the products of all warps have ended, which read the own tiles.
+  if constexpr (!S::KEYS) {
+    consume_queries<S>(memory, range, sizes, row, lse, delta, sums0);
+    sync_warps<4>(1 + me);
+    store_sums<D, OWN>(d0, stride, first, end, dh, sums0, scales, memory.own0, row);
+  } else if constexpr (S::SHARED) {
+    if (me == 0) {
+      consume_keys<S, true, false>(memory, range, sizes, row, sums0, sums0);
+      sync_warps<8>(1);
+      store_sums<D, OWN>(d0, stride, first, end, dh, sums0, scales, memory.own0, row);
+    } else {
+      consume_keys<S, false, true>(memory, range, sizes, row, sums0, sums0);
+      sync_warps<8>(1);
+      store_sums<D, OWN>(d1, stride, first, end, dh, sums0, ones, memory.own1, row);
+    }
+  } else {
+    Sums<D> sums1;
+    consume_keys<S, true, true>(memory, range, sizes, row, sums0, sums1);
+    sync_warps<4>(1 + me);
+    store_sums<D, OWN>(d0, stride, first, end, dh, sums0, scales, memory.own0, row);
+    store_sums<D, OWN>(d1, stride, first, end, dh, sums1, ones, memory.own1, row);
+  }
+}
+
+} // namespace
+
+#define BACKWARD(kernel, SHAPE, name)                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(SHAPE::THREADS, 1) attention_backward_##kernel##_sm90_##name##_bf16(                           \
+      const __grid_constant__ HeadMaps own0, const __grid_constant__ HeadMaps own1, const __grid_constant__ HeadMaps other0,                  \
+      const __grid_constant__ HeadMaps other1, const float *lse, const float *delta, bf16 *d0, bf16 *d1, const int *tasks, int num_rows, int h, int hkv, \
+      int dh, float scale, int causal) {                                                                                                      \
+    backward<SHAPE>(Maps{own0, own1, other0, other1}, lse, delta, d0, d1, tasks, Sizes{num_rows, h, hkv, dh, scale, causal});                 \
+  }                                                                                                                                           \
+  EXPORT(attention_backward_##kernel##_sm90_##name##_bf16)
+
+// Head dim, own rows, other rows of a tile, stages, own rows are keys. select.rs has the same sizes.
+using Keys64 = BackwardShape<64, 128, 64, 3, true>;
+using Keys80 = BackwardShape<80, 128, 64, 3, true>;
+using Keys128 = BackwardShape<128, 128, 64, 3, true>;
+using Keys256 = BackwardShape<256, 64, 64, 2, true>;
+using Queries64 = BackwardShape<64, 128, 128, 2, false>;
+using Queries80 = BackwardShape<80, 128, 128, 2, false>;
+using Queries128 = BackwardShape<128, 128, 128, 2, false>;
+using Queries256 = BackwardShape<256, 128, 48, 2, false>;
+
+BACKWARD(keys, Keys64, d64)
+BACKWARD(keys, Keys80, d80)
+BACKWARD(keys, Keys128, d128)
+BACKWARD(keys, Keys256, d256)
+BACKWARD(queries, Queries64, d64)
+BACKWARD(queries, Queries80, d80)
+BACKWARD(queries, Queries128, d128)
+BACKWARD(queries, Queries256, d256)
