@@ -39,6 +39,7 @@ mod limits;
 mod memory;
 mod new_config;
 mod output_dir;
+mod overlap;
 mod parity;
 mod plan;
 mod qlora;
