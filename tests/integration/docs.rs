@@ -4,10 +4,12 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use trainer::config::{RunConfig, load};
 use trainer::data::JsonlRows;
 use trainer::data::{DatasetConfig, Encoder, ImageConfig, RowReader};
+use trainer::dist::Launched;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -265,4 +267,62 @@ fn every_link_between_pages_leads_somewhere() {
         let listed = outside.contains(&name) || summary.contains(name.trim_start_matches("docs/"));
         assert!(listed || name == "docs/SUMMARY.md", "docs/SUMMARY.md lacks {name}");
     }
+}
+
+#[test]
+fn the_slurm_script_is_a_script_whose_options_are_those_of_sbatch() {
+    let page = text("docs/distributed.md");
+    let scripts = blocks(&page, "text");
+    let script = scripts.iter().find(|script| script.starts_with("#!/bin/bash\n")).unwrap();
+    let (_folder, path) = temporary("sft.sh", script);
+    let checked = Command::new("bash").arg("-n").arg(&path).output().unwrap();
+    assert!(checked.status.success() && checked.stderr.is_empty(), "{checked:?}");
+    let known = "job-name nodes ntasks-per-node gpus-per-node cpus-per-task time signal requeue";
+    let known: BTreeSet<&str> = known.split(' ').collect();
+    let options = script.lines().filter_map(|line| line.strip_prefix("#SBATCH --"));
+    let options: BTreeSet<&str> = options.map(|option| option.split('=').next().unwrap()).collect();
+    assert_eq!(options, known);
+    // after the first command, sbatch ignores options
+    let first = script.lines().position(|line| line.starts_with("export ")).unwrap();
+    assert!(script.lines().skip(first).all(|line| !line.starts_with("#SBATCH")));
+}
+
+#[test]
+fn the_kubernetes_manifest_gives_each_pod_its_place_among_the_ranks() {
+    let page = text("docs/distributed.md");
+    let manifests = blocks(&page, "yaml");
+    let manifest = manifests.iter().find(|text| text.contains("kind: Job")).unwrap();
+    let parse = |text: &str| serde_saphyr::from_str::<Value>(text).unwrap();
+    let documents: Vec<Value> = manifest.split("\n---\n").map(parse).collect();
+    let [service, job] = &documents[..] else { panic!("{} documents", documents.len()) };
+    let name = |of: &Value| of["metadata"]["name"].as_str().unwrap().to_owned();
+    assert_eq!([&service["kind"], &job["kind"]], ["Service", "Job"]);
+    assert_eq!(service["spec"]["clusterIP"], "None");
+    assert_eq!(service["spec"]["selector"]["job-name"], name(job));
+    let (spec, pod) = (&job["spec"], &job["spec"]["template"]["spec"]);
+    assert_eq!(spec["completionMode"], "Indexed");
+    assert_eq!(spec["completions"], spec["parallelism"], "all pods run at the same time");
+    assert_eq!(pod["subdomain"], name(service));
+    let container = &pod["containers"][0];
+    let variables: BTreeMap<&str, &Value> = container["env"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|variable| (variable["name"].as_str().unwrap(), variable))
+        .collect();
+    let index = "metadata.annotations['batch.kubernetes.io/job-completion-index']";
+    assert_eq!(variables["RANK"]["valueFrom"]["fieldRef"]["fieldPath"], index);
+    // the place of the pod with index 3
+    let lookup = |name: &str| match (name, variables.get(name)?) {
+        ("RANK", _) => Some("3".to_owned()),
+        (_, variable) => variable["value"].as_str().map(str::to_owned),
+    };
+    let place = Launched::find(lookup).unwrap().unwrap();
+    assert_eq!((place.rank as u64, place.world as u64), (3, spec["completions"].as_u64().unwrap()));
+    let first = format!("{}-0.{}", name(job), name(service));
+    assert_eq!(place.host.as_deref(), Some(first.as_str()));
+    assert!(place.port.is_some() && !place.job.is_empty());
+    let volumes = pod["volumes"].as_array().unwrap().iter().map(|volume| &volume["name"]);
+    let mounts = container["volumeMounts"].as_array().unwrap().iter().map(|mount| &mount["name"]);
+    assert_eq!(mounts.collect::<Vec<_>>(), volumes.collect::<Vec<_>>());
 }
