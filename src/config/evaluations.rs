@@ -26,11 +26,6 @@ impl RunConfig {
             if !has_rows {
                 invalid("eval.generate", &"set", NO_EVAL);
             }
-            if self.distributed.sequence.get() > 1 {
-                let expected = "no value with `distributed.sequence`, with which no rank attends to \
-                                all tokens";
-                invalid("eval.generate", &"set", expected);
-            }
             let batch = generate.batch.get();
             if batch > GenerateConfig::MAX_BATCH {
                 invalid("eval.generate.batch", &batch, "a number from 1 to 64");

@@ -103,6 +103,31 @@ fn assert_groups_have_the_curve_of_one_rank(place: &Place) {
     }
 }
 
+/// No weight changes, so answers cannot differ by rounding.
+#[test]
+fn ranks_that_share_the_tokens_of_micro_batches_answer_eval_rows_like_one_rank() {
+    for place in [place(), qwen35()] {
+        let answers = |name: &str, world: usize, settings: &[&str]| {
+            let same = ["train.max_steps=2", "optim.lr=0", "eval.every_steps=2"];
+            let generate = ["eval.generate={max_new_tokens: 6, batch: 2}"];
+            let settings = [&SETTINGS[..], &same, &generate, settings].concat();
+            train(&config(&place, name, &settings), world, None);
+            place.rows(&format!("{name}/predictions.jsonl"))
+        };
+        let alone = answers("alone", 1, &[]);
+        assert!(
+            alone.len() > 2 && alone.iter().all(|row| row["answered"].is_string()),
+            "{alone:?}"
+        );
+        for (name, world, shard) in [("two", 2, "none"), ("full", 2, "full"), ("groups", 4, "full")]
+        {
+            let shard = format!("distributed.shard={shard}");
+            let settings = ["distributed.sequence=2", shard.as_str()];
+            assert_eq!(answers(name, world, &settings), alone, "{name}");
+        }
+    }
+}
+
 #[test]
 fn losses_of_data_sets_and_rejected_rows_are_counted_once() {
     let place = place();
