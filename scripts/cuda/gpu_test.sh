@@ -9,8 +9,8 @@
 #      AdamW with 8-bit moments
 #   4. a run that is stopped half way and resumed ends with the same bytes as an uninterrupted one
 #   5. 1,000 steps of varying shapes: after step 200, neither GPU memory nor host memory grows
-#   6. ranks: two and four that share the GPU train the same weights as one; the library NCCL, if it
-#      is installed, with one rank; two MPI ranks, if the bundle was built with FEATURES=cuda,mpi
+#   6. ranks: with `distributed.exact: true`, two and four that share the GPU train the same weights as
+#      one; the library NCCL, if it is installed, with one rank; two MPI ranks, if the bundle was built with FEATURES=cuda,mpi
 #   7. every op once more with TRAINER_POISON=1: memory that no kernel has written contains NaN
 #   8. compute-sanitizer, if installed, on the tests of the ops: memcheck for at most two minutes;
 #      racecheck (shared memory), synccheck (barriers) and initcheck (memory that was not written)
@@ -121,7 +121,7 @@ peak_memory_bytes 34"
 ranks() { in_time "$bundle/integration_tests" ranks::every_number ranks::a_checkpoint gpu_ranks::ranks --test-threads 1; }
 nccl() { in_time "$bundle/integration_tests" gpu_ranks::nccl --test-threads 1; }
 mpi() {
-  local settings=(--set "device=$device" --set model.precision=bf16 --set train.gradient_accumulation_steps=4)
+  local settings=(--set "device=$device" --set model.precision=bf16 --set train.gradient_accumulation_steps=4 --set distributed.exact=true)
   train rank 10 "${settings[@]}" || return 1
   RAYON_NUM_THREADS=4 in_time mpirun --allow-run-as-root --oversubscribe --bind-to none -n 2 "$bundle/trainer" sft --config configs/quickstart.yaml \
     --set "output_dir=$out/ranks" --set 'data.eval=[]' --set train.max_steps=10 "${settings[@]}" >"$out/ranks.log" 2>&1 || {

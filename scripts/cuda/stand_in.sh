@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Runs the GPU build on a machine without a GPU, behind a stand-in for the driver and for the libraries
 # of CUDA (tests/fixtures/cuda) that answers at once:
-#   scripts/cuda/stand_in.sh [check] [train] [host]
+#   scripts/cuda/stand_in.sh [check] [train] [host] [ranks]
 #   check  memory that is exhausted, reads of the host, products that cuBLASLt refuses, an old driver
 #   train  ten steps with all computations on the stand-in (kernels in emulation) against the CPU
+#   ranks  on the stand-in, 1, 2 and 4 ranks train the same bits for every division of the state; not by
+#          default, because kernels in emulation take minutes
 #   host   the work of the host per step: launches and milliseconds, for the shape of SHAPE (4b) with
 #          small matrices
 # It needs a C++ compiler, but neither nvcc nor a GPU. PROFILE=dev builds without optimisation.
@@ -117,6 +119,12 @@ PY
   done
 }
 
+ranks() {
+  STAND_IN_COMPUTES=1 TRAINER_TEST_DEVICE=cuda:0 run test --lib -- ops::adamw
+  STAND_IN_COMPUTES=1 TRAINER_TEST_DEVICE=cuda:0 run test --test integration -- --test-threads 1 gpu_ranks::ranks
+  echo "ok: ranks behind the stand-in"
+}
+
 # The number of launches does not depend on the sizes of matrices, so the model has all layers of its
 # preset, but small matrices.
 host() {
@@ -153,7 +161,7 @@ run build --bin trainer
 trainer=$target/$([ "$profile" = dev ] && echo debug || echo "$profile")/trainer
 for part in "$@"; do
   case $part in
-    check | train | host) "$part" ;;
-    *) echo "unknown part \`$part\`, expected check, train or host" >&2; exit 64 ;;
+    check | train | host | ranks) "$part" ;;
+    *) echo "unknown part \`$part\`, expected check, train, host or ranks" >&2; exit 64 ;;
   esac
 done

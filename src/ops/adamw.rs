@@ -365,6 +365,24 @@ pub fn squares_of_blocks(t: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(sums, len, t.device())
 }
 
+/// Sum of the squares of each `f32` tensor: its [`squares_of_blocks`], added up in order. So a tensor
+/// whose blocks are on several ranks has the same bits. Waits for a GPU once; [`sums_of_squares`] does
+/// not, and adds in another order there.
+pub fn sums_of_squares_in_order(tensors: &[Tensor]) -> Result<Vec<f64>> {
+    let blocks: Vec<Tensor> = tensors.iter().map(squares_of_blocks).collect::<Result<_>>()?;
+    if blocks.is_empty() {
+        return Ok(Vec::new());
+    }
+    let all = Tensor::cat(&blocks, 0)?.to_vec1::<f64>()?;
+    let mut rest = &all[..];
+    let sums = blocks.iter().map(|blocks| {
+        let (own, others) = rest.split_at(blocks.elem_count());
+        rest = others;
+        own.iter().sum()
+    });
+    Ok(sums.collect())
+}
+
 /// Sets all elements of `f32` tensors to zero, in place.
 pub fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
     let Some(first) = tensors.first() else { return Ok(()) };

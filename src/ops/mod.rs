@@ -73,6 +73,7 @@ pub use adafactor::{Adafactor, AdafactorUpdate, SecondMoment, adafactor_step};
 pub use adamw::{
     AdamW, AdamWTensors, AdamWUpdate, SQUARES_BLOCK, adamw_step, clip_scale, clipped_update,
     fill_zero, fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
+    sums_of_squares_in_order,
 };
 #[cfg(feature = "flash-attn")]
 pub use attention::FlashAttn;

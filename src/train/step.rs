@@ -11,6 +11,7 @@ use crate::dist::{Collective, DistError};
 use crate::loss::{TargetLosses, loss_and_gradient};
 use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
 use crate::nn::{Dropout, DropoutPlace};
+use crate::ops;
 use crate::optim::{Norms, OptimError, Optimizer, Update};
 use crate::tape::{Gradients, Param};
 use candle_core::{DType, Device, Tensor};
@@ -341,6 +342,11 @@ impl StepRunner {
         let norm = match &self.gradients {
             GradientSums::Shared(sums) if sums.is_sharded() => {
                 let squares = squares(sums, &gradients, self.optimizer.trained())?;
+                self.optimizer.norm_of_parts(gradients, squares)?
+            }
+            // in the order of ranks that divide the gradients; on the CPU `norm` has this order
+            sums if sums.are_exact() && !self.device.is_cpu() => {
+                let squares = ops::sums_of_squares_in_order(&gradients)?;
                 self.optimizer.norm_of_parts(gradients, squares)?
             }
             _ => self.optimizer.norm(gradients)?,

@@ -1,6 +1,7 @@
 //! Sums over ranks on the device of the tests: `scripts/cuda/gpu_test.sh` runs them on a GPU.
 
 use super::harness::device;
+use super::ranks;
 use candle_core::{Device, Tensor};
 use std::path::PathBuf;
 use std::thread;
@@ -38,6 +39,25 @@ fn ranks_that_share_a_device_have_the_sums_of_the_tree() {
             let expected = |at: usize| (all[0][at] + all[1][at]) + (all[2][at] + all[3][at]);
             assert!(sum.into_iter().enumerate().all(|(at, sum)| sum == expected(at)), "{len}");
         }
+    }
+}
+
+#[test]
+fn ranks_that_share_a_device_train_the_same_weights_with_every_division() {
+    let place = ranks::place();
+    let settings = ["model.precision=bf16", "train.epochs=null", "train.max_steps=2"];
+    let train = |name: &str, world: usize, shard: &str| {
+        let shard = format!("distributed.shard={shard}");
+        let settings = [&settings[..], &[shard.as_str()]].concat();
+        ranks::train(&ranks::config(&place, name, &settings), world, None);
+    };
+    train("alone", 1, "none");
+    for (world, shard) in
+        [(2, "none"), (2, "optimizer"), (2, "gradients"), (2, "full"), (4, "full")]
+    {
+        let name = format!("{shard}-{world}");
+        train(&name, world, shard);
+        ranks::assert_same(&place, &name, "alone");
     }
 }
 

@@ -53,12 +53,15 @@ pub(super) fn config(place: &Place, output: &str, more: &[&str]) -> RunConfig {
          train: {{gradient_accumulation_steps: 4, epochs: 2}}\n\
          optim: {{lr: 2.0e-3, weight_decay: 0.1}}\n\
          checkpoint: {{every_steps: 1, keep: 100}}\n\
-         eval: {{every_steps: 2}}\n",
+         eval: {{every_steps: 2}}\n\
+         distributed: {{exact: {}}}\n",
         path(output),
         path("model"),
         device_name(),
         path("rows.jsonl"),
         path("eval.jsonl"),
+        // on GPUs, `auto` is not exact
+        if device_name() == "cpu" { "auto" } else { "true" },
     );
     place.write("ranks.yaml", &text);
     let more: Vec<String> = more.iter().map(|setting| (*setting).to_owned()).collect();
@@ -117,7 +120,7 @@ fn rows(place: &Place, file: &str) -> Vec<Value> {
 }
 
 #[track_caller]
-fn assert_same(place: &Place, found: &str, expected: &str) {
+pub(super) fn assert_same(place: &Place, found: &str, expected: &str) {
     let names = place.names(&format!("{expected}/checkpoints"));
     assert_eq!(place.names(&format!("{found}/checkpoints")), names);
     for file in ["metrics.jsonl", "eval.jsonl", "rejects.jsonl"] {

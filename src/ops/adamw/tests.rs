@@ -244,3 +244,22 @@ fn squares_of_blocks_depend_neither_on_the_place_of_a_block_nor_on_zeros_after_i
     let empty = squares_of_blocks(&x.narrow(0, 0, 0).unwrap()).unwrap();
     assert_eq!(empty.dims(), [0]);
 }
+
+#[test]
+fn sums_of_squares_in_order_are_those_of_the_blocks_wherever_they_are() {
+    let sizes = [1, SQUARES_BLOCK - 1, SQUARES_BLOCK, 5 * SQUARES_BLOCK + 3, 200_000];
+    let tensors: Vec<Tensor> = sizes.iter().map(|size| random(7, &[*size])).collect();
+    let found = sums_of_squares_in_order(&tensors).unwrap();
+    assert_eq!(found.len(), sizes.len());
+    for (tensor, found) in tensors.iter().zip(found) {
+        let mut sum = 0.0;
+        for start in (0..tensor.elem_count()).step_by(SQUARES_BLOCK) {
+            // each block alone, as if it were on another rank
+            let len = SQUARES_BLOCK.min(tensor.elem_count() - start);
+            let block = tensor.narrow(0, start, len).unwrap().copy().unwrap();
+            sum += squares_of_blocks(&block).unwrap().to_vec1::<f64>().unwrap()[0];
+        }
+        assert_eq!(found.to_bits(), f64::to_bits(sum), "{:?}", tensor.dims());
+    }
+    assert!(sums_of_squares_in_order(&[]).unwrap().is_empty());
+}

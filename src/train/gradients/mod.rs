@@ -36,6 +36,15 @@ impl GradientSums {
         }
     }
 
+    /// Whether the sums have the same bits for every number of ranks. A step of one micro-batch, which
+    /// only one process can compute, is `false`.
+    pub(super) fn are_exact(&self) -> bool {
+        match self {
+            Self::Alone(buffers) => buffers.len() > 1,
+            Self::Shared(sums) => sums.is_exact(),
+        }
+    }
+
     /// Number of buffers of the size of the model.
     pub fn num_buffers(&self) -> usize {
         match self {

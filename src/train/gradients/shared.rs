@@ -137,6 +137,11 @@ impl SharedSums {
         self.member
     }
 
+    /// Whether the sums have the same bits for every number of ranks.
+    pub(super) fn is_exact(&self) -> bool {
+        self.exact
+    }
+
     /// Whether this rank has a share of the sums only.
     pub(in super::super) fn is_sharded(&self) -> bool {
         self.shard >= Shard::Optimizer
