@@ -12,9 +12,13 @@ use crate::metrics::JsonlSink;
 use crate::train::{Planned, TrainState, write_rejects};
 use std::sync::Arc;
 
-/// Maximum number of rows that a run with `train.max_steps` alone measures at its start, on one rank or
-/// divided among all. This takes a few seconds.
+/// Maximum number of rows that a run with `train.max_steps` alone measures at its start in one process.
+/// This takes a few seconds.
 pub(super) const MAX_ROWS_AT_START: usize = 32_768;
+
+/// Maximum number of rows that each of several ranks measures at the start. This takes a minute or two;
+/// without the lengths, each rank would read the text of the rows of all ranks during training.
+const MAX_ROWS_OF_RANK: usize = 1 << 20;
 
 /// The result of [`plan_run`].
 pub(super) struct RunPlan {
@@ -44,22 +48,22 @@ pub(super) fn plan_run(
     rank: Rank,
     observer: &dyn SetupObserver,
 ) -> Result<RunPlan, RunError> {
-    let unmeasured = |planned| {
-        // With the lengths from a cache, a rank reads only its own rows.
-        let cached = (rank.world > 1).then(|| complete_cache(config, rows)).flatten();
-        let reader = cached.unwrap_or_else(|| rows.clone() as Arc<dyn RowReader>);
+    let unmeasured = |planned, cached: Option<Arc<dyn RowReader>>| {
+        let reader = cached.unwrap_or_else(|| rows.clone());
         RunPlan { planned, reader, packs: None, has_new_cache: false, background: None }
     };
     let Some(epochs) = config.train.epoch_limit() else {
         if rank.is_first() {
-            return Ok(without_epochs(config, rows, order, options, resumed, observer));
+            return Ok(without_epochs(config, rows, order, options, (resumed, rank), observer));
         }
-        return Ok(unmeasured(None));
+        // With the lengths from a cache, a rank reads only its own rows.
+        return Ok(unmeasured(None, complete_cache(config, rows)));
     };
     // The first start of a run has planned it, and the length has not changed since.
-    let same = |plan: &Planned| plan.epochs == epochs;
-    if let Some(plan) = resumed.and_then(|state| state.planned).filter(same) {
-        return Ok(unmeasured(Some(plan)));
+    if let Some(plan) = resumed.and_then(|state| state.planned).filter(|plan| plan.epochs == epochs)
+    {
+        let reader = cache_of_resumed_ranks(config, rows, options, rank, observer);
+        return Ok(unmeasured(Some(plan), reader));
     }
     // Rank 0 has completed the cache. The others use it as it is: a row that could not be read then
     // would be measured again, perhaps with another result.
@@ -90,35 +94,67 @@ pub(super) fn plan_run(
 /// Measures the part of one rank of the rows that [`plan_run`] will need.
 pub(super) fn measure_part(
     config: &RunConfig,
-    rows: &JsonlRows,
+    rows: &Arc<JsonlRows>,
     resumed: Option<&TrainState>,
     rank: Rank,
     observer: &dyn SetupObserver,
 ) -> Result<(), RunError> {
+    if rank.world == 1 {
+        return Ok(());
+    }
     let epochs = config.train.epoch_limit();
-    let is_needed = match epochs {
-        Some(epochs) => {
-            let is_same = |plan: Planned| plan.epochs == epochs;
-            !resumed.is_some_and(|state| state.planned.is_some_and(is_same))
-        }
-        None => are_measured_at_start(num_chats(rows), resumed),
-    };
-    if rank.world == 1 || !is_needed {
+    let is_planned =
+        resumed.and_then(|state| state.planned).is_some_and(|plan| Some(plan.epochs) == epochs);
+    let needs_plan = epochs.is_some() && !is_planned;
+    let is_needed = needs_plan
+        || are_measured_at_start(num_chats(rows), rank.world)
+            && (resumed.is_none() || complete_cache(config, rows).is_none());
+    if !is_needed {
         return Ok(());
     }
     let chats = rows.sets().iter().filter(|set| set.corpus().is_none());
     let own: usize = chats.map(|set| rank.own_part(set.len()).len()).sum();
     let report = observer.begin(SetupWork::MeasureRows, own as u64);
     match CachedRows::measure_part(rows, &config.cache_dir(), rank, &*report) {
-        Err(error) if epochs.is_none() => warn_without_cache(&error),
+        Err(error) if !needs_plan => warn_without_cache(&error),
         result => result?,
     }
     Ok(())
 }
 
-/// Whether a run with `train.max_steps` alone measures its rows before the first step.
-fn are_measured_at_start(num_rows: usize, resumed: Option<&TrainState>) -> bool {
-    resumed.is_none() && (1..=MAX_ROWS_AT_START).contains(&num_rows)
+/// Whether a run of `world` ranks that needs no plan measures its rows before the first step.
+fn are_measured_at_start(num_rows: usize, world: usize) -> bool {
+    let most = match world {
+        1 => MAX_ROWS_AT_START,
+        _ => MAX_ROWS_OF_RANK.saturating_mul(world),
+    };
+    (1..=most).contains(&num_rows)
+}
+
+/// The rows with cached lengths, if several ranks resume a run. Rank 0 completes the caches, with the
+/// rows that all ranks have measured. `None` if this takes long or is not possible.
+fn cache_of_resumed_ranks(
+    config: &RunConfig,
+    rows: &Arc<JsonlRows>,
+    options: &LoaderOptions,
+    rank: Rank,
+    observer: &dyn SetupObserver,
+) -> Option<Arc<dyn RowReader>> {
+    if rank.world == 1 {
+        return None;
+    }
+    let complete = complete_cache(config, rows);
+    if complete.is_some() || !rank.is_first() || !are_measured_at_start(num_chats(rows), rank.world)
+    {
+        return complete;
+    }
+    match update_cache(config, rows.clone(), observer) {
+        Ok((cached, work)) => Some(log_lengths(config, cached, work, options)),
+        Err(error) => {
+            warn_without_cache(&error);
+            None
+        }
+    }
 }
 
 fn warn_without_cache(error: &(dyn std::error::Error + 'static)) {
@@ -131,13 +167,19 @@ fn without_epochs(
     rows: &Arc<JsonlRows>,
     order: &Order,
     options: &LoaderOptions,
-    resumed: Option<&TrainState>,
+    (resumed, rank): (Option<&TrainState>, Rank),
     observer: &dyn SetupObserver,
 ) -> RunPlan {
     let num_rows = num_chats(rows);
+    if resumed.is_some()
+        && let Some(reader) = cache_of_resumed_ranks(config, rows, options, rank, observer)
+    {
+        let (packs, has_new_cache, background) = (None, false, None);
+        return RunPlan { planned: None, reader, packs, has_new_cache, background };
+    }
     let cached = if resumed.is_some() || num_rows == 0 {
         Ok(None)
-    } else if are_measured_at_start(num_rows, resumed) {
+    } else if are_measured_at_start(num_rows, rank.world) {
         update_cache(config, rows.clone(), observer).map(Some)
     } else if CachedRows::exist(rows, &config.cache_dir()) {
         update_cache_if_quick(config, rows.clone(), observer)

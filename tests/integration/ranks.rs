@@ -214,33 +214,53 @@ impl SetupObserver for Measured {
     }
 }
 
+/// The numbers of rows that each of two ranks measures when a run starts.
+fn measured_rows(config: &RunConfig) -> Vec<Vec<u64>> {
+    let totals = |group: Group| {
+        let measured = Measured::default();
+        let options = RunOptions { observer: &measured, ..RunOptions::default() };
+        drop(Run::with_group(config, &options, Some(group)).unwrap());
+        measured.0.into_inner().unwrap()
+    };
+    thread::scope(|scope| {
+        let totals = &totals;
+        let groups = threads(2).unwrap().into_iter();
+        let ranks: Vec<_> = groups.map(|group| scope.spawn(move || totals(group))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+const STEPS_ALONE: [&str; 2] = ["train.epochs=null", "train.max_steps=4"];
+
 #[test]
-fn ranks_divide_the_measuring_of_rows_with_epochs_and_with_steps_alone() {
+fn ranks_divide_the_measuring_of_rows_at_the_start_and_when_they_resume() {
     let place = place();
     // one row is not JSON
     let chats =
         place.read("rows.jsonl").split(|byte| *byte == b'\n').filter(|row| !row.is_empty()).count()
             as u64;
-    for (name, steps) in
-        [("epochs", &[][..]), ("steps", &["train.epochs=null", "train.max_steps=2"])]
-    {
+    // rank 0 joins the two parts
+    let divided = [vec![chats / 2, chats], vec![chats.div_ceil(2)]];
+    for (name, steps) in [("epochs", &[][..]), ("steps", &STEPS_ALONE)] {
         let settings = [steps, &["data.eval=[]"]].concat();
         let config = config(&place, name, &settings);
-        let totals = |group: Group| {
-            let measured = Measured::default();
-            let options = RunOptions { observer: &measured, ..RunOptions::default() };
-            drop(Run::with_group(&config, &options, Some(group)).unwrap());
-            measured.0.into_inner().unwrap()
-        };
-        let totals: Vec<Vec<u64>> = thread::scope(|scope| {
-            let totals = &totals;
-            let groups = threads(2).unwrap().into_iter();
-            let ranks: Vec<_> = groups.map(|group| scope.spawn(move || totals(group))).collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-        });
-        // rank 0 joins the two parts
-        assert_eq!(totals, [vec![chats / 2, chats], vec![chats.div_ceil(2)]], "{name}");
+        assert_eq!(measured_rows(&config), divided, "{name}");
+        train(&config, 2, Some(1));
+        assert_eq!(measured_rows(&config), [[0; 0]; 2], "{name}, resumed with a complete cache");
+        fs::remove_dir_all(config.cache_dir()).unwrap();
+        assert_eq!(measured_rows(&config), divided, "{name}, resumed without a cache");
     }
+}
+
+#[test]
+fn ranks_divide_the_measuring_of_more_rows_than_one_process_measures_at_its_start() {
+    let place = place();
+    let row = r#"{"messages":[{"role":"user","content":"Q"},{"role":"assistant","content":"A"}]}"#;
+    let rows = 32_769;
+    place.write("rows.jsonl", &format!("{row}\n").repeat(rows));
+    let settings = [&STEPS_ALONE[..], &["data.eval=[]"]].concat();
+    let found = measured_rows(&config(&place, "many", &settings));
+    assert_eq!(found, [vec![16_384, 32_769], vec![16_385]]);
 }
 
 const SHARDS: [&str; 3] = ["optimizer", "gradients", "full"];
