@@ -2,7 +2,8 @@
 # Trains the largest model with the shape of Qwen3-VL 2B, in its number of layers, that `trainer plan`
 # says fits into a given memory with `distributed.shard: full`: two steps from random weights on MPI
 # ranks of this machine, in bf16 with recomputation and moments in bf16. Prints the predicted and the
-# measured peak memory of a rank.
+# measured peak memory of a rank; fails if the prediction is more than 10 % off, or if the run does not
+# make both steps.
 #   scripts/bench/largest_shard.sh [KEY=VALUE..]     example: scripts/bench/largest_shard.sh optim.master=f32
 # MEMORY=24GiB   memory of all ranks together; by default what is free now, less 1 GiB
 # RANKS=2        number of ranks.  TOKENS=256  size of a micro-batch.  LAYERS=n  a number of layers
@@ -73,11 +74,14 @@ echo "$layers of 28 layers: $predicted MiB a rank predicted, $limit MiB for $wor
 RAYON_NUM_THREADS=${RAYON_NUM_THREADS:-1} "$trainer" sft --config "$work/config.yaml" "${set[@]}" \
   --set "distributed.processes=$world" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
 "$python" - "$work" "$layers" "$predicted" <<'PY'
-import json, sys
+import json, math, sys
 work, layers, predicted = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 steps = [json.loads(line) for line in open(f"{work}/run/metrics.jsonl")]
 least, _, most = (value / 2**20 for value in steps[-1]["ranks"]["peak_memory_bytes"])
 print("| layers | steps, losses | peak of a rank, MiB: least, most | predicted | error |\n|---|---|---|---|---|")
 losses = ", ".join(f"{step['loss']:.3f}" for step in steps)
 print(f"| {layers} | {len(steps)}: {losses} | {least:.0f}, {most:.0f} | {predicted:.0f} | {predicted / most - 1:+.1%} |")
+off = max(abs(predicted / value - 1) for value in (least, most))
+if off > 0.1 or len(steps) != 2 or not all(math.isfinite(step["loss"]) for step in steps):
+    sys.exit(f"error: expected two steps with finite losses, and a prediction within 10 %, found one {off:.1%} off")
 PY

@@ -2,7 +2,8 @@
 # Compares the speed that `trainer plan` predicts for MPI ranks of one thread with the measured one, for
 # each `distributed.shard`, with the text model of 26 M parameters in f32. The rates of the prediction are
 # measured first: that of a rank alone, and that of a sum over all ranks. Steps have 4 micro-batches
-# for 2 ranks: 1,024 tokens each, and 128, so that exchanges take a larger part. Prints a table.
+# for 2 ranks: 1,024 tokens each, and 128, so that exchanges take a larger part. Prints a table; fails if
+# a prediction is more than LIMIT percent off (35).
 #   scripts/bench/plan_time.sh
 # TRAINER=FILE  another binary, built with the feature `mpi`.  RANKS=n  number of ranks (2).
 # TOKENS="1024 128"  sizes of micro-batches.
@@ -17,6 +18,7 @@ scripts/bench/text_model.sh "$work/model"
 sum_ms=$(mpirun --allow-run-as-root --oversubscribe --bind-to none -n "$world" "$trainer" selftest --distributed 2>&1 |
   grep -oE 'a large sum.*' | grep -oE '[0-9.]+ ms' | head -n 1 | cut -d' ' -f1)
 gbps=$(awk -v ms="$sum_ms" -v n="$world" 'BEGIN { printf "%.2f", 8 * 0.1 * 2 * (n - 1) / n / (ms / 1000) }')
+failed=0
 echo "a sum of 100 MB over $world ranks: $sum_ms ms, $gbps Gbit/s"
 echo "| tokens | shard | predicted tokens/s | measured | difference |"
 echo "|---|---|---|---|---|"
@@ -36,14 +38,18 @@ YAML
   for shard in none optimizer gradients full; do
     rm -rf "$work/run"
     "$trainer" sft --config "$work/config.yaml" --set "distributed.processes=$world" --set "distributed.shard=$shard" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
-    "$python" - "$work" "$tokens" "$shard" "$world" <<'PY'
+    "$python" - "$work" "$tokens" "$shard" "$world" "${LIMIT:-35}" <<'PY' || failed=1
 import json, statistics, sys
-work, tokens, shard, world = sys.argv[1:]
+work, tokens, shard, world, limit = sys.argv[1:]
 rows = [json.loads(line) for line in open(f"{work}/run/metrics.jsonl")][1:]
 measured = statistics.median(row["tokens_per_s"] for row in rows)
 plan = next(row for row in map(json.loads, open(f"{work}/plan")) if row.get("shard") == shard)
 predicted = plan["tokens_per_s"]
-print(f"| {tokens} | {shard} | {predicted:.0f} | {measured:.0f} | {predicted / measured - 1:+.0%} |", flush=True)
+off = predicted / measured - 1
+is_off = abs(off) > float(limit) / 100
+print(f"| {tokens} | {shard} | {predicted:.0f} | {measured:.0f} | {off:+.0%}{', FAILED' if is_off else ''} |", flush=True)
+sys.exit(is_off)
 PY
   done
 done
+exit "$failed"

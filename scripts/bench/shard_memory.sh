@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Compares the peak memory of each rank with the prediction of `trainer plan`, for f32 and bf16 and for
-# each `distributed.shard`. The ranks are MPI processes of one thread on the CPU. Prints a table.
+# each `distributed.shard`. The ranks are MPI processes of one thread on the CPU. Prints a table; fails if
+# the prediction for a rank is more than 10 % off.
 #   scripts/bench/shard_memory.sh [KEY=VALUE..]      example: scripts/bench/shard_memory.sh optim.moments=bf16
 # VOCAB=151936       another vocabulary: 2,048 gives 26 M parameters, 151,936 gives 103 M
 # WORLDS="2 4"       numbers of ranks
@@ -39,7 +40,7 @@ measure() { # precision, number of ranks, shard
     --set "distributed.shard=$shard" --set "distributed.processes=$world" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
   "$trainer" plan --config "$work/config.yaml" --set "model.precision=$precision" "${set[@]}" --gpus "$world" \
     --images 0 --targets 0.5 --json >"$work/plan"
-  "$python" - "$work" "$precision" "$shard" "$world" <<'PY'
+  "$python" - "$work" "$precision" "$shard" "$world" <<'PY' || failed=1
 import json, sys
 work, precision, shard, world = sys.argv[1:]
 steps = [json.loads(line) for line in open(f"{work}/run/metrics.jsonl")]
@@ -49,13 +50,17 @@ plan = next(row for row in map(json.loads, open(f"{work}/plan")) if row["shard"]
 vocabulary = json.load(open(f"{work}/model/config.json"))["text_config"]["vocab_size"]
 predicted = (plan["memory_bytes"] - 1400 * (vocabulary - 2048)) / 2**20
 shown = ", ".join(f"{value:.0f}" for value in peak)
-print(f"| {precision} | {world} | {shard} | {shown} | {predicted:.0f} | {predicted / peak[2] - 1:+.1%} |", flush=True)
+worst = max((predicted / value - 1 for value in peak), key=abs)
+print(f"| {precision} | {world} | {shard} | {shown} | {predicted:.0f} | {worst:+.1%}{'' if abs(worst) <= 0.1 else ', FAILED'} |", flush=True)
+sys.exit(abs(worst) > 0.1)
 PY
 }
-echo "| precision | ranks | shard | peak of a rank, MiB: least, mean, most | predicted | error |"
+failed=0
+echo "| precision | ranks | shard | peak of a rank, MiB: least, mean, most | predicted | largest error |"
 echo "|---|---|---|---|---|---|"
 for precision in ${PRECISIONS:-f32 bf16}; do
   for world in ${WORLDS:-2 4}; do
     for shard in ${SHARDS:-none optimizer gradients full}; do measure "$precision" "$world" "$shard"; done
   done
 done
+exit "$failed"
