@@ -238,10 +238,10 @@ fn found_by_check(case: &Case, config: &Path, folder: &Path) -> Result<(), Strin
     };
     let findings = stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let mut errors = findings.filter(|finding| finding["kind"] == "error");
-    match errors.any(|error| error["message"].as_str().unwrap().contains(words)) {
-        true => Ok(()),
-        false => Err(format!("{}: no `{words}` in\n{stdout}", case.file)),
+    if errors.any(|error| error["message"].as_str().unwrap().contains(words)) {
+        return Ok(());
     }
+    Err(format!("{}: no `{words}` in\n{stdout}", case.file))
 }
 
 /// A config in `folder` that trains on `rows.jsonl` in it; images are those of the fixtures.
