@@ -3,9 +3,10 @@
 #   scripts/cuda/check.sh [types] [emulated] [nvcc]
 #   types     clippy for the features `cuda` and `flash-attn`, with a stub in place of nvcc
 #   emulated  the tests of the ops and of the model (`laws`), with every CUDA kernel emulated
-#             on the CPU
-#   nvcc      compiles every kernel for sm_80 and sm_90 with the pinned compiler of toolkit.sh;
-#             register spills are errors
+#             on the CPU: with the kernels for compute capability 8.0, then with those for 9.0
+#   nvcc      compiles every kernel for sm_80 and sm_90 (those for Hopper alone for sm_90a) with the
+#             pinned compiler of toolkit.sh; register spills and products that the assembler must
+#             serialize are errors; counts instructions of Hopper's kernels
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -20,33 +21,65 @@ types() {
 }
 
 emulated() {
-  export TRAINER_EMULATE_CUDA=1
-  cargo test --release --features cuda-emulation --lib -- ops:: optim::
-  cargo test --release --features cuda-emulation --test integration -- laws parity --skip follow_the_reference
+  local capability
+  export TRAINER_EMULATE_CUDA
+  for capability in 8.0 9.0; do
+    TRAINER_EMULATE_CUDA=$capability
+    cargo test --release --features cuda-emulation --lib -- ops:: optim::
+    cargo test --release --features cuda-emulation --test integration -- laws parity --skip follow_the_reference
+  done
 }
 
-# Prints one line per kernel: architecture and file, name, registers, spilled bytes.
+# Prints one line per kernel: architecture and file, name, registers, spilled bytes. Keeps machine code
+# for sm_90a.
 registers() { # architecture, file
-  local log
-  log=$("$CUDA_HOME/bin/nvcc" -cubin "-arch=sm_$1" -O3 -std=c++17 -Werror all-warnings -Xptxas -v -Isrc/ops/cuda/kernels/common -o /dev/null "$2" 2>&1) || { echo "$log" >&2; return 1; }
+  local log cubin=/dev/null
+  [ "$1" != 90a ] || cubin=target/cuda/$(basename "$2" .cu).cubin
+  log=$("$CUDA_HOME/bin/nvcc" -cubin "-arch=sm_$1" -O3 -std=c++17 -Werror all-warnings -Xptxas -v -Isrc/ops/cuda/kernels/common -o "$cubin" "$2" 2>&1) || { echo "$log" >&2; return 1; }
+  # C7510 and its neighbours: wgmma instructions that wait for each other, because of their registers.
+  if grep -E '\(C75[0-9][0-9]\)' <<<"$log" >&2; then return 1; fi
   awk -v where="sm_$1 $(basename "$2")" '
     /Compiling entry function/ { split($0, part, "\047"); name = part[2] }
     /bytes spill stores/ { if ($5 > 0 || $9 > 0) { spills = $5 + $9 } else spills = 0 }
-    /Used [0-9]+ registers/ { match($0, /Used [0-9]+/); printf "%-32s %-44s %3d registers, %d bytes spilled\n", where, name, substr($0, RSTART + 5), spills }
+    /Used [0-9]+ registers/ { match($0, /Used [0-9]+/); printf "%-36s %-44s %3d registers, %d bytes spilled\n", where, name, substr($0, RSTART + 5), spills }
   ' <<<"$log"
+}
+
+# Prints one line per kernel of the machine code: the largest register that an instruction names (the
+# consumers may have more than a thread has at the start), and the numbers of products, copies of boxes,
+# loads from shared memory, and accesses to local memory.
+instructions() { # file
+  "$CUDA_HOME/bin/nvdisasm" -c "$1" | awk '
+    match($0, /\.text\.[a-z0-9_]+/) { name = substr($0, RSTART + 6, RLENGTH - 6) }
+    name == "" { next }
+    / HGMMA/ { products[name]++ }
+    / UTMALDG/ { copies[name]++ }
+    / LDSM?[. ]/ { loads[name]++ }
+    / (STL|LDL)[. ]/ { locals[name]++ }
+    { rest = $0; while (match(rest, /R[0-9]+/)) { at = substr(rest, RSTART + 1, RLENGTH - 1) + 0; if (at < 255 && at >= most[name]) most[name] = at + 1; rest = substr(rest, RSTART + RLENGTH) } }
+    END {
+      for (name in most)
+        printf "%-44s %3d registers, %3d products, %2d copies of boxes, %2d shared loads, %d local accesses\n", name, most[name], products[name], copies[name], loads[name], locals[name]
+    }'
 }
 
 nvcc() {
   eval "$(scripts/cuda/toolkit.sh)"
   mkdir -p target/cuda
-  local list=target/cuda/registers.txt
+  local list=target/cuda/registers.txt counts=target/cuda/instructions.txt file before=$SECONDS
   export -f registers
-  for arch in 80 90; do printf "$arch %s\n" src/ops/cuda/kernels/*/*.cu; done |
-    xargs -P "$(nproc)" -L 1 bash -c 'registers "$@"' _ >"$list.new"
+  {
+    for arch in 80 90; do printf "$arch %s\n" src/ops/cuda/kernels/{common,sm80}/*.cu; done
+    printf '90a %s\n' src/ops/cuda/kernels/sm90/*.cu
+  } | xargs -P "$(nproc)" -L 1 bash -c 'registers "$@"' _ >"$list.new"
   sort "$list.new" >"$list"
   rm "$list.new"
   if grep -v ' 0 bytes spilled' "$list"; then echo "error: the kernels above spill registers"; exit 1; fi
   awk '{ if ($4 > most) most = $4 } END { print NR " kernels, at most " most " registers, no spills: '"$list"'" }' "$list"
+  for file in target/cuda/*_sm90.cubin; do instructions "$file"; done | sort | tee "$counts"
+  # The kernels give a consumer 240 registers, or 160 where there are three of them.
+  if ! awk '{ limit = $1 ~ /forward_sm90_d(64|80)_/ ? 160 : 240; if ($2 > limit || $4 == 0 || $(NF - 2) > 0) { print "error: " $0; bad = 1 } } END { exit bad }' "$counts"; then exit 1; fi
+  echo "compiled in $((SECONDS - before)) s"
 }
 
 [ $# -gt 0 ] || set -- types emulated nvcc

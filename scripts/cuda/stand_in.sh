@@ -3,7 +3,8 @@
 # of CUDA (tests/fixtures/cuda) that answers at once:
 #   scripts/cuda/stand_in.sh [check] [train] [host] [ranks]
 #   check  memory that is exhausted, reads of the host, products that cuBLASLt refuses, an old driver
-#   train  ten steps with all computations on the stand-in (kernels in emulation) against the CPU
+#   train  ten steps with all computations on the stand-in (kernels in emulation) against the CPU; those
+#          in bf16 with the kernels for compute capability 8.0, and with those for 9.0
 #   ranks  on the stand-in, 1, 2 and 4 ranks train the same bits for every division of the state; not by
 #          default, because kernels in emulation take minutes
 #   host   the work of the host per step: launches and milliseconds, for the shape of SHAPE (4b) with
@@ -99,14 +100,18 @@ check() {
   echo "ok: the GPU build behind the stand-in"
 }
 
-# The losses of ten steps in f32, and of a step in bf16, are those of the CPU.
+# The losses of ten steps in f32, and of two steps in bf16, are those of the CPU.
 train() {
-  local precision steps
-  for precision in f32 bf16; do
+  local precision steps capability kernel
+  for precision in f32 bf16 hopper; do
+    capability=80 kernel=attention_forward
+    if [ $precision = hopper ]; then
+      precision=bf16 capability=90 kernel=attention_forward_sm90
+    fi
     steps=$([ $precision = f32 ] && echo 10 || echo 2)
-    TRAINER_POISON=1 STAND_IN_COMPUTES=1 sft "computed_$precision" 0 --set model.precision=$precision --set train.max_steps=$steps
+    TRAINER_POISON=1 STAND_IN_COMPUTES=1 STAND_IN_CAPABILITY=$capability sft "computed_$precision" 0 --set model.precision=$precision --set train.max_steps=$steps
     STAND_IN_COMPUTES=1 sft "cpu_$precision" 0 --set model.precision=$precision --set train.max_steps=$steps --set device=cpu
-    [ "$(calls "computed_$precision" 'kernel attention_forward')" -gt 0 ] || fail "no kernel ran" "$out/computed_$precision.calls"
+    [ "$(calls "computed_$precision" "kernel $kernel")" -gt 0 ] || fail "no kernel \`$kernel\` ran" "$out/computed_$precision.calls"
     python3 - "$out/computed_$precision" "$out/cpu_$precision" $precision <<'PY'
 import json, sys
 found, expected = ([json.loads(line) for line in open(f"{folder}/metrics.jsonl")] for folder in sys.argv[1:3])

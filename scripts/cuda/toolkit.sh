@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs a pinned CUDA 13.0 compiler from PyPI wheels (104 MB) and prints the shell line that
+# Installs a pinned CUDA 13.0 compiler and a disassembler from PyPI wheels (109 MB) and prints the shell line that
 # activates it:
 #   eval "$(scripts/cuda/toolkit.sh [FOLDER])"          default folder: target/cuda
 # Needs python3 with venv, and gcc, but neither a GPU nor root.
@@ -9,13 +9,13 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 folder=$(realpath -m "${1:-target/cuda}")
 home=$folder/home
-if ! [ -x "$home/bin/nvcc" ] || ! [ -e "$home/lib/stubs/named/libcuda.so.1" ]; then
+if ! [ -x "$home/bin/nvcc" ] || ! [ -x "$home/bin/nvdisasm" ] || ! [ -e "$home/lib/stubs/named/libcuda.so.1" ]; then
   mkdir -p "$folder"
   {
     python3 -m venv "$folder/venv"
-    # nvcc newer than 13.0 writes PTX that 580 drivers reject.
+    # nvcc newer than 13.0 writes PTX that 580 drivers reject. There is no nvdisasm older than 13.2.
     "$folder/venv/bin/pip" install -q --no-deps 'nvidia-cuda-nvcc==13.0.88' 'nvidia-cuda-crt==13.0.88' 'nvidia-nvvm==13.0.88' \
-      'nvidia-cuda-runtime==13.0.96' 'nvidia-cuda-cccl==13.0.85'
+      'nvidia-cuda-runtime==13.0.96' 'nvidia-cuda-cccl==13.0.85' 'nvidia-cuda-nvdisasm==13.2.51'
     ln -sfn "$(echo "$folder"/venv/lib/python3*/site-packages/nvidia/cu13)" "$home"
     ln -sfn lib "$home/lib64"
     ln -sf libcudart.so.13 "$home/lib/libcudart.so"

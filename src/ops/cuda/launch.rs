@@ -181,7 +181,7 @@ impl Launch {
     }
 
     /// Adds an `int` argument that may be negative.
-    #[cfg(test)]
+    #[cfg(all(test, not(feature = "cuda")))]
     pub(super) fn signed(self, value: i32) -> Self {
         self.with(Argument::Int(value))
     }
