@@ -73,6 +73,14 @@ pub(super) fn has_tensor_cores(device: &Device, bytes: usize) -> Result<bool> {
     Ok(gpu.capability >= SM80 && gpu.shared_bytes >= bytes)
 }
 
+/// Whether the kernels for compute capability 9.0 may be selected: not if `TRAINER_HOPPER` is `0`, so
+/// that their results on a GPU can be compared with those of the other kernels.
+fn hopper_is_allowed() -> bool {
+    static ALLOWED: std::sync::LazyLock<bool> =
+        std::sync::LazyLock::new(|| std::env::var_os("TRAINER_HOPPER").is_none_or(|x| x != "0"));
+    *ALLOWED
+}
+
 /// Side whose rows a block owns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Own {
@@ -125,7 +133,7 @@ impl AttentionKernels {
             81..=128 => (128, 256),
             _ => (256, 512),
         };
-        if gpu.capability == SM90 {
+        if gpu.capability == SM90 && hopper_is_allowed() {
             return Ok(Self { gpu, padded: Some(padded), row_bytes: 2 * padded, hopper: true });
         }
         Ok(Self { gpu, padded: Some(padded), row_bytes, hopper: false })

@@ -28,6 +28,7 @@ namespace emulation {
 
 static constexpr size_t STACK = 256 << 10;
 static constexpr size_t SHARED_SM80 = 163 << 10; // limit of a block of the kernels for every GPU
+static size_t shared_limit;                       // of the current launch
 
 static thread_local std::string error; // of the last launch of this thread
 static bool in_fiber, failed;
@@ -99,14 +100,15 @@ static bool run_warp(unsigned warp, const std::vector<unsigned> &lanes) {
   return progress() != before;
 }
 
-// Checks that no thread has written beyond the shared memory of the launch.
-static void check_shared(unsigned bytes) {
-  for (size_t i = bytes; i < SHARED; i++)
-    if (shared_memory[i] != 0xFF) fail("writes beyond the shared memory of its launch");
+// Checks that no thread has written beyond the shared memory of the launch: all bytes are still 0xFF.
+static void check_shared(size_t bytes) {
+  const unsigned char *rest = shared_memory + bytes;
+  size_t count = shared_limit - bytes;
+  if (count > 0 && (rest[0] != 0xFF || std::memcmp(rest, rest + 1, count - 1) != 0)) fail("writes beyond the shared memory of its launch");
 }
 
 static void run_block(unsigned threads, unsigned shared_bytes) {
-  std::memset(shared_memory, 0xFF, SHARED);
+  std::memset(shared_memory, 0xFF, shared_limit);
   fibers.resize(threads);
   warps.assign((threads + 31) / 32, Warp());
   for (Fiber &fiber : fibers) prepare(fiber);
@@ -156,7 +158,8 @@ extern "C" int trainer_emulation_launch(const char *name, const unsigned *grid, 
   kernel_name = found->first.c_str();
   current = 0;
   failed = in_fiber = false;
-  if (shared_bytes > (std::strstr(name, "sm90") ? SHARED : SHARED_SM80)) fail("requests more shared memory than a block can have");
+  shared_limit = std::strstr(name, "sm90") ? SHARED : SHARED_SM80;
+  if (shared_bytes > shared_limit) fail("requests more shared memory than a block can have");
   if (threads == 0 || threads > 1024 || threads % 32) fail("a block must have whole warps and at most 1024 threads");
   Call call{found->second, arguments};
   body_data = &call;
