@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ref_trainer import parameter_groups
+from optimizers import groups as parameter_groups
 from reference_lib import GOLDEN, IGNORE, Encoder, nll, read_jsonl
 
 SMALL = GOLDEN / "models" / "small-tied"
@@ -111,7 +111,7 @@ def train(samples, layout):
     """The curve of one layout."""
     model = load_model(FOLDER)
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.0), lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    optimizer = torch.optim.AdamW(parameter_groups(list(model.parameters()), 0.0), lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
     curve = {"loss": [], "grad_norm": [], "target_tokens": []}
     for step in range(STEPS):
         batch = [samples[(step * ROWS + k) % len(samples)] for k in range(ROWS)]

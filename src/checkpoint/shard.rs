@@ -27,6 +27,55 @@ pub(super) struct Shard {
     pub(super) tensors: HashMap<String, TensorInfo>,
 }
 
+/// Decoded elements.
+#[derive(Debug, Clone)]
+pub(super) enum Values {
+    F32(Vec<f32>),
+    BF16(Vec<bf16>),
+    F16(Vec<f16>),
+}
+
+impl Values {
+    /// No elements of `dtype`; `None` if files do not have numbers of this dtype.
+    pub(super) fn of(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::F32 => Some(Self::F32(Vec::new())),
+            DType::BF16 => Some(Self::BF16(Vec::new())),
+            DType::F16 => Some(Self::F16(Vec::new())),
+            _ => None,
+        }
+    }
+
+    pub(super) fn dtype(&self) -> DType {
+        match self {
+            Self::F32(_) => DType::F32,
+            Self::BF16(_) => DType::BF16,
+            Self::F16(_) => DType::F16,
+        }
+    }
+
+    pub(super) fn reserve(&mut self, count: usize) {
+        match self {
+            Self::F32(values) => values.reserve_exact(count),
+            Self::BF16(values) => values.reserve_exact(count),
+            Self::F16(values) => values.reserve_exact(count),
+        }
+    }
+
+    /// A tensor with one dimension.
+    pub(super) fn into_tensor(self) -> candle_core::Result<Tensor> {
+        fn tensor<T: WithDType>(values: Vec<T>) -> candle_core::Result<Tensor> {
+            let len = values.len();
+            Tensor::from_vec(values, len, &Device::Cpu)
+        }
+        match self {
+            Self::F32(values) => tensor(values),
+            Self::BF16(values) => tensor(values),
+            Self::F16(values) => tensor(values),
+        }
+    }
+}
+
 impl Shard {
     /// Opens a file that an index names.
     pub(super) fn open_named(
@@ -94,20 +143,42 @@ impl Shard {
         range: &Range<usize>,
         dtype: DType,
     ) -> Result<Tensor, CheckpointError> {
-        let data = self.data(info);
+        let copied = |source| CheckpointError::Tensor { tensor: name.to_owned(), source };
+        if info.dtype == Dtype::U8 && dtype == DType::U8 {
+            // codes, which have no meaning as numbers
+            #[cfg(test)]
+            self.record(info, range);
+            let codes = self.data(info)[range.clone()].to_vec();
+            return Tensor::from_vec(codes, range.len(), &Device::Cpu).map_err(copied);
+        }
+        let mut values = match info.dtype {
+            Dtype::F32 => Values::F32(Vec::new()),
+            Dtype::BF16 => Values::BF16(Vec::new()),
+            _ => Values::F16(Vec::new()),
+        };
+        values.reserve(range.len());
+        self.append(name, info, range, dtype, &mut values)?;
+        values.into_tensor().map_err(copied)
+    }
+
+    /// Adds elements of the tensor `name` to `values`, which have its dtype. They must be finite as
+    /// `dtype`.
+    pub(super) fn append(
+        &self,
+        name: &str,
+        info: &TensorInfo,
+        range: &Range<usize>,
+        dtype: DType,
+        values: &mut Values,
+    ) -> Result<(), CheckpointError> {
+        let part = (self.data(info), range, dtype);
         #[cfg(test)]
         self.record(info, range);
-        let copied = |source| CheckpointError::Tensor { tensor: name.to_owned(), source };
-        match info.dtype {
-            Dtype::F32 => self.decoded(name, (data, range, dtype), f32::from_le_bytes),
-            Dtype::BF16 => self.decoded(name, (data, range, dtype), bf16::from_le_bytes),
-            Dtype::F16 => self.decoded(name, (data, range, dtype), f16::from_le_bytes),
-            // codes, which have no meaning as numbers
-            Dtype::U8 if dtype == DType::U8 => {
-                let codes = data[range.clone()].to_vec();
-                Tensor::from_vec(codes, range.len(), &Device::Cpu).map_err(copied)
-            }
-            other => Err(CheckpointError::Dtype {
+        match (info.dtype, values) {
+            (Dtype::F32, Values::F32(all)) => self.decode(name, part, f32::from_le_bytes, all),
+            (Dtype::BF16, Values::BF16(all)) => self.decode(name, part, bf16::from_le_bytes, all),
+            (Dtype::F16, Values::F16(all)) => self.decode(name, part, f16::from_le_bytes, all),
+            (other, _) => Err(CheckpointError::Dtype {
                 place: self.path.clone(),
                 tensor: name.to_owned(),
                 dtype: format!("{other:?}"),
@@ -123,24 +194,24 @@ impl Shard {
         super::READS.lock().unwrap().push((self.path.clone(), bytes));
     }
 
-    fn decoded<T: Value + WithDType, const N: usize>(
+    fn decode<T: Value, const N: usize>(
         &self,
         name: &str,
         (data, range, dtype): (&[u8], &Range<usize>, DType),
         value: impl Fn([u8; N]) -> T,
-    ) -> Result<Tensor, CheckpointError> {
+        values: &mut Vec<T>,
+    ) -> Result<(), CheckpointError> {
         let (elements, _) = data.as_chunks::<N>();
-        let mut values = Vec::with_capacity(range.len());
+        let first = values.len();
         for chunk in elements[range.clone()].chunks(CHUNK) {
             let start = values.len();
             values.extend(chunk.iter().map(|&bytes| value(bytes)));
             if let Some((at, found)) = first_non_finite(&values[start..], dtype) {
-                return Err(self.non_finite(name, range.start + start + at, found));
+                return Err(self.non_finite(name, range.start + start - first + at, found));
             }
         }
         self.release(elements[range.clone()].as_flattened());
-        Tensor::from_vec(values, range.len(), &Device::Cpu)
-            .map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })
+        Ok(())
     }
 
     /// Removes the pages of a large part from the memory of the process, which has a copy now. They

@@ -423,5 +423,6 @@ fn convert<T: Finite + WithDType, const N: usize>(
 }
 
 mod copies;
+mod split;
 #[cfg(test)]
 mod tests;

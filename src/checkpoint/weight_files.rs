@@ -2,6 +2,9 @@
 //!
 //! Files are memory-mapped, so that a folder larger than memory opens at once.
 
+mod joined;
+
+use self::joined::Joined;
 use super::bitsandbytes::{ABSMAX, FP4_STATE, MAP, NESTED_ABSMAX, NESTED_MAP, QuantState, STATE};
 use super::hf::{INDEX, SINGLE};
 use super::manifest::{MANIFEST, Manifest, not_listed};
@@ -10,7 +13,7 @@ use super::{CheckpointError, regular};
 use crate::ops::{Nf4, Nf4Parts, is_nf4_map, nf4_places, nf4_span};
 use candle_core::{DType, Device, Tensor};
 use safetensors::tensor::{Dtype, TensorInfo};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -27,6 +30,10 @@ pub struct WeightFiles {
     by_name: BTreeMap<String, (usize, String)>,
     /// Matrices that bitsandbytes has stored in NF4, by name.
     quantized: BTreeMap<String, QuantState>,
+    /// Tensors that the files have in pieces, by name.
+    joined: BTreeMap<String, Joined>,
+    /// Names of the pieces.
+    in_pieces: HashSet<String>,
 }
 
 impl WeightFiles {
@@ -106,7 +113,14 @@ impl WeightFiles {
         by_name: BTreeMap<String, (usize, String)>,
     ) -> Result<Self, CheckpointError> {
         let place = place.to_owned();
-        let mut files = Self { place, shards, by_name, quantized: BTreeMap::new() };
+        let mut files = Self {
+            place,
+            shards,
+            by_name,
+            quantized: BTreeMap::new(),
+            joined: BTreeMap::new(),
+            in_pieces: HashSet::new(),
+        };
         let states = files.by_name.keys();
         if let Some(fp4) = states.clone().find_map(|name| name.strip_suffix(FP4_STATE)) {
             let problem = "is stored in FP4, expected NF4, or the original weights".to_owned();
@@ -146,14 +160,17 @@ impl WeightFiles {
         Ok(Self { by_name, quantized: quantized.collect(), ..self })
     }
 
-    /// Names of all tensors, sorted. The parts of a matrix in NF4 are not listed.
+    /// Names of all tensors, sorted, and of those that were [`Self::joined`]. The parts of a matrix in
+    /// NF4 and the pieces of a joined tensor are not listed.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         let is_part = |name: &str| {
             let ends = [STATE, NESTED_ABSMAX, ABSMAX, NESTED_MAP, MAP];
             let matrix = ends.into_iter().find_map(|end| name.strip_suffix(end));
             matrix.is_some_and(|matrix| self.quantized.contains_key(matrix))
         };
-        self.by_name.keys().map(String::as_str).filter(move |name| !is_part(name))
+        let listed = move |name: &&str| !is_part(name) && !self.in_pieces.contains(*name);
+        let stored = self.by_name.keys().map(String::as_str).filter(listed);
+        stored.chain(self.joined.keys().map(String::as_str))
     }
 
     /// Whether a matrix is stored in NF4.
@@ -166,6 +183,9 @@ impl WeightFiles {
         if let Some(state) = self.quantized.get(name) {
             return Some(state.shape.clone());
         }
+        if let Some(joined) = self.joined.get(name) {
+            return Some(joined.shape.clone());
+        }
         Some(self.find(name)?.1.shape.clone())
     }
 
@@ -174,6 +194,9 @@ impl WeightFiles {
     pub fn dtype(&self, name: &str) -> Option<DType> {
         if let Some(state) = self.quantized.get(name) {
             return Some(state.dtype);
+        }
+        if let Some(joined) = self.joined.get(name) {
+            return self.dtype_of_pieces(joined);
         }
         match self.find(name)?.1.dtype {
             Dtype::F32 => Some(DType::F32),
@@ -207,25 +230,26 @@ impl WeightFiles {
         dtype: DType,
         device: &Device,
     ) -> Result<Tensor, CheckpointError> {
-        let (shard, info) = self.find(name).ok_or_else(|| CheckpointError::NoTensor {
-            place: self.place.clone(),
-            tensor: name.to_owned(),
-        })?;
-        let state = self.quantized.get(name);
-        let len = state.map_or(&info.shape, |state| &state.shape).iter().product();
+        let no_tensor =
+            || CheckpointError::NoTensor { place: self.place.clone(), tensor: name.to_owned() };
+        let len = self.shape(name).ok_or_else(no_tensor)?.iter().product();
         if range.start > range.end || range.end > len {
             let Range { start, end } = range;
             let problem = format!("has {len} elements, but the elements {start}..{end} are needed");
             return Err(CheckpointError::Parts { tensor: name.to_owned(), problem });
         }
+        if let Some(joined) = self.joined.get(name) {
+            return self.load_pieces(name, joined, &range, dtype, device);
+        }
         let copied = |source| CheckpointError::Tensor { tensor: name.to_owned(), source };
-        if let Some(state) = state {
+        if let Some(state) = self.quantized.get(name) {
             let span = nf4_span(&range, len);
             let part = range.start - span.start..range.end - span.start;
             let values = self.nf4_of(name, &span, vec![span.len()], state)?.part(part);
             let values = values.and_then(|values| values.to_dtype(dtype)?.to_device(device));
             return values.map_err(copied);
         }
+        let (shard, info) = self.find(name).ok_or_else(no_tensor)?;
         shard
             .elements(name, info, &range, dtype)?
             .to_dtype(dtype)

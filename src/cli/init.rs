@@ -1,6 +1,7 @@
 //! `trainer init`: writes a model folder with random weights.
 
 mod preset;
+mod windowed;
 
 use super::args::check_folder;
 use super::failure::{Exit, Failure};
@@ -108,15 +109,18 @@ fn stored_dtype(config: &Value) -> DType {
 fn random_weights(config: &Value, seed: u64) -> anyhow::Result<Vec<SavedTensor>> {
     let dtype = stored_dtype(config);
     let config = config_from_json(config)?;
-    config
-        .param_specs()
-        .into_iter()
-        .map(|spec| {
-            let tensor = random_tensor(&spec, config.initializer_range(), seed, &Device::Cpu)?;
-            let name = config.tensor_names().in_file(&spec.name);
-            Ok(SavedTensor::whole(name, tensor.to_dtype(dtype)?))
-        })
-        .collect()
+    let names = config.tensor_names();
+    let mut weights = Vec::new();
+    for spec in config.param_specs() {
+        let tensor = random_tensor(&spec, config.initializer_range(), seed, &Device::Cpu)?;
+        let tensor = SavedTensor::whole(names.in_file(&spec.name), tensor.to_dtype(dtype)?);
+        let pieces = spec.pieces().into_iter().map(|(name, shape)| (names.in_file(&name), shape));
+        match pieces.collect::<Vec<_>>() {
+            pieces if pieces.is_empty() => weights.push(tensor),
+            pieces => weights.extend(tensor.split(&pieces)?),
+        }
+    }
+    Ok(weights)
 }
 
 #[cfg(test)]

@@ -65,7 +65,9 @@ pub(super) fn print(report: &Report<'_>) -> anyhow::Result<()> {
 fn print_run(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
     let [parameters, trained] = report.shape.num_parameters().map(millions);
     let precision = report.config.model.precision.hf_name();
-    writeln!(out, "model   {parameters} parameters, {trained} trained, {precision}")?;
+    let active = report.shape.num_active().map(millions);
+    let active = active.map_or_else(String::new, |active| format!(", {active} for each token"));
+    writeln!(out, "model   {parameters} parameters, {trained} trained{active}, {precision}")?;
     let tokens = report.load.tokens();
     match report.data {
         None => {

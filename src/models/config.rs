@@ -71,7 +71,8 @@ impl ModelConfigError {
             }
             Self::Unsupported { .. } => {
                 "use a Qwen3-VL, Qwen2.5-VL, Qwen3.5 or Qwen3 model in the transformers layout \
-                 (`model_type` is `qwen3_vl`, `qwen2_5_vl`, `qwen3_5`, `qwen3_5_text` or `qwen3`)"
+                 (`model_type` is `qwen3_vl`, `qwen3_vl_moe`, `qwen2_5_vl`, `qwen3_5`, `qwen3_5_text`, \
+                 `qwen3` or `qwen3_moe`)"
             }
         }
     }
@@ -316,6 +317,7 @@ impl Section<'_> {
             rms_norm_eps: self.float("rms_norm_eps")?,
             rope_theta: theta.float("rope_theta")?,
             hybrid: None,
+            moe: None,
             tie_word_embeddings: self.flag("tie_word_embeddings"),
             initializer_range: self.value["initializer_range"].as_f64().unwrap_or(0.02),
             queries: Queries::Normed,

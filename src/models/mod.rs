@@ -5,6 +5,7 @@
 //! add a folder, and a line in [`FAMILIES`].
 
 mod config;
+mod experts;
 mod generate;
 mod model;
 mod opaque;

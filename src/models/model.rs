@@ -29,6 +29,15 @@ pub trait ModelConfig: Debug + Send + Sync {
         TensorNames::Modules
     }
 
+    /// The same model as weight files have it, if the layout of some tensors differs between files:
+    /// `shape_of` is the shape of a tensor in the files, and `None` of one that they do not have.
+    fn of_files(
+        &self,
+        _shape_of: &dyn Fn(&str) -> Option<Vec<usize>>,
+    ) -> Option<Arc<dyn ModelConfig>> {
+        None
+    }
+
     /// Builds the model from parameters with their published names, and those of its adapters.
     fn build(
         &self,

@@ -11,15 +11,17 @@ use std::sync::Arc;
 pub type ReadConfig = fn(&Value) -> Result<Arc<dyn ModelConfig>, ModelConfigError>;
 
 /// The families by `model_type`.
-pub const FAMILIES: [(&str, ReadConfig); 5] = [
+pub const FAMILIES: [(&str, ReadConfig); 7] = [
     ("qwen3_vl", |json| Ok(Arc::new(qwen3_vl::read(json)?))),
     ("qwen3_5", |json| Ok(Arc::new(qwen3_5::read(json)?))),
     ("qwen3_5_text", |json| Ok(Arc::new(qwen3_5::read_text(json)?))),
     ("qwen2_5_vl", |json| Ok(Arc::new(qwen2_5_vl::read(json)?))),
     ("qwen3", |json| Ok(Arc::new(qwen3::read(json)?))),
+    ("qwen3_vl_moe", |json| Ok(Arc::new(qwen3_vl::read_moe(json)?))),
+    ("qwen3_moe", |json| Ok(Arc::new(qwen3::read_moe(json)?))),
 ];
-const KNOWN_TYPES: &str =
-    "`qwen3_vl`, `qwen2_5_vl`, `qwen3`, `qwen3_5` or `qwen3_5_text`, all of them dense";
+const KNOWN_TYPES: &str = "`qwen3_vl`, `qwen2_5_vl`, `qwen3`, `qwen3_5` or `qwen3_5_text`, or with experts \
+                           `qwen3_vl_moe` or `qwen3_moe`";
 
 /// Reads `<folder>/config.json`. Also returns the whole file, which goes into checkpoints.
 pub fn read_config(folder: &Path) -> Result<(Arc<dyn ModelConfig>, Value), ModelConfigError> {
@@ -57,10 +59,10 @@ mod tests {
 
     #[test]
     fn an_unknown_family_is_refused_with_the_known_ones() {
-        let error = config_from_json(&json!({"model_type": "qwen3_vl_moe"})).unwrap_err();
+        let error = config_from_json(&json!({"model_type": "qwen3_next"})).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "config.json: `model_type` is `qwen3_vl_moe`, expected `qwen3_vl`, `qwen2_5_vl`, `qwen3`, `qwen3_5` or `qwen3_5_text`, all of them dense"
+            "config.json: `model_type` is `qwen3_next`, expected `qwen3_vl`, `qwen2_5_vl`, `qwen3`, `qwen3_5` or `qwen3_5_text`, or with experts `qwen3_vl_moe` or `qwen3_moe`"
         );
         for (model_type, _) in FAMILIES {
             assert!(KNOWN_TYPES.contains(&format!("`{model_type}`")));

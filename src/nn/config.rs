@@ -1,7 +1,8 @@
 //! Sizes of a decoder, and the names of its tensors.
 
+use super::experts::{MoeConfig, sparse_specs, stored};
 use super::init::Init;
-use super::params::{Component, ParamSpec};
+use super::params::{Component, ParamSpec, Stored};
 use crate::ops::{DeltaHeads, NormScale};
 
 /// Sizes of a decoder.
@@ -33,6 +34,8 @@ pub struct DecoderConfig {
     pub queries: Queries,
     /// The parts that Qwen3.5 has and Qwen3 does not have.
     pub hybrid: Option<HybridConfig>,
+    /// The experts; `None` if all layers have an MLP.
+    pub moe: Option<MoeConfig>,
 }
 
 /// What queries and keys have besides a projection and a rotation.
@@ -101,6 +104,25 @@ impl DecoderConfig {
     pub fn is_linear(&self, k: usize) -> bool {
         self.hybrid.as_ref().is_some_and(|hybrid| hybrid.is_linear[k])
     }
+
+    /// The experts of layer `k`; `None` if it has an MLP.
+    pub fn experts(&self, k: usize) -> Option<&MoeConfig> {
+        self.moe.as_ref().filter(|moe| moe.is_sparse[k])
+    }
+
+    /// Number of weights of experts that a token is not multiplied with.
+    pub fn idle_weights(&self) -> usize {
+        self.moe.as_ref().map_or(0, |moe| moe.num_sparse() * moe.idle_weights(self.hidden_size))
+    }
+
+    /// The same sizes, with the experts as weight files have them; `prefix` is the name of the
+    /// decoder's module, and `shape_of` the shape of a tensor in the files.
+    #[must_use]
+    pub fn of_files(&self, prefix: &str, shape_of: &dyn Fn(&str) -> Option<Vec<usize>>) -> Self {
+        let of_files =
+            |moe: &MoeConfig| moe.of_files(self.hidden_size, |k| layer_name(prefix, k), shape_of);
+        Self { moe: self.moe.as_ref().map(of_files), ..self.clone() }
+    }
 }
 
 /// Name of an untied head.
@@ -115,13 +137,14 @@ pub fn decoder_specs(config: &DecoderConfig, prefix: &str, component: Component)
     };
     let table = [config.vocab_size, hidden];
     let mut specs = Vec::new();
-    let mut push = |name: String, shape: &[usize], init| {
-        specs.push(ParamSpec { name, shape: shape.to_vec(), component, init });
+    let mut push = |name: String, shape: &[usize], init, stored| {
+        specs.push(ParamSpec { name, shape: shape.to_vec(), component, init, stored });
     };
-    push(embedding_name(prefix), &table, Init::Normal);
+    push(embedding_name(prefix), &table, Init::Normal, Stored::Whole);
     for k in 0..config.num_hidden_layers {
         let mut add = |part: &str, shape: &[usize], init| {
-            push(format!("{}.{part}", layer_name(prefix, k)), shape, init);
+            let stored = stored(config.moe.as_ref(), part);
+            push(format!("{}.{part}", layer_name(prefix, k)), shape, init, stored);
         };
         add("input_layernorm.weight", &[hidden], norm);
         match config.hybrid.as_ref().filter(|hybrid| hybrid.is_linear[k]) {
@@ -129,16 +152,22 @@ pub fn decoder_specs(config: &DecoderConfig, prefix: &str, component: Component)
             None => attention_specs(config, norm, &mut add),
         }
         add("post_attention_layernorm.weight", &[hidden], norm);
-        let inner = config.intermediate_size;
-        add("mlp.gate_proj.weight", &[inner, hidden], Init::Normal);
-        add("mlp.up_proj.weight", &[inner, hidden], Init::Normal);
-        add("mlp.down_proj.weight", &[hidden, inner], Init::Normal);
+        match config.experts(k) {
+            Some(moe) => sparse_specs(moe, hidden, &mut add),
+            None => mlp_specs(config.intermediate_size, hidden, &mut add),
+        }
     }
-    push(format!("{prefix}.norm.weight"), &[hidden], norm);
+    push(format!("{prefix}.norm.weight"), &[hidden], norm, Stored::Whole);
     if !config.tie_word_embeddings {
-        push(LM_HEAD.to_owned(), &table, Init::Normal);
+        push(LM_HEAD.to_owned(), &table, Init::Normal, Stored::Whole);
     }
     specs
+}
+
+fn mlp_specs(inner: usize, hidden: usize, add: &mut dyn FnMut(&str, &[usize], Init)) {
+    add("mlp.gate_proj.weight", &[inner, hidden], Init::Normal);
+    add("mlp.up_proj.weight", &[inner, hidden], Init::Normal);
+    add("mlp.down_proj.weight", &[hidden, inner], Init::Normal);
 }
 
 fn attention_specs(config: &DecoderConfig, norm: Init, add: &mut dyn FnMut(&str, &[usize], Init)) {

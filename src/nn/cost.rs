@@ -1,6 +1,7 @@
 //! Operations and memory of a decoder, for `trainer bench`.
 
 use super::config::{DecoderConfig, HybridConfig};
+use super::experts::MoeConfig;
 use crate::metrics::{ActivationMemory, PartWork, Rows};
 use crate::ops::DeltaHeads;
 use crate::tape::{Param, Recompute};
@@ -33,10 +34,11 @@ impl DecoderConfig {
             .hybrid
             .as_ref()
             .map_or(0, |hybrid| 3 * num_linear * hybrid.value_width() * hybrid.key_head_dim);
+        let idle = self.idle_weights();
         [
             PartWork {
                 params: indexes(decoder),
-                weights: matrix_elements(decoder, Some(embedding)) + states as f64,
+                weights: matrix_elements(decoder, Some(embedding)) - idle as f64 + states as f64,
                 attention: ((self.num_hidden_layers - num_linear) * heads) as f64,
                 rows: Rows::Tokens,
             },
@@ -49,10 +51,29 @@ impl DecoderConfig {
         ]
     }
 
+    /// Width of the MLP of layer `k`, or of the experts that compute a token together.
+    fn inner_width(&self, k: usize) -> usize {
+        let of_experts = |moe: &MoeConfig| moe.experts_per_token * moe.intermediate_size;
+        self.experts(k).map_or(self.intermediate_size, of_experts)
+    }
+
+    /// Bytes of the largest temporary buffers of the second half of layer `k` in backward: the output
+    /// of SwiGLU or its gradient. Experts have the rows of a token as often as they compute it, and
+    /// both.
+    fn inner_bytes(&self, k: usize, element: f64) -> f64 {
+        let inner = self.inner_width(k) as f64;
+        self.experts(k).map_or(element * inner, |moe| {
+            let rows = moe.experts_per_token * self.hidden_size;
+            element * (rows as f64 + 2.0 * inner) + 4.0 * (2 * moe.num_experts) as f64
+        })
+    }
+
     /// Bytes that backward needs of layer `k` and a token: `x` twice, `gate`, `up`, two `rstd` in
     /// `f32`, and what the first half of the layer keeps.
     fn saved_bytes(&self, k: usize, element: f64) -> f64 {
-        let both = 2.0 * element * (self.hidden_size + self.intermediate_size) as f64 + 8.0;
+        // weights, experts, and both orders of the rows
+        let routing = self.experts(k).map_or(0, |moe| 16 * moe.experts_per_token) as f64;
+        let both = 2.0 * element * (self.hidden_size + self.inner_width(k)) as f64 + 8.0 + routing;
         if let Some(hybrid) = self.hybrid.as_ref().filter(|_| self.is_linear(k)) {
             // input of the convolution, `z`, `o`, `a`, `b`, and the `rstd` of each head in `f32`
             let heads = hybrid.num_value_heads;
@@ -69,7 +90,8 @@ impl DecoderConfig {
     /// as if a parameter of the first layer or before it is trained.
     pub(crate) fn memory(&self, element: f64, recompute: Recompute) -> ActivationMemory {
         let hidden = self.hidden_size as f64;
-        let intermediate = element * self.intermediate_size as f64;
+        let inner = (0..self.num_hidden_layers).map(|k| self.inner_bytes(k, element));
+        let intermediate = inner.fold(0.0, f64::max);
         let saved = (0..self.num_hidden_layers).map(|k| self.saved_bytes(k, element));
         let (tape, again) = match recompute {
             Recompute::No => (saved.sum(), 0.0),
@@ -98,6 +120,7 @@ impl DecoderConfig {
 #[cfg(test)]
 mod tests {
     use super::super::config::Queries;
+    use super::super::experts::ExpertFiles;
     use super::*;
 
     const CONFIG: DecoderConfig = DecoderConfig {
@@ -114,6 +137,7 @@ mod tests {
         initializer_range: 0.02,
         queries: Queries::Normed,
         hybrid: None,
+        moe: None,
     };
 
     #[test]
@@ -133,5 +157,24 @@ mod tests {
         let layer = all.token_tape / 3.0;
         assert_eq!(input.token_recomputed, layer - 40.0 + 4.0 * 30.0);
         assert_eq!((input.token_backward, all.token_recomputed), (all.token_backward, 0.0));
+    }
+
+    #[test]
+    fn a_token_costs_the_rows_of_the_experts_that_compute_it() {
+        let moe = MoeConfig {
+            num_experts: 8,
+            experts_per_token: 2,
+            intermediate_size: 6,
+            is_sparse: vec![true; 3],
+            files: ExpertFiles::InOut,
+        };
+        assert_eq!(moe.num_sparse() * moe.idle_weights(10), 3 * (6 * 3 * 6 * 10));
+        let config = DecoderConfig { moe: Some(moe), ..CONFIG };
+        let memory = config.memory(4.0, Recompute::No);
+        // x, x1: 10 each; q, o: 20; k, v: 10; gate, up: 2 * 6; two rstd and four lse; routing
+        let layer = 4.0 * (20.0 + 40.0 + 20.0 + 24.0) + 4.0 * 6.0 + 32.0;
+        assert_eq!(memory.token_tape, 3.0 * layer);
+        // dy; rows, the output of SwiGLU and its gradient; logits and their gradient
+        assert_eq!(memory.token_backward, 4.0 * (10.0 + 20.0 + 24.0 + 16.0));
     }
 }

@@ -7,6 +7,7 @@ use super::kv_cache::KvCache;
 use super::linear::Linear;
 use super::linear_attention::{LinearAttentionBlock, SavedLinearAttention};
 use super::mlp::{MlpBlock, SavedMlp};
+use super::moe::{MoeBlock, SavedMoe};
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
 use crate::metrics::PartWork;
@@ -82,15 +83,79 @@ impl Mixer {
     }
 }
 
+/// The second half of a decoder layer.
+enum FeedForward {
+    Mlp(Box<MlpBlock>),
+    Experts(Box<MoeBlock>),
+}
+
+/// The tensors that the backward of a [`FeedForward`] needs.
+enum SavedFeedForward {
+    Mlp(SavedMlp),
+    Experts(SavedMoe),
+}
+
+impl FeedForward {
+    fn new(
+        params: &ParamMap<'_>,
+        layer: &str,
+        k: usize,
+        config: &DecoderConfig,
+    ) -> std::result::Result<Self, WeightError> {
+        if let Some(moe) = config.experts(k) {
+            return Ok(Self::Experts(Box::new(MoeBlock::new(params, layer, config, moe)?)));
+        }
+        let norm = format!("{layer}.post_attention_layernorm");
+        let norm = RmsNorm::of_decoder(params, &norm, config)?;
+        let linear = |part: &str| Linear::without_bias(params, &format!("{layer}.mlp.{part}"));
+        Ok(Self::Mlp(Box::new(MlpBlock::new(norm, linear)?)))
+    }
+
+    fn params(&self) -> Vec<&Param> {
+        match self {
+            Self::Mlp(block) => block.params().collect(),
+            Self::Experts(block) => block.params().collect(),
+        }
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<(Tensor, SavedFeedForward)> {
+        Ok(match self {
+            Self::Mlp(block) => {
+                let (y, saved) = block.forward(x)?;
+                (y, SavedFeedForward::Mlp(saved))
+            }
+            Self::Experts(block) => {
+                let (y, saved) = block.forward(x)?;
+                (y, SavedFeedForward::Experts(saved))
+            }
+        })
+    }
+
+    fn backward(
+        &self,
+        saved: SavedFeedForward,
+        dy: &Tensor,
+        grads: &dyn GradSink,
+    ) -> Result<Tensor> {
+        match (self, saved) {
+            (Self::Mlp(block), SavedFeedForward::Mlp(saved)) => block.backward(saved, dy, grads),
+            (Self::Experts(block), SavedFeedForward::Experts(saved)) => {
+                block.backward(saved, dy, grads)
+            }
+            _ => bail!("the saved tensors belong to a layer of another kind"),
+        }
+    }
+}
+
 /// One decoder layer.
 struct DecoderLayer {
     mixer: Mixer,
-    mlp: MlpBlock,
+    mlp: FeedForward,
 }
 
 impl Stage for DecoderLayer {
     type Context = DecoderContext;
-    type Saved = (SavedMixer, SavedMlp);
+    type Saved = (SavedMixer, SavedFeedForward);
 
     fn params(&self) -> Vec<&Param> {
         self.mixer.params().into_iter().chain(self.mlp.params()).collect()
@@ -148,10 +213,7 @@ impl Decoder {
                 let block = AttentionBlock::new(params, &name, config, attention.clone())?;
                 Mixer::Attention(Box::new(block))
             };
-            let norm = format!("{name}.post_attention_layernorm");
-            let norm = RmsNorm::of_decoder(params, &norm, config)?;
-            let linear = |part: &str| Linear::without_bias(params, &format!("{name}.mlp.{part}"));
-            Ok(DecoderLayer { mixer, mlp: MlpBlock::new(norm, linear)? })
+            Ok(DecoderLayer { mixer, mlp: FeedForward::new(params, &name, k, config)? })
         });
         let embed_tokens = params.get(&embedding_name(prefix))?;
         let tied = config.tie_word_embeddings;

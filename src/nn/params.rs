@@ -35,16 +35,28 @@ pub struct ParamSpec {
     pub component: Component,
     /// Values of a model with random weights.
     pub init: Init,
+    /// How weight files have the tensor.
+    pub stored: Stored,
+}
+
+/// How weight files have a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Stored {
+    /// Under its name and in its shape.
+    #[default]
+    Whole,
+    /// As the tensors of [`ParamSpec::pieces`], which belong to one expert each.
+    PerExpert,
 }
 
 impl ParamSpec {
-    /// The name of the linear layer that the tensor is the weight of. Embeddings, heads and
-    /// convolutions are no linear layers here.
+    /// The name of the linear layer that the tensor is the weight of. Embeddings, heads, convolutions
+    /// and routers are no linear layers here.
     pub fn linear_layer(&self) -> Option<&str> {
         let layer = self.name.strip_suffix(".weight").filter(|_| self.shape.len() == 2)?;
         let name = layer.rsplit('.').next().unwrap_or(layer);
-        let is_table = ["embed_tokens", "pos_embed", "lm_head"].contains(&name);
-        (!is_table).then_some(layer)
+        let is_other = ["embed_tokens", "pos_embed", "lm_head", "gate"].contains(&name);
+        (!is_other).then_some(layer)
     }
 
     /// Whether checkpoints contain the tensor in `f32`, whatever the compute dtype is: published folders
@@ -54,11 +66,13 @@ impl ParamSpec {
         names.iter().any(|name| self.name.ends_with(name))
     }
 
-    /// Whether the tensor is the weight of a linear layer, the token embedding or the head: nearly all
-    /// elements of a model. Ops read these weights in `bf16` too while they compute in `f32`.
+    /// Whether the tensor is the weight of a linear layer or of experts, the token embedding or the
+    /// head: nearly all elements of a model. Ops read these weights in `bf16` too while they compute in
+    /// `f32`.
     pub fn is_large_matrix(&self) -> bool {
         let tables = ["embed_tokens.weight", "lm_head.weight"];
-        tables.iter().any(|table| self.name.ends_with(table)) || self.linear_layer().is_some()
+        let is_table = tables.iter().any(|table| self.name.ends_with(table));
+        is_table || self.linear_layer().is_some() || self.is_experts()
     }
 }
 

@@ -105,9 +105,10 @@ pub struct Named<'a> {
 }
 
 impl Named<'_> {
-    /// Whether it is a matrix and neither a table of embeddings, nor a head, nor a part of an adapter.
+    /// Whether it is a matrix and neither a table of embeddings, nor a head, nor a router, nor a part of
+    /// an adapter.
     fn is_hidden_matrix(&self) -> bool {
-        let others = ["embed", "lm_head", "lora_"];
+        let others = ["embed", "lm_head", "lora_", "mlp.gate.", "expert_gate."];
         self.rank == 2 && !others.iter().any(|part| self.name.contains(part))
     }
 }
@@ -235,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn hidden_matrices_are_neither_tables_nor_heads_nor_adapters_nor_vectors() {
+    fn hidden_matrices_are_neither_tables_nor_heads_nor_routers_nor_adapters_nor_vectors() {
         let named = |name, rank| Named { name, component: "llm", rank };
         for (name, rank, expected) in [
             ("model.language_model.layers.0.mlp.up_proj.weight", 2, true),
@@ -246,6 +247,10 @@ mod tests {
             ("model.visual.pos_embed.weight", 2, false),
             ("model.language_model.embed_tokens.weight", 2, false),
             ("lm_head.weight", 2, false),
+            ("model.layers.0.mlp.gate.weight", 2, false),
+            ("model.layers.0.mlp.shared_expert_gate.weight", 2, false),
+            ("model.layers.0.mlp.shared_expert.gate_proj.weight", 2, true),
+            ("model.layers.0.mlp.experts.gate_up_proj", 3, false),
             ("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight", 2, false),
         ] {
             assert_eq!(named(name, rank).is_hidden_matrix(), expected, "{name}");

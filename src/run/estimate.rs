@@ -109,6 +109,12 @@ impl ModelShape {
         Ok(Self { loaded: without_weights(open, &Device::Cpu)?, groups, trainable })
     }
 
+    /// Number of parameters that compute a token; `None`: all, without experts.
+    pub fn num_active(&self) -> Option<f64> {
+        let idle = self.loaded.open.text().idle_weights() as f64;
+        (idle > 0.0).then(|| self.num_parameters()[0] - idle)
+    }
+
     /// Number of parameters, and of trained ones.
     pub fn num_parameters(&self) -> [f64; 2] {
         let count = |only_trained: bool| -> usize {

@@ -3,6 +3,7 @@
 use super::adapter::{AdapterError, OpenAdapter, read_adapter};
 use super::error::RunError;
 use super::inputs::open_for_run;
+use super::model_files::{named_files, with_pieces};
 use super::setup_error::SetupError;
 use crate::checkpoint::{
     ADAPTER_CONFIG, ADAPTER_WEIGHTS, CarriedFiles, CheckpointError, FolderLayout, ModelFiles,
@@ -13,7 +14,7 @@ use crate::ops::{Nf4, Nf4Parts};
 use crate::train::{ModelSection, Precision};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -58,6 +59,9 @@ pub fn export_model(
     let names = open.tensor_names();
     let linear = open.specs.iter().filter(|spec| onto == Some(Onto::Nf4) && is_linear(spec));
     let linear: HashSet<String> = linear.map(|spec| spec.name.clone()).collect();
+    let specs = open.specs.clone();
+    let pieces_of: HashMap<String, _> =
+        specs.iter().map(|spec| (spec.name.clone(), spec.pieces())).collect();
     let adapter = match adapter {
         Some(folder) => read_adapter(open, folder)?.adapter,
         None => None,
@@ -65,8 +69,7 @@ pub fn export_model(
     let fault = |source: CheckpointError| -> RunError {
         SetupError::Files { folder: base.to_owned(), source: Box::new(source) }.into()
     };
-    let files = WeightFiles::open(base).and_then(|of| of.renamed(|name| names.of_file(name)));
-    let files = files.map_err(fault)?;
+    let files = with_pieces(named_files(base, names).map_err(fault)?, &specs);
     let weights = Arc::new(Weights { files, adapter });
     let (mut counts, mut saved, mut quantized) = (Exported::default(), Vec::new(), None);
     for name in weights.files.names() {
@@ -76,11 +79,11 @@ pub fn export_model(
             continue;
         };
         let change = weights.change(name);
-        counts.tensors += 1;
         counts.merged += usize::from(change == Some(Change::Merge));
         counts.replaced += usize::from(change == Some(Change::Replace));
         let (of, name) = (Arc::clone(&weights), name.to_owned());
         if linear.contains(&name) {
+            counts.tensors += 1;
             counts.quantized += 1;
             quantized.get_or_insert(stored);
             let parts = weights.quantized(&name, stored).map_err(fault)?;
@@ -93,9 +96,9 @@ pub fn export_model(
             Some(Onto::Dtype(precision)) => precision.dtype(),
             _ => stored,
         };
-        let shape = weights.files.shape(&name).unwrap_or_default();
-        let in_file = names.in_file(&name);
-        saved.push(SavedTensor::made(in_file, &shape, dtype, move || of.load(&name, dtype)));
+        let pieces = pieces_of.get(&name).map(Vec::as_slice).unwrap_or_default();
+        counts.tensors += pieces.len().max(1);
+        saved.extend(of.saved(&name, pieces, dtype, &|name| names.in_file(name)));
     }
     if let Some(Onto::Dtype(precision)) = onto {
         config_json = precision.stamp(&config_json);
@@ -121,6 +124,48 @@ struct Weights {
 impl Weights {
     fn change(&self, name: &str) -> Option<Change> {
         self.adapter.as_ref()?.change(name)
+    }
+
+    /// The tensors of the weight `name`, in the pieces that the files have.
+    fn saved(
+        self: &Arc<Self>,
+        name: &str,
+        pieces: &[(String, Vec<usize>)],
+        dtype: DType,
+        in_file: &dyn Fn(&str) -> String,
+    ) -> Vec<SavedTensor> {
+        if pieces.is_empty() {
+            let (shape, of) = (self.files.shape(name).unwrap_or_default(), Arc::clone(self));
+            let (in_file, name) = (in_file(name), name.to_owned());
+            return vec![SavedTensor::made(in_file, &shape, dtype, move || of.load(&name, dtype))];
+        }
+        let mut end = 0;
+        let piece = |(piece, shape): &(String, Vec<usize>)| {
+            let start = end;
+            end += shape.iter().product::<usize>();
+            let (elements, of, name) = (start..end, Arc::clone(self), name.to_owned());
+            let own_shape = shape.clone();
+            let make = move || of.load_piece(&name, elements.clone(), &own_shape, dtype);
+            SavedTensor::made(in_file(piece), shape, dtype, make)
+        };
+        pieces.iter().map(piece).collect()
+    }
+
+    /// Elements of a weight that the adapter does not add to.
+    fn load_piece(
+        &self,
+        name: &str,
+        elements: Range<usize>,
+        shape: &[usize],
+        dtype: DType,
+    ) -> Result<Tensor, CheckpointError> {
+        let part = match self.adapter.as_ref().zip(self.change(name)) {
+            Some((adapter, Change::Replace)) => {
+                adapter.part_of_replacement(name, elements, dtype)?
+            }
+            _ => self.files.load_part(name, elements, dtype, &Device::Cpu)?,
+        };
+        part.reshape(shape).map_err(fault(name))
     }
 
     fn load(&self, name: &str, dtype: DType) -> Result<Tensor, CheckpointError> {

@@ -1,8 +1,9 @@
 //! Loads a model folder.
 
 use super::adapter::{AdapterError, OpenAdapter};
+use super::model_files::{files_error, open_files, unused};
 use super::setup_error::SetupError;
-use crate::checkpoint::{CheckpointError, SavedTensor, WeightFiles};
+use crate::checkpoint::{SavedTensor, WeightFiles};
 use crate::models::{Model, ModelConfig, read_config};
 use crate::nn::{DecoderConfig, Dropout, ParamSpec, TensorNames, random_part};
 use crate::ops::{AttentionBackend, Nf4};
@@ -13,7 +14,7 @@ use candle_core::{DType, Device, Tensor};
 use indexmap::IndexMap;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -70,19 +71,19 @@ impl OpenModel {
             return Err(SetupError::MaskedOnGpu);
         }
         let folder = section.path.as_path();
-        let (config, config_json) = read_config(folder)
+        let (mut config, config_json) = read_config(folder)
             .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;
-        let specs = config.param_specs();
         let source = match section.weights {
             Weights::Random => WeightSource::Seed(seed),
             Weights::Pretrained => {
-                let files = open_files(folder, &specs, config.tensor_names())?;
+                let files;
+                (config, files) = open_files(folder, config)?;
                 WeightSource::Files(Arc::new(files))
             }
         };
         Ok(Self {
             config_json,
-            specs,
+            specs: config.param_specs(),
             adapter: None,
             config,
             source,
@@ -137,7 +138,8 @@ impl OpenModel {
             }
             let (name, in_f32) = (self.name_in_file(&spec.name), spec.is_saved_in_f32());
             let original = self.original_in_f32(spec).filter(|_| in_f32);
-            Ok(Some(SavedAs { name, joined: None, in_f32, original }))
+            let pieces = self.pieces_in_file(spec);
+            Ok(Some(SavedAs { name, pieces, joined: None, in_f32, original }))
         };
         self.specs.iter().enumerate().map(saved).collect()
     }
@@ -176,6 +178,12 @@ impl OpenModel {
     /// The name of a tensor in the files of a model folder.
     pub(super) fn name_in_file(&self, name: &str) -> String {
         self.config.tensor_names().in_file(name)
+    }
+
+    /// [`ParamSpec::pieces`], with their names in the files of a model folder.
+    fn pieces_in_file(&self, spec: &ParamSpec) -> Vec<(String, Vec<usize>)> {
+        let pieces = spec.pieces().into_iter();
+        pieces.map(|(name, shape)| (self.name_in_file(&name), shape)).collect()
     }
 
     /// How weight files name the tensors.
@@ -363,75 +371,4 @@ pub fn load_model(
     device: &Device,
 ) -> Result<LoadedModel, SetupError> {
     OpenModel::open(section, seed, device)?.load(device)
-}
-
-fn files_error(folder: &Path, source: CheckpointError) -> SetupError {
-    SetupError::Files { folder: folder.to_owned(), source: Box::new(source) }
-}
-
-/// Opens the weight files and compares their names and shapes with the config.
-fn open_files(
-    folder: &Path,
-    specs: &[ParamSpec],
-    names: TensorNames,
-) -> Result<WeightFiles, SetupError> {
-    let files = WeightFiles::open(folder).and_then(|of| of.renamed(|name| names.of_file(name)));
-    let files = files.map_err(|source| files_error(folder, source))?;
-    let missing: Vec<&ParamSpec> =
-        specs.iter().filter(|spec| files.shape(&spec.name).is_none()).collect();
-    if let Some(first) = missing.first() {
-        return Err(SetupError::MissingTensors {
-            folder: folder.to_owned(),
-            count: missing.len(),
-            total: specs.len(),
-            first: first.name.clone(),
-            instead: instead(files.names(), specs),
-        });
-    }
-    for spec in specs {
-        let found = files.shape(&spec.name).unwrap_or_default();
-        if found != spec.shape {
-            return Err(SetupError::Shape {
-                folder: folder.to_owned(),
-                name: spec.name.clone(),
-                found,
-                expected: spec.shape.clone(),
-            });
-        }
-        if files.dtype(&spec.name).is_none() {
-            // Reading no element of it returns the error.
-            let read = files.load_part(&spec.name, 0..0, DType::F32, &Device::Cpu);
-            read.map_err(|source| files_error(folder, source))?;
-        }
-    }
-    Ok(files)
-}
-
-/// Names of the tensors that the model does not use, such as those of multi-token prediction. Some
-/// folders contain a tied head, which equals the embedding and is not listed.
-fn unused<'a>(files: &'a WeightFiles, specs: &[ParamSpec]) -> Vec<&'a str> {
-    let known: HashSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
-    let names = files.names().filter(|name| *name != "lm_head.weight");
-    names.filter(|name| !known.contains(name)).collect()
-}
-
-/// What weight files have in place of the tensors of a model.
-fn instead<'a>(names: impl Iterator<Item = &'a str>, specs: &[ParamSpec]) -> Option<String> {
-    let known: HashSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
-    let unused: Vec<&str> = names.filter(|name| !known.contains(name)).collect();
-    let first = unused.first()?;
-    let all = |prefix: &str| unused.iter().all(|name| name.starts_with(prefix));
-    let meaning = if all("base_model.model.") {
-        ": this is a PEFT adapter; set `model.path` to its base, and `adapter.start_from` to this folder"
-    } else if all("module.") {
-        ": a wrapper for several GPUs has saved them with the prefix `module.`; save the model without it"
-    } else if all("_orig_mod.") {
-        ": `torch.compile` has saved them with the prefix `_orig_mod.`; save the model without it"
-    } else {
-        ""
-    };
-    Some(format!(
-        "; the files have {} other tensors, the first is `{first}`{meaning}",
-        unused.len()
-    ))
 }

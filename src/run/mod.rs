@@ -16,6 +16,7 @@ mod hub;
 mod inputs;
 mod load_model;
 mod load_shares;
+mod model_files;
 mod new_config;
 mod observer;
 mod output_dir;

@@ -17,6 +17,8 @@ type HeldPart = (Range<usize>, Tensor);
 pub struct SavedAs {
     /// Name of the tensor.
     pub name: String,
+    /// Names and shapes of the tensors that have its elements instead; empty: there is one tensor.
+    pub pieces: Vec<(String, Vec<usize>)>,
     /// Constants that the tensor also contains.
     pub joined: Option<Joined>,
     /// Whether the tensor is in `f32` whatever the compute dtype is.
@@ -56,7 +58,7 @@ impl Joined {
 pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
     let trained: HashSet<usize> = runner.optimizer.trained().iter().map(Param::index).collect();
     let saved = |(param, saved): (&Param, &Option<SavedAs>)| {
-        let SavedAs { name, joined, in_f32, original } = saved.clone()?;
+        let SavedAs { name, joined, in_f32, original, .. } = saved.clone()?;
         if in_f32 && param.dtype() != DType::F32 {
             let frozen = original.filter(|_| !trained.contains(&param.index()));
             return Some(frozen.map_or_else(|| saved_in_f32(runner, param, name), Ok));
@@ -77,8 +79,18 @@ pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
         let is_fixed = !trained.contains(&param.index());
         Some(tensor.map(|tensor| if is_fixed { tensor.fixed() } else { tensor }))
     };
-    let weights = runner.params.iter().zip(&runner.saved_as).filter_map(saved);
-    weights.chain(runner.kept.iter().cloned().map(Ok)).collect()
+    let mut weights = Vec::new();
+    for of in runner.params.iter().zip(&runner.saved_as) {
+        let Some(tensor) = saved(of).transpose()? else { continue };
+        match of.1 {
+            Some(SavedAs { pieces, .. }) if !pieces.is_empty() => {
+                weights.extend(tensor.split(pieces)?);
+            }
+            _ => weights.push(tensor),
+        }
+    }
+    weights.extend(runner.kept.iter().cloned());
+    Ok(weights)
 }
 
 /// A weight in `f32`: the master weight, or the weight in the compute dtype if there is none.

@@ -364,26 +364,30 @@ pub(crate) fn assert_gradient_norms(rows: &JsonlRows, runner: &StepRunner, golde
 fn losses_of_single_samples_equal_the_references() {
     let golden = golden_json("losses_at_init.json");
     for (name, entry) in golden.as_object().unwrap() {
-        let (model, data) = name.split_once('|').unwrap();
-        let (rows, runner) = (rows_for(model, data), runner(model, PLAIN, Precision::F32));
-        let device = device();
-        let dtype = runner.dtype;
-        let evaluator = Evaluator {
-            rows: &rows,
-            max_tokens: 2048,
-            dtype,
-            device: &device,
-            ranks: &Ranks::alone(),
-            weights: &RankWeights::Whole,
-        };
-        let report = evaluator.run(&*runner.model, &|_| {}).unwrap();
-        for (found, expected) in report.samples.iter().zip(entry["per_sample"].as_array().unwrap())
-        {
-            let mean = found.nll_sum / found.num_targets as f64;
-            let off = (mean - expected[1].as_f64().unwrap()).abs();
-            assert!(off <= 2e-5, "{}: {mean} not {}", found.id, expected[1]);
-            assert_eq!(found.num_targets, expected[2].as_u64().unwrap(), "{}", found.id);
-        }
+        assert_per_sample_losses(name, entry);
+    }
+}
+
+/// `name` has the model and the data of an entry of `losses_at_init.json`.
+pub(crate) fn assert_per_sample_losses(name: &str, entry: &Value) {
+    let (model, data) = name.split_once('|').unwrap();
+    let (rows, runner) = (rows_for(model, data), runner(model, PLAIN, Precision::F32));
+    let device = device();
+    let dtype = runner.dtype;
+    let evaluator = Evaluator {
+        rows: &rows,
+        max_tokens: 2048,
+        dtype,
+        device: &device,
+        ranks: &Ranks::alone(),
+        weights: &RankWeights::Whole,
+    };
+    let report = evaluator.run(&*runner.model, &|_| {}).unwrap();
+    for (found, expected) in report.samples.iter().zip(entry["per_sample"].as_array().unwrap()) {
+        let mean = found.nll_sum / found.num_targets as f64;
+        let off = (mean - expected[1].as_f64().unwrap()).abs();
+        assert!(off <= 2e-5, "{}: {mean} not {}", found.id, expected[1]);
+        assert_eq!(found.num_targets, expected[2].as_u64().unwrap(), "{}", found.id);
     }
 }
 

@@ -1,5 +1,6 @@
 //! The model shapes that `trainer init` writes.
 
+use super::windowed::{WINDOWED_3B, WINDOWED_7B, WINDOWED_32B, WINDOWED_72B};
 use clap::ValueEnum;
 use serde_json::{Value, json};
 
@@ -10,6 +11,8 @@ pub(super) enum Preset {
     Debug,
     /// 1.5 M parameters, for the CPU
     Tiny,
+    /// 0.7 M parameters, a mixture of experts for tests
+    TinyMoe,
     /// Qwen3-VL 2B
     #[value(name = "2b")]
     B2,
@@ -22,9 +25,12 @@ pub(super) enum Preset {
     /// Qwen3-VL 32B
     #[value(name = "32b")]
     B32,
-    /// Qwen3-VL 30B-A3B, a mixture of experts (config only)
+    /// Qwen3-VL 30B-A3B, a mixture of experts
     #[value(name = "30b-a3b")]
     B30A3,
+    /// Qwen3-VL 235B-A22B, a mixture of experts
+    #[value(name = "235b-a22b")]
+    B235A22,
     /// Qwen3.5 0.8B
     #[value(name = "qwen3.5-0.8b")]
     Hybrid0B8,
@@ -74,16 +80,8 @@ impl Preset {
         let (layers, hidden, heads, kv_heads, intermediate, tied, (vision, deepstack)) = match self
         {
             Self::Tiny => return small(),
-            Self::Debug => {
-                let mut config = small();
-                config["text_config"]["num_hidden_layers"] = json!(2);
-                config["text_config"]["hidden_size"] = json!(64);
-                config["text_config"]["intermediate_size"] = json!(128);
-                config["vision_config"]["out_hidden_size"] = json!(64);
-                config["vision_config"]["depth"] = json!(2);
-                config["vision_config"]["deepstack_visual_indexes"] = json!([0]);
-                return config;
-            }
+            Self::Debug => return debug(small()),
+            Self::TinyMoe => return with_experts(debug(small()), [32, 16, 2]),
             Self::Hybrid0B8 => return HYBRID_0B8.config(),
             Self::Hybrid4B => return HYBRID_4B.config(),
             Self::Hybrid9B => return HYBRID_9B.config(),
@@ -97,34 +95,55 @@ impl Preset {
             Self::B8 => (36, 4096, 32, 8, 12288, false, vit_so),
             Self::B32 => (64, 5120, 64, 8, 25600, false, vit_so),
             Self::B30A3 => (48, 2048, 32, 4, 6144, false, vit_so),
+            Self::B235A22 => (94, 4096, 64, 4, 12288, false, vit_so),
         };
-        let mut config =
+        let config =
             Published { layers, hidden, heads, kv_heads, intermediate, tied, vision, deepstack }
                 .config();
-        if self == Self::B30A3 {
-            config["architectures"] = json!(["Qwen3VLMoeForConditionalGeneration"]);
-            config["model_type"] = json!("qwen3_vl_moe");
-            config["vision_config"]["model_type"] = json!("qwen3_vl_moe");
-            let text = &mut config["text_config"];
-            text["model_type"] = json!("qwen3_vl_moe_text");
-            for (key, value) in [
-                ("decoder_sparse_step", json!(1)),
-                ("mlp_only_layers", json!([])),
-                ("moe_intermediate_size", json!(768)),
-                ("norm_topk_prob", json!(true)),
-                ("num_experts", json!(128)),
-                ("num_experts_per_tok", json!(8)),
-            ] {
-                text[key] = value;
-            }
+        match self {
+            Self::B30A3 => with_experts(config, [768, 128, 8]),
+            Self::B235A22 => with_experts(config, [1536, 128, 8]),
+            _ => config,
         }
-        config
     }
 
     /// Whether the preset has its own tokenizer and always gets weights.
     pub(super) fn is_small(self) -> bool {
-        matches!(self, Self::Debug | Self::Tiny)
+        matches!(self, Self::Debug | Self::Tiny | Self::TinyMoe)
     }
+}
+
+/// The small config with fewer and narrower layers.
+fn debug(mut config: Value) -> Value {
+    config["text_config"]["num_hidden_layers"] = json!(2);
+    config["text_config"]["hidden_size"] = json!(64);
+    config["text_config"]["intermediate_size"] = json!(128);
+    config["vision_config"]["out_hidden_size"] = json!(64);
+    config["vision_config"]["depth"] = json!(2);
+    config["vision_config"]["deepstack_visual_indexes"] = json!([0]);
+    config
+}
+
+/// A Qwen3-VL config with experts; `sizes` are their width, their number, and the number that computes
+/// a token.
+fn with_experts(mut config: Value, sizes: [u64; 3]) -> Value {
+    config["architectures"] = json!(["Qwen3VLMoeForConditionalGeneration"]);
+    config["model_type"] = json!("qwen3_vl_moe");
+    config["vision_config"]["model_type"] = json!("qwen3_vl_moe");
+    let [width, experts, of_token] = sizes;
+    let text = &mut config["text_config"];
+    text["model_type"] = json!("qwen3_vl_moe_text");
+    for (key, value) in [
+        ("decoder_sparse_step", json!(1)),
+        ("mlp_only_layers", json!([])),
+        ("moe_intermediate_size", json!(width)),
+        ("norm_topk_prob", json!(true)),
+        ("num_experts", json!(experts)),
+        ("num_experts_per_tok", json!(of_token)),
+    ] {
+        text[key] = value;
+    }
+    config
 }
 
 impl Published {
@@ -280,113 +299,6 @@ impl Hybrid {
     }
 }
 
-/// A published shape of Qwen2.5-VL.
-struct Windowed {
-    layers: u64,
-    hidden: u64,
-    heads: u64,
-    kv_heads: u64,
-    intermediate: u64,
-    vocabulary: u64,
-    tied: bool,
-    vision_intermediate: u64,
-}
-
-const WINDOWED_3B: Windowed = Windowed {
-    layers: 36,
-    hidden: 2048,
-    heads: 16,
-    kv_heads: 2,
-    intermediate: 11008,
-    vocabulary: 151_936,
-    tied: true,
-    vision_intermediate: 3420,
-};
-const WINDOWED_7B: Windowed = Windowed {
-    layers: 28,
-    hidden: 3584,
-    heads: 28,
-    kv_heads: 4,
-    intermediate: 18944,
-    vocabulary: 152_064,
-    tied: false,
-    vision_intermediate: 3420,
-};
-const WINDOWED_32B: Windowed = Windowed {
-    layers: 64,
-    hidden: 5120,
-    heads: 40,
-    kv_heads: 8,
-    intermediate: 27648,
-    vocabulary: 152_064,
-    tied: false,
-    vision_intermediate: 3456,
-};
-const WINDOWED_72B: Windowed = Windowed {
-    layers: 80,
-    hidden: 8192,
-    heads: 64,
-    kv_heads: 8,
-    intermediate: 29568,
-    vocabulary: 152_064,
-    tied: false,
-    vision_intermediate: 3456,
-};
-
-impl Windowed {
-    /// The flat layout of the published files.
-    fn config(&self) -> Value {
-        json!({
-            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-            "attention_dropout": 0.0,
-            "bos_token_id": 151_643,
-            "eos_token_id": 151_645,
-            "hidden_act": "silu",
-            "hidden_size": self.hidden,
-            "image_token_id": 151_655,
-            "initializer_range": 0.02,
-            "intermediate_size": self.intermediate,
-            "max_position_embeddings": 128_000,
-            "max_window_layers": self.layers,
-            "model_type": "qwen2_5_vl",
-            "num_attention_heads": self.heads,
-            "num_hidden_layers": self.layers,
-            "num_key_value_heads": self.kv_heads,
-            "rms_norm_eps": 1e-6,
-            "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
-            "rope_theta": 1_000_000.0,
-            "sliding_window": 32768,
-            "tie_word_embeddings": self.tied,
-            "torch_dtype": "bfloat16",
-            "transformers_version": "4.49.0",
-            "use_cache": true,
-            "use_sliding_window": false,
-            "video_token_id": 151_656,
-            "vision_config": {
-                "depth": 32,
-                "fullatt_block_indexes": [7, 15, 23, 31],
-                "hidden_act": "silu",
-                "hidden_size": 1280,
-                "in_chans": 3,
-                "intermediate_size": self.vision_intermediate,
-                "model_type": "qwen2_5_vl",
-                "num_heads": 16,
-                "out_hidden_size": self.hidden,
-                "patch_size": 14,
-                "spatial_merge_size": 2,
-                "spatial_patch_size": 14,
-                "temporal_patch_size": 2,
-                "tokens_per_second": 2,
-                "window_size": 112
-            },
-            "vision_end_token_id": 151_653,
-            "vision_start_token_id": 151_652,
-            "vision_token_id": 151_654,
-            "vocab_size": self.vocabulary
-        })
-    }
-}
-
 /// `size` has depth, hidden size and width of the MLP; `out` is the hidden size of the decoder.
 fn vision_config(model_type: &str, size: [u64; 3], deepstack: &[u64], out: u64) -> Value {
     let [depth, hidden, intermediate] = size;
@@ -426,6 +338,21 @@ mod tests {
             let decoder = specs.iter().filter(|spec| spec.component.name == "llm");
             let count: usize = decoder.map(|spec| spec.shape.iter().product::<usize>()).sum();
             assert!((count as f64 / expected - 1.0).abs() < 0.02, "{preset:?}: {count}");
+        }
+    }
+
+    #[test]
+    fn models_with_experts_have_as_many_parameters_and_active_ones_as_their_names_say() {
+        for (preset, all, active) in
+            [(Preset::B30A3, 30.53e9, 3.35e9), (Preset::B235A22, 235.09e9, 22.19e9)]
+        {
+            let config = config_from_json(&preset.config()).unwrap();
+            let specs = config.param_specs();
+            let decoder = specs.iter().filter(|spec| spec.component.name == "llm");
+            let count: usize = decoder.map(|spec| spec.shape.iter().product::<usize>()).sum();
+            assert!((count as f64 / all - 1.0).abs() < 1e-3, "{preset:?}: {count}");
+            let count = count - config.text().idle_weights();
+            assert!((count as f64 / active - 1.0).abs() < 1e-2, "{preset:?}: {count} active");
         }
     }
 

@@ -1,5 +1,7 @@
-//! Dense Qwen3: the text-only decoder.
+//! Qwen3, dense and with experts: the text-only decoder.
 
 mod config;
+mod moe;
 
 pub(super) use config::read;
+pub(super) use moe::read_moe;

@@ -1,12 +1,28 @@
 //! Reads the sizes of a Qwen3-VL model from `config.json`.
 
 use crate::models::config::{ModelConfigError, Section};
+use crate::models::experts::Family;
 use crate::models::vision_language::{Config, MropeLayout, VisionConfig};
-use crate::nn::{DecoderConfig, TensorNames};
+use crate::nn::{DecoderConfig, ExpertFiles, TensorNames};
 use serde_json::Value;
+
+const EXPERTS: Family = Family { published: ExpertFiles::InOut, must_have_norm: false };
 
 /// Reads the sizes from the parsed `config.json`.
 pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> {
+    let dense = |text: &Section<'_>| text.decoder();
+    read_with(json, dense)
+}
+
+/// Reads the sizes of a model with experts from the parsed `config.json`.
+pub(in crate::models) fn read_moe(json: &Value) -> Result<Config, ModelConfigError> {
+    read_with(json, |text| text.decoder_with_experts(EXPERTS))
+}
+
+fn read_with(
+    json: &Value,
+    decoder: impl Fn(&Section<'_>) -> Result<DecoderConfig, ModelConfigError>,
+) -> Result<Config, ModelConfigError> {
     let top = Section { value: json, name: "" };
     let text = Section::of(json, "text_config")?;
     let vision = Section::of(json, "vision_config")?;
@@ -17,7 +33,7 @@ pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> 
     let config = Config {
         text: DecoderConfig {
             tie_word_embeddings: tied[0].or(tied[1]).unwrap_or(false),
-            ..text.decoder()?
+            ..decoder(&text)?
         },
         mrope_section: rope.mrope_section()?,
         mrope_layout: MropeLayout::Interleaved,
@@ -70,6 +86,27 @@ mod tests {
         json["text_config"]["num_attention_heads"] = json!(32);
         let config = read(&json).unwrap();
         assert_eq!(config.text.head_dim * config.text.num_attention_heads, 4096);
+    }
+
+    #[test]
+    fn weights_of_experts_always_sum_to_one_and_transformers_does_not_read_the_key() {
+        let mut json = published();
+        for (key, value) in [
+            ("num_experts", 128),
+            ("num_experts_per_tok", 8),
+            ("moe_intermediate_size", 768),
+            ("decoder_sparse_step", 1),
+        ] {
+            json["text_config"][key] = json!(value);
+        }
+        let moe = read_moe(&json).unwrap().text.moe.unwrap();
+        assert_eq!((moe.num_sparse(), moe.files), (28, ExpertFiles::InOut));
+        assert!(read(&json).unwrap().text.moe.is_none());
+        json["text_config"]["norm_topk_prob"] = json!(true);
+        read_moe(&json).unwrap();
+        json["text_config"]["norm_topk_prob"] = json!(false);
+        let error = read_moe(&json).unwrap_err().to_string();
+        assert!(error.contains("`norm_topk_prob` is `false`"), "{error}");
     }
 
     #[test]

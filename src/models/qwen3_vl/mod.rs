@@ -1,5 +1,5 @@
-//! Dense Qwen3-VL.
+//! Qwen3-VL, dense and with experts.
 
 mod config;
 
-pub(super) use config::read;
+pub(super) use config::{read, read_moe};

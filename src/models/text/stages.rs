@@ -34,6 +34,13 @@ impl ModelConfig for Config {
         &self.text
     }
 
+    fn of_files(
+        &self,
+        shape_of: &dyn Fn(&str) -> Option<Vec<usize>>,
+    ) -> Option<Arc<dyn ModelConfig>> {
+        Some(Arc::new(Self { text: self.text.of_files(DECODER, shape_of) }))
+    }
+
     fn build(
         &self,
         params: &[Param],

@@ -2,7 +2,7 @@
 
 use super::config::{Config, VisionKind};
 use super::merger::merger_parts;
-use crate::nn::{Component, Init, Inputs, ParamSpec, decoder_specs};
+use crate::nn::{Component, Init, Inputs, ParamSpec, Stored, decoder_specs};
 
 /// The vision encoder without its mergers.
 pub const VISION: Component = Component { name: "vision", inputs: Inputs::Media };
@@ -24,7 +24,13 @@ pub fn param_specs(config: &Config) -> Vec<ParamSpec> {
             [_] => Init::One,
             _ => Init::Normal,
         };
-        specs.push(ParamSpec { name, shape: shape.to_vec(), component, init });
+        specs.push(ParamSpec {
+            name,
+            shape: shape.to_vec(),
+            component,
+            init,
+            stored: Stored::Whole,
+        });
     };
     let v = &config.vision;
     let kernel = [v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size];

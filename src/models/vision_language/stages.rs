@@ -49,6 +49,13 @@ impl ModelConfig for Config {
         self.tensor_names
     }
 
+    fn of_files(
+        &self,
+        shape_of: &dyn Fn(&str) -> Option<Vec<usize>>,
+    ) -> Option<Arc<dyn ModelConfig>> {
+        Some(Arc::new(Self { text: self.text.of_files(DECODER, shape_of), ..self.clone() }))
+    }
+
     fn build(
         &self,
         params: &[Param],

@@ -1,7 +1,7 @@
 //! Compares the adapters of layers with candle's autograd.
 
 use super::super::linear::Linear;
-use super::super::{Component, Init, ParamSpec};
+use super::super::{Component, Init, ParamSpec, Stored};
 use super::*;
 use crate::tape::{Gradients, Trainable};
 use candle_core::{Device, Var};
@@ -36,7 +36,13 @@ fn layer_of(tensors: Vec<(String, Tensor)>, dropout: f64) -> (Vec<Param>, Linear
         (0..).zip(tensors).map(|(index, (name, tensor))| Param::new(name, index, tensor)).collect();
     let component = Component { name: "llm", inputs: Inputs::All };
     let name = format!("{LAYER}.weight");
-    let specs = [ParamSpec { name, shape: vec![6, 5], component, init: Init::Normal }];
+    let specs = [ParamSpec {
+        name,
+        shape: vec![6, 5],
+        component,
+        init: Init::Normal,
+        stored: Stored::Whole,
+    }];
     let module = AdapterModule { name: LAYER.to_owned(), rank: 2, scale: SCALE, is_dora };
     let adapters = Adapters::new(&[module], &specs, dropout, 9);
     adapters.dropout().set(Some(DropoutPlace { step: 1, first_token: 0, patches: (0, 0) }));

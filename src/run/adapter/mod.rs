@@ -204,7 +204,8 @@ impl OpenAdapter {
     ) -> Result<Option<SavedAs>> {
         let Some(name) = self.saved_name(index, spec) else { return Ok(None) };
         let joined = if index < self.num_base { None } else { self.joined(spec, dtype)? };
-        Ok(Some(SavedAs { name, joined, in_f32: false, original: None }))
+        let pieces = Vec::new(); // PEFT has the parameters of the modules
+        Ok(Some(SavedAs { name, pieces, joined, in_f32: false, original: None }))
     }
 
     /// Whether parameter `index` was quantised to NF4.

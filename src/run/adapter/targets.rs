@@ -1,7 +1,7 @@
 //! The layers of a model that receive an adapter.
 
 use super::error::AdapterError;
-use crate::nn::{AdapterModule, AdapterTensor, Init, ParamSpec};
+use crate::nn::{AdapterModule, AdapterTensor, Init, ParamSpec, Stored};
 use crate::optim::{Named, matches};
 use crate::train::{AdapterConfig, AdapterKind, Targets};
 use std::collections::BTreeSet;
@@ -125,6 +125,7 @@ pub(super) fn adapter_specs(modules: &[AdapterModule], specs: &[ParamSpec]) -> V
             init: if shape.len() == 1 { Init::One } else { Init::Normal },
             shape,
             component: layer.weight.component,
+            stored: Stored::Whole,
         }));
     }
     all

@@ -29,7 +29,11 @@ pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
     };
     let [all, trained] = [count(false), count(true)];
     let tensors = open.specs.len();
-    let text = format!("{all} parameters in {tensors} tensors; {trained} are trained");
+    let active = match open.text().idle_weights() {
+        0 => String::new(),
+        idle => format!("; {} of them compute a token", all - idle),
+    };
+    let text = format!("{all} parameters in {tensors} tensors; {trained} are trained{active}");
     report.fact(Topic::Model, text);
 }
 

@@ -3,15 +3,15 @@
 
 use super::oracle::Oracle;
 use super::{
-    BOTH_BACKENDS, Backend, Image, Outcome, SHAPES, Shape, Subject, Text, Tolerance, Weights,
-    assert_close, host, packed, sample, samples, target_weight, wide,
+    BOTH_BACKENDS, Backend, Config, Image, Outcome, SHAPES, Shape, Subject, Text, Tolerance,
+    Weights, assert_close, host, packed, sample, samples, target_weight, wide,
 };
 use std::collections::BTreeMap;
 use trainer::batch::VarlenBatch;
 use trainer::loss::{Targets, scores};
 use trainer::models::RecomputePolicy;
 use trainer::models::vision_language::{LLM, MERGER, VISION};
-use trainer::nn::ParamSpec;
+use trainer::nn::{ExpertFiles, ParamSpec};
 use trainer::tape::Recompute;
 
 /// Asserts that all gradients are bit-identical.
@@ -97,6 +97,8 @@ fn the_oracles_gradients_are_the_differences_of_its_loss() {
             Shape::Hybrid => 44,
             // 19 of the decoder, 11 of the encoder; the linear layers of the merger are one kind.
             Shape::Windowed => 30,
+            // the router and two tensors of experts more
+            Shape::Experts => 43,
         };
         assert_eq!(kinds.len(), expected, "{kinds:?}");
         for (kind, at) in kinds {
@@ -152,17 +154,24 @@ fn both_backends_and_the_forward_without_a_tape_agree() {
 fn recomputing_gives_the_same_bits() {
     let batch = packed(&samples());
     for backend in BOTH_BACKENDS {
-        let subject = Subject::new(&Weights::random(Shape::Untied, 15), backend);
-        let (kept, expected) = subject.run(&batch);
-        for (vision, llm) in [
-            (Recompute::Yes, Recompute::Yes),
-            (Recompute::Yes, Recompute::No),
-            (Recompute::No, Recompute::Yes),
-        ] {
-            let (policy, grads) = (RecomputePolicy { vision, llm }, subject.buffers(|_| true));
-            let outcome = subject.accumulate(&batch, target_weight(&batch), policy, &grads);
-            assert_eq!(outcome.hidden, kept.hidden);
-            assert_identical(&subject, &format!("{policy:?}"), &subject.values(&grads), &expected);
+        for shape in [Shape::Untied, Shape::Experts] {
+            let subject = Subject::new(&Weights::random(shape, 15), backend);
+            let (kept, expected) = subject.run(&batch);
+            for (vision, llm) in [
+                (Recompute::Yes, Recompute::Yes),
+                (Recompute::Yes, Recompute::No),
+                (Recompute::No, Recompute::Yes),
+            ] {
+                let (policy, grads) = (RecomputePolicy { vision, llm }, subject.buffers(|_| true));
+                let outcome = subject.accumulate(&batch, target_weight(&batch), policy, &grads);
+                assert_eq!(outcome.hidden, kept.hidden);
+                assert_identical(
+                    &subject,
+                    &format!("{policy:?}"),
+                    &subject.values(&grads),
+                    &expected,
+                );
+            }
         }
     }
 }
@@ -187,7 +196,7 @@ fn a_second_backward_doubles_every_gradient() {
 type Pick = fn(&ParamSpec) -> bool;
 
 /// The model's components, and subsets of parameters at which the backward pass may stop early.
-const PICKS: [(&str, Pick); 14] = [
+const PICKS: [(&str, Pick); 16] = [
     ("vision", |spec| spec.component == VISION),
     ("merger", |spec| spec.component == MERGER),
     ("llm", |spec| spec.component == LLM),
@@ -202,6 +211,8 @@ const PICKS: [(&str, Pick); 14] = [
     ("deepstack merger 0", |spec| spec.name.contains("deepstack_merger_list.0")),
     ("deepstack merger 1", |spec| spec.name.contains("deepstack_merger_list.1")),
     ("biases and norms", |spec| spec.shape.len() == 1),
+    ("router", |spec| spec.name.contains("mlp.gate.")),
+    ("experts", |spec| spec.is_experts()),
 ];
 
 /// Trains only the parameters that `trained` selects. Asserts that they get bit-identical gradients
@@ -249,12 +260,49 @@ fn freezing_changes_no_bit_of_the_other_gradients() {
 
 #[test]
 fn every_single_parameter_can_be_trained_alone() {
-    let subject = Subject::new(&Weights::random(Shape::Untied, 18), Backend::Flash);
-    let all = samples();
-    let batch = packed(&all[1..3]);
-    let (outcome, grads) = subject.run(&batch);
-    for spec in &subject.specs {
-        let alone = |other: &ParamSpec| other == spec;
-        assert_frozen(&subject, &batch, (&spec.name, &alone), (&outcome, &grads));
+    for shape in [Shape::Untied, Shape::Experts] {
+        let subject = Subject::new(&Weights::random(shape, 18), Backend::Flash);
+        let all = samples();
+        let batch = packed(&all[1..3]);
+        let (outcome, grads) = subject.run(&batch);
+        for spec in &subject.specs {
+            let alone = |other: &ParamSpec| other == spec;
+            assert_frozen(&subject, &batch, (&spec.name, &alone), (&outcome, &grads));
+        }
+    }
+}
+
+/// Norms of the gradient of each expert, and whether it computed a token of the batch.
+#[test]
+fn each_expert_with_a_token_has_the_oracles_gradient_and_the_others_none() {
+    for files in [ExpertFiles::InOut, ExpertFiles::OutIn] {
+        let set_files = |config: &mut Config| {
+            if let Some(moe) = &mut config.text.moe {
+                moe.files = files;
+            }
+        };
+        let weights = Weights::with_config(set_files, Shape::Experts, 19);
+        let (mut idle, mut busy) = (0, 0);
+        for batch in [packed(&samples()), packed(&samples()[3..4])] {
+            let (_, grads) = Subject::new(&weights, Backend::Flash).run(&batch);
+            let expected = Oracle::new(&weights).gradients(&batch).unwrap();
+            for (at, spec) in weights.specs.iter().enumerate().filter(|(_, spec)| spec.is_experts())
+            {
+                let len = spec.shape[1] * spec.shape[2];
+                for (expert, (found, expected)) in
+                    grads[at].chunks(len).zip(expected[at].chunks(len)).enumerate()
+                {
+                    let what = format!("{files:?}, expert {expert} of `{}`", spec.name);
+                    assert_close(&what, &wide(found), expected, Tolerance::ORACLE_GRADIENT);
+                    if expected.iter().all(|x| *x == 0.0) {
+                        idle += 1;
+                        assert!(found.iter().all(|x| *x == 0.0), "{what}: no token, a gradient");
+                    } else {
+                        busy += 1;
+                    }
+                }
+            }
+        }
+        assert!(idle >= 8 && busy >= 24, "{idle} without a token, {busy} with tokens");
     }
 }

@@ -30,7 +30,9 @@ use trainer::models::vision_language::{
     Config, MropeLayout, VisionConfig, VisionKind, param_specs,
 };
 use trainer::models::{Model, ModelConfig, ModelInput, RecomputePolicy};
-use trainer::nn::{DecoderConfig, HybridConfig, Init, ParamSpec, Queries, TensorNames};
+use trainer::nn::{
+    DecoderConfig, ExpertFiles, HybridConfig, Init, MoeConfig, ParamSpec, Queries, TensorNames,
+};
 use trainer::ops::{AttentionBackend, Flash, Gelu, Masked};
 use trainer::tape::{GradSink, Gradients, Param, Trainable};
 
@@ -108,17 +110,20 @@ enum Shape {
     Hybrid,
     /// Qwen2.5-VL: windows in the vision encoder, biases in place of the norms of queries and keys.
     Windowed,
+    /// Qwen3-VL with experts in two of three layers.
+    Experts,
 }
 
 const IMAGE_TOKEN: u32 = 7;
 const VOCABULARY: u32 = 50;
-const SHAPES: [Shape; 4] = [Shape::Tied, Shape::Untied, Shape::Hybrid, Shape::Windowed];
+const SHAPES: [Shape; 5] =
+    [Shape::Tied, Shape::Untied, Shape::Hybrid, Shape::Windowed, Shape::Experts];
 
 /// A small config in which sizes that could be confused are different.
 fn config(shape: Shape) -> Config {
     // The sections also differ: with [4, 1, 1] frequencies 4 and 5 fall back to time.
     let (hidden_size, kv, mrope_section) = match shape {
-        Shape::Tied => (24, 2, [4, 1, 1]),
+        Shape::Tied | Shape::Experts => (24, 2, [4, 1, 1]),
         Shape::Untied => (32, 1, [2, 2, 2]),
         Shape::Hybrid => (24, 2, [2, 1, 1]),
         Shape::Windowed => (24, 2, [1, 2, 3]),
@@ -140,6 +145,14 @@ fn config(shape: Shape) -> Config {
         value_head_dim: 10,
         conv_kernel: 4,
     });
+    // 4 of 6 experts compute no token of the shortest sample.
+    let moe = (shape == Shape::Experts).then(|| MoeConfig {
+        num_experts: 6,
+        experts_per_token: 2,
+        intermediate_size: 14,
+        is_sparse: vec![true, false, true],
+        files: ExpertFiles::InOut,
+    });
     Config {
         text: DecoderConfig {
             vocab_size: VOCABULARY as usize,
@@ -151,10 +164,11 @@ fn config(shape: Shape) -> Config {
             head_dim: 12, // 4 * 12 is not the hidden size
             rms_norm_eps: 1e-6,
             rope_theta: 100.0, // small: every frequency turns within a short sample
-            tie_word_embeddings: shape == Shape::Tied || is_windowed,
+            tie_word_embeddings: [Shape::Tied, Shape::Experts].contains(&shape) || is_windowed,
             initializer_range: 0.02,
             queries: if is_windowed { Queries::Biased } else { Queries::Normed },
             hybrid,
+            moe,
         },
         mrope_section,
         mrope_layout: if is_windowed { MropeLayout::Blocks } else { MropeLayout::Interleaved },
@@ -195,7 +209,12 @@ impl Weights {
         let specs = param_specs(&config);
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let values = specs.iter().map(|spec| {
-            let fan_in: usize = spec.shape[1..].iter().product();
+            let layout = config.text.moe.as_ref().map(|moe| moe.files);
+            let fan_in: usize = match (spec.is_experts(), layout) {
+                (true, Some(ExpertFiles::InOut)) => spec.shape[1],
+                (true, _) => spec.shape[2],
+                _ => spec.shape[1..].iter().product(),
+            };
             let (mean, deviation) = match spec.shape.len() {
                 1 if spec.name.ends_with("bias") => (0.0, 0.3),
                 // A head of linear attention keeps about three quarters of its state per token.

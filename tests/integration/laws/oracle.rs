@@ -9,7 +9,7 @@ use candle_core::{D, DType, Device, Result, Tensor, Var};
 use std::collections::BTreeMap;
 use trainer::batch::{IGNORE_INDEX, VarlenBatch};
 use trainer::models::vision_language::{Config, MropeLayout, VisionKind};
-use trainer::nn::{HybridConfig, Queries};
+use trainer::nn::{ExpertFiles, HybridConfig, MoeConfig, Queries};
 
 const CPU: &Device = &Device::Cpu;
 const LAYER_NORM_EPS: f64 = 1e-6;
@@ -294,14 +294,46 @@ impl Oracle {
             };
             h = (h + mixed)?;
             let x = self.rms_norm(&h, &name("post_attention_layernorm"))?;
-            let gate = self.linear(&x, &name("mlp.gate_proj"))?;
-            let inner = silu(&gate)?.mul(&self.linear(&x, &name("mlp.up_proj"))?)?;
-            h = (h + self.linear(&inner, &name("mlp.down_proj"))?)?;
+            h = (h + self.feed_forward(&x, &name("mlp"), c.experts(layer))?)?;
             if let Some(feature) = features.get(layer + 1) {
                 h = (h + feature)?;
             }
         }
         self.rms_norm(&h, "model.language_model.norm")
+    }
+
+    /// The MLP of a decoder layer, or its experts, `[T, D]`.
+    fn feed_forward(&self, x: &Tensor, name: &str, moe: Option<&MoeConfig>) -> Result<Tensor> {
+        let swiglu = |gate: &Tensor, up: &Tensor| silu(gate)?.mul(up);
+        let Some(moe) = moe else {
+            let part = |part: &str| self.linear(x, &format!("{name}.{part}_proj"));
+            let inner = swiglu(&part("gate")?, &part("up")?)?;
+            return self.linear(&inner, &format!("{name}.down_proj"));
+        };
+        // Every expert computes every token; the weight of an expert that is not chosen is 0.
+        let logits = self.linear(x, &format!("{name}.gate"))?; // [T, E]
+        let all: Vec<Vec<f64>> = logits.to_vec2()?;
+        let chosen = matrix(x.dim(0)?, moe.num_experts, |token, expert| {
+            let larger = all[token].iter().filter(|other| **other > all[token][expert]);
+            indicator(larger.count() < moe.experts_per_token)
+        })?;
+        let shares = logits.exp()?.mul(&chosen)?;
+        let shares = shares.broadcast_div(&shares.sum_keepdim(1)?)?;
+        let mut sum = x.zeros_like()?;
+        for expert in 0..moe.num_experts {
+            let product = |x: &Tensor, part: &str| {
+                let weight = self.p(&format!("{name}.experts.{part}"));
+                let weight = weight.narrow(0, expert, 1)?.squeeze(0)?;
+                x.matmul(&if moe.files == ExpertFiles::InOut { weight } else { weight.t()? })
+            };
+            let both = product(x, "gate_up_proj")?; // [T, 2I]
+            let half = |at: usize| {
+                both.narrow(1, at * moe.intermediate_size, moe.intermediate_size)?.contiguous()
+            };
+            let output = product(&swiglu(&half(0)?, &half(1)?)?, "down_proj")?;
+            sum = (sum + output.broadcast_mul(&shares.narrow(1, expert, 1)?)?)?;
+        }
+        Ok(sum)
     }
 
     /// Attention of a decoder layer, `[T, D]`, with the projection of its output.

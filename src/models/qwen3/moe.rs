@@ -1,0 +1,87 @@
+//! Reads the sizes of a Qwen3 model with experts from `config.json`.
+
+use crate::models::config::{ModelConfigError, Section};
+use crate::models::experts::Family;
+use crate::models::text::Config;
+use crate::nn::ExpertFiles;
+use serde_json::Value;
+
+const FAMILY: Family = Family { published: ExpertFiles::Separate, must_have_norm: true };
+
+/// Reads the sizes from the parsed `config.json`.
+pub(in crate::models) fn read_moe(json: &Value) -> Result<Config, ModelConfigError> {
+    let top = Section { value: json, name: "" };
+    top.rope()?.expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
+    Ok(Config { text: top.decoder_with_experts(FAMILY)? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn published() -> Value {
+        json!({
+            "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "head_dim": 128,
+            "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
+            "rope_scaling": null, "attention_bias": false, "hidden_act": "silu",
+            "use_sliding_window": false, "max_window_layers": 48, "tie_word_embeddings": false,
+            "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768,
+            "norm_topk_prob": true, "num_experts": 128, "num_experts_per_tok": 8,
+            "output_router_logits": false, "router_aux_loss_coef": 0.001,
+        })
+    }
+
+    fn experts(json: &Value) -> crate::nn::MoeConfig {
+        read_moe(json).unwrap().text.moe.unwrap()
+    }
+
+    #[test]
+    fn both_names_of_the_number_of_experts_are_read() {
+        let json = published();
+        assert_eq!(experts(&json).num_experts, 128);
+        let mut other = published();
+        let object = other.as_object_mut().unwrap();
+        let number = object.remove("num_experts").unwrap();
+        object.insert("num_local_experts".to_owned(), number);
+        assert_eq!(experts(&other), experts(&json));
+        other["num_experts"] = json!(64);
+        let error = read_moe(&other).unwrap_err().to_string();
+        assert_eq!(error, "config.json: `num_experts` is 64, but `num_local_experts` is 128");
+    }
+
+    #[test]
+    fn layers_without_experts_are_listed_or_follow_from_the_step() {
+        let mut json = published();
+        json["num_hidden_layers"] = json!(6);
+        json["decoder_sparse_step"] = json!(2);
+        json["mlp_only_layers"] = json!([3]);
+        assert_eq!(experts(&json).is_sparse, [false, true, false, false, false, true]);
+        json["mlp_only_layers"] = json!(null);
+        json["decoder_sparse_step"] = json!(7);
+        let error = read_moe(&json).unwrap_err().to_string();
+        assert!(error.contains("leave none of the 6 layers with experts"), "{error}");
+    }
+
+    #[test]
+    fn values_that_are_not_supported_are_refused_by_name() {
+        for (key, value) in [
+            ("norm_topk_prob", json!(false)),
+            ("norm_topk_prob", json!(null)),
+            ("norm_topk_prob", json!("yes")),
+            ("norm_topk_prob", json!(1)),
+            ("output_router_logits", json!(true)),
+            ("num_experts", json!(0)),
+            ("num_experts_per_tok", json!(129)),
+            ("moe_intermediate_size", json!(null)),
+            ("mlp_only_layers", json!("none")),
+            ("decoder_sparse_step", json!(0)),
+        ] {
+            let mut json = published();
+            json[key] = value;
+            let error = read_moe(&json).unwrap_err().to_string();
+            assert!(error.contains(&format!("`{key}`")), "{error}");
+        }
+    }
+}

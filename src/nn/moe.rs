@@ -1,0 +1,145 @@
+//! The second half of a decoder layer with experts: RMS norm, router, experts, residual.
+//!
+//! Shapes: `T` tokens, `D` hidden size, `E` experts, `k` of them for each token, `I` their width,
+//! `R = T k` rows, which are sorted by expert.
+//!
+//! ```text
+//! h = norm(x)                                            [T, D]
+//! w, e = the k largest of softmax(h W_router^T), in f32  [T, k]
+//! y = x + sum over j of down_e(w silu(gate_e h) up_e h)  [T, D]
+//! ```
+//!
+//! The router computes in `f32` whatever the compute dtype is.
+
+use super::config::DecoderConfig;
+use super::experts::{EXPERTS, MoeConfig, ROUTER};
+use super::norm::RmsNorm;
+use super::params::{ParamMap, WeightError};
+use crate::ops::{self, ExpertLayout, RecomputeInput, Routing};
+use crate::tape::{GradSink, Param};
+use candle_core::{DType, Result, Tensor};
+
+/// The second half of a decoder layer with experts.
+pub(super) struct MoeBlock {
+    norm: RmsNorm,
+    router: Param,  // [E, D]
+    gate_up: Param, // [E, D, 2I] or [E, 2I, D]
+    down: Param,    // [E, I, D] or [E, D, I]
+    layout: ExpertLayout,
+    experts_per_token: usize,
+}
+
+/// The tensors that backward needs.
+pub(super) struct SavedMoe {
+    x: Tensor,    // [T, D]
+    rstd: Tensor, // [T]
+    routing: Routing,
+    gate_up: Tensor, // [R, 2I]
+}
+
+impl MoeBlock {
+    /// The block of the layer with the name `layer`.
+    pub(super) fn new(
+        params: &ParamMap<'_>,
+        layer: &str,
+        config: &DecoderConfig,
+        moe: &MoeConfig,
+    ) -> std::result::Result<Self, WeightError> {
+        let norm = format!("{layer}.post_attention_layernorm");
+        let experts = |part: &str| params.get(&format!("{layer}.{EXPERTS}.{part}"));
+        Ok(Self {
+            norm: RmsNorm::of_decoder(params, &norm, config)?,
+            router: params.get(&format!("{layer}.{ROUTER}"))?,
+            gate_up: experts("gate_up_proj")?,
+            down: experts("down_proj")?,
+            layout: moe.layout(),
+            experts_per_token: moe.experts_per_token,
+        })
+    }
+
+    pub(super) fn params(&self) -> impl Iterator<Item = &Param> {
+        [self.norm.param(), &self.router, &self.gate_up, &self.down].into_iter()
+    }
+
+    /// `x: [T, D]` to `[T, D]`.
+    pub(super) fn forward(&self, x: &Tensor) -> Result<(Tensor, SavedMoe)> {
+        let (normed, rstd) = self.norm.normed(x)?;
+        let logits = ops::linear(&wide(&normed)?, &wide(&self.router.tensor())?, None)?; // [T, E]
+        let routing = ops::route(&logits, self.experts_per_token)?;
+        let rows = ops::expert_rows(&normed, &routing)?; // [R, D]
+        drop(normed);
+        let gate_up = self.product(&rows, &self.gate_up, &routing)?; // [R, 2I]
+        drop(rows);
+        let activated = ops::expert_swiglu(&gate_up, &routing)?; // [R, I]
+        let rows = self.product(&activated, &self.down, &routing)?; // [R, D]
+        drop(activated);
+        let y = ops::combine(&rows, &routing, Some(x))?; // [T, D]
+        Ok((y, SavedMoe { x: x.clone(), rstd, routing, gate_up }))
+    }
+
+    /// The products of rows with the weights of their experts.
+    fn product(&self, rows: &Tensor, weight: &Param, routing: &Routing) -> Result<Tensor> {
+        ops::grouped_linear(rows, &weight.tensor(), self.layout, &routing.offsets)
+    }
+
+    /// Returns `dx: [T, D]`. Each buffer is dropped after its last use, to lower peak memory.
+    pub(super) fn backward(
+        &self,
+        SavedMoe { x, rstd, routing, gate_up }: SavedMoe,
+        dy: &Tensor,
+        grads: &dyn GradSink,
+    ) -> Result<Tensor> {
+        let (layout, offsets) = (self.layout, &routing.offsets);
+        let d_down = grads.buffer(&self.down);
+        let d_rows = ops::expert_rows(dy, &routing)?; // [R, D]
+        let d_activated =
+            ops::grouped_linear_backward_input(&d_rows, &self.down.tensor(), layout, offsets)?; // [R, I]
+        let recompute = if d_down.is_some() { RecomputeInput::Yes } else { RecomputeInput::No };
+        let (d_gate_up, d_weights, activated) =
+            ops::expert_swiglu_backward(gate_up, &routing, d_activated, recompute)?; // [R, 2I], [T, k], [R, I]
+        if let (Some(activated), Some(d_down)) = (activated, d_down) {
+            ops::grouped_linear_backward_weight(&activated, &d_rows, layout, offsets, d_down)?;
+        }
+        drop(d_rows);
+        let normed = self.norm.apply(&x, &rstd)?; // [T, D]
+        if let Some(dw) = grads.buffer(&self.gate_up) {
+            let rows = ops::expert_rows(&normed, &routing)?; // [R, D]
+            ops::grouped_linear_backward_weight(&rows, &d_gate_up, layout, offsets, dw)?;
+        }
+        let d_rows = ops::grouped_linear_backward_input(
+            &d_gate_up,
+            &self.gate_up.tensor(),
+            layout,
+            offsets,
+        )?; // [R, D]
+        drop(d_gate_up);
+        let d_normed = ops::expert_rows_backward(&d_rows, &routing)?; // [T, D]
+        drop(d_rows);
+        let d_normed = wide(&d_normed)?;
+        let d_normed = self.router_backward(&normed, &routing, &d_weights, d_normed, grads)?;
+        let d_normed = d_normed.to_dtype(x.dtype())?;
+        drop(normed);
+        self.norm.backward_add(&x, &rstd, &d_normed, Some(dy), grads) // [T, D]
+    }
+
+    /// Adds the gradient of the router, and adds that of its input to `d_normed: [T, D]`, in `f32`.
+    fn router_backward(
+        &self,
+        normed: &Tensor,
+        routing: &Routing,
+        d_weights: &Tensor,
+        d_normed: Tensor,
+        grads: &dyn GradSink,
+    ) -> Result<Tensor> {
+        let weight = wide(&self.router.tensor())?; // [E, D]
+        let d_logits = ops::route_backward(routing, d_weights, weight.dim(0)?)?; // [T, E]
+        if let Some(dw) = grads.buffer(&self.router) {
+            ops::linear_backward_weight(&wide(normed)?, &d_logits, dw)?;
+        }
+        ops::linear_backward_input_add(&d_logits, &weight, d_normed)
+    }
+}
+
+fn wide(tensor: &Tensor) -> Result<Tensor> {
+    tensor.to_dtype(DType::F32)
+}
