@@ -160,8 +160,8 @@ impl WeightFiles {
         Ok(Self { by_name, quantized: quantized.collect(), ..self })
     }
 
-    /// Names of all tensors, sorted, and of those that were [`Self::joined`]. The parts of a matrix in
-    /// NF4 and the pieces of a joined tensor are not listed.
+    /// Names of all tensors, sorted, followed by those of [`Self::joined`] tensors. The parts of a matrix
+    /// in NF4 and the pieces of a joined tensor are not listed.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         let is_part = |name: &str| {
             let ends = [STATE, NESTED_ABSMAX, ABSMAX, NESTED_MAP, MAP];

@@ -90,6 +90,8 @@ fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'stati
             SetupError::MissingTensors { .. }
             | SetupError::Shape { .. }
             | SetupError::MaskedOnGpu
+            | SetupError::ExpertsOnGpu
+            | SetupError::NoExperts { .. }
             | SetupError::QuantizedBase { .. } => return None,
             SetupError::Config { source, .. } => source,
             SetupError::Files { source, .. } => source.as_ref(),
@@ -241,10 +243,19 @@ fn data(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
 
 /// The class of an error of the model folder or of a checkpoint.
 fn model(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
-    let hint = if let Some(error) = error.downcast_ref::<SetupError>() {
-        if matches!(error, SetupError::MaskedOnGpu | SetupError::QuantizedBase { .. }) {
-            return Some(ErrorClass::new(Exit::Usage, error.hint()));
-        }
+    let of_config = |error: &SetupError| {
+        matches!(
+            error,
+            SetupError::MaskedOnGpu
+                | SetupError::QuantizedBase { .. }
+                | SetupError::ExpertsOnGpu
+                | SetupError::NoExperts { .. }
+        )
+    };
+    let of_config = error.downcast_ref().filter(|error| of_config(error));
+    let hint = if let Some(error) = of_config {
+        return Some(ErrorClass::new(Exit::Usage, error.hint()));
+    } else if let Some(error) = error.downcast_ref::<SetupError>() {
         error.hint()
     } else if let Some(error) = error.downcast_ref::<CheckpointError>() {
         if let CheckpointError::Tensor { source, .. } = error

@@ -151,6 +151,7 @@ pub(super) fn metrics_of_step(step: u64) -> StepMetrics {
         rejected_by_reason: std::collections::BTreeMap::new(),
         rejected_by_file: std::collections::BTreeMap::new(),
         ranks: None,
+        experts: std::collections::BTreeMap::new(),
         datasets: std::collections::BTreeMap::new(),
     }
 }

@@ -126,6 +126,7 @@ impl ValueError {
 const NO_FREEZE: &str = "no entry with an adapter, which freezes the whole model";
 const NOT_DIVIDED: &str = "`none` with `distributed.shard: full`";
 const NOT_ON_HOST: &str = "`none` with `model.offload: frozen`";
+const NO_PADDING: &str = "`true` with `model.aux_loss`, which counts no padding";
 const NOT_NF4: &str = "`default` or `gaussian` with `adapter.quantize: nf4`";
 const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
 /// Maximum learning rate, weight decay and factor of a learning rate.
@@ -216,7 +217,7 @@ impl RunConfig {
             let freeze = &self.model.freeze;
             rule(freeze.is_empty(), "model.freeze", &freeze.join(", "), NO_FREEZE);
         }
-        problems.extend(self.check_optimizer().err());
+        problems.extend(self.check_optimizer().and_then(|()| self.check_aux_loss()).err());
         problems.extend(self.evaluation_problems(left_out));
         problems
     }
@@ -262,6 +263,18 @@ impl RunConfig {
             Some(factor) => invalid("optim.lr_multipliers", factor, "numbers from 0 to 1e6"),
             None => Ok(()),
         }
+    }
+
+    fn check_aux_loss(&self) -> Result<(), ValueError> {
+        let factor = self.model.aux_loss;
+        let (key, found, expected) = if !(factor.is_finite() && factor >= 0.0) {
+            ("model.aux_loss", factor.to_string(), "a finite number of 0 or more")
+        } else if factor > 0.0 && !self.model.use_rmpad {
+            ("model.use_rmpad", "false".to_owned(), NO_PADDING)
+        } else {
+            return Ok(());
+        };
+        Err(ValueError { key, found, expected })
     }
 
     fn check_adafactor(&self) -> Result<(), ValueError> {

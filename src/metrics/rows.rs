@@ -117,6 +117,9 @@ pub struct StepMetrics {
     pub rejected_by_file: BTreeMap<String, BTreeMap<String, u64>>,
     /// Speed and memory of the ranks; `None` in a run of one process.
     pub ranks: Option<RankMetrics>,
+    /// `expert_load`, `experts_idle` and `aux_loss` of a model with experts.
+    #[serde(flatten)]
+    pub experts: BTreeMap<String, Value>,
     /// `loss/NAME` and counts of each data set, if there are several.
     #[serde(flatten)]
     pub datasets: BTreeMap<String, Value>,
@@ -261,6 +264,7 @@ mod tests {
             rejected_by_reason: BTreeMap::new(),
             rejected_by_file: BTreeMap::new(),
             ranks: None,
+            experts: BTreeMap::new(),
             datasets: BTreeMap::new(),
         }
     }

@@ -71,8 +71,8 @@ impl ModelConfigError {
             }
             Self::Unsupported { .. } => {
                 "use a Qwen3-VL, Qwen2.5-VL, Qwen3.5 or Qwen3 model in the transformers layout \
-                 (`model_type` is `qwen3_vl`, `qwen3_vl_moe`, `qwen2_5_vl`, `qwen3_5`, `qwen3_5_text`, \
-                 `qwen3` or `qwen3_moe`)"
+                 (`model_type` is `qwen3_vl`, `qwen2_5_vl`, `qwen3_5`, `qwen3_5_text` or `qwen3`, or one \
+                 of `qwen3_vl_moe`, `qwen3_5_moe`, `qwen3_5_moe_text` and `qwen3_moe`)"
             }
         }
     }
@@ -288,6 +288,15 @@ impl Section<'_> {
         Ok(config)
     }
 
+    /// Width of the MLP. A file whose layers all have experts need not have it.
+    fn mlp_width(&self) -> Result<usize, ModelConfigError> {
+        let key = "intermediate_size";
+        if self.value["moe_intermediate_size"].is_null() {
+            return self.size(key);
+        }
+        self.size_or(key, self.size("moe_intermediate_size")?)
+    }
+
     /// Sizes of a decoder, without those of its linear attention.
     pub(super) fn decoder_sizes(&self) -> Result<DecoderConfig, ModelConfigError> {
         self.expect("attention_bias", &Value::Bool(false), "`false`")?;
@@ -305,7 +314,7 @@ impl Section<'_> {
         let config = DecoderConfig {
             vocab_size: self.size("vocab_size")?,
             hidden_size,
-            intermediate_size: self.size("intermediate_size")?,
+            intermediate_size: self.mlp_width()?,
             num_hidden_layers: self.size("num_hidden_layers")?,
             num_attention_heads: heads,
             num_key_value_heads: self.size("num_key_value_heads")?,

@@ -17,6 +17,8 @@ pub(super) struct Family {
     /// Whether `norm_topk_prob` is false if the file does not have it. transformers does not read the
     /// key of the other families and always divides the weights by their sum.
     pub(super) must_have_norm: bool,
+    /// Whether each layer has experts, and one of them computes every token.
+    pub(super) has_shared: bool,
 }
 
 impl Section<'_> {
@@ -64,17 +66,23 @@ impl Section<'_> {
                 self.range("num_experts_per_tok", format!("at most {num_experts}, all experts"))
             );
         }
+        let shared = "shared_expert_intermediate_size";
         Ok(MoeConfig {
             num_experts,
             experts_per_token,
             intermediate_size: self.size("moe_intermediate_size")?,
-            is_sparse: self.sparse_layers(num_layers)?,
+            is_sparse: self.sparse_layers(num_layers, family)?,
+            shared_size: family.has_shared.then(|| self.size(shared)).transpose()?,
             files: family.published,
         })
     }
 
     /// Whether each layer has experts.
-    fn sparse_layers(&self, num_layers: usize) -> Result<Vec<bool>, ModelConfigError> {
+    fn sparse_layers(
+        &self,
+        num_layers: usize,
+        family: Family,
+    ) -> Result<Vec<bool>, ModelConfigError> {
         let dense = match &self.value["mlp_only_layers"] {
             Value::Null => Vec::new(),
             _ => self.sizes("mlp_only_layers")?,
@@ -82,6 +90,13 @@ impl Section<'_> {
         let every = self.size_or("decoder_sparse_step", 1)?;
         let is_sparse = |k: usize| !dense.contains(&k) && (k + 1).is_multiple_of(every);
         let layers: Vec<bool> = (0..num_layers).map(is_sparse).collect();
+        if layers.contains(&false) {
+            if family.has_shared {
+                let expected = "no layer: all layers of the family have experts".to_owned();
+                return Err(self.range("mlp_only_layers", expected));
+            }
+            self.size("intermediate_size")?; // of the layers without experts
+        }
         if layers.contains(&true) {
             return Ok(layers);
         }

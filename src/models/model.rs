@@ -3,7 +3,7 @@
 use super::opaque::{ModelInput, Tape};
 use crate::batch::VarlenBatch;
 use crate::metrics::{ActivationMemory, PartWork};
-use crate::nn::{Adapters, DecoderConfig, KvCache, ParamSpec, TensorNames, WeightError};
+use crate::nn::{Adapters, DecoderConfig, KvCache, ParamSpec, Routers, TensorNames, WeightError};
 use crate::ops::AttentionBackend;
 use crate::tape::{GradSink, Param, Recompute};
 use candle_core::{DType, Device, Result, Tensor};
@@ -80,6 +80,11 @@ pub trait Model: Send + Sync {
     /// Parameters of each stage, in the order in which a micro-batch reports them to
     /// [`GradSink::finished`]. Each parameter is in one stage.
     fn stages(&self) -> Vec<Vec<&Param>>;
+
+    /// The routers of the layers with experts, if there are any.
+    fn routers(&self) -> Option<&Routers> {
+        None
+    }
 
     /// Patches on a side of the square that becomes one vision token; 1 without a vision encoder.
     fn merge_size(&self) -> NonZeroU32;

@@ -11,7 +11,7 @@ use std::sync::Arc;
 pub type ReadConfig = fn(&Value) -> Result<Arc<dyn ModelConfig>, ModelConfigError>;
 
 /// The families by `model_type`.
-pub const FAMILIES: [(&str, ReadConfig); 7] = [
+pub const FAMILIES: [(&str, ReadConfig); 9] = [
     ("qwen3_vl", |json| Ok(Arc::new(qwen3_vl::read(json)?))),
     ("qwen3_5", |json| Ok(Arc::new(qwen3_5::read(json)?))),
     ("qwen3_5_text", |json| Ok(Arc::new(qwen3_5::read_text(json)?))),
@@ -19,9 +19,11 @@ pub const FAMILIES: [(&str, ReadConfig); 7] = [
     ("qwen3", |json| Ok(Arc::new(qwen3::read(json)?))),
     ("qwen3_vl_moe", |json| Ok(Arc::new(qwen3_vl::read_moe(json)?))),
     ("qwen3_moe", |json| Ok(Arc::new(qwen3::read_moe(json)?))),
+    ("qwen3_5_moe", |json| Ok(Arc::new(qwen3_5::read_moe(json)?))),
+    ("qwen3_5_moe_text", |json| Ok(Arc::new(qwen3_5::read_text_moe(json)?))),
 ];
 const KNOWN_TYPES: &str = "`qwen3_vl`, `qwen2_5_vl`, `qwen3`, `qwen3_5` or `qwen3_5_text`, or with experts \
-                           `qwen3_vl_moe` or `qwen3_moe`";
+                           `qwen3_vl_moe`, `qwen3_moe`, `qwen3_5_moe` or `qwen3_5_moe_text`";
 
 /// Reads `<folder>/config.json`. Also returns the whole file, which goes into checkpoints.
 pub fn read_config(folder: &Path) -> Result<(Arc<dyn ModelConfig>, Value), ModelConfigError> {
@@ -62,7 +64,7 @@ mod tests {
         let error = config_from_json(&json!({"model_type": "qwen3_next"})).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "config.json: `model_type` is `qwen3_next`, expected `qwen3_vl`, `qwen2_5_vl`, `qwen3`, `qwen3_5` or `qwen3_5_text`, or with experts `qwen3_vl_moe` or `qwen3_moe`"
+            "config.json: `model_type` is `qwen3_next`, expected `qwen3_vl`, `qwen2_5_vl`, `qwen3`, `qwen3_5` or `qwen3_5_text`, or with experts `qwen3_vl_moe`, `qwen3_moe`, `qwen3_5_moe` or `qwen3_5_moe_text`"
         );
         for (model_type, _) in FAMILIES {
             assert!(KNOWN_TYPES.contains(&format!("`{model_type}`")));

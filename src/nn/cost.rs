@@ -53,7 +53,9 @@ impl DecoderConfig {
 
     /// Width of the MLP of layer `k`, or of the experts that compute a token together.
     fn inner_width(&self, k: usize) -> usize {
-        let of_experts = |moe: &MoeConfig| moe.experts_per_token * moe.intermediate_size;
+        let of_experts = |moe: &MoeConfig| {
+            moe.experts_per_token * moe.intermediate_size + moe.shared_size.unwrap_or(0)
+        };
         self.experts(k).map_or(self.intermediate_size, of_experts)
     }
 
@@ -166,6 +168,7 @@ mod tests {
             experts_per_token: 2,
             intermediate_size: 6,
             is_sparse: vec![true; 3],
+            shared_size: None,
             files: ExpertFiles::InOut,
         };
         assert_eq!(moe.num_sparse() * moe.idle_weights(10), 3 * (6 * 3 * 6 * 10));

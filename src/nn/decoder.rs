@@ -10,6 +10,7 @@ use super::mlp::{MlpBlock, SavedMlp};
 use super::moe::{MoeBlock, SavedMoe};
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
+use super::routers::Routers;
 use crate::metrics::PartWork;
 use crate::ops::{self, AttentionBackend};
 use crate::tape::{GradSink, InputGrad, Param, Recompute, SavedStage, Stage};
@@ -101,9 +102,12 @@ impl FeedForward {
         layer: &str,
         k: usize,
         config: &DecoderConfig,
+        routers: Option<&Arc<Routers>>,
     ) -> std::result::Result<Self, WeightError> {
-        if let Some(moe) = config.experts(k) {
-            return Ok(Self::Experts(Box::new(MoeBlock::new(params, layer, config, moe)?)));
+        if let (Some(moe), Some(routers)) = (config.experts(k), routers) {
+            let place = moe.is_sparse[..k].iter().filter(|is_sparse| **is_sparse).count();
+            let block = MoeBlock::new(params, layer, (config, moe), (routers, place))?;
+            return Ok(Self::Experts(Box::new(block)));
         }
         let norm = format!("{layer}.post_attention_layernorm");
         let norm = RmsNorm::of_decoder(params, &norm, config)?;
@@ -187,6 +191,7 @@ pub(crate) struct Decoder {
     pub(crate) lm_head: Param,      // [V, D]; the embedding if tied
     layers: Vec<DecoderLayer>,
     norm: RmsNorm,
+    routers: Option<Arc<Routers>>,
 }
 
 /// The tensors that the forward pass of the decoder saves for backward.
@@ -202,6 +207,7 @@ impl Decoder {
         config: &DecoderConfig,
         attention: &Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
+        let routers = config.moe.as_ref().map(|moe| Arc::new(moe.routers()));
         let layers = (0..config.num_hidden_layers).map(|k| {
             let name = layer_name(prefix, k);
             let sizes = config.hybrid.as_ref().filter(|_| config.is_linear(k));
@@ -213,7 +219,10 @@ impl Decoder {
                 let block = AttentionBlock::new(params, &name, config, attention.clone())?;
                 Mixer::Attention(Box::new(block))
             };
-            Ok(DecoderLayer { mixer, mlp: FeedForward::new(params, &name, k, config)? })
+            Ok(DecoderLayer {
+                mixer,
+                mlp: FeedForward::new(params, &name, k, config, routers.as_ref())?,
+            })
         });
         let embed_tokens = params.get(&embedding_name(prefix))?;
         let tied = config.tie_word_embeddings;
@@ -222,7 +231,13 @@ impl Decoder {
             embed_tokens,
             layers: layers.collect::<std::result::Result<_, _>>()?,
             norm: RmsNorm::of_decoder(params, &format!("{prefix}.norm"), config)?,
+            routers,
         })
+    }
+
+    /// The routers of the layers with experts.
+    pub(crate) fn routers(&self) -> Option<&Routers> {
+        self.routers.as_deref()
     }
 
     fn untied_head(&self) -> Option<&Param> {

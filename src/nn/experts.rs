@@ -4,10 +4,15 @@
 
 use super::init::Init;
 use super::params::{ParamSpec, Stored};
+use super::routers::Routers;
 use crate::ops::ExpertLayout;
 
 /// Module of the experts of a layer.
 pub(super) const EXPERTS: &str = "mlp.experts";
+/// Module of the expert that computes every token.
+pub(super) const SHARED: &str = "mlp.shared_expert";
+/// Linear layer of its gate.
+pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate";
 /// Weight of the router of a layer.
 pub(super) const ROUTER: &str = "mlp.gate.weight";
 
@@ -22,6 +27,8 @@ pub struct MoeConfig {
     pub intermediate_size: usize,
     /// Whether each layer has experts. The others have an MLP.
     pub is_sparse: Vec<bool>,
+    /// Width of an expert that computes every token, times the sigmoid of a gate; `None`: there is none.
+    pub shared_size: Option<usize>,
     /// How weight files have the tensors of the experts.
     pub files: ExpertFiles,
 }
@@ -59,6 +66,10 @@ impl MoeConfig {
     /// Number of weights of a layer's experts that a token is not multiplied with.
     pub(super) fn idle_weights(&self, hidden: usize) -> usize {
         3 * (self.num_experts - self.experts_per_token) * self.intermediate_size * hidden
+    }
+
+    pub(super) fn routers(&self) -> Routers {
+        Routers::new(self.num_experts, self.experts_per_token, self.num_sparse())
     }
 
     /// Number of layers with experts.
@@ -110,6 +121,12 @@ pub(super) fn sparse_specs(
     add(ROUTER, &[moe.num_experts, hidden], Init::Normal);
     add(&format!("{EXPERTS}.gate_up_proj"), &gate_up, Init::Normal);
     add(&format!("{EXPERTS}.down_proj"), &down, Init::Normal);
+    if let Some(inner) = moe.shared_size {
+        add(&format!("{SHARED}.gate_proj.weight"), &[inner, hidden], Init::Normal);
+        add(&format!("{SHARED}.up_proj.weight"), &[inner, hidden], Init::Normal);
+        add(&format!("{SHARED}.down_proj.weight"), &[hidden, inner], Init::Normal);
+        add(&format!("{SHARED_GATE}.weight"), &[1, hidden], Init::Normal);
+    }
 }
 
 /// How the tensor `part` of a layer is stored.
@@ -159,6 +176,7 @@ mod tests {
             experts_per_token: 2,
             intermediate_size: inner,
             is_sparse: vec![false, true],
+            shared_size: None,
             files,
         }
     }

@@ -21,6 +21,8 @@ mod norm;
 mod own_heads;
 mod params;
 mod rope;
+mod routers;
+mod shared_expert;
 mod tensor_names;
 
 pub use adapter::{
@@ -40,4 +42,5 @@ pub(crate) use norm::{LayerNorm, RmsNorm};
 pub(crate) use params::ParamMap;
 pub use params::{Component, Inputs, ParamSpec, Stored, WeightError};
 pub(crate) use rope::{HostTable, inverse_frequencies};
+pub use routers::{Choices, Recording, Routers};
 pub use tensor_names::TensorNames;

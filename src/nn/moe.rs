@@ -9,15 +9,20 @@
 //! y = x + sum over j of down_e(w silu(gate_e h) up_e h)  [T, D]
 //! ```
 //!
+//! A shared expert adds its output for every token.
+//!
 //! The router computes in `f32` whatever the compute dtype is.
 
 use super::config::DecoderConfig;
-use super::experts::{EXPERTS, MoeConfig, ROUTER};
+use super::experts::{EXPERTS, MoeConfig, ROUTER, SHARED, SHARED_GATE};
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
+use super::routers::Routers;
+use super::shared_expert::{SavedShared, SharedExpert};
 use crate::ops::{self, ExpertLayout, RecomputeInput, Routing};
 use crate::tape::{GradSink, Param};
 use candle_core::{DType, Result, Tensor};
+use std::sync::Arc;
 
 /// The second half of a decoder layer with experts.
 pub(super) struct MoeBlock {
@@ -27,6 +32,10 @@ pub(super) struct MoeBlock {
     down: Param,    // [E, I, D] or [E, D, I]
     layout: ExpertLayout,
     experts_per_token: usize,
+    shared: Option<SharedExpert>,
+    routers: Arc<Routers>,
+    /// Number of the layer among those with experts.
+    place: usize,
 }
 
 /// The tensors that backward needs.
@@ -35,18 +44,23 @@ pub(super) struct SavedMoe {
     rstd: Tensor, // [T]
     routing: Routing,
     gate_up: Tensor, // [R, 2I]
+    shared: Option<SavedShared>,
 }
 
 impl MoeBlock {
-    /// The block of the layer with the name `layer`.
+    /// The block of the layer with the name `layer`, which is number `place` of those with experts.
     pub(super) fn new(
         params: &ParamMap<'_>,
         layer: &str,
-        config: &DecoderConfig,
-        moe: &MoeConfig,
+        (config, moe): (&DecoderConfig, &MoeConfig),
+        (routers, place): (&Arc<Routers>, usize),
     ) -> std::result::Result<Self, WeightError> {
         let norm = format!("{layer}.post_attention_layernorm");
         let experts = |part: &str| params.get(&format!("{layer}.{EXPERTS}.{part}"));
+        let shared = moe.shared_size.map(|_| {
+            let [shared, gate] = [SHARED, SHARED_GATE].map(|part| format!("{layer}.{part}"));
+            SharedExpert::new(params, &shared, &gate)
+        });
         Ok(Self {
             norm: RmsNorm::of_decoder(params, &norm, config)?,
             router: params.get(&format!("{layer}.{ROUTER}"))?,
@@ -54,27 +68,44 @@ impl MoeBlock {
             down: experts("down_proj")?,
             layout: moe.layout(),
             experts_per_token: moe.experts_per_token,
+            shared: shared.transpose()?,
+            routers: Arc::clone(routers),
+            place,
         })
     }
 
     pub(super) fn params(&self) -> impl Iterator<Item = &Param> {
-        [self.norm.param(), &self.router, &self.gate_up, &self.down].into_iter()
+        let routed = [self.norm.param(), &self.router, &self.gate_up, &self.down];
+        routed.into_iter().chain(self.shared.iter().flat_map(SharedExpert::params))
     }
 
     /// `x: [T, D]` to `[T, D]`.
     pub(super) fn forward(&self, x: &Tensor) -> Result<(Tensor, SavedMoe)> {
         let (normed, rstd) = self.norm.normed(x)?;
-        let logits = ops::linear(&wide(&normed)?, &wide(&self.router.tensor())?, None)?; // [T, E]
+        let logits = self.logits(&normed)?; // [T, E]
         let routing = ops::route(&logits, self.experts_per_token)?;
+        self.routers.record(self.place, &logits, &routing)?;
+        drop(logits);
         let rows = ops::expert_rows(&normed, &routing)?; // [R, D]
-        drop(normed);
         let gate_up = self.product(&rows, &self.gate_up, &routing)?; // [R, 2I]
         drop(rows);
         let activated = ops::expert_swiglu(&gate_up, &routing)?; // [R, I]
         let rows = self.product(&activated, &self.down, &routing)?; // [R, D]
         drop(activated);
-        let y = ops::combine(&rows, &routing, Some(x))?; // [T, D]
-        Ok((y, SavedMoe { x: x.clone(), rstd, routing, gate_up }))
+        let mut y = ops::combine(&rows, &routing, Some(x))?; // [T, D]
+        drop(rows);
+        let mut saved_shared = None;
+        if let Some(shared) = &self.shared {
+            let saved;
+            (y, saved) = shared.forward_add(&normed, &y)?;
+            saved_shared = Some(saved);
+        }
+        Ok((y, SavedMoe { x: x.clone(), rstd, routing, gate_up, shared: saved_shared }))
+    }
+
+    /// `[T, E]`, in `f32`.
+    fn logits(&self, normed: &Tensor) -> Result<Tensor> {
+        ops::linear(&wide(normed)?, &wide(&self.router.tensor())?, None)
     }
 
     /// The products of rows with the weights of their experts.
@@ -85,7 +116,7 @@ impl MoeBlock {
     /// Returns `dx: [T, D]`. Each buffer is dropped after its last use, to lower peak memory.
     pub(super) fn backward(
         &self,
-        SavedMoe { x, rstd, routing, gate_up }: SavedMoe,
+        SavedMoe { x, rstd, routing, gate_up, shared }: SavedMoe,
         dy: &Tensor,
         grads: &dyn GradSink,
     ) -> Result<Tensor> {
@@ -117,7 +148,10 @@ impl MoeBlock {
         drop(d_rows);
         let d_normed = wide(&d_normed)?;
         let d_normed = self.router_backward(&normed, &routing, &d_weights, d_normed, grads)?;
-        let d_normed = d_normed.to_dtype(x.dtype())?;
+        let mut d_normed = d_normed.to_dtype(x.dtype())?;
+        if let (Some(block), Some(saved)) = (&self.shared, shared) {
+            d_normed = block.backward_add(saved, &normed, dy, d_normed, grads)?;
+        }
         drop(normed);
         self.norm.backward_add(&x, &rstd, &d_normed, Some(dy), grads) // [T, D]
     }
@@ -133,6 +167,7 @@ impl MoeBlock {
     ) -> Result<Tensor> {
         let weight = wide(&self.router.tensor())?; // [E, D]
         let d_logits = ops::route_backward(routing, d_weights, weight.dim(0)?)?; // [T, E]
+        let d_logits = self.routers.add_slopes(|| self.logits(normed), d_logits)?;
         if let Some(dw) = grads.buffer(&self.router) {
             ops::linear_backward_weight(&wide(normed)?, &d_logits, dw)?;
         }

@@ -151,7 +151,7 @@ impl Weights {
         pieces.iter().map(piece).collect()
     }
 
-    /// Elements of a weight that the adapter does not add to.
+    /// Elements of a weight that no adapter changes: those of experts.
     fn load_piece(
         &self,
         name: &str,
@@ -159,12 +159,7 @@ impl Weights {
         shape: &[usize],
         dtype: DType,
     ) -> Result<Tensor, CheckpointError> {
-        let part = match self.adapter.as_ref().zip(self.change(name)) {
-            Some((adapter, Change::Replace)) => {
-                adapter.part_of_replacement(name, elements, dtype)?
-            }
-            _ => self.files.load_part(name, elements, dtype, &Device::Cpu)?,
-        };
+        let part = self.files.load_part(name, elements, dtype, &Device::Cpu)?;
         part.reshape(shape).map_err(fault(name))
     }
 

@@ -11,6 +11,7 @@ mod device;
 mod error;
 mod estimate;
 mod evaluations;
+mod experts;
 mod export;
 mod hub;
 mod inputs;

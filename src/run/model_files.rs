@@ -27,7 +27,7 @@ fn in_files(spec: &ParamSpec) -> Vec<(String, Vec<usize>)> {
     if pieces.is_empty() { vec![(spec.name.clone(), spec.shape.clone())] } else { pieces }
 }
 
-/// The files with the tensors of all parameters, also of those that they have in pieces.
+/// Joins the pieces that the files have in place of a parameter.
 pub(super) fn with_pieces(files: WeightFiles, specs: &[ParamSpec]) -> WeightFiles {
     specs.iter().fold(files, |files, spec| match spec.pieces() {
         pieces if pieces.is_empty() => files,

@@ -99,6 +99,7 @@ pub(crate) fn step_runner(
         params: loaded.params,
         optimizer,
         recompute: config.model.recompute.policy(),
+        aux_loss: config.model.aux_loss,
         dtype: config.model.precision.dtype(),
         device: device.clone(),
     })

@@ -15,6 +15,15 @@ pub enum SetupError {
         "`model.attention: masked` is the reference implementation, which runs on the CPU only"
     )]
     MaskedOnGpu,
+    /// The products of experts have no GPU kernel.
+    #[error("models with experts are computed on the CPU only")]
+    ExpertsOnGpu,
+    /// A setting of the routers, and a model that has none.
+    #[error("`model.aux_loss` is {aux_loss}, but the model has no experts")]
+    NoExperts {
+        /// The value.
+        aux_loss: f64,
+    },
     /// `config.json` is missing or not valid.
     #[error("model folder `{}` cannot be used", .folder.display())]
     Config {
@@ -94,6 +103,8 @@ impl SetupError {
                 "train an adapter with `adapter: {quantize: nf4}`, or use the folder of the original \
                  weights"
             }
+            Self::ExpertsOnGpu => "use `device: cpu`",
+            Self::NoExperts { .. } => "remove `model.aux_loss`",
             Self::MaskedOnGpu => "use `model.attention: auto`, or `device: cpu`",
             Self::Config { .. }
             | Self::Files { .. }

@@ -6,7 +6,7 @@ use crate::data::JsonlRows;
 use crate::metrics::JsonlSink;
 use crate::ops::simd_level;
 use crate::tape::Param;
-use crate::train::{StepRunner, TrainState};
+use crate::train::{AdapterConfig, StepRunner, Targets, TrainState};
 use serde::Serialize;
 use std::time::SystemTime;
 
@@ -35,6 +35,10 @@ pub(super) fn log_start(
         trained = count(&mut runner.optimizer.states().iter().map(|slot| &slot.param)),
         "model"
     );
+    let takes_all = |adapter: &AdapterConfig| adapter.target == Targets::AllLinear;
+    if runner.model.routers().is_some() && config.adapter.as_ref().is_some_and(takes_all) {
+        tracing::info!("`adapter.target: all-linear` leaves out the experts");
+    }
     tracing::info!(
         device = %device_name(&runner.device),
         threads = rayon::current_num_threads(),

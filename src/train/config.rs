@@ -38,6 +38,9 @@ pub struct ModelSection {
     /// Weights that are kept in host memory and copied to a GPU when they are used; none by default.
     #[serde(default)]
     pub offload: Offload,
+    /// Factor of the auxiliary loss of the routers, which is added to the loss of a step; 0 by default.
+    #[serde(default)]
+    pub aux_loss: f64,
 }
 
 impl ModelSection {
@@ -52,6 +55,7 @@ impl ModelSection {
             freeze: Vec::new(),
             recompute: RecomputeChoice::None,
             offload: Offload::None,
+            aux_loss: 0.0,
         }
     }
 }

@@ -1,5 +1,6 @@
 //! One optimizer step: forward and backward of its micro-batches, clipping, update.
 
+use super::experts::{StepChoices, StepRouters};
 use super::gradients::{GradientSums, Round, squares};
 use super::ranks::{Bits, Ranks};
 use super::saved::SavedAs;
@@ -32,6 +33,8 @@ pub struct StepOutcome {
     pub losses: Vec<TargetLosses>,
     /// Sum of the squares of the gradient of each trained parameter, before clipping.
     pub squares: Vec<f64>,
+    /// What the routers chose, in a model with experts.
+    pub choices: Option<StepChoices>,
     /// Why the weights were not updated: the loss or a gradient is not finite.
     pub problem: Option<StepError>,
 }
@@ -100,6 +103,8 @@ pub struct StepRunner {
     pub weights: RankWeights,
     /// The stages whose activations backward recomputes.
     pub recompute: RecomputePolicy,
+    /// Factor of the auxiliary loss of the routers.
+    pub aux_loss: f64,
     /// Compute dtype.
     pub dtype: DType,
     /// The device of model and gradients.
@@ -153,6 +158,7 @@ pub struct Losses {
     nll: Vec<(usize, Option<Tensor>, OwnTargets)>,
     /// The gradients for the states of the optimizer.
     gradients: Vec<Tensor>,
+    routers: StepRouters,
     /// Number and weight of the supervised targets of the step.
     pub counts: StepCounts,
 }
@@ -237,7 +243,7 @@ impl StepRunner {
         Ok((counts, first_rows))
     }
 
-    fn upload(&self, batch: VarlenBatch) -> candle_core::Result<ModelInput> {
+    pub(super) fn upload(&self, batch: VarlenBatch) -> candle_core::Result<ModelInput> {
         self.model.upload(batch, self.dtype, &self.device)
     }
 
@@ -249,6 +255,11 @@ impl StepRunner {
         let PreparedStep { targets, first, rest } = step;
         let mut nll = Vec::with_capacity(targets.len());
         let groups = self.ranks.sequence_group().world;
+        let place = |slot: &usize, targets: &OwnTargets| {
+            first_rows.get(slot).map(|rows| targets.dropout_place(number, *rows))
+        };
+        let inputs = (first.as_ref(), rest.as_slice());
+        let mut routers = self.begin_routers(&targets, inputs, counts.rounds, &place)?;
         let mut sums = self.gradients.begin_step(counts.rounds, &self.weights);
         let inputs = first.map(Ok).into_iter().chain(rest.map(|(_, batch)| self.upload(batch)));
         let mut batches = targets.into_iter().zip(inputs).peekable();
@@ -260,10 +271,10 @@ impl StepRunner {
                 let grads = sums.round(round)?;
                 self.weights.begin(Pass::Train);
                 if let Some(((slot, targets), input)) = batch {
-                    let place =
-                        first_rows.get(&slot).map(|rows| targets.dropout_place(number, *rows));
-                    self.set_dropout(place);
-                    let losses = self.forward_backward(&input?, targets, counts, &grads);
+                    self.set_dropout(place(&slot, &targets));
+                    let targets = (slot, targets);
+                    let losses =
+                        self.forward_backward(&input?, targets, counts, &grads, &mut routers);
                     self.set_dropout(None);
                     let losses = losses?;
                     nll.extend(losses.map(|(nll, targets)| (slot, nll, targets)));
@@ -276,11 +287,12 @@ impl StepRunner {
             }
             sums.complete(round, has_batch)?;
         }
+        self.end_routers();
         let gradients = sums.finish(&self.gradients)?;
-        Ok(Losses { nll, gradients, counts })
+        Ok(Losses { nll, gradients, routers, counts })
     }
 
-    fn set_dropout(&self, place: Option<DropoutPlace>) {
+    pub(super) fn set_dropout(&self, place: Option<DropoutPlace>) {
         if let Some(dropout) = &self.dropout {
             dropout.set(place);
         }
@@ -291,15 +303,18 @@ impl StepRunner {
     fn forward_backward(
         &self,
         input: &ModelInput,
-        targets: OwnTargets,
+        (slot, targets): (usize, OwnTargets),
         counts: StepCounts,
         grads: &Round<'_>,
+        routers: &mut StepRouters,
     ) -> Result<Option<(Option<Tensor>, OwnTargets)>, StepError> {
-        let (hidden, tape) = self.model.forward(input, self.recompute, grads)?;
+        let (hidden, tape) = self.with_routers(slot, routers, || {
+            Ok(self.model.forward(input, self.recompute, grads)?)
+        })?;
         grads.begin_backward()?;
         let (head, weight) = (self.model.lm_head(), counts.target_weight);
         let loss = loss_and_gradient(&hidden, head, &targets.targets, weight, grads)?;
-        if targets.is_without_any() {
+        if targets.is_without_any() && !self.has_aux_loss() {
             report_without_backward(&*self.model, grads);
             return Ok(None);
         }
@@ -366,6 +381,7 @@ impl StepRunner {
         let LaunchedStep { step, losses, update, loss } = launched;
         self.ranks.wait("sums of the ranks"); // on a GPU they are complete when losses are read
         let counts = losses.counts;
+        let choices = self.choices(&losses.routers)?;
         let losses = losses.read()?;
         let loss = loss.map_or_else(|| self.mean_loss(&losses, counts), Ok)?;
         let step = *step;
@@ -381,7 +397,7 @@ impl StepRunner {
         };
         let Norms { total: grad_norm, squares } = norms;
         let losses = losses.into_iter().map(|(_, losses)| losses).collect();
-        Ok(StepOutcome { loss, grad_norm, counts, losses, squares, problem })
+        Ok(StepOutcome { loss, grad_norm, counts, losses, squares, choices, problem })
     }
 
     /// Runs a whole step and waits for it. A loss or gradient that is not finite is an error.

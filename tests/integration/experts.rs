@@ -5,14 +5,14 @@
 
 use super::harness::{Place, copy_folder, finish, golden};
 use super::parity::{
-    PLAIN, assert_all_variants_follow, assert_gradient_norms, assert_per_sample_losses,
-    golden_json, rows_for, runner_of,
+    PLAIN, Variant, assert_all_variants_follow, assert_follows, assert_gradient_norms,
+    assert_per_sample_losses, golden_json, rows_for, runner_of,
 };
 use super::ranks::{config, place, train};
 use candle_core::{DType, Device, Tensor, safetensors};
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
-use trainer::train::{Outcome, Precision};
+use trainer::train::{Outcome, Precision, RecomputeChoice};
 
 const VL: &str = "moe-vl";
 const TEXT: &str = "moe-text";
@@ -37,6 +37,37 @@ fn a_text_only_model_with_experts_follows_the_reference_in_every_layout() {
 }
 
 #[test]
+fn qwen35_with_a_shared_expert_follows_the_reference_in_every_layout() {
+    for name in ["text_moe-qwen35", "image_exact_moe-qwen35"] {
+        assert_all_variants_follow(&curve(name));
+    }
+}
+
+/// The loss of the curve is without the auxiliary loss, which changes the gradients.
+#[test]
+fn the_auxiliary_loss_is_that_of_the_whole_step_in_any_division() {
+    let golden = curve("image_exact_moe-vl_aux");
+    let numbers = |key: &str| -> Vec<f64> {
+        golden[key].as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
+    };
+    let [aux, load, idle] = ["aux_loss", "expert_load", "experts_idle"].map(numbers);
+    for variant in [
+        PLAIN,
+        Variant { samples_a_row: 8, recompute: RecomputeChoice::Full, ..PLAIN },
+        Variant { micro_batches: 4, ..PLAIN },
+        Variant { micro_batches: 8, recompute: RecomputeChoice::Full, ..PLAIN },
+    ] {
+        for (step, outcome) in assert_follows(&golden, variant).iter().enumerate() {
+            let choices = outcome.choices.as_ref().unwrap();
+            let off = (choices.aux_loss().unwrap() - aux[step]).abs();
+            assert!(off < 1e-4, "{variant:?}, step {}: {off}", step + 1);
+            let found = (choices.load(), choices.idle());
+            assert_eq!(found, (load[step], idle[step]), "{variant:?}, step {}", step + 1);
+        }
+    }
+}
+
+#[test]
 fn losses_of_single_samples_equal_the_references() {
     for (name, entry) in golden_json("experts.json")["losses"].as_object().unwrap() {
         assert_per_sample_losses(name, entry);
@@ -45,7 +76,7 @@ fn losses_of_single_samples_equal_the_references() {
 
 #[test]
 fn gradient_norms_of_every_parameter_and_expert_equal_the_references() {
-    for name in ["text_moe-vl", "image_exact_moe-vl", "text_moe-text"] {
+    for name in ["text_moe-vl", "image_exact_moe-vl", "text_moe-text", "text_moe-qwen35"] {
         let golden = curve(name);
         let (model, data) = (golden["model"].as_str().unwrap(), golden["data"].as_str().unwrap());
         let rows = rows_for(model, data.trim_end_matches(".jsonl"));
@@ -236,6 +267,143 @@ fn a_run_that_was_stopped_continues_to_the_same_bits() {
             .map(|run| tensors(&place, &format!("{run}/final/model.safetensors")));
         assert!(bits(&parts) == bits(&whole), "{model}, {settings:?}");
     }
+}
+
+#[test]
+fn ranks_know_the_auxiliary_loss_and_the_load_of_the_whole_step() {
+    let place = place_with(VL);
+    for shard in ["none", "full"] {
+        let shard = format!("distributed.shard={shard}");
+        let settings = ["model.aux_loss=0.1", &shard];
+        let alone = trained(&place, &format!("alone-{shard}"), 1, &settings);
+        for world in [2, 4] {
+            let name = format!("{world}-{shard}");
+            assert!(bits(&trained(&place, &name, world, &settings)) == bits(&alone), "{name}");
+            let rows = |name: &str| place.rows(&format!("{name}/metrics.jsonl"));
+            for (found, expected) in rows(&name).iter().zip(&rows(&format!("alone-{shard}"))) {
+                for key in ["aux_loss", "expert_load", "experts_idle"] {
+                    assert!(found[key].is_f64(), "{key}");
+                    assert_eq!(found[key], expected[key], "{name}, {key}");
+                }
+            }
+        }
+    }
+    let without = trained(&place, "without", 1, &[]);
+    let with = tensors(&place, "alone-distributed.shard=none/final/model.safetensors");
+    assert!(bits(&with) != bits(&without));
+    assert!(place.rows("without/metrics.jsonl")[0].get("aux_loss").is_none());
+    let recomputed = trained(&place, "recomputed", 1, &["model.recompute=full"]);
+    assert!(bits(&recomputed) == bits(&without));
+    let load = |run: &str| place.rows(&format!("{run}/metrics.jsonl"))[2]["expert_load"].clone();
+    assert_eq!(load("recomputed"), load("without"), "each token counts once");
+}
+
+#[test]
+fn settings_that_do_not_fit_the_model_are_refused_by_every_command() {
+    let place = place_with(VL);
+    config(&place, "run", &[]);
+    let dense = golden("models/small-tied").display().to_string();
+    for (setting, text) in [
+        ("device=cuda:0".to_owned(), "models with experts are computed on the CPU only"),
+        (format!("model={{path: {dense}, aux_loss: 0.1}}"), "the model has no experts"),
+        ("model.aux_loss=-1".to_owned(), "model.aux_loss"),
+    ] {
+        for command in ["sft", "check", "plan"] {
+            let output = place.trainer(&[command, "--config", "ranks.yaml", "--set", &setting]);
+            assert!(output.code != 0, "{command} {setting}");
+            if command == "sft" && setting.starts_with("device") {
+                continue; // this build may have no GPU
+            }
+            let said = format!("{}{}", output.stdout, output.stderr);
+            assert!(said.contains(text), "{command}: {said}");
+        }
+    }
+}
+
+#[test]
+fn the_small_preset_trains_and_says_how_many_parameters_compute_a_token() {
+    let place = place();
+    place.trainer(&["init", "--preset", "tiny-moe", "--out", "moe"]).ends_with(0);
+    config(&place, "run", &[]);
+    let with = |command: &str| {
+        let settings =
+            ["model={path: moe}", "data.eval=[]", "train.epochs=null", "train.max_steps=2"];
+        let settings = settings.iter().flat_map(|setting| ["--set", setting]);
+        let arguments: Vec<&str> =
+            [command, "--config", "ranks.yaml"].into_iter().chain(settings).collect();
+        place.trainer(&arguments).ends_with(0)
+    };
+    let planned = with("plan").stdout;
+    assert!(planned.contains(" for each token, float32"), "{planned}");
+    let checked = with("check");
+    let checked = checked.stdout + &checked.stderr;
+    assert!(checked.contains("of them compute a token"), "{checked}");
+    with("sft");
+    let generate =
+        ["generate", "--model", "run/final", "--prompt", "Hello", "--max-new-tokens", "4"];
+    place.trainer(&generate).ends_with(0);
+}
+
+#[test]
+fn an_adapter_leaves_out_the_experts_and_says_so() {
+    let place = place_with(VL);
+    config(&place, "run", &[]);
+    let run = |output: &'static str, more: &[&'static str]| {
+        place.trainer(&sft(output, &[&["train.max_steps=1"], more].concat()))
+    };
+    let adapter = "adapter={rank: 2, train_also: ['*.mlp.gate.weight']}";
+    run("output_dir=adapter", &[adapter]).ends_with(0).says("leaves out the experts");
+    let saved = tensors(&place, "adapter/final/adapter_model.safetensors");
+    assert!(saved.keys().any(|name| name.ends_with(".mlp.gate.weight")), "{:?}", saved.keys());
+    assert!(!saved.keys().any(|name| name.contains("experts")));
+    let merge =
+        ["export", "--model", "model", "--adapter", "adapter/final", "--merge", "--out", "merged"];
+    place.trainer(&merge).ends_with(0);
+    let (start, merged) =
+        (tensors(&place, "model/model.safetensors"), tensors(&place, "merged/model.safetensors"));
+    let (start, merged) = (bits(&start), bits(&merged));
+    assert_eq!(start.keys().collect::<Vec<_>>(), merged.keys().collect::<Vec<_>>());
+    for (name, values) in &merged {
+        let changes = name.ends_with(".mlp.gate.weight")
+            || name.contains("language_model") && name.contains("_proj.weight");
+        assert_eq!(*values != start[name], changes, "{name}");
+    }
+    for (adapter, text) in [
+        ("adapter={quantize: nf4}", "does not store experts in 4 bits"),
+        ("adapter={train_also: ['*.mlp.experts.*']}", "an adapter cannot have experts"),
+    ] {
+        let output = run("output_dir=refused", &[adapter]);
+        assert!(output.code != 0 && output.stderr.contains(text), "{output:?}");
+    }
+}
+
+#[test]
+fn answers_of_a_model_with_experts_do_not_depend_on_the_group() {
+    let place = place_with(VL);
+    config(&place, "run", &[]);
+    let answers = |batch: &str| {
+        let settings =
+            ["eval.generate={max_new_tokens: 6}", &format!("eval.generate.batch={batch}")];
+        let mut arguments =
+            vec!["eval", "--config", "ranks.yaml", "--answers", "--per-sample", batch];
+        arguments.extend(settings.iter().flat_map(|setting| ["--set", setting]));
+        place.trainer(&arguments).ends_with(0);
+        let answers = place.rows(batch).into_iter().map(|row| row["answered"].to_string());
+        answers.collect::<Vec<_>>()
+    };
+    let one = answers("1");
+    assert!(one.len() >= 4 && one.iter().all(|answer| answer.starts_with('"')), "{one:?}");
+    assert_eq!(one, answers("4"));
+}
+
+#[test]
+fn verify_passes_with_experts() {
+    let place = place_with(VL);
+    config(&place, "run", &[]);
+    let output = place.trainer(&["verify", "--config", "ranks.yaml"]);
+    assert_eq!(output.code, 0, "{output:?}");
+    let text = output.stdout + &output.stderr;
+    assert!(text.contains("the loss jumps where a token changes its experts"), "{text}");
 }
 
 /// Arguments of a short run.

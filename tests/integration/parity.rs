@@ -90,6 +90,7 @@ fn section(model: &str, variant: Variant, precision: Precision) -> ModelSection 
         freeze: vec![],
         recompute: variant.recompute,
         offload: Offload::None,
+        aux_loss: 0.0,
     }
 }
 
@@ -155,6 +156,7 @@ pub(crate) fn runner_of(curve: &Value, variant: Variant, precision: Precision) -
         params: loaded.params,
         optimizer,
         recompute: variant.recompute.policy(),
+        aux_loss: curve["args"]["aux_loss"].as_f64().unwrap_or(0.0),
         dtype: precision.dtype(),
         device,
     }

@@ -118,6 +118,7 @@ fn loaded() -> LoadedModel {
         freeze: vec![],
         recompute: RecomputeChoice::None,
         offload: Offload::None,
+        aux_loss: 0.0,
     };
     load_model(&section, 0, &device()).unwrap()
 }
@@ -184,6 +185,7 @@ fn losses_and_gradients_of_rows_with_videos_are_the_references() {
             params: loaded.params,
             optimizer,
             recompute: RecomputeChoice::None.policy(),
+            aux_loss: 0.0,
             dtype: Precision::F32.dtype(),
             device: device(),
         };

@@ -6,7 +6,8 @@ use crate::models::text::Config;
 use crate::nn::ExpertFiles;
 use serde_json::Value;
 
-const FAMILY: Family = Family { published: ExpertFiles::Separate, must_have_norm: true };
+const FAMILY: Family =
+    Family { published: ExpertFiles::Separate, must_have_norm: true, has_shared: false };
 
 /// Reads the sizes from the parsed `config.json`.
 pub(in crate::models) fn read_moe(json: &Value) -> Result<Config, ModelConfigError> {

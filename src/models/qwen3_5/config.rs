@@ -1,8 +1,9 @@
 //! Reads the sizes of a Qwen3.5 model from `config.json`.
 
 use crate::models::config::{ModelConfigError, Section};
+use crate::models::experts::Family;
 use crate::models::{text, vision_language};
-use crate::nn::{DecoderConfig, HybridConfig, TensorNames};
+use crate::nn::{DecoderConfig, ExpertFiles, HybridConfig, TensorNames};
 use crate::ops::CONV_TAPS;
 use serde_json::Value;
 
@@ -11,8 +12,25 @@ const ROTARY_SHARE: f64 = 0.25;
 /// Every how many layers one has full attention if the file does not list the kinds.
 const FULL_INTERVAL: u64 = 4;
 
+const EXPERTS: Family =
+    Family { published: ExpertFiles::OutIn, must_have_norm: false, has_shared: true };
+
 /// Reads the sizes of a model with a vision encoder from the parsed `config.json`.
 pub(in crate::models) fn read(json: &Value) -> Result<vision_language::Config, ModelConfigError> {
+    read_with(json, decoder)
+}
+
+/// As [`read`], for a model with experts.
+pub(in crate::models) fn read_moe(
+    json: &Value,
+) -> Result<vision_language::Config, ModelConfigError> {
+    read_with(json, decoder_with_experts)
+}
+
+fn read_with(
+    json: &Value,
+    decoder: impl Fn(&Section<'_>) -> Result<DecoderConfig, ModelConfigError>,
+) -> Result<vision_language::Config, ModelConfigError> {
     let top = Section { value: json, name: "" };
     let text = Section::of(json, "text_config")?;
     let vision = Section::of(json, "vision_config")?;
@@ -36,6 +54,18 @@ pub(in crate::models) fn read(json: &Value) -> Result<vision_language::Config, M
 pub(in crate::models) fn read_text(json: &Value) -> Result<text::Config, ModelConfigError> {
     let top = Section { value: json, name: "" };
     Ok(text::Config { text: decoder(&top)? })
+}
+
+/// As [`read_text`], for a model with experts.
+pub(in crate::models) fn read_text_moe(json: &Value) -> Result<text::Config, ModelConfigError> {
+    let top = Section { value: json, name: "" };
+    Ok(text::Config { text: decoder_with_experts(&top)? })
+}
+
+fn decoder_with_experts(text: &Section<'_>) -> Result<DecoderConfig, ModelConfigError> {
+    let sizes = decoder(text)?;
+    let moe = text.experts(sizes.num_hidden_layers, EXPERTS)?;
+    Ok(DecoderConfig { moe: Some(moe), ..sizes })
 }
 
 fn decoder(text: &Section<'_>) -> Result<DecoderConfig, ModelConfigError> {

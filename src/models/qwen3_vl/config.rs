@@ -6,7 +6,8 @@ use crate::models::vision_language::{Config, MropeLayout, VisionConfig};
 use crate::nn::{DecoderConfig, ExpertFiles, TensorNames};
 use serde_json::Value;
 
-const EXPERTS: Family = Family { published: ExpertFiles::InOut, must_have_norm: false };
+const EXPERTS: Family =
+    Family { published: ExpertFiles::InOut, must_have_norm: false, has_shared: false };
 
 /// Reads the sizes from the parsed `config.json`.
 pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> {

@@ -7,7 +7,7 @@ use crate::models::model::{Model, ModelConfig, RecomputePolicy};
 use crate::models::opaque::{ModelInput, Tape};
 use crate::nn::{
     Adapters, Decoder, DecoderConfig, DecoderContext, DecoderTape, HostTable, KvCache, ParamMap,
-    ParamSpec, WeightError, inverse_frequencies,
+    ParamSpec, Routers, WeightError, inverse_frequencies,
 };
 use crate::ops::{self, AttentionBackend};
 use crate::tape::{GradSink, InputGrad, Param};
@@ -84,6 +84,10 @@ impl Model for TextModel {
 
     fn stages(&self) -> Vec<Vec<&Param>> {
         self.decoder.stages()
+    }
+
+    fn routers(&self) -> Option<&Routers> {
+        self.decoder.routers()
     }
 
     fn merge_size(&self) -> NonZeroU32 {

@@ -15,8 +15,8 @@ use crate::metrics::{ActivationMemory, PartWork};
 use crate::models::model::{Model, ModelConfig, RecomputePolicy};
 use crate::models::opaque::{ModelInput, Tape};
 use crate::nn::{
-    Adapters, Decoder, DecoderConfig, DecoderTape, KvCache, ParamMap, ParamSpec, TensorNames,
-    WeightError,
+    Adapters, Decoder, DecoderConfig, DecoderTape, KvCache, ParamMap, ParamSpec, Routers,
+    TensorNames, WeightError,
 };
 use crate::ops::{self, AttentionBackend};
 use crate::tape::{GradSink, InputGrad, Param};
@@ -90,6 +90,10 @@ impl Model for VisionLanguageModel {
         let mut stages = self.decoder.stages();
         stages.extend(self.vision.stages());
         stages
+    }
+
+    fn routers(&self) -> Option<&Routers> {
+        self.decoder.routers()
     }
 
     fn merge_size(&self) -> NonZeroU32 {

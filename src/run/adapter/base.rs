@@ -1,6 +1,7 @@
 //! The model below an adapter: checkpoints of the adapter do not contain it.
 
 use super::super::error::RunError;
+use super::super::experts::check_experts;
 use super::super::inputs::{open_for_run, param_groups};
 use super::super::load_model::{LoadedModel, OpenModel, trainable};
 use super::super::stored_weights::{load_stored, visitors, weight_storage};
@@ -28,9 +29,12 @@ pub(in crate::run) fn open_run_model(
             section.path.clone_from(&found.dir);
             section.weights = Weights::Pretrained;
         }
-        return Ok((open_for_run(&section, config.seed, device)?, None));
+        let open = open_for_run(&section, config.seed, device)?;
+        check_experts(config, &open)?;
+        return Ok((open, None));
     };
     let open = open_for_run(&section, config.seed, device)?;
+    check_experts(config, &open)?;
     let base = BaseModel {
         path: config.portable().model.path.display().to_string(),
         digest: open.digest()?,

@@ -57,6 +57,17 @@ pub enum AdapterError {
         /// As written.
         pattern: String,
     },
+    /// The folder of an adapter cannot have experts.
+    #[error("`adapter.train_also`: `{pattern}` names `{experts}`: an adapter cannot have experts")]
+    Experts {
+        /// As written.
+        pattern: String,
+        /// The parameter.
+        experts: String,
+    },
+    /// Only linear layers are stored in 4 bits.
+    #[error("`adapter.quantize` is `nf4`, which does not store experts in 4 bits")]
+    QuantizedExperts,
     /// The folder of an adapter cannot be read.
     #[error("adapter folder `{}` cannot be used", .folder.display())]
     Files {
@@ -130,7 +141,8 @@ impl AdapterError {
             Self::Part { .. } | Self::NoLayer { .. } => "adapter.parts",
             Self::Target { .. } | Self::NoTarget => "adapter.target",
             Self::Pattern(error) => error.origin().0,
-            Self::Both { .. } | Self::Tied { .. } => "adapter.train_also",
+            Self::Both { .. } | Self::Tied { .. } | Self::Experts { .. } => "adapter.train_also",
+            Self::QuantizedExperts => "adapter.quantize",
             Self::Rank { .. } => "adapter.rank",
             Self::StartFrom { key, .. } => key,
             _ => return None,
@@ -153,6 +165,12 @@ impl AdapterError {
             Self::NoLayer { .. } => "name a component with linear layers, for example `llm`",
             Self::Pattern(error) => return Some(error.hint()),
             Self::Both { .. } => "remove the layer from one of `adapter.target` and `train_also`",
+            Self::Experts { .. } => {
+                "name the router or other parameters, or train without `adapter`"
+            }
+            Self::QuantizedExperts => {
+                "experts are most of the weights of this model: use `adapter.quantize: none`"
+            }
             Self::Tied { .. } => {
                 "remove the embedding from `train_also`, or train without `adapter`"
             }

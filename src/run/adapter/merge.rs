@@ -2,10 +2,9 @@
 
 use super::super::export::Change;
 use super::{OpenAdapter, Source, norms};
-use crate::checkpoint::{CheckpointError, WeightFiles};
+use crate::checkpoint::CheckpointError;
 use crate::nn::{AdapterModule, AdapterTensor, peft_name};
 use candle_core::{DType, Device, Tensor};
-use std::ops::Range;
 
 impl OpenAdapter {
     /// What the adapter does to the parameter `name` of the model.
@@ -22,15 +21,14 @@ impl OpenAdapter {
         self.modules.iter().find(|module| module.name == layer)
     }
 
-    fn files(&self, name: &str) -> Result<&WeightFiles, CheckpointError> {
-        match &self.source {
-            Source::Files { files, .. } => Ok(files),
-            _ => Err(CheckpointError::NoTensor { place: "memory".into(), tensor: name.to_owned() }),
-        }
-    }
-
     fn load(&self, name: &str, dtype: DType) -> Result<Tensor, CheckpointError> {
-        self.files(name)?.load(name, dtype, &Device::Cpu)
+        let Source::Files { files, .. } = &self.source else {
+            return Err(CheckpointError::NoTensor {
+                place: "memory".into(),
+                tensor: name.to_owned(),
+            });
+        };
+        files.load(name, dtype, &Device::Cpu)
     }
 
     /// The value of a parameter of the model that was trained besides the adapter.
@@ -40,17 +38,6 @@ impl OpenAdapter {
         dtype: DType,
     ) -> Result<Tensor, CheckpointError> {
         self.load(&peft_name(name), dtype)
-    }
-
-    /// Elements of the flat value of [`Self::replacement`].
-    pub(in crate::run) fn part_of_replacement(
-        &self,
-        name: &str,
-        elements: Range<usize>,
-        dtype: DType,
-    ) -> Result<Tensor, CheckpointError> {
-        let name = peft_name(name);
-        self.files(&name)?.load_part(&name, elements, dtype, &Device::Cpu)
     }
 
     /// `W + scale B A`, with the row norms of DoRA's magnitude, in `f32`. `weight` is `W [M, K]`.

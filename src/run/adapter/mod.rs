@@ -61,6 +61,7 @@ impl OpenAdapter {
         specs: &[ParamSpec],
         seed: u64,
     ) -> std::result::Result<Self, AdapterError> {
+        check_experts(config, specs)?;
         if let Some(folder) = &config.start_from {
             let mut started = Self::resumed(config, folder, specs, seed)?;
             started.check_config(config, specs)?;
@@ -316,6 +317,18 @@ impl OpenAdapter {
             _ => Ok(zeros()?),
         }
     }
+}
+
+/// Fails if the experts of the model would stay in the compute dtype although its layers are quantised.
+fn check_experts(
+    config: &AdapterConfig,
+    specs: &[ParamSpec],
+) -> std::result::Result<(), AdapterError> {
+    let has_experts = specs.iter().any(ParamSpec::is_experts);
+    if has_experts && config.quantize == Quantize::Nf4 {
+        return Err(AdapterError::QuantizedExperts);
+    }
+    Ok(())
 }
 
 /// The L2 norms of rows.

@@ -147,6 +147,9 @@ pub(super) fn check(
         if found != *shape {
             return wrong(name, format!("has shape {found:?}, expected {shape:?} for this model"));
         }
+        if index.is_some_and(|index| base[index].is_experts()) {
+            return wrong(name, "has experts, which are not read from an adapter".to_owned());
+        }
         if name.contains("embed_tokens") && !base.iter().any(|spec| spec.name.contains("lm_head")) {
             return wrong(
                 name,

@@ -84,6 +84,10 @@ pub(super) fn also_trained(
     let mut chosen = BTreeSet::new();
     for pattern in &config.train_also {
         for index in matches("adapter.train_also", pattern, &named)? {
+            if specs[index].is_experts() {
+                let experts = specs[index].name.clone();
+                return Err(AdapterError::Experts { pattern: pattern.clone(), experts });
+            }
             let module = module_of(&specs[index].name);
             let is_tied = !specs.iter().any(|spec| spec.name.starts_with("lm_head."));
             if is_tied && module.ends_with("embed_tokens") {

@@ -7,7 +7,7 @@ use super::layouts::{LaidOut, Layout, misplaced};
 use super::report::{Check, LayoutReport};
 use super::subject::Subject;
 use super::verification::{Reference, Verification};
-use crate::nn::AdapterTensor;
+use crate::nn::{AdapterTensor, ParamSpec};
 use candle_core::Tensor;
 
 /// Bound of the difference of a slope of the loss from the gradient, relative.
@@ -117,11 +117,13 @@ impl Verification<'_> {
         loss: f64,
     ) -> Result<(), VerifyError> {
         let name = "gradients are derivatives of the loss, in f32";
-        let is_dora = |spec: &crate::nn::ParamSpec| {
+        let is_dora = |spec: &ParamSpec| {
             matches!(AdapterTensor::of(&spec.name), Some((AdapterTensor::Magnitude, _)))
         };
         let reason = if subject.specs.iter().any(is_dora) {
             Some("DoRA takes row norms as constants")
+        } else if subject.specs.iter().any(ParamSpec::is_experts) {
+            Some("the loss jumps where a token changes its experts")
         } else {
             (loss < MIN_LOSS).then_some("the loss is too small for differences in f32")
         };

@@ -4,6 +4,7 @@ use super::super::audit::audit;
 use super::super::config::OnNonFinite;
 use super::super::datasets::{SampleLoss, by_dataset, by_sample, count, metric_keys};
 use super::super::error::TrainError;
+use super::super::experts::StepChoices;
 use super::super::rejects::write_rejects;
 use super::super::sample_log::StepSamples;
 use super::super::step::{StepError, StepOutcome};
@@ -183,6 +184,7 @@ impl Trainer {
             rejected_by_reason: rejected.by_reason,
             rejected_by_file: rejected.by_file,
             ranks,
+            experts: outcome.choices.as_ref().map(StepChoices::metrics).unwrap_or_default(),
             datasets: metric_keys(names, &sets),
         };
         if let Some(file) = &mut parts.metrics {

@@ -99,6 +99,8 @@ fn the_oracles_gradients_are_the_differences_of_its_loss() {
             Shape::Windowed => 30,
             // the router and two tensors of experts more
             Shape::Experts => 43,
+            // Qwen3.5 with a router, two tensors of experts and four of the shared one for an MLP
+            Shape::SharedExpert => 48,
         };
         assert_eq!(kinds.len(), expected, "{kinds:?}");
         for (kind, at) in kinds {

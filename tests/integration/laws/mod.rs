@@ -112,12 +112,20 @@ enum Shape {
     Windowed,
     /// Qwen3-VL with experts in two of three layers.
     Experts,
+    /// Qwen3.5 with experts in all layers, one of which computes every token.
+    SharedExpert,
 }
 
 const IMAGE_TOKEN: u32 = 7;
 const VOCABULARY: u32 = 50;
-const SHAPES: [Shape; 5] =
-    [Shape::Tied, Shape::Untied, Shape::Hybrid, Shape::Windowed, Shape::Experts];
+const SHAPES: [Shape; 6] = [
+    Shape::Tied,
+    Shape::Untied,
+    Shape::Hybrid,
+    Shape::Windowed,
+    Shape::Experts,
+    Shape::SharedExpert,
+];
 
 /// A small config in which sizes that could be confused are different.
 fn config(shape: Shape) -> Config {
@@ -125,18 +133,19 @@ fn config(shape: Shape) -> Config {
     let (hidden_size, kv, mrope_section) = match shape {
         Shape::Tied | Shape::Experts => (24, 2, [4, 1, 1]),
         Shape::Untied => (32, 1, [2, 2, 2]),
-        Shape::Hybrid => (24, 2, [2, 1, 1]),
+        Shape::Hybrid | Shape::SharedExpert => (24, 2, [2, 1, 1]),
         Shape::Windowed => (24, 2, [1, 2, 3]),
     };
     let is_windowed = shape == Shape::Windowed;
+    let is_hybrid = [Shape::Hybrid, Shape::SharedExpert].contains(&shape);
     let learned = VisionKind::Learned {
         num_position_embeddings: 25,
-        deepstack_visual_indexes: if shape == Shape::Hybrid { vec![] } else { vec![0, 2] },
+        deepstack_visual_indexes: if is_hybrid { vec![] } else { vec![0, 2] },
         hidden_act: Gelu::Tanh,
     };
     // The images of the samples have up to 2 x 3 tokens. Block 1 attends inside frames.
     let windowed = VisionKind::Windowed { window: 2, full_attention_blocks: vec![1] };
-    let hybrid = (shape == Shape::Hybrid).then(|| HybridConfig {
+    let hybrid = is_hybrid.then(|| HybridConfig {
         rotary_dim: 8,
         is_linear: vec![true, false, true],
         num_key_heads: 2,
@@ -146,12 +155,14 @@ fn config(shape: Shape) -> Config {
         conv_kernel: 4,
     });
     // 4 of 6 experts compute no token of the shortest sample.
-    let moe = (shape == Shape::Experts).then(|| MoeConfig {
+    let shared = shape == Shape::SharedExpert;
+    let moe = (shape == Shape::Experts || shared).then(|| MoeConfig {
         num_experts: 6,
         experts_per_token: 2,
         intermediate_size: 14,
-        is_sparse: vec![true, false, true],
-        files: ExpertFiles::InOut,
+        is_sparse: vec![true, shared, true],
+        shared_size: shared.then_some(10),
+        files: if shared { ExpertFiles::OutIn } else { ExpertFiles::InOut },
     });
     Config {
         text: DecoderConfig {

@@ -320,6 +320,13 @@ impl Oracle {
         let shares = logits.exp()?.mul(&chosen)?;
         let shares = shares.broadcast_div(&shares.sum_keepdim(1)?)?;
         let mut sum = x.zeros_like()?;
+        if moe.shared_size.is_some() {
+            let part = |part: &str| self.linear(x, &format!("{name}.shared_expert.{part}_proj"));
+            let inner = swiglu(&part("gate")?, &part("up")?)?;
+            let output = self.linear(&inner, &format!("{name}.shared_expert.down_proj"))?;
+            let gate = sigmoid(&self.linear(x, &format!("{name}.shared_expert_gate"))?)?;
+            sum = output.broadcast_mul(&gate)?;
+        }
         for expert in 0..moe.num_experts {
             let product = |x: &Tensor, part: &str| {
                 let weight = self.p(&format!("{name}.experts.{part}"));

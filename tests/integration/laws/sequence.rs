@@ -120,6 +120,8 @@ fn ranks_that_share_the_tokens_of_a_micro_batch_get_every_gradient() {
             assert_split("windows", &weights, (&batch, backend), size, Recompute::No, |_| true);
             let weights = four_heads_of(Shape::Experts, 57);
             assert_split("experts", &weights, (&batch, backend), size, Recompute::Yes, |_| true);
+            let weights = four_heads_of(Shape::SharedExpert, 56);
+            assert_split("shared", &weights, (&batch, backend), size, Recompute::No, |_| true);
             let weights = four_heads_of(Shape::Hybrid, 59);
             for recompute in [Recompute::No, Recompute::Yes] {
                 assert_split("hybrid", &weights, (&batch, backend), size, recompute, |_| true);

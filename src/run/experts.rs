@@ -1,0 +1,20 @@
+//! Settings that depend on whether the model has experts.
+
+use super::load_model::OpenModel;
+use super::setup_error::SetupError;
+use crate::config::RunConfig;
+use crate::train::DeviceChoice;
+
+/// Fails if the config needs experts that the model does not have, or if the model has experts and the
+/// device cannot compute them.
+pub(super) fn check_experts(config: &RunConfig, open: &OpenModel) -> Result<(), SetupError> {
+    let has_experts = open.text().moe.is_some();
+    let aux_loss = config.model.aux_loss;
+    if aux_loss != 0.0 && !has_experts {
+        return Err(SetupError::NoExperts { aux_loss });
+    }
+    if has_experts && matches!(config.device, DeviceChoice::Cuda(_)) {
+        return Err(SetupError::ExpertsOnGpu);
+    }
+    Ok(())
+}
