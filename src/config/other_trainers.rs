@@ -15,6 +15,8 @@ const NAMES: &[(&str, &str)] = &[
     ("attn_impl", "model.attention"),
     ("attn_implementation", "model.attention"),
     ("flash_attn", "model.attention"),
+    ("router_aux_loss_coef", "model.aux_loss"),
+    ("moe_aux_loss_coef", "model.aux_loss"),
     ("padding_free", "model.use_rmpad"),
     ("use_rmpad", "model.use_rmpad"),
     ("gradient_checkpointing", "model.recompute"),

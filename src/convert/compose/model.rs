@@ -94,12 +94,10 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
             !size.is_empty() && size.chars().all(|c| c.is_ascii_digit() || c == '.')
         })
     });
-    if is_moe {
-        return Err("mixture of experts is not supported");
-    }
     let is_qwen25_vl = name.starts_with("qwen2.5-vl-");
-    if !is_qwen25_vl && OTHERS.iter().any(|other| name.contains(other)) {
-        return Err("only dense models of Qwen3-VL, Qwen2.5-VL, Qwen3 and Qwen3.5 are supported");
+    let is_other = !is_qwen25_vl && OTHERS.iter().any(|other| name.contains(other));
+    if is_other || is_moe && !name.starts_with("qwen3") {
+        return Err("only models of Qwen3-VL, Qwen2.5-VL, Qwen3 and Qwen3.5 are supported");
     }
     Ok(if name.starts_with("qwen3-") && !name.contains("vl") {
         Family::Text

@@ -99,7 +99,7 @@ pub(super) const ROWS: &[Row] = &[
     ),
     row("trainer_args.sp_ulysses_degree", "", Is(Role::SequenceParallel)),
     row("trainer_args.tp_degree", "", Is(Role::TensorParallel)),
-    row("trainer_args.ep_degree", "", Only(&["1"], "mixture of experts is not supported")),
+    row("trainer_args.ep_degree", "", Only(&["1"], "each rank computes all experts")),
     row(
         "trainer_args.print_batch_input_steps",
         "",

@@ -204,7 +204,7 @@ pub(super) const ROWS: &[Row] = &[
     row("logging_steps", "5", Is(Role::LogSteps)),
     row("eval_strategy", "", Is(Role::EvalStrategy)),
     row("use_logits_to_keep", "", Drop(KERNEL)),
-    row("router_aux_loss_coef", "", Refuse("mixture of experts is not supported")),
+    row("router_aux_loss_coef", "", Copy(Number)),
     row("create_checkpoint_symlink", "", Drop("`final` and `checkpoints/` have fixed names")),
     row("save_last_ckpt", "", Drop("the last step is always saved")),
     row("load_args", "", Drop("the config is in one file")),
