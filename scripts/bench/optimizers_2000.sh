@@ -15,7 +15,7 @@ trap 'rm -rf "$work"' EXIT
 train() { # optimizer, config, settings..
   local name=$1 config=$2 settings=() setting
   shift 2
-  for setting in "output_dir=$work/$name/$config" "train.max_steps=$steps" checkpoint.every_steps=0 eval.every_steps=0 eval.show=0 "$@"; do
+  for setting in "output_dir=$work/${name//[^a-zA-Z0-9]/_}/$config" "train.max_steps=$steps" checkpoint.every_steps=0 eval.every_steps=0 eval.show=0 "$@"; do
     settings+=(--set "$setting")
   done
   "$trainer" sft --config "configs/$config.yaml" "${settings[@]}" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
@@ -24,11 +24,12 @@ optimizer() { # name, settings..
   train "$1" counting "${@:2}"
   train "$1" quickstart "${@:2}"
   "$python" - "$work" "$1" <<'PY'
-import json, statistics, sys
+import json, re, statistics, sys
 from pathlib import Path
 work, name = Path(sys.argv[1]), sys.argv[2]
 def rows(name, config, file):
-    return [json.loads(line) for line in (work / name / config / file).open()]
+    folder = re.sub("[^a-zA-Z0-9]", "_", name)
+    return [json.loads(line) for line in (work / folder / config / file).open()]
 def loss(name, config):
     return statistics.mean(row["loss"] for row in rows(name, config, "metrics.jsonl")[-100:])
 def exact(name):

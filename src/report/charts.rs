@@ -12,7 +12,7 @@ const TRAIN: [(&str, &str, Unit, bool); 8] = [
     ("tokens_per_s", "Tokens per second", Unit::Number, false),
     ("peak_memory_bytes", "Peak memory of the process", Unit::Bytes, false),
     ("peak_device_reserved_bytes", "Peak GPU memory, reserved", Unit::Bytes, false),
-    ("fill", "Packing efficiency (fill): share of the packs that tokens fill", Unit::Share, false),
+    ("fill", "Packing efficiency (fill)", Unit::Share, false),
     ("data_wait", "Time of a step spent waiting for data", Unit::Share, false),
     ("rejected", "Rejected rows so far", Unit::Number, false),
 ];

@@ -267,7 +267,9 @@ impl RunError {
             Self::Value(error) => Some(dotted(error.key)),
             Self::DataConfig(error) => Some(dotted(&error.key())),
             Self::CreateOutputDir { .. } => Some(dotted("output_dir")),
-            Self::ModelInOutputDir { .. } => Some(dotted("model.path")),
+            Self::ModelInOutputDir { .. } | Self::Setup(SetupError::QuantizedBase { .. }) => {
+                Some(dotted("model.path"))
+            }
             Self::ImageSetting { key, .. } => Some(dotted(&format!("data.image.{key}"))),
             Self::VideoSetting { key, .. } => Some(dotted(&format!("data.video.{key}"))),
             Self::DataSet { list, index, key, .. } => {
@@ -279,7 +281,6 @@ impl RunError {
             Self::Device(_) => Some(dotted("device")),
             Self::Setup(SetupError::Adapter(error)) => error.key().map(dotted),
             Self::Setup(SetupError::MaskedOnGpu) => Some(dotted("model.attention")),
-            Self::Setup(SetupError::QuantizedBase { .. }) => Some(dotted("model.path")),
             Self::Groups { keys, .. } => Some(keys.clone()),
             Self::World { .. } => Some(dotted("train.gradient_accumulation_steps")),
             Self::SequenceWorld { .. } | Self::SequenceHeads { .. } => {
