@@ -11,8 +11,8 @@ pub struct EncodedSample {
     pub input_ids: Vec<u32>,
     /// `input_ids` at supervised tokens, [`super::IGNORE_INDEX`] elsewhere. Unshifted, `[T]`.
     pub labels: Vec<i64>,
-    /// Factor of the loss of each supervised token, above 0, unshifted like `labels`, `[T]`; `None`:
-    /// 1 for all tokens.
+    /// Factor of the loss of each supervised token, above 0, unshifted like `labels`, `[T]`;
+    /// `None`: 1 for all tokens.
     pub weights: Option<Vec<f32>>,
     /// Temporal, height and width position of each token, starting at 0; `[T]`.
     pub position_ids: Vec<[u32; 3]>,

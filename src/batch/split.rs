@@ -7,8 +7,8 @@ use std::ops::Range;
 /// What a part of a micro-batch has of its images.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BatchPart {
-    /// The merged tokens of `media` whose features `vision_rows` receive. The others belong to frames
-    /// that begin before the part or end after it.
+    /// The merged tokens of `media` whose features `vision_rows` receive. The others belong to
+    /// frames that begin before the part or end after it.
     pub features: Range<usize>,
     /// The first merged token of `media`, counted in the whole micro-batch.
     pub first_feature: usize,
@@ -103,8 +103,8 @@ mod tests {
     use super::super::MediumKind;
     use super::*;
 
-    /// 3 tokens of text, a video of 3 frames with 2 merged tokens each, 2 tokens, an image of 4 merged
-    /// tokens, and a token. The pixels of a frame are its number.
+    /// 3 tokens of text, a video of 3 frames with 2 merged tokens each, 2 tokens, an image of 4
+    /// merged tokens, and a token. The pixels of a frame are its number.
     fn batch() -> VarlenBatch {
         let medium = |frames: std::ops::Range<u32>, width| Patches {
             grid_thw: [frames.len() as u32, 2, width],

@@ -37,14 +37,14 @@ pub struct VarlenBatch {
     /// Number of segments that are not padding: one per sample, or one per document in windows of a
     /// corpus.
     pub num_samples: usize,
-    /// Set in a part of a micro-batch, which has only some of the tokens that `cu_seqlens` counts; see
-    /// [`Self::part`].
+    /// Set in a part of a micro-batch, which has only some of the tokens that `cu_seqlens` counts;
+    /// see [`Self::part`].
     pub part: Option<BatchPart>,
 }
 
 impl VarlenBatch {
-    /// The tokens of a batch of one sample from `start` on, with the media among them. `start` is not
-    /// inside the tokens of a medium, and there is a token after it.
+    /// The tokens of a batch of one sample from `start` on, with the media among them. `start` is
+    /// not inside the tokens of a medium, and there is a token after it.
     pub fn tokens_from(
         mut self,
         start: usize,

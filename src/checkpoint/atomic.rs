@@ -43,8 +43,8 @@ pub(super) fn sync_folder(folder: &Path) -> Result<(), CheckpointError> {
     File::open(folder).and_then(|folder| folder.sync_all()).map_err(CheckpointError::write(folder))
 }
 
-/// A new folder that is being filled, in the same parent and with a hidden name. Dropping it removes
-/// it.
+/// A new folder that is being filled, in the same parent and with a hidden name. Dropping it
+/// removes it.
 #[derive(Debug)]
 pub(super) struct NewFolder {
     target: PathBuf,
@@ -64,9 +64,9 @@ impl NewFolder {
     /// Gives the folder its name. All files in it must be synced. An older `target` stays until the
     /// new one is complete.
     ///
-    /// Replacing takes two renames, as there is no portable way to exchange two folders. A reader that
-    /// looks between them finds no `target`; [`recover`] finishes the exchange if the process is
-    /// killed between them.
+    /// Replacing takes two renames, as there is no portable way to exchange two folders. A reader
+    /// that looks between them finds no `target`; [`recover`] finishes the exchange if the process
+    /// is killed between them.
     pub(super) fn complete(mut self) -> Result<(), CheckpointError> {
         let (target, temporary) = (self.target.clone(), temporary_folder(&self.target));
         sync_folder(&temporary)?;

@@ -51,8 +51,9 @@ impl OwnedContents {
         Ok(files.iter().map(|file| file.changing_bytes(rank, world)).sum())
     }
 
-    /// A copy that later steps do not change: what rank `rank` of `world` ranks writes is copied to host
-    /// memory, except for [fixed](SavedTensor::fixed) tensors. `None` if memory does not suffice.
+    /// A copy that later steps do not change: what rank `rank` of `world` ranks writes is copied to
+    /// host memory, except for [fixed](SavedTensor::fixed) tensors. `None` if memory does not
+    /// suffice.
     pub fn copy(&self, rank: usize, world: usize) -> Result<Option<Self>, CheckpointError> {
         let contents = self.contents();
         let files = contents.tensor_files()?;
@@ -135,8 +136,8 @@ impl BackgroundSave {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Waits until the checkpoint is complete on all ranks; returns the time that writing took. After
-    /// an error there is no new checkpoint. A panic of the thread continues here.
+    /// Waits until the checkpoint is complete on all ranks; returns the time that writing took.
+    /// After an error there is no new checkpoint. A panic of the thread continues here.
     pub fn wait<T: Together>(mut self, together: &T) -> Result<Duration, T::Error> {
         let thread = self.thread.take().expect("`start` has started it");
         let written = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
@@ -156,7 +157,8 @@ impl BackgroundSave {
 impl Drop for BackgroundSave {
     fn drop(&mut self) {
         if let Some(thread) = self.thread.take() {
-            // An error is there already; a checkpoint that is not complete is removed at the next start.
+            // An error is there already; a checkpoint that is not complete is removed at the next
+            // start.
             let _ = thread.join();
         }
     }

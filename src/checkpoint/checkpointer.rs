@@ -124,10 +124,10 @@ impl Checkpointer {
     /// Writes `<output_dir>/checkpoints/step-<step>`, makes it durable, removes the oldest
     /// checkpoints beyond `keep`, and returns the path. Replaces an older checkpoint of this step.
     ///
-    /// All ranks write their parts of the tensors at once, and return when the checkpoint is complete.
-    /// Rank 0 writes all other files. On an error on any rank, all ranks return an error, no new folder
-    /// appears and the older checkpoints are unchanged. Checkpoints of later steps belong to another
-    /// run in the same folder: they are neither counted nor removed.
+    /// All ranks write their parts of the tensors at once, and return when the checkpoint is
+    /// complete. Rank 0 writes all other files. On an error on any rank, all ranks return an error,
+    /// no new folder appears and the older checkpoints are unchanged. Checkpoints of later steps
+    /// belong to another run in the same folder: they are neither counted nor removed.
     pub fn save<T: Together>(
         &self,
         step: u64,
@@ -171,8 +171,8 @@ impl Checkpointer {
     }
 
     /// Returns the newest undamaged checkpoint whose `trainer_state.json` is accepted by `accept`,
-    /// or `None`: the same on all ranks, which divide the reading of its files. Skips damaged ones with
-    /// a warning of rank 0 that names the file and the problem.
+    /// or `None`: the same on all ranks, which divide the reading of its files. Skips damaged ones
+    /// with a warning of rank 0 that names the file and the problem.
     pub fn newest_good<T: Together>(
         &self,
         accept: impl Fn(&Value) -> bool,
@@ -181,8 +181,8 @@ impl Checkpointer {
         let listed = if together.rank() == 0 { self.by_step() } else { Ok(Vec::new()) };
         let mut candidates = agree(together, listed)?;
         loop {
-            // Rank 0 looks for the next one. It reads the state first: a checkpoint of another run need
-            // not be checked in full.
+            // Rank 0 looks for the next one. It reads the state first: a checkpoint of another run
+            // need not be checked in full.
             let mut next = None;
             while next.is_none() {
                 let Some((step, dir)) = candidates.pop() else { break };
@@ -205,8 +205,9 @@ impl Checkpointer {
         }
     }
 
-    /// The checkpoint that [`Self::newest_good`] returns if all its files match their checksums, and
-    /// the problems of newer ones. Reads the manifests and states, and compares the sizes of the files.
+    /// The checkpoint that [`Self::newest_good`] returns if all its files match their checksums,
+    /// and the problems of newer ones. Reads the manifests and states, and compares the sizes of
+    /// the files.
     pub fn newest_likely(
         &self,
         accept: impl Fn(&Value) -> bool,
@@ -222,8 +223,8 @@ impl Checkpointer {
         Ok((None, problems))
     }
 
-    /// Opens the checkpoint in `dir`, whose files the ranks check together. A damaged one is an error
-    /// on all ranks.
+    /// Opens the checkpoint in `dir`, whose files the ranks check together. A damaged one is an
+    /// error on all ranks.
     pub fn open<T: Together>(dir: &Path, together: &T) -> Result<Found, T::Error> {
         let open = || {
             fs::read_dir(dir).map_err(CheckpointError::read(dir))?;
@@ -272,8 +273,8 @@ impl Checkpointer {
     }
 
     /// Removes the oldest checkpoints beyond `keep` up to step `newest`, which is durable by now: a
-    /// failure to delete is a warning and not an error. A run that resumes from `newest` calls this,
-    /// because the run before may have been killed between a save and the deletion.
+    /// failure to delete is a warning and not an error. A run that resumes from `newest` calls
+    /// this, because the run before may have been killed between a save and the deletion.
     pub fn remove_old(&self, newest: u64) {
         let removed = self.by_step().and_then(|mut all| {
             all.retain(|&(step, _)| step <= newest);
@@ -287,8 +288,8 @@ impl Checkpointer {
     }
 }
 
-/// Reads what rank 0 must know of a checkpoint before all ranks check it: `None` if it is of another
-/// run.
+/// Reads what rank 0 must know of a checkpoint before all ranks check it: `None` if it is of
+/// another run.
 fn read_candidate(
     step: u64,
     dir: &Path,
@@ -312,8 +313,8 @@ fn read_candidate(
     Ok(Some((manifest, found)))
 }
 
-/// Opens the checkpoint that rank 0 has chosen on all ranks: `folder` is its folder by its step. The
-/// result of other ranks in `of_first` is not used.
+/// Opens the checkpoint that rank 0 has chosen on all ranks: `folder` is its folder by its step.
+/// The result of other ranks in `of_first` is not used.
 fn share<T: Together>(
     of_first: Result<Option<(Manifest, Found)>, CheckpointError>,
     folder: impl Fn(u64) -> PathBuf,

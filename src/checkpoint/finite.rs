@@ -7,7 +7,8 @@ use half::{bf16, f16};
 
 /// A type of values with an exponent.
 pub(super) trait Value: Copy {
-    /// Bits of the smallest magnitude that is not finite as `dtype`. `f32` may be rounded to `bf16`.
+    /// Bits of the smallest magnitude that is not finite as `dtype`. `f32` may be rounded to
+    /// `bf16`.
     fn limit(dtype: DType) -> u32;
     /// The largest magnitude, as bits. Those of NaN are above those of infinity.
     fn largest(values: &[Self]) -> u32;

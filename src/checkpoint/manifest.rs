@@ -173,8 +173,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// Compares the share of rank `rank` of `world` ranks with its checksums. The ranks together read
-    /// each byte once.
+    /// Compares the share of rank `rank` of `world` ranks with its checksums. The ranks together
+    /// read each byte once.
     pub(super) fn check_share(
         &self,
         folder: &Path,
@@ -256,7 +256,8 @@ pub(super) fn is_plain_name(name: &str) -> bool {
     matches!(parts.next(), Some(Component::Normal(_))) && parts.next().is_none()
 }
 
-/// Copies a piece of a file to `to`, which has the path `target`, and compares it with its checksum.
+/// Copies a piece of a file to `to`, which has the path `target`, and compares it with its
+/// checksum.
 fn copy_piece(
     folder: &Path,
     name: &str,

@@ -1,5 +1,5 @@
-//! Opening the files of model folders and checkpoints. Another program may have put a named pipe or a
-//! device in their place: opening a pipe would wait for a writer, and a device may have no end.
+//! Opening the files of model folders and checkpoints. Another program may have put a named pipe or
+//! a device in their place: opening a pipe would wait for a writer, and a device may have no end.
 
 use std::fs::{self, File};
 use std::io::{self, Read};

@@ -1,8 +1,9 @@
-//! Safetensors files whose tensors are written in parts, by one process or by several ranks at once.
+//! Safetensors files whose tensors are written in parts, by one process or by several ranks at
+//! once.
 //!
 //! The header, and so the place of each element, follows from the names, shapes and dtypes of all
-//! tensors, which are the same on every rank. Each rank writes its parts at their offsets, without a
-//! second copy of the model in memory.
+//! tensors, which are the same on every rank. Each rank writes its parts at their offsets, without
+//! a second copy of the model in memory.
 
 use super::CheckpointError;
 use super::finite::{Value as Finite, first_non_finite};
@@ -79,8 +80,8 @@ impl SavedTensor {
         Self { name: name.into(), shape, dtype, held, is_fixed: false }
     }
 
-    /// A tensor that `make` computes when it is written, so that a model that is larger than memory can
-    /// be written.
+    /// A tensor that `make` computes when it is written, so that a model that is larger than memory
+    /// can be written.
     pub fn made(
         name: impl Into<String>,
         shape: &[usize],
@@ -188,8 +189,8 @@ impl<'a> TensorFile<'a> {
         PieceWriter::create(&folder.join(&self.name), self.bytes)
     }
 
-    /// Writes what rank `rank` of `world` ranks holds into the created file, and syncs it. Rank 0 also
-    /// writes the header.
+    /// Writes what rank `rank` of `world` ranks holds into the created file, and syncs it. Rank 0
+    /// also writes the header.
     pub(super) fn write(
         &self,
         folder: &Path,
@@ -344,8 +345,8 @@ fn dtype_name(name: &str, dtype: DType) -> Result<&'static str, CheckpointError>
     }
 }
 
-/// Writes the values of a span, with at most one chunk of them in host memory if they are on another
-/// device.
+/// Writes the values of a span, with at most one chunk of them in host memory if they are on
+/// another device.
 fn write_span(out: &mut PieceWriter, span: &Span<'_>, path: &Path) -> Result<(), CheckpointError> {
     let fault = |source| CheckpointError::Tensor { tensor: span.tensor.name.clone(), source };
     let made = match &span.tensor.held {
@@ -373,8 +374,8 @@ fn write_span(out: &mut PieceWriter, span: &Span<'_>, path: &Path) -> Result<(),
     Ok(())
 }
 
-/// Writes the values of a flat tensor on the CPU. The place and value of one that is not finite become
-/// an error by `non_finite`.
+/// Writes the values of a flat tensor on the CPU. The place and value of one that is not finite
+/// become an error by `non_finite`.
 fn write_values(
     out: &mut PieceWriter,
     flat: &Tensor,

@@ -45,8 +45,8 @@ impl Together for Alone {
     }
 }
 
-/// Returns the values of all ranks if all have one. Otherwise each rank returns its own error, or else
-/// that of the first rank that has one. Thus no rank waits for one that has failed.
+/// Returns the values of all ranks if all have one. Otherwise each rank returns its own error, or
+/// else that of the first rank that has one. Thus no rank waits for one that has failed.
 pub(super) fn exchange<T: Together, V: Serialize + DeserializeOwned>(
     together: &T,
     own: Result<V, CheckpointError>,
@@ -63,7 +63,8 @@ pub(super) fn exchange<T: Together, V: Serialize + DeserializeOwned>(
     all.into_iter().enumerate().map(value).collect()
 }
 
-/// Returns the value of this rank if all ranks have one, and otherwise an error as [`exchange`] does.
+/// Returns the value of this rank if all ranks have one, and otherwise an error as [`exchange`]
+/// does.
 pub(super) fn agree<T: Together, V>(
     together: &T,
     own: Result<V, CheckpointError>,

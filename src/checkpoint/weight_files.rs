@@ -143,8 +143,8 @@ impl WeightFiles {
         Ok(files)
     }
 
-    /// The tensors under the names that `rename` makes of those in the files. Fails if the files have
-    /// two tensors for one name.
+    /// The tensors under the names that `rename` makes of those in the files. Fails if the files
+    /// have two tensors for one name.
     pub fn renamed(self, rename: impl Fn(&str) -> String) -> Result<Self, CheckpointError> {
         let mut by_name = BTreeMap::new();
         for (name, place) in self.by_name {
@@ -160,8 +160,8 @@ impl WeightFiles {
         Ok(Self { by_name, quantized: quantized.collect(), ..self })
     }
 
-    /// Names of all tensors, sorted, followed by those of [`Self::joined`] tensors. The parts of a matrix
-    /// in NF4 and the pieces of a joined tensor are not listed.
+    /// Names of all tensors, sorted, followed by those of [`Self::joined`] tensors. The parts of a
+    /// matrix in NF4 and the pieces of a joined tensor are not listed.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         let is_part = |name: &str| {
             let ends = [STATE, NESTED_ABSMAX, ABSMAX, NESTED_MAP, MAP];
@@ -221,8 +221,8 @@ impl WeightFiles {
             .map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })
     }
 
-    /// As [`Self::load`], for the elements `range` of the tensor in row-major order. Returns a tensor
-    /// with one dimension and reads no other part of the file.
+    /// As [`Self::load`], for the elements `range` of the tensor in row-major order. Returns a
+    /// tensor with one dimension and reads no other part of the file.
     pub fn load_part(
         &self,
         name: &str,

@@ -30,7 +30,8 @@ pub(super) struct ExportArgs {
     /// Model folder or checkpoint; with `--merge` by default the model of adapter_config.json
     #[arg(long, value_name = "DIR", required_unless_present = "adapter")]
     model: Option<PathBuf>,
-    /// Dtype of the tensors; by default that of the files. `nf4`: linear layers of a model in 4 bits
+    /// Dtype of the tensors; by default that of the files. `nf4`: linear layers of a model in 4
+    /// bits
     #[arg(long, value_name = "DTYPE")]
     onto: Option<OntoArg>,
 }

@@ -18,8 +18,8 @@ pub(super) enum Exit {
     Resources = 71,
     /// A file cannot be written.
     CannotWrite = 73,
-    /// A rank was lost or hung, a GPU was lost, a disk failed while data was read, or the Hub cannot be
-    /// reached.
+    /// A rank was lost or hung, a GPU was lost, a disk failed while data was read, or the Hub
+    /// cannot be reached.
     Ranks = 74,
     /// Stopped by a signal after a checkpoint was saved: the same command continues the run.
     Stopped = 75,

@@ -1,7 +1,7 @@
 //! The exit code and the hint of an error of the GPU's driver or of cuBLAS.
 //!
-//! candle wraps these errors without a kind, so the text decides. It has the name of the code, as in
-//! `DriverError(CUDA_ERROR_ECC_UNCORRECTABLE, "..")`.
+//! candle wraps these errors without a kind, so the text decides. It has the name of the code, as
+//! in `DriverError(CUDA_ERROR_ECC_UNCORRECTABLE, "..")`.
 
 use super::failure::{ErrorClass, Exit};
 use crate::ops::memory_advice;
@@ -22,8 +22,8 @@ const KERNEL: [&str; 9] = [
     "CUBLAS_STATUS_EXECUTION_FAILED",
 ];
 
-/// A call that the driver or cuBLAS refuses. It would refuse the same call again, so the run must not
-/// be started again without a change.
+/// A call that the driver or cuBLAS refuses. It would refuse the same call again, so the run must
+/// not be started again without a change.
 const REFUSED: [&str; 14] = [
     "CUDA_ERROR_INVALID_VALUE",
     "CUDA_ERROR_INVALID_HANDLE",

@@ -58,11 +58,12 @@ impl Signals {
 
 /// Runs each of `commands` as a rank, in their order, and waits until all have ended.
 ///
-/// Signals are forwarded to all ranks, as `forwarded` says. If a rank fails, the others have a few seconds to end, and
-/// are then ended with SIGKILL. If this process ends before them, the system ends them. Returns an
-/// error unless all ranks succeed: [`Exit::Stopped`] if they were stopped after they saved the run,
-/// and otherwise the exit code of the failure that came first. A rank that was lost
-/// ([`Exit::Ranks`]) only explains the failure if no other rank has a code of its own.
+/// Signals are forwarded to all ranks, as `forwarded` says. If a rank fails, the others have a few
+/// seconds to end, and are then ended with SIGKILL. If this process ends before them, the system
+/// ends them. Returns an error unless all ranks succeed: [`Exit::Stopped`] if they were stopped
+/// after they saved the run, and otherwise the exit code of the failure that came first. A rank
+/// that was lost ([`Exit::Ranks`]) only explains the failure if no other rank has a code of its
+/// own.
 pub(super) fn launch(
     commands: Vec<Command>,
     signals: &Signals,
@@ -148,7 +149,8 @@ fn missing(program: &str) -> anyhow::Error {
 /// Starts a process that the system ends when this thread ends.
 fn spawn(mut command: Command) -> io::Result<Child> {
     command.stdin(Stdio::null());
-    // A process group of its own: the terminal sends Ctrl-C to this process only, which forwards it.
+    // A process group of its own: the terminal sends Ctrl-C to this process only, which forwards
+    // it.
     command.process_group(0);
     #[cfg(target_os = "linux")]
     {
@@ -245,8 +247,8 @@ impl End {
     }
 }
 
-/// The result of ranks that ended in this order. `by_mpirun`: the only process is `mpirun`, which has
-/// printed the number of the rank.
+/// The result of ranks that ended in this order. `by_mpirun`: the only process is `mpirun`, which
+/// has printed the number of the rank.
 fn outcome(ends: &[(usize, End)], by_mpirun: bool) -> anyhow::Result<()> {
     let failures = || ends.iter().filter(|(_, end)| !matches!(end, End::Done | End::Stopped));
     let Some(first) = failures().next() else {

@@ -131,8 +131,8 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// With `RUST_BACKTRACE`, candle appends a backtrace to each of its errors, which hides the message.
-/// Only `RUST_LIB_BACKTRACE` shows it.
+/// With `RUST_BACKTRACE`, candle appends a backtrace to each of its errors, which hides the
+/// message. Only `RUST_LIB_BACKTRACE` shows it.
 #[expect(unsafe_code, reason = "the standard library has no safe way to change a variable")]
 fn hide_library_backtraces() {
     if std::env::var_os("RUST_LIB_BACKTRACE").is_none() {

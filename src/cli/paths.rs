@@ -100,8 +100,8 @@ pub(super) fn expand_arguments(command: clap::Command) -> clap::Command {
 }
 
 impl ConfigArgs {
-    /// Expands the paths of the config, which lacks `left_out`. The errors have the lines of the paths
-    /// that cannot be expanded.
+    /// Expands the paths of the config, which lacks `left_out`. The errors have the lines of the
+    /// paths that cannot be expanded.
     pub(super) fn expand(&self, config: &mut RunConfig, left_out: &LeftOut) -> Vec<ConfigError> {
         let refuse = |(keys, error): (Vec<String>, PathError)| {
             self.refuse(&left_out.in_file(&keys), error.to_string(), error.hint())

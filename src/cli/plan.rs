@@ -39,8 +39,8 @@ pub(super) struct PlanArgs {
     /// Number of nodes
     #[arg(long, default_value = "1")]
     nodes: NonZeroUsize,
-    /// Search the settings with which the run fits into this memory of a GPU, or of the process on the
-    /// CPU, for example 80GiB or 80GB; without it, `fits` is for 80GiB
+    /// Search the settings with which the run fits into this memory of a GPU, or of the process on
+    /// the CPU, for example 80GiB or 80GB; without it, `fits` is for 80GiB
     #[arg(long, value_parser = bytes)]
     memory: Option<f64>,
     /// Predict the run time from this total speed of all GPUs, in tokens per second
@@ -67,7 +67,8 @@ pub(super) struct PlanArgs {
     /// Assume full packs with this fraction of supervised tokens; 0.25 without data
     #[arg(long)]
     targets: Option<f64>,
-    /// Print JSON objects, one per line, instead of tables: one for each `shard`, then one for the run
+    /// Print JSON objects, one per line, instead of tables: one for each `shard`, then one for the
+    /// run
     #[arg(long)]
     json: bool,
 }

@@ -62,8 +62,8 @@ fn is_out_of_memory(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| cause.to_string().to_ascii_uppercase().contains("OUT_OF_MEMORY"))
 }
 
-/// The exit code of the outermost error in the chain that has a class. If the process lacks memory or
-/// open files, this is the cause of all others.
+/// The exit code of the outermost error in the chain that has a class. If the process lacks memory
+/// or open files, this is the cause of all others.
 pub(super) fn exit(error: &anyhow::Error) -> Exit {
     if lacks_resources(error) {
         return Exit::Resources;

@@ -33,8 +33,8 @@ pub(super) struct SftArgs {
     /// `never`: start from step 0; DIR: resume from this checkpoint
     #[arg(long, value_name = "auto|never|DIR", default_value = "auto")]
     resume: String,
-    /// Train this step again from the checkpoint before it, and print its losses and gradient norms;
-    /// no file of the run changes
+    /// Train this step again from the checkpoint before it, and print its losses and gradient
+    /// norms; no file of the run changes
     #[arg(long, value_name = "N", conflicts_with = "resume")]
     replay_step: Option<u64>,
 }
@@ -97,8 +97,8 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
                 write_report(&config, run.trainer().eval_rows());
             }
             if is_alone && report::exit(&error) == Exit::Stopped {
-                // Drop would wait for rows that the loader is reading, such as an image that a server
-                // does not send.
+                // Drop would wait for rows that the loader is reading, such as an image that a
+                // server does not send.
                 std::mem::forget(run);
             }
             return Err(error);

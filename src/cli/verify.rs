@@ -1,4 +1,5 @@
-//! `trainer verify`: computes rows of `data.train` in every layout and compares losses and gradients.
+//! `trainer verify`: computes rows of `data.train` in every layout and compares losses and
+//! gradients.
 
 use super::args::ConfigArgs;
 use super::failure::{Exit, Failure};

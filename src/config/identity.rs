@@ -11,9 +11,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Component, Path, PathBuf};
 
-/// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that a
-/// run of an older version can be resumed. Quotes in texts of a config are escaped, so these match
-/// keys only.
+/// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that
+/// a run of an older version can be resumed. Quotes in texts of a config are escaped, so these
+/// match keys only.
 const LATER_DEFAULTS: [&str; 11] = [
     ",\"train_empty_think\":false",
     ",\"offload\":\"none\"",
@@ -69,9 +69,9 @@ impl RunConfig {
     /// same fingerprint.
     ///
     /// Settings that do not change the result are left out: `output_dir`, `data.cache_dir`, device,
-    /// `data.url.timeout_s`, `use_rmpad`, `attention`, `recompute`, `offload`, workers, the handling
-    /// of rejected rows and of steps that are not finite, `train.timeout_s`, the settings of eval,
-    /// log, checkpoints and ranks, and the length of the run.
+    /// `data.url.timeout_s`, `use_rmpad`, `attention`, `recompute`, `offload`, workers, the
+    /// handling of rejected rows and of steps that are not finite, `train.timeout_s`, the settings
+    /// of eval, log, checkpoints and ranks, and the length of the run.
     pub fn fingerprint(&self) -> String {
         use sha2::{Digest, Sha256};
         let mut json = serde_json::to_string(&self.deciding()).expect("a config of plain values");

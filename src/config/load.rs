@@ -33,8 +33,8 @@ pub struct Loaded<T> {
     pub left_out: LeftOut,
 }
 
-/// The wrong values of a config file: dotted keys, list items by their number in the file. A key that
-/// is misspelled is there with the right spelling, too.
+/// The wrong values of a config file: dotted keys, list items by their number in the file. A key
+/// that is misspelled is there with the right spelling, too.
 #[derive(Debug, Default)]
 pub struct LeftOut(Vec<String>);
 
@@ -72,8 +72,8 @@ impl LeftOut {
     }
 }
 
-/// As [`load`], with all errors: after each, the value or key that caused it is left out. If a required
-/// key is missing, the list item or the section in which it is missing is left out.
+/// As [`load`], with all errors: after each, the value or key that caused it is left out. If a
+/// required key is missing, the list item or the section in which it is missing is left out.
 pub fn load_all<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Loaded<T> {
     let mut loaded = Loaded { config: None, errors: Vec::new(), left_out: LeftOut::default() };
     let mut root = match tree(path, overrides) {

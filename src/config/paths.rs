@@ -26,8 +26,8 @@ impl RunConfig {
         config
     }
 
-    /// Replaces each path by what `expand` returns. Paths with an error stay as they are; each error
-    /// comes with the keys of its path.
+    /// Replaces each path by what `expand` returns. Paths with an error stay as they are; each
+    /// error comes with the keys of its path.
     pub fn expand_paths<E>(
         &mut self,
         expand: &dyn Fn(&str) -> Result<String, E>,

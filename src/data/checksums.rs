@@ -36,8 +36,8 @@ const MEDIA_END: u64 = 16 << 10;
 /// Maximum size of a media file whose checksum covers all of its bytes.
 pub(in crate::data) const ALL_SUMMED: u64 = 2 * MEDIA_END;
 
-/// The checksum of the first and the last 16 KiB of the regular file at `path`; of all bytes if it is
-/// shorter than both.
+/// The checksum of the first and the last 16 KiB of the regular file at `path`; of all bytes if it
+/// is shorter than both.
 pub(in crate::data) fn of_ends(path: &Path) -> io::Result<u32> {
     let file = File::open(path)?;
     let size = file.metadata()?.len();
@@ -117,8 +117,8 @@ fn arrow_footer(file: &File, size: u64) -> io::Result<Vec<u8>> {
     read_at(file, size - length, length)
 }
 
-/// A file that is written from its start. Each flush appends the number of bytes before it and their
-/// checksum to a second file, so that [`checked_bytes`] finds what a killed process wrote.
+/// A file that is written from its start. Each flush appends the number of bytes before it and
+/// their checksum to a second file, so that [`checked_bytes`] finds what a killed process wrote.
 #[derive(Debug)]
 pub(in crate::data) struct SummedFile {
     file: File,
@@ -153,8 +153,8 @@ impl Write for SummedFile {
     }
 }
 
-/// The number of bytes at the start of `file` that a [`SummedFile`] wrote, up to the last flush before
-/// the first damaged byte. `sums` is the path of its checksums.
+/// The number of bytes at the start of `file` that a [`SummedFile`] wrote, up to the last flush
+/// before the first damaged byte. `sums` is the path of its checksums.
 pub(in crate::data) fn checked_bytes(file: &File, sums: &Path) -> io::Result<u64> {
     let sums = fs::read(sums)?;
     let (mut crc, mut position) = (Crc::new(), 0);

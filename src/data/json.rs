@@ -1,9 +1,10 @@
 //! JSON of data rows, with integers of any size.
 //!
-//! `serde_json` reads an integer outside of the range of 64 bits as a float, so `10^30` would become
-//! `1e+30` in the rendered chat. Here such an integer is kept as written: it is an object with one
-//! key, made by [`parse`] and recognised by [`long_integer`]. The feature `arbitrary_precision` of
-//! `serde_json` does the same, but it changes how every crate of the program reads numbers.
+//! `serde_json` reads an integer outside of the range of 64 bits as a float, so `10^30` would
+//! become `1e+30` in the rendered chat. Here such an integer is kept as written: it is an object
+//! with one key, made by [`parse`] and recognised by [`long_integer`]. The feature
+//! `arbitrary_precision` of `serde_json` does the same, but it changes how every crate of the
+//! program reads numbers.
 
 use serde_json::{Error, Value};
 
@@ -29,8 +30,8 @@ pub(super) fn long_integer(value: &Value) -> Option<&str> {
     value.as_object().filter(|object| object.len() == 1)?.get(LONG_INTEGER_KEY)?.as_str()
 }
 
-/// An upper bound of the number of values in JSON text. An object counts as 8, because its map takes the
-/// memory of several values. Text that is not JSON has some number, too.
+/// An upper bound of the number of values in JSON text. An object counts as 8, because its map
+/// takes the memory of several values. Text that is not JSON has some number, too.
 pub(super) fn values(bytes: &[u8]) -> usize {
     let (mut count, mut at) = (1, 0);
     while let Some(byte) = bytes.get(at) {

@@ -44,8 +44,8 @@ impl Length {
         24 * self.tokens as u64
     }
 
-    /// Returns the rejection `changed` if the size of the row is `now` different. `self` is the size
-    /// that it was packed with.
+    /// Returns the rejection `changed` if the size of the row is `now` different. `self` is the
+    /// size that it was packed with.
     pub(super) fn check_unchanged(
         self,
         now: Self,

@@ -18,8 +18,8 @@ pub struct Reduce {
     pub then: Then,
 }
 
-/// What happens with the share that a rank has summed. The tensors have `S` elements, in `f32`, and do
-/// not share memory with the values.
+/// What happens with the share that a rank has summed. The tensors have `S` elements, in `f32`, and
+/// do not share memory with the values.
 #[derive(Debug, Clone)]
 pub enum Then {
     /// It stays in the values.
@@ -40,8 +40,8 @@ pub struct Gather {
 }
 
 /// An exchange between the ranks of a sequence group ("all-to-all"): the `N` neighbouring ranks
-/// `rank / N * N ..`, where `N` is the number of tensors. The tensors are contiguous, in `f32`, `bf16`
-/// or `u8`.
+/// `rank / N * N ..`, where `N` is the number of tensors. The tensors are contiguous, in `f32`,
+/// `bf16` or `u8`.
 #[derive(Debug, Clone)]
 pub struct Exchange {
     /// What each rank of the group receives from this rank.
@@ -69,8 +69,8 @@ pub trait Collective: Send + Sync {
     /// Starts an exchange within the sequence group. The other groups need not make this call.
     fn start_exchange(&self, exchange: Exchange) -> Result<Ticket, DistError>;
 
-    /// Waits until this call and all earlier ones are complete. On a GPU, later work on the tensors'
-    /// device waits.
+    /// Waits until this call and all earlier ones are complete. On a GPU, later work on the
+    /// tensors' device waits.
     fn wait_for(&self, ticket: Ticket) -> Result<(), DistError>;
 
     /// Waits until all calls are complete, as [`Self::wait_for`].

@@ -76,8 +76,8 @@ pub enum Exact {
     Auto,
     /// The same bits for every number of ranks: micro-batches and ranks are added as one tree.
     Yes,
-    /// Micro-batches are added in place, and ranks in the order of the engine; the results differ in
-    /// rounding.
+    /// Micro-batches are added in place, and ranks in the order of the engine; the results differ
+    /// in rounding.
     No,
 }
 

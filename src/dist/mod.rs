@@ -85,8 +85,8 @@ pub trait Monitor: Send + Sync {
         self.report(work);
     }
 
-    /// When `stop` is set, because this rank has received a signal, the request reaches the other ranks
-    /// within a few seconds.
+    /// When `stop` is set, because this rank has received a signal, the request reaches the other
+    /// ranks within a few seconds.
     fn pass_on(&self, _stop: Arc<AtomicBool>) {}
 
     /// Whether a request to stop has reached this rank. It reaches ranks at different times.
@@ -127,8 +127,8 @@ pub(crate) fn during<T>(monitor: &dyn Monitor, work: &str, f: impl FnOnce() -> T
     })
 }
 
-/// Ends the other ranks because of an error of this one, with the messages of its causes. `lost` is the
-/// error of the connections that caused it, if any: the monitors know these errors.
+/// Ends the other ranks because of an error of this one, with the messages of its causes. `lost` is
+/// the error of the connections that caused it, if any: the monitors know these errors.
 pub(crate) fn fail(monitor: &dyn Monitor, error: &(dyn Error + 'static), lost: Option<&DistError>) {
     if lost.is_some_and(|lost| !matches!(lost, DistError::Message { .. })) {
         return;

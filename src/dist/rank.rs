@@ -48,8 +48,8 @@ impl Rank {
     }
 }
 
-/// The place of a rank in its sequence group: ranks that compute the same micro-batches, each a part
-/// of the tokens.
+/// The place of a rank in its sequence group: ranks that compute the same micro-batches, each a
+/// part of the tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SequencePlace {
     /// Number of this rank in the group, from 0 to `size - 1`.

@@ -1,8 +1,8 @@
 //! Attention over token streams of which each rank has a part (Ulysses).
 //!
-//! Shapes: `T` tokens of a micro-batch, `P` of them on this rank, `N` ranks in a sequence group, `H`
-//! heads of a tensor, `Dh` head dim. Around the attention of one process, the ranks exchange tokens
-//! for heads: `[P, H, Dh]` becomes `[T, H / N, Dh]`, and back.
+//! Shapes: `T` tokens of a micro-batch, `P` of them on this rank, `N` ranks in a sequence group,
+//! `H` heads of a tensor, `Dh` head dim. Around the attention of one process, the ranks exchange
+//! tokens for heads: `[P, H, Dh]` becomes `[T, H / N, Dh]`, and back.
 
 use super::{Collective, Exchange, SequencePlace};
 use crate::ops::{AttentionBackend, HeadExchange, Masking, Qkv, QkvGrad, Segments};

@@ -13,7 +13,8 @@ use std::time::Duration;
 const MAX_MESSAGE: usize = 1 << 30;
 /// While rank 0 waits for a message, it checks the connections of the others at this interval.
 const CHECK: Duration = Duration::from_millis(100);
-/// Time in which the monitor finds out why a connection was closed. It names the rank that caused it.
+/// Time in which the monitor finds out why a connection was closed. It names the rank that caused
+/// it.
 const REASON: Duration = Duration::from_secs(1);
 
 /// One end of a lane.

@@ -17,8 +17,8 @@ pub fn threads_in_groups(world: usize, shard_group: usize) -> Result<Vec<Group>,
     slow_threads(world, shard_group, Duration::ZERO)
 }
 
-/// As [`threads_in_groups`]. Each exchange of tensors begins after `delay`: a rank that uses a tensor
-/// without waiting for it reads wrong values.
+/// As [`threads_in_groups`]. Each exchange of tensors begins after `delay`: a rank that uses a
+/// tensor without waiting for it reads wrong values.
 pub fn slow_threads(
     world: usize,
     shard_group: usize,

@@ -114,14 +114,15 @@ impl TreeSum {
         gather_shares(&self.group, &mut self.transport, all, part)
     }
 
-    /// The share of this rank in `len` elements, as [`Self::reduce`] and [`Self::gather`] divide them.
+    /// The share of this rank in `len` elements, as [`Self::reduce`] and [`Self::gather`] divide
+    /// them.
     pub(super) fn own_share(&self, len: usize) -> Range<usize> {
         let share = len / self.group.len();
         self.group.own * share..(self.group.own + 1) * share
     }
 
-    /// The places in a group of `group` neighbouring ranks that this rank sends to and receives from,
-    /// one pair after the other.
+    /// The places in a group of `group` neighbouring ranks that this rank sends to and receives
+    /// from, one pair after the other.
     pub(super) fn partners_in_group(&self, group: usize) -> Vec<(usize, usize)> {
         let members = Members::new(group_of(self.all.own, group), self.all.own);
         [(members.own, members.own)].into_iter().chain(members.partners()).collect()

@@ -26,8 +26,8 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// `on_stuck` receives the last report if none follows for `timeout`; it runs on a thread of its
-    /// own, once. Time in which the process is stopped, for example by SIGSTOP, does not count.
+    /// `on_stuck` receives the last report if none follows for `timeout`; it runs on a thread of
+    /// its own, once. Time in which the process is stopped, for example by SIGSTOP, does not count.
     pub fn start(
         timeout: Duration,
         on_stuck: impl FnOnce(&str) + Send + 'static,
@@ -45,8 +45,8 @@ impl Watchdog {
     }
 }
 
-/// Waits until there is no report for `timeout`, and returns the last one; `None` if the watchdog was
-/// dropped before.
+/// Waits until there is no report for `timeout`, and returns the last one; `None` if the watchdog
+/// was dropped before.
 fn stuck_work(last: &Last, timeout: Duration, ended: &Receiver<()>) -> Option<String> {
     let mut clock = Clock::new(timeout);
     loop {

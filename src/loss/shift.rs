@@ -38,8 +38,8 @@ impl Targets {
         Self { rows, ids, weights }
     }
 
-    /// The targets of the rows `tokens`, whose rows are counted from its start, and their numbers among
-    /// all targets.
+    /// The targets of the rows `tokens`, whose rows are counted from its start, and their numbers
+    /// among all targets.
     pub fn part(&self, tokens: &Range<usize>) -> (Self, Range<usize>) {
         let place = |row: usize| self.rows.partition_point(|of| (*of as usize) < row);
         let own = place(tokens.start)..place(tokens.end);

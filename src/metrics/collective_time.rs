@@ -45,8 +45,8 @@ impl CollectiveTime {
         self.hidden + self.exposed
     }
 
-    /// The time of a step that computes for `compute` seconds. At most nine tenths of the computation
-    /// hide collectives: the first and the last stage have nothing to hide behind.
+    /// The time of a step that computes for `compute` seconds. At most nine tenths of the
+    /// computation hide collectives: the first and the last stage have nothing to hide behind.
     pub fn step(self, compute: f64) -> f64 {
         compute + self.exposed + (self.hidden - 0.9 * compute).max(0.0)
     }
@@ -58,9 +58,9 @@ impl Cluster {
         self.gpus * self.nodes
     }
 
-    /// Seconds in which each of `ranks` ranks receives the shares of the others of `bytes`. They first
-    /// exchange within a node, then each rank the part of its place with those of other nodes. A sum
-    /// that leaves each rank a share takes as long.
+    /// Seconds in which each of `ranks` ranks receives the shares of the others of `bytes`. They
+    /// first exchange within a node, then each rank the part of its place with those of other
+    /// nodes. A sum that leaves each rank a share takes as long.
     pub fn gather(&self, bytes: f64, ranks: usize) -> f64 {
         let within = ranks.min(self.gpus) as f64;
         let nodes = (ranks as f64 / within).ceil();
@@ -82,8 +82,8 @@ impl Cluster {
         CollectiveTime { hidden, exposed: 0.0 }
     }
 
-    /// Each rank has a share of the optimizer state: sums in each of `sums` rounds, and a copy of the
-    /// updated weights, for which the ranks wait.
+    /// Each rank has a share of the optimizer state: sums in each of `sums` rounds, and a copy of
+    /// the updated weights, for which the ranks wait.
     pub fn sharded_state(&self, traffic: &StepTraffic, sums: f64) -> CollectiveTime {
         let across = self.across_groups(traffic);
         CollectiveTime {
@@ -92,8 +92,8 @@ impl Cluster {
         }
     }
 
-    /// Each rank has a share of everything: weights are copied twice in each round. The ranks wait for
-    /// two stages of a round, which are counted as the largest one.
+    /// Each rank has a share of everything: weights are copied twice in each round. The ranks wait
+    /// for two stages of a round, which are counted as the largest one.
     pub fn sharded_weights(&self, traffic: &StepTraffic) -> CollectiveTime {
         let weights = 2.0 * self.gather(traffic.weights, traffic.group);
         let sums = self.gather(traffic.gradients, traffic.group) + self.across_groups(traffic);

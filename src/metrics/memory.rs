@@ -28,8 +28,8 @@ pub fn memory_text(bytes: f64) -> String {
     }
 }
 
-/// Memory that new allocations can use without swapping, in bytes, within the limits of this process
-/// and of its control group; `None` if the system does not report it.
+/// Memory that new allocations can use without swapping, in bytes, within the limits of this
+/// process and of its control group; `None` if the system does not report it.
 pub fn available_memory_bytes() -> Option<u64> {
     let system = available(&fs::read_to_string("/proc/meminfo").ok()?)?;
     let limits = [below_group_limit(), below_address_limit()];

@@ -82,8 +82,8 @@ pub struct MemoryModel {
     pub vocabulary: f64,
     /// Maximum bytes of logits at one time.
     pub logits: f64,
-    /// Maximum bytes of temporary memory of linear attention on a GPU, unless one head needs more. 0
-    /// on the CPU.
+    /// Maximum bytes of temporary memory of linear attention on a GPU, unless one head needs more.
+    /// 0 on the CPU.
     pub delta_limit: f64,
     /// Activations.
     pub activations: ActivationMemory,

@@ -1,8 +1,8 @@
 //! Metrics of a run: one row per optimizer step and one per evaluation.
 //!
-//! Rows are written to `metrics.jsonl` and `eval.jsonl` in the `output_dir` through [`JsonlSink`], and
-//! logged by `log`.
-//! Counts refer to this step, except that `rejected` and the peak memory refer to the run so far.
+//! Rows are written to `metrics.jsonl` and `eval.jsonl` in the `output_dir` through [`JsonlSink`],
+//! and logged by `log`. Counts refer to this step, except that `rejected` and the peak memory refer
+//! to the run so far.
 
 mod collective_time;
 mod jsonl;

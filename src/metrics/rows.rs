@@ -29,7 +29,8 @@ pub struct RankMetrics {
     pub tokens_per_s: [f64; 3],
     /// Peak resident memory of a rank's process so far, in bytes.
     pub peak_memory_bytes: [f64; 3],
-    /// Peak GPU memory in use by the tensors of a rank so far, in bytes; `None` if a rank is on the CPU.
+    /// Peak GPU memory in use by the tensors of a rank so far, in bytes; `None` if a rank is on the
+    /// CPU.
     pub peak_device_memory_bytes: Option<[f64; 3]>,
     /// Peak GPU memory reserved by a rank so far, in bytes; `None` if a rank is on the CPU.
     pub peak_device_reserved_bytes: Option<[f64; 3]>,
@@ -96,7 +97,8 @@ pub struct StepMetrics {
     /// Seconds between the step before and this one in which training waited for a checkpoint;
     /// `None` if none was due.
     pub save_hold_s: Option<f64>,
-    /// Seconds that it took to write a checkpoint; `None` if none was completed since the step before.
+    /// Seconds that it took to write a checkpoint; `None` if none was completed since the step
+    /// before.
     pub save_s: Option<f64>,
     /// `num_tokens / step_time_s`.
     pub tokens_per_s: f64,
@@ -107,7 +109,8 @@ pub struct StepMetrics {
     /// Peak GPU memory reserved so far, in bytes, including free blocks kept for reuse; `None`
     /// on the CPU. This is the memory that the GPU must have.
     pub peak_device_reserved_bytes: Option<u64>,
-    /// Predicted peak: of the tensors on a GPU, otherwise of the process; `None` if it is not known.
+    /// Predicted peak: of the tensors on a GPU, otherwise of the process; `None` if it is not
+    /// known.
     pub predicted_memory_bytes: Option<u64>,
     /// Number of rows and corpus texts rejected so far.
     pub rejected: u64,

@@ -34,8 +34,8 @@ impl StepRows {
         }
     }
 
-    /// Returns a sentence about the steps up to `step` that have no row, or several; `None` if each has
-    /// one. A file without rows belongs to a run that was resumed from another folder.
+    /// Returns a sentence about the steps up to `step` that have no row, or several; `None` if each
+    /// has one. A file without rows belongs to a run that was resumed from another folder.
     pub fn finish(mut self, step: u64) -> Option<String> {
         let last = self.last?;
         self.add_missing(last, step.saturating_add(1));

@@ -8,15 +8,15 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
-/// An event file. Each event is one `write`, so a killed process leaves at most one incomplete event,
-/// the last, which readers leave out.
+/// An event file. Each event is one `write`, so a killed process leaves at most one incomplete
+/// event, the last, which readers leave out.
 #[derive(Debug)]
 pub struct EventFile(File);
 
 impl EventFile {
     /// Creates a file in `folder` that sorts after those that exist. Readers then drop the events
-    /// of earlier files from `first_step` on, because the run trains these steps again. `time` is in
-    /// seconds since 1970.
+    /// of earlier files from `first_step` on, because the run trains these steps again. `time` is
+    /// in seconds since 1970.
     pub fn create(folder: &Path, first_step: u64, time: f64) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
         let mut second = time as u64;
@@ -42,8 +42,8 @@ impl EventFile {
 const PREFIX: &str = "events.out.tfevents.";
 
 /// The numbers of a row of `metrics.jsonl` or `eval.jsonl`, named `KIND/KEY`; those in an object
-/// `KIND/KEY/NAME`. A `null` is a loss or norm that is not finite, or a key without a value. The counts
-/// of each data file are left out.
+/// `KIND/KEY/NAME`. A `null` is a loss or norm that is not finite, or a key without a value. The
+/// counts of each data file are left out.
 pub fn scalars(kind: &str, row: &impl Serialize) -> Vec<(String, f64)> {
     let mut found = Vec::new();
     if let Ok(Value::Object(row)) = serde_json::to_value(row) {

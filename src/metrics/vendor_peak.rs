@@ -1,7 +1,7 @@
 //! Peak rates of GPUs on matrix products, from the vendor's data sheets.
 
-/// Names of GPUs as the driver reports them, in part, and their rates with bf16 operands and f32 sums,
-/// without sparsity, in TFLOP/s. The first entry that fits counts.
+/// Names of GPUs as the driver reports them, in part, and their rates with bf16 operands and f32
+/// sums, without sparsity, in TFLOP/s. The first entry that fits counts.
 const PEAKS: [(&str, f64); 27] = [
     ("B300", 2250.0),
     ("B200", 2250.0),

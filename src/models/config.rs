@@ -85,8 +85,8 @@ const MAX_WIDTH: u64 = 1 << 20;
 /// Maximum number of tokens of the vocabulary.
 const MAX_VOCABULARY: u64 = 1 << 24;
 
-/// The largest value of a size. It is far above that of every known model; a larger one is a damaged
-/// file, and memory for it must not be allocated.
+/// The largest value of a size. It is far above that of every known model; a larger one is a
+/// damaged file, and memory for it must not be allocated.
 fn largest(key: &str) -> u64 {
     match key {
         "vocab_size" | "image_token_id" => MAX_VOCABULARY,
@@ -227,8 +227,8 @@ impl Section<'_> {
     }
 
     /// The settings of rotary positions. transformers 5 writes them to `rope_parameters`; older
-    /// files have `rope_scaling`, and `rope_theta` in this section. A file may have both if they have the
-    /// same keys with equal values; only the kind may be missing.
+    /// files have `rope_scaling`, and `rope_theta` in this section. A file may have both if they
+    /// have the same keys with equal values; only the kind may be missing.
     pub(super) fn rope(&self) -> Result<Section<'_>, ModelConfigError> {
         let name = |key: &'static str| if self.name.is_empty() { "" } else { key };
         let [new, old] = ["rope_parameters", "rope_scaling"].map(|key| &self.value[key]);
@@ -239,8 +239,8 @@ impl Section<'_> {
         Ok(Section { value: new, name: name("text_config.rope_parameters") })
     }
 
-    /// The setting `key` of rotary positions in `section`, and its dotted name. transformers fills in
-    /// keys that are next to the section.
+    /// The setting `key` of rotary positions in `section`, and its dotted name. transformers fills
+    /// in keys that are next to the section.
     fn rope_setting(&self, section: &str, key: &str) -> (String, &Value) {
         let older = if key == "rope_type" { "type" } else { key };
         let places = [(section, key), (section, older), ("", key)];

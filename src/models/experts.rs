@@ -14,8 +14,8 @@ const NO_LOGITS: &str = "`false`: losses of the router are no part of the model"
 pub(super) struct Family {
     /// How its published files have the tensors of the experts.
     pub(super) published: ExpertFiles,
-    /// Whether `norm_topk_prob` is false if the file does not have it. transformers does not read the
-    /// key of the other families and always divides the weights by their sum.
+    /// Whether `norm_topk_prob` is false if the file does not have it. transformers does not read
+    /// the key of the other families and always divides the weights by their sum.
     pub(super) must_have_norm: bool,
     /// Whether each layer has experts, and one of them computes every token.
     pub(super) has_shared: bool,

@@ -52,9 +52,9 @@ impl dyn Model + '_ {
     }
 
     /// Hidden states of one more token of each sample, `[num_rows, D]`: `ids[i]` continues
-    /// `caches[i]`. Products are computed with `num_rows` rows, because products with another number
-    /// of rows may be rounded in another way; the last rows have no meaning if there are fewer
-    /// samples.
+    /// `caches[i]`. Products are computed with `num_rows` rows, because products with another
+    /// number of rows may be rounded in another way; the last rows have no meaning if there are
+    /// fewer samples.
     pub fn extend(
         &self,
         ids: &[u32],

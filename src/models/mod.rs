@@ -1,8 +1,8 @@
 //! Models behind the traits [`ModelConfig`] and [`Model`].
 //!
 //! A family is a reader of `config.json`, selected by `model_type` ([`read_config`]). It describes
-//! its models to [`text`] or [`vision_language`]. Other modules see only the traits. To add a family,
-//! add a folder, and a line in [`FAMILIES`].
+//! its models to [`text`] or [`vision_language`]. Other modules see only the traits. To add a
+//! family, add a folder, and a line in [`FAMILIES`].
 
 mod config;
 mod experts;

@@ -84,7 +84,8 @@ impl UrlImages {
         Ok(path)
     }
 
-    /// The bytes of an image. A stored file that has changed since it was downloaded is downloaded again.
+    /// The bytes of an image. A stored file that has changed since it was downloaded is downloaded
+    /// again.
     pub fn read(&self, url: &str) -> Result<Vec<u8>, UrlError> {
         for _ in 0..ATTEMPTS {
             let path = self.path(url)?;

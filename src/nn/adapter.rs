@@ -98,8 +98,8 @@ enum DropoutRows {
 }
 
 impl Adapters {
-    /// Adapters of linear layers whose weights are among `specs`; `probability` and `seed` are those
-    /// of the dropout.
+    /// Adapters of linear layers whose weights are among `specs`; `probability` and `seed` are
+    /// those of the dropout.
     pub fn new(
         modules: &[AdapterModule],
         specs: &[ParamSpec],

@@ -83,7 +83,8 @@ impl AttentionBlock {
         norms.chain(linears.into_iter().flat_map(Linear::params))
     }
 
-    /// Norm and rotation of a projection `[T, H * Dh]`: `[T, H, Dh]`, and `rstd: [T, H]` of the norm.
+    /// Norm and rotation of a projection `[T, H * Dh]`: `[T, H, Dh]`, and `rstd: [T, H]` of the
+    /// norm.
     fn rotate(
         &self,
         x: &Tensor,

@@ -59,9 +59,9 @@ impl DecoderConfig {
         self.experts(k).map_or(self.intermediate_size, of_experts)
     }
 
-    /// Bytes of the largest temporary buffers of the second half of layer `k` in backward: the output
-    /// of SwiGLU or its gradient. Experts have the rows of a token as often as they compute it, and
-    /// both.
+    /// Bytes of the largest temporary buffers of the second half of layer `k` in backward: the
+    /// output of SwiGLU or its gradient. Experts have the rows of a token as often as they compute
+    /// it, and both.
     fn inner_bytes(&self, k: usize, element: f64) -> f64 {
         let inner = self.inner_width(k) as f64;
         self.experts(k).map_or(element * inner, |moe| {

@@ -352,8 +352,8 @@ impl Decoder {
     }
 
     /// Hidden states of the next tokens of the samples in `caches`, `[N, D]`; adds them to the
-    /// caches. The first segments of `context` belong to the caches, in their order; the rows of the
-    /// others have no meaning.
+    /// caches. The first segments of `context` belong to the caches, in their order; the rows of
+    /// the others have no meaning.
     pub(crate) fn decode(
         &self,
         mut h: Tensor,

@@ -27,7 +27,8 @@ pub struct MoeConfig {
     pub intermediate_size: usize,
     /// Whether each layer has experts. The others have an MLP.
     pub is_sparse: Vec<bool>,
-    /// Width of an expert that computes every token, times the sigmoid of a gate; `None`: there is none.
+    /// Width of an expert that computes every token, times the sigmoid of a gate; `None`: there is
+    /// none.
     pub shared_size: Option<usize>,
     /// How weight files have the tensors of the experts.
     pub files: ExpertFiles,
@@ -40,8 +41,8 @@ pub enum ExpertFiles {
     InOut,
     /// `gate_up_proj [E, 2I, D]` and `down_proj [E, D, I]`, as Qwen3.5 was published.
     OutIn,
-    /// `N.gate_proj.weight [I, D]`, `N.up_proj.weight [I, D]` and `N.down_proj.weight [D, I]` of each
-    /// expert `N`, as Qwen3 was published.
+    /// `N.gate_proj.weight [I, D]`, `N.up_proj.weight [I, D]` and `N.down_proj.weight [D, I]` of
+    /// each expert `N`, as Qwen3 was published.
     Separate,
 }
 

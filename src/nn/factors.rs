@@ -87,8 +87,8 @@ fn principal(weight: &Tensor, rank: usize, scale: f64, subspace: usize) -> Resul
     Ok([a, b.t()?.contiguous()?])
 }
 
-/// `Q^T W` for `W [n, len]` and a `Q [n, width]` whose columns are near the left singular vectors of
-/// the largest singular values, `[width, len]`.
+/// `Q^T W` for `W [n, len]` and a `Q [n, width]` whose columns are near the left singular vectors
+/// of the largest singular values, `[width, len]`.
 fn left_vectors(wide: &Tensor, width: usize) -> Result<Tensor> {
     let n = wide.dim(0)?;
     let (all, cpu) = (0..width * n, &Device::Cpu);

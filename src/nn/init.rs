@@ -35,7 +35,8 @@ pub fn random_tensor(
     random_part(spec, initializer_range, seed, all, device)?.reshape(spec.shape.as_slice())
 }
 
-/// The elements `part` of the flat tensor that [`random_tensor`] returns. Does not store the others.
+/// The elements `part` of the flat tensor that [`random_tensor`] returns. Does not store the
+/// others.
 pub fn random_part(
     spec: &ParamSpec,
     initializer_range: f64,

@@ -1,5 +1,5 @@
-//! What the layers keep of the tokens of one sample so far, for generation: keys and values, and the
-//! states of linear attention.
+//! What the layers keep of the tokens of one sample so far, for generation: keys and values, and
+//! the states of linear attention.
 
 use crate::batch::CuSeqlens;
 use crate::ops::{CONV_TAPS, DeltaHeads};
@@ -49,8 +49,8 @@ impl KvCache {
         self.len == 0
     }
 
-    /// Removes all tokens after the first `len`. Those before do not depend on them. Removes all tokens
-    /// if a layer has a state, which cannot go back.
+    /// Removes all tokens after the first `len`. Those before do not depend on them. Removes all
+    /// tokens if a layer has a state, which cannot go back.
     pub fn truncate(&mut self, len: usize) {
         if len < self.len && !self.states.is_empty() {
             *self = Self::default();
@@ -63,8 +63,9 @@ impl KvCache {
         self.states.entry(layer).or_default()
     }
 
-    /// Writes keys and values of the next tokens, `[N, Hkv, Dh]` each, of layer `layer`, and returns
-    /// those of all tokens, `[S, Hkv, Dh]`. [`Self::advance`] counts the tokens after the last layer.
+    /// Writes keys and values of the next tokens, `[N, Hkv, Dh]` each, of layer `layer`, and
+    /// returns those of all tokens, `[S, Hkv, Dh]`. [`Self::advance`] counts the tokens after the
+    /// last layer.
     pub(super) fn append(
         &mut self,
         layer: usize,

@@ -1,5 +1,5 @@
-//! The first half of a decoder layer with linear attention: RMS norm, projections, convolution, gated
-//! delta rule, gated norm, residual.
+//! The first half of a decoder layer with linear attention: RMS norm, projections, convolution,
+//! gated delta rule, gated norm, residual.
 
 use super::config::{DecoderConfig, HybridConfig};
 use super::context::DecoderContext;
@@ -35,8 +35,8 @@ pub(super) struct LinearAttentionBlock {
     backend: Arc<dyn AttentionBackend>,
 }
 
-/// The tensors that backward needs. Backward computes the convolution again, which is cheap. `T` is the
-/// number of own tokens, and `C'` the number of channels of own heads.
+/// The tensors that backward needs. Backward computes the convolution again, which is cheap. `T` is
+/// the number of own tokens, and `C'` the number of channels of own heads.
 pub(super) struct SavedLinearAttention {
     x: Tensor,      // [T, D]
     rstd: Tensor,   // [T]
@@ -103,8 +103,8 @@ impl LinearAttentionBlock {
         x.reshape(((), self.heads.value_dim))
     }
 
-    /// Gated norm of each head of `o` and output projection, with the residual `x`. Also returns the
-    /// `rstd` of the norm.
+    /// Gated norm of each head of `o` and output projection, with the residual `x`. Also returns
+    /// the `rstd` of the norm.
     fn output(&self, x: &Tensor, o: &Tensor, z: &Tensor) -> Result<(Tensor, Tensor)> {
         let (o, z) = (self.by_head(o)?, self.by_head(z)?);
         let (u, rstd) = ops::gated_rms_norm(&o, &z, &self.gated_norm.tensor(), self.eps)?;

@@ -1,7 +1,7 @@
 //! The heads of linear attention that a rank computes, if each rank has a part of the tokens.
 //!
-//! Shapes: `T` tokens of a micro-batch, `P` of them on this rank, `N` ranks, `C` channels of queries, keys
-//! and values. Without other ranks `P` is `T` and `N` is 1.
+//! Shapes: `T` tokens of a micro-batch, `P` of them on this rank, `N` ranks, `C` channels of
+//! queries, keys and values. Without other ranks `P` is `T` and `N` is 1.
 
 use crate::ops::{self, AttentionBackend, CONV_TAPS, DeltaHeads, HeadExchange};
 use candle_core::{DType, Result, Tensor};
@@ -87,8 +87,8 @@ impl<'a> OwnHeads<'a> {
         Tensor::cat(&own.collect::<Result<Vec<_>>>()?, 0)
     }
 
-    /// Calls `add` with a buffer for the gradient of the taps of own channels, `[C / N, 4]`, which is
-    /// then a part of `all`, `[C, 4]`.
+    /// Calls `add` with a buffer for the gradient of the taps of own channels, `[C / N, 4]`, which
+    /// is then a part of `all`, `[C, 4]`.
     pub(super) fn with_taps<R>(
         &self,
         all: Option<&Tensor>,

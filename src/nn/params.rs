@@ -50,8 +50,8 @@ pub enum Stored {
 }
 
 impl ParamSpec {
-    /// The name of the linear layer that the tensor is the weight of. Embeddings, heads, convolutions
-    /// and routers are no linear layers here.
+    /// The name of the linear layer that the tensor is the weight of. Embeddings, heads,
+    /// convolutions and routers are no linear layers here.
     pub fn linear_layer(&self) -> Option<&str> {
         let layer = self.name.strip_suffix(".weight").filter(|_| self.shape.len() == 2)?;
         let name = layer.rsplit('.').next().unwrap_or(layer);
@@ -59,16 +59,16 @@ impl ParamSpec {
         (!is_other).then_some(layer)
     }
 
-    /// Whether checkpoints contain the tensor in `f32`, whatever the compute dtype is: published folders
-    /// in `bf16` have the decays of linear attention and the weights of its norm so.
+    /// Whether checkpoints contain the tensor in `f32`, whatever the compute dtype is: published
+    /// folders in `bf16` have the decays of linear attention and the weights of its norm so.
     pub fn is_saved_in_f32(&self) -> bool {
         let names = ["linear_attn.A_log", "linear_attn.norm.weight"];
         names.iter().any(|name| self.name.ends_with(name))
     }
 
     /// Whether the tensor is the weight of a linear layer or of experts, the token embedding or the
-    /// head: nearly all elements of a model. Ops read these weights in `bf16` too while they compute in
-    /// `f32`.
+    /// head: nearly all elements of a model. Ops read these weights in `bf16` too while they
+    /// compute in `f32`.
     pub fn is_large_matrix(&self) -> bool {
         let tables = ["embed_tokens.weight", "lm_head.weight"];
         let is_table = tables.iter().any(|table| self.name.ends_with(table));

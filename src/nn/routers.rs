@@ -1,7 +1,7 @@
 //! What the routers of a model choose, and the gradient that keeps their choices even.
 //!
-//! The auxiliary loss is that of transformers. Over all tokens of a step and all layers with experts,
-//! `N` choices of `k` experts together:
+//! The auxiliary loss is that of transformers. Over all tokens of a step and all layers with
+//! experts, `N` choices of `k` experts together:
 //!
 //! ```text
 //! E * sum over e of (choices of e / N) * (sum of the probabilities of e / N)
@@ -65,8 +65,8 @@ impl Routers {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on, forward passes record this. Backward runs layers forward again, so nothing may be
-    /// recorded then.
+    /// From now on, forward passes record this. Backward runs layers forward again, so nothing may
+    /// be recorded then.
     pub fn set_recording(&self, recording: Recording) {
         self.state().recording = recording;
     }

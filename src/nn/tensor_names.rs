@@ -1,14 +1,14 @@
 //! Names of tensors in weight files, where they differ from the names of the parameters.
 
-/// How weight files name the tensors of a vision-language model. The parameters have the names of the
-/// modules in transformers 5, such as `model.visual.merger.mlp.0.weight`.
+/// How weight files name the tensors of a vision-language model. The parameters have the names of
+/// the modules in transformers 5, such as `model.visual.merger.mlp.0.weight`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum TensorNames {
     /// As the parameters.
     #[default]
     Modules,
-    /// As transformers 4 named them, and transformers 5 saves them: `visual.` for `model.visual.`, and
-    /// `model.` for `model.language_model.`.
+    /// As transformers 4 named them, and transformers 5 saves them: `visual.` for `model.visual.`,
+    /// and `model.` for `model.language_model.`.
     Flat,
 }
 

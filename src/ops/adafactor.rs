@@ -2,8 +2,8 @@
 //! of one of its elements, and steps in proportion to the size of the weight.
 //!
 //! The order of operations is that of `torch.optim.Adafactor`. A parameter with less than two
-//! dimensions has a second moment for each element. On a GPU the sums and the direction are computed
-//! with ops of candle, which need memory for three copies of the parameter.
+//! dimensions has a second moment for each element. On a GPU the sums and the direction are
+//! computed with ops of candle, which need memory for three copies of the parameter.
 //!
 //! Shapes: a parameter is `L` matrices of `R` rows and `C` columns, its last two dimensions.
 
@@ -56,7 +56,8 @@ pub struct AdafactorUpdate<'a> {
     pub weight_decay: f64,
 }
 
-/// Update number `step` (from 1) of a parameter with the gradient `grad_scale * grad`. Waits for a GPU.
+/// Update number `step` (from 1) of a parameter with the gradient `grad_scale * grad`. Waits for a
+/// GPU.
 pub fn adafactor_step(
     hyper: &Adafactor,
     update: &AdafactorUpdate<'_>,
@@ -196,8 +197,8 @@ fn mean_squares(grad: &Tensor, scale: f32) -> Result<[Tensor; 2]> {
     Ok([Tensor::from_vec(of_rows, matrices * rows, grad.device())?, of_columns])
 }
 
-/// `scale * grad [L, R, C]` divided by the roots of `of_rows [L, R]` times `of_columns [L C]`, which
-/// are at least `eps`.
+/// `scale * grad [L, R, C]` divided by the roots of `of_rows [L, R]` times `of_columns [L C]`,
+/// which are at least `eps`.
 fn direction(
     grad: &Tensor,
     scale: f32,

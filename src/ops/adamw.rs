@@ -1,8 +1,8 @@
 //! The AdamW update in one pass over weight, gradient and moments, and what clipping needs.
 //!
 //! The order of operations is that of `torch.optim.AdamW`. Tensors are computed in `f32`, scalars
-//! in `f64`. The moments may be stored in `bf16` (`moments.rs`) or in 8 bits (`eight_bit.rs`), and a
-//! `bf16` weight may have no master copy.
+//! in `f64`. The moments may be stored in `bf16` (`moments.rs`) or in 8 bits (`eight_bit.rs`), and
+//! a `bf16` weight may have no master copy.
 
 #![expect(
     clippy::inline_always,
@@ -187,8 +187,9 @@ pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Tensor> {
     Tensor::from_vec(squares.collect::<Result<Vec<f64>>>()?, tensors.len(), first.device())
 }
 
-/// The factor, at most 1, that limits the joint L2 norm of gradients with these [`sums_of_squares`] to
-/// `max_grad_norm`; 1 if `max_grad_norm` is 0, and `None` if the norm is not finite. Waits for a GPU.
+/// The factor, at most 1, that limits the joint L2 norm of gradients with these [`sums_of_squares`]
+/// to `max_grad_norm`; 1 if `max_grad_norm` is 0, and `None` if the norm is not finite. Waits for a
+/// GPU.
 pub fn clip_scale(squares: &Tensor, max_grad_norm: f64) -> Result<Option<f32>> {
     let norm = squares.to_vec1::<f64>()?.iter().sum::<f64>().sqrt();
     // As torch.nn.utils.clip_grad_norm_.
@@ -332,8 +333,8 @@ impl Step {
     }
 }
 
-/// Sum of the squares of an `f32` tensor, in `f64`; the same bits for every thread count. On the CPU,
-/// the sum of its [`squares_of_blocks`].
+/// Sum of the squares of an `f32` tensor, in `f64`; the same bits for every thread count. On the
+/// CPU, the sum of its [`squares_of_blocks`].
 pub fn sum_of_squares(t: &Tensor) -> Result<f64> {
     expect_f32("sum_of_squares", "t", t, t.dims())?;
     return_if_on_gpu!(t => sum_of_squares(t));
@@ -345,8 +346,8 @@ pub const SQUARES_BLOCK: usize = 4096;
 
 /// Sums of the squares of consecutive blocks of [`SQUARES_BLOCK`] elements of an `f32` tensor, as
 /// `[ceil(elements / SQUARES_BLOCK)]` in `f64`, on the device of the tensor. The last block may be
-/// shorter; zeros at its end do not change the bits. Neither does the place of a block in its tensor,
-/// nor the number of threads. Does not wait for a GPU.
+/// shorter; zeros at its end do not change the bits. Neither does the place of a block in its
+/// tensor, nor the number of threads. Does not wait for a GPU.
 pub fn squares_of_blocks(t: &Tensor) -> Result<Tensor> {
     let op = "squares_of_blocks";
     expect_f32(op, "t", t, t.dims())?;
@@ -365,9 +366,9 @@ pub fn squares_of_blocks(t: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(sums, len, t.device())
 }
 
-/// Sum of the squares of each `f32` tensor: its [`squares_of_blocks`], added up in order. So a tensor
-/// whose blocks are on several ranks has the same bits. Waits for a GPU once; [`sums_of_squares`] does
-/// not, and adds in another order there.
+/// Sum of the squares of each `f32` tensor: its [`squares_of_blocks`], added up in order. So a
+/// tensor whose blocks are on several ranks has the same bits. Waits for a GPU once;
+/// [`sums_of_squares`] does not, and adds in another order there.
 pub fn sums_of_squares_in_order(tensors: &[Tensor]) -> Result<Vec<f64>> {
     let blocks: Vec<Tensor> = tensors.iter().map(squares_of_blocks).collect::<Result<_>>()?;
     if blocks.is_empty() {

@@ -1,8 +1,8 @@
-//! Causal depthwise convolution with SiLU: `y_t = silu(sum_j w_j x_{t - 3 + j})` for the four taps `j`
-//! of each channel. Tokens before the segment of `t` count as zero.
+//! Causal depthwise convolution with SiLU: `y_t = silu(sum_j w_j x_{t - 3 + j})` for the four taps
+//! `j` of each channel. Tokens before the segment of `t` count as zero.
 //!
-//! Shapes: `T` tokens, `C` channels; `x`, `y`, `dy`, `dx`: `[T, C]`; `w`, `dw`: `[C, 4]`. Arithmetic is
-//! in `f32`.
+//! Shapes: `T` tokens, `C` channels; `x`, `y`, `dy`, `dx`: `[T, C]`; `w`, `dw`: `[C, 4]`.
+//! Arithmetic is in `f32`.
 
 #![expect(unsafe_code, reason = "tasks write disjoint columns of the same buffer")]
 

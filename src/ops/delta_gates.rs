@@ -1,8 +1,8 @@
-//! Gates of the gated delta rule: `g = -exp(a_log) softplus(a + dt_bias)`, the logarithm of the decay,
-//! and `beta = sigmoid(b)`, the strength of the write.
+//! Gates of the gated delta rule: `g = -exp(a_log) softplus(a + dt_bias)`, the logarithm of the
+//! decay, and `beta = sigmoid(b)`, the strength of the write.
 //!
-//! Shapes: `T` tokens, `Hv` value heads; `a`, `b`: `[T, Hv]`; `a_log`, `dt_bias`: `[Hv]` (`f32`); `g`,
-//! `beta`, `dg`, `dbeta`: `[T, Hv]` (`f32`). Arithmetic is in `f32`.
+//! Shapes: `T` tokens, `Hv` value heads; `a`, `b`: `[T, Hv]`; `a_log`, `dt_bias`: `[Hv]` (`f32`);
+//! `g`, `beta`, `dg`, `dbeta`: `[T, Hv]` (`f32`). Arithmetic is in `f32`.
 
 use super::cpu::blocks::{filled, span};
 use super::cpu::column_sums::ColumnSums;

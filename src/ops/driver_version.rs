@@ -1,6 +1,7 @@
 //! The GPU code in this binary, and the driver that it needs.
 
-/// The version of the CUDA toolkit that compiled the GPU code, such as `13.0`; empty if there is none.
+/// The version of the CUDA toolkit that compiled the GPU code, such as `13.0`; empty if there is
+/// none.
 const CUDA_TOOLKIT: &str = match option_env!("TRAINER_CUDA_TOOLKIT") {
     Some(toolkit) => toolkit,
     None => "",
@@ -45,11 +46,11 @@ pub(super) fn problem_of_driver(driver: u32) -> Option<String> {
     problem_with(driver, CUDA_TOOLKIT)
 }
 
-/// Returns why the driver cannot run code of `toolkit`; `None` if it can. `driver` is the version of CUDA that
-/// the driver supports, as it reports it: 12040 is 12.4.
+/// Returns why the driver cannot run code of `toolkit`; `None` if it can. `driver` is the version
+/// of CUDA that the driver supports, as it reports it: 12040 is 12.4.
 ///
-/// A driver compiles PTX of its own version of CUDA or an earlier one only, and candle's kernels are
-/// PTX.
+/// A driver compiles PTX of its own version of CUDA or an earlier one only, and candle's kernels
+/// are PTX.
 #[cfg(any(feature = "cuda", test))]
 fn problem_with(driver: u32, toolkit: &str) -> Option<String> {
     let supported = (driver / 1000, driver % 1000 / 10);

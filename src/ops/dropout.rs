@@ -22,8 +22,8 @@ pub struct DropoutMask {
     pub seed: u32,
     /// Number of the first row of the tensor.
     pub first_row: u32,
-    /// Probability with which an element is dropped; from 0 to below 1. It is rounded to a multiple of
-    /// 1/65536.
+    /// Probability with which an element is dropped; from 0 to below 1. It is rounded to a multiple
+    /// of 1/65536.
     pub probability: f64,
 }
 
@@ -39,7 +39,8 @@ impl DropoutMask {
         (self.probability * 65536.0).round().min(65535.0) as u32
     }
 
-    /// Factor of the elements that are kept: 1 by the share of the random bits that keep an element.
+    /// Factor of the elements that are kept: 1 by the share of the random bits that keep an
+    /// element.
     pub(super) fn scale(&self) -> f32 {
         (65536.0 / f64::from(65536 - self.threshold())) as f32
     }
@@ -49,8 +50,8 @@ impl DropoutMask {
     }
 }
 
-/// Number of columns that share random numbers: the two halves of a number decide on a column and on
-/// the one [`HALF`] columns after it.
+/// Number of columns that share random numbers: the two halves of a number decide on a column and
+/// on the one [`HALF`] columns after it.
 pub(super) const SHARED: usize = 32;
 /// Number of random numbers of [`SHARED`] columns.
 pub(super) const HALF: usize = SHARED / 2;
@@ -138,8 +139,8 @@ pub fn dropout(x: &Tensor, mask: DropoutMask) -> Result<Tensor> {
     y.tensor(shape)
 }
 
-/// Adds the kept elements of `x [N, K]`, divided by the probability of keeping them, to `y` in place:
-/// the backward of [`dropout`].
+/// Adds the kept elements of `x [N, K]`, divided by the probability of keeping them, to `y` in
+/// place: the backward of [`dropout`].
 pub fn dropout_add(x: &Tensor, mask: DropoutMask, y: &Tensor) -> Result<()> {
     let op = "dropout_add";
     compute_dtype(op, &[("x", x), ("y", y)])?;

@@ -1,9 +1,9 @@
 //! Linear layer of few outputs whose input has dropout, `u = drop(x) A^T`, and its gradients: the
 //! first half of an adapter.
 //!
-//! Shapes: `x [N, K]`, `a [r, K]`, `u [N, r]`. In `f32` on the CPU the kernels of `cpu::narrow` drop
-//! elements while they compute, so no dropped copy of `x` exists. Otherwise an op for dropout and one
-//! for the product compute the same.
+//! Shapes: `x [N, K]`, `a [r, K]`, `u [N, r]`. In `f32` on the CPU the kernels of `cpu::narrow`
+//! drop elements while they compute, so no dropped copy of `x` exists. Otherwise an op for dropout
+//! and one for the product compute the same.
 
 use super::cpu::narrow::{LANES, Narrow, Wide, add_kept_product};
 use super::cpu::{self, distinct, expect_f32, expect_shape, read};
@@ -13,12 +13,12 @@ use super::{
 };
 use candle_core::{DType, Device, Result, Tensor};
 
-/// Maximum rank of products that drop elements while they compute. For higher ranks the dropped copy
-/// is a small part of the work.
+/// Maximum rank of products that drop elements while they compute. For higher ranks the dropped
+/// copy is a small part of the work.
 const MAX_RANK: usize = 4 * LANES;
 
-/// Whether the kernels of `cpu::narrow` compute products of `x` and `a [r, K]`. They divide rows only
-/// among threads, so that without dropout the `gemm` crate is better on many cores.
+/// Whether the kernels of `cpu::narrow` compute products of `x` and `a [r, K]`. They divide rows
+/// only among threads, so that without dropout the `gemm` crate is better on many cores.
 fn is_fused(x: &Tensor, a: &Tensor, mask: Option<DropoutMask>) -> bool {
     let is_narrow = a.elem_count() > 0 && a.dims()[0] <= MAX_RANK && x.elem_count() > 0;
     let is_f32 = [x, a].iter().all(|t| t.dtype() == DType::F32);
@@ -96,8 +96,8 @@ fn fused(
     Tensor::from_vec(u, (n, rank), &Device::Cpu)
 }
 
-/// Returns `dx + drop(du a)`, `[N, K]`: the gradient of `x` for the gradient `du [N, r]`. It may reuse
-/// the memory of `dx`, so `dx` and its clones must not be used afterwards.
+/// Returns `dx + drop(du a)`, `[N, K]`: the gradient of `x` for the gradient `du [N, r]`. It may
+/// reuse the memory of `dx`, so `dx` and its clones must not be used afterwards.
 pub fn dropout_linear_backward_input_add(
     du: &Tensor,
     a: &Tensor,

@@ -1,8 +1,8 @@
 //! SwiGLU of the rows of experts, times the weight of the router: `y = w silu(gate) up`.
 //!
-//! Shapes: `R` rows as in [`super::Routing`], `I` intermediate size, `gate_up [R, 2I]`: gate, then up.
-//! The weight multiplies the activation and not the result of the next linear layer, so its gradient
-//! is a sum over `I` elements that the backward pass has anyway.
+//! Shapes: `R` rows as in [`super::Routing`], `I` intermediate size, `gate_up [R, 2I]`: gate, then
+//! up. The weight multiplies the activation and not the result of the next linear layer, so its
+//! gradient is a sum over `I` elements that the backward pass has anyway.
 
 use super::cpu::blocks::{Scratch, filled, to_bf16_block, to_f32_block};
 use super::cpu::simd::{kernels, sigmoid, sum};
@@ -79,8 +79,8 @@ pub fn expert_swiglu(gate_up: &Tensor, routing: &Routing) -> Result<Tensor> {
 }
 
 /// Returns `(d_gate_up [R, 2I], d_weights [T, k], y)` for the gradient `d_activated: [R, I]` of the
-/// output, in the memory of `gate_up` and `d_activated`, which are overwritten with all their clones.
-/// `y [R, I]` is `None` unless `recompute` is `Yes`. `d_weights` is `f32`.
+/// output, in the memory of `gate_up` and `d_activated`, which are overwritten with all their
+/// clones. `y [R, I]` is `None` unless `recompute` is `Yes`. `d_weights` is `f32`.
 pub fn expert_swiglu_backward(
     gate_up: Tensor,
     routing: &Routing,
@@ -107,8 +107,8 @@ pub fn expert_swiglu_backward(
     Ok((gate_up, d_weights, (recompute == RecomputeInput::Yes).then_some(d_activated)))
 }
 
-/// Calls `row` with the weight, `gate_up` and `d_activated` of each row, on all threads, and returns the
-/// results.
+/// Calls `row` with the weight, `gate_up` and `d_activated` of each row, on all threads, and
+/// returns the results.
 fn change<T: Element>(
     op: &'static str,
     [gate_up, d_activated]: [&Tensor; 2],

@@ -1,22 +1,23 @@
-//! The gated delta rule of linear attention. Each value head has a state `S [dk, dv]`, which is zero
-//! before the first token of a segment. With `u` for a vector divided by its length, a token does
+//! The gated delta rule of linear attention. Each value head has a state `S [dk, dv]`, which is
+//! zero before the first token of a segment. With `u` for a vector divided by its length, a token
+//! does
 //!
 //! ```text
 //! S <- exp(g) S;   e = beta (v - S^T u_k);   S <- S + u_k e^T;   o = S^T u_q / sqrt(dk)
 //! ```
 //!
 //! Shapes: `T` tokens, `Hk` key heads, `Hv` value heads (`Hv % Hk == 0`); key head `j` serves the
-//! value heads from `j * Hv / Hk` on. `qkv: [T, 2*Hk*dk + Hv*dv]` holds the queries of all heads, then
-//! the keys, then the values. `g`, `beta`: `[T, Hv]` (`f32`); `o`, `d_o`: `[T, Hv*dv]`. States are
-//! `f32`. The length of a vector is `sqrt(x.x + 1e-6)`.
+//! value heads from `j * Hv / Hk` on. `qkv: [T, 2*Hk*dk + Hv*dv]` holds the queries of all heads,
+//! then the keys, then the values. `g`, `beta`: `[T, Hv]` (`f32`); `o`, `d_o`: `[T, Hv*dv]`. States
+//! are `f32`. The length of a vector is `sqrt(x.x + 1e-6)`.
 //!
 //! Tokens are processed in chunks. The first chunk of a segment begins at its first token, so no
 //! segment changes a bit of another.
 //!
 //! On a GPU, keys have at most 128 dims, and a call needs temporary memory: for each value head,
-//! 8 KiB per chunk of 32 tokens, and in the backward pass also two states per chunk and `8 dv` bytes
-//! per token. With `dk = dv = 128` these are 5.25 KiB per token and value head. A call computes as many
-//! key heads at a time as fit into 1 GiB ([`GPU_DELTA_BYTES`]).
+//! 8 KiB per chunk of 32 tokens, and in the backward pass also two states per chunk and `8 dv`
+//! bytes per token. With `dk = dv = 128` these are 5.25 KiB per token and value head. A call
+//! computes as many key heads at a time as fit into 1 GiB ([`GPU_DELTA_BYTES`]).
 
 use super::cpu::delta_rule::{Inputs, Sizes, forward};
 use super::cpu::delta_rule_backward::backward;
@@ -64,8 +65,8 @@ impl DeltaHeads {
         self.key_heads.div_ceil(self.key_heads.div_ceil(fit))
     }
 
-    /// Bytes of temporary memory per token of a key head in the backward pass on a GPU, for segments
-    /// that are much longer than 32 tokens.
+    /// Bytes of temporary memory per token of a key head in the backward pass on a GPU, for
+    /// segments that are much longer than 32 tokens.
     pub fn gpu_bytes_per_token(self) -> f64 {
         self.gpu_backward(1, GPU_CHUNK) as f64 / GPU_CHUNK as f64
     }
@@ -119,8 +120,8 @@ fn check(
 
 /// Returns `o [T, Hv*dv]`.
 ///
-/// `state [segments, Hv, dk, dv]` (`f32`), if given, holds the states before the first token of each
-/// segment, and receives those after the last one. Generation continues a sequence with it.
+/// `state [segments, Hv, dk, dv]` (`f32`), if given, holds the states before the first token of
+/// each segment, and receives those after the last one. Generation continues a sequence with it.
 pub fn gated_delta_rule(
     inputs: DeltaInputs<'_>,
     heads: DeltaHeads,

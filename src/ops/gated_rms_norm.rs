@@ -1,9 +1,9 @@
 //! Root-mean-square norm over the last axis, with an output gate:
 //! `y = w * (x * rstd) * silu(z)` with `rstd = 1 / sqrt(mean(x^2) + eps)`.
 //!
-//! Shapes: `x`, `z`, `y` and their gradients: `[N, D]`; `w: [D]`; `rstd: [N]` (`f32`). Arithmetic is in
-//! `f32`; with `bf16` operands `x * rstd` is rounded to `bf16` before it is multiplied by `w`, as in
-//! transformers.
+//! Shapes: `x`, `z`, `y` and their gradients: `[N, D]`; `w: [D]`; `rstd: [N]` (`f32`). Arithmetic
+//! is in `f32`; with `bf16` operands `x * rstd` is rounded to `bf16` before it is multiplied by
+//! `w`, as in transformers.
 
 use super::cpu::blocks::{Scratch, filled, span};
 use super::cpu::column_sums::ColumnSums;

@@ -142,8 +142,8 @@ pub fn upload<T: WithDType>(
     Tensor::from_vec(values, shape.into(), device)
 }
 
-/// As [`upload`] of `values` as `dtype`, `f32` or `bf16`. For a GPU they are rounded on the host, so
-/// that fewer bytes are copied.
+/// As [`upload`] of `values` as `dtype`, `f32` or `bf16`. For a GPU they are rounded on the host,
+/// so that fewer bytes are copied.
 pub fn upload_rounded(
     values: Vec<f32>,
     shape: impl Into<Shape>,
@@ -176,8 +176,9 @@ pub fn copy_to_host(t: &Tensor) -> Result<Tensor> {
     t.force_contiguous()?.to_device(&Device::Cpu)
 }
 
-/// Copies `from`, in host memory, to `to`, a contiguous tensor of the same dtype and number of elements
-/// on any device. On a GPU the copy is asynchronous, and in order with the work on tensors.
+/// Copies `from`, in host memory, to `to`, a contiguous tensor of the same dtype and number of
+/// elements on any device. On a GPU the copy is asynchronous, and in order with the work on
+/// tensors.
 pub fn copy_from_host(from: &Tensor, to: &Tensor) -> Result<()> {
     check_copy(from, to)?;
     #[cfg(feature = "cuda")]

@@ -5,8 +5,8 @@
 //! `y [R, M]`. The weight and its gradient, an `f32` buffer, are `[E, M, K]` or `[E, K, M]`. On the
 //! CPU, forward also accepts `w` in `bf16` with `x` in `f32`.
 //!
-//! The bits of a row depend on the row and the weight of its expert only, and not on the number of rows
-//! that the expert has. The gradient of an expert without rows is not touched.
+//! The bits of a row depend on the row and the weight of its expert only, and not on the number of
+//! rows that the expert has. The gradient of an expert without rows is not touched.
 
 use super::cpu::blocks::Values;
 use super::cpu::grouped::{Stored, add_outer_products, products};
@@ -60,8 +60,8 @@ fn rows_of(op: &str, name: &str, x: &Tensor, width: usize) -> Result<usize> {
     Ok(rows)
 }
 
-/// Fails unless `offsets` ascend from 0 to `rows`. Does nothing on a GPU, where reading them would wait for
-/// the device.
+/// Fails unless `offsets` ascend from 0 to `rows`. Does nothing on a GPU, where reading them would
+/// wait for the device.
 fn check_offsets(op: &'static str, offsets: &Tensor, rows: usize) -> Result<()> {
     if !offsets.device().is_cpu() {
         return Ok(());
@@ -127,8 +127,8 @@ fn multiply(
     products((n, k), offsets, x, (w, stored), dtype).tensor((rows, n))
 }
 
-/// Adds the gradient of the weights to `dw` (`f32`), which has their shape, from `x: [R, K]` and the
-/// gradient of the result, `dy: [R, M]`.
+/// Adds the gradient of the weights to `dw` (`f32`), which has their shape, from `x: [R, K]` and
+/// the gradient of the result, `dy: [R, M]`.
 pub fn grouped_linear_backward_weight(
     x: &Tensor,
     dy: &Tensor,

@@ -2,9 +2,9 @@
 
 use candle_core::{Device, Result, Tensor};
 
-/// Copies from host memory to tensors of a device. On a GPU they run on a stream of their own, which
-/// nothing orders with the work on tensors except [`Self::begin`] and [`Self::tensors_wait_for`]. On the
-/// CPU a copy is done on return.
+/// Copies from host memory to tensors of a device. On a GPU they run on a stream of their own,
+/// which nothing orders with the work on tensors except [`Self::begin`] and
+/// [`Self::tensors_wait_for`]. On the CPU a copy is done on return.
 pub(crate) struct HostCopies {
     #[cfg(feature = "cuda")]
     side: Option<super::SideStream>,

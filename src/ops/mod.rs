@@ -16,8 +16,8 @@
 //! - An operand that is written in place must not share memory with another operand.
 //! - Errors name the op, the operand, the value found and the value expected.
 
-/// `return_if_on_gpu!(x => op(..))`: if `x` is on a GPU, returns from the enclosing function with the
-/// result of the CUDA implementation of the op.
+/// `return_if_on_gpu!(x => op(..))`: if `x` is on a GPU, returns from the enclosing function with
+/// the result of the CUDA implementation of the op.
 macro_rules! return_if_on_gpu {
     ($x:expr => $($call:tt)*) => {
         #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]

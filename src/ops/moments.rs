@@ -4,8 +4,9 @@
 //! With `beta2` 0.999 the second moment changes by about 0.1 % a step, while neighbouring `bf16`
 //! values are 0.4 % to 0.8 % apart. With rounding to nearest it would stop growing at a quarter to
 //! a third of the squared gradient. A weight without a master copy would not change at all if the
-//! learning rate is small: neighbouring values are 0.4 % to 0.8 % apart there too. The random numbers depend on step, tensor and element only, so
-//! a run gives the same bits on any number of threads, on any device, and after a resume.
+//! learning rate is small: neighbouring values are 0.4 % to 0.8 % apart there too. The random
+//! numbers depend on step, tensor and element only, so a run gives the same bits on any number of
+//! threads, on any device, and after a resume.
 
 #![expect(
     clippy::inline_always,
@@ -244,8 +245,8 @@ mod tests {
         }
     }
 
-    /// Moves weights to a target 2 % away: the gradient of a weight is its distance. Returns the mean
-    /// distance after all steps, in percent. `round` changes the weight after each step.
+    /// Moves weights to a target 2 % away: the gradient of a weight is its distance. Returns the
+    /// mean distance after all steps, in percent. `round` changes the weight after each step.
     fn distance(dtype: DType, round: impl Fn(&Tensor) -> Tensor) -> f64 {
         let n = 2000;
         let start = (random(1, &[n]).abs().unwrap() + 0.5).unwrap();

@@ -1,9 +1,9 @@
 //! The Muon update of a matrix: momentum whose singular values are all near 1.
 //!
 //! The order of operations is that of `torch.optim.Muon` with Nesterov momentum 0.95, five
-//! Newton-Schulz steps and `match_rms_adamw`: the learning rate times `0.2 sqrt(max(rows, columns))`,
-//! so that a step has the size of one of `AdamW`. The Newton-Schulz steps compute in the dtype of
-//! the weight.
+//! Newton-Schulz steps and `match_rms_adamw`: the learning rate times
+//! `0.2 sqrt(max(rows, columns))`, so that a step has the size of one of `AdamW`. The Newton-Schulz
+//! steps compute in the dtype of the weight.
 //!
 //! Shapes: `R` rows and `C` columns of the matrix.
 
@@ -43,7 +43,8 @@ pub struct MuonUpdate<'a> {
     pub weight_decay: f64,
 }
 
-/// Update number `step` (from 1) of a matrix with the gradient `grad_scale * grad`. Waits for a GPU.
+/// Update number `step` (from 1) of a matrix with the gradient `grad_scale * grad`. Waits for a
+/// GPU.
 pub fn muon_step(update: &MuonUpdate<'_>, step: u64, grad_scale: f32) -> Result<()> {
     let &MuonUpdate { weight, master, momentum, grad, index, lr, weight_decay } = update;
     let (rows, columns) = weight.dims2()?;
@@ -92,8 +93,8 @@ fn orthogonal(x: Tensor) -> Result<Tensor> {
     Ok(x)
 }
 
-/// Overwrites `y` with `a x + b y`. Both may be `f32` or `bf16`, with any shape of the same number of
-/// elements. A `bf16` result is rounded to nearest, or at random with a `seed`.
+/// Overwrites `y` with `a x + b y`. Both may be `f32` or `bf16`, with any shape of the same number
+/// of elements. A `bf16` result is rounded to nearest, or at random with a `seed`.
 pub(super) fn combine(
     op: &'static str,
     (a, x): (f32, &Tensor),

@@ -3,13 +3,13 @@
 //!
 //! An element is `CODES[code] * scale`. The scale of a block is its largest absolute value. It is
 //! stored in 8 bits: `scale = map[code] * range + offset`, with the mean of all scales as `offset`
-//! and a `range` for each 256 blocks, the largest distance of their scales from the mean. The map has
-//! the same relative precision at all magnitudes down to 1e-6. Together this takes 4.13 bits an
+//! and a `range` for each 256 blocks, the largest distance of their scales from the mean. The map
+//! has the same relative precision at all magnitudes down to 1e-6. Together this takes 4.13 bits an
 //! element.
 //!
-//! Shapes, for `n` elements in row-major order: `codes: [n / 2]` (`u8`; the first of two elements in
-//! the upper half of a byte), `scales: [n / 64]` (`u8`), `ranges: [n / 16384]` (`f32`), all rounded
-//! up.
+//! Shapes, for `n` elements in row-major order: `codes: [n / 2]` (`u8`; the first of two elements
+//! in the upper half of a byte), `scales: [n / 64]` (`u8`), `ranges: [n / 16384]` (`f32`), all
+//! rounded up.
 
 #![expect(
     clippy::inline_always,
@@ -128,8 +128,8 @@ pub fn nf4_maps() -> (&'static [f32], &'static [f32]) {
     (&CODES, &*MAP)
 }
 
-/// The elements that share ranges with those of `range`, of `elements` in all. The parts of such a span
-/// are adjacent, and are a matrix of their own.
+/// The elements that share ranges with those of `range`, of `elements` in all. The parts of such a
+/// span are adjacent, and are a matrix of their own.
 pub fn nf4_span(range: &Range<usize>, elements: usize) -> Range<usize> {
     const STEP: usize = BLOCK * SCALES;
     range.start / STEP * STEP..elements.min(range.end.next_multiple_of(STEP))

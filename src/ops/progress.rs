@@ -2,8 +2,8 @@
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Counts the jobs that a thread has done, in order, and keeps the error that ended it. Other threads
-/// wait for a job. `E` is the type of the error.
+/// Counts the jobs that a thread has done, in order, and keeps the error that ended it. Other
+/// threads wait for a job. `E` is the type of the error.
 pub(crate) struct Progress<E> {
     state: Mutex<(u64, Option<E>)>, // number of complete jobs, and the error that ended the thread
     changed: Condvar,
@@ -50,8 +50,8 @@ impl<E: Clone> Progress<E> {
         }
     }
 
-    /// Calls [`Self::fail`] with `error` when the returned value is dropped, also by a panic, so that no
-    /// thread waits for one that has ended.
+    /// Calls [`Self::fail`] with `error` when the returned value is dropped, also by a panic, so
+    /// that no thread waits for one that has ended.
     pub(crate) fn fail_at_end(&self, error: E) -> FailAtEnd<'_, E> {
         FailAtEnd { progress: self, error }
     }

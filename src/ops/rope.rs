@@ -1,9 +1,9 @@
 //! Per-head RMS norm and rotary embedding of queries and keys, in one pass.
 //!
-//! Shapes: `T` tokens, `H` heads, `Dh` head dim, `R <= Dh` rotated dims; `x`, `dx`: `[T, H*Dh]`, the
-//! output of the projection; `y`, `dy`: `[T, H, Dh]`; `w: [Dh]`; `rstd: [T, H]` (`f32`). Dims `i` and
-//! `i + R/2` of a head are rotated by angle `i < R/2` of the token (the `rotate_half` convention of
-//! transformers); dims from `R` on are only normalised.
+//! Shapes: `T` tokens, `H` heads, `Dh` head dim, `R <= Dh` rotated dims; `x`, `dx`: `[T, H*Dh]`,
+//! the output of the projection; `y`, `dy`: `[T, H, Dh]`; `w: [Dh]`; `rstd: [T, H]` (`f32`). Dims
+//! `i` and `i + R/2` of a head are rotated by angle `i < R/2` of the token (the `rotate_half`
+//! convention of transformers); dims from `R` on are only normalised.
 
 use super::cpu::blocks::{filled, span};
 use super::cpu::column_sums::ColumnSums;

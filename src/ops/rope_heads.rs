@@ -1,7 +1,7 @@
 //! Rotary embedding of queries and keys without a norm; [`super::rope`] describes the rotation.
 //!
-//! Shapes: `T` tokens, `H` heads, `Dh` head dim, `R <= Dh` rotated dims; `x`, `dx`: `[T, H*Dh]`, the
-//! output of the projection; `y`, `dy`: `[T, H, Dh]`.
+//! Shapes: `T` tokens, `H` heads, `Dh` head dim, `R <= Dh` rotated dims; `x`, `dx`: `[T, H*Dh]`,
+//! the output of the projection; `y`, `dy`: `[T, H, Dh]`.
 
 use super::RopeTable;
 use super::cpu::blocks::{filled, span};
@@ -16,8 +16,8 @@ enum Turn {
     Back,
 }
 
-/// Returns `y [T, H, Dh]`, the heads of `x` rotated by the angles of their tokens. Fails if `x` is not
-/// `[T, H*Dh]`.
+/// Returns `y [T, H, Dh]`, the heads of `x` rotated by the angles of their tokens. Fails if `x` is
+/// not `[T, H*Dh]`.
 pub fn rope_heads(x: &Tensor, head_dim: usize, table: &RopeTable) -> Result<Tensor> {
     let (t, width) = x.dims2()?;
     let h = width.checked_div(head_dim).unwrap_or(0);

@@ -1,10 +1,10 @@
-//! Routing of a mixture of experts: which experts compute which tokens, the rows of each expert, and
-//! the sum of their results.
+//! Routing of a mixture of experts: which experts compute which tokens, the rows of each expert,
+//! and the sum of their results.
 //!
-//! Shapes: `T` tokens, `E` experts, `k` experts of each token, `R = T k` rows, `D` hidden size. Choice
-//! `t k + j` is the `j`-th expert of token `t`. Rows are choices in the order of their experts; the
-//! rows of one expert are in the order of the tokens. So a row has the same neighbours and the same
-//! sums for any number of threads, and no sum depends on the rows of other tokens.
+//! Shapes: `T` tokens, `E` experts, `k` experts of each token, `R = T k` rows, `D` hidden size.
+//! Choice `t k + j` is the `j`-th expert of token `t`. Rows are choices in the order of their
+//! experts; the rows of one expert are in the order of the tokens. So a row has the same neighbours
+//! and the same sums for any number of threads, and no sum depends on the rows of other tokens.
 
 use super::cpu::blocks::{filled, span};
 use super::cpu::simd::{exp, kernels};
@@ -55,8 +55,8 @@ fn expect_u32(op: &str, name: &str, tensor: &Tensor, expected: &[usize]) -> Resu
     expect_shape(op, name, tensor, expected)
 }
 
-/// An integer with the order of `x`. Both zeros are equal, and NaN is above all numbers, so that a token
-/// with such a logit has weights of NaN.
+/// An integer with the order of `x`. Both zeros are equal, and NaN is above all numbers, so that a
+/// token with such a logit has weights of NaN.
 fn rank(x: f32) -> u32 {
     if x.is_nan() {
         return u32::MAX;
@@ -141,8 +141,8 @@ pub fn route(logits: &Tensor, k: usize) -> Result<Routing> {
     })
 }
 
-/// Returns the gradient of the logits, `[T, experts]` (`f32`), from that of the weights, `d_weights:
-/// [T, k]` (`f32`). It is zero for experts that a token did not choose.
+/// Returns the gradient of the logits, `[T, experts]` (`f32`), from that of the weights,
+/// `d_weights: [T, k]` (`f32`). It is zero for experts that a token did not choose.
 pub fn route_backward(routing: &Routing, d_weights: &Tensor, experts: usize) -> Result<Tensor> {
     let op = "route_backward";
     routing.check(op)?;
@@ -202,8 +202,8 @@ fn copies<T: Element>(
     Tensor::from_vec(y, (rows, d), &Device::Cpu)
 }
 
-/// Returns the gradient of the tokens, `[T, D]`, from that of the rows, `d_rows: [R, D]`: the sum over
-/// the choices of a token, in their order.
+/// Returns the gradient of the tokens, `[T, D]`, from that of the rows, `d_rows: [R, D]`: the sum
+/// over the choices of a token, in their order.
 pub fn expert_rows_backward(d_rows: &Tensor, routing: &Routing) -> Result<Tensor> {
     sums("expert_rows_backward", "d_rows", d_rows, routing, None)
 }

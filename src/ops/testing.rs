@@ -40,7 +40,8 @@ pub(super) fn ids_are_checked() -> bool {
     device().is_cpu()
 }
 
-/// Whether the kernels for GPUs are emulated or used, for tests whose sizes would take minutes in emulation.
+/// Whether the kernels for GPUs are emulated or used, for tests whose sizes would take minutes in
+/// emulation.
 pub(super) fn kernels_are_tested() -> bool {
     #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
     return super::cuda::supports_device(&device());
@@ -107,7 +108,8 @@ pub(super) fn operand(x: &Tensor, dtype: DType) -> Result<Tensor> {
     flat.narrow(0, 3, x.elem_count())?.reshape(x.shape())
 }
 
-/// The routing of `T` tokens to `k` of `E` experts, where `uneven` makes the first experts more likely.
+/// The routing of `T` tokens to `k` of `E` experts, where `uneven` makes the first experts more
+/// likely.
 pub(super) fn routing(seed: u64, (t, e, k): (usize, usize, usize), uneven: f64) -> super::Routing {
     let slope: Vec<f32> = (0..e).map(|expert| -(expert as f32) / e as f32).collect();
     let slope = (Tensor::new(slope, &device()).unwrap() * uneven).unwrap();

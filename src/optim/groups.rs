@@ -105,8 +105,8 @@ pub struct Named<'a> {
 }
 
 impl Named<'_> {
-    /// Whether it is a matrix and neither a table of embeddings, nor a head, nor a router, nor a part of
-    /// an adapter.
+    /// Whether it is a matrix and neither a table of embeddings, nor a head, nor a router, nor a
+    /// part of an adapter.
     fn is_hidden_matrix(&self) -> bool {
         let others = ["embed", "lm_head", "lora_", "mlp.gate.", "expert_gate."];
         self.rank == 2 && !others.iter().any(|part| self.name.contains(part))

@@ -155,17 +155,17 @@ impl Optimizer {
         &mut self.states
     }
 
-    /// Starts a step with the flat gradients of [`Self::states`]: computes the sums for the gradient
-    /// norm. Does not wait for a GPU, unless the state is on the host. The states must be those of
-    /// whole parameters.
+    /// Starts a step with the flat gradients of [`Self::states`]: computes the sums for the
+    /// gradient norm. Does not wait for a GPU, unless the state is on the host. The states must be
+    /// those of whole parameters.
     pub fn norm(&self, grads: Vec<Tensor>) -> Result<GradNorm> {
         let grads = self.placed(grads)?;
         let squares = ops::sums_of_squares(&grads.iter().collect::<Vec<_>>())?;
         Ok(GradNorm { squares, grads })
     }
 
-    /// As [`Self::norm`], for states of parts: `squares` are the sums for [`Self::trained`] over all
-    /// ranks.
+    /// As [`Self::norm`], for states of parts: `squares` are the sums for [`Self::trained`] over
+    /// all ranks.
     pub fn norm_of_parts(&self, grads: Vec<Tensor>, squares: Vec<f64>) -> Result<GradNorm> {
         let grads = self.placed(grads)?;
         let device = grads.first().map_or(&Device::Cpu, Tensor::device);

@@ -96,8 +96,8 @@ fn measured(run: &RunFolder) -> Option<f64> {
     series?.max()
 }
 
-/// The prediction of the run from its data, otherwise that of `trainer check`, and its distance from
-/// the measured peak.
+/// The prediction of the run from its data, otherwise that of `trainer check`, and its distance
+/// from the measured peak.
 fn predicted(run: &RunFolder) -> Option<String> {
     let of_config = || {
         let is_alone = run.last["ranks"].is_null();

@@ -354,8 +354,9 @@ fn folder_config(
     })
 }
 
-/// The state of a new run. `rows` have length caches that were updated in this start; `None` if they were
-/// not. Older caches may lack changes of media files, for which the run would not be resumed.
+/// The state of a new run. `rows` have length caches that were updated in this start; `None` if
+/// they were not. Older caches may lack changes of media files, for which the run would not be
+/// resumed.
 fn first_state(
     config: &RunConfig,
     data_fingerprint: String,

@@ -250,7 +250,8 @@ pub enum RunError {
 const WRITABLE: &str = "set `output_dir` to a folder that you may write to";
 
 impl RunError {
-    /// Whether the process or a disk failed while rows were read, so that nothing is known about them.
+    /// Whether the process or a disk failed while rows were read, so that nothing is known about
+    /// them.
     pub fn is_trouble(&self) -> bool {
         match self {
             Self::Plan(LoaderError::Trouble(_)) => true,

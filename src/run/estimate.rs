@@ -54,8 +54,8 @@ impl Estimate {
     }
 }
 
-/// The sizes of a model that decide the memory of its training. `state` is the mean number of bytes of
-/// the optimizer state of a trained weight.
+/// The sizes of a model that decide the memory of its training. `state` is the mean number of bytes
+/// of the optimizer state of a trained weight.
 pub(crate) fn memory_model(
     model: &dyn Model,
     division: Division,
@@ -202,7 +202,8 @@ impl ModelShape {
             let widths = (hybrid.qkv_width() + hybrid.value_width()) as f64;
             layers as f64 * (element * widths + gates)
         });
-        // Backward of attention exchanges twice as much as forward, that of linear attention as much.
+        // Backward of attention exchanges twice as much as forward, that of linear attention as
+        // much.
         let of_token = (3.0 + again) * per_token + (2.0 + again) * linear;
         of_token * tokens / sequence * (sequence - 1.0) / sequence
     }

@@ -20,10 +20,10 @@ pub(super) fn eval_rule(config: &RunConfig) -> Result<Option<EvalRule>, RunError
     Ok(rule)
 }
 
-/// Makes the folder `best` that of the run before `found`, which may be in another `output_dir`. If it
-/// is lost, the next evaluation counts as the best. A folder of an evaluation that this run does not
-/// have is moved to `previous-N`. A run on `world` ranks makes the evaluation after the checkpoint
-/// again, since only this rank reads the folder.
+/// Makes the folder `best` that of the run before `found`, which may be in another `output_dir`. If
+/// it is lost, the next evaluation counts as the best. A folder of an evaluation that this run does
+/// not have is moved to `previous-N`. A run on `world` ranks makes the evaluation after the
+/// checkpoint again, since only this rank reads the folder.
 pub(super) fn bring_best(
     config: &RunConfig,
     (rule, world): (Option<&EvalRule>, usize),

@@ -5,8 +5,8 @@ use super::setup_error::SetupError;
 use crate::config::RunConfig;
 use crate::train::DeviceChoice;
 
-/// Fails if the config needs experts that the model does not have, or if the model has experts and the
-/// device cannot compute them.
+/// Fails if the config needs experts that the model does not have, or if the model has experts and
+/// the device cannot compute them.
 pub(super) fn check_experts(config: &RunConfig, open: &OpenModel) -> Result<(), SetupError> {
     let has_experts = open.text().moe.is_some();
     let aux_loss = config.model.aux_loss;

@@ -45,8 +45,8 @@ pub enum Onto {
 /// folder `out`.
 ///
 /// All tensors of `base` are written, also those that training does not use. They keep their dtype
-/// unless `onto` has another one. Sums are computed in `f32`, one weight at a time, so the model need
-/// not fit into memory.
+/// unless `onto` has another one. Sums are computed in `f32`, one weight at a time, so the model
+/// need not fit into memory.
 pub fn export_model(
     base: &Path,
     adapter: Option<&Path>,
@@ -196,8 +196,8 @@ fn is_linear(spec: &ParamSpec) -> bool {
     spec.linear_layer().is_some()
 }
 
-/// Replaces what `config.json` says about weights in 4 bits. `quantized` is the dtype of the weights
-/// before they were quantised.
+/// Replaces what `config.json` says about weights in 4 bits. `quantized` is the dtype of the
+/// weights before they were quantised.
 fn set_quantization(config_json: &mut Value, quantized: Option<DType>) {
     for pointer in ["", "/text_config", "/vision_config"] {
         let object = config_json.pointer_mut(pointer).and_then(Value::as_object_mut);

@@ -109,9 +109,9 @@ impl OpenModel {
         Ok(self)
     }
 
-    /// From now on, [`Self::load`] keeps the weights of linear layers, the embedding and the head in
-    /// `bf16` if the files have them so. The computation is the same, in `f32`, but memory and the
-    /// time to read a weight are halved. For inference on the CPU; ops on a GPU need one dtype.
+    /// From now on, [`Self::load`] keeps the weights of linear layers, the embedding and the head
+    /// in `bf16` if the files have them so. The computation is the same, in `f32`, but memory and
+    /// the time to read a weight are halved. For inference on the CPU; ops on a GPU need one dtype.
     #[must_use]
     pub fn with_stored_dtype(mut self, device: &Device) -> Self {
         if device.is_cpu() && self.dtype == DType::F32 && !self.is_quantized() {
@@ -156,8 +156,8 @@ impl OpenModel {
         Some(SavedTensor::made(name, &spec.shape, DType::F32, make))
     }
 
-    /// The tensors of the model folder that the model does not use, as they are stored. The checkpoints
-    /// of an adapter do not contain them.
+    /// The tensors of the model folder that the model does not use, as they are stored. The
+    /// checkpoints of an adapter do not contain them.
     pub(super) fn kept(&self) -> Vec<SavedTensor> {
         let (WeightSource::Files(files), None) = (&self.source, &self.adapter) else {
             return Vec::new();
@@ -266,8 +266,8 @@ impl OpenModel {
         }
     }
 
-    /// Whether the weight `index` is drawn at random. A part of it takes as long as all elements before
-    /// its end.
+    /// Whether the weight `index` is drawn at random. A part of it takes as long as all elements
+    /// before its end.
     pub(super) fn is_drawn(&self, index: usize) -> bool {
         let is_drawn = |adapter: &OpenAdapter| adapter.is_drawn(index);
         matches!(self.source, WeightSource::Seed(_)) || self.adapter.as_ref().is_some_and(is_drawn)
@@ -309,8 +309,8 @@ impl OpenModel {
         self.dtype
     }
 
-    /// Digest of names and shapes, and of some values of each tensor. Ranks that see different files
-    /// have different digests.
+    /// Digest of names and shapes, and of some values of each tensor. Ranks that see different
+    /// files have different digests.
     pub(super) fn digest(&self) -> Result<String, SetupError> {
         const VALUES: usize = 16;
         let mut digest = Sha256::new();

@@ -35,8 +35,8 @@ pub(crate) fn whole_model(loaded: LoadedModel) -> RankModel {
     RankModel { loaded, place: None, weights: RankWeights::Whole, owned: None }
 }
 
-/// Loads the model, except for the weights of `visit`, which every rank stores elsewhere. `collective`
-/// connects the ranks.
+/// Loads the model, except for the weights of `visit`, which every rank stores elsewhere.
+/// `collective` connects the ranks.
 pub(super) fn load_shares(
     open: OpenModel,
     groups: &ParamGroups,
@@ -100,8 +100,8 @@ pub(super) fn without_weights(open: OpenModel, device: &Device) -> Result<Loaded
     Ok(open.with_params(params)?)
 }
 
-/// Reads the share of this rank of all buckets and gathers the others. Returns the flat tensors with
-/// trained parameters.
+/// Reads the share of this rank of all buckets and gathers the others. Returns the flat tensors
+/// with trained parameters.
 fn read_all(
     loaded: &LoadedModel,
     layout: &Layout,

@@ -35,8 +35,8 @@ pub(super) fn with_pieces(files: WeightFiles, specs: &[ParamSpec]) -> WeightFile
     })
 }
 
-/// Opens the weight files and compares their names and shapes with the config. Returns the config of
-/// a model as the files have it.
+/// Opens the weight files and compares their names and shapes with the config. Returns the config
+/// of a model as the files have it.
 pub(super) fn open_files(
     folder: &Path,
     config: Arc<dyn ModelConfig>,

@@ -41,8 +41,8 @@ pub struct NewRun {
     pub name: String,
 }
 
-/// Returns the config as YAML with comments. It reads the model folder and measures rows, and writes
-/// nothing.
+/// Returns the config as YAML with comments. It reads the model folder and measures rows, and
+/// writes nothing.
 pub fn new_config(new: &NewRun, observer: &dyn SetupObserver) -> Result<String, RunError> {
     let mut config = new.config();
     if new.model.is_dir() && WeightFiles::open(&new.model).is_err() {

@@ -12,12 +12,13 @@ use crate::metrics::JsonlSink;
 use crate::train::{Planned, TrainState, write_rejects};
 use std::sync::Arc;
 
-/// Maximum number of rows that a run with `train.max_steps` alone measures at its start in one process.
-/// This takes a few seconds.
+/// Maximum number of rows that a run with `train.max_steps` alone measures at its start in one
+/// process. This takes a few seconds.
 pub(super) const MAX_ROWS_AT_START: usize = 32_768;
 
-/// Maximum number of rows that each of several ranks measures at the start. This takes a minute or two;
-/// without the lengths, each rank would read the text of the rows of all ranks during training.
+/// Maximum number of rows that each of several ranks measures at the start. This takes a minute or
+/// two; without the lengths, each rank would read the text of the rows of all ranks during
+/// training.
 const MAX_ROWS_OF_RANK: usize = 1 << 20;
 
 /// The result of [`plan_run`].
@@ -131,8 +132,8 @@ fn are_measured_at_start(num_rows: usize, world: usize) -> bool {
     (1..=most).contains(&num_rows)
 }
 
-/// The rows with cached lengths, if several ranks resume a run. Rank 0 completes the caches, with the
-/// rows that all ranks have measured. `None` if this takes long or is not possible.
+/// The rows with cached lengths, if several ranks resume a run. Rank 0 completes the caches, with
+/// the rows that all ranks have measured. `None` if this takes long or is not possible.
 fn cache_of_resumed_ranks(
     config: &RunConfig,
     rows: &Arc<JsonlRows>,

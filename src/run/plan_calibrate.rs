@@ -24,7 +24,8 @@ pub struct Calibration {
     pub peak_bytes: f64,
 }
 
-/// Trains one step and then `steps` that are timed, in a folder in `parent` that is removed afterwards.
+/// Trains one step and then `steps` that are timed, in a folder in `parent` that is removed
+/// afterwards.
 pub fn calibrate(
     config: &RunConfig,
     steps: NonZeroU64,

@@ -36,8 +36,8 @@ impl DataPlan {
     }
 }
 
-/// Measures the rows of `data.train` and counts the steps of the run, as `sft` does at its start. Like
-/// `check` it writes caches of the data only.
+/// Measures the rows of `data.train` and counts the steps of the run, as `sft` does at its start.
+/// Like `check` it writes caches of the data only.
 pub fn plan_data(config: &RunConfig, observer: &dyn SetupObserver) -> Result<DataPlan, RunError> {
     let exists = config.output_dir.exists();
     // If this fails, the update of the cache reports it.
@@ -82,8 +82,8 @@ pub(super) fn plan_opened(
     Ok(DataPlan { rows: rows.num_rows(), epochs, plan, steps, targets })
 }
 
-/// Patches per token, and the fraction of supervised tokens, of a few rows; 0 and 1 if none of them can
-/// be read.
+/// Patches per token, and the fraction of supervised tokens, of a few rows; 0 and 1 if none of them
+/// can be read.
 pub(super) fn sample_fractions(rows: &JsonlRows) -> [f64; 2] {
     let (mut tokens, mut patches, mut targets) = (0, 0, 0);
     let sets = rows.sets();

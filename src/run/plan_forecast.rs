@@ -1,5 +1,5 @@
-//! The memory that a run is predicted to need, for its log, its metrics, and the message when there is
-//! no more.
+//! The memory that a run is predicted to need, for its log, its metrics, and the message when there
+//! is no more.
 
 use super::device::usable_gpu_memory;
 use super::error::RunError;
@@ -13,7 +13,8 @@ use crate::ops::{memory_advice, set_memory_advice, set_predicted_memory};
 use crate::train::DeviceChoice;
 use candle_core::Device;
 
-/// The fractions of tokens of images and of supervised tokens before the data is read: an assumption.
+/// The fractions of tokens of images and of supervised tokens before the data is read: an
+/// assumption.
 pub(super) const FRACTIONS: (f64, f64) = (0.5, 0.25);
 
 impl RunMemory {
@@ -44,8 +45,8 @@ fn capacity(device: &Device) -> Option<f64> {
     usable_gpu_memory(device)
 }
 
-/// Predicts the peak memory of a rank from the data of the run, and warns if it exceeds what is free.
-/// `plan` has its packs, if they are known. `None`: the micro-batches are not known.
+/// Predicts the peak memory of a rank from the data of the run, and warns if it exceeds what is
+/// free. `plan` has its packs, if they are known. `None`: the micro-batches are not known.
 pub(super) fn forecast(
     config: &RunConfig,
     rows: &JsonlRows,

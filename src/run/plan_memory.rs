@@ -25,7 +25,8 @@ const ENOUGH: f64 = 0.75;
 pub struct Load(Vec<MicroBatchSizes>);
 
 impl Load {
-    /// Full packs, of whose tokens the fraction `images` are of images, and `targets` are supervised.
+    /// Full packs, of whose tokens the fraction `images` are of images, and `targets` are
+    /// supervised.
     pub fn full(shape: &ModelShape, config: &RunConfig, fractions: (f64, f64)) -> Self {
         Self(vec![shape.full_micro_batch(config, fractions)])
     }

@@ -20,9 +20,9 @@ pub struct Fit {
     pub found: Option<(Vec<String>, f64)>,
 }
 
-/// The largest `packing_length`, the cheapest `recompute` and the fewest ranks with which the run needs
-/// at most `memory` bytes, each with the other settings of the config; if one of them does not suffice,
-/// also all of them together. There are at most `ranks` ranks.
+/// The largest `packing_length`, the cheapest `recompute` and the fewest ranks with which the run
+/// needs at most `memory` bytes, each with the other settings of the config; if one of them does
+/// not suffice, also all of them together. There are at most `ranks` ranks.
 pub fn search(need: &RunMemory, memory: f64, ranks: usize) -> Result<Vec<Fit>, RunError> {
     let search = Search { need, shape: &ModelShape::read(&need.config)?, memory };
     let mut fits = Vec::new();

@@ -71,7 +71,8 @@ impl SetupRanks {
         Ok(result)
     }
 
-    /// Checks that `digest` of `what` is the same on all ranks. A single process does not compute it.
+    /// Checks that `digest` of `what` is the same on all ranks. A single process does not compute
+    /// it.
     pub(super) fn compare(
         &self,
         what: &str,

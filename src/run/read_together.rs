@@ -1,5 +1,5 @@
-//! Reads tensors that every rank needs whole. Each rank of a shard group reads a part of them and sends
-//! it to the others, so that together they read each byte once.
+//! Reads tensors that every rank needs whole. Each rank of a shard group reads a part of them and
+//! sends it to the others, so that together they read each byte once.
 
 use super::error::RunError;
 use super::load_shares::RankPlace;
@@ -15,8 +15,8 @@ const CHUNK: usize = if cfg!(test) { 1 << 14 } else { 1 << 22 };
 const PART: usize = if cfg!(test) { 1 << 10 } else { 1 << 18 };
 
 impl RankPlace {
-    /// Fills `into`, a flat tensor on any device. `read` returns elements on `device`, in the dtype of
-    /// `into`. The ranks exchange tensors on `device`. All ranks make the same calls.
+    /// Fills `into`, a flat tensor on any device. `read` returns elements on `device`, in the dtype
+    /// of `into`. The ranks exchange tensors on `device`. All ranks make the same calls.
     pub(super) fn read_together(
         &self,
         into: &Tensor,

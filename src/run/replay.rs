@@ -65,8 +65,8 @@ impl From<TrainError> for ReplayError {
     }
 }
 
-/// Trains `step` of the run of `config` again, from the newest checkpoint before it. Changes no file of
-/// the run.
+/// Trains `step` of the run of `config` again, from the newest checkpoint before it. Changes no
+/// file of the run.
 pub fn replay(
     config: &RunConfig,
     step: u64,

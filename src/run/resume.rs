@@ -56,8 +56,8 @@ pub(super) fn find_checkpoint(
     }
 }
 
-/// The checkpoint that a run would resume from by default, if its files match their checksums: of the
-/// weights, only the sizes are compared here. Also the problems of newer ones.
+/// The checkpoint that a run would resume from by default, if its files match their checksums: of
+/// the weights, only the sizes are compared here. Also the problems of newer ones.
 pub(super) fn likely_checkpoint(
     config: &RunConfig,
     checkpointer: &Checkpointer,
@@ -98,12 +98,12 @@ fn warn_about_changes(config: &RunConfig, checkpointer: &Checkpointer) -> Result
 /// Maximum number of rows whose media files are read, even if their sizes and times are unchanged.
 const MAX_ROWS_READ: usize = 1024;
 
-/// Compares the media files of the rows with those at the first start of the run, if the length caches
-/// had all rows then. Other sizes or contents are an error. Other times alone are not, because a copy
-/// of the files has other times.
+/// Compares the media files of the rows with those at the first start of the run, if the length
+/// caches had all rows then. Other sizes or contents are an error. Other times alone are not,
+/// because a copy of the files has other times.
 ///
-/// Of a large data set, some rows are compared, spread evenly; for the others, the check finds changes
-/// that a length cache has.
+/// Of a large data set, some rows are compared, spread evenly; for the others, the check finds
+/// changes that a length cache has.
 pub(super) fn check_media(
     config: &RunConfig,
     rows: &JsonlRows,

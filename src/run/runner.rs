@@ -54,7 +54,8 @@ pub(crate) fn step_runner(
         let saved = saved.map_err(candle_core::Error::wrap)?;
         saved.map_or_else(|| loaded.open.master(param, elements, device), Ok)
     };
-    // Ranks that all have the whole state divide the reading of it. Each draws random weights itself.
+    // Ranks that all have the whole state divide the reading of it. Each draws random weights
+    // itself.
     let together = place.as_ref().filter(|_| owned.is_none());
     let is_drawn = |param: &Param| saved.is_none() && loaded.open.is_drawn(param.index());
     let first_master = |param: &Param, elements: Range<usize>, device: &Device| match together {

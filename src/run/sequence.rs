@@ -42,8 +42,8 @@ pub(super) fn check_heads(open: &OpenModel, sequence: usize) -> Result<(), RunEr
     Err(RunError::SequenceHeads { sequence, heads, fitting })
 }
 
-/// Makes the ranks of a sequence group share the heads of the decoder's attention and linear attention.
-/// Fails if they cannot share them evenly.
+/// Makes the ranks of a sequence group share the heads of the decoder's attention and linear
+/// attention. Fails if they cannot share them evenly.
 pub(super) fn share_attention(open: &mut OpenModel, ranks: &Ranks) -> Result<(), RunError> {
     let sequence = ranks.sequence();
     check_heads(open, sequence.size)?;

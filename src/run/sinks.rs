@@ -40,8 +40,8 @@ pub(super) fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks
         let evals = state.evals.as_ref();
         evals.is_some_and(|evals| evals.has(rule, state.step) && evals.ends(rule).is_none())
     };
-    // The checkpoint of a step is written before its evaluation, so its state may lack that evaluation,
-    // and `best` may be older than the row. A finished run is evaluated once more.
+    // The checkpoint of a step is written before its evaluation, so its state may lack that
+    // evaluation, and `best` may be older than the row. A finished run is evaluated once more.
     let again = all_done || !rule.as_ref().is_none_or(is_counted);
     move_evaluations(&config.output_dir)?;
     let (is_evaluated, step_rows) = (Cell::new(false), RefCell::new(StepRows::default()));

@@ -12,8 +12,8 @@ use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::{MutexGuard, PoisonError};
 
-/// Where the weights of frozen linear layers are kept. On the CPU the tensors that the model reads are
-/// in host memory already.
+/// Where the weights of frozen linear layers are kept. On the CPU the tensors that the model reads
+/// are in host memory already.
 pub(crate) fn weight_storage(config: &RunConfig, device: &Device) -> WeightStorage {
     match storage_on_gpu(config) {
         WeightStorage::Host if device.is_cpu() => WeightStorage::Device,
@@ -65,8 +65,8 @@ pub(super) fn load_stored(
     Ok(loaded)
 }
 
-/// Loads the weights of `visit`, one after the other, and lets them visit slots. Ranks read each weight
-/// together, except those that are stored in NF4.
+/// Loads the weights of `visit`, one after the other, and lets them visit slots. Ranks read each
+/// weight together, except those that are stored in NF4.
 pub(super) fn install(
     loaded: &LoadedModel,
     visit: &[bool],

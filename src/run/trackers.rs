@@ -14,8 +14,8 @@ pub(super) struct Trackers {
 }
 
 impl Trackers {
-    /// Opens the trackers for the steps after `state`. A run whose steps are all done has nothing to
-    /// add.
+    /// Opens the trackers for the steps after `state`. A run whose steps are all done has nothing
+    /// to add.
     pub(super) fn open(config: &RunConfig, state: &TrainState) -> Self {
         let all_done = state.step > 0 && state.step >= state.total_steps;
         if all_done || !config.log.trackers.contains(&Tracker::Tensorboard) {

@@ -5,13 +5,13 @@ use super::{Param, Trainable};
 use candle_core::{Result, Shape, Tensor};
 use std::ops::Range;
 
-/// Each parameter and each share begins at a multiple of this number of elements. So a block of this
-/// many elements of a parameter is always in one share, and sums of blocks do not depend on the
-/// number of shares.
+/// Each parameter and each share begins at a multiple of this number of elements. So a block of
+/// this many elements of a parameter is always in one share, and sums of blocks do not depend on
+/// the number of shares.
 pub const BUCKET_ALIGNMENT: usize = 4096;
 
-/// The places of some parameters in a flat tensor of `shares` equal shares. Elements between and after
-/// the parameters are zero and have no meaning.
+/// The places of some parameters in a flat tensor of `shares` equal shares. Elements between and
+/// after the parameters are zero and have no meaning.
 #[derive(Debug, Clone)]
 pub struct Bucket {
     /// Index and place of each parameter, in order.
@@ -98,8 +98,8 @@ pub struct StageBuckets {
     pub frozen: Bucket,
 }
 
-/// The lengths of two buffers of which each user needs one: `users` have the number of the buffer and
-/// a length.
+/// The lengths of two buffers of which each user needs one: `users` have the number of the buffer
+/// and a length.
 pub fn slot_lens(users: impl IntoIterator<Item = (usize, usize)>) -> [usize; 2] {
     let mut lens = [0; 2];
     for (slot, len) in users {
@@ -180,8 +180,8 @@ impl Layout {
         self.stage_of[param.index()]
     }
 
-    /// The stage of `head` if it is tied to another parameter: its gradient begins before the turn of
-    /// its stage, because an own head is the first stage.
+    /// The stage of `head` if it is tied to another parameter: its gradient begins before the turn
+    /// of its stage, because an own head is the first stage.
     pub fn tied_head(&self, head: &Param) -> Option<usize> {
         Some(self.stage_of(head)).filter(|stage| *stage > 0)
     }

@@ -6,10 +6,10 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 /// Brings the weights of a stage into memory when they are read.
 pub trait Residency: Send + Sync {
-    /// Makes the weights of `stage` present. They may be replaced as soon as another stage is entered,
-    /// so a tensor of one stage must not be read after that. After an error the read returns a tensor
-    /// that no op accepts. An implementation may also report errors at the end of a pass over the model,
-    /// whose results are then invalid.
+    /// Makes the weights of `stage` present. They may be replaced as soon as another stage is
+    /// entered, so a tensor of one stage must not be read after that. After an error the read
+    /// returns a tensor that no op accepts. An implementation may also report errors at the end of
+    /// a pass over the model, whose results are then invalid.
     fn enter(&self, stage: usize) -> Result<()>;
 
     /// The weight of `param` as a checkpoint has it, if it is not read by [`Param::tensor`].

@@ -4,8 +4,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-/// A low-rank adapter: the weights of the model stay as they are, and small matrices next to some of
-/// its linear layers are trained.
+/// A low-rank adapter: the weights of the model stay as they are, and small matrices next to some
+/// of its linear layers are trained.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct AdapterConfig {
@@ -20,7 +20,8 @@ pub struct AdapterConfig {
     /// The linear layers that receive an adapter: `all-linear` (the default), or globs over their
     /// names.
     pub target: Targets,
-    /// Components (`llm`, `vision`, `merger`) whose layers `target` selects from; `[llm]` by default.
+    /// Components (`llm`, `vision`, `merger`) whose layers `target` selects from; `[llm]` by
+    /// default.
     pub parts: Vec<String>,
     /// Whether the output is multiplied by `alpha / sqrt(rank)` instead of `alpha / rank`.
     pub rslora: bool,
@@ -91,8 +92,8 @@ pub enum AdapterInit {
     Default,
     /// `A` is normal with the standard deviation `1 / rank`; `B` is zero.
     Gaussian,
-    /// `B A` is the part of `W` of its largest singular values; the layer computes with the rest of `W`
-    /// (Meng et al. 2024).
+    /// `B A` is the part of `W` of its largest singular values; the layer computes with the rest of
+    /// `W` (Meng et al. 2024).
     Pissa,
     /// `B A` is the product of the first columns of `Q` and rows of `R`, where `W = Q R`; the layer
     /// computes with the rest of `W` (Buyukakyuz 2024).

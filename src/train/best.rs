@@ -95,8 +95,8 @@ struct BestEval {
 }
 
 impl EvalHistory {
-    /// Adds the evaluation of a step; `row` is its row in `eval.jsonl`. Returns whether it is the best
-    /// one so far. An evaluation that is repeated counts once.
+    /// Adds the evaluation of a step; `row` is its row in `eval.jsonl`. Returns whether it is the
+    /// best one so far. An evaluation that is repeated counts once.
     pub fn add(&mut self, rule: &EvalRule, step: u64, row: &Value) -> bool {
         let compared = rule.identity();
         if self.compared != compared {

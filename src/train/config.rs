@@ -35,10 +35,12 @@ pub struct ModelSection {
     /// Activations that the backward pass recomputes instead of storing; none by default.
     #[serde(default)]
     pub recompute: RecomputeChoice,
-    /// Weights that are kept in host memory and copied to a GPU when they are used; none by default.
+    /// Weights that are kept in host memory and copied to a GPU when they are used; none by
+    /// default.
     #[serde(default)]
     pub offload: Offload,
-    /// Factor of the auxiliary loss of the routers, which is added to the loss of a step; 0 by default.
+    /// Factor of the auxiliary loss of the routers, which is added to the loss of a step; 0 by
+    /// default.
     #[serde(default)]
     pub aux_loss: f64,
 }
@@ -192,8 +194,8 @@ pub struct TrainConfig {
     pub on_non_finite: OnNonFinite,
     /// Maximum number of steps in a row that `on_non_finite: skip` skips; 10 by default.
     pub max_skipped: u64,
-    /// Seconds without progress after which the run of a single process ends with exit code 74; 3600
-    /// by default, 0 disables it. Several ranks use `distributed.timeout_s`.
+    /// Seconds without progress after which the run of a single process ends with exit code 74;
+    /// 3600 by default, 0 disables it. Several ranks use `distributed.timeout_s`.
     pub timeout_s: u64,
 }
 

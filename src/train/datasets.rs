@@ -130,8 +130,8 @@ pub struct SampleLoss {
     pub target_weight: f64,
 }
 
-/// Splits losses by sample. `losses` has one entry per micro-batch that has targets. Concatenated, the
-/// entries have the targets of `samples` in order.
+/// Splits losses by sample. `losses` has one entry per micro-batch that has targets. Concatenated,
+/// the entries have the targets of `samples` in order.
 pub fn by_sample(samples: &[SampleSize], losses: &[TargetLosses]) -> Vec<SampleLoss> {
     let mut targets = losses.iter().flat_map(TargetLosses::pairs);
     let split = samples.iter().map(|sample| {
@@ -162,8 +162,8 @@ pub fn by_dataset(
     sets
 }
 
-/// Keys of `metrics.jsonl` and `eval.jsonl`: `loss/NAME`, `num_samples/NAME` and so on. Empty for a single data set,
-/// whose values equal those of the whole row.
+/// Keys of `metrics.jsonl` and `eval.jsonl`: `loss/NAME`, `num_samples/NAME` and so on. Empty for a
+/// single data set, whose values equal those of the whole row.
 pub fn metric_keys(names: &[String], sets: &[DatasetLoss]) -> BTreeMap<String, Value> {
     let mut keys = BTreeMap::new();
     if names.len() < 2 {

@@ -6,9 +6,9 @@ use crate::dist::Shard;
 use crate::metrics::Division;
 use crate::tape::{Bucket, Layout, StageBuckets};
 
-/// The elements that a rank holds if the ranks of a group divide the state as `shard` says. `early` is
-/// the stage with the tied head, if there is one. `rounds` is the number of micro-batches of a rank in
-/// a step.
+/// The elements that a rank holds if the ranks of a group divide the state as `shard` says. `early`
+/// is the stage with the tied head, if there is one. `rounds` is the number of micro-batches of a
+/// rank in a step.
 pub fn division(
     layout: &Layout,
     (shard, exact): (Shard, bool),

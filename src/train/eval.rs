@@ -152,8 +152,8 @@ impl Evaluator<'_> {
     ) -> Result<Option<EvalReport>, EvalError> {
         let rows: Vec<SampleIndex> = self.rows.rows().collect();
         let Rank { rank, world, .. } = self.ranks.sequence_group();
-        // The ranks of a sequence group compute each pack together, so they stop at the same block. If
-        // they also gather weights for each pack, they do not stop in between.
+        // The ranks of a sequence group compute each pack together, so they stop at the same block.
+        // If they also gather weights for each pack, they do not stop in between.
         let stops_here = || match self.ranks.sequence().size {
             1 => Ok(stop()),
             _ if self.weights.are_whole() => {

@@ -70,8 +70,8 @@ impl From<Score> for SampleScore {
     }
 }
 
-/// Joins the reports of all blocks in the order of the rows. Sequence group `g` of `n` has scored the
-/// blocks `g`, `g + n` and so on; each of its ranks has scored its own targets.
+/// Joins the reports of all blocks in the order of the rows. Sequence group `g` of `n` has scored
+/// the blocks `g`, `g + n` and so on; each of its ranks has scored its own targets.
 pub(super) fn join(own: Vec<EvalReport>, ranks: &Ranks) -> Result<EvalReport, DistError> {
     let block = |EvalReport { samples, rejected }: EvalReport| Block {
         samples: samples.into_iter().map(Score::from).collect(),

@@ -49,10 +49,10 @@ impl StepRunner {
         self.aux_loss > 0.0 && self.model.routers().is_some()
     }
 
-    /// Prepares the routers for a step. Its auxiliary loss depends on the choices for all of its tokens,
-    /// so if there are several micro-batches or ranks, each micro-batch first runs forward once without
-    /// a tape. `inputs` are the first micro-batch of this rank and the others; `place` is that of the
-    /// dropout.
+    /// Prepares the routers for a step. Its auxiliary loss depends on the choices for all of its
+    /// tokens, so if there are several micro-batches or ranks, each micro-batch first runs forward
+    /// once without a tape. `inputs` are the first micro-batch of this rank and the others; `place`
+    /// is that of the dropout.
     pub(super) fn begin_routers(
         &self,
         targets: &[(usize, OwnTargets)],
@@ -179,8 +179,8 @@ impl SlotChoices {
 }
 
 impl StepChoices {
-    /// Number of choices of each expert over all layers, divided by the square of the number of tokens
-    /// times layers, times the number of experts.
+    /// Number of choices of each expert over all layers, divided by the square of the number of
+    /// tokens times layers, times the number of experts.
     fn shares(&self) -> Vec<f64> {
         let experts = self.counts.first().map_or(0, Vec::len);
         let sum = |expert: usize| self.counts.iter().map(|layer| layer[expert]).sum::<u64>() as f64;
@@ -201,7 +201,8 @@ impl StepChoices {
         (!self.probabilities.is_empty()).then_some(loss)
     }
 
-    /// The largest load of an expert over the mean load of its layer, in the layer where it is largest.
+    /// The largest load of an expert over the mean load of its layer, in the layer where it is
+    /// largest.
     pub fn load(&self) -> f64 {
         let of_layer = |counts: &Vec<u64>| {
             let (largest, sum) = (counts.iter().max().copied(), counts.iter().sum::<u64>());

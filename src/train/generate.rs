@@ -217,7 +217,8 @@ struct Decoding<'a> {
 }
 
 impl Decoding<'_> {
-    /// Computes the last token of each answer, and adds the next one. Products have `num_rows` rows.
+    /// Computes the last token of each answer, and adds the next one. Products have `num_rows`
+    /// rows.
     fn extend(self, open: &mut [&mut OpenAnswer], num_rows: usize) -> candle_core::Result<()> {
         let last: Vec<u32> = open.iter().filter_map(|answer| answer.ids.last()).copied().collect();
         let mut caches: Vec<&mut Cache> = open.iter_mut().map(|answer| &mut answer.cache).collect();

@@ -13,8 +13,8 @@ const FIRST_STEPS: usize = 10;
 /// Number of steps after which a loss above its start is a divergence.
 const LONG: u64 = 100;
 
-/// Losses and gradient norms of the recent steps. Checkpoints contain it, so that a resumed run gives
-/// the same warnings.
+/// Losses and gradient norms of the recent steps. Checkpoints contain it, so that a resumed run
+/// gives the same warnings.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Health {
@@ -56,8 +56,8 @@ pub struct Divergence {
 }
 
 impl Health {
-    /// Adds the results of a step that updated the weights. Returns the values far above those of the
-    /// recent steps.
+    /// Adds the results of a step that updated the weights. Returns the values far above those of
+    /// the recent steps.
     pub fn add(&mut self, loss: f64, grad_norm: f64) -> Vec<Spike> {
         self.skipped_in_a_row = 0;
         let values = [

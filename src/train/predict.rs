@@ -93,8 +93,8 @@ impl Predictor<'_> {
     }
 
     /// Answers rows, `eval.generate.batch` at the same time: `None` for a row of a corpus, and the
-    /// reason why a row cannot be used. Calls `between` with the number of rows that are done, after
-    /// each token. Returns `None` if it breaks.
+    /// reason why a row cannot be used. Calls `between` with the number of rows that are done,
+    /// after each token. Returns `None` if it breaks.
     fn answers(
         &self,
         rows: &[SampleIndex],
@@ -172,8 +172,8 @@ impl Predictor<'_> {
         self.config.metrics.iter().map(score).collect()
     }
 
-    /// Answers all chats, or the first `rows` of them, which the ranks share; rows that cannot be used
-    /// are left out. If `stop` returns `true` on a rank, all return `None`.
+    /// Answers all chats, or the first `rows` of them, which the ranks share; rows that cannot be
+    /// used are left out. If `stop` returns `true` on a rank, all return `None`.
     pub fn run_until(
         &self,
         stop: &dyn Fn() -> bool,

@@ -9,8 +9,8 @@ use serde::{Serialize, de::DeserializeOwned};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The place of a process among the ranks of a run, and its connections to the others. A process that
-/// is alone exchanges values with itself.
+/// The place of a process among the ranks of a run, and its connections to the others. A process
+/// that is alone exchanges values with itself.
 pub struct Ranks {
     rank: Rank,
     shard_group: usize,

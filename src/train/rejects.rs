@@ -11,8 +11,8 @@ struct RejectRow<'a> {
     rejection: &'a Rejection,
 }
 
-/// Appends to `rejects.jsonl` the rows that were rejected while `step` was prepared. Without a file,
-/// another rank writes them.
+/// Appends to `rejects.jsonl` the rows that were rejected while `step` was prepared. Without a
+/// file, another rank writes them.
 pub fn write_rejects<'a>(
     sink: Option<&mut JsonlSink>,
     step: u64,

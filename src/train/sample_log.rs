@@ -6,15 +6,16 @@ use crate::metrics::{JsonlError, JsonlSink};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// A line of `samples.jsonl`: the samples of a step. All lists are in the order of the token streams.
+/// A line of `samples.jsonl`: the samples of a step. All lists are in the order of the token
+/// streams.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepSamples {
     /// Optimizer step, from 1.
     pub step: u64,
     /// `file:line` of each sample.
     pub rows: Vec<String>,
-    /// Mean loss of its supervised tokens before the update; `null` without such tokens, or if it is
-    /// not finite.
+    /// Mean loss of its supervised tokens before the update; `null` without such tokens, or if it
+    /// is not finite.
     pub loss: Vec<Option<f64>>,
     /// Its number of supervised tokens.
     pub num_target_tokens: Vec<u32>,

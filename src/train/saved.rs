@@ -37,8 +37,8 @@ pub struct Joined {
 }
 
 impl Joined {
-    /// The part of the tensor that belongs to a part of the parameter: a row of constants to the last
-    /// element of the row before it.
+    /// The part of the tensor that belongs to a part of the parameter: a row of constants to the
+    /// last element of the row before it.
     fn with(&self, (range, values): HeldPart) -> Result<HeldPart> {
         let width = self.values.dim(1)?;
         let place = |element: usize| element / width * 2 * width + element % width;

@@ -10,8 +10,8 @@ pub enum Score {
     Exact,
     /// 1 if the answer contains the expected one, without white space at its ends, otherwise 0.
     Contains,
-    /// F1 of the longest common subsequence of their words in lower case. A word is a run of letters
-    /// and digits; Chinese and Japanese characters are words of their own.
+    /// F1 of the longest common subsequence of their words in lower case. A word is a run of
+    /// letters and digits; Chinese and Japanese characters are words of their own.
     RougeL,
     /// Mean IoU of the boxes `"bbox_2d": [x1, y1, x2, y2]` in both texts.
     BboxIou,
@@ -105,7 +105,8 @@ fn iou(a: &Corners, b: &Corners) -> f64 {
     if union > 0.0 { both / union } else { 0.0 }
 }
 
-/// Pairs boxes, those with the highest IoU first, each at most once. A box without a partner counts 0.
+/// Pairs boxes, those with the highest IoU first, each at most once. A box without a partner
+/// counts 0.
 fn bbox_iou(expected: &[Corners], answered: &[Corners]) -> Option<f64> {
     if expected.is_empty() {
         return None;

@@ -45,8 +45,8 @@ impl OwnTargets {
         self.total == 0
     }
 
-    /// The losses of all targets of the micro-batch, with weight 0 for those of other ranks, so that
-    /// sums over the ranks count each target once. `nll` are those of this rank.
+    /// The losses of all targets of the micro-batch, with weight 0 for those of other ranks, so
+    /// that sums over the ranks count each target once. `nll` are those of this rank.
     pub(super) fn losses(&self, nll: Vec<f32>) -> TargetLosses {
         if self.numbers.len() == self.total {
             return TargetLosses { nll, weights: self.targets.weights.clone() };
@@ -63,8 +63,8 @@ impl OwnTargets {
     }
 }
 
-/// The targets of a whole micro-batch, and the part of both that belongs to this rank. `merge_size` is
-/// the number of patches on a side of a vision token.
+/// The targets of a whole micro-batch, and the part of both that belongs to this rank. `merge_size`
+/// is the number of patches on a side of a vision token.
 pub(super) fn own_part(
     batch: VarlenBatch,
     sequence: SequencePlace,

@@ -118,8 +118,8 @@ pub struct StepRunner {
 pub struct StepCounts {
     /// Number of supervised targets.
     pub num_targets: u64,
-    /// Sum of their weights: the divisor of loss and gradients. Equals `num_targets` if no row of the
-    /// step has a weight.
+    /// Sum of their weights: the divisor of loss and gradients. Equals `num_targets` if no row of
+    /// the step has a weight.
     pub target_weight: f64,
     /// Number of rounds: micro-batches that the ranks compute at the same time.
     rounds: usize,
@@ -132,8 +132,8 @@ struct SlotCounts(usize, u64, Bits, [u64; 2]);
 /// Number of tokens and patches of a step before each slot.
 type FirstRows = BTreeMap<usize, [u64; 2]>;
 
-/// The micro-batches of this rank in a step, with their slots among those of the whole step: the slots
-/// `rank`, `rank + world` and so on. A slot may be empty.
+/// The micro-batches of this rank in a step, with their slots among those of the whole step: the
+/// slots `rank`, `rank + world` and so on. A slot may be empty.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct MicroBatches(pub Vec<(usize, VarlenBatch)>);
 
@@ -247,9 +247,9 @@ impl StepRunner {
         self.model.upload(batch, self.dtype, &self.device)
     }
 
-    /// Computes the sum of the gradients of all micro-batches of all ranks, divided by the weight of
-    /// the step's targets; `number` is that of the step, from 1. The division into micro-batches changes neither gradients nor losses,
-    /// except by rounding.
+    /// Computes the sum of the gradients of all micro-batches of all ranks, divided by the weight
+    /// of the step's targets; `number` is that of the step, from 1. The division into micro-batches
+    /// changes neither gradients nor losses, except by rounding.
     pub fn accumulate(&self, step: PreparedStep, number: u64) -> Result<Losses, StepError> {
         let (counts, first_rows) = self.count(&step.targets)?;
         let PreparedStep { targets, first, rest } = step;
@@ -298,8 +298,8 @@ impl StepRunner {
         }
     }
 
-    /// Adds the gradients of one micro-batch to `grads`. Returns its targets and their losses; `None`
-    /// if the micro-batch has no targets on any rank.
+    /// Adds the gradients of one micro-batch to `grads`. Returns its targets and their losses;
+    /// `None` if the micro-batch has no targets on any rank.
     fn forward_backward(
         &self,
         input: &ModelInput,
@@ -339,8 +339,8 @@ impl StepRunner {
     /// Accumulates the gradients, clips them and updates the weights. An error leaves weights and
     /// moments unchanged.
     ///
-    /// On a GPU the work is queued, and [`Self::finish`] waits for it. An update with gradients that
-    /// are not finite changes nothing there either.
+    /// On a GPU the work is queued, and [`Self::finish`] waits for it. An update with gradients
+    /// that are not finite changes nothing there either.
     pub fn launch(
         &self,
         step: PreparedStep,

@@ -43,8 +43,8 @@ impl Message {
 }
 
 impl StepReport {
-    /// Exchanges the reports of all ranks. `owners` has the sequence group of each sample, whose ranks
-    /// have the losses of their own tokens.
+    /// Exchanges the reports of all ranks. `owners` has the sequence group of each sample, whose
+    /// ranks have the losses of their own tokens.
     pub(super) fn gather(self, owners: &[usize], ranks: &Ranks) -> Result<StepReports, DistError> {
         let Self { samples, values } = self;
         let all = ranks.gather(Message {

@@ -7,8 +7,8 @@ use candle_core::Tensor;
 use std::fs;
 use std::path::Path;
 
-/// Contents of which rank `rank` holds a part: the whole of `tensor0` and `tensor2`, which ranks divide,
-/// a share of the others, and all of a fixed tensor.
+/// Contents of which rank `rank` holds a part: the whole of `tensor0` and `tensor2`, which ranks
+/// divide, a share of the others, and all of a fixed tensor.
 fn divided(tensors: &[Tensor], rank: usize, world: usize) -> OwnedContents {
     let mut all = contents(tensors);
     for list in [&mut all.weights, &mut all.optimizer] {

@@ -21,8 +21,8 @@ impl Checkpointer {
         Some((found.step, found.state))
     }
 
-    /// Writes the folder `best` as [`Self::save`] writes a checkpoint. Replaces an older one when the
-    /// new one is complete.
+    /// Writes the folder `best` as [`Self::save`] writes a checkpoint. Replaces an older one when
+    /// the new one is complete.
     pub fn save_best<T: Together>(
         &self,
         step: u64,

@@ -1,5 +1,5 @@
-//! The three parts of a save. The first and the last are common calls of all ranks and take little time.
-//! The second writes the tensors, and can run in the background.
+//! The three parts of a save. The first and the last are common calls of all ranks and take little
+//! time. The second writes the tensors, and can run in the background.
 
 use super::super::CheckpointError;
 use super::super::atomic::{NewFolder, sync_folder, temporary_folder};
@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 
-/// A checkpoint whose folder exists under a hidden name, with all files but those of tensors, which are
-/// empty. Dropping it removes the folder.
+/// A checkpoint whose folder exists under a hidden name, with all files but those of tensors, which
+/// are empty. Dropping it removes the folder.
 #[derive(Debug)]
 pub(in crate::checkpoint) struct Begun {
     target: PathBuf,
@@ -30,7 +30,8 @@ pub(in crate::checkpoint) struct Written {
 }
 
 impl Written {
-    /// Writes what rank `rank` of `world` ranks holds into the files that [`Checkpointer::begin`] created.
+    /// Writes what rank `rank` of `world` ranks holds into the files that [`Checkpointer::begin`]
+    /// created.
     pub(in crate::checkpoint) fn write(
         target: &Path,
         contents: &Contents<'_>,
@@ -71,8 +72,8 @@ impl Checkpointer {
         self.complete(begun, contents, own, together)
     }
 
-    /// Creates the hidden folder of a checkpoint on rank 0. On an error of any rank, all ranks return an
-    /// error.
+    /// Creates the hidden folder of a checkpoint on rank 0. On an error of any rank, all ranks
+    /// return an error.
     pub(in crate::checkpoint) fn begin<T: Together>(
         &self,
         target: PathBuf,
@@ -94,8 +95,8 @@ impl Checkpointer {
         agree(together, begin())
     }
 
-    /// Gives the folder its name after all ranks have written their parts: `own` is the result of this
-    /// one. On an error of any rank, all ranks return an error, and no new folder appears.
+    /// Gives the folder its name after all ranks have written their parts: `own` is the result of
+    /// this one. On an error of any rank, all ranks return an error, and no new folder appears.
     pub(in crate::checkpoint) fn complete<T: Together>(
         &self,
         begun: Begun,

@@ -7,8 +7,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 impl SavedTensor {
-    /// The tensors of these names and shapes, which have the elements of this one, one after the other.
-    /// They share its memory.
+    /// The tensors of these names and shapes, which have the elements of this one, one after the
+    /// other. They share its memory.
     pub fn split(self, pieces: &[(String, Vec<usize>)]) -> Result<Vec<Self>> {
         let mut end = 0;
         let piece = |(name, shape): &(String, Vec<usize>)| {

@@ -14,9 +14,9 @@ pub(super) struct Joined {
 }
 
 impl WeightFiles {
-    /// From now on, the files have the tensor `name` of `shape`. Its elements in row-major order are
-    /// those of `pieces`, one after the other, which are not listed any more. The files have the pieces,
-    /// with as many elements.
+    /// From now on, the files have the tensor `name` of `shape`. Its elements in row-major order
+    /// are those of `pieces`, one after the other, which are not listed any more. The files have
+    /// the pieces, with as many elements.
     #[must_use]
     pub fn joined(mut self, name: &str, shape: &[usize], pieces: &[(String, Vec<usize>)]) -> Self {
         let mut end = 0;
@@ -31,7 +31,8 @@ impl WeightFiles {
         self
     }
 
-    /// The dtype of all pieces, or `F32` if they differ; `None` if one has a dtype that is not read.
+    /// The dtype of all pieces, or `F32` if they differ; `None` if one has a dtype that is not
+    /// read.
     pub(super) fn dtype_of_pieces(&self, joined: &Joined) -> Option<DType> {
         let mut dtypes = joined.pieces.iter().map(|(name, _)| self.dtype(name));
         let first = dtypes.next()??;

@@ -29,8 +29,8 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 #[command(after_help = "Example:\n  trainer generate --model runs/demo --image cat.png \
     --prompt 'What is this?' --max-new-tokens 64\n  trainer generate --model runs/demo --chat")]
 pub(super) struct GenerateArgs {
-    /// Model folder in the transformers layout, hub id, or folder of a run: its `final`, or else its
-    /// newest checkpoint
+    /// Model folder in the transformers layout, hub id, or folder of a run: its `final`, or else
+    /// its newest checkpoint
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// Adapter of the model, a folder in PEFT's layout
@@ -134,8 +134,8 @@ struct Session<'a> {
 }
 
 impl Session<'_> {
-    /// Answers the last turn of `conversation`, and returns the printed text without the final end of
-    /// the line.
+    /// Answers the last turn of `conversation`, and returns the printed text without the final end
+    /// of the line.
     fn answer(&mut self, conversation: &Conversation) -> anyhow::Result<String> {
         let (prompt, _) = self.encoder.encode_prompt(&conversation.sample())?;
         let mut streamed = streamed::Streamed::new(self.encoder, self.stops);

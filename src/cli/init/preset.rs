@@ -124,8 +124,8 @@ fn debug(mut config: Value) -> Value {
     config
 }
 
-/// A Qwen3-VL config with experts; `sizes` are their width, their number, and the number that computes
-/// a token.
+/// A Qwen3-VL config with experts; `sizes` are their width, their number, and the number that
+/// computes a token.
 fn with_experts(mut config: Value, sizes: [u64; 3]) -> Value {
     config["architectures"] = json!(["Qwen3VLMoeForConditionalGeneration"]);
     config["model_type"] = json!("qwen3_vl_moe");
@@ -189,7 +189,8 @@ impl Published {
     }
 }
 
-/// A published shape of Qwen3.5. The vision encoders of 0.8B and 4B were not confirmed with their files.
+/// A published shape of Qwen3.5. The vision encoders of 0.8B and 4B were not confirmed with their
+/// files.
 struct Hybrid {
     layers: u64,
     hidden: u64,

@@ -31,8 +31,8 @@ pub struct DatasetConfig {
     /// sum of all weights.
     #[serde(default = "default_weight")]
     pub weight: f64,
-    /// Whether `<image>`, `<video>`, `<bbox>` and `<ref-object>` are plain text in rows that list no
-    /// images, videos or `objects`; false (the default): such rows are rejected.
+    /// Whether `<image>`, `<video>`, `<bbox>` and `<ref-object>` are plain text in rows that list
+    /// no images, videos or `objects`; false (the default): such rows are rejected.
     #[serde(default)]
     pub literal_placeholders: bool,
     /// Settings for plain text; null: the rows are chats.

@@ -72,8 +72,8 @@ pub struct DataConfig {
     /// Which tokens of a chat are supervised; `default` by default.
     #[serde(default)]
     pub loss_scale: LossScale,
-    /// Whether an empty `<think>` block that the chat template writes before an answer is supervised
-    /// with it; false by default.
+    /// Whether an empty `<think>` block that the chat template writes before an answer is
+    /// supervised with it; false by default.
     #[serde(default)]
     pub train_empty_think: bool,
     /// Whether each epoch has a new random order (the default); false: the order of the files.

@@ -55,8 +55,8 @@ impl CachedRows {
         Ok(updated?.expect("each has been updated"))
     }
 
-    /// The rows with the lengths of the caches in `folder`, without a check of images; `None` if a file
-    /// has no complete cache under the current limits.
+    /// The rows with the lengths of the caches in `folder`, without a check of images; `None` if a
+    /// file has no complete cache under the current limits.
     pub fn complete(rows: Arc<JsonlRows>, folder: &Path) -> Option<Self> {
         let of_set = |set: &DataSet| match set {
             DataSet::Chats(file) => LengthCache::complete(file, rows.encoder(), folder).map(Some),
@@ -66,9 +66,9 @@ impl CachedRows {
         Some(Self { rows, caches })
     }
 
-    /// The media files of all rows; `None` if a file of chats has no complete cache in `folder`. Those
-    /// that `look` selects are read, and the others taken from the caches. Fails if the process or a disk
-    /// failed.
+    /// The media files of all rows; `None` if a file of chats has no complete cache in `folder`.
+    /// Those that `look` selects are read, and the others taken from the caches. Fails if the
+    /// process or a disk failed.
     pub fn media(
         rows: &JsonlRows,
         folder: &Path,
@@ -85,8 +85,8 @@ impl CachedRows {
         Ok(Some(media))
     }
 
-    /// Measures the rows of one rank's part of each file, so that [`CachedRows::update`] finds the rows
-    /// of all ranks. `progress` receives the number of finished rows of this rank.
+    /// Measures the rows of one rank's part of each file, so that [`CachedRows::update`] finds the
+    /// rows of all ranks. `progress` receives the number of finished rows of this rank.
     pub fn measure_part(
         rows: &JsonlRows,
         folder: &Path,
@@ -103,8 +103,8 @@ impl CachedRows {
         Ok(())
     }
 
-    /// [`CachedRows::update`] if it is quick. `None` if a cache has other rows, if another process is
-    /// writing a cache, or if more than `most` rows must be measured.
+    /// [`CachedRows::update`] if it is quick. `None` if a cache has other rows, if another process
+    /// is writing a cache, or if more than `most` rows must be measured.
     pub fn update_if_quick(
         rows: Arc<JsonlRows>,
         folder: &Path,

@@ -40,7 +40,8 @@ impl DataSet {
         Self::open_chats(set, options.unknown_keys, cache).map(Self::Chats)
     }
 
-    /// Opens and indexes the files of chats, with the index in the folder of a cache if there is one.
+    /// Opens and indexes the files of chats, with the index in the folder of a cache if there is
+    /// one.
     fn open_chats(
         set: &DatasetConfig,
         unknown_keys: UnknownKeys,
@@ -72,8 +73,8 @@ impl DataSet {
         if file.form() == RowForm::Text { Err(plain()) } else { Ok(file) }
     }
 
-    /// Whether the files of a data set can be read. Those of a corpus must exist: reading them needs a
-    /// tokenizer.
+    /// Whether the files of a data set can be read. Those of a corpus must exist: reading them
+    /// needs a tokenizer.
     pub fn check_files(set: &DatasetConfig, unknown_keys: UnknownKeys) -> Result<(), SourceError> {
         if set.corpus.is_none() {
             return Self::open_chats(set, unknown_keys, None).map(|_| ());
@@ -216,7 +217,8 @@ impl JsonlRows {
         }
     }
 
-    /// The value of the row's own key `id`, as text; `None` if it has none, and for a row of a corpus.
+    /// The value of the row's own key `id`, as text; `None` if it has none, and for a row of a
+    /// corpus.
     pub fn own_id(&self, row: SampleIndex) -> Option<String> {
         match self.set(row) {
             DataSet::Chats(file) => file.own_id(row.row as usize),

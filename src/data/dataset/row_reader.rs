@@ -78,7 +78,8 @@ pub trait RowReader: Send + Sync {
         }
     }
 
-    /// The length of every row of a data set whose rows all have the same, as windows of a corpus do.
+    /// The length of every row of a data set whose rows all have the same, as windows of a corpus
+    /// do.
     fn uniform_length(&self, _dataset: u32) -> Option<Length> {
         None
     }

@@ -15,7 +15,8 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-/// A row with an image, a row with the same image twice, a row with an image as a data URI, a row of text.
+/// A row with an image, a row with the same image twice, a row with an image as a data URI, a row
+/// of text.
 fn rows(folder: &Path) -> JsonlRows {
     let png = include_bytes!("../../../tests/golden/data/images/exact_moon_64x64.png");
     fs::copy(golden("data/images/exact_moon_64x64.png"), folder.join("a.png")).unwrap();

@@ -68,8 +68,8 @@ pub(super) fn kept_text(
     token_counts.kept_text(cut).map_err(|cause| SampleError::Truncation { id: id.clone(), cause })
 }
 
-/// The tokens of each medium: those of its bytes in the text (`media`, ascending), and the start and
-/// end token next to them.
+/// The tokens of each medium: those of its bytes in the text (`media`, ascending), and the start
+/// and end token next to them.
 pub(super) fn spans(
     ids: &[u32],
     offsets: &[(usize, usize)],

@@ -192,8 +192,8 @@ pub(super) fn image_processor(
     Ok(images)
 }
 
-/// Checks that the template ends an answer with one token. If generation does not stop at this token,
-/// as with base models, this is a warning only.
+/// Checks that the template ends an answer with one token. If generation does not stop at this
+/// token, as with base models, this is a warning only.
 fn check_end_mark(
     path: &Path,
     mark: &str,

@@ -167,8 +167,8 @@ fn converted(
     sample.objects.boxes.iter().enumerate().map(&mut convert).collect()
 }
 
-/// Checks the coordinates (`x, y` of each corner) in an image with the `[height, width]` `from`, and
-/// scales them to one with the size `to`.
+/// Checks the coordinates (`x, y` of each corner) in an image with the `[height, width]` `from`,
+/// and scales them to one with the size `to`.
 fn scaled(
     id: &SampleId,
     index: usize,

@@ -1,11 +1,11 @@
 //! The size of a sample, computed without decoding its media.
 //!
-//! The first part, [`Measured`], can be stored. It depends on the row, the headers of its media and the
-//! settings that [`Encoder::text_key`] hashes. The second part is arithmetic with the limits on the
-//! pixels and tokens of images.
+//! The first part, [`Measured`], can be stored. It depends on the row, the headers of its media and
+//! the settings that [`Encoder::text_key`] hashes. The second part is arithmetic with the limits on
+//! the pixels and tokens of images.
 //!
-//! Qwen2.5-VL writes boxes in pixels of the resized image, so with it the first part also depends on
-//! the limits on the pixels of images.
+//! Qwen2.5-VL writes boxes in pixels of the resized image, so with it the first part also depends
+//! on the limits on the pixels of images.
 
 use sha2::{Digest, Sha256};
 
@@ -21,8 +21,8 @@ use crate::data::media::image::ImageSize;
 use crate::data::row::Length;
 use crate::data::source::SampleError;
 
-/// The size of a row, without the visual tokens of its images. The limits on the pixels of images are
-/// not applied, except to the boxes of Qwen2.5-VL, which are text.
+/// The size of a row, without the visual tokens of its images. The limits on the pixels of images
+/// are not applied, except to the boxes of Qwen2.5-VL, which are text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Measured {
     /// Its `media_tokens` are those of videos, and the start and end tokens of images.
@@ -44,8 +44,8 @@ impl Encoder {
         let merge = self.media.images.merge_size();
         let (mut sizes, mut video_patches) = (Vec::new(), 0);
         let grids = |headers| match headers {
-            // The tokens around visual tokens do not depend on the number of visual tokens, because these
-            // are special tokens: one is enough.
+            // The tokens around visual tokens do not depend on the number of visual tokens, because
+            // these are special tokens: one is enough.
             MediumHeader::Image(size) => {
                 sizes.push(size);
                 MediumGrid::Image([1, merge, merge])
@@ -122,8 +122,9 @@ impl Encoder {
         Ok(dropped(&tokens.input_ids, &kept))
     }
 
-    /// Hash of everything that [`Encoder::measure`] depends on, except the row and its media files. With
-    /// Qwen2.5-VL it includes the limits on the pixels of images, whether or not the rows have boxes.
+    /// Hash of everything that [`Encoder::measure`] depends on, except the row and its media files.
+    /// With Qwen2.5-VL it includes the limits on the pixels of images, whether or not the rows have
+    /// boxes.
     pub(in crate::data) fn text_key(&self) -> [u8; 32] {
         let mut key = Sha256::new_with_prefix(self.text.key);
         key.update(self.media.videos.limits());

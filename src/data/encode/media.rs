@@ -10,8 +10,8 @@ use crate::data::media::image::{ImageError, ImageProcessor, ImageSize};
 use crate::data::media::video::{Clip, GroupTimes, VideoError, VideoMarks, VideoProcessor};
 use crate::data::source::{PIXELS_OF_MEDIA, SampleError};
 
-/// Maximum number of pixels of the images and sampled frames of a row, before resizing: 16 times those
-/// of the largest image. It bounds the time to decode a row.
+/// Maximum number of pixels of the images and sampled frames of a row, before resizing: 16 times
+/// those of the largest image. It bounds the time to decode a row.
 const MAX_ROW_PIXELS: u64 = 1 << 32;
 
 /// Reads media with the settings of a model.
@@ -70,8 +70,8 @@ pub(super) enum MediumHeader {
 }
 
 impl MediaReader {
-    /// Reads the headers; images have their original sizes. A row whose media would take the time of
-    /// many others to decode is an error.
+    /// Reads the headers; images have their original sizes. A row whose media would take the time
+    /// of many others to decode is an error.
     pub(super) fn headers(
         &self,
         id: &SampleId,

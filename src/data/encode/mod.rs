@@ -62,10 +62,11 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json` (not
-    /// for a text-only model, whose `config.json` has no `vision_config`), `generation_config.json` if
-    /// it exists, and the chat template from `chat_template.jinja`, `chat_template.json` or
-    /// `tokenizer_config.json`, in this order. Videos use the settings of the folder.
+    /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json`
+    /// (not for a text-only model, whose `config.json` has no `vision_config`),
+    /// `generation_config.json` if it exists, and the chat template from `chat_template.jinja`,
+    /// `chat_template.json` or `tokenizer_config.json`, in this order. Videos use the settings of
+    /// the folder.
     pub fn from_folder(folder: &Path, image: &ImageConfig) -> Result<Self, EncoderError> {
         Self::with_video(folder, image, &VideoConfig::default())
     }
@@ -99,8 +100,8 @@ impl Encoder {
         Self { loss_scale, ..self }
     }
 
-    /// Sets whether an empty `<think>` block that the template writes before an answer is supervised
-    /// with it.
+    /// Sets whether an empty `<think>` block that the template writes before an answer is
+    /// supervised with it.
     #[must_use]
     pub fn with_empty_thoughts(self, train_empty_think: bool) -> Self {
         Self { train_empty_think, ..self }
@@ -143,7 +144,8 @@ impl Encoder {
         self.load_pixels(self.prefetch(sample, cut)?, || Ok(sample.media.clone()))
     }
 
-    /// The part of [`Encoder::encode_truncated`] that needs no pixels. It reads only the headers of media.
+    /// The part of [`Encoder::encode_truncated`] that needs no pixels. It reads only the headers of
+    /// media.
     pub fn prefetch(
         &self,
         sample: &Sample,
@@ -167,7 +169,8 @@ impl Encoder {
     /// Adds the pixels to a prefetched sample. `read_media` reads the media of the row again; it is
     /// called only if [`Encoder::prefetch`] did not keep them.
     ///
-    /// It fails with [`SampleError::MediaChanged`] if the headers differ from those that `prefetch` read.
+    /// It fails with [`SampleError::MediaChanged`] if the headers differ from those that `prefetch`
+    /// read.
     pub fn load_pixels(
         &self,
         text: TextSample,

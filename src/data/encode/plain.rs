@@ -49,8 +49,8 @@ impl Encoder {
         self.text.tokenizer.id(token)
     }
 
-    /// The default token at the end of a document: `<|endoftext|>` if the tokenizer has it, else the
-    /// first stop token.
+    /// The default token at the end of a document: `<|endoftext|>` if the tokenizer has it, else
+    /// the first stop token.
     pub(in crate::data) fn end_of_document(&self) -> u32 {
         self.token_id(END_OF_TEXT).unwrap_or(self.text.stop_ids[0])
     }

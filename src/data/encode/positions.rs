@@ -1,11 +1,11 @@
 //! Three-axis positions for M-RoPE.
 //!
-//! Text advances all axes by one. An image that starts at position `s` has `t = s`, `h = s + row` and
-//! `w = s + column` on its merged grid; the text after it continues at `s` plus the longer side. If the
-//! text has the times of a video, each group of frames is placed like an image. Otherwise the groups
-//! follow each other: group `k` has `t = s + k * step`, rounded down, and the text continues behind the
-//! largest position of the video on any axis.
-//! Shapes: `T` tokens, `M` merged vision tokens.
+//! Text advances all axes by one. An image that starts at position `s` has `t = s`, `h = s + row`
+//! and `w = s + column` on its merged grid; the text after it continues at `s` plus the longer
+//! side. If the text has the times of a video, each group of frames is placed like an image.
+//! Otherwise the groups follow each other: group `k` has `t = s + k * step`, rounded down, and the
+//! text continues behind the largest position of the video on any axis. Shapes: `T` tokens, `M`
+//! merged vision tokens.
 
 /// Visual tokens that follow each other: an image, a group of frames, or a video.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -18,8 +18,8 @@ pub(in crate::data) struct VisualRun {
 
 /// Temporal, height and width position of each token; `[T]`.
 ///
-/// `vision_rows` `[M]` is ascending. For each of `runs` it has `t * h * w / merge_size^2` consecutive
-/// rows.
+/// `vision_rows` `[M]` is ascending. For each of `runs` it has `t * h * w / merge_size^2`
+/// consecutive rows.
 pub(in crate::data) fn position_ids(
     num_tokens: usize,
     vision_rows: &[u32],

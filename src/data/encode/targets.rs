@@ -50,8 +50,8 @@ impl LossScale {
         messages.iter().position(is_unequal).filter(|_| self == Self::All)
     }
 
-    /// The supervised parts of a chat whose needed answers were located. With `train_empty_think`, an
-    /// empty `<think>` block that the template wrote before an answer belongs to it.
+    /// The supervised parts of a chat whose needed answers were located. With `train_empty_think`,
+    /// an empty `<think>` block that the template wrote before an answer belongs to it.
     pub(super) fn supervision(
         self,
         messages: &[Message],
@@ -74,8 +74,8 @@ impl LossScale {
     }
 }
 
-/// Number of bytes of the empty `<think>` block at the start of an answer, with the whitespace after
-/// it; 0 if it has none.
+/// Number of bytes of the empty `<think>` block at the start of an answer, with the whitespace
+/// after it; 0 if it has none.
 fn empty_thoughts(answer: &str) -> usize {
     let rest = answer.trim_start().strip_prefix("<think>");
     let rest = rest.and_then(|rest| rest.trim_start().strip_prefix("</think>"));

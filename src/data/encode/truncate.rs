@@ -2,9 +2,9 @@
 //!
 //! The tokens of a sample are divided into spans and text tokens. A *span* has all tokens of one
 //! medium: its start token, its visual tokens, its end token and, for videos, the timestamps. Every
-//! other token is a *text token*. Truncation keeps all spans and removes text tokens, from the end or
-//! from the beginning. The decision depends on counts only, so the length of a sample that is not
-//! decoded and the tokens of a decoded one are computed by the same code.
+//! other token is a *text token*. Truncation keeps all spans and removes text tokens, from the end
+//! or from the beginning. The decision depends on counts only, so the length of a sample that is
+//! not decoded and the tokens of a decoded one are computed by the same code.
 
 use std::num::NonZeroU32;
 use std::ops::Range;
@@ -98,8 +98,8 @@ pub struct TokenCounts {
     pub text_before_media: usize,
     /// Number of supervised targets. The first token of a sample is not a target.
     pub num_targets: usize,
-    /// Indices of the first and the last target. `None` without a target, or if a span has one, since
-    /// truncation keeps spans.
+    /// Indices of the first and the last target. `None` without a target, or if a span has one,
+    /// since truncation keeps spans.
     pub ends: Option<(usize, usize)>,
 }
 
@@ -245,7 +245,8 @@ mod tests {
         TruncationRule { max_length: NonZeroU32::new(max_length).unwrap(), keep }
     }
 
-    /// A sample as a word: `t` text, `T` supervised text, `[mm]` a medium, `M` a supervised token in it.
+    /// A sample as a word: `t` text, `T` supervised text, `[mm]` a medium, `M` a supervised token
+    /// in it.
     fn sample(word: &str) -> (Vec<i64>, Vec<Range<usize>>) {
         let mut spans: Vec<Range<usize>> = Vec::new();
         let mut labels = Vec::new();

@@ -11,8 +11,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::Duration;
 
-/// Maximum time that the end of a run waits for the row being measured. If it is exceeded, at most a
-/// batch of rows is measured again; the cache file is always complete.
+/// Maximum time that the end of a run waits for the row being measured. If it is exceeded, at most
+/// a batch of rows is measured again; the cache file is always complete.
 const MAX_WAIT: Duration = Duration::from_secs(1);
 
 /// Updates caches on one thread of low priority, until they are complete or this is dropped.

@@ -49,12 +49,12 @@ impl LengthCache {
         Place::of(file, encoder, folder).path.is_file()
     }
 
-    /// Updates the cache of `file` in `folder` on all cores and loads it. `progress` receives the number
-    /// of finished rows.
+    /// Updates the cache of `file` in `folder` on all cores and loads it. `progress` receives the
+    /// number of finished rows.
     ///
-    /// If the process is killed, the next update continues. Only rows that are new or changed, or that
-    /// have a changed or unusable image, are measured. A complete cache in a folder without write
-    /// permission is used as it is.
+    /// If the process is killed, the next update continues. Only rows that are new or changed, or
+    /// that have a changed or unusable image, are measured. A complete cache in a folder without
+    /// write permission is used as it is.
     pub fn update(
         file: &RowFile,
         encoder: &Encoder,
@@ -74,9 +74,9 @@ impl LengthCache {
         .run(&|| true, progress)
     }
 
-    /// [`LengthCache::update`] if it is quick. `None` if there is no cache of exactly these rows, if
-    /// another process is writing it, or if more than `most` rows must be measured. The rows measured
-    /// until then are kept.
+    /// [`LengthCache::update`] if it is quick. `None` if there is no cache of exactly these rows,
+    /// if another process is writing it, or if more than `most` rows must be measured. The rows
+    /// measured until then are kept.
     pub fn update_if_quick(
         file: &RowFile,
         encoder: &Encoder,
@@ -95,8 +95,8 @@ impl LengthCache {
         Ok((cache.len() == file.len()).then_some((cache, work)))
     }
 
-    /// [`LengthCache::update`] on one thread, while `should_go_on` returns true. `None` if it ended before
-    /// all rows were done; the next update continues.
+    /// [`LengthCache::update`] on one thread, while `should_go_on` returns true. `None` if it ended
+    /// before all rows were done; the next update continues.
     ///
     /// It ends if another process writes the cache or waits for it.
     pub fn update_in_background(

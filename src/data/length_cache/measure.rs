@@ -97,8 +97,8 @@ pub(super) fn lengths(encoder: &Encoder, measured: &Measured) -> Lengths {
 }
 
 impl<'a> Measurer<'a> {
-    /// Measures while `should_go_on` returns true, at most `most` rows. `known` has rows that need no
-    /// measurement; `same_limits`: with lengths under the current limits.
+    /// Measures while `should_go_on` returns true, at most `most` rows. `known` has rows that need
+    /// no measurement; `same_limits`: with lengths under the current limits.
     pub(super) fn new(
         file: &'a RowFile,
         encoder: &'a Encoder,
@@ -219,9 +219,9 @@ impl<'a> Measurer<'a> {
         Some((Entry { line, offset, hash, outcome: self.outcome(row, content)? }, true))
     }
 
-    /// Sets the checksum of the first and last bytes of a file. It fails only if the process or a disk
-    /// failed. Any other file that cannot be read has the checksum 0, such as a missing later frame of a
-    /// list: the row is rejected when the frame is decoded.
+    /// Sets the checksum of the first and last bytes of a file. It fails only if the process or a
+    /// disk failed. Any other file that cannot be read has the checksum 0, such as a missing later
+    /// frame of a list: the row is rejected when the frame is decoded.
     fn sum(
         &self,
         file: &mut ImageFile,
@@ -271,8 +271,8 @@ impl<'a> Measurer<'a> {
     }
 }
 
-/// The start of each reason that may depend on files other than the data file. Such a row may be valid
-/// now although its text is unchanged.
+/// The start of each reason that may depend on files other than the data file. Such a row may be
+/// valid now although its text is unchanged.
 const REASONS_OF_FILES: [&str; 6] =
     ["image_", "video_", "media_too_large", "too_many_tokens", "box_range", "unreadable"];
 
@@ -314,8 +314,8 @@ impl VideoPlace {
     }
 }
 
-/// The files of images, and those of videos with their places, without checksums. Call this before the
-/// headers are read, so that the next pass finds a change in between.
+/// The files of images, and those of videos with their places, without checksums. Call this before
+/// the headers are read, so that the next pass finds a change in between.
 fn files(sample: &Sample) -> (Vec<Option<ImageFile>>, Vec<(VideoPlace, ImageFile)>) {
     let file = |root: &Path, path: &Path| {
         let stamp = ImageStamp::of(&root.join(path)).unwrap_or(ImageStamp::GONE);

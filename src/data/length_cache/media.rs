@@ -119,9 +119,9 @@ pub(super) fn checksum(root: &Path, path: &Path) -> Result<u32, ImageError> {
 }
 
 impl LengthCache {
-    /// Adds the media files of `file` to `media`: those that `look` selects as they are now, and the
-    /// others as they were when the cache in `folder` was updated. `None` if the cache has not all rows.
-    /// Fails if the process or a disk failed.
+    /// Adds the media files of `file` to `media`: those that `look` selects as they are now, and
+    /// the others as they were when the cache in `folder` was updated. `None` if the cache has not
+    /// all rows. Fails if the process or a disk failed.
     pub fn add_media(
         file: &RowFile,
         encoder: &Encoder,

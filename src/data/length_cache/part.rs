@@ -79,8 +79,8 @@ impl Writer {
 }
 
 impl LengthCache {
-    /// The cache of `file` in `folder` as it is; `None` if it is not complete, or if its lengths belong
-    /// to other limits.
+    /// The cache of `file` in `folder` as it is; `None` if it is not complete, or if its lengths
+    /// belong to other limits.
     pub fn complete(file: &RowFile, encoder: &Encoder, folder: &Path) -> Option<Self> {
         let place = Place::of(file, encoder, folder);
         let (footer, batches) = place.read()?;
@@ -93,8 +93,8 @@ impl LengthCache {
     }
 
     /// Measures the rows of `rank`'s part of `file`, unless `folder` has a cache of the whole file.
-    /// When all ranks are done, [`Self::update`] reuses their rows. `progress` receives the number of
-    /// rows done.
+    /// When all ranks are done, [`Self::update`] reuses their rows. `progress` receives the number
+    /// of rows done.
     pub fn measure_part(
         file: &RowFile,
         encoder: &Encoder,

@@ -1,8 +1,8 @@
 //! Size and modification time of image files. For an unchanged row, `stat` takes most of the time.
 //!
 //! The system resolves a path component by component. So `stat` is called relative to the folder of
-//! all images, and for consecutive images of one folder relative to that. The result is the same as for
-//! the whole path: the system follows links, `..` and absolute paths.
+//! all images, and for consecutive images of one folder relative to that. The result is the same as
+//! for the whole path: the system follows links, `..` and absolute paths.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;

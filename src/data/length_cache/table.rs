@@ -80,8 +80,8 @@ impl LengthCache {
         self.counts.is_empty()
     }
 
-    /// The size of row `row < len()` under the limits of `encoder` and `cut`, or its rejection. `id`
-    /// returns its file and line.
+    /// The size of row `row < len()` under the limits of `encoder` and `cut`, or its rejection.
+    /// `id` returns its file and line.
     pub fn length(
         &self,
         row: usize,

@@ -1,9 +1,9 @@
 //! The assembler: the thread that packs lengths, fills the packs with samples and sends steps.
 //!
-//! A row with broken images leaves a gap in its pack. So the packs depend on the lengths only, and not
-//! on errors found by decoding. A step is sent when a sample of the next step has been read or the
-//! epoch has ended. The rejections of steps without a usable sample are reported with the previous
-//! step; at the beginning of an epoch, with the next step.
+//! A row with broken images leaves a gap in its pack. So the packs depend on the lengths only, and
+//! not on errors found by decoding. A step is sent when a sample of the next step has been read or
+//! the epoch has ended. The rejections of steps without a usable sample are reported with the
+//! previous step; at the beginning of an epoch, with the next step.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::mem::take;
@@ -149,8 +149,9 @@ impl<'a> Assembler<'a> {
         })
     }
 
-    /// Sends steps until the data ends or the receiver is dropped. Returns the connection to the other
-    /// ranks: if it closed now, they would report a lost rank before this one reports its error.
+    /// Sends steps until the data ends or the receiver is dropped. Returns the connection to the
+    /// other ranks: if it closed now, they would report a lost rank before this one reports its
+    /// error.
     pub(super) fn run(mut self) -> Option<LoaderShare> {
         let ended = self.make_steps();
         if let Err(Stop::Failed(error)) = ended
@@ -170,7 +171,8 @@ impl<'a> Assembler<'a> {
         Ok(())
     }
 
-    /// Returns the next planned step. Plans further steps from the rows that are already prefetched.
+    /// Returns the next planned step. Plans further steps from the rows that are already
+    /// prefetched.
     fn next_planned(&mut self) -> Result<Option<Step<Planned>>, LoaderError> {
         while self.needs_more() && !matches!(self.end, Some(Err(_))) {
             if let Some(step) = self.assembly.pop() {
@@ -408,8 +410,8 @@ mod tests {
     use crate::data::loader::workers::Limits;
     use crate::data::packing::PackingStrategy;
 
-    /// The state of a planned step lists all packs of the window. If all steps of a window were planned
-    /// at once, the memory would be quadratic in its length.
+    /// The state of a planned step lists all packs of the window. If all steps of a window were
+    /// planned at once, the memory would be quadratic in its length.
     #[test]
     fn few_steps_of_a_window_are_planned_at_once() {
         let (one, num_rows) = (NonZeroUsize::MIN, 400);

@@ -1,8 +1,8 @@
 //! Turns rows into optimizer steps on its own threads, ahead of the training loop.
 //!
-//! The header pool prefetches rows in the order of the epoch. One thread, the assembler, packs their
-//! lengths and passes the samples of the next steps, in the order of the packs, to the pixel pool.
-//! Then it collates and unpads them. The steps depend only on order, options and start.
+//! The header pool prefetches rows in the order of the epoch. One thread, the assembler, packs
+//! their lengths and passes the samples of the next steps, in the order of the packs, to the pixel
+//! pool. Then it collates and unpads them. The steps depend only on order, options and start.
 //!
 //! These parts are in memory: prefetched rows before packing (a limited number of bytes), the
 //! tokens of one packing window, complete samples before their step (a limited number of bytes),
@@ -102,7 +102,8 @@ impl Loader {
         self.peeked.is_some()
     }
 
-    /// Whether [`Self::next_step`] would return without waiting; waits for this for at most `limit`.
+    /// Whether [`Self::next_step`] would return without waiting; waits for this for at most
+    /// `limit`.
     pub fn is_ready_within(&mut self, limit: Duration) -> bool {
         if self.peeked.is_some() || self.failed.is_some() {
             return true;

@@ -204,7 +204,8 @@ fn measured_rows(order: &Order, varying: &dyn Fn(u32) -> bool) -> impl Iterator<
     (0u32..).zip(order.dataset_rows()).map(|(set, rows)| if varying(set) { rows } else { 0 })
 }
 
-/// The distinct rows of these epochs in the order of the files, from data sets with varying lengths.
+/// The distinct rows of these epochs in the order of the files, from data sets with varying
+/// lengths.
 fn distinct_rows(order: &Order, epochs: u64, varying: &dyn Fn(u32) -> bool) -> Vec<SampleIndex> {
     let mut seen: Vec<Vec<bool>> =
         measured_rows(order, varying).map(|rows| vec![false; rows as usize]).collect();
@@ -268,8 +269,8 @@ mod tests {
                     Err(error) => failed = Some(error),
                 }
             }
-            // With a low weight an epoch may have no usable row. Then both fail with the same error;
-            // the plan's has the rejections that the loader reported step by step.
+            // With a low weight an epoch may have no usable row. Then both fail with the same
+            // error; the plan's has the rejections that the loader reported step by step.
             let reported = || steps.iter().flat_map(|step| step.rejected.clone()).collect();
             let failed = failed.map(|error| error.after(reported()));
             let Ok(planned) = planned.as_ref() else {

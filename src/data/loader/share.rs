@@ -15,8 +15,8 @@ use crate::dist::{DistError, Lane, Rank, gather};
 
 /// The connection of a loader to those of the other ranks.
 pub struct LoaderShare {
-    /// The place of the sequence group of this rank among those that share each step. The ranks of a
-    /// group read the same rows.
+    /// The place of the sequence group of this rank among those that share each step. The ranks of
+    /// a group read the same rows.
     pub group: Rank,
     /// Number of ranks of a sequence group.
     pub sequence: usize,

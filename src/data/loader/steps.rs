@@ -1,7 +1,7 @@
 //! Assembles the packs of each optimizer step from rows in the order of the epochs.
 //!
-//! The result depends on lengths only, so the loader and the plan run the same code: the loader with
-//! samples, the plan without.
+//! The result depends on lengths only, so the loader and the plan run the same code: the loader
+//! with samples, the plan without.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
@@ -178,8 +178,8 @@ impl DataState {
 /// The data of one optimizer step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepData {
-    /// `gradient_accumulation_steps` micro-batches; fewer at the end of an epoch, or if all rows of a
-    /// micro-batch are broken.
+    /// `gradient_accumulation_steps` micro-batches; fewer at the end of an epoch, or if all rows of
+    /// a micro-batch are broken.
     ///
     /// If ranks share the step, only those of this rank.
     pub micro_batches: Vec<VarlenBatch>,
@@ -197,8 +197,8 @@ pub struct StepData {
     pub owners: Vec<usize>,
     /// The sequence group of this rank.
     pub rank: usize,
-    /// Packing efficiency: real tokens divided by the length of the packs. With packing off, divided
-    /// by the size of the padded batches.
+    /// Packing efficiency: real tokens divided by the length of the packs. With packing off,
+    /// divided by the size of the padded batches.
     pub fill: f64,
     /// Rows rejected since the previous step.
     pub rejected: Vec<Rejection>,
@@ -301,8 +301,8 @@ impl<T> Assembly<T> {
         })
     }
 
-    /// Adds the next row: a sample or a rejection. Call [`Assembly::pop`] until it returns `None` before
-    /// the next row.
+    /// Adds the next row: a sample or a rejection. Call [`Assembly::pop`] until it returns `None`
+    /// before the next row.
     pub(in crate::data) fn push(
         &mut self,
         outcome: Result<(Length, T), Rejection>,
@@ -389,8 +389,8 @@ impl<T> Assembly<T> {
 
     /// Fails if too many rows are rejected or an epoch is empty.
     fn judge(&mut self) -> Result<(), LoaderError> {
-        // Late rejections are checked with their step: a resumed run already counts those of the steps
-        // ahead, an uninterrupted run does not.
+        // Late rejections are checked with their step: a resumed run already counts those of the
+        // steps ahead, an uninterrupted run does not.
         let late = self.state.rejected_late;
         let ended = self.epoch_has_ended();
         if self.options.too_many_rejected(&self.state, late, self.epoch_rows, ended) {

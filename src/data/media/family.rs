@@ -13,8 +13,9 @@ pub(in crate::data) enum MediaFamily {
     /// Qwen3-VL and Qwen3.5: the text has a timestamp before each group of frames, limits on pixels
     /// are those of all frames together, and boxes are in thousandths of the image.
     Qwen3Vl,
-    /// Qwen2.5-VL: a video is one run of tokens, whose temporal positions have the time; the folder's
-    /// limits on pixels are those of one frame, and boxes are in pixels of the resized image.
+    /// Qwen2.5-VL: a video is one run of tokens, whose temporal positions have the time; the
+    /// folder's limits on pixels are those of one frame, and boxes are in pixels of the resized
+    /// image.
     Qwen25Vl {
         /// Temporal positions per second of video.
         tokens_per_second: f32,

@@ -44,8 +44,8 @@ pub(super) fn cost(samples: impl Iterator<Item = Capacity>) -> u64 {
 /// Groups packs of similar cost into steps, and returns the packs step by step.
 ///
 /// Steps are ordered by the first of their packs in the given order, so that expensive and cheap
-/// steps are mixed. Within a step, the micro-batches at even and at odd places have similar cost, and
-/// so on for each of these halves: so `2^n` ranks that take turns have similar work.
+/// steps are mixed. Within a step, the micro-batches at even and at odd places have similar cost,
+/// and so on for each of these halves: so `2^n` ranks that take turns have similar work.
 pub(super) fn group_by_cost(
     packs: Vec<Bin>,
     step: StepPacks,
@@ -96,8 +96,8 @@ fn halve(mut packs: Vec<(u64, Bin)>) -> Vec<Bin> {
     halves.into_iter().flat_map(halve).collect()
 }
 
-/// Orders packs whose halves have similar cost so that the micro-batches of the two halves alternate,
-/// and recursively those of each half.
+/// Orders packs whose halves have similar cost so that the micro-batches of the two halves
+/// alternate, and recursively those of each half.
 fn take_turns(packs: Vec<Bin>, step: StepPacks) -> Vec<Bin> {
     let batch_size = step.batch_size.get();
     let mut micro_batches = Vec::new();

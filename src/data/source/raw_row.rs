@@ -24,8 +24,8 @@ pub(in crate::data) struct RawRow {
 
 /// Maximum number of bytes of a row in a file. Images may be in it, but not a whole data set.
 pub(in crate::data) const MAX_ROW_BYTES: usize = 512 << 20;
-/// Maximum number of values of a row, of keys that are not read, too. A parsed number takes 16 times the
-/// bytes of its text.
+/// Maximum number of values of a row, of keys that are not read, too. A parsed number takes 16
+/// times the bytes of its text.
 const MAX_VALUES: usize = 2_000_000;
 /// Rows up to this size cannot take much memory, whatever they contain.
 const SMALL_ROW_BYTES: usize = 1 << 20;

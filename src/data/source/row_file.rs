@@ -35,8 +35,8 @@ pub struct RowFile {
 }
 
 impl RowFile {
-    /// Opens a file, a folder of files or the files that match a pattern. Finds the rows of each and
-    /// computes its fingerprint.
+    /// Opens a file, a folder of files or the files that match a pattern. Finds the rows of each
+    /// and computes its fingerprint.
     ///
     /// Relative image paths in the rows are resolved against `image_root`, or against the folder of
     /// the files if it is `None`.
@@ -50,7 +50,8 @@ impl RowFile {
         Self::open_files(paths, &files, image_root, RowRules::default(), &[], None)
     }
 
-    /// [`RowFile::open_all`] with rules for the rows; logs which keys of the first rows are not read.
+    /// [`RowFile::open_all`] with rules for the rows; logs which keys of the first rows are not
+    /// read.
     pub fn open_with(
         paths: &[PathBuf],
         image_root: Option<&Path>,
@@ -183,8 +184,8 @@ impl RowFile {
         self.parser.parse(&id, self.raw_of(&id, content)?)
     }
 
-    /// The value of the key `id` of row `row < len()`: a text, or a number as text. `None` if it has
-    /// none.
+    /// The value of the key `id` of row `row < len()`: a text, or a number as text. `None` if it
+    /// has none.
     pub(in crate::data) fn own_id(&self, row: usize) -> Option<String> {
         let object = self.content(row).ok()?.into_raw(&self.id(row)).ok()?.object;
         match object.get("id")? {
@@ -240,8 +241,8 @@ impl RowFile {
     }
 
     /// Hash of the content of the files when they were opened, and of their entry in
-    /// `dataset_info.json`. For a single file without an entry it is the SHA-256 of its bytes, after
-    /// unpacking.
+    /// `dataset_info.json`. For a single file without an entry it is the SHA-256 of its bytes,
+    /// after unpacking.
     pub fn fingerprint(&self) -> [u8; 32] {
         self.fingerprint
     }

@@ -1,10 +1,11 @@
-//! Locates the answers of many turns with a number of renderings that does not depend on their number.
+//! Locates the answers of many turns with a number of renderings that does not depend on their
+//! number.
 //!
 //! Three conversations are rendered: with marks in place of all wanted turns, of every second one,
 //! and of the others. The first shows the texts between the answers; the other two show the length
 //! of each answer, because it is there between two known texts. The result is used only if these
-//! texts and lengths make up the whole rendered conversation. Otherwise the turns are located one by
-//! one.
+//! texts and lengths make up the whole rendered conversation. Otherwise the turns are located one
+//! by one.
 
 use std::ops::Range;
 
@@ -28,8 +29,8 @@ struct Marked {
     content: String,
 }
 
-/// A conversation that was rendered with marks: the texts around the marks, one more than marks, and
-/// for each mark whether that of the thoughts was rendered, too.
+/// A conversation that was rendered with marks: the texts around the marks, one more than marks,
+/// and for each mark whether that of the thoughts was rendered, too.
 struct Split<'a> {
     texts: Vec<&'a str>,
     with_thoughts: Vec<bool>,
@@ -55,8 +56,8 @@ impl<'a> Split<'a> {
 }
 
 impl Chat<'_> {
-    /// The answers of `turns` in `text`, the rendered conversation, or `None` if they must be located
-    /// one by one.
+    /// The answers of `turns` in `text`, the rendered conversation, or `None` if they must be
+    /// located one by one.
     pub(super) fn all_answers(
         &self,
         turns: &[usize],
@@ -107,8 +108,8 @@ impl Chat<'_> {
             rest = rest.strip_prefix(all.texts[index])?;
             let start = text.len() - rest.len();
             let (answer, after) = rest.split_at_checked(length(index)?)?;
-            // A template that writes an empty block of thoughts before an answer with inline thoughts:
-            // the block is part of the header, and is located turn by turn.
+            // A template that writes an empty block of thoughts before an answer with inline
+            // thoughts: the block is part of the header, and is located turn by turn.
             if all.with_thoughts[index] && answer.trim_start().starts_with("</think>") {
                 return None;
             }

@@ -1,11 +1,11 @@
 //! Renders conversations with the chat template of the model folder and locates the answers.
 //!
-//! To locate the answer of an assistant turn, the conversation is rendered a second time, with a mark
-//! in place of the content of that turn. The text before the mark is the header of the answer, and
-//! the text after it begins with the end mark. The text is not searched for markers, so text written
-//! by a user can never become a target. A template may render earlier turns differently from the
-//! last one, as templates of thinking models do. If there are many answers, they are located
-//! together, so that the time is linear in the number of turns.
+//! To locate the answer of an assistant turn, the conversation is rendered a second time, with a
+//! mark in place of the content of that turn. The text before the mark is the header of the answer,
+//! and the text after it begins with the end mark. The text is not searched for markers, so text
+//! written by a user can never become a target. A template may render earlier turns differently
+//! from the last one, as templates of thinking models do. If there are many answers, they are
+//! located together, so that the time is linear in the number of turns.
 
 mod all_answers;
 mod answers;
@@ -26,8 +26,8 @@ use crate::data::json::long_integer;
 
 /// Name under which the template is registered in minijinja.
 const NAME: &str = "chat_template";
-/// Contents of the user and the assistant turn that are rendered to learn how the template writes an
-/// assistant turn.
+/// Contents of the user and the assistant turn that are rendered to learn how the template writes
+/// an assistant turn.
 const PROBE: [&str; 2] = ["question", "answer"];
 
 /// A compiled chat template.
@@ -258,7 +258,8 @@ impl ChatTemplate {
         &self.end_mark
     }
 
-    /// Whether the template writes the texts of a user turn that is a list of parts, or fails on it.
+    /// Whether the template writes the texts of a user turn that is a list of parts, or fails on
+    /// it.
     pub(in crate::data) fn keeps_parts(&self) -> bool {
         self.keeps_parts
     }

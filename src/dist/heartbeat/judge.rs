@@ -59,8 +59,8 @@ pub(super) fn judge(ranks: &[Seen], now: Instant, timeout: Duration) -> Option<E
 }
 
 /// Of ranks without progress, those that are behind: whose loader is the one that others wait for,
-/// else in an earlier step, else in work that fewer ranks do, else the one that has made no progress
-/// for the longest time.
+/// else in an earlier step, else in work that fewer ranks do, else the one that has made no
+/// progress for the longest time.
 fn behind(mut hung: Vec<(usize, &Seen)>) -> Vec<(usize, &Seen)> {
     if hung.iter().any(|(_, seen)| !seen.loader_waits) {
         hung.retain(|(_, seen)| !seen.loader_waits);

@@ -1,5 +1,5 @@
-//! Watches all ranks: each sends heartbeats to rank 0, which decides whether a rank is lost or hangs,
-//! and ends all ranks with the same error.
+//! Watches all ranks: each sends heartbeats to rank 0, which decides whether a rank is lost or
+//! hangs, and ends all ranks with the same error.
 
 mod first;
 mod judge;
@@ -52,8 +52,8 @@ enum Request {
 }
 
 impl TcpMonitor {
-    /// Starts the thread. `streams`: rank 0 has a connection to each other rank, in their order; the
-    /// others have one to rank 0.
+    /// Starts the thread. `streams`: rank 0 has a connection to each other rank, in their order;
+    /// the others have one to rank 0.
     pub(super) fn start(
         rank: usize,
         streams: Vec<TcpStream>,

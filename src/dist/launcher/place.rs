@@ -7,7 +7,8 @@ use std::fmt;
 pub enum Launcher {
     /// The variables `TRAINER_RANK` and so on, which `trainer` sets itself, and users may set.
     Explicit,
-    /// torchrun, or another program that sets its variables: the PyTorch operator of Kubernetes, Ray.
+    /// torchrun, or another program that sets its variables: the PyTorch operator of Kubernetes,
+    /// Ray.
     Torchrun,
     /// OpenMPI's mpirun.
     OpenMpi,

@@ -4,8 +4,8 @@ use super::error::LaunchError;
 use super::place::{Launched, Launcher};
 use super::variables::{JOB, TORCHRUN, Variables};
 
-/// Numbers from here on are of steps that are not started by `srun`: the script of `sbatch`, and the
-/// shell of `salloc`.
+/// Numbers from here on are of steps that are not started by `srun`: the script of `sbatch`, and
+/// the shell of `salloc`.
 const FIRST_SPECIAL_STEP: usize = 0xffff_fff0;
 
 /// Returns the place of this process in a step. A script of `sbatch` is a single process, although

@@ -7,8 +7,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time in which most operations are started. Until then, queries of the state have no pause between
-/// them.
+/// Time in which most operations are started. Until then, queries of the state have no pause
+/// between them.
 const USUAL: Duration = Duration::from_micros(200);
 /// Pause between later queries.
 const PAUSE: Duration = Duration::from_millis(1);

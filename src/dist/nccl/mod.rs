@@ -1,10 +1,10 @@
 //! Sums over ranks with NCCL, for tensors on GPUs.
 //!
-//! NCCL is loaded at run time, so that a binary with CUDA starts without it. Sums run on a stream of
-//! their own, at the same time as the computation. `plan` computes from sizes what all ranks do,
+//! NCCL is loaded at run time, so that a binary with CUDA starts without it. Sums run on a stream
+//! of their own, at the same time as the computation. `plan` computes from sizes what all ranks do,
 //! `sums` and `shares` start it, `communicator` turns results of NCCL into errors, `library` has
-//! NCCL's functions and `streams` the order of the two streams. The tests run on host memory, with a
-//! stand-in for NCCL (`tests/fixtures/nccl`).
+//! NCCL's functions and `streams` the order of the two streams. The tests run on host memory, with
+//! a stand-in for NCCL (`tests/fixtures/nccl`).
 
 mod communicator;
 #[cfg(test)]
@@ -54,7 +54,8 @@ pub struct NcclOptions {
 pub struct Nccl {
     communicator: Arc<Communicator>,
     timeout: Duration,
-    /// Moved out, and never freed, if the communication stream may still use the buffers at the end.
+    /// Moved out, and never freed, if the communication stream may still use the buffers at the
+    /// end.
     sums: Option<Mutex<Sums>>,
 }
 

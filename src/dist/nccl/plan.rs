@@ -71,8 +71,8 @@ pub(super) struct Level {
     pub(super) tree: Tree,
 }
 
-/// The levels in which `rank` sums: first within its node, then one rank of each node, so that nodes
-/// exchange each sum once. `ranks` has the places of all ranks.
+/// The levels in which `rank` sums: first within its node, then one rank of each node, so that
+/// nodes exchange each sum once. `ranks` has the places of all ranks.
 ///
 /// The tree over all ranks contains a tree for each node only if the number of nodes is a power of
 /// two and all have the same number of ranks, in order. Otherwise there is one level for all.

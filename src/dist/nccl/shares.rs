@@ -95,7 +95,8 @@ impl Sums {
         Ok(all.part(of * share..(of + 1) * share))
     }
 
-    /// Fails, and ends the communicator, if a tensor has not the length that the other ranks expect.
+    /// Fails, and ends the communicator, if a tensor has not the length that the other ranks
+    /// expect.
     fn expect_len(
         &self,
         operation: &'static str,
@@ -140,7 +141,8 @@ impl Sums {
         Ok(())
     }
 
-    /// Copies `from` of each rank of the shard group to its share of `all`; `own` is that of this rank.
+    /// Copies `from` of each rank of the shard group to its share of `all`; `own` is that of this
+    /// rank.
     fn gather(&self, from: Span, own: Span, all: Span) -> Result<(), DistError> {
         if from.len() == 0 {
             return Ok(());

@@ -58,11 +58,11 @@ impl Span {
 /// Candle does not track which stream uses which tensor: `ops::open_gpu` switches that off. The
 /// order is right nevertheless, because the communication stream uses only two kinds of memory:
 ///
-/// - Tensors that were passed to a call that starts an operation. The communication stream waits for
-///   an event of the compute stream first, so earlier writes are visible. The callers use the tensors
-///   again only after `wait` or `wait_for`, which makes the compute stream wait for the communication
-///   stream. `Sums` keeps the tensors until then, and the memory of a tensor is freed on the compute
-///   stream, so the memory is reused only after the operation.
+/// - Tensors that were passed to a call that starts an operation. The communication stream waits
+///   for an event of the compute stream first, so earlier writes are visible. The callers use the
+///   tensors again only after `wait` or `wait_for`, which makes the compute stream wait for the
+///   communication stream. `Sums` keeps the tensors until then, and the memory of a tensor is freed
+///   on the compute stream, so the memory is reused only after the operation.
 /// - Two buffers that are allocated once. After their creation on the compute stream, only the
 ///   communication stream uses them. They are freed when it is idle.
 pub(super) trait Streams: Send + Sync {
@@ -106,7 +106,8 @@ pub(super) trait Streams: Send + Sync {
     /// Copies `from` to `to` on the communication stream. The spans have the same length.
     fn copy(&self, from: Span, to: Span) -> Result<()>;
 
-    /// Adds `from` to `to`, both `f32`, on the communication stream. The spans have the same length.
+    /// Adds `from` to `to`, both `f32`, on the communication stream. The spans have the same
+    /// length.
     fn add(&self, from: Span, to: Span) -> Result<()>;
 
     /// Whether all work of the communication stream is done.

@@ -168,8 +168,8 @@ impl Sums {
         Ok(())
     }
 
-    /// A wait covers the first `count` operations. The memory of their tensors is freed on the compute
-    /// stream, so after this wait.
+    /// A wait covers the first `count` operations. The memory of their tensors is freed on the
+    /// compute stream, so after this wait.
     fn covered(&mut self, count: usize) {
         let marks = self.started.drain(..count).filter_map(|started| started.mark);
         self.free_marks.extend(marks);
@@ -255,8 +255,8 @@ impl Sums {
         self.exchange(MESSAGES, level, |_| part(level.own), part)
     }
 
-    /// Sends `send(to)` to all other members and receives `receive(from)` from them, all at the same
-    /// time.
+    /// Sends `send(to)` to all other members and receives `receive(from)` from them, all at the
+    /// same time.
     pub(super) fn exchange(
         &self,
         [sends, receives]: [&'static str; 2],

@@ -34,8 +34,8 @@ pub(in crate::dist) fn first(
         ConnectError::Listen { address, problem: error.to_string() }
     };
     listener.set_nonblocking(true).map_err(failed)?;
-    // The standard library's queue has 128 places; a connection that finds none is tried again after
-    // a second.
+    // The standard library's queue has 128 places; a connection that finds none is tried again
+    // after a second.
     #[cfg(unix)]
     rustix::net::listen(listener, QUEUE).map_err(|error| failed(error.into()))?;
     let begin = Instant::now();
@@ -191,7 +191,8 @@ fn welcome(slots: Vec<Slot>, place: &Launched) -> Joined {
     Joined { rank: rank(place, &machines), hosts, data, step, monitor }
 }
 
-/// The place of this process. What its launcher does not set follows from the machines of all ranks.
+/// The place of this process. What its launcher does not set follows from the machines of all
+/// ranks.
 pub(super) fn rank(place: &Launched, machines: &[Machine]) -> Rank {
     let (local_rank, local_world) = local_place(machines, place.rank);
     let known = place.local_rank.zip(place.local_world);

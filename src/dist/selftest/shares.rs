@@ -1,5 +1,5 @@
-//! Cases about shares, which the ranks of a shard group sum and copy. Every rank computes the expected
-//! values alone.
+//! Cases about shares, which the ranks of a shard group sum and copy. Every rank computes the
+//! expected values alone.
 
 use super::sums::{Value, expected, plain, tensor, uneven};
 use super::{Checked, Context, Problem, ensure};

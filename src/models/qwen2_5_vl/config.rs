@@ -8,8 +8,8 @@ use serde_json::Value;
 /// Numbers of rotary frequencies of time, height and width if the file does not have them.
 const MROPE_SECTION: [usize; 3] = [16, 24, 24];
 
-/// Reads the sizes from the parsed `config.json`. Published files have the sizes of the decoder at the
-/// top level, newer ones in `text_config`.
+/// Reads the sizes from the parsed `config.json`. Published files have the sizes of the decoder at
+/// the top level, newer ones in `text_config`.
 pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> {
     let top = Section { value: json, name: "" };
     let nested = json["text_config"].is_object();

@@ -1,5 +1,5 @@
-//! Qwen3.5, dense and with experts: three of four layers have linear attention (the gated delta rule), the others
-//! attention with an output gate.
+//! Qwen3.5, dense and with experts: three of four layers have linear attention (the gated delta
+//! rule), the others attention with an output gate.
 
 mod config;
 

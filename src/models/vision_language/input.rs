@@ -23,8 +23,8 @@ pub(super) struct TablePositions {
     pub(super) weight: Tensor, // [P, 4]
 }
 
-/// Windows of the frames. The patches of a window follow each other; the features of the merged tokens
-/// are put into the order of the tokens afterwards.
+/// Windows of the frames. The patches of a window follow each other; the features of the merged
+/// tokens are put into the order of the tokens afterwards.
 pub(super) struct WindowContext {
     pub(super) segments: Segments,
     windowed: Tensor, // [M] for each merged token of the windows, its place in the token order
@@ -69,7 +69,8 @@ impl Input {
     }
 }
 
-/// The features that the tokens of this rank receive. A part of a micro-batch computes whole frames.
+/// The features that the tokens of this rank receive. A part of a micro-batch computes whole
+/// frames.
 struct OwnFeatures {
     num_features: usize,
     own: Range<usize>,

@@ -1,5 +1,5 @@
-//! Stages of the vision encoder: patch embedding, and pre-norm blocks with full attention inside each
-//! frame or window.
+//! Stages of the vision encoder: patch embedding, and pre-norm blocks with full attention inside
+//! each frame or window.
 
 use super::config::{VisionConfig, VisionKind};
 use super::input::{TablePositions, VisionContext};
@@ -11,8 +11,8 @@ use crate::tape::{GradSink, InputGrad, Param, Stage};
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
 
-/// Pixels to features: a linear map of each patch, plus its interpolated position embedding if there
-/// is a table of them.
+/// Pixels to features: a linear map of each patch, plus its interpolated position embedding if
+/// there is a table of them.
 pub(super) struct PatchEmbed {
     proj: Linear,
     pub(super) positions: Option<Param>, // [N, Dv]

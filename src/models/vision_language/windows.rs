@@ -1,9 +1,10 @@
-//! Windows of the frames of a micro-batch: squares of merged tokens, cut off at the right and at the
-//! bottom of a frame.
+//! Windows of the frames of a micro-batch: squares of merged tokens, cut off at the right and at
+//! the bottom of a frame.
 
 /// The windows of all frames, frame by frame and row by row.
 pub(super) struct Windows {
-    /// The merged tokens in the order of the windows: their places in the order of the tokens, `[M]`.
+    /// The merged tokens in the order of the windows: their places in the order of the tokens,
+    /// `[M]`.
     pub(super) order: Vec<u32>,
     /// Number of patches of each window.
     pub(super) lengths: Vec<u32>,

@@ -27,8 +27,8 @@ kernels! {
     }
 }
 
-/// The products of the rows of `w [_, k]` with those of `a [m, k]`, in `y [_, m]`. All are sums in the
-/// same order, for every `m`.
+/// The products of the rows of `w [_, k]` with those of `a [m, k]`, in `y [_, m]`. All are sums in
+/// the same order, for every `m`.
 fn products(m: usize, a: &[f32], w: &[bf16], y: &mut [f32]) {
     if m == 1 {
         return products_of_one(a, w, y);
@@ -41,8 +41,8 @@ fn products(m: usize, a: &[f32], w: &[bf16], y: &mut [f32]) {
     }
 }
 
-/// Computes `a b^T [m, n]` of `a [m, k]` and `b [n, k]` with `1 <= m <= MAX_ROWS` and `k > 0`, on all
-/// threads, and then calls `store` with the index and the value of each element.
+/// Computes `a b^T [m, n]` of `a [m, k]` and `b [n, k]` with `1 <= m <= MAX_ROWS` and `k > 0`, on
+/// all threads, and then calls `store` with the index and the value of each element.
 pub(in crate::ops) fn nt(
     (m, n, k): (usize, usize, usize),
     a: &[f32],

@@ -2,11 +2,11 @@
 //!
 //! Shapes: `R` rows, of which expert `e` has rows `offsets[e]..offsets[e + 1]`.
 //!
-//! A task computes a block of the rows of one expert, and threads take the next task, so uneven experts
-//! do not leave a core idle. Tasks differ in the elements that they compute and not in the order of the
-//! terms of a sum: a row has the same bits for any number of threads and of rows of its expert. The
-//! `gemm` crate does not guarantee the latter, and it would copy the weight of an expert for each few
-//! rows.
+//! A task computes a block of the rows of one expert, and threads take the next task, so uneven
+//! experts do not leave a core idle. Tasks differ in the elements that they compute and not in the
+//! order of the terms of a sum: a row has the same bits for any number of threads and of rows of
+//! its expert. The `gemm` crate does not guarantee the latter, and it would copy the weight of an
+//! expert for each few rows.
 
 #![expect(unsafe_code, reason = "tasks write disjoint parts of one matrix")]
 
@@ -29,18 +29,20 @@ pub(in crate::ops) enum Stored {
     OfInputs,
 }
 
-/// Number of terms of a dot product that are added in registers. The right operands of a tile and the
-/// left ones fit in the L1 cache.
+/// Number of terms of a dot product that are added in registers. The right operands of a tile and
+/// the left ones fit in the L1 cache.
 const DOT_TERMS: usize = 512;
 /// Number of terms that are added in registers where the right operand is copied.
 const TERMS: usize = 128;
 /// The same for sums over the rows of an expert.
 const ROW_TERMS: usize = 256;
-/// Maximum number of rows and of columns of a task: the copied operand and the sums fit in the L2 cache.
+/// Maximum number of rows and of columns of a task: the copied operand and the sums fit in the L2
+/// cache.
 const MAX_ROWS: usize = 192;
 const MAX_COLUMNS: usize = 10 * PANEL;
-/// Maximum number of columns of a task that adds to gradients of an expert with few rows. It is limited by
-/// the time to read and write the gradients, of which longer rows are accessed at a time.
+/// Maximum number of columns of a task that adds to gradients of an expert with few rows. It is
+/// limited by the time to read and write the gradients, of which longer rows are accessed at a
+/// time.
 const MAX_COLUMNS_OF_FEW: usize = 40 * PANEL;
 const FEW_ROWS: usize = 32;
 /// Number of outputs whose weights are read for all tiles of rows.
@@ -53,8 +55,8 @@ struct Task {
     columns: Range<usize>,
 }
 
-/// Splits a range into parts of at most `most` elements, all but the last of them of the same multiple of
-/// `step`.
+/// Splits a range into parts of at most `most` elements, all but the last of them of the same
+/// multiple of `step`.
 fn parts(
     range: Range<usize>,
     most: usize,
@@ -92,8 +94,8 @@ struct Product<'a> {
 }
 
 impl Product<'_> {
-    /// Computes a task in `sums`, rows of `width` elements, which are zero before. There are as many as
-    /// whole tiles need.
+    /// Computes a task in `sums`, rows of `width` elements, which are zero before. There are as
+    /// many as whole tiles need.
     fn compute(&self, task: &Task, sums: &mut [f32], width: usize) {
         match self.stored {
             Stored::OfOutputs => self.dots(task, sums, width),
@@ -218,8 +220,8 @@ impl Weights<'_> {
     }
 }
 
-/// Returns the products of the rows of `x [R, k]` with the matrices `w [E, n, k]` or `[E, k, n]` of their
-/// experts, `[R, n]`.
+/// Returns the products of the rows of `x [R, k]` with the matrices `w [E, n, k]` or `[E, k, n]` of
+/// their experts, `[R, n]`.
 pub(in crate::ops) fn products(
     (n, k): (usize, usize),
     offsets: &[u32],
@@ -269,8 +271,8 @@ pub(in crate::ops) fn products(
     Filled::F32(y)
 }
 
-/// Adds `a^T b` of the rows of each expert to its matrix of `dw [E, m, n]`, for `a [R, m]` and `b [R, n]`.
-/// Matrices of experts without rows are not accessed.
+/// Adds `a^T b` of the rows of each expert to its matrix of `dw [E, m, n]`, for `a [R, m]` and
+/// `b [R, n]`. Matrices of experts without rows are not accessed.
 pub(in crate::ops) fn add_outer_products(
     (m, n): (usize, usize),
     offsets: &[u32],
@@ -308,8 +310,8 @@ pub(in crate::ops) fn add_outer_products(
 /// Adds the sum over rows `of_expert` of the outer products of `a` and `b` to a block of `dw`.
 ///
 /// # Safety
-/// `dw` is the first element of the block, whose rows are `n` elements apart. No other thread accesses
-/// the block.
+/// `dw` is the first element of the block, whose rows are `n` elements apart. No other thread
+/// accesses the block.
 unsafe fn add_block(
     (m, n): (usize, usize),
     task: &Task,

@@ -168,9 +168,9 @@ pub(in crate::ops) fn compute_dtype(op: &str, tensors: &[(&str, &Tensor)]) -> Re
     Ok(dtype)
 }
 
-/// Returns the dtype of `x`, in which an op computes. The weight must have it too, except that on the
-/// CPU a `bf16` weight may be multiplied with `f32` activations: the result is that of the same weight
-/// in `f32`.
+/// Returns the dtype of `x`, in which an op computes. The weight must have it too, except that on
+/// the CPU a `bf16` weight may be multiplied with `f32` activations: the result is that of the same
+/// weight in `f32`.
 pub(in crate::ops) fn weighted_dtype(
     op: &str,
     x: (&str, &Tensor),

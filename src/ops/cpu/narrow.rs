@@ -1,7 +1,7 @@
-//! Products of a matrix of many columns, of which some elements may be dropped, with a matrix of few
-//! columns, as in an adapter. A pass reads the wide matrix once, in tiles; a tile without its dropped
-//! elements exists only in the L1 cache. The `gemm` crate would copy the whole matrix for the few
-//! operations on each element.
+//! Products of a matrix of many columns, of which some elements may be dropped, with a matrix of
+//! few columns, as in an adapter. A pass reads the wide matrix once, in tiles; a tile without its
+//! dropped elements exists only in the L1 cache. The `gemm` crate would copy the whole matrix for
+//! the few operations on each element.
 //!
 //! Shapes: wide `x [N, K]`, narrow `w [K, R]`, `u [N, R]`. Sums are in the same order at every SIMD
 //! level and for any number of threads.
@@ -113,8 +113,8 @@ pub(in crate::ops) struct Wide<'a> {
 }
 
 impl Wide<'_> {
-    /// Returns `x w`, `[N, R]`, and `x^T d`, `[K, R]`, for `w [K, R]` and `d [N, R]` of rank `R`, if
-    /// they are given, computed on all threads in one pass over `x`.
+    /// Returns `x w`, `[N, R]`, and `x^T d`, `[K, R]`, for `w [K, R]` and `d [N, R]` of rank `R`,
+    /// if they are given, computed on all threads in one pass over `x`.
     pub(in crate::ops) fn products(
         self,
         rank: usize,
@@ -177,8 +177,8 @@ impl Wide<'_> {
     }
 }
 
-/// Adds the elements of `u a` that are not dropped to `y [N, K]`, on all threads, for `u [N, R]` and
-/// `a [R, K]`.
+/// Adds the elements of `u a` that are not dropped to `y [N, K]`, on all threads, for `u [N, R]`
+/// and `a [R, K]`.
 pub(in crate::ops) fn add_kept_product(
     u: &[f32],
     a: &[f32],
@@ -218,7 +218,8 @@ pub(in crate::ops) fn add_kept_product(
 }
 
 kernels! {
-    /// Copies rows of `x`, which are `stride` apart, to `y [_, columns]`; dropped elements become 0.
+    /// Copies rows of `x`, which are `stride` apart, to `y [_, columns]`; dropped elements
+    /// become 0.
     fn keep(
         drops: Drops,
         at: (usize, usize),
@@ -247,8 +248,8 @@ kernels! {
         }
     }
 
-    /// Adds the elements of rows of `x`, which are [`TILE`] apart, that are not dropped to rows of `y`,
-    /// which are `stride` apart.
+    /// Adds the elements of rows of `x`, which are [`TILE`] apart, that are not dropped to rows of
+    /// `y`, which are `stride` apart.
     fn keep_add(
         drops: Drops,
         at: (usize, usize),

@@ -1,7 +1,7 @@
 //! Ends the process with a message when memory cannot be allocated.
 //!
-//! After a failed allocation Rust aborts the process. A handler of that signal prints the size of the
-//! allocation, and exits with a code of the program instead.
+//! After a failed allocation Rust aborts the process. A handler of that signal prints the size of
+//! the allocation, and exits with a code of the program instead.
 
 use std::fmt::Write;
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -30,7 +30,8 @@ pub(in crate::ops) fn record_failed_gpu_allocation(bytes: usize) {
     FAILED_ON_GPU.store(bytes.max(1), Relaxed);
 }
 
-/// The size of the last failed allocation on a GPU, and the predicted memory; `None` if none failed.
+/// The size of the last failed allocation on a GPU, and the predicted memory; `None` if none
+/// failed.
 pub fn failed_gpu_allocation() -> Option<String> {
     let failed = FAILED_ON_GPU.load(Relaxed);
     (failed > 0).then(|| {
@@ -95,9 +96,9 @@ fn message(failed: usize, predicted: u64, advice: &str) -> Text {
     text
 }
 
-/// Lets all threads allocate from one heap if the address space is limited (`ulimit -v`). Otherwise the
-/// C library reserves 64 MiB of it for each thread, and allocations fail long before memory is used.
-/// Call this before the first thread starts.
+/// Lets all threads allocate from one heap if the address space is limited (`ulimit -v`). Otherwise
+/// the C library reserves 64 MiB of it for each thread, and allocations fail long before memory is
+/// used. Call this before the first thread starts.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 pub fn share_one_heap_under_a_limit() {
     use rustix::process::{Resource, getrlimit};

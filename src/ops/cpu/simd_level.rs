@@ -1,5 +1,5 @@
-//! SIMD levels. Kernels are compiled for AVX-512, for AVX2 and for the baseline, and the version that
-//! runs is chosen at run time.
+//! SIMD levels. Kernels are compiled for AVX-512, for AVX2 and for the baseline, and the version
+//! that runs is chosen at run time.
 
 use std::fmt;
 use std::sync::LazyLock;

@@ -14,8 +14,8 @@ use half::bf16;
 /// Number of rows between the one that is copied to panels and the one that is read into the cache.
 const AHEAD: usize = 2;
 
-/// Number of elements of a panel with its padding. Without it, the same rows of all panels would be in the
-/// same sets of the L1 cache.
+/// Number of elements of a panel with its padding. Without it, the same rows of all panels would be
+/// in the same sets of the L1 cache.
 pub(super) const fn panel_len(terms: usize) -> usize {
     PANEL * terms + LANES
 }
@@ -31,8 +31,8 @@ fn prefetch<E, const N: usize>(at: *const E) {
     }
 }
 
-/// Copies rows of `x`, which are `stride` elements apart, to the first `TILE_ROWS` rows of `y`, whose
-/// length is a multiple of that. Zeros follow them, and their elements.
+/// Copies rows of `x`, which are `stride` elements apart, to the first `TILE_ROWS` rows of `y`,
+/// whose length is a multiple of that. Zeros follow them, and their elements.
 #[inline(always)]
 fn copy_rows<E: Element>(x: &[E], stride: usize, num_rows: usize, len: usize, y: &mut [f32]) {
     let width = y.len() / TILE_ROWS;
@@ -72,8 +72,8 @@ fn copy_panels<E: Element>(x: &[E], stride: usize, terms: usize, columns: usize,
     }
 }
 
-/// Copies `[terms, columns]` of `x`, whose rows are `stride` elements apart, to `[terms, TILE_ROWS]`.
-/// Zeros follow the columns.
+/// Copies `[terms, columns]` of `x`, whose rows are `stride` elements apart, to
+/// `[terms, TILE_ROWS]`. Zeros follow the columns.
 #[inline(always)]
 fn copy_columns<E: Element>(x: &[E], stride: usize, columns: usize, y: &mut [f32]) {
     let (y, _) = y.as_chunks_mut::<TILE_ROWS>();

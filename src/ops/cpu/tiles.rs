@@ -1,8 +1,8 @@
 //! Tiles of matrix products whose sums are held in registers, at each SIMD level.
 //!
-//! All levels do the same operations in the same order with fused multiply-adds, on [`LANES`] elements at
-//! a time, so results do not depend on the CPU. They use intrinsics, because the compiler keeps arrays
-//! of this size in memory.
+//! All levels do the same operations in the same order with fused multiply-adds, on [`LANES`]
+//! elements at a time, so results do not depend on the CPU. They use intrinsics, because the
+//! compiler keeps arrays of this size in memory.
 
 #![expect(unsafe_code, reason = "intrinsics, and pointers into tiles")]
 #![expect(
@@ -23,8 +23,8 @@ pub(in crate::ops) const PANEL: usize = 3 * LANES;
 /// The sums of a tile of [`dots`].
 pub(in crate::ops) type Dots = [[f32; DOTS]; TILE_ROWS];
 
-/// Returns the dot products of the first `num_rows` rows of `x [TILE_ROWS, len]` and `w`. All rows of `w`
-/// have the length `len`, a multiple of [`LANES`].
+/// Returns the dot products of the first `num_rows` rows of `x [TILE_ROWS, len]` and `w`. All rows
+/// of `w` have the length `len`, a multiple of [`LANES`].
 pub(in crate::ops) fn dots(x: &[f32], num_rows: usize, w: [&[f32]; DOTS]) -> Dots {
     let len = w[0].len();
     let whole = len.is_multiple_of(LANES) && x.len() == TILE_ROWS * len;
@@ -59,8 +59,8 @@ pub(in crate::ops) struct Tile {
     pub(in crate::ops) stride: usize,
 }
 
-/// Adds the product of the first `num_rows` rows of `x [TILE_ROWS, terms]` and `w [terms, PANEL]` to `y`,
-/// and may add to the other rows.
+/// Adds the product of the first `num_rows` rows of `x [TILE_ROWS, terms]` and `w [terms, PANEL]`
+/// to `y`, and may add to the other rows.
 ///
 /// # Safety
 /// All elements of `y` are valid, and no other thread accesses them.
@@ -226,7 +226,8 @@ mod x86 {
     use super::{DOTS, Dots, Tile, Vector, dots_of, products_of};
     use std::arch::x86_64::*;
 
-    /// Calls a function with the number of rows as a constant, so that the sums of all rows are in registers.
+    /// Calls a function with the number of rows as a constant, so that the sums of all rows are in
+    /// registers.
     macro_rules! with_rows {
         ($num_rows:expr, $name:ident => $call:expr) => {
             with_rows!(@ $num_rows, $name => $call, 1 2 3 4 5 6 7)

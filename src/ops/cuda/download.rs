@@ -21,8 +21,8 @@ const PIECE: usize = 1 << 24;
 const BLOCK: usize = 1 << 19;
 
 type Buffers = [PinnedHostSlice<u8>; 2];
-/// Buffers that are not in use. A copy takes them out: it waits for the threads of the pool, one of which
-/// may begin another copy.
+/// Buffers that are not in use. A copy takes them out: it waits for the threads of the pool, one of
+/// which may begin another copy.
 static BUFFERS: LazyLock<Mutex<HashMap<DeviceId, Vec<Buffers>>>> = LazyLock::new(Mutex::default);
 
 /// Copies the bytes of `from`, a contiguous tensor on a GPU, to `to`. They are there on return.

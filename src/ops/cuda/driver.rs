@@ -355,8 +355,8 @@ mod tests {
         assert!(f64::from_le_bytes([0xFF; 8]).is_nan());
     }
 
-    /// The functions of candle call ours, behind the driver of scripts/cuda/stand_in.sh. On a GPU this
-    /// would disturb other tests.
+    /// The functions of candle call ours, behind the driver of scripts/cuda/stand_in.sh. On a GPU
+    /// this would disturb other tests.
     #[cfg(feature = "cuda")]
     #[test]
     fn candle_gets_memory_that_was_freed_but_is_in_use_or_in_pieces() {

@@ -69,8 +69,8 @@ impl Part<'_> {
         empty((count, self.launched * self.group(), values), DType::F32, self.inputs.qkv)
     }
 
-    /// Launches a kernel with `blocks` blocks for each key head, on the inputs and `tensors`. A block
-    /// has the units of a chunk, `states` columns of states, and `tiles`, in shared memory.
+    /// Launches a kernel with `blocks` blocks for each key head, on the inputs and `tensors`. A
+    /// block has the units of a chunk, `states` columns of states, and `tiles`, in shared memory.
     fn run(
         &self,
         kernel: &str,
@@ -146,7 +146,8 @@ pub(in crate::ops) fn gated_delta_rule(
     gated_delta_rule_within(GPU_DELTA_BYTES, inputs, heads, cu_seqlens, state)
 }
 
-/// [`gated_delta_rule`] with at most `most` bytes of temporary memory, if one key head needs no more.
+/// [`gated_delta_rule`] with at most `most` bytes of temporary memory, if one key head needs no
+/// more.
 pub(super) fn gated_delta_rule_within(
     most: usize,
     inputs: DeltaInputs<'_>,
@@ -175,8 +176,8 @@ pub(in crate::ops) fn gated_delta_rule_backward(
     gated_delta_rule_backward_within(GPU_DELTA_BYTES, inputs, heads, cu_seqlens, d_o)
 }
 
-/// [`gated_delta_rule_backward`] with at most `most` bytes of temporary memory, if one key head needs
-/// no more.
+/// [`gated_delta_rule_backward`] with at most `most` bytes of temporary memory, if one key head
+/// needs no more.
 pub(super) fn gated_delta_rule_backward_within(
     most: usize,
     inputs: DeltaInputs<'_>,

@@ -8,8 +8,8 @@ use crate::ops::cpu::compute_dtype;
 use crate::ops::cpu::grouped::Stored;
 use candle_core::{DType, Result, Tensor, bail};
 
-/// Number of rows and columns of a tile, of threads, and of bytes of shared memory of the kernels for tensor
-/// cores: two blocks share a multiprocessor.
+/// Number of rows and columns of a tile, of threads, and of bytes of shared memory of the kernels
+/// for tensor cores: two blocks share a multiprocessor.
 const TILE: [usize; 2] = [64, 128];
 const THREADS: u32 = 128;
 const STAGES: usize = 3 * (64 * 128 + 64 * 256);
@@ -28,8 +28,8 @@ fn blocks(rows: usize, e: usize, columns: usize, tile: [usize; 2], most: usize) 
     (row_tiles * columns.div_ceil(tile[1])).min(most)
 }
 
-/// Whether the kernels for tensor cores handle these matrices, with their numbers of columns, and the GPU has
-/// `shared` bytes for a block.
+/// Whether the kernels for tensor cores handle these matrices, with their numbers of columns, and
+/// the GPU has `shared` bytes for a block.
 fn are_fast(matrices: &[(&Tensor, usize)], shared: usize) -> Result<bool> {
     for (matrix, columns) in matrices {
         if !vectors(*columns, &[matrix])? {
@@ -40,7 +40,8 @@ fn are_fast(matrices: &[(&Tensor, usize)], shared: usize) -> Result<bool> {
     Ok(first.dtype() == DType::BF16 && has_tensor_cores(first.device(), shared)?)
 }
 
-/// Returns the products of the rows of `x [rows, k]` with the matrices of their experts, `[rows, n]`.
+/// Returns the products of the rows of `x [rows, k]` with the matrices of their experts,
+/// `[rows, n]`.
 pub(in crate::ops) fn grouped_products(
     op: &'static str,
     [(name, x), (w_name, w)]: [(&'static str, &Tensor); 2],

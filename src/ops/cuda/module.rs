@@ -10,8 +10,8 @@ use candle_core::{Error, Result, bail};
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
-/// Machine code for sm_80 and sm_90 and PTX for later GPUs, one image per `.cu` file. Images with a name
-/// that ends with `_sm90` have machine code for sm_90a alone.
+/// Machine code for sm_80 and sm_90 and PTX for later GPUs, one image per `.cu` file. Images with a
+/// name that ends with `_sm90` have machine code for sm_90a alone.
 const IMAGES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
 #[derive(Default)]

@@ -23,8 +23,8 @@ struct Heads {
 }
 
 impl Heads {
-    /// `tensors` are the operands whose half heads are accessed, and the table. `rotated` of the `half`
-    /// pairs of dims are rotated.
+    /// `tensors` are the operands whose half heads are accessed, and the table. `rotated` of the
+    /// `half` pairs of dims are rotated.
     fn new(
         op: &str,
         dtype: DType,

@@ -1,5 +1,5 @@
-//! Selects the kernels for a GPU. Every choice that depends on the compute capability or on the shared
-//! memory of a GPU is made here.
+//! Selects the kernels for a GPU. Every choice that depends on the compute capability or on the
+//! shared memory of a GPU is made here.
 
 use candle_core::{DType, Device, Result, bail};
 
@@ -11,7 +11,8 @@ const SM90: (u32, u32) = (9, 0);
 pub(super) const PLAIN_ROWS: usize = 32;
 /// Number of threads of a block of the plain kernels and of the row-product kernel.
 pub(super) const PLAIN_THREADS: u32 = 256;
-/// Number of threads of a producer or of a consumer in a block of the kernels for compute capability 9.0.
+/// Number of threads of a producer or of a consumer in a block of the kernels for compute
+/// capability 9.0.
 const HOPPER_GROUP: u32 = 128;
 /// Maximum head dim of the plain kernels.
 const MAX_DIM: usize = 256;
@@ -73,8 +74,8 @@ pub(super) fn has_tensor_cores(device: &Device, bytes: usize) -> Result<bool> {
     Ok(gpu.capability >= SM80 && gpu.shared_bytes >= bytes)
 }
 
-/// Whether the kernels for compute capability 9.0 may be selected: not if `TRAINER_HOPPER` is `0`, so
-/// that their results on a GPU can be compared with those of the other kernels.
+/// Whether the kernels for compute capability 9.0 may be selected: not if `TRAINER_HOPPER` is `0`,
+/// so that their results on a GPU can be compared with those of the other kernels.
 fn hopper_is_allowed() -> bool {
     static ALLOWED: std::sync::LazyLock<bool> =
         std::sync::LazyLock::new(|| std::env::var_os("TRAINER_HOPPER").is_none_or(|x| x != "0"));
@@ -116,8 +117,8 @@ pub(super) struct AttentionKernels {
 }
 
 impl AttentionKernels {
-    /// Selects the tensor-core kernels for heads of `dh` values of `dtype` where they exist, else the
-    /// plain kernels. Returns an error if `dh` is too large for both.
+    /// Selects the tensor-core kernels for heads of `dh` values of `dtype` where they exist, else
+    /// the plain kernels. Returns an error if `dh` is too large for both.
     pub(super) fn choose(op: &str, dtype: DType, dh: usize, gpu: Gpu) -> Result<Self> {
         if dh > MAX_DIM {
             bail!("{op}: the head dim is {dh}, expected at most {MAX_DIM} on a GPU");
@@ -199,8 +200,8 @@ impl AttentionKernels {
         Block { name, rows, threads, shared, boxes: Some(keys) }
     }
 
-    /// The kernel for 128 own rows with four warps, of which two blocks share a multiprocessor, or the
-    /// one with eight if `has_single` and there is room for one block only.
+    /// The kernel for 128 own rows with four warps, of which two blocks share a multiprocessor, or
+    /// the one with eight if `has_single` and there is room for one block only.
     fn two_or_one(self, name: String, shared: usize, has_single: bool) -> Block {
         if has_single && !self.gpu.holds_two(shared) {
             let name = format!("{name}_single");

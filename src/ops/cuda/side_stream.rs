@@ -80,8 +80,8 @@ impl SideStream {
         self.tensors.wait(&marks[mark]).w()
     }
 
-    /// Copies `bytes` to `to`, a contiguous tensor of this size on this GPU, which must exist until the
-    /// copy is done.
+    /// Copies `bytes` to `to`, a contiguous tensor of this size on this GPU, which must exist until
+    /// the copy is done.
     pub(crate) fn upload(&self, bytes: &[u8], to: &Tensor) -> Result<()> {
         upload_bytes_on(&self.side, bytes, to)
     }

@@ -1,5 +1,5 @@
-//! Tensor maps: what a GPU of compute capability 9.0 must know of a tensor to copy boxes of it to shared
-//! memory (TMA).
+//! Tensor maps: what a GPU of compute capability 9.0 must know of a tensor to copy boxes of it to
+//! shared memory (TMA).
 
 #![cfg_attr(feature = "cuda", expect(unsafe_code, reason = "a function of the driver"))]
 
@@ -75,7 +75,8 @@ impl Boxes {
         };
         let (strides, steps) = (self.strides(), [1; 3]);
         let mut map = CUtensorMap { opaque: [0; WORDS] };
-        // SAFETY: the arrays have the lengths of three dims, and the result is written to a variable.
+        // SAFETY: the arrays have the lengths of three dims, and the result is written to a
+        // variable.
         let status = unsafe {
             sys::cuTensorMapEncodeTiled(
                 &raw mut map,

@@ -37,7 +37,8 @@ const MAX_BUFFER_BYTES: usize = 256 << 20;
 const MIN_BUFFER_BYTES: usize = 1 << 20;
 /// Number of elements that one task copies.
 const BLOCK: usize = 1 << 18;
-/// Number of bytes that are staged at a time: while they are on their way, the next ones are copied.
+/// Number of bytes that are staged at a time: while they are on their way, the next ones are
+/// copied.
 const STAGED: usize = 1 << 24;
 /// Tensors of at least this number of bytes are large.
 const LARGE: usize = 1 << 22;
@@ -127,8 +128,8 @@ fn copy_stream(gpu: &CudaDevice) -> Result<Arc<CudaStream>> {
     Ok(stream)
 }
 
-/// Copies `bytes` to `to`, a contiguous tensor of this size on a GPU, in order with its stream. The copy
-/// may still be in progress.
+/// Copies `bytes` to `to`, a contiguous tensor of this size on a GPU, in order with its stream. The
+/// copy may still be in progress.
 pub(in crate::ops) fn upload_bytes(bytes: &[u8], to: &Tensor) -> Result<()> {
     let stream = to.device().as_cuda_device()?.cuda_stream();
     upload_bytes_on(&stream, bytes, to)
@@ -165,7 +166,8 @@ fn send<T: Copy + Send>(
         let mut buffer = take(gpu, bytes)?;
         let staged = buffer.memory.as_mut_ptr().w()?;
         fill_on_all_threads(piece, staged.cast(), fill);
-        // SAFETY: the buffer keeps the bytes until the event below, and the caller's tensor has room.
+        // SAFETY: the buffer keeps the bytes until the event below, and the caller's tensor has
+        // room.
         unsafe {
             let staged = std::slice::from_raw_parts(staged, bytes);
             let target = target + (first * size_of::<T>()) as u64;

@@ -160,8 +160,8 @@ fn rows_of_experts_and_their_sums_match_the_reference() {
     }
 }
 
-/// The weights of the router as a matrix `[T, E]`, in `f64`: a softmax over all experts, those of the
-/// chosen ones divided by their sum.
+/// The weights of the router as a matrix `[T, E]`, in `f64`: a softmax over all experts, those of
+/// the chosen ones divided by their sum.
 fn plain_weights(logits: &Tensor, k: usize) -> Result<Tensor> {
     let routing = route(&logits.to_dtype(DType::F32)?, k)?;
     let (t, e) = logits.dims2()?;

@@ -54,8 +54,8 @@ pub(in crate::run) fn open_run_model(
     Ok((open, Some(base)))
 }
 
-/// Adds the adapter in `folder` to a model. If the folder is from this program, the model must be that
-/// of its training.
+/// Adds the adapter in `folder` to a model. If the folder is from this program, the model must be
+/// that of its training.
 pub(in crate::run) fn read_adapter(open: OpenModel, folder: &Path) -> Result<OpenModel, RunError> {
     let path = folder.join(STATE);
     let mut quantize = Quantize::None;

@@ -235,8 +235,8 @@ impl OpenAdapter {
         Tensor::from_vec(rest, values.shape(), &Device::Cpu)
     }
 
-    /// Elements of the flat parameter `index` of the model with its adapter; `None` if the model has
-    /// them.
+    /// Elements of the flat parameter `index` of the model with its adapter; `None` if the model
+    /// has them.
     pub(super) fn load_part(
         &self,
         model: &OpenModel,
@@ -319,7 +319,8 @@ impl OpenAdapter {
     }
 }
 
-/// Fails if the experts of the model would stay in the compute dtype although its layers are quantised.
+/// Fails if the experts of the model would stay in the compute dtype although its layers are
+/// quantised.
 fn check_experts(
     config: &AdapterConfig,
     specs: &[ParamSpec],

@@ -53,8 +53,8 @@ pub(super) fn config(
 }
 
 /// Opens the files of a folder of an adapter of a model with the parameters `specs`. transformers
-/// before 4.52 named the modules of vision-language models in the flat spelling; such names become those
-/// of the modules.
+/// before 4.52 named the modules of vision-language models in the flat spelling; such names become
+/// those of the modules.
 pub(super) fn open(
     folder: &Path,
     specs: &[ParamSpec],

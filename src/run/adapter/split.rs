@@ -1,8 +1,9 @@
 //! Adapters that start from a part of the weights: PiSSA and OLoRA.
 //!
-//! A layer computes with the rest `W - scale B0 A0` of its weight, and its adapter starts from `A0
-//! [r, K]` and `B0 [M, r]`. Checkpoints contain an adapter of `W` itself, of twice the rank: `A` above
-//! `A0`, and `B` next to `-B0`. So they need no other model, and a resumed run reads `A0` and `B0` there.
+//! A layer computes with the rest `W - scale B0 A0` of its weight, and its adapter starts from
+//! `A0 [r, K]` and `B0 [M, r]`. Checkpoints contain an adapter of `W` itself, of twice the rank:
+//! `A` above `A0`, and `B` next to `-B0`. So they need no other model, and a resumed run reads `A0`
+//! and `B0` there.
 
 use super::super::SetupError;
 use super::super::load_model::OpenModel;
@@ -32,8 +33,8 @@ struct Factors {
 }
 
 impl Split {
-    /// What a new adapter of `config` starts from; `None`: from values that leave the weights as they
-    /// are.
+    /// What a new adapter of `config` starts from; `None`: from values that leave the weights as
+    /// they are.
     pub(super) fn of(config: &AdapterConfig) -> Option<Self> {
         let part = match config.init {
             AdapterInit::Default | AdapterInit::Gaussian => return None,
@@ -72,7 +73,8 @@ impl Split {
         }
     }
 
-    /// Subtracts `scale B0 A0` from `values`, the elements from `start` of the flat weight of `layer`.
+    /// Subtracts `scale B0 A0` from `values`, the elements from `start` of the flat weight of
+    /// `layer`.
     pub(super) fn subtract(&self, layer: &str, start: usize, values: &mut [f32], columns: usize) {
         let Some(Factors { scale, a, b }) = self.factors.get(layer) else { return };
         let rank = a.len() / columns;
@@ -181,8 +183,8 @@ impl OpenAdapter {
 }
 
 impl OpenModel {
-    /// Loads elements of the flat parameter `index`: of a weight that the adapter starts from a part
-    /// of, the rest.
+    /// Loads elements of the flat parameter `index`: of a weight that the adapter starts from a
+    /// part of, the rest.
     pub(in crate::run) fn load_part(
         &self,
         index: usize,

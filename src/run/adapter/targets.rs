@@ -69,8 +69,8 @@ pub(super) fn modules(
     Ok(chosen.into_iter().map(|index| module(&layers[index])).collect())
 }
 
-/// Indexes of the parameters of the model that are trained besides the adapter: those of the modules
-/// that the globs of `adapter.train_also` name.
+/// Indexes of the parameters of the model that are trained besides the adapter: those of the
+/// modules that the globs of `adapter.train_also` name.
 pub(super) fn also_trained(
     config: &AdapterConfig,
     specs: &[ParamSpec],

@@ -188,8 +188,9 @@ fn without(video: &VideoConfig, wrong: &str) -> VideoConfig {
     }
 }
 
-/// Checks a config without training. It writes caches of the data only. `config` lacks `left_out` of its
-/// file: errors number list items as in the file, and none is only about the lack of these values.
+/// Checks a config without training. It writes caches of the data only. `config` lacks `left_out`
+/// of its file: errors number list items as in the file, and none is only about the lack of these
+/// values.
 pub fn check_run(
     config: &RunConfig,
     left_out: &LeftOut,

@@ -95,8 +95,8 @@ impl Need {
         }
     }
 
-    /// The bytes that are needed and those that are free on the disk of `output_dir`, if they do not
-    /// suffice.
+    /// The bytes that are needed and those that are free on the disk of `output_dir`, if they do
+    /// not suffice.
     pub(super) fn disk_lack(&self, config: &RunConfig) -> Option<[f64; 2]> {
         let free = free_bytes(&config.output_dir).ok()?;
         // `keep` checkpoints, and the next one before the oldest is removed
@@ -144,8 +144,8 @@ impl ModelShape {
         saved * element + trained * self.state_bytes(config)
     }
 
-    /// Bytes of host memory for the copy from which a checkpoint is written in the background, over all
-    /// ranks.
+    /// Bytes of host memory for the copy from which a checkpoint is written in the background, over
+    /// all ranks.
     pub fn copy_bytes(&self, config: &RunConfig) -> f64 {
         if !config.checkpoint.background || config.checkpoint.every_steps == 0 {
             return 0.0;

@@ -1,5 +1,5 @@
-//! What stops a run at its start although each value, file and row can be used: its device, its ranks,
-//! and the checkpoint that it resumes from.
+//! What stops a run at its start although each value, file and row can be used: its device, its
+//! ranks, and the checkpoint that it resumes from.
 
 use super::super::error::RunError;
 use super::super::evaluations::eval_rule;

@@ -1,7 +1,7 @@
 //! Compares gradients with the change of the loss, in f32.
 //!
-//! Along the gradient `g` of a component, `loss(w + h g) - loss(w - h g) = 2 h |g|^2` up to terms of
-//! third order in `h`. Two values of `h` cancel these.
+//! Along the gradient `g` of a component, `loss(w + h g) - loss(w - h g) = 2 h |g|^2` up to terms
+//! of third order in `h`. Two values of `h` cancel these.
 
 use super::difference::forward;
 use super::error::VerifyError;

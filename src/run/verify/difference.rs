@@ -30,7 +30,8 @@ impl SampleLosses {
     }
 }
 
-/// Forward and backward of all micro-batches as one step. The gradients are in [`StepRunner::grads`].
+/// Forward and backward of all micro-batches as one step. The gradients are in
+/// [`StepRunner::grads`].
 pub(super) fn measure(
     pipeline: &dyn Pipeline,
     runner: &StepRunner,
@@ -80,8 +81,8 @@ pub(super) fn copy_gradients(runner: &StepRunner) -> Result<Vec<Option<Tensor>>>
     runner.grads().iter().map(|grad| grad.map(Tensor::copy).transpose()).collect()
 }
 
-/// Sums over the elements of a gradient: of the squares of the reference, of the other gradient, and
-/// of their difference, and of their products.
+/// Sums over the elements of a gradient: of the squares of the reference, of the other gradient,
+/// and of their difference, and of their products.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Sums {
     pub(super) reference: f64,

@@ -60,7 +60,8 @@ impl Effects<'_> {
         Check::of(name, wrong, || format!("{total} targets"))
     }
 
-    /// Another first row, and then another last row of each pack, change no bit of the other losses.
+    /// Another first row, and then another last row of each pack, change no bit of the other
+    /// losses.
     fn isolation(
         &self,
         samples: &[EncodedSample],

@@ -36,8 +36,8 @@ impl GradientSums {
         }
     }
 
-    /// Whether the sums have the same bits for every number of ranks. A step of one micro-batch, which
-    /// only one process can compute, is `false`.
+    /// Whether the sums have the same bits for every number of ranks. A step of one micro-batch,
+    /// which only one process can compute, is `false`.
     pub(super) fn are_exact(&self) -> bool {
         match self {
             Self::Alone(buffers) => buffers.len() > 1,
@@ -53,8 +53,8 @@ impl GradientSums {
         }
     }
 
-    /// Starts the sums of a step of `rounds` rounds: micro-batches that the ranks compute at the same
-    /// time.
+    /// Starts the sums of a step of `rounds` rounds: micro-batches that the ranks compute at the
+    /// same time.
     pub(super) fn begin_step<'a>(
         &'a self,
         rounds: usize,

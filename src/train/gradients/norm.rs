@@ -11,8 +11,8 @@ const BYTES: usize = size_of::<f64>();
 const _: () = assert!(BUCKET_ALIGNMENT == ops::SQUARES_BLOCK, "a block is in one share");
 
 /// The sums of squares of all elements of each of the `trained` parameters, from the flat gradients
-/// `own` of this rank. Blocks of [`BUCKET_ALIGNMENT`] elements are added up in order, so the bits do
-/// not depend on the number of ranks; they are those of [`ops::sums_of_squares_in_order`].
+/// `own` of this rank. Blocks of [`BUCKET_ALIGNMENT`] elements are added up in order, so the bits
+/// do not depend on the number of ranks; they are those of [`ops::sums_of_squares_in_order`].
 pub(in super::super) fn squares(
     sums: &SharedSums,
     own: &[Tensor],

@@ -24,8 +24,8 @@ pub(super) fn num_open(index: usize) -> usize {
     index.count_ones() as usize
 }
 
-/// Number of sums of rounds that are kept at a time, of a step of `rounds` rounds. The last round is
-/// added at once.
+/// Number of sums of rounds that are kept at a time, of a step of `rounds` rounds. The last round
+/// is added at once.
 pub(super) fn num_sums(rounds: usize) -> usize {
     (0..rounds.saturating_sub(1)).map(|round| num_open(round + 1)).max().unwrap_or_default()
 }

@@ -177,8 +177,8 @@ impl SharedSums {
         }
     }
 
-    /// The tensor that has the share of a stage's sum at the end of a step of `rounds` rounds; `None`:
-    /// the flat gradients have it.
+    /// The tensor that has the share of a stage's sum at the end of a step of `rounds` rounds;
+    /// `None`: the flat gradients have it.
     fn own_sum(&self, stage: usize, rounds: usize) -> Option<Tensor> {
         let in_sums = self.takes_turns() || (self.exact && rounds > 1);
         in_sums.then(|| self.sum(0, stage)).flatten()

@@ -39,8 +39,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Writes the folder `best`. If this is not possible, for example because the disk is full, this is
-    /// logged, the older folder stays, and the result is `false`.
+    /// Writes the folder `best`. If this is not possible, for example because the disk is full,
+    /// this is logged, the older folder stays, and the result is `false`.
     fn try_save_best(&self, step: u64) -> Result<bool, TrainError> {
         let Err(error) = self.ranks().during("writing `best`", || self.save_best(step)) else {
             return Ok(true);

@@ -58,8 +58,8 @@ pub struct TrainerParts {
     pub rejected_texts: Rejected,
     /// When to evaluate.
     pub eval: EvalConfig,
-    /// How evaluations are compared; `None` if neither `checkpoint.best` nor `eval.early_stopping` is
-    /// set.
+    /// How evaluations are compared; `None` if neither `checkpoint.best` nor `eval.early_stopping`
+    /// is set.
     pub eval_rule: Option<EvalRule>,
     /// Maximum number of tokens of one forward pass of an evaluation.
     pub eval_max_tokens: usize,
@@ -196,13 +196,14 @@ impl Trainer {
     }
 
     /// Sum of the squares of the gradient of each trained parameter in the last step, before
-    /// clipping; their parameters are those of [`Optimizer::trained`](crate::optim::Optimizer::trained).
+    /// clipping; their parameters are those of
+    /// [`Optimizer::trained`](crate::optim::Optimizer::trained).
     pub fn gradient_squares(&self) -> &[f64] {
         &self.squares
     }
 
-    /// Trains until `step` is done, and writes no checkpoint; returns whether the data suffices. For a
-    /// run in one process.
+    /// Trains until `step` is done, and writes no checkpoint; returns whether the data suffices.
+    /// For a run in one process.
     pub fn train_to(&mut self, step: u64, observer: &mut dyn Observer) -> Result<bool, TrainError> {
         while self.parts.state.step < step.min(self.parts.max_steps) {
             let asked = Instant::now();

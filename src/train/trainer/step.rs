@@ -82,8 +82,8 @@ impl Trainer {
         Ok(worst.map(|index| samples.rows[index].clone()).collect())
     }
 
-    /// Decides whether the run continues after a step whose loss or gradient is not finite, and warns
-    /// about values far outside of their recent range.
+    /// Decides whether the run continues after a step whose loss or gradient is not finite, and
+    /// warns about values far outside of their recent range.
     fn judge(
         &mut self,
         outcome: &StepOutcome,
@@ -171,8 +171,8 @@ impl Trainer {
             fill: data.fill,
             step_time_s,
             data_wait_s: values.data_wait_s,
-            // A number in each row: readers that infer columns from the first rows fail if only later
-            // rows have one.
+            // A number in each row: readers that infer columns from the first rows fail if only
+            // later rows have one.
             save_hold_s: Some(saves.hold_s.unwrap_or(0.0)),
             save_s: Some(saves.save_s.unwrap_or(0.0)),
             tokens_per_s: data.num_tokens as f64 / step_time_s,

@@ -54,9 +54,9 @@ impl RankWeights {
         }
     }
 
-    /// Begins a pass that computes no gradients, to be ended by [`Self::end`]. If each rank has a share
-    /// of the weights only, all ranks make the same number of passes: a rank that `has_work` makes one,
-    /// and the others take part in its gathers. Returns whether there is a pass.
+    /// Begins a pass that computes no gradients, to be ended by [`Self::end`]. If each rank has a
+    /// share of the weights only, all ranks make the same number of passes: a rank that `has_work`
+    /// makes one, and the others take part in its gathers. Returns whether there is a pass.
     pub(super) fn begin_forward(&self, ranks: &Ranks, has_work: bool) -> Result<bool, DistError> {
         if self.are_whole() {
             return Ok(has_work);

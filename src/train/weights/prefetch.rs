@@ -9,8 +9,8 @@ use std::thread::{self, JoinHandle};
 /// Threads that fill the page-locked buffers of copies to a GPU.
 const THREADS: usize = 4;
 
-/// Copies weights to slots while the weights of the other slot are in use. Copies are done in the order
-/// in which they were started.
+/// Copies weights to slots while the weights of the other slot are in use. Copies are done in the
+/// order in which they were started.
 pub(super) struct Prefetch {
     copies: Arc<HostCopies>,
     progress: Arc<Progress<String>>,
@@ -39,8 +39,8 @@ impl Prefetch {
         Ok(Self { copies, progress, started, thread: Some(thread) })
     }
 
-    /// Starts to copy weights to places in `slot`, once the earlier work on tensors is done. Returns the
-    /// number of the job.
+    /// Starts to copy weights to places in `slot`, once the earlier work on tensors is done.
+    /// Returns the number of the job.
     pub(super) fn start(&self, slot: usize, weights: Vec<(Tensor, Tensor)>) -> Result<u64> {
         self.copies.begin()?;
         let mut started = self.started.lock().unwrap_or_else(PoisonError::into_inner);
@@ -69,8 +69,8 @@ impl Drop for Prefetch {
     }
 }
 
-/// Copies until there are no more jobs. Parallel work of the copies runs on threads of their own: all of
-/// the usual pool may wait for a copy.
+/// Copies until there are no more jobs. Parallel work of the copies runs on threads of their own:
+/// all of the usual pool may wait for a copy.
 fn run(threads: usize, jobs: Receiver<Job>, copies: &HostCopies, progress: &Progress<String>) {
     let ended = "the thread that copies weights to the device has ended";
     let _end = progress.fail_at_end(ended.to_owned());

@@ -1,8 +1,8 @@
 //! The weights of a model of which each rank has a share.
 //!
 //! Two buffers ("slots") hold the weights of two stages: the one in use, and the next one, which is
-//! gathered meanwhile. The tensors of all parameters are views of the slots. A parameter that is read
-//! makes the weights of its stage present.
+//! gathered meanwhile. The tensors of all parameters are views of the slots. A parameter that is
+//! read makes the weights of its stage present.
 //!
 //! All ranks must gather the same stages in the same order, but they do not always read the same
 //! stages: a batch without images does not use the vision encoder. So the order is fixed, and a
@@ -66,9 +66,9 @@ pub(in super::super) fn slot_elements(layout: &Layout) -> [usize; 2] {
 }
 
 impl Order {
-    /// `num_stages` are in the order of backward. `head` is the stage of the head, `table` that of the
-    /// token embedding, whose weights backward does not read, and `trained` the last one that is
-    /// trained.
+    /// `num_stages` are in the order of backward. `head` is the stage of the head, `table` that of
+    /// the token embedding, whose weights backward does not read, and `trained` the last one that
+    /// is trained.
     fn new(num_stages: usize, head: usize, table: usize, trained: usize) -> Self {
         // Backward always runs through the last norm, and through all mergers of a vision encoder
         // with a trained part; these are after the embedding.
@@ -121,8 +121,8 @@ impl SlotTensors {
 }
 
 impl WeightSlots {
-    /// Gathers the weights of `tensors` with `collective`, and becomes the home of `params`. `table`
-    /// is the parameter of the token embedding.
+    /// Gathers the weights of `tensors` with `collective`, and becomes the home of `params`.
+    /// `table` is the parameter of the token embedding.
     pub fn new(
         layout: &Layout,
         member: usize,

@@ -1,13 +1,13 @@
 //! Frozen weights that are not kept on the device in the compute dtype.
 //!
-//! The weights of a stage are stored in host memory, or in NF4. When one of them is read, those of the
-//! stage are copied or dequantised into one of two slots. Neighbouring stages have different slots, and
-//! a stage that is still present is not copied again. Other parameters keep their own tensors: those
-//! that are trained, and tables, norms and biases.
+//! The weights of a stage are stored in host memory, or in NF4. When one of them is read, those of
+//! the stage are copied or dequantised into one of two slots. Neighbouring stages have different
+//! slots, and a stage that is still present is not copied again. Other parameters keep their own
+//! tensors: those that are trained, and tables, norms and biases.
 //!
-//! Passes read the stages from the last to the first and back. A read of a stage also starts to copy its
-//! neighbour in this direction from host memory to the other slot, while the stage computes. If another
-//! stage is read next, the run is slower and its results are the same.
+//! Passes read the stages from the last to the first and back. A read of a stage also starts to
+//! copy its neighbour in this direction from host memory to the other slot, while the stage
+//! computes. If another stage is read next, the run is slower and its results are the same.
 
 use super::prefetch::Prefetch;
 use crate::metrics::Division;
@@ -43,8 +43,8 @@ pub enum StoredWeight {
 
 /// The weights of a model that visit two slots.
 pub struct VisitingWeights {
-    /// Copies from host memory; `None`: no weight is stored there. Dropped before the slots, since the
-    /// last copies to them may still be in progress.
+    /// Copies from host memory; `None`: no weight is stored there. Dropped before the slots, since
+    /// the last copies to them may still be in progress.
     prefetch: Option<Prefetch>,
     /// By stage.
     visitors: Vec<Vec<Visitor>>,
@@ -58,7 +58,8 @@ pub struct VisitingWeights {
 
 #[derive(Debug)]
 struct State {
-    /// The stage in each slot, or on its way there, and the number of its copy until it was waited for.
+    /// The stage in each slot, or on its way there, and the number of its copy until it was waited
+    /// for.
     present: [Option<(usize, Option<u64>)>; 2],
     /// The place in `visiting` of the stage that was read last.
     last: Option<usize>,
@@ -150,8 +151,8 @@ impl Places {
 }
 
 impl VisitingWeights {
-    /// Allocates slots on `device`, and becomes the home of the parameters of `stored`, which has the
-    /// weights by the indexes of their parameters.
+    /// Allocates slots on `device`, and becomes the home of the parameters of `stored`, which has
+    /// the weights by the indexes of their parameters.
     pub fn install(
         stages: &[Vec<&Param>],
         params: &[Param],

@@ -1,9 +1,9 @@
 //! A tokenised corpus on disk. Ids are read by span, so the corpus may exceed the memory.
 //!
 //! Layout: the ids as little-endian `u32`; a JSON index; its CRC-32, little-endian; its length as
-//! little-endian `u64`. The index has the checksums of the ids, which [`TokenFile::open`] compares. A
-//! file is written under a temporary name and renamed when it is complete. The index takes 4 bytes
-//! of memory per document and 8 bytes per entry of [`Index::places`].
+//! little-endian `u64`. The index has the checksums of the ids, which [`TokenFile::open`] compares.
+//! A file is written under a temporary name and renamed when it is complete. The index takes 4
+//! bytes of memory per document and 8 bytes per entry of [`Index::places`].
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -73,8 +73,8 @@ pub(super) struct TokenFile {
 }
 
 impl TokenFile {
-    /// Opens the file at `path` and compares its checksums. Returns `None` if it does not exist, and
-    /// logs a warning if it is damaged or has another key.
+    /// Opens the file at `path` and compares its checksums. Returns `None` if it does not exist,
+    /// and logs a warning if it is damaged or has another key.
     pub(super) fn open(path: &Path, key: &str) -> io::Result<Option<Self>> {
         let file = match File::open(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),

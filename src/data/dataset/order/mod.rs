@@ -89,7 +89,8 @@ enum Mix {
     },
 }
 
-/// How often an epoch uses all rows of a data set, and the number of further rows, drawn each epoch.
+/// How often an epoch uses all rows of a data set, and the number of further rows, drawn each
+/// epoch.
 fn passes(weight: f64, rows: u32) -> (u32, u32) {
     // An epoch has at least one row of each data set.
     let fewest = if weight < 1.0 && rows > 0 { 1.0 } else { 0.0 };
@@ -98,8 +99,8 @@ fn passes(weight: f64, rows: u32) -> (u32, u32) {
 }
 
 impl Order {
-    /// Creates an order from the sizes of the data sets and the fingerprint of their content. The size
-    /// of a corpus of windows is [`Windows::fewest`]; see [`Order::with_windows`].
+    /// Creates an order from the sizes of the data sets and the fingerprint of their content. The
+    /// size of a corpus of windows is [`Windows::fewest`]; see [`Order::with_windows`].
     pub fn new(
         datasets: &[DatasetShare],
         row_order: RowOrder,
@@ -169,7 +170,8 @@ impl Order {
         Ok(())
     }
 
-    /// Number of rows of the first epoch. Other epochs differ if offsets change the windows of a corpus.
+    /// Number of rows of the first epoch. Other epochs differ if offsets change the windows of a
+    /// corpus.
     pub fn len(&self) -> u64 {
         self.epoch_len(0)
     }

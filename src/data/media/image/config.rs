@@ -157,8 +157,8 @@ impl Settings {
             let expected = "a number from 1e-5 to 1";
             return Err(bad("rescale_factor", Some(rescale.to_string()), expected));
         }
-        // The mean of values lies between the smallest and the largest one, and the distance of both
-        // limits their deviation.
+        // The mean of values lies between the smallest and the largest one, and the distance of
+        // both limits their deviation.
         let white = 255.0 * rescale as f32 * 1.001;
         let triple = |key, value: Option<[f32; 3]>, low: f32, expected| match value {
             Some(value) if value.iter().all(|v| (low..=white).contains(v)) => Ok(value),

@@ -230,8 +230,8 @@ fn jpeg(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), D
     Ok((width.into(), height.into(), orientation(&exif.unwrap_or_default())))
 }
 
-/// Reads width, height and orientation. The `eXIf` chunk may follow the pixels. Writes the bytes of a
-/// pixel if they can be more than 4.
+/// Reads width, height and orientation. The `eXIf` chunk may follow the pixels. Writes the bytes of
+/// a pixel if they can be more than 4.
 fn png(
     reader: &mut impl Image,
     pixel_bytes: &mut u64,

@@ -127,8 +127,8 @@ impl ImageProcessor {
         Ok(self.grid_of(self.target(media, self.size(media)?.0)?))
     }
 
-    /// Returns the upright size in pixels, read from the header, with the limits of the row, and the
-    /// number of pixels to decode. Fails like [`Self::grid`] if the aspect ratio is too large.
+    /// Returns the upright size in pixels, read from the header, with the limits of the row, and
+    /// the number of pixels to decode. Fails like [`Self::grid`] if the aspect ratio is too large.
     pub fn size(&self, media: &MediaRef) -> Result<(ImageSize, u64), ImageError> {
         let upright = self.upright_size(media)?;
         let size = ImageSize::new(upright, media.limits);

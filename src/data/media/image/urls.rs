@@ -61,7 +61,8 @@ impl Urls {
         }
     }
 
-    /// Opens the file that an image is kept in, after downloading it if necessary, to read its header.
+    /// Opens the file that an image is kept in, after downloading it if necessary, to read its
+    /// header.
     pub(super) fn open(&self, url: &str) -> Result<BufReader<File>, ImageError> {
         let path = self.images(url)?.path(url);
         let path = path.map_err(|cause| ImageError::Url { url: for_messages(url), cause })?;
@@ -69,7 +70,8 @@ impl Urls {
         Ok(BufReader::new(file))
     }
 
-    /// Removes a URL whose content cannot be read as an image, so that the next run downloads it again.
+    /// Removes a URL whose content cannot be read as an image, so that the next run downloads it
+    /// again.
     pub(super) fn forget(&self, url: &str) {
         if let Self::Fetched(images) = self {
             images.forget(url);

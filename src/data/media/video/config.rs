@@ -14,8 +14,8 @@ use crate::data::model_file::{ModelFileError, read_json_if_there};
 
 /// The section `data.video` of the config.
 ///
-/// A key that is `None` uses the value of the model folder, or of the published one if the folder has
-/// none.
+/// A key that is `None` uses the value of the model folder, or of the published one if the folder
+/// has none.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct VideoConfig {
@@ -233,8 +233,8 @@ impl Settings {
     }
 }
 
-/// Checks the limits on pixels. The error names the wrong value where it is written: in `config` or in
-/// the file at `path`, which has `min_pixels`, `size.shortest_edge` and `max_pixels`.
+/// Checks the limits on pixels. The error names the wrong value where it is written: in `config` or
+/// in the file at `path`, which has `min_pixels`, `size.shortest_edge` and `max_pixels`.
 fn check_limits(
     path: &Path,
     file: [Option<u64>; 3],
@@ -318,8 +318,8 @@ fn check_file(
 /// Reads the video settings and returns them with the path of their file.
 ///
 /// As in transformers, `processor_config.json` takes precedence over
-/// `video_preprocessor_config.json`. The settings are empty if neither file has any. Published folders
-/// of Qwen2.5-VL have neither, and the settings of images apply to each frame.
+/// `video_preprocessor_config.json`. The settings are empty if neither file has any. Published
+/// folders of Qwen2.5-VL have neither, and the settings of images apply to each frame.
 fn read_file(folder: &Path, family: MediaFamily) -> Result<(PathBuf, File), VideoConfigError> {
     let combined = folder.join("processor_config.json");
     let published = folder.join("video_preprocessor_config.json");

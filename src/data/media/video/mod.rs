@@ -65,9 +65,10 @@ pub enum GroupTimes {
     Positions(f32),
 }
 
-/// Largest temporal position of a video, from its start. Larger numbers have no exact position in `f32`.
-/// A row has at most 2^20 tokens, and text and images advance the positions by one per token at most, so
-/// only videos come near this limit. What follows such a video has rounded positions, as in transformers.
+/// Largest temporal position of a video, from its start. Larger numbers have no exact position in
+/// `f32`. A row has at most 2^20 tokens, and text and images advance the positions by one per token
+/// at most, so only videos come near this limit. What follows such a video has rounded positions,
+/// as in transformers.
 const LAST_POSITION: f32 = 16_777_216.0; // 2^24
 
 /// Sampled frames of a video and their target size.

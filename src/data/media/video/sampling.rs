@@ -1,10 +1,10 @@
 //! Samples the frames of a video and computes their timestamps.
 //!
 //! The arithmetic and its rounding equal those of transformers. `Qwen3VLVideoProcessor` spreads the
-//! indices evenly from the first to the last frame; `Qwen2VLVideoProcessor` takes the first frame of
-//! equal shares of the video. There is one difference: for some videos `Qwen2VLVideoProcessor` returns
-//! one index too many, past the last frame, because it rounds the step between frames. This code does
-//! not return it. Presentation times in the file are not used.
+//! indices evenly from the first to the last frame; `Qwen2VLVideoProcessor` takes the first frame
+//! of equal shares of the video. There is one difference: for some videos `Qwen2VLVideoProcessor`
+//! returns one index too many, past the last frame, because it rounds the step between frames. This
+//! code does not return it. Presentation times in the file are not used.
 
 use std::num::NonZeroU32;
 use std::ops::Range;
@@ -35,7 +35,8 @@ pub(super) enum Wanted {
 }
 
 /// Returns the frames of a video of `total` frames at `rate` frames per second that lie between the
-/// `start` and the `end` of `limits`; the last one is at `end` or before it. Empty if there are none.
+/// `start` and the `end` of `limits`; the last one is at `end` or before it. Empty if there are
+/// none.
 ///
 /// The rounding equals that of `calculate_video_frame_range` in qwen-vl-utils.
 pub(super) fn frames_between(total: usize, rate: f64, limits: &VideoLimits) -> Range<usize> {
@@ -57,7 +58,8 @@ impl Sampling {
         (sampling, number(limits.num_frames))
     }
 
-    /// Returns the indices of the frames to sample from `total` frames. A patch has `temporal` frames.
+    /// Returns the indices of the frames to sample from `total` frames. A patch has `temporal`
+    /// frames.
     pub(super) fn indices(
         &self,
         total: usize,
@@ -89,7 +91,8 @@ impl Sampling {
         }
     }
 
-    /// The first frame of each of equal shares of the video. Their number is a multiple of `temporal`.
+    /// The first frame of each of equal shares of the video. Their number is a multiple of
+    /// `temporal`.
     fn shares(&self, total: usize, wanted: f64, temporal: usize) -> Vec<usize> {
         let whole = |frames: usize| frames / temporal * temporal;
         let most = whole(self.max_frames.min(total));

@@ -1,8 +1,8 @@
-//! Target size of the frames of a video: limits apply to the pixels of all frames together, and with
-//! Qwen2.5-VL also to the pixels of each frame.
+//! Target size of the frames of a video: limits apply to the pixels of all frames together, and
+//! with Qwen2.5-VL also to the pixels of each frame.
 //!
-//! The arithmetic and its rounding equal those of the transformers processors. `Qwen2VLVideoProcessor`
-//! has only the limits on each frame.
+//! The arithmetic and its rounding equal those of the transformers processors.
+//! `Qwen2VLVideoProcessor` has only the limits on each frame.
 
 use std::num::NonZeroU32;
 
@@ -59,8 +59,8 @@ pub(super) struct PixelLimits {
 }
 
 impl PixelLimits {
-    /// Returns the target `[height, width]` in pixels of the frames of a video with limits of its own.
-    /// See [`smart_resize`].
+    /// Returns the target `[height, width]` in pixels of the frames of a video with limits of its
+    /// own. See [`smart_resize`].
     pub(super) fn target(
         self,
         num_frames: usize,

@@ -58,8 +58,8 @@ pub(super) enum Layout {
 
 impl ArrowRows {
     pub(super) fn open(path: &Path, file: &File, layout: Layout) -> Result<Self, SourceError> {
-        // SAFETY: the map is read-only. Other programs must not change the file in place while it is
-        // open, as docs/data-format.md states for memory-mapped files.
+        // SAFETY: the map is read-only. Other programs must not change the file in place while it
+        // is open, as docs/data-format.md states for memory-mapped files.
         let map = unsafe { Mmap::map(file) }
             .map_err(|cause| SourceError::Read { path: path.to_owned(), cause })?;
         let map = Buffer::from(Bytes::from_owner(map));

@@ -45,8 +45,8 @@ impl FileChunks {
         Self(FILES.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Returns chunk `number`, which one thread decodes if it is not in memory. `memory` returns the
-    /// bytes that keeping it takes.
+    /// Returns chunk `number`, which one thread decodes if it is not in memory. `memory` returns
+    /// the bytes that keeping it takes.
     pub(super) fn get(
         &self,
         number: usize,

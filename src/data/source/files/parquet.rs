@@ -105,8 +105,8 @@ impl ParquetRows {
         Ok(columns::row(&batch, row - chunk.first))
     }
 
-    /// Whether a row needs much more time than its chunk: to find the chunk in a row group without a
-    /// page index, all pages before it are read.
+    /// Whether a row needs much more time than its chunk: to find the chunk in a row group without
+    /// a page index, all pages before it are read.
     pub(super) fn is_slow(&self) -> bool {
         let metadata = self.metadata.metadata();
         metadata.row_groups().iter().enumerate().any(|(number, group)| {
@@ -208,8 +208,8 @@ fn chunks(metadata: &ParquetMetaData) -> Vec<Chunk> {
     chunks
 }
 
-/// Splits the rows of a group into ranges of at most about `most` rows. A range ends at a start of a
-/// page if there is one in the second half of the range.
+/// Splits the rows of a group into ranges of at most about `most` rows. A range ends at a start of
+/// a page if there is one in the second half of the range.
 fn split(rows: u64, most: u64, page_starts: impl Iterator<Item = u64>) -> Vec<Range<u64>> {
     let mut page_starts = page_starts.peekable();
     let mut ranges = Vec::new();

@@ -1,5 +1,5 @@
-//! Recognises the format of a file: by its content first, and by its name where the content is plain
-//! text.
+//! Recognises the format of a file: by its content first, and by its name where the content is
+//! plain text.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! What is given besides the value that is parsed: the rules of the data set, the findings of the file
-//! and the row.
+//! What is given besides the value that is parsed: the rules of the data set, the findings of the
+//! file and the row.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -36,8 +36,8 @@ impl Turns<'_> {
         Ok(())
     }
 
-    /// Parses a row of TRL: a prompt, and a completion that alone is trained on. Each is a text or a
-    /// list of messages.
+    /// Parses a row of TRL: a prompt, and a completion that alone is trained on. Each is a text or
+    /// a list of messages.
     pub(super) fn prompt_and_completion(
         &mut self,
         row: &mut Map<String, Value>,

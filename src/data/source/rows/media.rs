@@ -85,7 +85,8 @@ impl<'a> RowMedia<'a> {
         })
     }
 
-    /// Splits a text at its placeholders, in one pass: the time is linear in the length of the text.
+    /// Splits a text at its placeholders, in one pass: the time is linear in the length of the
+    /// text.
     pub(super) fn text(&mut self, text: String) -> Content {
         let (mut parts, mut end) = (Vec::new(), 0);
         for (at, _) in text.match_indices('<') {

@@ -123,8 +123,8 @@ fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sa
     Ok(Sample { id: id.clone(), messages, media, tools, objects })
 }
 
-/// Maximum number of bytes of the texts of a row, also after the chat template: about 1 million tokens.
-/// A tokenizer takes many bytes for each byte of a word.
+/// Maximum number of bytes of the texts of a row, also after the chat template: about 1 million
+/// tokens. A tokenizer takes many bytes for each byte of a word.
 pub(in crate::data) const MAX_TEXT_BYTES: usize = 4 << 20;
 /// Maximum number of turns of a row.
 const MAX_TURNS: usize = 100_000;
@@ -252,8 +252,8 @@ mod tests {
         assert!(error.to_string().contains("100001 turns, expected at most 100000"), "{error}");
     }
 
-    /// Finding the next `<image>` of a text that has only `<video>` must not read the rest of the text
-    /// for each of them.
+    /// Finding the next `<image>` of a text that has only `<video>` must not read the rest of the
+    /// text for each of them.
     #[test]
     fn placeholders_take_linear_time() {
         let seconds = |count: usize| {

@@ -36,8 +36,8 @@ impl At<'_> {
         Ok(weight)
     }
 
-    /// The factor of the loss of a turn of another role, which only `loss_scale: all` trains on: 0 if
-    /// a key excludes the turn, else 1. The keys must not request training.
+    /// The factor of the loss of a turn of another role, which only `loss_scale: all` trains on: 0
+    /// if a key excludes the turn, else 1. The keys must not request training.
     pub(super) fn other_weight(
         &self,
         at: &str,

@@ -79,8 +79,8 @@ impl<'a> Turns<'a> {
         Ok(())
     }
 
-    /// Parses a turn with `role` and `content`, as in OpenAI's and Qwen's formats, or with `from` and
-    /// `value`, as in LLaVA and ShareGPT.
+    /// Parses a turn with `role` and `content`, as in OpenAI's and Qwen's formats, or with `from`
+    /// and `value`, as in LLaVA and ShareGPT.
     fn turn(
         &mut self,
         list: &str,
@@ -182,8 +182,8 @@ impl<'a> Turns<'a> {
         optional_text(self.at.id, &join(at, key), value)
     }
 
-    /// Parses a turn whose content is the JSON of one call or of a list of calls. Calls directly after
-    /// an answer, or after other calls, belong to the same assistant turn.
+    /// Parses a turn whose content is the JSON of one call or of a list of calls. Calls directly
+    /// after an answer, or after other calls, belong to the same assistant turn.
     fn calls(
         &mut self,
         at: &str,

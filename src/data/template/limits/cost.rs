@@ -1,8 +1,8 @@
 //! Counts what a rendering reads and makes, and stops it above a budget.
 //!
-//! One byte of a text counts 1, one item of a list or map [`ITEM`]. Each rendering has a budget that
-//! grows with the conversation. It bounds the memory, since nothing is made that is not counted, and
-//! the time, together with the number of instructions.
+//! One byte of a text counts 1, one item of a list or map [`ITEM`]. Each rendering has a budget
+//! that grows with the conversation. It bounds the memory, since nothing is made that is not
+//! counted, and the time, together with the number of instructions.
 
 use std::cell::Cell;
 

@@ -1,10 +1,10 @@
-//! Checks the source of a template before it is compiled, and adds a filter to each expression whose
-//! cost the engine does not count.
+//! Checks the source of a template before it is compiled, and adds a filter to each expression
+//! whose cost the engine does not count.
 //!
 //! The engine counts instructions. One instruction may join two long texts, compare them, or copy a
-//! list, so texts that double in a loop need few instructions. The operands of such instructions get
-//! a filter that counts their size ([`super::cost`]): `a ~ b` becomes `a|__read ~ b|__read`. Lists,
-//! maps and slices get a filter that counts their items and limits their depth.
+//! list, so texts that double in a loop need few instructions. The operands of such instructions
+//! get a filter that counts their size ([`super::cost`]): `a ~ b` becomes `a|__read ~ b|__read`.
+//! Lists, maps and slices get a filter that counts their items and limits their depth.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -115,8 +115,8 @@ pub(super) fn with_counters(source: &str) -> Result<String, SourceError> {
 
 struct Scan<'a> {
     source: &'a str,
-    /// Texts to add at bytes of the source: after the token that ends there, and before the one that
-    /// starts there.
+    /// Texts to add at bytes of the source: after the token that ends there, and before the one
+    /// that starts there.
     added: BTreeMap<usize, [String; 2]>,
 }
 
@@ -253,8 +253,8 @@ impl Scan<'_> {
         Ok(())
     }
 
-    /// The index of the first token that belongs to a value: after the name of the tag, and after the
-    /// targets of `set` and `for`.
+    /// The index of the first token that belongs to a value: after the name of the tag, and after
+    /// the targets of `set` and `for`.
     fn first_of_values(&self, tokens: &[Token], name: &str) -> usize {
         let target_end = match name {
             "" => return 0,

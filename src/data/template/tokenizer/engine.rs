@@ -140,8 +140,8 @@ impl Engine {
         tokens
     }
 
-    /// Appends the tokens of a text in NFC, and stops after more than `most`. `span` converts a non-empty byte range of the text to
-    /// an offset in the original text.
+    /// Appends the tokens of a text in NFC, and stops after more than `most`. `span` converts a
+    /// non-empty byte range of the text to an offset in the original text.
     fn encode_piece(
         &self,
         classes: Classes,

@@ -22,8 +22,8 @@ use engine::Engine;
 pub(in crate::data) use engine::Tokens;
 use tokenizers::{ModelWrapper, PostProcessorWrapper, Tokenizer};
 
-/// Maximum length of a text for the `tokenizers` crate, in bytes. It takes up to 600 bytes of memory for
-/// each byte of a text.
+/// Maximum length of a text for the `tokenizers` crate, in bytes. It takes up to 600 bytes of
+/// memory for each byte of a text.
 const MAX_REFERENCE_BYTES: usize = 1 << 19;
 
 /// A tokenizer. Special tokens that occur in a text are encoded as their ids.

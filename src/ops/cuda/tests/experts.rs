@@ -1,4 +1,5 @@
-//! The ops of mixtures of experts, with rows that are 16-byte aligned, uneven experts and several tiles.
+//! The ops of mixtures of experts, with rows that are 16-byte aligned, uneven experts and several
+//! tiles.
 
 use super::{DTYPES, assert_all_close, operand};
 use crate::ops::cuda::{add_grouped_outer_products, grouped_products};
@@ -76,8 +77,8 @@ fn rows_sums_and_activations_of_experts_match_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Results of the kernels for operands as in `grouped_linear`: the products, the gradient of the rows, and
-/// that of the weights.
+/// Results of the kernels for operands as in `grouped_linear`: the products, the gradient of the
+/// rows, and that of the weights.
 fn kernels(
     x: &Tensor,
     w: &Tensor,

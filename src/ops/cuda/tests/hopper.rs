@@ -1,5 +1,5 @@
-//! Tests of the emulation of compute capability 9.0 (emulation/hopper.h): copies and products against
-//! the definitions of the PTX manual, and planted errors, which must be found.
+//! Tests of the emulation of compute capability 9.0 (emulation/hopper.h): copies and products
+//! against the definitions of the PTX manual, and planted errors, which must be found.
 
 use super::super::launch::{Launch, address, empty};
 use super::super::tensor_map::{Boxes, head_maps};
@@ -8,7 +8,8 @@ use crate::ops::testing::values;
 use candle_core::{DType, Device, Result, Tensor};
 use half::bf16;
 
-/// Whether every element of `got` is close to `want`, relative to the size of the elements of `want`.
+/// Whether every element of `got` is close to `want`, relative to the size of the elements of
+/// `want`.
 fn is_close(got: &Tensor, want: &Tensor, bound: f64) -> bool {
     let (got, want) = (values(got), values(want));
     let size = want.iter().fold(0.0, |size: f64, x| size.max(x.abs()));
@@ -46,8 +47,9 @@ fn a_box_arrives_permuted_and_with_zeros_outside_of_the_tensor() -> Result<()> {
                 let inside = (0..dh as i32).contains(&c) && (0..n as i32).contains(&r);
                 let index = (r * h as i32 + at[1]) * dh as i32 + c;
                 let want = if inside { elements[index as usize] } else { 0 };
-                // Chunks of 16 bytes change places within rows of 128 bytes or less: a chunk of a row
-                // of 128 bytes with the number of the row, one of narrower rows with that of 128 bytes.
+                // Chunks of 16 bytes change places within rows of 128 bytes or less: a chunk of a
+                // row of 128 bytes with the number of the row, one of narrower rows with that of
+                // 128 bytes.
                 let per_row = columns / 8;
                 let chunk = (column / 8) ^ (row * per_row / 8 % per_row);
                 let place = (row * per_row + chunk) * 8 + column % 8;
@@ -59,8 +61,8 @@ fn a_box_arrives_permuted_and_with_zeros_outside_of_the_tensor() -> Result<()> {
     Ok(())
 }
 
-/// Places of a matrix `[outer, 16]` in shared memory: the canonical layouts of the PTX manual, with the
-/// dim that is summed over last.
+/// Places of a matrix `[outer, 16]` in shared memory: the canonical layouts of the PTX manual, with
+/// the dim that is summed over last.
 #[derive(Debug, Clone, Copy)]
 struct Layout {
     /// Field of the descriptor for the permutation, and bytes of its rows.

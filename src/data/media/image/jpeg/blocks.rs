@@ -49,8 +49,8 @@ pub(super) fn sequential(
     at
 }
 
-/// Reads the part of a block that a progressive scan contains. `table` is `None` in scans that refine
-/// DC. `end_run` is the number of further blocks that have no new coefficients in this scan.
+/// Reads the part of a block that a progressive scan contains. `table` is `None` in scans that
+/// refine DC. `end_run` is the number of further blocks that have no new coefficients in this scan.
 pub(super) fn progressive(
     bits: &mut Bits<'_>,
     header: &ScanHeader,

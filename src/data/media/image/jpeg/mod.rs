@@ -25,8 +25,8 @@ use output::Output;
 use scans::Coefficients;
 use segments::{END, Frame, ScanHeader, Segments, Tables};
 
-/// Decodes the bytes of a whole file to values of shape `[height, width, 3]`. `size` is the expected
-/// `[height, width]`.
+/// Decodes the bytes of a whole file to values of shape `[height, width, 3]`. `size` is the
+/// expected `[height, width]`.
 pub(super) fn decode(bytes: &[u8], size: [usize; 2]) -> Result<Vec<u8>, JpegError> {
     let mut segments = Segments { rest: bytes };
     let mut tables = Tables::default();

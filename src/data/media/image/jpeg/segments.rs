@@ -215,7 +215,8 @@ pub(super) enum Colours {
     Ycc,
     /// Inverted CMYK, as programs of Adobe write it.
     Cmyk,
-    /// Inverted CMYK whose inks of colour, not inverted, are stored as luma and chroma of R, G and B.
+    /// Inverted CMYK whose inks of colour, not inverted, are stored as luma and chroma of R, G and
+    /// B.
     Ycck,
 }
 
