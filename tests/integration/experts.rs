@@ -103,7 +103,9 @@ fn gradient_norms_of_every_parameter_and_expert_equal_the_references() {
 fn relaid(layout: &str) -> HashMap<String, Tensor> {
     let file = golden("models/moe-vl/model.safetensors");
     let mut tensors = HashMap::new();
-    for (name, tensor) in safetensors::load(file, &Device::Cpu).unwrap() {
+    let start: BTreeMap<String, Tensor> =
+        safetensors::load(file, &Device::Cpu).unwrap().into_iter().collect();
+    for (name, tensor) in start {
         let is_experts = name.contains(".mlp.experts.");
         if layout == "in_out" || !is_experts {
             tensors.insert(name, tensor);
