@@ -14,7 +14,7 @@ use candle_core::Device;
 #[error("`device` is `cuda:{ordinal}`, which cannot be used: {problem}")]
 pub struct DeviceError {
     ordinal: usize,
-    problem: candle_core::Error,
+    problem: String,
 }
 
 impl DeviceError {
@@ -72,7 +72,12 @@ impl DeviceChoice {
         match self {
             Self::Cpu => Ok(Device::Cpu),
             Self::Cuda(ordinal) => {
-                open_gpu(ordinal).map_err(|problem| DeviceError { ordinal, problem })
+                // candle appends a backtrace if `RUST_BACKTRACE` is set
+                let first_line = |text: String| text.lines().next().unwrap_or_default().to_owned();
+                open_gpu(ordinal).map_err(|error| DeviceError {
+                    ordinal,
+                    problem: first_line(error.to_string()),
+                })
             }
             Self::Auto if !CUDA_BUILD => Ok(Device::Cpu),
             Self::Auto if rank.world > 1 => Self::Cuda(gpu_of_rank(rank.local_rank)).open(),
@@ -100,7 +105,12 @@ mod tests {
     fn a_missing_gpu_is_an_error_unless_the_device_is_auto() {
         assert!(DeviceChoice::Auto.open().is_ok());
         let error = DeviceChoice::Cuda(4096).open().unwrap_err();
-        assert_eq!(error.to_string(), "`device` is `cuda:4096`, which cannot be used");
+        let message = error.to_string();
+        assert!(
+            message.starts_with("`device` is `cuda:4096`, which cannot be used: "),
+            "{message}"
+        );
+        assert_eq!(message.lines().count(), 1, "{message}");
         assert!(error.hint().contains("`device: cpu`"));
     }
 }
