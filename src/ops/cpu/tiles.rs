@@ -224,6 +224,7 @@ unsafe impl Vector for Plain {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{DOTS, Dots, Tile, Vector, dots_of, products_of};
+    #[expect(clippy::wildcard_imports, reason = "two dozen intrinsics")]
     use std::arch::x86_64::*;
 
     /// Calls a function with the number of rows as a constant, so that the sums of all rows are in

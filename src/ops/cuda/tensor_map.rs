@@ -50,7 +50,10 @@ impl Boxes {
         let row_bytes = columns * ELEMENT;
         // The driver refuses other tensors and boxes.
         let strides_fit = heads % 16 == 0 && rows % 16 == 0;
-        assert!(self.address % 16 == 0 && strides_fit, "{self:?} is not aligned to 16 bytes");
+        assert!(
+            self.address.is_multiple_of(16) && strides_fit,
+            "{self:?} is not aligned to 16 bytes"
+        );
         assert!([32, 64, 128].contains(&row_bytes) && (1..=256).contains(&number), "{self:?}");
         assert!(self.dims.iter().all(|dim| *dim > 0), "{self:?} has no elements");
         let map =
