@@ -202,6 +202,7 @@ fn the_weights_of_the_next_stage_are_on_their_way_before_a_stage_is_read() {
         newer_of_waits.iter().filter(|(_, newer)| **newer == 0).map(|(ticket, _)| ticket).collect();
     // The next stage cannot be gathered at the two turns of a pass, where it has the same slot, and
     // there is none after the last one.
-    assert!(newer_of_waits.len() > 8, "{calls:?}");
+    // A gather that has ended needs no wait, so their number varies with the load of the machine.
+    assert!(newer_of_waits.len() > 4, "{calls:?}");
     assert!(alone.len() <= 3, "{} of {} waits: {calls:?}", alone.len(), newer_of_waits.len());
 }
