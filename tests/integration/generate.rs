@@ -322,7 +322,7 @@ fn the_folder_of_a_run_is_its_final_model_or_else_its_newest_checkpoint() {
     let with_final = run().says("run/final");
     assert_eq!(with_final.stdout, answers[0]);
     fs::remove_dir_all(place.path("run/final")).unwrap();
-    let newest = run().says("run/checkpoints/step-00000010").says("which has no `final`");
+    let newest = run().says("run/checkpoints/step-00000010").says("because the run has no `final`");
     assert_eq!(newest.stdout, answers[2]);
     fs::remove_dir_all(place.path("run/checkpoints")).unwrap();
     once(&place, Path::new("run"), &["--prompt", "Hello"]).ends_with(65).says("config.json");
