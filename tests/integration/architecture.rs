@@ -94,7 +94,7 @@ const MAY_IMPORT: [(&str, &[&str]); 18] = [
 
 /// Files that may have more lines, each with the reason.
 const LONGER: [(&str, &str); 8] = [
-    ("scripts/reliability/mutants.py", "to be divided: rows, pictures, headers, templates"),
+    ("scripts/reliability/mutants.py", "to be divided: rows, images, headers, templates"),
     ("tests/integration/bad_input.rs", "to be divided: one test of each command"),
     ("tests/integration/check.rs", "to be divided: problems, data, memory"),
     ("tests/integration/experts.rs", "to be divided: curves, files, runs"),
