@@ -246,7 +246,12 @@ impl Checkpointer {
 
     /// Path of the checkpoint of `step`, whether it exists or not.
     pub fn step_folder(&self, step: u64) -> PathBuf {
-        self.folder().join(format!("{STEP}{step:08}"))
+        self.output_dir.join(Self::step_name(step))
+    }
+
+    /// Path of the checkpoint of `step`, relative to `output_dir`.
+    pub fn step_name(step: u64) -> PathBuf {
+        Path::new(FOLDER).join(format!("{STEP}{step:08}"))
     }
 
     fn folder(&self) -> PathBuf {

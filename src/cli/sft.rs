@@ -104,7 +104,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
             return Err(error);
         }
     };
-    tracing::info!(folder = %folder.display(), "finished: wrote a model folder for transformers and vLLM");
+    tracing::info!(folder = %folder.display(), "finished: wrote a model for transformers and vLLM");
     if let Some(reason) = stopped_early {
         print_end(&reason);
     }

@@ -203,7 +203,7 @@ pub fn log_datasets(seen: &BTreeMap<String, DatasetCounts>) {
             videos = Some(counts.num_videos).filter(|videos| *videos > 0),
             tokens = counts.num_tokens,
             targets = counts.num_target_tokens,
-            "data set"
+            "data"
         );
     }
 }

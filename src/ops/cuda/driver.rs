@@ -198,19 +198,15 @@ mod replaced {
             allocate: allocate_in_pool,
             failed: std::cell::Cell::new(CUresult::CUDA_SUCCESS),
         };
-        match allocate(&calls, bytes, &SETTINGS) {
-            Ok(found) => {
-                // SAFETY: the caller passes the address of a variable.
-                unsafe { *address = found };
-                CUresult::CUDA_SUCCESS
-            }
-            Err(_) => {
-                if calls.failed.get() == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-                    record_failed_gpu_allocation(bytes);
-                }
-                calls.failed.get()
-            }
+        if let Ok(found) = allocate(&calls, bytes, &SETTINGS) {
+            // SAFETY: the caller passes the address of a variable.
+            unsafe { *address = found };
+            return CUresult::CUDA_SUCCESS;
         }
+        if calls.failed.get() == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            record_failed_gpu_allocation(bytes);
+        }
+        calls.failed.get()
     }
 
     /// Replaces the driver's function. The bytes are there when it returns.

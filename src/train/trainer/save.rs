@@ -4,7 +4,7 @@ use super::super::datasets::{DatasetCounts, log_datasets};
 use super::super::error::TrainError;
 use super::super::saved::{saved_optimizer, saved_weights};
 use super::Trainer;
-use crate::checkpoint::{BackgroundSave, OwnedContents};
+use crate::checkpoint::{BackgroundSave, Checkpointer, OwnedContents};
 use crate::dist::{DistError, Rank};
 use crate::metrics::available_memory_bytes;
 use std::collections::BTreeMap;
@@ -203,7 +203,8 @@ impl Trainer {
         self.saves.at = Some(step);
         self.saves.times.save_s = Some(time_s);
         if self.is_first() {
-            let folder = self.parts.checkpointer.step_folder(step);
+            // The whole path can exceed 100 columns.
+            let folder = Checkpointer::step_name(step);
             tracing::info!(
                 step,
                 folder = %folder.display(),
