@@ -63,7 +63,8 @@ start() { # port of the last rank
   local command=("$trainer" sft --config configs/quickstart.yaml --set device=cpu --set "output_dir=$folder/run" --set "data.eval=[]"
     --set "train.gradient_accumulation_steps=$world" --set train.max_steps=100000 --set "checkpoint={every_steps: 1, keep: 2}"
     --set data.packing_length=52 --set "distributed.timeout_s=$timeout_s")
-  setsid mpirun --allow-run-as-root --oversubscribe --bind-to none \
+  # the ranks that mpirun ends have time to report which one was lost
+  setsid mpirun --allow-run-as-root --oversubscribe --bind-to none --mca odls_base_sigkill_timeout 10 \
     -n $((world - 1)) -x "MASTER_PORT=$port" "${command[@]}" : -n 1 -x "MASTER_PORT=$1" "${command[@]}" >"$folder/log" 2>&1 &
   job=$!
 }
@@ -92,13 +93,13 @@ for signal in USR1 USR2; do
   wait "$job" || code=$?
   job=
   [ "$code" = 74 ] || fail "exit code $code"
-  [ -z "$(pgrep -f "output_dir=$folder/run" || true)" ] || fail "a process is left"
-  # Each end of the connection names the other one.
-  grep -qE "^error: rank ($((world - 1))|0) was lost" "$folder/log" || fail "no rank is named"
+  [ -z "$(processes "$folder/run")" ] || fail "a process is left"
+  # Each end of the connection names the other one; rank 0 sends the reason to the others.
+  grep -q "^error: rank $((world - 1)) was lost" "$folder/log" || fail "rank $((world - 1)) is not named"
   kill "$proxy" 2>/dev/null || true
   wait "$proxy" 2>/dev/null || true
   proxy=
-  echo "network_test: SIG$signal to the network of one of $world ranks: ended after $took ms, $(grep -E '^error: rank' "$folder/log" | head -n 1)"
+  echo "network_test: SIG$signal to the network of one of $world ranks: ended after $took ms, $(grep "^error: rank $((world - 1)) was lost" "$folder/log" | head -n 1)"
 done
 # The same command continues the run.
 saved=$(cd "$folder/run/checkpoints" && printf '%s\n' step-* | tail -n 1)
