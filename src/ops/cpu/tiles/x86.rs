@@ -1,6 +1,6 @@
 //! Tiles in registers of AVX2 and AVX-512.
 
-use super::{DOTS, Dots, Tile, Vector, dots_of, products_of};
+use super::sums::{DOTS, Dots, TILE_ROWS, Tile, Vector, dots_of, products_of};
 use std::arch::x86_64::{
     __m256, __m512, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_movehl_ps, _mm_shuffle_ps,
     _mm256_add_ps, _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
@@ -18,7 +18,7 @@ macro_rules! with_rows {
     (@ $num_rows:expr, $name:ident => $call:expr, $($few:literal)*) => {
         match $num_rows {
             $($few => { const $name: usize = $few; $call })*
-            _ => { const $name: usize = super::TILE_ROWS; $call }
+            _ => { const $name: usize = TILE_ROWS; $call }
         }
     };
 }
