@@ -8,6 +8,7 @@
 use std::borrow::Cow;
 use std::io::Cursor;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, PoisonError};
 
 use image::metadata::Orientation;
 use image::{DynamicImage, ImageFormat, ImageReader, Limits};
@@ -23,6 +24,11 @@ pub(in crate::data) struct Rgb {
     pub(in crate::data) data: Vec<u8>,
 }
 
+/// Number of pixels above which images are decoded one after the other, so that the memory for them
+/// does not depend on the number of threads.
+const LARGE: u64 = 1 << 26;
+static ONE_LARGE: Mutex<()> = Mutex::new(());
+
 /// Decodes the bytes of a whole file.
 pub(super) fn decode(bytes: &[u8]) -> Result<Rgb, DecodeError> {
     // A decoder that panics on a damaged image must not stop the run: reject only this image.
@@ -32,6 +38,8 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Rgb, DecodeError> {
 
 fn decode_or_panic(bytes: &[u8]) -> Result<Rgb, DecodeError> {
     let header = Header::read(&mut Cursor::new(bytes))?;
+    let is_large = u64::from(header.width) * u64::from(header.height) > LARGE;
+    let _turn = is_large.then(|| ONE_LARGE.lock().unwrap_or_else(PoisonError::into_inner));
     if header.format == ImageFormat::Jpeg {
         let [height, width] = [header.height as usize, header.width as usize];
         let data = jpeg::decode(bytes, [height, width])
@@ -111,12 +119,12 @@ fn to_rgb(image: DynamicImage) -> Result<Rgb, DecodeError> {
     let data = match image {
         DynamicImage::ImageRgb8(pixels) => pixels.into_raw(),
         DynamicImage::ImageLuma8(pixels) => grey(&pixels),
-        DynamicImage::ImageLuma16(pixels) => grey(&eight_bits(&pixels)),
+        DynamicImage::ImageLuma16(pixels) => grey(&eight_bits(pixels.into_raw())),
         DynamicImage::ImageLumaA8(pixels) => grey_alpha(&pixels),
-        DynamicImage::ImageLumaA16(pixels) => grey_alpha(&eight_bits(&pixels)),
-        DynamicImage::ImageRgb16(pixels) => eight_bits(&pixels),
-        DynamicImage::ImageRgba8(pixels) => rgb_alpha(&pixels),
-        DynamicImage::ImageRgba16(pixels) => rgb_alpha(&eight_bits(&pixels)),
+        DynamicImage::ImageLumaA16(pixels) => grey_alpha(&eight_bits(pixels.into_raw())),
+        DynamicImage::ImageRgb16(pixels) => eight_bits(pixels.into_raw()),
+        DynamicImage::ImageRgba8(pixels) => rgb_alpha(pixels.into_raw()),
+        DynamicImage::ImageRgba16(pixels) => rgb_alpha(eight_bits(pixels.into_raw())),
         other => {
             let problem = format!("colour type `{:?}` is not supported", other.color());
             return Err(DecodeError::Broken(problem.into()));
@@ -125,8 +133,8 @@ fn to_rgb(image: DynamicImage) -> Result<Rgb, DecodeError> {
     Ok(Rgb { width, height, data })
 }
 
-/// Converts 16-bit to 8-bit values by `round(value / 257)`: 65535 becomes 255.
-fn eight_bits(values: &[u16]) -> Vec<u8> {
+/// Converts 16-bit to 8-bit values by `round(value / 257)`: 65535 becomes 255. Frees the values.
+fn eight_bits(values: Vec<u16>) -> Vec<u8> {
     values.iter().map(|value| ((u32::from(*value) + 128) / 257) as u8).collect()
 }
 
@@ -138,9 +146,18 @@ fn grey_alpha(pixels: &[u8]) -> Vec<u8> {
     pixels.as_chunks().0.iter().flat_map(|[value, alpha]| [on_white(*value, *alpha); 3]).collect()
 }
 
-fn rgb_alpha(pixels: &[u8]) -> Vec<u8> {
-    let pixels = pixels.as_chunks::<4>().0;
-    pixels.iter().flat_map(|[r, g, b, alpha]| [*r, *g, *b].map(|c| on_white(c, *alpha))).collect()
+/// Uses the memory of `pixels` for the result.
+fn rgb_alpha(mut pixels: Vec<u8>) -> Vec<u8> {
+    let count = pixels.len() / 4;
+    for i in 0..count {
+        if let Some([r, g, b, alpha]) = pixels[4 * i..].first_chunk().copied() {
+            let rgb = [r, g, b].map(|c| on_white(c, alpha));
+            pixels[3 * i..3 * i + 3].copy_from_slice(&rgb);
+        }
+    }
+    pixels.truncate(3 * count);
+    pixels.shrink_to_fit();
+    pixels
 }
 
 /// Composites `value` on white, rounded as in Pillow's `alpha_composite`.

@@ -11,21 +11,22 @@ use std::io::{BufRead, BufReader, Cursor, Seek, SeekFrom};
 
 use image::codecs::{bmp::BmpDecoder, gif::GifDecoder, tiff::TiffDecoder, webp::WebPDecoder};
 use image::metadata::Orientation;
-use image::{ImageDecoder, ImageFormat};
+use image::{ColorType, ImageDecoder, ImageFormat};
 
 /// Maximum number of pixels of an image. Larger ones are rejected from the header, before memory
 /// is allocated for them.
-pub(in crate::data) const MAX_PIXELS: u64 = 1 << 28;
-/// Maximum size of decoded pixels in the depth of the file: 8-bit RGBA of [`MAX_PIXELS`].
-pub(super) const MAX_DECODED_BYTES: u64 = MAX_PIXELS * 4;
+pub(in crate::data) const MAX_PIXELS: u64 = 1 << 27;
+/// Maximum memory for decoding an image and for converting its pixels: 8-bit RGB of
+/// [`MAX_PIXELS`].
+pub(super) const MAX_DECODED_BYTES: u64 = MAX_PIXELS * 3;
 
 /// The reason why bytes cannot be decoded, without the name of the image.
 #[derive(Debug)]
 pub(super) enum DecodeError {
     /// The format is not supported.
     UnknownFormat,
-    /// The header declares more pixels than `limit`: [`MAX_PIXELS`], or those that take
-    /// [`MAX_DECODED_BYTES`] in the depth of the file.
+    /// The header declares more pixels than `limit`: [`MAX_PIXELS`], or those whose decoding takes
+    /// [`MAX_DECODED_BYTES`].
     TooLarge { width: u32, height: u32, limit: u64 },
     /// The image is damaged or incomplete.
     Broken(Box<dyn Error + Send + Sync>),
@@ -109,22 +110,34 @@ impl Header {
             return Err(DecodeError::Broken("the file is empty".into()));
         }
         let format = image::guess_format(start).map_err(|_| DecodeError::UnknownFormat)?;
-        let mut pixel_bytes = 4; // at most, once decoded
+        let mut pixel_bytes = 3; // 8-bit RGB
         let (width, height, orientation) = match format {
             ImageFormat::Jpeg => jpeg(reader)?,
-            ImageFormat::Png => png(reader, &mut pixel_bytes)?,
+            ImageFormat::Png => {
+                let (header, color) = png(reader)?;
+                pixel_bytes = decoded_bytes(color);
+                header
+            }
             ImageFormat::WebP => {
                 let mut decoder = WebPDecoder::new(reader)?;
                 let orientation = orientation(&decoder.exif_metadata()?.unwrap_or_default());
                 let (width, height) = decoder.dimensions();
+                pixel_bytes = 4 + 3; // the decoder copies RGB from a buffer of RGBA
                 (width, height, orientation)
             }
-            ImageFormat::Gif => without_exif(&GifDecoder::new(reader)?),
-            ImageFormat::Bmp => without_exif(&BmpDecoder::new(reader)?),
+            ImageFormat::Gif => {
+                pixel_bytes = 4 + 4; // a frame, and the image that it is copied to
+                without_exif(&GifDecoder::new(reader)?)
+            }
+            ImageFormat::Bmp => {
+                let decoder = BmpDecoder::new(reader)?;
+                pixel_bytes = decoded_bytes(decoder.color_type());
+                without_exif(&decoder)
+            }
             ImageFormat::Tiff => {
                 let mut decoder = TiffDecoder::new(reader)?;
                 let (width, height) = decoder.dimensions();
-                pixel_bytes = decoder.color_type().bytes_per_pixel().into();
+                pixel_bytes = decoded_bytes(decoder.color_type());
                 (width, height, decoder.orientation()?)
             }
             _ => return Err(DecodeError::UnknownFormat),
@@ -230,20 +243,44 @@ fn jpeg(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), D
     Ok((width.into(), height.into(), orientation(&exif.unwrap_or_default())))
 }
 
-/// Reads width, height and orientation. The `eXIf` chunk may follow the pixels. Writes the bytes of
-/// a pixel if they can be more than 4.
-fn png(
-    reader: &mut impl Image,
-    pixel_bytes: &mut u64,
-) -> Result<(u32, u32, Orientation), DecodeError> {
+/// Largest number of bytes for each pixel that decoding to `color` and converting to 8-bit RGB take.
+/// Values of 16 bits become 8 bits in a second buffer, and grey becomes RGB in another one. Alpha
+/// is removed in place.
+const fn decoded_bytes(color: ColorType) -> u64 {
+    match color {
+        ColorType::Rgb8 => 3,
+        ColorType::L8 | ColorType::L16 | ColorType::Rgba8 => 4,
+        ColorType::La8 => 5,
+        ColorType::La16 => 6,
+        ColorType::Rgb16 => 9,
+        ColorType::Rgba16 => 12,
+        _ => 16, // 32 bits, which are not supported
+    }
+}
+
+/// Width, height, orientation.
+type Size = (u32, u32, Orientation);
+
+/// Reads the size, and the colour type to which the decoder expands the pixels. The `eXIf` chunk may
+/// follow the pixels; `tRNS` must precede them.
+fn png(reader: &mut impl Image) -> Result<(Size, ColorType), DecodeError> {
     let [_signature, [_, _, _, _, b'I', b'H', b'D', b'R']] = [bytes::<8>(reader)?, bytes(reader)?]
     else {
         return Err(DecodeError::Broken("its first chunk is not `IHDR`".into()));
     };
     let [width, height] = [u32::from_be_bytes(bytes(reader)?), u32::from_be_bytes(bytes(reader)?)];
-    if let [16, 2 | 6] = bytes(reader)? {
-        *pixel_bytes = 8; // 16-bit RGB, which a `tRNS` chunk makes RGBA, or RGBA
-    }
+    let [depth, kind] = bytes(reader)?;
+    let color = |has_alpha: bool| match (depth == 16, kind, has_alpha) {
+        (false, 0, false) => ColorType::L8,
+        (true, 0, false) => ColorType::L16,
+        (false, 0 | 4, _) => ColorType::La8,
+        (true, 0 | 4, _) => ColorType::La16,
+        (false, 2 | 3, false) => ColorType::Rgb8,
+        (true, 2 | 3, false) => ColorType::Rgb16,
+        (false, ..) => ColorType::Rgba8,
+        (true, ..) => ColorType::Rgba16,
+    };
+    let (mut has_alpha, mut has_pixels) = (false, false);
     let end = reader.seek(SeekFrom::End(0))?;
     let mut at = 8 + 12 + 13;
     let mut has_read_ahead = false;
@@ -259,15 +296,19 @@ fn png(
             reader.all_pages();
             has_read_ahead = true;
         }
+        has_alpha |= &kind == b"tRNS";
+        has_pixels |= &kind == b"IDAT";
         if &kind == b"eXIf" && length <= MAX_EXIF_BYTES && at + 12 + u64::from(length) <= end {
             let mut exif = vec![0; length as usize];
             reader.read_exact(&mut exif)?;
-            return Ok((width, height, orientation(&exif)));
+            // `tRNS` may be between this chunk and the pixels
+            let has_alpha = has_alpha || !has_pixels;
+            return Ok(((width, height, orientation(&exif)), color(has_alpha)));
         }
         at += 12 + u64::from(length);
         reader.seek_relative(i64::from(length) + 4)?; // keeps the buffer across small chunks
     }
-    Ok((width, height, Orientation::NoTransforms))
+    Ok(((width, height, Orientation::NoTransforms), color(has_alpha)))
 }
 
 #[cfg(test)]
@@ -338,18 +379,25 @@ mod tests {
     }
 
     #[test]
-    fn deep_images_are_rejected_from_their_header_above_1_gib_of_pixels() {
+    fn images_that_take_more_than_384_mib_are_rejected_from_their_header() {
         let header = |width: u32, height: u32, depth: u8, colour: u8| {
             let size = [width, height].map(u32::to_be_bytes).concat();
             let header = chunk(*b"IHDR", &[&size[..], &[depth, colour, 0, 0, 0]].concat());
             let bytes = [b"\x89PNG\r\n\x1a\n".to_vec(), header].concat();
             Header::read(&mut Cursor::new(bytes)).map(|header| header.upright_size())
         };
-        for (depth, colour, limit) in
-            [(8, 2, 1 << 28), (8, 6, 1 << 28), (16, 0, 1 << 28), (16, 4, 1 << 28)]
-                .into_iter()
-                .chain([(16, 2, 1 << 27), (16, 6, 1 << 27)])
-        {
+        for (depth, colour, pixel_bytes) in [
+            (8, 2, 3),
+            (8, 3, 3),
+            (1, 0, 4),
+            (16, 0, 4),
+            (8, 6, 4),
+            (8, 4, 5),
+            (16, 4, 6),
+            (16, 2, 9),
+            (16, 6, 12),
+        ] {
+            let limit = (384 << 20) / pixel_bytes;
             let height = limit / 16384;
             assert_eq!(header(16384, height, depth, colour).unwrap(), [height, 16384]);
             let error = header(16384, height + 1, depth, colour).unwrap_err();
@@ -377,7 +425,7 @@ mod tests {
             let bits = [16u16; 3].map(u16::to_le_bytes).concat();
             Header::read(&mut Cursor::new([start.concat(), bits, vec![0; 200]].concat()))
         };
-        let limit = (1u64 << 30) / 6; // three values of 16 bits
+        let limit = (384u64 << 20) / 9; // three values of 16 bits, and the same in 8 bits
         assert!(tiff((limit / 16384) as u32).is_ok());
         let error = tiff((limit / 16384) as u32 + 1).unwrap_err();
         assert!(matches!(error, DecodeError::TooLarge { limit: found, .. } if found == limit));

@@ -125,7 +125,7 @@ impl Keys<'_> {
         let [min_pixels, max_pixels] = ["min_pixels", "max_pixels"].map(|key| self.count(key));
         let limits = AreaLimits { min_pixels: min_pixels?, max_pixels: max_pixels? };
         if limits.min_pixels.is_some_and(|min| u64::from(min.get()) > MAX_PIXELS) {
-            return Err(self.expected("min_pixels", "at most 2^28 pixels"));
+            return Err(self.expected("min_pixels", "at most 2^27 pixels"));
         }
         self.check_order("min_pixels", limits.min_pixels, limits.max_pixels)?;
         Ok(limits)
