@@ -135,7 +135,7 @@ fn to_rgb(image: DynamicImage) -> Result<Rgb, DecodeError> {
 
 /// Converts 16-bit to 8-bit values by `round(value / 257)`: 65535 becomes 255. Frees the values.
 fn eight_bits(values: Vec<u16>) -> Vec<u8> {
-    values.iter().map(|value| ((u32::from(*value) + 128) / 257) as u8).collect()
+    values.into_iter().map(|value| ((u32::from(value) + 128) / 257) as u8).collect()
 }
 
 fn grey(values: &[u8]) -> Vec<u8> {
