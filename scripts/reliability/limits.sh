@@ -30,7 +30,7 @@ run() { # output_dir, further arguments..
   local out=$1
   shift
   quickstart "$out" --set "data.train=[{path: $folder/data/good.jsonl}]" --set "data.eval=[{path: $folder/data/eval.jsonl}]" --set "train.max_steps=$steps" --set data.workers=16 \
-    --set optim.schedule=constant --set log.every_steps=1 --set "checkpoint={every_steps: 3, keep: 2}" "$@"
+    --set optim.schedule=constant --set log.every_steps=1 --set "checkpoint={every_steps: 3, keep: 2}" --set eval.every_steps=$((steps / 2)) "$@"
 }
 (run "$folder/whole") >"$folder/log" 2>&1
 expected=$(sum "$folder/whole" $steps)

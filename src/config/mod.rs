@@ -31,6 +31,7 @@ use crate::train::{
     TrainConfig,
 };
 use serde::{Deserialize, Serialize};
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 /// The config of a run.
@@ -132,7 +133,7 @@ const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
 /// Maximum learning rate, weight decay and factor of a learning rate.
 const MAX_LR: f64 = 1e6;
 /// Maximum number of loader threads.
-const MAX_WORKERS: usize = 1024;
+pub(crate) const MAX_WORKERS: NonZeroUsize = NonZeroUsize::new(1024).unwrap();
 /// Maximum rank of an adapter; above the width of a model, a higher rank changes nothing.
 const MAX_RANK: usize = 8192;
 
@@ -186,7 +187,7 @@ impl RunConfig {
             &norm,
             "a finite number of 0 or more (0: no clipping)",
         );
-        let workers = self.data.workers.get();
+        let workers = self.data.workers;
         rule(workers <= MAX_WORKERS, "data.workers", &workers, "a number from 1 to 1024");
         let timeout = self.distributed.timeout_s;
         let valid = (1..=Distributed::MAX_TIMEOUT_S).contains(&timeout);

@@ -8,7 +8,7 @@ mod start;
 use super::error::RunError;
 use super::inputs::encoder;
 use super::observer::SetupObserver;
-use crate::config::{LeftOut, RunConfig};
+use crate::config::{LeftOut, MAX_WORKERS, RunConfig};
 use crate::data::{DataConfigError, Encoder, VideoConfig};
 pub(crate) use resources::predicted_memory;
 use resources::{GIB, LESS_DISK, Need};
@@ -209,6 +209,10 @@ pub fn check_run(
             report.error(Topic::Config, error);
         }
     }
+    // The plan starts the workers, and so many threads would abort the process.
+    let mut config = config.clone();
+    config.data.workers = config.data.workers.min(MAX_WORKERS);
+    let config = &config;
     start::check(config, left_out, &mut report);
     model::check(config, &mut report);
     // With a part of the config, it is not known which run it continues.
