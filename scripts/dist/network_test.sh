@@ -63,8 +63,7 @@ start() { # port of the last rank
   local command=("$trainer" sft --config configs/quickstart.yaml --set device=cpu --set "output_dir=$folder/run" --set "data.eval=[]"
     --set "train.gradient_accumulation_steps=$world" --set train.max_steps=100000 --set "checkpoint={every_steps: 1, keep: 2}"
     --set data.packing_length=52 --set "distributed.timeout_s=$timeout_s")
-  # the ranks that mpirun ends have time to report which one was lost
-  setsid mpirun --allow-run-as-root --oversubscribe --bind-to none --mca odls_base_sigkill_timeout 10 \
+  setsid mpirun --allow-run-as-root --oversubscribe --bind-to none \
     -n $((world - 1)) -x "MASTER_PORT=$port" "${command[@]}" : -n 1 -x "MASTER_PORT=$1" "${command[@]}" >"$folder/log" 2>&1 &
   job=$!
 }
