@@ -68,7 +68,7 @@ fn an_eighth_of_the_worst_row_takes_a_quarter_of_a_second() {
 }
 
 /// A BMP of 2^26 pixels without its pixels.
-pub(crate) fn header_of_largest_image() -> Vec<u8> {
+pub(crate) fn header_of_large_image() -> Vec<u8> {
     let mut header = bmp(64, 64)[..54].to_vec();
     for side in [18..22, 22..26] {
         header[side].copy_from_slice(&8_192u32.to_le_bytes());
@@ -80,7 +80,7 @@ pub(crate) fn header_of_largest_image() -> Vec<u8> {
 #[test]
 fn the_pixels_of_a_row_are_counted_before_any_is_decoded() {
     let folder = tempfile::tempdir().unwrap();
-    write(&folder.path().join("large.bmp"), &header_of_largest_image());
+    write(&folder.path().join("large.bmp"), &header_of_large_image());
     let sample = |media: Value, placeholders: String| {
         let mut row = row(&[user(placeholders), assistant("b")]);
         row.as_object_mut().unwrap().extend(media.as_object().unwrap().clone());

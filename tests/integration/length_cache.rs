@@ -1,7 +1,7 @@
 //! Lengths from the length cache equal newly measured ones for every limit, after files were
 //! changed or copied and after updates were killed.
 
-use super::budgets::header_of_largest_image;
+use super::budgets::header_of_large_image;
 use super::harness::write;
 use super::images::bmp;
 use serde_json::{Value, json};
@@ -260,10 +260,10 @@ fn a_changed_video_frame_is_measured_again_and_other_video_settings_use_another_
 fn a_row_with_too_many_pixels_is_measured_again_although_its_text_is_unchanged() {
     let encoder = encoder(&max_tokens(6));
     let row = json!({"messages": [
-        {"role": "user", "content": "<image>".repeat(17)}, {"role": "assistant", "content": "yes"},
-    ], "images": vec!["large.bmp"; 17]});
+        {"role": "user", "content": "<image>".repeat(65)}, {"role": "assistant", "content": "yes"},
+    ], "images": vec!["large.bmp"; 65]});
     let place = Place::new(&[row]);
-    write(&place.path("large.bmp"), &header_of_largest_image());
+    write(&place.path("large.bmp"), &header_of_large_image());
     let index = SampleIndex { dataset: 0, row: 0 };
     let (before, _) = place.update(&encoder);
     assert_eq!(before.length(index).unwrap_err().reason, "media_too_large");
