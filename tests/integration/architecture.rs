@@ -93,11 +93,10 @@ const MAY_IMPORT: [(&str, &[&str]); 18] = [
 ];
 
 /// Files that may have more lines, each with the reason.
-const LONGER: [(&str, &str); 8] = [
+const LONGER: [(&str, &str); 7] = [
     ("scripts/reliability/mutants.py", "to be divided: rows, images, headers, templates"),
     ("tests/integration/bad_input.rs", "to be divided: one test of each command"),
     ("tests/integration/check.rs", "to be divided: problems, data, memory"),
-    ("tests/integration/experts.rs", "to be divided: curves, files, runs"),
     ("tests/integration/health.rs", "to be divided: values, signals, resume"),
     ("tests/integration/laws/mod.rs", "to be divided: text, images"),
     ("tests/integration/laws/oracle.rs", "the second model in one piece"),

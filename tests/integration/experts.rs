@@ -3,13 +3,13 @@
 //!
 //! The expected values are in `tests/golden/experts.json`, made by `scripts/golden/experts.py`.
 
-use super::harness::{Place, copy_folder, finish, golden};
+use super::harness::{Place, bits, copy_folder, finish, golden, tensors, values};
 use super::parity::{
     PLAIN, Variant, assert_all_variants_follow, assert_follows, assert_gradient_norms,
     assert_per_sample_losses, golden_json, rows_for, runner_of,
 };
 use super::ranks::{config, place, train};
-use candle_core::{DType, Device, Tensor, safetensors};
+use candle_core::{Device, Tensor, safetensors};
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
 use trainer::train::{Outcome, Precision, RecomputeChoice};
@@ -155,20 +155,6 @@ fn trained(place: &Place, name: &str, world: usize, settings: &[&str]) -> HashMa
     let outcomes = train(&config(place, name, &settings), world, None);
     assert!(outcomes.iter().all(|end| matches!(end, Outcome::Finished { .. })), "{name}");
     tensors(place, &format!("{name}/final/model.safetensors"))
-}
-
-fn tensors(place: &Place, file: &str) -> HashMap<String, Tensor> {
-    safetensors::load(place.path(file), &Device::Cpu).unwrap()
-}
-
-fn values(tensor: &Tensor) -> Vec<f32> {
-    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-}
-
-/// Dtype and bits of each tensor.
-fn bits(tensors: &HashMap<String, Tensor>) -> BTreeMap<&str, (DType, Vec<u32>)> {
-    let bits = |tensor: &Tensor| values(tensor).into_iter().map(f32::to_bits).collect();
-    tensors.iter().map(|(name, tensor)| (name.as_str(), (tensor.dtype(), bits(tensor)))).collect()
 }
 
 #[test]

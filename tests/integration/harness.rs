@@ -1,6 +1,8 @@
 //! Runs the binary in a temporary folder, with a tiny model and rows from `tests/golden`.
 
+use candle_core::{DType, Device, Tensor, safetensors};
 use serde_json::Value;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -190,4 +192,19 @@ pub(crate) fn copy_folder(from: &Path, to: &Path) {
             fs::copy(entry.path(), target).unwrap();
         }
     }
+}
+
+/// The tensors of a safetensors file.
+pub(crate) fn tensors(place: &Place, file: &str) -> HashMap<String, Tensor> {
+    safetensors::load(place.path(file), &Device::Cpu).unwrap()
+}
+
+pub(crate) fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Dtype and bits of each tensor.
+pub(crate) fn bits(tensors: &HashMap<String, Tensor>) -> BTreeMap<&str, (DType, Vec<u32>)> {
+    let bits = |tensor: &Tensor| values(tensor).into_iter().map(f32::to_bits).collect();
+    tensors.iter().map(|(name, tensor)| (name.as_str(), (tensor.dtype(), bits(tensor)))).collect()
 }

@@ -1,9 +1,9 @@
 //! Runs of Qwen3.5: ranks, shards and files. `parity` and `laws` compare its values.
 
-use super::harness::{Place, copy_folder, golden, write};
+use super::harness::{Place, bits, copy_folder, golden, tensors, write};
 use super::ranks::{config, place, train};
-use candle_core::{DType, Device, Tensor, safetensors};
-use std::collections::{BTreeMap, HashMap};
+use candle_core::{DType, Tensor};
+use std::collections::HashMap;
 use trainer::train::Outcome;
 
 /// Steps over rows of text and images.
@@ -28,19 +28,6 @@ fn trained(place: &Place, name: &str, world: usize, settings: &[&str]) -> HashMa
     let outcomes = train(&config(place, name, &settings), world, None);
     assert!(outcomes.iter().all(|end| matches!(end, Outcome::Finished { .. })), "{name}");
     tensors(place, &format!("{name}/final/model.safetensors"))
-}
-
-fn tensors(place: &Place, file: &str) -> HashMap<String, Tensor> {
-    safetensors::load(place.path(file), &Device::Cpu).unwrap()
-}
-
-/// Dtype and bits of each tensor.
-fn bits(tensors: &HashMap<String, Tensor>) -> BTreeMap<&str, (DType, Vec<u32>)> {
-    let bits = |tensor: &Tensor| {
-        let values = tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
-        values.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
-    };
-    tensors.iter().map(|(name, tensor)| (name.as_str(), (tensor.dtype(), bits(tensor)))).collect()
 }
 
 #[test]
