@@ -1,7 +1,7 @@
 //! A chart of values over steps, as an SVG image in the page.
 
 use super::html::{escaped, push};
-use super::series::Series;
+use super::series::{Bucket, Series};
 
 /// What the numbers of an axis mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -156,6 +156,18 @@ impl Chart<'_> {
             format!("{:.1} {:.1}", place(x.of(step), LEFT, RIGHT), place(y.of(value), BOTTOM, TOP))
         };
         let class = class(line.colour);
+        let dot = |bucket: &Bucket, out: &mut String| {
+            let place = at(bucket.step, bucket.mean);
+            let (cx, cy) = place.split_once(' ').unwrap_or_default();
+            let value = number(bucket.mean * if self.unit == Unit::Share { 100.0 } else { 1.0 });
+            push(
+                out,
+                format_args!(
+                    "<circle class=\"{class}\" cx=\"{cx}\" cy=\"{cy}\" r=\"2.6\"><title>step {}: {value}</title></circle>",
+                    bucket.step
+                ),
+            );
+        };
         let (mut path, mut band, mut dots) = (String::new(), String::new(), String::new());
         for part in buckets.split(Option::is_none) {
             let part: Vec<_> = part.iter().flatten().collect();
@@ -163,8 +175,8 @@ impl Chart<'_> {
                 let command = if index == 0 { 'M' } else { 'L' };
                 push(&mut path, format_args!("{command}{}", at(bucket.step, bucket.mean)));
             }
-            if let [_] = *part {
-                path.push_str("h.1"); // a dot, through the round ends of lines
+            if let ([only], false) = (part.as_slice(), line.dots) {
+                dot(only, &mut dots); // a path of one point draws nothing
             }
             if is_reduced && part.len() > 1 {
                 let edges = part.iter().map(|bucket| at(bucket.step, bucket.max));
@@ -174,16 +186,7 @@ impl Chart<'_> {
             }
         }
         for bucket in buckets.iter().flatten().filter(|_| line.dots && !is_reduced) {
-            let place = at(bucket.step, bucket.mean);
-            let (cx, cy) = place.split_once(' ').unwrap_or_default();
-            let value = number(bucket.mean * if self.unit == Unit::Share { 100.0 } else { 1.0 });
-            push(
-                &mut dots,
-                format_args!(
-                    "<circle class=\"{class}\" cx=\"{cx}\" cy=\"{cy}\" r=\"2.6\"><title>step {}: {value}</title></circle>",
-                    bucket.step
-                ),
-            );
+            dot(bucket, &mut dots);
         }
         if !band.is_empty() {
             push(out, format_args!("<path class=\"band {class}\" d=\"{band}\"/>\n"));
@@ -249,8 +252,8 @@ impl Axis {
             });
         }
         // Small changes of a large value are not drawn large.
-        let low =
-            if low > 0.0 && (low < 0.6 * high || chart.unit != Unit::Number) { 0.0 } else { low };
+        let from_zero = low < 0.6 * high || low == high || chart.unit != Unit::Number;
+        let low = if low > 0.0 && from_zero { 0.0 } else { low };
         let high = if high > low { high } else { low + low.abs().max(1e-12) };
         Some(Self::linear(low, high, chart.unit.size(high)))
     }
@@ -345,6 +348,13 @@ mod tests {
         let series = Series((0..100_000).map(|step| (step, (step % 7) as f64)).collect());
         let html = chart(&series);
         assert!(html.len() < 8_000 && html.contains("class=\"band c0\""), "{}", html.len());
+    }
+
+    #[test]
+    fn a_value_between_missing_ones_has_a_dot_and_its_axis_begins_at_zero() {
+        let html = chart(&Series(vec![(1, 8.1), (2, f64::NAN), (3, f64::NAN)]));
+        assert!(html.contains("<title>step 1: 8.1</title></circle>"), "{html}");
+        assert!(html.contains(">0</text>"), "{html}");
     }
 
     #[test]

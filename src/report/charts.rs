@@ -110,7 +110,16 @@ fn other_scores(runs: &[RunFolder]) -> BTreeSet<String> {
     let other = keys.filter(|key| {
         !KNOWN.contains(&key.as_str()) && !key.contains("loss/") && !key.starts_with("num_")
     });
-    other.cloned().collect()
+    // A generated evaluation usually counts the same exact answers as `accuracy`.
+    let is_twin = |key: &str| {
+        let points = |run: &RunFolder, key| run.eval.get(key).map(|series| series.0.clone());
+        key == "exact"
+            && runs.iter().all(|run| {
+                let exact = points(run, "exact");
+                exact.is_none() || exact == points(run, "accuracy")
+            })
+    };
+    other.filter(|key| !is_twin(key)).cloned().collect()
 }
 
 fn lines<'a>(

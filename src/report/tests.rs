@@ -114,6 +114,16 @@ fn evaluations_of_older_runs_are_found_in_the_metrics() {
 }
 
 #[test]
+fn exact_answers_have_one_chart_unless_two_evaluations_differ() {
+    let folder = run(4);
+    for (exact, charts) in [(0.75, 0), (0.5, 1)] {
+        let eval = json!({"step": 1, "loss": 0.125, "accuracy": 0.75, "exact": exact});
+        write(folder.path(), "eval.jsonl", [eval]);
+        assert_eq!(page(&folder).matches("aria-label=\"Evaluation: exact").count(), charts);
+    }
+}
+
+#[test]
 fn a_page_of_long_runs_stays_small() {
     let folder = run(20_000);
     let runs: Vec<RunFolder> = (0..4).map(|_| RunFolder::read(folder.path()).unwrap()).collect();
