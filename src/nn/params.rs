@@ -59,6 +59,12 @@ impl ParamSpec {
         (!is_other).then_some(layer)
     }
 
+    /// Whether the tensor can be stored in host memory or in NF4 while it is frozen: weights of
+    /// linear layers and of experts.
+    pub fn can_visit(&self) -> bool {
+        self.linear_layer().is_some() || self.is_experts()
+    }
+
     /// Whether checkpoints contain the tensor in `f32`, whatever the compute dtype is: published
     /// folders in `bf16` have the decays of linear attention and the weights of its norm so.
     pub fn is_saved_in_f32(&self) -> bool {
@@ -72,7 +78,7 @@ impl ParamSpec {
     pub fn is_large_matrix(&self) -> bool {
         let tables = ["embed_tokens.weight", "lm_head.weight"];
         let is_table = tables.iter().any(|table| self.name.ends_with(table));
-        is_table || self.linear_layer().is_some() || self.is_experts()
+        is_table || self.can_visit()
     }
 }
 

@@ -60,6 +60,9 @@ pub fn export_model(
     let linear = open.specs.iter().filter(|spec| onto == Some(Onto::Nf4) && is_linear(spec));
     let linear: HashSet<String> = linear.map(|spec| spec.name.clone()).collect();
     let specs = open.specs.clone();
+    if onto == Some(Onto::Nf4) && specs.iter().any(ParamSpec::is_experts) {
+        tracing::info!("the experts keep their dtype: only linear layers are written in 4 bits");
+    }
     let pieces_of: HashMap<String, _> =
         specs.iter().map(|spec| (spec.name.clone(), spec.pieces())).collect();
     let adapter = match adapter {

@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::{MutexGuard, PoisonError};
 
-/// Where the weights of frozen linear layers are kept. On the CPU the tensors that the model reads
+/// Where the weights of frozen linear layers and experts are kept. On the CPU the tensors that the model reads
 /// are in host memory already.
 pub(crate) fn weight_storage(config: &RunConfig, device: &Device) -> WeightStorage {
     match storage_on_gpu(config) {
@@ -31,7 +31,7 @@ pub(super) fn storage_on_gpu(config: &RunConfig) -> WeightStorage {
 }
 
 /// Whether each parameter is kept as `storage` says and visits a slot: the weights of frozen linear
-/// layers.
+/// layers and experts.
 pub(super) fn visitors(
     open: &OpenModel,
     trainable: &[Trainable],
@@ -40,7 +40,7 @@ pub(super) fn visitors(
     let visits = storage != WeightStorage::Device;
     let frozen = |kind: &Trainable| visits && *kind == Trainable::Frozen;
     let specs = open.specs.iter().zip(trainable);
-    specs.map(|(spec, kind)| frozen(kind) && spec.linear_layer().is_some()).collect()
+    specs.map(|(spec, kind)| frozen(kind) && spec.can_visit()).collect()
 }
 
 /// Loads a model in a single process, with the weights of `visit` stored elsewhere.

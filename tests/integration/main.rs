@@ -44,6 +44,7 @@ mod overlap;
 mod parity;
 mod plan;
 mod qlora;
+mod quantized_experts;
 mod qwen25;
 mod qwen25_media;
 mod qwen35;

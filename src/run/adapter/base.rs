@@ -128,7 +128,9 @@ fn open_with_adapter(
         None => open,
     };
     if open.adapter.as_ref().is_some_and(|adapter| adapter.quantize == Quantize::Nf4) {
-        tracing::info!("the linear layers are rounded to NF4, as in the training of the adapter");
+        tracing::info!(
+            "linear layers and experts are rounded to NF4, as in the training of the adapter"
+        );
     }
     Ok(open)
 }

@@ -65,9 +65,6 @@ pub enum AdapterError {
         /// The parameter.
         experts: String,
     },
-    /// Only linear layers are stored in 4 bits.
-    #[error("`adapter.quantize` is `nf4`, which does not store experts in 4 bits")]
-    QuantizedExperts,
     /// The folder of an adapter cannot be read.
     #[error("adapter folder `{}` cannot be used", .folder.display())]
     Files {
@@ -142,7 +139,6 @@ impl AdapterError {
             Self::Target { .. } | Self::NoTarget => "adapter.target",
             Self::Pattern(error) => error.origin().0,
             Self::Both { .. } | Self::Tied { .. } | Self::Experts { .. } => "adapter.train_also",
-            Self::QuantizedExperts => "adapter.quantize",
             Self::Rank { .. } => "adapter.rank",
             Self::StartFrom { key, .. } => key,
             _ => return None,
@@ -167,9 +163,6 @@ impl AdapterError {
             Self::Both { .. } => "remove the layer from one of `adapter.target` and `train_also`",
             Self::Experts { .. } => {
                 "name the router or other parameters, or train without `adapter`"
-            }
-            Self::QuantizedExperts => {
-                "experts are most of the weights of this model: use `adapter.quantize: none`"
             }
             Self::Tied { .. } => {
                 "remove the embedding from `train_also`, or train without `adapter`"

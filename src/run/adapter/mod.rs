@@ -61,7 +61,6 @@ impl OpenAdapter {
         specs: &[ParamSpec],
         seed: u64,
     ) -> std::result::Result<Self, AdapterError> {
-        check_experts(config, specs)?;
         if let Some(folder) = &config.start_from {
             let mut started = Self::resumed(config, folder, specs, seed)?;
             started.check_config(config, specs)?;
@@ -211,8 +210,8 @@ impl OpenAdapter {
 
     /// Whether parameter `index` was quantised to NF4.
     pub(super) fn rounds(&self, index: usize, spec: &ParamSpec) -> bool {
-        let is_linear = index < self.num_base && spec.linear_layer().is_some();
-        self.quantize == Quantize::Nf4 && is_linear && self.is_frozen(index)
+        let is_of_base = index < self.num_base && spec.can_visit();
+        self.quantize == Quantize::Nf4 && is_of_base && self.is_frozen(index)
     }
 
     /// Whether the adapter starts from a part of the weight `spec`.
@@ -317,19 +316,6 @@ impl OpenAdapter {
             _ => Ok(zeros()?),
         }
     }
-}
-
-/// Fails if the experts of the model would stay in the compute dtype although its layers are
-/// quantised.
-fn check_experts(
-    config: &AdapterConfig,
-    specs: &[ParamSpec],
-) -> std::result::Result<(), AdapterError> {
-    let has_experts = specs.iter().any(ParamSpec::is_experts);
-    if has_experts && config.quantize == Quantize::Nf4 {
-        return Err(AdapterError::QuantizedExperts);
-    }
-    Ok(())
 }
 
 /// The L2 norms of rows.
