@@ -90,7 +90,7 @@ fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'stati
             SetupError::MissingTensors { .. }
             | SetupError::Shape { .. }
             | SetupError::MaskedOnGpu
-            | SetupError::ExpertsOnGpu
+            | SetupError::AuxLossOnGpu
             | SetupError::NoExperts { .. }
             | SetupError::QuantizedBase { .. } => return None,
             SetupError::Config { source, .. } => source,
@@ -248,7 +248,7 @@ fn model(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
             error,
             SetupError::MaskedOnGpu
                 | SetupError::QuantizedBase { .. }
-                | SetupError::ExpertsOnGpu
+                | SetupError::AuxLossOnGpu
                 | SetupError::NoExperts { .. }
         )
     };

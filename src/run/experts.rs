@@ -5,16 +5,15 @@ use super::setup_error::SetupError;
 use crate::config::RunConfig;
 use crate::train::DeviceChoice;
 
-/// Fails if the config needs experts that the model does not have, or if the model has experts and
-/// the device cannot compute them.
+/// Fails if the config has an auxiliary loss that the model or the device cannot compute.
 pub(super) fn check_experts(config: &RunConfig, open: &OpenModel) -> Result<(), SetupError> {
     let has_experts = open.text().moe.is_some();
     let aux_loss = config.model.aux_loss;
     if aux_loss != 0.0 && !has_experts {
         return Err(SetupError::NoExperts { aux_loss });
     }
-    if has_experts && matches!(config.device, DeviceChoice::Cuda(_)) {
-        return Err(SetupError::ExpertsOnGpu);
+    if aux_loss != 0.0 && matches!(config.device, DeviceChoice::Cuda(_)) {
+        return Err(SetupError::AuxLossOnGpu);
     }
     Ok(())
 }

@@ -73,8 +73,8 @@ impl OpenModel {
         let folder = section.path.as_path();
         let (mut config, config_json) = read_config(folder)
             .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;
-        if config.text().moe.is_some() && !device.is_cpu() {
-            return Err(SetupError::ExpertsOnGpu);
+        if section.aux_loss != 0.0 && config.text().moe.is_some() && !device.is_cpu() {
+            return Err(SetupError::AuxLossOnGpu);
         }
         let source = match section.weights {
             Weights::Random => WeightSource::Seed(seed),

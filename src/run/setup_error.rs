@@ -15,9 +15,9 @@ pub enum SetupError {
         "`model.attention: masked` is the reference implementation, which runs on the CPU only"
     )]
     MaskedOnGpu,
-    /// The products of experts have no GPU kernel.
-    #[error("models with experts are computed on the CPU only")]
-    ExpertsOnGpu,
+    /// The auxiliary loss has no GPU kernel.
+    #[error("`model.aux_loss` is computed on the CPU only")]
+    AuxLossOnGpu,
     /// A setting of the routers, and a model that has none.
     #[error("`model.aux_loss` is {aux_loss}, but the model has no experts")]
     NoExperts {
@@ -103,7 +103,7 @@ impl SetupError {
                 "train an adapter with `adapter: {quantize: nf4}`, or use the folder of the original \
                  weights"
             }
-            Self::ExpertsOnGpu => "use `device: cpu`",
+            Self::AuxLossOnGpu => "remove `model.aux_loss`, or use `device: cpu`",
             Self::NoExperts { .. } => "remove `model.aux_loss`",
             Self::MaskedOnGpu => "use `model.attention: auto`, or `device: cpu`",
             Self::Config { .. }
