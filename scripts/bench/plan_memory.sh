@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compares the peak memory of `trainer sft` on the CPU with the prediction of `trainer plan`, for nine
+# Compares the peak memory of `trainer sft` on the CPU with the prediction of `trainer plan`, for eleven
 # configs that differ. Prints a table; fails if an error exceeds 10 %. Takes minutes.
 #   scripts/bench/plan_memory.sh [NAME..]      example: scripts/bench/plan_memory.sh images lora
 #   scripts/bench/plan_memory.sh short         three configs with few tokens, in seconds
@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} trainer=${TRAINER:-$PWD/target/release/trainer}
-names=" $* " known="images frozen bf16 lora qlora adafactor 8bit saves large"
+names=" $* " known="images frozen bf16 lora qlora adafactor 8bit saves large experts routed"
 [ "$*" = short ] || for name in "$@"; do
   [[ " $known " = *" $name "* ]] || { echo "unknown config \`$name\`, expected short alone, or some of: $known" >&2; exit 64; }
 done
@@ -18,6 +18,7 @@ trap 'rm -rf "$work"' EXIT
 
 VOCAB=2048 scripts/bench/text_model.sh "$work/base"
 VOCAB=151936 scripts/bench/text_model.sh "$work/large"
+EXPERTS=8 scripts/bench/text_model.sh "$work/experts"
 "$python" tests/bench/lengths.py --distribution fixed --median 512 --rows 64 --out "$work/rows.jsonl" >&2
 cat >"$work/text.yaml" <<YAML
 output_dir: $work/run
@@ -74,4 +75,6 @@ measure adafactor "$work/text.yaml" optim.kind=adafactor model.recompute=llm dat
 measure 8bit "$work/text.yaml" optim.kind=adamw_8bit train.batch_size=2 data.packing_length=1024 train.gradient_accumulation_steps=2
 STEPS=12 measure saves "$work/text.yaml" checkpoint.every_steps=2 data.packing_length=2048
 measure large "$work/text.yaml" "model.path=$work/large" data.packing_length=2048
+measure experts "$work/text.yaml" "model.path=$work/experts"
+measure routed "$work/text.yaml" "model.path=$work/experts" model.precision=bf16 model.recompute=full 'adapter={quantize: nf4}'
 exit "$failed"

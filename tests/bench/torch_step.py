@@ -10,6 +10,9 @@ packed        the same row, with causal sdpa on each segment, so that no masked 
 --family qwen3_5 trains a Qwen3.5 of the same sizes. transformers mixes the samples of its packed rows, so
 only `padded` and `per-sample` are right.
 
+--family qwen3_vl_moe has --experts in each layer in place of the MLP; --experts-implementation names that
+of transformers.
+
 --lora R trains a PEFT adapter of rank R of all linear layers of the decoder instead of the decoder
 (needs the package peft). --only-targets computes lm_head and the loss on target positions only. --dump-lengths FILE writes the
 lengths of each step, so that another trainer can do the same work. --jsonl FILE writes a chat data
@@ -35,7 +38,9 @@ def main():
     ap.add_argument("--mode", default="padded", choices=["padded", "per-sample", "packed", "packed-dense"])
     for k, v in dict(hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, intermediate=1536, vocab=151936, batch_size=8, micro=4, steps=4, warmup=1, min_len=64, max_len=1024, median=256, seed=0, threads=2).items():
         ap.add_argument("--" + k.replace("_", "-"), type=int, default=v)
-    ap.add_argument("--family", default="qwen3_vl", choices=["qwen3_vl", "qwen3_5"])
+    ap.add_argument("--family", default="qwen3_vl", choices=["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+    ap.add_argument("--experts", type=int, default=16); ap.add_argument("--experts-per-token", type=int, default=4); ap.add_argument("--expert-width", type=int, default=192)
+    ap.add_argument("--experts-implementation", help="of transformers: eager, batched_mm, grouped_mm; the default is its own choice")
     ap.add_argument("--sigma", type=float, default=0.7); ap.add_argument("--target-fraction", type=float, default=0.5)
     ap.add_argument("--lr", type=float, default=1e-4); ap.add_argument("--untied", action="store_true"); ap.add_argument("--only-targets", action="store_true")
     ap.add_argument("--dtype", default="f32", choices=["f32", "bf16"], help="bf16: autocast over f32 weights")
@@ -63,6 +68,10 @@ def main():
         half = a.head_dim // 8; vision = {}
         more = dict(linear_num_key_heads=a.kv_heads, linear_num_value_heads=a.heads, linear_key_head_dim=a.head_dim, linear_value_head_dim=a.head_dim, linear_conv_kernel_dim=4,
                     layer_types=["full_attention" if k % 4 == 3 else "linear_attention" for k in range(a.layers)])
+    elif a.family == "qwen3_vl_moe":
+        from transformers import Qwen3VLMoeConfig as Config, Qwen3VLMoeForConditionalGeneration as Model
+        half = a.head_dim // 2
+        more = dict(num_experts=a.experts, num_experts_per_tok=a.experts_per_token, moe_intermediate_size=a.expert_width, decoder_sparse_step=1, mlp_only_layers=[])
     else:
         from transformers import Qwen3VLConfig as Config, Qwen3VLForConditionalGeneration as Model
         half = a.head_dim // 2
@@ -75,12 +84,14 @@ def main():
                          rope_parameters=rope, **more),
         vision_config=dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=128, out_hidden_size=a.hidden, **vision))
     model = Model._from_config(cfg, attn_implementation="sdpa")
+    if a.experts_implementation:
+        model.set_experts_implementation(a.experts_implementation)
     model.train()
     if a.model_out:
         model.save_pretrained(a.model_out)
         p = os.path.join(a.model_out, "config.json"); c = json.load(open(p)); t = c["text_config"]     # the published layout
         t["tie_word_embeddings"] = not a.untied
-        if a.family == "qwen3_vl":
+        if a.family != "qwen3_5":
             r = t.pop("rope_parameters"); t["rope_theta"] = r.pop("rope_theta"); t["rope_scaling"] = r
         c["vision_config"].pop("rope_parameters", None); c["vision_config"]["model_type"] = a.family; json.dump(c, open(p, "w"), indent=2)
     if a.checkpointing:
