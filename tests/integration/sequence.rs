@@ -1,5 +1,6 @@
 //! Ranks that compute parts of the same micro-batches train like one rank.
 
+use super::experts::place_with;
 use super::harness::Place;
 use super::qwen35::qwen35;
 use super::ranks::{config, place, train};
@@ -88,6 +89,33 @@ fn groups_share_linear_attention() {
     let alone = curve(&place, "alone", 1, &recompute);
     let two = [&recompute[..], &["distributed.sequence=2"]].concat();
     assert_same_curve("two", &curve(&place, "two", 2, &two), &alone);
+}
+
+/// The auxiliary loss depends on the choices for all tokens of a step, also for those of other ranks.
+#[test]
+fn groups_share_the_tokens_of_experts_and_know_the_auxiliary_loss_of_the_step() {
+    let place = place_with("moe-vl");
+    let steps = |name: &str, world: usize, settings: &[&str]| {
+        let short =
+            ["train.epochs=null", "train.max_steps=3", "data.eval=[]", "eval.every_steps=0"];
+        let settings = [&short[..], &["model.aux_loss=0.1"], settings].concat();
+        train(&config(&place, name, &settings), world, None);
+        place.rows(&format!("{name}/metrics.jsonl"))
+    };
+    let alone = steps("alone", 1, &[]);
+    assert_eq!(alone.len(), 3);
+    for (name, world, shard) in [("two", 2, "none"), ("groups", 4, "none"), ("full", 4, "full")] {
+        let shard = format!("distributed.shard={shard}");
+        let found = steps(name, world, &["distributed.sequence=2", &shard]);
+        for (found, expected) in found.iter().zip(&alone) {
+            for key in ["loss", "grad_norm", "aux_loss", "expert_load", "experts_idle"] {
+                let [found, expected] = [found, expected].map(|row| row[key].as_f64().unwrap());
+                let error = (found - expected).abs() / expected.abs().max(1e-3);
+                assert!(error <= TOLERANCE, "{name}: `{key}` is {found}, expected {expected}");
+            }
+        }
+        assert_eq!(found.len(), alone.len(), "{name}");
+    }
 }
 
 #[track_caller]
