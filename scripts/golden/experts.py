@@ -26,6 +26,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 import qwen3_text
 from make_variants import COPIES, SMALL, write_json
 from optimizers import groups as parameter_groups
+from ref_trainer import add_adapter, file_name
 from reference_lib import GOLDEN, IGNORE, Encoder, forward, read_jsonl
 
 OUT = GOLDEN / "experts.json"
@@ -229,13 +230,16 @@ def count(samples):
     return sum(label != IGNORE for s in samples for label in s["labels"][1:])
 
 
-def train(folder, samples, mode="per-sample", dtype=torch.float32, aux=0.0):
+def train(folder, samples, mode="per-sample", dtype=torch.float32, aux=0.0, adapter=None):
     """A curve, with the margins of each step and the norms of the gradients of the first one. `aux` is the factor of
-    the auxiliary loss over all tokens of a step."""
+    the auxiliary loss over all tokens of a step. With the folder of an adapter, only the adapter is trained."""
     model, config = load(folder, dtype), json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config", config)
     routers = Routers(model, text["num_experts_per_tok"])
-    parameters = list(model.parameters())
+    if adapter:
+        add_adapter(model, argparse.Namespace(init=None, adapter=str(adapter), rslora=False))
+    trained = [(file_name(name), parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parameters = [parameter for _, parameter in trained]
     optimizer = torch.optim.AdamW(parameter_groups(parameters, 0.0), lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
     curve = {"loss": [], "grad_norm": [], "target_tokens": [], "margins": []}
     if aux:
@@ -263,10 +267,9 @@ def train(folder, samples, mode="per-sample", dtype=torch.float32, aux=0.0):
             if parameter.grad is None:  # a step without images
                 parameter.grad = torch.zeros_like(parameter)
         if step == 0:
-            named = list(model.named_parameters())
-            curve["grad_norms_step1"] = {n: float(f"{float(p.grad.double().norm()):.7g}") for n, p in named}
+            curve["grad_norms_step1"] = {n: float(f"{float(p.grad.double().norm()):.7g}") for n, p in trained}
             curve["gradients"] = {
-                n: [float(f"{float(g.double().norm()):.7g}") for g in p.grad] for n, p in named if ".mlp.experts." in n
+                n: [float(f"{float(g.double().norm()):.7g}") for g in p.grad] for n, p in trained if p.dim() == 3
             }
         curve["loss"].append(loss)
         curve["grad_norm"].append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))

@@ -65,6 +65,11 @@ pub struct PeftConfig {
     pub alpha_pattern: BTreeMap<String, f64>,
 }
 
+/// Whether `end` is `name` or its last parts.
+fn is_end(end: &str, name: &str) -> bool {
+    name.strip_suffix(end).is_some_and(|front| front.is_empty() || front.ends_with('.'))
+}
+
 fn none() -> String {
     "none".to_owned()
 }
@@ -79,12 +84,16 @@ impl PeftConfig {
 
     /// Factor of the output of the adapter of `module`, whose rank is `rank`.
     pub fn scale(&self, module: &str, rank: usize) -> f64 {
-        let matches = |key: &str| {
-            module.strip_suffix(key).is_some_and(|front| front.is_empty() || front.ends_with('.'))
-        };
-        let own = self.alpha_pattern.iter().find(|(key, _)| matches(key.trim_start_matches('^')));
+        let own =
+            self.alpha_pattern.iter().find(|(key, _)| is_end(key.trim_start_matches('^'), module));
         let alpha = own.map_or(self.lora_alpha, |(_, alpha)| *alpha);
         alpha / if self.use_rslora { (rank as f64).sqrt() } else { rank as f64 }
+    }
+
+    /// Whether `target_parameters` names the parameter `name`.
+    pub fn has_parameter(&self, name: &str) -> bool {
+        let mut parameters = self.target_parameters.iter().flatten();
+        parameters.any(|parameter| is_end(parameter, name))
     }
 
     /// The first field with a value that is not supported, and that value.
@@ -94,11 +103,9 @@ impl PeftConfig {
         let init = self.init_lora_weights.as_str().unwrap_or_default();
         let changes_model = ["pissa", "olora", "corda", "loftq", "lora_ga"];
         let changes_model = changes_model.iter().any(|name| init.starts_with(name));
-        let parameters = self.target_parameters.as_deref().unwrap_or_default();
         has(self.peft_type != "LORA", "peft_type", &self.peft_type)
             .or_else(|| has(self.bias != "none", "bias", &self.bias))
             .or_else(|| has(changes_model, "init_lora_weights", &init))
             .or_else(|| has(self.fan_in_fan_out, "fan_in_fan_out", &true))
-            .or_else(|| has(!parameters.is_empty(), "target_parameters", &parameters.join(", ")))
     }
 }

@@ -27,6 +27,9 @@ pub(super) struct ExportArgs {
     /// Write the model with the adapter added to its weights, instead of the adapter
     #[arg(long, requires = "adapter")]
     merge: bool,
+    /// Write adapters of the experts of Qwen3-VL as PEFT has them with transformers 4
+    #[arg(long, requires = "adapter", conflicts_with = "merge")]
+    transformers_4: bool,
     /// Model folder or checkpoint; with `--merge` by default the model of adapter_config.json
     #[arg(long, value_name = "DIR", required_unless_present = "adapter")]
     model: Option<PathBuf>,
@@ -77,7 +80,7 @@ pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
                     return Err(Failure::new(Exit::Usage, message).hint("add `--merge`").into());
                 }
             };
-            export_adapter(adapter, precision, &args.out)?
+            export_adapter(adapter, precision, args.transformers_4, &args.out)?
         }
         (adapter, _) => {
             let base = base(args, adapter.as_deref(), logging)?;

@@ -11,7 +11,7 @@
 
 use super::params::{Inputs, ParamMap, ParamSpec, WeightError};
 use super::tensor_names::TensorNames;
-use crate::ops::{self, DropoutMask, LowRank};
+use crate::ops::{self, DropoutMask, ExpertLayout, LowRank};
 use crate::tape::{GradSink, Param};
 use candle_core::{D, DType, Result, Tensor};
 use std::collections::HashMap;
@@ -66,16 +66,21 @@ pub fn peft_name_of_file(names: TensorNames, name: &str) -> String {
 /// The adapters of a model.
 #[derive(Debug, Default)]
 pub struct Adapters {
+    /// By the name of the weight.
     modules: HashMap<String, Module>,
     dropout: Arc<Dropout>,
 }
 
-/// The adapter of one linear layer.
+/// The adapter of one linear layer, or of the experts of a layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdapterModule {
-    /// Name of the layer, for example `model.language_model.layers.0.mlp.up_proj`.
+    /// Name of the module in PEFT, for example `model.language_model.layers.0.mlp.up_proj`.
     pub name: String,
-    /// Rank of `A` and `B`.
+    /// Name of the weight that it changes, that of a linear layer or of experts.
+    pub weight: String,
+    /// Layout of the weight if it is that of experts.
+    pub experts: Option<ExpertLayout>,
+    /// Rank of `A` and `B`; of experts, that of each expert.
     pub rank: usize,
     /// Factor of the adapter's output.
     pub scale: f64,
@@ -85,6 +90,8 @@ pub struct AdapterModule {
 
 #[derive(Debug)]
 struct Module {
+    name: String,
+    rank: usize,
     scale: f64,
     rows: DropoutRows,
 }
@@ -98,7 +105,7 @@ enum DropoutRows {
 }
 
 impl Adapters {
-    /// Adapters of linear layers whose weights are among `specs`; `probability` and `seed` are
+    /// Adapters of layers whose weights are among `specs`; `probability` and `seed` are
     /// those of the dropout.
     pub fn new(
         modules: &[AdapterModule],
@@ -109,16 +116,21 @@ impl Adapters {
         let inputs: HashMap<&str, Inputs> =
             specs.iter().map(|spec| (spec.name.as_str(), spec.component.inputs)).collect();
         let module = |module: &AdapterModule| {
-            let inputs = inputs.get(format!("{}.weight", module.name).as_str());
-            let rows = match inputs {
+            let rows = match inputs.get(module.weight.as_str()) {
                 Some(Inputs::Media) => DropoutRows::Media,
                 _ => DropoutRows::Tokens,
             };
-            (module.name.clone(), Module { scale: module.scale, rows })
+            let (name, weight) = (module.name.clone(), module.weight.clone());
+            (weight, Module { name, rank: module.rank, scale: module.scale, rows })
         };
         let modules = modules.iter().map(module).collect();
         let place = Mutex::default();
         Self { modules, dropout: Arc::new(Dropout { probability, seed, place }) }
+    }
+
+    /// Name in PEFT, factor and rank of the adapter of the experts `weight`.
+    pub(super) fn of_experts(&self, weight: &str) -> Option<(&str, f64, usize)> {
+        self.modules.get(weight).map(|module| (module.name.as_str(), module.scale, module.rank))
     }
 
     /// The dropout of their inputs.
@@ -223,8 +235,9 @@ impl Adapter {
         params: &ParamMap<'_>,
         module: &str,
     ) -> std::result::Result<Option<Self>, WeightError> {
+        let weight = format!("{module}.weight");
         let Some((adapters, of)) =
-            params.adapters().and_then(|all| Some((all, all.modules.get(module)?)))
+            params.adapters().and_then(|all| Some((all, all.modules.get(&weight)?)))
         else {
             return Ok(None);
         };

@@ -1,7 +1,8 @@
 //! Operations and memory of a decoder, for `trainer bench`.
 
+use super::adapter::AdapterTensor;
 use super::config::{DecoderConfig, HybridConfig};
-use super::experts::MoeConfig;
+use super::experts::{EXPERTS, MoeConfig};
 use crate::metrics::{ActivationMemory, PartWork, Rows};
 use crate::ops::DeltaHeads;
 use crate::tape::{Param, Recompute};
@@ -12,6 +13,16 @@ pub(crate) fn matrix_elements(params: &[&Param], table: Option<&Param>) -> f64 {
     let is_table = |p: &Param| table.is_some_and(|table| table.index() == p.index());
     let is_matrix = |p: &&&Param| p.shape().rank() > 1 && !is_table(p);
     params.iter().filter(is_matrix).map(|p| p.shape().elem_count()).sum::<usize>() as f64
+}
+
+/// The parameters of adapters of experts.
+fn expert_adapters<'a>(params: &'a [&Param]) -> impl Iterator<Item = &'a Param> {
+    let is_adapter = |param: &&Param| {
+        let module = AdapterTensor::of(param.name()).map(|(_, module)| module);
+        let module = module.map(|name| name.strip_suffix(".base_layer").unwrap_or(name));
+        module.is_some_and(|name| name.ends_with(EXPERTS))
+    };
+    params.iter().copied().filter(is_adapter)
 }
 
 /// Indexes of `params`, for [`PartWork::params`].
@@ -34,11 +45,11 @@ impl DecoderConfig {
             .hybrid
             .as_ref()
             .map_or(0, |hybrid| 3 * num_linear * hybrid.value_width() * hybrid.key_head_dim);
-        let idle = self.idle_weights();
+        let idle = self.idle_weights() as f64 + self.idle_adapters(decoder);
         [
             PartWork {
                 params: indexes(decoder),
-                weights: matrix_elements(decoder, Some(embedding)) - idle as f64 + states as f64,
+                weights: matrix_elements(decoder, Some(embedding)) - idle + states as f64,
                 attention: ((self.num_hidden_layers - num_linear) * heads) as f64,
                 rows: Rows::Tokens,
             },
@@ -49,6 +60,28 @@ impl DecoderConfig {
                 rows: Rows::Targets,
             },
         ]
+    }
+
+    /// Number of elements of the adapters of experts that a token is not multiplied with.
+    fn idle_adapters(&self, params: &[&Param]) -> f64 {
+        let Some(moe) = &self.moe else { return 0.0 };
+        let all: usize = expert_adapters(params).map(|param| param.shape().elem_count()).sum();
+        let idle = moe.num_experts - moe.experts_per_token;
+        all as f64 * idle as f64 / moe.num_experts as f64
+    }
+
+    /// Bytes of the temporary buffers of a token that adapters of experts add to those of backward:
+    /// the products of an adapter have buffers of their own, so there are twice as many rows.
+    pub(crate) fn expert_adapter_bytes(&self, params: &[&Param], element: f64) -> f64 {
+        let Some(moe) = self.moe.as_ref().filter(|_| expert_adapters(params).next().is_some())
+        else {
+            return 0.0;
+        };
+        let (hidden, k) = (self.hidden_size as f64, moe.experts_per_token as f64);
+        let inner = k * moe.intermediate_size as f64;
+        // and the normed rows, or the activated ones
+        let with_adapter = 2.0 * k * hidden + hidden.max(inner);
+        element * (with_adapter - k * hidden - 2.0 * inner).max(0.0)
     }
 
     /// Width of the MLP of layer `k`, or of the experts that compute a token together.
@@ -124,6 +157,7 @@ mod tests {
     use super::super::config::Queries;
     use super::super::experts::ExpertFiles;
     use super::*;
+    use candle_core::{DType, Device, Tensor};
 
     const CONFIG: DecoderConfig = DecoderConfig {
         vocab_size: 100,
@@ -159,6 +193,31 @@ mod tests {
         let layer = all.token_tape / 3.0;
         assert_eq!(input.token_recomputed, layer - 40.0 + 4.0 * 30.0);
         assert_eq!((input.token_backward, all.token_recomputed), (all.token_backward, 0.0));
+    }
+
+    #[test]
+    fn adapters_of_experts_cost_rows_and_those_of_a_tokens_experts_compute() {
+        let moe = MoeConfig {
+            num_experts: 8,
+            experts_per_token: 2,
+            intermediate_size: 6,
+            is_sparse: vec![true; 3],
+            shared_size: None,
+            files: ExpertFiles::OutIn,
+        };
+        let config = DecoderConfig { moe: Some(moe), ..CONFIG };
+        let zeros = |name: &str, index| {
+            let zeros = Tensor::zeros((16, 10), DType::F32, &Device::Cpu).unwrap();
+            Param::new(AdapterTensor::A.name(&format!("model.layers.0.{name}")), index, zeros)
+        };
+        let names = ["mlp.experts", "mlp.experts.base_layer", "self_attn.q_proj"];
+        let params: Vec<Param> = (0..).zip(names).map(|(at, name)| zeros(name, at)).collect();
+        let params: Vec<&Param> = params.iter().collect();
+        // 6 of 8 experts of two tensors
+        assert_eq!(config.idle_adapters(&params), 0.75 * 2.0 * 160.0);
+        // two times the rows, and the activated ones, in place of rows and twice the activated ones
+        assert_eq!(config.expert_adapter_bytes(&params, 4.0), 4.0 * (40.0 + 12.0 - 20.0 - 24.0));
+        assert_eq!(config.expert_adapter_bytes(&params[2..], 4.0), 0.0);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use super::moe::{MoeBlock, SavedMoe};
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
 use super::routers::Routers;
-use crate::metrics::PartWork;
+use crate::metrics::{ActivationMemory, PartWork};
 use crate::ops::{self, AttentionBackend};
 use crate::tape::{GradSink, InputGrad, Param, Recompute, SavedStage, Stage};
 use candle_core::{DType, Result, Tensor, bail};
@@ -260,6 +260,18 @@ impl Decoder {
         let skipped = usize::from(self.untied_head().is_some());
         let params: Vec<&Param> = self.stages().into_iter().skip(skipped).flatten().collect();
         config.work(&params, &self.embed_tokens, &self.lm_head)
+    }
+
+    /// `memory`, that of the decoder without adapters, with the buffers of adapters of experts.
+    pub(crate) fn with_expert_adapters(
+        &self,
+        config: &DecoderConfig,
+        element: f64,
+        memory: ActivationMemory,
+    ) -> ActivationMemory {
+        let params: Vec<&Param> = self.stages().into_iter().flatten().collect();
+        let more = config.expert_adapter_bytes(&params, element);
+        ActivationMemory { token_backward: memory.token_backward + more, ..memory }
     }
 
     /// Dtype of the activations. A table or the weight of a layer may be narrower.

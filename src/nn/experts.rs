@@ -132,14 +132,33 @@ pub(super) fn sparse_specs(
 
 /// How the tensor `part` of a layer is stored.
 pub(super) fn stored(moe: Option<&MoeConfig>, part: &str) -> Stored {
-    let separate = moe.is_some_and(|moe| moe.files == ExpertFiles::Separate);
-    if separate && part.starts_with(EXPERTS) { Stored::PerExpert } else { Stored::Whole }
+    match moe.filter(|_| part.starts_with(EXPERTS)).map(|moe| moe.files) {
+        Some(ExpertFiles::Separate) => Stored::PerExpert,
+        Some(ExpertFiles::InOut) => Stored::InOut,
+        Some(ExpertFiles::OutIn) | None => Stored::Whole,
+    }
 }
 
 impl ParamSpec {
     /// Whether the tensor has the weights of all experts of a layer.
     pub fn is_experts(&self) -> bool {
         self.shape.len() == 3 && self.name.contains(EXPERTS)
+    }
+
+    /// Layout of the weights of experts.
+    pub fn expert_layout(&self) -> Option<ExpertLayout> {
+        let is_in_out = self.stored == Stored::InOut;
+        let layout = if is_in_out { ExpertLayout::InOut } else { ExpertLayout::OutIn };
+        self.is_experts().then_some(layout)
+    }
+
+    /// Numbers of experts, of outputs and of inputs of the weights of experts.
+    pub fn expert_sizes(&self) -> Option<[usize; 3]> {
+        let [experts, rows, columns] = self.shape[..] else { return None };
+        Some(match self.expert_layout()? {
+            ExpertLayout::OutIn => [experts, rows, columns],
+            ExpertLayout::InOut => [experts, columns, rows],
+        })
     }
 
     /// Names and shapes of the tensors that weight files have in place of this one. In row-major

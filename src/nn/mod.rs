@@ -9,6 +9,7 @@ mod config;
 mod context;
 mod cost;
 mod decoder;
+mod expert_linear;
 mod experts;
 mod factors;
 mod init;

@@ -14,12 +14,13 @@
 //! The router computes in `f32` whatever the compute dtype is.
 
 use super::config::DecoderConfig;
+use super::expert_linear::ExpertLinear;
 use super::experts::{EXPERTS, MoeConfig, ROUTER, SHARED, SHARED_GATE};
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
 use super::routers::Routers;
 use super::shared_expert::{SavedShared, SharedExpert};
-use crate::ops::{self, ExpertLayout, RecomputeInput, Routing};
+use crate::ops::{self, RecomputeInput, Routing};
 use crate::tape::{GradSink, Param};
 use candle_core::{DType, Result, Tensor};
 use std::sync::Arc;
@@ -27,10 +28,9 @@ use std::sync::Arc;
 /// The second half of a decoder layer with experts.
 pub(super) struct MoeBlock {
     norm: RmsNorm,
-    router: Param,  // [E, D]
-    gate_up: Param, // [E, D, 2I] or [E, 2I, D]
-    down: Param,    // [E, I, D] or [E, D, I]
-    layout: ExpertLayout,
+    router: Param, // [E, D]
+    gate_up: ExpertLinear,
+    down: ExpertLinear,
     experts_per_token: usize,
     shared: Option<SharedExpert>,
     routers: Arc<Routers>,
@@ -56,7 +56,9 @@ impl MoeBlock {
         (routers, place): (&Arc<Routers>, usize),
     ) -> std::result::Result<Self, WeightError> {
         let norm = format!("{layer}.post_attention_layernorm");
-        let experts = |part: &str| params.get(&format!("{layer}.{EXPERTS}.{part}"));
+        let experts = |part: &str| {
+            ExpertLinear::new(params, &format!("{layer}.{EXPERTS}.{part}"), moe.layout())
+        };
         let shared = moe.shared_size.map(|_| {
             let [shared, gate] = [SHARED, SHARED_GATE].map(|part| format!("{layer}.{part}"));
             SharedExpert::new(params, &shared, &gate)
@@ -66,7 +68,6 @@ impl MoeBlock {
             router: params.get(&format!("{layer}.{ROUTER}"))?,
             gate_up: experts("gate_up_proj")?,
             down: experts("down_proj")?,
-            layout: moe.layout(),
             experts_per_token: moe.experts_per_token,
             shared: shared.transpose()?,
             routers: Arc::clone(routers),
@@ -75,8 +76,9 @@ impl MoeBlock {
     }
 
     pub(super) fn params(&self) -> impl Iterator<Item = &Param> {
-        let routed = [self.norm.param(), &self.router, &self.gate_up, &self.down];
-        routed.into_iter().chain(self.shared.iter().flat_map(SharedExpert::params))
+        let experts = self.gate_up.params().chain(self.down.params());
+        let shared = self.shared.iter().flat_map(SharedExpert::params);
+        [self.norm.param(), &self.router].into_iter().chain(experts).chain(shared)
     }
 
     /// `x: [T, D]` to `[T, D]`.
@@ -87,10 +89,10 @@ impl MoeBlock {
         self.routers.record(self.place, &logits, &routing)?;
         drop(logits);
         let rows = ops::expert_rows(&normed, &routing)?; // [R, D]
-        let gate_up = self.product(&rows, &self.gate_up, &routing)?; // [R, 2I]
+        let gate_up = self.gate_up.forward(&rows, &routing.offsets)?; // [R, 2I]
         drop(rows);
         let activated = ops::expert_swiglu(&gate_up, &routing)?; // [R, I]
-        let rows = self.product(&activated, &self.down, &routing)?; // [R, D]
+        let rows = self.down.forward(&activated, &routing.offsets)?; // [R, D]
         drop(activated);
         let mut y = ops::combine(&rows, &routing, Some(x))?; // [T, D]
         drop(rows);
@@ -108,11 +110,6 @@ impl MoeBlock {
         ops::linear(&wide(normed)?, &wide(&self.router.tensor())?, None)
     }
 
-    /// The products of rows with the weights of their experts.
-    fn product(&self, rows: &Tensor, weight: &Param, routing: &Routing) -> Result<Tensor> {
-        ops::grouped_linear(rows, &weight.tensor(), self.layout, &routing.offsets)
-    }
-
     /// Returns `dx: [T, D]`. Each buffer is dropped after its last use, to lower peak memory.
     pub(super) fn backward(
         &self,
@@ -120,29 +117,24 @@ impl MoeBlock {
         dy: &Tensor,
         grads: &dyn GradSink,
     ) -> Result<Tensor> {
-        let (layout, offsets) = (self.layout, &routing.offsets);
-        let d_down = grads.buffer(&self.down);
+        let offsets = &routing.offsets;
         let d_rows = ops::expert_rows(dy, &routing)?; // [R, D]
-        let d_activated =
-            ops::grouped_linear_backward_input(&d_rows, &self.down.tensor(), layout, offsets)?; // [R, I]
-        let recompute = if d_down.is_some() { RecomputeInput::Yes } else { RecomputeInput::No };
+        let du = self.down.rank_grad(&d_rows, offsets)?;
+        let d_activated = self.down.backward_input(&d_rows, &du, offsets)?; // [R, I]
+        let recompute = self.down.recompute_input(grads);
         let (d_gate_up, d_weights, activated) =
             ops::expert_swiglu_backward(gate_up, &routing, d_activated, recompute)?; // [R, 2I], [T, k], [R, I]
-        if let (Some(activated), Some(d_down)) = (activated, d_down) {
-            ops::grouped_linear_backward_weight(&activated, &d_rows, layout, offsets, d_down)?;
+        if let Some(activated) = activated {
+            self.down.backward_params(&activated, &d_rows, &du, offsets, grads)?;
         }
         drop(d_rows);
         let normed = self.norm.apply(&x, &rstd)?; // [T, D]
-        if let Some(dw) = grads.buffer(&self.gate_up) {
+        let du = self.gate_up.rank_grad(&d_gate_up, offsets)?;
+        if self.gate_up.recompute_input(grads) == RecomputeInput::Yes {
             let rows = ops::expert_rows(&normed, &routing)?; // [R, D]
-            ops::grouped_linear_backward_weight(&rows, &d_gate_up, layout, offsets, dw)?;
+            self.gate_up.backward_params(&rows, &d_gate_up, &du, offsets, grads)?;
         }
-        let d_rows = ops::grouped_linear_backward_input(
-            &d_gate_up,
-            &self.gate_up.tensor(),
-            layout,
-            offsets,
-        )?; // [R, D]
+        let d_rows = self.gate_up.backward_input(&d_gate_up, &du, offsets)?; // [R, D]
         drop(d_gate_up);
         let d_normed = ops::expert_rows_backward(&d_rows, &routing)?; // [T, D]
         drop(d_rows);

@@ -45,6 +45,8 @@ pub enum Stored {
     /// Under its name and in its shape.
     #[default]
     Whole,
+    /// The same; the matrices of experts are `[inputs, outputs]`.
+    InOut,
     /// As the tensors of [`ParamSpec::pieces`], which belong to one expert each.
     PerExpert,
 }

@@ -1,6 +1,6 @@
 //! Writes a model folder from a model and an adapter, or a clean folder from a checkpoint.
 
-use super::adapter::{AdapterError, OpenAdapter, read_adapter};
+use super::adapter::{AdapterError, Exchanged, OpenAdapter, exchange_experts, read_adapter};
 use super::error::RunError;
 use super::inputs::open_for_run;
 use super::model_files::{named_files, with_pieces};
@@ -154,7 +154,7 @@ impl Weights {
         pieces.iter().map(piece).collect()
     }
 
-    /// Elements of a weight that no adapter changes: those of experts.
+    /// Elements of the weights of experts, rows of the matrix of one of them.
     fn load_piece(
         &self,
         name: &str,
@@ -162,8 +162,13 @@ impl Weights {
         shape: &[usize],
         dtype: DType,
     ) -> Result<Tensor, CheckpointError> {
-        let part = self.files.load_part(name, elements, dtype, &Device::Cpu)?;
-        part.reshape(shape).map_err(fault(name))
+        let (start, change) = (elements.start, self.change(name));
+        let merges = self.adapter.as_ref().filter(|_| change == Some(Change::Merge));
+        let stored = if merges.is_some() { DType::F32 } else { dtype };
+        let part = self.files.load_part(name, elements, stored, &Device::Cpu)?;
+        let part = part.reshape(shape).map_err(fault(name))?;
+        let Some(adapter) = merges else { return Ok(part) };
+        adapter.merged_rows(name, start, &part)?.to_dtype(dtype).map_err(fault(name))
     }
 
     fn load(&self, name: &str, dtype: DType) -> Result<Tensor, CheckpointError> {
@@ -230,10 +235,13 @@ impl Precision {
     }
 }
 
-/// Copies the adapter in `adapter` to the new folder `out`, without the files of its training.
+/// Copies the adapter in `adapter` to the new folder `out`, without the files of its training. With
+/// `exchange`, the sides of adapters of experts are exchanged, as PEFT has them for Qwen3-VL with
+/// transformers 4.
 pub fn export_adapter(
     adapter: &Path,
     onto: Option<Precision>,
+    exchange: bool,
     out: &Path,
 ) -> Result<Exported, AdapterError> {
     let fault = |source: CheckpointError| AdapterError::Files {
@@ -247,9 +255,11 @@ pub fn export_adapter(
     let config_json = serde_json::from_slice(&text)
         .map_err(|error| fault(CheckpointError::invalid(&path, &error)))?;
     let files = WeightFiles::open_file(&adapter.join(ADAPTER_WEIGHTS)).map_err(fault)?;
+    let exchanged =
+        if exchange { exchange_experts(adapter, &files)? } else { Exchanged::default() };
     let tensor = |name: &str| {
         let stored = files.dtype(name).unwrap_or(DType::F32);
-        let tensor = files.load(name, onto.map_or(stored, Precision::dtype), &Device::Cpu)?;
+        let tensor = exchanged.load(&files, name, onto.map_or(stored, Precision::dtype))?;
         Ok(SavedTensor::whole(name, tensor))
     };
     let weights: Result<Vec<_>, _> = files.names().map(tensor).collect();

@@ -37,7 +37,10 @@ pub(super) fn log_start(
     );
     let takes_all = |adapter: &AdapterConfig| adapter.target == Targets::AllLinear;
     if runner.model.routers().is_some() && config.adapter.as_ref().is_some_and(takes_all) {
-        tracing::info!("`adapter.target: all-linear` leaves out the experts");
+        tracing::info!(
+            "`adapter.target: all-linear` leaves out the experts; the glob `*.mlp.experts.*` \
+             names them"
+        );
     }
     tracing::info!(
         device = %device_name(&runner.device),

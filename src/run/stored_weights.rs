@@ -12,8 +12,8 @@ use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::{MutexGuard, PoisonError};
 
-/// Where the weights of frozen linear layers and experts are kept. On the CPU the tensors that the model reads
-/// are in host memory already.
+/// Where the weights of frozen linear layers and experts are kept. On the CPU the tensors that the
+/// model reads are in host memory already.
 pub(crate) fn weight_storage(config: &RunConfig, device: &Device) -> WeightStorage {
     match storage_on_gpu(config) {
         WeightStorage::Host if device.is_cpu() => WeightStorage::Device,

@@ -362,7 +362,7 @@ fn an_adapter_leaves_out_the_experts_and_says_so() {
         assert_eq!(*values != start[name], changes, "{name}");
     }
     let output = run("output_dir=refused", &["adapter={train_also: ['*.mlp.experts.*']}"]);
-    let text = "an adapter cannot have experts";
+    let text = "cannot have whole experts";
     assert!(output.code != 0 && output.stderr.contains(text), "{output:?}");
 }
 

@@ -22,6 +22,7 @@ mod doc_commands;
 mod docs;
 mod encoding;
 mod encoding_folders;
+mod expert_adapters;
 mod experts;
 mod generate;
 mod gpu_ranks;

@@ -80,7 +80,13 @@ pub(super) const ROWS: &[Row] = &[
     row("init_weights", "", Is(Role::LoraInit)),
     row("target_modules", "all-linear", Is(Role::LoraTarget)),
     row("target_regex", "", Adapter("`adapter.target` takes globs, not regular expressions")),
-    row("target_parameters", "", Adapter("only linear layers have an adapter")),
+    row(
+        "target_parameters",
+        "",
+        Adapter(
+            "`adapter.target` has globs over the names of experts too, with `adapter.dropout: 0`",
+        ),
+    ),
     row("modules_to_save", "", Is(Role::ModulesToSave)),
     row("merge_lora", "", Drop("use `trainer export --adapter DIR --merge` after the training")),
     row("quant_method", "", Only(&["bnb"], QUANTISED)),

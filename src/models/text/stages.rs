@@ -164,6 +164,7 @@ impl Model for TextModel {
         recompute: RecomputePolicy,
         _grads: &dyn GradSink,
     ) -> ActivationMemory {
-        self.config.text.memory(element, recompute.llm)
+        let text = &self.config.text;
+        self.decoder.with_expert_adapters(text, element, text.memory(element, recompute.llm))
     }
 }

@@ -208,7 +208,8 @@ impl Model for VisionLanguageModel {
         grads: &dyn GradSink,
     ) -> ActivationMemory {
         let vision = self.vision.is_trained(grads).then_some(recompute.vision);
-        self.config.activation_memory(element, recompute.llm, vision)
+        let memory = self.config.activation_memory(element, recompute.llm, vision);
+        self.decoder.with_expert_adapters(&self.config.text, element, memory)
     }
 }
 

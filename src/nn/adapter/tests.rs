@@ -35,15 +35,16 @@ fn layer_of(tensors: Vec<(String, Tensor)>, dropout: f64) -> (Vec<Param>, Linear
     let params: Vec<Param> =
         (0..).zip(tensors).map(|(index, (name, tensor))| Param::new(name, index, tensor)).collect();
     let component = Component { name: "llm", inputs: Inputs::All };
-    let name = format!("{LAYER}.weight");
+    let weight = format!("{LAYER}.weight");
     let specs = [ParamSpec {
-        name,
+        name: weight.clone(),
         shape: vec![6, 5],
         component,
         init: Init::Normal,
         stored: Stored::Whole,
     }];
-    let module = AdapterModule { name: LAYER.to_owned(), rank: 2, scale: SCALE, is_dora };
+    let name = LAYER.to_owned();
+    let module = AdapterModule { name, weight, experts: None, rank: 2, scale: SCALE, is_dora };
     let adapters = Adapters::new(&[module], &specs, dropout, 9);
     adapters.dropout().set(Some(DropoutPlace { step: 1, first_token: 0, patches: (0, 0) }));
     let layer = Linear::with_bias(&ParamMap::new(&params, Some(&adapters)), LAYER).unwrap();

@@ -57,12 +57,25 @@ pub enum AdapterError {
         /// As written.
         pattern: String,
     },
-    /// The folder of an adapter cannot have experts.
-    #[error("`adapter.train_also`: `{pattern}` names `{experts}`: an adapter cannot have experts")]
+    /// The folder of an adapter cannot have whole experts.
+    #[error(
+        "`adapter.train_also`: `{pattern}` names `{experts}`: the folder of an adapter cannot have \
+         whole experts"
+    )]
     Experts {
         /// As written.
         pattern: String,
         /// The parameter.
+        experts: String,
+    },
+    /// Adapters of experts cannot have this setting.
+    #[error("`{key}` is `{found}`, which an adapter of the experts `{experts}` cannot have")]
+    OfExperts {
+        /// Config key.
+        key: &'static str,
+        /// Its value.
+        found: String,
+        /// The first of the experts that have an adapter.
         experts: String,
     },
     /// The folder of an adapter cannot be read.
@@ -92,6 +105,15 @@ pub enum AdapterError {
         tensor: String,
         /// What is wrong, after the name.
         problem: String,
+    },
+    /// transformers 4 has no module with such an adapter.
+    #[error(
+        "adapter folder `{}` has no experts that transformers 4 has in one tensor: those of a \
+         vision-language model, with the same rank", .folder.display()
+    )]
+    NoExchange {
+        /// The folder.
+        folder: PathBuf,
     },
     /// The adapter was trained on another model.
     #[error(
@@ -140,7 +162,7 @@ impl AdapterError {
             Self::Pattern(error) => error.origin().0,
             Self::Both { .. } | Self::Tied { .. } | Self::Experts { .. } => "adapter.train_also",
             Self::Rank { .. } => "adapter.rank",
-            Self::StartFrom { key, .. } => key,
+            Self::StartFrom { key, .. } | Self::OfExperts { key, .. } => key,
             _ => return None,
         })
     }
@@ -162,7 +184,19 @@ impl AdapterError {
             Self::Pattern(error) => return Some(error.hint()),
             Self::Both { .. } => "remove the layer from one of `adapter.target` and `train_also`",
             Self::Experts { .. } => {
-                "name the router or other parameters, or train without `adapter`"
+                "name the experts in `adapter.target` to train adapters of them, or train without \
+                 `adapter`"
+            }
+            Self::OfExperts { key, .. } => {
+                let value = match *key {
+                    "adapter.dropout" => "0",
+                    "adapter.kind" => "lora",
+                    _ => "default",
+                };
+                return Some(format!(
+                    "set `{key}: {value}`, which PEFT requires for parameters too, or name other \
+                     layers in `adapter.target`"
+                ));
             }
             Self::Tied { .. } => {
                 "remove the embedding from `train_also`, or train without `adapter`"
@@ -177,6 +211,9 @@ impl AdapterError {
             }
             Self::Tensor { .. } => {
                 "use the model that the adapter was trained on, and an adapter of its linear layers"
+            }
+            Self::NoExchange { .. } => {
+                "export the adapter without `--transformers-4`, or merge it into its model"
             }
             Self::OtherBase { .. } => {
                 "pass the model that the adapter was trained on; an adapter of other weights gives \

@@ -2,6 +2,7 @@
 
 mod base;
 mod error;
+mod experts;
 mod merge;
 mod peft;
 mod split;
@@ -10,6 +11,7 @@ mod targets;
 pub(crate) use base::{load_for_run, load_to_generate, load_with_adapter};
 pub(super) use base::{open_run_model, read_adapter};
 pub use error::AdapterError;
+pub(super) use experts::{Exchanged, exchange_experts};
 
 use self::split::{Half, Split, load_half};
 use super::load_model::OpenModel;
@@ -49,7 +51,8 @@ enum Source {
     Weights,
     Files {
         folder: PathBuf,
-        files: WeightFiles,
+        files: Box<WeightFiles>,
+        exchanged: Exchanged,
     },
 }
 
@@ -64,6 +67,9 @@ impl OpenAdapter {
         if let Some(folder) = &config.start_from {
             let mut started = Self::resumed(config, folder, specs, seed)?;
             started.check_config(config, specs)?;
+            if let Some(of) = started.modules.iter().find(|module| module.experts.is_some()) {
+                targets::check_experts(config, &of.weight)?;
+            }
             started.peft.lora_dropout = config.dropout;
             return Ok(started);
         }
@@ -98,13 +104,14 @@ impl OpenAdapter {
         let (peft, files) = peft::open(folder, specs)?;
         let modules = peft::modules(folder, &peft, &files, specs)?;
         let adapter_specs = targets::adapter_specs(&modules, specs);
-        let also_trained = peft::check(folder, &files, &adapter_specs, specs)?;
+        let exchanged = Exchanged::find(&files, &modules, &adapter_specs);
+        let also_trained = peft::check(folder, (&files, &exchanged), &adapter_specs, specs)?;
         Ok(Self {
             specs: adapter_specs,
             modules,
             peft,
             also_trained,
-            source: Source::Files { folder: folder.to_owned(), files },
+            source: Source::Files { folder: folder.to_owned(), files: Box::new(files), exchanged },
             num_base: specs.len(),
             dropout: 0.0,
             seed: 0,
@@ -246,13 +253,13 @@ impl OpenAdapter {
     ) -> std::result::Result<Option<Tensor>, super::SetupError> {
         let spec = &model.specs[index];
         match &self.source {
-            Source::Files { folder, files } => {
+            Source::Files { folder, files, exchanged } => {
                 let Some(name) = self.saved_name(index, spec) else { return Ok(None) };
                 let is_matrix = index >= self.num_base && spec.shape.len() == 2;
                 let part = if is_matrix && self.split.is_some() {
                     load_half(files, spec, Half::Trained, elements, (dtype, device))
                 } else {
-                    files.load_part(&name, elements.clone(), dtype, device)
+                    exchanged.load_part(files, &name, elements.clone(), dtype, device)
                 };
                 Ok(Some(part.map_err(|source| {
                     let folder = folder.clone();
@@ -292,8 +299,10 @@ impl OpenAdapter {
     ) -> std::result::Result<Tensor, super::SetupError> {
         let zeros = || Tensor::zeros(elements.len(), DType::F32, device);
         match (AdapterTensor::of(&spec.name), &spec.shape[..]) {
-            (Some((AdapterTensor::A, _)), [rank, inputs]) => {
-                let of = (spec.name.as_str(), [*rank, *inputs]);
+            (Some((AdapterTensor::A, module)), [ranks, inputs]) => {
+                let module = self.modules.iter().find(|of| of.name == module);
+                let rank = module.map_or(*ranks, |of| of.rank); // of each expert
+                let of = (spec.name.as_str(), [rank, *inputs]);
                 Ok(random_adapter_part(draw, of, self.seed, elements, device)?)
             }
             (Some((AdapterTensor::Magnitude, module)), _) => {

@@ -1,7 +1,8 @@
 //! Reads and describes adapters in PEFT's layout.
 
 use super::error::AdapterError;
-use super::targets::{linear_layers, module_of, target_modules};
+use super::experts::Exchanged;
+use super::targets::{layers, module_name, module_of, target_modules, target_parameters};
 use crate::checkpoint::{ADAPTER_WEIGHTS, CheckpointError, PeftConfig, WeightFiles};
 use crate::nn::{
     AdapterModule, AdapterTensor, ParamSpec, TensorNames, peft_name, peft_name_of_file,
@@ -36,7 +37,8 @@ pub(super) fn config(
         lora_alpha: config.alpha * alpha,
         lora_dropout: config.dropout,
         target_modules: target_modules(modules, specs).into(),
-        target_parameters: None,
+        target_parameters: Some(target_parameters(modules, specs))
+            .filter(|parameters| !parameters.is_empty()),
         modules_to_save: Some(saved).filter(|saved| !saved.is_empty()),
         bias: "none".to_owned(),
         use_dora: config.kind == AdapterKind::Dora,
@@ -97,14 +99,24 @@ pub(super) fn modules(
             ranks.insert(module.to_owned(), shape.first().copied().unwrap_or(0));
         }
     }
+    let is_adapted = |spec: &&ParamSpec| !spec.is_experts() || peft.has_parameter(&spec.name);
+    let adapted: Vec<&ParamSpec> =
+        layers(specs).map(|layer| layer.weight).filter(is_adapted).collect();
     let mut modules = Vec::new();
-    for layer in linear_layers(specs) {
-        let Some(rank) = ranks.remove(layer.name).filter(|rank| *rank > 0) else { continue };
+    for layer in layers(specs) {
+        let name = module_name(layer.weight, &adapted);
+        let experts = layer.weight.expert_sizes().map_or(1, |[experts, ..]| experts);
+        let is_whole = |ranks: &usize| *ranks > 0 && ranks.is_multiple_of(experts);
+        let own = adapted.iter().any(|spec| spec.name == layer.weight.name);
+        let found = if own { ranks.remove(&name) } else { None };
+        let Some(rank) = found.filter(is_whole).map(|ranks| ranks / experts) else { continue };
         modules.push(AdapterModule {
-            name: layer.name.to_owned(),
+            name,
+            weight: layer.weight.name.clone(),
+            experts: layer.weight.expert_layout(),
             rank,
             scale: peft.scale(layer.name, rank),
-            is_dora: peft.use_dora,
+            is_dora: peft.use_dora && !layer.weight.is_experts(),
         });
     }
     let unknown = ranks.into_keys().next();
@@ -121,19 +133,19 @@ pub(super) fn modules(
 /// Checks names and shapes of all tensors. Returns the parameters of the model that the file has.
 pub(super) fn check(
     folder: &Path,
-    files: &WeightFiles,
+    (files, exchanged): (&WeightFiles, &Exchanged),
     adapter: &[ParamSpec],
     base: &[ParamSpec],
 ) -> Result<Vec<usize>, AdapterError> {
     let wrong = |tensor: &str, problem: String| {
         Err(AdapterError::Tensor { folder: folder.to_owned(), tensor: tensor.to_owned(), problem })
     };
-    let mut expected: BTreeMap<String, (&[usize], Option<usize>)> = BTreeMap::new();
+    let mut expected: BTreeMap<String, (Vec<usize>, Option<usize>)> = BTreeMap::new();
     for (index, spec) in base.iter().enumerate() {
-        expected.insert(peft_name(&spec.name), (&spec.shape, Some(index)));
+        expected.insert(peft_name(&spec.name), (spec.shape.clone(), Some(index)));
     }
     for spec in adapter {
-        expected.insert(spec.name.clone(), (&spec.shape, None));
+        expected.insert(spec.name.clone(), (exchanged.shape(files, spec), None));
         if files.shape(&spec.name).is_none() {
             return wrong(&spec.name, "is missing".to_owned());
         }

@@ -215,7 +215,7 @@ impl OpenModel {
         let started = Instant::now();
         let factors = adapter.modules.par_iter().map(|module| {
             let factors = match &adapter.source {
-                Source::Files { folder, files } => {
+                Source::Files { folder, files, .. } => {
                     adapter.saved_factors(files, module).map_err(|source| AdapterError::Files {
                         folder: folder.clone(),
                         source: Box::new(source),

@@ -6,17 +6,19 @@ use crate::optim::{Named, matches};
 use crate::train::{AdapterConfig, AdapterKind, Targets};
 use std::collections::BTreeSet;
 
-/// A linear layer of the model.
+/// A linear layer of the model, or one of all experts of a layer.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layer<'a> {
     pub(super) name: &'a str,
     pub(super) weight: &'a ParamSpec,
 }
 
-/// All linear layers, in the order of the model.
-pub(super) fn linear_layers(specs: &[ParamSpec]) -> Vec<Layer<'_>> {
-    let layer = |weight| Some(Layer { name: ParamSpec::linear_layer(weight)?, weight });
-    specs.iter().filter_map(layer).collect()
+/// All linear layers, in the order of the model. Those of experts have the names of their weights.
+pub(super) fn layers(specs: &[ParamSpec]) -> impl Iterator<Item = Layer<'_>> {
+    specs.iter().filter_map(|weight| {
+        let experts = weight.is_experts().then_some(weight.name.as_str());
+        Some(Layer { name: weight.linear_layer().or(experts)?, weight })
+    })
 }
 
 /// The modules with an adapter.
@@ -32,20 +34,28 @@ pub(super) fn modules(
     }
     let is_in_parts =
         |layer: &Layer<'_>| config.parts.iter().any(|part| part == layer.weight.component.name);
-    let layers: Vec<Layer<'_>> = linear_layers(specs).into_iter().filter(is_in_parts).collect();
+    let layers: Vec<Layer<'_>> = layers(specs).filter(is_in_parts).collect();
     let parts: Vec<String> = config.parts.iter().map(|part| format!("`{part}`")).collect();
     let parts = parts.join(", ");
     if layers.is_empty() {
         return Err(AdapterError::NoLayer { parts });
     }
-    let module = |layer: &Layer<'_>| AdapterModule {
-        name: layer.name.to_owned(),
-        rank: config.rank.get(),
-        scale: config.scale(),
-        is_dora: config.kind == AdapterKind::Dora,
+    let (rank, scale) = (config.rank.get(), config.scale());
+    let is_dora = config.kind == AdapterKind::Dora;
+    let modules = |chosen: &[&ParamSpec]| -> Vec<AdapterModule> {
+        let module = |spec: &&ParamSpec| AdapterModule {
+            name: module_name(spec, chosen),
+            weight: spec.name.clone(),
+            experts: spec.expert_layout(),
+            rank,
+            scale,
+            is_dora,
+        };
+        chosen.iter().map(module).collect()
     };
     let Targets::Globs(globs) = &config.target else {
-        return Ok(layers.iter().map(module).collect());
+        let linear = layers.iter().map(|layer| layer.weight).filter(|spec| !spec.is_experts());
+        return Ok(modules(&linear.collect::<Vec<_>>()));
     };
     let named = |layer: &Layer<'_>| (layer.name.to_owned(), layer.weight.component.name);
     let names: Vec<(String, &str)> = layers.iter().map(named).collect();
@@ -66,7 +76,40 @@ pub(super) fn modules(
     if chosen.is_empty() {
         return Err(AdapterError::NoTarget);
     }
-    Ok(chosen.into_iter().map(|index| module(&layers[index])).collect())
+    let chosen: Vec<&ParamSpec> = chosen.into_iter().map(|index| layers[index].weight).collect();
+    if let Some(experts) = chosen.iter().find(|spec| spec.is_experts()) {
+        check_experts(config, &experts.name)?;
+    }
+    Ok(modules(&chosen))
+}
+
+/// Fails if PEFT has no adapter of experts with these settings.
+pub(super) fn check_experts(config: &AdapterConfig, experts: &str) -> Result<(), AdapterError> {
+    let default = AdapterConfig::default();
+    let name = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
+    let (key, found) = if config.dropout != 0.0 {
+        ("adapter.dropout", config.dropout.to_string())
+    } else if config.kind != default.kind {
+        ("adapter.kind", name(&config.kind))
+    } else if config.init.is_part() {
+        ("adapter.init", name(&config.init))
+    } else {
+        return Ok(());
+    };
+    Err(AdapterError::OfExperts { key, found, experts: experts.to_owned() })
+}
+
+/// The name that PEFT gives to the module with the adapter of the weight `spec`. It wraps the
+/// module of the experts in one module for each adapted parameter, in the order of the parameters;
+/// the last of them has the name of the module.
+pub(super) fn module_name(spec: &ParamSpec, adapted: &[&ParamSpec]) -> String {
+    let module = module_of(&spec.name);
+    if !spec.is_experts() {
+        return module.to_owned();
+    }
+    let later = adapted.iter().skip_while(|other| other.name != spec.name).skip(1);
+    let depth = later.filter(|other| module_of(&other.name) == module).count();
+    format!("{module}{}", ".base_layer".repeat(depth))
 }
 
 /// Indexes of the parameters of the model that are trained besides the adapter: those of the
@@ -93,7 +136,8 @@ pub(super) fn also_trained(
             if is_tied && module.ends_with("embed_tokens") {
                 return Err(AdapterError::Tied { pattern: pattern.clone() });
             }
-            if let Some(both) = modules.iter().find(|of| of.name == module) {
+            let has_adapter = |of: &&AdapterModule| module_of(&of.weight) == module;
+            if let Some(both) = modules.iter().find(has_adapter) {
                 let layer = both.name.clone();
                 return Err(AdapterError::Both { pattern: pattern.clone(), layer });
             }
@@ -112,15 +156,14 @@ pub(super) fn module_of(param: &str) -> &str {
 
 /// The parameters of the adapters of `modules`, in the order of the model.
 pub(super) fn adapter_specs(modules: &[AdapterModule], specs: &[ParamSpec]) -> Vec<ParamSpec> {
-    let layers = linear_layers(specs);
     let mut all = Vec::new();
     for module in modules {
-        let Some(layer) = layers.iter().find(|layer| layer.name == module.name) else { continue };
-        let (outputs, inputs) = (layer.weight.shape[0], layer.weight.shape[1]);
-        let mut tensors = vec![
-            (AdapterTensor::A, vec![module.rank, inputs]),
-            (AdapterTensor::B, vec![outputs, module.rank]),
-        ];
+        let Some(weight) = specs.iter().find(|spec| spec.name == module.weight) else { continue };
+        let [experts, outputs, inputs] =
+            weight.expert_sizes().unwrap_or([1, weight.shape[0], weight.shape[1]]);
+        let ranks = experts * module.rank;
+        let mut tensors =
+            vec![(AdapterTensor::A, vec![ranks, inputs]), (AdapterTensor::B, vec![outputs, ranks])];
         if module.is_dora {
             tensors.push((AdapterTensor::Magnitude, vec![outputs]));
         }
@@ -128,7 +171,7 @@ pub(super) fn adapter_specs(modules: &[AdapterModule], specs: &[ParamSpec]) -> V
             name: tensor.name(&module.name),
             init: if shape.len() == 1 { Init::One } else { Init::Normal },
             shape,
-            component: layer.weight.component,
+            component: weight.component,
             stored: Stored::Whole,
         }));
     }
@@ -138,7 +181,8 @@ pub(super) fn adapter_specs(modules: &[AdapterModule], specs: &[ParamSpec]) -> V
 /// `target_modules` of `adapter_config.json`: last parts of names if these select the same layers,
 /// otherwise full names. A last part that is a number would also select the layer of this number.
 pub(super) fn target_modules(modules: &[AdapterModule], specs: &[ParamSpec]) -> Vec<String> {
-    let chosen: BTreeSet<&str> = modules.iter().map(|module| module.name.as_str()).collect();
+    let linear = modules.iter().filter(|module| module.experts.is_none());
+    let chosen: BTreeSet<&str> = linear.map(|module| module.name.as_str()).collect();
     let last = |name: &str| name.rsplit('.').next().unwrap_or(name).to_owned();
     let ends: BTreeSet<String> = chosen.iter().map(|name| last(name)).collect();
     // Also the patch convolution and the embeddings, which PEFT finds by their names.
@@ -150,4 +194,22 @@ pub(super) fn target_modules(modules: &[AdapterModule], specs: &[ParamSpec]) -> 
     } else {
         chosen.into_iter().map(str::to_owned).collect()
     }
+}
+
+/// `target_parameters` of `adapter_config.json`: last parts of names if these select the same
+/// experts, otherwise full names.
+pub(super) fn target_parameters(modules: &[AdapterModule], specs: &[ParamSpec]) -> Vec<String> {
+    let with_experts = modules.iter().filter(|module| module.experts.is_some());
+    let chosen: Vec<&str> = with_experts.map(|module| module.weight.as_str()).collect();
+    // such as `mlp.experts.down_proj`
+    let end = |name: &str| {
+        let parts: Vec<&str> = name.split('.').collect();
+        parts[parts.len().saturating_sub(3)..].join(".")
+    };
+    let ends: BTreeSet<String> = chosen.iter().map(|name| end(name)).collect();
+    let same = specs.iter().filter(|spec| spec.is_experts() && ends.contains(&end(&spec.name)));
+    if same.count() == chosen.len() {
+        return ends.into_iter().collect();
+    }
+    chosen.into_iter().map(str::to_owned).collect()
 }
