@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compares the peak memory of `trainer sft` on the CPU with the prediction of `trainer plan`, for eleven
+# Compares the peak memory of `trainer sft` on the CPU with the prediction of `trainer plan`, for twelve
 # configs that differ. Prints a table; fails if an error exceeds 10 %. Takes minutes.
 #   scripts/bench/plan_memory.sh [NAME..]      example: scripts/bench/plan_memory.sh images lora
 #   scripts/bench/plan_memory.sh short         three configs with few tokens, in seconds
@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} trainer=${TRAINER:-$PWD/target/release/trainer}
-names=" $* " known="images frozen bf16 lora qlora adafactor 8bit saves large experts routed"
+names=" $* " known="images frozen bf16 lora qlora adafactor 8bit saves large experts routed expert-lora"
 [ "$*" = short ] || for name in "$@"; do
   [[ " $known " = *" $name "* ]] || { echo "unknown config \`$name\`, expected short alone, or some of: $known" >&2; exit 64; }
 done
@@ -77,4 +77,5 @@ STEPS=12 measure saves "$work/text.yaml" checkpoint.every_steps=2 data.packing_l
 measure large "$work/text.yaml" "model.path=$work/large" data.packing_length=2048
 measure experts "$work/text.yaml" "model.path=$work/experts"
 measure routed "$work/text.yaml" "model.path=$work/experts" model.precision=bf16 model.recompute=full 'adapter={quantize: nf4}'
+measure expert-lora "$work/text.yaml" "model.path=$work/experts" 'adapter={target: ["*"], dropout: 0}'
 exit "$failed"

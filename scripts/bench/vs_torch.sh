@@ -7,7 +7,8 @@
 # With LORA=8, both train an adapter of rank 8 of all linear layers of the decoder, with alpha 16 and
 # the dropout in LORA_DROPOUT (0); PyTorch uses the package peft.
 # With FAMILY=qwen3_vl_moe, both train a Qwen3-VL with 16 experts in each layer, 4 of them for each token
-# (122 M parameters); less than 3 times PyTorch's tokens per CPU second is an error. ARGS choose how transformers computes them: --experts-implementation grouped_mm.
+# (122 M parameters); less than 3 times PyTorch's tokens per CPU second is an error. ARGS choose how
+# transformers computes them: --experts-implementation grouped_mm.
 # With FAMILY=qwen3_5, both train a Qwen3.5; PyTorch computes sample by sample, its fastest mode in which
 # samples do not mix.
 # Needs npm, which downloads the published tokenizer on the first run, and a build:
