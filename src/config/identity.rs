@@ -14,10 +14,11 @@ use std::path::{Component, Path, PathBuf};
 /// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that
 /// a run of an older version can be resumed. Quotes in texts of a config are escaped, so these
 /// match keys only.
-const LATER_DEFAULTS: [&str; 12] = [
+const LATER_DEFAULTS: [&str; 13] = [
     ",\"train_empty_think\":false",
     ",\"offload\":\"none\"",
     ",\"aux_loss\":0.0",
+    ",\"matmul\":\"native\"",
     "\"kind\":\"adamw\",",
     ",\"master\":\"f32\"",
     ",\"on_non_finite\":\"stop\",\"max_skipped\":10,\"timeout_s\":3600",
@@ -185,8 +186,14 @@ mod tests {
                 load(Path::new("configs/quickstart.yaml"), &[setting.to_owned()]).unwrap();
             config.fingerprint()
         };
-        let settings =
-            ["optim.kind=muon", "optim.kind=adafactor", "optim.master=none", "adapter={}"];
+        let settings = [
+            "model.matmul=fp8",
+            "model.matmul=fp8_all",
+            "optim.kind=muon",
+            "optim.kind=adafactor",
+            "optim.master=none",
+            "adapter={}",
+        ];
         for setting in settings {
             assert_ne!(set(setting), config.fingerprint(), "{setting}");
         }

@@ -27,8 +27,8 @@ use crate::data::DataConfig;
 use crate::dist::{Distributed, Shard};
 use crate::optim::{AdafactorConfig, Kind, Moments, OptimConfig, ScheduleConfig};
 use crate::train::{
-    AdapterConfig, DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload, Quantize,
-    TrainConfig,
+    AdapterConfig, DeviceChoice, EvalConfig, LogConfig, MatmulChoice, ModelSection, Offload,
+    Quantize, TrainConfig,
 };
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroUsize;
@@ -125,6 +125,7 @@ impl ValueError {
 }
 
 const NO_FREEZE: &str = "no entry with an adapter, which freezes the whole model";
+const NO_ADAPTER: &str = "`native` with an adapter, whose products are not in FP8";
 const NOT_DIVIDED: &str = "`none` with `distributed.shard: full`";
 const NOT_ON_HOST: &str = "`none` with `model.offload: frozen`";
 const NO_PADDING: &str = "`true` with `model.aux_loss`, which counts no padding";
@@ -202,6 +203,8 @@ impl RunConfig {
         let offload = self.model.offload != Offload::None;
         rule(!offload || !divided, "model.offload", &"frozen", NOT_DIVIDED);
         if let Some(adapter) = &self.adapter {
+            let native = self.model.matmul == MatmulChoice::Native;
+            rule(native, "model.matmul", &self.model.matmul.name(), NO_ADAPTER);
             let nf4 = adapter.quantize == Quantize::Nf4;
             rule(!nf4 || !divided, "adapter.quantize", &"nf4", NOT_DIVIDED);
             rule(!nf4 || !offload, "adapter.quantize", &"nf4", NOT_ON_HOST);

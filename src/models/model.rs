@@ -4,7 +4,7 @@ use super::opaque::{ModelInput, Tape};
 use crate::batch::VarlenBatch;
 use crate::metrics::{ActivationMemory, PartWork};
 use crate::nn::{Adapters, DecoderConfig, KvCache, ParamSpec, Routers, TensorNames, WeightError};
-use crate::ops::AttentionBackend;
+use crate::ops::{AttentionBackend, Matmul};
 use crate::tape::{GradSink, Param, Recompute};
 use candle_core::{DType, Device, Result, Tensor};
 use std::fmt::Debug;
@@ -39,11 +39,13 @@ pub trait ModelConfig: Debug + Send + Sync {
     }
 
     /// Builds the model from parameters with their published names, and those of its adapters.
+    /// `matmul` is the format of the operands of the linear layers of the decoder.
     fn build(
         &self,
         params: &[Param],
         attention: &Arc<dyn AttentionBackend>,
         adapters: Option<&Adapters>,
+        matmul: Matmul,
     ) -> std::result::Result<Box<dyn Model>, WeightError>;
 }
 

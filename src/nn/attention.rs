@@ -51,9 +51,12 @@ impl AttentionBlock {
         backend: Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
         let name_of = |part: &str| format!("{name}.self_attn.{part}");
-        let linear = |part: &str| match config.queries {
-            Queries::Normed => Linear::without_bias(params, &name_of(part)),
-            Queries::Biased => Linear::with_bias(params, &name_of(part)),
+        let linear = |part: &str| {
+            let linear = match config.queries {
+                Queries::Normed => Linear::without_bias(params, &name_of(part))?,
+                Queries::Biased => Linear::with_bias(params, &name_of(part))?,
+            };
+            Ok::<_, WeightError>(linear.of_decoder(params))
         };
         let head_norm = |part: &str| match config.queries {
             Queries::Normed => params.get(&name_of(part)).map(Some),
@@ -65,7 +68,7 @@ impl AttentionBlock {
             q: linear("q_proj")?,
             k: linear("k_proj")?,
             v: linear("v_proj")?,
-            o: Linear::without_bias(params, &name_of("o_proj"))?,
+            o: Linear::without_bias(params, &name_of("o_proj"))?.of_decoder(params),
             q_norm: head_norm("q_norm.weight")?,
             k_norm: head_norm("k_norm.weight")?,
             scale: config.norm_scale(),

@@ -111,7 +111,10 @@ impl FeedForward {
         }
         let norm = format!("{layer}.post_attention_layernorm");
         let norm = RmsNorm::of_decoder(params, &norm, config)?;
-        let linear = |part: &str| Linear::without_bias(params, &format!("{layer}.mlp.{part}"));
+        let linear = |part: &str| {
+            let linear = Linear::without_bias(params, &format!("{layer}.mlp.{part}"))?;
+            Ok::<_, WeightError>(linear.of_decoder(params))
+        };
         Ok(Self::Mlp(Box::new(MlpBlock::new(norm, linear)?)))
     }
 

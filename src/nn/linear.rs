@@ -3,7 +3,7 @@
 
 use super::adapter::{Adapter, OutputGrad};
 use super::params::{ParamMap, WeightError};
-use crate::ops::{self, RecomputeInput};
+use crate::ops::{self, Matmul, RecomputeInput};
 use crate::tape::{GradSink, Param};
 use candle_core::{Result, Tensor};
 
@@ -13,6 +13,7 @@ pub(crate) struct Linear {
     weight: Param,
     bias: Option<Param>,
     adapter: Option<Adapter>,
+    matmul: Matmul,
 }
 
 impl Linear {
@@ -31,7 +32,18 @@ impl Linear {
         name: &str,
     ) -> std::result::Result<Self, WeightError> {
         let weight = params.get(&format!("{name}.weight"))?;
-        Ok(Self { weight, bias: None, adapter: Adapter::find(params, name)? })
+        Ok(Self {
+            weight,
+            bias: None,
+            adapter: Adapter::find(params, name)?,
+            matmul: Matmul::Native,
+        })
+    }
+
+    /// The same layer with the format of operands of the decoder. A layer with an adapter computes
+    /// in the dtype of the computation.
+    pub(super) fn of_decoder(self, params: &ParamMap<'_>) -> Self {
+        Self { matmul: params.matmul(), ..self }
     }
 
     pub(crate) fn params(&self) -> impl Iterator<Item = &Param> {
@@ -43,6 +55,9 @@ impl Linear {
         let (weight, bias) = (self.weight.tensor(), self.bias.as_ref().map(Param::tensor));
         match (&self.adapter, residual) {
             (Some(adapter), _) => adapter.forward(x, &weight, bias.as_ref(), residual),
+            (None, residual) if self.matmul != Matmul::Native => {
+                ops::e4m3_linear(x, &weight, bias.as_ref(), residual)
+            }
             (None, Some(residual)) => ops::linear_add(x, &weight, bias.as_ref(), residual),
             (None, None) => ops::linear(x, &weight, bias.as_ref()),
         }
@@ -83,6 +98,9 @@ impl Linear {
         let weight = self.weight.tensor();
         match (&self.adapter, &d.adapter, dx) {
             (Some(adapter), Some(of), dx) => adapter.backward_input(&d.product, of, &weight, dx),
+            (None, _, dx) if self.matmul != Matmul::Native => {
+                ops::e4m3_linear_backward_input(&d.product, &weight, dx)
+            }
             (_, _, Some(dx)) => ops::linear_backward_input_add(&d.product, &weight, dx),
             (_, _, None) => ops::linear_backward_input(&d.product, &weight),
         }
@@ -97,7 +115,10 @@ impl Linear {
         grads: &dyn GradSink,
     ) -> Result<()> {
         if let Some(dw) = grads.buffer(&self.weight) {
-            ops::linear_backward_weight(x, &d.product, dw)?;
+            match (&self.adapter, self.matmul) {
+                (None, Matmul::Fp8All) => ops::e4m3_linear_backward_weight(x, &d.product, dw)?,
+                _ => ops::linear_backward_weight(x, &d.product, dw)?,
+            }
         }
         if let Some(db) = self.bias.as_ref().and_then(|bias| grads.buffer(bias)) {
             ops::bias_backward(dy, db)?;
@@ -127,5 +148,61 @@ impl Linear {
         let d = self.output_grad(dy)?;
         self.backward_params(x, dy, &d, grads)?;
         self.input_gradient(&d, Some(dx))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tape::{Gradients, Trainable};
+    use candle_core::{DType, Device};
+
+    fn wave(dims: &[usize], step: f32) -> Tensor {
+        let values: Vec<f32> =
+            (0..dims.iter().product()).map(|i| (i as f32 * step).sin()).collect();
+        Tensor::from_vec(values, dims, &Device::Cpu).unwrap()
+    }
+
+    fn bits(t: &Tensor) -> Vec<u32> {
+        let t = t.flatten_all().unwrap().to_dtype(DType::F32).unwrap();
+        t.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+    }
+
+    #[test]
+    fn the_format_of_operands_reaches_all_products_of_a_layer_of_the_decoder() {
+        let (x, w, dy) = (wave(&[9, 40], 0.37), wave(&[24, 40], 0.73), wave(&[9, 24], 0.11));
+        let residual = wave(&[9, 24], 0.19);
+        let params = [Param::new("layer.weight", 0, w.clone())];
+        for matmul in [Matmul::Native, Matmul::Fp8, Matmul::Fp8All] {
+            let map = ParamMap::new(&params, None).with_matmul(matmul);
+            let layer = Linear::without_bias(&map, "layer").unwrap();
+            let native = layer.forward(&x).unwrap();
+            assert_eq!(bits(&native), bits(&ops::linear(&x, &w, None).unwrap()));
+            let layer = layer.of_decoder(&map);
+            let grads = Gradients::zeros(&params, &[Trainable::Yes], &Device::Cpu).unwrap();
+            let y = layer.forward(&x).unwrap();
+            let sum = layer.forward_add(&x, &residual).unwrap();
+            let dx = layer.backward(&x, &dy, &grads).unwrap();
+            let dw = Tensor::zeros((24, 40), DType::F32, &Device::Cpu).unwrap();
+            let (want, want_sum, want_dx) = if matmul == Matmul::Native {
+                let want = ops::linear(&x, &w, None).unwrap();
+                let sum = ops::linear_add(&x, &w, None, &residual).unwrap();
+                (want, sum, ops::linear_backward_input(&dy, &w).unwrap())
+            } else {
+                let want = ops::e4m3_linear(&x, &w, None, None).unwrap();
+                let sum = ops::e4m3_linear(&x, &w, None, Some(&residual)).unwrap();
+                (want, sum, ops::e4m3_linear_backward_input(&dy, &w, None).unwrap())
+            };
+            if matmul == Matmul::Fp8All {
+                ops::e4m3_linear_backward_weight(&x, &dy, &dw).unwrap();
+            } else {
+                ops::linear_backward_weight(&x, &dy, &dw).unwrap();
+            }
+            assert_eq!(bits(&y), bits(&want), "{matmul:?}");
+            assert_eq!(bits(&sum), bits(&want_sum), "{matmul:?}");
+            assert_eq!(bits(&dx), bits(&want_dx), "{matmul:?}");
+            assert_eq!(bits(grads.get(0).unwrap()), bits(&dw), "{matmul:?}");
+            assert_eq!(bits(&y) == bits(&native), matmul == Matmul::Native);
+        }
     }
 }

@@ -61,11 +61,11 @@ impl LinearAttentionBlock {
         let linear = |name: &str| Linear::without_bias(params, &part(name));
         Ok(Self {
             norm: RmsNorm::of_decoder(params, &format!("{name}.input_layernorm"), config)?,
-            qkv: linear("in_proj_qkv")?,
-            z: linear("in_proj_z")?,
+            qkv: linear("in_proj_qkv")?.of_decoder(params),
+            z: linear("in_proj_z")?.of_decoder(params),
             b: linear("in_proj_b")?,
             a: linear("in_proj_a")?,
-            out: linear("out_proj")?,
+            out: linear("out_proj")?.of_decoder(params),
             conv: params.get(&part("conv1d.weight"))?,
             a_log: params.get(&part("A_log"))?,
             dt_bias: params.get(&part("dt_bias"))?,

@@ -2,6 +2,7 @@
 
 use super::adapter::Adapters;
 use super::init::Init;
+use crate::ops::Matmul;
 use crate::tape::Param;
 use std::collections::HashMap;
 
@@ -99,12 +100,22 @@ pub enum WeightError {
 pub(crate) struct ParamMap<'a> {
     by_name: HashMap<&'a str, &'a Param>,
     adapters: Option<&'a Adapters>,
+    matmul: Matmul,
 }
 
 impl<'a> ParamMap<'a> {
     pub(crate) fn new(params: &'a [Param], adapters: Option<&'a Adapters>) -> Self {
         let by_name = params.iter().map(|param| (param.name(), param)).collect();
-        Self { by_name, adapters }
+        Self { by_name, adapters, matmul: Matmul::Native }
+    }
+
+    /// The same parameters, with this format of operands in the decoder.
+    pub(crate) fn with_matmul(self, matmul: Matmul) -> Self {
+        Self { matmul, ..self }
+    }
+
+    pub(super) fn matmul(&self) -> Matmul {
+        self.matmul
     }
 
     pub(super) fn adapters(&self) -> Option<&'a Adapters> {

@@ -35,7 +35,10 @@ impl SharedExpert {
         name: &str,
         gate: &str,
     ) -> std::result::Result<Self, WeightError> {
-        let linear = |part: &str| Linear::without_bias(params, &format!("{name}.{part}"));
+        let linear = |part: &str| {
+            let linear = Linear::without_bias(params, &format!("{name}.{part}"))?;
+            Ok::<_, WeightError>(linear.of_decoder(params))
+        };
         Ok(Self {
             gate: linear("gate_proj")?,
             up: linear("up_proj")?,

@@ -41,6 +41,8 @@ mod delta_gates;
 mod driver_version;
 mod dropout;
 mod dropout_linear;
+mod e4m3;
+mod e4m3_linear;
 mod eight_bit;
 mod embedding;
 mod expert_swiglu;
@@ -99,6 +101,9 @@ pub use driver_version::needed_driver;
 pub use dropout::{DropoutMask, dropout, dropout_add};
 pub use dropout_linear::{
     dropout_linear, dropout_linear_backward, dropout_linear_backward_input_add,
+};
+pub use e4m3_linear::{
+    Matmul, e4m3_linear, e4m3_linear_backward_input, e4m3_linear_backward_weight,
 };
 pub use eight_bit::EIGHT_BIT_BLOCK;
 pub use embedding::{

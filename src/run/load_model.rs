@@ -6,10 +6,10 @@ use super::setup_error::SetupError;
 use crate::checkpoint::{SavedTensor, WeightFiles};
 use crate::models::{Model, ModelConfig, read_config};
 use crate::nn::{DecoderConfig, Dropout, ParamSpec, TensorNames, random_part};
-use crate::ops::{AttentionBackend, Nf4};
+use crate::ops::{AttentionBackend, Matmul, Nf4};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
-use crate::train::{AttentionChoice, ModelSection, SavedAs, Weights};
+use crate::train::{AttentionChoice, MatmulChoice, ModelSection, SavedAs, Weights};
 use candle_core::{DType, Device, Tensor};
 use indexmap::IndexMap;
 use rayon::prelude::*;
@@ -45,6 +45,7 @@ pub struct OpenModel {
     dtype: DType,
     matrices: MatrixDtype,
     attention: Arc<dyn AttentionBackend>,
+    matmul: Matmul,
     /// Weights in NF4 that are needed once more.
     pub(super) quantized: Mutex<HashMap<usize, Nf4>>,
 }
@@ -70,6 +71,9 @@ impl OpenModel {
         if section.attention == AttentionChoice::Masked && !device.is_cpu() {
             return Err(SetupError::MaskedOnGpu);
         }
+        if section.matmul != MatmulChoice::Native && !device.is_cpu() {
+            return Err(SetupError::Fp8OnGpu);
+        }
         let folder = section.path.as_path();
         let (mut config, config_json) = read_config(folder)
             .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;
@@ -94,6 +98,7 @@ impl OpenModel {
             dtype: section.precision.dtype(),
             matrices: MatrixDtype::Compute,
             attention: section.attention.backend(),
+            matmul: section.matmul.format(),
             quantized: Mutex::default(),
         })
     }
@@ -226,7 +231,7 @@ impl OpenModel {
     /// Builds the model with these parameters.
     pub(super) fn with_params(self, params: Vec<Param>) -> Result<LoadedModel, SetupError> {
         let adapters = self.adapter.as_ref().map(|adapter| adapter.adapters(&self.specs));
-        let model = self.config.build(&params, &self.attention, adapters.as_ref())?;
+        let model = self.config.build(&params, &self.attention, adapters.as_ref(), self.matmul)?;
         let dropout = adapters.map(|adapters| Arc::clone(adapters.dropout()));
         Ok(LoadedModel { model, params, dropout, open: self })
     }
@@ -238,7 +243,7 @@ impl OpenModel {
         attention: &Arc<dyn AttentionBackend>,
     ) -> Result<Box<dyn Model>, SetupError> {
         let adapters = self.adapter.as_ref().map(|adapter| adapter.adapters(&self.specs));
-        Ok(self.config.build(params, attention, adapters.as_ref())?)
+        Ok(self.config.build(params, attention, adapters.as_ref(), self.matmul)?)
     }
 
     /// As [`Self::load_part`], with the weights of the model folder.

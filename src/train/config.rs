@@ -2,7 +2,7 @@
 
 use super::scores::Score;
 use crate::models::RecomputePolicy;
-use crate::ops::{AttentionBackend, Flash, Masked};
+use crate::ops::{AttentionBackend, Flash, Masked, Matmul};
 use crate::tape::Recompute;
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
@@ -43,6 +43,10 @@ pub struct ModelSection {
     /// default.
     #[serde(default)]
     pub aux_loss: f64,
+    /// Format of the operands of the products of the linear layers of the decoder; `native` by
+    /// default.
+    #[serde(default)]
+    pub matmul: MatmulChoice,
 }
 
 impl ModelSection {
@@ -58,6 +62,7 @@ impl ModelSection {
             recompute: RecomputeChoice::None,
             offload: Offload::None,
             aux_loss: 0.0,
+            matmul: MatmulChoice::Native,
         }
     }
 }
@@ -131,6 +136,39 @@ impl Precision {
         match self {
             Self::F32 => "float32",
             Self::Bf16 => "bfloat16",
+        }
+    }
+}
+
+/// Format of the operands of the linear layers of the decoder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MatmulChoice {
+    /// That of `precision`.
+    #[default]
+    Native,
+    /// FP8 (e4m3) with a scale for each row, in forward and for the gradients of inputs.
+    Fp8,
+    /// As `fp8`, and also for the gradients of weights.
+    Fp8All,
+}
+
+impl MatmulChoice {
+    /// The format for the ops.
+    pub fn format(self) -> Matmul {
+        match self {
+            Self::Native => Matmul::Native,
+            Self::Fp8 => Matmul::Fp8,
+            Self::Fp8All => Matmul::Fp8All,
+        }
+    }
+
+    /// The value of the config.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Native => "native",
+            Self::Fp8 => "fp8",
+            Self::Fp8All => "fp8_all",
         }
     }
 }

@@ -30,8 +30,8 @@ mod weights;
 pub use adapter::{AdapterConfig, AdapterInit, AdapterKind, Quantize, Targets};
 pub use best::{EvalHistory, EvalRule};
 pub use config::{
-    AttentionChoice, EarlyStopping, EvalConfig, GenerateConfig, LogConfig, ModelSection, Offload,
-    OnNonFinite, Precision, RecomputeChoice, Tracker, TrainConfig, Weights,
+    AttentionChoice, EarlyStopping, EvalConfig, GenerateConfig, LogConfig, MatmulChoice,
+    ModelSection, Offload, OnNonFinite, Precision, RecomputeChoice, Tracker, TrainConfig, Weights,
 };
 pub use datasets::{
     DatasetCounts, DatasetLoss, Rejected, SampleLoss, by_dataset, by_sample, log_datasets,

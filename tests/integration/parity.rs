@@ -19,8 +19,9 @@ use trainer::optim::{Kind, Master, OptimConfig, Optimizer};
 use trainer::run::{OpenAdapter, OpenModel, trainable};
 use trainer::tape::{Gradients, Param};
 use trainer::train::{
-    AdapterConfig, AttentionChoice, Evaluator, GradientSums, ModelSection, Offload, Precision,
-    RankWeights, Ranks, RecomputeChoice, StepOutcome, StepRunner, Weights, buffers_of_tree,
+    AdapterConfig, AttentionChoice, Evaluator, GradientSums, MatmulChoice, ModelSection, Offload,
+    Precision, RankWeights, Ranks, RecomputeChoice, StepOutcome, StepRunner, Weights,
+    buffers_of_tree,
 };
 
 const SAMPLES_A_STEP: usize = 8;
@@ -91,6 +92,7 @@ fn section(model: &str, variant: Variant, precision: Precision) -> ModelSection 
         recompute: variant.recompute,
         offload: Offload::None,
         aux_loss: 0.0,
+        matmul: MatmulChoice::Native,
     }
 }
 

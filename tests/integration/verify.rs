@@ -11,7 +11,7 @@ use trainer::config::{self, RunConfig};
 use trainer::metrics::{ActivationMemory, PartWork};
 use trainer::models::{Model, ModelInput, RecomputePolicy, Tape, config_from_json};
 use trainer::nn::{KvCache, ParamSpec};
-use trainer::ops::Flash;
+use trainer::ops::{Flash, Matmul};
 use trainer::run::verify::{
     Layout, Outcome, Pipeline, Report, RunPipeline, StepLosses, VerifyError, VerifyOptions,
     compare, run_step,
@@ -223,7 +223,7 @@ fn without_deepstack(params: &[Param]) -> Box<dyn Model> {
     assert_eq!(indexes.len(), 2);
     indexes.pop();
     let attention: std::sync::Arc<dyn trainer::ops::AttentionBackend> = std::sync::Arc::new(Flash);
-    config_from_json(&json).unwrap().build(params, &attention, None).unwrap()
+    config_from_json(&json).unwrap().build(params, &attention, None, Matmul::Native).unwrap()
 }
 
 impl Pipeline for Fault {

@@ -18,8 +18,8 @@ use trainer::optim::{OptimConfig, Optimizer};
 use trainer::run::{LoadedModel, load_model};
 use trainer::tape::{Gradients, Trainable};
 use trainer::train::{
-    AttentionChoice, GradientSums, ModelSection, Offload, Precision, RankWeights, Ranks,
-    RecomputeChoice, StepRunner, Weights,
+    AttentionChoice, GradientSums, MatmulChoice, ModelSection, Offload, Precision, RankWeights,
+    Ranks, RecomputeChoice, StepRunner, Weights,
 };
 
 fn golden(name: &str) -> PathBuf {
@@ -119,6 +119,7 @@ fn loaded() -> LoadedModel {
         recompute: RecomputeChoice::None,
         offload: Offload::None,
         aux_loss: 0.0,
+        matmul: MatmulChoice::Native,
     };
     load_model(&section, 0, &device()).unwrap()
 }

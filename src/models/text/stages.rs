@@ -9,7 +9,7 @@ use crate::nn::{
     Adapters, Decoder, DecoderConfig, DecoderContext, DecoderTape, HostTable, KvCache, ParamMap,
     ParamSpec, Routers, WeightError, inverse_frequencies,
 };
-use crate::ops::{self, AttentionBackend};
+use crate::ops::{self, AttentionBackend, Matmul};
 use crate::tape::{GradSink, InputGrad, Param};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::num::NonZeroU32;
@@ -46,8 +46,9 @@ impl ModelConfig for Config {
         params: &[Param],
         attention: &Arc<dyn AttentionBackend>,
         adapters: Option<&Adapters>,
+        matmul: Matmul,
     ) -> std::result::Result<Box<dyn Model>, WeightError> {
-        let map = ParamMap::new(params, adapters);
+        let map = ParamMap::new(params, adapters).with_matmul(matmul);
         let decoder = Decoder::new(&map, DECODER, &self.text, attention)?;
         Ok(Box::new(TextModel { config: self.clone(), decoder }))
     }

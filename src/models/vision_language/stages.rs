@@ -18,7 +18,7 @@ use crate::nn::{
     Adapters, Decoder, DecoderConfig, DecoderTape, KvCache, ParamMap, ParamSpec, Routers,
     TensorNames, WeightError,
 };
-use crate::ops::{self, AttentionBackend};
+use crate::ops::{self, AttentionBackend, Matmul};
 use crate::tape::{GradSink, InputGrad, Param};
 use candle_core::{DType, Device, Result, Tensor};
 use std::num::NonZeroU32;
@@ -61,8 +61,9 @@ impl ModelConfig for Config {
         params: &[Param],
         attention: &Arc<dyn AttentionBackend>,
         adapters: Option<&Adapters>,
+        matmul: Matmul,
     ) -> std::result::Result<Box<dyn Model>, WeightError> {
-        let map = ParamMap::new(params, adapters);
+        let map = ParamMap::new(params, adapters).with_matmul(matmul);
         let vision = VisionEncoder::new(&map, self, attention)?;
         let decoder = Decoder::new(&map, DECODER, &self.text, attention)?;
         Ok(Box::new(VisionLanguageModel { config: self.clone(), vision, decoder }))

@@ -8,6 +8,7 @@ use crate::tape::{GradSink, Param};
 use candle_core::{Result, Tensor, bail};
 
 /// `x + mlp(norm(x))`.
+#[expect(clippy::large_enum_variant, reason = "a model has one of them for each vision block")]
 pub(super) enum VisionMlp {
     Gelu { norm: Norm, fc1: Linear, fc2: Linear, act: Gelu },
     SwiGlu(MlpBlock),

@@ -12,7 +12,7 @@ use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::{LeftOut, RunConfig};
 use crate::data::{Encoder, JsonlRows};
 use crate::dist::Processes;
-use crate::train::{AttentionChoice, DeviceChoice};
+use crate::train::{AttentionChoice, DeviceChoice, MatmulChoice};
 use std::sync::Arc;
 
 /// Checks the device, the number of ranks and the rule of the best evaluation.
@@ -25,6 +25,9 @@ pub(super) fn check(config: &RunConfig, left_out: &LeftOut, report: &mut CheckRe
     let is_gpu = matches!(config.device.resolved(), DeviceChoice::Cuda(_));
     if is_gpu && config.model.attention == AttentionChoice::Masked {
         report.error(Topic::Config, SetupError::MaskedOnGpu);
+    }
+    if is_gpu && config.model.matmul != MatmulChoice::Native {
+        report.error(Topic::Config, SetupError::Fp8OnGpu);
     }
     // With `auto`, the launcher chooses the number.
     if let Processes::Count(ranks) = config.distributed.processes

@@ -33,7 +33,7 @@ use trainer::models::{Model, ModelConfig, ModelInput, RecomputePolicy};
 use trainer::nn::{
     DecoderConfig, ExpertFiles, HybridConfig, Init, MoeConfig, ParamSpec, Queries, TensorNames,
 };
-use trainer::ops::{AttentionBackend, Flash, Gelu, Masked};
+use trainer::ops::{AttentionBackend, Flash, Gelu, Masked, Matmul};
 use trainer::tape::{GradSink, Gradients, Param, Trainable};
 
 /// Maximum difference of two results, relative to the largest expected value.
@@ -297,7 +297,7 @@ impl Subject {
             Backend::Flash => Arc::new(Flash),
             Backend::Masked => Arc::new(Masked),
         };
-        let model = weights.config.build(&params, &wrap(attention), None).unwrap();
+        let model = weights.config.build(&params, &wrap(attention), None, Matmul::Native).unwrap();
         Self { specs, params, model }
     }
 

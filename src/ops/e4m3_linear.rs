@@ -1,0 +1,196 @@
+//! Linear layer with operands in FP8 (e4m3), and its gradients.
+//!
+//! Shapes: `x [N, K]`, `w [M, K]`, `b [M]`, `y [N, M]`; `N` may be several dims. Each operand has a
+//! scale for each row, or for each column, along the dim that the product sums over. The product
+//! adds in `f32`; bias and residual are not rounded to e4m3.
+//!
+//! The gradients are those of a layer without rounding, computed from rounded operands: rounding
+//! counts as the identity in backward.
+
+use super::e4m3::{e4m3_columns, e4m3_rows};
+use super::linear::{
+    linear, linear_add, linear_backward_input, linear_backward_input_add, linear_backward_weight,
+};
+use candle_core::{Result, Tensor, bail};
+
+/// Format of the operands of the linear layers of the decoder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Matmul {
+    /// The dtype of the computation.
+    #[default]
+    Native,
+    /// e4m3 in forward and for input gradients.
+    Fp8,
+    /// e4m3 in forward, for input gradients and for weight gradients.
+    Fp8All,
+}
+
+/// Returns `x w^T + bias + residual`, `[N, M]`, of `x` and `w` with a scale for each row.
+pub fn e4m3_linear(
+    x: &Tensor,
+    w: &Tensor,
+    bias: Option<&Tensor>,
+    residual: Option<&Tensor>,
+) -> Result<Tensor> {
+    let (x, w) = (e4m3_rows(x)?, e4m3_rows(w)?);
+    match residual {
+        Some(residual) => linear_add(&x, &w, bias, residual),
+        None => linear(&x, &w, bias),
+    }
+}
+
+/// Returns `dy w`, `[N, K]`, of `dy` with a scale for each row and `w` with a scale for each column.
+/// Adds it to `dx` if given, whose memory it may reuse, so `dx` and its clones must not be used
+/// afterwards.
+pub fn e4m3_linear_backward_input(dy: &Tensor, w: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+    let (dy, w) = (e4m3_rows(dy)?, e4m3_columns(w)?);
+    match dx {
+        Some(dx) => linear_backward_input_add(&dy, &w, dx),
+        None => linear_backward_input(&dy, &w),
+    }
+}
+
+/// Adds `dy^T x` to `dw [M, K]` (`f32`), of `x` and `dy` with a scale for each column.
+pub fn e4m3_linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> {
+    linear_backward_weight(&columns("x", x)?, &columns("dy", dy)?, dw)
+}
+
+/// Rounds the columns of `x`, which may have several dims of rows.
+fn columns(name: &str, x: &Tensor) -> Result<Tensor> {
+    let [.., width] = x.dims() else {
+        bail!("e4m3_linear_backward_weight: `{name}` is a scalar, expected at least one dim");
+    };
+    e4m3_columns(&x.reshape(((), *width))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{
+        Tolerance, added, assert_close, bits, gradient_buffer, operand, random, with_threads,
+    };
+    use super::*;
+    use candle_core::DType;
+
+    const SHAPES: [(usize, usize, usize); 6] =
+        [(1, 1, 1), (1, 33, 65), (3, 17, 5), (31, 64, 33), (65, 40, 1), (130, 80, 96)];
+
+    /// All results of a layer: `y`, `y` with bias and residual, `dx`, `dx` added to a tensor, `dw`.
+    fn layer(n: usize, k: usize, m: usize, dtype: DType) -> Result<[Tensor; 5]> {
+        let [x, w, dy, bias, residual] = operands(n, k, m, dtype)?;
+        let dx = Tensor::ones((n, k), dtype, x.device())?;
+        let dw = gradient_buffer(&[m, k]);
+        e4m3_linear_backward_weight(&x, &dy, &dw)?;
+        Ok([
+            e4m3_linear(&x, &w, None, None)?,
+            e4m3_linear(&x, &w, Some(&bias), Some(&residual))?,
+            e4m3_linear_backward_input(&dy, &w, None)?,
+            e4m3_linear_backward_input(&dy, &w, Some(dx))?,
+            dw,
+        ])
+    }
+
+    fn operands(n: usize, k: usize, m: usize, dtype: DType) -> Result<[Tensor; 5]> {
+        Ok([
+            operand(&random(1, &[n, k]), dtype)?,
+            operand(&random(2, &[m, k]), dtype)?,
+            operand(&random(3, &[n, m]), dtype)?,
+            random(4, &[m]).to_dtype(dtype)?,
+            operand(&random(5, &[n, m]), dtype)?,
+        ])
+    }
+
+    /// The same results by `f64` products of rounded operands.
+    fn oracle(n: usize, k: usize, m: usize, dtype: DType) -> Result<[Tensor; 5]> {
+        let [x, w, dy, bias, residual] = operands(n, k, m, dtype)?;
+        let wide = |t: &Tensor| t.to_dtype(DType::F64);
+        let (rows, columns) =
+            (|t: &Tensor| wide(&e4m3_rows(t)?), |t: &Tensor| wide(&e4m3_columns(t)?));
+        let y = rows(&x)?.matmul(&rows(&w)?.t()?)?;
+        let dx = rows(&dy)?.matmul(&columns(&w)?)?;
+        let dw = columns(&dy)?.t()?.matmul(&columns(&x)?)?;
+        let sum = y.broadcast_add(&wide(&bias)?)?.add(&wide(&residual)?)?;
+        Ok([y, sum, dx.clone(), (dx + 1.0)?, dw])
+    }
+
+    #[test]
+    fn products_are_those_of_rounded_operands() -> Result<()> {
+        for (n, k, m) in SHAPES {
+            for (dtype, tolerance) in [(DType::F32, Tolerance::F32), (DType::BF16, Tolerance::BF16)]
+            {
+                let [y, sum, dx, dx_added, dw] = layer(n, k, m, dtype)?;
+                let got = [y, sum, dx, dx_added, added(&dw)];
+                for (at, (got, want)) in got.iter().zip(oracle(n, k, m, dtype)?).enumerate() {
+                    let tolerance = if at == 4 { Tolerance::F32 } else { tolerance };
+                    assert_close(&format!("{at} {n} {k} {m} {dtype:?}"), got, &want, tolerance);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn operands_in_fp8_change_a_product_by_a_few_percent() -> Result<()> {
+        let [x, w, dy, ..] = operands(64, 128, 96, DType::F32)?;
+        let error = |got: &Tensor, want: &Tensor| -> Result<f64> {
+            let squares = |t: Tensor| t.sqr()?.sum_all()?.to_scalar::<f32>();
+            Ok(f64::from(squares((got - want)?)? / squares(want.clone())?).sqrt())
+        };
+        let dw = gradient_buffer(&[96, 128]);
+        e4m3_linear_backward_weight(&x, &dy, &dw)?;
+        let pairs = [
+            (e4m3_linear(&x, &w, None, None)?, x.matmul(&w.t()?)?),
+            (e4m3_linear_backward_input(&dy, &w, None)?, dy.matmul(&w)?),
+            (added(&dw), dy.t()?.matmul(&x)?),
+        ];
+        for (got, want) in pairs {
+            let error = error(&got, &want)?;
+            assert!((0.01..0.05).contains(&error), "{error}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_power_of_two_as_factor_of_an_operand_is_a_factor_of_the_result() -> Result<()> {
+        let [x, w, dy, ..] = operands(9, 40, 24, DType::BF16)?;
+        let y = e4m3_linear(&x, &w, None, None)?;
+        let dx = e4m3_linear_backward_input(&dy, &w, None)?;
+        for factor in [2f64.powi(-40), 0.5, 2f64.powi(40)] {
+            let scaled = e4m3_linear(&(&x * factor)?, &w, None, None)?;
+            assert_eq!(bits(&scaled), bits(&(&y * factor)?), "{factor}");
+            let scaled = e4m3_linear_backward_input(&(&dy * factor)?, &w, None)?;
+            assert_eq!(bits(&scaled), bits(&(&dx * factor)?), "{factor}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn any_number_of_threads_gives_the_same_bits() -> Result<()> {
+        for dtype in [DType::F32, DType::BF16] {
+            let all = |threads| -> Result<Vec<Vec<u32>>> {
+                let results = with_threads(threads, || layer(70, 80, 96, dtype))?;
+                Ok(results.iter().map(bits).collect())
+            };
+            let want = all(1)?;
+            for threads in [2, 5] {
+                assert_eq!(all(threads)?, want, "{threads} {dtype:?}");
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_number_that_is_not_finite_makes_its_row_of_the_result_nan_and_no_other() -> Result<()> {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut x = random(1, &[3, 16]).flatten_all()?.to_vec1::<f32>()?;
+            let w = random(2, &[5, 16]);
+            let clean = Tensor::from_vec(x.clone(), (3, 16), w.device())?;
+            x[16 + 7] = bad;
+            let x = Tensor::from_vec(x, (3, 16), w.device())?;
+            let y = e4m3_linear(&x, &w, None, None)?.to_vec2::<f32>()?;
+            let want = e4m3_linear(&clean, &w, None, None)?.to_vec2::<f32>()?;
+            assert!(y[1].iter().all(|y| y.is_nan()), "{bad}");
+            assert_eq!((&y[0], &y[2]), (&want[0], &want[2]), "{bad}");
+        }
+        Ok(())
+    }
+}
