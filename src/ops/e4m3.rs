@@ -187,12 +187,12 @@ mod tests {
     }
 
     /// FNV-1a of the codes of all `bf16` numbers, in the order of their bits: infinity and NaN are
-    /// the code 127 with their sign. As the package `ml_dtypes` 0.5 of Python converts numbers that
-    /// are first limited to 448; it rounds as PyTorch does.
+    /// the code 127 with their sign. PyTorch 2.15 converts to `torch.float8_e4m3fn` in the same way
+    /// if numbers are first limited to 448, and so does `ml_dtypes` 0.5.
     const CODES_OF_BF16: u64 = 0x6a3f_baa9_cb61_df95;
 
     #[test]
-    fn all_bf16_numbers_have_the_codes_of_another_implementation() {
+    fn all_bf16_numbers_have_the_codes_of_pytorch() {
         let mut hash = 0xcbf2_9ce4_8422_2325u64;
         for bits in 0..=u16::MAX {
             let y = rounded(bf16::from_bits(bits).to_f32());

@@ -24,6 +24,7 @@ mod encoding;
 mod encoding_folders;
 mod expert_adapters;
 mod experts;
+mod fp8;
 mod generate;
 mod gpu_ranks;
 mod grounding;
