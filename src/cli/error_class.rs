@@ -91,7 +91,7 @@ fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'stati
             | SetupError::Shape { .. }
             | SetupError::MaskedOnGpu
             | SetupError::AuxLossOnGpu
-            | SetupError::Fp8OnGpu
+            | SetupError::Fp8OnGpu { .. }
             | SetupError::NoExperts { .. }
             | SetupError::QuantizedBase { .. } => return None,
             SetupError::Config { source, .. } => source,
@@ -250,7 +250,7 @@ fn model(error: &(dyn Error + 'static)) -> Option<ErrorClass> {
             SetupError::MaskedOnGpu
                 | SetupError::QuantizedBase { .. }
                 | SetupError::AuxLossOnGpu
-                | SetupError::Fp8OnGpu
+                | SetupError::Fp8OnGpu { .. }
                 | SetupError::NoExperts { .. }
         )
     };

@@ -54,6 +54,18 @@ fn rounded(x: f32) -> f32 {
     f32::from_bits(value.to_bits() | x.to_bits() & !MAGNITUDE)
 }
 
+/// The value of a code.
+#[cfg(any(test, all(feature = "cuda-emulation", not(feature = "cuda"))))]
+pub(super) fn value(code: u8) -> f32 {
+    let magnitude = match code & 127 {
+        127 => f32::NAN,
+        units @ 0..8 => f32::from(units) / 512.0,
+        // The exponents of `f32` are larger by 120.
+        normal => f32::from_bits((u32::from(normal) + (120 << 3)) << DROPPED),
+    };
+    if code < 128 { magnitude } else { -magnitude }
+}
+
 /// Exponent of the scale of a row whose largest finite absolute value has these bits.
 #[inline(always)]
 fn exponent(largest: u32) -> i32 {
@@ -170,13 +182,18 @@ fn column_exponents(w: Values<'_>, (num_rows, width): (usize, usize)) -> Vec<i32
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{random, with_threads};
+    use super::super::testing::{self, with_threads};
     use super::*;
     use candle_core::{DType, Device};
     use half::bf16;
 
+    /// Random values on the CPU, whatever the device of the tests is.
+    fn random(seed: u64, dims: &[usize]) -> Tensor {
+        testing::random(seed, dims).to_device(&Device::Cpu).unwrap()
+    }
+
     /// The value of a code by the definition of the format.
-    fn value(code: u8) -> f64 {
+    fn defined(code: u8) -> f64 {
         let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
         let magnitude = match (exponent, code & 7) {
             (15, 7) => f64::NAN,
@@ -197,7 +214,7 @@ mod tests {
         for bits in 0..=u16::MAX {
             let y = rounded(bf16::from_bits(bits).to_f32());
             let sign = u8::from(bits >> 15 == 1) << 7;
-            let found = (0..127).find(|code| value(*code) as f32 == y.abs());
+            let found = (0..127).find(|code| defined(*code) as f32 == y.abs());
             let code = sign | if y.is_nan() { 127 } else { found.unwrap() };
             hash = (hash ^ u64::from(code)).wrapping_mul(0x100_0000_01b3);
         }
@@ -213,13 +230,15 @@ mod tests {
     fn every_code_and_every_middle_of_two_codes_is_rounded_to_nearest_even() {
         for sign in [1.0, -1.0] {
             for code in 0..127u8 {
-                let exact = value(code) as f32;
+                let exact = defined(code) as f32;
+                assert_eq!(value(code).to_bits(), exact.to_bits(), "code {code}");
+                assert_eq!(value(code | 128).to_bits(), (-exact).to_bits(), "code {code}");
                 let got = rounded(sign * exact);
                 assert_eq!(got.to_bits(), (sign * exact).to_bits(), "code {code}");
                 if code == 126 {
                     continue;
                 }
-                let above = value(code + 1) as f32;
+                let above = defined(code + 1) as f32;
                 let middle = f32::midpoint(exact, above);
                 let even = if code % 2 == 0 { exact } else { above };
                 let [below_middle, above_middle] = neighbours(middle);
@@ -233,7 +252,7 @@ mod tests {
             }
             assert!(rounded(sign * f32::INFINITY).is_nan() && rounded(sign * f32::NAN).is_nan());
         }
-        assert!(value(127).is_nan() && value(255).is_nan());
+        assert!(defined(127).is_nan() && value(127).is_nan() && value(255).is_nan());
     }
 
     #[test]

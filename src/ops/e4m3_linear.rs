@@ -2,16 +2,19 @@
 //!
 //! Shapes: `x [N, K]`, `w [M, K]`, `b [M]`, `y [N, M]`; `N` may be several dims. Each operand has a
 //! scale for each row, or for each column, along the dim that the product sums over. The product
-//! adds in `f32`; bias and residual are not rounded to e4m3.
+//! adds in `f32`; bias and residual are not rounded to e4m3. A GPU multiplies codes of e4m3, and the
+//! CPU the rounded values: the results differ by the order of additions.
 //!
 //! The gradients are those of a layer without rounding, computed from rounded operands: rounding
 //! counts as the identity in backward.
 
+use super::cpu::{self, compute_dtype, expect_shape};
 use super::e4m3::{e4m3_columns, e4m3_rows};
 use super::linear::{
-    linear, linear_add, linear_backward_input, linear_backward_input_add, linear_backward_weight,
+    backward_shape, forward_shape, linear, linear_add, linear_backward_input,
+    linear_backward_input_add, linear_backward_weight, rows_of, weight_shape, with_last,
 };
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor};
 
 /// Format of the operands of the linear layers of the decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -25,6 +28,18 @@ pub enum Matmul {
     Fp8All,
 }
 
+/// The compute capability of a GPU that cannot multiply in FP8. `None`: `device` can.
+#[cfg(feature = "cuda")]
+pub fn gpu_without_e4m3(device: &Device) -> Result<Option<(u32, u32)>> {
+    if device.is_cuda() { super::cuda::gpu_without_e4m3(device) } else { Ok(None) }
+}
+
+/// Returns `None`, because the CPU multiplies in every format.
+#[cfg(not(feature = "cuda"))]
+pub fn gpu_without_e4m3(_: &Device) -> Result<Option<(u32, u32)>> {
+    Ok(None)
+}
+
 /// Returns `x w^T + bias + residual`, `[N, M]`, of `x` and `w` with a scale for each row.
 pub fn e4m3_linear(
     x: &Tensor,
@@ -32,6 +47,10 @@ pub fn e4m3_linear(
     bias: Option<&Tensor>,
     residual: Option<&Tensor>,
 ) -> Result<Tensor> {
+    let op = "e4m3_linear";
+    w.dims2()?;
+    forward_shape(op, x, w, bias, residual)?;
+    return_if_on_gpu!(x => e4m3_linear(op, x, w, (bias, residual)));
     let (x, w) = (e4m3_rows(x)?, e4m3_rows(w)?);
     match residual {
         Some(residual) => linear_add(&x, &w, bias, residual),
@@ -43,6 +62,16 @@ pub fn e4m3_linear(
 /// Adds it to `dx` if given, whose memory it may reuse, so `dx` and its clones must not be used
 /// afterwards.
 pub fn e4m3_linear_backward_input(dy: &Tensor, w: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+    let op = "e4m3_linear_backward_input";
+    w.dims2()?;
+    let (_, _, k) = backward_shape(op, dy, w)?;
+    compute_dtype(op, &[("dy", dy), ("w", w)])?;
+    if let Some(dx) = &dx {
+        compute_dtype(op, &[("dy", dy), ("dx", dx)])?;
+        expect_shape(op, "dx", dx, &with_last(dy, k))?;
+        cpu::distinct(op, "dx", dx, &[("dy", dy), ("w", w)])?;
+    }
+    return_if_on_gpu!(dy => e4m3_linear_backward_input(op, dy, w, dx));
     let (dy, w) = (e4m3_rows(dy)?, e4m3_columns(w)?);
     match dx {
         Some(dx) => linear_backward_input_add(&dy, &w, dx),
@@ -52,15 +81,11 @@ pub fn e4m3_linear_backward_input(dy: &Tensor, w: &Tensor, dx: Option<Tensor>) -
 
 /// Adds `dy^T x` to `dw [M, K]` (`f32`), of `x` and `dy` with a scale for each column.
 pub fn e4m3_linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> {
+    let op = "e4m3_linear_backward_weight";
+    weight_shape(op, x, dy, dw)?;
+    return_if_on_gpu!(x => e4m3_linear_backward_weight(op, x, dy, dw));
+    let columns = |name, x: &Tensor| e4m3_columns(&x.reshape(rows_of(op, name, x)?)?);
     linear_backward_weight(&columns("x", x)?, &columns("dy", dy)?, dw)
-}
-
-/// Rounds the columns of `x`, which may have several dims of rows.
-fn columns(name: &str, x: &Tensor) -> Result<Tensor> {
-    let [.., width] = x.dims() else {
-        bail!("e4m3_linear_backward_weight: `{name}` is a scalar, expected at least one dim");
-    };
-    e4m3_columns(&x.reshape(((), *width))?)
 }
 
 #[cfg(test)]
@@ -101,7 +126,9 @@ mod tests {
 
     /// The same results by `f64` products of rounded operands.
     fn oracle(n: usize, k: usize, m: usize, dtype: DType) -> Result<[Tensor; 5]> {
-        let [x, w, dy, bias, residual] = operands(n, k, m, dtype)?;
+        let operands = operands(n, k, m, dtype)?.map(|t| t.to_device(&Device::Cpu));
+        let [x, w, dy, bias, residual] = operands;
+        let (x, w, dy, bias, residual) = (x?, w?, dy?, bias?, residual?);
         let wide = |t: &Tensor| t.to_dtype(DType::F64);
         let (rows, columns) =
             (|t: &Tensor| wide(&e4m3_rows(t)?), |t: &Tensor| wide(&e4m3_columns(t)?));

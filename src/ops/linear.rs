@@ -14,7 +14,7 @@ use candle_core::{DType, Error, Result, Tensor, bail};
 use std::ops::Range;
 
 /// Returns `(N, last)`: the product of all dims but the last, and the last.
-fn rows_of(op: &str, name: &str, t: &Tensor) -> Result<(usize, usize)> {
+pub(super) fn rows_of(op: &str, name: &str, t: &Tensor) -> Result<(usize, usize)> {
     match t.dims() {
         [] => bail!("{op}: `{name}` is a scalar, expected at least one dim"),
         [rows @ .., last] => Ok((rows.iter().product(), *last)),
@@ -29,7 +29,7 @@ fn matrix_of(op: &str, w: &Tensor) -> Result<(usize, usize)> {
     }
 }
 
-fn with_last(t: &Tensor, last: usize) -> Vec<usize> {
+pub(super) fn with_last(t: &Tensor, last: usize) -> Vec<usize> {
     let mut dims = t.dims().to_vec();
     if let Some(end) = dims.last_mut() {
         *end = last;
@@ -80,24 +80,8 @@ fn forward(
     residual: Option<&Tensor>,
     low_rank: Option<LowRank<'_>>,
 ) -> Result<Tensor> {
-    let ((n, k), (m, w_k)) = (rows_of(op, "x", x)?, matrix_of(op, w)?);
-    if k != w_k {
-        bail!(
-            "{op}: `x` is {:?} and `w` is {:?}: found {k} inputs, expected {w_k}",
-            x.dims(),
-            w.dims()
-        );
-    }
-    let dtype = weighted_dtype(op, ("x", x), ("w", w))?;
-    let shape = with_last(x, m);
-    if let Some(residual) = residual {
-        compute_dtype(op, &[("x", x), ("residual", residual)])?;
-        expect_shape(op, "residual", residual, &shape)?;
-    }
-    if let Some(bias) = bias {
-        compute_dtype(op, &[("x", x), ("bias", bias)])?;
-        expect_shape(op, "bias", bias, &[m])?;
-    }
+    let ((n, m, k), shape) = forward_shape(op, x, w, bias, residual)?;
+    let dtype = x.dtype();
     let rank = check_low_rank(op, low_rank, x, n, |b, r| expect_shape(op, "b", b, &[m, r]))?;
     return_if_on_gpu!(x => linear(op, x, w, bias, residual, low_rank, (n, m, k), shape));
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
@@ -138,6 +122,35 @@ fn forward(
     })
 }
 
+/// Checks the operands of a forward product. Returns `(N, M, K)` and the shape of the result.
+pub(super) fn forward_shape(
+    op: &str,
+    x: &Tensor,
+    w: &Tensor,
+    bias: Option<&Tensor>,
+    residual: Option<&Tensor>,
+) -> Result<((usize, usize, usize), Vec<usize>)> {
+    let ((n, k), (m, w_k)) = (rows_of(op, "x", x)?, matrix_of(op, w)?);
+    if k != w_k {
+        bail!(
+            "{op}: `x` is {:?} and `w` is {:?}: found {k} inputs, expected {w_k}",
+            x.dims(),
+            w.dims()
+        );
+    }
+    weighted_dtype(op, ("x", x), ("w", w))?;
+    let shape = with_last(x, m);
+    if let Some(residual) = residual {
+        compute_dtype(op, &[("x", x), ("residual", residual)])?;
+        expect_shape(op, "residual", residual, &shape)?;
+    }
+    if let Some(bias) = bias {
+        compute_dtype(op, &[("x", x), ("bias", bias)])?;
+        expect_shape(op, "bias", bias, &[m])?;
+    }
+    Ok(((n, m, k), shape))
+}
+
 fn operands<'a>(
     op: &'static str,
     low_rank: Option<LowRank<'a>>,
@@ -164,7 +177,7 @@ fn check_low_rank(
 }
 
 /// Checks `dy [N, M]` against `w [M, K]` and returns `(N, M, K)`.
-fn backward_shape(op: &str, dy: &Tensor, w: &Tensor) -> Result<(usize, usize, usize)> {
+pub(super) fn backward_shape(op: &str, dy: &Tensor, w: &Tensor) -> Result<(usize, usize, usize)> {
     let ((n, m), (w_m, k)) = (rows_of(op, "dy", dy)?, matrix_of(op, w)?);
     if m != w_m {
         bail!(
@@ -244,6 +257,20 @@ pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<
 /// Adds the weight gradient `dy^T x` to `dw` (`f32`), which has the shape of the weight.
 pub fn linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> {
     let op = "linear_backward_weight";
+    let (n, m, k) = weight_shape(op, x, dy, dw)?;
+    return_if_on_gpu!(x => linear_backward_weight(op, x, dy, dw, (m, k, n)));
+    let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
+    let (x, dy) = (x.values()?, dy.values()?);
+    cpu::write(op, "dw", dw, |dw| add_tn((m, k, n), dw, dy, x))
+}
+
+/// Checks the operands of a weight gradient and returns `(N, M, K)`.
+pub(super) fn weight_shape(
+    op: &str,
+    x: &Tensor,
+    dy: &Tensor,
+    dw: &Tensor,
+) -> Result<(usize, usize, usize)> {
     let ((n, k), (dy_n, m)) = (rows_of(op, "x", x)?, rows_of(op, "dy", dy)?);
     if n != dy_n {
         bail!(
@@ -258,10 +285,7 @@ pub fn linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()
         bail!("{op}: `dw` is {:?}, expected [{m}, {k}]", dw.dims());
     }
     cpu::distinct(op, "dw", dw, &[("x", x), ("dy", dy)])?;
-    return_if_on_gpu!(x => linear_backward_weight(op, x, dy, dw, (m, k, n)));
-    let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
-    let (x, dy) = (x.values()?, dy.values()?);
-    cpu::write(op, "dw", dw, |dw| add_tn((m, k, n), dw, dy, x))
+    Ok((n, m, k))
 }
 
 /// Adds the sum of the rows of `dy [N, M]` to `db [M]` (`f32`).

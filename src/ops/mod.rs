@@ -103,7 +103,7 @@ pub use dropout_linear::{
     dropout_linear, dropout_linear_backward, dropout_linear_backward_input_add,
 };
 pub use e4m3_linear::{
-    Matmul, e4m3_linear, e4m3_linear_backward_input, e4m3_linear_backward_weight,
+    Matmul, e4m3_linear, e4m3_linear_backward_input, e4m3_linear_backward_weight, gpu_without_e4m3,
 };
 pub use eight_bit::EIGHT_BIT_BLOCK;
 pub use embedding::{

@@ -281,7 +281,7 @@ impl RunError {
             Self::NoWeights { .. } => Some(dotted("model.weights")),
             Self::Device(_) => Some(dotted("device")),
             Self::Setup(SetupError::Adapter(error)) => error.key().map(dotted),
-            Self::Setup(SetupError::Fp8OnGpu) => Some(dotted("model.matmul")),
+            Self::Setup(SetupError::Fp8OnGpu { .. }) => Some(dotted("model.matmul")),
             Self::Setup(SetupError::MaskedOnGpu) => Some(dotted("model.attention")),
             Self::Groups { keys, .. } => Some(keys.clone()),
             Self::World { .. } => Some(dotted("train.gradient_accumulation_steps")),

@@ -6,7 +6,7 @@ use super::setup_error::SetupError;
 use crate::checkpoint::{SavedTensor, WeightFiles};
 use crate::models::{Model, ModelConfig, read_config};
 use crate::nn::{DecoderConfig, Dropout, ParamSpec, TensorNames, random_part};
-use crate::ops::{AttentionBackend, Matmul, Nf4};
+use crate::ops::{AttentionBackend, Matmul, Nf4, gpu_without_e4m3};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
 use crate::train::{AttentionChoice, MatmulChoice, ModelSection, SavedAs, Weights};
@@ -59,6 +59,16 @@ enum MatrixDtype {
     Stored,
 }
 
+/// Fails if `device` is a GPU that does not multiply in the format.
+pub(super) fn check_matmul(matmul: MatmulChoice, device: &Device) -> Result<(), SetupError> {
+    if matmul != MatmulChoice::Native
+        && let Some((major, minor)) = gpu_without_e4m3(device)?
+    {
+        return Err(SetupError::Fp8OnGpu { major, minor });
+    }
+    Ok(())
+}
+
 /// Source of the exact `f32` weights.
 enum WeightSource {
     Files(Arc<WeightFiles>),
@@ -71,9 +81,7 @@ impl OpenModel {
         if section.attention == AttentionChoice::Masked && !device.is_cpu() {
             return Err(SetupError::MaskedOnGpu);
         }
-        if section.matmul != MatmulChoice::Native && !device.is_cpu() {
-            return Err(SetupError::Fp8OnGpu);
-        }
+        check_matmul(section.matmul, device)?;
         let folder = section.path.as_path();
         let (mut config, config_json) = read_config(folder)
             .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;

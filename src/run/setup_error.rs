@@ -18,9 +18,17 @@ pub enum SetupError {
     /// The auxiliary loss has no GPU kernel.
     #[error("`model.aux_loss` is computed on the CPU only")]
     AuxLossOnGpu,
-    /// The rounding to FP8 has no GPU kernel.
-    #[error("products in FP8 are computed on the CPU only")]
-    Fp8OnGpu,
+    /// The tensor cores of the GPU do not multiply in FP8.
+    #[error(
+        "products in FP8 need a GPU of compute capability 8.9 or later (Ada, Hopper), found \
+         {major}.{minor}"
+    )]
+    Fp8OnGpu {
+        /// Compute capability of the GPU.
+        major: u32,
+        /// Its second number.
+        minor: u32,
+    },
     /// A setting of the routers, and a model that has none.
     #[error("`model.aux_loss` is {aux_loss}, but the model has no experts")]
     NoExperts {
@@ -107,7 +115,7 @@ impl SetupError {
                  weights"
             }
             Self::AuxLossOnGpu => "remove `model.aux_loss`, or use `device: cpu`",
-            Self::Fp8OnGpu => "remove `model.matmul`, or use `device: cpu`",
+            Self::Fp8OnGpu { .. } => "remove `model.matmul`, or use `device: cpu`",
             Self::NoExperts { .. } => "remove `model.aux_loss`",
             Self::MaskedOnGpu => "use `model.attention: auto`, or `device: cpu`",
             Self::Config { .. }

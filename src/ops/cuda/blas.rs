@@ -89,6 +89,7 @@ fn data_type(op: &str, dtype: DType) -> Result<sys::cudaDataType> {
     match dtype {
         DType::BF16 => Ok(sys::cudaDataType::CUDA_R_16BF),
         DType::F32 => Ok(sys::cudaDataType::CUDA_R_32F),
+        DType::U8 => Ok(sys::cudaDataType::CUDA_R_8F_E4M3),
         dtype => bail!("{op}: products of {dtype:?} are not supported"),
     }
 }

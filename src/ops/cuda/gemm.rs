@@ -4,6 +4,8 @@
 //! `f32` (for logits and weight gradients). The result is rounded once, at the end. Repeated runs
 //! give the same bits: there is one stream, one workspace, and a fixed algorithm per shape. Under
 //! emulation the CPU computes the product on operands converted to `f32`.
+//!
+//! Operands of dtype `u8` are codes of e4m3; their product is `f32`.
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -108,6 +110,13 @@ pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<
 
     fn elements(op: &'static str, matrix: Matrix<'_>) -> Result<Vec<f32>> {
         let operand = read(op, matrix.name(), matrix.tensor())?;
+        if matrix.dtype() == DType::U8 {
+            return Ok(operand
+                .slice::<u8>()?
+                .iter()
+                .map(|code| crate::ops::e4m3::value(*code))
+                .collect());
+        }
         let Matrix::SecondHalves(_, tensor) = matrix else {
             return Ok(operand.f32()?.into_owned());
         };

@@ -18,6 +18,7 @@ mod download;
 #[cfg(any(feature = "cuda", test))]
 mod driver;
 mod dropout;
+mod e4m3;
 mod embedding;
 mod gated_delta_rule;
 mod gated_rms_norm;
@@ -59,6 +60,7 @@ pub(super) use delta_gates::{delta_gates, delta_gates_backward};
 #[cfg(all(feature = "cuda", unix))]
 pub(super) use download::download;
 pub(super) use dropout::{dropout, dropout_add};
+pub(super) use e4m3::{e4m3_linear, e4m3_linear_backward_input, e4m3_linear_backward_weight};
 pub(super) use embedding::{
     embedding, embedding_backward, interpolate_rows, interpolate_rows_backward,
 };
@@ -89,6 +91,8 @@ pub(super) use route::{
 };
 pub(super) use rows::{gather_rows, update_rows, zero_rows};
 pub(super) use select::attention_kernel;
+#[cfg(feature = "cuda")]
+pub(super) use select::gpu_without_e4m3;
 #[cfg(feature = "cuda")]
 pub(crate) use side_stream::SideStream;
 #[cfg(feature = "cuda")]

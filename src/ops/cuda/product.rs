@@ -27,6 +27,7 @@ pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<
     let name = match (gemm.a.dtype(), dst.dtype()) {
         (DType::F32, DType::F32) | (DType::BF16, DType::BF16) => "product",
         (DType::BF16, DType::F32) => "product_into_f32",
+        (DType::U8, DType::F32) => "product_e4m3",
         (operands, result) => bail!("{op}: products of {operands:?} into {result:?} do not exist"),
     };
     let (a_columns, b_columns) = match gemm.transpose {
@@ -97,7 +98,12 @@ mod tests {
             Transpose::Nn => ([m, k], [k, n]),
             Transpose::Tn => ([k, m], [k, n]),
         };
-        let operand = |seed, dims: [usize; 2]| random(seed, &dims).to_dtype(operands);
+        let operand = |seed, dims: [usize; 2]| {
+            let x = random(seed, &dims);
+            // Codes of e4m3: numbers from 2^-9 to 240.
+            let x = if operands == DType::U8 { ((x * 14.0)? + 60.0)? } else { x };
+            x.to_dtype(operands)
+        };
         let (a, b) = (operand(1, a_dims)?, operand(2, b_dims)?);
         let wide = second_halves(&random(1, &a_dims))?;
         let a = if halves { Matrix::SecondHalves("a", &wide) } else { Matrix::Whole("a", &a) };
@@ -129,6 +135,7 @@ mod tests {
             (DType::F32, DType::F32, Tolerance::F32),
             (DType::BF16, DType::BF16, Tolerance::BF16),
             (DType::BF16, DType::F32, Tolerance::F32),
+            (DType::U8, DType::F32, Tolerance::F32),
         ];
         for transpose in TRANSPOSES {
             for shape in SHAPES {
@@ -136,6 +143,10 @@ mod tests {
                     continue; // cublasLt refuses it
                 }
                 for (operands, result, tolerance) in dtypes {
+                    let is_e4m3 = operands == DType::U8;
+                    if is_e4m3 && cfg!(feature = "cuda") && transpose != Transpose::Nt {
+                        continue; // cublasLt refuses it
+                    }
                     for [library, kernel] in both(transpose, shape, (operands, result), false)? {
                         let what = format!("{transpose:?} {shape:?} {operands:?} {result:?}");
                         assert_close(&what, &kernel, &library, tolerance);

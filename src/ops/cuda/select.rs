@@ -5,6 +5,9 @@ use candle_core::{DType, Device, Result, bail};
 
 /// Minimum compute capability for the bf16 tensor-core kernels.
 const SM80: (u32, u32) = (8, 0);
+/// Minimum compute capability with products in FP8.
+#[cfg(feature = "cuda")]
+const SM89: (u32, u32) = (8, 9);
 /// The only compute capability that has the instructions of the Hopper kernels.
 const SM90: (u32, u32) = (9, 0);
 /// Number of own rows of a block of the plain kernels, and of other rows in a tile.
@@ -66,6 +69,13 @@ impl Gpu {
     fn holds_two(self, bytes: usize) -> bool {
         2 * (bytes + 1024) <= self.shared_bytes_of_all
     }
+}
+
+/// The compute capability of a GPU whose tensor cores do not multiply in FP8.
+#[cfg(feature = "cuda")]
+pub(in crate::ops) fn gpu_without_e4m3(device: &Device) -> Result<Option<(u32, u32)>> {
+    let capability = Gpu::of(device)?.capability;
+    Ok((capability < SM89).then_some(capability))
 }
 
 /// Whether a GPU has tensor cores for bf16, and `bytes` of shared memory for a block.

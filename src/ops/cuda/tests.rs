@@ -44,6 +44,7 @@ macro_rules! both {
     }};
 }
 
+mod e4m3;
 mod experts;
 mod hopper;
 mod linear_attention;

@@ -3,6 +3,7 @@
 
 use super::super::error::RunError;
 use super::super::evaluations::eval_rule;
+use super::super::load_model::check_matmul;
 use super::super::output_dir::check_model_stays;
 use super::super::resume::{check_media, data_digest, likely_checkpoint, resumed_state};
 use super::super::sequence::check_world;
@@ -17,17 +18,21 @@ use std::sync::Arc;
 
 /// Checks the device, the number of ranks and the rule of the best evaluation.
 pub(super) fn check(config: &RunConfig, left_out: &LeftOut, report: &mut CheckReport) {
-    if let DeviceChoice::Cuda(_) = config.device
-        && let Err(error) = config.device.open()
-    {
-        report.error(Topic::Config, error);
+    // With `auto`, only FP8 depends on the device.
+    let is_named = matches!(config.device, DeviceChoice::Cuda(_));
+    if is_named || config.model.matmul != MatmulChoice::Native {
+        match config.device.open() {
+            Ok(device) => {
+                if let Err(error) = check_matmul(config.model.matmul, &device) {
+                    report.error(Topic::Config, error);
+                }
+            }
+            Err(error) => report.error(Topic::Config, error),
+        }
     }
     let is_gpu = matches!(config.device.resolved(), DeviceChoice::Cuda(_));
     if is_gpu && config.model.attention == AttentionChoice::Masked {
         report.error(Topic::Config, SetupError::MaskedOnGpu);
-    }
-    if is_gpu && config.model.matmul != MatmulChoice::Native {
-        report.error(Topic::Config, SetupError::Fp8OnGpu);
     }
     // With `auto`, the launcher chooses the number.
     if let Processes::Count(ranks) = config.distributed.processes

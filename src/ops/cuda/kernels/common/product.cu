@@ -4,6 +4,7 @@
 // has 4 x 4 results. Operands may have any size, stride and alignment. The order of the sums depends
 // on the sizes only.
 #include "common.cuh"
+#include "e4m3.cuh"
 
 namespace {
 
@@ -89,3 +90,4 @@ __device__ __forceinline__ void product(const Operand<T> &a, const Operand<T> &b
 PRODUCT(float, float, f32)
 PRODUCT(bf16, bf16, bf16)
 PRODUCT(bf16, float, into_f32_bf16)
+PRODUCT(e4m3, float, e4m3_f32)
