@@ -9,12 +9,12 @@
 # all steps together and by more than two standard errors. (Its losses fall to a hundredth of the first
 # ones, at a step that depends on every rounding.)
 #   scripts/bench/fp8_curves.sh
-# TRAINER=FILE   another binary.   QUICKSTART_STEPS=400   TEXT_STEPS=80   SEEDS=5
+# TRAINER=FILE   another binary.   QUICKSTART_STEPS=400   TEXT_STEPS=80   SEEDS=3
 # KEEP=DIR   keeps the runs there, and uses those that are complete.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 trainer=${TRAINER:-$PWD/target/release/trainer} python=${PYTHON:-python3}
-quickstart=${QUICKSTART_STEPS:-400} text=${TEXT_STEPS:-80} seeds=${SEEDS:-5}
+quickstart=${QUICKSTART_STEPS:-400} text=${TEXT_STEPS:-80} seeds=${SEEDS:-3}
 work=${KEEP:-$(mktemp -d)}
 [ -n "${KEEP:-}" ] || trap 'rm -rf "$work"' EXIT
 mkdir -p "$work"
