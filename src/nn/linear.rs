@@ -3,7 +3,7 @@
 
 use super::adapter::{Adapter, OutputGrad};
 use super::params::{ParamMap, WeightError};
-use crate::ops::{self, Matmul, RecomputeInput};
+use crate::ops::{self, GradWrite, Matmul, RecomputeInput};
 use crate::tape::{GradSink, Param};
 use candle_core::{Result, Tensor};
 
@@ -32,6 +32,7 @@ impl Linear {
         name: &str,
     ) -> std::result::Result<Self, WeightError> {
         let weight = params.get(&format!("{name}.weight"))?;
+        weight.replaces_gradient();
         Ok(Self {
             weight,
             bias: None,
@@ -114,10 +115,15 @@ impl Linear {
         d: &OutputGrad,
         grads: &dyn GradSink,
     ) -> Result<()> {
-        if let Some(dw) = grads.buffer(&self.weight) {
+        if let Some((dw, write)) = grads.product_buffer(&self.weight) {
             match (&self.adapter, self.matmul) {
-                (None, Matmul::Fp8All) => ops::e4m3_linear_backward_weight(x, &d.product, dw)?,
-                _ => ops::linear_backward_weight(x, &d.product, dw)?,
+                (None, Matmul::Fp8All) => {
+                    if write == GradWrite::Replace {
+                        ops::fill_zero(dw)?;
+                    }
+                    ops::e4m3_linear_backward_weight(x, &d.product, dw)?;
+                }
+                _ => ops::linear_backward_weight_into(x, &d.product, dw, write)?,
             }
         }
         if let Some(db) = self.bias.as_ref().and_then(|bias| grads.buffer(bias)) {

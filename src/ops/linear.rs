@@ -10,6 +10,7 @@ use super::cpu::panels::{add_tn, by_rows, f32_slice, new_nn, new_nt, nn, nt};
 use super::cpu::{
     self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read, weighted_dtype,
 };
+use super::fill_zero;
 use candle_core::{DType, Error, Result, Tensor, bail};
 use std::ops::Range;
 
@@ -44,6 +45,15 @@ pub struct LowRank<'a> {
     pub u: &'a Tensor,
     /// `[M, r]` in forward. In backward, where the term is `u b`: `[r, K]`.
     pub b: &'a Tensor,
+}
+
+/// What an op does with the contents of a gradient buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GradWrite {
+    /// Adds to them.
+    Add,
+    /// Replaces them, whatever they are. The result has the bits of an addition to zeros.
+    Replace,
 }
 
 /// Returns `x W^T + bias`, `[N, M]`. Fails if the shapes do not match.
@@ -256,9 +266,22 @@ pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<
 
 /// Adds the weight gradient `dy^T x` to `dw` (`f32`), which has the shape of the weight.
 pub fn linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> {
+    linear_backward_weight_into(x, dy, dw, GradWrite::Add)
+}
+
+/// As [`linear_backward_weight`], but replaces the contents of `dw` if `write` says so.
+pub fn linear_backward_weight_into(
+    x: &Tensor,
+    dy: &Tensor,
+    dw: &Tensor,
+    write: GradWrite,
+) -> Result<()> {
     let op = "linear_backward_weight";
     let (n, m, k) = weight_shape(op, x, dy, dw)?;
-    return_if_on_gpu!(x => linear_backward_weight(op, x, dy, dw, (m, k, n)));
+    return_if_on_gpu!(x => linear_backward_weight(op, x, dy, (dw, write), (m, k, n)));
+    if write == GradWrite::Replace {
+        fill_zero(dw)?;
+    }
     let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
     let (x, dy) = (x.values()?, dy.values()?);
     cpu::write(op, "dw", dw, |dw| add_tn((m, k, n), dw, dy, x))
@@ -309,7 +332,8 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::super::testing::{
-        Tolerance, added, assert_close, check, device, gradient_buffer, message, random,
+        Tolerance, added, assert_close, bits, check, device, gradient_buffer, message, operand,
+        random,
     };
     use super::*;
     use candle_core::DType;
@@ -390,6 +414,23 @@ mod tests {
             let dx = (linear_backward_input_add(dy, &t[1], dx)? - 1.0)?;
             Ok((y, vec![dx, added(&dw), added(&db), dy.clone()]))
         });
+    }
+
+    #[test]
+    fn a_replaced_weight_gradient_has_the_bits_of_one_that_is_added_to_zeros() {
+        for (n, k, m) in [(0, 3, 4), (1, 1, 1), (31, 64, 33), (130, 70, 96)] {
+            for dtype in [DType::F32, DType::BF16] {
+                let of = |seed, width| operand(&random(seed, &[n, width]), dtype).unwrap();
+                let (x, dy) = (of(1, k), of(2, m));
+                let run = |before: f64, write| {
+                    let dw = Tensor::full(before as f32, (m, k), &device()).unwrap();
+                    linear_backward_weight_into(&x, &dy, &dw, write).unwrap();
+                    bits(&dw)
+                };
+                let want = run(0.0, GradWrite::Add);
+                assert_eq!(run(f64::NAN, GradWrite::Replace), want, "{n} {k} {m} {dtype:?}");
+            }
+        }
     }
 
     #[test]

@@ -10,7 +10,7 @@ use crate::dist::Shard;
 use crate::metrics::{Cluster, CollectiveTime, MemoryModel, MemoryParts, MicroBatchSizes};
 use crate::metrics::{Division, ModelWork, Rows, StepSizes, StepTraffic};
 use crate::models::{Model, RecomputePolicy};
-use crate::ops::{GPU_DELTA_BYTES, GPU_LOGITS_BYTES, LOGITS_BYTES};
+use crate::ops::{GPU_DELTA_BYTES, GPU_LOGITS_BYTES, GradWrite, LOGITS_BYTES};
 use crate::optim::{Master, Moments, ParamGroups, state_bytes_per_weight};
 use crate::tape::{GradSink, Layout, Param, Recompute, Trainable};
 use crate::train::{
@@ -94,6 +94,10 @@ struct Trained<'a>(&'a [Trainable], Tensor);
 impl GradSink for Trained<'_> {
     fn buffer(&self, param: &Param) -> Option<&Tensor> {
         (self.0[param.index()] == Trainable::Yes).then_some(&self.1)
+    }
+
+    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, GradWrite)> {
+        self.buffer(param).map(|buffer| (buffer, GradWrite::Add))
     }
 }
 

@@ -1,7 +1,9 @@
 //! Parameters and the buffers of their gradients.
 
 use super::bucket::Layout;
+use crate::ops::{self, GradWrite};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 /// Brings the weights of a stage into memory when they are read.
@@ -28,7 +30,14 @@ pub struct Param {
     name: Arc<str>,
     index: usize,
     tensor: Arc<RwLock<Tensor>>,
-    home: Arc<OnceLock<Home>>,
+    facts: Arc<Facts>,
+}
+
+/// What becomes known about a parameter after it is made.
+#[derive(Debug, Default)]
+struct Facts {
+    home: OnceLock<Home>,
+    is_replaced: AtomicBool,
 }
 
 /// The stage of a parameter whose weights are not always in memory.
@@ -47,12 +56,12 @@ impl Param {
     /// `index` is the position in the model's list of parameters, and in [`Gradients`].
     pub fn new(name: impl Into<Arc<str>>, index: usize, tensor: Tensor) -> Self {
         let tensor = Arc::new(RwLock::new(tensor));
-        Self { name: name.into(), index, tensor, home: Arc::default() }
+        Self { name: name.into(), index, tensor, facts: Arc::default() }
     }
 
     /// From now on, each read of the tensor is reported to `residency` first. May be called once.
     pub fn set_home(&self, stage: usize, residency: Arc<dyn Residency>) -> Result<()> {
-        match self.home.set(Home { stage, residency }) {
+        match self.facts.home.set(Home { stage, residency }) {
             Ok(()) => Ok(()),
             Err(_) => bail!("`{}` has a home already", self.name),
         }
@@ -60,7 +69,13 @@ impl Param {
 
     /// Whether the tensor always has the weight, without a [`Residency`].
     pub fn is_resident(&self) -> bool {
-        self.home.get().is_none()
+        self.facts.home.get().is_none()
+    }
+
+    /// Promises that the gradient of this weight is only written through
+    /// [`GradSink::product_buffer`], so that its buffer need not be zeroed before a step.
+    pub fn replaces_gradient(&self) {
+        self.facts.is_replaced.store(true, Ordering::Relaxed);
     }
 
     /// Name in the checkpoint.
@@ -76,7 +91,7 @@ impl Param {
     /// The weight in the compute dtype, in its published shape. The result shares the storage.
     pub fn tensor(&self) -> Tensor {
         let tensor = || self.tensor.read().unwrap_or_else(PoisonError::into_inner).clone();
-        let Some(home) = self.home.get() else { return tensor() };
+        let Some(home) = self.facts.home.get() else { return tensor() };
         match home.residency.enter(home.stage) {
             Ok(()) => tensor(),
             Err(error) => {
@@ -91,7 +106,7 @@ impl Param {
     /// The weight for a checkpoint: as [`Self::tensor`], but read from where it is kept. All others
     /// of its stage stay as they are.
     pub fn stored(&self) -> Result<Tensor> {
-        let stored = self.home.get().map(|home| home.residency.stored(self)).transpose()?;
+        let stored = self.facts.home.get().map(|home| home.residency.stored(self)).transpose()?;
         Ok(stored.flatten().unwrap_or_else(|| self.tensor()))
     }
 
@@ -129,6 +144,10 @@ pub trait GradSink {
     /// The `f32` buffer that an op adds the gradient of `param` to, or `None` if `param` is frozen.
     fn buffer(&self, param: &Param) -> Option<&Tensor>;
 
+    /// The buffer of a weight for the product that computes its gradient, and whether the product
+    /// adds to the contents or replaces them. The caller writes to the buffer at once.
+    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, GradWrite)>;
+
     /// Reports that this micro-batch adds nothing more to the gradients of `params`, the parameters
     /// of one stage. A micro-batch reports every stage once, in the order of backward, also the
     /// stages that it did not reach; frozen parameters are reported too. Ranks can reduce the
@@ -146,9 +165,14 @@ pub enum Trainable {
 }
 
 /// One `f32` buffer for each trained parameter, summed over the micro-batches of a step.
+///
+/// The weights of linear layers are nearly all elements of a model. Their buffers are not zeroed
+/// before a step: the first product of a step replaces the contents.
 #[derive(Debug)]
 pub struct Gradients {
     buffers: Vec<Option<Tensor>>,
+    /// Whether the next product replaces the contents of a buffer.
+    is_stale: Vec<AtomicBool>,
 }
 
 impl Gradients {
@@ -158,7 +182,7 @@ impl Gradients {
             Trainable::Yes => Tensor::zeros(param.shape(), DType::F32, device).map(Some),
             Trainable::Frozen => Ok(None),
         });
-        Ok(Self { buffers: buffers.collect::<Result<_>>()? })
+        Ok(Self::new(buffers.collect::<Result<_>>()?))
     }
 
     /// Views of flat buffers, one for each stage of `layout` with trained parameters.
@@ -170,7 +194,34 @@ impl Gradients {
                 buffers[param] = Some(view);
             }
         }
-        Ok(Self { buffers })
+        Ok(Self::new(buffers))
+    }
+
+    fn new(buffers: Vec<Option<Tensor>>) -> Self {
+        let is_stale = buffers.iter().map(|_| AtomicBool::new(false)).collect();
+        Self { buffers, is_stale }
+    }
+
+    /// Begins a new sum for `params`: what their buffers contain does not belong to it. Until
+    /// [`Self::end`], only ops that compute gradients may use the buffers.
+    pub fn begin<'a>(&self, params: impl IntoIterator<Item = &'a Param>) -> Result<()> {
+        let mut zeroed = Vec::new();
+        for param in params {
+            let is_replaced = param.facts.is_replaced.load(Ordering::Relaxed);
+            self.is_stale[param.index].store(is_replaced, Ordering::Relaxed);
+            zeroed.extend(self.get(param.index).filter(|_| !is_replaced));
+        }
+        ops::fill_zero_all(&zeroed)
+    }
+
+    /// Zeroes the buffers of those of `params` that no op has written to since [`Self::begin`].
+    pub fn end<'a>(&self, params: impl IntoIterator<Item = &'a Param>) -> Result<()> {
+        let stale = params.into_iter().map(Param::index).filter(|index| self.take_stale(*index));
+        ops::fill_zero_all(&stale.filter_map(|index| self.get(index)).collect::<Vec<_>>())
+    }
+
+    fn take_stale(&self, index: usize) -> bool {
+        self.is_stale[index].swap(false, Ordering::Relaxed)
     }
 
     /// The buffer of parameter `index`, or `None` if it is frozen.
@@ -187,6 +238,12 @@ impl Gradients {
 impl GradSink for Gradients {
     fn buffer(&self, param: &Param) -> Option<&Tensor> {
         self.get(param.index)
+    }
+
+    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, GradWrite)> {
+        let buffer = self.get(param.index)?;
+        let stale = self.take_stale(param.index);
+        Some((buffer, if stale { GradWrite::Replace } else { GradWrite::Add }))
     }
 }
 

@@ -260,7 +260,7 @@ impl StepRunner {
         };
         let inputs = (first.as_ref(), rest.as_slice());
         let mut routers = self.begin_routers(&targets, inputs, counts.rounds, &place)?;
-        let mut sums = self.gradients.begin_step(counts.rounds, &self.weights);
+        let mut sums = self.gradients.begin_step(counts.rounds, &self.params, &self.weights);
         let inputs = first.map(Ok).into_iter().chain(rest.map(|(_, batch)| self.upload(batch)));
         let mut batches = targets.into_iter().zip(inputs).peekable();
         for round in 0..counts.rounds {

@@ -15,7 +15,8 @@ const MAY_IMPORT: [(&str, &[&str]); 18] = [
     // The only module that opens network connections, except for those between ranks.
     ("net", &[]),
     ("checkpoint", &["ops"]),
-    ("tape", &[]),
+    // Gradient buffers are zeroed by an op.
+    ("tape", &["ops"]),
     ("optim", &["ops", "tape"]),
     // Ranks know tensors, but no models and no steps.
     ("dist", &["ops"]),

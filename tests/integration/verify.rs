@@ -11,7 +11,7 @@ use trainer::config::{self, RunConfig};
 use trainer::metrics::{ActivationMemory, PartWork};
 use trainer::models::{Model, ModelInput, RecomputePolicy, Tape, config_from_json};
 use trainer::nn::{KvCache, ParamSpec};
-use trainer::ops::{Flash, Matmul};
+use trainer::ops::{Flash, GradWrite, Matmul};
 use trainer::run::verify::{
     Layout, Outcome, Pipeline, Report, RunPipeline, StepLosses, VerifyError, VerifyOptions,
     compare, run_step,
@@ -118,6 +118,10 @@ struct WithoutVision<'a>(&'a dyn GradSink);
 impl GradSink for WithoutVision<'_> {
     fn buffer(&self, param: &Param) -> Option<&Tensor> {
         self.0.buffer(param).filter(|_| !param.name().contains("visual.blocks"))
+    }
+
+    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, GradWrite)> {
+        self.buffer(param).and_then(|_| self.0.product_buffer(param))
     }
 
     fn finished(&self, params: &[&Param]) {

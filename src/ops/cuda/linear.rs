@@ -3,7 +3,8 @@
 use super::gemm::{Addend, Gemm, Matrix, Transpose};
 use super::launch::{Launch, address, empty, vectors};
 use super::norm::add_columns;
-use crate::ops::LowRank;
+use super::pointwise::fill_zero;
+use crate::ops::{GradWrite, LowRank};
 use candle_core::{DType, Result, Tensor};
 
 /// Number of columns of `dy` per block of `bias.cu`.
@@ -110,17 +111,21 @@ fn add_input_gradient(
     Gemm { transpose: Transpose::Nn, shape, a, b, addend, bias: None }.into(op, "dx", dx)
 }
 
-/// Adds `dy^T x` to `dw`; `shape` is (outputs, inputs, rows).
+/// Adds `dy^T x` to `dw`, or replaces `dw` by it; `shape` is (outputs, inputs, rows).
 pub(in crate::ops) fn linear_backward_weight(
     op: &'static str,
     x: &Tensor,
     dy: &Tensor,
-    dw: &Tensor,
+    (dw, write): (&Tensor, GradWrite),
     shape: (usize, usize, usize),
 ) -> Result<()> {
+    let addend = match write {
+        GradWrite::Add => Addend::Destination,
+        GradWrite::Replace if shape.2 == 0 => return fill_zero(dw),
+        GradWrite::Replace => Addend::Nothing,
+    };
     let (a, b) = (Matrix::Whole("dy", dy), Matrix::Whole("x", x));
-    Gemm { transpose: Transpose::Tn, shape, a, b, addend: Addend::Destination, bias: None }
-        .into(op, "dw", dw)
+    Gemm { transpose: Transpose::Tn, shape, a, b, addend, bias: None }.into(op, "dw", dw)
 }
 
 /// Adds the column sums of `dy [N, M]` to `db [M]`.

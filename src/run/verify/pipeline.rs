@@ -5,6 +5,7 @@ use super::layouts::Layout;
 use crate::batch::VarlenBatch;
 use crate::loss::{TargetLosses, Targets, scores};
 use crate::models::Model;
+use crate::ops::GradWrite;
 use crate::tape::{GradSink, Param};
 use crate::train::{MicroBatches, StepRunner};
 use candle_core::Tensor;
@@ -90,6 +91,10 @@ struct Untrained;
 
 impl GradSink for Untrained {
     fn buffer(&self, _: &Param) -> Option<&Tensor> {
+        None
+    }
+
+    fn product_buffer(&self, _: &Param) -> Option<(&Tensor, GradWrite)> {
         None
     }
 }

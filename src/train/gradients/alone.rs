@@ -3,14 +3,14 @@
 use super::super::step::StepError;
 use super::rounds::{num_open, pairs_after};
 use crate::ops;
-use crate::tape::Gradients;
-use candle_core::Tensor;
+use crate::tape::{Gradients, Param};
 
 type Result<T, E = StepError> = std::result::Result<T, E>;
 
 /// The sums of the ranges of slots that are complete so far, from left to right.
 pub(in super::super) struct Tree<'a> {
     buffers: &'a [Gradients],
+    params: &'a [Param],
     /// For each range, the index of its buffer; `None` if no slot of it has a micro-batch.
     sums: Vec<Option<usize>>,
 }
@@ -22,8 +22,8 @@ pub fn buffers_of_tree(slots: usize) -> usize {
 
 impl<'a> Tree<'a> {
     /// With a single buffer, all gradients are added in place, in the order of the slots.
-    pub(super) fn new(buffers: &'a [Gradients]) -> Self {
-        Self { buffers, sums: Vec::new() }
+    pub(super) fn new(buffers: &'a [Gradients], params: &'a [Param]) -> Self {
+        Self { buffers, params, sums: Vec::new() }
     }
 
     fn is_in_place(&self) -> bool {
@@ -39,7 +39,7 @@ impl<'a> Tree<'a> {
     pub(super) fn next_buffer(&self) -> Result<&'a Gradients> {
         let buffer = &self.buffers[self.next_index()];
         if !self.is_in_place() || self.sums.iter().all(Option::is_none) {
-            zero(buffer)?;
+            buffer.begin(self.params)?;
         }
         Ok(buffer)
     }
@@ -47,6 +47,9 @@ impl<'a> Tree<'a> {
     /// Records the micro-batch of `slot`, whose gradients are in [`Self::next_buffer`], or that the
     /// slot has none. Adds up the ranges that end with it.
     pub(super) fn complete(&mut self, slot: usize, has_batch: bool) -> Result<()> {
+        if has_batch {
+            self.buffers[self.next_index()].end(self.params)?;
+        }
         self.sums.push(has_batch.then(|| self.next_index()));
         (0..pairs_after(slot)).try_for_each(|_| self.join())
     }
@@ -54,7 +57,8 @@ impl<'a> Tree<'a> {
     /// Adds up all ranges. The sum is in the first buffer.
     pub(super) fn finish(mut self) -> Result<()> {
         if self.sums.iter().all(Option::is_none) {
-            return zero(&self.buffers[0]);
+            self.buffers[0].begin(self.params)?;
+            return Ok(self.buffers[0].end(self.params)?);
         }
         while self.sums.len() > 1 {
             self.join()?;
@@ -75,12 +79,6 @@ impl<'a> Tree<'a> {
     }
 }
 
-/// Sets all buffers to 0.
-fn zero(grads: &Gradients) -> Result<()> {
-    let buffers: Vec<&Tensor> = grads.iter().flatten().collect();
-    Ok(ops::fill_zero_all(&buffers)?)
-}
-
 fn add(sum: &Gradients, other: &Gradients) -> Result<()> {
     let mut pairs = sum.iter().flatten().zip(other.iter().flatten());
     Ok(pairs.try_for_each(|(sum, other)| ops::add_in_place(sum, other))?)
@@ -91,7 +89,7 @@ mod tests {
     use super::super::rounds::tests::expected;
     use super::*;
     use crate::tape::{Param, Trainable};
-    use candle_core::{DType, Device};
+    use candle_core::{DType, Device, Tensor};
 
     /// The sum that the tree computes with buffers of one element.
     fn sum(leaves: &[Option<f32>]) -> f32 {
@@ -100,7 +98,7 @@ mod tests {
         let buffers: Vec<Gradients> = (0..buffers_of_tree(leaves.len()))
             .map(|_| Gradients::zeros(&params, &[Trainable::Yes], &Device::Cpu).unwrap())
             .collect();
-        let mut tree = Tree::new(&buffers);
+        let mut tree = Tree::new(&buffers, &params);
         for (slot, leaf) in leaves.iter().enumerate() {
             if let Some(leaf) = leaf {
                 let grads = tree.next_buffer().unwrap();

@@ -12,6 +12,7 @@ pub(super) use shared::{Buffers, kept_sums};
 
 use super::step::StepError;
 use super::weights::RankWeights;
+use crate::ops::GradWrite;
 use crate::tape::{GradSink, Gradients, Param};
 use alone::Tree;
 use candle_core::Tensor;
@@ -58,11 +59,12 @@ impl GradientSums {
     pub(super) fn begin_step<'a>(
         &'a self,
         rounds: usize,
+        params: &'a [Param],
         weights: &'a RankWeights,
     ) -> StepSums<'a> {
         match self {
-            Self::Alone(buffers) => StepSums::Alone(Tree::new(buffers)),
-            Self::Shared(sums) => StepSums::Shared { sums, weights, rounds },
+            Self::Alone(buffers) => StepSums::Alone(Tree::new(buffers, params)),
+            Self::Shared(sums) => StepSums::Shared { sums, params, weights, rounds },
         }
     }
 }
@@ -70,7 +72,7 @@ impl GradientSums {
 /// The sums of one step.
 pub(super) enum StepSums<'a> {
     Alone(Tree<'a>),
-    Shared { sums: &'a SharedSums, weights: &'a RankWeights, rounds: usize },
+    Shared { sums: &'a SharedSums, params: &'a [Param], weights: &'a RankWeights, rounds: usize },
 }
 
 impl<'a> StepSums<'a> {
@@ -78,9 +80,9 @@ impl<'a> StepSums<'a> {
     pub(super) fn round(&self, round: usize) -> Result<Round<'a>, StepError> {
         match self {
             Self::Alone(tree) => Ok(Round { buffers: tree.next_buffer()?, shared: None }),
-            Self::Shared { sums, weights, rounds } => Ok(Round {
+            Self::Shared { sums, params, weights, rounds } => Ok(Round {
                 buffers: sums.buffers(),
-                shared: Some(SharedRound::new(sums, weights, round, *rounds)),
+                shared: Some(SharedRound::new(sums, (params, weights), round, *rounds)),
             }),
         }
     }
@@ -131,6 +133,10 @@ impl Round<'_> {
 impl GradSink for Round<'_> {
     fn buffer(&self, param: &Param) -> Option<&Tensor> {
         self.buffers.buffer(param)
+    }
+
+    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, GradWrite)> {
+        self.buffers.product_buffer(param)
     }
 
     fn finished(&self, params: &[&Param]) {

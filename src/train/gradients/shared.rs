@@ -209,6 +209,7 @@ impl SharedSums {
 /// Receives the gradients of one round.
 pub(super) struct SharedRound<'a> {
     sums: &'a SharedSums,
+    params: &'a [Param],
     weights: &'a RankWeights,
     round: usize,
     rounds: usize,
@@ -221,12 +222,12 @@ pub(super) struct SharedRound<'a> {
 impl<'a> SharedRound<'a> {
     pub(super) fn new(
         sums: &'a SharedSums,
-        weights: &'a RankWeights,
+        (params, weights): (&'a [Param], &'a RankWeights),
         round: usize,
         rounds: usize,
     ) -> Self {
         let (tickets, error) = (RefCell::default(), RefCell::new(Ok(())));
-        Self { sums, weights, round, rounds, tickets, error }
+        Self { sums, params, weights, round, rounds, tickets, error }
     }
 
     pub(super) fn result(self) -> Result<()> {
@@ -237,16 +238,18 @@ impl<'a> SharedRound<'a> {
         self.round + 1 == self.rounds
     }
 
-    /// Zeroes the buffers, after the sums of the round before.
+    /// Begins new sums in the buffers, after the sums of the round before. The first stage in turn
+    /// has a buffer that is zeroed as a whole, because its gaps contain values of other stages.
     pub(super) fn begin(&self) -> Result<()> {
         if self.round > 0 && !self.sums.sums_rounds() {
             return Ok(()); // added in place
         }
         self.sums.collective.wait()?;
-        let later = self.sums.turns.get(1..).unwrap_or_default();
-        let now = self.sums.flat.iter().enumerate().filter(|(stage, _)| !later.contains(stage));
-        let now: Vec<&Tensor> = now.filter_map(|(_, flat)| flat.as_ref()).collect();
-        Ok(ops::fill_zero_all(&now)?)
+        let stage_of = |param: &Param| self.sums.layout.stage_of(param);
+        let own = self.params.iter().filter(|param| !self.sums.turns.contains(&stage_of(param)));
+        self.sums.buffers.begin(own)?;
+        let first = self.sums.turns.first().and_then(|stage| self.sums.flat[*stage].as_ref());
+        Ok(first.map_or(Ok(()), ops::fill_zero)?)
     }
 
     pub(super) fn finished(&self, params: &[&Param]) {
@@ -261,6 +264,7 @@ impl<'a> SharedRound<'a> {
         let stage = self.sums.layout.stage_of(param);
         self.weights.pass(stage); // in the same order on a rank that has not read them
         let Some(flat) = &self.sums.flat[stage] else { return Ok(()) };
+        self.sums.buffers.end(params.iter().copied())?;
         if !self.sums.sums_rounds() && !self.is_last() {
             return Ok(());
         }
