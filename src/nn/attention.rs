@@ -8,7 +8,7 @@ use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
 use crate::ops::{self, AttentionBackend, Masking, NormScale, Qkv, QkvGrad};
-use crate::tape::{GradSink, InputGrad, Param};
+use crate::tape::{CheapTensors, GradSink, InputGrad, Param};
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
 
@@ -29,17 +29,39 @@ pub(super) struct AttentionBlock {
     backend: Arc<dyn AttentionBackend>,
 }
 
-/// The tensors that backward needs. Backward computes the rotated q and k again from their
-/// projections, which is cheap.
+/// The tensors that backward needs.
 pub(super) struct SavedAttention {
-    x: Tensor,            // [T, D]
-    rstd: Tensor,         // [T]
-    q_proj: Tensor,       // [T, H * Dh]
+    x: Tensor,    // [T, D]
+    rstd: Tensor, // [T]
+    q: SavedHeads,
     gate: Option<Tensor>, // [T, H * Dh]
-    k_proj: Tensor,       // [T, Hkv * Dh]
-    v: Tensor,            // [T, Hkv, Dh]
-    o: Tensor,            // [T, H, Dh]
-    lse: Tensor,          // [H, T]
+    k: SavedHeads,
+    v: Tensor,   // [T, Hkv, Dh]
+    o: Tensor,   // [T, H, Dh]
+    lse: Tensor, // [H, T]
+}
+
+/// Queries or keys for backward.
+enum SavedHeads {
+    /// The projection `[T, H * Dh]`. Backward computes the rotated ones again, which is cheap.
+    Projection(Tensor),
+    /// Both.
+    Kept(Tensor, Rotated),
+    /// Without a norm, backward needs only these.
+    Rotated(Tensor),
+}
+
+/// `[T, H, Dh]`, and `rstd: [T, H]` of the norm if there is one.
+type Rotated = (Tensor, Option<Tensor>);
+
+impl SavedHeads {
+    fn new(projection: Tensor, rotated: Rotated, cheap: CheapTensors) -> Self {
+        match (rotated, cheap) {
+            ((rotated, None), _) => Self::Rotated(rotated),
+            (rotated, CheapTensors::Keep) => Self::Kept(projection, rotated),
+            (_, CheapTensors::Recompute) => Self::Projection(projection),
+        }
+    }
 }
 
 impl AttentionBlock {
@@ -86,14 +108,13 @@ impl AttentionBlock {
         norms.chain(linears.into_iter().flat_map(Linear::params))
     }
 
-    /// Norm and rotation of a projection `[T, H * Dh]`: `[T, H, Dh]`, and `rstd: [T, H]` of the
-    /// norm.
+    /// Norm and rotation of a projection `[T, H * Dh]`.
     fn rotate(
         &self,
         x: &Tensor,
         norm: Option<&Param>,
         context: &DecoderContext,
-    ) -> Result<(Tensor, Option<Tensor>)> {
+    ) -> Result<Rotated> {
         let Some(norm) = norm else {
             return Ok((ops::rope_heads(x, self.head_dim, &context.rope)?, None));
         };
@@ -102,17 +123,34 @@ impl AttentionBlock {
         Ok((y, Some(rstd)))
     }
 
+    /// The projection, if backward needs it, and the rotated heads.
+    fn rotated(
+        &self,
+        saved: SavedHeads,
+        norm: Option<&Param>,
+        context: &DecoderContext,
+    ) -> Result<(Option<Tensor>, Rotated)> {
+        Ok(match saved {
+            SavedHeads::Projection(x) => {
+                let rotated = self.rotate(&x, norm, context)?;
+                (Some(x), rotated)
+            }
+            SavedHeads::Kept(x, rotated) => (Some(x), rotated),
+            SavedHeads::Rotated(rotated) => (None, (rotated, None)),
+        })
+    }
+
     /// Backward of [`Self::rotate`]: the gradient of the projection `x`, `[T, H * Dh]`.
     fn rotate_backward(
         &self,
-        x: &Tensor,
+        x: Option<&Tensor>,
         rstd: Option<&Tensor>,
         norm: Option<&Param>,
         context: &DecoderContext,
         dy: &Tensor,
         grads: &dyn GradSink,
     ) -> Result<Tensor> {
-        let (Some(norm), Some(rstd)) = (norm, rstd) else {
+        let (Some(x), Some(norm), Some(rstd)) = (x, norm, rstd) else {
             return ops::rope_heads_backward(dy, &context.rope);
         };
         let (weight, dw) = (norm.tensor(), grads.buffer(norm));
@@ -205,19 +243,19 @@ impl AttentionBlock {
         &self,
         x: &Tensor,
         context: &DecoderContext,
+        cheap: CheapTensors,
     ) -> Result<(Tensor, SavedAttention)> {
         let (normed, rstd) = self.norm.normed(x)?; // [T, D]
         let (q_proj, gate) = self.queries(&normed)?; // [T, H * Dh]
         let k_proj = self.k.forward(&normed)?; // [T, Hkv * Dh]
         let v = self.v.forward(&normed)?.reshape(self.kv_shape(x)?)?; // [T, Hkv, Dh]
-        let (o, lse) = {
-            let (q, _) = self.rotate(&q_proj, self.q_norm.as_ref(), context)?; // [T, H, Dh]
-            let (k, _) = self.rotate(&k_proj, self.k_norm.as_ref(), context)?; // [T, Hkv, Dh]
-            let heads = Qkv { q: &q, k: &k, v: &v };
-            self.backend.forward(heads, &context.segments, Masking::Causal)?
-        };
+        let q = self.rotate(&q_proj, self.q_norm.as_ref(), context)?; // [T, H, Dh]
+        let k = self.rotate(&k_proj, self.k_norm.as_ref(), context)?; // [T, Hkv, Dh]
+        let heads = Qkv { q: &q.0, k: &k.0, v: &v };
+        let (o, lse) = self.backend.forward(heads, &context.segments, Masking::Causal)?;
+        let (q, k) = (SavedHeads::new(q_proj, q, cheap), SavedHeads::new(k_proj, k, cheap));
         let y = self.output(x, &o, gate.as_ref())?;
-        Ok((y, SavedAttention { x: x.clone(), rstd, q_proj, gate, k_proj, v, o, lse }))
+        Ok((y, SavedAttention { x: x.clone(), rstd, q, gate, k, v, o, lse }))
     }
 
     /// Returns `dx: [T, D]`. Each buffer is dropped after its last use, to lower peak memory.
@@ -229,18 +267,18 @@ impl AttentionBlock {
         grads: &dyn GradSink,
         input_grad: InputGrad,
     ) -> Result<Option<Tensor>> {
-        let SavedAttention { x, rstd, q_proj, gate, k_proj, v, o, lse } = saved;
+        let SavedAttention { x, rstd, q, gate, k, v, o, lse } = saved;
         let (d_o, d_gate) = self.output_backward(&o, gate, dy, grads)?;
         let (q_norm, k_norm) = (self.q_norm.as_ref(), self.k_norm.as_ref());
-        let (q, q_rstd) = self.rotate(&q_proj, q_norm, context)?; // [T, H, Dh]
-        let (k, k_rstd) = self.rotate(&k_proj, k_norm, context)?; // [T, Hkv, Dh]
+        let (q_proj, (q, q_rstd)) = self.rotated(q, q_norm, context)?; // [T, H, Dh]
+        let (k_proj, (k, k_rstd)) = self.rotated(k, k_norm, context)?; // [T, Hkv, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
         let segments = &context.segments;
         let d_heads = self.backend.backward(heads, &o, &lse, &d_o, segments, Masking::Causal)?;
         drop((q, k, v, o, lse, d_o));
         let QkvGrad { dq, dk, dv } = d_heads;
-        let unrotate = |x: Tensor, rstd: Option<Tensor>, norm, dy: Tensor| {
-            self.rotate_backward(&x, rstd.as_ref(), norm, context, &dy, grads)
+        let unrotate = |x: Option<Tensor>, rstd: Option<Tensor>, norm, dy: Tensor| {
+            self.rotate_backward(x.as_ref(), rstd.as_ref(), norm, context, &dy, grads)
         };
         let d_q = unrotate(q_proj, q_rstd, q_norm, dq)?; // [T, H * Dh]
         let d_q = self.queries_grad(d_q, d_gate.as_ref())?;

@@ -1,7 +1,7 @@
 //! Operations and memory of a decoder, for `trainer bench`.
 
 use super::adapter::AdapterTensor;
-use super::config::{DecoderConfig, HybridConfig};
+use super::config::{DecoderConfig, HybridConfig, Queries};
 use super::experts::{EXPERTS, MoeConfig};
 use crate::metrics::{ActivationMemory, PartWork, Rows};
 use crate::ops::DeltaHeads;
@@ -103,6 +103,23 @@ impl DecoderConfig {
         })
     }
 
+    /// Bytes of the tensors of layer `k` and a token that backward computes again unless they are
+    /// kept: the output of SwiGLU, and the rotated q and k with the `rstd` of their norms.
+    fn cheap_bytes(&self, k: usize, element: f64) -> f64 {
+        let activated = match self.experts(k) {
+            None => element * self.inner_width(k) as f64,
+            Some(_) => 0.0,
+        };
+        if self.hybrid.is_some() && self.is_linear(k) {
+            return activated;
+        }
+        let heads = (self.num_attention_heads + self.num_key_value_heads) as f64;
+        match self.queries {
+            Queries::Normed => activated + heads * (element * self.head_dim as f64 + 4.0),
+            Queries::Biased => activated, // the rotated ones are all that backward needs
+        }
+    }
+
     /// Bytes that backward needs of layer `k` and a token: `x` twice, `gate`, `up`, two `rstd` in
     /// `f32`, and what the first half of the layer keeps.
     fn saved_bytes(&self, k: usize, element: f64) -> f64 {
@@ -129,6 +146,10 @@ impl DecoderConfig {
         let intermediate = inner.fold(0.0, f64::max);
         let saved = (0..self.num_hidden_layers).map(|k| self.saved_bytes(k, element));
         let (tape, again) = match recompute {
+            Recompute::Least => {
+                let cheap = (0..self.num_hidden_layers).map(|k| self.cheap_bytes(k, element));
+                (saved.chain(cheap).sum(), 0.0)
+            }
             Recompute::No => (saved.sum(), 0.0),
             // and the output of SwiGLU, which nothing saves
             Recompute::Yes => {
@@ -154,7 +175,6 @@ impl DecoderConfig {
 
 #[cfg(test)]
 mod tests {
-    use super::super::config::Queries;
     use super::super::experts::ExpertFiles;
     use super::*;
     use candle_core::{DType, Device, Tensor};
@@ -184,6 +204,18 @@ mod tests {
         assert_eq!(memory.token_tape, 3.0 * layer);
         assert_eq!(memory.token_backward, 4.0 * (10.0 + 30.0));
         assert_eq!(memory.token_context, 4.0 * 5.0);
+    }
+
+    #[test]
+    fn recomputing_least_also_keeps_what_is_cheap_to_compute_again() {
+        let [least, all] = [Recompute::Least, Recompute::No].map(|r| CONFIG.memory(4.0, r));
+        // the output of SwiGLU: 30; rotated q: 20, k: 10; an `rstd` for each of the 6 heads
+        let layer = 4.0 * (30.0 + 20.0 + 10.0) + 4.0 * 6.0;
+        assert_eq!(least.token_tape, all.token_tape + 3.0 * layer);
+        assert_eq!(least.token_backward, all.token_backward);
+        let biased = DecoderConfig { queries: Queries::Biased, ..CONFIG };
+        let [least, all] = [Recompute::Least, Recompute::No].map(|r| biased.memory(4.0, r));
+        assert_eq!(least.token_tape, all.token_tape + 3.0 * 4.0 * 30.0);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use super::params::{ParamMap, WeightError};
 use super::routers::Routers;
 use crate::metrics::{ActivationMemory, PartWork};
 use crate::ops::{self, AttentionBackend};
-use crate::tape::{GradSink, InputGrad, Param, Recompute, SavedStage, Stage};
+use crate::tape::{CheapTensors, GradSink, InputGrad, Param, Recompute, SavedStage, Stage};
 use candle_core::{DType, Result, Tensor, bail};
 use std::sync::Arc;
 
@@ -37,10 +37,15 @@ impl Mixer {
         }
     }
 
-    fn forward(&self, x: &Tensor, context: &DecoderContext) -> Result<(Tensor, SavedMixer)> {
+    fn forward(
+        &self,
+        x: &Tensor,
+        context: &DecoderContext,
+        cheap: CheapTensors,
+    ) -> Result<(Tensor, SavedMixer)> {
         Ok(match self {
             Self::Attention(block) => {
-                let (y, saved) = block.forward(x, context)?;
+                let (y, saved) = block.forward(x, context, cheap)?;
                 (y, SavedMixer::Attention(saved))
             }
             Self::Linear(block) => {
@@ -125,10 +130,10 @@ impl FeedForward {
         }
     }
 
-    fn forward(&self, x: &Tensor) -> Result<(Tensor, SavedFeedForward)> {
+    fn forward(&self, x: &Tensor, cheap: CheapTensors) -> Result<(Tensor, SavedFeedForward)> {
         Ok(match self {
             Self::Mlp(block) => {
-                let (y, saved) = block.forward(x)?;
+                let (y, saved) = block.forward(x, cheap)?;
                 (y, SavedFeedForward::Mlp(saved))
             }
             Self::Experts(block) => {
@@ -160,6 +165,19 @@ struct DecoderLayer {
     mlp: FeedForward,
 }
 
+impl DecoderLayer {
+    fn run(
+        &self,
+        x: &Tensor,
+        context: &DecoderContext,
+        cheap: CheapTensors,
+    ) -> Result<(Tensor, (SavedMixer, SavedFeedForward))> {
+        let (x, mixer) = self.mixer.forward(x, context, cheap)?; // [T, D]
+        let (y, mlp) = self.mlp.forward(&x, cheap)?; // [T, D]
+        Ok((y, (mixer, mlp)))
+    }
+}
+
 impl Stage for DecoderLayer {
     type Context = DecoderContext;
     type Saved = (SavedMixer, SavedFeedForward);
@@ -169,9 +187,15 @@ impl Stage for DecoderLayer {
     }
 
     fn forward(&self, x: &Tensor, context: &DecoderContext) -> Result<(Tensor, Self::Saved)> {
-        let (x, mixer) = self.mixer.forward(x, context)?; // [T, D]
-        let (y, mlp) = self.mlp.forward(&x)?; // [T, D]
-        Ok((y, (mixer, mlp)))
+        self.run(x, context, CheapTensors::Recompute)
+    }
+
+    fn forward_keeping(
+        &self,
+        x: &Tensor,
+        context: &DecoderContext,
+    ) -> Result<(Tensor, Self::Saved)> {
+        self.run(x, context, CheapTensors::Keep)
     }
 
     fn backward(
@@ -378,7 +402,7 @@ impl Decoder {
     ) -> Result<Tensor> {
         for (k, layer) in self.layers.iter().enumerate() {
             let x = layer.mixer.decode(k, &h, context, caches)?;
-            h = layer.mlp.forward(&x)?.0;
+            h = layer.mlp.forward(&x, CheapTensors::Recompute)?.0;
             after_layer(k, &h)?;
         }
         for (cache, tokens) in caches.iter_mut().zip(context.segments.cu_seqlens().segments()) {

@@ -4,8 +4,8 @@
 use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::params::WeightError;
-use crate::ops;
-use crate::tape::{GradSink, Param};
+use crate::ops::{self, RecomputeInput};
+use crate::tape::{CheapTensors, GradSink, Param};
 use candle_core::{Result, Tensor};
 
 /// `x + down(silu(gate(norm(x))) * up(norm(x)))`.
@@ -18,10 +18,11 @@ pub(crate) struct MlpBlock {
 
 /// The tensors that backward needs.
 pub(crate) struct SavedMlp {
-    x: Tensor,    // [T, D]
-    rstd: Tensor, // [T]
-    gate: Tensor, // [T, F]
-    up: Tensor,   // [T, F]
+    x: Tensor,                 // [T, D]
+    rstd: Tensor,              // [T]
+    gate: Tensor,              // [T, F]
+    up: Tensor,                // [T, F]
+    activated: Option<Tensor>, // [T, F]
 }
 
 impl MlpBlock {
@@ -40,26 +41,31 @@ impl MlpBlock {
     }
 
     /// `x: [T, D]` to `[T, D]`.
-    pub(crate) fn forward(&self, x: &Tensor) -> Result<(Tensor, SavedMlp)> {
+    pub(crate) fn forward(&self, x: &Tensor, cheap: CheapTensors) -> Result<(Tensor, SavedMlp)> {
         let (normed, rstd) = self.norm.normed(x)?;
         let gate = self.gate.forward(&normed)?; // [T, F]
         let up = self.up.forward(&normed)?; // [T, F]
-        let y = self.down.forward_add(&ops::swiglu(&gate, &up)?, x)?; // [T, D]
-        Ok((y, SavedMlp { x: x.clone(), rstd, gate, up }))
+        let activated = ops::swiglu(&gate, &up)?; // [T, F]
+        let y = self.down.forward_add(&activated, x)?; // [T, D]
+        let activated = (cheap == CheapTensors::Keep).then_some(activated);
+        Ok((y, SavedMlp { x: x.clone(), rstd, gate, up, activated }))
     }
 
     /// Returns `dx: [T, D]`. Each buffer is dropped after its last use, to lower peak memory.
     pub(crate) fn backward(
         &self,
-        SavedMlp { x, rstd, gate, up }: SavedMlp,
+        SavedMlp { x, rstd, gate, up, activated }: SavedMlp,
         dy: &Tensor,
         grads: &dyn GradSink,
     ) -> Result<Tensor> {
         let d_down = self.down.output_grad(dy)?;
         let d_activated = self.down.backward_input(&d_down)?; // [T, F]
-        let recompute = self.down.recompute_input(grads);
-        let (d_gate, d_up, activated) = ops::swiglu_backward(gate, up, d_activated, recompute)?; // [T, F]
-        if let Some(activated) = activated {
+        let recompute = match &activated {
+            Some(_) => RecomputeInput::No,
+            None => self.down.recompute_input(grads),
+        };
+        let (d_gate, d_up, again) = ops::swiglu_backward(gate, up, d_activated, recompute)?; // [T, F]
+        if let Some(activated) = activated.or(again) {
             self.down.backward_params(&activated, dy, &d_down, grads)?;
         }
         let normed = self.norm.apply(&x, &rstd)?; // [T, D]

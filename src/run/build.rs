@@ -10,7 +10,7 @@ use super::load_model::OpenModel;
 use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, measure_part, plan_run};
-use super::plan_forecast::forecast;
+use super::plan_forecast::{choose_recompute, forecast};
 use super::ranks::SetupRanks;
 use super::resume::{Resume, check_media, data_digest, resumed_state};
 use super::runner::{rank_model, step_runner};
@@ -164,7 +164,6 @@ impl Run {
         let resumed = resumed.transpose()?;
         check_media(config, &rows, found.filter(|_| is_first), resumed.as_ref())?;
         compare_inputs(&ranks, config, &data_fingerprint, &inputs)?;
-
         let (mut open, base) = open_run_model(config, found, &device)?;
         share_attention(&mut open, ranks.ranks())?;
         ranks.compare("model", || open.digest().map_err(candle_core::Error::wrap))?;
@@ -187,9 +186,10 @@ impl Run {
             .first_then_others("planning", || {
                 plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
             })?;
+        let config = &choose_recompute(config, &rows, packs.as_ref(), ranks.ranks(), &device)?;
         let predicted = forecast(config, &rows, packs.as_ref(), (rank.world, &device));
-        let media_rows = has_new_cache.then_some(&*rows);
-        let first = || first_state(config, data_fingerprint, base, media_rows);
+        let media = has_new_cache.then_some(&*rows);
+        let first = || first_state(config, data_fingerprint, base, media);
         let state = resumed.map_or_else(first, Ok)?;
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));

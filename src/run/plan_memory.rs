@@ -244,21 +244,12 @@ impl RunMemory {
 
     /// This run with each value of `model.recompute` that recomputes more, the cheapest first.
     pub(super) fn with_recompute(&self) -> Vec<(String, Self)> {
-        let more: &[(&str, RecomputeChoice)] = match self.config.model.recompute {
-            RecomputeChoice::None => &[
-                ("vision", RecomputeChoice::Vision),
-                ("llm", RecomputeChoice::Llm),
-                ("full", RecomputeChoice::Full),
-            ],
-            RecomputeChoice::Vision | RecomputeChoice::Llm => &[("full", RecomputeChoice::Full)],
-            RecomputeChoice::Full => &[],
-        };
-        let with = |(name, choice): &(&str, RecomputeChoice)| {
-            self.with(format!("model.recompute={name}"), |to| {
+        let with = |choice: &RecomputeChoice| {
+            self.with(format!("model.recompute={}", choice.name()), |to| {
                 to.config.model.recompute = *choice;
             })
         };
-        more.iter().map(with).collect()
+        self.config.model.recompute.more().iter().map(with).collect()
     }
 
     /// This run on `world` ranks that divide `shard`.

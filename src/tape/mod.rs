@@ -10,4 +10,4 @@ mod stage;
 
 pub use bucket::{BUCKET_ALIGNMENT, Bucket, Layout, Part, StageBuckets, slot_lens};
 pub use param::{GradSink, Gradients, Param, Residency, Trainable};
-pub use stage::{InputGrad, Recompute, SavedStage, Stage};
+pub use stage::{CheapTensors, InputGrad, Recompute, SavedStage, Stage};

@@ -17,6 +17,16 @@ pub trait Stage {
     /// Returns the output, and the tensors that backward needs.
     fn forward(&self, x: &Tensor, context: &Self::Context) -> Result<(Tensor, Self::Saved)>;
 
+    /// As [`Self::forward`], and also keeps what backward otherwise computes again with a pass over
+    /// the memory, if the stage has such tensors.
+    fn forward_keeping(
+        &self,
+        x: &Tensor,
+        context: &Self::Context,
+    ) -> Result<(Tensor, Self::Saved)> {
+        self.forward(x, context)
+    }
+
     /// Adds the gradients of the stage's parameters to `grads` and returns the input's gradient.
     /// With [`InputGrad::Skip`] a stage may skip the work for the latter and return `None`.
     fn backward(
@@ -53,11 +63,24 @@ impl InputGrad {
 /// Whether backward recomputes the activations of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Recompute {
-    /// The forward pass keeps all tensors that backward needs.
+    /// The forward pass keeps all tensors that backward needs, also those that are cheap to compute
+    /// again.
+    Least,
+    /// The forward pass keeps all tensors that backward needs, except for those that it computes
+    /// again with a pass over the memory.
     No,
     /// The forward pass keeps the input only, and the stage runs forward again before its backward.
     /// This needs less memory and one more forward.
     Yes,
+}
+
+/// What a part of a stage does with tensors that are cheap to compute again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CheapTensors {
+    /// Keeps them for backward.
+    Keep,
+    /// Backward computes them again.
+    Recompute,
 }
 
 /// A stage between its forward and its backward.
@@ -76,9 +99,12 @@ impl<S: Stage> SavedStage<S> {
         context: &S::Context,
         recompute: Recompute,
     ) -> Result<(Tensor, Self)> {
-        let (y, saved) = stage.forward(&x, context)?;
+        let (y, saved) = match recompute {
+            Recompute::Least => stage.forward_keeping(&x, context)?,
+            Recompute::No | Recompute::Yes => stage.forward(&x, context)?,
+        };
         Ok(match recompute {
-            Recompute::No => (y, Self::Activations(saved)),
+            Recompute::Least | Recompute::No => (y, Self::Activations(saved)),
             Recompute::Yes => (y, Self::Input(x)),
         })
     }

@@ -177,7 +177,11 @@ impl MatmulChoice {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RecomputeChoice {
-    /// None: all activations are stored.
+    /// What needs least time and fits into the memory, by prediction.
+    Auto,
+    /// Least: also tensors that are cheap to compute again are stored.
+    Least,
+    /// None: all other activations are stored.
     #[default]
     None,
     /// All blocks of the vision encoder and all decoder layers.
@@ -189,10 +193,41 @@ pub enum RecomputeChoice {
 }
 
 impl RecomputeChoice {
+    /// All choices except `auto`, the cheapest first.
+    const ALL: [Self; 5] = [Self::Least, Self::None, Self::Vision, Self::Llm, Self::Full];
+
+    /// The place among the choices, the cheapest first.
+    pub fn place(self) -> usize {
+        Self::ALL.iter().position(|choice| *choice == self).unwrap_or_default()
+    }
+
+    /// The choices that recompute more, the cheapest first.
+    pub fn more(self) -> &'static [Self] {
+        match self {
+            Self::Auto => &Self::ALL,
+            Self::Vision => &[Self::Full], // `llm` recomputes other stages
+            choice => &Self::ALL[choice.place() + 1..],
+        }
+    }
+
+    /// The value in a config.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Least => "least",
+            Self::None => "none",
+            Self::Vision => "vision",
+            Self::Llm => "llm",
+            Self::Full => "full",
+        }
+    }
+
     /// The stages of the model that this choice recomputes.
     pub fn policy(self) -> RecomputePolicy {
         let (vision, llm) = match self {
-            Self::None => (Recompute::No, Recompute::No),
+            Self::Least => (Recompute::No, Recompute::Least),
+            // a run sets another choice after the prediction
+            Self::Auto | Self::None => (Recompute::No, Recompute::No),
             Self::Full => (Recompute::Yes, Recompute::Yes),
             Self::Vision => (Recompute::Yes, Recompute::No),
             Self::Llm => (Recompute::No, Recompute::Yes),

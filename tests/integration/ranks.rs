@@ -309,6 +309,23 @@ fn every_division_of_the_state_trains_the_same_weights() {
     }
 }
 
+/// There is enough memory for `least`, which needs more than `none`.
+#[test]
+fn every_choice_of_recomputation_trains_the_same_weights() {
+    let place = place();
+    train(&config(&place, "none", &[]), 1, None);
+    for (name, world) in [("least", 1), ("auto", 1), ("auto", 2), ("auto", 4)] {
+        let (run, choice) = (format!("{name}-{world}"), format!("model.recompute={name}"));
+        train(&config(&place, &run, &[&choice]), world, None);
+        assert_same(&place, &run, "none");
+    }
+    let predicted = |run: &str| {
+        place.rows(&format!("{run}/metrics.jsonl"))[0]["predicted_memory_bytes"].as_u64().unwrap()
+    };
+    assert!(predicted("least-1") > predicted("none"));
+    assert_eq!(predicted("auto-1"), predicted("least-1"));
+}
+
 #[test]
 fn a_checkpoint_of_any_division_resumes_with_any_other() {
     let place = place();

@@ -54,7 +54,9 @@ impl Config {
         let tape = match vision {
             None => 0.0,
             // a merger keeps its hidden rows, `Dv` values a patch; patch embed keeps the pixels
-            Some(Recompute::No) => v.depth as f64 * saved + (num_mergers + 1.0) * input,
+            Some(Recompute::Least | Recompute::No) => {
+                v.depth as f64 * saved + (num_mergers + 1.0) * input
+            }
             Some(Recompute::Yes) => (v.depth as f64 + 1.0) * input,
         };
         let text_hidden = self.text.hidden_size as f64;

@@ -4,7 +4,7 @@ use super::config::VisionKind;
 use super::norm::Norm;
 use crate::nn::{Linear, MlpBlock, ParamMap, RmsNorm, SavedMlp, WeightError};
 use crate::ops::{self, Gelu};
-use crate::tape::{GradSink, Param};
+use crate::tape::{CheapTensors, GradSink, Param};
 use candle_core::{Result, Tensor, bail};
 
 /// `x + mlp(norm(x))`.
@@ -66,7 +66,7 @@ impl VisionMlp {
                 Ok((y, SavedVisionMlp::Gelu { x, stats, hidden }))
             }
             Self::SwiGlu(block) => {
-                let (y, saved) = block.forward(&x)?;
+                let (y, saved) = block.forward(&x, CheapTensors::Recompute)?;
                 Ok((y, SavedVisionMlp::SwiGlu(saved)))
             }
         }

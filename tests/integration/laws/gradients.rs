@@ -156,13 +156,14 @@ fn both_backends_and_the_forward_without_a_tape_agree() {
 fn recomputing_gives_the_same_bits() {
     let batch = packed(&samples());
     for backend in BOTH_BACKENDS {
-        for shape in [Shape::Untied, Shape::Experts] {
+        for shape in [Shape::Untied, Shape::Windowed, Shape::Experts] {
             let subject = Subject::new(&Weights::random(shape, 15), backend);
             let (kept, expected) = subject.run(&batch);
             for (vision, llm) in [
                 (Recompute::Yes, Recompute::Yes),
                 (Recompute::Yes, Recompute::No),
                 (Recompute::No, Recompute::Yes),
+                (Recompute::Least, Recompute::Least),
             ] {
                 let (policy, grads) = (RecomputePolicy { vision, llm }, subject.buffers(|_| true));
                 let outcome = subject.accumulate(&batch, target_weight(&batch), policy, &grads);
@@ -225,7 +226,7 @@ fn assert_frozen(
     (what, trained): (&str, &dyn Fn(&ParamSpec) -> bool),
     (unfrozen, expected): (&Outcome, &[Vec<f32>]),
 ) {
-    for recompute in [Recompute::No, Recompute::Yes] {
+    for recompute in [Recompute::Least, Recompute::No, Recompute::Yes] {
         let grads = subject.buffers(trained);
         let policy = RecomputePolicy { vision: recompute, llm: recompute };
         let outcome = subject.accumulate(batch, target_weight(batch), policy, &grads);
