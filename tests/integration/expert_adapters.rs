@@ -209,7 +209,7 @@ fn experts_of_some_layers_have_their_full_names() {
     let text = place.read("run/final/adapter_config.json");
     let found: Value = serde_json::from_slice(&text).unwrap();
     let experts = |part: &str| format!("model.layers.3.mlp.experts.{part}");
-    let expected = json!([experts("down_proj"), experts("gate_up_proj")]);
+    let expected = json!([experts("gate_up_proj"), experts("down_proj")]);
     assert_eq!(found["target_parameters"], expected);
     assert_eq!(found["target_modules"], json!(["q_proj"]));
     let folder = place.path("run/final");
