@@ -170,9 +170,15 @@ pub enum Trainable {
 /// before a step: the first product of a step replaces the contents.
 #[derive(Debug)]
 pub struct Gradients {
-    buffers: Vec<Option<Tensor>>,
-    /// Whether the next product replaces the contents of a buffer.
-    is_stale: Vec<AtomicBool>,
+    buffers: Vec<Buffer>,
+}
+
+#[derive(Debug)]
+struct Buffer {
+    /// `None` if the parameter is frozen.
+    tensor: Option<Tensor>,
+    /// Whether the next product replaces the contents.
+    is_stale: AtomicBool,
 }
 
 impl Gradients {
@@ -197,9 +203,9 @@ impl Gradients {
         Ok(Self::new(buffers))
     }
 
-    fn new(buffers: Vec<Option<Tensor>>) -> Self {
-        let is_stale = buffers.iter().map(|_| AtomicBool::new(false)).collect();
-        Self { buffers, is_stale }
+    fn new(tensors: Vec<Option<Tensor>>) -> Self {
+        let buffer = |tensor| Buffer { tensor, is_stale: AtomicBool::new(false) };
+        Self { buffers: tensors.into_iter().map(buffer).collect() }
     }
 
     /// Begins a new sum for `params`: what their buffers contain does not belong to it. Until
@@ -208,7 +214,7 @@ impl Gradients {
         let mut zeroed = Vec::new();
         for param in params {
             let is_replaced = param.facts.is_replaced.load(Ordering::Relaxed);
-            self.is_stale[param.index].store(is_replaced, Ordering::Relaxed);
+            self.buffers[param.index].is_stale.store(is_replaced, Ordering::Relaxed);
             zeroed.extend(self.get(param.index).filter(|_| !is_replaced));
         }
         ops::fill_zero_all(&zeroed)
@@ -221,17 +227,17 @@ impl Gradients {
     }
 
     fn take_stale(&self, index: usize) -> bool {
-        self.is_stale[index].swap(false, Ordering::Relaxed)
+        self.buffers[index].is_stale.swap(false, Ordering::Relaxed)
     }
 
     /// The buffer of parameter `index`, or `None` if it is frozen.
     pub fn get(&self, index: usize) -> Option<&Tensor> {
-        self.buffers[index].as_ref()
+        self.buffers[index].tensor.as_ref()
     }
 
     /// All buffers, in the order of the parameters; `None` for frozen ones.
     pub fn iter(&self) -> impl Iterator<Item = Option<&Tensor>> {
-        self.buffers.iter().map(Option::as_ref)
+        self.buffers.iter().map(|buffer| buffer.tensor.as_ref())
     }
 }
 
