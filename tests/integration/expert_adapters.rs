@@ -4,7 +4,7 @@
 
 use super::adapter_runs::{eval, losses, results};
 use super::experts::place_with;
-use super::harness::{Place, copy_folder, golden, tensors, values};
+use super::harness::{Place, bits, copy_folder, golden, tensors};
 use super::parity::{
     PLAIN, Variant, assert_all_variants_follow, assert_follows, assert_gradient_norms, golden_json,
     rows_for, runner_of,
@@ -193,11 +193,9 @@ fn an_adapter_is_exported_as_peft_has_it_with_transformers_4() {
     export("experts-vl").ends_with(0);
     let [found, expected] = ["experts-vl-out", "experts-vl-4"]
         .map(|folder| tensors(&place, &format!("{folder}/adapter_model.safetensors")));
-    assert_eq!(found.keys().collect::<BTreeSet<_>>(), expected.keys().collect::<BTreeSet<_>>());
-    for (name, tensor) in &found {
-        assert_eq!(tensor.dims(), expected[name].dims(), "{name}");
-        assert_eq!(values(tensor), values(&expected[name]), "{name}");
-    }
+    assert!(bits(&found) == bits(&expected));
+    let same = |(name, tensor): (&String, &Tensor)| tensor.dims() == expected[name].dims();
+    assert!(found.iter().all(same), "{found:?}");
     export("experts-text").ends_with(64).says("transformers 4").says("without `--transformers-4`");
 }
 
