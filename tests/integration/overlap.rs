@@ -5,7 +5,7 @@
 use super::ranks::{config, place};
 use candle_core::Tensor;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use trainer::dist::{Collective, DistError, Exchange, Gather, Group, Reduce, Ticket, threads};
 use trainer::metrics::{EvalMetrics, StepMetrics};
@@ -16,7 +16,7 @@ use trainer::train::Observer;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Call {
     /// The sum of the gradients of a stage, by its number in the order of the first calls. `computed`
-    /// is the number of later stages whose gradients are not zero.
+    /// is the number of later stages with gradients of this step.
     Sum {
         stage: usize,
         ticket: Ticket,
@@ -31,8 +31,9 @@ enum Call {
 struct Recorded {
     sums: Arc<dyn Collective>,
     calls: Mutex<Vec<Call>>,
-    /// The flat gradients of the stages, in the order of the first calls.
-    stages: Mutex<Vec<Tensor>>,
+    /// The flat gradients of the stages in the order of the first calls, and their values at the end
+    /// of the step before: the buffers of linear layers keep them until their next product.
+    stages: Mutex<Vec<(Tensor, Vec<f32>)>>,
 }
 
 impl Recorded {
@@ -40,19 +41,30 @@ impl Recorded {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner).push(call);
     }
 
-    /// The number of a stage, and the number of stages after it with gradients that are not zero.
+    fn stages(&self) -> MutexGuard<'_, Vec<(Tensor, Vec<f32>)>> {
+        self.stages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of a stage, and the number of stages after it with gradients of this step.
     fn stage(&self, values: &Tensor) -> (usize, usize) {
-        let mut stages = self.stages.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = stages.iter().position(|stage| stage.id() == values.id());
+        let mut stages = self.stages();
+        let known = stages.iter().position(|(stage, _)| stage.id() == values.id());
         let Some(stage) = known else {
-            stages.push(values.clone());
+            stages.push((values.clone(), Vec::new()));
             return (stages.len() - 1, 0);
         };
-        let is_zero = |gradient: &&Tensor| {
-            gradient.to_vec1::<f32>().unwrap().iter().all(|value| *value == 0.0)
+        // Other buffers than those of linear layers are zeroed when a step begins.
+        let is_computed = |(gradient, before): &&(Tensor, Vec<f32>)| {
+            let values = gradient.to_vec1::<f32>().unwrap();
+            values.iter().zip(before).any(|(value, before)| *value != 0.0 && value != before)
         };
-        let later = stages[stage + 1..].iter();
-        (stage, later.filter(|gradient| !is_zero(gradient)).count())
+        (stage, stages[stage + 1..].iter().filter(is_computed).count())
+    }
+
+    fn end_step(&self) {
+        for (gradient, before) in self.stages().iter_mut() {
+            *before = gradient.to_vec1().unwrap();
+        }
     }
 }
 
@@ -103,6 +115,7 @@ struct Steps<'a>(&'a Recorded, Vec<usize>);
 impl Observer for Steps<'_> {
     fn step(&mut self, _: &StepMetrics, _: u64) {
         self.1.push(self.0.calls.lock().unwrap().len());
+        self.0.end_step();
     }
 
     fn evaluating(&mut self, _: usize, _: usize) {}
