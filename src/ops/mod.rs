@@ -31,6 +31,7 @@ macro_rules! return_if_on_gpu {
 
 mod adafactor;
 mod adamw;
+mod algorithms;
 mod attention;
 mod bytes;
 mod causal_conv1d;
@@ -50,6 +51,7 @@ mod gated_delta_rule;
 mod gated_rms_norm;
 mod gelu;
 mod gpu;
+mod gpu_algorithms;
 mod grouped_linear;
 mod host_copies;
 mod layer_norm;
@@ -77,6 +79,10 @@ pub use adamw::{
     AdamW, AdamWTensors, AdamWUpdate, SQUARES_BLOCK, adamw_step, clip_scale, clipped_update,
     fill_zero, fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
     sums_of_squares_in_order,
+};
+pub use algorithms::{
+    AlgorithmEntry, AlgorithmSettings, AlgorithmTable, AlgorithmTableError, MatmulLibrary,
+    MatrixDType, Product, Transpose,
 };
 #[cfg(feature = "flash-attn")]
 pub use attention::FlashAttn;
@@ -121,6 +127,7 @@ pub use gpu::{
     CUDA_BUILD, GpuMemory, GpuProperties, copy_from_host, copy_to_host, count_gpus, exit_at_once,
     gpu_memory, gpu_of_rank, gpu_properties, open_gpu, upload, upload_rounded,
 };
+pub use gpu_algorithms::{OtherProducts, algorithm_entries, matmul_library, set_algorithms};
 pub use grouped_linear::{
     ExpertLayout, grouped_linear, grouped_linear_backward_input, grouped_linear_backward_weight,
 };

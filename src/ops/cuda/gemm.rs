@@ -2,23 +2,13 @@
 //!
 //! Computes `dst [m, n] = op(a) op(b) + addend + bias`. `dst` has the dtype of the operands, or
 //! `f32` (for logits and weight gradients). The result is rounded once, at the end. Repeated runs
-//! give the same bits: there is one stream, one workspace, and a fixed algorithm per shape. Under
+//! give the same bits: there is one stream, one workspace, and a fixed algorithm per product. Under
 //! emulation the CPU computes the product on operands converted to `f32`.
 //!
 //! Operands of dtype `u8` are codes of e4m3; their product is `f32`.
 
+pub(super) use crate::ops::algorithms::Transpose;
 use candle_core::{DType, Result, Tensor, bail};
-
-/// Which operand is transposed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Transpose {
-    /// `a [m, k]`, `b [n, k]`: `a b^T`.
-    Nt,
-    /// `a [m, k]`, `b [k, n]`: `a b`.
-    Nn,
-    /// `a [k, m]`, `b [k, n]`: `a^T b`.
-    Tn,
-}
 
 /// An operand: its name, for errors, and the location of its elements.
 #[derive(Debug, Clone, Copy)]
