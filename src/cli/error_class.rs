@@ -134,6 +134,8 @@ fn run(error: &RunError) -> Option<ErrorClass> {
         | RunError::DataSet { .. }
         | RunError::Urls(_)
         | RunError::NoWeights { .. }
+        | RunError::AlgorithmsFile { .. }
+        | RunError::Algorithms { .. }
         | RunError::World { .. }
         | RunError::SequenceWorld { .. }
         | RunError::SequenceHeads { .. }

@@ -14,11 +14,12 @@ use std::path::{Component, Path, PathBuf};
 /// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that
 /// a run of an older version can be resumed. Quotes in texts of a config are escaped, so these
 /// match keys only.
-const LATER_DEFAULTS: [&str; 13] = [
+const LATER_DEFAULTS: [&str; 14] = [
     ",\"train_empty_think\":false",
     ",\"offload\":\"none\"",
     ",\"aux_loss\":0.0",
     ",\"matmul\":\"native\"",
+    ",\"algorithms\":null",
     "\"kind\":\"adamw\",",
     ",\"master\":\"f32\"",
     ",\"on_non_finite\":\"stop\",\"max_skipped\":10,\"timeout_s\":3600",
@@ -142,7 +143,8 @@ impl RunConfig {
             let roots = set.image_root.as_mut();
             set.path.paths_mut().iter_mut().chain(roots)
         });
-        paths.chain([&mut same.model.path]).for_each(|path| *path = tidy(path));
+        let of_model = [&mut same.model.path].into_iter().chain(&mut same.model.algorithms);
+        paths.chain(of_model).for_each(|path| *path = tidy(path));
         same
     }
 }
@@ -189,6 +191,7 @@ mod tests {
         let settings = [
             "model.matmul=fp8",
             "model.matmul=fp8_all",
+            "model.algorithms=algorithms.json",
             "optim.kind=muon",
             "optim.kind=adafactor",
             "optim.master=none",

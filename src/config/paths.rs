@@ -42,6 +42,9 @@ impl RunConfig {
         };
         replace(&["output_dir"], &mut self.output_dir);
         replace(&["model", "path"], &mut self.model.path);
+        if let Some(path) = &mut self.model.algorithms {
+            replace(&["model", "algorithms"], path);
+        }
         if let Some(path) = self.adapter.as_mut().and_then(|adapter| adapter.start_from.as_mut()) {
             replace(&["adapter", "start_from"], path);
         }
@@ -76,7 +79,7 @@ mod tests {
     use std::path::Path;
 
     const CONFIG: &str = "output_dir: ~/1
-model: {path: ~/2}
+model: {path: ~/2, algorithms: ~/10}
 adapter: {start_from: ~/3}
 data:
   cache_dir: ~/4
@@ -90,7 +93,7 @@ data:
         let expand = |path: &str| Ok::<_, ()>(path.replace('~', "/u/ada"));
         assert_eq!(config.expand_paths(&expand), []);
         let text = serde_json::to_string(&config).unwrap();
-        assert_eq!(text.matches("/u/ada/").count(), 9, "{text}");
+        assert_eq!(text.matches("/u/ada/").count(), 10, "{text}");
         assert!(!text.contains('~'), "{text}");
     }
 

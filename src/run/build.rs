@@ -1,6 +1,7 @@
 //! Assembles the model, data, optimizer and output files of a run from a config.
 
 use super::adapter::open_run_model;
+use super::algorithms::{input_digests, use_algorithms};
 use super::check::warn_about_resources;
 use super::error::RunError;
 use super::evaluations::{bring_best, eval_rule};
@@ -30,6 +31,7 @@ use crate::train::{
     BaseModel, EvalRule, Health, Observer, Outcome, Ranks, Rejected, SampleLog, StepRunner,
     TrainError, TrainState, Trainer, TrainerParts, write_rejects,
 };
+use candle_core::Device;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -153,13 +155,13 @@ impl Run {
             warn_about_resources(config);
         }
         let observer = options.observer;
-        let device = ranks.device(config.device)?;
+        let device = open_device(config, &ranks)?;
         let encoder = encoder(config)?;
         let (rows, eval_rows) = ranks
             .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
         let eval_rule = eval_rule(config)?;
         let data_fingerprint = data_digest(&rows);
-        let inputs = encoder.digests();
+        let inputs = input_digests(config, &encoder)?;
         let resumed = found.map(|found| resumed_state(found, &data_fingerprint, &inputs));
         let resumed = resumed.transpose()?;
         check_media(config, &rows, found.filter(|_| is_first), resumed.as_ref())?;
@@ -255,6 +257,13 @@ struct RunData {
     eval_rule: Option<EvalRule>,
 }
 
+/// Opens the device, and sets the algorithms of its products.
+fn open_device(config: &RunConfig, ranks: &SetupRanks) -> Result<Device, RunError> {
+    let device = ranks.device(config.device)?;
+    use_algorithms(config, &device)?;
+    Ok(device)
+}
+
 /// Compares what the ranks read before they load the model.
 fn compare_inputs(
     ranks: &SetupRanks,
@@ -264,7 +273,9 @@ fn compare_inputs(
 ) -> Result<(), RunError> {
     ranks.compare("config", || Ok(config_digest(config)))?;
     ranks.compare("training data", || Ok(data_fingerprint.to_owned()))?;
-    ranks.compare("tokenizer, template or processor", || Ok(format!("{inputs:?}")))
+    ranks.compare("tokenizer, template, processor or table of algorithms", || {
+        Ok(format!("{inputs:?}"))
+    })
 }
 
 /// The ranks, which report their work to the monitor of the options, if there is one.

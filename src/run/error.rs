@@ -12,6 +12,7 @@ use crate::dist::DistError;
 use crate::metrics::JsonlError;
 use crate::net::HttpError;
 use crate::net::hub::HubError;
+use crate::ops::AlgorithmTableError;
 use crate::optim::GroupError;
 use crate::train::TrainState;
 use std::io;
@@ -169,6 +170,22 @@ pub enum RunError {
         /// The underlying error.
         problem: GroupError,
     },
+    /// The file of `model.algorithms` cannot be read.
+    #[error("`model.algorithms`: cannot read `{}`: {problem}", .file.display())]
+    AlgorithmsFile {
+        /// The file.
+        file: PathBuf,
+        /// The error of the operating system.
+        problem: io::Error,
+    },
+    /// The file of `model.algorithms` is no table of algorithms.
+    #[error("`model.algorithms`: `{}`, {problem}", .file.display())]
+    Algorithms {
+        /// The file.
+        file: PathBuf,
+        /// The underlying error.
+        problem: AlgorithmTableError,
+    },
     /// The device cannot be used.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -249,6 +266,10 @@ pub enum RunError {
 /// Hint if `output_dir` cannot be written.
 const WRITABLE: &str = "set `output_dir` to a folder that you may write to";
 
+/// Hint if a table of algorithms cannot be used.
+pub(super) const MEASURE: &str =
+    "measure it with `trainer bench --tune FILE --config CONFIG`, or remove `model.algorithms`";
+
 impl RunError {
     /// Whether the process or a disk failed while rows were read, so that nothing is known about
     /// them.
@@ -279,6 +300,9 @@ impl RunError {
             Self::Hub { key, .. } => Some(dotted(key)),
             Self::Urls(_) => Some(dotted("data.allow_urls")),
             Self::NoWeights { .. } => Some(dotted("model.weights")),
+            Self::AlgorithmsFile { .. } | Self::Algorithms { .. } => {
+                Some(dotted("model.algorithms"))
+            }
             Self::Device(_) => Some(dotted("device")),
             Self::Setup(SetupError::Adapter(error)) => error.key().map(dotted),
             Self::Setup(SetupError::Fp8OnGpu { .. }) => Some(dotted("model.matmul")),
@@ -336,8 +360,9 @@ impl RunError {
             Self::StateVersion { .. } => {
                 "continue with the version of the program that wrote it; set `model.path` to the checkpoint to start from its weights"
             }
+            Self::AlgorithmsFile { .. } | Self::Algorithms { .. } => MEASURE,
             Self::InputsChanged { .. } => {
-                "restore the files of the model folder, or start a new run with `--resume never`; set `model.path` to the checkpoint to start from its weights"
+                "restore these files, or start a new run with `--resume never`; set `model.path` to the checkpoint to start from its weights"
             }
             Self::DataChanged { .. } | Self::MediaChanged { .. } => {
                 "restore them, or start a new run with `--resume never`; set `model.path` to the checkpoint to start from its weights"

@@ -5,6 +5,7 @@
 //! its progress to a [`SetupObserver`].
 
 mod adapter;
+mod algorithms;
 mod build;
 mod check;
 mod device;
@@ -44,6 +45,7 @@ mod trackers;
 pub mod verify;
 
 pub use adapter::{AdapterError, OpenAdapter};
+pub use algorithms::read_table;
 pub use build::{Run, RunOptions};
 pub(crate) use check::predicted_memory;
 pub use check::{CheckReport, Finding, Note, Topic, check_run};
@@ -65,6 +67,7 @@ pub use resume::Resume;
 pub use setup_error::SetupError;
 
 pub(crate) use adapter::{load_for_run, load_to_generate, load_with_adapter};
+pub(crate) use algorithms::use_algorithms;
 pub(crate) use inputs::{DataList, check, encoder, loader_options, open_data, order};
 pub(crate) use load_shares::whole_model;
 pub(crate) use plan::update_cache;

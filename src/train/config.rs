@@ -47,6 +47,10 @@ pub struct ModelSection {
     /// default.
     #[serde(default)]
     pub matmul: MatmulChoice,
+    /// Table of the algorithms of products on a GPU, written by `trainer bench --tune`; by default
+    /// cuBLASLt chooses them.
+    #[serde(default)]
+    pub algorithms: Option<PathBuf>,
 }
 
 impl ModelSection {
@@ -63,6 +67,7 @@ impl ModelSection {
             offload: Offload::None,
             aux_loss: 0.0,
             matmul: MatmulChoice::Native,
+            algorithms: None,
         }
     }
 }

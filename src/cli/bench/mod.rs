@@ -1,4 +1,5 @@
-//! `trainer bench`: speed of the ops, of a training step, and of the data loader.
+//! `trainer bench`: speed of the ops, of a training step, of the data loader, and of the algorithms
+//! of products.
 
 mod clock;
 mod data;
@@ -7,6 +8,7 @@ mod products;
 mod sizes;
 mod step;
 mod table;
+mod tune;
 
 use super::args::ConfigArgs;
 use super::failure::{Exit, Failure};
@@ -28,7 +30,8 @@ use table::Table;
 #[command(after_help = "Example:\n  trainer bench --ops\n  \
     trainer bench --ops --device cuda:0\n  \
     trainer bench --step --config configs/quickstart.yaml --steps 20\n  \
-    trainer bench --data --config configs/quickstart.yaml --json")]
+    trainer bench --data --config configs/quickstart.yaml --json\n  \
+    trainer bench --tune algorithms.json --config config.yaml")]
 pub(super) struct BenchArgs {
     /// Time each op at a few sizes, relative to the measured peaks of this machine (the default)
     #[arg(long)]
@@ -39,16 +42,22 @@ pub(super) struct BenchArgs {
     /// Time reading, encoding and packing the rows of a config: rows/s, MPix/s, tokens/s
     #[arg(long)]
     data: bool,
-    /// YAML config, for `--step` and `--data`
+    /// Measure the algorithms of cuBLASLt for the products of a config's steps, and add the fastest
+    /// to FILE, which the config key `model.algorithms` reads; GPU only
+    #[arg(long, value_name = "FILE")]
+    tune: Option<PathBuf>,
+    /// YAML config, for `--step`, `--data` and `--tune`
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Change a key, for example `--set data.packing=false`
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Number of steps to time, after a first step that is not timed
+    /// Number of steps to time, after a first step that is not timed; with `--tune`, number of steps
+    /// whose products are measured
     #[arg(long, default_value_t = 10)]
     steps: u64,
-    /// Device of `--ops`: `cpu`, `cuda:N` or `auto`; `--step` uses the device of the config
+    /// Device of `--ops`: `cpu`, `cuda:N` or `auto`; the others use the device of
+    /// the config
     #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
     device: DeviceChoice,
     /// Dtype of the operands of `--ops`; by default `f32` on a CPU and `bf16` on a GPU
@@ -69,13 +78,13 @@ pub(super) struct BenchArgs {
 pub(super) fn run(args: &BenchArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = || -> anyhow::Result<_> {
         let file = args.config.clone().ok_or_else(|| {
-            Failure::new(Exit::Usage, "`--step` and `--data` need a config")
+            Failure::new(Exit::Usage, "`--step`, `--data` and `--tune` need a config")
                 .hint("add `--config configs/quickstart.yaml`, or use `--ops`")
         })?;
         ConfigArgs { config: file, overrides: args.overrides.clone() }.load(logging)
     };
     let mut table = Table { json: args.json };
-    if args.ops || !(args.step || args.data) {
+    if args.ops || !(args.step || args.data || args.tune.is_some()) {
         run_ops(args, &mut table)?;
     }
     if args.step {
@@ -83,6 +92,9 @@ pub(super) fn run(args: &BenchArgs, logging: &Logging) -> anyhow::Result<()> {
     }
     if args.data {
         data::run(&config()?, &mut table)?;
+    }
+    if let Some(file) = &args.tune {
+        tune::run(&config()?, args.steps, file, &mut table)?;
     }
     Ok(())
 }

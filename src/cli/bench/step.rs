@@ -12,8 +12,8 @@ use crate::metrics::{
 use crate::ops::{GPU_LOGITS_BYTES, gpu_memory, gpu_properties};
 use crate::optim::state_bytes_per_weight;
 use crate::run::{
-    RESERVED, load_with_adapter, loader_options, memory_model, order, step_runner, weight_storage,
-    whole_model,
+    RESERVED, load_with_adapter, loader_options, memory_model, order, step_runner, use_algorithms,
+    weight_storage, whole_model,
 };
 use crate::train::{PreparedStep, StepRunner, WeightStorage, visiting_memory};
 use candle_core::{DType, Device};
@@ -76,8 +76,8 @@ fn memory_of(
 }
 
 /// A step whose upload has started, and its sizes.
-struct Ready {
-    prepared: PreparedStep,
+pub(super) struct Ready {
+    pub(super) prepared: PreparedStep,
     sizes: StepSizes,
     /// Tokens in the forward pass, padding included if the model computes it.
     computed: f64,
@@ -112,8 +112,8 @@ struct Totals {
 }
 
 /// The model of a config, and its steps of data.
-struct Bench {
-    runner: StepRunner,
+pub(super) struct Bench {
+    pub(super) runner: StepRunner,
     loader: Loader,
     memory: MemoryModel,
     work: ModelWork,
@@ -121,7 +121,7 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(config: &RunConfig, device: &Device) -> anyhow::Result<Self> {
+    pub(super) fn new(config: &RunConfig, device: &Device) -> anyhow::Result<Self> {
         let data = &config.data;
         let encoder = Arc::new(Encoder::with_video(&config.model.path, &data.image, &data.video)?);
         let rows = Arc::new(JsonlRows::open(&data.train, encoder.clone())?);
@@ -139,7 +139,7 @@ impl Bench {
         Ok(Self { runner, loader, memory, work, passes })
     }
 
-    fn next(&mut self) -> anyhow::Result<Option<Ready>> {
+    pub(super) fn next(&mut self) -> anyhow::Result<Option<Ready>> {
         let Some(data) = self.loader.next_step() else { return Ok(None) };
         Ready::new(&self.runner, &self.memory, data?).map(Some)
     }
@@ -150,6 +150,7 @@ impl Bench {
 pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::Result<()> {
     let started = Instant::now();
     let device = config.device.open()?;
+    use_algorithms(config, &device)?;
     let mut bench = Bench::new(config, &device)?;
     let (mut ahead, mut predicted, mut totals) = (None, 0f64, Totals::default());
     let (mut cpu_before, mut first, mut first_step_s, mut loss) = (0.0, (0.0, 0.0), 0.0, 0.0);

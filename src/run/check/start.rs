@@ -1,6 +1,7 @@
 //! What stops a run at its start although each value, file and row can be used: its device, its
 //! ranks, and the checkpoint that it resumes from.
 
+use super::super::algorithms::{input_digests, read_algorithms};
 use super::super::error::RunError;
 use super::super::evaluations::eval_rule;
 use super::super::load_model::check_matmul;
@@ -16,7 +17,7 @@ use crate::dist::Processes;
 use crate::train::{AttentionChoice, DeviceChoice, MatmulChoice};
 use std::sync::Arc;
 
-/// Checks the device, the number of ranks and the rule of the best evaluation.
+/// Checks the device, the algorithms of its products, the number of ranks and the rule of the best evaluation.
 pub(super) fn check(config: &RunConfig, left_out: &LeftOut, report: &mut CheckReport) {
     // With `auto`, only FP8 depends on the device.
     let is_named = matches!(config.device, DeviceChoice::Cuda(_));
@@ -33,6 +34,9 @@ pub(super) fn check(config: &RunConfig, left_out: &LeftOut, report: &mut CheckRe
     let is_gpu = matches!(config.device.resolved(), DeviceChoice::Cuda(_));
     if is_gpu && config.model.attention == AttentionChoice::Masked {
         report.error(Topic::Config, SetupError::MaskedOnGpu);
+    }
+    if let Err(error) = read_algorithms(config) {
+        report.error(Topic::Config, error);
     }
     // With `auto`, the launcher chooses the number.
     if let Processes::Count(ranks) = config.distributed.processes
@@ -88,6 +92,6 @@ pub(super) fn check_resumed(
     rows: &Arc<JsonlRows>,
     found: &Found,
 ) -> Result<(), RunError> {
-    let state = resumed_state(found, &data_digest(rows), &encoder.digests())?;
+    let state = resumed_state(found, &data_digest(rows), &input_digests(config, encoder)?)?;
     check_media(config, rows, Some(found), Some(&state))
 }

@@ -1,0 +1,65 @@
+//! The config key `model.algorithms`: a table of the algorithms of products on a GPU.
+
+use super::error::{MEASURE, RunError};
+use crate::config::RunConfig;
+use crate::data::Encoder;
+use crate::ops::{AlgorithmTable, OtherProducts, matmul_library, set_algorithms};
+use candle_core::Device;
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+/// Name of the table among the inputs of a step.
+const TABLE: &str = "table of `model.algorithms`";
+
+/// Reads a table, and returns it with its text.
+pub fn read_table(file: &Path) -> Result<(AlgorithmTable, String), RunError> {
+    let path = || file.to_owned();
+    let text = fs::read_to_string(file)
+        .map_err(|problem| RunError::AlgorithmsFile { file: path(), problem })?;
+    let table = AlgorithmTable::parse(&text)
+        .map_err(|problem| RunError::Algorithms { file: path(), problem })?;
+    Ok((table, text))
+}
+
+/// Reads the table of a config, if it has one.
+pub(super) fn read_algorithms(
+    config: &RunConfig,
+) -> Result<Option<(AlgorithmTable, String)>, RunError> {
+    config.model.algorithms.as_deref().map(read_table).transpose()
+}
+
+/// Digests of what the steps read besides rows and weights, each with a name for messages.
+pub(super) fn input_digests(
+    config: &RunConfig,
+    encoder: &Encoder,
+) -> Result<BTreeMap<String, String>, RunError> {
+    let mut digests = encoder.digests();
+    if let Some((_, text)) = read_algorithms(config)? {
+        digests.insert(TABLE.to_owned(), format!("{:x}", Sha256::digest(text.as_bytes())));
+    }
+    Ok(digests)
+}
+
+/// Sets the algorithms of the products on `device` to those of the config's table, or else to those
+/// that cuBLASLt chooses. Warns if the table belongs to another GPU or another version of cuBLASLt.
+pub(crate) fn use_algorithms(config: &RunConfig, device: &Device) -> Result<(), RunError> {
+    let table = read_algorithms(config)?;
+    let mut entries = Vec::new();
+    if let (Some((table, _)), Some(file)) = (table, &config.model.algorithms)
+        && let Some(library) = matmul_library(device)
+    {
+        let (file, products) = (file.display(), table.products.len());
+        if let Some(problem) = table.mismatch(&library) {
+            tracing::warn!(
+                "the table `{file}` is not used: {problem}. cuBLASLt chooses the algorithms; {MEASURE}"
+            );
+        } else {
+            tracing::info!(%file, products, "algorithms");
+            entries = table.products;
+        }
+    }
+    set_algorithms(entries, OtherProducts::FirstChoice);
+    Ok(())
+}
