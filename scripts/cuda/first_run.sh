@@ -9,6 +9,8 @@
 #   ops    300  gpu_bench.sh ops: every op against the peaks of this GPU, and against PyTorch's
 #   torch  200  gpu_bench.sh torch: the 4B text mix in PyTorch, if it is installed
 #   start   90  gpu_bench.sh start: seconds to the first step of the 2B shape
+#   tune   180  tune.sh: the algorithms of cuBLASLt for the 4B text mix, and its steps with them; only if
+#               the parts before have left time
 #   page        a Markdown page of all results, OUT/page.md
 # If a test has failed, no benchmark runs: wrong values make their figures worthless. FORCE=1 runs
 # them all the same. OUT (target/cuda/first_run) has a log of each part and all results; the parts of
@@ -61,15 +63,17 @@ torch() {
   MIXES=${MIXES:-text} part torch 200 scripts/cuda/gpu_bench.sh torch
 }
 start() { part start 90 scripts/cuda/gpu_bench.sh start; }
+# The steps without the table are among those of `steps`.
+tune() { part tune 180 env OUT="$OUT/tune" SHAPES="${SHAPES%% *}" MIXES=text COMPARE=with scripts/cuda/tune.sh; }
 page() { "$PYTHON" tests/bench/gpu_page.py "$OUT" "$TRAINER" >"$OUT/page.md" && echo "wrote $OUT/page.md"; }
 
-[ $# -gt 0 ] || set -- tests steps ops torch start page
+[ $# -gt 0 ] || set -- tests steps ops torch start tune page
 for name in "$@"; do
   case $name in
     tests) tests || { [ -n "${FORCE:-}" ] || break; } ;;
-    steps | ops | torch | start) is_right && "$name" || true ;;
+    steps | ops | torch | start | tune) is_right && "$name" || true ;;
     page) ;;
-    *) echo "unknown part \`$name\`, expected tests, steps, ops, torch, start or page" >&2 && exit 64 ;;
+    *) echo "unknown part \`$name\`, expected tests, steps, ops, torch, start, tune or page" >&2 && exit 64 ;;
   esac
 done
 page || failed+=(page)

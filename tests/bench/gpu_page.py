@@ -9,7 +9,7 @@ from pathlib import Path
 
 import gpu_table
 
-PARTS = {"tests": "tests", "steps": "steps", "ops": "ops", "torch": "PyTorch's steps", "start": "start"}
+PARTS = {"tests": "tests", "steps": "steps", "ops": "ops", "torch": "PyTorch's steps", "start": "start", "tune": "algorithms of cuBLASLt"}
 
 
 def text(path):
@@ -45,6 +45,9 @@ def main():
         print("\n## Start\n\n| from the start of `trainer sft` to the end of its first step | seconds |\n|---|---|")
         for row in start:
             print(f"| {row['name']} | {row.get('seconds', row.get('error'))} |")
+    algorithms = text(out / "tune/table.txt")
+    if algorithms:
+        print(f"\n## Algorithms of cuBLASLt\n\n```text\n{algorithms}\n```")
     failed = [row for row in ops + torch_ops + steps + torch + start if "error" in row]
     if failed:
         print("\n## Failed\n")

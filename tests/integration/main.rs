@@ -5,6 +5,7 @@
 mod adapter_parity;
 mod adapter_runs;
 mod adapter_start;
+mod algorithms;
 mod architecture;
 mod background_saves;
 mod bad_input;
