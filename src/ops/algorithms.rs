@@ -181,7 +181,7 @@ pub struct AlgorithmEntry {
 }
 
 impl AlgorithmEntry {
-    /// The entry for a product: of those that can be used for it, the one with the nearest size.
+    /// The entry to use for a product: the one with the nearest size.
     pub fn nearest<'a>(entries: &'a [Self], product: &Product) -> Option<&'a Self> {
         let ratio = |entry: &'a Self| Some((entry.product.ratio_to(product)?, entry));
         let fitting = entries.iter().filter_map(ratio);

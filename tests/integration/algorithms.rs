@@ -4,7 +4,8 @@
 use super::harness::Place;
 use std::fs;
 use trainer::ops::{
-    AlgorithmEntry, AlgorithmSettings, AlgorithmTable, MatmulLibrary, MatrixDType, Product, Transpose,
+    AlgorithmEntry, AlgorithmSettings, AlgorithmTable, MatmulLibrary, MatrixDType, Product,
+    Transpose,
 };
 
 fn table() -> AlgorithmTable {
@@ -74,7 +75,7 @@ fn a_table_that_cannot_be_read_is_an_error_with_its_place() {
     place
         .trainer(&SFT)
         .ends_with(64)
-        .says("config.yaml:2:36: `model.algorithms`: cannot read `table.json`: No such file");
+        .says("config.yaml:2:34: `model.algorithms`: cannot read `table.json`: No such file");
 }
 
 #[test]
@@ -90,14 +91,14 @@ fn a_run_resumes_with_the_table_of_its_start_only() {
     place.write("table.json", &other.to_text());
     let more = ["--set", "train.max_steps=3"];
     let changed = sft(&more).ends_with(65);
-    let changed = changed.says("changed since checkpoint `run/checkpoints/step-00000002`: table of");
+    let changed =
+        changed.says("changed since checkpoint `run/checkpoints/step-00000002`: table of");
     changed.says("restore these files, or start a new run with `--resume never`");
     place.write("table.json", &table().to_text());
     place.write("other.json", &table().to_text());
-    let from = ["--resume", "run/checkpoints/step-00000002", "--set", "model.algorithms=other.json"];
-    sft(&from)
-        .ends_with(64)
-        .says("`model.algorithms` was \"table.json\" and is \"other.json\"");
+    let from =
+        ["--resume", "run/checkpoints/step-00000002", "--set", "model.algorithms=other.json"];
+    sft(&from).ends_with(64).says("`model.algorithms` was \"table.json\" and is \"other.json\"");
     sft(&more).ends_with(0).says("resume from_step=2 steps=3");
 }
 
