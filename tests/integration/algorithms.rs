@@ -44,7 +44,8 @@ fn table() -> AlgorithmTable {
 /// A place with a table and a run that uses it.
 fn place() -> Place {
     let place = Place::with_model_and_rows();
-    let rows = format!("{{path: rows.jsonl, image_root: {:?}}}", super::harness::golden("data"));
+    let images = super::harness::golden("data");
+    let rows = format!("{{path: rows.jsonl, image_root: '{}'}}", images.display());
     let config = format!(
         "output_dir: run\nmodel: {{path: model, algorithms: table.json}}\n\
          data: {{train: [{rows}], packing_length: 512, max_rejected: 1.0}}\n\
