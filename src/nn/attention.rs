@@ -285,15 +285,15 @@ impl AttentionBlock {
         let heads = Qkv { q: &q, k: &k, v: &v };
         let segments = &context.segments;
         let d_heads = self.backend.backward(heads, &o, &lse, &d_o, segments, Masking::Causal)?;
-        drop((q, k, v, o, lse, d_o));
         let QkvGrad { dq, dk, dv } = d_heads;
+        let d_v = ops::replace_columns(&v_proj, dv.flatten_from(1)?)?; // [T, Hkv * Dh]
+        drop((q, k, v, v_proj, o, lse, d_o));
         let unrotate = |x: Option<Tensor>, rstd: Option<Tensor>, norm, dy: Tensor| {
             self.rotate_backward(x.as_ref(), rstd.as_ref(), norm, context, &dy, grads)
         };
         let d_q = unrotate(q_proj, q_rstd, q_norm, dq)?; // [T, H * Dh]
         let d_q = self.queries_grad(d_q, d_gate.as_ref())?;
         let d_k = unrotate(k_proj, k_rstd, k_norm, dk)?; // [T, Hkv * Dh]
-        let d_v = ops::replace_columns(v_proj, dv.flatten_from(1)?)?; // [T, Hkv * Dh]
         let normed = self.norm.apply(&x, &rstd)?; // [T, D]
         let layers = [&self.q, &self.k, &self.v];
         if input_grad == InputGrad::Skip && grads.buffer(self.norm.param()).is_none() {

@@ -5,8 +5,8 @@
 use super::cpu::{compute_dtype, expect_shape};
 use candle_core::{Device, Layout, Result, Tensor};
 
-/// Whether ops on `device` compute linear layers of one input as one product if their weights follow
-/// one another.
+/// Whether ops on `device` compute linear layers of one input as one product if their weights
+/// follow one another.
 pub fn joins_products(device: &Device) -> bool {
     #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
     return super::cuda::supports_device(device);
@@ -67,17 +67,17 @@ pub fn own_columns(x: &Tensor) -> Result<Tensor> {
     x.contiguous()
 }
 
-/// Returns `y`, which takes the place of `x` if that is columns of a wider matrix on a GPU. Both are
-/// `[N, M]`.
-pub fn replace_columns(x: Tensor, y: Tensor) -> Result<Tensor> {
+/// Returns `y`, which takes the place of `x` if that is columns of a wider matrix on a GPU. Both
+/// are `[N, M]`.
+pub fn replace_columns(x: &Tensor, y: Tensor) -> Result<Tensor> {
     let op = "replace_columns";
     expect_shape(op, "y", &y, x.dims())?;
-    compute_dtype(op, &[("x", &x), ("y", &y)])?;
+    compute_dtype(op, &[("x", x), ("y", &y)])?;
     #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
     if !x.is_contiguous() && joins_products(x.device()) {
-        super::cpu::distinct(op, "x", &x, &[("y", &y)])?;
-        super::cuda::copy_columns(&y, &x)?;
-        return Ok(x);
+        super::cpu::distinct(op, "x", x, &[("y", &y)])?;
+        super::cuda::copy_columns(&y, x)?;
+        return Ok(x.clone());
     }
     Ok(y)
 }

@@ -1,4 +1,4 @@
-//! Linear layers of one input, computed as one product if their weights follow one another in memory.
+//! Linear layers of one input, computed as one product if their weights follow one another.
 //!
 //! Shapes: `x [N, K]`, weights `[M, K]` with an own `M` each, outputs `y [N, M]`. The outputs are
 //! columns of one matrix `[N, sum of M]`, and so must be their gradients, or else each layer has a

@@ -4,7 +4,7 @@
 
 use super::load_model::LoadedModel;
 use crate::ops;
-use crate::tape::{Gradients, Layout, Trainable};
+use crate::tape::{Gradients, Layout, StageBuckets, Trainable};
 use candle_core::{DType, Device, Result, Tensor};
 
 fn layout(loaded: &LoadedModel, trainable: &[Trainable]) -> Layout {
@@ -23,7 +23,7 @@ pub(super) fn place_weights(
         return Ok(());
     }
     let layout = layout(loaded, trainable).without(visit);
-    for bucket in layout.stages().iter().flat_map(|stage| stage.buckets()) {
+    for bucket in layout.stages().iter().flat_map(StageBuckets::buckets) {
         if bucket.places().count() == 1 {
             continue; // such as the embedding, which is large
         }

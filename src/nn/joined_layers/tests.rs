@@ -65,7 +65,7 @@ fn in_place_of(ys: &[Tensor; 3], dtype: DType) -> [Tensor; 3] {
     ys.clone().map(|y| {
         index += 1.0;
         let dy = wave(y.dims(), 0.17 * index, dtype);
-        ops::replace_columns(y, dy).unwrap()
+        ops::replace_columns(&y, dy).unwrap()
     })
 }
 

@@ -113,6 +113,6 @@ fn a_frozen_layer_of_a_group_is_computed_as_before() {
 }
 
 #[test]
-fn layers_with_biases_or_fp8_are_computed_one_by_one() {
+fn a_step_in_fp8_has_a_product_for_each_layer() {
     assert_eq!(fewer_products(&["model.matmul=fp8"], 2e-5), 0);
 }
