@@ -52,6 +52,12 @@ impl Linear {
         std::iter::once(&self.weight).chain(&self.bias).chain(adapter)
     }
 
+    /// The weight, if the layer is only a product with it in the dtype of the computation.
+    pub(super) fn plain_weight(&self) -> Option<&Param> {
+        let is_plain = self.bias.is_none() && self.adapter.is_none();
+        (is_plain && self.matmul == Matmul::Native).then_some(&self.weight)
+    }
+
     fn compute(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
         let (weight, bias) = (self.weight.tensor(), self.bias.as_ref().map(Param::tensor));
         match (&self.adapter, residual) {

@@ -1,6 +1,7 @@
 //! The second half of a decoder layer, and of a block of some vision encoders: RMS norm, SwiGLU,
 //! residual.
 
+use super::joined_layers;
 use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::params::WeightError;
@@ -43,8 +44,7 @@ impl MlpBlock {
     /// `x: [T, D]` to `[T, D]`.
     pub(crate) fn forward(&self, x: &Tensor, cheap: CheapTensors) -> Result<(Tensor, SavedMlp)> {
         let (normed, rstd) = self.norm.normed(x)?;
-        let gate = self.gate.forward(&normed)?; // [T, F]
-        let up = self.up.forward(&normed)?; // [T, F]
+        let [gate, up] = joined_layers::forward([&self.gate, &self.up], &normed)?; // [T, F]
         let activated = ops::swiglu(&gate, &up)?; // [T, F]
         let y = self.down.forward_add(&activated, x)?; // [T, D]
         let activated = (cheap == CheapTensors::Keep).then_some(activated);
@@ -69,10 +69,9 @@ impl MlpBlock {
             self.down.backward_params(&activated, dy, &d_down, grads)?;
         }
         let normed = self.norm.apply(&x, &rstd)?; // [T, D]
-        let d_normed = self.gate.backward(&normed, &d_gate, grads)?; // [T, D]
-        drop(d_gate);
-        let d_normed = self.up.backward_add(&normed, &d_up, d_normed, grads)?;
-        drop((normed, d_up));
+        let layers = [&self.gate, &self.up];
+        let d_normed = joined_layers::backward(layers, &normed, [d_gate, d_up], grads)?; // [T, D]
+        drop(normed);
         self.norm.backward_add(&x, &rstd, &d_normed, Some(dy), grads) // [T, D]
     }
 }

@@ -7,7 +7,7 @@
 //! Conventions of every op:
 //! - Tensors are storage only. Ops record no autograd graph; the caller calls the backward
 //!   functions.
-//! - Operands are contiguous and share one compute dtype, `f32` or `bf16`. Arithmetic is in `f32`.
+//! - Operands are contiguous (exceptions are documented) and share one compute dtype, `f32` or `bf16`. Arithmetic is in `f32`.
 //! - `rstd`, `stats`, `lse`, `nll` and all gradient buffers (`dw`, `db`, `dtable`) are `f32`.
 //! - Backward functions *add* to gradient buffers in place. An op may overwrite an operand that it
 //!   takes by value, clones included, and returns a result in that memory. Other results are new
@@ -31,6 +31,7 @@ macro_rules! return_if_on_gpu {
 
 mod adafactor;
 mod adamw;
+mod adjacent;
 mod algorithms;
 mod attention;
 mod bytes;
@@ -54,6 +55,7 @@ mod gpu;
 mod gpu_algorithms;
 mod grouped_linear;
 mod host_copies;
+mod joined_linear;
 mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
@@ -80,6 +82,9 @@ pub use adamw::{
     fill_zero, fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
     sums_of_squares_in_order,
 };
+#[cfg(test)]
+pub(crate) use adjacent::products_of_this_thread;
+pub use adjacent::{joins_products, own_columns, replace_columns};
 pub use algorithms::{
     AlgorithmEntry, AlgorithmSettings, AlgorithmTable, AlgorithmTableError, MatmulLibrary,
     MatrixDType, Product, Transpose,
@@ -132,6 +137,9 @@ pub use grouped_linear::{
     ExpertLayout, grouped_linear, grouped_linear_backward_input, grouped_linear_backward_weight,
 };
 pub(crate) use host_copies::HostCopies;
+pub use joined_linear::{
+    joined_linear, joined_linear_backward_input, joined_linear_backward_weight,
+};
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
     GradWrite, LowRank, bias_backward, linear, linear_add, linear_backward_input,

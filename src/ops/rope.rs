@@ -87,7 +87,7 @@ fn shape_of(
 }
 
 /// Applies RMS norm to each head, then the rotation. Returns `y [T, H, Dh]` and `rstd [T, H]`,
-/// which the backward needs.
+/// which the backward needs. On a GPU, `x` may be columns of a wider matrix.
 pub fn qk_norm_rope(
     x: &Tensor,
     w: &Tensor,
@@ -122,7 +122,7 @@ pub fn qk_norm_rope(
 }
 
 /// Returns `dx [T, H*Dh]` from `dy [T, H, Dh]`. Adds the weight gradient to `dw [Dh]` (`f32`)
-/// unless it is `None`.
+/// unless it is `None`. If `x` is columns of a wider matrix, `dx` takes its place.
 pub fn qk_norm_rope_backward(
     x: &Tensor,
     rstd: &Tensor,

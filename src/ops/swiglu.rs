@@ -1,7 +1,9 @@
 //! SwiGLU: `y = silu(gate) * up`, elementwise.
 //!
-//! Shapes: `gate`, `up`, `y` and their gradients have the same shape, of any rank.
+//! Shapes: `gate`, `up`, `y` and their gradients have the same shape, of any rank. On a GPU, `gate`
+//! and `up` may also be the two halves of the columns of one matrix.
 
+use super::adjacent::are_columns;
 use super::cpu::blocks::{Full, Slots, elementwise};
 use super::cpu::in_place::{RecomputeInput, change};
 use super::cpu::simd::{kernels, sigmoid};
@@ -68,8 +70,12 @@ pub fn swiglu_backward(
     expect_shape(op, "up", &up, gate.dims())?;
     expect_shape(op, "dy", &dy, gate.dims())?;
     let inputs = [("gate", &gate), ("up", &up)];
-    distinct(op, "gate", &gate, &[("up", &up), ("dy", &dy)])?;
-    distinct(op, "up", &up, &[("dy", &dy)])?;
+    if !are_columns(&[&gate, &up]) {
+        distinct(op, "gate", &gate, &[("up", &up)])?;
+    }
+    for (name, tensor) in inputs {
+        distinct(op, name, tensor, &[("dy", &dy)])?;
+    }
     return_if_on_gpu!(&gate => swiglu_backward(gate, up, dy, recompute));
     match recompute {
         RecomputeInput::No => {

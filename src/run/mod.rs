@@ -22,6 +22,7 @@ mod model_files;
 mod new_config;
 mod observer;
 mod output_dir;
+mod placed;
 mod plan;
 mod plan_calibrate;
 mod plan_data;

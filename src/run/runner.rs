@@ -3,11 +3,12 @@
 use super::error::RunError;
 use super::load_model::{LoadedModel, OpenModel, trainable};
 use super::load_shares::{RankModel, RankPlace, load_shares, whole_model};
+use super::placed::{place_weights, zeroed_gradients};
 use super::stored_weights::{install, load_stored, visitors, weight_storage};
 use crate::checkpoint::Found;
 use crate::config::RunConfig;
 use crate::optim::{MASTER, Optimizer, ParamGroups};
-use crate::tape::{Gradients, Param};
+use crate::tape::Param;
 use crate::train::{GradientSums, Ranks, SharedSums, StepRunner, buffers_of_tree};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
@@ -25,10 +26,13 @@ pub(super) fn rank_model(
     }
     let open = open.split_weights()?;
     let storage = weight_storage(config, device);
-    let visit = visitors(&open, &trainable(groups), storage);
+    let trainable = trainable(groups);
+    let visit = visitors(&open, &trainable, storage);
     let shard = config.distributed.shard;
     let Some(collective) = ranks.collective() else {
-        return Ok(whole_model(load_stored(open, &visit, storage, device)?));
+        let loaded = load_stored(open, &visit, storage, device)?;
+        place_weights(&loaded, &trainable, &visit, device)?;
+        return Ok(whole_model(loaded));
     };
     let model = load_shares(open, groups, (shard, &visit), ranks, collective, device)?;
     install(&model.loaded, &visit, storage, model.place.as_ref(), device)?;
@@ -118,7 +122,7 @@ fn gradients(
     let exact = config.distributed.exact.holds(device.is_cpu());
     let Some(RankPlace { layout, collective, member, groups: num_groups }) = place else {
         let num_buffers = if exact { buffers_of_tree(slots) } else { 1 };
-        let zeros = || Gradients::zeros(&loaded.params, &trainable(groups), device);
+        let zeros = || zeroed_gradients(loaded, &trainable(groups), device);
         let buffers = (0..num_buffers).map(|_| zeros()).collect::<candle_core::Result<_>>()?;
         return Ok(GradientSums::Alone(buffers));
     };

@@ -93,10 +93,14 @@ const CPU: Sizes = Sizes {
 const GPU: Sizes = Sizes {
     matmul: 8192,
     copy: 512 << 20,
-    // 4B: query, gate or up, down projection; 8B: query, gate or up projection.
+    // 4B: query, key or value, all three, gate or up, both, down projection; 8B: query, gate or up
+    // projection.
     linears: &[
         [16384, 2560, 4096],
+        [16384, 2560, 1024],
+        [16384, 2560, 6144],
         [16384, 2560, 9728],
+        [16384, 2560, 19456],
         [16384, 9728, 2560],
         [16384, 4096, 4096],
         [16384, 4096, 12288],

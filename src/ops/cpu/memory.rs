@@ -105,6 +105,20 @@ pub(in crate::ops) fn read<'a>(
     Ok(Operand { storage, range, op, name })
 }
 
+/// As [`read`], but locks the `len` elements of the storage from the first of `tensor` on, whatever
+/// its strides are.
+#[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
+pub(in crate::ops) fn read_block<'a>(
+    op: &'static str,
+    name: &'static str,
+    tensor: &'a Tensor,
+    len: usize,
+) -> Result<Operand<'a>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let start = layout.start_offset();
+    Ok(Operand { storage, range: start..start + len, op, name })
+}
+
 fn contiguous(op: &str, name: &str, layout: &Layout) -> Result<Range<usize>> {
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(start..end),
@@ -244,9 +258,25 @@ pub(in crate::ops) fn write<T: Stored, R>(
     tensor: &Tensor,
     f: impl FnOnce(&mut [T]) -> R,
 ) -> Result<R> {
+    if !tensor.is_contiguous() {
+        bail!("{op}: `{name}` {:?} must be contiguous", tensor.shape());
+    }
+    write_block(op, name, tensor, tensor.elem_count(), f)
+}
+
+/// As [`write`], with the `len` elements of the storage from the first of `tensor` on, whatever its
+/// strides are.
+pub(in crate::ops) fn write_block<T: Stored, R>(
+    op: &'static str,
+    name: &'static str,
+    tensor: &Tensor,
+    len: usize,
+    f: impl FnOnce(&mut [T]) -> R,
+) -> Result<R> {
     struct Write<T, F, R> {
         op: &'static str,
         operand: &'static str,
+        len: usize,
         f: Cell<Option<F>>,
         result: Cell<Option<R>>,
         element: std::marker::PhantomData<T>,
@@ -258,13 +288,13 @@ pub(in crate::ops) fn write<T: Stored, R>(
         }
 
         fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-            let range = contiguous(self.op, self.operand, layout)?;
+            let start = layout.start_offset();
             let dtype = candle_core::backend::BackendStorage::dtype(storage);
             let Some(all) = T::all(storage) else {
                 bail!("{}: `{}` is {dtype:?}, expected {:?}", self.op, self.operand, T::DTYPE);
             };
             if let Some(f) = self.f.take() {
-                self.result.set(Some(f(&mut all[range])));
+                self.result.set(Some(f(&mut all[start..start + self.len])));
             }
             Ok(())
         }
@@ -273,6 +303,7 @@ pub(in crate::ops) fn write<T: Stored, R>(
     let write = Write {
         op,
         operand: name,
+        len,
         f: Cell::new(Some(f)),
         result: Cell::new(None),
         element: std::marker::PhantomData,

@@ -29,6 +29,8 @@ pub(in crate::ops) use memory::{
     BLOCK, Element, Operand, ROWS, Shared, add, add_scaled, column_sums, compute_dtype, distinct,
     expect_f32, expect_shape, for_each_task, read, tensor, weighted_dtype, write,
 };
+#[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
+pub(in crate::ops) use memory::{read_block, write_block};
 #[cfg(feature = "cuda")]
 pub(in crate::ops) use out_of_memory::record_failed_gpu_allocation;
 pub use out_of_memory::{

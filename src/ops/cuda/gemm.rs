@@ -15,6 +15,9 @@ use candle_core::{DType, Result, Tensor, bail};
 pub(super) enum Matrix<'a> {
     /// All elements of a contiguous tensor, with any dims.
     Whole(&'static str, &'a Tensor),
+    /// This number of elements of a storage, from the first of a tensor on: tensors that follow one
+    /// another.
+    Block(&'static str, &'a Tensor, usize),
     /// `bf16` elements in the second half of each row of an `f32` tensor.
     SecondHalves(&'static str, &'a Tensor),
 }
@@ -22,19 +25,28 @@ pub(super) enum Matrix<'a> {
 impl<'a> Matrix<'a> {
     pub(super) fn name(self) -> &'static str {
         match self {
-            Self::Whole(name, _) | Self::SecondHalves(name, _) => name,
+            Self::Whole(name, _) | Self::Block(name, ..) | Self::SecondHalves(name, _) => name,
         }
     }
 
     pub(super) fn tensor(self) -> &'a Tensor {
         match self {
-            Self::Whole(_, tensor) | Self::SecondHalves(_, tensor) => tensor,
+            Self::Whole(_, tensor) | Self::Block(_, tensor, _) | Self::SecondHalves(_, tensor) => {
+                tensor
+            }
+        }
+    }
+
+    fn len(self) -> usize {
+        match self {
+            Self::Block(_, _, len) => len,
+            Self::Whole(_, tensor) | Self::SecondHalves(_, tensor) => tensor.elem_count(),
         }
     }
 
     pub(super) fn dtype(self) -> DType {
         match self {
-            Self::Whole(_, tensor) => tensor.dtype(),
+            Self::Whole(_, tensor) | Self::Block(_, tensor, _) => tensor.dtype(),
             Self::SecondHalves(..) => DType::BF16,
         }
     }
@@ -65,10 +77,14 @@ pub(super) struct Gemm<'a> {
 impl Gemm<'_> {
     /// Starts the product and writes it to `dst`. Errors refer to `dst` as `name`.
     pub(super) fn into(self, op: &'static str, name: &'static str, dst: &Tensor) -> Result<()> {
+        self.into_matrix(op, Matrix::Whole(name, dst))
+    }
+
+    /// As [`Self::into`]; `dst` is `Whole` or a `Block`.
+    pub(super) fn into_matrix(self, op: &'static str, dst: Matrix<'_>) -> Result<()> {
         let (m, n, k) = self.shape;
-        let dst = Matrix::Whole(name, dst);
         for (matrix, length) in [(self.a, m * k), (self.b, n * k), (dst, m * n)] {
-            let (name, found) = (matrix.name(), matrix.tensor().elem_count());
+            let (name, found) = (matrix.name(), matrix.len());
             if found != length {
                 bail!("{op}: `{name}` has {found} elements, expected {length}");
             }
@@ -83,8 +99,21 @@ impl Gemm<'_> {
         if m == 0 || n == 0 || (k == 0 && matches!(self.addend, Addend::Destination)) {
             return Ok(());
         }
+        #[cfg(test)]
+        PRODUCTS.with(|products| products.set(products.get() + 1));
         run(op, &self, dst)
     }
+}
+
+#[cfg(test)]
+thread_local! {
+    static PRODUCTS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+/// Number of products that this thread has started.
+#[cfg(test)]
+pub(in crate::ops) fn products_of_this_thread() -> usize {
+    PRODUCTS.get()
 }
 
 #[cfg(feature = "cuda")]
@@ -95,11 +124,14 @@ pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<
 #[cfg(not(feature = "cuda"))]
 pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
     use crate::ops::cpu::gemm::{Into, nn, nt, tn};
-    use crate::ops::cpu::{self, Element as _, read};
+    use crate::ops::cpu::{self, Element as _, read, read_block};
     use half::bf16;
 
     fn elements(op: &'static str, matrix: Matrix<'_>) -> Result<Vec<f32>> {
-        let operand = read(op, matrix.name(), matrix.tensor())?;
+        let operand = match matrix {
+            Matrix::Block(name, first, len) => read_block(op, name, first, len)?,
+            _ => read(op, matrix.name(), matrix.tensor())?,
+        };
         if matrix.dtype() == DType::U8 {
             return Ok(operand
                 .slice::<u8>()?
@@ -134,13 +166,13 @@ pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<
         Transpose::Nn => nn((m, n, k), &mut sums, Into::Add, &a, &b),
         Transpose::Tn => tn((m, n, k), &mut sums, Into::Add, &a, &b),
     }
-    let (name, dst) = (dst.name(), dst.tensor());
+    let (name, dst, len) = (dst.name(), dst.tensor(), dst.len());
     if dst.dtype() == DType::BF16 {
-        return cpu::write(op, name, dst, |dst: &mut [bf16]| {
+        return cpu::write_block(op, name, dst, len, |dst: &mut [bf16]| {
             for (dst, sum) in dst.iter_mut().zip(sums) {
                 *dst = bf16::narrow(sum);
             }
         });
     }
-    cpu::write(op, name, dst, |dst: &mut [f32]| dst.copy_from_slice(&sums))
+    cpu::write_block(op, name, dst, len, |dst: &mut [f32]| dst.copy_from_slice(&sums))
 }

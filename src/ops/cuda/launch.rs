@@ -34,12 +34,26 @@ pub(in crate::ops) fn supports_device(_: &Device) -> bool {
 
 /// Returns the address of a contiguous tensor. Fails for dtypes that no kernel supports.
 pub(super) fn address(op: &str, name: &str, t: &Tensor) -> Result<Address> {
+    if !t.is_contiguous() {
+        bail!("{op}: `{name}` {:?} must be contiguous", t.shape());
+    }
+    first_address(op, name, t)
+}
+
+/// Returns the address of the first element of a tensor that need not be contiguous.
+pub(super) fn first_address(op: &str, name: &str, t: &Tensor) -> Result<Address> {
     let (storage, layout) = t.storage_and_layout();
-    let Some((start, _)) = layout.contiguous_offsets() else {
-        bail!("{op}: `{name}` {:?} must be contiguous", layout.shape());
-    };
     let base = base_address(op, name, &storage)?;
-    Ok(Address(base + (start * t.dtype().size_in_bytes()) as u64))
+    Ok(Address(base + (layout.start_offset() * t.dtype().size_in_bytes()) as u64))
+}
+
+/// Returns the address of a matrix `[N, M]` that may be columns of a wider one, and the number of
+/// elements from one row to the next.
+pub(super) fn rows_at(op: &str, name: &str, t: &Tensor) -> Result<(Address, usize)> {
+    match *t.stride() {
+        [row, 1] => Ok((first_address(op, name, t)?, row)),
+        _ => Ok((address(op, name, t)?, t.dim(1)?)),
+    }
 }
 
 #[cfg(feature = "cuda")]
@@ -95,7 +109,7 @@ pub(super) fn empty(shape: impl Into<Shape>, dtype: DType, like: &Tensor) -> Res
 pub(super) fn vectors(d: usize, tensors: &[&Tensor]) -> Result<bool> {
     for tensor in tensors {
         let bytes = tensor.dtype().size_in_bytes();
-        if !(d * bytes).is_multiple_of(16) || address("", "", tensor)?.0 % 16 != 0 {
+        if !(d * bytes).is_multiple_of(16) || first_address("", "", tensor)?.0 % 16 != 0 {
             return Ok(false);
         }
     }

@@ -4,6 +4,7 @@ use super::gemm::{Addend, Gemm, Matrix, Transpose};
 use super::launch::{Launch, address, empty, vectors};
 use super::norm::add_columns;
 use super::pointwise::fill_zero;
+use crate::ops::adjacent::{are_columns, are_rows};
 use crate::ops::{GradWrite, LowRank};
 use candle_core::{DType, Result, Tensor};
 
@@ -126,6 +127,74 @@ pub(in crate::ops) fn linear_backward_weight(
     };
     let (a, b) = (Matrix::Whole("dy", dy), Matrix::Whole("x", x));
     Gemm { transpose: Transpose::Tn, shape, a, b, addend, bias: None }.into(op, "dw", dw)
+}
+
+/// All elements of `parts`, which follow one another.
+fn block<'a>(name: &'static str, parts: &[&'a Tensor]) -> Matrix<'a> {
+    Matrix::Block(name, parts[0], parts.iter().map(|part| part.elem_count()).sum())
+}
+
+/// The sum of the numbers of rows or columns of `parts`.
+fn total(parts: &[&Tensor], dim: usize) -> Result<usize> {
+    parts.iter().map(|part| part.dim(dim)).sum()
+}
+
+pub(in crate::ops) fn joined_linear<const N: usize>(
+    x: &Tensor,
+    weights: [&Tensor; N],
+) -> Result<Option<[Tensor; N]>> {
+    if !are_rows(&weights) {
+        return Ok(None);
+    }
+    let ((n, k), m) = (x.dims2()?, total(&weights, 0)?);
+    let y = empty((n, m), x.dtype(), x)?;
+    let (transpose, a, b) = (Transpose::Nt, Matrix::Whole("x", x), block("w", &weights));
+    let gemm = Gemm { transpose, shape: (n, m, k), a, b, addend: Addend::Nothing, bias: None };
+    gemm.into("joined_linear", "y", &y)?;
+    let mut first = 0;
+    let columns = weights.iter().map(|w| {
+        let width = w.dim(0)?;
+        first += width;
+        y.narrow(1, first - width, width)
+    });
+    let columns = columns.collect::<Result<Vec<_>>>()?;
+    Ok(Some(columns.try_into().expect("columns for each weight")))
+}
+
+pub(in crate::ops) fn joined_linear_backward_input(
+    dys: &[&Tensor],
+    weights: &[&Tensor],
+) -> Result<Option<Tensor>> {
+    if !(are_columns(dys) && are_rows(weights)) {
+        return Ok(None);
+    }
+    let (n, m, k) = (dys[0].dim(0)?, total(dys, 1)?, weights[0].dim(1)?);
+    let dx = empty((n, k), dys[0].dtype(), dys[0])?;
+    let (transpose, a, b) = (Transpose::Nn, block("dy", dys), block("w", weights));
+    let gemm = Gemm { transpose, shape: (n, k, m), a, b, addend: Addend::Nothing, bias: None };
+    gemm.into("joined_linear_backward_input", "dx", &dx)?;
+    Ok(Some(dx))
+}
+
+/// Returns whether the gradients were computed.
+pub(in crate::ops) fn joined_linear_backward_weight(
+    x: &Tensor,
+    dys: &[&Tensor],
+    (dws, write): (&[&Tensor], GradWrite),
+) -> Result<bool> {
+    let (n, k) = x.dims2()?;
+    if n == 0 || !(are_columns(dys) && are_rows(dws)) {
+        return Ok(false);
+    }
+    let (transpose, shape) = (Transpose::Tn, (total(dys, 1)?, k, n));
+    let (a, b) = (block("dy", dys), Matrix::Whole("x", x));
+    let addend = match write {
+        GradWrite::Add => Addend::Destination,
+        GradWrite::Replace => Addend::Nothing,
+    };
+    let gemm = Gemm { transpose, shape, a, b, addend, bias: None };
+    gemm.into_matrix("joined_linear_backward_weight", block("dw", dws))?;
+    Ok(true)
 }
 
 /// Adds the column sums of `dy [N, M]` to `db [M]`.

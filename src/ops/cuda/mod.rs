@@ -74,11 +74,14 @@ pub(super) use embedding::{
 };
 pub(super) use gated_delta_rule::{gated_delta_rule, gated_delta_rule_backward};
 pub(super) use gated_rms_norm::{gated_rms_norm, gated_rms_norm_backward};
+#[cfg(test)]
+pub(super) use gemm::products_of_this_thread;
 pub(super) use grouped_linear::{add_grouped_outer_products, grouped_products};
 pub(super) use launch::{on_gpu, supports_device};
 pub(super) use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub(super) use linear::{
-    bias_backward, linear, linear_backward_input, linear_backward_input_add, linear_backward_weight,
+    bias_backward, joined_linear, joined_linear_backward_input, joined_linear_backward_weight,
+    linear, linear_backward_input, linear_backward_input_add, linear_backward_weight,
 };
 pub(super) use linear_cross_entropy::{
     linear_cross_entropy, linear_cross_entropy_backward, linear_cross_entropy_rows,
@@ -97,7 +100,7 @@ pub(super) use rope::{
 pub(super) use route::{
     combine_experts, expert_rows, expert_swiglu, expert_swiglu_backward, route, route_backward,
 };
-pub(super) use rows::{gather_rows, update_rows, zero_rows};
+pub(super) use rows::{copy_columns, gather_rows, own_columns, update_rows, zero_rows};
 pub(super) use select::attention_kernel;
 #[cfg(feature = "cuda")]
 pub(super) use select::gpu_without_e4m3;

@@ -1,6 +1,8 @@
 //! Launches of the kernels in `pointwise.cu`.
 
-use super::launch::{Launch, address, empty, vectors};
+use super::launch::{Launch, address, empty, first_address, vectors};
+use super::route::{weighted_swiglu, weighted_swiglu_backward};
+use crate::ops::adjacent::are_columns;
 use crate::ops::cpu::compute_dtype;
 use crate::ops::{Gelu, RecomputeInput};
 use candle_core::{Result, Tensor};
@@ -30,6 +32,10 @@ fn empty_like(x: &Tensor) -> Result<Tensor> {
 }
 
 pub(in crate::ops) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    if are_columns(&[gate, up]) {
+        let first = (gate, first_address("swiglu", "gate", gate)?);
+        return weighted_swiglu("swiglu", first, gate.dim(1)?, None);
+    }
     let y = empty_like(gate)?;
     run("swiglu", &[("gate", gate), ("up", up), ("y", &y)])?;
     Ok(y)
@@ -41,7 +47,13 @@ pub(in crate::ops) fn swiglu_backward(
     dy: Tensor,
     recompute: RecomputeInput,
 ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
-    run(&backward("swiglu", recompute), &[("gate", &gate), ("up", &up), ("dy", &dy)])?;
+    if are_columns(&[&gate, &up]) {
+        let op = "swiglu_backward";
+        let first = (&gate, first_address(op, "gate", &gate)?);
+        weighted_swiglu_backward(op, first, &dy, recompute, None)?;
+    } else {
+        run(&backward("swiglu", recompute), &[("gate", &gate), ("up", &up), ("dy", &dy)])?;
+    }
     Ok((gate, up, (recompute == RecomputeInput::Yes).then_some(dy)))
 }
 

@@ -1,7 +1,7 @@
 //! Launches of `product.cu`: matrix products without a library, of any size and alignment.
 
 use super::gemm::{Addend, Gemm, Matrix, Transpose};
-use super::launch::{Address, Launch, address};
+use super::launch::{Address, Launch, address, first_address};
 use candle_core::{DType, Result, bail};
 
 /// Number of rows and of columns of a block.
@@ -14,10 +14,13 @@ pub(super) fn address_and_stride(
     matrix: Matrix<'_>,
     columns: usize,
 ) -> Result<(u64, usize)> {
+    if let Matrix::Block(name, first, _) = matrix {
+        return Ok((first_address(op, name, first)?.0, columns));
+    }
     let start = address(op, matrix.name(), matrix.tensor())?.0;
     Ok(match matrix {
-        Matrix::Whole(..) => (start, columns),
         Matrix::SecondHalves(..) => (start + 2 * columns as u64, 2 * columns),
+        _ => (start, columns),
     })
 }
 

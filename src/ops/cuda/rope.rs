@@ -1,6 +1,6 @@
 //! Launches of the kernels in `rope.cu`.
 
-use super::launch::{Launch, address, empty, vectors};
+use super::launch::{Launch, address, empty, rows_at, vectors};
 use super::norm::{MULTIPROCESSORS, WARP, add_columns};
 use super::rms_norm::added;
 use crate::ops::{NormScale, RopeTable};
@@ -24,15 +24,18 @@ struct Heads {
 
 impl Heads {
     /// `tensors` are the operands whose half heads are accessed, and the table. `rotated` of the
-    /// `half` pairs of dims are rotated.
+    /// `half` pairs of dims are rotated. `stride` is the number of elements from one row of `x` to
+    /// the next.
     fn new(
         op: &str,
         dtype: DType,
-        half: usize,
-        rotated: usize,
+        [half, rotated, stride]: [usize; 3],
         tensors: &[&Tensor],
     ) -> Result<Self> {
-        let chunks = vectors(half, tensors)? && vectors(rotated, tensors)?;
+        let mut chunks = true;
+        for elements in [half, rotated, stride] {
+            chunks &= vectors(elements, tensors)?;
+        }
         let most = SINGLES * WARP;
         if half > most {
             bail!("{op}: a head has {} dims, but a warp supports at most {}", 2 * half, 2 * most);
@@ -66,15 +69,15 @@ pub(in crate::ops) fn qk_norm_rope(
     let (y, rstd) = (empty((t, h, dh), x.dtype(), x)?, empty((t, h), DType::F32, x)?);
     let (cos, sin) = (&table.cos, &table.sin);
     let rotated = cos.dim(1)?;
-    let heads = Heads::new(op, x.dtype(), dh / 2, rotated, &[x, w, &y, cos, sin])?;
+    let (first, stride) = rows_at(op, "x", x)?;
+    let heads = Heads::new(op, x.dtype(), [dh / 2, rotated, stride], &[x, w, &y, cos, sin])?;
     let mut launch = heads.launch(op, x.dtype()).grid(heads.blocks(t * h.div_ceil(HEADS)));
-    for (name, tensor) in
-        [("x", x), ("w", w), ("cos", cos), ("sin", sin), ("y", &y), ("rstd", &rstd)]
-    {
+    launch = launch.address(first);
+    for (name, tensor) in [("w", w), ("cos", cos), ("sin", sin), ("y", &y), ("rstd", &rstd)] {
         launch = launch.address(address(op, name, tensor)?);
     }
     launch = launch.int(t).int(h).int(dh / 2).int(rotated).int(heads.lanes);
-    launch.int(added(scale)).float(eps as f32).run(x)?;
+    launch.int(added(scale)).int(stride).float(eps as f32).run(x)?;
     Ok((y, rstd))
 }
 
@@ -90,20 +93,23 @@ pub(in crate::ops) fn qk_norm_rope_backward(
     let op = "qk_norm_rope_backward";
     let ((t, width), dh) = (x.dims2()?, w.dims1()?);
     let h = width / dh;
-    let dx = empty((t, width), x.dtype(), x)?;
+    // A head is read before it is written, by the same threads.
+    let dx = if x.is_contiguous() { empty((t, width), x.dtype(), x)? } else { x.clone() };
     let (cos, sin) = (&table.cos, &table.sin);
     let rotated = cos.dim(1)?;
-    let heads = Heads::new(op, x.dtype(), dh / 2, rotated, &[x, w, dy, &dx, cos, sin])?;
+    let ((first, stride), (to, _)) = (rows_at(op, "x", x)?, rows_at(op, "dx", &dx)?);
+    let tensors = [x, w, dy, &dx, cos, sin];
+    let heads = Heads::new(op, x.dtype(), [dh / 2, rotated, stride], &tensors)?;
     let blocks = heads.blocks(t * h).min(2 * MULTIPROCESSORS);
     let shares = dw.map(|_| empty((blocks, dh), DType::F32, x)).transpose()?;
     let mut launch = heads.launch(op, x.dtype()).grid(blocks).shared(THREADS / WARP * dh * 4);
-    for (name, tensor) in [("x", x), ("rstd", rstd), ("w", w), ("cos", cos), ("sin", sin)] {
+    launch = launch.address(first);
+    for (name, tensor) in [("rstd", rstd), ("w", w), ("cos", cos), ("sin", sin), ("dy", dy)] {
         launch = launch.address(address(op, name, tensor)?);
     }
-    launch = launch.address(address(op, "dy", dy)?).address(address(op, "dx", &dx)?);
-    launch = launch.optional(op, "shares", shares.as_ref())?;
+    launch = launch.address(to).optional(op, "shares", shares.as_ref())?;
     launch = launch.int(t).int(h).int(dh / 2).int(rotated).int(heads.lanes);
-    launch.int(added(scale)).run(x)?;
+    launch.int(added(scale)).int(stride).run(x)?;
     if let (Some(shares), Some(dw)) = (&shares, dw) {
         add_columns(op, shares, dw)?;
     }
@@ -114,7 +120,7 @@ pub(in crate::ops) fn rope_heads(x: &Tensor, dh: usize, table: &RopeTable) -> Re
     let (t, width) = x.dims2()?;
     let y = empty((t, width / dh, dh), x.dtype(), x)?;
     let (rotated, tensors) = (table.cos.dim(1)?, [x, &y, &table.cos, &table.sin]);
-    let heads = Heads::new("rope_heads", x.dtype(), dh / 2, rotated, &tensors)?;
+    let heads = Heads::new("rope_heads", x.dtype(), [dh / 2, rotated, width], &tensors)?;
     let op = "qk_norm_rope";
     let launch = heads.launch(op, x.dtype()).grid(heads.blocks(t * (width / dh).div_ceil(HEADS)));
     let launch = launch.address(address(op, "x", x)?).optional(op, "w", None)?;
@@ -122,7 +128,7 @@ pub(in crate::ops) fn rope_heads(x: &Tensor, dh: usize, table: &RopeTable) -> Re
     let launch = launch.address(address(op, "sin", &table.sin)?).address(address(op, "y", &y)?);
     let launch = launch.optional(op, "rstd", None)?.int(t).int(width / dh).int(dh / 2);
     let launch = launch.int(rotated).int(heads.lanes).int(added(NormScale::OnePlusWeight));
-    launch.float(0.0).run(x)?;
+    launch.int(width).float(0.0).run(x)?;
     Ok(y)
 }
 
@@ -130,7 +136,8 @@ pub(in crate::ops) fn rope_heads_backward(dy: &Tensor, table: &RopeTable) -> Res
     let (t, h, dh) = dy.dims3()?;
     let dx = empty((t, h * dh), dy.dtype(), dy)?;
     let (rotated, tensors) = (table.cos.dim(1)?, [dy, &dx, &table.cos, &table.sin]);
-    let heads = Heads::new("rope_heads_backward", dy.dtype(), dh / 2, rotated, &tensors)?;
+    let sizes = [dh / 2, rotated, h * dh];
+    let heads = Heads::new("rope_heads_backward", dy.dtype(), sizes, &tensors)?;
     let op = "qk_norm_rope_backward";
     let launch = heads.launch(op, dy.dtype()).grid(heads.blocks(t * h).min(2 * MULTIPROCESSORS));
     let launch = launch.shared(THREADS / WARP * dh * 4);
@@ -140,7 +147,7 @@ pub(in crate::ops) fn rope_heads_backward(dy: &Tensor, table: &RopeTable) -> Res
     let launch = launch.address(address(op, "sin", &table.sin)?).address(address(op, "dy", dy)?);
     let launch = launch.address(address(op, "dx", &dx)?).optional(op, "shares", None)?;
     let launch = launch.int(t).int(h).int(dh / 2).int(rotated).int(heads.lanes);
-    launch.int(added(NormScale::OnePlusWeight)).run(dy)?;
+    launch.int(added(NormScale::OnePlusWeight)).int(h * dh).run(dy)?;
     Ok(dx)
 }
 

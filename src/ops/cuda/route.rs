@@ -1,6 +1,6 @@
 //! Launches of the kernels in `route.cu`.
 
-use super::launch::{Launch, address, empty, vectors};
+use super::launch::{Address, Launch, address, empty, vectors};
 use crate::ops::{RecomputeInput, Routing};
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -138,19 +138,30 @@ pub(in crate::ops) fn combine_experts(
 }
 
 pub(in crate::ops) fn expert_swiglu(gate_up: &Tensor, routing: &Routing) -> Result<Tensor> {
-    let op = "expert_swiglu";
-    let (n, width) = (gate_up.dim(0)?, gate_up.dim(1)? / 2);
-    let y = empty((n, width), gate_up.dtype(), gate_up)?;
-    Launch::new(&kernel(op, width, &[gate_up, &y])?, gate_up.dtype())
+    let (op, width) = ("expert_swiglu", gate_up.dim(1)? / 2);
+    weighted_swiglu(op, (gate_up, address(op, "gate_up", gate_up)?), width, Some(routing))
+}
+
+/// SwiGLU of the rows of `gate`, which begin at `at`: each has `width` values of the gate, then as
+/// many of `up`.
+pub(super) fn weighted_swiglu(
+    op: &str,
+    (gate, at): (&Tensor, Address),
+    width: usize,
+    routing: Option<&Routing>,
+) -> Result<Tensor> {
+    let n = gate.dim(0)?;
+    let y = empty((n, width), gate.dtype(), gate)?;
+    Launch::new(&kernel("expert_swiglu", width, &[gate, &y])?, gate.dtype())
         .grid(n.div_ceil(ROWS))
         .threads(THREADS)
-        .address(address(op, "gate_up", gate_up)?)
-        .address(address(op, "weights", &routing.weights)?)
-        .address(address(op, "order", &routing.order)?)
+        .address(at)
+        .optional(op, "weights", routing.map(|routing| &routing.weights))?
+        .optional(op, "order", routing.map(|routing| &routing.order))?
         .address(address(op, "y", &y)?)
         .int(n)
         .int(width)
-        .run(gate_up)?;
+        .run(gate)?;
     Ok(y)
 }
 
@@ -161,20 +172,32 @@ pub(in crate::ops) fn expert_swiglu_backward(
     recompute: RecomputeInput,
 ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
     let op = "expert_swiglu_backward";
-    let (n, width) = d_activated.dims2()?;
     let d_weights = empty(routing.weights.shape(), DType::F32, &gate_up)?;
-    let recompute = recompute == RecomputeInput::Yes;
-    Launch::new(&kernel(op, width, &[&gate_up, &d_activated])?, gate_up.dtype())
+    let weights = Some((routing, &d_weights));
+    let at = address(op, "gate_up", &gate_up)?;
+    weighted_swiglu_backward(op, (&gate_up, at), &d_activated, recompute, weights)?;
+    Ok((gate_up, d_weights, (recompute == RecomputeInput::Yes).then_some(d_activated)))
+}
+
+/// Backward of [`weighted_swiglu`] in place, with the weights and their gradient.
+pub(super) fn weighted_swiglu_backward(
+    op: &str,
+    (gate, at): (&Tensor, Address),
+    dy: &Tensor,
+    recompute: RecomputeInput,
+    weights: Option<(&Routing, &Tensor)>,
+) -> Result<()> {
+    let (n, width) = dy.dims2()?;
+    Launch::new(&kernel("expert_swiglu_backward", width, &[gate, dy])?, gate.dtype())
         .grid(n.div_ceil(ROWS))
         .threads(THREADS)
-        .address(address(op, "gate_up", &gate_up)?)
-        .address(address(op, "weights", &routing.weights)?)
-        .address(address(op, "order", &routing.order)?)
-        .address(address(op, "d_activated", &d_activated)?)
-        .address(address(op, "d_weights", &d_weights)?)
+        .address(at)
+        .optional(op, "weights", weights.map(|(routing, _)| &routing.weights))?
+        .optional(op, "order", weights.map(|(routing, _)| &routing.order))?
+        .address(address(op, "dy", dy)?)
+        .optional(op, "d_weights", weights.map(|(_, d_weights)| d_weights))?
         .int(n)
         .int(width)
-        .flag(recompute)
-        .run(&gate_up)?;
-    Ok((gate_up, d_weights, recompute.then_some(d_activated)))
+        .flag(recompute == RecomputeInput::Yes)
+        .run(gate)
 }

@@ -1,6 +1,6 @@
 //! Launches of the kernels in `rows.cu`.
 
-use super::launch::{Launch, address, empty, vectors};
+use super::launch::{Launch, address, empty, rows_at, vectors};
 use candle_core::{DType, Result, Tensor, bail};
 
 const THREADS: u32 = 256;
@@ -34,6 +34,25 @@ fn run(op: &str, x: &Tensor, rows: &Tensor, other: Option<(&str, &Tensor)>) -> R
 pub(in crate::ops) fn gather_rows(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     let y = empty((rows.dims1()?, x.dim(1)?), x.dtype(), x)?;
     run("gather_rows", x, rows, Some(("y", &y)))?;
+    Ok(y)
+}
+
+/// Copies the rows of `from [N, M]` to those of `to`. Both may be columns of a wider matrix.
+pub(in crate::ops) fn copy_columns(from: &Tensor, to: &Tensor) -> Result<()> {
+    let (op, (n, d)) = ("copy_columns", from.dims2()?);
+    let ((x, x_stride), (y, y_stride)) = (rows_at(op, "from", from)?, rows_at(op, "to", to)?);
+    let mut wide = true;
+    for elements in [d, x_stride, y_stride] {
+        wide &= vectors(elements, &[from, to])?;
+    }
+    let kernel = if wide { op } else { "copy_columns_single" };
+    let launch = Launch::new(kernel, from.dtype()).grid(n.div_ceil(ROWS)).threads(THREADS);
+    launch.address(x).address(y).int(n).int(d).int(x_stride).int(y_stride).run(from)
+}
+
+pub(in crate::ops) fn own_columns(x: &Tensor) -> Result<Tensor> {
+    let y = empty(x.shape(), x.dtype(), x)?;
+    copy_columns(x, &y)?;
     Ok(y)
 }
 

@@ -4,6 +4,7 @@ use super::super::error::RunError;
 use super::super::experts::check_experts;
 use super::super::inputs::{open_for_run, param_groups};
 use super::super::load_model::{LoadedModel, OpenModel, trainable};
+use super::super::placed::place_weights;
 use super::super::stored_weights::{load_stored, visitors, weight_storage};
 use super::{AdapterError, OpenAdapter};
 use crate::checkpoint::{CheckpointError, Found};
@@ -145,5 +146,7 @@ pub(crate) fn load_with_adapter(
     let open = open.split_weights()?;
     let storage = weight_storage(config, device);
     let visit = visitors(&open, &trainable, storage);
-    load_stored(open, &visit, storage, device)
+    let loaded = load_stored(open, &visit, storage, device)?;
+    place_weights(&loaded, &trainable, &visit, device)?;
+    Ok(loaded)
 }
