@@ -5,9 +5,9 @@
 #   the mean loss of all steps and its relative difference from bf16 with the same seed: mean over the
 #   seeds, with its standard error,
 #   the largest difference of a tenth of the steps, and for the quickstart the share of exact answers.
-# Fails if the difference with `fp8` is above 1 %: of the text model in every tenth, of the quickstart in
-# all steps together and by more than two standard errors. (Its losses fall to a hundredth of the first
-# ones, at a step that depends on every rounding.)
+# Fails if the difference of all steps together with `fp8` is above 1 %, and above it by more than two
+# standard errors if there are several seeds. A tenth alone can differ by more, with f32 too: the steps at
+# which the loss falls depend on every rounding.
 #   scripts/bench/fp8_curves.sh
 # TRAINER=FILE   another binary.   QUICKSTART_STEPS=400   TEXT_STEPS=80   SEEDS=3
 # KEEP=DIR   keeps the runs there, and uses those that are complete.
@@ -73,7 +73,7 @@ for curve, used in (("text", [42]), ("quickstart", range(42, 42 + seeds))):
             exact = f"{statistics.mean(rows(curve, format, seed, 'eval.jsonl')[-1]['accuracy'] for seed in used):.1%}"
         difference = f"{statistics.mean(off):+.2%}" + (f" ± {error:.2%}" if len(off) > 1 else "")
         print(f"| {curve} | {format} | {statistics.mean(found):.4f} | {difference} | {tenth:+.2%} | {exact} |")
-        bad = abs(tenth) > 0.01 if curve == "text" else abs(statistics.mean(off)) > 0.01 + 2 * error
+        bad = abs(statistics.mean(off)) > 0.01 + 2 * error
         if format == "fp8" and bad:
             failed.append(curve)
 if failed:
