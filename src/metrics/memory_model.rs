@@ -28,6 +28,8 @@ pub struct ActivationMemory {
     pub token_tape: f64,
     /// Per token: buffers of the backward of one layer, in addition to the tape.
     pub token_backward: f64,
+    /// Buffers of the backward of one layer for any number of tokens.
+    pub layer_backward: f64,
     /// Per token: activations of one layer that backward computes again.
     pub token_recomputed: f64,
     /// Per token and key head of linear attention: temporary memory of its backward on a GPU.
@@ -170,7 +172,8 @@ impl MemoryModel {
         let activations = &self.activations;
         let Division { weights, weight_slots, stored_bytes, gradients, optimizer } = self.division;
         let backward = tokens * (activations.token_backward + activations.token_recomputed)
-            + self.delta_bytes(tokens);
+            + self.delta_bytes(tokens)
+            + activations.layer_backward;
         let hidden = tokens * 2.0 * self.element * self.hidden;
         let head = self.head_bytes(sizes.targets);
         let (buffers, recomputed, logits) = if backward >= hidden + head {
@@ -238,6 +241,7 @@ mod tests {
                 token_context: 20.0,
                 token_tape: 1752.0,
                 token_backward: 160.0,
+                layer_backward: 0.0,
                 token_recomputed: 0.0,
                 token_delta_head: 0.0,
                 delta_heads: 0.0,
@@ -301,6 +305,9 @@ mod tests {
         let with = parts(&model);
         model.delta_limit = 0.0;
         assert_eq!(with - parts(&model), 1400.0);
+        let without = parts(&model);
+        model.activations.layer_backward = 500.0;
+        assert_eq!(parts(&model) - without, 500.0);
     }
 
     #[test]

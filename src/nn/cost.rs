@@ -7,6 +7,11 @@ use crate::metrics::{ActivationMemory, PartWork, Rows};
 use crate::ops::DeltaHeads;
 use crate::tape::{Param, Recompute};
 
+/// Rows of a block of which a GPU stores the largest values of columns, and the maximum bytes of the
+/// sums of a product in FP8 (`ops/cuda/e4m3.rs`).
+const FP8_BLOCK_ROWS: f64 = 64.0;
+const FP8_SUMS_BYTES: f64 = (32 << 20) as f64;
+
 /// Number of elements of the matrices among `params`, without `table`, an embedding that is not
 /// multiplied.
 pub(crate) fn matrix_elements(params: &[&Param], table: Option<&Param>) -> f64 {
@@ -138,6 +143,18 @@ impl DecoderConfig {
         both + element * ((2 * q + 2 * kv + gate) * self.head_dim) as f64 + 4.0 * q as f64
     }
 
+    /// Temporary bytes of a linear layer in FP8 on a GPU, for each token and in all: the codes of the
+    /// widest activation (with `all` of both operands of a weight gradient, and the largest values
+    /// of columns of blocks of rows), those of the largest weight, and the sums.
+    pub(crate) fn fp8_bytes(&self, all: bool) -> [f64; 2] {
+        let queries = self.num_attention_heads * self.head_dim;
+        let (hidden, widest) =
+            (self.hidden_size as f64, self.intermediate_size.max(queries).max(self.hidden_size));
+        let widest = widest as f64;
+        let token = if all { hidden + widest * (1.0 + 4.0 / FP8_BLOCK_ROWS) } else { widest };
+        [token, hidden * widest + FP8_SUMS_BYTES]
+    }
+
     /// Memory of activations without images, for elements of `element` bytes. Counts all layers,
     /// as if a parameter of the first layer or before it is trained.
     pub(crate) fn memory(&self, element: f64, recompute: Recompute) -> ActivationMemory {
@@ -164,6 +181,7 @@ impl DecoderConfig {
             token_tape: tape,
             // `dy` and the gradient of SwiGLU's output
             token_backward: element * hidden + intermediate,
+            layer_backward: 0.0,
             token_recomputed: again,
             token_delta_head: delta.map_or(0.0, DeltaHeads::gpu_bytes_per_token),
             delta_heads: delta.map_or(0.0, |heads| heads.key_heads as f64),
@@ -204,6 +222,15 @@ mod tests {
         assert_eq!(memory.token_tape, 3.0 * layer);
         assert_eq!(memory.token_backward, 4.0 * (10.0 + 30.0));
         assert_eq!(memory.token_context, 4.0 * 5.0);
+    }
+
+    #[test]
+    fn a_layer_in_fp8_needs_codes_and_sums_on_a_gpu() {
+        let sums = f64::from(32 << 20);
+        assert_eq!(CONFIG.fp8_bytes(false), [30.0, 300.0 + sums]);
+        assert_eq!(CONFIG.fp8_bytes(true), [10.0 + 30.0 + 30.0 / 16.0, 300.0 + sums]);
+        let wide = DecoderConfig { num_attention_heads: 40, ..CONFIG };
+        assert_eq!(wide.fp8_bytes(false)[0], 200.0);
     }
 
     #[test]

@@ -14,7 +14,8 @@ use crate::ops::{GPU_DELTA_BYTES, GPU_LOGITS_BYTES, GradWrite, LOGITS_BYTES};
 use crate::optim::{Master, Moments, ParamGroups, state_bytes_per_weight};
 use crate::tape::{GradSink, Layout, Param, Recompute, Trainable};
 use crate::train::{
-    DeviceChoice, Precision, RecomputeChoice, VisitingMemory, Weights, division, visiting_memory,
+    DeviceChoice, MatmulChoice, Precision, RecomputeChoice, VisitingMemory, Weights, division,
+    visiting_memory,
 };
 use candle_core::{DType, Device, Tensor};
 
@@ -259,6 +260,12 @@ impl ModelShape {
         if config.device != DeviceChoice::Cpu {
             memory.logits = GPU_LOGITS_BYTES as f64;
             memory.delta_limit = GPU_DELTA_BYTES as f64;
+            if config.model.matmul != MatmulChoice::Native {
+                let all = config.model.matmul == MatmulChoice::Fp8All;
+                let [token, layer] = self.loaded.open.text().fp8_bytes(all);
+                memory.activations.token_backward += token;
+                memory.activations.layer_backward += layer;
+            }
         }
         Ok(memory)
     }

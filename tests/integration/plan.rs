@@ -40,6 +40,23 @@ fn the_plan_has_the_memory_that_a_run_records() {
 }
 
 #[test]
+fn fp8_needs_memory_for_codes_and_sums_on_a_gpu() {
+    let place = place();
+    let bytes = |matmul: &str| {
+        let format = format!("model.matmul={matmul}");
+        // so many tokens that backward of a layer needs more memory than the logits
+        let length =
+            ["--set", "data.packing_length=8000000", "--images", "0", "--targets", "0.001"];
+        let planned = plan(&place, &[&length[..], &["--set", &format]].concat());
+        ["cpu_bytes", "gpu_bytes"].map(|of| planned[of]["all"].as_f64().unwrap())
+    };
+    let [native, fp8, all] = ["native", "fp8", "fp8_all"].map(bytes);
+    assert_eq!([native[0], native[0]], [fp8[0], all[0]]);
+    let sums = f64::from(32 << 20);
+    assert!(fp8[1] > native[1] + sums && all[1] > fp8[1], "{native:?} {fp8:?} {all:?}");
+}
+
+#[test]
 fn a_calibration_times_steps_and_leaves_no_file() {
     let place = place();
     let planned = plan(&place, &["--calibrate", "1"]);
