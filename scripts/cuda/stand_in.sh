@@ -145,7 +145,7 @@ PY
   sed 's/"id":3/"ids":3/' "$table" >"$out/damaged.json"
   sft damaged 64 --set "model.algorithms=$out/damaged.json"
   says damaged 'damaged.json`, line 4, column [0-9]+: unknown field `ids`'
-  says damaged 'hint: measure it with `trainer bench --tune'
+  says damaged 'hint: remove the file, and measure it again with `trainer bench --tune'
   # A run resumes with the same table, and not with another one of the same name.
   local resume=(--set "model.algorithms=$out/used.json" --set "output_dir=$out/resumed" --set checkpoint.every_steps=2)
   rm -rf "$out/resumed"

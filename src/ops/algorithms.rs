@@ -13,8 +13,8 @@ use std::fmt;
 const REDUCTIONS: [u32; 2] = [0, 2];
 /// An entry is used for a size that differs by at most this factor from the measured one.
 const MAX_RATIO: f64 = 1.25;
-/// Another algorithm must be faster by this share than the first choice of cuBLASLt. Repeated
-/// measurements differ by about as much.
+/// Another algorithm must be faster by this share than the first choice of cuBLASLt, since repeated
+/// measurements differ, too.
 const MIN_GAIN: f64 = 0.02;
 
 /// Which operand of a product is transposed.

@@ -1,7 +1,7 @@
 //! Which algorithms the products on GPUs use.
 
 use super::algorithms::{AlgorithmEntry, MatmulLibrary};
-use candle_core::Device;
+use candle_core::{Device, Result};
 
 /// What computes a product that no entry serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,8 +13,8 @@ pub enum OtherProducts {
     Measure,
 }
 
-/// Sets the algorithms of the products of this process: those of `entries`, and of `others`.
-/// Builds without CUDA ignore it.
+/// Sets the algorithms of the products of this process: those of `entries`, and for all other
+/// products what `others` says. Builds without CUDA ignore it.
 pub fn set_algorithms(entries: Vec<AlgorithmEntry>, others: OtherProducts) {
     #[cfg(feature = "cuda")]
     super::cuda::set_algorithms(entries, others);
@@ -30,14 +30,14 @@ pub fn algorithm_entries() -> Vec<AlgorithmEntry> {
     Vec::new()
 }
 
-/// The GPU `device` and the library of its products; `None` on the CPU or if the driver reports an
-/// error.
-pub fn matmul_library(device: &Device) -> Option<MatmulLibrary> {
+/// The GPU `device` and the library of its products; `None` on the CPU. Fails if the driver reports
+/// an error.
+pub fn matmul_library(device: &Device) -> Result<Option<MatmulLibrary>> {
     #[cfg(feature = "cuda")]
     return super::cuda::matmul_library(device);
     #[cfg(not(feature = "cuda"))]
     {
         let _ = device;
-        None
+        Ok(None)
     }
 }

@@ -37,8 +37,8 @@ pub fn joined_linear_backward_input<const N: usize>(
     Ok(None)
 }
 
-/// Adds the weight gradients `dy^T x` to those of `dws` that there are, or replaces their contents.
-/// If all follow one another, there is one product.
+/// Adds the weight gradient `dy^T x` of each layer that has a buffer in `dws` to this buffer, or
+/// replaces its contents. If all buffers follow one another, there is one product.
 pub fn joined_linear_backward_weight<const N: usize>(
     x: &Tensor,
     dys: [&Tensor; N],
@@ -64,7 +64,7 @@ pub fn joined_linear_backward_weight<const N: usize>(
     Ok(())
 }
 
-/// All buffers, if there are all and the same is done with their contents.
+/// Returns the buffers if every layer has one and all have the same [`GradWrite`].
 #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
 fn written_alike<const N: usize>(
     dws: [Option<(&Tensor, GradWrite)>; N],

@@ -7,11 +7,13 @@
 //! Conventions of every op:
 //! - Tensors are storage only. Ops record no autograd graph; the caller calls the backward
 //!   functions.
-//! - Operands are contiguous (exceptions are documented) and share one compute dtype, `f32` or `bf16`. Arithmetic is in `f32`.
+//! - Operands are contiguous (exceptions are documented) and share one compute dtype, `f32` or
+//!   `bf16`. Arithmetic is in `f32`.
 //! - `rstd`, `stats`, `lse`, `nll` and all gradient buffers (`dw`, `db`, `dtable`) are `f32`.
 //! - Backward functions *add* to gradient buffers in place. An op may overwrite an operand that it
-//!   takes by value, clones included, and returns a result in that memory. Other results are new
-//!   tensors.
+//!   takes by value, clones included, and returns a result in that memory. `replace_columns` and
+//!   `qk_norm_rope_backward` also overwrite an operand that is columns of a wider matrix. Other
+//!   results are new tensors.
 //! - Results have the same bits for any number of threads.
 //! - An operand that is written in place must not share memory with another operand.
 //! - Errors name the op, the operand, the value found and the value expected.

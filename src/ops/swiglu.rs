@@ -3,7 +3,7 @@
 //! Shapes: `gate`, `up`, `y` and their gradients have the same shape, of any rank. On a GPU, `gate`
 //! and `up` may also be the two halves of the columns of one matrix.
 
-use super::adjacent::are_columns;
+use super::adjacent::{are_columns, joins_products};
 use super::cpu::blocks::{Full, Slots, elementwise};
 use super::cpu::in_place::{RecomputeInput, change};
 use super::cpu::simd::{kernels, sigmoid};
@@ -70,7 +70,7 @@ pub fn swiglu_backward(
     expect_shape(op, "up", &up, gate.dims())?;
     expect_shape(op, "dy", &dy, gate.dims())?;
     let inputs = [("gate", &gate), ("up", &up)];
-    if !are_columns(&[&gate, &up]) {
+    if !(joins_products(gate.device()) && are_columns(&[&gate, &up])) {
         distinct(op, "gate", &gate, &[("up", &up)])?;
     }
     for (name, tensor) in inputs {

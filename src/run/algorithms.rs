@@ -48,12 +48,13 @@ pub(crate) fn use_algorithms(config: &RunConfig, device: &Device) -> Result<(), 
     let table = read_algorithms(config)?;
     let mut entries = Vec::new();
     if let (Some((table, _)), Some(file)) = (table, &config.model.algorithms)
-        && let Some(library) = matmul_library(device)
+        && let Some(library) = matmul_library(device)?
     {
         let (file, products) = (file.display(), table.products.len());
         if let Some(problem) = table.mismatch(&library) {
             tracing::warn!(
-                "the table `{file}` is not used: {problem}. cuBLASLt chooses the algorithms; {MEASURE}"
+                "the table `{file}` is not used: {problem}. cuBLASLt chooses the algorithms; \
+                 {MEASURE}"
             );
         } else {
             tracing::info!(%file, products, "algorithms");

@@ -170,16 +170,16 @@ pub enum RunError {
         /// The underlying error.
         problem: GroupError,
     },
-    /// The file of `model.algorithms` cannot be read.
-    #[error("`model.algorithms`: cannot read `{}`: {problem}", .file.display())]
+    /// A table of algorithms cannot be read.
+    #[error("cannot read the table of algorithms `{}`: {problem}", .file.display())]
     AlgorithmsFile {
         /// The file.
         file: PathBuf,
         /// The error of the operating system.
         problem: io::Error,
     },
-    /// The file of `model.algorithms` is no table of algorithms.
-    #[error("`model.algorithms`: `{}`, {problem}", .file.display())]
+    /// A file is not a table of algorithms.
+    #[error("the table of algorithms `{}`, {problem}", .file.display())]
     Algorithms {
         /// The file.
         file: PathBuf,
@@ -360,7 +360,10 @@ impl RunError {
             Self::StateVersion { .. } => {
                 "continue with the version of the program that wrote it; set `model.path` to the checkpoint to start from its weights"
             }
-            Self::AlgorithmsFile { .. } | Self::Algorithms { .. } => MEASURE,
+            Self::AlgorithmsFile { .. } => MEASURE,
+            Self::Algorithms { .. } => {
+                "remove the file, and measure it again with `trainer bench --tune FILE --config CONFIG`"
+            }
             Self::InputsChanged { .. } => {
                 "restore these files, or start a new run with `--resume never`; set `model.path` to the checkpoint to start from its weights"
             }

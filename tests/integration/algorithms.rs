@@ -76,7 +76,7 @@ fn a_table_that_cannot_be_read_is_an_error_with_its_place() {
     place
         .trainer(&SFT)
         .ends_with(64)
-        .says("config.yaml:2:34: `model.algorithms`: cannot read `table.json`: No such file");
+        .says("config.yaml:2:34: cannot read the table of algorithms `table.json`: No such file");
 }
 
 #[test]

@@ -25,24 +25,28 @@ pub(super) fn run(
     table: &mut Table,
 ) -> anyhow::Result<()> {
     let device = config.device.open()?;
-    let Some(library) = matmul_library(&device) else {
+    let Some(library) = matmul_library(&device)? else {
         let message =
             "`--tune` measures algorithms of a GPU, and the device of the config is the CPU";
         return Err(Failure::new(Exit::Usage, message)
-            .hint("use a build with `--features cuda` on a machine with a GPU, and `--set device=cuda:0`")
+            .hint(
+                "use a build with `--features cuda` on a machine with a GPU, and \
+                 `--set device=cuda:0`",
+            )
             .into());
     };
     let earlier = earlier(file, &library)?;
     let known = earlier.len();
+    let with = |products| AlgorithmTable { measured_on: library.clone(), products };
+    // Measuring takes minutes, so that the file can be written is found out first.
+    write_atomically(file, with(earlier.clone()).to_text().as_bytes())?;
     set_algorithms(earlier, OtherProducts::Measure);
     let measured = measure(config, steps, &device);
     let products = algorithm_entries();
     set_algorithms(Vec::new(), OtherProducts::FirstChoice);
     // An error in a later step, such as exhausted memory, does not lose what was measured.
-    let algorithms = AlgorithmTable { measured_on: library, products };
-    if !algorithms.products.is_empty() {
-        write_atomically(file, algorithms.to_text().as_bytes())?;
-    }
+    let algorithms = with(products);
+    write_atomically(file, algorithms.to_text().as_bytes())?;
     measured?;
     if algorithms.products.is_empty() {
         let message = "cuBLASLt has no algorithm that can be measured for any product of the steps";
@@ -67,7 +71,10 @@ pub(super) fn run(
 
 /// The entries of the table in `file`; none if there is no such file.
 fn earlier(file: &Path, library: &MatmulLibrary) -> anyhow::Result<Vec<AlgorithmEntry>> {
-    if !file.exists() {
+    let exists = file
+        .try_exists()
+        .map_err(|error| Failure::new(Exit::Usage, format!("`{}`: {error}", file.display())))?;
+    if !exists {
         return Ok(Vec::new());
     }
     let (table, _) = read_table(file).map_err(|error| {

@@ -107,6 +107,13 @@ fn addend_and_factor(op: &str, gemm: &Gemm<'_>, dst: u64) -> Result<(u64, f32)> 
     })
 }
 
+fn warn_of_slow_kernel(product: &Product) {
+    tracing::warn!(
+        %product,
+        "cublasLt has no algorithm for this product: a slow kernel computes it"
+    );
+}
+
 impl Library {
     fn run(
         &mut self,
@@ -168,8 +175,14 @@ impl Library {
             match call.start(&used) {
                 // Possibly an algorithm of the table.
                 Err(error) if is_refusal(error) => {
+                    if stored.replaces(product) {
+                        stored.warn(product);
+                    }
                     let first = call.choices(&product.alignments, 1)?.into_iter().next();
                     algorithm = first.filter(|first| *first != used);
+                    if algorithm.is_none() {
+                        warn_of_slow_kernel(product);
+                    }
                     self.algorithms.insert(product.clone(), algorithm);
                 }
                 started => return started.map(|()| true),
@@ -194,10 +207,7 @@ impl Library {
             None => call.choices(&product.alignments, 1)?.into_iter().next(),
         };
         if found.is_none() {
-            tracing::warn!(
-                %product,
-                "cublasLt has no algorithm for this product: a slow kernel computes it"
-            );
+            warn_of_slow_kernel(product);
         }
         if self.algorithms.len() >= MAX_ALGORITHMS {
             self.algorithms.clear();

@@ -18,8 +18,8 @@ const MAX_RUNS: usize = 200;
 /// Measures `choices`, those of cublasLt in its order, and returns the entry of the product; `None`
 /// if all of them fail.
 ///
-/// The results are written to other memory, so that the product can still be computed. Each round
-/// measures all algorithms in turn: the clock rate of a GPU changes over time.
+/// The results are written to other memory on the device of `dst`, so that the product can still be
+/// computed. Each round measures all algorithms in turn: the clock rate of a GPU changes over time.
 pub(super) fn measure(
     product: &Product,
     call: &Call<'_>,
@@ -27,24 +27,27 @@ pub(super) fn measure(
     dst: &Tensor,
     device: &CudaDevice,
 ) -> Result<Option<AlgorithmEntry>> {
-    let scratch = Tensor::zeros(dst.shape(), dst.dtype(), dst.device())?;
+    // `dst` may be the first part only of the destination.
+    let [m, n, _] = product.shape;
+    let scratch = Tensor::zeros(m * n, dst.dtype(), dst.device())?;
     let d = address("measure", "scratch", &scratch)?.0;
     let call = Call { c: if product.in_place { d } else { call.c }, d, ..*call };
     let mut rounds = vec![Vec::new(); choices.len()];
-    let mut runs = 1;
-    // The first two rounds warm up and find the number of runs.
+    let mut runs = vec![1; choices.len()];
+    // The first two rounds warm up and find the number of runs of each algorithm.
     for round in 0..2 + ROUNDS {
-        for (algorithm, times) in choices.iter().zip(&mut rounds) {
+        for ((algorithm, times), runs) in choices.iter().zip(&mut rounds).zip(&mut runs) {
             let is_used = settings(algorithm).is_some_and(|settings| settings.is_deterministic());
-            if is_used && let Some(time) = time(&call, algorithm, runs, device)? {
-                times.push(time);
+            if !is_used {
+                continue;
             }
-        }
-        let slowest =
-            rounds.iter().filter_map(|times| times.last()).fold(0.0, |a, b| f64::max(a, *b));
-        if round < 2 {
-            rounds.iter_mut().for_each(Vec::clear);
-            runs = ((ROUND_US / slowest).ceil() as usize).clamp(1, MAX_RUNS);
+            match time(&call, algorithm, *runs, device)? {
+                Some(us) if round < 2 => {
+                    *runs = ((ROUND_US / us).ceil() as usize).clamp(1, MAX_RUNS);
+                }
+                Some(us) => times.push(us),
+                None => {}
+            }
         }
     }
     let times: Vec<Option<f64>> = rounds.into_iter().map(median).collect();

@@ -4,9 +4,10 @@
 
 use super::blas_call::{Algorithm, Call};
 use crate::ops::{AlgorithmEntry, AlgorithmSettings, MatmulLibrary, OtherProducts, Product};
-use candle_core::Device;
+use candle_core::cuda_backend::WrapErr as _;
 use candle_core::cuda_backend::cudarc::cublaslt::sys;
 use candle_core::cuda_backend::cudarc::driver;
+use candle_core::{Device, Result};
 use std::ffi::c_void;
 use sys::cublasLtMatmulAlgoConfigAttributes_t as Attribute;
 
@@ -38,6 +39,12 @@ impl Stored {
         if settings(&algorithm) == Some(entry.settings) && call.accepts(&algorithm) {
             return Some(algorithm);
         }
+        self.warn(product);
+        None
+    }
+
+    /// Warns, for the first such product, that cublasLt refuses the algorithm of its entry.
+    pub(super) fn warn(&mut self, product: &Product) {
         if !std::mem::replace(&mut self.warned, true) {
             tracing::warn!(
                 %product,
@@ -45,11 +52,16 @@ impl Stored {
                  choice for this product"
             );
         }
-        None
+    }
+
+    /// Whether an entry has another algorithm for the product than the first choice of cublasLt.
+    pub(super) fn replaces(&self, product: &Product) -> bool {
+        AlgorithmEntry::nearest(&self.entries, product).is_some_and(|entry| entry.place > 0)
     }
 }
 
-/// The settings of an algorithm; `None` if cublasLt cannot read them.
+/// The settings of an algorithm; `None` if cublasLt cannot read them. The last two are 0 with a
+/// version or for a GPU that does not know them.
 pub(super) fn settings(algorithm: &Algorithm) -> Option<AlgorithmSettings> {
     Some(AlgorithmSettings {
         id: setting(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_ID)?,
@@ -59,8 +71,10 @@ pub(super) fn settings(algorithm: &Algorithm) -> Option<AlgorithmSettings> {
         reduction: setting(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME)?,
         swizzle: setting(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_CTA_SWIZZLING)?,
         custom: setting(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION)?,
-        inner_shape: setting(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID)?,
-        cluster_shape: setting(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID)?,
+        inner_shape: setting(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID)
+            .unwrap_or(0),
+        cluster_shape: setting(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID)
+            .unwrap_or(0),
     })
 }
 
@@ -82,19 +96,19 @@ fn setting(algorithm: &Algorithm, attribute: Attribute) -> Option<u32> {
     })
 }
 
-pub(in crate::ops) fn matmul_library(device: &Device) -> Option<MatmulLibrary> {
-    let Device::Cuda(gpu) = device else { return None };
+pub(in crate::ops) fn matmul_library(device: &Device) -> Result<Option<MatmulLibrary>> {
+    let Device::Cuda(gpu) = device else { return Ok(None) };
     let stream = gpu.cuda_stream();
     let context = stream.context();
-    let (major, minor) = context.compute_capability().ok()?;
+    let (major, minor) = context.compute_capability().w()?;
     let mut driver = 0;
     // SAFETY: the result is written to a variable.
-    unsafe { driver::sys::cuDriverGetVersion(&raw mut driver) }.result().ok()?;
-    Some(MatmulLibrary {
-        gpu: context.name().ok()?,
+    unsafe { driver::sys::cuDriverGetVersion(&raw mut driver) }.result().w()?;
+    Ok(Some(MatmulLibrary {
+        gpu: context.name().w()?,
         compute_capability: format!("{major}.{minor}"),
         // SAFETY: it has no requirements.
         cublaslt: unsafe { sys::cublasLtGetVersion() },
         driver,
-    })
+    }))
 }

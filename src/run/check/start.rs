@@ -17,7 +17,8 @@ use crate::dist::Processes;
 use crate::train::{AttentionChoice, DeviceChoice, MatmulChoice};
 use std::sync::Arc;
 
-/// Checks the device, the algorithms of its products, the number of ranks and the rule of the best evaluation.
+/// Checks the device, the algorithms of its products, the number of ranks and the rule of the best
+/// evaluation.
 pub(super) fn check(config: &RunConfig, left_out: &LeftOut, report: &mut CheckReport) {
     // With `auto`, only FP8 depends on the device.
     let is_named = matches!(config.device, DeviceChoice::Cuda(_));
