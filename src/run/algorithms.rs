@@ -23,31 +23,36 @@ pub fn read_table(file: &Path) -> Result<(AlgorithmTable, String), RunError> {
     Ok((table, text))
 }
 
-/// Reads the table of a config, if it has one.
-pub(super) fn read_algorithms(
+/// Reads the table of a config with its text, if it has one.
+pub(crate) fn read_algorithms(
     config: &RunConfig,
 ) -> Result<Option<(AlgorithmTable, String)>, RunError> {
     config.model.algorithms.as_deref().map(read_table).transpose()
 }
 
 /// Digests of what the steps read besides rows and weights, each with a name for messages.
+/// `algorithms` is what [`read_algorithms`] returned.
 pub(super) fn input_digests(
-    config: &RunConfig,
+    algorithms: Option<&(AlgorithmTable, String)>,
     encoder: &Encoder,
-) -> Result<BTreeMap<String, String>, RunError> {
+) -> BTreeMap<String, String> {
     let mut digests = encoder.digests();
-    if let Some((_, text)) = read_algorithms(config)? {
+    if let Some((_, text)) = algorithms {
         digests.insert(TABLE.to_owned(), format!("{:x}", Sha256::digest(text.as_bytes())));
     }
-    Ok(digests)
+    digests
 }
 
 /// Sets the algorithms of the products on `device` to those of the config's table, or else to those
 /// that cuBLASLt chooses. Warns if the table belongs to another GPU or another version of cuBLASLt.
-pub(crate) fn use_algorithms(config: &RunConfig, device: &Device) -> Result<(), RunError> {
-    let table = read_algorithms(config)?;
+/// `algorithms` is what [`read_algorithms`] returned.
+pub(crate) fn use_algorithms(
+    config: &RunConfig,
+    algorithms: Option<&(AlgorithmTable, String)>,
+    device: &Device,
+) -> Result<(), RunError> {
     let mut entries = Vec::new();
-    if let (Some((table, _)), Some(file)) = (table, &config.model.algorithms)
+    if let (Some((table, _)), Some(file)) = (algorithms, &config.model.algorithms)
         && let Some(library) = matmul_library(device)?
     {
         let (file, products) = (file.display(), table.products.len());
@@ -58,7 +63,7 @@ pub(crate) fn use_algorithms(config: &RunConfig, device: &Device) -> Result<(), 
             );
         } else {
             tracing::info!(%file, products, "algorithms");
-            entries = table.products;
+            entries.clone_from(&table.products);
         }
     }
     set_algorithms(entries, OtherProducts::FirstChoice);

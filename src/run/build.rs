@@ -1,7 +1,7 @@
 //! Assembles the model, data, optimizer and output files of a run from a config.
 
 use super::adapter::open_run_model;
-use super::algorithms::{input_digests, use_algorithms};
+use super::algorithms::{input_digests, read_algorithms, use_algorithms};
 use super::check::warn_about_resources;
 use super::error::RunError;
 use super::evaluations::{bring_best, eval_rule};
@@ -26,6 +26,7 @@ use crate::data::{
     BackgroundCacheWriter, CachedRows, DataState, Encoder, JsonlRows, Loader, MediaLook, RowReader,
 };
 use crate::dist::{Group, Monitor, fail};
+use crate::ops::AlgorithmTable;
 use crate::optim::{OptimConfig, Schedule, Span};
 use crate::train::{
     BaseModel, EvalRule, Health, Observer, Outcome, Ranks, Rejected, SampleLog, StepRunner,
@@ -155,13 +156,13 @@ impl Run {
             warn_about_resources(config);
         }
         let observer = options.observer;
-        let device = open_device(config, &ranks)?;
+        let (device, algorithms) = open_device(config, &ranks)?;
         let encoder = encoder(config)?;
         let (rows, eval_rows) = ranks
             .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
         let eval_rule = eval_rule(config)?;
         let data_fingerprint = data_digest(&rows);
-        let inputs = input_digests(config, &encoder)?;
+        let inputs = input_digests(algorithms.as_ref(), &encoder);
         let resumed = found.map(|found| resumed_state(found, &data_fingerprint, &inputs));
         let resumed = resumed.transpose()?;
         check_media(config, &rows, found.filter(|_| is_first), resumed.as_ref())?;
@@ -257,11 +258,15 @@ struct RunData {
     eval_rule: Option<EvalRule>,
 }
 
-/// Opens the device, and sets the algorithms of its products.
-fn open_device(config: &RunConfig, ranks: &SetupRanks) -> Result<Device, RunError> {
+/// Opens the device, and sets the algorithms of its products. Returns their table with its text.
+fn open_device(
+    config: &RunConfig,
+    ranks: &SetupRanks,
+) -> Result<(Device, Option<(AlgorithmTable, String)>), RunError> {
     let device = ranks.device(config.device)?;
-    use_algorithms(config, &device)?;
-    Ok(device)
+    let algorithms = read_algorithms(config)?;
+    use_algorithms(config, algorithms.as_ref(), &device)?;
+    Ok((device, algorithms))
 }
 
 /// Compares what the ranks read before they load the model.

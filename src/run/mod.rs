@@ -68,7 +68,7 @@ pub use resume::Resume;
 pub use setup_error::SetupError;
 
 pub(crate) use adapter::{load_for_run, load_to_generate, load_with_adapter};
-pub(crate) use algorithms::use_algorithms;
+pub(crate) use algorithms::{read_algorithms, use_algorithms};
 pub(crate) use inputs::{DataList, check, encoder, loader_options, open_data, order};
 pub(crate) use load_shares::whole_model;
 pub(crate) use plan::update_cache;

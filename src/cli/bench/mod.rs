@@ -56,8 +56,7 @@ pub(super) struct BenchArgs {
     /// whose products are measured
     #[arg(long, default_value_t = 10)]
     steps: u64,
-    /// Device of `--ops`: `cpu`, `cuda:N` or `auto`; the others use the device of
-    /// the config
+    /// Device of `--ops`: `cpu`, `cuda:N` or `auto`; the others use that of the config
     #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
     device: DeviceChoice,
     /// Dtype of the operands of `--ops`; by default `f32` on a CPU and `bf16` on a GPU

@@ -12,8 +12,8 @@ use crate::metrics::{
 use crate::ops::{GPU_LOGITS_BYTES, gpu_memory, gpu_properties};
 use crate::optim::state_bytes_per_weight;
 use crate::run::{
-    RESERVED, load_with_adapter, loader_options, memory_model, order, step_runner, use_algorithms,
-    weight_storage, whole_model,
+    RESERVED, load_with_adapter, loader_options, memory_model, order, read_algorithms, step_runner,
+    use_algorithms, weight_storage, whole_model,
 };
 use crate::train::{PreparedStep, StepRunner, WeightStorage, visiting_memory};
 use candle_core::{DType, Device};
@@ -150,7 +150,7 @@ impl Bench {
 pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::Result<()> {
     let started = Instant::now();
     let device = config.device.open()?;
-    use_algorithms(config, &device)?;
+    use_algorithms(config, read_algorithms(config)?.as_ref(), &device)?;
     let mut bench = Bench::new(config, &device)?;
     let (mut ahead, mut predicted, mut totals) = (None, 0f64, Totals::default());
     let (mut cpu_before, mut first, mut first_step_s, mut loss) = (0.0, (0.0, 0.0), 0.0, 0.0);

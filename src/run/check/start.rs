@@ -93,6 +93,8 @@ pub(super) fn check_resumed(
     rows: &Arc<JsonlRows>,
     found: &Found,
 ) -> Result<(), RunError> {
-    let state = resumed_state(found, &data_digest(rows), &input_digests(config, encoder)?)?;
+    let algorithms = read_algorithms(config)?;
+    let inputs = input_digests(algorithms.as_ref(), encoder);
+    let state = resumed_state(found, &data_digest(rows), &inputs)?;
     check_media(config, rows, Some(found), Some(&state))
 }
