@@ -9,19 +9,25 @@ const COLOURS: [&str; 11] =
 
 /// Returns `text` with its control characters written as `\u{1b}`. Ends of lines and tabs stay.
 pub(super) fn escaped(text: &str) -> Cow<'_, str> {
-    escape(text, |_| false)
+    escape(text, |c, _| matches!(c, '\n' | '\t'))
 }
 
-/// [`escaped`] for a line of a log with colours, whose codes stay.
-pub(super) fn escaped_with_colours(text: &str) -> Cow<'_, str> {
-    escape(text, |rest| COLOURS.iter().any(|code| rest.starts_with(code)))
+/// [`escaped`] for a log line, which stays one line whatever its fields contain. With `colours`, the
+/// codes of colours stay.
+pub(super) fn escaped_line(line: &str, colours: bool) -> Cow<'_, str> {
+    let end = line.len() - usize::from(line.ends_with('\n'));
+    escape(line, |c, at| {
+        let is_colour = || COLOURS.iter().any(|code| line[at + 1..].starts_with(code));
+        at == end || c == '\t' || (colours && c == '\u{1b}' && is_colour())
+    })
 }
 
-/// `is_colour` receives the text after an escape character.
-fn escape(text: &str, is_colour: impl Fn(&str) -> bool) -> Cow<'_, str> {
+/// `stays` receives a character and its place.
+fn escape(text: &str, stays: impl Fn(char, usize) -> bool) -> Cow<'_, str> {
+    // Besides control characters: ends of lines and of paragraphs, and changes of direction.
     let is_raw = |at: usize, c: char| {
-        let stays = matches!(c, '\n' | '\t') || (c == '\u{1b}' && is_colour(&text[at + 1..]));
-        c.is_control() && !stays
+        (c.is_control() || matches!(c, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}'))
+            && !stays(c, at)
     };
     if !text.char_indices().any(|(at, c)| is_raw(at, c)) {
         return Cow::Borrowed(text);
@@ -46,14 +52,18 @@ mod tests {
         let text = "\u{1b}[2J\u{1b}[31mred\r\u{7}\u{9b}2J\u{7f}";
         let shown = r"\u{1b}[2J\u{1b}[31mred\r\u{7}\u{9b}2J\u{7f}";
         assert_eq!(escaped(text), shown);
+        assert_eq!(escaped("\u{202e}fdp.exe"), r"\u{202e}fdp.exe");
         let plain = "two\nlines\t\u{4e2d} \u{1f4bb} \\u{1b}";
         assert!(matches!(escaped(plain), Cow::Borrowed(same) if same == plain));
     }
 
     #[test]
-    fn a_log_keeps_its_colours_and_shows_all_other_codes() {
+    fn a_log_line_stays_one_line_and_keeps_its_colours_only() {
         let line = "\u{1b}[33m WARN\u{1b}[0m \u{1b}[8mhidden\u{1b}]0;title\u{7}";
         let shown = "\u{1b}[33m WARN\u{1b}[0m \\u{1b}[8mhidden\\u{1b}]0;title\\u{7}";
-        assert_eq!(escaped_with_colours(line), shown);
+        assert_eq!(escaped_line(line, true), shown);
+        let forged = "INFO data file=a\n12:00:00 INFO finished\u{2028}\r\n\n";
+        let shown = "INFO data file=a\\n12:00:00 INFO finished\\u{2028}\\r\\n\n";
+        assert_eq!(escaped_line(forged, false), shown);
     }
 }

@@ -6,7 +6,7 @@
 //!
 //! The file has the date in front of the time, and all levels down to `debug`.
 
-use super::escaped::{escaped, escaped_with_colours};
+use super::escaped::escaped_line;
 use super::terminal::{Terminal, wrapped};
 use chrono::Local;
 use clap::builder::styling::{AnsiColor, Style};
@@ -173,8 +173,7 @@ struct Stderr {
 impl Write for Stderr {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let text = String::from_utf8_lossy(line);
-        let colours = self.terminal.colours;
-        let text = if colours { escaped_with_colours(&text) } else { escaped(&text) };
+        let text = escaped_line(&text, self.terminal.colours);
         let text = match self.terminal.columns() {
             Some(columns) => wrapped(&text, columns),
             None => text,
@@ -202,7 +201,7 @@ struct LogFile(Arc<Mutex<LogTarget>>);
 impl Write for LogFile {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let text = String::from_utf8_lossy(line);
-        let text = escaped(&text);
+        let text = escaped_line(&text, false);
         match &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
             LogTarget::Early(lines) if lines.len() + text.len() > MAX_EARLY_BYTES => {}
             LogTarget::Early(lines) => lines.extend_from_slice(text.as_bytes()),
@@ -240,7 +239,7 @@ mod tests {
             tracing::info!(step = 1, "early");
             logging.write_to(&path).unwrap();
             tracing::warn!(path = "a b", "late");
-            tracing::warn!(row = %"\u{1b}[2J", "rejected");
+            tracing::warn!(row = %"\u{1b}[2J\n2026-11-23 14:03:31 INFO finished", "rejected");
             tracing::debug!("a decision");
             tracing::debug!(target: "a_library", "not ours");
         });
@@ -250,7 +249,7 @@ mod tests {
         assert!(lines[0].ends_with(" INFO early step=1"), "{text}");
         assert!(lines[1].ends_with(" WARN late path=\"a b\""), "{text}");
         assert!(!text.contains('\u{1b}'), "raw escapes in a file: {text:?}");
-        assert!(lines[2].ends_with(r"rejected row=\u{1b}[2J"), "{text}");
+        assert!(lines[2].contains(r"rejected row=\u{1b}[2J\n2026-11-23 14:03:31 INFO"), "{text}");
         assert!(lines[3].ends_with(" DEBUG a decision"), "{text}");
         assert_eq!(lines[0].len(), "2026-11-23 14:03:31 INFO early step=1".len(), "{text}");
     }

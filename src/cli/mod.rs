@@ -121,8 +121,10 @@ pub fn main() -> ExitCode {
         }
     };
     crate::ops::exit_when_out_of_memory(Exit::Resources as i32);
-    // The stack size of a main thread. An error means that the pool already exists.
-    let _ = rayon::ThreadPoolBuilder::new().stack_size(8 << 20).build_global();
+    // The stack size of a main thread. No pool exists yet, so an error is one of the system.
+    if let Err(error) = rayon::ThreadPoolBuilder::new().stack_size(8 << 20).build_global() {
+        return report::report(&panics::no_thread(&error).into());
+    }
     // The command runs on a worker of the pool: from any other thread, each of the hundreds of
     // parallel ops of a step would put that thread to sleep and wake it again.
     match rayon::scope(|_| panics::caught(|| run(&cli.command))) {

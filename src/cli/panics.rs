@@ -3,6 +3,7 @@
 use super::failure::{Exit, Failure};
 use super::report::BUG;
 use std::cell::RefCell;
+use std::fmt::Display;
 use std::panic::{self, AssertUnwindSafe};
 
 thread_local! {
@@ -35,10 +36,15 @@ pub(super) fn caught<T>(run: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Resu
 fn failure(last: &str) -> Failure {
     // the standard library and rayon panic if the system has no memory or no process for a thread
     if NO_THREAD.iter().any(|start| last.starts_with(start)) {
-        return Failure::new(Exit::Resources, format!("cannot start a thread: {last}"))
-            .hint("raise the limits (`ulimit -v`, `ulimit -u`), or lower `data.workers`");
+        return no_thread(&last);
     }
     Failure::new(Exit::Software, format!("the program failed: {last}")).hint(BUG)
+}
+
+/// The error of a system that has no memory or no process for a thread.
+pub(super) fn no_thread(cause: &dyn Display) -> Failure {
+    Failure::new(Exit::Resources, format!("cannot start a thread: {cause}"))
+        .hint("raise the limits (`ulimit -v`, `ulimit -u`), or lower `data.workers`")
 }
 
 const NO_THREAD: [&str; 2] =

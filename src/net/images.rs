@@ -25,8 +25,6 @@ const FIRST_WAIT: Duration = Duration::from_millis(250);
 const MAX_WAIT: Duration = Duration::from_secs(30);
 /// Number of downloads that may run at the same time.
 const LOCKS: usize = 64;
-/// Allows requests to 127.0.0.1, for tests.
-const TEST_VARIABLE: &str = "TRAINER_TEST_LOOPBACK_URLS";
 
 /// Limits on the download of one image.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -35,6 +33,15 @@ pub struct UrlLimits {
     pub timeout: Duration,
     /// Maximum size of an image.
     pub max_bytes: u64,
+}
+
+/// In a build for tests, `TRAINER_TEST_LOOPBACK_URLS` allows requests to 127.0.0.1.
+fn reach() -> Reach {
+    #[cfg(feature = "testing")]
+    if std::env::var_os("TRAINER_TEST_LOOPBACK_URLS").is_some() {
+        return Reach::PublicAndTests;
+    }
+    Reach::Public
 }
 
 /// Downloads images by URL and keeps them in a folder.
@@ -52,9 +59,7 @@ pub struct UrlImages {
 impl UrlImages {
     /// Keeps images in `folder`, which is created with the first download.
     pub fn new(folder: &Path, limits: UrlLimits) -> Result<Self, HttpError> {
-        let for_tests = std::env::var_os(TEST_VARIABLE).is_some();
-        let reach = if for_tests { Reach::PublicAndTests } else { Reach::Public };
-        Self::with_reach(folder, limits, reach)
+        Self::with_reach(folder, limits, reach())
     }
 
     fn with_reach(folder: &Path, limits: UrlLimits, reach: Reach) -> Result<Self, HttpError> {

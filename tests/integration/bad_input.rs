@@ -3,6 +3,7 @@
 //! `tests/fixtures/bad_input.md` lists every broken config and row, with the words in which the
 //! binary refuses it. `@TMP@` is the folder in which a test runs.
 
+use super::harness::binary;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::fs;
@@ -55,7 +56,7 @@ fn reported(output: &Output, folder: &Path) -> (String, String) {
 }
 
 fn trainer(args: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    let mut command = Command::new(binary());
     command
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .env_remove("RUST_LOG")

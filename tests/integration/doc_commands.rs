@@ -4,7 +4,7 @@
 //! repository, with the tested binary instead of `cargo run --release --`. A block whose first line
 //! is a comment of `SKIPPED` does not run. Other languages (`text`, `json`, ..) are illustrations.
 
-use super::harness::{Output, Place, finish};
+use super::harness::{Output, Place, binary, finish};
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -130,7 +130,7 @@ fn every_command_of_the_documentation_runs_as_written() {
     for page in pages {
         let name = page.strip_prefix(root).unwrap().display().to_string();
         for block in bash_blocks(&fs::read_to_string(&page).unwrap()) {
-            let Some(script) = script(&block.text, env!("CARGO_BIN_EXE_trainer")) else {
+            let Some(script) = script(&block.text, &binary()) else {
                 continue;
             };
             num_run += 1;

@@ -1,6 +1,8 @@
 //! Runs the binary in a temporary folder, with a tiny model and rows from `tests/golden`.
 
 use candle_core::{DType, Device, Tensor, safetensors};
+use proptest::strategy::Strategy;
+use proptest::test_runner::{Config as ProptestConfig, RngSeed, TestCaseError, TestRunner};
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -44,6 +46,34 @@ pub(crate) fn device() -> candle_core::Device {
         device_name().parse::<trainer::train::DeviceChoice>().unwrap().open().unwrap()
     });
     DEVICE.clone()
+}
+
+/// The binary that tests run: that of this build, or `TRAINER_TEST_BINARY`, which `.ci/run` sets to the
+/// one with the default features.
+pub(crate) fn binary() -> String {
+    let built = || env!("CARGO_BIN_EXE_trainer").to_owned();
+    std::env::var("TRAINER_TEST_BINARY").unwrap_or_else(|_| built())
+}
+
+/// Checks a property with `cases` random values. A failure prints how to repeat it.
+#[track_caller]
+pub(crate) fn property<S: Strategy>(
+    cases: u32,
+    values: &S,
+    check: impl Fn(S::Value) -> Result<(), TestCaseError>,
+) {
+    let mut config = ProptestConfig { cases, failure_persistence: None, ..Default::default() };
+    let seed = match config.rng_seed {
+        RngSeed::Fixed(seed) => seed,
+        RngSeed::Random => rand::random(),
+    };
+    config.rng_seed = RngSeed::Fixed(seed);
+    if let Err(error) = TestRunner::new(config).run(values, check) {
+        let name = std::thread::current().name().unwrap_or_default().to_owned();
+        let again =
+            format!("PROPTEST_RNG_SEED={seed} cargo test --release --test integration {name}");
+        panic!("{error}\nto repeat: {again}");
+    }
 }
 
 /// Path of a file in `tests/golden`.
@@ -112,7 +142,7 @@ impl Place {
     /// A command that runs the binary in this folder, without the logging, thread and proxy
     /// variables of the test's environment. It makes no request to the hub.
     pub(crate) fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+        let mut command = Command::new(binary());
         command.args(arguments).current_dir(self.folder.path()).stdin(Stdio::null());
         command.env_remove("RUST_LOG").env_remove("RAYON_NUM_THREADS").env_remove("TRAINER_SIMD");
         command.env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.path("hf")).env_remove("HF_TOKEN");

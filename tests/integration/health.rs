@@ -1,7 +1,7 @@
 //! What a run does when something goes wrong: values that are not finite, signals, a disk that
 //! takes no more, inputs that changed.
 
-use super::harness::{Output, Place, finish, golden, without_measured, write};
+use super::harness::{Output, Place, binary, finish, golden, without_measured, write};
 use super::images::bmp;
 use serde_json::Value;
 use sha2::Digest as _;
@@ -193,7 +193,7 @@ fn the_watchdog_learns_that_training_has_ended() {
 fn a_run_under_nohup_survives_the_end_of_the_terminal() {
     let place = place(4000);
     let mut command = Command::new("nohup");
-    command.arg(env!("CARGO_BIN_EXE_trainer")).args(sft(&[])).current_dir(place.path("."));
+    command.arg(binary()).args(sft(&[])).current_dir(place.path("."));
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = command.spawn().unwrap();
     wait_until("step 2", &mut child, || has_step(&place, 2));
@@ -261,7 +261,7 @@ fn an_evaluation_is_stopped_between_a_few_rows() {
 fn limited(place: &Place, limit: &str, arguments: &[&str]) -> Output {
     let mut command = Command::new("sh");
     let script = format!("{limit}; exec \"$0\" \"$@\"");
-    command.args(["-c", &script, env!("CARGO_BIN_EXE_trainer")]).args(arguments);
+    command.args(["-c", &script, &binary()]).args(arguments);
     finish(command.current_dir(place.path(".")))
 }
 
@@ -531,6 +531,15 @@ fn a_run_that_diverges_says_so_when_it_is_noticed_and_at_its_end() {
     let run = place.trainer(&sft(&fixed)).ends_with(0);
     let run = run.says("the loss has been above its start for 100 steps");
     run.says("the loss ended above its first values: the run has diverged");
+}
+
+#[test]
+fn a_process_that_may_not_start_its_threads_ends_with_71() {
+    let place = Place::with_model_and_rows();
+    let limit = "export RAYON_NUM_THREADS=200; ulimit -v 500000";
+    let check = ["check", "--config", "config.yaml"];
+    let failed = limited(&place, limit, &check).ends_with(71);
+    failed.says("error: cannot start a thread").says("hint: raise the limits");
 }
 
 /// Otherwise the C library reserves 64 MiB of addresses for each thread, and a thread cannot be started.

@@ -3,13 +3,14 @@
 use crate::harness::{Output, Place, finish, golden, write};
 use crate::web::{Reply, Seen, Server};
 use serde_json::{Value, json};
+use sha1::Sha1;
 use sha2::{Digest as _, Sha256};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, LazyLock, Mutex};
 
 const TOKEN: &str = "hf_SecretOfThisTest";
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -39,6 +40,12 @@ fn etag(bytes: &[u8]) -> String {
     format!("{:x}", Sha256::digest(bytes))
 }
 
+/// The tag of a small file.
+fn git_hash(bytes: &[u8]) -> String {
+    let start = format!("blob {}\0", bytes.len());
+    format!("{:x}", Sha1::new_with_prefix(start).chain_update(bytes).finalize())
+}
+
 /// A hub that keeps large files on another server, as the real one does.
 struct Hub {
     hub: Server,
@@ -51,6 +58,16 @@ impl Hub {
         kind: &'static str,
         files: Files,
         change: impl Fn(&Seen, Reply) -> Reply + Send + Sync + 'static,
+    ) -> Self {
+        Self::with_changes(kind, files, change, |_, reply| reply)
+    }
+
+    /// `change_of_hub` may replace an answer of the hub itself.
+    fn with_changes(
+        kind: &'static str,
+        files: Files,
+        change: impl Fn(&Seen, Reply) -> Reply + Send + Sync + 'static,
+        change_of_hub: impl Fn(&Seen, Reply) -> Reply + Send + Sync + 'static,
     ) -> Self {
         let of_store = Arc::clone(&files);
         let store = Server::start(move |request| {
@@ -67,7 +84,7 @@ impl Hub {
                 };
                 return Reply::new(401, "who are you?").with("X-Error-Code", code);
             }
-            hub_reply(request, kind, &files, &address)
+            change_of_hub(request, hub_reply(request, kind, &files, &address))
         });
         Self { hub, store }
     }
@@ -105,7 +122,7 @@ fn hub_reply(request: &Seen, kind: &str, files: &Files, store: &str) -> Reply {
     };
     if bytes.len() < 10_000 {
         let reply = Reply::file(request, bytes);
-        return reply.with("ETag", format!("\"{}\"", &etag(bytes)[..40]));
+        return reply.with("ETag", format!("\"{}\"", git_hash(bytes)));
     }
     let signed = format!("{store}/{name}?signature=SecretOfTheStore");
     Reply::redirect(signed)
@@ -209,7 +226,7 @@ fn a_lost_connection_continues_where_it_was_cut_off() {
         Reply { cut: is_cut.then_some(7_000), ..reply }
     });
     let place = place("o/n");
-    hub.online(&mut place.command(&INSPECT)).ends_with(0).says("continuing in 0.5 s");
+    hub.online(&mut place.command(&INSPECT)).ends_with(0).says("repeating the request in 0.2 s");
     let weights: Vec<usize> = loaded(&hub.store)
         .into_iter()
         .filter(|(name, _)| name == WEIGHTS)
@@ -218,6 +235,73 @@ fn a_lost_connection_continues_where_it_was_cut_off() {
     assert_eq!(weights, [0, 7_000, 14_000]);
     let snapshot = repo(&place).join("snapshots").join(COMMIT);
     assert_eq!(fs::read(snapshot.join(WEIGHTS)).unwrap(), model_files()[WEIGHTS]);
+}
+
+#[test]
+fn every_request_that_fails_for_a_moment_is_repeated() {
+    let seen = Mutex::new(BTreeSet::new());
+    let hub = Hub::with_changes(
+        "models",
+        model_files(),
+        |_, reply| reply,
+        move |request, reply| {
+            let is_first =
+                seen.lock().unwrap().insert((request.method.clone(), request.path.clone()));
+            match request.path.starts_with("/api") {
+                // The connection is lost in the middle of the list, the server is busy otherwise.
+                true => Reply { cut: is_first.then_some(20), ..reply },
+                false if is_first => Reply::new(503, "busy"),
+                false => reply,
+            }
+        },
+    );
+    hub.online(&mut place("o/n").command(&INSPECT)).ends_with(0);
+}
+
+#[test]
+fn a_server_that_stays_busy_ends_the_command_after_five_retries() {
+    let hub = Hub::with_changes(
+        "models",
+        model_files(),
+        |_, reply| reply,
+        |_, _| Reply::new(503, "busy"),
+    );
+    let failed = hub.online(&mut place("o/n").command(&INSPECT)).ends_with(74);
+    failed.says("the hub answers with status 503").says("repeating the request in 2.0 s");
+    assert_eq!(hub.hub.take().len(), 6);
+}
+
+#[test]
+fn a_list_without_end_is_refused() {
+    let hub = Hub::with_changes(
+        "models",
+        model_files(),
+        |_, reply| reply,
+        |_, reply| Reply { body: vec![b' '; (64 << 20) + 1], ..reply },
+    );
+    let failed = hub.online(&mut place("o/n").command(&INSPECT));
+    failed.says("the list of files has more than 64 MiB");
+}
+
+#[test]
+fn a_small_file_of_the_same_size_with_another_content_is_refused_and_removed() {
+    let hub = Hub::with_changes(
+        "models",
+        model_files(),
+        |_, reply| reply,
+        |request, mut reply| {
+            if request.path.ends_with("/config.json") && request.method == "GET" {
+                reply.body.reverse();
+            }
+            reply
+        },
+    );
+    let place = place("o/n");
+    let failed = hub.online(&mut place.command(&INSPECT)).ends_with(74);
+    failed.says("`config.json` does not have the content that the hub announced");
+    let blobs = all_files(&repo(&place).join("blobs"));
+    let config = git_hash(&model_files()["config.json"]);
+    assert!(!blobs.iter().any(|path| path.to_string_lossy().contains(&config)), "{blobs:?}");
 }
 
 /// Writes the beginning of the weights, as a run that was killed leaves it behind.
@@ -261,7 +345,7 @@ fn a_file_of_the_wrong_size_or_content_is_refused_and_removed() {
     for (change, problem) in [
         (short, "has 100 bytes, but the hub announced"),
         (long, "bytes, but the hub announced"),
-        (other, "does not have the SHA-256"),
+        (other, "does not have the content that the hub announced"),
     ] {
         let hub = Hub::start("models", model_files(), move |request, reply| {
             if request.path.contains(WEIGHTS) { change(reply) } else { reply }

@@ -2,6 +2,7 @@
 //! occurs exactly once per epoch, no pack exceeds its limit, no image or video is truncated, and
 //! the plan predicts the number of steps.
 
+use super::harness::property;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -243,8 +244,5 @@ fn check(case: &Case, folder: &Path) -> Result<(), TestCaseError> {
 #[test]
 fn rows_limits_truncation_workers_and_stops_never_lose_double_or_tear_a_sample() {
     let folder = tempfile::tempdir().unwrap();
-    let config =
-        ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() };
-    let mut runner = proptest::test_runner::TestRunner::new(config);
-    runner.run(&any_case(), |case| check(&case, folder.path())).unwrap();
+    property(1000, &any_case(), |case| check(&case, folder.path()));
 }

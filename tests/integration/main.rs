@@ -63,6 +63,7 @@ mod sources;
 mod supervision;
 #[cfg(feature = "hub")]
 mod trouble;
+#[cfg(feature = "testing")]
 mod urls;
 mod verify;
 mod video;

@@ -1,11 +1,11 @@
 //! `trainer selftest --distributed`, without a launcher and on ranks that this test starts.
 
-use super::harness::{Output, Place, finish};
+use super::harness::{Output, Place, binary, finish};
 
 use std::process::{Command, Stdio};
 
 fn selftest(place: &Place, arguments: &[&str], variables: &[(&str, String)]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    let mut command = Command::new(binary());
     command.args(["selftest", "--distributed", "--device", "cpu"]).args(arguments);
     command.current_dir(place.path(".")).stdin(Stdio::null());
     command.envs(variables.iter().map(|(name, value)| (name, value)));

@@ -1,6 +1,7 @@
 //! Every format of data files has the same rows: samples, order, lengths, packs and resume are those
 //! of JSONL.
 
+use super::harness::property;
 use crate::length_laws::{Case, any_case, encoder, golden, steps};
 use arrow_array::builder::{BinaryBuilder, ListBuilder, StringBuilder, StructBuilder};
 use arrow_array::{ArrayRef, RecordBatch, StringArray};
@@ -339,8 +340,6 @@ fn with_parts(rows: &[Value]) -> Vec<Value> {
 #[test]
 fn every_format_has_the_samples_order_lengths_packs_and_resume_of_jsonl() {
     let cases = std::env::var("PROPTEST_CASES").map_or(4, |cases| cases.parse().unwrap());
-    let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
-    let mut runner = proptest::test_runner::TestRunner::new(config);
     let check = |mut case: Case| {
         case.rows = with_parts(&case.rows);
         let folder = tempfile::tempdir().unwrap();
@@ -354,5 +353,5 @@ fn every_format_has_the_samples_order_lengths_packs_and_resume_of_jsonl() {
         }
         Ok(())
     };
-    runner.run(&any_case(), check).unwrap();
+    property(cases, &any_case(), check);
 }

@@ -19,6 +19,10 @@ use ureq::unversioned::transport::{DefaultConnector, NextTimeout};
 use ureq::{Agent, Error};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Minimum rate of a body, on average, after [`GRACE`] idle limits. A server that sends a byte now and
+/// then would otherwise hold a download for ever.
+const MIN_BYTES_PER_S: f64 = 1024.0;
+const GRACE: u32 = 6;
 const USER_AGENT: &str = concat!("trainer/", env!("CARGO_PKG_VERSION"));
 
 /// Sends requests. Connections are kept open for the next request to the same host.
@@ -36,6 +40,7 @@ impl Client {
             .max_redirects(0)
             .max_redirects_will_error(false)
             .timeout_connect(Some(CONNECT_TIMEOUT.min(limits.total.unwrap_or(CONNECT_TIMEOUT))))
+            .timeout_recv_response(Some(limits.idle))
             .timeout_per_read(Some(limits.idle));
         let config = with_certificates(config)?;
         let agent = match reach {
@@ -102,7 +107,13 @@ impl Client {
         Ok(Answer {
             status: parts.status.as_u16(),
             headers: headers.map(|(name, value)| (name.as_str().to_owned(), text(value))).collect(),
-            body: Box::new(Body { host, reader: body.into_reader() }),
+            body: Box::new(Body {
+                host,
+                reader: body.into_reader(),
+                started: Instant::now(),
+                received: 0,
+                grace: self.limits.idle * GRACE,
+            }),
         })
     }
 }
@@ -111,13 +122,24 @@ impl Client {
 struct Body<R> {
     host: String,
     reader: R,
+    started: Instant,
+    received: u64,
+    /// Time in which the body may be slower than [`MIN_BYTES_PER_S`].
+    grace: Duration,
 }
 
 impl<R: Read> Read for Body<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.reader
+        let late = self.started.elapsed().saturating_sub(self.grace);
+        if late.as_secs_f64() > self.received as f64 / MIN_BYTES_PER_S {
+            return Err(io::Error::other(HttpError::Timeout { host: self.host.clone() }));
+        }
+        let count = self
+            .reader
             .read(buffer)
-            .map_err(|error| io::Error::other(failure(error.into(), &self.host)))
+            .map_err(|error| io::Error::other(failure(error.into(), &self.host)))?;
+        self.received += count as u64;
+        Ok(count)
     }
 }
 
@@ -264,6 +286,28 @@ mod tests {
         for wrong in ["file:///etc/passwd", "ftp://a/b", "gopher://a/", "http://"] {
             assert!(joined(&base, wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_body_that_arrives_byte_by_byte_is_cut_off_and_a_fast_one_is_not() {
+        struct Drip(Duration);
+        impl Read for Drip {
+            fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+                std::thread::sleep(self.0);
+                Ok(if self.0.is_zero() { buffer.len() } else { 1 })
+            }
+        }
+        let body = |wait| Body {
+            host: "hub.co".to_owned(),
+            reader: Drip(Duration::from_millis(wait)).take(1 << 20),
+            started: Instant::now(),
+            received: 0,
+            grace: Duration::ZERO,
+        };
+        let read = |wait| io::copy(&mut body(wait), &mut io::sink());
+        let slow = read(5).unwrap_err();
+        assert!(matches!(HttpError::lost(&slow, "hub.co"), HttpError::Timeout { .. }), "{slow}");
+        assert_eq!(read(0).unwrap(), 1 << 20);
     }
 
     #[test]

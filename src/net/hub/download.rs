@@ -4,6 +4,7 @@ use super::cache::{RepoCache, is_etag};
 use super::error::HubError;
 use super::id::Repo;
 use crate::net::http::{Answer, Client, HttpError, Method, Request, Token, host};
+use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -13,10 +14,16 @@ use std::time::Duration;
 
 /// Maximum number of redirects of a request.
 const MAX_REDIRECTS: usize = 10;
-/// Number of times a lost connection is opened again without a byte received in between.
-const RETRIES: u32 = 5;
-const FIRST_WAIT: Duration = Duration::from_millis(500);
+/// Number of times a request is repeated, after a lost connection or an answer of a busy server.
+pub(super) const RETRIES: u32 = 5;
+/// The wait before the second retry. The first one does not wait: a server may close a connection
+/// between two requests.
+const FIRST_WAIT: Duration = Duration::from_millis(250);
+/// A connection that was lost after as many bytes counts as the first one that was lost.
+const PROGRESS_BYTES: u64 = 1 << 16;
 const BUFFER_BYTES: usize = 1 << 18;
+/// Maximum size of the list of files of a repository, about 500,000 names.
+const MAX_LIST_BYTES: u64 = 64 << 20;
 
 /// Requests to one repository.
 pub(super) struct Access<'a> {
@@ -26,37 +33,100 @@ pub(super) struct Access<'a> {
     pub(super) repo: &'a Repo,
 }
 
+/// The retries of one request.
+#[derive(Debug)]
+struct Retries {
+    done: u32,
+    most: u32,
+}
+
+impl Retries {
+    /// Waits before the request is repeated, or returns `error` if repeating it does not help.
+    /// `received` is the number of bytes of the last attempt.
+    fn after(&mut self, error: HubError, what: &str, received: u64) -> Result<(), HubError> {
+        self.done = if received < PROGRESS_BYTES { self.done + 1 } else { 1 };
+        let temporary = match &error {
+            HubError::Http { source, .. } => source.is_temporary(),
+            HubError::Status { status, .. } => matches!(status, 429 | 500..),
+            _ => false,
+        };
+        if self.done > self.most || !temporary {
+            return Err(error);
+        }
+        if self.done == 1 {
+            tracing::debug!(file = what, "{error}; repeating the request");
+            return Ok(());
+        }
+        let wait = FIRST_WAIT * 2_u32.pow(self.done - 2);
+        tracing::warn!(
+            file = what,
+            "{error}; repeating the request in {:.1} s",
+            wait.as_secs_f64()
+        );
+        sleep(wait);
+        Ok(())
+    }
+}
+
 /// A file of a repository that the cache lacks.
 #[derive(Debug)]
 pub(super) struct Missing {
     /// Path in the repository.
     pub(super) name: String,
-    /// Identifies the content; the SHA-256 of a large file.
+    /// Identifies the content: the SHA-256 of a large file, the hash of git for a small one.
     etag: String,
     pub(super) bytes: u64,
 }
 
 impl Access<'_> {
-    /// Reads the list of files: the commit of the revision, and paths.
-    pub(super) fn list(&self) -> Result<(String, Vec<String>), HubError> {
-        let answer = self.get(&self.repo.list_path(), 0, &self.repo.to_string())?;
+    /// Reads the list of files: the commit of the revision, and paths. Repeats a failed request
+    /// `retries` times.
+    pub(super) fn list(&self, retries: u32) -> Result<(String, Vec<String>), HubError> {
         let repo = self.repo.to_string();
-        let mut answer =
-            self.accepted(answer, &repo, &format!("repository or revision `{repo}`"))?;
-        let mut text = String::new();
-        answer.body.read_to_string(&mut text).map_err(|error| self.lost(&repo, &error))?;
-        parse_list(&text).map_err(|problem| HubError::Answer { what: repo, problem })
+        let text = self.repeated(&repo, retries, || {
+            let answer = self.get(&self.repo.list_path(), 0, &repo)?;
+            let answer =
+                self.accepted(answer, &repo, &format!("repository or revision `{repo}`"))?;
+            let mut text = Vec::new();
+            let mut body = answer.body.take(MAX_LIST_BYTES + 1);
+            body.read_to_end(&mut text).map_err(|error| self.lost(&repo, &error))?;
+            Ok(text)
+        })?;
+        let list = if text.len() as u64 > MAX_LIST_BYTES {
+            Err(format!("the list of files has more than {} MiB", MAX_LIST_BYTES >> 20))
+        } else {
+            parse_list(&text)
+        };
+        list.map_err(|problem| HubError::Answer { what: repo, problem })
+    }
+
+    /// Repeats a request whose answer is used as a whole.
+    fn repeated<T>(
+        &self,
+        what: &str,
+        most: u32,
+        request: impl Fn() -> Result<T, HubError>,
+    ) -> Result<T, HubError> {
+        let mut retries = Retries { done: 0, most };
+        loop {
+            match request() {
+                Err(error) => retries.after(error, what, 0)?,
+                done => return done,
+            }
+        }
     }
 
     /// Reads the size and the tag of a file.
     pub(super) fn metadata(&self, commit: &str, name: &str) -> Result<Missing, HubError> {
         let url = format!("{}/{}", self.endpoint, self.repo.file_path(commit, name));
         let what = format!("{}/{name}", self.repo.id);
-        let answer = self.send(Method::Head, &url, &what)?;
-        let answer = match answer.status {
-            300..400 => answer, // a redirect to the store of large files
-            _ => self.accepted(answer, &what, &format!("file `{what}`"))?,
-        };
+        let answer = self.repeated(&what, RETRIES, || {
+            let answer = self.send(Method::Head, &url, &what)?;
+            match answer.status {
+                300..400 => Ok(answer), // a redirect to the store of large files
+                _ => self.accepted(answer, &what, &format!("file `{what}`")),
+            }
+        })?;
         let etag = answer.header("x-linked-etag").or_else(|| answer.header("etag"));
         let etag = etag.map(|etag| etag.trim_start_matches("W/").trim_matches('"').to_owned());
         // The length of a redirect is that of its own body.
@@ -108,7 +178,7 @@ impl Access<'_> {
     ) -> Result<(), HubError> {
         let opened = File::options().create(true).append(true).open(part);
         let mut out = opened.map_err(HubError::write(part))?;
-        let mut retries = 0;
+        let mut retries = Retries { done: 0, most: RETRIES };
         loop {
             let there = out.metadata().map_err(HubError::write(part))?.len();
             if there == file.bytes {
@@ -119,30 +189,11 @@ impl Access<'_> {
                 continue;
             }
             progress(there);
-            let error = match self.append(&mut out, part, there, commit, file, progress) {
-                Ok(()) => return Ok(()),
-                Err(
-                    error @ (HubError::Http { .. } | HubError::Status { status: 429 | 500.., .. }),
-                ) => error,
-                Err(error) => return Err(error),
+            let Err(error) = self.append(&mut out, part, there, commit, file, progress) else {
+                return Ok(());
             };
             let now = out.metadata().map_err(HubError::write(part))?.len();
-            retries = if now > there { 1 } else { retries + 1 };
-            let temporary = match &error {
-                HubError::Http { source, .. } => source.is_temporary(),
-                _ => true,
-            };
-            if retries > RETRIES || !temporary {
-                return Err(error);
-            }
-            let wait = FIRST_WAIT * 2_u32.pow(retries - 1);
-            tracing::warn!(
-                file = file.name,
-                bytes = now,
-                "{error}; continuing in {:.1} s",
-                wait.as_secs_f64()
-            );
-            sleep(wait);
+            retries.after(error, &file.name, now.saturating_sub(there))?;
         }
     }
 
@@ -233,33 +284,38 @@ fn continues(answer: &Answer, there: u64) -> bool {
     answer.status == 206 && start == Some(there)
 }
 
-/// Compares a complete file with its tag, if that is a SHA-256.
+/// Compares a complete file with its tag: the SHA-256 of a large file, or git's hash of a small one.
+/// Tags of other lengths say nothing about the content.
 fn check(part: &Path, file: &Missing) -> Result<(), HubError> {
-    let is_sha256 = file.etag.len() == 64 && file.etag.chars().all(|c| c.is_ascii_hexdigit());
-    if !is_sha256 {
-        return Ok(());
-    }
-    let read_error = HubError::write(part);
-    let hash = || {
-        let (mut input, mut hasher) = (File::open(part)?, Sha256::new());
-        let mut buffer = vec![0; BUFFER_BYTES];
-        loop {
-            match input.read(&mut buffer)? {
-                0 => return Ok(format!("{:x}", hasher.finalize())),
-                count => hasher.update(&buffer[..count]),
-            }
-        }
+    let tag = file.etag.to_lowercase();
+    let found = match tag.len() {
+        _ if !tag.chars().all(|c| c.is_ascii_hexdigit()) => return Ok(()),
+        64 => digest::<Sha256>(part, ""),
+        40 => digest::<Sha1>(part, &format!("blob {}\0", file.bytes)),
+        _ => return Ok(()),
     };
-    let found: String = hash().map_err(read_error)?;
-    if found == file.etag.to_lowercase() {
+    if found.map_err(HubError::write(part))? == tag {
         Ok(())
     } else {
         Err(HubError::WrongContent { file: file.name.clone() })
     }
 }
 
+/// The digest of `prefix` and a file, in hexadecimal digits.
+fn digest<D: Digest>(path: &Path, prefix: &str) -> io::Result<String> {
+    let (mut input, mut hasher) = (File::open(path)?, D::new_with_prefix(prefix));
+    let mut buffer = vec![0; BUFFER_BYTES];
+    loop {
+        match input.read(&mut buffer)? {
+            0 => break,
+            count => hasher.update(&buffer[..count]),
+        }
+    }
+    Ok(hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
 /// Parses `{"sha": .., "siblings": [{"rfilename": ..}]}`.
-fn parse_list(text: &str) -> Result<(String, Vec<String>), String> {
+fn parse_list(text: &[u8]) -> Result<(String, Vec<String>), String> {
     use super::cache::is_file_name;
     use super::id::is_commit;
     #[derive(serde::Deserialize)]
@@ -271,7 +327,7 @@ fn parse_list(text: &str) -> Result<(String, Vec<String>), String> {
     struct Entry {
         rfilename: String,
     }
-    let List { sha, siblings } = serde_json::from_str(text).map_err(|error| error.to_string())?;
+    let List { sha, siblings } = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     if !is_commit(&sha) {
         return Err("`sha` is not a commit".to_owned());
     }
@@ -289,12 +345,13 @@ mod tests {
     #[test]
     fn a_list_with_a_path_outside_of_the_repository_is_refused() {
         let list = |sha: &str, name: &str| {
-            parse_list(&format!(r#"{{"sha": "{sha}", "siblings": [{{"rfilename": "{name}"}}]}}"#))
+            let name = format!(r#"{{"rfilename": "{name}"}}"#);
+            parse_list(format!(r#"{{"sha": "{sha}", "siblings": [{name}]}}"#).as_bytes())
         };
         let commit = "0123456789abcdef0123456789abcdef01234567";
         assert_eq!(list(commit, "a/b.json"), Ok((commit.to_owned(), vec!["a/b.json".to_owned()])));
         assert!(list(commit, "../../../.bashrc").is_err());
         assert!(list("../../..", "a").is_err());
-        assert!(parse_list("<html>").is_err());
+        assert!(parse_list(b"<html>").is_err());
     }
 }

@@ -113,7 +113,7 @@ pub enum HubError {
         found: u64,
     },
     /// A downloaded file does not have the announced checksum.
-    #[error("`{file}` does not have the SHA-256 that the hub announced: the download was removed")]
+    #[error("`{file}` does not have the content that the hub announced: the download was removed")]
     WrongContent {
         /// The file.
         file: String,

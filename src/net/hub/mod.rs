@@ -16,7 +16,7 @@ pub use id::{Repo, RepoKind};
 
 use super::http::{Client, Limits, Reach};
 use cache::RepoCache;
-use download::{Access, Missing};
+use download::{Access, Missing, RETRIES};
 use id::is_commit;
 use settings::Settings;
 use std::cell::Cell;
@@ -77,7 +77,9 @@ impl Hub {
         if *offline {
             return Err(not_cached("`HF_HUB_OFFLINE` is set"));
         }
-        match self.download(repo, &repo_cache, selection, begin) {
+        // Without a connection, a command must not wait for files that it has.
+        let retries = if complete.is_some() { 1 } else { RETRIES };
+        match self.download(repo, &repo_cache, selection, begin, retries) {
             Err(error) if error.is_not_built() && complete.is_none() => {
                 Err(not_cached("this build cannot download it"))
             }
@@ -98,12 +100,13 @@ impl Hub {
         cache: &RepoCache,
         selection: &dyn Selection,
         begin: Begin<'_>,
+        retries: u32,
     ) -> Result<PathBuf, HubError> {
         let Settings { endpoint, token, timeout, .. } = &self.settings;
         let client = Client::new(Reach::Any, Limits { idle: *timeout, total: None });
         let client = client.map_err(|source| HubError::Http { what: repo.to_string(), source })?;
         let access = Access { client: &client, endpoint, token: token.as_ref(), repo };
-        let (commit, names) = access.list()?;
+        let (commit, names) = access.list(retries)?;
         let folder = cache.snapshot(&commit);
         cache.set_list(&commit, &names)?;
         let mut names = selection.choose(repo, &names)?;

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Runs the long forms of the tests, of which .ci/run has the short ones. They take hours.
+#   scripts/long.sh                             all parts
+#   scripts/long.sh tests reliability ranks     some of them
+#     tests         cargo test with whole curves, every case and the ignored tests
+#     reliability   scripts/reliability/all.sh long: thousands of kills, mutants and damaged files
+#     ranks         scripts/dist: 50 kills and 20 stops, saves, 1,000 steps on 4 ranks
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/install.sh
+
+features=video,mpi,cuda-emulation,testing
+tests() {
+  export TRAINER_LONG_TESTS=1 PROPTEST_CASES=1000
+  cargo test --release --features "$features"
+  TRAINER_EMULATE_CUDA=8.0 cargo test --release --features "$features" --lib -- ops:: optim:: joined_layers placed
+  TRAINER_EMULATE_CUDA=9.0 cargo test --release --features "$features" --lib -- ops::attention
+}
+reliability() { scripts/reliability/all.sh long; }
+ranks() {
+  FEATURES=$features STEPS=24 scripts/dist/test.sh
+  scripts/dist/kill_test.sh 50 20
+  scripts/dist/save_kill_test.sh 20
+  scripts/dist/many_steps.sh 1000
+}
+
+[ $# -gt 0 ] || set -- tests reliability ranks
+for part in "$@"; do
+  case $part in
+    tests | reliability | ranks) ;;
+    *) echo "unknown part \`$part\`, expected tests, reliability or ranks" >&2; exit 64 ;;
+  esac
+  echo "=== $part"
+  "$part"
+done
