@@ -42,6 +42,7 @@ pub(super) fn run(args: &CacheArgs, logging: &Logging) -> anyhow::Result<()> {
             "usable": summary.usable,
             "truncated": summary.truncated,
             "tokens_cut": summary.tokens_cut,
+            "answers_cut": summary.answers_cut,
             "tokens": summary.tokens,
             "longest": summary.longest,
             "rejected": summary.rejected,

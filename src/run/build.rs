@@ -2,7 +2,7 @@
 
 use super::adapter::open_run_model;
 use super::algorithms::{input_digests, read_algorithms, use_algorithms};
-use super::check::warn_about_resources;
+use super::check::{announce_memory, warn_about_disk};
 use super::error::RunError;
 use super::evaluations::{bring_best, eval_rule};
 use super::hub::download;
@@ -153,7 +153,7 @@ impl Run {
         let found = ranks.find_checkpoint(config, &options.resume, &checkpointer)?;
         let found = found.as_ref();
         if is_first {
-            warn_about_resources(config);
+            announce_memory(config);
         }
         let observer = options.observer;
         let (device, algorithms) = open_device(config, &ranks)?;
@@ -196,6 +196,9 @@ impl Run {
         let state = resumed.map_or_else(first, Ok)?;
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
+        if is_first {
+            warn_about_disk(config, Some(total_steps).filter(|steps| *steps != u64::MAX));
+        }
         let mut state = TrainState { total_steps, planned, inputs, ..state };
         let of_first = found.filter(|_| is_first);
         bring_best(config, (eval_rule.as_ref(), rank.world), &checkpointer, of_first, &mut state)?;

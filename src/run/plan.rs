@@ -233,17 +233,15 @@ pub(crate) fn update_cache(
     Ok(CachedRows::update(rows, &config.cache_dir(), &*report)?)
 }
 
-/// The rows with cached lengths; without, if the cache cannot be written.
+/// The rows with cached lengths; `None` if the cache cannot be written.
 pub(super) fn cached_if_possible(
     config: &RunConfig,
     rows: &Arc<JsonlRows>,
     observer: &dyn SetupObserver,
-) -> Result<Arc<dyn RowReader>, RunError> {
+) -> Result<Option<CachedRows>, RunError> {
     match update_cache(config, Arc::clone(rows), observer) {
-        Ok((cached, _)) => Ok(Arc::new(cached)),
-        Err(RunError::Cache(CacheError::Write { .. })) => {
-            Ok(Arc::clone(rows) as Arc<dyn RowReader>)
-        }
+        Ok((cached, _)) => Ok(Some(cached)),
+        Err(RunError::Cache(CacheError::Write { .. })) => Ok(None),
         Err(error) => Err(error),
     }
 }

@@ -69,7 +69,10 @@ pub(super) fn plan_opened(
     observer: &dyn SetupObserver,
 ) -> Result<DataPlan, RunError> {
     let order = order(config, rows)?;
-    let reader = cached_if_possible(config, rows, observer)?;
+    let reader: Arc<dyn RowReader> = match cached_if_possible(config, rows, observer)? {
+        Some(cached) => Arc::new(cached),
+        None => Arc::clone(rows) as Arc<dyn RowReader>,
+    };
     let epochs = config.train.epoch_limit().unwrap_or(1);
     let plan = plan(&reader, &order, &loader_options(config, encoder), epochs, &|_, _| {})?;
     let max_steps = config.train.max_steps.map(NonZeroU64::get);

@@ -1,8 +1,10 @@
 //! `trainer check` finds all problems in one pass, and changes nothing.
 
-use super::harness::{Place, golden};
+use super::harness::{Place, golden, json_lines};
 use serde_json::{Value, json};
 use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
 use trainer::metrics::memory_text;
 
 /// A folder with a model, good rows and a config without problems.
@@ -483,12 +485,19 @@ fn a_setting_that_prevents_resuming_is_named() {
 fn checkpoints_that_do_not_fit_on_the_disk_are_reported_before_the_run() {
     let place = place();
     let many = ["--set", "checkpoint={every_steps: 1, keep: 100000000}"];
-    stops(&place, &many, &["on the disk of `run`"]);
-    let sft = ["sft", "--config", "good.yaml", "--set", "train.max_steps=1"];
-    let run = place.trainer(&[&sft[..], &many].concat()).ends_with(0);
-    let (before, after) = run.stderr.split_once("train step=1").unwrap_or((&run.stderr, ""));
-    assert!(before.contains("WARN the disk of `output_dir` lacks space"), "{}", run.stderr);
-    assert!(!after.is_empty(), "{}", run.stderr);
+    // A run of few steps writes few checkpoints, whatever it may keep.
+    let few = [&["check", "--config", "good.yaml"][..], &many].concat();
+    place.trainer(&few).ends_with(0);
+    let long = [&many[..], &["--set", "train={max_steps: 100000000}"]].concat();
+    stops(&place, &long, &["on the disk of `run`"]);
+    let mut command = place.command(&[&["sft", "--config", "good.yaml"][..], &long].concat());
+    let mut run = command.stderr(Stdio::piped()).spawn().unwrap();
+    let log = BufReader::new(run.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let before: Vec<String> = log.take_while(|line| !line.contains("train step=1 ")).collect();
+    run.kill().unwrap();
+    run.wait().unwrap();
+    let warning = "WARN the disk of `output_dir` lacks space";
+    assert!(before.iter().any(|line| line.contains(warning)), "{before:#?}");
 }
 
 /// Panics unless `check` with `more` ends with code 65 and has an error with each of `texts`.
@@ -541,4 +550,81 @@ fn what_stops_a_run_at_its_start_is_found_before() {
     let less = rows.split_once('\n').unwrap().1;
     place.write("good.jsonl", less);
     stops(&place, &[], &["the training files changed since"]);
+}
+
+/// The warnings of `check` with `rows` in place of the good ones.
+fn warnings(place: &Place, rows: &[Value], more: &[&str]) -> Vec<String> {
+    let lines: Vec<String> = rows.iter().map(|row| row.to_string() + "\n").collect();
+    place.write("good.jsonl", &lines.concat());
+    let arguments = [&["check", "--config", "good.yaml", "--json"], more].concat();
+    let shown = json_lines(&place.trainer(&arguments).stdout);
+    let warnings = shown.iter().filter(|finding| finding["kind"] == "warning");
+    warnings.map(|finding| finding["message"].as_str().unwrap().to_owned()).collect()
+}
+
+fn chat(user: &str, answer: &str) -> Value {
+    json!({"messages": [
+        {"role": "user", "content": user}, {"role": "assistant", "content": answer},
+    ]})
+}
+
+#[test]
+fn truncated_rows_and_the_answers_that_lose_their_end_are_counted() {
+    let place = place();
+    let long = "word ".repeat(300);
+    let rows = [chat("short", "short"), chat("short", &long), chat(&long, "short")];
+    let set = |truncation| {
+        ["--set", "data.max_length=200", "--set", truncation, "--set", "data.max_rejected=1.0"]
+    };
+    let found = warnings(&place, &rows, &set("data.truncation=right"));
+    // The answer of the third row is cut off as a whole, so the row is rejected.
+    assert!(
+        found.iter().any(|it| it.contains("1 of 3 rows are truncated")
+            && it.contains("; 1 of them lose supervised")),
+        "{found:?}"
+    );
+    let found = warnings(&place, &rows, &set("data.truncation=left"));
+    assert!(
+        found.iter().any(|it| it.contains("2 of 3 rows are truncated")
+            && it.contains("; 1 of them lose supervised")),
+        "{found:?}"
+    );
+    assert_eq!(warnings(&place, &rows, &[]), Vec::<String>::new());
+}
+
+#[test]
+fn rows_that_train_something_else_than_their_writer_may_expect_are_counted() {
+    let place = place();
+    let dangling = json!({"messages": [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"},
+    ]});
+    let rows = [chat("a", "b"), chat("a", " "), dangling, chat("what is <image>?", "a tag")];
+    let literal = ["--set", "data.train.0.literal_placeholders=true"];
+    let found = warnings(&place, &rows, &literal);
+    for part in [
+        "1 of 4 rows have an empty answer",
+        "1 of 4 rows end with a turn",
+        "1 of 4 rows contain `<image>`",
+    ] {
+        assert!(found.iter().any(|it| it.contains(part)), "{part}: {found:#?}");
+    }
+    assert_eq!(found.len(), 3, "{found:#?}");
+}
+
+#[test]
+fn a_data_set_that_is_listed_twice_is_a_warning() {
+    let place = place();
+    let rows = [chat("a", "b")];
+    place.write("copy.jsonl", &(rows[0].to_string() + "\n"));
+    let found =
+        warnings(&place, &rows, &["--set", "data.train=[{path: good.jsonl}, {path: copy.jsonl}]"]);
+    assert!(
+        found[0].contains("copy.jsonl has the rows of good.jsonl, which is listed"),
+        "{found:?}"
+    );
+    let found = warnings(&place, &rows, &["--set", "data.eval=[{path: copy.jsonl}]"]);
+    assert!(
+        found[0].contains("copy.jsonl of `data.eval` has the rows of good.jsonl of"),
+        "{found:?}"
+    );
 }

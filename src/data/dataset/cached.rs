@@ -33,6 +33,9 @@ pub struct LengthSummary {
     pub truncated: u64,
     /// Number of text tokens that truncation removes.
     pub tokens_cut: u64,
+    /// Number of truncated rows that lose supervised tokens. Rows whose media tokens are supervised
+    /// are not counted.
+    pub answers_cut: u64,
     /// Number of tokens of the usable rows, visual ones included.
     pub tokens: u64,
     /// Length of the longest usable row.
@@ -185,10 +188,12 @@ impl CachedRows {
         });
         match length {
             Ok(tokens) => {
-                let whole = cache
-                    .token_counts(row.row as usize, self.rows.encoder())
-                    .map_or(tokens, |token_counts| token_counts.num_tokens());
+                let counts = cache.token_counts(row.row as usize, self.rows.encoder());
+                let whole = counts.as_ref().map_or(tokens, |counts| counts.num_tokens());
+                let cut = self.rows.truncation_rule();
                 sum.usable += 1;
+                sum.answers_cut +=
+                    u64::from(counts.is_some_and(|counts| counts.loses_targets(cut)));
                 sum.truncated += u64::from(whole > tokens);
                 sum.tokens_cut += (whole - tokens) as u64;
                 sum.tokens += tokens as u64;
@@ -212,6 +217,7 @@ impl LengthSummary {
             usable: self.usable + other.usable,
             truncated: self.truncated + other.truncated,
             tokens_cut: self.tokens_cut + other.tokens_cut,
+            answers_cut: self.answers_cut + other.answers_cut,
             tokens: self.tokens + other.tokens,
             longest: self.longest.max(other.longest),
             rejected: self.rejected,

@@ -226,6 +226,9 @@ impl Encoder {
         let sample = grounded(&self.media, sample)?;
         let Sample { id, messages, tools, .. } = sample.as_ref();
         let has_thoughts = |turn: usize| thoughts(&messages[turn]).is_some();
+        if !(0..messages.len()).any(has_thoughts) {
+            return Ok(Vec::new());
+        }
         let chat = self.text.template.render_with_answers(messages, tools.as_ref(), has_thoughts);
         let chat = chat.map_err(|cause| template_error(id, cause))?;
         let is_hidden = |turn: &usize| {

@@ -155,6 +155,12 @@ impl TokenCounts {
         self.text_tokens + self.media_tokens
     }
 
+    /// Whether `cut` removes the first or the last target, and the sample keeps others.
+    pub fn loses_targets(&self, cut: Option<TruncationRule>) -> bool {
+        let Ok(kept) = self.kept_text(cut) else { return false };
+        self.ends.is_some_and(|(first, last)| first < kept.start || last >= kept.end)
+    }
+
     /// The text tokens that `cut` keeps: all of them if the sample is not too long.
     pub fn kept_text(&self, cut: Option<TruncationRule>) -> Result<Range<usize>, TruncationError> {
         let num_tokens = self.num_tokens();

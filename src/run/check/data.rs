@@ -6,12 +6,13 @@ use super::super::observer::SetupObserver;
 use super::super::plan::cached_if_possible;
 use super::super::plan_data::{DataPlan, plan_opened};
 use super::start::check_resumed;
+use super::survey::survey;
 use super::{CheckReport, Finding, Note, Topic};
 use crate::checkpoint::Found;
 use crate::config::RunConfig;
 use crate::data::{
-    DataSet, Encoder, JsonlRows, LoaderError, LoaderOptions, OnError, Rejection, RowReader,
-    RowTrouble, SampleIndex,
+    DataSet, Encoder, JsonlRows, LengthSummary, LoaderError, LoaderOptions, OnError, Rejection,
+    RowReader, RowTrouble, SampleIndex,
 };
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -33,6 +34,7 @@ pub(super) fn check(
     report: &mut CheckReport,
 ) -> Option<DataPlan> {
     let mut complete = !config.data.train.is_empty();
+    let mut contents = Vec::new();
     for (list, topic) in [(DataList::Train, Topic::Train), (DataList::Eval, Topic::Eval)] {
         let sets = match list {
             DataList::Train => &config.data.train,
@@ -47,7 +49,11 @@ pub(super) fn check(
             };
             *own = vec![set.clone()];
             match measure(&alone, list, encoder, observer) {
-                Ok(rows) => add_rows(config, topic, &rows, encoder, report),
+                Ok(measured) => {
+                    add_rows(config, topic, &measured, encoder, report);
+                    survey((&config.data, set), topic, &measured.rows, report);
+                    contents.push((topic, measured.rows));
+                }
                 Err(error) => {
                     complete = false;
                     report.error(topic, of_set(error, index));
@@ -55,6 +61,7 @@ pub(super) fn check(
             }
         }
     }
+    add_copies(&contents, report);
     if !complete {
         return None;
     }
@@ -62,6 +69,31 @@ pub(super) fn check(
         report.error(Topic::Plan, error);
         None
     })
+}
+
+/// Warns of data sets with the same content.
+fn add_copies(contents: &[(Topic, Arc<JsonlRows>)], report: &mut CheckReport) {
+    let path = |rows: &JsonlRows| rows.sets()[0].path().display().to_string();
+    for (number, (topic, rows)) in contents.iter().enumerate() {
+        let same =
+            |(_, other): &&(Topic, Arc<JsonlRows>)| other.fingerprint() == rows.fingerprint();
+        let Some((earlier, other)) = contents[..number].iter().find(same) else { continue };
+        let (path, other) = (path(rows), path(other));
+        let note = if topic == earlier {
+            Note::new(
+                format!("{path} has the rows of {other}, which is listed before it"),
+                "remove one of the two; `weight` trains on the rows of a data set more often",
+            )
+        } else {
+            Note::new(
+                format!(
+                    "{path} of `data.eval` has the rows of {other} of `data.train`: the evaluation measures how well the model remembers them"
+                ),
+                "evaluate on rows that are not in the training data",
+            )
+        };
+        report.add(*topic, Finding::Warning(note));
+    }
 }
 
 /// Opens the files of the data sets without an encoder, which would read their rows.
@@ -92,6 +124,8 @@ fn of_set(error: RunError, number: usize) -> RunError {
 struct Measured {
     rows: Arc<JsonlRows>,
     reader: Arc<dyn RowReader>,
+    /// Counts of the rows of `data.train`, if they are cached.
+    lengths: Vec<LengthSummary>,
 }
 
 fn measure(
@@ -101,11 +135,20 @@ fn measure(
     observer: &dyn SetupObserver,
 ) -> Result<Measured, RunError> {
     let rows = Arc::new(open_data(config, list, encoder, observer)?);
-    let reader = match list {
+    let cached = match list {
         DataList::Train => cached_if_possible(config, &rows, observer)?,
-        DataList::Eval => Arc::clone(&rows) as Arc<dyn RowReader>,
+        DataList::Eval => None,
     };
-    Ok(Measured { rows, reader })
+    Ok(match cached {
+        Some(cached) => {
+            let lengths = cached.summaries(&loader_options(config, encoder));
+            Measured { rows, reader: Arc::new(cached), lengths }
+        }
+        None => {
+            let reader = Arc::clone(&rows) as Arc<dyn RowReader>;
+            Measured { rows, reader, lengths: Vec::new() }
+        }
+    })
 }
 
 /// Adds what is known about the rows of a data set.
@@ -143,6 +186,20 @@ fn add_rows(
             };
             let finding = if stops { Finding::Problem(note) } else { Finding::Warning(note) };
             report.add(topic, finding);
+        }
+    }
+    for LengthSummary { file, rows, truncated, tokens_cut, answers_cut, .. } in &measured.lengths {
+        if *truncated > 0 {
+            let note = Note::new(
+                format!(
+                    "{}: {truncated} of {rows} rows are truncated to `data.max_length`, by {tokens_cut} tokens in total; \
+                     {answers_cut} of them lose supervised tokens",
+                    file.display()
+                ),
+                "raise `data.max_length`, or set `data.truncation: delete` to reject these rows; `trainer inspect --html` \
+                 shows the tokens that are removed",
+            );
+            report.add(topic, Finding::Warning(note));
         }
     }
 }

@@ -4,14 +4,16 @@ mod data;
 mod model;
 mod resources;
 mod start;
+mod survey;
 
 use super::error::RunError;
 use super::inputs::encoder;
 use super::observer::SetupObserver;
 use crate::config::{LeftOut, MAX_WORKERS, RunConfig};
 use crate::data::{DataConfigError, Encoder, VideoConfig};
+use resources::Need;
 pub(crate) use resources::predicted_memory;
-use resources::{GIB, LESS_DISK, Need};
+pub(super) use resources::warn_about_disk;
 use std::fs;
 use std::sync::Arc;
 
@@ -121,20 +123,11 @@ pub(super) fn memory_lack(config: &RunConfig) -> Result<Option<[f64; 2]>, RunErr
     Ok(Need::of(config)?.memory_lack(config))
 }
 
-/// Warns if the checkpoints exceed what is free, and predicts the memory before the data is read.
-pub(super) fn warn_about_resources(config: &RunConfig) {
+/// Predicts the memory before the data is read.
+pub(super) fn announce_memory(config: &RunConfig) {
     let Ok(need) = Need::of(config) else { return }; // loading the model reports the error
     if let Err(error) = need.run.announce(&need.shape) {
         tracing::debug!(%error, "the memory cannot be predicted");
-    }
-    let gib = |bytes: f64| format!("{:.2}", bytes / GIB);
-    if let Some([need, free]) = need.disk_lack(config) {
-        let (need, free) = (gib(need), gib(free));
-        tracing::warn!(
-            need,
-            free,
-            "the disk of `output_dir` lacks space (GiB) for the checkpoints: {LESS_DISK}"
-        );
     }
 }
 

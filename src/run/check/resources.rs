@@ -6,7 +6,7 @@ use super::super::output_dir::check_unused;
 use super::super::plan_data::DataPlan;
 use super::super::plan_memory::{Load, RunMemory, advice};
 use super::{CheckReport, Finding, Note, Topic};
-use crate::checkpoint::Checkpointer;
+use crate::checkpoint::{CheckpointConfig, Checkpointer};
 use crate::config::RunConfig;
 use crate::dist::Processes;
 use crate::metrics::memory_text;
@@ -14,9 +14,10 @@ use crate::ops::memory_advice;
 use crate::train::DeviceChoice;
 use std::fs;
 use std::io;
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 
-pub(super) const GIB: f64 = 1_073_741_824.0;
+const GIB: f64 = 1_073_741_824.0;
 
 /// `data` is the size of the run, if it is known.
 pub(super) fn check(config: &RunConfig, data: Option<&DataPlan>, report: &mut CheckReport) {
@@ -48,6 +49,8 @@ pub(super) struct Need {
     pub(super) run: RunMemory,
     /// Its model.
     pub(super) shape: ModelShape,
+    /// Number of steps, if it is known.
+    steps: Option<u64>,
 }
 
 impl Need {
@@ -61,13 +64,15 @@ impl Need {
         let run = RunMemory::before_data(&shape, config, world);
         let memory = run.bytes(&shape)?;
         let (checkpoint, copy) = (shape.checkpoint_bytes(config), shape.copy_bytes(config));
-        Ok(Self { memory, checkpoint, copy, run, shape })
+        let steps = config.train.max_steps.map(NonZeroU64::get);
+        Ok(Self { memory, checkpoint, copy, run, shape, steps })
     }
 
     /// Predicts the memory of the largest packs of the run.
     fn use_packs(&mut self, data: &DataPlan) -> Result<(), RunError> {
         self.run.load = Load::of(&self.shape, &data.plan, data.targets)?;
         self.memory = self.run.bytes(&self.shape)?;
+        self.steps = Some(data.steps);
         Ok(())
     }
 
@@ -97,13 +102,9 @@ impl Need {
 
     /// The bytes that are needed and those that are free on the disk of `output_dir`, if they do
     /// not suffice.
-    pub(super) fn disk_lack(&self, config: &RunConfig) -> Option<[f64; 2]> {
+    fn disk_lack(&self, config: &RunConfig) -> Option<[f64; 2]> {
         let free = free_bytes(&config.output_dir).ok()?;
-        // `keep` checkpoints, and the next one before the oldest is removed
-        let checkpoints = match config.checkpoint.every_steps {
-            0 => 1.0,
-            _ => config.checkpoint.keep.get() as f64 + 1.0,
-        };
+        let checkpoints = num_checkpoints(config, self.steps) as f64;
         // `best`, and the next one: weights without an optimizer, twice
         let best = if config.checkpoint.best.is_some() { 1.0 } else { 0.0 };
         let own = folder_bytes(&config.output_dir.join("checkpoints")) as f64;
@@ -131,9 +132,34 @@ impl Need {
     }
 }
 
+/// The number of checkpoints that are on the disk at the same time. `steps` is the length of the run;
+/// if it is not known, the run writes two or more.
+fn num_checkpoints(config: &RunConfig, steps: Option<u64>) -> u64 {
+    let CheckpointConfig { every_steps, keep, .. } = config.checkpoint;
+    // the next one is complete before the oldest is removed
+    let kept = keep.get() as u64 + 1;
+    match every_steps {
+        0 => 1,
+        every => kept.min(steps.map_or(2, |steps| steps.div_ceil(every))),
+    }
+}
+
+/// Warns if the checkpoints of a run of `steps` steps exceed what is free.
+pub(in crate::run) fn warn_about_disk(config: &RunConfig, steps: Option<u64>) {
+    let Ok(need) = Need::of(config) else { return }; // loading the model reported the error
+    let gib = |bytes: f64| format!("{:.2}", bytes / GIB);
+    if let Some([need, free]) = (Need { steps, ..need }).disk_lack(config) {
+        let (need, free) = (gib(need), gib(free));
+        tracing::warn!(
+            need,
+            free,
+            "the disk of `output_dir` lacks space (GiB) for the checkpoints: {LESS_DISK}"
+        );
+    }
+}
+
 /// Settings that need less space.
-pub(super) const LESS_DISK: &str =
-    "free space, lower `checkpoint.keep`, or set `output_dir` to another disk";
+const LESS_DISK: &str = "free space, lower `checkpoint.keep`, or set `output_dir` to another disk";
 
 impl ModelShape {
     /// Bytes of a checkpoint: saved weights and the state of the optimizer.
@@ -210,6 +236,7 @@ pub(super) fn check_output(config: &RunConfig, report: &mut CheckReport) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::num::NonZeroUsize;
 
     #[test]
     fn the_disk_of_a_folder_that_does_not_exist_yet_is_that_of_its_parent() {
@@ -217,6 +244,22 @@ mod tests {
         let below = folder.path().join("not/there");
         assert_eq!(existing(&below), folder.path());
         assert!(free_bytes(&below).unwrap() > 0.0);
+    }
+
+    #[test]
+    fn checkpoints_are_those_that_the_run_writes() {
+        let mut config = RunConfig::default();
+        let mut number = |every_steps, keep, steps| {
+            config.checkpoint.every_steps = every_steps;
+            config.checkpoint.keep = NonZeroUsize::new(keep).unwrap();
+            num_checkpoints(&config, steps)
+        };
+        assert_eq!(number(500, 1_000_000, Some(411)), 1, "only the last one");
+        assert_eq!(number(500, 1_000_000, Some(1001)), 3, "two, and the last one");
+        assert_eq!(number(500, 2, Some(100_000)), 3, "the next one before the oldest is removed");
+        assert_eq!(number(500, 1, None), 2);
+        assert_eq!(number(500, 1_000_000, None), 2, "the length of the run is not known");
+        assert_eq!(number(0, 3, Some(1000)), 1);
     }
 
     #[test]
