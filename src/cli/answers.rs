@@ -5,6 +5,7 @@ use super::terminal::{MAX_COLUMNS, Terminal, command, wrapped};
 use crate::config::RunConfig;
 use crate::data::RowReader;
 use crate::train::{GenerateConfig, Prediction, Predictor, StepRunner, Trainer};
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::num::NonZeroUsize;
 use std::path::Path;
@@ -35,24 +36,33 @@ pub(super) fn show_answers(
     let num_wrong = (total - exact).min((show / 2).max(show.saturating_sub(exact)));
     let wrong = eval.chats().filter(|sample| !sample.exact).take(num_wrong);
     let right = eval.chats().filter(|sample| sample.exact);
-    let shown: std::collections::HashSet<_> =
-        right.take(show - num_wrong).chain(wrong).map(|sample| &sample.id).collect();
+    let shown: BTreeMap<_, _> = right
+        .take(show - num_wrong)
+        .chain(wrong)
+        .map(|sample| (&sample.id, sample.exact))
+        .collect();
     let generate = GenerateConfig { max_new_tokens: MAX_NEW_TOKENS, ..GenerateConfig::default() };
     let StepRunner { model, device, ranks, weights, .. } = runner;
     let (model, config) = (&**model, &generate);
     let predictor = Predictor { rows, config, model, device, ranks, weights };
-    for row in rows.rows().filter(|row| shown.contains(&rows.id(*row))) {
+    for row in rows.rows() {
+        let Some(exact) = shown.get(&rows.id(row)) else { continue };
         let Some(Prediction { row, expected, answered, ended, num_media: images, .. }) =
             predictor.answer(row)?
         else {
             continue;
         };
-        let right = if ended { answered == expected } else { expected.starts_with(&answered) };
-        let mark = if right { "right" } else { "wrong" };
+        // A row counts as exact if all of its answers are; the last one is shown.
+        let last = if ended { answered == expected } else { expected.starts_with(&answered) };
+        let (mark, why) = match (exact, last) {
+            (true, _) => ("right", ""),
+            (false, false) => ("wrong", ""),
+            (false, true) => ("wrong", ", but an earlier answer of the row is not exact"),
+        };
         let cut = |text: &str| text.chars().take(60).collect::<String>().replace('\n', " ");
         let _ = writeln!(
             text,
-            "  {mark}  {}  ({images} image{})  expected `{}`, answered `{}`",
+            "  {mark}  {}  ({images} image{})  expected `{}`, answered `{}`{why}",
             row,
             if images == 1 { "" } else { "s" },
             cut(&expected),
@@ -90,8 +100,8 @@ pub(super) fn print_next_steps(config: &Path, folder: &Path, base: Option<&Path>
         add("trainer eval", &[&config, &format!("--checkpoint {folder}"), scores]);
         (
             "model",
-            "  your own data: docs/data-format.md; a real Qwen3-VL checkpoint: \
-             configs/qwen3_vl_2b.yaml\n",
+            "  your own data, and a published checkpoint: `trainer new --model FOLDER --data \
+             rows.jsonl --out config.yaml`\n",
         )
     };
     let head = prose(&format!("\nThe trained {what} is in {folder}. Next:\n"));

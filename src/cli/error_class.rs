@@ -141,7 +141,8 @@ fn run(error: &RunError) -> Option<ErrorClass> {
         | RunError::SequenceHeads { .. }
         | RunError::Groups { .. } => Exit::Usage,
         RunError::Hub { problem, .. } => hub_exit(problem),
-        RunError::NoOptimizer { .. }
+        RunError::UnusableRows { .. }
+        | RunError::NoOptimizer { .. }
         | RunError::State { .. }
         | RunError::StateVersion { .. }
         | RunError::InputsChanged { .. }

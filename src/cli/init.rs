@@ -49,6 +49,13 @@ const SMALL_FILES: [(&str, &str); 5] = [
     ),
     ("generation_config.json", include_str!("../../data/quickstart/model/generation_config.json")),
 ];
+/// Limits on the pixels of an image: those of the quickstart, and the published ones. `tiny` has the
+/// latter, so that memory, steps and truncation are predicted as for a published model.
+const PIXELS: [&str; 2] = [
+    "\"longest_edge\": 200704,\n    \"shortest_edge\": 4096",
+    "\"longest_edge\": 16777216,\n    \"shortest_edge\": 65536",
+];
+
 /// Writes `config.json`, and weights and tokenizer files if the arguments require them.
 pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     if args.out.join("config.json").exists() || WeightFiles::open(&args.out).is_ok() {
@@ -67,6 +74,10 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     let config = args.preset.config();
     if args.preset.is_small() {
         for (name, text) in SMALL_FILES {
+            let text = match args.preset {
+                Preset::Tiny => text.replace(PIXELS[0], PIXELS[1]),
+                _ => text.to_owned(),
+            };
             write_atomically(&args.out.join(name), text.as_bytes())?;
         }
     }
@@ -127,6 +138,11 @@ fn random_weights(config: &Value, seed: u64) -> anyhow::Result<Vec<SavedTensor>>
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn the_limits_on_pixels_are_in_the_processor_file() {
+        assert!(SMALL_FILES.iter().any(|(_, text)| text.contains(PIXELS[0])));
+    }
 
     #[test]
     fn weights_have_the_dtype_that_their_config_names() {

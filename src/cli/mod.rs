@@ -38,11 +38,13 @@ mod sft;
 mod signals;
 mod stdout;
 mod terminal;
+mod tips;
 mod verify;
 mod why;
 
 use self::failure::{Exit, Failure};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use std::io::Write as _;
 use std::process::ExitCode;
 
 /// Version and GPU code of this binary.
@@ -113,7 +115,12 @@ pub fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             // clap returns help and version as errors.
-            return match (error.print(), error.use_stderr()) {
+            let printed = error.print();
+            if let Some(tip) = tips::tip(&error) {
+                // The error itself has been printed; a closed stderr does not matter.
+                let _ = writeln!(std::io::stderr(), "\nhint: write {tip}");
+            }
+            return match (printed, error.use_stderr()) {
                 (Err(error), false) => report::report(&stdout::wrap(error).into()),
                 (_, false) => ExitCode::SUCCESS,
                 (_, true) => Exit::Usage.into(),

@@ -18,12 +18,15 @@ pub(super) struct NewArgs {
     /// Model folder in the transformers layout, or an id of the hub
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// Data files to train on, in any form that docs/data-format.md lists
+    /// Data files to train on: JSON lines, JSON, Parquet, Arrow, CSV or WebDataset
     #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
     data: Vec<PathBuf>,
     /// Data files to evaluate on
     #[arg(long, value_name = "FILE", num_args = 1..)]
     eval: Vec<PathBuf>,
+    /// Folder of the images that the rows name; by default that of each data file
+    #[arg(long, value_name = "DIR")]
+    image_root: Option<PathBuf>,
     /// File to write; stdout if it is left out
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
@@ -47,6 +50,7 @@ pub(super) fn run(args: &NewArgs, logging: &Logging) -> anyhow::Result<()> {
         model: args.model.clone(),
         train: args.data.clone(),
         eval: args.eval.clone(),
+        image_root: args.image_root.clone(),
         output_dir: args.output_dir.clone().unwrap_or_else(|| Path::new("runs").join(stem)),
         name: name.display().to_string(),
     };

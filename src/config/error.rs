@@ -1,6 +1,7 @@
 //! Errors of a config, with file, line and column.
 
 use super::excerpt::Excerpt;
+use super::other_trainers::advice;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -92,6 +93,16 @@ pub enum ConfigError {
     Empty {
         /// Path of the file.
         path: PathBuf,
+    },
+    /// The keys are those of another trainer.
+    #[error("{}: this is a config of {trainer}", .path.display())]
+    OtherTrainer {
+        /// Path of the file.
+        path: PathBuf,
+        /// Name of the trainer.
+        trainer: &'static str,
+        /// Its name in `trainer convert --from`, if its configs can be converted.
+        from: Option<&'static str>,
     },
     /// The text is not valid YAML.
     #[error("{place}: {message}{}", .place.excerpt())]
@@ -200,6 +211,17 @@ pub enum ConfigError {
     },
 }
 
+/// The form of sections that are often written as a single value.
+const FORMS: [(&str, &str); 7] = [
+    ("the config", "model: {path: FOLDER}"),
+    ("adapter", "adapter: {kind: lora}"),
+    ("model", "model: {path: FOLDER}"),
+    ("data", "data: {train: [{path: FILE}]}"),
+    ("data.train", "train: [{path: FILE}]"),
+    ("data.eval", "eval: [{path: FILE}]"),
+    ("optim", "optim: {lr: 1e-5}"),
+];
+
 impl ConfigError {
     /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> String {
@@ -209,7 +231,17 @@ impl ConfigError {
             }
             Self::Read { .. } => "check the permissions of the file".to_owned(),
             Self::NotUtf8 { .. } => "save the file as UTF-8".to_owned(),
-            Self::Empty { .. } => "start from one of the files in `configs/`".to_owned(),
+            Self::Empty { .. } => "`trainer new` writes a config for a model folder and data files".to_owned(),
+            Self::OtherTrainer { path, from: Some(from), .. } => format!(
+                "`trainer convert --from {from} {}` writes the config for this program",
+                path.display()
+            ),
+            Self::OtherTrainer { .. } => {
+                "`trainer new` writes a config for a model folder and data files".to_owned()
+            }
+            Self::Syntax { message, .. } if message.contains("anchor") => {
+                "write a value that begins with `*` or `&` in quotes".to_owned()
+            }
             Self::Syntax { message, .. } if message.contains("tab") => {
                 "YAML is indented by spaces: replace the tab".to_owned()
             }
@@ -217,8 +249,12 @@ impl ConfigError {
                 "check indentation, brackets and quotes here and in the line above".to_owned()
             }
             Self::DuplicateKey { .. } => "remove one of the two".to_owned(),
-            Self::UnknownKey { valid, .. } if valid.is_empty() => "this section has no keys".to_owned(),
-            Self::UnknownKey { valid, .. } => format!("valid keys here: {}", listed(valid)),
+            Self::UnknownKey { here: Some(here), .. } => format!("write `{here}`"),
+            Self::UnknownKey { key, valid, .. } => match advice(key) {
+                Some(advice) => advice.to_owned(),
+                None if valid.is_empty() => "this section has no keys".to_owned(),
+                None => format!("valid keys here: {}", listed(valid)),
+            },
             Self::MissingKey { key, section, .. } => {
                 format!("add it to the file, or pass `--set {}=..`", join(section, key))
             }
@@ -227,9 +263,13 @@ impl ConfigError {
                     .to_owned()
             }
             Self::UnknownValue { valid, .. } => format!("valid values: {}", listed(valid)),
-            Self::WrongType { .. } | Self::Refused { .. } => {
-                "change the value; docs/config.md describes each key".to_owned()
-            }
+            Self::WrongType { key, .. } | Self::Refused { key, .. } => match FORMS
+                .iter()
+                .find(|(section, _)| section == key)
+            {
+                Some((_, form)) => format!("write `{form}`"),
+                None => format!("change the value, or pass `--set {key}=..`"),
+            },
             Self::Value { hint, .. } => hint.clone(),
             Self::Set { .. } => {
                 "write `--set section.key=value`, list items by number: `--set data.train.0.path=a.jsonl`"
@@ -266,6 +306,7 @@ impl ConfigError {
             Self::Read { .. }
             | Self::NotUtf8 { .. }
             | Self::Empty { .. }
+            | Self::OtherTrainer { .. }
             | Self::Set { .. }
             | Self::Write { .. } => None,
         }

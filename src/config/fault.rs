@@ -2,7 +2,7 @@
 
 use super::error::{ConfigError, Place};
 use super::nearest::nearest;
-use super::other_trainers::our_key;
+use super::other_trainers::{our_key, our_value};
 use super::tree::Node;
 use serde::de::{self, Expected, Unexpected};
 use std::fmt;
@@ -63,8 +63,9 @@ impl Fault {
                 ConfigError::MissingKey { place, key: key.to_owned(), section }
             }
             Kind::UnknownValue { value, valid } => {
-                let nearest = nearest(&value, valid.iter().copied()).map(str::to_owned);
-                let (key, valid) = (section, owned(valid));
+                let alias = our_value(&value, valid);
+                let nearest = alias.or_else(|| nearest(&value, valid.iter().copied()));
+                let (key, valid, nearest) = (section, owned(valid), nearest.map(str::to_owned));
                 ConfigError::UnknownValue { place, key, value, nearest, valid }
             }
             Kind::WrongType { found, expected } => {

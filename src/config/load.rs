@@ -2,8 +2,9 @@
 
 use super::de::read;
 use super::error::{ConfigError, Source, join};
+use super::other_trainers::trainer_of;
 use super::set::set;
-use super::tree::{Node, parse};
+use super::tree::{Node, Value, parse};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::BTreeSet;
@@ -16,7 +17,7 @@ use std::path::Path;
 /// of one key, the last wins. A value that is overridden need not be valid, and an override may
 /// give a required key. Each error names its place in the file, or the override that caused it.
 pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T, ConfigError> {
-    read(&tree(path, overrides)?)
+    read(&own_tree(path, overrides)?)
 }
 
 /// Maximum number of errors that [`load_all`] returns.
@@ -76,7 +77,7 @@ impl LeftOut {
 /// required key is missing, the list item or the section in which it is missing is left out.
 pub fn load_all<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Loaded<T> {
     let mut loaded = Loaded { config: None, errors: Vec::new(), left_out: LeftOut::default() };
-    let mut root = match tree(path, overrides) {
+    let mut root = match own_tree(path, overrides) {
         Ok(root) => root,
         Err(error) => {
             loaded.errors.push(error);
@@ -157,6 +158,21 @@ pub(crate) fn read_tree(path: &Path) -> Result<Node, ConfigError> {
 /// Parses `text` as YAML.
 pub(crate) fn parse_tree(text: &str) -> Result<Node, ConfigError> {
     parse_text(Path::new(""), text)
+}
+
+/// [`tree`] of a config of this program; that of another trainer is an error, and not one for each of
+/// its keys.
+fn own_tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
+    let root = tree(path, overrides)?;
+    let Value::Map(entries) = &root.value else { return Ok(root) };
+    let has_sections = entries.iter().any(|entry| matches!(entry.node.value, Value::Map(_)));
+    let keys: Vec<&str> = entries.iter().map(|entry| entry.key.as_str()).collect();
+    match trainer_of(&keys).filter(|(_, from)| !has_sections || *from == Some("lmms-engine")) {
+        Some((trainer, from)) => {
+            Err(ConfigError::OtherTrainer { path: path.to_owned(), trainer, from })
+        }
+        None => Ok(root),
+    }
 }
 
 fn tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {

@@ -135,6 +135,151 @@ pub(crate) fn our_key(name: &str) -> Option<&'static str> {
     NAMES.iter().find(|(theirs, _)| *theirs == name).map(|(_, ours)| *ours)
 }
 
+/// Names that have no key of the same meaning here, and what to do instead.
+const ADVICE: &[(&str, &str)] = &[
+    ("stage", "remove it: `trainer sft` always fine-tunes"),
+    ("do_train", "remove it: `trainer sft` always trains"),
+    ("template", "remove it: the chat template is that of the model folder"),
+    ("agent_template", "remove it: the chat template of the model folder renders tools"),
+    (
+        "enable_thinking",
+        "remove it: the chat template of the model folder decides; `data.train_empty_think` trains empty thoughts",
+    ),
+    (
+        "val_size",
+        "write the rows for the evaluation into a file of their own, and name it in `data.eval`",
+    ),
+    (
+        "val_set_size",
+        "write the rows for the evaluation into a file of their own, and name it in `data.eval`",
+    ),
+    (
+        "split_dataset_ratio",
+        "write the rows for the evaluation into a file of their own, and name it in `data.eval`",
+    ),
+    ("system", "write a `system` message into the rows"),
+    ("default_system", "write a `system` message into the rows"),
+    ("deepspeed", "set `distributed.shard`: ZeRO 1 is `optimizer`, 2 is `gradients`, 3 is `full`"),
+    ("fsdp", "set `distributed.shard: full`"),
+    ("resize_vocab", "remove it: tokens cannot be added"),
+    ("plot_loss", "remove it: every run writes `report.html`"),
+    ("use_liger_kernel", "remove it: fused kernels are always used"),
+    ("enable_liger_kernel", "remove it: fused kernels are always used"),
+    (
+        "assistant_only_loss",
+        "remove it: only answers are trained on, unless `data.loss_scale` is `all`",
+    ),
+    (
+        "completion_only_loss",
+        "remove it: only answers are trained on, unless `data.loss_scale` is `all`",
+    ),
+    ("train_on_inputs", "set `data.loss_scale: all` for `true`, and remove it otherwise"),
+    ("neftune_noise_alpha", "remove it: noise on embeddings is not supported"),
+    ("base_model", "write `model: {path: FOLDER}`"),
+    ("sequence_len", "write `data: {max_length: N, packing_length: N}`"),
+    ("sample_packing", "write `data: {packing: true}`"),
+    ("load_in_4bit", "write `adapter: {quantize: nf4}`"),
+    ("load_in_8bit", "write `adapter: {quantize: nf4}`: 8-bit weights are not supported"),
+    ("lora_r", "write `adapter: {rank: N}`"),
+    ("r", "write `adapter: {rank: N}`"),
+    ("strategy", "remove it: `every_steps` sets the interval, and 0 switches off"),
+    ("eval_strategy", "write `eval: {every_steps: N}`"),
+    ("save_strategy", "write `checkpoint: {every_steps: N}`"),
+];
+
+/// What to do about a setting of other trainers that has no key here.
+pub(super) fn advice(name: &str) -> Option<&'static str> {
+    ADVICE.iter().find(|(theirs, _)| *theirs == name).map(|(_, advice)| *advice)
+}
+
+/// Values of other trainers, and the value here; a value applies where it is a choice.
+const VALUES: &[(&str, &str)] = &[
+    ("bfloat16", "bf16"),
+    ("float32", "f32"),
+    ("fp32", "f32"),
+    ("float16", "bf16"),
+    ("fp16", "bf16"),
+    ("adamw_torch", "adamw"),
+    ("adamw_torch_fused", "adamw"),
+    ("adamw_hf", "adamw"),
+    ("zero1", "optimizer"),
+    ("zero2", "gradients"),
+    ("zero3", "full"),
+    ("fsdp", "full"),
+    ("4bit", "nf4"),
+    ("4", "nf4"),
+    ("cosine_with_min_lr", "cosine"),
+    ("flash_attention_2", "flash"),
+    ("sdpa", "flash"),
+];
+
+/// The value here that other trainers call `value`, if it is one of `valid`.
+pub(super) fn our_value(value: &str, valid: &[&'static str]) -> Option<&'static str> {
+    let ours = |theirs: &&(&str, &str)| theirs.0 == value && valid.contains(&theirs.1);
+    VALUES.iter().find(ours).map(|(_, ours)| *ours)
+}
+
+/// Other trainers: the name, names that only its configs have at the top level, and the value of
+/// `trainer convert --from`.
+const TRAINERS: &[(&str, &[&str], Option<&str>)] = &[
+    (
+        "LLaMA-Factory",
+        &[
+            "model_name_or_path",
+            "finetuning_type",
+            "stage",
+            "cutoff_len",
+            "template",
+            "dataset_dir",
+            "lora_target",
+            "image_max_pixels",
+        ],
+        Some("llama-factory"),
+    ),
+    (
+        "ms-swift",
+        &[
+            "tuner_type",
+            "train_type",
+            "torch_dtype",
+            "split_dataset_ratio",
+            "target_modules",
+            "freeze_vit",
+            "attn_impl",
+            "val_dataset",
+            "padding_free",
+        ],
+        Some("ms-swift"),
+    ),
+    (
+        "lmms-engine",
+        &["trainer_type", "dataset_config", "model_config", "trainer_args", "trainer_args_type"],
+        Some("lmms-engine"),
+    ),
+    (
+        "Axolotl",
+        &[
+            "base_model",
+            "sequence_len",
+            "sample_packing",
+            "val_set_size",
+            "lora_r",
+            "pad_to_sequence_len",
+        ],
+        None,
+    ),
+];
+/// Number of such names with which a config is taken for that of another trainer.
+const MIN_NAMES: usize = 2;
+
+/// The trainer whose config has these keys at the top level: its name, and the value of `trainer
+/// convert --from`.
+pub(super) fn trainer_of(keys: &[&str]) -> Option<(&'static str, Option<&'static str>)> {
+    let num_names = |names: &[&str]| names.iter().filter(|name| keys.contains(name)).count();
+    let found = TRAINERS.iter().max_by_key(|(_, names, _)| num_names(names))?;
+    (num_names(found.1) >= MIN_NAMES).then_some((found.0, found.2))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -153,5 +298,17 @@ mod tests {
             let path = format!("/{}", ours.replace("[]", ".0").replace('.', "/"));
             assert!(config.pointer(&path).is_some(), "`{ours}` is no key");
         }
+        for (theirs, _) in ADVICE {
+            assert!(names.insert(theirs), "`{theirs}` twice");
+        }
+    }
+
+    #[test]
+    fn a_config_of_another_trainer_is_recognised_by_two_names() {
+        let of = |keys: &[&str]| trainer_of(keys).map(|(name, _)| name);
+        assert_eq!(of(&["stage", "do_train", "model_name_or_path"]), Some("LLaMA-Factory"));
+        assert_eq!(of(&["model", "train_type", "torch_dtype"]), Some("ms-swift"));
+        assert_eq!(of(&["base_model", "sequence_len"]), Some("Axolotl"));
+        assert_eq!(of(&["model", "data", "template"]), None);
     }
 }

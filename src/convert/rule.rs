@@ -114,6 +114,7 @@ pub(super) enum Role {
     Stopping,
     Strict,
     TensorParallel,
+    Template,
     Thinking,
     TorchDtype,
     Trackers,

@@ -156,6 +156,18 @@ pub enum RunError {
         /// The underlying error.
         problem: SourceError,
     },
+    /// Too many rows of a data set cannot be used to choose settings.
+    #[error("{file}: {unusable} of {measured} rows cannot be used. The first one: {first}")]
+    UnusableRows {
+        /// The data file.
+        file: String,
+        /// Number of rows that cannot be used.
+        unusable: usize,
+        /// Number of rows that were measured.
+        measured: usize,
+        /// Why the first one cannot be used.
+        first: String,
+    },
     /// The model folder has no weights.
     #[error("`model.weights` is `pretrained`, but there are {problem}")]
     NoWeights {
@@ -359,6 +371,9 @@ impl RunError {
             }
             Self::StateVersion { .. } => {
                 "continue with the version of the program that wrote it; set `model.path` to the checkpoint to start from its weights"
+            }
+            Self::UnusableRows { .. } => {
+                "pass `--image-root FOLDER` if images are in another folder than the data file, and correct the rows otherwise"
             }
             Self::AlgorithmsFile { .. } => MEASURE,
             Self::Algorithms { .. } => {

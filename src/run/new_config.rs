@@ -35,6 +35,8 @@ pub struct NewRun {
     pub train: Vec<PathBuf>,
     /// Data files to evaluate on.
     pub eval: Vec<PathBuf>,
+    /// Folder of the images that the rows name.
+    pub image_root: Option<PathBuf>,
     /// Folder that the run writes to.
     pub output_dir: PathBuf,
     /// Name of the config in its comments.
@@ -55,7 +57,7 @@ pub fn new_config(new: &NewRun, observer: &dyn SetupObserver) -> Result<String, 
     let encoder = encoder(&config)?;
     let sets = |list| -> Result<Vec<Measured>, RunError> {
         let rows = open_data(&config, list, &encoder, observer)?;
-        Ok((0..rows.sets().len()).map(|index| Measured::of(&rows, index)).collect())
+        (0..rows.sets().len()).map(|index| Measured::of(&rows, index).check(&config)).collect()
     };
     let (train, eval) = (sets(DataList::Train)?, sets(DataList::Eval)?);
     let choices = Choices::of(&mut config, &train)?;
@@ -76,6 +78,7 @@ struct Measured {
     has_images: bool,
     /// Why the first unusable row cannot be used.
     rejected: Option<String>,
+    file: String,
 }
 
 impl Measured {
@@ -94,6 +97,7 @@ impl Measured {
         let lengths: Vec<_> = (0..measured).into_par_iter().map(length).collect();
         let usable = || lengths.iter().filter_map(|length| length.as_ref().ok());
         Self {
+            file: set.path().display().to_string(),
             form,
             rows: set.len(),
             num_read: measured,
@@ -102,6 +106,24 @@ impl Measured {
             longest: usable().map(|length| length.tokens).max().unwrap_or(0),
             has_images: usable().any(|length| length.pixel_bytes > 0),
             rejected: lengths.iter().find_map(|length| Some(length.as_ref().err()?.to_string())),
+        }
+    }
+
+    /// Refuses rows of which a run would reject too many: settings that follow from the others would
+    /// be wrong.
+    fn check(self, config: &RunConfig) -> Result<Self, RunError> {
+        let Self { file, num_read: measured, usable, rejected, .. } = &self;
+        let unusable = measured - usable;
+        match rejected {
+            Some(first) if unusable as f64 > config.data.max_rejected * *measured as f64 => {
+                Err(RunError::UnusableRows {
+                    file: file.clone(),
+                    unusable,
+                    measured: *measured,
+                    first: first.clone(),
+                })
+            }
+            _ => Ok(self),
         }
     }
 
@@ -128,6 +150,8 @@ struct Choices {
     lr: &'static str,
     /// Steps between two checkpoints or evaluations.
     every: usize,
+    /// Steps between two log lines.
+    log_every: usize,
     /// Components without a gradient, because no row has an image.
     unused: BTreeSet<&'static str>,
     /// GiB that training all weights needs and that are free, if an adapter is trained instead.
@@ -164,8 +188,10 @@ impl Choices {
             (false, Some(_)) => "1.0e-4",
             (false, None) => "1.0e-5",
         };
-        let every = if steps > 1000 { 200 } else { steps.div_ceil(5).max(1) };
-        Ok(Self { packing_length, accumulation, epochs, lr, every, unused, adapter })
+        // Of a short run, one checkpoint and one evaluation at its end, and a line for each step.
+        let every = if steps > 1000 { 200 } else { steps.div_ceil(5).max(10) };
+        let log_every = (steps / 20).clamp(1, 10);
+        Ok(Self { packing_length, accumulation, epochs, lr, every, log_every, unused, adapter })
     }
 }
 
@@ -189,7 +215,14 @@ impl NewRun {
     /// The config with default values.
     fn config(&self) -> RunConfig {
         let sets = |paths: &[PathBuf]| -> Vec<Value> {
-            paths.iter().map(|path| json!({ "path": path.to_string_lossy() })).collect()
+            let set = |path: &PathBuf| {
+                let mut set = json!({ "path": path.to_string_lossy() });
+                if let Some(root) = &self.image_root {
+                    set["image_root"] = root.to_string_lossy().into();
+                }
+                set
+            };
+            paths.iter().map(set).collect()
         };
         let config = json!({
             "output_dir": self.output_dir.to_string_lossy(),
@@ -205,7 +238,7 @@ impl NewRun {
             "# Written by `trainer new` for the model and the data below. Check it, then train:\n#\n\
              #   trainer check --config {name}\n#   trainer sft --config {name}\n#\n\
              # Paths are relative to the folder in which the command runs. Keys that are not here have\n\
-             # their default values, which docs/config.md lists.\n"
+             # their default values.\n"
         ));
         out.line("output_dir", &path(&self.output_dir), "everything that the run writes");
         out.model(self, config, choices);
@@ -284,6 +317,9 @@ impl Yaml {
                     self.text(&format!("    # unusable: {shown}"));
                 }
                 self.text(&format!("    - path: {}", path(file)));
+                if let Some(root) = &new.image_root {
+                    self.text(&format!("      image_root: {}", path(root)));
+                }
             }
         }
         let Choices { packing_length, .. } = choices;
@@ -301,7 +337,7 @@ impl Yaml {
     }
 
     fn steps(&mut self, choices: &Choices, has_eval: bool) {
-        let Choices { accumulation, epochs, lr, every, .. } = choices;
+        let Choices { accumulation, epochs, lr, every, log_every, .. } = choices;
         self.text("\ntrain:");
         let comment = "packs of a step; more: smoother gradients, fewer steps";
         self.line("  gradient_accumulation_steps", &accumulation.to_string(), comment);
@@ -320,7 +356,8 @@ impl Yaml {
                 "loss and accuracy of `data.eval`",
             );
         }
-        self.line("log", "{every_steps: 10}", "metrics.jsonl has every step");
+        let value = format!("{{every_steps: {log_every}}}");
+        self.line("log", &value, "metrics.jsonl has every step");
     }
 }
 

@@ -17,8 +17,29 @@ fn text(place: &Place, file: &str) -> String {
 #[test]
 fn check_accepts_a_new_config_unchanged() {
     let place = Place::empty();
-    let (model, rows) = (model(), rows("digits_test.jsonl"));
-    let new = ["new", "--model", &model, "--data", &rows, "--eval", &rows, "--out", "a.yaml"];
+    let (model, images) = (model(), golden("data").display().to_string());
+    let rows = std::fs::read_to_string(rows("digits_test.jsonl")).unwrap();
+    let first: String = rows.lines().take(20).map(|line| line.to_owned() + "\n").collect();
+    place.write("rows.jsonl", &rows);
+    place.write("first.jsonl", &first);
+    let new = [
+        "new",
+        "--model",
+        &model,
+        "--data",
+        "rows.jsonl",
+        "--eval",
+        "first.jsonl",
+        "--out",
+        "a.yaml",
+    ];
+    // The images are in another folder: nothing follows from rows that cannot be used.
+    let refused = place.trainer(&new).ends_with(65);
+    refused
+        .says("rows.jsonl: 200 of 200 rows cannot be used")
+        .says("hint: pass `--image-root FOLDER`");
+    assert!(!place.path("a.yaml").exists());
+    let new = [&new[..], &["--image-root", &images]].concat();
     let written = place.trainer(&new).ends_with(0);
     assert!(written.stdout.is_empty(), "{}", written.stdout);
     let config = text(&place, "a.yaml");

@@ -97,6 +97,7 @@ impl Server {
     }
 
     /// Number of requests since the last call of [`Self::take`].
+    #[cfg(feature = "testing")]
     pub(crate) fn requests(&self) -> usize {
         self.seen.lock().unwrap().len()
     }

@@ -9,7 +9,7 @@ use super::conversation::Conversation;
 use std::io::{self, BufRead as _, IsTerminal as _, Write as _};
 use std::path::Path;
 
-const COMMANDS: &str = "`/image FILE`, `/video PATH`, `/reset`, `/exit`";
+const COMMANDS: &str = "`/image FILE`, `/video PATH`, `/reset`, `/help`, `/exit`";
 
 /// A line of the user.
 #[derive(Debug, PartialEq, Eq)]
@@ -17,6 +17,7 @@ enum Line<'a> {
     Image(&'a Path),
     Video(&'a Path),
     Reset,
+    Help,
     Exit,
     /// Text of a turn.
     Text(&'a str),
@@ -53,10 +54,15 @@ fn parse(line: &str) -> Result<Line<'_>, Failure> {
         ("/image", path) => Ok(Line::Image(Path::new(path))),
         ("/video", path) => Ok(Line::Video(Path::new(path))),
         ("/reset", "") => Ok(Line::Reset),
+        ("/help", "") => Ok(Line::Help),
         ("/exit", "") => Ok(Line::Exit),
-        ("/reset" | "/exit", _) => Err(wrong(format!("`{command}` takes no argument"))),
+        ("/reset" | "/help" | "/exit", _) => Err(wrong(format!("`{command}` takes no argument"))),
         _ => Err(wrong(format!("unknown command `{command}`"))),
     }
+}
+
+fn help() -> String {
+    format!("Commands: {COMMANDS}. Ctrl-C ends an answer, Ctrl-D the conversation.\n")
 }
 
 /// Answers turns until `/exit` or the end of stdin. On a terminal, an error is printed, and
@@ -64,7 +70,7 @@ fn parse(line: &str) -> Result<Line<'_>, Failure> {
 pub(super) fn run(session: &mut Session<'_>, mut conversation: Conversation) -> anyhow::Result<()> {
     let is_terminal = io::stdin().is_terminal();
     if is_terminal {
-        note(&format!("Commands: {COMMANDS}. Ctrl-C ends an answer, Ctrl-D the conversation.\n"));
+        note(&help());
     }
     let mut line = Vec::new();
     loop {
@@ -104,6 +110,7 @@ fn take(
         Line::Image(path) => conversation.add_image(path)?,
         Line::Video(path) => conversation.add_video(path)?,
         Line::Reset => conversation.reset(),
+        Line::Help => note(&help()),
         Line::Exit => return Ok(Next::End),
         Line::Text(text) => {
             conversation.add_user_turn(text);
@@ -137,8 +144,8 @@ mod tests {
         assert_eq!(of("/image a cat.png \n"), Line::Image(Path::new("a cat.png")));
         assert_eq!(of("/video  frames\n"), Line::Video(Path::new("frames")));
         assert_eq!(
-            [of("/reset\n"), of("/exit"), of(" \t\n")],
-            [Line::Reset, Line::Exit, Line::Empty]
+            [of("/reset\n"), of("/help"), of("/exit"), of(" \t\n")],
+            [Line::Reset, Line::Help, Line::Exit, Line::Empty]
         );
     }
 

@@ -70,7 +70,7 @@ pub(super) fn model(work: &mut Work) -> Family {
             Err(reason) => work.refuse(setting, reason),
         }
         work.write_from("model.path", &quoted(path), setting);
-        thinking(work, path);
+        template(work, path);
     } else if let Some(setting) = &random {
         work.refuse(setting, "also give the folder with the config and the tokenizer as the model");
     } else {
@@ -110,18 +110,47 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
     })
 }
 
-fn thinking(work: &mut Work, path: &str) {
+/// Templates of LLaMA-Factory that render what the chat template of a Qwen3-VL, Qwen3 or Qwen2.5-VL
+/// folder renders.
+const TEMPLATES: [&str; 5] = ["qwen3_vl", "qwen3_vl_nothink", "qwen3", "qwen3_nothink", "qwen2_vl"];
+
+/// The template, and the thoughts that it renders.
+fn template(work: &mut Work, path: &str) {
+    let is_instruct = path.to_lowercase().contains("instruct");
+    let mut without_thoughts = false;
     while let Some(setting) = work.take(Role::Thinking) {
-        let path = path.to_lowercase();
-        if path.contains("thinking") || path.contains("qwen3.5") {
+        let decides = setting.name() == "enable_thinking";
+        without_thoughts |= decides && setting.value.flag() == Some(false);
+        if is_instruct {
+            work.drop(&setting, "it has no effect on a model without thoughts");
+        } else if decides && without_thoughts {
+            work.note(format!(
+                "`{}: false`: {} removes thoughts from the rows; here they are trained on, so remove them from the rows",
+                setting.key,
+                work.trainer.title()
+            ));
+            work.drop(&setting, "the rows decide, see the note");
+        } else {
             work.refuse(
                 &setting,
                 "the chat template of the model folder decides; write the thoughts into the rows",
             );
-        } else {
-            work.drop(&setting, "it has no effect on a model without thoughts");
         }
     }
+    let Some(setting) = work.take(Role::Template) else { return };
+    let name = setting.value.to_string().to_lowercase();
+    if !TEMPLATES.contains(&name.as_str()) {
+        return work.refuse(&setting, "the chat template of the model folder is used");
+    }
+    if matches!(name.as_str(), "qwen3_vl" | "qwen3") && !without_thoughts {
+        work.write("data.train_empty_think", "true", &work.from(&setting));
+        work.note(format!(
+            "`template: {name}`: {} writes an empty `<think>` block in front of each answer without thoughts and trains \
+             on it; here only a block that the chat template of the model folder writes is trained on",
+            work.trainer.title()
+        ));
+    }
+    work.drop(&setting, "the chat template of the model folder is used");
 }
 
 fn precision(work: &mut Work) {

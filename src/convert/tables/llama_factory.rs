@@ -119,7 +119,7 @@ pub(super) const ROWS: &[Row] = &[
     row("eval_dataset", "", Is(Role::EvalDataset)),
     row("dataset_dir", "data", Is(Role::DatasetDir)),
     row("media_dir", "", Is(Role::MediaDir)),
-    row("template", "", Only(TEMPLATES, "the chat template of the model folder is used")),
+    row("template", "", Is(Role::Template)),
     row("tool_format", "", Drop("the chat template of the model folder renders tools")),
     row("default_system", "", Refuse(SYSTEM)),
     row("enable_thinking", "", Is(Role::Thinking)),
@@ -190,6 +190,3 @@ pub(super) const ROWS: &[Row] = &[
     row("DISABLE_VERSION_CHECK", "", Drop("a check of Python packages")),
     row("USE_MODELSCOPE_HUB", "", Drop("model files come from the Hugging Face hub or a folder")),
 ];
-
-/// Templates that render what the chat template of a Qwen3-VL, Qwen3 or Qwen2.5-VL folder renders.
-const TEMPLATES: &[&str] = &["qwen3_vl", "qwen3_vl_nothink", "qwen3", "qwen3_nothink", "qwen2_vl"];

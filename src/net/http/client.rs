@@ -302,7 +302,7 @@ mod tests {
             reader: Drip(Duration::from_millis(wait)).take(1 << 20),
             started: Instant::now(),
             received: 0,
-            grace: Duration::ZERO,
+            grace: Duration::from_millis(200),
         };
         let read = |wait| io::copy(&mut body(wait), &mut io::sink());
         let slow = read(5).unwrap_err();

@@ -48,7 +48,6 @@ pub(super) enum Reach {
     /// Addresses of the public internet, without a proxy.
     Public,
     /// Like `Public`, and 127.0.0.1; for tests.
-    #[cfg_attr(not(feature = "testing"), expect(dead_code, reason = "only in builds for tests"))]
     PublicAndTests,
 }
 

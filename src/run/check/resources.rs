@@ -104,7 +104,7 @@ impl Need {
     /// not suffice.
     fn disk_lack(&self, config: &RunConfig) -> Option<[f64; 2]> {
         let free = free_bytes(&config.output_dir).ok()?;
-        let checkpoints = num_checkpoints(config, self.steps) as f64;
+        let checkpoints = num_checkpoints(&config.checkpoint, self.steps) as f64;
         // `best`, and the next one: weights without an optimizer, twice
         let best = if config.checkpoint.best.is_some() { 1.0 } else { 0.0 };
         let own = folder_bytes(&config.output_dir.join("checkpoints")) as f64;
@@ -134,11 +134,11 @@ impl Need {
 
 /// The number of checkpoints that are on the disk at the same time. `steps` is the length of the run;
 /// if it is not known, the run writes two or more.
-fn num_checkpoints(config: &RunConfig, steps: Option<u64>) -> u64 {
-    let CheckpointConfig { every_steps, keep, .. } = config.checkpoint;
+fn num_checkpoints(config: &CheckpointConfig, steps: Option<u64>) -> u64 {
+    let CheckpointConfig { every_steps, keep, .. } = config;
     // the next one is complete before the oldest is removed
     let kept = keep.get() as u64 + 1;
-    match every_steps {
+    match *every_steps {
         0 => 1,
         every => kept.min(steps.map_or(2, |steps| steps.div_ceil(every))),
     }
@@ -248,11 +248,9 @@ mod tests {
 
     #[test]
     fn checkpoints_are_those_that_the_run_writes() {
-        let mut config = RunConfig::default();
-        let mut number = |every_steps, keep, steps| {
-            config.checkpoint.every_steps = every_steps;
-            config.checkpoint.keep = NonZeroUsize::new(keep).unwrap();
-            num_checkpoints(&config, steps)
+        let number = |every_steps, keep, steps| {
+            let keep = NonZeroUsize::new(keep).unwrap();
+            num_checkpoints(&CheckpointConfig { every_steps, keep, ..Default::default() }, steps)
         };
         assert_eq!(number(500, 1_000_000, Some(411)), 1, "only the last one");
         assert_eq!(number(500, 1_000_000, Some(1001)), 3, "two, and the last one");

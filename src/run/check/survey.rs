@@ -53,10 +53,14 @@ const KINDS: [Kind; 4] = [
 fn texts(message: &Message) -> Vec<&str> {
     match &message.content {
         Content::Text(text) => vec![text],
-        Content::Parts(parts) => {
-            let text = |part| if let Part::Text(text) = part { Some(text.as_str()) } else { None };
-            parts.iter().filter_map(text).collect()
-        }
+        Content::Parts(parts) => parts.iter().filter_map(text_of).collect(),
+    }
+}
+
+fn text_of(part: &Part) -> Option<&str> {
+    match part {
+        Part::Text(text) => Some(text),
+        Part::Image | Part::Video => None,
     }
 }
 
