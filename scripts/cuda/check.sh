@@ -26,7 +26,7 @@ emulated() {
   export TRAINER_EMULATE_CUDA
   for capability in 8.0 9.0; do
     TRAINER_EMULATE_CUDA=$capability
-    cargo test --release --features cuda-emulation --lib -- ops:: optim:: joined_layers placed
+    cargo test --release --features cuda-emulation --lib -- ops:: optim:: joined_layers placed presets
     cargo test --release --features cuda-emulation --test integration -- laws parity --skip follow_the_reference
   done
 }
