@@ -6,7 +6,8 @@
 #             on the CPU: with the kernels for compute capability 8.0, then with those for 9.0
 #   nvcc      compiles every kernel for sm_80 and sm_90 (those for Hopper alone for sm_90a) with the
 #             pinned compiler of toolkit.sh; register spills and products that the assembler must
-#             serialize are errors; counts instructions of Hopper's kernels
+#             serialize are errors; checks the state space of every memory access in the PTX
+#             (state_spaces.py); counts instructions of Hopper's kernels
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -25,17 +26,19 @@ emulated() {
   export TRAINER_EMULATE_CUDA
   for capability in 8.0 9.0; do
     TRAINER_EMULATE_CUDA=$capability
-    cargo test --release --features cuda-emulation --lib -- ops:: optim:: joined_layers placed
+    cargo test --release --features cuda-emulation --lib -- ops:: optim:: joined_layers placed presets
     cargo test --release --features cuda-emulation --test integration -- laws parity --skip follow_the_reference
   done
 }
 
-# Prints one line per kernel: architecture and file, name, registers, spilled bytes. Keeps machine code
-# for sm_90a.
+# Prints one line per kernel: architecture and file, name, registers, spilled bytes. Keeps PTX, and machine
+# code for sm_90a.
 registers() { # architecture, file
-  local log cubin=/dev/null
+  local log cubin=/dev/null kept
   [ "$1" != 90a ] || cubin=target/cuda/$(basename "$2" .cu).cubin
-  log=$("$CUDA_HOME/bin/nvcc" -cubin "-arch=sm_$1" -O3 -std=c++17 -Werror all-warnings -Xptxas -v -Isrc/ops/cuda/kernels/common -o "$cubin" "$2" 2>&1) || { echo "$log" >&2; return 1; }
+  kept=target/cuda/ptx/$1/$(basename "$2" .cu)
+  mkdir -p "$kept"
+  log=$("$CUDA_HOME/bin/nvcc" --keep --keep-dir "$kept" -cubin "-arch=sm_$1" -O3 -std=c++17 -Werror all-warnings -Xptxas -v -Isrc/ops/cuda/kernels/common -o "$cubin" "$2" 2>&1) || { echo "$log" >&2; return 1; }
   # C7510 and its neighbours: wgmma instructions that wait for each other, because of their registers.
   if grep -E '\(C75[0-9][0-9]\)' <<<"$log" >&2; then return 1; fi
   awk -v where="sm_$1 $(basename "$2")" '
@@ -63,8 +66,23 @@ instructions() { # file
     }'
 }
 
+# Compiles kernels with wrong state spaces, and fails unless state_spaces.py refuses each of them.
+planted() {
+  local folder=target/cuda/planted name body
+  mkdir -p "$folder"
+  while IFS='|' read -r name body; do
+    echo "extern \"C\" __global__ void $name(float *x, int k) { __shared__ float4 tile[64]; $body }" >"$folder/$name.cu"
+    "$CUDA_HOME/bin/nvcc" -ptx -arch=sm_80 -O3 -o "$folder/$name.ptx" "$folder/$name.cu"
+    if python3 scripts/cuda/state_spaces.py "$folder/$name.ptx" >/dev/null; then echo "error: state_spaces.py accepts $folder/$name.ptx"; exit 1; fi
+  done <<'KERNELS'
+shared_as_global|float4 *at = tile + threadIdx.x; __stwb(at, float4{}); x[k] = at[k % 2].x;
+generic|float *at = k > 3 ? x : &tile[threadIdx.x].x; at[k] = 1; __syncthreads(); x[0] = tile[1].x;
+KERNELS
+}
+
 nvcc() {
   eval "$(scripts/cuda/toolkit.sh)"
+  rm -rf target/cuda/ptx
   mkdir -p target/cuda
   local list=target/cuda/registers.txt counts=target/cuda/instructions.txt file before=$SECONDS
   export -f registers
@@ -76,6 +94,8 @@ nvcc() {
   rm "$list.new"
   if grep -v ' 0 bytes spilled' "$list"; then echo "error: the kernels above spill registers"; exit 1; fi
   awk '{ if ($4 > most) most = $4 } END { print NR " kernels, at most " most " registers, no spills: '"$list"'" }' "$list"
+  python3 scripts/cuda/state_spaces.py target/cuda/ptx/*/*/*.ptx
+  planted
   for file in target/cuda/*_sm90.cubin; do instructions "$file"; done | sort | tee "$counts"
   # The kernels give a consumer 240 registers, or 160 where there are three of them.
   if ! awk '{ limit = $1 ~ /forward_sm90_d(64|80)_/ ? 160 : 240; if ($2 > limit || $4 == 0 || $(NF - 2) > 0) { print "error: " $0; bad = 1 } } END { exit bad }' "$counts"; then exit 1; fi

@@ -1,5 +1,6 @@
 //! Errors of reading and writing checkpoints and model folders.
 
+use super::ADAPTER_WEIGHTS;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -48,6 +49,14 @@ pub enum CheckpointError {
     NoWeights {
         /// The model folder.
         folder: PathBuf,
+    },
+    /// A folder has its weights only in a file of `torch.save`.
+    #[error("`{}` is a file of `torch.save`, expected `{expected}`", .path.display())]
+    Pickled {
+        /// The file.
+        path: PathBuf,
+        /// Name of the file that is read.
+        expected: &'static str,
     },
     /// The index names a shard that does not exist.
     #[error("shard `{shard}` named by `{}` is missing", .index.display())]
@@ -160,6 +169,14 @@ pub enum CheckpointError {
         /// What is wrong, as a verb phrase that follows the tensor's name in the message.
         problem: String,
     },
+    /// A matrix in 4 bits has another form than that of bitsandbytes, or contradicts itself.
+    #[error("tensor `{tensor}` {problem}")]
+    Quantised {
+        /// The matrix.
+        tensor: String,
+        /// What is wrong, as a verb phrase that follows the tensor's name in the message.
+        problem: String,
+    },
     /// Ranks save different tensors.
     #[error("rank {rank} saves other tensors in `{file}` than rank 0")]
     OtherTensors {
@@ -242,13 +259,22 @@ impl CheckpointError {
                                             on disk are finite, and the run resumes from the newest"
                     .to_owned()
             }
-            Self::NotSafetensors { .. } => {
+            Self::Pickled { expected: ADAPTER_WEIGHTS, .. } => {
+                "load the adapter with PEFT, and write it again with `save_pretrained(FOLDER, \
+                 safe_serialization=True)`"
+                    .to_owned()
+            }
+            Self::NotSafetensors { .. } | Self::Pickled { .. } => {
                 "download its safetensors files, or write the model again with `save_pretrained` of \
                  transformers"
                     .to_owned()
             }
             Self::OutsideLink { .. } => "replace the link by a copy of the file".to_owned(),
             Self::Tensor { .. } => "see the cause; the device may be out of memory".to_owned(),
+            Self::Quantised { .. } => {
+                "download the folder again, or use the original weights and `adapter.quantize: nf4`"
+                    .to_owned()
+            }
             Self::Parts { .. } | Self::OtherTensors { .. } => {
                 "this is an error of the program: please report it".to_owned()
             }

@@ -40,7 +40,7 @@ pub use checkpointer::{Checkpointer, Contents, Found};
 pub use config::{BestConfig, BestMode, CheckpointConfig};
 pub use error::CheckpointError;
 pub use hf::{FolderLayout, ModelFiles};
-pub use peft::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftConfig};
+pub use peft::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, Patterns, PeftConfig, adapter_weights};
 pub use tensors::SavedTensor;
 pub use together::{Alone, Together};
 pub use weight_files::WeightFiles;

@@ -129,6 +129,10 @@ impl Shard {
         Ok(Self { path: path.to_owned(), map, data_start, tensors })
     }
 
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// The bytes of a tensor. In bounds, because `open` compared the header with the file size.
     pub(super) fn data(&self, info: &TensorInfo) -> &[u8] {
         let (start, end) = info.data_offsets;
@@ -216,7 +220,7 @@ impl Shard {
 
     /// Removes the pages of a large part from the memory of the process, which has a copy now. They
     /// stay in the page cache, and a later access maps them again.
-    fn release(&self, part: &[u8]) {
+    pub(super) fn release(&self, part: &[u8]) {
         if part.len() < RELEASED {
             return;
         }

@@ -2,6 +2,7 @@
 //!
 //! Files are memory-mapped, so that a folder larger than memory opens at once.
 
+mod digest;
 mod joined;
 
 use self::joined::Joined;
@@ -61,6 +62,11 @@ impl WeightFiles {
             return Self::open_file(&single);
         }
         fs::read_dir(folder).map_err(CheckpointError::read(folder))?;
+        let pickled = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
+        let pickled = pickled.map(|name| folder.join(name)).into_iter().find(|path| path.exists());
+        if let Some(path) = pickled {
+            return Err(CheckpointError::Pickled { path, expected: SINGLE });
+        }
         Err(CheckpointError::NoWeights { folder: folder.to_owned() })
     }
 
@@ -124,11 +130,12 @@ impl WeightFiles {
         let states = files.by_name.keys();
         if let Some(fp4) = states.clone().find_map(|name| name.strip_suffix(FP4_STATE)) {
             let problem = "is stored in FP4, expected NF4, or the original weights".to_owned();
-            return Err(CheckpointError::Parts { tensor: fp4.to_owned(), problem });
+            return Err(CheckpointError::Quantised { tensor: fp4.to_owned(), problem });
         }
         let names = states.filter_map(|name| name.strip_suffix(STATE));
         for name in names.map(str::to_owned).collect::<Vec<_>>() {
             let state = QuantState::read(&name, files.bytes(&name, STATE)?)?;
+            state.check(&name, |end| files.find(&format!("{name}{end}")).map(|(_, info)| info))?;
             let maps = [MAP, NESTED_MAP].map(|map| {
                 let bytes = files.bytes(&name, map)?;
                 Ok::<_, CheckpointError>(decode(bytes, &(0..bytes.len() / 4), f32::from_le_bytes))
@@ -136,7 +143,10 @@ impl WeightFiles {
             let [map, nested] = maps;
             if !is_nf4_map(&map?, &nested?) {
                 let problem = "is quantised with maps other than those of NF4 in bitsandbytes";
-                return Err(CheckpointError::Parts { tensor: name, problem: problem.to_owned() });
+                return Err(CheckpointError::Quantised {
+                    tensor: name,
+                    problem: problem.to_owned(),
+                });
             }
             files.quantized.insert(name, state);
         }
@@ -274,13 +284,7 @@ impl WeightFiles {
     ) -> Result<Nf4, CheckpointError> {
         let [codes, scales, ranges] = nf4_places(span);
         let part = |end: &str, of: &Range<usize>, size: usize| {
-            let bytes = self.bytes(name, end)?;
-            bytes.get(of.start * size..of.end * size).ok_or_else(|| {
-                let (found, expected) = (bytes.len(), of.end * size);
-                let problem =
-                    format!("has {found} bytes in `{name}{end}`, expected {expected} or more");
-                CheckpointError::Parts { tensor: name.to_owned(), problem }
-            })
+            Ok::<_, CheckpointError>(&self.bytes(name, end)?[of.start * size..of.end * size])
         };
         let parts = Nf4Parts {
             shape,
@@ -295,8 +299,8 @@ impl WeightFiles {
         };
         let state_is_finite = state.offset.is_finite();
         if !state_is_finite || parts.ranges.iter().any(|range| !range.is_finite()) {
-            let problem = "has scales that are not finite: download the model again".to_owned();
-            return Err(CheckpointError::Parts { tensor: name.to_owned(), problem });
+            let problem = "has scales that are not finite".to_owned();
+            return Err(CheckpointError::Quantised { tensor: name.to_owned(), problem });
         }
         Nf4::new(parts)
             .map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })

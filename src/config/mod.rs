@@ -281,6 +281,22 @@ impl RunConfig {
         Err(ValueError { key, found, expected })
     }
 
+    /// Checks that Adafactor has no settings of AdamW.
+    fn check_moments(&self) -> Result<(), ValueError> {
+        let (optim, default) = (&self.optim, OptimConfig::default());
+        let (key, found) = if optim.kind != Kind::Adafactor {
+            return Ok(());
+        } else if optim.betas != default.betas {
+            ("optim.betas", format!("{:?}", optim.betas))
+        } else if optim.eps != default.eps {
+            ("optim.eps", format!("{:e}", optim.eps))
+        } else {
+            return Ok(());
+        };
+        let expected = "no value with `optim.kind: adafactor`, which has `optim.adafactor`";
+        Err(ValueError { key, found, expected })
+    }
+
     fn check_adafactor(&self) -> Result<(), ValueError> {
         let settings = self.optim.adafactor;
         let AdafactorConfig { beta2_decay, eps: [eps1, eps2], d } = settings;
@@ -299,7 +315,7 @@ impl RunConfig {
             let expected = "no value unless `optim.kind` is `adafactor`";
             return Err(ValueError { key, found, expected });
         } else {
-            return Ok(());
+            return self.check_moments();
         };
         Err(ValueError { key, found: found.to_string(), expected })
     }

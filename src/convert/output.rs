@@ -50,6 +50,12 @@ impl Output {
         self.lines.iter().find(|line| line.key == key)?.value.parse().ok()
     }
 
+    /// Whether the list of names that a key is set to has `name`.
+    pub(super) fn lists(&self, key: &str, name: &str) -> Option<bool> {
+        let list = &self.lines.iter().find(|line| line.key == key)?.value;
+        Some(list.trim_matches(['[', ']']).split(", ").any(|entry| entry == name))
+    }
+
     /// Whether `value` is our default of `key`.
     pub(super) fn is_default(&self, key: &str, value: &str) -> bool {
         let path = format!("/{}", key.replace('.', "/"));

@@ -1,5 +1,7 @@
 //! Settings of parameters by pattern: a component's name, or a glob over parameter names.
 
+use super::Kind;
+
 /// The settings of one parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ParamGroup {
@@ -55,6 +57,18 @@ pub enum GroupError {
         /// Its value.
         found: f64,
     },
+    /// A factor matches parameters, none of which is trained.
+    #[error("`optim.lr_multipliers`: `{pattern}` matches only parameters that are not trained")]
+    Frozen {
+        /// As written.
+        pattern: String,
+    },
+    /// No trained parameter is one that the optimizer is for.
+    #[error(
+        "`optim.kind` is `muon`, but no trained parameter is a matrix between hidden states: AdamW \
+         would update all of them"
+    )]
+    NoMatrix,
     /// No parameter is left to train.
     #[error("`model.freeze` freezes every parameter: there is nothing to train")]
     AllFrozen,
@@ -67,7 +81,10 @@ impl GroupError {
             Self::NoMatch { key, pattern, .. } | Self::NotAGlob { key, pattern, .. } => {
                 (key, Some(pattern))
             }
-            Self::Factor { pattern, .. } => ("optim.lr_multipliers", Some(pattern)),
+            Self::Factor { pattern, .. } | Self::Frozen { pattern } => {
+                ("optim.lr_multipliers", Some(pattern))
+            }
+            Self::NoMatrix => ("optim.kind", None),
             Self::AllFrozen => ("model.freeze", None),
         }
     }
@@ -87,6 +104,10 @@ impl GroupError {
             Self::Factor { .. } => {
                 "1.0 keeps the learning rate; to freeze a component, use `model.freeze`"
             }
+            Self::Frozen { .. } => {
+                "remove the factor; `model.freeze`, or `adapter.parts`, decides what is trained"
+            }
+            Self::NoMatrix => "remove `optim.kind`, or set it to `adamw` or `adamw_8bit`",
             Self::AllFrozen => "remove at least one component from `model.freeze`",
         }
         .to_owned()
@@ -142,18 +163,31 @@ impl ParamGroups {
             hidden_matrix: param.is_hidden_matrix(),
         };
         let mut groups: Vec<ParamGroup> = params.iter().zip(frozen).map(group).collect();
+        if groups.iter().all(|group| group.frozen) {
+            return Err(GroupError::AllFrozen);
+        }
         for (pattern, factor) in lr_multipliers {
             if !factor.is_finite() || *factor < 0.0 {
                 return Err(GroupError::Factor { pattern: pattern.clone(), found: *factor });
             }
-            for index in matches("optim.lr_multipliers", pattern, params)? {
+            let matched = matches("optim.lr_multipliers", pattern, params)?;
+            if matched.iter().all(|index| groups[*index].frozen) {
+                return Err(GroupError::Frozen { pattern: pattern.clone() });
+            }
+            for index in matched {
                 groups[index].lr_multiplier = *factor;
             }
         }
-        if groups.iter().all(|group| group.frozen) {
-            return Err(GroupError::AllFrozen);
-        }
         Ok(Self(groups))
+    }
+
+    /// Fails if `kind` differs from `adamw` for no trained parameter.
+    pub fn check_kind(&self, kind: Kind) -> Result<(), GroupError> {
+        let is_used = |group: &ParamGroup| !group.frozen && group.hidden_matrix;
+        if kind == Kind::Muon && !self.iter().any(is_used) {
+            return Err(GroupError::NoMatrix);
+        }
+        Ok(())
     }
 
     /// Settings in the order of the parameters.

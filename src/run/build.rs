@@ -167,7 +167,10 @@ impl Run {
         let resumed = resumed.transpose()?;
         check_media(config, &rows, found.filter(|_| is_first), resumed.as_ref())?;
         compare_inputs(&ranks, config, &data_fingerprint, &inputs)?;
-        let (mut open, base) = open_run_model(config, found, &device)?;
+        let (mut open, mut base) = open_run_model(config, found, &device)?;
+        if let (Some(base), true) = (&mut base, is_first && found.is_none()) {
+            base.contents = Some(open.contents(None)?);
+        }
         share_attention(&mut open, ranks.ranks())?;
         ranks.compare("model", || open.digest().map_err(candle_core::Error::wrap))?;
         // Checks the patterns before the rows are measured, which takes longer.

@@ -6,8 +6,8 @@ use super::inputs::open_for_run;
 use super::model_files::{named_files, with_pieces};
 use super::setup_error::SetupError;
 use crate::checkpoint::{
-    ADAPTER_CONFIG, ADAPTER_WEIGHTS, CarriedFiles, CheckpointError, FolderLayout, ModelFiles,
-    SavedTensor, WeightFiles, nf4_tensors, quantization_config,
+    ADAPTER_CONFIG, CarriedFiles, CheckpointError, FolderLayout, ModelFiles, SavedTensor,
+    WeightFiles, adapter_weights, nf4_tensors, quantization_config,
 };
 use crate::nn::ParamSpec;
 use crate::ops::{Nf4, Nf4Parts};
@@ -254,7 +254,7 @@ pub fn export_adapter(
         text.map_err(|source| fault(CheckpointError::Read { path: path.clone(), source }))?;
     let config_json = serde_json::from_slice(&text)
         .map_err(|error| fault(CheckpointError::invalid(&path, &error)))?;
-    let files = WeightFiles::open_file(&adapter.join(ADAPTER_WEIGHTS)).map_err(fault)?;
+    let files = adapter_weights(adapter).map_err(fault)?;
     let exchanged =
         if exchange { exchange_experts(adapter, &files)? } else { Exchanged::default() };
     let tensor = |name: &str| {

@@ -216,6 +216,7 @@ pub(crate) fn open_for_run(
 /// Applies `model.freeze` and `optim.lr_multipliers`.
 pub(crate) fn param_groups(config: &RunConfig, open: &OpenModel) -> Result<ParamGroups, RunError> {
     let groups = open.groups(&config.model.freeze, &config.optim.lr_multipliers);
+    let groups = groups.and_then(|groups| groups.check_kind(config.optim.kind).map(|()| groups));
     groups.map_err(|problem| of_pattern(config, problem))
 }
 

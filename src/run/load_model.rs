@@ -9,12 +9,13 @@ use crate::nn::{DecoderConfig, Dropout, ParamSpec, TensorNames, random_part};
 use crate::ops::{AttentionBackend, Matmul, Nf4, gpu_without_e4m3};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
-use crate::train::{AttentionChoice, MatmulChoice, ModelSection, SavedAs, Weights};
+use crate::train::{AttentionChoice, BaseContents, MatmulChoice, ModelSection, SavedAs, Weights};
 use candle_core::{DType, Device, Tensor};
 use indexmap::IndexMap;
 use rayon::prelude::*;
+use serde_json::Value;
 use sha2::{Digest, Sha256};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -34,7 +35,7 @@ pub struct LoadedModel {
 /// A model folder whose weights are not loaded yet.
 pub struct OpenModel {
     /// The complete `config.json`.
-    pub config_json: serde_json::Value,
+    pub config_json: Value,
     /// Name, shape and component of each parameter; those of an adapter follow those of the model.
     pub specs: Vec<ParamSpec>,
     /// The adapter, if there is one.
@@ -349,6 +350,26 @@ impl OpenModel {
         Ok(format!("{:x}", digest.finalize()))
     }
 
+    /// Digests of `config.json` and of every byte of the weights. If the files are those of
+    /// `before`, the weights are not read again.
+    pub(super) fn contents(
+        &self,
+        before: Option<&BaseContents>,
+    ) -> Result<BaseContents, SetupError> {
+        let config = format!("{:x}", Sha256::digest(sorted(&self.config_json).to_string()));
+        let files = match &self.source {
+            WeightSource::Files(files) => files,
+            WeightSource::Seed(seed) => {
+                let (weights, stamps) = (format!("seed {seed}"), String::new());
+                return Ok(BaseContents { config, weights, stamps });
+            }
+        };
+        let stamps = files.stamps().map_err(|source| files_error(&self.folder, source))?;
+        let known = before.filter(|before| before.stamps == stamps);
+        let weights = known.map_or_else(|| files.digest(), |known| known.weights.clone());
+        Ok(BaseContents { config, weights, stamps })
+    }
+
     /// Applies `model.freeze` and `optim.lr_multipliers`.
     pub fn groups(
         &self,
@@ -371,6 +392,21 @@ impl OpenModel {
                 ParamGroups::with_frozen(&named, frozen, lr_multipliers)
             }
         }
+    }
+}
+
+/// `config.json` with sorted keys, without the fields that only name where it is from and the dtype
+/// of the files.
+fn sorted(json: &Value) -> Value {
+    const NAMES: [&str; 4] = ["_name_or_path", "dtype", "torch_dtype", "transformers_version"];
+    match json {
+        Value::Object(fields) => {
+            let fields = fields.iter().filter(|(name, _)| !NAMES.contains(&name.as_str()));
+            let fields: BTreeMap<_, _> = fields.map(|(name, of)| (name, sorted(of))).collect();
+            fields.into_iter().map(|(name, of)| (name.clone(), of)).collect()
+        }
+        Value::Array(values) => values.iter().map(sorted).collect(),
+        other => other.clone(),
     }
 }
 

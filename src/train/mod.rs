@@ -51,7 +51,7 @@ pub use rejects::write_rejects;
 pub use sample_log::{SampleLog, StepSamples};
 pub use saved::{Joined, SavedAs};
 pub use scores::Score;
-pub use state::{BaseModel, Planned, TrainState};
+pub use state::{BaseContents, BaseModel, Planned, TrainState};
 pub use step::{
     LaunchedStep, Losses, MicroBatches, PreparedStep, StepCounts, StepError, StepOutcome,
     StepRunner,

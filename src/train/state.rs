@@ -63,6 +63,20 @@ pub struct BaseModel {
     /// How its linear layers were stored.
     #[serde(default)]
     pub quantize: Quantize,
+    /// Digests of everything that a step computes with. Older versions had none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub contents: Option<BaseContents>,
+}
+
+/// Digests of a model folder.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BaseContents {
+    /// Of `config.json`, without the fields that name its origin and its dtype.
+    pub config: String,
+    /// Of every byte of the tensors, or the seed of random weights.
+    pub weights: String,
+    /// Of the sizes and times of the files whose bytes `weights` is about.
+    pub stamps: String,
 }
 
 /// The plan of a run, from the lengths of all rows.

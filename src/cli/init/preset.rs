@@ -325,6 +325,7 @@ fn vision_config(model_type: &str, size: [u64; 3], deepstack: &[u64], out: u64) 
 mod tests {
     use super::*;
     use crate::models::config_from_json;
+    use candle_core::{DType, Device, Tensor};
 
     #[test]
     fn the_decoders_of_qwen35_have_as_many_parameters_as_their_names_say() {
@@ -369,5 +370,33 @@ mod tests {
             let count: usize = specs.iter().map(|spec| spec.shape.iter().product::<usize>()).sum();
             assert_eq!(count, expected, "{preset:?}");
         }
+    }
+
+    /// With `TRAINER_EMULATE_CUDA`, the ops run the CUDA kernels.
+    #[test]
+    fn the_norms_of_the_presets_have_a_width_that_their_ops_support() -> candle_core::Result<()> {
+        let mut widths = std::collections::BTreeSet::new();
+        for preset in Preset::value_variants() {
+            let specs = config_from_json(&preset.config()).unwrap().param_specs();
+            let has = |name: &str| specs.iter().any(|spec| spec.name == name);
+            for spec in specs.iter().filter(|spec| spec.name.ends_with("weight")) {
+                let [width] = spec.shape[..] else { continue };
+                widths.insert((width, has(&spec.name.replace("weight", "bias"))));
+            }
+        }
+        assert!(widths.contains(&(8192, false)) && widths.contains(&(4608, true)), "{widths:?}");
+        for (width, bias) in widths {
+            let x = Tensor::ones((2, width), DType::F32, &Device::Cpu)?;
+            let w = Tensor::ones(width, DType::F32, &Device::Cpu)?;
+            if bias {
+                let (y, stats) = crate::ops::layer_norm(&x, &w, &w, 1e-6)?;
+                crate::ops::layer_norm_backward(&x, &stats, &w, &y, None, None, None)?;
+                continue;
+            }
+            let scale = crate::ops::NormScale::Weight;
+            let (y, rstd) = crate::ops::rms_norm(&x, &w, scale, 1e-6)?;
+            crate::ops::rms_norm_backward(&x, &rstd, &w, scale, &y, None, None)?;
+        }
+        Ok(())
     }
 }

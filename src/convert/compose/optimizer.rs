@@ -35,6 +35,12 @@ fn multipliers(work: &mut Work, lr: Option<f64>) {
     let (mut entries, mut from) = (Vec::new(), Vec::new());
     for (role, part) in [(Role::VisionLr, "vision"), (Role::AlignerLr, "merger")] {
         let Some((rate, setting)) = work.number(role) else { continue };
+        if work.out.lists("model.freeze", part) == Some(true)
+            || work.out.lists("adapter.parts", part) == Some(false)
+        {
+            work.drop(&setting, &format!("nothing of `{part}` is trained"));
+            continue;
+        }
         let Some(lr) = lr.filter(|lr| *lr > 0.0) else {
             work.refuse(&setting, "it needs a `learning_rate` above 0");
             continue;

@@ -265,6 +265,12 @@ impl DataConfig {
         if let Err(problem) = self.check_split() {
             rule(false, problem);
         }
+        let stops = self.mixture == Mixture::Share;
+        let key = "data.stopping_strategy".to_owned();
+        let (found, expected) =
+            ("first_exhausted".to_owned(), "no value unless `data.mixture` is `share`");
+        let is_default = self.stopping_strategy == StoppingStrategy::default();
+        rule(stops || is_default, DataConfigError::Entry { key, found, expected });
         let best_fit = self.packing && self.packing_strategy == PackingStrategy::BestFit;
         rule(self.balance != Balance::Cost || best_fit, DataConfigError::Balance);
         let without_thoughts = self.loss_scale == LossScale::IgnoreEmptyThink;

@@ -6,10 +6,9 @@ use candle_core::{DType, Result, Tensor, bail};
 pub(super) const WARP: usize = 32;
 /// Number of columns per thread, forward and backward: `FORWARD` and `BACKWARD` in `held_rows.cuh`.
 const COLUMNS: [usize; 2] = [16, 8];
-/// Maximum number of threads per block, forward and backward: `__launch_bounds__` of the kernels.
-const MAX_THREADS: [usize; 2] = [512, 768];
-/// Like [`MAX_THREADS`], for kernels that access single elements.
-const MAX_THREADS_SINGLE: [usize; 2] = [512, 512];
+/// Maximum number of threads per block: `__launch_bounds__` of the kernels. A backward kernel that
+/// accesses chunks allows as many as are [resident](Pass::Backward).
+const MAX_THREADS: usize = 512;
 /// Number of multiprocessors of an H200. Fixed on all GPUs, because it determines the order of
 /// sums.
 pub(super) const MULTIPROCESSORS: usize = 132;
@@ -21,7 +20,7 @@ pub(super) enum Pass {
     Forward,
     /// As many blocks as run concurrently, each iterating over rows.
     Backward {
-        /// Number of threads for which a multiprocessor has registers.
+        /// Number of threads for which a multiprocessor has registers, and which a block may have.
         resident: usize,
     },
 }
@@ -39,9 +38,11 @@ impl Geometry {
     /// Fails if a row is too long for one block. `rows` lists the operands whose rows are accessed.
     pub(super) fn new(op: &str, pass: Pass, n: usize, d: usize, rows: &[&Tensor]) -> Result<Self> {
         let chunks = vectors(d, rows)?;
-        let index = usize::from(pass != Pass::Forward);
-        let columns = COLUMNS[index];
-        let max_threads = if chunks { MAX_THREADS } else { MAX_THREADS_SINGLE }[index];
+        let columns = COLUMNS[usize::from(pass != Pass::Forward)];
+        let max_threads = match pass {
+            Pass::Backward { resident } if chunks => resident,
+            _ => MAX_THREADS,
+        };
         if d > columns * max_threads {
             bail!(
                 "{op}: rows have {d} columns, but a block supports at most {}",

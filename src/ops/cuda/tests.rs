@@ -52,7 +52,9 @@ mod linear_attention;
 #[test]
 fn norms_match_the_cpu_for_any_row_width() -> Result<()> {
     // The last size has more rows than a backward pass has blocks, so blocks iterate.
-    for (n, d) in [(0, 64), (3, 8), (9, 520), (5, 2560), (3, 4096), (2, 2561), (5000, 16)] {
+    for (n, d) in
+        [(0, 64), (3, 8), (9, 520), (5, 2560), (3, 4096), (3, 8192), (2, 2561), (5000, 16)]
+    {
         for (dtype, tolerance) in DTYPES {
             let (x, w) = (operand(1, &[n, d], dtype), operand(2, &[d], dtype));
             let (dy, residual) = (operand(3, &[n, d], dtype), operand(4, &[n, d], dtype));
@@ -67,6 +69,9 @@ fn norms_match_the_cpu_for_any_row_width() -> Result<()> {
                 vec![y, rstd, dw, dx, alone, again]
             });
             assert_all_close(&format!("rms_norm {dtype:?} {n} {d}"), &gpu, &cpu, tolerance);
+            if d > 6144 {
+                continue; // the layer norms are those of vision encoders
+            }
             let (gpu, cpu) = both!(path => {
                 let (y, stats) = path::layer_norm(&x, &w, &b, 1e-6)?;
                 let (dw, db) = (gradient_buffer(&[d]), gradient_buffer(&[d]));

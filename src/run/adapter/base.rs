@@ -40,9 +40,10 @@ pub(in crate::run) fn open_run_model(
         path: config.portable().model.path.display().to_string(),
         digest: open.digest()?,
         quantize: adapter.quantize,
+        contents: None,
     };
     if let Some(found) = found {
-        check_base(&found.dir, &found.state, &base, &config.model.path)?;
+        check_base(&found.dir, &found.state, &open, &base.digest)?;
     }
     let open = open.with_adapter(|specs| {
         let mut open = match found {
@@ -64,8 +65,7 @@ pub(in crate::run) fn read_adapter(open: OpenModel, folder: &Path) -> Result<Ope
         Ok(text) => {
             let state = serde_json::from_slice(&text)
                 .map_err(|source| RunError::State { folder: folder.to_owned(), source })?;
-            let base = BaseModel { path: String::new(), digest: open.digest()?, quantize };
-            let trained_on = check_base(folder, &state, &base, open.folder())?;
+            let trained_on = check_base(folder, &state, &open, &open.digest()?)?;
             quantize = trained_on.map_or(quantize, |base| base.quantize);
         }
         Err(error) if error.kind() == ErrorKind::NotFound => {}
@@ -75,25 +75,39 @@ pub(in crate::run) fn read_adapter(open: OpenModel, folder: &Path) -> Result<Ope
         .with_adapter(|specs| Ok(OpenAdapter { quantize, ..OpenAdapter::read(folder, specs)? }))?)
 }
 
-/// Compares the model with that of the training of the adapter in `folder`, and returns that one.
+/// Compares the model, which has the digest `digest`, with that of the training of the adapter in
+/// `folder`, and returns that one.
 fn check_base(
     folder: &Path,
     state: &serde_json::Value,
-    base: &BaseModel,
-    path: &Path,
+    open: &OpenModel,
+    digest: &str,
 ) -> Result<Option<BaseModel>, RunError> {
-    let trained_on = serde_json::from_value::<BaseModel>(state["base"].clone());
-    match trained_on {
-        Ok(trained_on) if trained_on.digest != base.digest => {
-            Err(super::super::SetupError::from(AdapterError::OtherBase {
-                folder: folder.to_owned(),
-                trained_on: trained_on.path,
-                base: path.to_owned(),
-            })
-            .into())
+    let Ok(trained_on) = serde_json::from_value::<BaseModel>(state["base"].clone()) else {
+        return Ok(None);
+    };
+    const WEIGHTS: &str = "weights differ from those";
+    let differs = match &trained_on.contents {
+        _ if trained_on.digest != digest => WEIGHTS,
+        None => return Ok(Some(trained_on)),
+        Some(before) => {
+            let now = open.contents(Some(before))?;
+            if now.config != before.config {
+                "`config.json` differs from that"
+            } else if now.weights != before.weights {
+                WEIGHTS
+            } else {
+                return Ok(Some(trained_on));
+            }
         }
-        trained_on => Ok(trained_on.ok()),
-    }
+    };
+    Err(super::super::SetupError::from(AdapterError::OtherBase {
+        folder: folder.to_owned(),
+        trained_on: trained_on.path,
+        base: open.folder().to_owned(),
+        differs,
+    })
+    .into())
 }
 
 /// Reads the model at `section`, and the adapter in `adapter`. If the folder has no weights, the

@@ -92,7 +92,7 @@ pub enum AdapterError {
         /// The folder.
         folder: PathBuf,
         /// Field of `adapter_config.json`.
-        field: &'static str,
+        field: String,
         /// Its value.
         found: String,
     },
@@ -117,7 +117,7 @@ pub enum AdapterError {
     },
     /// The adapter was trained on another model.
     #[error(
-        "adapter folder `{}` was trained on `{trained_on}`, whose weights differ from those of \
+        "adapter folder `{}` was trained on `{trained_on}`, whose {differs} of \
          `{}`", .folder.display(), .base.display()
     )]
     OtherBase {
@@ -127,6 +127,8 @@ pub enum AdapterError {
         trained_on: String,
         /// The model that is given now.
         base: PathBuf,
+        /// What differs, as a clause that the message ends with.
+        differs: &'static str,
     },
     /// A layer has fewer singular values than the adapter starts from.
     #[error(
@@ -202,9 +204,13 @@ impl AdapterError {
                 "remove the embedding from `train_also`, or train without `adapter`"
             }
             Self::Files { .. } => return None,
-            Self::Unsupported { field: "init_lora_weights", .. } => {
+            Self::Unsupported { field, .. } if field == "init_lora_weights" => {
                 "this adapter belongs to changed weights of its model: save it with PEFT's \
                  `path_initial_model_for_weight_conversion`, or merge it into its model"
+            }
+            Self::Unsupported { field, .. } if field.ends_with("_pattern") => {
+                "write the key as a regular expression without look-around and back-references, or \
+                 as the name of a module"
             }
             Self::Unsupported { .. } => {
                 "merge the adapter into its model with PEFT, and use that model"

@@ -17,8 +17,8 @@ use self::split::{Half, Split, load_half};
 use super::load_model::OpenModel;
 use crate::checkpoint::{PeftConfig, WeightFiles};
 use crate::nn::{
-    AdapterDraw, AdapterModule, AdapterTensor, Adapters, ParamSpec, WeightError, peft_name,
-    random_adapter_part,
+    AdapterDraw, AdapterModule, AdapterTensor, Adapters, ParamSpec, TensorNames, WeightError,
+    peft_name, random_adapter_part,
 };
 use crate::train::{AdapterConfig, AdapterInit, AdapterKind, Quantize, SavedAs};
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -102,7 +102,7 @@ impl OpenAdapter {
     /// The adapter in a folder in PEFT's layout, without dropout.
     pub fn read(folder: &Path, specs: &[ParamSpec]) -> std::result::Result<Self, AdapterError> {
         let (peft, files) = peft::open(folder, specs)?;
-        let modules = peft::modules(folder, &peft, &files, specs)?;
+        let modules = peft::modules(folder, &peft, &files, specs, TensorNames::Modules)?;
         let adapter_specs = targets::adapter_specs(&modules, specs);
         let exchanged = Exchanged::find(&files, &modules, &adapter_specs);
         let also_trained = peft::check(folder, (&files, &exchanged), &adapter_specs, specs)?;

@@ -3,12 +3,13 @@
 use super::error::AdapterError;
 use super::experts::Exchanged;
 use super::targets::{layers, module_name, module_of, target_modules, target_parameters};
-use crate::checkpoint::{ADAPTER_WEIGHTS, CheckpointError, PeftConfig, WeightFiles};
+use crate::checkpoint::{CheckpointError, PeftConfig, WeightFiles, adapter_weights};
 use crate::nn::{
     AdapterModule, AdapterTensor, ParamSpec, TensorNames, peft_name, peft_name_of_file,
 };
 use crate::train::{AdapterConfig, AdapterInit, AdapterKind};
-use serde_json::Value;
+use indexmap::IndexMap;
+use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -49,8 +50,9 @@ pub(super) fn config(
         },
         inference_mode: true,
         fan_in_fan_out: false,
-        rank_pattern: BTreeMap::new(),
-        alpha_pattern: BTreeMap::new(),
+        rank_pattern: IndexMap::new(),
+        alpha_pattern: IndexMap::new(),
+        other: Map::new(),
     }
 }
 
@@ -66,32 +68,50 @@ pub(super) fn open(
         source: Box::new(source),
     };
     let mut peft = PeftConfig::read(folder).map_err(error)?;
-    if let Some((field, found)) = peft.unsupported() {
-        return Err(AdapterError::Unsupported { folder: folder.to_owned(), field, found });
+    if let Some(field) = peft.unsupported() {
+        return Err(unsupported(folder)(field));
     }
-    let files = WeightFiles::open_file(&folder.join(ADAPTER_WEIGHTS)).map_err(error)?;
+    let files = adapter_weights(folder).map_err(error)?;
     let has_modules = specs.iter().any(|spec| spec.name.starts_with("model.language_model."));
     let names = if has_modules { TensorNames::Flat } else { TensorNames::Modules };
     if files.names().all(|name| peft_name_of_file(names, name) == name) {
         return Ok((peft, files));
     }
     let files = files.renamed(|name| peft_name_of_file(names, name)).map_err(error)?;
-    let layers = modules(folder, &peft, &files, specs)?;
-    peft.target_modules = target_modules(&layers, specs).into();
+    let layers = modules(folder, &peft, &files, specs, names)?;
     let module = |name: &String| names.of_file(name.trim_start_matches('^'));
-    peft.rank_pattern = peft.rank_pattern.iter().map(|(key, r)| (module(key), *r)).collect();
-    peft.alpha_pattern = peft.alpha_pattern.iter().map(|(key, a)| (module(key), *a)).collect();
+    peft.target_modules = target_modules(&layers, specs).into();
+    // The patterns match the older names.
+    let patterns = peft.patterns().map_err(unsupported(folder))?;
+    (peft.rank_pattern, peft.alpha_pattern) = Default::default();
+    for layer in layers {
+        let name = if layer.experts.is_some() { layer.weight } else { layer.name };
+        let (rank, alpha) = patterns.of(&names.in_file(&name));
+        if rank != peft.r {
+            peft.rank_pattern.insert(name.clone(), rank);
+        }
+        if alpha != peft.lora_alpha {
+            peft.alpha_pattern.insert(name, alpha);
+        }
+    }
     peft.modules_to_save = peft.modules_to_save.map(|saved| saved.iter().map(module).collect());
     Ok((peft, files))
 }
 
-/// The modules that have tensors in the file.
+fn unsupported(folder: &Path) -> impl Fn((String, String)) -> AdapterError {
+    move |(field, found)| AdapterError::Unsupported { folder: folder.to_owned(), field, found }
+}
+
+/// The modules that have tensors in the file. `names` are those of the modules in
+/// `adapter_config.json`.
 pub(super) fn modules(
     folder: &Path,
     peft: &PeftConfig,
     files: &WeightFiles,
     specs: &[ParamSpec],
+    names: TensorNames,
 ) -> Result<Vec<AdapterModule>, AdapterError> {
+    let patterns = peft.patterns().map_err(unsupported(folder))?;
     let mut ranks = BTreeMap::new();
     for name in files.names() {
         if let Some((AdapterTensor::A, module)) = AdapterTensor::of(name) {
@@ -110,12 +130,22 @@ pub(super) fn modules(
         let own = adapted.iter().any(|spec| spec.name == layer.weight.name);
         let found = if own { ranks.remove(&name) } else { None };
         let Some(rank) = found.filter(is_whole).map(|ranks| ranks / experts) else { continue };
+        let (expected, alpha) = patterns.of(&names.in_file(layer.name));
+        if rank != expected {
+            return Err(AdapterError::Tensor {
+                folder: folder.to_owned(),
+                tensor: AdapterTensor::A.name(&name),
+                problem: format!(
+                    "has rank {rank}, but `r` and `rank_pattern` of adapter_config.json give {expected}"
+                ),
+            });
+        }
         modules.push(AdapterModule {
             name,
             weight: layer.weight.name.clone(),
             experts: layer.weight.expert_layout(),
             rank,
-            scale: peft.scale(layer.name, rank),
+            scale: peft.scale(alpha, rank),
             is_dora: peft.use_dora && !layer.weight.is_experts(),
         });
     }

@@ -98,7 +98,10 @@ fn groups(config: &RunConfig, open: &OpenModel, report: &mut CheckReport) -> Opt
     let mut multipliers = config.optim.lr_multipliers.clone();
     let mut all_are_right = true;
     loop {
-        let problem: GroupError = match open.groups(&freeze, &multipliers) {
+        let groups = open.groups(&freeze, &multipliers);
+        let kind = config.optim.kind;
+        let checked = groups.and_then(|groups| groups.check_kind(kind).map(|()| groups));
+        let problem: GroupError = match checked {
             Ok(groups) => return Some(groups).filter(|_| all_are_right),
             Err(problem) => problem,
         };

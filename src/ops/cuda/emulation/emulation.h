@@ -51,6 +51,12 @@ struct Dim3 {
 inline unsigned char *shared_memory; // shared memory of the current block, 1024-byte aligned
 constexpr size_t SHARED = 227 << 10;  // limit of an sm_90 block; select.rs checks that of the GPU
 
+// Whether an address is in the dynamic shared memory. (`__shared__` variables are elsewhere.)
+inline bool in_shared_memory(const void *at) {
+  auto byte = static_cast<const unsigned char *>(at);
+  return byte >= shared_memory && byte < shared_memory + SHARED;
+}
+
 struct Copy {
   void *to;
   const void *from; // null means zeros

@@ -56,9 +56,11 @@ template <int E, class T> __device__ __forceinline__ Chunk<T, E> load_chunk(cons
 #endif
 }
 
+// Stores to global memory only: __stwb is `st.global`, also for an address in shared memory.
 template <int E, class T> __device__ __forceinline__ void store_chunk(T *to, const Chunk<T, E> &chunk) {
 #ifdef EMULATION
   if (reinterpret_cast<uintptr_t>(to) % sizeof(chunk)) emulation::fail("unaligned write of a chunk");
+  if (emulation::in_shared_memory(to)) emulation::fail("a store to global memory has an address in shared memory");
   memcpy(to, &chunk, sizeof(chunk));
 #else
   typename Access<sizeof(Chunk<T, E>)>::Type raw;
@@ -67,7 +69,7 @@ template <int E, class T> __device__ __forceinline__ void store_chunk(T *to, con
 #endif
 }
 
-// Rounds E values to T and stores them, with at most 16 bytes per access.
+// Rounds E values to T and stores them to global memory, with at most 16 bytes per access.
 template <int E, class T> __device__ __forceinline__ void store_floats(T *to, const float (&from)[E]) {
   constexpr int STEP = E < VECTOR<T> ? E : VECTOR<T>;
 #pragma unroll
@@ -87,6 +89,17 @@ template <int E> __device__ __forceinline__ void load_floats(const float *from, 
 #pragma unroll
     for (int i = 0; i < STEP; i++) to[at + i] = chunk.get(i);
   }
+}
+
+// Stores four floats to shared memory, with one access.
+__device__ __forceinline__ void store_shared(float *to, const float (&from)[4]) {
+#ifdef EMULATION
+  if (!emulation::in_shared_memory(to)) emulation::fail("a store to shared memory has another address");
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(from)) emulation::fail("unaligned write of four floats");
+  memcpy(to, from, sizeof(from));
+#else
+  *reinterpret_cast<float4 *>(to) = make_float4(from[0], from[1], from[2], from[3]);
+#endif
 }
 
 // A chunk of zeros.

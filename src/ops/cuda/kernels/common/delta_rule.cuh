@@ -103,7 +103,7 @@ __device__ __forceinline__ void store_tile(float *tile, const float (&x)[2][4], 
     float row[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) row[j] = x[i][j] * factors[i];
-    store_floats<4>(tile + (row_group() + i * ROW_GROUPS) * STRIDE + 4 * column_group(), row);
+    store_shared(tile + (row_group() + i * ROW_GROUPS) * STRIDE + 4 * column_group(), row);
   }
 }
 
@@ -175,7 +175,7 @@ __device__ __forceinline__ void load_tiles(float *tiles, const float *from) {
   for (int at = int(threadIdx.x) * 4; at < 2 * TOKENS * TOKENS; at += THREADS * 4) {
     float row[4];
     load_floats<4>(from + at, row);
-    store_floats<4>(tiles + at / TOKENS * STRIDE + at % TOKENS, row);
+    store_shared(tiles + at / TOKENS * STRIDE + at % TOKENS, row);
   }
 }
 
@@ -203,7 +203,7 @@ __device__ __forceinline__ void advance(float *state, float decay, const float *
       load_floats<4>(at, old);
 #pragma unroll
       for (int j = 0; j < 4; j++) old[j] = fmaf(decay, old[j], sums[i][j]);
-      store_floats<4>(at, old);
+      store_shared(at, old);
     }
   }
 }
