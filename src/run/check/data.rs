@@ -14,11 +14,13 @@ use crate::data::{
     RowTrouble, SampleIndex,
 };
 use rayon::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// Number of examples of each reason.
 const NUM_EXAMPLES: usize = 3;
+/// Number of rows of a data set in which boxes are looked for.
+const ROWS_WITH_BOXES: usize = 10_000;
 
 /// The rejected rows of a data set: their number and the first ones, by reason.
 type ByReason = BTreeMap<String, (u64, Vec<String>)>;
@@ -134,6 +136,7 @@ fn add_rows(
         let stops = is_train
             && num_rejected > 0
             && (usable == 0 || too_many || config.data.on_error == OnError::Stop);
+        add_boxes(topic, measured, set, encoder, report);
         for (reason, (count, examples)) in rejected {
             let what = if is_train { "would be rejected" } else { "cannot be scored" };
             let note = Note {
@@ -144,6 +147,35 @@ fn add_rows(
             let finding = if stops { Finding::Problem(note) } else { Finding::Warning(note) };
             report.add(topic, finding);
         }
+    }
+}
+
+/// Adds the numbers of rows whose texts have boxes with a fault, among the first rows.
+fn add_boxes(
+    topic: Topic,
+    measured: &Measured,
+    set: &DataSet,
+    encoder: &Encoder,
+    report: &mut CheckReport,
+) {
+    let faults = |row| {
+        let index = SampleIndex { dataset: 0, row };
+        let sample = measured.rows.sample(index)?.ok()?;
+        let faults = encoder.box_faults(&sample);
+        (!faults.is_empty()).then(|| (measured.rows.id(index), faults))
+    };
+    let len = set.len().min(ROWS_WITH_BOXES);
+    let rows: Vec<_> = (0..len as u32).into_par_iter().filter_map(faults).collect();
+    for fault in rows.iter().flat_map(|(_, faults)| faults).collect::<BTreeSet<_>>() {
+        let ids = rows.iter().filter(|(_, faults)| faults.contains(fault)).map(|(id, _)| id);
+        let (file, count, what) = (set.path().display(), ids.clone().count(), fault.describe());
+        let first = if len < set.len() { "the first " } else { "" };
+        let note = Note {
+            message: format!("{file}: {count} of {first}{len} rows have {what}"),
+            examples: ids.take(NUM_EXAMPLES).map(ToString::to_string).collect(),
+            hint: Some(fault.hint().to_owned()),
+        };
+        report.add(topic, Finding::Warning(note));
     }
 }
 
