@@ -67,8 +67,18 @@ def expand(text, counts):
     return "".join(piece + "<|image_pad|>" * (counts[k] if k < len(pieces) - 1 else 0) for k, piece in enumerate(pieces))
 
 
+def parsed(message):
+    """As vLLM, which makes text an object before the template is rendered."""
+    calls = [{**call, "function": {**call["function"]}} for call in message.get("tool_calls", [])]
+    for call in calls:
+        if not isinstance(call["function"]["arguments"], dict):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+    return {**message, "tool_calls": calls} if calls else message
+
+
 def case(tok, name, row):
     messages, tools, counts = row["messages"], row.get("tools"), row.get("counts", [])
+    messages = [parsed(message) for message in messages]
     render = lambda m, gen=False: expand(tok.apply_chat_template(m, tools=tools, tokenize=False, add_generation_prompt=gen), counts)
     text, spans = render(messages), []
     for k, m in enumerate(messages):

@@ -3,18 +3,20 @@
 //! Files are memory-mapped, so that a folder larger than memory opens at once.
 
 mod digest;
+mod index;
 mod joined;
 
+use self::index::{Index, names_only_single, other_shard};
 use self::joined::Joined;
+use super::CheckpointError;
 use super::bitsandbytes::{ABSMAX, FP4_STATE, MAP, NESTED_ABSMAX, NESTED_MAP, QuantState, STATE};
 use super::hf::{INDEX, SINGLE};
 use super::manifest::{MANIFEST, Manifest, not_listed};
 use super::shard::Shard;
-use super::{CheckpointError, regular};
 use crate::ops::{Nf4, Nf4Parts, is_nf4_map, nf4_places, nf4_span};
 use candle_core::{DType, Device, Tensor};
 use safetensors::tensor::{Dtype, TensorInfo};
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -38,8 +40,8 @@ pub struct WeightFiles {
 }
 
 impl WeightFiles {
-    /// Opens the weights of a model folder: the shards of `model.safetensors.index.json` if it
-    /// exists, otherwise `model.safetensors`. Checks headers and file sizes.
+    /// Opens the weights of a model folder: `model.safetensors` if it exists, as transformers does,
+    /// otherwise the shards of `model.safetensors.index.json`. Checks headers and file sizes.
     ///
     /// In a folder with a manifest of this program, the manifest decides: an index that it does not
     /// list is ignored with a warning, and a file of weights that it does not list is an error.
@@ -47,19 +49,23 @@ impl WeightFiles {
         let manifest = Manifest::of_folder(folder);
         let is_listed =
             |name: &str| manifest.as_ref().is_none_or(|manifest| manifest.files.contains_key(name));
-        if folder.join(INDEX).exists() {
-            if is_listed(INDEX) {
-                return Self::open_index(folder, is_listed);
-            }
-            let path = folder.join(INDEX).display().to_string();
-            tracing::warn!(path, "ignored an index of weights that {MANIFEST} does not list");
-        }
-        let single = folder.join(SINGLE);
+        let [single, index] = [SINGLE, INDEX].map(|name| folder.join(name));
         if single.exists() {
             if !is_listed(SINGLE) {
                 return Err(not_listed(folder, SINGLE));
             }
+            if index.exists() && !names_only_single(&index) {
+                let path = index.display().to_string();
+                tracing::warn!(path, "ignored an index of weights, because {SINGLE} is next to it");
+            }
             return Self::open_file(&single);
+        }
+        if index.exists() {
+            if is_listed(INDEX) {
+                return Self::open_index(folder, is_listed);
+            }
+            let path = index.display().to_string();
+            tracing::warn!(path, "ignored an index of weights that {MANIFEST} does not list");
         }
         fs::read_dir(folder).map_err(CheckpointError::read(folder))?;
         let pickled = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
@@ -81,14 +87,13 @@ impl WeightFiles {
         folder: &Path,
         is_listed: impl Fn(&str) -> bool,
     ) -> Result<Self, CheckpointError> {
-        #[derive(serde::Deserialize)]
-        struct Index {
-            weight_map: BTreeMap<String, String>,
-        }
         let path = folder.join(INDEX);
-        let text = regular::read(&path).map_err(CheckpointError::read(&path))?;
-        let Index { weight_map } = serde_json::from_slice(&text)
-            .map_err(|error| CheckpointError::invalid(&path, &error))?;
+        let Index { weight_map } = Index::read(&path)?;
+        let shards = weight_map.values().map(String::as_str).collect::<BTreeSet<_>>();
+        if let Some(other) = other_shard(folder, &shards) {
+            let path = path.display().to_string();
+            tracing::warn!(path, "ignored `{other}`, which the index does not name");
+        }
 
         let mut opened = BTreeMap::new();
         let (mut shards, mut by_name) = (Vec::new(), BTreeMap::new());

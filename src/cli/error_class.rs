@@ -88,6 +88,7 @@ fn inner<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e (dyn Error + 'stati
     } else if let Some(error) = error.downcast_ref::<SetupError>() {
         match error {
             SetupError::MissingTensors { .. }
+            | SetupError::Contradiction { .. }
             | SetupError::Shape { .. }
             | SetupError::MaskedOnGpu
             | SetupError::AuxLossOnGpu

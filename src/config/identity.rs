@@ -14,12 +14,13 @@ use std::path::{Component, Path, PathBuf};
 /// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that
 /// a run of an older version can be resumed. Quotes in texts of a config are escaped, so these
 /// match keys only.
-const LATER_DEFAULTS: [&str; 14] = [
+const LATER_DEFAULTS: [&str; 15] = [
     ",\"train_empty_think\":false",
     ",\"offload\":\"none\"",
     ",\"aux_loss\":0.0",
     ",\"matmul\":\"native\"",
     ",\"algorithms\":null",
+    ",\"columns\":null",
     "\"kind\":\"adamw\",",
     ",\"master\":\"f32\"",
     ",\"on_non_finite\":\"stop\",\"max_skipped\":10,\"timeout_s\":3600",

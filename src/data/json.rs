@@ -141,6 +141,27 @@ mod tests {
         }
     }
 
+    /// The nearest double of each text has this text as its shortest one.
+    #[test]
+    fn numbers_keep_their_text() {
+        for text in [
+            "0.9385958677423489",
+            "0.1",
+            "123456789.12345679",
+            "5e-324",
+            "2.2250738585072014e-308",
+            "1.7976931348623157e+308",
+            "-0.0",
+        ] {
+            assert_eq!(parse(text.as_bytes()).unwrap().to_string(), text);
+        }
+        // multiples of an irrational step, as random numbers
+        for step in 1..2000 {
+            let text = (f64::from(step) * 0.618_033_988_749_894_9).fract().to_string();
+            assert_eq!(parse(text.as_bytes()).unwrap().to_string(), text);
+        }
+    }
+
     #[test]
     fn a_long_integer_is_found_at_every_position() {
         for before in 0..60 {

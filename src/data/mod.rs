@@ -28,7 +28,7 @@ pub use dataset::row_reader::{Prefetched, RowReader};
 pub use dataset::{DataSet, JsonlRows};
 pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
-pub use encode::{Encoder, EncoderError, ImageBox, LossScale, TextSample, image_boxes};
+pub use encode::{BoxFault, Encoder, EncoderError, ImageBox, LossScale, TextSample, image_boxes};
 pub use length_cache::background::BackgroundCacheWriter;
 pub use length_cache::{
     CacheError, CacheWork, LengthCache, MediaDigests, MediaLook, MediaStamps, open_indexed,
@@ -47,8 +47,9 @@ pub use media::{image, video};
 pub use model_file::ModelFileError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
 pub use row::{Length, Rejection, RowTrouble, SampleIndex, SampleSize};
+pub(crate) use source::texts;
 pub use source::{
-    DatasetInfo, DatasetInfoError, FileError, GroundingError, RowFile, RowForm, RowRules,
-    SampleError, SourceError, Trouble, UnknownKeys,
+    ColumnNames, DatasetInfo, DatasetInfoError, FileError, GroundingError, RowFile, RowForm,
+    RowRules, SampleError, SourceError, Trouble, UnknownKeys,
 };
 pub use template::tokenizer::TokenizerError;

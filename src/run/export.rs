@@ -1,6 +1,7 @@
 //! Writes a model folder from a model and an adapter, or a clean folder from a checkpoint.
 
 use super::adapter::{AdapterError, Exchanged, OpenAdapter, exchange_experts, read_adapter};
+use super::contradictions::check_model_folder;
 use super::error::RunError;
 use super::inputs::open_for_run;
 use super::model_files::{named_files, with_pieces};
@@ -53,6 +54,7 @@ pub fn export_model(
     onto: Option<Onto>,
     out: &Path,
 ) -> Result<Exported, RunError> {
+    check_model_folder(base)?;
     // checks that all tensors of the model are there
     let open = open_for_run(&ModelSection::new(base), 0, &Device::Cpu)?;
     let mut config_json = open.config_json.clone();

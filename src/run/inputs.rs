@@ -1,5 +1,6 @@
 //! The inputs of a run, from its config: encoder, data sets, order of rows, model.
 
+use super::contradictions::check_model_folder;
 use super::error::RunError;
 use super::load_model::OpenModel;
 use super::observer::{SetupObserver, SetupWork};
@@ -35,8 +36,9 @@ pub(crate) fn check(config: &RunConfig) -> Result<(), RunError> {
     Ok(config.data.validate()?)
 }
 
-/// Reads tokenizer, template, image and video settings of the model folder.
+/// Reads tokenizer, template, image and video settings of the model folder, whose files must agree.
 pub(crate) fn encoder(config: &RunConfig) -> Result<Arc<Encoder>, RunError> {
+    check_model_folder(&config.model.path)?;
     let data = &config.data;
     let ImageConfig { min_pixels, max_pixels, max_tokens } = data.image;
     let encoder = Encoder::with_video(&config.model.path, &data.image, &data.video);

@@ -8,6 +8,7 @@ mod adapter;
 mod algorithms;
 mod build;
 mod check;
+mod contradictions;
 mod device;
 mod error;
 mod estimate;
@@ -69,6 +70,7 @@ pub use setup_error::SetupError;
 
 pub(crate) use adapter::{load_for_run, load_to_generate, load_with_adapter};
 pub(crate) use algorithms::{read_algorithms, use_algorithms};
+pub(crate) use contradictions::check_model_folder;
 pub(crate) use inputs::{DataList, check, encoder, loader_options, open_data, order};
 pub(crate) use load_shares::whole_model;
 pub(crate) use plan::update_cache;

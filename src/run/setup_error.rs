@@ -43,6 +43,16 @@ pub enum SetupError {
         /// The underlying error.
         source: ModelConfigError,
     },
+    /// Two files of the folder contradict each other.
+    #[error("model folder `{}`: {what}", .folder.display())]
+    Contradiction {
+        /// The model folder.
+        folder: PathBuf,
+        /// Both facts and their files.
+        what: String,
+        /// The fix.
+        hint: &'static str,
+    },
     /// The weight files cannot be read.
     #[error("model folder `{}` cannot be used", .folder.display())]
     Files {
@@ -104,6 +114,7 @@ impl SetupError {
     /// Returns the fix that the error message suggests; `None` if the wrapped error has it.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
+            Self::Contradiction { hint, .. } => hint,
             Self::MissingTensors { .. } => {
                 "`config.json` and the weights belong to different models, or a weight file is missing"
             }

@@ -33,6 +33,7 @@ mod harness;
 mod health;
 #[cfg(feature = "hub")]
 mod hub;
+mod image_columns;
 mod images;
 mod inspect_html;
 mod laws;
@@ -41,6 +42,7 @@ mod length_cache_passes;
 mod length_laws;
 mod limits;
 mod memory;
+mod model_folders;
 mod new_config;
 mod output_dir;
 mod overlap;
@@ -61,6 +63,7 @@ mod sequence;
 mod simd;
 mod sources;
 mod supervision;
+mod templates;
 #[cfg(feature = "hub")]
 mod trouble;
 #[cfg(feature = "testing")]

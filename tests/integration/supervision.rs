@@ -31,11 +31,11 @@ const QWEN3: &str = "{%- set last = namespace(query=-1) -%}\
     {{- text ~ '<|im_end|>\n' -}}{%- endfor -%}\
     {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}";
 
-fn with_template(template: &str) -> Encoder {
+pub(super) fn with_template(template: &str) -> Encoder {
     load_changed(|folder| write(&folder.join("chat_template.jinja"), template.as_bytes())).unwrap()
 }
 
-fn qwen35() -> Encoder {
+pub(super) fn qwen35() -> Encoder {
     Encoder::from_folder(&golden("models/small-qwen35"), &ImageConfig::default()).unwrap()
 }
 
@@ -45,7 +45,7 @@ fn read(row: Value) -> Sample {
 }
 
 /// The sample of a chat; `thoughts` is the `reasoning_content` of a turn.
-fn chat(messages: &[Value], thoughts: &[(usize, &str)]) -> Sample {
+pub(super) fn chat(messages: &[Value], thoughts: &[(usize, &str)]) -> Sample {
     let mut sample = read(row(messages));
     for (turn, text) in thoughts {
         sample.messages[*turn].reasoning_content = Some((*text).to_owned());
@@ -53,7 +53,7 @@ fn chat(messages: &[Value], thoughts: &[(usize, &str)]) -> Sample {
     sample
 }
 
-fn supervised(encoder: &Encoder, sample: &Sample) -> String {
+pub(super) fn supervised(encoder: &Encoder, sample: &Sample) -> String {
     let encoded = encoder.encode(sample).unwrap();
     assert_eq!(encoder.length(sample).unwrap(), Length::of(&encoded));
     supervised_text(&encoded)
@@ -166,38 +166,6 @@ fn a_user_who_writes_thoughts_headers_and_marks_starts_no_target() {
     );
     let expected = format!("b<|im_end|>late\n</think>\n\nd{}<|im_end|>", nasty.trim());
     assert_eq!(supervised(&qwen35(), &sample), expected);
-}
-
-/// Why `encode` refuses a chat with this text for each turn.
-fn refusal(content: &str) -> String {
-    let template =
-        format!("{{% for m in messages %}}[{{{{ m.role }}}}]{content}<|im_end|>{{% endfor %}}");
-    let text = |text: &str| json!([{"type": "text", "text": text}]);
-    let messages = [
-        json!({"role": "user", "content": text("Who?")}),
-        assistant("Early one"),
-        user("And now?"),
-        assistant("Later one"),
-    ];
-    let error = with_template(&template).encode(&chat(&messages, &[])).unwrap_err();
-    assert_eq!(error.reason(), "template_text");
-    error.to_string()
-}
-
-#[test]
-fn a_template_that_drops_a_turn_is_refused_with_the_turn() {
-    let parts =
-        "{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}";
-    let dropping = format!("{{% if loop.index0 != 2 %}}{parts}{{% endif %}}");
-    assert!(refusal(&dropping).contains("drops the text of turn 2"), "{}", refusal(&dropping));
-    let changing = "{{ (m.content if m.content is string else m.content[0].text) | upper }}";
-    assert!(refusal(changing).contains("does not contain \"Who?\""), "{}", refusal(changing));
-}
-
-#[test]
-fn a_template_that_prints_lists_of_parts_is_refused_with_the_turn() {
-    let refusal = refusal("{{ m.content }}");
-    assert!(refusal.contains("prints the list of parts of turn 0"), "{refusal}");
 }
 
 #[test]

@@ -3,9 +3,9 @@
 use super::table::Table;
 use crate::batch::Patches;
 use crate::config::RunConfig;
-use crate::data::{DataState, Encoder, JsonlRows, Loader, RowReader, SampleIndex};
+use crate::data::{DataState, JsonlRows, Loader, RowReader, SampleIndex};
 use crate::metrics::cpu_seconds;
-use crate::run::{loader_options, order};
+use crate::run::{encoder, loader_options, order};
 use rayon::prelude::*;
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -58,8 +58,7 @@ fn stage(table: &mut Table, name: &str, pass: impl Fn() -> Totals) -> anyhow::Re
 /// Times indexing the files; then measuring and encoding, for rows of text and for rows with
 /// images; then one epoch of the loader.
 pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
-    let data = &config.data;
-    let encoder = Arc::new(Encoder::with_video(&config.model.path, &data.image, &data.video)?);
+    let encoder = encoder(config)?;
     let begin = Instant::now();
     let rows = Arc::new(JsonlRows::open(&config.data.train, encoder.clone())?);
     let seconds = begin.elapsed().as_secs_f64();

@@ -4,7 +4,7 @@ use super::clock::Clock;
 use super::table::Table;
 use crate::batch::{IGNORE_INDEX, VarlenBatch};
 use crate::config::RunConfig;
-use crate::data::{DataState, Encoder, JsonlRows, Loader, StepData};
+use crate::data::{DataState, JsonlRows, Loader, StepData};
 use crate::metrics::{
     Division, MemoryModel, MicroBatchSizes, ModelWork, StepSizes, cpu_seconds, peak_memory_bytes,
     vendor_peak_flops,
@@ -12,8 +12,8 @@ use crate::metrics::{
 use crate::ops::{GPU_LOGITS_BYTES, gpu_memory, gpu_properties};
 use crate::optim::state_bytes_per_weight;
 use crate::run::{
-    RESERVED, load_with_adapter, loader_options, memory_model, order, read_algorithms, step_runner,
-    use_algorithms, weight_storage, whole_model,
+    RESERVED, encoder, load_with_adapter, loader_options, memory_model, order, read_algorithms,
+    step_runner, use_algorithms, weight_storage, whole_model,
 };
 use crate::train::{PreparedStep, StepRunner, WeightStorage, visiting_memory};
 use candle_core::{DType, Device};
@@ -123,7 +123,7 @@ pub(super) struct Bench {
 impl Bench {
     pub(super) fn new(config: &RunConfig, device: &Device) -> anyhow::Result<Self> {
         let data = &config.data;
-        let encoder = Arc::new(Encoder::with_video(&config.model.path, &data.image, &data.video)?);
+        let encoder = encoder(config)?;
         let rows = Arc::new(JsonlRows::open(&data.train, encoder.clone())?);
         let order = order(config, &rows)?;
         let mut options = loader_options(config, &encoder);

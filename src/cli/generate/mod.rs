@@ -13,7 +13,7 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::stdout::stdout;
 use crate::data::{Encoder, ImageConfig};
-use crate::run::load_to_generate;
+use crate::run::{check_model_folder, load_to_generate};
 use crate::train::{DeviceChoice, GenerateOptions, Generator, ModelSection};
 use candle_transformers::generation::Sampling;
 use clap::Args;
@@ -186,6 +186,7 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
     signal_hook::flag::register(SIGINT, Arc::clone(&interrupted))?;
     let Found { model, adapter } = model::find(&args.model, args.adapter.as_deref())?;
     let folder = model_folder(&model, logging)?;
+    check_model_folder(&folder)?;
     let encoder = Encoder::from_folder(&folder, &ImageConfig::default())?;
     let mut conversation = Conversation::new(args.system.clone(), args.chat);
     for image in &args.images {

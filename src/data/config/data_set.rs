@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::path::DataPath;
 use crate::data::dataset::corpus::config::CorpusConfig;
+use crate::data::source::ColumnNames;
 
 /// A data set and how it is used.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -18,6 +19,10 @@ pub struct DatasetConfig {
     /// `FILE#NAME`: the entry NAME of a `dataset_info.json` of LLaMA-Factory, instead of `path`.
     #[serde(default)]
     pub dataset_info: Option<String>,
+    /// Names of the columns, if the rows have another form. Null (the default): they have one of the
+    /// known forms.
+    #[serde(default)]
+    pub columns: Option<ColumnNames>,
     /// Name of the data set in the metrics; null (the default): the name of the first file without
     /// extension, or of the folder, or of the entry.
     #[serde(default)]
@@ -46,6 +51,7 @@ impl DatasetConfig {
         Self {
             path: path.into(),
             dataset_info: None,
+            columns: None,
             name: None,
             image_root: None,
             weight: default_weight(),
@@ -59,6 +65,17 @@ impl DatasetConfig {
     /// The key that names no data or contradicts another key, its value, and the values that are
     /// valid.
     pub(super) fn source_fault(&self) -> Option<(&'static str, String, &'static str)> {
+        if let Some(columns) = &self.columns {
+            let fault = |expected| Some(("columns", "given".to_owned(), expected));
+            let fault = match (&self.dataset_info, &self.corpus) {
+                (Some(_), _) => fault("no `columns` in addition: the entry names the columns"),
+                (_, Some(_)) => fault("no `corpus` in addition: its rows have the column `text`"),
+                _ => columns.fault(),
+            };
+            if fault.is_some() {
+                return fault;
+            }
+        }
         let entry = match (&self.dataset_info, self.path.is_empty()) {
             (None, true) => {
                 return Some(("path", "missing".to_owned(), "a path, or else `dataset_info`"));

@@ -65,7 +65,8 @@ impl DataSet {
         let folder = info.as_ref().map(|info| info.folder().to_owned());
         let image_root = set.image_root.as_deref().or(folder.as_deref());
         let literal_placeholders = set.literal_placeholders;
-        let rules = RowRules { literal_placeholders, unknown_keys, info };
+        let columns = set.columns.clone().map(Arc::new);
+        let rules = RowRules { literal_placeholders, unknown_keys, info, columns };
         let file = match cache {
             Some((encoder, folder)) => open_indexed(paths, image_root, rules, encoder, folder)?,
             None => RowFile::open_with(paths, image_root, rules)?,

@@ -16,6 +16,7 @@ mod plain;
 mod positions;
 mod rendered_turns;
 mod targets;
+mod text_boxes;
 mod text_sample;
 pub(in crate::data) mod truncate;
 
@@ -36,6 +37,7 @@ use media::{MediaReader, MediumGrid, kinds};
 use rendered_turns::{check_tools, check_turns};
 pub use targets::LossScale;
 use targets::{Supervision, thoughts};
+pub use text_boxes::BoxFault;
 pub use text_sample::TextSample;
 
 use crate::batch::{
@@ -298,8 +300,7 @@ impl Encoder {
                 self.loss_scale.needs_answer(messages, turn)
             })
             .and_then(|chat| {
-                let keeps_parts = self.text.template.keeps_parts();
-                check_turns(messages, &chat, keeps_parts)?;
+                check_turns(messages, &chat, |role| self.text.template.lists(role))?;
                 check_tools(messages, tools.as_ref(), &chat.text)?;
                 Ok(chat)
             })

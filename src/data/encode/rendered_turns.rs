@@ -7,25 +7,23 @@
 use std::ops::Range;
 
 use crate::batch::{Content, Message, Part};
-use crate::data::template::{RenderedChat, TemplateError};
+use crate::data::template::{Lists, RenderedChat, TemplateError};
 use serde_json::Value;
 
 /// Ends the thoughts of an answer.
 const THOUGHTS_END: &str = "</think>";
-/// Precedes the text of a part when an engine prints a list of parts.
-const PRINTED: [&str; 2] = ["\"text\": \"", "'text': '"];
 /// Number of characters of a missing text in the message.
 const SHOWN: usize = 60;
 
 /// Fails with the first turn whose text is not in `chat`, after that of the turns before it.
 ///
 /// The text of a located answer must be in its range. The texts of the turns before it must precede
-/// it. The system turn may be anywhere. `keeps_parts` is false if the template writes no text of a
-/// list of parts; a short text of such a turn may be found in the template's own words.
+/// it. The system turn may be anywhere. `lists` is how the template writes lists of parts in turns of
+/// a role; a short text of a dropped one may be found in the template's own words.
 pub(super) fn check_turns(
     messages: &[Message],
     chat: &RenderedChat,
-    keeps_parts: bool,
+    lists: impl Fn(&str) -> Lists,
 ) -> Result<(), TemplateError> {
     let text = chat.text.as_str();
     let mut answers = chat.answers.iter().peekable();
@@ -42,22 +40,16 @@ pub(super) fn check_turns(
             within = 0..text.len();
         }
         let is_list = matches!(message.content, Content::Parts(_));
-        let mut part_end = None; // a part may itself end with what precedes a printed one
+        let lists = if is_list { lists(&message.role) } else { Lists::AsText };
+        if lists == Lists::Printed {
+            return Err(TemplateError::PrintedParts { turn });
+        }
         for piece in pieces(message) {
             let found = position(text, within.clone(), piece, &message.role);
-            let Some(found) = found.filter(|_| keeps_parts || !is_list) else {
+            let Some(found) = found.filter(|_| lists != Lists::Dropped) else {
                 return Err(TemplateError::TurnText { turn, missing: shown(piece) });
             };
-            let before = text[..found.start].trim_end();
-            let follows = part_end == Some(before.len());
-            if is_list
-                && !follows
-                && PRINTED.iter().any(|printed| before.ends_with(printed.trim_end()))
-            {
-                return Err(TemplateError::PrintedParts { turn });
-            }
             within.start = found.end;
-            part_end = Some(found.end);
         }
         if message.role != "system" {
             at = at.max(within.start);
@@ -147,7 +139,7 @@ mod tests {
     /// Checks turns against a rendering without located answers.
     fn check(messages: &[Message], rendered: &str) -> Result<(), TemplateError> {
         let chat = RenderedChat { text: rendered.to_owned(), answers: Vec::new() };
-        check_turns(messages, &chat, true)
+        check_turns(messages, &chat, |_| Lists::AsText)
     }
 
     #[test]
@@ -165,10 +157,10 @@ mod tests {
     fn the_text_of_a_list_is_missing_if_the_template_drops_lists() {
         let parts = [message("user", Content::Parts(vec![Part::Text("hi".to_owned())]))];
         let chat = RenderedChat { text: "<think>: hi".to_owned(), answers: Vec::new() };
-        assert_eq!(check_turns(&parts, &chat, true), Ok(()));
+        assert_eq!(check_turns(&parts, &chat, |_| Lists::AsText), Ok(()));
         let missing = TemplateError::TurnText { turn: 0, missing: "hi".to_owned() };
-        assert_eq!(check_turns(&parts, &chat, false), Err(missing));
-        assert_eq!(check_turns(&[text("user", "hi")], &chat, false), Ok(()));
+        assert_eq!(check_turns(&parts, &chat, |_| Lists::Dropped), Err(missing));
+        assert_eq!(check_turns(&[text("user", "hi")], &chat, |_| Lists::Dropped), Ok(()));
     }
 
     #[test]
@@ -206,19 +198,21 @@ mod tests {
         let answers = vec![Answer { turn: 1, range: 5..12 }];
         let chat = RenderedChat { text: "yes? NO<end> yes".to_owned(), answers };
         let missing = TemplateError::TurnText { turn: 1, missing: "yes".to_owned() };
-        assert_eq!(check_turns(&messages, &chat, true), Err(missing));
+        assert_eq!(check_turns(&messages, &chat, |_| Lists::AsText), Err(missing));
     }
 
     #[test]
-    fn a_printed_list_of_parts_is_an_error() {
+    fn a_list_of_parts_is_an_error_if_the_template_prints_lists_of_its_role() {
         let parts = vec![Part::Text("one".to_owned()), Part::Text(" two".to_owned())];
-        let messages = [message("user", Content::Parts(parts))];
-        assert_eq!(check(&messages, "user: one two"), Ok(()));
-        for printed in [
-            r#"[{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]"#,
-            "[{'type': 'text', 'text': 'one'}, {'type': 'text', 'text': ' two'}]",
-        ] {
-            assert_eq!(check(&messages, printed), Err(TemplateError::PrintedParts { turn: 0 }));
-        }
+        let messages = [text("user", "zero"), message("tool", Content::Parts(parts))];
+        let chat = RenderedChat { text: "zero one two".to_owned(), answers: Vec::new() };
+        let printed_by =
+            |role| {
+                check_turns(&messages, &chat, move |of| {
+                    if of == role { Lists::Printed } else { Lists::AsText }
+                })
+            };
+        assert_eq!(printed_by("user"), Ok(()));
+        assert_eq!(printed_by("tool"), Err(TemplateError::PrintedParts { turn: 1 }));
     }
 }

@@ -11,7 +11,7 @@ use crate::data::template::{Answer, RenderedChat};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LossScale {
-    /// The answers of all assistant turns.
+    /// The answers of all assistant turns, without the media in them.
     #[default]
     Default,
     /// The answers of the assistant turns after the last user turn.
@@ -109,8 +109,9 @@ pub(super) struct Supervision {
 
 impl Supervision {
     /// The labels and the weights of the tokens; `[T]`. `offsets` are their bytes in the text, and
-    /// `spans` the tokens of media. A token that overlaps a target only partly, such as newlines
-    /// merged with those of the header, does not belong to the target.
+    /// `spans` the tokens of media, which are no targets, in an answer either. A token that overlaps
+    /// a target only partly, such as newlines merged with those of the header, does not belong to
+    /// the target.
     pub(super) fn labels(
         &self,
         ids: &[u32],
@@ -118,9 +119,6 @@ impl Supervision {
         spans: &[Range<usize>],
     ) -> (Vec<i64>, Option<Vec<f32>>) {
         let mut weights = vec![self.rest; ids.len()];
-        for span in spans {
-            weights[span.clone()].fill(0.0);
-        }
         for (weight, (start, end)) in weights.iter_mut().zip(offsets) {
             let candidate = self.targets.partition_point(|target| target.range.end < *end);
             match self.targets.get(candidate) {
@@ -128,6 +126,9 @@ impl Supervision {
                 Some(target) if target.range.start <= *start => *weight = target.weight,
                 _ => {}
             }
+        }
+        for span in spans {
+            weights[span.clone()].fill(0.0);
         }
         let label = |(id, weight): (&u32, &f32)| {
             if *weight > 0.0 { i64::from(*id) } else { IGNORE_INDEX }

@@ -22,6 +22,17 @@ pub(in crate::data) enum MediaFamily {
     },
 }
 
+/// Types of models that write media as Qwen3-VL does, or have none.
+const LIKE_QWEN3_VL: [&str; 8] = [
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3",
+    "qwen3_moe",
+];
 /// The value of transformers if the folder has none. Published folders have 2.
 const TOKENS_PER_SECOND: f32 = 4.0;
 
@@ -30,8 +41,15 @@ impl MediaFamily {
     pub(in crate::data) fn of_folder(folder: &Path) -> Result<Self, ModelFileError> {
         let path = folder.join("config.json");
         let config = read_json_if_there::<Value>(&path)?.unwrap_or_default();
-        if config["model_type"] != "qwen2_5_vl" {
-            return Ok(Self::Qwen3Vl);
+        match config["model_type"].as_str() {
+            Some("qwen2_5_vl") => {}
+            Some(kind) if LIKE_QWEN3_VL.contains(&kind) => return Ok(Self::Qwen3Vl),
+            kind => {
+                let found = kind.unwrap_or("missing").to_owned();
+                let known = LIKE_QWEN3_VL.map(|kind| format!("`{kind}`")).join(", ");
+                let expected = format!("`qwen2_5_vl`, {known}");
+                return Err(ModelFileError::value(&path, "model_type", found, expected));
+            }
         }
         let tokens = &config["vision_config"]["tokens_per_second"];
         let tokens_per_second = match tokens.as_f64() {

@@ -342,6 +342,9 @@ impl SampleError {
             Self::MediaMissing { misnamed: Some((found, meant)), .. } => {
                 return Some(format!("rename `{found}` to `{meant}`"));
             }
+            Self::MediaMissing { media: 1.., .. } => {
+                "list one more for each placeholder; if `<image>` and `<video>` are plain text, give the listed ones as parts with their source, such as `{\"type\": \"image\", \"image\": \"a.png\"}`, and set `literal_placeholders: true` in the data set"
+            }
             Self::MediaMissing { .. } => {
                 "list each image in `images` and each video in `videos`; if `<image>` and `<video>` are plain text, set `literal_placeholders: true` in the data set"
             }
@@ -374,7 +377,10 @@ impl SampleError {
             Self::Template { cause, .. } => return cause.hint(),
             Self::Grounding { cause, .. } => cause.hint(),
             Self::Json { .. } => "write one complete JSON object per line, in UTF-8",
-            Self::UnknownForm { .. } | Self::WrongType { .. } | Self::Missing { .. } => {
+            Self::UnknownForm { .. } => {
+                "docs/data-format.md shows each row form; other columns are named in the data set, for example `columns: {prompt: question, response: answer, images: image}`"
+            }
+            Self::WrongType { .. } | Self::Missing { .. } => {
                 "docs/data-format.md shows each row form"
             }
             Self::NoMessages { .. } | Self::NoAssistantTurn { .. } => {

@@ -41,6 +41,17 @@ pub enum GroundingError {
         /// The coordinates.
         found: String,
     },
+    /// The boxes have no unit, and all numbers are from 0 to 1.
+    #[error("all numbers of `objects.bbox` are from 0 to 1, and `objects.bbox_type` is missing")]
+    Fractions,
+    /// The corners of a box have the same x or y.
+    #[error("`objects.bbox[{index}]` is {found}, expected x1 < x2 and y1 < y2")]
+    NoArea {
+        /// Index of the box.
+        index: usize,
+        /// The coordinates.
+        found: String,
+    },
     /// A coordinate is outside of the image.
     #[error(
         "`objects.bbox[{index}]` is {found}, expected 0 <= x <= {width} and 0 <= y <= {height}"
@@ -62,7 +73,8 @@ impl GroundingError {
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Count { .. } => "box_count",
-            Self::Unit { .. } => "box_type",
+            Self::Unit { .. } | Self::Fractions => "box_type",
+            Self::NoArea { .. } => "box_no_area",
             Self::NoImage { .. } => "box_image",
             Self::Inverted { .. } => "box_inverted",
             Self::Outside { .. } => "box_range",
@@ -76,6 +88,10 @@ impl GroundingError {
                 "list one value for each placeholder, in the order of the text; if `<bbox>` and `<ref-object>` are plain text, set `literal_placeholders: true` in the data set"
             }
             Self::Unit { .. } => "pixels are `real`, fractions `norm1`, thousandths `norm1000`",
+            Self::Fractions => {
+                "write `\"bbox_type\": \"norm1\"` for fractions of the sides, or `\"real\"` for pixels"
+            }
+            Self::NoArea { .. } => "remove the box, or write a point as `[x, y]`",
             Self::NoImage { .. } => "`objects.image_id` counts the images of the row from 0",
             Self::Inverted { .. } => "boxes are corners, not a corner with width and height",
             Self::Outside { .. } => {

@@ -22,6 +22,8 @@ pub(in crate::data) struct RawRow {
     pub(in crate::data) blobs: Vec<Arc<[u8]>>,
 }
 
+/// Numbers that Python writes and JSON does not have.
+const NO_JSON: [&str; 3] = ["NaN", "-Infinity", "Infinity"];
 /// Maximum number of bytes of a row in a file. Images may be in it, but not a whole data set.
 pub(in crate::data) const MAX_ROW_BYTES: usize = 512 << 20;
 /// Maximum number of values of a row, of keys that are not read, too. A parsed number takes 16
@@ -49,7 +51,13 @@ impl RawRow {
             }
             Err(error) => {
                 let text = error.to_string();
-                let problem = text.split(" at line ").next().unwrap_or(&text).to_owned();
+                let mut problem = text.split(" at line ").next().unwrap_or(&text).to_owned();
+                let at = error.column();
+                let mut near = [2, 1].map(|back| bytes.get(at.saturating_sub(back)..)).into_iter();
+                let named = |rest: &[u8]| NO_JSON.iter().find(|of| rest.starts_with(of.as_bytes()));
+                if let Some(name) = near.find_map(|rest| named(rest?)) {
+                    problem = format!("`{name}` is no JSON value; write null or a number");
+                }
                 Err(SampleError::Json { id: id.clone(), column: error.column(), problem })
             }
         }
@@ -60,6 +68,15 @@ impl RawRow {
         self.blobs.push(bytes);
         let index = Value::from(self.blobs.len() - 1);
         Value::Object(Map::from_iter([(BLOB_KEY.to_owned(), index)]))
+    }
+}
+
+/// Whether `value` is binary data, or has such data in it.
+pub(super) fn is_blob(value: &Value) -> bool {
+    match value {
+        Value::Array(values) => values.iter().any(is_blob),
+        Value::Object(object) => object.contains_key(BLOB_KEY) || object.values().any(is_blob),
+        _ => false,
     }
 }
 

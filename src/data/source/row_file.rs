@@ -7,7 +7,6 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::dataset_info::DatasetInfo;
 use super::error::SampleError;
 use super::files::listing::{data_files, image_root};
 use super::files::{KnownIndex, RowContent, Shard};
@@ -86,7 +85,7 @@ impl RowFile {
             .collect();
         let mut this = Self {
             paths: paths.to_owned(),
-            fingerprint: fingerprint(&shards, rules.info.as_deref()),
+            fingerprint: fingerprint(&shards, &rules),
             parser: RowParser::new(&Self::image_root_of(paths, files, image_root), rules),
             shards,
             ends,
@@ -203,6 +202,9 @@ impl RowFile {
     /// The keys and values of a row, under our names.
     fn raw_of(&self, id: &SampleId, content: RowContent) -> Result<RawRow, SampleError> {
         let mut raw = content.into_raw(id)?;
+        if let Some(columns) = &self.parser.rules.columns {
+            columns.apply(&mut raw);
+        }
         if let Some(info) = &self.parser.rules.info {
             info.mapping().apply(&mut raw);
         }
@@ -261,12 +263,16 @@ impl RowFile {
 
     fn detect(&self) -> Result<RowForm, SourceError> {
         let checked = self.len().min(DETECTION_ROWS);
-        let mut first = None;
+        let (mut first, mut text) = (None, None);
         for row in 0..checked {
             match self.raw(row).and_then(|raw| RowForm::of(&self.id(row), &raw.object)) {
+                Ok(RowForm::Text) => text = Some(RowForm::Text), // a later row may have an image
                 Ok(form) => return Ok(form),
                 Err(error) => first = first.or(Some(error)),
             }
+        }
+        if let Some(text) = text {
+            return Ok(text);
         }
         let first = Box::new(first.expect("there is at least one row"));
         Err(SourceError::UnknownForm { path: self.path().to_owned(), checked, first })
@@ -283,8 +289,9 @@ fn permit_open_files(more: u64) {
     }
 }
 
-fn fingerprint(shards: &[Shard], info: Option<&DatasetInfo>) -> [u8; 32] {
-    if let ([shard], None) = (shards, info) {
+fn fingerprint(shards: &[Shard], rules: &RowRules) -> [u8; 32] {
+    let RowRules { info, columns, .. } = rules;
+    if let ([shard], None, None) = (shards, info, columns) {
         return shard.sha256();
     }
     let mut hasher = Sha256::new();
@@ -293,6 +300,9 @@ fn fingerprint(shards: &[Shard], info: Option<&DatasetInfo>) -> [u8; 32] {
     }
     if let Some(info) = info {
         hasher.update(info.digest());
+    }
+    if let Some(columns) = columns {
+        hasher.update(format!("{columns:?}"));
     }
     hasher.finalize().into()
 }

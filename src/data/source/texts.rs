@@ -8,7 +8,7 @@ pub(in crate::data) const BOX_PLACEHOLDER: &str = "<bbox>";
 pub(in crate::data) const NAME_PLACEHOLDER: &str = "<ref-object>";
 
 /// The thoughts and the contents of the messages, in order.
-pub(super) fn texts(messages: &[Message]) -> impl Iterator<Item = &String> {
+pub(crate) fn texts(messages: &[Message]) -> impl Iterator<Item = &String> {
     messages.iter().flat_map(|message| {
         let (whole, parts) = match &message.content {
             Content::Text(text) => (Some(text), [].as_slice()),

@@ -5,7 +5,8 @@ use std::ops::Range;
 use minijinja::Value;
 
 use super::{
-    Chat, ChatTemplate, GenerationPrompt, PROBE, TemplateError, message_value, probe_turn,
+    Chat, ChatTemplate, GenerationPrompt, Lists, PROBE, ROLES, TemplateError, message_value,
+    probe_turn,
 };
 use crate::batch::{Content, Message, Part};
 
@@ -54,16 +55,37 @@ impl ChatTemplate {
             }
             None => None,
         };
-        // without an assistant turn, so that only the user turn can fail
-        let parts = Content::Parts(vec![Part::Text(PROBE[0].to_owned())]);
-        let parts = [Message { content: parts, ..probe_turn(("user", "")) }];
-        let with_parts = Chat::new(self, &parts, None).render(1, GenerationPrompt::Omit);
-        // rows with lists report the error of a template that fails on them
-        let drops_parts = with_parts.is_ok_and(|text| !text.contains(PROBE[0]));
+        let lists = ROLES.map(|role| self.probe_lists(role));
         end_mark.clone_into(&mut self.end_mark);
-        self.keeps_parts = !drops_parts;
+        self.lists = lists;
         self.before_thoughts = before_thoughts;
         Ok(())
+    }
+
+    /// Learns how the template writes a list of two texts in a turn of `role`: it is to be the same
+    /// as both texts together.
+    fn probe_lists(&self, role: &str) -> Lists {
+        let render = |content: Content| {
+            let user = probe_turn(("user", "start"));
+            let turn = Message { content, ..probe_turn((role, "")) };
+            let messages = match role {
+                "system" => vec![turn, user],
+                "user" => vec![turn],
+                _ => vec![user, turn],
+            };
+            let text =
+                Chat::new(self, &messages, None).render(messages.len(), GenerationPrompt::Omit);
+            text.map(|text| text.split_whitespace().collect::<String>())
+        };
+        let parts = PROBE.map(|text| Part::Text(text.to_owned())).to_vec();
+        // rows with lists report the error of a template that fails on them
+        match (render(Content::Text(PROBE.concat())), render(Content::Parts(parts))) {
+            (_, Ok(list)) if !list.contains(PROBE[0]) => Lists::Dropped,
+            (Ok(text), Ok(list)) if PROBE.iter().all(|of| list.contains(of)) && text != list => {
+                Lists::Printed
+            }
+            _ => Lists::AsText,
+        }
     }
 }
 

@@ -40,8 +40,23 @@ pub(in crate::data) struct ChatTemplate {
     /// Text that the template writes between the generation prompt and the thoughts of a turn, such
     /// as `"<think>\n"`; `None` if it does not render thoughts.
     before_thoughts: Option<String>,
-    /// Whether the texts of a user turn that is a list of parts are written.
-    keeps_parts: bool,
+    /// How the contents that are lists of parts are written, for each role of [`ROLES`].
+    lists: [Lists; ROLES.len()],
+}
+
+/// The roles of turns.
+const ROLES: [&str; 4] = ["user", "assistant", "system", "tool"];
+
+/// How a template writes a content that is a list of parts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(in crate::data) enum Lists {
+    /// As a text, or it fails.
+    #[default]
+    AsText,
+    /// It writes none of the texts.
+    Dropped,
+    /// It writes more than the texts, such as the keys of the parts.
+    Printed,
 }
 
 /// Whether to append the header of an assistant turn, so that the model answers.
@@ -196,7 +211,7 @@ impl ChatTemplate {
             special_tokens,
             end_mark: String::new(),
             before_thoughts: None,
-            keeps_parts: true,
+            lists: <[Lists; ROLES.len()]>::default(),
         };
         this.probe()?;
         Ok(this)
@@ -258,10 +273,10 @@ impl ChatTemplate {
         &self.end_mark
     }
 
-    /// Whether the template writes the texts of a user turn that is a list of parts, or fails on
-    /// it.
-    pub(in crate::data) fn keeps_parts(&self) -> bool {
-        self.keeps_parts
+    /// How the template writes a turn of this role whose content is a list of parts.
+    pub(in crate::data) fn lists(&self, role: &str) -> Lists {
+        let index = ROLES.iter().position(|known| *known == role);
+        index.map_or(Lists::AsText, |index| self.lists[index])
     }
 
     /// Whether the template renders the thoughts (`reasoning_content`) of any turn.

@@ -1,73 +1,65 @@
 //! Rows that can be used, but train something else than their writer may expect.
 
 use super::{CheckReport, Finding, Note, Topic};
-use crate::batch::{Content, Message, Part, Sample};
-use crate::data::{DataConfig, DatasetConfig, Encoder, JsonlRows, LossScale, SampleIndex};
+use crate::batch::{Message, Sample};
+use crate::data::{
+    BoxFault, DataConfig, DatasetConfig, Encoder, JsonlRows, LossScale, SampleIndex, texts,
+};
 use rayon::prelude::*;
+use std::collections::BTreeMap;
 
 /// Maximum number of rows of a data set that are surveyed; of a larger one, every n-th.
-const NUM_SURVEYED: usize = 2000;
+const NUM_SURVEYED: usize = 10_000;
 /// Number of examples of each kind.
 const NUM_EXAMPLES: usize = 3;
 
-/// A kind of row.
-struct Kind {
-    /// What is reported of these rows.
-    what: &'static str,
-    hint: &'static str,
-    /// Whether the kind matters with these settings.
-    matters: fn(&DataConfig, &DatasetConfig) -> bool,
-    is: fn(&Encoder, &Sample) -> bool,
-}
+/// A kind of row: what is reported of these rows, and the hint.
+type Kind = [&'static str; 2];
 
-const KINDS: [Kind; 4] = [
-    Kind {
-        what: "have thoughts that the chat template does not render: these answers are trained on without them",
-        hint: "set `data.loss_scale: last_round` to train on the last answer of each row only; `trainer inspect` names the turns",
-        matters: |data, _| data.loss_scale != LossScale::LastRound,
-        is: |encoder, sample| encoder.hidden_thoughts(sample).is_ok_and(|turns| !turns.is_empty()),
-    },
-    Kind {
-        what: "have an empty answer that is trained on: the model learns to end its turn at once",
-        hint: "remove these rows, or write `\"loss\": false` into the message",
-        matters: |_, _| true,
-        is: |_, sample| sample.messages.iter().any(is_empty_answer),
-    },
-    Kind {
-        what: "end with a turn that no answer follows: it costs tokens and is not trained on",
-        hint: "add the answer, or remove the turn",
-        matters: |_, _| true,
-        is: |_, sample| sample.messages.last().is_some_and(|last| last.role != "assistant"),
-    },
-    Kind {
-        what: "contain `<image>` or `<video>` as text, because `literal_placeholders` is set",
-        hint: "list the images of these rows in `images`, or ignore this if the text is meant",
-        matters: |_, set| set.literal_placeholders,
-        is: |_, sample| {
-            let mut texts = sample.messages.iter().flat_map(texts);
-            texts.any(|text| ["<image>", "<video>"].iter().any(|mark| text.contains(mark)))
-        },
-    },
+const HIDDEN_THOUGHTS: Kind = [
+    "have thoughts that the chat template does not render: these answers are trained on without them",
+    "set `data.loss_scale: last_round` to train on the last answer of each row only; `trainer inspect` names the turns",
+];
+const EMPTY_ANSWER: Kind = [
+    "have an empty answer that is trained on: the model learns to end its turn at once",
+    "remove these rows, or write `\"loss\": false` into the message",
+];
+const NO_ANSWER: Kind = [
+    "end with a turn that no answer follows: it costs tokens and is not trained on",
+    "add the answer, or remove the turn",
+];
+const LITERAL: Kind = [
+    "contain `<image>` or `<video>` as text, because `literal_placeholders` is set",
+    "list the images of these rows in `images`, or ignore this if the text is meant",
 ];
 
-fn texts(message: &Message) -> Vec<&str> {
-    match &message.content {
-        Content::Text(text) => vec![text],
-        Content::Parts(parts) => parts.iter().filter_map(text_of).collect(),
-    }
-}
-
-fn text_of(part: &Part) -> Option<&str> {
-    match part {
-        Part::Text(text) => Some(text),
-        Part::Image | Part::Video => None,
-    }
+/// The kinds of a row.
+fn kinds(
+    (data, set): (&DataConfig, &DatasetConfig),
+    encoder: &Encoder,
+    sample: &Sample,
+) -> Vec<Kind> {
+    let messages = &sample.messages;
+    let mut found = Vec::new();
+    let mut add = |kind: Kind, is: bool| found.extend(is.then_some(kind));
+    let all_rounds = data.loss_scale != LossScale::LastRound;
+    let hidden = || encoder.hidden_thoughts(sample).is_ok_and(|turns| !turns.is_empty());
+    add(HIDDEN_THOUGHTS, all_rounds && hidden());
+    add(EMPTY_ANSWER, messages.iter().any(is_empty_answer));
+    add(NO_ANSWER, messages.last().is_some_and(|last| last.role != "assistant"));
+    let has_mark = |text: &str| text.contains("<image>") || text.contains("<video>");
+    add(LITERAL, set.literal_placeholders && texts(messages).any(|text| has_mark(text)));
+    let of_box = |fault: BoxFault| [fault.describe(), fault.hint()];
+    found.extend(encoder.box_faults(sample).into_iter().map(of_box));
+    found
 }
 
 fn is_empty_answer(message: &Message) -> bool {
     let is_trained = message.role == "assistant" && message.weight > 0.0;
     let has_more = message.tool_calls.is_some() || message.reasoning_content.is_some();
-    is_trained && !has_more && texts(message).iter().all(|text| text.trim().is_empty())
+    is_trained
+        && !has_more
+        && texts(std::slice::from_ref(message)).all(|text| text.trim().is_empty())
 }
 
 /// Warns of each kind of row in the only data set of `rows`.
@@ -82,29 +74,24 @@ pub(super) fn survey(
     }
     let all: Vec<SampleIndex> = rows.rows().collect();
     let every = all.len().div_ceil(NUM_SURVEYED).max(1);
-    let surveyed: Vec<SampleIndex> = all.iter().copied().step_by(every).collect();
-    let kinds: Vec<&Kind> = KINDS.iter().filter(|kind| (kind.matters)(data, set)).collect();
-    // The kinds of each row. Rows that cannot be used are reported elsewhere.
-    let found: Vec<Vec<bool>> = surveyed
-        .par_iter()
-        .map(|row| match rows.sample(*row) {
-            Some(Ok(sample)) => {
-                kinds.iter().map(|kind| (kind.is)(rows.encoder(), &sample)).collect()
-            }
-            _ => vec![false; kinds.len()],
-        })
-        .collect();
-    let sampled = if every > 1 { "sampled " } else { "" };
-    for (number, kind) in kinds.iter().enumerate() {
-        let of_kind = surveyed.iter().zip(&found).filter(|(_, kinds)| kinds[number]);
-        let of_kind: Vec<SampleIndex> = of_kind.map(|(row, _)| *row).collect();
-        if of_kind.is_empty() {
-            continue;
+    let surveyed: Vec<SampleIndex> = all.into_iter().step_by(every).collect();
+    // Rows that cannot be used are reported elsewhere.
+    let of_row = |row: &SampleIndex| match rows.sample(*row) {
+        Some(Ok(sample)) => kinds((data, set), rows.encoder(), &sample),
+        _ => Vec::new(),
+    };
+    let kinds: Vec<Vec<Kind>> = surveyed.par_iter().map(of_row).collect();
+    let mut found: BTreeMap<Kind, Vec<SampleIndex>> = BTreeMap::new();
+    for (row, kinds) in surveyed.iter().zip(kinds) {
+        for kind in kinds {
+            found.entry(kind).or_default().push(*row);
         }
-        let (count, of) = (of_kind.len(), surveyed.len());
-        let path = rows.sets()[0].path().display();
-        let text = format!("{path}: {count} of {of} {sampled}rows {}", kind.what);
-        let mut note = Note::new(text, kind.hint);
+    }
+    let (of, path) = (surveyed.len(), rows.sets()[0].path().display());
+    let sampled = if every > 1 { "sampled " } else { "" };
+    for ([what, hint], of_kind) in found {
+        let text = format!("{path}: {} of {of} {sampled}rows {what}", of_kind.len());
+        let mut note = Note::new(text, hint);
         note.examples = of_kind.iter().take(NUM_EXAMPLES).map(|row| rows.label(*row)).collect();
         report.add(topic, Finding::Warning(note));
     }

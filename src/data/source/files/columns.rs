@@ -6,7 +6,8 @@ use std::sync::Arc;
 use arrow_array::cast::AsArray;
 use arrow_array::types::{
     ArrowPrimitiveType, ArrowTemporalType, Date32Type, Date64Type, Float16Type, Float32Type,
-    Float64Type, Int8Type, Int16Type, Int32Type, Int64Type, TimestampMicrosecondType,
+    Float64Type, Int8Type, Int16Type, Int32Type, Int64Type, Time32MillisecondType,
+    Time32SecondType, Time64MicrosecondType, Time64NanosecondType, TimestampMicrosecondType,
     TimestampMillisecondType, TimestampNanosecondType, TimestampSecondType, UInt8Type, UInt16Type,
     UInt32Type, UInt64Type,
 };
@@ -19,7 +20,7 @@ use crate::data::source::file_error::FileError;
 use crate::data::source::raw_row::RawRow;
 
 /// Columns of text in which a JSON list or object is parsed as that value.
-const JSON_COLUMNS: [&str; 10] = [
+const JSON_COLUMNS: [&str; 11] = [
     "messages",
     "conversations",
     "conversation",
@@ -30,6 +31,7 @@ const JSON_COLUMNS: [&str; 10] = [
     "tools",
     "history",
     "objects",
+    "texts",
 ];
 
 /// The list or object in a cell of text, if the column may have one.
@@ -63,6 +65,8 @@ fn check_type(of: &DataType, name: &str) -> Result<(), (String, String)> {
         | D::Boolean
         | D::Date32
         | D::Date64
+        | D::Time32(_)
+        | D::Time64(_)
         | D::Timestamp(_, _)
         | D::FixedSizeBinary(_) => Ok(()),
         of if of.is_integer() || of.is_floating() || of.is_string() || of.is_binary() => Ok(()),
@@ -127,6 +131,10 @@ fn value(array: &dyn Array, at: usize, row: &mut RawRow) -> Value {
         D::FixedSizeBinary(_) => row.blob_value(array.as_fixed_size_binary().value(at).into()),
         D::Date32 => date::<Date32Type>(array, at),
         D::Date64 => date::<Date64Type>(array, at),
+        D::Time32(TimeUnit::Second) => time::<Time32SecondType>(array, at),
+        D::Time32(_) => time::<Time32MillisecondType>(array, at),
+        D::Time64(TimeUnit::Microsecond) => time::<Time64MicrosecondType>(array, at),
+        D::Time64(_) => time::<Time64NanosecondType>(array, at),
         D::Timestamp(TimeUnit::Second, _) => date::<TimestampSecondType>(array, at),
         D::Timestamp(TimeUnit::Millisecond, _) => date::<TimestampMillisecondType>(array, at),
         D::Timestamp(TimeUnit::Microsecond, _) => date::<TimestampMicrosecondType>(array, at),
@@ -173,6 +181,14 @@ where
 {
     let date = array.as_primitive::<T>().value_as_datetime(at);
     date.map_or(Value::Null, |date| date.to_string().into())
+}
+
+fn time<T: ArrowTemporalType>(array: &dyn Array, at: usize) -> Value
+where
+    i64: From<T::Native>,
+{
+    let time = array.as_primitive::<T>().value_as_time(at);
+    time.map_or(Value::Null, |time| time.to_string().into())
 }
 
 fn list(values: &Arc<dyn Array>, row: &mut RawRow) -> Value {

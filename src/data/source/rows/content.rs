@@ -51,8 +51,7 @@ impl RowMedia<'_> {
             Value::Object(part) => part,
             other => return Err(wrong_type(self.at.id, at, &other, "an object with `type`")),
         };
-        let kind = self.kind(at, &mut part)?;
-        match kind.as_str() {
+        match self.kind(at, &mut part)?.as_str() {
             "text" => {
                 self.at.check_keys(Place::Part, at, &part)?;
                 self.refuse_second(at, &part, &NOT_IN_TEXTS)?;
@@ -90,9 +89,10 @@ impl RowMedia<'_> {
                     image => {
                         part.extend(image.map(|image| ("image".to_owned(), image)));
                         let limits = self.at.image_limits(at, &part)?;
+                        let index = part.get("index").cloned().unwrap_or_default();
                         parts.push(match self.at.image_of_object(at, part)? {
                             Some(image) => self.add(Medium::Image(image)),
-                            None => self.next_of(MediumKind::Image),
+                            None => self.listed_image(at, &index)?,
                         });
                         if let (Some(limits), Some(Medium::Image(image))) = (limits, self.last()) {
                             image.limits = limits;
@@ -125,6 +125,15 @@ impl RowMedia<'_> {
             }
         }
         Ok(())
+    }
+
+    /// The part for the next listed image; `index` is its position in the list, or null.
+    fn listed_image(&mut self, at: &str, index: &Value) -> Result<Part, SampleError> {
+        if ![Value::Null, self.next_image().into()].contains(index) {
+            let what = "images in another order than that of the list are";
+            return Err(self.at.not_supported(&join(at, "index"), what));
+        }
+        Ok(self.next_of(MediumKind::Image))
     }
 
     /// The type of a part. Qwen's format omits `type`; the key implies it.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::super::column_names::ColumnNames;
 use super::super::dataset_info::DatasetInfo;
 use super::super::error::SampleError;
 use super::keys::{Place, Use, is_given};
@@ -37,15 +38,18 @@ pub struct RowRules {
     pub unknown_keys: UnknownKeys,
     /// The entry of `dataset_info.json` that names the keys and roles of the rows.
     pub info: Option<Arc<DatasetInfo>>,
+    /// The names of the columns, if they are not ours.
+    pub columns: Option<Arc<ColumnNames>>,
 }
 
 impl RowRules {
     /// A text that differs between rules that accept different rows.
     pub(in crate::data) fn key(&self) -> String {
-        let Self { literal_placeholders, unknown_keys, info } = self;
+        let Self { literal_placeholders, unknown_keys, info, columns } = self;
         let info = info.as_ref().map(|info| info.digest());
         let strict = *unknown_keys == UnknownKeys::Error;
-        format!("literal {literal_placeholders}, strict {strict}, info {info:?}")
+        let columns = columns.as_ref().map_or_else(String::new, |names| format!(", {names:?}"));
+        format!("literal {literal_placeholders}, strict {strict}, info {info:?}{columns}")
     }
 }
 

@@ -36,6 +36,48 @@ impl Turns<'_> {
         Ok(())
     }
 
+    /// Parses a row with media and the columns of a question and an answer, of an answer alone, or
+    /// `texts`, a list of such pairs. Media without placeholders are put in front.
+    pub(super) fn beside_media(
+        &mut self,
+        row: &mut Map<String, Value>,
+        columns: &[&'static str],
+    ) -> Result<(), SampleError> {
+        let id = self.at.id;
+        if let ["texts"] = columns {
+            return self.texts(take(row, "texts"));
+        }
+        if let [_] = columns {
+            self.at
+                .note("the text of an image without a question is the answer to the image alone");
+            self.say("user", String::new());
+        }
+        let roles = ["user", "assistant"];
+        for (role, key) in roles[roles.len() - columns.len()..].iter().zip(columns) {
+            self.say(role, text(id, key, take(row, key))?);
+        }
+        Ok(())
+    }
+
+    /// Adds the turns of a list of objects with the texts `user` and `assistant`.
+    fn texts(&mut self, value: Value) -> Result<(), SampleError> {
+        let id = self.at.id;
+        let pairs = match list_in_text(value) {
+            Value::Array(pairs) => pairs,
+            other => return Err(wrong_type(id, "texts", &other, "a list of objects")),
+        };
+        if pairs.is_empty() {
+            return Err(SampleError::NoMessages { id: id.clone(), at: "texts" });
+        }
+        for (index, mut pair) in pairs.into_iter().enumerate() {
+            for role in ["user", "assistant"] {
+                let said = pair.get_mut(role).map_or(Value::Null, Value::take);
+                self.say(role, text(id, &format!("texts[{index}].{role}"), said)?);
+            }
+        }
+        Ok(())
+    }
+
     /// Parses a row of TRL: a prompt, and a completion that alone is trained on. Each is a text or
     /// a list of messages.
     pub(super) fn prompt_and_completion(

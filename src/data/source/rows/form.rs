@@ -5,6 +5,8 @@ use std::fmt;
 use serde_json::{Map, Value};
 
 use super::super::error::SampleError;
+use super::super::raw_row::is_blob;
+use super::values::is_given;
 use crate::batch::SampleId;
 
 /// Layout of a row, determined by its keys. `docs/data-format.md` describes each form.
@@ -23,8 +25,51 @@ pub enum RowForm {
     QueryResponse,
     /// Keys `instruction`, `input` and `output`.
     Alpaca,
+    /// Images or videos, and one of the usual sets of columns: the question, if there is one, and
+    /// the answer.
+    BesideMedia(&'static [&'static str]),
     /// Key `text`: a document of a corpus.
     Text,
+}
+
+const MEDIA: [&str; 4] = ["images", "image", "videos", "video"];
+/// The columns of [`RowForm::BesideMedia`]; of several sets, the first is used.
+const BESIDE_MEDIA: [&[&str]; 8] = [
+    &["texts"],
+    &["question", "answer"],
+    &["query", "answer"],
+    &["prompt", "response"],
+    &["prompt", "answer"],
+    &["problem", "solution"],
+    &["text"],
+    &["caption"],
+];
+/// Other names of columns with images or videos.
+const LIKE_MEDIA: [&str; 13] = [
+    "img",
+    "imgs",
+    "picture",
+    "pictures",
+    "photo",
+    "photos",
+    "image_path",
+    "image_paths",
+    "image_file",
+    "image_url",
+    "image_bytes",
+    "video_path",
+    "video_file",
+];
+
+/// A column of a row that has images or videos, by its name or because its value is binary.
+pub(in crate::data::source) fn media_column(row: &Map<String, Value>) -> Option<&str> {
+    let is_media = |key: &str| {
+        let key = key.to_lowercase();
+        MEDIA.iter().chain(&LIKE_MEDIA).any(|name| *name == key)
+    };
+    let mut columns = row.iter().filter(|(_, value)| is_given(value));
+    let found = columns.find(|(key, value)| is_media(key) || is_blob(value));
+    found.map(|(key, _)| key.as_str())
 }
 
 impl fmt::Display for RowForm {
@@ -36,6 +81,7 @@ impl fmt::Display for RowForm {
             Self::PromptCompletion => "prompt and completion",
             Self::QueryResponse => "query and response",
             Self::Alpaca => "alpaca",
+            Self::BesideMedia(columns) => return write!(f, "media with {}", columns.join(" and ")),
             Self::Text => "plain text",
         })
     }
@@ -49,7 +95,7 @@ impl RowForm {
     ) -> Result<Self, SampleError> {
         let has = |key| row.get(key).is_some_and(|value: &Value| !value.is_null());
         if has("messages") {
-            let listed = ["images", "image", "videos", "video"].into_iter().any(has);
+            let listed = MEDIA.into_iter().any(has);
             Ok(if listed { Self::MessagesWithImages } else { Self::Messages })
         } else if has("conversations") {
             Ok(Self::Conversations)
@@ -59,10 +105,17 @@ impl RowForm {
             Ok(Self::QueryResponse)
         } else if has("instruction") && has("output") {
             Ok(Self::Alpaca)
-        } else if has("text") {
+        } else if MEDIA.into_iter().any(has)
+            && let Some(columns) = BESIDE_MEDIA.iter().find(|of| of.iter().all(|key| has(key)))
+        {
+            Ok(Self::BesideMedia(columns))
+        } else if has("text") && media_column(row).is_none() {
             Ok(Self::Text)
         } else {
-            let keys: Vec<_> = row.keys().take(8).map(|key| format!("`{key}`")).collect();
+            let named = |(key, value): (&String, &Value)| {
+                format!("`{key}`{}", if value.is_null() { " (null)" } else { "" })
+            };
+            let keys: Vec<_> = row.iter().take(8).map(named).collect();
             let keys = if keys.is_empty() { "no keys".to_owned() } else { keys.join(", ") };
             Err(SampleError::UnknownForm { id: id.clone(), keys })
         }
@@ -76,6 +129,7 @@ impl RowForm {
             Self::PromptCompletion => &["prompt", "completion"],
             Self::QueryResponse => &["query", "response", "history"],
             Self::Alpaca => &["instruction", "input", "output", "history"],
+            Self::BesideMedia(columns) => columns,
             Self::Text => &["text"],
         }
     }

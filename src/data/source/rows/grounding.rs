@@ -53,7 +53,9 @@ impl At<'_> {
         }
         let name = |(index, value)| text(self.id, &format!("objects.ref[{index}]"), value);
         let names = list(take(&mut object, "ref")).into_iter().enumerate();
-        let unit = match take(&mut object, "bbox_type") {
+        let unit = take(&mut object, "bbox_type");
+        let has_unit = !unit.is_null();
+        let unit = match unit {
             Value::Null => BoxUnit::Pixel,
             value => match text(self.id, "objects.bbox_type", value)?.as_str() {
                 "real" => BoxUnit::Pixel,
@@ -90,7 +92,21 @@ impl At<'_> {
             })?;
             Ok(BoxRef { coordinates, unit, image })
         };
-        let boxes = boxes.iter().enumerate().map(of_box).collect::<Result<_, SampleError>>()?;
+        let boxes =
+            boxes.iter().enumerate().map(of_box).collect::<Result<Vec<BoxRef>, SampleError>>()?;
+        let fault = |cause| Err(SampleError::Grounding { id: self.id.clone(), cause });
+        let mut coordinates = boxes.iter().flat_map(|of| &of.coordinates);
+        if !has_unit && !boxes.is_empty() && coordinates.all(|of| (0.0..=1.0).contains(of)) {
+            return fault(GroundingError::Fractions);
+        }
+        let has_no_area = |of: &BoxRef| match of.coordinates[..] {
+            [x1, y1, x2, y2] => x1 == x2 || y1 == y2,
+            _ => false,
+        };
+        if let Some(index) = boxes.iter().position(has_no_area) {
+            let found = format!("{:?}", boxes[index].coordinates);
+            return fault(GroundingError::NoArea { index, found });
+        }
         Ok(Objects { names: names.map(name).collect::<Result<_, _>>()?, boxes })
     }
 }

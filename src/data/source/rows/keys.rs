@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use strsim::jaro_winkler;
 
 use super::form::RowForm;
+pub(super) use super::values::is_given;
 
 /// Minimum similarity of a misspelt key and its suggestion, from 0 to 1.
 const SIMILAR: f64 = 0.8;
@@ -86,11 +87,12 @@ const TURN_TOO: [&str; 6] =
 const PART: [&str; 6] = ["type", "text", "image", "video", "image_url", "video_url"];
 const PART_TOO: [&str; 6] = ["url", "path", "base64", "bytes", "source", "fps"];
 const IMAGE: [&str; 5] = ["image", "url", "path", "bytes", "base64"];
-const IMAGE_TOO: [&str; 11] = [
+const IMAGE_TOO: [&str; 12] = [
     "type",
     "image_url",
     "source",
     "data",
+    "index",
     "media_type",
     "text",
     "detail",
@@ -244,17 +246,6 @@ impl Place {
             Self::Image => " of an image",
             Self::Video => " of a video",
         }
-    }
-}
-
-/// Returns whether a value is neither null nor an empty text, list or object.
-pub(super) fn is_given(value: &Value) -> bool {
-    match value {
-        Value::Null => false,
-        Value::String(text) => !text.is_empty(),
-        Value::Array(values) => !values.is_empty(),
-        Value::Object(object) => !object.is_empty(),
-        Value::Bool(_) | Value::Number(_) => true,
     }
 }
 

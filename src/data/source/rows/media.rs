@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::super::error::SampleError;
+use super::super::texts::texts;
 use super::context::At;
 use super::values::{list_in_text, one_or_more, take};
 use crate::batch::{Content, Medium, MediumKind, Message, Part};
@@ -10,6 +11,10 @@ use crate::batch::{Content, Medium, MediumKind, Message, Part};
 /// Placeholders in a text for the next image or video that the row lists.
 const PLACEHOLDERS: [(MediumKind, &str); 2] =
     [(MediumKind::Image, "<image>"), (MediumKind::Video, "<video>")];
+
+/// Tags around the path of an image or a sound in a text, as in the formats of Qwen-VL and
+/// Qwen-Audio.
+const NAMED: [[&str; 2]; 2] = [["<img>", "</img>"], ["<audio>", "</audio>"]];
 
 /// Collects the images and videos of one row while its turns are parsed.
 pub(super) struct RowMedia<'a> {
@@ -127,6 +132,11 @@ impl<'a> RowMedia<'a> {
         part_of(kind)
     }
 
+    /// The index of the listed image that the next placeholder stands for.
+    pub(super) fn next_image(&self) -> usize {
+        self.images.placeholders
+    }
+
     /// The image or video of the last placeholder.
     pub(super) fn last(&mut self) -> Option<&mut Medium> {
         self.media.last_mut()
@@ -144,6 +154,17 @@ impl<'a> RowMedia<'a> {
     /// and of listed media differ otherwise.
     pub(super) fn finish(self, messages: &mut [Message]) -> Result<Vec<Medium>, SampleError> {
         let Self { at, images, videos, mut media, fps: _ } = self;
+        let names_file = |[open, close]: &&[&str; 2]| {
+            let mut rests = texts(messages).filter_map(|text| text.split_once(*open));
+            rests.any(|(_, rest)| rest.contains(*close))
+        };
+        if !at.parser.rules.literal_placeholders
+            && let Some([tag, _]) = NAMED.iter().find(names_file)
+        {
+            let what =
+                "a file between tags in a text (write `<image>`, and list it in `images`) is";
+            return Err(at.not_supported(tag, what));
+        }
         // as in ms-swift, videos are put before images
         for list in [images, videos] {
             let List { kind, rest, listed, placeholders, .. } = list;

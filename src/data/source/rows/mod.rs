@@ -25,12 +25,13 @@ use context::At;
 pub(in crate::data) use context::RowParser;
 pub use context::{RowRules, UnknownKeys};
 pub use form::RowForm;
+use form::media_column;
 use keys::{Place, is_given, misnamed_media};
 use media::RowMedia;
 use report::{Findings, Survey};
 use turns::Turns;
 pub(super) use values::type_name;
-use values::{list_in_text, take, text, wrong_type};
+use values::{as_function, list_in_text, object_in_text, take, text, wrong_type};
 
 impl RowParser {
     /// Parses a row of chats.
@@ -52,11 +53,16 @@ impl RowParser {
         })
     }
 
-    /// Parses the document of a row of a corpus; keys other than `text` are ignored.
+    /// Parses the document of a row of a corpus; keys other than `text` are ignored, but a row with
+    /// images or videos is rejected.
     pub(in crate::data) fn parse_text(
         id: &SampleId,
         mut row: RawRow,
     ) -> Result<String, SampleError> {
+        if let Some(column) = media_column(&row.object) {
+            let what = "images and videos in a corpus are";
+            return Err(SampleError::NotSupported { id: id.clone(), at: column.to_owned(), what });
+        }
         text(id, "text", take(&mut row.object, "text"))
     }
 
@@ -107,6 +113,7 @@ fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sa
         RowForm::PromptCompletion => turns.prompt_and_completion(row)?,
         RowForm::QueryResponse => turns.query_and_response(row)?,
         RowForm::Alpaca => turns.alpaca(row)?,
+        RowForm::BesideMedia(columns) => turns.beside_media(row, columns)?,
         RowForm::Text => {}
     }
     let (mut messages, media) = turns.finish()?;
@@ -176,14 +183,25 @@ fn bytes_of_texts(value: &Value) -> usize {
     }
 }
 
-/// Parses the tools of a row: a list of definitions, or a string with JSON of one.
+/// Parses the tools of a row: a list of definitions, or a string with JSON of one. Each becomes
+/// `{"type": "function", "function": ..}`, as an OpenAI-compatible server has them.
 fn tools(id: &SampleId, value: Value) -> Result<Option<Value>, SampleError> {
     if value.as_str().is_some_and(|text| text.trim().is_empty()) {
         return Ok(None);
     }
     match list_in_text(value) {
         Value::Null => Ok(None),
-        list @ Value::Array(_) => Ok(Some(list)),
+        Value::Array(tools) => {
+            let tools = tools.into_iter().enumerate();
+            let tool = |(index, tool)| match as_function(object_in_text(tool)) {
+                tool @ Value::Object(_) => Ok(tool),
+                other => {
+                    let at = format!("tools[{index}]");
+                    Err(wrong_type(id, &at, &other, "the definition of a function"))
+                }
+            };
+            Ok(Some(tools.map(tool).collect::<Result<_, _>>()?))
+        }
         other => Err(wrong_type(id, "tools", &other, "a list, or JSON text of a list")),
     }
 }

@@ -6,9 +6,11 @@ use super::super::error::SampleError;
 use super::context::At;
 use super::keys::{Place, is_given};
 use super::media::RowMedia;
-use super::values::{join, list_in_text, missing, optional_text, take, text, wrong_type};
+use super::values::{
+    as_function, join, list_in_text, missing, object_in_text, optional_text, take, text, wrong_type,
+};
 use crate::batch::{Content, Medium, Message};
-use crate::data::json;
+use crate::data::json::{self, long_integer};
 
 /// Keys with the thoughts of an assistant turn.
 const THOUGHT_KEYS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
@@ -153,7 +155,11 @@ impl<'a> Turns<'a> {
         let call = take(turn, "function_call"); // OpenAI's older key, with one call
         let calls = match (list_in_text(take(turn, "tool_calls")), call) {
             (calls, call) if !is_given(&calls) => {
-                return Ok(is_given(&call).then(|| Value::from(vec![function(call)])));
+                if !is_given(&call) {
+                    return Ok(None);
+                }
+                let call = self.call(&join(at, "function_call"), call)?;
+                return Ok(Some(Value::from(vec![call])));
             }
             (calls, call) if !is_given(&call) => calls,
             _ => {
@@ -161,10 +167,43 @@ impl<'a> Turns<'a> {
                 return Err(self.at.not_supported(&join(at, "function_call"), what));
             }
         };
-        if calls.is_array() {
-            return Ok(Some(calls));
+        let at = join(at, "tool_calls");
+        let Value::Array(calls) = calls else {
+            return Err(wrong_type(self.at.id, &at, &calls, "a list"));
+        };
+        let calls = calls.into_iter().enumerate();
+        let call = |(index, call)| self.call(&format!("{at}[{index}]"), call);
+        Ok(Some(calls.map(call).collect::<Result<_, _>>()?))
+    }
+
+    /// A call in the form of OpenAI's `tool_calls`, which chat templates read. As in serving
+    /// engines, its arguments are an object: JSON text is parsed, and `""` and null become `{}`.
+    fn call(&self, at: &str, call: Value) -> Result<Value, SampleError> {
+        const EXPECTED: &str = "an object with the `name` of a function and its `arguments`";
+        let id = self.at.id;
+        let call = object_in_text(call);
+        let has_wrapper = call.get("function").is_some();
+        let at = if has_wrapper { join(at, "function") } else { at.to_owned() };
+        let mut call = as_function(call);
+        let function = call.get_mut("function").and_then(Value::as_object_mut);
+        let Some(function) = function.filter(|of| of.get("name").is_some_and(Value::is_string))
+        else {
+            return Err(wrong_type(id, &at, &call, EXPECTED));
+        };
+        if !function.contains_key("arguments") && function.contains_key("parameters") {
+            let what = "the parameters of a call (use `arguments`) are";
+            return Err(self.at.not_supported(&join(&at, "parameters"), what));
         }
-        Err(wrong_type(self.at.id, &join(at, "tool_calls"), &calls, "a list"))
+        let arguments = function.entry("arguments").or_insert(Value::Null);
+        *arguments = match arguments.take() {
+            given if !is_given(&given) => Value::Object(Map::new()),
+            given => object_in_text(given),
+        };
+        if !arguments.is_object() || long_integer(arguments).is_some() {
+            let at = join(&at, "arguments");
+            return Err(wrong_type(id, &at, arguments, "an object, or JSON text of one"));
+        }
+        Ok(call)
     }
 
     fn thoughts(
@@ -205,7 +244,9 @@ impl<'a> Turns<'a> {
         if calls.is_empty() || calls.iter().any(|call| !call["name"].is_string()) {
             return Err(wrong_type(self.at.id, &join(at, key), &value, EXPECTED));
         }
-        let mut calls: Vec<Value> = calls.into_iter().map(function).collect();
+        let at_key = join(at, key);
+        let calls = calls.into_iter().map(|call| self.call(&at_key, call));
+        let mut calls = calls.collect::<Result<Vec<_>, _>>()?;
         let before = self.messages.last_mut();
         match before.filter(|message| message.role == "assistant") {
             Some(message) if message.weight.to_bits() != weight.to_bits() => {
@@ -233,11 +274,4 @@ impl<'a> Turns<'a> {
             }
         }
     }
-}
-
-/// A call in the form of OpenAI's `tool_calls`, which chat templates read.
-fn function(call: Value) -> Value {
-    let mut entry = Map::from_iter([("type".to_owned(), Value::from("function"))]);
-    entry.insert("function".to_owned(), call);
-    Value::Object(entry)
 }

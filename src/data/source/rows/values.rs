@@ -1,6 +1,6 @@
 //! Reads JSON values of a row; each error names the JSON path.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::super::error::SampleError;
 use crate::batch::SampleId;
@@ -57,6 +57,17 @@ pub(super) fn optional_text(
     }
 }
 
+/// Returns whether a value is neither null nor an empty text, list or object.
+pub(super) fn is_given(value: &Value) -> bool {
+    match value {
+        Value::Null => false,
+        Value::String(text) => !text.is_empty(),
+        Value::Array(values) => !values.is_empty(),
+        Value::Object(object) => !object.is_empty(),
+        Value::Bool(_) | Value::Number(_) => true,
+    }
+}
+
 /// The value of the first of `keys` that is not null.
 pub(super) fn first_of(
     object: &mut Map<String, Value>,
@@ -75,12 +86,33 @@ pub(super) fn one_or_more(value: Value) -> Vec<Value> {
 /// The list in a JSON text; every other value unchanged. Files without nested columns store lists
 /// as text.
 pub(super) fn list_in_text(value: Value) -> Value {
+    in_text(value, '[')
+}
+
+/// The object in a JSON text; every other value unchanged.
+pub(super) fn object_in_text(value: Value) -> Value {
+    in_text(value, '{')
+}
+
+fn in_text(value: Value, first: char) -> Value {
     match value {
-        Value::String(text) if text.trim_start().starts_with('[') => {
-            match json::parse(text.as_bytes()) {
-                Ok(list @ Value::Array(_)) => list,
-                _ => Value::String(text),
+        Value::String(text) if text.trim_start().starts_with(first) => {
+            json::parse(text.as_bytes()).unwrap_or(Value::String(text))
+        }
+        other => other,
+    }
+}
+
+/// A tool or a call in OpenAI's form `{"type": "function", "function": {..}}`: a bare function, as
+/// LLaMA-Factory and OpenAI's newer format write it, gets this wrapper. Others are unchanged.
+pub(super) fn as_function(value: Value) -> Value {
+    match value {
+        Value::Object(mut bare) if !bare.contains_key("function") && bare.contains_key("name") => {
+            if bare.get("type").is_some_and(|kind| kind != "function") {
+                return Value::Object(bare); // a tool of another kind
             }
+            bare.shift_remove("type");
+            json!({"type": "function", "function": bare})
         }
         other => other,
     }

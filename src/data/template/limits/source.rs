@@ -35,6 +35,9 @@ pub(super) const SLICED: &str = "__sliced";
 /// Counts a number of bytes, and is empty.
 pub(super) const BYTES: &str = "__bytes";
 
+/// The tags with which transformers marks answers, and tags with the same scope of variables. Neither
+/// has an effect on the text.
+const GENERATION: [(&str, &str); 2] = [("generation", "with"), ("endgeneration", "endwith")];
 /// Words of expressions that are not variables.
 const WORDS: [&str; 9] = ["and", "or", "not", "in", "is", "if", "else", "recursive", "as"];
 /// Operators that read both operands.
@@ -77,13 +80,13 @@ impl Open {
     }
 }
 
-/// Returns the source with the filters.
+/// Returns the source with the filters, and without tags that the engine does not have.
 pub(super) fn with_counters(source: &str) -> Result<String, SourceError> {
     if source.len() > MAX_BYTES {
         let what = format!("it has {} bytes; at most {MAX_BYTES} are supported", source.len());
         return Err(SourceError { what, line: 1 });
     }
-    let mut scan = Scan { source, added: BTreeMap::new() };
+    let mut scan = Scan { source, added: BTreeMap::new(), renamed: Vec::new() };
     let mut at = 0;
     let mut num_elif = 0;
     while let Some(start) = next_tag(source, at) {
@@ -100,6 +103,9 @@ pub(super) fn with_counters(source: &str) -> Result<String, SourceError> {
             return Err(scan.error(start, format!("more than {MAX_ELIF} `elif`")));
         }
         at = end;
+        if let Some((_, scope)) = GENERATION.iter().find(|(tag, _)| *tag == name) {
+            scan.renamed.push((tokens[0].clone(), scope));
+        }
         if name == "raw" {
             at = end_of_raw(source, end);
             if at - end > MAX_RAW {
@@ -118,6 +124,8 @@ struct Scan<'a> {
     /// Texts to add at bytes of the source: after the token that ends there, and before the one
     /// that starts there.
     added: BTreeMap<usize, [String; 2]>,
+    /// Names of tags, and their new names, which are not longer.
+    renamed: Vec<(Token, &'static str)>,
 }
 
 impl Scan<'_> {
@@ -138,15 +146,20 @@ impl Scan<'_> {
     }
 
     fn finish(self) -> String {
-        let mut out = String::with_capacity(self.source.len() * 2);
+        let mut source = self.source.to_owned();
+        for (token, name) in self.renamed {
+            let padded = format!("{name:width$}", width = token.len());
+            source.replace_range(token, &padded);
+        }
+        let mut out = String::with_capacity(source.len() * 2);
         let mut last = 0;
         for (at, [after, before]) in self.added {
-            out.push_str(&self.source[last..at]);
+            out.push_str(&source[last..at]);
             out.push_str(&after);
             out.push_str(&before);
             last = at;
         }
-        out.push_str(&self.source[last..]);
+        out.push_str(&source[last..]);
         out
     }
 
@@ -407,6 +420,15 @@ mod tests {
         let chinese = "你是一个助手".repeat(30);
         let counted = with_counters(&chinese).unwrap();
         assert_eq!(counted.replacen("{{540|__bytes}}", "", 1), chinese);
+    }
+
+    #[test]
+    fn the_tags_that_mark_answers_become_scopes_of_the_same_length() {
+        let found = with_counters("a\n{%- generation +%}{{ x }}{%endgeneration%}").unwrap();
+        assert_eq!(found, "a\n{%- with       +%}{{ x }}{%endwith      %}");
+        for source in ["{# {% generation %} #}", "{{ '{% generation %}' }}{{ generation }}"] {
+            assert_eq!(with_counters(source).unwrap(), source);
+        }
     }
 
     #[test]
