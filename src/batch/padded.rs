@@ -4,6 +4,7 @@
 //! The mask is built from lengths, not from the pad id, because a real token may have that id.
 
 use super::{CuSeqlens, CuSeqlensError, IGNORE_INDEX, Patches, VarlenBatch};
+use std::ops::Range;
 
 /// Side of a row on which padding is added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,6 +111,7 @@ impl Batch {
             cu_seqlens,
             vision_rows,
             media: self.media,
+            padding: Vec::new(),
             num_tokens,
             part: None,
         })
@@ -123,13 +125,16 @@ impl Batch {
         {
             return Err(UnpadError::VisionRowIsPadding { vision_row: *row });
         }
-        let mut lengths = Vec::new();
+        let (mut lengths, mut padding) = (Vec::new(), Vec::new());
         for (row, start) in starts.iter().enumerate() {
             let after = self.length - start - self.row_tokens(row);
+            let (first, end) = (row * self.length, (row + 1) * self.length);
+            padding.extend([first..first + start, end - after..end]);
             lengths.extend((*start > 0).then_some(*start as u32));
             lengths.extend(&self.segment_lengths[row]);
             lengths.extend((after > 0).then_some(after as u32));
         }
+        padding.retain(|range: &Range<usize>| !range.is_empty());
         let num_tokens = (0..self.num_rows()).map(|row| self.row_tokens(row)).sum();
         let labels = self.labels.iter().zip(&self.attention_mask);
         Ok(VarlenBatch {
@@ -142,6 +147,7 @@ impl Batch {
             position_ids: self.position_ids,
             vision_rows: self.vision_rows,
             media: self.media,
+            padding,
             num_tokens,
             part: None,
         })
@@ -220,6 +226,7 @@ mod tests {
         assert_eq!(stream.input_ids, batch().input_ids);
         assert_eq!(stream.labels, batch().labels);
         assert_eq!(stream.vision_rows, [3, 6, 8]);
+        assert_eq!(stream.padding, [0..2]);
         assert_eq!((stream.num_tokens, stream.num_samples), (8, 3));
     }
 
@@ -232,6 +239,7 @@ mod tests {
         right.vision_rows[0] = 1;
         let stream = right.clone().keep_padding().unwrap();
         assert_eq!(stream.cu_seqlens.as_slice(), [0, 2, 3, 5, 10]);
+        assert_eq!(stream.padding, [3..5]);
         assert_eq!(right.unpad().unwrap().vision_rows, [1, 4, 6]);
     }
 

@@ -121,6 +121,7 @@ mod tests {
             cu_seqlens,
             vision_rows: (3..9).chain(11..15).collect(),
             media: vec![medium(0..3, 4), medium(3..4, 8)],
+            padding: vec![],
             num_tokens: 16,
             num_samples: 2,
             part: None,

@@ -32,6 +32,8 @@ pub struct VarlenBatch {
     pub vision_rows: Vec<u32>,
     /// Patches of all images and videos, in order.
     pub media: Vec<Patches>,
+    /// The tokens that are padding, ascending; none unless padding was kept.
+    pub padding: Vec<Range<usize>>,
     /// Number of tokens that are not padding.
     pub num_tokens: usize,
     /// Number of segments that are not padding: one per sample, or one per document in windows of a
@@ -106,6 +108,7 @@ mod tests {
             mask_boundaries: all,
             vision_rows: vec![1, 2, 5],
             media: vec![image(2), image(1)],
+            padding: vec![],
             num_tokens: 8,
             num_samples: 1,
             part: None,

@@ -175,6 +175,13 @@ impl PeftConfig {
         alpha / if self.use_rslora { (rank as f64).sqrt() } else { rank as f64 }
     }
 
+    /// Whether `target_modules` names the linear layer `module`. Only a list is compared: PEFT has a
+    /// regular expression with look-arounds there, and words such as `all-linear`.
+    pub fn has_module(&self, module: &str) -> bool {
+        let targets = self.target_modules.as_array();
+        targets.is_none_or(|all| all.iter().filter_map(Value::as_str).any(|of| is_end(of, module)))
+    }
+
     /// Whether `target_parameters` names the parameter `name`.
     pub fn has_parameter(&self, name: &str) -> bool {
         let mut parameters = self.target_parameters.iter().flatten();

@@ -87,6 +87,7 @@ mod tests {
             cu_seqlens,
             vision_rows: vec![],
             media: vec![],
+            padding: vec![],
             num_tokens,
             part: None,
         }

@@ -75,6 +75,7 @@ impl dyn Model + '_ {
             cu_seqlens: alone,
             vision_rows: vec![],
             media: vec![],
+            padding: vec![],
             num_tokens: num_rows,
             num_samples: num_rows,
             part: None,

@@ -15,6 +15,7 @@ use crate::ops::{self, DropoutMask, ExpertLayout, LowRank};
 use crate::tape::{GradSink, Param};
 use candle_core::{D, DType, Result, Tensor};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Prefix that PEFT puts before the names of modules.
@@ -152,12 +153,14 @@ pub struct Dropout {
 }
 
 /// The place of a micro-batch in the run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DropoutPlace {
     /// Optimizer step, from 1.
     pub step: u64,
-    /// Number of the first token in the step.
-    pub first_token: u64,
+    /// For each run of tokens that follow one another without padding between them: the first row,
+    /// ascending from 0, and the number of its token in the step, which counts no padding. The rows
+    /// of padding before the next run may have any numbers.
+    pub runs: Arc<[(usize, u64)]>,
     /// Number of the first patch in the step, and number of patches of the micro-batch.
     pub patches: (u64, u64),
 }
@@ -170,21 +173,35 @@ impl Dropout {
         }
     }
 
-    /// The mask of the `num_rows` inputs of a layer.
-    fn mask(&self, layer: u32, rows: DropoutRows, num_rows: usize) -> Option<DropoutMask> {
-        if self.probability == 0.0 {
-            return None;
-        }
-        let place = (*self.place.lock().unwrap_or_else(PoisonError::into_inner))?;
-        let first_row = match rows {
-            DropoutRows::Tokens => place.first_token,
+    /// The masks of the `num_rows` inputs of a layer: one, or one for each run of rows; none without
+    /// dropout.
+    fn masks(
+        &self,
+        layer: u32,
+        rows: DropoutRows,
+        num_rows: usize,
+    ) -> Vec<(Range<usize>, DropoutMask)> {
+        let place = match &*self.place.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(place) if self.probability > 0.0 => place.clone(),
+            _ => return Vec::new(),
+        };
+        let runs = match rows {
+            DropoutRows::Tokens => place.runs,
             DropoutRows::Media => {
                 let (first, count) = place.patches;
-                first * num_rows as u64 / count.max(1) // a merged token has several patches
+                // a merged token has several patches
+                Arc::new([(0, first * num_rows as u64 / count.max(1))])
             }
         };
         let seed = DropoutMask::seed_of([self.seed, place.step, u64::from(layer)]);
-        Some(DropoutMask { seed, first_row: first_row as u32, probability: self.probability })
+        let mask = |first: u64| DropoutMask {
+            seed,
+            first_row: first as u32,
+            probability: self.probability,
+        };
+        let ends = runs.iter().skip(1).map(|(row, _)| (*row).min(num_rows)).chain([num_rows]);
+        let masks = runs.iter().zip(ends).map(|((row, first), end)| (*row..end, mask(*first)));
+        masks.filter(|(rows, _)| rows.start < rows.end).collect()
     }
 }
 
@@ -260,11 +277,29 @@ impl Adapter {
 
     /// `scale drop(x) A^T`, `[N, r]`.
     fn down(&self, x: &Tensor) -> Result<Tensor> {
-        ops::dropout_linear(x, &self.a.tensor(), self.mask(x)?)? * self.scale
+        let a = self.a.tensor();
+        self.each_run(x, |part, mask| ops::dropout_linear(&part(x)?, &a, mask))? * self.scale
     }
 
-    fn mask(&self, x: &Tensor) -> Result<Option<DropoutMask>> {
-        Ok(self.dropout.mask(self.layer, self.rows, x.dim(0)?))
+    fn masks(&self, x: &Tensor) -> Result<Vec<(Range<usize>, DropoutMask)>> {
+        Ok(self.dropout.masks(self.layer, self.rows, x.dim(0)?))
+    }
+
+    /// Computes `f` for the rows of each mask of the inputs `x`, and joins its results. The first
+    /// argument of `f` takes these rows of a tensor.
+    fn each_run(
+        &self,
+        x: &Tensor,
+        f: impl Fn(&dyn Fn(&Tensor) -> Result<Tensor>, Option<DropoutMask>) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let masks = self.masks(x)?;
+        if let [] | [_] = masks[..] {
+            return f(&|of| Ok(of.clone()), masks.first().map(|(_, mask)| *mask));
+        }
+        let part = |(rows, mask): (Range<usize>, DropoutMask)| {
+            f(&|of| of.narrow(0, rows.start, rows.len()), Some(mask))
+        };
+        Tensor::cat(&masks.into_iter().map(part).collect::<Result<Vec<_>>>()?, 0)
     }
 
     /// The output for `x: [N, K]` of a layer with this adapter, `[N, M]`.
@@ -344,8 +379,8 @@ impl Adapter {
         dx: Option<Tensor>,
     ) -> Result<Tensor> {
         let a = self.a.tensor();
-        let mask = self.mask(product)?;
-        if let (None, None) = (mask, &dx) {
+        let masks = self.masks(product)?;
+        if masks.is_empty() && dx.is_none() {
             let low_rank = LowRank { u: du, b: &a };
             return ops::linear_backward_input_low_rank(product, weight, low_rank);
         }
@@ -353,7 +388,13 @@ impl Adapter {
             Some(dx) => ops::linear_backward_input_add(product, weight, dx)?,
             None => ops::linear_backward_input(product, weight)?,
         };
-        ops::dropout_linear_backward_input_add(du, &a, mask, dx)
+        if let [] | [_] = masks[..] {
+            let mask = masks.first().map(|(_, mask)| *mask);
+            return ops::dropout_linear_backward_input_add(du, &a, mask, dx);
+        }
+        self.each_run(product, |part, mask| {
+            ops::dropout_linear_backward_input_add(&part(du)?, &a, mask, part(&dx)?.copy()?)
+        })
     }
 
     /// Adds the gradients of the adapter for the input `x: [N, K]`.
@@ -368,7 +409,10 @@ impl Adapter {
         let u = match grads.buffer(&self.a) {
             Some(da) => {
                 let a = self.a.tensor();
-                (ops::dropout_linear_backward(x, &a, self.mask(x)?, du, da)? * self.scale)?
+                let u = self.each_run(x, |part, mask| {
+                    ops::dropout_linear_backward(&part(x)?, &a, mask, &part(du)?, da)
+                })?;
+                (u * self.scale)?
             }
             None => self.down(x)?,
         };

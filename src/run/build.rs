@@ -20,7 +20,7 @@ use super::sinks::{Sinks, open_sinks};
 use super::start_log::{log_data_sets, log_share};
 use super::starts::log_start;
 use super::trackers::{Tracked, Trackers};
-use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
+use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout, Found};
 use crate::config::RunConfig;
 use crate::data::{
     BackgroundCacheWriter, CachedRows, DataState, Encoder, JsonlRows, Loader, MediaLook, RowReader,
@@ -167,10 +167,8 @@ impl Run {
         let resumed = resumed.transpose()?;
         check_media(config, &rows, found.filter(|_| is_first), resumed.as_ref())?;
         compare_inputs(&ranks, config, &data_fingerprint, &inputs)?;
-        let (mut open, mut base) = open_run_model(config, found, &device)?;
-        if let (Some(base), true) = (&mut base, is_first && found.is_none()) {
-            base.contents = Some(open.contents(None)?);
-        }
+        let (mut open, base) =
+            ranks.during("reading the model", || open_model(config, found, is_first, &device))?;
         share_attention(&mut open, ranks.ranks())?;
         ranks.compare("model", || open.digest().map_err(candle_core::Error::wrap))?;
         // Checks the patterns before the rows are measured, which takes longer.
@@ -414,6 +412,21 @@ fn schedule(optim: &OptimConfig, total_steps: u64) -> Schedule {
     };
     let decay = Span::Ratio(optim.decay_ratio.unwrap_or(0.1));
     Schedule::new(optim.schedule, [optim.lr, optim.min_lr], [warmup, decay], total_steps)
+}
+
+/// Opens the model of a run, and the description of it in the checkpoints of an adapter. The first
+/// rank of a new run reads all weights, for their digest.
+fn open_model(
+    config: &RunConfig,
+    found: Option<&Found>,
+    is_first: bool,
+    device: &Device,
+) -> Result<(OpenModel, Option<BaseModel>), RunError> {
+    let (open, mut base) = open_run_model(config, found, device)?;
+    if let Some(base) = base.as_mut().filter(|_| is_first && found.is_none()) {
+        base.contents = Some(open.contents(None)?);
+    }
+    Ok((open, base))
 }
 
 /// Digest of the settings of a run, which must be the same on all ranks.

@@ -17,8 +17,10 @@ pub(super) struct OwnTargets {
     total: usize,
     /// The first token of this rank.
     first_token: usize,
-    /// Number of tokens and patches of the whole micro-batch.
+    /// Number of tokens, without padding, and of patches of the whole micro-batch.
     pub(super) rows: [u64; 2],
+    /// The tokens of the whole micro-batch that are padding.
+    padding: Vec<Range<usize>>,
     /// The first patch that this rank computes, and their number.
     patches: (u64, u64),
 }
@@ -33,11 +35,17 @@ impl OwnTargets {
     /// before it.
     pub(super) fn dropout_place(&self, step: u64, first: [u64; 2]) -> DropoutPlace {
         let (first_patch, num_patches) = self.patches;
-        DropoutPlace {
-            step,
-            first_token: first[0] + self.first_token as u64,
-            patches: (first[1] + first_patch, num_patches),
+        let mut runs = vec![(0, first[0] + self.first_token as u64)];
+        let mut padded = 0;
+        for padding in &self.padding {
+            padded += padding.len();
+            let number = first[0] + (padding.end - padded) as u64;
+            match padding.end.checked_sub(self.first_token) {
+                Some(row) => runs.push((row, number)),
+                None => runs[0].1 = number + (self.first_token - padding.end) as u64,
+            }
         }
+        DropoutPlace { step, runs: runs.into(), patches: (first[1] + first_patch, num_patches) }
     }
 
     /// Whether no rank of the group has a target.
@@ -74,10 +82,12 @@ pub(super) fn own_part(
     let total = targets.len();
     let num_patches =
         |batch: &VarlenBatch| batch.media.iter().map(Patches::num_patches).sum::<usize>() as u64;
-    let rows = [batch.input_ids.len() as u64, num_patches(&batch)];
+    let rows = [batch.num_tokens as u64, num_patches(&batch)];
+    let padding = batch.padding.clone();
     if sequence.size == 1 {
         let patches = (0, rows[1]);
-        let own = OwnTargets { targets, numbers: 0..total, total, first_token: 0, rows, patches };
+        let (numbers, first_token) = (0..total, 0);
+        let own = OwnTargets { targets, numbers, total, first_token, rows, padding, patches };
         return (batch, own);
     }
     let batch = batch.at_least(sequence.size); // each rank has a token
@@ -88,7 +98,7 @@ pub(super) fn own_part(
     let first_feature = part.part.as_ref().map_or(0, |part| part.first_feature) as u64;
     let first_patch = first_feature * u64::from(merge_size.get()).pow(2);
     let patches = (first_patch, num_patches(&part));
-    (part, OwnTargets { targets, numbers, total, first_token, rows, patches })
+    (part, OwnTargets { targets, numbers, total, first_token, rows, padding, patches })
 }
 
 #[cfg(test)]
@@ -98,22 +108,44 @@ mod tests {
     use crate::data::SampleSize;
     use crate::train::by_sample;
 
-    #[test]
-    fn the_losses_of_all_ranks_of_a_group_add_up_to_those_of_the_samples() {
-        let cu_seqlens = CuSeqlens::from_lengths(&[5, 3, 4]).unwrap();
-        let batch = VarlenBatch {
+    fn batch(padding: Vec<Range<usize>>) -> VarlenBatch {
+        VarlenBatch {
             input_ids: vec![1; 12],
             labels: vec![2; 12],
             weights: None,
             position_ids: vec![[0; 3]; 12],
             mask_boundaries: CuSeqlens::from_lengths(&[12]).unwrap(),
-            cu_seqlens,
+            cu_seqlens: CuSeqlens::from_lengths(&[5, 3, 4]).unwrap(),
             vision_rows: vec![],
             media: vec![],
-            num_tokens: 12,
+            num_tokens: 12 - padding.iter().map(Range::len).sum::<usize>(),
+            padding,
             num_samples: 3,
             part: None,
-        };
+        }
+    }
+
+    #[test]
+    fn a_token_has_the_same_number_for_dropout_with_and_without_padding_on_all_ranks() {
+        for padding in [vec![], vec![0..2, 5..6], vec![3..5, 9..12], vec![0..1, 4..5, 11..12]] {
+            let is_padding = |row: usize| padding.iter().any(|range| range.contains(&row));
+            for (size, place) in (1..=12).flat_map(|size| (0..size).map(move |at| (size, at))) {
+                let sequence = SequencePlace { place, size };
+                let (part, own) = own_part(batch(padding.clone()), sequence, NonZeroU32::MIN);
+                let runs = own.dropout_place(1, [100, 0]).runs;
+                for row in 0..part.input_ids.len() {
+                    let (start, number) = runs.iter().rfind(|(start, _)| *start <= row).unwrap();
+                    let whole = own.first_token + row;
+                    let before = (0..whole).filter(|row| !is_padding(*row)).count();
+                    let found = *number + (row - start) as u64;
+                    assert!(is_padding(whole) || found == 100 + before as u64, "{padding:?} {row}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_losses_of_all_ranks_of_a_group_add_up_to_those_of_the_samples() {
         let sample = |num_targets| SampleSize {
             dataset: 0,
             row: 0,
@@ -127,7 +159,7 @@ mod tests {
             let mut sums = [(0.0, 0.0); 3];
             for place in 0..size {
                 let sequence = SequencePlace { place, size };
-                let (_, own) = own_part(batch.clone(), sequence, NonZeroU32::MIN);
+                let (_, own) = own_part(batch(vec![]), sequence, NonZeroU32::MIN);
                 assert!(!own.is_without_any());
                 let nll = own.numbers.clone().map(|number| number as f32).collect();
                 let losses = by_sample(&samples, &[own.losses(nll)]);

@@ -56,16 +56,25 @@ fn ranks_shares_and_recomputation_change_no_bit_of_an_adapter_with_dropout() {
 #[test]
 fn the_division_of_a_step_into_micro_batches_drops_the_same_inputs() {
     let place = place();
-    let run = |output: &str, batch_size: &str, steps: &str| {
-        let more = [ALL, "data.packing=false", "data.shuffle=false", batch_size, steps];
+    const UNPADDED: &str = "model.use_rmpad=true";
+    let run = |output: &str, batch_size: &str, steps: &str, padding: &str| {
+        let order = ["data.packing=false", "data.shuffle=false", "train.max_steps=3"];
+        let more = [&order[..], &[ALL, "data.eval=[]", batch_size, steps, padding]].concat();
         train(&config(&place, output, &more), 1, None);
         losses(&place, output)
     };
-    let whole = run("whole", "train.batch_size=4", "train.gradient_accumulation_steps=1");
-    let split = run("split", "train.batch_size=1", "train.gradient_accumulation_steps=4");
-    assert_eq!(whole.len(), split.len());
-    for (whole, split) in whole.iter().zip(&split) {
-        assert!((whole - split).abs() < 1e-5, "{whole} {split}");
+    let whole = run("whole", "train.batch_size=4", "train.gradient_accumulation_steps=1", UNPADDED);
+    let same = |split: &[f64]| {
+        assert_eq!(whole.len(), split.len());
+        for (whole, split) in whole.iter().zip(split) {
+            assert!((whole - split).abs() < 1e-5, "{whole} {split}");
+        }
+    };
+    same(&run("split", "train.batch_size=1", "train.gradient_accumulation_steps=4", UNPADDED));
+    for (output, batch_size, steps) in [("padded", 4, 1), ("padded-pairs", 2, 2)] {
+        let batch_size = format!("train.batch_size={batch_size}");
+        let steps = format!("train.gradient_accumulation_steps={steps}");
+        same(&run(output, &batch_size, &steps, "model.use_rmpad=false"));
     }
 }
 
@@ -277,4 +286,93 @@ fn an_adapter_of_another_model_is_refused() {
     place.write("model/config.json", &json.to_string());
     fs::remove_file(place.path("run/final/trainer_state.json")).unwrap();
     place.trainer(&eval).ends_with(64).says("has shape").says("trained on");
+}
+
+/// Every value of the model below an adapter belongs to what the adapter was trained on.
+#[test]
+fn a_model_that_changed_below_its_adapter_is_refused_by_every_command() {
+    let place = place();
+    let settings = ["adapter={rank: 2}", "train.max_steps=2", "data.eval=[]"];
+    train(&config(&place, "run", &settings), 1, None);
+    train(&config(&place, "cut", &settings), 1, Some(1));
+    let yaml = place.path("ranks.yaml").display().to_string();
+    let sets = settings.iter().flat_map(|setting| ["--set", setting]);
+    let output = format!("output_dir={}", place.path("cut").display());
+    let sft: Vec<&str> = ["sft", "--config", &yaml].into_iter().chain(sets).collect();
+    let sft = [&sft[..], &["--set", &output]].concat();
+    let commands = [
+        &["eval", "--config", &yaml, "--adapter", "run/final"][..],
+        &["generate", "--model", "run/final", "--prompt", "x", "--max-new-tokens", "1"],
+        &["export", "--adapter", "run/final", "--merge", "--out", "merged"],
+        &sft,
+    ];
+    let json = String::from_utf8(place.read("model/config.json")).unwrap();
+    let weights = place.read("model/model.safetensors");
+    let number = |key: &str, value: f64| {
+        let mut config: Value = serde_json::from_str(&json).unwrap();
+        config["text_config"][key] = value.into();
+        config.to_string()
+    };
+    // one bit in the middle of a tensor, where no sample of its values is
+    let mut flipped = weights.clone();
+    let header = u64::from_le_bytes(weights[..8].try_into().unwrap()) as usize + 8;
+    let info: Value = serde_json::from_slice(&weights[8..header]).unwrap();
+    let layer = "model.language_model.layers.0.mlp.up_proj.weight";
+    let start = info[layer]["data_offsets"][0].as_u64().unwrap() as usize;
+    flipped[header + start + 400] ^= 1;
+    for (config, weights, problem) in [
+        (&number("rope_theta", 100.0), &weights, "`config.json` differs from that"),
+        (&number("rms_norm_eps", 0.1), &weights, "`config.json` differs from that"),
+        (&json, &flipped, "weights differ from those"),
+    ] {
+        place.write("model/config.json", config);
+        super::harness::write(&place.path("model/model.safetensors"), weights);
+        for command in commands {
+            place.trainer(command).ends_with(64).says(problem).says("wrong answers");
+        }
+    }
+    // the same values in files that were written again, and names without a meaning
+    let mut same: Value = serde_json::from_str(&json).unwrap();
+    same["transformers_version"] = "6.0".into();
+    place.write("model/config.json", &same.to_string());
+    super::harness::write(&place.path("model/model.safetensors"), &weights);
+    for command in commands {
+        place.trainer(command).ends_with(0);
+    }
+}
+
+#[test]
+fn a_folder_of_peft_that_contradicts_itself_or_means_something_else_is_refused() {
+    let place = place();
+    train(&config(&place, "run", &["adapter={rank: 2}", "train.max_steps=1"]), 1, None);
+    let yaml = place.path("ranks.yaml").display().to_string();
+    let json = String::from_utf8(place.read("run/final/adapter_config.json")).unwrap();
+    let start = format!("adapter={{start_from: {}}}", place.path("run/final").display());
+    let commands = [
+        &["eval", "--config", &yaml, "--adapter", "run/final"][..],
+        &["generate", "--model", "run/final", "--prompt", "x"],
+        &["export", "--adapter", "run/final", "--merge", "--out", "merged"],
+        &["sft", "--config", &yaml, "--set", &start],
+    ];
+    for (field, value, problem) in [
+        ("r", "4", "has rank 2, but `r` and `rank_pattern` of adapter_config.json give 4"),
+        ("rank_pattern", "{\"q_proj\": 1}", "q_proj.lora_A.weight` has rank 2, but `r`"),
+        ("target_modules", "[\"q_proj\"]", "that `target_modules` of adapter_config.json does not"),
+        ("alora_invocation_tokens", "[5]", "`alora_invocation_tokens`"),
+        ("alpha_pattern", "{\"q_proj(\": 1}", "`alpha_pattern`"),
+    ] {
+        let mut config: Value = serde_json::from_str(&json).unwrap();
+        config[field] = serde_json::from_str(value).unwrap();
+        place.write("run/final/adapter_config.json", &config.to_string());
+        for command in commands {
+            place.trainer(command).ends_with(64).says(problem);
+        }
+    }
+    place.write("run/final/adapter_config.json", &json);
+    fs::rename(
+        place.path("run/final/adapter_model.safetensors"),
+        place.path("run/final/adapter_model.bin"),
+    )
+    .unwrap();
+    place.trainer(commands[0]).says("is a file of `torch.save`").says("safe_serialization=True");
 }

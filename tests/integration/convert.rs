@@ -249,8 +249,11 @@ fn the_command_writes_a_config_and_never_replaces_one() {
 
 #[test]
 fn rates_by_part_become_multipliers() {
-    let config = swift("learning_rate: 1e-5\nvit_lr: 2e-6\naligner_lr: 1e-5").unwrap();
+    let rates = "learning_rate: 1e-5\nvit_lr: 2e-6\naligner_lr: 1e-5\n";
+    let config = swift(&format!("{rates}freeze_vit: false\nfreeze_aligner: false")).unwrap();
     assert_eq!(config["optim"]["lr_multipliers"].to_string(), r#"{"vision":0.2,"merger":1.0}"#);
+    // by default, neither is trained
+    assert_eq!(swift(rates).unwrap()["optim"]["lr_multipliers"].to_string(), "{}");
 }
 
 #[test]

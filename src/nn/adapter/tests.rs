@@ -46,7 +46,7 @@ fn layer_of(tensors: Vec<(String, Tensor)>, dropout: f64) -> (Vec<Param>, Linear
     let name = LAYER.to_owned();
     let module = AdapterModule { name, weight, experts: None, rank: 2, scale: SCALE, is_dora };
     let adapters = Adapters::new(&[module], &specs, dropout, 9);
-    adapters.dropout().set(Some(DropoutPlace { step: 1, first_token: 0, patches: (0, 0) }));
+    adapters.dropout().set(Some(DropoutPlace { step: 1, runs: [(0, 0)].into(), patches: (0, 0) }));
     let layer = Linear::with_bias(&ParamMap::new(&params, Some(&adapters)), LAYER).unwrap();
     (params, layer)
 }

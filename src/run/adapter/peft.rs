@@ -130,24 +130,29 @@ pub(super) fn modules(
         let own = adapted.iter().any(|spec| spec.name == layer.weight.name);
         let found = if own { ranks.remove(&name) } else { None };
         let Some(rank) = found.filter(is_whole).map(|ranks| ranks / experts) else { continue };
-        let (expected, alpha) = patterns.of(&names.in_file(layer.name));
-        if rank != expected {
-            return Err(AdapterError::Tensor {
-                folder: folder.to_owned(),
-                tensor: AdapterTensor::A.name(&name),
-                problem: format!(
-                    "has rank {rank}, but `r` and `rank_pattern` of adapter_config.json give {expected}"
-                ),
+        let of_config = names.in_file(layer.name);
+        let (expected, alpha) = patterns.of(&of_config);
+        let is_named = layer.weight.is_experts() || peft.has_module(&of_config);
+        let problem = if !is_named {
+            "belongs to a layer that `target_modules` of adapter_config.json does not name"
+                .to_owned()
+        } else if rank != expected {
+            format!(
+                "has rank {rank}, but `r` and `rank_pattern` of adapter_config.json give {expected}"
+            )
+        } else {
+            modules.push(AdapterModule {
+                name,
+                weight: layer.weight.name.clone(),
+                experts: layer.weight.expert_layout(),
+                rank,
+                scale: peft.scale(alpha, rank),
+                is_dora: peft.use_dora && !layer.weight.is_experts(),
             });
-        }
-        modules.push(AdapterModule {
-            name,
-            weight: layer.weight.name.clone(),
-            experts: layer.weight.expert_layout(),
-            rank,
-            scale: peft.scale(alpha, rank),
-            is_dora: peft.use_dora && !layer.weight.is_experts(),
-        });
+            continue;
+        };
+        let (folder, tensor) = (folder.to_owned(), AdapterTensor::A.name(&name));
+        return Err(AdapterError::Tensor { folder, tensor, problem });
     }
     let unknown = ranks.into_keys().next();
     match unknown {

@@ -159,7 +159,8 @@ fn quantized_folder(model: &LoadedModel, visit: &[bool]) -> tempfile::TempDir {
         let mut add = |end: &str, tensor: candle_core::Result<Tensor>| {
             tensors.insert(format!("{name}{end}"), tensor.unwrap());
         };
-        add("", Tensor::new(parts.codes.as_slice(), &Device::Cpu));
+        let codes = Tensor::new(parts.codes.as_slice(), &Device::Cpu);
+        add("", codes.and_then(|codes| codes.unsqueeze(1)));
         add(".absmax", Tensor::new(parts.scales.as_slice(), &Device::Cpu));
         add(".nested_absmax", Tensor::new(parts.ranges.as_slice(), &Device::Cpu));
         add(".quant_state.bitsandbytes__nf4", Tensor::new(state.as_slice(), &Device::Cpu));
