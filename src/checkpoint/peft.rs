@@ -1,6 +1,7 @@
 //! `adapter_config.json` of a folder in PEFT's layout.
 
-use super::{CheckpointError, regular};
+use super::CheckpointError;
+use crate::files;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -78,7 +79,7 @@ impl PeftConfig {
     /// Reads `adapter_config.json` of `folder`.
     pub fn read(folder: &Path) -> Result<Self, CheckpointError> {
         let path = folder.join(ADAPTER_CONFIG);
-        let text = regular::read(&path).map_err(CheckpointError::read(&path))?;
+        let text = files::read(&path).map_err(CheckpointError::read(&path))?;
         serde_json::from_slice(&text).map_err(|error| CheckpointError::invalid(&path, &error))
     }
 

@@ -5,11 +5,12 @@
 mod joined;
 
 use self::joined::Joined;
+use super::CheckpointError;
 use super::bitsandbytes::{ABSMAX, FP4_STATE, MAP, NESTED_ABSMAX, NESTED_MAP, QuantState, STATE};
 use super::hf::{INDEX, SINGLE};
 use super::manifest::{MANIFEST, Manifest, not_listed};
 use super::shard::Shard;
-use super::{CheckpointError, regular};
+use crate::files;
 use crate::ops::{Nf4, Nf4Parts, is_nf4_map, nf4_places, nf4_span};
 use candle_core::{DType, Device, Tensor};
 use safetensors::tensor::{Dtype, TensorInfo};
@@ -80,7 +81,7 @@ impl WeightFiles {
             weight_map: BTreeMap<String, String>,
         }
         let path = folder.join(INDEX);
-        let text = regular::read(&path).map_err(CheckpointError::read(&path))?;
+        let text = files::read(&path).map_err(CheckpointError::read(&path))?;
         let Index { weight_map } = serde_json::from_slice(&text)
             .map_err(|error| CheckpointError::invalid(&path, &error))?;
 

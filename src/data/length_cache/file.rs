@@ -30,7 +30,7 @@ use crate::data::source::files::{KnownIndex, RowIndex, Shard};
 use crate::data::source::{RowFile, RowRules, SampleError, Stamp, Trouble};
 
 /// Version of the file layout and of the measurement.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 /// Number of rows of each batch except the last.
 pub(super) const BATCH_ROWS: usize = 4096;
 /// Key of the metadata in the footer.
@@ -278,7 +278,7 @@ impl Place {
     }
 
     fn open(&self, columns: Option<Vec<usize>>) -> Result<Option<(Footer, Reader)>, ArrowError> {
-        let file = match File::open(&self.path) {
+        let file = match crate::files::open(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,
         };
