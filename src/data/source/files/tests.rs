@@ -225,8 +225,8 @@ fn an_unchanged_file_of_any_format_is_not_scanned_again() {
     }
 }
 
-/// `scripts/golden/columnar_fixtures.py` writes the files. Some bytes are changed; all, in three ways, with
-/// `TRAINER_LONG_TESTS=1`.
+/// `scripts/golden/columnar_fixtures.py` writes the files. Some bytes are changed; all of them, in
+/// three ways, with `TRAINER_LONG_TESTS=1`.
 #[test]
 fn a_changed_byte_of_a_columnar_file_is_an_error_or_changes_values() {
     let folder = TempDir::new().unwrap();
