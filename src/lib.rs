@@ -19,6 +19,7 @@ pub mod config;
 pub mod convert;
 pub mod data;
 pub mod dist;
+pub mod files;
 pub mod loss;
 pub mod metrics;
 pub mod models;

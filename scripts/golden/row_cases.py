@@ -2,14 +2,14 @@
 """Writes tests/golden/row_cases.json: the plain rows of tests/fixtures/rows/table.json, tokenised,
 labelled and with pixels of transformers.
 
-Labels are found as in chat_cases.py. Pixels are the levels 0..255 of Pillow's image processor,
-hashed. Run from the repository root, with transformers, torch and Pillow installed.
+Labels are found as in chat_cases.py. Pixels are the levels 0..255 of the image processor, hashed.
+Run from the repository root, with transformers, torch and Pillow installed.
 """
 import hashlib, json
 import numpy as np
 from PIL import Image
 from transformers import AutoTokenizer
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from chat_cases import case
 
 MODEL = "tests/golden/models/small-tied"
@@ -47,7 +47,7 @@ def trained(entry):
 
 def main():
     tok = AutoTokenizer.from_pretrained(MODEL)
-    processor = Qwen2VLImageProcessorPil.from_pretrained(MODEL)
+    processor = Qwen2VLImageProcessor.from_pretrained(MODEL)
     with open(TABLE) as f:
         entries = [e for e in json.load(f) if "like" in e and e.get("golden", True) and trained(e)]
     rows = [golden(tok, processor, entry) for entry in entries]

@@ -17,7 +17,7 @@ case $form in
 short) counts=(10 34 2000 1000 2 1000) kills=100 ;;
 long)
   counts=(50 200 10000 200000 20 10000) kills=1000
-  export HEADERS=200000
+  export HEADERS=200000 COLUMNAR=10000
   ;;
 *) echo "usage: scripts/reliability/all.sh short|long" >&2 && exit 64 ;;
 esac

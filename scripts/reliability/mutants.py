@@ -1,4 +1,4 @@
-"""Runs the trainer on mutated rows, images, safetensors headers, chat templates and paths.
+"""Runs the trainer on mutated rows, images, data files, safetensors headers, chat templates and paths.
 
     python3 scripts/reliability/mutants.py TRAINER MODEL FOLDER COUNT SEED [WHAT..]
 
@@ -19,6 +19,7 @@ import sys
 import zlib
 from pathlib import Path
 
+from columnar import columnar
 from limited import Starter
 
 MEMORY_MIB = 512
@@ -441,6 +442,7 @@ def main():
     kinds = {
         "rows": (rows, count),
         "images": (images, count // 4),
+        "columnar": (columnar, int(os.environ.get("COLUMNAR", count // 20))),
         "headers": (headers, int(os.environ.get("HEADERS", count // 10))),
         "templates": (templates, 0),
         "paths": (paths, 0),

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the trainer on N mutated rows, N / 4 mutated images, N / 10 mutated headers of safetensors files
-# (HEADERS=n), hostile chat templates, and paths that leave their folder. No process may panic or be
+# Runs the trainer on N mutated rows, N / 4 mutated images, N / 20 mutants of each of a Parquet file, an
+# Arrow file and an Arrow stream (COLUMNAR=n), N / 10 mutated headers of safetensors files (HEADERS=n),
+# hostile chat templates, and paths that leave their folder. No process may panic or be
 # ended by a signal, take more than 512 MiB, or need more than 2 s for one of them; every hostile
 # template and path must be refused.
 #

@@ -16,8 +16,8 @@ pub use encoded::{EncodedSample, Patches};
 pub use pack::Pack;
 pub use padded::{Batch, PaddingSide, UnpadError};
 pub use sample::{
-    AreaLimits, BoxRef, BoxUnit, Content, ImageLimits, MediaRef, MediaSource, Medium, MediumKind,
-    Message, Objects, Part, Sample, SampleId, VideoLimits, VideoRef,
+    AreaLimits, BoxRef, BoxUnit, Content, FrameRate, ImageLimits, MediaRef, MediaSource, Medium,
+    MediumKind, Message, Objects, Part, Sample, SampleId, VideoLimits, VideoRef,
 };
 pub use split::BatchPart;
 pub use varlen::{VarlenBatch, media_rows};

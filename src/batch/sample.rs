@@ -132,6 +132,25 @@ pub enum MediumKind {
     Video,
 }
 
+/// A number of frames per second that a row gives for a video.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum FrameRate {
+    /// The rate of a list, which is then sampled; the rate at which to sample a file.
+    Video(f64),
+    /// The rate at which a list was sampled already, so that all of its frames are used; for a
+    /// file as [`Self::Video`].
+    Sampled(f64),
+}
+
+impl FrameRate {
+    /// The number of frames per second.
+    pub fn per_second(self) -> f64 {
+        match self {
+            Self::Video(rate) | Self::Sampled(rate) => rate,
+        }
+    }
+}
+
 /// A reference to a video. Parsing a row does not open it.
 #[derive(Debug, Clone, PartialEq)]
 pub enum VideoRef {
@@ -139,8 +158,8 @@ pub enum VideoRef {
     Frames {
         /// Frames in temporal order.
         frames: Vec<MediaRef>,
-        /// Frames per second of the list. `None` uses the sampling rate of the config.
-        fps: Option<f64>,
+        /// Frames per second of the list. `None` counts as sampled at the rate of the config.
+        fps: Option<FrameRate>,
         /// Settings of this video.
         limits: VideoLimits,
     },
@@ -151,7 +170,7 @@ pub enum VideoRef {
         /// Path as written in the row.
         path: PathBuf,
         /// Frames per second to sample. `None` uses the rate of the config.
-        fps: Option<f64>,
+        fps: Option<FrameRate>,
         /// Settings of this video.
         limits: VideoLimits,
     },
@@ -159,7 +178,7 @@ pub enum VideoRef {
 
 impl VideoRef {
     /// Frames per second of this video.
-    pub fn fps_mut(&mut self) -> &mut Option<f64> {
+    pub fn fps_mut(&mut self) -> &mut Option<FrameRate> {
         match self {
             Self::Frames { fps, .. } | Self::File { fps, .. } => fps,
         }

@@ -1,6 +1,7 @@
 //! The files of a model folder that checkpoints copy unchanged: tokenizer, template, processor.
 
-use super::{CheckpointError, regular};
+use super::CheckpointError;
+use crate::files;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -46,7 +47,7 @@ impl CarriedFiles {
         let mut files = Vec::new();
         for name in COPIED_FILES {
             let path = folder.join(name);
-            match regular::read(&path) {
+            match files::read(&path) {
                 Ok(bytes) => {
                     check_inside(folder, &path)?;
                     files.push((name, bytes));
@@ -84,9 +85,9 @@ fn check_inside(folder: &Path, path: &Path) -> Result<(), CheckpointError> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::regular::make_pipe;
     use super::*;
     use crate::checkpoint::{FolderLayout, ModelFiles, write_atomically};
+    use crate::files::make_pipe;
     use std::fs;
     use std::os::unix::fs::symlink;
 

@@ -1,8 +1,9 @@
 //! The manifest of a checkpoint: the size and checksums of each file, written last.
 
+use super::CheckpointError;
 use super::atomic::write_synced;
 use super::pieces::{BUFFER_BYTES, Piece};
-use super::{CheckpointError, regular};
+use crate::files;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -116,7 +117,7 @@ impl Manifest {
     pub(super) fn read(folder: &Path) -> Result<Self, CheckpointError> {
         let path = folder.join(MANIFEST);
         let text =
-            regular::read(&path).map_err(|error| unreadable(folder, MANIFEST, &path, error))?;
+            files::read(&path).map_err(|error| unreadable(folder, MANIFEST, &path, error))?;
         let manifest: Self = serde_json::from_slice(&text)
             .map_err(|error| damaged(folder, MANIFEST, format!("is not a manifest: {error}")))?;
         for (name, entry) in &manifest.files {
@@ -265,7 +266,7 @@ fn copy_piece(
     (target, mut to): (&Path, impl Write),
 ) -> Result<(), CheckpointError> {
     let path = folder.join(name);
-    let mut file = regular::open(&path).map_err(|error| unreadable(folder, name, &path, error))?;
+    let mut file = files::open(&path).map_err(|error| unreadable(folder, name, &path, error))?;
     file.seek(SeekFrom::Start(piece.offset)).map_err(CheckpointError::read(&path))?;
     let (mut hash, mut left) = (Sha256::new(), piece.bytes);
     let mut buffer = vec![0; BUFFER_BYTES.min(usize::try_from(left).unwrap_or(BUFFER_BYTES))];

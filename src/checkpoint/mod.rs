@@ -26,7 +26,6 @@ mod hf;
 mod manifest;
 mod peft;
 mod pieces;
-mod regular;
 mod shard;
 mod tensors;
 mod together;

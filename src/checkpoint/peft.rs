@@ -1,6 +1,7 @@
 //! `adapter_config.json` of a folder in PEFT's layout.
 
-use super::{CheckpointError, WeightFiles, regular};
+use super::{CheckpointError, WeightFiles};
+use crate::files;
 use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -155,7 +156,7 @@ impl PeftConfig {
     /// Reads `adapter_config.json` of `folder`.
     pub fn read(folder: &Path) -> Result<Self, CheckpointError> {
         let path = folder.join(ADAPTER_CONFIG);
-        let text = regular::read(&path).map_err(CheckpointError::read(&path))?;
+        let text = files::read(&path).map_err(CheckpointError::read(&path))?;
         serde_json::from_slice(&text).map_err(|error| CheckpointError::invalid(&path, &error))
     }
 

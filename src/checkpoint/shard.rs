@@ -1,9 +1,10 @@
 //! A safetensors file that is mapped into memory.
 #![expect(unsafe_code, reason = "memory maps")]
 
+use super::CheckpointError;
 use super::finite::{Value, first_non_finite};
 use super::manifest::is_plain_name;
-use super::{CheckpointError, regular};
+use crate::files;
 use candle_core::{DType, Device, Tensor, WithDType};
 use half::{bf16, f16};
 use memmap2::Mmap;
@@ -105,7 +106,7 @@ impl Shard {
     }
 
     pub(super) fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let file = regular::open(path).map_err(CheckpointError::read(path))?;
+        let file = files::open(path).map_err(CheckpointError::read(path))?;
         // SAFETY: the map is read-only, and this program never changes a weight file in place: it
         // writes files under a temporary name and renames them. The doc comment of `WeightFiles`
         // requires the same of other programs.

@@ -64,7 +64,7 @@ impl Logging {
 
     /// Appends all log lines to `path`, including those logged before this call.
     pub(super) fn write_to(&self, path: &Path) -> io::Result<()> {
-        let mut file = File::options().create(true).append(true).open(path)?;
+        let mut file = crate::files::append(path)?;
         let mut target = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         if let LogTarget::Early(lines) = &*target {
             file.write_all(lines)?;

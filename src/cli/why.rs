@@ -5,7 +5,6 @@ use super::stdout::stdout;
 use crate::train::StepSamples;
 use clap::Args;
 use serde_json::Value;
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
@@ -86,7 +85,7 @@ fn find<T>(path: &Path, wanted: impl Fn(&str) -> Option<T>) -> anyhow::Result<Op
                     samples.jsonl";
         Failure::new(Exit::Usage, format!("cannot read `{}`: {error}", path.display())).hint(hint)
     };
-    for line in BufReader::new(File::open(path).map_err(unreadable)?).lines() {
+    for line in BufReader::new(crate::files::open(path).map_err(unreadable)?).lines() {
         if let Some(found) = wanted(&line.map_err(unreadable)?) {
             return Ok(Some(found));
         }

@@ -5,6 +5,7 @@ use super::error::{ConfigError, Source, join};
 use super::other_trainers::trainer_of;
 use super::set::set;
 use super::tree::{Node, Value, parse};
+use crate::files;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::BTreeSet;
@@ -176,8 +177,11 @@ fn own_tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
 }
 
 fn tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
-    let bytes =
-        fs::read(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+    // the shell gives the output of a command as `/dev/fd/63`
+    let is_given_open =
+        ["/dev/fd", "/dev/stdin", "/proc/self/fd"].iter().any(|at| path.starts_with(at));
+    let bytes = if is_given_open { fs::read(path) } else { files::read(path) };
+    let bytes = bytes.map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
     let text = std::str::from_utf8(&bytes).map_err(|error| {
         let valid = String::from_utf8_lossy(&bytes[..error.valid_up_to()]);
         let line = valid.matches('\n').count() + 1;

@@ -6,7 +6,7 @@ use super::tables;
 use super::trainer::Trainer;
 use super::value::{Origin, Setting, Value};
 use crate::config::{Node, NodeValue, parse_tree, read_tree};
-use std::fs;
+use crate::files;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -76,7 +76,7 @@ impl Input {
 
     /// Reads a launch script, or a file with the arguments alone.
     fn script(&mut self, trainer: Trainer, path: &Path) -> Result<(), ConvertError> {
-        let text = fs::read_to_string(path)
+        let text = files::read_to_string(path)
             .map_err(|source| ConvertError::Read { path: path.to_owned(), source })?;
         let file: Arc<str> = path.display().to_string().into();
         let (mut found, mut arguments) = (None, Command::default());

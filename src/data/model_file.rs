@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
+use crate::files;
+
 /// The reason why a file of a model folder cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelFileError {
@@ -78,15 +80,9 @@ impl ModelFileError {
     }
 }
 
-/// The bytes of a regular file. Opening a named pipe would wait for a writer.
+/// The bytes of a regular file.
 pub(in crate::data) fn read(path: &Path) -> Result<Vec<u8>, ModelFileError> {
-    let read = || {
-        if !std::fs::metadata(path)?.is_file() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"));
-        }
-        std::fs::read(path)
-    };
-    read().map_err(|cause| ModelFileError::Read { path: path.to_owned(), cause })
+    files::read(path).map_err(|cause| ModelFileError::Read { path: path.to_owned(), cause })
 }
 
 /// A parsed JSON file.

@@ -4,6 +4,7 @@
 //! line, the last. Opening the file removes it. A resumed run also removes the rows of the steps
 //! that it repeats.
 
+use crate::files;
 use serde::Serialize;
 use serde_json::Value;
 use std::fs::{self, File};
@@ -117,8 +118,7 @@ impl JsonlSink {
     /// Opens `path` for appending. Removes rows that `keep` rejects and an incomplete last line.
     pub fn open_keeping(path: &Path, keep: impl Fn(&Value) -> bool) -> Result<Self, JsonlError> {
         rewrite(path, keep).map_err(write_error(path))?;
-        let file =
-            File::options().create(true).append(true).open(path).map_err(write_error(path))?;
+        let file = files::append(path).map_err(write_error(path))?;
         Ok(Self { path: path.to_owned(), file, unwritten: Vec::new() })
     }
 }
@@ -130,7 +130,7 @@ fn write_error(path: &Path) -> impl FnOnce(io::Error) -> JsonlError + '_ {
 /// Removes invalid lines and rows that `keep` rejects. Replaces the file only when the new one is
 /// complete, and leaves it unchanged if there is nothing to remove.
 fn rewrite(path: &Path, keep: impl Fn(&Value) -> bool) -> io::Result<()> {
-    let old = match File::open(path) {
+    let old = match files::open(path) {
         Ok(old) => old,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error),

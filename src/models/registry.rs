@@ -28,13 +28,7 @@ const KNOWN_TYPES: &str = "`qwen3_vl`, `qwen2_5_vl`, `qwen3`, `qwen3_5` or `qwen
 /// Reads `<folder>/config.json`. Also returns the whole file, which goes into checkpoints.
 pub fn read_config(folder: &Path) -> Result<(Arc<dyn ModelConfig>, Value), ModelConfigError> {
     let path = folder.join("config.json");
-    // Opening a named pipe would wait for a writer.
-    let is_pipe = path.metadata().is_ok_and(|metadata| !metadata.is_file());
-    let text = if is_pipe {
-        Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is not a regular file"))
-    } else {
-        std::fs::read_to_string(&path)
-    };
+    let text = crate::files::read_to_string(&path);
     let text = text.map_err(|source| ModelConfigError::Read { path: path.clone(), source })?;
     let json =
         serde_json::from_str(&text).map_err(|source| ModelConfigError::Json { path, source })?;

@@ -3,11 +3,11 @@
 use super::series::Series;
 use crate::config::{self, RunConfig};
 use crate::data::JsonlRows;
+use crate::files;
 use crate::run::{self, DataList, RunError, SetupObserver};
 use crate::train::{Health, Spike};
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
@@ -97,7 +97,7 @@ impl RunFolder {
             damaged: 0,
         };
         let metrics = path.join("metrics.jsonl");
-        if let Err(source) = File::open(&metrics) {
+        if let Err(source) = files::open(&metrics) {
             return Err(ReportError::Read { path: metrics, source });
         }
         let mut health = Health::default();
@@ -190,7 +190,7 @@ fn add(values: &mut BTreeMap<String, Series>, row: &Value) {
 /// damaged lines.
 fn rows(path: &Path, mut each: impl FnMut(Value)) -> Result<u64, ReportError> {
     let cannot = |source| ReportError::Read { path: path.to_owned(), source };
-    let file = match File::open(path) {
+    let file = match files::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
         Err(error) => return Err(cannot(error)),

@@ -3,11 +3,11 @@
 use super::error::{MEASURE, RunError};
 use crate::config::RunConfig;
 use crate::data::Encoder;
+use crate::files;
 use crate::ops::{AlgorithmTable, OtherProducts, matmul_library, set_algorithms};
 use candle_core::Device;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 
 /// Name of the table among the inputs of a step.
@@ -16,7 +16,7 @@ const TABLE: &str = "table of `model.algorithms`";
 /// Reads a table, and returns it with its text.
 pub fn read_table(file: &Path) -> Result<(AlgorithmTable, String), RunError> {
     let path = || file.to_owned();
-    let text = fs::read_to_string(file)
+    let text = files::read_to_string(file)
         .map_err(|problem| RunError::AlgorithmsFile { file: path(), problem })?;
     let table = AlgorithmTable::parse(&text)
         .map_err(|problem| RunError::Algorithms { file: path(), problem })?;

@@ -251,7 +251,7 @@ pub fn export_adapter(
         source: Box::new(source),
     };
     let path = adapter.join(ADAPTER_CONFIG);
-    let text = std::fs::read(&path);
+    let text = crate::files::read(&path);
     let text =
         text.map_err(|source| fault(CheckpointError::Read { path: path.clone(), source }))?;
     let config_json = serde_json::from_slice(&text)

@@ -4,9 +4,9 @@ use super::error::RunError;
 use super::observer::{SetupObserver, SetupWork};
 use crate::checkpoint::is_model_file;
 use crate::config::RunConfig;
+use crate::files;
 use crate::net::hub::{Hub, HubError, Repo, Selection};
 use crate::train::Weights;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Returns the config with local paths. Downloads the model if `model.path` is a hub id, and data
@@ -95,7 +95,7 @@ impl Selection for ModelFiles {
         if self.0 == Weights::Random || is_there(SINGLE) {
             return None;
         }
-        let Ok(index) = fs::read(folder.join(INDEX)) else { return lacking(SINGLE) };
+        let Ok(index) = files::read(&folder.join(INDEX)) else { return lacking(SINGLE) };
         let index: serde_json::Value = serde_json::from_slice(&index).unwrap_or_default();
         let mut shards = index["weight_map"].as_object().into_iter().flat_map(|map| map.values());
         let missing = shards.find_map(|shard| shard.as_str().filter(|name| !is_there(name)))?;

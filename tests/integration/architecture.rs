@@ -7,24 +7,25 @@ use std::path::{Path, PathBuf};
 use trainer::config::{RunConfig, load};
 
 /// The modules that each module may import, tests included: `cli -> run -> config -> train -> ..`.
-const MAY_IMPORT: [(&str, &[&str]); 18] = [
+const MAY_IMPORT: [(&str, &[&str]); 19] = [
+    ("files", &[]),
     ("batch", &[]),
     // Segment boundaries come from `batch`.
     ("ops", &["batch"]),
-    ("metrics", &[]),
+    ("metrics", &["files"]),
     // The only module that opens network connections, except for those between ranks.
     ("net", &[]),
-    ("checkpoint", &["ops"]),
+    ("checkpoint", &["files", "ops"]),
     // Gradient buffers are zeroed by an op.
     ("tape", &["ops"]),
     ("optim", &["ops", "tape"]),
     // Ranks know tensors, but no models and no steps.
     ("dist", &["ops"]),
     // Neither models nor devices; of `ops`, only the SIMD dispatcher.
-    ("data", &["batch", "dist", "net", "ops"]),
+    ("data", &["batch", "dist", "files", "net", "ops"]),
     // No data files, no tokenizers, no config of a run; `nn` contains no model family.
     ("nn", &["batch", "metrics", "ops", "tape"]),
-    ("models", &["batch", "metrics", "nn", "ops", "tape"]),
+    ("models", &["batch", "files", "metrics", "nn", "ops", "tape"]),
     ("loss", &["batch", "ops", "tape"]),
     // The only module that uses data, models, losses and optimizers together.
     (
@@ -44,9 +45,9 @@ const MAY_IMPORT: [(&str, &[&str]); 18] = [
         ],
     ),
     // Composes the config structs of the sections.
-    ("config", &["checkpoint", "data", "dist", "net", "optim", "train"]),
+    ("config", &["checkpoint", "data", "dist", "files", "net", "optim", "train"]),
     // Writes configs from those of other trainers; reads `dataset_info.json`.
-    ("convert", &["config", "data"]),
+    ("convert", &["config", "data", "files"]),
     // Assembles a run from a config.
     (
         "run",
@@ -56,6 +57,7 @@ const MAY_IMPORT: [(&str, &[&str]); 18] = [
             "config",
             "data",
             "dist",
+            "files",
             "loss",
             "metrics",
             "models",
@@ -68,7 +70,7 @@ const MAY_IMPORT: [(&str, &[&str]); 18] = [
         ],
     ),
     // Pages for people. `run` opens the data and the model of a run.
-    ("report", &["checkpoint", "config", "data", "run", "train"]),
+    ("report", &["checkpoint", "config", "data", "files", "run", "train"]),
     // The only module that prints, exits and reads the environment (except `TRAINER_SIMD`). `bench`
     // times the ops themselves.
     (
@@ -80,6 +82,7 @@ const MAY_IMPORT: [(&str, &[&str]); 18] = [
             "convert",
             "data",
             "dist",
+            "files",
             "metrics",
             "models",
             "net",

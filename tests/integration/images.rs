@@ -10,11 +10,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use base64::Engine as _;
-use safetensors::SafeTensors;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
-use trainer::batch::{MediaRef, MediaSource};
+use trainer::batch::{MediaRef, MediaSource, VideoLimits, VideoRef};
+use trainer::data::VideoConfig;
 use trainer::data::image::{ImageConfig, ImageProcessor};
+use trainer::data::video::VideoProcessor;
 
 fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
@@ -58,34 +59,52 @@ fn fixtures() -> Vec<String> {
     names
 }
 
+fn sha256(values: &[f32]) -> String {
+    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    format!("{:x}", Sha256::digest(&bytes))
+}
+
+fn golden(name: &str) -> Value {
+    serde_json::from_slice(&fs::read(repository("tests/golden").join(name)).unwrap()).unwrap()
+}
+
 #[test]
 fn pixel_values_are_the_reference_processors() {
-    let golden = fs::read(repository("tests/golden/images.json")).unwrap();
-    let golden: Value = serde_json::from_slice(&golden).unwrap();
-    let tensors = fs::read(repository("tests/golden/images.safetensors")).unwrap();
-    let tensors = SafeTensors::deserialize(&tensors).unwrap();
-    for case in golden["processor"].as_array().unwrap() {
+    for case in golden("images.json")["processor"].as_array().unwrap() {
         let name = case["file"].as_str().unwrap();
         let patches = processor(&case["config"]).load(&file(name)).unwrap();
         assert_eq!(json!(patches.grid_thw), case["grid_thw"], "{case}");
-        let values = &patches.pixel_values;
-        if let Some(sha256) = case.get("sha256") {
-            // Without a resize the values are bit-identical.
-            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-            let found = format!("{:x}", Sha256::digest(&bytes));
-            assert_eq!(*sha256, found, "{case}");
-            let sum: f64 = values.iter().map(|value| f64::from(*value)).sum();
-            assert!((sum - case["sum"].as_f64().unwrap()).abs() < 1e-3, "{sum} in {case}");
+        assert_eq!(case["sha256"], sha256(&patches.pixel_values), "{case}");
+    }
+}
+
+/// `scripts/golden/resized.py` writes the expected values. Almost every image and frame is resized:
+/// larger, smaller, or along one axis only.
+#[test]
+fn resized_images_and_frames_equal_those_of_the_processors_of_every_family() {
+    let cases = golden("resized.json");
+    let cases = cases.as_array().unwrap();
+    assert!(cases.len() > 70);
+    for case in cases {
+        let folder = repository("tests/golden/models").join(case["model"].as_str().unwrap());
+        let media = |path: &Value| {
+            let path = path.as_str().unwrap().into();
+            MediaRef::from(MediaSource::File { root: repository("").into(), path })
+        };
+        let files: Vec<MediaRef> = case["files"].as_array().unwrap().iter().map(media).collect();
+        let area = |at: usize| case["areas"][at].as_u64();
+        let config =
+            ImageConfig { min_pixels: area(0), max_pixels: area(1), ..ImageConfig::default() };
+        let images = ImageProcessor::from_folder(&folder, &config).unwrap();
+        let patches = if case.get("areas").is_some() {
+            images.load(&files[0]).unwrap()
         } else {
-            // torchvision resizes with weights of lower precision.
-            let expected = tensors.tensor(&format!("processor/{name}")).unwrap();
-            assert_eq!(expected.shape(), [patches.num_patches(), 3 * 2 * 16 * 16]);
-            let levels = values.iter().map(|value| (value * 127.5 + 127.5).round() as u8);
-            let off: Vec<u8> = levels.zip(expected.data()).map(|(a, b)| a.abs_diff(*b)).collect();
-            let different = off.iter().filter(|off| **off > 0).count();
-            assert!(off.iter().all(|off| *off <= 2), "{name}: {:?}", off.iter().max());
-            assert!(different * 100 < off.len(), "{name}: {different} of {}", off.len());
-        }
+            let videos = VideoProcessor::from_folder(&folder, &VideoConfig::default(), &images);
+            let limits = VideoLimits::default();
+            videos.unwrap().load(&VideoRef::Frames { frames: files, fps: None, limits }).unwrap().1
+        };
+        assert_eq!(json!(patches.grid_thw), case["grid_thw"], "{case}");
+        assert_eq!(case["sha256"], sha256(&patches.pixel_values), "{case}");
     }
 }
 

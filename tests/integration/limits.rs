@@ -84,6 +84,9 @@ fn impossible_limits_reject_the_row() {
         (video(4, &json!({"resized_height": 64})), "missing_key"),
         (video(4, &json!({"resized_height": 1, "resized_width": 999})), "video_aspect_ratio"),
         (video(4, &json!({"nframes": 2, "fps": 1})), "not_supported"),
+        (video(4, &json!({"nframes": 2, "sample_fps": 1})), "not_supported"),
+        (video(4, &json!({"fps": 2, "sample_fps": 1})), "not_supported"),
+        (video(4, &json!({"sample_fps": 0})), "wrong_type"),
         (video(4, &json!({"min_frames": 3, "max_frames": 2})), "wrong_type"),
         (
             part(
@@ -107,6 +110,10 @@ fn settings_of_a_video_decide_its_frames_and_their_size() {
         (json!({"max_frames": 2}), [1, 4, 6]),
         (json!({"fps": 2, "min_frames": 6}), [4, 4, 6]),
         (json!({"fps": 8, "min_frames": 6}), [3, 4, 6]),
+        // frames sampled at this rate are all used
+        (json!({"sample_fps": 4}), [4, 4, 6]),
+        (json!({"sample_fps": 0.5, "raw_fps": 30}), [4, 4, 6]),
+        (json!({"raw_fps": 4}), [2, 4, 6]),
         (json!({"max_pixels": 4096}), [4, 2, 4]),
         (json!({"total_pixels": 8 * 4096}), [4, 2, 4]),
         (json!({"nframes": 2, "max_pixels": 4096}), [1, 2, 4]),

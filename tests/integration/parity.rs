@@ -301,6 +301,15 @@ fn qwen25_vl_with_images_follows_the_reference_in_every_layout() {
     assert_all_variants_follow(&golden_json("curves.json")["image_28_small-qwen25vl"]);
 }
 
+/// The sides of these images are multiples of 28, where a family needs multiples of 32, or of 32.
+#[test]
+fn resized_images_follow_the_reference_as_closely_as_others() {
+    let curves = golden_json("curves.json");
+    for name in ["image_28_small-tied", "image_28_small-qwen35", "image_exact_small-qwen25vl"] {
+        assert_follows(&curves[name], PLAIN);
+    }
+}
+
 /// Text-only Qwen3, made by `scripts/golden/qwen3_text.py`. Its curve is stored in three layouts.
 #[test]
 fn text_only_qwen3_follows_the_reference_in_every_layout() {

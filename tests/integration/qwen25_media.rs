@@ -104,6 +104,25 @@ fn the_config_limits_the_frames_and_pixels_of_videos() {
     }
 }
 
+/// An odd last frame is repeated, and the positions follow from the rate.
+#[test]
+fn frames_with_the_rate_at_which_they_were_sampled_are_all_used() {
+    let folder = golden("models").join(MODEL);
+    let encoder = Encoder::from_folder(&folder, &ImageConfig::default()).unwrap();
+    for (frames, rate, groups, step) in [(8, 4.0, 4, 1), (5, 1.0, 3, 4), (9, 0.5, 5, 8)] {
+        let frames: Vec<_> = (0..frames).map(|k| format!("video28/pan_{k}.png")).collect();
+        let video = json!({"type": "video", "video": frames, "sample_fps": rate});
+        let row = json!({"messages": [
+            {"role": "user", "content": [video]}, {"role": "assistant", "content": "a"},
+        ]});
+        let sample = encode(&encoder, &row).unwrap();
+        assert_eq!(sample.media[0].grid_thw, [groups, 4, 4], "{row}");
+        let times = sample.vision_rows.iter().map(|row| sample.position_ids[*row as usize][0]);
+        let last = times.clone().max().unwrap() - times.min().unwrap();
+        assert_eq!(last, (groups - 1) * step, "{row}");
+    }
+}
+
 fn encode(encoder: &Encoder, row: &Value) -> Result<EncodedSample, SampleError> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("rows.jsonl");

@@ -1,7 +1,8 @@
 //! `model.safetensors.index.json`: the shard of each tensor.
 
+use super::super::CheckpointError;
 use super::super::hf::SINGLE;
-use super::super::{CheckpointError, regular};
+use crate::files;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
@@ -15,7 +16,7 @@ pub(super) struct Index {
 
 impl Index {
     pub(super) fn read(path: &Path) -> Result<Self, CheckpointError> {
-        let text = regular::read(path).map_err(CheckpointError::read(path))?;
+        let text = files::read(path).map_err(CheckpointError::read(path))?;
         serde_json::from_slice(&text).map_err(|error| CheckpointError::invalid(path, &error))
     }
 }

@@ -7,7 +7,6 @@ use crate::convert::trainer::Trainer;
 use crate::convert::value::{Setting, Value};
 use crate::convert::work::Work;
 use crate::data::DatasetInfo;
-use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
@@ -375,7 +374,7 @@ fn is_local(name: &str) -> bool {
 
 /// Number of rows of a JSONL file or a JSON array; `None` for other files.
 fn count_rows(path: &Path) -> Option<u64> {
-    let file = BufReader::new(File::open(path).ok()?);
+    let file = BufReader::new(crate::files::open(path).ok()?);
     match path.extension()?.to_str()? {
         "jsonl" => {
             let mut rows = 0;

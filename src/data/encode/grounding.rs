@@ -136,7 +136,7 @@ fn converted(
             let side = |patches: u32| patches * processor.patch_size();
             processor.grid(images[image]).map(|[_, height, width]| [height, width].map(side))
         } else {
-            processor.upright_size(images[image])
+            processor.upright_size(images[image]).map(|(size, _)| size)
         };
         let size = size.map_err(|cause| {
             let index = image + 1;

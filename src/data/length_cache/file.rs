@@ -278,7 +278,7 @@ impl Place {
     }
 
     fn open(&self, columns: Option<Vec<usize>>) -> Result<Option<(Footer, Reader)>, ArrowError> {
-        let file = match File::open(&self.path) {
+        let file = match crate::files::open(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,
         };

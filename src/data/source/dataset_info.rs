@@ -1,13 +1,13 @@
 //! `dataset_info.json` of LLaMA-Factory: where the rows of a data set are, and what it calls the
 //! keys and the roles of a row.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
 use super::raw_row::RawRow;
+use crate::files;
 
 /// Keys that name the columns of a row, and our names. `messages` is not one of them: it depends on
 /// the tags.
@@ -144,7 +144,7 @@ impl DatasetInfo {
     pub fn read(path: &Path, name: &str) -> Result<Self, DatasetInfoError> {
         let owned = || path.to_owned();
         let text =
-            fs::read(path).map_err(|source| DatasetInfoError::Read { path: owned(), source })?;
+            files::read(path).map_err(|source| DatasetInfoError::Read { path: owned(), source })?;
         let root: Value = serde_json::from_slice(&text).map_err(|error| {
             DatasetInfoError::Json { path: owned(), problem: error.to_string() }
         })?;

@@ -61,7 +61,7 @@ pub(in crate::run) fn open_run_model(
 pub(in crate::run) fn read_adapter(open: OpenModel, folder: &Path) -> Result<OpenModel, RunError> {
     let path = folder.join(STATE);
     let mut quantize = Quantize::None;
-    match std::fs::read(&path) {
+    match crate::files::read(&path) {
         Ok(text) => {
             let state = serde_json::from_slice(&text)
                 .map_err(|source| RunError::State { folder: folder.to_owned(), source })?;

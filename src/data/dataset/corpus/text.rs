@@ -1,6 +1,5 @@
 //! Reads a `.txt` file in pieces that can be tokenised separately.
 
-use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
@@ -16,7 +15,7 @@ const BOM: &[u8] = b"\xef\xbb\xbf";
 
 /// Computes the SHA-256 of a file.
 pub(super) fn fingerprint(path: &Path) -> io::Result<[u8; 32]> {
-    let mut file = File::open(path)?;
+    let mut file = crate::files::open(path)?;
     let mut hasher = Sha256::new();
     let mut buffer = vec![0; 1 << 20];
     loop {

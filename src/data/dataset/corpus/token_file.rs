@@ -76,7 +76,7 @@ impl TokenFile {
     /// Opens the file at `path` and compares its checksums. Returns `None` if it does not exist,
     /// and logs a warning if it is damaged or has another key.
     pub(super) fn open(path: &Path, key: &str) -> io::Result<Option<Self>> {
-        let file = match File::open(path) {
+        let file = match crate::files::open(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,
         };

@@ -1,6 +1,5 @@
 //! Tokenises texts in parallel and writes the tokens to a file in the order of the texts.
 
-use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -141,7 +140,7 @@ fn tokenise_file(
     progress: &dyn Fn(u64, u64),
 ) -> Result<(), Fault> {
     let file: Arc<Path> = path.into();
-    let text = File::open(path).map_err(Fault::Read)?;
+    let text = crate::files::open(path).map_err(Fault::Read)?;
     let num_bytes = text.metadata().map_err(Fault::Read)?.len();
     let mut pieces = text::Pieces::new(text);
     let (mut line, mut done) = (1, 0);

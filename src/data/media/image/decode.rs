@@ -13,7 +13,9 @@ use std::sync::{Mutex, PoisonError};
 use image::metadata::Orientation;
 use image::{DynamicImage, ImageFormat, ImageReader, Limits};
 
-use super::header::{DecodeError, Header, MAX_DECODED_BYTES, swaps_sides};
+use super::header::{
+    DecodeError, Directory, FirstFrame, Header, Indexed, MAX_DECODED_BYTES, swaps_sides,
+};
 use super::jpeg;
 
 /// 8-bit RGB, `[height, width, 3]`.
@@ -29,48 +31,125 @@ pub(in crate::data) struct Rgb {
 const LARGE: u64 = 1 << 26;
 static ONE_LARGE: Mutex<()> = Mutex::new(());
 
-/// Decodes the bytes of a whole file.
-pub(super) fn decode(bytes: &[u8]) -> Result<Rgb, DecodeError> {
+/// Decodes the bytes of a whole file. Returns its pixels, and whether the file has another page or
+/// frame. A JPEG with more scans than `most_scans` is an error.
+pub(super) fn decode(bytes: &[u8], most_scans: u32) -> Result<(Rgb, bool), DecodeError> {
     // A decoder that panics on a damaged image must not stop the run: reject only this image.
-    catch_unwind(AssertUnwindSafe(|| decode_or_panic(bytes)))
+    catch_unwind(AssertUnwindSafe(|| decode_or_panic(bytes, most_scans)))
         .unwrap_or_else(|_| Err(DecodeError::Broken("the decoder panicked".into())))
 }
 
-fn decode_or_panic(bytes: &[u8]) -> Result<Rgb, DecodeError> {
+fn decode_or_panic(bytes: &[u8], most_scans: u32) -> Result<(Rgb, bool), DecodeError> {
     let header = Header::read(&mut Cursor::new(bytes))?;
+    if header.num_scans > most_scans {
+        let kind = format!("JPEG with {} scans, more than {most_scans}", header.num_scans);
+        return Err(DecodeError::NotSupported(kind));
+    }
     let is_large = u64::from(header.width) * u64::from(header.height) > LARGE;
     let _turn = is_large.then(|| ONE_LARGE.lock().unwrap_or_else(PoisonError::into_inner));
-    if header.format == ImageFormat::Jpeg {
-        let [height, width] = [header.height as usize, header.width as usize];
-        let data = jpeg::decode(bytes, [height, width])
-            .map_err(|error| DecodeError::Broken(error.into()))?;
-        return Ok(upright(Rgb { width, height, data }, header.orientation));
-    }
-    // The decoders accept incomplete files: missing pixels become grey, and an orientation that is
-    // stored after the pixels is lost.
-    let complete = match header.format {
-        ImageFormat::WebP => riff_is_whole(bytes),
-        ImageFormat::Png => png_has_an_end(bytes),
-        _ => true,
+    let [height, width] = [header.height as usize, header.width as usize];
+    let rgb = match header.format {
+        ImageFormat::Jpeg => {
+            let data = jpeg::decode(bytes, [height, width])?;
+            Rgb { width, height, data }
+        }
+        ImageFormat::Tiff => tiff(bytes)?,
+        // The decoders accept incomplete files: missing pixels become grey, and an orientation that
+        // is stored after the pixels is lost.
+        ImageFormat::WebP if !riff_is_whole(bytes) => {
+            return Err(DecodeError::Broken("the file is truncated".into()));
+        }
+        ImageFormat::Png if !png_has_an_end(bytes) => {
+            return Err(DecodeError::Broken("the file is truncated".into()));
+        }
+        ImageFormat::Png => to_rgb(image(&without_profile_and_texts(bytes), header.format)?)?,
+        ImageFormat::Gif => gif(bytes)?,
+        ImageFormat::Bmp => bmp(bytes)?,
+        format => to_rgb(image(bytes, format)?)?,
     };
-    if !complete {
-        return Err(DecodeError::Broken("the file is truncated".into()));
+    if [rgb.height, rgb.width] != [height, width] {
+        return Err(DecodeError::Broken("its pixels and its header differ in size".into()));
     }
-    let bytes = match header.format {
-        ImageFormat::Png => without_profile_and_texts(bytes),
-        _ => Cow::Borrowed(bytes),
-    };
-    let mut reader = ImageReader::with_format(Cursor::new(&*bytes), header.format);
+    Ok((upright(rgb, header.orientation), header.is_of_several))
+}
+
+impl From<jpeg::JpegError> for DecodeError {
+    fn from(error: jpeg::JpegError) -> Self {
+        match error {
+            jpeg::JpegError::Unsupported(kind) => Self::NotSupported(format!("JPEG with {kind}")),
+            error => Self::Broken(error.into()),
+        }
+    }
+}
+
+fn image(bytes: &[u8], format: ImageFormat) -> Result<DynamicImage, DecodeError> {
+    let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
     let mut limits = Limits::no_limits();
     // the pixels, and the same again for the decoder's buffers
     limits.max_alloc = Some(2 * MAX_DECODED_BYTES);
     reader.limits(limits);
-    let decoder = reader.into_decoder()?;
-    let image = DynamicImage::from_decoder(decoder)?;
-    if (image.width(), image.height()) != (header.width, header.height) {
-        return Err(DecodeError::Broken("its pixels and its header differ in size".into()));
+    Ok(DynamicImage::from_decoder(reader.into_decoder()?)?)
+}
+
+/// Decodes the first page.
+fn tiff(bytes: &[u8]) -> Result<Rgb, DecodeError> {
+    let reader = &mut Cursor::new(bytes);
+    let directory = Directory::read(reader);
+    let tags = directory.as_ref();
+    let of_tiff = |error: DecodeError| error.of_tiff(tags, &mut Cursor::new(bytes));
+    let Some((tags, indexed)) = tags.and_then(|tags| Some((tags, Indexed::read(tags, reader)?)))
+    else {
+        return image(bytes, ImageFormat::Tiff).and_then(to_rgb).map_err(of_tiff);
+    };
+    let grey = indexed.as_grey(tags, bytes);
+    let grey = grey.ok_or_else(|| of_tiff(DecodeError::NotSupported(String::new())))?;
+    let indices = image(&grey, ImageFormat::Tiff).map_err(of_tiff)?.into_luma8();
+    let data = indexed.colours(&indices);
+    Ok(Rgb { width: indexed.width as usize, height: indexed.height as usize, data })
+}
+
+/// Decodes the first frame. Pillow fills the canvas around it with the first colour of the palette,
+/// or leaves it transparent if the frame has transparency.
+fn gif(bytes: &[u8]) -> Result<Rgb, DecodeError> {
+    let mut rgb = to_rgb(image(bytes, ImageFormat::Gif)?)?;
+    let first = FirstFrame::read(&mut Cursor::new(bytes));
+    if let Some(FirstFrame { place: [left, top, width, height], around: Some(colour), .. }) = first
+    {
+        let columns = left..left + width;
+        for (at, pixel) in rgb.data.as_chunks_mut::<3>().0.iter_mut().enumerate() {
+            let (x, y) = (at % rgb.width, at / rgb.width);
+            if !(columns.contains(&x) && (top..top + height).contains(&y)) {
+                *pixel = colour;
+            }
+        }
     }
-    Ok(upright(to_rgb(image)?, header.orientation))
+    Ok(rgb)
+}
+
+/// Decodes a BMP. Pillow rounds values of 5 and 6 bits down, and the decoder to the nearest.
+fn bmp(bytes: &[u8]) -> Result<Rgb, DecodeError> {
+    let mut rgb = to_rgb(image(bytes, ImageFormat::Bmp)?)?;
+    let number = |at: usize| {
+        let bytes = bytes.get(at..).and_then(<[u8]>::first_chunk);
+        bytes.map_or(0, |bytes| u32::from_le_bytes(*bytes))
+    };
+    let [bits, compression, masks @ ..] =
+        [number(28) & 0xffff, number(30), number(54), number(58), number(62)];
+    const BITFIELDS: u32 = 3;
+    let bits_of = |channel: usize| match compression {
+        BITFIELDS => masks[channel].count_ones(),
+        _ => 5,
+    };
+    if bits == 16 {
+        let largest = [0, 1, 2].map(|channel| (1_u32 << bits_of(channel).min(8)) - 1);
+        for pixel in rgb.data.as_chunks_mut::<3>().0 {
+            for (value, largest) in pixel.iter_mut().zip(largest) {
+                let stored = (u32::from(*value) * largest + 127) / 255;
+                *value = (stored * 255).checked_div(largest).unwrap_or(0) as u8;
+            }
+        }
+    }
+    Ok(rgb)
 }
 
 /// Leaves out the colour profile and the texts of a PNG. They are not used, and the decoder would
@@ -126,8 +205,8 @@ fn to_rgb(image: DynamicImage) -> Result<Rgb, DecodeError> {
         DynamicImage::ImageRgba8(pixels) => rgb_alpha(pixels.into_raw()),
         DynamicImage::ImageRgba16(pixels) => rgb_alpha(eight_bits(pixels.into_raw())),
         other => {
-            let problem = format!("colour type `{:?}` is not supported", other.color());
-            return Err(DecodeError::Broken(problem.into()));
+            let problem = format!("colour type `{:?}`", other.color());
+            return Err(DecodeError::NotSupported(problem));
         }
     };
     Ok(Rgb { width, height, data })
@@ -210,6 +289,10 @@ mod tests {
     use super::super::golden;
     use super::*;
 
+    fn decode(bytes: &[u8]) -> Result<Rgb, DecodeError> {
+        super::decode(bytes, u32::MAX).map(|(rgb, _)| rgb)
+    }
+
     #[test]
     fn every_format_and_colour_type_decodes_to_the_reference_rgb() {
         let expected = golden::images("rgb/");
@@ -228,6 +311,7 @@ mod tests {
             ("rgb.tif", "rgb.png"),
             ("grey.tif", "grey.png"),
             ("orientation_6.tif", "orientation_6.png"),
+            ("two_pages.tif", "rgb.png"),
         ] {
             let found = pixels(name);
             assert!(found == pixels(same), "{name}");
@@ -241,8 +325,30 @@ mod tests {
     }
 
     #[test]
+    fn a_second_page_or_frame_is_noticed() {
+        let is_of_several = |name: &str| super::decode(&golden::fixture(name), u32::MAX).unwrap().1;
+        for name in ["two_pages.tif", "animated.gif", "animated.webp"] {
+            assert!(is_of_several(name), "{name}");
+        }
+        for name in ["rgb.tif", "palette_lzw.tif", "palette.gif", "lossless.webp", "rgb.png"] {
+            assert!(!is_of_several(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_jpeg_has_at_most_the_given_number_of_scans() {
+        let decode = |most| super::decode(&golden::fixture("progressive.jpg"), most);
+        assert!(decode(10).is_ok());
+        let error = decode(9).unwrap_err();
+        assert!(matches!(error, DecodeError::NotSupported(kind) if kind.contains("10 scans")));
+    }
+
+    #[test]
     fn a_truncated_file_is_an_error_or_decodes_to_the_same_pixels() {
         for (name, _) in golden::images("rgb/") {
+            if name.contains(".tif") {
+                continue; // the test above
+            }
             let bytes = golden::fixture(&name);
             let whole = decode(&bytes).unwrap();
             // Long files have too many lengths to test; take 400 of them, evenly spaced.

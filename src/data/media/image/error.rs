@@ -104,6 +104,14 @@ pub enum ImageError {
         /// The image.
         image: ImageName,
     },
+    /// The format is supported, but not this kind of it.
+    #[error("image {image} is of a kind that is not supported: {kind}")]
+    NotSupported {
+        /// The image.
+        image: ImageName,
+        /// Description of the kind.
+        kind: String,
+    },
     /// The image is damaged or incomplete.
     #[error("image {image} is damaged: {source}")]
     Broken {
@@ -144,6 +152,7 @@ impl ImageError {
             DecodeError::TooLarge { width, height, limit } => {
                 Self::TooLarge { image, width, height, limit }
             }
+            DecodeError::NotSupported(kind) => Self::NotSupported { image, kind },
             DecodeError::Broken(source) => Self::Broken { image, source },
         }
     }
@@ -166,7 +175,9 @@ impl ImageError {
                 "set `data.allow_urls: true`, or download the image and give its path"
             }
             Self::Url { cause, .. } => cause.hint(),
-            Self::UnknownFormat { .. } => "convert the image to PNG or JPEG",
+            Self::UnknownFormat { .. } | Self::NotSupported { .. } => {
+                "convert the image to PNG or JPEG"
+            }
             Self::Broken { .. } => "copy or export the image again",
             Self::AspectRatio { .. } => "crop or pad the image",
             Self::TooLarge { .. } => "crop the image or scale it down",
@@ -182,7 +193,7 @@ impl ImageError {
             Self::Read { .. } => "image_unreadable",
             Self::DataUri { .. } => "image_data_uri",
             Self::UrlRefused { .. } | Self::Url { .. } => "image_url",
-            Self::UnknownFormat { .. } => "image_format",
+            Self::UnknownFormat { .. } | Self::NotSupported { .. } => "image_format",
             Self::Broken { .. } => "image_broken",
             Self::AspectRatio { .. } => "image_aspect_ratio",
             Self::TooLarge { .. } => "image_too_large",

@@ -5,13 +5,23 @@
 //! PNG chunks are parsed here because the decoders would read the whole file, or miss an `eXIf`
 //! chunk after the pixels.
 
+mod gif;
+mod jpeg;
+mod png;
+mod tags;
+mod tiff;
+
 use std::error::Error;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Cursor, Seek, SeekFrom};
+use std::io::{BufRead, BufReader, Cursor, Seek};
 
 use image::codecs::{bmp::BmpDecoder, gif::GifDecoder, tiff::TiffDecoder, webp::WebPDecoder};
 use image::metadata::Orientation;
 use image::{ColorType, ImageDecoder, ImageFormat};
+
+pub(super) use gif::FirstFrame;
+pub(super) use tags::Directory;
+pub(super) use tiff::Indexed;
 
 /// Maximum number of pixels of an image. Larger ones are rejected from the header, before memory
 /// is allocated for them.
@@ -28,13 +38,28 @@ pub(super) enum DecodeError {
     /// The header declares more pixels than `limit`: [`MAX_PIXELS`], or those whose decoding takes
     /// [`MAX_DECODED_BYTES`].
     TooLarge { width: u32, height: u32, limit: u64 },
+    /// The format is supported, but not this kind of it.
+    NotSupported(String),
     /// The image is damaged or incomplete.
     Broken(Box<dyn Error + Send + Sync>),
 }
 
 impl From<image::ImageError> for DecodeError {
     fn from(error: image::ImageError) -> Self {
-        Self::Broken(error.into())
+        match error {
+            image::ImageError::Unsupported(error) => Self::NotSupported(error.to_string()),
+            error => Self::Broken(error.into()),
+        }
+    }
+}
+
+impl DecodeError {
+    /// Names the kind of a TIFF file that is not supported.
+    pub(super) fn of_tiff(self, directory: Option<&Directory>, reader: &mut impl Image) -> Self {
+        match (self, directory) {
+            (Self::NotSupported(_), Some(tags)) => Self::NotSupported(tiff::kind(tags, reader)),
+            (error, _) => error,
+        }
     }
 }
 
@@ -55,8 +80,13 @@ pub(super) struct Header {
     pub(super) width: u32,
     /// Height in pixels, before orientation.
     pub(super) height: u32,
-    /// EXIF orientation to apply to the stored pixels.
+    /// Orientation of EXIF or XMP to apply to the stored pixels.
     pub(super) orientation: Orientation,
+    /// Whether the file has another page or frame.
+    pub(super) is_of_several: bool,
+    /// Number of scans of a JPEG: the decoder goes through the pixels once for each. 1 for other
+    /// formats.
+    pub(super) num_scans: u32,
 }
 
 /// A source of image bytes.
@@ -90,17 +120,9 @@ pub(super) fn for_headers(file: BufReader<File>) -> BufReader<File> {
 /// start of a chunk.
 const BUFFER: usize = 1 << 10;
 
-/// Maximum number of bytes between two segments of a JPEG. Encoders write a few at most; the
-/// decoder accepts any number.
-const MAX_FILLER_BYTES: usize = 1 << 20;
-
 /// Maximum size of an `eXIf` chunk of a PNG, in bytes; a larger chunk is ignored. A JPEG limits
 /// EXIF to 64 KiB.
 const MAX_EXIF_BYTES: u32 = 1 << 20;
-
-/// Minimum length of a PNG chunk, in bytes, for which read-ahead stays disabled. Shorter chunks
-/// start on every page of the file.
-const LARGE_CHUNK: u32 = 1 << 15;
 
 impl Header {
     /// Reads the headers from the start of `reader`.
@@ -111,23 +133,33 @@ impl Header {
         }
         let format = image::guess_format(start).map_err(|_| DecodeError::UnknownFormat)?;
         let mut pixel_bytes = 3; // 8-bit RGB
+        let (mut is_of_several, mut num_scans) = (false, 1);
         let (width, height, orientation) = match format {
-            ImageFormat::Jpeg => jpeg(reader)?,
+            ImageFormat::Jpeg => {
+                let (size, scans) = jpeg::read(reader)?;
+                num_scans = scans;
+                size
+            }
             ImageFormat::Png => {
-                let (header, color) = png(reader)?;
-                pixel_bytes = decoded_bytes(color);
-                header
+                let header = png::read(reader)?;
+                pixel_bytes = decoded_bytes(header.color);
+                is_of_several = header.is_animation;
+                header.size
             }
             ImageFormat::WebP => {
                 let mut decoder = WebPDecoder::new(reader)?;
-                let orientation = orientation(&decoder.exif_metadata()?.unwrap_or_default());
                 let (width, height) = decoder.dimensions();
                 pixel_bytes = 4 + 3; // the decoder copies RGB from a buffer of RGBA
-                (width, height, orientation)
+                is_of_several = decoder.has_animation();
+                let exif = decoder.exif_metadata()?.unwrap_or_default();
+                let xmp = || decoder.xmp_metadata().ok().flatten().unwrap_or_default();
+                (width, height, tags::orientation(&exif, xmp))
             }
             ImageFormat::Gif => {
                 pixel_bytes = 4 + 4; // a frame, and the image that it is copied to
-                without_exif(&GifDecoder::new(reader)?)
+                let size = without_exif(&GifDecoder::new(&mut *reader)?);
+                is_of_several = FirstFrame::read(reader).is_some_and(|frame| frame.is_of_several);
+                size
             }
             ImageFormat::Bmp => {
                 let decoder = BmpDecoder::new(reader)?;
@@ -135,10 +167,23 @@ impl Header {
                 without_exif(&decoder)
             }
             ImageFormat::Tiff => {
-                let mut decoder = TiffDecoder::new(reader)?;
-                let (width, height) = decoder.dimensions();
-                pixel_bytes = decoded_bytes(decoder.color_type());
-                (width, height, decoder.orientation()?)
+                let directory = Directory::read(reader);
+                let tags = directory.as_ref();
+                let indexed = tags.and_then(|tags| Indexed::read(tags, reader));
+                let [width, height] = if let Some(indexed) = &indexed {
+                    pixel_bytes = 4; // an index and its colour
+                    [indexed.width, indexed.height]
+                } else {
+                    reader.rewind()?;
+                    let size = TiffDecoder::new(&mut *reader).map(|decoder| {
+                        pixel_bytes = decoded_bytes(decoder.color_type());
+                        <[u32; 2]>::from(decoder.dimensions())
+                    });
+                    size.map_err(|error| DecodeError::from(error).of_tiff(tags, reader))?
+                };
+                is_of_several = tags.is_some_and(|tags| tags.next != 0);
+                let orientation = tags.map(|tags| tags.orientation_of_file(reader));
+                (width, height, orientation.unwrap_or(Orientation::NoTransforms))
             }
             _ => return Err(DecodeError::UnknownFormat),
         };
@@ -149,7 +194,7 @@ impl Header {
         if u64::from(width) * u64::from(height) > limit {
             return Err(DecodeError::TooLarge { width, height, limit });
         }
-        Ok(Self { format, width, height, orientation })
+        Ok(Self { format, width, height, orientation, is_of_several, num_scans })
     }
 
     /// `[height, width]` after orientation.
@@ -178,69 +223,9 @@ fn without_exif(decoder: &impl ImageDecoder) -> (u32, u32, Orientation) {
     (width, height, Orientation::NoTransforms)
 }
 
-/// Reads the orientation from an EXIF block. Some encoders write JPEG's prefix `Exif\0\0` in other
-/// formats too, so it is removed if present.
-fn orientation(exif: &[u8]) -> Orientation {
-    let exif = exif.strip_prefix(EXIF_PREFIX).unwrap_or(exif);
-    Orientation::from_exif_chunk(exif).unwrap_or(Orientation::NoTransforms)
-}
-
-const EXIF_PREFIX: &[u8] = b"Exif\0\0";
-
 fn bytes<const N: usize>(reader: &mut impl BufRead) -> std::io::Result<[u8; N]> {
     let mut bytes = [0; N];
     reader.read_exact(&mut bytes).map(|()| bytes)
-}
-
-fn next_byte(reader: &mut impl BufRead, filler: &mut usize) -> Result<u8, DecodeError> {
-    *filler += 1;
-    if *filler > MAX_FILLER_BYTES {
-        return Err(DecodeError::Broken("1 MiB of the JPEG contains no segment".into()));
-    }
-    let [byte] = bytes(reader)?;
-    Ok(byte)
-}
-
-/// Reads width, height and orientation from the segments before the first scan.
-fn jpeg(reader: &mut (impl BufRead + Seek)) -> Result<(u32, u32, Orientation), DecodeError> {
-    let mut exif = None;
-    let mut size = None;
-    bytes::<2>(reader)?; // start of image
-    let mut filler = 0; // bytes since the last segment
-    loop {
-        while next_byte(reader, &mut filler)? != 0xff {} // skip bytes between segments
-        let marker = loop {
-            match next_byte(reader, &mut filler)? {
-                0xff => {}
-                marker => break marker,
-            }
-        };
-        if matches!(marker, 0x00 | 0x01 | 0xd0..=0xd8) {
-            continue; // has no length
-        }
-        if matches!(marker, 0xd9 | 0xda) {
-            break; // end of image, start of scan
-        }
-        filler = 0;
-        let length = u16::from_be_bytes(bytes(reader)?).saturating_sub(2);
-        match marker {
-            0xc0..=0xcf if !matches!(marker, 0xc4 | 0xc8 | 0xcc) && length >= 5 => {
-                let [_precision, h0, h1, w0, w1] = bytes(reader)?;
-                size = size.or(Some([[w0, w1], [h0, h1]].map(u16::from_be_bytes)));
-                reader.seek_relative(i64::from(length) - 5)?;
-            }
-            0xe1 if exif.is_none() => {
-                let mut block = vec![0; usize::from(length)];
-                reader.read_exact(&mut block)?;
-                exif = Some(block).filter(|block| block.starts_with(EXIF_PREFIX));
-            }
-            _ => reader.seek_relative(i64::from(length))?,
-        }
-    }
-    let Some([width, height]) = size else {
-        return Err(DecodeError::Broken("it has no frame header before the first scan".into()));
-    };
-    Ok((width.into(), height.into(), orientation(&exif.unwrap_or_default())))
 }
 
 /// Largest number of bytes for each pixel that decoding to `color` and converting to 8-bit RGB take.
@@ -260,56 +245,6 @@ const fn decoded_bytes(color: ColorType) -> u64 {
 
 /// Width, height, orientation.
 type Size = (u32, u32, Orientation);
-
-/// Reads the size, and the colour type to which the decoder expands the pixels. The `eXIf` chunk may
-/// follow the pixels; `tRNS` must precede them.
-fn png(reader: &mut impl Image) -> Result<(Size, ColorType), DecodeError> {
-    let [_signature, [_, _, _, _, b'I', b'H', b'D', b'R']] = [bytes::<8>(reader)?, bytes(reader)?]
-    else {
-        return Err(DecodeError::Broken("its first chunk is not `IHDR`".into()));
-    };
-    let [width, height] = [u32::from_be_bytes(bytes(reader)?), u32::from_be_bytes(bytes(reader)?)];
-    let [depth, kind] = bytes(reader)?;
-    let color = |has_alpha: bool| match (depth == 16, kind, has_alpha) {
-        (false, 0, false) => ColorType::L8,
-        (true, 0, false) => ColorType::L16,
-        (false, 0 | 4, _) => ColorType::La8,
-        (true, 0 | 4, _) => ColorType::La16,
-        (false, 2 | 3, false) => ColorType::Rgb8,
-        (true, 2 | 3, false) => ColorType::Rgb16,
-        (false, ..) => ColorType::Rgba8,
-        (true, ..) => ColorType::Rgba16,
-    };
-    let (mut has_alpha, mut has_pixels) = (false, false);
-    let end = reader.seek(SeekFrom::End(0))?;
-    let mut at = 8 + 12 + 13;
-    let mut has_read_ahead = false;
-    reader.seek(SeekFrom::Start(at))?;
-    while at + 12 <= end {
-        let length = u32::from_be_bytes(bytes(reader)?);
-        let kind: [u8; 4] = bytes(reader)?;
-        // stop at bytes that are not a chunk: parsed as chunks, they could be millions
-        if !kind.iter().all(u8::is_ascii_alphabetic) || &kind == b"IEND" {
-            break;
-        }
-        if &kind == b"IDAT" && length < LARGE_CHUNK && !has_read_ahead {
-            reader.all_pages();
-            has_read_ahead = true;
-        }
-        has_alpha |= &kind == b"tRNS";
-        has_pixels |= &kind == b"IDAT";
-        if &kind == b"eXIf" && length <= MAX_EXIF_BYTES && at + 12 + u64::from(length) <= end {
-            let mut exif = vec![0; length as usize];
-            reader.read_exact(&mut exif)?;
-            // `tRNS` may be between this chunk and the pixels
-            let has_alpha = has_alpha || !has_pixels;
-            return Ok(((width, height, orientation(&exif)), color(has_alpha)));
-        }
-        at += 12 + u64::from(length);
-        reader.seek_relative(i64::from(length) + 4)?; // keeps the buffer across small chunks
-    }
-    Ok(((width, height, Orientation::NoTransforms), color(has_alpha)))
-}
 
 #[cfg(test)]
 mod tests;

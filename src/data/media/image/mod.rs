@@ -29,7 +29,7 @@ mod weights;
 use std::io::{Cursor, Read};
 use std::num::NonZeroU64;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 use config::Settings;
 pub use config::{ImageConfig, ImageConfigError};
@@ -128,11 +128,13 @@ impl ImageProcessor {
     }
 
     /// Returns the upright size in pixels, read from the header, with the limits of the row, and
-    /// the number of pixels to decode. Fails like [`Self::grid`] if the aspect ratio is too large.
+    /// the number of pixels to decode, which count once for each scan of a JPEG. Fails like [`Self::grid`] if the aspect ratio is too large.
     pub fn size(&self, media: &MediaRef) -> Result<(ImageSize, u64), ImageError> {
-        let upright = self.upright_size(media)?;
+        let header = self.header(media)?;
+        let upright = header.upright_size();
         let size = ImageSize::new(upright, media.limits);
-        self.target(media, size).map(|_| (size, upright.map(u64::from).iter().product()))
+        let pixels: u64 = upright.map(u64::from).iter().product();
+        self.target(media, size).map(|_| (size, pixels * u64::from(header.num_scans)))
     }
 
     /// Returns the grid `[1, gh, gw]` of an image of this size; `None` if the aspect ratio is above
@@ -150,7 +152,7 @@ impl ImageProcessor {
 
     /// Decodes an image into normalised patches.
     pub fn load(&self, media: &MediaRef) -> Result<Patches, ImageError> {
-        let image = self.upright_pixels(media)?;
+        let image = self.upright_pixels(media, u32::MAX)?;
         let size = [image.height as u32, image.width as u32];
         let target = self.target(media, ImageSize::new(size, media.limits))?;
         let pixel_values = resize_and_patchify(&image, target, self.patch_shape(), &self.normalise); // [gh * gw, 3 * tp * p * p]
@@ -223,8 +225,16 @@ impl ImageProcessor {
         [1, height / self.patch_size, width / self.patch_size]
     }
 
-    /// Reads `[height, width]` in pixels, after EXIF orientation, from the header of an image.
-    pub(in crate::data) fn upright_size(&self, media: &MediaRef) -> Result<[u32; 2], ImageError> {
+    /// Reads `[height, width]` in pixels, after EXIF orientation, and the number of scans from the
+    /// header of an image.
+    pub(in crate::data) fn upright_size(
+        &self,
+        media: &MediaRef,
+    ) -> Result<([u32; 2], u32), ImageError> {
+        self.header(media).map(|header| (header.upright_size(), header.num_scans))
+    }
+
+    fn header(&self, media: &MediaRef) -> Result<Header, ImageError> {
         let header = match &media.source {
             MediaSource::File { root, path } => {
                 Header::read(&mut header::for_headers(open(root, path)?))
@@ -235,11 +245,19 @@ impl ImageProcessor {
             MediaSource::Url(url) => Header::read(&mut header::for_headers(self.urls.open(url)?)),
             MediaSource::Bytes(bytes) => Header::read(&mut Cursor::new(&**bytes)),
         };
-        Ok(header.map_err(|error| self.error_of(media, error))?.upright_size())
+        let header = header.map_err(|error| self.error_of(media, error))?;
+        if header.is_of_several {
+            note_first(media);
+        }
+        Ok(header)
     }
 
-    /// Decodes an image and applies its EXIF orientation.
-    pub(in crate::data) fn upright_pixels(&self, media: &MediaRef) -> Result<Rgb, ImageError> {
+    /// Decodes an image of at most this number of scans and applies its orientation.
+    pub(in crate::data) fn upright_pixels(
+        &self,
+        media: &MediaRef,
+        most_scans: u32,
+    ) -> Result<Rgb, ImageError> {
         let mut bytes = Vec::new();
         let bytes = match &media.source {
             MediaSource::File { root, path } => {
@@ -258,7 +276,12 @@ impl ImageProcessor {
             }
             MediaSource::Bytes(bytes) => &**bytes,
         };
-        decode(bytes).map_err(|error| self.error_of(media, error))
+        let (pixels, is_of_several) =
+            decode(bytes, most_scans).map_err(|error| self.error_of(media, error))?;
+        if is_of_several {
+            note_first(media);
+        }
+        Ok(pixels)
     }
 
     fn error_of(&self, media: &MediaRef, error: DecodeError) -> ImageError {
@@ -267,6 +290,18 @@ impl ImageProcessor {
         }
         ImageError::of(media, error)
     }
+}
+
+/// Says once that images with several pages or frames are used in part.
+fn note_first(media: &MediaRef) {
+    static SAID: Once = Once::new();
+    SAID.call_once(|| {
+        tracing::warn!(
+            "image {} has several pages or frames, of which only the first one is used; this is \
+             said for one image only",
+            ImageName::of(media)
+        );
+    });
 }
 
 /// An image in 8-bit RGB.

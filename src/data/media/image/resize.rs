@@ -1,8 +1,8 @@
-//! Antialiased bicubic resize of 8-bit RGB, equal to Pillow's bit for bit.
+//! Antialiased bicubic resize of 8-bit RGB, equal to torchvision's bit for bit.
 //!
 //! Shapes: images `[height, width, 3]`; bands of rows are planar, `[rows, 3, width]`.
 //!
-//! The first pass changes the width, the second the height. Each pass uses 22-bit fixed-point
+//! The first pass changes the width, the second the height. Each pass uses 16-bit fixed-point
 //! weights, rounds and clamps to `u8`, and is skipped if its size does not change. The image is
 //! processed in bands of rows, so that the rows between the two passes stay in the cache.
 
@@ -10,13 +10,11 @@ use std::ops::Range;
 
 use super::decode::Rgb;
 use super::transpose::{LANES, Lanes, transpose};
-use super::weights::{PRECISION_BITS, Weights};
+use super::weights::Weights;
 use crate::ops::kernels;
 
 /// Number of rows per band in [`resize`].
 const BAND: usize = 32;
-/// One half in fixed point. Sums start with it, so that the final shift rounds.
-const HALF: i32 = 1 << (PRECISION_BITS - 1);
 
 /// Resizes an image to `height` x `width`. Returns it unchanged if it has that size.
 ///
@@ -87,7 +85,7 @@ impl<'a> Resized<'a> {
             let source = |tap: usize| &rows[(first + tap).min(last) * row..][..row];
             let rows: Vec<_> =
                 (0..quads.len()).map(|i| [0, 1, 2, 3].map(|tap| source(4 * i + tap))).collect();
-            sum_rows(&rows, quads, &mut self.sums, target);
+            sum_rows(&rows, quads, weights.precision(), &mut self.sums, target);
         }
         &self.band
     }
@@ -173,18 +171,22 @@ impl<'a> Rows<'a> {
 /// Adds four products to a sum. Partial sums may wrap; only the final sum must fit in an `i32`.
 #[expect(clippy::inline_always, reason = "must be compiled for the caller's SIMD level")]
 #[inline(always)]
-fn add_products(sum: i32, [a, b, c, d]: [u8; 4], [w0, w1, w2, w3]: [i32; 4]) -> i32 {
-    let product = |value: u8, weight: i32| i32::from(value).wrapping_mul(weight);
-    let (ab, cd) =
-        (product(a, w0).wrapping_add(product(b, w1)), product(c, w2).wrapping_add(product(d, w3)));
-    sum.wrapping_add(ab.wrapping_add(cd))
+fn add_products(sum: i32, [a, b, c, d]: [u8; 4], [w0, w1, w2, w3]: [i16; 4]) -> i32 {
+    let product = |value: u8, weight: i16| i32::from(value) * i32::from(weight);
+    let (ab, cd) = (product(a, w0) + product(b, w1), product(c, w2) + product(d, w3));
+    sum.wrapping_add(ab + cd)
 }
 
-/// Converts a sum that started with [`HALF`] to a byte.
+/// One half in fixed point. Sums start with it, so that [`finish`] rounds.
+const fn half(precision: u32) -> i32 {
+    1 << (precision - 1)
+}
+
+/// Converts a sum that started with [`half`] to a byte.
 #[expect(clippy::inline_always, reason = "must be compiled for the caller's SIMD level")]
 #[inline(always)]
-fn finish(sum: i32) -> u8 {
-    (sum >> PRECISION_BITS).clamp(0, 255) as u8
+fn finish(sum: i32, precision: u32) -> u8 {
+    (sum >> precision).clamp(0, 255) as u8
 }
 
 kernels! {
@@ -210,11 +212,12 @@ fn resize_rows(
         transpose(|row| &rows[row * blocks], |i, column| columns[i] = *column);
     }
     let pixels = columns.as_chunks::<3>().0;
+    let precision = weights.precision();
     for x in 0..width {
         let quads = weights.quads(x);
         let taps = pixels[weights.window(x).start..].as_chunks::<4>().0;
         for c in 0..3 {
-            let mut sums = [HALF; LANES];
+            let mut sums = [half(precision); LANES];
             for (weights, [p, q, r, s]) in quads.iter().zip(taps) {
                 for i in 0..LANES {
                     sums[i] = add_products(sums[i], [p[c][i], q[c][i], r[c][i], s[c][i]], *weights);
@@ -222,7 +225,7 @@ fn resize_rows(
             }
             let target = &mut resized[c * width + x];
             for i in 0..LANES {
-                target[i] = finish(sums[i]);
+                target[i] = finish(sums[i], precision);
             }
         }
     }
@@ -245,13 +248,19 @@ fn resize_rows(
 
 /// Writes the weighted sum of `rows` to `target`. `sums` is scratch space; `target` and each row
 /// have `[3 * width]` bytes, and `sums` has at least as many elements.
-fn sum_rows(rows: &[[&[u8]; 4]], quads: &[[i32; 4]], sums: &mut [i32], target: &mut [u8]) {
+fn sum_rows(
+    rows: &[[&[u8]; 4]],
+    quads: &[[i16; 4]],
+    precision: u32,
+    sums: &mut [i32],
+    target: &mut [u8],
+) {
     let len = target.len();
     let [first @ .., last] = quads else { return };
     let sums = &mut sums[..len];
     let sums_before = !first.is_empty();
     if sums_before {
-        sums.fill(HALF);
+        sums.fill(half(precision));
     }
     for (rows, weights) in rows.iter().zip(first) {
         let [a, b, c, d] = rows.map(|row| &row[..len]);
@@ -262,11 +271,13 @@ fn sum_rows(rows: &[[&[u8]; 4]], quads: &[[i32; 4]], sums: &mut [i32], target: &
     let [a, b, c, d] = rows[quads.len() - 1].map(|row| &row[..len]);
     if sums_before {
         for i in 0..len {
-            target[i] = finish(add_products(sums[i], [a[i], b[i], c[i], d[i]], *last));
+            let sum = add_products(sums[i], [a[i], b[i], c[i], d[i]], *last);
+            target[i] = finish(sum, precision);
         }
     } else {
         for i in 0..len {
-            target[i] = finish(add_products(HALF, [a[i], b[i], c[i], d[i]], *last));
+            let sum = add_products(half(precision), [a[i], b[i], c[i], d[i]], *last);
+            target[i] = finish(sum, precision);
         }
     }
 }
@@ -323,24 +334,22 @@ pub(super) mod tests {
             for y in 0..height {
                 for x in 0..width {
                     for c in 0..3 {
-                        let mut sum = 1_i64 << (PRECISION_BITS - 1);
                         let pixel = |y: usize, x: usize| {
                             i64::from(image.data[(y * image.width + x) * 3 + c])
                         };
-                        if width != image.width {
-                            let weights = across.quads(x).as_flattened();
-                            for (from, weight) in across.window(x).zip(weights) {
-                                sum += pixel(y, from) * i64::from(*weight);
-                            }
+                        let at = |weights: &Weights, to, pixel: &dyn Fn(usize) -> i64| {
+                            let taps = weights.window(to).zip(weights.quads(to).as_flattened());
+                            let sum: i64 = taps.map(|(from, w)| pixel(from) * i64::from(*w)).sum();
+                            (sum + i64::from(half(weights.precision()))) >> weights.precision()
+                        };
+                        let value = if width != image.width {
+                            at(&across, x, &|from| pixel(y, from))
                         } else if height != image.height {
-                            let weights = down.quads(y).as_flattened();
-                            for (from, weight) in down.window(y).zip(weights) {
-                                sum += pixel(from, x) * i64::from(*weight);
-                            }
+                            at(&down, y, &|from| pixel(from, x))
                         } else {
-                            sum = pixel(y, x) << PRECISION_BITS;
-                        }
-                        data.push((sum >> PRECISION_BITS).clamp(0, 255) as u8);
+                            pixel(y, x)
+                        };
+                        data.push(value.clamp(0, 255) as u8);
                     }
                 }
             }

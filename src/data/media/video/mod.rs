@@ -7,7 +7,7 @@
 //! Shapes: `t` number of groups of `tp` frames, `gh`, `gw` number of patches along the height and
 //! width, `p` patch size in pixels; `pixel_values` are `[t * gh * gw, 3 * tp * p * p]`.
 //!
-//! A list of frames without a frame rate counts as sampled already. All frames of a video must
+//! A list of frames without a frame rate, or with `sample_fps`, counts as sampled already. All frames of a video must
 //! have the same size. The last frame is repeated to fill the last group. [`Clip`] holds what the
 //! prompt needs of a video; it is read from headers only.
 
@@ -32,7 +32,7 @@ pub use error::{VideoConfigError, VideoError};
 use file::VideoFile;
 use sampling::{Sampling, Wanted, frames_between};
 
-use crate::batch::{MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
+use crate::batch::{FrameRate, MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
 use crate::data::media::family::MediaFamily;
 use crate::data::media::image::{ImageProcessor, Pixels, Rgb, patchify, resize, unpatchify};
 use crate::net::UrlImages;
@@ -52,7 +52,8 @@ pub struct Clip {
     pub grid_thw: [u32; 3],
     /// The times of the frame groups.
     pub times: GroupTimes,
-    /// Number of pixels of the sampled frames, before resizing.
+    /// Number of pixels of the sampled frames, before resizing; once for each scan of the first
+    /// frame.
     pub source_pixels: u64,
 }
 
@@ -71,6 +72,9 @@ pub enum GroupTimes {
 /// as in transformers.
 const LAST_POSITION: f32 = 16_777_216.0; // 2^24
 
+/// Number of scans that a JPEG among the frames may have in any case; encoders write about ten.
+const USUAL_SCANS: u32 = 16;
+
 /// Sampled frames of a video and their target size.
 struct Plan {
     /// Indices of the sampled frames, ascending.
@@ -80,6 +84,8 @@ struct Plan {
     source: [u32; 2],
     /// `[height, width]` of the frames in pixels, after resizing.
     target: [u32; 2],
+    /// Number of scans of the first frame, if it is a JPEG.
+    num_scans: u32,
 }
 
 impl VideoProcessor {
@@ -128,7 +134,8 @@ impl VideoProcessor {
                 let plan = self.plan_list(frames, *fps, limits)?;
                 let read = |index: &usize| {
                     let frame = index + 1;
-                    let pixels = self.images.upright_pixels(&frames[*index]);
+                    let most = plan.num_scans.max(USUAL_SCANS);
+                    let pixels = self.images.upright_pixels(&frames[*index], most);
                     let pixels = pixels.map_err(|cause| VideoError::Frame { frame, cause })?;
                     plan.resized(pixels, frame)
                 };
@@ -176,30 +183,33 @@ impl VideoProcessor {
     fn plan_list(
         &self,
         frames: &[MediaRef],
-        fps: Option<f64>,
+        fps: Option<FrameRate>,
         limits: &VideoLimits,
     ) -> Result<Plan, VideoError> {
         let first = frames.first().ok_or(VideoError::TooShort { frames: 0 })?;
         let (sampling, count) = self.settings.sampling.of_video(None, limits);
-        let rate = fps.unwrap_or(sampling.fps);
+        let rate = fps.map_or(sampling.fps, FrameRate::per_second);
         let among = between(frames.len(), rate, limits)?;
         let wanted = match (count, fps) {
             (Some(count), _) => Wanted::Count(count),
-            (None, Some(rate)) => Wanted::Rate(rate),
-            (None, None) => Wanted::All,
+            (None, Some(FrameRate::Video(rate))) => Wanted::Rate(rate),
+            (None, Some(FrameRate::Sampled(_)) | None) => Wanted::All,
         };
         let size = self.images.upright_size(first);
-        let size = size.map_err(|cause| VideoError::Frame { frame: 1, cause })?;
-        self.plan((sampling, wanted), &among, rate, size, limits)
+        let (size, num_scans) = size.map_err(|cause| VideoError::Frame { frame: 1, cause })?;
+        let mut plan = self.plan((sampling, wanted), &among, rate, size, limits)?;
+        plan.clip.source_pixels = plan.clip.source_pixels.saturating_mul(num_scans.into());
+        Ok(Plan { num_scans, ..plan })
     }
 
     #[cfg(feature = "video")]
     fn plan_file(
         &self,
         file: &VideoFile,
-        fps: Option<f64>,
+        fps: Option<FrameRate>,
         limits: &VideoLimits,
     ) -> Result<Plan, VideoError> {
+        let fps = fps.map(FrameRate::per_second);
         let (sampling, count) = self.settings.sampling.of_video(fps, limits);
         let among = between(file.total(), file.rate(), limits)?;
         let wanted = count.map_or(Wanted::Rate(file.rate()), Wanted::Count);
@@ -250,7 +260,8 @@ impl VideoProcessor {
             }
         };
         let source_pixels = frames as u64 * source.map(u64::from).iter().product::<u64>();
-        Ok(Plan { indices, clip: Clip { grid_thw, times, source_pixels }, source, target })
+        let clip = Clip { grid_thw, times, source_pixels };
+        Ok(Plan { indices, clip, source, target, num_scans: 1 })
     }
 
     fn patches(&self, plan: Plan, frames: &[Rgb]) -> (Clip, Patches) {

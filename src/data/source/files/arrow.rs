@@ -17,6 +17,7 @@ use memmap2::Mmap;
 
 use super::chunks::FileChunks;
 use super::columns;
+use super::damage::{MAX_ROWS, guarded};
 use crate::data::source::file_error::FileError;
 use crate::data::source::raw_row::RawRow;
 use crate::data::source::source_error::SourceError;
@@ -24,6 +25,8 @@ use crate::data::source::source_error::SourceError;
 const FORMAT: &str = "an Arrow IPC file";
 /// Upper estimate of the memory of a batch whose data stay in the map.
 const MAPPED_BYTES: usize = 16 << 10;
+/// Maximum number of bytes of a batch after unpacking.
+const MAX_UNPACKED_BYTES: u64 = 1 << 32;
 /// Marks a message with a length of 4 bytes after it.
 const CONTINUATION: [u8; 4] = [0xff; 4];
 /// Length of the magic number at the end of a file, with the length of the footer before it.
@@ -63,10 +66,10 @@ impl ArrowRows {
         let map = unsafe { Mmap::map(file) }
             .map_err(|cause| SourceError::Read { path: path.to_owned(), cause })?;
         let map = Buffer::from(Bytes::from_owner(map));
-        let opened = match layout {
+        let opened = guarded(str::to_owned, || match layout {
             Layout::File => Self::open_file(&map),
             Layout::Stream => Self::open_stream(&map),
-        };
+        });
         let rows = opened.map_err(|problem| FileError::broken(path, FORMAT, &problem))?;
         columns::check(path, &rows.0)?;
         Ok(rows.1)
@@ -82,7 +85,7 @@ impl ArrowRows {
         let schema = Arc::new(try_fb_to_schema(schema).map_err(text)?);
         let mut this = Self::new(map.clone(), schema.clone(), footer.version());
         for block in footer.dictionaries().iter().flatten() {
-            this.decoder.read_dictionary(block, &slice(map, block)?).map_err(text)?;
+            this.add_dictionary(block)?;
         }
         for block in footer.recordBatches().iter().flatten() {
             let part = slice(map, block)?;
@@ -112,7 +115,7 @@ impl ArrowRows {
             let message = message(&part)?;
             let body = usize::try_from(message.bodyLength()).map_err(|_| truncated())?;
             let block = Block::new(offset as i64, (prefix + length) as i32, body as i64);
-            let whole = slice(map, &block).map_err(|_| truncated())?;
+            slice(map, &block).map_err(|_| truncated())?;
             match (message.header_type(), &mut found) {
                 (MessageHeader::Schema, None) => {
                     let schema = message.header_as_schema().ok_or("its schema cannot be read")?;
@@ -121,7 +124,7 @@ impl ArrowRows {
                         Some((schema.clone(), Self::new(map.clone(), schema, message.version())));
                 }
                 (MessageHeader::DictionaryBatch, Some((_, this))) if this.batches.is_empty() => {
-                    this.decoder.read_dictionary(&block, &whole).map_err(text)?;
+                    this.add_dictionary(&block)?;
                 }
                 (MessageHeader::RecordBatch, Some((_, this))) => this.add(&message, block)?,
                 (MessageHeader::DictionaryBatch, Some(_)) => {
@@ -155,9 +158,20 @@ impl ArrowRows {
         if rows > 0 {
             let is_compressed = batch.compression().is_some();
             self.batches.push(Batch { first: self.num_rows, block, is_compressed });
-            self.num_rows += rows;
+            self.num_rows = self.num_rows.saturating_add(rows);
+        }
+        if self.num_rows > MAX_ROWS {
+            return Err(format!("it declares {} rows, more than {MAX_ROWS}", self.num_rows));
         }
         Ok(())
+    }
+
+    fn add_dictionary(&mut self, block: &Block) -> Result<(), String> {
+        let part = slice(&self.map, block)?;
+        let message = message(&part)?;
+        let dictionary = message.header_as_dictionary_batch();
+        check_buffers(dictionary.and_then(|dictionary| dictionary.data()), block, &part)?;
+        self.decoder.read_dictionary(block, &part).map_err(text)
     }
 
     pub(super) fn len(&self) -> usize {
@@ -169,7 +183,7 @@ impl ArrowRows {
         let number = self.batches.partition_point(|batch| batch.first <= row) - 1;
         let Batch { first, block, is_compressed } = &self.batches[number];
         let decode = || {
-            let decoded = self.decode(block);
+            let decoded = guarded(str::to_owned, || self.decode(block));
             decoded.map_err(|problem| format!("record batch {number}: {problem}"))
         };
         let memory = |batch: &RecordBatch| {
@@ -180,11 +194,12 @@ impl ArrowRows {
         if at >= batch.num_rows() {
             return Err(format!("record batch {number} has fewer rows than its header"));
         }
-        Ok(columns::row(&batch, at))
+        guarded(str::to_owned, || Ok(columns::row(&batch, at)))
     }
 
     fn decode(&self, block: &Block) -> Result<RecordBatch, String> {
         let part = slice(&self.map, block)?;
+        check_buffers(message(&part)?.header_as_record_batch(), block, &part)?;
         let batch = self.decoder.read_record_batch(block, &part).map_err(text)?;
         batch.ok_or_else(|| "it is empty".to_owned())
     }
@@ -205,6 +220,43 @@ fn slice(map: &Buffer, block: &Block) -> Result<Buffer, String> {
         fits.then(|| map.slice_with_length(start, length))
     };
     part().ok_or_else(|| "a block is outside of the file: the file is truncated".to_owned())
+}
+
+/// Refuses a batch whose buffers are outside of its block, or would not fit in memory.
+fn check_buffers(
+    batch: Option<arrow_ipc::RecordBatch<'_>>,
+    block: &Block,
+    part: &Buffer,
+) -> Result<(), String> {
+    let batch = batch.ok_or("a block has no batch")?;
+    let body = usize::try_from(block.metaDataLength()).ok().and_then(|at| part.get(at..));
+    let body = body.ok_or("a block is shorter than its header")?;
+    let mut unpacked = 0_u64;
+    for buffer in batch.buffers().iter().flatten() {
+        let bytes = || {
+            let start = usize::try_from(buffer.offset()).ok()?;
+            body.get(start..start.checked_add(usize::try_from(buffer.length()).ok()?)?)
+        };
+        let bytes = bytes().ok_or("a buffer is outside of its batch")?;
+        // the length of the data, or -1 for data that are not compressed
+        if batch.compression().is_some()
+            && let Some(length) = bytes.first_chunk()
+        {
+            let length = match i64::from_le_bytes(*length) {
+                -1 => 0,
+                length => u64::try_from(length).map_err(|_| "a buffer has a negative length")?,
+            };
+            unpacked = unpacked.saturating_add(length);
+        }
+    }
+    if unpacked > MAX_UNPACKED_BYTES {
+        return Err(format!("a batch has {unpacked} bytes, more than {MAX_UNPACKED_BYTES}"));
+    }
+    let mut nodes = batch.nodes().into_iter().flatten();
+    if nodes.any(|node| node.length() < 0 || !(0..=node.length()).contains(&node.null_count())) {
+        return Err("a column has a negative length, or more nulls than values".to_owned());
+    }
+    Ok(())
 }
 
 /// The header of the message at the beginning of `part`, which has at least 8 bytes.

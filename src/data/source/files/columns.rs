@@ -75,7 +75,10 @@ fn check_type(of: &DataType, name: &str) -> Result<(), (String, String)> {
         }
         D::Struct(fields) => fields.iter().try_for_each(|field| inner(field)),
         D::Map(entries, _) => match entries.data_type() {
-            D::Struct(fields) if fields[0].data_type().is_string() => inner(&fields[1]),
+            D::Struct(fields) => match &fields[..] {
+                [key, value] if key.data_type().is_string() => inner(value),
+                _ => Err((name.to_owned(), of.to_string())),
+            },
             _ => Err((name.to_owned(), of.to_string())),
         },
         D::Dictionary(_, values) => check_type(values, name),

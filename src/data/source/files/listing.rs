@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
@@ -156,7 +156,7 @@ fn of_saved_dataset(folder: &Path) -> Result<Option<Vec<PathBuf>>, SourceError> 
 
 /// The content of a JSON file; `None` if there is no such file.
 fn json(path: &Path) -> Result<Option<Value>, SourceError> {
-    let file = match File::open(path) {
+    let file = match crate::files::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => file.map_err(|cause| SourceError::Read { path: path.to_owned(), cause })?,
     };
@@ -209,7 +209,7 @@ mod tests {
         for name in names {
             let path = folder.join(name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
-            File::create(path).unwrap();
+            fs::File::create(path).unwrap();
         }
     }
 
@@ -261,7 +261,7 @@ mod tests {
         touch(folder, &["d/train/data-0.arrow", "d/train/cache-1.arrow"]);
         let write = |path: &str, text: &str| {
             fs::create_dir_all(folder.join(path).parent().unwrap()).unwrap();
-            io::Write::write_all(&mut File::create(folder.join(path)).unwrap(), text.as_bytes())
+            io::Write::write_all(&mut fs::File::create(folder.join(path)).unwrap(), text.as_bytes())
         };
         write("d/train/state.json", r#"{"_data_files": [{"filename": "data-0.arrow"}]}"#).unwrap();
         write("d/dataset_dict.json", r#"{"splits": ["train"]}"#).unwrap();

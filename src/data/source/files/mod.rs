@@ -4,6 +4,7 @@ mod arrow;
 mod chunks;
 mod columns;
 mod csv;
+mod damage;
 mod index;
 mod json;
 pub(in crate::data) mod listing;
@@ -138,7 +139,7 @@ impl Shard {
         cache: Option<&Path>,
     ) -> Result<Self, SourceError> {
         let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
-        let file = Arc::new(File::open(path).map_err(unreadable)?);
+        let file = Arc::new(crate::files::open(path).map_err(unreadable)?);
         let (read_at, before) = (SystemTime::now(), Stamp::of(&file).map_err(unreadable)?);
         let is_settled = before.is_settled(read_at);
         let mut head = head(&file).map_err(unreadable)?;

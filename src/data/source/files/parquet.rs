@@ -25,6 +25,7 @@ use parquet::file::reader::{ChunkReader, Length};
 
 use super::chunks::FileChunks;
 use super::columns;
+use super::damage::{MAX_DEPTH, MAX_ROWS, depth, guarded};
 use crate::data::source::file_error::FileError;
 use crate::data::source::raw_row::RawRow;
 use crate::data::source::source_error::SourceError;
@@ -35,6 +36,8 @@ const CHUNK_BYTES: u64 = 1 << 20;
 const CHUNK_ROWS: u64 = 4096;
 /// Maximum size of the decoded data of a row group without a page index, in bytes.
 const SLOW_GROUP_BYTES: i64 = 32 << 20;
+/// Maximum number of chunks of a row group; one of a whole file has far fewer.
+const MAX_CHUNKS: u64 = 1 << 20;
 const FORMAT: &str = "a Parquet file";
 
 /// An open Parquet file.
@@ -63,29 +66,49 @@ impl ParquetRows {
     pub(super) fn open(path: &Path, file: Arc<File>) -> Result<Self, SourceError> {
         let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
         let num_bytes = file.metadata().map_err(unreadable)?.len();
-        let mut end = [0; 4];
-        file.read_exact_at(&mut end, num_bytes.saturating_sub(4)).map_err(unreadable)?;
-        if &end == b"PARE" {
+        let mut end = [0; 8];
+        if num_bytes >= 8 {
+            file.read_exact_at(&mut end, num_bytes - 8).map_err(unreadable)?;
+        }
+        if end.ends_with(b"PARE") {
             return Err(FileError::Encrypted { path: path.to_owned() }.into());
         }
-        if num_bytes < 12 || &end != b"PAR1" {
+        if num_bytes < 12 || !end.ends_with(b"PAR1") {
             let problem = "it does not end with a footer: the file is truncated";
             return Err(FileError::broken(path, FORMAT, problem).into());
+        }
+        let broken = |problem: &str| FileError::broken(path, FORMAT, problem);
+        let length = u64::from(u32::from_le_bytes([end[0], end[1], end[2], end[3]]));
+        let start = (num_bytes - 8).checked_sub(length);
+        let start =
+            start.ok_or_else(|| broken("its footer cannot be read: it is longer than the file"))?;
+        let mut footer = vec![0; length as usize];
+        file.read_exact_at(&mut footer, start).map_err(unreadable)?;
+        if depth(&footer).is_some_and(|depth| depth > MAX_DEPTH) {
+            let problem = format!("its schema has more than {MAX_DEPTH} levels");
+            return Err(broken(&problem).into());
         }
         let input = Input { file, num_bytes };
         let options = ArrowReaderOptions::new()
             .with_skip_arrow_metadata(true)
             .with_offset_index_policy(PageIndexPolicy::Optional);
-        let metadata = ArrowReaderMetadata::load(&input, options).map_err(|error| {
-            let problem = error.to_string();
-            if problem.to_lowercase().contains("encrypt") {
-                return FileError::Encrypted { path: path.to_owned() };
-            }
-            FileError::broken(path, FORMAT, &format!("its footer cannot be read: {problem}"))
+        let metadata = guarded(broken, || {
+            ArrowReaderMetadata::load(&input, options).map_err(|error| {
+                let problem = error.to_string();
+                if problem.to_lowercase().contains("encrypt") {
+                    return FileError::Encrypted { path: path.to_owned() };
+                }
+                broken(&format!("its footer cannot be read: {problem}"))
+            })
         })?;
         columns::check(path, metadata.schema())?;
         check_compression(path, metadata.metadata())?;
-        let chunks = chunks(metadata.metadata());
+        let groups = metadata.metadata().row_groups();
+        let rows = groups.iter().map(|group| group.num_rows().max(0) as u128).sum::<u128>();
+        if rows > MAX_ROWS as u128 {
+            return Err(broken(&format!("it declares {rows} rows, more than {MAX_ROWS}")).into());
+        }
+        let chunks = guarded(broken, || Ok(chunks(metadata.metadata())))?;
         let num_rows = chunks.last().map_or(0, |last| last.first + last.rows);
         let path = path.to_owned();
         Ok(Self { path, input, metadata, chunks, num_rows, decoded: FileChunks::new() })
@@ -99,10 +122,13 @@ impl ParquetRows {
     pub(super) fn read(&self, row: usize) -> Result<RawRow, String> {
         let number = self.chunks.partition_point(|chunk| chunk.first <= row) - 1;
         let chunk = self.chunks[number];
-        let decode =
-            || self.decode(chunk).map_err(|error| format!("row group {}: {error}", chunk.group));
+        let decode = || {
+            let read = || self.decode(chunk).map_err(|error| error.to_string());
+            let decoded = guarded(str::to_owned, read);
+            decoded.map_err(|problem| format!("row group {}: {problem}", chunk.group))
+        };
         let batch = self.decoded.get(number, decode, RecordBatch::get_array_memory_size)?;
-        Ok(columns::row(&batch, row - chunk.first))
+        guarded(str::to_owned, || Ok(columns::row(&batch, row - chunk.first)))
     }
 
     /// Whether a row needs much more time than its chunk: to find the chunk in a row group without
@@ -129,14 +155,18 @@ impl ParquetRows {
         let rows = self.chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(1);
         let (input, metadata) = (self.input.clone(), self.metadata.clone());
         let builder = ParquetRecordBatchReaderBuilder::new_with_metadata(input, metadata);
-        let reader = builder.with_batch_size(rows).build().map_err(|error| broken(error.into()))?;
-        let writer = BufWriter::with_capacity(1 << 20, file);
-        let mut writer = FileWriter::try_new(writer, self.metadata.schema()).map_err(broken)?;
-        for batch in reader {
-            writer.write(&batch.map_err(broken)?).map_err(broken)?;
-        }
-        writer.finish().map_err(broken)?;
-        writer.into_inner().map_err(broken)?.flush().map_err(failed)
+        let damaged = |problem: &str| FileError::broken(&self.path, FORMAT, problem);
+        guarded(damaged, || {
+            let reader = builder.with_batch_size(rows).build();
+            let reader = reader.map_err(|error| broken(error.into()))?;
+            let writer = BufWriter::with_capacity(1 << 20, file);
+            let mut writer = FileWriter::try_new(writer, self.metadata.schema()).map_err(broken)?;
+            for batch in reader {
+                writer.write(&batch.map_err(broken)?).map_err(broken)?;
+            }
+            writer.finish().map_err(broken)?;
+            writer.into_inner().map_err(broken)?.flush().map_err(failed)
+        })
     }
 
     fn decode(&self, chunk: Chunk) -> Result<RecordBatch, ParquetError> {
@@ -189,6 +219,7 @@ fn chunks(metadata: &ParquetMetaData) -> Vec<Chunk> {
         let rows = group.num_rows().max(0) as u64;
         let bytes_a_row = (group.total_byte_size().max(0) as u64).checked_div(rows).unwrap_or(0);
         let most = (CHUNK_BYTES / bytes_a_row.max(1)).clamp(1, CHUNK_ROWS);
+        let most = most.max(rows / MAX_CHUNKS);
         let largest =
             (0..group.num_columns()).max_by_key(|at| group.column(*at).uncompressed_size());
         let pages = metadata.page_index_for_row_group(number);

@@ -15,7 +15,7 @@ use arrow_array::{
     StructArray, TimestampMillisecondArray, UInt64Array,
 };
 use arrow_ipc::writer::{FileWriter, StreamWriter};
-use arrow_schema::{DataType, Field};
+use arrow_schema::{DataType, Field, Schema};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -223,4 +223,69 @@ fn an_unchanged_file_of_any_format_is_not_scanned_again() {
         let changed = Shard::open(&path, Some(&known), Some(folder.path()));
         assert!(changed.is_err() || changed.unwrap().sha256() != [9; 32], "{name}");
     }
+}
+
+/// `scripts/golden/columnar_fixtures.py` writes the files. Some bytes are changed; all of them, in
+/// three ways, with `TRAINER_LONG_TESTS=1`.
+#[test]
+fn a_changed_byte_of_a_columnar_file_is_an_error_or_changes_values() {
+    let folder = TempDir::new().unwrap();
+    let is_long = std::env::var_os("TRAINER_LONG_TESTS").is_some();
+    let (mut refused, mut rejected) = (0, 0);
+    for name in ["rows.parquet", "rows.arrow", "stream.arrow"] {
+        let fixtures = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/columnar");
+        let whole = fs::read(Path::new(fixtures).join(name)).unwrap();
+        assert_eq!(rows_of(&write(&folder, name, &whole)).len(), 6);
+        for at in (0..whole.len()).step_by(if is_long { 1 } else { 11 }) {
+            for change in [1, 0x80, 0xff].into_iter().skip(if is_long { 0 } else { at % 3 }) {
+                let mut bytes = whole.clone();
+                bytes[at] ^= change;
+                let path = write(&folder, name, &bytes);
+                match Shard::open(&path, None, None) {
+                    Err(_) => refused += 1,
+                    Ok(shard) => {
+                        let rows = (0..shard.len().min(100)).map(|row| shard.content(row));
+                        rejected += rows.filter(Result::is_err).count();
+                    }
+                }
+            }
+        }
+    }
+    assert!(refused > 50 && rejected > 200, "{refused} refused, {rejected} rows rejected");
+}
+
+#[test]
+fn a_map_without_values_and_a_deep_schema_are_refused() {
+    let folder = TempDir::new().unwrap();
+    let mut map = MapBuilder::new(None, StringBuilder::new(), Int32Builder::new());
+    map.append(true).unwrap();
+    let whole = arrow(&batch(vec![("map", Arc::new(map.finish()) as ArrayRef)]));
+    assert!(Shard::open(&write(&folder, "a.arrow", &whole), None, None).is_ok());
+    let deep = |levels: usize| {
+        let leaf = Arc::new(StringArray::from(vec!["x"])) as ArrayRef;
+        let group = |inside: ArrayRef, _| {
+            let field = Arc::new(Field::new("g", inside.data_type().clone(), true));
+            Arc::new(StructArray::from(vec![(field, inside)])) as ArrayRef
+        };
+        parquet(&batch(vec![("g", (1..levels).fold(leaf, group))]), None)
+    };
+    assert!(Shard::open(&write(&folder, "a.parquet", &deep(20)), None, None).is_ok());
+    let Err(error) = Shard::open(&write(&folder, "a.parquet", &deep(130)), None, None) else {
+        panic!("a schema of 130 levels is read");
+    };
+    assert!(error.to_string().contains("has more than 128 levels"), "{error}");
+    let only_keys = Schema::new(vec![Field::new(
+        "map",
+        DataType::Map(
+            Arc::new(Field::new(
+                "entries",
+                DataType::Struct(vec![Field::new("keys", DataType::Utf8, false)].into()),
+                false,
+            )),
+            false,
+        ),
+        true,
+    )]);
+    let error = columns::check(Path::new("a.arrow"), &only_keys).unwrap_err();
+    assert!(error.to_string().contains("column `map` has the type `Map("), "{error}");
 }

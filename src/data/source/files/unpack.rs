@@ -5,6 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use flate2::bufread::MultiGzDecoder;
 use sha2::{Digest, Sha256};
@@ -16,6 +17,10 @@ use crate::data::source::stamp::Stamp;
 
 /// Folder in the cache folder.
 const FOLDER: &str = "unpacked";
+/// Start of the names of temporary files; the process and a number follow.
+const TEMPORARY: &str = ".unpack-";
+/// Minimum age of a temporary file that may be removed.
+const MIN_AGE: Duration = Duration::from_secs(60);
 /// Numbers the files of this process.
 static FILES: AtomicU64 = AtomicU64::new(0);
 
@@ -59,14 +64,17 @@ impl Packed<'_> {
             return Ok(file);
         }
         fs::create_dir_all(&folder).map_err(failed)?;
+        remove_leftovers(&folder);
         let temporary_file = "a temporary file".to_owned();
         let into = cache.map_or(temporary_file, |_| target.display().to_string());
         tracing::info!(file = %path.display(), %into, "{why}");
         let number = FILES.fetch_add(1, Ordering::Relaxed);
-        let temporary = Temporary(folder.join(format!(".unpack-{}-{number}", std::process::id())));
+        let temporary = format!("{TEMPORARY}{}-{number}", std::process::id());
+        let temporary = Temporary(folder.join(temporary));
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(true);
         let unpacked = options.open(&temporary.0).map_err(failed)?;
+        let _ = unpacked.try_lock(); // shows `remove_leftovers` that the process lives
         write(&unpacked, &failed)?;
         // another change of a file that is not settled may leave the same stamp
         if cache.is_some() && is_settled {
@@ -80,6 +88,29 @@ impl Packed<'_> {
     }
 }
 
+/// Removes the temporary files of processes that were killed: nobody has locked them, and they are
+/// older than the time between creating and locking one.
+fn remove_leftovers(folder: &Path) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    let names = entries.flatten().filter(|entry| {
+        let name = entry.file_name();
+        let numbers = name.to_str().and_then(|name| name.strip_prefix(TEMPORARY));
+        numbers.is_some_and(|numbers| numbers.bytes().all(|b| b.is_ascii_digit() || b == b'-'))
+    });
+    for path in names.map(|entry| entry.path()) {
+        let is_left = || {
+            let file = crate::files::open(&path).ok()?;
+            let age = file.metadata().ok()?.modified().ok()?.elapsed().ok()?;
+            (age > MIN_AGE && file.try_lock().is_ok()).then_some(())
+        };
+        if is_left().is_some() {
+            tracing::info!(file = %path.display(), "removing what a killed process left");
+            let _ = fs::remove_file(path.with_extension("sums"));
+            let _ = fs::remove_file(&path);
+        }
+    }
+}
+
 /// The file of the checksums of `target`.
 fn sums_path(target: &Path) -> PathBuf {
     let mut name = target.file_name().unwrap_or_default().to_owned();
@@ -89,7 +120,7 @@ fn sums_path(target: &Path) -> PathBuf {
 
 /// Opens an unpacked file. `None` if it does not exist, or if it is damaged, which is logged.
 fn open_stored(target: &Path) -> Option<File> {
-    let file = File::open(target).ok()?;
+    let file = crate::files::open(target).ok()?;
     match has_sums(&file, &sums_path(target)) {
         Ok(true) => return Some(file),
         Ok(false) => tracing::warn!(
@@ -155,6 +186,23 @@ mod tests {
     use super::*;
     use std::cell::Cell;
     use std::os::unix::fs::FileExt;
+
+    #[test]
+    fn what_a_killed_process_left_is_removed_and_what_a_process_writes_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let made = ["1-0", "2-0", "3-0", "4-x"].map(|name| {
+            let path = folder.path().join(format!("{TEMPORARY}{name}"));
+            let file = File::create(&path).unwrap();
+            let age = if name == "2-0" { MIN_AGE / 2 } else { 2 * MIN_AGE };
+            file.set_modified(std::time::SystemTime::now() - age).unwrap();
+            (path, file)
+        });
+        File::create(made[0].0.with_extension("sums")).unwrap();
+        made[2].1.lock().unwrap();
+        remove_leftovers(folder.path());
+        assert_eq!(made.each_ref().map(|(path, _)| path.exists()), [false, true, true, true]);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
+    }
 
     #[test]
     fn a_damaged_unpacked_file_is_made_again() {

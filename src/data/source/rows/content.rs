@@ -11,7 +11,7 @@ use super::keys::{Place, is_given};
 use super::media::RowMedia;
 use super::values::{first_of, join, missing, take, wrong_type};
 use crate::batch::{
-    Content, MediaRef, MediaSource, Medium, MediumKind, Part, VideoLimits, VideoRef,
+    Content, FrameRate, MediaRef, MediaSource, Medium, MediumKind, Part, VideoLimits, VideoRef,
 };
 use crate::net::is_web_address;
 
@@ -23,8 +23,6 @@ const NOT_IN_TEXTS: [&str; 9] =
     ["image", "image_url", "video", "video_url", "url", "path", "base64", "bytes", "source"];
 /// Keys for the video of a part or of a list entry.
 const VIDEO_KEYS: [&str; 4] = ["video", "video_url", "url", "path"];
-/// Keys for the frames per second of a video.
-const RATE_KEYS: [&str; 3] = ["fps", "sample_fps", "raw_fps"];
 /// The first characters of the base64 text of a JPEG, PNG, GIF, WebP, BMP and TIFF file.
 const BASE64_STARTS: [&str; 7] = ["/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR", "Qk", "SUkqA", "TU0AK"];
 /// Minimum length of an image in base64; shorter texts are paths.
@@ -256,7 +254,7 @@ impl At<'_> {
         &self,
         at: &str,
         value: Value,
-        fps: Option<f64>,
+        fps: Option<FrameRate>,
     ) -> Result<VideoRef, SampleError> {
         const EXPECTED: &str = "a path or a list of frames";
         if blob(self.blobs, &value).is_some() {
@@ -300,25 +298,33 @@ impl At<'_> {
         }
     }
 
-    /// Parses the frames per second of a video, if the object has a key for it.
+    /// Parses the frames per second of a video, if the object has a key for it. The keys are those
+    /// of qwen-vl-utils, where `sample_fps` is the rate at which a list was sampled.
     pub(super) fn rate(
         &self,
         at: &str,
         object: &Map<String, Value>,
-    ) -> Result<Option<f64>, SampleError> {
-        let mut given = RATE_KEYS.iter().filter_map(|key| Some((*key, object.get(*key)?)));
-        let Some((key, value)) = given.find(|(_, value)| !value.is_null()) else {
-            return Ok(None);
+    ) -> Result<Option<FrameRate>, SampleError> {
+        let number = |key: &str| {
+            let Some(value) = object.get(key).filter(|value| !value.is_null()) else {
+                return Ok(None);
+            };
+            let number = match value {
+                Value::String(text) => text.trim().parse().ok(), // as in some of Qwen's examples
+                value => value.as_f64(),
+            };
+            if number.is_some_and(|rate: f64| rate.is_finite() && rate > 0.0) {
+                return Ok(number);
+            }
+            let expected = "a number of frames per second above 0";
+            Err(wrong_type(self.id, &join(at, key), value, expected))
         };
-        let number = match value {
-            Value::String(text) => text.trim().parse().ok(), // as in some of Qwen's examples
-            value => value.as_f64(),
-        };
-        if number.is_some_and(|rate: f64| rate.is_finite() && rate > 0.0) {
-            return Ok(number);
+        let [fps, sampled, raw] = [number("fps")?, number("sample_fps")?, number("raw_fps")?];
+        if sampled.is_some() && fps.is_some_and(|fps| Some(fps) != sampled) {
+            let what = "`fps` together with another `sample_fps` is";
+            return Err(self.not_supported(&join(at, "fps"), what));
         }
-        let expected = "a number of frames per second above 0";
-        Err(wrong_type(self.id, &join(at, key), value, expected))
+        Ok(sampled.map(FrameRate::Sampled).or(fps.or(raw).map(FrameRate::Video)))
     }
 
     /// The path of an image or a video. URLs are refused; `by_url` is the text for the message.

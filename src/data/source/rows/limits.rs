@@ -30,8 +30,11 @@ impl At<'_> {
     ) -> Result<Option<VideoLimits>, SampleError> {
         let keys = Keys { id: self.id, at, object };
         let num_frames = keys.count("nframes")?.or(keys.count("num_frames")?);
-        if num_frames.is_some() && !keys.value("fps").is_null() {
-            return Err(self.not_supported(&join(at, "fps"), "`nframes` together with `fps` is"));
+        for key in ["fps", "sample_fps"] {
+            if num_frames.is_some() && !keys.value(key).is_null() {
+                let what = "`nframes` together with a number of frames per second is";
+                return Err(self.not_supported(&join(at, key), what));
+            }
         }
         let limits = VideoLimits {
             start: keys.seconds("video_start")?,

@@ -6,7 +6,7 @@ use super::super::error::SampleError;
 use super::super::texts::texts;
 use super::context::At;
 use super::values::{list_in_text, one_or_more, take};
-use crate::batch::{Content, Medium, MediumKind, Message, Part};
+use crate::batch::{Content, FrameRate, Medium, MediumKind, Message, Part};
 
 /// Placeholders in a text for the next image or video that the row lists.
 const PLACEHOLDERS: [(MediumKind, &str); 2] =
@@ -23,7 +23,7 @@ pub(super) struct RowMedia<'a> {
     videos: List,
     media: Vec<Medium>,
     /// Frames per second of videos that give no rate themselves.
-    pub(super) fps: Option<f64>,
+    pub(super) fps: Option<FrameRate>,
 }
 
 /// Images or videos that a row lists outside of its turns, and their placeholders.

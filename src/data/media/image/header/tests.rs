@@ -3,7 +3,7 @@
 use super::*;
 use crate::data::media::image::golden;
 use std::cell::Cell;
-use std::io::Read;
+use std::io::{Read, SeekFrom};
 
 /// EXIF block with a rotation by 90 degrees.
 const TURNED: &[u8] = b"MM\0\x2a\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0";
@@ -145,4 +145,41 @@ fn many_small_chunks_take_few_reads_and_zeros_are_not_parsed_as_chunks() {
     let small = vec![chunk(*b"tEXt", b"a=b"); 1000];
     assert!(read(png(&small)).1 <= 4);
     assert!(read(png(&[vec![0; 1 << 20]])).1 <= 2);
+}
+
+/// The scan of a progressive file, once more as often as `more` says.
+fn with_more_scans(name: &str, more: usize) -> Vec<u8> {
+    let jpeg = golden::fixture(name);
+    let end = jpeg.len() - 2; // the end mark
+    let is_scan = |at: &usize| jpeg[*at..].starts_with(&[0xff, 0xda]);
+    let last = (0..end).rev().find(is_scan).unwrap();
+    [&jpeg[..end], &jpeg[last..end].repeat(more), &jpeg[end..]].concat()
+}
+
+#[test]
+fn the_scans_of_a_jpeg_are_counted() {
+    let scans = |bytes: Vec<u8>| try_read(bytes).0.unwrap().num_scans;
+    assert_eq!(scans(golden::fixture("rgb.jpg")), 1);
+    assert_eq!(scans(golden::fixture("restarts.jpg")), 1);
+    assert_eq!(scans(golden::fixture("progressive.jpg")), 10);
+    assert_eq!(scans(with_more_scans("progressive.jpg", 1000)), 1010);
+    let cut = with_more_scans("progressive.jpg", 5);
+    assert!((1..cut.len()).all(|length| {
+        try_read(cut[..length].to_vec()).0.map_or(0, |header| header.num_scans) <= 15
+    }));
+}
+
+#[test]
+fn a_kind_that_is_not_supported_is_not_called_damaged() {
+    let header = |bytes: &[u8]| Header::read(&mut Cursor::new(bytes));
+    let mut yellow = golden::fixture("palette_8bit_le.tif");
+    let at = yellow.windows(4).position(|bytes| bytes == [6, 1, 3, 0]).unwrap();
+    yellow[at + 8] = 8;
+    let error = header(&yellow).unwrap_err();
+    let DecodeError::NotSupported(kind) = error else { panic!("{error:?}") };
+    assert_eq!(kind, "TIFF of CIELab, 1 x 8 bits, no compression");
+    let mut packed = golden::fixture("555_masks.bmp");
+    packed[30] = 4; // a JPEG inside of a BMP
+    let error = header(&packed).unwrap_err();
+    assert!(matches!(error, DecodeError::NotSupported(_)), "{error:?}");
 }

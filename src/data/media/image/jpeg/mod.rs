@@ -20,7 +20,7 @@ mod segments;
 #[cfg(test)]
 mod tests;
 
-use error::JpegError;
+pub(super) use error::JpegError;
 use output::Output;
 use scans::Coefficients;
 use segments::{END, Frame, ScanHeader, Segments, Tables};

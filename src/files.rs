@@ -1,0 +1,70 @@
+//! Opening the files that a user names, and those of folders that others can write.
+//!
+//! A named pipe or a device may be in their place: opening a pipe would wait for another program,
+//! and a device may have no end. Both are refused at once.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::Path;
+
+/// Opens a regular file for reading. Follows links: the cache of the Hugging Face Hub consists of
+/// them.
+pub fn open(path: &Path) -> io::Result<File> {
+    if !fs::metadata(path)?.is_file() {
+        return Err(not_regular());
+    }
+    File::open(path)
+}
+
+/// Reads a regular file.
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut content = Vec::new();
+    open(path)?.read_to_end(&mut content)?;
+    Ok(content)
+}
+
+/// Reads the text of a regular file.
+pub fn read_to_string(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    open(path)?.read_to_string(&mut text)?;
+    Ok(text)
+}
+
+/// Opens a regular file for appending, or creates it.
+pub fn append(path: &Path) -> io::Result<File> {
+    if fs::metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
+        return Err(not_regular());
+    }
+    File::options().create(true).append(true).open(path)
+}
+
+fn not_regular() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")
+}
+
+#[cfg(test)]
+pub(crate) fn make_pipe(path: &Path) {
+    let made = std::process::Command::new("mkfifo").arg(path).status().unwrap();
+    assert!(made.success());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pipes_devices_and_folders_are_refused_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        make_pipe(&pipe);
+        let device = Path::new("/dev/zero");
+        for path in [&pipe, device, folder.path()] {
+            for error in
+                [read(path).map(drop), read_to_string(path).map(drop), append(path).map(drop)]
+            {
+                let error = error.unwrap_err().to_string();
+                assert_eq!(error, "it is not a regular file", "{}", path.display());
+            }
+        }
+    }
+}
