@@ -128,6 +128,7 @@ fn gif(bytes: &[u8]) -> Result<Rgb, DecodeError> {
 
 /// Decodes a BMP. Pillow rounds values of 5 and 6 bits down, and the decoder to the nearest.
 fn bmp(bytes: &[u8]) -> Result<Rgb, DecodeError> {
+    const BITFIELDS: u32 = 3;
     let mut rgb = to_rgb(image(bytes, ImageFormat::Bmp)?)?;
     let number = |at: usize| {
         let bytes = bytes.get(at..).and_then(<[u8]>::first_chunk);
@@ -135,7 +136,6 @@ fn bmp(bytes: &[u8]) -> Result<Rgb, DecodeError> {
     };
     let [bits, compression, masks @ ..] =
         [number(28) & 0xffff, number(30), number(54), number(58), number(62)];
-    const BITFIELDS: u32 = 3;
     let bits_of = |channel: usize| match compression {
         BITFIELDS => masks[channel].count_ones(),
         _ => 5,

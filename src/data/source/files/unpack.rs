@@ -20,7 +20,7 @@ const FOLDER: &str = "unpacked";
 /// Start of the names of temporary files; the process and a number follow.
 const TEMPORARY: &str = ".unpack-";
 /// Minimum age of a temporary file that may be removed.
-const MIN_AGE: Duration = Duration::from_secs(60);
+const MIN_AGE: Duration = Duration::from_mins(1);
 /// Numbers the files of this process.
 static FILES: AtomicU64 = AtomicU64::new(0);
 

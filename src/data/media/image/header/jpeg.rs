@@ -89,10 +89,8 @@ fn num_scans(reader: &mut impl Image) -> Result<u32, DecodeError> {
             Some(0x00 | 0x01 | 0xd0..=0xd8) => {}
             Some(marker) => {
                 num_scans += u32::from(marker == 0xda);
-                let [_, l0, l1] = match bytes(reader) {
-                    Ok(bytes) => bytes,
-                    Err(_) => break, // the decoder reports that the file is truncated
-                };
+                // the decoder reports that the file is truncated
+                let Ok([_, l0, l1]) = bytes(reader) else { break };
                 let length = u16::from_be_bytes([l0, l1]).saturating_sub(2);
                 reader.seek_relative(length.into())?;
             }
