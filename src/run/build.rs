@@ -197,9 +197,6 @@ impl Run {
         let state = resumed.map_or_else(first, Ok)?;
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
-        if is_first {
-            warn_about_disk(config, Some(total_steps).filter(|steps| *steps != u64::MAX));
-        }
         let mut state = TrainState { total_steps, planned, inputs, ..state };
         let of_first = found.filter(|_| is_first);
         bring_best(config, (eval_rule.as_ref(), rank.world), &checkpointer, of_first, &mut state)?;
@@ -209,6 +206,9 @@ impl Run {
         })?;
         let (share, ranks) = ranks.split();
         runner.ranks = watched(ranks, options);
+        if is_first {
+            warn_about_disk(config, Some(total_steps).filter(|steps| *steps != u64::MAX));
+        }
         log_start(config, &runner, &rows, &state);
         let loader =
             Loader::start_shared(reader.clone(), order, loader_options, state.data.clone(), share);

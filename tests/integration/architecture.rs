@@ -282,8 +282,7 @@ const WITHOUT_FAMILIES: [&str; 11] = [
     "train",
 ];
 /// Files of these modules that may name a family, each with the reason.
-const NAMES_A_FAMILY: [(&str, &str); 6] = [
-    ("src/cli/answers.rs", "the name of an example config"),
+const NAMES_A_FAMILY: [(&str, &str); 5] = [
     ("src/cli/init.rs", "the folder of a published model in an example"),
     ("src/cli/init/preset.rs", "shapes of published models"),
     ("src/cli/init/windowed.rs", "shapes of published models"),
