@@ -167,8 +167,7 @@ impl Run {
         let resumed = resumed.transpose()?;
         check_media(config, &rows, found.filter(|_| is_first), resumed.as_ref())?;
         compare_inputs(&ranks, config, &data_fingerprint, &inputs)?;
-        let (mut open, base) =
-            ranks.during("reading the model", || open_model(config, found, is_first, &device))?;
+        let (mut open, base) = open_model(config, found, &ranks, &device)?;
         share_attention(&mut open, ranks.ranks())?;
         ranks.compare("model", || open.digest().map_err(candle_core::Error::wrap))?;
         // Checks the patterns before the rows are measured, which takes longer.
@@ -419,14 +418,17 @@ fn schedule(optim: &OptimConfig, total_steps: u64) -> Schedule {
 fn open_model(
     config: &RunConfig,
     found: Option<&Found>,
-    is_first: bool,
+    ranks: &SetupRanks,
     device: &Device,
 ) -> Result<(OpenModel, Option<BaseModel>), RunError> {
-    let (open, mut base) = open_run_model(config, found, device)?;
-    if let Some(base) = base.as_mut().filter(|_| is_first && found.is_none()) {
-        base.contents = Some(open.contents(None)?);
-    }
-    Ok((open, base))
+    let is_new = ranks.rank().is_first() && found.is_none();
+    ranks.during("reading the model", || {
+        let (open, mut base) = open_run_model(config, found, device)?;
+        if let Some(base) = base.as_mut().filter(|_| is_new) {
+            base.contents = Some(open.contents(None)?);
+        }
+        Ok((open, base))
+    })
 }
 
 /// Digest of the settings of a run, which must be the same on all ranks.
