@@ -42,7 +42,7 @@ const SIZES: [&str; 15] = [
 ];
 
 /// Fails if the model is not known, or if two files of its folder contradict each other. Files that
-/// are missing or damaged are no errors here: who reads them names them.
+/// are missing or damaged are no errors here: the code that reads them reports them.
 pub(crate) fn check_model_folder(folder: &Path) -> Result<(), SetupError> {
     let is_file = |name: &str| folder.join(name).is_file();
     let fault = |(what, hint)| SetupError::Contradiction { folder: folder.to_owned(), what, hint };

@@ -93,16 +93,16 @@ fn columns_of_any_name_are_read_if_the_data_set_names_them() {
         let names: ColumnNames = serde_json::from_value(names).unwrap();
         RowRules { columns: Some(Arc::new(names)), ..RowRules::default() }
     };
-    let texts = [("ask", QUESTION), ("reply", ANSWER), ("prompt", "x"), ("completion", "y")];
+    let texts = [("request", QUESTION), ("reply", ANSWER), ("prompt", "x"), ("completion", "y")];
     let path = parquet(&place, "a.parquet", "picture", &texts);
-    let rules = columns(json!({"prompt": "ask", "response": "reply", "images": "picture"}));
+    let rules = columns(json!({"prompt": "request", "response": "reply", "images": "picture"}));
     let (found, expected) = (encode(&path, rules), plain(&place, Some(QUESTION)));
     assert_eq!((found.input_ids, found.media), (expected.input_ids, expected.media));
     let rules = columns(json!({"response": "reply", "images": "picture"}));
     assert_eq!(encode(&path, rules).input_ids, plain(&place, None).input_ids);
     // an image that is not named keeps its meaning
     let path = parquet(&place, "b.parquet", "image", &texts);
-    let rules = columns(json!({"prompt": "ask", "response": "reply"}));
+    let rules = columns(json!({"prompt": "request", "response": "reply"}));
     assert_eq!(encode(&path, rules).input_ids, plain(&place, Some(QUESTION)).input_ids);
     // turns under another name
     let turns = json!([{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]);

@@ -274,7 +274,7 @@ fn with_stale_index(place: &Place) {
 }
 
 #[test]
-fn a_single_file_of_weights_is_taken_before_an_index_and_the_log_says_so() {
+fn a_single_file_of_weights_is_taken_before_an_index_with_a_warning() {
     let place = place("small-tied");
     let single = tensors(&place, "model/model.safetensors");
     with_stale_index(&place);

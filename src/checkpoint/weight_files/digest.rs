@@ -12,7 +12,7 @@ use std::os::unix::fs::MetadataExt;
 const CHUNK: usize = 16 << 20;
 
 impl WeightFiles {
-    /// SHA-256 of the names, dtypes, shapes and bytes of all tensors, also of those that the model
+    /// SHA-256 of the names, dtypes, shapes and bytes of all tensors, including tensors that the model
     /// does not use. It does not depend on how the tensors are divided among files.
     pub fn digest(&self) -> String {
         let found = self.by_name.iter().filter_map(|(name, _)| Some((name, self.find(name)?)));

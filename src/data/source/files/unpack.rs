@@ -74,7 +74,7 @@ impl Packed<'_> {
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(true);
         let unpacked = options.open(&temporary.0).map_err(failed)?;
-        let _ = unpacked.try_lock(); // shows `remove_leftovers` that the process lives
+        let _ = unpacked.try_lock(); // shows `remove_leftovers` that the process is running
         write(&unpacked, &failed)?;
         // another change of a file that is not settled may leave the same stamp
         if cache.is_some() && is_settled {
@@ -88,7 +88,7 @@ impl Packed<'_> {
     }
 }
 
-/// Removes the temporary files of processes that were killed: nobody has locked them, and they are
+/// Removes the temporary files of processes that were killed: no process has locked them, and they are
 /// older than the time between creating and locking one.
 fn remove_leftovers(folder: &Path) {
     let Ok(entries) = fs::read_dir(folder) else { return };

@@ -38,7 +38,7 @@ impl Turns<'_> {
 
     /// Parses a row with media and the columns of a question and an answer, of an answer alone, or
     /// `texts`, a list of such pairs. Media without placeholders are put in front.
-    pub(super) fn beside_media(
+    pub(super) fn with_media(
         &mut self,
         row: &mut Map<String, Value>,
         columns: &[&'static str],

@@ -132,7 +132,7 @@ impl<'a> RowMedia<'a> {
         part_of(kind)
     }
 
-    /// The index of the listed image that the next placeholder stands for.
+    /// The index of the listed image of the next placeholder.
     pub(super) fn next_image(&self) -> usize {
         self.images.placeholders
     }

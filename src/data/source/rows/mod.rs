@@ -113,7 +113,7 @@ fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sa
         RowForm::PromptCompletion => turns.prompt_and_completion(row)?,
         RowForm::QueryResponse => turns.query_and_response(row)?,
         RowForm::Alpaca => turns.alpaca(row)?,
-        RowForm::BesideMedia(columns) => turns.beside_media(row, columns)?,
+        RowForm::BesideMedia(columns) => turns.with_media(row, columns)?,
         RowForm::Text => {}
     }
     let (mut messages, media) = turns.finish()?;

@@ -1,5 +1,5 @@
 //! Kinds of TIFF files: palettes and grey of 2 and 4 bits, which the decoder does not read itself,
-//! and the names of those that are not supported.
+//! and the names of unsupported ones.
 
 use std::io::{Cursor, Read, Seek};
 
