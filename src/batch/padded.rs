@@ -226,7 +226,7 @@ mod tests {
         assert_eq!(stream.input_ids, batch().input_ids);
         assert_eq!(stream.labels, batch().labels);
         assert_eq!(stream.vision_rows, [3, 6, 8]);
-        assert_eq!(stream.padding, [0..2]);
+        assert_eq!(stream.padding, [Range { start: 0, end: 2 }]);
         assert_eq!((stream.num_tokens, stream.num_samples), (8, 3));
     }
 
@@ -239,7 +239,7 @@ mod tests {
         right.vision_rows[0] = 1;
         let stream = right.clone().keep_padding().unwrap();
         assert_eq!(stream.cu_seqlens.as_slice(), [0, 2, 3, 5, 10]);
-        assert_eq!(stream.padding, [3..5]);
+        assert_eq!(stream.padding, [Range { start: 3, end: 5 }]);
         assert_eq!(right.unpad().unwrap().vision_rows, [1, 4, 6]);
     }
 

@@ -153,6 +153,9 @@ fn json<T: for<'a> Deserialize<'a>>(folder: &Path, name: &str) -> Option<T> {
     serde_json::from_slice(&text).ok()
 }
 
+const THERE: &str = "tokenizer_config.json";
+const HERE: &str = "tokenizer.json";
+
 /// Compares the tokens of `tokenizer.json` with those of the other files.
 fn check_tokens(folder: &Path) -> Result<(), Found> {
     const HINT: &str = "load the tokenizer with transformers and save it with `save_pretrained`, or \
@@ -173,8 +176,6 @@ fn check_tokens(folder: &Path) -> Result<(), Found> {
         let what = format!("{there} has the added token `{token}`{id}, and {not_there} has not");
         Err((what, HINT))
     };
-    const THERE: &str = "tokenizer_config.json";
-    const HERE: &str = "tokenizer.json";
     if let Some(Value::Object(decoder)) = config.get("added_tokens_decoder") {
         for (key, token) in decoder {
             let (name, number) = (text(token).unwrap_or_default(), key.parse().ok());

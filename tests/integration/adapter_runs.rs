@@ -55,8 +55,8 @@ fn ranks_shares_and_recomputation_change_no_bit_of_an_adapter_with_dropout() {
 
 #[test]
 fn the_division_of_a_step_into_micro_batches_drops_the_same_inputs() {
-    let place = place();
     const UNPADDED: &str = "model.use_rmpad=true";
+    let place = place();
     let run = |output: &str, batch_size: &str, steps: &str, padding: &str| {
         let order = ["data.packing=false", "data.shuffle=false", "train.max_steps=3"];
         let more = [&order[..], &[ALL, "data.eval=[]", batch_size, steps, padding]].concat();

@@ -161,7 +161,7 @@ const CASES: [Case; 17] = [
     (
         "small-qwen25vl",
         |place| {
-            place.write("model/processor_config.json", r#"{"chat_template": "{{ messages }}"}"#)
+            place.write("model/processor_config.json", r#"{"chat_template": "{{ messages }}"}"#);
         },
         &["the chat template of processor_config.json differs from that of chat_template.json"],
     ),

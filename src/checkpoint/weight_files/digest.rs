@@ -15,7 +15,7 @@ impl WeightFiles {
     /// SHA-256 of the names, dtypes, shapes and bytes of all tensors, including tensors that the model
     /// does not use. It does not depend on how the tensors are divided among files.
     pub fn digest(&self) -> String {
-        let found = self.by_name.iter().filter_map(|(name, _)| Some((name, self.find(name)?)));
+        let found = self.by_name.keys().filter_map(|name| Some((name, self.find(name)?)));
         let tensors: Vec<(&String, (&Shard, &TensorInfo))> = found.collect();
         let of_chunk = |shard: &Shard, chunk: &[u8]| {
             let digest = Sha256::digest(chunk);
@@ -30,7 +30,9 @@ impl WeightFiles {
         let mut digest = Sha256::new();
         for ((name, (_, info)), chunks) in tensors.iter().zip(chunks) {
             digest.update(format!("{name} {:?} {:?} ", info.dtype, info.shape));
-            chunks.iter().for_each(|chunk| digest.update(chunk));
+            for chunk in chunks {
+                digest.update(chunk);
+            }
         }
         format!("{:x}", digest.finalize())
     }

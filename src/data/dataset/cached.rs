@@ -4,7 +4,7 @@ use super::{DataSet, JsonlRows};
 use crate::batch::{EncodedSample, SampleId};
 use crate::data::{
     CacheError, CacheWork, Encoder, Length, LengthCache, LoaderOptions, MediaLook, MediaStamps,
-    Prefetched, Rejection, RowFile, RowReader, SampleIndex,
+    Prefetched, Rejection, RowFile, RowReader, SampleIndex, TokenCounts,
 };
 use crate::dist::Rank;
 use rayon::prelude::*;
@@ -189,7 +189,7 @@ impl CachedRows {
         match length {
             Ok(tokens) => {
                 let counts = cache.token_counts(row.row as usize, self.rows.encoder());
-                let whole = counts.as_ref().map_or(tokens, |counts| counts.num_tokens());
+                let whole = counts.as_ref().map_or(tokens, TokenCounts::num_tokens);
                 let cut = self.rows.truncation_rule();
                 sum.usable += 1;
                 sum.answers_cut +=

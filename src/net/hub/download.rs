@@ -6,6 +6,7 @@ use super::id::Repo;
 use crate::net::http::{Answer, Client, HttpError, Method, Request, Token, host};
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
+use std::fmt::LowerHex;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::Path;
@@ -83,7 +84,7 @@ impl Access<'_> {
     /// `retries` times.
     pub(super) fn list(&self, retries: u32) -> Result<(String, Vec<String>), HubError> {
         let repo = self.repo.to_string();
-        let text = self.repeated(&repo, retries, || {
+        let text = Self::repeated(&repo, retries, || {
             let answer = self.get(&self.repo.list_path(), 0, &repo)?;
             let answer =
                 self.accepted(answer, &repo, &format!("repository or revision `{repo}`"))?;
@@ -102,7 +103,6 @@ impl Access<'_> {
 
     /// Repeats a request whose answer is used as a whole.
     fn repeated<T>(
-        &self,
         what: &str,
         most: u32,
         request: impl Fn() -> Result<T, HubError>,
@@ -120,7 +120,7 @@ impl Access<'_> {
     pub(super) fn metadata(&self, commit: &str, name: &str) -> Result<Missing, HubError> {
         let url = format!("{}/{}", self.endpoint, self.repo.file_path(commit, name));
         let what = format!("{}/{name}", self.repo.id);
-        let answer = self.repeated(&what, RETRIES, || {
+        let answer = Self::repeated(&what, RETRIES, || {
             let answer = self.send(Method::Head, &url, &what)?;
             match answer.status {
                 300..400 => Ok(answer), // a redirect to the store of large files
@@ -302,7 +302,10 @@ fn check(part: &Path, file: &Missing) -> Result<(), HubError> {
 }
 
 /// The digest of `prefix` and a file, in hexadecimal digits.
-fn digest<D: Digest>(path: &Path, prefix: &str) -> io::Result<String> {
+fn digest<D: Digest>(path: &Path, prefix: &str) -> io::Result<String>
+where
+    sha2::digest::Output<D>: LowerHex,
+{
     let (mut input, mut hasher) = (File::open(path)?, D::new_with_prefix(prefix));
     let mut buffer = vec![0; BUFFER_BYTES];
     loop {
@@ -311,7 +314,7 @@ fn digest<D: Digest>(path: &Path, prefix: &str) -> io::Result<String> {
             count => hasher.update(&buffer[..count]),
         }
     }
-    Ok(hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(format!("{:x}", hasher.finalize()))
 }
 
 /// Parses `{"sha": .., "siblings": [{"rfilename": ..}]}`.

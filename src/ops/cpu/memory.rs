@@ -114,6 +114,9 @@ pub(in crate::ops) fn read_block<'a>(
     tensor: &'a Tensor,
     len: usize,
 ) -> Result<Operand<'a>> {
+    if !matches!(tensor.device(), Device::Cpu) {
+        bail!("{op}: `{name}` is on {:?}, expected the CPU", tensor.device());
+    }
     let (storage, layout) = tensor.storage_and_layout();
     let start = layout.start_offset();
     Ok(Operand { storage, range: start..start + len, op, name })

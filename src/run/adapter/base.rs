@@ -75,6 +75,8 @@ pub(in crate::run) fn read_adapter(open: OpenModel, folder: &Path) -> Result<Ope
         .with_adapter(|specs| Ok(OpenAdapter { quantize, ..OpenAdapter::read(folder, specs)? }))?)
 }
 
+const WEIGHTS: &str = "weights differ from those";
+
 /// Compares the model, which has the digest `digest`, with that of the training of the adapter in
 /// `folder`, and returns that one.
 fn check_base(
@@ -86,7 +88,6 @@ fn check_base(
     let Ok(trained_on) = serde_json::from_value::<BaseModel>(state["base"].clone()) else {
         return Ok(None);
     };
-    const WEIGHTS: &str = "weights differ from those";
     let differs = match &trained_on.contents {
         _ if trained_on.digest != digest => WEIGHTS,
         None => return Ok(Some(trained_on)),

@@ -139,15 +139,12 @@ fn measure(
         DataList::Train => cached_if_possible(config, &rows, observer)?,
         DataList::Eval => None,
     };
-    Ok(match cached {
-        Some(cached) => {
-            let lengths = cached.summaries(&loader_options(config, encoder));
-            Measured { rows, reader: Arc::new(cached), lengths }
-        }
-        None => {
-            let reader = Arc::clone(&rows) as Arc<dyn RowReader>;
-            Measured { rows, reader, lengths: Vec::new() }
-        }
+    Ok(if let Some(cached) = cached {
+        let lengths = cached.summaries(&loader_options(config, encoder));
+        Measured { rows, reader: Arc::new(cached), lengths }
+    } else {
+        let reader = Arc::clone(&rows) as Arc<dyn RowReader>;
+        Measured { rows, reader, lengths: Vec::new() }
     })
 }
 
