@@ -48,6 +48,7 @@ pub(super) enum Reach {
     /// Addresses of the public internet, without a proxy.
     Public,
     /// Like `Public`, and 127.0.0.1; for tests.
+    #[cfg_attr(not(any(test, feature = "hub")), expect(dead_code, reason = "for the client only"))]
     PublicAndTests,
 }
 
