@@ -69,7 +69,7 @@ mod tests {
             ("trainer sft --config a.yaml optim.lr=1e-4", "`--set optim.lr=1e-4`"),
             ("trainer sft --config a.yaml --optim.lr 1e-4", "`--set optim.lr=VALUE`"),
             ("trainer sft --config a.yaml --lora_rank 8", "`--set adapter.rank=VALUE`"),
-            ("trainer sft --config a.yaml --learning-rate=1", "`--set optim.lr=1`"),
+            ("trainer sft --config a.yaml --learning-rate=1", "`--set optim.lr=VALUE`"),
         ] {
             assert_eq!(of(line).as_deref(), Some(expected), "{line}");
         }

@@ -152,9 +152,7 @@ impl Run {
         let checkpointer = checkpointer.claimed(lock.as_ref());
         let found = ranks.find_checkpoint(config, &options.resume, &checkpointer)?;
         let found = found.as_ref();
-        if is_first {
-            announce_memory(config);
-        }
+        is_first.then(|| announce_memory(config));
         let observer = options.observer;
         let (device, algorithms) = open_device(config, &ranks)?;
         let encoder = encoder(config)?;
@@ -205,9 +203,7 @@ impl Run {
         })?;
         let (share, ranks) = ranks.split();
         runner.ranks = watched(ranks, options);
-        if is_first {
-            warn_about_disk(config, Some(total_steps).filter(|steps| *steps != u64::MAX));
-        }
+        is_first.then(|| warn_about_disk(config, total_steps));
         log_start(config, &runner, &rows, &state);
         let loader =
             Loader::start_shared(reader.clone(), order, loader_options, state.data.clone(), share);

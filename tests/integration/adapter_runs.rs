@@ -232,7 +232,11 @@ fn bad_input_is_refused_with_the_key_and_what_to_do() {
         let arguments = ["sft", "--config", &yaml, "--set", setting];
         place.trainer(&arguments).ends_with(64).says(problem).says(hint);
     };
-    refused("adapter={rank: 0}", "`adapter.rank` is `0`", "docs/config.md");
+    refused(
+        "adapter={rank: 0}",
+        "`adapter.rank` is `0`",
+        "hint: change the value, or pass `--set adapter.rank=..`",
+    );
     refused("adapter={alpha: 0}", "`adapter.alpha` is `0`", "a usual value");
     refused("adapter={dropout: 1}", "`adapter.dropout` is `1`", "`docs/config.md` has its default");
     refused("adapter={parts: [projector]}", "`projector` is not a component", "`llm`");

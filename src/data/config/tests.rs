@@ -12,7 +12,7 @@ fn the_defaults_are_those_of_the_contract() {
     config.validate().unwrap();
     assert_eq!(
         serde_json::to_string(&config).unwrap(),
-        r#"{"train":[{"path":"a.jsonl","dataset_info":null,"name":null,"image_root":null,"weight":1.0,"#.to_owned()
+        r#"{"train":[{"path":"a.jsonl","dataset_info":null,"columns":null,"name":null,"image_root":null,"weight":1.0,"#.to_owned()
             + r#""literal_placeholders":false,"corpus":null}],"#
             + r#""eval":[],"mixture":"repeat","stopping_strategy":"all_exhausted","packing":true,"#
             + r#""packing_length":8192,"packing_strategy":"best_fit","packing_window":1000,"#

@@ -267,7 +267,8 @@ impl RowFile {
         for row in 0..checked {
             match self.raw(row).and_then(|raw| RowForm::of(&self.id(row), &raw.object)) {
                 Ok(RowForm::Text) => text = Some(RowForm::Text), // a later row may have an image
-                Ok(form) => return Ok(form),
+                Ok(form) if text.is_none() || form.has_media() => return Ok(form),
+                Ok(_) => {}
                 Err(error) => first = first.or(Some(error)),
             }
         }

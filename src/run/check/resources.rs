@@ -144,8 +144,10 @@ fn num_checkpoints(config: &CheckpointConfig, steps: Option<u64>) -> u64 {
     }
 }
 
-/// Warns if the checkpoints of a run of `steps` steps exceed what is free.
-pub(in crate::run) fn warn_about_disk(config: &RunConfig, steps: Option<u64>) {
+/// Warns if the checkpoints of a run of `steps` steps exceed what is free. `u64::MAX` means that the
+/// number of steps is not known.
+pub(in crate::run) fn warn_about_disk(config: &RunConfig, steps: u64) {
+    let steps = Some(steps).filter(|steps| *steps != u64::MAX);
     let Ok(need) = Need::of(config) else { return }; // loading the model reported the error
     let gib = |bytes: f64| format!("{:.2}", bytes / GIB);
     if let Some([need, free]) = (Need { steps, ..need }).disk_lack(config) {

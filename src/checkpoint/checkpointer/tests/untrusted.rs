@@ -98,7 +98,8 @@ fn files_that_the_manifest_does_not_list_are_not_used() {
     let index = json!({"weight_map": {"wide": "model-evil.safetensors"}});
     overwrite(&newest.join(INDEX), index.to_string().as_bytes());
     assert_same_bits(&WeightFiles::open(&newest).unwrap(), &weights(2));
-    // nor does a listed index name a file that is not listed
+    // nor does a listed index name a file that is not listed, where it is used
+    fs::remove_file(newest.join(SINGLE)).unwrap();
     change_manifest(&newest, |files| files[INDEX] = files[STATE].clone());
     let error = WeightFiles::open(&newest).unwrap_err().to_string();
     assert!(

@@ -88,6 +88,11 @@ impl fmt::Display for RowForm {
 }
 
 impl RowForm {
+    /// Whether every row of this form has images or videos.
+    pub(in crate::data::source) fn has_media(self) -> bool {
+        matches!(self, Self::MessagesWithImages | Self::BesideMedia(_))
+    }
+
     /// Detects the form of a row from its keys.
     pub(in crate::data::source) fn of(
         id: &SampleId,

@@ -13,7 +13,8 @@ fn settings(files: &[(&str, Value)], config: &VideoConfig) -> Result<Settings, S
         "image_std": [0.5, 0.5, 0.5],
     });
     let image = ("preprocessor_config.json", image);
-    for (name, value) in files.iter().chain([&image]) {
+    let model = ("config.json", json!({"model_type": "qwen3_vl"}));
+    for (name, value) in [&model].into_iter().chain(files).chain([&image]) {
         let mut file = std::fs::File::create(folder.path().join(name)).unwrap();
         file.write_all(value.to_string().as_bytes()).unwrap();
     }
