@@ -1,35 +1,44 @@
 #!/usr/bin/env bash
 # Tests on a machine with a GPU. Needs only a checkout with target/cuda/bundle
 # (scripts/cuda/build.sh).
-#   scripts/cuda/gpu_test.sh [DEVICE]
-#   1. every op, forward and backward, on the GPU against its f64 reference: odd sizes, f32 and bf16
-#   2. the model tests (gradients, causality, isolation, packed == padded == alone, recompute)
-#   3. 50 steps in bf16 on the GPU against 50 steps in f32 on the CPU: the losses of the first and of the
-#      last step are within 2 %; the same for an adapter, for an adapter of a model in NF4, and for
-#      AdamW with 8-bit moments
-#   4. a run that is stopped half way and resumed ends with the same bytes as an uninterrupted one
-#   5. 1,000 steps of varying shapes: after step 200, neither GPU memory nor host memory grows
-#   6. ranks: with `distributed.exact: true`, two and four that share the GPU train the same weights as
-#      one; the library NCCL, if it is installed, with one rank; two MPI ranks, if the bundle was built with FEATURES=cuda,mpi
-#   7. every op once more with TRAINER_POISON=1: memory that no kernel has written contains NaN
-#   8. compute-sanitizer, if installed, on the tests of the ops: memcheck for at most two minutes;
-#      racecheck (shared memory), synccheck (barriers) and initcheck (memory that was not written)
-#      for at most one each. SANITIZER_S multiplies these times. With TRAINER_EXACT_SIZES=1, sizes of
-#      allocations are not rounded, so that memcheck sees the end of each tensor.
-# Ends within LIMIT_S (570) seconds; a part that has no time left fails. BUNDLE=folder and OUT=folder
-# set other folders than target/cuda/bundle and target/cuda/test.
-# TINY=1 tests the script on a machine without a GPU: DEVICE is cpu, and the bundle was built with
-# emulated kernels. Few ops, one test of the model and few steps run on them.
+#   scripts/cuda/gpu_test.sh                   all parts
+#   scripts/cuda/gpu_test.sh ops curves        only these
+# Parts, in this order:
+#   ops        every op, forward and backward, against its f64 reference: odd sizes, f32 and bf16. Each
+#              group of tests is a process of its own, because after an illegal access to memory all
+#              later calls of its process fail.
+#   mma        attention once more with the kernels for GPUs other than Hopper
+#   curves     50 steps in bf16 on the GPU against 50 steps in f32 on the CPU: the losses of the first and
+#              of the last step are within 2 %
+#   adapters   the same for an adapter, for an adapter of a model in NF4, and for AdamW with 8-bit moments
+#   laws       tests of the model: gradients, causality, isolation, packed == padded == alone, recompute
+#   resume     a run that is stopped half way and resumed ends with the same bytes as an uninterrupted one
+#   memory     1,000 steps of varying shapes: after step 200, neither GPU memory nor host memory grows
+#   poison     every op once more with TRAINER_POISON=1: memory that no kernel has written contains NaN
+#   ranks      with `distributed.exact: true`, two and four ranks that share the GPU train the same
+#              weights as one; the library NCCL, if it is installed, with one rank; two MPI ranks, if
+#              the bundle was built with FEATURES=cuda,mpi
+#   sanitizers compute-sanitizer, if installed, on the tests of the ops: memcheck for at most two minutes;
+#              racecheck (shared memory), synccheck (barriers) and initcheck (memory that was not
+#              written) for at most one each. SANITIZER_S multiplies these times. With
+#              TRAINER_EXACT_SIZES=1, sizes of allocations are not rounded, so that memcheck sees the
+#              end of each tensor.
+# Ends within LIMIT_S (570) seconds; a part that has no time left fails. DEVICE (cuda:0), BUNDLE
+# (target/cuda/bundle) and OUT (target/cuda/test) can be set.
+# TINY=1 tests the script on a machine without a GPU: the bundle was built with emulated kernels. Few
+# ops, one test of the model and few steps run on them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-limit=${LIMIT_S:-570}
-device=${1:-cuda:0}
+limit=${LIMIT_S:-570} device=${DEVICE:-cuda:0}
 bundle=${BUNDLE:-target/cuda/bundle} out=${OUT:-target/cuda/test}
-steps=50 more_steps=20 ops=(ops::) laws=(laws parity)
+steps=50 more_steps=20 ops='^ops::' laws=(laws parity)
+parts=(ops mma curves adapters laws resume memory poison ranks sanitizers)
 if [ -n "${TINY:-}" ]; then
-  device=cpu steps=4 more_steps=4 ops=(ops::rms_norm ops::swiglu) laws=(frames_and_images_do_not_mix_in_the_vision_encoder)
+  device=cpu steps=4 more_steps=4 ops='^ops::(rms_norm|swiglu)' laws=(frames_and_images_do_not_mix_in_the_vision_encoder)
+  parts=(ops curves adapters laws resume)
   export TRAINER_EMULATE_CUDA=1
 fi
+[ $# -eq 0 ] || parts=("$@")
 [ -d "$bundle" ] || tar -C target/cuda -xJf "$bundle.tar.xz"
 rm -rf "$out"
 mkdir -p "$out"
@@ -54,7 +63,24 @@ part() { # name, command..
 [ "$device" = cpu ] || export TRAINER_TEST_DEVICE=$device
 in_time() { [ "$SECONDS" -lt "$limit" ] && timeout --kill-after 10 $((limit - SECONDS)) "$@"; }
 
-ops() { in_time "$bundle/unit_tests" "${ops[@]}" --test-threads 4; }
+# Runs one group of tests; its output is shown if a test fails.
+group() { # log, group
+  local status=0
+  timeout --kill-after 5 120 "$bundle/unit_tests" "$2::" --test-threads 2 >"$1" 2>&1 || status=$?
+  if [ $status -ne 0 ]; then
+    echo "--- $2 ended with $status"
+    grep -vE '\.\.\. ok$|^$' "$1" | cut -c1-400 | head -n 30
+  fi
+  return $status
+}
+export -f group
+export bundle
+tests_of_ops() { # pattern of the names, folder of the logs
+  mkdir -p "$out/$2"
+  "$bundle/unit_tests" --list 2>/dev/null | sed -n 's/::[^:]*: test$//p' | grep -E "$1" | sort -u >"$out/$2/groups" || return 1
+  in_time xargs -a "$out/$2/groups" -P 8 -I{} bash -c 'group "$0/{}.log" {}' "$out/$2" || return 1
+  grep -h '^test result' "$out/$2"/*.log | awk '{ ok += $4; bad += $6 } END { print ok " tests passed, " bad + 0 " failed"; exit bad > 0 || ok == 0 }'
+}
 laws() { in_time "$bundle/integration_tests" "${laws[@]}" --test-threads 4; }
 
 train() { # name, steps, settings..
@@ -75,7 +101,6 @@ curve() { # name, steps, settings..
     NR == 1 || NR == steps { printf "%s, step %d: %.6f on the CPU, %.6f on the GPU, %.2f %% apart\n", name, NR, $1, $2, 100 * off; if (off > 0.02) bad = 1 }
     END { printf "worst of %d steps: %.2f %%\n", NR, 100 * worst; exit bad || NR != steps }'
 }
-curves() { curve full "$steps"; }
 # The codes of NF4 depend on the precision of the weights that are quantised: bf16 on the CPU too.
 adapters() {
   curve adapter "$more_steps" --set 'adapter={rank: 8, dropout: 0.1}' &&
@@ -118,7 +143,7 @@ peak_memory_bytes 34"
   return $bad
 }
 
-ranks() { in_time "$bundle/integration_tests" ranks::every_number ranks::a_checkpoint gpu_ranks::ranks --test-threads 1; }
+share_the_gpu() { in_time "$bundle/integration_tests" ranks::every_number ranks::a_checkpoint gpu_ranks::ranks --test-threads 1; }
 nccl() { in_time "$bundle/integration_tests" gpu_ranks::nccl --test-threads 1; }
 mpi() {
   local settings=(--set "device=$device" --set model.precision=bf16 --set train.gradient_accumulation_steps=4 --set distributed.exact=true)
@@ -130,8 +155,6 @@ mpi() {
   }
   cmp "$out/rank/final/model.safetensors" "$out/ranks/final/model.safetensors"
 }
-
-poisoned() { TRAINER_POISON=1 in_time "$bundle/unit_tests" "${ops[@]}" --test-threads 4; }
 
 # The tests of long segments take the tools minutes; the kernels are the same at other lengths.
 sanitizer() { # tool, seconds
@@ -149,22 +172,30 @@ sanitizer() { # tool, seconds
 }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
-part "ops against f64 references" ops
-part "model tests" laws
-part "$steps steps, bf16 on the GPU against f32 on the CPU" curves
-part "adapter, NF4 and 8-bit AdamW on the GPU against the CPU" adapters
-part "resume" resume
-if [ -z "${TINY:-}" ]; then
-  part "memory over 1,000 steps" memory
-  part "ranks that share the GPU" ranks
-  if python3 -c 'import ctypes; ctypes.CDLL("libnccl.so.2")' 2>/dev/null; then part "NCCL with one rank" nccl; else echo "libnccl.so.2 is not installed: skipped"; fi
-  if ldd "$bundle/trainer" | grep -q libmpi && command -v mpirun >/dev/null; then part "two MPI ranks" mpi; else echo "no mpirun, or the bundle was built without mpi: skipped"; fi
-  part "ops with poisoned memory" poisoned
-  if command -v compute-sanitizer >/dev/null; then
-    part "memcheck" sanitizer memcheck 120
-    for tool in racecheck synccheck initcheck; do part "$tool" sanitizer "$tool" 60; done
-  else echo "compute-sanitizer is not installed: skipped"; fi
-fi
+for name in "${parts[@]}"; do
+  case $name in
+    ops) part "ops against f64 references" tests_of_ops "$ops" ops ;;
+    mma) TRAINER_HOPPER=0 part "attention without the kernels for Hopper" tests_of_ops '^ops::attention' mma ;;
+    curves) part "$steps steps, bf16 on the GPU against f32 on the CPU" curve full "$steps" ;;
+    adapters) part "adapter, NF4 and 8-bit AdamW on the GPU against the CPU" adapters ;;
+    laws) part "model tests" laws ;;
+    resume) part "resume" resume ;;
+    memory) part "memory over 1,000 steps" memory ;;
+    poison) TRAINER_POISON=1 part "ops with poisoned memory" tests_of_ops "$ops" poison ;;
+    ranks)
+      part "ranks that share the GPU" share_the_gpu
+      if python3 -c 'import ctypes; ctypes.CDLL("libnccl.so.2")' 2>/dev/null; then part "NCCL with one rank" nccl; else echo "libnccl.so.2 is not installed: skipped"; fi
+      if ldd "$bundle/trainer" | grep -q libmpi && command -v mpirun >/dev/null; then part "two MPI ranks" mpi; else echo "no mpirun, or the bundle was built without mpi: skipped"; fi
+      ;;
+    sanitizers)
+      if command -v compute-sanitizer >/dev/null; then
+        part "memcheck" sanitizer memcheck 120
+        for tool in racecheck synccheck initcheck; do part "$tool" sanitizer "$tool" 60; done
+      else echo "compute-sanitizer is not installed: skipped"; fi
+      ;;
+    *) echo "unknown part \`$name\`, expected ${parts[*]}" >&2 && exit 64 ;;
+  esac
+done
 if [ ${#failed[@]} -gt 0 ]; then
   printf 'FAILED: %s\n' "${failed[@]}"
   exit 1
