@@ -24,5 +24,7 @@ RUN cargo build --release --locked --bin trainer --features cuda && strip target
 # container toolkit adds libcuda.so.1 to containers, not to builds.
 FROM nvidia/cuda:13.0.1-runtime-ubuntu22.04
 COPY --from=build /src/target/release/trainer /usr/local/bin/trainer
+# Messages of the program name files of these folders.
+COPY docs /usr/local/share/doc/trainer/docs
 WORKDIR /work
 ENTRYPOINT ["trainer"]

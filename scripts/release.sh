@@ -62,6 +62,9 @@ for shell in bash zsh fish; do
 done
 "$first" man --out "$out/man" 2> /dev/null
 
+# Messages of the program name these files.
+tar -c README.md docs configs scripts/trackers | tar -C "$out" -x
+
 cd "$out"
 find . -type f ! -name SHA256SUMS | sort | xargs sha256sum > SHA256SUMS
 echo "wrote $out"

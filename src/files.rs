@@ -32,13 +32,23 @@ pub fn read_to_string(path: &Path) -> io::Result<String> {
 
 /// Opens a regular file for appending, or creates it.
 pub fn append(path: &Path) -> io::Result<File> {
-    if fs::metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
-        return Err(not_regular());
-    }
+    refuse_others(path)?;
     File::options().create(true).append(true).open(path)
 }
 
-fn not_regular() -> io::Error {
+/// Empties a regular file, or creates it.
+pub fn create(path: &Path) -> io::Result<File> {
+    refuse_others(path)?;
+    File::create(path)
+}
+
+fn refuse_others(path: &Path) -> io::Result<()> {
+    let is_other = fs::metadata(path).is_ok_and(|metadata| !metadata.is_file());
+    if is_other { Err(not_regular()) } else { Ok(()) }
+}
+
+/// The error for a pipe, a device or a folder.
+pub fn not_regular() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")
 }
 
@@ -59,9 +69,12 @@ mod tests {
         make_pipe(&pipe);
         let device = Path::new("/dev/zero");
         for path in [&pipe, device, folder.path()] {
-            for error in
-                [read(path).map(drop), read_to_string(path).map(drop), append(path).map(drop)]
-            {
+            for error in [
+                read(path).map(drop),
+                read_to_string(path).map(drop),
+                append(path).map(drop),
+                create(path).map(drop),
+            ] {
                 let error = error.unwrap_err().to_string();
                 assert_eq!(error, "it is not a regular file", "{}", path.display());
             }

@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 /// Arguments of `cache`.
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  trainer cache --config configs/quickstart.yaml\n  \
-    trainer cache --config configs/quickstart.yaml --set data.image.max_pixels=401408")]
+#[command(after_help = "Example:\n  trainer cache --config config.yaml\n  \
+    trainer cache --config config.yaml --set data.image.max_pixels=401408")]
 pub(super) struct CacheArgs {
     #[command(flatten)]
     config: ConfigArgs,

@@ -14,7 +14,7 @@ use std::io::Write as _;
 
 /// Arguments of `check`.
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  trainer check --config configs/quickstart.yaml\n\n\
+#[command(after_help = "Example:\n  trainer check --config config.yaml\n\n\
     Writes caches of the data and downloads from the Hub, and nothing else. Ends with exit code 65 if \
     the run would stop.")]
 pub(super) struct CheckArgs {

@@ -21,7 +21,7 @@ use std::path::PathBuf;
 
 /// Arguments of `eval`.
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  trainer eval --config configs/quickstart.yaml \
+#[command(after_help = "Example:\n  trainer eval --config config.yaml \
     --checkpoint runs/quickstart/final --per-sample scores.jsonl")]
 pub(super) struct EvalArgs {
     #[command(flatten)]

@@ -31,9 +31,9 @@ use std::sync::Arc;
 
 /// Arguments of `inspect`.
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  trainer inspect --config configs/quickstart.yaml --num 2\n  \
-    trainer inspect --config configs/quickstart.yaml --format jsonl --packs\n  \
-    trainer inspect --config configs/quickstart.yaml --num 20 --html rows.html")]
+#[command(after_help = "Example:\n  trainer inspect --config config.yaml --num 2\n  \
+    trainer inspect --config config.yaml --format jsonl --packs\n  \
+    trainer inspect --config config.yaml --num 20 --html rows.html")]
 pub(super) struct InspectArgs {
     #[command(flatten)]
     config: ConfigArgs,

@@ -26,8 +26,8 @@ const MEMORY: f64 = 80.0 * GIB;
 /// Arguments of `plan`.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  \
-    trainer plan --config configs/quickstart.yaml --calibrate\n  \
-    trainer plan --config configs/qwen3_vl_8b.yaml --gpus 8 --memory 80GiB\n\n\
+    trainer plan --config config.yaml --calibrate\n  \
+    trainer plan --config config.yaml --gpus 8 --memory 80GiB\n\n\
     The packs are those of `data.train`; without data, with `--images` or `--targets`, full packs are \
     assumed. docs/memory.md and docs/distributed.md compare predictions with measured runs.")]
 pub(super) struct PlanArgs {

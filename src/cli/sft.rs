@@ -24,8 +24,8 @@ use std::time::Duration;
 
 /// Arguments of `sft`.
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  trainer sft --config configs/quickstart.yaml\n  \
-    trainer sft --config configs/quickstart.yaml --set optim.lr=5e-4 --resume never")]
+#[command(after_help = "Example:\n  trainer sft --config config.yaml\n  \
+    trainer sft --config config.yaml --set optim.lr=5e-4 --resume never")]
 pub(super) struct SftArgs {
     #[command(flatten)]
     config: ConfigArgs,

@@ -13,8 +13,8 @@ use std::num::NonZeroUsize;
 
 /// Arguments of `verify`.
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  trainer verify --config configs/quickstart.yaml\n  \
-    trainer verify --config configs/quickstart.yaml --rows 4 --set model.precision=bf16\n\n\
+#[command(after_help = "Example:\n  trainer verify --config config.yaml\n  \
+    trainer verify --config config.yaml --rows 4 --set model.precision=bf16\n\n\
     The exit code is 0 if all checks pass, and 65 if one fails. docs/verify.md explains the checks.")]
 pub(super) struct VerifyArgs {
     #[command(flatten)]

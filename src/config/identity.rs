@@ -32,14 +32,17 @@ const LATER_DEFAULTS: [&str; 15] = [
     ",\"adafactor\":{\"beta2_decay\":-0.8,\"eps\":[1.1920928955078125e-7,0.001],\"d\":1.0}",
 ];
 
+/// Dotted keys with their values as JSON.
+type Settings = BTreeMap<String, String>;
+
 /// A setting with different values in two configs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
     /// Dotted key, list items by number.
     pub key: String,
-    /// The earlier value as JSON, or `absent`.
+    /// The earlier value as JSON, or `absent`, or `set` for a section.
     pub old: String,
-    /// The present value as JSON, or `absent`.
+    /// The present value as JSON, or `absent`, or `set` for a section.
     pub new: String,
 }
 
@@ -88,22 +91,33 @@ impl RunConfig {
     }
 
     /// The settings in which this config differs from an earlier one, without those that a resumed
-    /// run may change.
+    /// run may change. A section that only one of them has is one change.
     pub fn changes_since(&self, earlier: &Self) -> Vec<Change> {
         let (old, new) = (earlier.deciding().settings(), self.deciding().settings());
         let keys: BTreeSet<&String> = old.keys().chain(new.keys()).collect();
-        let of = |values: &BTreeMap<String, String>, key| {
-            values.get(key).cloned().unwrap_or_else(|| "absent".to_owned())
-        };
-        let changed = keys.into_iter().filter(|key| old.get(*key) != new.get(*key));
-        changed
-            .map(|key| Change { key: key.clone(), old: of(&old, key), new: of(&new, key) })
-            .collect()
+        let mut changes = Vec::new();
+        for key in keys.into_iter().filter(|key| old.get(*key) != new.get(*key)) {
+            let ends = key.match_indices('.').map(|(end, _)| &key[..end]);
+            let section = ends.into_iter().find(|part| lacks(&old, part) || lacks(&new, part));
+            let change = if let Some(section) = section {
+                let of = |values| if lacks(values, section) { "absent" } else { "set" }.to_owned();
+                Change { key: section.to_owned(), old: of(&old), new: of(&new) }
+            } else {
+                let of = |values: &Settings| {
+                    values.get(key).cloned().unwrap_or_else(|| "absent".to_owned())
+                };
+                Change { key: key.clone(), old: of(&old), new: of(&new) }
+            };
+            if changes.last() != Some(&change) {
+                changes.push(change);
+            }
+        }
+        changes
     }
 
     /// All settings: dotted keys with their values as JSON, list items by number.
-    pub fn settings(&self) -> BTreeMap<String, String> {
-        let mut values = BTreeMap::new();
+    fn settings(&self) -> Settings {
+        let mut values = Settings::new();
         let json = serde_json::to_value(self).expect("a config of plain values");
         flatten("", &json, &mut values);
         values
@@ -150,6 +164,14 @@ impl RunConfig {
     }
 }
 
+/// Whether there is no setting in a section, and the section itself has no value.
+fn lacks(settings: &Settings, section: &str) -> bool {
+    let inside = format!("{section}.");
+    let next = settings.range(inside.clone()..).next();
+    settings.get(section).is_none_or(|value| value == "null")
+        && next.is_none_or(|(key, _)| !key.starts_with(&inside))
+}
+
 /// The path without `.` components and repeated separators, so that two spellings of a path are
 /// equal.
 fn tidy(path: &Path) -> PathBuf {
@@ -157,7 +179,7 @@ fn tidy(path: &Path) -> PathBuf {
 }
 
 /// Adds the values under `key` with their dotted keys.
-fn flatten(key: &str, value: &Value, values: &mut BTreeMap<String, String>) {
+fn flatten(key: &str, value: &Value, values: &mut Settings) {
     let dotted =
         |part: &str| if key.is_empty() { part.to_owned() } else { format!("{key}.{part}") };
     match value {
@@ -224,12 +246,12 @@ mod tests {
         let earlier = config(&["optim.lr=1e-3", "seed=7"]);
         let later = config(&["optim.lr=2e-3", "seed=7", "data.workers=3", "adapter={rank: 4}"]);
         let changes = later.changes_since(&earlier);
-        let lr = Change { key: "optim.lr".into(), old: "0.001".into(), new: "0.002".into() };
-        assert!(changes.contains(&lr), "{changes:?}");
-        let rank = changes.iter().find(|change| change.key == "adapter.rank").unwrap();
-        assert_eq!(rank.to_string(), "`adapter.rank` was absent and is 4");
-        let other =
-            |change: &Change| change.key != "optim.lr" && !change.key.starts_with("adapter");
-        assert!(!changes.iter().any(other), "{changes:?}");
+        let texts = |changes: &[Change]| changes.iter().map(Change::to_string).collect::<Vec<_>>();
+        let added = "`adapter` was absent and is set";
+        assert_eq!(texts(&changes), [added, "`optim.lr` was 0.001 and is 0.002"]);
+        let changes = earlier.changes_since(&later);
+        assert_eq!(texts(&changes)[0], "`adapter` was set and is absent");
+        let changes = config(&["adapter={rank: 8}"]).changes_since(&config(&["adapter={rank: 4}"]));
+        assert_eq!(texts(&changes), ["`adapter.rank` was 4 and is 8"]);
     }
 }

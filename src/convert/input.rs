@@ -7,6 +7,7 @@ use super::trainer::Trainer;
 use super::value::{Origin, Setting, Value};
 use crate::config::{Node, NodeValue, parse_tree, read_tree};
 use crate::files;
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -31,12 +32,15 @@ pub(super) fn read(trainer: Trainer, files: &[PathBuf]) -> Result<Input, Convert
             input.script(trainer, file)?;
         }
     }
+    let mut later = HashSet::new();
+    input.settings.reverse();
+    input.settings.retain(|setting| later.insert(setting.key.clone()));
+    input.settings.reverse();
     Ok(input)
 }
 
 impl Input {
     fn add(&mut self, key: String, value: Value, origin: Origin) {
-        self.settings.retain(|setting| setting.key != key);
         self.settings.push(Setting { key, value, origin });
     }
 
@@ -63,9 +67,10 @@ impl Input {
         let NodeValue::Map(entries) = &node.value else { return };
         for entry in entries {
             let key = tables::normal(trainer, &format!("{section}{}", entry.key));
-            let is_section =
+            let has_entries =
                 matches!(&entry.node.value, NodeValue::Map(inner) if !inner.is_empty());
-            if is_section && tables::row_of(trainer, &key).is_none() {
+            let is_known = tables::row_of(trainer, &key).is_some();
+            if has_entries && (!is_known || tables::is_section(trainer, &key)) {
                 self.entries(trainer, &format!("{key}."), &entry.node, file);
                 continue;
             }
@@ -80,14 +85,13 @@ impl Input {
             .map_err(|source| ConvertError::Read { path: path.to_owned(), source })?;
         let file: Arc<str> = path.display().to_string().into();
         let (mut found, mut arguments) = (None, Command::default());
-        for command in commands(&text) {
+        let is_argument = |words: &[Word]| words[0].text.starts_with("--");
+        let is_wanted = |words: &[Word]| launch(trainer, words).is_some() || is_argument(words);
+        for command in commands(&text, is_wanted) {
             match launch(trainer, &command.words) {
                 Some(start) if found.is_none() => found = Some((command, start)),
                 Some(_) => return Err(ConvertError::TwoCommands { path: path.to_owned() }),
-                None if command.words[0].text.starts_with("--") => {
-                    arguments.words.extend(command.words); // a file with one argument a line
-                }
-                None => {}
+                None => arguments.words.extend(command.words), // a file with one argument a line
             }
         }
         let found =

@@ -21,7 +21,7 @@ pub(super) enum Rule {
     Drop(&'static str),
     /// Refused for this reason, unless its value switches it off.
     Refuse(&'static str),
-    /// Dropped if it has one of these values; refused otherwise, for this reason.
+    /// Dropped if it has one of these values, refused otherwise; the reason says what happens here.
     Only(&'static [&'static str], &'static str),
     /// Dropped if all parameters are trained or if it is off; refused otherwise, for this reason.
     Adapter(&'static str),
@@ -93,6 +93,7 @@ pub(super) enum Role {
     NeatPacking,
     NoRecompute,
     Nodes,
+    Optimizer,
     OutputDir,
     Packing,
     PackingLength,
@@ -111,6 +112,7 @@ pub(super) enum Role {
     Schedule,
     ScheduleArgs,
     SequenceParallel,
+    Shard,
     Stopping,
     Strict,
     TensorParallel,

@@ -22,19 +22,30 @@ pub(super) struct Command {
     pub(super) words: Vec<Word>,
 }
 
-/// Splits `text` into commands; commands that only assign variables are left out.
-pub(super) fn commands(text: &str) -> Vec<Command> {
+/// Maximum number of bytes that the variables of a script are replaced by in total: variables that
+/// contain each other twice would double with every line.
+const MAX_EXPANDED: usize = 16 << 20;
+
+/// Splits `text` into commands, and returns those with words that are wanted.
+pub(super) fn commands(
+    text: &str,
+    is_wanted: impl Fn(&[Word]) -> bool,
+) -> impl Iterator<Item = Command> {
     let mut reader = Reader {
         chars: text.chars().peekable(),
         line: 1,
         variables: HashMap::new(),
         exported: Vec::new(),
+        room: MAX_EXPANDED,
     };
-    let mut commands = Vec::new();
-    while let Some(words) = reader.words() {
-        commands.extend(reader.command(words));
-    }
-    commands
+    std::iter::from_fn(move || {
+        loop {
+            let words = reader.words()?;
+            if let Some(command) = reader.command(words, &is_wanted) {
+                return Some(command);
+            }
+        }
+    })
 }
 
 struct Reader<'a> {
@@ -42,6 +53,8 @@ struct Reader<'a> {
     line: usize,
     variables: HashMap<String, Word>,
     exported: Vec<(String, Word)>,
+    /// Number of bytes that variables may still be replaced by.
+    room: usize,
 }
 
 impl Reader<'_> {
@@ -153,17 +166,22 @@ impl Reader<'_> {
             None => (name.as_str(), None),
         };
         match (self.variables.get(name), default) {
-            (Some(value), _) => {
+            (Some(value), _) if value.text.len() <= self.room => {
+                self.room -= value.text.len();
                 word.text.push_str(&value.text);
                 word.unknown = word.unknown.take().or_else(|| value.unknown.clone());
             }
             (None, Some(default)) => word.text.push_str(default),
-            (None, None) => word.unknown = Some(format!("${name}")),
+            _ => word.unknown = Some(format!("${name}")),
         }
     }
 
     /// Separates assignments from the words of a command, and stores them.
-    fn command(&mut self, words: Vec<Word>) -> Option<Command> {
+    fn command(
+        &mut self,
+        words: Vec<Word>,
+        is_wanted: impl Fn(&[Word]) -> bool,
+    ) -> Option<Command> {
         let mut words = words.into_iter().peekable();
         let exports = words.next_if(|word| word.text == "export").is_some();
         let mut assigned = Vec::new();
@@ -174,6 +192,9 @@ impl Reader<'_> {
         }
         let words: Vec<Word> = words.collect();
         if !words.is_empty() && !exports {
+            if !is_wanted(&words) {
+                return None;
+            }
             let env = self.exported.iter().cloned().chain(assigned).collect();
             return Some(Command { env, words });
         }
@@ -210,7 +231,7 @@ mod tests {
         let script = "#!/bin/bash\nset -e\nMODEL=Qwen/Qwen3-VL-4B-Instruct\nexport FPS=1\n\
             MAX_PIXELS=1003520 \\\nNPROC_PER_NODE=2 \\\nswift sft \\\n  --model \"$MODEL\" \\\n  \
             --args '{\"a\": 1}' --dir out/${NAME:-run} # a comment\n  > log 2>&1 &\nnext $UNSET\n";
-        let found = commands(script);
+        let found = commands(script, |_| true).collect::<Vec<_>>();
         assert_eq!(found.len(), 3, "{found:?}");
         let swift = &found[1];
         let expected = ["swift", "sft", "--model", "Qwen/Qwen3-VL-4B-Instruct", "--args"];
@@ -224,7 +245,8 @@ mod tests {
 
     #[test]
     fn a_word_may_have_quotes_and_escapes_inside() {
-        let found = commands(r#"a b"c d"e 'f $g' \$h "\"" "" -x=1; i && j 2>&1 | k"#);
+        let found = commands(r#"a b"c d"e 'f $g' \$h "\"" "" -x=1; i && j 2>&1 | k"#, |_| true)
+            .collect::<Vec<_>>();
         assert_eq!(texts(&found[0]), ["a", "bc de", "f $g", "$h", "\"", "", "-x=1"]);
         assert_eq!(found.len(), 4);
         assert_eq!(texts(&found[2]), ["j"]);

@@ -77,7 +77,7 @@ impl Work {
                 let flag = setting.value.flag().map(|flag| flag.to_string());
                 let fits = |value: &&str| *value == text || flag.as_deref() == Some(*value);
                 if setting.value == Value::Null || values.iter().any(fits) {
-                    self.drop(&setting, "the same happens here");
+                    self.drop(&setting, reason);
                 } else {
                     self.refuse(&setting, reason);
                 }

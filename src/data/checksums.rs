@@ -1,6 +1,7 @@
 //! CRC-32 checksums: of the blocks of a cache file, so that damage on the disk is found before its
 //! bytes are used, and of media files, so that another file of the same name is noticed.
 
+use crate::files;
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
@@ -81,7 +82,7 @@ fn sums_of(file: &File) -> io::Result<Vec<u8>> {
 
 /// Writes the checksums of `file` to a new file at `path`.
 pub(in crate::data) fn write_sums(file: &File, path: &Path) -> io::Result<()> {
-    File::create(path)?.write_all(&sums_of(file)?)
+    files::create(path)?.write_all(&sums_of(file)?)
 }
 
 /// Whether `file` has the checksums in the file at `path`.

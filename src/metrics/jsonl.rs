@@ -155,7 +155,7 @@ fn copy_rows(
     path: &Path,
     keep: impl Fn(&Value) -> bool,
 ) -> io::Result<usize> {
-    let (mut old, mut new) = (BufReader::new(old), BufWriter::new(File::create(new)?));
+    let (mut old, mut new) = (BufReader::new(old), BufWriter::new(files::create(new)?));
     let (mut line, mut number, mut num_dropped) = (Vec::new(), 0, 0);
     while old.read_until(b'\n', &mut line)? > 0 {
         number += 1;

@@ -7,6 +7,7 @@
 //! ```
 
 use super::http::{Answer, Client, HttpError, Limits, Method, Reach, Request, host};
+use crate::files;
 use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -187,7 +188,7 @@ fn store(path: &Path, bytes: &[u8]) -> Result<(), UrlError> {
     let temporary = path.with_extension(format!("{}-{number}.tmp", std::process::id()));
     let write = || {
         fs::create_dir_all(path.parent().unwrap_or(path))?;
-        File::create(&temporary)?.write_all(bytes)?;
+        files::create(&temporary)?.write_all(bytes)?;
         fs::rename(&temporary, path)
     };
     write().map_err(|source| {

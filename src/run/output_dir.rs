@@ -5,9 +5,27 @@ use super::observer::SetupObserver;
 use super::temporary::remove_left;
 use crate::checkpoint::{Checkpointer, Found, write_atomically};
 use crate::config::{RunConfig, to_yaml};
+use crate::files;
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
+
+/// The files and folders of a run.
+const FILES: [&str; 13] = [
+    "config.yaml",
+    "metrics.jsonl",
+    "eval.jsonl",
+    "predictions.jsonl",
+    "rejects.jsonl",
+    "samples.jsonl",
+    "train.log",
+    "starts.jsonl",
+    "tensorboard",
+    "checkpoints",
+    "final",
+    "best",
+    "report.html",
+];
 
 /// Creates `output_dir` if necessary, and locks it for as long as the returned file is open.
 pub(super) fn claim(output_dir: &Path) -> Result<File, RunError> {
@@ -53,6 +71,12 @@ pub(super) fn take_over(
     observer: &dyn SetupObserver,
 ) -> Result<(), RunError> {
     let output_dir = config.output_dir.as_path();
+    for file in FILES.map(|name| output_dir.join(name)) {
+        let is_other = |found: fs::Metadata| !found.is_file() && !found.is_dir();
+        if fs::metadata(&file).is_ok_and(is_other) {
+            return Err(cannot("write", &file)(files::not_regular()));
+        }
+    }
     remove_empty_asides(output_dir);
     remove_left(output_dir);
     if let Some(found) = found.filter(|found| lies_in(output_dir, found)) {
@@ -131,21 +155,6 @@ fn lies_in(output_dir: &Path, found: &Found) -> bool {
 
 /// Moves the files of an earlier run in `output_dir` to `previous-N`.
 fn set_aside(output_dir: &Path) -> Result<(), RunError> {
-    const FILES: [&str; 13] = [
-        "config.yaml",
-        "metrics.jsonl",
-        "eval.jsonl",
-        "predictions.jsonl",
-        "rejects.jsonl",
-        "samples.jsonl",
-        "train.log",
-        "starts.jsonl",
-        "tensorboard",
-        "checkpoints",
-        "final",
-        "best",
-        "report.html",
-    ];
     let left: Vec<&str> = FILES.into_iter().filter(|name| output_dir.join(name).exists()).collect();
     let metrics = fs::metadata(output_dir.join("metrics.jsonl"));
     let trained = metrics.is_ok_and(|file| file.len() > 0)

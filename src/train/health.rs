@@ -10,6 +10,9 @@ const WINDOW: usize = 64;
 const MIN_STEPS: usize = 20;
 /// Number of first steps whose mean loss is the start of the run.
 const FIRST_STEPS: usize = 10;
+/// The start is at most this many times the first loss: a run may diverge within its first steps,
+/// and their mean would then hide it.
+const MOST_OF_FIRST: f64 = 1.5;
 /// Number of steps after which a loss above its start is a divergence.
 const LONG: u64 = 100;
 
@@ -44,10 +47,10 @@ pub struct Spike {
     pub usual: f64,
 }
 
-/// Mean losses of the first and of the last steps of a run that diverges.
+/// Losses at the start and in the last steps of a run that diverges.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Divergence {
-    /// Mean loss of the first steps.
+    /// Mean loss of the first steps, at most 1.5 times the first loss.
     pub first: f64,
     /// Mean loss of the recent steps.
     pub now: f64,
@@ -101,16 +104,15 @@ impl Health {
         Some(Divergence { first, now, is_new: self.above == LONG })
     }
 
-    /// Mean loss of the first and of the recent steps.
+    /// Loss at the start of the run, and mean loss of the recent steps.
     fn means(&self) -> Option<[f64; 2]> {
         let mean = |values: &mut dyn Iterator<Item = &f32>, count: usize| {
             values.map(|value| f64::from(*value)).sum::<f64>() / count as f64
         };
         (self.losses.len() == WINDOW).then(|| {
-            [
-                mean(&mut self.first.iter(), self.first.len()),
-                mean(&mut self.losses.iter(), self.losses.len()),
-            ]
+            let start = mean(&mut self.first.iter(), self.first.len());
+            let most = MOST_OF_FIRST * f64::from(self.first[0]);
+            [start.min(most), mean(&mut self.losses.iter(), self.losses.len())]
         })
     }
 }
@@ -206,6 +208,16 @@ mod tests {
             health.add(0.1, 1.0);
         }
         assert_eq!(health.divergence(), None);
+    }
+
+    #[test]
+    fn a_run_that_diverges_within_its_first_steps_is_noticed() {
+        let mut health = Health::default();
+        let losses = [2.0, 3.0, 9.0, 30.0].into_iter().chain(std::iter::repeat(9.0));
+        for loss in losses.take(WINDOW + LONG as usize) {
+            health.add(loss, 1.0);
+        }
+        assert_eq!(health.divergence().unwrap().first, 3.0);
     }
 
     #[test]

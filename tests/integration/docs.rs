@@ -120,6 +120,33 @@ fn every_example_row_is_read() {
     }
 }
 
+/// Whoever has a release has the files that messages of the program name.
+#[test]
+fn every_file_that_a_message_names_is_in_a_release() {
+    let script = text("scripts/release.sh");
+    let packed = script.lines().find_map(|line| line.strip_prefix("tar -c ")).unwrap();
+    let packed: Vec<&str> = packed.split(" | ").next().unwrap().split(' ').collect();
+    let mut sources = Vec::new();
+    files(&root().join("src"), ".rs", &mut sources);
+    let mut named = 0;
+    for path in sources.iter().filter(|path| !path.to_str().unwrap().contains("test")) {
+        let source = fs::read_to_string(path).unwrap();
+        let product = source.split("#[cfg(test)]\nmod tests {").next().unwrap();
+        for line in product.lines().filter(|line| !line.trim_start().starts_with("//")) {
+            let words = line.split(|c: char| !c.is_alphanumeric() && !"/._-".contains(c));
+            for word in words.filter(|word| {
+                ["docs/", "configs/", "scripts/"].iter().any(|folder| word.starts_with(folder))
+            }) {
+                let is_packed = packed.iter().any(|part| Path::new(word).starts_with(part));
+                let exists = root().join(word.trim_end_matches('.')).exists();
+                assert!(is_packed && exists, "{}: a release has no `{word}`", path.display());
+                named += 1;
+            }
+        }
+    }
+    assert!(named > 5, "{named}");
+}
+
 /// The texts that a function `reason` of the source can return.
 fn reasons(source: &str) -> impl Iterator<Item = &str> {
     let body =

@@ -195,11 +195,11 @@ fn numbers(value: &Value) -> Vec<f64> {
 
 /// The first steps of a curve, which most layouts run. All layouts run all steps with
 /// `TRAINER_LONG_TESTS=1`.
-const FIRST_STEPS: usize = 3;
+const FIRST_STEPS: usize = 2;
 
 impl Variant {
-    /// Number of steps of a curve of `steps` steps: all for samples without padding in one
-    /// micro-batch, alone or packed.
+    /// Number of steps of a curve of `steps` steps: all for samples without padding, each alone or
+    /// packed, in one micro-batch.
     fn steps(self, steps: usize) -> usize {
         let without_padding = self.use_rmpad && self.attention == AttentionChoice::Flash;
         let one_pass = self.micro_batches == 1 && self.recompute == RecomputeChoice::None;

@@ -29,8 +29,8 @@ use table::Table;
 #[expect(clippy::struct_excessive_bools, reason = "switches of a command line")]
 #[command(after_help = "Example:\n  trainer bench --ops\n  \
     trainer bench --ops --device cuda:0\n  \
-    trainer bench --step --config configs/quickstart.yaml --steps 20\n  \
-    trainer bench --data --config configs/quickstart.yaml --json\n  \
+    trainer bench --step --config config.yaml --steps 20\n  \
+    trainer bench --data --config config.yaml --json\n  \
     trainer bench --tune algorithms.json --config config.yaml")]
 pub(super) struct BenchArgs {
     /// Time each op at a few sizes, relative to the measured peaks of this machine (the default)
@@ -78,7 +78,7 @@ pub(super) fn run(args: &BenchArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = || -> anyhow::Result<_> {
         let file = args.config.clone().ok_or_else(|| {
             Failure::new(Exit::Usage, "`--step`, `--data` and `--tune` need a config")
-                .hint("add `--config configs/quickstart.yaml`, or use `--ops`")
+                .hint("add `--config config.yaml`, or use `--ops`")
         })?;
         ConfigArgs { config: file, overrides: args.overrides.clone() }.load(logging)
     };

@@ -80,6 +80,8 @@ fn reading(work: &mut Work) {
                 let scale = scale.to_owned();
                 work.write_from("data.loss_scale", &scale, &setting);
             }
+            // a `<think>` of the prompt is never supervised here
+            Some("ignore_think_prefix") => work.write_from("data.loss_scale", "default", &setting),
             _ => work.refuse(&setting, "write the weights into the rows (docs/data-format.md)"),
         }
     }

@@ -48,10 +48,13 @@ fn pack(work: &mut Work, longest: Option<(u64, Setting)>) {
     }
     let Some(setting) = work.take(Role::PackingStrategy) else { return };
     let ours = match setting.value.text().unwrap_or_default() {
-        "binpack" | "knapsack" | "best_fit" => "best_fit",
+        "binpack" | "knapsack" | "best_fit" | "balanced" => "best_fit",
         // lmms-engine's first_fit only fills the newest pack
         "sequential" | "first_fit" => "sequential",
-        _ => return work.refuse(&setting, "expected `binpack`, `sequential` or `first_fit`"),
+        _ => return work.refuse(
+            &setting,
+            "expected `binpack`, `knapsack`, `best_fit`, `balanced`, `sequential` or `first_fit`",
+        ),
     };
     work.write_from("data.packing_strategy", ours, &setting);
 }

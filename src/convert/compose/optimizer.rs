@@ -2,6 +2,7 @@
 
 use super::adapter::Tuning;
 use crate::convert::rule::Role;
+use crate::convert::tables::transformers::SHARD;
 use crate::convert::trainer::Trainer;
 use crate::convert::value::{Setting, Value};
 use crate::convert::work::Work;
@@ -27,8 +28,51 @@ pub(super) fn optimizer(work: &mut Work, tuning: Tuning) {
         let comment = format!("{}, {}", work.from(&a), work.from(&b));
         work.write("optim.betas", &format!("[{first}, {second}]"), &comment);
     }
+    let is_8bit = kind(work);
+    shard(work, is_8bit);
     let is_constant = schedule(work, lr.map(|(lr, _)| lr));
     warm_up(work, is_constant);
+}
+
+/// Writes `optim.kind`. Returns whether the moments have 8 bits.
+fn kind(work: &mut Work) -> bool {
+    let Some(setting) = work.take(Role::Optimizer) else { return false };
+    match setting.value.text().unwrap_or_default() {
+        "adamw_8bit" | "adamw_bnb_8bit" | "paged_adamw_8bit" => {
+            work.write_from("optim.kind", "adamw_8bit", &setting);
+            return true;
+        }
+        "adamw" | "adamw_torch" | "adamw_torch_fused" | "adamw_torch_xla" | "adamw_hf"
+        | "adamw_apex_fused" | "adamw_anyprecision" => {
+            work.drop(&setting, "AdamW with moments in f32 is the default here");
+        }
+        _ => work
+            .refuse(&setting, "set `optim.kind` to `adamw`, `adamw_8bit`, `muon` or `adafactor`"),
+    }
+    false
+}
+
+/// Writes `distributed.shard` from a stage of ZeRO or FSDP.
+fn shard(work: &mut Work, is_8bit: bool) {
+    let Some(setting) = work.take(Role::Shard) else { return };
+    let text = setting.value.to_string().to_ascii_lowercase();
+    let stages: [(&str, &[&str]); 3] = [
+        ("full", &["zero3", "z3", "full_shard"]),
+        ("gradients", &["zero2", "z2", "shard_grad_op"]),
+        ("optimizer", &["zero1", "z1"]),
+    ];
+    let ours = match &setting.value {
+        Value::Text(_) if setting.value.flag() == Some(true) => Some("full"),
+        Value::Text(_) => stages
+            .iter()
+            .find(|(_, names)| names.iter().any(|name| text.contains(name)))
+            .map(|(ours, _)| *ours),
+        _ => (1..=3).find(|n| text.contains(&format!("stage: {n}"))).map(|n| stages[3 - n].0),
+    };
+    match ours {
+        Some(ours) if !is_8bit => work.write_from("distributed.shard", ours, &setting),
+        _ => work.drop(&setting, SHARD),
+    }
 }
 
 fn multipliers(work: &mut Work, lr: Option<f64>) {

@@ -44,7 +44,7 @@ fn trackers(work: &mut Work) {
     } else if names.contains(&"wandb") {
         work.drop(&setting, "scripts/trackers/to_wandb.py sends the logs of a finished run");
     } else if names.iter().all(|name| *name == "none") {
-        work.drop(&setting, "the same happens here");
+        work.drop(&setting, "no tracker is the default here too");
     } else {
         work.drop(&setting, "every step is in `metrics.jsonl`; the only tracker is `tensorboard`");
     }

@@ -1,6 +1,6 @@
 //! Settings of LLaMA-Factory, with its defaults; environment variables in capitals.
 
-use super::transformers::DEVICES;
+use super::transformers::{AUX_LOSS, DEVICES};
 use crate::convert::rule::Kind::{Count, Not, Number};
 use crate::convert::rule::Rule::{Adapter, Copy, Drop, Is, Only, Refuse};
 use crate::convert::rule::{Role, Row, row};
@@ -42,7 +42,7 @@ pub(super) const ROWS: &[Row] = &[
     row("rope_scaling", "", Refuse("set it in `config.json` of the model folder")),
     row("shift_attn", "", Refuse("the model's own attention is used")),
     row("mixture_of_depths", "", Refuse("the model's own layers are used")),
-    row("moe_aux_loss_coef", "", Copy(Number)),
+    row("moe_aux_loss_coef", "", Refuse(AUX_LOSS)),
     row("flash_attn", "", Is(Role::Attention)),
     row("use_unsloth", "", Drop(KERNEL)),
     row("use_unsloth_gc", "", Drop("`model.recompute` is exact and needs no offload")),

@@ -1,6 +1,5 @@
 //! Settings of lmms-engine, with its defaults.
 
-use super::transformers::SHARD;
 use crate::convert::rule::Kind::{Count, Flag, Number};
 use crate::convert::rule::Rule::{Copy, Drop, Is, Only, Refuse};
 use crate::convert::rule::{Role, Row, row};
@@ -60,6 +59,11 @@ pub(super) const ROWS: &[Row] = &[
         Drop("set `data.workers` for the threads that read rows"),
     ),
     row("dataset_config.max_length", "", Is(Role::MaxLength)),
+    row(
+        "dataset_config.extra_kwargs.packing_kwargs",
+        "",
+        Drop("packs are planned from the lengths of all rows, not in a number of open packs"),
+    ),
     row("dataset_config.extra_kwargs", "", Refuse(EXTRA)),
     // chats, images and videos
     row(
@@ -90,7 +94,7 @@ pub(super) const ROWS: &[Row] = &[
     // the run
     row("trainer_args.max_train_steps", "", Refuse("use `max_steps`")),
     row("trainer_args.use_muon", "", Refuse("set `optim.kind: muon`")),
-    row("trainer_args.fsdp2", "", Drop(SHARD)),
+    row("trainer_args.fsdp2", "", Is(Role::Shard)),
     row("trainer_args.reduce_dtype", "", Drop("gradients are summed in f32")),
     row(
         "trainer_args.output_dtype",
@@ -109,6 +113,12 @@ pub(super) const ROWS: &[Row] = &[
     row("trainer_args.profiler_config", "", Drop("`trainer bench` measures a step")),
     row("trainer_args.enable_cuda_event_profiler", "", Drop("`trainer bench` measures a step")),
     row("trainer_args.cuda_event_profiler_config", "", Drop("`trainer bench` measures a step")),
+    row(
+        "trainer_args.enable_memory_snapshot",
+        "",
+        Drop("`metrics.jsonl` has the peak of the memory"),
+    ),
+    row("trainer_args.carbon_intensity", "", Drop("the energy of a run is not measured")),
     row("trainer_args.ema_enabled", "", Refuse(EMA)),
     row("trainer_args.ema_decay", "", Drop(EMA_OFF)),
     row("trainer_args.ema_update_every", "", Drop(EMA_OFF)),

@@ -3,7 +3,7 @@
 mod llama_factory;
 mod lmms_engine;
 mod swift;
-mod transformers;
+pub(super) mod transformers;
 
 use super::rule::Row;
 use super::trainer::Trainer;
@@ -26,13 +26,23 @@ fn section(trainer: Trainer) -> &'static str {
 
 /// The key as it stands in the tables: two spellings of one key become one.
 pub(super) fn normal(trainer: Trainer, key: &str) -> String {
-    let key = if trainer == Trainer::LmmsEngine { key.to_owned() } else { key.replace('-', "_") };
-    match key.strip_prefix("processor_config.") {
-        Some(rest) if trainer == Trainer::LmmsEngine => {
-            format!("dataset_config.processor_config.{rest}")
-        }
-        _ => key,
+    if trainer != Trainer::LmmsEngine {
+        return key.replace('-', "_");
     }
+    if let Some(rest) = key.strip_prefix("processor_config.") {
+        return format!("dataset_config.processor_config.{rest}");
+    }
+    // older configs of lmms-engine have the keys of `trainer_args` at the top
+    let of_trainer = format!("{}{key}", section(trainer));
+    let is_flat = row_of(trainer, key).is_none() && row_of(trainer, &of_trainer).is_some();
+    if is_flat { of_trainer } else { key.to_owned() }
+}
+
+/// Whether the tables have rows for keys inside of this one.
+pub(super) fn is_section(trainer: Trainer, key: &str) -> bool {
+    own(trainer)
+        .iter()
+        .any(|row| row.key.strip_prefix(key).is_some_and(|rest| rest.starts_with('.')))
 }
 
 /// The row of a setting; `None` if the trainer has no such setting.

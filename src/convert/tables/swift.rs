@@ -1,6 +1,6 @@
 //! Settings of ms-swift, with its defaults; environment variables in capitals.
 
-use super::transformers::DEVICES;
+use super::transformers::{AUX_LOSS, DEVICES};
 use crate::convert::rule::Kind::{Count, Flag, Number};
 use crate::convert::rule::Rule::{Adapter, Copy, Drop, Is, Only, Refuse};
 use crate::convert::rule::{Role, Row, row};
@@ -210,7 +210,8 @@ pub(super) const ROWS: &[Row] = &[
     row("logging_steps", "5", Is(Role::LogSteps)),
     row("eval_strategy", "", Is(Role::EvalStrategy)),
     row("use_logits_to_keep", "", Drop(KERNEL)),
-    row("router_aux_loss_coef", "", Copy(Number)),
+    row("router_aux_loss_coef", "", Refuse(AUX_LOSS)),
+    row("dataloader_multiprocessing_context", "", Drop("rows are read by threads")),
     row("create_checkpoint_symlink", "", Drop("`final` and `checkpoints/` have fixed names")),
     row("save_last_ckpt", "", Drop("the last step is always saved")),
     row("load_args", "", Drop("the config is in one file")),

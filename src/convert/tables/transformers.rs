@@ -7,9 +7,12 @@ use crate::convert::rule::{Role, Row, row};
 
 /// Also for the other tables.
 pub(super) const DEVICES: &str = "the launcher and the section `distributed` decide on the ranks";
-/// Also for the other tables.
-pub(super) const SHARD: &str =
+/// Also for the other tables and `compose`.
+pub(in crate::convert) const SHARD: &str =
     "set `distributed.shard` to `optimizer`, `gradients` or `full` if several ranks train";
+/// Also for the other tables.
+pub(super) const AUX_LOSS: &str = "only a CPU computes the auxiliary loss of the routers: remove it, or \
+     train on a CPU with `model.aux_loss`";
 const LOADER: &str = "a detail of PyTorch's data loader";
 const LOG: &str = "the log and `metrics.jsonl` are always written";
 const TRACKER: &str = "a setting of a tracker; the logs are in `output_dir`";
@@ -46,11 +49,7 @@ pub(super) const ROWS: &[Row] = &[
     row("lr_scheduler_kwargs", "", Is(Role::ScheduleArgs)),
     row("warmup_ratio", "", Is(Role::WarmupRatio)),
     row("warmup_steps", "", Is(Role::WarmupSteps)),
-    row(
-        "optim",
-        "",
-        Only(ADAMW, "set `optim.kind` to `adamw`, `adamw_8bit`, `muon` or `adafactor`"),
-    ),
+    row("optim", "", Is(Role::Optimizer)),
     row("optim_args", "", Refuse("the optimizers here have the keys of `optim`")),
     row("optim_target_modules", "", Refuse("GaLore and APOLLO are not supported")),
     row("adafactor", "", Refuse("for little memory set `optim.kind: adamw_8bit`")),
@@ -143,8 +142,8 @@ pub(super) const ROWS: &[Row] = &[
     row("remove_unused_columns", "", Drop(LOADER)),
     row("accelerator_config", "", Drop(ENGINE)),
     row("parallelism_config", "", Drop(DEVICES)),
-    row("deepspeed", "", Drop(SHARD)),
-    row("fsdp", "", Drop(SHARD)),
+    row("deepspeed", "", Is(Role::Shard)),
+    row("fsdp", "", Is(Role::Shard)),
     row("fsdp_config", "", Drop(SHARD)),
     row("fsdp_min_num_params", "", Drop(SHARD)),
     row("fsdp_transformer_layer_cls_to_wrap", "", Drop(SHARD)),
@@ -179,15 +178,4 @@ pub(super) const ROWS: &[Row] = &[
     row("hub_private_repo", "", Drop(HUB)),
     row("hub_always_push", "", Drop(HUB)),
     row("hub_revision", "", Drop(HUB)),
-];
-
-/// Names of AdamW in full precision.
-const ADAMW: &[&str] = &[
-    "adamw_torch",
-    "adamw_torch_fused",
-    "adamw_hf",
-    "adamw_apex_fused",
-    "adamw_anyprecision",
-    "adamw_torch_xla",
-    "adamw",
 ];

@@ -28,6 +28,7 @@ use crate::data::checksums::CheckedArrow;
 use crate::data::encode::Encoder;
 use crate::data::source::files::{KnownIndex, RowIndex, Shard};
 use crate::data::source::{RowFile, RowRules, SampleError, Stamp, Trouble};
+use crate::files;
 
 /// Version of the file layout and of the measurement.
 const VERSION: u32 = 6;
@@ -221,7 +222,7 @@ impl Place {
         let waiting = wanted.open(self.sibling(".wanted"));
         let waiting = waiting.and_then(|file| file.lock_shared().map(|()| file));
         let path = self.sibling(".lock");
-        let file = File::create(&path).and_then(|file| file.lock().map(|()| file));
+        let file = files::create(&path).and_then(|file| file.lock().map(|()| file));
         if waiting.is_ok() {
             // Without the file, `is_wanted` is only a failed `open` for each row.
             let _ = fs::remove_file(self.sibling(".wanted"));
@@ -234,7 +235,7 @@ impl Place {
         let folder = self.path.parent().unwrap_or(Path::new("."));
         fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
         let path = self.sibling(".lock");
-        Lock::of(File::create(&path)).map_err(CacheError::write(&path))
+        Lock::of(files::create(&path)).map_err(CacheError::write(&path))
     }
 
     /// Whether another process waits in [`Self::lock`].

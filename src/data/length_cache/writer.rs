@@ -11,6 +11,7 @@ use arrow_ipc::writer::{FileWriter, IpcWriteOptions};
 use super::file::{CacheError, Footer, METADATA, Place};
 use super::rows::{Rows, schema};
 use crate::data::checksums::{SummedFile, checked_bytes, seal_arrow};
+use crate::files;
 
 /// Alignment of buffers in bytes, and offset of the first message after the magic number.
 const ALIGNMENT: usize = 64;
@@ -55,7 +56,7 @@ impl Writer {
         options.read(true).write(true).create(true).truncate(true);
         let file = options.open(&temporary).map_err(CacheError::write(&temporary))?;
         let sums = sums_of(&temporary);
-        let sums = File::create(&sums).map_err(CacheError::write(&sums))?;
+        let sums = files::create(&sums).map_err(CacheError::write(&sums))?;
         let file = BufWriter::with_capacity(1 << 20, SummedFile::new(file, sums));
         let format = || {
             let options = IpcWriteOptions::try_new(ALIGNMENT, false, MetadataVersion::V5)?;

@@ -78,6 +78,10 @@ impl SourceError {
     /// Returns the fix that the error message suggests; `None` if the message alone is enough.
     pub fn hint(&self) -> Option<String> {
         match self {
+            Self::Read { path, .. } if path.to_string_lossy().contains(":/") => Some(
+                "data sets are read from files: download it, or write `hf://datasets/OWNER/NAME/FILE` for a data set of the Hugging Face Hub"
+                    .to_owned(),
+            ),
             Self::Read { .. } => Some(
                 "paths in `data` must point to files or folders, relative to the folder in which the command runs"
                     .to_owned(),

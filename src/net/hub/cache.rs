@@ -11,6 +11,7 @@
 
 use super::error::HubError;
 use super::id::{Repo, is_commit, is_relative};
+use crate::files;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -127,7 +128,7 @@ fn link(_target: &Path, _path: &Path) -> io::Result<()> {
 fn replace(path: &Path, bytes: &[u8]) -> Result<(), HubError> {
     create_parent(path)?;
     let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
-    let written = File::create(&temporary).and_then(|mut file| file.write_all(bytes));
+    let written = files::create(&temporary).and_then(|mut file| file.write_all(bytes));
     written.and_then(|()| fs::rename(&temporary, path)).map_err(HubError::write(path))
 }
 

@@ -3,6 +3,7 @@
 use super::cache::{RepoCache, is_etag};
 use super::error::HubError;
 use super::id::Repo;
+use crate::files;
 use crate::net::http::{Answer, Client, HttpError, Method, Request, Token, host};
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
@@ -176,7 +177,7 @@ impl Access<'_> {
         file: &Missing,
         progress: &dyn Fn(u64),
     ) -> Result<(), HubError> {
-        let opened = File::options().create(true).append(true).open(part);
+        let opened = files::append(part);
         let mut out = opened.map_err(HubError::write(part))?;
         let mut retries = Retries { done: 0, most: RETRIES };
         loop {

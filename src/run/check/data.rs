@@ -167,7 +167,12 @@ fn add_rows(
             }
         };
         let rows = set.len() as u64;
-        report.fact(topic, format!("{file}: {usable} of {rows} rows can be used, {tokens} tokens"));
+        if usable > 0 {
+            report.fact(
+                topic,
+                format!("{file}: {usable} of {rows} rows can be used, {tokens} tokens"),
+            );
+        }
         let num_rejected: u64 = rejected.values().map(|(count, _)| count).sum();
         let is_train = topic == Topic::Train;
         let too_many = num_rejected as f64 > config.data.max_rejected * rows as f64;
