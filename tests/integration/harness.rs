@@ -48,6 +48,19 @@ pub(crate) fn device() -> candle_core::Device {
     DEVICE.clone()
 }
 
+/// Whether all cases of the tests run (`TRAINER_LONG_TESTS=1`, as in `scripts/long.sh`), or some.
+pub(crate) fn is_long() -> bool {
+    std::env::var_os("TRAINER_LONG_TESTS").is_some()
+}
+
+/// The cases that run: all if [`is_long`], otherwise the first, the middle and the last one.
+pub(crate) fn some_of<T: Copy>(all: &[T]) -> Vec<T> {
+    match all {
+        [first, .., last] if !is_long() && all.len() > 3 => vec![*first, all[all.len() / 2], *last],
+        _ => all.to_vec(),
+    }
+}
+
 /// The binary that tests run: that of this build, or `TRAINER_TEST_BINARY`, which `.ci/run` sets to the
 /// one with the default features.
 pub(crate) fn binary() -> String {
@@ -176,13 +189,15 @@ pub(crate) fn finish(command: &mut Command) -> Output {
 
 /// Keys of metrics that differ between equal runs: times and memory. A resumed run does not count its
 /// packs again, so its prediction differs.
-const MEASURED: [&str; 8] = [
+const MEASURED: [&str; 10] = [
     "step_time_s",
     "data_wait_s",
     "save_hold_s",
     "save_s",
     "tokens_per_s",
     "peak_memory_bytes",
+    "peak_device_memory_bytes",
+    "peak_device_reserved_bytes",
     "predicted_memory_bytes",
     "time_s",
 ];

@@ -4,7 +4,7 @@
 //! The expected values are in `tests/golden/{curves,losses_at_init,qwen3_text}.json`; see the README
 //! there for how they were computed.
 
-use crate::harness::device;
+use crate::harness::{device, is_long};
 use candle_core::Device;
 use serde_json::Value;
 use std::fs;
@@ -198,13 +198,17 @@ fn numbers(value: &Value) -> Vec<f64> {
 const FIRST_STEPS: usize = 2;
 
 impl Variant {
-    /// Number of steps of a curve of `steps` steps: all for samples without padding, each alone or
-    /// packed, in one micro-batch.
+    /// Number of steps of a curve of `steps` steps: all for samples without padding, each alone, in
+    /// one micro-batch.
     fn steps(self, steps: usize) -> usize {
+        let is_alone = self.samples_a_row == PLAIN.samples_a_row;
         let without_padding = self.use_rmpad && self.attention == AttentionChoice::Flash;
         let one_pass = self.micro_batches == 1 && self.recompute == RecomputeChoice::None;
-        let all = without_padding && one_pass || std::env::var_os("TRAINER_LONG_TESTS").is_some();
-        if all { steps } else { steps.min(FIRST_STEPS) }
+        if without_padding && one_pass && is_alone || is_long() {
+            steps
+        } else {
+            steps.min(FIRST_STEPS)
+        }
     }
 }
 
@@ -246,11 +250,16 @@ pub(crate) fn assert_all_variants_follow(golden: &Value) {
         Variant { micro_batches: 4, ..PLAIN },
         Variant { recompute: RecomputeChoice::Full, ..PLAIN },
     ];
-    for variant in variants {
+    // Dense masks are on the CPU only.
+    let exist =
+        |variant: &Variant| device().is_cpu() || variant.attention == AttentionChoice::Flash;
+    // A GPU multiplies matrices of other sizes with other kernels, which add in another order.
+    let bound = if device().is_cpu() { 1e-5 } else { 4e-5 };
+    for variant in variants.into_iter().filter(exist) {
         let found = assert_follows(golden, variant);
         for (step, (a, b)) in found.iter().zip(&plain).enumerate() {
             let off = (a.loss - b.loss).abs();
-            assert!(off <= 1e-5, "{variant:?} step {}: {} not {}", step + 1, a.loss, b.loss);
+            assert!(off <= bound, "{variant:?} step {}: {} not {}", step + 1, a.loss, b.loss);
         }
     }
 }
@@ -261,7 +270,8 @@ fn other_optimizers_follow_the_reference() {
     let golden = golden_json("optimizers.json");
     for (name, bound) in [("muon", 1e-5), ("adafactor", 1e-5), ("adamw_8bit", 1e-4)] {
         let loss = numbers(&golden[name]["loss"]);
-        let found = curve_of(&golden[name], PLAIN, Precision::F32, loss.len() as u64);
+        let steps = if is_long() { loss.len() } else { 8 };
+        let found = curve_of(&golden[name], PLAIN, Precision::F32, steps as u64);
         let off = found.iter().zip(&loss).map(|(found, loss)| (found.loss - loss).abs());
         let off: Vec<f64> = off.collect();
         println!("{name}: {off:?}");
