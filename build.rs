@@ -84,6 +84,11 @@ fn compile_for_gpus(out: &Path) {
                 "arch=compute_80,code=compute_80",
             ]
         };
+        // The update of a parameter has the same bits in one part or several, whose elements take
+        // other paths of the kernel: the compiler would join products and sums in one of them only.
+        if stem(&file).starts_with("adamw") {
+            command.arg("-fmad=false");
+        }
         for code in codes {
             command.args(["-gencode", code]);
         }

@@ -75,8 +75,12 @@ fn expect_cpu(op: &str, tensor: &Tensor) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::random;
+    use super::super::testing;
     use super::*;
+
+    fn random(seed: u64, dims: &[usize]) -> Tensor {
+        testing::random(seed, dims).to_device(&Device::Cpu).unwrap()
+    }
 
     const SLOPES: [f32; 5] = [0.5, -1.0, 0.25, 2.0, 0.0];
 

@@ -5,7 +5,11 @@ use super::*;
 use crate::ops::testing::{Tolerance, assert_close, check_within, device, message, random, values};
 use candle_core::D;
 
-const BACKENDS: [&dyn AttentionBackend; 2] = [&Masked, &Flash];
+/// The implementations that the device of the tests has: dense masks are on the CPU only.
+fn backends() -> &'static [&'static dyn AttentionBackend] {
+    if device().is_cpu() { &[&Masked, &Flash] } else { &[&Flash] }
+}
+
 const MASKINGS: [Masking; 2] = [Masking::Causal, Masking::Full];
 
 /// Segments of these lengths under one dense mask.
@@ -101,7 +105,7 @@ fn kernel_names_match_the_device_and_dtype() {
 
 #[test]
 fn both_backends_match_the_reference_for_every_head_shape() {
-    for backend in BACKENDS {
+    for &backend in backends() {
         for masking in MASKINGS {
             for (h, hkv, dh) in [(1, 1, 32), (4, 1, 64), (2, 2, 72), (4, 2, 128), (2, 1, 256)] {
                 check_backend(backend, &[5, 1, 17], (h, hkv, dh), masking);
@@ -112,7 +116,7 @@ fn both_backends_match_the_reference_for_every_head_shape() {
 
 #[test]
 fn both_backends_match_the_reference_across_tile_boundaries() {
-    for backend in BACKENDS {
+    for &backend in backends() {
         for masking in MASKINGS {
             check_backend(backend, &[1, 2, 63, 64, 65], (4, 1, 32), masking);
             check_backend(backend, &[127, 128, 129], (1, 1, 16), masking);
@@ -182,6 +186,13 @@ fn run(
     [o, lse, dq, dk, dv]
 }
 
+/// [`run`] of dense masks on the CPU, with results on the device of the tests.
+fn run_dense(inputs: [&Tensor; 4], segments: &Segments, masking: Masking) -> [Tensor; 5] {
+    let inputs = inputs.map(|x| x.to_device(&Device::Cpu).unwrap());
+    let results = run(&Masked, inputs.each_ref(), segments, masking);
+    results.map(|x| x.to_device(&device()).unwrap())
+}
+
 #[test]
 fn both_backends_agree_on_a_pack_longer_than_one_tile_of_keys() {
     let lengths = [1, 2, 63, 64, 65, 127, 300, 700];
@@ -189,7 +200,7 @@ fn both_backends_agree_on_a_pack_longer_than_one_tile_of_keys() {
     let (q, d_o) = (random(1, &[t, 4, 32]), random(4, &[t, 4, 32]));
     let (k, v) = (random(2, &[t, 1, 32]), random(3, &[t, 1, 32]));
     for masking in MASKINGS {
-        let exact = run(&Masked, [&q, &k, &v, &d_o], segments, masking);
+        let exact = run_dense([&q, &k, &v, &d_o], segments, masking);
         let tiled = run(&Flash, [&q, &k, &v, &d_o], segments, masking);
         for (name, (exact, tiled)) in
             ["o", "lse", "dq", "dk", "dv"].iter().zip(exact.iter().zip(&tiled))
@@ -217,7 +228,7 @@ fn dense_and_tiled(
     let [wide_q, wide_k, wide_v, wide_d_o] =
         [&q, &k, &v, &d_o].map(|x| x.to_dtype(DType::F32).unwrap());
     let segments = &Segments::new(tiling(lengths), tiling(lengths)).unwrap();
-    let dense = run(&Masked, [&wide_q, &wide_k, &wide_v, &wide_d_o], segments, masking);
+    let dense = run_dense([&wide_q, &wide_k, &wide_v, &wide_d_o], segments, masking);
     let tiled = run(&Flash, [&q, &k, &v, &d_o], segments, masking);
     let again = run(&Flash, [&q, &k, &v, &d_o], segments, masking);
     for (tiled, again) in tiled.iter().zip(&again) {
@@ -285,7 +296,7 @@ fn several_dense_masks_give_the_results_of_a_single_one() {
     for masking in MASKINGS {
         let [one, two] = [&[14][..], &[7, 7]].map(|rows| {
             let segments = Segments::new(tiling(&[3, 4, 5, 2]), tiling(rows)).unwrap();
-            run(&Masked, [&q, &k, &v, &d_o], &segments, masking)
+            run_dense([&q, &k, &v, &d_o], &segments, masking)
         });
         for (one, two) in one.iter().zip(&two) {
             assert_close("rows", two, one, Tolerance::F32);
@@ -310,7 +321,7 @@ fn a_token_affects_neither_earlier_positions_nor_other_segments() {
     nudge[changed * 64..(changed + 1) * 64].fill(0.5);
     let nudge = Tensor::from_vec(nudge, (t, 2, 32), &device()).unwrap();
     let (k2, v2) = ((&k + &nudge).unwrap(), (&v + &nudge).unwrap());
-    for backend in BACKENDS {
+    for &backend in backends() {
         for (masking, reached) in [(Masking::Causal, changed..210), (Masking::Full, 70..210)] {
             let before = run(backend, [&q, &k, &v, &d_o], segments, masking);
             let after = run(backend, [&q, &k2, &v2, &d_o], segments, masking);
@@ -335,7 +346,7 @@ fn an_output_gradient_does_not_reach_keys_after_its_token() {
     d_o[140 * 16..141 * 16].fill(1.0); // only the output of token 140 has a gradient
     let d_o = Tensor::from_vec(d_o, (150, 1, 16), &device()).unwrap();
     let segments = &segments(&[150]);
-    for backend in BACKENDS {
+    for &backend in backends() {
         let [_, _, dq, dk, dv] = run(backend, [&q, &k, &v, &d_o], segments, Masking::Causal);
         let zeros = dk.zeros_like().unwrap();
         assert_eq!(differing_tokens(&dq, &zeros), [140], "{}", backend.name());
@@ -371,7 +382,7 @@ fn invalid_boundaries_are_rejected() {
     assert!(error.contains("the mask boundary 2 lies inside a segment"), "{error}");
     let x = random(1, &[4, 1, 8]);
     let qkv = Qkv { q: &x, k: &x, v: &x };
-    for backend in BACKENDS {
+    for &backend in backends() {
         let error = message(backend.forward(qkv, &segments(&[3]), Masking::Causal));
         assert!(error.contains("`cu_seqlens` ends at 3, but `q` has 4 tokens"), "{error}");
     }

@@ -212,9 +212,8 @@ unsafe fn raw_nn(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::testing::{Tolerance, assert_close, random};
+    use crate::ops::testing::{Tolerance, assert_close, device, random};
     use crate::ops::{linear, linear_backward_input, linear_backward_weight};
-    use candle_core::Device;
 
     #[test]
     fn panels_tile_the_rows() {
@@ -238,7 +237,7 @@ mod tests {
         close("y", &linear(&x, &w, None).unwrap(), &linear(&wide_x, &wide_w, None).unwrap());
         let want = linear_backward_input(&wide_dy, &wide_w).unwrap();
         close("dx", &linear_backward_input(&dy, &w).unwrap(), &want);
-        let zeros = || Tensor::zeros((m, k), DType::F32, &Device::Cpu).unwrap();
+        let zeros = || Tensor::zeros((m, k), DType::F32, &device()).unwrap();
         let (got, want) = (zeros(), zeros());
         linear_backward_weight(&x, &dy, &got).unwrap();
         linear_backward_weight(&wide_x, &wide_dy, &want).unwrap();

@@ -10,9 +10,9 @@ use candle_core::{DType, Result, Tensor, bail};
 
 /// Number of rows and columns of a tile, of threads, and of bytes of shared memory of the kernels
 /// for tensor cores: two blocks share a multiprocessor.
-const TILE: [usize; 2] = [64, 128];
+const TILE: [usize; 2] = [128, 128];
 const THREADS: u32 = 128;
-const STAGES: usize = 3 * (64 * 128 + 64 * 256);
+const STAGES: usize = 3 * 2 * 64 * 256;
 /// The same of the plain kernels. They have no dynamic shared memory besides the list of experts.
 const PLAIN_TILE: [usize; 2] = [64, 64];
 const PLAIN_THREADS: u32 = 256;

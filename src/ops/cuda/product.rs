@@ -95,7 +95,8 @@ mod tests {
         (m, n, k): (usize, usize, usize),
         (operands, result): (DType, DType),
         halves: bool,
-    ) -> Result<[[Tensor; 2]; 3]> {
+        cases: usize,
+    ) -> Result<Vec<[Tensor; 2]>> {
         let (a_dims, b_dims) = match transpose {
             Transpose::Nt => ([m, k], [n, k]),
             Transpose::Nn => ([m, k], [k, n]),
@@ -112,12 +113,12 @@ mod tests {
         let a = if halves { Matrix::SecondHalves("a", &wide) } else { Matrix::Whole("a", &a) };
         let addend = random(3, &[m, n]).to_dtype(result)?;
         let bias = random(4, &[n]).to_dtype(result)?;
-        let cases = [
+        let all = [
             (Addend::Nothing, None),
             (Addend::Destination, None),
             (Addend::Residual(&addend), Some(&bias)),
         ];
-        let both = cases.map(|(addend, bias)| {
+        let both = all.into_iter().take(cases).map(|(addend, bias)| {
             let products = [super::super::gemm::run, run].map(|run| -> Result<Tensor> {
                 let dst = random(5, &[m, n]).to_dtype(result)?;
                 let b = Matrix::Whole("b", &b);
@@ -128,8 +129,7 @@ mod tests {
             let [library, kernel] = products;
             Ok::<_, candle_core::Error>([library?, kernel?])
         });
-        let [nothing, destination, residual] = both;
-        Ok([nothing?, destination?, residual?])
+        both.collect()
     }
 
     #[test]
@@ -138,7 +138,7 @@ mod tests {
             (DType::F32, DType::F32, Tolerance::F32),
             (DType::BF16, DType::BF16, Tolerance::BF16),
             (DType::BF16, DType::F32, Tolerance::F32),
-            (DType::U8, DType::F32, Tolerance::F32),
+            (DType::U8, DType::F32, Tolerance::E4M3_SUMS),
         ];
         for transpose in TRANSPOSES {
             for shape in SHAPES {
@@ -150,7 +150,11 @@ mod tests {
                     if is_e4m3 && cfg!(feature = "cuda") && transpose != Transpose::Nt {
                         continue; // cublasLt refuses it
                     }
-                    for [library, kernel] in both(transpose, shape, (operands, result), false)? {
+                    // The library has products of codes without addend and bias only, which is
+                    // how they are used.
+                    let cases = if is_e4m3 && cfg!(feature = "cuda") { 1 } else { 3 };
+                    let found = both(transpose, shape, (operands, result), false, cases)?;
+                    for [library, kernel] in found {
                         let what = format!("{transpose:?} {shape:?} {operands:?} {result:?}");
                         assert_close(&what, &kernel, &library, tolerance);
                     }
@@ -164,7 +168,7 @@ mod tests {
     fn an_operand_may_be_the_second_halves_of_rows() -> Result<()> {
         for transpose in TRANSPOSES {
             let dtypes = (DType::BF16, DType::F32);
-            for [library, kernel] in both(transpose, (34, 66, 20), dtypes, true)? {
+            for [library, kernel] in both(transpose, (34, 66, 20), dtypes, true, 3)? {
                 assert_close(&format!("{transpose:?}"), &kernel, &library, Tolerance::F32);
             }
         }

@@ -2,8 +2,8 @@
 //! frames do not attend to each other in the vision encoder.
 
 use super::{
-    BOTH_BACKENDS, Backend, IMAGE_TOKEN, Image, SHAPES, Shape, Subject, Text, VOCABULARY, Video,
-    Weights, packed, sample, samples,
+    Backend, IMAGE_TOKEN, Image, SHAPES, Shape, Subject, Text, VOCABULARY, Video, Weights,
+    backends, packed, sample, samples,
 };
 use std::ops::Range;
 use trainer::batch::{CuSeqlens, VarlenBatch};
@@ -63,7 +63,7 @@ fn with_other_pixel(batch: &VarlenBatch, media: usize, frame: usize, patch: usiz
 #[test]
 fn a_token_changes_itself_and_the_later_ones_of_its_sample_and_nothing_else() {
     for shape in SHAPES {
-        for backend in BOTH_BACKENDS {
+        for &backend in backends() {
             let subject = Subject::new(&Weights::random(shape, 50), backend);
             let batch = packed(&samples());
             let before = subject.hidden(&batch);
@@ -104,7 +104,7 @@ fn without_boundaries_linear_attention_mixes_samples() {
 
 #[test]
 fn a_position_changes_nothing_before_it_and_no_other_sample() {
-    for backend in BOTH_BACKENDS {
+    for &backend in backends() {
         let subject = Subject::new(&Weights::random(Shape::Tied, 51), backend);
         let batch = packed(&samples());
         let before = subject.hidden(&batch);
@@ -128,7 +128,7 @@ fn a_position_changes_nothing_before_it_and_no_other_sample() {
 #[test]
 fn another_samples_text_and_pixels_change_no_bit() {
     for shape in SHAPES {
-        for backend in BOTH_BACKENDS {
+        for &backend in backends() {
             let subject = Subject::new(&Weights::random(shape, 52), backend);
             let all = samples();
             let batch = packed(&all);
@@ -158,7 +158,7 @@ fn another_samples_text_and_pixels_change_no_bit() {
 #[test]
 fn a_pixel_changes_its_sample_from_the_first_token_of_its_frame() {
     for shape in SHAPES {
-        for backend in BOTH_BACKENDS {
+        for &backend in backends() {
             let subject = Subject::new(&Weights::random(shape, 53), backend);
             let batch = packed(&samples());
             let before = subject.hidden(&batch);
@@ -191,7 +191,7 @@ fn frames_and_images_do_not_mix_in_the_vision_encoder() {
     let clip = sample(60, &[Text(2), Video([2, 4, 2]), Text(1), Image([1, 2, 4]), Text(3)]);
     let still = sample(61, &[Image([3, 2, 2]), Text(2)]);
     let batch = packed(&[clip, still]);
-    for backend in BOTH_BACKENDS {
+    for &backend in backends() {
         let subject = vision_only(backend);
         let before = subject.hidden(&batch);
         let mut frames = frames(&batch).into_iter();
@@ -215,7 +215,7 @@ fn equal_frames_have_equal_features_at_every_position() {
     let frame = clip.media[1].pixel_values.clone();
     clip.media[0].pixel_values = [frame.clone(), frame].concat();
     let batch = packed(&[clip]);
-    for backend in BOTH_BACKENDS {
+    for &backend in backends() {
         let hidden = vision_only(backend).hidden(&batch);
         let [first, second, alone] = frames(&batch).try_into().unwrap();
         assert_eq!(hidden[first], hidden[alone.clone()]);

@@ -2,9 +2,10 @@
 
 use super::oracle::Oracle;
 use super::{
-    BOTH_BACKENDS, Backend, IMAGE_TOKEN, SHAPES, Shape, Subject, Tolerance, Weights, assert_close,
-    assert_each_close, packed, pad, samples, target_weight, weighted, wide,
+    Backend, IMAGE_TOKEN, SHAPES, Shape, Subject, Tolerance, Weights, assert_close,
+    assert_each_close, backends, packed, pad, samples, target_weight, weighted, wide,
 };
+use crate::harness::device;
 use trainer::batch::{Batch, EncodedSample, IGNORE_INDEX, PaddingSide, VarlenBatch};
 use trainer::loss::Targets;
 use trainer::models::RecomputePolicy;
@@ -86,7 +87,7 @@ fn assert_every_layout_is_the_same(all: &[EncodedSample]) {
         let weights = Weights::random(shape, 70);
         let reference = Subject::new(&weights, Backend::Flash);
         let expected = step(&reference, &alone(all));
-        for backend in BOTH_BACKENDS {
+        for &backend in backends() {
             let subject = Subject::new(&weights, backend);
             for (layout, rows) in &rows {
                 for side in [PaddingSide::Left, PaddingSide::Right] {
@@ -131,7 +132,7 @@ fn documents_of_a_window_are_as_if_alone_and_as_under_the_dense_mask() {
     for shape in SHAPES {
         let weights = Weights::random(shape, 77);
         let expected = step(&Subject::new(&weights, Backend::Flash), &alone(&documents));
-        for backend in BOTH_BACKENDS {
+        for &backend in backends() {
             let subject = Subject::new(&weights, backend);
             let rows: [Vec<&[EncodedSample]>; 3] =
                 [vec![&windows], windows.chunks(1).collect(), vec![&windows[..2], &windows[2..]]];
@@ -169,7 +170,7 @@ fn padded_batches_agree_with_the_oracle() {
     let expected = oracle.losses(&batch).unwrap();
     let grads = oracle.gradients(&batch).unwrap();
     let rows: Vec<&[EncodedSample]> = all.chunks(1).collect();
-    for backend in BOTH_BACKENDS {
+    for &backend in backends() {
         let subject = Subject::new(&weights, backend);
         let batch = pad(&rows, 0, PaddingSide::Left).keep_padding().unwrap();
         let found = step(&subject, &[batch]);
@@ -190,7 +191,10 @@ fn the_pad_id_may_be_a_token_of_the_text_or_of_an_image() {
                 .map(|pad_id| step(&subject, &[padding.stream(pad(&rows, pad_id, side))]));
             for other in others {
                 assert_eq!(other.nll, expected.nll, "{side:?}, {padding:?}");
-                assert!(other.grads == expected.grads, "{side:?}, {padding:?}");
+                // A GPU adds the gradients of an id in another order if the id has other rows.
+                let is_same = other.grads == expected.grads;
+                assert!(is_same || !device().is_cpu(), "{side:?}, {padding:?}");
+                assert_same(&subject, "another pad id", &other, &expected);
             }
         }
     }

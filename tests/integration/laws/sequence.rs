@@ -1,8 +1,8 @@
 //! Ranks that compute one micro-batch together, each a part of its tokens, get the results of one rank.
 
 use super::{
-    BOTH_BACKENDS, Backend, Config, Image, Shape, Subject, Text, Tolerance, Video, Weights,
-    assert_each_close, host, packed, sample, samples, wide,
+    Backend, Config, Image, Shape, Subject, Text, Tolerance, Video, Weights, assert_each_close,
+    backends, host, packed, sample, samples, wide,
 };
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -110,7 +110,7 @@ fn four_heads_of(shape: Shape, seed: u64) -> Weights {
 #[test]
 fn ranks_that_share_the_tokens_of_a_micro_batch_get_every_gradient() {
     let batch = packed(&samples());
-    for backend in BOTH_BACKENDS {
+    for &backend in backends() {
         let few = Weights::random(Shape::Tied, 50); // 2 key-value heads
         assert_split("few heads", &few, (&batch, backend), 2, Recompute::No, |_| true);
         for size in [2, 4] {

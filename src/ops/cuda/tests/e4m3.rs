@@ -3,7 +3,7 @@
 use super::super::e4m3::{multiply, round_columns, round_rows};
 use super::{DTYPES, operand};
 use crate::ops::e4m3::{e4m3_columns, e4m3_rows, value};
-use crate::ops::testing::{assert_close, bits, random};
+use crate::ops::testing::{Tolerance, assert_close, bits, random};
 use candle_core::{DType, Result, Tensor};
 
 /// The values of codes `[rows, columns]` with their scales, and whether all of them outside `[n, k]`
@@ -94,7 +94,7 @@ fn every_bf16_number_has_the_code_of_the_cpu() -> Result<()> {
 #[test]
 fn sums_of_a_few_rows_at_a_time_give_the_same_bits() -> Result<()> {
     let (n, m, k) = (300, 40, 48);
-    for (dtype, tolerance) in DTYPES {
+    for (dtype, tolerance) in [(DType::F32, Tolerance::E4M3_SUMS), (DType::BF16, Tolerance::BF16)] {
         let (x, w) = (operand(1, &[n, k], dtype), operand(2, &[m, k], dtype));
         let (bias, residual) = (operand(3, &[m], dtype), operand(4, &[n, m], dtype));
         let x_rounded = round_rows("test", ("x", &x), (n, k), n)?;

@@ -1,19 +1,26 @@
 // Grouped products in bf16 on tensor cores; see src/ops/grouped_linear.rs for the contract.
 //
-// A block of four warps computes 64 rows x 128 columns and takes 64 terms of the sums at a time, in
-// three stages: while one is multiplied, the next two are copied. A warp has 32 x 64 results. Rows of
-// operands must be 16-byte aligned. The order of the sums of a row does not depend on the other rows.
+// A block of four warps computes 128 rows x 128 columns and takes 64 terms of the sums at a time, in
+// three stages: while one is multiplied, the next two are copied. A warp has 64 x 64 results, so an
+// operand that it reads from shared memory is used four times. Rows of operands must be 16-byte
+// aligned. The order of the sums of a row does not depend on the other rows.
 // Blocks take tile after tile; those of one expert are adjacent, so that its matrix stays in L2.
 #include "attention.cuh"
 #include "grouped.cuh"
 
 namespace {
 
-constexpr int ROWS = 64, COLUMNS = 128, TERMS = 64, THREADS = 128, STAGES = 3;
-constexpr int LEFT = 64 * Rows<64>::BYTES, RIGHT = 64 * Rows<128>::BYTES, STAGE = LEFT + RIGHT;
-static_assert(RIGHT == COLUMNS * Rows<64>::BYTES, "both forms of the right operand have the same size");
+constexpr int ROWS = 128, COLUMNS = 128, TERMS = 64, THREADS = 128, STAGES = 3, WARP_ROWS = 64;
+constexpr int OPERAND = TERMS * Rows<128>::BYTES, STAGE = 2 * OPERAND;
+static_assert(OPERAND == ROWS * Rows<64>::BYTES, "an operand has the same size if its terms are rows or columns");
 
-using Results = float[2][8][4];
+constexpr int TILES = WARP_ROWS / 16; // of 16 rows each
+using Results = float[TILES][8][4];
+
+// Two adjacent sums.
+struct alignas(8) Pair {
+  float low, high;
+};
 
 // Which dims of the operands are rows in memory: `Nt`: a [m, k], b [n, k]; `Nn`: a [m, k], b [k, n]; `Tn`:
 // a [k, m], b [k, n].
@@ -28,29 +35,28 @@ struct Side {
 
 // Starts to copy terms first .. first + TERMS, up to `end`.
 template <Form FORM> __device__ __forceinline__ void load_stage(unsigned char *stage, const Side &a, const Side &b, int first, int end) {
-  if constexpr (FORM == Form::Tn) load_rows<64, TERMS, THREADS>(stage, a.at, a.stride, first, end, a.count);
+  if constexpr (FORM == Form::Tn) load_rows<128, TERMS, THREADS>(stage, a.at, a.stride, first, end, a.count);
   else load_rows<64, ROWS, THREADS>(stage, a.at + first, a.stride, 0, a.count, end - first);
-  if constexpr (FORM == Form::Nt) load_rows<64, COLUMNS, THREADS>(stage + LEFT, b.at + first, b.stride, 0, b.count, end - first);
-  else load_rows<128, TERMS, THREADS>(stage + LEFT, b.at, b.stride, first, end, b.count);
+  if constexpr (FORM == Form::Nt) load_rows<64, COLUMNS, THREADS>(stage + OPERAND, b.at + first, b.stride, 0, b.count, end - first);
+  else load_rows<128, TERMS, THREADS>(stage + OPERAND, b.at, b.stride, first, end, b.count);
 }
 
 // sums += the product of a stage, for the rows and columns of this warp.
 template <Form FORM> __device__ __forceinline__ void multiply_stage(Results &sums, const unsigned char *stage) {
   int warp_row = warp() / 2, warp_column = warp() % 2;
+  const unsigned char *rows = stage + warp_row * WARP_ROWS * Rows<64>::BYTES, *others = stage + OPERAND;
   if constexpr (FORM == Form::Nt) {
-    add_scores<64, 2, 64, 2>(sums, stage + warp_row * 32 * Rows<64>::BYTES, stage + LEFT + warp_column * 64 * Rows<64>::BYTES);
+    add_scores<64, TILES, 64, 1>(sums, rows, others + warp_column * 64 * Rows<64>::BYTES);
   } else {
-    int left = FORM == Form::Tn ? Rows<64>::step(right_place<64>(), 2 * warp_row) : left_place<64>();
+    int left = FORM == Form::Tn ? Rows<128>::step(right_place<128>(), TILES * warp_row) : left_place<64>();
     int right = Rows<128>::step(left_place<128>(), 4 * warp_column);
-    if constexpr (FORM == Form::Nn) stage += warp_row * 32 * Rows<64>::BYTES;
-    const unsigned char *others = FORM == Form::Nn ? stage - warp_row * 32 * Rows<64>::BYTES + LEFT : stage + LEFT;
-#pragma unroll 2
+#pragma unroll 1
     for (int k = 0; k < TERMS / 16; k++) {
-      uint32_t a[2][4];
+      uint32_t a[TILES][4];
 #pragma unroll
-      for (int m = 0; m < 2; m++) {
-        if constexpr (FORM == Form::Tn) load_matrices_transposed(a[m], stage + k * 16 * Rows<64>::BYTES + Rows<64>::step(left, m));
-        else load_matrices(a[m], stage + Rows<64>::step(left, k) + m * 16 * Rows<64>::BYTES);
+      for (int m = 0; m < TILES; m++) {
+        if constexpr (FORM == Form::Tn) load_matrices_transposed(a[m], stage + k * 16 * Rows<128>::BYTES + Rows<128>::step(left, m));
+        else load_matrices(a[m], rows + Rows<64>::step(left, k) + m * 16 * Rows<64>::BYTES);
       }
       add_step<128>(sums, a, others + k * 16 * Rows<128>::BYTES, right);
     }
@@ -93,9 +99,9 @@ __device__ __forceinline__ void products(const bf16 *x, const bf16 *w, const uin
     Side b{FORM == Form::Nt ? matrix + size_t(column) * k : matrix + column, unsigned(FORM == Form::Nt ? k : n), n - column};
     Results sums;
     product<FORM>(sums, shared, a, b, 0, k);
-    const float ones[2][2] = {{1, 1}, {1, 1}};
-    int first = rows.first + warp() / 2 * 32, first_column = column + warp() % 2 * 64;
-    store_rows<64>(y + first_column, unsigned(n), first, rows.end, n - first_column, sums, ones, shared + warp() * 32 * Rows<64>::BYTES, 0);
+    const float ones[TILES][2] = {{1, 1}, {1, 1}, {1, 1}, {1, 1}};
+    int first = rows.first + warp() / 2 * WARP_ROWS, first_column = column + warp() % 2 * 64;
+    store_rows<64>(y + first_column, unsigned(n), first, rows.end, n - first_column, sums, ones, shared + warp() * WARP_ROWS * Rows<64>::BYTES, 0);
     __syncthreads(); // the rows have left the stages
   }
 }
@@ -110,20 +116,22 @@ __device__ __forceinline__ void outer_products(const bf16 *a, const bf16 *b, con
     int row = tile / columns * ROWS, column = tile % columns * COLUMNS;
     Results sums;
     product<Form::Tn>(sums, shared, Side{a + row, unsigned(m), m - row}, Side{b + column, unsigned(n), n - column}, first, end);
-    int here = lane_here(), g = here / 4, t = here % 4;
+    int here = lane_here(), g = here / 4, first_column = column + warp() % 2 * 64 + here % 4 * 2;
     float *to = dw + size_t(expert) * m * n;
 #pragma unroll
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < TILES; i++)
 #pragma unroll
-      for (int r = 0; r < 2; r++)
+      for (int r = 0; r < 2; r++) {
+        int own_row = row + warp() / 2 * WARP_ROWS + i * 16 + r * 8 + g;
+        if (own_row >= m) continue;
+        // All of a row are read before one is written: otherwise each waits for the one before.
+        Pair *pairs = reinterpret_cast<Pair *>(to + size_t(own_row) * n + first_column), before[8];
 #pragma unroll
-        for (int c = 0; c < 8; c++) {
-          int own_row = row + warp() / 2 * 32 + i * 16 + r * 8 + g, own_column = column + warp() % 2 * 64 + c * 8 + 2 * t;
-          if (own_row >= m || own_column >= n) continue;
-          float *pair = to + size_t(own_row) * n + own_column;
-          pair[0] += sums[i][c][2 * r];
-          pair[1] += sums[i][c][2 * r + 1];
-        }
+        for (int c = 0; c < 8; c++) before[c] = first_column + c * 8 < n ? pairs[c * 4] : Pair{0, 0};
+#pragma unroll
+        for (int c = 0; c < 8; c++)
+          if (first_column + c * 8 < n) pairs[c * 4] = Pair{before[c].low + sums[i][c][2 * r], before[c].high + sums[i][c][2 * r + 1]};
+      }
   }
 }
 
