@@ -49,10 +49,12 @@ impl Work {
             let reason = format!("its value `{variable}` is not in the file: write it out");
             this.refused.push(Refusal { place: origin.to_string(), setting: key, reason });
         }
+        // once: a file can have thousands of unknown keys
+        let keys: Vec<String> = tables::rows(trainer).map(|(key, _)| key).collect();
         for setting in input.settings {
             match tables::row_of(trainer, &setting.key) {
                 Some(row) => this.apply(row, setting),
-                None => this.unknown(&setting),
+                None => this.unknown(&setting, &keys),
             }
         }
         for (key, row) in tables::rows(trainer).filter(|(_, row)| !row.default.is_empty()) {
@@ -70,7 +72,7 @@ impl Work {
             }
             Rule::Is(role) => self.parts.push(Part { role, setting, is_used: false }),
             Rule::Drop(reason) => self.drop(&setting, reason),
-            Rule::Refuse(_) if setting.value.is_off() => self.drop(&setting, "it is off"),
+            Rule::Refuse(_) if setting.value.is_off() => self.drop(&setting, "it is switched off"),
             Rule::Refuse(reason) => self.refuse(&setting, reason),
             Rule::Only(values, reason) => {
                 let text = setting.value.to_string().to_ascii_lowercase();
@@ -131,13 +133,13 @@ impl Work {
         }
     }
 
-    fn unknown(&mut self, setting: &Setting) {
+    /// Refuses a setting that is none of `keys`, those of the trainer.
+    fn unknown(&mut self, setting: &Setting, keys: &[String]) {
         let is_variable = setting.key.chars().all(|c| !c.is_ascii_lowercase());
         if is_variable && self.has_script {
             return self.drop(setting, "an environment variable that is no setting of the trainer");
         }
         let name = setting.name();
-        let keys: Vec<String> = tables::rows(self.trainer).map(|(key, _)| key).collect();
         let names = keys.iter().map(|key| key.rsplit('.').next().unwrap_or(key));
         let hint = match nearest(name, names) {
             Some(near) if near == name => {

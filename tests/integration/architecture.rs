@@ -14,7 +14,7 @@ const MAY_IMPORT: [(&str, &[&str]); 19] = [
     ("ops", &["batch"]),
     ("metrics", &["files"]),
     // The only module that opens network connections, except for those between ranks.
-    ("net", &[]),
+    ("net", &["files"]),
     ("checkpoint", &["files", "ops"]),
     // Gradient buffers are zeroed by an op.
     ("tape", &["ops"]),
@@ -282,11 +282,10 @@ const WITHOUT_FAMILIES: [&str; 11] = [
     "train",
 ];
 /// Files of these modules that may name a family, each with the reason.
-const NAMES_A_FAMILY: [(&str, &str); 5] = [
+const NAMES_A_FAMILY: [(&str, &str); 4] = [
     ("src/cli/init.rs", "the folder of a published model in an example"),
     ("src/cli/init/preset.rs", "shapes of published models"),
     ("src/cli/init/windowed.rs", "shapes of published models"),
-    ("src/cli/plan.rs", "the name of an example config"),
     ("src/run/stored_weights/tests.rs", "the shapes of a published model, for a test"),
 ];
 

@@ -343,6 +343,67 @@ fn a_value_that_the_script_does_not_contain_is_refused() {
 }
 
 #[test]
+fn a_stage_of_a_sharded_optimizer_becomes_the_same_division() {
+    for (lines, shard, kind) in [
+        ("deepspeed: zero1", "optimizer", "adamw"),
+        ("deepspeed: zero2", "gradients", "adamw"),
+        ("deepspeed: ds_z3_offload.json", "full", "adamw"),
+        ("fsdp: full_shard auto_wrap", "full", "adamw"),
+        ("fsdp: shard_grad_op", "gradients", "adamw"),
+        ("deepspeed: {zero_optimization: {stage: 2}}", "gradients", "adamw"),
+        ("fsdp: ''", "none", "adamw"),
+        // the moments in 8 bits cannot be divided, so the wish is only noted
+        ("deepspeed: zero3\noptim: adamw_bnb_8bit", "none", "adamw_8bit"),
+        ("optim: adamw_torch_fused", "none", "adamw"),
+    ] {
+        let config = swift(&format!("{lines}\n")).unwrap();
+        assert_eq!(config["distributed"]["shard"], shard, "{lines}");
+        assert_eq!(config["optim"]["kind"], kind, "{lines}");
+    }
+    for (line, expected) in [
+        ("optim: lion_32bit", "set `optim.kind` to `adamw`"),
+        ("router_aux_loss_coef: 0.01", "only a CPU computes the auxiliary loss"),
+        ("packing_strategy: random", "expected `binpack`"),
+    ] {
+        let message = refusal(swift(&format!("packing: true\nmax_length: 64\n{line}\n")));
+        assert!(message.contains(expected), "{line}: {message}");
+    }
+}
+
+#[test]
+fn settings_of_the_trainer_may_stand_at_the_top_of_a_config_of_lmms_engine() {
+    let text = "dataset_config: {dataset_path: a.jsonl, dataset_format: jsonl, packing: true,\n  \
+                packing_length: 64, extra_kwargs: {packing_kwargs: {open_packs: 8}}}\n\
+                model_config: {load_from_pretrained_path: m}\n\
+                processor_config: {processor_type: qwen3_vl}\n\
+                learning_rate: 2.0e-5\nfsdp2: true\n";
+    let config = resolved(Trainer::LmmsEngine, "a.yaml", text).unwrap();
+    assert_eq!(config["optim"]["lr"], 2e-5);
+    assert_eq!(config["distributed"]["shard"], "full");
+    assert_eq!(config["data"]["packing_length"], 64);
+}
+
+/// The time of a hostile file grows with its size, not with its square or more.
+#[test]
+fn the_time_of_a_conversion_is_linear() {
+    let seconds = |text: &str, name: &str| {
+        let start = std::time::Instant::now();
+        refusal(resolved(Trainer::MsSwift, name, text));
+        start.elapsed().as_secs_f64()
+    };
+    let lines =
+        |count, line: fn(usize) -> String| (0..count).map(line).collect::<Vec<_>>().concat();
+    let unknown = |count| lines(count, |i| format!("unknown{i}: 1\n"));
+    let (few, many) = (seconds(&unknown(250), "a.yaml"), seconds(&unknown(2_000), "a.yaml"));
+    assert!(many < 24.0 * few.max(0.01), "250 unknown keys: {few} s, 2,000: {many} s");
+    let doubled = lines(60, |i| format!("A{}=$A{i}$A{i}\n", i + 1));
+    let command = "swift sft --model $A60 --dataset a.jsonl --tuner_type full\n";
+    let text = format!("A0=aaaaaaaa\n{doubled}{command}");
+    let message = refusal(resolved(Trainer::MsSwift, "a.sh", &text));
+    assert!(message.contains("its value `$A"), "{message}");
+}
+
+#[test]
 fn a_later_file_wins() {
     let place = Place::empty();
     let base = "model: Qwen/Qwen3-VL-2B-Instruct\ndataset: a.jsonl\ntuner_type: full\nseed: 1\n";

@@ -40,7 +40,7 @@ pub(super) fn tuning(work: &mut Work, family: Family) -> Tuning {
     let is_lora = tuner.value.text() == Some("lora");
     if let Some((bits, setting)) = work.count(Role::QuantBits) {
         match bits {
-            0 => work.drop(&setting, "it is off"),
+            0 => work.drop(&setting, "it is switched off"),
             4 if is_lora => work.write_from("adapter.quantize", "nf4", &setting),
             _ if is_lora => work.refuse(&setting, "weights are quantised to 4 bits only"),
             _ => work.refuse(&setting, "quantised weights are not trained: use an adapter"),
@@ -71,7 +71,7 @@ pub(super) fn tuning(work: &mut Work, family: Family) -> Tuning {
     }
     for (setting, reason) in special {
         if setting.value.is_off() {
-            work.drop(&setting, "it is off");
+            work.drop(&setting, "it is switched off");
         } else {
             work.refuse(&setting, reason);
         }
@@ -119,7 +119,7 @@ fn new_adapter(work: &mut Work, tuner: &Setting, family: Family) -> bool {
         Some((true, setting)) => ("dora", setting),
         other => {
             if let Some((_, setting)) = other {
-                work.drop(&setting, "it is off");
+                work.drop(&setting, "it is switched off");
             }
             ("lora", tuner.clone())
         }
@@ -157,7 +157,7 @@ fn init(work: &mut Work) {
     if work.trainer == Trainer::LlamaFactory {
         return match setting.value.flag() {
             Some(true) => work.write_from("adapter.init", "pissa", &setting),
-            Some(false) => work.drop(&setting, "it is off"),
+            Some(false) => work.drop(&setting, "it is switched off"),
             None => work.refuse(&setting, "expected true or false"),
         };
     }

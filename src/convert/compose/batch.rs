@@ -63,7 +63,7 @@ fn world(work: &mut Work, given: Option<NonZeroU64>) -> Option<u64> {
     for setting in [&processes, &nodes, &devices].into_iter().flatten() {
         work.drop(
             setting,
-            "the step is that of the whole run, on any number of ranks; the accumulation contains it",
+            "a step has the same samples on any number of GPUs, so the accumulation includes their number",
         );
     }
     if let Some(given) = given {

@@ -26,7 +26,10 @@ pub(super) const ROWS: &[Row] = &[
     row(
         "model_revision",
         "",
-        Only(&["main"], "write the revision into `model_name_or_path`: `OWNER/NAME@REVISION`"),
+        Only(
+            &["main"],
+            "`main` is the default; write another into `model_name_or_path`: `OWNER/NAME@REVISION`",
+        ),
     ),
     row("train_from_scratch", "", Is(Role::RandomWeights)),
     row("trust_remote_code", "", Drop("no code of a model folder is ever run")),
@@ -72,7 +75,7 @@ pub(super) const ROWS: &[Row] = &[
     row("quantization_device_map", "", Drop("has no effect without `quantization_bit`")),
     // what is trained
     row("stage", "", Only(&["sft"], OBJECTIVE)),
-    row("do_train", "", Only(&["true"], "the config does not train")),
+    row("do_train", "", Only(&["true"], "`trainer sft` always trains")),
     row("finetuning_type", "lora", Is(Role::Tuner)),
     row("freeze_vision_tower", "true", Is(Role::FreezeVision)),
     row("freeze_multi_modal_projector", "true", Is(Role::Deepstack)),

@@ -121,7 +121,7 @@ pub(super) const ROWS: &[Row] = &[
     ),
     row("custom_dataset_info", "", Refuse("give the paths of the files as `dataset`")),
     row("dataset_shuffle", "true", Copy(Flag)),
-    row("train_dataloader_shuffle", "", Only(&["true"], "use `dataset_shuffle`")),
+    row("train_dataloader_shuffle", "", Only(&["true"], "`dataset_shuffle` decides on the order")),
     row("val_dataset_shuffle", "", Drop("the order of an evaluation has no effect")),
     row("shuffle_buffer_size", "", Drop("every row is shuffled")),
     row("data_seed", "", Is(Role::DataSeed)),
@@ -149,7 +149,10 @@ pub(super) const ROWS: &[Row] = &[
     row(
         "use_chat_template",
         "",
-        Only(&["true"], "for plain text give the data set a `corpus` section"),
+        Only(
+            &["true"],
+            "chats are rendered by the template; for plain text give the data set a `corpus` section",
+        ),
     ),
     row(
         "agent_template",
