@@ -118,7 +118,7 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
             }
         }
     }
-    log_datasets(&shown);
+    log_datasets("inspected", &shown);
     if let (Some(file), Some(mut page)) = (html, page) {
         if config.data.packing {
             // Too many rejected rows stop a run, but the page shows them.

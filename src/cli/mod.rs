@@ -60,7 +60,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Train a model
+    /// Fine-tune a model
     Sft(sft::SftArgs),
     /// Write a model folder in the transformers layout with random weights
     Init(init::InitArgs),
@@ -80,7 +80,7 @@ enum Command {
     Cache(cache::CacheArgs),
     /// Write a config from one of ms-swift, LLaMA-Factory or lmms-engine
     Convert(convert::ConvertArgs),
-    /// Measure the speed of the ops, of a training step, and of the data loader
+    /// Measure the speed of operations, of a training step, and of the data loader
     Bench(bench::BenchArgs),
     /// Predict memory, steps and time of a config, and find the settings with which it fits
     Plan(plan::PlanArgs),

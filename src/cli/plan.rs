@@ -49,10 +49,10 @@ pub(super) struct PlanArgs {
     /// Train a few steps in a temporary folder, and compute the time of the run from their speed
     #[arg(long, value_name = "STEPS", num_args = 0..=1, default_missing_value = "5")]
     calibrate: Option<NonZeroU64>,
-    /// Rate of a GPU to the others of its node, in Gbit/s
+    /// Link speed of a GPU to the other GPUs of its node, in Gbit/s
     #[arg(long, default_value_t = 2800.0)]
     link_gbps: f64,
-    /// Rate of a GPU to other nodes, in Gbit/s
+    /// Link speed of a GPU to other nodes, in Gbit/s
     #[arg(long, default_value_t = 360.0)]
     network_gbps: f64,
     /// Peak rate of a GPU on matrix products, in TFLOP/s
@@ -61,10 +61,10 @@ pub(super) struct PlanArgs {
     /// Fraction of that rate which the model reaches
     #[arg(long, default_value_t = 0.45)]
     mfu: f64,
-    /// Assume full packs with this fraction of tokens of images; 0.5 without data
+    /// Plan full packs instead of the data, with this fraction of image tokens; default: 0.5
     #[arg(long)]
     images: Option<f64>,
-    /// Assume full packs with this fraction of supervised tokens; 0.25 without data
+    /// Plan full packs instead of the data, with this fraction of supervised tokens; default: 0.25
     #[arg(long)]
     targets: Option<f64>,
     /// Print JSON objects, one per line, instead of tables: one for each `shard`, then one for the

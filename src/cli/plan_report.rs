@@ -102,7 +102,11 @@ fn print_run(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
             format!("{steps} steps of one process with a peak of {}", memory_text(peak_bytes))
         }
         Speed::Predicted { tflops, mfu } => {
-            format!("predicted: {:.0} % of {tflops} TFLOP/s", 100.0 * mfu)
+            let percent = 100.0 * mfu;
+            format!(
+                "assumed: a GPU with {percent:.0} % of {tflops} TFLOP/s, an H100 by default; \
+                 `--calibrate STEPS` measures this machine"
+            )
         }
     };
     match report.seconds() {

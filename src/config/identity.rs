@@ -116,7 +116,7 @@ impl RunConfig {
     }
 
     /// All settings: dotted keys with their values as JSON, list items by number.
-    fn settings(&self) -> Settings {
+    pub fn settings(&self) -> Settings {
         let mut values = Settings::new();
         let json = serde_json::to_value(self).expect("a config of plain values");
         flatten("", &json, &mut values);

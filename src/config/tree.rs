@@ -11,6 +11,8 @@ use std::collections::HashMap;
 const MAX_DEPTH: usize = 64;
 /// Maximum number of nodes, with aliases expanded.
 const MAX_NODES: usize = 100_000;
+/// The message for an alias such as `*name` without its anchor `&name`.
+const NO_ANCHOR: &str = "a value that begins with `*` is a YAML alias, and this one has no anchor";
 
 /// A value and the place where it begins.
 #[derive(Debug, Clone)]
@@ -161,10 +163,12 @@ impl<'a> Reader<'a> {
                 }
                 Some(Ok((event, span))) => return Ok(Some((event, self.place(&span.start)))),
                 Some(Err(error)) => {
-                    return Err(ConfigError::Syntax {
-                        place: self.place(error.marker()),
-                        message: error.info(),
-                    });
+                    let place = self.place(error.marker());
+                    let message = match error.info() {
+                        info if info.contains("unknown anchor") => NO_ANCHOR.to_owned(),
+                        info => info,
+                    };
+                    return Err(ConfigError::Syntax { place, message });
                 }
             }
         }

@@ -10,7 +10,7 @@ use super::http::{Answer, Client, HttpError, Limits, Method, Reach, Request, hos
 use crate::files;
 use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Read, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

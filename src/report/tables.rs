@@ -3,7 +3,7 @@
 use super::chart::number;
 use super::folder::RunFolder;
 use super::html::{escaped, push};
-use crate::run::predicted_memory;
+use crate::run::{copy_of_checkpoint, predicted_memory};
 use chrono::DateTime;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -96,8 +96,8 @@ fn measured(run: &RunFolder) -> Option<f64> {
     series?.max()
 }
 
-/// The prediction of the run from its data, otherwise that of `trainer check`, and its distance
-/// from the measured peak.
+/// The prediction of the run from its data, otherwise that of `trainer check`, the copy of a rank
+/// from which its checkpoints were written, and the distance of their sum from the measured peak.
 fn predicted(run: &RunFolder) -> Option<String> {
     let of_config = || {
         let is_alone = run.last["ranks"].is_null();
@@ -106,8 +106,27 @@ fn predicted(run: &RunFolder) -> Option<String> {
     };
     let predicted = run.last["predicted_memory_bytes"].as_f64().or_else(of_config)?;
     let measured = measured(run)?;
-    let more = 100.0 * (predicted / measured - 1.0);
-    Some(format!("{} ({more:+.0} %)", bytes(predicted)))
+    let copy = copy(run);
+    let more = 100.0 * ((predicted + copy) / measured - 1.0);
+    let copy = match copy {
+        copy if copy > 0.0 => format!(" and {} for the copy of a checkpoint", bytes(copy)),
+        _ => String::new(),
+    };
+    Some(format!("{}{copy} ({more:+.0} %)", bytes(predicted)))
+}
+
+/// Bytes of host memory for the copy of a rank; 0 if the peak is that of a GPU, or if no checkpoint
+/// was written in the background.
+fn copy(run: &RunFolder) -> f64 {
+    let step = run.last["step"].as_u64().unwrap_or(0);
+    let is_written = |every| run.is_finished || step >= every;
+    let config =
+        run.config.as_ref().ok().filter(|config| is_written(config.checkpoint.every_steps));
+    if run.train("peak_device_memory_bytes").is_some() {
+        return 0.0;
+    }
+    let world = run.last["ranks"]["world"].as_f64().unwrap_or(1.0);
+    config.and_then(|config| copy_of_checkpoint(config).ok()).unwrap_or(0.0) / world
 }
 
 fn percent(share: f64) -> String {

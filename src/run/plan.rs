@@ -11,6 +11,7 @@ use crate::dist::Rank;
 use crate::metrics::JsonlSink;
 use crate::train::{Planned, TrainState, write_rejects};
 use std::sync::Arc;
+use tracing::field::display;
 
 /// Maximum number of rows that a run with `train.max_steps` alone measures at its start in one
 /// process. This takes a few seconds.
@@ -199,7 +200,7 @@ fn without_epochs(
             reader = log_lengths(config, cached, work, options);
             match plan(&reader, order, options, 1, &|_, _| {}) {
                 Ok(plan) => {
-                    log_plan(&plan, "an epoch");
+                    log_plan(&plan, "plan of one epoch");
                     packs = Some(plan);
                 }
                 // The run may reach `train.max_steps` before that row.
@@ -267,7 +268,10 @@ fn log_lengths(
     tracing::info!(measured, reused, folder = %config.cache_dir().display(), "length cache");
     for lengths in cached.summaries(options) {
         let LengthSummary { file, rows, truncated, rejected, .. } = lengths;
-        tracing::info!(file = %file.display(), rows, truncated, ?rejected, "lengths");
+        let rejected: Vec<_> =
+            rejected.iter().map(|(reason, count)| format!("{count} {reason}")).collect();
+        let rejected = (!rejected.is_empty()).then(|| display(rejected.join(", ")));
+        tracing::info!(file = %file.display(), rows, truncated, rejected, "lengths");
     }
     Arc::new(cached)
 }

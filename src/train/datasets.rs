@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::ops::AddAssign;
+use tracing::field::display;
 
 /// Number of samples, tokens, targets and media of a data set.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -190,20 +191,22 @@ pub(super) fn count(
     }
 }
 
-/// Logs one line per data set: its counts, and its share of all rows.
-pub fn log_datasets(seen: &BTreeMap<String, DatasetCounts>) {
+/// Logs one line per data set that begins with `what`: its counts, and its share of all rows if
+/// there are several.
+pub fn log_datasets(what: &str, seen: &BTreeMap<String, DatasetCounts>) {
     let total: u64 = seen.values().map(|counts| counts.num_samples).sum();
     for (name, counts) in seen {
         let share = 100.0 * counts.num_samples as f64 / total.max(1) as f64;
+        let share = (seen.len() > 1).then(|| display(format!("{share:.1}%")));
         tracing::info!(
             %name,
-            share = %format_args!("{share:.1}%"),
+            share,
             rows = counts.num_samples,
             images = counts.num_images,
             videos = Some(counts.num_videos).filter(|videos| *videos > 0),
             tokens = counts.num_tokens,
             targets = counts.num_target_tokens,
-            "data"
+            "{what}"
         );
     }
 }

@@ -267,7 +267,7 @@ fn a_mixture_by_share_reports_each_data_set_and_resumes_to_the_bit() {
     // Sequential packs keep the order, so the shares hold at the end of each step.
     assert!((chats - 3 * text).abs() < 4, "{chats} chats, {text} windows");
     let log = String::from_utf8(place.read("run/train.log")).unwrap();
-    assert!(log.contains("data name=") && log.contains("share=75.0%"), "{log}");
+    assert!(log.contains("trained so far name=") && log.contains("share=75.0%"), "{log}");
 }
 
 #[test]

@@ -120,7 +120,7 @@ fn every_example_row_is_read() {
     }
 }
 
-/// Whoever has a release has the files that messages of the program name.
+/// A release contains the files that messages of the program name.
 #[test]
 fn every_file_that_a_message_names_is_in_a_release() {
     let script = text("scripts/release.sh");

@@ -56,7 +56,7 @@ fn errors_of_a_broken_model_folder_name_the_file_and_the_problem() {
         (replace("chat_template.jinja", "{% if %}"), "does not compile"),
         (
             replace("chat_template.jinja", "{{ raise_exception('no') }}"),
-            "chat template fails: no (line 1)",
+            "while it renders a conversation: no (line 1)",
         ),
         (
             replace("chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}"),

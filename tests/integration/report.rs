@@ -67,6 +67,11 @@ fn the_page_of_a_run_has_its_answers_and_loads_nothing() {
     let last = place.rows("run/metrics.jsonl").pop().unwrap();
     let predicted = last["predicted_memory_bytes"].as_f64().unwrap() / f64::from(1 << 20);
     assert!(page.contains(&format!("<td>{predicted:.0} MiB (")), "the prediction of the log");
+    // a run that writes checkpoints in the background also needs their copy
+    let saves = ["--set", "output_dir=saves", "--set", "checkpoint.every_steps=1"];
+    place.trainer(&[&["sft", "--config", "config.yaml"][..], &saves].concat()).ends_with(0);
+    let saved = String::from_utf8(place.read("saves/report.html")).unwrap();
+    assert!(saved.contains(" MiB for the copy of a checkpoint ("), "{saved}");
     // `--out`, also to stdout
     let out = ["report", "run", "--out", "page.html"];
     assert_eq!(place.trainer(&out).ends_with(0).stdout, "page.html\n");

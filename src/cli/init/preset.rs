@@ -7,11 +7,11 @@ use serde_json::{Value, json};
 /// Model shapes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum Preset {
-    /// 0.4 M parameters, for tests
+    /// 0.7 M parameters, for tests
     Debug,
-    /// 1.5 M parameters, for the CPU
+    /// 1.6 M parameters, for the CPU
     Tiny,
-    /// 0.7 M parameters, a mixture of experts for tests
+    /// 0.9 M parameters, a mixture of experts for tests
     TinyMoe,
     /// Qwen3-VL 2B
     #[value(name = "2b")]

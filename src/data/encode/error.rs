@@ -105,7 +105,7 @@ impl EncoderError {
                 "copy config.json and preprocessor_config.json from the same model"
             }
             Self::VocabSize { .. } => "copy tokenizer.json and config.json from the same model",
-            Self::Template { cause, .. } => return cause.hint(),
+            Self::Template { cause, .. } => cause.hint(),
             Self::Image(error) => error.hint(),
             Self::Video(error) => error.hint(),
             Self::Key { .. } | Self::UnknownToken { .. } | Self::Tokenizer(_) => {

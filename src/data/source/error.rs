@@ -374,7 +374,7 @@ impl SampleError {
             Self::NoSupervisedToken { .. } => {
                 "add an assistant turn, or remove `\"train\": false` from one"
             }
-            Self::Template { cause, .. } => return cause.hint(),
+            Self::Template { cause, .. } => cause.hint(),
             Self::Grounding { cause, .. } => cause.hint(),
             Self::Json { .. } => "write one complete JSON object per line, in UTF-8",
             Self::UnknownForm { .. } => {

@@ -103,7 +103,7 @@ pub enum TemplateError {
         problem: String,
     },
     /// The template failed on this conversation.
-    #[error("the chat template fails: {problem}")]
+    #[error("the chat template fails while it renders a conversation: {problem}")]
     Render {
         /// Error of the template engine, or raised by the template.
         problem: String,
@@ -166,9 +166,9 @@ impl TemplateError {
         }
     }
 
-    /// Returns the fix that the error message suggests; `None` if the message alone is enough.
-    pub fn hint(&self) -> Option<String> {
-        let hint = match self {
+    /// Returns the fix that the error message suggests.
+    pub fn hint(&self) -> &'static str {
+        match self {
             Self::NoAnswerRange { .. } => {
                 "use a template that writes the content of an assistant turn once, between a header and an end mark"
             }
@@ -182,9 +182,10 @@ impl TemplateError {
                 "change the template to end assistant turns with a token such as `<|im_end|>`, so that the model learns to stop"
             }
             Self::Compile { .. } => "copy the chat template from the published model again",
-            Self::Render { .. } => return None,
-        };
-        Some(hint.to_owned())
+            Self::Render { .. } => {
+                "that line of the chat template shows which keys and values it expects: change the row, or use the template of the published model"
+            }
+        }
     }
 }
 

@@ -12,8 +12,8 @@ use super::observer::SetupObserver;
 use crate::config::{LeftOut, MAX_WORKERS, RunConfig};
 use crate::data::{DataConfigError, Encoder, VideoConfig};
 use resources::Need;
-pub(crate) use resources::predicted_memory;
 pub(super) use resources::warn_about_disk;
+pub(crate) use resources::{copy_of_checkpoint, predicted_memory};
 use std::fs;
 use std::sync::Arc;
 

@@ -37,6 +37,11 @@ pub(crate) fn predicted_memory(config: &RunConfig) -> Result<f64, RunError> {
     Ok(Need::of(config)?.memory)
 }
 
+/// Bytes of host memory for the copies from which checkpoints are written, over all ranks.
+pub(crate) fn copy_of_checkpoint(config: &RunConfig) -> Result<f64, RunError> {
+    Ok(ModelShape::read(config)?.copy_bytes(config))
+}
+
 /// Memory and disk space that a run needs.
 pub(super) struct Need {
     /// Peak memory of the process, or of the GPU, in bytes.

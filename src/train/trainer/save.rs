@@ -208,11 +208,11 @@ impl Trainer {
             tracing::info!(
                 step,
                 folder = %folder.display(),
-                s = %format_args!("{time_s:.1}"),
-                hold = %format_args!("{hold_s:.1}"),
+                seconds = %format_args!("{time_s:.1}"),
+                paused = %format_args!("{hold_s:.1}"),
                 "checkpoint"
             );
-            log_datasets(datasets);
+            log_datasets("trained so far", datasets);
         }
     }
 

@@ -41,9 +41,11 @@ const MAX_FILE_BYTES: u64 = 512 << 20;
 /// Fails unless it is a regular file inside `root` after all symbolic links and `..` are resolved.
 pub(in crate::data) fn resolve(root: &Path, path: &Path) -> Result<PathBuf, ImageError> {
     let read_error = |source| ImageError::Read { path: path.to_owned(), source };
-    let escapes = || ImageError::EscapesRoot { path: path.to_owned(), root: root.to_owned() };
     let real_root =
         root.canonicalize().map_err(|source| ImageError::Root { root: root.to_owned(), source })?;
+    // An error with `.` would not name the folder.
+    let named = if root == Path::new(".") { &*real_root } else { root };
+    let escapes = || ImageError::EscapesRoot { path: path.to_owned(), root: named.to_owned() };
     let real = match real_root.join(path).canonicalize() {
         Ok(real) => real,
         // `canonicalize` cannot resolve a missing file: choose the error from the path's text.
@@ -52,7 +54,7 @@ pub(in crate::data) fn resolve(root: &Path, path: &Path) -> Result<PathBuf, Imag
             let inside = written.starts_with(&real_root)
                 || path.is_absolute() && written.starts_with(normalise(root));
             return Err(if inside {
-                ImageError::Missing { path: path.to_owned(), root: root.to_owned() }
+                ImageError::Missing { path: path.to_owned(), root: named.to_owned() }
             } else {
                 escapes()
             });
