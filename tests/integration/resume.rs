@@ -140,7 +140,7 @@ fn a_run_with_max_steps_writes_a_length_cache_and_uses_it() {
     let place_of = |what: &str| first.find(what).unwrap_or_else(|| panic!("no {what} in {first}"));
     let (lengths, start) = (place_of(" lengths "), place_of(" start "));
     assert!(lengths < start && first[lengths..start].contains("too_long"), "{first}");
-    assert!(place_of(" an epoch ") < start);
+    assert!(place_of(" plan of one epoch ") < start);
     assert!(place.names("lengths").iter().any(|name| name.contains(".arrow")));
     let rejects = place.rows("run/rejects.jsonl");
     assert!(rejects.iter().any(|row| row["reason"] == "too_long"));
