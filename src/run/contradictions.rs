@@ -5,6 +5,7 @@
 use super::model_files::{files_error, named_files};
 use super::setup_error::SetupError;
 use crate::checkpoint::{CheckpointError, WeightFiles};
+use crate::files;
 use crate::models::{ModelConfig, ModelConfigError, read_config};
 use candle_core::{DType, Device, Tensor};
 use serde::Deserialize;
@@ -255,7 +256,7 @@ fn check_generation(folder: &Path, is_token: impl Fn(u64) -> bool) -> Result<(),
 /// Compares the chat templates of the folder.
 fn check_templates(folder: &Path) -> Result<(), Found> {
     let source = |name: &str| match name {
-        "chat_template.jinja" => fs::read_to_string(folder.join(name)).ok(),
+        "chat_template.jinja" => files::read_to_string(&folder.join(name)).ok(),
         _ => Some(json::<Value>(folder, name)?["chat_template"].as_str()?.to_owned()),
     };
     let mut templates = TEMPLATES.iter().filter_map(|name| Some((*name, source(name)?)));

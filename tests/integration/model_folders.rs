@@ -1,11 +1,12 @@
 //! Model folders whose files contradict each other: every command gives the same answer.
 
-use super::harness::{Place, bits, copy_folder, golden, tensors};
+use super::harness::{Place, binary, bits, copy_folder, finish, golden, tensors};
 use candle_core::{Device, Tensor, safetensors};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 const ROW: &str =
     r#"{"messages":[{"role":"user","content":"What?"},{"role":"assistant","content":"A cat."}]}"#;
@@ -316,5 +317,44 @@ fn every_family_of_models_is_known_to_the_encoder() {
         let folder: &Path = &place.path("model");
         trainer::data::Encoder::from_folder(folder, &trainer::data::ImageConfig::default())
             .unwrap();
+    }
+}
+
+/// A command that opened the pipe would wait for another program.
+#[test]
+fn a_pipe_in_place_of_a_file_is_refused_at_once() {
+    let place = place("small-tied");
+    assert!(Command::new("mkfifo").arg(place.path("pipe")).status().unwrap().success());
+    let refused = |what: &str, config: &str, settings: &[&str]| {
+        let mut command = Command::new("timeout");
+        command.args(["60", &binary(), "sft", "--config", config]).args(settings);
+        command.current_dir(place.path(".")).env("HF_HUB_OFFLINE", "1").stdin(Stdio::null());
+        let output = finish(&mut command);
+        assert!([64, 65].contains(&output.code), "{what}: {} {}", output.code, output.stderr);
+        output.says("it is not a regular file");
+    };
+    let mut row: Value = serde_json::from_str(ROW).unwrap();
+    (row["messages"][0]["content"], row["images"]) = ("<image>What?".into(), json!(["pipe"]));
+    place.write("image.jsonl", &row.to_string());
+    fs::create_dir(place.path("adapter")).unwrap();
+    let link = |path: &str| {
+        std::os::unix::fs::symlink(place.path("pipe"), place.path(path)).unwrap();
+    };
+    link("adapter/adapter_config.json");
+    refused("--config", "pipe", &[]);
+    for setting in [
+        "data.train=[{path: pipe}]",
+        "data={train: [{path: image.jsonl}], on_error: stop}",
+        "model.algorithms=pipe",
+        "adapter={start_from: adapter}",
+    ] {
+        refused(setting, "c.yaml", &["--set", setting]);
+    }
+    for file in ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"] {
+        let path = format!("model/{file}");
+        fs::rename(place.path(&path), place.path("kept")).unwrap();
+        link(&path);
+        refused(file, "c.yaml", &[]);
+        fs::rename(place.path("kept"), place.path(&path)).unwrap();
     }
 }
