@@ -295,6 +295,30 @@ mod tests {
     }
 
     #[test]
+    fn the_factors_have_the_same_bits_on_any_number_of_threads() {
+        let (m, k) = (300, 280);
+        let weight =
+            random_adapter_part(AdapterDraw::Normal, ("", [m, k]), 3, 0..m * k, &Device::Cpu);
+        let weight = weight.unwrap().reshape((m, k)).unwrap();
+        let run = |num_threads: usize| {
+            let threads = rayon::ThreadPoolBuilder::new().num_threads(num_threads).build().unwrap();
+            let factors = threads.install(|| {
+                // in a subspace, as for a weight with more rows and columns than it has vectors
+                let principal = principal(&weight, 4, 1.0, 32).unwrap();
+                let first = weight_factors(WeightPart::Orthonormal, &weight, 4, 1.0).unwrap();
+                [principal, first].concat()
+            });
+            let bits = |factor: &Tensor| -> Vec<u32> {
+                let values = factor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                values.into_iter().map(f32::to_bits).collect()
+            };
+            factors.iter().map(bits).collect::<Vec<_>>()
+        };
+        let one = run(1);
+        assert!(one == run(2) && one == run(3));
+    }
+
+    #[test]
     fn a_weight_of_low_rank_has_finite_factors() {
         let [left, right] = matrix(20, 30, &[1.0, 0.5]);
         let weight = product(&left, &right);

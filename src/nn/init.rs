@@ -104,3 +104,59 @@ pub fn random_adapter_part(
     };
     Tensor::from_vec(values, count, device)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::params::{Component, Inputs, Stored};
+    use super::*;
+
+    const CPU: &Device = &Device::Cpu;
+
+    fn spec(name: &str, init: Init) -> ParamSpec {
+        let component = Component { name: "llm", inputs: Inputs::All };
+        let (name, shape) = (name.to_owned(), vec![4, 40]);
+        ParamSpec { name, shape, component, init, stored: Stored::Whole }
+    }
+
+    fn values(tensor: &Tensor) -> Vec<f32> {
+        tensor.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    /// The numbers must not change: older builds have drawn the weights of runs that are resumed.
+    #[test]
+    fn a_seed_and_a_name_give_the_numbers_of_older_builds() {
+        let drawn = |name: &str, init| {
+            let name = format!("model.language_model.layers.0.{name}");
+            values(&random_tensor(&spec(&name, init), 0.02, 7, CPU).unwrap())
+        };
+        let bits = |values: &[f32]| values[..4].iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        let normal = drawn("mlp.up_proj.weight", Init::Normal);
+        assert_eq!(bits(&normal), [0xbd09_2dbe, 0xbc3a_b27c, 0xbb09_0798, 0xbccd_e5c0]);
+        let name = "base_model.model.model.language_model.layers.0.mlp.down_proj.lora_A.weight";
+        let of = (name, [2, 128]);
+        let uniform = random_adapter_part(AdapterDraw::Uniform, of, 7, 0..4, CPU).unwrap();
+        let expected: [u32; 4] = [0x3b55_7ec0, 0xbda9_df85, 0x3c42_96c8, 0x3d46_1b6a];
+        assert_eq!(bits(&values(&uniform)), expected);
+        // logarithms of different libraries may differ in the last digit
+        let decays = drawn("linear_attn.A_log", Init::LogDecay);
+        let expected: [f32; 4] = [2.169_474, 2.337_079, 2.618_361, 2.745_529];
+        for (found, expected) in decays.iter().zip(expected) {
+            assert!((found - expected).abs() < 2e-6, "{found} not {expected}");
+        }
+        assert_eq!(drawn("norm.weight", Init::One), [1.0; 160]);
+        assert_eq!(drawn("norm.bias", Init::Zero), [0.0; 160]);
+    }
+
+    #[test]
+    fn a_part_has_the_elements_of_the_whole_and_another_name_or_seed_has_others() {
+        for init in [Init::Normal, Init::LogDecay] {
+            let whole =
+                |name, seed| values(&random_tensor(&spec(name, init), 0.02, seed, CPU).unwrap());
+            let part = random_part(&spec("a", init), 0.02, 1, 37..93, CPU).unwrap();
+            assert_eq!(values(&part), whole("a", 1)[37..93], "{init:?}");
+            for (name, seed) in [("b", 1), ("a", 2)] {
+                assert_ne!(whole(name, seed), whole("a", 1), "{init:?}, {name}, {seed}");
+            }
+        }
+    }
+}

@@ -144,15 +144,20 @@ mod tests {
         assert_eq!(lrs(ScheduleConfig::Wsd, 0.2, all_decay, 7), linear);
     }
 
-    /// transformers 5.23: `get_cosine_schedule_with_warmup(optimizer, 3, 8)`, `lr_lambda(step)` for
-    /// the steps 3 to 7, counted from 0.
+    /// transformers 5.23: `get_cosine_schedule_with_warmup(optimizer, 3, 8)`, and the same with
+    /// `linear`: `lr_lambda(step)` for the steps 3 to 7, counted from 0.
     #[test]
     fn after_warm_up_the_rates_are_those_of_transformers() {
-        let expected =
+        let cosine =
             [1.0, 0.9045084971874737, 0.6545084971874737, 0.34549150281252633, 0.09549150281252633];
+        let linear = [1.0, 0.8, 0.6, 0.4, 0.2];
         let spans = [Span::Steps(3), Span::Steps(0)];
-        for (lr, expected) in lrs(ScheduleConfig::Cosine, 0.0, spans, 8)[3..].iter().zip(expected) {
-            assert!((lr - expected).abs() < 1e-15, "{lr} {expected}");
+        for (shape, expected) in
+            [(ScheduleConfig::Cosine, cosine), (ScheduleConfig::Linear, linear)]
+        {
+            for (lr, expected) in lrs(shape, 0.0, spans, 8)[3..].iter().zip(expected) {
+                assert!((lr - expected).abs() < 1e-15, "{shape:?}: {lr} {expected}");
+            }
         }
     }
 

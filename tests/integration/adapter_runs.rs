@@ -337,7 +337,9 @@ fn a_model_that_changed_below_its_adapter_is_refused_by_every_command() {
     }
     // the same values in files that were written again, and names without a meaning
     let mut same: Value = serde_json::from_str(&json).unwrap();
-    same["transformers_version"] = "6.0".into();
+    for key in ["_name_or_path", "dtype", "torch_dtype", "transformers_version"] {
+        same[key] = "bfloat16".into();
+    }
     place.write("model/config.json", &same.to_string());
     super::harness::write(&place.path("model/model.safetensors"), &weights);
     for command in commands {

@@ -1,6 +1,6 @@
 //! `trainer check` finds all problems in one pass, and changes nothing.
 
-use super::harness::{Place, golden, json_lines};
+use super::harness::{Place, golden, json_lines, write};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -32,8 +32,11 @@ fn findings(place: &Place, config: &str, code: i32) -> Vec<Value> {
 #[test]
 fn a_run_without_problems_passes_and_trains() {
     let place = place();
+    let before = place.names(".");
     let found = findings(&place, "good.yaml", 0);
     assert!(found.iter().all(|finding| finding["kind"] == "ok"), "{found:?}");
+    let new = place.names(".").into_iter().filter(|name| !before.contains(name));
+    assert_eq!(new.collect::<Vec<_>>(), ["run"]);
     for topic in ["model", "tokenizer and template", "data.train", "plan", "memory", "disk"] {
         assert!(found.iter().any(|finding| finding["topic"] == topic), "{topic}: {found:?}");
     }
@@ -398,7 +401,10 @@ fn without_a_usable_training_set_the_other_parts_of_a_run_are_checked() {
          optim: {lr: -1.0}\n\
          train: {max_steps: 3}\n",
     );
-    let found = errors(&findings(&place, "bad.yaml", 65));
+    let found = findings(&place, "bad.yaml", 65);
+    let is_checked = |topic: &str| found.iter().any(|finding| finding["topic"] == topic);
+    assert!(!is_checked("memory") && !is_checked("disk"), "without the value: {found:#?}");
+    let found = errors(&found);
     let expected = ["`data.train.0` is `good.jsonl`", "`optim.lr`", "`no.such`", "lost.jsonl"];
     assert_eq!(found.len(), expected.len(), "{found:#?}");
     for (found, expected) in found.iter().zip(expected) {
@@ -609,6 +615,68 @@ fn rows_that_train_something_else_than_their_writer_may_expect_are_counted() {
         assert!(found.iter().any(|it| it.contains(part)), "{part}: {found:#?}");
     }
     assert_eq!(found.len(), 3, "{found:#?}");
+}
+
+#[test]
+fn the_first_three_rows_of_each_reason_are_named() {
+    let place = place();
+    let good = String::from_utf8(place.read("good.jsonl")).unwrap();
+    place.write("good.jsonl", &("{\"messages\": []}\n".repeat(5) + &good + "{}\n"));
+    let found = findings(&place, "good.yaml", 65);
+    let rows = |message: &str| -> Vec<String> {
+        let finding = found.iter().find(|finding| finding["message"] == message);
+        let finding = finding.unwrap_or_else(|| panic!("no `{message}` in {found:#?}"));
+        let examples = finding["examples"].as_array().unwrap().iter();
+        let row =
+            |example: &Value| example.as_str().unwrap().split(": ").next().unwrap().to_owned();
+        examples.map(row).collect()
+    };
+    let empty = rows("good.jsonl: 5 of 14 rows would be rejected: no_messages");
+    assert_eq!(empty, ["good.jsonl:1", "good.jsonl:2", "good.jsonl:3"]);
+    assert_eq!(rows("good.jsonl: 1 of 14 rows would be rejected: row_form"), ["good.jsonl:14"]);
+}
+
+#[test]
+fn what_is_not_read_is_found_by_the_run() {
+    let place = place();
+    let run = |command: &str, settings: &[&str], code: i32| {
+        place.trainer(&[&[command, "--config", "good.yaml"], settings].concat()).ends_with(code)
+    };
+    // an image that is damaged after its header
+    let mut image = fs::read(golden("data/images/exact_moon_64x64.png")).unwrap();
+    let pixels = image.windows(4).position(|kind| kind == b"IDAT").unwrap();
+    image[pixels + 40..pixels + 42].copy_from_slice(&[0xff, 0xff]);
+    write(&place.path("damaged.png"), &image);
+    let mut row = chat("<image>?", "a");
+    row["images"] = json!(["damaged.png"]);
+    place.write("image.jsonl", &(row.to_string() + "\n"));
+    let settings = ["data.train=[{path: image.jsonl}]", "data.on_error=stop"];
+    let settings = settings.map(|set| ["--set", set]).concat();
+    let checked = run("check", &settings, 0).stdout;
+    assert!(checked.contains("image.jsonl: 1 of 1 rows can be used"), "{checked}");
+    run("sft", &settings, 65).says("image `damaged.png` is damaged");
+
+    // a weight that is not a number
+    let weights = place.read("model/model.safetensors");
+    let header = u64::from_le_bytes(weights[..8].try_into().unwrap()) as usize + 8;
+    let mut changed = weights.clone();
+    changed[header..header + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+    write(&place.path("model/model.safetensors"), &changed);
+    run("check", &[], 0);
+    run("sft", &[], 65).says("is not finite");
+    write(&place.path("model/model.safetensors"), &weights);
+
+    // a changed byte in the weights of a checkpoint
+    let once = ["--set", "train.max_steps=1"];
+    run("sft", &once, 0);
+    let path = "run/checkpoints/step-00000001/model.safetensors";
+    let mut weights = place.read(path);
+    *weights.last_mut().unwrap() ^= 1;
+    fs::remove_file(place.path(path)).unwrap(); // `final` links to it
+    write(&place.path(path), &weights);
+    let checked = run("check", &once, 0).stdout;
+    assert!(!checked.contains("warning"), "{checked}");
+    run("sft", &once, 0).says("skipped a checkpoint");
 }
 
 #[test]

@@ -227,6 +227,27 @@ fn eval_prints_one_object_and_writes_a_line_a_sample() {
     place.trainer(&nothing).ends_with(64).says("`data.eval` is empty").says("hint: ");
 }
 
+/// `data.max_length` limits the rows of `data.train` only.
+#[test]
+fn rows_longer_than_max_length_are_evaluated_whole() {
+    let place = with_config("text", "");
+    let text = fs::read_to_string(golden("data/text.jsonl")).unwrap();
+    let rows: Vec<&str> = text.lines().filter(|line| line.len() < 420).take(4).collect();
+    place.write("four.jsonl", &rows.join("\n"));
+    let eval = |more: &[&str]| {
+        let rows = ["--set", "data.eval=[{path: four.jsonl}]"];
+        let all = [&["eval", "--config", "config.yaml"], &rows[..], more].concat();
+        place.trainer(&all).ends_with(0).stdout
+    };
+    let whole = eval(&[]);
+    let targets = json_lines(&whole)[0]["num_target_tokens"].as_u64().unwrap();
+    assert!(targets > 4 * 8, "the rows have more tokens than the limit below: {whole}");
+    for truncation in ["delete", "right"] {
+        let truncation = format!("data.truncation={truncation}");
+        assert_eq!(eval(&["--set", "data.max_length=8", "--set", &truncation]), whole);
+    }
+}
+
 #[test]
 fn an_answer_counts_as_exact_if_and_only_if_greedy_generation_gives_it() {
     let place = with_config("digits_train", "  packing_length: 416");

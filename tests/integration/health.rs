@@ -1,7 +1,9 @@
 //! What a run does when something goes wrong: values that are not finite, signals, a disk that
 //! takes no more, inputs that changed.
 
-use super::harness::{Output, Place, binary, finish, golden, without_measured, write};
+use super::harness::{
+    Output, Place, binary, finish, golden, tensors, values, without_measured, write,
+};
 use super::images::bmp;
 use serde_json::Value;
 use sha2::Digest as _;
@@ -81,6 +83,27 @@ fn too_many_skipped_steps_in_a_row_end_the_run() {
     let high = [&skip[..], &["--set", TOO_HIGH]].concat();
     place.trainer(&sft(&high)).ends_with(65).says("in_a_row=3").says("the loss is");
     assert_eq!(place.rows("run/samples.jsonl").len(), 5, "one step, and four that are not finite");
+}
+
+#[test]
+fn a_step_without_images_decays_the_vision_encoder_and_changes_nothing_else_of_it() {
+    let place = place(1);
+    let settings = ["--set", "optim={lr: 1.0e-2, weight_decay: 0.5}"];
+    let said = place.trainer(&sft(&settings)).ends_with(0);
+    let said = said.says("24 of 63 trained tensors received a gradient");
+    said.says("the gradients of the vision encoder are checked at the first step with images");
+    let [start, end] =
+        ["model", "run/final"].map(|of| tensors(&place, &format!("{of}/model.safetensors")));
+    let is_visual = |name: &str| name.starts_with("model.visual.");
+    assert_eq!(start.keys().filter(|name| is_visual(name)).count(), 63 - 24);
+    for (name, before) in start.iter().filter(|(name, _)| is_visual(name)) {
+        let factor = if before.rank() > 1 { 1.0 - 1e-2 * 0.5 } else { 1.0 };
+        for (before, after) in values(before).iter().zip(values(&end[name])) {
+            let expected = factor * before;
+            let off = (after - expected).abs();
+            assert!(off <= 1e-6 * expected.abs(), "{name}: {after} not {expected}");
+        }
+    }
 }
 
 #[test]

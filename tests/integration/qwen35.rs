@@ -2,7 +2,7 @@
 
 use super::harness::{Place, bits, copy_folder, golden, tensors, write};
 use super::ranks::{config, place, train};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 use trainer::train::Outcome;
 
@@ -83,4 +83,36 @@ fn checkpoints_keep_tensors_that_training_does_not_use_and_the_dtype_of_the_deca
     let still = ["model.precision=bf16", "optim.lr=0.0"];
     let again = trained(&place, "again", 1, &still);
     assert_eq!(bits(&again), found);
+}
+
+#[test]
+fn export_writes_all_tensors_of_the_files() {
+    let place = Place::empty();
+    copy_folder(&golden("models/small-qwen35"), &place.path("model"));
+    let read = |folder: &str| tensors(&place, &format!("{folder}/model.safetensors"));
+    let start = read("model");
+    // an adapter of one layer
+    let layer = "model.language_model.layers.0.mlp.up_proj";
+    let (outputs, inputs) = start[&format!("{layer}.weight")].dims2().unwrap();
+    let factors = [("lora_A", (1, inputs)), ("lora_B", (outputs, 1))].map(|(name, shape)| {
+        let ones = Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap();
+        (format!("base_model.model.{layer}.{name}.weight"), ones)
+    });
+    std::fs::create_dir(place.path("peft")).unwrap();
+    let file = place.path("peft/adapter_model.safetensors");
+    candle_core::safetensors::save(&HashMap::from(factors), file).unwrap();
+    let peft = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["up_proj"]}"#;
+    place.write("peft/adapter_config.json", peft);
+
+    place.trainer(&["export", "--model", "model", "--out", "copy"]).ends_with(0);
+    let merge = ["export", "--model", "model", "--adapter", "peft", "--merge", "--out", "merged"];
+    place.trainer(&merge).ends_with(0);
+    let (copy, merged) = (read("copy"), read("merged"));
+    let (start, copy, merged) = (bits(&start), bits(&copy), bits(&merged));
+    assert!(start.keys().filter(|name| name.starts_with("mtp.")).count() > 10, "not used here");
+    assert_eq!(copy, start);
+    assert_eq!(merged.keys().collect::<Vec<_>>(), start.keys().collect::<Vec<_>>());
+    let changed: Vec<&str> =
+        start.keys().copied().filter(|name| merged[name] != start[name]).collect();
+    assert_eq!(changed, [format!("{layer}.weight")]);
 }

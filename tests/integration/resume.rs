@@ -3,7 +3,9 @@
 //! Rows are shuffled and packed, have images or only text, and some are rejected; 20 steps are
 //! several epochs.
 
-use super::harness::{Place, copy_folder, finish, golden, some_of, without_measured, write};
+use super::harness::{
+    Place, bits, copy_folder, finish, golden, some_of, tensors, without_measured, write,
+};
 use serde_json::Value;
 use std::fs;
 use std::process::Child;
@@ -188,8 +190,12 @@ fn bf16_with_master_weights_continues_equal_to_the_bit() {
 
 #[test]
 fn lean_optimizers_continue_equal_to_the_bit() {
-    for optim in ["master: none", "master: none, kind: adamw_8bit", "kind: muon", "kind: adafactor"]
-    {
+    for optim in [
+        "master: none, moments: bf16",
+        "master: none, kind: adamw_8bit",
+        "kind: muon",
+        "kind: adafactor",
+    ] {
         let place = place();
         let config = String::from_utf8(place.read("config.yaml")).unwrap();
         let config = config.replace("path: model}", "path: model, precision: bf16}");
@@ -210,6 +216,18 @@ fn a_run_with_frozen_parts_continues_equal_to_the_bit() {
     place.write("config.yaml", &config);
     place.trainer(&sft(&[])).ends_with(0);
     assert_equal_from(&place, [2, 7, 13].into_iter());
+    // Frozen parameters keep their values and have no state.
+    let is_frozen = |name: &str| name.starts_with("model.visual.") && !name.contains("merger");
+    let [start, end] =
+        ["model", "run/final"].map(|of| tensors(&place, &format!("{of}/model.safetensors")));
+    let (start, end) = (bits(&start), bits(&end));
+    let mut frozen = start.iter().filter(|(name, _)| is_frozen(name)).peekable();
+    assert!(frozen.peek().is_some());
+    assert!(frozen.all(|(name, before)| end[name] == *before));
+    let state = format!("run/checkpoints/step-{STEPS:08}/optimizer.safetensors");
+    let state = tensors(&place, &state);
+    let mut params = state.keys().map(|name| name.split_once('.').unwrap().1);
+    assert!(!state.is_empty() && !params.any(is_frozen));
 }
 
 #[test]

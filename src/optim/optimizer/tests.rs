@@ -11,8 +11,8 @@ fn random(seed: u64, shape: [usize; 2], dtype: DType) -> Tensor {
     t.to_dtype(dtype).unwrap()
 }
 
-/// Weights and moments after some steps.
-fn trained(place: Place, dtype: DType, config: &OptimConfig) -> Vec<Vec<f32>> {
+/// Parameters of these shapes, and their optimizer.
+fn optimizer_of(place: Place, dtype: DType, config: &OptimConfig) -> (Vec<Param>, Optimizer) {
     let params: Vec<Param> = (0..)
         .zip(SHAPES)
         .map(|(i, shape)| Param::new(format!("p{i}"), i, random(i as u64, shape, dtype)))
@@ -25,22 +25,38 @@ fn trained(place: Place, dtype: DType, config: &OptimConfig) -> Vec<Vec<f32>> {
         param.tensor().flatten_all()?.to_dtype(DType::F32)
     };
     let (all, owned) = ((&params[..], &groups), whole(&params, &groups));
-    let adamw = Optimizer::at(place, &config, 1.0, all, owned, master, &Device::Cpu).unwrap();
-    for step in 1..=5 {
-        let grad = |(param, shape): (&Param, [usize; 2])| {
-            let grad = random(100 * step + param.index() as u64, shape, DType::F32);
-            grad.flatten_all().unwrap()
-        };
-        let norm = adamw.norm(params.iter().zip(SHAPES).map(grad).collect()).unwrap();
-        adamw.finish(&adamw.update(norm, 1e-2, step).unwrap()).unwrap();
-    }
-    let state = adamw.states().iter().flat_map(|state| {
+    let optimizer = Optimizer::at(place, &config, 1.0, all, owned, master, &Device::Cpu).unwrap();
+    (params, optimizer)
+}
+
+/// The flat gradients of a step.
+fn gradients(params: &[Param], step: u64) -> Vec<Tensor> {
+    let grad = |(param, shape): (&Param, [usize; 2])| {
+        let grad = random(100 * step + param.index() as u64, shape, DType::F32);
+        grad.flatten_all().unwrap()
+    };
+    params.iter().zip(SHAPES).map(grad).collect()
+}
+
+/// Weights and moments.
+fn state_of(optimizer: &Optimizer) -> Vec<Vec<f32>> {
+    let state = optimizer.states().iter().flat_map(|state| {
         let tensors = state.tensors().map(|(_, tensor)| tensor.clone());
         let weight = state.param.tensor().flatten_all().unwrap();
         let values = |t: Tensor| t.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
         [weight].into_iter().chain(tensors).map(values).collect::<Vec<_>>()
     });
     state.collect()
+}
+
+/// Weights and moments after some steps.
+fn trained(place: Place, dtype: DType, config: &OptimConfig) -> Vec<Vec<f32>> {
+    let (params, optimizer) = optimizer_of(place, dtype, config);
+    for step in 1..=5 {
+        let norm = optimizer.norm(gradients(&params, step)).unwrap();
+        optimizer.finish(&optimizer.update(norm, 1e-2, step).unwrap()).unwrap();
+    }
+    state_of(&optimizer)
 }
 
 fn moments(moments: Moments) -> OptimConfig {
@@ -64,6 +80,33 @@ fn state_on_the_host_gives_the_same_bits() {
                 assert_ne!(device[0], before);
             }
         }
+    }
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_changes_nothing_and_its_parameter_is_named() {
+    for kind in [Kind::Adamw, Kind::Adamw8bit, Kind::Muon, Kind::Adafactor] {
+        let config = OptimConfig { kind, ..OptimConfig::default() };
+        let (params, optimizer) = optimizer_of(Place::Device, DType::BF16, &config);
+        let run = |step: u64, bad: Option<f32>| {
+            let mut grads = gradients(&params, step);
+            if let Some(bad) = bad {
+                let grad = Tensor::full(bad, 64 * 9, &Device::Cpu).unwrap();
+                grads[1] = grad.contiguous().unwrap();
+            }
+            let update = optimizer.update(optimizer.norm(grads).unwrap(), 1e-2, step).unwrap();
+            optimizer.finish(&update).unwrap().1.map(|problem| problem.to_string())
+        };
+        assert_eq!(run(1, None), None);
+        let before = state_of(&optimizer);
+        for bad in [f32::NAN, f32::INFINITY] {
+            let problem = run(2, Some(bad)).unwrap();
+            let named = "1 of 3 parameters is not finite, the first is `p1`";
+            assert!(problem.ends_with(named), "{kind:?}: {problem}");
+            assert_eq!(state_of(&optimizer), before, "{kind:?}, {bad}");
+        }
+        assert_eq!(run(2, None), None);
+        assert_ne!(state_of(&optimizer), before, "{kind:?}");
     }
 }
 

@@ -110,3 +110,29 @@ impl Chunks {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_of_all_files_stay_within_the_limit_and_the_least_recently_used_one_is_removed() {
+        let mut chunks = Chunks::default();
+        let keep = |chunks: &mut Chunks, file: u64, bytes: usize| {
+            let slot = chunks.slot((file, 0));
+            chunks.account((file, 0), &slot, bytes);
+        };
+        for file in 0..4 {
+            keep(&mut chunks, file, MAX_BYTES / 4);
+        }
+        assert_eq!((chunks.bytes, chunks.entries.len()), (MAX_BYTES, 4));
+        let _used = chunks.slot((0, 0));
+        keep(&mut chunks, 4, 1);
+        let files: Vec<u64> = chunks.entries.keys().map(|(file, _)| *file).collect();
+        assert_eq!(files, [0, 2, 3, 4]);
+        assert_eq!(chunks.bytes, MAX_BYTES / 4 * 3 + 1);
+        // not kept: the thread that reads it holds it
+        keep(&mut chunks, 5, MAX_BYTES + 1);
+        assert_eq!((chunks.bytes, chunks.entries.len()), (0, 0));
+    }
+}
