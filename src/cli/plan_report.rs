@@ -104,8 +104,8 @@ fn print_run(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
         Speed::Predicted { tflops, mfu } => {
             let percent = 100.0 * mfu;
             format!(
-                "assumed: a GPU with {percent:.0} % of {tflops} TFLOP/s, an H100 by default; \
-                 `--calibrate STEPS` measures this machine"
+                "assumed: {percent:.0} % of {tflops} TFLOP/s, by default an H100; \
+                 `--calibrate` measures this machine"
             )
         }
     };

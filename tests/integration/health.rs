@@ -552,7 +552,8 @@ fn a_run_that_diverges_says_so_when_it_is_noticed_and_at_its_end() {
     let place = one_row_a_step(answers);
     let fixed = [&IN_ORDER[..], &["--set", "optim={lr: 0.0, schedule: constant}"]].concat();
     let run = place.trainer(&sft(&fixed)).ends_with(0);
-    let run = run.says("for 100 steps, the mean loss has been above that of the first 10 steps");
+    let run = run
+        .says("for 100 steps, the mean of the recent losses has been above the loss of the first");
     run.says("the loss ended above its first values: the run has diverged");
 }
 

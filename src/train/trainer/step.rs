@@ -128,8 +128,8 @@ impl Trainer {
                 step,
                 %first,
                 %now,
-                "for 100 steps, the mean loss has been above that of the first 10 steps: the run \
-                 diverges. Lower `optim.lr`, or raise `optim.warmup_steps`"
+                "for 100 steps, the mean of the recent losses has been above the loss of the first \
+                 steps: the run diverges. Lower `optim.lr`, or raise `optim.warmup_steps`"
             );
         }
         Ok(())
