@@ -9,6 +9,9 @@ use super::trainer::Trainer;
 use super::value::{Origin, Setting, Value};
 use crate::config::{nearest, our_key};
 
+/// Why a setting whose value switches it off has no effect.
+pub(super) const OFF: &str = "it is switched off";
+
 /// A setting with a role in a decision.
 #[derive(Debug)]
 struct Part {
@@ -72,8 +75,7 @@ impl Work {
             }
             Rule::Is(role) => self.parts.push(Part { role, setting, is_used: false }),
             Rule::Drop(reason) => self.drop(&setting, reason),
-            Rule::Refuse(_) if setting.value.is_off() => self.drop(&setting, "it is switched off"),
-            Rule::Refuse(reason) => self.refuse(&setting, reason),
+            Rule::Refuse(reason) => self.refuse_unless_off(&setting, reason),
             Rule::Only(values, reason) => {
                 let text = setting.value.to_string().to_ascii_lowercase();
                 let flag = setting.value.flag().map(|flag| flag.to_string());
@@ -239,6 +241,15 @@ impl Work {
         };
         let setting = format!("{}: {}", setting.key, setting.value);
         self.refused.push(Refusal { place, setting, reason: reason.to_owned() });
+    }
+
+    /// Refuses a setting for this reason, or drops it if its value switches it off.
+    pub(super) fn refuse_unless_off(&mut self, setting: &Setting, reason: &str) {
+        if setting.value.is_off() {
+            self.drop(setting, OFF);
+        } else {
+            self.refuse(setting, reason);
+        }
     }
 
     /// Refuses because a setting is missing.

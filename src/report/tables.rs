@@ -118,15 +118,14 @@ fn predicted(run: &RunFolder) -> Option<String> {
 /// Bytes of host memory for the copy of a rank; 0 if the peak is that of a GPU, or if no checkpoint
 /// was written in the background.
 fn copy(run: &RunFolder) -> f64 {
+    let Ok(config) = &run.config else { return 0.0 };
     let step = run.last["step"].as_u64().unwrap_or(0);
-    let is_written = |every| run.is_finished || step >= every;
-    let config =
-        run.config.as_ref().ok().filter(|config| is_written(config.checkpoint.every_steps));
-    if run.train("peak_device_memory_bytes").is_some() {
+    let is_written = run.is_finished || step >= config.checkpoint.every_steps;
+    if !is_written || run.train("peak_device_memory_bytes").is_some() {
         return 0.0;
     }
     let world = run.last["ranks"]["world"].as_f64().unwrap_or(1.0);
-    config.and_then(|config| copy_of_checkpoint(config).ok()).unwrap_or(0.0) / world
+    copy_of_checkpoint(config).unwrap_or(0.0) / world
 }
 
 fn percent(share: f64) -> String {

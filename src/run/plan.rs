@@ -5,7 +5,7 @@ use super::observer::{SetupObserver, SetupWork};
 use crate::config::RunConfig;
 use crate::data::{
     BackgroundCacheWriter, CacheError, CacheWork, CachedRows, DataSet, JsonlRows, LengthSummary,
-    LoaderOptions, Order, Plan, RowReader, plan,
+    LoaderOptions, Order, Plan, RejectedCounts, RowReader, plan,
 };
 use crate::dist::Rank;
 use crate::metrics::JsonlSink;
@@ -268,9 +268,7 @@ fn log_lengths(
     tracing::info!(measured, reused, folder = %config.cache_dir().display(), "length cache");
     for lengths in cached.summaries(options) {
         let LengthSummary { file, rows, truncated, rejected, .. } = lengths;
-        let rejected: Vec<_> =
-            rejected.iter().map(|(reason, count)| format!("{count} {reason}")).collect();
-        let rejected = (!rejected.is_empty()).then(|| display(rejected.join(", ")));
+        let rejected = (!rejected.is_empty()).then(|| display(RejectedCounts(&rejected)));
         tracing::info!(file = %file.display(), rows, truncated, rejected, "lengths");
     }
     Arc::new(cached)

@@ -352,7 +352,7 @@ fn a_stage_of_a_sharded_optimizer_becomes_the_same_division() {
         ("fsdp: shard_grad_op", "gradients", "adamw"),
         ("deepspeed: {zero_optimization: {stage: 2}}", "gradients", "adamw"),
         ("fsdp: ''", "none", "adamw"),
-        // the moments in 8 bits cannot be divided, so the wish is only noted
+        // moments in 8 bits cannot be divided, so the setting is dropped
         ("deepspeed: zero3\noptim: adamw_bnb_8bit", "none", "adamw_8bit"),
         ("optim: adamw_torch_fused", "none", "adamw"),
     ] {

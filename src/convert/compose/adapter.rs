@@ -5,7 +5,7 @@ use crate::convert::output::quoted;
 use crate::convert::rule::Role;
 use crate::convert::trainer::Trainer;
 use crate::convert::value::{Setting, Value};
-use crate::convert::work::Work;
+use crate::convert::work::{OFF, Work};
 
 /// What is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub(super) fn tuning(work: &mut Work, family: Family) -> Tuning {
     let is_lora = tuner.value.text() == Some("lora");
     if let Some((bits, setting)) = work.count(Role::QuantBits) {
         match bits {
-            0 => work.drop(&setting, "it is switched off"),
+            0 => work.drop(&setting, OFF),
             4 if is_lora => work.write_from("adapter.quantize", "nf4", &setting),
             _ if is_lora => work.refuse(&setting, "weights are quantised to 4 bits only"),
             _ => work.refuse(&setting, "quantised weights are not trained: use an adapter"),
@@ -70,11 +70,7 @@ pub(super) fn tuning(work: &mut Work, family: Family) -> Tuning {
         }
     }
     for (setting, reason) in special {
-        if setting.value.is_off() {
-            work.drop(&setting, "it is switched off");
-        } else {
-            work.refuse(&setting, reason);
-        }
+        work.refuse_unless_off(&setting, reason);
     }
     let vision = match start.filter(|setting| !setting.value.is_off()) {
         Some(start) => start_from(work, &tuner, &start),
@@ -119,7 +115,7 @@ fn new_adapter(work: &mut Work, tuner: &Setting, family: Family) -> bool {
         Some((true, setting)) => ("dora", setting),
         other => {
             if let Some((_, setting)) = other {
-                work.drop(&setting, "it is switched off");
+                work.drop(&setting, OFF);
             }
             ("lora", tuner.clone())
         }
@@ -157,7 +153,7 @@ fn init(work: &mut Work) {
     if work.trainer == Trainer::LlamaFactory {
         return match setting.value.flag() {
             Some(true) => work.write_from("adapter.init", "pissa", &setting),
-            Some(false) => work.drop(&setting, "it is switched off"),
+            Some(false) => work.drop(&setting, OFF),
             None => work.refuse(&setting, "expected true or false"),
         };
     }

@@ -61,8 +61,9 @@ fn early_stopping(work: &mut Work) {
             let value = format!("{{patience: {count}}}");
             work.write("eval.early_stopping", &value, &work.from(&setting));
         }
-        _ if setting.value.is_off() => work.drop(&setting, "it is switched off"),
-        _ => work.refuse(&setting, "expected a whole number of evaluations of 1 or more"),
+        _ => {
+            work.refuse_unless_off(&setting, "expected a whole number of evaluations of 1 or more");
+        }
     }
 }
 

@@ -22,7 +22,7 @@ pub enum LoaderError {
     Trouble(#[from] RowTrouble),
     /// More rows were rejected than the config allows.
     #[error("{} of {rows_read} rows rejected ({}), the limit `data.max_rejected` is {max_rejected}{}",
-        rejected.values().sum::<u64>(), Counts(rejected), Examples(first))]
+        rejected.values().sum::<u64>(), RejectedCounts(rejected), Examples(first))]
     TooManyRejected {
         /// Number of rows read since the run began.
         rows_read: u64,
@@ -38,7 +38,7 @@ pub enum LoaderError {
     /// No row of an epoch is usable.
     #[error(
         "epoch {epoch} has no usable sample: it has {rows} rows, rejected so far: {}{}",
-        Counts(rejected),
+        RejectedCounts(rejected),
         Examples(first)
     )]
     EmptyEpoch {
@@ -173,10 +173,10 @@ fn mostly(rejected: &BTreeMap<String, u64>) -> Option<&str> {
     rejected.iter().max_by_key(|(_, count)| **count).map(|(reason, _)| reason.as_str())
 }
 
-/// Displays the counts as `2 overlong, 1 json`.
-struct Counts<'a>(&'a BTreeMap<String, u64>);
+/// Displays numbers of rejected rows by reason as `2 overlong, 1 json`.
+pub struct RejectedCounts<'a>(pub &'a BTreeMap<String, u64>);
 
-impl fmt::Display for Counts<'_> {
+impl fmt::Display for RejectedCounts<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0.is_empty() {
             return f.write_str("none");
