@@ -35,7 +35,7 @@ pub use length_cache::{
 };
 pub use loader::Loader;
 pub use loader::collate::{CollateError, collate};
-pub use loader::error::{LoaderError, RejectedCounts};
+pub use loader::error::{LoaderError, RejectedCounts, length_hint};
 pub use loader::plan::{Plan, first_epoch_packs, plan};
 pub use loader::share::LoaderShare;
 pub use loader::steps::{DataState, LoaderOptions, Rmpad, StepData};

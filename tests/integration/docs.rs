@@ -266,32 +266,6 @@ fn every_path_of_the_repository_that_a_page_names_exists() {
     assert!(wrong.is_empty(), "these paths do not exist:\n{}", wrong.join("\n"));
 }
 
-/// Lines of prose that are too long: no tables, no code blocks, no cards, which a script writes, and
-/// no line that is one word, such as an address.
-#[test]
-fn lines_of_pages_have_at_most_100_characters() {
-    let names = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"];
-    let mut pages = names.map(|name| root().join(name)).to_vec();
-    files(&root().join("docs"), ".md", &mut pages);
-    let cards = root().join("docs/cards");
-    let is_card = |page: &Path| page.starts_with(&cards) && !page.ends_with("README.md");
-    let mut long = Vec::new();
-    for page in pages.iter().filter(|page| !is_card(page)) {
-        let content = fs::read_to_string(page).unwrap();
-        let mut is_code = false;
-        for (index, line) in content.lines().enumerate() {
-            let start = line.trim_start();
-            is_code ^= start.starts_with("```");
-            let is_prose = !is_code && !start.starts_with(['|', '#', '<', '!']);
-            let words = start.trim_start_matches("- ").split_whitespace().count();
-            if is_prose && words > 1 && line.chars().count() > 100 {
-                long.push(format!("{}:{}", page.display(), index + 1));
-            }
-        }
-    }
-    assert!(long.is_empty(), "lines of more than 100 characters:\n{}", long.join("\n"));
-}
-
 #[test]
 fn every_link_between_pages_leads_somewhere() {
     let outside = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"];

@@ -102,11 +102,8 @@ impl LoaderError {
     /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> &'static str {
         match self {
-            Self::Rejected { rejection } if rejection.reason == "too_long" => {
-                "raise `data.max_length`, or skip such rows with `data.truncation: delete` and `data.on_error: skip`"
-            }
-            Self::Rejected { rejection } if rejection.reason == "overlong" => OVERLONG,
-            Self::Rejected { .. } => "repair the row, or skip such rows with `data.on_error: skip`",
+            Self::Rejected { rejection } => length_hint(&rejection.reason)
+                .unwrap_or("repair the row, or skip such rows with `data.on_error: skip`"),
             Self::TooManyRejected { rejected, .. } | Self::EmptyEpoch { rejected, .. }
                 if mostly(rejected) == Some("overlong") =>
             {
@@ -167,6 +164,20 @@ impl LoaderError {
 }
 
 const OVERLONG: &str = "raise `data.packing_length`, or put each long sample in a pack of its own with `data.filter_overlong: false`";
+
+/// The fix of rows that a limit of lengths rejects for `reason`, whose messages contain none.
+pub fn length_hint(reason: &str) -> Option<&'static str> {
+    match reason {
+        "empty" => {
+            Some("remove the rows that have no tokens, or skip them with `data.on_error: skip`")
+        }
+        "overlong" => Some(OVERLONG),
+        "too_long" => Some(
+            "raise `data.max_length`, or skip such rows with `data.truncation: delete` and `data.on_error: skip`",
+        ),
+        _ => None,
+    }
+}
 
 /// The most frequent reason.
 fn mostly(rejected: &BTreeMap<String, u64>) -> Option<&str> {

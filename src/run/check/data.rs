@@ -12,7 +12,7 @@ use crate::checkpoint::Found;
 use crate::config::RunConfig;
 use crate::data::{
     DataSet, Encoder, JsonlRows, LengthSummary, LoaderError, LoaderOptions, OnError, Rejection,
-    RowReader, RowTrouble, SampleIndex,
+    RowReader, RowTrouble, SampleIndex, length_hint,
 };
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -184,7 +184,8 @@ fn add_rows(
             let note = Note {
                 message: format!("{file}: {count} of {rows} rows {what}: {reason}"),
                 examples,
-                hint: None, // each example has one
+                // The examples of the other reasons have a hint each.
+                hint: length_hint(&reason).map(str::to_owned),
             };
             let finding = if stops { Finding::Problem(note) } else { Finding::Warning(note) };
             report.add(topic, finding);

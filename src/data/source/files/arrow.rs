@@ -27,6 +27,9 @@ const FORMAT: &str = "an Arrow IPC file";
 const MAPPED_BYTES: usize = 16 << 10;
 /// Maximum number of bytes of a batch after unpacking.
 const MAX_UNPACKED_BYTES: u64 = 1 << 32;
+/// Maximum number of bytes that a compressed byte becomes: a block of Zstandard has 128 KiB, and takes
+/// at least 4 bytes.
+const MAX_EXPANSION: u64 = 1 << 15;
 /// Marks a message with a length of 4 bytes after it.
 const CONTINUATION: [u8; 4] = [0xff; 4];
 /// Length of the magic number at the end of a file, with the length of the footer before it.
@@ -155,6 +158,13 @@ impl ArrowRows {
         let batch = message.header_as_record_batch().ok_or("a block is not a record batch")?;
         let rows =
             usize::try_from(batch.length()).map_err(|_| "a record batch has a negative length")?;
+        // A column without values would be read once for each of the rows that only the header has.
+        let column = batch.nodes().and_then(|nodes| nodes.iter().next());
+        if column.is_some_and(|column| column.length() != batch.length()) {
+            return Err(format!(
+                "a record batch of {rows} rows has a first column of another length: the file is damaged"
+            ));
+        }
         if rows > 0 {
             let is_compressed = batch.compression().is_some();
             self.batches.push(Batch { first: self.num_rows, block, is_compressed });
@@ -246,6 +256,12 @@ fn check_buffers(
                 -1 => 0,
                 length => u64::try_from(length).map_err(|_| "a buffer has a negative length")?,
             };
+            if length > bytes.len() as u64 * MAX_EXPANSION {
+                let bytes = bytes.len();
+                return Err(format!(
+                    "a buffer of {bytes} bytes cannot have {length} after unpacking"
+                ));
+            }
             unpacked = unpacked.saturating_add(length);
         }
     }
