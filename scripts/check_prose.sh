@@ -1,7 +1,7 @@
 #!/bin/sh
-# Fails if a source or documentation file contains a banned phrase, or a page a line of more than 100
-# characters, and prints each place with a better phrase. The list keeps comments, messages and test
-# names in plain technical English.
+# Fails if a source or documentation file contains a banned phrase, and prints each place with a
+# better phrase. The list keeps comments, messages and test names in plain technical English. Also
+# fails if a line of a documentation file has more than 100 characters.
 #   scripts/check_prose.sh            prints file:line of each banned phrase and each long line
 #   scripts/check_prose.sh --count    prints the number of lines of each phrase instead
 set -eu
@@ -81,6 +81,21 @@ search() { # scope, phrase
   } | grep -v '^scripts/check_prose.sh:'
 }
 
+# Prints `file:line` of each line of a page that is too long. Tables, code blocks, cards (a script
+# writes them) and lines of one word, such as an address, may be longer. awk counts bytes, so the
+# bytes after the first one of a character are removed.
+long_lines() {
+  # shellcheck disable=SC2046
+  LC_ALL=C awk '
+    FNR == 1 { is_code = 0 }
+    { start = $0; sub(/^[ \t]+/, "", start) }
+    start ~ /^```/ { is_code = !is_code }
+    is_code || start ~ /^[|#<!]/ { next }
+    { characters = $0; gsub(/[\200-\277]/, "", characters); sub(/^- /, "", start) }
+    length(characters) > 100 && start ~ /[ \t]/ { print FILENAME ":" FNR ": more than 100 characters" }
+  ' ./*.md $(find docs -name '*.md' ! -path 'docs/cards/*' -o -path docs/cards/README.md)
+}
+
 found=$(
   list | while IFS=@ read -r scope phrase instead except; do
     scope=$(printf '%s' "$scope" | tr -d ' ') phrase=${phrase# } phrase=${phrase% }
@@ -93,23 +108,9 @@ found=$(
       printf '%s\n' "$lines" | sed "s|^\(\./\)*\([^:]*:[0-9]*\):[[:space:]]*\(.*\)|\2: use \`$instead\`: \3|"
     fi
   done
+  [ "$count" = yes ] || long_lines
 )
-# Lines of prose in pages: no tables, no code blocks, no cards, which a script writes, and no line
-# that is one word, such as an address. Bytes that continue a character do not count.
-long_lines() {
-  # shellcheck disable=SC2046
-  LC_ALL=C awk '
-    FNR == 1 { is_code = 0 }
-    { start = $0; sub(/^[ \t]+/, "", start) }
-    start ~ /^```/ { is_code = !is_code }
-    is_code || start ~ /^[`|#<!]/ && start !~ /^`[^`]/ { next }
-    { characters = $0; gsub(/[\200-\277]/, "", characters); sub(/^- /, "", start) }
-    length(characters) > 100 && start ~ /[ \t]/ { print FILENAME ":" FNR ": more than 100 characters" }
-  ' ./*.md $(find docs -name '*.md' ! -path 'docs/cards/*' -o -path docs/cards/README.md)
-}
-
-[ "$count" = yes ] || found=$(printf '%s\n%s' "$found" "$(long_lines)" | grep . || true)
 [ -n "$found" ] || exit 0
 printf '%s\n' "$found"
-[ "$count" = yes ] || echo "error: the lines above contain banned phrases, or are too long; scripts/check_prose.sh has the list" >&2
+[ "$count" = yes ] || echo "error: the lines above contain banned phrases (scripts/check_prose.sh has the list) or are too long" >&2
 exit 1

@@ -14,7 +14,7 @@ if ! [ -x "$home/bin/nvcc" ] || ! [ -x "$home/bin/nvdisasm" ] || ! [ -e "$home/l
   {
     python3 -m venv "$folder/venv"
     # nvcc newer than 13.0 writes PTX that 580 drivers reject. There is no nvdisasm older than 13.2.
-    "$folder/venv/bin/pip" install -q --no-deps 'nvidia-cuda-nvcc==13.0.88' 'nvidia-cuda-crt==13.0.88' 'nvidia-nvvm==13.0.88' \
+    "$folder/venv/bin/python" -m pip install -q --no-deps 'nvidia-cuda-nvcc==13.0.88' 'nvidia-cuda-crt==13.0.88' 'nvidia-nvvm==13.0.88' \
       'nvidia-cuda-runtime==13.0.96' 'nvidia-cuda-cccl==13.0.85' 'nvidia-cuda-nvdisasm==13.2.51'
     ln -sfn "$(echo "$folder"/venv/lib/python3*/site-packages/nvidia/cu13)" "$home"
     ln -sfn lib "$home/lib64"

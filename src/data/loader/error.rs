@@ -165,7 +165,8 @@ impl LoaderError {
 
 const OVERLONG: &str = "raise `data.packing_length`, or put each long sample in a pack of its own with `data.filter_overlong: false`";
 
-/// The fix of rows that a limit of lengths rejects for `reason`, whose messages contain none.
+/// Returns the fix of rows that are rejected because of their length: `reason` is `empty`, `overlong` or
+/// `too_long`. The messages of other reasons contain their fix.
 pub fn length_hint(reason: &str) -> Option<&'static str> {
     match reason {
         "empty" => {

@@ -184,7 +184,7 @@ fn add_rows(
             let note = Note {
                 message: format!("{file}: {count} of {rows} rows {what}: {reason}"),
                 examples,
-                // The examples of the other reasons have a hint each.
+                // Rows that are rejected for another reason have a hint in each example.
                 hint: length_hint(&reason).map(str::to_owned),
             };
             let finding = if stops { Finding::Problem(note) } else { Finding::Warning(note) };

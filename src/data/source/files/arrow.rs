@@ -27,8 +27,8 @@ const FORMAT: &str = "an Arrow IPC file";
 const MAPPED_BYTES: usize = 16 << 10;
 /// Maximum number of bytes of a batch after unpacking.
 const MAX_UNPACKED_BYTES: u64 = 1 << 32;
-/// Maximum number of bytes that a compressed byte becomes: a block of Zstandard has 128 KiB, and takes
-/// at least 4 bytes.
+/// Maximum number of bytes after unpacking per compressed byte: a block of Zstandard takes at least 4
+/// bytes, and has at most 128 KiB after unpacking.
 const MAX_EXPANSION: u64 = 1 << 15;
 /// Marks a message with a length of 4 bytes after it.
 const CONTINUATION: [u8; 4] = [0xff; 4];
@@ -158,11 +158,11 @@ impl ArrowRows {
         let batch = message.header_as_record_batch().ok_or("a block is not a record batch")?;
         let rows =
             usize::try_from(batch.length()).map_err(|_| "a record batch has a negative length")?;
-        // A column without values would be read once for each of the rows that only the header has.
+        // Otherwise each row that only the header declares would be decoded, and rejected alone.
         let column = batch.nodes().and_then(|nodes| nodes.iter().next());
         if column.is_some_and(|column| column.length() != batch.length()) {
             return Err(format!(
-                "a record batch of {rows} rows has a first column of another length: the file is damaged"
+                "a record batch declares {rows} rows, its first column has another number"
             ));
         }
         if rows > 0 {
@@ -259,7 +259,7 @@ fn check_buffers(
             if length > bytes.len() as u64 * MAX_EXPANSION {
                 let bytes = bytes.len();
                 return Err(format!(
-                    "a buffer of {bytes} bytes cannot have {length} after unpacking"
+                    "a compressed buffer of {bytes} bytes declares {length} bytes after unpacking"
                 ));
             }
             unpacked = unpacked.saturating_add(length);

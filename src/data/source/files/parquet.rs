@@ -108,6 +108,12 @@ impl ParquetRows {
         if rows > MAX_ROWS as u128 {
             return Err(broken(&format!("it declares {rows} rows, more than {MAX_ROWS}")).into());
         }
+        let is_short = |group: &RowGroupMetaData| {
+            group.columns().iter().any(|column| column.num_values() < group.num_rows())
+        };
+        if groups.iter().any(is_short) {
+            return Err(broken("a row group declares more rows than a column has values").into());
+        }
         let chunks = guarded(broken, || Ok(chunks(metadata.metadata())))?;
         let num_rows = chunks.last().map_or(0, |last| last.first + last.rows);
         let path = path.to_owned();

@@ -254,28 +254,29 @@ fn a_changed_byte_of_a_columnar_file_is_an_error_or_changes_values() {
     assert!(refused > 50 && rejected > 200, "{refused} refused, {rejected} rows rejected");
 }
 
-/// Numbers that only a header declares must cost neither time nor memory.
+/// Numbers that only a header declares cost neither time nor memory.
 #[test]
-fn declared_rows_and_bytes_that_an_arrow_file_cannot_have_are_refused() {
+fn rows_and_bytes_that_a_columnar_file_declares_but_cannot_have_are_errors() {
     let folder = TempDir::new().unwrap();
-    let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/columnar/rows.arrow");
-    let whole = fs::read(fixture).unwrap();
-    // the number of rows of a batch, and the highest bytes of two lengths after unpacking
-    for (at, value, problem) in [
-        (2410, 128, "has a first column of another length"),
-        (1587, 255, "after unpacking"),
-        (3043, 254, "after unpacking"),
+    let fixtures = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/columnar"));
+    // the number of rows of a batch, the highest bytes of two lengths after unpacking, and the
+    // number of rows of a row group
+    for (name, at, value, problem) in [
+        ("rows.arrow", 2410, 128, "its first column has another number"),
+        ("rows.arrow", 1587, 255, "bytes after unpacking"),
+        ("rows.arrow", 3043, 254, "bytes after unpacking"),
+        ("rows.parquet", 3607, 0x7e, "more rows than a column has values"),
     ] {
-        let mut bytes = whole.clone();
+        let mut bytes = fs::read(fixtures.join(name)).unwrap();
         bytes[at] = value;
-        let found = match Shard::open(&write(&folder, "a.arrow", &bytes), None, None) {
+        let found = match Shard::open(&write(&folder, name, &bytes), None, None) {
             Err(error) => error.to_string(),
             Ok(shard) => {
                 let rows = (0..shard.len()).filter_map(|row| shard.content(row).err());
                 rows.map(|error| error.to_string()).collect()
             }
         };
-        assert!(found.contains(problem), "byte {at}: {found}");
+        assert!(found.contains(problem), "{name}, byte {at}: {found}");
     }
 }
 
