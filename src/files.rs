@@ -9,22 +9,40 @@ use std::path::Path;
 
 /// Opens a regular file for reading. Follows links: the cache of the Hugging Face Hub consists of
 /// them.
-pub fn open(path: &Path) -> io::Result<File> {
+pub fn open(path: impl AsRef<Path>) -> io::Result<File> {
+    let path = path.as_ref();
     if !fs::metadata(path)?.is_file() {
         return Err(not_regular());
     }
+    open_any(path)
+}
+
+/// Opens a folder, to lock it or to write its entries to the disk.
+pub fn open_folder(path: &Path) -> io::Result<File> {
+    open_any(path)
+}
+
+/// Reads an input that the shell has opened, like `/dev/stdin`: it may be a pipe.
+pub fn read_stream(path: &Path) -> io::Result<Vec<u8>> {
+    let mut content = Vec::new();
+    open_any(path)?.read_to_end(&mut content)?;
+    Ok(content)
+}
+
+#[expect(clippy::disallowed_methods, reason = "the callers are what others use instead")]
+fn open_any(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
 /// Reads a regular file.
-pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+pub fn read(path: impl AsRef<Path>) -> io::Result<Vec<u8>> {
     let mut content = Vec::new();
     open(path)?.read_to_end(&mut content)?;
     Ok(content)
 }
 
 /// Reads the text of a regular file.
-pub fn read_to_string(path: &Path) -> io::Result<String> {
+pub fn read_to_string(path: impl AsRef<Path>) -> io::Result<String> {
     let mut text = String::new();
     open(path)?.read_to_string(&mut text)?;
     Ok(text)

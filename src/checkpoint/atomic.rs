@@ -5,6 +5,7 @@
 //! last one, it may lose the new name.
 
 use super::CheckpointError;
+use crate::files;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -40,7 +41,9 @@ pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointEr
 
 /// Makes the creation, renaming and removal of entries of `folder` durable.
 pub(super) fn sync_folder(folder: &Path) -> Result<(), CheckpointError> {
-    File::open(folder).and_then(|folder| folder.sync_all()).map_err(CheckpointError::write(folder))
+    files::open_folder(folder)
+        .and_then(|folder| folder.sync_all())
+        .map_err(CheckpointError::write(folder))
 }
 
 /// A new folder that is being filled, in the same parent and with a hidden name. Dropping it

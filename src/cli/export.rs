@@ -5,7 +5,7 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::stdout::stdout;
 use crate::checkpoint::PeftConfig;
-use crate::run::{Onto, export_adapter, export_model};
+use crate::run::{ExportDtype, export_adapter, export_model};
 use crate::train::Precision;
 use clap::{Args, ValueEnum};
 use std::io::Write as _;
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  trainer export --adapter runs/mine/final --merge --out merged\n  \
-    trainer export --model runs/mine/checkpoints/step-00000200 --out model --onto bf16"
+    trainer export --model runs/mine/checkpoints/step-00000200 --out model --dtype bf16"
 )]
 pub(super) struct ExportArgs {
     /// New folder to write
@@ -36,22 +36,22 @@ pub(super) struct ExportArgs {
     /// Dtype of the tensors; by default that of the files. `nf4`: linear layers of a model in 4
     /// bits
     #[arg(long, value_name = "DTYPE")]
-    onto: Option<OntoArg>,
+    dtype: Option<DtypeArg>,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum OntoArg {
+enum DtypeArg {
     F32,
     Bf16,
     Nf4,
 }
 
-impl From<OntoArg> for Onto {
-    fn from(onto: OntoArg) -> Self {
-        match onto {
-            OntoArg::F32 => Self::Dtype(Precision::F32),
-            OntoArg::Bf16 => Self::Dtype(Precision::Bf16),
-            OntoArg::Nf4 => Self::Nf4,
+impl From<DtypeArg> for ExportDtype {
+    fn from(dtype: DtypeArg) -> Self {
+        match dtype {
+            DtypeArg::F32 => Self::Dtype(Precision::F32),
+            DtypeArg::Bf16 => Self::Dtype(Precision::Bf16),
+            DtypeArg::Nf4 => Self::Nf4,
         }
     }
 }
@@ -62,7 +62,7 @@ pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
         let message = format!("`--out`: `{}` exists", args.out.display());
         return Err(Failure::new(Exit::Usage, message).hint("choose a new folder").into());
     }
-    let onto = args.onto.map(Onto::from);
+    let dtype = args.dtype.map(ExportDtype::from);
     if let Some(adapter) = &args.adapter {
         check_folder("--adapter", adapter)?;
     }
@@ -72,11 +72,11 @@ pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
                 let message = "`--model` has no effect without `--merge`";
                 return Err(Failure::new(Exit::Usage, message).hint("add `--merge`").into());
             }
-            let precision = match onto {
+            let precision = match dtype {
                 None => None,
-                Some(Onto::Dtype(precision)) => Some(precision),
-                Some(Onto::Nf4) => {
-                    let message = "`--onto nf4` stores models, not adapters";
+                Some(ExportDtype::Dtype(precision)) => Some(precision),
+                Some(ExportDtype::Nf4) => {
+                    let message = "`--dtype nf4` stores models, not adapters";
                     return Err(Failure::new(Exit::Usage, message).hint("add `--merge`").into());
                 }
             };
@@ -84,7 +84,7 @@ pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
         }
         (adapter, _) => {
             let base = base(args, adapter.as_deref(), logging)?;
-            export_model(&base, adapter.as_deref(), onto, &args.out)?
+            export_model(&base, adapter.as_deref(), dtype, &args.out)?
         }
     };
     let summary = serde_json::json!({

@@ -1,10 +1,10 @@
 //! Signals that make a run save or stop.
 
 use super::failure::Exit;
+use crate::files;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::signal_name;
-use std::fs;
 use std::io;
 use std::process::exit;
 use std::sync::Arc;
@@ -73,7 +73,7 @@ impl Requests {
 
 /// Whether the parent process, such as `nohup`, ignores SIGHUP.
 pub(super) fn is_hangup_ignored() -> bool {
-    is_ignored(SIGHUP, &fs::read_to_string("/proc/self/status").unwrap_or_default())
+    is_ignored(SIGHUP, &files::read_to_string("/proc/self/status").unwrap_or_default())
 }
 
 /// Whether the parent process, such as `nohup`, ignores a signal, given `/proc/self/status`.

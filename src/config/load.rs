@@ -9,7 +9,6 @@ use crate::files;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::BTreeSet;
-use std::fs;
 use std::path::Path;
 
 /// Reads the YAML file at `path` into `T`, with `overrides` applied.
@@ -180,7 +179,7 @@ fn tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
     // the shell gives the output of a command as `/dev/fd/63`
     let is_given_open =
         ["/dev/fd", "/dev/stdin", "/proc/self/fd"].iter().any(|at| path.starts_with(at));
-    let bytes = if is_given_open { fs::read(path) } else { files::read(path) };
+    let bytes = if is_given_open { files::read_stream(path) } else { files::read(path) };
     let bytes = bytes.map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
     let text = std::str::from_utf8(&bytes).map_err(|error| {
         let valid = String::from_utf8_lossy(&bytes[..error.valid_up_to()]);

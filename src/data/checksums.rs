@@ -2,7 +2,7 @@
 //! bytes are used, and of media files, so that another file of the same name is noticed.
 
 use crate::files;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -40,7 +40,7 @@ pub(in crate::data) const ALL_SUMMED: u64 = 2 * MEDIA_END;
 /// The checksum of the first and the last 16 KiB of the regular file at `path`; of all bytes if it
 /// is shorter than both.
 pub(in crate::data) fn of_ends(path: &Path) -> io::Result<u32> {
-    let file = File::open(path)?;
+    let file = files::open(path)?;
     let size = file.metadata()?.len();
     let mut bytes = read_at(&file, 0, size.min(MEDIA_END))?;
     let last = (size - bytes.len() as u64).min(MEDIA_END);
@@ -87,7 +87,7 @@ pub(in crate::data) fn write_sums(file: &File, path: &Path) -> io::Result<()> {
 
 /// Whether `file` has the checksums in the file at `path`.
 pub(in crate::data) fn has_sums(file: &File, path: &Path) -> io::Result<bool> {
-    Ok(fs::read(path)? == sums_of(file)?)
+    Ok(files::read(path)? == sums_of(file)?)
 }
 
 /// Inserts checksums before the footer of a complete Arrow file. Readers of Arrow files do not see
@@ -157,7 +157,7 @@ impl Write for SummedFile {
 /// The number of bytes at the start of `file` that a [`SummedFile`] wrote, up to the last flush
 /// before the first damaged byte. `sums` is the path of its checksums.
 pub(in crate::data) fn checked_bytes(file: &File, sums: &Path) -> io::Result<u64> {
-    let sums = fs::read(sums)?;
+    let sums = files::read(sums)?;
     let (mut crc, mut position) = (Crc::new(), 0);
     for record in sums.chunks_exact(FLUSH) {
         let (end, sum) = record.split_at(FLUSH - SUM as usize);

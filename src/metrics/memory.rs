@@ -1,16 +1,19 @@
 //! Memory use and CPU time of this process, as reported by Linux.
 
-use std::fs;
+use crate::files;
 use std::path::Path;
 
 /// Peak resident memory of this process in bytes, or 0 if the system does not report it.
 pub fn peak_memory_bytes() -> u64 {
-    fs::read_to_string("/proc/self/status").ok().and_then(|status| high_water(&status)).unwrap_or(0)
+    files::read_to_string("/proc/self/status")
+        .ok()
+        .and_then(|status| high_water(&status))
+        .unwrap_or(0)
 }
 
 /// Resident memory of this process in bytes, or 0 if the system does not report it.
 pub fn resident_memory_bytes() -> u64 {
-    let status = fs::read_to_string("/proc/self/status").ok();
+    let status = files::read_to_string("/proc/self/status").ok();
     status.and_then(|status| kibibytes(&status, "VmRSS:")).unwrap_or(0)
 }
 
@@ -31,19 +34,19 @@ pub fn memory_text(bytes: f64) -> String {
 /// Memory that new allocations can use without swapping, in bytes, within the limits of this
 /// process and of its control group; `None` if the system does not report it.
 pub fn available_memory_bytes() -> Option<u64> {
-    let system = available(&fs::read_to_string("/proc/meminfo").ok()?)?;
+    let system = available(&files::read_to_string("/proc/meminfo").ok()?)?;
     let limits = [below_group_limit(), below_address_limit()];
     Some(limits.into_iter().flatten().fold(system, u64::min))
 }
 
 /// What is left below the memory limit of the control group (version 2).
 fn below_group_limit() -> Option<u64> {
-    let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
+    let groups = files::read_to_string("/proc/self/cgroup").ok()?;
     let group = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
     let read = |name: &str| {
         // in a container, its group is the root
         let path = |group: &str| Path::new("/sys/fs/cgroup").join(group).join(name);
-        fs::read_to_string(path(group)).or_else(|_| fs::read_to_string(path(""))).ok()
+        files::read_to_string(path(group)).or_else(|_| files::read_to_string(path(""))).ok()
     };
     below_limit(&read("memory.max")?, &read("memory.current")?, &read("memory.stat")?)
 }
@@ -58,11 +61,14 @@ fn below_limit(limit: &str, current: &str, stat: &str) -> Option<u64> {
 
 /// What is left below the limit of the address space (`ulimit -v`).
 fn below_address_limit() -> Option<u64> {
-    let limits = fs::read_to_string("/proc/self/limits").ok()?;
+    let limits = files::read_to_string("/proc/self/limits").ok()?;
     let limit = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
     let limit: u64 = limit.split_whitespace().next()?.parse().ok()?; // `unlimited`
     Some(
-        limit.saturating_sub(kibibytes(&fs::read_to_string("/proc/self/status").ok()?, "VmSize:")?),
+        limit.saturating_sub(kibibytes(
+            &files::read_to_string("/proc/self/status").ok()?,
+            "VmSize:",
+        )?),
     )
 }
 
@@ -80,7 +86,7 @@ fn available(meminfo: &str) -> Option<u64> {
 /// CPU seconds of all threads of this process so far, user and system time, or 0 if the system does
 /// not report them.
 pub fn cpu_seconds() -> f64 {
-    let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    let stat = files::read_to_string("/proc/self/stat").unwrap_or_default();
     ticks(&stat).unwrap_or(0) as f64 / TICKS_A_SECOND
 }
 

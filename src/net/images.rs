@@ -95,7 +95,7 @@ impl UrlImages {
     pub fn read(&self, url: &str) -> Result<Vec<u8>, UrlError> {
         for _ in 0..ATTEMPTS {
             let path = self.path(url)?;
-            match fs::read(&path) {
+            match files::read(&path) {
                 Ok(bytes) if path.file_name().is_some_and(|name| *name == *hex(&bytes)) => {
                     return Ok(bytes);
                 }
@@ -128,7 +128,7 @@ impl UrlImages {
     }
 
     fn stored(&self, entry: &Path) -> Option<PathBuf> {
-        let digest = fs::read_to_string(entry).ok()?;
+        let digest = files::read_to_string(entry).ok()?;
         let is_digest = digest.len() == 64 && digest.chars().all(|c| c.is_ascii_hexdigit());
         let path = is_digest.then(|| self.content(&digest))?;
         path.is_file().then_some(path)

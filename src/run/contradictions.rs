@@ -11,7 +11,6 @@ use candle_core::{DType, Device, Tensor};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::{HashMap, HashSet};
-use std::fs;
 use std::ops::Range;
 use std::path::Path;
 
@@ -150,7 +149,7 @@ struct ModelOfTokenizer {
 
 fn json<T: for<'a> Deserialize<'a>>(folder: &Path, name: &str) -> Option<T> {
     let path = folder.join(name);
-    let text = path.is_file().then(|| fs::read(path).ok())??;
+    let text = files::read(path).ok()?;
     serde_json::from_slice(&text).ok()
 }
 
@@ -256,7 +255,7 @@ fn check_generation(folder: &Path, is_token: impl Fn(u64) -> bool) -> Result<(),
 /// Compares the chat templates of the folder.
 fn check_templates(folder: &Path) -> Result<(), Found> {
     let source = |name: &str| match name {
-        "chat_template.jinja" => files::read_to_string(&folder.join(name)).ok(),
+        "chat_template.jinja" => files::read_to_string(folder.join(name)).ok(),
         _ => Some(json::<Value>(folder, name)?["chat_template"].as_str()?.to_owned()),
     };
     let mut templates = TEMPLATES.iter().filter_map(|name| Some((*name, source(name)?)));

@@ -1,6 +1,8 @@
 //! Writes a model folder from a model and an adapter, or a clean folder from a checkpoint.
 
-use super::adapter::{AdapterError, Exchanged, OpenAdapter, exchange_experts, read_adapter};
+use super::adapter::{
+    AdapterError, Exchanged, OpenAdapter, exchange_experts, read_adapter, trained_on,
+};
 use super::contradictions::check_model_folder;
 use super::error::RunError;
 use super::inputs::open_for_run;
@@ -12,7 +14,7 @@ use crate::checkpoint::{
 };
 use crate::nn::ParamSpec;
 use crate::ops::{Nf4, Nf4Parts};
-use crate::train::{ModelSection, Precision};
+use crate::train::{ModelSection, Precision, Quantize};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
@@ -35,7 +37,7 @@ pub struct Exported {
 
 /// How the tensors of a folder are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Onto {
+pub enum ExportDtype {
     /// All in one dtype.
     Dtype(Precision),
     /// The weights of linear layers in 4 bits, the others in the dtype of the files.
@@ -46,12 +48,12 @@ pub enum Onto {
 /// folder `out`.
 ///
 /// All tensors of `base` are written, also those that training does not use. They keep their dtype
-/// unless `onto` has another one. Sums are computed in `f32`, one weight at a time, so the model
+/// unless `dtype` has another one. Sums are computed in `f32`, one weight at a time, so the model
 /// need not fit into memory.
 pub fn export_model(
     base: &Path,
     adapter: Option<&Path>,
-    onto: Option<Onto>,
+    dtype: Option<ExportDtype>,
     out: &Path,
 ) -> Result<Exported, RunError> {
     check_model_folder(base)?;
@@ -59,10 +61,11 @@ pub fn export_model(
     let open = open_for_run(&ModelSection::new(base), 0, &Device::Cpu)?;
     let mut config_json = open.config_json.clone();
     let names = open.tensor_names();
-    let linear = open.specs.iter().filter(|spec| onto == Some(Onto::Nf4) && is_linear(spec));
+    let linear =
+        open.specs.iter().filter(|spec| dtype == Some(ExportDtype::Nf4) && is_linear(spec));
     let linear: HashSet<String> = linear.map(|spec| spec.name.clone()).collect();
     let specs = open.specs.clone();
-    if onto == Some(Onto::Nf4) && specs.iter().any(ParamSpec::is_experts) {
+    if dtype == Some(ExportDtype::Nf4) && specs.iter().any(ParamSpec::is_experts) {
         tracing::info!("the experts keep their dtype: only linear layers are written in 4 bits");
     }
     let pieces_of: HashMap<String, _> =
@@ -97,15 +100,15 @@ pub fn export_model(
             saved.extend(nf4_tensors(&of_matrix, stored, &parts, codes).map_err(fault)?);
             continue;
         }
-        let dtype = match onto {
-            Some(Onto::Dtype(precision)) => precision.dtype(),
+        let target = match dtype {
+            Some(ExportDtype::Dtype(precision)) => precision.dtype(),
             _ => stored,
         };
         let pieces = pieces_of.get(&name).map(Vec::as_slice).unwrap_or_default();
         counts.tensors += pieces.len().max(1);
-        saved.extend(of.saved(&name, pieces, dtype, &|name| names.in_file(name)));
+        saved.extend(of.saved(&name, pieces, target, &|name| names.in_file(name)));
     }
-    if let Some(Onto::Dtype(precision)) = onto {
+    if let Some(ExportDtype::Dtype(precision)) = dtype {
         config_json = precision.stamp(&config_json);
     }
     set_quantization(&mut config_json, quantized);
@@ -242,14 +245,20 @@ impl Precision {
 /// transformers 4.
 pub fn export_adapter(
     adapter: &Path,
-    onto: Option<Precision>,
+    dtype: Option<Precision>,
     exchange: bool,
     out: &Path,
-) -> Result<Exported, AdapterError> {
-    let fault = |source: CheckpointError| AdapterError::Files {
-        folder: adapter.to_owned(),
-        source: Box::new(source),
+) -> Result<Exported, RunError> {
+    let fault = |source: CheckpointError| -> RunError {
+        let fault = AdapterError::Files { folder: adapter.to_owned(), source: Box::new(source) };
+        SetupError::from(fault).into()
     };
+    if trained_on(adapter)?.is_some_and(|base| base.quantize != Quantize::None) {
+        tracing::warn!(
+            "this adapter was trained on a model in 4 bits, which the folder will not say: \
+             load the model in 4 bits with it"
+        );
+    }
     let path = adapter.join(ADAPTER_CONFIG);
     let text = crate::files::read(&path);
     let text =
@@ -257,11 +266,14 @@ pub fn export_adapter(
     let config_json = serde_json::from_slice(&text)
         .map_err(|error| fault(CheckpointError::invalid(&path, &error)))?;
     let files = adapter_weights(adapter).map_err(fault)?;
-    let exchanged =
-        if exchange { exchange_experts(adapter, &files)? } else { Exchanged::default() };
+    let exchanged = if exchange {
+        exchange_experts(adapter, &files).map_err(SetupError::from)?
+    } else {
+        Exchanged::default()
+    };
     let tensor = |name: &str| {
         let stored = files.dtype(name).unwrap_or(DType::F32);
-        let tensor = exchanged.load(&files, name, onto.map_or(stored, Precision::dtype))?;
+        let tensor = exchanged.load(&files, name, dtype.map_or(stored, Precision::dtype))?;
         Ok(SavedTensor::whole(name, tensor))
     };
     let weights: Result<Vec<_>, _> = files.names().map(tensor).collect();

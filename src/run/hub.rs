@@ -95,7 +95,7 @@ impl Selection for ModelFiles {
         if self.0 == Weights::Random || is_there(SINGLE) {
             return None;
         }
-        let Ok(index) = files::read(&folder.join(INDEX)) else { return lacking(SINGLE) };
+        let Ok(index) = files::read(folder.join(INDEX)) else { return lacking(SINGLE) };
         let index: serde_json::Value = serde_json::from_slice(&index).unwrap_or_default();
         let mut shards = index["weight_map"].as_object().into_iter().flat_map(|map| map.values());
         let missing = shards.find_map(|shard| shard.as_str().filter(|name| !is_there(name)))?;

@@ -55,7 +55,7 @@ pub use device::{DeviceError, device_name};
 pub use error::RunError;
 pub(crate) use estimate::memory_model;
 pub use estimate::{Estimate, ModelShape};
-pub use export::{Exported, Onto, export_adapter, export_model};
+pub use export::{ExportDtype, Exported, export_adapter, export_model};
 pub use hub::{download, model_folder};
 pub use load_model::{LoadedModel, OpenModel, load_model, trainable};
 pub use new_config::{NewRun, new_config};

@@ -31,7 +31,7 @@ const FILES: [&str; 13] = [
 pub(super) fn claim(output_dir: &Path) -> Result<File, RunError> {
     fs::create_dir_all(output_dir)
         .map_err(|problem| RunError::CreateOutputDir { folder: output_dir.to_owned(), problem })?;
-    let file = File::open(output_dir).map_err(cannot("open", output_dir))?;
+    let file = files::open_folder(output_dir).map_err(cannot("open", output_dir))?;
     lock(&file, output_dir)?;
     Ok(file)
 }
@@ -47,7 +47,7 @@ fn lock(file: &File, output_dir: &Path) -> Result<(), RunError> {
 
 /// Fails if another run uses `output_dir`.
 pub(super) fn check_unused(output_dir: &Path) -> Result<(), RunError> {
-    File::open(output_dir).map_or(Ok(()), |file| lock(&file, output_dir))
+    files::open_folder(output_dir).map_or(Ok(()), |file| lock(&file, output_dir))
 }
 
 /// Fails if the model is in one of the folders that a new run in `output_dir` moves aside.

@@ -9,10 +9,10 @@ use super::temporary::TemporaryFolder;
 use crate::checkpoint::Checkpointer;
 use crate::config::RunConfig;
 use crate::dist::Distributed;
+use crate::files;
 use crate::metrics::{EvalMetrics, StepMetrics};
 use crate::train::{EvalConfig, Observer, OnNonFinite, StepSamples, TrainError};
 use serde::Serialize;
-use std::fs;
 
 /// A step that was trained again.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -92,7 +92,7 @@ pub fn replay(
     let mut run = Run::with_options(&config, &options)?;
     let mut last = Last(None);
     let exists = run.train_to(step, &mut last)?;
-    let samples = fs::read_to_string(folder.path().join("samples.jsonl")).unwrap_or_default();
+    let samples = files::read_to_string(folder.path().join("samples.jsonl")).unwrap_or_default();
     let samples = samples.lines().last().and_then(|line| serde_json::from_str(line).ok());
     let done = last.0.zip(samples).filter(|_| exists);
     let (metrics, samples) = done.ok_or(ReplayError::NoStep { step })?;

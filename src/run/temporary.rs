@@ -1,6 +1,7 @@
 //! Folders of commands that leave no files.
 
-use std::fs::{self, File};
+use crate::files;
+use std::fs::{self};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process;
@@ -19,7 +20,8 @@ pub(super) fn remove_left(parent: &Path) {
             continue;
         };
         // A run in the folder locks it, on another machine too.
-        let is_locked = || File::open(&folder).is_ok_and(|folder| folder.try_lock().is_err());
+        let is_locked =
+            || files::open_folder(&folder).is_ok_and(|folder| folder.try_lock().is_err());
         let is_left = !Path::new("/proc").join(process.to_string()).exists() && !is_locked();
         if is_left && let Err(error) = fs::remove_dir_all(&folder) {
             tracing::warn!(folder = %folder.display(), %error, "cannot remove a temporary folder");

@@ -213,7 +213,7 @@ fn export_writes_clean_folders_and_changes_the_dtype() {
     let (before, after) =
         (eval(&place, &["--checkpoint", &last]), eval(&place, &["--checkpoint", "clean"]));
     assert_eq!(before, after);
-    place.trainer(&["export", "--model", "clean", "--out", "half", "--onto", "bf16"]).ends_with(0);
+    place.trainer(&["export", "--model", "clean", "--out", "half", "--dtype", "bf16"]).ends_with(0);
     let bytes = |folder: &str| {
         fs::metadata(place.path(&format!("{folder}/model.safetensors"))).unwrap().len()
     };
@@ -259,7 +259,7 @@ fn bad_input_is_refused_with_the_key_and_what_to_do() {
     let arguments =
         ["sft", "--config", &yaml, "--set", "adapter={}", "--set", "model.freeze=[vision]"];
     place.trainer(&arguments).ends_with(64).says("`model.freeze`").says("adapter.parts");
-    place.trainer(&["export", "--model", "model", "--onto", "nf4", "--out", "four"]).ends_with(0);
+    place.trainer(&["export", "--model", "model", "--dtype", "nf4", "--out", "four"]).ends_with(0);
     let base = "model.path=four";
     place
         .trainer(&["sft", "--config", &yaml, "--set", base])

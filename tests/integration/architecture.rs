@@ -20,7 +20,7 @@ const MAY_IMPORT: [(&str, &[&str]); 19] = [
     ("tape", &["ops"]),
     ("optim", &["ops", "tape"]),
     // Ranks know tensors, but no models and no steps.
-    ("dist", &["ops"]),
+    ("dist", &["files", "ops"]),
     // Neither models nor devices; of `ops`, only the SIMD dispatcher.
     ("data", &["batch", "dist", "files", "net", "ops"]),
     // No data files, no tokenizers, no config of a run; `nn` contains no model family.

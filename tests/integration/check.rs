@@ -504,6 +504,14 @@ fn checkpoints_that_do_not_fit_on_the_disk_are_reported_before_the_run() {
     run.wait().unwrap();
     let warning = "WARN the disk of `output_dir` lacks space";
     assert!(before.iter().any(|line| line.contains(warning)), "{before:#?}");
+    // A resumed run replaces its checkpoints. Those of another run are moved aside, and stay.
+    fs::create_dir_all(place.path("run/checkpoints/earlier")).unwrap();
+    let file = fs::File::create(place.path("run/checkpoints/earlier/file")).unwrap();
+    file.set_len(1 << 43).unwrap(); // without blocks on the disk
+    let many = "checkpoint={every_steps: 1, keep: 500000}"; // 4 TB
+    let long = ["--set", many, "--set", "train={max_steps: 500000}"];
+    place.trainer(&[&["check", "--config", "good.yaml"][..], &long].concat()).ends_with(0);
+    stops(&place, &[&long[..], &["--set", "optim.lr=0.5"]].concat(), &["on the disk of `run`"]);
 }
 
 /// Panics unless `check` with `more` ends with code 65 and has an error with each of `texts`.
@@ -615,6 +623,26 @@ fn rows_that_train_something_else_than_their_writer_may_expect_are_counted() {
         assert!(found.iter().any(|it| it.contains(part)), "{part}: {found:#?}");
     }
     assert_eq!(found.len(), 3, "{found:#?}");
+}
+
+#[test]
+fn rejected_rows_are_judged_by_their_share_of_all_data_sets_like_in_the_run() {
+    let place = place();
+    let good = String::from_utf8(place.read("good.jsonl")).unwrap();
+    place.write("many.jsonl", &good.repeat(20));
+    place.write("few.jsonl", &(good + "{\"messages\": []}\n"));
+    let run = |command: &[&str], weight: &str| {
+        let sets = format!("data.train=[{{path: many.jsonl}}, {{path: few.jsonl, {weight}}}]");
+        let settings = ["--set", &sets, "--set", "train={epochs: 1}"];
+        place.trainer(&[command, &["--config", "good.yaml"], &settings].concat())
+    };
+    // 1 of 169 rows and 20 of 340
+    for (weight, code) in [("weight: 1", 0), ("weight: 20", 65)] {
+        let found = run(&["check"], weight).ends_with(code);
+        let text = found.stdout + &found.stderr;
+        assert!(text.contains("few.jsonl: 1 of 9 rows would be rejected: no_messages"), "{text}");
+        run(&["sft", "--resume", "never"], weight).ends_with(code);
+    }
 }
 
 #[test]

@@ -225,25 +225,32 @@ fn check_counts_the_rows_whose_texts_have_boxes_of_another_unit() {
     let place = Place::empty();
     let row = |list: &str| {
         let answer = format!(r#"[{{"bbox_2d": {list}, "label": "eye"}}]"#);
-        json!({"messages": [{"role": "user", "content": "Find."}, {"role": "assistant", "content": answer}]})
+        let question = format!("<image>{QUESTION}");
+        json!({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], "images": ["exact_96x64.png"]})
             .to_string()
     };
     let lists = [
         "[1, 2, 3, 4]",
         "[0.1, 0.2, 0.5, 0.6]",
         "[1, 2, 1500, 1600]",
-        "[5, 5, 2000, 9]",
+        "[5, 5, 300, 999]",
+        "[-1, 2, 3, 4]",
         "[1, 2, 1, 4]",
     ];
     place.write("a.jsonl", &lists.map(row).join("\n"));
-    with_set(&place, "{path: a.jsonl}");
-    let output = place.trainer(&["check", "--config", "c.yaml"]);
-    let text = output.stdout + &output.stderr;
-    for line in [
-        "a.jsonl: 1 of 5 rows have boxes with fractions in a text",
-        "a.jsonl: 2 of 5 rows have boxes with numbers above 1000 in a text",
-        "a.jsonl: 1 of 5 rows have boxes without an area in a text",
-    ] {
-        assert!(text.contains(line), "{text}");
+    with_set(&place, &format!("{{path: a.jsonl, image_root: '{}'}}", images().display()));
+    let config = String::from_utf8(place.read("c.yaml")).unwrap();
+    // Qwen2.5-VL writes pixels, and the image is smaller than 300 x 999.
+    for (model, outside) in [("small-tied", 2), ("small-qwen25vl", 3)] {
+        place.write("c.yaml", &config.replace("small-tied", model));
+        let output = place.trainer(&["check", "--config", "c.yaml"]);
+        let text = output.stdout + &output.stderr;
+        for line in [
+            "1 of 6 rows have boxes with fractions in a text",
+            &format!("{outside} of 6 rows have boxes outside of the image in a text"),
+            "1 of 6 rows have boxes without an area in a text",
+        ] {
+            assert!(text.contains(&format!("a.jsonl: {line}")), "{model}: {text}");
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! Tests of the public interface and of the binary, one module per topic.
 
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by panicking")]
+#![allow(clippy::disallowed_methods, reason = "tests read their own files")]
 
 mod adapter_parity;
 mod adapter_runs;

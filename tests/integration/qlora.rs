@@ -54,7 +54,7 @@ fn a_folder_in_nf4_has_the_codes_that_training_quantises_to() {
     let place = place();
     let of_base = config(&place, "base", &[NF4, "train.max_steps=2", "data.eval=[]"]);
     train(&of_base, 1, None);
-    let report = export(&place, &["--model", "model", "--onto", "nf4", "--out", "four"]);
+    let report = export(&place, &["--model", "model", "--dtype", "nf4", "--out", "four"]);
     assert_eq!(report["quantized"], 26, "{report}");
     let path = format!("model.path={}", place.path("four").display());
     train(
@@ -63,8 +63,12 @@ fn a_folder_in_nf4_has_the_codes_that_training_quantises_to() {
         None,
     );
     assert!(adapter(&place, "four-bits") == adapter(&place, "base"));
+    place
+        .trainer(&["export", "--adapter", "base/final", "--out", "clean"])
+        .ends_with(0)
+        .says("trained on a model in 4 bits");
     // a folder in NF4 keeps its codes
-    export(&place, &["--model", "four", "--onto", "nf4", "--out", "again"]);
+    export(&place, &["--model", "four", "--dtype", "nf4", "--out", "again"]);
     assert!(place.read("four/model.safetensors") == place.read("again/model.safetensors"));
     assert!(place.read("four/config.json") == place.read("again/config.json"));
     let json: Value = serde_json::from_slice(&place.read("four/config.json")).unwrap();
@@ -79,7 +83,7 @@ fn a_merged_model_in_nf4_computes_with_its_dequantised_weights() {
         1,
         None,
     );
-    let merge = ["--adapter", "run/final", "--merge", "--onto", "nf4", "--out", "four"];
+    let merge = ["--adapter", "run/final", "--merge", "--dtype", "nf4", "--out", "four"];
     let report = export(&place, &merge);
     assert_eq!((&report["merged"], &report["quantized"]), (&14.into(), &26.into()), "{report}");
     export(&place, &["--model", "four", "--out", "plain"]);
@@ -91,7 +95,7 @@ fn a_merged_model_in_nf4_computes_with_its_dequantised_weights() {
     let json: Value = serde_json::from_slice(&place.read("plain/config.json")).unwrap();
     assert!(json.get("quantization_config").is_none(), "{json}");
     place
-        .trainer(&["export", "--adapter", "run/final", "--onto", "nf4", "--out", "other"])
+        .trainer(&["export", "--adapter", "run/final", "--dtype", "nf4", "--out", "other"])
         .ends_with(64)
         .says("stores models")
         .says("--merge");

@@ -63,7 +63,7 @@ fn experts_are_quantised_in_a_folder_that_has_only_its_linear_layers_in_4_bits()
     for model in ["moe-vl", "moe-text"] {
         let place = place_with(model);
         let of_base = adapter(&place, "base", 1, &[NF4]);
-        let export = ["export", "--model", "model", "--onto", "nf4", "--out", "four"];
+        let export = ["export", "--model", "model", "--dtype", "nf4", "--out", "four"];
         place.trainer(&export).ends_with(0).says("the experts keep their dtype");
         let path = format!("model.path={}", place.path("four").display());
         assert!(adapter(&place, "four-bits", 1, &[NF4, &path]) == of_base, "{model}");

@@ -234,7 +234,7 @@ fn a_run_with_frozen_parts_continues_equal_to_the_bit() {
 fn neither_workers_nor_threads_change_a_bit() {
     let place = place();
     let variants =
-        [("run", "1", "1"), ("run-2", "4", "1"), ("run-3", "1", "2"), ("run-4", "4", "2")];
+        [("run", "1", "1"), ("run-2", "4", "1"), ("run-3", "1", "3"), ("run-4", "7", "2")];
     for (run, workers, threads) in variants {
         let (output, workers) = (format!("output_dir={run}"), format!("data.workers={workers}"));
         let rare = ["--set", "checkpoint.every_steps=0", "--set", &output, "--set", &workers];

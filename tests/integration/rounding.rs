@@ -2,7 +2,7 @@
 //! with rounding to nearest.
 
 use crate::parity::{PLAIN, TEXT_ONLY, runner_of};
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use serde_json::json;
 use trainer::batch::{EncodedSample, SampleId};
 use trainer::train::{Precision, StepRunner};
@@ -46,6 +46,25 @@ fn forget_masters(runner: &StepRunner) {
         let rounded = state.weight().unwrap().to_dtype(DType::F32).unwrap();
         state.tensor("master").unwrap().slice_set(&rounded, 0, 0).unwrap();
     }
+}
+
+#[test]
+fn masters_start_from_the_unrounded_values_of_the_folder() {
+    let settings = json!({ "model": TEXT_ONLY });
+    let [exact, rounded] =
+        [Precision::F32, Precision::Bf16].map(|of| runner_of(&settings, PLAIN, of));
+    let values = |tensor: &Tensor| {
+        let flat = tensor.to_dtype(DType::F32).and_then(|tensor| tensor.flatten_all());
+        flat.and_then(|flat| flat.to_vec1::<f32>()).unwrap()
+    };
+    let mut num_rounded = 0;
+    let states = exact.optimizer.states().iter().zip(rounded.optimizer.states());
+    for (exact, state) in states {
+        let exact = values(&exact.weight().unwrap());
+        assert_eq!(values(state.tensor("master").unwrap()), exact);
+        num_rounded += usize::from(values(&state.weight().unwrap()) != exact);
+    }
+    assert!(num_rounded > 10, "the folder has bf16 values");
 }
 
 #[test]

@@ -11,14 +11,16 @@ use trainer::run::{Run, RunError, RunOptions};
 use trainer::train::Outcome;
 
 /// Largest relative difference of a loss or of a gradient norm from that of one rank.
-const TOLERANCE: f64 = 1e-5;
+const TOLERANCE: f64 = 2e-6;
 
-/// Settings of 20 steps of a model with 4 key-value heads.
-const SETTINGS: [&str; 7] = [
+/// Settings of 20 steps. With the default `eps`, rounding changes the sign of the first update of a
+/// weight whose gradient is almost zero, and 20 steps make that a difference of 1e-5.
+const SETTINGS: [&str; 8] = [
     "model.weights=random",
     "train.epochs=null",
     "train.max_steps=20",
     "optim.lr=1e-3",
+    "optim.eps=1e-3",
     "checkpoint.every_steps=0",
     "eval.every_steps=10",
     "train.gradient_accumulation_steps=2",
@@ -111,7 +113,7 @@ fn groups_share_the_tokens_of_experts_and_know_the_auxiliary_loss_of_the_step() 
             for key in ["loss", "grad_norm", "aux_loss", "expert_load", "experts_idle"] {
                 let [found, expected] = [found, expected].map(|row| row[key].as_f64().unwrap());
                 let error = (found - expected).abs() / expected.abs().max(1e-3);
-                assert!(error <= TOLERANCE, "{name}: `{key}` is {found}, expected {expected}");
+                assert!(error <= 1e-5, "{name}: `{key}` is {found}, expected {expected}");
             }
         }
         assert_eq!(found.len(), alone.len(), "{name}");

@@ -249,16 +249,21 @@ fn the_same_video_in_every_form_is_the_same_sample() {
 
 #[test]
 fn a_literal_placeholder_is_replaced_only_if_the_row_lists_media_of_its_kind() {
-    let row = json!({"messages": [{"role": "user", "content": "<image> <video>"}, {"role": "assistant", "content": "a"}], "videos": [frames(4)]});
+    let mut row = json!({"messages": [{"role": "user", "content": "<image> <video>"}, {"role": "assistant", "content": "a"}], "videos": [frames(4)]});
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("rows.jsonl");
-    std::fs::File::create(&path).and_then(|mut file| writeln!(file, "{row}")).unwrap();
+    let mut text = format!("{row}\n");
+    row["images"] = json!([]);
+    text += &row.to_string();
+    std::fs::File::create(&path).and_then(|mut file| writeln!(file, "{text}")).unwrap();
     let rules = RowRules { literal_placeholders: true, ..RowRules::default() };
     let file = RowFile::open(&path, Some(&golden("data"))).unwrap().with_rules(rules);
     let encoder = encoder(&VideoConfig::default());
-    let sample = encoder.encode(&file.read(0).unwrap()).unwrap();
-    let text = encoder.decode_with_specials(&sample.input_ids).unwrap();
-    assert!(text.contains("<image> <|vision_start|><0.2 seconds>"), "{text}");
+    for row in 0..2 {
+        let sample = encoder.encode(&file.read(row).unwrap()).unwrap();
+        let text = encoder.decode_with_specials(&sample.input_ids).unwrap();
+        assert!(text.contains("<image> <|vision_start|><0.2 seconds>"), "{text}");
+    }
 }
 
 #[test]

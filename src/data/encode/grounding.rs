@@ -17,7 +17,7 @@ use crate::data::source::{
 };
 
 /// Sides of an image in thousandths.
-const SIDE: u32 = 1000;
+pub(super) const SIDE: u32 = 1000;
 
 /// The unit of the boxes in a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

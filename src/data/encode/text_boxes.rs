@@ -5,8 +5,8 @@
 use std::collections::BTreeSet;
 
 use super::Encoder;
+use super::grounding::{SIDE, depends_on_resizing};
 use crate::batch::Sample;
-use crate::data::media::family::MediaFamily;
 use crate::data::source::texts;
 
 /// Keys of a box and of a point in a text.
@@ -17,8 +17,8 @@ const KEYS: [&str; 2] = ["\"bbox_2d\"", "\"point_2d\""];
 pub enum BoxFault {
     /// Fractions of the image, where the model writes whole numbers.
     Fractions,
-    /// A number above 1000, where the model writes thousandths.
-    Beyond,
+    /// Not inside of any image or video of the row.
+    Outside,
     /// The corners of a box are swapped.
     Swapped,
     /// The corners of a box have the same x or y.
@@ -30,7 +30,7 @@ impl BoxFault {
     pub fn describe(self) -> &'static str {
         match self {
             Self::Fractions => "have boxes with fractions in a text",
-            Self::Beyond => "have boxes with numbers above 1000 in a text",
+            Self::Outside => "have boxes outside of the image in a text",
             Self::Swapped => "have boxes with swapped corners in a text",
             Self::NoArea => "have boxes without an area in a text",
         }
@@ -39,7 +39,7 @@ impl BoxFault {
     /// Returns the fix that the message suggests.
     pub fn hint(self) -> &'static str {
         match self {
-            Self::Fractions | Self::Beyond => {
+            Self::Fractions | Self::Outside => {
                 "the model writes thousandths of the sides (Qwen2.5-VL: pixels of the resized image); `objects` with `<bbox>` converts boxes"
             }
             Self::Swapped | Self::NoArea => "a box is `[x1, y1, x2, y2]` with x1 < x2 and y1 < y2",
@@ -48,31 +48,56 @@ impl BoxFault {
 }
 
 impl Encoder {
-    /// What is wrong with the boxes that the texts of a row write themselves.
+    /// What is wrong with the boxes that the texts of a row write themselves. If the model writes
+    /// pixels, reads the headers of the media of a row that has a box.
     pub fn box_faults(&self, sample: &Sample) -> BTreeSet<BoxFault> {
-        let family = self.media.videos.family();
-        let mut faults = BTreeSet::new();
-        for text in texts(&sample.messages) {
-            for key in KEYS {
-                let places = text.match_indices(key).map(|(at, _)| at + key.len());
-                faults.extend(places.filter_map(|end| fault(&text[end..], family)));
-            }
+        let lists = texts(&sample.messages).flat_map(|text| {
+            let of_key = |key| text.match_indices(key).map(|(at, key)| &text[at + key.len()..]);
+            KEYS.into_iter().flat_map(of_key).filter_map(numbers)
+        });
+        let lists: Vec<Vec<f64>> = lists.collect();
+        if lists.is_empty() {
+            return BTreeSet::new();
         }
-        faults
+        let sides = self.sides_of_boxes(sample);
+        lists.iter().filter_map(|numbers| fault(numbers, &sides)).collect()
+    }
+
+    /// `[width, height]`, in the unit of boxes, of everything that a box of this row may be in.
+    fn sides_of_boxes(&self, sample: &Sample) -> Vec<[f64; 2]> {
+        if !depends_on_resizing(self.media.videos.family()) {
+            return vec![[f64::from(SIDE); 2]];
+        }
+        // A row whose media cannot be read is reported elsewhere.
+        let grids = self.media.grids(&sample.id, &sample.media, &self.text.media);
+        let grids = grids.unwrap_or_default();
+        if grids.is_empty() {
+            return vec![[f64::INFINITY; 2]];
+        }
+        let side = |patches: u32| f64::from(patches * self.media.images.patch_size());
+        grids.iter().map(|of| [of.grid()[2], of.grid()[1]].map(side)).collect()
     }
 }
 
-/// The fault of the box in front of `rest`, the text after its key.
-fn fault(rest: &str, family: MediaFamily) -> Option<BoxFault> {
+/// The numbers of the list in front of `rest`, the text after a key.
+fn numbers(rest: &str) -> Option<Vec<f64>> {
     let list = rest.trim_start().strip_prefix(':')?.trim_start().strip_prefix('[')?;
-    let numbers = list.split_once(']')?.0.split(',').map(|number| number.trim().parse::<f64>());
-    let numbers = numbers.collect::<Result<Vec<_>, _>>().ok()?;
+    let numbers = list.split_once(']')?.0.split(',').map(|number| number.trim().parse());
+    numbers.collect::<Result<_, _>>().ok()
+}
+
+/// The fault of a box or point in one of the images with these `[width, height]`.
+fn fault(numbers: &[f64], sides: &[[f64; 2]]) -> Option<BoxFault> {
     let is_fraction = |number: &f64| (0.0..=1.0).contains(number);
     if numbers.iter().all(is_fraction) && numbers.iter().any(|number| number.fract() != 0.0) {
         return Some(BoxFault::Fractions);
     }
-    if family == MediaFamily::Qwen3Vl && numbers.iter().any(|number| *number > 1000.0) {
-        return Some(BoxFault::Beyond);
+    let is_inside = |[width, height]: &[f64; 2]| {
+        let limits = [*width, *height].into_iter().cycle();
+        numbers.iter().zip(limits).all(|(number, limit)| (0.0..=limit).contains(number))
+    };
+    if !sides.iter().any(is_inside) {
+        return Some(BoxFault::Outside);
     }
     let [x1, y1, x2, y2] = numbers[..] else { return None };
     match (x1 > x2 || y1 > y2, x1 == x2 || y1 == y2) {
@@ -88,23 +113,30 @@ mod tests {
 
     #[test]
     fn boxes_of_another_unit_and_boxes_without_an_area_are_found() {
-        let pixels = MediaFamily::Qwen25Vl { tokens_per_second: 2.0 };
-        for (list, thousandths, in_pixels) in [
+        let thousandths = [[1000.0; 2]];
+        let pixels = [[1288.0, 28.0], [56.0, 84.0]];
+        for (list, in_thousandths, in_pixels) in [
             (": [1, 2, 3, 4]", None, None),
             (":[0, 0, 1, 1]", None, None),
             (": [0.1, 0.2, 0.5, 1]", Some(BoxFault::Fractions), Some(BoxFault::Fractions)),
             (": [0.5, 0.5]", Some(BoxFault::Fractions), Some(BoxFault::Fractions)),
-            (": [1, 2, 1001, 4]", Some(BoxFault::Beyond), None),
-            (" : [1001, 4]", Some(BoxFault::Beyond), None),
+            (": [1, 2, 1001, 4]", Some(BoxFault::Outside), None),
             (": [1, 2, 1000, 4]", None, None),
+            (" : [1001, 4]", Some(BoxFault::Outside), None),
+            // each corner is inside of an image, and no image has both
+            (": [1000, 2, 1001, 29]", Some(BoxFault::Outside), Some(BoxFault::Outside)),
+            (": [56, 84]", None, None),
+            (": [57, 84]", None, Some(BoxFault::Outside)),
+            (": [-1, 2, 3, 4]", Some(BoxFault::Outside), Some(BoxFault::Outside)),
             (": [3, 2, 1, 4]", Some(BoxFault::Swapped), Some(BoxFault::Swapped)),
             (": [1, 2, 1, 4]", Some(BoxFault::NoArea), Some(BoxFault::NoArea)),
-            (": [1, 2", None, None),
-            (": [a, b, c, d]", None, None),
-            ("; [0.5, 0.5]", None, None),
         ] {
-            assert_eq!(fault(list, MediaFamily::Qwen3Vl), thousandths, "{list}");
-            assert_eq!(fault(list, pixels), in_pixels, "{list}");
+            let numbers = numbers(list).unwrap();
+            assert_eq!(fault(&numbers, &thousandths), in_thousandths, "{list}");
+            assert_eq!(fault(&numbers, &pixels), in_pixels, "{list}");
+        }
+        for text in [": [1, 2", ": [a, b, c, d]", "; [0.5, 0.5]"] {
+            assert_eq!(numbers(text), None, "{text}");
         }
     }
 }

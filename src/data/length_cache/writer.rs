@@ -28,7 +28,7 @@ pub(super) fn sums_of(path: &Path) -> PathBuf {
 /// The complete and undamaged batches of a file whose writer was killed.
 pub(super) fn read_stream(path: &Path) -> Vec<Rows> {
     let read = || {
-        let mut file = File::open(path)?;
+        let mut file = files::open(path)?;
         let num_bytes = checked_bytes(&file, &sums_of(path))?;
         file.seek(SeekFrom::Start(ALIGNMENT as u64))?;
         let bytes = BufReader::new(file.take(num_bytes.saturating_sub(ALIGNMENT as u64)));
@@ -91,7 +91,7 @@ impl Writer {
             seal_arrow(&mut file)?;
             file.sync_all()?;
             fs::rename(&temporary, &place.path)?;
-            File::open(place.path.parent().unwrap_or(Path::new(".")))?.sync_all()
+            files::open_folder(place.path.parent().unwrap_or(Path::new(".")))?.sync_all()
         };
         sync().map_err(CacheError::write(&temporary))?;
         // the new file has all of its rows

@@ -3,8 +3,8 @@
 use super::error::ConnectError;
 use crate::dist::frame::{Arrival, Inbox};
 use crate::dist::launcher::Launched;
+use crate::files;
 use serde::{Deserialize, Serialize};
-use std::fs;
 use std::hash::{BuildHasher, RandomState};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
@@ -40,7 +40,7 @@ pub(super) struct Machine {
 
 impl Machine {
     pub(super) fn this() -> Self {
-        let read = |path| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
+        let read = |path: &str| files::read_to_string(path).unwrap_or_default().trim().to_owned();
         let name = read("/proc/sys/kernel/hostname");
         Self { name, boot: read("/proc/sys/kernel/random/boot_id") }
     }

@@ -2,6 +2,7 @@
 
 use super::{Checked, Context, ensure};
 use crate::dist::{DistError, Lane, gather};
+use crate::files;
 use std::collections::BTreeSet;
 use std::thread;
 use std::time::Instant;
@@ -14,7 +15,7 @@ pub(super) fn same_version(context: &mut Context) -> Checked {
 
 pub(super) fn local_ranks(context: &mut Context) -> Checked {
     // Only Linux has this file; elsewhere the case checks nothing.
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let host = files::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let own = (host.trim().to_owned(), context.rank.local_rank, context.rank.local_world);
     let all = gather(context.group.step.as_mut(), &own)?;
     let same: Vec<_> = all.iter().filter(|(host, ..)| *host == own.0 && !host.is_empty()).collect();

@@ -1,9 +1,9 @@
 //! The client: ureq with rustls.
 
 use super::{Answer, HttpError, Limits, Method, Reach, Request, Token, host};
+use crate::files;
 use crate::net::address::is_public;
 use std::fmt;
-use std::fs;
 use std::io::{self, Read};
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
@@ -152,7 +152,7 @@ fn with_certificates(
     };
     let path = PathBuf::from(path);
     let error = || HttpError::Certificates { path: path.clone() };
-    let pem = fs::read(&path).map_err(|_| error())?;
+    let pem = files::read(&path).map_err(|_| error())?;
     let certificates = parse_pem(&pem).filter_map(|item| match item {
         Ok(PemItem::Certificate(certificate)) => Some(certificate),
         _ => None,

@@ -37,7 +37,7 @@ impl RepoCache {
         if is_commit(revision) {
             return Some(revision.to_owned());
         }
-        let commit = fs::read_to_string(self.folder.join("refs").join(revision)).ok()?;
+        let commit = files::read_to_string(self.folder.join("refs").join(revision)).ok()?;
         Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
     }
 
@@ -51,7 +51,7 @@ impl RepoCache {
 
     /// The paths of all files of a commit, if [`Self::set_list`] stored them.
     pub(super) fn list(&self, commit: &str) -> Option<Vec<String>> {
-        serde_json::from_slice(&fs::read(self.list_path(commit)).ok()?).ok()
+        serde_json::from_slice(&files::read(self.list_path(commit)).ok()?).ok()
     }
 
     /// Stores the paths of all files of a commit, so that an incomplete download is recognised

@@ -307,7 +307,7 @@ fn digest<D: Digest>(path: &Path, prefix: &str) -> io::Result<String>
 where
     sha2::digest::Output<D>: LowerHex,
 {
-    let (mut input, mut hasher) = (File::open(path)?, D::new_with_prefix(prefix));
+    let (mut input, mut hasher) = (files::open(path)?, D::new_with_prefix(prefix));
     let mut buffer = vec![0; BUFFER_BYTES];
     loop {
         match input.read(&mut buffer)? {

@@ -1,9 +1,9 @@
 //! Settings of the hub, from the environment variables that huggingface_hub also reads.
 
 use super::error::HubError;
+use crate::files;
 use crate::net::http::Token;
 use std::ffi::OsString;
-use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ impl Settings {
         let cache = folder("HF_HUB_CACHE").or_else(|| Some(hf_home.as_ref()?.join("hub")));
         let token_file =
             || folder("HF_TOKEN_PATH").or_else(|| Some(hf_home.as_ref()?.join("token")));
-        let token = text("HF_TOKEN").or_else(|| fs::read_to_string(token_file()?).ok());
+        let token = text("HF_TOKEN").or_else(|| files::read_to_string(token_file()?).ok());
         let token = token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty());
         let token = token.map(|token| Token::new(&token).ok_or(HubError::Token)).transpose()?;
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.to_owned());
@@ -92,7 +92,7 @@ mod tests {
         let home = tempfile::tempdir().unwrap();
         let hf_home = ("HF_HOME", home.path().to_str().unwrap());
         assert_eq!(read(&[hf_home]).unwrap().token, None);
-        let mut file = fs::File::create(home.path().join("token")).unwrap();
+        let mut file = std::fs::File::create(home.path().join("token")).unwrap();
         file.write_all(b"hf_of_file\n").unwrap();
         let settings = read(&[hf_home]).unwrap();
         assert_eq!(settings.token, Token::new("hf_of_file"));

@@ -9,6 +9,7 @@ use super::super::stored_weights::{load_stored, visitors, weight_storage};
 use super::{AdapterError, OpenAdapter};
 use crate::checkpoint::{CheckpointError, Found};
 use crate::config::RunConfig;
+use crate::files;
 use crate::train::{BaseModel, ModelSection, Quantize, Weights};
 use candle_core::Device;
 use std::io::ErrorKind;
@@ -42,8 +43,10 @@ pub(in crate::run) fn open_run_model(
         quantize: adapter.quantize,
         contents: None,
     };
-    if let Some(found) = found {
-        check_base(&found.dir, &found.state, &open, &base.digest)?;
+    if let Some(found) = found
+        && let Some(trained_on) = base_of(&found.state)
+    {
+        check_base(&found.dir, &trained_on, &open, &base.digest)?;
     }
     let open = open.with_adapter(|specs| {
         let mut open = match found {
@@ -59,38 +62,46 @@ pub(in crate::run) fn open_run_model(
 /// Adds the adapter in `folder` to a model. If the folder is from this program, the model must be
 /// that of its training.
 pub(in crate::run) fn read_adapter(open: OpenModel, folder: &Path) -> Result<OpenModel, RunError> {
+    let trained_on = trained_on(folder)?;
+    if let Some(trained_on) = &trained_on {
+        check_base(folder, trained_on, &open, &open.digest()?)?;
+    }
+    let quantize = trained_on.map_or(Quantize::None, |base| base.quantize);
+    Ok(open
+        .with_adapter(|specs| Ok(OpenAdapter { quantize, ..OpenAdapter::read(folder, specs)? }))?)
+}
+
+/// The model on which the adapter in `folder` was trained; `None` if the folder does not say it.
+pub(in crate::run) fn trained_on(folder: &Path) -> Result<Option<BaseModel>, RunError> {
     let path = folder.join(STATE);
-    let mut quantize = Quantize::None;
-    match crate::files::read(&path) {
+    match files::read(&path) {
         Ok(text) => {
             let state = serde_json::from_slice(&text)
                 .map_err(|source| RunError::State { folder: folder.to_owned(), source })?;
-            let trained_on = check_base(folder, &state, &open, &open.digest()?)?;
-            quantize = trained_on.map_or(quantize, |base| base.quantize);
+            Ok(base_of(&state))
         }
-        Err(error) if error.kind() == ErrorKind::NotFound => {}
-        Err(source) => return Err(CheckpointError::Read { path, source }.into()),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(CheckpointError::Read { path, source }.into()),
     }
-    Ok(open
-        .with_adapter(|specs| Ok(OpenAdapter { quantize, ..OpenAdapter::read(folder, specs)? }))?)
+}
+
+fn base_of(state: &serde_json::Value) -> Option<BaseModel> {
+    serde_json::from_value(state["base"].clone()).ok()
 }
 
 const WEIGHTS: &str = "weights differ from those";
 
 /// Compares the model, which has the digest `digest`, with that of the training of the adapter in
-/// `folder`, and returns that one.
+/// `folder`.
 fn check_base(
     folder: &Path,
-    state: &serde_json::Value,
+    trained_on: &BaseModel,
     open: &OpenModel,
     digest: &str,
-) -> Result<Option<BaseModel>, RunError> {
-    let Ok(trained_on) = serde_json::from_value::<BaseModel>(state["base"].clone()) else {
-        return Ok(None);
-    };
+) -> Result<(), RunError> {
     let differs = match &trained_on.contents {
         _ if trained_on.digest != digest => WEIGHTS,
-        None => return Ok(Some(trained_on)),
+        None => return Ok(()),
         Some(before) => {
             let now = open.contents(Some(before))?;
             if now.config != before.config {
@@ -98,13 +109,13 @@ fn check_base(
             } else if now.weights != before.weights {
                 WEIGHTS
             } else {
-                return Ok(Some(trained_on));
+                return Ok(());
             }
         }
     };
     Err(super::super::SetupError::from(AdapterError::OtherBase {
         folder: folder.to_owned(),
-        trained_on: trained_on.path,
+        trained_on: trained_on.path.clone(),
         base: open.folder().to_owned(),
         differs,
     })

@@ -9,7 +9,7 @@ mod split;
 mod targets;
 
 pub(crate) use base::{load_for_run, load_to_generate, load_with_adapter};
-pub(super) use base::{open_run_model, read_adapter};
+pub(super) use base::{open_run_model, read_adapter, trained_on};
 pub use error::AdapterError;
 pub(super) use experts::{Exchanged, exchange_experts};
 

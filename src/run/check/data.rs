@@ -11,8 +11,8 @@ use super::{CheckReport, Finding, Note, Topic};
 use crate::checkpoint::Found;
 use crate::config::RunConfig;
 use crate::data::{
-    DataSet, Encoder, JsonlRows, LengthSummary, LoaderError, LoaderOptions, OnError, Rejection,
-    RowReader, RowTrouble, SampleIndex, length_hint,
+    DataSet, DatasetConfig, Encoder, JsonlRows, LengthSummary, LoaderError, LoaderOptions, Mixture,
+    OnError, Rejection, RowReader, RowTrouble, SampleIndex, length_hint,
 };
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -40,6 +40,7 @@ pub(super) fn check(
             DataList::Train => &config.data.train,
             DataList::Eval => &config.data.eval,
         };
+        let mut counted = Vec::new();
         for (index, set) in sets.iter().enumerate() {
             // each alone, so that a broken file hides no other one
             let mut alone = config.clone();
@@ -49,16 +50,21 @@ pub(super) fn check(
             };
             *own = vec![set.clone()];
             match measure(&alone, list, encoder, observer) {
-                Ok(measured) => {
-                    add_rows(config, topic, &measured, encoder, report);
-                    survey((&config.data, set), topic, &measured.rows, report);
-                    contents.push((topic, measured.rows));
-                }
+                Ok(measured) => match count(&measured, &loader_options(config, encoder)) {
+                    Ok(counts) => counted.push((set, measured, counts)),
+                    Err(trouble) => report.error(topic, LoaderError::Trouble(trouble)),
+                },
                 Err(error) => {
                     complete = false;
                     report.error(topic, of_set(error, index));
                 }
             }
+        }
+        let too_many = rejected_share(config, &counted) > config.data.max_rejected;
+        for (set, measured, counts) in counted {
+            add_rows(config, topic, (&measured, counts), too_many, report);
+            survey((&config.data, set), topic, &measured.rows, report);
+            contents.push((topic, measured.rows));
         }
     }
     add_copies(&contents, report);
@@ -148,48 +154,57 @@ fn measure(
     })
 }
 
-/// Adds what is known about the rows of a data set.
+/// The rows of a data set that can be used, and those that cannot.
+#[derive(Default)]
+struct Counts {
+    rows: u64,
+    usable: u64,
+    /// Tokens of the usable rows.
+    tokens: u64,
+    rejected: ByReason,
+}
+
+/// The share of the rows of an epoch that is rejected, which the run compares with
+/// `data.max_rejected`.
+fn rejected_share(config: &RunConfig, counted: &[(&DatasetConfig, Measured, Counts)]) -> f64 {
+    let [mut rejected, mut rows] = [0.0; 2];
+    for (set, _, counts) in counted {
+        let passes = match config.data.mixture {
+            Mixture::Repeat => set.weight,
+            Mixture::Share => set.weight / counts.rows as f64,
+        };
+        rejected += passes * (counts.rows - counts.usable) as f64;
+        rows += passes * counts.rows as f64;
+    }
+    rejected / rows
+}
+
+/// Adds what is known about the rows of a data set. `too_many`: whether the run stops because of
+/// the rejected rows of all data sets.
 fn add_rows(
     config: &RunConfig,
     topic: Topic,
-    measured: &Measured,
-    encoder: &Encoder,
+    (measured, counts): (&Measured, Counts),
+    too_many: bool,
     report: &mut CheckReport,
 ) {
-    let options = loader_options(config, encoder);
-    for set in measured.rows.sets() {
-        let file = set.path().display();
-        let (usable, tokens, rejected) = match count(&*measured.reader, set, &options) {
-            Ok(counts) => counts,
-            Err(trouble) => {
-                report.error(topic, LoaderError::Trouble(trouble));
-                continue;
-            }
+    let file = measured.rows.sets()[0].path().display();
+    let Counts { rows, usable, tokens, rejected } = counts;
+    if usable > 0 {
+        report.fact(topic, format!("{file}: {usable} of {rows} rows can be used, {tokens} tokens"));
+    }
+    let is_train = topic == Topic::Train;
+    let stops = is_train && (usable == 0 || too_many || config.data.on_error == OnError::Stop);
+    for (reason, (count, examples)) in rejected {
+        let what = if is_train { "would be rejected" } else { "cannot be scored" };
+        let note = Note {
+            message: format!("{file}: {count} of {rows} rows {what}: {reason}"),
+            examples,
+            // Rows that are rejected for another reason have a hint in each example.
+            hint: length_hint(&reason).map(str::to_owned),
         };
-        let rows = set.len() as u64;
-        if usable > 0 {
-            report.fact(
-                topic,
-                format!("{file}: {usable} of {rows} rows can be used, {tokens} tokens"),
-            );
-        }
-        let num_rejected: u64 = rejected.values().map(|(count, _)| count).sum();
-        let is_train = topic == Topic::Train;
-        let too_many = num_rejected as f64 > config.data.max_rejected * rows as f64;
-        let stops = is_train
-            && num_rejected > 0
-            && (usable == 0 || too_many || config.data.on_error == OnError::Stop);
-        for (reason, (count, examples)) in rejected {
-            let what = if is_train { "would be rejected" } else { "cannot be scored" };
-            let note = Note {
-                message: format!("{file}: {count} of {rows} rows {what}: {reason}"),
-                examples,
-                // Rows that are rejected for another reason have a hint in each example.
-                hint: length_hint(&reason).map(str::to_owned),
-            };
-            let finding = if stops { Finding::Problem(note) } else { Finding::Warning(note) };
-            report.add(topic, finding);
-        }
+        let finding = if stops { Finding::Problem(note) } else { Finding::Warning(note) };
+        report.add(topic, finding);
     }
     for LengthSummary { file, rows, truncated, tokens_cut, answers_cut, .. } in &measured.lengths {
         if *truncated > 0 {
@@ -208,12 +223,9 @@ fn add_rows(
 }
 
 /// Number of usable rows, their tokens, and the rejected rows.
-fn count(
-    reader: &dyn RowReader,
-    set: &DataSet,
-    options: &LoaderOptions,
-) -> Result<(u64, u64, ByReason), RowTrouble> {
-    let rows = (0..set.len() as u32).into_par_iter();
+fn count(measured: &Measured, options: &LoaderOptions) -> Result<Counts, RowTrouble> {
+    let reader = &*measured.reader;
+    let num_rows = measured.rows.sets()[0].len() as u32;
     let length = |row| {
         let index = SampleIndex { dataset: 0, row };
         let length = RowTrouble::or_read(Rejection::clone, || reader.length(index))?;
@@ -222,18 +234,18 @@ fn count(
             Ok(length.tokens as u64)
         }))
     };
-    let lengths = rows.map(length).collect::<Result<Vec<Result<u64, Rejection>>, _>>()?;
-    let mut rejected = ByReason::new();
-    let (mut usable, mut tokens) = (0, 0);
+    let lengths = (0..num_rows).into_par_iter().map(length);
+    let lengths = lengths.collect::<Result<Vec<Result<u64, Rejection>>, _>>()?;
+    let mut counts = Counts { rows: u64::from(num_rows), ..Counts::default() };
     for length in lengths {
         match length {
             Ok(length) => {
-                usable += 1;
-                tokens += length;
+                counts.usable += 1;
+                counts.tokens += length;
             }
             Err(rejection) => {
                 let text = rejection.to_string();
-                let (count, examples) = rejected.entry(rejection.reason).or_default();
+                let (count, examples) = counts.rejected.entry(rejection.reason).or_default();
                 *count += 1;
                 if examples.len() < NUM_EXAMPLES {
                     examples.push(text);
@@ -241,7 +253,7 @@ fn count(
             }
         }
     }
-    Ok((usable, tokens, rejected))
+    Ok(counts)
 }
 
 /// Counts the steps of the run. `None` if rows prevent it, which are reported with their data set.

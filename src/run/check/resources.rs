@@ -5,6 +5,7 @@ use super::super::estimate::ModelShape;
 use super::super::output_dir::check_unused;
 use super::super::plan_data::DataPlan;
 use super::super::plan_memory::{Load, RunMemory, advice};
+use super::super::resume::changes;
 use super::{CheckReport, Finding, Note, Topic};
 use crate::checkpoint::{CheckpointConfig, Checkpointer};
 use crate::config::RunConfig;
@@ -112,7 +113,10 @@ impl Need {
         let checkpoints = num_checkpoints(&config.checkpoint, self.steps) as f64;
         // `best`, and the next one: weights without an optimizer, twice
         let best = if config.checkpoint.best.is_some() { 1.0 } else { 0.0 };
+        // A run that is not resumed moves the earlier checkpoints aside, where they stay.
+        let is_resumed = changes(config, &config.output_dir).is_empty();
         let own = folder_bytes(&config.output_dir.join("checkpoints")) as f64;
+        let own = if is_resumed { own } else { 0.0 };
         let need = (checkpoints + best) * self.checkpoint;
         (need > free + own).then_some([need, free + own])
     }
@@ -233,7 +237,7 @@ pub(super) fn check_output(config: &RunConfig, report: &mut CheckReport) {
         None => "has no checkpoint: the run starts at step 0".to_owned(),
     };
     report.fact(Topic::Output, format!("`{}` {text}", folder.display()));
-    for change in super::super::resume::changes(config, folder) {
+    for change in changes(config, folder) {
         let text = format!("the run in `output_dir` would not be resumed: {change}");
         let hint = "restore the value to resume it; its files are moved to `previous-N` otherwise";
         report.add(Topic::Output, Finding::Warning(Note::new(text, hint)));

@@ -5,11 +5,11 @@ use super::error::VerifyError;
 use super::report::Check;
 use crate::checkpoint::Checkpointer;
 use crate::config::RunConfig;
+use crate::files;
 use crate::metrics::{EvalMetrics, StepMetrics};
 use crate::train::{EvalConfig, Observer};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io;
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::Path;
@@ -104,7 +104,7 @@ fn files(config: &RunConfig) -> Result<BTreeMap<String, String>, VerifyError> {
         let name = entry.file_name().to_string_lossy().into_owned();
         if name.ends_with(".safetensors") || name == "trainer_state.json" {
             let mut digest = Sha256::new();
-            let mut file = File::open(entry.path()).map_err(problem)?;
+            let mut file = files::open(entry.path()).map_err(problem)?;
             io::copy(&mut file, &mut digest).map_err(problem)?;
             digests.insert(name, format!("{:x}", digest.finalize()));
         }

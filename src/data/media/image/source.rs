@@ -1,5 +1,6 @@
 //! Sources of image bytes: a file inside a root folder, or a data URI.
 
+use crate::files;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufReader, ErrorKind};
@@ -24,7 +25,7 @@ const BASE64: GeneralPurpose = GeneralPurpose::new(
 pub(super) fn open(root: &Path, path: &Path) -> Result<BufReader<File>, ImageError> {
     let real = resolve(root, path)?;
     let read_error = |source| ImageError::Read { path: path.to_owned(), source };
-    let file = File::open(&real).map_err(read_error)?;
+    let file = files::open(&real).map_err(read_error)?;
     let bytes = file.metadata().map_err(read_error)?.len();
     if bytes > MAX_FILE_BYTES {
         let problem = format!("the file has {bytes} bytes, and the limit is {MAX_FILE_BYTES}");

@@ -9,6 +9,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::error::ImageError;
+use crate::files;
 use crate::net::{UrlImages, UrlLimits, for_messages};
 
 /// The section `data.url` of the config.
@@ -66,7 +67,7 @@ impl Urls {
     pub(super) fn open(&self, url: &str) -> Result<BufReader<File>, ImageError> {
         let path = self.images(url)?.path(url);
         let path = path.map_err(|cause| ImageError::Url { url: for_messages(url), cause })?;
-        let file = File::open(&path).map_err(|source| ImageError::Read { path, source })?;
+        let file = files::open(&path).map_err(|source| ImageError::Read { path, source })?;
         Ok(BufReader::new(file))
     }
 

@@ -12,12 +12,11 @@ use super::index::{Hashing, RowIndex};
 use crate::data::json;
 use crate::data::source::file_error::FileError;
 use crate::data::source::raw_row::RawRow;
+use crate::data::source::rows::is_row;
 use crate::data::source::source_error::SourceError;
 
 /// Endings of images. Other endings than these, `json` and `txt` are not read.
 const IMAGES: [&str; 8] = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
-/// Keys of a JSON file that make it a row, so that a caption next to it is not used.
-const ROW_KEYS: [&str; 5] = ["messages", "conversations", "instruction", "query", "prompt"];
 /// Keys whose texts may name an image of the row.
 const IMAGE_KEYS: [&str; 5] = ["image", "images", "path", "url", "image_url"];
 /// Size of a header, and alignment of the data.
@@ -110,7 +109,6 @@ fn combine(
     let mut row = RawRow::default();
     let names: Vec<String> = images.iter().map(|(name, _)| name.clone()).collect();
     let blobs: Vec<Value> = images.into_iter().map(|(_, bytes)| row.blob_value(bytes)).collect();
-    let is_row = |object: &Map<String, Value>| ROW_KEYS.iter().any(|key| object.contains_key(*key));
     row.object = match (object, caption) {
         (Some(object), caption) if caption.is_none() || is_row(&object) => object,
         (_, Some(text)) if blobs.is_empty() => Map::from_iter([("text".to_owned(), text.into())]),
@@ -206,10 +204,13 @@ mod tests {
             ("0003.json", r#"{"messages": [{"image": "0003.seg.PNG"}, {"content": "0003.jpg"}]}"#),
             ("0003.seg.png", "two"),
             ("0004.txt", "only text"),
+            ("0005.jpg", "JPEG"),
+            ("0005.txt", "a star"),
+            ("0005.json", r#"{"question": "What is it?", "answer": "a sun"}"#),
         ]);
         let rows = rows(&bytes);
         let caption = |text: &str| json!([{"role": "user", "content": "<image>"}, {"role": "assistant", "content": text}]);
-        assert_eq!(rows.len(), 4);
+        assert_eq!(rows.len(), 5);
         for (row, text, image) in [(&rows[0], "a moon", "JPEG"), (&rows[1], "a sun", "PNG")] {
             assert_eq!(row.object["messages"], caption(text));
             assert_eq!(blob(&row.blobs, &row.object["images"][0]).unwrap()[..], *image.as_bytes());
@@ -219,6 +220,7 @@ mod tests {
         assert_eq!(named[1]["content"], "0003.jpg", "texts are not replaced");
         assert!(!rows[2].object.contains_key("images"));
         assert_eq!(Value::Object(rows[3].object.clone()), json!({"text": "only text"}));
+        assert_eq!(rows[4].object["answer"], "a sun", "not the caption");
     }
 
     #[test]

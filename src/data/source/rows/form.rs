@@ -61,6 +61,16 @@ const LIKE_MEDIA: [&str; 13] = [
     "video_file",
 ];
 
+/// Whether an object next to a caption is a row, and not metadata of its image. A key is enough: a
+/// row that lacks another one is rejected with its keys.
+pub(in crate::data::source) fn is_row(object: &Map<String, Value>) -> bool {
+    let beside_media = BESIDE_MEDIA.iter().map(|columns| columns[0]);
+    // a data set of images and captions has these in its metadata
+    let keys = beside_media.filter(|key| !["text", "caption"].contains(key));
+    let mut keys = ["messages", "conversations", "instruction"].into_iter().chain(keys);
+    keys.any(|key| object.contains_key(key))
+}
+
 /// A column of a row that has images or videos, by its name or because its value is binary.
 pub(in crate::data::source) fn media_column(row: &Map<String, Value>) -> Option<&str> {
     let is_media = |key: &str| {

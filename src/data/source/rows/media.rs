@@ -40,10 +40,11 @@ struct List {
 }
 
 impl List {
-    /// `literal`: whether placeholders are plain text if the row has no list.
+    /// `literal`: whether placeholders are plain text if the row lists nothing.
     fn new(kind: MediumKind, media: Option<Vec<Medium>>, literal: bool) -> Self {
-        let is_literal = media.is_none() && literal;
-        let rest = media.unwrap_or_default().into_iter();
+        let media = media.unwrap_or_default();
+        let is_literal = media.is_empty() && literal;
+        let rest = media.into_iter();
         Self { kind, listed: rest.len(), rest, placeholders: 0, is_literal }
     }
 

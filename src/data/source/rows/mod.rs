@@ -25,6 +25,7 @@ use context::At;
 pub(in crate::data) use context::RowParser;
 pub use context::{RowRules, UnknownKeys};
 pub use form::RowForm;
+pub(in crate::data::source) use form::is_row;
 use form::media_column;
 use keys::{Place, is_given, misnamed_media};
 use media::RowMedia;
