@@ -78,26 +78,32 @@ pub(super) fn print_end(reason: &str) {
     print(&prose(&format!("\nThe run has ended before its last step: {reason}.\n")));
 }
 
-/// Prints commands that use the trained model, or the adapter that was trained on `base`.
-pub(super) fn print_next_steps(config: &Path, folder: &Path, base: Option<&Path>) {
+/// Prints commands that use the model or the adapter in `folder`, which a run has trained.
+pub(super) fn print_next_steps(run: &RunConfig, folder: &Path) {
     let folder = folder.display();
-    let config = format!("--config {}", config.display());
+    // the config of the run has the values of `--set`
+    let config = format!("--config {}", run.output_dir.join("config.yaml").display());
     let prompt = ["--prompt \"What is this?\"", "--image cat.png"];
     let scores = "--per-sample scores.jsonl";
     let mut commands = String::new();
     let mut add = |program: &str, arguments: &[&str]| {
         commands += &command(program, arguments, columns());
     };
-    let (what, more) = if let Some(base) = base {
-        let (model, adapter) =
-            (format!("--model {}", base.display()), format!("--adapter {folder}"));
+    let has_eval = !run.data.eval.is_empty();
+    let (what, more) = if run.adapter.is_some() {
+        let model = format!("--model {}", run.model.path.display());
+        let adapter = format!("--adapter {folder}");
         add("trainer generate", &[&[&*model, &*adapter][..], &prompt].concat());
-        add("trainer eval", &[&config, &adapter, scores]);
+        if has_eval {
+            add("trainer eval", &[&config, &adapter, scores]);
+        }
         add("trainer export", &[&adapter, "--merge", "--out merged"]);
         ("adapter", "")
     } else {
         add("trainer generate", &[&[&*format!("--model {folder}")][..], &prompt].concat());
-        add("trainer eval", &[&config, &format!("--checkpoint {folder}"), scores]);
+        if has_eval {
+            add("trainer eval", &[&config, &format!("--checkpoint {folder}"), scores]);
+        }
         (
             "model",
             "  your own data, and a published checkpoint: `trainer new --model FOLDER --data \

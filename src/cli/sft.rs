@@ -115,8 +115,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
         }
     }
     write_report(&config, run.trainer().eval_rows());
-    let base = config.adapter.as_ref().map(|_| config.model.path.as_path());
-    print_next_steps(&args.config.config, &folder, base);
+    print_next_steps(&config, &folder);
     Ok(())
 }
 

@@ -93,6 +93,7 @@ impl ValueError {
     /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> String {
         match self.key {
+            "output_dir" => "mount the storage, or copy the model to it after the run".to_owned(),
             "optim.warmup_ratio" if self.expected == NOT_BOTH => {
                 "remove one of `optim.warmup_steps` and `optim.warmup_ratio`".to_owned()
             }
@@ -223,7 +224,15 @@ impl RunConfig {
         }
         problems.extend(self.check_optimizer().and_then(|()| self.check_aux_loss()).err());
         problems.extend(self.evaluation_problems(left_out));
+        problems.extend(self.check_output_dir().err());
         problems
+    }
+
+    fn check_output_dir(&self) -> Result<(), ValueError> {
+        let found = self.output_dir.display().to_string();
+        let expected = "a folder of this machine";
+        let is_address = found.contains("://");
+        if is_address { Err(ValueError { key: "output_dir", found, expected }) } else { Ok(()) }
     }
 
     /// Checks the settings that `optim.kind` does not support.

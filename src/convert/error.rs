@@ -51,6 +51,16 @@ pub enum ConvertError {
         /// The command.
         expected: &'static str,
     },
+    /// An argument of a script does not belong to its command.
+    #[error("{}:{line}: `{word}` does not belong to the command", .path.display())]
+    OutsideCommand {
+        /// Path of the file.
+        path: PathBuf,
+        /// Line of the argument.
+        line: usize,
+        /// The argument.
+        word: String,
+    },
     /// A script starts several trainings.
     #[error("`{}` has several training commands", .path.display())]
     TwoCommands {
@@ -90,6 +100,9 @@ impl ConvertError {
             }
             Self::NoCommand { .. } => {
                 "give the script that starts the training, or a config file that ends in `.yaml` or `.json`"
+            }
+            Self::OutsideCommand { .. } => {
+                "end the line before it with `\\`, without a space or a comment behind it"
             }
             Self::TwoCommands { .. } => "convert them one by one: remove all but one",
             Self::Refused { .. } => {

@@ -94,6 +94,10 @@ impl Input {
                 None => arguments.words.extend(command.words), // a file with one argument a line
             }
         }
+        if let (Some(_), Some(word)) = (&found, arguments.words.first()) {
+            let (line, word) = (word.line, word.text.clone());
+            return Err(ConvertError::OutsideCommand { path: path.to_owned(), line, word });
+        }
         let found =
             found.or(Some((arguments, 0)).filter(|(arguments, _)| !arguments.words.is_empty()));
         let Some((Command { env, words }, start)) = found else {

@@ -49,6 +49,7 @@ pub fn model_folder(
         return Err(not_an_id("a file"));
     }
     let repo = Repo::model(&text).ok_or_else(|| not_an_id("nothing"))?;
+    tracing::info!("there is no folder `{text}`: it is taken for an id of the Hugging Face Hub");
     let begin = |total| observer.begin(SetupWork::DownloadBytes, total);
     Hub::from_env()?.fetch(&repo, &ModelFiles(weights), &begin)
 }

@@ -380,11 +380,32 @@ fn rows_refused_while_the_loader_runs_are_listed_too() {
     let folder = folder.path();
     write(&folder.join("rows.jsonl"), good_rows(20) + &"not json\n".repeat(80));
     // Without epochs nothing is planned, so that the loop itself meets the rows.
-    let output = sft(&row_config(folder, "  packing_length: 64\ntrain: {max_steps: 9}\n"), &[]);
+    let config = row_config(folder, "  packing_length: 64\ntrain: {max_steps: 9}\n");
+    let output = sft(&config, &[]);
     let (message, _) = reported(&output, folder);
     assert_eq!(output.status.code(), Some(65), "{message}");
     assert!(message.starts_with("80 of 100 rows rejected (80 json)"), "{message}");
     assert_eq!(jsonl(&folder.join("out/rejects.jsonl")).len(), 80);
+}
+
+#[test]
+fn the_steps_before_rejected_rows_end_a_run_are_saved_and_another_limit_continues_them() {
+    let folder = TempDir::new().unwrap();
+    let folder = folder.path();
+    write(&folder.join("rows.jsonl"), good_rows(99) + &"not json\n".repeat(5));
+    for (setting, code) in [("", 65), ("  max_rejected: 0.5\n", 0), ("  on_error: stop\n", 65)] {
+        let lines = format!("  packing: false\n{setting}train: {{max_steps: 101}}\n");
+        let output = sft(&row_config(folder, &lines), &[]);
+        let log = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(code), "{log}");
+        let start = if setting.contains("max_rejected") { "resume from_step=98" } else { "start" };
+        assert!(log.contains(start), "{log}");
+        let saved = fs::read_dir(folder.join("out/checkpoints")).unwrap().count();
+        assert_eq!(saved, 1 + usize::from(code == 0), "{setting}: {log}");
+        if code == 0 {
+            fs::remove_dir_all(folder.join("out")).unwrap();
+        }
+    }
 }
 
 #[test]

@@ -383,6 +383,17 @@ fn settings_of_the_trainer_may_stand_at_the_top_of_a_config_of_lmms_engine() {
     assert_eq!(config["data"]["packing_length"], 64);
 }
 
+#[test]
+fn an_argument_outside_of_the_command_is_an_error() {
+    let command = "swift sft --model m --tuner_type full \\\n  --dataset a.jsonl";
+    for end in ["\n", " \\ \n"] {
+        let script = format!("set -e\n{command}{end}  --learning_rate 5e-6\n");
+        let error = resolved(Trainer::MsSwift, "a.sh", &script).unwrap_err();
+        let found = "a.sh:4: `--learning_rate` does not belong to the command";
+        assert!(error.to_string().contains(found), "{error}");
+    }
+}
+
 /// The time of a hostile file grows with its size, not with its square or more.
 #[test]
 fn the_time_of_a_conversion_is_linear() {

@@ -323,7 +323,9 @@ fn weight(work: &mut Work, source: &mut Source, is_joined: bool) -> Option<u64> 
         return None;
     };
     if samples == rows || (samples > rows && !is_swift) {
-        return Some(rows); // LLaMA-Factory's `max_samples` never repeats rows
+        // LLaMA-Factory's `max_samples` never repeats rows
+        work.note(format!("{comment} has no effect: `{name}` has {rows} rows"));
+        return Some(rows);
     }
     if !is_joined {
         work.need(&name, &format!("{comment}: a number of rows of a data set that is evaluated or mixed by share has no equivalent"));

@@ -74,7 +74,7 @@ pub(super) const ROWS: &[Row] = &[
     row(
         "dataset_config.processor_config.processor_type",
         "",
-        Only(&["qwen3_vl", "qwen3"], "the chat template of the model folder is used"),
+        Only(&["qwen3_vl", "qwen3", "qwen2_5_vl"], "the chat template of the model folder is used"),
     ),
     row("dataset_config.processor_config.processor_kwargs", "", Refuse(EXTRA)),
     row("dataset_config.processor_config.extra_kwargs.image_max_pixels", "", Copy(Count)),

@@ -110,7 +110,7 @@ impl LoaderError {
                 OVERLONG
             }
             Self::TooManyRejected { .. } => {
-                "repair the rows (`rejects.jsonl` lists all of them), or allow more with `data.max_rejected`"
+                "repair the rows (`rejects.jsonl` lists all of them) for a new run, or raise `data.max_rejected`, which also continues this one"
             }
             Self::EmptyEpoch { .. } => {
                 "check that the data files have rows and that the length limits fit them"
@@ -173,9 +173,9 @@ pub fn length_hint(reason: &str) -> Option<&'static str> {
             Some("remove the rows that have no tokens, or skip them with `data.on_error: skip`")
         }
         "overlong" => Some(OVERLONG),
-        "too_long" => Some(
-            "raise `data.max_length`, or skip such rows with `data.truncation: delete` and `data.on_error: skip`",
-        ),
+        "too_long" => {
+            Some("raise `data.max_length`, or cut such rows with `data.truncation: right`")
+        }
         _ => None,
     }
 }

@@ -121,7 +121,7 @@ pub enum SampleError {
         /// Name of the feature and `is` or `are`, such as `audio is`.
         what: &'static str,
     },
-    /// The row has an unknown key, with `data.unknown_keys: error`.
+    /// The row has an unknown key, with `data.unknown_keys: error`, or one with its only images.
     #[error("{id}: unknown key `{at}`")]
     UnknownKey {
         /// File and line of the row.

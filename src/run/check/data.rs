@@ -280,6 +280,15 @@ fn add_plan(
         Topic::Plan,
         format!("{steps} steps; {epochs} epoch(s) have {packs} packs and {tokens} tokens"),
     );
+    if let Some(max_steps) = config.train.max_steps.filter(|most| most.get() > steps) {
+        let note = Note::new(
+            format!(
+                "`train.epochs` ends the run after {steps} steps, before `train.max_steps` ({max_steps})"
+            ),
+            "set `train.epochs: null` for a run of `train.max_steps`",
+        );
+        report.add(Topic::Plan, Finding::Warning(note));
+    }
     if config.optim.warmup_steps.is_some_and(|warmup| warmup >= steps) {
         let note = Note::new(
             format!("`optim.warmup_steps` reaches the end of the {steps} steps of the run"),

@@ -260,13 +260,18 @@ impl Trainer {
             }
             self.ranks().begin_step(self.parts.state.step + 1);
             let asked = Instant::now();
-            let ready = match self.ahead.take() {
-                Some(ready) => ready?,
-                None => match self.wait_for_step(self.parts.state.step + 1)? {
-                    Waited::Step(ready) => *ready,
-                    Waited::Stopped => continue,
-                    Waited::End => break,
-                },
+            let waited = match self.ahead.take() {
+                Some(ready) => ready.map(|ready| Waited::Step(Box::new(ready))),
+                None => self.wait_for_step(self.parts.state.step + 1),
+            };
+            let ready = match waited {
+                Ok(Waited::Step(ready)) => *ready,
+                Ok(Waited::Stopped) => continue,
+                Ok(Waited::End) => break,
+                Err(error) => {
+                    self.save_before(&error);
+                    return Err(error);
+                }
             };
             self.step(ready, asked, observer)?;
             let step = self.parts.state.step;

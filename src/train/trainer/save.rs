@@ -5,6 +5,7 @@ use super::super::error::TrainError;
 use super::super::saved::{saved_optimizer, saved_weights};
 use super::Trainer;
 use crate::checkpoint::{BackgroundSave, Checkpointer, OwnedContents};
+use crate::data::LoaderError;
 use crate::dist::{DistError, Rank};
 use crate::metrics::available_memory_bytes;
 use std::collections::BTreeMap;
@@ -70,6 +71,25 @@ impl Trainer {
             self.saves.add_hold(started);
         }
         Ok(self.parts.checkpointer.step_folder(step))
+    }
+
+    /// Saves the steps that are done before an error of the data ends the run, so that another limit
+    /// on rejected rows continues it.
+    pub(super) fn save_before(&mut self, error: &TrainError) {
+        let TrainError::Data(error) = error else { return };
+        // Ranks complete a checkpoint together, and the other errors may be of this rank alone.
+        let is_shared =
+            matches!(error, LoaderError::TooManyRejected { .. } | LoaderError::EmptyEpoch { .. });
+        let is_alone = self.ranks().rank().world == 1;
+        if self.parts.state.step == 0 || !(is_shared || is_alone) {
+            return;
+        }
+        match self.save() {
+            Ok(folder) => {
+                tracing::info!(folder = %folder.display(), "saved the steps before the error");
+            }
+            Err(problem) => tracing::warn!("no checkpoint was written: {}", causes(&problem)),
+        }
     }
 
     /// Saves the current step, in the background if this is possible. If the checkpoint cannot be

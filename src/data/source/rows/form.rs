@@ -71,14 +71,16 @@ pub(in crate::data::source) fn is_row(object: &Map<String, Value>) -> bool {
     keys.any(|key| object.contains_key(key))
 }
 
+/// Whether a key has the name of a column with images or videos.
+pub(super) fn is_like_media(key: &str) -> bool {
+    let key = key.to_lowercase();
+    MEDIA.iter().chain(&LIKE_MEDIA).any(|name| *name == key)
+}
+
 /// A column of a row that has images or videos, by its name or because its value is binary.
 pub(in crate::data::source) fn media_column(row: &Map<String, Value>) -> Option<&str> {
-    let is_media = |key: &str| {
-        let key = key.to_lowercase();
-        MEDIA.iter().chain(&LIKE_MEDIA).any(|name| *name == key)
-    };
     let mut columns = row.iter().filter(|(_, value)| is_given(value));
-    let found = columns.find(|(key, value)| is_media(key) || is_blob(value));
+    let found = columns.find(|(key, value)| is_like_media(key) || is_blob(value));
     found.map(|(key, _)| key.as_str())
 }
 

@@ -7,7 +7,8 @@
 use serde_json::{Map, Value};
 use strsim::jaro_winkler;
 
-use super::form::RowForm;
+use super::super::raw_row::is_blob;
+use super::form::{RowForm, is_like_media};
 pub(super) use super::values::is_given;
 
 /// Minimum similarity of a misspelt key and its suggestion, from 0 to 1.
@@ -263,9 +264,51 @@ pub(super) fn misnamed_media(
         .find(|(_, meant)| ["images", "videos"].contains(meant))
 }
 
+/// A key that the parser does not read, by its name and its value one with images or videos, and
+/// the key that was meant.
+pub(super) fn unread_media(
+    form: RowForm,
+    row: &Map<String, Value>,
+) -> Option<(String, &'static str)> {
+    let place = Place::Row(form);
+    row.iter().find_map(|(key, value)| {
+        let is_unread = matches!(place.use_of(key), Use::Unknown | Use::Metadata);
+        if !is_unread || !names_media(value) {
+            return None;
+        }
+        let meant = place.nearest(key).filter(|meant| ["images", "videos"].contains(meant));
+        let meant = meant.or_else(|| {
+            let is_video = key.to_lowercase().contains("video");
+            is_like_media(key).then_some(if is_video { "videos" } else { "images" })
+        });
+        Some((key.clone(), meant?))
+    })
+}
+
+/// Whether a value has the bytes or the name of an image or a video, or a list or object has one.
+fn names_media(value: &Value) -> bool {
+    match value {
+        Value::String(text) => {
+            let text = text.to_lowercase();
+            let ending = text.rsplit_once('.').map_or("", |(_, ending)| ending);
+            ENDINGS.contains(&ending)
+                || text.starts_with("data:image/")
+                || text.starts_with("data:video/")
+        }
+        Value::Array(values) => values.iter().any(names_media),
+        Value::Object(values) => is_blob(value) || values.values().any(names_media),
+        _ => false,
+    }
+}
+
+/// Endings of images and videos.
+const ENDINGS: [&str; 13] =
+    ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "mp4", "mkv", "webm", "mov", "avi"];
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
     fn a_misspelt_key_finds_the_one_that_its_author_meant() {
@@ -283,6 +326,23 @@ mod tests {
             assert_eq!(row.use_of(key), Use::Unknown, "{key}");
         }
         assert_eq!(Place::Turn.nearest("contents"), Some("content"));
+    }
+
+    #[test]
+    fn a_key_that_names_media_and_is_not_read_is_found() {
+        for (key, value, meant) in [
+            ("image_paths", json!(["a/0.png"]), Some("images")),
+            ("Photo", json!("a.JPG"), Some("images")),
+            ("img", json!([{"url": "data:image/png;base64,AA"}]), Some("images")),
+            ("video_file", json!("a.mp4"), Some("videos")),
+            ("image_id", json!(17), None),
+            ("image_name", json!("a gradient"), None),
+            ("source", json!("scan.png"), None),
+        ] {
+            let row = Map::from_iter([(key.to_owned(), value)]);
+            let found = unread_media(RowForm::Messages, &row);
+            assert_eq!(found, meant.map(|meant| (key.to_owned(), meant)), "{key}");
+        }
     }
 
     #[test]

@@ -27,7 +27,7 @@ pub use context::{RowRules, UnknownKeys};
 pub use form::RowForm;
 pub(in crate::data::source) use form::is_row;
 use form::media_column;
-use keys::{Place, is_given, misnamed_media};
+use keys::{Place, is_given, misnamed_media, unread_media};
 use media::RowMedia;
 use report::{Findings, Survey};
 use turns::Turns;
@@ -44,7 +44,17 @@ impl RowParser {
             return Err(at.not_supported("text", "plain text in a data set of chats is"));
         }
         at.check_keys(Place::Row(form), "", &row)?;
-        let parsed = sample(&at, form, &mut row);
+        let parsed = sample(&at, form, &mut row).and_then(|sample| {
+            let ignored = self.rules.unknown_keys == UnknownKeys::Ignore;
+            let unread = (!ignored && sample.media.is_empty()).then(|| unread_media(form, &row));
+            match unread.flatten() {
+                // it would be trained on without its images
+                Some((at, meant)) => {
+                    Err(SampleError::UnknownKey { id: id.clone(), at, nearest: Some(meant) })
+                }
+                None => Ok(sample),
+            }
+        });
         parsed.map_err(|error| match error {
             SampleError::MediaMissing { id, kind, placeholders, media, .. } => {
                 let misnamed = misnamed_media(form, &row);
