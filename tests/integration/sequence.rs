@@ -162,10 +162,8 @@ fn ranks_that_share_the_tokens_of_micro_batches_answer_eval_rows_like_one_rank()
 fn losses_of_data_sets_and_rejected_rows_are_counted_once() {
     let place = place();
     let path = |name: &str| place.path(name).display().to_string();
-    let sets = format!(
-        "data.train=[{{path: {0}, name: a, image_root: /}}, {{path: {0}, name: b, image_root: /}}]",
-        path("rows.jsonl")
-    );
+    let sets =
+        format!("data.train=[{{path: {0}, name: a}}, {{path: {0}, name: b}}]", path("rows.jsonl"));
     let settings = [sets.as_str(), "data.packing=false", "model.use_rmpad=false"];
     let settings = [&settings[..], &["train.batch_size=2", "train.max_steps=4"]].concat();
     let runs = [("alone", 1, "distributed.sequence=1"), ("two", 4, "distributed.sequence=2")];
