@@ -17,9 +17,14 @@ pub fn open(path: impl AsRef<Path>) -> io::Result<File> {
     open_any(path)
 }
 
-/// Opens a folder, to lock it or to write its entries to the disk.
+/// Opens a folder, to lock it.
 pub fn open_folder(path: &Path) -> io::Result<File> {
     open_any(path)
+}
+
+/// Writes the entries of a folder to the disk: the creation, renaming and removal of files in it.
+pub fn sync_folder(path: &Path) -> io::Result<()> {
+    open_folder(path)?.sync_all()
 }
 
 /// Reads an input that the shell has opened, like `/dev/stdin`: it may be a pipe.

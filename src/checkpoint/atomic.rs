@@ -41,9 +41,7 @@ pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointEr
 
 /// Makes the creation, renaming and removal of entries of `folder` durable.
 pub(super) fn sync_folder(folder: &Path) -> Result<(), CheckpointError> {
-    files::open_folder(folder)
-        .and_then(|folder| folder.sync_all())
-        .map_err(CheckpointError::write(folder))
+    files::sync_folder(folder).map_err(CheckpointError::write(folder))
 }
 
 /// A new folder that is being filled, in the same parent and with a hidden name. Dropping it

@@ -80,37 +80,34 @@ pub(super) fn print_end(reason: &str) {
 
 /// Prints commands that use the model or the adapter in `folder`, which a run has trained.
 pub(super) fn print_next_steps(run: &RunConfig, folder: &Path) {
-    let folder = folder.display();
+    let shown = folder.display();
     // the config of the run has the values of `--set`
     let config = format!("--config {}", run.output_dir.join("config.yaml").display());
     let prompt = ["--prompt \"What is this?\"", "--image cat.png"];
-    let scores = "--per-sample scores.jsonl";
     let mut commands = String::new();
     let mut add = |program: &str, arguments: &[&str]| {
         commands += &command(program, arguments, columns());
     };
-    let has_eval = !run.data.eval.is_empty();
-    let (what, more) = if run.adapter.is_some() {
-        let model = format!("--model {}", run.model.path.display());
-        let adapter = format!("--adapter {folder}");
-        add("trainer generate", &[&[&*model, &*adapter][..], &prompt].concat());
-        if has_eval {
-            add("trainer eval", &[&config, &adapter, scores]);
-        }
-        add("trainer export", &[&adapter, "--merge", "--out merged"]);
+    let adapter = run.adapter.is_some().then(|| format!("--adapter {shown}"));
+    let model = if adapter.is_some() { run.model.path.as_path() } else { folder };
+    let model = format!("--model {}", model.display());
+    let both = [Some(&*model), adapter.as_deref()].into_iter().flatten();
+    add("trainer generate", &both.chain(prompt).collect::<Vec<_>>());
+    if !run.data.eval.is_empty() {
+        let trained = adapter.clone().unwrap_or_else(|| format!("--checkpoint {shown}"));
+        add("trainer eval", &[&config, &trained, "--per-sample scores.jsonl"]);
+    }
+    let (what, more) = if let Some(adapter) = &adapter {
+        add("trainer export", &[adapter, "--merge", "--out merged"]);
         ("adapter", "")
     } else {
-        add("trainer generate", &[&[&*format!("--model {folder}")][..], &prompt].concat());
-        if has_eval {
-            add("trainer eval", &[&config, &format!("--checkpoint {folder}"), scores]);
-        }
         (
             "model",
             "  your own data, and a published checkpoint: `trainer new --model FOLDER --data \
              rows.jsonl --out config.yaml`\n",
         )
     };
-    let head = prose(&format!("\nThe trained {what} is in {folder}. Next:\n"));
+    let head = prose(&format!("\nThe trained {what} is in {shown}. Next:\n"));
     print(&(head + &commands + &prose(more)));
 }
 

@@ -91,7 +91,7 @@ impl Writer {
             seal_arrow(&mut file)?;
             file.sync_all()?;
             fs::rename(&temporary, &place.path)?;
-            files::open_folder(place.path.parent().unwrap_or(Path::new(".")))?.sync_all()
+            files::sync_folder(place.path.parent().unwrap_or(Path::new(".")))
         };
         sync().map_err(CacheError::write(&temporary))?;
         // the new file has all of its rows

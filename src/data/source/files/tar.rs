@@ -12,11 +12,9 @@ use super::index::{Hashing, RowIndex};
 use crate::data::json;
 use crate::data::source::file_error::FileError;
 use crate::data::source::raw_row::RawRow;
-use crate::data::source::rows::is_row;
+use crate::data::source::rows::{IMAGE_ENDINGS, is_row};
 use crate::data::source::source_error::SourceError;
 
-/// Endings of images. Other endings than these, `json` and `txt` are not read.
-const IMAGES: [&str; 8] = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
 /// Keys whose texts may name an image of the row.
 const IMAGE_KEYS: [&str; 5] = ["image", "images", "path", "url", "image_url"];
 /// Size of a header, and alignment of the data.
@@ -76,7 +74,7 @@ fn read_row(bytes: &[u8]) -> io::Result<Result<RawRow, String>> {
         let mut entry = entry?;
         let Some((key, ending)) = key_and_ending(&entry)? else { continue };
         let name = format!("{}.{ending}", key.trim_start_matches('/'));
-        let is_image = IMAGES.iter().any(|image| ending.rsplit('.').next() == Some(image));
+        let is_image = IMAGE_ENDINGS.iter().any(|image| ending.rsplit('.').next() == Some(image));
         if !is_image && ending != "json" && ending != "txt" {
             continue;
         }

@@ -291,7 +291,8 @@ fn names_media(value: &Value) -> bool {
         Value::String(text) => {
             let text = text.to_lowercase();
             let ending = text.rsplit_once('.').map_or("", |(_, ending)| ending);
-            ENDINGS.contains(&ending)
+            IMAGE_ENDINGS.contains(&ending)
+                || VIDEO_ENDINGS.contains(&ending)
                 || text.starts_with("data:image/")
                 || text.starts_with("data:video/")
         }
@@ -301,9 +302,10 @@ fn names_media(value: &Value) -> bool {
     }
 }
 
-/// Endings of images and videos.
-const ENDINGS: [&str; 13] =
-    ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "mp4", "mkv", "webm", "mov", "avi"];
+/// Endings of the names of images, in lower case.
+pub(in crate::data::source) const IMAGE_ENDINGS: [&str; 8] =
+    ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
+const VIDEO_ENDINGS: [&str; 5] = ["mp4", "mkv", "webm", "mov", "avi"];
 
 #[cfg(test)]
 mod tests {

@@ -27,6 +27,7 @@ pub use context::{RowRules, UnknownKeys};
 pub use form::RowForm;
 pub(in crate::data::source) use form::is_row;
 use form::media_column;
+pub(in crate::data::source) use keys::IMAGE_ENDINGS;
 use keys::{Place, is_given, misnamed_media, unread_media};
 use media::RowMedia;
 use report::{Findings, Survey};
