@@ -529,6 +529,9 @@ fn stops(place: &Place, more: &[&str], texts: &[&str]) {
 #[test]
 fn what_stops_a_run_at_its_start_is_found_before() {
     let place = place();
+    let address = ["--set", "output_dir=s3://bucket/run"];
+    stops(&place, &address, &["`output_dir` is `s3://bucket/run`, expected a folder"]);
+    assert!(!place.path("s3:").exists());
     let ranks = ["--set", "distributed.processes=3", "--set", "distributed.sequence=3"];
     let slots = ["--set", "distributed.processes=2", "--set", "device=cuda:0"];
     stops(&place, &ranks, &["`distributed.sequence`"]);

@@ -9,11 +9,13 @@ mod survey;
 use super::error::RunError;
 use super::inputs::encoder;
 use super::observer::SetupObserver;
+use super::temporary::TemporaryFolder;
 use crate::config::{LeftOut, MAX_WORKERS, RunConfig};
 use crate::data::{DataConfigError, Encoder, VideoConfig};
 use resources::Need;
 pub(super) use resources::warn_about_disk;
 pub(crate) use resources::{copy_of_checkpoint, predicted_memory};
+use std::env;
 use std::fs;
 use std::sync::Arc;
 
@@ -190,10 +192,9 @@ pub fn check_run(
     observer: &dyn SetupObserver,
 ) -> CheckReport {
     let mut report = CheckReport::default();
-    // If this fails, the update of the cache reports it.
-    let _ = fs::create_dir_all(config.cache_dir());
     let values = config.problems(left_out);
     let is_valid = values.is_empty();
+    let has_folder = values.iter().all(|error| error.key != "output_dir");
     for error in values {
         report.error(Topic::Config, error);
     }
@@ -205,7 +206,14 @@ pub fn check_run(
     // The plan starts the workers, and so many threads would abort the process.
     let mut config = config.clone();
     config.data.workers = config.data.workers.min(MAX_WORKERS);
+    // An address would become a folder of that name.
+    let aside = if has_folder { None } else { TemporaryFolder::create(&env::temp_dir()).ok() };
+    if let Some(aside) = &aside {
+        config.data.cache_dir.get_or_insert_with(|| aside.path().to_owned());
+    }
     let config = &config;
+    // If this fails, the update of the cache reports it.
+    let _ = fs::create_dir_all(config.cache_dir());
     start::check(config, left_out, &mut report);
     model::check(config, &mut report);
     // With a part of the config, it is not known which run it continues.
@@ -225,7 +233,9 @@ pub fn check_run(
     if is_valid {
         resources::check(config, packs.as_ref(), &mut report);
     }
-    resources::check_output(config, &mut report);
+    if has_folder {
+        resources::check_output(config, &mut report);
+    }
     report.findings.sort_by_key(|(topic, _)| *topic);
     for (_, finding) in &mut report.findings {
         if let Finding::Error(error) = finding {
