@@ -70,7 +70,7 @@ pub struct PeftConfig {
     pub other: Map<String, Value>,
 }
 
-/// Fields that say how the adapter was trained or which modules have one, which its tensors show.
+/// Fields that say how the adapter was trained, and those that [`PeftConfig::has_module`] reads.
 const WITHOUT_EFFECT: [&str; 10] = [
     "auto_mapping",
     "corda_config",
@@ -176,11 +176,25 @@ impl PeftConfig {
         alpha / if self.use_rslora { (rank as f64).sqrt() } else { rank as f64 }
     }
 
-    /// Whether `target_modules` names the linear layer `module`. Only a list is compared: PEFT has a
-    /// regular expression with look-arounds there, and words such as `all-linear`.
+    /// Whether `target_modules` names the linear layer `module`, and neither `exclude_modules` nor
+    /// `layers_to_transform` leaves it out. Of the first two, only lists are compared: PEFT has
+    /// regular expressions with look-arounds there, and words such as `all-linear`.
     pub fn has_module(&self, module: &str) -> bool {
-        let targets = self.target_modules.as_array();
-        targets.is_none_or(|all| all.iter().filter_map(Value::as_str).any(|of| is_end(of, module)))
+        let names = |list: &Value| {
+            let list = list.as_array()?;
+            Some(list.iter().filter_map(Value::as_str).any(|of| is_end(of, module)))
+        };
+        let field = |name: &str| self.other.get(name).unwrap_or(&Value::Null);
+        let number = module.rsplit('.').find_map(|part| part.parse::<u64>().ok());
+        let in_layers = match field("layers_to_transform") {
+            Value::Null => true,
+            Value::Array(layers) if layers.is_empty() => true,
+            Value::Array(layers) => layers.iter().any(|layer| layer.as_u64() == number),
+            layer => layer.as_u64() == number,
+        };
+        names(&self.target_modules) != Some(false)
+            && names(field("exclude_modules")) != Some(true)
+            && in_layers
     }
 
     /// Whether `target_parameters` names the parameter `name`.
@@ -268,6 +282,24 @@ mod tests {
             let refused = config(&json!({"rank_pattern": {"q_proj": 4, key: 2}})).patterns();
             let expected = ("rank_pattern".to_owned(), key.to_owned());
             assert_eq!(refused.err().unwrap(), expected, "{key}");
+        }
+    }
+
+    #[test]
+    fn modules_that_the_config_leaves_out_have_no_adapter() {
+        let module = "model.language_model.layers.3.self_attn.q_proj";
+        for (fields, expected) in [
+            (json!({"target_modules": ["q_proj"]}), true),
+            (json!({"target_modules": ["v_proj"]}), false),
+            (json!({"target_modules": "all-linear"}), true),
+            (json!({"exclude_modules": ["self_attn.q_proj"]}), false),
+            (json!({"exclude_modules": ["lm_head"]}), true),
+            (json!({"layers_to_transform": [0, 3]}), true),
+            (json!({"layers_to_transform": 3}), true),
+            (json!({"layers_to_transform": []}), true),
+            (json!({"layers_to_transform": [0]}), false),
+        ] {
+            assert_eq!(config(&fields).has_module(module), expected, "{fields}");
         }
     }
 

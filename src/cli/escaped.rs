@@ -22,6 +22,12 @@ pub(super) fn escaped_line(line: &str, colours: bool) -> Cow<'_, str> {
     })
 }
 
+/// [`escaped`] for a part of a message: lines after the first one begin with a space, as in excerpts
+/// of files, so that no name in it can look like a line of its own.
+pub(super) fn escaped_part(text: &str) -> Cow<'_, str> {
+    escape(text, |c, at| c == '\t' || (c == '\n' && text[at + 1..].starts_with([' ', '\n'])))
+}
+
 /// `stays` receives a character and its place.
 fn escape(text: &str, stays: impl Fn(char, usize) -> bool) -> Cow<'_, str> {
     // Besides control characters: ends of lines and of paragraphs, and changes of direction.
@@ -62,6 +68,8 @@ mod tests {
         let line = "\u{1b}[33m WARN\u{1b}[0m \u{1b}[8mhidden\u{1b}]0;title\u{7}";
         let shown = "\u{1b}[33m WARN\u{1b}[0m \\u{1b}[8mhidden\\u{1b}]0;title\\u{7}";
         assert_eq!(escaped_line(line, true), shown);
+        let forged = "no file `a\nhint: b`\n   |\n\n 2 | c: d";
+        assert_eq!(escaped_part(forged), forged.replacen('\n', "\\n", 1));
         let forged = "INFO data file=a\n12:00:00 INFO finished\u{2028}\r\n\n";
         let shown = "INFO data file=a\\n12:00:00 INFO finished\\u{2028}\\r\\n\n";
         assert_eq!(escaped_line(forged, false), shown);

@@ -8,7 +8,7 @@ mod page;
 mod turns;
 
 use super::args::ConfigArgs;
-use super::escaped::escaped;
+use super::escaped::{escaped, escaped_line};
 use super::logging::Logging;
 use super::output::OutputFile;
 use super::progress::SetupBars;
@@ -147,7 +147,7 @@ fn show_text(
 ) -> anyhow::Result<()> {
     let encoder = rows.encoder();
     let [images, videos] = grids(sample);
-    let label = escaped(label);
+    let label = escaped_line(label, false);
     write!(out, "{label}  {} tokens, {} targets", sample.len(), sample.num_targets())?;
     write!(out, ", image grids (t, h, w) {images:?}")?;
     if !videos.is_empty() {

@@ -7,7 +7,7 @@
 //! ```
 
 use super::error_class::classify;
-use super::escaped::escaped;
+use super::escaped::escaped_part;
 use super::failure::Exit;
 use super::stdout::is_closed_pipe;
 use super::terminal::{Terminal, coloured_error};
@@ -32,9 +32,9 @@ pub(super) fn report(error: &anyhow::Error) -> ExitCode {
 
 /// The error, one line `caused by:` for each of its causes, and the first hint in the chain.
 pub(super) fn text(error: &anyhow::Error) -> String {
-    let mut text = format!("error: {error}\n");
+    let mut text = format!("error: {}\n", escaped_part(&error.to_string()));
     for cause in error.chain().skip(1) {
-        text.extend(["caused by: ", &cause.to_string(), "\n"]);
+        text.extend(["caused by: ", &escaped_part(&cause.to_string()), "\n"]);
     }
     if is_out_of_memory(error)
         && let Some(sizes) = failed_gpu_allocation()
@@ -52,9 +52,9 @@ pub(super) fn text(error: &anyhow::Error) -> String {
         })
     };
     if let Some(hint) = hint {
-        text.extend(["hint: ", &hint, "\n"]);
+        text.extend(["hint: ", &escaped_part(&hint), "\n"]);
     }
-    escaped(&text).into_owned()
+    text
 }
 
 /// Whether the driver of a GPU had no memory.

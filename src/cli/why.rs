@@ -35,8 +35,7 @@ pub(super) fn run(args: &WhyArgs) -> anyhow::Result<()> {
     };
     let metrics = find(&args.run.join("metrics.jsonl"), |line| {
         let row: Value = serde_json::from_str(line).ok()?;
-        // an older version wrote the evaluations to this file, too
-        (row["step"] == step && row["eval"] != true).then_some(row)
+        (row["step"] == step).then_some(row)
     })?;
     let mut out = stdout();
     if args.json {

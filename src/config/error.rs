@@ -263,6 +263,9 @@ impl ConfigError {
                     .to_owned()
             }
             Self::UnknownValue { valid, .. } => format!("valid values: {}", listed(valid)),
+            Self::WrongType { key, found, .. } if key == "adapter" && found.contains("dora") => {
+                "write `adapter: {kind: dora}`".to_owned()
+            }
             Self::WrongType { key, .. } | Self::Refused { key, .. } => match FORMS
                 .iter()
                 .find(|(section, _)| section == key)

@@ -163,16 +163,16 @@ pub(crate) fn parse_tree(text: &str) -> Result<Node, ConfigError> {
 /// [`tree`] of a config of this program; that of another trainer is an error, and not one for each of
 /// its keys.
 fn own_tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
-    let root = tree(path, overrides)?;
+    let mut root = tree(path, &[])?;
     let Value::Map(entries) = &root.value else { return Ok(root) };
     let has_sections = entries.iter().any(|entry| matches!(entry.node.value, Value::Map(_)));
     let keys: Vec<&str> = entries.iter().map(|entry| entry.key.as_str()).collect();
-    match trainer_of(&keys).filter(|(_, from)| !has_sections || *from == Some("lmms-engine")) {
-        Some((trainer, from)) => {
-            Err(ConfigError::OtherTrainer { path: path.to_owned(), trainer, from })
-        }
-        None => Ok(root),
+    let other = trainer_of(&keys).filter(|(_, from)| !has_sections || *from == Some("lmms-engine"));
+    if let Some((trainer, from)) = other {
+        return Err(ConfigError::OtherTrainer { path: path.to_owned(), trainer, from });
     }
+    overrides.iter().try_for_each(|argument| set(&mut root, argument))?;
+    Ok(root)
 }
 
 fn tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
@@ -188,9 +188,7 @@ fn tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
         ConfigError::NotUtf8 { path: path.to_owned(), line, column }
     })?;
     let mut root = parse_text(path, text)?;
-    for argument in overrides {
-        set(&mut root, argument)?;
-    }
+    overrides.iter().try_for_each(|argument| set(&mut root, argument))?;
     Ok(root)
 }
 

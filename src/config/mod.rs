@@ -23,12 +23,12 @@ pub(crate) use other_trainers::our_key;
 pub(crate) use tree::{Node, Value as NodeValue};
 
 use crate::checkpoint::CheckpointConfig;
-use crate::data::DataConfig;
+use crate::data::{DataConfig, UrlConfig};
 use crate::dist::{Distributed, Shard};
 use crate::optim::{AdafactorConfig, Kind, Moments, OptimConfig, ScheduleConfig};
 use crate::train::{
     AdapterConfig, DeviceChoice, EvalConfig, LogConfig, MatmulChoice, ModelSection, Offload,
-    Quantize, TrainConfig,
+    OnNonFinite, Quantize, TrainConfig,
 };
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroUsize;
@@ -93,7 +93,10 @@ impl ValueError {
     /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> String {
         match self.key {
-            "output_dir" => "mount the storage, or copy the model to it after the run".to_owned(),
+            "output_dir" if self.found.contains("://") => {
+                "mount the storage, or copy the model to it after the run".to_owned()
+            }
+            "output_dir" => "choose another name".to_owned(),
             "optim.warmup_ratio" if self.expected == NOT_BOTH => {
                 "remove one of `optim.warmup_steps` and `optim.warmup_ratio`".to_owned()
             }
@@ -224,15 +227,43 @@ impl RunConfig {
         }
         problems.extend(self.check_optimizer().and_then(|()| self.check_aux_loss()).err());
         problems.extend(self.evaluation_problems(left_out));
-        problems.extend(self.check_output_dir().err());
+        problems.extend(self.check_output_dir().and_then(|()| self.check_unused()).err());
         problems
     }
 
     fn check_output_dir(&self) -> Result<(), ValueError> {
         let found = self.output_dir.display().to_string();
-        let expected = "a folder of this machine";
-        let is_address = found.contains("://");
-        if is_address { Err(ValueError { key: "output_dir", found, expected }) } else { Ok(()) }
+        let error =
+            |expected| Err(ValueError { key: "output_dir", found: found.clone(), expected });
+        if found.contains("://") {
+            return error("a folder of this machine");
+        }
+        // it begins lines of the output, which a line break would forge
+        if found.contains(char::is_control) {
+            return error("a name without tabs, line breaks and other control characters");
+        }
+        Ok(())
+    }
+
+    /// Checks that the settings of something that is off have their defaults.
+    fn check_unused(&self) -> Result<(), ValueError> {
+        let (optim, train, data) = (&self.optim, &self.train, &self.data);
+        let skips = train.on_non_finite == OnNonFinite::Skip;
+        let (key, found, expected) =
+            if optim.schedule == ScheduleConfig::Constant && optim.min_lr > 0.0 {
+                ("optim.min_lr", optim.min_lr.to_string(), "0 with `optim.schedule: constant`")
+            } else if !skips && train.max_skipped != TrainConfig::default().max_skipped {
+                let expected = "no value unless `train.on_non_finite` is `skip`";
+                ("train.max_skipped", train.max_skipped.to_string(), expected)
+            } else if let (false, Some(most)) = (data.packing, data.max_patches_per_pack) {
+                let expected = "no value with `data.packing: false`";
+                ("data.max_patches_per_pack", most.to_string(), expected)
+            } else if !data.allow_urls && data.url != UrlConfig::default() {
+                ("data.url", "set".to_owned(), "no value without `data.allow_urls: true`")
+            } else {
+                return Ok(());
+            };
+        Err(ValueError { key, found, expected })
     }
 
     /// Checks the settings that `optim.kind` does not support.

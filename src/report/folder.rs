@@ -133,10 +133,6 @@ impl RunFolder {
     }
 
     fn step(&mut self, row: Value, health: &mut Health) {
-        // versions before 2026-11-23 wrote evaluations to this file
-        if row["eval"] == true {
-            return add(&mut self.eval, &row);
-        }
         let Some(step) = row["step"].as_u64() else { return };
         add(&mut self.train, &row);
         if row["skipped"] == true {
@@ -154,13 +150,8 @@ impl RunFolder {
 
     /// Steps after which another process continued the run.
     pub(super) fn restarts(&self) -> Vec<u64> {
-        if !self.starts.is_empty() {
-            let steps = self.starts.iter().filter_map(|start| start["after_step"].as_u64());
-            return steps.filter(|step| *step > 0).collect(); // 0: no step was trained before
-        }
-        // Older versions did not list them. The peak of a process never falls.
-        let Some(Series(peaks)) = self.train("peak_memory_bytes") else { return Vec::new() };
-        peaks.windows(2).filter(|pair| pair[1].1 < pair[0].1).map(|pair| pair[0].0).collect()
+        let steps = self.starts.iter().filter_map(|start| start["after_step"].as_u64());
+        steps.filter(|step| *step > 0).collect() // 0: no step was trained before
     }
 }
 

@@ -4,7 +4,6 @@ use super::{RunFolder, report};
 use crate::checkpoint::write_atomically;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
-use std::fs;
 use std::path::Path;
 use tempfile::TempDir;
 
@@ -88,29 +87,6 @@ fn restarts_are_marked_and_listed() {
     );
     assert!(!page.contains("restart after step 0"), "a start before the first step");
     assert!(page.contains("2023-11-14 22:13:24"), "{page}");
-}
-
-#[test]
-fn restarts_of_older_runs_are_where_the_peak_memory_falls() {
-    let folder = run(4);
-    let rows = (1..=4).map(|step| {
-        let mut row = row(step, Some(1.0));
-        row["peak_memory_bytes"] = json!(if step < 3 { 200 } else { 100 });
-        row
-    });
-    write(folder.path(), "metrics.jsonl", rows);
-    assert_eq!(RunFolder::read(folder.path()).unwrap().restarts(), [2]);
-}
-
-#[test]
-fn evaluations_of_older_runs_are_found_in_the_metrics() {
-    let folder = run(4);
-    fs::remove_file(folder.path().join("eval.jsonl")).unwrap();
-    let rows =
-        [row(1, Some(3.0)), json!({"eval": true, "step": 1, "loss": 0.125, "accuracy": 0.75})];
-    write(folder.path(), "metrics.jsonl", rows);
-    let page = page(&folder);
-    assert!(page.contains("<td>0.125</td>") && page.contains("<td>75.0 %</td>"), "{page}");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use crate::models::{ModelConfig, ModelConfigError, read_config};
 use candle_core::{DType, Device, Tensor};
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
@@ -23,7 +23,7 @@ const FLAGS: [&str; 5] = ["lstrip", "rstrip", "single_word", "normalized", "spec
 const TEMPLATES: [&str; 3] = ["processor_config.json", "chat_template.json", "chat_template.jinja"];
 
 /// Keys of a decoder that files may have twice.
-const SIZES: [&str; 15] = [
+const SIZES: [&str; 27] = [
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -38,7 +38,26 @@ const SIZES: [&str; 15] = [
     "attention_bias",
     "attention_dropout",
     "layer_types",
+    "full_attention_interval",
+    "partial_rotary_factor",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
     "tie_word_embeddings",
+];
+/// Keys of `config.json` with the id of a token, and the token.
+const TOKEN_IDS: [[&str; 2]; 4] = [
+    ["image_token_id", "<|image_pad|>"],
+    ["video_token_id", "<|video_pad|>"],
+    ["vision_start_token_id", "<|vision_start|>"],
+    ["vision_end_token_id", "<|vision_end|>"],
 ];
 
 /// Fails if the model is not known, or if two files of its folder contradict each other. Files that
@@ -50,13 +69,19 @@ pub(crate) fn check_model_folder(folder: &Path) -> Result<(), SetupError> {
         match read_config(folder) {
             Ok((config, json)) => {
                 check_config(&json).map_err(fault)?;
-                check_head(folder, &*config)?;
+                check_adapter(folder).map_err(fault)?;
+                // the weight files are opened again for their errors
+                if let Ok(files) = named_files(folder, config.tensor_names()) {
+                    check_quantization(&json, files.is_quantized()).map_err(fault)?;
+                    check_head(folder, &*config, &files)?;
+                }
             }
             Err(ModelConfigError::Read { .. } | ModelConfigError::Json { .. }) => {}
             Err(source) => return Err(SetupError::Config { folder: folder.to_owned(), source }),
         }
     }
-    check_tokens(folder).and_then(|()| check_templates(folder)).map_err(fault)
+    let tokens = check_tokens(folder).and_then(|()| check_templates(folder));
+    tokens.and_then(|()| check_processors(folder)).map_err(fault)
 }
 
 /// A contradiction and the fix.
@@ -67,13 +92,22 @@ type Found = (String, &'static str);
 fn check_config(json: &Value) -> Result<(), Found> {
     let text = &json["text_config"];
     for key in SIZES {
-        let [above, inside] = [json, text].map(|section| {
-            let places = [&section[key], &section["rope_parameters"][key]];
-            places.into_iter().chain([&section["rope_scaling"][key]]).find(|value| !value.is_null())
-        });
-        let (Some(above), Some(inside)) = (above, inside) else { continue };
-        let is_same = above == inside || (above.is_number() && above.as_f64() == inside.as_f64());
-        if is_same {
+        let mut of_sections = [None; 2];
+        for (section, found) in [json, text].into_iter().zip(&mut of_sections) {
+            let places = [section, &section["rope_parameters"], &section["rope_scaling"]];
+            let mut given = places.map(|place| &place[key]).into_iter().filter(|it| !it.is_null());
+            *found = given.next();
+            if let (Some(first), Some(other)) =
+                (*found, given.find(|it| !is_same(it, found.unwrap_or(it))))
+            {
+                let what = format!(
+                    "`{key}` in config.json is {first}, but {other} in its rotary settings"
+                );
+                return Err((what, "remove the one that is wrong"));
+            }
+        }
+        let [Some(above), Some(inside)] = of_sections else { continue };
+        if is_same(above, inside) {
             continue;
         }
         let what = format!("`{key}` in config.json is {above}, but {inside} in its `text_config`");
@@ -83,16 +117,90 @@ fn check_config(json: &Value) -> Result<(), Found> {
         }
         return Err((what, "transformers uses that of `text_config`: remove the other one"));
     }
+    let decoder = if text.is_object() { text } else { json };
+    if let (Some(every), Some(kinds)) =
+        (decoder["full_attention_interval"].as_u64(), decoder["layer_types"].as_array())
+    {
+        let is_full = |layer: usize| (layer as u64 + 1).is_multiple_of(every);
+        let differs =
+            |(layer, kind): (usize, &Value)| (*kind == "full_attention") != is_full(layer);
+        if kinds.iter().enumerate().any(differs) {
+            tracing::info!(
+                "`layer_types` in config.json differs from `full_attention_interval: {every}` and is \
+                 used, as in transformers"
+            );
+        }
+    }
     Ok(())
 }
 
+fn is_same(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Array(a), Value::Array(b)) => {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| is_same(a, b))
+        }
+        _ => a == b || (a.is_number() && a.as_f64() == b.as_f64()),
+    }
+}
+
+/// Fails if the folder of a model has an adapter too: transformers adds it to the model.
+fn check_adapter(folder: &Path) -> Result<(), Found> {
+    let name = "adapter_config.json";
+    if !folder.join(name).is_file() {
+        return Ok(());
+    }
+    let what = format!("it has a model and {name}: transformers adds the adapter to the model");
+    Err((
+        what,
+        "move the files of the adapter to another folder, or merge it with `trainer export`",
+    ))
+}
+
+/// Fails if `quantization_config` does not describe the weights. `in_nf4`: whether they have
+/// matrices in NF4.
+fn check_quantization(json: &Value, in_nf4: bool) -> Result<(), Found> {
+    const NOT_NF4: &str = "remove the section if the weights are not quantised; of quantised models, \
+                           only those of bitsandbytes in NF4 are read";
+    const NF4: &str = "copy config.json and the weight files of one model";
+    let sections = [json, &json["text_config"], &json["vision_config"]];
+    let section =
+        sections.map(|of| &of["quantization_config"]).into_iter().find(|of| of.is_object());
+    let Some(section) = section else {
+        let what = "the weights are in NF4, and config.json has no `quantization_config`";
+        return if in_nf4 { Err((what.to_owned(), NF4)) } else { Ok(()) };
+    };
+    let text = |key: &str| section[key].as_str().unwrap_or("missing");
+    let [method, kind] = ["quant_method", "bnb_4bit_quant_type"].map(text);
+    let is_nf4 = method == "bitsandbytes" && kind == "nf4" && section["load_in_4bit"] == true;
+    match (is_nf4, in_nf4) {
+        (true, true) => Ok(()),
+        (_, true) => {
+            let what = format!(
+                "the weights are in NF4, and `quantization_config` in config.json has \
+                 `quant_method` {method}, `load_in_4bit` {}, `bnb_4bit_quant_type` {kind}",
+                section["load_in_4bit"]
+            );
+            Err((what, NF4))
+        }
+        (_, false) => {
+            let what = format!(
+                "config.json has `quantization_config` (`quant_method`: {method}), and the weights \
+                 are not in NF4"
+            );
+            Err((what, NOT_NF4))
+        }
+    }
+}
+
 /// Fails if the files have a head of their own although the config ties it to the embedding.
-fn check_head(folder: &Path, config: &dyn ModelConfig) -> Result<(), SetupError> {
+fn check_head(
+    folder: &Path,
+    config: &dyn ModelConfig,
+    files: &WeightFiles,
+) -> Result<(), SetupError> {
     if !config.text().tie_word_embeddings {
         return Ok(());
     }
-    // the files are opened again for their errors
-    let Ok(files) = named_files(folder, config.tensor_names()) else { return Ok(()) };
     let specs = config.param_specs();
     let embedding = specs.iter().find(|spec| spec.name.ends_with("embed_tokens.weight"));
     let Some(embedding) = embedding.filter(|spec| files.shape(&spec.name).is_some()) else {
@@ -100,7 +208,7 @@ fn check_head(folder: &Path, config: &dyn ModelConfig) -> Result<(), SetupError>
     };
     let names = [HEAD, &embedding.name];
     if files.shape(HEAD).is_none()
-        || is_equal(&files, names).map_err(|error| files_error(folder, error))?
+        || is_equal(files, names).map_err(|error| files_error(folder, error))?
     {
         return Ok(());
     }
@@ -156,16 +264,15 @@ fn json<T: for<'a> Deserialize<'a>>(folder: &Path, name: &str) -> Option<T> {
 const THERE: &str = "tokenizer_config.json";
 const HERE: &str = "tokenizer.json";
 
+const TOKENIZER_HINT: &str = "load the tokenizer with transformers and save it with \
+                              `save_pretrained`, or copy the files of one model";
+
 /// Compares the tokens of `tokenizer.json` with those of the other files.
 fn check_tokens(folder: &Path) -> Result<(), Found> {
-    const HINT: &str = "load the tokenizer with transformers and save it with `save_pretrained`, or \
-                        copy the files of one model";
     let Some(TokenizerFile { added_tokens, model }) = json(folder, "tokenizer.json") else {
         return Ok(());
     };
     let config: Map<String, Value> = json(folder, "tokenizer_config.json").unwrap_or_default();
-    let text =
-        |token: &Value| Some(token.as_str().or_else(|| token["content"].as_str())?.to_owned());
     let id = |token: &Map<String, Value>| token.get("id").and_then(Value::as_u64);
     let added: HashMap<String, &Map<String, Value>> = added_tokens
         .iter()
@@ -174,7 +281,7 @@ fn check_tokens(folder: &Path) -> Result<(), Found> {
     let only = |token: &str, id: Option<u64>, there: &str, not_there: &str| {
         let id = id.map_or_else(String::new, |id| format!(" with id {id}"));
         let what = format!("{there} has the added token `{token}`{id}, and {not_there} has not");
-        Err((what, HINT))
+        Err((what, TOKENIZER_HINT))
     };
     if let Some(Value::Object(decoder)) = config.get("added_tokens_decoder") {
         for (key, token) in decoder {
@@ -191,7 +298,7 @@ fn check_tokens(folder: &Path) -> Result<(), Found> {
                 let what = format!(
                     "`{flag}` of the added token `{name}` is {theirs} in {THERE} and {ours} in {HERE}"
                 );
-                return Err((what, HINT));
+                return Err((what, TOKENIZER_HINT));
             }
         }
         let listed: HashSet<String> = decoder.values().filter_map(text).collect();
@@ -217,20 +324,63 @@ fn check_tokens(folder: &Path) -> Result<(), Found> {
             ("additional_special_tokens" | "extra_special_tokens", Value::Array(tokens)) => {
                 tokens.iter().collect()
             }
-            ("extra_special_tokens", Value::Object(tokens)) => tokens.values().collect(),
+            ("extra_special_tokens" | "model_specific_special_tokens", Value::Object(tokens)) => {
+                tokens.values().collect()
+            }
             (key, token) if key.ends_with("_token") => vec![token],
             _ => continue,
         };
         if let Some(name) = tokens.into_iter().filter_map(text).find(|of| !added.contains_key(of)) {
             let what =
                 format!("`{key}` in {THERE} has `{name}`, which is no added token of {HERE}");
-            return Err((what, HINT));
+            return Err((what, TOKENIZER_HINT));
         }
     }
+    // as in transformers, which reads the older file only without this list
+    if !config.contains_key("added_tokens_decoder") {
+        check_special_tokens(folder, &config)?;
+    }
+    check_token_ids(folder, |name| id(added.get(name)?))?;
     check_generation(folder, |token| {
         model.vocab.values().any(|id| u64::from(*id) == token)
             || added_tokens.iter().any(|added| id(added) == Some(token))
     })
+}
+
+/// The text of a token, which may be an object with its flags.
+fn text(token: &Value) -> Option<String> {
+    Some(token.as_str().or_else(|| token["content"].as_str())?.to_owned())
+}
+
+/// Compares the special tokens of `special_tokens_map.json`, which older versions wrote, with those
+/// of `tokenizer_config.json`.
+fn check_special_tokens(folder: &Path, config: &Map<String, Value>) -> Result<(), Found> {
+    let older: Map<String, Value> = json(folder, "special_tokens_map.json").unwrap_or_default();
+    for (key, token) in older.iter().filter(|(key, _)| key.ends_with("_token")) {
+        let [theirs, ours] = [Some(token), config.get(key)].map(|token| token.and_then(text));
+        if let (Some(theirs), Some(ours)) = (theirs, ours)
+            && theirs != ours
+        {
+            let what =
+                format!("`{key}` is `{theirs}` in special_tokens_map.json and `{ours}` in {THERE}");
+            return Err((what, "remove special_tokens_map.json, or correct it"));
+        }
+    }
+    Ok(())
+}
+
+/// Compares the ids of image and video tokens in `config.json` with those of the tokenizer.
+fn check_token_ids(folder: &Path, id_of: impl Fn(&str) -> Option<u64>) -> Result<(), Found> {
+    let model_config: Value = json(folder, "config.json").unwrap_or_default();
+    for [key, name] in TOKEN_IDS {
+        let Some(ours) = id_of(name) else { continue };
+        if let Some(theirs) = model_config[key].as_u64().filter(|theirs| *theirs != ours) {
+            let what =
+                format!("`{key}` in config.json is {theirs}, but `{name}` has id {ours} in {HERE}");
+            return Err((what, "copy config.json and the tokenizer of one model"));
+        }
+    }
+    Ok(())
 }
 
 /// Compares `generation_config.json` with the ids of the tokenizer.
@@ -252,11 +402,60 @@ fn check_generation(folder: &Path, is_token: impl Fn(u64) -> bool) -> Result<(),
     Ok(())
 }
 
+/// Compares the sections of `processor_config.json`, which transformers takes, with the files that
+/// older versions have.
+fn check_processors(folder: &Path) -> Result<(), Found> {
+    const COMBINED: &str = "processor_config.json";
+    let combined: Map<String, Value> = json(folder, COMBINED).unwrap_or_default();
+    for (section, file) in [
+        ("image_processor", "preprocessor_config.json"),
+        ("video_processor", "video_preprocessor_config.json"),
+    ] {
+        let older: Option<Map<String, Value>> = json(folder, file);
+        let (Some(Value::Object(ours)), Some(older)) = (combined.get(section), older) else {
+            continue;
+        };
+        let older = of_processor(&older);
+        for (key, value) in of_processor(ours) {
+            if let Some(other) = older.get(key).filter(|other| !is_same(value, other)) {
+                let what = format!(
+                    "`{key}` of `{section}` in {COMBINED} is {value}, but {other} in {file}"
+                );
+                return Err((
+                    what,
+                    "transformers uses processor_config.json: remove the other file",
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The settings of a processor, with the limits of pixels under one name each.
+fn of_processor(file: &Map<String, Value>) -> BTreeMap<&str, &Value> {
+    let size = file.get("size").and_then(Value::as_object);
+    let limits = size.into_iter().flatten().chain(file);
+    let named = limits.map(|(key, value)| match key.as_str() {
+        "shortest_edge" => ("min_pixels", value),
+        "longest_edge" => ("max_pixels", value),
+        key => (key, value),
+    });
+    // names of classes differ from version to version
+    let is_setting =
+        |key: &str| !(key == "size" || key.ends_with("_type") || key.ends_with("_class"));
+    named.filter(|(key, value)| is_setting(key) && !value.is_null()).collect()
+}
+
 /// Compares the chat templates of the folder.
 fn check_templates(folder: &Path) -> Result<(), Found> {
-    let source = |name: &str| match name {
-        "chat_template.jinja" => files::read_to_string(folder.join(name)).ok(),
-        _ => Some(json::<Value>(folder, name)?["chat_template"].as_str()?.to_owned()),
+    let source = |name: &str| {
+        if name == "chat_template.jinja" {
+            return files::read_to_string(folder.join(name)).ok();
+        }
+        let file = json::<Value>(folder, name)?;
+        let value = &file["chat_template"];
+        let text = value.as_str().map(str::to_owned);
+        text.or_else(|| (!value.is_null()).then(|| value.to_string())) // a list of named templates
     };
     let mut templates = TEMPLATES.iter().filter_map(|name| Some((*name, source(name)?)));
     let Some((first, template)) = templates.next() else { return Ok(()) };

@@ -119,9 +119,9 @@ pub(super) fn check_media(
     let digests = now.digests();
     let first = now.changed().map(str::to_owned);
     let [sizes, times] = [digests.sizes != before.sizes, digests.times != before.times];
-    let contents = before.contents.is_some() && digests.contents != before.contents;
-    if digests.files != before.files || times && before.contents.is_none() && !sizes {
-        // Rows became usable or unusable, or an older version began the run.
+    let contents = digests.contents != before.contents;
+    if digests.files != before.files {
+        // Rows became usable or unusable.
         tracing::warn!(
             first,
             "media files of the rows were written since the start of the run; if their pixels \

@@ -1,14 +1,10 @@
 //! The logs that a run appends to.
 
 use super::error::RunError;
-use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
 use crate::metrics::{JsonlSink, StepRows};
 use crate::train::{EvalRule, TrainState};
-use serde_json::Value;
 use std::cell::{Cell, RefCell};
-use std::fmt::Write as _;
-use std::path::Path;
 
 /// The logs of a run, on rank 0.
 #[derive(Default)]
@@ -43,7 +39,6 @@ pub(super) fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks
     // The checkpoint of a step is written before its evaluation, so its state may lack that
     // evaluation, and `best` may be older than the row. A finished run is evaluated once more.
     let again = all_done || !rule.as_ref().is_none_or(is_counted);
-    move_evaluations(&config.output_dir)?;
     let (is_evaluated, step_rows) = (Cell::new(false), RefCell::new(StepRows::default()));
     let sink = |name: &str| {
         JsonlSink::open_keeping(&config.output_dir.join(name), |row| {
@@ -78,58 +73,4 @@ pub(super) fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks
         samples,
         is_evaluated,
     })
-}
-
-/// Moves the evaluations of a run of an older version from `metrics.jsonl` to `eval.jsonl`.
-fn move_evaluations(output_dir: &Path) -> Result<(), RunError> {
-    let (metrics, evals) = (output_dir.join(METRICS), output_dir.join(EVALS));
-    let is_eval = |row: &Value| row["eval"] == true;
-    let rows = RefCell::new(String::new());
-    JsonlSink::open_keeping(&metrics, |row| {
-        if is_eval(row) {
-            let mut row = row.clone();
-            if let Some(row) = row.as_object_mut() {
-                row.shift_remove("eval");
-                row.entry("accuracy").or_insert(Value::Null);
-                row.entry("best").or_insert(false.into());
-                row.entry("early_stop").or_insert(false.into());
-            }
-            let _ = writeln!(rows.borrow_mut(), "{row}"); // writing to a String cannot fail
-        }
-        true
-    })?;
-    let rows = rows.take();
-    if rows.is_empty() {
-        return Ok(());
-    }
-    // Not removed from one file before the other has them: this process may be killed.
-    if !evals.exists() {
-        write_atomically(&evals, rows.as_bytes())?;
-    }
-    JsonlSink::open_keeping(&metrics, |row| !is_eval(row))?;
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn evaluations_of_an_older_version_get_a_file_of_their_own() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = |name: &str| folder.path().join(name);
-        let steps = "{\"step\":1,\"loss\":2.5}\n{\"step\":2,\"loss\":2.25}\n";
-        let old = format!("{steps}{{\"eval\":true,\"step\":2,\"loss\":1.5,\"time_s\":0.5}}\n");
-        write_atomically(&path(METRICS), old.as_bytes()).unwrap();
-        let moved = "{\"step\":2,\"loss\":1.5,\"time_s\":0.5,\"accuracy\":null,\"best\":false,\"early_stop\":false}\n";
-        let read = |name: &str| std::fs::read_to_string(path(name)).unwrap();
-        move_evaluations(folder.path()).unwrap();
-        assert_eq!(read(METRICS), steps);
-        assert_eq!(read(EVALS), moved);
-        // killed after `eval.jsonl` was written
-        write_atomically(&path(METRICS), old.as_bytes()).unwrap();
-        move_evaluations(folder.path()).unwrap();
-        assert_eq!(read(METRICS), steps);
-        assert_eq!(read(EVALS).lines().count(), 1);
-    }
 }

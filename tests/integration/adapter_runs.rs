@@ -335,6 +335,24 @@ fn a_model_that_changed_below_its_adapter_is_refused_by_every_command() {
             place.trainer(command).ends_with(64).says(problem).says("wrong answers");
         }
     }
+    place.write("model/config.json", &json);
+    super::harness::write(&place.path("model/model.safetensors"), &weights);
+    // what the adapter's folder has a copy of: another token, prompt or resolution
+    for (name, [from, to]) in [
+        ("chat_template.jinja", ["", "{# other #}"]),
+        ("preprocessor_config.json", ["{", "{\"size_divisor\": 1, "]),
+        ("tokenizer_config.json", ["{", "{\"clean_up\": true, "]),
+    ] {
+        let file = format!("model/{name}");
+        let text = String::from_utf8(place.read(&file)).unwrap();
+        assert!(text.contains(from), "{name}");
+        place.write(&file, &text.replacen(from, to, 1));
+        // a resumed run compares what it reads from these files
+        for command in &commands[..3] {
+            place.trainer(command).ends_with(64).says(&format!("whose `{name}` differs from that"));
+        }
+        place.write(&file, &text);
+    }
     // the same values in files that were written again, and names without a meaning
     let mut same: Value = serde_json::from_str(&json).unwrap();
     for key in ["_name_or_path", "dtype", "torch_dtype", "transformers_version"] {

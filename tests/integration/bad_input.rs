@@ -514,6 +514,33 @@ fn a_set_that_cannot_be_used_is_named_as_it_was_typed() {
 }
 
 #[test]
+fn values_of_other_trainers_and_settings_without_effect_have_hints() {
+    let folder = TempDir::new().unwrap();
+    let folder = folder.path();
+    write(&folder.join("rows.jsonl"), good_rows(4));
+    row_config(folder, "  packing: false\n");
+    write(&folder.join("other.yaml"), "model_name_or_path: a\nstage: sft\ntemplate: b\n");
+    let of = |set: &'static str, texts: &[&'static str]| {
+        let args = ["sft", "--config", "@TMP@/config.yaml", "--set", set];
+        assert_refused(folder, &[(&args, 64, texts)]);
+    };
+    of("adapter=dora", &["hint: write `adapter: {kind: dora}`"]);
+    of("adapter={target: 'q_proj,v_proj'}", &["hint: write a list", "`[q_proj, v_proj]`"]);
+    of("model.path=s3://b/m", &["hint: copy the model to a folder of this machine"]);
+    of("optim.kind=paged_adamw_8bit", &["did you mean `adamw_8bit`?"]);
+    of("data.loss_scale=ignore_think_prefix", &["did you mean `default`?"]);
+    of("optim={schedule: constant, min_lr: 1e-6}", &["`optim.min_lr` is `0.000001`, expected 0"]);
+    of("train.max_skipped=9", &["`train.max_skipped` is `9`, expected no value"]);
+    of("data.max_patches_per_pack=9", &["`data.max_patches_per_pack` is `9`, expected no value"]);
+    of("data.url={timeout_s: 9}", &["`data.url` is `set`, expected no value"]);
+    of("output_dir=\"a\\nb\"", &["`output_dir` is `a\\nb`, expected a name without tabs"]);
+    for command in ["sft", "plan"] {
+        let args = [command, "--config", "@TMP@/other.yaml"];
+        assert_refused(folder, &[(&args, 64, &["this is a config of LLaMA-Factory"])]);
+    }
+}
+
+#[test]
 fn a_checkpoint_that_cannot_be_resumed_is_refused_and_stays_as_it_is() {
     let folder = TempDir::new().unwrap();
     let folder = folder.path();

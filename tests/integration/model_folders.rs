@@ -54,7 +54,7 @@ const EMBEDDING: &str = "model.language_model.embed_tokens.weight";
 /// What is changed in a copy of the model, and the parts of the message.
 type Case = (&'static str, fn(&Place), &'static [&'static str]);
 
-const CASES: [Case; 17] = [
+const CASES: [Case; 24] = [
     (
         "small-tied",
         |place| {
@@ -218,6 +218,66 @@ const CASES: [Case; 17] = [
         },
         &["`model_type` is `missing`, expected `qwen3_vl`"],
     ),
+    (
+        "small-tied",
+        |place| {
+            let mut section: Value =
+                serde_json::from_slice(&place.read("model/preprocessor_config.json")).unwrap();
+            section["image_mean"] = json!([0.1, 0.1, 0.1]);
+            let combined = json!({ "image_processor": section });
+            place.write("model/processor_config.json", &combined.to_string());
+        },
+        &["`image_mean` of `image_processor` in processor_config.json is [0.1,0.1,0.1], but ["],
+    ),
+    (
+        "small-tied",
+        |place| place.write("model/adapter_config.json", "{}"),
+        &["it has a model and adapter_config.json"],
+    ),
+    (
+        "small-tied",
+        |place| {
+            change(place, "config.json", |json| {
+                json["quantization_config"] = json!({"quant_method": "gptq", "bits": 4});
+            });
+        },
+        &["`quantization_config` (`quant_method`: gptq), and the weights are not in NF4"],
+    ),
+    (
+        "small-qwen35",
+        |place| {
+            change(place, "config.json", |json| {
+                json["text_config"]["partial_rotary_factor"] = json!(0.75);
+            });
+        },
+        &["`partial_rotary_factor` in config.json is 0.75, but 0."],
+    ),
+    (
+        "small-tied",
+        |place| {
+            let mut section: Value =
+                serde_json::from_slice(&place.read("model/preprocessor_config.json")).unwrap();
+            section["size"] = json!({"min_pixels": 4096, "max_pixels": 8192});
+            let combined = json!({ "image_processor": section });
+            place.write("model/processor_config.json", &combined.to_string());
+        },
+        &["`max_pixels` of `image_processor` in processor_config.json is 8192, but "],
+    ),
+    (
+        "small-tied",
+        |place| change(place, "config.json", |json| json["video_token_id"] = json!(7)),
+        &["`video_token_id` in config.json is 7, but `<|video_pad|>` has id "],
+    ),
+    (
+        "small-tied",
+        |place| {
+            change(place, "tokenizer_config.json", |json| {
+                json.as_object_mut().unwrap().remove("added_tokens_decoder");
+            });
+            place.write("model/special_tokens_map.json", r#"{"eos_token": "<|im_start|>"}"#);
+        },
+        &["`eos_token` is `<|im_start|>` in special_tokens_map.json and `"],
+    ),
 ];
 
 #[test]
@@ -306,6 +366,16 @@ fn the_template_of_the_processor_is_used_and_that_of_the_tokenizer_is_reported()
     assert!(output.stdout.contains("[[A cat.<|im_end|>]]"), "{}", output.stdout);
     output
         .says("the chat template of tokenizer_config.json differs from that of chat_template.json");
+}
+
+#[test]
+fn the_list_of_the_kinds_of_layers_is_used_and_the_interval_is_reported() {
+    let place = place("small-qwen35");
+    change(&place, "config.json", |json| {
+        json["text_config"]["full_attention_interval"] = json!(3);
+    });
+    let output = place.trainer(&["inspect", "--config", "c.yaml"]).ends_with(0);
+    output.says("`layer_types` in config.json differs from `full_attention_interval: 3`");
 }
 
 /// The families of the models and those of the texts are two lists.

@@ -8,9 +8,10 @@ use super::Encoder;
 use super::grounding::{SIDE, depends_on_resizing};
 use crate::batch::Sample;
 use crate::data::source::texts;
+use serde_json::Value;
 
-/// Keys of a box and of a point in a text.
-const KEYS: [&str; 2] = ["\"bbox_2d\"", "\"point_2d\""];
+/// Keys of a box and of a point in a text, between quotes.
+const KEYS: [&str; 2] = ["bbox_2d", "point_2d"];
 
 /// What is wrong with boxes in a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -51,9 +52,11 @@ impl Encoder {
     /// What is wrong with the boxes that the texts of a row write themselves. If the model writes
     /// pixels, reads the headers of the media of a row that has a box.
     pub fn box_faults(&self, sample: &Sample) -> BTreeSet<BoxFault> {
-        let lists = texts(&sample.messages).flat_map(|text| {
+        let calls = sample.messages.iter().filter_map(|message| message.tool_calls.as_ref());
+        let calls: Vec<String> = calls.map(Value::to_string).collect();
+        let lists = texts(&sample.messages).chain(&calls).flat_map(|text| {
             let of_key = |key| text.match_indices(key).map(|(at, key)| &text[at + key.len()..]);
-            KEYS.into_iter().flat_map(of_key).filter_map(numbers)
+            KEYS.into_iter().flat_map(of_key).flat_map(numbers)
         });
         let lists: Vec<Vec<f64>> = lists.collect();
         if lists.is_empty() {
@@ -79,11 +82,24 @@ impl Encoder {
     }
 }
 
-/// The numbers of the list in front of `rest`, the text after a key.
-fn numbers(rest: &str) -> Option<Vec<f64>> {
-    let list = rest.trim_start().strip_prefix(':')?.trim_start().strip_prefix('[')?;
-    let numbers = list.split_once(']')?.0.split(',').map(|number| number.trim().parse());
-    numbers.collect::<Result<_, _>>().ok()
+/// The numbers of the box, or of each box of a list, in front of `rest`, the text after a key.
+fn numbers(rest: &str) -> Vec<Vec<f64>> {
+    let after_quote = rest.strip_prefix(['"', '\'']).map(str::trim_start);
+    let list = after_quote.and_then(|rest| rest.strip_prefix(':')?.trim_start().strip_prefix('['));
+    let mut rest = list.unwrap_or_default().trim_start();
+    let is_list = rest.starts_with('[');
+    let mut found = Vec::new();
+    while let Some((list, after)) = rest.trim_start_matches('[').split_once(']') {
+        let numbers = list.split(',').map(|number| number.trim().parse());
+        let Ok(numbers) = numbers.collect::<Result<_, _>>() else { break };
+        found.push(numbers);
+        let next = after.trim_start().strip_prefix(',').map(str::trim_start);
+        match next.filter(|next| is_list && next.starts_with('[')) {
+            Some(next) => rest = next,
+            None => break,
+        }
+    }
+    found
 }
 
 /// The fault of a box or point in one of the images with these `[width, height]`.
@@ -131,12 +147,18 @@ mod tests {
             (": [3, 2, 1, 4]", Some(BoxFault::Swapped), Some(BoxFault::Swapped)),
             (": [1, 2, 1, 4]", Some(BoxFault::NoArea), Some(BoxFault::NoArea)),
         ] {
-            let numbers = numbers(list).unwrap();
-            assert_eq!(fault(&numbers, &thousandths), in_thousandths, "{list}");
-            assert_eq!(fault(&numbers, &pixels), in_pixels, "{list}");
+            for list in
+                [format!("\"{list}"), format!("'{}", list.replace('[', "[[").replace(']', "]]"))]
+            {
+                let numbers = &numbers(&list)[..];
+                let [numbers] = numbers else { panic!("{list}: {numbers:?}") };
+                assert_eq!(fault(numbers, &thousandths), in_thousandths, "{list}");
+                assert_eq!(fault(numbers, &pixels), in_pixels, "{list}");
+            }
         }
-        for text in [": [1, 2", ": [a, b, c, d]", "; [0.5, 0.5]"] {
-            assert_eq!(numbers(text), None, "{text}");
+        assert_eq!(numbers("\": [[1, 2], [3, 4]], [5]"), [[1.0, 2.0], [3.0, 4.0]]);
+        for text in ["\": [1, 2", "\": [a, b, c, d]", "\"; [0.5, 0.5]", ": [1, 2]"] {
+            assert_eq!(numbers(text), Vec::<Vec<f64>>::new(), "{text}");
         }
     }
 }

@@ -24,9 +24,8 @@ pub struct MediaDigests {
     pub sizes: String,
     /// Digest of the modification times.
     pub times: String,
-    /// Digest of the checksums of the first and last bytes; older versions have none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub contents: Option<String>,
+    /// Digest of the checksums of the first and last bytes.
+    pub contents: String,
 }
 
 /// Which media files are compared with the length cache. The others are taken from it.
@@ -97,7 +96,7 @@ impl MediaStamps {
             files: self.files,
             sizes: hex(&self.sizes),
             times: hex(&self.times),
-            contents: Some(hex(&self.contents)),
+            contents: hex(&self.contents),
         }
     }
 

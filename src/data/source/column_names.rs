@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::raw_row::RawRow;
+use super::rows::is_given;
 
 /// Keys that would give a row other turns than those of [`ColumnNames`].
 const OTHER_TURNS: [&str; 9] = [
@@ -52,7 +53,7 @@ pub struct ColumnNames {
 
 impl ColumnNames {
     /// Our key and the column of each name that is given.
-    fn pairs(&self) -> impl Iterator<Item = (&'static str, &str)> {
+    pub(super) fn pairs(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let Self { prompt, query, response, messages, history, system, tools, images, videos } =
             self;
         let pairs = [
@@ -83,6 +84,18 @@ impl ColumnNames {
             }
             _ => None,
         }
+    }
+
+    /// A list of images or videos that is dropped because a named column replaces it.
+    pub(super) fn replaced(&self, row: &RawRow) -> Option<&'static str> {
+        let is_named = |key: &str| self.pairs().any(|(_, theirs)| theirs == key);
+        let keys = self.pairs().flat_map(|(ours, _)| match ours {
+            "images" => &["images", "image"][..],
+            "videos" => &["videos", "video"],
+            _ => &[],
+        });
+        let mut keys = keys.filter(|key| !is_named(key));
+        keys.find(|key| row.object.get(**key).is_some_and(is_given)).copied()
     }
 
     /// Renames the columns of a row. Other columns stay, except [`OTHER_TURNS`].

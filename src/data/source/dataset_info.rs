@@ -310,6 +310,12 @@ impl Entry<'_> {
 }
 
 impl Mapping {
+    /// Their names of the columns with images and videos.
+    pub(in crate::data) fn media_columns(&self) -> impl Iterator<Item = &str> {
+        let is_media = |ours: &str| ["images", "videos"].contains(&ours);
+        self.columns.iter().filter(move |(_, ours)| is_media(ours)).map(|(theirs, _)| &theirs[..])
+    }
+
     /// Renames the keys and roles of a row to ours. A key of ours that the entry does not name is
     /// removed, because LLaMA-Factory does not read it; keys without a meaning stay.
     pub(in crate::data) fn apply(&self, row: &mut RawRow) {

@@ -334,7 +334,9 @@ impl SampleError {
                 "remove the row, or use a model with a vision encoder (`model.path`)"
             }
             Self::UnknownKey { nearest: Some(nearest), .. } => {
-                return Some(format!("did you mean `{nearest}`?"));
+                return Some(format!(
+                    "did you mean `{nearest}`? `data.unknown_keys: ignore` accepts the row as it is"
+                ));
             }
             Self::UnknownKey { nearest: None, .. } => {
                 "remove the key, or set `data.unknown_keys: warn`; docs/data-format.md lists the keys"

@@ -42,7 +42,9 @@ pub enum GroundingError {
         found: String,
     },
     /// The boxes have no unit, and all numbers are from 0 to 1.
-    #[error("all numbers of `objects.bbox` are from 0 to 1, and `objects.bbox_type` is missing")]
+    #[error(
+        "all numbers of `objects.bbox` are from 0 to 1, and `objects.bbox_type` is not `norm1`"
+    )]
     Fractions,
     /// The corners of a box have the same x or y.
     #[error("`objects.bbox[{index}]` is {found}, expected x1 < x2 and y1 < y2")]

@@ -102,14 +102,43 @@ impl RowFile {
     #[must_use]
     pub fn with_rules(mut self, rules: RowRules) -> Self {
         self.parser = RowParser::new(&self.parser.image_root, rules);
+        let rules = &self.parser.rules;
+        let named = rules.columns.iter().flat_map(|columns| columns.pairs().map(|(_, of)| of));
+        let of_info = rules.info.iter().flat_map(|info| info.mapping().media_columns());
+        let mut missing: Vec<&str> = named.chain(of_info).collect();
+        let is_mapped = !missing.is_empty();
+        let (mut num_rows, mut replaced) = (0, None);
+        for (id, content) in self.first().filter(|_| is_mapped) {
+            let Ok(row) = content.into_raw(&id) else { continue };
+            num_rows += 1;
+            missing.retain(|column| !row.object.contains_key(*column));
+            replaced = replaced.or_else(|| rules.columns.as_ref()?.replaced(&row));
+        }
+        let file = self.path().display();
+        for column in missing.into_iter().filter(|_| num_rows > 0) {
+            tracing::warn!(
+                "{file}: no row of the first {num_rows} has the column `{column}`, which `columns` names"
+            );
+        }
+        if let Some(column) = replaced {
+            tracing::warn!(
+                "{file}: `{column}` is not read, because `columns` names another column"
+            );
+        }
+        let rows =
+            self.first().filter_map(|(id, content)| Some((self.raw_of(&id, content).ok()?, id)));
+        self.parser.survey(self.path(), rows.map(|(row, id)| (id, row)));
+        self
+    }
+
+    /// The contents of the first rows.
+    fn first(&self) -> impl Iterator<Item = (SampleId, RowContent)> {
         let mut left = SURVEY_BYTES;
-        let rows = (0..self.len().min(SURVEY_ROWS)).map_while(|row| {
+        (0..self.len().min(SURVEY_ROWS)).map_while(move |row| {
             let (id, content) = (self.id(row), self.content(row).ok()?);
             left = left.checked_sub(content.num_bytes())?;
-            Some((self.raw_of(&id, content), id))
-        });
-        self.parser.survey(self.path(), rows.filter_map(|(row, id)| Some((id, row.ok()?))));
-        self
+            Some((id, content))
+        })
     }
 
     /// The rules for the rows.

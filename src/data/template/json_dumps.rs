@@ -14,11 +14,11 @@ pub(super) fn dumps(value: &Value, indent: Option<usize>) -> Result<String, Erro
     Ok(writer.out)
 }
 
-/// An integer that no integer type holds, as its digits. It prints like every other integer.
+/// A number that templates would not print like Python, as its text.
 #[derive(Debug)]
-struct LongInteger(String);
+struct NumberText(String);
 
-impl Object for LongInteger {
+impl Object for NumberText {
     fn repr(self: &Arc<Self>) -> ObjectRepr {
         ObjectRepr::Plain
     }
@@ -31,7 +31,13 @@ impl Object for LongInteger {
 /// The integer with these digits.
 pub(super) fn integer(digits: &str) -> Value {
     let value = digits.parse::<i128>().map(Value::from);
-    value.unwrap_or_else(|_| Value::from_object(LongInteger(digits.to_owned())))
+    value.unwrap_or_else(|_| Value::from_object(NumberText(digits.to_owned())))
+}
+
+/// A floating-point number, which prints as in Python.
+pub(super) fn number(value: f64) -> Value {
+    let text = float(value);
+    if text.contains('e') { Value::from_object(NumberText(text)) } else { Value::from(value) }
 }
 
 struct Writer {
@@ -42,7 +48,7 @@ struct Writer {
 
 impl Writer {
     fn value(&mut self, value: &Value) -> Result<(), Error> {
-        if let Some(LongInteger(digits)) = value.downcast_object_ref() {
+        if let Some(NumberText(digits)) = value.downcast_object_ref() {
             self.out.push_str(digits);
             return Ok(());
         }

@@ -403,7 +403,7 @@ fn value_of_json(json: &serde_json::Value) -> Value {
         Json::Number(number) => match (number.as_i64(), number.as_u64(), number.as_f64()) {
             (Some(value), _, _) => Value::from(value),
             (None, Some(value), _) => Value::from(value),
-            (None, None, value) => Value::from(value.unwrap_or(f64::NAN)),
+            (None, None, value) => json_dumps::number(value.unwrap_or(f64::NAN)),
         },
         Json::String(text) => Value::from(text.as_str()),
         Json::Array(values) => values.iter().map(value_of_json).collect(),

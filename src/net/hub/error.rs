@@ -151,6 +151,9 @@ impl HubError {
     /// Returns the fix that the error message suggests.
     pub fn hint(&self) -> String {
         let hint = match self {
+            Self::NotAnId { text, .. } if text.contains("://") => {
+                "copy the model to a folder of this machine, or give a hub id: `owner/name`"
+            }
             Self::NotAnId { .. } => {
                 "give a model folder in the transformers layout, or a hub id: `owner/name` or `owner/name@revision`"
             }

@@ -7,7 +7,7 @@ use super::super::load_model::{LoadedModel, OpenModel, trainable};
 use super::super::placed::place_weights;
 use super::super::stored_weights::{load_stored, visitors, weight_storage};
 use super::{AdapterError, OpenAdapter};
-use crate::checkpoint::{CheckpointError, Found};
+use crate::checkpoint::{CarriedFiles, CheckpointError, Found};
 use crate::config::RunConfig;
 use crate::files;
 use crate::train::{BaseModel, ModelSection, Quantize, Weights};
@@ -100,14 +100,17 @@ fn check_base(
     digest: &str,
 ) -> Result<(), RunError> {
     let differs = match &trained_on.contents {
-        _ if trained_on.digest != digest => WEIGHTS,
+        _ if trained_on.digest != digest => WEIGHTS.to_owned(),
         None => return Ok(()),
         Some(before) => {
             let now = open.contents(Some(before))?;
+            let copies = CarriedFiles::read(folder)?;
             if now.config != before.config {
-                "`config.json` differs from that"
+                "`config.json` differs from that".to_owned()
             } else if now.weights != before.weights {
-                WEIGHTS
+                WEIGHTS.to_owned()
+            } else if let Some(name) = copies.other_in(open.folder())? {
+                format!("`{name}` differs from that")
             } else {
                 return Ok(());
             }

@@ -128,7 +128,7 @@ pub enum AdapterError {
         /// The model that is given now.
         base: PathBuf,
         /// What differs, as a clause that the message ends with.
-        differs: &'static str,
+        differs: String,
     },
     /// A layer has fewer singular values than the adapter starts from.
     #[error(
@@ -177,6 +177,9 @@ impl AdapterError {
                     components.iter().map(|name| format!("`{name}`")).collect();
                 return Some(format!("the components are {}", names.join(", ")));
             }
+            Self::Target { pattern, .. } if pattern.contains(',') => {
+                "write a list of names or globs, such as `[q_proj, v_proj]`"
+            }
             Self::Target { .. } => {
                 "write the name of a linear layer or a glob, such as `*.q_proj`; embeddings, \
                  convolutions and norms have no adapter, but `adapter.train_also` trains them"
@@ -222,8 +225,8 @@ impl AdapterError {
                 "export the adapter without `--transformers-4`, or merge it into its model"
             }
             Self::OtherBase { .. } => {
-                "pass the model that the adapter was trained on; an adapter of other weights gives \
-                 wrong answers"
+                "pass the model that the adapter was trained on; with another one, it gives wrong \
+                 answers"
             }
             Self::Rank { .. } => {
                 "set a smaller `adapter.rank`, or exclude the layer with `adapter.target`"

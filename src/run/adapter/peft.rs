@@ -134,7 +134,8 @@ pub(super) fn modules(
         let (expected, alpha) = patterns.of(&of_config);
         let is_named = layer.weight.is_experts() || peft.has_module(&of_config);
         let problem = if !is_named {
-            "belongs to a layer that `target_modules` of adapter_config.json does not name"
+            "belongs to a layer that `target_modules` of adapter_config.json does not name, or that \
+             its `exclude_modules` or `layers_to_transform` leaves out"
                 .to_owned()
         } else if rank != expected {
             format!(

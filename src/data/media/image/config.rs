@@ -192,20 +192,20 @@ impl Settings {
     }
 }
 
-/// Reads the image settings and returns them with the path of their file. That is
-/// `preprocessor_config.json` or, as newer versions of transformers save it,
-/// `processor_config.json`.
+/// Reads the image settings and returns them with the path of their file. As in transformers 5,
+/// that is `image_processor` in `processor_config.json`, else `preprocessor_config.json`.
 fn read_file(folder: &Path) -> Result<(PathBuf, File), ImageConfigError> {
     #[derive(Deserialize)]
     struct Combined {
         image_processor: Option<File>,
     }
-    let path = folder.join("preprocessor_config.json");
-    if let Some(file) = read_json_if_there(&path)? {
+    let path = folder.join("processor_config.json");
+    let combined = read_json_if_there::<Combined>(&path)?;
+    if let Some(file) = combined.and_then(|combined| combined.image_processor) {
         return Ok((path, file));
     }
-    let path = folder.join("processor_config.json");
-    match read_json_if_there::<Combined>(&path)?.and_then(|combined| combined.image_processor) {
+    let path = folder.join("preprocessor_config.json");
+    match read_json_if_there(&path)? {
         Some(file) => Ok((path, file)),
         None => Err(ImageConfigError::Missing { folder: folder.to_owned() }),
     }

@@ -1,5 +1,6 @@
 //! CSV and TSV: a header line with the names of the columns, then one record per row.
 
+use std::collections::HashSet;
 use std::io::{self, Read};
 use std::path::Path;
 
@@ -61,7 +62,7 @@ impl Header {
         let read = reader(delimiter, input).read_byte_record(&mut record);
         read.map_err(|error| failed(path, error))?;
         let fault = |problem: String| FileError::Header { path: path.to_owned(), problem };
-        let mut names: Vec<String> = Vec::new();
+        let (mut names, mut seen) = (Vec::new(), HashSet::new());
         for (column, cell) in (1..).zip(&record) {
             let name = std::str::from_utf8(cell)
                 .map_err(|_| fault(format!("the name of column {column} is not UTF-8")))?;
@@ -69,7 +70,7 @@ impl Header {
             if name.is_empty() {
                 return Err(fault(format!("column {column} has no name")).into());
             }
-            if names.iter().any(|other| other == name) {
+            if !seen.insert(name) {
                 return Err(fault(format!("two columns have the name `{name}`")).into());
             }
             names.push(name.to_owned());

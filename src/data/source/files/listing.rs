@@ -31,6 +31,14 @@ pub(in crate::data) fn data_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Sou
             files.push(path.clone());
         }
     }
+    let mut seen = BTreeSet::new();
+    let is_second = |file: &&PathBuf| file.canonicalize().is_ok_and(|real| !seen.insert(real));
+    if let Some(file) = files.iter().find(is_second) {
+        tracing::warn!(
+            "`{}` is twice in a data set, which uses its rows twice; `weight` does this for all rows",
+            file.display()
+        );
+    }
     Ok(files)
 }
 

@@ -15,6 +15,11 @@ use crate::data::source::raw_row::RawRow;
 use crate::data::source::rows::{IMAGE_ENDINGS, is_row};
 use crate::data::source::source_error::SourceError;
 
+/// Endings of images, videos and sounds that are not read from archives.
+const NOT_READ: [&str; 14] = [
+    "heic", "heif", "avif", "jp2", "jxl", "svg", "mp4", "mkv", "webm", "mov", "avi", "wav", "mp3",
+    "flac",
+];
 /// Keys whose texts may name an image of the row.
 const IMAGE_KEYS: [&str; 5] = ["image", "images", "path", "url", "image_url"];
 /// Size of a header, and alignment of the data.
@@ -74,7 +79,12 @@ fn read_row(bytes: &[u8]) -> io::Result<Result<RawRow, String>> {
         let mut entry = entry?;
         let Some((key, ending)) = key_and_ending(&entry)? else { continue };
         let name = format!("{}.{ending}", key.trim_start_matches('/'));
-        let is_image = IMAGE_ENDINGS.iter().any(|image| ending.rsplit('.').next() == Some(image));
+        let is_one_of =
+            |endings: &[&str]| endings.contains(&ending.rsplit('.').next().unwrap_or(""));
+        if is_one_of(&NOT_READ) {
+            return Ok(Err(format!("`{name}` is of a kind that is not read from archives")));
+        }
+        let is_image = is_one_of(&IMAGE_ENDINGS);
         if !is_image && ending != "json" && ending != "txt" {
             continue;
         }
@@ -219,6 +229,14 @@ mod tests {
         assert!(!rows[2].object.contains_key("images"));
         assert_eq!(Value::Object(rows[3].object.clone()), json!({"text": "only text"}));
         assert_eq!(rows[4].object["answer"], "a sun", "not the caption");
+    }
+
+    #[test]
+    fn a_row_with_media_that_are_not_read_is_an_error() {
+        let bytes = archive(&[("1.heic", "HEIC"), ("1.txt", "a moon")]);
+        let index = scan(Path::new("a.tar"), &bytes[..]).unwrap();
+        let error = row_of(&bytes, &index, 0).err().unwrap();
+        assert_eq!(error, "`1.heic` is of a kind that is not read from archives");
     }
 
     #[test]

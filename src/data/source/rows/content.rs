@@ -87,10 +87,10 @@ impl RowMedia<'_> {
                     image => {
                         part.extend(image.map(|image| ("image".to_owned(), image)));
                         let limits = self.at.image_limits(at, &part)?;
-                        let index = part.get("index").cloned().unwrap_or_default();
+                        let index = part.get("index").cloned();
                         parts.push(match self.at.image_of_object(at, part)? {
                             Some(image) => self.add(Medium::Image(image)),
-                            None => self.listed_image(at, &index)?,
+                            None => self.listed(MediumKind::Image, at, index.as_ref())?,
                         });
                         if let (Some(limits), Some(Medium::Image(image))) = (limits, self.last()) {
                             image.limits = limits;
@@ -106,9 +106,9 @@ impl RowMedia<'_> {
                     self.add(Medium::Video(video))
                 } else {
                     self.at.check_keys(Place::Video, at, &part)?;
-                    let (given, rate) =
-                        (self.at.video_limits(at, &part)?, self.at.rate(at, &part)?);
-                    let part = self.next_of(MediumKind::Video);
+                    let given = self.at.video_limits(at, &part)?;
+                    let rate = self.at.rate(at, &part)?;
+                    let part = self.listed(MediumKind::Video, at, part.get("index"))?;
                     if let Some(Medium::Video(video)) = self.last() {
                         *video.limits_mut() = given.unwrap_or(*video.limits_mut());
                         *video.fps_mut() = rate.or(*video.fps_mut());
@@ -125,13 +125,19 @@ impl RowMedia<'_> {
         Ok(())
     }
 
-    /// The part for the next listed image; `index` is its position in the list, or null.
-    fn listed_image(&mut self, at: &str, index: &Value) -> Result<Part, SampleError> {
-        if ![Value::Null, self.next_image().into()].contains(index) {
-            let what = "images in another order than that of the list are";
+    /// The part for the next listed image or video; `index` is its position in the list, if given.
+    fn listed(
+        &mut self,
+        kind: MediumKind,
+        at: &str,
+        index: Option<&Value>,
+    ) -> Result<Part, SampleError> {
+        let position = Value::from(self.position(kind));
+        if index.is_some_and(|index| !index.is_null() && *index != position) {
+            let what = "images or videos in another order than that of the list are";
             return Err(self.at.not_supported(&join(at, "index"), what));
         }
-        Ok(self.next_of(MediumKind::Image))
+        Ok(self.next_of(kind))
     }
 
     /// The type of a part. Qwen's format omits `type`; the key implies it.

@@ -49,7 +49,8 @@ impl RowRules {
         let info = info.as_ref().map(|info| info.digest());
         let strict = *unknown_keys == UnknownKeys::Error;
         let columns = columns.as_ref().map_or_else(String::new, |names| format!(", {names:?}"));
-        format!("literal {literal_placeholders}, strict {strict}, info {info:?}{columns}")
+        let ignored = if *unknown_keys == UnknownKeys::Ignore { ", ignored" } else { "" };
+        format!("literal {literal_placeholders}, strict {strict}{ignored}, info {info:?}{columns}")
     }
 }
 

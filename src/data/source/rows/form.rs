@@ -5,7 +5,7 @@ use std::fmt;
 use serde_json::{Map, Value};
 
 use super::super::error::SampleError;
-use super::super::raw_row::is_blob;
+use super::keys::media_of;
 use super::values::is_given;
 use crate::batch::SampleId;
 
@@ -77,11 +77,13 @@ pub(super) fn is_like_media(key: &str) -> bool {
     MEDIA.iter().chain(&LIKE_MEDIA).any(|name| *name == key)
 }
 
-/// A column of a row that has images or videos, by its name or because its value is binary.
+/// A column of a row that has images or videos, by its name, or because its value has their bytes.
 pub(in crate::data::source) fn media_column(row: &Map<String, Value>) -> Option<&str> {
+    let is_media = |key: &str, value: &Value| {
+        is_like_media(key) || (key != "text" && matches!(media_of(value), Some((_, None))))
+    };
     let mut columns = row.iter().filter(|(_, value)| is_given(value));
-    let found = columns.find(|(key, value)| is_like_media(key) || is_blob(value));
-    found.map(|(key, _)| key.as_str())
+    columns.find(|(key, value)| is_media(key, value)).map(|(key, _)| key.as_str())
 }
 
 impl fmt::Display for RowForm {

@@ -95,8 +95,10 @@ impl At<'_> {
         let boxes =
             boxes.iter().enumerate().map(of_box).collect::<Result<Vec<BoxRef>, SampleError>>()?;
         let fault = |cause| Err(SampleError::Grounding { id: self.id.clone(), cause });
-        let mut coordinates = boxes.iter().flat_map(|of| &of.coordinates);
-        if !has_unit && !boxes.is_empty() && coordinates.all(|of| (0.0..=1.0).contains(of)) {
+        let coordinates = || boxes.iter().flat_map(|of| &of.coordinates);
+        let has_fraction = coordinates().any(|of| of.fract() != 0.0);
+        let is_doubtful = !has_unit || (unit != BoxUnit::One && has_fraction);
+        if is_doubtful && !boxes.is_empty() && coordinates().all(|of| (0.0..=1.0).contains(of)) {
             return fault(GroundingError::Fractions);
         }
         let has_no_area = |of: &BoxRef| match of.coordinates[..] {

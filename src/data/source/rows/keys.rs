@@ -103,8 +103,9 @@ const IMAGE_TOO: [&str; 12] = [
     "resized_width",
 ];
 const VIDEO: [&str; 4] = ["video", "url", "path", "fps"];
-const VIDEO_TOO: [&str; 19] = [
+const VIDEO_TOO: [&str; 20] = [
     "type",
+    "index",
     "text",
     "video_url",
     "sample_fps",
@@ -163,6 +164,18 @@ const REFUSED_IN_MEDIA: [(&str, &str); 4] = [
     ("audio", "audio is"),
     ("audios", "audio is"),
 ];
+/// The keys of a call and of its `function`.
+const CALL: [&str; 6] = ["name", "arguments", "function", "id", "index", "type"];
+/// Refused keys of a call: those of other formats for its arguments.
+const REFUSED_IN_CALLS: [(&str, &str); 6] = [
+    ("parameters", ARGUMENTS),
+    ("args", ARGUMENTS),
+    ("kwargs", ARGUMENTS),
+    ("argument", ARGUMENTS),
+    ("params", ARGUMENTS),
+    ("input", ARGUMENTS),
+];
+const ARGUMENTS: &str = "other names for the arguments of a call (use `arguments`) are";
 /// Refused keys of an image, besides [`REFUSED_IN_MEDIA`].
 const REFUSED_IN_IMAGES: [(&str, &str); 1] =
     [("total_pixels", "limits for all images together (use `max_pixels`) are")];
@@ -180,6 +193,8 @@ pub(in crate::data) enum Place {
     Image,
     /// A video: a part, or an entry of a list.
     Video,
+    /// A call of a tool, or its `function`.
+    Call,
 }
 
 /// What happens to a key.
@@ -204,6 +219,7 @@ impl Place {
             Self::Part => [&PART, &[], &PART_TOO],
             Self::Image => [&IMAGE, &[], &IMAGE_TOO],
             Self::Video => [&VIDEO, &[], &VIDEO_TOO],
+            Self::Call => [&CALL, &[], &[]],
         }
     }
 
@@ -213,6 +229,7 @@ impl Place {
             Self::Turn => [&REFUSED_IN_TURNS, &[]],
             Self::Part | Self::Video => [&REFUSED_IN_MEDIA, &[]],
             Self::Image => [&REFUSED_IN_MEDIA, &REFUSED_IN_IMAGES],
+            Self::Call => [&REFUSED_IN_CALLS, &[]],
         }
     }
 
@@ -246,6 +263,7 @@ impl Place {
             Self::Part => " of a part",
             Self::Image => " of an image",
             Self::Video => " of a video",
+            Self::Call => " of a call",
         }
     }
 }
@@ -264,44 +282,52 @@ pub(super) fn misnamed_media(
         .find(|(_, meant)| ["images", "videos"].contains(meant))
 }
 
-/// A key that the parser does not read, by its name and its value one with images or videos, and
-/// the key that was meant.
+/// A key with images or videos that the parser does not read, and the key that was meant. A name of
+/// a file counts if the key is like one of images or videos, or if the file is `there`.
 pub(super) fn unread_media(
     form: RowForm,
     row: &Map<String, Value>,
+    there: impl Fn(&str) -> bool,
 ) -> Option<(String, &'static str)> {
     let place = Place::Row(form);
     row.iter().find_map(|(key, value)| {
-        let is_unread = matches!(place.use_of(key), Use::Unknown | Use::Metadata);
-        if !is_unread || !names_media(value) {
-            return None;
-        }
-        let meant = place.nearest(key).filter(|meant| ["images", "videos"].contains(meant));
-        let meant = meant.or_else(|| {
-            let is_video = key.to_lowercase().contains("video");
-            is_like_media(key).then_some(if is_video { "videos" } else { "images" })
-        });
-        Some((key.clone(), meant?))
+        let (meant, name) = media_of(value)?;
+        let is_near = place.nearest(key) == Some(meant);
+        let is_unread = match place.use_of(key) {
+            Use::Unknown => is_near || is_like_media(key) || name.is_none_or(&there),
+            Use::Metadata => is_near,
+            Use::Known | Use::Refused(_) => false,
+        };
+        is_unread.then(|| (key.clone(), meant))
     })
 }
 
-/// Whether a value has the bytes or the name of an image or a video, or a list or object has one.
-fn names_media(value: &Value) -> bool {
+/// `images` or `videos` if a value has the bytes or the name of one, or a list or object has it; and
+/// the name.
+pub(super) fn media_of(value: &Value) -> Option<(&'static str, Option<&str>)> {
     match value {
         Value::String(text) => {
-            let text = text.to_lowercase();
-            let ending = text.rsplit_once('.').map_or("", |(_, ending)| ending);
-            IMAGE_ENDINGS.contains(&ending)
-                || VIDEO_ENDINGS.contains(&ending)
-                || text.starts_with("data:image/")
-                || text.starts_with("data:video/")
+            let start = text.get(..11).unwrap_or_default();
+            for (data, kind) in [("data:image/", "images"), ("data:video/", "videos")] {
+                if start.eq_ignore_ascii_case(data) {
+                    return Some((kind, None));
+                }
+            }
+            let is_name = text.len() <= MAX_NAME && !text.contains('\n');
+            let ending = text.rsplit_once('.').filter(|_| is_name)?.1.to_lowercase();
+            let is_one_of = |endings: &[&str]| endings.contains(&&ending[..]);
+            let kind = if is_one_of(&IMAGE_ENDINGS) { "images" } else { "videos" };
+            (kind == "images" || is_one_of(&VIDEO_ENDINGS)).then_some((kind, Some(text)))
         }
-        Value::Array(values) => values.iter().any(names_media),
-        Value::Object(values) => is_blob(value) || values.values().any(names_media),
-        _ => false,
+        Value::Array(values) => values.iter().find_map(media_of),
+        Value::Object(_) if is_blob(value) => Some(("images", None)),
+        Value::Object(values) => values.values().find_map(media_of),
+        _ => None,
     }
 }
 
+/// Maximum number of bytes of a path or an address.
+const MAX_NAME: usize = 4096;
 /// Endings of the names of images, in lower case.
 pub(in crate::data::source) const IMAGE_ENDINGS: [&str; 8] =
     ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
@@ -337,12 +363,18 @@ mod tests {
             ("Photo", json!("a.JPG"), Some("images")),
             ("img", json!([{"url": "data:image/png;base64,AA"}]), Some("images")),
             ("video_file", json!("a.mp4"), Some("videos")),
+            ("screenshot", json!({"path": "there.webp"}), Some("images")),
+            ("page", json!({"logo": "a.png"}), None),
+            ("url", json!("https://a.org/File:Cat.jpg"), None),
+            ("page", json!("DATA:image/png;base64,AA"), Some("images")),
+            ("image_id", json!("a.png"), Some("images")),
             ("image_id", json!(17), None),
             ("image_name", json!("a gradient"), None),
             ("source", json!("scan.png"), None),
         ] {
             let row = Map::from_iter([(key.to_owned(), value)]);
-            let found = unread_media(RowForm::Messages, &row);
+            let there = |name: &str| name.starts_with("there");
+            let found = unread_media(RowForm::Messages, &row, there);
             assert_eq!(found, meant.map(|meant| (key.to_owned(), meant)), "{key}");
         }
     }

@@ -133,9 +133,12 @@ impl<'a> RowMedia<'a> {
         part_of(kind)
     }
 
-    /// The index of the listed image of the next placeholder.
-    pub(super) fn next_image(&self) -> usize {
-        self.images.placeholders
+    /// The position in its list of the image or video of the next placeholder.
+    pub(super) fn position(&self, kind: MediumKind) -> usize {
+        match kind {
+            MediumKind::Image => self.images.placeholders,
+            MediumKind::Video => self.videos.placeholders,
+        }
     }
 
     /// The image or video of the last placeholder.

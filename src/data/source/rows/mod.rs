@@ -28,12 +28,12 @@ pub use form::RowForm;
 pub(in crate::data::source) use form::is_row;
 use form::media_column;
 pub(in crate::data::source) use keys::IMAGE_ENDINGS;
-use keys::{Place, is_given, misnamed_media, unread_media};
+use keys::{Place, misnamed_media, unread_media};
 use media::RowMedia;
 use report::{Findings, Survey};
 use turns::Turns;
-pub(super) use values::type_name;
 use values::{as_function, list_in_text, object_in_text, take, text, wrong_type};
+pub(super) use values::{is_given, type_name};
 
 impl RowParser {
     /// Parses a row of chats.
@@ -47,7 +47,9 @@ impl RowParser {
         at.check_keys(Place::Row(form), "", &row)?;
         let parsed = sample(&at, form, &mut row).and_then(|sample| {
             let ignored = self.rules.unknown_keys == UnknownKeys::Ignore;
-            let unread = (!ignored && sample.media.is_empty()).then(|| unread_media(form, &row));
+            let there = |name: &str| self.image_root.join(name).is_file();
+            let is_text = !ignored && sample.media.is_empty();
+            let unread = is_text.then(|| unread_media(form, &row, there));
             match unread.flatten() {
                 // it would be trained on without its images
                 Some((at, meant)) => {

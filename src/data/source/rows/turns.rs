@@ -115,6 +115,17 @@ impl<'a> Turns<'a> {
             let what = "a key of assistant turns in another turn is";
             return Err(self.at.not_supported(&join(at, key), what));
         }
+        let other_key = if content_key == "content" { "value" } else { "content" };
+        let text_of = |key: &str| match turn.get(key)? {
+            Value::Array(parts) => parts.iter().map(|part| part["text"].as_str()).collect(),
+            value => value.as_str().map(str::to_owned),
+        };
+        // a reward, for example, is a number
+        let second = text_of(other_key).filter(|text| !text.is_empty());
+        if second.is_some_and(|second| text_of(content_key) != Some(second)) {
+            let what = "a second text of a turn is";
+            return Err(self.at.not_supported(&join(at, other_key), what));
+        }
         let content_at = join(at, content_key);
         let content = match take(&mut turn, content_key) {
             // a turn that only calls tools has no content
@@ -183,6 +194,18 @@ impl<'a> Turns<'a> {
         let id = self.at.id;
         let call = object_in_text(call);
         let has_wrapper = call.get("function").is_some();
+        if !is_given(&call["arguments"]) && !is_given(&call["function"]["arguments"]) {
+            let inside = join(at, "function");
+            for (at, of) in [(at, &call), (&inside, &call["function"])] {
+                of.as_object().map_or(Ok(()), |of| self.at.check_keys(Place::Call, at, of))?;
+            }
+        }
+        let differs = |key: &&str| is_given(&call[*key]) && call[*key] != call["function"][*key];
+        let second = ["name", "arguments"].into_iter().find(differs);
+        if let Some(key) = second.filter(|_| has_wrapper) {
+            let what = "a name or arguments outside of the `function` of a call are";
+            return Err(self.at.not_supported(&join(at, key), what));
+        }
         let at = if has_wrapper { join(at, "function") } else { at.to_owned() };
         let mut call = as_function(call);
         let function = call.get_mut("function").and_then(Value::as_object_mut);
@@ -190,10 +213,6 @@ impl<'a> Turns<'a> {
         else {
             return Err(wrong_type(id, &at, &call, EXPECTED));
         };
-        if !function.contains_key("arguments") && function.contains_key("parameters") {
-            let what = "the parameters of a call (use `arguments`) are";
-            return Err(self.at.not_supported(&join(&at, "parameters"), what));
-        }
         let arguments = function.entry("arguments").or_insert(Value::Null);
         *arguments = match arguments.take() {
             given if !is_given(&given) => Value::Object(Map::new()),

@@ -58,7 +58,7 @@ pub(super) fn optional_text(
 }
 
 /// Returns whether a value is neither null nor an empty text, list or object.
-pub(super) fn is_given(value: &Value) -> bool {
+pub(in crate::data::source) fn is_given(value: &Value) -> bool {
     match value {
         Value::Null => false,
         Value::String(text) => !text.is_empty(),
