@@ -22,9 +22,6 @@ pub const COPIED_FILES: [&str; 12] = [
     "added_tokens.json",
 ];
 
-/// How many of [`COPIED_FILES`], from the first one, decide on tokens, prompts or pixels.
-const DECIDING: usize = 7;
-
 /// Whether a model folder uses a file of this name: its config, its weights, or one of
 /// [`COPIED_FILES`].
 pub fn is_model_file(name: &str) -> bool {
@@ -60,25 +57,6 @@ impl CarriedFiles {
             }
         }
         Ok(Self(Arc::new(files)))
-    }
-
-    /// The first file that decides on tokens, prompts or pixels and that differs in the model
-    /// `folder`; `None` without a copy of the tokenizer.
-    pub fn other_in(&self, folder: &Path) -> Result<Option<&'static str>, CheckpointError> {
-        let now = Self::read(folder)?;
-        let of = |files: &Self, name: &str| files.0.iter().position(|(other, _)| *other == name);
-        let json = |bytes: &[u8]| serde_json::from_slice::<serde_json::Value>(bytes).ok();
-        let differs = |name: &str| match (of(self, name), of(&now, name)) {
-            (Some(copy), Some(file)) => {
-                let (copy, file) = (&self.0[copy].1, &now.0[file].1);
-                copy != file && json(file).is_none_or(|file| Some(file) != json(copy))
-            }
-            (None, None) => false,
-            // these replace other files
-            _ => ["chat_template.jinja", "processor_config.json"].contains(&name),
-        };
-        let has_copies = of(self, "tokenizer.json").is_some();
-        Ok(COPIED_FILES[..DECIDING].iter().copied().find(|name| has_copies && differs(name)))
     }
 
     pub(super) fn files(&self) -> impl Iterator<Item = (&'static str, &[u8])> {

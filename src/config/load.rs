@@ -160,12 +160,18 @@ pub(crate) fn parse_tree(text: &str) -> Result<Node, ConfigError> {
     parse_text(Path::new(""), text)
 }
 
+/// Sections that a config of another trainer does not have.
+const SECTIONS: [&str; 5] = ["model", "data", "train", "optim", "checkpoint"];
+
 /// [`tree`] of a config of this program; that of another trainer is an error, and not one for each of
 /// its keys.
 fn own_tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
     let mut root = tree(path, &[])?;
     let Value::Map(entries) = &root.value else { return Ok(root) };
-    let has_sections = entries.iter().any(|entry| matches!(entry.node.value, Value::Map(_)));
+    let is_section = |key: &str| SECTIONS.contains(&key);
+    let has_sections = entries
+        .iter()
+        .any(|entry| is_section(&entry.key) && matches!(entry.node.value, Value::Map(_)));
     let keys: Vec<&str> = entries.iter().map(|entry| entry.key.as_str()).collect();
     let other = trainer_of(&keys).filter(|(_, from)| !has_sections || *from == Some("lmms-engine"));
     if let Some((trainer, from)) = other {

@@ -402,15 +402,18 @@ fn check_generation(folder: &Path, is_token: impl Fn(u64) -> bool) -> Result<(),
     Ok(())
 }
 
+const COMBINED: &str = "processor_config.json";
+/// Its sections, and the files that older versions have.
+const PROCESSORS: [[&str; 2]; 2] = [
+    ["image_processor", "preprocessor_config.json"],
+    ["video_processor", "video_preprocessor_config.json"],
+];
+
 /// Compares the sections of `processor_config.json`, which transformers takes, with the files that
 /// older versions have.
 fn check_processors(folder: &Path) -> Result<(), Found> {
-    const COMBINED: &str = "processor_config.json";
     let combined: Map<String, Value> = json(folder, COMBINED).unwrap_or_default();
-    for (section, file) in [
-        ("image_processor", "preprocessor_config.json"),
-        ("video_processor", "video_preprocessor_config.json"),
-    ] {
+    for [section, file] in PROCESSORS {
         let older: Option<Map<String, Value>> = json(folder, file);
         let (Some(Value::Object(ours)), Some(older)) = (combined.get(section), older) else {
             continue;
@@ -440,23 +443,65 @@ fn of_processor(file: &Map<String, Value>) -> BTreeMap<&str, &Value> {
         "longest_edge" => ("max_pixels", value),
         key => (key, value),
     });
-    // names of classes differ from version to version
-    let is_setting =
-        |key: &str| !(key == "size" || key.ends_with("_type") || key.ends_with("_class"));
+    // names of classes differ from version to version, and the form of tensors has no effect here
+    let is_setting = |key: &str| {
+        let is_form = ["size", "data_format", "input_data_format", "return_tensors", "device"];
+        !(is_form.contains(&key) || key.ends_with("_type") || key.ends_with("_class"))
+    };
     named.filter(|(key, value)| is_setting(key) && !value.is_null()).collect()
+}
+
+/// The chat template in a file of the folder.
+fn template_in(folder: &Path, name: &str) -> Option<String> {
+    if name == "chat_template.jinja" {
+        return files::read_to_string(folder.join(name)).ok();
+    }
+    let file = json::<Value>(folder, name)?;
+    let value = &file["chat_template"];
+    let text = value.as_str().map(str::to_owned);
+    text.or_else(|| (!value.is_null()).then(|| value.to_string())) // a list of named templates
+}
+
+/// What the folder of an adapter has a copy of and the folder of its model has differently: a part
+/// of the tokenizer, the template or the processors that is used.
+pub(crate) fn differs_from_copy(adapter: &Path, model: &Path) -> Option<&'static str> {
+    let file = |folder: &Path, name: &str| json::<Map<String, Value>>(folder, name);
+    file(adapter, HERE)?; // else the folder has no copies
+    let tokens = |folder: &Path| {
+        let config = file(folder, THERE).unwrap_or_default();
+        let is_token = |key: &str| key.ends_with("_token") || key.ends_with("_tokens");
+        let mut tokens: Vec<_> = config.into_iter().filter(|(key, _)| is_token(key)).collect();
+        tokens.sort_by(|(a, _), (b, _)| a.cmp(b));
+        tokens
+    };
+    let template = |folder: &Path| {
+        let names = TEMPLATES.into_iter().chain([THERE]);
+        names.into_iter().find_map(|name| template_in(folder, name))
+    };
+    let processor = |folder: &Path, [section, name]: [&str; 2]| {
+        let mut combined = file(folder, COMBINED).unwrap_or_default();
+        let section = combined.remove(section).and_then(|of| of.as_object().cloned());
+        section.or_else(|| file(folder, name)).unwrap_or_default()
+    };
+    let is_same_processor = |names| {
+        let [copy, of_model] = [adapter, model].map(|folder| processor(folder, names));
+        let [copy, of_model] = [&copy, &of_model].map(of_processor);
+        copy.len() == of_model.len()
+            && copy.iter().all(|(key, a)| of_model.get(key).is_some_and(|b| is_same(a, b)))
+    };
+    let differs = [
+        (file(adapter, HERE) != file(model, HERE), HERE),
+        (tokens(adapter) != tokens(model), THERE),
+        (template(adapter) != template(model), "chat template"),
+        (!is_same_processor(PROCESSORS[0]), "processor of images"),
+        (!is_same_processor(PROCESSORS[1]), "processor of videos"),
+    ];
+    differs.into_iter().find(|(differs, _)| *differs).map(|(_, what)| what)
 }
 
 /// Compares the chat templates of the folder.
 fn check_templates(folder: &Path) -> Result<(), Found> {
-    let source = |name: &str| {
-        if name == "chat_template.jinja" {
-            return files::read_to_string(folder.join(name)).ok();
-        }
-        let file = json::<Value>(folder, name)?;
-        let value = &file["chat_template"];
-        let text = value.as_str().map(str::to_owned);
-        text.or_else(|| (!value.is_null()).then(|| value.to_string())) // a list of named templates
-    };
+    let source = |name: &str| template_in(folder, name);
     let mut templates = TEMPLATES.iter().filter_map(|name| Some((*name, source(name)?)));
     let Some((first, template)) = templates.next() else { return Ok(()) };
     if let Some((other, _)) = templates.find(|(_, other)| *other != template) {

@@ -338,21 +338,27 @@ fn a_model_that_changed_below_its_adapter_is_refused_by_every_command() {
     place.write("model/config.json", &json);
     super::harness::write(&place.path("model/model.safetensors"), &weights);
     // what the adapter's folder has a copy of: another token, prompt or resolution
-    for (name, [from, to]) in [
-        ("chat_template.jinja", ["", "{# other #}"]),
-        ("preprocessor_config.json", ["{", "{\"size_divisor\": 1, "]),
-        ("tokenizer_config.json", ["{", "{\"clean_up\": true, "]),
+    for (name, [from, to], what) in [
+        ("chat_template.jinja", ["", "{# other #}"], "chat template"),
+        ("preprocessor_config.json", ["{", "{\"max_pixels\": 8192, "], "processor of images"),
+        (
+            "tokenizer_config.json",
+            ["{", "{\"sep_token\": \"<|im_end|>\", "],
+            "tokenizer_config.json",
+        ),
     ] {
         let file = format!("model/{name}");
         let text = String::from_utf8(place.read(&file)).unwrap();
-        assert!(text.contains(from), "{name}");
         place.write(&file, &text.replacen(from, to, 1));
         // a resumed run compares what it reads from these files
         for command in &commands[..3] {
-            place.trainer(command).ends_with(64).says(&format!("whose `{name}` differs from that"));
+            place.trainer(command).ends_with(64).says(&format!("whose {what} differs from that"));
         }
         place.write(&file, &text);
     }
+    place.write("model/video_preprocessor_config.json", "{\"fps\": 4}");
+    place.trainer(commands[2]).ends_with(64).says("whose processor of videos differs from that");
+    fs::remove_file(place.path("model/video_preprocessor_config.json")).unwrap();
     // the same values in files that were written again, and names without a meaning
     let mut same: Value = serde_json::from_str(&json).unwrap();
     for key in ["_name_or_path", "dtype", "torch_dtype", "transformers_version"] {

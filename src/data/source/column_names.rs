@@ -89,7 +89,9 @@ impl ColumnNames {
     /// A list of images or videos that is dropped because a named column replaces it.
     pub(super) fn replaced(&self, row: &RawRow) -> Option<&'static str> {
         let is_named = |key: &str| self.pairs().any(|(_, theirs)| theirs == key);
-        let keys = self.pairs().flat_map(|(ours, _)| match ours {
+        let is_there = |theirs: &str| row.object.get(theirs).is_some_and(|value| !value.is_null());
+        let pairs = self.pairs().filter(|(_, theirs)| is_there(theirs));
+        let keys = pairs.flat_map(|(ours, _)| match ours {
             "images" => &["images", "image"][..],
             "videos" => &["videos", "video"],
             _ => &[],
@@ -104,6 +106,7 @@ impl ColumnNames {
         let named: Vec<_> = self
             .pairs()
             .filter_map(|(ours, theirs)| Some((ours, object.get(theirs)?.clone())))
+            .filter(|(_, value)| !value.is_null())
             .collect();
         for (_, theirs) in self.pairs() {
             object.shift_remove(theirs);

@@ -310,10 +310,13 @@ impl Entry<'_> {
 }
 
 impl Mapping {
-    /// Their names of the columns with images and videos.
-    pub(in crate::data) fn media_columns(&self) -> impl Iterator<Item = &str> {
-        let is_media = |ours: &str| ["images", "videos"].contains(&ours);
-        self.columns.iter().filter(move |(_, ours)| is_media(ours)).map(|(theirs, _)| &theirs[..])
+    /// The columns that the entry names. Those that have their default name may be missing.
+    pub(in crate::data) fn named_columns(&self) -> impl Iterator<Item = &str> {
+        let is_default = |theirs: &str, ours: &str| {
+            DEFAULT_COLUMNS.iter().any(|(_, name)| *name == theirs && *name == ours)
+        };
+        let named = self.columns.iter().filter(move |(theirs, ours)| !is_default(theirs, ours));
+        named.map(|(theirs, _)| &theirs[..])
     }
 
     /// Renames the keys and roles of a row to ours. A key of ours that the entry does not name is

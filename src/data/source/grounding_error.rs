@@ -91,7 +91,7 @@ impl GroundingError {
             }
             Self::Unit { .. } => "pixels are `real`, fractions `norm1`, thousandths `norm1000`",
             Self::Fractions => {
-                "write `\"bbox_type\": \"norm1\"` for fractions of the sides, or `\"real\"` for pixels"
+                "write `\"bbox_type\": \"norm1\"` for fractions of the sides; pixels and thousandths are larger numbers"
             }
             Self::NoArea { .. } => "remove the box, or write a point as `[x, y]`",
             Self::NoImage { .. } => "`objects.image_id` counts the images of the row from 0",

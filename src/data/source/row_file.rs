@@ -104,7 +104,7 @@ impl RowFile {
         self.parser = RowParser::new(&self.parser.image_root, rules);
         let rules = &self.parser.rules;
         let named = rules.columns.iter().flat_map(|columns| columns.pairs().map(|(_, of)| of));
-        let of_info = rules.info.iter().flat_map(|info| info.mapping().media_columns());
+        let of_info = rules.info.iter().flat_map(|info| info.mapping().named_columns());
         let mut missing: Vec<&str> = named.chain(of_info).collect();
         let is_mapped = !missing.is_empty();
         let (mut num_rows, mut replaced) = (0, None);
@@ -117,7 +117,7 @@ impl RowFile {
         let file = self.path().display();
         for column in missing.into_iter().filter(|_| num_rows > 0) {
             tracing::warn!(
-                "{file}: no row of the first {num_rows} has the column `{column}`, which `columns` names"
+                "{file}: no row of the first {num_rows} has a value in the column `{column}`, which `columns` names"
             );
         }
         if let Some(column) = replaced {

@@ -1,5 +1,6 @@
 //! The model below an adapter: checkpoints of the adapter do not contain it.
 
+use super::super::contradictions::differs_from_copy;
 use super::super::error::RunError;
 use super::super::experts::check_experts;
 use super::super::inputs::{open_for_run, param_groups};
@@ -7,7 +8,7 @@ use super::super::load_model::{LoadedModel, OpenModel, trainable};
 use super::super::placed::place_weights;
 use super::super::stored_weights::{load_stored, visitors, weight_storage};
 use super::{AdapterError, OpenAdapter};
-use crate::checkpoint::{CarriedFiles, CheckpointError, Found};
+use crate::checkpoint::{CheckpointError, Found};
 use crate::config::RunConfig;
 use crate::files;
 use crate::train::{BaseModel, ModelSection, Quantize, Weights};
@@ -65,6 +66,12 @@ pub(in crate::run) fn read_adapter(open: OpenModel, folder: &Path) -> Result<Ope
     let trained_on = trained_on(folder)?;
     if let Some(trained_on) = &trained_on {
         check_base(folder, trained_on, &open, &open.digest()?)?;
+    } else if let Some(what) = differs_from_copy(folder, open.folder()) {
+        tracing::warn!(
+            adapter = %folder.display(),
+            "the adapter's folder has a copy of {what} that differs from that of the model, which is \
+             used"
+        );
     }
     let quantize = trained_on.map_or(Quantize::None, |base| base.quantize);
     Ok(open
@@ -104,13 +111,12 @@ fn check_base(
         None => return Ok(()),
         Some(before) => {
             let now = open.contents(Some(before))?;
-            let copies = CarriedFiles::read(folder)?;
             if now.config != before.config {
                 "`config.json` differs from that".to_owned()
             } else if now.weights != before.weights {
                 WEIGHTS.to_owned()
-            } else if let Some(name) = copies.other_in(open.folder())? {
-                format!("`{name}` differs from that")
+            } else if let Some(what) = differs_from_copy(folder, open.folder()) {
+                format!("{what} differs from that")
             } else {
                 return Ok(());
             }

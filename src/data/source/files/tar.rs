@@ -16,9 +16,10 @@ use crate::data::source::rows::{IMAGE_ENDINGS, is_row};
 use crate::data::source::source_error::SourceError;
 
 /// Endings of images, videos and sounds that are not read from archives.
-const NOT_READ: [&str; 14] = [
-    "heic", "heif", "avif", "jp2", "jxl", "svg", "mp4", "mkv", "webm", "mov", "avi", "wav", "mp3",
-    "flac",
+const NOT_READ: [&str; 38] = [
+    "heic", "heif", "avif", "jp2", "jxl", "svg", "jfif", "jpe", "ppm", "pgm", "pbm", "pnm", "tga",
+    "ico", "apng", "psd", "exr", "hdr", "mp4", "mkv", "webm", "mov", "avi", "m4v", "mpg", "mpeg",
+    "flv", "wmv", "ogv", "3gp", "wav", "mp3", "flac", "ogg", "opus", "m4a", "aac", "wma",
 ];
 /// Keys whose texts may name an image of the row.
 const IMAGE_KEYS: [&str; 5] = ["image", "images", "path", "url", "image_url"];

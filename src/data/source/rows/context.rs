@@ -1,6 +1,7 @@
 //! What is given besides the value that is parsed: the rules of the data set, the findings of the
 //! file and the row.
 
+use std::cell::RefCell;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use serde_json::{Map, Value};
 use super::super::column_names::ColumnNames;
 use super::super::dataset_info::DatasetInfo;
 use super::super::error::SampleError;
-use super::keys::{Place, Use, is_given};
+use super::keys::{Place, Use, is_given, unread_media};
 use super::report::{Finding, Findings};
 use super::values::join;
 use crate::batch::SampleId;
@@ -76,6 +77,8 @@ pub(super) struct At<'a> {
     pub(super) parser: &'a RowParser,
     pub(super) id: &'a SampleId,
     pub(super) blobs: &'a [Arc<[u8]>],
+    /// A key that is not read and has images or videos, and the key that was meant.
+    pub(super) unread: RefCell<Option<(String, &'static str)>>,
 }
 
 impl At<'_> {
@@ -86,6 +89,10 @@ impl At<'_> {
         at: &str,
         object: &Map<String, Value>,
     ) -> Result<(), SampleError> {
+        let there = |name: &str| {
+            let name = name.strip_prefix("file://").unwrap_or(name);
+            self.parser.image_root.join(name).is_file()
+        };
         for (key, value) in object.iter().filter(|(_, value)| !value.is_null()) {
             let finding = match place.use_of(key) {
                 Use::Known => continue,
@@ -100,6 +107,11 @@ impl At<'_> {
                 Use::Unknown => Finding::Unknown(place, key.clone()),
             };
             self.parser.findings.report(self.id, &finding);
+            let mut unread = self.unread.borrow_mut();
+            if unread.is_none() {
+                let meant = unread_media(place, key, value, &there);
+                *unread = meant.map(|meant| (join(at, key), meant));
+            }
         }
         Ok(())
     }

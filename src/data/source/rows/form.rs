@@ -5,7 +5,8 @@ use std::fmt;
 use serde_json::{Map, Value};
 
 use super::super::error::SampleError;
-use super::keys::media_of;
+use super::super::raw_row::is_blob;
+use super::keys::data_uri;
 use super::values::is_given;
 use crate::batch::SampleId;
 
@@ -80,7 +81,8 @@ pub(super) fn is_like_media(key: &str) -> bool {
 /// A column of a row that has images or videos, by its name, or because its value has their bytes.
 pub(in crate::data::source) fn media_column(row: &Map<String, Value>) -> Option<&str> {
     let is_media = |key: &str, value: &Value| {
-        is_like_media(key) || (key != "text" && matches!(media_of(value), Some((_, None))))
+        let is_uri = || key != "text" && value.as_str().is_some_and(|of| data_uri(of).is_some());
+        is_like_media(key) || is_blob(value) || is_uri()
     };
     let mut columns = row.iter().filter(|(_, value)| is_given(value));
     columns.find(|(key, value)| is_media(key, value)).map(|(key, _)| key.as_str())

@@ -168,14 +168,15 @@ const REFUSED_IN_MEDIA: [(&str, &str); 4] = [
 const CALL: [&str; 6] = ["name", "arguments", "function", "id", "index", "type"];
 /// Refused keys of a call: those of other formats for its arguments.
 const REFUSED_IN_CALLS: [(&str, &str); 6] = [
-    ("parameters", ARGUMENTS),
-    ("args", ARGUMENTS),
-    ("kwargs", ARGUMENTS),
-    ("argument", ARGUMENTS),
-    ("params", ARGUMENTS),
-    ("input", ARGUMENTS),
+    ("parameters", OTHER_ARGUMENTS),
+    ("args", OTHER_ARGUMENTS),
+    ("kwargs", OTHER_ARGUMENTS),
+    ("argument", OTHER_ARGUMENTS),
+    ("params", OTHER_ARGUMENTS),
+    ("input", OTHER_ARGUMENTS),
 ];
-const ARGUMENTS: &str = "other names for the arguments of a call (use `arguments`) are";
+pub(super) const OTHER_ARGUMENTS: &str =
+    "other names for the arguments of a call (use `arguments`) are";
 /// Refused keys of an image, besides [`REFUSED_IN_MEDIA`].
 const REFUSED_IN_IMAGES: [(&str, &str); 1] =
     [("total_pixels", "limits for all images together (use `max_pixels`) are")];
@@ -282,48 +283,49 @@ pub(super) fn misnamed_media(
         .find(|(_, meant)| ["images", "videos"].contains(meant))
 }
 
-/// A key with images or videos that the parser does not read, and the key that was meant. A name of
-/// a file counts if the key is like one of images or videos, or if the file is `there`.
+/// `images` or `videos` if a key that is not read has one of them. A name of a file counts if the key
+/// is named like one of them, or if the file is `there`.
 pub(super) fn unread_media(
-    form: RowForm,
-    row: &Map<String, Value>,
-    there: impl Fn(&str) -> bool,
-) -> Option<(String, &'static str)> {
-    let place = Place::Row(form);
-    row.iter().find_map(|(key, value)| {
-        let (meant, name) = media_of(value)?;
-        let is_near = place.nearest(key) == Some(meant);
-        let is_unread = match place.use_of(key) {
-            Use::Unknown => is_near || is_like_media(key) || name.is_none_or(&there),
-            Use::Metadata => is_near,
-            Use::Known | Use::Refused(_) => false,
-        };
-        is_unread.then(|| (key.clone(), meant))
-    })
+    place: Place,
+    key: &str,
+    value: &Value,
+    there: &dyn Fn(&str) -> bool,
+) -> Option<&'static str> {
+    let is_named = place.nearest(key).is_some_and(|meant| ["images", "videos"].contains(&meant));
+    if is_named || is_like_media(key) {
+        return media_of(value, &|_| true);
+    }
+    // `source` and the like may name where a text is from
+    let is_metadata = place.use_of(key) == Use::Metadata;
+    media_of(value, &|name| !is_metadata && there(name))
 }
 
-/// `images` or `videos` if a value has the bytes or the name of one, or a list or object has it; and
-/// the name.
-pub(super) fn media_of(value: &Value) -> Option<(&'static str, Option<&str>)> {
+/// `images` or `videos` if a value has the bytes of one, or a name that counts, or if a list or
+/// object has it.
+fn media_of(value: &Value, counts: &dyn Fn(&str) -> bool) -> Option<&'static str> {
     match value {
         Value::String(text) => {
-            let start = text.get(..11).unwrap_or_default();
-            for (data, kind) in [("data:image/", "images"), ("data:video/", "videos")] {
-                if start.eq_ignore_ascii_case(data) {
-                    return Some((kind, None));
-                }
-            }
             let is_name = text.len() <= MAX_NAME && !text.contains('\n');
-            let ending = text.rsplit_once('.').filter(|_| is_name)?.1.to_lowercase();
-            let is_one_of = |endings: &[&str]| endings.contains(&&ending[..]);
-            let kind = if is_one_of(&IMAGE_ENDINGS) { "images" } else { "videos" };
-            (kind == "images" || is_one_of(&VIDEO_ENDINGS)).then_some((kind, Some(text)))
+            data_uri(text).or_else(|| {
+                let ending = text.rsplit_once('.').filter(|_| is_name)?.1.to_lowercase();
+                let is_one_of = |endings: &[&str]| endings.contains(&&ending[..]);
+                let kind = if is_one_of(&IMAGE_ENDINGS) { "images" } else { "videos" };
+                let is_media = kind == "images" || is_one_of(&VIDEO_ENDINGS);
+                (is_media && counts(text)).then_some(kind)
+            })
         }
-        Value::Array(values) => values.iter().find_map(media_of),
-        Value::Object(_) if is_blob(value) => Some(("images", None)),
-        Value::Object(values) => values.values().find_map(media_of),
+        Value::Array(values) => values.iter().find_map(|value| media_of(value, counts)),
+        Value::Object(_) if is_blob(value) => Some("images"),
+        Value::Object(values) => values.values().find_map(|value| media_of(value, counts)),
         _ => None,
     }
+}
+
+/// `images` or `videos` if a text has the data of one.
+pub(super) fn data_uri(text: &str) -> Option<&'static str> {
+    let start = text.get(..11)?;
+    let kinds = [("data:image/", "images"), ("data:video/", "videos")];
+    kinds.into_iter().find(|(data, _)| start.eq_ignore_ascii_case(data)).map(|(_, kind)| kind)
 }
 
 /// Maximum number of bytes of a path or an address.
@@ -331,7 +333,8 @@ const MAX_NAME: usize = 4096;
 /// Endings of the names of images, in lower case.
 pub(in crate::data::source) const IMAGE_ENDINGS: [&str; 8] =
     ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
-const VIDEO_ENDINGS: [&str; 5] = ["mp4", "mkv", "webm", "mov", "avi"];
+const VIDEO_ENDINGS: [&str; 12] =
+    ["mp4", "mkv", "webm", "mov", "avi", "m4v", "mpg", "mpeg", "flv", "wmv", "ogv", "3gp"];
 
 #[cfg(test)]
 mod tests {
@@ -364,7 +367,10 @@ mod tests {
             ("img", json!([{"url": "data:image/png;base64,AA"}]), Some("images")),
             ("video_file", json!("a.mp4"), Some("videos")),
             ("screenshot", json!({"path": "there.webp"}), Some("images")),
+            ("screens", json!(["gone.png", "there.mpg"]), Some("videos")),
             ("page", json!({"logo": "a.png"}), None),
+            ("source", json!("there.png"), None),
+            ("source", json!("data:image/png;base64,AA"), Some("images")),
             ("url", json!("https://a.org/File:Cat.jpg"), None),
             ("page", json!("DATA:image/png;base64,AA"), Some("images")),
             ("image_id", json!("a.png"), Some("images")),
@@ -372,10 +378,9 @@ mod tests {
             ("image_name", json!("a gradient"), None),
             ("source", json!("scan.png"), None),
         ] {
-            let row = Map::from_iter([(key.to_owned(), value)]);
             let there = |name: &str| name.starts_with("there");
-            let found = unread_media(RowForm::Messages, &row, there);
-            assert_eq!(found, meant.map(|meant| (key.to_owned(), meant)), "{key}");
+            let found = unread_media(Place::Row(RowForm::Messages), key, &value, &there);
+            assert_eq!(found, meant, "{key}");
         }
     }
 

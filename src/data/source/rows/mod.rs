@@ -13,6 +13,7 @@ mod switches;
 mod turns;
 mod values;
 
+use std::cell::RefCell;
 use std::ops::RangeInclusive;
 use std::path::Path;
 
@@ -28,7 +29,7 @@ pub use form::RowForm;
 pub(in crate::data::source) use form::is_row;
 use form::media_column;
 pub(in crate::data::source) use keys::IMAGE_ENDINGS;
-use keys::{Place, misnamed_media, unread_media};
+use keys::{Place, misnamed_media};
 use media::RowMedia;
 use report::{Findings, Survey};
 use turns::Turns;
@@ -40,17 +41,13 @@ impl RowParser {
     pub(in crate::data) fn parse(&self, id: &SampleId, row: RawRow) -> Result<Sample, SampleError> {
         let RawRow { object: mut row, blobs } = row;
         let form = RowForm::of(id, &row)?;
-        let at = At { parser: self, id, blobs: &blobs };
+        let at = At { parser: self, id, blobs: &blobs, unread: RefCell::default() };
         if form == RowForm::Text {
             return Err(at.not_supported("text", "plain text in a data set of chats is"));
         }
         at.check_keys(Place::Row(form), "", &row)?;
         let parsed = sample(&at, form, &mut row).and_then(|sample| {
-            let ignored = self.rules.unknown_keys == UnknownKeys::Ignore;
-            let there = |name: &str| self.image_root.join(name).is_file();
-            let is_text = !ignored && sample.media.is_empty();
-            let unread = is_text.then(|| unread_media(form, &row, there));
-            match unread.flatten() {
+            match at.unread.take().filter(|_| sample.media.is_empty()) {
                 // it would be trained on without its images
                 Some((at, meant)) => {
                     Err(SampleError::UnknownKey { id: id.clone(), at, nearest: Some(meant) })

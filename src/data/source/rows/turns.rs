@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 
 use super::super::error::SampleError;
 use super::context::At;
-use super::keys::{Place, is_given};
+use super::keys::{OTHER_ARGUMENTS, Place, is_given};
 use super::media::RowMedia;
 use super::values::{
     as_function, join, list_in_text, missing, object_in_text, optional_text, take, text, wrong_type,
@@ -95,6 +95,7 @@ impl<'a> Turns<'a> {
             (true, false, true) | (false, false, _) | (false, true, true) => ("role", "content"),
             (true, ..) | (false, true, false) => ("from", "value"),
         };
+        self.refuse_second_text(at, content_key, &turn)?;
         let role = match self.role(at, role_key, take(&mut turn, role_key))? {
             Role::Plain(role) => role,
             Role::Calls => return self.calls(at, content_key, turn),
@@ -114,17 +115,6 @@ impl<'a> Turns<'a> {
         if let Some((key, _)) = given.into_iter().find(|(_, given)| *given && !is_answer) {
             let what = "a key of assistant turns in another turn is";
             return Err(self.at.not_supported(&join(at, key), what));
-        }
-        let other_key = if content_key == "content" { "value" } else { "content" };
-        let text_of = |key: &str| match turn.get(key)? {
-            Value::Array(parts) => parts.iter().map(|part| part["text"].as_str()).collect(),
-            value => value.as_str().map(str::to_owned),
-        };
-        // a reward, for example, is a number
-        let second = text_of(other_key).filter(|text| !text.is_empty());
-        if second.is_some_and(|second| text_of(content_key) != Some(second)) {
-            let what = "a second text of a turn is";
-            return Err(self.at.not_supported(&join(at, other_key), what));
         }
         let content_at = join(at, content_key);
         let content = match take(&mut turn, content_key) {
@@ -187,6 +177,32 @@ impl<'a> Turns<'a> {
         Ok(Some(calls.map(call).collect::<Result<_, _>>()?))
     }
 
+    /// Fails if the turn has another text, or parts, under the key of the other form.
+    fn refuse_second_text(
+        &self,
+        at: &str,
+        content_key: &str,
+        turn: &Map<String, Value>,
+    ) -> Result<(), SampleError> {
+        let other_key = if content_key == "content" { "value" } else { "content" };
+        let [first, second] = [content_key, other_key].map(|key| turn.get(key));
+        // a reward, for example, is a number
+        let is_text = |value: &&Value| is_given(value) && !value.is_number() && !value.is_boolean();
+        let Some(second) = second.filter(is_text) else { return Ok(()) };
+        let text_of = |value: &Value| match value {
+            Value::Array(parts) => parts.iter().map(|part| part["text"].as_str()).collect(),
+            value => value.as_str().map(str::to_owned),
+        };
+        let is_same = first.is_some_and(|first| {
+            first == second || (text_of(first).is_some() && text_of(first) == text_of(second))
+        });
+        if is_same {
+            return Ok(());
+        }
+        let what = "a text under both keys, or under that of the other form (`content` belongs to `role`, `value` to `from`), is";
+        Err(self.at.not_supported(&join(at, other_key), what))
+    }
+
     /// A call in the form of OpenAI's `tool_calls`, which chat templates read. As in serving
     /// engines, its arguments are an object: JSON text is parsed, and `""` and null become `{}`.
     fn call(&self, at: &str, call: Value) -> Result<Value, SampleError> {
@@ -197,10 +213,20 @@ impl<'a> Turns<'a> {
         if !is_given(&call["arguments"]) && !is_given(&call["function"]["arguments"]) {
             let inside = join(at, "function");
             for (at, of) in [(at, &call), (&inside, &call["function"])] {
-                of.as_object().map_or(Ok(()), |of| self.at.check_keys(Place::Call, at, of))?;
+                let Some(of) = of.as_object() else { continue };
+                self.at.check_keys(Place::Call, at, of)?;
+                let other = of.iter().find(|(key, value)| {
+                    *key != "function" && value.as_object().is_some_and(|of| !of.is_empty())
+                });
+                if let Some((key, _)) = other {
+                    return Err(self.at.not_supported(&join(at, key), OTHER_ARGUMENTS));
+                }
             }
         }
-        let differs = |key: &&str| is_given(&call[*key]) && call[*key] != call["function"][*key];
+        let value = |of: &Value| object_in_text(of.clone());
+        let differs = |key: &&str| {
+            is_given(&call[*key]) && value(&call[*key]) != value(&call["function"][*key])
+        };
         let second = ["name", "arguments"].into_iter().find(differs);
         if let Some(key) = second.filter(|_| has_wrapper) {
             let what = "a name or arguments outside of the `function` of a call are";
