@@ -1,9 +1,9 @@
 //! `data.train[].columns`: the columns of a data set under our names.
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::raw_row::RawRow;
-use super::rows::is_given;
 
 /// Keys that would give a row other turns than those of [`ColumnNames`].
 const OTHER_TURNS: [&str; 9] = [
@@ -97,6 +97,7 @@ impl ColumnNames {
             _ => &[],
         });
         let mut keys = keys.filter(|key| !is_named(key));
+        let is_given = |value: &Value| !value.is_null() && *value != Value::Array(Vec::new());
         keys.find(|key| row.object.get(**key).is_some_and(is_given)).copied()
     }
 

@@ -6,8 +6,7 @@ use serde_json::{Map, Value};
 
 use super::super::error::SampleError;
 use super::super::raw_row::is_blob;
-use super::keys::data_uri;
-use super::values::is_given;
+use super::values::{data_uri, is_given};
 use crate::batch::SampleId;
 
 /// Layout of a row, determined by its keys. `docs/data-format.md` describes each form.

@@ -9,6 +9,7 @@ use strsim::jaro_winkler;
 
 use super::super::raw_row::is_blob;
 use super::form::{RowForm, is_like_media};
+use super::values::data_uri;
 pub(super) use super::values::is_given;
 
 /// Minimum similarity of a misspelt key and its suggestion, from 0 to 1.
@@ -319,13 +320,6 @@ fn media_of(value: &Value, counts: &dyn Fn(&str) -> bool) -> Option<&'static str
         Value::Object(values) => values.values().find_map(|value| media_of(value, counts)),
         _ => None,
     }
-}
-
-/// `images` or `videos` if a text has the data of one.
-pub(super) fn data_uri(text: &str) -> Option<&'static str> {
-    let start = text.get(..11)?;
-    let kinds = [("data:image/", "images"), ("data:video/", "videos")];
-    kinds.into_iter().find(|(data, _)| start.eq_ignore_ascii_case(data)).map(|(_, kind)| kind)
 }
 
 /// Maximum number of bytes of a path or an address.

@@ -33,8 +33,8 @@ use keys::{Place, misnamed_media};
 use media::RowMedia;
 use report::{Findings, Survey};
 use turns::Turns;
-use values::{as_function, list_in_text, object_in_text, take, text, wrong_type};
-pub(super) use values::{is_given, type_name};
+pub(super) use values::type_name;
+use values::{as_function, is_given, list_in_text, object_in_text, take, text, wrong_type};
 
 impl RowParser {
     /// Parses a row of chats.

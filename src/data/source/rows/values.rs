@@ -57,8 +57,15 @@ pub(super) fn optional_text(
     }
 }
 
+/// `images` or `videos` if a text has the data of one.
+pub(super) fn data_uri(text: &str) -> Option<&'static str> {
+    let start = text.get(..11)?;
+    let kinds = [("data:image/", "images"), ("data:video/", "videos")];
+    kinds.into_iter().find(|(data, _)| start.eq_ignore_ascii_case(data)).map(|(_, kind)| kind)
+}
+
 /// Returns whether a value is neither null nor an empty text, list or object.
-pub(in crate::data::source) fn is_given(value: &Value) -> bool {
+pub(super) fn is_given(value: &Value) -> bool {
     match value {
         Value::Null => false,
         Value::String(text) => !text.is_empty(),
