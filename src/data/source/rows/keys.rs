@@ -292,9 +292,11 @@ pub(super) fn unread_media(
     value: &Value,
     there: &dyn Fn(&str) -> bool,
 ) -> Option<&'static str> {
+    // first, because names of keys are compared with all others
+    let meant = media_of(value, &|_| true)?;
     let is_named = place.nearest(key).is_some_and(|meant| ["images", "videos"].contains(&meant));
     if is_named || is_like_media(key) {
-        return media_of(value, &|_| true);
+        return Some(meant);
     }
     // `source` and the like may name where a text is from
     let is_metadata = place.use_of(key) == Use::Metadata;
