@@ -186,12 +186,8 @@ impl RunConfig {
             rule(used, "optim.decay_ratio", &ratio, "no value unless `optim.schedule` is `wsd`");
         }
         let norm = self.train.max_grad_norm;
-        rule(
-            finite(norm),
-            "train.max_grad_norm",
-            &norm,
-            "a finite number of 0 or more (0: no clipping)",
-        );
+        let expected = "a finite number of 0 or more (0: no clipping)";
+        rule(finite(norm), "train.max_grad_norm", &norm, expected);
         let workers = self.data.workers;
         rule(workers <= MAX_WORKERS, "data.workers", &workers, "a number from 1 to 1024");
         let timeout = self.distributed.timeout_s;
@@ -227,7 +223,8 @@ impl RunConfig {
         }
         problems.extend(self.check_optimizer().and_then(|()| self.check_aux_loss()).err());
         problems.extend(self.evaluation_problems(left_out));
-        problems.extend(self.check_output_dir().and_then(|()| self.check_unused()).err());
+        problems.extend(self.check_output_dir().err());
+        problems.extend(self.settings_without_effect());
         problems
     }
 
@@ -245,25 +242,39 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Checks that the settings of something that is off have their defaults.
-    fn check_unused(&self) -> Result<(), ValueError> {
+    /// Settings of something that is off and that differ from their defaults.
+    fn settings_without_effect(&self) -> impl Iterator<Item = ValueError> {
         let (optim, train, data) = (&self.optim, &self.train, &self.data);
         let skips = train.on_non_finite == OnNonFinite::Skip;
-        let (key, found, expected) =
-            if optim.schedule == ScheduleConfig::Constant && optim.min_lr > 0.0 {
-                ("optim.min_lr", optim.min_lr.to_string(), "0 with `optim.schedule: constant`")
-            } else if !skips && train.max_skipped != TrainConfig::default().max_skipped {
-                let expected = "no value unless `train.on_non_finite` is `skip`";
-                ("train.max_skipped", train.max_skipped.to_string(), expected)
-            } else if let (false, Some(most)) = (data.packing, data.max_patches_per_pack) {
-                let expected = "no value with `data.packing: false`";
-                ("data.max_patches_per_pack", most.to_string(), expected)
-            } else if !data.allow_urls && data.url != UrlConfig::default() {
-                ("data.url", "set".to_owned(), "no value without `data.allow_urls: true`")
-            } else {
-                return Ok(());
-            };
-        Err(ValueError { key, found, expected })
+        let patches = data.max_patches_per_pack;
+        let settings = [
+            (
+                optim.schedule == ScheduleConfig::Constant && optim.min_lr > 0.0,
+                "optim.min_lr",
+                optim.min_lr.to_string(),
+                "0 with `optim.schedule: constant`",
+            ),
+            (
+                !skips && train.max_skipped != TrainConfig::default().max_skipped,
+                "train.max_skipped",
+                train.max_skipped.to_string(),
+                "no value unless `train.on_non_finite` is `skip`",
+            ),
+            (
+                !data.packing && patches.is_some(),
+                "data.max_patches_per_pack",
+                patches.map_or_else(String::new, |patches| patches.to_string()),
+                "no value with `data.packing: false`",
+            ),
+            (
+                !data.allow_urls && data.url != UrlConfig::default(),
+                "data.url",
+                "set".to_owned(),
+                "no value without `data.allow_urls: true`",
+            ),
+        ];
+        let without_effect = settings.into_iter().filter(|(has_none, ..)| *has_none);
+        without_effect.map(|(_, key, found, expected)| ValueError { key, found, expected })
     }
 
     /// Checks the settings that `optim.kind` does not support.

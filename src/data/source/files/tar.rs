@@ -12,14 +12,13 @@ use super::index::{Hashing, RowIndex};
 use crate::data::json;
 use crate::data::source::file_error::FileError;
 use crate::data::source::raw_row::RawRow;
-use crate::data::source::rows::{IMAGE_ENDINGS, is_row};
+use crate::data::source::rows::{IMAGE_ENDINGS, VIDEO_ENDINGS, is_row};
 use crate::data::source::source_error::SourceError;
 
-/// Endings of images, videos and sounds that are not read from archives.
-const NOT_READ: [&str; 38] = [
+/// Endings of images and sounds that are not read from archives; videos are not either.
+const NOT_READ: [&str; 26] = [
     "heic", "heif", "avif", "jp2", "jxl", "svg", "jfif", "jpe", "ppm", "pgm", "pbm", "pnm", "tga",
-    "ico", "apng", "psd", "exr", "hdr", "mp4", "mkv", "webm", "mov", "avi", "m4v", "mpg", "mpeg",
-    "flv", "wmv", "ogv", "3gp", "wav", "mp3", "flac", "ogg", "opus", "m4a", "aac", "wma",
+    "ico", "apng", "psd", "exr", "hdr", "wav", "mp3", "flac", "ogg", "opus", "m4a", "aac", "wma",
 ];
 /// Keys whose texts may name an image of the row.
 const IMAGE_KEYS: [&str; 5] = ["image", "images", "path", "url", "image_url"];
@@ -82,7 +81,7 @@ fn read_row(bytes: &[u8]) -> io::Result<Result<RawRow, String>> {
         let name = format!("{}.{ending}", key.trim_start_matches('/'));
         let is_one_of =
             |endings: &[&str]| endings.contains(&ending.rsplit('.').next().unwrap_or(""));
-        if is_one_of(&NOT_READ) {
+        if is_one_of(&NOT_READ) || is_one_of(&VIDEO_ENDINGS) {
             return Ok(Err(format!("`{name}` is of a kind that is not read from archives")));
         }
         let is_image = is_one_of(&IMAGE_ENDINGS);

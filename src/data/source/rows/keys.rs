@@ -329,7 +329,8 @@ const MAX_NAME: usize = 4096;
 /// Endings of the names of images, in lower case.
 pub(in crate::data::source) const IMAGE_ENDINGS: [&str; 8] =
     ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
-const VIDEO_ENDINGS: [&str; 12] =
+/// Endings of the names of videos, in lower case.
+pub(in crate::data::source) const VIDEO_ENDINGS: [&str; 12] =
     ["mp4", "mkv", "webm", "mov", "avi", "m4v", "mpg", "mpeg", "flv", "wmv", "ogv", "3gp"];
 
 #[cfg(test)]

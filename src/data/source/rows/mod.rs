@@ -28,7 +28,7 @@ pub use context::{RowRules, UnknownKeys};
 pub use form::RowForm;
 pub(in crate::data::source) use form::is_row;
 use form::media_column;
-pub(in crate::data::source) use keys::IMAGE_ENDINGS;
+pub(in crate::data::source) use keys::{IMAGE_ENDINGS, VIDEO_ENDINGS};
 use keys::{Place, misnamed_media};
 use media::RowMedia;
 use report::{Findings, Survey};

@@ -227,8 +227,7 @@ impl<'a> Turns<'a> {
         let differs = |key: &&str| {
             is_given(&call[*key]) && value(&call[*key]) != value(&call["function"][*key])
         };
-        let second = ["name", "arguments"].into_iter().find(differs);
-        if let Some(key) = second.filter(|_| has_wrapper) {
+        if has_wrapper && let Some(key) = ["name", "arguments"].into_iter().find(differs) {
             let what = "a name or arguments outside of the `function` of a call are";
             return Err(self.at.not_supported(&join(at, key), what));
         }
