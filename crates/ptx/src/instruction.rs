@@ -1,5 +1,6 @@
 //! Kernels as the parser produces them and the machine executes them.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Number of threads of a warp.
@@ -31,7 +32,8 @@ pub struct Kernel {
     pub reg_bits: Vec<u8>,
     /// Bytes of static shared memory. Variables of the module are laid out in the order of the
     /// file, from address 0, each at a multiple of its alignment; those that the kernel does not
-    /// name do not count at the end.
+    /// name do not count at the end. For a kernel that names dynamic shared memory, the address at
+    /// which that begins.
     pub shared_bytes: usize,
     /// Alignment of dynamic shared memory (`.extern .shared`), which follows static shared memory;
     /// 1 without any.
@@ -42,6 +44,9 @@ pub struct Kernel {
     pub min_blocks: usize,
     /// The instructions. Execution begins with the first one.
     pub code: Vec<Instruction>,
+    /// Loads of which only some bytes are used (`.pragma "used_bytes_mask"`; all registers are
+    /// written): the index of the instruction, and a bit of each byte, the lowest one first.
+    pub used_bytes: BTreeMap<usize, u32>,
     /// Names of the source files that `.loc` lines refer to; index 0 is unused.
     pub sources: Arc<Vec<String>>,
 }
@@ -122,51 +127,125 @@ pub struct Instruction {
 #[derive(Debug, Clone)]
 pub enum Op {
     /// Computes from values of the same thread.
-    Scalar { kind: Scalar, to: Reg, from: [Operand; 4] },
+    Scalar {
+        kind: Scalar,
+        to: Reg,
+        from: [Operand; 4],
+    },
     /// `mov.b32 r, {a, b}` and the like: joins values of equal width, the first one in the low bits.
-    Pack { to: Reg, from: Vec<Operand> },
+    Pack {
+        to: Reg,
+        from: Vec<Operand>,
+    },
     /// `mov.b32 {a, b}, r`: the reverse; `None` is the sink `_`.
-    Unpack { to: Vec<Option<Reg>>, from: Operand },
+    Unpack {
+        to: Vec<Option<Reg>>,
+        from: Operand,
+    },
     /// `cvta.param`: the generic address of a parameter.
-    ParamAddress { to: Reg, from: Operand },
+    ParamAddress {
+        to: Reg,
+        from: Operand,
+    },
     /// `cvta.to.global`: a global address from a generic one; both are equal.
-    ToGlobal { to: Reg, from: Operand },
+    ToGlobal {
+        to: Reg,
+        from: Operand,
+    },
     /// `bytes` per element, sign extended to the register if `signed`.
-    Load { space: Space, bytes: usize, signed: bool, to: Vec<Reg>, from: Address },
-    Store { space: Space, bytes: usize, to: Address, from: Vec<Operand> },
+    Load {
+        space: Space,
+        bytes: usize,
+        signed: bool,
+        to: Vec<Reg>,
+        from: Address,
+    },
+    Store {
+        space: Space,
+        bytes: usize,
+        to: Address,
+        from: Vec<Operand>,
+    },
     /// To the index of an instruction.
-    Branch { target: usize },
+    Branch {
+        target: usize,
+    },
     /// `ret`, `exit`.
     Exit,
     /// `shfl.sync`: `to`, optionally whether the source lane is in range, and `a`, `b`, `c`,
     /// `membermask`.
-    Shuffle { mode: Shuffle, to: Reg, in_range: Option<Reg>, from: [Operand; 4] },
+    Shuffle {
+        mode: Shuffle,
+        to: Reg,
+        in_range: Option<Reg>,
+        from: [Operand; 4],
+    },
     /// `bar.warp.sync membermask`.
-    WarpBarrier { mask: Operand },
+    WarpBarrier {
+        mask: Operand,
+    },
     /// `bar.sync` or `bar.arrive` of a block; without `threads`, all of the block.
-    Barrier { waits: bool, id: Operand, threads: Option<Operand> },
+    Barrier {
+        waits: bool,
+        id: Operand,
+        threads: Option<Operand>,
+    },
     /// `cp.async.cg.shared.global [to], [from], 16, size`: `size` bytes, the rest of 16 is zero.
-    CopyAsync { to: Address, from: Address, bytes: usize, size: Option<Operand> },
+    CopyAsync {
+        to: Address,
+        from: Address,
+        bytes: usize,
+        size: Option<Operand>,
+    },
     /// `cp.async.commit_group`.
     CopyCommit,
     /// `cp.async.wait_group n`.
-    CopyWait { pending: Operand },
+    CopyWait {
+        pending: Operand,
+    },
     /// `cp.async.bulk.tensor.3d` from global to shared memory.
-    CopyBox { to: Address, map: Operand, at: Vec<Operand>, barrier: Address },
-    MemoryBarrierInit { at: Address, count: Operand },
+    CopyBox {
+        to: Address,
+        map: Operand,
+        at: Vec<Operand>,
+        barrier: Address,
+    },
+    MemoryBarrierInit {
+        at: Address,
+        count: Operand,
+    },
     /// `mbarrier.arrive`, with `expect_tx` if `bytes` is given. The state is not used (`_`).
-    MemoryBarrierArrive { at: Address, bytes: Option<Operand> },
-    MemoryBarrierTryWait { to: Reg, at: Address, parity: Operand },
+    MemoryBarrierArrive {
+        at: Address,
+        bytes: Option<Operand>,
+    },
+    MemoryBarrierTryWait {
+        to: Reg,
+        at: Address,
+        parity: Operand,
+    },
     /// `fence.mbarrier_init.release.cluster`.
     FenceInit,
     /// `fence.proxy.async.shared::cta`.
     FenceProxy,
     /// `setmaxnreg.inc` or `.dec`.
-    SetMaxRegs { increases: bool, regs: u32 },
+    SetMaxRegs {
+        increases: bool,
+        regs: u32,
+    },
     /// `ldmatrix.sync.aligned.m8n8.xN[.trans].shared.b16`.
-    LoadMatrix { to: Vec<Reg>, from: Address, transposed: bool },
+    LoadMatrix {
+        to: Vec<Reg>,
+        from: Address,
+        transposed: bool,
+    },
     /// `mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32`.
-    Mma { d: [Reg; 4], a: [Operand; 4], b: [Operand; 2], c: [Operand; 4] },
+    Mma {
+        d: [Reg; 4],
+        a: [Operand; 4],
+        b: [Operand; 2],
+        c: [Operand; 4],
+    },
     /// `wgmma.mma_async` of f32 sums of bf16 products, 64 x `n` x 16.
     WarpgroupMma(Box<WarpgroupMma>),
     /// `wgmma.fence`.
@@ -174,7 +253,9 @@ pub enum Op {
     /// `wgmma.commit_group`.
     WarpgroupCommit,
     /// `wgmma.wait_group n`.
-    WarpgroupWait { pending: u32 },
+    WarpgroupWait {
+        pending: u32,
+    },
 }
 
 /// The operands of `wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16` (section 9.7.16).
@@ -302,10 +383,18 @@ pub enum Scalar {
     Select(Type),
     /// `setp`; the result is a predicate.
     Compare(Compare, Type),
-    /// `cvt` between integers: truncated or extended by the sign of `from`.
-    Convert { from: Type, to: Type },
+    /// `cvt` between integers: truncated or extended by the sign of `from`. The register of the
+    /// operand may be wider than `from` (also for [`Scalar::FloatOf`]), and that of the result wider
+    /// than an unsigned `to`: then its other bits are zero.
+    Convert {
+        from: Type,
+        to: Type,
+    },
     /// `cvt.rn.f32.*`, `cvt.rn.f64.*` from an integer.
-    FloatOf { from: Type, to: Type },
+    FloatOf {
+        from: Type,
+        to: Type,
+    },
     /// `cvt.f64.f32`.
     Widen,
     /// `cvt.rn.f32.f64`.
@@ -317,7 +406,9 @@ pub enum Scalar {
     /// `cvt.rn.bf16x2.f32 d, a, b`: `a` in the high half.
     Bf16Pair,
     /// `ex2.approx.f32`, with `.ftz`.
-    Ex2 { flush: bool },
+    Ex2 {
+        flush: bool,
+    },
     /// `lg2.approx.f32`.
     Lg2,
     /// `rcp.rn.f32`.

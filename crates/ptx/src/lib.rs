@@ -4,7 +4,24 @@
 //!
 //! Sections in comments are those of the PTX ISA document, version 9.0.
 
+mod barriers;
+mod block;
+mod copies;
+mod execute;
+mod fault;
+mod global;
 pub mod instruction;
+mod launch;
+mod operands;
+mod order;
 pub mod parse;
 pub mod products;
 pub mod scalar;
+mod shared;
+mod warp;
+mod warpgroup;
+
+pub use fault::{Access, Failure, Fault};
+pub use global::Global;
+pub use launch::{Counts, Launch, run};
+pub use parse::{ParseError, parse};

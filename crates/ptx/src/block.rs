@@ -1,0 +1,287 @@
+//! A block: decides which warp goes on, and executes its instructions.
+
+use crate::barriers::{Barrier, MemoryBarriers};
+use crate::copies::BoxCopy;
+use crate::fault::{Failure, Fault};
+use crate::global::Global;
+use crate::instruction::{Instruction, Kernel, Op, Space};
+use crate::launch::{Counts, Launch, Random};
+use crate::scalar;
+use crate::shared::Shared;
+use crate::warp::{Fragment, Place, Wait, Warp};
+use std::collections::BTreeMap;
+
+/// Registers of a multiprocessor.
+pub(crate) const MAX_REGS: u64 = 65536;
+
+/// The state of a block.
+pub(crate) struct Block<'a> {
+    pub(crate) kernel: &'a Kernel,
+    pub(crate) params: &'a [u8],
+    pub(crate) place: Place,
+    /// Its number in the grid, from 1.
+    pub(crate) number: u32,
+    pub(crate) global: &'a mut Global,
+    pub(crate) shared: Shared,
+    pub(crate) warps: Vec<Warp>,
+    pub(crate) barriers: BTreeMap<u64, Barrier>,
+    pub(crate) memory_barriers: MemoryBarriers,
+    /// Copies of boxes in flight.
+    pub(crate) boxes: Vec<BoxCopy>,
+    pub(crate) random: Random,
+    pub(crate) counts: &'a mut Counts,
+}
+
+/// How an instruction ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// The threads go on with the next instruction.
+    Next,
+    /// They execute it again later.
+    Again(Wait),
+    /// Another warp lets them go on with the next instruction.
+    Waits,
+}
+
+impl<'a> Block<'a> {
+    pub(crate) fn new(
+        launch: &Launch<'a>,
+        block: [u32; 3],
+        index: u32,
+        global: &'a mut Global,
+        counts: &'a mut Counts,
+    ) -> Self {
+        let Launch { kernel, grid, threads, shared_bytes, params, registers, seed } = *launch;
+        let num_warps = threads.div_ceil(32);
+        let has_products = kernel.code.iter().any(|ins| matches!(ins.op, Op::WarpgroupMma(_)));
+        let regs = (kernel.regs.len(), has_products);
+        let warp = |index| Warp::new(index, threads, regs, registers);
+        let is_small = |ins: &Instruction| {
+            matches!(ins.op, Op::Store { space: Space::Shared, bytes: 1 | 2, .. })
+        };
+        let bytes = kernel.shared_bytes + shared_bytes;
+        Self {
+            kernel,
+            params,
+            place: Place { block, grid, threads },
+            number: index + 1,
+            global,
+            shared: Shared::new(bytes, kernel.code.iter().any(is_small), num_warps),
+            warps: (0..num_warps).map(warp).collect(),
+            barriers: BTreeMap::new(),
+            memory_barriers: MemoryBarriers::new(num_warps),
+            boxes: Vec::new(),
+            random: Random::new(seed ^ u64::from(index) << 32),
+            counts,
+        }
+    }
+
+    /// Executes the block.
+    pub(crate) fn run(mut self) -> Result<(), Box<Failure>> {
+        loop {
+            let ready: Vec<usize> =
+                (0..self.warps.len()).filter(|warp| self.is_ready(*warp)).collect();
+            if !self.boxes.is_empty() && (ready.is_empty() || self.random.below(4) == 0) {
+                self.deliver()?;
+            } else if ready.is_empty() {
+                break;
+            } else {
+                let warp = ready[self.random.below(ready.len())];
+                // long turns too, so that a warp may be far ahead of the others
+                let most = [4, 64, 1024][self.random.below(3)];
+                let most = 1 + self.random.below(most);
+                self.burst(warp, most)?;
+            }
+        }
+        self.check_end()
+    }
+
+    fn can_go_on(&self, warp: usize, fragment: &Fragment) -> bool {
+        match fragment.wait {
+            Wait::Nothing => true,
+            Wait::Lanes | Wait::Barrier => false,
+            Wait::Phase { at, parity } => {
+                self.memory_barriers.at(at).is_ok_and(|barrier| barrier.has_ended(parity))
+            }
+            Wait::Registers { regs } => {
+                let others = self.used_regs() - 32 * self.warps[warp].max_regs;
+                others + 32 * regs <= MAX_REGS
+            }
+        }
+    }
+
+    fn is_ready(&self, warp: usize) -> bool {
+        self.warps[warp].fragments.iter().any(|fragment| self.can_go_on(warp, fragment))
+    }
+
+    /// Registers of all warps that have not ended.
+    pub(crate) fn used_regs(&self) -> u64 {
+        let live = self.warps.iter().filter(|warp| warp.live != 0);
+        live.map(|warp| 32 * warp.max_regs).sum()
+    }
+
+    /// Executes up to `most` instructions of a warp.
+    fn burst(&mut self, warp: usize, most: usize) -> Result<(), Box<Failure>> {
+        for _ in 0..most {
+            let fragments = &self.warps[warp].fragments;
+            let index = if let [one] = &fragments[..] {
+                self.can_go_on(warp, one).then_some(0)
+            } else {
+                // threads that are behind go on first, so that they meet the others again
+                let ready =
+                    (0..fragments.len()).filter(|index| self.can_go_on(warp, &fragments[*index]));
+                ready.min_by_key(|index| fragments[*index].pc)
+            };
+            let Some(index) = index else { break };
+            let Fragment { pc, lanes, .. } = self.warps[warp].fragments[index];
+            if let Err(fault) = self.step(warp, index) {
+                return Err(self.failure(fault, pc, warp, lanes));
+            }
+        }
+        Ok(())
+    }
+
+    /// Executes an instruction of a fragment.
+    fn step(&mut self, warp: usize, index: usize) -> Result<(), Fault> {
+        let Fragment { pc, lanes, .. } = self.warps[warp].fragments[index];
+        let kernel = self.kernel;
+        let Instruction { guard, op, .. } = &kernel.code[pc];
+        let active = self.warps[warp].active(*guard, lanes);
+        self.counts.instructions += 1;
+        let next = |lanes| Fragment { pc: pc + 1, lanes, wait: Wait::Nothing };
+        let mut stays = next(lanes & !active);
+        let mut goes = next(active);
+        match op {
+            Op::Branch { target } => {
+                self.counts.branches += 1;
+                goes.pc = *target;
+            }
+            Op::Exit => {
+                self.warps[warp].live &= !active;
+                goes.lanes = 0;
+            }
+            Op::Scalar { kind, to, from } if active != 0 => {
+                self.check_products(warp, op)?;
+                let from = from.map(|operand| self.warps[warp].values(operand, &self.place));
+                let mut result = [0; 32];
+                scalar::execute(*kind, &from, &mut result, active).map_err(Fault::Scalar)?;
+                self.warps[warp].set(*to, &result, active);
+                (stays.lanes, goes.lanes) = (0, lanes);
+            }
+            _ if active == 0 => {}
+            _ => {
+                self.check_products(warp, op)?;
+                match self.execute(warp, op, pc, active)? {
+                    Outcome::Next => {}
+                    Outcome::Again(wait) => (goes.pc, goes.wait) = (pc, wait),
+                    Outcome::Waits => (goes.pc, goes.wait) = (pc, Wait::Barrier),
+                }
+                if !op.is_warp_wide() && goes.wait == Wait::Nothing {
+                    (stays.lanes, goes.lanes) = (0, lanes);
+                }
+            }
+        }
+        self.replace(warp, index, stays, goes);
+        Ok(())
+    }
+
+    /// Replaces a fragment by two, and joins those that are at the same instruction.
+    fn replace(&mut self, warp: usize, index: usize, stays: Fragment, goes: Fragment) {
+        let fragments = &mut self.warps[warp].fragments;
+        if fragments.len() == 1 && (stays.lanes == 0 || goes.lanes == 0) {
+            fragments[0] = if stays.lanes == 0 { goes } else { stays };
+            if fragments[0].lanes == 0 {
+                fragments.clear();
+            }
+            return;
+        }
+        fragments.swap_remove(index);
+        for mut new in [stays, goes].into_iter().filter(|new| new.lanes != 0) {
+            let may_join = |of: &Fragment| matches!(of.wait, Wait::Nothing | Wait::Lanes);
+            let meets = |of: &Fragment| of.pc == new.pc && may_join(of) && may_join(&new);
+            if let Some(at) = fragments.iter().position(meets) {
+                let other = fragments.swap_remove(at);
+                new.lanes |= other.lanes;
+                // with more lanes, the instruction is tried again
+                new.wait = Wait::Nothing;
+            }
+            fragments.push(new);
+        }
+    }
+
+    fn failure(&self, fault: Fault, pc: usize, warp: usize, lanes: u32) -> Box<Failure> {
+        let kernel = self.kernel;
+        let Instruction { line, source: (file, source_line), .. } = kernel.code[pc];
+        let file = kernel.sources.get(file as usize).filter(|name| !name.is_empty());
+        let first = lanes.trailing_zeros().min(31) as usize;
+        Box::new(Failure {
+            kernel: kernel.name.clone(),
+            line,
+            source: file.map(|file| (file.clone(), source_line)),
+            block: self.place.block,
+            thread: 32 * warp + first,
+            fault,
+        })
+    }
+
+    /// Lets the warps that waited for a barrier go on.
+    pub(crate) fn release(&mut self, warps: Vec<usize>) {
+        for warp in warps {
+            for fragment in &mut self.warps[warp].fragments {
+                if fragment.wait == Wait::Barrier {
+                    (fragment.pc, fragment.wait) = (fragment.pc + 1, Wait::Nothing);
+                }
+            }
+        }
+    }
+
+    /// Copies a box that is in flight.
+    fn deliver(&mut self) -> Result<(), Box<Failure>> {
+        let index = self.random.below(self.boxes.len());
+        let copy = self.boxes.swap_remove(index);
+        let (pc, warp, lane) = copy.issued;
+        self.copy_box(copy).map_err(|fault| self.failure(fault, pc, warp, 1 << lane))
+    }
+
+    /// Fails unless all threads have ended and nothing is in flight.
+    fn check_end(&self) -> Result<(), Box<Failure>> {
+        for (warp, of) in self.warps.iter().enumerate() {
+            let waits_for_lanes = of.fragments.iter().find(|of| of.wait == Wait::Lanes);
+            if let Some(fragment) = waits_for_lanes {
+                let op = &self.kernel.code[fragment.pc].op;
+                let needed = self.needed(warp, op, fragment.lanes).unwrap_or(u32::MAX);
+                let fault = Fault::NotAllLanes { reached: fragment.lanes, needed };
+                return Err(self.failure(fault, fragment.pc, warp, fragment.lanes));
+            }
+        }
+        let waiting = self.warps.iter().enumerate();
+        let waiting = waiting.flat_map(|(warp, of)| of.fragments.iter().map(move |at| (warp, *at)));
+        let waiting: Vec<(usize, Fragment)> = waiting.collect();
+        if let Some((warp, Fragment { pc, lanes, .. })) = waiting.first().copied() {
+            let list = waiting.iter().map(|(warp, of)| {
+                format!("warp {warp} at line {} ({:?})", self.kernel.code[of.pc].line, of.wait)
+            });
+            let fault = Fault::Hang { waiting: list.collect::<Vec<_>>().join(", ") };
+            return Err(self.failure(fault, pc, warp, lanes));
+        }
+        let end = self.kernel.code.len() - 1;
+        let in_flight = |what| Err(self.failure(Fault::EndInFlight { what }, end, 0, 1));
+        if self.warps.iter().any(|warp| !warp.products.is_empty()) {
+            return in_flight("products");
+        }
+        let is_copying = |warp: &Warp| {
+            let open = warp.open_copies.iter().any(|copies| !copies.is_empty());
+            open || warp.copies.iter().flatten().any(|group| !group.is_empty())
+        };
+        if self.warps.iter().any(is_copying) {
+            return in_flight("copies");
+        }
+        if self.barriers.values().any(Barrier::is_open) {
+            return in_flight("arrivals at a barrier");
+        }
+        if self.memory_barriers.all().any(|barrier| barrier.expects_bytes()) {
+            return in_flight("bytes that a barrier expects");
+        }
+        Ok(())
+    }
+}

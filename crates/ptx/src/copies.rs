@@ -1,0 +1,213 @@
+//! Asynchronous copies to shared memory, and the barriers in shared memory.
+
+use crate::block::{Block, Outcome};
+use crate::execute::PARAM_WINDOW;
+use crate::fault::Fault;
+use crate::instruction::{Address, Op, Operand};
+use crate::order::{Known, Stamp};
+use crate::products::{Piece, TensorMap};
+use crate::shared::By;
+use crate::warp::{Copy16, Wait, Warp, lanes_of};
+
+/// Bytes of a barrier in shared memory.
+const BARRIER_BYTES: usize = 8;
+
+/// A copy of a box of a tensor that is in flight.
+#[derive(Debug)]
+pub(crate) struct BoxCopy {
+    pieces: Vec<Piece>,
+    /// Address of the barrier that receives the bytes.
+    barrier: u64,
+    bytes: i64,
+    stamp: Stamp,
+    /// What is ordered before the copy.
+    known: Known,
+    /// Index of the instruction, warp and lane.
+    pub(crate) issued: (usize, usize, usize),
+}
+
+impl Block<'_> {
+    /// Executes an instruction on copies or barriers in shared memory.
+    pub(crate) fn execute_copy(
+        &mut self,
+        warp: usize,
+        op: &Op,
+        pc: usize,
+        active: u32,
+    ) -> Result<Outcome, Fault> {
+        match op {
+            Op::CopyAsync { to, from, bytes, size } => {
+                self.start_copies(warp, (to, from), (*bytes, *size), active)?;
+            }
+            Op::CopyCommit => {
+                let of = &mut self.warps[warp];
+                for lane in lanes_of(active) {
+                    let group = std::mem::take(&mut of.open_copies[lane]);
+                    of.copies[lane].push(group);
+                }
+            }
+            Op::CopyWait { pending } => {
+                let pending = self.warps[warp].uniform(*pending, active, &self.place)? as usize;
+                for lane in lanes_of(active) {
+                    self.finish_copies(warp, lane, pending)?;
+                }
+            }
+            Op::CopyBox { to, map, at, barrier } => {
+                for lane in lanes_of(active) {
+                    self.start_box(warp, lane, pc, (to, *map, at, barrier))?;
+                }
+            }
+            Op::MemoryBarrierInit { at, count } => {
+                let (addresses, counts) =
+                    (self.addresses(warp, at), self.warps[warp].values(*count, &self.place));
+                for lane in lanes_of(active) {
+                    let at = addresses[lane];
+                    self.write_shared(warp, lane, at, &[0; BARRIER_BYTES])?;
+                    self.memory_barriers.init(at, counts[lane] as i64);
+                }
+            }
+            Op::MemoryBarrierArrive { at, bytes } => {
+                let addresses = self.addresses(warp, at);
+                let bytes = bytes.map(|bytes| self.warps[warp].values(bytes, &self.place));
+                for lane in lanes_of(active) {
+                    self.see_barrier(warp, lane, addresses[lane], false)?;
+                    let known = self.warps[warp].released(1 << lane);
+                    let bytes = bytes.map_or(0, |bytes| i64::from(bytes[lane] as u32));
+                    self.memory_barriers.receive(addresses[lane], 1, bytes, &known)?;
+                }
+            }
+            Op::MemoryBarrierTryWait { to, at, parity } => {
+                let lane = active.trailing_zeros() as usize;
+                let at = self.addresses(warp, at);
+                let is_same = lanes_of(active).all(|other| at[other] == at[lane]);
+                let at = Some(at[lane]).filter(|_| is_same).ok_or(Fault::NotUniform)?;
+                let parity = self.warps[warp].uniform(*parity, active, &self.place)? & 1 == 1;
+                self.see_barrier(warp, lane, at, false)?;
+                let barrier = self.memory_barriers.at(at)?;
+                if !barrier.has_ended(parity) {
+                    return Ok(Outcome::Again(Wait::Phase { at, parity }));
+                }
+                let of = &mut self.warps[warp];
+                of.acquire(barrier.released(), active);
+                of.set(*to, &[1; 32], active);
+            }
+            _ => return Err(Fault::NotSupported("an instruction of an unknown kind")),
+        }
+        Ok(Outcome::Next)
+    }
+
+    /// Checks that a thread sees an initialised barrier; `is_async`: through the asynchronous proxy.
+    fn see_barrier(
+        &mut self,
+        warp: usize,
+        lane: usize,
+        at: u64,
+        is_async: bool,
+    ) -> Result<(), Fault> {
+        let place = self.shared.check(at, BARRIER_BYTES, BARRIER_BYTES)?;
+        let warps = &self.warps;
+        let fences = |of: Stamp| Self::fences_of(warps, of);
+        let fences: Option<&dyn Fn(Stamp) -> u32> = if is_async { Some(&fences) } else { None };
+        self.shared.note_read(place, BARRIER_BYTES, &warps[warp].by(lane), fences)?;
+        self.memory_barriers.at(at).map(|_| ())
+    }
+
+    fn start_copies(
+        &mut self,
+        warp: usize,
+        (to, from): (&Address, &Address),
+        (bytes, size): (usize, Option<Operand>),
+        active: u32,
+    ) -> Result<(), Fault> {
+        let [to, from] = [to, from].map(|address| self.addresses(warp, address));
+        let sizes = size.map(|size| self.warps[warp].values(size, &self.place));
+        for lane in lanes_of(active) {
+            let size = sizes.map_or(bytes, |sizes| sizes[lane] as u32 as usize);
+            if bytes != 16 || size > bytes {
+                return Err(Fault::NotSupported("a copy of another size than 16"));
+            }
+            // nothing else may access these bytes until the copy has ended
+            self.write_shared(warp, lane, to[lane], &[0; 16])?;
+            let copy = Copy16 { to: to[lane] as usize, from: from[lane], bytes: size };
+            self.shared.set_in_flight(copy.to, 16, true);
+            self.warps[warp].open_copies[lane].push(copy);
+        }
+        Ok(())
+    }
+
+    /// Ends the groups of copies of a thread but the last `pending` ones.
+    fn finish_copies(&mut self, warp: usize, lane: usize, pending: usize) -> Result<(), Fault> {
+        while self.warps[warp].copies[lane].len() > pending {
+            for Copy16 { to, from, bytes } in self.warps[warp].copies[lane].remove(0) {
+                let mut data = [0; 16];
+                if bytes > 0 {
+                    self.counts.global_read += bytes as u64;
+                    self.global.read(from, &mut data[..bytes], 16, self.number)?;
+                }
+                self.counts.shared_written += 16;
+                self.shared.set_in_flight(to, 16, false);
+                self.write_shared(warp, lane, to as u64, &data)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn start_box(
+        &mut self,
+        warp: usize,
+        lane: usize,
+        pc: usize,
+        (to, map, at, barrier): (&Address, Operand, &[Operand], &Address),
+    ) -> Result<(), Fault> {
+        let value = |operand: &Operand| self.warps[warp].values(*operand, &self.place)[lane];
+        let map = value(&map).checked_sub(PARAM_WINDOW).map(|at| at as usize);
+        let bytes = map.filter(|at| at.is_multiple_of(64));
+        let bytes =
+            bytes.and_then(|at| self.params.get(at..at + TensorMap::BYTES)?.try_into().ok());
+        let bytes =
+            bytes.ok_or(Fault::NotSupported("a tensor map that is no aligned parameter"))?;
+        let product = |error: &dyn std::fmt::Display| Fault::Product(error.to_string());
+        let map = TensorMap::from_bytes(bytes).map_err(|error| product(&error))?;
+        let [x, y, z] = at else { return Err(Fault::NotSupported("a box without three axes")) };
+        let at = [x, y, z].map(|operand| value(operand) as i32);
+        let (to, barrier) = (self.addresses(warp, to)[lane], self.addresses(warp, barrier)[lane]);
+        self.see_barrier(warp, lane, barrier, true)?;
+        let stamp = self.memory_barriers.at(barrier)?.stamp();
+        let known = self.warps[warp].released(1 << lane);
+        let pieces: Vec<Piece> = map.pieces(to, at).map_err(|error| product(&error))?.collect();
+        let by = By { stamp, known: [&known, &known] };
+        for piece in &pieces {
+            let place = self.shared.check(piece.to, 16, 16)?;
+            self.shared.note_write(place, 16, &by, None)?;
+            self.shared.set_in_flight(place, 16, true);
+        }
+        let bytes = map.box_bytes() as i64;
+        let issued = (pc, warp, lane);
+        self.boxes.push(BoxCopy { pieces, barrier, bytes, stamp, known, issued });
+        Ok(())
+    }
+
+    /// A copy of a box takes place.
+    pub(crate) fn copy_box(&mut self, copy: BoxCopy) -> Result<(), Fault> {
+        let BoxCopy { pieces, barrier, bytes, stamp, mut known, .. } = copy;
+        for Piece { to, inside, from } in pieces {
+            let place = self.shared.check(to, 16, 16)?;
+            let mut data = [0; 16];
+            if !inside.is_empty() {
+                self.counts.global_read += inside.len() as u64;
+                self.global.read(from, &mut data[inside], 1, self.number)?;
+            }
+            self.counts.shared_written += 16;
+            self.shared.set_in_flight(place, 16, false);
+            self.shared.bytes_mut(place, 16).copy_from_slice(&data);
+        }
+        known.add(stamp);
+        self.memory_barriers.receive(barrier, 0, -bytes, &known)
+    }
+
+    /// Used by checks of the asynchronous proxy: the number of proxy fences of the thread of a write.
+    pub(crate) fn fences_of(warps: &[Warp], of: Stamp) -> u32 {
+        let lane = of.lanes.trailing_zeros() as usize & 31;
+        warps.get(usize::from(of.unit)).map_or(0, |warp| warp.fences[lane])
+    }
+}

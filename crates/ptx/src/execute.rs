@@ -1,0 +1,363 @@
+//! Instructions of a warp other than [`Op::Scalar`] and branches.
+
+use crate::block::{Block, MAX_REGS, Outcome};
+use crate::fault::Fault;
+use crate::instruction::{Address, LANES, Lanes, Op, Operand, Reg, Shuffle, Space};
+use crate::products;
+use crate::warp::{Wait, lanes_of};
+
+/// The generic address of the first parameter: outside of all allocations.
+pub(crate) const PARAM_WINDOW: u64 = 0x7e00_0000_0000;
+
+impl Block<'_> {
+    /// Executes an instruction in the threads `active` of a warp; `pc` is its index.
+    pub(crate) fn execute(
+        &mut self,
+        warp: usize,
+        op: &Op,
+        pc: usize,
+        active: u32,
+    ) -> Result<Outcome, Fault> {
+        if op.is_warp_wide() {
+            let needed = self.needed(warp, op, active)?;
+            if needed & !active != 0 && needed & !self.warps[warp].live == 0 {
+                return Ok(Outcome::Again(Wait::Lanes));
+            } else if needed != active {
+                return Err(Fault::NotAllLanes { reached: active, needed });
+            }
+        }
+        match op {
+            Op::Load { space, bytes, signed, to, from } => {
+                let used = self.kernel.used_bytes.get(&pc).copied().unwrap_or(u32::MAX);
+                self.load(warp, (*space, *bytes, *signed), to, from, (active, used))?;
+            }
+            Op::Store { space, bytes, to, from } => {
+                self.store(warp, (*space, *bytes), to, from, active)?;
+            }
+            Op::Shuffle { mode, to, in_range, from } => {
+                self.shuffle(warp, *mode, (*to, *in_range), from, active)?;
+            }
+            Op::WarpBarrier { .. } => {
+                self.counts.barriers += 1;
+                let of = &mut self.warps[warp];
+                if active == of.live {
+                    of.synchronise();
+                } else {
+                    let released = of.released(active);
+                    of.acquire(&released, active);
+                }
+            }
+            Op::Barrier { waits, id, threads } => {
+                return self.barrier(warp, *waits, (*id, *threads), active);
+            }
+            Op::SetMaxRegs { increases, regs } => {
+                return self.set_max_regs(warp, *increases, *regs);
+            }
+            Op::LoadMatrix { to, from, transposed } => {
+                self.load_matrix(warp, to, from, *transposed)?;
+            }
+            Op::Mma { d, a, b, c } => {
+                let values = |operand: &Operand| self.warps[warp].values(*operand, &self.place);
+                let sums = products::mma(
+                    &a.map(|x| values(&x)),
+                    &b.map(|x| values(&x)),
+                    &c.map(|x| values(&x)),
+                );
+                self.counts.products += 16 * 8 * 16;
+                for (reg, sums) in d.iter().zip(&sums) {
+                    self.warps[warp].set(*reg, sums, active);
+                }
+            }
+            Op::FenceInit | Op::FenceProxy => {
+                for lane in lanes_of(active) {
+                    self.warps[warp].fences[lane] += 1;
+                }
+            }
+            Op::WarpgroupMma(of) => self.issue_product(warp, of)?,
+            Op::WarpgroupFence => self.warps[warp].forget_writes(),
+            Op::WarpgroupCommit => self.warps[warp].products.commit(),
+            Op::WarpgroupWait { pending } => self.wait_for_products(warp, *pending as usize)?,
+            Op::Pack { .. } | Op::Unpack { .. } | Op::ParamAddress { .. } | Op::ToGlobal { .. } => {
+                self.moves(warp, op, active);
+            }
+            _ => return self.execute_copy(warp, op, pc, active),
+        }
+        Ok(Outcome::Next)
+    }
+
+    /// The threads that must execute an instruction of the whole warp together.
+    pub(crate) fn needed(&self, warp: usize, op: &Op, active: u32) -> Result<u32, Fault> {
+        let of = &self.warps[warp];
+        match op {
+            Op::Shuffle { from: [.., mask], .. } | Op::WarpBarrier { mask } => {
+                let mask = of.uniform(*mask, active, &self.place)? as u32;
+                // -1 in a warp with fewer threads names those that there are
+                Ok(mask & of.all)
+            }
+            Op::Barrier { .. } => Ok(of.all),
+            _ => Ok(u32::MAX),
+        }
+    }
+
+    fn moves(&mut self, warp: usize, op: &Op, active: u32) {
+        let place = self.place;
+        let bits = &self.kernel.reg_bits;
+        let of = &mut self.warps[warp];
+        match op {
+            Op::Pack { to, from } => {
+                let width = u32::from(bits[to.0 as usize]) / from.len() as u32;
+                let mut joined = [0; LANES];
+                for (index, operand) in from.iter().enumerate() {
+                    let part = of.values(*operand, &place);
+                    for (to, part) in joined.iter_mut().zip(part) {
+                        *to |= (part & ((1 << width) - 1)) << (width * index as u32);
+                    }
+                }
+                of.set(*to, &joined, active);
+            }
+            Op::Unpack { to, from } => {
+                let whole = of.values(*from, &place);
+                let width = to.iter().flatten().next().map_or(32, |reg| bits[reg.0 as usize]);
+                for (index, reg) in to.iter().enumerate() {
+                    let shift = u32::from(width) * index as u32;
+                    let part = whole.map(|whole| whole >> shift & ((1 << width) - 1));
+                    reg.iter().for_each(|reg| of.set(*reg, &part, active));
+                }
+            }
+            Op::ParamAddress { to, from } => {
+                let at = of.values(*from, &place).map(|at| PARAM_WINDOW + at);
+                of.set(*to, &at, active);
+            }
+            Op::ToGlobal { to, from } => {
+                let at = of.values(*from, &place);
+                of.set(*to, &at, active);
+            }
+            _ => {}
+        }
+    }
+
+    /// The addresses of the threads of a warp.
+    pub(crate) fn addresses(&self, warp: usize, address: &Address) -> Lanes {
+        let base = self.warps[warp].values(address.base, &self.place);
+        base.map(|base| base.wrapping_add(address.offset as u64))
+    }
+
+    fn load(
+        &mut self,
+        warp: usize,
+        (space, bytes, signed): (Space, usize, bool),
+        to: &[Reg],
+        from: &Address,
+        (active, used): (u32, u32),
+    ) -> Result<(), Fault> {
+        let addresses = self.addresses(warp, from);
+        let all = bytes * to.len();
+        let mut results = [[0; LANES]; 4];
+        for lane in lanes_of(active) {
+            let mut read = [0; 16];
+            self.read(warp, lane, (space, addresses[lane]), &mut read[..all], used)?;
+            for (index, result) in results[..to.len()].iter_mut().enumerate() {
+                let mut value = [0; 8];
+                value[..bytes].copy_from_slice(&read[bytes * index..bytes * (index + 1)]);
+                result[lane] = u64::from_le_bytes(value);
+            }
+        }
+        for (reg, mut result) in to.iter().zip(results) {
+            let width = u32::from(self.kernel.reg_bits[reg.0 as usize]);
+            if signed {
+                let shift = 64 - 8 * bytes as u32;
+                let mask = u64::MAX >> (64 - width);
+                result = result.map(|value| ((value << shift) as i64 >> shift) as u64 & mask);
+            }
+            self.warps[warp].set(*reg, &result, active);
+        }
+        Ok(())
+    }
+
+    /// Reads bytes for a thread; those outside of the mask `used` may be unwritten.
+    fn read(
+        &mut self,
+        warp: usize,
+        lane: usize,
+        (space, at): (Space, u64),
+        to: &mut [u8],
+        used: u32,
+    ) -> Result<(), Fault> {
+        let bytes = to.len();
+        match space {
+            Space::Param => {
+                let from = self.params.get(at as usize..at as usize + bytes);
+                to.copy_from_slice(from.ok_or(Fault::OutOfBounds { space, at, bytes })?);
+            }
+            Space::Global => {
+                self.counts.global_read += bytes as u64;
+                self.global.read(at, to, bytes, self.number)?;
+            }
+            Space::Shared => {
+                self.counts.shared_read += bytes as u64;
+                let place = self.shared.check(at, bytes, bytes)?;
+                let by = self.warps[warp].by(lane);
+                for start in (0..bytes).step_by(4) {
+                    let part = (bytes - start).min(4);
+                    if used >> start & ((1 << part) - 1) != 0 {
+                        self.shared.note_read(place + start, part, &by, None)?;
+                    }
+                }
+                to.copy_from_slice(self.shared.bytes(place, bytes));
+            }
+        }
+        Ok(())
+    }
+
+    fn store(
+        &mut self,
+        warp: usize,
+        (space, bytes): (Space, usize),
+        to: &Address,
+        from: &[Operand],
+        active: u32,
+    ) -> Result<(), Fault> {
+        let addresses = self.addresses(warp, to);
+        let all = bytes * from.len();
+        let mut values = [[0; LANES]; 4];
+        for (values, operand) in values.iter_mut().zip(from) {
+            *values = self.warps[warp].values(*operand, &self.place);
+        }
+        for lane in lanes_of(active) {
+            let mut written = [0; 16];
+            for (index, values) in values[..from.len()].iter().enumerate() {
+                let value = &values[lane].to_le_bytes()[..bytes];
+                written[bytes * index..bytes * (index + 1)].copy_from_slice(value);
+            }
+            let (at, written) = (addresses[lane], &written[..all]);
+            match space {
+                Space::Global => {
+                    self.counts.global_written += all as u64;
+                    self.global.write(at, written, self.number)?;
+                }
+                Space::Shared => {
+                    self.counts.shared_written += all as u64;
+                    self.write_shared(warp, lane, at, written)?;
+                }
+                Space::Param => return Err(Fault::NotSupported("a store to a parameter")),
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes bytes to shared memory for a thread, at a multiple of their number.
+    pub(crate) fn write_shared(
+        &mut self,
+        warp: usize,
+        lane: usize,
+        at: u64,
+        bytes: &[u8],
+    ) -> Result<(), Fault> {
+        let place = self.shared.check(at, bytes.len(), bytes.len())?;
+        let of = &self.warps[warp];
+        self.shared.note_write(place, bytes.len(), &of.by(lane), Some(of.fences[lane]))?;
+        self.shared.bytes_mut(place, bytes.len()).copy_from_slice(bytes);
+        Ok(())
+    }
+
+    /// Section 9.7.9.6. `from`: value, distance or lane, clamp and mask of segments, members.
+    fn shuffle(
+        &mut self,
+        warp: usize,
+        mode: Shuffle,
+        (to, in_range): (Reg, Option<Reg>),
+        from: &[Operand; 4],
+        active: u32,
+    ) -> Result<(), Fault> {
+        let of = &self.warps[warp];
+        let [values, distances, clamps, _] = from.map(|operand| of.values(operand, &self.place));
+        let [mut results, mut ranges] = [[0; LANES]; 2];
+        for lane in lanes_of(active) {
+            let (b, clamp) = (distances[lane] as usize & 31, clamps[lane] as usize & 31);
+            let segment = clamps[lane] as usize >> 8 & 31;
+            let last = (lane & segment) | (clamp & !segment);
+            let (source, is_in_range) = match mode {
+                Shuffle::Up => (lane.wrapping_sub(b), lane as isize - b as isize >= last as isize),
+                Shuffle::Down => (lane + b, lane + b <= last),
+                Shuffle::Butterfly => (lane ^ b, lane ^ b <= last),
+                Shuffle::Index => {
+                    let source = (lane & segment) | (b & !segment);
+                    (source, source <= last)
+                }
+            };
+            let source = if is_in_range { source } else { lane };
+            if active >> source & 1 == 0 {
+                return Err(Fault::AbsentLane { lane: source });
+            }
+            (results[lane], ranges[lane]) = (values[source], u64::from(is_in_range));
+        }
+        self.warps[warp].set(to, &results, active);
+        if let Some(reg) = in_range {
+            self.warps[warp].set(reg, &ranges, active);
+        }
+        Ok(())
+    }
+
+    fn barrier(
+        &mut self,
+        warp: usize,
+        waits: bool,
+        (id, threads): (Operand, Option<Operand>),
+        active: u32,
+    ) -> Result<Outcome, Fault> {
+        self.counts.barriers += 1;
+        let of = &mut self.warps[warp];
+        let id = of.uniform(id, active, &self.place)?;
+        // warps count as 32 threads, whatever they have (section 9.7.13.1)
+        let all = self.place.threads.next_multiple_of(LANES) as u64;
+        let threads =
+            threads.map(|threads| of.uniform(threads, active, &self.place)).transpose()?;
+        of.synchronise();
+        let released = of.released(0);
+        let barrier = self.barriers.entry(id).or_default();
+        let ended = barrier.arrive((id, threads.unwrap_or(all)), warp, waits, &released)?;
+        let Some((waiting, known)) = ended else {
+            return Ok(if waits { Outcome::Waits } else { Outcome::Next });
+        };
+        for other in &waiting {
+            let live = self.warps[*other].live;
+            self.warps[*other].acquire(&known, live);
+        }
+        self.release(waiting.into_iter().filter(|other| *other != warp).collect());
+        Ok(Outcome::Next)
+    }
+
+    /// Section 9.7.19.5.
+    fn set_max_regs(&mut self, warp: usize, increases: bool, regs: u32) -> Result<Outcome, Fault> {
+        let regs = u64::from(regs);
+        let before = self.warps[warp].max_regs;
+        if (increases && regs < before) || (!increases && regs > before) {
+            return Err(Fault::Registers { found: regs, most: before });
+        }
+        if self.used_regs() - 32 * before + 32 * regs > MAX_REGS {
+            return Ok(Outcome::Again(Wait::Registers { regs }));
+        }
+        self.warps[warp].max_regs = regs;
+        Ok(Outcome::Next)
+    }
+
+    fn load_matrix(
+        &mut self,
+        warp: usize,
+        to: &[Reg],
+        from: &Address,
+        transposed: bool,
+    ) -> Result<(), Fault> {
+        let addresses = self.addresses(warp, from);
+        let mut rows = Vec::with_capacity(LANES);
+        for (lane, at) in products::matrix_rows(&addresses, to.len()).iter().enumerate() {
+            let mut row = [0; 16];
+            self.read(warp, lane, (Space::Shared, *at), &mut row, u32::MAX)?;
+            rows.push(row);
+        }
+        for (reg, values) in to.iter().zip(products::distribute(&rows, transposed)) {
+            self.warps[warp].set(*reg, &values, u32::MAX);
+        }
+        Ok(())
+    }
+}

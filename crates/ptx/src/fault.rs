@@ -1,0 +1,101 @@
+//! What a kernel can do wrong.
+
+use crate::instruction::Space;
+use std::fmt;
+
+/// A rule of the PTX ISA that an instruction broke.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    #[error("{space:?} address {at:#x} of {bytes} bytes is in no allocation")]
+    OutOfBounds { space: Space, at: u64, bytes: usize },
+    #[error("{space:?} address {at:#x} is no multiple of {bytes}")]
+    Misaligned { space: Space, at: u64, bytes: usize },
+    #[error("reads {space:?} memory at {at:#x} that nothing has written")]
+    Unwritten { space: Space, at: u64 },
+    #[error(
+        "data race in shared memory at {at:#x}: this {access} and an earlier {other} by {by} have no order"
+    )]
+    Race { at: u64, access: Access, other: Access, by: String },
+    #[error(
+        "data race in global memory at {at:#x}: this {access} and an {other} by another block have no order"
+    )]
+    BlockRace { at: u64, access: Access, other: Access },
+    #[error("accesses shared memory at {at:#x}, where an asynchronous copy is in flight")]
+    InFlight { at: u64 },
+    #[error(
+        "an asynchronous access of shared memory at {at:#x}, which was written without fence.proxy.async"
+    )]
+    NoProxyFence { at: u64 },
+    #[error("lanes {reached:#010x} of a warp reach an instruction of the lanes {needed:#010x}")]
+    NotAllLanes { reached: u32, needed: u32 },
+    #[error("lanes have different values for an operand of the whole warp")]
+    NotUniform,
+    #[error("reads from lane {lane}, which does not take part")]
+    AbsentLane { lane: usize },
+    #[error("barrier {id} expects {expected} threads, but {found} arrive")]
+    BarrierCount { id: u64, expected: u64, found: u64 },
+    #[error("the memory barrier at {at:#x} is not initialised")]
+    NoMemoryBarrier { at: u64 },
+    #[error("the memory barrier at {at:#x} receives {what} than it expects")]
+    MemoryBarrierCount { at: u64, what: &'static str },
+    #[error("register {register} takes part in a product that is in flight")]
+    BusyRegister { register: String },
+    #[error("register {register} was written after wgmma.fence and before the product")]
+    NoProductFence { register: String },
+    #[error("no thread can continue: {waiting}")]
+    Hang { waiting: String },
+    #[error("the block ends while {what} are in flight")]
+    EndInFlight { what: &'static str },
+    #[error("warps have {found} registers, and a multiprocessor has {most}")]
+    Registers { found: u64, most: u64 },
+    #[error("{0}")]
+    Scalar(crate::scalar::Fault),
+    /// An operand of a matrix product or of a copy of a box.
+    #[error("{0}")]
+    Product(String),
+    #[error("not supported: {0}")]
+    NotSupported(&'static str),
+}
+
+/// A read or a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    Read,
+    Write,
+}
+
+impl fmt::Display for Access {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Read => "read",
+            Self::Write => "write",
+        })
+    }
+}
+
+/// A fault with its place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    pub kernel: String,
+    /// Line of the PTX file.
+    pub line: u32,
+    /// File and line of the source, if the PTX has them.
+    pub source: Option<(String, u32)>,
+    pub block: [u32; 3],
+    /// The first thread of those that are concerned.
+    pub thread: usize,
+    pub fault: Fault,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kernel, line, source, block: [x, y, z], thread, fault } = self;
+        write!(f, "{kernel}, PTX line {line}")?;
+        if let Some((file, line)) = source {
+            write!(f, " ({file}:{line})")?;
+        }
+        write!(f, ", block ({x}, {y}, {z}), thread {thread}: {fault}")
+    }
+}
+
+impl std::error::Error for Failure {}

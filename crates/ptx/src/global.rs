@@ -1,0 +1,138 @@
+//! Global memory: allocations, and which block of a launch accesses which bytes.
+
+use crate::fault::{Access, Fault};
+use crate::instruction::Space;
+use std::collections::{BTreeMap, HashMap};
+
+/// Bytes of a page of notes.
+const PAGE: u64 = 4096;
+
+/// Global memory.
+#[derive(Debug, Default)]
+pub struct Global {
+    allocations: BTreeMap<u64, Allocation>,
+    /// Notes of the present launch.
+    pages: HashMap<u64, Vec<Note>>,
+}
+
+#[derive(Debug)]
+struct Allocation {
+    bytes: Vec<u8>,
+    /// Whether each byte was written; empty: all of them.
+    written: Vec<bool>,
+}
+
+/// Blocks that accessed a byte, counted from 1; `MANY` readers.
+#[derive(Debug, Clone, Copy, Default)]
+struct Note {
+    writer: u32,
+    reader: u32,
+}
+
+const MANY: u32 = u32::MAX;
+
+impl Global {
+    /// Adds an allocation at a multiple of 256 whose bytes nothing has written, and returns its
+    /// address.
+    pub fn allocate(&mut self, bytes: usize) -> u64 {
+        let end = self.allocations.last_key_value();
+        // a gap between allocations, so that an access past the end is in none
+        let at = end
+            .map_or(1 << 32, |(at, of)| (at + of.bytes.len() as u64 + 256).next_multiple_of(256));
+        let allocation = Allocation { bytes: vec![0xff; bytes], written: vec![false; bytes] };
+        self.allocations.insert(at, allocation);
+        at
+    }
+
+    /// Adds an allocation with these bytes.
+    pub fn upload(&mut self, bytes: &[u8]) -> u64 {
+        let at = self.allocate(bytes.len());
+        let allocation = self.allocations.get_mut(&at).expect("it was added");
+        allocation.bytes.copy_from_slice(bytes);
+        allocation.written.clear();
+        at
+    }
+
+    /// The bytes of an allocation, and whether all of them were written.
+    pub fn download(&self, at: u64) -> Option<(&[u8], bool)> {
+        let allocation = self.allocations.get(&at)?;
+        Some((&allocation.bytes, allocation.written.iter().all(|is_written| *is_written)))
+    }
+
+    /// Forgets which blocks accessed what: a launch begins.
+    pub(crate) fn begin(&mut self) {
+        self.pages.clear();
+    }
+
+    /// The allocation with these bytes, and their place in it.
+    fn find(
+        &mut self,
+        at: u64,
+        bytes: usize,
+        align: usize,
+    ) -> Result<(&mut Allocation, usize), Fault> {
+        let space = Space::Global;
+        if !at.is_multiple_of(align as u64) {
+            return Err(Fault::Misaligned { space, at, bytes: align });
+        }
+        let found = self.allocations.range_mut(..=at).next_back();
+        let found = found.map(|(start, allocation)| ((at - start) as usize, allocation));
+        match found {
+            Some((place, allocation)) if place + bytes <= allocation.bytes.len() => {
+                Ok((allocation, place))
+            }
+            _ => Err(Fault::OutOfBounds { space, at, bytes }),
+        }
+    }
+
+    /// Notes an access of `block`, counted from 1.
+    fn note(&mut self, at: u64, bytes: usize, block: u32, access: Access) -> Result<(), Fault> {
+        for byte in at..at + bytes as u64 {
+            let page = self.pages.entry(byte / PAGE);
+            let page = page.or_insert_with(|| vec![Note::default(); PAGE as usize]);
+            let note = &mut page[(byte % PAGE) as usize];
+            if note.writer != 0 && note.writer != block {
+                return Err(Fault::BlockRace { at: byte, access, other: Access::Write });
+            }
+            if access == Access::Read {
+                note.reader = if [0, block].contains(&note.reader) { block } else { MANY };
+            } else if ![0, block].contains(&note.reader) {
+                return Err(Fault::BlockRace { at: byte, access, other: Access::Read });
+            } else {
+                note.writer = block;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads bytes for `block`.
+    pub(crate) fn read(
+        &mut self,
+        at: u64,
+        to: &mut [u8],
+        align: usize,
+        block: u32,
+    ) -> Result<(), Fault> {
+        let (allocation, place) = self.find(at, to.len(), align)?;
+        let range = place..place + to.len();
+        let unwritten = allocation.written.get(range.clone());
+        if let Some(byte) = unwritten.and_then(|written| written.iter().position(|byte| !byte)) {
+            return Err(Fault::Unwritten { space: Space::Global, at: at + byte as u64 });
+        }
+        to.copy_from_slice(&allocation.bytes[range]);
+        self.note(at, to.len(), block, Access::Read)
+    }
+
+    /// Writes bytes for `block`.
+    pub(crate) fn write(&mut self, at: u64, from: &[u8], block: u32) -> Result<(), Fault> {
+        self.find(at, from.len(), from.len())?;
+        self.note(at, from.len(), block, Access::Write)?;
+        let (allocation, place) = self.find(at, from.len(), from.len())?;
+        let range = place..place + from.len();
+        if let Some(written) = allocation.written.get_mut(range.clone()) {
+            written.fill(true);
+        }
+        allocation.bytes[range].copy_from_slice(from);
+        Ok(())
+    }
+}

@@ -1,0 +1,120 @@
+//! The registers that an instruction reads and writes.
+
+use crate::fault::Access;
+use crate::instruction::{Address, MatrixA, Op, Operand, Reg};
+
+impl Op {
+    /// Whether all threads of the mask of the instruction, or of the warp, execute it together.
+    pub(crate) fn is_warp_wide(&self) -> bool {
+        matches!(
+            self,
+            Self::Shuffle { .. }
+                | Self::WarpBarrier { .. }
+                | Self::Barrier { .. }
+                | Self::SetMaxRegs { .. }
+                | Self::LoadMatrix { .. }
+                | Self::Mma { .. }
+                | Self::WarpgroupMma(_)
+                | Self::WarpgroupFence
+                | Self::WarpgroupCommit
+                | Self::WarpgroupWait { .. }
+        )
+    }
+
+    /// Calls `visit` with each register.
+    pub(crate) fn registers(&self, visit: &mut dyn FnMut(Reg, Access)) {
+        self.sources(&mut |operand| {
+            if let Operand::Reg(reg) = operand {
+                visit(reg, Access::Read);
+            }
+        });
+        self.results(&mut |reg| visit(reg, Access::Write));
+    }
+
+    fn results(&self, visit: &mut dyn FnMut(Reg)) {
+        match self {
+            Self::Scalar { to, .. }
+            | Self::Pack { to, .. }
+            | Self::ParamAddress { to, .. }
+            | Self::ToGlobal { to, .. }
+            | Self::MemoryBarrierTryWait { to, .. } => visit(*to),
+            Self::Unpack { to, .. } => to.iter().flatten().for_each(|reg| visit(*reg)),
+            Self::Load { to, .. } | Self::LoadMatrix { to, .. } => {
+                to.iter().for_each(|reg| visit(*reg));
+            }
+            Self::Shuffle { to, in_range, .. } => {
+                visit(*to);
+                in_range.iter().for_each(|reg| visit(*reg));
+            }
+            Self::Mma { d, .. } => d.iter().for_each(|reg| visit(*reg)),
+            Self::WarpgroupMma(of) => of.d.iter().for_each(|reg| visit(*reg)),
+            _ => {}
+        }
+    }
+
+    fn sources(&self, visit: &mut dyn FnMut(Operand)) {
+        let mut address = |address: &Address| visit(address.base);
+        match self {
+            Self::Load { from, .. } | Self::LoadMatrix { from, .. } => address(from),
+            Self::Store { to, from, .. } => {
+                address(to);
+                from.iter().for_each(|operand| visit(*operand));
+            }
+            Self::CopyAsync { to, from, size, .. } => {
+                address(to);
+                address(from);
+                size.iter().for_each(|operand| visit(*operand));
+            }
+            Self::CopyBox { to, map, at, barrier } => {
+                address(to);
+                address(barrier);
+                visit(*map);
+                at.iter().for_each(|operand| visit(*operand));
+            }
+            Self::MemoryBarrierInit { at, count } => {
+                address(at);
+                visit(*count);
+            }
+            Self::MemoryBarrierArrive { at, bytes } => {
+                address(at);
+                bytes.iter().for_each(|operand| visit(*operand));
+            }
+            Self::MemoryBarrierTryWait { at, parity, .. } => {
+                address(at);
+                visit(*parity);
+            }
+            _ => self.values(visit),
+        }
+    }
+
+    /// The sources of instructions without an address.
+    fn values(&self, visit: &mut dyn FnMut(Operand)) {
+        match self {
+            Self::Scalar { from, .. } | Self::Shuffle { from, .. } => {
+                from.iter().for_each(|operand| visit(*operand));
+            }
+            Self::Pack { from, .. } => from.iter().for_each(|operand| visit(*operand)),
+            Self::Unpack { from, .. }
+            | Self::ParamAddress { from, .. }
+            | Self::ToGlobal { from, .. } => visit(*from),
+            Self::WarpBarrier { mask } => visit(*mask),
+            Self::Barrier { id, threads, .. } => {
+                visit(*id);
+                threads.iter().for_each(|operand| visit(*operand));
+            }
+            Self::CopyWait { pending } => visit(*pending),
+            Self::Mma { a, b, c, .. } => {
+                a.iter().chain(b).chain(c).for_each(|operand| visit(*operand));
+            }
+            Self::WarpgroupMma(of) => {
+                match &of.a {
+                    MatrixA::Regs(a) => a.iter().for_each(|operand| visit(*operand)),
+                    MatrixA::Descriptor(a) => visit(*a),
+                }
+                visit(of.b);
+                visit(of.adds);
+            }
+            _ => {}
+        }
+    }
+}

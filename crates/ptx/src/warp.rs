@@ -1,0 +1,229 @@
+//! A warp: its registers, its threads that are at different instructions, and what it knows of the
+//! accesses of others.
+
+use crate::fault::Fault;
+use crate::instruction::{Guard, LANES, Lanes, Operand, Reg, Special};
+use crate::order::{Known, Stamp};
+use crate::shared::By;
+use crate::warpgroup::InFlight;
+
+/// Threads of a warp that are at the same instruction.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Fragment {
+    pub(crate) pc: usize,
+    pub(crate) lanes: u32,
+    pub(crate) wait: Wait,
+}
+
+/// What a fragment waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wait {
+    Nothing,
+    /// Other threads of the warp, at the same instruction.
+    Lanes,
+    /// A barrier of the block.
+    Barrier,
+    /// The end of a phase of the barrier in shared memory.
+    Phase {
+        at: u64,
+        parity: bool,
+    },
+    /// Registers that other warps release.
+    Registers {
+        regs: u64,
+    },
+}
+
+/// A copy of 16 bytes by `cp.async`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Copy16 {
+    pub(crate) to: usize,
+    pub(crate) from: u64,
+    pub(crate) bytes: usize,
+}
+
+/// The state of a warp.
+#[derive(Debug)]
+pub(crate) struct Warp {
+    pub(crate) index: usize,
+    /// Values of the registers.
+    regs: Vec<Lanes>,
+    /// Its threads, and those that have not ended.
+    pub(crate) all: u32,
+    pub(crate) live: u32,
+    pub(crate) fragments: Vec<Fragment>,
+    pub(crate) epoch: u32,
+    known: Known,
+    /// What single threads know besides.
+    of_lanes: Vec<Option<Box<Known>>>,
+    nothing: Known,
+    /// Number of proxy fences of each thread.
+    pub(crate) fences: [u32; LANES],
+    /// Copies of each thread: those of the open group, and of groups in flight, the oldest first.
+    pub(crate) open_copies: Vec<Vec<Copy16>>,
+    pub(crate) copies: Vec<Vec<Vec<Copy16>>>,
+    pub(crate) products: InFlight,
+    /// Registers that were written since the last `wgmma.fence`; empty without products.
+    written: Vec<bool>,
+    /// Registers of each thread (`setmaxnreg`).
+    pub(crate) max_regs: u64,
+}
+
+/// The lanes of a mask.
+pub(crate) fn lanes_of(mask: u32) -> impl Iterator<Item = usize> {
+    (0..LANES).filter(move |lane| mask >> lane & 1 == 1)
+}
+
+impl Warp {
+    /// Threads `32 * index ..` of a block of `threads`.
+    pub(crate) fn new(
+        index: usize,
+        threads: usize,
+        (num_regs, has_products): (usize, bool),
+        max_regs: u64,
+    ) -> Self {
+        let num = (threads - LANES * index).min(LANES);
+        let live = u32::MAX >> (LANES - num);
+        let mut known = Known::default();
+        known.add(Stamp { unit: index as u16, epoch: 1, lanes: 0 });
+        Self {
+            index,
+            regs: vec![[0xdead_dead_dead_dead; LANES]; num_regs],
+            all: live,
+            live,
+            fragments: vec![Fragment { pc: 0, lanes: live, wait: Wait::Nothing }],
+            epoch: 1,
+            known,
+            of_lanes: vec![None; LANES],
+            nothing: Known::default(),
+            fences: [0; LANES],
+            open_copies: vec![Vec::new(); LANES],
+            copies: vec![Vec::new(); LANES],
+            products: InFlight::default(),
+            written: vec![false; if has_products { num_regs } else { 0 }],
+            max_regs,
+        }
+    }
+
+    /// Whether a register was written since the last `wgmma.fence`.
+    pub(crate) fn is_written(&self, reg: Reg) -> bool {
+        self.written[reg.0 as usize]
+    }
+
+    pub(crate) fn forget_writes(&mut self) {
+        self.written.fill(false);
+    }
+
+    /// Replaces a register of all threads, as products do.
+    pub(crate) fn restore(&mut self, reg: Reg, values: &Lanes) {
+        self.regs[reg.0 as usize] = *values;
+    }
+
+    pub(crate) fn reg(&self, reg: Reg) -> &Lanes {
+        &self.regs[reg.0 as usize]
+    }
+
+    /// The values of an operand.
+    pub(crate) fn values(&self, operand: Operand, place: &Place) -> Lanes {
+        match operand {
+            Operand::Reg(reg) => self.regs[reg.0 as usize],
+            Operand::Immediate(value) => [value; LANES],
+            Operand::Special(Special::Thread) => {
+                std::array::from_fn(|lane| (LANES * self.index + lane) as u64)
+            }
+            Operand::Special(Special::Threads) => [place.threads as u64; LANES],
+            Operand::Special(Special::Block(axis)) => [u64::from(place.block[axis]); LANES],
+            Operand::Special(Special::Blocks(axis)) => [u64::from(place.grid[axis]); LANES],
+        }
+    }
+
+    /// The value of an operand that is the same in all `lanes`.
+    pub(crate) fn uniform(
+        &self,
+        operand: Operand,
+        lanes: u32,
+        place: &Place,
+    ) -> Result<u64, Fault> {
+        let values = self.values(operand, place);
+        let first = values[lanes.trailing_zeros() as usize];
+        let is_same = lanes_of(lanes).all(|lane| values[lane] == first);
+        if is_same { Ok(first) } else { Err(Fault::NotUniform) }
+    }
+
+    /// Replaces a register in `lanes`.
+    pub(crate) fn set(&mut self, reg: Reg, values: &Lanes, lanes: u32) {
+        if let Some(written) = self.written.get_mut(reg.0 as usize) {
+            *written = true;
+        }
+        let to = &mut self.regs[reg.0 as usize];
+        if lanes == u32::MAX {
+            *to = *values;
+            return;
+        }
+        for lane in lanes_of(lanes) {
+            to[lane] = values[lane];
+        }
+    }
+
+    /// Those of `lanes` whose predicate holds.
+    pub(crate) fn active(&self, guard: Option<Guard>, lanes: u32) -> u32 {
+        let Some(Guard { predicate, negated }) = guard else { return lanes };
+        let values = self.reg(predicate);
+        let holds = (0..LANES).fold(0, |mask, lane| mask | u32::from(values[lane] != 0) << lane);
+        lanes & if negated { !holds } else { holds }
+    }
+
+    pub(crate) fn stamp(&self, lanes: u32) -> Stamp {
+        Stamp { unit: self.index as u16, epoch: self.epoch, lanes }
+    }
+
+    /// An access by a thread.
+    pub(crate) fn by(&self, lane: usize) -> By<'_> {
+        let known = [&self.known, self.of_lanes[lane].as_deref().unwrap_or(&self.nothing)];
+        By { stamp: self.stamp(1 << lane), known }
+    }
+
+    /// An access on behalf of all threads of the warp.
+    pub(crate) fn by_all(&self) -> By<'_> {
+        By { stamp: self.stamp(self.live), known: [&self.known, &self.nothing] }
+    }
+
+    /// All threads of the warp synchronise: their accesses so far are ordered before later ones.
+    pub(crate) fn synchronise(&mut self) {
+        for known in self.of_lanes.iter_mut().filter_map(Option::take) {
+            self.known.join(&known);
+        }
+        self.epoch += 1;
+        let now = self.stamp(0);
+        self.known.add(now);
+    }
+
+    /// What is ordered before by what these threads release now.
+    pub(crate) fn released(&self, lanes: u32) -> Known {
+        let mut released = self.known.clone();
+        for known in lanes_of(lanes).filter_map(|lane| self.of_lanes[lane].as_deref()) {
+            released.join(known);
+        }
+        released.add(self.stamp(lanes));
+        released
+    }
+
+    /// These threads see what others released.
+    pub(crate) fn acquire(&mut self, released: &Known, lanes: u32) {
+        if lanes == self.live {
+            self.known.join(released);
+            return;
+        }
+        for lane in lanes_of(lanes) {
+            self.of_lanes[lane].get_or_insert_default().join(released);
+        }
+    }
+}
+
+/// Where a block is in its grid.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) block: [u32; 3],
+    pub(crate) grid: [u32; 3],
+    pub(crate) threads: usize,
+}

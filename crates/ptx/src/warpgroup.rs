@@ -1,0 +1,213 @@
+//! Products of a warpgroup (`wgmma`): they take effect when a warp waits for them.
+
+use crate::block::Block;
+use crate::fault::{Access, Fault};
+use crate::instruction::{Lanes, MatrixA, Op, Operand, Reg, WarpgroupMma};
+use crate::order::Stamp;
+use crate::products::{self, Descriptor};
+use crate::warp::Warp;
+use std::collections::{BTreeMap, VecDeque};
+
+/// Bits of sums that are in flight: the canonical NaN.
+const IN_FLIGHT: u64 = 0x7fff_ffff;
+
+/// Products of a warp that have not ended.
+#[derive(Debug, Default)]
+pub(crate) struct InFlight {
+    open: Vec<Product>,
+    groups: VecDeque<Vec<Product>>,
+    /// The sums.
+    sums: BTreeMap<Reg, Lanes>,
+}
+
+#[derive(Debug)]
+struct Product {
+    n: usize,
+    d: Vec<Reg>,
+    a: Left,
+    /// Registers of A.
+    a_regs: Vec<Reg>,
+    b: Vec<u64>,
+    b_transposed: bool,
+    adds: bool,
+}
+
+#[derive(Debug)]
+enum Left {
+    Values(Vec<f32>),
+    /// Addresses of pieces, and whether rows of k are adjacent.
+    Shared(Vec<u64>, bool),
+}
+
+impl InFlight {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.open.is_empty() && self.groups.iter().all(Vec::is_empty)
+    }
+
+    pub(crate) fn commit(&mut self) {
+        let group = std::mem::take(&mut self.open);
+        self.groups.push_back(group);
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Product> {
+        self.groups.iter().flatten().chain(&self.open)
+    }
+
+    /// Whether a register may not be accessed.
+    fn is_busy(&self, reg: Reg, access: Access) -> bool {
+        let is_a = |product: &Product| product.a_regs.contains(&reg);
+        self.sums.contains_key(&reg) || (access == Access::Write && self.all().any(is_a))
+    }
+}
+
+impl Block<'_> {
+    /// Fails if an instruction accesses registers of products in flight.
+    pub(crate) fn check_products(&self, warp: usize, op: &Op) -> Result<(), Fault> {
+        let products = &self.warps[warp].products;
+        if products.is_empty() || matches!(op, Op::WarpgroupMma(_)) {
+            return Ok(());
+        }
+        let mut busy = None;
+        op.registers(&mut |reg, access| {
+            if products.is_busy(reg, access) {
+                busy = Some(reg);
+            }
+        });
+        match busy {
+            Some(reg) => Err(Fault::BusyRegister { register: self.name(reg) }),
+            None => Ok(()),
+        }
+    }
+
+    fn name(&self, reg: Reg) -> String {
+        self.kernel.regs[reg.0 as usize].clone()
+    }
+
+    /// Addresses of the pieces of an operand in shared memory: for A, of the rows of this warp.
+    fn pieces(
+        &self,
+        warp: usize,
+        (operand, rows, transposed): (Operand, usize, bool),
+        is_a: bool,
+    ) -> Result<Vec<u64>, Fault> {
+        let product = |error: &dyn std::fmt::Display| Fault::Product(error.to_string());
+        let bits = self.warps[warp].uniform(operand, u32::MAX, &self.place)?;
+        let descriptor = Descriptor::decode(bits).map_err(|error| product(&error))?;
+        let pieces = descriptor.addresses(rows, transposed).map_err(|error| product(&error))?;
+        if !is_a {
+            return Ok(pieces);
+        }
+        let of = warp % 4;
+        let is_own = |index: usize| match transposed {
+            false => index / 32 == of,   // two pieces in each of 16 rows
+            true => index % 8 / 2 == of, // of each k, eight pieces of eight rows
+        };
+        let own = pieces.into_iter().enumerate().filter(|(index, _)| is_own(*index));
+        Ok(own.map(|(_, piece)| piece).collect())
+    }
+
+    /// Starts a product.
+    pub(crate) fn issue_product(&mut self, warp: usize, op: &WarpgroupMma) -> Result<(), Fault> {
+        if op.negate != [false; 2] {
+            return Err(Fault::NotSupported("negated operands of wgmma"));
+        }
+        let of = &self.warps[warp];
+        let [a_transposed, b_transposed] = op.transpose;
+        let adds = of.uniform(op.adds, u32::MAX, &self.place)? != 0;
+        let (a, a_regs) = match &op.a {
+            MatrixA::Regs(regs) => {
+                let values = regs.map(|operand| of.values(operand, &self.place));
+                let names = regs.iter().filter_map(|operand| match operand {
+                    Operand::Reg(reg) => Some(*reg),
+                    _ => None,
+                });
+                (Left::Values(products::a_from_registers(&[values])), names.collect())
+            }
+            MatrixA::Descriptor(operand) => {
+                let pieces = self.pieces(warp, (*operand, 64, a_transposed), true)?;
+                (Left::Shared(pieces, a_transposed), Vec::new())
+            }
+        };
+        let b = self.pieces(warp, (op.b, op.n, b_transposed), false)?;
+        let fresh = op.d.iter().filter(|reg| !of.products.sums.contains_key(reg));
+        let mut unfenced = fresh.chain(&a_regs).filter(|reg| of.is_written(**reg));
+        if let Some(reg) = unfenced.next() {
+            return Err(Fault::NoProductFence { register: self.name(*reg) });
+        }
+        if let Some(reg) = a_regs.iter().find(|reg| of.products.sums.contains_key(reg)) {
+            return Err(Fault::BusyRegister { register: self.name(*reg) });
+        }
+        let (n, d) = (op.n, op.d.clone());
+        let product = Product { n, d, a, a_regs, b, b_transposed, adds };
+        self.note_operands(warp, &product, true)?;
+        let of = &mut self.warps[warp];
+        for reg in &product.d {
+            let value = *of.reg(*reg);
+            of.products.sums.entry(*reg).or_insert(value);
+            of.restore(*reg, &[IN_FLIGHT; 32]);
+        }
+        of.products.open.push(product);
+        Ok(())
+    }
+
+    /// Notes the reads of a product. When it starts, threads must have fenced what they wrote.
+    fn note_operands(&mut self, warp: usize, product: &Product, starts: bool) -> Result<(), Fault> {
+        let warps = &self.warps;
+        let fences = |of: Stamp| Self::fences_of(warps, of);
+        let fences: Option<&dyn Fn(Stamp) -> u32> = if starts { Some(&fences) } else { None };
+        let by = warps[warp].by_all();
+        let a = match &product.a {
+            Left::Shared(pieces, _) => &pieces[..],
+            Left::Values(_) => &[],
+        };
+        for at in a.iter().chain(&product.b) {
+            let place = self.shared.check(*at, 16, 16)?;
+            self.shared.note_read(place, 16, &by, fences)?;
+        }
+        Ok(())
+    }
+
+    /// Ends the groups of products of a warp but the last `pending` ones.
+    pub(crate) fn wait_for_products(&mut self, warp: usize, pending: usize) -> Result<(), Fault> {
+        while self.warps[warp].products.groups.len() > pending {
+            let group = self.warps[warp].products.groups.pop_front().unwrap_or_default();
+            for product in group {
+                self.note_operands(warp, &product, false)?;
+                let read = |pieces: &[u64]| -> Vec<[u8; 16]> {
+                    let piece = |at: &u64| self.shared.bytes(*at as usize, 16).try_into();
+                    pieces.iter().map(|at| piece(at).expect("16 bytes")).collect()
+                };
+                let b = products::matrix(&read(&product.b), product.b_transposed);
+                let a = match &product.a {
+                    Left::Values(values) => values.clone(),
+                    Left::Shared(pieces, transposed) => {
+                        products::matrix(&read(pieces), *transposed)
+                    }
+                };
+                let sums = &mut self.warps[warp].products.sums;
+                let mut d = [product.d.iter().map(|reg| sums[reg]).collect::<Vec<Lanes>>()];
+                products::wgmma(&a, &b, &mut d, product.adds);
+                sums.extend(product.d.iter().copied().zip(d[0].iter().copied()));
+                let read = b.len() * 2 + if product.a_regs.is_empty() { a.len() * 2 } else { 0 };
+                self.counts.shared_read += read as u64;
+                self.counts.products += (16 * product.n * 16) as u64;
+            }
+            self.warps[warp].end_products();
+        }
+        Ok(())
+    }
+}
+
+impl Warp {
+    /// Gives the sums of ended products back to their registers.
+    fn end_products(&mut self) {
+        let busy: Vec<Reg> = self.products.all().flat_map(|product| product.d.clone()).collect();
+        let ended: Vec<Reg> =
+            self.products.sums.keys().copied().filter(|reg| !busy.contains(reg)).collect();
+        for reg in ended {
+            if let Some(sums) = self.products.sums.remove(&reg) {
+                self.restore(reg, &sums);
+            }
+        }
+    }
+}
