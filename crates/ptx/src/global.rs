@@ -44,6 +44,12 @@ impl Global {
         at
     }
 
+    /// Adds an allocation at an address, with these bytes.
+    pub fn insert(&mut self, at: u64, bytes: &[u8]) {
+        let allocation = Allocation { bytes: bytes.to_owned(), written: Vec::new() };
+        self.allocations.insert(at, allocation);
+    }
+
     /// Adds an allocation with these bytes.
     pub fn upload(&mut self, bytes: &[u8]) -> u64 {
         let at = self.allocate(bytes.len());

@@ -24,4 +24,5 @@ mod warpgroup;
 pub use fault::{Access, Failure, Fault};
 pub use global::Global;
 pub use launch::{Counts, Launch, run};
+pub use instruction::{Kernel, Module};
 pub use parse::{ParseError, parse};
