@@ -74,7 +74,7 @@ impl Block<'_> {
                 }
             }
             Op::WarpgroupMma(of) => self.issue_product(warp, of)?,
-            Op::WarpgroupFence => self.warps[warp].forget_writes(),
+            Op::WarpgroupFence => self.warps[warp].fence(),
             Op::WarpgroupCommit => self.warps[warp].products.commit(),
             Op::WarpgroupWait { pending } => self.wait_for_products(warp, *pending as usize)?,
             Op::Pack { .. } | Op::Unpack { .. } | Op::ParamAddress { .. } | Op::ToGlobal { .. } => {

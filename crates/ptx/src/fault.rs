@@ -40,7 +40,7 @@ pub enum Fault {
     MemoryBarrierCount { at: u64, what: &'static str },
     #[error("register {register} takes part in a product that is in flight")]
     BusyRegister { register: String },
-    #[error("register {register} was written after wgmma.fence and before the product")]
+    #[error("register {register} was accessed after the last wgmma.fence and before the product")]
     NoProductFence { register: String },
     #[error("no thread can continue: {waiting}")]
     Hang { waiting: String },

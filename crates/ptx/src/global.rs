@@ -11,6 +11,8 @@ const PAGE: u64 = 4096;
 #[derive(Debug, Default)]
 pub struct Global {
     allocations: BTreeMap<u64, Allocation>,
+    /// Of memory of this process: the allocation that contains an address, its start and size.
+    host: Option<fn(u64) -> Option<(u64, usize)>>,
     /// Notes of the present launch.
     pages: HashMap<u64, Vec<Note>>,
 }
@@ -32,6 +34,16 @@ struct Note {
 const MANY: u32 = u32::MAX;
 
 impl Global {
+    /// The memory of this process, with the allocations that `find` returns for the addresses in them:
+    /// their starts and sizes. None of it counts as unwritten.
+    ///
+    /// # Safety
+    /// What `find` returns is allocated, and nothing else accesses it during a launch.
+    #[expect(unsafe_code, reason = "the caller answers for the addresses")]
+    pub unsafe fn of_host(find: fn(u64) -> Option<(u64, usize)>) -> Self {
+        Self { host: Some(find), ..Self::default() }
+    }
+
     /// Adds an allocation at a multiple of 256 whose bytes nothing has written, and returns its
     /// address.
     pub fn allocate(&mut self, bytes: usize) -> u64 {
@@ -111,6 +123,22 @@ impl Global {
         Ok(())
     }
 
+    /// The address of bytes in the memory of this process.
+    fn on_host(
+        find: fn(u64) -> Option<(u64, usize)>,
+        at: u64,
+        bytes: usize,
+        align: usize,
+    ) -> Result<*mut u8, Fault> {
+        let space = Space::Global;
+        if !at.is_multiple_of(align as u64) {
+            return Err(Fault::Misaligned { space, at, bytes: align });
+        }
+        let is_inside = |(start, size): (u64, usize)| at - start + bytes as u64 <= size as u64;
+        let found = find(at).filter(|found| is_inside(*found));
+        found.map(|_| at as *mut u8).ok_or(Fault::OutOfBounds { space, at, bytes })
+    }
+
     /// Reads bytes for `block`.
     pub(crate) fn read(
         &mut self,
@@ -119,6 +147,16 @@ impl Global {
         align: usize,
         block: u32,
     ) -> Result<(), Fault> {
+        if let Some(find) = self.host {
+            let from = Self::on_host(find, at, to.len(), align)?;
+            self.note(at, to.len(), block, Access::Read)?;
+            #[expect(unsafe_code, reason = "memory of this process")]
+            // SAFETY: the bytes are in an allocation (`of_host`).
+            unsafe {
+                std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len());
+            }
+            return Ok(());
+        }
         let (allocation, place) = self.find(at, to.len(), align)?;
         let range = place..place + to.len();
         let unwritten = allocation.written.get(range.clone());
@@ -131,6 +169,16 @@ impl Global {
 
     /// Writes bytes for `block`.
     pub(crate) fn write(&mut self, at: u64, from: &[u8], block: u32) -> Result<(), Fault> {
+        if let Some(find) = self.host {
+            let to = Self::on_host(find, at, from.len(), from.len())?;
+            self.note(at, from.len(), block, Access::Write)?;
+            #[expect(unsafe_code, reason = "memory of this process")]
+            // SAFETY: the bytes are in an allocation (`of_host`).
+            unsafe {
+                std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len());
+            }
+            return Ok(());
+        }
         self.find(at, from.len(), from.len())?;
         self.note(at, from.len(), block, Access::Write)?;
         let (allocation, place) = self.find(at, from.len(), from.len())?;

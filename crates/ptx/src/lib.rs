@@ -23,6 +23,6 @@ mod warpgroup;
 
 pub use fault::{Access, Failure, Fault};
 pub use global::Global;
-pub use launch::{Counts, Launch, run};
 pub use instruction::{Kernel, Module};
+pub use launch::{Counts, Launch, run};
 pub use parse::{ParseError, parse};

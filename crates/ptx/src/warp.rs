@@ -63,8 +63,9 @@ pub(crate) struct Warp {
     pub(crate) open_copies: Vec<Vec<Copy16>>,
     pub(crate) copies: Vec<Vec<Vec<Copy16>>>,
     pub(crate) products: InFlight,
-    /// Registers that were written since the last `wgmma.fence`; empty without products.
-    written: Vec<bool>,
+    /// Registers that were accessed since the last `wgmma.fence`, and at the start all of them; empty
+    /// in kernels without products.
+    touched: Vec<bool>,
     /// Registers of each thread (`setmaxnreg`).
     pub(crate) max_regs: u64,
 }
@@ -100,18 +101,28 @@ impl Warp {
             open_copies: vec![Vec::new(); LANES],
             copies: vec![Vec::new(); LANES],
             products: InFlight::default(),
-            written: vec![false; if has_products { num_regs } else { 0 }],
+            touched: vec![true; if has_products { num_regs } else { 0 }],
             max_regs,
         }
     }
 
-    /// Whether a register was written since the last `wgmma.fence`.
-    pub(crate) fn is_written(&self, reg: Reg) -> bool {
-        self.written[reg.0 as usize]
+    /// Whether a register was accessed since the last `wgmma.fence`.
+    pub(crate) fn is_touched(&self, reg: Reg) -> bool {
+        self.touched[reg.0 as usize]
     }
 
-    pub(crate) fn forget_writes(&mut self) {
-        self.written.fill(false);
+    /// Whether the kernel has products of warpgroups.
+    pub(crate) fn has_products(&self) -> bool {
+        !self.touched.is_empty()
+    }
+
+    pub(crate) fn touch(&mut self, reg: Reg) {
+        self.touched[reg.0 as usize] = true;
+    }
+
+    /// `wgmma.fence`.
+    pub(crate) fn fence(&mut self) {
+        self.touched.fill(false);
     }
 
     /// Replaces a register of all threads, as products do.
@@ -152,9 +163,6 @@ impl Warp {
 
     /// Replaces a register in `lanes`.
     pub(crate) fn set(&mut self, reg: Reg, values: &Lanes, lanes: u32) {
-        if let Some(written) = self.written.get_mut(reg.0 as usize) {
-            *written = true;
-        }
         let to = &mut self.regs[reg.0 as usize];
         if lanes == u32::MAX {
             *to = *values;

@@ -61,17 +61,18 @@ impl InFlight {
 }
 
 impl Block<'_> {
-    /// Fails if an instruction accesses registers of products in flight.
-    pub(crate) fn check_products(&self, warp: usize, op: &Op) -> Result<(), Fault> {
-        let products = &self.warps[warp].products;
-        if products.is_empty() || matches!(op, Op::WarpgroupMma(_)) {
+    /// Notes which registers an instruction accesses, and fails if a product in flight uses one.
+    pub(crate) fn check_products(&mut self, warp: usize, op: &Op) -> Result<(), Fault> {
+        let of = &mut self.warps[warp];
+        if !of.has_products() || matches!(op, Op::WarpgroupMma(_)) {
             return Ok(());
         }
         let mut busy = None;
         op.registers(&mut |reg, access| {
-            if products.is_busy(reg, access) {
+            if of.products.is_busy(reg, access) {
                 busy = Some(reg);
             }
+            of.touch(reg);
         });
         match busy {
             Some(reg) => Err(Fault::BusyRegister { register: self.name(reg) }),
@@ -130,7 +131,7 @@ impl Block<'_> {
         };
         let b = self.pieces(warp, (op.b, op.n, b_transposed), false)?;
         let fresh = op.d.iter().filter(|reg| !of.products.sums.contains_key(reg));
-        let mut unfenced = fresh.chain(&a_regs).filter(|reg| of.is_written(**reg));
+        let mut unfenced = fresh.chain(&a_regs).filter(|reg| of.is_touched(**reg));
         if let Some(reg) = unfenced.next() {
             return Err(Fault::NoProductFence { register: self.name(*reg) });
         }

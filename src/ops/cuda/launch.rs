@@ -309,6 +309,10 @@ fn start(
         ) -> i32;
         fn trainer_emulation_error() -> *const std::ffi::c_char;
     }
+    #[cfg(feature = "cuda-emulation")]
+    if super::interpreted::is_on() {
+        return super::interpreted::launch(kernel, grid, threads, shared, arguments);
+    }
     let name = std::ffi::CString::new(kernel).expect("kernel names contain no NUL");
     // SAFETY: the arguments match the signature of the kernel, and the caller borrows the tensors.
     let code = unsafe {

@@ -26,6 +26,8 @@ mod gated_delta_rule;
 mod gated_rms_norm;
 mod gemm;
 mod grouped_linear;
+#[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
+mod interpreted;
 mod launch;
 mod layer_norm;
 mod linear;

@@ -50,7 +50,7 @@ impl Gpu {
         static CAPABILITY: std::sync::LazyLock<String> = std::sync::LazyLock::new(|| {
             std::env::var("TRAINER_EMULATE_CUDA").unwrap_or_else(|_| "1".to_owned())
         });
-        match CAPABILITY.as_str() {
+        match CAPABILITY.trim_start_matches("ptx:") {
             "1" | "8.0" => Ok(Self::A100),
             "9.0" => Ok(Self::H100),
             other => bail!("found TRAINER_EMULATE_CUDA={other}, expected 1, 8.0 or 9.0"),
