@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks the CUDA code without a GPU. Runs the named parts, or all of them:
-#   scripts/cuda/check.sh [types] [emulated] [nvcc]
+#   scripts/cuda/check.sh [types] [emulated] [nvcc] [ptx]
 #   types     clippy for the features `cuda` and `flash-attn`, with a stub in place of nvcc
 #   emulated  the tests of the ops and of the model (`laws`), with every CUDA kernel emulated
 #             on the CPU: with the kernels for compute capability 8.0, then with those for 9.0
@@ -8,6 +8,8 @@
 #             pinned compiler of toolkit.sh; register spills and products that the assembler must
 #             serialize are errors; checks the state space of every memory access in the PTX
 #             (state_spaces.py); counts instructions of Hopper's kernels
+#   ptx       the tests of the ops, with the PTX that the pinned compiler emits executed on the CPU:
+#             addresses, unwritten memory, races, barriers and asynchronous work are checked
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -104,11 +106,26 @@ nvcc() {
   echo "compiled in $((SECONDS - before)) s"
 }
 
-[ $# -gt 0 ] || set -- types emulated nvcc
+ptx() {
+  eval "$(scripts/cuda/toolkit.sh)"
+  export TRAINER_PTX=$PWD/target/cuda/kernels TRAINER_EMULATE_CUDA
+  rm -rf "$TRAINER_PTX"
+  mkdir -p "$TRAINER_PTX"/{80,90,90a}
+  {
+    for arch in 80 90; do printf "$arch %s\n" src/ops/cuda/kernels/{common,sm80}/*.cu; done
+    printf '90a %s\n' src/ops/cuda/kernels/sm90/*.cu
+  } | xargs -P "$(nproc)" -L 1 bash -c '
+    "$CUDA_HOME/bin/nvcc" -ptx "-arch=sm_$1" -O3 -std=c++17 -lineinfo -Isrc/ops/cuda/kernels/common -o "$TRAINER_PTX/$1/$(basename "$2" .cu).ptx" "$2"' _
+  for TRAINER_EMULATE_CUDA in ptx:8.0 ptx:9.0; do
+    cargo test --release --features cuda-emulation --lib -- ops:: optim:: joined_layers placed --skip ops::cuda::
+  done
+}
+
+[ $# -gt 0 ] || set -- types emulated nvcc ptx
 for part in "$@"; do
   case $part in
-    types | emulated | nvcc) ;;
-    *) echo "unknown part \`$part\`, expected types, emulated or nvcc" >&2; exit 64 ;;
+    types | emulated | nvcc | ptx) ;;
+    *) echo "unknown part \`$part\`, expected types, emulated, nvcc or ptx" >&2; exit 64 ;;
   esac
   echo "=== CUDA: $part"
   "$part"

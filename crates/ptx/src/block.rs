@@ -4,7 +4,7 @@ use crate::barriers::{Barrier, MemoryBarriers};
 use crate::copies::BoxCopy;
 use crate::fault::{Failure, Fault};
 use crate::global::Global;
-use crate::instruction::{Instruction, Kernel, Op, Space};
+use crate::instruction::{Instruction, Kernel, LANES, Lanes, Op, Operand, Space};
 use crate::launch::{Counts, Launch, Random};
 use crate::scalar;
 use crate::shared::Shared;
@@ -13,6 +13,8 @@ use std::collections::BTreeMap;
 
 /// Registers of a multiprocessor.
 pub(crate) const MAX_REGS: u64 = 65536;
+
+const ZEROS: Lanes = [0; LANES];
 
 /// The state of a block.
 pub(crate) struct Block<'a> {
@@ -29,6 +31,8 @@ pub(crate) struct Block<'a> {
     /// Copies of boxes in flight.
     pub(crate) boxes: Vec<BoxCopy>,
     pub(crate) random: Random,
+    /// Values of the operands of an instruction that are no registers.
+    literals: Box<[Lanes; 4]>,
     pub(crate) counts: &'a mut Counts,
 }
 
@@ -71,6 +75,7 @@ impl<'a> Block<'a> {
             barriers: BTreeMap::new(),
             memory_barriers: MemoryBarriers::new(num_warps),
             boxes: Vec::new(),
+            literals: Box::new([ZEROS; 4]),
             random: Random::new(seed ^ u64::from(index) << 32),
             counts,
         }
@@ -162,8 +167,18 @@ impl<'a> Block<'a> {
             }
             Op::Scalar { kind, to, from } if active != 0 => {
                 self.check_products(warp, op)?;
-                let from = from.map(|operand| self.warps[warp].values(operand, &self.place));
-                let mut result = [0; 32];
+                let of = &self.warps[warp];
+                for (literal, operand) in self.literals.iter_mut().zip(from) {
+                    if !matches!(operand, Operand::Reg(_) | Operand::Immediate(0)) {
+                        *literal = of.values(*operand, &self.place);
+                    }
+                }
+                let from = std::array::from_fn(|index| match from[index] {
+                    Operand::Reg(reg) => of.reg(reg),
+                    Operand::Immediate(0) => &ZEROS,
+                    _ => &self.literals[index],
+                });
+                let mut result = [0; LANES];
                 scalar::execute(*kind, &from, &mut result, active).map_err(Fault::Scalar)?;
                 self.warps[warp].set(*to, &result, active);
                 (stays.lanes, goes.lanes) = (0, lanes);
@@ -279,7 +294,7 @@ impl<'a> Block<'a> {
         if self.barriers.values().any(Barrier::is_open) {
             return in_flight("arrivals at a barrier");
         }
-        if self.memory_barriers.all().any(|barrier| barrier.expects_bytes()) {
+        if self.memory_barriers.all().any(super::barriers::MemoryBarrier::expects_bytes) {
             return in_flight("bytes that a barrier expects");
         }
         Ok(())

@@ -84,24 +84,24 @@ impl Value for f64 {
 
 // Each call has a loop of its own for one function and its types, which the compiler can vectorise.
 
-fn map1<A: Value, R: Value>(from: &[Lanes; 4], to: &mut Lanes, f: impl Fn(A) -> R) {
-    for (to, a) in to.iter_mut().zip(&from[0]) {
+fn map1<A: Value, R: Value>(from: &[&Lanes; 4], to: &mut Lanes, f: impl Fn(A) -> R) {
+    for (to, a) in to.iter_mut().zip(from[0]) {
         *to = f(A::of(*a)).bits();
     }
 }
 
-fn map2<A: Value, B: Value, R: Value>(from: &[Lanes; 4], to: &mut Lanes, f: impl Fn(A, B) -> R) {
-    for ((to, a), b) in to.iter_mut().zip(&from[0]).zip(&from[1]) {
+fn map2<A: Value, B: Value, R: Value>(from: &[&Lanes; 4], to: &mut Lanes, f: impl Fn(A, B) -> R) {
+    for ((to, a), b) in to.iter_mut().zip(from[0]).zip(from[1]) {
         *to = f(A::of(*a), B::of(*b)).bits();
     }
 }
 
 fn map3<A: Value, B: Value, C: Value, R: Value>(
-    from: &[Lanes; 4],
+    from: &[&Lanes; 4],
     to: &mut Lanes,
     f: impl Fn(A, B, C) -> R,
 ) {
-    for (((to, a), b), c) in to.iter_mut().zip(&from[0]).zip(&from[1]).zip(&from[2]) {
+    for (((to, a), b), c) in to.iter_mut().zip(from[0]).zip(from[1]).zip(from[2]) {
         *to = f(A::of(*a), B::of(*b), C::of(*c)).bits();
     }
 }
@@ -139,7 +139,7 @@ macro_rules! with_float {
 
 /// Computes all lanes. Lanes that are not `active` may have any operands; their results mean
 /// nothing.
-pub fn execute(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes, active: u32) -> Result<(), Fault> {
+pub fn execute(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes, active: u32) -> Result<(), Fault> {
     use Scalar as S;
     match kind {
         S::Mov(_) | S::Select(_) | S::Permute => movement(kind, from, to),
@@ -179,9 +179,9 @@ pub fn execute(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes, active: u32) -> 
 }
 
 /// `mov` (9.7.9.3), `selp` (9.7.6.3) and `prmt` (9.7.9.7).
-fn movement(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn movement(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     match kind {
-        Scalar::Mov(_) => *to = from[0],
+        Scalar::Mov(_) => *to = *from[0],
         Scalar::Select(of) if of != Type::Pred => {
             map3(from, to, |a: u64, b: u64, first: bool| if first { a } else { b });
         }
@@ -208,7 +208,7 @@ fn permute(a: u32, b: u32, selector: u32) -> u32 {
 /// `add`, `sub`, `mad.lo`, `mul.lo`, `min`, `max`, `neg` and `abs` of integers (9.7.1.1 to 9.7.1.4
 /// and 9.7.1.10 to 9.7.1.13). They wrap: the negative and the magnitude of the least value are that
 /// value.
-fn integer(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn integer(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     match kind {
         Scalar::Add(of, Round::Nearest) => {
             with_integer!(of, T => map2(from, to, |a: T, b: T| a.wrapping_add(b)));
@@ -234,7 +234,7 @@ fn integer(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault>
 }
 
 /// `mul.hi` and `mul.wide` (9.7.1.3).
-fn product(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn product(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     macro_rules! high {
         ($t:ty, $wide:ty) => {
             map2(from, to, |a: $t, b: $t| ((a as $wide * b as $wide) >> <$t>::BITS) as $t)
@@ -262,7 +262,7 @@ fn product(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault>
 }
 
 /// `div` and `rem` of integers (9.7.1.8 and 9.7.1.9). The quotient of the least value and -1 wraps.
-fn quotient(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes, active: u32) -> Result<(), Fault> {
+fn quotient(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes, active: u32) -> Result<(), Fault> {
     match kind {
         Scalar::Div(of) => with_integer!(of, T => map2(from, to, |a: T, b: T| {
             if b == 0 { 0 } else { a.wrapping_div(b) }
@@ -272,14 +272,14 @@ fn quotient(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes, active: u32) -> Res
         })),
         _ => return Err(Fault::Undefined),
     }
-    match (0..).zip(&from[1]).find(|(lane, b)| **b == 0 && active >> lane & 1 != 0) {
+    match (0..).zip(from[1]).find(|(lane, b)| **b == 0 && active >> lane & 1 != 0) {
         Some((lane, _)) => Err(Fault::DivisionByZero { lane }),
         None => Ok(()),
     }
 }
 
 /// `and`, `or`, `xor` and `not` (9.7.8.1 to 9.7.8.4).
-fn logic(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn logic(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     let (Scalar::And(of) | Scalar::Or(of) | Scalar::Xor(of) | Scalar::Not(of)) = kind else {
         return Err(Fault::Undefined);
     };
@@ -300,7 +300,7 @@ fn logic(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
 }
 
 /// `shl`, `shr` (9.7.8.8 and 9.7.8.9) and `bfi` (9.7.1.20).
-fn shift(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn shift(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     match kind {
         Scalar::Shl(of) => with!(of, T in { B16: u16, B32: u32, B64: u64 }, {
             map2(from, to, |a: T, amount: u32| if amount < T::BITS { a << amount } else { 0 });
@@ -314,8 +314,8 @@ fn shift(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
             });
         }
         Scalar::BitFieldInsert(of) => with!(of, T in { B32: u32, B64: u64 }, {
-            let values = from[0].iter().zip(&from[1]);
-            let fields = from[2].iter().zip(&from[3]);
+            let values = from[0].iter().zip(from[1]);
+            let fields = from[2].iter().zip(from[3]);
             for (to, ((a, b), (start, length))) in to.iter_mut().zip(values.zip(fields)) {
                 // Both are 8 bits; bits of the field beyond the width are not inserted.
                 let start = (*start as u32 & 0xff).min(T::BITS);
@@ -333,7 +333,7 @@ fn shift(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
 }
 
 /// `setp` (9.7.6.2). Untyped bits (`.b`) have no order.
-fn comparison(compare: Compare, of: Type, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn comparison(compare: Compare, of: Type, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     match of {
         Type::F32 => compare_floats::<f32>(compare, from, to),
         Type::F64 => compare_floats::<f64>(compare, from, to),
@@ -356,7 +356,7 @@ fn comparison(compare: Compare, of: Type, from: &[Lanes; 4], to: &mut Lanes) -> 
 }
 
 /// Without `u`, a comparison with NaN is false, `ne` included; with `u`, it is true (9.3.2).
-fn compare_floats<T: Value + PartialOrd>(compare: Compare, from: &[Lanes; 4], to: &mut Lanes) {
+fn compare_floats<T: Value + PartialOrd>(compare: Compare, from: &[&Lanes; 4], to: &mut Lanes) {
     let unordered = |a: T, b: T| a.partial_cmp(&b).is_none();
     match compare {
         Compare::Eq => map2(from, to, |a: T, b: T| a == b),
@@ -378,7 +378,7 @@ fn compare_floats<T: Value + PartialOrd>(compare: Compare, from: &[Lanes; 4], to
 
 /// `add`, `sub`, `mul` and `fma` of floats (9.7.3.3 to 9.7.3.6). In `f64`, products of two `f32`
 /// are exact; sums are not, see [`sum_and_error`].
-fn rounded(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn rounded(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     use Round::{Down, Nearest, Zero};
     use Type::{F32, F64};
     let wide = f64::from;
@@ -457,7 +457,7 @@ fn sum_toward_zero(a: f64, b: f64) -> f32 {
 
 /// `div.rn`, `abs`, `neg`, `min`, `max`, `rcp.rn` and `sqrt.rn` of floats (9.7.3.8 to 9.7.3.13 and
 /// 9.7.3.15).
-fn float(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn float(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     match kind {
         Scalar::Div(of) => with_float!(of, T => map2(from, to, |a: T, b: T| a / b)),
         Scalar::Sqrt(of) => with_float!(of, T => map1(from, to, |a: T| a.sqrt())),
@@ -481,7 +481,7 @@ fn float(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
 
 /// `div.approx.f32` (9.7.3.8), `rsqrt.approx.f32` (9.7.3.16), `lg2.approx.f32` (9.7.3.20) and
 /// `ex2.approx.f32` (9.7.3.21).
-fn approximation(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn approximation(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     match kind {
         Scalar::DivApprox => map2(from, to, divide_approximately),
         // A relative error of 2^-22.9. The reciprocal of -0 is -infinity, of a negative number NaN.
@@ -509,7 +509,7 @@ fn divide_approximately(a: f32, b: f32) -> f32 {
 }
 
 /// `cvt` (9.7.9.21).
-fn conversion(kind: Scalar, from: &[Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn conversion(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     match kind {
         Scalar::Convert { from: source, to: target } => {
             let ones = with_integer!(target, T => (-1i64 as T).bits());

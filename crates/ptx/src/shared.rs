@@ -71,7 +71,7 @@ impl Shared {
     }
 
     fn cells(&self, at: usize, bytes: usize) -> std::ops::Range<usize> {
-        at >> self.shift..(at + bytes - 1 >> self.shift) + 1
+        at >> self.shift..((at + bytes - 1) >> self.shift) + 1
     }
 
     fn name(&self, stamp: Stamp) -> String {

@@ -99,10 +99,7 @@ impl Block<'_> {
             return Ok(pieces);
         }
         let of = warp % 4;
-        let is_own = |index: usize| match transposed {
-            false => index / 32 == of,   // two pieces in each of 16 rows
-            true => index % 8 / 2 == of, // of each k, eight pieces of eight rows
-        };
+        let is_own = |index: usize| if transposed { index % 8 / 2 == of } else { index / 32 == of };
         let own = pieces.into_iter().enumerate().filter(|(index, _)| is_own(*index));
         Ok(own.map(|(_, piece)| piece).collect())
     }

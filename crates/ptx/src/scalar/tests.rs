@@ -52,7 +52,7 @@ fn result(kind: Scalar, operands: &[u64]) -> Result<u64, Fault> {
         lanes.fill(*operand);
     }
     let mut to = [u64::MAX; LANES];
-    execute(kind, &from, &mut to, u32::MAX)?;
+    execute(kind, &from.each_ref(), &mut to, u32::MAX)?;
     assert_eq!(to, [to[0]; LANES], "{kind:?}");
     Ok(to[0])
 }
@@ -160,13 +160,13 @@ fn zero_divisors_matter_in_active_lanes_only() {
             from[1][31] = 0;
             let want = if kind == S::Div(of) { 1 } else { 4 };
             let mut to = [0; LANES];
-            assert_eq!(execute(kind, &from, &mut to, !(1 << 3 | 1 << 31)), Ok(()));
+            assert_eq!(execute(kind, &from.each_ref(), &mut to, !(1 << 3 | 1 << 31)), Ok(()));
             for lane in (0..LANES).filter(|lane| ![3, 31].contains(lane)) {
                 assert_eq!(to[lane], want, "{kind:?}");
             }
             let fault = |lane| Err(Fault::DivisionByZero { lane });
-            assert_eq!(execute(kind, &from, &mut to, u32::MAX), fault(3));
-            assert_eq!(execute(kind, &from, &mut to, 1 << 31), fault(31));
+            assert_eq!(execute(kind, &from.each_ref(), &mut to, u32::MAX), fault(3));
+            assert_eq!(execute(kind, &from.each_ref(), &mut to, 1 << 31), fault(31));
         }
     }
     assert_eq!(Fault::DivisionByZero { lane: 3 }.to_string(), "lane 3 divides an integer by zero");
@@ -178,7 +178,7 @@ fn lanes_are_separate() {
     let b = std::array::from_fn(|lane| 3 * lane as u64);
     let from = [a, b, [0; LANES], [0; LANES]];
     let mut to = [0; LANES];
-    execute(S::Add(Type::U32, Round::Nearest), &from, &mut to, u32::MAX).unwrap();
+    execute(S::Add(Type::U32, Round::Nearest), &from.each_ref(), &mut to, u32::MAX).unwrap();
     assert_eq!(to, std::array::from_fn(|lane| 100 + 4 * lane as u64));
 }
 
@@ -273,7 +273,7 @@ fn any_kind_and_bits_give_a_result_of_its_width_or_a_fault() {
             let from = [0; 4].map(|_| [0; LANES].map(|_| random.next() >> (64 - bits)));
             let mut to = [0; LANES];
             // Operands that are too wide are possible in inactive lanes.
-            if execute(kind, &from, &mut to, 0) == Err(Fault::Undefined) {
+            if execute(kind, &from.each_ref(), &mut to, 0) == Err(Fault::Undefined) {
                 continue;
             }
             defined[number] = true;
