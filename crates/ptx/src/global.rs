@@ -105,20 +105,26 @@ impl Global {
 
     /// Notes an access of `block`, counted from 1.
     fn note(&mut self, at: u64, bytes: usize, block: u32, access: Access) -> Result<(), Fault> {
-        for byte in at..at + bytes as u64 {
-            let page = self.pages.entry(byte / PAGE);
+        let end = at + bytes as u64;
+        let mut start = at;
+        while start < end {
+            let page = self.pages.entry(start / PAGE);
             let page = page.or_insert_with(|| vec![Note::default(); PAGE as usize]);
-            let note = &mut page[(byte % PAGE) as usize];
-            if note.writer != 0 && note.writer != block {
-                return Err(Fault::BlockRace { at: byte, access, other: Access::Write });
+            let last = end.min((start / PAGE + 1) * PAGE);
+            let notes = (start % PAGE) as usize..(start % PAGE + last - start) as usize;
+            for (byte, note) in (start..).zip(&mut page[notes]) {
+                let race = |other| Fault::BlockRace { at: byte, access, other };
+                if note.writer != 0 && note.writer != block {
+                    return Err(race(Access::Write));
+                }
+                let is_own = note.reader == 0 || note.reader == block;
+                match access {
+                    Access::Read => note.reader = if is_own { block } else { MANY },
+                    Access::Write if is_own => note.writer = block,
+                    Access::Write => return Err(race(Access::Read)),
+                }
             }
-            if access == Access::Read {
-                note.reader = if [0, block].contains(&note.reader) { block } else { MANY };
-            } else if ![0, block].contains(&note.reader) {
-                return Err(Fault::BlockRace { at: byte, access, other: Access::Read });
-            } else {
-                note.writer = block;
-            }
+            start = last;
         }
         Ok(())
     }
