@@ -81,6 +81,25 @@ pub(super) fn shared_bytes_of_all(device: &CudaDevice) -> Result<usize> {
     Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
 }
 
+/// Registers of a multiprocessor.
+const REGISTERS: i32 = 65536;
+
+/// Warps of Hopper's kernels exchange registers (`setmaxnreg`). With fewer at the start than this
+/// exchange assumes, they would wait for ever.
+fn check_registers(function: &CudaFunction, name: &str) -> Result<()> {
+    let threads = Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
+    let threads = function.get_attribute(threads).w()?.max(1);
+    let found = function.get_attribute(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS).w()?;
+    let expected = REGISTERS / threads / 8 * 8;
+    if found == expected {
+        return Ok(());
+    }
+    bail!(
+        "{name}: a thread has {found} registers, expected {expected}: set TRAINER_HOPPER=0 to use \
+         other kernels, or build with CUDA 12.4 to 13.0"
+    )
+}
+
 fn find(device: &CudaDevice, modules: &[Arc<CudaModule>], name: &str) -> Result<Kernel> {
     for module in modules {
         let function = match module.load_function(name) {
@@ -88,6 +107,9 @@ fn find(device: &CudaDevice, modules: &[Arc<CudaModule>], name: &str) -> Result<
             Err(DriverError(CUresult::CUDA_ERROR_NOT_FOUND)) => continue,
             Err(error) => bail!("cannot load the kernel `{name}` on this GPU: {error}"),
         };
+        if name.contains("_sm90_") {
+            check_registers(&function, name)?;
+        }
         // Allow the maximum: launches of a kernel differ in size, and the first may not be the
         // largest.
         let most = shared_bytes(device)? as i32;
