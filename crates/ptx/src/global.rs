@@ -7,12 +7,21 @@ use std::collections::{BTreeMap, HashMap};
 /// Bytes of a page of notes.
 const PAGE: u64 = 4096;
 
+/// What is known of the memory of this process.
+pub trait Host: std::fmt::Debug + Sync {
+    /// The allocation that contains an address: its start and its size.
+    fn find(&self, at: u64) -> Option<(u64, usize)>;
+    /// The first of these bytes that nothing has written.
+    fn unwritten(&self, at: u64, bytes: usize) -> Option<u64>;
+    /// Notes that these bytes were written.
+    fn write(&self, at: u64, bytes: usize);
+}
+
 /// Global memory.
 #[derive(Debug, Default)]
 pub struct Global {
     allocations: BTreeMap<u64, Allocation>,
-    /// Of memory of this process: the allocation that contains an address, its start and size.
-    host: Option<fn(u64) -> Option<(u64, usize)>>,
+    host: Option<&'static dyn Host>,
     /// Notes of the present launch.
     pages: HashMap<u64, Vec<Note>>,
 }
@@ -34,14 +43,13 @@ struct Note {
 const MANY: u32 = u32::MAX;
 
 impl Global {
-    /// The memory of this process, with the allocations that `find` returns for the addresses in them:
-    /// their starts and sizes. None of it counts as unwritten.
+    /// The memory of this process.
     ///
     /// # Safety
-    /// What `find` returns is allocated, and nothing else accesses it during a launch.
+    /// What `host` finds is allocated, and nothing else accesses it during a launch.
     #[expect(unsafe_code, reason = "the caller answers for the addresses")]
-    pub unsafe fn of_host(find: fn(u64) -> Option<(u64, usize)>) -> Self {
-        Self { host: Some(find), ..Self::default() }
+    pub unsafe fn of_host(host: &'static dyn Host) -> Self {
+        Self { host: Some(host), ..Self::default() }
     }
 
     /// Adds an allocation at a multiple of 256 whose bytes nothing has written, and returns its
@@ -130,18 +138,13 @@ impl Global {
     }
 
     /// The address of bytes in the memory of this process.
-    fn on_host(
-        find: fn(u64) -> Option<(u64, usize)>,
-        at: u64,
-        bytes: usize,
-        align: usize,
-    ) -> Result<*mut u8, Fault> {
+    fn on_host(host: &dyn Host, at: u64, bytes: usize, align: usize) -> Result<*mut u8, Fault> {
         let space = Space::Global;
         if !at.is_multiple_of(align as u64) {
             return Err(Fault::Misaligned { space, at, bytes: align });
         }
         let is_inside = |(start, size): (u64, usize)| at - start + bytes as u64 <= size as u64;
-        let found = find(at).filter(|found| is_inside(*found));
+        let found = host.find(at).filter(|found| is_inside(*found));
         found.map(|_| at as *mut u8).ok_or(Fault::OutOfBounds { space, at, bytes })
     }
 
@@ -153,8 +156,11 @@ impl Global {
         align: usize,
         block: u32,
     ) -> Result<(), Fault> {
-        if let Some(find) = self.host {
-            let from = Self::on_host(find, at, to.len(), align)?;
+        if let Some(host) = self.host {
+            let from = Self::on_host(host, at, to.len(), align)?;
+            if let Some(at) = host.unwritten(at, to.len()) {
+                return Err(Fault::Unwritten { space: Space::Global, at });
+            }
             self.note(at, to.len(), block, Access::Read)?;
             #[expect(unsafe_code, reason = "memory of this process")]
             // SAFETY: the bytes are in an allocation (`of_host`).
@@ -175,8 +181,9 @@ impl Global {
 
     /// Writes bytes for `block`.
     pub(crate) fn write(&mut self, at: u64, from: &[u8], block: u32) -> Result<(), Fault> {
-        if let Some(find) = self.host {
-            let to = Self::on_host(find, at, from.len(), from.len())?;
+        if let Some(host) = self.host {
+            let to = Self::on_host(host, at, from.len(), from.len())?;
+            host.write(at, from.len());
             self.note(at, from.len(), block, Access::Write)?;
             #[expect(unsafe_code, reason = "memory of this process")]
             // SAFETY: the bytes are in an allocation (`of_host`).

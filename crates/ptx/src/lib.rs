@@ -22,7 +22,7 @@ mod warp;
 mod warpgroup;
 
 pub use fault::{Access, Failure, Fault};
-pub use global::Global;
+pub use global::{Global, Host};
 pub use instruction::{Kernel, Module};
 pub use launch::{Counts, Launch, run};
 pub use parse::{ParseError, parse};

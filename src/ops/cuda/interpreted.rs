@@ -24,6 +24,13 @@ pub(super) fn is_on() -> bool {
     CAPABILITY.is_some()
 }
 
+/// Forgets the values of a new tensor: its memory counts as unwritten.
+pub(super) fn forget(at: u64, bytes: usize) {
+    if is_on() {
+        allocations::forget(at, bytes);
+    }
+}
+
 type Kernels = HashMap<String, Arc<Kernel>>;
 
 static KERNELS: LazyLock<std::result::Result<Kernels, String>> = LazyLock::new(|| {
@@ -72,7 +79,7 @@ pub(super) fn launch(
         unsafe { std::ptr::copy_nonoverlapping(argument.cast::<u8>(), to, param.bytes) };
     }
     // SAFETY: the caller borrows the tensors, and allocations are checked.
-    let mut global = unsafe { Global::of_host(allocations::find) };
+    let mut global = unsafe { Global::of_host(&allocations::Allocations) };
     let launch = ptx::Launch {
         kernel,
         grid,

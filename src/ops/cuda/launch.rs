@@ -99,7 +99,13 @@ pub(super) fn empty(shape: impl Into<Shape>, dtype: DType, like: &Tensor) -> Res
     let shape = shape.into();
     #[cfg(not(feature = "cuda"))]
     if dtype.is_float() {
-        return Tensor::full(f32::NAN, shape, like.device())?.to_dtype(dtype);
+        let new = Tensor::full(f32::NAN, shape, like.device())?.to_dtype(dtype)?;
+        #[cfg(feature = "cuda-emulation")]
+        super::interpreted::forget(
+            first_address("", "", &new)?.0,
+            new.elem_count() * dtype.size_in_bytes(),
+        );
+        return Ok(new);
     }
     // SAFETY: each caller launches a kernel that writes every element.
     unsafe { Tensor::empty(shape, dtype, like.device()) }
