@@ -167,6 +167,11 @@ pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<
         Transpose::Tn => tn((m, n, k), &mut sums, Into::Add, &a, &b),
     }
     let (name, dst, len) = (dst.name(), dst.tensor(), dst.len());
+    #[cfg(feature = "cuda-emulation")]
+    super::interpreted::remember(
+        super::launch::first_address(op, name, dst)?.0,
+        len * dst.dtype().size_in_bytes(),
+    );
     if dst.dtype() == DType::BF16 {
         return cpu::write_block(op, name, dst, len, |dst: &mut [bf16]| {
             for (dst, sum) in dst.iter_mut().zip(sums) {
