@@ -12,6 +12,7 @@
 //! TrainState + tensors -> checkpoint;   StepMetrics -> metrics.jsonl
 //! ```
 
+#![warn(missing_docs)]
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read their own files"))]
 
 pub mod batch;

@@ -201,7 +201,7 @@ fn imports_follow_the_direction() {
 /// Source files of the program, its tests and its scripts.
 fn sources() -> impl Iterator<Item = PathBuf> {
     let endings = ["rs", "cu", "cuh", "h", "cpp", "py", "sh"];
-    let folders = ["src", "tests", "scripts"];
+    let folders = ["src", "crates", "tests", "scripts"];
     folders.into_iter().flat_map(move |folder| files(&root().join(folder), &endings))
 }
 

@@ -1,4 +1,4 @@
-//! A block: decides which warp goes on, and executes its instructions.
+//! A block: chooses the next warp, and executes its instructions.
 
 use crate::barriers::{Barrier, MemoryBarriers};
 use crate::copies::BoxCopy;
@@ -140,7 +140,7 @@ impl<'a> Block<'a> {
             let Some(index) = index else { break };
             let Fragment { pc, lanes, .. } = self.warps[warp].fragments[index];
             if let Err(fault) = self.step(warp, index) {
-                return Err(self.failure(fault, pc, warp, lanes));
+                return Err(self.failure(fault, pc, warp, lanes).into());
             }
         }
         Ok(())
@@ -224,19 +224,19 @@ impl<'a> Block<'a> {
         }
     }
 
-    fn failure(&self, fault: Fault, pc: usize, warp: usize, lanes: u32) -> Box<Failure> {
+    fn failure(&self, fault: Fault, pc: usize, warp: usize, lanes: u32) -> Failure {
         let kernel = self.kernel;
         let Instruction { line, source: (file, source_line), .. } = kernel.code[pc];
         let file = kernel.sources.get(file as usize).filter(|name| !name.is_empty());
         let first = lanes.trailing_zeros().min(31) as usize;
-        Box::new(Failure {
+        Failure {
             kernel: kernel.name.clone(),
             line,
             source: file.map(|file| (file.clone(), source_line)),
             block: self.place.block,
             thread: 32 * warp + first,
             fault,
-        })
+        }
     }
 
     /// Lets the warps that waited for a barrier go on.
@@ -255,7 +255,7 @@ impl<'a> Block<'a> {
         let index = self.random.below(self.boxes.len());
         let copy = self.boxes.swap_remove(index);
         let (pc, warp, lane) = copy.issued;
-        self.copy_box(copy).map_err(|fault| self.failure(fault, pc, warp, 1 << lane))
+        self.copy_box(copy).map_err(|fault| self.failure(fault, pc, warp, 1 << lane).into())
     }
 
     /// Fails unless all threads have ended and nothing is in flight.
@@ -266,7 +266,7 @@ impl<'a> Block<'a> {
                 let op = &self.kernel.code[fragment.pc].op;
                 let needed = self.needed(warp, op, fragment.lanes).unwrap_or(u32::MAX);
                 let fault = Fault::NotAllLanes { reached: fragment.lanes, needed };
-                return Err(self.failure(fault, fragment.pc, warp, fragment.lanes));
+                return Err(self.failure(fault, fragment.pc, warp, fragment.lanes).into());
             }
         }
         let waiting = self.warps.iter().enumerate();
@@ -277,10 +277,10 @@ impl<'a> Block<'a> {
                 format!("warp {warp} at line {} ({:?})", self.kernel.code[of.pc].line, of.wait)
             });
             let fault = Fault::Hang { waiting: list.collect::<Vec<_>>().join(", ") };
-            return Err(self.failure(fault, pc, warp, lanes));
+            return Err(self.failure(fault, pc, warp, lanes).into());
         }
         let end = self.kernel.code.len() - 1;
-        let in_flight = |what| Err(self.failure(Fault::EndInFlight { what }, end, 0, 1));
+        let in_flight = |what| Err(self.failure(Fault::EndInFlight { what }, end, 0, 1).into());
         if self.warps.iter().any(|warp| !warp.products.is_empty()) {
             return in_flight("products");
         }

@@ -121,7 +121,9 @@ impl Block<'_> {
                 for (index, reg) in to.iter().enumerate() {
                     let shift = u32::from(width) * index as u32;
                     let part = whole.map(|whole| whole >> shift & ((1 << width) - 1));
-                    reg.iter().for_each(|reg| of.set(*reg, &part, active));
+                    if let Some(reg) = reg {
+                        of.set(*reg, &part, active);
+                    }
                 }
             }
             Op::ParamAddress { to, from } => {

@@ -8,7 +8,7 @@ use std::fmt;
 pub enum Fault {
     #[error("{space:?} address {at:#x} of {bytes} bytes is in no allocation")]
     OutOfBounds { space: Space, at: u64, bytes: usize },
-    #[error("{space:?} address {at:#x} is no multiple of {bytes}")]
+    #[error("{space:?} address {at:#x} is not a multiple of {bytes}")]
     Misaligned { space: Space, at: u64, bytes: usize },
     #[error("reads {space:?} memory at {at:#x} that nothing has written")]
     Unwritten { space: Space, at: u64 },
@@ -82,7 +82,7 @@ pub struct Failure {
     /// File and line of the source, if the PTX has them.
     pub source: Option<(String, u32)>,
     pub block: [u32; 3],
-    /// The first thread of those that are concerned.
+    /// The first thread that has the fault.
     pub thread: usize,
     pub fault: Fault,
 }

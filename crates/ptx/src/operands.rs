@@ -40,11 +40,15 @@ impl Op {
             | Self::MemoryBarrierTryWait { to, .. } => visit(*to),
             Self::Unpack { to, .. } => to.iter().flatten().for_each(|reg| visit(*reg)),
             Self::Load { to, .. } | Self::LoadMatrix { to, .. } => {
-                to.iter().for_each(|reg| visit(*reg));
+                for reg in to {
+                    visit(*reg);
+                }
             }
             Self::Shuffle { to, in_range, .. } => {
                 visit(*to);
-                in_range.iter().for_each(|reg| visit(*reg));
+                if let Some(reg) = in_range {
+                    visit(*reg);
+                }
             }
             Self::Mma { d, .. } => d.iter().for_each(|reg| visit(*reg)),
             Self::WarpgroupMma(of) => of.d.iter().for_each(|reg| visit(*reg)),
@@ -58,18 +62,24 @@ impl Op {
             Self::Load { from, .. } | Self::LoadMatrix { from, .. } => address(from),
             Self::Store { to, from, .. } => {
                 address(to);
-                from.iter().for_each(|operand| visit(*operand));
+                for operand in from {
+                    visit(*operand);
+                }
             }
             Self::CopyAsync { to, from, size, .. } => {
                 address(to);
                 address(from);
-                size.iter().for_each(|operand| visit(*operand));
+                if let Some(operand) = size {
+                    visit(*operand);
+                }
             }
             Self::CopyBox { to, map, at, barrier } => {
                 address(to);
                 address(barrier);
                 visit(*map);
-                at.iter().for_each(|operand| visit(*operand));
+                for operand in at {
+                    visit(*operand);
+                }
             }
             Self::MemoryBarrierInit { at, count } => {
                 address(at);
@@ -77,7 +87,9 @@ impl Op {
             }
             Self::MemoryBarrierArrive { at, bytes } => {
                 address(at);
-                bytes.iter().for_each(|operand| visit(*operand));
+                if let Some(operand) = bytes {
+                    visit(*operand);
+                }
             }
             Self::MemoryBarrierTryWait { at, parity, .. } => {
                 address(at);
@@ -91,7 +103,9 @@ impl Op {
     fn values(&self, visit: &mut dyn FnMut(Operand)) {
         match self {
             Self::Scalar { from, .. } | Self::Shuffle { from, .. } => {
-                from.iter().for_each(|operand| visit(*operand));
+                for operand in from {
+                    visit(*operand);
+                }
             }
             Self::Pack { from, .. } => from.iter().for_each(|operand| visit(*operand)),
             Self::Unpack { from, .. }
@@ -100,7 +114,9 @@ impl Op {
             Self::WarpBarrier { mask } => visit(*mask),
             Self::Barrier { id, threads, .. } => {
                 visit(*id);
-                threads.iter().for_each(|operand| visit(*operand));
+                if let Some(operand) = threads {
+                    visit(*operand);
+                }
             }
             Self::CopyWait { pending } => visit(*pending),
             Self::Mma { a, b, c, .. } => {

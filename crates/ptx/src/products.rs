@@ -24,7 +24,7 @@ const ELEMENT_BYTES: u64 = 2;
 /// The NaN that instructions return (section 9.7.3): the payloads of operands are not kept.
 const NAN: u64 = 0x7fff_ffff;
 
-/// The f32 that a bf16 in the low 16 bits stands for.
+/// The f32 with the value of the bf16 in the low 16 bits.
 fn widened(bits: u64) -> f32 {
     f32::from_bits(((bits & 0xffff) as u32) << 16)
 }
@@ -49,7 +49,7 @@ fn place_in_sums(register: usize, lane: usize) -> (usize, usize) {
 /// `mma.m16n8k16` with f32 sums of bf16 products.
 ///
 /// The order of the sums of tensor cores and their inner precision are not documented (section
-/// 9.7.14.5.14 asks for single precision at least). Here the products, which are exact, and `c` are
+/// 9.7.14.5.14 requires single precision at least). Here the products, which are exact, and `c` are
 /// added in f64 and rounded once to f32. NaN and infinities behave as in IEEE 754.
 pub fn mma(a: &[Lanes; 4], b: &[Lanes; 2], c: &[Lanes; 4]) -> [Lanes; 4] {
     const N: usize = 8;

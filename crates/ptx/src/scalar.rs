@@ -427,7 +427,7 @@ fn sum_and_error(a: f64, b: f64) -> (f64, f64) {
 
 // Below, `near`, the nearest `f32` to the nearest `f64`, is a neighbour of the exact sum. Rounding
 // is monotone: if `near` differs from the nearest `f64`, it is on the same side of the exact sum.
-// If they are equal, the sign of the rest tells the side.
+// If they are equal, the sign of the rest decides.
 
 /// The largest `f32` that is not above `a + b`.
 fn sum_down(a: f64, b: f64) -> f32 {

@@ -1,5 +1,5 @@
-//! A warp: its registers, its threads that are at different instructions, and what it knows of the
-//! accesses of others.
+//! A warp: its registers, its threads that are at different instructions, and the accesses of
+//! others that happened before.
 
 use crate::fault::Fault;
 use crate::instruction::{Guard, LANES, Lanes, Operand, Reg, Special};

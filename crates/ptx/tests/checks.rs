@@ -23,7 +23,7 @@ struct Run {
 
 /// Runs a kernel with `a[i] = 100 + i` and an unwritten `b`, both of 256 words.
 fn execute(body: &str, blocks: u32, threads: usize, seed: u64) -> Run {
-    let module = ptx::parse(&kernel(body)).unwrap();
+    let module = ptx::parse(&kernel(body)).expect("right PTX");
     let mut global = Global::default();
     let a: Vec<u8> = (0..256u32).flat_map(|i| (100 + i).to_le_bytes()).collect();
     let (a, b) = (global.upload(&a), global.allocate(1024));
@@ -39,8 +39,9 @@ fn execute(body: &str, blocks: u32, threads: usize, seed: u64) -> Run {
         seed,
     };
     let result = run(&launch, &mut global);
-    let bytes = global.download(b).unwrap().0;
-    let b = bytes.chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect();
+    let bytes = global.download(b).expect("an allocation").0;
+    let b =
+        bytes.chunks(4).map(|word| u32::from_le_bytes(word.try_into().expect("4 bytes"))).collect();
     Run { b, result }
 }
 

@@ -84,9 +84,10 @@ fn the_gradient_of_an_expert_without_rows_is_not_touched() {
                     let after = bits(&dw.get(expert).unwrap());
                     let is_nan = f32::from_bits(before[0]).is_nan();
                     // a GPU may write a NaN with other bits
-                    let touched = match is_nan {
-                        true => after.iter().any(|bits| !f32::from_bits(*bits).is_nan()),
-                        false => after != *before,
+                    let touched = if is_nan {
+                        after.iter().any(|bits| !f32::from_bits(*bits).is_nan())
+                    } else {
+                        after != *before
                     };
                     assert_eq!(touched, counts[expert] > 0 && !is_nan, "{expert} {layout:?}");
                 }

@@ -339,7 +339,7 @@ fn used_bytes() {
 }
 
 #[test]
-#[allow(clippy::disallowed_methods, reason = "the folder has regular files only")]
+#[expect(clippy::disallowed_methods, reason = "the folder has regular files only")]
 #[ignore = "needs the environment variable PTX_FILES, a folder of PTX files"]
 fn files() {
     let folder = std::env::var("PTX_FILES").expect("PTX_FILES names a folder");

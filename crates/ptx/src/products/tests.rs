@@ -336,7 +336,7 @@ impl Memory {
         assert_eq!(written, map.box_bytes());
     }
 
-    /// The matrix that a descriptor stands for.
+    /// The matrix that a descriptor means.
     fn matrix(&self, bits: u64, rows: usize, transposed: bool) -> Vec<f32> {
         let at = Descriptor::decode(bits).and_then(|at| at.addresses(rows, transposed));
         let piece = |at: u64| self.shared[at as usize..][..16].try_into().expect("16 bytes");

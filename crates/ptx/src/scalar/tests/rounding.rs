@@ -80,7 +80,7 @@ fn parts(x: f32) -> [u64; 2] {
 
 /// Whether `y` is the sum of the products, rounded, by exact comparisons with its neighbours.
 fn is_rounded(round: Round, exact: &[[f32; 2]], y: f32) -> bool {
-    // The sign of the exact value minus a finite one; infinity stands for 2^128.
+    // The sign of the exact value minus a finite one; infinity counts as 2^128.
     let versus = |y: f32| {
         let limit = [f32::from_bits(0x7f00_0000), -2f32.copysign(y)];
         sign_of_sum(&[exact, &[if y.is_infinite() { limit } else { [-1.0, y] }]].concat())
