@@ -111,15 +111,8 @@ nvcc() {
 }
 
 ptx() {
-  eval "$(scripts/cuda/toolkit.sh)"
-  export TRAINER_PTX=$PWD/target/cuda/kernels TRAINER_EMULATE_CUDA
-  rm -rf "$TRAINER_PTX"
-  mkdir -p "$TRAINER_PTX"/{80,90,90a}
-  {
-    for arch in 80 90; do printf "$arch %s\n" src/ops/cuda/kernels/{common,sm80}/*.cu; done
-    printf '90a %s\n' src/ops/cuda/kernels/sm90/*.cu
-  } | xargs -P "$(nproc)" -L 1 bash -c '
-    "$CUDA_HOME/bin/nvcc" -ptx "-arch=sm_$1" -O3 -std=c++17 -lineinfo -Isrc/ops/cuda/kernels/common -o "$TRAINER_PTX/$1/$(basename "$2" .cu).ptx" "$2"' _
+  export TRAINER_PTX TRAINER_EMULATE_CUDA
+  TRAINER_PTX=$(scripts/cuda/ptx.sh)
   for TRAINER_EMULATE_CUDA in ptx:8.0 ptx:9.0; do
     cargo test --release --features cuda-emulation --lib -- ops:: optim:: joined_layers placed --skip ops::cuda::
   done

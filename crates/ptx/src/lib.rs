@@ -6,12 +6,14 @@
 
 mod barriers;
 mod block;
+pub mod c;
 mod copies;
 mod execute;
 mod fault;
 mod global;
 pub mod instruction;
 mod launch;
+mod library;
 mod operands;
 mod order;
 pub mod parse;
@@ -25,4 +27,5 @@ pub use fault::{Access, Failure, Fault};
 pub use global::{Global, Host};
 pub use instruction::{Kernel, Module};
 pub use launch::{Counts, Launch, run};
+pub use library::{Library, LibraryError};
 pub use parse::{ParseError, parse};

@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Plants errors in the PTX of the kernels, one at a time, and counts how many the tests of the ops find that
+execute it (crates/ptx). Prints each one that is not found.
+
+    python3 scripts/cuda/mutants.py TESTS PTX {8.0|9.0} [--each N] [--seed N] [--only KERNEL]
+
+TESTS is the program of the unit tests (cargo test --release --features cuda-emulation --lib --no-run), PTX the
+folder of scripts/cuda/ptx.sh. `--each` errors of each kind are planted in each kernel (1), at random places.
+The tests of a kernel run in the order of their time.
+"""
+import argparse, collections, os, pathlib, random, re, subprocess, sys, tempfile
+from concurrent.futures import ThreadPoolExecutor
+
+# An instruction that orders accesses or counts bytes: deleted.
+ORDER = re.compile(r"\b(bar\.sync|bar\.warp\.sync|bar\.arrive|barrier\.sync|mbarrier\.arrive|mbarrier\.init|cp\.async\.wait_group|cp\.async\.commit_group|wgmma\.fence"
+                   r"|wgmma\.wait_group|wgmma\.commit_group|fence\.)")
+SPACES = {"ld.shared": "ld.global", "st.shared": "st.global", "ld.global": "ld.shared", "st.global": "st.shared"}
+ADDRESS = re.compile(r"\b(?:ld|st)\.(?:shared|global)\S*\s.*?\[(%\w+)(?:\+(-?\d+))?\]")
+WIDTH = {"8": 1, "16": 2, "32": 4, "64": 8}
+
+
+def width(line):
+    """Bytes of an access of one thread."""
+    vector = re.search(r"\.v([24])\b", line)
+    return int(vector.group(1) if vector else 1) * WIDTH[re.search(r"\.[bfsu](8|16|32|64)\b", line).group(1)]
+
+
+def mutants(line):
+    """Names and texts of what can become of a line."""
+    order = ORDER.search(line)
+    if order:
+        yield "delete " + order.group(1), "//" + line
+    if "wait_group" in line:
+        yield "wait for one group less", re.sub(r"(\d+);", lambda n: f"{int(n.group(1)) + 1};", line)
+    if "expect_tx" in line:
+        yield "expect 16 bytes more", re.sub(r"(, )(%\w+|\d+);", lambda n: f"{n.group(1)}{int(n.group(2)) + 16};" if n.group(2).isdigit() else n.group(0), line)
+    for old, new in SPACES.items():
+        if re.search(rf"\b{re.escape(old)}\b", line):
+            yield f"{old} becomes {new}", line.replace(old, new, 1).replace(".nc", "")
+    address = ADDRESS.search(line)
+    if address:
+        start, end = address.span(1)[0], address.end() - 1
+        yield "address of the neighbour", f"{line[:start]}{address.group(1)}+{int(address.group(2) or 0) + width(line)}{line[end:]}"
+    if "wgmma.mma_async" in line:
+        yield "transpose of a product", re.sub(r"([01]);", lambda n: f"{1 - int(n.group(1))};", line)
+    if "ldmatrix" in line:
+        yield "transpose of a matrix", line.replace(".trans", "") if ".trans" in line else line.replace(".shared", ".trans.shared", 1)
+    if re.search(r"\bxor\.b32\b.*, (16|32|64|112);", line):
+        yield "swizzle", re.sub(r", (\d+);", lambda n: f", {int(n.group(1)) ^ 16};", line)
+
+
+class Tests:
+    """The tests of the ops, and which of them launch a kernel."""
+
+    def __init__(self, program, ptx, capability):
+        self.program, self.capability = program, capability
+        with tempfile.TemporaryDirectory() as folder:
+            counts = pathlib.Path(folder, "counts")
+            result = self.run(ptx, ["ops::", "optim::", "--skip", "ops::cuda::"], counts=counts, timeout=3600)
+            if result is None or result.returncode:
+                sys.exit(f"the tests fail without an error in a kernel:\n{result.stdout[-2000:] if result else 'no end'}")
+            times, kernels = collections.Counter(), collections.defaultdict(set)
+            for row in counts.read_text().splitlines():
+                test, kernel, _, _, _, _, time = row.split("\t")[:7]
+                times[test] += int(time)
+                kernels[kernel].add(test)
+        self.of = {kernel: sorted(tests - {"-"}, key=times.__getitem__) for kernel, tests in kernels.items()}
+        self.times = times
+
+    def run(self, ptx, arguments, counts=None, timeout=None):
+        variables = dict(os.environ, TRAINER_PTX=str(ptx), TRAINER_EMULATE_CUDA=f"ptx:{self.capability}", RAYON_NUM_THREADS="1")
+        if counts:
+            variables["TRAINER_PTX_COUNTS"] = str(counts)
+        try:
+            return subprocess.run([self.program, *arguments], env=variables, capture_output=True, text=True, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def find(self, kernel, ptx):
+        """The first test that fails, and why; None if all pass."""
+        for test in self.of[kernel]:
+            result = self.run(ptx, ["--exact", test, "--test-threads", "1"], timeout=60 + 10 * self.times[test] / 1e6)
+            if result is None:
+                return test, "it does not end"
+            if result.returncode:
+                text = result.stdout + result.stderr
+                why = re.search(rf"{kernel}[,:].*", text) or re.search(r"panicked at .*\n.*", text)
+                return test, (why.group(0) if why else "it fails").replace("\n", " ")
+        return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tests", type=os.path.abspath)
+    parser.add_argument("ptx", type=pathlib.Path)
+    parser.add_argument("capability", choices=["8.0", "9.0"])
+    parser.add_argument("--each", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="")
+    given = parser.parse_args()
+    ptx = given.ptx.resolve()
+    tests = Tests(given.tests, ptx, given.capability)
+    draw = random.Random(given.seed)
+    planted = []
+    unused = 0
+    for folder in {"8.0": ["80"], "9.0": ["90", "90a"]}[given.capability]:
+        for path in sorted((ptx / folder).iterdir()):
+            lines, kernel, places = path.read_text().split("\n"), "", collections.defaultdict(list)
+            for number, line in enumerate(lines):
+                entry = re.search(r"\.entry (\w+)", line)
+                kernel = entry.group(1) if entry else kernel
+                for what, new in mutants(line):
+                    if new != line:
+                        places[kernel, what].append((path, number, new))
+            for (kernel, what), found in places.items():
+                if kernel not in tests.of:
+                    unused += 1
+                elif given.only in kernel:
+                    planted += [(kernel, what, *place) for place in draw.sample(found, min(given.each, len(found)))]
+
+    def one(mutant):
+        kernel, what, path, number, new = mutant
+        with tempfile.TemporaryDirectory() as folder:
+            for other in ptx.iterdir():
+                target = pathlib.Path(folder, other.name)
+                if other != path.parent:
+                    target.symlink_to(other)
+                    continue
+                target.mkdir()
+                for file in other.iterdir():
+                    if file != path:
+                        (target / file.name).symlink_to(file)
+            lines = path.read_text().split("\n")
+            text = "\n".join([*lines[:number], new, *lines[number + 1:]])
+            pathlib.Path(folder, path.parent.name, path.name).write_text(text)
+            return mutant, lines[number].strip(), tests.find(kernel, folder)
+
+    kinds = collections.defaultdict(lambda: [0, 0])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (kernel, what, _, number, _), line, why in pool.map(one, planted):
+            kinds[what][0] += why is not None
+            kinds[what][1] += 1
+            print(f"{'found ' if why else 'MISSED'} {kernel} line {number + 1}, {what}: `{line[:70]}`{f': {why[1][:160]}' if why else ''}", flush=True)
+    for what, (found, of) in sorted(kinds.items()):
+        print(f"{found:5d} of {of:5d}  {what}")
+    print(f"{sum(found for found, _ in kinds.values())} of {len(planted)} planted errors found; {unused} kinds are in kernels that no test launches")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Compiles every kernel to PTX, with the pinned compiler of toolkit.sh, and prints the folder:
+#   export TRAINER_PTX=$(scripts/cuda/ptx.sh)
+# A GPU of compute capability 8.0 runs the kernels in its folder `80`, one of 9.0 those in `90` and `90a`.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+eval "$(scripts/cuda/toolkit.sh)"
+folder=$PWD/target/cuda/kernels
+# The files of an earlier run stay if nothing changed.
+{ "$CUDA_HOME/bin/nvcc" --version && find src/ops/cuda/kernels -type f | sort | xargs sha256sum; } | sha256sum >"$folder.sha256.new"
+if ! cmp -s "$folder.sha256.new" "$folder.sha256"; then
+  rm -rf "$folder"
+  mkdir -p "$folder"/{80,90,90a}
+  {
+    for arch in 80 90; do printf "$arch %s\n" src/ops/cuda/kernels/{common,sm80}/*.cu; done
+    printf '90a %s\n' src/ops/cuda/kernels/sm90/*.cu
+  } | FOLDER=$folder xargs -P "$(nproc)" -L 1 bash -c '
+    file=$(basename "$2" .cu) exact=()
+    [[ $file != adamw* ]] || exact=(-fmad=false) # as in build.rs
+    "$CUDA_HOME/bin/nvcc" -ptx "-arch=sm_$1" -O3 -std=c++17 -lineinfo "${exact[@]}" -Isrc/ops/cuda/kernels/common -o "$FOLDER/$1/$file.ptx" "$2"' _
+  mv "$folder.sha256.new" "$folder.sha256"
+fi
+echo "$folder"
