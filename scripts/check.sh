@@ -14,8 +14,8 @@ step() {
 
 step sh scripts/check_prose.sh
 step cargo fmt --check
-step cargo clippy --release --all-targets --features "${FEATURES:-}" -- -D warnings
+step cargo clippy --release --workspace --all-targets --features "${FEATURES:-}" -- -D warnings
 # The tests with the default features, which users build, and the program without any.
 [ -z "${FEATURES:-}" ] || step cargo clippy --release --all-targets -- -D warnings
 step cargo clippy --release --lib --bins --no-default-features -- -D warnings
-RUSTDOCFLAGS="-D warnings" step cargo doc --release --no-deps
+RUSTDOCFLAGS="-D warnings" step cargo doc --release --workspace --no-deps

@@ -35,17 +35,16 @@ emulated() {
   done
 }
 
-# Prints one line per kernel: architecture and file, name, registers, spilled bytes. Keeps PTX, and machine
-# code for sm_90a.
-registers() { # architecture, file
-  local log cubin=/dev/null kept
-  [ "$1" != 90a ] || cubin=target/cuda/$(basename "$2" .cu).cubin
-  kept=target/cuda/ptx/$1/$(basename "$2" .cu)
-  mkdir -p "$kept"
-  log=$("$CUDA_HOME/bin/nvcc" --keep --keep-dir "$kept" -cubin "-arch=sm_$1" -O3 -std=c++17 -Werror all-warnings -Xptxas -v -Isrc/ops/cuda/kernels/common -o "$cubin" "$2" 2>&1) || { echo "$log" >&2; return 1; }
+# Prints one line per kernel: architecture and file, name, registers, spilled bytes. Keeps the machine code
+# for sm_90a.
+registers() { # a file of PTX, in the folder of its architecture
+  local log cubin=/dev/null arch
+  arch=$(basename "$(dirname "$1")")
+  [ "$arch" != 90a ] || cubin=target/cuda/$(basename "$1" .ptx).cubin
+  log=$("$CUDA_HOME/bin/nvcc" -cubin "-arch=sm_$arch" -Xptxas -v -o "$cubin" "$1" 2>&1) || { echo "$log" >&2; return 1; }
   # C7510 and its neighbours: wgmma instructions that wait for each other, because of their registers.
   if grep -E '\(C75[0-9][0-9]\)' <<<"$log" >&2; then return 1; fi
-  awk -v where="sm_$1 $(basename "$2")" '
+  awk -v where="sm_$arch $(basename "$1")" '
     /Compiling entry function/ { split($0, part, "\047"); name = part[2] }
     /bytes spill stores/ { if ($5 > 0 || $9 > 0) { spills = $5 + $9 } else spills = 0 }
     /Used [0-9]+ registers/ { match($0, /Used [0-9]+/); printf "%-36s %-44s %3d registers, %d bytes spilled\n", where, name, substr($0, RSTART + 5), spills }
@@ -85,15 +84,11 @@ KERNELS
 }
 
 nvcc() {
+  local list=target/cuda/registers.txt counts=target/cuda/instructions.txt file folder before=$SECONDS
+  folder=$(scripts/cuda/ptx.sh)
   eval "$(scripts/cuda/toolkit.sh)"
-  rm -rf target/cuda/ptx
-  mkdir -p target/cuda
-  local list=target/cuda/registers.txt counts=target/cuda/instructions.txt file before=$SECONDS
   export -f registers
-  {
-    for arch in 80 90; do printf "$arch %s\n" src/ops/cuda/kernels/{common,sm80}/*.cu; done
-    printf '90a %s\n' src/ops/cuda/kernels/sm90/*.cu
-  } | xargs -P "$(nproc)" -L 1 bash -c 'registers "$@"' _ >"$list.new"
+  printf '%s\n' "$folder"/*/*.ptx | xargs -P "$(nproc)" -I{} bash -c 'registers "$1"' _ {} >"$list.new"
   sort "$list.new" >"$list"
   rm "$list.new"
   if grep -v ' 0 bytes spilled' "$list"; then echo "error: the kernels above spill registers"; exit 1; fi
@@ -102,7 +97,7 @@ nvcc() {
     echo "error: the kernels above have other registers at their start than setmaxnreg assumes"; exit 1
   fi
   awk '{ if ($4 > most) most = $4 } END { print NR " kernels, at most " most " registers, no spills: '"$list"'" }' "$list"
-  python3 scripts/cuda/state_spaces.py target/cuda/ptx/*/*/*.ptx
+  python3 scripts/cuda/state_spaces.py "$folder"/*/*.ptx
   planted
   for file in target/cuda/*_sm90.cubin; do instructions "$file"; done | sort | tee "$counts"
   # The kernels give a consumer 240 registers, or 160 where there are three of them.
