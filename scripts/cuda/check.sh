@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks the CUDA code without a GPU. Runs the named parts, or all of them:
-#   scripts/cuda/check.sh [types] [emulated] [nvcc] [ptx]
+#   scripts/cuda/check.sh [types] [emulated] [nvcc] [ptx] [assemblers]
 #   types     clippy for the features `cuda` and `flash-attn`, with a stub in place of nvcc
 #   emulated  the tests of the ops and of the model (`laws`), with every CUDA kernel emulated
 #             on the CPU: with the kernels for compute capability 8.0, then with those for 9.0
@@ -10,6 +10,7 @@
 #             (state_spaces.py); counts instructions of Hopper's kernels
 #   ptx       the tests of the ops, with the PTX that the pinned compiler emits executed on the CPU:
 #             addresses, unwritten memory, races, barriers and asynchronous work are checked
+#   assemblers  the spills and registers of `nvcc` with the assemblers of CUDA 12.4 and 12.9 as well
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -40,8 +41,9 @@ emulated() {
 registers() { # a file of PTX, in the folder of its architecture
   local log cubin=/dev/null arch
   arch=$(basename "$(dirname "$1")")
-  [ "$arch" != 90a ] || cubin=target/cuda/$(basename "$1" .ptx).cubin
-  log=$("$CUDA_HOME/bin/nvcc" -cubin "-arch=sm_$arch" -Xptxas -v -o "$cubin" "$1" 2>&1) || { echo "$log" >&2; return 1; }
+  [ "$arch" != 90a ] || cubin=$MACHINE_CODE/$(basename "$1" .ptx).cubin
+  # Older assemblers accept the PTX of nvcc 13.0 under the number of their own version.
+  log=$(sed "s/^\.version .*/.version $PTX_VERSION/" "$1" | "$ASSEMBLER" "-arch=sm_$arch" -v -o "$cubin" - 2>&1) || { echo "$1: $log" >&2; return 1; }
   # C7510 and its neighbours: wgmma instructions that wait for each other, because of their registers.
   if grep -E '\(C75[0-9][0-9]\)' <<<"$log" >&2; then return 1; fi
   awk -v where="sm_$arch $(basename "$1")" '
@@ -83,26 +85,47 @@ generic|float *at = k > 3 ? x : &tile[threadIdx.x].x; at[k] = 1; __syncthreads()
 KERNELS
 }
 
-nvcc() {
-  local list=target/cuda/registers.txt counts=target/cuda/instructions.txt file folder before=$SECONDS
-  folder=$(scripts/cuda/ptx.sh)
-  eval "$(scripts/cuda/toolkit.sh)"
-  export -f registers
-  printf '%s\n' "$folder"/*/*.ptx | xargs -P "$(nproc)" -I{} bash -c 'registers "$1"' _ {} >"$list.new"
+export -f registers
+
+# Assembles all PTX, and checks spilled registers and those of Hopper's kernels.
+assemble() { # folder for the list and for machine code, version of the PTX, assembler, most bytes that a kernel may spill
+  export MACHINE_CODE=$1 PTX_VERSION=$2 ASSEMBLER=$3
+  local list=$1/registers.txt
+  mkdir -p "$1"
+  printf '%s\n' "$TRAINER_PTX"/*/*.ptx | xargs -P "$(nproc)" -I{} bash -c 'registers "$1"' _ {} >"$list.new"
   sort "$list.new" >"$list"
   rm "$list.new"
-  if grep -v ' 0 bytes spilled' "$list"; then echo "error: the kernels above spill registers"; exit 1; fi
+  if awk -v most="$4" '$(NF - 2) > 0 { print; if ($(NF - 2) > most) bad = 1 } END { exit !bad }' "$list"; then echo "error: the kernels above spill registers"; exit 1; fi
   # Warps of Hopper's kernels exchange registers, and start with all of them (module.rs).
   if grep sm_90a "$list" | awk '{ expected = $3 ~ /forward_sm90_d(64|80)_/ ? 128 : 168; if ($4 != expected) { print; bad = 1 } } END { exit !bad }'; then
     echo "error: the kernels above have other registers at their start than setmaxnreg assumes"; exit 1
   fi
-  awk '{ if ($4 > most) most = $4 } END { print NR " kernels, at most " most " registers, no spills: '"$list"'" }' "$list"
-  python3 scripts/cuda/state_spaces.py "$folder"/*/*.ptx
+  awk '{ if ($4 > most) most = $4 } END { print NR " kernels, at most " most " registers: '"$list"'" }' "$list"
+}
+
+nvcc() {
+  local counts=target/cuda/instructions.txt file before=$SECONDS
+  TRAINER_PTX=$(scripts/cuda/ptx.sh)
+  eval "$(scripts/cuda/toolkit.sh)"
+  assemble target/cuda "$(sed -n 's/^\.version //p;/^\.version/q' "$TRAINER_PTX/90a/attention_forward_sm90.ptx")" "$CUDA_HOME/bin/ptxas" 0
+  python3 scripts/cuda/state_spaces.py "$TRAINER_PTX"/*/*.ptx
   planted
   for file in target/cuda/*_sm90.cubin; do instructions "$file"; done | sort | tee "$counts"
   # The kernels give a consumer 240 registers, or 160 where there are three of them.
   if ! awk '{ limit = $1 ~ /forward_sm90_d(64|80)_/ ? 160 : 240; if ($2 > limit || $4 == 0 || $(NF - 2) > 0) { print "error: " $0; bad = 1 } } END { exit bad }' "$counts"; then exit 1; fi
   echo "compiled in $((SECONDS - before)) s"
+}
+
+assemblers() {
+  local folder
+  TRAINER_PTX=$(scripts/cuda/ptx.sh)
+  while read -r release ptx; do
+    folder=target/cuda/assembler-$release
+    [ -d "$folder" ] || target/cuda/venv/bin/python -m pip install -q --no-deps --target "$folder" "nvidia-cuda-nvcc-cu12==$release"
+    echo "assembler of $release"
+    # One double or two floats cost nothing: 12.4 spills them in two kernels.
+    assemble "$folder/code" "$ptx" "$folder/nvidia/cuda_nvcc/bin/ptxas" 8
+  done <<<$'12.4.131 8.4\n12.9.86 8.8'
 }
 
 ptx() {
@@ -113,11 +136,11 @@ ptx() {
   done
 }
 
-[ $# -gt 0 ] || set -- types emulated nvcc ptx
+[ $# -gt 0 ] || set -- types emulated nvcc ptx assemblers
 for part in "$@"; do
   case $part in
-    types | emulated | nvcc | ptx) ;;
-    *) echo "unknown part \`$part\`, expected types, emulated, nvcc or ptx" >&2; exit 64 ;;
+    types | emulated | nvcc | ptx | assemblers) ;;
+    *) echo "unknown part \`$part\`, expected types, emulated, nvcc, ptx or assemblers" >&2; exit 64 ;;
   esac
   echo "=== CUDA: $part"
   "$part"
