@@ -208,6 +208,13 @@ fn asynchronous_copies_are_waited_for() {
     assert_eq!(right(&format!("{mov}{}", with("%r7", "cp.async.wait_group 0;")), 32)[2], 0);
     let more = format!("mov.u32 %r7, 17;\n{}", with("%r7", "cp.async.wait_group 0;"));
     wrong(&more, 32, |fault| matches!(fault, Fault::CopySize { size: 17, most: 16 }));
+    // a group may be empty, and copies that nothing orders have different places
+    let empty = "cp.async.commit_group;\ncp.async.wait_group 1;";
+    assert_eq!(right(&with("16", empty), 32)[2], 109);
+    let twice = copy.replace("SIZE;", "16;\ncp.async.cg.shared.global [%r5], [%rd6], 16;");
+    wrong(&twice.replace("WAIT", "cp.async.wait_group 0;"), 32, |fault| {
+        matches!(fault, Fault::InFlight { .. })
+    });
     for wait in ["", "cp.async.wait_group 1;"] {
         wrong(&with("16", wait), 32, |fault| matches!(fault, Fault::InFlight { .. }));
     }
@@ -280,6 +287,20 @@ fn shuffles_stay_in_their_segments() {
     assert_eq!(right(&shuffle("idx", "3", &c), 32)[17], 1019);
     assert_eq!(right(&shuffle("bfly", "16", "31"), 32)[5], 1021);
     assert_eq!(right(&shuffle("bfly", "16", &c), 32)[5], 5, "out of its segment: its own value");
+    // PTX ISA, `shfl.sync`: b and c have 5 bits; c is the last lane (the first one for `up`)
+    let check = |mode, b, c: u32, expected: &[(usize, u32)]| {
+        let found = right(&shuffle(mode, b, &c.to_string()), 32);
+        for (lane, value) in expected {
+            assert_eq!(found[*lane], *value, "{mode} {b} {c}, lane {lane}");
+        }
+    };
+    check("up", "1", 0, &[(0, 0), (1, 1000), (31, 1030)]);
+    check("up", "3", 24 << 8, &[(7, 1004), (8, 8), (10, 10), (11, 1008)]);
+    check("down", "1", 31, &[(0, 1001), (30, 1031), (31, 31)]);
+    check("down", "2", 24 << 8 | 31, &[(5, 1007), (6, 6), (7, 7), (8, 1010)]);
+    check("down", "1", 15, &[(14, 1015), (15, 15), (20, 20)]);
+    check("idx", "20", 15, &[(3, 3), (20, 20)]);
+    check("idx", "33", 31, &[(0, 1001), (31, 1001)]);
 }
 
 #[test]
