@@ -4,15 +4,18 @@ use crate::fault::Fault;
 use crate::order::{Known, Stamp};
 use std::collections::BTreeMap;
 
-/// A barrier of a block (`bar`).
+/// A barrier of a block (PTX ISA, `bar`).
 #[derive(Debug, Default)]
 pub(crate) struct Barrier {
     expected: u64,
-    arrived: u64,
-    known: Known,
-    /// Warps that wait.
+    /// Warps that have arrived, and those of them that wait.
+    arrived: Vec<usize>,
     waiting: Vec<usize>,
+    known: Known,
 }
+
+/// Number of barriers of a block.
+const BARRIERS: u64 = 16;
 
 impl Barrier {
     /// A warp arrives. Returns the warps that may go on, and what they know then, if it is the last.
@@ -23,17 +26,25 @@ impl Barrier {
         waits: bool,
         released: &Known,
     ) -> Result<Option<(Vec<usize>, Known)>, Fault> {
-        let is_open = self.arrived > 0;
-        self.arrived += 32;
-        if (is_open && self.expected != expected) || self.arrived > expected || expected % 32 != 0 {
-            return Err(Fault::BarrierCount { id, expected, found: self.arrived });
+        if id >= BARRIERS {
+            return Err(Fault::BarrierId { id, end: BARRIERS });
+        }
+        // it may not arrive before all others have for the last time
+        if self.arrived.contains(&warp) {
+            return Err(Fault::ArrivesAgain { id, warp });
+        }
+        let is_open = self.is_open();
+        self.arrived.push(warp);
+        let found = 32 * self.arrived.len() as u64;
+        if (is_open && self.expected != expected) || found > expected || expected % 32 != 0 {
+            return Err(Fault::BarrierCount { id, expected, found });
         }
         self.expected = expected;
         self.known.join(released);
         if waits {
             self.waiting.push(warp);
         }
-        if self.arrived < expected {
+        if found < expected {
             return Ok(None);
         }
         let Self { known, waiting, .. } = std::mem::take(self);
@@ -42,11 +53,11 @@ impl Barrier {
 
     /// Whether warps have arrived and others have not.
     pub(crate) fn is_open(&self) -> bool {
-        self.arrived > 0
+        !self.arrived.is_empty()
     }
 }
 
-/// A barrier in shared memory (`mbarrier`, section 9.7.13.15).
+/// A barrier in shared memory (PTX ISA, `mbarrier`).
 #[derive(Debug)]
 pub(crate) struct MemoryBarrier {
     /// Its unit in stamps.
@@ -58,6 +69,8 @@ pub(crate) struct MemoryBarrier {
     pending_bytes: i64,
     /// Number of the present phase, from 0.
     phase: u32,
+    /// Whether a thread has waited for the phase before.
+    is_waited_for: bool,
     /// What the present phase, and those before, release.
     known: Known,
     released: Known,
@@ -69,13 +82,15 @@ impl MemoryBarrier {
         (self.phase % 2 == 1) != parity
     }
 
-    pub(crate) fn released(&self) -> &Known {
+    /// A thread has waited for the phase before. Returns what that one and those before released.
+    pub(crate) fn wait(&mut self) -> &Known {
+        self.is_waited_for = true;
         &self.released
     }
 
     /// A stamp of a copy of a box whose bytes belong to the present phase.
     pub(crate) fn stamp(&self) -> Stamp {
-        Stamp { unit: self.unit, epoch: self.phase + 1, lanes: 1 }
+        Stamp { unit: self.unit, epoch: self.phase + 1, releases: 0, lanes: 1 }
     }
 
     /// Arrivals, with bytes that the phase expects besides, or bytes that have arrived.
@@ -86,7 +101,8 @@ impl MemoryBarrier {
         if self.pending < 0 {
             return Err("more arrivals");
         }
-        // bytes may arrive before the arrival that expects them, up to 2^20 - 1 (section 9.7.13.15.5)
+        // PTX ISA, "Contents of the mbarrier object": bytes may arrive before the arrival that expects
+        // them, up to 2^20 - 1
         if self.pending_bytes.abs() >= 1 << 20 {
             return Err("more bytes");
         }
@@ -96,7 +112,8 @@ impl MemoryBarrier {
         if self.pending == 0 && self.pending_bytes == 0 {
             self.phase += 1;
             self.pending = self.count;
-            self.known.add(Stamp { unit: self.unit, epoch: self.phase + 1, lanes: 0 });
+            self.known.add(Stamp { lanes: 0, ..self.stamp() });
+            self.is_waited_for = false;
             self.released = self.known.clone();
         }
         Ok(())
@@ -121,7 +138,12 @@ impl MemoryBarriers {
         Self { all: BTreeMap::new(), num_units: num_warps as u16 }
     }
 
-    pub(crate) fn init(&mut self, at: u64, count: i64) {
+    /// Initialises a barrier. PTX ISA, "Contents of the mbarrier object": a phase has 1 to 2^20 - 1
+    /// arrivals.
+    pub(crate) fn init(&mut self, at: u64, count: i64) -> Result<(), Fault> {
+        if !(1..1 << 20).contains(&count) {
+            return Err(Fault::ArrivalCount { count, end: 1 << 20 });
+        }
         let unit = self.num_units;
         self.num_units += 1;
         let (known, released) = (Known::default(), Known::default());
@@ -131,14 +153,20 @@ impl MemoryBarriers {
             pending: count,
             pending_bytes: 0,
             phase: 0,
+            is_waited_for: true,
             known,
             released,
         };
         self.all.insert(at, barrier);
+        Ok(())
     }
 
     pub(crate) fn at(&self, at: u64) -> Result<&MemoryBarrier, Fault> {
         self.all.get(&at).ok_or(Fault::NoMemoryBarrier { at })
+    }
+
+    pub(crate) fn at_mut(&mut self, at: u64) -> Result<&mut MemoryBarrier, Fault> {
+        self.all.get_mut(&at).ok_or(Fault::NoMemoryBarrier { at })
     }
 
     pub(crate) fn receive(
@@ -148,7 +176,11 @@ impl MemoryBarriers {
         bytes: i64,
         known: &Known,
     ) -> Result<(), Fault> {
-        let barrier = self.all.get_mut(&at).ok_or(Fault::NoMemoryBarrier { at })?;
+        let barrier = self.at_mut(at)?;
+        // PTX ISA, "Phase of the mbarrier object"
+        if arrivals > 0 && !barrier.is_waited_for {
+            return Err(Fault::NotWaitedFor { at });
+        }
         let received = barrier.receive(arrivals, bytes, known);
         received.map_err(|what| Fault::MemoryBarrierCount { at, what })
     }

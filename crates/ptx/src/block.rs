@@ -9,10 +9,8 @@ use crate::launch::{Counts, Launch, Random};
 use crate::scalar;
 use crate::shared::Shared;
 use crate::warp::{Fragment, Place, Wait, Warp};
+use crate::warpgroup::Aligned;
 use std::collections::BTreeMap;
-
-/// Registers of a multiprocessor.
-pub(crate) const MAX_REGS: u64 = 65536;
 
 const ZEROS: Lanes = [0; LANES];
 
@@ -26,6 +24,10 @@ pub(crate) struct Block<'a> {
     pub(crate) global: &'a mut Global,
     pub(crate) shared: Shared,
     pub(crate) warps: Vec<Warp>,
+    /// What the warpgroups execute.
+    pub(crate) aligned: Vec<Aligned>,
+    /// Registers of all threads of the block (`setmaxnreg`).
+    pub(crate) pool: u64,
     pub(crate) barriers: BTreeMap<u64, Barrier>,
     pub(crate) memory_barriers: MemoryBarriers,
     /// Copies of boxes in flight.
@@ -72,6 +74,8 @@ impl<'a> Block<'a> {
             global,
             shared: Shared::new(bytes, kernel.code.iter().any(is_small), num_warps),
             warps: (0..num_warps).map(warp).collect(),
+            aligned: (0..num_warps.div_ceil(4)).map(|_| Aligned::default()).collect(),
+            pool: 32 * num_warps as u64 * registers,
             barriers: BTreeMap::new(),
             memory_barriers: MemoryBarriers::new(num_warps),
             boxes: Vec::new(),
@@ -110,7 +114,7 @@ impl<'a> Block<'a> {
             }
             Wait::Registers { regs } => {
                 let others = self.used_regs() - 32 * self.warps[warp].max_regs;
-                others + 32 * regs <= MAX_REGS
+                others + 32 * regs <= self.pool
             }
         }
     }
@@ -157,12 +161,15 @@ impl<'a> Block<'a> {
         let mut stays = next(lanes & !active);
         let mut goes = next(active);
         match op {
-            Op::Branch { target } => {
+            Op::Branch { target, uniform } => {
+                if *uniform && active != 0 && active != lanes {
+                    return Err(Fault::NotUniform);
+                }
                 self.counts.branches += 1;
                 goes.pc = *target;
             }
             Op::Exit => {
-                self.warps[warp].live &= !active;
+                self.warps[warp].end_threads(active);
                 goes.lanes = 0;
             }
             Op::Scalar { kind, to, from } if active != 0 => {
@@ -278,6 +285,11 @@ impl<'a> Block<'a> {
             });
             let fault = Fault::Hang { waiting: list.collect::<Vec<_>>().join(", ") };
             return Err(self.failure(fault, pc, warp, lanes).into());
+        }
+        let is_open = |of: &(usize, &Aligned)| of.1.open().is_some();
+        if let Some((group, of)) = self.aligned.iter().enumerate().find(is_open) {
+            let pc = of.open().unwrap_or_default();
+            return Err(self.failure(Fault::NotAligned, pc, 4 * group, 1).into());
         }
         let end = self.kernel.code.len() - 1;
         let in_flight = |what| Err(self.failure(Fault::EndInFlight { what }, end, 0, 1).into());

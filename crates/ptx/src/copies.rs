@@ -3,7 +3,7 @@
 use crate::block::{Block, Outcome};
 use crate::execute::PARAM_WINDOW;
 use crate::fault::Fault;
-use crate::instruction::{Address, Op, Operand};
+use crate::instruction::{Address, LANES, Op, Operand, Reg};
 use crate::order::{Known, Stamp};
 use crate::products::{Piece, TensorMap};
 use crate::shared::By;
@@ -20,8 +20,6 @@ pub(crate) struct BoxCopy {
     barrier: u64,
     bytes: i64,
     stamp: Stamp,
-    /// What is ordered before the copy.
-    known: Known,
     /// Index of the instruction, warp and lane.
     pub(crate) issued: (usize, usize, usize),
 }
@@ -62,8 +60,10 @@ impl Block<'_> {
                     (self.addresses(warp, at), self.warps[warp].values(*count, &self.place));
                 for lane in lanes_of(active) {
                     let at = addresses[lane];
-                    self.write_shared(warp, lane, at, &[0; BARRIER_BYTES])?;
-                    self.memory_barriers.init(at, counts[lane] as i64);
+                    let place = self.shared.check(at, BARRIER_BYTES, BARRIER_BYTES)?;
+                    let of = &self.warps[warp];
+                    self.shared.init_barrier(place, &of.by(lane), of.init_fences[lane])?;
+                    self.memory_barriers.init(at, counts[lane] as i64)?;
                 }
             }
             Op::MemoryBarrierArrive { at, bytes } => {
@@ -75,28 +75,50 @@ impl Block<'_> {
                     let bytes = bytes.map_or(0, |bytes| i64::from(bytes[lane] as u32));
                     self.memory_barriers.receive(addresses[lane], 1, bytes, &known)?;
                 }
+                self.warps[warp].end_release();
             }
             Op::MemoryBarrierTryWait { to, at, parity } => {
-                let lane = active.trailing_zeros() as usize;
-                let at = self.addresses(warp, at);
-                let is_same = lanes_of(active).all(|other| at[other] == at[lane]);
-                let at = Some(at[lane]).filter(|_| is_same).ok_or(Fault::NotUniform)?;
-                let parity = self.warps[warp].uniform(*parity, active, &self.place)? & 1 == 1;
-                self.see_barrier(warp, lane, at, false)?;
-                let barrier = self.memory_barriers.at(at)?;
-                if !barrier.has_ended(parity) {
-                    return Ok(Outcome::Again(Wait::Phase { at, parity }));
-                }
-                let of = &mut self.warps[warp];
-                of.acquire(barrier.released(), active);
-                of.set(*to, &[1; 32], active);
+                return self.try_wait(warp, *to, (at, *parity), active);
             }
             _ => return Err(Fault::NotSupported("an instruction of an unknown kind")),
         }
         Ok(Outcome::Next)
     }
 
-    /// Checks that a thread sees an initialised barrier; `is_async`: through the asynchronous proxy.
+    /// `mbarrier.try_wait` may return false before the phase has ended, which it does at random.
+    fn try_wait(
+        &mut self,
+        warp: usize,
+        to: Reg,
+        (at, parity): (&Address, Operand),
+        active: u32,
+    ) -> Result<Outcome, Fault> {
+        let lane = active.trailing_zeros() as usize;
+        let at = self.addresses(warp, at);
+        let is_same = lanes_of(active).all(|other| at[other] == at[lane]);
+        let at = Some(at[lane]).filter(|_| is_same).ok_or(Fault::NotUniform)?;
+        let parity = match self.warps[warp].uniform(parity, active, &self.place)? {
+            0 => false,
+            1 => true,
+            parity => return Err(Fault::Parity { parity }),
+        };
+        self.see_barrier(warp, lane, at, false)?;
+        let barrier = self.memory_barriers.at_mut(at)?;
+        let has_ended = barrier.has_ended(parity);
+        let of = &mut self.warps[warp];
+        if has_ended {
+            of.acquire(barrier.wait(), active);
+        } else if self.random.below(4) != 0 {
+            return Ok(Outcome::Again(Wait::Phase { at, parity }));
+        }
+        of.set(to, &[u64::from(has_ended); LANES], active);
+        Ok(Outcome::Next)
+    }
+
+    /// Checks that a thread sees an initialised barrier. With `is_async`, it is for a copy, which
+    /// needs a fence after the initialisation: PTX ISA 9.1 has copies access their barriers through
+    /// the generic proxy, for which a barrier of the block is enough, but the programming guide of
+    /// CUDA has the fence.
     fn see_barrier(
         &mut self,
         warp: usize,
@@ -106,9 +128,11 @@ impl Block<'_> {
     ) -> Result<(), Fault> {
         let place = self.shared.check(at, BARRIER_BYTES, BARRIER_BYTES)?;
         let warps = &self.warps;
-        let fences = |of: Stamp| Self::fences_of(warps, of);
-        let fences: Option<&dyn Fn(Stamp) -> u32> = if is_async { Some(&fences) } else { None };
-        self.shared.note_read(place, BARRIER_BYTES, &warps[warp].by(lane), fences)?;
+        self.shared.note_barrier(place, &warps[warp].by(lane))?;
+        if is_async {
+            let fences = |of| lane_of_write(warps, of).map_or(0, |(warp, at)| warp.init_fences[at]);
+            self.shared.check_fences(place, BARRIER_BYTES, &fences)?;
+        }
         self.memory_barriers.at(at).map(|_| ())
     }
 
@@ -123,8 +147,11 @@ impl Block<'_> {
         let sizes = size.map(|size| self.warps[warp].values(size, &self.place));
         for lane in lanes_of(active) {
             let size = sizes.map_or(bytes, |sizes| sizes[lane] as u32 as usize);
-            if bytes != 16 || size > bytes {
+            if bytes != 16 {
                 return Err(Fault::NotSupported("a copy of another size than 16"));
+            }
+            if size > bytes {
+                return Err(Fault::CopySize { size, most: bytes });
             }
             // nothing else may access these bytes until the copy has ended
             self.write_shared(warp, lane, to[lane], &[0; 16])?;
@@ -175,21 +202,24 @@ impl Block<'_> {
         let stamp = self.memory_barriers.at(barrier)?.stamp();
         let known = self.warps[warp].released(1 << lane);
         let pieces: Vec<Piece> = map.pieces(to, at).map_err(|error| product(&error))?.collect();
+        self.warps[warp].end_release();
         let by = By { stamp, known: [&known, &known] };
+        let fences = |of| Self::fences_of(&self.warps, of);
         for piece in &pieces {
             let place = self.shared.check(piece.to, 16, 16)?;
+            self.shared.check_fences(place, 16, &fences)?;
             self.shared.note_write(place, 16, &by, None)?;
             self.shared.set_in_flight(place, 16, true);
         }
         let bytes = map.box_bytes() as i64;
         let issued = (pc, warp, lane);
-        self.boxes.push(BoxCopy { pieces, barrier, bytes, stamp, known, issued });
+        self.boxes.push(BoxCopy { pieces, barrier, bytes, stamp, issued });
         Ok(())
     }
 
     /// A copy of a box takes place.
     pub(crate) fn copy_box(&mut self, copy: BoxCopy) -> Result<(), Fault> {
-        let BoxCopy { pieces, barrier, bytes, stamp, mut known, .. } = copy;
+        let BoxCopy { pieces, barrier, bytes, stamp, .. } = copy;
         for Piece { to, inside, from } in pieces {
             let place = self.shared.check(to, 16, 16)?;
             let mut data = [0; 16];
@@ -201,13 +231,20 @@ impl Block<'_> {
             self.shared.set_in_flight(place, 16, false);
             self.shared.bytes_mut(place, 16).copy_from_slice(&data);
         }
+        // PTX ISA, "Asynchronous Operations": only the copy itself, not earlier accesses of its thread
+        let mut known = Known::default();
         known.add(stamp);
         self.memory_barriers.receive(barrier, 0, -bytes, &known)
     }
 
     /// Used by checks of the asynchronous proxy: the number of proxy fences of the thread of a write.
     pub(crate) fn fences_of(warps: &[Warp], of: Stamp) -> u32 {
-        let lane = of.lanes.trailing_zeros() as usize & 31;
-        warps.get(usize::from(of.unit)).map_or(0, |warp| warp.fences[lane])
+        lane_of_write(warps, of).map_or(0, |(warp, lane)| warp.fences[lane])
     }
+}
+
+/// The warp and the lane of a write by a thread.
+fn lane_of_write(warps: &[Warp], of: Stamp) -> Option<(&Warp, usize)> {
+    let lane = of.lanes.trailing_zeros() as usize & 31;
+    warps.get(usize::from(of.unit)).map(|warp| (warp, lane))
 }

@@ -1,6 +1,6 @@
 //! Instructions of a warp other than [`Op::Scalar`] and branches.
 
-use crate::block::{Block, MAX_REGS, Outcome};
+use crate::block::{Block, Outcome};
 use crate::fault::Fault;
 use crate::instruction::{Address, LANES, Lanes, Op, Operand, Reg, Shuffle, Space};
 use crate::products;
@@ -45,13 +45,14 @@ impl Block<'_> {
                 } else {
                     let released = of.released(active);
                     of.acquire(&released, active);
+                    of.end_release();
                 }
             }
             Op::Barrier { waits, id, threads } => {
                 return self.barrier(warp, *waits, (*id, *threads), active);
             }
             Op::SetMaxRegs { increases, regs } => {
-                return self.set_max_regs(warp, *increases, *regs);
+                return self.set_max_regs(warp, pc, (*increases, *regs));
             }
             Op::LoadMatrix { to, from, transposed } => {
                 self.load_matrix(warp, to, from, *transposed)?;
@@ -69,14 +70,16 @@ impl Block<'_> {
                 }
             }
             Op::FenceInit | Op::FenceProxy => {
+                let of = &mut self.warps[warp];
                 for lane in lanes_of(active) {
-                    self.warps[warp].fences[lane] += 1;
+                    of.fences[lane] += u32::from(matches!(op, Op::FenceProxy));
+                    of.init_fences[lane] += 1;
                 }
             }
-            Op::WarpgroupMma(of) => self.issue_product(warp, of)?,
-            Op::WarpgroupFence => self.warps[warp].fence(),
-            Op::WarpgroupCommit => self.warps[warp].products.commit(),
-            Op::WarpgroupWait { pending } => self.wait_for_products(warp, *pending as usize)?,
+            Op::WarpgroupMma(_)
+            | Op::WarpgroupFence
+            | Op::WarpgroupCommit
+            | Op::WarpgroupWait { .. } => self.execute_warpgroup(warp, op, pc)?,
             Op::Pack { .. } | Op::Unpack { .. } | Op::ParamAddress { .. } | Op::ToGlobal { .. } => {
                 self.moves(warp, op, active);
             }
@@ -85,15 +88,16 @@ impl Block<'_> {
         Ok(Outcome::Next)
     }
 
-    /// The threads that must execute an instruction of the whole warp together.
+    /// The threads that must execute an instruction of the whole warp together. Only `shfl.sync` does
+    /// not wait for threads that have ended. PTX ISA, `bar`: `.aligned` means all threads.
     pub(crate) fn needed(&self, warp: usize, op: &Op, active: u32) -> Result<u32, Fault> {
         let of = &self.warps[warp];
         match op {
-            Op::Shuffle { from: [.., mask], .. } | Op::WarpBarrier { mask } => {
-                let mask = of.uniform(*mask, active, &self.place)? as u32;
-                // -1 in a warp with fewer threads names those that there are
-                Ok(mask & of.all)
+            Op::Shuffle { from: [.., mask], .. } => {
+                Ok(of.uniform(*mask, active, &self.place)? as u32 & of.live)
             }
+            // -1 in a warp with fewer threads names those that there are
+            Op::WarpBarrier { mask } => Ok(of.uniform(*mask, active, &self.place)? as u32 & of.all),
             Op::Barrier { .. } => Ok(of.all),
             _ => Ok(u32::MAX),
         }
@@ -188,7 +192,11 @@ impl Block<'_> {
         let bytes = to.len();
         match space {
             Space::Param => {
-                let from = self.params.get(at as usize..at as usize + bytes);
+                if !at.is_multiple_of(bytes as u64) {
+                    return Err(Fault::Misaligned { space, at, bytes });
+                }
+                let end = at.saturating_add(bytes as u64);
+                let from = self.params.get(at as usize..end as usize);
                 to.copy_from_slice(from.ok_or(Fault::OutOfBounds { space, at, bytes })?);
             }
             Space::Global => {
@@ -202,7 +210,7 @@ impl Block<'_> {
                 for start in (0..bytes).step_by(4) {
                     let part = (bytes - start).min(4);
                     if used >> start & ((1 << part) - 1) != 0 {
-                        self.shared.note_read(place + start, part, &by, None)?;
+                        self.shared.note_read(place + start, part, &by)?;
                     }
                 }
                 to.copy_from_slice(self.shared.bytes(place, bytes));
@@ -262,7 +270,7 @@ impl Block<'_> {
         Ok(())
     }
 
-    /// Section 9.7.9.6. `from`: value, distance or lane, clamp and mask of segments, members.
+    /// PTX ISA, `shfl.sync`. `from`: value, distance or lane, clamp and mask of segments, members.
     fn shuffle(
         &mut self,
         warp: usize,
@@ -310,12 +318,19 @@ impl Block<'_> {
         self.counts.barriers += 1;
         let of = &mut self.warps[warp];
         let id = of.uniform(id, active, &self.place)?;
-        // warps count as 32 threads, whatever they have (section 9.7.13.1)
+        // PTX ISA, `bar`: warps count as 32 threads, whatever they have
         let all = self.place.threads.next_multiple_of(LANES) as u64;
         let threads =
             threads.map(|threads| of.uniform(threads, active, &self.place)).transpose()?;
-        of.synchronise();
-        let released = of.released(0);
+        // an arrival does not wait, so it does not order the accesses of the warp
+        let released = if waits {
+            of.synchronise();
+            of.released(0)
+        } else {
+            let released = of.released(active);
+            of.end_release();
+            released
+        };
         let barrier = self.barriers.entry(id).or_default();
         let ended = barrier.arrive((id, threads.unwrap_or(all)), warp, waits, &released)?;
         let Some((waiting, known)) = ended else {
@@ -329,16 +344,23 @@ impl Block<'_> {
         Ok(Outcome::Next)
     }
 
-    /// Section 9.7.19.5.
-    fn set_max_regs(&mut self, warp: usize, increases: bool, regs: u32) -> Result<Outcome, Fault> {
+    /// PTX ISA, `setmaxnreg`.
+    fn set_max_regs(
+        &mut self,
+        warp: usize,
+        pc: usize,
+        (increases, regs): (bool, u32),
+    ) -> Result<Outcome, Fault> {
         let regs = u64::from(regs);
         let before = self.warps[warp].max_regs;
         if (increases && regs < before) || (!increases && regs > before) {
-            return Err(Fault::Registers { found: regs, most: before });
+            let direction = if increases { "inc" } else { "dec" };
+            return Err(Fault::Registers { direction, before, after: regs });
         }
-        if self.used_regs() - 32 * before + 32 * regs > MAX_REGS {
+        if self.used_regs() - 32 * before + 32 * regs > self.pool {
             return Ok(Outcome::Again(Wait::Registers { regs }));
         }
+        self.align(warp, (pc, [0; 2]))?;
         self.warps[warp].max_regs = regs;
         Ok(Outcome::Next)
     }

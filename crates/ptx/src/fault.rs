@@ -34,8 +34,26 @@ pub enum Fault {
     AbsentLane { lane: usize },
     #[error("barrier {id} expects {expected} threads, but {found} arrive")]
     BarrierCount { id: u64, expected: u64, found: u64 },
+    #[error("barrier {id} of a block does not exist, only those from 0 to {}", end - 1)]
+    BarrierId { id: u64, end: u64 },
+    #[error("warp {warp} arrives at barrier {id} again before all others have arrived")]
+    ArrivesAgain { id: u64, warp: usize },
+    #[error("a memory barrier of {count} arrivals, instead of 1 to {}", end - 1)]
+    ArrivalCount { count: i64, end: i64 },
+    #[error("the memory barrier at {at:#x} is initialised again")]
+    InitialisedAgain { at: u64 },
+    #[error("accesses the memory barrier at {at:#x} as ordinary memory")]
+    OrdinaryAccess { at: u64 },
+    #[error(
+        "an arrival at the memory barrier at {at:#x}, and no thread has waited for the phase before"
+    )]
+    NotWaitedFor { at: u64 },
+    #[error("{parity} is not the parity of a phase, which is 0 or 1")]
+    Parity { parity: u64 },
     #[error("the memory barrier at {at:#x} is not initialised")]
     NoMemoryBarrier { at: u64 },
+    #[error("a copy of {size} bytes to a place of {most}")]
+    CopySize { size: usize, most: usize },
     #[error("the memory barrier at {at:#x} receives {what} than it expects")]
     MemoryBarrierCount { at: u64, what: &'static str },
     #[error("register {register} takes part in a product that is in flight")]
@@ -46,8 +64,14 @@ pub enum Fault {
     Hang { waiting: String },
     #[error("the block ends while {what} are in flight")]
     EndInFlight { what: &'static str },
-    #[error("warps have {found} registers, and a multiprocessor has {most}")]
-    Registers { found: u64, most: u64 },
+    #[error(
+        "the warps of a warpgroup do not execute the same instructions on registers or products"
+    )]
+    NotAligned,
+    #[error("setmaxnreg.{direction} from {before} to {after} registers")]
+    Registers { direction: &'static str, before: u64, after: u64 },
+    #[error("a block of {threads} threads, and the kernel has at most {most}")]
+    TooManyThreads { threads: usize, most: usize },
     #[error("{0}")]
     Scalar(crate::scalar::Fault),
     /// An operand of a matrix product or of a copy of a box.

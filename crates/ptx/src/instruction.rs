@@ -76,7 +76,8 @@ pub enum Operand {
     Special(Special),
 }
 
-/// A special register (section 10). Only the dimensions that have a size above 1 occur.
+/// A special register (PTX ISA, "Special Registers"). Only the dimensions that have a size above 1
+/// occur.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Special {
     /// `%tid.x`.
@@ -96,7 +97,7 @@ pub struct Address {
     pub offset: i64,
 }
 
-/// A state space of memory (section 5.1).
+/// A state space of memory (PTX ISA, "State Spaces").
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Space {
     Param,
@@ -166,9 +167,10 @@ pub enum Op {
         to: Address,
         from: Vec<Operand>,
     },
-    /// To the index of an instruction.
+    /// To the index of an instruction. `uniform` (`.uni`): all threads that execute it agree.
     Branch {
         target: usize,
+        uniform: bool,
     },
     /// `ret`, `exit`.
     Exit,
@@ -258,7 +260,7 @@ pub enum Op {
     },
 }
 
-/// The operands of `wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16` (section 9.7.16).
+/// The operands of `wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16`.
 #[derive(Debug, Clone)]
 pub struct WarpgroupMma {
     pub n: usize,
@@ -282,7 +284,7 @@ pub enum MatrixA {
     Descriptor(Operand),
 }
 
-/// `shfl.sync` (section 9.7.9.6).
+/// PTX ISA, `shfl.sync`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shuffle {
     Up,

@@ -1,7 +1,7 @@
 //! Launches of kernels.
 
 use crate::block::Block;
-use crate::fault::Failure;
+use crate::fault::{Failure, Fault};
 use crate::global::Global;
 use crate::instruction::Kernel;
 
@@ -39,8 +39,19 @@ pub struct Counts {
     pub products: u64,
 }
 
+/// Maximum number of threads of a block.
+const MAX_THREADS: usize = 1024;
+
 /// Executes all blocks, one after the other.
 pub fn run(launch: &Launch<'_>, global: &mut Global) -> Result<Counts, Box<Failure>> {
+    let Launch { kernel, threads, .. } = *launch;
+    let most = if kernel.max_threads == 0 { MAX_THREADS } else { kernel.max_threads };
+    if threads > most {
+        let fault = Fault::TooManyThreads { threads, most };
+        let (kernel, source) = (kernel.name.clone(), None);
+        let failure = Failure { kernel, line: 0, source, block: [0; 3], thread: 0, fault };
+        return Err(Box::new(failure));
+    }
     let mut counts = Counts::default();
     global.begin();
     let [x, y, z] = launch.grid;

@@ -2,7 +2,8 @@
 //! bounds and alignment of addresses, reads of unwritten memory, data races, warp instructions and
 //! barriers that not all threads reach, and asynchronous work.
 //!
-//! Sections in comments are those of the PTX ISA document, version 9.0.
+//! Comments name instructions and sections of NVIDIA's document "PTX ISA" by their titles; the numbers
+//! of sections differ between its versions. The semantics were compared with versions 9.0 and 9.1.
 
 mod barriers;
 mod block;

@@ -2,23 +2,50 @@
 //!
 //! The clock of a warp is its *epoch*. It advances when all threads of the warp synchronise, so
 //! accesses of an earlier epoch are ordered before everything that any of its threads does. Within an
-//! epoch, only accesses of the same thread are ordered. Barriers in shared memory are units with a
-//! clock too: their epoch is the number of the phase in which copies of boxes arrive.
+//! epoch, only accesses of the same thread are ordered. A thread may release its accesses within an
+//! epoch, for example by an arrival at a barrier in shared memory; the number of releases separates
+//! its earlier accesses from later ones, which nothing has released yet. Barriers in shared memory are
+//! units with a clock too: their epoch is the number of the phase in which copies of boxes arrive.
 
-/// An access: a warp or a barrier, its epoch, and the lanes.
+/// An access: a warp or a barrier, its epoch, the number of releases in it before, and the lanes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stamp {
     pub(crate) unit: u16,
     pub(crate) epoch: u32,
+    pub(crate) releases: u32,
     pub(crate) lanes: u32,
 }
 
-/// Accesses of a unit that are ordered before: those of epochs below `epoch`, and those of `lanes` in
-/// `epoch`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// Accesses of a unit that are ordered before: all of those of epochs below `epoch`, and in `epoch`
+/// those of `lanes` up to a number of releases.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct Seen {
     epoch: u32,
-    lanes: u32,
+    /// Numbers of releases and lanes.
+    lanes: Vec<(u32, u32)>,
+}
+
+impl Seen {
+    /// Those of `lanes` that were seen up to this number of releases.
+    fn lanes(&self, releases: u32) -> u32 {
+        let later = self.lanes.iter().filter(|(seen, _)| *seen >= releases);
+        later.fold(0, |all, (_, lanes)| all | lanes)
+    }
+
+    fn add(&mut self, epoch: u32, releases: u32, lanes: u32) {
+        if epoch > self.epoch {
+            self.epoch = epoch;
+            self.lanes.clear();
+        }
+        if epoch == self.epoch && lanes & !self.lanes(releases) != 0 {
+            // earlier entries of these lanes add nothing
+            for entry in self.lanes.iter_mut().filter(|(seen, _)| *seen <= releases) {
+                entry.1 &= !lanes;
+            }
+            self.lanes.retain(|(_, lanes)| *lanes != 0);
+            self.lanes.push((releases, lanes));
+        }
+    }
 }
 
 /// What is ordered before the next access of a thread.
@@ -28,28 +55,32 @@ pub(crate) struct Known(Vec<Seen>);
 impl Known {
     /// Whether an access is ordered before.
     pub(crate) fn has(&self, stamp: Stamp) -> bool {
-        let seen = self.0.get(usize::from(stamp.unit)).copied().unwrap_or_default();
-        stamp.epoch < seen.epoch || (stamp.epoch == seen.epoch && stamp.lanes & !seen.lanes == 0)
+        let Some(seen) = self.0.get(usize::from(stamp.unit)) else { return false };
+        stamp.epoch < seen.epoch
+            || (stamp.epoch == seen.epoch && stamp.lanes & !seen.lanes(stamp.releases) == 0)
     }
 
-    /// Adds the accesses of `lanes` of a unit in `epoch`, and all of earlier epochs.
-    pub(crate) fn add(&mut self, Stamp { unit, epoch, lanes }: Stamp) {
-        let unit = usize::from(unit);
+    /// Adds the accesses of `lanes` of a unit in `epoch` up to its number of releases, and all of
+    /// earlier epochs.
+    pub(crate) fn add(&mut self, Stamp { unit, epoch, releases, lanes }: Stamp) {
+        self.seen(usize::from(unit)).add(epoch, releases, lanes);
+    }
+
+    fn seen(&mut self, unit: usize) -> &mut Seen {
         if self.0.len() <= unit {
             self.0.resize(unit + 1, Seen::default());
         }
-        let seen = &mut self.0[unit];
-        if epoch > seen.epoch {
-            *seen = Seen { epoch, lanes };
-        } else if epoch == seen.epoch {
-            seen.lanes |= lanes;
-        }
+        &mut self.0[unit]
     }
 
     /// Adds all that `other` has.
     pub(crate) fn join(&mut self, other: &Self) {
         for (unit, Seen { epoch, lanes }) in other.0.iter().enumerate() {
-            self.add(Stamp { unit: unit as u16, epoch: *epoch, lanes: *lanes });
+            let seen = self.seen(unit);
+            seen.add(*epoch, 0, 0);
+            for (releases, lanes) in lanes {
+                seen.add(*epoch, *releases, *lanes);
+            }
         }
     }
 }
@@ -60,7 +91,7 @@ mod tests {
 
     #[test]
     fn earlier_epochs_and_own_lanes_are_ordered() {
-        let stamp = |epoch, lanes| Stamp { unit: 3, epoch, lanes };
+        let stamp = |epoch, lanes| Stamp { unit: 3, epoch, releases: 0, lanes };
         let mut known = Known::default();
         assert!(!known.has(stamp(1, 1)));
         known.add(stamp(5, 0b01));
@@ -75,5 +106,21 @@ mod tests {
         assert!(!other.has(stamp(5, 0b100)), "an earlier epoch adds nothing");
         other.add(stamp(7, 0));
         assert!(other.has(stamp(6, u32::MAX)) && !other.has(stamp(7, 1)));
+    }
+
+    #[test]
+    fn accesses_after_a_release_are_not_ordered_by_it() {
+        let stamp = |releases, lanes| Stamp { unit: 0, epoch: 5, releases, lanes };
+        let mut known = Known::default();
+        known.add(stamp(2, 0b01));
+        assert!(known.has(stamp(1, 0b01)) && known.has(stamp(2, 0b01)));
+        assert!(!known.has(stamp(3, 0b01)), "after the release");
+        let mut other = Known::default();
+        other.add(stamp(1, 0b11));
+        other.join(&known);
+        assert!(other.has(stamp(1, 0b11)) && other.has(stamp(2, 0b01)));
+        assert!(!other.has(stamp(2, 0b11)), "the second lane released less");
+        other.add(stamp(4, 0b11));
+        assert_eq!(other.0[0].lanes, [(4, 0b11)]);
     }
 }

@@ -21,7 +21,8 @@ pub const PIECE: usize = 16;
 /// Elements of a piece.
 const ELEMENTS: usize = 8;
 const ELEMENT_BYTES: u64 = 2;
-/// The NaN that instructions return (section 9.7.3): the payloads of operands are not kept.
+/// The NaN that instructions return (PTX ISA, "Floating Point Instructions"): the payloads of
+/// operands are not kept.
 const NAN: u64 = 0x7fff_ffff;
 
 /// The f32 with the value of the bf16 in the low 16 bits.
@@ -29,8 +30,9 @@ fn widened(bits: u64) -> f32 {
     f32::from_bits(((bits & 0xffff) as u32) << 16)
 }
 
-/// Row and column of a half (0 is the low one) of a register of A (section 9.7.14.5.8; the figures
-/// for `wgmma` in section 9.7.15.5.1 have the same places for the 16 rows of each warp).
+/// Row and column of a half (0 is the low one) of a register of A (PTX ISA, "Matrix Fragments for
+/// `mma.m16n8k16` with floating point type"; the figures in "Matrix Fragments for
+/// `wgmma.mma_async.m64nNk16`" have the same places for the 16 rows of each warp).
 fn place_in_a(register: usize, lane: usize, half: usize) -> (usize, usize) {
     (lane / 4 + 8 * (register % 2), lane % 4 * 2 + half + 8 * (register / 2))
 }
@@ -48,8 +50,8 @@ fn place_in_sums(register: usize, lane: usize) -> (usize, usize) {
 
 /// `mma.m16n8k16` with f32 sums of bf16 products.
 ///
-/// The order of the sums of tensor cores and their inner precision are not documented (section
-/// 9.7.14.5.14 requires single precision at least). Here the products, which are exact, and `c` are
+/// The order of the sums of tensor cores and their inner precision are not documented (PTX ISA,
+/// `mma`, requires single precision at least). Here the products, which are exact, and `c` are
 /// added in f64 and rounded once to f32. NaN and infinities behave as in IEEE 754.
 pub fn mma(a: &[Lanes; 4], b: &[Lanes; 2], c: &[Lanes; 4]) -> [Lanes; 4] {
     const N: usize = 8;
@@ -135,13 +137,13 @@ pub fn a_from_registers(warps: &[[Lanes; 4]]) -> Vec<f32> {
 
 /// Addresses of the rows that `ldmatrix` reads, 16 bytes each, for `count` matrices (1, 2 or 4):
 /// row r of matrix i is at the address that lane 8 i + r passes. The addresses of the other lanes do
-/// not count (section 9.7.14.5.15).
+/// not count (PTX ISA, `ldmatrix`).
 pub fn matrix_rows(addresses: &Lanes, count: usize) -> &[u64] {
     &addresses[..8 * count]
 }
 
 /// The registers that `ldmatrix` returns, one for each matrix, from the rows in the order of
-/// [`matrix_rows`] (section 9.7.14.5.15). A lane receives the columns 2 (lane % 4) and the next of
+/// [`matrix_rows`] (PTX ISA, `ldmatrix`). A lane receives the columns 2 (lane % 4) and the next of
 /// row lane / 4, in the low and in the high half; if `transposed`, these rows of column lane / 4.
 pub fn distribute(rows: &[[u8; PIECE]], transposed: bool) -> Vec<Lanes> {
     let element = |row: &[u8; PIECE], column: usize| {
@@ -160,7 +162,7 @@ pub fn distribute(rows: &[[u8; PIECE]], transposed: bool) -> Vec<Lanes> {
 }
 
 /// How rows of a tile in shared memory are permuted so that its columns are in different banks
-/// (section 5.5.7): in units of 16 bytes, and the width of a row.
+/// (PTX ISA, "Swizzling Modes"): in units of 16 bytes, and the width of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Swizzle {
     None,
@@ -201,7 +203,7 @@ pub enum DescriptorError {
     EndOfRow { start: u64, bytes: u64, width: u64 },
 }
 
-/// Where a tile of `wgmma` is in shared memory (section 9.7.15.5.1.2.2).
+/// Where a tile of `wgmma` is in shared memory (PTX ISA, "Matrix Descriptor Format").
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Descriptor {
     /// Address of the tile. The descriptor has 18 bits of it.
@@ -270,7 +272,7 @@ impl Descriptor {
         Ok(())
     }
 
-    /// The canonical layouts of section 9.7.15.5.1.2.1.3. A line is a row of a K-major tile, or a
+    /// PTX ISA, "Canonical Layouts" of `wgmma`. A line is a row of a K-major tile, or a
     /// column (one k) of a transposed one. Groups of eight lines are `stride` bytes apart. A K-major
     /// tile with a permutation is within one row of `width` bytes, so `leading` has no meaning. If
     /// it is transposed, `leading` leads from one panel of `width` bytes to the next one. Without a
@@ -441,8 +443,9 @@ impl TensorMap {
     /// [`TensorMap::box_bytes`] bytes from `to` on. Pieces that are partly or wholly outside of the
     /// tensor are filled with zeros.
     ///
-    /// The permutation goes by the address, so a box must begin at a multiple of 128 bytes (section
-    /// 9.7.9.27.1.2), and is as [`Descriptor`] expects it only at a multiple of eight of its rows.
+    /// The permutation goes by the address (PTX ISA, "Swizzling Modes"), so a box must begin at a
+    /// multiple of 128 bytes (programming guide of CUDA), and is as
+    /// [`Descriptor`] expects it only at a multiple of eight of its rows.
     pub fn pieces(
         &self,
         to: u64,

@@ -12,7 +12,7 @@ use crate::instruction::{Compare, Lanes, Round, Scalar, Type};
 /// Why a value could not be computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
-    /// The result is unspecified (sections 9.7.1.8 and 9.7.1.9).
+    /// The result is unspecified (PTX ISA, `div` and `rem` of integers).
     #[error("lane {lane} divides an integer by zero")]
     DivisionByZero { lane: usize },
     /// The ISA does not have the operation for this type; or it rounds `f64` in another mode than
@@ -21,7 +21,7 @@ pub enum Fault {
     Undefined,
 }
 
-/// The NaN of `f32` results (section 9.7.3).
+/// The NaN of `f32` results (PTX ISA, "Floating Point Instructions").
 const NAN_F32: u32 = 0x7fff_ffff;
 /// A quiet NaN.
 const NAN_F64: u64 = 0x7ff8_0000_0000_0000;
@@ -178,7 +178,7 @@ pub fn execute(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes, active: u32) ->
     }
 }
 
-/// `mov` (9.7.9.3), `selp` (9.7.6.3) and `prmt` (9.7.9.7).
+/// PTX ISA, `mov`, `selp` and `prmt`.
 fn movement(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     match kind {
         Scalar::Mov(_) => *to = *from[0],
@@ -205,9 +205,8 @@ fn permute(a: u32, b: u32, selector: u32) -> u32 {
     result
 }
 
-/// `add`, `sub`, `mad.lo`, `mul.lo`, `min`, `max`, `neg` and `abs` of integers (9.7.1.1 to 9.7.1.4
-/// and 9.7.1.10 to 9.7.1.13). They wrap: the negative and the magnitude of the least value are that
-/// value.
+/// PTX ISA, "Integer Arithmetic Instructions": `add`, `sub`, `mad.lo`, `mul.lo`, `min`, `max`, `neg`
+/// and `abs`. They wrap: the negative and the magnitude of the least value are that value.
 fn integer(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     match kind {
         Scalar::Add(of, Round::Nearest) => {
@@ -233,7 +232,7 @@ fn integer(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault
     Ok(())
 }
 
-/// `mul.hi` and `mul.wide` (9.7.1.3).
+/// PTX ISA, `mul` of integers: `mul.hi` and `mul.wide`.
 fn product(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     macro_rules! high {
         ($t:ty, $wide:ty) => {
@@ -261,7 +260,7 @@ fn product(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault
     Ok(())
 }
 
-/// `div` and `rem` of integers (9.7.1.8 and 9.7.1.9). The quotient of the least value and -1 wraps.
+/// PTX ISA, `div` and `rem` of integers. The quotient of the least value and -1 wraps.
 fn quotient(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes, active: u32) -> Result<(), Fault> {
     match kind {
         Scalar::Div(of) => with_integer!(of, T => map2(from, to, |a: T, b: T| {
@@ -278,7 +277,7 @@ fn quotient(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes, active: u32) -> Re
     }
 }
 
-/// `and`, `or`, `xor` and `not` (9.7.8.1 to 9.7.8.4).
+/// PTX ISA, "Logic and Shift Instructions": `and`, `or`, `xor` and `not`.
 fn logic(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     let (Scalar::And(of) | Scalar::Or(of) | Scalar::Xor(of) | Scalar::Not(of)) = kind else {
         return Err(Fault::Undefined);
@@ -299,7 +298,7 @@ fn logic(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> 
     Ok(())
 }
 
-/// `shl`, `shr` (9.7.8.8 and 9.7.8.9) and `bfi` (9.7.1.20).
+/// PTX ISA, `shl`, `shr` and `bfi`.
 fn shift(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     match kind {
         Scalar::Shl(of) => with!(of, T in { B16: u16, B32: u32, B64: u64 }, {
@@ -332,7 +331,7 @@ fn shift(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> 
     Ok(())
 }
 
-/// `setp` (9.7.6.2). Untyped bits (`.b`) have no order.
+/// PTX ISA, `setp` and "Integer and Bit-Size Comparisons". Untyped bits (`.b`) have no order.
 fn comparison(compare: Compare, of: Type, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     match of {
         Type::F32 => compare_floats::<f32>(compare, from, to),
@@ -355,7 +354,8 @@ fn comparison(compare: Compare, of: Type, from: &[&Lanes; 4], to: &mut Lanes) ->
     Ok(())
 }
 
-/// Without `u`, a comparison with NaN is false, `ne` included; with `u`, it is true (9.3.2).
+/// PTX ISA, "Floating Point Comparisons". Without `u`, a comparison with NaN is false, `ne` included;
+/// with `u`, it is true.
 fn compare_floats<T: Value + PartialOrd>(compare: Compare, from: &[&Lanes; 4], to: &mut Lanes) {
     let unordered = |a: T, b: T| a.partial_cmp(&b).is_none();
     match compare {
@@ -376,8 +376,8 @@ fn compare_floats<T: Value + PartialOrd>(compare: Compare, from: &[&Lanes; 4], t
     }
 }
 
-/// `add`, `sub`, `mul` and `fma` of floats (9.7.3.3 to 9.7.3.6). In `f64`, products of two `f32`
-/// are exact; sums are not, see [`sum_and_error`].
+/// PTX ISA, "Floating Point Instructions": `add`, `sub`, `mul` and `fma`. In `f64`, products of two
+/// `f32` are exact; sums are not, see [`sum_and_error`].
 fn rounded(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     use Round::{Down, Nearest, Zero};
     use Type::{F32, F64};
@@ -455,8 +455,8 @@ fn sum_toward_zero(a: f64, b: f64) -> f32 {
     }
 }
 
-/// `div.rn`, `abs`, `neg`, `min`, `max`, `rcp.rn` and `sqrt.rn` of floats (9.7.3.8 to 9.7.3.13 and
-/// 9.7.3.15).
+/// PTX ISA, "Floating Point Instructions": `div.rn`, `abs`, `neg`, `min`, `max`, `rcp.rn` and
+/// `sqrt.rn`.
 fn float(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     match kind {
         Scalar::Div(of) => with_float!(of, T => map2(from, to, |a: T, b: T| a / b)),
@@ -466,7 +466,10 @@ fn float(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> 
         Scalar::Neg(Type::F32) => map1(from, to, |a: u32| a ^ 1 << 31),
         Scalar::Neg(Type::F64) => map1(from, to, |a: u64| a ^ 1 << 63),
         Scalar::Abs(Type::F32) => map1(from, to, |a: u32| a & !(1 << 31)),
-        Scalar::Abs(Type::F64) => map1(from, to, |a: u64| a & !(1 << 63)),
+        // A NaN does not change.
+        Scalar::Abs(Type::F64) => {
+            map1(from, to, |a: u64| if f64::from_bits(a).is_nan() { a } else { a & !(1 << 63) });
+        }
         // A number and NaN give the number, and -0 is below +0.
         Scalar::Min(of) => with_float!(of, T => map2(from, to, |a: T, b: T| {
             if b.is_nan() || a < b || a == b && a.is_sign_negative() { a } else { b }
@@ -479,8 +482,8 @@ fn float(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> 
     Ok(())
 }
 
-/// `div.approx.f32` (9.7.3.8), `rsqrt.approx.f32` (9.7.3.16), `lg2.approx.f32` (9.7.3.20) and
-/// `ex2.approx.f32` (9.7.3.21).
+/// PTX ISA, "Floating Point Instructions": `div.approx.f32`, `rsqrt.approx.f32`, `lg2.approx.f32` and
+/// `ex2.approx.f32`.
 fn approximation(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     match kind {
         Scalar::DivApprox => map2(from, to, divide_approximately),
@@ -500,15 +503,15 @@ fn approximation(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(),
     Ok(())
 }
 
-/// 2 ulp for divisors from 2^-126 to 2^126. The hardware multiplies by the reciprocal, which is
-/// zero for larger divisors, so that infinite dividends give NaN there. The ISA does not name the
-/// sign of the zero, nor the result for subnormal divisors; these are divided like others.
+/// 2 ulp for divisors from 2^-126 to 2^126. For larger ones the result is a zero with the sign of the
+/// quotient, or NaN if the dividend is infinite. No bound is given for subnormal divisors; these are
+/// divided like others.
 fn divide_approximately(a: f32, b: f32) -> f32 {
     const LIMIT: f32 = f32::from_bits((126 + 127) << 23);
     if b.abs() > LIMIT { a * 0f32.copysign(b) } else { a / b }
 }
 
-/// `cvt` (9.7.9.21).
+/// PTX ISA, `cvt`.
 fn conversion(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
     match kind {
         Scalar::Convert { from: source, to: target } => {

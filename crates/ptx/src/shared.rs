@@ -5,7 +5,7 @@ use crate::instruction::Space;
 use crate::order::{Known, Stamp};
 
 /// Unit of a stamp that no access has.
-const NOBODY: Stamp = Stamp { unit: u16::MAX, epoch: 0, lanes: 0 };
+const NOBODY: Stamp = Stamp { unit: u16::MAX, epoch: 0, releases: 0, lanes: 0 };
 
 /// A cell of 4 bytes, or of 1 byte in kernels that store less than 4.
 #[derive(Debug, Clone)]
@@ -13,15 +13,27 @@ struct Cell {
     writer: Stamp,
     /// How many proxy fences the writing thread had executed; `None` for asynchronous writes.
     fences: Option<u32>,
-    /// The last reads since the last write, one for each unit.
+    /// The last reads since the last write: for each unit, those of one epoch, and one for each number
+    /// of releases.
     reads: Vec<Stamp>,
     is_written: bool,
     /// An asynchronous copy to this cell is in flight.
     in_flight: bool,
+    /// It is a part of a barrier.
+    is_barrier: bool,
 }
 
-const FRESH: Cell =
-    Cell { writer: NOBODY, fences: None, reads: Vec::new(), is_written: false, in_flight: false };
+const FRESH: Cell = Cell {
+    writer: NOBODY,
+    fences: None,
+    reads: Vec::new(),
+    is_written: false,
+    in_flight: false,
+    is_barrier: false,
+};
+
+/// The number of fences that the thread of a write has executed until now.
+pub(crate) type Fences<'a> = &'a dyn Fn(Stamp) -> u32;
 
 /// Who accesses shared memory, and what is ordered before.
 #[derive(Debug, Clone, Copy)]
@@ -33,7 +45,7 @@ pub(crate) struct By<'a> {
 
 impl By<'_> {
     fn follows(&self, other: Stamp) -> bool {
-        let Stamp { unit, epoch, lanes } = self.stamp;
+        let Stamp { unit, epoch, lanes, .. } = self.stamp;
         let is_own = other.unit == unit
             && (other.epoch < epoch || (other.epoch == epoch && other.lanes & !lanes == 0));
         other.unit == NOBODY.unit || is_own || self.known.iter().any(|known| known.has(other))
@@ -86,18 +98,32 @@ impl Shared {
         Fault::Race { at: (cell << self.shift) as u64, access, other, by: self.name(by) }
     }
 
-    /// Checks that a read may see these bytes, and notes it. `is_async`: through the asynchronous
-    /// proxy; `fences` then gives the number of proxy fences that a lane of a warp has executed.
-    pub(crate) fn note_read(
+    /// Checks that a read may see these bytes, and notes it.
+    pub(crate) fn note_read(&mut self, at: usize, bytes: usize, by: &By<'_>) -> Result<(), Fault> {
+        self.note_read_of(at, bytes, by, false)
+    }
+
+    /// The same for a barrier of 8 bytes.
+    pub(crate) fn note_barrier(&mut self, at: usize, by: &By<'_>) -> Result<(), Fault> {
+        if !self.cells[at >> self.shift].is_barrier {
+            return Err(Fault::NoMemoryBarrier { at: at as u64 });
+        }
+        self.note_read_of(at, 8, by, true)
+    }
+
+    fn note_read_of(
         &mut self,
         at: usize,
         bytes: usize,
         by: &By<'_>,
-        fences: Option<&dyn Fn(Stamp) -> u32>,
+        of_barrier: bool,
     ) -> Result<(), Fault> {
         for index in self.cells(at, bytes) {
             let cell = &self.cells[index];
             let place = (index << self.shift) as u64;
+            if cell.is_barrier != of_barrier {
+                return Err(Fault::OrdinaryAccess { at: place });
+            }
             if cell.in_flight {
                 return Err(Fault::InFlight { at: place });
             }
@@ -107,17 +133,32 @@ impl Shared {
             if !by.follows(cell.writer) {
                 return Err(self.race(index, Access::Read, Access::Write, cell.writer));
             }
-            if let (Some(of), Some(before)) = (fences, cell.fences)
-                && of(cell.writer) == before
-            {
-                return Err(Fault::NoProxyFence { at: place });
-            }
             let reads = &mut self.cells[index].reads;
-            match reads.iter_mut().find(|read| read.unit == by.stamp.unit) {
-                Some(read) if read.epoch == by.stamp.epoch => read.lanes |= by.stamp.lanes,
-                // the earlier epoch is ordered before whatever this one is ordered before
-                Some(read) => *read = by.stamp,
-                None => reads.push(by.stamp),
+            let Stamp { unit, epoch, lanes, .. } = by.stamp;
+            let is_same = |read: &Stamp| Stamp { lanes, ..*read } == by.stamp;
+            if let Some(read) = reads.iter_mut().find(|read| is_same(read)) {
+                read.lanes |= lanes;
+            } else {
+                // an earlier epoch is ordered before whatever this one is ordered before
+                reads.retain(|read| read.unit != unit || read.epoch == epoch);
+                reads.push(by.stamp);
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the threads that wrote these bytes have executed a fence since then, so that the
+    /// asynchronous proxy may access them.
+    pub(crate) fn check_fences(
+        &self,
+        at: usize,
+        bytes: usize,
+        fences: Fences<'_>,
+    ) -> Result<(), Fault> {
+        for index in self.cells(at, bytes) {
+            let cell = &self.cells[index];
+            if cell.fences.is_some_and(|before| fences(cell.writer) == before) {
+                return Err(Fault::NoProxyFence { at: (index << self.shift) as u64 });
             }
         }
         Ok(())
@@ -136,6 +177,9 @@ impl Shared {
             if cell.in_flight {
                 return Err(Fault::InFlight { at: (index << self.shift) as u64 });
             }
+            if cell.is_barrier {
+                return Err(Fault::OrdinaryAccess { at: (index << self.shift) as u64 });
+            }
             if !by.follows(cell.writer) {
                 return Err(self.race(index, Access::Write, Access::Write, cell.writer));
             }
@@ -145,6 +189,24 @@ impl Shared {
             let cell = &mut self.cells[index];
             (cell.writer, cell.fences, cell.is_written) = (by.stamp, fences, true);
             cell.reads.clear();
+        }
+        Ok(())
+    }
+
+    /// Notes that a thread initialises a barrier of 8 bytes; `fences`: how many fences of barriers it
+    /// has executed.
+    pub(crate) fn init_barrier(
+        &mut self,
+        at: usize,
+        by: &By<'_>,
+        fences: u32,
+    ) -> Result<(), Fault> {
+        if self.cells[at >> self.shift].is_barrier {
+            return Err(Fault::InitialisedAgain { at: at as u64 });
+        }
+        self.note_write(at, 8, by, Some(fences))?;
+        for index in self.cells(at, 8) {
+            self.cells[index].is_barrier = true;
         }
         Ok(())
     }

@@ -53,12 +53,15 @@ pub(crate) struct Warp {
     pub(crate) live: u32,
     pub(crate) fragments: Vec<Fragment>,
     pub(crate) epoch: u32,
+    /// Number of releases in this epoch.
+    releases: u32,
     known: Known,
     /// What single threads know besides.
     of_lanes: Vec<Option<Box<Known>>>,
     nothing: Known,
-    /// Number of proxy fences of each thread.
+    /// Number of proxy fences of each thread, and of these and fences of initialised barriers.
     pub(crate) fences: [u32; LANES],
+    pub(crate) init_fences: [u32; LANES],
     /// Copies of each thread: those of the open group, and of groups in flight, the oldest first.
     pub(crate) open_copies: Vec<Vec<Copy16>>,
     pub(crate) copies: Vec<Vec<Vec<Copy16>>>,
@@ -86,7 +89,7 @@ impl Warp {
         let num = (threads - LANES * index).min(LANES);
         let live = u32::MAX >> (LANES - num);
         let mut known = Known::default();
-        known.add(Stamp { unit: index as u16, epoch: 1, lanes: 0 });
+        known.add(Stamp { unit: index as u16, epoch: 1, releases: 0, lanes: 0 });
         Self {
             index,
             regs: vec![[0xdead_dead_dead_dead; LANES]; num_regs],
@@ -94,10 +97,12 @@ impl Warp {
             live,
             fragments: vec![Fragment { pc: 0, lanes: live, wait: Wait::Nothing }],
             epoch: 1,
+            releases: 0,
             known,
             of_lanes: vec![None; LANES],
             nothing: Known::default(),
             fences: [0; LANES],
+            init_fences: [0; LANES],
             open_copies: vec![Vec::new(); LANES],
             copies: vec![Vec::new(); LANES],
             products: InFlight::default(),
@@ -122,6 +127,7 @@ impl Warp {
 
     /// `wgmma.fence`.
     pub(crate) fn fence(&mut self) {
+        self.products.fence();
         self.touched.fill(false);
     }
 
@@ -181,8 +187,17 @@ impl Warp {
         lanes & if negated { !holds } else { holds }
     }
 
+    /// Threads end. Those that wait for other threads of the warp look again whom they need.
+    pub(crate) fn end_threads(&mut self, lanes: u32) {
+        self.live &= !lanes;
+        for fragment in self.fragments.iter_mut().filter(|of| of.wait == Wait::Lanes) {
+            fragment.wait = Wait::Nothing;
+        }
+    }
+
     pub(crate) fn stamp(&self, lanes: u32) -> Stamp {
-        Stamp { unit: self.index as u16, epoch: self.epoch, lanes }
+        let Self { index, epoch, releases, .. } = *self;
+        Stamp { unit: index as u16, epoch, releases, lanes }
     }
 
     /// An access by a thread.
@@ -201,12 +216,13 @@ impl Warp {
         for known in self.of_lanes.iter_mut().filter_map(Option::take) {
             self.known.join(&known);
         }
-        self.epoch += 1;
+        (self.epoch, self.releases) = (self.epoch + 1, 0);
         let now = self.stamp(0);
         self.known.add(now);
     }
 
-    /// What is ordered before by what these threads release now.
+    /// What is ordered before by what these threads release now. [`Warp::end_release`] follows when
+    /// all threads of the instruction have released.
     pub(crate) fn released(&self, lanes: u32) -> Known {
         let mut released = self.known.clone();
         for known in lanes_of(lanes).filter_map(|lane| self.of_lanes[lane].as_deref()) {
@@ -214,6 +230,11 @@ impl Warp {
         }
         released.add(self.stamp(lanes));
         released
+    }
+
+    /// Later accesses are not a part of the last release.
+    pub(crate) fn end_release(&mut self) {
+        self.releases += 1;
     }
 
     /// These threads see what others released.

@@ -1,7 +1,7 @@
 //! Products of a warpgroup (`wgmma`): they take effect when a warp waits for them.
 
 use crate::block::Block;
-use crate::fault::{Access, Fault};
+use crate::fault::Fault;
 use crate::instruction::{Lanes, MatrixA, Op, Operand, Reg, WarpgroupMma};
 use crate::order::Stamp;
 use crate::products::{self, Descriptor};
@@ -30,6 +30,43 @@ struct Product {
     b: Vec<u64>,
     b_transposed: bool,
     adds: bool,
+    /// Whether a `wgmma.fence` followed.
+    is_fenced: bool,
+}
+
+/// An instruction that the four warps of a warpgroup execute together (`.aligned`): its index, and
+/// the descriptors of A and B.
+type Together = (usize, [u64; 2]);
+
+/// Such instructions that some warps of a warpgroup have executed and others have not.
+#[derive(Debug, Default)]
+pub(crate) struct Aligned {
+    open: VecDeque<Together>,
+    /// Number of instructions that all warps have executed, and that each warp has.
+    by_all: usize,
+    by_warp: [usize; 4],
+}
+
+impl Aligned {
+    /// A warp (0 to 3) executes an instruction.
+    fn execute(&mut self, warp: usize, what: Together) -> Result<(), Fault> {
+        match self.open.get(self.by_warp[warp] - self.by_all) {
+            Some(other) if *other != what => return Err(Fault::NotAligned),
+            Some(_) => {}
+            None => self.open.push_back(what),
+        }
+        self.by_warp[warp] += 1;
+        if self.by_warp.iter().all(|number| *number > self.by_all) {
+            self.by_all += 1;
+            self.open.pop_front();
+        }
+        Ok(())
+    }
+
+    /// The index of the first instruction that not all warps have executed.
+    pub(crate) fn open(&self) -> Option<usize> {
+        self.open.front().map(|(pc, _)| *pc)
+    }
 }
 
 #[derive(Debug)]
@@ -53,10 +90,24 @@ impl InFlight {
         self.groups.iter().flatten().chain(&self.open)
     }
 
-    /// Whether a register may not be accessed.
-    fn is_busy(&self, reg: Reg, access: Access) -> bool {
-        let is_a = |product: &Product| product.a_regs.contains(&reg);
-        self.sums.contains_key(&reg) || (access == Access::Write && self.all().any(is_a))
+    /// `wgmma.fence`.
+    pub(crate) fn fence(&mut self) {
+        for product in self.groups.iter_mut().flatten().chain(&mut self.open) {
+            product.is_fenced = true;
+        }
+    }
+
+    /// Whether a thread may not access a register (PTX ISA, `wgmma.wait_group`).
+    fn is_busy(&self, reg: Reg) -> bool {
+        self.sums.contains_key(&reg) || self.all().any(|product| product.a_regs.contains(&reg))
+    }
+
+    /// Whether a product of another shape, or one that reads the register as A, needs a fence before
+    /// one with these sums (PTX ISA, `wgmma.fence`).
+    fn needs_fence(&self, n: usize, reg: Reg) -> bool {
+        self.all().filter(|product| !product.is_fenced).any(|product| {
+            (product.n != n && product.d.contains(&reg)) || product.a_regs.contains(&reg)
+        })
     }
 }
 
@@ -68,8 +119,8 @@ impl Block<'_> {
             return Ok(());
         }
         let mut busy = None;
-        op.registers(&mut |reg, access| {
-            if of.products.is_busy(reg, access) {
+        op.registers(&mut |reg, _| {
+            if of.products.is_busy(reg) {
                 busy = Some(reg);
             }
             of.touch(reg);
@@ -104,8 +155,42 @@ impl Block<'_> {
         Ok(own.map(|(_, piece)| piece).collect())
     }
 
+    /// Executes an instruction on products.
+    pub(crate) fn execute_warpgroup(
+        &mut self,
+        warp: usize,
+        op: &Op,
+        pc: usize,
+    ) -> Result<(), Fault> {
+        let mut descriptors = [0; 2];
+        if let Op::WarpgroupMma(of) = op {
+            let value = |operand| self.warps[warp].uniform(operand, u32::MAX, &self.place);
+            let a = match of.a {
+                MatrixA::Regs(_) => 0,
+                MatrixA::Descriptor(a) => value(a)?,
+            };
+            descriptors = [a, value(of.b)?];
+        }
+        self.align(warp, (pc, descriptors))?;
+        match op {
+            Op::WarpgroupMma(of) => return self.issue_product(warp, of),
+            Op::WarpgroupFence => self.warps[warp].fence(),
+            Op::WarpgroupCommit => self.warps[warp].products.commit(),
+            Op::WarpgroupWait { pending } => {
+                return self.wait_for_products(warp, *pending as usize);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// A warp executes an instruction that all of its warpgroup must execute.
+    pub(crate) fn align(&mut self, warp: usize, what: Together) -> Result<(), Fault> {
+        self.aligned[warp / 4].execute(warp % 4, what)
+    }
+
     /// Starts a product.
-    pub(crate) fn issue_product(&mut self, warp: usize, op: &WarpgroupMma) -> Result<(), Fault> {
+    fn issue_product(&mut self, warp: usize, op: &WarpgroupMma) -> Result<(), Fault> {
         if op.negate != [false; 2] {
             return Err(Fault::NotSupported("negated operands of wgmma"));
         }
@@ -132,11 +217,14 @@ impl Block<'_> {
         if let Some(reg) = unfenced.next() {
             return Err(Fault::NoProductFence { register: self.name(*reg) });
         }
+        if let Some(reg) = op.d.iter().find(|reg| of.products.needs_fence(op.n, **reg)) {
+            return Err(Fault::NoProductFence { register: self.name(*reg) });
+        }
         if let Some(reg) = a_regs.iter().find(|reg| of.products.sums.contains_key(reg)) {
             return Err(Fault::BusyRegister { register: self.name(*reg) });
         }
         let (n, d) = (op.n, op.d.clone());
-        let product = Product { n, d, a, a_regs, b, b_transposed, adds };
+        let product = Product { n, d, a, a_regs, b, b_transposed, adds, is_fenced: false };
         self.note_operands(warp, &product, true)?;
         let of = &mut self.warps[warp];
         for reg in &product.d {
@@ -152,7 +240,6 @@ impl Block<'_> {
     fn note_operands(&mut self, warp: usize, product: &Product, starts: bool) -> Result<(), Fault> {
         let warps = &self.warps;
         let fences = |of: Stamp| Self::fences_of(warps, of);
-        let fences: Option<&dyn Fn(Stamp) -> u32> = if starts { Some(&fences) } else { None };
         let by = warps[warp].by_all();
         let a = match &product.a {
             Left::Shared(pieces, _) => &pieces[..],
@@ -160,13 +247,16 @@ impl Block<'_> {
         };
         for at in a.iter().chain(&product.b) {
             let place = self.shared.check(*at, 16, 16)?;
-            self.shared.note_read(place, 16, &by, fences)?;
+            self.shared.note_read(place, 16, &by)?;
+            if starts {
+                self.shared.check_fences(place, 16, &fences)?;
+            }
         }
         Ok(())
     }
 
     /// Ends the groups of products of a warp but the last `pending` ones.
-    pub(crate) fn wait_for_products(&mut self, warp: usize, pending: usize) -> Result<(), Fault> {
+    fn wait_for_products(&mut self, warp: usize, pending: usize) -> Result<(), Fault> {
         while self.warps[warp].products.groups.len() > pending {
             let group = self.warps[warp].products.groups.pop_front().unwrap_or_default();
             for product in group {

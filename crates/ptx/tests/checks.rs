@@ -1,13 +1,16 @@
 //! Small kernels, right and wrong: what the machine computes, and which faults it finds.
 
+use ptx::instruction::Space;
+use ptx::products::{Swizzle, TensorMap};
 use ptx::{Access, Failure, Fault, Global, Launch, run};
 
-/// A kernel with the parameters `a`, `b` (addresses) and `n`, and 1,024 bytes of shared memory.
+/// A kernel with the parameters `a`, `b` (addresses), `n` and a tensor map, and 1,024 bytes of shared
+/// memory.
 fn kernel(body: &str) -> String {
     format!(
         ".version 8.8\n.target sm_90a\n.address_size 64\n\
          .shared .align 16 .b8 tile[1024];\n\
-         .visible .entry k(\n.param .u64 k_param_0,\n.param .u64 k_param_1,\n.param .u32 k_param_2\n)\n{{\n\
+         .visible .entry k(\n.param .u64 k_param_0,\n.param .u64 k_param_1,\n.param .u32 k_param_2,\n.param .align 64 .b8 k_param_3[128]\n)\n{{\n\
          .reg .pred %p<8>;\n.reg .b32 %r<32>;\n.reg .f32 %f<16>;\n.reg .b64 %rd<16>;\n\
          ld.param.u64 %rd1, [k_param_0];\nld.param.u64 %rd2, [k_param_1];\nld.param.u32 %r1, [k_param_2];\n\
          mov.u32 %r2, %tid.x;\nmul.wide.u32 %rd3, %r2, 4;\nadd.s64 %rd4, %rd1, %rd3;\nadd.s64 %rd5, %rd2, %rd3;\n\
@@ -29,6 +32,16 @@ fn execute(body: &str, blocks: u32, threads: usize, seed: u64) -> Run {
     let (a, b) = (global.upload(&a), global.allocate(1024));
     let mut params = [a.to_le_bytes(), b.to_le_bytes()].concat();
     params.extend(7u32.to_le_bytes());
+    params.resize(64, 0);
+    // 8 rows of 128 bytes of `a`, and boxes of two rows
+    let map = TensorMap {
+        address: a,
+        sizes: [64, 8, 1],
+        strides: [128, 1024],
+        box_sizes: [64, 2, 1],
+        swizzle: Swizzle::None,
+    };
+    params.extend(map.to_bytes());
     let launch = Launch {
         kernel: &module.kernels[0],
         grid: [blocks, 1, 1],
@@ -138,7 +151,6 @@ fn divergent_threads_meet_again() {
 fn instructions_of_a_warp_need_all_of_its_threads() {
     let half = "setp.lt.s32 %p1, %r2, 16;\n@%p1 bra $L__BB0_1;\nINSTRUCTION\n$L__BB0_1:";
     for instruction in [
-        "shfl.sync.idx.b32 %r7|%p2, %r2, 0, 31, -1;",
         "bar.warp.sync -1;",
         "bar.sync 0;",
         "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r6,%r7,%r8,%r9}, [%r3];",
@@ -148,18 +160,35 @@ fn instructions_of_a_warp_need_all_of_its_threads() {
         };
         wrong(&half.replace("INSTRUCTION", instruction), 32, is_half);
     }
-    // named threads only
-    let body = half.replace(
-        "INSTRUCTION",
-        "shfl.sync.idx.b32 %r7|%p2, %r2, 20, 31, 0xffff0000;\nst.global.u32 [%rd5], %r7;",
-    );
-    assert_eq!(right(&body, 32)[31], 20);
+    // `shfl.sync` waits for the threads of its mask that have not ended; another one may not be read
+    let shuffle = |from: u32, mask: &str| {
+        let instruction = format!(
+            "shfl.sync.idx.b32 %r7|%p2, %r2, {from}, 31, {mask};\nst.global.u32 [%rd5], %r7;"
+        );
+        half.replace("INSTRUCTION", &instruction)
+    };
+    assert_eq!(right(&shuffle(20, "0xffff0000"), 32)[31], 20);
+    assert_eq!(right(&shuffle(20, "-1"), 32)[31], 20);
+    wrong(&shuffle(0, "-1"), 32, |fault| matches!(fault, Fault::AbsentLane { lane: 0 }));
+    // a thread that is not in its mask
+    wrong(&shuffle(20, "0x7fff0000"), 32, |fault| {
+        matches!(fault, Fault::NotAllLanes { reached: 0xffff_0000, needed: 0x7fff_0000 })
+    });
 }
 
 #[test]
 fn a_barrier_that_not_all_warps_reach_hangs() {
     let body = "setp.lt.s32 %p1, %r2, 32;\n@%p1 bra $L__BB0_1;\nbar.sync 1, COUNT;\n$L__BB0_1:";
     right(&body.replace("COUNT", "32"), 64);
+    // `bar`: barriers 0 to 15, a count that is a multiple of 32, and one arrival of each warp
+    right("bar.sync 15;", 64);
+    wrong("bar.sync 16;", 64, |fault| matches!(fault, Fault::BarrierId { id: 16, .. }));
+    let is_count = |fault: &Fault| matches!(fault, Fault::BarrierCount { .. });
+    wrong("bar.sync 1, 48;", 64, is_count);
+    wrong("bar.arrive 1, 0;", 64, is_count);
+    wrong("bar.arrive 1, 96;\nbar.arrive 1, 96;", 32, |fault| {
+        matches!(fault, Fault::ArrivesAgain { id: 1, warp: 0 })
+    });
     let hangs = |fault: &Fault| matches!(fault, Fault::Hang { .. });
     wrong(&body.replace("COUNT", "64"), 64, hangs);
     let body = "setp.lt.s32 %p1, %r2, 32;\n@%p1 bra $L__BB0_1;\nbar.sync 1, 64;\nbra $L__BB0_2;\n\
@@ -177,6 +206,15 @@ fn asynchronous_copies_are_waited_for() {
     let mov = "mov.u32 %r7, 4;\n";
     assert_eq!(right(&with("16", "cp.async.wait_group 0;"), 32)[2], 109);
     assert_eq!(right(&format!("{mov}{}", with("%r7", "cp.async.wait_group 0;")), 32)[2], 0);
+    let more = format!("mov.u32 %r7, 17;\n{}", with("%r7", "cp.async.wait_group 0;"));
+    wrong(&more, 32, |fault| matches!(fault, Fault::CopySize { size: 17, most: 16 }));
+    // a group may be empty, and copies that nothing orders have different places
+    let empty = "cp.async.commit_group;\ncp.async.wait_group 1;";
+    assert_eq!(right(&with("16", empty), 32)[2], 109);
+    let twice = copy.replace("SIZE;", "16;\ncp.async.cg.shared.global [%r5], [%rd6], 16;");
+    wrong(&twice.replace("WAIT", "cp.async.wait_group 0;"), 32, |fault| {
+        matches!(fault, Fault::InFlight { .. })
+    });
     for wait in ["", "cp.async.wait_group 1;"] {
         wrong(&with("16", wait), 32, |fault| matches!(fault, Fault::InFlight { .. }));
     }
@@ -188,13 +226,15 @@ fn asynchronous_copies_are_waited_for() {
 const MBARRIER: &str = "mov.u32 %r9, tile;\nadd.s32 %r9, %r9, 512;\nsetp.ne.s32 %p1, %r2, 0;\n@%p1 bra $L__BB0_1;\n\
     mov.u32 %r8, COUNT;\nmbarrier.init.shared::cta.b64 [%r9], %r8;\n$L__BB0_1:\nSYNC\n\
     setp.ge.s32 %p2, %r2, 32;\n@%p2 bra $L__BB0_3;\nst.shared.u32 [%r4], %r2;\nARRIVE\nbra $L__BB0_4;\n\
-    $L__BB0_3:\nmov.u32 %r10, 0;\nmbarrier.try_wait.parity.shared::cta.b64 %p3, [%r9], %r10;\n\
+    $L__BB0_3:\nmov.u32 %r10, PARITY;\n$L__BB0_5:\nmbarrier.try_wait.parity.shared::cta.b64 %p3, [%r9], %r10;\n\
+    @!%p3 bra $L__BB0_5;\n\
     ld.shared.u32 %r6, [%r4+-128];\nst.global.u32 [%rd5], %r6;\n$L__BB0_4:";
 
 #[test]
 fn barriers_in_shared_memory_order_and_count() {
     let with = |count: &str, sync: &str, arrive: &str| {
-        MBARRIER.replace("COUNT", count).replace("SYNC", sync).replace("ARRIVE", arrive)
+        let parity = MBARRIER.replace("PARITY", "0");
+        parity.replace("COUNT", count).replace("SYNC", sync).replace("ARRIVE", arrive)
     };
     let arrive = "mbarrier.arrive.shared::cta.b64 _, [%r9];";
     assert_eq!(right(&with("32", "bar.sync 0;", arrive), 64)[35], 3);
@@ -203,10 +243,23 @@ fn barriers_in_shared_memory_order_and_count() {
     assert_eq!(right(&with("1", "bar.sync 0;", &format!("bar.warp.sync -1;\n{first}")), 64)[35], 3);
     wrong(&with("1", "bar.sync 0;", first), 64, |fault| matches!(fault, Fault::Race { .. }));
     let hangs = |fault: &Fault| matches!(fault, Fault::Hang { .. });
-    // two phases end, and the other warp waits for the one after them; or none ends
-    for count in ["16", "33"] {
-        wrong(&with(count, "bar.sync 0;", arrive), 64, hangs);
-    }
+    wrong(&with("33", "bar.sync 0;", arrive), 64, hangs);
+    // "Phase of the mbarrier object": a thread waits for a phase before arrivals of the next one
+    wrong(&with("16", "bar.sync 0;", arrive), 64, |fault| {
+        matches!(fault, Fault::NotWaitedFor { at: 512 })
+    });
+    // an arrival releases earlier accesses only
+    let store = "st.shared.u32 [%r4], %r2;";
+    let late = with("32", "bar.sync 0;", &format!("{arrive}\n{store}"));
+    wrong(&late.replacen(store, "", 1), 64, is_early);
+    // `mbarrier.try_wait`: it may return false, and the parity is 0 or 1
+    let once = with("32", "bar.sync 0;", arrive).replace("@!%p3 bra $L__BB0_5;\n", "");
+    let is_wrong = |seed| matches!(execute(&once, 1, 64, seed).result, Err(failure) if is_early(&failure.fault));
+    assert!((1..200).any(is_wrong));
+    let parity = MBARRIER.replace("PARITY", "2").replace("COUNT", "32");
+    wrong(&parity.replace("SYNC", "bar.sync 0;").replace("ARRIVE", arrive), 64, |fault| {
+        matches!(fault, Fault::Parity { parity: 2 })
+    });
     // without a barrier of the block, the other warp may not see that it is initialised
     wrong(&with("32", "", arrive), 64, |fault| {
         is_early(fault) || matches!(fault, Fault::NoMemoryBarrier { .. })
@@ -234,4 +287,172 @@ fn shuffles_stay_in_their_segments() {
     assert_eq!(right(&shuffle("idx", "3", &c), 32)[17], 1019);
     assert_eq!(right(&shuffle("bfly", "16", "31"), 32)[5], 1021);
     assert_eq!(right(&shuffle("bfly", "16", &c), 32)[5], 5, "out of its segment: its own value");
+    // PTX ISA, `shfl.sync`: b and c have 5 bits; c is the last lane (the first one for `up`)
+    let check = |mode, b, c: u32, expected: &[(usize, u32)]| {
+        let found = right(&shuffle(mode, b, &c.to_string()), 32);
+        for (lane, value) in expected {
+            assert_eq!(found[*lane], *value, "{mode} {b} {c}, lane {lane}");
+        }
+    };
+    check("up", "1", 0, &[(0, 0), (1, 1000), (31, 1030)]);
+    check("up", "3", 24 << 8, &[(7, 1004), (8, 8), (10, 10), (11, 1008)]);
+    check("down", "1", 31, &[(0, 1001), (30, 1031), (31, 31)]);
+    check("down", "2", 24 << 8 | 31, &[(5, 1007), (6, 6), (7, 7), (8, 1010)]);
+    check("down", "1", 15, &[(14, 1015), (15, 15), (20, 20)]);
+    check("idx", "20", 15, &[(3, 3), (20, 20)]);
+    check("idx", "33", 31, &[(0, 1001), (31, 1001)]);
+}
+
+#[test]
+fn barriers_in_shared_memory_are_no_ordinary_memory() {
+    let init = |count: u32| {
+        format!("mov.u32 %r8, {count};\n@!%p1 mbarrier.init.shared::cta.b64 [%r3], %r8;\n")
+    };
+    let with = |body: &str| format!("setp.ne.s32 %p1, %r2, 0;\n{body}\nbar.sync 0;");
+    // "Contents of the mbarrier object": 1 to 2^20 - 1 arrivals
+    right(&with(&init(1)), 32);
+    right(&with(&init((1 << 20) - 1)), 32);
+    for count in [0, 1 << 20] {
+        wrong(&with(&init(count)), 32, |fault| matches!(fault, Fault::ArrivalCount { .. }));
+    }
+    let again = init(1).repeat(2);
+    wrong(&with(&again), 32, |fault| matches!(fault, Fault::InitialisedAgain { at: 0 }));
+    let misaligned = init(1).replace("[%r3]", "[%r3+4]");
+    wrong(&with(&misaligned), 32, |fault| matches!(fault, Fault::Misaligned { bytes: 8, .. }));
+    for access in ["ld.shared.u32 %r6, [%r3+4];", "st.shared.u32 [%r3], %r2;"] {
+        let body = with(&format!("{}@!%p1 {access}", init(1)));
+        wrong(&body, 32, |fault| matches!(fault, Fault::OrdinaryAccess { at: 0 | 4 }));
+    }
+}
+
+/// Thread 0 copies a box to shared memory; then all threads read a word.
+const BOX: &str = "add.s32 %r9, %r3, 512;\nsetp.ne.s32 %p1, %r2, 0;\nmov.u32 %r8, 1;\nmov.u32 %r11, 0;\nBEFORE\n\
+    @%p1 bra $L__BB0_1;\nmbarrier.init.shared::cta.b64 [%r9], %r8;\nfence.mbarrier_init.release.cluster;\n$L__BB0_1:\n\
+    bar.sync 0;\n@%p1 bra $L__BB0_2;\nmov.b64 %rd6, k_param_3;\ncvta.param.u64 %rd6, %rd6;\nmov.u32 %r10, 256;\n\
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r9], %r10;\nEXPECTED\n\
+    cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%rd6, {%r11, %r8, %r11}], [%r9];\n\
+    $L__BB0_2:\nmbarrier.try_wait.parity.shared::cta.b64 %p3, [%r9], %r11;\n@!%p3 bra $L__BB0_2;\n\
+    ld.shared.u32 %r6, [WORD];\nst.global.u32 [%rd5], %r6;";
+
+#[test]
+fn copies_of_boxes_are_in_the_asynchronous_proxy() {
+    let with = |before: &str, expected: &str, word: &str| {
+        BOX.replace("BEFORE", before).replace("EXPECTED", expected).replace("WORD", word)
+    };
+    // the second row of `a`
+    let b = right(&with("", "", "%r4"), 64);
+    assert_eq!((b[0], b[63]), (132, 195));
+    // what threads have written must be fenced, and a fence of barriers is another one
+    let is_unfenced = |fault: &Fault| matches!(fault, Fault::NoProxyFence { at: 0 });
+    let store = "st.shared.u32 [%r4], %r2;";
+    wrong(&with(store, "", "%r4"), 64, is_unfenced);
+    let fence = format!("{store}\nfence.proxy.async.shared::cta;");
+    assert_eq!(right(&with(&fence, "", "%r4"), 64)[1], 133);
+    let other = format!("{store}\nfence.mbarrier_init.release.cluster;");
+    wrong(&with(&other, "", "%r4"), 64, is_unfenced);
+    // "Asynchronous Operations": the end of a copy does not order earlier accesses of its thread
+    wrong(&with("", "st.shared.u32 [%r9+64], %r2;", "%r9+64"), 64, is_early);
+}
+
+/// Sums of 16 products of 1 and 1, A from registers and B with eight columns.
+const PRODUCT: &str = "mov.u32 %r10, 0x3f803f80;\nmov.u32 %r11, %r10;\nmov.u32 %r12, %r10;\nmov.u32 %r13, %r10;\n\
+    st.shared.u32 [%r4], %r10;\nFENCE\nbar.sync 0;\nmov.b64 %rd6, 0x1000080000;\nBEFORE\nwgmma.fence.sync.aligned;\n\
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0,%f1,%f2,%f3}, {%r10,%r11,%r12,%r13}, %rd6, 0, 1, 1, 0;\nISSUED\n\
+    wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\nst.global.f32 [%rd5], %f0;\n$L__BB0_1:";
+const FENCE: &str = "fence.proxy.async.shared::cta;";
+
+#[test]
+fn products_of_a_warpgroup_need_fences_and_all_warps() {
+    let with = |fence: &str, before: &str, issued: &str| {
+        PRODUCT.replace("FENCE", fence).replace("BEFORE", before).replace("ISSUED", issued)
+    };
+    assert_eq!(right(&with(FENCE, "", ""), 128)[..128], [16f32.to_bits(); 128]);
+    let is_unfenced = |fault: &Fault| matches!(fault, Fault::NoProxyFence { .. });
+    wrong(&with("", "", ""), 128, is_unfenced);
+    wrong(&with("fence.mbarrier_init.release.cluster;", "", ""), 128, is_unfenced);
+    // `wgmma.wait_group`: no access to the sums and to A before, not even a read
+    for register in ["%f2", "%r12"] {
+        let read = format!("mov.b32 %r14, {register};");
+        wrong(
+            &with(FENCE, "", &read),
+            128,
+            |fault| matches!(fault, Fault::BusyRegister { register: busy } if busy == register),
+        );
+    }
+    // `wgmma.fence`: between products of other shapes with the same sums
+    let product = |n: u32, sums: &str| {
+        format!(
+            "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {sums}, {{%r10,%r11,%r12,%r13}}, %rd6, 1, 1, 1, 0;"
+        )
+    };
+    let same = product(8, "{%f0,%f1,%f2,%f3}");
+    assert_eq!(right(&with(FENCE, "", &same), 128)[0], 32f32.to_bits());
+    let other = product(16, "{%f0,%f1,%f2,%f3,%f4,%f5,%f6,%f7}");
+    let fenced = format!("wgmma.fence.sync.aligned;\n{other}");
+    assert_eq!(right(&with(FENCE, "", &fenced), 128)[0], 32f32.to_bits());
+    wrong(
+        &with(
+            FENCE,
+            "mov.f32 %f4, 0f00000000;\nmov.f32 %f5, %f4;\nmov.f32 %f6, %f4;\nmov.f32 %f7, %f4;",
+            &other,
+        ),
+        128,
+        |fault| matches!(fault, Fault::NoProductFence { register } if register == "%f0"),
+    );
+    // `.aligned`: all warps, with the same descriptors
+    let is_alone = |fault: &Fault| matches!(fault, Fault::NotAligned);
+    let one = "setp.lt.s32 %p1, %r2, 32;\n@%p1 bra $L__BB0_1;";
+    wrong(&with(FENCE, one, ""), 128, is_alone);
+    wrong(&with(FENCE, "", ""), 64, is_alone);
+    let own = "shr.u32 %r14, %r2, 7;\nadd.s32 %r14, %r14, 1;\nsetp.lt.s32 %p1, %r2, 32;\n@%p1 mov.b64 %rd6, 0x800080000;";
+    wrong(&with(FENCE, own, ""), 128, is_alone);
+}
+
+#[test]
+fn warps_exchange_the_registers_of_their_block() {
+    // 32 registers at the start; no warp ends before all have other ones
+    let set = |change: &str, number: u32| {
+        format!("setmaxnreg.{change}.sync.aligned.u32 {number};\nbar.sync 1, 256;")
+    };
+    let groups = |low: &str, high: &str| {
+        format!(
+            "setp.ge.s32 %p1, %r2, 128;\n@%p1 bra $L__BB0_1;\n{low}\nbra $L__BB0_2;\n$L__BB0_1:\n{high}\n$L__BB0_2:"
+        )
+    };
+    right(&groups(&set("dec", 24), &set("inc", 40)), 256);
+    let hangs = |fault: &Fault| matches!(fault, Fault::Hang { .. });
+    wrong(&groups(&set("dec", 24), &set("inc", 48)), 256, hangs);
+    let is_wrong = |fault: &Fault| matches!(fault, Fault::Registers { before: 32, .. });
+    wrong(&set("dec", 40), 256, is_wrong);
+    wrong(&set("inc", 24), 256, is_wrong);
+    // all warps of a warpgroup
+    let three = "setp.lt.s32 %p1, %r2, 32;\n@%p1 bra $L__BB0_1;\n\
+        setmaxnreg.dec.sync.aligned.u32 24;\n$L__BB0_1:";
+    wrong(three, 128, |fault| matches!(fault, Fault::NotAligned));
+}
+
+#[test]
+fn arrivals_do_not_order_the_accesses_of_their_warp() {
+    let reverse = "st.shared.u32 [%r4], %r2;\nBARRIER\nxor.b32 %r5, %r2, 31;\nshl.b32 %r5, %r5, 2;\n\
+        add.s32 %r5, %r3, %r5;\nld.shared.u32 %r6, [%r5];\nst.global.u32 [%rd5], %r6;";
+    right(&reverse.replace("BARRIER", "bar.sync 1, 32;"), 32);
+    wrong(&reverse.replace("BARRIER", "bar.arrive 1, 32;"), 32, is_early);
+    // the warp that waits sees the accesses before the arrival
+    let body = "setp.ge.s32 %p1, %r2, 32;\n@%p1 bra $L__BB0_1;\nFIRST\nbra $L__BB0_2;\n$L__BB0_1:\n\
+        bar.sync 1, 64;\nld.shared.u32 %r6, [%r4+-128];\nst.global.u32 [%rd5], %r6;\n$L__BB0_2:";
+    let (store, arrive) = ("st.shared.u32 [%r4], %r2;", "bar.arrive 1, 64;");
+    assert_eq!(right(&body.replace("FIRST", &format!("{store}\n{arrive}")), 64)[35], 3);
+    wrong(&body.replace("FIRST", &format!("{arrive}\n{store}")), 64, is_early);
+}
+
+#[test]
+fn uniform_branches_parameters_and_sizes_of_blocks() {
+    let uniform = "setp.lt.s32 %p1, %r2, 32;\n@%p1 bra.uni $L__BB0_1;\nmov.u32 %r5, 0;\n$L__BB0_1:";
+    right(uniform, 64);
+    wrong(&uniform.replace("%r2, 32", "%r2, 16"), 64, |fault| matches!(fault, Fault::NotUniform));
+    wrong("ld.param.u32 %r6, [k_param_0+2];", 32, |fault| {
+        matches!(fault, Fault::Misaligned { space: Space::Param, at: 2, bytes: 4 })
+    });
+    right("", 1024);
+    wrong("", 1025, |fault| matches!(fault, Fault::TooManyThreads { threads: 1025, most: 1024 }));
 }

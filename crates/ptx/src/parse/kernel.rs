@@ -352,7 +352,9 @@ impl<'a, 'p> Body<'a, 'p> {
             if target == self.kernel.code.len() {
                 return Err(wrong("a label before an instruction"));
             }
-            self.kernel.code[jump.instruction].op = Op::Branch { target };
+            if let Op::Branch { target: place, .. } = &mut self.kernel.code[jump.instruction].op {
+                *place = target;
+            }
         }
         let ends = self.kernel.code.last().is_some_and(|last| {
             last.guard.is_none() && matches!(last.op, Op::Exit | Op::Branch { .. })

@@ -6,7 +6,7 @@ use super::operands::{Arg, special};
 use super::scalars::{Signature, signature};
 use super::types::{Class, Form, type_named};
 use crate::instruction::{
-    Address, MatrixA, Op, Operand, Scalar, Shuffle, Space, Type, WarpgroupMma,
+    Address, MatrixA, Op, Operand, Reg, Scalar, Shuffle, Space, Type, WarpgroupMma,
 };
 
 const COPY_BOX: &str =
@@ -71,7 +71,9 @@ impl<'a> Body<'a, '_> {
             let element = self.element(form, &args[0], to)?;
             let sink = |arg: &Arg| *arg == Arg::Name("_");
             let reg = |arg| if sink(arg) { Ok(None) } else { self.reg(arg, element).map(Some) };
-            let to = to.iter().map(reg).collect::<Result<_, _>>()?;
+            let to: Vec<Option<Reg>> = to.iter().map(reg).collect::<Result<_, _>>()?;
+            let regs: Vec<Reg> = to.iter().copied().flatten().collect();
+            self.distinct(&args[0], &regs)?;
             return Ok(Op::Unpack { to, from: self.value(&args[1], form)? });
         }
         let to = self.reg(&args[0], form)?;
@@ -122,6 +124,7 @@ impl<'a> Body<'a, '_> {
         };
         let reg = |arg| self.reg_or_wider(arg, form, true);
         let to: Vec<_> = list.iter().map(reg).collect::<Result<_, _>>()?;
+        self.distinct(&args[0], &to)?;
         let wider = to.iter().any(|reg| self.kernel.reg_bits[reg.0 as usize] > form.bits);
         let signed = form.class == Class::Signed && wider;
         let from = self.address(&args[1], space)?;
@@ -173,7 +176,7 @@ impl<'a> Body<'a, '_> {
                 self.count(args, &[1])?;
                 let Arg::Name(label) = args[0] else { return Err(self.wrong(&args[0], "a label")) };
                 self.jump(label);
-                Ok(Op::Branch { target: 0 })
+                Ok(Op::Branch { target: 0, uniform: self.opcode == "bra.uni" })
             }
             "ret" | "exit" => {
                 self.count(args, &[0])?;
@@ -411,7 +414,7 @@ impl Access {
             _ => return None,
         };
         let form = Form::named(ty).filter(|form| form.class != Class::Predicate)?;
-        // At most 16 bytes (section 9.7.9.8).
+        // At most 16 bytes (PTX ISA, "Vectors").
         (elements.unwrap_or(1) * form.bytes() <= 16).then_some(Self { space, form, elements })
     }
 }

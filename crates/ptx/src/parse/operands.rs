@@ -1,4 +1,5 @@
-//! Operands (section 6): their text, and their registers and values with checks of types.
+//! Operands (PTX ISA, "Instruction Operands"): their text, and their registers and values with
+//! checks of types.
 
 use std::fmt;
 
@@ -190,9 +191,22 @@ impl Body<'_, '_> {
         }
     }
 
-    /// A list of registers of this type.
+    /// A list of registers of this type that an instruction writes.
     pub(super) fn regs(&self, arg: &Arg, n: usize, form: Form) -> Result<Vec<Reg>, ParseError> {
-        self.list(arg, n)?.iter().map(|arg| self.reg(arg, form)).collect()
+        let regs = self.list(arg, n)?.iter().map(|arg| self.reg(arg, form));
+        let regs = regs.collect::<Result<Vec<_>, _>>()?;
+        self.distinct(arg, &regs)?;
+        Ok(regs)
+    }
+
+    /// Refuses a list to write without a register, or with one twice (PTX ISA, "Vectors as
+    /// Operands").
+    pub(super) fn distinct(&self, arg: &Arg, regs: &[Reg]) -> Result<(), ParseError> {
+        let is_new = |(index, reg): (usize, &Reg)| !regs[..index].contains(reg);
+        if !regs.is_empty() && regs.iter().enumerate().all(is_new) {
+            return Ok(());
+        }
+        Err(self.wrong(arg, "different registers"))
     }
 
     /// A list of values of this type.

@@ -157,10 +157,10 @@ bra.uni $L__BB0_1;";
     let (first, second) = ((1, 20), (2, 30));
     assert_eq!(positions, [(8, first), (8, first), (12, second), (15, second), (16, second)]);
     assert_eq!(kernel.code[0].guard, Some(Guard { predicate: p(1), negated: false }));
-    assert!(matches!(kernel.code[0].op, Op::Branch { target: 2 }));
+    assert!(matches!(kernel.code[0].op, Op::Branch { target: 2, uniform: false }));
     assert_eq!(kernel.code[1].guard, None);
     assert_eq!(kernel.code[2].guard, Some(Guard { predicate: p(2), negated: true }));
-    assert!(matches!(kernel.code[3].op, Op::Branch { target: 2 }));
+    assert!(matches!(kernel.code[3].op, Op::Branch { target: 2, uniform: true }));
     assert_eq!(*kernel.sources, ["", "a//a.cu", "b.cuh"]);
     let missing = format!("{}.file 2 \"b.cuh\"\n", text(".loc 1 2 3\n"));
     assert_error_of(&missing, 9, "an instruction of file 1", "`.file 1`");
@@ -188,7 +188,7 @@ b:";
         .iter()
         .map(|at| match at.op {
             Op::Scalar { to, .. } => Ok(to),
-            Op::Branch { target } => Err(target),
+            Op::Branch { target, .. } => Err(target),
             _ => Err(100),
         })
         .collect();

@@ -1,4 +1,4 @@
-//! Tokens of PTX text (section 4).
+//! Tokens of PTX text (PTX ISA, "Syntax").
 
 use std::fmt;
 

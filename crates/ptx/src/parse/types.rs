@@ -1,4 +1,4 @@
-//! Types (section 5.2) and literals (section 4.5).
+//! Types (PTX ISA, "Fundamental Types") and literals (PTX ISA, "Integer Constants").
 
 use std::fmt;
 
@@ -61,9 +61,10 @@ impl Form {
         matches!(self.class, Class::Unsigned | Class::Signed)
     }
 
-    /// Whether a register that is declared so can be an operand of the type `wanted`
-    /// (section 9.4). Integers of both signs are the same, untyped bits are any type. If it may be
-    /// wider (section 9.4.1), this holds for all but floating-point types.
+    /// Whether a register that is declared so can be an operand of the type `wanted` (PTX ISA,
+    /// "Fundamental Types"). Integers of both signs are the same, untyped bits are any type. If it may
+    /// be wider (PTX ISA, "Operand Size Exceeding Instruction-Type Size"), this holds for all but
+    /// floating-point types.
     pub(super) fn fits(self, wanted: Self, wider: bool) -> bool {
         let (a, b) = (self.class, wanted.class);
         if a == Class::Predicate || b == Class::Predicate {
@@ -157,7 +158,7 @@ pub(super) fn literal(text: &str, form: Form) -> Option<u64> {
     let value = integer(text)?;
     match form.class {
         Class::Float => None,
-        // As in C (section 4.5.3); nvcc writes -1.
+        // As in C (PTX ISA, "Predicate Constants"); nvcc writes -1.
         Class::Predicate => Some(u64::from(value != 0)),
         _ => Some(value as u64 & (u64::MAX >> (64 - form.bits))),
     }

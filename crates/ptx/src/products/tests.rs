@@ -1,6 +1,7 @@
 use super::*;
 
-/// Figures of sections 9.7.14.5.8 and 9.7.15.5.1: the lane that has an element of a quarter of A, of
+/// Figures in "Matrix Fragments for `mma.m16n8k16` with floating point type" and "Matrix Fragments for
+/// `wgmma.mma_async.m64nNk16`": the lane that has an element of a quarter of A, of
 /// the sums, or of a matrix of `ldmatrix`. Even columns are in the low half, or in the register of
 /// the even index.
 const LANE: [[usize; 8]; 8] = [

@@ -12,7 +12,8 @@ mod tables;
 /// Operations with rows of operands and, at the end, the result.
 type Table = &'static [(Scalar, &'static [&'static [u64]])];
 
-/// Comparisons, and whether they hold for less, equal, greater and unordered operands (9.3).
+/// Comparisons, and whether they hold for less, equal, greater and unordered operands (PTX ISA,
+/// "Floating Point Comparisons").
 const COMPARISONS: [(Compare, [u64; 4]); 14] = [
     (Compare::Eq, [0, 1, 0, 0]),
     (Compare::Ne, [1, 0, 1, 0]),

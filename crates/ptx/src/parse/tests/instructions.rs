@@ -165,6 +165,23 @@ fn moves_of_special_registers_and_lists() {
     assert_op("mov.b32 {%rs1, _}, %r1;", &Op::Unpack { to, from: at(r(1)) });
     let to = vec![Some(rs(0)), Some(rs(1)), Some(rs(2)), Some(rs(3))];
     assert_op("mov.b64 {%rs0, %rs1, %rs2, %rs3}, %rd1;", &Op::Unpack { to, from: at(rd(1)) });
+    // "Vectors as Operands": what is written must be unique; `mov`: not only sinks
+    let different = "different registers";
+    assert_error("mov.b64 {%r1, %r1}, %rd1;", "`{%r1, %r1}` in `mov.b64`", different);
+    assert_error("mov.b64 {_, _}, %rd1;", "`{_, _}` in `mov.b64`", different);
+    let load = "ld.global.v2.u32";
+    assert_error(
+        &format!("{load} {{%r1, %r1}}, [%rd1];"),
+        &format!("`{{%r1, %r1}}` in `{load}`"),
+        different,
+    );
+    let load = "ldmatrix.sync.aligned.m8n8.x2.shared.b16";
+    assert_error(
+        &format!("{load} {{%r1, %r1}}, [%r2];"),
+        &format!("`{{%r1, %r1}}` in `{load}`"),
+        different,
+    );
+    assert_op("mov.b64 %rd1, {%r1, %r1};", &Op::Pack { to: rd(1), from: vec![at(r(1)), at(r(1))] });
     let list = "a register, or a list of `.b32` or `.b64` with 2 or 4 elements";
     assert_error("mov.u32 %r1, {%rs1, %rs2};", "`{%rs1, %rs2}` in `mov.u32`", list);
     assert_error("mov.b64 %rd1, {%r1, %r2, %r3};", "`{%r1, %r2, %r3}` in `mov.b64`", list);

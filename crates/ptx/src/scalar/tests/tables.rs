@@ -535,7 +535,15 @@ pub(super) const FLOATS: Table = &[
     (S::Neg(Type::F32), &[&[0x3f800000, 0xbf800000], &[0, 0x80000000], &[0xff800000, 0x7f800000]]),
     (S::Neg(Type::F64), &[&[0xbff00000_00000000, 0x3ff00000_00000000]]),
     (S::Abs(Type::F32), &[&[0xbf800000, 0x3f800000], &[0x80000000, 0], &[0x80000001, 1]]),
-    (S::Abs(Type::F64), &[&[0xbff00000_00000000, 0x3ff00000_00000000]]),
+    (
+        S::Abs(Type::F64),
+        // the document: NaN is passed through unchanged
+        &[
+            &[0xbff00000_00000000, 0x3ff00000_00000000],
+            &[0xfff80000_00000001, 0xfff80000_00000001],
+            &[0xfff00000_00000000, 0x7ff00000_00000000],
+        ],
+    ),
 ];
 
 /// Conversions.
