@@ -131,6 +131,8 @@ assemblers() {
 ptx() {
   export TRAINER_PTX TRAINER_EMULATE_CUDA
   TRAINER_PTX=$(scripts/cuda/ptx.sh)
+  # These launch kernels themselves, and compare them with the ops on the CPU.
+  env -u TRAINER_EMULATE_CUDA cargo test --release --features cuda-emulation --lib -- ops::cuda:: --skip hopper
   for TRAINER_EMULATE_CUDA in ptx:8.0 ptx:9.0; do
     cargo test --release --features cuda-emulation --lib -- ops:: optim:: joined_layers placed --skip ops::cuda::
   done

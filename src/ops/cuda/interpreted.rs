@@ -1,6 +1,9 @@
-//! Launches of kernels whose PTX is executed on the CPU (`TRAINER_EMULATE_CUDA=ptx:8.0`): the code
-//! that ships, with checks of every access. `TRAINER_PTX` is the folder that `scripts/cuda/check.sh
-//! ptx` writes; launches add lines to the file `TRAINER_PTX_COUNTS`, if it is set.
+//! Launches of kernels whose PTX is executed on the CPU: the code that ships, with checks of every
+//! access. `TRAINER_PTX` is the folder that `scripts/cuda/ptx.sh` writes; launches add lines to the
+//! file `TRAINER_PTX_COUNTS`, if it is set.
+//!
+//! With `TRAINER_EMULATE_CUDA=ptx:8.0` or `ptx:9.0`, the ops use the kernels of that compute
+//! capability. Without it, only tests that launch a kernel themselves do, with the kernels of 9.0.
 
 #![expect(unsafe_code, reason = "kernels take addresses")]
 
@@ -12,10 +15,11 @@ use std::sync::LazyLock;
 
 mod allocations;
 
-static CAPABILITY: LazyLock<Option<String>> = LazyLock::new(|| {
-    let variable = std::env::var("TRAINER_EMULATE_CUDA").ok()?;
-    variable.strip_prefix("ptx:").map(str::to_owned)
-});
+static CAPABILITY: LazyLock<Option<String>> =
+    LazyLock::new(|| match std::env::var("TRAINER_EMULATE_CUDA") {
+        Ok(variable) => variable.strip_prefix("ptx:").map(str::to_owned),
+        Err(_) => std::env::var_os("TRAINER_PTX").map(|_| "9.0".to_owned()),
+    });
 
 /// Whether launches execute PTX.
 pub(super) fn is_on() -> bool {

@@ -110,8 +110,13 @@ mod registry {
         }
         // SAFETY: a name that ends with 0; no test changes the environment of its own process.
         let value = unsafe { libc::getenv(c"TRAINER_EMULATE_CUDA".as_ptr()) };
-        // SAFETY: a string that ends with 0, of which `strncmp` reads no byte after its end.
-        let is_on = !value.is_null() && unsafe { libc::strncmp(value, c"ptx:".as_ptr(), 4) } == 0;
+        let is_on = if value.is_null() {
+            // SAFETY: as above.
+            !unsafe { libc::getenv(c"TRAINER_PTX".as_ptr()) }.is_null()
+        } else {
+            // SAFETY: a string that ends with 0, of which `strncmp` reads no byte after its end.
+            unsafe { libc::strncmp(value, c"ptx:".as_ptr(), 4) == 0 }
+        };
         STATE.store(if is_on { ON } else { OFF }, Ordering::Relaxed);
         is_on
     }
