@@ -158,7 +158,7 @@ fn newer_host_compiler(home: &Path) -> Option<String> {
 }
 
 /// Links with the libraries of this toolkit rather than with those that cudarc finds. The program
-/// finds them there too, unless the folder has only stubs for the linker.
+/// finds them there too, unless the folder has only stubs for the linker, and in `../lib`.
 fn link(home: &Path) {
     for folder in ["lib64", "lib", "targets/x86_64-linux/lib"].map(|folder| home.join(folder)) {
         for folder in [folder.clone(), folder.join("stubs")].iter().filter(|path| path.is_dir()) {
@@ -169,6 +169,7 @@ fn link(home: &Path) {
             println!("cargo:rustc-link-arg=-Wl,-rpath,{}", folder.display());
         }
     }
+    println!("cargo:rustc-link-arg-bins=-Wl,-rpath,$ORIGIN/../lib");
     // Otherwise a driver that lacks a function stops the program before it can say so.
     println!("cargo:rustc-link-arg-bins=-Wl,-z,lazy");
 }
