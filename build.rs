@@ -8,10 +8,16 @@
     reason = "an interrupted build script runs again; `{:?}` quotes a path for Rust source"
 )]
 
+#[path = "build/toolkit.rs"]
+mod toolkit;
+
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fmt::Write as _;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use toolkit::Toolkit;
 
 const SOURCES: &str = "src/ops/cuda";
 /// Folders below `src/ops/cuda/kernels`: kernels for every GPU, kernels that need compute capability 8.0,
@@ -20,10 +26,12 @@ const SOURCES: &str = "src/ops/cuda";
 const KERNELS: [&str; 3] = ["common", "sm80", "sm90"];
 
 fn main() {
-    println!("cargo:rerun-if-changed=build.rs");
-    println!("cargo:rerun-if-changed={SOURCES}");
-    println!("cargo:rerun-if-env-changed=CUDA_HOME");
-    println!("cargo:rerun-if-env-changed=CXX");
+    for path in ["build.rs", "build", SOURCES] {
+        println!("cargo:rerun-if-changed={path}");
+    }
+    for variable in ["NVCC", "CUDA_HOME", "CUDARC_CUDA_VERSION", "NVCC_CCBIN", "CXX"] {
+        println!("cargo:rerun-if-env-changed={variable}");
+    }
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets `OUT_DIR`"));
     if std::env::var_os("CARGO_FEATURE_CUDA").is_some() {
         compile_for_gpus(&out);
@@ -57,66 +65,119 @@ fn stem(file: &Path) -> &str {
     file.file_stem().and_then(|stem| stem.to_str()).expect("source file names are ASCII")
 }
 
-fn run(command: &mut Command, hint: &str) {
-    match command.status() {
-        Ok(status) if status.success() => {}
-        Ok(status) => panic!("{command:?} failed: {status}"),
-        Err(error) => panic!("cannot start {command:?}: {error}; hint: {hint}"),
-    }
+/// Runs a compiler. `hint` is called if it fails.
+fn run(command: &mut Command, hint: impl Fn() -> Option<String>) {
+    let problem = match command.status() {
+        Ok(status) if status.success() => return,
+        Ok(status) => format!("{command:?} failed: {status}"),
+        Err(error) => format!("cannot start {command:?}: {error}"),
+    };
+    let hint = hint().map(|hint| format!("\nhint: {hint}")).unwrap_or_default();
+    panic!("{problem}{hint}");
 }
 
-/// Compiles machine code for Ampere and Hopper, and PTX that the driver compiles for later GPUs. Kernels
-/// for Hopper alone are machine code for it.
+/// Compiles machine code for Ampere, Hopper and Blackwell, and PTX that the driver compiles for other
+/// GPUs. Kernels for Hopper alone are machine code for it.
 fn compile_for_gpus(out: &Path) {
-    let nvcc = std::env::var_os("CUDA_HOME")
-        .map_or_else(|| PathBuf::from("nvcc"), |home| PathBuf::from(home).join("bin/nvcc"));
+    let toolkit = toolkit::find(|name| std::env::var_os(name), toolkit_version);
+    let toolkit = toolkit.unwrap_or_else(|message| panic!("{message}"));
+    let version = &toolkit.version;
+    let mut codes = vec!["arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90"];
+    // From the same PTX as the driver would compile.
+    if toolkit::is_at_least(version, (12, 8)) {
+        codes.extend(["arch=compute_80,code=sm_100", "arch=compute_80,code=sm_120"]);
+    }
+    let names: Vec<&str> = codes.iter().filter_map(|code| code.rsplit('=').next()).collect();
+    println!("cargo:rustc-env=TRAINER_CUDA_TOOLKIT={version}");
+    println!(
+        "cargo:rustc-env=TRAINER_GPU_CODE=CUDA {version}: {}, sm_90a, PTX of compute_80",
+        names.join(", ")
+    );
+    codes.push("arch=compute_80,code=compute_80");
     let mut images = String::from("&[\n");
     for file in kernels() {
-        let image = out.join(format!("{}.fatbin", stem(&file)));
-        let mut command = Command::new(&nvcc);
-        command.args(["-fatbin", "-O3", "-std=c++17", "--threads", "2", "-lineinfo"]);
-        let codes = if stem(&file).ends_with("_sm90") {
-            &["arch=compute_90a,code=sm_90a"][..]
-        } else {
-            &[
-                "arch=compute_80,code=sm_80",
-                "arch=compute_90,code=sm_90",
-                "arch=compute_80,code=compute_80",
-            ]
-        };
-        // The update of a parameter has the same bits in one part or several, whose elements take
-        // other paths of the kernel: the compiler would join products and sums in one of them only.
-        if stem(&file).starts_with("adamw") {
-            command.arg("-fmad=false");
-        }
-        for code in codes {
-            command.args(["-gencode", code]);
-        }
-        command.args(includes()).arg("-o").arg(&image).arg(&file);
-        run(
-            &mut command,
-            "install the CUDA toolkit, or run scripts/cuda/toolkit.sh and set CUDA_HOME",
-        );
-        let _ = writeln!(images, "({:?}, include_bytes!({image:?}).as_slice()),", stem(&file));
+        let name = stem(&file);
+        let codes =
+            if name.ends_with("_sm90") { &["arch=compute_90a,code=sm_90a"] } else { &codes[..] };
+        let image = out.join(format!("{name}.fatbin"));
+        let kernels = compile_image(&toolkit, &file, codes, &image);
+        let _ = writeln!(images, "({name:?}, include_bytes!({image:?}).as_slice(), &{kernels:?}),");
     }
-    let toolkit = toolkit_version(&nvcc);
-    println!("cargo:rustc-env=TRAINER_CUDA_TOOLKIT={toolkit}");
-    println!(
-        "cargo:rustc-env=TRAINER_GPU_CODE=CUDA {toolkit}: sm_80, sm_90, sm_90a, PTX of compute_80"
-    );
-    // Otherwise a driver that lacks a function stops the program before it can say so.
-    println!("cargo:rustc-link-arg-bins=-Wl,-z,lazy");
     images.push(']');
-    std::fs::write(out.join("kernels.rs"), images).expect("OUT_DIR is writable");
+    fs::write(out.join("kernels.rs"), images).expect("OUT_DIR is writable");
+    link(&toolkit.home);
 }
 
-/// The version of the CUDA toolkit, such as `13.0`.
-fn toolkit_version(nvcc: &Path) -> String {
-    let output = Command::new(nvcc).arg("--version").output();
-    let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
-    let text = text.unwrap_or_default();
-    let version = text.split_once("release ").and_then(|(_, rest)| rest.split(',').next());
-    version.expect("`nvcc --version` prints the release").to_owned()
+/// Compiles one file with nvcc, and returns the names of its kernels. The stub of nvcc writes an
+/// empty image and no names.
+fn compile_image(toolkit: &Toolkit, file: &Path, codes: &[&str], image: &Path) -> Vec<String> {
+    let kept = image.with_extension("kept");
+    let _ = fs::remove_dir_all(&kept);
+    fs::create_dir(&kept).expect("OUT_DIR is writable");
+    let mut command = Command::new(&toolkit.nvcc);
+    command.args(["-fatbin", "-O3", "-std=c++17", "--threads", "2", "-lineinfo"]);
+    // The update of a parameter has the same bits in one part or several, whose elements take
+    // other paths of the kernel: the compiler would join products and sums in one of them only.
+    if stem(file).starts_with("adamw") {
+        command.arg("-fmad=false");
+    }
+    for code in codes {
+        command.args(["-gencode", code]);
+    }
+    // As cudaforge does: older versions of nvcc do not read the variable.
+    if let Some(compiler) = std::env::var_os("NVCC_CCBIN") {
+        command.arg("-ccbin").arg(compiler);
+    }
+    command.arg("--keep").arg("--keep-dir").arg(&kept);
+    command.args(includes()).arg("-o").arg(image).arg(file);
+    run(&mut command, || newer_host_compiler(&toolkit.home));
+    // The folder has the PTX of each kernel, with a line `.visible .entry name(`.
+    let mut kernels = BTreeSet::new();
+    for entry in fs::read_dir(&kept).expect("the folder was created") {
+        let path = entry.expect("readable").path();
+        if path.extension().is_some_and(|extension| extension == "ptx") {
+            let text = fs::read_to_string(&path).expect("PTX is text");
+            let entries = text.lines().filter_map(|line| line.split_once(".entry "));
+            kernels
+                .extend(entries.filter_map(|(_, rest)| Some(rest.split_once('(')?.0.to_owned())));
+        }
+    }
+    let _ = fs::remove_dir_all(&kept);
+    let is_stub = fs::metadata(image).is_ok_and(|image| image.len() == 0);
+    assert!(is_stub || !kernels.is_empty(), "nvcc kept no PTX of {file:?}");
+    kernels.into_iter().collect()
+}
+
+/// Says why nvcc failed if the host compiler is too new for it.
+fn newer_host_compiler(home: &Path) -> Option<String> {
+    let compiler = std::env::var_os("NVCC_CCBIN").unwrap_or_else(|| "gcc".into());
+    let limits = fs::read_to_string(home.join("include/crt/host_config.h")).ok()?;
+    let output = Command::new(&compiler).arg("-dumpfullversion").output().ok()?;
+    let version = String::from_utf8_lossy(&output.stdout);
+    toolkit::too_new(&limits, &compiler.to_string_lossy(), &version)
+}
+
+/// Links with the libraries of this toolkit rather than with those that cudarc finds. The program
+/// finds them there too, unless the folder has only stubs for the linker, and in `../lib`.
+fn link(home: &Path) {
+    for folder in ["lib64", "lib", "targets/x86_64-linux/lib"].map(|folder| home.join(folder)) {
+        for folder in [folder.clone(), folder.join("stubs")].iter().filter(|path| path.is_dir()) {
+            println!("cargo:rustc-link-search=native={}", folder.display());
+        }
+        let mut names = fs::read_dir(&folder).into_iter().flatten().flatten();
+        if names.any(|name| name.file_name().to_string_lossy().starts_with("libcublas.so.")) {
+            println!("cargo:rustc-link-arg=-Wl,-rpath,{}", folder.display());
+        }
+    }
+    println!("cargo:rustc-link-arg-bins=-Wl,-rpath,$ORIGIN/../lib");
+    // Otherwise a driver that lacks a function stops the program before it can say so.
+    println!("cargo:rustc-link-arg-bins=-Wl,-z,lazy");
+}
+
+/// The version of an nvcc, such as `13.0`; nothing if it does not run.
+fn toolkit_version(nvcc: &Path) -> Option<String> {
+    let output = Command::new(nvcc).arg("--version").output().ok()?;
+    toolkit::release(&String::from_utf8_lossy(&output.stdout))
 }
 
 /// Compiles the kernels into one archive. It is linked with `whole-archive`, because the kernels
@@ -139,7 +200,9 @@ fn compile_for_the_host(out: &Path) {
         let second = compile(second);
         [first.join().expect("a panic was printed"), second].concat()
     });
-    run(Command::new("ar").arg("crs").arg(&archive).args(&objects), "install binutils");
+    run(Command::new("ar").arg("crs").arg(&archive).args(&objects), || {
+        Some("install binutils".to_owned())
+    });
     println!("cargo:rustc-link-search=native={}", out.display());
     println!("cargo:rustc-link-lib=static:+whole-archive=emulation");
     println!("cargo:rustc-link-lib=dylib=stdc++");
@@ -154,6 +217,6 @@ fn compile_object(compiler: &OsStr, file: &Path, out: &Path) -> PathBuf {
     command.args(["-Wno-unknown-pragmas", "-fno-strict-aliasing"]);
     command.args(["-Wno-unused-function", "-Wno-unused-variable", "-c", "-fPIC", "-o"]);
     command.arg(&object).args(includes()).arg(file);
-    run(&mut command, "install a C++ compiler (g++)");
+    run(&mut command, || Some("install a C++ compiler (g++)".to_owned()));
     object
 }

@@ -3,8 +3,8 @@
 # Ubuntu 20.04, RHEL 9), with checksums.
 #   scripts/release.sh [OUT]      writes to OUT, by default target/release-files
 # Needs python3, for `ziglang` and `cargo-zigbuild` from PyPI in target/zig. zig links against the
-# symbols of an old glibc, so the machine that builds may be newer. With nvcc in PATH or in
-# CUDA_HOME, it also builds the binary with CUDA, with the linker and the glibc of this machine.
+# symbols of an old glibc, so the machine that builds may be newer. With nvcc in PATH, it also builds
+# the binary with CUDA, with the linker and the glibc of this machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-target/release-files}
@@ -46,9 +46,8 @@ if [ "$last" != "$glibc" ]; then
   exit 1
 fi
 
-if [ -n "${CUDA_HOME:-}" ] || command -v nvcc > /dev/null; then
-  CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-80} \
-    "$CARGO" build --release --locked --bin trainer --features cuda --target-dir "$target_dir/cuda-release"
+if command -v nvcc > /dev/null; then
+  "$CARGO" build --release --locked --bin trainer --features cuda --target-dir "$target_dir/cuda-release"
   deliver "$target_dir/cuda-release/release/trainer" linux-x86_64-cuda
 else
   echo "no nvcc: the binary with CUDA is not built"

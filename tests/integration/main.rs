@@ -65,6 +65,7 @@ mod simd;
 mod sources;
 mod supervision;
 mod templates;
+mod toolkit;
 #[cfg(feature = "hub")]
 mod trouble;
 #[cfg(feature = "testing")]

@@ -1,22 +1,24 @@
 //! Loading of the compiled kernels on each device.
 
 use candle_core::cuda_backend::cudarc::driver::sys::{
-    CUdevice_attribute, CUfunction_attribute_enum as Attribute, CUresult,
+    CUdevice_attribute, CUfunction_attribute_enum as Attribute,
 };
-use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaModule, DriverError};
+use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaModule};
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};
 use candle_core::{Error, Result, bail};
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
-/// Machine code for sm_80 and sm_90 and PTX for later GPUs, one image per `.cu` file. Images with a
-/// name that ends with `_sm90` have machine code for sm_90a alone.
-const IMAGES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
+/// The name of each `.cu` file, its image, and the names of its kernels. Images have machine code
+/// for several GPUs and PTX for others. Those with a name that ends with `_sm90` have machine code
+/// for sm_90a alone. Behind the stand-in, one image has all kernels, and no names.
+const IMAGES: &[(&str, &[u8], &[&str])] = include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
 #[derive(Default)]
 struct Loaded {
-    modules: Vec<Arc<CudaModule>>,
+    modules: HashMap<&'static str, Arc<CudaModule>>,
     functions: HashMap<String, Kernel>,
 }
 
@@ -34,13 +36,10 @@ static LOADED: LazyLock<Mutex<HashMap<DeviceId, Loaded>>> = LazyLock::new(Mutex:
 pub(super) fn function(device: &CudaDevice, name: &str, shared: u32) -> Result<CudaFunction> {
     let mut all = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
     let loaded = all.entry(device.id()).or_default();
-    if loaded.modules.is_empty() {
-        loaded.modules = load(device)?;
-    }
     let kernel = if let Some(kernel) = loaded.functions.get(name) {
         kernel.clone()
     } else {
-        let kernel = find(device, &loaded.modules, name)?;
+        let kernel = load(device, &mut loaded.modules, name)?;
         loaded.functions.insert(name.to_owned(), kernel.clone());
         kernel
     };
@@ -49,18 +48,6 @@ pub(super) fn function(device: &CudaDevice, name: &str, shared: u32) -> Result<C
         bail!("{name}: a block needs {shared} bytes of shared memory, this GPU allows {most}");
     }
     Ok(kernel.function)
-}
-
-fn load(device: &CudaDevice) -> Result<Vec<Arc<CudaModule>>> {
-    let stream = device.cuda_stream();
-    let load = |(file, image): &(&str, &[u8])| {
-        let module = stream.context().load_module(Ptx::from_binary(image.to_vec()));
-        module.map_err(|error| {
-            Error::msg(format!("cannot load the kernels of `{file}` on this GPU: {error}"))
-        })
-    };
-    let hopper = capability(device)? == (9, 0);
-    IMAGES.iter().filter(|(file, _)| hopper || !file.ends_with("_sm90")).map(load).collect()
 }
 
 /// Compute capability, major and minor.
@@ -100,23 +87,37 @@ fn check_registers(function: &CudaFunction, name: &str) -> Result<()> {
     )
 }
 
-fn find(device: &CudaDevice, modules: &[Arc<CudaModule>], name: &str) -> Result<Kernel> {
-    for module in modules {
-        let function = match module.load_function(name) {
-            Ok(function) => function,
-            Err(DriverError(CUresult::CUDA_ERROR_NOT_FOUND)) => continue,
-            Err(error) => bail!("cannot load the kernel `{name}` on this GPU: {error}"),
-        };
-        if name.contains("_sm90_") {
-            check_registers(&function, name)?;
+/// Loads a kernel, and before it its module if this is the first kernel of it: a GPU without machine
+/// code in the image waits until the driver has compiled the PTX of the whole module.
+fn load(
+    device: &CudaDevice,
+    modules: &mut HashMap<&'static str, Arc<CudaModule>>,
+    name: &str,
+) -> Result<Kernel> {
+    let has_kernel = |kernels: &[&str]| kernels.is_empty() || kernels.contains(&name);
+    let Some((file, image, _)) = IMAGES.iter().find(|(_, _, kernels)| has_kernel(kernels)) else {
+        bail!("no kernel has the name `{name}`");
+    };
+    let module = match modules.entry(file) {
+        Entry::Occupied(entry) => entry.into_mut(),
+        Entry::Vacant(entry) => {
+            let stream = device.cuda_stream();
+            let module = stream.context().load_module(Ptx::from_binary(image.to_vec()));
+            entry.insert(module.map_err(|error| {
+                Error::msg(format!("cannot load the kernels of `{file}` on this GPU: {error}"))
+            })?)
         }
-        // Allow the maximum: launches of a kernel differ in size, and the first may not be the
-        // largest.
-        let most = shared_bytes(device)? as i32;
-        let own = function.get_attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES).w()?;
-        let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        function.set_attribute(attribute, most - own).w()?;
-        return Ok(Kernel { function, max_shared: (most - own) as u32 });
+    };
+    let function = module.load_function(name).map_err(|error| {
+        Error::msg(format!("cannot load the kernel `{name}` on this GPU: {error}"))
+    })?;
+    if name.contains("_sm90_") {
+        check_registers(&function, name)?;
     }
-    bail!("no kernel has the name `{name}`")
+    // Allow the maximum: launches of a kernel differ in size, and the first may not be the largest.
+    let most = shared_bytes(device)? as i32;
+    let own = function.get_attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES).w()?;
+    let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    function.set_attribute(attribute, most - own).w()?;
+    Ok(Kernel { function, max_shared: (most - own) as u32 })
 }
