@@ -19,8 +19,9 @@
 # is a pack.sh of a bundle with emulated kernels:
 #   scripts/cuda/bundle.sh FOLDER cuda-emulation TARGET && scripts/cuda/pack.sh FOLDER ARCHIVE
 set -uo pipefail
+back=${OUT:+$(realpath -m "$OUT")}
 cd "$(dirname "$0")/../.." || exit
-back=${OUT:-} limit=${LIMIT_S:-570} failed=() left_over=()
+limit=${LIMIT_S:-570} failed=() left_over=()
 export OUT=$PWD/target/cuda/first_run BUNDLE=${BUNDLE:-target/cuda/bundle} DEVICE=${DEVICE:-cuda:0}
 export TRAINER=${TRAINER:-$BUNDLE/trainer}
 
@@ -70,7 +71,7 @@ fi
 for call in "$@"; do [[ $call == [1-4] ]] || { echo "unknown call \`$call\`, expected 1, 2, 3 or 4" >&2 && exit 64; }; done
 
 mkdir -p "$OUT"
-if [ -n "$back" ]; then exec > >(tee "$back/call_$(tr -d ' ' <<<"$*").log") 2>&1; fi
+if [ -n "$back" ]; then mkdir -p "$back" && exec > >(tee "$back/call_$(tr -d ' ' <<<"$*").log") 2>&1; fi
 . scripts/cuda/machine.sh
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null >"$OUT/gpu.txt"
 # In GiB, by `trainer plan` for packs of text: 4B 115, 2B 57; adapters of 8B 67, of 4B 49.
