@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds the binary and the tests with CUDA on a machine without a GPU:
 #   scripts/cuda/build.sh
-# Writes target/cuda/bundle/{trainer,unit_tests,integration_tests} and packs them into
-# target/cuda/bundle.tar.xz, for a machine that has a GPU but neither cargo nor a network.
+# Writes target/cuda/bundle/{trainer,unit_tests,integration_tests}, and target/cuda/bundle.tar.xz
+# (pack.sh) for a machine that has a GPU but neither cargo nor a network.
 # FEATURES=cuda,mpi adds MPI; the GPU machine then needs OpenMPI's library too.
 # The first build takes about 8 minutes of CPU time, mostly for candle's own kernels.
 set -euo pipefail
@@ -16,8 +16,8 @@ target=target/cuda-build
 features=${FEATURES:-cuda}
 bundle=target/cuda/bundle
 scripts/cuda/bundle.sh "$bundle" "$features" "$target"
-tar -C target/cuda -c bundle | xz -3 -T0 >target/cuda/bundle.tar.xz
-ls -l "$bundle" target/cuda/bundle.tar.xz
+ls -l "$bundle"
+scripts/cuda/pack.sh
 
 # With stubs of the driver and the libraries, the binary must start, find no GPU, and train on the
 # CPU.

@@ -15,4 +15,5 @@ cargo test --release --features "$features" --target-dir "$target" --no-run --me
     trainer-*) install -s -m 755 "$test" "$bundle/unit_tests" ;;
   esac
 done
-pwd >"$bundle/built_in" # the tests read their files from this path
+# The tests read their files from the first path, and have temporary folders in the second.
+printf '%s\n' "$PWD" "$(realpath "$target")/tmp" >"$bundle/built_in"

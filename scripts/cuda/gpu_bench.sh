@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Benchmarks on a GPU. Needs a checkout with target/cuda/bundle (scripts/cuda/build.sh) and python3.
+# Benchmarks on a GPU. Needs the archive of scripts/cuda/build.sh and python3.
 #   scripts/cuda/gpu_bench.sh ops      each op in f32 and bf16, compared with the GPU's measured
 #                                      peaks; then the same ops in PyTorch, if it is installed
 #   scripts/cuda/gpu_bench.sh step     whole steps of the published 2B, 4B and 8B shapes with random
@@ -12,26 +12,24 @@
 #                                      ways fit into the time limit
 #   scripts/cuda/gpu_bench.sh table    prints the table of earlier results
 # Each part ends within LIMIT_S (570) seconds and each process within RUN_S (180); what does not fit
-# is listed as skipped. JSON lines and a table are written to OUT (target/cuda/bench).
-# Other variables: DEVICE=cuda:0, SHAPES="2b 4b 8b", MIXES="text vl hires", TORCH_SHAPES=4b,
+# is listed as not finished. JSON lines and a table are written to OUT (target/cuda/bench). Exit code: 1
+# if a benchmark of `trainer` failed, otherwise 75 if one is not finished.
+# Other variables: DEVICE=cuda:0, SHAPES="2b 4b 8b" (`4b+adapter` trains an adapter of the 4B), MIXES="text vl hires", TORCH_SHAPES=4b,
 # STEPS=8, PYTHON, and PEAK_TFLOPS, the vendor's peak that the MFU of lmms-engine is computed with
 # (989 for H100 and H200).
 # TINY=1 with DEVICE=cpu and TRAINER=target/release/trainer tests the script on any machine.
 set -uo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../.." || exit
 part=${1:?ops, step, start, torch or table}
-out=${OUT:-target/cuda/bench} device=${DEVICE:-cuda:0} python=${PYTHON:-python3}
+out=${OUT:-target/cuda/bench} device=${DEVICE:-cuda:0}
 trainer=${TRAINER:-target/cuda/bundle/trainer} work=${WORK:-target/cuda/bench_rows}
 shapes=${SHAPES:-2b 4b 8b} mixes=${MIXES:-text vl hires} steps=${STEPS:-8} limit=${LIMIT_S:-570} most=${RUN_S:-180}
 packing=16384 rows=1500 words=151643 tiny=() torch_tiny=() torch_ops_tiny=()
 if [ -n "${TINY:-}" ]; then
-  packing=2048 rows=64 words=2000 tiny=(--sizes tiny) torch_tiny=(--side 128) torch_ops_tiny=(--side 128 --divide 256)
+  packing=512 rows=64 words=2000 tiny=(--sizes tiny) torch_tiny=(--side 128) torch_ops_tiny=(--side 128 --divide 256)
 fi
 mkdir -p "$out" "$work"
-[ -d target/cuda/bundle ] || ! [ -f target/cuda/bundle.tar.xz ] || tar -C target/cuda -xJf target/cuda/bundle.tar.xz
-for folder in /usr/local/cuda/lib64 /usr/local/cuda/targets/x86_64-linux/lib "$("$python" -c 'import nvidia.cu13, os; print(os.path.join(list(nvidia.cu13.__path__)[0], "lib"))' 2>/dev/null || true)"; do
-  if [ -d "$folder" ]; then export LD_LIBRARY_PATH=$folder:${LD_LIBRARY_PATH:-}; fi
-done
+. scripts/cuda/machine.sh
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | tee "$out/gpu.txt" || true
 
 row() { "$python" -c 'import json, sys; print(json.dumps(dict(zip(sys.argv[1::2], sys.argv[2::2]))))' "$@"; }
@@ -43,14 +41,16 @@ bench() {
   if [ "$left" -gt "$most" ]; then left=$most; fi
   log=$out/$(tr -c 'a-zA-Z0-9._\n' _ <<<"$name").log
   if [ "$left" -lt 20 ]; then
-    row name "$name" error "skipped: no time left" >>"$file"
+    row name "$name" not_finished "no time left" >>"$file"
     return
   fi
   echo "=== $name ($SECONDS s)" >&2
   timeout -k 5 "$left" "$@" 2>"$log" | sed -u '/^{/!d' >"$out/lines"
   code=${PIPESTATUS[0]}
   cat "$out/lines" >>"$file"
-  if [ "$code" -ne 0 ]; then
+  if [ "$code" -eq 124 ] || [ "$code" -eq 137 ]; then
+    row name "$name" not_finished "stopped after $left s" >>"$file"
+  elif [ "$code" -ne 0 ]; then
     row name "$name" error "ended with $code: $(grep -m 1 -i error "$log" || tail -n 1 "$log")" >>"$file"
   fi
 }
@@ -62,8 +62,8 @@ make_rows() { # SHAPE..: writes the rows of each mix and a model folder for each
   fi
   "$python" tests/bench/gpu_rows.py "$work" --mixes "${mixes// /,}" --rows "$rows" --words "$words" | tee "$out/rows.jsonl" || exit 1
   for shape in "$@"; do
-    rm -rf "$work/$shape"
-    "$trainer" init --preset "$shape" --out "$work/$shape" --tokenizer "$work/tokenizer" 2>/dev/null || exit 1
+    rm -rf "${work:?}/$shape"
+    "$trainer" init --preset "${shape%+adapter}" --out "$work/$shape" --tokenizer "$work/tokenizer" 2>/dev/null || exit 1
     if [ -n "${TINY:-}" ]; then "$python" tests/bench/gpu_rows.py "$work" --words "$words" --shrink "$work/$shape"; fi
   done
 }
@@ -77,6 +77,9 @@ settings_of() { # shape mix
       settings=(--set model.recompute=vision)
       what+=", vision encoder recomputed" torch_what=$what
       ;;
+    # For GPUs whose memory is too small for 2B.
+    2b+adapter-*) settings=(--set 'adapter={rank: 16}' --set model.recompute=full) what="2b $2, adapter, all recomputed" torch_what=$what ;;
+    *+adapter-*) settings=(--set 'adapter={rank: 16}') what="${1%+*} $2, adapter" torch_what=$what ;;
     8b-*)
       settings=(--set optim.moments=bf16 --set model.recompute=full) what+=", moments in bf16, all recomputed"
       # PyTorch's fused AdamW does not support bf16 moments with f32 weights.
@@ -138,7 +141,7 @@ start() {
     exec 5< <(exec "$trainer" sft --config <(printf '{output_dir: %s, model: {path: %s, precision: bf16}, data: {train: [{path: %s}], packing_length: %s, max_rejected: 1.0}, train: {max_steps: 1000}, log: {every_steps: 1}, device: "%s"}' \
       "$work/run" "$work/start" "$work/text.jsonl" "$packing" "$device") 2>&1)
     pid=$!
-    while read -r line <&5; do
+    while read -r -t $((limit > SECONDS ? limit - SECONDS : 1)) line <&5; do
       echo "$line"
       [[ $line != *"train step=1 "* ]] || break
     done >"$log"
@@ -150,6 +153,7 @@ start() {
     kill -KILL "$pid" 2>/dev/null || true
     exec 5<&-
   done
+  ! grep -q '"error"' "$file"
 }
 
 torch() {

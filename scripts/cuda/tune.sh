@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # Measures the algorithms of cuBLASLt for the products of training steps, writes the fastest to a table
 # for the config key `model.algorithms`, and compares the speed of steps with and without the table.
-# Needs a GPU, a checkout with target/cuda/bundle (scripts/cuda/build.sh) and python3.
+# Needs a GPU, the archive of scripts/cuda/build.sh and python3.
 #   scripts/cuda/tune.sh                       the shapes of SHAPES with packs of TOKENS
 #   scripts/cuda/tune.sh CONFIG [--set K=V]..  the steps of this config
 # OUT (target/cuda/tune) receives algorithms.json, the table, and table.txt, the gain of each product. A
 # table that is there is extended: only products that it lacks are measured. Variables: SHAPES="4b",
 # TOKENS="16384", MIXES="text" (also vl and hires, which need numpy and Pillow), STEPS=4, DEVICE=cuda:0,
-# COMPARE="without with", LIMIT_S=570, TRAINER, PYTHON.
+# COMPARE="without with", TRAINER, PYTHON, and LIMIT_S=570: what
+# does not fit is not finished, and the exit code is 75.
 # TINY=1 tests the script with tiny shapes; on DEVICE=cpu it measures nothing.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-out=${OUT:-target/cuda/tune} device=${DEVICE:-cuda:0} python=${PYTHON:-python3} limit=${LIMIT_S:-570}
+out=${OUT:-target/cuda/tune} device=${DEVICE:-cuda:0} limit=${LIMIT_S:-570}
 trainer=${TRAINER:-target/cuda/bundle/trainer} work=${WORK:-target/cuda/bench_rows}
 shapes=${SHAPES:-4b} tokens=${TOKENS:-16384} mixes=${MIXES:-text} steps=${STEPS:-4} compare=${COMPARE-without with}
 rows=1500 words=151643
@@ -23,16 +24,14 @@ if [ "$device" = cpu ]; then
   exit
 fi
 mkdir -p "$out" "$work"
-[ -d target/cuda/bundle ] || ! [ -f target/cuda/bundle.tar.xz ] || tar -C target/cuda -xJf target/cuda/bundle.tar.xz
-for folder in /usr/local/cuda/lib64 /usr/local/cuda/targets/x86_64-linux/lib "$("$python" -c 'import nvidia.cu13, os; print(os.path.join(list(nvidia.cu13.__path__)[0], "lib"))' 2>/dev/null || true)"; do
-  if [ -d "$folder" ]; then export LD_LIBRARY_PATH=$folder:${LD_LIBRARY_PATH:-}; fi
-done
+. scripts/cuda/machine.sh
 
 bench() { # FILE, arguments..: appends the output to FILE, and shows it
   local file=$1 left=$((limit - SECONDS)) code=0
   shift
-  if [ "$left" -lt 10 ]; then echo "no time left" >&2 && return 1; fi
+  if [ "$left" -lt 10 ]; then echo "not finished: no time left" && return "$unfinished"; fi
   timeout -k 5 "$left" "$trainer" bench "$@" 2>"$out/log.txt" | tee -a "$file" || code=$?
+  if [ "$code" = 124 ] || [ "$code" = 137 ]; then echo "not finished: stopped after $left s" && return "$unfinished"; fi
   if [ "$code" != 0 ]; then tail -n 20 "$out/log.txt" >&2; fi
   return "$code"
 }

@@ -1,5 +1,5 @@
-"""Prints the results of scripts/cuda/gpu_bench.sh as tables: `gpu_table.py FOLDER`. Fails if there
-are no results, or if a benchmark of `trainer` failed.
+"""Prints the results of scripts/cuda/gpu_bench.sh as tables: `gpu_table.py FOLDER`. Ends with
+1 if there are no results or a benchmark of `trainer` failed, with 75 if one had too little time.
 
 `MFU` is relative to the matmul rate that the same process measured on the GPU, and counts operations
 as `trainer` does. `lmms-engine` uses the formula and the timing of that project, relative to the
@@ -69,6 +69,15 @@ def step_tables(ours, theirs):
             print(f"{row['name']}: {row['tokens/s'] / fastest:.2f} x the tokens/s of PyTorch's best way with f32 master weights")
 
 
+def problems(rows):
+    for key, title in (("error", "Failed"), ("not_finished", "Not finished")):
+        if any(key in row for row in rows):
+            print(f"\n## {title}\n")
+            for row in rows:
+                if key in row:
+                    print(f"- {row['name']} {row.get('way', '')}: {row[key]}")
+
+
 def main():
     out = Path(sys.argv[1])
     ops, torch_ops, steps = (read(out / f"{name}.jsonl") for name in ("ops", "torch_ops", "step"))
@@ -77,13 +86,12 @@ def main():
         op_tables(ops, torch_ops)
     if steps or torch:
         step_tables(steps, torch)
-    failed = [row for row in ops + torch_ops + steps + torch if "error" in row]
-    if failed:
-        print("\nfailed:")
-        for row in failed:
-            print(f"- {row['name']} {row.get('way', '')}: {row['error']}")
+    problems(ops + torch_ops + steps + torch)
     # Only an error of `trainer` is a failure: PyTorch may not support some of its ways.
-    raise SystemExit(0 if ops + steps + torch and not any("error" in row for row in ops + steps) else 1)
+    if any("error" in row for row in ops + steps) or not ops + steps + torch:
+        raise SystemExit(1)
+    if any("not_finished" in row for row in ops + torch_ops + steps + torch):
+        raise SystemExit(75)
 
 
 if __name__ == "__main__":
