@@ -421,5 +421,7 @@ fn nothing_names_a_path_of_one_machine_or_a_mirror() {
     for line in lock.lines().filter(|line| line.starts_with("source")) {
         assert_eq!(line, public, "a crate from elsewhere");
     }
-    assert!(!root().join(".cargo").exists(), "settings of one machine's cargo");
+    let settings = fs::read_to_string(root().join(".cargo/config.toml")).unwrap();
+    let sections: Vec<&str> = settings.lines().filter(|line| line.starts_with('[')).collect();
+    assert_eq!(sections, ["[env]"], "settings of one machine's cargo");
 }
