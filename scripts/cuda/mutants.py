@@ -2,11 +2,11 @@
 """Plants errors in the PTX of the kernels, one at a time, and counts how many the tests of the ops find that
 execute it (crates/ptx). Prints each one that is not found.
 
-    python3 scripts/cuda/mutants.py TESTS PTX {8.0|9.0} [--each N] [--seed N] [--only KERNEL]
+    python3 scripts/cuda/mutants.py TESTS PTX {8.0|9.0} [--each N] [--seed N] [--seconds N] [--only KERNEL]
 
 TESTS is the program of the unit tests (cargo test --release --features cuda-emulation --lib --no-run), PTX the
 folder of scripts/cuda/ptx.sh. `--each` errors of each kind are planted in each kernel (1), at random places.
-The tests of a kernel run in the order of their time.
+The tests of a kernel run in the order of their time, until they have taken `--seconds` (20) without errors.
 """
 import argparse, collections, os, pathlib, random, re, subprocess, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -76,9 +76,12 @@ class Tests:
         except subprocess.TimeoutExpired:
             return None
 
-    def find(self, kernel, ptx):
+    def find(self, kernel, ptx, seconds):
         """The first test that fails, and why; None if all pass."""
-        for test in self.of[kernel]:
+        for number, test in enumerate(self.of[kernel]):
+            seconds -= self.times[test] / 1e6
+            if number and seconds < 0:
+                break
             result = self.run(ptx, ["--exact", test, "--test-threads", "1"], timeout=60 + 10 * self.times[test] / 1e6)
             if result is None:
                 return test, "it does not end"
@@ -96,6 +99,7 @@ def main():
     parser.add_argument("capability", choices=["8.0", "9.0"])
     parser.add_argument("--each", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--only", default="")
     given = parser.parse_args()
     ptx = given.ptx.resolve()
@@ -133,7 +137,7 @@ def main():
             lines = path.read_text().split("\n")
             text = "\n".join([*lines[:number], new, *lines[number + 1:]])
             pathlib.Path(folder, path.parent.name, path.name).write_text(text)
-            return mutant, lines[number].strip(), tests.find(kernel, folder)
+            return mutant, lines[number].strip(), tests.find(kernel, folder, given.seconds)
 
     kinds = collections.defaultdict(lambda: [0, 0])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
