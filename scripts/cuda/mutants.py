@@ -2,11 +2,11 @@
 """Plants errors in the PTX of the kernels, one at a time, and counts how many the tests of the ops find that
 execute it (crates/ptx). Prints each one that is not found.
 
-    python3 scripts/cuda/mutants.py TESTS PTX {8.0|9.0} [--each N] [--seed N] [--seconds N] [--only KERNEL]
+    python3 scripts/cuda/mutants.py TESTS PTX {8.0|9.0} [--each N] [--seed N] [--seconds N] [--only KERNEL] [--counts FILE]
 
 TESTS is the program of the unit tests (cargo test --release --features cuda-emulation --lib --no-run), PTX the
 folder of scripts/cuda/ptx.sh. `--each` errors of each kind are planted in each kernel (1), at random places.
-The tests of a kernel run in the order of their time, until they have taken `--seconds` (20) without errors.
+`--counts` is the file TRAINER_PTX_COUNTS of a run of all tests; without it, they run first. The tests of a kernel run in the order of their time, until they have taken `--seconds` (20) without errors.
 """
 import argparse, collections, os, pathlib, random, re, subprocess, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +35,8 @@ def mutants(line):
     if "expect_tx" in line:
         yield "expect 16 bytes more", re.sub(r"(, )(%\w+|\d+);", lambda n: f"{n.group(1)}{int(n.group(2)) + 16};" if n.group(2).isdigit() else n.group(0), line)
     for old, new in SPACES.items():
-        if re.search(rf"\b{re.escape(old)}\b", line):
+        # The assembler refuses an address of 32 bits in global memory.
+        if re.search(rf"\b{re.escape(old)}\b.*\[%rd", line):
             yield f"{old} becomes {new}", line.replace(old, new, 1).replace(".nc", "")
     address = ADDRESS.search(line)
     if address:
@@ -50,22 +51,22 @@ def mutants(line):
 
 
 class Tests:
-    """The tests of the ops, and which of them launch a kernel."""
+    """The tests of the ops, and which of them execute a line of a kernel."""
 
-    def __init__(self, program, ptx, capability):
+    def __init__(self, program, ptx, capability, counts):
         self.program, self.capability = program, capability
-        with tempfile.TemporaryDirectory() as folder:
-            counts = pathlib.Path(folder, "counts")
+        if not counts.exists():
             result = self.run(ptx, ["ops::", "optim::", "--skip", "ops::cuda::"], counts=counts, timeout=3600)
             if result is None or result.returncode:
+                counts.unlink(missing_ok=True)
                 sys.exit(f"the tests fail without an error in a kernel:\n{result.stdout[-2000:] if result else 'no end'}")
-            times, kernels = collections.Counter(), collections.defaultdict(set)
-            for row in counts.read_text().splitlines():
-                test, kernel, _, _, _, _, time = row.split("\t")[:7]
-                times[test] += int(time)
-                kernels[kernel].add(test)
-        self.of = {kernel: sorted(tests - {"-"}, key=times.__getitem__) for kernel, tests in kernels.items()}
-        self.times = times
+        self.times, self.of = collections.Counter(), collections.defaultdict(set)
+        for row in counts.read_text().splitlines():
+            test, kernel, _, _, _, _, time, *_, lines = row.split("\t")
+            self.times[test] += int(time)
+            if test != "-":
+                for line in lines.split(",")[:-1]:
+                    self.of[kernel, int(line)].add(test)
 
     def run(self, ptx, arguments, counts=None, timeout=None):
         variables = dict(os.environ, TRAINER_PTX=str(ptx), TRAINER_EMULATE_CUDA=f"ptx:{self.capability}", RAYON_NUM_THREADS="1")
@@ -76,9 +77,10 @@ class Tests:
         except subprocess.TimeoutExpired:
             return None
 
-    def find(self, kernel, ptx, seconds):
+    def find(self, place, ptx, seconds):
         """The first test that fails, and why; None if all pass."""
-        for number, test in enumerate(self.of[kernel]):
+        kernel, _ = place
+        for number, test in enumerate(sorted(self.of[place], key=self.times.__getitem__)):
             seconds -= self.times[test] / 1e6
             if number and seconds < 0:
                 break
@@ -101,26 +103,26 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--only", default="")
+    parser.add_argument("--counts", type=pathlib.Path)
     given = parser.parse_args()
     ptx = given.ptx.resolve()
-    tests = Tests(given.tests, ptx, given.capability)
+    tests = Tests(given.tests, ptx, given.capability, given.counts or ptx.parent / f"counts-{given.capability}")
     draw = random.Random(given.seed)
-    planted = []
-    unused = 0
+    planted, unused, places_of_all = [], 0, 0
     for folder in {"8.0": ["80"], "9.0": ["90", "90a"]}[given.capability]:
         for path in sorted((ptx / folder).iterdir()):
             lines, kernel, places = path.read_text().split("\n"), "", collections.defaultdict(list)
-            for number, line in enumerate(lines):
+            for number, line in enumerate(lines, 1):
                 entry = re.search(r"\.entry (\w+)", line)
                 kernel = entry.group(1) if entry else kernel
-                for what, new in mutants(line):
+                for what, new in mutants(line) if given.only in kernel else []:
                     if new != line:
-                        places[kernel, what].append((path, number, new))
+                        places_of_all += 1
+                        unused += (kernel, number) not in tests.of
+                        if (kernel, number) in tests.of:
+                            places[kernel, what].append((path, number, new))
             for (kernel, what), found in places.items():
-                if kernel not in tests.of:
-                    unused += 1
-                elif given.only in kernel:
-                    planted += [(kernel, what, *place) for place in draw.sample(found, min(given.each, len(found)))]
+                planted += [(kernel, what, *place) for place in draw.sample(found, min(given.each, len(found)))]
 
     def one(mutant):
         kernel, what, path, number, new = mutant
@@ -135,19 +137,19 @@ def main():
                     if file != path:
                         (target / file.name).symlink_to(file)
             lines = path.read_text().split("\n")
-            text = "\n".join([*lines[:number], new, *lines[number + 1:]])
+            text = "\n".join([*lines[:number - 1], new, *lines[number:]])
             pathlib.Path(folder, path.parent.name, path.name).write_text(text)
-            return mutant, lines[number].strip(), tests.find(kernel, folder, given.seconds)
+            return mutant, lines[number - 1].strip(), tests.find((kernel, number), folder, given.seconds)
 
     kinds = collections.defaultdict(lambda: [0, 0])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for (kernel, what, _, number, _), line, why in pool.map(one, planted):
             kinds[what][0] += why is not None
             kinds[what][1] += 1
-            print(f"{'found ' if why else 'MISSED'} {kernel} line {number + 1}, {what}: `{line[:70]}`{f': {why[1][:160]}' if why else ''}", flush=True)
+            print(f"{'found ' if why else 'MISSED'} {kernel} line {number}, {what}: `{line[:70]}`{f': {why[1][:160]}' if why else ''}", flush=True)
     for what, (found, of) in sorted(kinds.items()):
         print(f"{found:5d} of {of:5d}  {what}")
-    print(f"{sum(found for found, _ in kinds.values())} of {len(planted)} planted errors found; {unused} kinds are in kernels that no test launches")
+    print(f"{sum(found for found, _ in kinds.values())} of {len(planted)} planted errors found; of {places_of_all} places, no test executes {unused}")
 
 
 if __name__ == "__main__":

@@ -157,6 +157,7 @@ impl<'a> Block<'a> {
         let Instruction { guard, op, .. } = &kernel.code[pc];
         let active = self.warps[warp].active(*guard, lanes);
         self.counts.instructions += 1;
+        self.counts.executed[pc] |= active != 0;
         let next = |lanes| Fragment { pc: pc + 1, lanes, wait: Wait::Nothing };
         let mut stays = next(lanes & !active);
         let mut goes = next(active);

@@ -37,6 +37,8 @@ pub struct Counts {
     pub shared_written: u64,
     /// Multiplications of elements in matrix products.
     pub products: u64,
+    /// Whether a thread has executed each instruction of the kernel.
+    pub executed: Vec<bool>,
 }
 
 /// Maximum number of threads of a block.
@@ -52,7 +54,7 @@ pub fn run(launch: &Launch<'_>, global: &mut Global) -> Result<Counts, Box<Failu
         let failure = Failure { kernel, line: 0, source, block: [0; 3], thread: 0, fault };
         return Err(Box::new(failure));
     }
-    let mut counts = Counts::default();
+    let mut counts = Counts { executed: vec![false; kernel.code.len()], ..Counts::default() };
     global.begin();
     let [x, y, z] = launch.grid;
     for index in 0..x * y * z {

@@ -8,8 +8,9 @@ use crate::launch::{Counts, Launch, run};
 use crate::parse::{ParseError, parse};
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::fmt::Write as _;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,9 +26,17 @@ pub struct Library {
     kernels: HashMap<String, Arc<Kernel>>,
     /// Launches so far: the seed of each.
     launches: AtomicU64,
-    /// A line for each launch: thread (the name of a test), kernel, grid, threads, microseconds, and
-    /// the numbers of [`Counts`].
-    counts: Option<Mutex<File>>,
+    counts: Option<Mutex<Log>>,
+}
+
+/// A file with a line for each launch: thread (the name of a test), kernel, grid, threads,
+/// microseconds, the numbers of [`Counts`], and the lines of the PTX that this thread has not executed
+/// before.
+#[derive(Debug)]
+struct Log {
+    file: File,
+    /// By thread and kernel, which instructions were executed.
+    executed: HashMap<(String, String), Vec<bool>>,
 }
 
 #[derive(Debug, Error)]
@@ -72,7 +81,8 @@ impl Library {
         }
         let open = |path: &Path| {
             let file = File::options().create(true).append(true).open(path);
-            file.map(Mutex::new).map_err(failed(path))
+            let log = |file| Mutex::new(Log { file, executed: HashMap::new() });
+            file.map(log).map_err(failed(path))
         };
         let counts = counts.map(open).transpose()?;
         Ok(Self { kernels, launches: AtomicU64::new(1), counts })
@@ -120,43 +130,43 @@ impl Library {
         };
         let before = Instant::now();
         let counts = run(&launch, &mut global)?;
-        if let Some(file) = &self.counts {
+        if let Some(log) = &self.counts {
+            let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
+            let line = log.line(&launch, &counts, before.elapsed());
             // a line that is missing is seen by the script that reads the file
-            let _ = file
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .write_all(line(&launch, &counts, before.elapsed()).as_bytes());
+            let _ = log.file.write_all(line.as_bytes());
         }
         Ok(())
     }
 }
 
-/// The line of a launch, with tabs.
-fn line(launch: &Launch<'_>, counts: &Counts, time: Duration) -> String {
-    let thread = std::thread::current();
-    let Counts {
-        instructions,
-        branches,
-        barriers,
-        global_read,
-        global_written,
-        shared_read,
-        shared_written,
-        products,
-    } = counts;
-    let numbers = [
-        *instructions,
-        *branches,
-        *barriers,
-        *global_read,
-        *global_written,
-        *shared_read,
-        *shared_written,
-        *products,
-    ];
-    let numbers = numbers.map(|number| number.to_string()).join("\t");
-    let [x, y, z] = launch.grid;
-    let (name, kernel) = (thread.name().unwrap_or("-"), &launch.kernel.name);
-    let (threads, time) = (launch.threads, time.as_micros());
-    format!("{name}\t{kernel}\t{x}\t{y}\t{z}\t{threads}\t{time}\t{numbers}\n")
+impl Log {
+    /// The line of a launch, with tabs.
+    fn line(&mut self, launch: &Launch<'_>, counts: &Counts, time: Duration) -> String {
+        let Launch { kernel, grid: [x, y, z], threads, .. } = launch;
+        let thread = std::thread::current().name().unwrap_or("-").to_owned();
+        let seen = self.executed.entry((thread.clone(), kernel.name.clone()));
+        let seen = seen.or_insert_with(|| vec![false; kernel.code.len()]);
+        let mut new = String::new();
+        let executed = counts.executed.iter().zip(&kernel.code);
+        for ((executed, instruction), seen) in executed.zip(seen) {
+            if *executed && !*seen {
+                *seen = true;
+                let _ = write!(new, "{},", instruction.line);
+            }
+        }
+        let numbers = [
+            counts.instructions,
+            counts.branches,
+            counts.barriers,
+            counts.global_read,
+            counts.global_written,
+            counts.shared_read,
+            counts.shared_written,
+            counts.products,
+        ];
+        let numbers = numbers.map(|number| number.to_string()).join("\t");
+        let (name, time) = (&kernel.name, time.as_micros());
+        format!("{thread}\t{name}\t{x}\t{y}\t{z}\t{threads}\t{time}\t{numbers}\t{new}\n")
+    }
 }
