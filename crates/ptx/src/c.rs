@@ -70,7 +70,7 @@ pub unsafe extern "C" fn ptx_launch(
         let memory = MEMORY.get_or_init(|| Memory(find));
         // SAFETY: as the caller promises.
         let ended = unsafe { library.launch(kernel, grid, threads, shared, arguments, memory) };
-        ended.map(|()| 0).map_err(|failure| failure.to_string())
+        ended.map(|_| 0).map_err(|failure| failure.to_string())
     });
     result.unwrap_or_else(|text| {
         let bytes = &text.as_bytes()[..text.len().min(error_bytes)];

@@ -44,6 +44,7 @@ macro_rules! both {
     }};
 }
 
+mod counts;
 mod e4m3;
 mod experts;
 mod hopper;
