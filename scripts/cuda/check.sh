@@ -97,7 +97,7 @@ assemble() { # folder for the list and for machine code, version of the PTX, ass
   rm "$list.new"
   if awk -v most="$4" '$(NF - 2) > 0 { print; if ($(NF - 2) > most) bad = 1 } END { exit !bad }' "$list"; then echo "error: the kernels above spill registers"; exit 1; fi
   # Warps of Hopper's kernels exchange registers, and start with all of them (module.rs).
-  if grep sm_90a "$list" | awk '{ expected = $3 ~ /forward_sm90_d(64|80)_/ ? 128 : 168; if ($4 != expected) { print; bad = 1 } } END { exit !bad }'; then
+  if ! grep -q sm_90a "$list" || grep sm_90a "$list" | awk '{ expected = $3 ~ /forward_sm90_d(64|80)_/ ? 128 : 168; if ($4 != expected) { print; bad = 1 } } END { exit !bad }'; then
     echo "error: the kernels above have other registers at their start than setmaxnreg assumes"; exit 1
   fi
   awk '{ if ($4 > most) most = $4 } END { print NR " kernels, at most " most " registers: '"$list"'" }' "$list"

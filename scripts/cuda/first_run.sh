@@ -122,7 +122,7 @@ is_right() {
 }
 
 sanitizers() {
-  command -v compute-sanitizer >/dev/null || { state sanitizers "skipped: no compute-sanitizer" && return; }
+  command -v compute-sanitizer >/dev/null || { state sanitizers "skipped: no compute-sanitizer"; return; }
   part sanitizers "$limit" env OUT="$OUT/sanitizers" scripts/cuda/gpu_test.sh sanitizers
 }
 ops() {

@@ -12,9 +12,10 @@ import argparse, collections, os, pathlib, random, re, subprocess, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 # An instruction that orders accesses or counts bytes: deleted.
-ORDER = re.compile(r"\b(bar\.sync|bar\.warp\.sync|bar\.arrive|barrier\.sync|mbarrier\.arrive|mbarrier\.init|cp\.async\.wait_group|cp\.async\.commit_group|wgmma\.fence"
+ORDER = re.compile(r"\b(bar\.sync|bar\.warp\.sync|bar\.arrive|mbarrier\.arrive|mbarrier\.init|cp\.async\.wait_group|cp\.async\.commit_group|wgmma\.fence"
                    r"|wgmma\.wait_group|wgmma\.commit_group|fence\.)")
-SPACES = {"ld.shared": "ld.global", "st.shared": "st.global", "ld.global": "ld.shared", "st.global": "st.shared"}
+SHARED = re.compile(r"\b(ld|st)\.shared(\S*)(\s.*?)\[(%r\d+)((?:\+-?\d+)?)\]")
+GLOBAL = re.compile(r"\b(ld|st)\.global(?:\.nc|\.wb)*(\S*\s.*?\[%rd)")
 ADDRESS = re.compile(r"\b(?:ld|st)\.(?:shared|global)\S*\s.*?\[(%\w+)(?:\+(-?\d+))?\]")
 WIDTH = {"8": 1, "16": 2, "32": 4, "64": 8}
 
@@ -32,12 +33,16 @@ def mutants(line):
         yield "delete " + order.group(1), "//" + line
     if "wait_group" in line:
         yield "wait for one group less", re.sub(r"(\d+);", lambda n: f"{int(n.group(1)) + 1};", line)
-    if "expect_tx" in line:
-        yield "expect 16 bytes more", re.sub(r"(, )(%\w+|\d+);", lambda n: f"{n.group(1)}{int(n.group(2)) + 16};" if n.group(2).isdigit() else n.group(0), line)
-    for old, new in SPACES.items():
-        # The assembler refuses an address of 32 bits in global memory.
-        if re.search(rf"\b{re.escape(old)}\b.*\[%rd", line):
-            yield f"{old} becomes {new}", line.replace(old, new, 1).replace(".nc", "")
+    expected = re.search(r"expect_tx.*, (%r\d+);", line)
+    if expected:
+        register = expected.group(1)
+        yield "expect 16 bytes more", f"{{ .reg .b32 more; add.s32 more, {register}, 16; {line.replace(f', {register};', ', more;')} }}"
+    if SHARED.search(line):
+        # As an intrinsic for global memory does with a pointer to shared memory.
+        access = SHARED.sub(r"\1.global\2\3[generic\5]", line)
+        yield "shared memory through an instruction for global memory", f"{{ .reg .b64 generic; cvt.u64.u32 generic, {SHARED.search(line).group(4)}; {access} }}"
+    if GLOBAL.search(line):
+        yield "global memory through an instruction for shared memory", GLOBAL.sub(r"\1.shared\2", line)
     address = ADDRESS.search(line)
     if address:
         start, end = address.span(1)[0], address.end() - 1
@@ -56,10 +61,12 @@ class Tests:
     def __init__(self, program, ptx, capability, counts):
         self.program, self.capability = program, capability
         if not counts.exists():
-            result = self.run(ptx, ["ops::", "optim::", "--skip", "ops::cuda::"], counts=counts, timeout=3600)
+            new = counts.with_suffix(".new")
+            new.unlink(missing_ok=True)
+            result = self.run(ptx, ["ops::", "optim::", "--skip", "ops::cuda::"], counts=new, timeout=3600)
             if result is None or result.returncode:
-                counts.unlink(missing_ok=True)
                 sys.exit(f"the tests fail without an error in a kernel:\n{result.stdout[-2000:] if result else 'no end'}")
+            new.rename(counts)
         self.times, self.of = collections.Counter(), collections.defaultdict(set)
         for row in counts.read_text().splitlines():
             test, kernel, _, _, _, _, time, *_, lines = row.split("\t")
@@ -89,6 +96,8 @@ class Tests:
                 return test, "it does not end"
             if result.returncode:
                 text = result.stdout + result.stderr
+                if re.search(r"line \d+ of the PTX", text):
+                    sys.exit(f"the PTX with an error cannot be parsed:\n{text[-2000:]}")
                 why = re.search(rf"{kernel}[,:].*", text) or re.search(r"panicked at .*\n.*", text)
                 return test, (why.group(0) if why else "it fails").replace("\n", " ")
         return None
@@ -106,7 +115,7 @@ def main():
     parser.add_argument("--counts", type=pathlib.Path)
     given = parser.parse_args()
     ptx = given.ptx.resolve()
-    tests = Tests(given.tests, ptx, given.capability, given.counts or ptx.parent / f"counts-{given.capability}")
+    tests = Tests(given.tests, ptx, given.capability, given.counts or ptx / f"counts-{given.capability}")
     draw = random.Random(given.seed)
     planted, unused, places_of_all = [], 0, 0
     for folder in {"8.0": ["80"], "9.0": ["90", "90a"]}[given.capability]:
@@ -127,7 +136,7 @@ def main():
     def one(mutant):
         kernel, what, path, number, new = mutant
         with tempfile.TemporaryDirectory() as folder:
-            for other in ptx.iterdir():
+            for other in filter(pathlib.Path.is_dir, ptx.iterdir()):
                 target = pathlib.Path(folder, other.name)
                 if other != path.parent:
                     target.symlink_to(other)

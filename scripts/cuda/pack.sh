@@ -15,6 +15,6 @@ tar -cP --owner 0 --group 0 --transform "s|^$bundle|target/cuda/bundle|" "${gold
 mv "$archive.new" "$archive"
 if [ "$bundle" = target/cuda/bundle ]; then touch "$bundle/built_in"; fi # newer than the archive: machine.sh does not unpack it
 size=$(stat -c %s "$archive")
-checkout=$(git ls-files -z | xargs -0 stat -c %s 2>/dev/null | awk '{ sum += $1 } END { print sum }')
+checkout=$({ git ls-files -z 2>/dev/null | xargs -0 stat -c %s 2>/dev/null || true; } | awk '{ sum += $1 } END { print sum + 0 }')
 echo "$archive: $((size >> 10)) KiB; with all files of this checkout: $(((size + checkout) >> 10)) KiB"
 [ "$size" -le $((60 << 20)) ] || { echo "error: the archive has more than 60 MiB" >&2 && exit 1; }

@@ -8,16 +8,17 @@ eval "$(scripts/cuda/toolkit.sh)"
 folder=$PWD/target/cuda/kernels
 # The files of an earlier run stay if nothing changed.
 { "$CUDA_HOME/bin/nvcc" --version && sha256sum scripts/cuda/ptx.sh $(find src/ops/cuda/kernels -type f | sort); } | sha256sum >"$folder.sha256.new"
-if ! cmp -s "$folder.sha256.new" "$folder.sha256"; then
-  rm -rf "$folder"
-  mkdir -p "$folder"/{80,90,90a}
+if ! [ -d "$folder" ] || ! cmp -s "$folder.sha256.new" "$folder.sha256"; then
+  rm -rf "$folder" "$folder.sha256" "$folder.new"
+  mkdir -p "$folder.new"/{80,90,90a}
   {
     for arch in 80 90; do printf "$arch %s\n" src/ops/cuda/kernels/{common,sm80}/*.cu; done
     printf '90a %s\n' src/ops/cuda/kernels/sm90/*.cu
-  } | FOLDER=$folder xargs -P "$(nproc)" -L 1 bash -c '
+  } | FOLDER=$folder.new xargs -P "$(nproc)" -L 1 bash -c '
     file=$(basename "$2" .cu) exact=()
     [[ $file != adamw* ]] || exact=(-fmad=false) # as in build.rs
     "$CUDA_HOME/bin/nvcc" -ptx "-arch=sm_$1" -O3 -std=c++17 -Werror all-warnings -lineinfo "${exact[@]}" -Isrc/ops/cuda/kernels/common -o "$FOLDER/$1/$file.ptx" "$2"' _
+  mv "$folder.new" "$folder"
   mv "$folder.sha256.new" "$folder.sha256"
 fi
 echo "$folder"

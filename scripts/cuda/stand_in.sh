@@ -29,7 +29,7 @@ library() {
   # As compile_object in build.rs. The objects of an earlier run stay if nothing changed.
   find src/ops/cuda/kernels src/ops/cuda/emulation -name '*.*' | sort | xargs cat | sha256sum >"$out/kernels.sha256.new"
   if ! cmp -s "$out/kernels.sha256.new" "$out/kernels.sha256"; then
-    rm -rf "$out/kernels" && mkdir "$out/kernels"
+    rm -rf "$out/kernels" "$out/kernels.sha256" && mkdir "$out/kernels"
     printf '%s\n' src/ops/cuda/kernels/*/*.cu src/ops/cuda/emulation/emulation.cpp | xargs -P "$(nproc)" -I{} sh -c 'g++ -x c++ -std=c++20 -O2 -DEMULATION -w \
       -fno-strict-aliasing -fPIC -c -Isrc/ops/cuda/kernels/common -Isrc/ops/cuda/emulation -o "$1/kernels/$(basename "$2").o" "$2"' _ "$out" {}
     mv "$out/kernels.sha256.new" "$out/kernels.sha256"
@@ -163,7 +163,7 @@ PY
 train() {
   local ptx model name precision kernel settings
   ptx=$(env -u NVCC scripts/cuda/ptx.sh)
-  cargo build --release -p ptx --target-dir "$target"
+  ${CARGO:-cargo} rustc --release -p ptx --crate-type cdylib --target-dir "$target"
   cp "$target/release/libptx.so" "$lib"
   for model in quickstart small-qwen35 moe-vl; do
     settings=()

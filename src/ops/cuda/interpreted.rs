@@ -42,30 +42,44 @@ pub(super) fn remember(at: u64, bytes: usize) {
 }
 
 static LIBRARY: LazyLock<std::result::Result<Library, String>> = LazyLock::new(|| {
-    let root = std::env::var("TRAINER_PTX").map_err(|_| "TRAINER_PTX is not set".to_owned())?;
+    let root = std::env::var("TRAINER_PTX").map_err(|_| {
+        "TRAINER_PTX is not set: export TRAINER_PTX=$(scripts/cuda/ptx.sh)".to_owned()
+    })?;
     let counts = std::env::var_os("TRAINER_PTX_COUNTS");
     let capability = CAPABILITY.as_deref().unwrap_or_default();
     let library = Library::open(Path::new(&root), capability, counts.as_deref().map(Path::new));
     library.map_err(|error| error.to_string())
 });
 
-/// Executes a kernel with arguments at these addresses.
+/// Kernels may access the tensor at this address.
+pub(super) fn mark(at: u64) {
+    if is_on() {
+        allocations::mark(at);
+    }
+}
+
+/// Executes a kernel with arguments at these addresses, of these sizes.
 pub(super) fn launch(
     name: &str,
     grid: [u32; 3],
     threads: u32,
     shared: u32,
     arguments: &[*mut c_void],
+    sizes: &[usize],
 ) -> Result<()> {
+    if !cfg!(test) {
+        return Err(Error::msg("PTX is executed in the unit tests of the library only"));
+    }
     let library = LIBRARY.as_ref().map_err(|error| Error::msg(error.clone()))?;
     let kernel = library.kernel(name).ok_or_else(|| Error::msg(format!("no kernel `{name}`")))?;
-    if kernel.params.len() != arguments.len() {
-        let (found, expected) = (arguments.len(), kernel.params.len());
-        return Err(Error::msg(format!("{name}: {found} arguments, expected {expected}")));
+    let expected: Vec<usize> = kernel.params.iter().map(|param| param.bytes).collect();
+    if sizes != expected {
+        let text = format!("{name}: arguments of {sizes:?} bytes, expected {expected:?}");
+        return Err(Error::msg(text));
     }
     let (arguments, memory) = (arguments.as_ptr(), &allocations::Allocations);
-    // SAFETY: an argument has the size of its parameter, as in a launch on a GPU. The caller borrows
-    // the tensors, and allocations are checked.
+    // SAFETY: an argument has the size of its parameter. The caller borrows the tensors, and
+    // allocations are checked.
     let ended = unsafe { library.launch(kernel, grid, threads, shared, arguments, memory) };
     let counts = ended.map_err(|failure| Error::msg(failure.to_string()))?;
     COUNTED.with_borrow_mut(|counted| {

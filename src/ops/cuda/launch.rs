@@ -82,7 +82,7 @@ fn base_address(op: &str, name: &str, storage: &Storage) -> Result<u64> {
     let Storage::Cpu(cpu) = storage else {
         bail!("{op}: `{name}` is on a GPU, but emulated kernels need the CPU");
     };
-    Ok(match cpu.dtype() {
+    let at = match cpu.dtype() {
         DType::F32 => cpu.as_slice::<f32>()?.as_ptr() as u64,
         DType::BF16 => cpu.as_slice::<bf16>()?.as_ptr() as u64,
         DType::U8 => cpu.as_slice::<u8>()?.as_ptr() as u64,
@@ -90,25 +90,30 @@ fn base_address(op: &str, name: &str, storage: &Storage) -> Result<u64> {
         DType::I64 => cpu.as_slice::<i64>()?.as_ptr() as u64,
         DType::F64 => cpu.as_slice::<f64>()?.as_ptr() as u64,
         dtype => bail!("{op}: `{name}` is {dtype:?}, which no kernel supports"),
-    })
+    };
+    #[cfg(feature = "cuda-emulation")]
+    super::interpreted::mark(at);
+    Ok(at)
 }
 
 /// Allocates a tensor on the device of `like` for a kernel to fill. It is uninitialized, or full of
 /// NaN under emulation.
 pub(super) fn empty(shape: impl Into<Shape>, dtype: DType, like: &Tensor) -> Result<Tensor> {
     let shape = shape.into();
-    #[cfg(not(feature = "cuda"))]
-    if dtype.is_float() {
-        let new = Tensor::full(f32::NAN, shape, like.device())?.to_dtype(dtype)?;
-        #[cfg(feature = "cuda-emulation")]
-        super::interpreted::forget(
-            first_address("", "", &new)?.0,
-            new.elem_count() * dtype.size_in_bytes(),
-        );
-        return Ok(new);
-    }
     // SAFETY: each caller launches a kernel that writes every element.
-    unsafe { Tensor::empty(shape, dtype, like.device()) }
+    let new = unsafe { Tensor::empty(shape, dtype, like.device()) }?;
+    #[cfg(not(feature = "cuda"))]
+    let new = if dtype.is_float() {
+        Tensor::full(f32::NAN, new.shape(), like.device())?.to_dtype(dtype)?
+    } else {
+        new
+    };
+    #[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
+    super::interpreted::forget(
+        first_address("", "", &new)?.0,
+        new.elem_count() * dtype.size_in_bytes(),
+    );
+    Ok(new)
 }
 
 /// Whether rows of `d` elements are 16-byte aligned in all `tensors`.
@@ -130,6 +135,18 @@ enum Argument {
     Long(i64),
     Float(f32),
     Words(Vec<u64>),
+}
+
+#[cfg(not(feature = "cuda"))]
+impl Argument {
+    /// Its size as a parameter of a kernel.
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Address(_) | Self::Long(_) => 8,
+            Self::Int(_) | Self::Float(_) => 4,
+            Self::Words(words) => 8 * words.len(),
+        }
+    }
 }
 
 /// A kernel launch. The kernel is `name_f32` or `name_bf16`, depending on the compute dtype.
@@ -251,8 +268,9 @@ impl Launch {
         if self.grid.contains(&0) {
             return Ok(());
         }
+        let sizes: Vec<usize> = self.arguments.iter().map(Argument::bytes).collect();
         let mut arguments = pointers(&mut self.arguments);
-        start(&self.kernel, self.grid, self.threads, self.shared, &mut arguments)
+        start(&self.kernel, self.grid, self.threads, self.shared, &mut arguments, &sizes)
     }
 }
 
@@ -304,6 +322,7 @@ fn start(
     threads: u32,
     shared: u32,
     arguments: &mut [*mut c_void],
+    sizes: &[usize],
 ) -> Result<()> {
     unsafe extern "C" {
         fn trainer_emulation_launch(
@@ -317,7 +336,7 @@ fn start(
     }
     #[cfg(feature = "cuda-emulation")]
     if super::interpreted::is_on() {
-        return super::interpreted::launch(kernel, grid, threads, shared, arguments);
+        return super::interpreted::launch(kernel, grid, threads, shared, arguments, sizes);
     }
     let name = std::ffi::CString::new(kernel).expect("kernel names contain no NUL");
     // SAFETY: the arguments match the signature of the kernel, and the caller borrows the tensors.

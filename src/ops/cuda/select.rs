@@ -50,10 +50,12 @@ impl Gpu {
         static CAPABILITY: std::sync::LazyLock<String> = std::sync::LazyLock::new(|| {
             std::env::var("TRAINER_EMULATE_CUDA").unwrap_or_else(|_| "1".to_owned())
         });
-        match CAPABILITY.trim_start_matches("ptx:") {
+        match CAPABILITY.strip_prefix("ptx:").unwrap_or(&CAPABILITY) {
             "1" | "8.0" => Ok(Self::A100),
             "9.0" => Ok(Self::H100),
-            other => bail!("found TRAINER_EMULATE_CUDA={other}, expected 1, 8.0 or 9.0"),
+            other => bail!(
+                "found TRAINER_EMULATE_CUDA={other}, expected 1, 8.0, 9.0, ptx:8.0 or ptx:9.0"
+            ),
         }
     }
 

@@ -9,15 +9,11 @@ use std::sync::{Mutex, PoisonError};
 pub(super) struct Allocations;
 
 impl ptx::Host for Allocations {
-    /// Without a registry, as in other programs than the tests of this crate, all of the address
-    /// space.
     fn find(&self, at: u64) -> Option<(u64, usize)> {
-        if !cfg!(test) {
-            return Some((0, usize::MAX));
-        }
         with(|live| {
             let (start, allocation) = live.range(..=at).next_back()?;
-            (at - start < allocation.size as u64).then_some((*start, allocation.size))
+            let is_inside = allocation.is_tensor && at - start < allocation.size as u64;
+            is_inside.then_some((*start, allocation.size))
         })
         .flatten()
     }
@@ -57,9 +53,21 @@ pub(super) fn forget(at: u64, bytes: usize) {
     });
 }
 
+/// A kernel may access this allocation: its address was taken for a launch.
+pub(super) fn mark(at: u64) {
+    with(|live| {
+        if let Some((start, allocation)) = live.range_mut(..=at).next_back()
+            && at - start < allocation.size as u64
+        {
+            allocation.is_tensor = true;
+        }
+    });
+}
+
 #[derive(Default)]
 struct Allocation {
     size: usize,
+    is_tensor: bool,
     /// Whether each byte was written; empty: all of them.
     written: Vec<bool>,
 }
@@ -95,10 +103,13 @@ mod registry {
     #[global_allocator]
     static REGISTRY: Registry = Registry;
 
-    /// The allocator of the system. While kernels are executed from their PTX, it keeps a list.
+    /// The allocator of the system. While kernels are executed from their PTX, it keeps a list, and
+    /// leaves bytes after each allocation, so that an access past its end is not in the next one.
     struct Registry;
 
-    /// Whether the first allocation found that launches execute PTX; `std::env` allocates.
+    const GAP: usize = 256;
+
+    /// The rule of `CAPABILITY`, read at the first allocation: `std::env` allocates.
     fn is_on() -> bool {
         const UNKNOWN: u8 = 0;
         const OFF: u8 = 1;
@@ -121,9 +132,23 @@ mod registry {
         is_on
     }
 
+    fn padded(layout: Layout) -> Layout {
+        if !is_on() {
+            return layout;
+        }
+        // SAFETY: sizes of allocations that exist are far below the limit of `isize`.
+        unsafe { Layout::from_size_align_unchecked(layout.size() + GAP, layout.align()) }
+    }
+
     fn add(at: *mut u8, size: usize) {
+        if is_on() && !at.is_null() {
+            with(|live| live.insert(at as u64, Allocation { size, ..Allocation::default() }));
+        }
+    }
+
+    fn remove(at: *mut u8) {
         if is_on() {
-            with(|live| live.insert(at as u64, Allocation { size, written: Vec::new() }));
+            with(|live| live.remove(&(at as u64)));
         }
     }
 
@@ -131,33 +156,35 @@ mod registry {
     unsafe impl GlobalAlloc for Registry {
         unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
             // SAFETY: as the caller promises.
-            let at = unsafe { System.alloc(layout) };
+            let at = unsafe { System.alloc(padded(layout)) };
             add(at, layout.size());
             at
         }
 
         unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
             // SAFETY: as the caller promises.
-            let at = unsafe { System.alloc_zeroed(layout) };
+            let at = unsafe { System.alloc_zeroed(padded(layout)) };
             add(at, layout.size());
             at
         }
 
         unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-            if is_on() {
-                with(|live| live.remove(&(at as u64)));
-            }
+            remove(at);
             // SAFETY: as the caller promises.
-            unsafe { System.dealloc(at, layout) };
+            unsafe { System.dealloc(at, padded(layout)) };
         }
 
         unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-            if is_on() {
-                with(|live| live.remove(&(at as u64)));
-            }
+            remove(at);
+            let gap = padded(layout).size() - layout.size();
             // SAFETY: as the caller promises.
-            let new = unsafe { System.realloc(at, layout, size) };
-            add(new, size);
+            let new = unsafe { System.realloc(at, padded(layout), size + gap) };
+            // A failure leaves the old allocation.
+            if new.is_null() {
+                add(at, layout.size())
+            } else {
+                add(new, size)
+            }
             new
         }
     }
