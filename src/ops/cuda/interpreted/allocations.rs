@@ -180,11 +180,8 @@ mod registry {
             // SAFETY: as the caller promises.
             let new = unsafe { System.realloc(at, padded(layout), size + gap) };
             // A failure leaves the old allocation.
-            if new.is_null() {
-                add(at, layout.size())
-            } else {
-                add(new, size)
-            }
+            let (kept, size) = if new.is_null() { (at, layout.size()) } else { (new, size) };
+            add(kept, size);
             new
         }
     }
