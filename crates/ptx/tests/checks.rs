@@ -594,9 +594,9 @@ fn registers_of_ended_warps_stay_in_use() {
 
 #[test]
 fn ended_threads_take_no_part_in_a_barrier_of_a_warp() {
-    let body = "st.shared.u32 [%r4], %r2;\nsetp.lt.s32 %p1, %r2, 16;\n@%p1 bra $L__BB0_1;\n\
+    let body = "st.shared.u32 [%r4], %r2;\nsetp.lt.s32 %p1, %r2, 16;\n@%p1 ret;\n\
         bar.warp.sync 0xffff0000;\nxor.b32 %r5, %r2, OTHER;\nshl.b32 %r5, %r5, 2;\nadd.s32 %r5, %r3, %r5;\n\
-        ld.shared.u32 %r6, [%r5];\n$L__BB0_1:";
+        ld.shared.u32 %r6, [%r5];";
     right(&body.replace("OTHER", "15"), 32);
     wrong(&body.replace("OTHER", "31"), 32, is_early);
 }
