@@ -131,7 +131,7 @@ impl<'a> Block<'a> {
         self.warps[warp].fragments.iter().any(|fragment| self.can_go_on(warp, fragment))
     }
 
-    /// Registers of all warps, also of those that have ended (PTX ISA, `setmaxnreg`: only `.dec`
+    /// Registers of all warps, including ended ones (PTX ISA, `setmaxnreg`: only `.dec`
     /// releases registers).
     pub(crate) fn used_regs(&self) -> u64 {
         self.warps.iter().map(|warp| 32 * warp.max_regs).sum()
@@ -245,7 +245,7 @@ impl<'a> Block<'a> {
         }
     }
 
-    fn failure(&self, fault: Fault, pc: usize, warp: usize, lane: usize) -> Box<Failure> {
+    fn failure(&self, fault: Fault, pc: usize, warp: usize, lane: usize) -> Failure {
         let kernel = self.kernel;
         let Instruction { line, source: (file, source_line), .. } = kernel.code[pc];
         let file = kernel.sources.get(file as usize).filter(|name| !name.is_empty());
@@ -253,7 +253,7 @@ impl<'a> Block<'a> {
             Fault::Scalar(ScalarFault::DivisionByZero { lane }) => lane,
             _ => lane,
         };
-        Box::new(Failure {
+        Failure {
             kernel: kernel.name.clone(),
             line,
             source: file.map(|file| (file.clone(), source_line)),
@@ -261,7 +261,7 @@ impl<'a> Block<'a> {
             thread: 32 * warp + lane,
             seed: self.seed,
             fault,
-        })
+        }
     }
 
     /// Lets the warps that waited for a barrier go on.
@@ -280,7 +280,7 @@ impl<'a> Block<'a> {
         let index = self.random.below(self.boxes.len());
         let copy = self.boxes.swap_remove(index);
         let (pc, warp, lane) = copy.issued;
-        self.copy_box(copy).map_err(|fault| self.failure(fault, pc, warp, lane))
+        self.copy_box(copy).map_err(|fault| self.failure(fault, pc, warp, lane).into())
     }
 
     /// Fails unless all threads have ended and nothing is in flight.
@@ -292,7 +292,7 @@ impl<'a> Block<'a> {
                 let needed = self.needed(warp, op, fragment.lanes).unwrap_or(u32::MAX);
                 let fault = Fault::NotAllLanes { reached: fragment.lanes, needed };
                 let first = fragment.lanes.trailing_zeros() as usize;
-                return Err(self.failure(fault, fragment.pc, warp, first));
+                return Err(self.failure(fault, fragment.pc, warp, first).into());
             }
         }
         let waiting = self.warps.iter().enumerate();
@@ -303,15 +303,15 @@ impl<'a> Block<'a> {
                 format!("warp {warp} at line {} ({:?})", self.kernel.code[of.pc].line, of.wait)
             });
             let fault = Fault::Hang { waiting: list.collect::<Vec<_>>().join(", ") };
-            return Err(self.failure(fault, pc, warp, lanes.trailing_zeros() as usize));
+            return Err(self.failure(fault, pc, warp, lanes.trailing_zeros() as usize).into());
         }
         let is_open = |of: &(usize, &Aligned)| of.1.open().is_some();
         if let Some((group, of)) = self.aligned.iter().enumerate().find(is_open) {
             let pc = of.open().unwrap_or_default();
-            return Err(self.failure(Fault::NotAligned, pc, 4 * group, 0));
+            return Err(self.failure(Fault::NotAligned, pc, 4 * group, 0).into());
         }
         let end = self.kernel.code.len() - 1;
-        let in_flight = |what| Err(self.failure(Fault::EndInFlight { what }, end, 0, 0));
+        let in_flight = |what| Err(self.failure(Fault::EndInFlight { what }, end, 0, 0).into());
         if self.warps.iter().any(|warp| !warp.products.is_empty()) {
             return in_flight("products");
         }

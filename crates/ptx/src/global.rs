@@ -337,9 +337,11 @@ mod tests {
 
     #[test]
     fn ranges_of_used_bytes() {
-        let ranges = |bytes, used| used_ranges(bytes, used).collect::<Vec<_>>();
-        assert_eq!(ranges(16, u32::MAX), [0..16]);
-        assert_eq!(ranges(16, 0b1001_0110), [1..3, 4..5, 7..8]);
+        let ranges = |bytes, used| {
+            used_ranges(bytes, used).map(|range| (range.start, range.end)).collect::<Vec<_>>()
+        };
+        assert_eq!(ranges(16, u32::MAX), [(0, 16)]);
+        assert_eq!(ranges(16, 0b1001_0110), [(1, 3), (4, 5), (7, 8)]);
         assert_eq!(ranges(4, 0), []);
     }
 }

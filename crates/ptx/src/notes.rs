@@ -60,7 +60,7 @@ pub(crate) struct Notes {
     unused_lists: Vec<u32>,
 }
 
-/// Who reads or writes now.
+/// An access that takes place now.
 struct Now<'a> {
     access: Access,
     entry: Entry,
@@ -136,7 +136,7 @@ impl Notes {
             let index = self.find_page(start / PAGE);
             let last = end.min((start / PAGE + 1) * PAGE);
             let first = (start % PAGE) >> self.shift;
-            let cells = first..=(last - 1) % PAGE >> self.shift;
+            let cells = first..=((last - 1) % PAGE) >> self.shift;
             for cell in cells {
                 let at = at.max(start / PAGE * PAGE + (cell << self.shift));
                 self.note_cell(index, cell as usize, at, &now)?;
@@ -177,7 +177,7 @@ impl Notes {
         (at >> self.shift..=(at + bytes as u64 - 1) >> self.shift).all(|cell| {
             let at = cell << self.shift;
             let page = self.find_page(at / PAGE);
-            let write = self.pages[page].writes.get((at % PAGE >> self.shift) as usize);
+            let write = self.pages[page].writes.get(((at % PAGE) >> self.shift) as usize);
             write.is_some_and(|write| write.point != NONE)
         })
     }

@@ -183,9 +183,7 @@ impl Block<'_> {
             Op::WarpgroupMma(of) => return self.issue_product(warp, of),
             Op::WarpgroupFence => self.warps[warp].fence(),
             Op::WarpgroupCommit => self.warps[warp].products.commit(),
-            Op::WarpgroupWait { pending } => {
-                return self.wait_for_products(warp, *pending as usize);
-            }
+            Op::WarpgroupWait { pending } => self.wait_for_products(warp, *pending as usize),
             _ => {}
         }
         Ok(())
@@ -270,7 +268,7 @@ impl Block<'_> {
     }
 
     /// Ends the groups of products of a warp but the last `pending` ones.
-    fn wait_for_products(&mut self, warp: usize, pending: usize) -> Result<(), Fault> {
+    fn wait_for_products(&mut self, warp: usize, pending: usize) {
         while self.warps[warp].products.groups.len() > pending {
             let group = self.warps[warp].products.groups.pop_front().unwrap_or_default();
             for product in group {
@@ -300,7 +298,6 @@ impl Block<'_> {
             let stamp = self.product_stamp(warp, open);
             self.warps[warp].end_access(Stamp { lanes: 0, ..stamp });
         }
-        Ok(())
     }
 }
 

@@ -46,7 +46,7 @@ impl Host for Nothing {
 
 /// The failure of a launch of `second` in a thread of this name.
 #[expect(unsafe_code, reason = "a kernel takes addresses")]
-fn fail(library: &Library, thread: &str) -> Box<Failure> {
+fn fail(library: &Library, thread: &str) -> Failure {
     let launch = || {
         let kernel = library.kernel("second").expect("the kernel exists");
         let mut argument = 256_u64;
@@ -57,7 +57,7 @@ fn fail(library: &Library, thread: &str) -> Box<Failure> {
     std::thread::scope(|scope| {
         let builder = std::thread::Builder::new().name(thread.to_owned());
         let launched = builder.spawn_scoped(scope, launch).expect("a thread starts");
-        launched.join().expect("it does not panic").expect_err("the address is in no allocation")
+        *launched.join().expect("it does not panic").expect_err("the address is in no allocation")
     })
 }
 

@@ -281,7 +281,7 @@ impl<'a> Body<'a, '_> {
         }
     }
 
-    /// The barrier of `mbarrier.arrive _, [barrier]`. Nothing reads its state, so `_` stands for it.
+    /// The barrier of `mbarrier.arrive _, [barrier]`. Nothing reads its state.
     fn arrival(&mut self, args: &[Arg]) -> Result<Address, ParseError> {
         if args[0] != Arg::Name("_") {
             return Err(self.wrong(&args[0], "`_`"));
