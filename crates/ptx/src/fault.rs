@@ -74,7 +74,10 @@ pub enum Fault {
     NumThreads { threads: usize, most: usize },
     #[error("a block with {bytes} bytes of shared memory, expected at most {most}")]
     TooMuchShared { bytes: usize, most: usize },
-    #[error("a grid of {x} x {y} x {z} blocks, expected 1 to {}", u32::MAX, x = grid[0], y = grid[1], z = grid[2])]
+    #[error(
+        "a grid of {grid:?} blocks, expected 1 to {max:?}, and at most {} in all", u32::MAX,
+        max = crate::launch::MAX_GRID
+    )]
     Grid { grid: [u32; 3] },
     #[error("the block has not ended after {most} instructions of its warps")]
     Endless { most: u64 },

@@ -50,6 +50,10 @@ pub struct Counts {
 /// Maximum number of threads of a block.
 const MAX_THREADS: usize = 1024;
 
+/// Maximum number of blocks along x, y and z (CUDA C++ Programming Guide, "Technical Specifications per
+/// Compute Capability").
+pub(crate) const MAX_GRID: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
+
 /// Executes all blocks, one after the other.
 pub fn run(launch: &Launch<'_>, global: &mut Global) -> Result<Counts, Box<Failure>> {
     let kernel = launch.kernel;
@@ -83,7 +87,8 @@ fn find_wrong_size(launch: &Launch<'_>) -> Option<Fault> {
         return Some(Fault::TooMuchShared { bytes, most: max_shared_bytes });
     }
     let num_blocks = grid.iter().try_fold(1_u32, |product, size| product.checked_mul(*size));
-    num_blocks.is_none_or(|number| number == 0).then_some(Fault::Grid { grid })
+    let is_large = grid.iter().zip(MAX_GRID).any(|(size, most)| *size > most);
+    (is_large || num_blocks.is_none_or(|number| number == 0)).then_some(Fault::Grid { grid })
 }
 
 /// A generator of pseudo-random numbers (xorshift64*, Vigna 2016).

@@ -215,7 +215,7 @@ fn asynchronous_copies_are_waited_for() {
     assert_eq!(right(&format!("{mov}{}", with("%r7", "cp.async.wait_group 0;")), 32)[2], 0);
     let more = format!("mov.u32 %r7, 17;\n{}", with("%r7", "cp.async.wait_group 0;"));
     wrong(&more, 32, |fault| matches!(fault, Fault::CopySize { size: 17, most: 16 }));
-    // a group may be empty, and copies that nothing orders have different places
+    // a group may be empty, and copies that nothing orders write different bytes
     let empty = "cp.async.commit_group;\ncp.async.wait_group 1;";
     assert_eq!(right(&with("16", empty), 32)[2], 109);
     let twice = copy.replace("SIZE;", "16;\ncp.async.cg.shared.global [%r5], [%rd6], 16;");
@@ -467,7 +467,9 @@ fn uniform_branches_parameters_and_sizes_of_blocks() {
     let launch = |change: &dyn Fn(Launch<'_>) -> Launch<'_>| {
         execute_text(&kernel("mov.u32 %r5, tile;"), change).result.unwrap_err().fault
     };
-    for grid in [[1 << 16, 1 << 16, 1], [1, 0, 1]] {
+    for grid in
+        [[1 << 17, 1 << 15, 1], [1, 0, 1], [1, 1 << 16, 1], [1, 1, 1 << 16], [1 << 31, 1, 1]]
+    {
         assert_eq!(launch(&|launch| Launch { grid, ..launch }), Fault::Grid { grid });
     }
     let large = launch(&|launch| Launch { shared_bytes: 232_448 - 1023, ..launch });

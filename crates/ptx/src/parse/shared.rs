@@ -37,7 +37,7 @@ impl<'a> SharedVariables<'a> {
     pub(super) fn lay_out(cursor: &mut Cursor<'a>) -> Result<Self, ParseError> {
         let mut variables = vec![];
         while cursor.peek() != Token::End {
-            // In other places (`.param .u64 .ptr .shared`), a directive precedes.
+            // Elsewhere (`.param .u64 .ptr .shared`), a directive precedes.
             let first =
                 !matches!(cursor.before(), Some(Token::Word(word)) if word.starts_with('.'));
             if first && matches!(cursor.peek(), Token::Word(".shared" | ".extern")) {

@@ -303,6 +303,21 @@ ret; }
 }
 
 #[test]
+fn sizes_of_stores_and_products() {
+    let sizes = |lines: &str| {
+        let kernel = kernel(lines);
+        (kernel.shared_shift, kernel.global_shift, kernel.has_products)
+    };
+    assert_eq!(sizes(""), (2, 4, false));
+    let stores = "st.shared.v2.b16 [%r1], {%rs1, %rs2};\nst.global.v2.f32 [%rd1], {%f1, %f2};";
+    assert_eq!(sizes(stores), (2, 3, false));
+    assert_eq!(sizes(&format!("{stores}\nst.shared.b16 [%r1], %rs1;")), (1, 3, false));
+    assert_eq!(sizes(&format!("{stores}\nst.global.u8 [%rd1], %r1;")), (2, 0, false));
+    let product = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd1, %rd2, 1, 1, 1, 0, 0;";
+    assert_eq!(sizes(product), (2, 4, true));
+}
+
+#[test]
 fn module_scope() {
     let wrong = |text: &str, found: &str, expected: &str| assert_error_in(text, 1, found, expected);
     let directive = "a directive of the module scope";
