@@ -133,9 +133,9 @@ pub(crate) struct MemoryBarriers {
 }
 
 impl MemoryBarriers {
-    /// `num_warps`: units before those of barriers.
-    pub(crate) fn new(num_warps: usize) -> Self {
-        Self { all: BTreeMap::new(), num_units: num_warps as u16 }
+    /// `num_units`: units before those of barriers.
+    pub(crate) fn new(num_units: usize) -> Self {
+        Self { all: BTreeMap::new(), num_units: num_units as u16 }
     }
 
     /// Initialises a barrier. PTX ISA, "Contents of the mbarrier object": a phase has 1 to 2^20 - 1

@@ -4,11 +4,11 @@ use crate::barriers::{Barrier, MemoryBarriers};
 use crate::copies::BoxCopy;
 use crate::fault::{Failure, Fault};
 use crate::global::Global;
-use crate::instruction::{Instruction, Kernel, LANES, Lanes, Op, Operand, Space};
+use crate::instruction::{Instruction, Kernel, LANES, Lanes, Op, Operand};
 use crate::launch::{Counts, Launch, Random};
-use crate::scalar;
-use crate::shared::Shared;
-use crate::warp::{Fragment, Place, Wait, Warp};
+use crate::scalar::{self, ScalarFault};
+use crate::shared::SharedMemory;
+use crate::warp::{Fragment, Position, Wait, Warp};
 use crate::warpgroup::Aligned;
 use std::collections::BTreeMap;
 
@@ -18,11 +18,9 @@ const ZEROS: Lanes = [0; LANES];
 pub(crate) struct Block<'a> {
     pub(crate) kernel: &'a Kernel,
     pub(crate) params: &'a [u8],
-    pub(crate) place: Place,
-    /// Its number in the grid, from 1.
-    pub(crate) number: u32,
+    pub(crate) position: Position,
     pub(crate) global: &'a mut Global,
-    pub(crate) shared: Shared,
+    pub(crate) shared: SharedMemory,
     pub(crate) warps: Vec<Warp>,
     /// What the warpgroups execute.
     pub(crate) aligned: Vec<Aligned>,
@@ -35,6 +33,12 @@ pub(crate) struct Block<'a> {
     pub(crate) random: Random,
     /// Values of the operands of an instruction that are no registers.
     literals: Box<[Lanes; 4]>,
+    /// The lane of the warp for which an instruction is executed.
+    pub(crate) lane: usize,
+    seed: u64,
+    max_instructions: u64,
+    /// Number of instructions that may follow.
+    remaining: u64,
     pub(crate) counts: &'a mut Counts,
 }
 
@@ -53,34 +57,38 @@ impl<'a> Block<'a> {
     pub(crate) fn new(
         launch: &Launch<'a>,
         block: [u32; 3],
-        index: u32,
+        index: u64,
         global: &'a mut Global,
         counts: &'a mut Counts,
     ) -> Self {
-        let Launch { kernel, grid, threads, shared_bytes, params, registers, seed } = *launch;
+        let Launch { kernel, grid, threads, params, registers, max_instructions, seed, .. } =
+            *launch;
         let num_warps = threads.div_ceil(32);
-        let has_products = kernel.code.iter().any(|ins| matches!(ins.op, Op::WarpgroupMma(_)));
-        let regs = (kernel.regs.len(), has_products);
+        let regs = (kernel.regs.len(), kernel.has_products);
         let warp = |index| Warp::new(index, threads, regs, registers);
-        let is_small = |ins: &Instruction| {
-            matches!(ins.op, Op::Store { space: Space::Shared, bytes: 1 | 2, .. })
-        };
-        let bytes = kernel.shared_bytes + shared_bytes;
+        let mut ranges = kernel.shared_ranges.clone();
+        ranges.extend(kernel.dynamic_shared.map(|start| start..start + launch.shared_bytes));
+        // products have units of their own
+        let num_units = if kernel.has_products { 2 * num_warps } else { num_warps };
+        global.begin_block(index, num_warps);
         Self {
             kernel,
             params,
-            place: Place { block, grid, threads },
-            number: index + 1,
+            position: Position { block, grid, threads },
             global,
-            shared: Shared::new(bytes, kernel.code.iter().any(is_small), num_warps),
+            shared: SharedMemory::new(ranges, kernel.shared_shift, num_warps),
             warps: (0..num_warps).map(warp).collect(),
             aligned: (0..num_warps.div_ceil(4)).map(|_| Aligned::default()).collect(),
             pool: 32 * num_warps as u64 * registers,
             barriers: BTreeMap::new(),
-            memory_barriers: MemoryBarriers::new(num_warps),
+            memory_barriers: MemoryBarriers::new(num_units),
             boxes: Vec::new(),
             literals: Box::new([ZEROS; 4]),
-            random: Random::new(seed ^ u64::from(index) << 32),
+            lane: 0,
+            seed,
+            max_instructions,
+            remaining: max_instructions,
+            random: Random::new(seed ^ index << 32),
             counts,
         }
     }
@@ -96,7 +104,7 @@ impl<'a> Block<'a> {
                 break;
             } else {
                 let warp = ready[self.random.below(ready.len())];
-                // long turns too, so that a warp may be far ahead of the others
+                // sometimes many instructions, so that a warp may be far ahead of the others
                 let most = [4, 64, 1024][self.random.below(3)];
                 let most = 1 + self.random.below(most);
                 self.burst(warp, most)?;
@@ -123,10 +131,10 @@ impl<'a> Block<'a> {
         self.warps[warp].fragments.iter().any(|fragment| self.can_go_on(warp, fragment))
     }
 
-    /// Registers of all warps that have not ended.
+    /// Registers of all warps, including ended ones (PTX ISA, `setmaxnreg`: only `.dec`
+    /// releases registers).
     pub(crate) fn used_regs(&self) -> u64 {
-        let live = self.warps.iter().filter(|warp| warp.live != 0);
-        live.map(|warp| 32 * warp.max_regs).sum()
+        self.warps.iter().map(|warp| 32 * warp.max_regs).sum()
     }
 
     /// Executes up to `most` instructions of a warp.
@@ -136,16 +144,16 @@ impl<'a> Block<'a> {
             let index = if let [one] = &fragments[..] {
                 self.can_go_on(warp, one).then_some(0)
             } else {
-                // threads that are behind go on first, so that they meet the others again
+                // threads that are behind go on first, so that they join the others again
                 let ready =
                     (0..fragments.len()).filter(|index| self.can_go_on(warp, &fragments[*index]));
                 ready.min_by_key(|index| fragments[*index].pc)
             };
             let Some(index) = index else { break };
             let Fragment { pc, lanes, .. } = self.warps[warp].fragments[index];
-            if let Err(fault) = self.step(warp, index) {
-                return Err(self.failure(fault, pc, warp, lanes).into());
-            }
+            self.lane = lanes.trailing_zeros() as usize;
+            let ended = self.step(warp, index);
+            ended.map_err(|fault| self.failure(fault, pc, warp, self.lane))?;
         }
         Ok(())
     }
@@ -156,6 +164,11 @@ impl<'a> Block<'a> {
         let kernel = self.kernel;
         let Instruction { guard, op, .. } = &kernel.code[pc];
         let active = self.warps[warp].active(*guard, lanes);
+        if active != 0 {
+            self.lane = active.trailing_zeros() as usize;
+        }
+        let most = self.max_instructions;
+        self.remaining = self.remaining.checked_sub(1).ok_or(Fault::Endless { most })?;
         self.counts.instructions += 1;
         self.counts.executed[pc] |= active != 0;
         let next = |lanes| Fragment { pc: pc + 1, lanes, wait: Wait::Nothing };
@@ -178,7 +191,7 @@ impl<'a> Block<'a> {
                 let of = &self.warps[warp];
                 for (literal, operand) in self.literals.iter_mut().zip(from) {
                     if !matches!(operand, Operand::Reg(_) | Operand::Immediate(0)) {
-                        *literal = of.values(*operand, &self.place);
+                        *literal = of.values(*operand, &self.position);
                     }
                 }
                 let from = std::array::from_fn(|index| match from[index] {
@@ -221,8 +234,8 @@ impl<'a> Block<'a> {
         fragments.swap_remove(index);
         for mut new in [stays, goes].into_iter().filter(|new| new.lanes != 0) {
             let may_join = |of: &Fragment| matches!(of.wait, Wait::Nothing | Wait::Lanes);
-            let meets = |of: &Fragment| of.pc == new.pc && may_join(of) && may_join(&new);
-            if let Some(at) = fragments.iter().position(meets) {
+            let joins = |of: &Fragment| of.pc == new.pc && may_join(of) && may_join(&new);
+            if let Some(at) = fragments.iter().position(joins) {
                 let other = fragments.swap_remove(at);
                 new.lanes |= other.lanes;
                 // with more lanes, the instruction is tried again
@@ -232,17 +245,21 @@ impl<'a> Block<'a> {
         }
     }
 
-    fn failure(&self, fault: Fault, pc: usize, warp: usize, lanes: u32) -> Failure {
+    fn failure(&self, fault: Fault, pc: usize, warp: usize, lane: usize) -> Failure {
         let kernel = self.kernel;
         let Instruction { line, source: (file, source_line), .. } = kernel.code[pc];
         let file = kernel.sources.get(file as usize).filter(|name| !name.is_empty());
-        let first = lanes.trailing_zeros().min(31) as usize;
+        let lane = match fault {
+            Fault::Scalar(ScalarFault::DivisionByZero { lane }) => lane,
+            _ => lane,
+        };
         Failure {
             kernel: kernel.name.clone(),
             line,
             source: file.map(|file| (file.clone(), source_line)),
-            block: self.place.block,
-            thread: 32 * warp + first,
+            block: self.position.block,
+            thread: 32 * warp + lane,
+            seed: self.seed,
             fault,
         }
     }
@@ -263,7 +280,7 @@ impl<'a> Block<'a> {
         let index = self.random.below(self.boxes.len());
         let copy = self.boxes.swap_remove(index);
         let (pc, warp, lane) = copy.issued;
-        self.copy_box(copy).map_err(|fault| self.failure(fault, pc, warp, 1 << lane).into())
+        self.copy_box(copy).map_err(|fault| self.failure(fault, pc, warp, lane).into())
     }
 
     /// Fails unless all threads have ended and nothing is in flight.
@@ -274,7 +291,8 @@ impl<'a> Block<'a> {
                 let op = &self.kernel.code[fragment.pc].op;
                 let needed = self.needed(warp, op, fragment.lanes).unwrap_or(u32::MAX);
                 let fault = Fault::NotAllLanes { reached: fragment.lanes, needed };
-                return Err(self.failure(fault, fragment.pc, warp, fragment.lanes).into());
+                let first = fragment.lanes.trailing_zeros() as usize;
+                return Err(self.failure(fault, fragment.pc, warp, first).into());
             }
         }
         let waiting = self.warps.iter().enumerate();
@@ -285,15 +303,15 @@ impl<'a> Block<'a> {
                 format!("warp {warp} at line {} ({:?})", self.kernel.code[of.pc].line, of.wait)
             });
             let fault = Fault::Hang { waiting: list.collect::<Vec<_>>().join(", ") };
-            return Err(self.failure(fault, pc, warp, lanes).into());
+            return Err(self.failure(fault, pc, warp, lanes.trailing_zeros() as usize).into());
         }
         let is_open = |of: &(usize, &Aligned)| of.1.open().is_some();
         if let Some((group, of)) = self.aligned.iter().enumerate().find(is_open) {
             let pc = of.open().unwrap_or_default();
-            return Err(self.failure(Fault::NotAligned, pc, 4 * group, 1).into());
+            return Err(self.failure(Fault::NotAligned, pc, 4 * group, 0).into());
         }
         let end = self.kernel.code.len() - 1;
-        let in_flight = |what| Err(self.failure(Fault::EndInFlight { what }, end, 0, 1).into());
+        let in_flight = |what| Err(self.failure(Fault::EndInFlight { what }, end, 0, 0).into());
         if self.warps.iter().any(|warp| !warp.products.is_empty()) {
             return in_flight("products");
         }

@@ -3,7 +3,7 @@
 #![expect(unsafe_code, reason = "addresses of another language")]
 
 use crate::global::Host;
-use crate::library::Library;
+use crate::library::{Library, LibraryError};
 use std::ffi::{CStr, c_char, c_void};
 use std::path::Path;
 use std::sync::OnceLock;
@@ -57,16 +57,15 @@ pub unsafe extern "C" fn ptx_launch(
     let (text, grid) =
         unsafe { (|text| CStr::from_ptr::<'static>(text).to_string_lossy().into_owned(), *grid) };
     let library = LIBRARY.get_or_init(|| {
-        let counts = std::env::var_os("TRAINER_PTX_COUNTS");
-        let library = Library::open(
-            Path::new(&text(root)),
-            &text(capability),
-            counts.as_deref().map(Path::new),
-        );
+        let library = Library::open(Path::new(&text(root)), &text(capability), None);
         library.map_err(|error| error.to_string())
     });
     let result = library.as_ref().map_err(Clone::clone).and_then(|library| {
-        let Some(kernel) = library.kernel(&text(name)) else { return Ok(1) };
+        let kernel = match library.kernel(&text(name)) {
+            Ok(kernel) => kernel,
+            Err(LibraryError::NoKernel(_)) => return Ok(1),
+            Err(error) => return Err(error.to_string()),
+        };
         let memory = MEMORY.get_or_init(|| Memory(find));
         // SAFETY: as the caller promises.
         let ended = unsafe { library.launch(kernel, grid, threads, shared, arguments, memory) };

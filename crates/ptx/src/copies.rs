@@ -4,10 +4,9 @@ use crate::block::{Block, Outcome};
 use crate::execute::PARAM_WINDOW;
 use crate::fault::Fault;
 use crate::instruction::{Address, LANES, Op, Operand, Reg};
-use crate::order::{Known, Stamp};
+use crate::order::{By, Known, Stamp};
 use crate::products::{Piece, TensorMap};
-use crate::shared::By;
-use crate::warp::{Copy16, Wait, Warp, lanes_of};
+use crate::warp::{Copy16, Wait, Warp, iterate_lanes};
 
 /// Bytes of a barrier in shared memory.
 const BARRIER_BYTES: usize = 8;
@@ -34,42 +33,47 @@ impl Block<'_> {
         active: u32,
     ) -> Result<Outcome, Fault> {
         match op {
-            Op::CopyAsync { to, from, bytes, size } => {
-                self.start_copies(warp, (to, from), (*bytes, *size), active)?;
+            Op::CopyAsync { to, from, size } => {
+                self.start_copies(warp, (to, from), *size, active)?;
             }
             Op::CopyCommit => {
                 let of = &mut self.warps[warp];
-                for lane in lanes_of(active) {
+                for lane in iterate_lanes(active) {
                     let group = std::mem::take(&mut of.open_copies[lane]);
                     of.copies[lane].push(group);
                 }
             }
             Op::CopyWait { pending } => {
-                let pending = self.warps[warp].uniform(*pending, active, &self.place)? as usize;
-                for lane in lanes_of(active) {
+                let pending = self.warps[warp].uniform(*pending, active, &self.position)? as usize;
+                for lane in iterate_lanes(active) {
+                    self.lane = lane;
                     self.finish_copies(warp, lane, pending)?;
                 }
             }
             Op::CopyBox { to, map, at, barrier } => {
-                for lane in lanes_of(active) {
+                for lane in iterate_lanes(active) {
+                    self.lane = lane;
                     self.start_box(warp, lane, pc, (to, *map, at, barrier))?;
                 }
             }
             Op::MemoryBarrierInit { at, count } => {
                 let (addresses, counts) =
-                    (self.addresses(warp, at), self.warps[warp].values(*count, &self.place));
-                for lane in lanes_of(active) {
+                    (self.addresses(warp, at), self.warps[warp].values(*count, &self.position));
+                for lane in iterate_lanes(active) {
+                    self.lane = lane;
                     let at = addresses[lane];
-                    let place = self.shared.check(at, BARRIER_BYTES, BARRIER_BYTES)?;
+                    let first = self.shared.check(at, BARRIER_BYTES, BARRIER_BYTES)?;
                     let of = &self.warps[warp];
-                    self.shared.init_barrier(place, &of.by(lane), of.init_fences[lane])?;
+                    let fences = of.init_fences[lane].len() as u32;
+                    self.shared.init_barrier(first, &of.by(lane), fences)?;
                     self.memory_barriers.init(at, counts[lane] as i64)?;
                 }
             }
             Op::MemoryBarrierArrive { at, bytes } => {
                 let addresses = self.addresses(warp, at);
-                let bytes = bytes.map(|bytes| self.warps[warp].values(bytes, &self.place));
-                for lane in lanes_of(active) {
+                let bytes = bytes.map(|bytes| self.warps[warp].values(bytes, &self.position));
+                for lane in iterate_lanes(active) {
+                    self.lane = lane;
                     self.see_barrier(warp, lane, addresses[lane], false)?;
                     let known = self.warps[warp].released(1 << lane);
                     let bytes = bytes.map_or(0, |bytes| i64::from(bytes[lane] as u32));
@@ -95,9 +99,10 @@ impl Block<'_> {
     ) -> Result<Outcome, Fault> {
         let lane = active.trailing_zeros() as usize;
         let at = self.addresses(warp, at);
-        let is_same = lanes_of(active).all(|other| at[other] == at[lane]);
-        let at = Some(at[lane]).filter(|_| is_same).ok_or(Fault::NotUniform)?;
-        let parity = match self.warps[warp].uniform(parity, active, &self.place)? {
+        let is_same = iterate_lanes(active).all(|other| at[other] == at[lane]);
+        let at = Some(at[lane]).filter(|_| is_same);
+        let at = at.ok_or(Fault::NotSupported("lanes that wait for different barriers"))?;
+        let parity = match self.warps[warp].uniform(parity, active, &self.position)? {
             0 => false,
             1 => true,
             parity => return Err(Fault::Parity { parity }),
@@ -126,12 +131,16 @@ impl Block<'_> {
         at: u64,
         is_async: bool,
     ) -> Result<(), Fault> {
-        let place = self.shared.check(at, BARRIER_BYTES, BARRIER_BYTES)?;
+        let first = self.shared.check(at, BARRIER_BYTES, BARRIER_BYTES)?;
         let warps = &self.warps;
-        self.shared.note_barrier(place, &warps[warp].by(lane))?;
+        let by = warps[warp].by(lane);
+        self.shared.note_barrier(first, &by)?;
         if is_async {
-            let fences = |of| lane_of_write(warps, of).map_or(0, |(warp, at)| warp.init_fences[at]);
-            self.shared.check_fences(place, BARRIER_BYTES, &fences)?;
+            let find_fence = |write, before| {
+                let (warp, lane) = find_writer(warps, write)?;
+                warp.init_fences[lane].get(before as usize).copied()
+            };
+            self.shared.check_fences(first, BARRIER_BYTES, &find_fence, &by)?;
         }
         self.memory_barriers.at(at).map(|_| ())
     }
@@ -140,18 +149,20 @@ impl Block<'_> {
         &mut self,
         warp: usize,
         (to, from): (&Address, &Address),
-        (bytes, size): (usize, Option<Operand>),
+        size: Option<Operand>,
         active: u32,
     ) -> Result<(), Fault> {
         let [to, from] = [to, from].map(|address| self.addresses(warp, address));
-        let sizes = size.map(|size| self.warps[warp].values(size, &self.place));
-        for lane in lanes_of(active) {
-            let size = sizes.map_or(bytes, |sizes| sizes[lane] as u32 as usize);
-            if bytes != 16 {
-                return Err(Fault::NotSupported("a copy of another size than 16"));
+        let sizes = size.map(|size| self.warps[warp].values(size, &self.position));
+        for lane in iterate_lanes(active) {
+            self.lane = lane;
+            let size = sizes.map_or(16, |sizes| sizes[lane] as u32 as usize);
+            if size > 16 {
+                return Err(Fault::CopySize { size, most: 16 });
             }
-            if size > bytes {
-                return Err(Fault::CopySize { size, most: bytes });
+            if size > 0 {
+                let by = self.warps[warp].by(lane);
+                self.global.note_read(from[lane], size, (16, u32::MAX), &by)?;
             }
             // nothing else may access these bytes until the copy has ended
             self.write_shared(warp, lane, to[lane], &[0; 16])?;
@@ -169,7 +180,8 @@ impl Block<'_> {
                 let mut data = [0; 16];
                 if bytes > 0 {
                     self.counts.global_read += bytes as u64;
-                    self.global.read(from, &mut data[..bytes], 16, self.number)?;
+                    let by = self.warps[warp].by(lane);
+                    self.global.read(from, &mut data[..bytes], (16, u32::MAX), &by)?;
                 }
                 self.counts.shared_written += 16;
                 self.shared.set_in_flight(to, 16, false);
@@ -186,13 +198,13 @@ impl Block<'_> {
         pc: usize,
         (to, map, at, barrier): (&Address, Operand, &[Operand], &Address),
     ) -> Result<(), Fault> {
-        let value = |operand: &Operand| self.warps[warp].values(*operand, &self.place)[lane];
+        let value = |operand: &Operand| self.warps[warp].values(*operand, &self.position)[lane];
         let map = value(&map).checked_sub(PARAM_WINDOW).map(|at| at as usize);
         let bytes = map.filter(|at| at.is_multiple_of(64));
         let bytes =
             bytes.and_then(|at| self.params.get(at..at + TensorMap::BYTES)?.try_into().ok());
         let bytes =
-            bytes.ok_or(Fault::NotSupported("a tensor map that is no aligned parameter"))?;
+            bytes.ok_or(Fault::NotSupported("a tensor map that is not an aligned parameter"))?;
         let product = |error: &dyn std::fmt::Display| Fault::Product(error.to_string());
         let map = TensorMap::from_bytes(bytes).map_err(|error| product(&error))?;
         let [x, y, z] = at else { return Err(Fault::NotSupported("a box without three axes")) };
@@ -203,13 +215,16 @@ impl Block<'_> {
         let known = self.warps[warp].released(1 << lane);
         let pieces: Vec<Piece> = map.pieces(to, at).map_err(|error| product(&error))?.collect();
         self.warps[warp].end_release();
-        let by = By { stamp, known: [&known, &known] };
-        let fences = |of| Self::fences_of(&self.warps, of);
+        let by = By { stamp, known: [&known, &known], is_async: true };
+        let find_fence = |write, before| Self::find_fence(&self.warps, write, before);
         for piece in &pieces {
-            let place = self.shared.check(piece.to, 16, 16)?;
-            self.shared.check_fences(place, 16, &fences)?;
-            self.shared.note_write(place, 16, &by, None)?;
-            self.shared.set_in_flight(place, 16, true);
+            let first = self.shared.check(piece.to, 16, 16)?;
+            self.shared.check_fences(first, 16, &find_fence, &by)?;
+            self.shared.note_write(first, 16, &by, None)?;
+            self.shared.set_in_flight(first, 16, true);
+            if !piece.inside.is_empty() {
+                self.global.note_read(piece.from, piece.inside.len(), (1, u32::MAX), &by)?;
+            }
         }
         let bytes = map.box_bytes() as i64;
         let issued = (pc, warp, lane);
@@ -217,19 +232,19 @@ impl Block<'_> {
         Ok(())
     }
 
-    /// A copy of a box takes place.
+    /// Executes a copy of a box.
     pub(crate) fn copy_box(&mut self, copy: BoxCopy) -> Result<(), Fault> {
         let BoxCopy { pieces, barrier, bytes, stamp, .. } = copy;
         for Piece { to, inside, from } in pieces {
-            let place = self.shared.check(to, 16, 16)?;
+            let first = self.shared.check(to, 16, 16)?;
             let mut data = [0; 16];
             if !inside.is_empty() {
                 self.counts.global_read += inside.len() as u64;
-                self.global.read(from, &mut data[inside], 1, self.number)?;
+                self.global.copy(from, &mut data[inside])?;
             }
             self.counts.shared_written += 16;
-            self.shared.set_in_flight(place, 16, false);
-            self.shared.bytes_mut(place, 16).copy_from_slice(&data);
+            self.shared.set_in_flight(first, 16, false);
+            self.shared.bytes_mut(first, 16).copy_from_slice(&data);
         }
         // PTX ISA, "Asynchronous Operations": only the copy itself, not earlier accesses of its thread
         let mut known = Known::default();
@@ -237,14 +252,15 @@ impl Block<'_> {
         self.memory_barriers.receive(barrier, 0, -bytes, &known)
     }
 
-    /// Used by checks of the asynchronous proxy: the number of proxy fences of the thread of a write.
-    pub(crate) fn fences_of(warps: &[Warp], of: Stamp) -> u32 {
-        lane_of_write(warps, of).map_or(0, |(warp, lane)| warp.fences[lane])
+    /// The first proxy fence of the thread of a write after it had executed `before` of them.
+    pub(crate) fn find_fence(warps: &[Warp], write: Stamp, before: u32) -> Option<Stamp> {
+        let (warp, lane) = find_writer(warps, write)?;
+        warp.fences[lane].get(before as usize).copied()
     }
 }
 
 /// The warp and the lane of a write by a thread.
-fn lane_of_write(warps: &[Warp], of: Stamp) -> Option<(&Warp, usize)> {
-    let lane = of.lanes.trailing_zeros() as usize & 31;
-    warps.get(usize::from(of.unit)).map(|warp| (warp, lane))
+fn find_writer(warps: &[Warp], write: Stamp) -> Option<(&Warp, usize)> {
+    let lane = write.lanes.trailing_zeros() as usize & 31;
+    warps.get(usize::from(write.unit)).map(|warp| (warp, lane))
 }

@@ -4,7 +4,7 @@ use crate::block::{Block, Outcome};
 use crate::fault::Fault;
 use crate::instruction::{Address, LANES, Lanes, Op, Operand, Reg, Shuffle, Space};
 use crate::products;
-use crate::warp::{Wait, lanes_of};
+use crate::warp::{Wait, iterate_lanes};
 
 /// The generic address of the first parameter: outside of all allocations.
 pub(crate) const PARAM_WINDOW: u64 = 0x7e00_0000_0000;
@@ -40,7 +40,8 @@ impl Block<'_> {
             Op::WarpBarrier { .. } => {
                 self.counts.barriers += 1;
                 let of = &mut self.warps[warp];
-                if active == of.live {
+                // a thread that has ended takes no part, so its accesses have no order
+                if active == of.all {
                     of.synchronise();
                 } else {
                     let released = of.released(active);
@@ -58,7 +59,7 @@ impl Block<'_> {
                 self.load_matrix(warp, to, from, *transposed)?;
             }
             Op::Mma { d, a, b, c } => {
-                let values = |operand: &Operand| self.warps[warp].values(*operand, &self.place);
+                let values = |operand: &Operand| self.warps[warp].values(*operand, &self.position);
                 let sums = products::mma(
                     &a.map(|x| values(&x)),
                     &b.map(|x| values(&x)),
@@ -71,9 +72,12 @@ impl Block<'_> {
             }
             Op::FenceInit | Op::FenceProxy => {
                 let of = &mut self.warps[warp];
-                for lane in lanes_of(active) {
-                    of.fences[lane] += u32::from(matches!(op, Op::FenceProxy));
-                    of.init_fences[lane] += 1;
+                for lane in iterate_lanes(active) {
+                    let stamp = of.stamp(1 << lane);
+                    if matches!(op, Op::FenceProxy) {
+                        of.fences[lane].push(stamp);
+                    }
+                    of.init_fences[lane].push(stamp);
                 }
             }
             Op::WarpgroupMma(_)
@@ -94,17 +98,19 @@ impl Block<'_> {
         let of = &self.warps[warp];
         match op {
             Op::Shuffle { from: [.., mask], .. } => {
-                Ok(of.uniform(*mask, active, &self.place)? as u32 & of.live)
+                Ok(of.uniform(*mask, active, &self.position)? as u32 & of.live)
             }
             // -1 in a warp with fewer threads names those that there are
-            Op::WarpBarrier { mask } => Ok(of.uniform(*mask, active, &self.place)? as u32 & of.all),
+            Op::WarpBarrier { mask } => {
+                Ok(of.uniform(*mask, active, &self.position)? as u32 & of.all)
+            }
             Op::Barrier { .. } => Ok(of.all),
             _ => Ok(u32::MAX),
         }
     }
 
     fn moves(&mut self, warp: usize, op: &Op, active: u32) {
-        let place = self.place;
+        let position = self.position;
         let bits = &self.kernel.reg_bits;
         let of = &mut self.warps[warp];
         match op {
@@ -112,7 +118,7 @@ impl Block<'_> {
                 let width = u32::from(bits[to.0 as usize]) / from.len() as u32;
                 let mut joined = [0; LANES];
                 for (index, operand) in from.iter().enumerate() {
-                    let part = of.values(*operand, &place);
+                    let part = of.values(*operand, &position);
                     for (to, part) in joined.iter_mut().zip(part) {
                         *to |= (part & ((1 << width) - 1)) << (width * index as u32);
                     }
@@ -120,7 +126,7 @@ impl Block<'_> {
                 of.set(*to, &joined, active);
             }
             Op::Unpack { to, from } => {
-                let whole = of.values(*from, &place);
+                let whole = of.values(*from, &position);
                 let width = to.iter().flatten().next().map_or(32, |reg| bits[reg.0 as usize]);
                 for (index, reg) in to.iter().enumerate() {
                     let shift = u32::from(width) * index as u32;
@@ -131,11 +137,11 @@ impl Block<'_> {
                 }
             }
             Op::ParamAddress { to, from } => {
-                let at = of.values(*from, &place).map(|at| PARAM_WINDOW + at);
+                let at = of.values(*from, &position).map(|at| PARAM_WINDOW + at);
                 of.set(*to, &at, active);
             }
             Op::ToGlobal { to, from } => {
-                let at = of.values(*from, &place);
+                let at = of.values(*from, &position);
                 of.set(*to, &at, active);
             }
             _ => {}
@@ -144,8 +150,13 @@ impl Block<'_> {
 
     /// The addresses of the threads of a warp.
     pub(crate) fn addresses(&self, warp: usize, address: &Address) -> Lanes {
-        let base = self.warps[warp].values(address.base, &self.place);
-        base.map(|base| base.wrapping_add(address.offset as u64))
+        let base = self.warps[warp].values(address.base, &self.position);
+        // addresses of 32 bits wrap
+        let mask = match address.base {
+            Operand::Reg(reg) => u64::MAX >> (64 - self.kernel.reg_bits[reg.0 as usize]),
+            _ => u64::MAX,
+        };
+        base.map(|base| base.wrapping_add(address.offset as u64) & mask)
     }
 
     fn load(
@@ -159,7 +170,8 @@ impl Block<'_> {
         let addresses = self.addresses(warp, from);
         let all = bytes * to.len();
         let mut results = [[0; LANES]; 4];
-        for lane in lanes_of(active) {
+        for lane in iterate_lanes(active) {
+            self.lane = lane;
             let mut read = [0; 16];
             self.read(warp, lane, (space, addresses[lane]), &mut read[..all], used)?;
             for (index, result) in results[..to.len()].iter_mut().enumerate() {
@@ -201,19 +213,19 @@ impl Block<'_> {
             }
             Space::Global => {
                 self.counts.global_read += bytes as u64;
-                self.global.read(at, to, bytes, self.number)?;
+                self.global.read(at, to, (bytes, used), &self.warps[warp].by(lane))?;
             }
             Space::Shared => {
                 self.counts.shared_read += bytes as u64;
-                let place = self.shared.check(at, bytes, bytes)?;
+                let first = self.shared.check(at, bytes, bytes)?;
                 let by = self.warps[warp].by(lane);
                 for start in (0..bytes).step_by(4) {
                     let part = (bytes - start).min(4);
                     if used >> start & ((1 << part) - 1) != 0 {
-                        self.shared.note_read(place + start, part, &by)?;
+                        self.shared.note_read(first + start, part, &by)?;
                     }
                 }
-                to.copy_from_slice(self.shared.bytes(place, bytes));
+                to.copy_from_slice(self.shared.bytes(first, bytes));
             }
         }
         Ok(())
@@ -231,9 +243,10 @@ impl Block<'_> {
         let all = bytes * from.len();
         let mut values = [[0; LANES]; 4];
         for (values, operand) in values.iter_mut().zip(from) {
-            *values = self.warps[warp].values(*operand, &self.place);
+            *values = self.warps[warp].values(*operand, &self.position);
         }
-        for lane in lanes_of(active) {
+        for lane in iterate_lanes(active) {
+            self.lane = lane;
             let mut written = [0; 16];
             for (index, values) in values[..from.len()].iter().enumerate() {
                 let value = &values[lane].to_le_bytes()[..bytes];
@@ -243,7 +256,7 @@ impl Block<'_> {
             match space {
                 Space::Global => {
                     self.counts.global_written += all as u64;
-                    self.global.write(at, written, self.number)?;
+                    self.global.write(at, written, &self.warps[warp].by(lane))?;
                 }
                 Space::Shared => {
                     self.counts.shared_written += all as u64;
@@ -263,10 +276,11 @@ impl Block<'_> {
         at: u64,
         bytes: &[u8],
     ) -> Result<(), Fault> {
-        let place = self.shared.check(at, bytes.len(), bytes.len())?;
+        let first = self.shared.check(at, bytes.len(), bytes.len())?;
         let of = &self.warps[warp];
-        self.shared.note_write(place, bytes.len(), &of.by(lane), Some(of.fences[lane]))?;
-        self.shared.bytes_mut(place, bytes.len()).copy_from_slice(bytes);
+        let fences = of.fences[lane].len() as u32;
+        self.shared.note_write(first, bytes.len(), &of.by(lane), Some(fences))?;
+        self.shared.bytes_mut(first, bytes.len()).copy_from_slice(bytes);
         Ok(())
     }
 
@@ -280,9 +294,10 @@ impl Block<'_> {
         active: u32,
     ) -> Result<(), Fault> {
         let of = &self.warps[warp];
-        let [values, distances, clamps, _] = from.map(|operand| of.values(operand, &self.place));
+        let [values, distances, clamps, _] = from.map(|operand| of.values(operand, &self.position));
         let [mut results, mut ranges] = [[0; LANES]; 2];
-        for lane in lanes_of(active) {
+        for lane in iterate_lanes(active) {
+            self.lane = lane;
             let (b, clamp) = (distances[lane] as usize & 31, clamps[lane] as usize & 31);
             let segment = clamps[lane] as usize >> 8 & 31;
             let last = (lane & segment) | (clamp & !segment);
@@ -317,11 +332,11 @@ impl Block<'_> {
     ) -> Result<Outcome, Fault> {
         self.counts.barriers += 1;
         let of = &mut self.warps[warp];
-        let id = of.uniform(id, active, &self.place)?;
+        let id = of.uniform(id, active, &self.position)?;
         // PTX ISA, `bar`: warps count as 32 threads, whatever they have
-        let all = self.place.threads.next_multiple_of(LANES) as u64;
+        let all = self.position.threads.next_multiple_of(LANES) as u64;
         let threads =
-            threads.map(|threads| of.uniform(threads, active, &self.place)).transpose()?;
+            threads.map(|threads| of.uniform(threads, active, &self.position)).transpose()?;
         // an arrival does not wait, so it does not order the accesses of the warp
         let released = if waits {
             of.synchronise();
@@ -375,6 +390,7 @@ impl Block<'_> {
         let addresses = self.addresses(warp, from);
         let mut rows = Vec::with_capacity(LANES);
         for (lane, at) in products::matrix_rows(&addresses, to.len()).iter().enumerate() {
+            self.lane = lane;
             let mut row = [0; 16];
             self.read(warp, lane, (Space::Shared, *at), &mut row, u32::MAX)?;
             rows.push(row);

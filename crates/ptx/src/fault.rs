@@ -6,18 +6,18 @@ use std::fmt;
 /// A rule of the PTX ISA that an instruction broke.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
-    #[error("{space:?} address {at:#x} of {bytes} bytes is in no allocation")]
+    #[error("{space} address {at:#x} of {bytes} bytes is in no allocation")]
     OutOfBounds { space: Space, at: u64, bytes: usize },
-    #[error("{space:?} address {at:#x} is not a multiple of {bytes}")]
+    #[error("{space} address {at:#x} is not a multiple of {bytes}")]
     Misaligned { space: Space, at: u64, bytes: usize },
-    #[error("reads {space:?} memory at {at:#x} that nothing has written")]
+    #[error("reads {space} memory at {at:#x} that nothing has written")]
     Unwritten { space: Space, at: u64 },
     #[error(
-        "data race in shared memory at {at:#x}: this {access} and an earlier {other} by {by} have no order"
+        "data race in {space} memory at {at:#x}: this {access} and an earlier {other} by {by} have no order"
     )]
-    Race { at: u64, access: Access, other: Access, by: String },
+    Race { space: Space, at: u64, access: Access, other: Access, by: String },
     #[error(
-        "data race in global memory at {at:#x}: this {access} and an {other} by another block have no order"
+        "data race in global memory at {at:#x}: this {access} and a {other} by another block have no order"
     )]
     BlockRace { at: u64, access: Access, other: Access },
     #[error("accesses shared memory at {at:#x}, where an asynchronous copy is in flight")]
@@ -52,7 +52,7 @@ pub enum Fault {
     Parity { parity: u64 },
     #[error("the memory barrier at {at:#x} is not initialised")]
     NoMemoryBarrier { at: u64 },
-    #[error("a copy of {size} bytes to a place of {most}")]
+    #[error("a copy of {size} bytes, expected at most {most}")]
     CopySize { size: usize, most: usize },
     #[error("the memory barrier at {at:#x} receives {what} than it expects")]
     MemoryBarrierCount { at: u64, what: &'static str },
@@ -70,10 +70,19 @@ pub enum Fault {
     NotAligned,
     #[error("setmaxnreg.{direction} from {before} to {after} registers")]
     Registers { direction: &'static str, before: u64, after: u64 },
-    #[error("a block of {threads} threads, and the kernel has at most {most}")]
-    TooManyThreads { threads: usize, most: usize },
+    #[error("a block of {threads} threads, expected a multiple of 32 from 32 to {most}")]
+    NumThreads { threads: usize, most: usize },
+    #[error("a block with {bytes} bytes of shared memory, expected at most {most}")]
+    TooMuchShared { bytes: usize, most: usize },
+    #[error(
+        "a grid of {grid:?} blocks, expected 1 to {max:?}, and at most {} in all", u32::MAX,
+        max = crate::launch::MAX_GRID
+    )]
+    Grid { grid: [u32; 3] },
+    #[error("the block has not ended after {most} instructions of its warps")]
+    Endless { most: u64 },
     #[error("{0}")]
-    Scalar(crate::scalar::Fault),
+    Scalar(crate::scalar::ScalarFault),
     /// An operand of a matrix product or of a copy of a box.
     #[error("{0}")]
     Product(String),
@@ -97,7 +106,7 @@ impl fmt::Display for Access {
     }
 }
 
-/// A fault with its place.
+/// A fault, and where and when it occurred.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
     pub kernel: String,
@@ -108,17 +117,19 @@ pub struct Failure {
     pub block: [u32; 3],
     /// The first thread that has the fault.
     pub thread: usize,
+    /// The seed of the launch: another launch with it has the same order of warps.
+    pub seed: u64,
     pub fault: Fault,
 }
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { kernel, line, source, block: [x, y, z], thread, fault } = self;
+        let Self { kernel, line, source, block: [x, y, z], thread, seed, fault } = self;
         write!(f, "{kernel}, PTX line {line}")?;
         if let Some((file, line)) = source {
             write!(f, " ({file}:{line})")?;
         }
-        write!(f, ", block ({x}, {y}, {z}), thread {thread}: {fault}")
+        write!(f, ", block ({x}, {y}, {z}), thread {thread}, seed {seed}: {fault}")
     }
 }
 

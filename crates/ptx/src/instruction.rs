@@ -1,6 +1,8 @@
 //! Kernels as the parser produces them and the machine executes them.
 
 use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Number of threads of a warp.
@@ -30,23 +32,27 @@ pub struct Kernel {
     pub regs: Vec<String>,
     /// Bits of each register: 1 (a predicate), 16, 32 or 64.
     pub reg_bits: Vec<u8>,
-    /// Bytes of static shared memory. Variables of the module are laid out in the order of the
-    /// file, from address 0, each at a multiple of its alignment; those that the kernel does not
-    /// name do not count at the end. For a kernel that names dynamic shared memory, the address at
-    /// which that begins.
-    pub shared_bytes: usize,
-    /// Alignment of dynamic shared memory (`.extern .shared`), which follows static shared memory;
-    /// 1 without any.
-    pub dynamic_align: usize,
+    /// Addresses of the static variables in shared memory that the kernel names, in order, without
+    /// duplicates. All variables of the module are laid out in the order of the file, from address
+    /// 0, each at a multiple of its alignment.
+    pub shared_ranges: Vec<Range<usize>>,
+    /// The address at which dynamic shared memory (`.extern .shared`) begins, if the kernel names
+    /// it.
+    pub dynamic_shared: Option<usize>,
     /// Threads of a block (`.maxntid`), at most; 0 if not given.
     pub max_threads: usize,
-    /// Blocks of a multiprocessor (`.minnctapersm`), at least; 0 if not given.
-    pub min_blocks: usize,
     /// The instructions. Execution begins with the first one.
     pub code: Vec<Instruction>,
     /// Loads of which only some bytes are used (`.pragma "used_bytes_mask"`; all registers are
     /// written): the index of the instruction, and a bit of each byte, the lowest one first.
     pub used_bytes: BTreeMap<usize, u32>,
+    /// Whether the code has products of warpgroups (`wgmma`).
+    pub has_products: bool,
+    /// The power of two of the bytes of the smallest store to shared memory, at most 2 (4 bytes).
+    /// The checks distinguish cells of this size: each store writes whole cells.
+    pub shared_shift: u32,
+    /// The same for global memory, at most 4 (16 bytes).
+    pub global_shift: u32,
     /// Names of the source files that `.loc` lines refer to; index 0 is unused.
     pub sources: Arc<Vec<String>>,
 }
@@ -56,7 +62,7 @@ pub struct Kernel {
 pub struct Param {
     /// Its name.
     pub name: String,
-    /// Its place among the bytes of the parameters.
+    /// Its offset in the bytes of the parameters.
     pub offset: usize,
     /// Its size in bytes.
     pub bytes: usize,
@@ -103,6 +109,17 @@ pub enum Space {
     Param,
     Global,
     Shared,
+}
+
+/// As in PTX: `global`.
+impl fmt::Display for Space {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Param => "param",
+            Self::Global => "global",
+            Self::Shared => "shared",
+        })
+    }
 }
 
 /// `@p` or `@!p`.
@@ -196,7 +213,6 @@ pub enum Op {
     CopyAsync {
         to: Address,
         from: Address,
-        bytes: usize,
         size: Option<Operand>,
     },
     /// `cp.async.commit_group`.
@@ -272,8 +288,7 @@ pub struct WarpgroupMma {
     pub b: Operand,
     /// Whether the sums continue (`scale-d`); false: they start at zero.
     pub adds: Operand,
-    /// Whether A and B are negated, and whether they are transposed (MN-major).
-    pub negate: [bool; 2],
+    /// Whether A and B are transposed (MN-major).
     pub transpose: [bool; 2],
 }
 

@@ -3,7 +3,7 @@
 use crate::block::Block;
 use crate::fault::{Failure, Fault};
 use crate::global::Global;
-use crate::instruction::Kernel;
+use crate::instruction::{Kernel, LANES};
 
 /// A launch of a kernel.
 #[derive(Debug, Clone, Copy)]
@@ -11,10 +11,16 @@ pub struct Launch<'a> {
     pub kernel: &'a Kernel,
     /// Blocks along x, y and z.
     pub grid: [u32; 3],
-    /// Threads of a block, along x.
+    /// Threads of a block, along x: a multiple of 32, at most 1,024.
     pub threads: usize,
     /// Bytes of dynamic shared memory.
     pub shared_bytes: usize,
+    /// Maximum number of bytes of static and dynamic shared memory of a block, which depends on the
+    /// GPU.
+    pub max_shared_bytes: usize,
+    /// Maximum number of instructions of a block, counted once for a warp; a block that executes more
+    /// counts as endless.
+    pub max_instructions: u64,
     /// The bytes of all parameters.
     pub params: &'a [u8],
     /// Registers of a thread when the kernel begins, as the assembler of PTX chooses; for `setmaxnreg`.
@@ -44,24 +50,45 @@ pub struct Counts {
 /// Maximum number of threads of a block.
 const MAX_THREADS: usize = 1024;
 
+/// Maximum number of blocks along x, y and z (CUDA C++ Programming Guide, "Technical Specifications per
+/// Compute Capability").
+pub(crate) const MAX_GRID: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
+
 /// Executes all blocks, one after the other.
 pub fn run(launch: &Launch<'_>, global: &mut Global) -> Result<Counts, Box<Failure>> {
-    let Launch { kernel, threads, .. } = *launch;
-    let most = if kernel.max_threads == 0 { MAX_THREADS } else { kernel.max_threads };
-    if threads > most {
-        let fault = Fault::TooManyThreads { threads, most };
-        let (kernel, source) = (kernel.name.clone(), None);
-        let failure = Failure { kernel, line: 0, source, block: [0; 3], thread: 0, fault };
+    let kernel = launch.kernel;
+    if let Some(fault) = find_wrong_size(launch) {
+        let (kernel, source, seed) = (kernel.name.clone(), None, launch.seed);
+        let failure = Failure { kernel, line: 0, source, block: [0; 3], thread: 0, seed, fault };
         return Err(Box::new(failure));
     }
     let mut counts = Counts { executed: vec![false; kernel.code.len()], ..Counts::default() };
-    global.begin();
-    let [x, y, z] = launch.grid;
-    for index in 0..x * y * z {
+    global.begin(kernel.global_shift);
+    let [x, y, _] = launch.grid;
+    let run_block = |index: u32| {
         let block = [index % x, index / x % y, index / x / y];
-        Block::new(launch, block, index, global, &mut counts).run()?;
+        Block::new(launch, block, u64::from(index), global, &mut counts).run()
+    };
+    let result = (0..launch.grid.iter().product()).try_for_each(run_block);
+    global.end();
+    result.map(|()| counts)
+}
+
+/// The limit that a launch exceeds, as a driver would report it.
+fn find_wrong_size(launch: &Launch<'_>) -> Option<Fault> {
+    let Launch { kernel, grid, threads, max_shared_bytes, .. } = *launch;
+    let most = if kernel.max_threads == 0 { MAX_THREADS } else { kernel.max_threads };
+    if threads == 0 || !threads.is_multiple_of(LANES) || threads > most {
+        return Some(Fault::NumThreads { threads, most });
     }
-    Ok(counts)
+    let fixed: usize = kernel.shared_ranges.iter().map(ExactSizeIterator::len).sum();
+    let bytes = fixed.saturating_add(launch.shared_bytes);
+    if bytes > max_shared_bytes {
+        return Some(Fault::TooMuchShared { bytes, most: max_shared_bytes });
+    }
+    let num_blocks = grid.iter().try_fold(1_u32, |product, size| product.checked_mul(*size));
+    let is_large = grid.iter().zip(MAX_GRID).any(|(size, most)| *size > most);
+    (is_large || num_blocks.is_none_or(|number| number == 0)).then_some(Fault::Grid { grid })
 }
 
 /// A generator of pseudo-random numbers (xorshift64*, Vigna 2016).

@@ -15,6 +15,7 @@ mod global;
 pub mod instruction;
 mod launch;
 mod library;
+mod notes;
 mod operands;
 mod order;
 pub mod parse;

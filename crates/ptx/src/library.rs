@@ -3,30 +3,49 @@
 
 use crate::fault::Failure;
 use crate::global::{Global, Host};
-use crate::instruction::Kernel;
+use crate::instruction::{Kernel, Module};
 use crate::launch::{Counts, Launch, run};
 use crate::parse::{ParseError, parse};
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
 /// Registers of a multiprocessor.
 const REGISTERS: u64 = 65536;
 
-/// Kernels by name.
+/// Maximum number of instructions of a block, of which a CPU executes some millions a second.
+const MAX_INSTRUCTIONS: u64 = 1 << 32;
+
+/// The kernels of a folder, by name. A file is parsed when a kernel of it is launched for the first
+/// time.
 #[derive(Debug)]
 pub struct Library {
-    kernels: HashMap<String, Arc<Kernel>>,
-    /// Launches so far: the seed of each.
-    launches: AtomicU64,
+    files: Vec<PtxFile>,
+    /// The file of each kernel.
+    index: HashMap<String, usize>,
+    max_shared_bytes: usize,
+    /// A part of the seed of each launch.
+    seed: String,
     counts: Option<Mutex<Log>>,
+}
+
+#[derive(Debug)]
+struct PtxFile {
+    path: PathBuf,
+    text: String,
+    module: OnceLock<Result<Module, ParseError>>,
+}
+
+thread_local! {
+    /// Number of launches of this thread.
+    static LAUNCHES: Cell<u64> = const { Cell::new(0) };
 }
 
 /// A file with a line for each launch: thread (the name of a test), kernel, grid, threads,
@@ -45,51 +64,82 @@ pub enum LibraryError {
     Io { path: PathBuf, source: io::Error },
     #[error("`{}`: {source}", path.display())]
     Parse { path: PathBuf, source: ParseError },
+    #[error("no kernel has the name `{0}`")]
+    NoKernel(String),
     #[error("unknown compute capability `{0}`, expected 8.0 or 9.0")]
     Capability(String),
 }
 
 impl Library {
-    /// Reads the kernels that a GPU of a compute capability runs, from the folders `80`, `90` and
-    /// `90a` below `root`. `counts`: a file to which each launch adds a line.
+    /// Finds the kernels that a GPU of a compute capability runs, in the folders `80`, `90` and `90a`
+    /// below `root`.
+    ///
+    /// `counts`: a file to which each launch adds a line; `None` takes the one that the environment
+    /// variable `TRAINER_PTX_COUNTS` names, if it is set.
+    ///
+    /// The order of the warps of a launch depends on the name of the thread, the name of the kernel, the
+    /// number of launches of the thread before, and the environment variable `TRAINER_PTX_SEED`. So a
+    /// failure of a test occurs again if only this test runs, and other values of the variable try
+    /// other orders.
     pub fn open(
         root: &Path,
         capability: &str,
         counts: Option<&Path>,
     ) -> Result<Self, LibraryError> {
-        let folders: &[&str] = match capability {
-            "8.0" => &["80"],
-            "9.0" => &["90", "90a"],
+        // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
+        let (folders, max_shared_bytes): (&[&str], usize) = match capability {
+            "8.0" => (&["80"], 163 << 10),
+            "9.0" => (&["90", "90a"], 227 << 10),
             other => return Err(LibraryError::Capability(other.to_owned())),
         };
         let failed = |path: &Path| {
             let path = path.to_owned();
             |source| LibraryError::Io { path, source }
         };
-        let mut kernels = HashMap::new();
+        let (mut files, mut index) = (Vec::new(), HashMap::new());
         for folder in folders {
             let folder = root.join(folder);
             for entry in std::fs::read_dir(&folder).map_err(failed(&folder))? {
                 let path = entry.map_err(failed(&folder))?.path();
                 #[expect(clippy::disallowed_methods, reason = "files that a script has written")]
                 let text = std::fs::read_to_string(&path).map_err(failed(&path))?;
-                let module = parse(&text);
-                let module = module.map_err(|source| LibraryError::Parse { path, source })?;
-                kernels
-                    .extend(module.kernels.into_iter().map(|kernel| (kernel.name.clone(), kernel)));
+                index.extend(find_kernels(&text).map(|name| (name.to_owned(), files.len())));
+                files.push(PtxFile { path, text, module: OnceLock::new() });
             }
         }
+        let variable = std::env::var_os("TRAINER_PTX_COUNTS").map(PathBuf::from);
         let open = |path: &Path| {
             let file = File::options().create(true).append(true).open(path);
             let log = |file| Mutex::new(Log { file, executed: HashMap::new() });
             file.map(log).map_err(failed(path))
         };
-        let counts = counts.map(open).transpose()?;
-        Ok(Self { kernels, launches: AtomicU64::new(1), counts })
+        let counts = counts.or(variable.as_deref()).map(open).transpose()?;
+        let seed = std::env::var("TRAINER_PTX_SEED").unwrap_or_default();
+        Ok(Self { files, index, max_shared_bytes, seed, counts })
     }
 
-    pub fn kernel(&self, name: &str) -> Option<&Kernel> {
-        self.kernels.get(name).map(Arc::as_ref)
+    /// The kernel of this name. The first call for a kernel of a file parses the file.
+    pub fn kernel(&self, name: &str) -> Result<&Kernel, LibraryError> {
+        let file = self.index.get(name).map(|index| &self.files[*index]);
+        let file = file.ok_or_else(|| LibraryError::NoKernel(name.to_owned()))?;
+        let module = file.module.get_or_init(|| parse(&file.text)).as_ref();
+        let module = module.map_err(|source| {
+            let (path, source) = (file.path.clone(), source.clone());
+            LibraryError::Parse { path, source }
+        })?;
+        let kernel = module.kernels.iter().find(|kernel| kernel.name == name);
+        kernel.map(Arc::as_ref).ok_or_else(|| LibraryError::NoKernel(name.to_owned()))
+    }
+
+    /// The seed of the next launch of this thread.
+    fn next_seed(&self, kernel: &str) -> u64 {
+        let number = LAUNCHES.replace(LAUNCHES.get() + 1).to_string();
+        let thread = std::thread::current();
+        let parts = [thread.name().unwrap_or("-"), kernel, &number, &self.seed];
+        // FNV-1a, with a byte between the parts that none of them has
+        parts.join("\0").bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        })
     }
 
     /// Executes a kernel of this library.
@@ -117,16 +167,20 @@ impl Library {
             }
         }
         // SAFETY: as the caller promises.
-        let mut global = unsafe { Global::of_host(host) };
+        let mut global = unsafe { Global::from_host(host) };
+        // as many registers as fit, in steps of 8 (the assembler takes as many for these kernels)
+        let most = if kernel.max_threads == 0 { threads as usize } else { kernel.max_threads };
+        let registers = REGISTERS / most.max(1) as u64 / 8 * 8;
         let launch = Launch {
             kernel,
             grid,
             threads: threads as usize,
             shared_bytes: shared as usize,
+            max_shared_bytes: self.max_shared_bytes,
+            max_instructions: MAX_INSTRUCTIONS,
             params: &params,
-            // as many as fit, in steps of 8 (the assembler takes as many for these kernels)
-            registers: REGISTERS / u64::from(threads) / 8 * 8,
-            seed: self.launches.fetch_add(1, Ordering::Relaxed),
+            registers,
+            seed: self.next_seed(&kernel.name),
         };
         let before = Instant::now();
         let counts = run(&launch, &mut global)?;
@@ -170,3 +224,12 @@ impl Log {
         format!("{thread}\t{name}\t{x}\t{y}\t{z}\t{threads}\t{time}\t{numbers}\t{new}\n")
     }
 }
+
+/// The names of the kernels of a PTX text.
+fn find_kernels(text: &str) -> impl Iterator<Item = &str> {
+    let entries = text.split(".entry ").skip(1);
+    entries.filter_map(|rest| rest.split_once('(').map(|(name, _)| name.trim()))
+}
+
+#[cfg(test)]
+mod tests;

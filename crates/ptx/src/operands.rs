@@ -1,6 +1,5 @@
 //! The registers that an instruction reads and writes.
 
-use crate::fault::Access;
 use crate::instruction::{Address, MatrixA, Op, Operand, Reg};
 
 impl Op {
@@ -22,13 +21,13 @@ impl Op {
     }
 
     /// Calls `visit` with each register.
-    pub(crate) fn registers(&self, visit: &mut dyn FnMut(Reg, Access)) {
+    pub(crate) fn visit_registers(&self, visit: &mut dyn FnMut(Reg)) {
         self.sources(&mut |operand| {
             if let Operand::Reg(reg) = operand {
-                visit(reg, Access::Read);
+                visit(reg);
             }
         });
-        self.results(&mut |reg| visit(reg, Access::Write));
+        self.results(visit);
     }
 
     fn results(&self, visit: &mut dyn FnMut(Reg)) {

@@ -4,16 +4,56 @@
 //! accesses of an earlier epoch are ordered before everything that any of its threads does. Within an
 //! epoch, only accesses of the same thread are ordered. A thread may release its accesses within an
 //! epoch, for example by an arrival at a barrier in shared memory; the number of releases separates
-//! its earlier accesses from later ones, which nothing has released yet. Barriers in shared memory are
-//! units with a clock too: their epoch is the number of the phase in which copies of boxes arrive.
+//! its earlier accesses from later ones, which nothing has released yet.
+//!
+//! Asynchronous accesses have units of their own. The unit of a barrier in shared memory has the copies
+//! of boxes; its epoch is the number of the phase in which they arrive. The unit of the products of a
+//! warp has their reads of shared memory; its epoch is the number of the group, which ends when the warp
+//! waits for it.
 
-/// An access: a warp or a barrier, its epoch, the number of releases in it before, and the lanes.
+/// An access: its unit, its epoch, the number of releases in it before, and the lanes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stamp {
     pub(crate) unit: u16,
     pub(crate) epoch: u32,
     pub(crate) releases: u32,
     pub(crate) lanes: u32,
+}
+
+/// Unit of a stamp that no access has.
+pub(crate) const NO_ACCESS: Stamp = Stamp { unit: u16::MAX, epoch: 0, releases: 0, lanes: 0 };
+
+impl Stamp {
+    /// Names the thread or the asynchronous operation in a block of `num_warps`.
+    pub(crate) fn describe(self, num_warps: usize) -> String {
+        let unit = usize::from(self.unit);
+        if unit < num_warps {
+            format!("thread {}", 32 * unit + self.lanes.trailing_zeros() as usize)
+        } else {
+            "an asynchronous operation".to_owned()
+        }
+    }
+}
+
+/// An access that takes place now, and what is ordered before it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct By<'a> {
+    pub(crate) stamp: Stamp,
+    /// Of the warp, and in addition of the thread.
+    pub(crate) known: [&'a Known; 2],
+    /// Whether the access is asynchronous: then others of its unit have no order either.
+    pub(crate) is_async: bool,
+}
+
+impl By<'_> {
+    /// Whether another access is ordered before.
+    pub(crate) fn follows(&self, other: Stamp) -> bool {
+        let Stamp { unit, epoch, lanes, .. } = self.stamp;
+        let is_own = !self.is_async
+            && other.unit == unit
+            && (other.epoch < epoch || (other.epoch == epoch && other.lanes & !lanes == 0));
+        other.unit == NO_ACCESS.unit || is_own || self.known.iter().any(|known| known.has(other))
+    }
 }
 
 /// Accesses of a unit that are ordered before: all of those of epochs below `epoch`, and in `epoch`
@@ -51,6 +91,9 @@ impl Seen {
 /// What is ordered before the next access of a thread.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Known(Vec<Seen>);
+
+/// Nothing is ordered before.
+pub(crate) static NOTHING: Known = Known(Vec::new());
 
 impl Known {
     /// Whether an access is ordered before.

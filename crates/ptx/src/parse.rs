@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use crate::instruction::{Kernel, Module};
 use kernel::Body;
-use shared::Shared;
+use shared::SharedVariables;
 use tokens::{Cursor, Token};
 
 /// Highest number of a `.file` line; the list of files has an entry of each number.
@@ -34,7 +34,7 @@ pub struct ParseError {
 /// The kernels of a PTX text.
 pub fn parse(text: &str) -> Result<Module, ParseError> {
     let mut cursor = Cursor::new(text)?;
-    let shared = Shared::lay_out(&mut cursor)?;
+    let shared = SharedVariables::lay_out(&mut cursor)?;
     let mut parser = Parser { cursor, shared, sources: vec![String::new()], kernels: vec![] };
     while parser.directive()? {}
     parser.finish()
@@ -43,7 +43,7 @@ pub fn parse(text: &str) -> Result<Module, ParseError> {
 /// State of the module scope.
 struct Parser<'a> {
     cursor: Cursor<'a>,
-    shared: Shared<'a>,
+    shared: SharedVariables<'a>,
     sources: Vec<String>,
     kernels: Vec<Kernel>,
 }

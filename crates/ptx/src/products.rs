@@ -1,4 +1,4 @@
-//! Products of matrices, and the places of their elements: registers of a warp (`mma`, `ldmatrix`,
+//! Products of matrices, and the positions of their elements: registers of a warp (`mma`, `ldmatrix`,
 //! `wgmma`), tiles in shared memory (descriptors of `wgmma`), and boxes of tensors (tensor maps).
 //!
 //! Nothing here has state or touches memory: functions return addresses, and the machine reads,
@@ -32,7 +32,7 @@ fn widened(bits: u64) -> f32 {
 
 /// Row and column of a half (0 is the low one) of a register of A (PTX ISA, "Matrix Fragments for
 /// `mma.m16n8k16` with floating point type"; the figures in "Matrix Fragments for
-/// `wgmma.mma_async.m64nNk16`" have the same places for the 16 rows of each warp).
+/// `wgmma.mma_async.m64nNk16`" have the same positions for the 16 rows of each warp).
 fn place_in_a(register: usize, lane: usize, half: usize) -> (usize, usize) {
     (lane / 4 + 8 * (register % 2), lane % 4 * 2 + half + 8 * (register / 2))
 }
@@ -42,7 +42,7 @@ fn place_in_b(register: usize, lane: usize, half: usize) -> (usize, usize) {
     (lane / 4, lane % 4 * 2 + half + 8 * register)
 }
 
-/// Row and column of a register of the sums. `wgmma` repeats the places of `mma` for each eight
+/// Row and column of a register of the sums. `wgmma` repeats the positions of `mma` for each eight
 /// columns.
 fn place_in_sums(register: usize, lane: usize) -> (usize, usize) {
     (lane / 4 + 8 * (register / 2 % 2), lane % 4 * 2 + register % 2 + 8 * (register / 4))
@@ -249,8 +249,9 @@ impl Descriptor {
         assert!(rows.is_multiple_of(8), "{rows} rows");
         let (lines, pieces) = if transposed { (K, rows / 8) } else { (rows, K / 8) };
         self.check(pieces as u64)?;
-        let places = (0..lines as u64).flat_map(|line| (0..pieces as u64).map(move |p| (line, p)));
-        Ok(places.map(|(line, piece)| self.address(line, piece, transposed)).collect())
+        let positions =
+            (0..lines as u64).flat_map(|line| (0..pieces as u64).map(move |p| (line, p)));
+        Ok(positions.map(|(line, piece)| self.address(line, piece, transposed)).collect())
     }
 
     /// Whether the tile is where a permutation allows it. Within a row it may begin at a later
@@ -332,7 +333,7 @@ pub enum TensorMapError {
 ///
 /// The bytes of a CUtensorMap are known to the driver only. These are those that the stand-in of
 /// the driver writes (`cuTensorMapEncodeTiled` in tests/fixtures/cuda/driver.cpp): 16 words of 64
-/// bits, little endian, which are a mark, the fields of this struct in their order, the size of an
+/// bits, little endian, which are a constant, the fields of this struct in their order, the size of an
 /// element, and zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorMap {
@@ -439,7 +440,7 @@ impl TensorMap {
     }
 
     /// The pieces of the box whose first element is at the coordinates `at`, for a copy to the
-    /// shared address `to`, in the order of their places before the permutation: they cover
+    /// shared address `to`, in the order of their positions before the permutation: they cover
     /// [`TensorMap::box_bytes`] bytes from `to` on. Pieces that are partly or wholly outside of the
     /// tensor are filled with zeros.
     ///

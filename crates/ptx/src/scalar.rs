@@ -11,7 +11,7 @@ use crate::instruction::{Compare, Lanes, Round, Scalar, Type};
 
 /// Why a value could not be computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Fault {
+pub enum ScalarFault {
     /// The result is unspecified (PTX ISA, `div` and `rem` of integers).
     #[error("lane {lane} divides an integer by zero")]
     DivisionByZero { lane: usize },
@@ -28,7 +28,7 @@ const NAN_F64: u64 = 0x7ff8_0000_0000_0000;
 
 /// A Rust type with the values of a register.
 trait Value: Copy {
-    fn of(bits: u64) -> Self;
+    fn from_bits(bits: u64) -> Self;
     /// The bits above the width are zero.
     fn bits(self) -> u64;
 }
@@ -37,7 +37,7 @@ macro_rules! integer_values {
     ($($value:ty as $unsigned:ty),+) => {
         $(impl Value for $value {
             #[inline]
-            fn of(bits: u64) -> Self {
+            fn from_bits(bits: u64) -> Self {
                 bits as Self
             }
             #[inline]
@@ -51,7 +51,7 @@ integer_values!(u16 as u16, i16 as u16, u32 as u32, i32 as u32, u64 as u64, i64 
 
 impl Value for bool {
     #[inline]
-    fn of(bits: u64) -> Self {
+    fn from_bits(bits: u64) -> Self {
         bits & 1 != 0
     }
     #[inline]
@@ -62,7 +62,7 @@ impl Value for bool {
 
 impl Value for f32 {
     #[inline]
-    fn of(bits: u64) -> Self {
+    fn from_bits(bits: u64) -> Self {
         f32::from_bits(bits as u32)
     }
     #[inline]
@@ -73,7 +73,7 @@ impl Value for f32 {
 
 impl Value for f64 {
     #[inline]
-    fn of(bits: u64) -> Self {
+    fn from_bits(bits: u64) -> Self {
         f64::from_bits(bits)
     }
     #[inline]
@@ -86,13 +86,13 @@ impl Value for f64 {
 
 fn map1<A: Value, R: Value>(from: &[&Lanes; 4], to: &mut Lanes, f: impl Fn(A) -> R) {
     for (to, a) in to.iter_mut().zip(from[0]) {
-        *to = f(A::of(*a)).bits();
+        *to = f(A::from_bits(*a)).bits();
     }
 }
 
 fn map2<A: Value, B: Value, R: Value>(from: &[&Lanes; 4], to: &mut Lanes, f: impl Fn(A, B) -> R) {
     for ((to, a), b) in to.iter_mut().zip(from[0]).zip(from[1]) {
-        *to = f(A::of(*a), B::of(*b)).bits();
+        *to = f(A::from_bits(*a), B::from_bits(*b)).bits();
     }
 }
 
@@ -102,7 +102,7 @@ fn map3<A: Value, B: Value, C: Value, R: Value>(
     f: impl Fn(A, B, C) -> R,
 ) {
     for (((to, a), b), c) in to.iter_mut().zip(from[0]).zip(from[1]).zip(from[2]) {
-        *to = f(A::of(*a), B::of(*b), C::of(*c)).bits();
+        *to = f(A::from_bits(*a), B::from_bits(*b), C::from_bits(*c)).bits();
     }
 }
 
@@ -114,7 +114,7 @@ macro_rules! with {
                 type $t = $rust;
                 $body
             })+
-            _ => return Err(Fault::Undefined),
+            _ => return Err(ScalarFault::Undefined),
         }
     };
 }
@@ -139,7 +139,12 @@ macro_rules! with_float {
 
 /// Computes all lanes. Lanes that are not `active` may have any operands; their results mean
 /// nothing.
-pub fn execute(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes, active: u32) -> Result<(), Fault> {
+pub fn execute(
+    kind: Scalar,
+    from: &[&Lanes; 4],
+    to: &mut Lanes,
+    active: u32,
+) -> Result<(), ScalarFault> {
     use Scalar as S;
     match kind {
         S::Mov(_) | S::Select(_) | S::Permute => movement(kind, from, to),
@@ -179,14 +184,14 @@ pub fn execute(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes, active: u32) ->
 }
 
 /// PTX ISA, `mov`, `selp` and `prmt`.
-fn movement(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn movement(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), ScalarFault> {
     match kind {
         Scalar::Mov(_) => *to = *from[0],
         Scalar::Select(of) if of != Type::Pred => {
             map3(from, to, |a: u64, b: u64, first: bool| if first { a } else { b });
         }
         Scalar::Permute => map3(from, to, permute),
-        _ => return Err(Fault::Undefined),
+        _ => return Err(ScalarFault::Undefined),
     }
     Ok(())
 }
@@ -196,18 +201,18 @@ fn movement(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Faul
 fn permute(a: u32, b: u32, selector: u32) -> u32 {
     let bytes = u64::from(b) << 32 | u64::from(a);
     let mut result = 0;
-    for place in 0..4 {
-        let choice = selector >> (4 * place) & 15;
+    for byte_index in 0..4 {
+        let choice = selector >> (4 * byte_index) & 15;
         let byte = (bytes >> (8 * (choice & 7))) as u8;
         let byte = if choice & 8 == 0 { byte } else { (byte as i8 >> 7) as u8 };
-        result |= u32::from(byte) << (8 * place);
+        result |= u32::from(byte) << (8 * byte_index);
     }
     result
 }
 
 /// PTX ISA, "Integer Arithmetic Instructions": `add`, `sub`, `mad.lo`, `mul.lo`, `min`, `max`, `neg`
 /// and `abs`. They wrap: the negative and the magnitude of the least value are that value.
-fn integer(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn integer(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), ScalarFault> {
     match kind {
         Scalar::Add(of, Round::Nearest) => {
             with_integer!(of, T => map2(from, to, |a: T, b: T| a.wrapping_add(b)));
@@ -227,13 +232,13 @@ fn integer(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault
         Scalar::Max(of) => with_integer!(of, T => map2(from, to, |a: T, b: T| a.max(b))),
         Scalar::Neg(of) => with_signed!(of, T => map1(from, to, |a: T| a.wrapping_neg())),
         Scalar::Abs(of) => with_signed!(of, T => map1(from, to, |a: T| a.wrapping_abs())),
-        _ => return Err(Fault::Undefined),
+        _ => return Err(ScalarFault::Undefined),
     }
     Ok(())
 }
 
 /// PTX ISA, `mul` of integers: `mul.hi` and `mul.wide`.
-fn product(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn product(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), ScalarFault> {
     macro_rules! high {
         ($t:ty, $wide:ty) => {
             map2(from, to, |a: $t, b: $t| ((a as $wide * b as $wide) >> <$t>::BITS) as $t)
@@ -255,13 +260,18 @@ fn product(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault
         Scalar::MulWide(Type::S16) => wide!(i16, i32),
         Scalar::MulWide(Type::U32) => wide!(u32, u64),
         Scalar::MulWide(Type::S32) => wide!(i32, i64),
-        _ => return Err(Fault::Undefined),
+        _ => return Err(ScalarFault::Undefined),
     }
     Ok(())
 }
 
 /// PTX ISA, `div` and `rem` of integers. The quotient of the least value and -1 wraps.
-fn quotient(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes, active: u32) -> Result<(), Fault> {
+fn quotient(
+    kind: Scalar,
+    from: &[&Lanes; 4],
+    to: &mut Lanes,
+    active: u32,
+) -> Result<(), ScalarFault> {
     match kind {
         Scalar::Div(of) => with_integer!(of, T => map2(from, to, |a: T, b: T| {
             if b == 0 { 0 } else { a.wrapping_div(b) }
@@ -269,25 +279,25 @@ fn quotient(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes, active: u32) -> Re
         Scalar::Rem(of) => with_integer!(of, T => map2(from, to, |a: T, b: T| {
             if b == 0 { 0 } else { a.wrapping_rem(b) }
         })),
-        _ => return Err(Fault::Undefined),
+        _ => return Err(ScalarFault::Undefined),
     }
     match (0..).zip(from[1]).find(|(lane, b)| **b == 0 && active >> lane & 1 != 0) {
-        Some((lane, _)) => Err(Fault::DivisionByZero { lane }),
+        Some((lane, _)) => Err(ScalarFault::DivisionByZero { lane }),
         None => Ok(()),
     }
 }
 
 /// PTX ISA, "Logic and Shift Instructions": `and`, `or`, `xor` and `not`.
-fn logic(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn logic(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), ScalarFault> {
     let (Scalar::And(of) | Scalar::Or(of) | Scalar::Xor(of) | Scalar::Not(of)) = kind else {
-        return Err(Fault::Undefined);
+        return Err(ScalarFault::Undefined);
     };
     let ones = match of {
         Type::Pred => 1,
         Type::B16 => u64::from(u16::MAX),
         Type::B32 => u64::from(u32::MAX),
         Type::B64 => u64::MAX,
-        _ => return Err(Fault::Undefined),
+        _ => return Err(ScalarFault::Undefined),
     };
     match kind {
         Scalar::And(_) => map2(from, to, |a: u64, b: u64| a & b),
@@ -299,7 +309,7 @@ fn logic(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> 
 }
 
 /// PTX ISA, `shl`, `shr` and `bfi`.
-fn shift(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn shift(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), ScalarFault> {
     match kind {
         Scalar::Shl(of) => with!(of, T in { B16: u16, B32: u32, B64: u64 }, {
             map2(from, to, |a: T, amount: u32| if amount < T::BITS { a << amount } else { 0 });
@@ -326,20 +336,25 @@ fn shift(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> 
                 *to = (*b as T & !field | inserted & field).bits();
             }
         }),
-        _ => return Err(Fault::Undefined),
+        _ => return Err(ScalarFault::Undefined),
     }
     Ok(())
 }
 
 /// PTX ISA, `setp` and "Integer and Bit-Size Comparisons". Untyped bits (`.b`) have no order.
-fn comparison(compare: Compare, of: Type, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn comparison(
+    compare: Compare,
+    of: Type,
+    from: &[&Lanes; 4],
+    to: &mut Lanes,
+) -> Result<(), ScalarFault> {
     match of {
         Type::F32 => compare_floats::<f32>(compare, from, to),
         Type::F64 => compare_floats::<f64>(compare, from, to),
         Type::B16 | Type::B32 | Type::B64 => match compare {
             Compare::Eq => map2(from, to, |a: u64, b: u64| a == b),
             Compare::Ne => map2(from, to, |a: u64, b: u64| a != b),
-            _ => return Err(Fault::Undefined),
+            _ => return Err(ScalarFault::Undefined),
         },
         _ => with_integer!(of, T => match compare {
             Compare::Eq => map2(from, to, |a: T, b: T| a == b),
@@ -348,7 +363,7 @@ fn comparison(compare: Compare, of: Type, from: &[&Lanes; 4], to: &mut Lanes) ->
             Compare::Le => map2(from, to, |a: T, b: T| a <= b),
             Compare::Gt => map2(from, to, |a: T, b: T| a > b),
             Compare::Ge => map2(from, to, |a: T, b: T| a >= b),
-            _ => return Err(Fault::Undefined),
+            _ => return Err(ScalarFault::Undefined),
         }),
     }
     Ok(())
@@ -378,7 +393,7 @@ fn compare_floats<T: Value + PartialOrd>(compare: Compare, from: &[&Lanes; 4], t
 
 /// PTX ISA, "Floating Point Instructions": `add`, `sub`, `mul` and `fma`. In `f64`, products of two
 /// `f32` are exact; sums are not, see [`sum_and_error`].
-fn rounded(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn rounded(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), ScalarFault> {
     use Round::{Down, Nearest, Zero};
     use Type::{F32, F64};
     let wide = f64::from;
@@ -410,7 +425,7 @@ fn rounded(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault
         Scalar::Fma(F32, Down) => {
             map3(from, to, |a: f32, b: f32, c: f32| sum_down(wide(a) * wide(b), wide(c)));
         }
-        _ => return Err(Fault::Undefined),
+        _ => return Err(ScalarFault::Undefined),
     }
     Ok(())
 }
@@ -457,7 +472,7 @@ fn sum_toward_zero(a: f64, b: f64) -> f32 {
 
 /// PTX ISA, "Floating Point Instructions": `div.rn`, `abs`, `neg`, `min`, `max`, `rcp.rn` and
 /// `sqrt.rn`.
-fn float(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn float(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), ScalarFault> {
     match kind {
         Scalar::Div(of) => with_float!(of, T => map2(from, to, |a: T, b: T| a / b)),
         Scalar::Sqrt(of) => with_float!(of, T => map1(from, to, |a: T| a.sqrt())),
@@ -477,14 +492,14 @@ fn float(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> 
         Scalar::Max(of) => with_float!(of, T => map2(from, to, |a: T, b: T| {
             if b.is_nan() || a > b || a == b && a.is_sign_positive() { a } else { b }
         })),
-        _ => return Err(Fault::Undefined),
+        _ => return Err(ScalarFault::Undefined),
     }
     Ok(())
 }
 
 /// PTX ISA, "Floating Point Instructions": `div.approx.f32`, `rsqrt.approx.f32`, `lg2.approx.f32` and
 /// `ex2.approx.f32`.
-fn approximation(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn approximation(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), ScalarFault> {
     match kind {
         Scalar::DivApprox => map2(from, to, divide_approximately),
         // A relative error of 2^-22.9. The reciprocal of -0 is -infinity, of a negative number NaN.
@@ -498,7 +513,7 @@ fn approximation(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(),
             let result = f64::from(a).exp2() as f32;
             if result < f32::MIN_POSITIVE { 0.0 } else { result }
         }),
-        _ => return Err(Fault::Undefined),
+        _ => return Err(ScalarFault::Undefined),
     }
     Ok(())
 }
@@ -512,7 +527,7 @@ fn divide_approximately(a: f32, b: f32) -> f32 {
 }
 
 /// PTX ISA, `cvt`.
-fn conversion(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fault> {
+fn conversion(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), ScalarFault> {
     match kind {
         Scalar::Convert { from: source, to: target } => {
             let ones = with_integer!(target, T => (-1i64 as T).bits());
@@ -537,7 +552,7 @@ fn conversion(kind: Scalar, from: &[&Lanes; 4], to: &mut Lanes) -> Result<(), Fa
                 u32::from(bf16(high)) << 16 | u32::from(bf16(low))
             });
         }
-        _ => return Err(Fault::Undefined),
+        _ => return Err(ScalarFault::Undefined),
     }
     Ok(())
 }
@@ -547,7 +562,7 @@ fn bf16(a: f32) -> u16 {
     if a.is_nan() {
         return 0x7fff;
     }
-    // Adds just under half of the last place, and the rest of the half if the last bit is odd. A
+    // Adds just under half of the last digit, and the rest of the half if the last bit is odd. A
     // carry into the exponent is right too, up to infinity.
     let bits = a.to_bits();
     ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16

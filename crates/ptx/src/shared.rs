@@ -2,19 +2,17 @@
 
 use crate::fault::{Access, Fault};
 use crate::instruction::Space;
-use crate::order::{Known, Stamp};
+use crate::order::{By, NO_ACCESS, Stamp};
+use std::ops::Range;
 
-/// Unit of a stamp that no access has.
-const NOBODY: Stamp = Stamp { unit: u16::MAX, epoch: 0, releases: 0, lanes: 0 };
-
-/// A cell of 4 bytes, or of 1 byte in kernels that store less than 4.
+/// What is known of a cell, whose size is that of the smallest store, at most 4 bytes.
 #[derive(Debug, Clone)]
 struct Cell {
     writer: Stamp,
     /// How many proxy fences the writing thread had executed; `None` for asynchronous writes.
     fences: Option<u32>,
-    /// The last reads since the last write: for each unit, those of one epoch, and one for each number
-    /// of releases.
+    /// The last read of each thread since the last write: for each unit, those of one epoch, and one
+    /// for each number of releases.
     reads: Vec<Stamp>,
     is_written: bool,
     /// An asynchronous copy to this cell is in flight.
@@ -24,7 +22,7 @@ struct Cell {
 }
 
 const FRESH: Cell = Cell {
-    writer: NOBODY,
+    writer: NO_ACCESS,
     fences: None,
     reads: Vec::new(),
     is_written: false,
@@ -32,48 +30,37 @@ const FRESH: Cell = Cell {
     is_barrier: false,
 };
 
-/// The number of fences that the thread of a write has executed until now.
-pub(crate) type Fences<'a> = &'a dyn Fn(Stamp) -> u32;
-
-/// Who accesses shared memory, and what is ordered before.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct By<'a> {
-    pub(crate) stamp: Stamp,
-    /// Of the warp, and of the thread besides.
-    pub(crate) known: [&'a Known; 2],
-}
-
-impl By<'_> {
-    fn follows(&self, other: Stamp) -> bool {
-        let Stamp { unit, epoch, lanes, .. } = self.stamp;
-        let is_own = other.unit == unit
-            && (other.epoch < epoch || (other.epoch == epoch && other.lanes & !lanes == 0));
-        other.unit == NOBODY.unit || is_own || self.known.iter().any(|known| known.has(other))
-    }
-}
+/// The first fence of the thread of a write after it had executed a number of fences.
+pub(crate) type FindFence<'a> = &'a dyn Fn(Stamp, u32) -> Option<Stamp>;
 
 /// The shared memory of a block.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct SharedMemory {
     bytes: Vec<u8>,
+    /// Addresses that the kernel may access.
+    ranges: Vec<Range<usize>>,
     cells: Vec<Cell>,
     /// Number of bytes of a cell, as a power of two.
     shift: u32,
     num_warps: usize,
 }
 
-impl Shared {
-    pub(crate) fn new(bytes: usize, has_small_stores: bool, num_warps: usize) -> Self {
-        let shift = if has_small_stores { 0 } else { 2 };
+impl SharedMemory {
+    /// `shift`: see [`Kernel::shared_shift`](crate::Kernel::shared_shift).
+    pub(crate) fn new(ranges: Vec<Range<usize>>, shift: u32, num_warps: usize) -> Self {
+        let bytes = ranges.iter().map(|range| range.end).max().unwrap_or(0);
         let cells = vec![FRESH; bytes.div_ceil(1 << shift)];
-        Self { bytes: vec![0; bytes], cells, shift, num_warps }
+        Self { bytes: vec![0; bytes], ranges, cells, shift, num_warps }
     }
 
     /// Checks bounds and alignment; `align` is a number of bytes.
     pub(crate) fn check(&self, at: u64, bytes: usize, align: usize) -> Result<usize, Fault> {
         let space = Space::Shared;
-        let end = at.checked_add(bytes as u64).filter(|end| *end <= self.bytes.len() as u64);
-        if end.is_none() {
+        let is_inside = |range: &Range<usize>| {
+            let end = at.saturating_add(bytes as u64);
+            at >= range.start as u64 && end <= range.end as u64
+        };
+        if !self.ranges.iter().any(is_inside) {
             return Err(Fault::OutOfBounds { space, at, bytes });
         }
         if !at.is_multiple_of(align as u64) {
@@ -86,21 +73,14 @@ impl Shared {
         at >> self.shift..((at + bytes - 1) >> self.shift) + 1
     }
 
-    fn name(&self, stamp: Stamp) -> String {
-        let unit = usize::from(stamp.unit);
-        if unit >= self.num_warps {
-            return "a copy of a box".to_owned();
-        }
-        format!("thread {}", 32 * unit + stamp.lanes.trailing_zeros() as usize)
-    }
-
     fn race(&self, cell: usize, access: Access, other: Access, by: Stamp) -> Fault {
-        Fault::Race { at: (cell << self.shift) as u64, access, other, by: self.name(by) }
+        let (space, at) = (Space::Shared, (cell << self.shift) as u64);
+        Fault::Race { space, at, access, other, by: by.describe(self.num_warps) }
     }
 
     /// Checks that a read may see these bytes, and notes it.
     pub(crate) fn note_read(&mut self, at: usize, bytes: usize, by: &By<'_>) -> Result<(), Fault> {
-        self.note_read_of(at, bytes, by, false)
+        self.note_read_or_wait(at, bytes, by, false)
     }
 
     /// The same for a barrier of 8 bytes.
@@ -108,10 +88,10 @@ impl Shared {
         if !self.cells[at >> self.shift].is_barrier {
             return Err(Fault::NoMemoryBarrier { at: at as u64 });
         }
-        self.note_read_of(at, 8, by, true)
+        self.note_read_or_wait(at, 8, by, true)
     }
 
-    fn note_read_of(
+    fn note_read_or_wait(
         &mut self,
         at: usize,
         bytes: usize,
@@ -120,15 +100,15 @@ impl Shared {
     ) -> Result<(), Fault> {
         for index in self.cells(at, bytes) {
             let cell = &self.cells[index];
-            let place = (index << self.shift) as u64;
+            let at = (index << self.shift) as u64;
             if cell.is_barrier != of_barrier {
-                return Err(Fault::OrdinaryAccess { at: place });
+                return Err(Fault::OrdinaryAccess { at });
             }
             if cell.in_flight {
-                return Err(Fault::InFlight { at: place });
+                return Err(Fault::InFlight { at });
             }
             if !cell.is_written {
-                return Err(Fault::Unwritten { space: Space::Shared, at: place });
+                return Err(Fault::Unwritten { space: Space::Shared, at });
             }
             if !by.follows(cell.writer) {
                 return Err(self.race(index, Access::Read, Access::Write, cell.writer));
@@ -139,25 +119,34 @@ impl Shared {
             if let Some(read) = reads.iter_mut().find(|read| is_same(read)) {
                 read.lanes |= lanes;
             } else {
-                // an earlier epoch is ordered before whatever this one is ordered before
-                reads.retain(|read| read.unit != unit || read.epoch == epoch);
+                // an earlier epoch, and an earlier release of these lanes, is ordered before whatever
+                // this read is ordered before
+                reads.retain_mut(|read| {
+                    if read.unit == unit {
+                        read.lanes &= !lanes;
+                    }
+                    read.unit != unit || (read.epoch == epoch && read.lanes != 0)
+                });
                 reads.push(by.stamp);
             }
         }
         Ok(())
     }
 
-    /// Checks that the threads that wrote these bytes have executed a fence since then, so that the
-    /// asynchronous proxy may access them.
+    /// Checks that the threads that wrote these bytes have executed a fence after the write and before
+    /// an access of the asynchronous proxy.
     pub(crate) fn check_fences(
         &self,
         at: usize,
         bytes: usize,
-        fences: Fences<'_>,
+        find_fence: FindFence<'_>,
+        by: &By<'_>,
     ) -> Result<(), Fault> {
         for index in self.cells(at, bytes) {
             let cell = &self.cells[index];
-            if cell.fences.is_some_and(|before| fences(cell.writer) == before) {
+            let Some(before) = cell.fences else { continue };
+            // a fence that is not ordered before may come too late in another order of the warps
+            if !find_fence(cell.writer, before).is_some_and(|fence| by.follows(fence)) {
                 return Err(Fault::NoProxyFence { at: (index << self.shift) as u64 });
             }
         }
@@ -224,5 +213,25 @@ impl Shared {
 
     pub(crate) fn bytes_mut(&mut self, at: usize, bytes: usize) -> &mut [u8] {
         &mut self.bytes[at..at + bytes]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::order::NOTHING;
+
+    #[test]
+    fn a_later_read_of_a_thread_replaces_its_earlier_ones() {
+        let mut memory = SharedMemory::new(std::iter::once(0..4).collect(), 2, 1);
+        let by = |releases, lanes| {
+            let stamp = Stamp { unit: 0, epoch: 1, releases, lanes };
+            By { stamp, known: [&NOTHING; 2], is_async: false }
+        };
+        memory.note_write(0, 4, &by(0, 1), None).expect("the first access");
+        for releases in 0..100 {
+            memory.note_read(0, 4, &by(releases, 1)).expect("the thread that wrote");
+        }
+        assert_eq!(memory.cells[0].reads, [by(99, 1).stamp]);
     }
 }

@@ -3,8 +3,7 @@
 
 use crate::fault::Fault;
 use crate::instruction::{Guard, LANES, Lanes, Operand, Reg, Special};
-use crate::order::{Known, Stamp};
-use crate::shared::By;
+use crate::order::{By, Known, NOTHING, Stamp};
 use crate::warpgroup::InFlight;
 
 /// Threads of a warp that are at the same instruction.
@@ -58,10 +57,9 @@ pub(crate) struct Warp {
     known: Known,
     /// What single threads know besides.
     of_lanes: Vec<Option<Box<Known>>>,
-    nothing: Known,
-    /// Number of proxy fences of each thread, and of these and fences of initialised barriers.
-    pub(crate) fences: [u32; LANES],
-    pub(crate) init_fences: [u32; LANES],
+    /// Proxy fences of each thread, and both these and fences of initialised barriers.
+    pub(crate) fences: Vec<Vec<Stamp>>,
+    pub(crate) init_fences: Vec<Vec<Stamp>>,
     /// Copies of each thread: those of the open group, and of groups in flight, the oldest first.
     pub(crate) open_copies: Vec<Vec<Copy16>>,
     pub(crate) copies: Vec<Vec<Vec<Copy16>>>,
@@ -74,7 +72,7 @@ pub(crate) struct Warp {
 }
 
 /// The lanes of a mask.
-pub(crate) fn lanes_of(mask: u32) -> impl Iterator<Item = usize> {
+pub(crate) fn iterate_lanes(mask: u32) -> impl Iterator<Item = usize> {
     (0..LANES).filter(move |lane| mask >> lane & 1 == 1)
 }
 
@@ -100,9 +98,8 @@ impl Warp {
             releases: 0,
             known,
             of_lanes: vec![None; LANES],
-            nothing: Known::default(),
-            fences: [0; LANES],
-            init_fences: [0; LANES],
+            fences: vec![Vec::new(); LANES],
+            init_fences: vec![Vec::new(); LANES],
             open_copies: vec![Vec::new(); LANES],
             copies: vec![Vec::new(); LANES],
             products: InFlight::default(),
@@ -141,16 +138,16 @@ impl Warp {
     }
 
     /// The values of an operand.
-    pub(crate) fn values(&self, operand: Operand, place: &Place) -> Lanes {
+    pub(crate) fn values(&self, operand: Operand, position: &Position) -> Lanes {
         match operand {
             Operand::Reg(reg) => self.regs[reg.0 as usize],
             Operand::Immediate(value) => [value; LANES],
             Operand::Special(Special::Thread) => {
                 std::array::from_fn(|lane| (LANES * self.index + lane) as u64)
             }
-            Operand::Special(Special::Threads) => [place.threads as u64; LANES],
-            Operand::Special(Special::Block(axis)) => [u64::from(place.block[axis]); LANES],
-            Operand::Special(Special::Blocks(axis)) => [u64::from(place.grid[axis]); LANES],
+            Operand::Special(Special::Threads) => [position.threads as u64; LANES],
+            Operand::Special(Special::Block(axis)) => [u64::from(position.block[axis]); LANES],
+            Operand::Special(Special::Blocks(axis)) => [u64::from(position.grid[axis]); LANES],
         }
     }
 
@@ -159,11 +156,11 @@ impl Warp {
         &self,
         operand: Operand,
         lanes: u32,
-        place: &Place,
+        position: &Position,
     ) -> Result<u64, Fault> {
-        let values = self.values(operand, place);
+        let values = self.values(operand, position);
         let first = values[lanes.trailing_zeros() as usize];
-        let is_same = lanes_of(lanes).all(|lane| values[lane] == first);
+        let is_same = iterate_lanes(lanes).all(|lane| values[lane] == first);
         if is_same { Ok(first) } else { Err(Fault::NotUniform) }
     }
 
@@ -174,7 +171,7 @@ impl Warp {
             *to = *values;
             return;
         }
-        for lane in lanes_of(lanes) {
+        for lane in iterate_lanes(lanes) {
             to[lane] = values[lane];
         }
     }
@@ -202,13 +199,21 @@ impl Warp {
 
     /// An access by a thread.
     pub(crate) fn by(&self, lane: usize) -> By<'_> {
-        let known = [&self.known, self.of_lanes[lane].as_deref().unwrap_or(&self.nothing)];
-        By { stamp: self.stamp(1 << lane), known }
+        let known = [&self.known, self.of_lanes[lane].as_deref().unwrap_or(&NOTHING)];
+        By { stamp: self.stamp(1 << lane), known, is_async: false }
     }
 
-    /// An access on behalf of all threads of the warp.
-    pub(crate) fn by_all(&self) -> By<'_> {
-        By { stamp: self.stamp(self.live), known: [&self.known, &self.nothing] }
+    /// What is ordered before an asynchronous access of all threads together: what the whole warp has
+    /// seen, and what its threads did.
+    pub(crate) fn known_to_all(&self) -> Known {
+        let mut known = self.known.clone();
+        known.add(self.stamp(self.live));
+        known
+    }
+
+    /// An asynchronous access with this stamp has ended, and the warp has waited for it.
+    pub(crate) fn end_access(&mut self, stamp: Stamp) {
+        self.known.add(stamp);
     }
 
     /// All threads of the warp synchronise: their accesses so far are ordered before later ones.
@@ -225,7 +230,7 @@ impl Warp {
     /// all threads of the instruction have released.
     pub(crate) fn released(&self, lanes: u32) -> Known {
         let mut released = self.known.clone();
-        for known in lanes_of(lanes).filter_map(|lane| self.of_lanes[lane].as_deref()) {
+        for known in iterate_lanes(lanes).filter_map(|lane| self.of_lanes[lane].as_deref()) {
             released.join(known);
         }
         released.add(self.stamp(lanes));
@@ -243,7 +248,7 @@ impl Warp {
             self.known.join(released);
             return;
         }
-        for lane in lanes_of(lanes) {
+        for lane in iterate_lanes(lanes) {
             self.of_lanes[lane].get_or_insert_default().join(released);
         }
     }
@@ -251,7 +256,7 @@ impl Warp {
 
 /// Where a block is in its grid.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct Position {
     pub(crate) block: [u32; 3],
     pub(crate) grid: [u32; 3],
     pub(crate) threads: usize,

@@ -3,7 +3,7 @@
 use crate::block::Block;
 use crate::fault::Fault;
 use crate::instruction::{Lanes, MatrixA, Op, Operand, Reg, WarpgroupMma};
-use crate::order::Stamp;
+use crate::order::{By, Stamp};
 use crate::products::{self, Descriptor};
 use crate::warp::Warp;
 use std::collections::{BTreeMap, VecDeque};
@@ -16,6 +16,8 @@ const IN_FLIGHT: u64 = 0x7fff_ffff;
 pub(crate) struct InFlight {
     open: Vec<Product>,
     groups: VecDeque<Vec<Product>>,
+    /// Number of groups that have ended.
+    num_ended: u32,
     /// The sums.
     sums: BTreeMap<Reg, Lanes>,
 }
@@ -86,6 +88,11 @@ impl InFlight {
         self.groups.push_back(group);
     }
 
+    /// The number of the open group, from 1.
+    fn open_group(&self) -> u32 {
+        self.num_ended + self.groups.len() as u32 + 1
+    }
+
     fn all(&self) -> impl Iterator<Item = &Product> {
         self.groups.iter().flatten().chain(&self.open)
     }
@@ -119,7 +126,7 @@ impl Block<'_> {
             return Ok(());
         }
         let mut busy = None;
-        op.registers(&mut |reg, _| {
+        op.visit_registers(&mut |reg| {
             if of.products.is_busy(reg) {
                 busy = Some(reg);
             }
@@ -143,7 +150,7 @@ impl Block<'_> {
         is_a: bool,
     ) -> Result<Vec<u64>, Fault> {
         let product = |error: &dyn std::fmt::Display| Fault::Product(error.to_string());
-        let bits = self.warps[warp].uniform(operand, u32::MAX, &self.place)?;
+        let bits = self.warps[warp].uniform(operand, u32::MAX, &self.position)?;
         let descriptor = Descriptor::decode(bits).map_err(|error| product(&error))?;
         let pieces = descriptor.addresses(rows, transposed).map_err(|error| product(&error))?;
         if !is_a {
@@ -164,7 +171,7 @@ impl Block<'_> {
     ) -> Result<(), Fault> {
         let mut descriptors = [0; 2];
         if let Op::WarpgroupMma(of) = op {
-            let value = |operand| self.warps[warp].uniform(operand, u32::MAX, &self.place);
+            let value = |operand| self.warps[warp].uniform(operand, u32::MAX, &self.position);
             let a = match of.a {
                 MatrixA::Regs(_) => 0,
                 MatrixA::Descriptor(a) => value(a)?,
@@ -176,9 +183,7 @@ impl Block<'_> {
             Op::WarpgroupMma(of) => return self.issue_product(warp, of),
             Op::WarpgroupFence => self.warps[warp].fence(),
             Op::WarpgroupCommit => self.warps[warp].products.commit(),
-            Op::WarpgroupWait { pending } => {
-                return self.wait_for_products(warp, *pending as usize);
-            }
+            Op::WarpgroupWait { pending } => self.wait_for_products(warp, *pending as usize),
             _ => {}
         }
         Ok(())
@@ -191,15 +196,12 @@ impl Block<'_> {
 
     /// Starts a product.
     fn issue_product(&mut self, warp: usize, op: &WarpgroupMma) -> Result<(), Fault> {
-        if op.negate != [false; 2] {
-            return Err(Fault::NotSupported("negated operands of wgmma"));
-        }
         let of = &self.warps[warp];
         let [a_transposed, b_transposed] = op.transpose;
-        let adds = of.uniform(op.adds, u32::MAX, &self.place)? != 0;
+        let adds = of.uniform(op.adds, u32::MAX, &self.position)? != 0;
         let (a, a_regs) = match &op.a {
             MatrixA::Regs(regs) => {
-                let values = regs.map(|operand| of.values(operand, &self.place));
+                let values = regs.map(|operand| of.values(operand, &self.position));
                 let names = regs.iter().filter_map(|operand| match operand {
                     Operand::Reg(reg) => Some(*reg),
                     _ => None,
@@ -225,7 +227,7 @@ impl Block<'_> {
         }
         let (n, d) = (op.n, op.d.clone());
         let product = Product { n, d, a, a_regs, b, b_transposed, adds, is_fenced: false };
-        self.note_operands(warp, &product, true)?;
+        self.note_operands(warp, &product)?;
         let of = &mut self.warps[warp];
         for reg in &product.d {
             let value = *of.reg(*reg);
@@ -236,31 +238,40 @@ impl Block<'_> {
         Ok(())
     }
 
-    /// Notes the reads of a product. When it starts, threads must have fenced what they wrote.
-    fn note_operands(&mut self, warp: usize, product: &Product, starts: bool) -> Result<(), Fault> {
+    /// The stamp of the reads of a group of products.
+    ///
+    /// PTX ISA, `wgmma.wait_group`: threads wait until the groups that they have committed are complete.
+    /// So a thread that has waited may overwrite the operands of all products of its warp, and a thread
+    /// that has not waited may not, whatever barriers it has passed.
+    fn product_stamp(&self, warp: usize, group: u32) -> Stamp {
+        let unit = (self.warps.len() + warp) as u16;
+        Stamp { unit, epoch: group, releases: 0, lanes: 1 }
+    }
+
+    /// Notes the reads of a product that starts. Threads must have fenced what they wrote.
+    fn note_operands(&mut self, warp: usize, product: &Product) -> Result<(), Fault> {
+        let stamp = self.product_stamp(warp, self.warps[warp].products.open_group());
         let warps = &self.warps;
-        let fences = |of: Stamp| Self::fences_of(warps, of);
-        let by = warps[warp].by_all();
+        let find_fence = |write, before| Self::find_fence(warps, write, before);
+        let known = warps[warp].known_to_all();
+        let by = By { stamp, known: [&known, &known], is_async: true };
         let a = match &product.a {
             Left::Shared(pieces, _) => &pieces[..],
             Left::Values(_) => &[],
         };
         for at in a.iter().chain(&product.b) {
-            let place = self.shared.check(*at, 16, 16)?;
-            self.shared.note_read(place, 16, &by)?;
-            if starts {
-                self.shared.check_fences(place, 16, &fences)?;
-            }
+            let first = self.shared.check(*at, 16, 16)?;
+            self.shared.note_read(first, 16, &by)?;
+            self.shared.check_fences(first, 16, &find_fence, &by)?;
         }
         Ok(())
     }
 
     /// Ends the groups of products of a warp but the last `pending` ones.
-    fn wait_for_products(&mut self, warp: usize, pending: usize) -> Result<(), Fault> {
+    fn wait_for_products(&mut self, warp: usize, pending: usize) {
         while self.warps[warp].products.groups.len() > pending {
             let group = self.warps[warp].products.groups.pop_front().unwrap_or_default();
             for product in group {
-                self.note_operands(warp, &product, false)?;
                 let read = |pieces: &[u64]| -> Vec<[u8; 16]> {
                     let piece = |at: &u64| self.shared.bytes(*at as usize, 16).try_into();
                     pieces.iter().map(|at| piece(at).expect("16 bytes")).collect()
@@ -280,9 +291,13 @@ impl Block<'_> {
                 self.counts.shared_read += read as u64;
                 self.counts.products += (16 * product.n * 16) as u64;
             }
-            self.warps[warp].end_products();
+            let of = &mut self.warps[warp];
+            of.end_products();
+            of.products.num_ended += 1;
+            let open = of.products.num_ended + 1;
+            let stamp = self.product_stamp(warp, open);
+            self.warps[warp].end_access(Stamp { lanes: 0, ..stamp });
         }
-        Ok(())
     }
 }
 

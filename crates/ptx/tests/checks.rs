@@ -26,7 +26,12 @@ struct Run {
 
 /// Runs a kernel with `a[i] = 100 + i` and an unwritten `b`, both of 256 words.
 fn execute(body: &str, blocks: u32, threads: usize, seed: u64) -> Run {
-    let module = ptx::parse(&kernel(body)).expect("right PTX");
+    execute_text(&kernel(body), &|launch| Launch { grid: [blocks, 1, 1], threads, seed, ..launch })
+}
+
+/// Runs the kernel of a text; `change` sets what differs from one block of a warp.
+fn execute_text(text: &str, change: &dyn Fn(Launch<'_>) -> Launch<'_>) -> Run {
+    let module = ptx::parse(text).expect("right PTX");
     let mut global = Global::default();
     let a: Vec<u8> = (0..256u32).flat_map(|i| (100 + i).to_le_bytes()).collect();
     let (a, b) = (global.upload(&a), global.allocate(1024));
@@ -44,14 +49,16 @@ fn execute(body: &str, blocks: u32, threads: usize, seed: u64) -> Run {
     params.extend(map.to_bytes());
     let launch = Launch {
         kernel: &module.kernels[0],
-        grid: [blocks, 1, 1],
-        threads,
+        grid: [1; 3],
+        threads: 32,
         shared_bytes: 0,
+        max_shared_bytes: 232_448,
+        max_instructions: 1 << 20,
         params: &params,
         registers: 32,
-        seed,
+        seed: 1,
     };
-    let result = run(&launch, &mut global);
+    let result = run(&change(launch), &mut global);
     let bytes = global.download(b).expect("an allocation").0;
     let b =
         bytes.chunks(4).map(|word| u32::from_le_bytes(word.try_into().expect("4 bytes"))).collect();
@@ -208,7 +215,7 @@ fn asynchronous_copies_are_waited_for() {
     assert_eq!(right(&format!("{mov}{}", with("%r7", "cp.async.wait_group 0;")), 32)[2], 0);
     let more = format!("mov.u32 %r7, 17;\n{}", with("%r7", "cp.async.wait_group 0;"));
     wrong(&more, 32, |fault| matches!(fault, Fault::CopySize { size: 17, most: 16 }));
-    // a group may be empty, and copies that nothing orders have different places
+    // a group may be empty, and copies that nothing orders write different bytes
     let empty = "cp.async.commit_group;\ncp.async.wait_group 1;";
     assert_eq!(right(&with("16", empty), 32)[2], 109);
     let twice = copy.replace("SIZE;", "16;\ncp.async.cg.shared.global [%r5], [%rd6], 16;");
@@ -454,5 +461,210 @@ fn uniform_branches_parameters_and_sizes_of_blocks() {
         matches!(fault, Fault::Misaligned { space: Space::Param, at: 2, bytes: 4 })
     });
     right("", 1024);
-    wrong("", 1025, |fault| matches!(fault, Fault::TooManyThreads { threads: 1025, most: 1024 }));
+    for threads in [0, 33, 1056] {
+        wrong("", threads, |fault| matches!(fault, Fault::NumThreads { most: 1024, .. }));
+    }
+    let launch = |change: &dyn Fn(Launch<'_>) -> Launch<'_>| {
+        execute_text(&kernel("mov.u32 %r5, tile;"), change).result.unwrap_err().fault
+    };
+    for grid in
+        [[1 << 17, 1 << 15, 1], [1, 0, 1], [1, 1 << 16, 1], [1, 1, 1 << 16], [1 << 31, 1, 1]]
+    {
+        assert_eq!(launch(&|launch| Launch { grid, ..launch }), Fault::Grid { grid });
+    }
+    let large = launch(&|launch| Launch { shared_bytes: 232_448 - 1023, ..launch });
+    assert_eq!(large, Fault::TooMuchShared { bytes: 232_449, most: 232_448 });
+    let huge = launch(&|launch| Launch { shared_bytes: usize::MAX, ..launch });
+    assert!(matches!(huge, Fault::TooMuchShared { .. }), "{huge}");
+}
+
+/// Thread i writes word i of `b`, and reads that of another thread.
+const GLOBAL_EXCHANGE: &str = "st.global.u32 [%rd5], %r2;\nBARRIER\nxor.b32 %r5, %r2, OTHER;\nmul.wide.u32 %rd6, %r5, 4;\n\
+    add.s64 %rd6, %rd2, %rd6;\nld.global.u32 %r6, [%rd6];";
+
+fn is_global_race(fault: &Fault) -> bool {
+    matches!(fault, Fault::Race { space: Space::Global, .. })
+}
+
+#[test]
+fn barriers_order_accesses_of_global_memory() {
+    let with = |barrier: &str, other: &str| {
+        GLOBAL_EXCHANGE.replace("BARRIER", barrier).replace("OTHER", other)
+    };
+    right(&with("", "0"), 64);
+    right(&with("bar.warp.sync -1;", "31"), 64);
+    wrong(
+        &with("", "31"),
+        32,
+        |fault| matches!(fault, Fault::Race { space: Space::Global, access: Access::Read, by, .. } if by == "thread 31"),
+    );
+    right(&with("bar.sync 0;", "32"), 64);
+    let is_early =
+        |fault: &Fault| is_global_race(fault) || matches!(fault, Fault::Unwritten { .. });
+    wrong(&with("", "32"), 64, is_early);
+    wrong(&with("bar.warp.sync -1;", "32"), 64, is_early);
+    // a write after reads: all of them must be ordered before
+    let read = "ld.global.u32 %r6, [%rd4];\nld.global.u32 %r7, [%rd1];\nBARRIER\nsetp.ne.s32 %p1, %r2, 5;\n\
+        @%p1 bra $L__BB0_1;\nst.global.u32 [%rd1], %r2;\n$L__BB0_1:";
+    right(&read.replace("BARRIER", "bar.sync 0;"), 64);
+    for barrier in ["", "bar.warp.sync -1;"] {
+        wrong(&read.replace("BARRIER", barrier), 64, is_global_race);
+    }
+    // stores of 16 bytes, read as words and as a copy to shared memory
+    let vector = "mul.wide.u32 %rd6, %r2, 16;\nadd.s64 %rd6, %rd2, %rd6;\nst.global.v4.u32 [%rd6], {%r2,%r2,%r2,%r2};\n\
+        BARRIER\nREAD";
+    let copy = "mov.b64 %rd7, %rd2;\nshl.b32 %r5, %r2, 4;\nadd.s32 %r5, %r3, %r5;\n\
+        cp.async.cg.shared.global [%r5], [%rd7], 16;\ncp.async.commit_group;\ncp.async.wait_group 0;";
+    for read in ["ld.global.u32 %r6, [%rd5];", copy] {
+        let body = vector.replace("READ", read);
+        right(&body.replace("BARRIER", "bar.warp.sync -1;"), 32);
+        wrong(&body.replace("BARRIER", ""), 32, is_global_race);
+    }
+}
+
+#[test]
+fn unused_bytes_of_global_loads_may_be_unwritten() {
+    let body = "mul.wide.u32 %rd6, %r2, 16;\nadd.s64 %rd6, %rd2, %rd6;\nst.global.u32 [%rd6+4], %r2;\n\
+        .pragma \"used_bytes_mask MASK\";\nld.global.v4.u32 {%r6,%r7,%r8,%r9}, [%rd6];";
+    right(&body.replace("MASK", "240"), 32);
+    wrong(&body.replace("MASK", "496"), 32, |fault| matches!(fault, Fault::Unwritten { .. }));
+}
+
+#[test]
+fn a_kernel_accesses_its_own_shared_variables() {
+    // addresses 1024 and 1088, of which the kernel names the second one
+    let text = |body: &str| {
+        let variables = ".shared .align 16 .b8 other[64];\n.shared .align 16 .b8 last[64];\n\
+            .extern .shared .align 16 .b8 dynamic[];\n.visible";
+        kernel(body).replace(".visible", variables)
+    };
+    let run = |body: &str, shared_bytes| {
+        execute_text(&text(body), &|launch| Launch { shared_bytes, ..launch }).result
+    };
+    let store = |at: u32| format!("mov.u32 %r5, last;\n@!%p1 st.shared.u32 [%r3+{at}], %r2;");
+    let first = |body: &str| format!("setp.ne.s32 %p1, %r2, 0;\n{body}");
+    run(&first(&store(1088)), 0).unwrap();
+    let is_outside =
+        |fault: &Fault| matches!(fault, Fault::OutOfBounds { space: Space::Shared, .. });
+    for at in [1024, 1084, 1152] {
+        let failure = run(&first(&store(at)), 64).unwrap_err();
+        assert!(is_outside(&failure.fault), "{at}: {failure}");
+    }
+    let dynamic = first(&store(1152)).replace("last", "dynamic");
+    run(&dynamic, 64).unwrap();
+    assert!(is_outside(&run(&dynamic, 0).unwrap_err().fault));
+    assert!(is_outside(&run(&dynamic.replace("1152", "1216"), 64).unwrap_err().fault));
+}
+
+#[test]
+fn a_failure_names_the_thread_with_the_fault() {
+    let body = "setp.eq.s32 %p1, %r2, 39;\nselp.u32 %r5, 4096, %r4, %p1;\nINSTRUCTION";
+    for (instruction, thread) in [
+        ("st.shared.u32 [%r5], %r2;", 39),
+        ("@%p1 ld.shared.u32 %r6, [%r5];", 39),
+        ("sub.s32 %r5, %r2, 37;\ndiv.s32 %r6, %r1, %r5;", 37),
+    ] {
+        let failure = execute(&body.replace("INSTRUCTION", instruction), 1, 64, 3).result;
+        assert_eq!(failure.unwrap_err().thread, thread, "{instruction}");
+    }
+}
+
+#[test]
+fn races_between_blocks_are_described() {
+    let body = "mov.u32 %r5, %ctaid.x;\nsetp.eq.s32 %p1, %r5, 0;\n@%p1 st.global.u32 [%rd4], %r2;\n\
+        @%p1 bra $L__BB0_1;\nld.global.u32 %r6, [%rd4];\nst.global.u32 [%rd4], %r2;\n$L__BB0_1:";
+    let text = execute(body, 2, 32, 1).result.unwrap_err().to_string();
+    assert!(text.contains("this read and a write by another block"), "{text}");
+    let swapped = body.replace("eq.s32", "ne.s32");
+    let text = execute(&swapped, 2, 32, 1).result.unwrap_err().to_string();
+    assert!(text.contains("this write and a write by another block"), "{text}");
+}
+
+#[test]
+fn addresses_of_32_bits_wrap_and_loops_end() {
+    let body = "sub.s32 %r5, %r4, 128;\nst.shared.u32 [%r4], %r2;\nld.shared.u32 %r6, [%r5+128];\nst.global.u32 [%rd5], %r6;";
+    assert_eq!(right(body, 32)[7], 7);
+    wrong("$L__BB0_1:\nbra $L__BB0_1;", 32, |fault| matches!(fault, Fault::Endless { .. }));
+}
+
+#[test]
+fn registers_of_ended_warps_stay_in_use() {
+    let body = "setp.lt.s32 %p1, %r2, 128;\nDEC\n@%p1 bra $L__BB0_1;\nsetmaxnreg.inc.sync.aligned.u32 40;\n$L__BB0_1:";
+    wrong(&body.replace("DEC", ""), 256, |fault| matches!(fault, Fault::Hang { .. }));
+    right(&body.replace("DEC", "setmaxnreg.dec.sync.aligned.u32 24;"), 256);
+}
+
+#[test]
+fn ended_threads_take_no_part_in_a_barrier_of_a_warp() {
+    let body = "st.shared.u32 [%r4], %r2;\nsetp.lt.s32 %p1, %r2, 16;\n@%p1 ret;\n\
+        bar.warp.sync 0xffff0000;\nxor.b32 %r5, %r2, OTHER;\nshl.b32 %r5, %r5, 2;\nadd.s32 %r5, %r3, %r5;\n\
+        ld.shared.u32 %r6, [%r5];";
+    right(&body.replace("OTHER", "15"), 32);
+    wrong(&body.replace("OTHER", "31"), 32, is_early);
+}
+
+#[test]
+fn lanes_wait_for_one_barrier() {
+    let body = "setp.ge.s32 %p1, %r2, 2;\n@%p1 bra $L__BB0_1;\nshl.b32 %r5, %r2, 3;\nadd.s32 %r5, %r3, %r5;\nmov.u32 %r8, 1;\n\
+        mbarrier.init.shared::cta.b64 [%r5], %r8;\nmov.u32 %r9, 0;\nmbarrier.arrive.shared::cta.b64 _, [%r5];\n\
+        mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r5], %r9;\n$L__BB0_1:";
+    wrong(body, 32, |fault| matches!(fault, Fault::NotSupported(_)));
+}
+
+#[test]
+fn fences_and_copies_count_in_each_order() {
+    let with = |before: &str| BOX.replace("BEFORE", before).replace("WORD", "%r4");
+    let body = with("st.shared.u32 [%r4], %r2;").replace("EXPECTED", "");
+    // the fence of another thread may come after the copy starts
+    let late = body.replace("bar.sync 0;", "bar.sync 0;\nfence.proxy.async.shared::cta;");
+    wrong(&late, 64, |fault| matches!(fault, Fault::NoProxyFence { at: 4 }));
+    let early = body.replace("bar.sync 0;", "fence.proxy.async.shared::cta;\nbar.sync 0;");
+    right(&early, 64);
+    // two copies to the same bytes in one phase
+    let copy = body.lines().find(|line| line.starts_with("cp.async.bulk")).unwrap().to_owned();
+    let twice = with("").replace("EXPECTED", &copy).replace("%r10, 256", "%r10, 512");
+    wrong(&twice, 64, |fault| matches!(fault, Fault::Race { .. } | Fault::InFlight { .. }));
+}
+
+/// Products of the first warpgroup, whose B the second one writes.
+const OVERWRITTEN: &str = "mov.u32 %r10, 0x3f803f80;\nmov.u32 %r11, %r10;\nmov.u32 %r12, %r10;\nmov.u32 %r13, %r10;\n\
+    st.shared.u32 [%r4], %r10;\nfence.proxy.async.shared::cta;\nbar.sync 0;\nmov.b64 %rd6, 0x1000080000;\n\
+    setp.ge.s32 %p1, %r2, 128;\n@%p1 bra $L__BB0_1;\nwgmma.fence.sync.aligned;\n\
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0,%f1,%f2,%f3}, {%r10,%r11,%r12,%r13}, %rd6, 0, 1, 1, 0;\n\
+    wgmma.commit_group.sync.aligned;\nEARLY\nwgmma.wait_group.sync.aligned 0;\nLATE\nst.global.f32 [%rd5], %f0;\n\
+    bra $L__BB0_2;\n$L__BB0_1:\nbar.sync 1, 256;\nst.shared.u32 [%r4+-512], %r2;\n$L__BB0_2:";
+
+#[test]
+fn operands_of_products_are_unchanged_until_the_wait() {
+    let with = |early: &str, late: &str| OVERWRITTEN.replace("EARLY", early).replace("LATE", late);
+    let barrier = "bar.sync 1, 256;";
+    assert_eq!(right(&with("", barrier), 256)[0], 16f32.to_bits());
+    let is_race = |fault: &Fault| matches!(fault, Fault::Race { access: Access::Write, .. });
+    wrong(&with(barrier, ""), 256, is_race);
+}
+
+#[test]
+fn a_warp_overwrites_its_own_tile_after_a_wait() {
+    // A is at address 1024, 16 bytes of each thread
+    let body = OVERWRITTEN
+        .replace("{%r10,%r11,%r12,%r13}", "%rd7")
+        .replace("0, 1, 1, 0;", "0, 1, 1, 0, 0;");
+    let body = body.replace(
+        "fence.proxy",
+        "shl.b32 %r5, %r2, 4;\nxor.b32 %r6, %r5, 16;\nadd.s32 %r5, %r3, %r5;\nadd.s32 %r6, %r3, %r6;\n\
+         st.shared.v4.u32 [%r5+1024], {%r10,%r11,%r12,%r13};\nmov.b64 %rd7, 0x1000080040;\nfence.proxy",
+    );
+    let own = "st.shared.v4.u32 [%r6+1024], {%r2,%r2,%r2,%r2};";
+    let run = |early: &str, late: &str, seed| {
+        let body = body.replace("EARLY", early).replace("LATE", late);
+        let text = kernel(&body).replace("tile[1024]", "tile[8192]");
+        execute_text(&text, &|launch| Launch { threads: 128, seed, ..launch })
+    };
+    for seed in 1..20 {
+        let found = run("", own, seed);
+        found.result.unwrap();
+        assert_eq!(found.b[0], 16f32.to_bits());
+        let fault = run(own, "", seed).result.unwrap_err().fault;
+        assert!(matches!(fault, Fault::Race { access: Access::Write, .. }), "{fault}");
+    }
 }

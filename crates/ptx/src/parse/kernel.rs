@@ -4,10 +4,10 @@ use std::collections::HashMap;
 
 use super::ParseError;
 use super::operands::Arg;
-use super::shared::{Shared, Storage, Variable, declared_twice, storage, type_directive};
+use super::shared::{SharedVariables, Storage, Variable, declared_twice, storage, type_directive};
 use super::tokens::{Cursor, Token};
 use super::types::{Form, integer};
-use crate::instruction::{Guard, Instruction, Kernel, Op, Param, Reg};
+use crate::instruction::{Guard, Instruction, Kernel, Op, Param, Reg, Space};
 
 /// Most registers of a declaration `%r<n>`; real kernels have some thousands.
 const REGISTERS: u32 = 1 << 20;
@@ -15,7 +15,7 @@ const REGISTERS: u32 = 1 << 20;
 /// A kernel that is being read.
 pub(super) struct Body<'a, 'p> {
     cursor: &'p mut Cursor<'a>,
-    shared: &'p mut Shared<'a>,
+    shared: &'p mut SharedVariables<'a>,
     pub(super) kernel: Kernel,
     /// Types of the registers as declared.
     pub(super) forms: Vec<Form>,
@@ -54,12 +54,12 @@ impl<'a, 'p> Body<'a, 'p> {
     /// Reads a kernel from `.visible` to its `}`.
     pub(super) fn read(
         cursor: &'p mut Cursor<'a>,
-        shared: &'p mut Shared<'a>,
+        shared: &'p mut SharedVariables<'a>,
     ) -> Result<Kernel, ParseError> {
         let mut body = Self {
             cursor,
             shared,
-            kernel: Kernel { dynamic_align: 1, ..Kernel::default() },
+            kernel: Kernel::default(),
             forms: vec![],
             variables: HashMap::new(),
             scopes: vec![],
@@ -104,8 +104,8 @@ impl<'a, 'p> Body<'a, 'p> {
                 }
                 Token::Word(".minnctapersm") => {
                     self.cursor.skip();
-                    self.kernel.min_blocks =
-                        self.cursor.number::<u32>("a number of blocks")? as usize;
+                    // a hint for the assembler
+                    self.cursor.number::<u32>("a number of blocks")?;
                 }
                 _ => return Err(self.cursor.error("`.maxntid`, `.minnctapersm` or `{`")),
             }
@@ -217,7 +217,7 @@ impl<'a, 'p> Body<'a, 'p> {
 
     /// `.loc FILE LINE COLUMN`, and for inlined code `, function_name ...` to the end of the line.
     fn location(&mut self) -> Result<(), ParseError> {
-        let place = self.cursor.line();
+        let line = self.cursor.line();
         self.cursor.skip();
         let wrong = self.cursor.error("the number of a file, from 1");
         let file: u32 = self.cursor.number(&wrong.expected)?;
@@ -228,7 +228,7 @@ impl<'a, 'p> Body<'a, 'p> {
         self.cursor.number::<u32>("a column")?;
         if self.cursor.take(Token::Mark(',')) {
             self.cursor.expect(Token::Word("function_name"))?;
-            while self.cursor.line() == place && self.cursor.peek() != Token::End {
+            while self.cursor.line() == line && self.cursor.peek() != Token::End {
                 self.cursor.skip();
             }
         }
@@ -326,15 +326,17 @@ impl<'a, 'p> Body<'a, 'p> {
         }
     }
 
-    /// The address of a variable in shared memory. The kernel then has the memory up to its end.
+    /// The address of a variable in shared memory, which the kernel may access from then on.
     pub(super) fn shared_address(&mut self, name: &str) -> Option<u64> {
         let own = self.variables.get(name).copied();
-        let variable = own.or_else(|| self.shared.of_module(name))?;
+        let variable = own.or_else(|| self.shared.find_in_module(name))?;
+        let range = variable.address..variable.address + variable.bytes;
+        let ranges = &mut self.kernel.shared_ranges;
         if variable.dynamic {
-            self.kernel.dynamic_align = variable.align;
+            self.kernel.dynamic_shared = Some(variable.address);
+        } else if let Err(index) = ranges.binary_search_by_key(&range.start, |other| other.start) {
+            ranges.insert(index, range);
         }
-        let end = variable.address + variable.bytes;
-        self.kernel.shared_bytes = self.kernel.shared_bytes.max(end);
         Some(variable.address as u64)
     }
 
@@ -352,8 +354,8 @@ impl<'a, 'p> Body<'a, 'p> {
             if target == self.kernel.code.len() {
                 return Err(wrong("a label before an instruction"));
             }
-            if let Op::Branch { target: place, .. } = &mut self.kernel.code[jump.instruction].op {
-                *place = target;
+            if let Op::Branch { target: to, .. } = &mut self.kernel.code[jump.instruction].op {
+                *to = target;
             }
         }
         let ends = self.kernel.code.last().is_some_and(|last| {
@@ -363,6 +365,20 @@ impl<'a, 'p> Body<'a, 'p> {
             let found = format!("the end of the kernel `{}`", self.kernel.name);
             return Err(self.cursor.found_instead(&found, "`ret` or a branch before it"));
         }
-        Ok(std::mem::take(&mut self.kernel))
+        let mut kernel = std::mem::take(&mut self.kernel);
+        kernel.has_products =
+            kernel.code.iter().any(|instruction| matches!(instruction.op, Op::WarpgroupMma(_)));
+        kernel.shared_shift = smallest_store(&kernel.code, Space::Shared).min(4).ilog2();
+        kernel.global_shift = smallest_store(&kernel.code, Space::Global).min(16).ilog2();
+        Ok(kernel)
     }
+}
+
+/// The number of bytes of the smallest store, at most 16.
+fn smallest_store(code: &[Instruction], memory: Space) -> usize {
+    let bytes = code.iter().filter_map(|instruction| match &instruction.op {
+        Op::Store { space, bytes, from, .. } if *space == memory => Some(bytes * from.len()),
+        _ => None,
+    });
+    bytes.min().unwrap_or(16)
 }

@@ -24,15 +24,15 @@ impl<'a> Body<'a, '_> {
                 Some(ty) => self.mov(ty, args),
                 None => Err(self.unknown()),
             },
-            ["ld", ref access @ ..] => match Access::read(access) {
+            ["ld", ref access @ ..] => match AccessForm::read(access) {
                 Some(access) => self.load(&access, args),
                 None => Err(self.unknown()),
             },
             // `wb` is what a store without it does, too.
             ["st", "global", "wb", ref access @ ..] => {
-                self.store(Access::in_space(Space::Global, access), args)
+                self.store(AccessForm::in_space(Space::Global, access), args)
             }
-            ["st", ref access @ ..] => self.store(Access::read(access), args),
+            ["st", ref access @ ..] => self.store(AccessForm::read(access), args),
             ["shfl", "sync", mode, "b32"] => self.shuffle(mode, args),
             ["mbarrier" | "fence", ..] => self.memory_barrier(args),
             ["cp", ..] => self.copy(args),
@@ -57,8 +57,8 @@ impl<'a> Body<'a, '_> {
         let wider = converts && Form::from(signature.to).class == Class::Unsigned;
         let to = self.reg_or_wider(&args[0], signature.to.into(), wider)?;
         let mut from = [Operand::Immediate(0); 4];
-        for (place, (arg, &ty)) in args[1..].iter().zip(&signature.from).enumerate() {
-            from[place] = self.value_or_wider(arg, ty.into(), converts)?;
+        for (index, (arg, &ty)) in args[1..].iter().zip(&signature.from).enumerate() {
+            from[index] = self.value_or_wider(arg, ty.into(), converts)?;
         }
         Ok(Op::Scalar { kind: signature.kind, to, from })
     }
@@ -115,9 +115,9 @@ impl<'a> Body<'a, '_> {
         Some(Operand::Immediate(address))
     }
 
-    fn load(&mut self, access: &Access, args: &[Arg]) -> Result<Op, ParseError> {
+    fn load(&mut self, access: &AccessForm, args: &[Arg]) -> Result<Op, ParseError> {
         self.count(args, &[2])?;
-        let &Access { space, form, elements } = access;
+        let &AccessForm { space, form, elements } = access;
         let list = match elements {
             None => &args[..1],
             Some(elements) => self.list(&args[0], elements)?,
@@ -131,9 +131,9 @@ impl<'a> Body<'a, '_> {
         Ok(Op::Load { space, bytes: form.bytes(), signed, to, from })
     }
 
-    fn store(&mut self, access: Option<Access>, args: &[Arg]) -> Result<Op, ParseError> {
+    fn store(&mut self, access: Option<AccessForm>, args: &[Arg]) -> Result<Op, ParseError> {
         let access = access.filter(|access| access.space != Space::Param);
-        let Some(Access { space, form, elements }) = access else { return Err(self.unknown()) };
+        let Some(AccessForm { space, form, elements }) = access else { return Err(self.unknown()) };
         self.count(args, &[2])?;
         let to = self.address(&args[0], space)?;
         let list = match elements {
@@ -163,8 +163,8 @@ impl<'a> Body<'a, '_> {
             ref to => (self.reg(to, Form::B32)?, None),
         };
         let mut from = [self.value(&args[1], Form::B32)?; 4];
-        for place in 1..4 {
-            from[place] = self.value(&args[place + 1], Form::U32)?;
+        for index in 1..4 {
+            from[index] = self.value(&args[index + 1], Form::U32)?;
         }
         Ok(Op::Shuffle { mode, to, in_range, from })
     }
@@ -214,9 +214,9 @@ impl<'a> Body<'a, '_> {
                 self.count(args, &[3, 4])?;
                 let to = self.address(&args[0], Space::Shared)?;
                 let from = self.address(&args[1], Space::Global)?;
-                let bytes = self.constant(&args[2], &[16])? as usize;
+                self.constant(&args[2], &[16])?;
                 let size = args.get(3).map(|arg| self.value(arg, Form::U32)).transpose()?;
-                Ok(Op::CopyAsync { to, from, bytes, size })
+                Ok(Op::CopyAsync { to, from, size })
             }
             "cp.async.commit_group" => {
                 self.count(args, &[0])?;
@@ -281,7 +281,7 @@ impl<'a> Body<'a, '_> {
         }
     }
 
-    /// The barrier of `mbarrier.arrive _, [barrier]`. Nothing reads its state, so it has no place.
+    /// The barrier of `mbarrier.arrive _, [barrier]`. Nothing reads its state.
     fn arrival(&mut self, args: &[Arg]) -> Result<Address, ParseError> {
         if args[0] != Arg::Name("_") {
             return Err(self.wrong(&args[0], "`_`"));
@@ -367,18 +367,17 @@ impl<'a> Body<'a, '_> {
         } else {
             [transposed(&args[6])?, transposed(&args[7])?]
         };
-        let negated = |arg: &Arg| match arg {
-            Arg::Number("1") => Ok(false),
-            Arg::Number("-1") => Ok(true),
-            _ => Err(self.wrong(arg, "1 or -1")),
-        };
+        for scale in &args[4..6] {
+            if *scale != Arg::Number("1") {
+                return Err(self.wrong(scale, "1, which does not negate an operand"));
+            }
+        }
         Ok(Op::WarpgroupMma(Box::new(WarpgroupMma {
             n,
             d: self.regs(&args[0], n / 2, Form::F32)?,
             a,
             b: Operand::Reg(self.reg(&args[2], Form::B64)?),
             adds: self.value(&args[3], Form::PREDICATE)?,
-            negate: [negated(&args[4])?, negated(&args[5])?],
             transpose,
         })))
     }
@@ -386,14 +385,14 @@ impl<'a> Body<'a, '_> {
 
 /// What a load or store accesses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Access {
+struct AccessForm {
     space: Space,
     form: Form,
     /// Elements of a list, if it is one.
     elements: Option<usize>,
 }
 
-impl Access {
+impl AccessForm {
     /// `global.v4.f32`, split at dots. The state space must be given.
     fn read(parts: &[&str]) -> Option<Self> {
         let space = match *parts.first()? {

@@ -23,7 +23,7 @@ pub(super) struct Variable<'a> {
 }
 
 /// The variables of a module.
-pub(super) struct Shared<'a> {
+pub(super) struct SharedVariables<'a> {
     /// All variables, in the order of the file.
     variables: Vec<Variable<'a>>,
     /// Number of variables that are declared before the cursor.
@@ -32,12 +32,12 @@ pub(super) struct Shared<'a> {
     module: HashMap<&'a str, Variable<'a>>,
 }
 
-impl<'a> Shared<'a> {
+impl<'a> SharedVariables<'a> {
     /// Finds the declarations of the whole text and gives each variable its address.
     pub(super) fn lay_out(cursor: &mut Cursor<'a>) -> Result<Self, ParseError> {
         let mut variables = vec![];
         while cursor.peek() != Token::End {
-            // In other places (`.param .u64 .ptr .shared`), a directive precedes.
+            // Elsewhere (`.param .u64 .ptr .shared`), a directive precedes.
             let first =
                 !matches!(cursor.before(), Some(Token::Word(word)) if word.starts_with('.'));
             if first && matches!(cursor.peek(), Token::Word(".shared" | ".extern")) {
@@ -83,7 +83,7 @@ impl<'a> Shared<'a> {
     }
 
     /// A variable of the module scope.
-    pub(super) fn of_module(&self, name: &str) -> Option<Variable<'a>> {
+    pub(super) fn find_in_module(&self, name: &str) -> Option<Variable<'a>> {
         self.module.get(name).copied()
     }
 }
@@ -103,7 +103,7 @@ fn declaration<'a>(cursor: &mut Cursor<'a>) -> Result<Variable<'a>, ParseError> 
     Ok(Variable { name, address: 0, bytes, align, dynamic })
 }
 
-/// A name with its place in memory, as parameters and variables have it.
+/// A name with its size and alignment, as parameters and variables have it.
 pub(super) struct Storage<'a> {
     pub(super) name: &'a str,
     pub(super) align: usize,

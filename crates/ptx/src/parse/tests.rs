@@ -60,13 +60,13 @@ fn text(lines: &str) -> String {
     format!("{HEAD}{ENTRY}{REGS}{lines}\nret;\n}}\n")
 }
 
-fn kernel_of(text: &str) -> Arc<Kernel> {
+fn parse_kernel(text: &str) -> Arc<Kernel> {
     let module = parse(text).unwrap_or_else(|error| panic!("{error}\n{text}"));
     Arc::clone(&module.kernels[0])
 }
 
 fn kernel(lines: &str) -> Arc<Kernel> {
-    kernel_of(&text(lines))
+    parse_kernel(&text(lines))
 }
 
 /// `Op` has no equality, but its text shows all of it.
@@ -87,11 +87,11 @@ fn assert_scalar(line: &str, kind: Scalar, to: Reg, operands: &[Operand]) {
 /// The message of the only error, in line 7 if it is in the first line.
 #[track_caller]
 fn assert_error(lines: &str, found: &str, expected: &str) {
-    assert_error_of(&text(lines), 7, found, expected);
+    assert_error_in(&text(lines), 7, found, expected);
 }
 
 #[track_caller]
-fn assert_error_of(text: &str, line: u32, found: &str, expected: &str) {
+fn assert_error_in(text: &str, line: u32, found: &str, expected: &str) {
     let error = parse(text).expect_err("the text is wrong");
     let message = format!("line {line} of the PTX: found {found}, expected {expected}");
     assert_eq!(error.to_string(), message, "{text}");
@@ -131,11 +131,11 @@ fn wrong_statements() {
     assert_error(".loc 0 1 1", "`0`", "the number of a file, from 1");
     let end = format!("{HEAD}{ENTRY}{REGS}@%p1 ret;\n}}\n");
     let expected = "`ret` or a branch before it";
-    assert_error_of(&end, 9, "the end of the kernel `k`", expected);
+    assert_error_in(&end, 9, "the end of the kernel `k`", expected);
     let end = format!("{HEAD}{ENTRY}{REGS}bra a;\na:\n}}\n");
-    assert_error_of(&end, 7, "a branch to `a`", "a label before an instruction");
+    assert_error_in(&end, 7, "a branch to `a`", "a label before an instruction");
     let open = format!("{HEAD}{ENTRY}ret;");
-    assert_error_of(&open, 6, "the end of the text", "an instruction, a label or a directive");
+    assert_error_in(&open, 6, "the end of the text", "an instruction, a label or a directive");
 }
 
 #[test]
@@ -152,7 +152,7 @@ $L__BB0_1:
 bra.uni $L__BB0_1;";
     let files = ".file 1 \"a//a.cu\"\n.file 2 \"b.cuh\"\n\
                  .section .debug_str\n{\n$L__info_string0:\n.b8 95,90\n}\n";
-    let kernel = kernel_of(&format!("{}{files}", text(lines)));
+    let kernel = parse_kernel(&format!("{}{files}", text(lines)));
     let positions: Vec<_> = kernel.code.iter().map(|at| (at.line, at.source)).collect();
     let (first, second) = ((1, 20), (2, 30));
     assert_eq!(positions, [(8, first), (8, first), (12, second), (15, second), (16, second)]);
@@ -163,7 +163,7 @@ bra.uni $L__BB0_1;";
     assert!(matches!(kernel.code[3].op, Op::Branch { target: 2, uniform: true }));
     assert_eq!(*kernel.sources, ["", "a//a.cu", "b.cuh"]);
     let missing = format!("{}.file 2 \"b.cuh\"\n", text(".loc 1 2 3\n"));
-    assert_error_of(&missing, 9, "an instruction of file 1", "`.file 1`");
+    assert_error_in(&missing, 9, "an instruction of file 1", "`.file 1`");
     // Without `.loc`.
     assert_eq!(self::kernel("").code[0].source, (0, 0));
 }
@@ -217,7 +217,7 @@ fn parameters_and_limits() {
                 .maxntid 256, 1, 1\n.minnctapersm 4\n{\n.reg .b64 %rd<5>;\n\
                 mov.b64 %rd0, d; mov.u64 %rd1, f; cvta.param.u64 %rd2, %rd0;\n\
                 cvta.to.global.u64 %rd3, %rd1;\nret;\n}";
-    let kernel = kernel_of(head);
+    let kernel = parse_kernel(head);
     let param = |name: &str, offset, bytes| Param { name: name.to_owned(), offset, bytes };
     let expected = [
         param("a", 0, 4),
@@ -229,8 +229,8 @@ fn parameters_and_limits() {
     ];
     assert_eq!(kernel.params, expected);
     assert_eq!(kernel.param_bytes, 272);
-    assert_eq!((kernel.max_threads, kernel.min_blocks), (256, 4));
-    assert_eq!((kernel.shared_bytes, kernel.dynamic_align), (0, 1));
+    assert_eq!(kernel.max_threads, 256);
+    assert_eq!((kernel.shared_ranges.len(), kernel.dynamic_shared), (0, None));
     let ops: Vec<_> = kernel.code.iter().map(|at| format!("{:?}", at.op)).collect();
     let mov = |to, offset| Op::Scalar {
         kind: Scalar::Mov(if to == 0 { Type::B64 } else { Type::U64 }),
@@ -245,8 +245,8 @@ fn parameters_and_limits() {
         Op::Exit,
     ];
     assert_eq!(ops, expected.map(|op| format!("{op:?}")));
-    let empty = kernel_of(".visible .entry k()\n{ ret; }");
-    assert_eq!((empty.params.len(), empty.max_threads, empty.min_blocks), (0, 0, 0));
+    let empty = parse_kernel(".visible .entry k()\n{ ret; }");
+    assert_eq!((empty.params.len(), empty.max_threads), (0, 0));
 }
 
 #[test]
@@ -283,23 +283,43 @@ ret; }
     assert!(op(1, 0).contains("Immediate(256)"), "{}", op(1, 0));
     assert!(op(2, 0).contains("Immediate(120)"), "{}", op(2, 0));
     assert!(op(2, 1).contains("Immediate(128)"), "{}", op(2, 1));
-    let memory: Vec<_> =
-        module.kernels.iter().map(|kernel| (kernel.shared_bytes, kernel.dynamic_align)).collect();
-    assert_eq!(memory, [(116, 1), (256, 128), (132, 1), (0, 1)]);
+    let memory = |kernel: usize| {
+        let kernel = &module.kernels[kernel];
+        (&kernel.shared_ranges[..], kernel.dynamic_shared)
+    };
+    assert_eq!(memory(0), (&[0..6, 16..116][..], None));
+    assert_eq!(memory(1), (&[][..], Some(256)));
+    assert_eq!(memory(2), (&[120..128, 128..132][..], None));
+    assert_eq!(memory(3), (&[][..], None));
     let twice = ".shared .b32 a;\n.shared .b32 a;\n";
-    assert_error_of(twice, 3, "a second declaration of `a`", "a new name");
-    assert_error_of(".shared .align 3 .b8 a[4];", 1, "`3`", "an alignment, a power of two");
-    assert_error_of(".shared .b8 a[];", 1, "`]`", "a number of elements");
-    assert_error_of(".extern .shared .b8 a[4];", 1, "`4`", "`]`");
-    assert_error_of(".extern .global .b8 a[4];", 1, "`.global`", "`.shared`");
+    assert_error_in(twice, 3, "a second declaration of `a`", "a new name");
+    assert_error_in(".shared .align 3 .b8 a[4];", 1, "`3`", "an alignment, a power of two");
+    assert_error_in(".shared .b8 a[];", 1, "`]`", "a number of elements");
+    assert_error_in(".extern .shared .b8 a[4];", 1, "`4`", "`]`");
+    assert_error_in(".extern .global .b8 a[4];", 1, "`.global`", "`.shared`");
     // Not known before its declaration, nor in other kernels.
     let early = ".visible .entry a() {\n.reg .b32 %r;\nmov.u32 %r, x;\nret; }\n.shared .b32 x;";
-    assert_error_of(early, 3, "`x` in `mov.u32`", "a register of `.u32`");
+    assert_error_in(early, 3, "`x` in `mov.u32`", "a register of `.u32`");
+}
+
+#[test]
+fn sizes_of_stores_and_products() {
+    let sizes = |lines: &str| {
+        let kernel = kernel(lines);
+        (kernel.shared_shift, kernel.global_shift, kernel.has_products)
+    };
+    assert_eq!(sizes(""), (2, 4, false));
+    let stores = "st.shared.v2.b16 [%r1], {%rs1, %rs2};\nst.global.v2.f32 [%rd1], {%f1, %f2};";
+    assert_eq!(sizes(stores), (2, 3, false));
+    assert_eq!(sizes(&format!("{stores}\nst.shared.b16 [%r1], %rs1;")), (1, 3, false));
+    assert_eq!(sizes(&format!("{stores}\nst.global.u8 [%rd1], %r1;")), (2, 0, false));
+    let product = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd1, %rd2, 1, 1, 1, 0, 0;";
+    assert_eq!(sizes(product), (2, 4, true));
 }
 
 #[test]
 fn module_scope() {
-    let wrong = |text: &str, found: &str, expected: &str| assert_error_of(text, 1, found, expected);
+    let wrong = |text: &str, found: &str, expected: &str| assert_error_in(text, 1, found, expected);
     let directive = "a directive of the module scope";
     wrong(".func f()", "`.func`", directive);
     wrong(".weak .entry f()", "`.weak`", directive);
@@ -330,7 +350,7 @@ fn used_bytes() {
     let wrong = |mask: u32, line: &str, opcode: &str| {
         let text = text(&format!(".pragma \"used_bytes_mask {mask}\"; {line}"));
         let expected = format!("a load of the bytes of the mask {mask}");
-        assert_error_of(&text, 7, &format!("`{opcode}`"), &expected);
+        assert_error_in(&text, 7, &format!("`{opcode}`"), &expected);
     };
     wrong(65536, load, "ld.shared.v4.f32");
     wrong(1, "neg.s32 %r1, %r2;", "neg.s32");

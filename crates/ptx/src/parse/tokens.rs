@@ -30,7 +30,7 @@ impl fmt::Display for Token<'_> {
     }
 }
 
-/// The tokens of a text, and a place among them.
+/// The tokens of a text, and a position among them.
 pub(super) struct Cursor<'a> {
     /// Tokens with their lines. The last one is the end.
     tokens: Vec<(Token<'a>, u32)>,
@@ -124,7 +124,7 @@ fn tokens(text: &str) -> Result<Vec<(Token<'_>, u32)>, ParseError> {
         let rest = &bytes[at..];
         let length = match byte {
             b'\n' | b'\r' | b' ' | b'\t' => 1,
-            b'/' if rest.starts_with(b"//") => end_of(rest, |byte| byte == b'\n'),
+            b'/' if rest.starts_with(b"//") => find_end(rest, |byte| byte == b'\n'),
             b'"' => text_length(rest).ok_or_else(|| ParseError {
                 line,
                 found: "a quote".to_owned(),
@@ -177,11 +177,11 @@ fn word_length(bytes: &[u8]) -> usize {
 
 /// Length of a text with both quotes.
 fn text_length(bytes: &[u8]) -> Option<usize> {
-    let length = end_of(&bytes[1..], |byte| byte == b'"' || byte == b'\n');
+    let length = find_end(&bytes[1..], |byte| byte == b'"' || byte == b'\n');
     (bytes.get(length + 1) == Some(&b'"')).then_some(length + 2)
 }
 
 /// Number of bytes before the first one that is found.
-fn end_of(bytes: &[u8], found: impl Fn(u8) -> bool) -> usize {
+fn find_end(bytes: &[u8], found: impl Fn(u8) -> bool) -> usize {
     bytes.iter().position(|&byte| found(byte)).unwrap_or(bytes.len())
 }

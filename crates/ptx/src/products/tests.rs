@@ -56,7 +56,7 @@ fn bits(value: f32) -> u64 {
 }
 
 /// The registers of A of a warp by the figures.
-fn registers_of_a(a: &[f32]) -> [Lanes; 4] {
+fn distribute_a(a: &[f32]) -> [Lanes; 4] {
     let mut registers = [[0; LANES]; 4];
     for row in 0..16 {
         for k in 0..16 {
@@ -69,7 +69,7 @@ fn registers_of_a(a: &[f32]) -> [Lanes; 4] {
 }
 
 /// The registers of B `[8, 16]` of `mma` by the figures.
-fn registers_of_b(b: &[f32]) -> [Lanes; 2] {
+fn distribute_b(b: &[f32]) -> [Lanes; 2] {
     let mut registers = [[0; LANES]; 2];
     for k in 0..16 {
         for column in 0..8 {
@@ -87,7 +87,7 @@ fn sum_at(row: usize, column: usize) -> (usize, usize) {
 }
 
 /// The registers of sums `[16, n]` of a warp.
-fn registers_of_sums(sums: &[f32]) -> Vec<Lanes> {
+fn distribute_sums(sums: &[f32]) -> Vec<Lanes> {
     let n = sums.len() / 16;
     let mut registers = vec![[0; LANES]; n / 2];
     for (index, sum) in sums.iter().enumerate() {
@@ -108,9 +108,9 @@ fn reference(a: &[f32], b: &[f32], c: &[f32]) -> Vec<f32> {
     (0..c.len()).map(sum).collect()
 }
 
-fn mma_of(a: &[f32], b: &[f32], c: &[f32]) -> Vec<Lanes> {
-    let c = registers_of_sums(c).try_into().expect("four registers");
-    mma(&registers_of_a(a), &registers_of_b(b), &c).to_vec()
+fn execute_mma(a: &[f32], b: &[f32], c: &[f32]) -> Vec<Lanes> {
+    let c = distribute_sums(c).try_into().expect("four registers");
+    mma(&distribute_a(a), &distribute_b(b), &c).to_vec()
 }
 
 #[test]
@@ -144,10 +144,10 @@ fn mma_multiplies() {
     }
     let (b, zeros) = (random.matrix(8 * 16), [0.0; 128]);
     let transposed: Vec<f32> = (0..128).map(|i| b[i % 8 * 16 + i / 8]).collect();
-    assert_eq!(mma_of(&identity, &b, &zeros), registers_of_sums(&transposed));
+    assert_eq!(execute_mma(&identity, &b, &zeros), distribute_sums(&transposed));
     for _ in 0..20 {
         let (a, b, c) = (random.matrix(256), random.matrix(128), random.matrix(128));
-        assert_eq!(mma_of(&a, &b, &c), registers_of_sums(&reference(&a, &b, &c)));
+        assert_eq!(execute_mma(&a, &b, &c), distribute_sums(&reference(&a, &b, &c)));
     }
 }
 
@@ -156,7 +156,7 @@ fn sums_are_rounded_once() {
     // In f32, 2^24 + 1 is 2^24 each time.
     let (mut a, mut b, mut c) = ([0.0; 256], [0.0; 128], [0.0; 128]);
     (a[0], a[1], b[0], b[1], c[0]) = (1.0, 1.0, 1.0, 1.0, 16_777_216.0);
-    let d = mma_of(&a, &b, &c);
+    let d = execute_mma(&a, &b, &c);
     assert_eq!(f32::from_bits(d[0][0] as u32), 16_777_218.0);
 }
 
@@ -171,7 +171,7 @@ fn infinities_and_nan_spread() {
     c[8 + 5] = f32::NEG_INFINITY;
     a[2 * 16] = 3e38;
     c[2 * 8] = 3e38;
-    let d = mma_of(&a, &b, &c);
+    let d = execute_mma(&a, &b, &c);
     let at = |row: usize, column: usize| {
         let (register, lane) = sum_at(row, column);
         d[register][lane]
@@ -192,7 +192,7 @@ fn wgmma_multiplies() {
     for n in SIZES.into_iter().chain([8]) {
         let (a, b) = (random.matrix(64 * 16), random.matrix(n * 16));
         let c = random.matrix(64 * n);
-        let warps = |sums: &[f32]| sums.chunks(16 * n).map(registers_of_sums).collect::<Vec<_>>();
+        let warps = |sums: &[f32]| sums.chunks(16 * n).map(distribute_sums).collect::<Vec<_>>();
         let mut d = warps(&c);
         wgmma(&a, &b, &mut d, true);
         assert_eq!(d, warps(&reference(&a, &b, &c)), "{n}");
@@ -206,7 +206,7 @@ fn wgmma_multiplies() {
 #[test]
 fn a_of_wgmma_comes_from_registers() {
     let a = Random(3).matrix(64 * 16);
-    let registers: Vec<_> = a.chunks(256).map(registers_of_a).collect();
+    let registers: Vec<_> = a.chunks(256).map(distribute_a).collect();
     assert_eq!(a_from_registers(&registers), a);
 }
 
@@ -345,7 +345,7 @@ impl Memory {
     }
 }
 
-fn swizzle_of(width: u64) -> Swizzle {
+fn find_swizzle(width: u64) -> Swizzle {
     match width {
         32 => Swizzle::Bytes32,
         64 => Swizzle::Bytes64,
@@ -354,7 +354,7 @@ fn swizzle_of(width: u64) -> Swizzle {
 }
 
 /// The map of a tensor `[rows, heads, columns]`, for boxes of rows of a head.
-fn map_of(
+fn build_map(
     memory: &Memory,
     [rows, heads, columns]: [u64; 3],
     width: u64,
@@ -365,7 +365,7 @@ fn map_of(
         sizes: [columns, heads, rows],
         strides: [2 * columns, 2 * columns * heads],
         box_sizes: [width / 2, 1, box_rows],
-        swizzle: swizzle_of(width),
+        swizzle: find_swizzle(width),
     };
     assert_eq!(TensorMap::from_bytes(&map.to_bytes()), Ok(map));
     map
@@ -380,7 +380,7 @@ fn copied_boxes_are_read_by_descriptors() {
         let values = random.matrix(rows * heads * columns);
         let mut memory = Memory::new(&values);
         let sizes = [rows, heads, columns].map(|size| size as u64);
-        let map = map_of(&memory, sizes, width as u64, n as u64);
+        let map = build_map(&memory, sizes, width as u64, n as u64);
         let (start, panel) = (3072, width * n);
         for index in 0..columns * 2 / width {
             let at = [(index * width / 2) as i32, 1, first as i32];
@@ -388,7 +388,7 @@ fn copied_boxes_are_read_by_descriptors() {
         }
         for k in 0..columns / 16 {
             let at = start + 32 * k / width * panel + 32 * k % width;
-            let bits = descriptor(at as u64, 16, 8 * width as u64, swizzle_of(width as u64));
+            let bits = descriptor(at as u64, 16, 8 * width as u64, find_swizzle(width as u64));
             let expected: Vec<f32> = (0..n * 16)
                 .map(|i| {
                     let row = first + i / 16;
@@ -410,7 +410,7 @@ fn transposed_boxes_are_read_by_descriptors() {
         let (rows, box_rows) = (70, 64);
         let values = random.matrix(rows * n);
         let mut memory = Memory::new(&values);
-        let map = map_of(&memory, [rows, 1, n].map(|size| size as u64), width as u64, 64);
+        let map = build_map(&memory, [rows, 1, n].map(|size| size as u64), width as u64, 64);
         let (start, panel) = (1024, width * box_rows);
         for index in 0..(2 * n).div_ceil(width) {
             // Columns from `n` on are zeros, and no product reads them.
@@ -419,7 +419,7 @@ fn transposed_boxes_are_read_by_descriptors() {
         }
         for k in 0..box_rows / 16 {
             let at = start + 16 * k * width;
-            let swizzle = swizzle_of(width as u64);
+            let swizzle = find_swizzle(width as u64);
             let bits = descriptor(at as u64, panel as u64, 8 * width as u64, swizzle);
             let expected: Vec<f32> =
                 (0..n * 16).map(|i| values[(3 + 16 * k + i % 16) * n + i / 16]).collect();
@@ -486,7 +486,7 @@ fn elements_outside_of_a_tensor_are_zeros() {
 
 #[test]
 fn wrong_tensor_maps_are_errors() {
-    let map = map_of(&Memory::new(&[]), [100, 3, 64], 128, 64);
+    let map = build_map(&Memory::new(&[]), [100, 3, 64], 128, 64);
     assert_eq!(map.box_bytes(), 64 * 128);
     assert_eq!(map.pieces(64, [0; 3]).err(), Some(TensorMapError::Destination(64)));
     let of = |map: TensorMap| TensorMap::from_bytes(&map.to_bytes());
@@ -524,7 +524,7 @@ fn wrong_tensor_maps_are_errors() {
 
 #[test]
 fn maps_are_those_of_the_stand_in() {
-    let map = map_of(&Memory::new(&[]), [100, 3, 64], 128, 48);
+    let map = build_map(&Memory::new(&[]), [100, 3, 64], 128, 48);
     let words: [u64; 16] =
         [0x7E4509A9, 0x7000_0000, 64, 3, 100, 128, 384, 64, 1, 48, 128, 2, 0, 0, 0, 0];
     let bytes: Vec<u8> = words.into_iter().flat_map(u64::to_le_bytes).collect();

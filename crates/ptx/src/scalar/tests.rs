@@ -47,7 +47,7 @@ const TYPES: [Type; 12] = [
 ];
 
 /// The result, which all lanes must have.
-fn result(kind: Scalar, operands: &[u64]) -> Result<u64, Fault> {
+fn result(kind: Scalar, operands: &[u64]) -> Result<u64, ScalarFault> {
     let mut from = [[0; LANES]; 4];
     for (lanes, operand) in from.iter_mut().zip(operands) {
         lanes.fill(*operand);
@@ -110,7 +110,7 @@ fn comparisons() {
             assert_eq!(got, want[..3], "{compare:?} {of:?}");
         }
         for (compare, _) in &COMPARISONS[6..] {
-            assert_eq!(result(S::Compare(*compare, of), &[0, 0]), Err(Fault::Undefined));
+            assert_eq!(result(S::Compare(*compare, of), &[0, 0]), Err(ScalarFault::Undefined));
         }
     }
     // -1 and 0.5, both zeros, infinity and 1, NaN and 1; then 1 and NaN, two NaN.
@@ -148,7 +148,7 @@ fn comparisons() {
     for of in [Type::B16, Type::B32, Type::B64] {
         assert_eq!(result(S::Compare(Compare::Eq, of), &[7, 7]), Ok(1));
         assert_eq!(result(S::Compare(Compare::Ne, of), &[7, 7]), Ok(0));
-        assert_eq!(result(S::Compare(Compare::Lt, of), &[7, 7]), Err(Fault::Undefined));
+        assert_eq!(result(S::Compare(Compare::Lt, of), &[7, 7]), Err(ScalarFault::Undefined));
     }
 }
 
@@ -165,12 +165,15 @@ fn zero_divisors_matter_in_active_lanes_only() {
             for lane in (0..LANES).filter(|lane| ![3, 31].contains(lane)) {
                 assert_eq!(to[lane], want, "{kind:?}");
             }
-            let fault = |lane| Err(Fault::DivisionByZero { lane });
+            let fault = |lane| Err(ScalarFault::DivisionByZero { lane });
             assert_eq!(execute(kind, &from.each_ref(), &mut to, u32::MAX), fault(3));
             assert_eq!(execute(kind, &from.each_ref(), &mut to, 1 << 31), fault(31));
         }
     }
-    assert_eq!(Fault::DivisionByZero { lane: 3 }.to_string(), "lane 3 divides an integer by zero");
+    assert_eq!(
+        ScalarFault::DivisionByZero { lane: 3 }.to_string(),
+        "lane 3 divides an integer by zero"
+    );
 }
 
 #[test]
@@ -274,7 +277,7 @@ fn any_kind_and_bits_give_a_result_of_its_width_or_a_fault() {
             let from = [0; 4].map(|_| [0; LANES].map(|_| random.next() >> (64 - bits)));
             let mut to = [0; LANES];
             // Operands that are too wide are possible in inactive lanes.
-            if execute(kind, &from.each_ref(), &mut to, 0) == Err(Fault::Undefined) {
+            if execute(kind, &from.each_ref(), &mut to, 0) == Err(ScalarFault::Undefined) {
                 continue;
             }
             defined[number] = true;
@@ -322,6 +325,6 @@ fn kinds_that_do_not_exist_are_undefined() {
         S::Sqrt(Type::U32),
     ];
     for kind in kinds {
-        assert_eq!(result(kind, &[0; 4]), Err(Fault::Undefined), "{kind:?}");
+        assert_eq!(result(kind, &[0; 4]), Err(ScalarFault::Undefined), "{kind:?}");
     }
 }

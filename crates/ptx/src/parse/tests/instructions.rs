@@ -427,9 +427,9 @@ fn barriers_and_warps() {
 #[test]
 fn copies() {
     let (to, from) = (address(at(r(1)), 0), address(at(rd(1)), 0));
-    let copy = Op::CopyAsync { to, from, bytes: 16, size: Some(at(r(2))) };
+    let copy = Op::CopyAsync { to, from, size: Some(at(r(2))) };
     assert_op("cp.async.cg.shared.global [%r1], [%rd1], 16, %r2;", &copy);
-    let copy = Op::CopyAsync { to, from, bytes: 16, size: None };
+    let copy = Op::CopyAsync { to, from, size: None };
     assert_op("cp.async.cg.shared.global [%r1], [%rd1], 16;", &copy);
     let found = "`8` in `cp.async.cg.shared.global`";
     assert_error("cp.async.cg.shared.global [%r1], [%rd1], 8;", found, "one of the constants [16]");
@@ -477,27 +477,20 @@ fn matrices() {
 fn products_of_warpgroups() {
     let opcode = "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16";
     let sums = "{%f0, %f1, %f2, %f3, %f4, %f5, %f6, %f7}";
-    let product = |a, adds, negate, transpose| {
+    let product = |a, adds, transpose| {
         let d = (0..8).map(f).collect();
-        Op::WarpgroupMma(Box::new(WarpgroupMma {
-            n: 16,
-            d,
-            a,
-            b: at(rd(2)),
-            adds,
-            negate,
-            transpose,
-        }))
+        Op::WarpgroupMma(Box::new(WarpgroupMma { n: 16, d, a, b: at(rd(2)), adds, transpose }))
     };
-    let expected = product(MatrixA::Descriptor(at(rd(1))), at(p(1)), [false, true], [false, true]);
-    assert_op(&format!("{opcode} {sums}, %rd1, %rd2, %p1, 1, -1, 0, 1;"), &expected);
+    let expected = product(MatrixA::Descriptor(at(rd(1))), at(p(1)), [false, true]);
+    assert_op(&format!("{opcode} {sums}, %rd1, %rd2, %p1, 1, 1, 0, 1;"), &expected);
     let a = MatrixA::Regs([at(r(1)), at(r(2)), at(r(3)), at(r(4))]);
-    let expected = product(a, value(1), [true, false], [false, true]);
-    assert_op(&format!("{opcode} {sums}, {{%r1,%r2,%r3,%r4}}, %rd2, 1, -1, 1, 1;"), &expected);
+    let expected = product(a, value(1), [false, true]);
+    assert_op(&format!("{opcode} {sums}, {{%r1,%r2,%r3,%r4}}, %rd2, 1, 1, 1, 1;"), &expected);
     let found = format!("7 operands of `{opcode}`");
     assert_error(&format!("{opcode} {sums}, %rd1, %rd2, %p1, 1, 1, 0;"), &found, "8");
-    let found = format!("`2` in `{opcode}`");
-    assert_error(&format!("{opcode} {sums}, %rd1, %rd2, %p1, 2, 1, 0, 0;"), &found, "1 or -1");
+    let found = format!("`-1` in `{opcode}`");
+    let expected = "1, which does not negate an operand";
+    assert_error(&format!("{opcode} {sums}, %rd1, %rd2, %p1, 1, -1, 0, 0;"), &found, expected);
     let found = format!("`{{%f0, %f1}}` in `{opcode}`");
     let line = format!("{opcode} {{%f0, %f1}}, %rd1, %rd2, %p1, 1, 1, 0, 0;");
     assert_error(&line, &found, "a list of 8 operands");

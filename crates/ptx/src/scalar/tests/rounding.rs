@@ -50,7 +50,7 @@ impl Random {
 
 /// The sign of the sum of products of finite numbers: a number of 640 bits counts units of 2^-298,
 /// the square of the least subnormal.
-fn sign_of_sum(products: &[[f32; 2]]) -> i32 {
+fn find_sign(products: &[[f32; 2]]) -> i32 {
     let mut sum = [0u64; 10];
     for [a, b] in products {
         let ([m, i], [n, j]) = (parts(*a), parts(*b));
@@ -83,7 +83,7 @@ fn is_rounded(round: Round, exact: &[[f32; 2]], y: f32) -> bool {
     // The sign of the exact value minus a finite one; infinity counts as 2^128.
     let versus = |y: f32| {
         let limit = [f32::from_bits(0x7f00_0000), -2f32.copysign(y)];
-        sign_of_sum(&[exact, &[if y.is_infinite() { limit } else { [-1.0, y] }]].concat())
+        find_sign(&[exact, &[if y.is_infinite() { limit } else { [-1.0, y] }]].concat())
     };
     let (below, above) = (y.next_down(), y.next_up());
     match round {
@@ -97,7 +97,7 @@ fn is_rounded(round: Round, exact: &[[f32; 2]], y: f32) -> bool {
                         [y, -1.0]
                     }
                 };
-                sign_of_sum(&[exact, exact, &[half(y), half(z)]].concat())
+                find_sign(&[exact, exact, &[half(y), half(z)]].concat())
             };
             let even = y.to_bits() & 1 == 0;
             (y == f32::NEG_INFINITY || middle(below) > 0 || even && middle(below) == 0)
@@ -107,7 +107,7 @@ fn is_rounded(round: Round, exact: &[[f32; 2]], y: f32) -> bool {
             (y == f32::NEG_INFINITY && versus(f32::MIN) < 0 || y.is_finite() && versus(y) >= 0)
                 && (above == f32::INFINITY || versus(above) < 0)
         }
-        Round::Zero => match sign_of_sum(exact) {
+        Round::Zero => match find_sign(exact) {
             0 => y == 0.0,
             sign if sign > 0 => {
                 y.is_finite() && versus(y) >= 0 && (above == f32::INFINITY || versus(above) < 0)
