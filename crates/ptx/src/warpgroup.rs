@@ -240,9 +240,11 @@ impl Block<'_> {
 
     /// The stamp of the reads of a group of products.
     ///
-    /// PTX ISA, `wgmma.wait_group`: threads wait until the groups that they have committed are complete.
-    /// So a thread that has waited may overwrite the operands of all products of its warp, and a thread
-    /// that has not waited may not, whatever barriers it has passed.
+    /// PTX ISA, `wgmma.commit_group`: a group has the products of a warp, not of a thread; and
+    /// `wgmma.wait_group`: the executing threads wait until their groups are complete. So a thread that
+    /// has waited may overwrite the operands of all products of its warp, without `bar.warp.sync`. A
+    /// thread of another warp may only if a thread that has waited is ordered before, whatever other
+    /// barriers it has passed.
     fn product_stamp(&self, warp: usize, group: u32) -> Stamp {
         let unit = (self.warps.len() + warp) as u16;
         Stamp { unit, epoch: group, releases: 0, lanes: 1 }

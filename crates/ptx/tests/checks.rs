@@ -523,6 +523,28 @@ fn barriers_order_accesses_of_global_memory() {
 }
 
 #[test]
+fn sources_of_copies_are_unchanged_until_the_wait() {
+    // the first warp copies what the second one overwrites
+    let body = "setp.ge.s32 %p1, %r2, 32;\n@%p1 bra $L__BB0_1;\ncp.async.cg.shared.global [%r3], [%rd1], 16;\n\
+        cp.async.commit_group;\nEARLY\ncp.async.wait_group 0;\nLATE\nbra $L__BB0_2;\n$L__BB0_1:\nbar.sync 0;\n\
+        setp.ne.s32 %p1, %r2, 32;\n@%p1 bra $L__BB0_2;\nst.global.u32 [%rd1], %r2;\n$L__BB0_2:";
+    let body = body.replace("cp.async.cg", "setp.ne.s32 %p2, %r2, 0;\n@!%p2 cp.async.cg");
+    let with = |early: &str, late: &str| body.replace("EARLY", early).replace("LATE", late);
+    right(&with("", "bar.sync 0;"), 64);
+    wrong(&with("bar.sync 0;", ""), 64, is_global_race);
+}
+
+#[test]
+fn a_block_may_not_write_what_warps_of_another_one_read() {
+    let body = "ld.global.u32 %r6, [%rd1];\nbar.sync 0;\nmov.u32 %r5, %ctaid.x;\nadd.s32 %r5, %r5, %r2;\n\
+        setp.ne.s32 %p1, %r5, NUMBER;\n@%p1 bra $L__BB0_1;\nst.global.u32 [%rd1], %r2;\n$L__BB0_1:";
+    execute(&body.replace("NUMBER", "100"), 3, 64, 1).result.unwrap();
+    let failure = execute(&body.replace("NUMBER", "65"), 3, 64, 1).result.unwrap_err();
+    assert_eq!(failure.block, [2, 0, 0]);
+    assert!(matches!(failure.fault, Fault::BlockRace { other: Access::Read, .. }), "{failure}");
+}
+
+#[test]
 fn unused_bytes_of_global_loads_may_be_unwritten() {
     let body = "mul.wide.u32 %rd6, %r2, 16;\nadd.s64 %rd6, %rd2, %rd6;\nst.global.u32 [%rd6+4], %r2;\n\
         .pragma \"used_bytes_mask MASK\";\nld.global.v4.u32 {%r6,%r7,%r8,%r9}, [%rd6];";
