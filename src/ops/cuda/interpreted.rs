@@ -1,6 +1,6 @@
 //! Launches of kernels whose PTX is executed on the CPU: the code that ships, with checks of every
 //! access. `TRAINER_PTX` is the folder that `scripts/cuda/ptx.sh` writes; launches add lines to the
-//! file `TRAINER_PTX_COUNTS`, if it is set.
+//! file `TRAINER_PTX_COUNTS`, if it is set, and `TRAINER_PTX_SEED` changes their order of warps.
 //!
 //! With `TRAINER_EMULATE_CUDA=ptx:8.0` or `ptx:9.0`, the ops use the kernels of that compute
 //! capability. Without it, only tests that launch a kernel themselves do, with the kernels of 9.0.
@@ -45,10 +45,8 @@ static LIBRARY: LazyLock<std::result::Result<Library, String>> = LazyLock::new(|
     let root = std::env::var("TRAINER_PTX").map_err(|_| {
         "TRAINER_PTX is not set: export TRAINER_PTX=$(scripts/cuda/ptx.sh)".to_owned()
     })?;
-    let counts = std::env::var_os("TRAINER_PTX_COUNTS");
     let capability = CAPABILITY.as_deref().unwrap_or_default();
-    let library = Library::open(Path::new(&root), capability, counts.as_deref().map(Path::new));
-    library.map_err(|error| error.to_string())
+    Library::open(Path::new(&root), capability, None).map_err(|error| error.to_string())
 });
 
 /// Kernels may access the tensor at this address.
@@ -71,7 +69,7 @@ pub(super) fn launch(
         return Err(Error::msg("PTX is executed in the unit tests of the library only"));
     }
     let library = LIBRARY.as_ref().map_err(|error| Error::msg(error.clone()))?;
-    let kernel = library.kernel(name).ok_or_else(|| Error::msg(format!("no kernel `{name}`")))?;
+    let kernel = library.kernel(name).map_err(|error| Error::msg(error.to_string()))?;
     let expected: Vec<usize> = kernel.params.iter().map(|param| param.bytes).collect();
     if sizes != expected {
         let text = format!("{name}: arguments of {sizes:?} bytes, expected {expected:?}");
