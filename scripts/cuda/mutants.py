@@ -2,7 +2,7 @@
 """Plants errors in the PTX of the kernels, one at a time, and counts how many the tests of the ops find that
 execute it (crates/ptx). Prints each one that is not found.
 
-    python3 scripts/cuda/mutants.py TESTS PTX {8.0|9.0} [--each N] [--seed N] [--seconds N] [--only KERNEL] [--counts FILE]
+    python3 scripts/cuda/mutants.py TESTS PTX {8.0|9.0} [--each N] [--seed N] [--seconds N] [--most N] [--only KERNEL] [--counts FILE]
 
 TESTS is the program of the unit tests (cargo test --release --features cuda-emulation --lib --no-run), PTX the
 folder of scripts/cuda/ptx.sh. `--each` errors of each kind are planted in each kernel (1), at random places.
@@ -111,6 +111,7 @@ def main():
     parser.add_argument("--each", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--most", type=int)
     parser.add_argument("--only", default="")
     parser.add_argument("--counts", type=pathlib.Path)
     given = parser.parse_args()
@@ -132,6 +133,9 @@ def main():
                             places[kernel, what].append((path, number, new))
             for (kernel, what), found in places.items():
                 planted += [(kernel, what, *place) for place in draw.sample(found, min(given.each, len(found)))]
+
+    draw.shuffle(planted)
+    del planted[given.most:]
 
     def one(mutant):
         kernel, what, path, number, new = mutant

@@ -104,6 +104,7 @@ fn measure(op: &Op<'_>, tokens: usize) -> Result<BTreeMap<String, Work>> {
             *sum += number as f64;
         }
     }
+    assert!(!all.is_empty(), "no PTX is executed: export TRAINER_PTX=$(scripts/cuda/ptx.sh)");
     Ok(all)
 }
 
