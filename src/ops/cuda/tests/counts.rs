@@ -117,8 +117,12 @@ fn polynomial(points: &[(f64, f64)], x: f64) -> f64 {
     points.iter().enumerate().map(|(at, point)| point.1 * basis(at, point)).sum()
 }
 
-/// Executes an op at small sizes, and returns its work as a function of the tokens.
-fn counts_of(op: &Op<'_>) -> Result<impl Fn(f64) -> BTreeMap<String, Work>> {
+/// Executes an op at small sizes, and returns its work as a function of the tokens. Adds what the
+/// function does not predict at two further sizes to `wrong`.
+fn counts_of(
+    op: &Op<'_>,
+    wrong: &mut Vec<String>,
+) -> Result<impl Fn(f64) -> BTreeMap<String, Work>> {
     let fitted = op.degree + 1;
     let sizes: Vec<usize> = (1..=fitted + 2).map(|units| units * op.unit).collect();
     let measured = sizes.iter().map(|tokens| measure(op, *tokens)).collect::<Result<Vec<_>>>()?;
@@ -143,12 +147,12 @@ fn counts_of(op: &Op<'_>) -> Result<impl Fn(f64) -> BTreeMap<String, Work>> {
                 // not divide the sizes.
                 let most = if op.from_cache { 0.05 } else { 0.01 };
                 let off = (found - expected).abs() / found.max(1.0);
-                assert!(
-                    off <= most,
-                    "{} with {tokens} tokens: {kernel} has {found} {}, predicted {expected}",
-                    op.name,
-                    LIMITS[kind]
-                );
+                if off > most {
+                    wrong.push(format!(
+                        "{} with {tokens} tokens: {kernel} has {found} {}, predicted {expected}",
+                        op.name, LIMITS[kind]
+                    ));
+                }
             }
         }
     }
@@ -235,8 +239,9 @@ fn with_ops(shape: &Shape, then: impl FnOnce(&[Op<'_>]) -> Result<()>) -> Result
     let swiglu = |tokens: usize| activations(shape.intermediate, tokens);
     let mut ops = vec![
         of("attention, one segment", 2, 640, full * shape.key_heads as f64, &attention),
-        of("norms", 1, 256, 2.0 * shape.layers as f64, &norm),
-        of("norm and rotation of q and k", 1, 64, full, &rotation),
+        // Their backward passes have a fixed number of blocks above some number of rows.
+        of("norms", 1, 1024, 2.0 * shape.layers as f64, &norm),
+        of("norm and rotation of q and k", 1, 256, full, &rotation),
         of("SwiGLU", 1, 64, shape.layers as f64, &swiglu),
         of("cross-entropy", 1, 8, 1.0, &losses),
     ];
@@ -250,10 +255,11 @@ fn with_ops(shape: &Shape, then: impl FnOnce(&[Op<'_>]) -> Result<()>) -> Result
 #[ignore = "prints the table of docs/performance.md; needs TRAINER_PTX, and takes minutes"]
 fn the_time_of_a_step_on_an_h100_is_at_least() -> Result<()> {
     println!("| shape | tokens | op | ms a step | limit | the others |\n|---|---|---|---|---|---|");
+    let mut wrong = Vec::new();
     for shape in &SHAPES {
         with_ops(shape, |ops| {
             for op in ops {
-                let at = counts_of(op)?;
+                let at = counts_of(op, &mut wrong)?;
                 for tokens in [8192.0, 16384.0] {
                     let mut sum = [0.0; 4];
                     for work in at(tokens).values() {
@@ -283,5 +289,6 @@ fn the_time_of_a_step_on_an_h100_is_at_least() -> Result<()> {
             Ok(())
         })?;
     }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     Ok(())
 }
