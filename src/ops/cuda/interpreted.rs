@@ -43,7 +43,7 @@ pub(super) fn remember(at: u64, bytes: usize) {
 
 static LIBRARY: LazyLock<std::result::Result<Library, String>> = LazyLock::new(|| {
     let root = std::env::var("TRAINER_PTX").map_err(|_| {
-        "TRAINER_PTX is not set: export TRAINER_PTX=$(scripts/cuda/ptx.sh)".to_owned()
+        "TRAINER_PTX is not set, expected the folder with the PTX of all kernels".to_owned()
     })?;
     let capability = CAPABILITY.as_deref().unwrap_or_default();
     Library::open(Path::new(&root), capability, None).map_err(|error| error.to_string())
