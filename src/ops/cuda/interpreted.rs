@@ -8,8 +8,7 @@
 #![expect(unsafe_code, reason = "kernels take addresses")]
 
 use candle_core::{Error, Result};
-use ptx::{Counts, Library};
-use std::cell::RefCell;
+use ptx::Library;
 use std::ffi::c_void;
 use std::path::Path;
 use std::sync::LazyLock;
@@ -79,25 +78,5 @@ pub(super) fn launch(
     // SAFETY: an argument has the size of its parameter. The caller borrows the tensors, and
     // allocations are checked.
     let ended = unsafe { library.launch(kernel, grid, threads, shared, arguments, memory) };
-    let counts = ended.map_err(|failure| Error::msg(failure.to_string()))?;
-    COUNTED.with_borrow_mut(|counted| {
-        if let Some(counted) = counted {
-            counted.push((name.to_owned(), counts));
-        }
-    });
-    Ok(())
-}
-
-thread_local! {
-    /// The launches of this thread during `counted`.
-    static COUNTED: RefCell<Option<Vec<(String, Counts)>>> = const { RefCell::new(None) };
-}
-
-/// What the launches of an op execute.
-#[cfg(test)]
-pub(super) fn counted(op: impl FnOnce() -> Result<()>) -> Result<Vec<(String, Counts)>> {
-    COUNTED.set(Some(Vec::new()));
-    let ended = op();
-    let counted = COUNTED.take().unwrap_or_default();
-    ended.map(|()| counted)
+    ended.map(|_| ()).map_err(|failure| Error::msg(failure.to_string()))
 }

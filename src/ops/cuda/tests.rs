@@ -44,7 +44,6 @@ macro_rules! both {
     }};
 }
 
-mod counts;
 mod e4m3;
 mod experts;
 mod hopper;
