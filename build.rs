@@ -170,8 +170,6 @@ fn link(home: &Path) {
         }
     }
     println!("cargo:rustc-link-arg-bins=-Wl,-rpath,$ORIGIN/../lib");
-    // Otherwise a driver that lacks a function stops the program before it can say so.
-    println!("cargo:rustc-link-arg-bins=-Wl,-z,lazy");
 }
 
 /// The version of an nvcc, such as `13.0`; nothing if it does not run.

