@@ -15,22 +15,18 @@
 #![warn(missing_docs)]
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read their own files"))]
 
-pub mod batch;
+pub use batch;
 pub mod checkpoint;
 pub mod cli;
 pub mod config;
 pub mod convert;
-pub mod data;
-pub mod dist;
-pub mod files;
-pub mod loss;
+pub use data;
+pub use dist;
+pub use engine::{loss, models, nn, optim, tape};
+pub use files;
+pub use kernels as ops;
 pub mod metrics;
-pub mod models;
-pub mod net;
-pub mod nn;
-pub mod ops;
-pub mod optim;
+pub use net;
 pub mod report;
 pub mod run;
-pub mod tape;
 pub mod train;

@@ -1,7 +1,7 @@
 //! The search for values that are infinite or not a number: they never enter a checkpoint, and are
 //! not loaded.
 
-use crate::ops::kernels;
+use simd::kernels;
 use candle_core::DType;
 use half::{bf16, f16};
 

@@ -55,6 +55,10 @@ impl Estimate {
     }
 }
 
+/// Measured: the shared libraries of FFmpeg and MPI.
+const LIBRARIES: f64 = if cfg!(feature = "video") { 24.5e6 } else { 0.0 }
+    + if cfg!(feature = "mpi") { 1e6 } else { 0.0 };
+
 /// The sizes of a model that decide the memory of its training. `state` is the mean number of bytes
 /// of the optimizer state of a trained weight.
 pub(crate) fn memory_model(
@@ -75,6 +79,7 @@ pub(crate) fn memory_model(
         vocabulary: vocabulary as f64,
         logits: LOGITS_BYTES as f64,
         delta_limit: 0.0,
+        libraries: LIBRARIES,
         activations: model.activation_memory(element, recompute, grads),
     })
 }

@@ -1,0 +1,30 @@
+//! Host data types that pass between the steps of data loading: plain `Vec`s without devices or
+//! files.
+//!
+//! Shapes: `B` rows, `L` padded length, `T` tokens, `M` merged vision tokens, `P` patches.
+
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read their own files"))]
+
+mod cu_seqlens;
+mod encoded;
+mod pack;
+mod padded;
+mod rank;
+mod sample;
+mod split;
+mod varlen;
+
+pub use cu_seqlens::{CuSeqlens, CuSeqlensError};
+pub use encoded::{EncodedSample, Patches};
+pub use pack::Pack;
+pub use padded::{Batch, PaddingSide, UnpadError};
+pub use rank::{Rank, SequencePlace, own_part};
+pub use sample::{
+    AreaLimits, BoxRef, BoxUnit, Content, FrameRate, ImageLimits, MediaRef, MediaSource, Medium,
+    MediumKind, Message, Objects, Part, Sample, SampleId, VideoLimits, VideoRef,
+};
+pub use split::BatchPart;
+pub use varlen::{VarlenBatch, media_rows};
+
+/// A label with this value contributes no loss, as in transformers.
+pub const IGNORE_INDEX: i64 = -100;

@@ -1,0 +1,275 @@
+//! The tokenizer, the chat template and the special tokens of a model folder.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use sha2::{Digest, Sha256};
+
+use super::error::EncoderError;
+use super::json_file::JsonFile;
+use crate::media::image::{ImageConfig, ImageProcessor};
+use crate::model_file::{ModelFileError, read};
+use tokenizer::TextTokenizer;
+use crate::template::{ChatTemplate, TemplateError};
+
+/// Template variables with the texts of special tokens.
+const SPECIAL_TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_token"];
+
+/// The files of a model folder that decide how text is encoded.
+#[derive(Debug)]
+pub(super) struct TextFolder {
+    pub(super) tokenizer: TextTokenizer,
+    pub(super) template: ChatTemplate,
+    /// Placeholder tokens of media. Texts of rows must not contain them.
+    pub(super) media: MediaTokens,
+    pub(super) stop_ids: Vec<u32>,
+    pub(super) pad_id: u32,
+    pub(super) vocab_size: usize,
+    /// SHA-256 of `tokenizer.json`.
+    pub(super) tokenizer_fingerprint: [u8; 32],
+    /// Hash of everything that decides the tokens of a chat, except the date.
+    pub(super) undated_key: [u8; 32],
+    /// Hash of everything that decides the tokens of a chat.
+    pub(super) key: [u8; 32],
+}
+
+/// The special tokens of images and videos.
+#[derive(Debug)]
+pub(super) struct MediaTokens {
+    /// Placeholder of an image and its id; `None` for a text-only model.
+    pub(super) image: Option<(String, u32)>,
+    /// The tokens directly before and after visual tokens, if the model has them.
+    pub(super) marks: [Option<u32>; 2],
+    /// `None` if the model does not support videos.
+    pub(super) video: Option<VideoTokens>,
+}
+
+/// The special tokens of a video.
+#[derive(Debug)]
+pub(super) struct VideoTokens {
+    pub(super) pad: String,
+    pub(super) pad_id: u32,
+    /// Precedes the tokens of each group of frames, or of the whole video.
+    pub(super) start: String,
+    /// Follows the tokens of each group of frames, or of the whole video.
+    pub(super) end: String,
+}
+
+impl MediaTokens {
+    fn read(config: &JsonFile, tokenizer: &TextTokenizer) -> Result<Self, EncoderError> {
+        if config.is_text_only() {
+            return Ok(Self { image: None, marks: [None; 2], video: None });
+        }
+        let image_id = config.id("image_token_id")?;
+        let image = config.token("image_token_id", image_id, tokenizer)?;
+        let mark = |key, published: &str| match config.id(key) {
+            Ok(id) => config.token(key, id, tokenizer),
+            Err(_) => Ok(published.to_owned()),
+        };
+        let video = match config.id("video_token_id") {
+            Ok(pad_id) => Some(VideoTokens {
+                pad: config.token("video_token_id", pad_id, tokenizer)?,
+                pad_id,
+                start: mark("vision_start_token_id", "<|vision_start|>")?,
+                end: mark("vision_end_token_id", "<|vision_end|>")?,
+            }),
+            Err(_) => None,
+        };
+        let marks = ["vision_start_token_id", "vision_end_token_id"].map(|key| config.id(key).ok());
+        Ok(Self { image: Some((image, image_id)), marks, video })
+    }
+
+    /// The part of the length cache's key. Changing this text makes all caches useless, so it keeps
+    /// the form in which `Debug` printed an earlier version of this struct.
+    fn key(&self) -> String {
+        let Self { image, marks, video } = self;
+        match image {
+            Some((image, image_id)) => format!(
+                "MediaTokens {{ image: {image:?}, image_id: {image_id:?}, marks: {marks:?}, \
+                 video: {video:?} }}"
+            ),
+            None => "text only".to_owned(),
+        }
+    }
+
+    /// The texts of the placeholder tokens.
+    pub(super) fn pads(&self) -> impl Iterator<Item = &str> {
+        let image = self.image.as_ref().map(|(pad, _)| pad.as_str());
+        image.into_iter().chain(self.video.as_ref().map(|video| video.pad.as_str()))
+    }
+
+    /// Whether vision features replace this token.
+    pub(super) fn is_pad(&self, id: u32) -> bool {
+        self.image.as_ref().is_some_and(|(_, image)| *image == id)
+            || self.video.as_ref().is_some_and(|video| video.pad_id == id)
+    }
+}
+
+impl TextFolder {
+    pub(super) fn read(folder: &Path) -> Result<Self, EncoderError> {
+        let config = JsonFile::read(folder, "config.json")?;
+        let tokenizer_config = JsonFile::read(folder, "tokenizer_config.json")?;
+        let path = folder.join("tokenizer.json");
+        let bytes = read(&path)?;
+        let tokenizer = TextTokenizer::from_bytes(&path, &bytes)?;
+        let tokenizer_fingerprint: [u8; 32] = Sha256::digest(&bytes).into();
+        drop(bytes);
+        let media = MediaTokens::read(&config, &tokenizer)?;
+        let vocab_size = config.vocab_size()?;
+        let max_id = tokenizer.max_id();
+        if max_id as usize >= vocab_size {
+            return Err(EncoderError::VocabSize { path: config.path, max_id, vocab_size });
+        }
+        let mut special_tokens = Vec::new();
+        for key in SPECIAL_TOKENS {
+            special_tokens.extend(tokenizer_config.special_token(key).map(|token| (key, token)));
+        }
+        let special_id = |key| match special_tokens.iter().find(|(name, _)| *name == key) {
+            None => Ok(None),
+            Some((_, token)) => match tokenizer.id(token) {
+                Some(id) => Ok(Some(id)),
+                None => Err(EncoderError::UnknownToken {
+                    path: tokenizer_config.path.clone(),
+                    key,
+                    token: token.clone(),
+                }),
+            },
+        };
+        let generation = JsonFile::read_if_there(folder, "generation_config.json")?;
+        let mut stop_ids = generation.as_ref().map_or(Vec::new(), |g| g.ids("eos_token_id"));
+        stop_ids.extend(special_id("eos_token")?.filter(|id| !stop_ids.contains(id)));
+        let first_stop = *stop_ids
+            .first()
+            .ok_or_else(|| EncoderError::NoStopToken { folder: folder.to_owned() })?;
+        let pad_id = special_id("pad_token")?
+            .or_else(|| generation.and_then(|generation| generation.id("pad_token_id").ok()))
+            .unwrap_or(first_stop);
+        let (path, source) = chat_template(folder, &tokenizer_config)?;
+        let mut key = Sha256::new_with_prefix(tokenizer_fingerprint);
+        key.update(format!("{source:?} {special_tokens:?} {}", media.key()));
+        let undated_key = key.clone().finalize().into();
+        if source.contains("strftime_now") {
+            // a template may print the date, so the hash must change with the day
+            let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+            key.update((now.as_secs() / 86_400).to_le_bytes());
+        }
+        let key = key.finalize().into();
+        let template = ChatTemplate::new(&source, special_tokens)
+            .map_err(|cause| EncoderError::Template { path: path.clone(), cause })?;
+        check_end_mark(&path, template.end_mark(), &tokenizer, &stop_ids)?;
+        Ok(Self {
+            tokenizer,
+            template,
+            media,
+            stop_ids,
+            pad_id,
+            vocab_size,
+            tokenizer_fingerprint,
+            undated_key,
+            key,
+        })
+    }
+}
+
+/// The image processor of a folder. It must cut the patches that the vision encoder expects.
+pub(super) fn image_processor(
+    folder: &Path,
+    config: &ImageConfig,
+) -> Result<ImageProcessor, EncoderError> {
+    let images = ImageProcessor::from_folder(folder, config)?;
+    let JsonFile { path, value } = JsonFile::read(folder, "config.json")?;
+    for (key, name, found) in [
+        ("patch_size", "patch_size", images.patch_size()),
+        ("temporal_patch_size", "temporal_patch_size", images.temporal_patch_size()),
+        ("spatial_merge_size", "merge_size", images.merge_size()),
+    ] {
+        let expected = value["vision_config"][key].as_u64();
+        if let Some(expected) = expected.filter(|expected| *expected != u64::from(found)) {
+            return Err(EncoderError::Patches { path, key, expected, name, found });
+        }
+    }
+    Ok(images)
+}
+
+/// Checks that the template ends an answer with one token. If generation does not stop at this
+/// token, as with base models, this is a warning only.
+fn check_end_mark(
+    path: &Path,
+    mark: &str,
+    tokenizer: &TextTokenizer,
+    stop_ids: &[u32],
+) -> Result<(), EncoderError> {
+    let ids = tokenizer.encode(mark)?.ids;
+    let &[id] = ids.as_slice() else {
+        let cause = TemplateError::EndMarkTokens { mark: mark.to_owned(), num_tokens: ids.len() };
+        return Err(EncoderError::Template { path: path.to_owned(), cause });
+    };
+    if !stop_ids.contains(&id) {
+        tracing::warn!(
+            path = %path.display(),
+            mark,
+            "the end mark of the chat template is not a stop token: add its id to `eos_token_id` in generation_config.json"
+        );
+    }
+    Ok(())
+}
+
+/// The template and its file: `chat_template.jinja`, else `chat_template.json`, else a key of
+/// `tokenizer_config.json`.
+fn chat_template(
+    folder: &Path,
+    tokenizer_config: &JsonFile,
+) -> Result<(PathBuf, String), EncoderError> {
+    let path = folder.join("chat_template.jinja");
+    if path.exists() {
+        let source = String::from_utf8(read(&path)?).map_err(|error| ModelFileError::Read {
+            path: path.clone(),
+            cause: io::Error::new(io::ErrorKind::InvalidData, error),
+        })?;
+        return Ok((path, source));
+    }
+    let older = JsonFile::read_if_there(folder, "chat_template.json")?;
+    for file in older.iter().chain([tokenizer_config]) {
+        if let Some(source) = file.chat_template() {
+            return Ok((file.path.clone(), source));
+        }
+    }
+    Err(EncoderError::NoChatTemplate { folder: folder.to_owned() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::encode::Encoder;
+    use serde_json::{Value, json};
+    use std::fs::{self, File};
+    use std::io::Write as _;
+
+    #[test]
+    fn patches_unlike_those_of_the_vision_encoder_are_refused_with_both_files() {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/small-tied");
+        let settings = fs::read_to_string(model.join("preprocessor_config.json")).unwrap();
+        for (key, value, named) in [
+            ("patch_size", 14, "vision_config.patch_size"),
+            ("temporal_patch_size", 3, "vision_config.temporal_patch_size"),
+            ("merge_size", 3, "vision_config.spatial_merge_size"),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            let files = ["config.json", "tokenizer_config.json", "tokenizer.json"];
+            for file in files.into_iter().chain(["chat_template.jinja"]) {
+                fs::copy(model.join(file), folder.path().join(file)).unwrap();
+            }
+            let mut changed: Value = serde_json::from_str(&settings).unwrap();
+            changed[key] = json!(value);
+            let mut file = File::create(folder.path().join("preprocessor_config.json")).unwrap();
+            file.write_all(changed.to_string().as_bytes()).unwrap();
+            let error = Encoder::from_folder(folder.path(), &ImageConfig::default()).err();
+            let error = error.unwrap().to_string();
+            assert!(
+                error.contains(named) && error.contains("`preprocessor_config.json`"),
+                "{error}"
+            );
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! Boxes of objects in the texts of a chat.
+//!
+//! `<ref-object>` becomes the name of the next object, and `<bbox>` the text of the next box,
+//! `[x1, y1, x2, y2]`. Qwen3-VL writes thousandths of the upright image before any resize, and
+//! Qwen2.5-VL pixels of the image that the vision encoder receives. The numbers are rounded half to
+//! even, as in ms-swift.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+
+use super::media::MediaReader;
+use batch::{BoxRef, BoxUnit, Medium, Sample, SampleId};
+use crate::media::family::MediaFamily;
+use crate::media::image::ImageProcessor;
+use crate::source::{
+    BOX_PLACEHOLDER, GroundingError, NAME_PLACEHOLDER, SampleError, texts_mut,
+};
+
+/// Sides of an image in thousandths.
+pub(super) const SIDE: u32 = 1000;
+
+/// The unit of the boxes in a text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Written {
+    Thousandths,
+    /// Pixels of the resized image.
+    Pixels,
+}
+
+impl Written {
+    fn of(family: MediaFamily) -> Self {
+        match family {
+            MediaFamily::Qwen3Vl => Self::Thousandths,
+            MediaFamily::Qwen25Vl { .. } => Self::Pixels,
+        }
+    }
+}
+
+/// A box of a row in one of its images.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageBox {
+    /// Index of the image among the images of the row, from 0; videos do not count.
+    pub image: usize,
+    /// `[x1, y1, x2, y2]` in thousandths of the sides. The corners of a point are equal.
+    pub corners: [u32; 4],
+    /// Name of the object, if the row has one name for each box or one for all.
+    pub name: Option<String>,
+}
+
+/// The boxes of a row. Reads the headers of images whose boxes are given in pixels.
+pub fn image_boxes(
+    processor: &ImageProcessor,
+    sample: &Sample,
+) -> Result<Vec<ImageBox>, SampleError> {
+    let names = &sample.objects.names;
+    let num_boxes = sample.objects.boxes.len();
+    let name = |index: usize| match names.as_slice() {
+        [one] => Some(one.clone()),
+        names if names.len() == num_boxes => names.get(index).cloned(),
+        _ => None,
+    };
+    let shown = |(index, relative): (usize, Vec<u32>)| {
+        let corners = match relative[..] {
+            [x1, y1, x2, y2] => [x1, y1, x2, y2],
+            [x, y, ..] => [x, y, x, y],
+            _ => [0; 4],
+        };
+        ImageBox { image: sample.objects.boxes[index].image, corners, name: name(index) }
+    };
+    Ok(converted(processor, sample, Written::Thousandths)?
+        .into_iter()
+        .enumerate()
+        .map(shown)
+        .collect())
+}
+
+/// The sample with names and boxes in place of their placeholders.
+pub(super) fn grounded<'a>(
+    media: &MediaReader,
+    sample: &'a Sample,
+) -> Result<Cow<'a, Sample>, SampleError> {
+    if sample.objects.names.is_empty() && sample.objects.boxes.is_empty() {
+        return Ok(Cow::Borrowed(sample));
+    }
+    let boxes = converted(&media.images, sample, Written::of(media.videos.family()))?;
+    let mut boxes = boxes.into_iter().map(|corners| format!("{corners:?}"));
+    let mut names = sample.objects.names.iter();
+    let mut sample = sample.clone();
+    let objects = std::mem::take(&mut sample.objects);
+    for text in texts_mut(&mut sample.messages) {
+        let mut out = String::with_capacity(text.len());
+        let mut rest = text.as_str();
+        loop {
+            let found = [BOX_PLACEHOLDER, NAME_PLACEHOLDER].map(|of| rest.find(of));
+            let next = match found {
+                [Some(at), other] if other.is_none_or(|other| at < other) => {
+                    boxes.next().map(|text| (at, BOX_PLACEHOLDER, text))
+                }
+                [_, Some(at)] => names.next().map(|name| (at, NAME_PLACEHOLDER, name.clone())),
+                _ => None,
+            };
+            let Some((at, placeholder, with)) = next else { break };
+            out.push_str(&rest[..at]);
+            out.push_str(&with);
+            rest = &rest[at + placeholder.len()..];
+        }
+        out.push_str(rest);
+        *text = out;
+    }
+    sample.objects = objects;
+    Ok(Cow::Owned(sample))
+}
+
+/// The coordinates of each box in the unit `written`.
+fn converted(
+    processor: &ImageProcessor,
+    sample: &Sample,
+    written: Written,
+) -> Result<Vec<Vec<u32>>, SampleError> {
+    let images: Vec<_> = sample
+        .media
+        .iter()
+        .filter_map(|medium| match medium {
+            Medium::Image(image) => Some(image),
+            Medium::Video(_) => None,
+        })
+        .collect();
+    let id = &sample.id;
+    let mut sizes: HashMap<(usize, bool), [u32; 2]> = HashMap::new();
+    // `[height, width]` of an image before or after it is resized
+    let mut size_of = |image: usize, is_resized: bool| {
+        if let Some(size) = sizes.get(&(image, is_resized)) {
+            return Ok(*size);
+        }
+        let size = if is_resized {
+            let side = |patches: u32| patches * processor.patch_size();
+            processor.grid(images[image]).map(|[_, height, width]| [height, width].map(side))
+        } else {
+            processor.upright_size(images[image]).map(|(size, _)| size)
+        };
+        let size = size.map_err(|cause| {
+            let index = image + 1;
+            SampleError::Image { id: id.clone(), index, cause }
+        })?;
+        sizes.insert((image, is_resized), size);
+        Ok(size)
+    };
+    let mut convert = |(index, object): (usize, &BoxRef)| {
+        let BoxRef { coordinates, unit, image } = object;
+        // a box without pixels may be in a video
+        let has_pixels = *unit == BoxUnit::Pixel || written == Written::Pixels;
+        if *image >= images.len() && (has_pixels || *image > 0) {
+            let cause = GroundingError::NoImage { index, image: *image, images: images.len() };
+            return Err(SampleError::Grounding { id: id.clone(), cause });
+        }
+        let from = match unit {
+            BoxUnit::One => [1; 2],
+            BoxUnit::Thousandth => [SIDE; 2],
+            BoxUnit::Pixel => size_of(*image, false)?,
+        };
+        let to = match written {
+            Written::Thousandths => [SIDE; 2],
+            Written::Pixels => size_of(*image, true)?,
+        };
+        scaled(id, index, coordinates, from, to)
+    };
+    sample.objects.boxes.iter().enumerate().map(&mut convert).collect()
+}
+
+/// Checks the coordinates (`x, y` of each corner) in an image with the `[height, width]` `from`,
+/// and scales them to one with the size `to`.
+fn scaled(
+    id: &SampleId,
+    index: usize,
+    coordinates: &[f64],
+    from: [u32; 2],
+    to: [u32; 2],
+) -> Result<Vec<u32>, SampleError> {
+    let fault = |cause| Err(SampleError::Grounding { id: id.clone(), cause });
+    let found = || format!("{coordinates:?}");
+    if let [x1, y1, x2, y2] = coordinates
+        && (x1 > x2 || y1 > y2)
+    {
+        return fault(GroundingError::Inverted { index, found: found() });
+    }
+    let [height, width] = from;
+    let sides =
+        [(width, to[1]), (height, to[0])].map(|(from, to)| (f64::from(from), f64::from(to)));
+    let of_sides = || coordinates.iter().zip(sides.iter().cycle());
+    if of_sides().any(|(value, (side, _))| !(0.0..=*side).contains(value)) {
+        return fault(GroundingError::Outside { index, found: found(), width, height });
+    }
+    let round =
+        |(value, (from, to)): (&f64, &(f64, f64))| (value / from * to).round_ties_even() as u32;
+    Ok(of_sides().map(round).collect())
+}
+
+/// Whether the texts of boxes depend on the size of the resized images.
+pub(super) fn depends_on_resizing(family: MediaFamily) -> bool {
+    Written::of(family) == Written::Pixels
+}

@@ -1,0 +1,145 @@
+//! The size of a sample, computed without decoding its media.
+//!
+//! The first part, [`Measured`], can be stored. It depends on the row, the headers of its media and
+//! the settings that [`Encoder::text_key`] hashes. The second part is arithmetic with the limits on
+//! the pixels and tokens of images.
+//!
+//! Qwen2.5-VL writes boxes in pixels of the resized image, so with it the first part also depends
+//! on the limits on the pixels of images.
+
+use sha2::{Digest, Sha256};
+
+use super::Encoder;
+use super::encoded_text::kept_text;
+use super::grounding::depends_on_resizing;
+use super::media::{MediumGrid, MediumHeader};
+use batch::Sample;
+use crate::encode::truncate::{
+    DroppedTokens, TokenCounts, TruncationError, TruncationRule, check_tokens, dropped, kept_tokens,
+};
+use crate::media::image::ImageSize;
+use crate::row::Length;
+use crate::source::SampleError;
+
+/// The size of a row, without the visual tokens of its images. The limits on the pixels of images
+/// are not applied, except to the boxes of Qwen2.5-VL, which are text.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Measured {
+    /// Its `media_tokens` are those of videos, and the start and end tokens of images.
+    pub text: TokenCounts,
+    /// The size of each image, in order.
+    pub sizes: Vec<ImageSize>,
+    /// Patches of all videos.
+    pub video_patches: u32,
+}
+
+impl Encoder {
+    /// Measures a row from its text and the headers of its media. No pixel is decoded.
+    ///
+    /// It fails where [`Encoder::encode`] fails, except for errors that only decoding finds.
+    pub fn measure(&self, sample: &Sample) -> Result<Measured, SampleError> {
+        let id = &sample.id;
+        let (text, supervision) = self.render_targets(sample)?;
+        let headers = self.media.headers(id, &sample.media, &self.text.media)?;
+        let merge = self.media.images.merge_size();
+        let (mut sizes, mut video_patches) = (Vec::new(), 0);
+        let grids = |headers| match headers {
+            // The tokens around visual tokens do not depend on the number of visual tokens, because
+            // these are special tokens: one is enough.
+            MediumHeader::Image(size) => {
+                sizes.push(size);
+                MediumGrid::Image([1, merge, merge])
+            }
+            MediumHeader::Video(clip) => {
+                video_patches += clip.grid_thw.iter().product::<u32>();
+                MediumGrid::Video(clip)
+            }
+        };
+        let grids: Vec<MediumGrid> = headers.into_iter().map(grids).collect();
+        let text = self.tokenise(id, &text, supervision, &grids)?;
+        let mut text = TokenCounts::of(&text.labels, &text.spans);
+        text.media_tokens -= sizes.len();
+        if text.num_targets == 0 {
+            let num_tokens = self.token_counts(text, &sizes).num_tokens();
+            return Err(SampleError::NoSupervisedToken { id: id.clone(), num_tokens });
+        }
+        Ok(Measured { text, sizes, video_patches })
+    }
+
+    /// Adds the visual tokens of images of these sizes to [`Measured::text`].
+    pub fn token_counts(&self, text: TokenCounts, sizes: &[ImageSize]) -> TokenCounts {
+        let images = &self.media.images;
+        let visual = self.grids_of(sizes).map(|grid| images.num_tokens(grid)).sum::<usize>();
+        TokenCounts { media_tokens: text.media_tokens + visual, ..text }
+    }
+
+    /// The size of a row after truncation by `cut`, from the results of [`Encoder::measure`].
+    pub fn length_under(
+        &self,
+        text: TokenCounts,
+        sizes: &[ImageSize],
+        video_patches: u32,
+        cut: Option<TruncationRule>,
+    ) -> Result<Length, TruncationError> {
+        let token_counts = self.token_counts(text, sizes);
+        check_tokens(token_counts.num_tokens())?;
+        let kept = token_counts.kept_text(cut)?.len();
+        let patches = self.grids_of(sizes).map(|grid| grid.map(u64::from).iter().product::<u64>());
+        let patches = patches.sum::<u64>() + u64::from(video_patches);
+        Ok(self.length_of_patches(kept + token_counts.media_tokens, patches))
+    }
+
+    /// The size and the checks of [`Encoder::encode`], from text and media headers only.
+    pub fn length(&self, sample: &Sample) -> Result<Length, SampleError> {
+        self.length_truncated(sample, None)
+    }
+
+    /// The size and the checks of [`Encoder::encode_truncated`], from text and media headers only.
+    pub fn length_truncated(
+        &self,
+        sample: &Sample,
+        cut: Option<TruncationRule>,
+    ) -> Result<Length, SampleError> {
+        let Measured { text, sizes, video_patches } = self.measure(sample)?;
+        let length = self.length_under(text, &sizes, video_patches, cut);
+        length.map_err(|cause| SampleError::Truncation { id: sample.id.clone(), cause })
+    }
+
+    /// The text tokens that `cut` removes, with their positions in the result of
+    /// [`Encoder::encode_truncated`].
+    pub fn dropped(
+        &self,
+        sample: &Sample,
+        cut: TruncationRule,
+    ) -> Result<Vec<DroppedTokens>, SampleError> {
+        let id = &sample.id;
+        let (text, supervision) = self.render_targets(sample)?;
+        let grids = self.media.grids(id, &sample.media, &self.text.media)?;
+        let tokens = self.tokenise(id, &text, supervision, &grids)?;
+        let token_counts = TokenCounts::of(&tokens.labels, &tokens.spans);
+        let kept = kept_text(id, &token_counts, Some(cut))?;
+        let kept = kept_tokens(tokens.input_ids.len(), &tokens.spans, &kept);
+        Ok(dropped(&tokens.input_ids, &kept))
+    }
+
+    /// Hash of everything that [`Encoder::measure`] depends on, except the row and its media files.
+    /// With Qwen2.5-VL it includes the limits on the pixels of images, whether or not the rows have
+    /// boxes.
+    pub(crate) fn text_key(&self) -> [u8; 32] {
+        let mut key = Sha256::new_with_prefix(self.text.key);
+        key.update(self.media.videos.limits());
+        if depends_on_resizing(self.media.videos.family()) {
+            key.update(self.media.images.limits());
+        }
+        key.update(format!("{:?}", self.loss_scale));
+        if self.train_empty_think {
+            key.update("train_empty_think");
+        }
+        key.finalize().into()
+    }
+
+    fn grids_of(&self, sizes: &[ImageSize]) -> impl Iterator<Item = [u32; 3]> {
+        // `ImageProcessor::size` rejects images that are too elongated
+        sizes.iter().filter_map(|size| self.media.images.grid_of_size(*size))
+    }
+}

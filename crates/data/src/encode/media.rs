@@ -1,0 +1,264 @@
+//! The media of a sample: their text and their patches.
+
+use std::fmt::Write as _;
+use std::ops::Range;
+
+use super::folder::{MediaTokens, VideoTokens};
+use super::positions::VisualRun;
+use batch::{Content, Medium, MediumKind, Message, Part, Patches, SampleId};
+use crate::media::image::{ImageError, ImageProcessor, ImageSize};
+use crate::media::video::{Clip, GroupTimes, VideoError, VideoMarks, VideoProcessor};
+use crate::source::{PIXELS_OF_MEDIA, SampleError};
+
+/// Maximum number of pixels of the images and sampled frames of a row, before resizing: 16 times
+/// those of the largest image. It bounds the time to decode a row.
+const MAX_ROW_PIXELS: u64 = 1 << 32;
+
+/// Reads media with the settings of a model.
+pub(super) struct MediaReader {
+    pub(super) images: ImageProcessor,
+    pub(super) videos: VideoProcessor,
+}
+
+/// The size of a medium after resizing, from its header.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum MediumGrid {
+    /// Patches per axis.
+    Image([u32; 3]),
+    /// Patches per axis, and times.
+    Video(Clip),
+}
+
+impl MediumGrid {
+    /// The runs of visual tokens of this medium, each without text in it.
+    pub(super) fn runs(&self) -> Vec<VisualRun> {
+        let ([t, height, width], step) = match self {
+            Self::Image(grid) => (*grid, 0.0),
+            Self::Video(Clip {
+                grid_thw: [t, height, width], times: GroupTimes::Text(_), ..
+            }) => {
+                return vec![VisualRun { grid: [1, *height, *width], step: 0.0 }; *t as usize];
+            }
+            Self::Video(Clip { grid_thw, times: GroupTimes::Positions(step), .. }) => {
+                (*grid_thw, *step)
+            }
+        };
+        vec![VisualRun { grid: [t, height, width], step }]
+    }
+
+    pub(super) fn kind(&self) -> MediumKind {
+        match self {
+            Self::Image(_) => MediumKind::Image,
+            Self::Video(_) => MediumKind::Video,
+        }
+    }
+
+    pub(super) fn grid(&self) -> [u32; 3] {
+        match self {
+            Self::Image(grid) => *grid,
+            Self::Video(clip) => clip.grid_thw,
+        }
+    }
+}
+
+/// The size of a medium before any limit on images, from its header.
+pub(super) enum MediumHeader {
+    /// Size in pixels and limits of the row.
+    Image(ImageSize),
+    /// Patches and times under the settings for videos.
+    Video(Clip),
+}
+
+impl MediaReader {
+    /// Reads the headers; images have their original sizes. A row whose media would take the time
+    /// of many others to decode is an error.
+    pub(super) fn headers(
+        &self,
+        id: &SampleId,
+        media: &[Medium],
+        tokens: &MediaTokens,
+    ) -> Result<Vec<MediumHeader>, SampleError> {
+        let read = each(id, media, tokens, |medium| {
+            Ok(match medium {
+                Medium::Image(image) => {
+                    let (size, pixels) = self.images.size(image)?;
+                    (MediumHeader::Image(size), pixels)
+                }
+                Medium::Video(video) => {
+                    let clip = self.videos.clip(video)?;
+                    let pixels = clip.source_pixels;
+                    (MediumHeader::Video(clip), pixels)
+                }
+            })
+        })?;
+        let found = read.iter().fold(0u64, |sum, (_, pixels)| sum.saturating_add(*pixels));
+        if found > MAX_ROW_PIXELS {
+            let [found, most] = [found, MAX_ROW_PIXELS].map(|pixels| pixels as usize);
+            return Err(SampleError::TooLarge {
+                id: id.clone(),
+                what: PIXELS_OF_MEDIA,
+                found,
+                most,
+            });
+        }
+        Ok(read.into_iter().map(|(header, _)| header).collect())
+    }
+
+    /// Reads the headers and computes the grids.
+    pub(super) fn grids(
+        &self,
+        id: &SampleId,
+        media: &[Medium],
+        tokens: &MediaTokens,
+    ) -> Result<Vec<MediumGrid>, SampleError> {
+        let headers = self.headers(id, media, tokens)?.into_iter();
+        let grids = headers.map(|header| match header {
+            MediumHeader::Image(size) => {
+                let grid = self.images.grid_of_size(size);
+                MediumGrid::Image(grid.expect("reading the header checked the aspect ratio"))
+            }
+            MediumHeader::Video(clip) => MediumGrid::Video(clip),
+        });
+        Ok(grids.collect())
+    }
+
+    /// Decodes the media and returns their grids and patches.
+    pub(super) fn load(
+        &self,
+        id: &SampleId,
+        media: &[Medium],
+        tokens: &MediaTokens,
+    ) -> Result<(Vec<MediumGrid>, Vec<Patches>), SampleError> {
+        let loaded = each(id, media, tokens, |medium| {
+            Ok(match medium {
+                Medium::Image(image) => {
+                    let patches = self.images.load(image)?;
+                    (MediumGrid::Image(patches.grid_thw), patches)
+                }
+                Medium::Video(video) => {
+                    let (clip, patches) = self.videos.load(video)?;
+                    (MediumGrid::Video(clip), patches)
+                }
+            })
+        });
+        Ok(loaded?.into_iter().unzip())
+    }
+
+    /// Number of visual tokens of a medium.
+    pub(super) fn num_tokens(&self, grids: &MediumGrid) -> usize {
+        self.images.num_tokens(grids.grid())
+    }
+
+    /// The kind and byte range of each placeholder in `text`, ascending. The range of a video may
+    /// include the start and end token around it.
+    pub(super) fn placeholders(
+        &self,
+        text: &str,
+        tokens: &MediaTokens,
+    ) -> Vec<(MediumKind, Range<usize>)> {
+        let find = |token: &str, kind: MediumKind| -> Vec<(MediumKind, Range<usize>)> {
+            let found = text.match_indices(token);
+            found.map(|(at, token)| (kind, at..at + token.len())).collect()
+        };
+        let Some((image, _)) = &tokens.image else { return Vec::new() };
+        let mut found = find(image, MediumKind::Image);
+        let Some(video) = &tokens.video else { return found };
+        let videos = find(&video.pad, MediumKind::Video);
+        found.extend(videos.into_iter().map(|(kind, place)| {
+            let VideoTokens { start, end, .. } = video;
+            let before = text[..place.start].strip_suffix(start.as_str()).map(str::len);
+            let after = text[place.end..].starts_with(end.as_str());
+            match (self.videos.marks(), before, after) {
+                (VideoMarks::Flat, Some(before), true) => (kind, before..place.end + end.len()),
+                _ => (kind, place),
+            }
+        }));
+        found.sort_by_key(|(_, place)| place.start);
+        found
+    }
+
+    /// The text that replaces the placeholder of a medium.
+    pub(super) fn text(&self, grids: &MediumGrid, tokens: &MediaTokens) -> String {
+        match (grids, &tokens.video) {
+            (MediumGrid::Video(Clip { times: GroupTimes::Positions(_), .. }), Some(video)) => {
+                video.pad.repeat(self.num_tokens(grids))
+            }
+            (
+                MediumGrid::Video(Clip { grid_thw, times: GroupTimes::Text(times), .. }),
+                Some(video),
+            ) => {
+                let VideoTokens { pad, start, end, .. } = video;
+                let [_, height, width] = *grid_thw;
+                let pads = pad.repeat(self.images.num_tokens([1, height, width]));
+                let mut text = String::new();
+                for time in times {
+                    // writing to a String cannot fail
+                    let _ = write!(text, "<{time:.1} seconds>{start}{pads}{end}");
+                }
+                text
+            }
+            (grids, _) => {
+                let image = tokens.image.as_ref().map_or("", |(pad, _)| pad);
+                image.repeat(self.num_tokens(grids))
+            }
+        }
+    }
+}
+
+/// Kinds of the media in the turns, in order.
+pub(super) fn kinds(messages: &[Message]) -> Vec<MediumKind> {
+    let kind = |part: &Part| match part {
+        Part::Text(_) => None,
+        Part::Image => Some(MediumKind::Image),
+        Part::Video => Some(MediumKind::Video),
+    };
+    let parts = messages.iter().flat_map(|message| match &message.content {
+        Content::Text(_) => [].as_slice(),
+        Content::Parts(parts) => parts,
+    });
+    parts.filter_map(kind).collect()
+}
+
+/// The reason why a medium cannot be used.
+enum Cause {
+    Image(ImageError),
+    Video(VideoError),
+}
+
+impl From<ImageError> for Cause {
+    fn from(cause: ImageError) -> Self {
+        Self::Image(cause)
+    }
+}
+
+impl From<VideoError> for Cause {
+    fn from(cause: VideoError) -> Self {
+        Self::Video(cause)
+    }
+}
+
+fn each<T>(
+    id: &SampleId,
+    media: &[Medium],
+    tokens: &MediaTokens,
+    read: impl Fn(&Medium) -> Result<T, Cause>,
+) -> Result<Vec<T>, SampleError> {
+    let (mut images, mut videos) = (0, 0);
+    let read_one = |medium: &Medium| {
+        let index = match medium {
+            Medium::Image(_) => &mut images,
+            Medium::Video(_) => &mut videos,
+        };
+        *index += 1;
+        let index = *index;
+        let result = match medium {
+            Medium::Video(_) if tokens.video.is_none() => Err(VideoError::NoToken.into()),
+            _ => read(medium),
+        };
+        result.map_err(|cause| match cause {
+            Cause::Image(cause) => SampleError::Image { id: id.clone(), index, cause },
+            Cause::Video(cause) => SampleError::Video { id: id.clone(), index, cause },
+        })
+    };
+    media.iter().map(read_one).collect()
+}

@@ -1,0 +1,449 @@
+//! `Sample` -> `EncodedSample`, a pure function of one sample.
+//!
+//! The whole conversation is rendered once. Each media placeholder becomes as many tokens as the
+//! medium has merged patches; a video may have timestamps and start and end tokens too. The text is
+//! tokenised in one call, so the tokens are those of inference. Byte offsets decide which tokens
+//! lie inside a target.
+
+mod encoded_text;
+mod error;
+mod folder;
+mod grounding;
+mod json_file;
+pub(crate) mod measure;
+mod media;
+mod plain;
+mod positions;
+mod rendered_turns;
+mod targets;
+mod text_boxes;
+mod text_sample;
+pub(crate) mod truncate;
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+use std::path::Path;
+use std::sync::{Arc, Once};
+
+use sha2::digest::generic_array::GenericArray;
+use sha2::{Digest, Sha256};
+
+use encoded_text::{EncodedText, expand, spans};
+pub use error::EncoderError;
+use folder::{TextFolder, image_processor};
+use grounding::grounded;
+pub use grounding::{ImageBox, image_boxes};
+use media::{MediaReader, MediumGrid, kinds};
+use rendered_turns::{check_tools, check_turns};
+pub use targets::LossScale;
+use targets::{Supervision, thoughts};
+pub use text_boxes::BoxFault;
+pub use text_sample::TextSample;
+
+use batch::{
+    Content, EncodedSample, Medium, MediumKind, Message, Part, Patches, Sample, SampleId,
+};
+use crate::encode::positions::{VisualRun, position_ids};
+use crate::encode::truncate::{TruncationRule, check_tokens};
+use crate::media::image::{ImageConfig, ImageProcessor};
+use crate::media::video::{VideoConfig, VideoProcessor};
+use crate::row::Length;
+use crate::source::SampleError;
+use tokenizer::{TokenizerError, Tokens};
+use crate::template::{GenerationPrompt, RenderedPrompt, TemplateError};
+use net::UrlImages;
+
+/// Tokenizer, chat template, image and video processor of one model folder.
+pub struct Encoder {
+    text: TextFolder,
+    media: MediaReader,
+    loss_scale: LossScale,
+    train_empty_think: bool,
+    /// Done when it has been reported that the template renders no thoughts.
+    no_thoughts: Once,
+}
+
+impl Encoder {
+    /// Reads `config.json`, `tokenizer.json`, `tokenizer_config.json`, `preprocessor_config.json`
+    /// (not for a text-only model, whose `config.json` has no `vision_config`),
+    /// `generation_config.json` if it exists, and the chat template from `chat_template.jinja`,
+    /// `chat_template.json` or `tokenizer_config.json`, in this order. Videos use the settings of
+    /// the folder.
+    pub fn from_folder(folder: &Path, image: &ImageConfig) -> Result<Self, EncoderError> {
+        Self::with_video(folder, image, &VideoConfig::default())
+    }
+
+    /// [`Encoder::from_folder`] with settings for videos, which override
+    /// `video_preprocessor_config.json`.
+    pub fn with_video(
+        folder: &Path,
+        image: &ImageConfig,
+        video: &VideoConfig,
+    ) -> Result<Self, EncoderError> {
+        let text = TextFolder::read(folder)?;
+        let images = match text.media.image {
+            Some(_) => image_processor(folder, image)?,
+            None => ImageProcessor::unused(),
+        };
+        let videos = VideoProcessor::from_folder(folder, video, &images)?;
+        let media = MediaReader { images, videos };
+        Ok(Self {
+            text,
+            media,
+            loss_scale: LossScale::default(),
+            train_empty_think: false,
+            no_thoughts: Once::new(),
+        })
+    }
+
+    /// Sets which tokens of chats are supervised.
+    #[must_use]
+    pub fn with_loss_scale(self, loss_scale: LossScale) -> Self {
+        Self { loss_scale, ..self }
+    }
+
+    /// Sets whether an empty `<think>` block that the template writes before an answer is
+    /// supervised with it.
+    #[must_use]
+    pub fn with_empty_thoughts(self, train_empty_think: bool) -> Self {
+        Self { train_empty_think, ..self }
+    }
+
+    /// Digests of what this encoder reads from the model folder and from the settings of images and
+    /// videos, each with a name for messages. If they are equal, rows are encoded alike.
+    pub fn digests(&self) -> BTreeMap<String, String> {
+        let hex = |bytes: [u8; 32]| format!("{:x}", GenericArray::from(bytes));
+        let of = |text: String| hex(Sha256::digest(text.as_bytes()).into());
+        let MediaReader { images, videos } = &self.media;
+        let digests = [
+            ("tokenizer", hex(self.text.tokenizer_fingerprint)),
+            ("chat template or special tokens", hex(self.text.undated_key)),
+            ("image settings of the processor", of(images.key())),
+            ("video settings of the processor", of(videos.key())),
+        ];
+        digests.into_iter().map(|(name, digest)| (name.to_owned(), digest)).collect()
+    }
+
+    /// Downloads images by URL, and keeps them. Without this, such images are refused.
+    #[must_use]
+    pub fn with_urls(mut self, images: Arc<UrlImages>) -> Self {
+        self.media.images.set_urls(images.clone());
+        self.media.videos.set_urls(images);
+        self
+    }
+
+    /// Encodes a whole sample.
+    pub fn encode(&self, sample: &Sample) -> Result<EncodedSample, SampleError> {
+        self.encode_truncated(sample, None)
+    }
+
+    /// Encodes a sample and truncates it by `cut`.
+    pub fn encode_truncated(
+        &self,
+        sample: &Sample,
+        cut: Option<TruncationRule>,
+    ) -> Result<EncodedSample, SampleError> {
+        self.load_pixels(self.prefetch(sample, cut)?, || Ok(sample.media.clone()))
+    }
+
+    /// The part of [`Encoder::encode_truncated`] that needs no pixels. It reads only the headers of
+    /// media.
+    pub fn prefetch(
+        &self,
+        sample: &Sample,
+        cut: Option<TruncationRule>,
+    ) -> Result<TextSample, SampleError> {
+        let id = &sample.id;
+        let (text, supervision) = self.render_targets(sample)?;
+        let grids = self.media.grids(id, &sample.media, &self.text.media)?;
+        let tokens = self.tokenise(id, &text, supervision, &grids)?.cut(id, cut)?;
+        let without_pixels = |medium: &MediumGrid| Patches {
+            pixel_values: Vec::new(),
+            grid_thw: medium.grid(),
+            kind: medium.kind(),
+        };
+        let length = self.length_of(tokens.input_ids.len(), grids.iter().map(MediumGrid::grid));
+        let patches = grids.iter().map(without_pixels).collect();
+        let encoded = self.with_media(id, tokens, &grids, patches);
+        Ok(TextSample::new(encoded, length, grids, &sample.media))
+    }
+
+    /// Adds the pixels to a prefetched sample. `read_media` reads the media of the row again; it is
+    /// called only if [`Encoder::prefetch`] did not keep them.
+    ///
+    /// It fails with [`SampleError::MediaChanged`] if the headers differ from those that `prefetch`
+    /// read.
+    pub fn load_pixels(
+        &self,
+        text: TextSample,
+        read_media: impl FnOnce() -> Result<Vec<Medium>, SampleError>,
+    ) -> Result<EncodedSample, SampleError> {
+        let TextSample { mut sample, grids, media, .. } = text;
+        let media = media.map_or_else(read_media, Ok)?;
+        let (loaded, patches) = self.media.load(&sample.id, &media, &self.text.media)?;
+        if loaded != grids {
+            return Err(SampleError::MediaChanged { id: sample.id });
+        }
+        sample.media = patches;
+        Ok(sample)
+    }
+
+    /// Encodes the conversation before its last assistant turn, with the header of that turn and
+    /// without labels. Also returns the text of that turn. Later turns are left out.
+    pub fn encode_prompt(&self, sample: &Sample) -> Result<(EncodedSample, String), SampleError> {
+        let id = &sample.id;
+        let sample = grounded(&self.media, sample)?;
+        let sample = sample.as_ref();
+        self.check_texts(sample)?;
+        let turn = sample.messages.iter().rposition(|message| message.role == "assistant");
+        let turn = turn.ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
+        let RenderedPrompt { text, answer } = self
+            .text
+            .template
+            .render_prompt(&sample.messages[..=turn], sample.tools.as_ref())
+            .map_err(|cause| template_error(id, cause))?
+            .ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
+        self.check_bytes(id, &text)?;
+        let media = &sample.media[..kinds(&sample.messages[..turn]).len()];
+        self.check_placeholders(id, &text, media)?;
+        self.media.headers(id, media, &self.text.media)?; // counts the pixels
+        let (grids, media) = self.media.load(id, media, &self.text.media)?;
+        let tokens = self.tokenise(id, &text, Supervision::default(), &grids)?;
+        Ok((self.with_media(id, tokens, &grids, media), answer))
+    }
+
+    /// Renders the chat. Each medium is one placeholder.
+    pub fn render(&self, sample: &Sample) -> Result<String, SampleError> {
+        let sample = grounded(&self.media, sample)?;
+        let sample = sample.as_ref();
+        self.text
+            .template
+            .render(&sample.messages, sample.tools.as_ref(), GenerationPrompt::Omit)
+            .map_err(|cause| template_error(&sample.id, cause))
+    }
+
+    /// Indices of the turns with thoughts that are not in the rendered chat, and so are not trained
+    /// on. Many templates render the thoughts of the last answer only.
+    pub fn hidden_thoughts(&self, sample: &Sample) -> Result<Vec<usize>, SampleError> {
+        let sample = grounded(&self.media, sample)?;
+        let Sample { id, messages, tools, .. } = sample.as_ref();
+        let has_thoughts = |turn: usize| thoughts(&messages[turn]).is_some();
+        if !(0..messages.len()).any(has_thoughts) {
+            return Ok(Vec::new());
+        }
+        let chat = self.text.template.render_with_answers(messages, tools.as_ref(), has_thoughts);
+        let chat = chat.map_err(|cause| template_error(id, cause))?;
+        let is_hidden = |turn: &usize| {
+            let text = thoughts(&messages[*turn]).unwrap_or_default();
+            let mut answers = chat.answers.iter().filter(|answer| answer.turn == *turn);
+            !answers.any(|answer| chat.text[answer.range.clone()].contains(text))
+        };
+        let assistant = |turn: &usize| messages[*turn].role == "assistant" && has_thoughts(*turn);
+        Ok((0..messages.len()).filter(assistant).filter(is_hidden).collect())
+    }
+
+    /// Decodes `ids` without special tokens.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+        self.text.tokenizer.decode(ids)
+    }
+
+    /// Decodes `ids` with special tokens.
+    pub fn decode_with_specials(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+        self.text.tokenizer.decode_with_specials(ids)
+    }
+
+    /// Ids of the tokens that end a generated text; at least one.
+    pub fn stop_ids(&self) -> &[u32] {
+        &self.text.stop_ids
+    }
+
+    /// Id of the padding token.
+    pub fn pad_id(&self) -> u32 {
+        self.text.pad_id
+    }
+
+    /// Number of rows of the embedding. Every id is smaller.
+    pub fn vocab_size(&self) -> usize {
+        self.text.vocab_size
+    }
+
+    /// Side, in patches, of the square that is merged into one vision token.
+    pub fn merge_size(&self) -> NonZeroU32 {
+        NonZeroU32::new(self.media.images.merge_size()).unwrap_or(NonZeroU32::MIN)
+    }
+
+    /// The processor of images.
+    pub fn image_processor(&self) -> &ImageProcessor {
+        &self.media.images
+    }
+
+    /// The processor of videos.
+    pub fn video_processor(&self) -> &VideoProcessor {
+        &self.media.videos
+    }
+
+    /// Whether the features of a video replace this token.
+    pub fn is_video_token(&self, id: u32) -> bool {
+        self.text.media.video.as_ref().is_some_and(|video| video.pad_id == id)
+    }
+
+    /// The rendered chat and its supervised parts. Runs every check that needs no image.
+    fn render_targets(&self, sample: &Sample) -> Result<(String, Supervision), SampleError> {
+        let sample = grounded(&self.media, sample)?;
+        let sample = sample.as_ref();
+        self.check_texts(sample)?;
+        let Sample { id, messages, tools, media, .. } = sample;
+        let chat = self
+            .text
+            .template
+            .render_with_answers(messages, tools.as_ref(), |turn| {
+                self.loss_scale.needs_answer(messages, turn)
+            })
+            .and_then(|chat| {
+                check_turns(messages, &chat, |role| self.text.template.lists(role))?;
+                check_tools(messages, tools.as_ref(), &chat.text)?;
+                Ok(chat)
+            })
+            .map_err(|cause| template_error(id, cause))?;
+        self.check_bytes(id, &chat.text)?;
+        self.check_placeholders(id, &chat.text, media)?;
+        let has_thoughts = |message: &Message| message.reasoning_content.is_some();
+        if !self.text.template.renders_thoughts() && messages.iter().any(has_thoughts) {
+            self.no_thoughts.call_once(|| {
+                tracing::warn!(row = %id, "the chat template does not render `reasoning_content`: it is not trained on");
+            });
+        }
+        if let Some(turn) = self.loss_scale.unequal_turn(messages) {
+            let at = format!("turn {}", turn + 1);
+            let what = "with `loss_scale: all`, a weight of a single turn of the user, the system or a tool is";
+            return Err(SampleError::NotSupported { id: id.clone(), at, what });
+        }
+        let supervision = self.loss_scale.supervision(messages, &chat, self.train_empty_think);
+        Ok((chat.text, supervision))
+    }
+
+    /// Checks that there is one placeholder per medium, and that no text contains a media token.
+    fn check_texts(&self, sample: &Sample) -> Result<(), SampleError> {
+        let id = &sample.id;
+        if self.text.media.image.is_none() && !sample.media.is_empty() {
+            let num_media = sample.media.len();
+            return Err(SampleError::TextOnlyModel { id: id.clone(), num_media });
+        }
+        for (turn, message) in sample.messages.iter().enumerate() {
+            let mut tokens = self.text.media.pads();
+            if let Some(token) = tokens.find(|token| has_text(message, token)) {
+                let token = token.to_owned();
+                return Err(SampleError::ReservedToken { id: id.clone(), turn, token });
+            }
+        }
+        let (placeholders, media) = (kinds(&sample.messages), kinds_of(&sample.media));
+        let of = |kind, kinds: &[MediumKind]| kinds.iter().filter(|other| **other == kind).count();
+        let [images, videos] = [MediumKind::Image, MediumKind::Video]
+            .map(|kind| [of(kind, &placeholders), of(kind, &media)]);
+        if let [placeholders, videos] = videos
+            && placeholders != videos
+        {
+            return Err(SampleError::VideoCount { id: id.clone(), placeholders, videos });
+        }
+        if placeholders != media {
+            let [placeholders, images] = images;
+            return Err(SampleError::ImageCount { id: id.clone(), placeholders, images });
+        }
+        Ok(())
+    }
+
+    fn check_placeholders(
+        &self,
+        id: &SampleId,
+        text: &str,
+        media: &[Medium],
+    ) -> Result<(), SampleError> {
+        let rendered = self.media.placeholders(text, &self.text.media);
+        if rendered.iter().map(|(kind, _)| *kind).ne(kinds_of(media)) {
+            let (rendered, media) = (rendered.len(), media.len());
+            return Err(SampleError::RenderedPlaceholders { id: id.clone(), rendered, media });
+        }
+        Ok(())
+    }
+
+    /// `supervision` is that of `text`, which has one placeholder for each of `grids`.
+    fn tokenise(
+        &self,
+        id: &SampleId,
+        text: &str,
+        mut supervision: Supervision,
+        grids: &[MediumGrid],
+    ) -> Result<EncodedText, SampleError> {
+        let too_many = |cause| SampleError::Truncation { id: id.clone(), cause };
+        let expected = grids.iter().map(|medium| self.media.num_tokens(medium)).sum();
+        check_tokens(expected).map_err(too_many)?; // before their text is written
+        let places = self.media.placeholders(text, &self.text.media).into_iter();
+        let texts = grids.iter().map(|medium| self.media.text(medium, &self.text.media));
+        let places: Vec<_> = places.map(|(_, place)| place).zip(texts).collect();
+        let targets = supervision.targets.iter_mut().map(|target| &mut target.range);
+        let (text, media) = expand(text, &places, targets);
+        let Tokens { ids, offsets } = self.tokens(id, &text)?;
+        let vision_rows: Vec<u32> =
+            (0..ids.len() as u32) // [M]
+                .filter(|row| self.text.media.is_pad(ids[*row as usize]))
+                .collect();
+        if vision_rows.len() != expected {
+            let tokens = vision_rows.len();
+            return Err(SampleError::ImageTokens { id: id.clone(), tokens, expected });
+        }
+        let spans = spans(&ids, &offsets, &media, self.text.media.marks);
+        let (labels, weights) = supervision.labels(&ids, &offsets, &spans);
+        Ok(EncodedText { input_ids: ids, labels, weights, vision_rows, spans })
+    }
+
+    /// The size of a sample with `tokens` tokens and media of these grids.
+    fn length_of(&self, tokens: usize, grids: impl Iterator<Item = [u32; 3]>) -> Length {
+        let patches = grids.map(|grid| grid.map(u64::from).iter().product::<u64>());
+        self.length_of_patches(tokens, patches.sum())
+    }
+
+    fn length_of_patches(&self, tokens: usize, patches: u64) -> Length {
+        let patch_bytes = self.media.images.patch_values() * size_of::<f32>();
+        Length { tokens, pixel_bytes: patches * patch_bytes as u64 }
+    }
+
+    /// `media` are the patches of `grids`.
+    fn with_media(
+        &self,
+        id: &SampleId,
+        text: EncodedText,
+        grids: &[MediumGrid],
+        media: Vec<Patches>,
+    ) -> EncodedSample {
+        let EncodedText { input_ids, labels, weights, vision_rows, spans: _ } = text;
+        let runs: Vec<VisualRun> = grids.iter().flat_map(MediumGrid::runs).collect();
+        let merge_size = self.media.images.merge_size();
+        let position_ids = position_ids(input_ids.len(), &vision_rows, &runs, merge_size);
+        EncodedSample {
+            id: id.clone(),
+            input_ids,
+            labels,
+            weights,
+            position_ids,
+            vision_rows,
+            media,
+        }
+    }
+}
+
+fn kinds_of(media: &[Medium]) -> Vec<MediumKind> {
+    media.iter().map(Medium::kind).collect()
+}
+
+fn has_text(message: &Message, token: &str) -> bool {
+    match &message.content {
+        Content::Text(text) => text.contains(token),
+        Content::Parts(parts) => {
+            parts.iter().any(|part| matches!(part, Part::Text(text) if text.contains(token)))
+        }
+    }
+}
+
+fn template_error(id: &SampleId, cause: TemplateError) -> SampleError {
+    SampleError::Template { id: id.clone(), cause }
+}

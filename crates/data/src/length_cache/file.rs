@@ -1,0 +1,377 @@
+//! The cache on disk: names, locks, reading and writing.
+//!
+//! The cache folder has these files for a data set `train.jsonl`:
+//!
+//! - `train-<key>.arrow`: the cache, always complete
+//! - `.train-<key>.arrow.tmp`: a cache being written
+//! - `.train-<key>.arrow.partial`: the batches that a killed process wrote
+//! - `.train-<key>.arrow.rank-<n>`: the batches that rank `n` has measured
+//! - the three before with `.sums` after their name: checksums of their batches
+//! - `.train-<key>.arrow.lock`: locked while a process writes
+//! - `.train-<key>.arrow.wanted`: locked while another process waits for that lock
+//!
+//! The hidden files may be removed when no process uses the folder.
+
+use std::ffi::OsString;
+use std::fs::{self, File, TryLockError};
+use std::io;
+use std::path::{Path, PathBuf, absolute};
+
+use arrow_array::UInt64Array;
+use arrow_ipc::reader::FileReader;
+use arrow_schema::ArrowError;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::rows::{INDEX_COLUMNS, Rows, column};
+use crate::checksums::CheckedArrow;
+use crate::encode::Encoder;
+use crate::source::files::{KnownIndex, RowIndex, Shard};
+use crate::source::{RowFile, RowRules, SampleError, Stamp, Trouble};
+use files;
+
+/// Version of the file layout and of the measurement.
+const VERSION: u32 = 6;
+/// Number of rows of each batch except the last.
+pub(super) const BATCH_ROWS: usize = 4096;
+/// Key of the metadata in the footer.
+pub(super) const METADATA: &str = "trainer";
+
+/// The reason why a length cache cannot be built.
+#[derive(Debug, thiserror::Error)]
+pub enum CacheError {
+    /// A file cannot be written.
+    #[error("cannot write the length cache `{}`", .path.display())]
+    Write {
+        /// A file in the cache folder, or the folder.
+        path: PathBuf,
+        /// The underlying error.
+        source: io::Error,
+    },
+    /// The Arrow writer failed, most often because the disk is full.
+    #[error("cannot write the length cache `{}`", .path.display())]
+    Format {
+        /// Path of the file.
+        path: PathBuf,
+        /// The underlying error.
+        source: ArrowError,
+    },
+    /// The process has too many open files or no memory, or a disk failed. The rows may be valid.
+    #[error("cannot measure all rows: the process or a disk failed")]
+    Exhausted {
+        /// The error of the row at which it was found.
+        source: Box<SampleError>,
+    },
+    /// The previous cache cannot be read any more.
+    #[error("cannot read the length cache `{}` again", .path.display())]
+    Lost {
+        /// Path of the file.
+        path: PathBuf,
+    },
+    /// The data file was changed while it was measured.
+    #[error("`{}` was modified while its rows were measured", .path.display())]
+    DataChanged {
+        /// The path in the config.
+        path: PathBuf,
+    },
+}
+
+impl CacheError {
+    /// The trouble of the process or of a disk that the error comes from.
+    pub fn trouble(&self) -> Option<Trouble> {
+        match self {
+            Self::Exhausted { source } => Trouble::of(source),
+            Self::Write { source, .. } => {
+                Trouble::of_io(source).filter(|trouble| *trouble == Trouble::Resources)
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the fix that the error message suggests.
+    pub fn hint(&self) -> &'static str {
+        if let Some(trouble) = self.trouble() {
+            return trouble.hint();
+        }
+        match self {
+            Self::Write { .. } | Self::Format { .. } => {
+                "check free space and permissions, or set `data.cache_dir` to another folder"
+            }
+            Self::Exhausted { .. } => "run again",
+            Self::Lost { .. } => "run the command again: it measures the missing rows",
+            Self::DataChanged { .. } => {
+                "run the command again when the file is complete: it reuses the rows measured so far"
+            }
+        }
+    }
+
+    pub(super) fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {
+        |source| Self::Write { path: path.to_owned(), source }
+    }
+
+    pub(super) fn format(path: &Path) -> impl FnOnce(ArrowError) -> Self {
+        |source| Self::Format { path: path.to_owned(), source }
+    }
+}
+
+/// The data files and the limits of a cache, in its footer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Footer {
+    rows: u64,
+    /// Hash of all data files.
+    sha256: [u8; 32],
+    /// The data files, in the order of their rows.
+    files: Vec<DataFile>,
+    /// The limits of the columns `length` and `visual_tokens`.
+    pub(super) limits: String,
+}
+
+/// A data file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct DataFile {
+    path: PathBuf,
+    rows: u64,
+    /// Size after unpacking.
+    bytes: u64,
+    sha256: [u8; 32],
+    /// If it matches, the file is unchanged and is not read.
+    stamp: Option<Stamp>,
+}
+
+impl DataFile {
+    fn of(shard: &Shard) -> Self {
+        Self {
+            path: shard.path().to_path_buf(),
+            rows: shard.len() as u64,
+            bytes: shard.num_bytes(),
+            sha256: shard.sha256(),
+            stamp: shard.stamp().cloned(),
+        }
+    }
+}
+
+impl Footer {
+    pub(super) fn of(file: &RowFile, limits: String) -> Self {
+        Self {
+            rows: file.len() as u64,
+            sha256: file.fingerprint(),
+            files: file.shards().iter().map(DataFile::of).collect(),
+            limits,
+        }
+    }
+
+    /// Whether the cache has the rows of `file`.
+    pub(super) fn fits(&self, file: &RowFile) -> bool {
+        self.sha256 == file.fingerprint() && self.rows == file.len() as u64
+    }
+}
+
+/// The path of the cache of a data set.
+#[derive(Debug, Clone)]
+pub(super) struct Place {
+    pub(super) path: PathBuf,
+}
+
+impl Place {
+    /// The name has a hash of the arguments; `paths` are those in the config.
+    pub(super) fn new(
+        folder: &Path,
+        paths: &[PathBuf],
+        image_root: &Path,
+        rules: &RowRules,
+        text_key: [u8; 32],
+    ) -> Self {
+        let mut key = Sha256::new_with_prefix(VERSION.to_le_bytes()).chain_update(text_key);
+        key.update(rules.key());
+        for path in paths.iter().map(PathBuf::as_path).chain([image_root]) {
+            // a pattern cannot be resolved
+            let path = path.canonicalize().or_else(|_| absolute(path)).unwrap_or_default();
+            let name = path.as_os_str().as_encoded_bytes();
+            key.update((name.len() as u64).to_le_bytes());
+            key.update(name);
+        }
+        let key = format!("{:x}", key.finalize());
+        let name = paths[0].file_stem().unwrap_or_default().to_string_lossy();
+        let name = name.replace(['*', '?', '[', ']'], "_");
+        Self { path: folder.join(format!("{name}-{}.arrow", &key[..16])) }
+    }
+
+    /// The path of the cache of `file` in `folder`.
+    pub(super) fn of(file: &RowFile, encoder: &Encoder, folder: &Path) -> Self {
+        Self::new(folder, file.paths(), file.image_root(), file.rules(), encoder.text_key())
+    }
+
+    pub(super) fn sibling(&self, ending: &str) -> PathBuf {
+        let mut name = OsString::from(".");
+        name.push(self.path.file_name().unwrap_or_default());
+        name.push(ending);
+        self.path.with_file_name(name)
+    }
+
+    /// Creates the folder and waits for other processes that write this cache. A background update
+    /// ends as soon as another process waits.
+    pub(super) fn lock(&self) -> Result<Lock, CacheError> {
+        if let Some(lock) = self.try_lock()? {
+            return Ok(lock);
+        }
+        tracing::info!("waiting for `{}`, which another process writes", self.path.display());
+        // NFS grants a shared lock only on a file open for reading, and an exclusive one only on a
+        // file open for writing.
+        let mut wanted = File::options();
+        wanted.read(true).write(true).create(true).truncate(false);
+        let waiting = wanted.open(self.sibling(".wanted"));
+        let waiting = waiting.and_then(|file| file.lock_shared().map(|()| file));
+        let path = self.sibling(".lock");
+        let file = files::create(&path).and_then(|file| file.lock().map(|()| file));
+        if waiting.is_ok() {
+            // Without the file, `is_wanted` is only a failed `open` for each row.
+            let _ = fs::remove_file(self.sibling(".wanted"));
+        }
+        file.map(|file| Lock::Held { _file: file }).map_err(CacheError::write(&path))
+    }
+
+    /// Creates the folder. `None` if another process writes this cache.
+    pub(super) fn try_lock(&self) -> Result<Option<Lock>, CacheError> {
+        let folder = self.path.parent().unwrap_or(Path::new("."));
+        fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
+        let path = self.sibling(".lock");
+        Lock::of(files::create(&path)).map_err(CacheError::write(&path))
+    }
+
+    /// Whether another process waits in [`Self::lock`].
+    pub(super) fn is_wanted(&self) -> bool {
+        let file = File::options().read(true).write(true).open(self.sibling(".wanted"));
+        file.is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
+    }
+
+    /// Opens the cache. `None` if it does not exist or cannot be read.
+    pub(super) fn read(&self) -> Option<(Footer, Batches)> {
+        let (footer, reader) = self.or_warn(self.open(None))?;
+        Some((footer, Batches { place: self.clone(), reader }))
+    }
+
+    /// The indexes of the data files whose metadata is known.
+    pub(super) fn indexes(&self) -> Vec<KnownIndex> {
+        let read = || {
+            let Some((footer, reader)) = self.open(Some(INDEX_COLUMNS.to_vec()))? else {
+                return Ok(None);
+            };
+            let mut rows = Vec::with_capacity(footer.rows as usize);
+            for batch in reader {
+                let batch = batch?;
+                let offset: UInt64Array = column(&batch, "offset")?;
+                let line: UInt64Array = column(&batch, "line")?;
+                rows.extend(offset.values().iter().copied().zip(line.values().iter().copied()));
+            }
+            let is_complete = rows.len() as u64 == footer.rows
+                && footer.files.iter().map(|file| file.rows).sum::<u64>() == footer.rows;
+            if !is_complete {
+                return Ok(None);
+            }
+            let mut rows = rows.into_iter();
+            let index = |DataFile { path, rows: count, bytes, sha256, stamp }| {
+                let index = RowIndex::of_rows(rows.by_ref().take(count as usize), bytes, sha256);
+                stamp.map(|stamp| KnownIndex { path, stamp, index })
+            };
+            Ok(Some(footer.files.into_iter().filter_map(index).collect()))
+        };
+        self.or_warn(read()).unwrap_or_default()
+    }
+
+    fn open(&self, columns: Option<Vec<usize>>) -> Result<Option<(Footer, Reader)>, ArrowError> {
+        let file = match files::open(&self.path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file?,
+        };
+        let reader = FileReader::try_new(CheckedArrow::new(file)?, columns)?;
+        let footer = reader.custom_metadata().get(METADATA).map_or("", String::as_str);
+        let footer = serde_json::from_str(footer);
+        let footer = footer.map_err(|error| ArrowError::ExternalError(error.into()))?;
+        Ok(Some((footer, reader)))
+    }
+
+    fn or_warn<T>(&self, result: Result<Option<T>, ArrowError>) -> Option<T> {
+        result.unwrap_or_else(|error| {
+            let path = self.path.display();
+            tracing::warn!(%path, %error, "cannot read the length cache: building it again");
+            None
+        })
+    }
+}
+
+/// Suffixes of the files of killed processes, the older one first.
+pub(super) const LEFT_BEHIND: [&str; 2] = [".partial", ".tmp"];
+
+/// The lock of a cache. Drop releases it.
+#[derive(Debug)]
+pub(super) enum Lock {
+    /// No other process writes the cache.
+    Held { _file: File },
+    /// The folder has no write permission; the reason. The cache can be read, since it is complete.
+    ReadOnly(io::ErrorKind),
+}
+
+impl Lock {
+    /// `None` if another process has the lock.
+    fn of(file: io::Result<File>) -> io::Result<Option<Self>> {
+        use io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+        match file {
+            Err(error) if matches!(error.kind(), PermissionDenied | ReadOnlyFilesystem) => {
+                Ok(Some(Self::ReadOnly(error.kind())))
+            }
+            file => {
+                let file = file?;
+                // Some network file systems do not support locks: other errors are ignored.
+                let is_taken = matches!(file.try_lock(), Err(TryLockError::WouldBlock));
+                Ok((!is_taken).then_some(Self::Held { _file: file }))
+            }
+        }
+    }
+
+    pub(super) fn may_write(&self, place: &Place) -> Result<(), CacheError> {
+        match self {
+            Self::Held { .. } => Ok(()),
+            Self::ReadOnly(why) => Err(CacheError::write(&place.path)((*why).into())),
+        }
+    }
+}
+
+type Reader = FileReader<CheckedArrow>;
+
+/// The batches of a cache, up to the first that cannot be read.
+pub(super) struct Batches {
+    place: Place,
+    reader: Reader,
+}
+
+impl Iterator for Batches {
+    type Item = Rows;
+
+    fn next(&mut self) -> Option<Rows> {
+        let rows = self.reader.next()?.and_then(|batch| Rows::from_batch(&batch));
+        self.place.or_warn(rows.map(Some))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_may_not_be_made_is_the_right_to_read() {
+        use io::ErrorKind::{NotFound, PermissionDenied, ReadOnlyFilesystem};
+        for why in [PermissionDenied, ReadOnlyFilesystem] {
+            let lock = Lock::of(Err(why.into())).unwrap().unwrap();
+            let place = Place { path: "a.arrow".into() };
+            assert!(matches!(lock.may_write(&place), Err(CacheError::Write { .. })));
+        }
+        assert!(Lock::of(Err(NotFound.into())).is_err());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        let held = Lock::of(File::create(&path)).unwrap().unwrap();
+        assert!(held.may_write(&Place { path: "a.arrow".into() }).is_ok());
+        assert!(Lock::of(File::create(&path)).unwrap().is_none());
+        drop(held);
+        assert!(Lock::of(File::create(&path)).unwrap().is_some());
+    }
+}

@@ -1,0 +1,391 @@
+//! Measures rows, and finds out which need no measurement.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::Path;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+
+use rayon::prelude::*;
+
+use super::file::CacheError;
+use super::media::checksum;
+use super::rows::{Entry, HASH_BYTES, ImageFile, Lengths, Outcome, Rows};
+use super::stamps::{Stamps, Walk};
+use batch::{MediaRef, MediaSource, Medium, Sample, SampleId, VideoRef};
+use crate::encode::Encoder;
+use crate::encode::measure::Measured;
+use crate::media::image::ImageError;
+use crate::media::video::VideoError;
+use crate::row::Rejection;
+use crate::source::files::RowContent;
+use crate::source::{ImageStamp, RowFile, SampleError, Trouble, with_patience};
+
+/// Number of rows whose images are checked by one thread.
+const ROWS_A_WALK: usize = 512;
+
+/// Rows by the hash of their bytes.
+pub(super) struct Known {
+    batches: Vec<Rows>,
+    places: HashMap<[u8; HASH_BYTES], (u32, u32)>,
+}
+
+impl Known {
+    /// Of two rows with the same bytes, the later one is used.
+    pub(super) fn new(batches: Vec<Rows>) -> Self {
+        let mut places = HashMap::with_capacity(batches.iter().map(Rows::len).sum());
+        for (batch, rows) in (0..).zip(&batches) {
+            places.extend((0..rows.len()).map(|row| (rows.hash(row), (batch, row as u32))));
+        }
+        Self { batches, places }
+    }
+
+    fn get(&self, hash: [u8; HASH_BYTES]) -> Option<(&Rows, usize)> {
+        let (batch, row) = *self.places.get(&hash)?;
+        Some((&self.batches[batch as usize], row as usize))
+    }
+}
+
+/// A batch to be written.
+pub(super) enum Batch {
+    /// A batch of the previous cache, with lengths under the current limits.
+    Kept(Box<Rows>),
+    /// A batch with new entries.
+    New(Vec<Entry>),
+}
+
+/// The result of a batch.
+pub(super) struct Done {
+    pub(super) batch: Batch,
+    /// Number of measured rows.
+    pub(super) measured: usize,
+    /// Number of finished rows. If cancelled, it is smaller and `batch` has only the new rows.
+    pub(super) rows: usize,
+}
+
+/// A batch of the previous cache whose images have been checked.
+pub(super) enum Checked {
+    /// Unchanged; with lengths under the current limits.
+    Current(Rows),
+    /// The listed rows must be measured again.
+    Stale(Rows, Vec<usize>),
+}
+
+/// Measures the rows of a file.
+pub(super) struct Measurer<'a> {
+    pub(super) file: &'a RowFile,
+    pub(super) encoder: &'a Encoder,
+    pub(super) stamps: Stamps<'a>,
+    pub(super) same_limits: bool,
+    pub(super) known: Known,
+    pub(super) should_go_on: &'a (dyn Fn() -> bool + Sync),
+    /// Number of rows that may still be measured.
+    pub(super) left: AtomicUsize,
+    /// Whether the pass was cancelled or must end.
+    pub(super) is_stopped: AtomicBool,
+    /// Set when the process lacks open files or memory.
+    pub(super) exhausted: OnceLock<CacheError>,
+}
+
+pub(super) fn lengths(encoder: &Encoder, measured: &Measured) -> Lengths {
+    let token_counts = encoder.token_counts(measured.text, &measured.sizes);
+    let images = token_counts.media_tokens - measured.text.media_tokens;
+    let merge = encoder.merge_size().get().pow(2);
+    let visual_tokens = images + (measured.video_patches / merge) as usize;
+    Lengths { tokens: token_counts.num_tokens(), visual_tokens }
+}
+
+impl<'a> Measurer<'a> {
+    /// Measures while `should_go_on` returns true, at most `most` rows. `known` has rows that need
+    /// no measurement; `same_limits`: with lengths under the current limits.
+    pub(super) fn new(
+        file: &'a RowFile,
+        encoder: &'a Encoder,
+        known: Vec<Rows>,
+        same_limits: bool,
+        should_go_on: &'a (dyn Fn() -> bool + Sync),
+        most: usize,
+    ) -> Self {
+        Self {
+            file,
+            encoder,
+            stamps: Stamps::new(file.image_root()),
+            same_limits,
+            known: Known::new(known),
+            should_go_on,
+            left: AtomicUsize::new(most),
+            is_stopped: AtomicBool::new(false),
+            exhausted: OnceLock::new(),
+        }
+    }
+
+    /// Whether to continue. Once false, it stays false.
+    fn continues(&self) -> bool {
+        let continues = !self.is_stopped.load(Relaxed) && (self.should_go_on)();
+        if !continues {
+            self.is_stopped.store(true, Relaxed);
+        }
+        continues
+    }
+
+    /// Whether `old` has these rows of the file. A damaged cache may lack a batch.
+    pub(super) fn is_of(&self, old: &Rows, rows: &Range<usize>) -> bool {
+        let (first, last) = (rows.start, rows.end - 1);
+        let is_at = |at: usize, row: usize| {
+            old.offset.value(at) == self.file.offset(row)
+                && old.line.value(at) == self.file.id(row).line
+        };
+        old.len() == rows.len() && is_at(0, first) && is_at(last - first, last)
+    }
+
+    /// Checks the images of a batch. `None` if cancelled.
+    pub(super) fn check_images(&self, old: Rows) -> Option<Checked> {
+        let parts = (0..old.len().div_ceil(ROWS_A_WALK)).into_par_iter();
+        let stale = parts.map(|part| {
+            let first = part * ROWS_A_WALK;
+            let rows = first..(first + ROWS_A_WALK).min(old.len());
+            let mut walk = self.stamps.walk();
+            let is_stale = |row: &usize| !is_current(&mut walk, &old, *row);
+            self.continues().then(|| rows.filter(is_stale).collect())
+        });
+        let stale = stale.collect::<Option<Vec<Vec<usize>>>>()?.concat();
+        Some(if stale.is_empty() {
+            Checked::Current(self.with_current_lengths(old))
+        } else {
+            Checked::Stale(old, stale)
+        })
+    }
+
+    /// The rows with lengths under the current limits.
+    fn with_current_lengths(&self, rows: Rows) -> Rows {
+        if self.same_limits { rows } else { rows.with_lengths(|row| lengths(self.encoder, row)) }
+    }
+
+    /// Measures the `stale` rows of a batch, which begins at row `first` of the file.
+    pub(super) fn refresh(&self, first: usize, old: Rows, stale: &[usize]) -> Done {
+        let look_up = |row: &usize| Some((*row, self.look_up(first + row)?));
+        let anew: Vec<Option<(usize, (Entry, bool))>> = stale.par_iter().map(look_up).collect();
+        let is_stopped = anew.iter().any(Option::is_none);
+        let anew: Vec<_> = anew.into_iter().flatten().collect();
+        let measured = anew.iter().filter(|(_, (_, measured))| *measured).count();
+        let anew = anew.into_iter().map(|(row, (entry, _))| (row, entry));
+        let new: Vec<(usize, Entry)> =
+            anew.filter(|(row, entry)| old.entry(*row) != *entry).collect();
+        if is_stopped {
+            let new: Vec<Entry> = new.into_iter().map(|(_, entry)| entry).collect();
+            return Done { rows: measured, batch: Batch::New(new), measured };
+        }
+        let rows = old.len();
+        let batch = if new.is_empty() {
+            Batch::Kept(Box::new(self.with_current_lengths(old)))
+        } else {
+            let mut entries: Vec<Entry> = (0..rows).map(|row| old.entry(row)).collect();
+            for (row, entry) in new {
+                entries[row] = entry;
+            }
+            Batch::New(entries)
+        };
+        Done { batch, measured, rows }
+    }
+
+    /// Rows that the previous cache may have in other positions.
+    pub(super) fn look_up_rows(&self, rows: Range<usize>) -> Done {
+        let found: Vec<_> = rows.into_par_iter().map(|row| self.look_up(row)).collect();
+        let found: Vec<(Entry, bool)> = found.into_iter().flatten().collect();
+        let measured = found.iter().filter(|(_, measured)| *measured).count();
+        let rows = found.len();
+        let batch = Batch::New(found.into_iter().map(|(entry, _)| entry).collect());
+        Done { batch, measured, rows }
+    }
+
+    /// The entry of a row, and whether it was measured. `None` if cancelled.
+    fn look_up(&self, row: usize) -> Option<(Entry, bool)> {
+        if !self.continues() {
+            return None;
+        }
+        let content = with_patience(Trouble::of, || self.file.content(row));
+        let hash = content.as_ref().map_or([0; HASH_BYTES], hash);
+        let (line, offset) = (self.file.id(row).line, self.file.offset(row));
+        if let Some((rows, found)) = self.known.get(hash).filter(|_| content.is_ok())
+            && is_current(&mut self.stamps.walk(), rows, found)
+        {
+            return Some((Entry { line, offset, ..rows.entry(found) }, false));
+        }
+        if self.left.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1)).is_err() {
+            self.is_stopped.store(true, Relaxed);
+            return None;
+        }
+        Some((Entry { line, offset, hash, outcome: self.outcome(row, content)? }, true))
+    }
+
+    /// Sets the checksum of the first and last bytes of a file. It fails only if the process or a
+    /// disk failed. Any other file that cannot be read has the checksum 0, such as a missing later
+    /// frame of a list: the row is rejected when the frame is decoded.
+    fn sum(
+        &self,
+        file: &mut ImageFile,
+        error: impl FnOnce(ImageError) -> SampleError,
+    ) -> Result<(), SampleError> {
+        let crc = checksum(self.file.image_root(), file.path.as_ref()).map_err(error);
+        file.crc = match crc {
+            Err(error) if Trouble::of(&error).is_some() => return Err(error),
+            crc => crc.unwrap_or_default(),
+        };
+        Ok(())
+    }
+
+    /// `None` if the process lacks open files or memory, or a disk failed.
+    fn outcome(&self, row: usize, content: Result<RowContent, SampleError>) -> Option<Outcome> {
+        let measure = |content: RowContent| {
+            let sample = self.file.parse(row, content)?;
+            with_patience(Trouble::of, || {
+                let (mut images, mut videos) = files(&sample);
+                let measured = self.encoder.measure(&sample)?;
+                for (index, file) in (1..).zip(&mut images) {
+                    let id = sample.id.clone();
+                    let error = |cause| SampleError::Image { id, index, cause };
+                    file.as_mut().map_or(Ok(()), |file| self.sum(file, error))?;
+                }
+                for (place, file) in &mut videos {
+                    self.sum(file, |cause| place.error(sample.id.clone(), cause))?;
+                }
+                let videos = videos.into_iter().map(|(_, file)| file).collect();
+                Ok(Outcome::Measured { measured, images, videos })
+            })
+        };
+        let measured = catch_unwind(AssertUnwindSafe(|| content.and_then(measure)));
+        let measured = measured.unwrap_or_else(|panic| {
+            tracing::error!(row = %self.file.id(row), "measuring the row panicked");
+            resume_unwind(panic)
+        });
+        match measured {
+            Ok(outcome) => Some(outcome),
+            Err(error) if Trouble::of(&error).is_some() => {
+                self.is_stopped.store(true, Relaxed);
+                let _ = self.exhausted.set(CacheError::Exhausted { source: Box::new(error) });
+                None
+            }
+            Err(error) => Some(rejected(error)),
+        }
+    }
+}
+
+/// The start of each reason that may depend on files other than the data file. Such a row may be
+/// valid now although its text is unchanged.
+const REASONS_OF_FILES: [&str; 6] =
+    ["image_", "video_", "media_too_large", "too_many_tokens", "box_range", "unreadable"];
+
+/// Whether measuring again would give the same result.
+fn is_current(walk: &mut Walk<'_>, rows: &Rows, row: usize) -> bool {
+    if let Some((reason, _)) = rows.rejected(row) {
+        return !REASONS_OF_FILES.iter().any(|of| reason.starts_with(of));
+    }
+    let now = |walk: &mut Walk<'_>, path| walk.stamp(path).unwrap_or(ImageStamp::GONE);
+    rows.files(row).all(|(path, stamp, _)| now(walk, path) == stamp)
+}
+
+fn rejected(error: SampleError) -> Outcome {
+    let id = error.id().to_string();
+    let Rejection { reason, message, .. } = error.into();
+    let message = message.strip_prefix(&id).map_or(message.clone(), str::to_owned);
+    Outcome::Rejected { reason, message }
+}
+
+/// A video of a row, or a frame of it, both counted from 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct VideoPlace {
+    video: usize,
+    frame: Option<usize>, // `None`: a video file
+}
+
+impl VideoPlace {
+    /// The error of a row whose file at this place cannot be read.
+    fn error(self, id: SampleId, cause: ImageError) -> SampleError {
+        let cause = match (self.frame, cause) {
+            (
+                None,
+                ImageError::Read { path, source: cause }
+                | ImageError::Root { root: path, source: cause },
+            ) => VideoError::Read { path, cause },
+            (frame, cause) => VideoError::Frame { frame: frame.unwrap_or(1), cause },
+        };
+        SampleError::Video { id, index: self.video, cause }
+    }
+}
+
+/// The files of images, and those of videos with their places, without checksums. Call this before
+/// the headers are read, so that the next pass finds a change in between.
+fn files(sample: &Sample) -> (Vec<Option<ImageFile>>, Vec<(VideoPlace, ImageFile)>) {
+    let file = |root: &Path, path: &Path| {
+        let stamp = ImageStamp::of(&root.join(path)).unwrap_or(ImageStamp::GONE);
+        ImageFile { path: path.display().to_string(), stamp, crc: 0 }
+    };
+    let image = |media: &MediaRef| match &media.source {
+        MediaSource::DataUri(_) | MediaSource::Url(_) | MediaSource::Bytes(_) => None,
+        MediaSource::File { root, path } => Some(file(root, path)),
+    };
+    let (mut images, mut videos, mut video) = (Vec::new(), Vec::new(), 0);
+    for medium in &sample.media {
+        match medium {
+            Medium::Image(media) => images.push(image(media)),
+            Medium::Video(VideoRef::Frames { frames, .. }) => {
+                video += 1;
+                let place = |frame| VideoPlace { video, frame: Some(frame) };
+                let frames = (1..).zip(frames);
+                videos.extend(frames.filter_map(|(at, frame)| Some((place(at), image(frame)?))));
+            }
+            Medium::Video(VideoRef::File { root, path, .. }) => {
+                video += 1;
+                videos.push((VideoPlace { video, frame: None }, file(root, path)));
+            }
+        }
+    }
+    (images, videos)
+}
+
+fn hash(content: &RowContent) -> [u8; HASH_BYTES] {
+    let digest = content.hash();
+    std::array::from_fn(|at| digest[at])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::io::{self, Write};
+
+    /// A disk fails in the middle of a row: the message names the medium as the loader does.
+    #[test]
+    fn images_and_videos_are_counted_each_from_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rows.jsonl");
+        let row = r#"{"messages": [{"role": "user", "content": "<image><video><image><video>"},
+            {"role": "assistant", "content": "a"}],
+            "images": ["data:image/png;base64,AA==", "b.png"], "videos": [["c.png", "d.png"], "e.mp4"]}"#;
+        File::create(&path).unwrap().write_all(row.replace('\n', "").as_bytes()).unwrap();
+        let file = RowFile::open(&path, None).unwrap();
+        let sample = file.parse(0, file.content(0).unwrap()).unwrap();
+        let (images, videos) = files(&sample);
+        assert!(images[0].is_none() && images[1].as_ref().unwrap().path == "b.png");
+        let stale = |path: &str| ImageError::Read {
+            path: path.into(),
+            source: io::Error::from(rustix::io::Errno::STALE),
+        };
+        let mut texts = Vec::new();
+        for (place, ImageFile { path, stamp, .. }) in videos {
+            assert_eq!(stamp, ImageStamp::GONE);
+            let error = place.error(sample.id.clone(), stale(&path));
+            assert!(Trouble::of(&error).is_some());
+            texts.push(error.to_string());
+        }
+        for (text, [of, place]) in texts.iter().zip([
+            ["frame 1: cannot read image `c.png`", "(video 1 of the row)"],
+            ["frame 2: cannot read image `d.png`", "(video 1 of the row)"],
+            ["cannot read video `e.mp4`", "(video 2 of the row)"],
+        ]) {
+            assert!(text.contains(of) && text.contains(place), "{text}");
+        }
+        assert_eq!(texts.len(), 3);
+    }
+}

@@ -1,0 +1,57 @@
+//! Reads data files and plain text, and turns rows into token streams, on threads of the host.
+
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read their own files"))]
+
+mod checksums;
+mod config;
+mod dataset;
+mod encode;
+mod json;
+mod length_cache;
+mod loader;
+mod media;
+mod model_file;
+mod packing;
+mod row;
+mod source;
+mod template;
+
+pub use config::{
+    Balance, DataConfig, DataConfigError, DataPath, DatasetConfig, OnError, Truncation,
+    dataset_names,
+};
+pub use dataset::cached::{CachedRows, LengthSummary};
+pub use dataset::corpus::{
+    Corpus, CorpusConfig, CorpusError, CorpusOptions, Purpose, Sampling, Spacing, Windows,
+};
+pub use dataset::mixture::{Mixture, StoppingStrategy};
+pub use dataset::order::{DatasetShare, Order, OrderError, RowOrder};
+pub use dataset::row_reader::{Prefetched, RowReader};
+pub use dataset::{DataSet, JsonlRows};
+pub use encode::measure::Measured;
+pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
+pub use encode::{BoxFault, Encoder, EncoderError, ImageBox, LossScale, TextSample, image_boxes};
+pub use length_cache::background::BackgroundCacheWriter;
+pub use length_cache::{
+    CacheError, CacheWork, LengthCache, MediaDigests, MediaLook, MediaStamps, open_indexed,
+};
+pub use loader::Loader;
+pub use loader::collate::{CollateError, collate};
+pub use loader::error::{LoaderError, RejectedCounts, length_hint};
+pub use loader::plan::{Plan, first_epoch_packs, plan};
+pub use loader::share::LoaderShare;
+pub use loader::steps::{DataState, LoaderOptions, Rmpad, StepData};
+pub use media::image::{
+    ImageConfig, ImageConfigError, ImageError, ImageProcessor, ImageSize, Pixels, UrlConfig,
+};
+pub use media::video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};
+pub use media::{image, video};
+pub use model_file::ModelFileError;
+pub use packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
+pub use row::{Length, Rejection, RowTrouble, SampleIndex, SampleSize};
+pub use source::texts;
+pub use source::{
+    ColumnNames, DatasetInfo, DatasetInfoError, FileError, GroundingError, RowFile, RowForm,
+    RowRules, SampleError, SourceError, Trouble, UnknownKeys,
+};
+pub use tokenizer::TokenizerError;

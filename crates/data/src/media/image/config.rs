@@ -1,0 +1,322 @@
+//! Image settings from the config and from the model folder.
+
+use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::header::MAX_PIXELS;
+use crate::model_file::{ModelFileError, read_json_if_there};
+
+/// The section `data.image` of the config: limits on the size of one image after resizing.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ImageConfig {
+    /// Minimum area in pixels; smaller images are enlarged. `None` uses the model folder's value.
+    pub min_pixels: Option<u64>,
+    /// Maximum area in pixels; larger images are reduced. `None` uses the model folder's value.
+    pub max_pixels: Option<u64>,
+    /// Maximum number of visual tokens of an image, converted to an area; the smaller of this and
+    /// `max_pixels` applies. `None` sets no limit.
+    pub max_tokens: Option<NonZeroU32>,
+}
+
+/// The reason why the image settings of a model folder cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageConfigError {
+    /// The folder has neither of the two files that may hold the settings.
+    #[error(
+        "`{}` has neither `preprocessor_config.json` nor a `processor_config.json` with an \
+         `image_processor`", .folder.display()
+    )]
+    Missing {
+        /// Path of the model folder.
+        folder: PathBuf,
+    },
+    /// The file cannot be read or parsed.
+    #[error(transparent)]
+    File(#[from] ModelFileError),
+    /// The limits on the area of an image contradict each other.
+    #[error(
+        "`min_pixels` is `{min_pixels}` and `max_pixels` is `{max_pixels}`, expected \
+         1 <= `min_pixels` <= `max_pixels` and `min_pixels` <= {limit}",
+        limit = MAX_PIXELS
+    )]
+    Budget {
+        /// Value of the config, or of the model folder if the config has none.
+        min_pixels: u64,
+        /// Value of the config, or of the model folder if the config has none.
+        max_pixels: u64,
+    },
+}
+
+impl ImageConfigError {
+    /// Returns the fix that the error message suggests.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Missing { .. } => "copy `preprocessor_config.json` from the published model",
+            Self::File(error) => error.hint(),
+            Self::Budget { .. } => {
+                "set both `data.image.min_pixels` and `data.image.max_pixels`, or neither"
+            }
+        }
+    }
+}
+
+/// The keys of `preprocessor_config.json` that are used; others are ignored.
+#[derive(Debug, Deserialize)]
+struct File {
+    size: Option<Size>,
+    min_pixels: Option<u64>,
+    max_pixels: Option<u64>,
+    patch_size: Option<u32>,
+    temporal_patch_size: Option<u32>,
+    merge_size: Option<u32>,
+    image_mean: Option<[f32; 3]>,
+    image_std: Option<[f32; 3]>,
+    rescale_factor: Option<f64>,
+    resample: Option<u32>,
+    do_resize: Option<bool>,
+    do_rescale: Option<bool>,
+    do_normalize: Option<bool>,
+    do_convert_rgb: Option<bool>,
+}
+
+/// Limits on the pixels of an image, or of all frames of a video together. Despite their names,
+/// the keys are areas; some files use the aliases.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct Size {
+    #[serde(alias = "min_pixels")]
+    pub(crate) shortest_edge: Option<u64>,
+    #[serde(alias = "max_pixels")]
+    pub(crate) longest_edge: Option<u64>,
+}
+
+/// Values of `rescale_factor`; 1/255 in published files.
+pub(crate) const RESCALE_FACTORS: std::ops::RangeInclusive<f64> = 1e-5..=1.0;
+const MEAN: &str = "three numbers, one per channel, each from 0 to 255 * `rescale_factor`";
+const STD: &str = "three numbers, one per channel, each above 0 and at most 255 * `rescale_factor`";
+
+/// Validated image settings.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Settings {
+    pub(super) patch_size: u32,
+    pub(super) temporal_patch_size: u32,
+    pub(super) merge_size: u32,
+    pub(super) min_pixels: u64,
+    pub(super) max_pixels: u64,
+    pub(super) mean: [f32; 3],
+    pub(super) std: [f32; 3],
+    /// Largest pixel value, `1 / rescale_factor`.
+    pub(super) scale: f32,
+}
+
+impl Settings {
+    /// Reads the settings of the model folder. Limits on pixels in `config` override the folder's.
+    pub(super) fn read(folder: &Path, config: &ImageConfig) -> Result<Self, ImageConfigError> {
+        let (path, file) = read_file(folder)?;
+        let File {
+            size,
+            min_pixels,
+            max_pixels,
+            patch_size,
+            temporal_patch_size,
+            merge_size,
+            image_mean,
+            image_std,
+            rescale_factor,
+            resample,
+            do_resize,
+            do_rescale,
+            do_normalize,
+            do_convert_rgb,
+        } = file;
+        let bad = |key, found: Option<String>, expected: &str| {
+            let found = found.unwrap_or_else(|| "missing".into());
+            ModelFileError::value(&path, key, found, expected)
+        };
+        let count = |key, value: Option<u32>| match value {
+            Some(value @ 1..=1024) => Ok(value),
+            other => Err(bad(key, other.map(|n| n.to_string()), "a whole number from 1 to 1024")),
+        };
+        for (key, value) in [
+            ("do_resize", do_resize),
+            ("do_rescale", do_rescale),
+            ("do_normalize", do_normalize),
+            ("do_convert_rgb", do_convert_rgb),
+        ] {
+            if value == Some(false) {
+                return Err(bad(key, Some("false".into()), "`true`"));
+            }
+        }
+        if let Some(other) = resample.filter(|resample| *resample != 3) {
+            return Err(bad("resample", Some(other.to_string()), "3 (bicubic)"));
+        }
+        let rescale = rescale_factor.unwrap_or(1.0 / 255.0);
+        if !RESCALE_FACTORS.contains(&rescale) {
+            let expected = "a number from 1e-5 to 1";
+            return Err(bad("rescale_factor", Some(rescale.to_string()), expected));
+        }
+        // The mean of values lies between the smallest and the largest one, and the distance of
+        // both limits their deviation.
+        let white = 255.0 * rescale as f32 * 1.001;
+        let triple = |key, value: Option<[f32; 3]>, low: f32, expected| match value {
+            Some(value) if value.iter().all(|v| (low..=white).contains(v)) => Ok(value),
+            other => Err(bad(key, other.map(|v| format!("{v:?}")), expected)),
+        };
+        let size = size.unwrap_or_default();
+        let areas = "an area in pixels (or top-level keys `min_pixels` and `max_pixels`)";
+        let min_pixels = config.min_pixels.or(min_pixels).or(size.shortest_edge);
+        let max_pixels = config.max_pixels.or(max_pixels).or(size.longest_edge);
+        let min_pixels = min_pixels.ok_or_else(|| bad("size.shortest_edge", None, areas))?;
+        let max_pixels = max_pixels.ok_or_else(|| bad("size.longest_edge", None, areas))?;
+        let patch_size = count("patch_size", patch_size)?;
+        let merge_size = count("merge_size", merge_size)?;
+        let token_pixels = u64::from(patch_size * merge_size).pow(2); // of one visual token
+        let max_pixels = config
+            .max_tokens
+            .map_or(max_pixels, |tokens| max_pixels.min(u64::from(tokens.get()) * token_pixels));
+        if min_pixels == 0 || min_pixels > max_pixels || min_pixels > MAX_PIXELS {
+            return Err(ImageConfigError::Budget { min_pixels, max_pixels });
+        }
+        Ok(Self {
+            patch_size,
+            temporal_patch_size: count("temporal_patch_size", temporal_patch_size)?,
+            merge_size,
+            min_pixels,
+            max_pixels,
+            mean: triple("image_mean", image_mean, 0.0, MEAN)?,
+            std: triple("image_std", image_std, white / 1000.0, STD)?,
+            scale: (1.0 / rescale) as f32,
+        })
+    }
+}
+
+/// Reads the image settings and returns them with the path of their file. As in transformers 5,
+/// that is `image_processor` in `processor_config.json`, else `preprocessor_config.json`.
+fn read_file(folder: &Path) -> Result<(PathBuf, File), ImageConfigError> {
+    #[derive(Deserialize)]
+    struct Combined {
+        image_processor: Option<File>,
+    }
+    let path = folder.join("processor_config.json");
+    let combined = read_json_if_there::<Combined>(&path)?;
+    if let Some(file) = combined.and_then(|combined| combined.image_processor) {
+        return Ok((path, file));
+    }
+    let path = folder.join("preprocessor_config.json");
+    match read_json_if_there(&path)? {
+        Some(file) => Ok((path, file)),
+        None => Err(ImageConfigError::Missing { folder: folder.to_owned() }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn published() -> Value {
+        json!({
+            "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16,
+            "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5], "processor_class": "Qwen3VLProcessor",
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+        })
+    }
+
+    fn settings_in(name: &str, file: &Value, config: &ImageConfig) -> Result<Settings, String> {
+        use std::io::Write as _;
+        let folder = tempfile::tempdir().unwrap();
+        let mut out = std::fs::File::create(folder.path().join(name)).unwrap();
+        out.write_all(file.to_string().as_bytes()).unwrap();
+        Settings::read(folder.path(), config).map_err(|error| error.to_string())
+    }
+
+    fn settings(changes: &Value) -> Result<Settings, String> {
+        let mut file = published();
+        for (key, value) in changes.as_object().unwrap() {
+            file[key] = value.clone();
+        }
+        settings_in("preprocessor_config.json", &file, &ImageConfig::default())
+    }
+
+    #[test]
+    fn the_published_file_is_read() {
+        let found = settings(&json!({})).unwrap();
+        let expected = Settings {
+            patch_size: 16,
+            temporal_patch_size: 2,
+            merge_size: 2,
+            min_pixels: 65536,
+            max_pixels: 16777216,
+            mean: [0.5; 3],
+            std: [0.5; 3],
+            scale: 255.0,
+        };
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn the_config_overrides_top_level_keys_and_these_override_size() {
+        let file = json!({"min_pixels": 4096, "max_pixels": 200704});
+        let found = settings(&file).unwrap();
+        assert_eq!((found.min_pixels, found.max_pixels), (4096, 200704));
+        let config = ImageConfig { max_pixels: Some(100_000), ..ImageConfig::default() };
+        let found = settings_in("preprocessor_config.json", &published(), &config).unwrap();
+        assert_eq!((found.min_pixels, found.max_pixels), (65536, 100_000));
+    }
+
+    #[test]
+    fn max_tokens_is_converted_to_an_area_and_the_smaller_limit_applies() {
+        let settings = |max_tokens, max_pixels| {
+            let max_tokens = NonZeroU32::new(max_tokens);
+            let config = ImageConfig { max_pixels, max_tokens, ..ImageConfig::default() };
+            settings_in("preprocessor_config.json", &published(), &config)
+        };
+        assert_eq!(settings(300, None).unwrap(), settings(0, Some(300 * 1024)).unwrap());
+        assert_eq!(settings(300, Some(100_000)).unwrap().max_pixels, 100_000);
+        assert_eq!(settings(97, Some(100_000)).unwrap().max_pixels, 97 * 1024);
+        assert!(settings(63, None).unwrap_err().contains("`max_pixels` is `64512`"));
+    }
+
+    #[test]
+    fn the_combined_file_of_newer_transformers_is_read() {
+        let file = json!({"image_processor": published(), "processor_class": "Qwen3VLProcessor"});
+        let config = ImageConfig::default();
+        let found = settings_in("processor_config.json", &file, &config).unwrap();
+        assert_eq!(found, settings(&json!({})).unwrap());
+    }
+
+    #[test]
+    fn the_error_for_an_invalid_value_names_its_key_and_value() {
+        for (changes, message) in [
+            (json!({"patch_size": null}), "`patch_size` is `missing`"),
+            (json!({"merge_size": 0}), "`merge_size` is `0`"),
+            (json!({"image_mean": null}), "`image_mean` is `missing`"),
+            (json!({"image_std": [0.5, 0.0, 0.5]}), "`image_std` is `[0.5, 0.0, 0.5]`"),
+            (json!({"image_std": [0.5, 1024.0, 0.5]}), "`image_std` is `[0.5, 1024.0, 0.5]`"),
+            (json!({"image_mean": [1e30, 0.5, 0.5]}), "from 0 to 255 * `rescale_factor`"),
+            (json!({"image_mean": [-0.5, 0.5, 0.5]}), "from 0 to 255 * `rescale_factor`"),
+            (json!({"image_std": [0.5]}), "cannot parse"),
+            (json!({"patch_size": "16"}), "cannot parse"),
+            (json!({"resample": 2}), "`resample` is `2`, expected 3"),
+            (json!({"do_normalize": false}), "`do_normalize` is `false`"),
+            (json!({"rescale_factor": 0.0}), "`rescale_factor` is `0`"),
+            (json!({"size": {"shortest_edge": 5}}), "`size.longest_edge` is `missing`"),
+            (json!({"size": null}), "`size.shortest_edge` is `missing`"),
+            (json!({"max_pixels": 65535}), "`min_pixels` is `65536` and `max_pixels` is `65535`"),
+            (json!({"min_pixels": 0}), "`min_pixels` is `0`"),
+        ] {
+            let error = settings(&changes).unwrap_err();
+            assert!(error.contains(message), "{changes}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_error_for_a_folder_without_the_file_names_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = Settings::read(folder.path(), &ImageConfig::default()).unwrap_err();
+        assert!(error.to_string().contains("has neither `preprocessor_config.json`"), "{error}");
+    }
+}

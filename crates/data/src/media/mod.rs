@@ -1,0 +1,5 @@
+//! Images and videos to patches.
+
+pub(crate) mod family;
+pub mod image;
+pub mod video;

@@ -1,0 +1,345 @@
+//! Video settings from the config and from the model folder.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::error::VideoConfigError;
+use super::sampling::Sampling;
+use super::smart_resize::{Budget, PixelLimits};
+use crate::media::family::MediaFamily;
+use crate::media::image::{ImageProcessor, Normalise, RESCALE_FACTORS, Size};
+use crate::model_file::{ModelFileError, read_json_if_there};
+
+/// The section `data.video` of the config.
+///
+/// A key that is `None` uses the value of the model folder, or of the published one if the folder
+/// has none.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct VideoConfig {
+    /// Number of frames to sample per second of video.
+    pub fps: Option<f64>,
+    /// Minimum number of sampled frames, if the video has as many.
+    pub min_frames: Option<u32>,
+    /// Maximum number of sampled frames; they are spread over the whole video.
+    pub max_frames: Option<u32>,
+    /// Minimum number of pixels of all sampled frames together; smaller videos are enlarged.
+    pub min_pixels: Option<u64>,
+    /// Maximum number of pixels of all sampled frames together; larger videos are reduced.
+    pub max_pixels: Option<u64>,
+    /// Placement of the vision start and end tokens around the frames.
+    pub marks: VideoMarks,
+    /// Maximum time to load one file, in seconds; a file that needs longer is rejected.
+    pub timeout_s: f64,
+    /// Maximum number of frames in one file, sampled or not; a longer file is rejected.
+    pub max_source_frames: u32,
+}
+
+impl Default for VideoConfig {
+    fn default() -> Self {
+        Self {
+            fps: None,
+            min_frames: None,
+            max_frames: None,
+            min_pixels: None,
+            max_pixels: None,
+            marks: VideoMarks::default(),
+            timeout_s: 60.0,
+            max_source_frames: 36_000,
+        }
+    }
+}
+
+/// Limits on one video file.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "video"), expect(dead_code, reason = "limits apply to video files only"))]
+pub(super) struct Limits {
+    pub(super) timeout_s: f64,
+    pub(super) max_source_frames: usize,
+}
+
+/// Placement of the vision start and end tokens of a video. Each frame group always has its own
+/// pair.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum VideoMarks {
+    /// Keeps the chat template's pair around all frame groups, as in transformers 5.
+    #[default]
+    Nested,
+    /// Removes the chat template's pair, which saves two tokens, as in transformers 4.57.
+    Flat,
+}
+
+const PUBLISHED_FPS: f64 = 2.0;
+const PUBLISHED_FRAMES: [u32; 2] = [4, 768]; // minimum, maximum
+
+/// Values of a folder that has none.
+struct Published {
+    /// Minimum and maximum, of all frames together or of each frame.
+    pixels: [u64; 2],
+    mean: [f32; 3],
+    std: [f32; 3],
+}
+
+impl Published {
+    fn of(family: MediaFamily) -> Self {
+        match family {
+            // of the published `video_preprocessor_config.json`
+            MediaFamily::Qwen3Vl => {
+                Self { pixels: [4096, 25_165_824], mean: [0.5; 3], std: [0.5; 3] }
+            }
+            // of `Qwen2VLVideoProcessor` in transformers
+            MediaFamily::Qwen25Vl { .. } => Self {
+                pixels: [128 * 28 * 28, 768 * 28 * 28],
+                mean: [0.481_454_66, 0.457_827_5, 0.408_210_73],
+                std: [0.268_629_54, 0.261_302_58, 0.275_777_11],
+            },
+        }
+    }
+}
+
+/// Validated video settings.
+#[derive(Debug, Clone)]
+pub(super) struct Settings {
+    pub(super) sampling: Sampling,
+    pub(super) family: MediaFamily,
+    pub(super) pixels: PixelLimits,
+    pub(super) normalise: Normalise,
+    pub(super) marks: VideoMarks,
+    #[cfg_attr(not(feature = "video"), expect(dead_code, reason = "used for video files only"))]
+    pub(super) limits: Limits,
+}
+
+impl Settings {
+    /// The settings that decide the frames and patches of a video.
+    pub(super) fn key(&self) -> String {
+        let Self { sampling, family: _, pixels, normalise, marks, limits: _ } = self;
+        format!("{sampling:?} {:?} {normalise:?} {marks:?}{}", pixels.all, self.family_key())
+    }
+
+    /// The settings that decide the frames of a video and their size.
+    pub(super) fn sizes_key(&self) -> String {
+        let Self { sampling, pixels, marks, .. } = self;
+        format!("{sampling:?} {:?} {marks:?}{}", pixels.all, self.family_key())
+    }
+
+    /// Empty for Qwen3-VL, so that older length caches and runs stay valid.
+    fn family_key(&self) -> String {
+        match self.family {
+            MediaFamily::Qwen3Vl => String::new(),
+            family @ MediaFamily::Qwen25Vl { .. } => format!(" {family:?} {:?}", self.pixels.frame),
+        }
+    }
+}
+
+/// The keys of the model folder's file that are used; others are ignored.
+#[derive(Debug, Default, Deserialize)]
+struct File {
+    size: Option<Size>,
+    min_pixels: Option<u64>,
+    max_pixels: Option<u64>,
+    fps: Option<f64>,
+    min_frames: Option<u32>,
+    max_frames: Option<u32>,
+    patch_size: Option<u32>,
+    temporal_patch_size: Option<u32>,
+    merge_size: Option<u32>,
+    image_mean: Option<[f32; 3]>,
+    image_std: Option<[f32; 3]>,
+    rescale_factor: Option<f64>,
+    cap_pixels_per_frame: Option<bool>,
+}
+
+impl Settings {
+    /// Reads the settings of the model folder; `config` overrides them.
+    ///
+    /// `images` must be the image processor of the same folder. Patch sizes must agree, because
+    /// one vision encoder processes the patches of videos and of images.
+    pub(super) fn read(
+        folder: &Path,
+        config: &VideoConfig,
+        images: &ImageProcessor,
+    ) -> Result<Self, VideoConfigError> {
+        let family = MediaFamily::of_folder(folder)?;
+        let (path, file) = read_file(folder, family)?;
+        let published = Published::of(family);
+        let normalise = check_file(&path, &file, images, &published)?;
+        let File { size, min_pixels, max_pixels, fps, min_frames, max_frames, .. } = file;
+        let size = size.unwrap_or_default();
+        let VideoConfig {
+            fps: config_fps,
+            min_frames: config_min_frames,
+            max_frames: config_max_frames,
+            min_pixels: config_min_pixels,
+            max_pixels: config_max_pixels,
+            marks,
+            timeout_s,
+            max_source_frames,
+        } = *config;
+        let of_folder = Budget {
+            min_pixels: min_pixels.or(size.shortest_edge).unwrap_or(published.pixels[0]),
+            max_pixels: max_pixels.or(size.longest_edge).unwrap_or(published.pixels[1]),
+        };
+        let over = |otherwise: Budget| Budget {
+            min_pixels: config_min_pixels.unwrap_or(otherwise.min_pixels),
+            max_pixels: config_max_pixels.unwrap_or(otherwise.max_pixels),
+        };
+        let pixels = match family {
+            MediaFamily::Qwen3Vl => PixelLimits { all: over(of_folder), frame: None },
+            MediaFamily::Qwen25Vl { .. } => PixelLimits {
+                all: over(Budget { min_pixels: 1, max_pixels: u64::MAX }),
+                frame: Some(of_folder),
+            },
+        };
+        let min_frames = config_min_frames.or(min_frames).unwrap_or(PUBLISHED_FRAMES[0]);
+        let max_frames = config_max_frames.or(max_frames).unwrap_or(PUBLISHED_FRAMES[1]);
+        let fps = config_fps.or(fps).unwrap_or(PUBLISHED_FPS);
+        let setting =
+            |key, found: String, expected| Err(VideoConfigError::Setting { key, found, expected });
+        if !(fps.is_finite() && fps > 0.0) {
+            return setting("fps", fps.to_string(), "a number of frames per second above 0");
+        }
+        if max_frames < images.temporal_patch_size() {
+            let expected = "at least the number of frames in a patch (`temporal_patch_size`)";
+            return setting("max_frames", max_frames.to_string(), expected);
+        }
+        if !(timeout_s > 0.0 && timeout_s <= 86_400.0) {
+            return setting(
+                "timeout_s",
+                timeout_s.to_string(),
+                "seconds above 0, at most 86400 (a day)",
+            );
+        }
+        if min_frames > max_frames {
+            return setting("min_frames", min_frames.to_string(), "at most `max_frames`");
+        }
+        check_limits(
+            &path,
+            [min_pixels, size.shortest_edge, max_pixels],
+            of_folder,
+            config,
+            pixels,
+        )?;
+        if marks == VideoMarks::Flat && family != MediaFamily::Qwen3Vl {
+            let expected = "`nested`: a video of Qwen2.5-VL has one pair of tokens around it";
+            return setting("marks", "flat".to_owned(), expected);
+        }
+        let (min_frames, max_frames) = (min_frames as usize, max_frames as usize);
+        let sampling = Sampling { fps, min_frames, max_frames };
+        let limits = Limits { timeout_s, max_source_frames: max_source_frames as usize };
+        Ok(Self { sampling, family, pixels, normalise, marks, limits })
+    }
+}
+
+/// Checks the limits on pixels. The error names the wrong value where it is written: in `config` or
+/// in the file at `path`, which has `min_pixels`, `size.shortest_edge` and `max_pixels`.
+fn check_limits(
+    path: &Path,
+    file: [Option<u64>; 3],
+    of_folder: Budget,
+    config: &VideoConfig,
+    pixels: PixelLimits,
+) -> Result<(), VideoConfigError> {
+    let of_config = config.min_pixels.or(config.max_pixels);
+    if (pixels.frame.is_some() || of_config.is_none()) && !of_folder.is_valid() {
+        let Budget { min_pixels: min, max_pixels: max } = of_folder;
+        let of_min = || format!("at least 1 and at most the maximum of {max}");
+        let of_max = || format!("at least the minimum of {min}");
+        // The published value of a key that the file lacks is not the wrong one.
+        let (key, found, expected) = match file {
+            [Some(_), _, _] => ("min_pixels", min, of_min()),
+            [None, Some(_), _] => ("size.shortest_edge", min, of_min()),
+            [None, None, Some(_)] => ("max_pixels", max, of_max()),
+            [None, None, None] => ("size.longest_edge", max, of_max()),
+        };
+        return Err(ModelFileError::value(path, key, found.to_string(), expected));
+    }
+    if pixels.all.is_valid() {
+        return Ok(());
+    }
+    let Budget { min_pixels: min, max_pixels: max } = pixels.all;
+    let (key, found, expected) = match config.min_pixels {
+        Some(_) => ("min_pixels", min, "at least 1 and at most `max_pixels`"),
+        None => ("max_pixels", max, "at least the minimum, which the model folder sets"),
+    };
+    Err(VideoConfigError::Setting { key, found: found.to_string(), expected })
+}
+
+/// Checks the keys of the file that `data.video` does not override, and returns the normalisation.
+fn check_file(
+    path: &Path,
+    file: &File,
+    images: &ImageProcessor,
+    published: &Published,
+) -> Result<Normalise, VideoConfigError> {
+    let File {
+        patch_size,
+        temporal_patch_size,
+        merge_size,
+        image_mean,
+        image_std,
+        rescale_factor,
+        cap_pixels_per_frame,
+        ..
+    } = *file;
+    let bad = |key, found: String, expected: String| {
+        Err(ModelFileError::value(path, key, found, expected))
+    };
+    for (key, found, expected) in [
+        ("patch_size", patch_size, images.patch_size()),
+        ("temporal_patch_size", temporal_patch_size, images.temporal_patch_size()),
+        ("merge_size", merge_size, images.merge_size()),
+    ] {
+        if let Some(found) = found.filter(|found| *found != expected) {
+            return bad(key, found.to_string(), format!("`{expected}` as for images"));
+        }
+    }
+    if cap_pixels_per_frame == Some(true) {
+        let expected = "`false` (limit pixels by `data.video.max_pixels` instead)".to_owned();
+        return bad("cap_pixels_per_frame", "true".to_owned(), expected);
+    }
+    let rescale = rescale_factor.unwrap_or(1.0 / 255.0);
+    if !RESCALE_FACTORS.contains(&rescale) {
+        return bad("rescale_factor", rescale.to_string(), "a number from 1e-5 to 1".to_owned());
+    }
+    let mean = image_mean.unwrap_or(published.mean);
+    let std = image_std.unwrap_or(published.std);
+    let white = 255.0 * rescale as f32 * 1.001; // as for images
+    let in_range = |values: &[f32; 3], low| values.iter().all(|v| (low..=white).contains(v));
+    if !in_range(&mean, 0.0) || !in_range(&std, white / 1000.0) {
+        let expected = "numbers up to 255 * `rescale_factor`, above 0 for `image_std`".to_owned();
+        return bad("image_mean`, `image_std", format!("{mean:?}, {std:?}"), expected);
+    }
+    Ok(Normalise::new(mean, std, (1.0 / rescale) as f32))
+}
+
+/// Reads the video settings and returns them with the path of their file.
+///
+/// As in transformers, `processor_config.json` takes precedence over
+/// `video_preprocessor_config.json`. The settings are empty if neither file has any. Published
+/// folders of Qwen2.5-VL have neither, and the settings of images apply to each frame.
+fn read_file(folder: &Path, family: MediaFamily) -> Result<(PathBuf, File), VideoConfigError> {
+    let combined = folder.join("processor_config.json");
+    let published = folder.join("video_preprocessor_config.json");
+    let nested = read_json_if_there::<Value>(&combined)?.and_then(|mut value| {
+        value.get_mut("video_processor").map(Value::take).filter(Value::is_object)
+    });
+    let (path, value) = match nested {
+        Some(value) => (combined, Some(value)),
+        None => match read_json_if_there(&published)? {
+            None if family != MediaFamily::Qwen3Vl => {
+                let of_images = folder.join("preprocessor_config.json");
+                (of_images.clone(), read_json_if_there(&of_images)?)
+            }
+            found => (published, found),
+        },
+    };
+    let file = value.map_or(Ok(File::default()), serde_json::from_value);
+    let file = file.map_err(ModelFileError::parse(&path))?;
+    Ok((path, file))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,302 @@
+//! Video processing: sample frames, decode, resize, normalise and cut into patches.
+//!
+//! ```text
+//! VideoRef -> number, rate and size of frames -> sampled indices -> RGB -> resize -> patches
+//! ```
+//!
+//! Shapes: `t` number of groups of `tp` frames, `gh`, `gw` number of patches along the height and
+//! width, `p` patch size in pixels; `pixel_values` are `[t * gh * gw, 3 * tp * p * p]`.
+//!
+//! A list of frames without a frame rate, or with `sample_fps`, counts as sampled already. All frames of a video must
+//! have the same size. The last frame is repeated to fill the last group. [`Clip`] holds what the
+//! prompt needs of a video; it is read from headers only.
+
+mod config;
+mod error;
+#[cfg(feature = "video")]
+mod file;
+mod sampling;
+mod smart_resize;
+
+use std::num::NonZeroU32;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+#[cfg(feature = "video")]
+use config::Limits;
+use config::Settings;
+pub use config::{VideoConfig, VideoMarks};
+pub use error::{VideoConfigError, VideoError};
+#[cfg(feature = "video")]
+use file::VideoFile;
+use sampling::{Sampling, Wanted, frames_between};
+
+use batch::{FrameRate, MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
+use crate::media::family::MediaFamily;
+use crate::media::image::{ImageProcessor, Pixels, Rgb, patchify, resize, unpatchify};
+use net::UrlImages;
+
+/// Loads videos as normalised patches, with the settings of one model folder. All loader workers
+/// share one processor. Each call does its work on the calling thread.
+#[derive(Debug, Clone)]
+pub struct VideoProcessor {
+    settings: Settings,
+    images: ImageProcessor,
+}
+
+/// Grid and times of a video, which determine its tokens in the prompt and their positions.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Clip {
+    /// Number of frame groups, and of patches along the height and width: `[t, gh, gw]`.
+    pub grid_thw: [u32; 3],
+    /// The times of the frame groups.
+    pub times: GroupTimes,
+    /// Number of pixels of the sampled frames, before resizing; once for each scan of the first
+    /// frame.
+    pub source_pixels: u64,
+}
+
+/// The times of the frame groups of a video.
+#[derive(Debug, Clone, PartialEq)]
+pub enum GroupTimes {
+    /// The text has the time of each group in seconds from the start of the video, `[t]`.
+    Text(Vec<f64>),
+    /// The groups have temporal positions at this distance.
+    Positions(f32),
+}
+
+/// Largest temporal position of a video, from its start. Larger numbers have no exact position in
+/// `f32`. A row has at most 2^20 tokens, and text and images advance the positions by one per token
+/// at most, so only videos come near this limit. What follows such a video has rounded positions,
+/// as in transformers.
+const LAST_POSITION: f32 = 16_777_216.0; // 2^24
+
+/// Number of scans that a JPEG among the frames may have in any case; encoders write about ten.
+const USUAL_SCANS: u32 = 16;
+
+/// Sampled frames of a video and their target size.
+struct Plan {
+    /// Indices of the sampled frames, ascending.
+    indices: Vec<usize>,
+    clip: Clip,
+    /// `[height, width]` of the frames in pixels, before resizing.
+    source: [u32; 2],
+    /// `[height, width]` of the frames in pixels, after resizing.
+    target: [u32; 2],
+    /// Number of scans of the first frame, if it is a JPEG.
+    num_scans: u32,
+}
+
+impl VideoProcessor {
+    /// Reads the settings of a model folder; `config` overrides them. `images` must be the image
+    /// processor of the same folder.
+    pub fn from_folder(
+        folder: &Path,
+        config: &VideoConfig,
+        images: &ImageProcessor,
+    ) -> Result<Self, VideoConfigError> {
+        let settings = Settings::read(folder, config, images)?;
+        Ok(Self { settings, images: images.clone() })
+    }
+
+    /// The settings that decide the frames and patches of a video.
+    pub(crate) fn key(&self) -> String {
+        self.settings.key()
+    }
+
+    /// Downloads frames by URL, which are refused otherwise.
+    pub(crate) fn set_urls(&mut self, images: Arc<UrlImages>) {
+        self.images.set_urls(images);
+    }
+
+    /// Returns the clip that [`Self::load`] would return. Reads only the header of the file, or of
+    /// the first frame of a list.
+    pub fn clip(&self, video: &VideoRef) -> Result<Clip, VideoError> {
+        match video {
+            VideoRef::Frames { frames, fps, limits } => {
+                Ok(self.plan_list(frames, *fps, limits)?.clip)
+            }
+            #[cfg(feature = "video")]
+            VideoRef::File { root, path, fps, limits } => {
+                let file = VideoFile::open(root, path, self.settings.limits)?;
+                Ok(self.plan_file(&file, *fps, limits)?.clip)
+            }
+            #[cfg(not(feature = "video"))]
+            VideoRef::File { path, .. } => Err(VideoError::NotBuilt { path: path.clone() }),
+        }
+    }
+
+    /// Decodes the sampled frames into normalised patches.
+    pub fn load(&self, video: &VideoRef) -> Result<(Clip, Patches), VideoError> {
+        match video {
+            VideoRef::Frames { frames, fps, limits } => {
+                let plan = self.plan_list(frames, *fps, limits)?;
+                let read = |index: &usize| {
+                    let frame = index + 1;
+                    let most = plan.num_scans.max(USUAL_SCANS);
+                    let pixels = self.images.upright_pixels(&frames[*index], most);
+                    let pixels = pixels.map_err(|cause| VideoError::Frame { frame, cause })?;
+                    plan.resized(pixels, frame)
+                };
+                let pixels = plan.indices.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+                Ok(self.patches(plan, &pixels))
+            }
+            #[cfg(feature = "video")]
+            VideoRef::File { root, path, fps, limits } => {
+                let file = VideoFile::open(root, path, self.settings.limits)?;
+                let plan = self.plan_file(&file, *fps, limits)?;
+                let mut pixels = Vec::with_capacity(plan.indices.len());
+                file.decode(&plan.indices, |frame, index| {
+                    pixels.push(plan.resized(frame, index + 1)?);
+                    Ok(())
+                })?;
+                Ok(self.patches(plan, &pixels))
+            }
+            #[cfg(not(feature = "video"))]
+            VideoRef::File { path, .. } => Err(VideoError::NotBuilt { path: path.clone() }),
+        }
+    }
+
+    /// Converts patches back to the resized frames.
+    pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
+        let frames = unpatchify(patches, self.images.patch_shape(), &self.settings.normalise);
+        frames.into_iter().map(Pixels::from).collect()
+    }
+
+    /// Settings that determine the clip of a video, as text. The length cache hashes it to detect
+    /// changed settings.
+    pub(crate) fn limits(&self) -> String {
+        self.settings.sizes_key()
+    }
+
+    /// The family of the model.
+    pub(crate) fn family(&self) -> MediaFamily {
+        self.settings.family
+    }
+
+    /// Placement of the vision start and end tokens around the frames.
+    pub(crate) fn marks(&self) -> VideoMarks {
+        self.settings.marks
+    }
+
+    fn plan_list(
+        &self,
+        frames: &[MediaRef],
+        fps: Option<FrameRate>,
+        limits: &VideoLimits,
+    ) -> Result<Plan, VideoError> {
+        let first = frames.first().ok_or(VideoError::TooShort { frames: 0 })?;
+        let (sampling, count) = self.settings.sampling.of_video(None, limits);
+        let rate = fps.map_or(sampling.fps, FrameRate::per_second);
+        let among = between(frames.len(), rate, limits)?;
+        let wanted = match (count, fps) {
+            (Some(count), _) => Wanted::Count(count),
+            (None, Some(FrameRate::Video(rate))) => Wanted::Rate(rate),
+            (None, Some(FrameRate::Sampled(_)) | None) => Wanted::All,
+        };
+        let size = self.images.upright_size(first);
+        let (size, num_scans) = size.map_err(|cause| VideoError::Frame { frame: 1, cause })?;
+        let mut plan = self.plan((sampling, wanted), &among, rate, size, limits)?;
+        plan.clip.source_pixels = plan.clip.source_pixels.saturating_mul(num_scans.into());
+        Ok(Plan { num_scans, ..plan })
+    }
+
+    #[cfg(feature = "video")]
+    fn plan_file(
+        &self,
+        file: &VideoFile,
+        fps: Option<FrameRate>,
+        limits: &VideoLimits,
+    ) -> Result<Plan, VideoError> {
+        let fps = fps.map(FrameRate::per_second);
+        let (sampling, count) = self.settings.sampling.of_video(fps, limits);
+        let among = between(file.total(), file.rate(), limits)?;
+        let wanted = count.map_or(Wanted::Rate(file.rate()), Wanted::Count);
+        self.plan((sampling, wanted), &among, file.rate(), file.size(), limits)
+    }
+
+    /// Samples the frames `among`. `rate` is in frames per second; `source` is `[height, width]` in
+    /// pixels.
+    fn plan(
+        &self,
+        (sampling, wanted): (Sampling, Wanted),
+        among: &Range<usize>,
+        rate: f64,
+        source: [u32; 2],
+        limits: &VideoLimits,
+    ) -> Result<Plan, VideoError> {
+        let temporal = self.images.temporal_patch_size() as usize;
+        let Settings { family, pixels, .. } = &self.settings;
+        let indices = sampling.indices(among.len(), wanted, *family, temporal);
+        let frames = indices.len();
+        if frames < temporal {
+            return Err(VideoError::TooShort { frames });
+        }
+        let factor = self.images.patch_size() * self.images.merge_size();
+        let shape = limits.resized.map_or(source, |sides| sides.map(NonZeroU32::get));
+        let [height, width] = shape;
+        let target = pixels
+            .target(frames, shape, temporal, factor, limits)
+            .ok_or(VideoError::AspectRatio { width, height })?;
+        let [rows, columns] = target.map(|side| side / self.images.patch_size());
+        let grid_thw = [frames.div_ceil(temporal) as u32, rows, columns];
+        let indices: Vec<usize> = indices.into_iter().map(|index| index + among.start).collect();
+        let times = match family {
+            MediaFamily::Qwen3Vl => {
+                GroupTimes::Text(sampling::timestamps(&indices, rate, temporal))
+            }
+            // rounded to `f32` as in transformers
+            MediaFamily::Qwen25Vl { tokens_per_second } => {
+                let rate = sampling::sampled_rate(frames, among.len(), rate);
+                let step = tokens_per_second * (temporal as f64 / rate) as f32;
+                let last = (grid_thw[0] - 1) as f32 * step;
+                if last.is_nan() || last > LAST_POSITION {
+                    let seconds = frames as f64 / rate;
+                    let limit = LAST_POSITION / tokens_per_second;
+                    return Err(VideoError::Duration { seconds, limit });
+                }
+                GroupTimes::Positions(step)
+            }
+        };
+        let source_pixels = frames as u64 * source.map(u64::from).iter().product::<u64>();
+        let clip = Clip { grid_thw, times, source_pixels };
+        Ok(Plan { indices, clip, source, target, num_scans: 1 })
+    }
+
+    fn patches(&self, plan: Plan, frames: &[Rgb]) -> (Clip, Patches) {
+        let pixel_values = patchify(frames, self.images.patch_shape(), &self.settings.normalise); // [t * gh * gw, 3 * tp * p * p]
+        let grid_thw = plan.clip.grid_thw;
+        (plan.clip, Patches { pixel_values, grid_thw, kind: MediumKind::Video })
+    }
+}
+
+/// Returns the frames between `video_start` and `video_end`.
+fn between(total: usize, rate: f64, limits: &VideoLimits) -> Result<Range<usize>, VideoError> {
+    let among = frames_between(total, rate, limits);
+    if among.is_empty() && total > 0 {
+        let seconds = total as f64 / rate;
+        return Err(VideoError::EmptyRange { start: limits.start, end: limits.end, seconds });
+    }
+    Ok(among)
+}
+
+impl Plan {
+    /// Resizes a frame to the target size. `frame` is its number in the video, starting at 1.
+    fn resized(&self, pixels: Rgb, frame: usize) -> Result<Rgb, VideoError> {
+        let found = [pixels.height as u32, pixels.width as u32];
+        if found != self.source {
+            let [expected_height, expected_width] = self.source;
+            let [height, width] = found;
+            return Err(VideoError::FrameSize {
+                frame,
+                width,
+                height,
+                expected_width,
+                expected_height,
+            });
+        }
+        let [height, width] = self.target;
+        Ok(resize(pixels, height, width))
+    }
+}

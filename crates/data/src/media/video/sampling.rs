@@ -1,0 +1,244 @@
+//! Samples the frames of a video and computes their timestamps.
+//!
+//! The arithmetic and its rounding equal those of transformers. `Qwen3VLVideoProcessor` spreads the
+//! indices evenly from the first to the last frame; `Qwen2VLVideoProcessor` takes the first frame
+//! of equal shares of the video. There is one difference: for some videos `Qwen2VLVideoProcessor`
+//! returns one index too many, past the last frame, because it rounds the step between frames. This
+//! code does not return it. Presentation times in the file are not used.
+
+use std::num::NonZeroU32;
+use std::ops::Range;
+
+use batch::VideoLimits;
+use crate::media::family::MediaFamily;
+
+/// Number of frames to sample from a video.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Sampling {
+    /// Number of frames to sample per second of video.
+    pub(super) fps: f64,
+    /// Minimum number of sampled frames, if the video has as many.
+    pub(super) min_frames: usize,
+    /// Maximum number of sampled frames.
+    pub(super) max_frames: usize,
+}
+
+/// What decides the number of frames.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Wanted {
+    /// This number of frames, or all if the video has fewer. The limits on it do not apply.
+    Count(usize),
+    /// The time that the video takes at this number of frames per second.
+    Rate(f64),
+    /// All frames of a list that is sampled already, up to the maximum.
+    All,
+}
+
+/// Returns the frames of a video of `total` frames at `rate` frames per second that lie between the
+/// `start` and the `end` of `limits`; the last one is at `end` or before it. Empty if there are
+/// none.
+///
+/// The rounding equals that of `calculate_video_frame_range` in qwen-vl-utils.
+pub(super) fn frames_between(total: usize, rate: f64, limits: &VideoLimits) -> Range<usize> {
+    let first = limits.start.map_or(0, |seconds| (seconds * rate).ceil() as usize);
+    let past = limits.end.map_or(total, |seconds| (seconds * rate).floor() as usize + 1);
+    first..past.min(total).max(first)
+}
+
+impl Sampling {
+    /// The sampling of a video with settings of its own; `count` is its number of frames, if given.
+    pub(super) fn of_video(self, fps: Option<f64>, limits: &VideoLimits) -> (Self, Option<usize>) {
+        let number = |limit: Option<NonZeroU32>| limit.map(|limit| limit.get() as usize);
+        let (min_frames, max_frames) = (number(limits.min_frames), number(limits.max_frames));
+        let sampling = Self {
+            fps: fps.unwrap_or(self.fps),
+            min_frames: min_frames.unwrap_or(self.min_frames),
+            max_frames: max_frames.unwrap_or(self.max_frames.max(min_frames.unwrap_or(0))),
+        };
+        (sampling, number(limits.num_frames))
+    }
+
+    /// Returns the indices of the frames to sample from `total` frames. A patch has `temporal`
+    /// frames.
+    pub(super) fn indices(
+        &self,
+        total: usize,
+        wanted: Wanted,
+        family: MediaFamily,
+        temporal: usize,
+    ) -> Vec<usize> {
+        let unlimited = Self { fps: self.fps, min_frames: 0, max_frames: usize::MAX };
+        let of_rate = |rate: f64| total as f64 / rate * self.fps;
+        match (family, wanted) {
+            (MediaFamily::Qwen3Vl, Wanted::Count(count)) => unlimited.spread(total, count),
+            (MediaFamily::Qwen3Vl, Wanted::Rate(rate)) => {
+                self.spread(total, of_rate(rate) as usize)
+            }
+            (MediaFamily::Qwen3Vl, Wanted::All) => self.spread(total, total),
+            (MediaFamily::Qwen25Vl { .. }, Wanted::Count(count)) => {
+                let groups = (count as f64 / temporal as f64).round_ties_even();
+                unlimited.shares(total, groups * temporal as f64, temporal)
+            }
+            (MediaFamily::Qwen25Vl { .. }, Wanted::Rate(rate)) => {
+                self.shares(total, of_rate(rate), temporal)
+            }
+            (MediaFamily::Qwen25Vl { .. }, Wanted::All) if total <= self.max_frames => {
+                (0..total).collect()
+            }
+            (MediaFamily::Qwen25Vl { .. }, Wanted::All) => {
+                self.shares(total, total as f64, temporal)
+            }
+        }
+    }
+
+    /// The first frame of each of equal shares of the video. Their number is a multiple of
+    /// `temporal`.
+    fn shares(&self, total: usize, wanted: f64, temporal: usize) -> Vec<usize> {
+        let whole = |frames: usize| frames / temporal * temporal;
+        let most = whole(self.max_frames.min(total));
+        let count = whole(wanted.max(self.min_frames as f64).min(most as f64) as usize);
+        (0..count).map(|k| k * total / count).collect()
+    }
+
+    fn spread(&self, total: usize, wanted: usize) -> Vec<usize> {
+        let count = wanted.max(self.min_frames).min(self.max_frames).min(total);
+        if count < 2 {
+            return (0..count).collect();
+        }
+        let last = (total - 1) as f64;
+        let step = last / (count - 1) as f64;
+        let index = |k: usize| if k + 1 == count { last } else { k as f64 * step };
+        (0..count).map(|k| index(k).round_ties_even() as usize).collect()
+    }
+}
+
+/// Returns the number of frames per second if `sampled` of `total` frames at `rate` are used.
+pub(super) fn sampled_rate(sampled: usize, total: usize, rate: f64) -> f64 {
+    sampled as f64 / total as f64 * rate
+}
+
+/// Returns the time in seconds of each group of `temporal` frames: the mean of the times of its
+/// first and last frame. An incomplete last group is filled with its last frame.
+pub(super) fn timestamps(indices: &[usize], rate: f64, temporal: usize) -> Vec<f64> {
+    let second = |index: usize| index as f64 / rate;
+    let groups = indices.chunks(temporal);
+    groups.map(|group| f64::midpoint(second(group[0]), second(group[group.len() - 1]))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+    use sha2::{Digest as _, Sha256};
+
+    use super::*;
+
+    fn golden() -> Value {
+        serde_json::from_str(include_str!("../../../../../tests/golden/video.json")).unwrap()
+    }
+
+    #[test]
+    fn indices_and_timestamps_equal_the_reference() {
+        let golden = golden();
+        let cases = golden["indices"].as_array().unwrap();
+        assert!(cases.len() > 70);
+        for case in cases {
+            let number = |key: &str| case[key].as_u64().unwrap() as usize;
+            let fps = case["fps"].as_f64().unwrap();
+            let (min_frames, max_frames) = (number("min_frames"), number("max_frames"));
+            let rate = case["rate"].as_f64().unwrap();
+            let sampling = Sampling { fps, min_frames, max_frames };
+            let family = MediaFamily::Qwen3Vl;
+            let indices = sampling.indices(number("total"), Wanted::Rate(rate), family, 2);
+            assert_eq!(indices.len(), number("count"), "{case}");
+            if let Some(digest) = case["indices"].as_str() {
+                let text: Vec<String> = indices.iter().map(ToString::to_string).collect();
+                assert_eq!(format!("{:x}", Sha256::digest(text.join(","))), digest, "{case}");
+            } else {
+                assert_eq!(serde_json::json!(indices), case["indices"], "{case}");
+            }
+            let times = timestamps(&indices, rate, 2);
+            let times: Vec<String> = times.iter().map(|time| format!("{time:.1}")).collect();
+            let expected: Vec<&str> = case["times"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|time| time.as_str().unwrap())
+                .collect();
+            assert_eq!(times[..expected.len()], expected, "{case}");
+        }
+    }
+
+    /// The results of `calculate_video_frame_range` in qwen-vl-utils 0.0.14.
+    #[test]
+    fn a_range_begins_at_the_frame_after_its_start_and_ends_at_the_frame_before_its_end() {
+        let range = |start, end| {
+            let limits = VideoLimits { start, end, ..VideoLimits::default() };
+            frames_between(100, 25.0, &limits)
+        };
+        assert_eq!(range(None, None), 0..100);
+        assert_eq!(range(Some(1.0), None), 25..100);
+        assert_eq!(range(Some(1.01), Some(2.01)), 26..51);
+        assert_eq!(range(Some(0.0), Some(4.0)), 0..100);
+        assert_eq!(range(Some(3.99), Some(9.0)), 100..100);
+        assert!(range(Some(7.0), None).is_empty());
+        assert!(range(Some(0.01), Some(0.03)).is_empty());
+    }
+
+    #[test]
+    fn a_sampled_list_keeps_all_frames_up_to_the_maximum() {
+        let sampling = Sampling { fps: 1.7, min_frames: 4, max_frames: 6 };
+        for (family, of_eleven) in
+            [(MediaFamily::Qwen3Vl, [0, 2, 4, 6, 8, 10]), (QWEN25_VL, [0, 1, 3, 5, 7, 9])]
+        {
+            let indices = |total| sampling.indices(total, Wanted::All, family, 2);
+            for total in 1..=6 {
+                assert_eq!(indices(total), (0..total).collect::<Vec<_>>());
+            }
+            assert_eq!(indices(11), of_eleven);
+        }
+    }
+
+    const QWEN25_VL: MediaFamily = MediaFamily::Qwen25Vl { tokens_per_second: 2.0 };
+
+    /// The table was written by `scripts/golden/qwen25_video.py`.
+    #[test]
+    fn indices_of_qwen25_vl_equal_the_reference() {
+        let golden = include_str!("../../../../../tests/golden/qwen25_video.json");
+        let golden: Value = serde_json::from_str(golden).unwrap();
+        let cases = golden["indices"].as_array().unwrap();
+        assert!(cases.len() > 60);
+        for case in cases {
+            let number = |key: &str| case[key].as_u64().unwrap() as usize;
+            let (fps, rate) = (case["fps"].as_f64().unwrap(), case["rate"].as_f64().unwrap());
+            let (min_frames, max_frames) = (number("min_frames"), number("max_frames"));
+            let sampling = Sampling { fps, min_frames, max_frames };
+            let indices = sampling.indices(number("total"), Wanted::Rate(rate), QWEN25_VL, 2);
+            assert_eq!(indices.len(), number("count"), "{case}");
+            let rate = sampled_rate(indices.len(), number("total"), rate);
+            let expected = case["sampled_fps"].as_f64().unwrap(); // read up to its last bit
+            assert!((rate - expected).abs() <= 1e-15 * expected, "{rate}: {case}");
+            if let Some(digest) = case["indices"].as_str() {
+                let text: Vec<String> = indices.iter().map(ToString::to_string).collect();
+                assert_eq!(format!("{:x}", Sha256::digest(text.join(","))), digest, "{case}");
+            } else {
+                assert_eq!(serde_json::json!(indices), case["indices"], "{case}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_given_number_of_frames_is_rounded_to_whole_groups_for_qwen25_vl() {
+        let sampling = Sampling { fps: 2.0, min_frames: 4, max_frames: 6 };
+        let indices = |count| sampling.indices(9, Wanted::Count(count), QWEN25_VL, 2);
+        assert!(indices(1).is_empty()); // half a group and 1.5 groups are rounded to the even number
+        assert_eq!(indices(3), [0, 2, 4, 6]);
+        assert_eq!(indices(5), [0, 2, 4, 6]);
+        assert_eq!(indices(8), [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(indices(99), [0, 1, 2, 3, 4, 5, 6, 7]);
+    }
+
+    #[test]
+    fn timestamps_are_formatted_with_halves_rounded_to_even() {
+        assert_eq!(format!("{:.1} {:.1} {:.1}", 0.25, 0.75, 1.25), "0.2 0.8 1.2");
+    }
+}

@@ -1,0 +1,210 @@
+//! Finds the rows of JSONL files and of JSON arrays in one scan.
+
+use std::io::{self, BufRead};
+use std::path::Path;
+
+use sha2::{Digest, Sha256};
+
+use super::index::RowIndex;
+use crate::source::file_error::FileError;
+
+const BOM: &[u8] = b"\xef\xbb\xbf";
+
+/// Finds the lines with text. Blank lines count in line numbers. CRLF, a byte order mark and a
+/// missing last newline are accepted.
+pub(super) fn scan_lines(mut reader: impl BufRead) -> io::Result<RowIndex> {
+    let mut hasher = Sha256::new();
+    let mut index = RowIndex::default();
+    let mut offset = 0; // of the next byte
+    let mut line_start = 0;
+    let mut has_text = false;
+    let mut line = 1;
+    loop {
+        let chunk = reader.fill_buf()?;
+        if chunk.is_empty() {
+            break;
+        }
+        hasher.update(chunk);
+        let length = chunk.len();
+        for piece in chunk.split_inclusive(|byte| *byte == b'\n') {
+            let mut text = piece.trim_ascii_start();
+            if offset == 0 && text.starts_with(BOM) {
+                line_start = BOM.len() as u64;
+                text = text[BOM.len()..].trim_ascii_start();
+            }
+            if !text.is_empty() && !has_text {
+                has_text = true;
+                index.push(line_start, line);
+            }
+            offset += piece.len() as u64;
+            if piece.ends_with(b"\n") {
+                line += 1;
+                has_text = false;
+                line_start = offset;
+            }
+        }
+        reader.consume(length);
+    }
+    Ok(index.finish(offset, hasher.finalize().into()))
+}
+
+/// The result of [`scan_array`].
+#[derive(Debug)]
+pub(super) enum Array {
+    /// The rows are the elements. Line numbers are the numbers of the elements.
+    Rows(RowIndex),
+    /// Text follows the array: the file has one value per line, and the first is an array.
+    Lines,
+}
+
+/// Finds the elements of a JSON array. Each element ends before the comma or bracket that follows.
+pub(super) fn scan_array(path: &Path, mut reader: impl BufRead) -> Result<Array, ArrayError> {
+    let mut hasher = Sha256::new();
+    let mut index = RowIndex::default();
+    let mut offset = 0u64;
+    let mut scan = Scan::default();
+    let broken = |rows: usize, problem: &str| {
+        ArrayError::File(FileError::broken(path, "a JSON array", &format!("{problem} row {rows}")))
+    };
+    loop {
+        let chunk = reader.fill_buf().map_err(ArrayError::Read)?;
+        if chunk.is_empty() {
+            break;
+        }
+        hasher.update(chunk);
+        for (at, byte) in (offset..).zip(chunk) {
+            match scan.byte(*byte) {
+                Step::Inside => {}
+                Step::Row => index.push(at, index.len() as u64 + 1),
+                Step::Gap => return Err(broken(index.len(), "a comma has no row after it, after")),
+                Step::Trailing => return Ok(Array::Lines),
+            }
+        }
+        offset += chunk.len() as u64;
+        let length = chunk.len();
+        reader.consume(length);
+    }
+    match scan.place {
+        Place::After => Ok(Array::Rows(index.finish(offset, hasher.finalize().into()))),
+        _ => Err(broken(index.len(), "it ends without `]` in or after")),
+    }
+}
+
+/// The reason why an array cannot be scanned.
+#[derive(Debug)]
+pub(super) enum ArrayError {
+    Read(io::Error),
+    File(FileError),
+}
+
+/// Where a scan is.
+#[derive(Debug, Default)]
+enum Place {
+    #[default]
+    Before,
+    /// After `[`: a row or `]`.
+    First,
+    /// After a comma: a row.
+    Next,
+    /// In a row, in this number of brackets of its own.
+    Row(u32),
+    /// After `]`.
+    After,
+}
+
+#[derive(Debug, Default)]
+struct Scan {
+    place: Place,
+    in_string: bool,
+    escaped: bool,
+}
+
+enum Step {
+    Inside,
+    /// A row begins.
+    Row,
+    /// A comma without a row.
+    Gap,
+    /// Text after the array.
+    Trailing,
+}
+
+impl Scan {
+    fn byte(&mut self, byte: u8) -> Step {
+        if self.in_string {
+            self.in_string = self.escaped || byte != b'"';
+            self.escaped = !self.escaped && byte == b'\\';
+            return Step::Inside;
+        }
+        if byte.is_ascii_whitespace() {
+            return Step::Inside;
+        }
+        match (&mut self.place, byte) {
+            (Place::Before, b'[') => self.place = Place::First,
+            (Place::First | Place::Row(0), b']') => self.place = Place::After,
+            (Place::First | Place::Next, b',') | (Place::Next, b']') => return Step::Gap,
+            (Place::First | Place::Next, _) => {
+                self.place = Place::Row(u32::from(matches!(byte, b'{' | b'[')));
+                self.in_string = byte == b'"';
+                return Step::Row;
+            }
+            (Place::Row(0), b',') => self.place = Place::Next,
+            (Place::Row(depth), b'{' | b'[') => *depth += 1,
+            (Place::Row(depth), b'}' | b']') => *depth = depth.saturating_sub(1),
+            (Place::Row(_), b'"') => self.in_string = true,
+            // before the array, the byte order mark
+            (Place::Before | Place::Row(_), _) => {}
+            (Place::After, _) => return Step::Trailing,
+        }
+        Step::Inside
+    }
+}
+
+/// Removes the comma or bracket after an element, and spaces.
+pub(super) fn element(bytes: &[u8]) -> &[u8] {
+    let bytes = bytes.trim_ascii_end();
+    bytes.strip_suffix(b",").or_else(|| bytes.strip_suffix(b"]")).unwrap_or(bytes).trim_ascii_end()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn elements(text: &str) -> Result<Option<Vec<String>>, String> {
+        // a buffer of 3 bytes cuts rows, strings and escapes
+        let reader = io::BufReader::with_capacity(3, text.as_bytes());
+        match scan_array(Path::new("a.json"), reader) {
+            Ok(Array::Lines) => Ok(None),
+            Ok(Array::Rows(index)) => {
+                let range = |row| index.start(row) as usize..index.end(row) as usize;
+                let of = |row| element(&text.as_bytes()[range(row)]);
+                let rows = (0..index.len()).map(|row| String::from_utf8_lossy(of(row)).into());
+                Ok(Some(rows.collect()))
+            }
+            Err(ArrayError::File(error)) => Err(error.to_string()),
+            Err(ArrayError::Read(error)) => Err(error.to_string()),
+        }
+    }
+
+    #[test]
+    fn each_element_of_an_array_is_a_row_whatever_its_strings_contain() {
+        let rows = [r#"{"a": "],[\"\\", "b": [1, {}]}"#, "3", r#""x,]""#, "[[2]]", "{\n}"];
+        let text = format!("\u{feff} [\n{}\r\n]\n", rows.join(" ,\n "));
+        assert_eq!(elements(&text), Ok(Some(rows.map(str::to_owned).to_vec())));
+        assert_eq!(elements("[]"), Ok(Some(Vec::new())));
+        assert_eq!(elements("[1]\n{\"messages\": []}"), Ok(None));
+    }
+
+    #[test]
+    fn a_broken_array_is_an_error_with_the_row() {
+        for (text, problem) in [
+            ("[{\"a\": 1}, {\"a\"", "ends without `]` in or after row 2"),
+            ("[{\"a\": \"]}", "ends without `]` in or after row 1"),
+            ("[1, 2, ]", "no row after it, after row 2"),
+            ("[, 2]", "no row after it, after row 0"),
+        ] {
+            let error = elements(text).unwrap_err();
+            assert!(error.contains(problem), "{error}");
+        }
+    }
+}

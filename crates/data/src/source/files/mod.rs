@@ -1,0 +1,358 @@
+//! The file formats of rows. A [`Shard`] is one file, in which any row is read by its number.
+
+mod arrow;
+mod chunks;
+mod columns;
+mod csv;
+mod damage;
+mod index;
+mod json;
+pub(crate) mod listing;
+mod parquet;
+mod sniff;
+mod tar;
+#[cfg(test)]
+mod tests;
+mod unpack;
+
+use std::fs::File;
+use std::io::{self, BufReader, Read, Seek};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use sha2::{Digest, Sha256};
+
+use arrow::{ArrowRows, Layout};
+use csv::Header;
+use index::Hashing;
+pub(crate) use index::RowIndex;
+use parquet::ParquetRows;
+use sniff::{Format, HEAD_BYTES};
+use unpack::Packed;
+
+use super::error::SampleError;
+use super::raw_row::{MAX_ROW_BYTES, RawRow};
+use super::source_error::SourceError;
+use super::stamp::Stamp;
+use batch::SampleId;
+
+/// The content of a row, before it is parsed.
+#[derive(Debug)]
+pub(crate) enum RowContent {
+    /// The text of a JSON object.
+    Json(Vec<u8>),
+    /// The cells of a table, or the files of a tar archive.
+    Row(RawRow),
+    /// Its number of bytes, above [`MAX_ROW_BYTES`]. It was not read.
+    TooLarge(u64),
+}
+
+impl RowContent {
+    /// SHA-256 of the content.
+    pub(crate) fn hash(&self) -> [u8; 32] {
+        match self {
+            Self::Json(bytes) => Sha256::digest(bytes).into(),
+            Self::TooLarge(bytes) => Sha256::digest(bytes.to_le_bytes()).into(), // it is rejected
+            Self::Row(RawRow { object, blobs }) => {
+                let mut hasher = Sha256::new();
+                hasher.update(serde_json::to_vec(object).unwrap_or_default());
+                for blob in blobs {
+                    hasher.update((blob.len() as u64).to_le_bytes());
+                    hasher.update(blob);
+                }
+                hasher.finalize().into()
+            }
+        }
+    }
+
+    /// Size of the text of a JSON row, or of the binary values of another row.
+    pub(crate) fn num_bytes(&self) -> usize {
+        match self {
+            Self::Json(bytes) => bytes.len(),
+            Self::TooLarge(bytes) => *bytes as usize,
+            Self::Row(row) => row.blobs.iter().map(|blob| blob.len()).sum(),
+        }
+    }
+
+    /// The keys and values of the row.
+    pub(crate) fn into_raw(self, id: &SampleId) -> Result<RawRow, SampleError> {
+        match self {
+            Self::Json(bytes) => RawRow::from_json(id, &bytes),
+            Self::TooLarge(bytes) => Err(SampleError::TooLarge {
+                id: id.clone(),
+                what: "bytes",
+                found: bytes as usize,
+                most: MAX_ROW_BYTES,
+            }),
+            Self::Row(row) => Ok(row),
+        }
+    }
+}
+
+/// The index of a file from an earlier scan, and the metadata of the file then.
+#[derive(Debug)]
+pub(crate) struct KnownIndex {
+    /// Path of the file, as in [`SampleId::file`].
+    pub(crate) path: PathBuf,
+    /// Metadata that proves that the file is unchanged.
+    pub(crate) stamp: Stamp,
+    pub(crate) index: RowIndex,
+}
+
+/// An open data file. Rows can be read in any order and from several threads.
+#[derive(Debug)]
+pub(crate) struct Shard {
+    path: Arc<Path>,
+    file: Arc<File>,
+    stamp: Option<Stamp>,
+    opened: Option<Stamp>, // metadata when the file was indexed, settled or not
+    index: RowIndex,       // without rows if the format has an index of its own
+    rows: Rows,
+}
+
+/// How rows are read.
+#[derive(Debug)]
+enum Rows {
+    /// Between the offsets of the index, from this file.
+    Indexed(Arc<File>, Syntax),
+    Parquet(ParquetRows),
+    Arrow(ArrowRows),
+}
+
+/// The bytes of an indexed row.
+#[derive(Debug)]
+enum Syntax {
+    Line,
+    Element,
+    Record(Header),
+    Members,
+}
+
+impl Shard {
+    /// Opens the file at `path`, and scans it unless the index in `known` is of the unchanged file.
+    /// A compressed file is unpacked into the folder `cache`, or into a temporary file.
+    pub(crate) fn open(
+        path: &Path,
+        known: Option<&KnownIndex>,
+        cache: Option<&Path>,
+    ) -> Result<Self, SourceError> {
+        let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
+        let file = Arc::new(files::open(path).map_err(unreadable)?);
+        let (read_at, before) = (SystemTime::now(), Stamp::of(&file).map_err(unreadable)?);
+        let is_settled = before.is_settled(read_at);
+        let mut head = head(&file).map_err(unreadable)?;
+        let mut content = file.clone();
+        let mut name = path.to_owned();
+        let packed = Packed { path, stamp: &before, is_settled, cache };
+        if let Some(compression) = sniff::compression(&head) {
+            content = Arc::new(packed.unpack(&file, compression)?);
+            head = self::head(&content).map_err(unreadable)?;
+            if path.extension().is_some_and(|of| of == "gz" || of == "zst") {
+                name.set_extension("");
+            }
+        }
+        let format = sniff::format(path, &name, &head)?;
+        let known = known.filter(|known| known.stamp == before);
+        let (index, rows) = open_rows(packed, content, format, &head, known)?;
+        let unchanged = Stamp::of(&file).map_err(unreadable)? == before;
+        let stamp = Some(before.clone()).filter(|_| unchanged && is_settled);
+        let (path, opened) = (path.into(), Some(before));
+        Ok(Self { path, file, stamp, opened, index, rows })
+    }
+
+    /// Number of rows.
+    pub(crate) fn len(&self) -> usize {
+        match &self.rows {
+            Rows::Indexed(..) => self.index.len(),
+            Rows::Parquet(rows) => rows.len(),
+            Rows::Arrow(rows) => rows.len(),
+        }
+    }
+
+    /// Path as passed to [`Self::open`].
+    pub(crate) fn path(&self) -> &Arc<Path> {
+        &self.path
+    }
+
+    /// The line of a row, or its number if the file has no lines; from 1.
+    pub(crate) fn line(&self, row: usize) -> u64 {
+        match self.rows {
+            Rows::Indexed(..) => self.index.line(row),
+            Rows::Parquet(_) | Rows::Arrow(_) => row as u64 + 1,
+        }
+    }
+
+    /// Byte offset of a row in the unpacked file, or its number if the format has an index.
+    pub(crate) fn offset(&self, row: usize) -> u64 {
+        match self.rows {
+            Rows::Indexed(..) => self.index.start(row),
+            Rows::Parquet(_) | Rows::Arrow(_) => row as u64,
+        }
+    }
+
+    /// Number of bytes of the unpacked file.
+    pub(crate) fn num_bytes(&self) -> u64 {
+        self.index.num_bytes()
+    }
+
+    /// Number of bytes before a row; an estimate if the format has an index of its own.
+    pub(crate) fn bytes_before(&self, row: usize) -> u64 {
+        match self.rows {
+            Rows::Indexed(..) => self.index.start(row),
+            _ => (self.num_bytes() as u128 * row as u128 / self.len().max(1) as u128) as u64,
+        }
+    }
+
+    /// SHA-256 of the unpacked file.
+    pub(crate) fn sha256(&self) -> [u8; 32] {
+        self.index.sha256()
+    }
+
+    /// Metadata of the file when it was scanned; `None` if it cannot prove that the file is
+    /// unchanged.
+    pub(crate) fn stamp(&self) -> Option<&Stamp> {
+        self.stamp.as_ref()
+    }
+
+    /// Returns whether the open file was written to since it was opened. A new file at the same
+    /// path does not count.
+    pub(crate) fn has_changed(&self) -> bool {
+        let now = Stamp::of(&self.file).ok();
+        !now.zip(self.opened.as_ref())
+            .is_some_and(|(now, opened)| now.has_same_size_and_mtime(opened))
+    }
+
+    /// Reads the content of a row.
+    pub(crate) fn content(&self, row: usize) -> io::Result<RowContent> {
+        let (file, syntax) = match &self.rows {
+            Rows::Indexed(file, syntax) => (file, syntax),
+            Rows::Parquet(rows) => return content(rows.read(row)),
+            Rows::Arrow(rows) => return content(rows.read(row)),
+        };
+        let (start, end) = (self.index.start(row), self.index.end(row));
+        if end - start > MAX_ROW_BYTES as u64 {
+            return Ok(RowContent::TooLarge(end - start));
+        }
+        let mut bytes = vec![0; (end - start) as usize];
+        file.read_exact_at(&mut bytes, start)?;
+        Ok(match syntax {
+            Syntax::Line => {
+                bytes.truncate(bytes.trim_ascii_end().len());
+                RowContent::Json(bytes)
+            }
+            Syntax::Element => {
+                bytes.truncate(json::element(&bytes).len());
+                RowContent::Json(bytes)
+            }
+            Syntax::Record(header) => return content(header.row(&bytes)),
+            Syntax::Members => return content(tar::row(&bytes)),
+        })
+    }
+}
+
+fn content(row: Result<RawRow, String>) -> io::Result<RowContent> {
+    row.map(RowContent::Row).map_err(|problem| io::Error::new(io::ErrorKind::InvalidData, problem))
+}
+
+/// The first bytes of a file.
+fn head(file: &File) -> io::Result<Vec<u8>> {
+    let mut head = vec![0; HEAD_BYTES];
+    let mut length = 0;
+    while length < head.len() {
+        match file.read_at(&mut head[length..], length as u64)? {
+            0 => break,
+            num_read => length += num_read,
+        }
+    }
+    head.truncate(length);
+    Ok(head)
+}
+
+/// Opens the rows of the unpacked `file`. Without an index, the file is read once to its end.
+fn open_rows(
+    packed: Packed<'_>,
+    file: Arc<File>,
+    format: Format,
+    head: &[u8],
+    known: Option<&KnownIndex>,
+) -> Result<(RowIndex, Rows), SourceError> {
+    let path = packed.path;
+    let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
+    (&*file).rewind().map_err(unreadable)?; // it may have been unpacked through this handle
+    let known = known.map(|known| known.index.clone());
+    let hash_all = || {
+        let (num_bytes, sha256) = Hashing::new(&*file).finish()?;
+        Ok(RowIndex::default().finish(num_bytes, sha256))
+    };
+    let without_rows =
+        |known: RowIndex| Ok(RowIndex::default().finish(known.num_bytes(), known.sha256()));
+    let buffered = || BufReader::with_capacity(1 << 20, &*file);
+    let (index, syntax) = match format {
+        Format::Lines => (lines(known, buffered()).map_err(unreadable)?, Syntax::Line),
+        Format::Array => array(path, head, known, &file)?,
+        Format::Csv(delimiter) => {
+            let header = Header::read(path, delimiter, head_or_all(head, &file))?;
+            (&*file).rewind().map_err(unreadable)?;
+            let index = known.map_or_else(|| header.scan(&*file), Ok).map_err(unreadable)?;
+            (index, Syntax::Record(header))
+        }
+        Format::Tar => (known.map_or_else(|| tar::scan(path, buffered()), Ok)?, Syntax::Members),
+        Format::Parquet => {
+            let index = known.map_or_else(hash_all, without_rows).map_err(unreadable)?;
+            let rows = ParquetRows::open(path, file)?;
+            if !rows.is_slow() || packed.cache.is_none() {
+                return Ok((index, Rows::Parquet(rows)));
+            }
+            let why = "writing a Parquet file with large row groups and no page index as Arrow";
+            let file =
+                packed.store(why, ".arrow", |file, failed| rows.write_arrow(file, failed))?;
+            return Ok((index, Rows::Arrow(ArrowRows::open(path, &file, Layout::File)?)));
+        }
+        Format::ArrowFile | Format::ArrowStream => {
+            let layout = if format == Format::ArrowFile { Layout::File } else { Layout::Stream };
+            let rows = ArrowRows::open(path, &file, layout)?;
+            let index = known.map_or_else(hash_all, without_rows).map_err(unreadable)?;
+            return Ok((index, Rows::Arrow(rows)));
+        }
+    };
+    Ok((index, Rows::Indexed(file, syntax)))
+}
+
+fn lines(known: Option<RowIndex>, reader: impl io::BufRead) -> io::Result<RowIndex> {
+    known.map_or_else(|| json::scan_lines(reader), Ok)
+}
+
+/// The head if it has the whole first line, otherwise the whole file.
+fn head_or_all<'a>(head: &'a [u8], file: &'a File) -> Box<dyn Read + 'a> {
+    let has_line = head.contains(&b'\n') && !head.contains(&b'"');
+    if has_line { Box::new(head) } else { Box::new(file) }
+}
+
+/// The index of a file that begins with `[`: an array, or lines of which the first is an array.
+fn array(
+    path: &Path,
+    head: &[u8],
+    known: Option<RowIndex>,
+    mut file: &File,
+) -> Result<(RowIndex, Syntax), SourceError> {
+    let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
+    if let Some(index) = known {
+        // the rows of an array begin after its bracket
+        let bracket = head.iter().position(|byte| *byte == b'[').unwrap_or(0) as u64;
+        let is_array = index.len() == 0 || index.start(0) > bracket;
+        return Ok((index, if is_array { Syntax::Element } else { Syntax::Line }));
+    }
+    let scanned = json::scan_array(path, BufReader::with_capacity(1 << 20, file));
+    match scanned {
+        Ok(json::Array::Rows(index)) => Ok((index, Syntax::Element)),
+        Ok(json::Array::Lines) => {
+            file.rewind().map_err(unreadable)?;
+            let index = json::scan_lines(BufReader::with_capacity(1 << 20, file));
+            Ok((index.map_err(unreadable)?, Syntax::Line))
+        }
+        Err(json::ArrayError::Read(cause)) => Err(unreadable(cause)),
+        Err(json::ArrayError::File(error)) => Err(error.into()),
+    }
+}

@@ -1,0 +1,102 @@
+//! Hidden states one token at a time, with cached keys and values.
+
+use super::model::Model;
+use batch::{CuSeqlens, IGNORE_INDEX, VarlenBatch};
+use crate::nn::KvCache;
+use candle_core::{Device, Error, Result, Tensor, bail};
+
+/// Keys and values of one sample's tokens so far.
+#[derive(Default)]
+pub struct Cache {
+    kv: KvCache,
+    next_position: u32,
+}
+
+impl Cache {
+    /// Number of tokens.
+    pub fn num_tokens(&self) -> usize {
+        self.kv.len()
+    }
+
+    /// Removes all tokens after the first `len`.
+    pub fn truncate(&mut self, len: usize) {
+        self.kv.truncate(len);
+    }
+}
+
+impl dyn Model + '_ {
+    /// Hidden state of the last token of a prompt, `[1, D]`, and the cache to continue from.
+    /// `prompt` is one sample.
+    pub fn prefill(&self, prompt: VarlenBatch, device: &Device) -> Result<(Tensor, Cache)> {
+        let mut cache = Cache::default();
+        let hidden = self.prefill_rest(prompt, &mut cache, device)?;
+        Ok((hidden, cache))
+    }
+
+    /// As `prefill`, with a cache of the first tokens of `prompt`: it receives the others, of
+    /// which there is at least one.
+    pub fn prefill_rest(
+        &self,
+        prompt: VarlenBatch,
+        cache: &mut Cache,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let next_position =
+            prompt.position_ids.iter().flatten().max().map_or(0, |position| position + 1);
+        let rest = prompt.tokens_from(cache.num_tokens(), self.merge_size());
+        let rest = rest.map_err(Error::wrap)?;
+        let num_tokens = rest.input_ids.len();
+        let hidden = self.run_with_caches(rest, &mut [&mut *cache], device)?;
+        cache.next_position = next_position;
+        hidden.narrow(0, num_tokens - 1, 1)
+    }
+
+    /// Hidden states of one more token of each sample, `[num_rows, D]`: `ids[i]` continues
+    /// `caches[i]`. Products are computed with `num_rows` rows, because products with another
+    /// number of rows may be rounded in another way; the last rows have no meaning if there are
+    /// fewer samples.
+    pub fn extend(
+        &self,
+        ids: &[u32],
+        caches: &mut [&mut Cache],
+        num_rows: usize,
+        device: &Device,
+    ) -> Result<Tensor> {
+        if ids.len() != caches.len() || ids.len() > num_rows {
+            bail!("found {} tokens of {} samples in {num_rows} rows", ids.len(), caches.len());
+        }
+        let alone = CuSeqlens::from_lengths(&vec![1; num_rows]).map_err(Error::wrap)?;
+        let mut batch = VarlenBatch {
+            input_ids: ids.to_vec(),
+            labels: vec![IGNORE_INDEX; num_rows],
+            weights: None,
+            position_ids: caches.iter().map(|cache| [cache.next_position; 3]).collect(),
+            mask_boundaries: alone.clone(),
+            cu_seqlens: alone,
+            vision_rows: vec![],
+            media: vec![],
+            padding: vec![],
+            num_tokens: num_rows,
+            num_samples: num_rows,
+            part: None,
+        };
+        batch.input_ids.resize(num_rows, 0);
+        batch.position_ids.resize(num_rows, [0; 3]);
+        let hidden = self.run_with_caches(batch, caches, device)?;
+        for cache in caches {
+            cache.next_position += 1;
+        }
+        Ok(hidden)
+    }
+
+    fn run_with_caches(
+        &self,
+        batch: VarlenBatch,
+        caches: &mut [&mut Cache],
+        device: &Device,
+    ) -> Result<Tensor> {
+        let input = self.upload(batch, self.dtype(), device)?;
+        let mut caches: Vec<&mut KvCache> = caches.iter_mut().map(|cache| &mut cache.kv).collect();
+        self.decode(&input, &mut caches)
+    }
+}

@@ -1,0 +1,198 @@
+//! Reads the sizes of a Qwen3.5 model from `config.json`.
+
+use crate::models::config::{ModelConfigError, Section};
+use crate::models::experts::Family;
+use crate::models::{text, vision_language};
+use crate::nn::{DecoderConfig, ExpertFiles, HybridConfig, TensorNames};
+use kernels::CONV_TAPS;
+use serde_json::Value;
+
+/// Share of a head that is rotated if the file does not say it.
+const ROTARY_SHARE: f64 = 0.25;
+/// Every how many layers one has full attention if the file does not list the kinds.
+const FULL_INTERVAL: u64 = 4;
+
+const EXPERTS: Family =
+    Family { published: ExpertFiles::OutIn, must_have_norm: false, has_shared: true };
+
+/// Reads the sizes of a model with a vision encoder from the parsed `config.json`.
+pub(in crate::models) fn read(json: &Value) -> Result<vision_language::Config, ModelConfigError> {
+    read_with(json, decoder)
+}
+
+/// As [`read`], for a model with experts.
+pub(in crate::models) fn read_moe(
+    json: &Value,
+) -> Result<vision_language::Config, ModelConfigError> {
+    read_with(json, decoder_with_experts)
+}
+
+fn read_with(
+    json: &Value,
+    decoder: impl Fn(&Section<'_>) -> Result<DecoderConfig, ModelConfigError>,
+) -> Result<vision_language::Config, ModelConfigError> {
+    let top = Section { value: json, name: "" };
+    let text = Section::of(json, "text_config")?;
+    let vision = Section::of(json, "vision_config")?;
+    let config = vision_language::Config {
+        // transformers reads only the key of the whole file
+        text: DecoderConfig {
+            tie_word_embeddings: top.flag("tie_word_embeddings"),
+            ..decoder(&text)?
+        },
+        mrope_section: text.rope()?.mrope_section()?,
+        mrope_layout: vision_language::MropeLayout::Interleaved,
+        vision: vision_language::VisionConfig::read(&vision, Vec::new())?,
+        image_token_id: top.size("image_token_id")? as u32,
+        tensor_names: TensorNames::Modules,
+    };
+    config.check()?;
+    Ok(config)
+}
+
+/// Reads the sizes of a text-only model from the parsed `config.json`.
+pub(in crate::models) fn read_text(json: &Value) -> Result<text::Config, ModelConfigError> {
+    let top = Section { value: json, name: "" };
+    Ok(text::Config { text: decoder(&top)? })
+}
+
+/// As [`read_text`], for a model with experts.
+pub(in crate::models) fn read_text_moe(json: &Value) -> Result<text::Config, ModelConfigError> {
+    let top = Section { value: json, name: "" };
+    Ok(text::Config { text: decoder_with_experts(&top)? })
+}
+
+fn decoder_with_experts(text: &Section<'_>) -> Result<DecoderConfig, ModelConfigError> {
+    let sizes = decoder(text)?;
+    let moe = text.experts(sizes.num_hidden_layers, EXPERTS)?;
+    Ok(DecoderConfig { moe: Some(moe), ..sizes })
+}
+
+fn decoder(text: &Section<'_>) -> Result<DecoderConfig, ModelConfigError> {
+    let sizes = text.decoder_sizes()?;
+    let rope = text.rope()?;
+    let share = [&rope, text].into_iter().find_map(|of| of.value["partial_rotary_factor"].as_f64());
+    let rotary = sizes.head_dim as f64 * share.unwrap_or(ROTARY_SHARE);
+    let is_even = rotary > 0.0 && rotary <= sizes.head_dim as f64 && rotary % 2.0 == 0.0;
+    if !is_even {
+        let expected = format!("a share of `head_dim` {} that is even", sizes.head_dim);
+        return Err(rope.range("partial_rotary_factor", expected));
+    }
+    let hybrid = HybridConfig {
+        rotary_dim: rotary as usize,
+        is_linear: kinds_of_layers(text, sizes.num_hidden_layers)?,
+        num_key_heads: text.size("linear_num_key_heads")?,
+        num_value_heads: text.size("linear_num_value_heads")?,
+        key_head_dim: text.size("linear_key_head_dim")?,
+        value_head_dim: text.size("linear_value_head_dim")?,
+        conv_kernel: text.size("linear_conv_kernel_dim")?,
+    };
+    if hybrid.conv_kernel != CONV_TAPS {
+        return Err(text.range("linear_conv_kernel_dim", format!("{CONV_TAPS}")));
+    }
+    if !hybrid.num_value_heads.is_multiple_of(hybrid.num_key_heads) {
+        let what = format!(
+            "`linear_num_key_heads` {} does not divide `linear_num_value_heads` {}",
+            hybrid.num_key_heads, hybrid.num_value_heads
+        );
+        return Err(ModelConfigError::Shape { what });
+    }
+    Ok(DecoderConfig { hybrid: Some(hybrid), ..sizes })
+}
+
+/// Whether each layer has linear attention.
+fn kinds_of_layers(text: &Section<'_>, num_layers: usize) -> Result<Vec<bool>, ModelConfigError> {
+    let Some(kinds) = text.value["layer_types"].as_array() else {
+        let interval = text.value["full_attention_interval"].as_u64().unwrap_or(FULL_INTERVAL);
+        return Ok((1..=num_layers as u64).map(|k| !k.is_multiple_of(interval.max(1))).collect());
+    };
+    if kinds.len() != num_layers {
+        let what = format!(
+            "`layer_types` has {} entries, expected `num_hidden_layers` {num_layers}",
+            kinds.len()
+        );
+        return Err(ModelConfigError::Shape { what });
+    }
+    let is_linear = |kind: &Value| match kind.as_str() {
+        Some("linear_attention") => Ok(true),
+        Some("full_attention") => Ok(false),
+        _ => Err(ModelConfigError::Unsupported {
+            key: "layer_types",
+            found: kind.to_string(),
+            known: "`linear_attention` and `full_attention`",
+        }),
+    };
+    kinds.iter().map(is_linear).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn published() -> Value {
+        json!({
+            "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 1024,
+            "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+            "num_key_value_heads": 2, "head_dim": 256, "rms_norm_eps": 1e-6,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "hidden_act": "silu",
+            "attn_output_gate": true, "tie_word_embeddings": true,
+            "rope_parameters": {
+                "rope_theta": 10_000_000, "partial_rotary_factor": 0.25, "rope_type": "default",
+                "mrope_section": [11, 11, 10], "mrope_interleaved": true,
+            },
+        })
+    }
+
+    #[test]
+    fn a_quarter_of_a_head_is_rotated_and_every_fourth_layer_has_full_attention() {
+        let config = read_text(&published()).unwrap().text;
+        let hybrid = config.hybrid.unwrap();
+        assert_eq!(hybrid.rotary_dim, 64);
+        let full: Vec<usize> = (0..24).filter(|k| !hybrid.is_linear[*k]).collect();
+        assert_eq!(full, [3, 7, 11, 15, 19, 23]);
+        assert_eq!(hybrid.qkv_width(), 3 * 16 * 128);
+    }
+
+    #[test]
+    fn a_folder_that_transformers_has_saved_lists_no_deepstack_layers() {
+        let mut vision = json!({
+            "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4,
+            "in_channels": 3, "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2,
+            "num_position_embeddings": 2304, "out_hidden_size": 1024, "model_type": "qwen3_5_vision",
+            "rope_parameters": {"rope_type": "axial", "rope_theta": 10_000.0},
+        });
+        for list in [json!([]), Value::Null] {
+            vision["deepstack_visual_indexes"] = list;
+            let json = json!({
+                "model_type": "qwen3_5", "text_config": published(), "vision_config": vision,
+                "image_token_id": 248_056, "tie_word_embeddings": true,
+            });
+            let config = read(&json).unwrap();
+            assert!(config.vision.deepstack().is_empty());
+            assert!(config.text.tie_word_embeddings);
+        }
+    }
+
+    #[test]
+    fn values_that_are_not_supported_are_refused_by_name() {
+        for (key, value) in [
+            ("layer_types", json!(["full_attention"])),
+            ("layer_types", json!(vec!["sliding_attention"; 24])),
+            ("linear_num_key_heads", json!(3)),
+            ("linear_conv_kernel_dim", json!(0)),
+            ("linear_conv_kernel_dim", json!(3)),
+            ("attention_bias", json!(true)),
+        ] {
+            let mut json = published();
+            json[key] = value;
+            let error = read_text(&json).unwrap_err().to_string();
+            assert!(error.contains(key), "{error}");
+        }
+        let mut json = published();
+        json["rope_parameters"]["partial_rotary_factor"] = json!(0.3);
+        let error = read_text(&json).unwrap_err().to_string();
+        assert!(error.contains("partial_rotary_factor"), "{error}");
+    }
+}

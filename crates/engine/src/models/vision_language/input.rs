@@ -1,0 +1,189 @@
+//! The host-to-device copy of a micro-batch.
+
+use super::config::{Config, VisionConfig, VisionKind};
+use super::positions;
+use super::windows::Windows;
+use batch::{CuSeqlens, Patches, VarlenBatch};
+use crate::nn::DecoderContext;
+use kernels::{RopeTable, Segments};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use std::ops::Range;
+
+/// Inputs of the vision blocks without a gradient.
+pub(super) struct VisionContext {
+    pub(super) rope: RopeTable,
+    pub(super) positions: Option<TablePositions>, // None: the encoder has no position table
+    pub(super) frames: Segments,
+    pub(super) windows: Option<WindowContext>, // None: all blocks attend inside frames
+}
+
+/// The rows of the position table that surround each patch.
+pub(super) struct TablePositions {
+    pub(super) index: Tensor,  // [P, 4]
+    pub(super) weight: Tensor, // [P, 4]
+}
+
+/// Windows of the frames. The patches of a window follow each other; the features of the merged
+/// tokens are put into the order of the tokens afterwards.
+pub(super) struct WindowContext {
+    pub(super) segments: Segments,
+    windowed: Tensor, // [M] for each merged token of the windows, its place in the token order
+    ordered: Tensor,  // [M] the inverse
+}
+
+/// The images of a micro-batch.
+pub(super) struct VisionInput {
+    pub(super) pixel_values: Tensor, // [P, C*tp*p*p]
+    pub(super) context: VisionContext,
+    pub(super) rows: Tensor, // [M] rows of the token stream that the features replace
+    own: OwnFeatures,
+}
+
+/// One micro-batch on the device.
+pub(super) struct Input {
+    pub(super) ids: Tensor, // [T] u32
+    pub(super) text: DecoderContext,
+    pub(super) vision: Option<VisionInput>, // None: a batch or part without images
+    /// Whether the micro-batch has images, in any of its parts. The ranks that share a micro-batch
+    /// run backward through the same layers.
+    pub(super) has_media: bool,
+}
+
+impl Input {
+    pub(super) fn upload(
+        mut batch: VarlenBatch,
+        config: &Config,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let rope = positions::mrope_table(config, &batch.position_ids);
+        let vocab_size = config.text.vocab_size;
+        let (ids, text) = DecoderContext::upload(&mut batch, rope, vocab_size, device)?;
+        let has_media = batch.part.as_ref().map_or(!batch.media.is_empty(), |part| part.has_media);
+        let vision = if batch.media.is_empty() {
+            None
+        } else {
+            Some(VisionInput::upload(batch, config, dtype, device)?)
+        };
+        Ok(Self { ids, text, vision, has_media })
+    }
+}
+
+/// The features that the tokens of this rank receive. A part of a micro-batch computes whole
+/// frames.
+struct OwnFeatures {
+    num_features: usize,
+    own: Range<usize>,
+}
+
+impl VisionInput {
+    /// The features of the own tokens, `[M, D]`, among all computed ones.
+    pub(super) fn own(&self, features: &Tensor) -> Result<Tensor> {
+        features.narrow(0, self.own.own.start, self.own.own.len())
+    }
+
+    /// The gradient of all computed features from that of the own ones, `[M, D]`.
+    pub(super) fn all(&self, d_own: Tensor) -> Result<Tensor> {
+        let OwnFeatures { num_features, own } = &self.own;
+        if own.len() == *num_features {
+            return Ok(d_own);
+        }
+        d_own.pad_with_zeros(0, own.start, num_features - own.end)?.contiguous()
+    }
+
+    /// The features of all merged tokens in the order of the tokens, `[M, D]`.
+    pub(super) fn ordered(&self, features: Tensor) -> Result<Tensor> {
+        match &self.context.windows {
+            Some(windows) => kernels::gather_rows(&features, &windows.ordered),
+            None => Ok(features),
+        }
+    }
+
+    /// The transpose of [`Self::ordered`].
+    pub(super) fn windowed(&self, d_features: Tensor) -> Result<Tensor> {
+        match &self.context.windows {
+            Some(windows) => kernels::gather_rows(&d_features, &windows.windowed),
+            None => Ok(d_features),
+        }
+    }
+
+    fn upload(batch: VarlenBatch, config: &Config, dtype: DType, device: &Device) -> Result<Self> {
+        let grids: Vec<[u32; 3]> = batch.media.iter().map(|patches| patches.grid_thw).collect();
+        let num_patches = batch.media.iter().map(Patches::num_patches).sum();
+        let merged = num_patches / config.patches_per_token();
+        let own = OwnFeatures {
+            num_features: merged,
+            own: batch.part.as_ref().map_or(0..merged, |part| part.features.clone()),
+        };
+        if own.own.len() != batch.vision_rows.len() || own.own.end > merged {
+            bail!("{merged} visual features for {} vision tokens", batch.vision_rows.len());
+        }
+        let vision = &config.vision;
+        let windows = match vision.kind {
+            VisionKind::Windowed { window, .. } => {
+                Some(Windows::new(&grids, vision.spatial_merge_size, window))
+            }
+            VisionKind::Learned { .. } => None,
+        };
+        let mut pixels = Vec::with_capacity(num_patches * vision.patch_values());
+        for patches in batch.media {
+            pixels.extend_from_slice(&patches.pixel_values); // frees each image after its copy
+        }
+        let per_token = config.patches_per_token();
+        if let Some(windows) = &windows {
+            pixels = windows.arranged(&pixels, per_token * vision.patch_values());
+        }
+        let shape = (num_patches, vision.patch_values());
+        let pixel_values = kernels::upload_rounded(pixels, shape, dtype, device)?; // [P, C*tp*p*p]
+        let frames: Vec<u32> =
+            grids.iter().flat_map(|[t, h, w]| std::iter::repeat_n(h * w, *t as usize)).collect();
+        let frames = CuSeqlens::from_lengths(&frames).map_err(Error::wrap)?;
+        let all = CuSeqlens::from_lengths(&[num_patches as u32]).map_err(Error::wrap)?;
+        let mut rope = positions::vision_table(vision, &grids);
+        if let Some(windows) = &windows {
+            for angles in [&mut rope.cos, &mut rope.sin] {
+                *angles = windows.arranged(angles, angles.len() / merged);
+            }
+        }
+        let context = VisionContext {
+            rope: rope.upload(num_patches, device)?,
+            positions: TablePositions::upload(vision, &grids, num_patches, device)?,
+            windows: windows.map(|of| WindowContext::upload(of, &all, device)).transpose()?,
+            frames: Segments::new(frames, all)?,
+        };
+        let num_rows = own.own.len();
+        let rows = kernels::upload(batch.vision_rows, num_rows, device)?; // [M]
+        Ok(Self { pixel_values, context, rows, own })
+    }
+}
+
+impl TablePositions {
+    fn upload(
+        vision: &VisionConfig,
+        grids: &[[u32; 3]],
+        num_patches: usize,
+        device: &Device,
+    ) -> Result<Option<Self>> {
+        let VisionKind::Learned { num_position_embeddings, .. } = vision.kind else {
+            return Ok(None);
+        };
+        let (index, weight) =
+            positions::interpolated_positions(vision, num_position_embeddings, grids);
+        Ok(Some(Self {
+            index: kernels::upload(index, (num_patches, 4), device)?,
+            weight: kernels::upload(weight, (num_patches, 4), device)?,
+        }))
+    }
+}
+
+impl WindowContext {
+    fn upload(windows: Windows, all: &CuSeqlens, device: &Device) -> Result<Self> {
+        let lengths = CuSeqlens::from_lengths(&windows.lengths).map_err(Error::wrap)?;
+        let merged = windows.order.len();
+        Ok(Self {
+            segments: Segments::new(lengths, all.clone())?,
+            ordered: kernels::upload(windows.places(), merged, device)?,
+            windowed: kernels::upload(windows.order, merged, device)?,
+        })
+    }
+}

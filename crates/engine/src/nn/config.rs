@@ -1,0 +1,218 @@
+//! Sizes of a decoder, and the names of its tensors.
+
+use super::experts::{MoeConfig, sparse_specs, stored};
+use super::init::Init;
+use super::params::{Component, ParamSpec, Stored};
+use kernels::{DeltaHeads, NormScale};
+
+/// Sizes of a decoder.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DecoderConfig {
+    /// Vocabulary size, `V`.
+    pub vocab_size: usize,
+    /// Hidden size, `D`.
+    pub hidden_size: usize,
+    /// Width of the MLP, `F`.
+    pub intermediate_size: usize,
+    /// Number of layers.
+    pub num_hidden_layers: usize,
+    /// Number of query heads, `H`.
+    pub num_attention_heads: usize,
+    /// Number of key and value heads, `Hkv`; divides `H`.
+    pub num_key_value_heads: usize,
+    /// Size of a head, `Dh`. `H * Dh` may differ from `D`.
+    pub head_dim: usize,
+    /// Added to the mean square of every RMS norm.
+    pub rms_norm_eps: f64,
+    /// Base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// Whether the head and the embedding are one tensor.
+    pub tie_word_embeddings: bool,
+    /// Standard deviation of random weights.
+    pub initializer_range: f64,
+    /// What queries and keys have besides a projection.
+    pub queries: Queries,
+    /// The parts that Qwen3.5 has and Qwen3 does not have.
+    pub hybrid: Option<HybridConfig>,
+    /// The experts; `None` if all layers have an MLP.
+    pub moe: Option<MoeConfig>,
+}
+
+/// What queries and keys have besides a projection and a rotation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Queries {
+    /// A norm of each head, as in Qwen3.
+    Normed,
+    /// Biases, as values have, and no norm; as in Qwen2.
+    Biased,
+}
+
+/// A decoder in which some layers have linear attention, and the others attention with an output
+/// gate. All norms but those of linear attention multiply by 1 + weight.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HybridConfig {
+    /// Number of leading dimensions of a head that are rotated, even.
+    pub rotary_dim: usize,
+    /// Whether each layer has linear attention.
+    pub is_linear: Vec<bool>,
+    /// Number of query and key heads of linear attention, `Hk`.
+    pub num_key_heads: usize,
+    /// Number of value heads of linear attention, `Hv`, a multiple of `Hk`.
+    pub num_value_heads: usize,
+    /// Size of a query or key head, `dk`.
+    pub key_head_dim: usize,
+    /// Size of a value head, `dv`.
+    pub value_head_dim: usize,
+    /// Number of tokens that the convolution reads.
+    pub conv_kernel: usize,
+}
+
+impl HybridConfig {
+    /// The heads of linear attention.
+    pub(super) fn heads(&self) -> DeltaHeads {
+        DeltaHeads {
+            key_heads: self.num_key_heads,
+            value_heads: self.num_value_heads,
+            key_dim: self.key_head_dim,
+            value_dim: self.value_head_dim,
+        }
+    }
+
+    /// Width of queries, keys and values together, `2 Hk dk + Hv dv`.
+    pub fn qkv_width(&self) -> usize {
+        2 * self.num_key_heads * self.key_head_dim + self.value_width()
+    }
+
+    /// Width of the values, `Hv dv`.
+    pub fn value_width(&self) -> usize {
+        self.num_value_heads * self.value_head_dim
+    }
+}
+
+impl DecoderConfig {
+    /// Number of dimensions of a head that are rotated.
+    pub fn rotary_dim(&self) -> usize {
+        self.hybrid.as_ref().map_or(self.head_dim, |hybrid| hybrid.rotary_dim)
+    }
+
+    /// How the norms of the layers, of queries and of keys multiply by their weights.
+    pub fn norm_scale(&self) -> NormScale {
+        if self.hybrid.is_some() { NormScale::OnePlusWeight } else { NormScale::Weight }
+    }
+
+    /// Whether layer `k` has linear attention.
+    pub fn is_linear(&self, k: usize) -> bool {
+        self.hybrid.as_ref().is_some_and(|hybrid| hybrid.is_linear[k])
+    }
+
+    /// The experts of layer `k`; `None` if it has an MLP.
+    pub fn experts(&self, k: usize) -> Option<&MoeConfig> {
+        self.moe.as_ref().filter(|moe| moe.is_sparse[k])
+    }
+
+    /// Number of weights of experts that a token is not multiplied with.
+    pub fn idle_weights(&self) -> usize {
+        self.moe.as_ref().map_or(0, |moe| moe.num_sparse() * moe.idle_weights(self.hidden_size))
+    }
+
+    /// The same sizes, with the experts as weight files have them; `prefix` is the name of the
+    /// decoder's module, and `shape_of` the shape of a tensor in the files.
+    #[must_use]
+    pub fn of_files(&self, prefix: &str, shape_of: &dyn Fn(&str) -> Option<Vec<usize>>) -> Self {
+        let of_files =
+            |moe: &MoeConfig| moe.of_files(self.hidden_size, |k| layer_name(prefix, k), shape_of);
+        Self { moe: self.moe.as_ref().map(of_files), ..self.clone() }
+    }
+}
+
+/// Name of an untied head.
+pub(super) const LM_HEAD: &str = "lm_head.weight";
+
+/// The tensors of a decoder and of an untied head; `prefix` is the name of the decoder's module.
+pub fn decoder_specs(config: &DecoderConfig, prefix: &str, component: Component) -> Vec<ParamSpec> {
+    let hidden = config.hidden_size;
+    let norm = match config.norm_scale() {
+        NormScale::Weight => Init::One,
+        NormScale::OnePlusWeight => Init::Zero,
+    };
+    let table = [config.vocab_size, hidden];
+    let mut specs = Vec::new();
+    let mut push = |name: String, shape: &[usize], init, stored| {
+        specs.push(ParamSpec { name, shape: shape.to_vec(), component, init, stored });
+    };
+    push(embedding_name(prefix), &table, Init::Normal, Stored::Whole);
+    for k in 0..config.num_hidden_layers {
+        let mut add = |part: &str, shape: &[usize], init| {
+            let stored = stored(config.moe.as_ref(), part);
+            push(format!("{}.{part}", layer_name(prefix, k)), shape, init, stored);
+        };
+        add("input_layernorm.weight", &[hidden], norm);
+        match config.hybrid.as_ref().filter(|hybrid| hybrid.is_linear[k]) {
+            Some(hybrid) => linear_attention_specs(hybrid, hidden, &mut add),
+            None => attention_specs(config, norm, &mut add),
+        }
+        add("post_attention_layernorm.weight", &[hidden], norm);
+        match config.experts(k) {
+            Some(moe) => sparse_specs(moe, hidden, &mut add),
+            None => mlp_specs(config.intermediate_size, hidden, &mut add),
+        }
+    }
+    push(format!("{prefix}.norm.weight"), &[hidden], norm, Stored::Whole);
+    if !config.tie_word_embeddings {
+        push(LM_HEAD.to_owned(), &table, Init::Normal, Stored::Whole);
+    }
+    specs
+}
+
+fn mlp_specs(inner: usize, hidden: usize, add: &mut dyn FnMut(&str, &[usize], Init)) {
+    add("mlp.gate_proj.weight", &[inner, hidden], Init::Normal);
+    add("mlp.up_proj.weight", &[inner, hidden], Init::Normal);
+    add("mlp.down_proj.weight", &[hidden, inner], Init::Normal);
+}
+
+fn attention_specs(config: &DecoderConfig, norm: Init, add: &mut dyn FnMut(&str, &[usize], Init)) {
+    let (hidden, head_dim) = (config.hidden_size, config.head_dim);
+    let q = config.num_attention_heads * head_dim;
+    let kv = config.num_key_value_heads * head_dim;
+    let q_and_gate = if config.hybrid.is_some() { 2 * q } else { q };
+    add("self_attn.q_proj.weight", &[q_and_gate, hidden], Init::Normal);
+    add("self_attn.k_proj.weight", &[kv, hidden], Init::Normal);
+    add("self_attn.v_proj.weight", &[kv, hidden], Init::Normal);
+    add("self_attn.o_proj.weight", &[hidden, q], Init::Normal);
+    match config.queries {
+        Queries::Normed => {
+            add("self_attn.q_norm.weight", &[head_dim], norm);
+            add("self_attn.k_norm.weight", &[head_dim], norm);
+        }
+        Queries::Biased => {
+            add("self_attn.q_proj.bias", &[q], Init::Zero);
+            add("self_attn.k_proj.bias", &[kv], Init::Zero);
+            add("self_attn.v_proj.bias", &[kv], Init::Zero);
+        }
+    }
+}
+
+fn linear_attention_specs(
+    config: &HybridConfig,
+    hidden: usize,
+    add: &mut dyn FnMut(&str, &[usize], Init),
+) {
+    let (qkv, values, heads) = (config.qkv_width(), config.value_width(), config.num_value_heads);
+    add("linear_attn.in_proj_qkv.weight", &[qkv, hidden], Init::Normal);
+    add("linear_attn.in_proj_z.weight", &[values, hidden], Init::Normal);
+    add("linear_attn.in_proj_b.weight", &[heads, hidden], Init::Normal);
+    add("linear_attn.in_proj_a.weight", &[heads, hidden], Init::Normal);
+    add("linear_attn.conv1d.weight", &[qkv, 1, config.conv_kernel], Init::Normal);
+    add("linear_attn.dt_bias", &[heads], Init::One);
+    add("linear_attn.A_log", &[heads], Init::LogDecay);
+    add("linear_attn.norm.weight", &[config.value_head_dim], Init::One);
+    add("linear_attn.out_proj.weight", &[hidden, values], Init::Normal);
+}
+
+pub(super) fn embedding_name(prefix: &str) -> String {
+    format!("{prefix}.embed_tokens.weight")
+}
+
+pub(super) fn layer_name(prefix: &str, k: usize) -> String {
+    format!("{prefix}.layers.{k}")
+}

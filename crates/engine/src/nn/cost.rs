@@ -1,0 +1,301 @@
+//! Operations and memory of a decoder, for `trainer bench`.
+
+use super::adapter::AdapterTensor;
+use super::config::{DecoderConfig, HybridConfig, Queries};
+use super::experts::{EXPERTS, MoeConfig};
+use crate::cost::{ActivationMemory, PartWork, Rows};
+use kernels::DeltaHeads;
+use crate::tape::{Param, Recompute};
+
+/// Rows of a block of which a GPU stores the largest values of columns, and the maximum bytes of the
+/// sums of a product in FP8 (`ops/cuda/e4m3.rs`).
+const FP8_BLOCK_ROWS: f64 = 64.0;
+const FP8_SUMS_BYTES: f64 = (32 << 20) as f64;
+
+/// Number of elements of the matrices among `params`, without `table`, an embedding that is not
+/// multiplied.
+pub(crate) fn matrix_elements(params: &[&Param], table: Option<&Param>) -> f64 {
+    let is_table = |p: &Param| table.is_some_and(|table| table.index() == p.index());
+    let is_matrix = |p: &&&Param| p.shape().rank() > 1 && !is_table(p);
+    params.iter().filter(is_matrix).map(|p| p.shape().elem_count()).sum::<usize>() as f64
+}
+
+/// The parameters of adapters of experts.
+fn expert_adapters<'a>(params: &'a [&Param]) -> impl Iterator<Item = &'a Param> {
+    let is_adapter = |param: &&Param| {
+        let module = AdapterTensor::of(param.name()).map(|(_, module)| module);
+        let module = module.map(|name| name.strip_suffix(".base_layer").unwrap_or(name));
+        module.is_some_and(|name| name.ends_with(EXPERTS))
+    };
+    params.iter().copied().filter(is_adapter)
+}
+
+/// Indexes of `params`, for [`PartWork::params`].
+pub(crate) fn indexes(params: &[&Param]) -> Vec<usize> {
+    params.iter().map(|param| param.index()).collect()
+}
+
+impl DecoderConfig {
+    /// Sizes that decide the number of operations of the decoder and of the head.
+    pub(crate) fn work(
+        &self,
+        decoder: &[&Param],
+        embedding: &Param,
+        head: &Param,
+    ) -> [PartWork; 2] {
+        let heads = self.num_attention_heads * self.head_dim;
+        let num_linear = (0..self.num_hidden_layers).filter(|k| self.is_linear(*k)).count();
+        // a token reads the state of each head, changes it and reads it again
+        let states = self
+            .hybrid
+            .as_ref()
+            .map_or(0, |hybrid| 3 * num_linear * hybrid.value_width() * hybrid.key_head_dim);
+        let idle = self.idle_weights() as f64 + self.idle_adapters(decoder);
+        [
+            PartWork {
+                params: indexes(decoder),
+                weights: matrix_elements(decoder, Some(embedding)) - idle + states as f64,
+                attention: ((self.num_hidden_layers - num_linear) * heads) as f64,
+                rows: Rows::Tokens,
+            },
+            PartWork {
+                params: vec![head.index()],
+                weights: (self.vocab_size * self.hidden_size) as f64,
+                attention: 0.0,
+                rows: Rows::Targets,
+            },
+        ]
+    }
+
+    /// Number of elements of the adapters of experts that a token is not multiplied with.
+    fn idle_adapters(&self, params: &[&Param]) -> f64 {
+        let Some(moe) = &self.moe else { return 0.0 };
+        let all: usize = expert_adapters(params).map(|param| param.shape().elem_count()).sum();
+        let idle = moe.num_experts - moe.experts_per_token;
+        all as f64 * idle as f64 / moe.num_experts as f64
+    }
+
+    /// Bytes of the temporary buffers of a token that adapters of experts add to those of backward:
+    /// the products of an adapter have buffers of their own, so there are twice as many rows.
+    pub(crate) fn expert_adapter_bytes(&self, params: &[&Param], element: f64) -> f64 {
+        let Some(moe) = self.moe.as_ref().filter(|_| expert_adapters(params).next().is_some())
+        else {
+            return 0.0;
+        };
+        let (hidden, k) = (self.hidden_size as f64, moe.experts_per_token as f64);
+        let inner = k * moe.intermediate_size as f64;
+        // and the normed rows, or the activated ones
+        let with_adapter = 2.0 * k * hidden + hidden.max(inner);
+        element * (with_adapter - k * hidden - 2.0 * inner).max(0.0)
+    }
+
+    /// Width of the MLP of layer `k`, or of the experts that compute a token together.
+    fn inner_width(&self, k: usize) -> usize {
+        let of_experts = |moe: &MoeConfig| {
+            moe.experts_per_token * moe.intermediate_size + moe.shared_size.unwrap_or(0)
+        };
+        self.experts(k).map_or(self.intermediate_size, of_experts)
+    }
+
+    /// Bytes of the largest temporary buffers of the second half of layer `k` in backward: the
+    /// output of SwiGLU or its gradient. Experts have the rows of a token as often as they compute
+    /// it, and both.
+    fn inner_bytes(&self, k: usize, element: f64) -> f64 {
+        let inner = self.inner_width(k) as f64;
+        self.experts(k).map_or(element * inner, |moe| {
+            let rows = moe.experts_per_token * self.hidden_size;
+            element * (rows as f64 + 2.0 * inner) + 4.0 * (2 * moe.num_experts) as f64
+        })
+    }
+
+    /// Bytes of the tensors of layer `k` and a token that backward computes again unless they are
+    /// kept: the output of SwiGLU, and the rotated q and k with the `rstd` of their norms.
+    fn cheap_bytes(&self, k: usize, element: f64) -> f64 {
+        let activated = match self.experts(k) {
+            None => element * self.inner_width(k) as f64,
+            Some(_) => 0.0,
+        };
+        if self.hybrid.is_some() && self.is_linear(k) {
+            return activated;
+        }
+        let heads = (self.num_attention_heads + self.num_key_value_heads) as f64;
+        match self.queries {
+            Queries::Normed => activated + heads * (element * self.head_dim as f64 + 4.0),
+            Queries::Biased => activated, // the rotated ones are all that backward needs
+        }
+    }
+
+    /// Bytes that backward needs of layer `k` and a token: `x` twice, `gate`, `up`, two `rstd` in
+    /// `f32`, and what the first half of the layer keeps.
+    fn saved_bytes(&self, k: usize, element: f64) -> f64 {
+        // weights, experts, and both orders of the rows
+        let routing = self.experts(k).map_or(0, |moe| 16 * moe.experts_per_token) as f64;
+        let both = 2.0 * element * (self.hidden_size + self.inner_width(k)) as f64 + 8.0 + routing;
+        if let Some(hybrid) = self.hybrid.as_ref().filter(|_| self.is_linear(k)) {
+            // input of the convolution, `z`, `o`, `a`, `b`, and the `rstd` of each head in `f32`
+            let heads = hybrid.num_value_heads;
+            let wide = hybrid.qkv_width() + 2 * hybrid.value_width() + 2 * heads;
+            return both + element * wide as f64 + 4.0 * heads as f64;
+        }
+        // `q`, `o`, `k`, `v`, `lse` in `f32`, and the gate of Qwen3.5
+        let (q, kv) = (self.num_attention_heads, self.num_key_value_heads);
+        let gate = if self.hybrid.is_some() { q } else { 0 };
+        both + element * ((2 * q + 2 * kv + gate) * self.head_dim) as f64 + 4.0 * q as f64
+    }
+
+    /// Temporary bytes of a linear layer in FP8 on a GPU, for each token and in all: the codes of the
+    /// widest activation (with `all` of both operands of a weight gradient, and the largest values
+    /// of columns of blocks of rows), those of the largest weight, and the sums.
+    pub fn fp8_bytes(&self, all: bool) -> [f64; 2] {
+        let queries = self.num_attention_heads * self.head_dim;
+        let (hidden, widest) =
+            (self.hidden_size as f64, self.intermediate_size.max(queries).max(self.hidden_size));
+        let widest = widest as f64;
+        let token = if all { hidden + widest * (1.0 + 4.0 / FP8_BLOCK_ROWS) } else { widest };
+        [token, hidden * widest + FP8_SUMS_BYTES]
+    }
+
+    /// Memory of activations without images, for elements of `element` bytes. Counts all layers,
+    /// as if a parameter of the first layer or before it is trained.
+    pub(crate) fn memory(&self, element: f64, recompute: Recompute) -> ActivationMemory {
+        let hidden = self.hidden_size as f64;
+        let inner = (0..self.num_hidden_layers).map(|k| self.inner_bytes(k, element));
+        let intermediate = inner.fold(0.0, f64::max);
+        let saved = (0..self.num_hidden_layers).map(|k| self.saved_bytes(k, element));
+        let (tape, again) = match recompute {
+            Recompute::Least => {
+                let cheap = (0..self.num_hidden_layers).map(|k| self.cheap_bytes(k, element));
+                (saved.chain(cheap).sum(), 0.0)
+            }
+            Recompute::No => (saved.sum(), 0.0),
+            // and the output of SwiGLU, which nothing saves
+            Recompute::Yes => {
+                let largest = saved.fold(0.0, f64::max);
+                let tape = self.num_hidden_layers as f64 * element * hidden;
+                (tape, largest - element * hidden + intermediate)
+            }
+        };
+        let delta = self.hybrid.as_ref().map(HybridConfig::heads);
+        ActivationMemory {
+            token_context: 4.0 * self.rotary_dim() as f64,
+            token_tape: tape,
+            // `dy` and the gradient of SwiGLU's output
+            token_backward: element * hidden + intermediate,
+            layer_backward: 0.0,
+            token_recomputed: again,
+            token_delta_head: delta.map_or(0.0, DeltaHeads::gpu_bytes_per_token),
+            delta_heads: delta.map_or(0.0, |heads| heads.key_heads as f64),
+            patch_values: 0.0,
+            patch: 0.0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::experts::ExpertFiles;
+    use super::*;
+    use candle_core::{DType, Device, Tensor};
+
+    const CONFIG: DecoderConfig = DecoderConfig {
+        vocab_size: 100,
+        hidden_size: 10,
+        intermediate_size: 30,
+        num_hidden_layers: 3,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 5,
+        rms_norm_eps: 1e-6,
+        rope_theta: 1e4,
+        tie_word_embeddings: true,
+        initializer_range: 0.02,
+        queries: Queries::Normed,
+        hybrid: None,
+        moe: None,
+    };
+
+    #[test]
+    fn a_token_costs_its_tape_and_the_working_set_of_one_layer() {
+        let memory = CONFIG.memory(4.0, Recompute::No);
+        // x, x1: 10 each; q, o: 20; k, v: 10; gate, up: 30; two rstd and four lse
+        let layer = 4.0 * (20.0 + 40.0 + 20.0 + 60.0) + 4.0 * 6.0;
+        assert_eq!(memory.token_tape, 3.0 * layer);
+        assert_eq!(memory.token_backward, 4.0 * (10.0 + 30.0));
+        assert_eq!(memory.token_context, 4.0 * 5.0);
+    }
+
+    #[test]
+    fn a_layer_in_fp8_needs_codes_and_sums_on_a_gpu() {
+        let sums = f64::from(32 << 20);
+        assert_eq!(CONFIG.fp8_bytes(false), [30.0, 300.0 + sums]);
+        assert_eq!(CONFIG.fp8_bytes(true), [10.0 + 30.0 + 30.0 / 16.0, 300.0 + sums]);
+        let wide = DecoderConfig { num_attention_heads: 40, ..CONFIG };
+        assert_eq!(wide.fp8_bytes(false)[0], 200.0);
+    }
+
+    #[test]
+    fn recomputing_least_also_keeps_what_is_cheap_to_compute_again() {
+        let [least, all] = [Recompute::Least, Recompute::No].map(|r| CONFIG.memory(4.0, r));
+        // the output of SwiGLU: 30; rotated q: 20, k: 10; an `rstd` for each of the 6 heads
+        let layer = 4.0 * (30.0 + 20.0 + 10.0) + 4.0 * 6.0;
+        assert_eq!(least.token_tape, all.token_tape + 3.0 * layer);
+        assert_eq!(least.token_backward, all.token_backward);
+        let biased = DecoderConfig { queries: Queries::Biased, ..CONFIG };
+        let [least, all] = [Recompute::Least, Recompute::No].map(|r| biased.memory(4.0, r));
+        assert_eq!(least.token_tape, all.token_tape + 3.0 * 4.0 * 30.0);
+    }
+
+    #[test]
+    fn recomputing_keeps_one_tensor_a_layer_and_one_layer() {
+        let (all, input) = (CONFIG.memory(4.0, Recompute::No), CONFIG.memory(4.0, Recompute::Yes));
+        assert_eq!(input.token_tape, 3.0 * 40.0);
+        let layer = all.token_tape / 3.0;
+        assert_eq!(input.token_recomputed, layer - 40.0 + 4.0 * 30.0);
+        assert_eq!((input.token_backward, all.token_recomputed), (all.token_backward, 0.0));
+    }
+
+    #[test]
+    fn adapters_of_experts_cost_rows_and_those_of_a_tokens_experts_compute() {
+        let moe = MoeConfig {
+            num_experts: 8,
+            experts_per_token: 2,
+            intermediate_size: 6,
+            is_sparse: vec![true; 3],
+            shared_size: None,
+            files: ExpertFiles::OutIn,
+        };
+        let config = DecoderConfig { moe: Some(moe), ..CONFIG };
+        let zeros = |name: &str, index| {
+            let zeros = Tensor::zeros((16, 10), DType::F32, &Device::Cpu).unwrap();
+            Param::new(AdapterTensor::A.name(&format!("model.layers.0.{name}")), index, zeros)
+        };
+        let names = ["mlp.experts", "mlp.experts.base_layer", "self_attn.q_proj"];
+        let params: Vec<Param> = (0..).zip(names).map(|(at, name)| zeros(name, at)).collect();
+        let params: Vec<&Param> = params.iter().collect();
+        // 6 of 8 experts of two tensors
+        assert_eq!(config.idle_adapters(&params), 0.75 * 2.0 * 160.0);
+        // two times the rows, and the activated ones, in place of rows and twice the activated ones
+        assert_eq!(config.expert_adapter_bytes(&params, 4.0), 4.0 * (40.0 + 12.0 - 20.0 - 24.0));
+        assert_eq!(config.expert_adapter_bytes(&params[2..], 4.0), 0.0);
+    }
+
+    #[test]
+    fn a_token_costs_the_rows_of_the_experts_that_compute_it() {
+        let moe = MoeConfig {
+            num_experts: 8,
+            experts_per_token: 2,
+            intermediate_size: 6,
+            is_sparse: vec![true; 3],
+            shared_size: None,
+            files: ExpertFiles::InOut,
+        };
+        assert_eq!(moe.num_sparse() * moe.idle_weights(10), 3 * (6 * 3 * 6 * 10));
+        let config = DecoderConfig { moe: Some(moe), ..CONFIG };
+        let memory = config.memory(4.0, Recompute::No);
+        // x, x1: 10 each; q, o: 20; k, v: 10; gate, up: 2 * 6; two rstd and four lse; routing
+        let layer = 4.0 * (20.0 + 40.0 + 20.0 + 24.0) + 4.0 * 6.0 + 32.0;
+        assert_eq!(memory.token_tape, 3.0 * layer);
+        // dy; rows, the output of SwiGLU and its gradient; logits and their gradient
+        assert_eq!(memory.token_backward, 4.0 * (10.0 + 20.0 + 24.0 + 16.0));
+    }
+}

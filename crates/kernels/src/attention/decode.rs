@@ -1,0 +1,27 @@
+//! Attention of new tokens over a key-value cache, for generation. Forward only.
+
+use super::Masking;
+use crate::cpu::{self, Heads, Span, attention_forward, compute_dtype, expect_shape, read};
+use candle_core::{Result, Tensor, bail};
+
+/// Returns `o [N, H, Dh]` for `N` new tokens with `q [N, H, Dh]` over `k` and `v`, both
+/// `[S, Hkv, Dh]` with `S = num_past + N`. New token `i` attends to keys `0..=num_past + i`.
+pub fn decode_attention(q: &Tensor, k: &Tensor, v: &Tensor, num_past: usize) -> Result<Tensor> {
+    let op = "decode_attention";
+    let ((n, h, dh), (s, hkv, _)) = (q.dims3()?, k.dims3()?);
+    let dtype = compute_dtype(op, &[("q", q), ("k", k), ("v", v)])?;
+    expect_shape(op, "k", k, &[num_past + n, hkv, dh])?;
+    expect_shape(op, "v", v, &[s, hkv, dh])?;
+    if hkv == 0 || dh == 0 || h % hkv != 0 {
+        bail!(
+            "{op}: found {h} query heads and {hkv} key-value heads of dim {dh}, expected `H` to be a multiple of `Hkv`"
+        );
+    }
+    return_if_on_gpu!(q => decode_attention(q, k, v, num_past));
+    let (q, k, v) = (read(op, "q", q)?, read(op, "k", k)?, read(op, "v", v)?);
+    let heads = Heads { h, hkv, dh, scale: 1.0 / (dh as f32).sqrt() };
+    let spans = [Span { queries: 0..n, keys: 0..s }];
+    let (o, _) =
+        attention_forward(&heads, (&q.f32()?, &k.f32()?, &v.f32()?), &spans, Masking::Causal);
+    cpu::tensor(o, (n, h, dh), dtype)
+}

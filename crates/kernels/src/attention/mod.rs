@@ -1,0 +1,192 @@
+//! Softmax attention inside each segment of a packed token sequence, and its gradient.
+//!
+//! Shapes: `T` tokens, `H` query heads, `Hkv` key-value heads (`H % Hkv == 0`), `Dh` head dim; `q`,
+//! `o`, `d_o`: `[T, H, Dh]`; `k`, `v`: `[T, Hkv, Dh]`; `lse: [H, T]` (`f32`), the log-sum-exp of
+//! the scaled scores of each query.
+//!
+//! Scores are scaled by `1 / sqrt(Dh)`. A token attends only to tokens of its own segment.
+
+mod decode;
+mod flash;
+#[cfg(feature = "flash-attn")]
+mod flash_attn;
+mod masked;
+#[cfg(test)]
+mod tests;
+
+pub use decode::decode_attention;
+pub use flash::Flash;
+#[cfg(feature = "flash-attn")]
+pub use flash_attn::FlashAttn;
+
+pub use masked::Masked;
+
+use super::cpu::{compute_dtype, expect_f32, expect_shape};
+use batch::CuSeqlens;
+use candle_core::{DType, Device, Result, Tensor, bail};
+use std::ops::Range;
+
+/// Selects which tokens of its segment a token attends to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Masking {
+    /// Itself and earlier tokens.
+    Causal,
+    /// All tokens of the segment.
+    Full,
+}
+
+/// Boundaries in a packed sequence, checked once when a micro-batch is uploaded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Segments {
+    cu_seqlens: CuSeqlens,
+    mask_boundaries: CuSeqlens,
+}
+
+impl Segments {
+    /// `cu_seqlens` holds the boundaries of samples (or frames); no token attends across them.
+    /// `mask_boundaries` holds the rows for which [`Masked`] builds one dense mask each.
+    ///
+    /// Returns an error if the two end at different tokens, or if a segment crosses a row boundary.
+    pub fn new(cu_seqlens: CuSeqlens, mask_boundaries: CuSeqlens) -> Result<Self> {
+        let (tokens, covered) = (cu_seqlens.num_tokens(), mask_boundaries.num_tokens());
+        if tokens != covered {
+            bail!(
+                "attention: `cu_seqlens` ends at {tokens}, but `mask_boundaries` ends at {covered}"
+            );
+        }
+        let inside = |end: &&u32| cu_seqlens.as_slice().binary_search(end).is_err();
+        if let Some(end) = mask_boundaries.as_slice().iter().find(inside) {
+            bail!("attention: the mask boundary {end} lies inside a segment of `cu_seqlens`");
+        }
+        Ok(Self { cu_seqlens, mask_boundaries })
+    }
+
+    /// Boundaries of samples (or frames). No token attends across them.
+    pub fn cu_seqlens(&self) -> &CuSeqlens {
+        &self.cu_seqlens
+    }
+
+    /// Boundaries of the rows for which [`Masked`] builds one dense mask each.
+    pub fn mask_boundaries(&self) -> &CuSeqlens {
+        &self.mask_boundaries
+    }
+}
+
+/// Queries, keys and values, of the same dtype.
+#[derive(Clone, Copy)]
+pub struct Qkv<'a> {
+    /// Queries, `[T, H, Dh]`.
+    pub q: &'a Tensor,
+    /// Keys, `[T, Hkv, Dh]`.
+    pub k: &'a Tensor,
+    /// Values, `[T, Hkv, Dh]`.
+    pub v: &'a Tensor,
+}
+
+/// Gradients of the operands of attention, in their shapes and dtype.
+#[derive(Debug)]
+pub struct QkvGrad {
+    /// Gradient of the queries, `[T, H, Dh]`.
+    pub dq: Tensor,
+    /// Gradient of the keys, `[T, Hkv, Dh]`.
+    pub dk: Tensor,
+    /// Gradient of the values, `[T, Hkv, Dh]`.
+    pub dv: Tensor,
+}
+
+/// An implementation of attention. All implementations compute the same function up to rounding.
+pub trait AttentionBackend: Send + Sync {
+    /// Name of the backend in the config.
+    fn name(&self) -> &'static str;
+
+    /// Name of the kernel for heads of `head_dim` in `dtype` on `device`, for logs.
+    fn kernel(&self, device: &Device, dtype: DType, head_dim: usize) -> &'static str;
+
+    /// Returns `o: [T, H, Dh]` and `lse: [H, T]`, both of which the backward needs. Fails if
+    /// shapes, dtypes or boundaries are inconsistent.
+    fn forward(
+        &self,
+        qkv: Qkv<'_>,
+        segments: &Segments,
+        masking: Masking,
+    ) -> Result<(Tensor, Tensor)>;
+
+    /// Returns the gradients of `q`, `k` and `v` from `o` and `lse` of the forward and the output
+    /// gradient `d_o`. Repeated calls give the same bits.
+    fn backward(
+        &self,
+        qkv: Qkv<'_>,
+        o: &Tensor,
+        lse: &Tensor,
+        d_o: &Tensor,
+        segments: &Segments,
+        masking: Masking,
+    ) -> Result<QkvGrad>;
+
+    /// The exchange with the ranks that have the other tokens, if this rank has `own` of `all`
+    /// tokens of the segments. `None` if it has all. Fails if no rank of this exchange has `own`
+    /// tokens.
+    fn head_exchange(&self, _own: usize, _all: usize) -> Result<Option<&dyn HeadExchange>> {
+        Ok(None)
+    }
+}
+
+/// `N` ranks, each of which has a part of the tokens of a stream with all heads, exchange them for
+/// all tokens of `1 / N` of the heads. All ranks make the same calls in the same order.
+pub trait HeadExchange {
+    /// The own ones of `heads` heads. Fails if the ranks cannot share them evenly.
+    fn own_heads(&self, heads: usize) -> Result<Range<usize>>;
+
+    /// `[P, H, Dh]` to `[T, H / N, Dh]` for each tensor, where this rank has `P` of `T` tokens.
+    fn to_heads(&self, xs: &[&Tensor], num_tokens: usize) -> Result<Vec<Tensor>>;
+
+    /// `[T, H / N, Dh]` to `[P, H, Dh]`.
+    fn to_tokens(&self, x: &Tensor) -> Result<Tensor>;
+}
+
+/// Sizes of a call, after validation.
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
+    t: usize,
+    h: usize,
+    hkv: usize,
+    dh: usize,
+    dtype: DType,
+}
+
+impl Sizes {
+    fn scale(self) -> f32 {
+        1.0 / (self.dh as f32).sqrt()
+    }
+
+    /// Index of the key-value head of a query head.
+    fn kv_head(self, head: usize) -> usize {
+        head / (self.h / self.hkv)
+    }
+
+    fn check(op: &str, qkv: Qkv<'_>, segments: &Segments) -> Result<Self> {
+        let (t, h, dh) = qkv.q.dims3()?;
+        let (_, hkv, _) = qkv.k.dims3()?;
+        let dtype = compute_dtype(op, &[("q", qkv.q), ("k", qkv.k), ("v", qkv.v)])?;
+        expect_shape(op, "k", qkv.k, &[t, hkv, dh])?;
+        expect_shape(op, "v", qkv.v, &[t, hkv, dh])?;
+        if hkv == 0 || dh == 0 || h % hkv != 0 {
+            bail!(
+                "{op}: found {h} query heads and {hkv} key-value heads of dim {dh}, expected `H` to be a multiple of `Hkv`"
+            );
+        }
+        let num_tokens = segments.cu_seqlens.num_tokens();
+        if num_tokens != t {
+            bail!("{op}: `cu_seqlens` ends at {num_tokens}, but `q` has {t} tokens");
+        }
+        Ok(Self { t, h, hkv, dh, dtype })
+    }
+
+    /// Validates the operands that only the backward takes.
+    fn check_backward(self, op: &str, o: &Tensor, lse: &Tensor, d_o: &Tensor) -> Result<()> {
+        compute_dtype(op, &[("o", o), ("d_o", d_o)])?;
+        expect_shape(op, "o", o, &[self.t, self.h, self.dh])?;
+        expect_shape(op, "d_o", d_o, &[self.t, self.h, self.dh])?;
+        expect_f32(op, "lse", lse, &[self.h, self.t])
+    }
+}

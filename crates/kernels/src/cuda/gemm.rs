@@ -1,0 +1,183 @@
+//! Products of row-major matrices with `f32` sums.
+//!
+//! Computes `dst [m, n] = op(a) op(b) + addend + bias`. `dst` has the dtype of the operands, or
+//! `f32` (for logits and weight gradients). The result is rounded once, at the end. Repeated runs
+//! give the same bits: there is one stream, one workspace, and a fixed algorithm per product. Under
+//! emulation the CPU computes the product on operands converted to `f32`.
+//!
+//! Operands of dtype `u8` are codes of e4m3; their product is `f32`.
+
+pub(super) use crate::algorithms::Transpose;
+use candle_core::{DType, Result, Tensor, bail};
+
+/// An operand: its name, for errors, and the location of its elements.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Matrix<'a> {
+    /// All elements of a contiguous tensor, with any dims.
+    Whole(&'static str, &'a Tensor),
+    /// This number of elements of a storage, from the first of a tensor on: tensors that follow one
+    /// another.
+    Block(&'static str, &'a Tensor, usize),
+    /// `bf16` elements in the second half of each row of an `f32` tensor.
+    SecondHalves(&'static str, &'a Tensor),
+}
+
+impl<'a> Matrix<'a> {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Whole(name, _) | Self::Block(name, ..) | Self::SecondHalves(name, _) => name,
+        }
+    }
+
+    pub(super) fn tensor(self) -> &'a Tensor {
+        match self {
+            Self::Whole(_, tensor) | Self::Block(_, tensor, _) | Self::SecondHalves(_, tensor) => {
+                tensor
+            }
+        }
+    }
+
+    fn len(self) -> usize {
+        match self {
+            Self::Block(_, _, len) => len,
+            Self::Whole(_, tensor) | Self::SecondHalves(_, tensor) => tensor.elem_count(),
+        }
+    }
+
+    pub(super) fn dtype(self) -> DType {
+        match self {
+            Self::Whole(_, tensor) | Self::Block(_, tensor, _) => tensor.dtype(),
+            Self::SecondHalves(..) => DType::BF16,
+        }
+    }
+}
+
+/// Matrix that is added to a product.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Addend<'a> {
+    Nothing,
+    /// The previous contents of the destination.
+    Destination,
+    /// A tensor `[m, n]` in the dtype of the destination.
+    Residual(&'a Tensor),
+}
+
+/// A matrix product.
+pub(super) struct Gemm<'a> {
+    pub(super) transpose: Transpose,
+    /// Sizes `(m, n, k)`.
+    pub(super) shape: (usize, usize, usize),
+    pub(super) a: Matrix<'a>,
+    pub(super) b: Matrix<'a>,
+    pub(super) addend: Addend<'a>,
+    /// Bias `[n]` in the dtype of the destination, added to each row.
+    pub(super) bias: Option<&'a Tensor>,
+}
+
+impl Gemm<'_> {
+    /// Starts the product and writes it to `dst`. Errors refer to `dst` as `name`.
+    pub(super) fn into(self, op: &'static str, name: &'static str, dst: &Tensor) -> Result<()> {
+        self.into_matrix(op, Matrix::Whole(name, dst))
+    }
+
+    /// As [`Self::into`]; `dst` is `Whole` or a `Block`.
+    pub(super) fn into_matrix(self, op: &'static str, dst: Matrix<'_>) -> Result<()> {
+        let (m, n, k) = self.shape;
+        for (matrix, length) in [(self.a, m * k), (self.b, n * k), (dst, m * n)] {
+            let (name, found) = (matrix.name(), matrix.len());
+            if found != length {
+                bail!("{op}: `{name}` has {found} elements, expected {length}");
+            }
+        }
+        if self.a.dtype() != self.b.dtype() {
+            bail!(
+                "{op}: found operands of {:?} and {:?}, expected one dtype",
+                self.a.dtype(),
+                self.b.dtype()
+            );
+        }
+        if m == 0 || n == 0 || (k == 0 && matches!(self.addend, Addend::Destination)) {
+            return Ok(());
+        }
+        #[cfg(test)]
+        PRODUCTS.with(|products| products.set(products.get() + 1));
+        run(op, &self, dst)
+    }
+}
+
+#[cfg(test)]
+thread_local! {
+    static PRODUCTS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+/// Number of products that this thread has started.
+#[cfg(test)]
+pub(crate) fn products_of_this_thread() -> usize {
+    PRODUCTS.get()
+}
+
+#[cfg(feature = "cuda")]
+pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
+    super::blas::run(op, gemm, dst)
+}
+
+#[cfg(not(feature = "cuda"))]
+pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
+    use crate::cpu::gemm::{Into, nn, nt, tn};
+    use crate::cpu::{self, Element as _, read, read_block};
+    use half::bf16;
+
+    fn elements(op: &'static str, matrix: Matrix<'_>) -> Result<Vec<f32>> {
+        let operand = match matrix {
+            Matrix::Block(name, first, len) => read_block(op, name, first, len)?,
+            _ => read(op, matrix.name(), matrix.tensor())?,
+        };
+        if matrix.dtype() == DType::U8 {
+            return Ok(operand
+                .slice::<u8>()?
+                .iter()
+                .map(|code| crate::e4m3::value(*code))
+                .collect());
+        }
+        let Matrix::SecondHalves(_, tensor) = matrix else {
+            return Ok(operand.f32()?.into_owned());
+        };
+        let (_, columns) = tensor.dims2()?;
+        let bytes: Vec<u8> =
+            operand.slice::<f32>()?.iter().flat_map(|word| word.to_bits().to_le_bytes()).collect();
+        let rows = bytes.chunks(4 * columns).map(|row| &row[2 * columns..]);
+        let halves = rows.flat_map(|row| row.chunks(2));
+        Ok(halves.map(|half| bf16::from_le_bytes([half[0], half[1]]).widen()).collect())
+    }
+
+    let (m, n, k) = gemm.shape;
+    let (a, b) = (elements(op, gemm.a)?, elements(op, gemm.b)?);
+    let mut sums = match gemm.addend {
+        Addend::Nothing => vec![0f32; m * n],
+        Addend::Destination => elements(op, dst)?,
+        Addend::Residual(addend) => elements(op, Matrix::Whole("residual", addend))?,
+    };
+    if let Some(bias) = gemm.bias {
+        let bias = elements(op, Matrix::Whole("bias", bias))?;
+        sums.chunks_mut(n).for_each(|row| cpu::add(&bias, row));
+    }
+    match gemm.transpose {
+        Transpose::Nt => nt((m, n, k), &mut sums, Into::Add, &a, &b),
+        Transpose::Nn => nn((m, n, k), &mut sums, Into::Add, &a, &b),
+        Transpose::Tn => tn((m, n, k), &mut sums, Into::Add, &a, &b),
+    }
+    let (name, dst, len) = (dst.name(), dst.tensor(), dst.len());
+    #[cfg(feature = "cuda-emulation")]
+    super::interpreted::remember(
+        super::launch::first_address(op, name, dst)?.0,
+        len * dst.dtype().size_in_bytes(),
+    );
+    if dst.dtype() == DType::BF16 {
+        return cpu::write_block(op, name, dst, len, |dst: &mut [bf16]| {
+            for (dst, sum) in dst.iter_mut().zip(sums) {
+                *dst = bf16::narrow(sum);
+            }
+        });
+    }
+    cpu::write_block(op, name, dst, len, |dst: &mut [f32]| dst.copy_from_slice(&sums))
+}

@@ -1,0 +1,298 @@
+//! Selects the kernels for a GPU. Every choice that depends on the compute capability or on the
+//! shared memory of a GPU is made here.
+
+use candle_core::{DType, Device, Result, bail};
+
+/// Minimum compute capability for the bf16 tensor-core kernels.
+const SM80: (u32, u32) = (8, 0);
+/// Minimum compute capability with products in FP8.
+#[cfg(feature = "cuda")]
+const SM89: (u32, u32) = (8, 9);
+/// The only compute capability that has the instructions of the Hopper kernels.
+const SM90: (u32, u32) = (9, 0);
+/// Number of own rows of a block of the plain kernels, and of other rows in a tile.
+pub(super) const PLAIN_ROWS: usize = 32;
+/// Number of threads of a block of the plain kernels and of the row-product kernel.
+pub(super) const PLAIN_THREADS: u32 = 256;
+/// Number of threads of a producer or of a consumer in a block of the kernels for compute
+/// capability 9.0.
+const HOPPER_GROUP: u32 = 128;
+/// Maximum head dim of the plain kernels.
+const MAX_DIM: usize = 256;
+
+/// Properties of a GPU that the choice of kernels depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Gpu {
+    /// Compute capability, major and minor.
+    pub(super) capability: (u32, u32),
+    /// Maximum number of bytes of shared memory of a block.
+    pub(super) shared_bytes: usize,
+    /// Number of bytes of shared memory of a multiprocessor.
+    pub(super) shared_bytes_of_all: usize,
+}
+
+impl Gpu {
+    /// Reads the properties of the GPU behind `device`.
+    #[cfg(feature = "cuda")]
+    pub(super) fn of(device: &Device) -> Result<Self> {
+        let Device::Cuda(device) = device else {
+            bail!("found operands on the CPU, expected a GPU")
+        };
+        let capability = super::module::capability(device)?;
+        let (shared_bytes, shared_bytes_of_all) =
+            (super::module::shared_bytes(device)?, super::module::shared_bytes_of_all(device)?);
+        Ok(Self { capability, shared_bytes, shared_bytes_of_all })
+    }
+
+    /// The emulated GPU: an A100, or an H100 if `TRAINER_EMULATE_CUDA` is `9.0`.
+    #[cfg(not(feature = "cuda"))]
+    pub(super) fn of(_: &Device) -> Result<Self> {
+        static CAPABILITY: std::sync::LazyLock<String> = std::sync::LazyLock::new(|| {
+            std::env::var("TRAINER_EMULATE_CUDA").unwrap_or_else(|_| "1".to_owned())
+        });
+        match CAPABILITY.strip_prefix("ptx:").unwrap_or(&CAPABILITY) {
+            "1" | "8.0" => Ok(Self::A100),
+            "9.0" => Ok(Self::H100),
+            other => bail!(
+                "found TRAINER_EMULATE_CUDA={other}, expected 1, 8.0, 9.0, ptx:8.0 or ptx:9.0"
+            ),
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    pub(super) const A100: Self =
+        Self { capability: SM80, shared_bytes: 163 << 10, shared_bytes_of_all: 164 << 10 };
+    #[cfg(not(feature = "cuda"))]
+    pub(super) const H100: Self =
+        Self { capability: SM90, shared_bytes: 227 << 10, shared_bytes_of_all: 228 << 10 };
+
+    /// Whether two blocks of a kernel have room on a multiprocessor. CUDA itself needs 1 KiB of a
+    /// block.
+    fn holds_two(self, bytes: usize) -> bool {
+        2 * (bytes + 1024) <= self.shared_bytes_of_all
+    }
+}
+
+/// The compute capability of a GPU whose tensor cores do not multiply in FP8.
+#[cfg(feature = "cuda")]
+pub(crate) fn gpu_without_e4m3(device: &Device) -> Result<Option<(u32, u32)>> {
+    let capability = Gpu::of(device)?.capability;
+    Ok((capability < SM89).then_some(capability))
+}
+
+/// Whether a GPU has tensor cores for bf16, and `bytes` of shared memory for a block.
+pub(super) fn has_tensor_cores(device: &Device, bytes: usize) -> Result<bool> {
+    let gpu = Gpu::of(device)?;
+    Ok(gpu.capability >= SM80 && gpu.shared_bytes >= bytes)
+}
+
+/// Whether the kernels for compute capability 9.0 may be selected: not if `TRAINER_HOPPER` is `0`,
+/// so that their results on a GPU can be compared with those of the other kernels.
+fn hopper_is_allowed() -> bool {
+    static ALLOWED: std::sync::LazyLock<bool> =
+        std::sync::LazyLock::new(|| std::env::var_os("TRAINER_HOPPER").is_none_or(|x| x != "0"));
+    *ALLOWED
+}
+
+/// Side whose rows a block owns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Own {
+    Queries,
+    Keys,
+}
+
+/// A kernel and the sizes of its blocks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Block {
+    /// Kernel name.
+    pub(super) name: String,
+    /// Number of own rows (queries or keys).
+    pub(super) rows: usize,
+    pub(super) threads: u32,
+    /// Number of bytes of shared memory.
+    pub(super) shared: usize,
+    /// Number of rows of a tile of the other side, if the kernel takes tensor maps for boxes of the
+    /// rows of both sides; otherwise it takes addresses.
+    pub(super) boxes: Option<usize>,
+}
+
+/// Kernels and shared-memory layout of an attention call.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AttentionKernels {
+    gpu: Gpu,
+    /// Padded head dim of the tensor-core kernel; `None` for the plain kernel.
+    padded: Option<usize>,
+    /// Number of bytes of a row in shared memory.
+    row_bytes: usize,
+    /// Whether these are the kernels for compute capability 9.0.
+    hopper: bool,
+}
+
+impl AttentionKernels {
+    /// Selects the tensor-core kernels for heads of `dh` values of `dtype` where they exist, else
+    /// the plain kernels. Returns an error if `dh` is too large for both.
+    pub(super) fn choose(op: &str, dtype: DType, dh: usize, gpu: Gpu) -> Result<Self> {
+        if dh > MAX_DIM {
+            bail!("{op}: the head dim is {dh}, expected at most {MAX_DIM} on a GPU");
+        }
+        let tensor_cores = gpu.capability >= SM80 && dtype == DType::BF16;
+        if !tensor_cores || !dh.is_multiple_of(8) {
+            return Ok(Self { gpu, padded: None, row_bytes: 4 * (dh | 1), hopper: false });
+        }
+        // Same as `Rows` in attention.cuh: rows of 80 columns are padded, the others permuted.
+        let (padded, row_bytes) = match dh {
+            0..=64 => (64, 128),
+            65..=80 => (80, 176),
+            81..=128 => (128, 256),
+            _ => (256, 512),
+        };
+        if gpu.capability == SM90 && hopper_is_allowed() {
+            return Ok(Self { gpu, padded: Some(padded), row_bytes: 2 * padded, hopper: true });
+        }
+        Ok(Self { gpu, padded: Some(padded), row_bytes, hopper: false })
+    }
+
+    /// Returns an error if the GPU has less shared memory than a block needs.
+    pub(super) fn expect_room(self, op: &str, block: &Block) -> Result<()> {
+        let (need, found) = (block.shared, self.gpu.shared_bytes);
+        if need > found {
+            bail!(
+                "{op}: `{}` needs {need} bytes of shared memory, and this GPU has {found}: kernels \
+                 for bf16 (`model.precision`) and smaller heads need less",
+                block.name
+            );
+        }
+        Ok(())
+    }
+
+    /// Kernel name for a pass.
+    fn name(self, name: &str) -> String {
+        match self.padded {
+            Some(padded) if self.hopper => format!("{name}_sm90_d{padded}"),
+            Some(padded) => format!("{name}_d{padded}"),
+            None => format!("{name}_plain"),
+        }
+    }
+
+    /// The kernel of the forward pass. The sizes match `attention_forward.cu`.
+    pub(super) fn forward(self) -> Block {
+        if self.hopper {
+            return self.forward_of_hopper();
+        }
+        let name = self.name("attention_forward");
+        // A tile of own queries, two stages of keys, and one of values.
+        let shared = |rows: usize, keys: usize| (rows + 3 * keys) * self.row_bytes;
+        match self.padded {
+            Some(256) => {
+                Block { name, rows: 64, threads: 128, shared: shared(64, 32), boxes: None }
+            }
+            // Two blocks of the smallest have room on every GPU.
+            Some(padded) => self.two_or_one(name, shared(128, 64), padded > 64),
+            None => {
+                let tiles = 3 * PLAIN_ROWS * self.row_bytes;
+                let shared = tiles + 4 * PLAIN_ROWS * 32;
+                Block { name, rows: PLAIN_ROWS, threads: PLAIN_THREADS, shared, boxes: None }
+            }
+        }
+    }
+
+    /// The kernel of the forward pass for compute capability 9.0. The sizes match
+    /// `attention_forward_sm90.cu`.
+    fn forward_of_hopper(self) -> Block {
+        let (consumers, keys) = match self.padded {
+            Some(64) => (3, 128),
+            Some(80) => (3, 96),
+            Some(128) => (2, 128),
+            _ => (2, 80),
+        };
+        let (name, rows) = (self.name("attention_forward"), 64 * consumers);
+        // A tile of queries, two of keys and two of values, and nine barriers.
+        let shared = (rows + 4 * keys) * self.row_bytes + 9 * 8;
+        let threads = HOPPER_GROUP * (1 + consumers as u32);
+        Block { name, rows, threads, shared, boxes: Some(keys) }
+    }
+
+    /// The kernel for 128 own rows with four warps, of which two blocks share a multiprocessor, or
+    /// the one with eight if `has_single` and there is room for one block only.
+    fn two_or_one(self, name: String, shared: usize, has_single: bool) -> Block {
+        if has_single && !self.gpu.holds_two(shared) {
+            let name = format!("{name}_single");
+            Block { name, rows: 128, threads: 256, shared, boxes: None }
+        } else {
+            Block { name, rows: 128, threads: 128, shared, boxes: None }
+        }
+    }
+
+    /// A kernel of the backward pass. The sizes match the shapes in `attention_backward.cu`.
+    pub(super) fn backward(self, own: Own) -> Block {
+        if self.hopper {
+            return self.backward_of_hopper(own);
+        }
+        let name = match own {
+            Own::Keys => self.name("attention_backward_keys"),
+            Own::Queries => self.name("attention_backward_queries"),
+        };
+        let (rows, threads, others) = match (self.padded, own) {
+            (None, _) => {
+                let tiles = 4 * PLAIN_ROWS * self.row_bytes;
+                let shared = tiles + 2 * 4 * PLAIN_ROWS * 32;
+                let (rows, threads) = (PLAIN_ROWS, PLAIN_THREADS);
+                return Block { name, rows, threads, shared, boxes: None };
+            }
+            (Some(64), Own::Keys) => (128, 128, 32),
+            (Some(256), Own::Keys) => (32, 128, 32),
+            (Some(_), Own::Keys) => (128, 256, 64),
+            (Some(64), Own::Queries) => (128, 128, 64),
+            (Some(256), Own::Queries) => (64, 128, 16),
+            (Some(_), Own::Queries) => (128, 128, 32),
+        };
+        // Two tiles of own rows, two stages of two tiles of other rows, and two stages of `lse` and
+        // `delta`. Where two warps share rows, the blocks also exchange `p` and `ds` of a tile, at
+        // once or, with 256 columns, one after the other.
+        let bytes = |others: usize| (2 * rows + 4 * others) * self.row_bytes + 4 * others * 4;
+        let exchanged = match (self.padded, own) {
+            (Some(128), Own::Keys) => 4 * rows * others,
+            (Some(256), Own::Keys) => 2 * rows * others,
+            _ => 0,
+        };
+        let shared = bytes(others) + exchanged;
+        if self.padded != Some(256) && own == Own::Queries {
+            return self.two_or_one(name, shared, true);
+        }
+        if self.padded == Some(128) && own == Own::Keys && shared > self.gpu.shared_bytes {
+            let name = format!("{name}_less");
+            return Block { name, rows, threads, shared: bytes(32), boxes: None };
+        }
+        Block { name, rows, threads, shared, boxes: None }
+    }
+
+    /// A kernel of the backward pass for compute capability 9.0. The sizes match the shapes in
+    /// `attention_backward_sm90.cu`.
+    fn backward_of_hopper(self, own: Own) -> Block {
+        let (name, rows, others, stages) = match (own, self.padded) {
+            (Own::Keys, Some(256)) => ("attention_backward_keys", 64, 64, 2),
+            (Own::Keys, _) => ("attention_backward_keys", 128, 64, 3),
+            (Own::Queries, Some(256)) => ("attention_backward_queries", 128, 48, 2),
+            (Own::Queries, _) => ("attention_backward_queries", 128, 128, 2),
+        };
+        // Two tiles of own rows, and in each stage two tiles of other rows and, where these are
+        // queries, their `lse` and `delta`. The own rows have a barrier, and each stage has two.
+        let statistics = if own == Own::Keys { 8 * others } else { 0 };
+        let stage = 2 * others * self.row_bytes + statistics + 2 * 8;
+        let shared = 2 * rows * self.row_bytes + stages * stage + 8;
+        let (name, threads) = (self.name(name), 3 * HOPPER_GROUP);
+        Block { name, rows, threads, shared, boxes: Some(others) }
+    }
+}
+
+/// Name of the attention kernel for heads of dim `dh` on `device`, for logs.
+pub(crate) fn attention_kernel(device: &Device, dtype: DType, dh: usize) -> &'static str {
+    let kernels =
+        Gpu::of(device).and_then(|gpu| AttentionKernels::choose("attention", dtype, dh, gpu));
+    match kernels {
+        Ok(AttentionKernels { hopper: true, .. }) => "flash, Hopper's tensor cores in bf16",
+        Ok(AttentionKernels { padded: Some(_), .. }) => "flash, tensor cores in bf16",
+        Ok(AttentionKernels { padded: None, .. }) => "flash, plain kernel in f32",
+        Err(_) => "none on a GPU",
+    }
+}

@@ -1,0 +1,426 @@
+//! Compares the emulated kernels with the CPU ops, at the sizes and alignments of training: 16-byte
+//! accesses, rows of several warps, blocks that iterate. (If `TRAINER_EMULATE_CUDA` is set, both
+//! sides run the kernels.)
+
+use super::launch::vectors;
+use super::select::{AttentionKernels, Block, Gpu, Own};
+use crate::testing::{
+    Tolerance, assert_close, gradient_buffer, ids, message, random, rope_table,
+};
+use crate::{self, Gelu, NormScale, RecomputeInput};
+use candle_core::{DType, Device, Result, Tensor};
+
+const DTYPES: [(DType, Tolerance); 2] =
+    [(DType::F32, Tolerance::F32), (DType::BF16, Tolerance::BF16)];
+
+/// A random tensor, whose rows are 16-byte aligned if `dims` allow it.
+fn operand(seed: u64, dims: &[usize], dtype: DType) -> Tensor {
+    let x = random(seed, dims).to_dtype(dtype).unwrap();
+    let aligned = vectors(0, &[&x]).unwrap();
+    assert!(aligned || x.elem_count() == 0, "the allocator returns 16-byte aligned memory");
+    x
+}
+
+#[track_caller]
+fn assert_all_close(what: &str, got: &[Tensor], want: &[Tensor], tolerance: Tolerance) {
+    assert_eq!(got.len(), want.len());
+    for (index, (got, want)) in got.iter().zip(want).enumerate() {
+        assert_close(&format!("{what}: result {index}"), got, want, tolerance);
+    }
+}
+
+/// Results of an op, from the kernels and from the CPU.
+macro_rules! both {
+    ($path:ident => $results:expr) => {{
+        let gpu: Vec<Tensor> = {
+            use crate::cuda as $path;
+            $results
+        };
+        let cpu: Vec<Tensor> = {
+            use crate as $path;
+            $results
+        };
+        (gpu, cpu)
+    }};
+}
+
+mod e4m3;
+mod experts;
+mod hopper;
+mod linear_attention;
+
+#[test]
+fn norms_match_the_cpu_for_any_row_width() -> Result<()> {
+    // The last size has more rows than a backward pass has blocks, so blocks iterate.
+    for (n, d) in
+        [(0, 64), (3, 8), (9, 520), (5, 2560), (3, 4096), (3, 8192), (2, 2561), (5000, 16)]
+    {
+        for (dtype, tolerance) in DTYPES {
+            let (x, w) = (operand(1, &[n, d], dtype), operand(2, &[d], dtype));
+            let (dy, residual) = (operand(3, &[n, d], dtype), operand(4, &[n, d], dtype));
+            let b = operand(5, &[d], dtype);
+            let (gpu, cpu) = both!(path => {
+                let (y, rstd) = path::rms_norm(&x, &w, NormScale::Weight, 1e-6)?;
+                let dw = gradient_buffer(&[d]);
+                let dx =
+                    path::rms_norm_backward(&x, &rstd, &w, NormScale::Weight, &dy, Some(&residual), Some(&dw))?;
+                let alone = path::rms_norm_backward(&x, &rstd, &w, NormScale::Weight, &dy, None, None)?;
+                let again = path::rms_norm_apply(&x, &rstd, &w, NormScale::Weight)?;
+                vec![y, rstd, dw, dx, alone, again]
+            });
+            assert_all_close(&format!("rms_norm {dtype:?} {n} {d}"), &gpu, &cpu, tolerance);
+            if d > 6144 {
+                continue; // the layer norms are those of vision encoders
+            }
+            let (gpu, cpu) = both!(path => {
+                let (y, stats) = path::layer_norm(&x, &w, &b, 1e-6)?;
+                let (dw, db) = (gradient_buffer(&[d]), gradient_buffer(&[d]));
+                let dx = path::layer_norm_backward(
+                    &x, &stats, &w, &dy, Some(&residual), Some(&dw), Some(&db),
+                )?;
+                let alone = path::layer_norm_backward(&x, &stats, &w, &dy, None, None, None)?;
+                let again = path::layer_norm_apply(&x, &stats, &w, &b)?;
+                vec![y, stats, dw, db, dx, alone, again]
+            });
+            assert_all_close(&format!("layer_norm {dtype:?} {n} {d}"), &gpu, &cpu, tolerance);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_row_too_long_for_a_block_is_rejected() {
+    let (x, w) = (operand(1, &[1, 8200], DType::F32), operand(2, &[8200], DType::F32));
+    let error = message(super::rms_norm(&x, &w, NormScale::Weight, 1e-6));
+    assert!(error.contains("rows have 8200 columns"), "{error}");
+}
+
+#[test]
+fn norms_of_one_plus_the_weight_and_partial_rotations_match_the_cpu() -> Result<()> {
+    let scale = NormScale::OnePlusWeight;
+    for (t, h, dh, rotated) in [(5, 3, 64, 16), (7, 2, 256, 64), (3, 1, 40, 12), (9, 4, 64, 64)] {
+        for (dtype, tolerance) in DTYPES {
+            let table = rope_table(t, rotated / 2);
+            let (x, w) = (operand(1, &[t, h * dh], dtype), operand(2, &[dh], dtype));
+            let (dy, all) = (operand(3, &[t, h, dh], dtype), operand(4, &[h * dh], dtype));
+            let (gpu, cpu) = both!(path => {
+                let (y, rstd) = path::qk_norm_rope(&x, &w, scale, 1e-6, &table)?;
+                let dw = gradient_buffer(&[dh]);
+                let dx =
+                    path::qk_norm_rope_backward(&x, &rstd, &w, scale, &table, &dy, Some(&dw))?;
+                let (normed, rstds) = path::rms_norm(&x, &all, scale, 1e-6)?;
+                let again = path::rms_norm_apply(&x, &rstds, &all, scale)?;
+                let d_all = gradient_buffer(&[h * dh]);
+                let back =
+                    path::rms_norm_backward(&x, &rstds, &all, scale, &normed, None, Some(&d_all))?;
+                vec![y, rstd, dw, dx, normed, again, d_all, back]
+            });
+            let what = format!("norms {dtype:?} {t} {h} {dh} {rotated}");
+            assert_all_close(&what, &gpu, &cpu, tolerance);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn rotary_embeddings_match_the_cpu() -> Result<()> {
+    for (t, h, dh) in [(0, 2, 64), (5, 3, 64), (7, 2, 72), (3, 1, 96), (150, 16, 128)] {
+        for (dtype, tolerance) in DTYPES {
+            let what = format!("{dtype:?} {t} {h} {dh}");
+            let table = rope_table(t, dh / 2);
+            let (x, w) = (operand(1, &[t, h * dh], dtype), operand(2, &[dh], dtype));
+            let dy = operand(3, &[t, h, dh], dtype);
+            let (gpu, cpu) = both!(path => {
+                let (y, rstd) = path::qk_norm_rope(&x, &w, NormScale::Weight, 1e-6, &table)?;
+                let dw = gradient_buffer(&[dh]);
+                let dx = path::qk_norm_rope_backward(&x, &rstd, &w, NormScale::Weight, &table, &dy, Some(&dw))?;
+                let alone = path::qk_norm_rope_backward(&x, &rstd, &w, NormScale::Weight, &table, &dy, None)?;
+                vec![y, rstd, dw, dx, alone]
+            });
+            assert_all_close(&format!("qk_norm_rope {what}"), &gpu, &cpu, tolerance);
+            let (gpu, cpu) = both!(path => {
+                let y = path::rope_heads(&x, dh, &table)?;
+                vec![y, path::rope_heads_backward(&dy, &table)?]
+            });
+            assert_all_close(&format!("rope_heads {what}"), &gpu, &cpu, tolerance);
+            let qkv = operand(4, &[t, 3 * h * dh], dtype);
+            let (gpu, cpu) = both!(path => {
+                let (q, k, v) = path::vision_rope_split(&qkv, h, &table)?;
+                let dqkv = path::vision_rope_merge_backward(&q, &k, &v, &table)?;
+                vec![q, k, v, dqkv]
+            });
+            assert_all_close(&format!("vision_rope {what}"), &gpu, &cpu, tolerance);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn elementwise_ops_match_the_cpu_for_any_length() -> Result<()> {
+    for n in [0, 1, 8, 2047, 2048, 4101] {
+        for (dtype, tolerance) in DTYPES {
+            let (a, b) = (operand(1, &[n], dtype), operand(2, &[n], dtype));
+            let dy = operand(3, &[n], dtype);
+            let (gpu, cpu) = both!(path => {
+                let (dgate, dup, again) =
+                    path::swiglu_backward(a.copy()?, b.copy()?, dy.copy()?, RecomputeInput::Yes)?;
+                let alone = path::swiglu_backward(a.copy()?, b.copy()?, dy.copy()?, RecomputeInput::No)?;
+                let sum = a.copy()?;
+                path::add_in_place(&sum, &b)?;
+                let zeros = a.copy()?;
+                path::fill_zero(&zeros)?;
+                let mut results = vec![path::swiglu(&a, &b)?, dgate, dup, sum, zeros];
+                results.extend(again.into_iter().chain([alone.0, alone.1]));
+                for kind in [Gelu::Tanh, Gelu::Erf] {
+                    results.push(path::gelu(&a, kind)?);
+                    let (dx, again) =
+                        path::gelu_backward(a.copy()?, dy.copy()?, kind, RecomputeInput::Yes)?;
+                    let (alone, _) =
+                        path::gelu_backward(a.copy()?, dy.copy()?, kind, RecomputeInput::No)?;
+                    results.extend(again.into_iter().chain([dx, alone]));
+                }
+                results
+            });
+            assert_all_close(&format!("{dtype:?} {n}"), &gpu, &cpu, tolerance);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn row_ops_match_the_cpu_for_any_width() -> Result<()> {
+    for (t, d) in [(11, 8), (11, 9), (20, 1160)] {
+        for (dtype, tolerance) in DTYPES {
+            let (x, rows) = (operand(1, &[t, d], dtype), ids(&[10, 3, 0, 7]));
+            let (gpu, cpu) = both!(path => {
+                let taken = path::gather_rows(&x, &rows)?;
+                let zeroed = x.copy()?;
+                path::zero_rows(&zeroed, &rows)?;
+                vec![taken, zeroed]
+            });
+            assert_all_close(&format!("{dtype:?} {t} {d}"), &gpu, &cpu, tolerance);
+            let src = operand(2, &[4, d], dtype);
+            let (set, set_cpu) = (x.copy()?, x.copy()?);
+            super::update_rows("index_copy", &set, &rows, &src)?;
+            ops::index_copy(&set_cpu, &rows, &src)?;
+            let (added, added_cpu) = (x.copy()?, x.copy()?);
+            super::update_rows("index_add", &added, &rows, &src)?;
+            ops::index_add(&added_cpu, &rows, &src)?;
+            let (gpu, cpu) = ([set, added], [set_cpu, added_cpu]);
+            assert_all_close(&format!("{dtype:?} {t} {d}"), &gpu, &cpu, tolerance);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn rows_outside_the_tensor_give_nan_or_are_skipped() -> Result<()> {
+    let (x, rows) = (operand(1, &[3, 8], DType::F32), ids(&[1, 3]));
+    let taken = super::gather_rows(&x, &rows)?.to_vec2::<f32>()?;
+    assert!(taken[0].iter().all(|x| x.is_finite()) && taken[1].iter().all(|x| x.is_nan()));
+    let kept = x.copy()?;
+    super::update_rows("index_copy", &kept, &ids(&[4, 9]), &operand(2, &[2, 8], DType::F32))?;
+    super::embedding_backward(&ids(&[7, 3]), &operand(2, &[2, 8], DType::F32), &kept)?;
+    assert_eq!(kept.to_vec2::<f32>()?, x.to_vec2::<f32>()?);
+    Ok(())
+}
+
+/// Most ids are equal, like those of image tokens, so that runs start, end and continue across
+/// stretches and tiles.
+#[test]
+fn table_gradients_match_the_cpu() -> Result<()> {
+    let v = 700;
+    let pick = |i: u32| if i % 5 < 3 { 77 } else { i.wrapping_mul(2654435761) >> 20 };
+    for (n, d) in [(1, 8), (64, 8), (65, 3), (1024, 16), (2600, 9), (2600, 520)] {
+        let chosen: Vec<u32> = (0..n as u32).map(|i| pick(i) % v).collect();
+        for (dtype, tolerance) in DTYPES {
+            let (chosen, dy) = (ids(&chosen), operand(1, &[n, d], dtype));
+            let (gpu, cpu) = both!(path => {
+                let dw = gradient_buffer(&[v as usize, d]);
+                path::embedding_backward(&chosen, &dy, &dw)?;
+                vec![dw]
+            });
+            assert_all_close(&format!("embedding {dtype:?} {n} {d}"), &gpu, &cpu, tolerance);
+            if n % 4 > 0 {
+                continue;
+            }
+            let (index, weight) = (chosen.reshape((n / 4, 4))?, random(2, &[n / 4, 4]));
+            let dy = dy.narrow(0, 0, n / 4)?;
+            let table = operand(3, &[v as usize, d], dtype);
+            let (gpu, cpu) = both!(path => {
+                let dtable = gradient_buffer(&[v as usize, d]);
+                path::interpolate_rows_backward(&index, &weight, &dy, &dtable)?;
+                vec![dtable]
+            });
+            assert_all_close(&format!("taps {dtype:?} {n} {d}"), &gpu, &cpu, tolerance);
+            let got = super::interpolate_rows("test", &table, &index, &weight, Some(&dy))?;
+            let want = ops::interpolate_rows_add(&table, &index, &weight, &dy)?;
+            assert_close(&format!("interpolation {dtype:?} {n} {d}"), &got, &want, tolerance);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn dropout_has_the_mask_of_the_cpu() -> Result<()> {
+    for (n, k) in [(0, 8), (3, 7), (5, 4096), (600, 40)] {
+        for (dtype, tolerance) in DTYPES {
+            let (x, y) = (operand(1, &[n, k], dtype), operand(2, &[n, k], dtype));
+            let mask = ops::DropoutMask { seed: 0xdead_beef, first_row: 9, probability: 0.3 };
+            let (gpu, cpu) = both!(path => {
+                let sum = y.copy()?;
+                path::dropout_add(&x, mask, &sum)?;
+                vec![path::dropout(&x, mask)?, sum]
+            });
+            assert_all_close(&format!("dropout {n} {k} {dtype:?}"), &gpu, &cpu, tolerance);
+        }
+    }
+    Ok(())
+}
+
+/// On a GPU the optimizer step checks the gradients only, not the loss.
+#[test]
+fn a_loss_that_is_not_finite_gives_a_gradient_that_is_not_finite() -> Result<()> {
+    let op = "linear_cross_entropy_backward";
+    for (dtype, _) in DTYPES {
+        // A target beyond the vocabulary, a logit of minus infinity, and an ordinary row.
+        let (v, targets) = (12, ids(&[12, 5, 3]));
+        let h =
+            Tensor::new(&[[1f32, 0.0], [1e30, 0.0], [1.0, 0.0]], &Device::Cpu)?.to_dtype(dtype)?;
+        let column = |row| if row == 5 { -1e30 } else { 1.0 };
+        let w: Vec<f32> = (0..v).flat_map(|row| [column(row), 0.0]).collect();
+        let w = Tensor::from_vec(w, (v, 2), &Device::Cpu)?.to_dtype(dtype)?;
+        let (nll, dh) =
+            super::linear_cross_entropy_backward(op, &h, &w, &targets, 0.5.into(), None, true, 3)?;
+        let dh = dh.expect("`need_dh` is true").to_dtype(DType::F32)?.to_vec2::<f32>()?;
+        for (row, nll) in nll.to_vec1::<f32>()?.into_iter().enumerate() {
+            let finite = dh[row].iter().filter(|x| x.is_finite()).count();
+            assert_eq!(
+                (nll.is_finite(), finite),
+                (row == 2, if row == 2 { 2 } else { 0 }),
+                "{dh:?}"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// An RTX 4090 or an L40S.
+const SMALL: Gpu =
+    Gpu { capability: (8, 9), shared_bytes: 99 << 10, shared_bytes_of_all: 100 << 10 };
+#[test]
+fn attention_of_every_head_dim_fits_into_99_kib_of_shared_memory() {
+    for dh in [8, 64, 72, 80, 128, 136, 256] {
+        let kernels = AttentionKernels::choose("attention", DType::BF16, dh, SMALL).unwrap();
+        let backward = |own| kernels.backward(own).shared;
+        let sizes = [kernels.forward().shared, backward(Own::Keys), backward(Own::Queries)];
+        assert!(sizes.iter().all(|bytes| *bytes <= SMALL.shared_bytes), "{dh}: {sizes:?}");
+    }
+}
+
+#[test]
+fn attention_of_every_head_dim_fits_into_the_shared_memory_of_a_hopper_gpu() {
+    for dh in [8, 64, 72, 80, 128, 136, 256] {
+        let kernels = AttentionKernels::choose("attention", DType::BF16, dh, Gpu::H100).unwrap();
+        for block in
+            [kernels.forward(), kernels.backward(Own::Keys), kernels.backward(Own::Queries)]
+        {
+            assert!(block.name.contains("_sm90_d") && block.boxes.is_some(), "{block:?}");
+            assert!(block.shared <= Gpu::H100.shared_bytes, "{dh}: {block:?}");
+        }
+    }
+    // Later GPUs lack the instructions, f32 and odd head dims have no tensor-core kernel.
+    let later = Gpu { capability: (10, 0), ..Gpu::H100 };
+    for (dtype, dh, gpu) in
+        [(DType::BF16, 64, later), (DType::F32, 64, Gpu::H100), (DType::BF16, 20, Gpu::H100)]
+    {
+        let kernels = AttentionKernels::choose("attention", dtype, dh, gpu).unwrap();
+        assert!(kernels.forward().boxes.is_none(), "{gpu:?} {dtype:?} {dh}");
+    }
+}
+
+#[test]
+fn plain_attention_of_wide_heads_is_refused_on_a_gpu_with_little_shared_memory() {
+    let room = |dh| {
+        let kernels = AttentionKernels::choose("attention", DType::F32, dh, SMALL)?;
+        kernels.expect_room("attention", &kernels.backward(Own::Keys))
+    };
+    assert!(room(128).is_ok());
+    let error = room(256).unwrap_err().to_string();
+    assert!(error.contains("needs 139776 bytes of shared memory"), "{error}");
+}
+
+#[test]
+fn a_multiprocessor_has_eight_warps_of_attention_on_every_gpu() {
+    for gpu in [SMALL, Gpu::A100, Gpu::H100] {
+        for dh in [8, 64, 72, 80, 128] {
+            let kernels = AttentionKernels::choose("attention", DType::BF16, dh, gpu).unwrap();
+            let passes =
+                [kernels.forward(), kernels.backward(Own::Keys), kernels.backward(Own::Queries)];
+            for Block { name, threads, shared, .. } in passes {
+                let blocks = gpu.shared_bytes_of_all / (shared + 1024);
+                assert!(blocks as u32 * threads >= 256, "{gpu:?} {name}: {blocks} of {threads}");
+            }
+        }
+    }
+}
+
+#[test]
+fn attention_matches_with_the_kernels_of_every_gpu() -> Result<()> {
+    use batch::CuSeqlens;
+    use crate::{Masking, Qkv, Segments};
+    use candle_core::Error;
+    let cu_seqlens = CuSeqlens::from_lengths(&[1, 17, 128, 257]).map_err(Error::wrap)?;
+    let rows = CuSeqlens::from_lengths(&[403]).map_err(Error::wrap)?;
+    let segments = &Segments::new(cu_seqlens, rows)?;
+    let ((h, hkv), t) = ((4, 2), 403);
+    for (dh, masking) in [
+        (128, Masking::Causal),
+        (128, Masking::Full),
+        (64, Masking::Causal),
+        (72, Masking::Full),
+        (256, Masking::Causal),
+    ] {
+        let dtype = DType::BF16;
+        let (q, d_o) = (operand(1, &[t, h, dh], dtype), operand(4, &[t, h, dh], dtype));
+        let (k, v) = (operand(2, &[t, hkv, dh], dtype), operand(3, &[t, hkv, dh], dtype));
+        let qkv = Qkv { q: &q, k: &k, v: &v };
+        let [small, a100, hopper] = [SMALL, Gpu::A100, Gpu::H100].map(|gpu| {
+            let forward = super::attention::flash_attention_on;
+            let backward = super::attention::flash_attention_backward_on;
+            let ends = segments.cu_seqlens();
+            let (o, lse) = forward(gpu, qkv, ends, masking).unwrap();
+            let grads = backward(gpu, qkv, &o, &lse, &d_o, ends, masking).unwrap();
+            [o, lse, grads.dq, grads.dk, grads.dv]
+        });
+        assert_all_close(&format!("{dh} {masking:?}"), &small, &a100, Tolerance::BF16);
+        let what = format!("Hopper {dh} {masking:?}");
+        assert_all_close(&what, &hopper, &a100, Tolerance::BF16_TILES);
+    }
+    Ok(())
+}
+
+#[test]
+fn nf4_has_the_bits_of_the_cpu_at_any_alignment() -> Result<()> {
+    for n in [1, 7, 64, 135, 2048, 2051, 40_000] {
+        let x = operand(1, &[n], DType::F32);
+        let matrix = ops::Nf4::quantize(&[n], |range| x.narrow(0, range.start, range.len()))?;
+        let parts = matrix.parts()?;
+        let tensors = [
+            Tensor::new(parts.codes.as_slice(), &Device::Cpu)?,
+            Tensor::new(parts.scales.as_slice(), &Device::Cpu)?,
+            Tensor::new(parts.ranges.as_slice(), &Device::Cpu)?,
+        ];
+        for (dtype, _) in DTYPES {
+            for offset in [0, 1] {
+                let zeros = || Tensor::zeros(n + offset, dtype, &Device::Cpu)?.narrow(0, offset, n);
+                let (gpu, cpu) = (zeros()?, zeros()?);
+                super::nf4_dequantize(tensors.each_ref(), parts.offset, &gpu)?;
+                matrix.dequantize_into(&cpu)?;
+                let bits = |t: &Tensor| ops::testing::bits(t);
+                assert_eq!(bits(&gpu), bits(&cpu), "{n} elements in {dtype:?} from {offset}");
+            }
+        }
+    }
+    Ok(())
+}

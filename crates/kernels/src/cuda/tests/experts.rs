@@ -1,0 +1,173 @@
+//! The ops of mixtures of experts, with rows that are 16-byte aligned, uneven experts and several
+//! tiles.
+
+use super::{DTYPES, assert_all_close, operand};
+use crate::cuda::{add_grouped_outer_products, grouped_products};
+use crate::testing::{Tolerance, assert_close, bits, gradient_buffer, ids, random};
+use crate::{
+    ExpertLayout, RecomputeInput, grouped_linear, grouped_linear_backward_input,
+    grouped_linear_backward_weight,
+};
+use candle_core::{DType, Result, Tensor};
+
+fn offsets(counts: &[u32]) -> Tensor {
+    let sums = counts.iter().scan(0, |sum, count| {
+        *sum += count;
+        Some(*sum)
+    });
+    ids(&[0].into_iter().chain(sums).collect::<Vec<_>>())
+}
+
+#[test]
+fn routing_of_several_tiles_matches_the_cpu() -> Result<()> {
+    for (t, e, k) in [(0, 6, 2), (1, 5, 5), (300, 128, 8), (129, 40, 8), (1030, 3, 1), (9, 1100, 4)]
+    {
+        let (logits, d_weights) = (random(1, &[t, e]), random(2, &[t, k]));
+        // Many equal logits.
+        let logits = ((logits * 2.0)?.round()? / 2.0)?;
+        let (gpu, cpu) = both!(path => {
+            let routing = path::route(&logits, k)?;
+            let d_logits = path::route_backward(&routing, &d_weights, e)?;
+            vec![
+                routing.weights, d_logits, routing.experts, routing.order, routing.places,
+                routing.offsets,
+            ]
+        });
+        let what = format!("route {t} {e} {k}");
+        assert_all_close(&what, &gpu[..2], &cpu[..2], Tolerance::F32);
+        for (index, (gpu, cpu)) in gpu[2..].iter().zip(&cpu[2..]).enumerate() {
+            let numbers = |t: &Tensor| t.flatten_all()?.to_vec1::<u32>();
+            assert_eq!(numbers(gpu)?, numbers(cpu)?, "{what}: {index}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn rows_sums_and_activations_of_experts_match_the_cpu() -> Result<()> {
+    for ((t, e, k), d) in
+        [((0, 4, 2), 64), ((65, 7, 3), 264), ((9, 12, 6), 1032), ((5, 2, 1), 2049)]
+    {
+        let routing = crate::route(&random(1, &[t, e]), k)?;
+        for (dtype, tolerance) in DTYPES {
+            let (x, rows) = (operand(2, &[t, d], dtype), operand(3, &[t * k, d], dtype));
+            let (gate_up, dy) = (operand(4, &[t * k, 2 * d], dtype), rows.clone());
+            let (gpu, cpu) = both!(path => {
+                let swiglu = |recompute| {
+                    path::expert_swiglu_backward(gate_up.copy()?, &routing, dy.copy()?, recompute)
+                };
+                let (d_both, d_weights, again) = swiglu(RecomputeInput::Yes)?;
+                let alone = swiglu(RecomputeInput::No)?;
+                let results = [
+                    path::expert_rows(&x, &routing)?, path::expert_swiglu(&gate_up, &routing)?,
+                    d_both, d_weights, alone.0, alone.1,
+                ];
+                results.into_iter().chain(again).collect()
+            });
+            let what = format!("experts {t} {e} {k} {d} {dtype:?}");
+            assert_all_close(&what, &gpu, &cpu, tolerance);
+            for residual in [None, Some(&x)] {
+                let sums =
+                    crate::cuda::combine_experts("t", "rows", &rows, &routing, residual)?;
+                let want = crate::combine(&rows, &routing, residual)?;
+                assert_close(&what, &sums, &want, tolerance);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Results of the kernels for operands as in `grouped_linear`: the products, the gradient of the
+/// rows, and that of the weights.
+fn kernels(
+    x: &Tensor,
+    w: &Tensor,
+    dy: &Tensor,
+    layout: ExpertLayout,
+    at: &Tensor,
+) -> Result<[Tensor; 3]> {
+    use crate::cpu::grouped::Stored::{OfInputs, OfOutputs};
+    let ((rows, k), m) = (x.dims2()?, dy.dim(1)?);
+    let dw = gradient_buffer(w.dims());
+    let (forward, backward, outer) = match layout {
+        ExpertLayout::OutIn => (OfOutputs, OfInputs, [("dy", dy), ("x", x)]),
+        ExpertLayout::InOut => (OfInputs, OfOutputs, [("x", x), ("dy", dy)]),
+    };
+    let y = grouped_products("test", [("x", x), ("w", w)], forward, at, (rows, m, k))?;
+    let dx = grouped_products("test", [("dy", dy), ("w", w)], backward, at, (rows, k, m))?;
+    add_grouped_outer_products("test", outer, at, &dw)?;
+    Ok([y, dx, dw])
+}
+
+#[test]
+fn grouped_products_match_the_cpu() -> Result<()> {
+    let cases: [(&[u32], usize, usize); 6] = [
+        (&[], 8, 8),
+        (&[1], 8, 16),
+        (&[0, 65, 3, 0], 136, 72),
+        (&[7, 0, 64, 130, 1], 64, 264),
+        (&[2; 40], 72, 200),
+        (&[5, 70], 33, 70),
+    ];
+    for (counts, m, k) in cases {
+        let (rows, at) = (counts.iter().sum::<u32>() as usize, offsets(counts));
+        for (dtype, tolerance) in DTYPES {
+            for layout in [ExpertLayout::OutIn, ExpertLayout::InOut] {
+                let e = counts.len();
+                let dims = if layout == ExpertLayout::OutIn { [e, m, k] } else { [e, k, m] };
+                let (x, w) = (operand(1, &[rows, k], dtype), operand(2, &dims, dtype));
+                let dy = operand(3, &[rows, m], dtype);
+                let gpu = kernels(&x, &w, &dy, layout, &at)?;
+                let dw = gradient_buffer(&dims);
+                grouped_linear_backward_weight(&x, &dy, layout, &at, &dw)?;
+                let y = grouped_linear(&x, &w, layout, &at)?;
+                let dx = grouped_linear_backward_input(&dy, &w, layout, &at)?;
+                let what = format!("grouped {counts:?} {m} {k} {dtype:?} {layout:?}");
+                assert_all_close(&what, &gpu[..2], &[y, dx], tolerance);
+                assert_close(&what, &gpu[2], &dw, Tolerance::F32);
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_row_of_a_grouped_product_has_the_same_bits_with_any_other_rows() -> Result<()> {
+    let (rows, m, k) = (140, 136, 200);
+    for (dtype, _) in DTYPES {
+        for layout in [ExpertLayout::OutIn, ExpertLayout::InOut] {
+            let dims = if layout == ExpertLayout::OutIn { [2, m, k] } else { [2, k, m] };
+            let (x, w) = (operand(1, &[rows, k], dtype), operand(2, &dims, dtype));
+            let dy = operand(3, &[rows, m], dtype);
+            let all = kernels(&x, &w, &dy, layout, &offsets(&[0, rows as u32]))?;
+            for (first, count) in [(0, 1), (64, 70), (8, 33)] {
+                let part = |t: &Tensor| t.narrow(0, first, count)?.copy();
+                let at = offsets(&[0, count as u32]);
+                let some = kernels(&part(&x)?, &w, &part(&dy)?, layout, &at)?;
+                for (all, some) in all[..2].iter().zip(&some) {
+                    assert!(bits(&part(all)?) == bits(some), "{count} rows {dtype:?} {layout:?}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_gradient_of_an_expert_without_rows_stays_as_it_was() -> Result<()> {
+    let (m, k) = (72, 136);
+    for (dtype, _) in DTYPES {
+        let (x, dy) = (operand(1, &[9, k], dtype), operand(2, &[9, m], dtype));
+        let dw = (Tensor::ones((4, m, k), DType::F32, x.device())? * f64::NAN)?;
+        dw.slice_set(&Tensor::zeros((1, m, k), DType::F32, x.device())?, 0, 2)?;
+        let before = bits(&dw);
+        let at = offsets(&[0, 0, 9, 0]);
+        add_grouped_outer_products("test", [("dy", &dy), ("x", &x)], &at, &dw)?;
+        let after = bits(&dw);
+        let size = m * k;
+        let untouched = |range: std::ops::Range<usize>| before[range.clone()] == after[range];
+        assert!(untouched(0..2 * size) && untouched(3 * size..4 * size));
+        assert!(!untouched(2 * size..3 * size));
+    }
+    Ok(())
+}
