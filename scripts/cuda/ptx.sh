@@ -7,13 +7,13 @@ cd "$(dirname "$0")/../.."
 eval "$(scripts/cuda/toolkit.sh)"
 folder=$PWD/target/cuda/kernels
 # The files of an earlier run stay if nothing changed.
-{ "$CUDA_HOME/bin/nvcc" --version && sha256sum scripts/cuda/ptx.sh $(find src/ops/cuda/kernels -type f | sort); } | sha256sum >"$folder.sha256.new"
+{ "$CUDA_HOME/bin/nvcc" --version && sha256sum scripts/cuda/ptx.sh $(find crates/kernels/src/cuda/kernels -type f | sort); } | sha256sum >"$folder.sha256.new"
 if ! [ -d "$folder" ] || ! cmp -s "$folder.sha256.new" "$folder.sha256"; then
   rm -rf "$folder" "$folder.sha256" "$folder.new"
   mkdir -p "$folder.new"/{80,90,90a}
   {
-    for arch in 80 90; do printf "$arch %s\n" src/ops/cuda/kernels/{common,sm80}/*.cu; done
-    printf '90a %s\n' src/ops/cuda/kernels/sm90/*.cu
+    for arch in 80 90; do printf "$arch %s\n" crates/kernels/src/cuda/kernels/{common,sm80}/*.cu; done
+    printf '90a %s\n' crates/kernels/src/cuda/kernels/sm90/*.cu
   } | FOLDER=$folder.new xargs -P "$(nproc)" -L 1 bash -c '
     file=$(basename "$2" .cu) exact=()
     [[ $file != adamw* ]] || exact=(-fmad=false) # as in build.rs

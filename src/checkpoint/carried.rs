@@ -87,7 +87,7 @@ fn check_inside(folder: &Path, path: &Path) -> Result<(), CheckpointError> {
 mod tests {
     use super::*;
     use crate::checkpoint::{FolderLayout, ModelFiles, write_atomically};
-    use crate::files::make_pipe;
+    use crate::checkpoint::make_pipe;
     use std::fs;
     use std::os::unix::fs::symlink;
 

@@ -48,3 +48,9 @@ pub use weight_files::WeightFiles;
 #[cfg(test)]
 pub(crate) static READS: std::sync::Mutex<Vec<(std::path::PathBuf, std::ops::Range<usize>)>> =
     std::sync::Mutex::new(Vec::new());
+
+#[cfg(test)]
+fn make_pipe(path: &std::path::Path) {
+    let made = std::process::Command::new("mkfifo").arg(path).status().unwrap();
+    assert!(made.success());
+}

@@ -164,10 +164,10 @@ fn every_reason_of_a_rejection_is_explained() {
         "media/video/error.rs",
         "encode/truncate.rs",
     ]
-    .map(|name| text(&format!("src/data/{name}")));
+    .map(|name| text(&format!("crates/data/src/{name}")));
     let mut reasons: BTreeSet<&str> = sources.iter().flat_map(|source| reasons(source)).collect();
     assert!(reasons.len() > 20, "{reasons:?}");
-    reasons.extend(["empty", "overlong", "too_long", "changed"]); // by length, in src/data/loader/
+    reasons.extend(["empty", "overlong", "too_long", "changed"]); // by length, in crates/data/src/loader/
     let page = text("docs/data-format.md");
     let explained: BTreeSet<&str> =
         rows(&page).filter(|row| row.len() == 2).filter_map(|row| code(row[0])).collect();

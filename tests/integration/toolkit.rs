@@ -1,6 +1,6 @@
 //! Which CUDA toolkit a build uses, and what it reports if there is no single one.
 
-#[path = "../../build/toolkit.rs"]
+#[path = "../../crates/kernels/build/toolkit.rs"]
 mod rule;
 
 use rule::{Toolkit, find, is_at_least, release, too_new};

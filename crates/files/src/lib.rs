@@ -78,7 +78,7 @@ pub fn not_regular() -> io::Error {
 }
 
 #[cfg(test)]
-pub fn make_pipe(path: &Path) {
+fn make_pipe(path: &Path) {
     let made = std::process::Command::new("mkfifo").arg(path).status().unwrap();
     assert!(made.success());
 }

@@ -17,8 +17,7 @@ pub fn joins_products(device: &Device) -> bool {
     }
 }
 
-/// Number of products that ops of GPUs have started on this thread; 0 without them.
-#[cfg(test)]
+/// Number of products that ops of GPUs have started on this thread, for tests; 0 without them.
 pub fn products_of_this_thread() -> usize {
     #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
     return super::cuda::products_of_this_thread();

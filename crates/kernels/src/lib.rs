@@ -86,9 +86,7 @@ pub use adamw::{
     fill_zero, fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
     sums_of_squares_in_order,
 };
-#[cfg(test)]
-pub use adjacent::products_of_this_thread;
-pub use adjacent::{joins_products, own_columns, replace_columns};
+pub use adjacent::{joins_products, own_columns, products_of_this_thread, replace_columns};
 pub use algorithms::{
     AlgorithmEntry, AlgorithmSettings, AlgorithmTable, AlgorithmTableError, MatmulLibrary,
     MatrixDType, Product, Transpose,

@@ -58,7 +58,7 @@ pub use portable as transpose;
 
 /// Transposes a block on any CPU.
 #[cfg(any(test, not(target_arch = "x86_64")))]
-pub fn portable<'a>(row: impl Fn(usize) -> &'a Lanes, mut put: impl FnMut(usize, &Lanes)) {
+fn portable<'a>(row: impl Fn(usize) -> &'a Lanes, mut put: impl FnMut(usize, &Lanes)) {
     for column in 0..LANES {
         put(column, &std::array::from_fn(|i| row(i)[column]));
     }

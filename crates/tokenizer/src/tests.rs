@@ -157,7 +157,7 @@ fn documents_have_the_ids_and_offsets_of_the_reference() {
         for name in [
             "README.md",
             "docs/data-format.md",
-            "src/data/template/tokenizer/file.rs",
+            "crates/tokenizer/src/file.rs",
             "Cargo.toml",
         ] {
             let text = std::fs::read_to_string(root.join(name)).unwrap();

@@ -81,7 +81,7 @@ pub(crate) unsafe fn add_product(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::at_each_level;
+    use ::simd::at_each_level;
 
     fn wave(len: usize, step: f32) -> Vec<f32> {
         (0..len).map(|i| (i as f32 * step).sin()).collect()

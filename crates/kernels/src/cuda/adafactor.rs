@@ -2,13 +2,13 @@
 
 use candle_core::{Result, Tensor};
 
-/// As the function of this name in `ops::adafactor`.
+/// As the function of this name in `crate::adafactor`.
 pub(crate) fn mean_squares(grad: &Tensor, scale: f32) -> Result<[Tensor; 2]> {
     let squares = (grad * f64::from(scale))?.sqr()?;
     Ok([squares.mean(2)?.flatten_all()?, squares.mean(1)?.flatten_all()?])
 }
 
-/// As the function of this name in `ops::adafactor`.
+/// As the function of this name in `crate::adafactor`.
 pub(crate) fn direction(
     grad: &Tensor,
     scale: f32,

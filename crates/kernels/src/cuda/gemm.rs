@@ -99,19 +99,16 @@ impl Gemm<'_> {
         if m == 0 || n == 0 || (k == 0 && matches!(self.addend, Addend::Destination)) {
             return Ok(());
         }
-        #[cfg(test)]
         PRODUCTS.with(|products| products.set(products.get() + 1));
         run(op, &self, dst)
     }
 }
 
-#[cfg(test)]
 thread_local! {
     static PRODUCTS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
 /// Number of products that this thread has started.
-#[cfg(test)]
 pub(crate) fn products_of_this_thread() -> usize {
     PRODUCTS.get()
 }

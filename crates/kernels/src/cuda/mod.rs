@@ -77,7 +77,6 @@ pub(super) use embedding::{
 };
 pub(super) use gated_delta_rule::{gated_delta_rule, gated_delta_rule_backward};
 pub(super) use gated_rms_norm::{gated_rms_norm, gated_rms_norm_backward};
-#[cfg(test)]
 pub(super) use gemm::products_of_this_thread;
 pub(super) use grouped_linear::{add_grouped_outer_products, grouped_products};
 pub(super) use launch::{on_gpu, supports_device};

@@ -7,7 +7,7 @@ use super::select::{AttentionKernels, Block, Gpu, Own};
 use crate::testing::{
     Tolerance, assert_close, gradient_buffer, ids, message, random, rope_table,
 };
-use crate::{self, Gelu, NormScale, RecomputeInput};
+use crate::{Gelu, NormScale, RecomputeInput};
 use candle_core::{DType, Device, Result, Tensor};
 
 const DTYPES: [(DType, Tolerance); 2] =
@@ -202,10 +202,10 @@ fn row_ops_match_the_cpu_for_any_width() -> Result<()> {
             let src = operand(2, &[4, d], dtype);
             let (set, set_cpu) = (x.copy()?, x.copy()?);
             super::update_rows("index_copy", &set, &rows, &src)?;
-            ops::index_copy(&set_cpu, &rows, &src)?;
+            crate::index_copy(&set_cpu, &rows, &src)?;
             let (added, added_cpu) = (x.copy()?, x.copy()?);
             super::update_rows("index_add", &added, &rows, &src)?;
-            ops::index_add(&added_cpu, &rows, &src)?;
+            crate::index_add(&added_cpu, &rows, &src)?;
             let (gpu, cpu) = ([set, added], [set_cpu, added_cpu]);
             assert_all_close(&format!("{dtype:?} {t} {d}"), &gpu, &cpu, tolerance);
         }
@@ -254,7 +254,7 @@ fn table_gradients_match_the_cpu() -> Result<()> {
             });
             assert_all_close(&format!("taps {dtype:?} {n} {d}"), &gpu, &cpu, tolerance);
             let got = super::interpolate_rows("test", &table, &index, &weight, Some(&dy))?;
-            let want = ops::interpolate_rows_add(&table, &index, &weight, &dy)?;
+            let want = crate::interpolate_rows_add(&table, &index, &weight, &dy)?;
             assert_close(&format!("interpolation {dtype:?} {n} {d}"), &got, &want, tolerance);
         }
     }
@@ -266,7 +266,7 @@ fn dropout_has_the_mask_of_the_cpu() -> Result<()> {
     for (n, k) in [(0, 8), (3, 7), (5, 4096), (600, 40)] {
         for (dtype, tolerance) in DTYPES {
             let (x, y) = (operand(1, &[n, k], dtype), operand(2, &[n, k], dtype));
-            let mask = ops::DropoutMask { seed: 0xdead_beef, first_row: 9, probability: 0.3 };
+            let mask = crate::DropoutMask { seed: 0xdead_beef, first_row: 9, probability: 0.3 };
             let (gpu, cpu) = both!(path => {
                 let sum = y.copy()?;
                 path::dropout_add(&x, mask, &sum)?;
@@ -404,7 +404,7 @@ fn attention_matches_with_the_kernels_of_every_gpu() -> Result<()> {
 fn nf4_has_the_bits_of_the_cpu_at_any_alignment() -> Result<()> {
     for n in [1, 7, 64, 135, 2048, 2051, 40_000] {
         let x = operand(1, &[n], DType::F32);
-        let matrix = ops::Nf4::quantize(&[n], |range| x.narrow(0, range.start, range.len()))?;
+        let matrix = crate::Nf4::quantize(&[n], |range| x.narrow(0, range.start, range.len()))?;
         let parts = matrix.parts()?;
         let tensors = [
             Tensor::new(parts.codes.as_slice(), &Device::Cpu)?,
@@ -417,7 +417,7 @@ fn nf4_has_the_bits_of_the_cpu_at_any_alignment() -> Result<()> {
                 let (gpu, cpu) = (zeros()?, zeros()?);
                 super::nf4_dequantize(tensors.each_ref(), parts.offset, &gpu)?;
                 matrix.dequantize_into(&cpu)?;
-                let bits = |t: &Tensor| ops::testing::bits(t);
+                let bits = |t: &Tensor| crate::testing::bits(t);
                 assert_eq!(bits(&gpu), bits(&cpu), "{n} elements in {dtype:?} from {offset}");
             }
         }

@@ -101,7 +101,7 @@ fn the_bits_depend_neither_on_threads_nor_on_the_simd_level() {
     };
     assert!(run(1) == run(3));
     let x = f32s(&random(3, &[64 * 5 + 3]));
-    let levels = crate::at_each_level(|| {
+    let levels = ::simd::at_each_level(|| {
         let (codes, scales) = quantize_part(&x);
         let mut y = [[[bf16::ZERO; 2]; 32]; 5];
         dequantize_bf16(&codes.as_chunks().0[..5], &scales, &mut y);

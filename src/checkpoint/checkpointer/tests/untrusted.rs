@@ -125,7 +125,7 @@ fn pipes_in_place_of_files_are_damage_and_not_a_wait() {
         run.save(1);
         let newest = run.save(2);
         fs::remove_file(newest.join(file)).unwrap();
-        crate::files::make_pipe(&newest.join(file));
+        crate::checkpoint::make_pipe(&newest.join(file));
         assert_eq!(run.newest(), Some(1), "{file}");
         let error = Checkpointer::open(&newest, &Alone).unwrap_err().to_string();
         assert!(error.ends_with(&format!("`{file}` is not a regular file")), "{error}");

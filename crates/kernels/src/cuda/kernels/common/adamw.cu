@@ -1,4 +1,4 @@
-// AdamW over many tensors in a few launches; see src/ops/adamw.rs for the contract.
+// AdamW over many tensors in a few launches; see crates/kernels/src/adamw.rs for the contract.
 //
 // One launch handles up to MOST tensors. The kernel arguments hold the list, so nothing is
 // uploaded. A block processes one chunk of 65,536 elements and finds its tensor by bisection. All
@@ -6,12 +6,12 @@
 // They are bound by memory bandwidth: 4 bytes per element for the sum of squares, 28 for the update
 // (20 with moments in bf16), and 2 more for a bf16 copy of the weight. Sums are f64, in an order
 // that depends on the sizes only. bf16 moments, and bf16 weights without a master, use stochastic
-// rounding with the same random numbers as src/ops/moments.rs.
+// rounding with the same random numbers as crates/kernels/src/moments.rs.
 #include "adamw.cuh"
 
 namespace {
 
-constexpr int SQUARES_BLOCK = 4096; // as in src/ops/adamw.rs
+constexpr int SQUARES_BLOCK = 4096; // as in crates/kernels/src/adamw.rs
 
 // Tensors of a launch. Tensor i has the chunks first[i] .. first[i + 1].
 struct Tensors {

@@ -1,4 +1,4 @@
-// AdamW with moments in 8 bits; see src/ops/eight_bit.rs for the codes and adamw.cu for the lists.
+// AdamW with moments in 8 bits; see crates/kernels/src/eight_bit.rs for the codes and adamw.cu for the lists.
 //
 // A warp processes 256 elements, which share a scale, in accesses of consecutive elements by
 // consecutive lanes: 12 bytes per element with weights in f32.

@@ -1,5 +1,5 @@
 // Attention without tensor cores, and the row products of every backward pass; see
-// src/ops/attention/mod.rs for the contract.
+// crates/kernels/src/attention/mod.rs for the contract.
 //
 // For f32, and for bf16 heads that the tensor-core kernels do not support: any head dim up to 256,
 // with products in f32. The tasks are the same, with 32 own rows: a warp has four of them. A lane

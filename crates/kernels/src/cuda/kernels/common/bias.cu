@@ -1,4 +1,4 @@
-// Column sums of output gradients, for biases; see src/ops/linear.rs for the contract.
+// Column sums of output gradients, for biases; see crates/kernels/src/linear.rs for the contract.
 //
 // A block has 256 columns of dy [n, m] and every gridDim.y-th group of 8 rows. A lane has 8
 // columns, in one or two 16-byte loads; a warp has one row of each group. The sums of the warps are

@@ -1,4 +1,4 @@
-// Causal depthwise convolution with SiLU; see src/ops/causal_conv1d.rs for the contract.
+// Causal depthwise convolution with SiLU; see crates/kernels/src/causal_conv1d.rs for the contract.
 //
 // A thread has E adjacent channels of a range of tokens and keeps the window of four tokens in
 // registers, so that it reads each operand once, except for three tokens next to its range. Both

@@ -1,4 +1,4 @@
-// y = a x + b y for operands of any dtype; see src/ops/muon.rs. A thread computes 8 elements, and
+// y = a x + b y for operands of any dtype; see crates/kernels/src/muon.rs. A thread computes 8 elements, and
 // consecutive threads access consecutive elements.
 #include "adamw.cuh"
 

@@ -230,7 +230,7 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int N> __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
 #endif
 
-// A bijection whose every bit depends on all bits of x, as in src/ops/moments.rs.
+// A bijection whose every bit depends on all bits of x, as in crates/kernels/src/moments.rs.
 __device__ __forceinline__ uint32_t mix(uint32_t x) {
   x ^= x >> 16;
   x *= 0x7feb352du;

@@ -1,5 +1,5 @@
 // Softmax cross-entropy over chunks of logits, and its gradient; see
-// src/ops/linear_cross_entropy.rs for the contract.
+// crates/kernels/src/linear_cross_entropy.rs for the contract.
 //
 // One block per row of f32 logits [rows, v]. One read gives the maximum, the sum of exponentials
 // and the argmax, first per thread on its own columns. If the gradient is requested, a second read

@@ -1,4 +1,4 @@
-// Gates of the gated delta rule; see src/ops/delta_gates.rs for the contract.
+// Gates of the gated delta rule; see crates/kernels/src/delta_gates.rs for the contract.
 //
 // Few elements, one per token and head: a warp has a token, and a lane every 32nd head.
 #include "common.cuh"

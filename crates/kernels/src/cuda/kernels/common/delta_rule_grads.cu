@@ -1,5 +1,5 @@
 // Gated delta rule: gradients of the operands, from the states and their gradients at the ends of
-// each chunk; see src/ops/gated_delta_rule.rs for the contract, and src/ops/cpu/delta_rule_backward.rs
+// each chunk; see crates/kernels/src/gated_delta_rule.rs for the contract, and crates/kernels/src/cpu/delta_rule_backward.rs
 // for the same algorithm.
 //
 // Chunks are independent here. A block has one chunk of a key head, and iterates over the value heads

@@ -1,5 +1,5 @@
 // Gated delta rule: matrices of the chunks, and the iterations over the states; see
-// src/ops/gated_delta_rule.rs for the contract, and src/ops/cpu/delta_rule.rs for the same algorithm.
+// crates/kernels/src/gated_delta_rule.rs for the contract, and crates/kernels/src/cpu/delta_rule.rs for the same algorithm.
 //
 // Only the states are sequential. One kernel computes the matrices of all chunks at once. In the
 // kernels that iterate over the states, a block has 32 columns of the state of one head and iterates

@@ -1,4 +1,4 @@
-// Dropout with a mask from seed, row and column; see src/ops/dropout.rs.
+// Dropout with a mask from seed, row and column; see crates/kernels/src/dropout.rs.
 //
 // A thread has one chunk of 16 bytes, or one element if rows are not aligned. A chunk is in one row. The
 // halves of a random number decide on two columns that are 16 apart.

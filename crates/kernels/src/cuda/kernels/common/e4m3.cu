@@ -1,5 +1,5 @@
 // Rounding of matrices to FP8 (e4m3) with a power of two as scale for each row or column, and the
-// scaling of products; see src/ops/e4m3.rs.
+// scaling of products; see crates/kernels/src/e4m3.rs.
 //
 // Integer arithmetic rounds, not the instruction of Hopper: so the codes are those of the CPU on every
 // GPU, and infinity becomes NaN. All kernels are bound by memory bandwidth.
@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int THREADS = 256;
-// Number of rows with one maximum of a column, as in src/ops/cuda/e4m3.rs.
+// Number of rows with one maximum of a column, as in crates/kernels/src/cuda/e4m3.rs.
 constexpr int SHARE = 64;
 // Rows and columns of a block that transposes.
 constexpr int TILE = 64;

@@ -1,4 +1,4 @@
-// Weighted sums of rows, and gradients of tables; see src/ops/embedding.rs. (A plain lookup is
+// Weighted sums of rows, and gradients of tables; see crates/kernels/src/embedding.rs. (A plain lookup is
 // gather_rows.)
 //
 // The gradient of a table adds rows of dy to the table rows given by ids, in a fixed order and

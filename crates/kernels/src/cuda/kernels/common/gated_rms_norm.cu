@@ -1,4 +1,4 @@
-// Root-mean-square norm with an output gate; see src/ops/gated_rms_norm.rs for the contract.
+// Root-mean-square norm with an output gate; see crates/kernels/src/gated_rms_norm.rs for the contract.
 //
 // Like rms_norm.cu: a group of warps holds a row in registers, each operand is read once, and both
 // kernels are bound by memory bandwidth.

@@ -1,4 +1,4 @@
-// Grouped products in f32, and of bf16 operands of any size and alignment; see src/ops/grouped_linear.rs.
+// Grouped products in f32, and of bf16 operands of any size and alignment; see crates/kernels/src/grouped_linear.rs.
 //
 // A block of 256 threads computes 64 x 64 results and takes 16 terms of the sums at a time. A thread
 // has 4 x 4 results. The order of the sums of a row does not depend on the other rows.

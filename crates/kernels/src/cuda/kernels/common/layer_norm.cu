@@ -1,4 +1,4 @@
-// Layer norm with bias; see src/ops/layer_norm.rs for the contract.
+// Layer norm with bias; see crates/kernels/src/layer_norm.rs for the contract.
 //
 // As in rms_norm.cu, rows are held in registers, so the variance is computed about the mean without
 // a second read, and all three kernels are bound by memory bandwidth. Each group of a backward

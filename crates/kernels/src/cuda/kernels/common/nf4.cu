@@ -1,4 +1,4 @@
-// Dequantisation of NF4; see src/ops/nf4.rs.
+// Dequantisation of NF4; see crates/kernels/src/nf4.rs.
 //
 // A thread has 8 adjacent elements: four bytes of codes, one scale, one store of 16 bytes (two in
 // f32). The kernel is bound by memory bandwidth.

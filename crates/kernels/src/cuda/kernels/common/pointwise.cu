@@ -1,5 +1,5 @@
 // Elementwise ops: swiglu, the sigmoid gate, both gelus, in-place sums and zeros; see
-// src/ops/{swiglu,sigmoid_gate,gelu,rows,adamw}.rs.
+// crates/kernels/src/{swiglu,sigmoid_gate,gelu,rows,adamw}.rs.
 //
 // A thread has 8 elements in 16-byte chunks and issues all loads before it uses the first one: the
 // kernels are bound by memory bandwidth. A block has 2,048 adjacent elements. Tensors may have any

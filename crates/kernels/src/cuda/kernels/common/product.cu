@@ -1,4 +1,4 @@
-// Matrix product without a library, for products that cublasLt refuses; see src/ops/cuda/gemm.rs.
+// Matrix product without a library, for products that cublasLt refuses; see crates/kernels/src/cuda/gemm.rs.
 //
 // A block of 256 threads computes 64 x 64 results and takes 16 terms of the sums at a time. A thread
 // has 4 x 4 results. Operands may have any size, stride and alignment. The order of the sums depends

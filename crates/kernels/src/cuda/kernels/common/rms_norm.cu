@@ -1,4 +1,4 @@
-// Root-mean-square norm; see src/ops/rms_norm.rs for the contract.
+// Root-mean-square norm; see crates/kernels/src/rms_norm.rs for the contract.
 //
 // A group of warps holds a row in registers (held_rows.cuh), so each operand is read once and all
 // three kernels are bound by memory bandwidth. A backward block iterates over rows, and each group

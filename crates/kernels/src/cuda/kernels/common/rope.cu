@@ -1,5 +1,5 @@
 // Per-head RMS norm with rotary embedding of queries and keys, and rotary embedding of the vision
-// encoder; see src/ops/rope.rs and src/ops/vision_rope.rs for the contracts.
+// encoder; see crates/kernels/src/rope.rs and crates/kernels/src/vision_rope.rs for the contracts.
 //
 // Two dims of a head are rotated together, so a thread has chunks of both halves of the dims. All
 // four kernels are bound by memory bandwidth: each operand is read once, except that the heads of a

@@ -1,4 +1,4 @@
-// Routing of a mixture of experts; see src/ops/route.rs for the contract.
+// Routing of a mixture of experts; see crates/kernels/src/route.rs for the contract.
 //
 // A warp chooses the experts of a token. Choices are sorted by expert by counting, without atomics:
 // tiles of 1,024 choices are counted by expert, one block turns the counts into the first row of each

@@ -1,5 +1,5 @@
-// Gathering, copying, adding and zeroing of rows; see src/ops/rows.rs for the contract. Copies of
-// columns of a matrix; see src/ops/adjacent.rs.
+// Gathering, copying, adding and zeroing of rows; see crates/kernels/src/rows.rs for the contract. Copies of
+// columns of a matrix; see crates/kernels/src/adjacent.rs.
 //
 // A warp handles a row, 16 bytes per lane, with four accesses in flight: all kernels are bound by
 // memory bandwidth. The host rejects rows out of range. Here they leave the tensor unchanged, and a

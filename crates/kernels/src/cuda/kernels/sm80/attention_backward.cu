@@ -1,4 +1,4 @@
-// Attention backward in bf16 on tensor cores; see src/ops/attention/mod.rs for the contract.
+// Attention backward in bf16 on tensor cores; see crates/kernels/src/attention/mod.rs for the contract.
 //
 // One template gives two kernels, so that there are no sums across blocks. In
 // attention_backward_keys a block owns keys of one key-value head, iterates over the queries of all

@@ -1,4 +1,4 @@
-// Attention forward in bf16 on tensor cores; see src/ops/attention/mod.rs for the contract.
+// Attention forward in bf16 on tensor cores; see crates/kernels/src/attention/mod.rs for the contract.
 //
 // q, o: [T, H, Dh]; k, v: [., Hkv, Dh]; lse: [H, T]. A block has 128 queries of one head in four
 // warps of 32, and iterates over the keys in tiles of 64 with a running maximum and sum; half as many

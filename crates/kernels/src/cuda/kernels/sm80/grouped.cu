@@ -1,4 +1,4 @@
-// Grouped products in bf16 on tensor cores; see src/ops/grouped_linear.rs for the contract.
+// Grouped products in bf16 on tensor cores; see crates/kernels/src/grouped_linear.rs for the contract.
 //
 // A block of four warps computes 128 rows x 128 columns and takes 64 terms of the sums at a time, in
 // three stages: while one is multiplied, the next two are copied. A warp has 64 x 64 results, so an

@@ -1,4 +1,4 @@
-// Attention backward in bf16 for compute capability 9.0; see src/ops/attention/mod.rs for the contract,
+// Attention backward in bf16 for compute capability 9.0; see crates/kernels/src/attention/mod.rs for the contract,
 // attention_sm90.cuh for the parts, and sm80/attention_backward.cu for the two passes: one for dk and
 // dv, and one for dq, with sums in registers and without atomics.
 //

@@ -1,4 +1,4 @@
-// Attention forward in bf16 for compute capability 9.0; see src/ops/attention/mod.rs for the contract
+// Attention forward in bf16 for compute capability 9.0; see crates/kernels/src/attention/mod.rs for the contract
 // and attention_sm90.cuh for the parts.
 //
 // A block has 64 queries of one head for each consumer, and iterates over the keys with a running
