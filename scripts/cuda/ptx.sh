@@ -17,7 +17,7 @@ if ! [ -d "$folder" ] || ! cmp -s "$folder.sha256.new" "$folder.sha256"; then
   } | FOLDER=$folder.new xargs -P "$(nproc)" -L 1 bash -c '
     file=$(basename "$2" .cu) exact=()
     [[ $file != adamw* ]] || exact=(-fmad=false) # as in build.rs
-    "$CUDA_HOME/bin/nvcc" -ptx "-arch=sm_$1" -O3 -std=c++17 -Werror all-warnings -lineinfo "${exact[@]}" -Isrc/ops/cuda/kernels/common -o "$FOLDER/$1/$file.ptx" "$2"' _
+    "$CUDA_HOME/bin/nvcc" -ptx "-arch=sm_$1" -O3 -std=c++17 -Werror all-warnings -lineinfo "${exact[@]}" -Icrates/kernels/src/cuda/kernels/common -o "$FOLDER/$1/$file.ptx" "$2"' _
   mv "$folder.new" "$folder"
   mv "$folder.sha256.new" "$folder.sha256"
 fi

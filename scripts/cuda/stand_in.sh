@@ -31,7 +31,7 @@ library() {
   if ! cmp -s "$out/kernels.sha256.new" "$out/kernels.sha256"; then
     rm -rf "$out/kernels" "$out/kernels.sha256" && mkdir "$out/kernels"
     printf '%s\n' crates/kernels/src/cuda/kernels/*/*.cu crates/kernels/src/cuda/emulation/emulation.cpp | xargs -P "$(nproc)" -I{} sh -c 'g++ -x c++ -std=c++20 -O2 -DEMULATION -w \
-      -fno-strict-aliasing -fPIC -c -Isrc/ops/cuda/kernels/common -Isrc/ops/cuda/emulation -o "$1/kernels/$(basename "$2").o" "$2"' _ "$out" {}
+      -fno-strict-aliasing -fPIC -c -Icrates/kernels/src/cuda/kernels/common -Icrates/kernels/src/cuda/emulation -o "$1/kernels/$(basename "$2").o" "$2"' _ "$out" {}
     mv "$out/kernels.sha256.new" "$out/kernels.sha256"
   fi
   local bindings sources
