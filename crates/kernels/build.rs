@@ -89,10 +89,7 @@ fn compile_for_gpus(out: &Path) {
     }
     let names: Vec<&str> = codes.iter().filter_map(|code| code.rsplit('=').next()).collect();
     println!("cargo:rustc-env=TRAINER_CUDA_TOOLKIT={version}");
-    println!(
-        "cargo:gpu_code=CUDA {version}: {}, sm_90a, PTX of compute_80",
-        names.join(", ")
-    );
+    println!("cargo:gpu_code=CUDA {version}: {}, sm_90a, PTX of compute_80", names.join(", "));
     codes.push("arch=compute_80,code=compute_80");
     let mut images = String::from("&[\n");
     for file in kernels() {

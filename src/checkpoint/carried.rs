@@ -86,8 +86,8 @@ fn check_inside(folder: &Path, path: &Path) -> Result<(), CheckpointError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::{FolderLayout, ModelFiles, write_atomically};
     use crate::checkpoint::make_pipe;
+    use crate::checkpoint::{FolderLayout, ModelFiles, write_atomically};
     use std::fs;
     use std::os::unix::fs::symlink;
 

@@ -1,9 +1,9 @@
 //! The search for values that are infinite or not a number: they never enter a checkpoint, and are
 //! not loaded.
 
-use simd::kernels;
 use candle_core::DType;
 use half::{bf16, f16};
+use simd::kernels;
 
 /// A type of values with an exponent.
 pub(super) trait Value: Copy {

@@ -21,7 +21,8 @@ const RUN: &str = "cargo run --release --";
 
 /// Parts of the repository that commands read. They write to `runs`, `models`, `my` and so on,
 /// which are folders of the sandbox.
-const LINKED: [&str; 7] = ["configs", "data", "docs", "scripts", "src", "tests", "Cargo.toml"];
+const LINKED: [&str; 8] =
+    ["configs", "crates", "data", "docs", "scripts", "src", "tests", "Cargo.toml"];
 
 /// A `bash` block of a page.
 struct Block {

@@ -128,6 +128,7 @@ fn every_file_that_a_message_names_is_in_a_release() {
     let packed: Vec<&str> = packed.split(" | ").next().unwrap().split(' ').collect();
     let mut sources = Vec::new();
     files(&root().join("src"), ".rs", &mut sources);
+    files(&root().join("crates"), ".rs", &mut sources);
     let mut named = 0;
     for path in sources.iter().filter(|path| !path.to_str().unwrap().contains("test")) {
         let source = fs::read_to_string(path).unwrap();
@@ -191,6 +192,7 @@ fn files(folder: &Path, ending: &str, found: &mut Vec<PathBuf>) {
 fn every_property_of_the_proofs_names_tests_that_exist() {
     let mut sources = Vec::new();
     files(&root().join("src"), ".rs", &mut sources);
+    files(&root().join("crates"), ".rs", &mut sources);
     files(&root().join("tests/integration"), ".rs", &mut sources);
     let code: String = sources.iter().map(|path| fs::read_to_string(path).unwrap()).collect();
     let page = text("docs/proofs.md");
@@ -251,7 +253,7 @@ fn every_path_of_the_repository_that_a_page_names_exists() {
         for (index, line) in content.lines().enumerate() {
             is_code ^= line.trim_start().starts_with("```");
             for path in line.split('`').skip(1).step_by(2).filter(|_| !is_code) {
-                let below = ["src/", "tests/", "scripts/", "configs/", "data/"];
+                let below = ["src/", "crates/", "tests/", "scripts/", "configs/", "data/"];
                 let is_path = below.iter().any(|folder| path.starts_with(folder))
                     && path.chars().all(|c| c.is_ascii_alphanumeric() || "/_-.*".contains(c));
                 // `NAME` in capitals is a placeholder

@@ -9,7 +9,6 @@ mod cu_seqlens;
 mod encoded;
 mod pack;
 mod padded;
-mod rank;
 mod sample;
 mod split;
 mod varlen;
@@ -18,7 +17,6 @@ pub use cu_seqlens::{CuSeqlens, CuSeqlensError};
 pub use encoded::{EncodedSample, Patches};
 pub use pack::Pack;
 pub use padded::{Batch, PaddingSide, UnpadError};
-pub use rank::{Rank, SequencePlace, own_part};
 pub use sample::{
     AreaLimits, BoxRef, BoxUnit, Content, FrameRate, ImageLimits, MediaRef, MediaSource, Medium,
     MediumKind, Message, Objects, Part, Sample, SampleId, VideoLimits, VideoRef,

@@ -4,9 +4,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use batch::{EncodedSample, MediumKind, SampleId};
 use crate::source::error::SampleError;
 use crate::source::{Trouble, with_patience};
+use batch::{EncodedSample, MediumKind, SampleId};
 
 /// A row of one of the data sets of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -3,8 +3,8 @@
 use super::collective::{Collective, Exchange, Gather, Reduce, Then, Ticket};
 use super::tree::TreeSum;
 use super::{DistError, Rank, Transport};
-use kernels::Progress;
 use candle_core::Tensor;
+use kernels::Progress;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;

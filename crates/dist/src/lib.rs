@@ -10,11 +10,9 @@
 mod collective;
 mod config;
 mod control;
-mod error;
 mod frame;
 mod heartbeat;
 mod host_collective;
-mod lane;
 mod launcher;
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -31,16 +29,13 @@ mod watchdog;
 pub use collective::{Collective, Exchange, Gather, Reduce, Then, Ticket};
 pub use config::{Distributed, Exact, Processes, Shard, ShardGroup};
 pub use control::{Connections, connect};
-pub use error::DistError;
 pub use host_collective::HostCollective;
-pub use lane::Lane;
-pub use lane::gather;
-pub use launcher::{LaunchError, Launched, Launcher};
+pub use launcher::{LaunchError, Launched};
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 pub use nccl::{Nccl, NcclOptions};
-pub use batch::{Rank, SequencePlace};
-pub use rendezvous::{ConnectError, interface_name};
+pub use ranks::{ConnectError, DistError, Lane, Launcher, Rank, SequencePlace, gather};
+pub use rendezvous::interface_name;
 pub use selftest::agree;
 pub use selftest::{CaseResult, NUM_CASES, selftest};
 pub use sequence::SequenceAttention;

@@ -5,8 +5,8 @@
 //! tokens for heads: `[P, H, Dh]` becomes `[T, H / N, Dh]`, and back.
 
 use super::{Collective, Exchange, SequencePlace};
-use kernels::{AttentionBackend, HeadExchange, Masking, Qkv, QkvGrad, Segments};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use kernels::{AttentionBackend, HeadExchange, Masking, Qkv, QkvGrad, Segments};
 use std::ops::Range;
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 //! The sum of a slice over ranks, by a binary tree over the ranks.
 
-use batch::own_part;
 use super::{DistError, Rank};
+use ranks::own_part;
 use std::ops::Range;
 
 /// Sends and receives bytes between two ranks.

@@ -3,8 +3,8 @@
 //! Sixteen blocks are transformed at once, one per vector lane, so that neither pass has to move
 //! values between lanes. Coefficients are `[64, lane]`.
 
-use simd::{LANES, Lanes, transpose};
 use simd::kernels;
+use simd::{LANES, Lanes, transpose};
 
 /// Blocks that wait for their transform.
 #[derive(Debug)]

@@ -100,9 +100,8 @@ pub use attention::{
 pub use bytes::{change_bytes, change_f32, with_bytes};
 pub use causal_conv1d::{CONV_TAPS, causal_conv1d, causal_conv1d_backward};
 pub use cpu::{
-    CachingAllocator, RecomputeInput, exit_when_out_of_memory,
-    failed_gpu_allocation, memory_advice, set_memory_advice, set_predicted_memory,
-    share_one_heap_under_a_limit,
+    CachingAllocator, RecomputeInput, exit_when_out_of_memory, failed_gpu_allocation,
+    memory_advice, set_memory_advice, set_predicted_memory, share_one_heap_under_a_limit,
 };
 #[cfg(feature = "cuda")]
 pub use cuda::SideStream;
@@ -157,7 +156,7 @@ pub use rope_heads::{rope_heads, rope_heads_backward};
 pub use route::{Routing, combine, expert_rows, expert_rows_backward, route, route_backward};
 pub use router_probabilities::{router_probabilities, router_probabilities_backward};
 pub use rows::{add_in_place, gather_rows, index_add, index_copy, scatter_rows, zero_rows};
-pub use simd::{SimdError, SimdLevel, simd_level};
 pub use sigmoid_gate::{sigmoid_gate, sigmoid_gate_backward};
+pub use simd::{SimdError, SimdLevel, simd_level};
 pub use swiglu::{swiglu, swiglu_backward};
 pub use vision_rope::{vision_rope_merge_backward, vision_rope_split};

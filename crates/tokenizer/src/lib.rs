@@ -108,11 +108,7 @@ impl TextTokenizer {
     }
 
     /// [`Self::encode`] that may stop after more than `most` tokens. Its result is incomplete then.
-    pub fn encode_up_to(
-        &self,
-        text: &str,
-        most: usize,
-    ) -> Result<Tokens, TokenizerError> {
+    pub fn encode_up_to(&self, text: &str, most: usize) -> Result<Tokens, TokenizerError> {
         match &self.inner {
             Inner::Ours(engine) => Ok(engine.encode(text, most)),
             Inner::Reference(tokenizer) => {
@@ -131,10 +127,7 @@ impl TextTokenizer {
     }
 
     /// Converts ids to text, including special tokens.
-    pub fn decode_with_specials(
-        &self,
-        ids: &[u32],
-    ) -> Result<String, TokenizerError> {
+    pub fn decode_with_specials(&self, ids: &[u32]) -> Result<String, TokenizerError> {
         self.decoded(ids, false)
     }
 

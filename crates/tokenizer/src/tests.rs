@@ -12,8 +12,11 @@ use tokenizers::Tokenizer;
 use super::*;
 
 fn small_file() -> Vec<u8> {
-    std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/quickstart/model/tokenizer.json"))
-        .unwrap()
+    std::fs::read(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../data/quickstart/model/tokenizer.json"
+    ))
+    .unwrap()
 }
 
 /// One file, loaded by our engine and by the `tokenizers` crate.
@@ -154,12 +157,9 @@ fn every_character_has_the_class_of_the_reference() {
 fn documents_have_the_ids_and_offsets_of_the_reference() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     for both in Both::each() {
-        for name in [
-            "README.md",
-            "docs/data-format.md",
-            "crates/tokenizer/src/file.rs",
-            "Cargo.toml",
-        ] {
+        for name in
+            ["README.md", "docs/data-format.md", "crates/tokenizer/src/file.rs", "Cargo.toml"]
+        {
             let text = std::fs::read_to_string(root.join(name)).unwrap();
             assert!(both.check(&text) > 100);
             both.check(&text.replace('\n', "\r\n"));

@@ -15,9 +15,7 @@ use crate::encode::LossScale;
 use crate::encode::truncate::{KeptEnd, TruncationRule};
 use crate::media::image::{ImageConfig, UrlConfig};
 use crate::media::video::VideoConfig;
-use crate::packing::{
-    Overlong, PackRules, Packing, PackingStrategy, StepPacks, WINDOW_SAMPLES,
-};
+use crate::packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks, WINDOW_SAMPLES};
 use crate::source::UnknownKeys;
 
 pub use data_set::{DatasetConfig, dataset_names};

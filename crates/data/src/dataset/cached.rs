@@ -1,12 +1,12 @@
 //! Rows whose lengths come from length caches.
 
 use super::{DataSet, JsonlRows};
-use batch::{EncodedSample, SampleId};
 use crate::{
     CacheError, CacheWork, Encoder, Length, LengthCache, LoaderOptions, MediaLook, MediaStamps,
     Prefetched, Rejection, RowFile, RowReader, SampleIndex, TokenCounts,
 };
-use batch::Rank;
+use batch::{EncodedSample, SampleId};
+use ranks::Rank;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -8,12 +8,12 @@ pub(crate) mod row_reader;
 #[cfg(test)]
 mod tests;
 
-use batch::{EncodedSample, Sample, SampleId};
 use crate::{
     Corpus, CorpusOptions, DatasetConfig, DatasetInfo, DroppedTokens, Encoder, Length, Prefetched,
     Rejection, RowFile, RowForm, RowReader, RowRules, SampleError, SampleIndex, SourceError,
     TextSample, TruncationRule, UnknownKeys, dataset_names, open_indexed,
 };
+use batch::{EncodedSample, Sample, SampleId};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 

@@ -1,8 +1,8 @@
 //! The interface between the loader and the data sets: a row is prefetched, packed, then completed.
 
-use batch::{EncodedSample, SampleId};
 use crate::encode::TextSample;
 use crate::row::{Length, Rejection, RowTrouble, SampleIndex};
+use batch::{EncodedSample, SampleId};
 
 /// A row before its pixels are read: its length for packing, and the results computed so far.
 #[derive(Debug, Clone, PartialEq)]

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::targets::differ;
 use super::truncate::{TokenCounts, TruncationRule, kept_tokens};
-use batch::SampleId;
 use crate::source::error::SampleError;
+use batch::SampleId;
 
 /// The tokens of a sample, before positions and media.
 pub(super) struct EncodedText {

@@ -10,8 +10,8 @@ use super::error::EncoderError;
 use super::json_file::JsonFile;
 use crate::media::image::{ImageConfig, ImageProcessor};
 use crate::model_file::{ModelFileError, read};
-use tokenizer::TextTokenizer;
 use crate::template::{ChatTemplate, TemplateError};
+use tokenizer::TextTokenizer;
 
 /// Template variables with the texts of special tokens.
 const SPECIAL_TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_token"];
@@ -248,7 +248,8 @@ mod tests {
 
     #[test]
     fn patches_unlike_those_of_the_vision_encoder_are_refused_with_both_files() {
-        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/small-tied");
+        let model =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/small-tied");
         let settings = fs::read_to_string(model.join("preprocessor_config.json")).unwrap();
         for (key, value, named) in [
             ("patch_size", 14, "vision_config.patch_size"),

@@ -9,12 +9,10 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use super::media::MediaReader;
-use batch::{BoxRef, BoxUnit, Medium, Sample, SampleId};
 use crate::media::family::MediaFamily;
 use crate::media::image::ImageProcessor;
-use crate::source::{
-    BOX_PLACEHOLDER, GroundingError, NAME_PLACEHOLDER, SampleError, texts_mut,
-};
+use crate::source::{BOX_PLACEHOLDER, GroundingError, NAME_PLACEHOLDER, SampleError, texts_mut};
+use batch::{BoxRef, BoxUnit, Medium, Sample, SampleId};
 
 /// Sides of an image in thousandths.
 pub(super) const SIDE: u32 = 1000;

@@ -13,13 +13,13 @@ use super::Encoder;
 use super::encoded_text::kept_text;
 use super::grounding::depends_on_resizing;
 use super::media::{MediumGrid, MediumHeader};
-use batch::Sample;
 use crate::encode::truncate::{
     DroppedTokens, TokenCounts, TruncationError, TruncationRule, check_tokens, dropped, kept_tokens,
 };
 use crate::media::image::ImageSize;
 use crate::row::Length;
 use crate::source::SampleError;
+use batch::Sample;
 
 /// The size of a row, without the visual tokens of its images. The limits on the pixels of images
 /// are not applied, except to the boxes of Qwen2.5-VL, which are text.

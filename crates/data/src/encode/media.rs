@@ -5,10 +5,10 @@ use std::ops::Range;
 
 use super::folder::{MediaTokens, VideoTokens};
 use super::positions::VisualRun;
-use batch::{Content, Medium, MediumKind, Message, Part, Patches, SampleId};
 use crate::media::image::{ImageError, ImageProcessor, ImageSize};
 use crate::media::video::{Clip, GroupTimes, VideoError, VideoMarks, VideoProcessor};
 use crate::source::{PIXELS_OF_MEDIA, SampleError};
+use batch::{Content, Medium, MediumKind, Message, Part, Patches, SampleId};
 
 /// Maximum number of pixels of the images and sampled frames of a row, before resizing: 16 times
 /// those of the largest image. It bounds the time to decode a row.

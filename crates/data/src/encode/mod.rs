@@ -40,18 +40,16 @@ use targets::{Supervision, thoughts};
 pub use text_boxes::BoxFault;
 pub use text_sample::TextSample;
 
-use batch::{
-    Content, EncodedSample, Medium, MediumKind, Message, Part, Patches, Sample, SampleId,
-};
 use crate::encode::positions::{VisualRun, position_ids};
 use crate::encode::truncate::{TruncationRule, check_tokens};
 use crate::media::image::{ImageConfig, ImageProcessor};
 use crate::media::video::{VideoConfig, VideoProcessor};
 use crate::row::Length;
 use crate::source::SampleError;
-use tokenizer::{TokenizerError, Tokens};
 use crate::template::{GenerationPrompt, RenderedPrompt, TemplateError};
+use batch::{Content, EncodedSample, Medium, MediumKind, Message, Part, Patches, Sample, SampleId};
 use net::UrlImages;
+use tokenizer::{TokenizerError, Tokens};
 
 /// Tokenizer, chat template, image and video processor of one model folder.
 pub struct Encoder {

@@ -1,9 +1,9 @@
 //! Encoding of plain text, without template and images.
 
 use super::Encoder;
-use batch::SampleId;
 use crate::encode::truncate::{MAX_TOKENS, check_tokens};
 use crate::source::SampleError;
+use batch::SampleId;
 use tokenizer::Tokens;
 
 /// The end-of-document token of most byte-level tokenizers.
@@ -11,11 +11,7 @@ const END_OF_TEXT: &str = "<|endoftext|>";
 
 impl Encoder {
     /// Ids and offsets of a text. Errors name `id`.
-    pub(crate) fn encode_text(
-        &self,
-        id: &SampleId,
-        text: &str,
-    ) -> Result<Tokens, SampleError> {
+    pub(crate) fn encode_text(&self, id: &SampleId, text: &str) -> Result<Tokens, SampleError> {
         if let Some(token) = self.text.media.pads().find(|token| text.contains(token)) {
             let token = token.to_owned();
             return Err(SampleError::ReservedInText { id: id.clone(), token });

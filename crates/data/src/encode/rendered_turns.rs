@@ -6,8 +6,8 @@
 
 use std::ops::Range;
 
-use batch::{Content, Message, Part};
 use crate::template::{Lists, RenderedChat, TemplateError};
+use batch::{Content, Message, Part};
 use serde_json::Value;
 
 /// Ends the thoughts of an answer.

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use batch::{Content, IGNORE_INDEX, Message};
 use crate::template::{Answer, RenderedChat};
+use batch::{Content, IGNORE_INDEX, Message};
 
 /// Which tokens of a chat are supervised. The names are those of ms-swift.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -6,8 +6,8 @@ use std::collections::BTreeSet;
 
 use super::Encoder;
 use super::grounding::{SIDE, depends_on_resizing};
-use batch::Sample;
 use crate::source::texts;
+use batch::Sample;
 use serde_json::Value;
 
 /// Keys of a box and of a point in a text, between quotes.

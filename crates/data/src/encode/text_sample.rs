@@ -1,8 +1,8 @@
 //! An encoded sample without its pixels.
 
 use super::media::MediumGrid;
-use batch::{EncodedSample, MediaRef, MediaSource, Medium, VideoRef};
 use crate::row::Length;
+use batch::{EncodedSample, MediaRef, MediaSource, Medium, VideoRef};
 
 /// An encoded sample without the pixels of its media: 24 bytes a token, and the paths of the media.
 #[derive(Debug, Clone, PartialEq)]

@@ -114,7 +114,8 @@ mod tests {
     use std::time::Instant;
 
     fn rows(folder: &Path, count: usize) -> Arc<JsonlRows> {
-        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/small-tied");
+        let model =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/small-tied");
         let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens: None };
         let encoder = Arc::new(Encoder::from_folder(&model, &image).unwrap());
         let path = folder.join("rows.jsonl");

@@ -315,7 +315,8 @@ mod tests {
     use std::io::Write;
 
     fn encoder() -> Encoder {
-        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/small-tied");
+        let model =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/small-tied");
         let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens: None };
         Encoder::from_folder(&model, &image).unwrap()
     }
@@ -396,7 +397,8 @@ mod tests {
         let file = rows(folder.path(), 10);
         LengthCache::update(&file, &encoder, &caches, &|_| ()).unwrap();
         let run = |file: &RowFile, image: &ImageConfig| {
-            let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/models/small-tied");
+            let model =
+                concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/models/small-tied");
             let encoder = Encoder::from_folder(Path::new(model), image).unwrap();
             let place = Place::of(file, &encoder, &caches);
             let lock = Lock::ReadOnly(io::ErrorKind::ReadOnlyFilesystem);

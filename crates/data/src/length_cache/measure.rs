@@ -13,7 +13,6 @@ use super::file::CacheError;
 use super::media::checksum;
 use super::rows::{Entry, HASH_BYTES, ImageFile, Lengths, Outcome, Rows};
 use super::stamps::{Stamps, Walk};
-use batch::{MediaRef, MediaSource, Medium, Sample, SampleId, VideoRef};
 use crate::encode::Encoder;
 use crate::encode::measure::Measured;
 use crate::media::image::ImageError;
@@ -21,6 +20,7 @@ use crate::media::video::VideoError;
 use crate::row::Rejection;
 use crate::source::files::RowContent;
 use crate::source::{ImageStamp, RowFile, SampleError, Trouble, with_patience};
+use batch::{MediaRef, MediaSource, Medium, Sample, SampleId, VideoRef};
 
 /// Number of rows whose images are checked by one thread.
 const ROWS_A_WALK: usize = 512;

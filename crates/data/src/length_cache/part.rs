@@ -14,7 +14,7 @@ use super::writer::{SUMS, Writer, read_stream, sums_of};
 use crate::encode::Encoder;
 use crate::encode::measure::Measured;
 use crate::source::RowFile;
-use batch::Rank;
+use ranks::Rank;
 
 /// Suffix of the files of ranks, before their number.
 const OF_RANK: &str = ".rank-";

@@ -13,11 +13,11 @@ use arrow_array::{
 };
 use arrow_schema::{ArrowError, DataType, Field, Fields, Schema};
 
-use batch::AreaLimits;
 use crate::encode::measure::Measured;
 use crate::encode::truncate::TokenCounts;
 use crate::media::image::ImageSize;
 use crate::source::ImageStamp;
+use batch::AreaLimits;
 
 /// Number of bytes of a row's hash.
 pub(super) const HASH_BYTES: usize = 16;

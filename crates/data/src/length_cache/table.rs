@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use super::rows::Rows;
-use batch::SampleId;
 use crate::encode::Encoder;
 use crate::encode::measure::Measured;
 use crate::encode::truncate::{TokenCounts, TruncationRule};
 use crate::media::image::ImageSize;
 use crate::row::{Length, Rejection};
 use crate::source::SampleError;
+use batch::SampleId;
 
 /// The lengths of all rows of one data file.
 #[derive(Debug)]

@@ -10,7 +10,6 @@ use std::mem::take;
 use std::sync::mpsc::SyncSender;
 use std::task::Poll;
 
-use batch::EncodedSample;
 use crate::config::OnError;
 use crate::dataset::row_reader::{Prefetched, RowReader};
 use crate::loader::error::LoaderError;
@@ -22,7 +21,8 @@ use crate::loader::steps::{
 use crate::loader::workers::{Done, Workers};
 use crate::packing::Item;
 use crate::row::{Rejection, SampleIndex, SampleSize};
-use dist::DistError;
+use batch::EncodedSample;
+use ranks::DistError;
 
 /// The threads that read rows.
 pub(super) struct Pools {

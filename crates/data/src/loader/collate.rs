@@ -172,8 +172,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use batch::{Patches, VarlenBatch};
     use crate::loader::test_reader::sample;
+    use batch::{Patches, VarlenBatch};
 
     const TWO: NonZeroU32 = NonZeroU32::new(2).unwrap();
 

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use batch::UnpadError;
 use crate::loader::collate::CollateError;
 use crate::row::{Rejection, RowTrouble};
-use dist::DistError;
+use batch::UnpadError;
+use ranks::DistError;
 
 /// The reason why a loader stops before the end of its data.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]

@@ -1,11 +1,11 @@
 //! Collates the samples of a planned step.
 
-use batch::{EncodedSample, Pack};
 use crate::loader::collate::collate;
 use crate::loader::error::LoaderError;
 use crate::loader::steps::{LoaderOptions, Rmpad, Step, StepData, fill};
 use crate::packing::Item;
 use crate::row::SampleSize;
+use batch::{EncodedSample, Pack};
 
 /// A step with its samples. Those of other ranks are `None`.
 pub(super) struct FilledStep {

@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use batch::{EncodedSample, SampleId};
 use crate::dataset::corpus::{Spacing, Windows};
 use crate::dataset::mixture::{Mixture, StoppingStrategy};
 use crate::dataset::order::{DatasetShare, Order, RowOrder};
@@ -17,6 +16,7 @@ use crate::loader::test_reader::{any_options, options, sample};
 use crate::loader::{DataState, Loader, LoaderOptions, StepData};
 use crate::packing::PackingStrategy;
 use crate::row::{Length, Rejection, SampleIndex};
+use batch::{EncodedSample, SampleId};
 
 /// Windows of three tokens in data set 0, whose first id is their row; in data set 1 chats of
 /// `1 + row % 7` tokens, one in eleven unusable.

@@ -33,12 +33,12 @@ use std::time::Duration;
 
 use assembler::{Assembler, Pools};
 
-use batch::EncodedSample;
 use crate::dataset::order::Order;
 use crate::dataset::row_reader::{Prefetched, RowReader};
 use crate::loader::workers::{Limits, Workers, panic_message};
 use crate::row::{Length, Rejection, SampleIndex};
 use crate::source::with_patience;
+use batch::EncodedSample;
 
 pub(crate) use crate::loader::error::LoaderError;
 use crate::loader::share::LoaderShare;

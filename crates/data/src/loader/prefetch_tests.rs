@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use super::tests::collect;
 use super::*;
-use batch::SampleId;
 use crate::dataset::order::RowOrder;
 use crate::loader::test_reader::{Kind, TestReader, options, order};
 use crate::packing::PackRules;
 use crate::packing::PackingStrategy;
+use batch::SampleId;
 
 /// Counts the calls for each row.
 #[derive(Default)]

@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use crate::loader::steps::{DataState, MicroBatches};
 use crate::packing::Item;
 use crate::row::{Rejection, SampleSize};
-use dist::{DistError, Lane, Rank, gather};
+use ranks::{DistError, Lane, Rank, gather};
 
 /// The connection of a loader to those of the other ranks.
 pub struct LoaderShare {

@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use batch::{PaddingSide, SampleId, VarlenBatch};
 use crate::config::{OnError, Truncation};
 use crate::loader::error::LoaderError;
 use crate::packing::{Item, Overlong, PackRules, Packer, Packing};
 use crate::row::{Length, Rejection, SampleSize};
+use batch::{PaddingSide, SampleId, VarlenBatch};
 
 /// Minimum number of rows read before the share of rejections is checked within an epoch.
 const JUDGED_ROWS: u64 = 100;

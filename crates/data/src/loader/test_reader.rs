@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use batch::{EncodedSample, MediumKind, PaddingSide, Patches, SampleId};
 use crate::config::{OnError, Truncation};
 use crate::dataset::order::{DatasetShare, Order, RowOrder};
 use crate::dataset::row_reader::{Prefetched, RowReader};
@@ -16,6 +15,7 @@ use crate::loader::steps::Rmpad;
 use crate::packing::PackingStrategy;
 use crate::packing::{Overlong, PackRules, Packing, StepPacks};
 use crate::row::{Length, Rejection, SampleIndex};
+use batch::{EncodedSample, MediumKind, PaddingSide, Patches, SampleId};
 
 /// The behaviour of a made-up row.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -100,12 +100,7 @@ impl RowReader for TestReader {
 
 /// A sample whose ids count up from `first` modulo 5, beginning with `first` itself; each image of
 /// `[1, 2, 4]` patches fills two tokens.
-pub(crate) fn sample(
-    id: SampleId,
-    tokens: usize,
-    first: u32,
-    media: &[Patches],
-) -> EncodedSample {
+pub(crate) fn sample(id: SampleId, tokens: usize, first: u32, media: &[Patches]) -> EncodedSample {
     let mut input_ids: Vec<u32> = (first..).take(tokens).map(|id| id % 5).collect();
     if let Some(id) = input_ids.first_mut() {
         *id = first;

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::*;
-use batch::VarlenBatch;
 use crate::config::{OnError, Truncation};
 use crate::dataset::order::RowOrder;
 use crate::loader::plan::{first_epoch_packs, plan};
@@ -15,6 +14,7 @@ use crate::loader::test_reader::{
 };
 use crate::packing::PackingStrategy;
 use crate::packing::{Overlong, Packing};
+use batch::VarlenBatch;
 
 fn start(rows: &[Kind], row_order: RowOrder, options: LoaderOptions, from: DataState) -> Loader {
     let order = order(rows.len(), row_order);

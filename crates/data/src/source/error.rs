@@ -1,11 +1,11 @@
 //! Errors of a row. Each message names the file, the line and what was found there.
 
 use super::grounding_error::GroundingError;
-use batch::{MediumKind, SampleId};
 use crate::encode::truncate::TruncationError;
 use crate::media::image::ImageError;
 use crate::media::video::VideoError;
 use crate::template::TemplateError;
+use batch::{MediumKind, SampleId};
 
 /// What [`SampleError::TooLarge`] counts of images and videos.
 pub(crate) const PIXELS_OF_MEDIA: &str = "pixels in its images and videos";

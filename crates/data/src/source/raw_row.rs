@@ -6,8 +6,8 @@ use serde_json::{Map, Value};
 
 use super::error::SampleError;
 use super::rows::type_name;
-use batch::SampleId;
 use crate::json;
+use batch::SampleId;
 
 /// Key of an object that represents binary data; its value is an index into [`RawRow::blobs`]. No
 /// JSON file has it: `\u{0}` makes it differ from every key of users.

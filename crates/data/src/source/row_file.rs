@@ -203,11 +203,7 @@ impl RowFile {
     }
 
     /// Parses the content of row `row < len()`.
-    pub(crate) fn parse(
-        &self,
-        row: usize,
-        content: RowContent,
-    ) -> Result<Sample, SampleError> {
+    pub(crate) fn parse(&self, row: usize, content: RowContent) -> Result<Sample, SampleError> {
         let id = self.id(row);
         self.parser.parse(&id, self.raw_of(&id, content)?)
     }

@@ -20,8 +20,8 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, Value};
 
-use batch::{Content, Message, Part};
 use crate::json::long_integer;
+use batch::{Content, Message, Part};
 
 /// Name under which the template is registered in minijinja.
 const NAME: &str = "chat_template";

@@ -8,7 +8,7 @@ mod tests;
 mod variables;
 
 pub use error::LaunchError;
-pub use place::{Launched, Launcher};
+pub use place::Launched;
 
 pub(crate) use variables::JOB;
 use variables::{EXPLICIT, OPEN_MPI, PMI, TORCHRUN, Variables};

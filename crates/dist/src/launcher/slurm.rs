@@ -1,8 +1,9 @@
 //! The variables of a step of SLURM, which `srun` starts.
 
 use super::error::LaunchError;
-use super::place::{Launched, Launcher};
+use super::place::Launched;
 use super::variables::{JOB, TORCHRUN, Variables};
+use ranks::Launcher;
 
 /// Numbers from here on are of steps that are not started by `srun`: the script of `sbatch`, and
 /// the shell of `salloc`.

@@ -1,4 +1,5 @@
 use super::*;
+use ranks::Launcher;
 use std::collections::BTreeMap;
 
 fn find(variables: &[(&str, &str)]) -> Result<Option<Launched>, LaunchError> {

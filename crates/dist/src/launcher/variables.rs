@@ -1,7 +1,8 @@
 //! The environment variables of launchers.
 
 use super::error::LaunchError;
-use super::place::{Launched, Launcher};
+use super::place::Launched;
+use ranks::Launcher;
 
 /// The variables of one launcher.
 pub(super) struct Names {

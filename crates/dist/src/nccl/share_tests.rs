@@ -2,8 +2,8 @@
 
 use super::super::{Collective, Exchange, Gather, Reduce, Then, Ticket};
 use super::tests::{Member, Setup, tree, values};
-use kernels::with_bytes;
 use candle_core::{DType, Device, Tensor};
+use kernels::with_bytes;
 use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::mpsc::channel;

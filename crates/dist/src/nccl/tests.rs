@@ -3,8 +3,8 @@
 use super::host_streams::{HostStream, HostStreams, StandIn};
 use super::*;
 use crate::{Group, threads};
-use kernels::change_f32;
 use candle_core::DType;
+use kernels::change_f32;
 use std::ops::Range;
 use std::sync::mpsc::channel;
 

@@ -1,8 +1,8 @@
 //! The address of rank 0: where it listens, and where the others connect to.
 
-use super::error::ConnectError;
 use crate::config::Distributed;
 use crate::launcher::{JOB, Launched};
+use ranks::ConnectError;
 use std::fmt;
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
@@ -40,10 +40,7 @@ impl Address {
 }
 
 /// The address at which the other ranks find rank 0.
-pub(crate) fn of_first(
-    place: &Launched,
-    config: &Distributed,
-) -> Result<Address, ConnectError> {
+pub(crate) fn of_first(place: &Launched, config: &Distributed) -> Result<Address, ConnectError> {
     let launcher = place.launcher;
     let port = config.port.or(place.port).or_else(|| port_of(&place.job));
     let port = port.ok_or(ConnectError::NoPort { launcher })?;
@@ -59,10 +56,7 @@ pub(crate) fn of_first(
 /// Listens as rank 0: on `distributed.interface`, else on loopback if all ranks are on one machine,
 /// else on the address that the others connect to. If this machine does not have that address
 /// (a service of Kubernetes, or a host name that resolves to 127.0.1.1), on all interfaces.
-pub(crate) fn listen(
-    place: &Launched,
-    config: &Distributed,
-) -> Result<TcpListener, ConnectError> {
+pub(crate) fn listen(place: &Launched, config: &Distributed) -> Result<TcpListener, ConnectError> {
     let address = of_first(place, config)?;
     let failed = |address: &dyn fmt::Display, problem: &dyn fmt::Display| ConnectError::Listen {
         address: address.to_string(),
@@ -153,7 +147,7 @@ fn address_of(interface: &str) -> Result<IpAddr, ConnectError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::launcher::Launcher;
+    use ranks::Launcher;
 
     fn place(local_world: Option<usize>, host: Option<&str>, port: Option<u16>) -> Launched {
         Launched {

@@ -1,13 +1,13 @@
 //! Rank 0 waits until all other ranks have connected.
 
 use super::Joined;
-use super::error::ConnectError;
 use super::hello::{
     self, Answer, Hello, Incomplete, MAGIC, MAX_HELLO, Machine, Purpose, local_place, missing,
 };
 use crate::Rank;
 use crate::frame::{self, Inbox, is_closed};
 use crate::launcher::Launched;
+use ranks::ConnectError;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;

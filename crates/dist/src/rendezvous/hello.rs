@@ -1,9 +1,9 @@
 //! The first messages on a connection: the hello of a rank, and the answer of rank 0.
 
-use super::error::ConnectError;
 use crate::frame::{Arrival, Inbox};
 use crate::launcher::Launched;
 use files;
+use ranks::ConnectError;
 use serde::{Deserialize, Serialize};
 use std::hash::{BuildHasher, RandomState};
 use std::net::TcpStream;

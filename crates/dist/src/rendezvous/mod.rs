@@ -1,7 +1,6 @@
 //! Connects the ranks of a job: every rank opens its connections to rank 0.
 
 mod address;
-mod error;
 mod first;
 mod hello;
 mod other;
@@ -12,9 +11,9 @@ mod tests;
 pub(super) use address::Address;
 pub use address::interface_name;
 pub(super) use address::{listen, of_first, open_to_others};
-pub use error::ConnectError;
 pub(super) use first::first;
 pub(super) use other::other;
+pub(super) use ranks::ConnectError;
 
 use super::Rank;
 use std::net::TcpStream;

@@ -2,11 +2,11 @@
 
 use super::Joined;
 use super::address::Address;
-use super::error::ConnectError;
 use super::first::rank;
 use super::hello::{self, Answer, Hello, Incomplete, MAGIC, MAX_ANSWER, Purpose, missing};
 use crate::frame::{self, Inbox};
 use crate::launcher::Launched;
+use ranks::ConnectError;
 use std::net::TcpStream;
 use std::thread;
 use std::time::{Duration, Instant};

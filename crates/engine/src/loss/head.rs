@@ -65,7 +65,8 @@ pub fn loss_and_gradient(
     let selected = kernels::gather_rows(hidden, &rows)?; // [S, D]
     let factor = (1.0 / target_weight) as f32;
     let weights = targets.weights.clone();
-    let weights = weights.map(|weights| kernels::upload(weights, targets.len(), device)).transpose()?; // [S]
+    let weights =
+        weights.map(|weights| kernels::upload(weights, targets.len(), device)).transpose()?; // [S]
     let scale = kernels::LossScale { factor, weights: weights.as_ref() };
     let dw = grads.buffer(lm_head);
     let weight = lm_head.tensor();

@@ -1,8 +1,8 @@
 //! Hidden states one token at a time, with cached keys and values.
 
 use super::model::Model;
-use batch::{CuSeqlens, IGNORE_INDEX, VarlenBatch};
 use crate::nn::KvCache;
+use batch::{CuSeqlens, IGNORE_INDEX, VarlenBatch};
 use candle_core::{Device, Error, Result, Tensor, bail};
 
 /// Keys and values of one sample's tokens so far.

@@ -1,12 +1,12 @@
 //! The traits that every family implements.
 
 use super::opaque::{ModelInput, Tape};
-use batch::VarlenBatch;
 use crate::cost::{ActivationMemory, PartWork};
 use crate::nn::{Adapters, DecoderConfig, KvCache, ParamSpec, Routers, TensorNames, WeightError};
-use kernels::{AttentionBackend, Matmul};
 use crate::tape::{GradSink, Param, Recompute};
+use batch::VarlenBatch;
 use candle_core::{DType, Device, Result, Tensor};
+use kernels::{AttentionBackend, Matmul};
 use std::fmt::Debug;
 use std::num::NonZeroU32;
 use std::sync::Arc;

@@ -11,9 +11,9 @@
 
 use super::params::{Inputs, ParamMap, ParamSpec, WeightError};
 use super::tensor_names::TensorNames;
-use kernels::{DropoutMask, ExpertLayout, LowRank};
 use crate::tape::{GradSink, Param};
 use candle_core::{D, DType, Result, Tensor};
+use kernels::{DropoutMask, ExpertLayout, LowRank};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};

@@ -8,9 +8,9 @@ use super::kv_cache::{KvCache, for_each_sample};
 use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
-use kernels::{AttentionBackend, Masking, NormScale, Qkv, QkvGrad};
 use crate::tape::{CheapTensors, GradSink, InputGrad, Param};
 use candle_core::{Result, Tensor};
+use kernels::{AttentionBackend, Masking, NormScale, Qkv, QkvGrad};
 use std::sync::Arc;
 
 /// `x + o(attention(norm(x)))`, causal inside each sample.
@@ -240,7 +240,8 @@ impl AttentionBlock {
         let d_gated = self.o.backward_input(&d_out)?;
         let recompute = self.o.recompute_input(grads);
         // The op overwrites its operands, and the backward of attention needs `o`.
-        let (d_gate, d_o, gated) = kernels::sigmoid_gate_backward(gate, o.copy()?, d_gated, recompute)?;
+        let (d_gate, d_o, gated) =
+            kernels::sigmoid_gate_backward(gate, o.copy()?, d_gated, recompute)?;
         if let Some(gated) = gated {
             self.o.backward_params(&gated, dy, &d_out, grads)?;
         }

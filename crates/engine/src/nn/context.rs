@@ -2,8 +2,8 @@
 
 use super::rope::HostTable;
 use batch::VarlenBatch;
-use kernels::{RopeTable, Segments};
 use candle_core::{Device, Result, Tensor, bail};
+use kernels::{RopeTable, Segments};
 
 /// Inputs of the decoder layers without a gradient.
 pub(crate) struct DecoderContext {

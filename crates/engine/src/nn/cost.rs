@@ -4,8 +4,8 @@ use super::adapter::AdapterTensor;
 use super::config::{DecoderConfig, HybridConfig, Queries};
 use super::experts::{EXPERTS, MoeConfig};
 use crate::cost::{ActivationMemory, PartWork, Rows};
-use kernels::DeltaHeads;
 use crate::tape::{Param, Recompute};
+use kernels::DeltaHeads;
 
 /// Rows of a block of which a GPU stores the largest values of columns, and the maximum bytes of the
 /// sums of a product in FP8 (`ops/cuda/e4m3.rs`).

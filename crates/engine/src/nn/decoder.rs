@@ -12,9 +12,9 @@ use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
 use super::routers::Routers;
 use crate::cost::{ActivationMemory, PartWork};
-use kernels::{AttentionBackend};
 use crate::tape::{CheapTensors, GradSink, InputGrad, Param, Recompute, SavedStage, Stage};
 use candle_core::{DType, Result, Tensor, bail};
+use kernels::AttentionBackend;
 use std::sync::Arc;
 
 /// The first half of a decoder layer.

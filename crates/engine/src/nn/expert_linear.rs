@@ -10,9 +10,9 @@
 
 use super::adapter::{AdapterTensor, Adapters};
 use super::params::{ParamMap, WeightError};
-use kernels::{ExpertLayout, RecomputeInput};
 use crate::tape::{GradSink, Param};
 use candle_core::{DType, Result, Tensor};
+use kernels::{ExpertLayout, RecomputeInput};
 
 /// The products of rows with the weights of their experts.
 pub(super) struct ExpertLinear {
@@ -54,7 +54,10 @@ impl ExpertLinear {
         if let Some(adapter) = &self.adapter {
             let u = adapter.down(x, offsets)?;
             let b = adapter.b_by_expert()?;
-            kernels::add_in_place(&y, &kernels::grouped_linear(&u, &b, ExpertLayout::OutIn, offsets)?)?;
+            kernels::add_in_place(
+                &y,
+                &kernels::grouped_linear(&u, &b, ExpertLayout::OutIn, offsets)?,
+            )?;
         }
         Ok(y)
     }

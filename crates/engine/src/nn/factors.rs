@@ -264,7 +264,8 @@ mod tests {
     /// Made by `scripts/golden/adapters.py` with PEFT.
     #[test]
     fn the_parts_are_those_that_peft_starts_from() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/adapters/start.safetensors");
+        let path =
+            concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/adapters/start.safetensors");
         let golden = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
         let parts = [("pissa", WeightPart::Principal), ("olora", WeightPart::Orthonormal)];
         for name in ["wide", "tall", "square"] {

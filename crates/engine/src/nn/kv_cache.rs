@@ -2,8 +2,8 @@
 //! the states of linear attention.
 
 use batch::CuSeqlens;
-use kernels::{CONV_TAPS, DeltaHeads};
 use candle_core::{DType, Result, Tensor, bail};
+use kernels::{CONV_TAPS, DeltaHeads};
 use std::collections::BTreeMap;
 use std::ops::Range;
 

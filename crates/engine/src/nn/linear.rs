@@ -3,9 +3,9 @@
 
 use super::adapter::{Adapter, OutputGrad};
 use super::params::{ParamMap, WeightError};
-use kernels::{GradWrite, Matmul, RecomputeInput};
 use crate::tape::{GradSink, Param};
 use candle_core::{Result, Tensor};
+use kernels::{GradWrite, Matmul, RecomputeInput};
 
 /// `y = x W^T (+ b)`, `W: [M, K]`, with or without an adapter.
 #[derive(Debug, Clone)]

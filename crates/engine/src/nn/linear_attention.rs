@@ -8,12 +8,12 @@ use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::own_heads::OwnHeads;
 use super::params::{ParamMap, WeightError};
+use crate::tape::{GradSink, InputGrad, Param};
 use batch::CuSeqlens;
+use candle_core::{DType, Error, Result, Tensor};
 use kernels::{
     self, AttentionBackend, CONV_TAPS, DeltaGatesGrad, DeltaGrad, DeltaHeads, DeltaInputs,
 };
-use crate::tape::{GradSink, InputGrad, Param};
-use candle_core::{DType, Error, Result, Tensor};
 use std::sync::Arc;
 
 /// `x + out(norm(rule(conv(qkv(norm(x)))), z(norm(x))))`. Each sample starts with an empty

@@ -5,9 +5,9 @@ use super::joined_layers;
 use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::params::WeightError;
-use kernels::{RecomputeInput};
 use crate::tape::{CheapTensors, GradSink, Param};
 use candle_core::{Result, Tensor};
+use kernels::RecomputeInput;
 
 /// `x + down(silu(gate(norm(x))) * up(norm(x)))`.
 pub(crate) struct MlpBlock {

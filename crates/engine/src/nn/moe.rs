@@ -20,9 +20,9 @@ use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
 use super::routers::Routers;
 use super::shared_expert::{SavedShared, SharedExpert};
-use kernels::{RecomputeInput, Routing};
 use crate::tape::{GradSink, Param};
 use candle_core::{DType, Result, Tensor};
+use kernels::{RecomputeInput, Routing};
 use std::sync::Arc;
 
 /// The second half of a decoder layer with experts.

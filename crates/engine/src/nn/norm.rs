@@ -2,9 +2,9 @@
 
 use super::config::DecoderConfig;
 use super::params::{ParamMap, WeightError};
-use kernels::{NormScale};
 use crate::tape::{GradSink, InputGrad, Param, Stage};
 use candle_core::{Result, Tensor};
+use kernels::NormScale;
 
 /// RMS norm of rows. As a stage, it is the decoder's final norm.
 pub(crate) struct RmsNorm {

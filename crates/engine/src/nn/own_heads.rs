@@ -3,8 +3,8 @@
 //! Shapes: `T` tokens of a micro-batch, `P` of them on this rank, `N` ranks, `C` channels of
 //! queries, keys and values. Without other ranks `P` is `T` and `N` is 1.
 
-use kernels::{AttentionBackend, CONV_TAPS, DeltaHeads, HeadExchange};
 use candle_core::{DType, Result, Tensor};
+use kernels::{AttentionBackend, CONV_TAPS, DeltaHeads, HeadExchange};
 use std::ops::Range;
 
 /// The heads whose convolution and gated delta rule this rank computes, for all tokens.

@@ -2,8 +2,8 @@
 
 use super::adapter::Adapters;
 use super::init::Init;
-use kernels::Matmul;
 use crate::tape::Param;
+use kernels::Matmul;
 use std::collections::HashMap;
 
 /// The samples that give a component its gradient.

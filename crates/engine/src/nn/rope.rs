@@ -3,8 +3,8 @@
 //! Angles are computed in `f32` like in transformers (frequency times position), so that long
 //! positions are rounded in the same way.
 
-use kernels::{RopeTable};
 use candle_core::{Device, Result};
+use kernels::RopeTable;
 
 /// Cosine and sine of `[T, Dh / 2]` angles, row-major.
 pub(crate) struct HostTable {

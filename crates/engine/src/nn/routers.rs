@@ -10,8 +10,8 @@
 //! The probabilities are a softmax over all `E` experts, and the choices carry no gradient. If all
 //! experts are chosen equally often, the loss is `k`.
 
-use kernels::{Routing};
 use candle_core::{Result, Tensor};
+use kernels::Routing;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The routers of all layers with experts.

@@ -9,9 +9,9 @@
 
 use super::linear::Linear;
 use super::params::{ParamMap, WeightError};
-use kernels::{RecomputeInput};
 use crate::tape::{GradSink, Param};
 use candle_core::{D, DType, Result, Tensor};
+use kernels::RecomputeInput;
 
 pub(super) struct SharedExpert {
     gate: Linear,
@@ -81,7 +81,8 @@ impl SharedExpert {
         let d_sigmoid = (d_share * slope)?.to_dtype(h.dtype())?; // [T, 1]
         let d_activated = times(&d_scaled, &share)?; // [T, F]
         drop(d_scaled);
-        let (d_gate, d_up, _) = kernels::swiglu_backward(gate, up, d_activated, RecomputeInput::No)?; // [T, F]
+        let (d_gate, d_up, _) =
+            kernels::swiglu_backward(gate, up, d_activated, RecomputeInput::No)?; // [T, F]
         let dh = self.gate.backward_add(h, &d_gate, dh, grads)?;
         let dh = self.up.backward_add(h, &d_up, dh, grads)?;
         self.sigmoid.backward_add(h, &d_sigmoid, dh, grads)

@@ -1,9 +1,9 @@
 //! The tensors that the optimizer keeps for each parameter.
 
 use super::{Kind, Master, Moments, OptimConfig, ParamGroup, ParamGroups};
-use kernels::EIGHT_BIT_BLOCK;
 use crate::tape::Param;
 use candle_core::{DType, Device, Result, Shape, Tensor};
+use kernels::EIGHT_BIT_BLOCK;
 use std::ops::Range;
 
 /// Parameters with fewer elements have moments in `f32` with `adamw_8bit`, as in bitsandbytes.

@@ -1,8 +1,8 @@
 //! Parameters and the buffers of their gradients.
 
 use super::bucket::Layout;
-use kernels::{GradWrite};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+use kernels::GradWrite;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 

@@ -214,12 +214,7 @@ pub(crate) fn expect_shape(
 }
 
 /// Fails unless `tensor` is `f32` and has the shape `expected`.
-pub(crate) fn expect_f32(
-    op: &str,
-    name: &str,
-    tensor: &Tensor,
-    expected: &[usize],
-) -> Result<()> {
+pub(crate) fn expect_f32(op: &str, name: &str, tensor: &Tensor, expected: &[usize]) -> Result<()> {
     if tensor.dtype() != DType::F32 {
         bail!("{op}: `{name}` is {:?}, expected F32", tensor.dtype());
     }

@@ -179,13 +179,7 @@ impl Wide<'_> {
 
 /// Adds the elements of `u a` that are not dropped to `y [N, K]`, on all threads, for `u [N, R]`
 /// and `a [R, K]`.
-pub(crate) fn add_kept_product(
-    u: &[f32],
-    a: &[f32],
-    drops: Drops,
-    y: &mut [f32],
-    rank: usize,
-) {
+pub(crate) fn add_kept_product(u: &[f32], a: &[f32], drops: Drops, y: &mut [f32], rank: usize) {
     let width = a.len() / rank;
     let tile = |column: usize| {
         let value = |row: usize, c: usize| {

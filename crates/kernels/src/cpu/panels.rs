@@ -69,11 +69,7 @@ pub(crate) fn by_rows(
 }
 
 /// Returns `a b^T [m, n]` of `a [m, k]` and `b [n, k]`, computed on all threads.
-pub(crate) fn new_nt(
-    (m, n, k): (usize, usize, usize),
-    a: &[f32],
-    b: Values<'_>,
-) -> Vec<f32> {
+pub(crate) fn new_nt((m, n, k): (usize, usize, usize), a: &[f32], b: Values<'_>) -> Vec<f32> {
     if k == 0 {
         return vec![0.0; m * n];
     }
@@ -87,11 +83,7 @@ pub(crate) fn new_nt(
 }
 
 /// Returns `a b [m, n]` of `a [m, k]` and `b [k, n]`, computed on all threads.
-pub(crate) fn new_nn(
-    (m, n, k): (usize, usize, usize),
-    a: &[f32],
-    b: Values<'_>,
-) -> Vec<f32> {
+pub(crate) fn new_nn((m, n, k): (usize, usize, usize), a: &[f32], b: Values<'_>) -> Vec<f32> {
     if k == 0 {
         return vec![0.0; m * n];
     }

@@ -52,12 +52,7 @@ pub(crate) enum Left {
 ///
 /// # Safety
 /// All elements of `y` are valid, and no other thread accesses them.
-pub(crate) unsafe fn add_product(
-    (x, left): (&[f32], Left),
-    num_rows: usize,
-    w: &[f32],
-    y: Tile,
-) {
+pub(crate) unsafe fn add_product((x, left): (&[f32], Left), num_rows: usize, w: &[f32], y: Tile) {
     let terms = w.len() / PANEL;
     assert!(x.len() == TILE_ROWS * terms && w.len() == PANEL * terms, "tiles are padded");
     let strides = match left {

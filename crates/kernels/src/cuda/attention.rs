@@ -7,8 +7,8 @@ use super::launch::{Address, Launch, address, empty, vectors};
 use super::select::{AttentionKernels, Block, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
 use super::tensor_map::head_maps;
 use super::uploaded::Uploaded;
-use batch::CuSeqlens;
 use crate::attention::{Masking, Qkv, QkvGrad};
+use batch::CuSeqlens;
 use candle_core::{DType, Error, Result, Tensor};
 
 /// Inputs from which a list of tasks is built.

@@ -3,8 +3,8 @@
 use super::launch::{Launch, address, empty, vectors};
 use super::norm::add_columns;
 use super::uploaded::Uploaded;
-use batch::CuSeqlens;
 use crate::CONV_TAPS;
+use batch::CuSeqlens;
 use candle_core::{DType, Result, Tensor};
 
 const THREADS: usize = 128;
@@ -32,11 +32,7 @@ fn launch(op: &str, (t, c): (usize, usize), range: usize, rows: &[&Tensor]) -> R
     Ok(Launch::new(&name, dtype).grid3(grid).threads(THREADS as u32))
 }
 
-pub(crate) fn causal_conv1d(
-    x: &Tensor,
-    w: &Tensor,
-    cu_seqlens: &CuSeqlens,
-) -> Result<Tensor> {
+pub(crate) fn causal_conv1d(x: &Tensor, w: &Tensor, cu_seqlens: &CuSeqlens) -> Result<Tensor> {
     let op = "causal_conv1d";
     let (t, c) = x.dims2()?;
     let y = empty((t, c), x.dtype(), x)?;

@@ -6,9 +6,9 @@
 
 use super::launch::{Launch, address, empty};
 use super::uploaded::Uploaded;
-use batch::CuSeqlens;
 use crate::gated_delta_rule::{GPU_CHUNK, GPU_DELTA_BYTES};
 use crate::{DeltaGrad, DeltaHeads, DeltaInputs};
+use batch::CuSeqlens;
 use candle_core::{DType, Result, Tensor, bail};
 
 /// `THREADS`, `COLUMNS` and `STRIDE` of the kernels.

@@ -6,12 +6,7 @@ use candle_core::{DType, Result, Tensor};
 
 const OP: &str = "layer_norm";
 
-pub(crate) fn layer_norm(
-    x: &Tensor,
-    w: &Tensor,
-    b: &Tensor,
-    eps: f64,
-) -> Result<(Tensor, Tensor)> {
+pub(crate) fn layer_norm(x: &Tensor, w: &Tensor, b: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     let (n, d) = x.dims2()?;
     let (y, stats) = (empty((n, d), x.dtype(), x)?, empty((n, 2), DType::F32, x)?);
     let geometry = Geometry::new(OP, Pass::Forward, n, d, &[x, w, b, &y])?;

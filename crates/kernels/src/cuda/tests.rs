@@ -4,9 +4,7 @@
 
 use super::launch::vectors;
 use super::select::{AttentionKernels, Block, Gpu, Own};
-use crate::testing::{
-    Tolerance, assert_close, gradient_buffer, ids, message, random, rope_table,
-};
+use crate::testing::{Tolerance, assert_close, gradient_buffer, ids, message, random, rope_table};
 use crate::{Gelu, NormScale, RecomputeInput};
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -367,8 +365,8 @@ fn a_multiprocessor_has_eight_warps_of_attention_on_every_gpu() {
 
 #[test]
 fn attention_matches_with_the_kernels_of_every_gpu() -> Result<()> {
-    use batch::CuSeqlens;
     use crate::{Masking, Qkv, Segments};
+    use batch::CuSeqlens;
     use candle_core::Error;
     let cu_seqlens = CuSeqlens::from_lengths(&[1, 17, 128, 257]).map_err(Error::wrap)?;
     let rows = CuSeqlens::from_lengths(&[403]).map_err(Error::wrap)?;

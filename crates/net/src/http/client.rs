@@ -1,8 +1,8 @@
 //! The client: ureq with rustls.
 
 use super::{Answer, HttpError, Limits, Method, Reach, Request, Token, host};
-use files;
 use crate::address::is_public;
+use files;
 use std::fmt;
 use std::io::{self, Read};
 use std::net::{IpAddr, Ipv4Addr};

@@ -1,8 +1,8 @@
 //! Settings of the hub, from the environment variables that huggingface_hub also reads.
 
 use super::error::HubError;
-use files;
 use crate::http::Token;
+use files;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;

@@ -101,8 +101,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use batch::{Pack, PaddingSide};
     use crate::collate;
+    use batch::{Pack, PaddingSide};
 
     const EOS: Separators = Separators { eos: Some(0), bos: None };
     const BOS: Separators = Separators { eos: None, bos: Some(1) };

@@ -26,7 +26,6 @@ use token_file::TokenFile;
 use tokenise::tokens;
 pub use windows::{Spacing, Windows};
 
-use batch::{EncodedSample, SampleId};
 use crate::config::OnError;
 use crate::encode::Encoder;
 use crate::encode::truncate::{
@@ -34,6 +33,7 @@ use crate::encode::truncate::{
 };
 use crate::row::{Length, Rejection};
 use crate::source::{RowFile, RowForm, SampleError, SourceError, UnknownKeys};
+use batch::{EncodedSample, SampleId};
 
 /// Settings of a corpus that come from other sections of the config.
 #[derive(Debug, Clone)]

@@ -6,8 +6,8 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::*;
-use batch::IGNORE_INDEX;
 use crate::{ImageConfig, KeptEnd};
+use batch::IGNORE_INDEX;
 
 fn encoder() -> Encoder {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data/quickstart/model");

@@ -12,10 +12,10 @@ use super::error::CorpusError;
 use super::text::{self, Piece, TextFault};
 use super::token_file::{TokenFile, TokenWriter, TooManyTokens};
 use super::{CorpusOptions, Texts};
-use batch::SampleId;
 use crate::encode::Encoder;
 use crate::row::Rejection;
 use crate::source::{RowFile, SampleError};
+use batch::SampleId;
 
 /// Number of texts that are tokenised in parallel before their tokens are written.
 const TEXTS_AT_A_TIME: usize = 64;

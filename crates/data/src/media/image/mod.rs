@@ -225,10 +225,7 @@ impl ImageProcessor {
 
     /// Reads `[height, width]` in pixels, after EXIF orientation, and the number of scans from the
     /// header of an image.
-    pub(crate) fn upright_size(
-        &self,
-        media: &MediaRef,
-    ) -> Result<([u32; 2], u32), ImageError> {
+    pub(crate) fn upright_size(&self, media: &MediaRef) -> Result<([u32; 2], u32), ImageError> {
         self.header(media).map(|header| (header.upright_size(), header.num_scans))
     }
 

@@ -82,11 +82,7 @@ pub(crate) struct PatchShape {
 ///
 /// # Panics
 /// If `frames` is empty, or if a side is not a multiple of `p * m`.
-pub(crate) fn patchify(
-    frames: &[Rgb],
-    shape: PatchShape,
-    normalise: &Normalise,
-) -> Vec<f32> {
+pub(crate) fn patchify(frames: &[Rgb], shape: PatchShape, normalise: &Normalise) -> Vec<f32> {
     let (height, width) = (frames[0].height, frames[0].width);
     let times = frames.len().div_ceil(shape.temporal);
     let mut values = Vec::with_capacity(width * height * 3 * shape.temporal * times);
@@ -184,11 +180,7 @@ fn cut_patch(
 
 /// Inverse of [`patchify`]: returns the frames of patches `[t * gh * gw, 3 * tp * p * p]`,
 /// including repeated frames.
-pub(crate) fn unpatchify(
-    patches: &Patches,
-    shape: PatchShape,
-    normalise: &Normalise,
-) -> Vec<Rgb> {
+pub(crate) fn unpatchify(patches: &Patches, shape: PatchShape, normalise: &Normalise) -> Vec<Rgb> {
     let PatchShape { patch, temporal, merge } = shape;
     let [times, rows, columns] = patches.grid_thw.map(|n| n as usize);
     let (width, height) = (columns * patch, rows * patch);
@@ -221,8 +213,8 @@ mod tests {
     use super::super::resize::resize;
     use super::super::resize::tests::{by_definition, noise};
     use super::*;
-    use simd::at_each_level;
     use proptest::prelude::*;
+    use simd::at_each_level;
 
     /// Reference for [`patchify`]: computes each value from the order of rows and columns.
     fn patches(frames: &[Rgb], shape: PatchShape, normalise: &Normalise) -> Vec<f32> {
@@ -356,8 +348,7 @@ mod tests {
         let normalise = Normalise::new([0.48, 0.46, 0.41], [0.27, 0.26, 0.28], 255.0);
         let frames = [frame(1), frame(7), frame(13)];
         let pixel_values = patchify(&frames, shape, &normalise);
-        let patches =
-            Patches { pixel_values, grid_thw: [2, 4, 6], kind: batch::MediumKind::Image };
+        let patches = Patches { pixel_values, grid_thw: [2, 4, 6], kind: batch::MediumKind::Image };
         let [first, second, third, repeated] =
             unpatchify(&patches, shape, &normalise).try_into().unwrap();
         assert_eq!(repeated, third);

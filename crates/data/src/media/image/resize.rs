@@ -9,9 +9,9 @@
 use std::ops::Range;
 
 use super::decode::Rgb;
-use simd::{LANES, Lanes, transpose};
 use super::weights::Weights;
 use simd::kernels;
+use simd::{LANES, Lanes, transpose};
 
 /// Number of rows per band in [`resize`].
 const BAND: usize = 32;
@@ -309,9 +309,9 @@ fn interleave(planes: &[u8], row: &mut [u8]) {
 pub(super) mod tests {
     use super::super::golden;
     use super::*;
-    use simd::at_each_level;
     use proptest::prelude::*;
     use rand::{Rng, SeedableRng};
+    use simd::at_each_level;
 
     /// Returns random pixels. Half of the values are 0 or 255, so that sums exceed both ends of the
     /// range of a byte.

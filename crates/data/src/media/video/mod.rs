@@ -32,9 +32,9 @@ pub use error::{VideoConfigError, VideoError};
 use file::VideoFile;
 use sampling::{Sampling, Wanted, frames_between};
 
-use batch::{FrameRate, MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
 use crate::media::family::MediaFamily;
 use crate::media::image::{ImageProcessor, Pixels, Rgb, patchify, resize, unpatchify};
+use batch::{FrameRate, MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
 use net::UrlImages;
 
 /// Loads videos as normalised patches, with the settings of one model folder. All loader workers

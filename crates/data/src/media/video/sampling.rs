@@ -9,8 +9,8 @@
 use std::num::NonZeroU32;
 use std::ops::Range;
 
-use batch::VideoLimits;
 use crate::media::family::MediaFamily;
+use batch::VideoLimits;
 
 /// Number of frames to sample from a video.
 #[derive(Debug, Clone, Copy, PartialEq)]

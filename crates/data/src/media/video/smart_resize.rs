@@ -6,8 +6,8 @@
 
 use std::num::NonZeroU32;
 
-use batch::VideoLimits;
 use crate::media::image::{Frames, fit, smart_resize as smart_resize_image};
+use batch::VideoLimits;
 
 /// Maximum ratio of the longer to the shorter side, as in the transformers processor.
 const MAX_ASPECT_RATIO: f64 = 200.0;

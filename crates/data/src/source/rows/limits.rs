@@ -7,8 +7,8 @@ use serde_json::{Map, Value};
 use super::super::error::SampleError;
 use super::context::At;
 use super::values::{join, wrong_type};
-use batch::{AreaLimits, ImageLimits, MediaRef, SampleId, VideoLimits};
 use crate::media::image::MAX_PIXELS;
+use batch::{AreaLimits, ImageLimits, MediaRef, SampleId, VideoLimits};
 
 impl At<'_> {
     /// The limits that an object gives for its image; `None` if it gives none.

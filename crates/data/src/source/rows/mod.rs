@@ -66,10 +66,7 @@ impl RowParser {
 
     /// Parses the document of a row of a corpus; keys other than `text` are ignored, but a row with
     /// images or videos is rejected.
-    pub(crate) fn parse_text(
-        id: &SampleId,
-        mut row: RawRow,
-    ) -> Result<String, SampleError> {
+    pub(crate) fn parse_text(id: &SampleId, mut row: RawRow) -> Result<String, SampleError> {
         if let Some(column) = media_column(&row.object) {
             let what = "images and videos in a corpus are";
             return Err(SampleError::NotSupported { id: id.clone(), at: column.to_owned(), what });
@@ -79,11 +76,7 @@ impl RowParser {
 
     /// Parses the first rows of `file` and logs which of their keys are not read. Later rows report
     /// keys that these rows do not have.
-    pub(crate) fn survey(
-        &self,
-        file: &Path,
-        rows: impl Iterator<Item = (SampleId, RawRow)>,
-    ) {
+    pub(crate) fn survey(&self, file: &Path, rows: impl Iterator<Item = (SampleId, RawRow)>) {
         self.survey_of(rows).log(file, &self.findings);
     }
 

@@ -9,8 +9,8 @@ use super::media::RowMedia;
 use super::values::{
     as_function, join, list_in_text, missing, object_in_text, optional_text, take, text, wrong_type,
 };
-use batch::{Content, Medium, Message};
 use crate::json::{self, long_integer};
+use batch::{Content, Medium, Message};
 
 /// Keys with the thoughts of an assistant turn.
 const THOUGHT_KEYS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];

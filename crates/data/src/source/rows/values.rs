@@ -3,8 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use super::super::error::SampleError;
-use batch::SampleId;
 use crate::json::{self, long_integer};
+use batch::SampleId;
 
 /// Takes a value from an object; null if the key is missing.
 pub(super) fn take(object: &mut Map<String, Value>, key: &str) -> Value {

@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use batch::{Content, Message};
 use crate::template::{ChatTemplate, GenerationPrompt};
+use batch::{Content, Message};
 
 /// The template of the quickstart.
 const PUBLISHED: &str = include_str!("../../../../../data/quickstart/model/chat_template.jinja");
@@ -16,7 +16,8 @@ fn compiled(source: &str) -> Result<ChatTemplate, String> {
 /// The first line of each file has the expected error as a comment; the second line is hostile.
 #[test]
 fn hostile_templates_fail_with_their_line() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/templates/hostile");
+    let folder =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/templates/hostile");
     let mut num_files = 0;
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

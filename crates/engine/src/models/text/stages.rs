@@ -1,7 +1,6 @@
 //! The model as a list of stages: embedding, layers, final norm.
 
 use super::config::{Config, DECODER};
-use batch::VarlenBatch;
 use crate::cost::{ActivationMemory, PartWork};
 use crate::models::model::{Model, ModelConfig, RecomputePolicy};
 use crate::models::opaque::{ModelInput, Tape};
@@ -9,9 +8,10 @@ use crate::nn::{
     Adapters, Decoder, DecoderConfig, DecoderContext, DecoderTape, HostTable, KvCache, ParamMap,
     ParamSpec, Routers, WeightError, inverse_frequencies,
 };
-use kernels::{AttentionBackend, Matmul};
 use crate::tape::{GradSink, InputGrad, Param};
+use batch::VarlenBatch;
 use candle_core::{DType, Device, Result, Tensor, bail};
+use kernels::{AttentionBackend, Matmul};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 

@@ -11,9 +11,9 @@ use super::input::VisionInput;
 use super::merger::{Merger, NormPlace};
 use super::vision::{PatchEmbed, VisionBlock};
 use crate::nn::{ParamMap, WeightError};
-use kernels::{AttentionBackend};
 use crate::tape::{GradSink, InputGrad, Param, Recompute, SavedStage, Stage};
 use candle_core::{Result, Tensor};
+use kernels::AttentionBackend;
 use std::sync::Arc;
 
 /// Patch embedding, blocks and mergers.

@@ -3,10 +3,10 @@
 use super::config::{Config, VisionConfig, VisionKind};
 use super::positions;
 use super::windows::Windows;
-use batch::{CuSeqlens, Patches, VarlenBatch};
 use crate::nn::DecoderContext;
-use kernels::{RopeTable, Segments};
+use batch::{CuSeqlens, Patches, VarlenBatch};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use kernels::{RopeTable, Segments};
 use std::ops::Range;
 
 /// Inputs of the vision blocks without a gradient.

@@ -5,9 +5,9 @@
 use super::config::VisionKind;
 use super::norm::Norm;
 use crate::nn::{Linear, ParamMap, WeightError};
-use kernels::{Gelu};
 use crate::tape::{GradSink, InputGrad, Param, Stage};
 use candle_core::{Result, Tensor};
+use kernels::Gelu;
 
 /// Where the norm is applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -102,7 +102,8 @@ impl Stage for Merger {
         let d_fc2 = self.fc2.output_grad(&dy)?;
         let d_activated = self.fc2.backward_input(&d_fc2)?; // [M, 4 * Dv]
         let recompute = self.fc2.recompute_input(grads);
-        let (d_hidden, activated) = kernels::gelu_backward(hidden, d_activated, Gelu::Erf, recompute)?;
+        let (d_hidden, activated) =
+            kernels::gelu_backward(hidden, d_activated, Gelu::Erf, recompute)?;
         if let Some(activated) = activated {
             self.fc2.backward_params(&activated, &dy, &d_fc2, grads)?;
         }

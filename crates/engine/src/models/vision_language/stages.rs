@@ -10,7 +10,6 @@ use super::config::Config;
 use super::encoder::{Features, VisionEncoder, VisionTape};
 use super::input::Input;
 use super::params::{DECODER, param_specs};
-use batch::VarlenBatch;
 use crate::cost::{ActivationMemory, PartWork};
 use crate::models::model::{Model, ModelConfig, RecomputePolicy};
 use crate::models::opaque::{ModelInput, Tape};
@@ -18,9 +17,10 @@ use crate::nn::{
     Adapters, Decoder, DecoderConfig, DecoderTape, KvCache, ParamMap, ParamSpec, Routers,
     TensorNames, WeightError,
 };
-use kernels::{AttentionBackend, Matmul};
 use crate::tape::{GradSink, InputGrad, Param};
+use batch::VarlenBatch;
 use candle_core::{DType, Device, Result, Tensor};
+use kernels::{AttentionBackend, Matmul};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 

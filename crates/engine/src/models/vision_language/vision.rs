@@ -6,9 +6,9 @@ use super::input::{TablePositions, VisionContext};
 use super::norm::Norm;
 use super::vision_mlp::{SavedVisionMlp, VisionMlp};
 use crate::nn::{Linear, ParamMap, WeightError};
-use kernels::{AttentionBackend, Masking, Qkv, Segments};
 use crate::tape::{GradSink, InputGrad, Param, Stage};
 use candle_core::{Result, Tensor};
+use kernels::{AttentionBackend, Masking, Qkv, Segments};
 use std::sync::Arc;
 
 /// Pixels to features: a linear map of each patch, plus its interpolated position embedding if
@@ -156,8 +156,12 @@ impl Stage for VisionBlock {
         let heads = Qkv { q: &q, k: &k, v: &v };
         let segments = self.segments(context);
         let d_heads = self.attention.backward(heads, &o, &lse, &d_o, segments, Masking::Full)?;
-        let d_qkv =
-            kernels::vision_rope_merge_backward(&d_heads.dq, &d_heads.dk, &d_heads.dv, &context.rope)?; // [P, 3 * Dv]
+        let d_qkv = kernels::vision_rope_merge_backward(
+            &d_heads.dq,
+            &d_heads.dk,
+            &d_heads.dv,
+            &context.rope,
+        )?; // [P, 3 * Dv]
         let normed = self.norm1.apply(&x, &stats1)?;
         let d_normed = self.qkv.backward(&normed, &d_qkv, grads)?; // [P, Dv]
         self.norm1.backward(&x, &stats1, &d_normed, Some(&dx1), grads).map(Some)

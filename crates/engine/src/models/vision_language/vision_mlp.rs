@@ -3,9 +3,9 @@
 use super::config::VisionKind;
 use super::norm::Norm;
 use crate::nn::{Linear, MlpBlock, ParamMap, RmsNorm, SavedMlp, WeightError};
-use kernels::{Gelu};
 use crate::tape::{CheapTensors, GradSink, Param};
 use candle_core::{Result, Tensor, bail};
+use kernels::Gelu;
 
 /// `x + mlp(norm(x))`.
 #[expect(clippy::large_enum_variant, reason = "a model has one of them for each vision block")]

@@ -1,8 +1,8 @@
 use super::super::params::ParamMap;
 use super::*;
-use kernels::Matmul;
 use crate::tape::{Gradients, Layout, Param, Trainable};
 use candle_core::{DType, Device};
+use kernels::Matmul;
 
 const WIDTHS: [usize; 3] = [128, 64, 192];
 /// Each weight has a multiple of 4,096 elements.

@@ -67,8 +67,7 @@ fn rows_sums_and_activations_of_experts_match_the_cpu() -> Result<()> {
             let what = format!("experts {t} {e} {k} {d} {dtype:?}");
             assert_all_close(&what, &gpu, &cpu, tolerance);
             for residual in [None, Some(&x)] {
-                let sums =
-                    crate::cuda::combine_experts("t", "rows", &rows, &routing, residual)?;
+                let sums = crate::cuda::combine_experts("t", "rows", &rows, &routing, residual)?;
                 let want = crate::combine(&rows, &routing, residual)?;
                 assert_close(&what, &sums, &want, tolerance);
             }

@@ -1,12 +1,10 @@
 //! The ops of linear attention, with the sizes of published models and with others.
 
 use super::{DTYPES, assert_all_close, operand};
-use batch::CuSeqlens;
-use crate::cuda::gated_delta_rule::{
-    gated_delta_rule_backward_within, gated_delta_rule_within,
-};
+use crate::cuda::gated_delta_rule::{gated_delta_rule_backward_within, gated_delta_rule_within};
 use crate::testing::{bits, gradient_buffer, message};
 use crate::{DeltaHeads, DeltaInputs, RecomputeInput};
+use batch::CuSeqlens;
 use candle_core::{DType, Device, Result, Tensor};
 
 fn boundaries(lengths: &[u32]) -> CuSeqlens {

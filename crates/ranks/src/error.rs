@@ -1,6 +1,6 @@
 //! Errors of ranks and of the connections between them.
 
-use super::rendezvous::ConnectError;
+use super::ConnectError;
 
 /// The reason why ranks cannot work together, or no longer can.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

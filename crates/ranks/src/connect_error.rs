@@ -1,6 +1,6 @@
 //! Reasons why the ranks of a job cannot connect.
 
-use crate::launcher::Launcher;
+use super::Launcher;
 
 /// The reason why a rank cannot connect to the others.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
