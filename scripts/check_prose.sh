@@ -61,7 +61,7 @@ LIST
 }
 
 places() {
-  for place in src crates build tests scripts configs docs .ci build.rs Cargo.toml ./*.md; do
+  for place in src crates tests scripts configs docs .ci build.rs Cargo.toml ./*.md; do
     [ ! -e "$place" ] || printf '%s\n' "$place"
   done
 }

@@ -12,9 +12,11 @@ scripts/install.sh
 features=video,mpi,cuda-emulation,testing
 tests() {
   export TRAINER_LONG_TESTS=1 PROPTEST_CASES=1000
-  cargo test --release --features "$features"
-  TRAINER_EMULATE_CUDA=8.0 cargo test --release --features "$features" --lib -- ops:: optim:: joined_layers placed --skip ops::cuda::
-  TRAINER_EMULATE_CUDA=9.0 cargo test --release --features "$features" --lib -- ops::attention
+  cargo test --release --workspace --features "$features"
+  TRAINER_EMULATE_CUDA=8.0 "$(scripts/test_program.sh kernels "$features")" --skip cuda::
+  TRAINER_EMULATE_CUDA=9.0 "$(scripts/test_program.sh kernels "$features")" attention::
+  TRAINER_EMULATE_CUDA=8.0 "$(scripts/test_program.sh engine "$features")" optim:: joined_layers
+  TRAINER_EMULATE_CUDA=8.0 "$(scripts/test_program.sh trainer "$features")" placed
 }
 reliability() { scripts/reliability/all.sh long; }
 ranks() {

@@ -5,4 +5,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/install.sh video
 # One command, so that the library and its tests compile at the same time.
-cargo test --release --features video --lib --test integration -- video
+cargo test --release --workspace --features video --lib --test integration -- video

@@ -14,8 +14,8 @@ fi
 echo "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4  $work/package/models/tokenizer.json" | sha256sum --check --quiet
 if [ $# -eq 0 ]; then
   cat README.md docs/*.md >"$work/prose.txt"
-  find src tests -name '*.rs' -print0 | sort -z | xargs -0 cat >"$work/code.txt"
+  find src crates tests -name '*.rs' -print0 | sort -z | xargs -0 cat >"$work/code.txt"
   set -- "$work/prose.txt" "$work/code.txt"
 fi
 TOKENIZER_JSON=$work/package/models/tokenizer.json CORPUS="$*" \
-  cargo test --release --lib -- --ignored --nocapture a_published_tokenizer
+  cargo test --release -p tokenizer --lib -- --ignored --nocapture a_published_tokenizer

@@ -27,11 +27,13 @@ types() {
 emulated() {
   local capability
   # These compare kernels with the CPU. With the variable below they would compare them with themselves.
-  cargo test --release --features cuda-emulation --lib -- ops::cuda::
+  "$(scripts/test_program.sh kernels cuda-emulation)" cuda::
   export TRAINER_EMULATE_CUDA
   for capability in 8.0 9.0; do
     TRAINER_EMULATE_CUDA=$capability
-    cargo test --release --features cuda-emulation --lib -- ops:: optim:: joined_layers placed presets --skip ops::cuda::
+    "$(scripts/test_program.sh kernels cuda-emulation)" --skip cuda::
+    "$(scripts/test_program.sh engine cuda-emulation)" optim:: joined_layers
+    "$(scripts/test_program.sh trainer cuda-emulation)" placed presets
     cargo test --release --features cuda-emulation --test integration -- laws parity --skip follow_the_reference
   done
 }
@@ -132,9 +134,11 @@ ptx() {
   export TRAINER_PTX TRAINER_EMULATE_CUDA
   TRAINER_PTX=$(scripts/cuda/ptx.sh)
   # These launch kernels themselves, and compare them with the ops on the CPU.
-  env -u TRAINER_EMULATE_CUDA cargo test --release --features cuda-emulation --lib -- ops::cuda:: --skip hopper
+  env -u TRAINER_EMULATE_CUDA "$(scripts/test_program.sh kernels cuda-emulation)" cuda:: --skip hopper
   for TRAINER_EMULATE_CUDA in ptx:8.0 ptx:9.0; do
-    cargo test --release --features cuda-emulation --lib -- ops:: optim:: joined_layers placed --skip ops::cuda::
+    "$(scripts/test_program.sh kernels cuda-emulation)" --skip cuda::
+    "$(scripts/test_program.sh engine cuda-emulation)" optim:: joined_layers
+    "$(scripts/test_program.sh trainer cuda-emulation)" placed
   done
 }
 

@@ -31,10 +31,10 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 limit=${LIMIT_S:-570} device=${DEVICE:-cuda:0}
 bundle=${BUNDLE:-target/cuda/bundle} out=${OUT:-target/cuda/test}
-steps=50 more_steps=20 ops='^ops::' laws=(laws parity --skip length_laws) worth='attention delta norm cross_entropy grouped'
+steps=50 more_steps=20 ops='.' laws=(laws parity --skip length_laws) worth='attention delta norm cross_entropy grouped'
 parts=(ops mma curves adapters laws resume memory poison ranks sanitizers)
 if [ -n "${TINY:-}" ]; then
-  device=cpu steps=4 more_steps=4 ops='^ops::(rms_norm|swiglu)' laws=(frames_and_images_do_not_mix_in_the_vision_encoder)
+  device=cpu steps=4 more_steps=4 ops='^(rms_norm|swiglu)' laws=(frames_and_images_do_not_mix_in_the_vision_encoder)
   parts=(ops curves adapters laws resume)
   export TRAINER_EMULATE_CUDA=1
 fi
@@ -188,7 +188,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader ||
 for name in "${parts[@]}"; do
   case $name in
     ops) part "ops against f64 references" tests_of_ops "$ops" ops ;;
-    mma) TRAINER_HOPPER=0 part "attention without the kernels for Hopper" tests_of_ops '^ops::attention' mma ;;
+    mma) TRAINER_HOPPER=0 part "attention without the kernels for Hopper" tests_of_ops '^attention' mma ;;
     curves) part "$steps steps, bf16 on the GPU against f32 on the CPU" curve full "$steps" ;;
     adapters) part "adapter, NF4 and 8-bit AdamW on the GPU against the CPU" adapters ;;
     laws) part "model tests" integration laws "${laws[@]}" --test-threads 4 ;;

@@ -75,7 +75,7 @@ check() {
   [[ $version == *"CUDA 13.0: sm_80"* ]] || { echo "FAILED: --version prints \`$version\`" >&2; exit 1; }
   # the functions that replace the driver's are in the binary
   [ "$(nm "$trainer" | grep -cE ' T (cuMemAllocAsync|cuMemcpyDtoHAsync_v2)$')" = 2 ] || { echo "FAILED: the driver's functions are not replaced" >&2; exit 1; }
-  STAND_IN_MEMORY=$((1 << 30)) TRAINER_TEST_DEVICE=cuda:0 run test --lib -- ops::cuda::driver ops::cuda::upload ops::cuda::download
+  STAND_IN_MEMORY=$((1 << 30)) TRAINER_TEST_DEVICE=cuda:0 run test -p trainer -p kernels --lib -- cuda::driver cuda::upload cuda::download
   sft plain 0
   [ "$(calls plain 'kernel product')" = 0 ] || fail "cuBLASLt was not used" "$out/plain.calls"
   # The stand-in writes no results, so they stay NaN.
@@ -195,7 +195,7 @@ PY
 }
 
 ranks() {
-  STAND_IN_COMPUTES=1 TRAINER_TEST_DEVICE=cuda:0 run test --lib -- ops::adamw
+  STAND_IN_COMPUTES=1 TRAINER_TEST_DEVICE=cuda:0 run test -p trainer -p kernels --lib -- adamw::
   STAND_IN_COMPUTES=1 TRAINER_TEST_DEVICE=cuda:0 run test --test integration -- --test-threads 1 gpu_ranks::ranks
   echo "ok: ranks behind the stand-in"
 }
