@@ -21,7 +21,7 @@ types() {
   [ -d "$cutlass/.git" ] || git init -q "$cutlass"
   echo 7d49e6c7e2f8896c47f586706e67e1fb215529dc >"$cutlass/.git/HEAD"
   CUDAFORGE_HOME=$PWD/target/cuda-check/cache env -u CUDA_HOME PATH="$PWD/scripts/cuda/stub:$PATH" CUDA_COMPUTE_CAP=80 CUDARC_CUDA_VERSION=13000 NVCC="$PWD/scripts/cuda/stub/nvcc" \
-    cargo clippy --release --features flash-attn --lib --bins -- -D warnings
+    cargo clippy --release --workspace --features flash-attn --lib --bins -- -D warnings
 }
 
 emulated() {

@@ -1,7 +1,6 @@
 //! CRC-32 checksums: of the blocks of a cache file, so that damage on the disk is found before its
 //! bytes are used, and of media files, so that another file of the same name is noticed.
 
-use files;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;

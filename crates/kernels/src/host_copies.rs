@@ -10,14 +10,6 @@ pub struct HostCopies {
     side: Option<super::SideStream>,
 }
 
-#[cfg_attr(
-    not(feature = "cuda"),
-    expect(
-        clippy::unused_self,
-        clippy::unnecessary_wraps,
-        reason = "used with the feature `cuda`"
-    )
-)]
 impl HostCopies {
     /// Prepares copies to `device`, with `marks` numbers for [`Self::record`].
     pub fn new(device: &Device, marks: usize) -> Result<Self> {

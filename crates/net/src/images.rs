@@ -7,7 +7,6 @@
 //! ```
 
 use super::http::{Answer, Client, HttpError, Limits, Method, Reach, Request, host};
-use files;
 use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
 use std::fs;

@@ -28,7 +28,6 @@ use crate::checksums::CheckedArrow;
 use crate::encode::Encoder;
 use crate::source::files::{KnownIndex, RowIndex, Shard};
 use crate::source::{RowFile, RowRules, SampleError, Stamp, Trouble};
-use files;
 
 /// Version of the file layout and of the measurement.
 const VERSION: u32 = 6;

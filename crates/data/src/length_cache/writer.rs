@@ -11,7 +11,6 @@ use arrow_ipc::writer::{FileWriter, IpcWriteOptions};
 use super::file::{CacheError, Footer, METADATA, Place};
 use super::rows::{Rows, schema};
 use crate::checksums::{SummedFile, checked_bytes, seal_arrow};
-use files;
 
 /// Alignment of buffers in bytes, and offset of the first message after the magic number.
 const ALIGNMENT: usize = 64;

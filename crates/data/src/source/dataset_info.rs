@@ -7,7 +7,6 @@ use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
 use super::raw_row::RawRow;
-use files;
 
 /// Keys that name the columns of a row, and our names. `messages` is not one of them: it depends on
 /// the tags.

@@ -2,7 +2,6 @@
 
 use crate::frame::{Arrival, Inbox};
 use crate::launcher::Launched;
-use files;
 use ranks::ConnectError;
 use serde::{Deserialize, Serialize};
 use std::hash::{BuildHasher, RandomState};

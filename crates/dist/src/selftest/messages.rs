@@ -2,7 +2,6 @@
 
 use super::{Checked, Context, ensure};
 use crate::{DistError, Lane, gather};
-use files;
 use std::collections::BTreeSet;
 use std::thread;
 use std::time::Instant;

@@ -2,7 +2,6 @@
 
 use super::{Answer, HttpError, Limits, Method, Reach, Request, Token, host};
 use crate::address::is_public;
-use files;
 use std::fmt;
 use std::io::{self, Read};
 use std::net::{IpAddr, Ipv4Addr};

@@ -11,7 +11,6 @@
 
 use super::error::HubError;
 use super::id::{Repo, is_commit, is_relative};
-use files;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};

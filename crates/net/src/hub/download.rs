@@ -4,7 +4,6 @@ use super::cache::{RepoCache, is_etag};
 use super::error::HubError;
 use super::id::Repo;
 use crate::http::{Answer, Client, HttpError, Method, Request, Token, host};
-use files;
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use std::fmt::LowerHex;

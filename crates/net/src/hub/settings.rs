@@ -2,7 +2,6 @@
 
 use super::error::HubError;
 use crate::http::Token;
-use files;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,6 +1,5 @@
 //! Sources of image bytes: a file inside a root folder, or a data URI.
 
-use files;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufReader, ErrorKind};

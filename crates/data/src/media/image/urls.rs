@@ -9,7 +9,6 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::error::ImageError;
-use files;
 use net::{UrlImages, UrlLimits, for_messages};
 
 /// The section `data.url` of the config.
