@@ -44,7 +44,7 @@ rm -rf "$out"
 mkdir -p "$out"
 # The tests read golden files below the path at which they were built, and have temporary folders in another.
 { read -r built && read -r temporary; } <"$bundle/built_in"
-mkdir -p "$built/tests" "$temporary"
+mkdir -p "$built/tests" "$built/crates/kernels" "$temporary"
 [ -e "$built/tests/golden" ] || ln -sfn "$PWD/tests/golden" "$built/tests/golden"
 export TRAINER_TEST_BINARY=$PWD/$bundle/trainer
 failed=() left_over=() ends=$((EPOCHSECONDS + limit))

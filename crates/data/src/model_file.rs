@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-
 /// The reason why a file of a model folder cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelFileError {

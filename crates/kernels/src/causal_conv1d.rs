@@ -239,7 +239,8 @@ mod tests {
 
     #[test]
     fn outputs_and_gradients_match_the_golden_file() -> Result<()> {
-        let path = "tests/golden/delta_rule.safetensors";
+        let path =
+            concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/delta_rule.safetensors");
         let golden = candle_core::safetensors::load(path, &Device::Cpu)?;
         let conv = |name: &str| golden[&format!("conv/{name}")].to_device(&device());
         let ends = golden["cu_seqlens"].to_vec1::<i32>()?;

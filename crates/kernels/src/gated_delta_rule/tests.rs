@@ -96,7 +96,7 @@ fn chunks_match_the_recurrence_at_every_boundary() {
 /// The golden file has one key head and two value heads.
 #[test]
 fn outputs_states_and_gradients_match_the_golden_file() -> Result<()> {
-    let path = "tests/golden/delta_rule.safetensors";
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/delta_rule.safetensors");
     let golden = candle_core::safetensors::load(path, &Device::Cpu)?;
     let rule = |name: &str| golden[&format!("rule/{name}")].to_device(&device());
     let ends = golden["cu_seqlens"].to_vec1::<i32>()?;
