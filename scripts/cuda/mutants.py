@@ -2,11 +2,17 @@
 """Plants errors in the PTX of the kernels, one at a time, and counts how many the tests of the ops find that
 execute it (crates/ptx). Prints each one that is not found.
 
-    python3 scripts/cuda/mutants.py TESTS PTX {8.0|9.0} [--each N] [--seed N] [--seconds N] [--most N] [--only KERNEL] [--counts FILE]
+    python3 scripts/cuda/mutants.py TESTS PTX {8.0|9.0} [--each N] [--seed N] [--seconds N] [--most N] [--only KERNEL] [--counts FILE] [--unused N]
 
 TESTS is the program of the unit tests (cargo test --release --features cuda-emulation --lib --no-run), PTX the
-folder of scripts/cuda/ptx.sh. `--each` errors of each kind are planted in each kernel (1), at random places.
-`--counts` is the file TRAINER_PTX_COUNTS of a run of all tests; without it, they run first. The tests of a kernel run in the order of their time, until they have taken `--seconds` (20) without errors.
+folder of scripts/cuda/ptx.sh. `--each` errors of each kind are planted in each kernel (1), at random places
+that a test executes.
+`--counts` is the file TRAINER_PTX_COUNTS of a run of all tests; without it, they run first. The tests of a kernel
+run in the order of their time, until they have taken `--seconds` (120) without errors: the short ones do not compare
+the results of all tiles.
+
+Two fences in a row are deleted together: each alone makes a barrier visible to copies (CUTLASS has only
+fence.mbarrier_init after an init, and the CUDA guide only fence.proxy.async).
 """
 import argparse, collections, os, pathlib, random, re, subprocess, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +22,7 @@ ORDER = re.compile(r"\b(bar\.sync|bar\.warp\.sync|bar\.arrive|mbarrier\.arrive|m
                    r"|wgmma\.wait_group|wgmma\.commit_group|fence\.)")
 SHARED = re.compile(r"\b(ld|st)\.shared(\S*)(\s.*?)\[(%r\d+)((?:\+-?\d+)?)\]")
 GLOBAL = re.compile(r"\b(ld|st)\.global(?:\.nc|\.wb)*(\S*\s.*?\[%rd)")
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 ADDRESS = re.compile(r"\b(?:ld|st)\.(?:shared|global)\S*\s.*?\[(%\w+)(?:\+(-?\d+))?\]")
 WIDTH = {"8": 1, "16": 2, "32": 4, "64": 8}
 
@@ -26,10 +33,12 @@ def width(line):
     return int(vector.group(1) if vector else 1) * WIDTH[re.search(r"\.[bfsu](8|16|32|64)\b", line).group(1)]
 
 
-def mutants(line):
-    """Names and texts of what can become of a line."""
+def mutants(line, after=""):
+    """Names and texts of what can become of a line; `after` is the next one."""
     order = ORDER.search(line)
-    if order:
+    if order and order.group(1) == "fence." and after.startswith("fence."):
+        yield "delete fence.", f"//{line}\n//{after}"
+    elif order and order.group(1) != "fence.":
         yield "delete " + order.group(1), "//" + line
     if "wait_group" in line:
         yield "wait for one group less", re.sub(r"(\d+);", lambda n: f"{int(n.group(1)) + 1};", line)
@@ -55,6 +64,11 @@ def mutants(line):
         yield "swizzle", re.sub(r", (\d+);", lambda n: f", {int(n.group(1)) ^ 16};", line)
 
 
+def launches(test):
+    """Whether a test launches kernels itself, to compare them with the ops on the CPU."""
+    return test.startswith("ops::cuda::")
+
+
 class Tests:
     """The tests of the ops, and which of them execute a line of a kernel."""
 
@@ -63,9 +77,11 @@ class Tests:
         if not counts.exists():
             new = counts.with_suffix(".new")
             new.unlink(missing_ok=True)
-            result = self.run(ptx, ["ops::", "optim::", "--skip", "ops::cuda::"], counts=new, timeout=3600)
-            if result is None or result.returncode:
-                sys.exit(f"the tests fail without an error in a kernel:\n{result.stdout[-2000:] if result else 'no end'}")
+            # Those in `hopper` test the emulation.
+            for tests in ["ops::", "optim::", "--skip", "ops::cuda::"], ["ops::cuda::", "--skip", "hopper"]:
+                result = self.run(ptx, tests, counts=new, timeout=3600)
+                if result is None or result.returncode:
+                    sys.exit(f"the tests fail without an error in a kernel:\n{result.stdout[-2000:] if result else 'no end'}")
             new.rename(counts)
         self.times, self.of = collections.Counter(), collections.defaultdict(set)
         for row in counts.read_text().splitlines():
@@ -76,13 +92,21 @@ class Tests:
                     self.of[kernel, int(line)].add(test)
 
     def run(self, ptx, arguments, counts=None, timeout=None):
+        """Runs tests with the PTX of a folder."""
         variables = dict(os.environ, TRAINER_PTX=str(ptx), TRAINER_EMULATE_CUDA=f"ptx:{self.capability}", RAYON_NUM_THREADS="1")
         if counts:
             variables["TRAINER_PTX_COUNTS"] = str(counts)
-        try:
-            return subprocess.run([self.program, *arguments], env=variables, capture_output=True, text=True, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            return None
+        with tempfile.TemporaryDirectory() as folder:
+            if launches(arguments[0]):
+                # These tests take the kernels of 9.0, so those of 8.0 get the name of their folder.
+                del variables["TRAINER_EMULATE_CUDA"]
+                for name, target in ("90", "80" if self.capability == "8.0" else "90"), ("90a", "90a"):
+                    pathlib.Path(folder, name).symlink_to(pathlib.Path(ptx, target).resolve())
+                variables["TRAINER_PTX"] = folder
+            try:
+                return subprocess.run([self.program, *arguments], env=variables, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+            except subprocess.TimeoutExpired:
+                return None
 
     def find(self, place, ptx, seconds):
         """The first test that fails, and why; None if all pass."""
@@ -91,7 +115,7 @@ class Tests:
             seconds -= self.times[test] / 1e6
             if number and seconds < 0:
                 break
-            result = self.run(ptx, ["--exact", test, "--test-threads", "1"], timeout=60 + 10 * self.times[test] / 1e6)
+            result = self.run(ptx, [test, "--exact", "--test-threads", "1"], timeout=60 + 10 * self.times[test] / 1e6)
             if result is None:
                 return test, "it does not end"
             if result.returncode:
@@ -110,25 +134,26 @@ def main():
     parser.add_argument("capability", choices=["8.0", "9.0"])
     parser.add_argument("--each", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--most", type=int)
     parser.add_argument("--only", default="")
+    parser.add_argument("--unused", type=int, default=10, help="kernels to list with most places that no test executes")
     parser.add_argument("--counts", type=pathlib.Path)
     given = parser.parse_args()
     ptx = given.ptx.resolve()
     tests = Tests(given.tests, ptx, given.capability, given.counts or ptx / f"counts-{given.capability}")
     draw = random.Random(given.seed)
-    planted, unused, places_of_all = [], 0, 0
+    planted, unused, places_of_all = [], collections.Counter(), 0
     for folder in {"8.0": ["80"], "9.0": ["90", "90a"]}[given.capability]:
         for path in sorted((ptx / folder).iterdir()):
             lines, kernel, places = path.read_text().split("\n"), "", collections.defaultdict(list)
             for number, line in enumerate(lines, 1):
                 entry = re.search(r"\.entry (\w+)", line)
                 kernel = entry.group(1) if entry else kernel
-                for what, new in mutants(line) if given.only in kernel else []:
+                for what, new in mutants(line, "".join(lines[number:number + 1])) if given.only in kernel else []:
                     if new != line:
                         places_of_all += 1
-                        unused += (kernel, number) not in tests.of
+                        unused[kernel] += (kernel, number) not in tests.of
                         if (kernel, number) in tests.of:
                             places[kernel, what].append((path, number, new))
             for (kernel, what), found in places.items():
@@ -150,7 +175,7 @@ def main():
                     if file != path:
                         (target / file.name).symlink_to(file)
             lines = path.read_text().split("\n")
-            text = "\n".join([*lines[:number - 1], new, *lines[number:]])
+            text = "\n".join([*lines[:number - 1], new, *lines[number + new.count("\n"):]])
             pathlib.Path(folder, path.parent.name, path.name).write_text(text)
             return mutant, lines[number - 1].strip(), tests.find((kernel, number), folder, given.seconds)
 
@@ -162,7 +187,9 @@ def main():
             print(f"{'found ' if why else 'MISSED'} {kernel} line {number}, {what}: `{line[:70]}`{f': {why[1][:160]}' if why else ''}", flush=True)
     for what, (found, of) in sorted(kinds.items()):
         print(f"{found:5d} of {of:5d}  {what}")
-    print(f"{sum(found for found, _ in kinds.values())} of {len(planted)} planted errors found; of {places_of_all} places, no test executes {unused}")
+    print(f"{sum(found for found, _ in kinds.values())} of {len(planted)} planted errors found; of {places_of_all} places, no test executes {unused.total()}")
+    for kernel, number in unused.most_common(given.unused):
+        print(f"{number:5d}  {kernel}")
 
 
 if __name__ == "__main__":

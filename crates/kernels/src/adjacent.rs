@@ -106,7 +106,9 @@ mod tests {
     #[test]
     fn copies_of_columns_have_their_values_and_leave_their_neighbours() {
         for dtype in [DType::F32, DType::BF16] {
-            for (n, first, width) in [(1, 8, 16), (7, 8, 64), (7, 5, 64), (130, 8, 13)] {
+            for (n, first, width) in
+                [(1, 8, 16), (7, 8, 64), (7, 5, 64), (130, 8, 13), (2, 8, 1160), (2, 5, 333)]
+            {
                 let (all, columns) = columns(n, first, width, dtype);
                 let want = bits(&columns.force_contiguous().unwrap());
                 let around = neighbours(&all, first, width);
@@ -132,7 +134,7 @@ mod tests {
         let scale = NormScale::Weight;
         for (dtype, tolerance) in [(DType::F32, Tolerance::F32), (DType::BF16, Tolerance::BF16)] {
             for (n, first, heads, dh) in
-                [(1, 8, 2, 32), (7, 8, 2, 64), (7, 5, 3, 72), (130, 16, 4, 128)]
+                [(1, 8, 2, 32), (7, 8, 2, 64), (7, 5, 3, 72), (130, 16, 4, 128), (3, 5, 1, 256)]
             {
                 let (table, width) = (rope_table(n, dh / 2), heads * dh);
                 let w = random(3, &[dh]).to_dtype(dtype).unwrap();

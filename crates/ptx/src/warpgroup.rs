@@ -142,24 +142,16 @@ impl Block<'_> {
         self.kernel.regs[reg.0 as usize].clone()
     }
 
-    /// Addresses of the pieces of an operand in shared memory: for A, of the rows of this warp.
+    /// Addresses of the pieces of an operand in shared memory.
     fn pieces(
         &self,
         warp: usize,
         (operand, rows, transposed): (Operand, usize, bool),
-        is_a: bool,
     ) -> Result<Vec<u64>, Fault> {
         let product = |error: &dyn std::fmt::Display| Fault::Product(error.to_string());
         let bits = self.warps[warp].uniform(operand, u32::MAX, &self.position)?;
         let descriptor = Descriptor::decode(bits).map_err(|error| product(&error))?;
-        let pieces = descriptor.addresses(rows, transposed).map_err(|error| product(&error))?;
-        if !is_a {
-            return Ok(pieces);
-        }
-        let of = warp % 4;
-        let is_own = |index: usize| if transposed { index % 8 / 2 == of } else { index / 32 == of };
-        let own = pieces.into_iter().enumerate().filter(|(index, _)| is_own(*index));
-        Ok(own.map(|(_, piece)| piece).collect())
+        descriptor.addresses(rows, transposed).map_err(|error| product(&error))
     }
 
     /// Executes an instruction on products.
@@ -209,11 +201,11 @@ impl Block<'_> {
                 (Left::Values(products::a_from_registers(&[values])), names.collect())
             }
             MatrixA::Descriptor(operand) => {
-                let pieces = self.pieces(warp, (*operand, 64, a_transposed), true)?;
+                let pieces = self.pieces(warp, (*operand, 64, a_transposed))?;
                 (Left::Shared(pieces, a_transposed), Vec::new())
             }
         };
-        let b = self.pieces(warp, (op.b, op.n, b_transposed), false)?;
+        let b = self.pieces(warp, (op.b, op.n, b_transposed))?;
         let fresh = op.d.iter().filter(|reg| !of.products.sums.contains_key(reg));
         let mut unfenced = fresh.chain(&a_regs).filter(|reg| of.is_touched(**reg));
         if let Some(reg) = unfenced.next() {
@@ -251,6 +243,9 @@ impl Block<'_> {
     }
 
     /// Notes the reads of a product that starts. Threads must have fenced what they wrote.
+    ///
+    /// A warp computes 16 rows of the result, but the PTX ISA does not say which warps read which rows
+    /// of A in shared memory. So each may read all of them, until it has waited.
     fn note_operands(&mut self, warp: usize, product: &Product) -> Result<(), Fault> {
         let stamp = self.product_stamp(warp, self.warps[warp].products.open_group());
         let warps = &self.warps;
@@ -282,7 +277,8 @@ impl Block<'_> {
                 let a = match &product.a {
                     Left::Values(values) => values.clone(),
                     Left::Shared(pieces, transposed) => {
-                        products::matrix(&read(pieces), *transposed)
+                        let own = rows_of_warp(pieces, warp, *transposed);
+                        products::matrix(&read(&own), *transposed)
                     }
                 };
                 let sums = &mut self.warps[warp].products.sums;
@@ -301,6 +297,14 @@ impl Block<'_> {
             self.warps[warp].end_access(Stamp { lanes: 0, ..stamp });
         }
     }
+}
+
+/// The pieces of A in shared memory whose rows a warp has in its part of the result.
+fn rows_of_warp(pieces: &[u64], warp: usize, transposed: bool) -> Vec<u64> {
+    let of = warp % 4;
+    let is_own = |index: usize| if transposed { index % 8 / 2 == of } else { index / 32 == of };
+    let own = pieces.iter().enumerate().filter(|(index, _)| is_own(*index));
+    own.map(|(_, piece)| *piece).collect()
 }
 
 impl Warp {

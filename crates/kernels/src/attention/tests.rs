@@ -270,6 +270,24 @@ fn tiles_of_every_group_of_heads_match_the_dense_backend() {
     }
 }
 
+/// Long enough that the kernels for compute capability 9.0 use a buffer of each ring again.
+#[test]
+fn segments_of_more_tiles_than_buffers_match_the_dense_backend() {
+    for dh in [64, 72] {
+        check_tiles(&[330], (1, 1, dh), Masking::Full);
+    }
+}
+
+/// Widths that are no multiple of 8 have plain kernels, which divide the columns of a head by 32, and the
+/// terms of a score by 4.
+#[test]
+fn heads_of_odd_width_match_the_dense_backend() {
+    check_tiles(&[35, 2], (1, 1, 251), Masking::Causal);
+    for &backend in backends() {
+        check_backend(backend, &[35, 2], (2, 1, 19), Masking::Causal);
+    }
+}
+
 /// With such scores the gradients of `q` and `k` are differences of large numbers, so only that of
 /// `v` is compared.
 #[test]

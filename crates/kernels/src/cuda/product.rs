@@ -117,6 +117,7 @@ mod tests {
             (Addend::Nothing, None),
             (Addend::Destination, None),
             (Addend::Residual(&addend), Some(&bias)),
+            (Addend::Nothing, Some(&bias)),
         ];
         let both = all.into_iter().take(cases).map(|(addend, bias)| {
             let products = [super::super::gemm::run, run].map(|run| -> Result<Tensor> {
@@ -152,7 +153,7 @@ mod tests {
                     }
                     // The library has products of codes without addend and bias only, which is
                     // how they are used.
-                    let cases = if is_e4m3 && cfg!(feature = "cuda") { 1 } else { 3 };
+                    let cases = if is_e4m3 && cfg!(feature = "cuda") { 1 } else { 4 };
                     let found = both(transpose, shape, (operands, result), false, cases)?;
                     for [library, kernel] in found {
                         let what = format!("{transpose:?} {shape:?} {operands:?} {result:?}");
@@ -168,7 +169,7 @@ mod tests {
     fn an_operand_may_be_the_second_halves_of_rows() -> Result<()> {
         for transpose in TRANSPOSES {
             let dtypes = (DType::BF16, DType::F32);
-            for [library, kernel] in both(transpose, (34, 66, 20), dtypes, true, 3)? {
+            for [library, kernel] in both(transpose, (34, 66, 20), dtypes, true, 4)? {
                 assert_close(&format!("{transpose:?}"), &kernel, &library, Tolerance::F32);
             }
         }

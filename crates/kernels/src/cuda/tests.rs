@@ -185,9 +185,29 @@ fn elementwise_ops_match_the_cpu_for_any_length() -> Result<()> {
     Ok(())
 }
 
+/// A sum of tensors that begin at any element, as those of gradients that are added on a GPU's side stream.
+#[test]
+fn sums_of_tensors_that_are_not_aligned_match_the_cpu() -> Result<()> {
+    for (dtype, tolerance) in DTYPES {
+        for n in [1, 2051] {
+            let a = operand(1, &[n + 1], dtype).narrow(0, 1, n)?;
+            let b = operand(2, &[n], dtype);
+            let (gpu, cpu) = both!(path => {
+                let sum = a.force_contiguous()?;
+                let sum = Tensor::cat(&[&sum.narrow(0, 0, 1)?, &sum], 0)?.narrow(0, 1, n)?;
+                path::add_in_place(&sum, &b)?;
+                vec![sum.force_contiguous()?]
+            });
+            assert_all_close(&format!("{dtype:?} {n}"), &gpu, &cpu, tolerance);
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn row_ops_match_the_cpu_for_any_width() -> Result<()> {
-    for (t, d) in [(11, 8), (11, 9), (20, 1160)] {
+    // Rows of the last two sizes have several accesses of each lane, of 16 bytes and of an element.
+    for (t, d) in [(11, 8), (11, 9), (20, 1160), (11, 333)] {
         for (dtype, tolerance) in DTYPES {
             let (x, rows) = (operand(1, &[t, d], dtype), ids(&[10, 3, 0, 7]));
             let (gpu, cpu) = both!(path => {
@@ -229,7 +249,7 @@ fn rows_outside_the_tensor_give_nan_or_are_skipped() -> Result<()> {
 fn table_gradients_match_the_cpu() -> Result<()> {
     let v = 700;
     let pick = |i: u32| if i % 5 < 3 { 77 } else { i.wrapping_mul(2654435761) >> 20 };
-    for (n, d) in [(1, 8), (64, 8), (65, 3), (1024, 16), (2600, 9), (2600, 520)] {
+    for (n, d) in [(1, 8), (64, 8), (65, 3), (1024, 16), (2600, 9), (2600, 520), (64, 333)] {
         let chosen: Vec<u32> = (0..n as u32).map(|i| pick(i) % v).collect();
         for (dtype, tolerance) in DTYPES {
             let (chosen, dy) = (ids(&chosen), operand(1, &[n, d], dtype));
@@ -363,15 +383,32 @@ fn a_multiprocessor_has_eight_warps_of_attention_on_every_gpu() {
     }
 }
 
-#[test]
-fn attention_matches_with_the_kernels_of_every_gpu() -> Result<()> {
-    use crate::{Masking, Qkv, Segments};
+/// Results of attention and its backward pass with the kernels for each of these GPUs.
+fn attention_on<const N: usize>(
+    gpus: [Gpu; N],
+    lengths: &[u32],
+    (h, hkv, dh): (usize, usize, usize),
+    masking: crate::Masking,
+) -> Result<[[Tensor; 5]; N]> {
     use batch::CuSeqlens;
     use candle_core::Error;
-    let cu_seqlens = CuSeqlens::from_lengths(&[1, 17, 128, 257]).map_err(Error::wrap)?;
-    let rows = CuSeqlens::from_lengths(&[403]).map_err(Error::wrap)?;
-    let segments = &Segments::new(cu_seqlens, rows)?;
-    let ((h, hkv), t) = ((4, 2), 403);
+    let ends = &CuSeqlens::from_lengths(lengths).map_err(Error::wrap)?;
+    let (t, dtype) = (lengths.iter().sum::<u32>() as usize, DType::BF16);
+    let (q, d_o) = (operand(1, &[t, h, dh], dtype), operand(4, &[t, h, dh], dtype));
+    let (k, v) = (operand(2, &[t, hkv, dh], dtype), operand(3, &[t, hkv, dh], dtype));
+    let qkv = crate::Qkv { q: &q, k: &k, v: &v };
+    Ok(gpus.map(|gpu| {
+        let forward = super::attention::flash_attention_on;
+        let backward = super::attention::flash_attention_backward_on;
+        let (o, lse) = forward(gpu, qkv, ends, masking).unwrap();
+        let grads = backward(gpu, qkv, &o, &lse, &d_o, ends, masking).unwrap();
+        [o, lse, grads.dq, grads.dk, grads.dv]
+    }))
+}
+
+#[test]
+fn attention_matches_with_the_kernels_of_every_gpu() -> Result<()> {
+    use crate::Masking;
     for (dh, masking) in [
         (128, Masking::Causal),
         (128, Masking::Full),
@@ -379,21 +416,24 @@ fn attention_matches_with_the_kernels_of_every_gpu() -> Result<()> {
         (72, Masking::Full),
         (256, Masking::Causal),
     ] {
-        let dtype = DType::BF16;
-        let (q, d_o) = (operand(1, &[t, h, dh], dtype), operand(4, &[t, h, dh], dtype));
-        let (k, v) = (operand(2, &[t, hkv, dh], dtype), operand(3, &[t, hkv, dh], dtype));
-        let qkv = Qkv { q: &q, k: &k, v: &v };
-        let [small, a100, hopper] = [SMALL, Gpu::A100, Gpu::H100].map(|gpu| {
-            let forward = super::attention::flash_attention_on;
-            let backward = super::attention::flash_attention_backward_on;
-            let ends = segments.cu_seqlens();
-            let (o, lse) = forward(gpu, qkv, ends, masking).unwrap();
-            let grads = backward(gpu, qkv, &o, &lse, &d_o, ends, masking).unwrap();
-            [o, lse, grads.dq, grads.dk, grads.dv]
-        });
+        let gpus = [SMALL, Gpu::A100, Gpu::H100];
+        let [small, a100, hopper] = attention_on(gpus, &[1, 17, 128, 257], (4, 2, dh), masking)?;
         assert_all_close(&format!("{dh} {masking:?}"), &small, &a100, Tolerance::BF16);
         let what = format!("Hopper {dh} {masking:?}");
         assert_all_close(&what, &hopper, &a100, Tolerance::BF16_TILES);
+    }
+    Ok(())
+}
+
+/// With the shared memory of an H100 and without its kernels, a multiprocessor has room for two blocks of
+/// more kernels than on an A100.
+#[test]
+fn attention_matches_with_two_blocks_on_a_multiprocessor() -> Result<()> {
+    use crate::Masking;
+    let later = Gpu { capability: (10, 0), ..Gpu::H100 };
+    for (dh, masking) in [(128, Masking::Causal), (72, Masking::Full)] {
+        let [a100, later] = attention_on([Gpu::A100, later], &[17, 70], (2, 1, dh), masking)?;
+        assert_all_close(&format!("{dh} {masking:?}"), &later, &a100, Tolerance::BF16);
     }
     Ok(())
 }

@@ -43,7 +43,7 @@ fn operand_of(x: Vec<f32>, n: usize, k: usize, dtype: DType) -> Result<Tensor> {
 
 #[test]
 fn codes_and_scales_are_those_of_the_cpu() -> Result<()> {
-    for (n, k) in [(1, 1), (3, 16), (7, 65), (70, 528), (200, 33), (65, 4096)] {
+    for (n, k) in [(1, 1), (3, 16), (7, 65), (70, 528), (200, 33), (65, 4096), (3, 1031)] {
         for (dtype, _) in DTYPES {
             let x = matrix(n, k, dtype)?;
             let same = |found: &[u32], want: &Tensor| {

@@ -141,13 +141,15 @@ fn the_delta_rule_matches_the_cpu_for_any_heads_and_layout() -> Result<()> {
         key_dim,
         value_dim,
     };
-    let cases: [(DeltaHeads, &[u32]); 7] = [
+    let cases: [(DeltaHeads, &[u32]); 9] = [
         (heads(2, 4, 128, 128), &[33, 1, 70]),
         (heads(1, 3, 128, 40), &[64, 32]),
         (heads(1, 6, 64, 32), &[31, 40]), // more heads in a group than warps in a block
         (heads(3, 3, 20, 33), &[1, 31, 32, 33, 63, 64, 65, 1, 1, 2]),
         (heads(2, 4, 33, 7), &[300]),
         (heads(1, 1, 1, 1), &[5, 1]),
+        (heads(1, 1, 70, 9), &[34]), // 32 columns at a time: three times, and four
+        (heads(1, 1, 101, 9), &[34]),
         (heads(1, 2, 8, 8), &[]),
     ];
     for (heads, lengths) in cases {
