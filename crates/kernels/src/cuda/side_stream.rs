@@ -49,7 +49,6 @@ impl SideStream {
     }
 
     /// Address of a contiguous tensor on this GPU.
-    #[expect(clippy::unused_self, reason = "addresses are those of this GPU")]
     pub fn address(&self, tensor: &Tensor) -> Result<u64> {
         Ok(address("a side stream", "tensor", tensor)?.0)
     }
