@@ -16,6 +16,6 @@ step sh scripts/check_prose.sh
 step cargo fmt --check
 step cargo clippy --release --workspace --all-targets --features "${FEATURES:-}" -- -D warnings
 # The tests with the default features, which users build, and the program without any.
-[ -z "${FEATURES:-}" ] || step cargo clippy --release --all-targets -- -D warnings
-step cargo clippy --release --lib --bins --no-default-features -- -D warnings
+[ -z "${FEATURES:-}" ] || step cargo clippy --release --workspace --all-targets -- -D warnings
+step cargo clippy --release --workspace --lib --bins --no-default-features -- -D warnings
 RUSTDOCFLAGS="-D warnings" step cargo doc --release --workspace --no-deps

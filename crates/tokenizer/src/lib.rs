@@ -1,6 +1,6 @@
 //! Tokenizer of a model folder: text to ids with byte offsets, and ids to text.
 //!
-//! A `tokenizer.json` with the rules of the published Qwen tokenizers is run by [`engine`], any
+//! A `tokenizer.json` with the rules of the published Qwen tokenizers is run by `engine`, any
 //! other by the `tokenizers` crate. Tests check that both return the same results.
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read their own files"))]
