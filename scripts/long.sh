@@ -14,7 +14,7 @@ tests() {
   export TRAINER_LONG_TESTS=1 PROPTEST_CASES=1000
   cargo test --release --features "$features"
   TRAINER_EMULATE_CUDA=8.0 cargo test --release --features "$features" --lib -- ops:: optim:: joined_layers placed --skip ops::cuda::
-  TRAINER_EMULATE_CUDA=9.0 cargo test --release --features "$features" --lib -- ops::attention
+  TRAINER_PTX=$(scripts/cuda/ptx.sh) TRAINER_EMULATE_CUDA=ptx:9.0 cargo test --release --features "$features" --lib -- ops::attention
 }
 reliability() { scripts/reliability/all.sh long; }
 ranks() {
