@@ -395,7 +395,8 @@ fn the_gpus_whose_kernels_run_on_the_cpu_are_listed() {
     for value in ["9.0", "ptx:1", ""] {
         let expected =
             format!("found TRAINER_EMULATE_CUDA={value}, expected 1, 8.0, ptx:8.0 or ptx:9.0");
-        assert_eq!(message(Gpu::named(value)), expected);
+        let error = message(Gpu::named(value));
+        assert!(error.contains(&expected), "{error}"); // a backtrace may follow
     }
 }
 
