@@ -1,6 +1,6 @@
 //! Compiles `src/cuda/kernels/*/*.cu` if a feature needs them: with `cuda`, nvcc builds one fatbin per
-//! file; with `cuda-emulation`, the C++ compiler of the host builds a static library. The default
-//! build compiles nothing here.
+//! file; with `cuda-emulation`, the C++ compiler of the host builds a static library of all but the kernels
+//! for Hopper alone. The default build compiles nothing here.
 
 #![expect(
     clippy::disallowed_methods,
@@ -22,8 +22,9 @@ use toolkit::Toolkit;
 const SOURCES: &str = "src/cuda";
 /// Folders below `src/cuda/kernels`: kernels for every GPU, kernels that need compute capability 8.0,
 /// and kernels that only compute capability 9.0 has the instructions for. The names of the last end
-/// with `_sm90`.
+/// with `_sm90`. The host emulates the others.
 const KERNELS: [&str; 3] = ["common", "sm80", "sm90"];
+const EMULATED: &[&str] = &["common", "sm80"];
 
 fn main() {
     for path in ["build.rs", "build", SOURCES] {
@@ -43,10 +44,10 @@ fn main() {
     }
 }
 
-/// Returns the `.cu` files, sorted by folder and name.
-fn kernels() -> Vec<PathBuf> {
+/// Returns the `.cu` files of some folders, sorted by folder and name.
+fn kernels(folders: &[&str]) -> Vec<PathBuf> {
     let mut files = Vec::new();
-    for folder in KERNELS {
+    for folder in folders {
         let folder = Path::new(SOURCES).join("kernels").join(folder);
         let entries = std::fs::read_dir(folder).expect("the sources are in the repository");
         files.extend(entries.map(|entry| entry.expect("readable").path()));
@@ -92,7 +93,7 @@ fn compile_for_gpus(out: &Path) {
     println!("cargo:gpu_code=CUDA {version}: {}, sm_90a, PTX of compute_80", names.join(", "));
     codes.push("arch=compute_80,code=compute_80");
     let mut images = String::from("&[\n");
-    for file in kernels() {
+    for file in kernels(&KERNELS) {
         let name = stem(&file);
         let codes =
             if name.ends_with("_sm90") { &["arch=compute_90a,code=sm_90a"] } else { &codes[..] };
@@ -179,10 +180,8 @@ fn toolkit_version(nvcc: &Path) -> Option<String> {
 /// register themselves in static initializers.
 fn compile_for_the_host(out: &Path) {
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
-    let mut files = kernels();
-    for file in ["emulation.cpp", "probes.cpp"] {
-        files.push(Path::new(SOURCES).join("emulation").join(file));
-    }
+    let mut files = kernels(EMULATED);
+    files.push(Path::new(SOURCES).join("emulation/emulation.cpp"));
     let archive = out.join("libemulation.a");
     let _ = std::fs::remove_file(&archive);
     // Two files at a time: each takes seconds, and cargo waits for this build script.

@@ -27,10 +27,10 @@ library() {
   g++ -std=c++17 -O2 -Wall -fPIC -c -o "$out/driver.o" tests/fixtures/cuda/driver.cpp
   g++ -std=c++17 -O3 -ffast-math -fno-finite-math-only -Wall -fPIC -c -o "$out/compute.o" tests/fixtures/cuda/compute.cpp
   # As compile_object in build.rs. The objects of an earlier run stay if nothing changed.
-  find crates/kernels/src/cuda/kernels crates/kernels/src/cuda/emulation -name '*.*' | sort | xargs cat | sha256sum >"$out/kernels.sha256.new"
+  find crates/kernels/src/cuda/kernels/{common,sm80} crates/kernels/src/cuda/emulation -name '*.*' | sort | xargs cat | sha256sum >"$out/kernels.sha256.new"
   if ! cmp -s "$out/kernels.sha256.new" "$out/kernels.sha256"; then
     rm -rf "$out/kernels" "$out/kernels.sha256" && mkdir "$out/kernels"
-    printf '%s\n' crates/kernels/src/cuda/kernels/*/*.cu crates/kernels/src/cuda/emulation/emulation.cpp | xargs -P "$(nproc)" -I{} sh -c 'g++ -x c++ -std=c++20 -O2 -DEMULATION -w \
+    printf '%s\n' crates/kernels/src/cuda/kernels/{common,sm80}/*.cu crates/kernels/src/cuda/emulation/emulation.cpp | xargs -P "$(nproc)" -I{} sh -c 'g++ -x c++ -std=c++20 -O2 -DEMULATION -w \
       -fno-strict-aliasing -fPIC -c -Icrates/kernels/src/cuda/kernels/common -Icrates/kernels/src/cuda/emulation -o "$1/kernels/$(basename "$2").o" "$2"' _ "$out" {}
     mv "$out/kernels.sha256.new" "$out/kernels.sha256"
   fi

@@ -4,6 +4,7 @@
 //!
 //! With `TRAINER_EMULATE_CUDA=ptx:8.0` or `ptx:9.0`, the ops use the kernels of that compute
 //! capability. Without it, only tests that launch a kernel themselves do, with the kernels of 9.0.
+//! The kernels for Hopper alone run in no other way without a GPU.
 
 #![expect(unsafe_code, reason = "kernels take addresses")]
 
@@ -24,6 +25,12 @@ static CAPABILITY: LazyLock<Option<String>> =
 /// Whether launches execute PTX.
 pub(super) fn is_on() -> bool {
     CAPABILITY.is_some()
+}
+
+/// Whether the kernels of compute capability 9.0 can be launched.
+#[cfg(test)]
+pub(super) fn has_hopper() -> bool {
+    CAPABILITY.as_deref() == Some("9.0")
 }
 
 /// Forgets the values of a new tensor: its memory counts as unwritten.

@@ -217,12 +217,6 @@ impl Launch {
         self.with(Argument::Int(i32::try_from(value).expect("sizes of a kernel fit in 31 bits")))
     }
 
-    /// Adds an `int` argument that may be negative.
-    #[cfg(all(test, not(feature = "cuda")))]
-    pub(super) fn signed(self, value: i32) -> Self {
-        self.with(Argument::Int(value))
-    }
-
     /// Adds a `long long` argument.
     pub(super) fn long(self, value: usize) -> Self {
         self.with(Argument::Long(value as i64))
@@ -334,6 +328,7 @@ fn start(
         ) -> i32;
         fn trainer_emulation_error() -> *const std::ffi::c_char;
     }
+    super::select::Gpu::of(&Device::Cpu)?; // an unknown one has no kernels
     #[cfg(feature = "cuda-emulation")]
     if super::interpreted::is_on() {
         return super::interpreted::launch(kernel, grid, threads, shared, arguments, sizes);

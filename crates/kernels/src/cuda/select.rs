@@ -44,18 +44,25 @@ impl Gpu {
         Ok(Self { capability, shared_bytes, shared_bytes_of_all })
     }
 
-    /// The emulated GPU: an A100, or an H100 if `TRAINER_EMULATE_CUDA` is `9.0`.
+    /// The GPU whose kernels run on the CPU, which `TRAINER_EMULATE_CUDA` names; an A100 without the
+    /// variable.
     #[cfg(not(feature = "cuda"))]
     pub(super) fn of(_: &Device) -> Result<Self> {
-        static CAPABILITY: std::sync::LazyLock<String> = std::sync::LazyLock::new(|| {
-            std::env::var("TRAINER_EMULATE_CUDA").unwrap_or_else(|_| "1".to_owned())
-        });
-        match CAPABILITY.strip_prefix("ptx:").unwrap_or(&CAPABILITY) {
-            "1" | "8.0" => Ok(Self::A100),
-            "9.0" => Ok(Self::H100),
-            other => bail!(
-                "found TRAINER_EMULATE_CUDA={other}, expected 1, 8.0, 9.0, ptx:8.0 or ptx:9.0"
-            ),
+        static VARIABLE: std::sync::LazyLock<Option<String>> =
+            std::sync::LazyLock::new(|| std::env::var("TRAINER_EMULATE_CUDA").ok());
+        VARIABLE.as_deref().map_or(Ok(Self::A100), Self::named)
+    }
+
+    /// The GPU of a value of `TRAINER_EMULATE_CUDA`. The kernels for Hopper alone are not emulated
+    /// from their source, so `9.0` is an error.
+    #[cfg(not(feature = "cuda"))]
+    pub(super) fn named(variable: &str) -> Result<Self> {
+        match variable {
+            "1" | "8.0" | "ptx:8.0" => Ok(Self::A100),
+            "ptx:9.0" => Ok(Self::H100),
+            other => {
+                bail!("found TRAINER_EMULATE_CUDA={other}, expected 1, 8.0, ptx:8.0 or ptx:9.0")
+            }
         }
     }
 

@@ -40,26 +40,23 @@ impl Boxes {
         [self.dims[0] * ELEMENT, self.dims[0] * self.dims[1] * ELEMENT]
     }
 
-    /// The stand-in that the emulation reads (`TensorMap` in emulation/hopper.h).
+    /// The stand-in that executed PTX reads, if the driver would accept the tensor and the boxes.
     #[cfg(not(feature = "cuda"))]
-    #[expect(clippy::unnecessary_wraps, reason = "same signature as with the feature `cuda`")]
     pub(super) fn encode(&self) -> Result<[u64; WORDS]> {
-        const MARK: u64 = 0x7E45_09A9;
-        let ([x, y, z], [heads, rows]) = (self.dims, self.strides());
-        let [columns, one, number] = self.size.map(u64::from);
-        let row_bytes = columns * ELEMENT;
-        // The driver refuses other tensors and boxes.
-        let strides_fit = heads % 16 == 0 && rows % 16 == 0;
-        assert!(
-            self.address.is_multiple_of(16) && strides_fit,
-            "{self:?} is not aligned to 16 bytes"
-        );
-        assert!([32, 64, 128].contains(&row_bytes) && (1..=256).contains(&number), "{self:?}");
-        assert!(self.dims.iter().all(|dim| *dim > 0), "{self:?} has no elements");
-        let map =
-            [MARK, self.address, x, y, z, heads, rows, columns, one, number, row_bytes, ELEMENT];
+        use ptx::products::{Swizzle, TensorMap};
+        let swizzle = match u64::from(self.size[0]) * ELEMENT {
+            128 => Swizzle::Bytes128,
+            64 => Swizzle::Bytes64,
+            _ => Swizzle::Bytes32,
+        };
+        let (address, sizes, strides) = (self.address, self.dims, self.strides());
+        let box_sizes = self.size.map(u64::from);
+        let bytes = TensorMap { address, sizes, strides, box_sizes, swizzle }.to_bytes();
+        TensorMap::from_bytes(&bytes).map_err(candle_core::Error::wrap)?;
         let mut words = [0; WORDS];
-        words[..map.len()].copy_from_slice(&map);
+        for (word, bytes) in words.iter_mut().zip(bytes.as_chunks().0) {
+            *word = u64::from_le_bytes(*bytes);
+        }
         Ok(words)
     }
 

@@ -5,7 +5,7 @@
 // or wait (warps run in random order, each as far as barriers allow; shared memory starts as NaN
 // and is NaN between the start of a copy and the wait for it); accesses beyond the shared memory of
 // the launch; unaligned 16-byte accesses. It does not model memory ordering, registers or speed.
-// hopper.h adds the asynchronous operations of compute capability 9.0.
+// The kernels for compute capability 9.0 alone do not run this way, only their PTX does (crates/ptx).
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,6 @@
 #include <map>
 #include <mutex>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -48,8 +47,8 @@ struct Dim3 {
   unsigned x, y, z;
 };
 
-inline unsigned char *shared_memory; // shared memory of the current block, 1024-byte aligned
-constexpr size_t SHARED = 227 << 10;  // limit of an sm_90 block; select.rs checks that of the GPU
+inline unsigned char *shared_memory; // shared memory of the current block, 128-byte aligned
+constexpr size_t SHARED = 163 << 10;  // limit of an sm_80 block; select.rs checks that of the GPU
 
 // Whether an address is in the dynamic shared memory. (`__shared__` variables are elsewhere.)
 inline bool in_shared_memory(const void *at) {
@@ -90,8 +89,6 @@ struct Barrier {
 };
 inline Barrier named_barriers[16];
 inline long named_arrivals, block_arrivals;
-inline long events; // asynchronous operations that started or ended, and waits that ended
-inline std::vector<uint64_t *> phase_barriers; // initialised by the current block
 inline void *scheduler_pointer;
 inline const char *kernel_name;
 inline void (*body)(void *);
@@ -105,13 +102,6 @@ extern "C" void trainer_emulation_switch(void **from, void *to);
 [[noreturn]] void fail(const char *what);
 
 inline void yield() { trainer_emulation_switch(&fibers[current].stack_pointer, scheduler_pointer); }
-
-// Continues after the other warps have run.
-inline int last_warp = -1;
-inline void yield_to_others() {
-  last_warp = current / 32;
-  yield();
-}
 
 inline unsigned next_random() {
   static uint64_t state = 0x9E3779B97F4A7C15;
@@ -131,20 +121,16 @@ inline void sync_threads() {
   while (generation == barrier_generation) yield();
 }
 
-template <int WARPS> inline void arrive_warps(int number) {
+template <int WARPS> inline void sync_warps(int number) {
   if (number < 1 || number > 15) fail("named barriers have the numbers 1 to 15");
   Barrier &barrier = named_barriers[number];
+  unsigned generation = barrier.generation;
   named_arrivals++;
   if (++barrier.arrived == 32 * WARPS) {
     barrier.arrived = 0;
     barrier.generation++;
   }
-}
-
-template <int WARPS> inline void sync_warps(int number) {
-  unsigned generation = number < 16 ? named_barriers[number].generation : 0;
-  arrive_warps<WARPS>(number);
-  while (generation == named_barriers[number].generation) yield();
+  while (generation == barrier.generation) yield();
 }
 
 // A warp operation. Each lane passes a value. The last one to arrive calls

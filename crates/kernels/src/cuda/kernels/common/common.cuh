@@ -3,7 +3,7 @@
 //
 // nvcc compiles the kernels for GPUs. With EMULATION defined, the C++ compiler of the host compiles
 // the same source, and emulation.h runs each thread as a fiber. So kernels use hardware features
-// only through the functions below.
+// only through the functions below; those in sm90/ are compiled by nvcc only.
 #pragma once
 
 #ifdef EMULATION

@@ -290,8 +290,7 @@ __device__ __forceinline__ void backward(const Maps &maps, const float *lse, con
       const __grid_constant__ HeadMaps other1, const float *lse, const float *delta, bf16 *d0, bf16 *d1, const int *tasks, int num_rows, int h, int hkv, \
       int dh, float scale, int causal) {                                                                                                      \
     backward<SHAPE>(Maps{own0, own1, other0, other1}, lse, delta, d0, d1, tasks, Sizes{num_rows, h, hkv, dh, scale, causal});                 \
-  }                                                                                                                                           \
-  EXPORT(attention_backward_##kernel##_sm90_##name##_bf16)
+  }
 
 // Head dim, own rows, other rows of a tile, stages, own rows are keys. select.rs has the same sizes.
 using Keys64 = BackwardShape<64, 128, 64, 3, true>;

@@ -208,8 +208,7 @@ __device__ __forceinline__ void forward(const HeadMaps &q, const HeadMaps &k, co
       attention_forward_sm90_##name##_bf16(const __grid_constant__ HeadMaps q, const __grid_constant__ HeadMaps k, const __grid_constant__ HeadMaps v, \
                                            bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) { \
     forward<SHAPE>(q, k, v, o, lse, tasks, num_rows, h, hkv, dh, scale, causal);                                                              \
-  }                                                                                                                                           \
-  EXPORT(attention_forward_sm90_##name##_bf16)
+  }
 
 // Head dim, keys of a tile, consumers. select.rs has the same sizes.
 using Forward64 = ForwardShape<64, 128, 3>;

@@ -1,43 +1,18 @@
 // Instructions of compute capability 9.0: barriers in shared memory (mbarrier), copies of boxes of a
 // tensor (TMA), and products of a warpgroup of 128 threads (wgmma). All of them are asynchronous.
-//
-// With EMULATION defined, emulation/hopper.h has the same functions.
+// The C++ compiler of the host cannot compile them; tests execute the PTX (crates/ptx).
 #pragma once
 #include "common.cuh"
 
 // The dynamic shared memory, aligned to the 1,024 bytes after which permutations of tiles repeat.
-#ifdef EMULATION
-#include "hopper.h"
-#define HOPPER_SHARED(name) DYNAMIC_SHARED(name)
-#else
 #define HOPPER_SHARED(name)                                                                                                                   \
   extern __shared__ __align__(1024) unsigned char name[];                                                                                     \
   if (shared_address(name) % 1024 != 0) __trap()
-#endif
 
 namespace {
 
 constexpr int GROUP = 128; // threads of a warpgroup
 
-#ifdef EMULATION
-using emulation::TensorMap;
-using emulation::arrive_warps;
-using emulation::barrier_arrive;
-using emulation::barrier_expect;
-using emulation::barrier_init;
-using emulation::barrier_wait;
-using emulation::copy_box;
-using emulation::multiply_registers;
-using emulation::multiply_shared;
-using emulation::products_commit;
-using emulation::products_fence;
-using emulation::products_wait;
-using emulation::shared_address;
-__device__ __forceinline__ void barriers_ready() {}
-template <int COUNT> __device__ __forceinline__ void hold(float (&)[COUNT]) {}
-template <int COUNT> __device__ __forceinline__ void more_registers() {}
-template <int COUNT> __device__ __forceinline__ void fewer_registers() {}
-#else
 // A CUtensorMap.
 struct alignas(128) TensorMap {
   uint64_t words[16];
@@ -155,7 +130,6 @@ MULTIPLY_REGISTERS(16, 8, "%8, %9, %10, %11", "%12", "%13")
 MULTIPLY_REGISTERS(64, 32, "%32, %33, %34, %35", "%36", "%37")
 MULTIPLY_REGISTERS(128, 64, "%64, %65, %66, %67", "%68", "%69")
 MULTIPLY_REGISTERS(256, 128, "%128, %129, %130, %131", "%132", "%133")
-#endif
 
 // Descriptor of a matrix in shared memory with rows of WIDTH bytes (128 or 32), in the permutation of
 // copy_box. Eight rows follow each other without a gap. If the product sums over rows, `lead` is the
