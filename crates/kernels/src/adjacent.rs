@@ -90,16 +90,19 @@ mod tests {
     use super::*;
     use candle_core::DType;
 
-    /// A matrix, and its columns after the first `first` and before the last three.
+    /// Columns after those of [`columns`]: rows are aligned to 16 bytes if the first ones allow it.
+    const AFTER: usize = 8;
+
+    /// A matrix, and its columns after the first `first` and before the last [`AFTER`].
     fn columns(n: usize, first: usize, width: usize, dtype: DType) -> (Tensor, Tensor) {
-        let all = random(1, &[n, first + width + 3]).to_dtype(dtype).unwrap();
+        let all = random(1, &[n, first + width + AFTER]).to_dtype(dtype).unwrap();
         let columns = all.narrow(1, first, width).unwrap();
         (all, columns)
     }
 
     /// The columns of `all` before and after those of [`columns`].
     fn neighbours(all: &Tensor, first: usize, width: usize) -> [Vec<u32>; 2] {
-        [(0, first), (first + width, 3)]
+        [(0, first), (first + width, AFTER)]
             .map(|(start, len)| bits(&all.narrow(1, start, len).unwrap().contiguous().unwrap()))
     }
 

@@ -100,8 +100,11 @@ fn kernels(
 
 #[test]
 fn grouped_products_match_the_cpu() -> Result<()> {
-    let cases: [(&[u32], usize, usize); 6] = [
+    // More experts than four of each lane of a warp, which counts their tiles.
+    let many: Vec<u32> = (0..150).map(|expert| u32::from(expert % 37 == 5) * expert).collect();
+    let cases: [(&[u32], usize, usize); 7] = [
         (&[], 8, 8),
+        (&many, 8, 8),
         (&[1], 8, 16),
         (&[0, 65, 3, 0], 136, 72),
         (&[7, 0, 64, 130, 1], 64, 264),
