@@ -4,8 +4,8 @@ execute it (crates/ptx). Prints each one that is not found.
 
     python3 scripts/cuda/mutants.py TESTS PTX {8.0|9.0} [--each N] [--seed N] [--seconds N] [--most N] [--only KERNEL] [--counts FILE] [--unused N]
 
-TESTS is the program of the unit tests (cargo test --release --features cuda-emulation --lib --no-run), PTX the
-folder of scripts/cuda/ptx.sh. `--each` errors of each kind are planted in each kernel (1), at random places
+TESTS is the program of their unit tests (scripts/test_program.sh kernels cuda-emulation), PTX the folder of
+scripts/cuda/ptx.sh. `--each` errors of each kind are planted in each kernel (1), at random places
 that a test executes.
 `--counts` is the file TRAINER_PTX_COUNTS of a run of all tests; without it, they run first. The tests of a kernel
 run in the order of their time, until they have taken `--seconds` (120) without errors: the short ones do not compare
@@ -66,7 +66,7 @@ def mutants(line, after=""):
 
 def launches(test):
     """Whether a test launches kernels itself, to compare them with the ops on the CPU."""
-    return test.startswith("ops::cuda::")
+    return test.startswith("cuda::")
 
 
 class Tests:
@@ -77,8 +77,7 @@ class Tests:
         if not counts.exists():
             new = counts.with_suffix(".new")
             new.unlink(missing_ok=True)
-            # Those in `hopper` test the emulation.
-            for tests in ["ops::", "optim::", "--skip", "ops::cuda::"], ["ops::cuda::", "--skip", "hopper"]:
+            for tests in ["--skip", "cuda::"], ["cuda::"]:
                 result = self.run(ptx, tests, counts=new, timeout=3600)
                 if result is None or result.returncode:
                     sys.exit(f"the tests fail without an error in a kernel:\n{result.stdout[-2000:] if result else 'no end'}")
