@@ -187,6 +187,7 @@ fn parent(path: &Path) -> &Path {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use fault::Fault;
     use std::thread;
 
     fn names(folder: &Path) -> Vec<String> {
@@ -231,7 +232,7 @@ mod tests {
         // Opening `/dev/full` works, and each write fails with "no space left on device".
         let error = write_synced(Path::new("/dev/full"), b"bytes").unwrap_err();
         assert_eq!(error.to_string(), "cannot write `/dev/full`");
-        assert!(error.hint().contains("free space"), "{}", error.hint());
+        assert!(error.hint().unwrap().contains("free space"), "{error}");
     }
 
     #[test]

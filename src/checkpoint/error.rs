@@ -5,293 +5,141 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 /// A checkpoint or a model folder could not be written or read.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[expect(missing_docs, reason = "the messages say it")]
+#[fault(exit = Data)]
 pub enum CheckpointError {
-    /// The operating system refused a write, a rename or a sync.
     #[error("cannot write `{}`", .path.display())]
-    Write {
-        /// The file or folder.
-        path: PathBuf,
-        /// Cause reported by the operating system.
-        source: io::Error,
-    },
-    /// The operating system refused a read.
+    #[fault(exit = CannotWrite, hint = write_hint(source))]
+    Write { path: PathBuf, source: io::Error },
     #[error("cannot read `{}`", .path.display())]
-    Read {
-        /// The file or folder.
-        path: PathBuf,
-        /// Cause reported by the operating system.
-        source: io::Error,
-    },
-    /// `output_dir` was renamed, removed or replaced while the run writes there.
+    #[fault(hint = read_hint(source))]
+    Read { path: PathBuf, source: io::Error },
     #[error("`{}` was renamed or replaced while this run uses it{}", .folder.display(), moved_to(.now.as_deref()))]
+    #[fault(
+        hint = "give the folder its name back, and run the same command again: it continues from the last checkpoint. Rename a folder only when no run uses it"
+    )]
     Moved {
-        /// `output_dir`.
         folder: PathBuf,
         /// Where the folder of this run is, if it exists and the system reports it.
         now: Option<PathBuf>,
     },
-    /// A checkpoint lacks a file, or a file differs from its entry in the manifest.
     #[error("checkpoint `{}` is damaged: `{file}` {problem}", .folder.display())]
+    #[fault(
+        hint = "use `--resume auto`, which falls back to the newest undamaged checkpoint, or name an older one"
+    )]
     Damaged {
-        /// Folder of the checkpoint.
         folder: PathBuf,
-        /// Name of the file in the folder.
         file: String,
         /// What is wrong, as a verb phrase that follows the file's name in the message.
         problem: String,
     },
-    /// A model folder has neither `model.safetensors` nor an index of shards.
     #[error(
         "no weights in `{}`: found neither `model.safetensors` nor `model.safetensors.index.json`",
         .folder.display()
     )]
-    NoWeights {
-        /// The model folder.
-        folder: PathBuf,
-    },
-    /// A folder has its weights only in a file of `torch.save`.
+    #[fault(
+        hint = "download the model again, or set `model.weights: random` to start from random weights"
+    )]
+    NoWeights { folder: PathBuf },
     #[error("`{}` is a file of `torch.save`, expected `{expected}`", .path.display())]
-    Pickled {
-        /// The file.
-        path: PathBuf,
-        /// Name of the file that is read.
-        expected: &'static str,
-    },
-    /// The index names a shard that does not exist.
+    #[fault(hint = pickle_hint(expected))]
+    Pickled { path: PathBuf, expected: &'static str },
     #[error("shard `{shard}` named by `{}` is missing", .index.display())]
-    ShardMissing {
-        /// The index file.
-        index: PathBuf,
-        /// The missing file.
-        shard: String,
-    },
-    /// The index names a file of another format.
+    #[fault(hint = "the file is incomplete: download or copy it again")]
+    ShardMissing { index: PathBuf, shard: String },
     #[error("`{}` names `{shard}`, expected files in the format safetensors", .index.display())]
-    NotSafetensors {
-        /// The index file.
-        index: PathBuf,
-        /// The file.
-        shard: String,
-    },
-    /// The index lists a tensor in a shard that does not contain it.
+    #[fault(hint = SAFETENSORS)]
+    NotSafetensors { index: PathBuf, shard: String },
     #[error("`{}` lists `{tensor}` in `{shard}`, which does not contain it", .index.display())]
-    NotInShard {
-        /// The index file.
-        index: PathBuf,
-        /// The shard.
-        shard: String,
-        /// The missing tensor.
-        tensor: String,
-    },
-    /// A file does not have the format that its name implies: it is truncated, its tensors overlap,
-    /// or it is not JSON.
+    #[fault(hint = "the file is incomplete: download or copy it again")]
+    NotInShard { index: PathBuf, shard: String, tensor: String },
     #[error("`{}` is not valid: {problem}", .path.display())]
-    Invalid {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with the file.
-        problem: String,
-    },
-    /// A file or a model folder has no tensor of this name.
+    #[fault(hint = "the file is incomplete: download or copy it again")]
+    Invalid { path: PathBuf, problem: String },
     #[error("tensor `{tensor}` is missing from `{}`", .place.display())]
-    NoTensor {
-        /// The file or folder.
-        place: PathBuf,
-        /// The requested name.
-        tensor: String,
-    },
-    /// A tensor is neither `f32` nor `bf16` nor `f16`.
+    #[fault(hint = "use weights and a `config.json` of the same model")]
+    NoTensor { place: PathBuf, tensor: String },
     #[error(
         "tensor `{tensor}` in `{}` has dtype `{dtype}`, expected F32, BF16 or F16",
         .place.display()
     )]
-    Dtype {
-        /// The file or folder.
-        place: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// Its dtype.
-        dtype: String,
-    },
-    /// A tensor of a file has a value that is infinite or not a number.
+    #[fault(hint = "quantised weights cannot be trained: use the unquantised model")]
+    Dtype { place: PathBuf, tensor: String, dtype: String },
     #[error(
         "tensor `{tensor}` in `{}` is not finite: its element {element} is {value}", .path.display()
     )]
+    #[fault(
+        hint = "copy the file again; if a run wrote it, resume from an older checkpoint with `--resume DIR`"
+    )]
     NonFinite {
-        /// The file.
         path: PathBuf,
-        /// The tensor.
         tensor: String,
         /// The first such element, in row-major order.
         element: usize,
-        /// Its value.
         value: f32,
     },
-    /// A tensor to be saved has a value that is infinite or not a number.
     #[error(
         "tensor `{tensor}` is not finite: its element {element} is {value}; `{file}` was not saved"
     )]
+    #[fault(
+        hint = "an update overflowed: lower `optim.lr`; all checkpoints on disk are finite, and the run resumes from the newest"
+    )]
     NonFiniteSaved {
-        /// Name of the file.
         file: String,
-        /// The tensor.
         tensor: String,
         /// The first such element that this rank holds, in row-major order.
         element: usize,
-        /// Its value.
         value: f32,
     },
-    /// A file that checkpoints would copy is a link to a place outside of its folder.
     #[error(
         "`{}` is a link to `{}`, outside of its folder, and checkpoints would contain a copy of it",
         .path.display(), .target.display()
     )]
-    OutsideLink {
-        /// The link.
-        path: PathBuf,
-        /// Where the link leads.
-        target: PathBuf,
-    },
-    /// A tensor could not be copied from or to its device.
+    #[fault(hint = "replace the link by a copy of the file")]
+    OutsideLink { path: PathBuf, target: PathBuf },
     #[error("cannot copy tensor `{tensor}` between its device and the disk")]
-    Tensor {
-        /// The tensor.
-        tensor: String,
-        /// Cause reported by candle.
-        source: candle_core::Error,
-    },
-    /// The parts of a tensor do not fit to it or to each other.
+    #[fault(hint = "see the cause; the device may be out of memory")]
+    Tensor { tensor: String, source: candle_core::Error },
     #[error("tensor `{tensor}` {problem}")]
+    #[fault(hint = "this is an error of the program: please report it")]
     Parts {
-        /// The tensor.
         tensor: String,
         /// What is wrong, as a verb phrase that follows the tensor's name in the message.
         problem: String,
     },
-    /// A matrix in 4 bits has another form than that of bitsandbytes, or contradicts itself.
     #[error("tensor `{tensor}` {problem}")]
+    #[fault(
+        hint = "download the folder again, or use the original weights and `adapter.quantize: nf4`"
+    )]
     Quantised {
-        /// The matrix.
         tensor: String,
         /// What is wrong, as a verb phrase that follows the tensor's name in the message.
         problem: String,
     },
-    /// Ranks save different tensors.
     #[error("rank {rank} saves other tensors in `{file}` than rank 0")]
-    OtherTensors {
-        /// The rank.
-        rank: usize,
-        /// Name of the file.
-        file: String,
-    },
-    /// Another rank could not write or read its part of a checkpoint.
+    #[fault(hint = "this is an error of the program: please report it")]
+    OtherTensors { rank: usize, file: String },
     #[error("rank {rank} failed: {message}")]
-    OtherRank {
-        /// The rank.
-        rank: usize,
-        /// Its error.
-        message: String,
-    },
-    /// A rank does not find the checkpoint that rank 0 found.
+    #[fault(hint = "fix the error that this rank reported, and run the same command again")]
+    OtherRank { rank: usize, message: String },
     #[error("checkpoint `{}` is missing or differs from that on rank 0", .folder.display())]
-    NotShared {
-        /// Folder of the checkpoint.
-        folder: PathBuf,
-    },
-    /// Two tensors are the same one in the two spellings of its name.
+    #[fault(hint = "`output_dir` must be on a file system that all ranks share")]
+    NotShared { folder: PathBuf },
     #[error(
         "`{}` has the tensors `{}` and `{}`, which both are `{tensor}`",
         .place.display(), .spellings[0], .spellings[1]
     )]
-    TwoSpellings {
-        /// The file or folder.
-        place: PathBuf,
-        /// The name in the model.
-        tensor: String,
-        /// The names in the files.
-        spellings: [String; 2],
-    },
-    /// Two tensors of one file have the same name.
+    #[fault(
+        hint = "write the folder again with one tensor for each name, as `save_pretrained` does"
+    )]
+    TwoSpellings { place: PathBuf, tensor: String, spellings: [String; 2] },
     #[error("two tensors are named `{tensor}`, expected unique names")]
-    SameName {
-        /// The name.
-        tensor: String,
-    },
+    #[fault(hint = "save a tied weight once, under one name")]
+    SameName { tensor: String },
 }
 
 impl CheckpointError {
-    /// What the user can do to fix the error.
-    pub fn hint(&self) -> String {
-        match self {
-            Self::Write { source, .. } => write_hint(source),
-            Self::Read { source, .. } if source.kind() == io::ErrorKind::NotFound => {
-                "check the path".to_owned()
-            }
-            Self::Read { .. } => {
-                "check the permissions of the path and the health of the disk".to_owned()
-            }
-            Self::Moved { .. } => {
-                "give the folder its name back, and run the same command again: it continues from \
-                 the last checkpoint. Rename a folder only when no run uses it"
-                    .to_owned()
-            }
-            Self::Damaged { .. } => "use `--resume auto`, which falls back to the newest \
-                                     undamaged checkpoint, or name an older one"
-                .to_owned(),
-            Self::NoWeights { .. } => "download the model again, or set `model.weights: random` \
-                                       to start from random weights"
-                .to_owned(),
-            Self::ShardMissing { .. } | Self::NotInShard { .. } | Self::Invalid { .. } => {
-                "the file is incomplete: download or copy it again".to_owned()
-            }
-            Self::NoTensor { .. } => "use weights and a `config.json` of the same model".to_owned(),
-            Self::Dtype { .. } => {
-                "quantised weights cannot be trained: use the unquantised model".to_owned()
-            }
-            Self::NonFinite { .. } => {
-                "copy the file again; if a run wrote it, resume from an older \
-                                       checkpoint with `--resume DIR`"
-                    .to_owned()
-            }
-            Self::NonFiniteSaved { .. } => {
-                "an update overflowed: lower `optim.lr`; all checkpoints \
-                                            on disk are finite, and the run resumes from the newest"
-                    .to_owned()
-            }
-            Self::Pickled { expected: ADAPTER_WEIGHTS, .. } => {
-                "load the adapter with PEFT, and write it again with `save_pretrained(FOLDER, \
-                 safe_serialization=True)`"
-                    .to_owned()
-            }
-            Self::NotSafetensors { .. } | Self::Pickled { .. } => {
-                "download its safetensors files, or write the model again with `save_pretrained` of \
-                 transformers"
-                    .to_owned()
-            }
-            Self::OutsideLink { .. } => "replace the link by a copy of the file".to_owned(),
-            Self::Tensor { .. } => "see the cause; the device may be out of memory".to_owned(),
-            Self::Quantised { .. } => {
-                "download the folder again, or use the original weights and `adapter.quantize: nf4`"
-                    .to_owned()
-            }
-            Self::Parts { .. } | Self::OtherTensors { .. } => {
-                "this is an error of the program: please report it".to_owned()
-            }
-            Self::OtherRank { .. } => {
-                "fix the error that this rank reported, and run the same command again".to_owned()
-            }
-            Self::NotShared { .. } => {
-                "`output_dir` must be on a file system that all ranks share".to_owned()
-            }
-            Self::TwoSpellings { .. } => {
-                "write the folder again with one tensor for each name, as `save_pretrained` does"
-                    .to_owned()
-            }
-            Self::SameName { .. } => "save a tied weight once, under one name".to_owned(),
-        }
-    }
-
     /// Whether writing failed: the disk is full or read-only, or there is no permission.
     pub fn is_write(&self) -> bool {
         matches!(self, Self::Write { .. })
@@ -314,7 +162,14 @@ fn moved_to(now: Option<&Path>) -> String {
     now.map(|now| format!("; its files are in `{}`", now.display())).unwrap_or_default()
 }
 
-fn write_hint(source: &io::Error) -> String {
+fn read_hint(source: &io::Error) -> &'static str {
+    match source.kind() {
+        io::ErrorKind::NotFound => "check the path",
+        _ => "check the permissions of the path and the health of the disk",
+    }
+}
+
+fn write_hint(source: &io::Error) -> &'static str {
     match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             "free space on this disk, lower `checkpoint.keep`, or set `output_dir` to another disk"
@@ -325,5 +180,16 @@ fn write_hint(source: &io::Error) -> String {
         io::ErrorKind::FileTooLarge => "raise the limit on file sizes (`ulimit -f`)",
         _ => "check the disk that holds `output_dir`",
     }
-    .to_owned()
+}
+
+const SAFETENSORS: &str = "download its safetensors files, or write the model again with `save_pretrained` of \
+                           transformers";
+
+fn pickle_hint(expected: &str) -> &'static str {
+    if expected == ADAPTER_WEIGHTS {
+        "load the adapter with PEFT, and write it again with `save_pretrained(FOLDER, \
+         safe_serialization=True)`"
+    } else {
+        SAFETENSORS
+    }
 }

@@ -239,6 +239,7 @@ pub fn adapter_weights(folder: &Path) -> Result<WeightFiles, CheckpointError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use fault::Fault;
     use serde_json::json;
 
     fn config(fields: &Value) -> PeftConfig {
@@ -352,6 +353,6 @@ mod tests {
         std::fs::File::create(folder.path().join("adapter_model.bin")).unwrap();
         let error = adapter_weights(folder.path()).unwrap_err();
         assert!(error.to_string().contains("expected `adapter_model.safetensors`"), "{error}");
-        assert!(error.hint().contains("safe_serialization=True"), "{}", error.hint());
+        assert!(error.hint().unwrap().contains("safe_serialization=True"), "{error}");
     }
 }

@@ -1,6 +1,5 @@
 //! Arguments that several commands share.
 
-use super::error_class::hub_exit;
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::SetupBars;
@@ -8,6 +7,7 @@ use crate::config::{self, ConfigError, LeftOut, RunConfig};
 use crate::run::{self, RunError};
 use crate::train::Weights;
 use clap::Args;
+use fault::Fault;
 use std::path::{Path, PathBuf};
 
 /// A config file and changes to it.
@@ -46,11 +46,7 @@ impl ConfigArgs {
     /// Adds the line in the config file to an error that a config key caused.
     pub(super) fn located(&self, error: RunError) -> anyhow::Error {
         let Some(keys) = error.keys() else { return error.into() };
-        let exit = match &error {
-            RunError::CreateOutputDir { .. } => Exit::CannotWrite,
-            RunError::Hub { problem, .. } => hub_exit(problem),
-            _ => Exit::Usage,
-        };
+        let exit = error.exit().unwrap_or(Exit::Usage);
         let hint = error.hint().unwrap_or_default();
         Failure::of(exit, self.refuse(&keys, error.to_string(), hint)).into()
     }
@@ -58,11 +54,7 @@ impl ConfigArgs {
 
 /// The folder of an argument that is a model folder or a hub id.
 pub(super) fn model_folder(path: &Path, logging: &Logging) -> anyhow::Result<PathBuf> {
-    let folder = run::model_folder(path, Weights::Pretrained, &SetupBars(logging));
-    folder.map_err(|error| {
-        let hint = error.hint();
-        Failure::of(hub_exit(&error), error).hint(hint).into()
-    })
+    Ok(run::model_folder(path, Weights::Pretrained, &SetupBars(logging))?)
 }
 
 /// Checks that an argument is a folder.

@@ -1,7 +1,6 @@
 //! `trainer check`: all problems of a run before it trains.
 
 use super::args::ConfigArgs;
-use super::error_class::classify;
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::SetupBars;
@@ -10,6 +9,7 @@ use super::stdout::stdout;
 use crate::config::{self, ConfigError, Loaded, RunConfig};
 use crate::run::{self, CheckReport, Finding, Note, Topic};
 use clap::Args;
+use fault::Fault;
 use std::io::Write as _;
 
 /// Arguments of `check`.
@@ -69,7 +69,7 @@ pub(super) fn run(args: &CheckArgs, logging: &Logging) -> anyhow::Result<()> {
 /// The exit code of a check during which the process or a disk failed.
 fn trouble_of(report: &CheckReport) -> Option<Exit> {
     report.findings.iter().find_map(|(_, finding)| match finding {
-        Finding::Error(error) if error.is_trouble() => Some(classify(error)?.exit),
+        Finding::Error(error) if error.is_trouble() => error.exit(),
         _ => None,
     })
 }

@@ -3,8 +3,9 @@
 //! candle wraps these errors without a kind, so the text decides. It has the name of the code, as
 //! in `DriverError(CUDA_ERROR_ECC_UNCORRECTABLE, "..")`.
 
-use super::failure::{ErrorClass, Exit};
+use super::failure::Exit;
 use crate::ops::memory_advice;
+use std::borrow::Cow;
 
 /// A lack of memory.
 const MEMORY: [&str; 2] = ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED"];
@@ -41,13 +42,13 @@ const REFUSED: [&str; 14] = [
     "CUBLAS_STATUS_ARCH_MISMATCH",
 ];
 
-/// The class of an error whose text is `error`; `None` if it is no error of the GPU, or one that
-/// another attempt would repeat.
-pub(super) fn class(error: &str) -> Option<ErrorClass> {
+/// The exit code and the hint of an error whose text is `error`; `None` if it is no error of the
+/// GPU, or one that another attempt would repeat.
+pub(super) fn outcome(error: &str) -> Option<(Exit, Cow<'static, str>)> {
     let has = |names: &[&str]| names.iter().any(|name| has_name(error, name));
     if has(&MEMORY) {
         let hint = format!("{}; `trainer plan` predicts the memory of a config", memory_advice());
-        return Some(ErrorClass::new(Exit::Resources, hint));
+        return Some((Exit::Resources, hint.into()));
     }
     if has(&REFUSED) || !["CUDA_ERROR_", "CUBLAS_STATUS_"].iter().any(|name| error.contains(name)) {
         return None;
@@ -60,7 +61,7 @@ pub(super) fn class(error: &str) -> Option<ErrorClass> {
          checkpoint. `nvidia-smi` and `dmesg | grep Xid` show its state; `CUDA_VISIBLE_DEVICES` \
          can exclude it"
     };
-    Some(ErrorClass::new(Exit::Ranks, hint.to_owned()))
+    Some((Exit::Ranks, hint.into()))
 }
 
 /// Whether `text` contains `name` as a whole name.
@@ -74,7 +75,7 @@ mod tests {
     use super::*;
 
     fn exit_of(name: &str) -> Option<Exit> {
-        class(&format!("DriverError({name}, \"text of the driver\")")).map(|class| class.exit)
+        outcome(&format!("DriverError({name}, \"text of the driver\")")).map(|(exit, _)| exit)
     }
 
     #[test]
@@ -109,12 +110,12 @@ mod tests {
         for name in REFUSED {
             assert_eq!(exit_of(name), None);
         }
-        assert_eq!(class("shape mismatch"), None);
+        assert_eq!(outcome("shape mismatch"), None);
     }
 
     #[test]
     fn the_hint_says_what_to_do_with_the_gpu() {
-        let hint = |name| class(name).unwrap().hint.unwrap();
+        let hint = |name| outcome(name).unwrap().1;
         assert!(hint("CUDA_ERROR_ECC_UNCORRECTABLE").contains("dmesg | grep Xid"));
         assert!(hint("CUDA_ERROR_ILLEGAL_ADDRESS").contains("please report it"));
     }

@@ -11,7 +11,6 @@ mod cache;
 mod check;
 mod completions;
 mod convert;
-mod error_class;
 mod escaped;
 mod eval;
 mod export;

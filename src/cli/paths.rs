@@ -6,34 +6,27 @@
 use super::args::ConfigArgs;
 use crate::config::{ConfigError, LeftOut, RunConfig};
 use clap::builder::{OsStringValueParser, TypedValueParser, ValueParser};
+use fault::Fault;
 use std::any::TypeId;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
 /// A path that cannot be expanded.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, fault::Fault)]
+#[fault(exit = Usage)]
 pub(super) enum PathError {
     /// `~name`.
     #[error("`{0}` begins with the home folder of another user")]
+    #[fault(hint = "write the whole path, or `./~` for a file with this name")]
     OtherUser(String),
     /// A variable without a value.
     #[error("the environment variable `{0}` is not set")]
+    #[fault(hint = "set `{_0}`, or write `$$` for the letter `$`")]
     NotSet(String),
     /// `${` without `}`.
     #[error("`{0}` has `${{` without `}}`")]
+    #[fault(hint = "close it, or write `$$` for the letter `$`")]
     Open(String),
-}
-
-impl PathError {
-    pub(super) fn hint(&self) -> String {
-        match self {
-            Self::OtherUser(_) => {
-                "write the whole path, or `./~` for a file with this name".to_owned()
-            }
-            Self::NotSet(name) => format!("set `{name}`, or write `$$` for the letter `$`"),
-            Self::Open(_) => "close it, or write `$$` for the letter `$`".to_owned(),
-        }
-    }
 }
 
 /// Replaces `~` at the start, `$NAME`, `${NAME}` and `$$`. `variable` looks up the environment.
@@ -84,7 +77,7 @@ pub(super) fn expand(path: &str) -> Result<String, PathError> {
 pub(super) fn expand_arguments(command: clap::Command) -> clap::Command {
     let read = |text: OsString| match text.to_str() {
         Some(text) => expand(text).map(PathBuf::from).map_err(|error| {
-            let hint = error.hint();
+            let hint = error.hint().unwrap_or_default();
             format!("{error}\n\nhint: {hint}")
         }),
         None => Ok(PathBuf::from(text)), // not text, so it cannot name a variable
@@ -104,7 +97,11 @@ impl ConfigArgs {
     /// paths that cannot be expanded.
     pub(super) fn expand(&self, config: &mut RunConfig, left_out: &LeftOut) -> Vec<ConfigError> {
         let refuse = |(keys, error): (Vec<String>, PathError)| {
-            self.refuse(&left_out.in_file(&keys), error.to_string(), error.hint())
+            self.refuse(
+                &left_out.in_file(&keys),
+                error.to_string(),
+                error.hint().unwrap_or_default(),
+            )
         };
         config.expand_paths(&expand).into_iter().map(refuse).collect()
     }

@@ -6,13 +6,34 @@
 //! hint: free space on this disk, lower `checkpoint.keep`, or set `output_dir` to another disk
 //! ```
 
-use super::error_class::classify;
 use super::escaped::escaped_part;
-use super::failure::Exit;
-use super::stdout::is_closed_pipe;
+use super::failure::{Exit, Failure};
+use super::gpu_error;
+use super::paths::PathError;
+use super::stdout::{StdoutError, is_closed_pipe};
 use super::terminal::{Terminal, coloured_error};
+use crate::batch::UnpadError;
+use crate::checkpoint::CheckpointError;
+use crate::config::{ConfigError, ValueError};
+use crate::convert::ConvertError;
+use crate::data::{
+    CacheError, CollateError, DataConfigError, EncoderError, ImageConfigError, LoaderError,
+    OrderError, RowTrouble, SampleError, SourceError, TokenizerError,
+};
+use crate::dist::{DistError, LaunchError};
+use crate::metrics::JsonlError;
+use crate::models::ModelConfigError;
+use crate::net::hub::HubError;
+use crate::nn::WeightError;
 use crate::ops::failed_gpu_allocation;
+use crate::optim::{GroupError, OptimError};
+use crate::report::ReportError;
+use crate::run::verify::VerifyError;
+use crate::run::{AdapterError, DeviceError, ReplayError, RunError, SetupError};
+use crate::train::{EvalError, PredictError, StepError, TrainError};
+use fault::{Fault, Hint};
 use rustix::io::Errno;
+use std::error::Error;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
@@ -41,16 +62,12 @@ pub(super) fn text(error: &anyhow::Error) -> String {
     {
         text.extend(["caused by: on the GPU: ", &sizes, "\n"]);
     }
-    let hint = if lacks_resources(error) {
-        Some("raise the limit of open files (`ulimit -n`), or free memory".to_owned())
-    } else {
-        let hint = error.chain().find_map(|error| classify(error)?.hint);
-        hint.or_else(|| match exit(error) {
-            Exit::Software => Some(BUG.to_owned()),
-            Exit::Resources => Some("check the limits and permissions of the process".to_owned()),
-            _ => None,
-        })
-    };
+    let (exit, hint) = outcome(error);
+    let hint = hint.or_else(|| match exit {
+        Exit::Software => Some(BUG.into()),
+        Exit::Resources => Some("check the limits and permissions of the process".into()),
+        _ => None,
+    });
     if let Some(hint) = hint {
         text.extend(["hint: ", &escaped_part(&hint), "\n"]);
     }
@@ -62,17 +79,50 @@ fn is_out_of_memory(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| cause.to_string().to_ascii_uppercase().contains("OUT_OF_MEMORY"))
 }
 
-/// The exit code of the outermost error in the chain that has a class. If the process lacks memory
-/// or open files, this is the cause of all others.
+/// The exit code of the process.
 pub(super) fn exit(error: &anyhow::Error) -> Exit {
+    outcome(error).0
+}
+
+/// The exit code and the hint: those of the cause if the process lacks memory or open files, or if
+/// a GPU failed, else those of the outermost errors in the chain that have them.
+fn outcome(error: &anyhow::Error) -> (Exit, Hint) {
     if lacks_resources(error) {
-        return Exit::Resources;
+        let hint = "raise the limit of open files (`ulimit -n`), or free memory";
+        return (Exit::Resources, Some(hint.into()));
     }
-    match error.chain().find_map(classify) {
-        Some(class) => class.exit,
-        None if is_of_system(error) => Exit::Resources,
-        None => Exit::Software,
+    let of_gpu = error.chain().filter(|cause| is_of_tensors(*cause));
+    if let Some((exit, hint)) =
+        of_gpu.map(ToString::to_string).find_map(|text| gpu_error::outcome(&text))
+    {
+        return (exit, Some(hint));
     }
+    let exit = error.chain().find_map(|cause| fault(cause)?.exit());
+    let other = if is_of_system(error) { Exit::Resources } else { Exit::Software };
+    (exit.unwrap_or(other), error.chain().find_map(|cause| fault(cause)?.hint()))
+}
+
+/// Whether this is an error of candle, or passes one on.
+fn is_of_tensors(error: &(dyn Error + 'static)) -> bool {
+    fault(error).map_or(error.is::<candle_core::Error>(), |fault| fault.exit().is_none())
+}
+
+/// The exit code and the hint of an error; `None` if its type has none.
+pub(super) fn fault<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e dyn Fault> {
+    macro_rules! one_of {
+        ($($kind:ty),*) => {
+            None$(.or_else(|| Some(error.downcast_ref::<$kind>()? as &dyn Fault)))*
+        };
+    }
+    let known: Option<&dyn Fault> = one_of! {
+        AdapterError, CacheError, CheckpointError, CollateError, ConfigError, ConvertError,
+        DataConfigError, DeviceError, DistError, EncoderError, EvalError, Failure, GroupError,
+        HubError, ImageConfigError, JsonlError, LaunchError, LoaderError, ModelConfigError,
+        OptimError, OrderError, PathError, PredictError, ReplayError, ReportError, RowTrouble,
+        RunError, SampleError, SetupError, SourceError, StepError, TokenizerError, TrainError,
+        UnpadError, ValueError, VerifyError, WeightError
+    };
+    known.or_else(|| Some(StdoutError::of(error)? as &dyn Fault))
 }
 
 /// Whether a system call failed: starting a thread, finding this program, receiving a signal.
@@ -96,8 +146,9 @@ const RESOURCES: [Errno; 4] = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::batch::SampleId;
     use crate::checkpoint::write_atomically;
-    use crate::cli::failure::Failure;
+    use crate::data::{Rejection, SampleFault, Trouble};
     use anyhow::Context;
     use std::path::Path;
 
@@ -171,5 +222,78 @@ mod tests {
         assert_eq!(exit(&stopped.context("sft").unwrap_err()), Exit::Stopped);
         let codes = [Exit::Software, Exit::Stopped, Exit::Interrupted].map(|exit| exit as u8);
         assert_eq!(codes, [70, 75, 130]);
+    }
+
+    fn exit_of(error: impl Error + Send + Sync + 'static) -> Exit {
+        exit(&error.into())
+    }
+
+    #[test]
+    fn an_error_inside_a_transparent_one_is_classified() {
+        let step = StepError::NonFiniteLoss { step: 3, loss: f64::NAN };
+        let (exit, hint) = outcome(&TrainError::Step(step).into());
+        assert_eq!(exit, Exit::Data);
+        assert!(hint.unwrap().contains("optim.lr"));
+    }
+
+    #[test]
+    fn an_error_of_the_config_is_a_usage_error_wherever_it_is_found() {
+        let error = SetupError::Groups(GroupError::AllFrozen);
+        assert_eq!(exit_of(error), Exit::Usage);
+        let error = OrderError::Weight { dataset: 0, weight: -1.0 };
+        assert_eq!(exit_of(RunError::Order(error)), Exit::Usage);
+    }
+
+    #[test]
+    fn a_gpu_without_memory_has_an_exit_code_of_its_own() {
+        let error = || candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)".to_owned());
+        let in_step = StepError::Candle(error());
+        for error in [TrainError::Candle(error()), TrainError::Step(in_step)] {
+            assert_eq!(exit_of(error), Exit::Resources);
+        }
+    }
+
+    #[test]
+    fn a_gpu_that_is_lost_while_a_checkpoint_is_copied_is_no_error_of_the_checkpoint() {
+        let error = |code: &str| CheckpointError::Tensor {
+            tensor: "lm_head.weight".to_owned(),
+            source: candle_core::Error::Msg(format!("DriverError({code})")),
+        };
+        let exit = |code| exit_of(error(code));
+        assert_eq!(exit("CUDA_ERROR_ECC_UNCORRECTABLE"), Exit::Ranks);
+        assert_eq!(exit("CUDA_ERROR_OUT_OF_MEMORY"), Exit::Resources);
+        assert_eq!(exit("another error"), Exit::Data);
+    }
+
+    #[test]
+    fn trouble_of_the_process_or_of_a_disk_is_no_error_of_the_data() {
+        for (code, exit) in [(Errno::MFILE, Exit::Resources), (Errno::IO, Exit::Ranks)] {
+            let id = SampleId { file: std::path::Path::new("a.jsonl").into(), line: 3 };
+            let error = SampleError { id, fault: SampleFault::Read(code.into()) };
+            let rejection = Rejection::of(&error);
+            let trouble = Trouble::of(&error).unwrap();
+            let stopped = LoaderError::Trouble(RowTrouble { rejection, trouble });
+            assert!(stopped.to_string().contains("a.jsonl:3: cannot read the row"), "{stopped}");
+            assert_eq!(exit_of(stopped.clone()), exit);
+            let LoaderError::Trouble(row) = stopped else { panic!("{stopped}") };
+            let in_eval = TrainError::Eval(EvalError::Row(row.clone()));
+            assert_eq!(exit_of(in_eval), exit);
+            assert_eq!(exit_of(VerifyError::Row(row)), exit);
+            let cache = CacheError::Exhausted { source: Box::new(error) };
+            assert_eq!(exit_of(cache), exit);
+        }
+    }
+
+    #[test]
+    fn a_loader_thread_that_cannot_be_started_is_no_error_of_the_data() {
+        let error = LoaderError::Spawn { message: "os error 11".to_owned() };
+        assert_eq!(exit_of(error), Exit::Resources);
+    }
+
+    #[test]
+    fn errors_of_other_crates_have_no_exit_code() {
+        assert_eq!(exit_of(io::Error::other("surprise")), Exit::Software);
+        let error = candle_core::Error::Msg("surprise".to_owned());
+        assert_eq!(exit_of(TrainError::Candle(error)), Exit::Software);
     }
 }

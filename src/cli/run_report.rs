@@ -1,6 +1,5 @@
 //! `trainer report`: a page with the curves, answers and settings of runs.
 
-use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::output::OutputFile;
 use super::progress::SetupBars;
@@ -8,7 +7,7 @@ use super::stdout::stdout;
 use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
 use crate::data::JsonlRows;
-use crate::report::{ReportError, RunFolder, report};
+use crate::report::{RunFolder, report};
 use clap::Args;
 use std::io::Write;
 use std::path::PathBuf;
@@ -37,21 +36,16 @@ pub(super) fn run(args: &ReportArgs, logging: &Logging) -> anyhow::Result<()> {
         [run] => run.join(NAME),
         _ => NAME.into(),
     };
-    let read = |path: &PathBuf| RunFolder::read(path).map_err(failure);
+    let read = |path: &PathBuf| RunFolder::read(path);
     let runs = args.runs.iter().map(read).collect::<Result<Vec<_>, _>>()?;
     let file = given.map_or_else(|| OutputFile::open("--out", &default), Ok)?;
     let path = file.path().to_owned();
     let rows: Vec<Option<JsonlRows>> = runs.iter().map(|run| eval_rows(run, logging)).collect();
     let rows: Vec<Option<&JsonlRows>> = rows.iter().map(Option::as_ref).collect();
-    let page = report(&runs, &rows).map_err(failure)?;
+    let page = report(&runs, &rows)?;
     file.write(page.as_bytes())?;
     writeln!(stdout(), "{}", path.display())?;
     Ok(())
-}
-
-fn failure(error: ReportError) -> Failure {
-    let hint = error.hint();
-    Failure::of(Exit::Usage, error).hint(hint)
 }
 
 /// The eval rows of a run, if answers need their images.

@@ -55,11 +55,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
         "auto" => Resume::Auto,
         "never" => Resume::Never,
         folder => {
-            let folder = expand(folder).map_err(|error| {
-                let hint = error.hint();
-                Failure::of(Exit::Usage, error).hint(hint)
-            })?;
-            let folder = PathBuf::from(folder);
+            let folder = PathBuf::from(expand(folder)?);
             check_folder("--resume", &folder)?;
             Resume::From(folder)
         }

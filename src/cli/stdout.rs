@@ -4,9 +4,13 @@ use std::error::Error;
 use std::io::{self, Write};
 
 /// A failed write to stdout.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
 #[error("cannot write to stdout")]
-struct StdoutError(#[source] io::Error);
+#[fault(
+    exit = CannotWrite,
+    hint = "free space on the disk that stdout is redirected to, or redirect it to another disk"
+)]
+pub(super) struct StdoutError(#[source] io::Error);
 
 /// Locked stdout; [`is_stdout_error`] recognises its errors.
 #[derive(Debug)]
@@ -31,18 +35,20 @@ pub(super) fn wrap(error: io::Error) -> io::Error {
     io::Error::new(error.kind(), StdoutError(error))
 }
 
-/// Returns the error of the operating system if `error` is an error of stdout.
-fn cause<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e io::Error> {
-    let inner = error.downcast_ref::<io::Error>()?.get_ref()?;
-    Some(&inner.downcast_ref::<StdoutError>()?.0)
+impl StdoutError {
+    /// The error of stdout that `error` is.
+    pub(super) fn of<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e Self> {
+        error.downcast_ref::<io::Error>()?.get_ref()?.downcast_ref()
+    }
 }
 
 /// Whether the reader of stdout closed the pipe (`trainer inspect .. | head`), which is not an
 /// error.
 pub(super) fn is_closed_pipe(error: &anyhow::Error) -> bool {
-    error.chain().filter_map(cause).any(|cause| cause.kind() == io::ErrorKind::BrokenPipe)
+    let mut errors = error.chain().filter_map(StdoutError::of);
+    errors.any(|StdoutError(cause)| cause.kind() == io::ErrorKind::BrokenPipe)
 }
 
 pub(super) fn is_stdout_error(error: &(dyn Error + 'static)) -> bool {
-    cause(error).is_some()
+    StdoutError::of(error).is_some()
 }

@@ -68,66 +68,53 @@ impl fmt::Display for Place {
 /// An error of a config file or a `--set` argument.
 ///
 /// The message names the place, the key and the nearest valid name, and shows the line.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, ::fault::Fault)]
+#[expect(missing_docs, reason = "the messages say it")]
+#[fault(exit = Usage)]
 pub enum ConfigError {
-    /// The file could not be read.
     #[error("cannot read config `{}`", .path.display())]
-    Read {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error of the operating system.
-        source: io::Error,
-    },
-    /// The file is not UTF-8 text.
+    #[fault(hint = read_hint(source))]
+    Read { path: PathBuf, source: io::Error },
     #[error("{}:{line}:{column}: not UTF-8 text", .path.display())]
+    #[fault(hint = "save the file as UTF-8")]
     NotUtf8 {
-        /// Path of the file.
         path: PathBuf,
         /// Line of the first invalid byte, from 1.
         line: usize,
         /// Column of the first invalid byte, from 1, in characters.
         column: usize,
     },
-    /// The file is empty or contains only comments.
     #[error("{}: the config is empty", .path.display())]
-    Empty {
-        /// Path of the file.
-        path: PathBuf,
-    },
-    /// The keys are those of another trainer.
+    #[fault(hint = NEW)]
+    Empty { path: PathBuf },
     #[error("{}: this is a config of {trainer}", .path.display())]
+    #[fault(hint = trainer_hint(path, *from))]
     OtherTrainer {
-        /// Path of the file.
         path: PathBuf,
-        /// Name of the trainer.
         trainer: &'static str,
         /// Its name in `trainer convert --from`, if its configs can be converted.
         from: Option<&'static str>,
     },
-    /// The text is not valid YAML.
     #[error("{place}: {message}{}", .place.excerpt())]
+    #[fault(hint = syntax_hint(message))]
     Syntax {
         /// Position at which the parser stopped.
         place: Place,
-        /// Message of the YAML parser.
         message: String,
     },
-    /// A mapping has the same key twice.
     #[error("{place}: duplicate key `{key}`, first used at {first}{}", .place.excerpt())]
+    #[fault(hint = "remove one of the two")]
     DuplicateKey {
         /// Position of the second occurrence.
         place: Place,
-        /// The key.
         key: String,
         /// Position of the first occurrence.
         first: Place,
     },
-    /// The section has no such key.
     #[error("{place}: unknown key `{key}`{}{}{}", inside(.section), suggested(*.here, .nearest.as_deref()), .place.excerpt())]
+    #[fault(hint = key_hint(*here, key, valid))]
     UnknownKey {
-        /// The key in the file, or the `--set`.
         place: Place,
-        /// The key.
         key: String,
         /// Dotted keys above it; empty at the top level.
         section: String,
@@ -138,77 +125,63 @@ pub enum ConfigError {
         /// All valid keys of the section.
         valid: Vec<String>,
     },
-    /// A required key is missing.
     #[error("{place}: missing key `{key}`{}{}", inside(.section), .place.excerpt())]
+    #[fault(hint = format!("add it to the file, or pass `--set {}=..`", join(section, key)))]
     MissingKey {
         /// The mapping in which it is missing.
         place: Place,
-        /// The key.
         key: String,
         /// Dotted keys above it; empty at the top level.
         section: String,
     },
-    /// A value is not one of the choices of its key.
     #[error("{place}: unknown value `{value}` for `{key}`{}{}", did_you_mean(.nearest.as_deref()), .place.excerpt())]
+    #[fault(hint = value_hint(value, valid))]
     UnknownValue {
-        /// The value in the file, or the `--set`.
         place: Place,
         /// The dotted key.
         key: String,
-        /// The value.
         value: String,
         /// The valid value that is most similar, if one is similar.
         nearest: Option<String>,
         /// All valid values.
         valid: Vec<String>,
     },
-    /// A value has the wrong type or is out of range.
     #[error("{place}: `{key}` is {found}, expected {expected}{}", .place.excerpt())]
+    #[fault(hint = form_hint(key, found))]
     WrongType {
-        /// The value in the file, or the `--set`.
         place: Place,
         /// The dotted key.
         key: String,
-        /// The value.
         found: String,
-        /// The values that the key accepts.
         expected: String,
     },
-    /// A value has the right form, but its type does not allow it.
     #[error("{place}: `{key}`: {message}{}", .place.excerpt())]
+    #[fault(hint = form_hint(key, ""))]
     Refused {
-        /// The value in the file, or the `--set`.
         place: Place,
         /// The dotted key.
         key: String,
-        /// Message of the check.
         message: String,
     },
-    /// A value has the right type, but this run cannot use it.
     #[error("{place}: {problem}{}", .place.excerpt())]
+    #[fault(hint = hint.clone())]
     Value {
         /// The value in the file, the `--set`, or the section in which the value is missing.
         place: Place,
         /// The key, the value that was found and the values that are expected.
         problem: String,
-        /// The fix that the error message suggests.
         hint: String,
     },
     /// A `--set` has no `=`, an empty key, or a key below a value that is neither a list nor a
     /// mapping.
     #[error("--set {argument}: {message}")]
-    Set {
-        /// The argument.
-        argument: String,
-        /// The fault of the argument.
-        message: String,
-    },
-    /// The resolved config could not be written as YAML.
+    #[fault(
+        hint = "write `--set section.key=value`, list items by number: `--set data.train.0.path=a.jsonl`"
+    )]
+    Set { argument: String, message: String },
     #[error("cannot write the config as YAML: {message}")]
-    Write {
-        /// Message of the YAML serializer.
-        message: String,
-    },
+    #[fault(hint = "this is a bug in trainer: please report it")]
+    Write { message: String },
 }
 
 /// The form of sections that are often written as a single value.
@@ -222,66 +195,64 @@ const FORMS: [(&str, &str); 7] = [
     ("optim", "optim: {lr: 1e-5}"),
 ];
 
-impl ConfigError {
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> String {
-        match self {
-            Self::Read { source, .. } if source.kind() == io::ErrorKind::NotFound => {
-                "check the path given to `--config`".to_owned()
-            }
-            Self::Read { .. } => "check the permissions of the file".to_owned(),
-            Self::NotUtf8 { .. } => "save the file as UTF-8".to_owned(),
-            Self::Empty { .. } => "`trainer new` writes a config for a model folder and data files".to_owned(),
-            Self::OtherTrainer { path, from: Some(from), .. } => format!(
-                "`trainer convert --from {from} {}` writes the config for this program",
-                path.display()
-            ),
-            Self::OtherTrainer { .. } => {
-                "`trainer new` writes a config for a model folder and data files".to_owned()
-            }
-            Self::Syntax { message, .. } if message.contains("anchor") => {
-                "write a value that begins with `*` or `&` in quotes".to_owned()
-            }
-            Self::Syntax { message, .. } if message.contains("tab") => {
-                "YAML is indented by spaces: replace the tab".to_owned()
-            }
-            Self::Syntax { .. } => {
-                "check indentation, brackets and quotes here and in the line above".to_owned()
-            }
-            Self::DuplicateKey { .. } => "remove one of the two".to_owned(),
-            Self::UnknownKey { here: Some(here), .. } => format!("write `{here}`"),
-            Self::UnknownKey { key, valid, .. } => match advice(key) {
-                Some(advice) => advice.to_owned(),
-                None if valid.is_empty() => "this section has no keys".to_owned(),
-                None => format!("valid keys here: {}", listed(valid)),
-            },
-            Self::MissingKey { key, section, .. } => {
-                format!("add it to the file, or pass `--set {}=..`", join(section, key))
-            }
-            Self::UnknownValue { value, .. } if value == "wandb" => {
-                "after the run, `scripts/trackers/to_wandb.py` sends its logs to Weights & Biases"
-                    .to_owned()
-            }
-            Self::UnknownValue { valid, .. } => format!("valid values: {}", listed(valid)),
-            Self::WrongType { key, found, .. } if key == "adapter" && found.contains("dora") => {
-                "write `adapter: {kind: dora}`".to_owned()
-            }
-            Self::WrongType { key, .. } | Self::Refused { key, .. } => match FORMS
-                .iter()
-                .find(|(section, _)| section == key)
-            {
-                Some((_, form)) => format!("write `{form}`"),
-                None => format!("change the value, or pass `--set {key}=..`"),
-            },
-            Self::Value { hint, .. } => hint.clone(),
-            Self::Set { .. } => {
-                "write `--set section.key=value`, list items by number: `--set data.train.0.path=a.jsonl`"
-                    .to_owned()
-            }
-            Self::Write { .. } => "this is a bug in trainer: please report it".to_owned(),
-        }
-    }
+const NEW: &str = "`trainer new` writes a config for a model folder and data files";
 
+fn read_hint(source: &io::Error) -> &'static str {
+    match source.kind() {
+        io::ErrorKind::NotFound => "check the path given to `--config`",
+        _ => "check the permissions of the file",
+    }
+}
+
+fn trainer_hint(path: &Path, from: Option<&str>) -> String {
+    match from {
+        Some(from) => format!(
+            "`trainer convert --from {from} {}` writes the config for this program",
+            path.display()
+        ),
+        None => NEW.to_owned(),
+    }
+}
+
+fn syntax_hint(message: &str) -> &'static str {
+    if message.contains("anchor") {
+        "write a value that begins with `*` or `&` in quotes"
+    } else if message.contains("tab") {
+        "YAML is indented by spaces: replace the tab"
+    } else {
+        "check indentation, brackets and quotes here and in the line above"
+    }
+}
+
+fn key_hint(here: Option<&str>, key: &str, valid: &[String]) -> String {
+    match (here, advice(key)) {
+        (Some(here), _) => format!("write `{here}`"),
+        (None, Some(advice)) => advice.to_owned(),
+        (None, None) if valid.is_empty() => "this section has no keys".to_owned(),
+        (None, None) => format!("valid keys here: {}", listed(valid)),
+    }
+}
+
+fn value_hint(value: &str, valid: &[String]) -> String {
+    if value == "wandb" {
+        "after the run, `scripts/trackers/to_wandb.py` sends its logs to Weights & Biases"
+            .to_owned()
+    } else {
+        format!("valid values: {}", listed(valid))
+    }
+}
+
+fn form_hint(key: &str, found: &str) -> String {
+    if key == "adapter" && found.contains("dora") {
+        return "write `adapter: {kind: dora}`".to_owned();
+    }
+    match FORMS.iter().find(|(section, _)| *section == key) {
+        Some((_, form)) => format!("write `{form}`"),
+        None => format!("change the value, or pass `--set {key}=..`"),
+    }
+}
+
+impl ConfigError {
     /// The dotted key that is unknown or missing, or whose value is wrong, list items by number.
     pub(super) fn key(&self) -> Option<String> {
         match self {

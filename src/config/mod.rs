@@ -78,8 +78,9 @@ fn default_seed() -> u64 {
 }
 
 /// A value that has the right type and is out of range.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error, ::fault::Fault)]
 #[error("`{key}` is `{found}`, expected {expected}")]
+#[fault(exit = Usage, hint = self.fix())]
 pub struct ValueError {
     /// Dotted key of the value.
     pub key: &'static str,
@@ -90,8 +91,7 @@ pub struct ValueError {
 }
 
 impl ValueError {
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> String {
+    fn fix(&self) -> String {
         match self.key {
             "output_dir" if self.found.contains("://") => {
                 "mount the storage, or copy the model to it after the run".to_owned()

@@ -24,95 +24,39 @@ impl fmt::Display for Refusal {
 }
 
 /// The reason why a config of another trainer cannot be converted.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[expect(missing_docs, reason = "the messages say it")]
+#[fault(exit = Usage)]
 pub enum ConvertError {
-    /// A file cannot be read.
     #[error("cannot read `{}`: {source}", .path.display())]
-    Read {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error of the operating system.
-        source: io::Error,
-    },
-    /// A file is not valid YAML or JSON.
+    #[fault(hint = "check the path")]
+    Read { path: PathBuf, source: io::Error },
     #[error(transparent)]
+    #[fault(from)]
     Syntax(#[from] ConfigError),
-    /// A YAML or JSON file is not a mapping.
     #[error("`{}` is not a mapping from settings to values", .path.display())]
-    NotSettings {
-        /// Path of the file.
-        path: PathBuf,
-    },
-    /// A script does not start a training.
+    #[fault(hint = "give a config file, or the script that starts the training")]
+    NotSettings { path: PathBuf },
     #[error("`{}` has no command `{expected}`", .path.display())]
-    NoCommand {
-        /// Path of the file.
-        path: PathBuf,
-        /// The command.
-        expected: &'static str,
-    },
-    /// An argument of a script does not belong to its command.
+    #[fault(
+        hint = "give the script that starts the training, or a config file that ends in `.yaml` or `.json`"
+    )]
+    NoCommand { path: PathBuf, expected: &'static str },
     #[error("{}:{line}: `{word}` does not belong to the command", .path.display())]
-    OutsideCommand {
-        /// Path of the file.
-        path: PathBuf,
-        /// Line of the argument.
-        line: usize,
-        /// The argument.
-        word: String,
-    },
-    /// A script starts several trainings.
+    #[fault(hint = "end the line before it with `\\`, without a space or a comment behind it")]
+    OutsideCommand { path: PathBuf, line: usize, word: String },
     #[error("`{}` has several training commands", .path.display())]
-    TwoCommands {
-        /// Path of the file.
-        path: PathBuf,
-    },
-    /// Some settings have no equivalent.
+    #[fault(hint = "convert them one by one: remove all but one")]
+    TwoCommands { path: PathBuf },
     #[error("{} of {trainer} cannot be converted{}", count(.refusals), listed(.refusals))]
-    Refused {
-        /// Name of the trainer.
-        trainer: &'static str,
-        /// All settings that have no equivalent.
-        refusals: Vec<Refusal>,
-    },
-    /// The values of the settings contradict each other, or are out of range.
+    #[fault(hint = "change or remove these settings in a copy of the file, and convert again")]
+    Refused { trainer: &'static str, refusals: Vec<Refusal> },
     #[error("the converted config is not valid: {problem}")]
-    Invalid {
-        /// Message of the check of the config.
-        problem: String,
-    },
-    /// The converted config cannot be read.
+    #[fault(hint = "change the setting that the message names")]
+    Invalid { problem: String },
     #[error("the converted config cannot be read: {problem}")]
-    Bug {
-        /// Message of the config reader.
-        problem: String,
-    },
-}
-
-impl ConvertError {
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> String {
-        let hint = match self {
-            Self::Read { .. } => "check the path",
-            Self::Syntax(error) => return error.hint(),
-            Self::NotSettings { .. } => {
-                "give a config file, or the script that starts the training"
-            }
-            Self::NoCommand { .. } => {
-                "give the script that starts the training, or a config file that ends in `.yaml` or `.json`"
-            }
-            Self::OutsideCommand { .. } => {
-                "end the line before it with `\\`, without a space or a comment behind it"
-            }
-            Self::TwoCommands { .. } => "convert them one by one: remove all but one",
-            Self::Refused { .. } => {
-                "change or remove these settings in a copy of the file, and convert again"
-            }
-            Self::Invalid { .. } => "change the setting that the message names",
-            Self::Bug { .. } => "this is a bug in trainer: please report it with the file",
-        };
-        hint.to_owned()
-    }
+    #[fault(hint = "this is a bug in trainer: please report it with the file")]
+    Bug { problem: String },
 }
 
 fn count(refusals: &[Refusal]) -> String {

@@ -27,34 +27,17 @@ pub struct JsonlSink {
 const MAX_UNWRITTEN: usize = 64 << 20;
 
 /// A failure to open the file or to write a row.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[expect(missing_docs, reason = "the messages say it")]
+#[fault(exit = CannotWrite)]
 pub enum JsonlError {
-    /// The operating system returned an error.
     #[error("cannot write `{}`", .path.display())]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// Error of the operating system.
-        source: io::Error,
-    },
+    #[fault(hint = "check free space and permissions of `output_dir`")]
+    Write { path: PathBuf, source: io::Error },
     /// The row cannot be serialized, because it has a map whose keys are not strings.
     #[error("cannot write a row of `{}` as JSON", .path.display())]
-    Row {
-        /// The file.
-        path: PathBuf,
-        /// Error of the serializer.
-        source: serde_json::Error,
-    },
-}
-
-impl JsonlError {
-    /// Next action for the user.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::Write { .. } => "check free space and permissions of `output_dir`",
-            Self::Row { .. } => "this is a bug in the program: please report it",
-        }
-    }
+    #[fault(hint = "this is a bug in the program: please report it")]
+    Row { path: PathBuf, source: serde_json::Error },
 }
 
 impl JsonlSink {

@@ -12,36 +12,19 @@ use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
 /// A run that cannot be shown.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[expect(missing_docs, reason = "the messages say it")]
+#[fault(exit = Usage)]
 pub enum ReportError {
-    /// The folder has no `metrics.jsonl`, or the file cannot be read.
     #[error("cannot read `{}`", .path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Error of the operating system.
-        source: io::Error,
-    },
-    /// `metrics.jsonl` has no row of a step.
+    #[fault(hint = "pass the `output_dir` of a run")]
+    Read { path: PathBuf, source: io::Error },
     #[error("`{}` has no step", .path.display())]
-    NoSteps {
-        /// The file.
-        path: PathBuf,
-    },
-    /// An image of an answer cannot be drawn.
+    #[fault(hint = "train at least one step")]
+    NoSteps { path: PathBuf },
     #[error("cannot draw an image: {0}")]
+    #[fault(hint = "this is a bug in the program: please report it")]
     Image(String),
-}
-
-impl ReportError {
-    /// Next action for the user.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::Read { .. } => "pass the `output_dir` of a run",
-            Self::NoSteps { .. } => "train at least one step",
-            Self::Image(_) => "this is a bug in the program: please report it",
-        }
-    }
 }
 
 /// What the files of a run contain.

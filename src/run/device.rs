@@ -10,26 +10,24 @@ use crate::train::DeviceChoice;
 use candle_core::Device;
 
 /// A GPU that cannot be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
 #[error("`device` is `cuda:{ordinal}`, which cannot be used: {problem}")]
+#[fault(exit = Usage, hint = device_hint())]
 pub struct DeviceError {
     ordinal: usize,
     problem: String,
 }
 
-impl DeviceError {
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> String {
-        if CUDA_BUILD {
-            let driver = needed_driver();
-            format!(
-                "run `nvidia-smi`: it must list a GPU of this number and {driver}; \
-                 `CUDA_VISIBLE_DEVICES` may hide GPUs. `device: cpu` trains without a GPU"
-            )
-        } else {
-            "this binary was built without CUDA: build it with `--features cuda`, or use `device: cpu`"
-                .to_owned()
-        }
+fn device_hint() -> String {
+    if CUDA_BUILD {
+        let driver = needed_driver();
+        format!(
+            "run `nvidia-smi`: it must list a GPU of this number and {driver}; \
+             `CUDA_VISIBLE_DEVICES` may hide GPUs. `device: cpu` trains without a GPU"
+        )
+    } else {
+        "this binary was built without CUDA: build it with `--features cuda`, or use `device: cpu`"
+            .to_owned()
     }
 }
 
@@ -100,6 +98,7 @@ pub fn device_name(device: &Device) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use fault::Fault;
 
     #[test]
     fn a_missing_gpu_is_an_error_unless_the_device_is_auto() {
@@ -111,6 +110,6 @@ mod tests {
             "{message}"
         );
         assert_eq!(message.lines().count(), 1, "{message}");
-        assert!(error.hint().contains("`device: cpu`"));
+        assert!(error.hint().unwrap().contains("`device: cpu`"));
     }
 }

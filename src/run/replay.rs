@@ -37,20 +37,18 @@ pub struct StageNorm {
 }
 
 /// The reason why a step cannot be trained again.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[expect(missing_docs, reason = "the messages say it")]
 pub enum ReplayError {
-    /// The run cannot be assembled.
     #[error(transparent)]
+    #[fault(from)]
     Run(Box<RunError>),
-    /// A step failed.
     #[error(transparent)]
+    #[fault(from)]
     Train(Box<TrainError>),
-    /// The run has no such step.
     #[error("the run has no step {step}")]
-    NoStep {
-        /// The number.
-        step: u64,
-    },
+    #[fault(exit = Usage, hint = "metrics.jsonl of the run has its steps")]
+    NoStep { step: u64 },
 }
 
 impl From<RunError> for ReplayError {

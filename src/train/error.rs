@@ -8,27 +8,27 @@ use crate::dist::DistError;
 use crate::metrics::JsonlError;
 
 /// The reason why a run failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[expect(missing_docs, reason = "the messages say it")]
 pub enum TrainError {
-    /// Data could not be loaded.
     #[error(transparent)]
+    #[fault(from)]
     Data(#[from] LoaderError),
-    /// A step failed.
     #[error(transparent)]
+    #[fault(from)]
     Step(#[from] StepError),
-    /// An evaluation failed.
     #[error("the evaluation failed")]
+    #[fault(from)]
     Eval(#[from] EvalError),
-    /// A checkpoint could not be written.
     #[error(transparent)]
+    #[fault(from)]
     Checkpoint(#[from] CheckpointError),
-    /// `metrics.jsonl` or `rejects.jsonl` could not be written.
     #[error(transparent)]
+    #[fault(from)]
     Sink(#[from] JsonlError),
-    /// The ranks can no longer work together.
     #[error(transparent)]
+    #[fault(from)]
     Ranks(#[from] DistError),
-    /// An op failed outside of a step.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 }

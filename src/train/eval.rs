@@ -90,21 +90,21 @@ impl EvalReport {
 }
 
 /// The reason why an evaluation failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[expect(missing_docs, reason = "the messages say it")]
 pub enum EvalError {
-    /// The process or a disk failed while a row was read.
     #[error(transparent)]
+    #[fault(from)]
     Row(#[from] RowTrouble),
-    /// Samples that do not form a batch.
     #[error(transparent)]
+    #[fault(from)]
     Collate(#[from] CollateError),
-    /// The ranks can no longer work together.
     #[error(transparent)]
+    #[fault(from)]
     Ranks(#[from] DistError),
-    /// A batch that cannot be unpadded.
     #[error(transparent)]
+    #[fault(from)]
     Unpad(#[from] crate::batch::UnpadError),
-    /// An op failed.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 }

@@ -48,13 +48,14 @@ pub(super) struct StepPrediction<'a> {
 }
 
 /// The reason why there is no answer.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[expect(missing_docs, reason = "the messages say it")]
 pub enum PredictError {
-    /// The row cannot be used.
     #[error(transparent)]
+    #[fault(from)]
     Row(#[from] SampleError),
-    /// An op failed.
     #[error(transparent)]
+    #[fault(from)]
     Eval(#[from] EvalError),
 }
 

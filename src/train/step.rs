@@ -40,47 +40,39 @@ pub struct StepOutcome {
 }
 
 /// The reason why a step does not update the weights.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[expect(missing_docs, reason = "the messages say it")]
 pub enum StepError {
-    /// The loss is infinite or not a number.
     #[error("step {step}: the loss is {loss}; no weight was changed")]
+    #[fault(exit = Data, hint = loss_hint(*step))]
     NonFiniteLoss {
         /// Optimizer step, from 1.
         step: u64,
-        /// The value.
         loss: f64,
     },
-    /// A gradient is infinite or not a number.
     #[error("step {step}: {source}; no weight was changed")]
+    #[fault(exit = Data, hint = FINITE)]
     NonFiniteGradient {
         /// Optimizer step, from 1.
         step: u64,
-        /// Number of parameters concerned, and the name of the first one.
         source: OptimError,
     },
-    /// The ranks can no longer work together.
     #[error(transparent)]
+    #[fault(from)]
     Ranks(#[from] DistError),
-    /// An op failed.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 }
 
-impl StepError {
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> Option<&'static str> {
-        match self {
-            Self::NonFiniteLoss { step: 1, .. } => Some(
-                "no step was trained yet: the weights of the model folder are finite, but too large; \
-                 copy them from the published model again",
-            ),
-            Self::NonFiniteLoss { .. } | Self::NonFiniteGradient { .. } => Some(
-                "lower `optim.lr` or raise `optim.warmup_steps`; metrics.jsonl has the earlier steps, \
-                 and checkpoints never contain values that are not finite",
-            ),
-            Self::Ranks(_) | Self::Candle(_) => None,
-        }
+const FINITE: &str = "lower `optim.lr` or raise `optim.warmup_steps`; metrics.jsonl has the earlier steps, \
+                      and checkpoints never contain values that are not finite";
+
+fn loss_hint(step: u64) -> &'static str {
+    if step > 1 {
+        return FINITE;
     }
+    "no step was trained yet: the weights of the model folder are finite, but too large; \
+     copy them from the published model again"
 }
 
 /// A model in training.

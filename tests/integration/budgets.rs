@@ -4,6 +4,7 @@
 use super::encoding::{assistant, encode, encoder, row, rows, user};
 use super::harness::write;
 use super::images::bmp;
+use fault::Fault;
 use serde_json::{Value, json};
 use std::time::Instant;
 use trainer::data::RowFile;

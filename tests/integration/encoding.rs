@@ -1,5 +1,6 @@
 //! Encodings of whole rows compared with transformers, and tests of which tokens are targets.
 
+use fault::Fault;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -341,7 +342,7 @@ fn errors_of_rows_that_cannot_be_encoded_name_the_reason_and_the_row() {
         assert_eq!(error.reason(), reason, "{error}");
         assert!(error.to_string().contains(message), "{error}");
         assert!(error.to_string().contains("rows.jsonl:1"), "{error}");
-        assert_eq!(error.id().line, 1);
+        assert_eq!(error.id.line, 1);
     }
 }
 

@@ -1,6 +1,7 @@
 //! Encoders of unusual and broken model folders, and truncated chats.
 
 use super::encoding::{assistant, encoder, load_changed, row, rows, user, write};
+use fault::Fault;
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::num::NonZeroU32;

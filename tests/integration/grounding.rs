@@ -1,5 +1,6 @@
 //! Boxes and names of objects: their text, their rejections, and the page that shows them.
 
+use fault::Fault;
 use std::path::Path;
 
 use serde_json::{Value, json};

@@ -3,6 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
+use fault::Fault;
 use std::error::Error as _;
 use std::fs;
 use std::io::Write as _;

@@ -1,5 +1,6 @@
 //! Limits of single images and videos.
 
+use fault::Fault;
 use serde_json::{Value, json};
 use trainer::data::{Length, RowReader};
 

@@ -7,6 +7,7 @@ use super::parity::{
 };
 use crate::video::assert_tokens;
 use candle_transformers::generation::Sampling;
+use fault::Fault;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use std::sync::Arc;

@@ -3,6 +3,7 @@
 //! The ranks are threads of this process. `scripts/dist/test.sh` does the same with processes.
 
 use super::harness::{Place, copy_folder, device_name, golden, is_long, without_measured, write};
+use fault::Fault;
 use serde_json::Value;
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -4,6 +4,7 @@
 //! `message` of the rejection. `rules` are those of the data set. `weights` and `thoughts` are those
 //! of the assistant turns. `scripts/golden/row_cases.py` encodes the plain rows with transformers.
 
+use fault::Fault;
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};

@@ -4,6 +4,7 @@ use super::experts::place_with;
 use super::harness::Place;
 use super::qwen35::qwen35;
 use super::ranks::{config, place, train};
+use fault::Fault;
 use serde_json::Value;
 use std::thread;
 use trainer::dist::{Group, threads};
@@ -226,7 +227,7 @@ fn assert_four_ranks_are_refused(place: &Place, ending: &str) {
         assert!(matches!(error, RunError::SequenceHeads { sequence: 4, .. }), "{error}");
         assert!(error.to_string().ends_with(ending), "{error}");
         assert_eq!(error.keys().unwrap().join("."), "distributed.sequence");
-        error.hint().unwrap()
+        error.hint().unwrap().into_owned()
     };
     let hints: Vec<String> = thread::scope(|scope| {
         let groups = threads(4).unwrap().into_iter();

@@ -1,6 +1,7 @@
 //! Which tokens are supervised, and with which weight: thoughts, weights of turns and
 //! `data.loss_scale`.
 
+use fault::Fault;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 

@@ -1,5 +1,6 @@
 //! Chat templates that print or drop turns are refused; transformers' tags and media in answers.
 
+use fault::Fault;
 use serde_json::{Value, json};
 use trainer::data::{Encoder, LossScale};
 

@@ -5,6 +5,7 @@
 
 use crate::harness::device;
 use candle_core::{DType, Device, Tensor};
+use fault::Fault;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 use std::io::Write as _;

@@ -4,6 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
 use crate::harness::{golden, write};
+use fault::Fault;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use trainer::batch::EncodedSample;

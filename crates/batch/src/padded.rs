@@ -40,33 +40,17 @@ pub struct Batch {
 }
 
 /// An inconsistent padded batch.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, fault::Fault)]
+#[fault(exit = Data, hint = "this is a bug in trainer: please report it with the row")]
 pub enum UnpadError {
-    /// The mask and the segment lengths of a row disagree.
     #[error(
         "row {row}: the attention mask has {in_mask} tokens, but the samples have {in_samples}"
     )]
-    MaskAndLengths {
-        /// Index of the row.
-        row: usize,
-        /// Number of real tokens in the mask.
-        in_mask: usize,
-        /// Sum of the segment lengths.
-        in_samples: usize,
-    },
-    /// A row has padding between its tokens.
+    MaskAndLengths { row: usize, in_mask: usize, in_samples: usize },
     #[error("row {row}: found padding between tokens, expected it on one side")]
-    PaddingInside {
-        /// Index of the row.
-        row: usize,
-    },
-    /// A visual feature is assigned to padding.
+    PaddingInside { row: usize },
     #[error("vision row {vision_row} is padding, expected a vision token")]
-    VisionRowIsPadding {
-        /// Flat index of the token.
-        vision_row: u32,
-    },
-    /// The segment lengths are invalid.
+    VisionRowIsPadding { vision_row: u32 },
     #[error(transparent)]
     CuSeqlens(#[from] CuSeqlensError),
 }

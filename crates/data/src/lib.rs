@@ -52,6 +52,6 @@ pub use row::{Length, Rejection, RowTrouble, SampleIndex, SampleSize};
 pub use source::texts;
 pub use source::{
     ColumnNames, DatasetInfo, DatasetInfoError, FileError, GroundingError, RowFile, RowForm,
-    RowRules, SampleError, SourceError, Trouble, UnknownKeys,
+    RowRules, SampleError, SampleFault, SourceError, Trouble, UnknownKeys,
 };
 pub use tokenizer::TokenizerError;

@@ -6,60 +6,32 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 
 /// The reason why a file of a model folder cannot be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[fault(exit = Data)]
 pub enum ModelFileError {
-    /// The file is missing or cannot be read.
     #[error("cannot read `{}`: {cause}", .path.display())]
-    Read {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error of the operating system.
-        cause: io::Error,
-    },
-    /// The file is not JSON.
+    #[fault(
+        hint = "`model.path` must be a model folder with config.json, tokenizer.json, tokenizer_config.json and preprocessor_config.json"
+    )]
+    Read { path: PathBuf, cause: io::Error },
     #[error("`{}` is not JSON: {cause}", .path.display())]
-    Json {
-        /// Path of the file.
-        path: PathBuf,
-        /// The parser's error, with line and column.
-        cause: serde_json::Error,
-    },
-    /// A value of the file has the wrong type.
+    #[fault(hint = "the file is damaged: copy it from the published model again")]
+    Json { path: PathBuf, cause: serde_json::Error },
     #[error("cannot parse `{}`: {cause}", .path.display())]
-    Type {
-        /// Path of the file.
-        path: PathBuf,
-        /// The parser's error, with line and column.
-        cause: serde_json::Error,
-    },
-    /// A value is missing or not supported.
+    #[fault(hint = "the file is damaged: copy it from the published model again")]
+    Type { path: PathBuf, cause: serde_json::Error },
     #[error("`{}`: `{key}` is `{found}`, expected {expected}", .path.display())]
+    #[fault(hint = "copy the file from the published model again")]
     Value {
-        /// Path of the file.
         path: PathBuf,
-        /// Key in the file.
         key: &'static str,
         /// Found value, or `missing`.
         found: String,
-        /// Supported values.
         expected: String,
     },
 }
 
 impl ModelFileError {
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::Read { .. } => {
-                "`model.path` must be a model folder with config.json, tokenizer.json, tokenizer_config.json and preprocessor_config.json"
-            }
-            Self::Json { .. } | Self::Type { .. } => {
-                "the file is damaged: copy it from the published model again"
-            }
-            Self::Value { .. } => "copy the file from the published model again",
-        }
-    }
-
     /// [`Self::Value`], as the error of the settings that the file holds.
     pub(crate) fn value<E: From<Self>>(
         path: &Path,

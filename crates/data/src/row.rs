@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use fault::Fault;
 use serde::{Deserialize, Serialize};
 
 use crate::source::error::SampleError;
@@ -122,8 +123,8 @@ impl Rejection {
     /// The rejection for an error of a row, with its hint.
     pub fn of(error: &SampleError) -> Self {
         let hint = error.hint().map_or_else(String::new, |hint| format!("; hint: {hint}"));
-        let reason = Trouble::of(error).map_or(error.reason(), Trouble::reason);
-        Self::new(error.id(), reason, format!("{error}{hint}"))
+        let reason = Trouble::of(error).map_or(error.reason(), |trouble| trouble.reason());
+        Self::new(&error.id, reason, format!("{error}{hint}"))
     }
 
     /// The trouble of the process or of a disk that the row was not the cause of.
@@ -133,8 +134,9 @@ impl Rejection {
 }
 
 /// The process or a disk failed while a row was read, also when it was read again.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Fault)]
 #[error("the process or a disk failed, not the row: {rejection}")]
+#[fault(from = trouble)]
 pub struct RowTrouble {
     /// The row and the cause.
     pub rejection: Rejection,
@@ -183,13 +185,14 @@ impl fmt::Display for Rejection {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::source::SampleFault;
     use rustix::io::Errno;
     use std::path::Path;
 
     #[test]
     fn a_row_is_read_again_while_the_process_or_a_disk_fails() {
         let id = SampleId { file: Path::new("a.jsonl").into(), line: 3 };
-        let failing = |code: Errno| SampleError::Read { id: id.clone(), cause: code.into() };
+        let failing = |code: Errno| SampleFault::Read(code.into()).at(&id);
         // One failure, then the row.
         let mut results = [Err(failing(Errno::MFILE)), Ok(1)].into_iter();
         let read = RowTrouble::or_read(Rejection::of, || results.next().unwrap());

@@ -7,6 +7,7 @@
 //! ```
 
 use super::http::{Answer, Client, HttpError, Limits, Method, Reach, Request, host};
+use fault::{Fault, Hint};
 use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
 use std::fs;
@@ -231,45 +232,36 @@ pub fn for_messages(url: &str) -> String {
 }
 
 /// The reason why an image cannot be downloaded.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
 pub enum UrlError {
-    /// The server answers with an error.
     #[error("the server answers with status {status}")]
-    Status {
-        /// HTTP status.
-        status: u16,
-    },
-    /// The image is too large.
+    #[fault(hint = "check the address in a browser; download the image and give its path")]
+    Status { status: u16 },
     #[error("it has more than {limit} bytes (`data.url.max_bytes`)")]
-    TooLarge {
-        /// Maximum number of bytes.
-        limit: u64,
-    },
-    /// There is no answer.
+    #[fault(hint = "scale the image down, or raise `data.url.max_bytes`")]
+    TooLarge { limit: u64 },
     #[error(transparent)]
+    #[fault(from, hint = image_hint(_0))]
     Http(#[from] HttpError),
-    /// The cache cannot be read.
     #[error("cannot read `{}`: {source}", .path.display())]
-    Read {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error of the operating system.
-        source: io::Error,
-    },
+    #[fault(hint = "check the disk, or set `data.cache_dir` to another folder")]
+    Read { path: PathBuf, source: io::Error },
     /// A stored image changes again after each download.
     #[error("images stored in `{}` are damaged as soon as they are written", .path.display())]
-    Damaged {
-        /// Folder of the images.
-        path: PathBuf,
-    },
-    /// The cache cannot be written.
+    #[fault(hint = "check the disk, or set `data.cache_dir` to another folder")]
+    Damaged { path: PathBuf },
     #[error("cannot write `{}`: {source}", .path.display())]
-    Store {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error of the operating system.
-        source: io::Error,
-    },
+    #[fault(hint = "free space, or set `data.cache_dir` to another folder")]
+    Store { path: PathBuf, source: io::Error },
+}
+
+fn image_hint(error: &HttpError) -> Hint {
+    match error {
+        HttpError::Timeout { .. } => {
+            Some("raise `data.url.timeout_s`, or download the image and give its path".into())
+        }
+        error => error.hint(),
+    }
 }
 
 impl UrlError {
@@ -281,24 +273,6 @@ impl UrlError {
             | Self::Read { .. }
             | Self::Damaged { .. }
             | Self::Store { .. } => false,
-        }
-    }
-
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::Status { .. } => {
-                "check the address in a browser; download the image and give its path"
-            }
-            Self::TooLarge { .. } => "scale the image down, or raise `data.url.max_bytes`",
-            Self::Http(HttpError::Timeout { .. }) => {
-                "raise `data.url.timeout_s`, or download the image and give its path"
-            }
-            Self::Http(error) => error.hint(),
-            Self::Read { .. } | Self::Damaged { .. } => {
-                "check the disk, or set `data.cache_dir` to another folder"
-            }
-            Self::Store { .. } => "free space, or set `data.cache_dir` to another folder",
         }
     }
 }

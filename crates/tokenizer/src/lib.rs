@@ -41,39 +41,25 @@ enum Inner {
 }
 
 /// The reason why a tokenizer cannot be loaded or used.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, fault::Fault)]
+#[fault(exit = Data)]
 pub enum TokenizerError {
-    /// The file is not a tokenizer.
     #[error("cannot load tokenizer `{}`: {problem}", .path.display())]
-    Load {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error of the parser.
-        problem: String,
-    },
-    /// The tokenizer draws the tokens of a text at random.
+    #[fault(hint = "copy tokenizer.json from the published model again")]
+    Load { path: PathBuf, problem: String },
     #[error(
         "`{}`: `model.dropout` is {dropout}: byte pair encoding with dropout is not supported",
         .path.display()
     )]
     Dropout {
-        /// Path of the file.
         path: PathBuf,
         /// The probability, as text.
         dropout: String,
     },
-    /// A text cannot be tokenised.
     #[error("cannot tokenise the text: {problem}")]
-    Encode {
-        /// Error of the tokenizer.
-        problem: String,
-    },
-    /// Ids cannot be converted to text.
+    Encode { problem: String },
     #[error("cannot decode the token ids: {problem}")]
-    Decode {
-        /// Error of the tokenizer.
-        problem: String,
-    },
+    Decode { problem: String },
 }
 
 impl TextTokenizer {

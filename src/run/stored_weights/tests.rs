@@ -6,6 +6,7 @@ use crate::config::{RunConfig, load};
 use crate::data::{DataState, JsonlRows, Loader};
 use crate::train::{Ranks, Weights, visiting_memory};
 use candle_core::{DType, Tensor};
+use fault::Fault;
 use std::io::Write as _;
 use std::path::Path;
 use std::sync::Arc;

@@ -8,54 +8,49 @@ use std::io;
 use std::path::PathBuf;
 
 /// The reason why rows cannot be verified.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[expect(missing_docs, reason = "the messages say it")]
+#[fault(exit = Data)]
 pub enum VerifyError {
-    /// Model or data cannot be loaded.
     #[error(transparent)]
+    #[fault(from)]
     Run(Box<RunError>),
-    /// The process or a disk failed while a row was read.
     #[error(transparent)]
+    #[fault(from)]
     Row(#[from] RowTrouble),
-    /// The stopped and resumed run failed.
     #[error(transparent)]
+    #[fault(from)]
     Train(Box<TrainError>),
-    /// A step failed.
     #[error(transparent)]
+    #[fault(from)]
     Step(#[from] StepError),
-    /// The rows cannot be packed.
     #[error(transparent)]
+    #[fault(from)]
     Loader(#[from] LoaderError),
-    /// Samples do not form a batch.
     #[error(transparent)]
+    #[fault(from)]
     Collate(#[from] CollateError),
-    /// A batch cannot be unpadded.
     #[error(transparent)]
+    #[fault(from)]
     Unpad(#[from] UnpadError),
-    /// An op failed.
     #[error(transparent)]
+    #[fault(exit = None)]
     Candle(#[from] candle_core::Error),
-    /// No row can be used.
     #[error("none of the {rejected} rows of an epoch can be used{first}")]
+    #[fault(hint = "repair the rows; the warnings above list them")]
     NoRows {
-        /// Number of rejected rows.
         rejected: usize,
         /// The first rejection, after a colon.
         first: String,
     },
-    /// No token of the rows is supervised.
     #[error("the {rows} rows have no supervised token")]
-    NoTargets {
-        /// Number of rows.
-        rows: usize,
-    },
-    /// The temporary folder cannot be used.
+    #[fault(
+        hint = "choose more rows with `--rows`, or see which tokens are supervised with `inspect`"
+    )]
+    NoTargets { rows: usize },
     #[error("temporary folder `{}`: {problem}", .folder.display())]
-    Folder {
-        /// The folder.
-        folder: PathBuf,
-        /// The error of the operating system.
-        problem: io::Error,
-    },
+    #[fault(exit = CannotWrite, hint = "free space there, or set TMPDIR to another folder")]
+    Folder { folder: PathBuf, problem: io::Error },
 }
 
 impl From<RunError> for VerifyError {
@@ -67,19 +62,5 @@ impl From<RunError> for VerifyError {
 impl From<TrainError> for VerifyError {
     fn from(error: TrainError) -> Self {
         Self::Train(Box::new(error))
-    }
-}
-
-impl VerifyError {
-    /// Returns the fix that the error message suggests; `None` if the wrapped error has it.
-    pub fn hint(&self) -> Option<&'static str> {
-        match self {
-            Self::NoRows { .. } => Some("repair the rows; the warnings above list them"),
-            Self::NoTargets { .. } => Some(
-                "choose more rows with `--rows`, or see which tokens are supervised with `inspect`",
-            ),
-            Self::Folder { .. } => Some("free space there, or set TMPDIR to another folder"),
-            _ => None,
-        }
     }
 }

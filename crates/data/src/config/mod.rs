@@ -149,57 +149,45 @@ pub enum OnError {
 }
 
 /// An invalid value in the `data` section.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error, fault::Fault)]
+#[fault(exit = Usage)]
 pub enum DataConfigError {
-    /// There is no training data set.
     #[error("`data.train` is an empty list, expected at least one data set")]
+    #[fault(hint = "add an entry such as `{{path: data/train.jsonl}}`")]
     NoTrainData,
-    /// A weight is not a positive number.
     #[error("`data.{list}.{index}.weight` is `{weight}`, expected a finite number above 0")]
+    #[fault(hint = "to leave a data set out, remove its entry")]
     Weight {
         /// `train` or `eval`.
         list: &'static str,
-        /// Index in the list.
         index: usize,
-        /// The value in the config.
         weight: f64,
     },
-    /// `balance: cost` needs `packing_strategy: best_fit`.
     #[error(
         "`data.balance` is `cost`, which requires `packing: true` and `packing_strategy: best_fit`"
     )]
+    #[fault(hint = "remove `data.balance`, or set both packing keys")]
     Balance,
-    /// A value contradicts another value of the section.
     #[error("`{key}` is `{found}`, expected {expected}")]
+    #[fault(hint = "docs/corpora.md and docs/config.md list the valid combinations")]
     Entry {
         /// The key, with dots.
         key: String,
-        /// The value in the config.
         found: String,
-        /// Valid values.
         expected: &'static str,
     },
-    /// `train_empty_think` trains what `loss_scale` leaves out.
     #[error("`data.train_empty_think` is true, but `data.loss_scale` is `ignore_empty_think`")]
+    #[fault(hint = "remove one of the two")]
     EmptyThink,
-    /// `max_rejected` is not from 0 to 1.
     #[error("`data.max_rejected` is `{max_rejected}`, expected a share from 0 to 1")]
-    MaxRejected {
-        /// The value in the config.
-        max_rejected: f64,
-    },
-    /// `url.timeout_s` is not a positive number.
+    #[fault(hint = "0.01 stops the run above 1 % of the rows; 1.0 never stops it")]
+    MaxRejected { max_rejected: f64 },
     #[error("`data.url.timeout_s` is `{timeout_s}`, expected a number of seconds above 0")]
-    UrlTimeout {
-        /// The value in the config.
-        timeout_s: f64,
-    },
-    /// `truncation` is set without `max_length`.
+    #[fault(hint = "remove it for the default of 30 seconds")]
+    UrlTimeout { timeout_s: f64 },
     #[error("`data.truncation` is `{truncation}`, and `data.max_length` is not set")]
-    NoLimit {
-        /// The value in the config.
-        truncation: &'static str,
-    },
+    #[fault(hint = "set `data.max_length` to the maximum number of tokens of a sample")]
+    NoLimit { truncation: &'static str },
 }
 
 impl DataConfigError {
@@ -214,24 +202,6 @@ impl DataConfigError {
             Self::MaxRejected { .. } => "data.max_rejected".to_owned(),
             Self::UrlTimeout { .. } => "data.url.timeout_s".to_owned(),
             Self::NoLimit { .. } => "data.truncation".to_owned(),
-        }
-    }
-
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::NoTrainData => "add an entry such as `{path: data/train.jsonl}`",
-            Self::Weight { .. } => "to leave a data set out, remove its entry",
-            Self::Balance => "remove `data.balance`, or set both packing keys",
-            Self::Entry { .. } => "docs/corpora.md and docs/config.md list the valid combinations",
-            Self::EmptyThink => "remove one of the two",
-            Self::MaxRejected { .. } => {
-                "0.01 stops the run above 1 % of the rows; 1.0 never stops it"
-            }
-            Self::UrlTimeout { .. } => "remove it for the default of 30 seconds",
-            Self::NoLimit { .. } => {
-                "set `data.max_length` to the maximum number of tokens of a sample"
-            }
         }
     }
 }

@@ -10,8 +10,8 @@ mod tests;
 
 use crate::{
     Corpus, CorpusOptions, DatasetConfig, DatasetInfo, DroppedTokens, Encoder, Length, Prefetched,
-    Rejection, RowFile, RowForm, RowReader, RowRules, SampleError, SampleIndex, SourceError,
-    TextSample, TruncationRule, UnknownKeys, dataset_names, open_indexed,
+    Rejection, RowFile, RowForm, RowReader, RowRules, SampleError, SampleFault, SampleIndex,
+    SourceError, TextSample, TruncationRule, UnknownKeys, dataset_names, open_indexed,
 };
 use batch::{EncodedSample, Sample, SampleId};
 use std::path::{Path, PathBuf};
@@ -308,7 +308,9 @@ impl RowReader for JsonlRows {
             Prefetched::Sample(sample) => Ok(sample),
             Prefetched::Text(text) => match self.complete(row, text) {
                 // an image has been replaced: encode the row again
-                Err(SampleError::MediaChanged { .. }) => self.read_unchanged(row, length),
+                Err(SampleError { fault: SampleFault::MediaChanged, .. }) => {
+                    self.read_unchanged(row, length)
+                }
                 result => Ok(result?),
             },
             Prefetched::Length(length) => self.read_unchanged(row, length),

@@ -4,8 +4,7 @@ use std::ops::Range;
 
 use super::targets::differ;
 use super::truncate::{TokenCounts, TruncationRule, kept_tokens};
-use crate::source::error::SampleError;
-use batch::SampleId;
+use crate::source::SampleFault;
 
 /// The tokens of a sample, before positions and media.
 pub(super) struct EncodedText {
@@ -18,13 +17,9 @@ pub(super) struct EncodedText {
 
 impl EncodedText {
     /// Truncates the tokens; an error if no target is left.
-    pub(super) fn cut(
-        self,
-        id: &SampleId,
-        cut: Option<TruncationRule>,
-    ) -> Result<Self, SampleError> {
+    pub(super) fn cut(self, cut: Option<TruncationRule>) -> Result<Self, SampleFault> {
         let token_counts = TokenCounts::of(&self.labels, &self.spans);
-        let kept = kept_text(id, &token_counts, cut)?;
+        let kept = kept_text(&token_counts, cut)?;
         if kept.len() == token_counts.text_tokens {
             return Ok(self);
         }
@@ -57,15 +52,14 @@ fn kept_of<T: Copy>(values: &[T], ranges: &[Range<usize>]) -> Vec<T> {
 
 /// The text tokens that truncation keeps; an error if no target is left.
 pub(super) fn kept_text(
-    id: &SampleId,
     token_counts: &TokenCounts,
     cut: Option<TruncationRule>,
-) -> Result<Range<usize>, SampleError> {
+) -> Result<Range<usize>, SampleFault> {
     if token_counts.num_targets == 0 {
         let num_tokens = token_counts.num_tokens();
-        return Err(SampleError::NoSupervisedToken { id: id.clone(), num_tokens });
+        return Err(SampleFault::NoSupervisedToken { num_tokens });
     }
-    token_counts.kept_text(cut).map_err(|cause| SampleError::Truncation { id: id.clone(), cause })
+    Ok(token_counts.kept_text(cut)?)
 }
 
 /// The tokens of each medium: those of its bytes in the text (`media`, ascending), and the start

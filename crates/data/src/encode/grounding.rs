@@ -11,8 +11,8 @@ use std::collections::HashMap;
 use super::media::MediaReader;
 use crate::media::family::MediaFamily;
 use crate::media::image::ImageProcessor;
-use crate::source::{BOX_PLACEHOLDER, GroundingError, NAME_PLACEHOLDER, SampleError, texts_mut};
-use batch::{BoxRef, BoxUnit, Medium, Sample, SampleId};
+use crate::source::{BOX_PLACEHOLDER, GroundingError, NAME_PLACEHOLDER, SampleFault, texts_mut};
+use batch::{BoxRef, BoxUnit, Medium, Sample};
 
 /// Sides of an image in thousandths.
 pub(super) const SIDE: u32 = 1000;
@@ -49,7 +49,7 @@ pub struct ImageBox {
 pub fn image_boxes(
     processor: &ImageProcessor,
     sample: &Sample,
-) -> Result<Vec<ImageBox>, SampleError> {
+) -> Result<Vec<ImageBox>, SampleFault> {
     let names = &sample.objects.names;
     let num_boxes = sample.objects.boxes.len();
     let name = |index: usize| match names.as_slice() {
@@ -76,7 +76,7 @@ pub fn image_boxes(
 pub(super) fn grounded<'a>(
     media: &MediaReader,
     sample: &'a Sample,
-) -> Result<Cow<'a, Sample>, SampleError> {
+) -> Result<Cow<'a, Sample>, SampleFault> {
     if sample.objects.names.is_empty() && sample.objects.boxes.is_empty() {
         return Ok(Cow::Borrowed(sample));
     }
@@ -114,7 +114,7 @@ fn converted(
     processor: &ImageProcessor,
     sample: &Sample,
     written: Written,
-) -> Result<Vec<Vec<u32>>, SampleError> {
+) -> Result<Vec<Vec<u32>>, SampleFault> {
     let images: Vec<_> = sample
         .media
         .iter()
@@ -123,10 +123,9 @@ fn converted(
             Medium::Video(_) => None,
         })
         .collect();
-    let id = &sample.id;
     let mut sizes: HashMap<(usize, bool), [u32; 2]> = HashMap::new();
     // `[height, width]` of an image before or after it is resized
-    let mut size_of = |image: usize, is_resized: bool| {
+    let mut size_of = |image: usize, is_resized: bool| -> Result<[u32; 2], SampleFault> {
         if let Some(size) = sizes.get(&(image, is_resized)) {
             return Ok(*size);
         }
@@ -136,20 +135,17 @@ fn converted(
         } else {
             processor.upright_size(images[image]).map(|(size, _)| size)
         };
-        let size = size.map_err(|cause| {
-            let index = image + 1;
-            SampleError::Image { id: id.clone(), index, cause }
-        })?;
+        let size = size.map_err(|cause| SampleFault::Image { index: image + 1, cause })?;
         sizes.insert((image, is_resized), size);
         Ok(size)
     };
-    let mut convert = |(index, object): (usize, &BoxRef)| {
+    let mut convert = |(index, object): (usize, &BoxRef)| -> Result<Vec<u32>, SampleFault> {
         let BoxRef { coordinates, unit, image } = object;
         // a box without pixels may be in a video
         let has_pixels = *unit == BoxUnit::Pixel || written == Written::Pixels;
         if *image >= images.len() && (has_pixels || *image > 0) {
-            let cause = GroundingError::NoImage { index, image: *image, images: images.len() };
-            return Err(SampleError::Grounding { id: id.clone(), cause });
+            let images = images.len();
+            return Err(GroundingError::NoImage { index, image: *image, images }.into());
         }
         let from = match unit {
             BoxUnit::One => [1; 2],
@@ -160,7 +156,7 @@ fn converted(
             Written::Thousandths => [SIDE; 2],
             Written::Pixels => size_of(*image, true)?,
         };
-        scaled(id, index, coordinates, from, to)
+        Ok(scaled(index, coordinates, from, to)?)
     };
     sample.objects.boxes.iter().enumerate().map(&mut convert).collect()
 }
@@ -168,25 +164,23 @@ fn converted(
 /// Checks the coordinates (`x, y` of each corner) in an image with the `[height, width]` `from`,
 /// and scales them to one with the size `to`.
 fn scaled(
-    id: &SampleId,
     index: usize,
     coordinates: &[f64],
     from: [u32; 2],
     to: [u32; 2],
-) -> Result<Vec<u32>, SampleError> {
-    let fault = |cause| Err(SampleError::Grounding { id: id.clone(), cause });
+) -> Result<Vec<u32>, GroundingError> {
     let found = || format!("{coordinates:?}");
     if let [x1, y1, x2, y2] = coordinates
         && (x1 > x2 || y1 > y2)
     {
-        return fault(GroundingError::Inverted { index, found: found() });
+        return Err(GroundingError::Inverted { index, found: found() });
     }
     let [height, width] = from;
     let sides =
         [(width, to[1]), (height, to[0])].map(|(from, to)| (f64::from(from), f64::from(to)));
     let of_sides = || coordinates.iter().zip(sides.iter().cycle());
     if of_sides().any(|(value, (side, _))| !(0.0..=*side).contains(value)) {
-        return fault(GroundingError::Outside { index, found: found(), width, height });
+        return Err(GroundingError::Outside { index, found: found(), width, height });
     }
     let round =
         |(value, (from, to)): (&f64, &(f64, f64))| (value / from * to).round_ties_even() as u32;

@@ -18,7 +18,7 @@ use crate::encode::truncate::{
 };
 use crate::media::image::ImageSize;
 use crate::row::Length;
-use crate::source::SampleError;
+use crate::source::{AtRow, SampleError, SampleFault};
 use batch::Sample;
 
 /// The size of a row, without the visual tokens of its images. The limits on the pixels of images
@@ -39,8 +39,8 @@ impl Encoder {
     /// It fails where [`Encoder::encode`] fails, except for errors that only decoding finds.
     pub fn measure(&self, sample: &Sample) -> Result<Measured, SampleError> {
         let id = &sample.id;
-        let (text, supervision) = self.render_targets(sample)?;
-        let headers = self.media.headers(id, &sample.media, &self.text.media)?;
+        let (text, supervision) = self.render_targets(sample).at(id)?;
+        let headers = self.media.headers(&sample.media, &self.text.media).at(id)?;
         let merge = self.media.images.merge_size();
         let (mut sizes, mut video_patches) = (Vec::new(), 0);
         let grids = |headers| match headers {
@@ -56,12 +56,12 @@ impl Encoder {
             }
         };
         let grids: Vec<MediumGrid> = headers.into_iter().map(grids).collect();
-        let text = self.tokenise(id, &text, supervision, &grids)?;
+        let text = self.tokenise(&text, supervision, &grids).at(id)?;
         let mut text = TokenCounts::of(&text.labels, &text.spans);
         text.media_tokens -= sizes.len();
         if text.num_targets == 0 {
             let num_tokens = self.token_counts(text, &sizes).num_tokens();
-            return Err(SampleError::NoSupervisedToken { id: id.clone(), num_tokens });
+            return Err(SampleFault::NoSupervisedToken { num_tokens }.at(id));
         }
         Ok(Measured { text, sizes, video_patches })
     }
@@ -102,7 +102,7 @@ impl Encoder {
     ) -> Result<Length, SampleError> {
         let Measured { text, sizes, video_patches } = self.measure(sample)?;
         let length = self.length_under(text, &sizes, video_patches, cut);
-        length.map_err(|cause| SampleError::Truncation { id: sample.id.clone(), cause })
+        length.at(&sample.id)
     }
 
     /// The text tokens that `cut` removes, with their positions in the result of
@@ -113,11 +113,11 @@ impl Encoder {
         cut: TruncationRule,
     ) -> Result<Vec<DroppedTokens>, SampleError> {
         let id = &sample.id;
-        let (text, supervision) = self.render_targets(sample)?;
-        let grids = self.media.grids(id, &sample.media, &self.text.media)?;
-        let tokens = self.tokenise(id, &text, supervision, &grids)?;
+        let (text, supervision) = self.render_targets(sample).at(id)?;
+        let grids = self.media.grids(&sample.media, &self.text.media).at(id)?;
+        let tokens = self.tokenise(&text, supervision, &grids).at(id)?;
         let token_counts = TokenCounts::of(&tokens.labels, &tokens.spans);
-        let kept = kept_text(id, &token_counts, Some(cut))?;
+        let kept = kept_text(&token_counts, Some(cut)).at(id)?;
         let kept = kept_tokens(tokens.input_ids.len(), &tokens.spans, &kept);
         Ok(dropped(&tokens.input_ids, &kept))
     }

@@ -7,8 +7,8 @@ use super::folder::{MediaTokens, VideoTokens};
 use super::positions::VisualRun;
 use crate::media::image::{ImageError, ImageProcessor, ImageSize};
 use crate::media::video::{Clip, GroupTimes, VideoError, VideoMarks, VideoProcessor};
-use crate::source::{PIXELS_OF_MEDIA, SampleError};
-use batch::{Content, Medium, MediumKind, Message, Part, Patches, SampleId};
+use crate::source::SampleFault;
+use batch::{Content, Medium, MediumKind, Message, Part, Patches};
 
 /// Maximum number of pixels of the images and sampled frames of a row, before resizing: 16 times
 /// those of the largest image. It bounds the time to decode a row.
@@ -74,11 +74,10 @@ impl MediaReader {
     /// of many others to decode is an error.
     pub(super) fn headers(
         &self,
-        id: &SampleId,
         media: &[Medium],
         tokens: &MediaTokens,
-    ) -> Result<Vec<MediumHeader>, SampleError> {
-        let read = each(id, media, tokens, |medium| {
+    ) -> Result<Vec<MediumHeader>, SampleFault> {
+        let read = each(media, tokens, |medium| {
             Ok(match medium {
                 Medium::Image(image) => {
                     let (size, pixels) = self.images.size(image)?;
@@ -94,12 +93,7 @@ impl MediaReader {
         let found = read.iter().fold(0u64, |sum, (_, pixels)| sum.saturating_add(*pixels));
         if found > MAX_ROW_PIXELS {
             let [found, most] = [found, MAX_ROW_PIXELS].map(|pixels| pixels as usize);
-            return Err(SampleError::TooLarge {
-                id: id.clone(),
-                what: PIXELS_OF_MEDIA,
-                found,
-                most,
-            });
+            return Err(SampleFault::MediaTooLarge { found, most });
         }
         Ok(read.into_iter().map(|(header, _)| header).collect())
     }
@@ -107,11 +101,10 @@ impl MediaReader {
     /// Reads the headers and computes the grids.
     pub(super) fn grids(
         &self,
-        id: &SampleId,
         media: &[Medium],
         tokens: &MediaTokens,
-    ) -> Result<Vec<MediumGrid>, SampleError> {
-        let headers = self.headers(id, media, tokens)?.into_iter();
+    ) -> Result<Vec<MediumGrid>, SampleFault> {
+        let headers = self.headers(media, tokens)?.into_iter();
         let grids = headers.map(|header| match header {
             MediumHeader::Image(size) => {
                 let grid = self.images.grid_of_size(size);
@@ -125,11 +118,10 @@ impl MediaReader {
     /// Decodes the media and returns their grids and patches.
     pub(super) fn load(
         &self,
-        id: &SampleId,
         media: &[Medium],
         tokens: &MediaTokens,
-    ) -> Result<(Vec<MediumGrid>, Vec<Patches>), SampleError> {
-        let loaded = each(id, media, tokens, |medium| {
+    ) -> Result<(Vec<MediumGrid>, Vec<Patches>), SampleFault> {
+        let loaded = each(media, tokens, |medium| {
             Ok(match medium {
                 Medium::Image(image) => {
                     let patches = self.images.load(image)?;
@@ -238,11 +230,10 @@ impl From<VideoError> for Cause {
 }
 
 fn each<T>(
-    id: &SampleId,
     media: &[Medium],
     tokens: &MediaTokens,
     read: impl Fn(&Medium) -> Result<T, Cause>,
-) -> Result<Vec<T>, SampleError> {
+) -> Result<Vec<T>, SampleFault> {
     let (mut images, mut videos) = (0, 0);
     let read_one = |medium: &Medium| {
         let index = match medium {
@@ -256,8 +247,8 @@ fn each<T>(
             _ => read(medium),
         };
         result.map_err(|cause| match cause {
-            Cause::Image(cause) => SampleError::Image { id: id.clone(), index, cause },
-            Cause::Video(cause) => SampleError::Video { id: id.clone(), index, cause },
+            Cause::Image(cause) => SampleFault::Image { index, cause },
+            Cause::Video(cause) => SampleFault::Video { index, cause },
         })
     };
     media.iter().map(read_one).collect()

@@ -45,8 +45,8 @@ use crate::encode::truncate::{TruncationRule, check_tokens};
 use crate::media::image::{ImageConfig, ImageProcessor};
 use crate::media::video::{VideoConfig, VideoProcessor};
 use crate::row::Length;
-use crate::source::SampleError;
-use crate::template::{GenerationPrompt, RenderedPrompt, TemplateError};
+use crate::source::{AtRow, SampleError, SampleFault};
+use crate::template::{GenerationPrompt, RenderedPrompt};
 use batch::{Content, EncodedSample, Medium, MediumKind, Message, Part, Patches, Sample, SampleId};
 use net::UrlImages;
 use tokenizer::{TokenizerError, Tokens};
@@ -152,9 +152,10 @@ impl Encoder {
         cut: Option<TruncationRule>,
     ) -> Result<TextSample, SampleError> {
         let id = &sample.id;
-        let (text, supervision) = self.render_targets(sample)?;
-        let grids = self.media.grids(id, &sample.media, &self.text.media)?;
-        let tokens = self.tokenise(id, &text, supervision, &grids)?.cut(id, cut)?;
+        let (text, supervision) = self.render_targets(sample).at(id)?;
+        let grids = self.media.grids(&sample.media, &self.text.media).at(id)?;
+        let tokens = self.tokenise(&text, supervision, &grids);
+        let tokens = tokens.and_then(|tokens| tokens.cut(cut)).at(id)?;
         let without_pixels = |medium: &MediumGrid| Patches {
             pixel_values: Vec::new(),
             grid_thw: medium.grid(),
@@ -169,7 +170,7 @@ impl Encoder {
     /// Adds the pixels to a prefetched sample. `read_media` reads the media of the row again; it is
     /// called only if [`Encoder::prefetch`] did not keep them.
     ///
-    /// It fails with [`SampleError::MediaChanged`] if the headers differ from those that `prefetch`
+    /// It fails with [`SampleFault::MediaChanged`] if the headers differ from those that `prefetch`
     /// read.
     pub fn load_pixels(
         &self,
@@ -178,9 +179,9 @@ impl Encoder {
     ) -> Result<EncodedSample, SampleError> {
         let TextSample { mut sample, grids, media, .. } = text;
         let media = media.map_or_else(read_media, Ok)?;
-        let (loaded, patches) = self.media.load(&sample.id, &media, &self.text.media)?;
+        let (loaded, patches) = self.media.load(&media, &self.text.media).at(&sample.id)?;
         if loaded != grids {
-            return Err(SampleError::MediaChanged { id: sample.id });
+            return Err(SampleFault::MediaChanged.at(&sample.id));
         }
         sample.media = patches;
         Ok(sample)
@@ -189,48 +190,47 @@ impl Encoder {
     /// Encodes the conversation before its last assistant turn, with the header of that turn and
     /// without labels. Also returns the text of that turn. Later turns are left out.
     pub fn encode_prompt(&self, sample: &Sample) -> Result<(EncodedSample, String), SampleError> {
-        let id = &sample.id;
+        self.prompt(sample).at(&sample.id)
+    }
+
+    fn prompt(&self, sample: &Sample) -> Result<(EncodedSample, String), SampleFault> {
         let sample = grounded(&self.media, sample)?;
         let sample = sample.as_ref();
         self.check_texts(sample)?;
         let turn = sample.messages.iter().rposition(|message| message.role == "assistant");
-        let turn = turn.ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
+        let turn = turn.ok_or(SampleFault::NoAssistantTurn)?;
         let RenderedPrompt { text, answer } = self
             .text
             .template
-            .render_prompt(&sample.messages[..=turn], sample.tools.as_ref())
-            .map_err(|cause| template_error(id, cause))?
-            .ok_or_else(|| SampleError::NoAssistantTurn { id: id.clone() })?;
-        self.check_bytes(id, &text)?;
+            .render_prompt(&sample.messages[..=turn], sample.tools.as_ref())?
+            .ok_or(SampleFault::NoAssistantTurn)?;
+        self.check_bytes(&text)?;
         let media = &sample.media[..kinds(&sample.messages[..turn]).len()];
-        self.check_placeholders(id, &text, media)?;
-        self.media.headers(id, media, &self.text.media)?; // counts the pixels
-        let (grids, media) = self.media.load(id, media, &self.text.media)?;
-        let tokens = self.tokenise(id, &text, Supervision::default(), &grids)?;
-        Ok((self.with_media(id, tokens, &grids, media), answer))
+        self.check_placeholders(&text, media)?;
+        self.media.headers(media, &self.text.media)?; // counts the pixels
+        let (grids, media) = self.media.load(media, &self.text.media)?;
+        let tokens = self.tokenise(&text, Supervision::default(), &grids)?;
+        Ok((self.with_media(&sample.id, tokens, &grids, media), answer))
     }
 
     /// Renders the chat. Each medium is one placeholder.
     pub fn render(&self, sample: &Sample) -> Result<String, SampleError> {
-        let sample = grounded(&self.media, sample)?;
-        let sample = sample.as_ref();
-        self.text
-            .template
-            .render(&sample.messages, sample.tools.as_ref(), GenerationPrompt::Omit)
-            .map_err(|cause| template_error(&sample.id, cause))
+        let sample = grounded(&self.media, sample).at(&sample.id)?;
+        let Sample { id, messages, tools, .. } = sample.as_ref();
+        self.text.template.render(messages, tools.as_ref(), GenerationPrompt::Omit).at(id)
     }
 
     /// Indices of the turns with thoughts that are not in the rendered chat, and so are not trained
     /// on. Many templates render the thoughts of the last answer only.
     pub fn hidden_thoughts(&self, sample: &Sample) -> Result<Vec<usize>, SampleError> {
-        let sample = grounded(&self.media, sample)?;
+        let sample = grounded(&self.media, sample).at(&sample.id)?;
         let Sample { id, messages, tools, .. } = sample.as_ref();
         let has_thoughts = |turn: usize| thoughts(&messages[turn]).is_some();
         if !(0..messages.len()).any(has_thoughts) {
             return Ok(Vec::new());
         }
         let chat = self.text.template.render_with_answers(messages, tools.as_ref(), has_thoughts);
-        let chat = chat.map_err(|cause| template_error(id, cause))?;
+        let chat = chat.at(id)?;
         let is_hidden = |turn: &usize| {
             let text = thoughts(&messages[*turn]).unwrap_or_default();
             let mut answers = chat.answers.iter().filter(|answer| answer.turn == *turn);
@@ -286,25 +286,18 @@ impl Encoder {
     }
 
     /// The rendered chat and its supervised parts. Runs every check that needs no image.
-    fn render_targets(&self, sample: &Sample) -> Result<(String, Supervision), SampleError> {
+    fn render_targets(&self, sample: &Sample) -> Result<(String, Supervision), SampleFault> {
         let sample = grounded(&self.media, sample)?;
         let sample = sample.as_ref();
         self.check_texts(sample)?;
         let Sample { id, messages, tools, media, .. } = sample;
-        let chat = self
-            .text
-            .template
-            .render_with_answers(messages, tools.as_ref(), |turn| {
-                self.loss_scale.needs_answer(messages, turn)
-            })
-            .and_then(|chat| {
-                check_turns(messages, &chat, |role| self.text.template.lists(role))?;
-                check_tools(messages, tools.as_ref(), &chat.text)?;
-                Ok(chat)
-            })
-            .map_err(|cause| template_error(id, cause))?;
-        self.check_bytes(id, &chat.text)?;
-        self.check_placeholders(id, &chat.text, media)?;
+        let needs_answer = |turn| self.loss_scale.needs_answer(messages, turn);
+        let chat =
+            self.text.template.render_with_answers(messages, tools.as_ref(), needs_answer)?;
+        check_turns(messages, &chat, |role| self.text.template.lists(role))?;
+        check_tools(messages, tools.as_ref(), &chat.text)?;
+        self.check_bytes(&chat.text)?;
+        self.check_placeholders(&chat.text, media)?;
         let has_thoughts = |message: &Message| message.reasoning_content.is_some();
         if !self.text.template.renders_thoughts() && messages.iter().any(has_thoughts) {
             self.no_thoughts.call_once(|| {
@@ -314,24 +307,23 @@ impl Encoder {
         if let Some(turn) = self.loss_scale.unequal_turn(messages) {
             let at = format!("turn {}", turn + 1);
             let what = "with `loss_scale: all`, a weight of a single turn of the user, the system or a tool is";
-            return Err(SampleError::NotSupported { id: id.clone(), at, what });
+            return Err(SampleFault::NotSupported { at, what });
         }
         let supervision = self.loss_scale.supervision(messages, &chat, self.train_empty_think);
         Ok((chat.text, supervision))
     }
 
     /// Checks that there is one placeholder per medium, and that no text contains a media token.
-    fn check_texts(&self, sample: &Sample) -> Result<(), SampleError> {
-        let id = &sample.id;
+    fn check_texts(&self, sample: &Sample) -> Result<(), SampleFault> {
         if self.text.media.image.is_none() && !sample.media.is_empty() {
             let num_media = sample.media.len();
-            return Err(SampleError::TextOnlyModel { id: id.clone(), num_media });
+            return Err(SampleFault::TextOnlyModel { num_media });
         }
         for (turn, message) in sample.messages.iter().enumerate() {
             let mut tokens = self.text.media.pads();
             if let Some(token) = tokens.find(|token| has_text(message, token)) {
                 let token = token.to_owned();
-                return Err(SampleError::ReservedToken { id: id.clone(), turn, token });
+                return Err(SampleFault::ReservedToken { turn, token });
             }
         }
         let (placeholders, media) = (kinds(&sample.messages), kinds_of(&sample.media));
@@ -341,25 +333,20 @@ impl Encoder {
         if let [placeholders, videos] = videos
             && placeholders != videos
         {
-            return Err(SampleError::VideoCount { id: id.clone(), placeholders, videos });
+            return Err(SampleFault::VideoCount { placeholders, videos });
         }
         if placeholders != media {
             let [placeholders, images] = images;
-            return Err(SampleError::ImageCount { id: id.clone(), placeholders, images });
+            return Err(SampleFault::ImageCount { placeholders, images });
         }
         Ok(())
     }
 
-    fn check_placeholders(
-        &self,
-        id: &SampleId,
-        text: &str,
-        media: &[Medium],
-    ) -> Result<(), SampleError> {
+    fn check_placeholders(&self, text: &str, media: &[Medium]) -> Result<(), SampleFault> {
         let rendered = self.media.placeholders(text, &self.text.media);
         if rendered.iter().map(|(kind, _)| *kind).ne(kinds_of(media)) {
             let (rendered, media) = (rendered.len(), media.len());
-            return Err(SampleError::RenderedPlaceholders { id: id.clone(), rendered, media });
+            return Err(SampleFault::RenderedPlaceholders { rendered, media });
         }
         Ok(())
     }
@@ -367,27 +354,25 @@ impl Encoder {
     /// `supervision` is that of `text`, which has one placeholder for each of `grids`.
     fn tokenise(
         &self,
-        id: &SampleId,
         text: &str,
         mut supervision: Supervision,
         grids: &[MediumGrid],
-    ) -> Result<EncodedText, SampleError> {
-        let too_many = |cause| SampleError::Truncation { id: id.clone(), cause };
+    ) -> Result<EncodedText, SampleFault> {
         let expected = grids.iter().map(|medium| self.media.num_tokens(medium)).sum();
-        check_tokens(expected).map_err(too_many)?; // before their text is written
+        check_tokens(expected)?; // before their text is written
         let places = self.media.placeholders(text, &self.text.media).into_iter();
         let texts = grids.iter().map(|medium| self.media.text(medium, &self.text.media));
         let places: Vec<_> = places.map(|(_, place)| place).zip(texts).collect();
         let targets = supervision.targets.iter_mut().map(|target| &mut target.range);
         let (text, media) = expand(text, &places, targets);
-        let Tokens { ids, offsets } = self.tokens(id, &text)?;
+        let Tokens { ids, offsets } = self.tokens(&text)?;
         let vision_rows: Vec<u32> =
             (0..ids.len() as u32) // [M]
                 .filter(|row| self.text.media.is_pad(ids[*row as usize]))
                 .collect();
         if vision_rows.len() != expected {
             let tokens = vision_rows.len();
-            return Err(SampleError::ImageTokens { id: id.clone(), tokens, expected });
+            return Err(SampleFault::ImageTokens { tokens, expected });
         }
         let spans = spans(&ids, &offsets, &media, self.text.media.marks);
         let (labels, weights) = supervision.labels(&ids, &offsets, &spans);
@@ -440,8 +425,4 @@ fn has_text(message: &Message, token: &str) -> bool {
             parts.iter().any(|part| matches!(part, Part::Text(text) if text.contains(token)))
         }
     }
-}
-
-fn template_error(id: &SampleId, cause: TemplateError) -> SampleError {
-    SampleError::Template { id: id.clone(), cause }
 }

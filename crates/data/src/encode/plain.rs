@@ -2,41 +2,39 @@
 
 use super::Encoder;
 use crate::encode::truncate::{MAX_TOKENS, check_tokens};
-use crate::source::SampleError;
-use batch::SampleId;
+use crate::source::SampleFault;
 use tokenizer::Tokens;
 
 /// The end-of-document token of most byte-level tokenizers.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
 impl Encoder {
-    /// Ids and offsets of a text. Errors name `id`.
-    pub(crate) fn encode_text(&self, id: &SampleId, text: &str) -> Result<Tokens, SampleError> {
+    /// Ids and offsets of a text.
+    pub(crate) fn encode_text(&self, text: &str) -> Result<Tokens, SampleFault> {
         if let Some(token) = self.text.media.pads().find(|token| text.contains(token)) {
             let token = token.to_owned();
-            return Err(SampleError::ReservedInText { id: id.clone(), token });
+            return Err(SampleFault::ReservedInText { token });
         }
-        self.check_bytes(id, text)?;
-        self.tokens(id, text)
+        self.check_bytes(text)?;
+        self.tokens(text)
     }
 
     /// Checks that a text is short enough for the tokenizer.
-    pub(super) fn check_bytes(&self, id: &SampleId, text: &str) -> Result<(), SampleError> {
+    pub(super) fn check_bytes(&self, text: &str) -> Result<(), SampleFault> {
         let (found, most) = (text.len(), self.text.tokenizer.max_bytes());
         if found > most {
             let what = "bytes of text for the tokenizer";
-            return Err(SampleError::TooLarge { id: id.clone(), what, found, most });
+            return Err(SampleFault::TooLarge { what, found, most });
         }
         Ok(())
     }
 
     /// The tokens of a text; an error if they are more than one row may have.
-    pub(super) fn tokens(&self, id: &SampleId, text: &str) -> Result<Tokens, SampleError> {
-        let tokens = self.text.tokenizer.encode_up_to(text, MAX_TOKENS).map_err(|error| {
-            SampleError::Tokenizer { id: id.clone(), problem: error.to_string() }
-        })?;
-        check_tokens(tokens.ids.len())
-            .map_err(|cause| SampleError::Truncation { id: id.clone(), cause })?;
+    pub(super) fn tokens(&self, text: &str) -> Result<Tokens, SampleFault> {
+        let tokens = self.text.tokenizer.encode_up_to(text, MAX_TOKENS);
+        let tokens =
+            tokens.map_err(|error| SampleFault::Tokenizer { problem: error.to_string() })?;
+        check_tokens(tokens.ids.len())?;
         Ok(tokens)
     }
 

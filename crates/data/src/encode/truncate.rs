@@ -33,53 +33,27 @@ pub struct TruncationRule {
 }
 
 /// The reason why a sample is too long, or cannot be truncated to the limit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error, fault::Fault)]
+#[fault(exit = Data)]
 pub enum TruncationError {
-    /// The row has more than `MAX_TOKENS` tokens.
     #[error("the row has more than {MAX_TOKENS} tokens")]
+    #[fault(
+        hint = "divide the row into several, or lower `data.image.max_tokens` (or `max_pixels`)",
+        reason = "too_many_tokens"
+    )]
     TooMany,
-    /// The media alone reach the limit.
     #[error("its media have {media_tokens} tokens, the limit `max_length` is {max_length}")]
-    Media {
-        /// Number of tokens of all spans.
-        media_tokens: usize,
-        /// Maximum length in tokens.
-        max_length: NonZeroU32,
-    },
-    /// No supervised token is left.
+    #[fault(
+        hint = "lower `data.image.max_tokens` (or `max_pixels`), or raise `data.max_length`",
+        reason = "media_exceed_max_length"
+    )]
+    Media { media_tokens: usize, max_length: NonZeroU32 },
     #[error("truncated from {num_tokens} to {max_length} tokens, it has no supervised token")]
-    NoTarget {
-        /// Length before truncation.
-        num_tokens: usize,
-        /// Maximum length in tokens.
-        max_length: NonZeroU32,
-    },
-}
-
-impl TruncationError {
-    /// Short key under which rejected rows are counted.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::TooMany => "too_many_tokens",
-            Self::Media { .. } => "media_exceed_max_length",
-            Self::NoTarget { .. } => "no_target_after_truncation",
-        }
-    }
-
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::TooMany => {
-                "divide the row into several, or lower `data.image.max_tokens` (or `max_pixels`)"
-            }
-            Self::Media { .. } => {
-                "lower `data.image.max_tokens` (or `max_pixels`), or raise `data.max_length`"
-            }
-            Self::NoTarget { .. } => {
-                "raise `data.max_length`, or keep the other end with `data.truncation`"
-            }
-        }
-    }
+    #[fault(
+        hint = "raise `data.max_length`, or keep the other end with `data.truncation`",
+        reason = "no_target_after_truncation"
+    )]
+    NoTarget { num_tokens: usize, max_length: NonZeroU32 },
 }
 
 /// Fails for more than [`MAX_TOKENS`] tokens.
@@ -246,6 +220,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use fault::Fault;
 
     fn cut(max_length: u32, keep: KeptEnd) -> TruncationRule {
         TruncationRule { max_length: NonZeroU32::new(max_length).unwrap(), keep }

@@ -28,6 +28,7 @@ use crate::checksums::CheckedArrow;
 use crate::encode::Encoder;
 use crate::source::files::{KnownIndex, RowIndex, Shard};
 use crate::source::{RowFile, RowRules, SampleError, Stamp, Trouble};
+use fault::{Exit, Fault, Hint};
 
 /// Version of the file layout and of the measurement.
 const VERSION: u32 = 6;
@@ -37,38 +38,36 @@ pub(super) const BATCH_ROWS: usize = 4096;
 pub(super) const METADATA: &str = "trainer";
 
 /// The reason why a length cache cannot be built.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[fault(exit = self.trouble().map_or(Some(Exit::CannotWrite), |trouble| trouble.exit()))]
 pub enum CacheError {
-    /// A file cannot be written.
     #[error("cannot write the length cache `{}`", .path.display())]
+    #[fault(hint = self.hint_of_trouble(
+        "check free space and permissions, or set `data.cache_dir` to another folder"
+    ))]
     Write {
         /// A file in the cache folder, or the folder.
         path: PathBuf,
-        /// The underlying error.
         source: io::Error,
     },
     /// The Arrow writer failed, most often because the disk is full.
     #[error("cannot write the length cache `{}`", .path.display())]
-    Format {
-        /// Path of the file.
-        path: PathBuf,
-        /// The underlying error.
-        source: ArrowError,
-    },
+    #[fault(hint = "check free space and permissions, or set `data.cache_dir` to another folder")]
+    Format { path: PathBuf, source: ArrowError },
     /// The process has too many open files or no memory, or a disk failed. The rows may be valid.
     #[error("cannot measure all rows: the process or a disk failed")]
+    #[fault(hint = self.hint_of_trouble("run again"))]
     Exhausted {
         /// The error of the row at which it was found.
         source: Box<SampleError>,
     },
-    /// The previous cache cannot be read any more.
     #[error("cannot read the length cache `{}` again", .path.display())]
-    Lost {
-        /// Path of the file.
-        path: PathBuf,
-    },
-    /// The data file was changed while it was measured.
+    #[fault(hint = "run the command again: it measures the missing rows")]
+    Lost { path: PathBuf },
     #[error("`{}` was modified while its rows were measured", .path.display())]
+    #[fault(
+        hint = "run the command again when the file is complete: it reuses the rows measured so far"
+    )]
     DataChanged {
         /// The path in the config.
         path: PathBuf,
@@ -87,21 +86,8 @@ impl CacheError {
         }
     }
 
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
-        if let Some(trouble) = self.trouble() {
-            return trouble.hint();
-        }
-        match self {
-            Self::Write { .. } | Self::Format { .. } => {
-                "check free space and permissions, or set `data.cache_dir` to another folder"
-            }
-            Self::Exhausted { .. } => "run again",
-            Self::Lost { .. } => "run the command again: it measures the missing rows",
-            Self::DataChanged { .. } => {
-                "run the command again when the file is complete: it reuses the rows measured so far"
-            }
-        }
+    fn hint_of_trouble(&self, other: &'static str) -> Hint {
+        self.trouble().map_or_else(|| Some(other.into()), |trouble| trouble.hint())
     }
 
     pub(super) fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {

@@ -19,8 +19,8 @@ use crate::media::image::ImageError;
 use crate::media::video::VideoError;
 use crate::row::Rejection;
 use crate::source::files::RowContent;
-use crate::source::{ImageStamp, RowFile, SampleError, Trouble, with_patience};
-use batch::{MediaRef, MediaSource, Medium, Sample, SampleId, VideoRef};
+use crate::source::{ImageStamp, RowFile, SampleError, SampleFault, Trouble, with_patience};
+use batch::{MediaRef, MediaSource, Medium, Sample, VideoRef};
 
 /// Number of rows whose images are checked by one thread.
 const ROWS_A_WALK: usize = 512;
@@ -243,12 +243,11 @@ impl<'a> Measurer<'a> {
                 let (mut images, mut videos) = files(&sample);
                 let measured = self.encoder.measure(&sample)?;
                 for (index, file) in (1..).zip(&mut images) {
-                    let id = sample.id.clone();
-                    let error = |cause| SampleError::Image { id, index, cause };
+                    let error = |cause| SampleFault::Image { index, cause }.at(&sample.id);
                     file.as_mut().map_or(Ok(()), |file| self.sum(file, error))?;
                 }
                 for (place, file) in &mut videos {
-                    self.sum(file, |cause| place.error(sample.id.clone(), cause))?;
+                    self.sum(file, |cause| place.error(cause).at(&sample.id))?;
                 }
                 let videos = videos.into_iter().map(|(_, file)| file).collect();
                 Ok(Outcome::Measured { measured, images, videos })
@@ -286,7 +285,7 @@ fn is_current(walk: &mut Walk<'_>, rows: &Rows, row: usize) -> bool {
 }
 
 fn rejected(error: SampleError) -> Outcome {
-    let id = error.id().to_string();
+    let id = error.id.to_string();
     let Rejection { reason, message, .. } = error.into();
     let message = message.strip_prefix(&id).map_or(message.clone(), str::to_owned);
     Outcome::Rejected { reason, message }
@@ -301,7 +300,7 @@ struct VideoPlace {
 
 impl VideoPlace {
     /// The error of a row whose file at this place cannot be read.
-    fn error(self, id: SampleId, cause: ImageError) -> SampleError {
+    fn error(self, cause: ImageError) -> SampleFault {
         let cause = match (self.frame, cause) {
             (
                 None,
@@ -310,7 +309,7 @@ impl VideoPlace {
             ) => VideoError::Read { path, cause },
             (frame, cause) => VideoError::Frame { frame: frame.unwrap_or(1), cause },
         };
-        SampleError::Video { id, index: self.video, cause }
+        SampleFault::Video { index: self.video, cause }
     }
 }
 
@@ -375,7 +374,7 @@ mod tests {
         let mut texts = Vec::new();
         for (place, ImageFile { path, stamp, .. }) in videos {
             assert_eq!(stamp, ImageStamp::GONE);
-            let error = place.error(sample.id.clone(), stale(&path));
+            let error = place.error(stale(&path)).at(&sample.id);
             assert!(Trouble::of(&error).is_some());
             texts.push(error.to_string());
         }

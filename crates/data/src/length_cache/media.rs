@@ -13,7 +13,7 @@ use super::table::LengthCache;
 use crate::checksums::{ALL_SUMMED, of_ends};
 use crate::encode::Encoder;
 use crate::media::image::{ImageError, resolve};
-use crate::source::{ImageStamp, RowFile, SampleError, Trouble, with_patience};
+use crate::source::{ImageStamp, RowFile, SampleFault, Trouble, with_patience};
 
 /// What a run stores about its media files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -152,7 +152,7 @@ impl LengthCache {
             }
             let read = files.par_iter_mut().filter(|(.., reads)| *reads);
             read.try_for_each(|(row, path, _, now, _)| -> Result<(), CacheError> {
-                let error = |cause| SampleError::Image { id: file.id(*row), index: 1, cause };
+                let error = |cause| SampleFault::Image { index: 1, cause }.at(&file.id(*row));
                 let crc =
                     with_patience(Trouble::of, || checksum(root, Path::new(*path)).map_err(error));
                 now.crc = match crc {

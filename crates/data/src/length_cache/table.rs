@@ -9,7 +9,7 @@ use crate::encode::measure::Measured;
 use crate::encode::truncate::{TokenCounts, TruncationRule};
 use crate::media::image::ImageSize;
 use crate::row::{Length, Rejection};
-use crate::source::SampleError;
+use crate::source::SampleFault;
 use batch::SampleId;
 
 /// The lengths of all rows of one data file.
@@ -96,7 +96,7 @@ impl LengthCache {
         let (text, sizes) = self.measured(row);
         let video_patches = self.counts[row].video_patches;
         let length = encoder.length_under(text, sizes, video_patches, cut);
-        length.map_err(|cause| SampleError::Truncation { id: id(), cause }.into())
+        length.map_err(|cause| SampleFault::from(cause).at(&id()).into())
     }
 
     /// The counts of row `row < len()` before truncation; `None` if it is rejected.

@@ -7,70 +7,23 @@ use std::num::NonZeroU32;
 use batch::{Batch, EncodedSample, IGNORE_INDEX, Pack, PaddingSide, SampleId};
 
 /// The reason why packs cannot be collated. Each is a bug of the encoder, not an error of the data.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, fault::Fault)]
+#[fault(exit = Data, hint = "this is a bug in trainer: please report it with the row")]
 pub enum CollateError {
-    /// A pack has no samples, or there is no pack.
     #[error("row {row}: no sample to collate")]
-    NoSample {
-        /// Row of the batch.
-        row: usize,
-    },
-    /// A sample has no tokens.
+    NoSample { row: usize },
     #[error("{id}: the sample has no tokens")]
-    NoTokens {
-        /// Origin of the sample.
-        id: SampleId,
-    },
-    /// A sample has another number of loss weights than of tokens.
+    NoTokens { id: SampleId },
     #[error("{id}: {num_tokens} input ids, but {num_weights} weights of the loss")]
-    Weights {
-        /// Origin of the sample.
-        id: SampleId,
-        /// Length of `input_ids`.
-        num_tokens: usize,
-        /// Length of `weights`.
-        num_weights: usize,
-    },
-    /// Ids, labels and positions of a sample differ in length.
+    Weights { id: SampleId, num_tokens: usize, num_weights: usize },
     #[error("{id}: {num_tokens} input ids, but {num_labels} labels and {num_positions} positions")]
-    Lengths {
-        /// Origin of the sample.
-        id: SampleId,
-        /// Length of `input_ids`.
-        num_tokens: usize,
-        /// Length of `labels`.
-        num_labels: usize,
-        /// Length of `position_ids`.
-        num_positions: usize,
-    },
-    /// A vision row is out of range or out of order.
+    Lengths { id: SampleId, num_tokens: usize, num_labels: usize, num_positions: usize },
     #[error("{id}: vision row `{vision_row}` is not above the one before and below {num_tokens}")]
-    VisionRow {
-        /// Origin of the sample.
-        id: SampleId,
-        /// The vision row.
-        vision_row: u32,
-        /// Length of the sample.
-        num_tokens: usize,
-    },
-    /// The number of vision rows is not the number of merged patches.
+    VisionRow { id: SampleId, vision_row: u32, num_tokens: usize },
     #[error("{id}: {num_vision_rows} vision rows, but its images make {num_merged} merged tokens")]
-    VisionRows {
-        /// Origin of the sample.
-        id: SampleId,
-        /// Number of vision rows.
-        num_vision_rows: usize,
-        /// Number of merged patches.
-        num_merged: usize,
-    },
-    /// The batch has more tokens than `u32` can count.
+    VisionRows { id: SampleId, num_vision_rows: usize, num_merged: usize },
     #[error("a batch has {rows} rows of {length} tokens, expected at most {} tokens", u32::MAX)]
-    TooLarge {
-        /// `B`.
-        rows: usize,
-        /// `L`.
-        length: usize,
-    },
+    TooLarge { rows: usize, length: usize },
 }
 
 /// Puts each pack into one row of `[B, L]` and pads the rows with `pad_id` on one side.

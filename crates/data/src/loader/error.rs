@@ -9,42 +9,38 @@ use batch::UnpadError;
 use ranks::DistError;
 
 /// The reason why a loader stops before the end of its data.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error, fault::Fault)]
+#[fault(exit = Data)]
 pub enum LoaderError {
-    /// A row is rejected, and `data.on_error` or `data.truncation` stops the run.
     #[error("{rejection}")]
-    Rejected {
-        /// The row and the reason.
-        rejection: Rejection,
-    },
-    /// The process or a disk failed while a row was read, also when it was read again.
+    #[fault(hint = length_hint(&rejection.reason).unwrap_or(REPAIR))]
+    Rejected { rejection: Rejection },
     #[error(transparent)]
+    #[fault(from)]
     Trouble(#[from] RowTrouble),
-    /// More rows were rejected than the config allows.
     #[error("{} of {rows_read} rows rejected ({}), the limit `data.max_rejected` is {max_rejected}{}",
         rejected.values().sum::<u64>(), RejectedCounts(rejected), Examples(first))]
+    #[fault(hint = rejected_hint(rejected, RAISE))]
     TooManyRejected {
         /// Number of rows read since the run began.
         rows_read: u64,
-        /// Number of rejected rows, by reason.
         rejected: BTreeMap<String, u64>,
-        /// Maximum share of rejected rows.
         max_rejected: f64,
         /// The first few rejections since the loader started.
         first: Vec<Rejection>,
         /// Rejections that no step has reported.
         unreported: Vec<Rejection>,
     },
-    /// No row of an epoch is usable.
     #[error(
         "epoch {epoch} has no usable sample: it has {rows} rows, rejected so far: {}{}",
         RejectedCounts(rejected),
         Examples(first)
     )]
+    #[fault(
+        hint = rejected_hint(rejected, "check that the data files have rows and that the length limits fit them")
+    )]
     EmptyEpoch {
-        /// Index of the epoch.
         epoch: u64,
-        /// Number of rows of the epoch.
         rows: u64,
         /// Number of rows rejected since the run began, by reason.
         rejected: BTreeMap<String, u64>,
@@ -53,82 +49,41 @@ pub enum LoaderError {
         /// Rejections that no step has reported.
         unreported: Vec<Rejection>,
     },
-    /// A saved state does not fit the data.
     #[error("the saved position does not fit the data: {problem}")]
-    State {
-        /// The contradiction.
-        problem: String,
-    },
-    /// A row of a saved state cannot be read any more.
+    #[fault(hint = "resume with the data and `data` config of the run that wrote the checkpoint")]
+    State { problem: String },
     #[error("a row of the checkpoint is no longer usable: {rejection}")]
-    Changed {
-        /// The row and the reason.
-        rejection: Rejection,
-    },
-    /// Reading a row panicked.
+    #[fault(hint = "resume with the data and `data` config of the run that wrote the checkpoint")]
+    Changed { rejection: Rejection },
     #[error("{file}:{row}: reading the row panicked: {message}")]
+    #[fault(hint = "this is a bug in trainer: please report it with the row")]
     Panicked {
-        /// The data file.
         file: String,
         /// Line in that file, starting at 1.
         row: u64,
-        /// Message of the panic.
         message: String,
     },
-    /// Samples cannot be collated.
     #[error(transparent)]
+    #[fault(from)]
     Collate(#[from] CollateError),
-    /// A batch cannot be unpadded.
     #[error(transparent)]
+    #[fault(from)]
     Unpad(#[from] UnpadError),
-    /// The ranks can no longer work together.
     #[error(transparent)]
+    #[fault(from)]
     Ranks(#[from] DistError),
-    /// A thread cannot be started.
     #[error("cannot start a loader thread: {message}")]
-    Spawn {
-        /// Error of the operating system.
-        message: String,
-    },
-    /// The assembler panicked.
+    #[fault(
+        exit = Resources,
+        hint = "lower `data.workers`, or raise the limits (`ulimit -u`, `ulimit -v`)"
+    )]
+    Spawn { message: String },
     #[error("the thread that assembles batches panicked: {message}")]
-    Crashed {
-        /// Message of the panic.
-        message: String,
-    },
+    #[fault(hint = "this is a bug in trainer: please report it with the row")]
+    Crashed { message: String },
 }
 
 impl LoaderError {
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::Rejected { rejection } => length_hint(&rejection.reason)
-                .unwrap_or("repair the row, or skip such rows with `data.on_error: skip`"),
-            Self::TooManyRejected { rejected, .. } | Self::EmptyEpoch { rejected, .. }
-                if mostly(rejected) == Some("overlong") =>
-            {
-                OVERLONG
-            }
-            Self::TooManyRejected { .. } => {
-                "repair the rows (`rejects.jsonl` lists all of them) for a new run, or raise `data.max_rejected`, which also continues this one"
-            }
-            Self::EmptyEpoch { .. } => {
-                "check that the data files have rows and that the length limits fit them"
-            }
-            Self::State { .. } | Self::Changed { .. } => {
-                "resume with the data and `data` config of the run that wrote the checkpoint"
-            }
-            Self::Trouble(RowTrouble { trouble, .. }) => trouble.hint(),
-            Self::Ranks(error) => error.hint(),
-            Self::Spawn { .. } => {
-                "lower `data.workers`, or raise the limits (`ulimit -u`, `ulimit -v`)"
-            }
-            Self::Panicked { .. } | Self::Collate(_) | Self::Unpad(_) | Self::Crashed { .. } => {
-                "this is a bug in trainer: please report it with the row"
-            }
-        }
-    }
-
     /// Returns the result of reading a row, unless the process or a disk failed.
     pub(crate) fn unless_trouble<T>(
         read: Result<T, Rejection>,
@@ -163,6 +118,8 @@ impl LoaderError {
     }
 }
 
+const REPAIR: &str = "repair the row, or skip such rows with `data.on_error: skip`";
+const RAISE: &str = "repair the rows (`rejects.jsonl` lists all of them) for a new run, or raise `data.max_rejected`, which also continues this one";
 const OVERLONG: &str = "raise `data.packing_length`, or put each long sample in a pack of its own with `data.filter_overlong: false`";
 
 /// Returns the fix of rows that are rejected because of their length: `reason` is `empty`, `overlong` or
@@ -180,9 +137,12 @@ pub fn length_hint(reason: &str) -> Option<&'static str> {
     }
 }
 
-/// The most frequent reason.
-fn mostly(rejected: &BTreeMap<String, u64>) -> Option<&str> {
-    rejected.iter().max_by_key(|(_, count)| **count).map(|(reason, _)| reason.as_str())
+/// The fix of rejected rows; `other` if most of them are not too long for a pack.
+fn rejected_hint(rejected: &BTreeMap<String, u64>, other: &'static str) -> &'static str {
+    match rejected.iter().max_by_key(|(_, count)| **count) {
+        Some((reason, _)) if reason == "overlong" => OVERLONG,
+        _ => other,
+    }
 }
 
 /// Displays numbers of rejected rows by reason as `2 overlong, 1 json`.

@@ -15,6 +15,7 @@ use crate::loader::test_reader::{
 use crate::packing::PackingStrategy;
 use crate::packing::{Overlong, Packing};
 use batch::VarlenBatch;
+use fault::Fault;
 
 fn start(rows: &[Kind], row_order: RowOrder, options: LoaderOptions, from: DataState) -> Loader {
     let order = order(rows.len(), row_order);
@@ -240,7 +241,7 @@ fn the_first_bad_row_stops_the_run_if_the_config_requires_it() {
     };
     let error = until_error(&rows, limited).1;
     assert_eq!(error.to_string(), "made-up.jsonl:2: 90 tokens, `max_length` is 89");
-    assert!(error.hint().contains("max_length"));
+    assert!(error.hint().unwrap().contains("max_length"));
 }
 
 #[test]

@@ -54,52 +54,23 @@ const READ: [&str; 7] =
     ["file_name", "formatting", "columns", "tags", "split", "num_samples", "file_sha1"];
 
 /// The reason why an entry of `dataset_info.json` cannot be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
 pub enum DatasetInfoError {
-    /// The value in the config is not `FILE#NAME`.
     #[error("`{found}` has no `#`, expected `FILE#NAME`")]
-    NoName {
-        /// The value in the config.
-        found: String,
-    },
-    /// The file cannot be read.
+    NoName { found: String },
     #[error("cannot read `{}`: {source}", .path.display())]
-    Read {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error of the operating system.
-        source: std::io::Error,
-    },
-    /// The file is not JSON.
+    Read { path: PathBuf, source: std::io::Error },
     #[error("`{}` is not JSON: {problem}", .path.display())]
-    Json {
-        /// Path of the file.
-        path: PathBuf,
-        /// Message of the parser.
-        problem: String,
-    },
-    /// The file has no such entry.
+    Json { path: PathBuf, problem: String },
     #[error("`{}` has no entry `{name}`; it has {known}", .path.display())]
-    NoEntry {
-        /// Path of the file.
-        path: PathBuf,
-        /// The name in the config.
-        name: String,
-        /// The names in the file.
-        known: String,
-    },
-    /// A key of the entry has a value that is not supported.
+    NoEntry { path: PathBuf, name: String, known: String },
     #[error("`{key}` of `{name}` in `{}` is `{found}`: {hint}", .path.display())]
     Key {
-        /// Path of the file.
         path: PathBuf,
-        /// The name in the config.
         name: String,
         /// The key, with dots.
         key: String,
-        /// Its value.
         found: String,
-        /// The reason and the fix.
         hint: String,
     },
 }

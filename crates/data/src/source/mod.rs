@@ -17,8 +17,8 @@ mod trouble;
 
 pub use column_names::ColumnNames;
 pub use dataset_info::{DatasetInfo, DatasetInfoError};
-pub(crate) use error::PIXELS_OF_MEDIA;
-pub use error::SampleError;
+pub(crate) use error::AtRow;
+pub use error::{SampleError, SampleFault};
 pub use file_error::FileError;
 pub use grounding_error::GroundingError;
 pub use row_file::RowFile;

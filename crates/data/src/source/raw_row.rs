@@ -4,10 +4,9 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::error::SampleError;
+use super::error::SampleFault;
 use super::rows::type_name;
 use crate::json;
-use batch::SampleId;
 
 /// Key of an object that represents binary data; its value is an index into [`RawRow::blobs`]. No
 /// JSON file has it: `\u{0}` makes it differ from every key of users.
@@ -34,20 +33,20 @@ const SMALL_ROW_BYTES: usize = 1 << 20;
 
 impl RawRow {
     /// Parses a JSON object.
-    pub(crate) fn from_json(id: &SampleId, bytes: &[u8]) -> Result<Self, SampleError> {
+    pub(crate) fn from_json(bytes: &[u8]) -> Result<Self, SampleFault> {
         if bytes.len() > SMALL_ROW_BYTES {
             let found = json::values(bytes);
             if found > MAX_VALUES {
-                let (id, most) = (id.clone(), MAX_VALUES);
-                return Err(SampleError::TooLarge { id, what: "values", found, most });
+                let most = MAX_VALUES;
+                return Err(SampleFault::TooLarge { what: "values", found, most });
             }
         }
         match json::parse(bytes) {
             Ok(Value::Object(object)) => Ok(Self { object, blobs: Vec::new() }),
-            Ok(other) => Err(SampleError::NotAnObject { id: id.clone(), found: type_name(&other) }),
+            Ok(other) => Err(SampleFault::NotAnObject { found: type_name(&other) }),
             // the first line of a file that is one pretty-printed array
             Err(_) if bytes.trim_ascii() == b"[" => {
-                Err(SampleError::NotAnObject { id: id.clone(), found: "the start of an array" })
+                Err(SampleFault::NotAnObject { found: "the start of an array" })
             }
             Err(error) => {
                 let text = error.to_string();
@@ -58,7 +57,7 @@ impl RawRow {
                 if let Some(name) = near.find_map(|rest| named(rest?)) {
                     problem = format!("`{name}` is no JSON value; write null or a number");
                 }
-                Err(SampleError::Json { id: id.clone(), column: error.column(), problem })
+                Err(SampleFault::Json { column: error.column(), problem })
             }
         }
     }
@@ -89,11 +88,11 @@ pub(super) fn blob<'a>(blobs: &'a [Arc<[u8]>], value: &Value) -> Option<&'a Arc<
 #[cfg(test)]
 mod tests {
     use super::*;
+    use fault::Fault;
 
     #[test]
     fn a_row_of_many_values_is_rejected_before_it_is_parsed() {
-        let id = SampleId { file: std::path::Path::new("a.jsonl").into(), line: 3 };
-        let of = |bytes: &str| RawRow::from_json(&id, bytes.as_bytes()).map(|_| ());
+        let of = |bytes: &str| RawRow::from_json(bytes.as_bytes()).map(|_| ());
         let numbers = format!("{{\"x\":[{}0]}}", "0,".repeat(MAX_VALUES));
         let objects = format!("{{\"x\":[{}0]}}", "{\"a\":1},".repeat(300_000));
         for row in [&numbers, &objects] {

@@ -7,7 +7,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::error::SampleError;
+use super::error::{AtRow, SampleError, SampleFault};
 use super::files::listing::{data_files, image_root};
 use super::files::{KnownIndex, RowContent, Shard};
 use super::raw_row::RawRow;
@@ -108,8 +108,8 @@ impl RowFile {
         let mut missing: Vec<&str> = named.chain(of_info).collect();
         let is_mapped = !missing.is_empty();
         let (mut num_rows, mut replaced) = (0, None);
-        for (id, content) in self.first().filter(|_| is_mapped) {
-            let Ok(row) = content.into_raw(&id) else { continue };
+        for (_, content) in self.first().filter(|_| is_mapped) {
+            let Ok(row) = content.into_raw() else { continue };
             num_rows += 1;
             missing.retain(|column| !row.object.contains_key(*column));
             replaced = replaced.or_else(|| rules.columns.as_ref()?.replaced(&row));
@@ -125,9 +125,8 @@ impl RowFile {
                 "{file}: `{column}` is not read, because `columns` names another column"
             );
         }
-        let rows =
-            self.first().filter_map(|(id, content)| Some((self.raw_of(&id, content).ok()?, id)));
-        self.parser.survey(self.path(), rows.map(|(row, id)| (id, row)));
+        let rows = self.first().filter_map(|(id, content)| Some((id, self.raw_of(content).ok()?)));
+        self.parser.survey(self.path(), rows);
         self
     }
 
@@ -199,19 +198,19 @@ impl RowFile {
     /// Reads the content of row `row < len()`.
     pub(crate) fn content(&self, row: usize) -> Result<RowContent, SampleError> {
         let (shard, at) = self.place(row);
-        shard.content(at).map_err(|cause| SampleError::Read { id: self.id(row), cause })
+        shard.content(at).map_err(|cause| SampleFault::Read(cause).at(&self.id(row)))
     }
 
     /// Parses the content of row `row < len()`.
     pub(crate) fn parse(&self, row: usize, content: RowContent) -> Result<Sample, SampleError> {
         let id = self.id(row);
-        self.parser.parse(&id, self.raw_of(&id, content)?)
+        self.raw_of(content).and_then(|raw| self.parser.parse(&id, raw)).at(&id)
     }
 
     /// The value of the key `id` of row `row < len()`: a text, or a number as text. `None` if it
     /// has none.
     pub(crate) fn own_id(&self, row: usize) -> Option<String> {
-        let object = self.content(row).ok()?.into_raw(&self.id(row)).ok()?.object;
+        let object = self.content(row).ok()?.into_raw().ok()?.object;
         match object.get("id")? {
             Value::String(text) => Some(text.clone()),
             Value::Number(number) => Some(number.to_string()),
@@ -221,12 +220,12 @@ impl RowFile {
 
     /// Reads the keys and values of row `row < len()`.
     fn raw(&self, row: usize) -> Result<RawRow, SampleError> {
-        self.raw_of(&self.id(row), self.content(row)?)
+        self.raw_of(self.content(row)?).at(&self.id(row))
     }
 
     /// The keys and values of a row, under our names.
-    fn raw_of(&self, id: &SampleId, content: RowContent) -> Result<RawRow, SampleError> {
-        let mut raw = content.into_raw(id)?;
+    fn raw_of(&self, content: RowContent) -> Result<RawRow, SampleFault> {
+        let mut raw = content.into_raw()?;
         if let Some(columns) = &self.parser.rules.columns {
             columns.apply(&mut raw);
         }
@@ -264,7 +263,7 @@ impl RowFile {
 
     /// Reads the document in row `row < len()` of a corpus.
     pub fn read_text(&self, row: usize) -> Result<String, SampleError> {
-        RowParser::parse_text(&self.id(row), self.raw(row)?)
+        RowParser::parse_text(self.raw(row)?).at(&self.id(row))
     }
 
     /// Hash of the content of the files when they were opened, and of their entry in
@@ -290,7 +289,7 @@ impl RowFile {
         let checked = self.len().min(DETECTION_ROWS);
         let (mut first, mut text) = (None, None);
         for row in 0..checked {
-            match self.raw(row).and_then(|raw| RowForm::of(&self.id(row), &raw.object)) {
+            match self.raw(row).and_then(|raw| RowForm::of(&raw.object).at(&self.id(row))) {
                 Ok(RowForm::Text) => text = Some(RowForm::Text), // a later row may have an image
                 Ok(form) if text.is_none() || form.has_media() => return Ok(form),
                 Ok(_) => {}

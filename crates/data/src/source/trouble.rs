@@ -4,19 +4,31 @@ use std::error::Error;
 use std::time::Duration;
 use std::{io, iter, thread};
 
+use fault::Fault;
 use rustix::io::Errno;
 
-use super::error::SampleError;
+use super::error::{SampleError, SampleFault};
 use crate::media::image::ImageError;
 use crate::media::video::VideoError;
 use net::UrlError;
 
-/// What failed. The row may be valid, so it must not be rejected.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What failed. The row may be valid, so it must not be rejected. Its reason stands in place of that
+/// of the rejection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Fault)]
 pub enum Trouble {
     /// The process has too many open files or too little memory.
+    #[fault(
+        exit = Resources,
+        hint = "raise the limit of open files (`ulimit -n`), free memory, or lower `data.workers`",
+        reason = "process_resources"
+    )]
     Resources,
     /// A disk or a network file system failed.
+    #[fault(
+        exit = Ranks,
+        hint = "check the disk or the mount that holds the data; then run again",
+        reason = "disk_failure"
+    )]
     Disk,
 }
 
@@ -27,13 +39,13 @@ const NETWORK_DISK: [Errno; 6] =
 impl Trouble {
     /// The trouble that an error of a row comes from.
     pub fn of(error: &SampleError) -> Option<Self> {
-        match error {
-            SampleError::Read { cause, .. }
-            | SampleError::Video { cause: VideoError::Read { cause, .. }, .. } => {
+        match &error.fault {
+            SampleFault::Read(cause)
+            | SampleFault::Video { cause: VideoError::Read { cause, .. }, .. } => {
                 Self::of_io(cause)
             }
-            SampleError::Image { cause, .. }
-            | SampleError::Video { cause: VideoError::Frame { cause, .. }, .. } => match cause {
+            SampleFault::Image { cause, .. }
+            | SampleFault::Video { cause: VideoError::Frame { cause, .. }, .. } => match cause {
                 // a full disk is not the fault of the image
                 ImageError::Url { cause: UrlError::Store { .. }, .. } => Some(Self::Disk),
                 ImageError::Url { cause, .. } => Self::of_causes(cause),
@@ -64,27 +76,9 @@ impl Trouble {
         }
     }
 
-    /// The key that stands in place of the reason of a rejection.
-    pub fn reason(self) -> &'static str {
-        match self {
-            Self::Resources => "process_resources",
-            Self::Disk => "disk_failure",
-        }
-    }
-
-    /// The trouble with this [`Trouble::reason`].
+    /// The trouble with this [`Fault::reason`].
     pub fn with_reason(reason: &str) -> Option<Self> {
         [Self::Resources, Self::Disk].into_iter().find(|trouble| trouble.reason() == reason)
-    }
-
-    /// Returns the fix that an error message suggests.
-    pub fn hint(self) -> &'static str {
-        match self {
-            Self::Resources => {
-                "raise the limit of open files (`ulimit -n`), free memory, or lower `data.workers`"
-            }
-            Self::Disk => "check the disk or the mount that holds the data; then run again",
-        }
     }
 }
 
@@ -113,7 +107,7 @@ mod tests {
 
     #[test]
     fn what_the_process_lacks_is_not_the_fault_of_a_row() {
-        let id = || SampleId { file: Path::new("rows.jsonl").into(), line: 3 };
+        let id = SampleId { file: Path::new("rows.jsonl").into(), line: 3 };
         let image = |code: Errno| ImageError::Read { path: "a.png".into(), source: code.into() };
         for (code, expected) in [
             (Errno::MFILE, Some(Trouble::Resources)),
@@ -129,11 +123,12 @@ mod tests {
             let video = VideoError::Read { path: "a.mp4".into(), cause: code.into() };
             let frame = VideoError::Frame { frame: 1, cause: image(code) };
             for error in [
-                SampleError::Read { id: id(), cause: code.into() },
-                SampleError::Image { id: id(), index: 1, cause: image(code) },
-                SampleError::Video { id: id(), index: 1, cause: frame },
-                SampleError::Video { id: id(), index: 1, cause: video },
+                SampleFault::Read(code.into()),
+                SampleFault::Image { index: 1, cause: image(code) },
+                SampleFault::Video { index: 1, cause: frame },
+                SampleFault::Video { index: 1, cause: video },
             ] {
+                let error = error.at(&id);
                 assert_eq!(Trouble::of(&error), expected, "{error}");
             }
         }

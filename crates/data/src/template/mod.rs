@@ -93,34 +93,44 @@ pub(crate) struct RenderedPrompt {
 }
 
 /// The reason why a chat template, or a conversation rendered with it, cannot be used.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, fault::Fault)]
+#[fault(exit = Data)]
 pub enum TemplateError {
-    /// The template has a syntax error.
     #[error("the chat template does not compile: {problem}")]
+    #[fault(hint = "copy the chat template from the published model again", reason = "template")]
     Compile {
         /// Error of the template engine, with its line.
         problem: String,
     },
-    /// The template failed on this conversation.
     #[error("the chat template fails while it renders a conversation: {problem}")]
-    Render {
-        /// Error of the template engine, or raised by the template.
-        problem: String,
-    },
-    /// The template writes nothing after an assistant turn that the model could learn to stop at.
+    #[fault(
+        hint = "that line of the chat template shows which keys and values it expects: change the row, or use the template of the published model",
+        reason = "template"
+    )]
+    Render { problem: String },
     #[error("the chat template writes no end mark after an assistant turn")]
+    #[fault(
+        hint = "change the template to end assistant turns with a token such as `<|im_end|>`, so that the model learns to stop",
+        reason = "template_end_mark"
+    )]
     NoEndMark,
-    /// The rendered conversation has no range that is the answer of a turn and nothing else.
     #[error(
         "the chat template renders turn {turn} so that its answer cannot be located: the text around the answer depends on it"
+    )]
+    #[fault(
+        hint = "use a template that writes the content of an assistant turn once, between a header and an end mark",
+        reason = "template_answer"
     )]
     NoAnswerRange {
         /// Index of the turn, starting at 0.
         turn: usize,
     },
-    /// The rendered conversation does not have the text of a turn, or has it at another place.
     #[error(
         "the chat template changes, moves or drops the text of turn {turn}: the rendered chat does not contain \"{missing}\" there"
+    )]
+    #[fault(
+        hint = "use the chat template of the published model; it must write the text of each turn as it is, in order",
+        reason = "template_text"
     )]
     TurnText {
         /// Index of the turn, starting at 0.
@@ -128,64 +138,29 @@ pub enum TemplateError {
         /// The start of the text.
         missing: String,
     },
-    /// The rendered conversation does not have a tool, or a call of one.
     #[error("the chat template drops tools: the rendered chat does not contain the tool `{name}`")]
-    Tools {
-        /// Name of the function.
-        name: String,
-    },
-    /// The template prints the list of parts of a turn instead of their texts.
+    #[fault(
+        hint = "use a model whose chat template writes tools, or remove them from the rows",
+        reason = "template_text"
+    )]
+    Tools { name: String },
     #[error("the chat template prints the list of parts of turn {turn} instead of their texts")]
+    #[fault(
+        hint = "use the chat template of the published model; it must write the text of each turn as it is, in order",
+        reason = "template_text"
+    )]
     PrintedParts {
         /// Index of the turn, starting at 0.
         turn: usize,
     },
-    /// The end mark is not one token, so the model would not learn when to stop.
     #[error(
         "the chat template writes the end mark `{mark}` after an assistant turn: it is {num_tokens} tokens, and must be one"
     )]
-    EndMarkTokens {
-        /// The end mark.
-        mark: String,
-        /// Number of its tokens.
-        num_tokens: usize,
-    },
-}
-
-impl TemplateError {
-    /// Returns the key under which rejected rows are counted, such as `template`.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::Compile { .. } | Self::Render { .. } => "template",
-            Self::NoEndMark | Self::EndMarkTokens { .. } => "template_end_mark",
-            Self::NoAnswerRange { .. } => "template_answer",
-            Self::TurnText { .. } | Self::PrintedParts { .. } | Self::Tools { .. } => {
-                "template_text"
-            }
-        }
-    }
-
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::NoAnswerRange { .. } => {
-                "use a template that writes the content of an assistant turn once, between a header and an end mark"
-            }
-            Self::TurnText { .. } | Self::PrintedParts { .. } => {
-                "use the chat template of the published model; it must write the text of each turn as it is, in order"
-            }
-            Self::Tools { .. } => {
-                "use a model whose chat template writes tools, or remove them from the rows"
-            }
-            Self::NoEndMark | Self::EndMarkTokens { .. } => {
-                "change the template to end assistant turns with a token such as `<|im_end|>`, so that the model learns to stop"
-            }
-            Self::Compile { .. } => "copy the chat template from the published model again",
-            Self::Render { .. } => {
-                "that line of the chat template shows which keys and values it expects: change the row, or use the template of the published model"
-            }
-        }
-    }
+    #[fault(
+        hint = "change the template to end assistant turns with a token such as `<|im_end|>`, so that the model learns to stop",
+        reason = "template_end_mark"
+    )]
+    EndMarkTokens { mark: String, num_tokens: usize },
 }
 
 impl ChatTemplate {

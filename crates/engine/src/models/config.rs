@@ -6,76 +6,49 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 /// A `config.json` that cannot be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[fault(exit = Data)]
 pub enum ModelConfigError {
-    /// The file cannot be read.
     #[error("cannot read `{}`", .path.display())]
-    Read {
-        /// Path of the file.
-        path: PathBuf,
-        /// The operating system's error.
-        source: std::io::Error,
-    },
-    /// The file is not JSON.
+    #[fault(hint = "`model.path` must be a model folder with a config.json")]
+    Read { path: PathBuf, source: std::io::Error },
     #[error("`{}` is not JSON", .path.display())]
-    Json {
-        /// Path of the file.
-        path: PathBuf,
-        /// Position and reason.
-        source: serde_json::Error,
-    },
-    /// A required key is missing or has another type.
+    #[fault(hint = "the file is damaged: copy it from the published model again")]
+    Json { path: PathBuf, source: serde_json::Error },
     #[error("config.json: `{key}` is missing or is not {expected}")]
+    #[fault(
+        hint = "copy config.json from the published model again; `trainer init` writes a valid one"
+    )]
     Key {
         /// Dotted key.
         key: String,
-        /// The expected type.
         expected: &'static str,
     },
-    /// The architecture is not implemented.
     #[error("config.json: `{key}` is `{found}`, expected {known}")]
+    #[fault(
+        hint = "use a Qwen3-VL, Qwen2.5-VL, Qwen3.5 or Qwen3 model in the transformers layout (`model_type` is `qwen3_vl`, `qwen2_5_vl`, `qwen3_5`, `qwen3_5_text` or `qwen3`, or one of `qwen3_vl_moe`, `qwen3_5_moe`, `qwen3_5_moe_text` and `qwen3_moe`)"
+    )]
     Unsupported {
         /// Dotted key.
         key: &'static str,
-        /// Its value.
         found: String,
-        /// Values that are implemented.
         known: &'static str,
     },
-    /// A number is outside of the range that a model can have.
     #[error("config.json: `{key}` is {found}, expected {expected}")]
+    #[fault(
+        hint = "copy config.json from the published model again; `trainer init` writes a valid one"
+    )]
     Range {
         /// Dotted key.
         key: String,
-        /// Its value.
         found: String,
-        /// The range.
         expected: String,
     },
-    /// Sizes contradict each other.
     #[error("config.json: {what}")]
-    Shape {
-        /// The contradiction.
-        what: String,
-    },
-}
-
-impl ModelConfigError {
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::Read { .. } => "`model.path` must be a model folder with a config.json",
-            Self::Json { .. } => "the file is damaged: copy it from the published model again",
-            Self::Key { .. } | Self::Range { .. } | Self::Shape { .. } => {
-                "copy config.json from the published model again; `trainer init` writes a valid one"
-            }
-            Self::Unsupported { .. } => {
-                "use a Qwen3-VL, Qwen2.5-VL, Qwen3.5 or Qwen3 model in the transformers layout \
-                 (`model_type` is `qwen3_vl`, `qwen2_5_vl`, `qwen3_5`, `qwen3_5_text` or `qwen3`, or one \
-                 of `qwen3_vl_moe`, `qwen3_5_moe`, `qwen3_5_moe_text` and `qwen3_moe`)"
-            }
-        }
-    }
+    #[fault(
+        hint = "copy config.json from the published model again; `trainer init` writes a valid one"
+    )]
+    Shape { what: String },
 }
 
 /// Maximum number of layers or blocks, and number of pixels or patches on a side.

@@ -86,14 +86,11 @@ impl ParamSpec {
 }
 
 /// The reason why a model cannot be built from a list of parameters.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, fault::Fault)]
+#[fault(exit = Data, hint = "the weights belong to another model than `config.json`")]
 pub enum WeightError {
-    /// The model needs a tensor that is not in the list.
     #[error("the model has no tensor `{name}`")]
-    Missing {
-        /// Published name.
-        name: String,
-    },
+    Missing { name: String },
 }
 
 /// Finds parameters by name while a model is built.

@@ -20,58 +20,49 @@ pub struct ParamGroup {
 pub struct ParamGroups(Vec<ParamGroup>);
 
 /// A pattern that cannot be used.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error, fault::Fault)]
+#[fault(exit = Usage)]
 pub enum GroupError {
-    /// The pattern matches nothing.
     #[error(
         "`{key}`: `{pattern}` matches no component and no parameter; the nearest name is \
          `{nearest}`"
     )]
+    #[fault(hint = components_hint(components))]
     NoMatch {
-        /// Config key.
         key: &'static str,
-        /// As written.
         pattern: String,
         /// A component or parameter with a similar name.
         nearest: String,
-        /// Names of the model's components.
         components: Vec<String>,
     },
-    /// The pattern is not a valid glob.
     #[error("`{key}`: `{pattern}` is not a valid glob: {reason}")]
-    NotAGlob {
-        /// Config key.
-        key: &'static str,
-        /// As written.
-        pattern: String,
-        /// The parser's reason.
-        reason: String,
-    },
-    /// A factor is negative or not finite.
+    #[fault(hint = "`*` matches any text, `?` one character, `[ab]` one of them")]
+    NotAGlob { key: &'static str, pattern: String, reason: String },
     #[error(
         "`optim.lr_multipliers`: `{pattern}` is `{found}`, expected a finite number of 0 or more"
     )]
-    Factor {
-        /// As written.
-        pattern: String,
-        /// Its value.
-        found: f64,
-    },
-    /// A factor matches parameters, none of which is trained.
+    #[fault(hint = "1.0 keeps the learning rate; to freeze a component, use `model.freeze`")]
+    Factor { pattern: String, found: f64 },
     #[error("`optim.lr_multipliers`: `{pattern}` matches only parameters that are not trained")]
-    Frozen {
-        /// As written.
-        pattern: String,
-    },
-    /// No trained parameter is one that the optimizer is for.
+    #[fault(
+        hint = "remove the factor; `model.freeze`, or `adapter.parts`, decides what is trained"
+    )]
+    Frozen { pattern: String },
     #[error(
         "`optim.kind` is `muon`, but no trained parameter is a matrix between hidden states: AdamW \
          would update all of them"
     )]
+    #[fault(hint = "remove `optim.kind`, or set it to `adamw` or `adamw_8bit`")]
     NoMatrix,
-    /// No parameter is left to train.
     #[error("`model.freeze` freezes every parameter: there is nothing to train")]
+    #[fault(hint = "remove at least one component from `model.freeze`")]
     AllFrozen,
+}
+
+fn components_hint(components: &[String]) -> String {
+    let names: Vec<String> = components.iter().map(|name| format!("`{name}`")).collect();
+    let names = names.join(", ");
+    format!("name a component ({names}), or write a glob such as `*.layers.0.*`")
 }
 
 impl GroupError {
@@ -87,30 +78,6 @@ impl GroupError {
             Self::NoMatrix => ("optim.kind", None),
             Self::AllFrozen => ("model.freeze", None),
         }
-    }
-
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> String {
-        match self {
-            Self::NoMatch { components, .. } => {
-                let names: Vec<String> =
-                    components.iter().map(|name| format!("`{name}`")).collect();
-                let names = names.join(", ");
-                return format!(
-                    "name a component ({names}), or write a glob such as `*.layers.0.*`"
-                );
-            }
-            Self::NotAGlob { .. } => "`*` matches any text, `?` one character, `[ab]` one of them",
-            Self::Factor { .. } => {
-                "1.0 keeps the learning rate; to freeze a component, use `model.freeze`"
-            }
-            Self::Frozen { .. } => {
-                "remove the factor; `model.freeze`, or `adapter.parts`, decides what is trained"
-            }
-            Self::NoMatrix => "remove `optim.kind`, or set it to `adamw` or `adamw_8bit`",
-            Self::AllFrozen => "remove at least one component from `model.freeze`",
-        }
-        .to_owned()
     }
 }
 

@@ -57,19 +57,11 @@ pub struct Update {
 }
 
 /// The reason why an update changes nothing.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
 pub enum OptimError {
-    /// Gradients are infinite or not a number.
     #[error("the gradient of {count} of {total} parameters is not finite, the first is `{first}`")]
-    NonFinite {
-        /// Number of parameters concerned.
-        count: usize,
-        /// Number of trained parameters.
-        total: usize,
-        /// Name of the first parameter concerned.
-        first: String,
-    },
-    /// An op failed.
+    #[fault(exit = Data)]
+    NonFinite { count: usize, total: usize, first: String },
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 }

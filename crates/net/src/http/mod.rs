@@ -111,48 +111,44 @@ pub(super) fn host(url: &str) -> &str {
 }
 
 /// The reason why a request has no answer.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
 pub enum HttpError {
-    /// The program was built without the feature `hub`.
     #[error("this build cannot open network connections")]
+    #[fault(hint = "build with the default features")]
     NotBuilt,
-    /// The text is not an address that can be requested.
     #[error("it is not a valid `http` or `https` address")]
+    #[fault(hint = "write a complete address, such as `https://example.com/a.jpg`")]
     Address,
-    /// A limit on the time was exceeded.
     #[error("`{host}` did not answer in time")]
+    #[fault(
+        hint = "check the network; `HTTPS_PROXY` names a proxy, `SSL_CERT_FILE` its certificates. The same command continues a download that was cut off"
+    )]
     Timeout {
         /// Host and port.
         host: String,
     },
-    /// The host is not on the public internet.
     #[error("`{host}` has the address {address}, which is not on the public internet")]
+    #[fault(hint = "download the file, and give its path")]
     NotPublic {
         /// Host and port.
         host: String,
-        /// One of its addresses.
         address: IpAddr,
     },
-    /// Redirects lead to redirects.
     #[error("more than {limit} redirects")]
-    TooManyRedirects {
-        /// Maximum number of redirects.
-        limit: usize,
-    },
-    /// No connection, or the connection was lost.
+    #[fault(hint = "give the final address")]
+    TooManyRedirects { limit: usize },
     #[error("the connection to `{host}` failed: {problem}")]
+    #[fault(
+        hint = "check the network; `HTTPS_PROXY` names a proxy, `SSL_CERT_FILE` its certificates. The same command continues a download that was cut off"
+    )]
     Connection {
         /// Host and port.
         host: String,
-        /// Description of the failure.
         problem: String,
     },
-    /// `SSL_CERT_FILE` cannot be used.
     #[error("`SSL_CERT_FILE`: cannot read certificates from `{}`", .path.display())]
-    Certificates {
-        /// Value of the variable.
-        path: PathBuf,
-    },
+    #[fault(hint = "give a file with certificates in PEM format")]
+    Certificates { path: PathBuf },
 }
 
 impl HttpError {
@@ -171,21 +167,6 @@ impl HttpError {
     /// Whether the same request may succeed later.
     pub fn is_temporary(&self) -> bool {
         matches!(self, Self::Timeout { .. } | Self::Connection { .. })
-    }
-
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::NotBuilt => "build with the default features",
-            Self::Address => "write a complete address, such as `https://example.com/a.jpg`",
-            Self::Timeout { .. } | Self::Connection { .. } => {
-                "check the network; `HTTPS_PROXY` names a proxy, `SSL_CERT_FILE` its certificates. The same command continues a \
-                 download that was cut off"
-            }
-            Self::NotPublic { .. } => "download the file, and give its path",
-            Self::TooManyRedirects { .. } => "give the final address",
-            Self::Certificates { .. } => "give a file with certificates in PEM format",
-        }
     }
 }
 

@@ -32,7 +32,7 @@ use crate::encode::truncate::{
     DroppedTokens, TokenCounts, TruncationError, TruncationRule, dropped,
 };
 use crate::row::{Length, Rejection};
-use crate::source::{RowFile, RowForm, SampleError, SourceError, UnknownKeys};
+use crate::source::{AtRow, RowFile, RowForm, SampleError, SampleFault, SourceError, UnknownKeys};
 use batch::{EncodedSample, SampleId};
 
 /// Settings of a corpus that come from other sections of the config.
@@ -197,7 +197,7 @@ impl Corpus {
     /// Returns the range of tokens that truncation keeps of a row.
     fn kept_of(&self, row: u32) -> Result<Range<usize>, SampleError> {
         let kept = self.kept(self.whole_span(row).1);
-        kept.map_err(|cause| SampleError::Truncation { id: self.id(row), cause })
+        kept.map_err(|cause| SampleFault::from(cause).at(&self.id(row)))
     }
 
     /// Number of documents that are truncated.
@@ -211,8 +211,7 @@ impl Corpus {
     pub fn dropped(&self, row: u32) -> Result<Vec<DroppedTokens>, SampleError> {
         let (start, tokens) = self.whole_span(row);
         let kept = self.kept_of(row)?;
-        let read = self.tokens.read(start, tokens);
-        let ids = read.map_err(|cause| SampleError::Read { id: self.id(row), cause })?;
+        let ids = self.tokens.read(start, tokens).at(&self.id(row))?;
         Ok(dropped(&ids, &[kept]))
     }
 
@@ -239,10 +238,8 @@ impl Corpus {
         self.check_targets(row)?;
         let (start, tokens) = self.span(row);
         let id = self.id(row);
-        match self.tokens.read(start, tokens) {
-            Ok(ids) => Ok(self.separators.sample(id, ids)),
-            Err(cause) => Err(SampleError::Read { id, cause }),
-        }
+        let ids = self.tokens.read(start, tokens).at(&id)?;
+        Ok(self.separators.sample(id, ids))
     }
 
     /// Returns the length of the sample of a row. Fails like [`Corpus::read`], without reading the
@@ -256,7 +253,7 @@ impl Corpus {
     /// no target.
     fn check_targets(&self, row: u32) -> Result<(), SampleError> {
         if self.whole_span(row).1 < 2 {
-            return Err(SampleError::NoSupervisedToken { id: self.id(row), num_tokens: 1 });
+            return Err(SampleFault::NoSupervisedToken { num_tokens: 1 }.at(&self.id(row)));
         }
         self.kept_of(row).map(drop)
     }

@@ -8,6 +8,7 @@ use tempfile::TempDir;
 use super::*;
 use crate::{ImageConfig, KeptEnd};
 use batch::IGNORE_INDEX;
+use fault::Fault;
 
 fn encoder() -> Encoder {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data/quickstart/model");
@@ -38,8 +39,7 @@ fn all_ids(corpus: &Corpus) -> Vec<u32> {
 /// Tokenises each text on its own, without separators.
 fn ids_of(texts: &[&str]) -> Vec<Vec<u32>> {
     let encoder = encoder();
-    let id = SampleId { file: Path::new("a").into(), line: 1 };
-    texts.iter().map(|text| encoder.encode_text(&id, text).unwrap().ids).collect()
+    texts.iter().map(|text| encoder.encode_text(text).unwrap().ids).collect()
 }
 
 fn lines(corpus: &Corpus) -> Vec<u64> {
@@ -125,7 +125,7 @@ fn long_documents_are_split_and_documents_of_one_token_have_no_targets() {
     assert_eq!(corpus.len(), 5);
     for result in [corpus.read(4).map(drop), corpus.length(4).map(drop)] {
         let error = result.unwrap_err();
-        assert_eq!((error.reason(), error.id().line), ("no_supervised_token", 2));
+        assert_eq!((error.reason(), error.id.line), ("no_supervised_token", 2));
     }
     assert_eq!(open(&path, DOCUMENTS, &CorpusOptions::default()).len(), 2);
 }
@@ -165,7 +165,7 @@ fn long_documents_are_truncated_at_the_configured_side() {
         let corpus = open_cut(DOCUMENTS, keep, 1);
         for result in [corpus.read(0).map(drop), corpus.length(0).map(drop)] {
             let error = result.unwrap_err();
-            assert_eq!((error.reason(), error.id().line), ("no_target_after_truncation", 1));
+            assert_eq!((error.reason(), error.id.line), ("no_target_after_truncation", 1));
         }
         // windows are never truncated: the config rejects windows longer than `max_length`
         let windows = open_cut(r#"{"sampling": "sliding_window", "length": 5}"#, keep, 3);
@@ -326,8 +326,7 @@ proptest! {
         let pieces: Vec<String> = pieces.map(|piece| piece.unwrap().text).collect();
         let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
         ENCODER.with(|encoder| {
-            let id = SampleId { file: Path::new("a").into(), line: 1 };
-            let ids = |text: &str| encoder.encode_text(&id, text).unwrap().ids;
+            let ids = |text: &str| encoder.encode_text(text).unwrap().ids;
             let found: Vec<u32> = pieces.iter().flat_map(|piece| ids(piece)).collect();
             prop_assert_eq!(found, ids(&text), "{:?}", pieces);
             Ok(())

@@ -14,7 +14,7 @@ use super::token_file::{TokenFile, TokenWriter, TooManyTokens};
 use super::{CorpusOptions, Texts};
 use crate::encode::Encoder;
 use crate::row::Rejection;
-use crate::source::{RowFile, SampleError};
+use crate::source::{AtRow, RowFile, SampleError, SampleFault};
 use batch::SampleId;
 
 /// Number of texts that are tokenised in parallel before their tokens are written.
@@ -93,7 +93,7 @@ fn tokenise_rows(
 ) -> Result<(), Fault> {
     let all: Vec<usize> = (0..file.len()).collect();
     for rows in all.chunks(TEXTS_AT_A_TIME) {
-        let encode = |row: &usize| row_tokens(encoder, &file.id(*row), &file.read_text(*row)?);
+        let encode = |row: &usize| row_tokens(encoder, &file.read_text(*row)?).at(&file.id(*row));
         let encoded: Vec<Result<Vec<u32>, SampleError>> = rows.par_iter().map(encode).collect();
         for (row, ids) in rows.iter().zip(encoded) {
             let id = file.id(*row);
@@ -119,14 +119,14 @@ fn tokenise_rows(
 }
 
 /// Tokenises a row. Long texts are tokenised in pieces, which takes little memory.
-fn row_tokens(encoder: &Encoder, id: &SampleId, text: &str) -> Result<Vec<u32>, SampleError> {
+fn row_tokens(encoder: &Encoder, text: &str) -> Result<Vec<u32>, SampleFault> {
     if text.len() <= text::ROW_PIECE_BYTES {
-        return encoder.encode_text(id, text).map(|tokens| tokens.ids);
+        return encoder.encode_text(text).map(|tokens| tokens.ids);
     }
     let mut ids = Vec::new();
     // the pieces of a string can be read
     for piece in text::Pieces::of_row(text).flatten() {
-        ids.extend(encoder.encode_text(id, &piece.text)?.ids);
+        ids.extend(encoder.encode_text(&piece.text)?.ids);
     }
     Ok(ids)
 }
@@ -155,7 +155,7 @@ fn tokenise_file(
                 TextFault::Utf8(line) => Fault::Utf8(line),
             })?;
             let id = SampleId { file: file.clone(), line: piece.line };
-            let tokens = encoder.encode_text(&id, &piece.text).map_err(Fault::Text)?;
+            let tokens = encoder.encode_text(&piece.text).at(&id).map_err(Fault::Text)?;
             Ok((piece, tokens))
         };
         let encoded: Vec<Result<_, Fault>> = some.into_par_iter().map(encode).collect();

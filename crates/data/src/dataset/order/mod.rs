@@ -30,34 +30,15 @@ pub struct DatasetShare {
 }
 
 /// The reason why the order of the rows cannot be computed.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error, fault::Fault)]
+#[fault(exit = Usage)]
 pub enum OrderError {
-    /// A weight is not a positive number.
     #[error("data set {dataset}: weight is `{weight}`, expected a finite number above 0")]
-    Weight {
-        /// Index of the data set.
-        dataset: usize,
-        /// Its weight.
-        weight: f64,
-    },
-    /// An epoch has more rows than `u32` can count.
+    #[fault(hint = "to leave a data set out, remove its entry")]
+    Weight { dataset: usize, weight: f64 },
     #[error("an epoch has {rows} rows up to data set {dataset}, expected at most {}", u32::MAX)]
-    TooManyRows {
-        /// Index of the data set that exceeds the limit.
-        dataset: usize,
-        /// Number of rows per epoch, up to this data set.
-        rows: f64,
-    },
-}
-
-impl OrderError {
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::Weight { .. } => "to leave a data set out, remove its entry",
-            Self::TooManyRows { .. } => "lower its weight, or split the data over several runs",
-        }
-    }
+    #[fault(hint = "lower its weight, or split the data over several runs")]
+    TooManyRows { dataset: usize, rows: f64 },
 }
 
 /// The order of every epoch. Positions in an epoch go from 0 to [`Order::epoch_len`].

@@ -22,45 +22,30 @@ pub struct ImageConfig {
 }
 
 /// The reason why the image settings of a model folder cannot be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[fault(exit = Data)]
 pub enum ImageConfigError {
-    /// The folder has neither of the two files that may hold the settings.
     #[error(
         "`{}` has neither `preprocessor_config.json` nor a `processor_config.json` with an \
          `image_processor`", .folder.display()
     )]
-    Missing {
-        /// Path of the model folder.
-        folder: PathBuf,
-    },
-    /// The file cannot be read or parsed.
+    #[fault(hint = "copy `preprocessor_config.json` from the published model")]
+    Missing { folder: PathBuf },
     #[error(transparent)]
+    #[fault(from)]
     File(#[from] ModelFileError),
-    /// The limits on the area of an image contradict each other.
     #[error(
         "`min_pixels` is `{min_pixels}` and `max_pixels` is `{max_pixels}`, expected \
          1 <= `min_pixels` <= `max_pixels` and `min_pixels` <= {limit}",
         limit = MAX_PIXELS
     )]
+    #[fault(hint = "set both `data.image.min_pixels` and `data.image.max_pixels`, or neither")]
     Budget {
         /// Value of the config, or of the model folder if the config has none.
         min_pixels: u64,
         /// Value of the config, or of the model folder if the config has none.
         max_pixels: u64,
     },
-}
-
-impl ImageConfigError {
-    /// Returns the fix that the error message suggests.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            Self::Missing { .. } => "copy `preprocessor_config.json` from the published model",
-            Self::File(error) => error.hint(),
-            Self::Budget { .. } => {
-                "set both `data.image.min_pixels` and `data.image.max_pixels`, or neither"
-            }
-        }
-    }
 }
 
 /// The keys of `preprocessor_config.json` that are used; others are ignored.

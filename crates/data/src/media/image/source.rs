@@ -125,6 +125,7 @@ pub(super) fn decode_data_uri(uri: &str) -> Result<Vec<u8>, ImageError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use fault::Fault;
 
     fn reason(error: Result<impl Sized, ImageError>) -> &'static str {
         error.err().map_or("none", |error| error.reason())

@@ -32,11 +32,10 @@ use parquet::ParquetRows;
 use sniff::{Format, HEAD_BYTES};
 use unpack::Packed;
 
-use super::error::SampleError;
+use super::error::SampleFault;
 use super::raw_row::{MAX_ROW_BYTES, RawRow};
 use super::source_error::SourceError;
 use super::stamp::Stamp;
-use batch::SampleId;
 
 /// The content of a row, before it is parsed.
 #[derive(Debug)]
@@ -77,11 +76,10 @@ impl RowContent {
     }
 
     /// The keys and values of the row.
-    pub(crate) fn into_raw(self, id: &SampleId) -> Result<RawRow, SampleError> {
+    pub(crate) fn into_raw(self) -> Result<RawRow, SampleFault> {
         match self {
-            Self::Json(bytes) => RawRow::from_json(id, &bytes),
-            Self::TooLarge(bytes) => Err(SampleError::TooLarge {
-                id: id.clone(),
+            Self::Json(bytes) => RawRow::from_json(&bytes),
+            Self::TooLarge(bytes) => Err(SampleFault::TooLarge {
                 what: "bytes",
                 found: bytes as usize,
                 most: MAX_ROW_BYTES,

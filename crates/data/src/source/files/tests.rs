@@ -22,6 +22,7 @@ use tempfile::TempDir;
 use super::*;
 use crate::source::raw_row::blob;
 use crate::source::row_file::RowFile;
+use fault::Fault;
 
 const CHAT: &str =
     r#"{"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}"#;
@@ -66,8 +67,7 @@ fn parquet(batch: &RecordBatch, properties: Option<WriterProperties>) -> Vec<u8>
 }
 
 fn raw(shard: &Shard, row: usize) -> RawRow {
-    let id = SampleId { file: shard.path().clone(), line: 1 };
-    shard.content(row).unwrap().into_raw(&id).unwrap()
+    shard.content(row).unwrap().into_raw().unwrap()
 }
 
 fn rows_of(path: &Path) -> Vec<RawRow> {

@@ -4,12 +4,13 @@ use std::path::PathBuf;
 
 use serde_json::{Map, Value};
 
-use super::super::error::SampleError;
+use super::super::error::SampleFault;
 use super::super::raw_row::blob;
 use super::context::At;
 use super::keys::{Place, is_given};
+use super::limits::{image_limits, refuse_frame_limits, video_limits};
 use super::media::RowMedia;
-use super::values::{first_of, join, missing, take, wrong_type};
+use super::values::{first_of, join, missing, not_supported, take, wrong_type};
 use batch::{
     Content, FrameRate, MediaRef, MediaSource, Medium, MediumKind, Part, VideoLimits, VideoRef,
 };
@@ -30,7 +31,7 @@ const BASE64_LENGTH: usize = 64;
 
 impl RowMedia<'_> {
     /// Parses the content of a turn: a text or a list of parts.
-    pub(super) fn content(&mut self, at: &str, value: Value) -> Result<Content, SampleError> {
+    pub(super) fn content(&mut self, at: &str, value: Value) -> Result<Content, SampleFault> {
         match value {
             Value::String(text) => Ok(self.text(text)),
             Value::Array(values) => {
@@ -40,43 +41,43 @@ impl RowMedia<'_> {
                 }
                 Ok(Content::Parts(parts))
             }
-            other => Err(wrong_type(self.at.id, at, &other, "text or a list of parts")),
+            other => Err(wrong_type(at, &other, "text or a list of parts")),
         }
     }
 
-    fn part(&mut self, at: &str, value: Value, parts: &mut Vec<Part>) -> Result<(), SampleError> {
+    fn part(&mut self, at: &str, value: Value, parts: &mut Vec<Part>) -> Result<(), SampleFault> {
         let mut part = match value {
             Value::Object(part) => part,
-            other => return Err(wrong_type(self.at.id, at, &other, "an object with `type`")),
+            other => return Err(wrong_type(at, &other, "an object with `type`")),
         };
         match self.kind(at, &mut part)?.as_str() {
             "text" => {
                 self.at.check_keys(Place::Part, at, &part)?;
-                self.refuse_second(at, &part, &NOT_IN_TEXTS)?;
+                refuse_second(at, &part, &NOT_IN_TEXTS)?;
                 match take(&mut part, "text") {
                     Value::String(text) => match self.text(text) {
                         Content::Text(text) => parts.push(Part::Text(text)),
                         Content::Parts(split) => parts.extend(split),
                     },
                     Value::Null => {
-                        return Err(missing(self.at.id, &join(at, "text"), "a string"));
+                        return Err(missing(&join(at, "text"), "a string"));
                     }
                     other => {
-                        return Err(wrong_type(self.at.id, &join(at, "text"), &other, "a string"));
+                        return Err(wrong_type(&join(at, "text"), &other, "a string"));
                     }
                 }
             }
             "image" | "image_url" => {
-                self.refuse_second(at, &part, &["text", "video", "video_url"])?;
+                refuse_second(at, &part, &["text", "video", "video_url"])?;
                 match part.get_mut("image").map(Value::take) {
                     // Qwen's format: several images in one part
                     Some(Value::Array(images)) if images.is_empty() => {
-                        return Err(missing(self.at.id, &join(at, "image"), "a list of images"));
+                        return Err(missing(&join(at, "image"), "a list of images"));
                     }
                     Some(Value::Array(images)) => {
-                        self.refuse_second(at, &part, &IMAGE_KEYS)?;
+                        refuse_second(at, &part, &IMAGE_KEYS)?;
                         self.at.check_keys(Place::Image, at, &part)?;
-                        let limits = self.at.image_limits(at, &part)?;
+                        let limits = image_limits(at, &part)?;
                         for (index, image) in images.into_iter().enumerate() {
                             let mut image =
                                 self.at.image(&format!("{at}.image[{index}]"), image)?;
@@ -86,7 +87,7 @@ impl RowMedia<'_> {
                     }
                     image => {
                         part.extend(image.map(|image| ("image".to_owned(), image)));
-                        let limits = self.at.image_limits(at, &part)?;
+                        let limits = image_limits(at, &part)?;
                         let index = part.get("index").cloned();
                         parts.push(match self.at.image_of_object(at, part)? {
                             Some(image) => self.add(Medium::Image(image)),
@@ -99,15 +100,15 @@ impl RowMedia<'_> {
                 }
             }
             "video" | "video_url" => {
-                self.refuse_second(at, &part, &["text", "image", "image_url"])?;
+                refuse_second(at, &part, &["text", "image", "image_url"])?;
                 let is_given = |key: &&str| part.get(*key).is_some_and(|value| !value.is_null());
                 parts.push(if VIDEO_KEYS.iter().any(is_given) {
                     let video = self.at.video(at, Value::Object(part), self.fps)?;
                     self.add(Medium::Video(video))
                 } else {
                     self.at.check_keys(Place::Video, at, &part)?;
-                    let given = self.at.video_limits(at, &part)?;
-                    let rate = self.at.rate(at, &part)?;
+                    let given = video_limits(at, &part)?;
+                    let rate = rate(at, &part)?;
                     let part = self.listed(MediumKind::Video, at, part.get("index"))?;
                     if let Some(Medium::Video(video)) = self.last() {
                         *video.limits_mut() = given.unwrap_or(*video.limits_mut());
@@ -119,7 +120,7 @@ impl RowMedia<'_> {
             _ => {
                 self.at.check_keys(Place::Part, at, &part)?;
                 let what = "parts of types other than text, image and video are";
-                return Err(self.at.not_supported(&join(at, "type"), what));
+                return Err(not_supported(&join(at, "type"), what));
             }
         }
         Ok(())
@@ -131,17 +132,17 @@ impl RowMedia<'_> {
         kind: MediumKind,
         at: &str,
         index: Option<&Value>,
-    ) -> Result<Part, SampleError> {
+    ) -> Result<Part, SampleFault> {
         let position = Value::from(self.position(kind));
         if index.is_some_and(|index| !index.is_null() && *index != position) {
             let what = "images or videos in another order than that of the list are";
-            return Err(self.at.not_supported(&join(at, "index"), what));
+            return Err(not_supported(&join(at, "index"), what));
         }
         Ok(self.next_of(kind))
     }
 
     /// The type of a part. Qwen's format omits `type`; the key implies it.
-    fn kind(&self, at: &str, part: &mut Map<String, Value>) -> Result<String, SampleError> {
+    fn kind(&self, at: &str, part: &mut Map<String, Value>) -> Result<String, SampleFault> {
         match take(part, "type") {
             Value::String(kind) => Ok(kind),
             Value::Null => {
@@ -151,48 +152,43 @@ impl RowMedia<'_> {
                     return Ok((*kind).to_owned());
                 }
                 self.at.check_keys(Place::Part, at, part)?;
-                Err(missing(self.at.id, &join(at, "type"), "`text`, `image` or `video`"))
+                Err(missing(&join(at, "type"), "`text`, `image` or `video`"))
             }
-            other => Err(wrong_type(self.at.id, &join(at, "type"), &other, "a string")),
+            other => Err(wrong_type(&join(at, "type"), &other, "a string")),
         }
     }
+}
 
-    /// A part is one thing: a second one under another key must not be dropped.
-    fn refuse_second(
-        &self,
-        at: &str,
-        part: &Map<String, Value>,
-        others: &[&str],
-    ) -> Result<(), SampleError> {
-        // a text in `source` names the origin of a part
-        let is_second = |key: &&&str| match part.get(**key) {
-            Some(Value::String(_)) if **key == "source" => false,
-            value => value.is_some_and(is_given),
-        };
-        match others.iter().find(is_second) {
-            Some(key) => {
-                let what = "a part with two texts, images or videos (write one part for each) is";
-                Err(self.at.not_supported(&join(at, key), what))
-            }
-            None => Ok(()),
+/// A part is one thing: a second one under another key must not be dropped.
+fn refuse_second(at: &str, part: &Map<String, Value>, others: &[&str]) -> Result<(), SampleFault> {
+    // a text in `source` names the origin of a part
+    let is_second = |key: &&&str| match part.get(**key) {
+        Some(Value::String(_)) if **key == "source" => false,
+        value => value.is_some_and(is_given),
+    };
+    match others.iter().find(is_second) {
+        Some(key) => {
+            let what = "a part with two texts, images or videos (write one part for each) is";
+            Err(not_supported(&join(at, key), what))
         }
+        None => Ok(()),
     }
 }
 
 impl At<'_> {
     /// Parses an image: a path, a data URI, base64 text, or an object with one of them.
-    pub(super) fn image(&self, at: &str, value: Value) -> Result<MediaRef, SampleError> {
+    pub(super) fn image(&self, at: &str, value: Value) -> Result<MediaRef, SampleFault> {
         const EXPECTED: &str = "a path or a data URI";
         if let Some(bytes) = blob(self.blobs, &value) {
             return Ok(MediaSource::Bytes(bytes.clone()).into());
         }
         match value {
-            Value::String(text) if text.is_empty() => Err(missing(self.id, at, EXPECTED)),
+            Value::String(text) if text.is_empty() => Err(missing(at, EXPECTED)),
             Value::String(text) => self.image_of_text(at, text),
-            Value::Object(object) => self
-                .image_of_object(at, object)?
-                .ok_or_else(|| missing(self.id, &join(at, "url"), EXPECTED)),
-            other => Err(wrong_type(self.id, at, &other, EXPECTED)),
+            Value::Object(object) => {
+                self.image_of_object(at, object)?.ok_or_else(|| missing(&join(at, "url"), EXPECTED))
+            }
+            other => Err(wrong_type(at, &other, EXPECTED)),
         }
     }
 
@@ -201,7 +197,7 @@ impl At<'_> {
         &self,
         at: &str,
         mut object: Map<String, Value>,
-    ) -> Result<Option<MediaRef>, SampleError> {
+    ) -> Result<Option<MediaRef>, SampleFault> {
         const BASE64: &str = "base64 text";
         self.check_keys(Place::Image, at, &object)?;
         match take(&mut object, "detail") {
@@ -209,11 +205,11 @@ impl At<'_> {
             Value::String(detail) if ["auto", "high"].contains(&detail.as_str()) => {}
             _ => {
                 let what = "images of lower detail (use `data.image.max_pixels` of the config) are";
-                return Err(self.not_supported(&join(at, "detail"), what));
+                return Err(not_supported(&join(at, "detail"), what));
             }
         }
         let Some((key, value)) = first_of(&mut object, &IMAGE_KEYS) else { return Ok(None) };
-        let limits = self.image_limits(at, &object)?;
+        let limits = image_limits(at, &object)?;
         let is_second = |other: &&&str| match object.get(**other) {
             Some(second) if *second == value => false,
             // the form of `datasets`, and the origin of an image
@@ -221,7 +217,7 @@ impl At<'_> {
             second => second.is_some_and(is_given),
         };
         if let Some(other) = IMAGE_KEYS.iter().find(is_second) {
-            return Err(self.not_supported(&join(at, other), "a second source of an image is"));
+            return Err(not_supported(&join(at, other), "a second source of an image is"));
         }
         let at = join(at, key);
         let is_blob = blob(self.blobs, &value).is_some();
@@ -232,7 +228,7 @@ impl At<'_> {
                 Ok(MediaRef::from(base64(&text)))
             }
             ("bytes" | "base64" | "data", value) if !is_blob && !value.is_string() => {
-                Err(wrong_type(self.id, &at, &value, BASE64))
+                Err(wrong_type(&at, &value, BASE64))
             }
             (_, value) => self.image(&at, value),
         }?;
@@ -240,7 +236,7 @@ impl At<'_> {
         Ok(Some(image))
     }
 
-    fn image_of_text(&self, at: &str, text: String) -> Result<MediaRef, SampleError> {
+    fn image_of_text(&self, at: &str, text: String) -> Result<MediaRef, SampleFault> {
         let source = if starts_with_ignoring_case(&text, "data:") {
             MediaSource::DataUri(text)
         } else if is_base64_image(&text) {
@@ -248,7 +244,7 @@ impl At<'_> {
         } else if is_web_address(&text) {
             MediaSource::Url(text.into())
         } else {
-            let path = self.path(at, &text, "addresses other than `http` and `https` are")?;
+            let path = path(at, &text, "addresses other than `http` and `https` are")?;
             MediaSource::File { root: self.parser.image_root.clone(), path }
         };
         Ok(source.into())
@@ -261,86 +257,85 @@ impl At<'_> {
         at: &str,
         value: Value,
         fps: Option<FrameRate>,
-    ) -> Result<VideoRef, SampleError> {
+    ) -> Result<VideoRef, SampleFault> {
         const EXPECTED: &str = "a path or a list of frames";
         if blob(self.blobs, &value).is_some() {
-            return Err(self.not_supported(at, "the bytes of a video in a row are"));
+            return Err(not_supported(at, "the bytes of a video in a row are"));
         }
         match value {
-            Value::String(text) if text.is_empty() => Err(missing(self.id, at, EXPECTED)),
+            Value::String(text) if text.is_empty() => Err(missing(at, EXPECTED)),
             Value::String(text) if starts_with_ignoring_case(&text, "data:") => {
-                Err(self.not_supported(at, "videos as data URIs are"))
+                Err(not_supported(at, "videos as data URIs are"))
             }
             Value::String(text) => {
-                let path = self.path(at, &text, "videos by URL are")?;
+                let path = path(at, &text, "videos by URL are")?;
                 let (root, limits) = (self.parser.image_root.clone(), VideoLimits::default());
                 Ok(VideoRef::File { root, path, fps, limits })
             }
-            Value::Array(frames) if frames.is_empty() => Err(missing(self.id, at, EXPECTED)),
+            Value::Array(frames) if frames.is_empty() => Err(missing(at, EXPECTED)),
             Value::Array(frames) => {
                 let frames = frames.into_iter().enumerate();
                 let frame = |(index, value)| self.image(&format!("{at}[{index}]"), value);
                 let frames = frames.map(frame).collect::<Result<Vec<_>, _>>()?;
-                self.refuse_frame_limits(at, &frames)?;
+                refuse_frame_limits(at, &frames)?;
                 Ok(VideoRef::Frames { frames, fps, limits: VideoLimits::default() })
             }
             Value::Object(mut object) => {
                 self.check_keys(Place::Video, at, &object)?;
-                let fps = self.rate(at, &object)?.or(fps);
+                let fps = rate(at, &object)?.or(fps);
                 if is_given(&take(&mut object, "bytes")) {
                     let what = "the bytes of a video in a row are";
-                    return Err(self.not_supported(&join(at, "bytes"), what));
+                    return Err(not_supported(&join(at, "bytes"), what));
                 }
-                let given = self.video_limits(at, &object)?;
+                let given = video_limits(at, &object)?;
                 let Some((key, value)) = first_of(&mut object, &VIDEO_KEYS) else {
-                    return Err(missing(self.id, &join(at, "video"), EXPECTED));
+                    return Err(missing(&join(at, "video"), EXPECTED));
                 };
                 let mut video = self.video(&join(at, key), value, fps)?;
                 let limits = video.limits_mut();
                 *limits = given.unwrap_or(*limits);
                 Ok(video)
             }
-            other => Err(wrong_type(self.id, at, &other, EXPECTED)),
+            other => Err(wrong_type(at, &other, EXPECTED)),
         }
     }
+}
 
-    /// Parses the frames per second of a video, if the object has a key for it. The keys are those
-    /// of qwen-vl-utils, where `sample_fps` is the rate at which a list was sampled.
-    pub(super) fn rate(
-        &self,
-        at: &str,
-        object: &Map<String, Value>,
-    ) -> Result<Option<FrameRate>, SampleError> {
-        let number = |key: &str| {
-            let Some(value) = object.get(key).filter(|value| !value.is_null()) else {
-                return Ok(None);
-            };
-            let number = match value {
-                Value::String(text) => text.trim().parse().ok(), // as in some of Qwen's examples
-                value => value.as_f64(),
-            };
-            if number.is_some_and(|rate: f64| rate.is_finite() && rate > 0.0) {
-                return Ok(number);
-            }
-            let expected = "a number of frames per second above 0";
-            Err(wrong_type(self.id, &join(at, key), value, expected))
+/// The path of an image or a video. URLs are refused; `by_url` is the text for the message.
+fn path(at: &str, text: &str, by_url: &'static str) -> Result<PathBuf, SampleFault> {
+    let path = text.strip_prefix("file://").unwrap_or(text);
+    if path.contains("://") {
+        return Err(not_supported(at, by_url));
+    }
+    Ok(PathBuf::from(path))
+}
+
+/// Parses the frames per second of a video, if the object has a key for it. The keys are those
+/// of qwen-vl-utils, where `sample_fps` is the rate at which a list was sampled.
+pub(super) fn rate(
+    at: &str,
+    object: &Map<String, Value>,
+) -> Result<Option<FrameRate>, SampleFault> {
+    let number = |key: &str| {
+        let Some(value) = object.get(key).filter(|value| !value.is_null()) else {
+            return Ok(None);
         };
-        let [fps, sampled, raw] = [number("fps")?, number("sample_fps")?, number("raw_fps")?];
-        if sampled.is_some() && fps.is_some_and(|fps| Some(fps) != sampled) {
-            let what = "`fps` together with another `sample_fps` is";
-            return Err(self.not_supported(&join(at, "fps"), what));
+        let number = match value {
+            Value::String(text) => text.trim().parse().ok(), // as in some of Qwen's examples
+            value => value.as_f64(),
+        };
+        if number.is_some_and(|rate: f64| rate.is_finite() && rate > 0.0) {
+            return Ok(number);
         }
-        Ok(sampled.map(FrameRate::Sampled).or(fps.or(raw).map(FrameRate::Video)))
+        let expected = "a number of frames per second above 0";
+        Err(wrong_type(&join(at, key), value, expected))
+    };
+    let [fps, sampled, raw] = [number("fps")?, number("sample_fps")?, number("raw_fps")?];
+    if sampled.is_some() && fps.is_some_and(|fps| Some(fps) != sampled) {
+        let what = "`fps` together with another `sample_fps` is";
+        return Err(not_supported(&join(at, "fps"), what));
     }
-
-    /// The path of an image or a video. URLs are refused; `by_url` is the text for the message.
-    fn path(&self, at: &str, text: &str, by_url: &'static str) -> Result<PathBuf, SampleError> {
-        let path = text.strip_prefix("file://").unwrap_or(text);
-        if path.contains("://") {
-            return Err(self.not_supported(at, by_url));
-        }
-        Ok(PathBuf::from(path))
-    }
+    Ok(sampled.map(FrameRate::Sampled).or(fps.or(raw).map(FrameRate::Video)))
 }
 
 /// The source of an image whose file is `text` in base64. It is decoded when it is read.

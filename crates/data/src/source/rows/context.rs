@@ -10,10 +10,10 @@ use serde_json::{Map, Value};
 
 use super::super::column_names::ColumnNames;
 use super::super::dataset_info::DatasetInfo;
-use super::super::error::SampleError;
+use super::super::error::SampleFault;
 use super::keys::{Place, Use, is_given, unread_media};
 use super::report::{Finding, Findings};
-use super::values::join;
+use super::values::{join, not_supported};
 use batch::SampleId;
 
 /// How an unknown key of a row is handled.
@@ -88,7 +88,7 @@ impl At<'_> {
         place: Place,
         at: &str,
         object: &Map<String, Value>,
-    ) -> Result<(), SampleError> {
+    ) -> Result<(), SampleFault> {
         let there = |name: &str| {
             let name = name.strip_prefix("file://").unwrap_or(name);
             self.parser.image_root.join(name).is_file()
@@ -97,12 +97,12 @@ impl At<'_> {
             let finding = match place.use_of(key) {
                 Use::Known => continue,
                 Use::Refused(_) if !is_given(value) => continue,
-                Use::Refused(what) => return Err(self.not_supported(&join(at, key), what)),
+                Use::Refused(what) => return Err(not_supported(&join(at, key), what)),
                 _ if self.parser.rules.unknown_keys == UnknownKeys::Ignore => continue,
                 Use::Metadata => Finding::Metadata(place, key.clone()),
                 Use::Unknown if self.parser.rules.unknown_keys == UnknownKeys::Error => {
-                    let (id, at, nearest) = (self.id.clone(), join(at, key), place.nearest(key));
-                    return Err(SampleError::UnknownKey { id, at, nearest });
+                    let (at, nearest) = (join(at, key), place.nearest(key));
+                    return Err(SampleFault::UnknownKey { at, nearest });
                 }
                 Use::Unknown => Finding::Unknown(place, key.clone()),
             };
@@ -119,9 +119,5 @@ impl At<'_> {
     /// Reports how the row was understood.
     pub(super) fn note(&self, note: &'static str) {
         self.parser.findings.report(self.id, &Finding::Note(note));
-    }
-
-    pub(super) fn not_supported(&self, at: &str, what: &'static str) -> SampleError {
-        SampleError::NotSupported { id: self.id.clone(), at: at.to_owned(), what }
     }
 }

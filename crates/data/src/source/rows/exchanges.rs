@@ -2,25 +2,24 @@
 
 use serde_json::{Map, Value};
 
-use super::super::error::SampleError;
+use super::super::error::SampleFault;
 use super::turns::Turns;
 use super::values::{list_in_text, optional_text, take, text, wrong_type};
 
 impl Turns<'_> {
     /// Parses an Alpaca row: pairs of turns in `history`, then `instruction` with `input` as the
     /// user turn and `output` as the assistant turn.
-    pub(super) fn alpaca(&mut self, row: &mut Map<String, Value>) -> Result<(), SampleError> {
-        let id = self.at.id;
+    pub(super) fn alpaca(&mut self, row: &mut Map<String, Value>) -> Result<(), SampleFault> {
         self.history(take(row, "history"))?;
-        let mut question = text(id, "instruction", take(row, "instruction"))?;
-        if let Some(input) = optional_text(id, "input", take(row, "input"))? {
+        let mut question = text("instruction", take(row, "instruction"))?;
+        if let Some(input) = optional_text("input", take(row, "input"))? {
             if !question.is_empty() {
                 question.push('\n');
             }
             question.push_str(&input);
         }
         self.say("user", question);
-        self.say("assistant", text(id, "output", take(row, "output"))?);
+        self.say("assistant", text("output", take(row, "output"))?);
         Ok(())
     }
 
@@ -28,10 +27,10 @@ impl Turns<'_> {
     pub(super) fn query_and_response(
         &mut self,
         row: &mut Map<String, Value>,
-    ) -> Result<(), SampleError> {
+    ) -> Result<(), SampleFault> {
         self.history(take(row, "history"))?;
         for (role, key) in [("user", "query"), ("assistant", "response")] {
-            self.say(role, text(self.at.id, key, take(row, key))?);
+            self.say(role, text(key, take(row, key))?);
         }
         Ok(())
     }
@@ -42,8 +41,7 @@ impl Turns<'_> {
         &mut self,
         row: &mut Map<String, Value>,
         columns: &[&'static str],
-    ) -> Result<(), SampleError> {
-        let id = self.at.id;
+    ) -> Result<(), SampleFault> {
         if let ["texts"] = columns {
             return self.texts(take(row, "texts"));
         }
@@ -54,25 +52,24 @@ impl Turns<'_> {
         }
         let roles = ["user", "assistant"];
         for (role, key) in roles[roles.len() - columns.len()..].iter().zip(columns) {
-            self.say(role, text(id, key, take(row, key))?);
+            self.say(role, text(key, take(row, key))?);
         }
         Ok(())
     }
 
     /// Adds the turns of a list of objects with the texts `user` and `assistant`.
-    fn texts(&mut self, value: Value) -> Result<(), SampleError> {
-        let id = self.at.id;
+    fn texts(&mut self, value: Value) -> Result<(), SampleFault> {
         let pairs = match list_in_text(value) {
             Value::Array(pairs) => pairs,
-            other => return Err(wrong_type(id, "texts", &other, "a list of objects")),
+            other => return Err(wrong_type("texts", &other, "a list of objects")),
         };
         if pairs.is_empty() {
-            return Err(SampleError::NoMessages { id: id.clone(), at: "texts" });
+            return Err(SampleFault::NoMessages { at: "texts" });
         }
         for (index, mut pair) in pairs.into_iter().enumerate() {
             for role in ["user", "assistant"] {
                 let said = pair.get_mut(role).map_or(Value::Null, Value::take);
-                self.say(role, text(id, &format!("texts[{index}].{role}"), said)?);
+                self.say(role, text(&format!("texts[{index}].{role}"), said)?);
             }
         }
         Ok(())
@@ -83,7 +80,7 @@ impl Turns<'_> {
     pub(super) fn prompt_and_completion(
         &mut self,
         row: &mut Map<String, Value>,
-    ) -> Result<(), SampleError> {
+    ) -> Result<(), SampleFault> {
         for (role, key) in [("user", "prompt"), ("assistant", "completion")] {
             match take(row, key) {
                 Value::String(text) => {
@@ -94,7 +91,7 @@ impl Turns<'_> {
                 }
                 list @ Value::Array(_) => self.list(key, list)?,
                 other => {
-                    return Err(wrong_type(self.at.id, key, &other, "text or a list of turns"));
+                    return Err(wrong_type(key, &other, "text or a list of turns"));
                 }
             }
             if key == "prompt" {
@@ -107,22 +104,21 @@ impl Turns<'_> {
     }
 
     /// Adds the earlier turns of a row: a list of pairs of texts.
-    fn history(&mut self, value: Value) -> Result<(), SampleError> {
-        let id = self.at.id;
+    fn history(&mut self, value: Value) -> Result<(), SampleFault> {
         let pairs = match list_in_text(value) {
             Value::Null => Vec::new(),
             Value::Array(pairs) => pairs,
-            other => return Err(wrong_type(id, "history", &other, "a list of pairs")),
+            other => return Err(wrong_type("history", &other, "a list of pairs")),
         };
         for (index, pair) in pairs.into_iter().enumerate() {
             let at = format!("history[{index}]");
             let pair = match pair {
                 Value::Array(pair) => <[Value; 2]>::try_from(pair)
-                    .map_err(|pair| wrong_type(id, &at, &Value::Array(pair), "a pair of texts"))?,
-                other => return Err(wrong_type(id, &at, &other, "a pair of texts")),
+                    .map_err(|pair| wrong_type(&at, &Value::Array(pair), "a pair of texts"))?,
+                other => return Err(wrong_type(&at, &other, "a pair of texts")),
             };
             for (side, (role, value)) in ["user", "assistant"].into_iter().zip(pair).enumerate() {
-                self.say(role, text(id, &format!("{at}[{side}]"), value)?);
+                self.say(role, text(&format!("{at}[{side}]"), value)?);
             }
         }
         Ok(())

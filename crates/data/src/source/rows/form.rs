@@ -4,10 +4,9 @@ use std::fmt;
 
 use serde_json::{Map, Value};
 
-use super::super::error::SampleError;
+use super::super::error::SampleFault;
 use super::super::raw_row::is_blob;
 use super::values::{data_uri, is_given};
-use batch::SampleId;
 
 /// Layout of a row, determined by its keys. `docs/data-format.md` describes each form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -109,10 +108,7 @@ impl RowForm {
     }
 
     /// Detects the form of a row from its keys.
-    pub(in crate::source) fn of(
-        id: &SampleId,
-        row: &Map<String, Value>,
-    ) -> Result<Self, SampleError> {
+    pub(in crate::source) fn of(row: &Map<String, Value>) -> Result<Self, SampleFault> {
         let has = |key| row.get(key).is_some_and(|value: &Value| !value.is_null());
         if has("messages") {
             let listed = MEDIA.into_iter().any(has);
@@ -137,7 +133,7 @@ impl RowForm {
             };
             let keys: Vec<_> = row.iter().take(8).map(named).collect();
             let keys = if keys.is_empty() { "no keys".to_owned() } else { keys.join(", ") };
-            Err(SampleError::UnknownForm { id: id.clone(), keys })
+            Err(SampleFault::UnknownForm { keys })
         }
     }
 

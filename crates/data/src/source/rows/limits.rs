@@ -4,74 +4,64 @@ use std::num::NonZeroU32;
 
 use serde_json::{Map, Value};
 
-use super::super::error::SampleError;
-use super::context::At;
-use super::values::{join, wrong_type};
+use super::super::error::SampleFault;
+use super::values::{join, missing, not_supported, wrong_type};
 use crate::media::image::MAX_PIXELS;
-use batch::{AreaLimits, ImageLimits, MediaRef, SampleId, VideoLimits};
+use batch::{AreaLimits, ImageLimits, MediaRef, VideoLimits};
 
-impl At<'_> {
-    /// The limits that an object gives for its image; `None` if it gives none.
-    pub(super) fn image_limits(
-        &self,
-        at: &str,
-        object: &Map<String, Value>,
-    ) -> Result<Option<ImageLimits>, SampleError> {
-        let keys = Keys { id: self.id, at, object };
-        let limits = ImageLimits { resized: keys.resized()?, area: keys.area()? };
-        Ok(Some(limits).filter(|limits| *limits != ImageLimits::default()))
-    }
+/// The limits that an object gives for its image; `None` if it gives none.
+pub(super) fn image_limits(
+    at: &str,
+    object: &Map<String, Value>,
+) -> Result<Option<ImageLimits>, SampleFault> {
+    let keys = Keys { at, object };
+    let limits = ImageLimits { resized: keys.resized()?, area: keys.area()? };
+    Ok(Some(limits).filter(|limits| *limits != ImageLimits::default()))
+}
 
-    /// The settings that an object gives for its video; `None` if it gives none.
-    pub(super) fn video_limits(
-        &self,
-        at: &str,
-        object: &Map<String, Value>,
-    ) -> Result<Option<VideoLimits>, SampleError> {
-        let keys = Keys { id: self.id, at, object };
-        let num_frames = keys.count("nframes")?.or(keys.count("num_frames")?);
-        for key in ["fps", "sample_fps"] {
-            if num_frames.is_some() && !keys.value(key).is_null() {
-                let what = "`nframes` together with a number of frames per second is";
-                return Err(self.not_supported(&join(at, key), what));
-            }
+/// The settings that an object gives for its video; `None` if it gives none.
+pub(super) fn video_limits(
+    at: &str,
+    object: &Map<String, Value>,
+) -> Result<Option<VideoLimits>, SampleFault> {
+    let keys = Keys { at, object };
+    let num_frames = keys.count("nframes")?.or(keys.count("num_frames")?);
+    for key in ["fps", "sample_fps"] {
+        if num_frames.is_some() && !keys.value(key).is_null() {
+            let what = "`nframes` together with a number of frames per second is";
+            return Err(not_supported(&join(at, key), what));
         }
-        let limits = VideoLimits {
-            start: keys.seconds("video_start")?,
-            end: keys.seconds("video_end")?,
-            resized: keys.resized()?,
-            num_frames,
-            min_frames: keys.count("min_frames")?,
-            max_frames: keys.count("max_frames")?,
-            frame: keys.area()?,
-            total_pixels: keys.count("total_pixels")?,
-        };
-        keys.check_order("min_frames", limits.min_frames, limits.max_frames)?;
-        if limits.start.zip(limits.end).is_some_and(|(start, end)| start >= end) {
-            return Err(keys.expected("video_start", "a time before `video_end`"));
-        }
-        Ok(Some(limits).filter(|limits| *limits != VideoLimits::default()))
     }
+    let limits = VideoLimits {
+        start: keys.seconds("video_start")?,
+        end: keys.seconds("video_end")?,
+        resized: keys.resized()?,
+        num_frames,
+        min_frames: keys.count("min_frames")?,
+        max_frames: keys.count("max_frames")?,
+        frame: keys.area()?,
+        total_pixels: keys.count("total_pixels")?,
+    };
+    keys.check_order("min_frames", limits.min_frames, limits.max_frames)?;
+    if limits.start.zip(limits.end).is_some_and(|(start, end)| start >= end) {
+        return Err(keys.expected("video_start", "a time before `video_end`"));
+    }
+    Ok(Some(limits).filter(|limits| *limits != VideoLimits::default()))
+}
 
-    /// Rejects limits on single frames of a list: all frames of a video have one size.
-    pub(super) fn refuse_frame_limits(
-        &self,
-        at: &str,
-        frames: &[MediaRef],
-    ) -> Result<(), SampleError> {
-        match frames.iter().position(|frame| frame.limits != ImageLimits::default()) {
-            None => Ok(()),
-            Some(frame) => {
-                let what = "limits on the size of a single frame are";
-                Err(self.not_supported(&format!("{at}[{frame}]"), what))
-            }
+/// Rejects limits on single frames of a list: all frames of a video have one size.
+pub(super) fn refuse_frame_limits(at: &str, frames: &[MediaRef]) -> Result<(), SampleFault> {
+    match frames.iter().position(|frame| frame.limits != ImageLimits::default()) {
+        None => Ok(()),
+        Some(frame) => {
+            let what = "limits on the size of a single frame are";
+            Err(not_supported(&format!("{at}[{frame}]"), what))
         }
     }
 }
 
 /// The keys of an object at a JSON path.
 struct Keys<'a> {
-    id: &'a SampleId,
     at: &'a str,
     object: &'a Map<String, Value>,
 }
@@ -82,7 +72,7 @@ impl Keys<'_> {
     }
 
     /// A whole number above 0. A float or a text with such a number is accepted.
-    fn count(&self, key: &str) -> Result<Option<NonZeroU32>, SampleError> {
+    fn count(&self, key: &str) -> Result<Option<NonZeroU32>, SampleFault> {
         let value = self.value(key);
         let number = match value {
             Value::Null => return Ok(None),
@@ -98,7 +88,7 @@ impl Keys<'_> {
     }
 
     /// A time in seconds from the start of the video. A text with such a number is accepted.
-    fn seconds(&self, key: &str) -> Result<Option<f64>, SampleError> {
+    fn seconds(&self, key: &str) -> Result<Option<f64>, SampleFault> {
         let number = match self.value(key) {
             Value::Null => return Ok(None),
             Value::String(text) => text.trim().parse().ok(),
@@ -111,20 +101,19 @@ impl Keys<'_> {
     }
 
     /// The size `[height, width]` to use in place of that of the image or the frames.
-    fn resized(&self) -> Result<Option<[NonZeroU32; 2]>, SampleError> {
+    fn resized(&self) -> Result<Option<[NonZeroU32; 2]>, SampleFault> {
         let [height, width] = ["resized_height", "resized_width"].map(|key| self.count(key));
         match (height?, width?) {
             (Some(height), Some(width)) => Ok(Some([height, width])),
             (None, None) => Ok(None),
             (height, _) => {
                 let key = if height.is_some() { "resized_width" } else { "resized_height" };
-                let (id, at) = (self.id.clone(), join(self.at, key));
-                Err(SampleError::Missing { id, at, expected: "the other side too" })
+                Err(missing(&join(self.at, key), "the other side too"))
             }
         }
     }
 
-    fn area(&self) -> Result<AreaLimits, SampleError> {
+    fn area(&self) -> Result<AreaLimits, SampleFault> {
         let [min_pixels, max_pixels] = ["min_pixels", "max_pixels"].map(|key| self.count(key));
         let limits = AreaLimits { min_pixels: min_pixels?, max_pixels: max_pixels? };
         if limits.min_pixels.is_some_and(|min| u64::from(min.get()) > MAX_PIXELS) {
@@ -139,14 +128,14 @@ impl Keys<'_> {
         key: &str,
         min: Option<NonZeroU32>,
         max: Option<NonZeroU32>,
-    ) -> Result<(), SampleError> {
+    ) -> Result<(), SampleFault> {
         match min.zip(max) {
             Some((min, max)) if min > max => Err(self.expected(key, "at most the maximum")),
             _ => Ok(()),
         }
     }
 
-    fn expected(&self, key: &str, expected: &'static str) -> SampleError {
-        wrong_type(self.id, &join(self.at, key), self.value(key), expected)
+    fn expected(&self, key: &str, expected: &'static str) -> SampleFault {
+        wrong_type(&join(self.at, key), self.value(key), expected)
     }
 }

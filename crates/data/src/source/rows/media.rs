@@ -2,10 +2,11 @@
 
 use serde_json::{Map, Value};
 
-use super::super::error::SampleError;
+use super::super::error::SampleFault;
 use super::super::texts::texts;
+use super::content::rate;
 use super::context::At;
-use super::values::{list_in_text, one_or_more, take};
+use super::values::{list_in_text, not_supported, one_or_more, take};
 use batch::{Content, FrameRate, Medium, MediumKind, Message, Part};
 
 /// Placeholders in a text for the next image or video that the row lists.
@@ -61,15 +62,15 @@ impl<'a> RowMedia<'a> {
     pub(super) fn of_row(
         at: &'a At<'a>,
         row: &mut Map<String, Value>,
-    ) -> Result<Self, SampleError> {
-        let images = listed(at, row, ["images", "image"], "`image` together with `images` is")?;
+    ) -> Result<Self, SampleFault> {
+        let images = listed(row, ["images", "image"], "`image` together with `images` is")?;
         let images = images.map(|(key, value)| {
             let values = one_or_more(value).into_iter().enumerate();
             let image = |(index, value)| at.image(&format!("{key}[{index}]"), value);
             values.map(|entry| image(entry).map(Medium::Image)).collect::<Result<_, _>>()
         });
-        let videos = listed(at, row, ["videos", "video"], "`video` together with `videos` is")?;
-        let fps = at.rate("", row)?;
+        let videos = listed(row, ["videos", "video"], "`video` together with `videos` is")?;
+        let fps = rate("", row)?;
         let videos = videos.map(|(key, value)| {
             // A flat list under the singular key `video` is the frames of one video, as in a part.
             let is_flat = |list: &[Value]| list.iter().all(|entry| !entry.is_array());
@@ -156,7 +157,7 @@ impl<'a> RowMedia<'a> {
     /// Returns all images and videos in the order of the text. Media of a row without placeholders
     /// are put in front of the first user turn of `messages`. Fails if the numbers of placeholders
     /// and of listed media differ otherwise.
-    pub(super) fn finish(self, messages: &mut [Message]) -> Result<Vec<Medium>, SampleError> {
+    pub(super) fn finish(self, messages: &mut [Message]) -> Result<Vec<Medium>, SampleFault> {
         let Self { at, images, videos, mut media, fps: _ } = self;
         let names_file = |[open, close]: &&[&str; 2]| {
             let mut rests = texts(messages).filter_map(|text| text.split_once(*open));
@@ -167,17 +168,14 @@ impl<'a> RowMedia<'a> {
         {
             let what =
                 "a file between tags in a text (write `<image>`, and list it in `images`) is";
-            return Err(at.not_supported(tag, what));
+            return Err(not_supported(tag, what));
         }
         // as in ms-swift, videos are put before images
         for list in [images, videos] {
             let List { kind, rest, listed, placeholders, .. } = list;
-            let id = || at.id.clone();
             if placeholders > listed {
                 let misnamed = None;
-                let id = id();
-                return Err(SampleError::MediaMissing {
-                    id,
+                return Err(SampleFault::MediaMissing {
                     kind,
                     placeholders,
                     media: listed,
@@ -191,12 +189,8 @@ impl<'a> RowMedia<'a> {
             let has_others = media.iter().any(|medium: &Medium| medium.kind() == kind);
             if placeholders > 0 || has_others || !put_in_front(messages, &mut media, kind, rest) {
                 return Err(match kind {
-                    MediumKind::Image => {
-                        SampleError::ImageCount { id: id(), placeholders, images: listed }
-                    }
-                    MediumKind::Video => {
-                        SampleError::VideoCount { id: id(), placeholders, videos: listed }
-                    }
+                    MediumKind::Image => SampleFault::ImageCount { placeholders, images: listed },
+                    MediumKind::Video => SampleFault::VideoCount { placeholders, videos: listed },
                 });
             }
             at.note(
@@ -245,15 +239,14 @@ fn part_of(kind: MediumKind) -> Part {
 /// Takes the value of one of two keys. It is an error if the row has both; `both` is the text for
 /// its message.
 fn listed(
-    at: &At<'_>,
     row: &mut Map<String, Value>,
     keys: [&'static str; 2],
     both: &'static str,
-) -> Result<Option<(&'static str, Value)>, SampleError> {
+) -> Result<Option<(&'static str, Value)>, SampleFault> {
     let mut values = keys.map(|key| (key, list_in_text(take(row, key)))).into_iter();
     let mut given = values.by_ref().filter(|(_, value)| !value.is_null());
     match (given.next(), given.next()) {
-        (Some(_), Some(_)) => Err(at.not_supported(keys[1], both)),
+        (Some(_), Some(_)) => Err(not_supported(keys[1], both)),
         (first, _) => Ok(first),
     }
 }

@@ -19,7 +19,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::error::SampleError;
+use super::error::SampleFault;
 use super::raw_row::RawRow;
 use batch::{Content, Message, Part, Sample, SampleId};
 use context::At;
@@ -32,33 +32,34 @@ pub(in crate::source) use keys::{IMAGE_ENDINGS, VIDEO_ENDINGS};
 use keys::{Place, misnamed_media};
 use media::RowMedia;
 use report::{Findings, Survey};
+use switches::weight;
 use turns::Turns;
 pub(super) use values::type_name;
-use values::{as_function, is_given, list_in_text, object_in_text, take, text, wrong_type};
+use values::{
+    as_function, is_given, list_in_text, not_supported, object_in_text, take, text, wrong_type,
+};
 
 impl RowParser {
     /// Parses a row of chats.
-    pub(crate) fn parse(&self, id: &SampleId, row: RawRow) -> Result<Sample, SampleError> {
+    pub(crate) fn parse(&self, id: &SampleId, row: RawRow) -> Result<Sample, SampleFault> {
         let RawRow { object: mut row, blobs } = row;
-        let form = RowForm::of(id, &row)?;
+        let form = RowForm::of(&row)?;
         let at = At { parser: self, id, blobs: &blobs, unread: RefCell::default() };
         if form == RowForm::Text {
-            return Err(at.not_supported("text", "plain text in a data set of chats is"));
+            return Err(not_supported("text", "plain text in a data set of chats is"));
         }
         at.check_keys(Place::Row(form), "", &row)?;
         let parsed = sample(&at, form, &mut row).and_then(|sample| {
             match at.unread.take().filter(|_| sample.media.is_empty()) {
                 // it would be trained on without its images
-                Some((at, meant)) => {
-                    Err(SampleError::UnknownKey { id: id.clone(), at, nearest: Some(meant) })
-                }
+                Some((at, meant)) => Err(SampleFault::UnknownKey { at, nearest: Some(meant) }),
                 None => Ok(sample),
             }
         });
         parsed.map_err(|error| match error {
-            SampleError::MediaMissing { id, kind, placeholders, media, .. } => {
+            SampleFault::MediaMissing { kind, placeholders, media, .. } => {
                 let misnamed = misnamed_media(form, &row);
-                SampleError::MediaMissing { id, kind, placeholders, media, misnamed }
+                SampleFault::MediaMissing { kind, placeholders, media, misnamed }
             }
             other => other,
         })
@@ -66,12 +67,12 @@ impl RowParser {
 
     /// Parses the document of a row of a corpus; keys other than `text` are ignored, but a row with
     /// images or videos is rejected.
-    pub(crate) fn parse_text(id: &SampleId, mut row: RawRow) -> Result<String, SampleError> {
+    pub(crate) fn parse_text(mut row: RawRow) -> Result<String, SampleFault> {
         if let Some(column) = media_column(&row.object) {
             let what = "images and videos in a corpus are";
-            return Err(SampleError::NotSupported { id: id.clone(), at: column.to_owned(), what });
+            return Err(SampleFault::NotSupported { at: column.to_owned(), what });
         }
-        text(id, "text", take(&mut row.object, "text"))
+        text("text", take(&mut row.object, "text"))
     }
 
     /// Parses the first rows of `file` and logs which of their keys are not read. Later rows report
@@ -97,16 +98,15 @@ impl RowParser {
 const WEIGHTS: RangeInclusive<f32> = 1.0 / 1048576.0..=1048576.0;
 
 /// The parsed row `row`.
-fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sample, SampleError> {
-    let id = at.id;
-    let weight = at.weight("", row)?;
+fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sample, SampleFault> {
+    let weight = weight("", row)?;
     for key in ["rejected_response", "rejected_messages", "rejected_images"] {
         if is_given(&take(row, key)) {
             at.note("rejected answers (`rejected_response`, `rejected_messages`) are not used");
         }
     }
     let media = RowMedia::of_row(at, row)?;
-    let tools = tools(id, take(row, "tools"))?;
+    let tools = tools(take(row, "tools"))?;
     let mut turns = Turns::new(at, media);
     turns.system(take(row, "system"))?;
     match form {
@@ -121,17 +121,17 @@ fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sa
         RowForm::Text => {}
     }
     let (mut messages, media) = turns.finish()?;
-    check_size(id, &messages, tools.as_ref())?;
+    check_size(&messages, tools.as_ref())?;
     for message in &mut messages {
         message.weight *= weight;
         // outside of these limits, sums of weights are not exact
         if message.weight != 0.0 && !WEIGHTS.contains(&message.weight) {
             let what = "a weight of the loss below 2^-20 or above 2^20 is";
-            return Err(at.not_supported("weight", what));
+            return Err(not_supported("weight", what));
         }
     }
     let objects = at.objects(row, &messages)?;
-    Ok(Sample { id: id.clone(), messages, media, tools, objects })
+    Ok(Sample { id: at.id.clone(), messages, media, tools, objects })
 }
 
 /// Maximum number of bytes of the texts of a row, also after the chat template.
@@ -141,11 +141,7 @@ pub(crate) use tokenizer::MAX_TEXT_BYTES;
 const MAX_TURNS: usize = 100_000;
 
 /// Rejects a row that would take the memory or the time of many others.
-fn check_size(
-    id: &SampleId,
-    messages: &[Message],
-    tools: Option<&Value>,
-) -> Result<(), SampleError> {
+fn check_size(messages: &[Message], tools: Option<&Value>) -> Result<(), SampleFault> {
     let of_content = |content: &Content| match content {
         Content::Text(text) => text.len(),
         Content::Parts(parts) => {
@@ -169,7 +165,7 @@ fn check_size(
         [("turns", messages.len(), MAX_TURNS), ("bytes of text", bytes, MAX_TEXT_BYTES)]
     {
         if found > most {
-            return Err(SampleError::TooLarge { id: id.clone(), what, found, most });
+            return Err(SampleFault::TooLarge { what, found, most });
         }
     }
     Ok(())
@@ -189,7 +185,7 @@ fn bytes_of_texts(value: &Value) -> usize {
 
 /// Parses the tools of a row: a list of definitions, or a string with JSON of one. Each becomes
 /// `{"type": "function", "function": ..}`, as an OpenAI-compatible server has them.
-fn tools(id: &SampleId, value: Value) -> Result<Option<Value>, SampleError> {
+fn tools(value: Value) -> Result<Option<Value>, SampleFault> {
     if value.as_str().is_some_and(|text| text.trim().is_empty()) {
         return Ok(None);
     }
@@ -201,12 +197,12 @@ fn tools(id: &SampleId, value: Value) -> Result<Option<Value>, SampleError> {
                 tool @ Value::Object(_) => Ok(tool),
                 other => {
                     let at = format!("tools[{index}]");
-                    Err(wrong_type(id, &at, &other, "the definition of a function"))
+                    Err(wrong_type(&at, &other, "the definition of a function"))
                 }
             };
             Ok(Some(tools.map(tool).collect::<Result<_, _>>()?))
         }
-        other => Err(wrong_type(id, "tools", &other, "a list, or JSON text of a list")),
+        other => Err(wrong_type("tools", &other, "a list, or JSON text of a list")),
     }
 }
 
@@ -214,6 +210,7 @@ fn tools(id: &SampleId, value: Value) -> Result<Option<Value>, SampleError> {
 mod tests {
     use super::*;
     use batch::{MediaSource, Medium};
+    use fault::Fault;
     use serde_json::json;
 
     fn row(row: Value) -> RawRow {

@@ -2,12 +2,14 @@
 
 use serde_json::{Map, Value};
 
-use super::super::error::SampleError;
+use super::super::error::SampleFault;
 use super::context::At;
 use super::keys::{OTHER_ARGUMENTS, Place, is_given};
 use super::media::RowMedia;
+use super::switches::{other_weight, weight};
 use super::values::{
-    as_function, join, list_in_text, missing, object_in_text, optional_text, take, text, wrong_type,
+    as_function, join, list_in_text, missing, not_supported, object_in_text, optional_text, take,
+    text, wrong_type,
 };
 use crate::json::{self, long_integer};
 use batch::{Content, Medium, Message};
@@ -36,15 +38,15 @@ impl<'a> Turns<'a> {
     }
 
     /// Adds the system turn of the row's key `system`.
-    pub(super) fn system(&mut self, value: Value) -> Result<(), SampleError> {
-        if let Some(system) = optional_text(self.at.id, "system", value)? {
+    pub(super) fn system(&mut self, value: Value) -> Result<(), SampleFault> {
+        if let Some(system) = optional_text("system", value)? {
             self.say("system", system);
         }
         Ok(())
     }
 
     /// Returns the messages, and the media in the order of the text.
-    pub(super) fn finish(self) -> Result<(Vec<Message>, Vec<Medium>), SampleError> {
+    pub(super) fn finish(self) -> Result<(Vec<Message>, Vec<Medium>), SampleFault> {
         let Self { media, mut messages, .. } = self;
         let media = media.finish(&mut messages)?;
         Ok((messages, media))
@@ -58,24 +60,24 @@ impl<'a> Turns<'a> {
     }
 
     /// Parses each entry of the list under `key`.
-    pub(super) fn list(&mut self, key: &'static str, value: Value) -> Result<(), SampleError> {
+    pub(super) fn list(&mut self, key: &'static str, value: Value) -> Result<(), SampleFault> {
         let values = match list_in_text(value) {
             Value::Array(values) => values,
-            other => return Err(wrong_type(self.at.id, key, &other, "a list of turns")),
+            other => return Err(wrong_type(key, &other, "a list of turns")),
         };
         if values.is_empty() {
-            return Err(SampleError::NoMessages { id: self.at.id.clone(), at: key });
+            return Err(SampleFault::NoMessages { at: key });
         }
         for (index, value) in values.into_iter().enumerate() {
             let at = format!("{key}[{index}]");
             let turn = match value {
                 Value::Object(turn) => turn,
-                other => return Err(wrong_type(self.at.id, &at, &other, "an object")),
+                other => return Err(wrong_type(&at, &other, "an object")),
             };
             let before = self.messages.len();
             self.turn(key, &at, turn)?;
             if before > 0 && self.messages[before..].iter().any(|turn| turn.role == "system") {
-                return Err(SampleError::SystemNotFirst { id: self.at.id.clone(), at });
+                return Err(SampleFault::SystemNotFirst { at });
             }
         }
         Ok(())
@@ -88,71 +90,50 @@ impl<'a> Turns<'a> {
         list: &str,
         at: &str,
         mut turn: Map<String, Value>,
-    ) -> Result<(), SampleError> {
+    ) -> Result<(), SampleFault> {
         self.at.check_keys(Place::Turn, at, &turn)?;
         let has = |key| turn.get(key).is_some_and(|value| !value.is_null());
         let (role_key, content_key) = match (list == "conversations", has("from"), has("role")) {
             (true, false, true) | (false, false, _) | (false, true, true) => ("role", "content"),
             (true, ..) | (false, true, false) => ("from", "value"),
         };
-        self.refuse_second_text(at, content_key, &turn)?;
-        let role = match self.role(at, role_key, take(&mut turn, role_key))? {
+        refuse_second_text(at, content_key, &turn)?;
+        let role = match role(at, role_key, take(&mut turn, role_key))? {
             Role::Plain(role) => role,
             Role::Calls => return self.calls(at, content_key, turn),
         };
         let is_answer = role == "assistant";
-        let weight = if is_answer {
-            self.at.weight(at, &mut turn)?
-        } else {
-            self.at.other_weight(at, &mut turn)?
-        };
+        let weight = if is_answer { weight(at, &mut turn)? } else { other_weight(at, &mut turn)? };
         let tool_calls = self.tool_calls(at, &mut turn)?;
-        let reasoning_content = self.thoughts(at, &mut turn)?;
+        let reasoning_content = thoughts(at, &mut turn)?;
         let given = [
             ("tool_calls", tool_calls.is_some()),
             ("reasoning_content", reasoning_content.is_some()),
         ];
         if let Some((key, _)) = given.into_iter().find(|(_, given)| *given && !is_answer) {
             let what = "a key of assistant turns in another turn is";
-            return Err(self.at.not_supported(&join(at, key), what));
+            return Err(not_supported(&join(at, key), what));
         }
         let content_at = join(at, content_key);
         let content = match take(&mut turn, content_key) {
             // a turn that only calls tools has no content
             Value::Null if is_answer && tool_calls.is_some() => Content::Text(String::new()),
             Value::Null if content_key == "content" => {
-                return Err(missing(self.at.id, &content_at, "text or a list of parts"));
+                return Err(missing(&content_at, "text or a list of parts"));
             }
             value if content_key == "content" => self.media.content(&content_at, value)?,
-            value => self.media.text(text(self.at.id, &content_at, value)?),
+            value => self.media.text(text(&content_at, value)?),
         };
         let role = role.to_owned();
         self.messages.push(Message { role, content, tool_calls, reasoning_content, weight });
         Ok(())
     }
 
-    fn role(&self, at: &str, key: &str, value: Value) -> Result<Role, SampleError> {
-        let role = text(self.at.id, &join(at, key), value)?;
-        Ok(Role::Plain(match role.as_str() {
-            "system" | "developer" => "system",
-            "user" | "human" => "user",
-            "assistant" | "gpt" => "assistant",
-            "tool" | "function" | "observation" | "tool_response" => "tool",
-            "tool_call" | "function_call" => return Ok(Role::Calls),
-            _ => {
-                let expected = "`system`, `developer`, `user`, `human`, `assistant`, `gpt`, `tool`, `function`, \
-                                `observation`, `tool_response`, `tool_call` or `function_call`";
-                let (id, at) = (self.at.id.clone(), join(at, key));
-                return Err(SampleError::UnknownRole { id, at, role, expected });
-            }
-        }))
-    }
-
     fn tool_calls(
         &self,
         at: &str,
         turn: &mut Map<String, Value>,
-    ) -> Result<Option<Value>, SampleError> {
+    ) -> Result<Option<Value>, SampleFault> {
         let call = take(turn, "function_call"); // OpenAI's older key, with one call
         let calls = match (list_in_text(take(turn, "tool_calls")), call) {
             (calls, call) if !is_given(&calls) => {
@@ -165,49 +146,22 @@ impl<'a> Turns<'a> {
             (calls, call) if !is_given(&call) => calls,
             _ => {
                 let what = "`function_call` together with `tool_calls` is";
-                return Err(self.at.not_supported(&join(at, "function_call"), what));
+                return Err(not_supported(&join(at, "function_call"), what));
             }
         };
         let at = join(at, "tool_calls");
         let Value::Array(calls) = calls else {
-            return Err(wrong_type(self.at.id, &at, &calls, "a list"));
+            return Err(wrong_type(&at, &calls, "a list"));
         };
         let calls = calls.into_iter().enumerate();
         let call = |(index, call)| self.call(&format!("{at}[{index}]"), call);
         Ok(Some(calls.map(call).collect::<Result<_, _>>()?))
     }
 
-    /// Fails if the turn has another text, or parts, under the key of the other form.
-    fn refuse_second_text(
-        &self,
-        at: &str,
-        content_key: &str,
-        turn: &Map<String, Value>,
-    ) -> Result<(), SampleError> {
-        let other_key = if content_key == "content" { "value" } else { "content" };
-        let [first, second] = [content_key, other_key].map(|key| turn.get(key));
-        // a reward, for example, is a number
-        let is_text = |value: &&Value| is_given(value) && !value.is_number() && !value.is_boolean();
-        let Some(second) = second.filter(is_text) else { return Ok(()) };
-        let text_of = |value: &Value| match value {
-            Value::Array(parts) => parts.iter().map(|part| part["text"].as_str()).collect(),
-            value => value.as_str().map(str::to_owned),
-        };
-        let is_same = first.is_some_and(|first| {
-            first == second || (text_of(first).is_some() && text_of(first) == text_of(second))
-        });
-        if is_same {
-            return Ok(());
-        }
-        let what = "a text under both keys, or under that of the other form (`content` belongs to `role`, `value` to `from`), is";
-        Err(self.at.not_supported(&join(at, other_key), what))
-    }
-
     /// A call in the form of OpenAI's `tool_calls`, which chat templates read. As in serving
     /// engines, its arguments are an object: JSON text is parsed, and `""` and null become `{}`.
-    fn call(&self, at: &str, call: Value) -> Result<Value, SampleError> {
+    fn call(&self, at: &str, call: Value) -> Result<Value, SampleFault> {
         const EXPECTED: &str = "an object with the `name` of a function and its `arguments`";
-        let id = self.at.id;
         let call = object_in_text(call);
         let has_wrapper = call.get("function").is_some();
         if !is_given(&call["arguments"]) && !is_given(&call["function"]["arguments"]) {
@@ -219,7 +173,7 @@ impl<'a> Turns<'a> {
                     *key != "function" && value.as_object().is_some_and(|of| !of.is_empty())
                 });
                 if let Some((key, _)) = other {
-                    return Err(self.at.not_supported(&join(at, key), OTHER_ARGUMENTS));
+                    return Err(not_supported(&join(at, key), OTHER_ARGUMENTS));
                 }
             }
         }
@@ -229,14 +183,14 @@ impl<'a> Turns<'a> {
         };
         if has_wrapper && let Some(key) = ["name", "arguments"].into_iter().find(differs) {
             let what = "a name or arguments outside of the `function` of a call are";
-            return Err(self.at.not_supported(&join(at, key), what));
+            return Err(not_supported(&join(at, key), what));
         }
         let at = if has_wrapper { join(at, "function") } else { at.to_owned() };
         let mut call = as_function(call);
         let function = call.get_mut("function").and_then(Value::as_object_mut);
         let Some(function) = function.filter(|of| of.get("name").is_some_and(Value::is_string))
         else {
-            return Err(wrong_type(id, &at, &call, EXPECTED));
+            return Err(wrong_type(&at, &call, EXPECTED));
         };
         let arguments = function.entry("arguments").or_insert(Value::Null);
         *arguments = match arguments.take() {
@@ -245,24 +199,9 @@ impl<'a> Turns<'a> {
         };
         if !arguments.is_object() || long_integer(arguments).is_some() {
             let at = join(&at, "arguments");
-            return Err(wrong_type(id, &at, arguments, "an object, or JSON text of one"));
+            return Err(wrong_type(&at, arguments, "an object, or JSON text of one"));
         }
         Ok(call)
-    }
-
-    fn thoughts(
-        &self,
-        at: &str,
-        turn: &mut Map<String, Value>,
-    ) -> Result<Option<String>, SampleError> {
-        let values = THOUGHT_KEYS.map(|key| (key, take(turn, key)));
-        let mut given = values.into_iter().filter(|(_, value)| is_given(value));
-        let Some((key, value)) = given.next() else { return Ok(None) };
-        if let Some((other, _)) = given.find(|(_, other)| *other != value) {
-            let what = "a second key for the thoughts of a turn is";
-            return Err(self.at.not_supported(&join(at, other), what));
-        }
-        optional_text(self.at.id, &join(at, key), value)
     }
 
     /// Parses a turn whose content is the JSON of one call or of a list of calls. Calls directly
@@ -272,10 +211,10 @@ impl<'a> Turns<'a> {
         at: &str,
         key: &str,
         mut turn: Map<String, Value>,
-    ) -> Result<(), SampleError> {
+    ) -> Result<(), SampleFault> {
         const EXPECTED: &str =
             "JSON text of a call with `name` and `arguments`, or of a list of calls";
-        let weight = self.at.weight(at, &mut turn)?;
+        let weight = weight(at, &mut turn)?;
         let value = take(&mut turn, key);
         let parsed = match &value {
             Value::String(text) => json::parse(text.as_bytes()).unwrap_or(Value::Null),
@@ -286,7 +225,7 @@ impl<'a> Turns<'a> {
             call => vec![call],
         };
         if calls.is_empty() || calls.iter().any(|call| !call["name"].is_string()) {
-            return Err(wrong_type(self.at.id, &join(at, key), &value, EXPECTED));
+            return Err(wrong_type(&join(at, key), &value, EXPECTED));
         }
         let at_key = join(at, key);
         let calls = calls.into_iter().map(|call| self.call(&at_key, call));
@@ -295,7 +234,7 @@ impl<'a> Turns<'a> {
         match before.filter(|message| message.role == "assistant") {
             Some(message) if message.weight.to_bits() != weight.to_bits() => {
                 let what = "calls whose weight differs from the answer before them are";
-                Err(self.at.not_supported(at, what))
+                Err(not_supported(at, what))
             }
             Some(message) => {
                 if let Some(Value::Array(earlier)) = message.tool_calls.take() {
@@ -318,4 +257,56 @@ impl<'a> Turns<'a> {
             }
         }
     }
+}
+
+fn thoughts(at: &str, turn: &mut Map<String, Value>) -> Result<Option<String>, SampleFault> {
+    let values = THOUGHT_KEYS.map(|key| (key, take(turn, key)));
+    let mut given = values.into_iter().filter(|(_, value)| is_given(value));
+    let Some((key, value)) = given.next() else { return Ok(None) };
+    if let Some((other, _)) = given.find(|(_, other)| *other != value) {
+        let what = "a second key for the thoughts of a turn is";
+        return Err(not_supported(&join(at, other), what));
+    }
+    optional_text(&join(at, key), value)
+}
+
+/// Fails if the turn has another text, or parts, under the key of the other form.
+fn refuse_second_text(
+    at: &str,
+    content_key: &str,
+    turn: &Map<String, Value>,
+) -> Result<(), SampleFault> {
+    let other_key = if content_key == "content" { "value" } else { "content" };
+    let [first, second] = [content_key, other_key].map(|key| turn.get(key));
+    // a reward, for example, is a number
+    let is_text = |value: &&Value| is_given(value) && !value.is_number() && !value.is_boolean();
+    let Some(second) = second.filter(is_text) else { return Ok(()) };
+    let text_of = |value: &Value| match value {
+        Value::Array(parts) => parts.iter().map(|part| part["text"].as_str()).collect(),
+        value => value.as_str().map(str::to_owned),
+    };
+    let is_same = first.is_some_and(|first| {
+        first == second || (text_of(first).is_some() && text_of(first) == text_of(second))
+    });
+    if is_same {
+        return Ok(());
+    }
+    let what = "a text under both keys, or under that of the other form (`content` belongs to `role`, `value` to `from`), is";
+    Err(not_supported(&join(at, other_key), what))
+}
+
+fn role(at: &str, key: &str, value: Value) -> Result<Role, SampleFault> {
+    let role = text(&join(at, key), value)?;
+    Ok(Role::Plain(match role.as_str() {
+        "system" | "developer" => "system",
+        "user" | "human" => "user",
+        "assistant" | "gpt" => "assistant",
+        "tool" | "function" | "observation" | "tool_response" => "tool",
+        "tool_call" | "function_call" => return Ok(Role::Calls),
+        _ => {
+            let expected = "`system`, `developer`, `user`, `human`, `assistant`, `gpt`, `tool`, `function`, \
+                            `observation`, `tool_response`, `tool_call` or `function_call`";
+            return Err(SampleFault::UnknownRole { at: join(at, key), role, expected });
+        }
+    }))
 }

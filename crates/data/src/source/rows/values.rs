@@ -2,26 +2,24 @@
 
 use serde_json::{Map, Value, json};
 
-use super::super::error::SampleError;
+use super::super::error::SampleFault;
 use crate::json::{self, long_integer};
-use batch::SampleId;
 
 /// Takes a value from an object; null if the key is missing.
 pub(super) fn take(object: &mut Map<String, Value>, key: &str) -> Value {
     object.get_mut(key).map_or(Value::Null, Value::take)
 }
 
-pub(super) fn wrong_type(
-    id: &SampleId,
-    at: &str,
-    value: &Value,
-    expected: &'static str,
-) -> SampleError {
-    SampleError::WrongType { id: id.clone(), at: at.to_owned(), found: type_name(value), expected }
+pub(super) fn wrong_type(at: &str, value: &Value, expected: &'static str) -> SampleFault {
+    SampleFault::WrongType { at: at.to_owned(), found: type_name(value), expected }
 }
 
-pub(super) fn missing(id: &SampleId, at: &str, expected: &'static str) -> SampleError {
-    SampleError::Missing { id: id.clone(), at: at.to_owned(), expected }
+pub(super) fn missing(at: &str, expected: &'static str) -> SampleFault {
+    SampleFault::Missing { at: at.to_owned(), expected }
+}
+
+pub(super) fn not_supported(at: &str, what: &'static str) -> SampleFault {
+    SampleFault::NotSupported { at: at.to_owned(), what }
 }
 
 /// Returns the JSON type of a value with its article, such as `a number`.
@@ -37,23 +35,19 @@ pub(in crate::source) fn type_name(value: &Value) -> &'static str {
     }
 }
 
-pub(super) fn text(id: &SampleId, at: &str, value: Value) -> Result<String, SampleError> {
+pub(super) fn text(at: &str, value: Value) -> Result<String, SampleFault> {
     match value {
         Value::String(text) => Ok(text),
-        Value::Null => Err(missing(id, at, "a string")),
-        other => Err(wrong_type(id, at, &other, "a string")),
+        Value::Null => Err(missing(at, "a string")),
+        other => Err(wrong_type(at, &other, "a string")),
     }
 }
 
 /// Parses a string; `None` if it is missing, null or empty.
-pub(super) fn optional_text(
-    id: &SampleId,
-    at: &str,
-    value: Value,
-) -> Result<Option<String>, SampleError> {
+pub(super) fn optional_text(at: &str, value: Value) -> Result<Option<String>, SampleFault> {
     match value {
         Value::Null => Ok(None),
-        value => Ok(Some(text(id, at, value)?).filter(|text| !text.is_empty())),
+        value => Ok(Some(text(at, value)?).filter(|text| !text.is_empty())),
     }
 }
 
