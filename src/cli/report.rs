@@ -30,7 +30,7 @@ use crate::optim::{GroupError, OptimError};
 use crate::report::ReportError;
 use crate::run::verify::VerifyError;
 use crate::run::{AdapterError, DeviceError, ReplayError, RunError, SetupError};
-use crate::train::{EvalError, PredictError, StepError, TrainError};
+use crate::train::TrainError;
 use fault::{Fault, Hint};
 use rustix::io::Errno;
 use std::error::Error;
@@ -116,10 +116,10 @@ pub(super) fn fault<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e dyn Faul
     }
     let known: Option<&dyn Fault> = one_of! {
         AdapterError, CacheError, CheckpointError, CollateError, ConfigError, ConvertError,
-        DataConfigError, DeviceError, DistError, EncoderError, EvalError, Failure, GroupError,
+        DataConfigError, DeviceError, DistError, EncoderError, Failure, GroupError,
         HubError, ImageConfigError, JsonlError, LaunchError, LoaderError, ModelConfigError,
-        OptimError, OrderError, PathError, PredictError, ReplayError, ReportError, RowTrouble,
-        RunError, SampleError, SetupError, SourceError, StepError, TokenizerError, TrainError,
+        OptimError, OrderError, PathError, ReplayError, ReportError, RowTrouble,
+        RunError, SampleError, SetupError, SourceError, TokenizerError, TrainError,
         UnpadError, ValueError, VerifyError, WeightError
     };
     known.or_else(|| Some(StdoutError::of(error)? as &dyn Fault))
@@ -230,8 +230,8 @@ mod tests {
 
     #[test]
     fn an_error_inside_a_transparent_one_is_classified() {
-        let step = StepError::NonFiniteLoss { step: 3, loss: f64::NAN };
-        let (exit, hint) = outcome(&TrainError::Step(step).into());
+        let step = TrainError::NonFiniteLoss { step: 3, loss: f64::NAN };
+        let (exit, hint) = outcome(&VerifyError::from(step).into());
         assert_eq!(exit, Exit::Data);
         assert!(hint.unwrap().contains("optim.lr"));
     }
@@ -247,8 +247,8 @@ mod tests {
     #[test]
     fn a_gpu_without_memory_has_an_exit_code_of_its_own() {
         let error = || candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)".to_owned());
-        let in_step = StepError::Candle(error());
-        for error in [TrainError::Candle(error()), TrainError::Step(in_step)] {
+        let in_eval = TrainError::Eval(Box::new(TrainError::Candle(error())));
+        for error in [TrainError::Candle(error()), in_eval] {
             assert_eq!(exit_of(error), Exit::Resources);
         }
     }
@@ -276,7 +276,7 @@ mod tests {
             assert!(stopped.to_string().contains("a.jsonl:3: cannot read the row"), "{stopped}");
             assert_eq!(exit_of(stopped.clone()), exit);
             let LoaderError::Trouble(row) = stopped else { panic!("{stopped}") };
-            let in_eval = TrainError::Eval(EvalError::Row(row.clone()));
+            let in_eval = TrainError::Eval(Box::new(TrainError::Row(row.clone())));
             assert_eq!(exit_of(in_eval), exit);
             assert_eq!(exit_of(VerifyError::Row(row)), exit);
             let cache = CacheError::Exhausted { source: Box::new(error) };

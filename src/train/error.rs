@@ -1,25 +1,48 @@
-//! Errors of the training loop.
+//! Errors of training and evaluation.
 
-use super::eval::EvalError;
-use super::step::StepError;
+use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
-use crate::data::LoaderError;
+use crate::data::{CollateError, LoaderError, RowTrouble, SampleError};
 use crate::dist::DistError;
 use crate::metrics::JsonlError;
+use crate::optim::OptimError;
 
-/// The reason why a run failed.
+/// The reason why a step, an evaluation or a run failed.
 #[derive(Debug, thiserror::Error, fault::Fault)]
 #[expect(missing_docs, reason = "the messages say it")]
 pub enum TrainError {
+    #[error("step {step}: the loss is {loss}; no weight was changed")]
+    #[fault(exit = Data, hint = loss_hint(*step))]
+    NonFiniteLoss {
+        /// Optimizer step, from 1.
+        step: u64,
+        loss: f64,
+    },
+    #[error("step {step}: {source}; no weight was changed")]
+    #[fault(exit = Data, hint = FINITE)]
+    NonFiniteGradient {
+        /// Optimizer step, from 1.
+        step: u64,
+        source: OptimError,
+    },
+    #[error("the evaluation failed")]
+    #[fault(from)]
+    Eval(#[source] Box<Self>),
     #[error(transparent)]
     #[fault(from)]
     Data(#[from] LoaderError),
     #[error(transparent)]
     #[fault(from)]
-    Step(#[from] StepError),
-    #[error("the evaluation failed")]
+    Row(#[from] RowTrouble),
+    #[error(transparent)]
     #[fault(from)]
-    Eval(#[from] EvalError),
+    Sample(#[from] SampleError),
+    #[error(transparent)]
+    #[fault(from)]
+    Collate(#[from] CollateError),
+    #[error(transparent)]
+    #[fault(from)]
+    Unpad(#[from] UnpadError),
     #[error(transparent)]
     #[fault(from)]
     Checkpoint(#[from] CheckpointError),
@@ -33,14 +56,28 @@ pub enum TrainError {
     Candle(#[from] candle_core::Error),
 }
 
+const FINITE: &str = "lower `optim.lr` or raise `optim.warmup_steps`; metrics.jsonl has the earlier steps, \
+                      and checkpoints never contain values that are not finite";
+
+fn loss_hint(step: u64) -> &'static str {
+    if step > 1 {
+        return FINITE;
+    }
+    "no step was trained yet: the weights of the model folder are finite, but too large; \
+     copy them from the published model again"
+}
+
 impl TrainError {
+    /// The error of an evaluation.
+    pub(super) fn of_eval(error: Self) -> Self {
+        Self::Eval(Box::new(error))
+    }
+
     /// The error of the connections between ranks that caused this one.
     pub(super) fn lost(&self) -> Option<&DistError> {
         match self {
-            Self::Ranks(error)
-            | Self::Step(StepError::Ranks(error))
-            | Self::Data(LoaderError::Ranks(error))
-            | Self::Eval(EvalError::Ranks(error)) => Some(error),
+            Self::Ranks(error) | Self::Data(LoaderError::Ranks(error)) => Some(error),
+            Self::Eval(error) => error.lost(),
             _ => None,
         }
     }

@@ -9,11 +9,12 @@ use super::ranks::Ranks;
 use super::sequence::own_part;
 use super::weights::RankWeights;
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
-use crate::data::{CollateError, Rejection, RowReader, RowTrouble, SampleIndex, SampleSize};
+use crate::data::{Rejection, RowReader, RowTrouble, SampleIndex, SampleSize};
 use crate::data::{JsonlRows, collate};
-use crate::dist::{Collective, DistError, Rank};
+use crate::dist::{Collective, Rank};
 use crate::loss::{TargetLosses, scores};
 use crate::models::Model;
+use crate::train::TrainError;
 use candle_core::{DType, Device};
 use rayon::prelude::*;
 use serde::Serialize;
@@ -89,26 +90,6 @@ impl EvalReport {
     }
 }
 
-/// The reason why an evaluation failed.
-#[derive(Debug, thiserror::Error, fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
-pub enum EvalError {
-    #[error(transparent)]
-    #[fault(from)]
-    Row(#[from] RowTrouble),
-    #[error(transparent)]
-    #[fault(from)]
-    Collate(#[from] CollateError),
-    #[error(transparent)]
-    #[fault(from)]
-    Ranks(#[from] DistError),
-    #[error(transparent)]
-    #[fault(from)]
-    Unpad(#[from] crate::batch::UnpadError),
-    #[error(transparent)]
-    Candle(#[from] candle_core::Error),
-}
-
 /// Scores rows in packs of at most `max_tokens`. Sequence groups share the rows, and the ranks of a
 /// group share each pack.
 pub struct Evaluator<'a> {
@@ -138,7 +119,7 @@ impl Evaluator<'_> {
         &self,
         model: &dyn Model,
         progress: &dyn Fn(usize),
-    ) -> Result<EvalReport, EvalError> {
+    ) -> Result<EvalReport, TrainError> {
         let report = self.run_until(model, &|| false, progress)?;
         Ok(report.expect("nothing stops this evaluation"))
     }
@@ -149,7 +130,7 @@ impl Evaluator<'_> {
         model: &dyn Model,
         stop: &dyn Fn() -> bool,
         progress: &dyn Fn(usize),
-    ) -> Result<Option<EvalReport>, EvalError> {
+    ) -> Result<Option<EvalReport>, TrainError> {
         let rows: Vec<SampleIndex> = self.rows.rows().collect();
         let Rank { rank, world, .. } = self.ranks.sequence_group();
         // The ranks of a sequence group compute each pack together, so they stop at the same block.
@@ -191,7 +172,7 @@ impl Evaluator<'_> {
         rows: &[SampleIndex],
         stop: &dyn Fn() -> bool,
         progress: &dyn Fn(usize),
-    ) -> Result<EvalReport, EvalError> {
+    ) -> Result<EvalReport, TrainError> {
         let mut report = EvalReport::default();
         let mut pack: Vec<(SampleIndex, EncodedSample)> = Vec::new();
         let mut pack_tokens = 0;
@@ -226,7 +207,7 @@ impl Evaluator<'_> {
         model: &dyn Model,
         samples: Vec<(SampleIndex, EncodedSample)>,
         report: &mut EvalReport,
-    ) -> Result<(), EvalError> {
+    ) -> Result<(), TrainError> {
         if samples.is_empty() {
             return Ok(());
         }
@@ -247,7 +228,7 @@ impl Evaluator<'_> {
         self.weights.end()?;
         // An op that exchanges tensors fails if another rank was lost.
         let lost = || self.ranks.sums().and_then(Collective::error);
-        let scores = scores.map_err(|error| lost().map_or(error.into(), EvalError::Ranks))?;
+        let scores = scores.map_err(|error| lost().map_or(error.into(), TrainError::Ranks))?;
         let (mut next, mut end) = (0, 0); // targets ascend, as samples do
         for (id, size) in origins {
             let first = next;

@@ -2,10 +2,11 @@
 
 use super::ranks::{Bits, Ranks};
 use super::sequence::OwnTargets;
-use super::step::{StepError, StepRunner};
+use super::step::StepRunner;
 use crate::batch::VarlenBatch;
 use crate::models::ModelInput;
 use crate::nn::{Choices, DropoutPlace, Recording, Routers};
+use crate::train::TrainError;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -59,7 +60,7 @@ impl StepRunner {
         (first, rest): (Option<&ModelInput>, &[(usize, VarlenBatch)]),
         rounds: usize,
         place: &dyn Fn(&usize, &OwnTargets) -> Option<DropoutPlace>,
-    ) -> Result<StepRouters, StepError> {
+    ) -> Result<StepRouters, TrainError> {
         self.end_routers();
         let is_alone = rounds == 1 && self.ranks.rank().world == 1;
         let Some(routers) = self.model.routers().filter(|_| self.has_aux_loss() && !is_alone)
@@ -97,8 +98,8 @@ impl StepRunner {
         &self,
         slot: usize,
         of_step: &mut StepRouters,
-        forward: impl FnOnce() -> Result<T, StepError>,
-    ) -> Result<T, StepError> {
+        forward: impl FnOnce() -> Result<T, TrainError>,
+    ) -> Result<T, TrainError> {
         let Some(routers) = self.model.routers().filter(|_| of_step.all.is_none()) else {
             return forward();
         };
@@ -127,7 +128,7 @@ impl StepRunner {
     }
 
     /// The choices of a step on all ranks; `None` without experts. Waits for a GPU.
-    pub(super) fn choices(&self, of_step: &StepRouters) -> Result<Option<StepChoices>, StepError> {
+    pub(super) fn choices(&self, of_step: &StepRouters) -> Result<Option<StepChoices>, TrainError> {
         let Some(routers) = self.model.routers() else { return Ok(None) };
         let all = of_step.all.clone();
         all.map_or_else(|| of_step.own.gather(routers, &self.ranks), Ok).map(Some)
@@ -136,7 +137,7 @@ impl StepRunner {
 
 impl OwnChoices {
     /// The choices of all ranks. Waits for a GPU.
-    fn gather(&self, routers: &Routers, ranks: &Ranks) -> Result<StepChoices, StepError> {
+    fn gather(&self, routers: &Routers, ranks: &Ranks) -> Result<StepChoices, TrainError> {
         let own = self.0.iter().map(|(slot, choices)| SlotChoices::read(*slot, choices, routers));
         let own = own.collect::<candle_core::Result<Vec<_>>>()?;
         let mut all: Vec<SlotChoices> = ranks.gather(own)?.into_iter().flatten().collect();

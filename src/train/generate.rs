@@ -4,7 +4,7 @@ use crate::batch::{EncodedSample, Pack, PaddingSide, Patches, media_rows};
 use crate::data::collate;
 use crate::loss::{Targets, scores};
 use crate::models::{Cache, Model};
-use crate::train::eval::EvalError;
+use crate::train::TrainError;
 use candle_core::{Device, Tensor};
 use candle_transformers::generation::{LogitsProcessor, Sampling};
 use std::num::NonZeroUsize;
@@ -29,10 +29,10 @@ pub fn generate(
     prompt: EncodedSample,
     options: &GenerateOptions,
     device: &Device,
-) -> Result<Vec<u32>, EvalError> {
+) -> Result<Vec<u32>, TrainError> {
     let mut generator = Generator::new(model, device);
     let answer =
-        generator.answer(prompt, options, |_| Ok::<_, EvalError>(ControlFlow::Continue(())))?;
+        generator.answer(prompt, options, |_| Ok::<_, TrainError>(ControlFlow::Continue(())))?;
     Ok(answer.ids)
 }
 
@@ -80,7 +80,7 @@ impl<'a> Generator<'a> {
 
     /// Continues `prompt` until a stop id, or `max_new_tokens`, or until `each` breaks or fails; it
     /// receives all ids of the answer so far after each of them.
-    pub fn answer<E: From<EvalError>>(
+    pub fn answer<E: From<TrainError>>(
         &mut self,
         prompt: EncodedSample,
         options: &GenerateOptions,
@@ -107,7 +107,7 @@ impl<'a> Generator<'a> {
             if open.has_ended {
                 break;
             }
-            of.extend(&mut [&mut open], 1).map_err(EvalError::from)?;
+            of.extend(&mut [&mut open], 1).map_err(TrainError::from)?;
         }
         let OpenAnswer { cache, mut ids, num_prompt_tokens, .. } = open;
         let answer = ids[num_prompt_tokens..].to_vec();
@@ -145,13 +145,13 @@ impl<'a, K> Group<'a, K> {
     }
 
     /// Begins an answer, for which there must be room.
-    pub(super) fn begin(&mut self, key: K, prompt: EncodedSample) -> Result<(), EvalError> {
+    pub(super) fn begin(&mut self, key: K, prompt: EncodedSample) -> Result<(), TrainError> {
         self.open.push((key, OpenAnswer::begin(self.of, prompt, Cache::default())?));
         Ok(())
     }
 
     /// Adds a token to each answer. Removes and returns the answers that have ended.
-    pub(super) fn step(&mut self) -> Result<Vec<(K, Vec<u32>)>, EvalError> {
+    pub(super) fn step(&mut self) -> Result<Vec<(K, Vec<u32>)>, TrainError> {
         let open = self.open.iter_mut().map(|(_, answer)| answer);
         let mut open: Vec<&mut OpenAnswer> = open.filter(|answer| !answer.has_ended).collect();
         if !open.is_empty() {
@@ -175,7 +175,11 @@ struct OpenAnswer {
 
 impl OpenAnswer {
     /// The first token after `prompt`, of which `cache` has the start.
-    fn begin(of: Decoding<'_>, prompt: EncodedSample, mut cache: Cache) -> Result<Self, EvalError> {
+    fn begin(
+        of: Decoding<'_>,
+        prompt: EncodedSample,
+        mut cache: Cache,
+    ) -> Result<Self, TrainError> {
         let ids = prompt.input_ids.clone();
         let packs = vec![Pack { samples: vec![prompt] }];
         let batch = collate(packs, 0, PaddingSide::Right, of.model.merge_size())?.unpad()?;

@@ -40,12 +40,12 @@ pub use datasets::{
 pub use device::{DeviceChoice, UnknownDevice};
 pub use division::division;
 pub use error::TrainError;
-pub use eval::{EvalError, EvalReport, Evaluator, SampleScore};
+pub use eval::{EvalReport, Evaluator, SampleScore};
 pub use experts::StepChoices;
 pub use generate::{Answer, GenerateOptions, Generator, generate};
 pub use gradients::{GradientSums, SharedSums, buffers_of_tree};
 pub use health::{Divergence, Health, Spike};
-pub use predict::{PredictError, Prediction, Predictor};
+pub use predict::{Prediction, Predictor};
 pub use ranks::Ranks;
 pub use rejects::write_rejects;
 pub use sample_log::{SampleLog, StepSamples};
@@ -53,8 +53,7 @@ pub use saved::{Joined, SavedAs};
 pub use scores::Score;
 pub use state::{BaseContents, BaseModel, Planned, TrainState};
 pub use step::{
-    LaunchedStep, Losses, MicroBatches, PreparedStep, StepCounts, StepError, StepOutcome,
-    StepRunner,
+    LaunchedStep, Losses, MicroBatches, PreparedStep, StepCounts, StepOutcome, StepRunner,
 };
 pub use trainer::{Observer, Outcome, Trainer, TrainerParts};
 pub use weights::{

@@ -1,7 +1,6 @@
 //! Answers of the model to held-out rows.
 
 use super::config::GenerateConfig;
-use super::eval::EvalError;
 use super::generate::{GenerateOptions, Group};
 use super::ranks::Ranks;
 use super::scores::Score;
@@ -9,6 +8,7 @@ use super::weights::RankWeights;
 use crate::batch::EncodedSample;
 use crate::data::{JsonlRows, Rejection, RowReader, RowTrouble, SampleError, SampleIndex};
 use crate::models::Model;
+use crate::train::TrainError;
 use candle_core::Device;
 use candle_transformers::generation::Sampling;
 use serde::{Deserialize, Serialize};
@@ -47,18 +47,6 @@ pub(super) struct StepPrediction<'a> {
     pub prediction: &'a Prediction,
 }
 
-/// The reason why there is no answer.
-#[derive(Debug, thiserror::Error, fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
-pub enum PredictError {
-    #[error(transparent)]
-    #[fault(from)]
-    Row(#[from] SampleError),
-    #[error(transparent)]
-    #[fault(from)]
-    Eval(#[from] EvalError),
-}
-
 type RowAnswer = Result<Option<Prediction>, SampleError>;
 
 /// What a [`Prediction`] needs of its row.
@@ -87,7 +75,7 @@ pub struct Predictor<'a> {
 impl Predictor<'_> {
     /// Answers a row; `None` for a row of a corpus, which has no answer. This rank must have all
     /// weights.
-    pub fn answer(&self, row: SampleIndex) -> Result<Option<Prediction>, PredictError> {
+    pub fn answer(&self, row: SampleIndex) -> Result<Option<Prediction>, TrainError> {
         let answers = self.answers(&[row], &mut |_| ControlFlow::Continue(()))?;
         let answer = answers.and_then(|mut answers| answers.pop());
         Ok(answer.transpose()?.flatten())
@@ -100,7 +88,7 @@ impl Predictor<'_> {
         &self,
         rows: &[SampleIndex],
         between: &mut dyn FnMut(usize) -> ControlFlow<()>,
-    ) -> Result<Option<Vec<RowAnswer>>, EvalError> {
+    ) -> Result<Option<Vec<RowAnswer>>, TrainError> {
         let options = GenerateOptions {
             max_new_tokens: self.config.max_new_tokens.get().saturating_add(1), // see `prediction`
             sampling: Sampling::ArgMax,
@@ -115,7 +103,7 @@ impl Predictor<'_> {
                 && let Some((at, row)) = waiting.next()
             {
                 match RowTrouble::or_read(Rejection::of, || self.question(row))
-                    .map_err(EvalError::from)?
+                    .map_err(TrainError::from)?
                 {
                     Ok(Some((question, prompt))) => {
                         self.pass(|| group.begin((at, question), prompt))?;
@@ -136,7 +124,7 @@ impl Predictor<'_> {
     }
 
     /// Calls `f`, which makes at most one pass over the model.
-    fn pass<T>(&self, f: impl FnOnce() -> Result<T, EvalError>) -> Result<T, EvalError> {
+    fn pass<T>(&self, f: impl FnOnce() -> Result<T, TrainError>) -> Result<T, TrainError> {
         self.weights.begin_forward(self.ranks, true)?;
         let result = f();
         self.weights.end()?;
@@ -151,7 +139,7 @@ impl Predictor<'_> {
     }
 
     /// `ids` has one more token than `max_new_tokens` if the answer does not end after that number.
-    fn prediction(&self, question: Question, mut ids: Vec<u32>) -> Result<Prediction, EvalError> {
+    fn prediction(&self, question: Question, mut ids: Vec<u32>) -> Result<Prediction, TrainError> {
         let Question { row, expected, num_media } = question;
         let most = self.config.max_new_tokens.get();
         let ended = ids.len() <= most;
@@ -179,7 +167,7 @@ impl Predictor<'_> {
         &self,
         stop: &dyn Fn() -> bool,
         progress: &dyn Fn(usize, usize),
-    ) -> Result<Option<Vec<Prediction>>, EvalError> {
+    ) -> Result<Option<Vec<Prediction>>, TrainError> {
         let rows: Vec<SampleIndex> = self.chats().collect();
         let (ranks, rank) = (self.ranks, self.ranks.rank());
         let own: Vec<SampleIndex> =

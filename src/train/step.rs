@@ -13,8 +13,9 @@ use crate::loss::{TargetLosses, loss_and_gradient};
 use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
 use crate::nn::{Dropout, DropoutPlace};
 use crate::ops;
-use crate::optim::{Norms, OptimError, Optimizer, Update};
+use crate::optim::{Norms, Optimizer, Update};
 use crate::tape::{Gradients, Param};
+use crate::train::TrainError;
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -36,43 +37,7 @@ pub struct StepOutcome {
     /// What the routers chose, in a model with experts.
     pub choices: Option<StepChoices>,
     /// Why the weights were not updated: the loss or a gradient is not finite.
-    pub problem: Option<StepError>,
-}
-
-/// The reason why a step does not update the weights.
-#[derive(Debug, thiserror::Error, fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
-pub enum StepError {
-    #[error("step {step}: the loss is {loss}; no weight was changed")]
-    #[fault(exit = Data, hint = loss_hint(*step))]
-    NonFiniteLoss {
-        /// Optimizer step, from 1.
-        step: u64,
-        loss: f64,
-    },
-    #[error("step {step}: {source}; no weight was changed")]
-    #[fault(exit = Data, hint = FINITE)]
-    NonFiniteGradient {
-        /// Optimizer step, from 1.
-        step: u64,
-        source: OptimError,
-    },
-    #[error(transparent)]
-    #[fault(from)]
-    Ranks(#[from] DistError),
-    #[error(transparent)]
-    Candle(#[from] candle_core::Error),
-}
-
-const FINITE: &str = "lower `optim.lr` or raise `optim.warmup_steps`; metrics.jsonl has the earlier steps, \
-                      and checkpoints never contain values that are not finite";
-
-fn loss_hint(step: u64) -> &'static str {
-    if step > 1 {
-        return FINITE;
-    }
-    "no step was trained yet: the weights of the model folder are finite, but too large; \
-     copy them from the published model again"
+    pub problem: Option<TrainError>,
 }
 
 /// A model in training.
@@ -242,7 +207,7 @@ impl StepRunner {
     /// Computes the sum of the gradients of all micro-batches of all ranks, divided by the weight
     /// of the step's targets; `number` is that of the step, from 1. The division into micro-batches
     /// changes neither gradients nor losses, except by rounding.
-    pub fn accumulate(&self, step: PreparedStep, number: u64) -> Result<Losses, StepError> {
+    pub fn accumulate(&self, step: PreparedStep, number: u64) -> Result<Losses, TrainError> {
         let (counts, first_rows) = self.count(&step.targets)?;
         let PreparedStep { targets, first, rest } = step;
         let mut nll = Vec::with_capacity(targets.len());
@@ -299,7 +264,7 @@ impl StepRunner {
         counts: StepCounts,
         grads: &Round<'_>,
         routers: &mut StepRouters,
-    ) -> Result<Option<(Option<Tensor>, OwnTargets)>, StepError> {
+    ) -> Result<Option<(Option<Tensor>, OwnTargets)>, TrainError> {
         let (hidden, tape) = self.with_routers(slot, routers, || {
             Ok(self.model.forward(input, self.recompute, grads)?)
         })?;
@@ -320,12 +285,12 @@ impl StepRunner {
     }
 
     /// An op that exchanges tensors fails if another rank was lost.
-    fn cause(&self, error: StepError) -> StepError {
+    fn cause(&self, error: TrainError) -> TrainError {
         let lost = match &error {
-            StepError::Candle(_) => self.ranks.sums().and_then(Collective::error),
+            TrainError::Candle(_) => self.ranks.sums().and_then(Collective::error),
             _ => None,
         };
-        lost.map_or(error, StepError::Ranks)
+        lost.map_or(error, TrainError::Ranks)
     }
 
     /// Accumulates the gradients, clips them and updates the weights. An error leaves weights and
@@ -338,7 +303,7 @@ impl StepRunner {
         step: PreparedStep,
         lr: f64,
         number: u64,
-    ) -> Result<LaunchedStep, StepError> {
+    ) -> Result<LaunchedStep, TrainError> {
         let mut losses = self.accumulate(step, number).map_err(|error| self.cause(error))?;
         let loss = match &self.device {
             // without waiting, so it is checked before the update
@@ -369,7 +334,7 @@ impl StepRunner {
 
     /// Waits for a step and returns its results. If its loss or a gradient is not finite, it has
     /// changed no weight, and [`StepOutcome::problem`] says so.
-    pub fn finish(&self, launched: &LaunchedStep) -> Result<StepOutcome, StepError> {
+    pub fn finish(&self, launched: &LaunchedStep) -> Result<StepOutcome, TrainError> {
         let LaunchedStep { step, losses, update, loss } = launched;
         self.ranks.wait("sums of the ranks"); // on a GPU they are complete when losses are read
         let counts = losses.counts;
@@ -381,11 +346,11 @@ impl StepRunner {
             Queued::None(squares) => (Norms::of(squares.clone()), None),
             Queued::Update(update) => self.optimizer.finish(update)?,
         };
-        let non_finite = |source| StepError::NonFiniteGradient { step, source };
+        let non_finite = |source| TrainError::NonFiniteGradient { step, source };
         let problem = if loss.is_finite() {
             problem.map(non_finite)
         } else {
-            Some(StepError::NonFiniteLoss { step, loss })
+            Some(TrainError::NonFiniteLoss { step, loss })
         };
         let Norms { total: grad_norm, squares } = norms;
         let losses = losses.into_iter().map(|(_, losses)| losses).collect();
@@ -398,7 +363,7 @@ impl StepRunner {
         micro_batches: impl Into<MicroBatches>,
         lr: f64,
         step: u64,
-    ) -> Result<StepOutcome, StepError> {
+    ) -> Result<StepOutcome, TrainError> {
         let prepared = self.prepare(micro_batches)?;
         let outcome = self.finish(&self.launch(prepared, lr, step)?)?;
         match outcome.problem {
@@ -412,7 +377,7 @@ impl StepRunner {
         &self,
         losses: &[(usize, TargetLosses)],
         counts: StepCounts,
-    ) -> Result<f64, StepError> {
+    ) -> Result<f64, TrainError> {
         let own = losses.iter().map(|(slot, losses)| (*slot, Bits::from(losses.sum())));
         let all = self.ranks.gather(own.collect::<Vec<_>>())?;
         let mut sums: Vec<(usize, Bits)> = all.into_iter().flatten().collect();

@@ -14,7 +14,7 @@ use trainer::data::{Encoder, ImageConfig, RowFile, collate};
 use trainer::models::{Cache, Model};
 use trainer::ops::linear;
 use trainer::run::{LoadedModel, OpenModel};
-use trainer::train::{EvalError, GenerateOptions, Generator, ModelSection, generate};
+use trainer::train::{GenerateOptions, Generator, ModelSection, TrainError, generate};
 
 const DIGIT: &str = "data/digits/1400.png";
 
@@ -124,7 +124,7 @@ fn both(
     sample.messages.push(turn("assistant", Content::Text(String::new())));
     let (prompt, _) = encoder.encode_prompt(&sample).unwrap();
     let alone = generate(model, prompt.clone(), &options, &device()).unwrap();
-    let go_on = |_: &[u32]| Ok::<_, EvalError>(ControlFlow::Continue(()));
+    let go_on = |_: &[u32]| Ok::<_, TrainError>(ControlFlow::Continue(()));
     let answer = generator.answer(prompt, &options, go_on).unwrap();
     assert_eq!(answer.ids, alone);
     assert!(answer.num_reused < answer.num_prompt_tokens);

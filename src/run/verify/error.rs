@@ -3,7 +3,7 @@
 use super::super::RunError;
 use crate::batch::UnpadError;
 use crate::data::{CollateError, LoaderError, RowTrouble};
-use crate::train::{StepError, TrainError};
+use crate::train::TrainError;
 use std::io;
 use std::path::PathBuf;
 
@@ -21,9 +21,6 @@ pub enum VerifyError {
     #[error(transparent)]
     #[fault(from)]
     Train(Box<TrainError>),
-    #[error(transparent)]
-    #[fault(from)]
-    Step(#[from] StepError),
     #[error(transparent)]
     #[fault(from)]
     Loader(#[from] LoaderError),

@@ -10,10 +10,10 @@ pub(super) use norm::squares;
 pub use shared::SharedSums;
 pub(super) use shared::{Buffers, kept_sums};
 
-use super::step::StepError;
 use super::weights::RankWeights;
 use crate::ops::GradWrite;
 use crate::tape::{GradSink, Gradients, Param};
+use crate::train::TrainError;
 use alone::Tree;
 use candle_core::Tensor;
 use shared::SharedRound;
@@ -77,7 +77,7 @@ pub(super) enum StepSums<'a> {
 
 impl<'a> StepSums<'a> {
     /// Receives the gradients of the micro-batch of a round.
-    pub(super) fn round(&self, round: usize) -> Result<Round<'a>, StepError> {
+    pub(super) fn round(&self, round: usize) -> Result<Round<'a>, TrainError> {
         match self {
             Self::Alone(tree) => Ok(Round { buffers: tree.next_buffer()?, shared: None }),
             Self::Shared { sums, params, weights, rounds } => Ok(Round {
@@ -88,7 +88,7 @@ impl<'a> StepSums<'a> {
     }
 
     /// Records that the micro-batch of a round is complete, or that this rank has none.
-    pub(super) fn complete(&mut self, round: usize, has_batch: bool) -> Result<(), StepError> {
+    pub(super) fn complete(&mut self, round: usize, has_batch: bool) -> Result<(), TrainError> {
         match self {
             Self::Alone(tree) => tree.complete(round, has_batch),
             Self::Shared { .. } => Ok(()),
@@ -96,7 +96,7 @@ impl<'a> StepSums<'a> {
     }
 
     /// Returns the flat gradients of this rank, in the order of the optimizer's states.
-    pub(super) fn finish(self, gradients: &GradientSums) -> Result<Vec<Tensor>, StepError> {
+    pub(super) fn finish(self, gradients: &GradientSums) -> Result<Vec<Tensor>, TrainError> {
         match self {
             Self::Alone(tree) => {
                 tree.finish()?;
@@ -120,12 +120,12 @@ pub(super) struct Round<'a> {
 impl Round<'_> {
     /// Prepares the buffers. Called after the forward pass of the micro-batch, which runs while the
     /// sums of the round before are computed.
-    pub(super) fn begin_backward(&self) -> Result<(), StepError> {
+    pub(super) fn begin_backward(&self) -> Result<(), TrainError> {
         self.shared.as_ref().map_or(Ok(()), SharedRound::begin)
     }
 
     /// Returns the first error of [`GradSink::finished`], which cannot return one.
-    pub(super) fn result(self) -> Result<(), StepError> {
+    pub(super) fn result(self) -> Result<(), TrainError> {
         self.shared.map_or(Ok(()), SharedRound::result)
     }
 }

@@ -1,10 +1,10 @@
 //! The gradient norm of ranks that have a share of the gradients each.
 
-use super::super::step::StepError;
 use super::shared::SharedSums;
 use crate::dist::{Collective, Gather};
 use crate::ops;
 use crate::tape::{BUCKET_ALIGNMENT, Layout, Param};
+use crate::train::TrainError;
 use candle_core::{Device, Tensor};
 
 const BYTES: usize = size_of::<f64>();
@@ -17,7 +17,7 @@ pub(in super::super) fn squares(
     sums: &SharedSums,
     own: &[Tensor],
     trained: &[Param],
-) -> Result<Vec<f64>, StepError> {
+) -> Result<Vec<f64>, TrainError> {
     let (layout, member) = (sums.layout(), sums.member());
     let firsts = first_blocks(layout);
     let num_blocks = firsts.last().copied().unwrap_or_default();
@@ -63,7 +63,7 @@ fn exchange(
     blocks: &[f64],
     collective: &dyn Collective,
     device: &Device,
-) -> Result<Vec<f64>, StepError> {
+) -> Result<Vec<f64>, TrainError> {
     let bytes: Vec<u8> = blocks.iter().flat_map(|sum| sum.to_le_bytes()).collect();
     let len = bytes.len();
     let all = Tensor::from_vec(bytes, len, device)?;

@@ -40,9 +40,11 @@ impl Trainer {
         let watch = RefCell::new(observer);
         let ranks = &parts.runner.ranks;
         let stop = || parts.stop.load(Ordering::Relaxed) || ranks.is_stop_requested();
-        let report = evaluator.run_until(&*parts.runner.model, &stop, &|done| {
-            watch.borrow_mut().evaluating(done, total);
-        })?;
+        let report = evaluator
+            .run_until(&*parts.runner.model, &stop, &|done| {
+                watch.borrow_mut().evaluating(done, total);
+            })
+            .map_err(TrainError::of_eval)?;
         let Some(report) = report else { return Ok(false) };
         if self.evaluated_at.is_none() && !self.resumed {
             for rejection in &report.rejected {
@@ -55,7 +57,8 @@ impl Trainer {
             let predictor = Predictor { rows, config, model: &**model, device, ranks, weights };
             let answers = predictor.run_until(&stop, &|done, total| {
                 watch.borrow_mut().evaluating(done, total);
-            })?;
+            });
+            let answers = answers.map_err(TrainError::of_eval)?;
             Ok::<_, TrainError>(answers.map(|answers| (predictor.means(&answers), answers)))
         });
         let answers = match answers.transpose()? {

@@ -7,7 +7,7 @@ use super::super::error::TrainError;
 use super::super::experts::StepChoices;
 use super::super::rejects::write_rejects;
 use super::super::sample_log::StepSamples;
-use super::super::step::{StepError, StepOutcome};
+use super::super::step::StepOutcome;
 use super::super::step_report::{StepReport, StepReports};
 use super::{Observer, ReadyStep, Trainer};
 use crate::checkpoint::FolderLayout;
@@ -87,7 +87,7 @@ impl Trainer {
     fn judge(
         &mut self,
         outcome: &StepOutcome,
-        problem: Option<StepError>,
+        problem: Option<TrainError>,
         rows: &[String],
         step: u64,
     ) -> Result<(), TrainError> {
