@@ -10,8 +10,7 @@ use crate::dist::Shard;
 use crate::metrics::Cluster;
 use crate::optim::Kind;
 use crate::run::{
-    Calibration, Estimate, Load, ModelShape, ReplayError, RunMemory, calibrate, check_world,
-    plan_data, search,
+    Calibration, Estimate, Load, ModelShape, RunMemory, calibrate, check_world, plan_data, search,
 };
 use crate::train::DeviceChoice;
 use clap::Args;
@@ -221,10 +220,7 @@ fn calibration(
     let Some(steps) = args.calibrate else { return Ok(None) };
     let folder = std::env::temp_dir();
     let measured = calibrate(config, steps, &folder, &SetupBars(logging));
-    measured.map(Some).map_err(|error| match error {
-        ReplayError::Run(error) => args.config.located(*error),
-        error => error.into(),
-    })
+    measured.map(Some).map_err(|error| args.config.located(error))
 }
 
 /// Every `distributed.shard` that the optimizer supports, and the size of its groups.

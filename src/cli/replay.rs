@@ -6,7 +6,7 @@ use super::progress::SetupBars;
 use super::stdout::stdout;
 use super::why::show_samples;
 use crate::config::RunConfig;
-use crate::run::{Replay, ReplayError, StageNorm, replay};
+use crate::run::{Replay, StageNorm, replay};
 use std::io::Write as _;
 
 /// Prints loss and gradient norm of the step, of its stages, and the losses of its rows.
@@ -16,10 +16,7 @@ pub(super) fn run(
     step: u64,
     logging: &Logging,
 ) -> anyhow::Result<()> {
-    let done = replay(config, step, &SetupBars(logging)).map_err(|error| match error {
-        ReplayError::Run(error) => args.located(*error),
-        error => error.into(),
-    })?;
+    let done = replay(config, step, &SetupBars(logging)).map_err(|error| args.located(error))?;
     let Replay { from_step, metrics, samples, stages } = done;
     let out = &mut stdout();
     let skipped = if metrics.skipped { ", not finite" } else { "" };

@@ -28,8 +28,7 @@ use crate::nn::WeightError;
 use crate::ops::failed_gpu_allocation;
 use crate::optim::{GroupError, OptimError};
 use crate::report::ReportError;
-use crate::run::verify::VerifyError;
-use crate::run::{AdapterError, DeviceError, ReplayError, RunError, SetupError};
+use crate::run::{AdapterError, DeviceError, RunError, SetupError};
 use crate::train::TrainError;
 use fault::{Fault, Hint};
 use rustix::io::Errno;
@@ -118,9 +117,9 @@ pub(super) fn fault<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e dyn Faul
         AdapterError, CacheError, CheckpointError, CollateError, ConfigError, ConvertError,
         DataConfigError, DeviceError, DistError, EncoderError, Failure, GroupError,
         HubError, ImageConfigError, JsonlError, LaunchError, LoaderError, ModelConfigError,
-        OptimError, OrderError, PathError, ReplayError, ReportError, RowTrouble,
+        OptimError, OrderError, PathError, ReportError, RowTrouble,
         RunError, SampleError, SetupError, SourceError, TokenizerError, TrainError,
-        UnpadError, ValueError, VerifyError, WeightError
+        UnpadError, ValueError, WeightError
     };
     known.or_else(|| Some(StdoutError::of(error)? as &dyn Fault))
 }
@@ -231,7 +230,7 @@ mod tests {
     #[test]
     fn an_error_inside_a_transparent_one_is_classified() {
         let step = TrainError::NonFiniteLoss { step: 3, loss: f64::NAN };
-        let (exit, hint) = outcome(&VerifyError::from(step).into());
+        let (exit, hint) = outcome(&RunError::from(step).into());
         assert_eq!(exit, Exit::Data);
         assert!(hint.unwrap().contains("optim.lr"));
     }
@@ -278,7 +277,7 @@ mod tests {
             let LoaderError::Trouble(row) = stopped else { panic!("{stopped}") };
             let in_eval = TrainError::Eval(Box::new(TrainError::Row(row.clone())));
             assert_eq!(exit_of(in_eval), exit);
-            assert_eq!(exit_of(VerifyError::Row(row)), exit);
+            assert_eq!(exit_of(RunError::Row(row)), exit);
             let cache = CacheError::Exhausted { source: Box::new(error) };
             assert_eq!(exit_of(cache), exit);
         }

@@ -6,7 +6,7 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::SetupBars;
 use super::stdout::stdout;
-use crate::run::verify::{Outcome, Report, RunPipeline, VerifyError, VerifyOptions, verify};
+use crate::run::verify::{Outcome, Report, RunPipeline, VerifyOptions, verify};
 use clap::Args;
 use std::io::Write as _;
 use std::num::NonZeroUsize;
@@ -36,10 +36,8 @@ pub(super) fn run(args: &VerifyArgs, logging: &Logging) -> anyhow::Result<()> {
         folder: output_dir.cloned().unwrap_or_else(std::env::temp_dir),
         observer: &SetupBars(logging),
     };
-    let report = verify(&config, &options, &RunPipeline).map_err(|error| match error {
-        VerifyError::Run(error) => args.config.located(*error),
-        error => error.into(),
-    })?;
+    let report =
+        verify(&config, &options, &RunPipeline).map_err(|error| args.config.located(error))?;
     if args.json {
         writeln!(stdout(), "{}", serde_json::to_string(&report)?)?;
     } else {

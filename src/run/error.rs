@@ -2,11 +2,12 @@
 
 use super::device::DeviceError;
 use super::setup_error::SetupError;
+use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
 use crate::config::{Change, ConfigError, LeftOut, ValueError};
 use crate::data::{
-    CacheError, DataConfigError, EncoderError, ImageConfigError, LoaderError, OrderError,
-    SourceError, VideoConfigError,
+    CacheError, CollateError, DataConfigError, EncoderError, ImageConfigError, LoaderError,
+    OrderError, RowTrouble, SourceError, VideoConfigError,
 };
 use crate::dist::DistError;
 use crate::metrics::JsonlError;
@@ -14,11 +15,11 @@ use crate::net::HttpError;
 use crate::net::hub::HubError;
 use crate::ops::AlgorithmTableError;
 use crate::optim::GroupError;
-use crate::train::TrainState;
+use crate::train::{TrainError, TrainState};
 use std::io;
 use std::path::PathBuf;
 
-/// The reason why a run cannot be assembled.
+/// The reason why a run cannot be assembled, verified or replayed.
 ///
 /// Where a config key is the cause, [`RunError::keys`] returns it.
 #[derive(Debug, thiserror::Error, fault::Fault)]
@@ -223,8 +224,39 @@ pub enum RunError {
     #[fault(from)]
     Ranks(#[from] DistError),
     #[error(transparent)]
+    #[fault(from)]
+    Train(#[from] TrainError),
+    #[error(transparent)]
+    #[fault(from)]
+    Row(#[from] RowTrouble),
+    #[error(transparent)]
+    #[fault(from)]
+    Collate(#[from] CollateError),
+    #[error(transparent)]
+    #[fault(from)]
+    Unpad(#[from] UnpadError),
+    #[error(transparent)]
     #[fault(exit = None)]
     Candle(#[from] candle_core::Error),
+    #[error("the run has no step {step}")]
+    #[fault(hint = "metrics.jsonl of the run has its steps")]
+    NoStep { step: u64 },
+    #[error("none of the {rejected} rows of an epoch can be used{first}")]
+    #[fault(exit = Data, hint = "repair the rows; the warnings above list them")]
+    NoRows {
+        rejected: usize,
+        /// The first rejection, after a colon.
+        first: String,
+    },
+    #[error("the {rows} rows have no supervised token")]
+    #[fault(
+        exit = Data,
+        hint = "choose more rows with `--rows`, or see which tokens are supervised with `inspect`"
+    )]
+    NoTargets { rows: usize },
+    #[error("temporary folder `{}`: {problem}", .folder.display())]
+    #[fault(exit = CannotWrite, hint = "free space there, or set TMPDIR to another folder")]
+    TemporaryFolder { folder: PathBuf, problem: io::Error },
 }
 
 /// Hint if `output_dir` cannot be written.

@@ -64,7 +64,7 @@ pub use plan_calibrate::{Calibration, calibrate};
 pub use plan_data::{DataPlan, plan_data};
 pub use plan_memory::{Load, RESERVED, RunMemory, Saving, advice};
 pub use plan_search::{Fit, search};
-pub use replay::{Replay, ReplayError, StageNorm, replay};
+pub use replay::{Replay, StageNorm, replay};
 pub use resume::Resume;
 pub use setup_error::SetupError;
 

@@ -3,7 +3,6 @@
 use super::build::{Run, RunOptions};
 use super::error::RunError;
 use super::observer::SetupObserver;
-use super::replay::ReplayError;
 use super::resume::Resume;
 use super::temporary::TemporaryFolder;
 use crate::config::RunConfig;
@@ -31,7 +30,7 @@ pub fn calibrate(
     steps: NonZeroU64,
     parent: &Path,
     observer: &dyn SetupObserver,
-) -> Result<Calibration, ReplayError> {
+) -> Result<Calibration, RunError> {
     let folder = TemporaryFolder::create(parent)
         .map_err(|(path, problem)| RunError::OutputFile { action: "create", path, problem })?;
     let mut config = config.clone();

@@ -11,7 +11,7 @@ use crate::config::RunConfig;
 use crate::dist::Distributed;
 use crate::files;
 use crate::metrics::{EvalMetrics, StepMetrics};
-use crate::train::{EvalConfig, Observer, OnNonFinite, StepSamples, TrainError};
+use crate::train::{EvalConfig, Observer, OnNonFinite, StepSamples};
 use serde::Serialize;
 
 /// A step that was trained again.
@@ -36,40 +36,13 @@ pub struct StageNorm {
     pub grad_norm: f64,
 }
 
-/// The reason why a step cannot be trained again.
-#[derive(Debug, thiserror::Error, fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
-pub enum ReplayError {
-    #[error(transparent)]
-    #[fault(from)]
-    Run(Box<RunError>),
-    #[error(transparent)]
-    #[fault(from)]
-    Train(Box<TrainError>),
-    #[error("the run has no step {step}")]
-    #[fault(exit = Usage, hint = "metrics.jsonl of the run has its steps")]
-    NoStep { step: u64 },
-}
-
-impl From<RunError> for ReplayError {
-    fn from(error: RunError) -> Self {
-        Self::Run(Box::new(error))
-    }
-}
-
-impl From<TrainError> for ReplayError {
-    fn from(error: TrainError) -> Self {
-        Self::Train(Box::new(error))
-    }
-}
-
 /// Trains `step` of the run of `config` again, from the newest checkpoint before it. Changes no
 /// file of the run.
 pub fn replay(
     config: &RunConfig,
     step: u64,
     observer: &dyn SetupObserver,
-) -> Result<Replay, ReplayError> {
+) -> Result<Replay, RunError> {
     let checkpoints = Checkpointer::new(&config.output_dir, &config.checkpoint);
     let steps = checkpoints.steps().map_err(RunError::from)?;
     let from = steps.into_iter().filter(|from| *from < step).max();
@@ -93,7 +66,7 @@ pub fn replay(
     let samples = files::read_to_string(folder.path().join("samples.jsonl")).unwrap_or_default();
     let samples = samples.lines().last().and_then(|line| serde_json::from_str(line).ok());
     let done = last.0.zip(samples).filter(|_| exists);
-    let (metrics, samples) = done.ok_or(ReplayError::NoStep { step })?;
+    let (metrics, samples) = done.ok_or(RunError::NoStep { step })?;
     Ok(Replay { from_step: from.unwrap_or(0), metrics, samples, stages: stage_norms(&run) })
 }
 

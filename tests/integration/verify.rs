@@ -12,9 +12,9 @@ use trainer::metrics::{ActivationMemory, PartWork};
 use trainer::models::{Model, ModelInput, RecomputePolicy, Tape, config_from_json};
 use trainer::nn::{KvCache, ParamSpec};
 use trainer::ops::{Flash, GradWrite, Matmul};
+use trainer::run::RunError;
 use trainer::run::verify::{
-    Layout, Outcome, Pipeline, Report, RunPipeline, StepLosses, VerifyError, VerifyOptions,
-    compare, run_step,
+    Layout, Outcome, Pipeline, Report, RunPipeline, StepLosses, VerifyOptions, compare, run_step,
 };
 use trainer::tape::{GradSink, Param};
 use trainer::train::StepRunner;
@@ -355,7 +355,7 @@ impl Pipeline for MeanOfMeans {
         &self,
         runner: &StepRunner,
         batches: Vec<VarlenBatch>,
-    ) -> std::result::Result<StepLosses, VerifyError> {
+    ) -> std::result::Result<StepLosses, RunError> {
         let count = batches.len() as f64;
         let mut all = StepLosses { loss: 0.0, micro_batches: Vec::new() };
         let mut sums: Vec<Tensor> = Vec::new();

@@ -2,12 +2,12 @@
 
 use super::derivative::{Derivative, MIN_LOSS, derivatives};
 use super::difference::{Measured, differences};
-use super::error::VerifyError;
 use super::layouts::{LaidOut, Layout, misplaced};
 use super::report::{Check, LayoutReport};
 use super::subject::Subject;
 use super::verification::{Reference, Verification};
 use crate::nn::{AdapterTensor, ParamSpec};
+use crate::run::RunError;
 use candle_core::Tensor;
 
 /// Bound of the difference of a slope of the loss from the gradient, relative.
@@ -76,7 +76,7 @@ impl Verification<'_> {
         &mut self,
         subject: &Subject,
         reference: &Reference,
-    ) -> Result<(), VerifyError> {
+    ) -> Result<(), RunError> {
         let sums = differences(&reference.gradients, &subject.runner)?;
         let (mut trained, mut without, mut unexpected, mut unchecked) = (0, vec![], vec![], 0);
         for (index, spec) in subject.specs.iter().enumerate() {
@@ -115,7 +115,7 @@ impl Verification<'_> {
         subject: &Subject,
         gradients: &[Option<Tensor>],
         loss: f64,
-    ) -> Result<(), VerifyError> {
+    ) -> Result<(), RunError> {
         let name = "gradients are derivatives of the loss, in f32";
         let is_dora = |spec: &ParamSpec| {
             matches!(AdapterTensor::of(&spec.name), Some((AdapterTensor::Magnitude, _)))

@@ -4,10 +4,10 @@
 //! of third order in `h`. Two values of `h` cancel these.
 
 use super::difference::forward;
-use super::error::VerifyError;
 use super::layouts::LaidOut;
 use super::pipeline::Pipeline;
 use super::subject::Subject;
+use crate::run::RunError;
 use candle_core::{Result, Tensor};
 
 /// The change of the loss that the smaller of the two steps aims at; at most a tenth of the loss.
@@ -32,7 +32,7 @@ pub(super) fn derivatives(
     gradients: &[Option<Tensor>],
     laid_out: &[LaidOut],
     (num_samples, loss): (usize, f64),
-) -> std::result::Result<Vec<Derivative>, VerifyError> {
+) -> std::result::Result<Vec<Derivative>, RunError> {
     let mut components: Vec<&'static str> = Vec::new();
     for spec in &subject.specs {
         if !components.contains(&spec.component.name) {
@@ -50,13 +50,13 @@ pub(super) fn derivatives(
         }
         let step = CHANGE.min(0.1 * loss) / (2.0 * norm);
         let slope = |distance: f64| {
-            let at = |distance: f64| -> std::result::Result<f64, VerifyError> {
+            let at = |distance: f64| -> std::result::Result<f64, RunError> {
                 let moved = Moved::along(subject, &trained, gradients, distance / norm)?;
                 let losses = forward(pipeline, &subject.runner, laid_out, num_samples);
                 moved.back()?;
                 Ok(losses?.loss)
             };
-            Ok::<_, VerifyError>((at(distance)? - at(-distance)?) / (2.0 * distance))
+            Ok::<_, RunError>((at(distance)? - at(-distance)?) / (2.0 * distance))
         };
         let (wide, narrow) = (slope(2.0 * step)?, slope(step)?);
         found.push(Derivative { component, norm, slope: (4.0 * narrow - wide) / 3.0 });

@@ -1,9 +1,9 @@
 //! Losses and gradients of a layout, and their differences from those of the reference.
 
-use super::error::VerifyError;
 use super::layouts::{LaidOut, Place};
 use super::pipeline::{Pipeline, RowLosses};
 use crate::batch::VarlenBatch;
+use crate::run::RunError;
 use crate::train::StepRunner;
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -37,7 +37,7 @@ pub(super) fn measure(
     runner: &StepRunner,
     laid_out: &[LaidOut],
     num_samples: usize,
-) -> std::result::Result<Measured, VerifyError> {
+) -> std::result::Result<Measured, RunError> {
     let batches: Vec<VarlenBatch> = laid_out.iter().map(|of| of.batch.clone()).collect();
     let step = pipeline.step(runner, batches)?;
     let mut samples = vec![SampleLosses::default(); num_samples];
@@ -53,7 +53,7 @@ pub(super) fn forward(
     runner: &StepRunner,
     laid_out: &[LaidOut],
     num_samples: usize,
-) -> std::result::Result<Measured, VerifyError> {
+) -> std::result::Result<Measured, RunError> {
     let mut samples = vec![SampleLosses::default(); num_samples];
     for LaidOut { batch, places } in laid_out {
         add(&mut samples, places, &pipeline.losses(runner, batch.clone())?);

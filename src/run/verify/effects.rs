@@ -2,13 +2,13 @@
 //! of other rows.
 
 use super::difference::{Measured, SampleLosses, forward};
-use super::error::VerifyError;
 use super::layouts::{LaidOut, Layout, Place, lay_out};
 use super::pipeline::Pipeline;
 use super::report::Check;
 use super::rows::Rows;
 use super::subject::Subject;
 use crate::batch::{EncodedSample, IGNORE_INDEX};
+use crate::run::RunError;
 use std::num::NonZeroU32;
 
 /// Factor by which the check of a stage changes its parameters.
@@ -23,7 +23,7 @@ pub(super) struct Effects<'a> {
 }
 
 impl Effects<'_> {
-    pub(super) fn checks(&self) -> Result<Vec<Check>, VerifyError> {
+    pub(super) fn checks(&self) -> Result<Vec<Check>, RunError> {
         let samples: Vec<EncodedSample> = self.rows.samples.iter().map(supervised).collect();
         let laid_out = self.packed(&samples)?;
         let before = self.forward(&laid_out, samples.len())?;
@@ -35,7 +35,7 @@ impl Effects<'_> {
         ])
     }
 
-    fn packed(&self, samples: &[EncodedSample]) -> Result<Vec<LaidOut>, VerifyError> {
+    fn packed(&self, samples: &[EncodedSample]) -> Result<Vec<LaidOut>, RunError> {
         let mut laid_out = lay_out(Layout::Packed, samples, self.rows, self.packing_length)?;
         let (batches, places): (Vec<_>, Vec<_>) =
             laid_out.drain(..).map(|of| (of.batch, of.places)).unzip();
@@ -44,7 +44,7 @@ impl Effects<'_> {
         Ok(batches.into_iter().zip(places).map(join).collect())
     }
 
-    fn forward(&self, laid_out: &[LaidOut], num_samples: usize) -> Result<Measured, VerifyError> {
+    fn forward(&self, laid_out: &[LaidOut], num_samples: usize) -> Result<Measured, RunError> {
         forward(self.pipeline, &self.subject.runner, laid_out, num_samples)
     }
 
@@ -67,7 +67,7 @@ impl Effects<'_> {
         samples: &[EncodedSample],
         laid_out: &[LaidOut],
         before: &Measured,
-    ) -> Result<Check, VerifyError> {
+    ) -> Result<Check, RunError> {
         let name = "a row does not affect other rows of its pack";
         let rows = laid_out.iter().flat_map(|of| of.places.chunk_by(|a, b| a.row == b.row));
         let shared: Vec<&[Place]> = rows.filter(|places| places.len() > 1).collect();
@@ -103,7 +103,7 @@ impl Effects<'_> {
     }
 
     /// Other pixels of an image or video change the loss of its row.
-    fn pixels(&self) -> Result<Check, VerifyError> {
+    fn pixels(&self) -> Result<Check, RunError> {
         let name = "the pixels of each row affect its loss";
         let samples = &self.rows.samples;
         let with_media = |sample: &&usize| !samples[**sample].media.is_empty();
@@ -133,7 +133,7 @@ impl Effects<'_> {
     }
 
     /// Other weights of a stage, trained or not, change the loss.
-    fn stages(&self) -> Result<Check, VerifyError> {
+    fn stages(&self) -> Result<Check, RunError> {
         let name = "every stage of the model affects the loss";
         let samples = &self.rows.samples;
         let has_media = samples.iter().position(|sample| !sample.media.is_empty());

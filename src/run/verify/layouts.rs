@@ -1,9 +1,9 @@
 //! The layouts in which a verification computes the same rows.
 
-use super::error::VerifyError;
 use super::rows::{Batched, Rows, loaded};
 use crate::batch::{EncodedSample, Pack, VarlenBatch};
 use crate::data::{LoaderOptions, Overlong, Packing, PackingStrategy, Rmpad, collate};
+use crate::run::RunError;
 use serde::Serialize;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::ops::Range;
@@ -67,7 +67,7 @@ pub(super) fn lay_out(
     samples: &[EncodedSample],
     rows: &Rows,
     packing_length: NonZeroU32,
-) -> Result<Vec<LaidOut>, VerifyError> {
+) -> Result<Vec<LaidOut>, RunError> {
     let options = &rows.options;
     let longest = samples.iter().map(EncodedSample::len).max().unwrap_or(1);
     let chunked = |sizes: &mut dyn Iterator<Item = usize>| {
@@ -79,7 +79,7 @@ pub(super) fn lay_out(
             rest.start = chunk.end;
             batches.push(one_pack(samples, chunk, options)?);
         }
-        Ok::<_, VerifyError>(batches)
+        Ok::<_, RunError>(batches)
     };
     let made = match layout {
         Layout::OneByOne => chunked(&mut std::iter::repeat(1))?,
@@ -128,7 +128,7 @@ fn one_pack(
     samples: &[EncodedSample],
     chunk: Range<usize>,
     options: &LoaderOptions,
-) -> Result<Batched, VerifyError> {
+) -> Result<Batched, RunError> {
     let pack = Pack { samples: samples[chunk.clone()].to_vec() };
     let batch = collate(vec![pack], options.pad_id, options.side, options.merge_size)?;
     Ok((batch.unpad()?, vec![chunk.collect()]))

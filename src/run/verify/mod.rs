@@ -10,7 +10,6 @@ mod checks;
 mod derivative;
 mod difference;
 mod effects;
-mod error;
 mod layouts;
 mod pipeline;
 mod report;
@@ -20,7 +19,6 @@ mod subject;
 mod table;
 mod verification;
 
-pub use error::VerifyError;
 pub use layouts::Layout;
 pub use pipeline::{Pipeline, RowLosses, RunPipeline, StepLosses, run_step};
 pub use report::{Check, Difference, LayoutReport, Outcome, Report, StageReport};

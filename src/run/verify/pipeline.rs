@@ -1,11 +1,11 @@
 //! The parts of a run that a verification tests.
 
-use super::error::VerifyError;
 use super::layouts::Layout;
 use crate::batch::VarlenBatch;
 use crate::loss::{TargetLosses, Targets, scores};
 use crate::models::Model;
 use crate::ops::GradWrite;
+use crate::run::RunError;
 use crate::tape::{GradSink, Param};
 use crate::train::{MicroBatches, StepRunner};
 use candle_core::Tensor;
@@ -24,16 +24,12 @@ pub trait Pipeline {
     }
 
     /// The losses of a step. Its gradients are in [`StepRunner::grads`] afterwards.
-    fn step(
-        &self,
-        runner: &StepRunner,
-        batches: Vec<VarlenBatch>,
-    ) -> Result<StepLosses, VerifyError> {
+    fn step(&self, runner: &StepRunner, batches: Vec<VarlenBatch>) -> Result<StepLosses, RunError> {
         run_step(runner, batches)
     }
 
     /// The losses of a micro-batch, from the forward pass alone.
-    fn losses(&self, runner: &StepRunner, batch: VarlenBatch) -> Result<RowLosses, VerifyError> {
+    fn losses(&self, runner: &StepRunner, batch: VarlenBatch) -> Result<RowLosses, RunError> {
         run_forward(runner, batch)
     }
 }
@@ -63,7 +59,7 @@ pub struct RowLosses {
 }
 
 /// A step as in training, without an update.
-pub fn run_step(runner: &StepRunner, batches: Vec<VarlenBatch>) -> Result<StepLosses, VerifyError> {
+pub fn run_step(runner: &StepRunner, batches: Vec<VarlenBatch>) -> Result<StepLosses, RunError> {
     let targets: Vec<Targets> = batches.iter().map(Targets::of).collect();
     let losses = runner.accumulate(runner.prepare(MicroBatches::from(batches))?, 1)?;
     let loss = losses.sum()? / losses.counts.target_weight;
@@ -78,7 +74,7 @@ pub fn run_step(runner: &StepRunner, batches: Vec<VarlenBatch>) -> Result<StepLo
 }
 
 /// The forward pass of training.
-fn run_forward(runner: &StepRunner, batch: VarlenBatch) -> Result<RowLosses, VerifyError> {
+fn run_forward(runner: &StepRunner, batch: VarlenBatch) -> Result<RowLosses, RunError> {
     let targets = Targets::of(&batch);
     let input = runner.model.upload(batch, runner.dtype, &runner.device)?;
     let (hidden, _) = runner.model.forward(&input, runner.recompute, &Untrained)?;

@@ -1,12 +1,12 @@
 //! A run that is stopped and resumed, compared with one that is not.
 
 use super::super::build::{Run, RunOptions};
-use super::error::VerifyError;
 use super::report::Check;
 use crate::checkpoint::Checkpointer;
 use crate::config::RunConfig;
 use crate::files;
 use crate::metrics::{EvalMetrics, StepMetrics};
+use crate::run::RunError;
 use crate::train::{EvalConfig, Observer};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -28,7 +28,7 @@ const MICRO_BATCHES: usize = 2;
 
 /// Trains a few steps of the config twice, once with a stop and a resume. Compares losses, gradient
 /// norms, weights, optimizer state and the position in the data, all to the bit.
-pub(super) fn resumed(config: &RunConfig, folder: &Path) -> Result<Check, VerifyError> {
+pub(super) fn resumed(config: &RunConfig, folder: &Path) -> Result<Check, RunError> {
     let mut config = config.clone();
     config.train.epochs = None;
     config.train.max_steps = NonZeroU64::new(STEPS);
@@ -64,7 +64,7 @@ pub(super) fn resumed(config: &RunConfig, folder: &Path) -> Result<Check, Verify
     }))
 }
 
-fn train(config: &RunConfig, steps: &mut Steps) -> Result<(), VerifyError> {
+fn train(config: &RunConfig, steps: &mut Steps) -> Result<(), RunError> {
     steps.stop = Arc::default();
     let options = RunOptions { stop: Arc::clone(&steps.stop), ..RunOptions::default() };
     Run::with_options(config, &options)?.train(steps)?;
@@ -95,9 +95,9 @@ impl Observer for Steps {
 }
 
 /// Digests of the tensor files and of the training state of the last checkpoint.
-fn files(config: &RunConfig) -> Result<BTreeMap<String, String>, VerifyError> {
+fn files(config: &RunConfig) -> Result<BTreeMap<String, String>, RunError> {
     let folder = Checkpointer::new(&config.output_dir, &config.checkpoint).step_folder(STEPS);
-    let problem = |problem| VerifyError::Folder { folder: folder.clone(), problem };
+    let problem = |problem| RunError::TemporaryFolder { folder: folder.clone(), problem };
     let mut digests = BTreeMap::new();
     for entry in std::fs::read_dir(&folder).map_err(problem)? {
         let entry = entry.map_err(problem)?;

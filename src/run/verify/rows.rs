@@ -2,7 +2,6 @@
 
 use super::super::inputs::{DataList, encoder, loader_options, open_data, order};
 use super::super::observer::SetupObserver;
-use super::error::VerifyError;
 use crate::batch::{EncodedSample, SampleId, VarlenBatch};
 use crate::config::RunConfig;
 use crate::data::{
@@ -30,7 +29,7 @@ impl Rows {
         config: &RunConfig,
         num: usize,
         observer: &dyn SetupObserver,
-    ) -> Result<Self, VerifyError> {
+    ) -> Result<Self, RunError> {
         let encoder = encoder(config)?;
         let data = open_data(config, DataList::Train, &encoder, observer)?;
         let options = loader_options(config, &encoder);
@@ -58,7 +57,7 @@ impl Rows {
             }
         }
         if rows.samples.is_empty() {
-            return Err(VerifyError::NoRows { rejected: rows.rejected, first });
+            return Err(RunError::NoRows { rejected: rows.rejected, first });
         }
         Ok(rows)
     }
@@ -71,7 +70,7 @@ pub(super) type Batched = (VarlenBatch, Vec<Vec<usize>>);
 pub(super) fn loaded(
     samples: &[EncodedSample],
     options: &LoaderOptions,
-) -> Result<Vec<Batched>, VerifyError> {
+) -> Result<Vec<Batched>, RunError> {
     let options = LoaderOptions { epochs: Some(NonZeroU64::MIN), max_rejected: 1.0, ..*options };
     let share = DatasetShare { rows: samples.len() as u64, weight: 1.0 };
     let order = Order::new(&[share], RowOrder::File, 0, [0; 32]).map_err(RunError::from)?;

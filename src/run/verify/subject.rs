@@ -5,7 +5,6 @@ use super::super::inputs::param_groups;
 use super::super::load_model::trainable;
 use super::super::runner::{rank_model, step_runner};
 use super::super::stages::stages;
-use super::error::VerifyError;
 use super::pipeline::Pipeline;
 use crate::config::RunConfig;
 use crate::models::Model;
@@ -35,7 +34,7 @@ impl Subject {
         config: &RunConfig,
         device: &Device,
         pipeline: &dyn Pipeline,
-    ) -> Result<Self, VerifyError> {
+    ) -> Result<Self, RunError> {
         let (open, _) = open_run_model(config, None, device)?;
         let groups = param_groups(config, &open)?;
         let trainable = trainable(&groups);

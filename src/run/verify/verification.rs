@@ -6,7 +6,6 @@ use super::super::observer::SetupObserver;
 use super::super::temporary::TemporaryFolder;
 use super::difference::{Measured, Sums, copy_gradients, differences, measure, rms};
 use super::effects::Effects;
-use super::error::VerifyError;
 use super::layouts::{LaidOut, Layout, lay_out, layouts};
 use super::pipeline::Pipeline;
 use super::report::{Check, Difference, LayoutReport, Outcome, Report, StageReport};
@@ -42,7 +41,7 @@ pub fn verify(
     config: &RunConfig,
     options: &VerifyOptions<'_>,
     pipeline: &dyn Pipeline,
-) -> Result<Report, VerifyError> {
+) -> Result<Report, RunError> {
     let folder = temporary_folder(&options.folder)?;
     let config = in_one_process(config, folder.path());
     let mut report = compare_in_folder(&config, options, pipeline)?;
@@ -62,7 +61,7 @@ pub fn compare(
     config: &RunConfig,
     options: &VerifyOptions<'_>,
     pipeline: &dyn Pipeline,
-) -> Result<Report, VerifyError> {
+) -> Result<Report, RunError> {
     let folder = temporary_folder(&options.folder)?;
     compare_in_folder(&in_one_process(config, folder.path()), options, pipeline)
 }
@@ -72,7 +71,7 @@ fn compare_in_folder(
     config: &RunConfig,
     options: &VerifyOptions<'_>,
     pipeline: &dyn Pipeline,
-) -> Result<Report, VerifyError> {
+) -> Result<Report, RunError> {
     check(config)?;
     let device = config.device.open().map_err(RunError::from)?;
     let rows = Rows::first(config, options.rows.get(), options.observer)?;
@@ -133,13 +132,13 @@ impl<'a> Verification<'a> {
         pipeline: &'a dyn Pipeline,
         rows: &'a Rows,
         device: &Device,
-    ) -> Result<Self, VerifyError> {
+    ) -> Result<Self, RunError> {
         let samples = &rows.samples;
         let targets = samples.iter().map(crate::batch::EncodedSample::num_targets).sum();
         if targets == 0 {
-            return Err(VerifyError::NoTargets { rows: samples.len() });
+            return Err(RunError::NoTargets { rows: samples.len() });
         }
-        let lay_out = |layout| -> Result<Vec<LaidOut>, VerifyError> {
+        let lay_out = |layout| -> Result<Vec<LaidOut>, RunError> {
             let laid_out = lay_out(layout, samples, rows, config.data.packing_length)?;
             let (batches, places): (Vec<_>, Vec<_>) =
                 laid_out.into_iter().map(|of| (of.batch, of.places)).unzip();
@@ -162,11 +161,11 @@ impl<'a> Verification<'a> {
             checks: Vec::new(),
         };
         let one_by_one = lay_out(Layout::OneByOne)?;
-        let others = others.collect::<Result<_, VerifyError>>()?;
+        let others = others.collect::<Result<_, RunError>>()?;
         Ok(Self { pipeline, rows, one_by_one, others, report })
     }
 
-    fn compare(&mut self, config: &RunConfig, device: &Device) -> Result<(), VerifyError> {
+    fn compare(&mut self, config: &RunConfig, device: &Device) -> Result<(), RunError> {
         let config = without_dropout(config);
         let (mut subject, reference) = self.reference(&config, device)?;
         self.check_gradients(&subject, &reference)?;
@@ -199,7 +198,7 @@ impl<'a> Verification<'a> {
         &mut self,
         config: &RunConfig,
         device: &Device,
-    ) -> Result<(Subject, Reference), VerifyError> {
+    ) -> Result<(Subject, Reference), RunError> {
         let in_f32 = {
             let mut config = config.clone();
             config.model.precision = Precision::F32;
@@ -247,7 +246,7 @@ impl<'a> Verification<'a> {
         Ok((subject, reference))
     }
 
-    fn one_by_one(&self, subject: &Subject) -> Result<Measured, VerifyError> {
+    fn one_by_one(&self, subject: &Subject) -> Result<Measured, RunError> {
         tracing::info!(dtype = ?subject.runner.dtype, "computing the rows one by one");
         measure(self.pipeline, &subject.runner, &self.one_by_one, self.rows.samples.len())
     }
@@ -259,7 +258,7 @@ impl<'a> Verification<'a> {
         subject: &Subject,
         laid_out: &[LaidOut],
         reference: &Reference,
-    ) -> Result<(), VerifyError> {
+    ) -> Result<(), RunError> {
         tracing::info!(layout = name, "computing the rows");
         let num_samples = self.rows.samples.len();
         let measured = measure(self.pipeline, &subject.runner, laid_out, num_samples)?;
@@ -320,7 +319,7 @@ fn joined(params: &[usize], sums: &[Option<Sums>]) -> Sums {
     joined
 }
 
-fn temporary_folder(parent: &Path) -> Result<TemporaryFolder, VerifyError> {
+fn temporary_folder(parent: &Path) -> Result<TemporaryFolder, RunError> {
     TemporaryFolder::create(parent)
-        .map_err(|(folder, problem)| VerifyError::Folder { folder, problem })
+        .map_err(|(folder, problem)| RunError::TemporaryFolder { folder, problem })
 }
