@@ -133,7 +133,7 @@ pub enum RunError {
         index: usize,
         /// Dotted key in the entry.
         key: String,
-        problem: SourceError,
+        problem: Box<SourceError>,
     },
     #[error("{file}: {unusable} of {measured} rows cannot be used. The first one: {first}")]
     #[fault(
@@ -225,7 +225,7 @@ pub enum RunError {
     Ranks(#[from] DistError),
     #[error(transparent)]
     #[fault(from)]
-    Train(#[from] TrainError),
+    Train(Box<TrainError>),
     #[error(transparent)]
     #[fault(from)]
     Row(#[from] RowTrouble),
@@ -265,6 +265,12 @@ const WRITABLE: &str = "set `output_dir` to a folder that you may write to";
 /// Hint if a table of algorithms cannot be used.
 pub(super) const MEASURE: &str =
     "measure it with `trainer bench --tune FILE --config CONFIG`, or remove `model.algorithms`";
+
+impl From<TrainError> for RunError {
+    fn from(error: TrainError) -> Self {
+        Self::Train(Box::new(error))
+    }
+}
 
 impl RunError {
     /// Whether the process or a disk failed while rows were read, so that nothing is known about

@@ -9,7 +9,7 @@ use crate::batch::PaddingSide;
 use crate::checkpoint::CheckpointError;
 use crate::config::RunConfig;
 use crate::data::{
-    Corpus, CorpusError, CorpusOptions, DataSet, DatasetConfig, DatasetInfo, DatasetShare, Encoder,
+    Corpus, CorpusOptions, DataSet, DatasetConfig, DatasetInfo, DatasetShare, Encoder,
     EncoderError, ImageConfig, ImageConfigError, JsonlRows, LoaderOptions, Mixture, Order, Purpose,
     Rmpad, SourceError, StepPacks, VideoConfigError,
 };
@@ -124,22 +124,19 @@ pub(super) fn of_data_set(
         datasets.iter().position(has).unwrap_or(0)
     };
     let (index, key) = match &problem {
-        SourceError::Read { path, .. } => (index(path), "path".to_owned()),
-        SourceError::File(error) => match error.config_path() {
-            Some(path) => (index(path), "path".to_owned()),
-            None => return problem.into(),
-        },
+        SourceError::Read { path, .. }
+        | SourceError::NoFiles { path, .. }
+        | SourceError::Mixed { path, .. }
+        | SourceError::Splits { path, .. } => (index(path), "path".to_owned()),
         SourceError::DatasetInfo { entry, .. } => {
             let has = |set: &DatasetConfig| set.dataset_info.as_ref() == Some(entry);
             (datasets.iter().position(has).unwrap_or(0), "dataset_info".to_owned())
         }
-        SourceError::Corpus(CorpusError::UnknownToken { path, key, .. }) => {
-            (index(path), format!("corpus.{key}"))
-        }
+        SourceError::UnknownToken { path, key, .. } => (index(path), format!("corpus.{key}")),
         // The file can be read, but its content is wrong: no config key is the cause.
         _ => return problem.into(),
     };
-    RunError::DataSet { list: name, index, key, problem }
+    RunError::DataSet { list: name, index, key, problem: Box::new(problem) }
 }
 
 /// The order of the rows in each epoch.

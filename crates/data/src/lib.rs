@@ -22,7 +22,7 @@ pub use config::{
 };
 pub use dataset::cached::{CachedRows, LengthSummary};
 pub use dataset::corpus::{
-    Corpus, CorpusConfig, CorpusError, CorpusOptions, Purpose, Sampling, Spacing, Windows,
+    Corpus, CorpusConfig, CorpusOptions, Purpose, Sampling, Spacing, Windows,
 };
 pub use dataset::mixture::{Mixture, StoppingStrategy};
 pub use dataset::order::{DatasetShare, Order, OrderError, RowOrder};
@@ -51,7 +51,7 @@ pub use packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
 pub use row::{Length, Rejection, RowTrouble, SampleIndex, SampleSize};
 pub use source::texts;
 pub use source::{
-    ColumnNames, DatasetInfo, DatasetInfoError, FileError, GroundingError, RowFile, RowForm,
-    RowRules, SampleError, SampleFault, SourceError, Trouble, UnknownKeys,
+    ColumnNames, DatasetInfo, DatasetInfoError, GroundingError, RowFile, RowForm, RowRules,
+    SampleError, SampleFault, SourceError, Trouble, UnknownKeys,
 };
 pub use tokenizer::TokenizerError;

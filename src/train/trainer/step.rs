@@ -100,7 +100,7 @@ impl Trainer {
                 if is_first {
                     tracing::error!(step, rows, "the rows with the highest losses of this step");
                 }
-                return Err(problem.into());
+                return Err(problem);
             }
             if is_first {
                 tracing::warn!(step, rows, in_a_row, "skipped a step: {problem}");

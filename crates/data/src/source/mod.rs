@@ -4,7 +4,6 @@
 mod column_names;
 mod dataset_info;
 pub(crate) mod error;
-mod file_error;
 pub(crate) mod files;
 mod grounding_error;
 mod raw_row;
@@ -19,7 +18,6 @@ pub use column_names::ColumnNames;
 pub use dataset_info::{DatasetInfo, DatasetInfoError};
 pub(crate) use error::AtRow;
 pub use error::{SampleError, SampleFault};
-pub use file_error::FileError;
 pub use grounding_error::GroundingError;
 pub use row_file::RowFile;
 pub(crate) use rows::MAX_TEXT_BYTES;

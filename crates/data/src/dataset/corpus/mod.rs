@@ -6,8 +6,7 @@
 
 pub(crate) mod config;
 mod documents;
-pub(crate) mod error;
-mod text;
+pub(crate) mod text;
 mod token_file;
 mod tokenise;
 pub(crate) mod windows;
@@ -21,7 +20,6 @@ use sha2::{Digest, Sha256};
 
 pub use config::{CorpusConfig, Sampling};
 use documents::{Pieces, Separators};
-pub use error::CorpusError;
 use token_file::TokenFile;
 use tokenise::tokens;
 pub use windows::{Spacing, Windows};
@@ -307,14 +305,14 @@ fn separators(
     path: &Path,
     config: &CorpusConfig,
     encoder: &Encoder,
-) -> Result<Separators, CorpusError> {
+) -> Result<Separators, SourceError> {
     let id = |key, token: &Option<String>| {
         let id = token.as_ref().map(|token| (token, encoder.token_id(token)));
         match id {
             None => Ok(None),
             Some((_, Some(id))) => Ok(Some(id)),
             Some((token, None)) => {
-                Err(CorpusError::UnknownToken { path: path.to_owned(), key, token: token.clone() })
+                Err(SourceError::UnknownToken { path: path.to_owned(), key, token: token.clone() })
             }
         }
     };
@@ -328,14 +326,14 @@ fn check_rejected(
     path: &Path,
     tokens: &TokenFile,
     options: &CorpusOptions,
-) -> Result<(), CorpusError> {
+) -> Result<(), SourceError> {
     let index = &tokens.index;
     let Some(first) = index.rejected.first() else { return Ok(()) };
     if options.on_error == OnError::Stop {
-        return Err(CorpusError::Rejected(Box::new(first.clone())));
+        return Err(SourceError::Rejected(Box::new(first.clone())));
     }
     if index.rejected.len() as f64 > options.max_rejected * index.num_texts as f64 {
-        return Err(CorpusError::TooManyRejected {
+        return Err(SourceError::TooManyRejected {
             path: path.to_owned(),
             rejected: index.rejected.len(),
             rows: index.num_texts,
@@ -351,7 +349,7 @@ fn rows(
     tokens: &TokenFile,
     config: &CorpusConfig,
     options: &CorpusOptions,
-) -> Result<Rows, CorpusError> {
+) -> Result<Rows, SourceError> {
     let path = path.to_owned();
     let index = &tokens.index;
     let num_tokens = index.num_tokens;
@@ -362,10 +360,10 @@ fn rows(
     let length = config.length.map_or(1, NonZeroU32::get);
     let Some(spacing) = config.spacing(lanes) else {
         if index.documents.is_empty() {
-            return Err(CorpusError::TooShort { path, tokens: 0, length, fewest: 2 });
+            return Err(SourceError::FewTokens { path, tokens: 0, length, fewest: 2 });
         }
         let pieces = Pieces::new(index.document_lengths(), options.split_at.map(NonZeroU32::get));
-        return pieces.map(Rows::Documents).ok_or(CorpusError::TooLarge { path });
+        return pieces.map(Rows::Documents).ok_or(SourceError::ManyTokens { path });
     };
     let spacing = match (options.purpose, spacing) {
         (Purpose::Eval, Spacing::Tiled | Spacing::Lanes(_)) => Spacing::Stride(length),
@@ -373,7 +371,7 @@ fn rows(
     };
     Windows::new(num_tokens, length, spacing)
         .map(Rows::Windows)
-        .map_err(|fewest| CorpusError::TooShort { path, tokens: num_tokens, length, fewest })
+        .map_err(|fewest| SourceError::FewTokens { path, tokens: num_tokens, length, fewest })
 }
 
 #[cfg(test)]

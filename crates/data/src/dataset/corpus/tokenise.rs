@@ -8,13 +8,12 @@ use rayon::prelude::*;
 use sha2::digest::generic_array::GenericArray;
 
 use super::documents::Separators;
-use super::error::CorpusError;
 use super::text::{self, Piece, TextFault};
 use super::token_file::{TokenFile, TokenWriter, TooManyTokens};
 use super::{CorpusOptions, Texts};
 use crate::encode::Encoder;
 use crate::row::Rejection;
-use crate::source::{AtRow, RowFile, SampleError, SampleFault};
+use crate::source::{AtRow, RowFile, SampleError, SampleFault, SourceError};
 use batch::SampleId;
 
 /// Number of texts that are tokenised in parallel before their tokens are written.
@@ -30,7 +29,7 @@ pub(super) fn tokens(
     options: &CorpusOptions,
     fingerprint: [u8; 32],
     progress: &dyn Fn(u64, u64),
-) -> Result<TokenFile, CorpusError> {
+) -> Result<TokenFile, SourceError> {
     let key = format!("{:x}", GenericArray::from(fingerprint));
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     let name = format!("{stem}-{}.tokens", &key[..16]);
@@ -42,7 +41,7 @@ pub(super) fn tokens(
     }
     let folder = options.cache.clone().unwrap_or_else(std::env::temp_dir);
     let failed =
-        |cause| CorpusError::Write { path: path.to_owned(), folder: folder.clone(), cause };
+        |cause| SourceError::WriteTokens { path: path.to_owned(), folder: folder.clone(), cause };
     tracing::info!(file = %path.display(), "tokenising a corpus");
     let mut writer = TokenWriter::create(&folder, separators, key).map_err(failed)?;
     match texts {
@@ -63,14 +62,14 @@ enum Fault {
 }
 
 impl Fault {
-    fn of(self, path: &Path, folder: &Path) -> CorpusError {
+    fn of(self, path: &Path, folder: &Path) -> SourceError {
         let (path, folder) = (path.to_owned(), folder.to_owned());
         match self {
-            Self::Read(cause) => CorpusError::Read { path, cause },
-            Self::Write(cause) => CorpusError::Write { path, folder, cause },
-            Self::Utf8(line) => CorpusError::Utf8 { path, line },
-            Self::TooLarge => CorpusError::TooLarge { path },
-            Self::Text(error) => CorpusError::Rejected(Box::new(Rejection::of(&error))),
+            Self::Read(cause) => SourceError::ReadText { path, cause },
+            Self::Write(cause) => SourceError::WriteTokens { path, folder, cause },
+            Self::Utf8(line) => SourceError::NotUtf8 { path, line },
+            Self::TooLarge => SourceError::ManyTokens { path },
+            Self::Text(error) => SourceError::Rejected(Box::new(Rejection::of(&error))),
         }
     }
 }

@@ -18,7 +18,6 @@ use memmap2::Mmap;
 use super::chunks::FileChunks;
 use super::columns;
 use super::damage::{MAX_ROWS, guarded};
-use crate::source::file_error::FileError;
 use crate::source::raw_row::RawRow;
 use crate::source::source_error::SourceError;
 
@@ -73,7 +72,7 @@ impl ArrowRows {
             Layout::File => Self::open_file(&map),
             Layout::Stream => Self::open_stream(&map),
         });
-        let rows = opened.map_err(|problem| FileError::broken(path, FORMAT, &problem))?;
+        let rows = opened.map_err(|problem| SourceError::broken(path, FORMAT, &problem))?;
         columns::check(path, &rows.0)?;
         Ok(rows.1)
     }

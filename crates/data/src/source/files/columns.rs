@@ -16,8 +16,8 @@ use arrow_schema::{DataType, Field, Schema, TimeUnit};
 use serde_json::{Map, Number, Value};
 
 use crate::json;
-use crate::source::file_error::FileError;
 use crate::source::raw_row::RawRow;
+use crate::source::source_error::SourceError;
 
 /// Columns of text in which a JSON list or object is parsed as that value.
 const JSON_COLUMNS: [&str; 11] = [
@@ -41,15 +41,15 @@ pub(super) fn json_cell(column: &str, text: &str) -> Option<Value> {
 }
 
 /// Checks that every column has JSON values.
-pub(super) fn check(path: &Path, schema: &Schema) -> Result<(), FileError> {
+pub(super) fn check(path: &Path, schema: &Schema) -> Result<(), SourceError> {
     for field in schema.fields() {
         check_field(path, field.name(), field)?;
     }
     Ok(())
 }
 
-fn check_field(path: &Path, column: &str, field: &Field) -> Result<(), FileError> {
-    check_type(field.data_type(), column).map_err(|(column, found)| FileError::Column {
+fn check_field(path: &Path, column: &str, field: &Field) -> Result<(), SourceError> {
+    check_type(field.data_type(), column).map_err(|(column, found)| SourceError::Column {
         path: path.to_owned(),
         column,
         found,

@@ -9,7 +9,6 @@ use serde_json::{Map, Value};
 
 use super::columns::json_cell;
 use super::index::{Hashing, RowIndex};
-use crate::source::file_error::FileError;
 use crate::source::raw_row::RawRow;
 use crate::source::source_error::SourceError;
 
@@ -61,17 +60,17 @@ impl Header {
         let mut record = ByteRecord::new();
         let read = reader(delimiter, input).read_byte_record(&mut record);
         read.map_err(|error| failed(path, error))?;
-        let fault = |problem: String| FileError::Header { path: path.to_owned(), problem };
+        let fault = |problem: String| SourceError::Header { path: path.to_owned(), problem };
         let (mut names, mut seen) = (Vec::new(), HashSet::new());
         for (column, cell) in (1..).zip(&record) {
             let name = std::str::from_utf8(cell)
                 .map_err(|_| fault(format!("the name of column {column} is not UTF-8")))?;
             let name = name.trim_start_matches('\u{feff}').trim();
             if name.is_empty() {
-                return Err(fault(format!("column {column} has no name")).into());
+                return Err(fault(format!("column {column} has no name")));
             }
             if !seen.insert(name) {
-                return Err(fault(format!("two columns have the name `{name}`")).into());
+                return Err(fault(format!("two columns have the name `{name}`")));
             }
             names.push(name.to_owned());
         }
@@ -143,7 +142,7 @@ fn failed(path: &Path, error: csv::Error) -> SourceError {
     let problem = error.to_string();
     match error.into_kind() {
         csv::ErrorKind::Io(cause) => SourceError::Read { path: path.to_owned(), cause },
-        _ => FileError::broken(path, "CSV", &problem).into(),
+        _ => SourceError::broken(path, "CSV", &problem),
     }
 }
 

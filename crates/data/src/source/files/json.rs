@@ -6,7 +6,7 @@ use std::path::Path;
 use sha2::{Digest, Sha256};
 
 use super::index::RowIndex;
-use crate::source::file_error::FileError;
+use crate::source::source_error::SourceError;
 
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
@@ -64,7 +64,11 @@ pub(super) fn scan_array(path: &Path, mut reader: impl BufRead) -> Result<Array,
     let mut offset = 0u64;
     let mut scan = Scan::default();
     let broken = |rows: usize, problem: &str| {
-        ArrayError::File(FileError::broken(path, "a JSON array", &format!("{problem} row {rows}")))
+        ArrayError::File(SourceError::broken(
+            path,
+            "a JSON array",
+            &format!("{problem} row {rows}"),
+        ))
     };
     loop {
         let chunk = reader.fill_buf().map_err(ArrayError::Read)?;
@@ -94,7 +98,7 @@ pub(super) fn scan_array(path: &Path, mut reader: impl BufRead) -> Result<Array,
 #[derive(Debug)]
 pub(super) enum ArrayError {
     Read(io::Error),
-    File(FileError),
+    File(SourceError),
 }
 
 /// Where a scan is.

@@ -9,7 +9,6 @@ use std::path::{Component, Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::source::file_error::FileError;
 use crate::source::source_error::SourceError;
 
 /// Extensions of the data files of a folder, without that of the compression.
@@ -64,7 +63,7 @@ fn is_pattern(path: &Path) -> bool {
 }
 
 fn of_pattern(path: &Path) -> Result<Vec<PathBuf>, SourceError> {
-    let none = |searched: String| FileError::NoFiles { path: path.to_owned(), searched };
+    let none = |searched: String| SourceError::NoFiles { path: path.to_owned(), searched };
     let pattern = path.to_string_lossy();
     let found =
         glob::glob(&pattern).map_err(|error| none(format!("the pattern is invalid: {error}")))?;
@@ -79,7 +78,7 @@ fn of_pattern(path: &Path) -> Result<Vec<PathBuf>, SourceError> {
         }
     }
     if files.is_empty() {
-        return Err(none("the pattern matches no file".to_owned()).into());
+        return Err(none("the pattern matches no file".to_owned()));
     }
     files.sort_by(|one, other| natural_order(one, other));
     Ok(files)
@@ -105,16 +104,16 @@ fn of_folder(folder: &Path) -> Result<Vec<PathBuf>, SourceError> {
     let path = folder.to_owned();
     if files.is_empty() {
         let searched = format!("its files do not end in .{}", EXTENSIONS.join(", ."));
-        return Err(FileError::NoFiles { path, searched }.into());
+        return Err(SourceError::NoFiles { path, searched });
     }
     if extensions.len() > 1 {
         let found: Vec<String> = extensions.iter().map(|of| format!(".{of}")).collect();
-        return Err(FileError::Mixed { path, found: found.join(", ") }.into());
+        return Err(SourceError::Mixed { path, found: found.join(", ") });
     }
     let splits: BTreeSet<String> = files.iter().filter_map(|file| split_of(file)).collect();
     if splits.len() > 1 {
         let splits = splits.into_iter().collect::<Vec<_>>().join(", ");
-        return Err(FileError::Splits { path, splits }.into());
+        return Err(SourceError::Splits { path, splits });
     }
     files.sort_by(|one, other| natural_order(one, other));
     Ok(files)
@@ -144,7 +143,7 @@ fn of_saved_dataset(folder: &Path) -> Result<Option<Vec<PathBuf>>, SourceError> 
             return of_saved_dataset(&folder.join(split));
         }
         let splits = splits.join(", ");
-        return Err(FileError::Splits { path: folder.to_owned(), splits }.into());
+        return Err(SourceError::Splits { path: folder.to_owned(), splits });
     }
     let Some(state) = json(&folder.join("state.json"))? else { return Ok(None) };
     let Some(files) = state["_data_files"].as_array() else { return Ok(None) };
@@ -152,12 +151,12 @@ fn of_saved_dataset(folder: &Path) -> Result<Option<Vec<PathBuf>>, SourceError> 
     let files: Vec<PathBuf> = files.collect();
     if files.is_empty() {
         let searched = "`_data_files` of its state.json is empty".to_owned();
-        return Err(FileError::NoFiles { path: folder.to_owned(), searched }.into());
+        return Err(SourceError::NoFiles { path: folder.to_owned(), searched });
     }
     if state["_indices_data_files"].as_array().is_some_and(|files| !files.is_empty()) {
         let problem =
             "its rows are selected by an index file: call `flatten_indices` before `save_to_disk`";
-        return Err(FileError::broken(folder, "a folder written by `datasets`", problem).into());
+        return Err(SourceError::broken(folder, "a folder written by `datasets`", problem));
     }
     Ok(Some(files))
 }
@@ -169,7 +168,7 @@ fn json(path: &Path) -> Result<Option<Value>, SourceError> {
         file => file.map_err(|cause| SourceError::Read { path: path.to_owned(), cause })?,
     };
     let value = serde_json::from_reader(io::BufReader::new(file));
-    let value = value.map_err(|error| FileError::broken(path, "JSON metadata", &error))?;
+    let value = value.map_err(|error| SourceError::broken(path, "JSON metadata", &error))?;
     Ok(Some(value))
 }
 

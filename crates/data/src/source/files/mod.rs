@@ -351,6 +351,6 @@ fn array(
             Ok((index.map_err(unreadable)?, Syntax::Line))
         }
         Err(json::ArrayError::Read(cause)) => Err(unreadable(cause)),
-        Err(json::ArrayError::File(error)) => Err(error.into()),
+        Err(json::ArrayError::File(error)) => Err(error),
     }
 }

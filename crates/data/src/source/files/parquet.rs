@@ -26,7 +26,6 @@ use parquet::file::reader::{ChunkReader, Length};
 use super::chunks::FileChunks;
 use super::columns;
 use super::damage::{MAX_DEPTH, MAX_ROWS, depth, guarded};
-use crate::source::file_error::FileError;
 use crate::source::raw_row::RawRow;
 use crate::source::source_error::SourceError;
 
@@ -71,13 +70,13 @@ impl ParquetRows {
             file.read_exact_at(&mut end, num_bytes - 8).map_err(unreadable)?;
         }
         if end.ends_with(b"PARE") {
-            return Err(FileError::Encrypted { path: path.to_owned() }.into());
+            return Err(SourceError::Encrypted { path: path.to_owned() });
         }
         if num_bytes < 12 || !end.ends_with(b"PAR1") {
             let problem = "it does not end with a footer: the file is truncated";
-            return Err(FileError::broken(path, FORMAT, problem).into());
+            return Err(SourceError::broken(path, FORMAT, problem));
         }
-        let broken = |problem: &str| FileError::broken(path, FORMAT, problem);
+        let broken = |problem: &str| SourceError::broken(path, FORMAT, problem);
         let length = u64::from(u32::from_le_bytes([end[0], end[1], end[2], end[3]]));
         let start = (num_bytes - 8).checked_sub(length);
         let start =
@@ -86,7 +85,7 @@ impl ParquetRows {
         file.read_exact_at(&mut footer, start).map_err(unreadable)?;
         if depth(&footer).is_some_and(|depth| depth > MAX_DEPTH) {
             let problem = format!("its schema has more than {MAX_DEPTH} levels");
-            return Err(broken(&problem).into());
+            return Err(broken(&problem));
         }
         let input = Input { file, num_bytes };
         let options = ArrowReaderOptions::new()
@@ -96,7 +95,7 @@ impl ParquetRows {
             ArrowReaderMetadata::load(&input, options).map_err(|error| {
                 let problem = error.to_string();
                 if problem.to_lowercase().contains("encrypt") {
-                    return FileError::Encrypted { path: path.to_owned() };
+                    return SourceError::Encrypted { path: path.to_owned() };
                 }
                 broken(&format!("its footer cannot be read: {problem}"))
             })
@@ -106,13 +105,13 @@ impl ParquetRows {
         let groups = metadata.metadata().row_groups();
         let rows = groups.iter().map(|group| group.num_rows().max(0) as u128).sum::<u128>();
         if rows > MAX_ROWS as u128 {
-            return Err(broken(&format!("it declares {rows} rows, more than {MAX_ROWS}")).into());
+            return Err(broken(&format!("it declares {rows} rows, more than {MAX_ROWS}")));
         }
         let is_short = |group: &RowGroupMetaData| {
             group.columns().iter().any(|column| column.num_values() < group.num_rows())
         };
         if groups.iter().any(is_short) {
-            return Err(broken("a row group declares more rows than a column has values").into());
+            return Err(broken("a row group declares more rows than a column has values"));
         }
         let chunks = guarded(broken, || Ok(chunks(metadata.metadata())))?;
         let num_rows = chunks.last().map_or(0, |last| last.first + last.rows);
@@ -152,16 +151,16 @@ impl ParquetRows {
     pub(super) fn write_arrow(
         &self,
         file: &File,
-        failed: &dyn Fn(io::Error) -> FileError,
-    ) -> Result<(), FileError> {
+        failed: &dyn Fn(io::Error) -> SourceError,
+    ) -> Result<(), SourceError> {
         let broken = |error: ArrowError| match error {
             ArrowError::IoError(_, cause) => failed(cause),
-            error => FileError::broken(&self.path, FORMAT, &error),
+            error => SourceError::broken(&self.path, FORMAT, &error),
         };
         let rows = self.chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(1);
         let (input, metadata) = (self.input.clone(), self.metadata.clone());
         let builder = ParquetRecordBatchReaderBuilder::new_with_metadata(input, metadata);
-        let damaged = |problem: &str| FileError::broken(&self.path, FORMAT, problem);
+        let damaged = |problem: &str| SourceError::broken(&self.path, FORMAT, problem);
         guarded(damaged, || {
             let reader = builder.with_batch_size(rows).build();
             let reader = reader.map_err(|error| broken(error.into()))?;
@@ -198,14 +197,14 @@ impl ParquetRows {
 }
 
 /// Refuses compressions that need crates which this program does not have.
-fn check_compression(path: &Path, metadata: &ParquetMetaData) -> Result<(), FileError> {
+fn check_compression(path: &Path, metadata: &ParquetMetaData) -> Result<(), SourceError> {
     for column in metadata.row_groups().iter().flat_map(RowGroupMetaData::columns) {
         let name = match column.compression() {
             Compression::BROTLI(_) => "Brotli",
             Compression::LZO => "LZO",
             _ => continue,
         };
-        return Err(FileError::Format {
+        return Err(SourceError::Format {
             path: path.to_owned(),
             found: format!(
                 "a Parquet file whose column `{}` is compressed with {name}",

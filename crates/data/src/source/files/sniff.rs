@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use crate::source::file_error::FileError;
+use crate::source::source_error::SourceError;
 
 /// Number of bytes at the beginning of a file that are enough to recognise it.
 pub(super) const HEAD_BYTES: usize = 4096;
@@ -63,14 +63,14 @@ pub(super) fn compression(head: &[u8]) -> Option<Compression> {
 
 /// Returns the format of the file at `path` that begins with `head`. `name` has the extension that
 /// counts: for a compressed file, the one before `.gz` or `.zst`.
-pub(super) fn format(path: &Path, name: &Path, head: &[u8]) -> Result<Format, FileError> {
+pub(super) fn format(path: &Path, name: &Path, head: &[u8]) -> Result<Format, SourceError> {
     let extension = name.extension().and_then(|ending| ending.to_str()).unwrap_or_default();
     let extension = extension.to_ascii_lowercase();
     if head.starts_with(b"PAR1") {
         return Ok(Format::Parquet);
     }
     if head.starts_with(b"PARE") {
-        return Err(FileError::Encrypted { path: path.to_owned() });
+        return Err(SourceError::Encrypted { path: path.to_owned() });
     }
     if head.starts_with(b"ARROW1") {
         return Ok(Format::ArrowFile);
@@ -94,14 +94,14 @@ pub(super) fn format(path: &Path, name: &Path, head: &[u8]) -> Result<Format, Fi
 }
 
 /// The error for a file that is certainly not rows in text.
-fn not_rows(path: &Path, extension: &str, head: &[u8]) -> Option<FileError> {
+fn not_rows(path: &Path, extension: &str, head: &[u8]) -> Option<SourceError> {
     if let Some(rest) = head.strip_prefix(b"version https://git-lfs.github.com/spec") {
         let rest = String::from_utf8_lossy(rest);
         let bytes = rest.lines().find_map(|line| line.strip_prefix("size ")).unwrap_or("unknown");
-        return Some(FileError::LfsPointer { path: path.to_owned(), bytes: bytes.to_owned() });
+        return Some(SourceError::LfsPointer { path: path.to_owned(), bytes: bytes.to_owned() });
     }
     let error = |found: String, expected, hint| {
-        Some(FileError::Format { path: path.to_owned(), found, expected, hint })
+        Some(SourceError::Format { path: path.to_owned(), found, expected, hint })
     };
     let other = OTHERS.iter().find(|(magic, _)| head.starts_with(magic));
     // a text file may have a broken row

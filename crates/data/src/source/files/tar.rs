@@ -10,7 +10,6 @@ use tar::{Archive, Entry};
 
 use super::index::{Hashing, RowIndex};
 use crate::json;
-use crate::source::file_error::FileError;
 use crate::source::raw_row::RawRow;
 use crate::source::rows::{IMAGE_ENDINGS, VIDEO_ENDINGS, is_row};
 use crate::source::source_error::SourceError;
@@ -29,7 +28,7 @@ const BLOCK: u64 = 512;
 pub(super) fn scan(path: &Path, input: impl Read) -> Result<RowIndex, SourceError> {
     let broken = |rows: usize| {
         move |error: io::Error| {
-            FileError::broken(path, "a tar archive", &format!("after row {rows}: {error}"))
+            SourceError::broken(path, "a tar archive", &format!("after row {rows}: {error}"))
         }
     };
     let mut archive = Archive::new(Hashing::new(input));
@@ -50,7 +49,7 @@ pub(super) fn scan(path: &Path, input: impl Read) -> Result<RowIndex, SourceErro
     let (num_bytes, sha256) =
         finished.map_err(|cause| SourceError::Read { path: path.to_owned(), cause })?;
     if num_bytes < end {
-        return Err(broken(index.len())(io::ErrorKind::UnexpectedEof.into()).into());
+        return Err(broken(index.len())(io::ErrorKind::UnexpectedEof.into()));
     }
     Ok(index.finish(num_bytes, sha256))
 }

@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::sniff::Compression;
 use crate::checksums::{has_sums, write_sums};
-use crate::source::file_error::FileError;
+use crate::source::source_error::SourceError;
 use crate::source::stamp::Stamp;
 
 /// Folder in the cache folder.
@@ -37,7 +37,7 @@ pub(super) struct Packed<'a> {
 
 impl Packed<'_> {
     /// Returns the unpacked content of `file`, which is the file at the path.
-    pub(super) fn unpack(self, file: &File, compression: Compression) -> Result<File, FileError> {
+    pub(super) fn unpack(self, file: &File, compression: Compression) -> Result<File, SourceError> {
         self.store("unpacking a compressed data file", "", |unpacked, failed| {
             copy(self.path, file, compression, unpacked, failed)
         })
@@ -50,12 +50,12 @@ impl Packed<'_> {
         self,
         why: &str,
         ending: &str,
-        write: impl FnOnce(&File, &dyn Fn(io::Error) -> FileError) -> Result<(), FileError>,
-    ) -> Result<File, FileError> {
+        write: impl FnOnce(&File, &dyn Fn(io::Error) -> SourceError) -> Result<(), SourceError>,
+    ) -> Result<File, SourceError> {
         let Self { path, stamp, is_settled, cache } = self;
         let folder = cache.map_or_else(std::env::temp_dir, |cache| cache.join(FOLDER));
         let failed =
-            |cause| FileError::Unpack { path: path.to_owned(), folder: folder.clone(), cause };
+            |cause| SourceError::Unpack { path: path.to_owned(), folder: folder.clone(), cause };
         let target = folder.join(format!("{}{ending}", name(path, stamp)));
         if cache.is_some()
             && is_settled
@@ -160,8 +160,8 @@ fn copy(
     file: &File,
     compression: Compression,
     unpacked: &File,
-    failed: &dyn Fn(io::Error) -> FileError,
-) -> Result<(), FileError> {
+    failed: &dyn Fn(io::Error) -> SourceError,
+) -> Result<(), SourceError> {
     let (mut reader, format): (Box<dyn Read>, _) = match compression {
         Compression::Gzip => {
             (Box::new(MultiGzDecoder::new(BufReader::with_capacity(1 << 18, file))), "gzip data")
@@ -172,7 +172,7 @@ fn copy(
     let mut buffer = vec![0; 1 << 18];
     loop {
         let num_read = reader.read(&mut buffer).map_err(|error| {
-            FileError::broken(path, format, &format!("cannot be unpacked: {error}"))
+            SourceError::broken(path, format, &format!("cannot be unpacked: {error}"))
         })?;
         if num_read == 0 {
             return writer.flush().map_err(failed);
