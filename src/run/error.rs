@@ -6,8 +6,8 @@ use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
 use crate::config::{Change, ConfigError, LeftOut, ValueError};
 use crate::data::{
-    CacheError, CollateError, DataConfigError, EncoderError, ImageConfigError, LoaderError,
-    OrderError, RowTrouble, SourceError, VideoConfigError,
+    CacheError, CollateError, DataConfigError, EncoderError, LoaderError, OrderError, RowTrouble,
+    SourceError,
 };
 use crate::dist::DistError;
 use crate::metrics::JsonlError;
@@ -106,14 +106,14 @@ pub enum RunError {
     ImageSetting {
         /// Key in `data.image`.
         key: &'static str,
-        problem: ImageConfigError,
+        problem: EncoderError,
     },
     #[error("{problem}")]
     #[fault(exit = Usage, from = problem)]
     VideoSetting {
         /// Key in `data.video`.
         key: &'static str,
-        problem: VideoConfigError,
+        problem: EncoderError,
     },
     #[error("`{key}`: {problem}")]
     #[fault(from = problem)]

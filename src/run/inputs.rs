@@ -10,8 +10,8 @@ use crate::checkpoint::CheckpointError;
 use crate::config::RunConfig;
 use crate::data::{
     Corpus, CorpusOptions, DataSet, DatasetConfig, DatasetInfo, DatasetShare, Encoder,
-    EncoderError, ImageConfig, ImageConfigError, JsonlRows, LoaderOptions, Mixture, Order, Purpose,
-    Rmpad, SourceError, StepPacks, VideoConfigError,
+    EncoderError, ImageConfig, JsonlRows, LoaderOptions, Mixture, Order, Purpose, Rmpad,
+    SourceError, StepPacks,
 };
 use crate::net::UrlImages;
 use crate::optim::{GroupError, ParamGroups};
@@ -46,7 +46,7 @@ pub(crate) fn encoder(config: &RunConfig) -> Result<Arc<Encoder>, RunError> {
         encoder.with_loss_scale(data.loss_scale).with_empty_thoughts(data.train_empty_think)
     });
     let encoder = encoder.map_err(|error| match error {
-        EncoderError::Image(problem @ ImageConfigError::Budget { .. })
+        problem @ EncoderError::ImagePixels { .. }
             if min_pixels.or(max_pixels).is_some() || max_tokens.is_some() =>
         {
             let key = match (min_pixels, max_pixels) {
@@ -56,9 +56,7 @@ pub(crate) fn encoder(config: &RunConfig) -> Result<Arc<Encoder>, RunError> {
             };
             RunError::ImageSetting { key, problem }
         }
-        EncoderError::Video(problem @ VideoConfigError::Setting { key, .. }) => {
-            RunError::VideoSetting { key, problem }
-        }
+        problem @ EncoderError::VideoSetting { key, .. } => RunError::VideoSetting { key, problem },
         error => error.into(),
     })?;
     let Some(limits) = data.url.limits().filter(|_| data.allow_urls) else {

@@ -36,7 +36,7 @@ pub enum TrainError {
     Row(#[from] RowTrouble),
     #[error(transparent)]
     #[fault(from)]
-    Sample(#[from] SampleError),
+    Sample(Box<SampleError>),
     #[error(transparent)]
     #[fault(from)]
     Collate(#[from] CollateError),

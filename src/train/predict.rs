@@ -77,8 +77,8 @@ impl Predictor<'_> {
     /// weights.
     pub fn answer(&self, row: SampleIndex) -> Result<Option<Prediction>, TrainError> {
         let answers = self.answers(&[row], &mut |_| ControlFlow::Continue(()))?;
-        let answer = answers.and_then(|mut answers| answers.pop());
-        Ok(answer.transpose()?.flatten())
+        let answer = answers.and_then(|mut answers| answers.pop()).transpose();
+        Ok(answer.map_err(|error| TrainError::Sample(Box::new(error)))?.flatten())
     }
 
     /// Answers rows, `eval.generate.batch` at the same time: `None` for a row of a corpus, and the

@@ -1,11 +1,11 @@
 //! Encodings of whole rows compared with transformers, and tests of which tokens are targets.
 
-use fault::Fault;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use fault::Fault;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;

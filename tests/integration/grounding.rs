@@ -1,8 +1,8 @@
 //! Boxes and names of objects: their text, their rejections, and the page that shows them.
 
-use fault::Fault;
 use std::path::Path;
 
+use fault::Fault;
 use serde_json::{Value, json};
 use trainer::batch::EncodedSample;
 use trainer::data::{Length, RowFile, RowRules, SampleError};

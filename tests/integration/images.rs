@@ -3,7 +3,6 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
-use fault::Fault;
 use std::error::Error as _;
 use std::fs;
 use std::io::Write as _;
@@ -11,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use base64::Engine as _;
+use fault::Fault;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 use trainer::batch::{MediaRef, MediaSource, VideoLimits, VideoRef};

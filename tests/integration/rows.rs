@@ -4,12 +4,12 @@
 //! `message` of the rejection. `rules` are those of the data set. `weights` and `thoughts` are those
 //! of the assistant turns. `scripts/golden/row_cases.py` encodes the plain rows with transformers.
 
-use fault::Fault;
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use fault::Fault;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;

@@ -1,10 +1,10 @@
 //! Which tokens are supervised, and with which weight: thoughts, weights of turns and
 //! `data.loss_scale`.
 
-use fault::Fault;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
+use fault::Fault;
 use serde_json::{Value, json};
 use trainer::batch::{EncodedSample, IGNORE_INDEX, Sample};
 use trainer::data::{Encoder, ImageConfig, KeptEnd, Length, LossScale, RowFile, TruncationRule};

@@ -41,12 +41,9 @@ pub use loader::error::{LoaderError, RejectedCounts, length_hint};
 pub use loader::plan::{Plan, first_epoch_packs, plan};
 pub use loader::share::LoaderShare;
 pub use loader::steps::{DataState, LoaderOptions, Rmpad, StepData};
-pub use media::image::{
-    ImageConfig, ImageConfigError, ImageError, ImageProcessor, ImageSize, Pixels, UrlConfig,
-};
-pub use media::video::{VideoConfig, VideoConfigError, VideoError, VideoProcessor};
+pub use media::image::{ImageConfig, ImageError, ImageProcessor, ImageSize, Pixels, UrlConfig};
+pub use media::video::{VideoConfig, VideoError, VideoProcessor};
 pub use media::{image, video};
-pub use model_file::ModelFileError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
 pub use row::{Length, Rejection, RowTrouble, SampleIndex, SampleSize};
 pub use source::texts;

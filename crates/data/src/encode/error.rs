@@ -1,10 +1,9 @@
 //! Errors of reading a model folder for encoding.
 
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 
-use crate::media::image::ImageConfigError;
-use crate::media::video::VideoConfigError;
-use crate::model_file::ModelFileError;
+use crate::media::image::MAX_PIXELS;
 use crate::template::TemplateError;
 use tokenizer::TokenizerError;
 
@@ -12,9 +11,26 @@ use tokenizer::TokenizerError;
 #[derive(Debug, thiserror::Error, fault::Fault)]
 #[fault(exit = Data)]
 pub enum EncoderError {
-    #[error(transparent)]
-    #[fault(from)]
-    File(#[from] ModelFileError),
+    #[error("cannot read `{}`: {cause}", .path.display())]
+    #[fault(
+        hint = "`model.path` must be a model folder with config.json, tokenizer.json, tokenizer_config.json and preprocessor_config.json"
+    )]
+    Read { path: PathBuf, cause: io::Error },
+    #[error("`{}` is not JSON: {cause}", .path.display())]
+    #[fault(hint = "the file is damaged: copy it from the published model again")]
+    Json { path: PathBuf, cause: serde_json::Error },
+    #[error("cannot parse `{}`: {cause}", .path.display())]
+    #[fault(hint = "the file is damaged: copy it from the published model again")]
+    Type { path: PathBuf, cause: serde_json::Error },
+    #[error("`{}`: `{key}` is `{found}`, expected {expected}", .path.display())]
+    #[fault(hint = "copy the file from the published model again")]
+    Value {
+        path: PathBuf,
+        key: &'static str,
+        /// Found value, or `missing`.
+        found: String,
+        expected: String,
+    },
     #[error("`{}`: `{key}` is missing or is not a {expected}", .path.display())]
     #[fault(hint = "the file is damaged: copy it from the published model again")]
     Key { path: PathBuf, key: &'static str, expected: &'static str },
@@ -44,10 +60,42 @@ pub enum EncoderError {
     #[error(transparent)]
     #[fault(hint = "the file is damaged: copy it from the published model again")]
     Tokenizer(#[from] TokenizerError),
-    #[error(transparent)]
-    #[fault(from)]
-    Image(#[from] ImageConfigError),
-    #[error(transparent)]
-    #[fault(from)]
-    Video(#[from] VideoConfigError),
+    #[error(
+        "`{}` has neither `preprocessor_config.json` nor a `processor_config.json` with an \
+         `image_processor`", .folder.display()
+    )]
+    #[fault(hint = "copy `preprocessor_config.json` from the published model")]
+    NoImageSettings { folder: PathBuf },
+    /// The limits come from the config, or from the model folder if the config has none.
+    #[error(
+        "`min_pixels` is `{min_pixels}` and `max_pixels` is `{max_pixels}`, expected \
+         1 <= `min_pixels` <= `max_pixels` and `min_pixels` <= {limit}",
+        limit = MAX_PIXELS
+    )]
+    #[fault(hint = "set both `data.image.min_pixels` and `data.image.max_pixels`, or neither")]
+    ImagePixels { min_pixels: u64, max_pixels: u64 },
+    /// The value comes from the config, the model folder or the default.
+    #[error("`data.video.{key}` is `{found}`, expected {expected}")]
+    #[fault(
+        hint = "change the value, or set it to `null` to use the model folder's; docs/video.md explains each key"
+    )]
+    VideoSetting { key: &'static str, found: String, expected: &'static str },
+}
+
+impl EncoderError {
+    pub(crate) fn value(
+        path: &Path,
+        key: &'static str,
+        found: String,
+        expected: impl Into<String>,
+    ) -> Self {
+        Self::Value { path: path.to_owned(), key, found, expected: expected.into() }
+    }
+
+    pub(crate) fn parse(path: &Path) -> impl FnOnce(serde_json::Error) -> Self {
+        |cause| {
+            let path = path.to_owned();
+            if cause.is_data() { Self::Type { path, cause } } else { Self::Json { path, cause } }
+        }
+    }
 }

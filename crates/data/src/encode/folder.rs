@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use super::error::EncoderError;
 use super::json_file::JsonFile;
 use crate::media::image::{ImageConfig, ImageProcessor};
-use crate::model_file::{ModelFileError, read};
+use crate::model_file::read;
 use crate::template::{ChatTemplate, TemplateError};
 use tokenizer::TextTokenizer;
 
@@ -223,7 +223,7 @@ fn chat_template(
 ) -> Result<(PathBuf, String), EncoderError> {
     let path = folder.join("chat_template.jinja");
     if path.exists() {
-        let source = String::from_utf8(read(&path)?).map_err(|error| ModelFileError::Read {
+        let source = String::from_utf8(read(&path)?).map_err(|error| EncoderError::Read {
             path: path.clone(),
             cause: io::Error::new(io::ErrorKind::InvalidData, error),
         })?;

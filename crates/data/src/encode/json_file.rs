@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::error::EncoderError;
-use crate::model_file::{ModelFileError, read_json, read_json_if_there};
+use crate::model_file::{read_json, read_json_if_there};
 use tokenizer::TextTokenizer;
 
 /// A parsed file and its path.
@@ -15,12 +15,12 @@ pub(super) struct JsonFile {
 }
 
 impl JsonFile {
-    pub(super) fn read(folder: &Path, name: &str) -> Result<Self, ModelFileError> {
+    pub(super) fn read(folder: &Path, name: &str) -> Result<Self, EncoderError> {
         let path = folder.join(name);
         Ok(Self { value: read_json(&path)?, path })
     }
 
-    pub(super) fn read_if_there(folder: &Path, name: &str) -> Result<Option<Self>, ModelFileError> {
+    pub(super) fn read_if_there(folder: &Path, name: &str) -> Result<Option<Self>, EncoderError> {
         let path = folder.join(name);
         Ok(read_json_if_there(&path)?.map(|value| Self { path, value }))
     }

@@ -5,7 +5,8 @@ use std::path::Path;
 use serde::de::Error as _;
 use serde_json::Value;
 
-use crate::model_file::{ModelFileError, read_json_if_there};
+use crate::encode::EncoderError;
+use crate::model_file::read_json_if_there;
 
 /// How a model family writes videos and boxes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -38,7 +39,7 @@ const TOKENS_PER_SECOND: f32 = 4.0;
 
 impl MediaFamily {
     /// The family of the model in a folder, from its `config.json`.
-    pub(crate) fn of_folder(folder: &Path) -> Result<Self, ModelFileError> {
+    pub(crate) fn of_folder(folder: &Path) -> Result<Self, EncoderError> {
         let path = folder.join("config.json");
         let config = read_json_if_there::<Value>(&path)?.unwrap_or_default();
         match config["model_type"].as_str() {
@@ -48,7 +49,7 @@ impl MediaFamily {
                 let found = kind.unwrap_or("missing").to_owned();
                 let known = LIKE_QWEN3_VL.map(|kind| format!("`{kind}`")).join(", ");
                 let expected = format!("`qwen2_5_vl`, {known}");
-                return Err(ModelFileError::value(&path, "model_type", found, expected));
+                return Err(EncoderError::value(&path, "model_type", found, expected));
             }
         }
         let tokens = &config["vision_config"]["tokens_per_second"];
@@ -59,7 +60,7 @@ impl MediaFamily {
                 let problem = format!(
                     "`vision_config.tokens_per_second` is `{tokens}`, expected a number above 0"
                 );
-                return Err(ModelFileError::parse(&path)(serde_json::Error::custom(problem)));
+                return Err(EncoderError::parse(&path)(serde_json::Error::custom(problem)));
             }
         };
         Ok(Self::Qwen25Vl { tokens_per_second })

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::header::MAX_PIXELS;
-use crate::model_file::{ModelFileError, read_json_if_there};
+use crate::encode::EncoderError;
+use crate::model_file::read_json_if_there;
 
 /// The section `data.image` of the config: limits on the size of one image after resizing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,33 +20,6 @@ pub struct ImageConfig {
     /// Maximum number of visual tokens of an image, converted to an area; the smaller of this and
     /// `max_pixels` applies. `None` sets no limit.
     pub max_tokens: Option<NonZeroU32>,
-}
-
-/// The reason why the image settings of a model folder cannot be used.
-#[derive(Debug, thiserror::Error, fault::Fault)]
-#[fault(exit = Data)]
-pub enum ImageConfigError {
-    #[error(
-        "`{}` has neither `preprocessor_config.json` nor a `processor_config.json` with an \
-         `image_processor`", .folder.display()
-    )]
-    #[fault(hint = "copy `preprocessor_config.json` from the published model")]
-    Missing { folder: PathBuf },
-    #[error(transparent)]
-    #[fault(from)]
-    File(#[from] ModelFileError),
-    #[error(
-        "`min_pixels` is `{min_pixels}` and `max_pixels` is `{max_pixels}`, expected \
-         1 <= `min_pixels` <= `max_pixels` and `min_pixels` <= {limit}",
-        limit = MAX_PIXELS
-    )]
-    #[fault(hint = "set both `data.image.min_pixels` and `data.image.max_pixels`, or neither")]
-    Budget {
-        /// Value of the config, or of the model folder if the config has none.
-        min_pixels: u64,
-        /// Value of the config, or of the model folder if the config has none.
-        max_pixels: u64,
-    },
 }
 
 /// The keys of `preprocessor_config.json` that are used; others are ignored.
@@ -98,7 +72,7 @@ pub(super) struct Settings {
 
 impl Settings {
     /// Reads the settings of the model folder. Limits on pixels in `config` override the folder's.
-    pub(super) fn read(folder: &Path, config: &ImageConfig) -> Result<Self, ImageConfigError> {
+    pub(super) fn read(folder: &Path, config: &ImageConfig) -> Result<Self, EncoderError> {
         let (path, file) = read_file(folder)?;
         let File {
             size,
@@ -118,7 +92,7 @@ impl Settings {
         } = file;
         let bad = |key, found: Option<String>, expected: &str| {
             let found = found.unwrap_or_else(|| "missing".into());
-            ModelFileError::value(&path, key, found, expected)
+            EncoderError::value(&path, key, found, expected)
         };
         let count = |key, value: Option<u32>| match value {
             Some(value @ 1..=1024) => Ok(value),
@@ -162,7 +136,7 @@ impl Settings {
             .max_tokens
             .map_or(max_pixels, |tokens| max_pixels.min(u64::from(tokens.get()) * token_pixels));
         if min_pixels == 0 || min_pixels > max_pixels || min_pixels > MAX_PIXELS {
-            return Err(ImageConfigError::Budget { min_pixels, max_pixels });
+            return Err(EncoderError::ImagePixels { min_pixels, max_pixels });
         }
         Ok(Self {
             patch_size,
@@ -179,7 +153,7 @@ impl Settings {
 
 /// Reads the image settings and returns them with the path of their file. As in transformers 5,
 /// that is `image_processor` in `processor_config.json`, else `preprocessor_config.json`.
-fn read_file(folder: &Path) -> Result<(PathBuf, File), ImageConfigError> {
+fn read_file(folder: &Path) -> Result<(PathBuf, File), EncoderError> {
     #[derive(Deserialize)]
     struct Combined {
         image_processor: Option<File>,
@@ -192,7 +166,7 @@ fn read_file(folder: &Path) -> Result<(PathBuf, File), ImageConfigError> {
     let path = folder.join("preprocessor_config.json");
     match read_json_if_there(&path)? {
         Some(file) => Ok((path, file)),
-        None => Err(ImageConfigError::Missing { folder: folder.to_owned() }),
+        None => Err(EncoderError::NoImageSettings { folder: folder.to_owned() }),
     }
 }
 

@@ -29,8 +29,8 @@ use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::{Arc, Once};
 
+pub use config::ImageConfig;
 use config::Settings;
-pub use config::{ImageConfig, ImageConfigError};
 pub(crate) use config::{RESCALE_FACTORS, Size};
 pub(crate) use decode::Rgb;
 use decode::decode;
@@ -52,6 +52,7 @@ pub(crate) use source::resolve;
 pub use urls::UrlConfig;
 use urls::Urls;
 
+use crate::encode::EncoderError;
 use batch::{MediaRef, MediaSource, MediumKind, Patches};
 use net::UrlImages;
 
@@ -71,7 +72,7 @@ pub struct ImageProcessor {
 
 impl ImageProcessor {
     /// Reads the settings of a model folder. Limits on pixels in `config` override the folder's.
-    pub fn from_folder(folder: &Path, config: &ImageConfig) -> Result<Self, ImageConfigError> {
+    pub fn from_folder(folder: &Path, config: &ImageConfig) -> Result<Self, EncoderError> {
         let Settings {
             patch_size,
             temporal_patch_size,

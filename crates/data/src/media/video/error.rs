@@ -1,26 +1,10 @@
-//! Errors of videos and of their settings.
+//! Errors of videos.
 
 #[cfg(feature = "video")]
 use std::path::Path;
 use std::path::PathBuf;
 
 use crate::media::image::{ImageError, MAX_PIXELS};
-use crate::model_file::ModelFileError;
-
-/// The reason why the video settings cannot be used.
-#[derive(Debug, thiserror::Error, fault::Fault)]
-#[fault(exit = Data)]
-pub enum VideoConfigError {
-    #[error(transparent)]
-    #[fault(from)]
-    File(#[from] ModelFileError),
-    /// A setting is out of range. Its value comes from the config, the model folder or the default.
-    #[error("`data.video.{key}` is `{found}`, expected {expected}")]
-    #[fault(
-        hint = "change the value, or set it to `null` to use the model folder's; docs/video.md explains each key"
-    )]
-    Setting { key: &'static str, found: String, expected: &'static str },
-}
 
 /// The reason why a video cannot be loaded.
 #[derive(Debug, thiserror::Error, fault::Fault)]

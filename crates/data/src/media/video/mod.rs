@@ -27,11 +27,12 @@ use std::sync::Arc;
 use config::Limits;
 use config::Settings;
 pub use config::{VideoConfig, VideoMarks};
-pub use error::{VideoConfigError, VideoError};
+pub use error::VideoError;
 #[cfg(feature = "video")]
 use file::VideoFile;
 use sampling::{Sampling, Wanted, frames_between};
 
+use crate::encode::EncoderError;
 use crate::media::family::MediaFamily;
 use crate::media::image::{ImageProcessor, Pixels, Rgb, patchify, resize, unpatchify};
 use batch::{FrameRate, MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
@@ -95,7 +96,7 @@ impl VideoProcessor {
         folder: &Path,
         config: &VideoConfig,
         images: &ImageProcessor,
-    ) -> Result<Self, VideoConfigError> {
+    ) -> Result<Self, EncoderError> {
         let settings = Settings::read(folder, config, images)?;
         Ok(Self { settings, images: images.clone() })
     }
