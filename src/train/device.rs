@@ -16,11 +16,6 @@ pub enum DeviceChoice {
     Cuda(usize),
 }
 
-/// The value of `device` is not a valid device.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is not a device, expected `auto`, `cpu` or `cuda:N`, for example `cuda:0`")]
-pub struct UnknownDevice(String);
-
 impl fmt::Display for DeviceChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -32,9 +27,9 @@ impl fmt::Display for DeviceChoice {
 }
 
 impl FromStr for DeviceChoice {
-    type Err = UnknownDevice;
+    type Err = String;
 
-    fn from_str(text: &str) -> Result<Self, UnknownDevice> {
+    fn from_str(text: &str) -> Result<Self, String> {
         let ordinal = |rest: &str| rest.strip_prefix(':')?.parse().ok();
         match text {
             "auto" => Ok(Self::Auto),
@@ -42,7 +37,9 @@ impl FromStr for DeviceChoice {
             "cuda" => Ok(Self::Cuda(0)),
             _ => match text.strip_prefix("cuda").and_then(ordinal) {
                 Some(ordinal) => Ok(Self::Cuda(ordinal)),
-                None => Err(UnknownDevice(text.to_owned())),
+                None => Err(format!(
+                    "`{text}` is not a device, expected `auto`, `cpu` or `cuda:N`, for example `cuda:0`"
+                )),
             },
         }
     }
@@ -72,7 +69,7 @@ mod tests {
         assert_eq!("cuda".parse(), Ok(DeviceChoice::Cuda(0)));
         for text in ["gpu", "cuda:", "cuda:x", "cuda0", "CPU", ""] {
             let error = text.parse::<DeviceChoice>().unwrap_err();
-            assert!(error.to_string().contains("expected `auto`, `cpu` or `cuda:N`"), "{error}");
+            assert!(error.contains("expected `auto`, `cpu` or `cuda:N`"), "{error}");
         }
     }
 }

@@ -37,7 +37,7 @@ pub use datasets::{
     DatasetCounts, DatasetLoss, Rejected, SampleLoss, by_dataset, by_sample, log_datasets,
     metric_keys,
 };
-pub use device::{DeviceChoice, UnknownDevice};
+pub use device::DeviceChoice;
 pub use division::division;
 pub use error::TrainError;
 pub use eval::{EvalReport, Evaluator, SampleScore};

@@ -426,3 +426,43 @@ fn nothing_names_a_path_of_one_machine_or_a_mirror() {
     let sections: Vec<&str> = settings.lines().filter(|line| line.starts_with('[')).collect();
     assert_eq!(sections, ["[env]"], "settings of one machine's cargo");
 }
+
+/// Errors that reach the command line only inside of others, and `Trouble`, which is no error.
+const INSIDE_OTHERS: [&str; 12] = [
+    "ConnectError",
+    "DatasetInfoError",
+    "GroundingError",
+    "HttpError",
+    "ImageError",
+    "SampleFault",
+    "StdoutError",
+    "TemplateError",
+    "Trouble",
+    "TruncationError",
+    "UrlError",
+    "VideoError",
+];
+
+#[test]
+fn the_command_line_knows_every_error_with_an_exit_code() {
+    let report = fs::read_to_string(root().join("src/cli/report.rs")).unwrap();
+    let (_, list) = report.split_once("one_of! {").unwrap();
+    let known: BTreeSet<&str> = list.split('}').next().unwrap().split(',').map(str::trim).collect();
+    let mut sources = files(&root().join("src"), &["rs"]);
+    sources.extend(files(&root().join("crates"), &["rs"]));
+    sources.retain(|path| !short(path).starts_with("crates/fault"));
+    let mut found = BTreeSet::from(["Failure".to_owned()]); // without the derive macro
+    for path in sources {
+        let text = fs::read_to_string(&path).unwrap();
+        for (at, _) in text.match_indices("Fault)]\n") {
+            let mut words = text[at..].split_whitespace();
+            words.find(|word| ["enum", "struct"].contains(word));
+            let name = words.next().unwrap();
+            found.insert(name.split(['(', ';', '<']).next().unwrap().to_owned());
+        }
+    }
+    let expected: BTreeSet<&str> = known.iter().chain(&INSIDE_OTHERS).copied().collect();
+    let found: BTreeSet<&str> = found.iter().map(String::as_str).collect();
+    let different: Vec<_> = found.symmetric_difference(&expected).collect();
+    assert!(different.is_empty(), "src/cli/report.rs and the source differ in {different:?}");
+}

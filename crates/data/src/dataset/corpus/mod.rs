@@ -6,7 +6,7 @@
 
 pub(crate) mod config;
 mod documents;
-pub(crate) mod text;
+mod text;
 mod token_file;
 mod tokenise;
 pub(crate) mod windows;
