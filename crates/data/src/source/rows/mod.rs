@@ -264,7 +264,7 @@ mod tests {
         let error = parse(vec![turn("user", &text), turn("assistant", "b")]).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "rows.jsonl:1: the row has 4194305 bytes of text, expected at most 4194304"
+            "the row has 4194305 bytes of text, expected at most 4194304"
         );
         assert_eq!(error.reason(), "row_too_large");
         let error = parse(vec![turn("user", "a"); MAX_TURNS + 1]).unwrap_err();
