@@ -110,7 +110,10 @@ fn is_of_tensors(error: &(dyn Error + 'static)) -> bool {
 pub(super) fn fault<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e dyn Fault> {
     macro_rules! one_of {
         ($($kind:ty),*) => {
-            None$(.or_else(|| Some(error.downcast_ref::<$kind>()? as &dyn Fault)))*
+            None$(.or_else(|| {
+                let boxed = || error.downcast_ref::<Box<$kind>>().map(|error| &**error);
+                Some(error.downcast_ref::<$kind>().or_else(boxed)? as &dyn Fault)
+            }))*
         };
     }
     let known: Option<&dyn Fault> = one_of! {
