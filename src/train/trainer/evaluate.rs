@@ -55,10 +55,8 @@ impl Trainer {
         let answers = parts.eval.generate.as_ref().map(|config| {
             let StepRunner { model, device, ranks, weights, .. } = &parts.runner;
             let predictor = Predictor { rows, config, model: &**model, device, ranks, weights };
-            let answers = predictor.run_until(&stop, &|done, total| {
-                watch.borrow_mut().evaluating(done, total);
-            });
-            let answers = answers.map_err(TrainError::of_eval)?;
+            let each = |done, total| watch.borrow_mut().evaluating(done, total);
+            let answers = predictor.run_until(&stop, &each).map_err(TrainError::of_eval)?;
             Ok::<_, TrainError>(answers.map(|answers| (predictor.means(&answers), answers)))
         });
         let answers = match answers.transpose()? {
