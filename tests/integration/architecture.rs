@@ -444,7 +444,7 @@ const INSIDE_OTHERS: [&str; 12] = [
 ];
 
 #[test]
-fn the_command_line_knows_every_error_with_an_exit_code() {
+fn the_command_line_lists_every_error_with_an_exit_code() {
     let report = fs::read_to_string(root().join("src/cli/report.rs")).unwrap();
     let (_, list) = report.split_once("one_of! {").unwrap();
     let known: BTreeSet<&str> = list.split('}').next().unwrap().split(',').map(str::trim).collect();
