@@ -105,10 +105,10 @@ fn one_segment(tokens: usize) -> CuSeqlens {
     CuSeqlens::from_lengths(&[tokens as u32]).unwrap()
 }
 
-/// Attention of one key head and its query heads, with Hopper's kernels.
-fn attend(shape: &Shape, tokens: usize, is_backward: bool) -> Result<()> {
-    let (group, dh) = (shape.heads / shape.key_heads, shape.head_dim);
-    let q = bf16(1, &[tokens, group, dh]);
+/// Attention of one query head and its keys, with Hopper's kernels. Other query heads with the same
+/// keys add the same products, and share the loads of keys that the backward pass keeps.
+fn attend(dh: usize, tokens: usize, is_backward: bool) -> Result<()> {
+    let q = bf16(1, &[tokens, 1, dh]);
     let (k, v) = (bf16(3, &[tokens, 1, dh]), bf16(4, &[tokens, 1, dh]));
     let (qkv, ends) = (Qkv { q: &q, k: &k, v: &v }, one_segment(tokens));
     let (gpu, masking) = (Gpu::H100, Masking::Causal);
@@ -116,7 +116,7 @@ fn attend(shape: &Shape, tokens: usize, is_backward: bool) -> Result<()> {
         return attention::flash_attention_on(gpu, qkv, &ends, masking).map(|_| ());
     }
     // No count depends on the values.
-    let (o, lse, d_o) = (&q, f32(&[group, tokens])?, bf16(2, &[tokens, group, dh]));
+    let (o, lse, d_o) = (&q, f32(&[1, tokens])?, bf16(2, &[tokens, 1, dh]));
     attention::flash_attention_backward_on(gpu, qkv, o, &lse, &d_o, &ends, masking).map(|_| ())
 }
 
@@ -153,7 +153,7 @@ fn losses(vocabulary: usize, tokens: usize) -> Result<()> {
     let (h, w) = (bf16(1, &[rows, 8]), bf16(2, &[vocabulary, 8]));
     let targets = Tensor::zeros(rows, DType::U32, &Device::Cpu)?;
     let (scale, op) = (1.0.into(), "counts");
-    cuda::linear_cross_entropy_backward(op, &h, &w, &targets, scale, None, false, rows).map(|_| ())
+    cuda::linear_cross_entropy_backward(op, &h, &w, &targets, scale, None, true, rows).map(|_| ())
 }
 
 /// The delta rule of one key head and its two value heads.
@@ -226,7 +226,7 @@ fn launched_key_heads(tokens: usize, is_backward: bool) -> usize {
 pub(super) fn with_ops(shape: &Shape, then: impl FnOnce(&[Op<'_>]) -> Result<()>) -> Result<()> {
     let Shape { hidden, intermediate, layers, heads, key_heads, head_dim, vocabulary, .. } = *shape;
     let full = layers - shape.linear;
-    let (once, each_head) = ([1; 2], [key_heads; 2]);
+    let (once, of_heads) = ([1; 2], ([heads; 2], full * heads));
     let op = |name, key, sizes: &[usize], (at_once, times), run| Op {
         name,
         key: format!("{name} {key}"),
@@ -237,12 +237,12 @@ pub(super) fn with_ops(shape: &Shape, then: impl FnOnce(&[Op<'_>]) -> Result<()>
         at: TOKENS,
         run,
     };
-    // Boxes of 80 keys divide the three sizes, and not the last one; blocks of 128 queries do.
-    let squares = [640, 1280, 1920, 2560, 2176];
+    // Boxes of 80 keys divide the first three sizes, and not the others; blocks of 128 queries do.
+    let squares = [640, 1280, 1920, 1536, 2176];
     // The backward passes of norms and rotations have a fixed number of blocks above these sizes.
-    let (rows, few_rows) = ([1024, 2048, 3072, 4096], [1280, 2560, 3840, 5120]);
-    let forward = |tokens: usize| attend(shape, tokens, false);
-    let backward = |tokens: usize| attend(shape, tokens, true);
+    let (rows, few_rows) = ([1024, 2048, 3072, 4096], [1152, 1728, 2304, 2880]);
+    let forward = |tokens: usize| attend(head_dim, tokens, false);
+    let backward = |tokens: usize| attend(head_dim, tokens, true);
     let norm = |tokens: usize| norms(hidden, tokens);
     let rotation = |tokens: usize| {
         rotations(heads, head_dim, tokens)?;
@@ -250,11 +250,10 @@ pub(super) fn with_ops(shape: &Shape, then: impl FnOnce(&[Op<'_>]) -> Result<()>
     };
     let swiglu = |tokens: usize| activations(intermediate, tokens);
     let loss = |tokens: usize| losses(vocabulary, tokens);
-    let heads = format!("{heads} {key_heads} {head_dim}");
-    let of_heads = (each_head, full * key_heads);
+    let (heads, dh) = (format!("{heads} {key_heads} {head_dim}"), head_dim.to_string());
     let mut ops = vec![
-        op("attention, forward", heads.clone(), &squares, of_heads, &forward),
-        op("attention, backward", heads.clone(), &squares, of_heads, &backward),
+        op("attention, forward", dh.clone(), &squares, of_heads, &forward),
+        op("attention, backward", dh, &squares, of_heads, &backward),
         op("norms", hidden.to_string(), &rows, (once, 2 * layers), &norm),
         op("norm and rotation of q and k", heads, &few_rows, (once, full), &rotation),
         op("SwiGLU", intermediate.to_string(), &[64, 128, 192, 256], (once, layers), &swiglu),
