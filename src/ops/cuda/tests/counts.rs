@@ -240,8 +240,8 @@ fn check_by_reasoning(op: &Op<'_>, shape: &Shape, all: &BTreeMap<String, Work>) 
         "attention, forward" => is("products", sum(PRODUCTS), 2.0 * pairs, 1.02),
         // Scores and their gradients twice, and one product for each of dq, dk and dv.
         "attention, backward" => is("products", sum(PRODUCTS), 7.0 * pairs, 1.02),
-        // 2, 2 and 4 tensors: of them, the gradient of the residual; and sums of f32.
-        "norms" => is("bytes", sum(MEMORY), 8.0 * row, 1.02),
+        // 2, 2 and 4 tensors, with the gradient of the residual; and sums in f32.
+        "norms" => is("bytes", sum(MEMORY), 8.0 * row, 1.03),
         // 3 tensors forward, and 6 backward, which also computes the activation again.
         "SwiGLU" => is("bytes", sum(MEMORY), 9.0 * 2.0 * t * shape.intermediate as f64, 1.001),
         // A logit is read in f32, and its gradient written in bf16, for half of the tokens.

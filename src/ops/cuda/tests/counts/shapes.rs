@@ -116,17 +116,19 @@ fn attend(dh: usize, tokens: usize, is_backward: bool) -> Result<()> {
         return attention::flash_attention_on(gpu, qkv, &ends, masking).map(|_| ());
     }
     // No count depends on the values.
-    let (o, lse, d_o) = (&q, f32(&[1, tokens])?, bf16(2, &[tokens, 1, dh]));
-    attention::flash_attention_backward_on(gpu, qkv, o, &lse, &d_o, &ends, masking).map(|_| ())
+    let (o, lse, d_o) = (bf16(5, &[tokens, 1, dh]), f32(&[1, tokens])?, bf16(2, &[tokens, 1, dh]));
+    attention::flash_attention_backward_on(gpu, qkv, &o, &lse, &d_o, &ends, masking).map(|_| ())
 }
 
 /// Forward, again for the gradients of weights, and backward.
 fn norms(hidden: usize, tokens: usize) -> Result<()> {
     let (x, w, dy) = (bf16(1, &[tokens, hidden]), bf16(2, &[hidden]), bf16(3, &[tokens, hidden]));
-    let (scale, dw) = (NormScale::Weight, gradient_buffer(&[hidden]));
+    // Different bytes are counted, so each operand is a tensor of its own.
+    let (residual, dw) = (bf16(4, &[tokens, hidden]), gradient_buffer(&[hidden]));
+    let scale = NormScale::Weight;
     let (_, rstd) = cuda::rms_norm(&x, &w, scale, 1e-6)?;
     cuda::rms_norm_apply(&x, &rstd, &w, scale)?;
-    cuda::rms_norm_backward(&x, &rstd, &w, scale, &dy, Some(&x), Some(&dw)).map(|_| ())
+    cuda::rms_norm_backward(&x, &rstd, &w, scale, &dy, Some(&residual), Some(&dw)).map(|_| ())
 }
 
 /// Forward, again for the backward pass of attention, and backward.
