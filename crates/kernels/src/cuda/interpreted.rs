@@ -9,7 +9,8 @@
 #![expect(unsafe_code, reason = "kernels take addresses")]
 
 use candle_core::{Error, Result};
-use ptx::Library;
+use ptx::{Counts, Library};
+use std::cell::RefCell;
 use std::ffi::c_void;
 use std::path::Path;
 use std::sync::LazyLock;

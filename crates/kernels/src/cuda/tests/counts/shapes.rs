@@ -2,12 +2,12 @@
 
 use super::super::operand;
 use super::{Op, TOKENS};
-use batch::CuSeqlens;
 use crate::cuda::{self, attention, select::Gpu};
 use crate::testing::{gradient_buffer, rope_table};
 use crate::{
     CONV_TAPS, DeltaHeads, DeltaInputs, GPU_DELTA_BYTES, Masking, NormScale, Qkv, RecomputeInput,
 };
+use batch::CuSeqlens;
 use candle_core::{DType, Device, Result, Tensor};
 
 /// A published shape, without its vision encoder.
