@@ -8,9 +8,13 @@ impl Op {
         match self {
             Self::Scalar { kind, .. } => matches!(kind, Scalar::Mov(_)),
             Self::Load { space, .. } => *space == Space::Param,
-            Self::Pack { .. } | Self::Unpack { .. } => true,
-            Self::ParamAddress { .. } | Self::ToGlobal { .. } => true,
-            _ => false,
+            _ => matches!(
+                self,
+                Self::Pack { .. }
+                    | Self::Unpack { .. }
+                    | Self::ParamAddress { .. }
+                    | Self::ToGlobal { .. }
+            ),
         }
     }
 
