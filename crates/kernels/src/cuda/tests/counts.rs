@@ -10,7 +10,7 @@ use std::rc::Rc;
 
 mod shapes;
 
-use shapes::{SHAPES, Shape, matrix_products, with_ops};
+use shapes::{Op, SHAPES, Shape, TOKENS, matrix_products, with_ops};
 
 /// What a kernel takes: instructions of warps that have an issue slot, those of the units for
 /// special functions, different bytes of global memory, bytes that shared memory could have moved
@@ -30,27 +30,6 @@ const CYCLES: f64 = MULTIPROCESSORS * 1.83e9;
 /// Rates of an H100 SXM, in the order of [`LIMITS`]: four instructions, 16 lanes of special functions
 /// and 128 bytes of shared memory a cycle, 3.35 TB/s, and 989 TFLOP/s.
 const RATES: [f64; 5] = [4.0 * CYCLES, 0.5 * CYCLES, 3.35e12, 128.0 * CYCLES, 494.7e12];
-
-/// Tokens of a step.
-const TOKENS: [usize; 2] = [8192, 16384];
-
-/// An op of a step.
-struct Op<'a> {
-    name: &'static str,
-    /// Ops with the same one have the same counts.
-    key: String,
-    /// Numbers of tokens that are executed: those that the polynomial goes through, one more than its
-    /// degree, and two others.
-    sizes: Vec<usize>,
-    /// Largest relative difference from the prediction that is right.
-    tolerance: f64,
-    /// How many such executions one launch does, for each of [`TOKENS`], and how many a step has.
-    at_once: [usize; 2],
-    times: usize,
-    /// The size of an execution in a step: [`TOKENS`], or elements.
-    at: [usize; 2],
-    run: &'a dyn Fn(usize) -> Result<()>,
-}
 
 /// Work of an op with `tokens`, by kernel.
 fn measure(op: &Op<'_>, tokens: usize) -> Result<BTreeMap<String, Work>> {

@@ -1,7 +1,6 @@
 //! Published shapes, and the ops of their steps.
 
 use super::super::operand;
-use super::{Op, TOKENS};
 use crate::cuda::{self, attention, select::Gpu};
 use crate::testing::{gradient_buffer, rope_table};
 use crate::{
@@ -9,6 +8,27 @@ use crate::{
 };
 use batch::CuSeqlens;
 use candle_core::{DType, Device, Result, Tensor};
+
+/// Tokens of a step.
+pub(super) const TOKENS: [usize; 2] = [8192, 16384];
+
+/// An op of a step.
+pub(super) struct Op<'a> {
+    pub(super) name: &'static str,
+    /// Ops with the same one have the same counts.
+    pub(super) key: String,
+    /// Numbers of tokens that are executed: those that the polynomial goes through, one more than its
+    /// degree, and two others.
+    pub(super) sizes: Vec<usize>,
+    /// Largest relative difference from the prediction that is right.
+    pub(super) tolerance: f64,
+    /// How many such executions one launch does, for each of [`TOKENS`], and how many a step has.
+    pub(super) at_once: [usize; 2],
+    pub(super) times: usize,
+    /// The size of an execution in a step: [`TOKENS`], or elements.
+    pub(super) at: [usize; 2],
+    pub(super) run: &'a dyn Fn(usize) -> Result<()>,
+}
 
 /// A published shape, without its vision encoder.
 pub(super) struct Shape {
