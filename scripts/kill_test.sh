@@ -17,21 +17,16 @@ if [ -z "${TRAINER:-}" ]; then
 fi
 trainer=${TRAINER:-$PWD/target/release/trainer}
 folder=$(mktemp -d)
-child=
-cleanup() {
-    if [ -n "$child" ]; then kill -9 "$child" 2>/dev/null || true; fi
-    rm -rf "$folder"
-}
-trap cleanup EXIT
+trap 'rm -rf "$folder"' EXIT
 
 "$trainer" init --preset debug --out "$folder/model" 2>"$folder/log"
 head -n 24 data/quickstart/digits_test.jsonl >"$folder/eval.jsonl"
-train() { # output_dir, plain or evals
+train() { # output_dir, plain or evals, [seconds until it is killed]
     local more=(--set "data.eval=[]")
     if [ "$2" = evals ]; then
         more=(--set "data.eval=[{path: $folder/eval.jsonl, image_root: data/quickstart}]" --set eval.every_steps=4 --set eval.show=0)
     fi
-    exec "$trainer" sft --config configs/quickstart.yaml \
+    exec ${3:+timeout --foreground -s KILL "$3"} "$trainer" sft --config configs/quickstart.yaml \
         --set "model.path=$folder/model" --set "output_dir=$folder/$1" "${more[@]}" \
         --set train.max_steps=60 --set "checkpoint={every_steps: 1, keep: 3}"
 }
@@ -97,17 +92,12 @@ check_end() {
     if [ $((finished % 3)) = 2 ]; then kind=evals; fi
 }
 while [ "$killed" -lt "$kills" ]; do
-    (train run $kind) 2>"$folder/log" &
-    child=$!
     # Anywhere in a run, mostly in its first half: later a run would rarely reach its end.
-    wait_ms=$((RANDOM * RANDOM % whole_ms[$kind]))
-    if [ $((RANDOM % 2)) = 0 ]; then wait_ms=$((wait_ms / 2)); fi
-    sleep "$(printf '%d.%03d' $((wait_ms / 1000)) $((wait_ms % 1000)))"
-    kill -9 "$child" 2>/dev/null || true # it may have finished
+    wait_ms=$((RANDOM * RANDOM % whole_ms[$kind] + 1))
+    if [ $((RANDOM % 2)) = 0 ]; then wait_ms=$((wait_ms / 2 + 1)); fi
     # 137: killed. Every other code except 0 is an error of the program.
     code=0
-    wait "$child" 2>/dev/null || code=$?
-    child=
+    (train run $kind "$(printf '%d.%03d' $((wait_ms / 1000)) $((wait_ms % 1000)))") 2>"$folder/log" || code=$?
     case $code in
     0) check_end ;;
     137)

@@ -158,15 +158,20 @@ fn newer_host_compiler(home: &Path) -> Option<String> {
 /// Links with the libraries of this toolkit rather than with those that cudarc finds. The program
 /// finds them there too, unless the folder has only stubs for the linker, and in `../lib`.
 fn link(home: &Path) {
+    let mut found = Vec::new();
     for folder in ["lib64", "lib", "targets/x86_64-linux/lib"].map(|folder| home.join(folder)) {
         for folder in [folder.clone(), folder.join("stubs")].iter().filter(|path| path.is_dir()) {
             println!("cargo:rustc-link-search=native={}", folder.display());
         }
         let mut names = fs::read_dir(&folder).into_iter().flatten().flatten();
         if names.any(|name| name.file_name().to_string_lossy().starts_with("libcublas.so.")) {
-            println!("cargo:rustc-link-arg=-Wl,-rpath,{}", folder.display());
-            println!("cargo:cuda_libraries={}", folder.display());
+            found.push(folder.display().to_string());
         }
+    }
+    if !found.is_empty() {
+        // For the programs of this package's tests, and for the root package, which links the others.
+        println!("cargo:rustc-link-arg=-Wl,-rpath,{}", found.join(":"));
+        println!("cargo:cuda_libraries={}", found.join(":"));
     }
 }
 

@@ -70,10 +70,12 @@ in_time() {
 
 # Runs one group of tests, with a tool if `tool` is set; its output is shown if a test fails.
 group() { # folder of the logs, group
-  local status=0 left=$((group_ends - EPOCHSECONDS)) log=$1/$2.log wrong='^=+ (Invalid|Program hit|Error|Warning: Race|Barrier|Uninitialized|Divergent)|\.\.\. FAILED$'
+  local tests status=0 left=$((group_ends - EPOCHSECONDS)) log=$1/$2.log wrong='^=+ (Invalid|Program hit|Error|Warning: Race|Barrier|Uninitialized|Divergent)|\.\.\. FAILED$'
   if [ $left -gt "$longest" ]; then left=$longest; fi
+  # Whole names: `linear::` is also a part of `e4m3_linear::`, which is a group of its own.
+  mapfile -t tests < <(grep -E "^$2::[^:]*$" "$1/tests")
   # shellcheck disable=SC2086
-  [ $left -le 0 ] || timeout --kill-after 5 $left $tool "$bundle/unit_tests" "$2::" $skipped --test-threads 2 >"$log" 2>&1 || status=$?
+  [ $left -le 0 ] || timeout --kill-after 5 $left $tool "$bundle/unit_tests" --exact "${tests[@]}" --test-threads 2 >"$log" 2>&1 || status=$?
   if [ "$EPOCHSECONDS" -ge "$group_ends" ] && ! grep -qsE "$wrong" "$log" && [[ $left -le 0 || $status = 124 || $status = 137 ]]; then
     echo "$2" >>"$1/unfinished"
   elif [ $status -ne 0 ]; then
@@ -86,11 +88,13 @@ export -f group
 export bundle
 tests_of_ops() { # pattern of the names, folder of the logs, [time of the end, [tool..]]
   local logs=$out/$2 code=0
-  export group_ends=${3:-$ends} tool="${*:4}" skipped="" longest=120
+  export group_ends=${3:-$ends} tool="${*:4}" longest=120
+  local skipped='^$'
   # The tests of long segments take the tools minutes; the kernels are the same at other lengths.
-  if [ -n "$tool" ]; then skipped="--skip long_segments" longest=$limit; fi
+  if [ -n "$tool" ]; then skipped=long_segments longest=$limit; fi
   mkdir -p "$logs"
-  "$bundle/unit_tests" --list 2>/dev/null | sed -n 's/::[^:]*: test$//p' | grep -E "$1" | sort -u |
+  "$bundle/unit_tests" --list 2>/dev/null | sed -n 's/: test$//p' | grep -E "$1" | grep -vE "$skipped" >"$logs/tests"
+  sed 's/::[^:]*$//' "$logs/tests" | sort -u |
     awk -v worth="$worth" '{ rank = n = split(worth, first, " "); rank++; for (i = n; i > 0; i--) if (index($0, first[i])) rank = i; print rank, $0 }' | sort -s -n -k 1,1 | cut -d' ' -f2 >"$logs/groups"
   [ -s "$logs/groups" ] || return 1
   xargs -a "$logs/groups" -P 8 -I{} bash -c 'group "$0" {}' "$logs" || code=1

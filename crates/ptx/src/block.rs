@@ -169,8 +169,9 @@ impl<'a> Block<'a> {
         }
         let most = self.max_instructions;
         self.remaining = self.remaining.checked_sub(1).ok_or(Fault::Endless { most })?;
-        self.counts.instructions += 1;
         self.counts.executed[pc] |= active != 0;
+        let was_polling = lanes & !self.warps[warp].polling == 0;
+        let mut ends = true;
         let next = |lanes| Fragment { pc: pc + 1, lanes, wait: Wait::Nothing };
         let mut stays = next(lanes & !active);
         let mut goes = next(active);
@@ -179,7 +180,6 @@ impl<'a> Block<'a> {
                 if *uniform && active != 0 && active != lanes {
                     return Err(Fault::NotUniform);
                 }
-                self.counts.branches += 1;
                 goes.pc = *target;
             }
             Op::Exit => {
@@ -209,13 +209,21 @@ impl<'a> Block<'a> {
                 self.check_products(warp, op)?;
                 match self.execute(warp, op, pc, active)? {
                     Outcome::Next => {}
-                    Outcome::Again(wait) => (goes.pc, goes.wait) = (pc, wait),
+                    Outcome::Again(wait) => (goes.pc, goes.wait, ends) = (pc, wait, false),
                     Outcome::Waits => (goes.pc, goes.wait) = (pc, Wait::Barrier),
                 }
                 if !op.is_warp_wide() && goes.wait == Wait::Nothing {
                     (stays.lanes, goes.lanes) = (0, lanes);
                 }
             }
+        }
+        let polls = matches!(op, Op::MemoryBarrierTryWait { .. });
+        let fails = active & self.warps[warp].polling != 0;
+        if ends && !(if polls { fails } else { was_polling }) {
+            self.counts.instructions += 1;
+            self.counts.branches += u64::from(matches!(op, Op::Branch { .. }));
+            self.counts.moves += u64::from(op.is_move());
+            self.counts.special += u64::from(op.is_special());
         }
         self.replace(warp, index, stays, goes);
         Ok(())

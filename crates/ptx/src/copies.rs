@@ -108,6 +108,7 @@ impl Block<'_> {
             parity => return Err(Fault::Parity { parity }),
         };
         self.see_barrier(warp, lane, at, false)?;
+        self.warps[warp].polling &= !active;
         let barrier = self.memory_barriers.at_mut(at)?;
         let has_ended = barrier.has_ended(parity);
         let of = &mut self.warps[warp];
@@ -115,6 +116,8 @@ impl Block<'_> {
             of.acquire(barrier.wait(), active);
         } else if self.random.below(4) != 0 {
             return Ok(Outcome::Again(Wait::Phase { at, parity }));
+        } else {
+            of.polling |= active;
         }
         of.set(to, &[u64::from(has_ended); LANES], active);
         Ok(Outcome::Next)
@@ -184,6 +187,7 @@ impl Block<'_> {
                     self.global.read(from, &mut data[..bytes], (16, u32::MAX), &by)?;
                 }
                 self.counts.shared_written += 16;
+                self.counts.shared_busy += 16;
                 self.shared.set_in_flight(to, 16, false);
                 self.write_shared(warp, lane, to as u64, &data)?;
             }
@@ -243,6 +247,7 @@ impl Block<'_> {
                 self.global.copy(from, &mut data[inside])?;
             }
             self.counts.shared_written += 16;
+            self.counts.shared_busy += 16;
             self.shared.set_in_flight(first, 16, false);
             self.shared.bytes_mut(first, 16).copy_from_slice(&data);
         }

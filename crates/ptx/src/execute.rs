@@ -4,6 +4,7 @@ use crate::block::{Block, Outcome};
 use crate::fault::Fault;
 use crate::instruction::{Address, LANES, Lanes, Op, Operand, Reg, Shuffle, Space};
 use crate::products;
+use crate::shared;
 use crate::warp::{Wait, iterate_lanes};
 
 /// The generic address of the first parameter: outside of all allocations.
@@ -159,6 +160,14 @@ impl Block<'_> {
         base.map(|base| base.wrapping_add(address.offset as u64) & mask)
     }
 
+    /// Counts how long shared memory serves an access of some lanes to a number of bytes each.
+    fn count_busy(&mut self, space: Space, (addresses, active): (&Lanes, u32), bytes: usize) {
+        if space == Space::Shared {
+            let addresses = iterate_lanes(active).map(|lane| addresses[lane]);
+            self.counts.shared_busy += shared::busy(addresses, bytes);
+        }
+    }
+
     fn load(
         &mut self,
         warp: usize,
@@ -170,6 +179,7 @@ impl Block<'_> {
         let addresses = self.addresses(warp, from);
         let all = bytes * to.len();
         let mut results = [[0; LANES]; 4];
+        self.count_busy(space, (&addresses, active), all);
         for lane in iterate_lanes(active) {
             self.lane = lane;
             let mut read = [0; 16];
@@ -245,6 +255,7 @@ impl Block<'_> {
         for (values, operand) in values.iter_mut().zip(from) {
             *values = self.warps[warp].values(*operand, &self.position);
         }
+        self.count_busy(space, (&addresses, active), all);
         for lane in iterate_lanes(active) {
             self.lane = lane;
             let mut written = [0; 16];
@@ -389,6 +400,8 @@ impl Block<'_> {
     ) -> Result<(), Fault> {
         let addresses = self.addresses(warp, from);
         let mut rows = Vec::with_capacity(LANES);
+        let lanes = u32::MAX >> (LANES - 8 * to.len());
+        self.count_busy(Space::Shared, (&addresses, lanes), products::PIECE);
         for (lane, at) in products::matrix_rows(&addresses, to.len()).iter().enumerate() {
             self.lane = lane;
             let mut row = [0; 16];

@@ -108,11 +108,13 @@ impl Global {
         self.notes.begin_block(block, num_warps);
     }
 
-    /// A launch ends: the host learns what it has written.
-    pub(crate) fn end(&mut self) {
+    /// A launch ends: the host learns what it has written. Returns the different bytes that it has
+    /// read before it wrote them, and that it has written.
+    pub(crate) fn end(&mut self) -> (u64, u64) {
         if let Some(host) = self.host {
             self.notes.written().for_each(|(at, bytes)| host.write(at, bytes));
         }
+        self.notes.different_bytes()
     }
 
     /// The own allocation with these bytes, and the index of the first one.

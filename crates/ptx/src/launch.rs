@@ -29,18 +29,35 @@ pub struct Launch<'a> {
     pub seed: u64,
 }
 
-/// What a launch has executed. Instructions are counted once for a warp.
+/// What a launch has executed. Instructions are counted once for a warp. What a warp executes between
+/// an `mbarrier.try_wait` that fails and the next one is left out, and so are instructions that it
+/// tries again: their number depends on the order of the warps. All numbers are therefore the same in
+/// every order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Counts {
     pub instructions: u64,
     pub branches: u64,
+    /// Those of them that the assembler usually turns into nothing: copies of registers, addresses,
+    /// and loads of parameters.
+    pub moves: u64,
+    /// Those of them that the units for special functions execute, 16 lanes in a cycle: powers,
+    /// logarithms, roots and quotients of `f32`.
+    pub special: u64,
     pub barriers: u64,
     /// Bytes that threads and copies read from and write to global memory.
     pub global_read: u64,
     pub global_written: u64,
-    /// Bytes that threads, copies and products read from and write to shared memory.
+    /// Different bytes of global memory that the launch reads before it writes them, and that it
+    /// writes: what no cache can save.
+    pub memory_read: u64,
+    pub memory_written: u64,
+    /// Bytes that threads, copies and products read from and write to shared memory. The warps of a
+    /// warpgroup read B of a product together.
     pub shared_read: u64,
     pub shared_written: u64,
+    /// Bytes that shared memory could have moved meanwhile, 128 in a cycle: an access takes as many
+    /// cycles as it has different words of 4 bytes in one of the 32 banks.
+    pub shared_busy: u64,
     /// Multiplications of elements in matrix products.
     pub products: u64,
     /// Whether a thread has executed each instruction of the kernel.
@@ -70,7 +87,7 @@ pub fn run(launch: &Launch<'_>, global: &mut Global) -> Result<Counts, Box<Failu
         Block::new(launch, block, u64::from(index), global, &mut counts).run()
     };
     let result = (0..launch.grid.iter().product()).try_for_each(run_block);
-    global.end();
+    (counts.memory_read, counts.memory_written) = global.end();
     result.map(|()| counts)
 }
 

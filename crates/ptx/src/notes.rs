@@ -38,6 +38,8 @@ struct Page {
     number: u64,
     writes: Vec<Entry>,
     reads: Vec<Entry>,
+    /// Whether each cell was read before the launch wrote it, which writes do not clear.
+    was_read: Vec<bool>,
 }
 
 /// The accesses of a launch.
@@ -157,7 +159,10 @@ impl Notes {
         if now.access == Access::Read {
             if page.reads.is_empty() {
                 page.reads = vec![Entry::default(); num_cells];
+                page.was_read = vec![false; num_cells];
             }
+            let is_own = page.writes.get(cell).is_some_and(|write| write.point != NONE);
+            page.was_read[cell] |= !is_own;
             reads.add(&mut page.reads[cell], now);
             return Ok(());
         }
@@ -180,6 +185,13 @@ impl Notes {
             let write = self.pages[page].writes.get(((at % PAGE) >> self.shift) as usize);
             write.is_some_and(|write| write.point != NONE)
         })
+    }
+
+    /// Number of the bytes that the launch has read before it wrote them, and of those it has written.
+    pub(crate) fn different_bytes(&self) -> (u64, u64) {
+        let cells = self.pages.iter().flat_map(|page| &page.was_read);
+        let read = cells.filter(|was_read| **was_read).count() as u64;
+        (read << self.shift, self.written().map(|(_, bytes)| bytes as u64).sum())
     }
 
     /// Address and number of all bytes that the launch has written.

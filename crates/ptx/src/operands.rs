@@ -1,8 +1,38 @@
 //! The registers that an instruction reads and writes.
 
-use crate::instruction::{Address, MatrixA, Op, Operand, Reg};
+use crate::instruction::{Address, MatrixA, Op, Operand, Reg, Scalar, Space, Type};
 
 impl Op {
+    /// Whether the assembler usually turns it into nothing.
+    pub(crate) fn is_move(&self) -> bool {
+        match self {
+            Self::Scalar { kind, .. } => matches!(kind, Scalar::Mov(_)),
+            Self::Load { space, .. } => *space == Space::Param,
+            _ => matches!(
+                self,
+                Self::Pack { .. }
+                    | Self::Unpack { .. }
+                    | Self::ParamAddress { .. }
+                    | Self::ToGlobal { .. }
+            ),
+        }
+    }
+
+    /// Whether a unit for special functions has a part in it.
+    pub(crate) fn is_special(&self) -> bool {
+        let Self::Scalar { kind, .. } = self else { return false };
+        matches!(
+            kind,
+            Scalar::Ex2 { .. }
+                | Scalar::Lg2
+                | Scalar::Rcp
+                | Scalar::Rsqrt
+                | Scalar::Sqrt(Type::F32)
+                | Scalar::Div(Type::F32)
+                | Scalar::DivApprox
+        )
+    }
+
     /// Whether all threads of the mask of the instruction, or of the warp, execute it together.
     pub(crate) fn is_warp_wide(&self) -> bool {
         matches!(

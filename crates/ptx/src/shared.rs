@@ -33,6 +33,22 @@ const FRESH: Cell = Cell {
 /// The first fence of the thread of a write after it had executed a number of fences.
 pub(crate) type FindFence<'a> = &'a dyn Fn(Stamp, u32) -> Option<Stamp>;
 
+/// Bytes that shared memory could move while it serves an access of a warp to `bytes` bytes at each
+/// of these addresses: 4 bytes of each of the 32 banks in a cycle. Lanes that read the same word share
+/// it.
+pub(crate) fn busy(addresses: impl Iterator<Item = u64>, bytes: usize) -> u64 {
+    const BANKS: usize = 32;
+    let words = |at: u64| at / 4..(at + bytes as u64).div_ceil(4);
+    let mut all: Vec<u64> = addresses.flat_map(words).collect();
+    all.sort_unstable();
+    all.dedup();
+    let mut of_banks = [0; BANKS];
+    for word in all {
+        of_banks[word as usize % BANKS] += 1;
+    }
+    4 * BANKS as u64 * of_banks.iter().max().copied().unwrap_or(0)
+}
+
 /// The shared memory of a block.
 #[derive(Debug)]
 pub(crate) struct SharedMemory {
@@ -220,6 +236,17 @@ impl SharedMemory {
 mod tests {
     use super::*;
     use crate::order::NOTHING;
+
+    #[test]
+    fn an_access_takes_the_cycles_of_its_busiest_bank() {
+        let lanes = |stride: u64| (0..32).map(move |lane| 1024 + lane * stride);
+        assert_eq!(busy(lanes(4), 4), 128, "each lane has a bank");
+        assert_eq!(busy(lanes(0), 16), 128, "all lanes read the same words");
+        assert_eq!(busy(lanes(16), 16), 4 * 128);
+        assert_eq!(busy(lanes(2), 2), 128, "two lanes share a word");
+        assert_eq!(busy(lanes(128), 4), 32 * 128, "all lanes in one bank");
+        assert_eq!(busy(lanes(144), 16), 4 * 128, "rows with padding");
+    }
 
     #[test]
     fn a_later_read_of_a_thread_replaces_its_earlier_ones() {

@@ -69,6 +69,8 @@ pub(crate) struct Warp {
     touched: Vec<bool>,
     /// Registers of each thread (`setmaxnreg`).
     pub(crate) max_regs: u64,
+    /// Threads whose last `mbarrier.try_wait` has failed, so that they execute it again.
+    pub(crate) polling: u32,
 }
 
 /// The lanes of a mask.
@@ -105,6 +107,7 @@ impl Warp {
             products: InFlight::default(),
             touched: vec![true; if has_products { num_regs } else { 0 }],
             max_regs,
+            polling: 0,
         }
     }
 

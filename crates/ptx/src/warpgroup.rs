@@ -285,8 +285,11 @@ impl Block<'_> {
                 let mut d = [product.d.iter().map(|reg| sums[reg]).collect::<Vec<Lanes>>()];
                 products::wgmma(&a, &b, &mut d, product.adds);
                 sums.extend(product.d.iter().copied().zip(d[0].iter().copied()));
-                let read = b.len() * 2 + if product.a_regs.is_empty() { a.len() * 2 } else { 0 };
-                self.counts.shared_read += read as u64;
+                // four warps read B together, and each of them its own rows of A
+                let of_a = if product.a_regs.is_empty() { 2 * a.len() } else { 0 };
+                let read = (2 * b.len() / 4 + of_a) as u64;
+                self.counts.shared_read += read;
+                self.counts.shared_busy += read;
                 self.counts.products += (16 * product.n * 16) as u64;
             }
             let of = &mut self.warps[warp];

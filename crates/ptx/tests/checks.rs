@@ -65,16 +65,21 @@ fn execute_text(text: &str, change: &dyn Fn(Launch<'_>) -> Launch<'_>) -> Run {
     Run { b, result }
 }
 
-/// Fails unless the kernel is right for each of many orders.
+/// Runs a kernel, and returns the results with its counts. Which instructions of a loop of polls a
+/// warp has executed depends on the order.
+fn counted(body: &str, threads: usize, seed: u64) -> (Vec<u32>, ptx::Counts) {
+    let Run { b, result } = execute(body, 1, threads, seed);
+    let counts = result.unwrap_or_else(|failure| panic!("{failure}"));
+    (b, ptx::Counts { executed: Vec::new(), ..counts })
+}
+
+/// Fails unless the kernel is right, and has the same counts, for each of many orders.
 fn right(body: &str, threads: usize) -> Vec<u32> {
-    let first = execute(body, 1, threads, 1);
-    first.result.unwrap_or_else(|failure| panic!("{failure}"));
+    let first = counted(body, threads, 1);
     for seed in 2..20 {
-        let other = execute(body, 1, threads, seed);
-        other.result.unwrap_or_else(|failure| panic!("{failure}"));
-        assert_eq!(other.b, first.b, "seed {seed}");
+        assert_eq!(counted(body, threads, seed), first, "seed {seed}");
     }
-    first.b
+    first.0
 }
 
 /// Fails unless a kernel has a fault of this kind in each of many orders.
@@ -85,6 +90,31 @@ fn wrong(body: &str, threads: usize, is_expected: impl Fn(&Fault) -> bool) {
         };
         assert!(is_expected(&failure.fault), "seed {seed}: {failure}");
     }
+}
+
+#[test]
+fn counts_are_those_of_the_hardware() {
+    const SETUP: u64 = 10;
+    let of = |body: &str, threads| counted(body, threads, 1).1;
+    // five of the instructions before each body are loads of parameters and copies of registers
+    let body = "ld.global.u32 %r5, [%rd4];\nld.global.u32 %r6, [%rd4];\nst.global.u32 [%rd4], %r5;\n\
+        ld.global.u32 %r6, [%rd4];\nst.global.u32 [%rd5], %r6;\ncvt.rn.f32.u32 %f1, %r6;\nsqrt.rn.f32 %f2, %f1;";
+    let counts = of(body, 64);
+    assert_eq!((counts.instructions, counts.moves), (2 * (SETUP + 7 + 1), 2 * 5));
+    assert_eq!(counts.special, 2);
+    assert_eq!((counts.global_read, counts.global_written), (64 * 12, 64 * 8));
+    // what the launch has written itself, and what it reads again, need no access to memory
+    assert_eq!((counts.memory_read, counts.memory_written), (64 * 4, 64 * 8));
+    // a row of 128 bytes twice, then one word for all lanes
+    let body = "st.shared.u32 [%r4], %r2;\nbar.warp.sync -1;\n\
+        ld.shared.u32 %r6, [%r4];\nld.shared.u32 %r6, [%r3];";
+    let counts = of(body, 32);
+    assert_eq!((counts.shared_read, counts.shared_written), (256, 128));
+    assert_eq!((counts.shared_busy, counts.barriers), (3 * 128, 1));
+    // four warps read the 8 x 16 elements of B together
+    let body = PRODUCT.replace("FENCE", FENCE).replace("BEFORE", "").replace("ISSUED", "");
+    let counts = of(&body, 128);
+    assert_eq!((counts.shared_read, counts.products), (8 * 16 * 2, 64 * 8 * 16));
 }
 
 /// A read of shared memory that no order puts after its write.

@@ -85,5 +85,42 @@ pub(super) fn launch(
     // SAFETY: an argument has the size of its parameter. The caller borrows the tensors, and
     // allocations are checked.
     let ended = unsafe { library.launch(kernel, grid, threads, shared, arguments, memory) };
-    ended.map(|_| ()).map_err(|failure| Error::msg(failure.to_string()))
+    let counts = ended.map_err(|failure| Error::msg(failure.to_string()))?;
+    #[cfg(not(test))]
+    let _ = counts;
+    #[cfg(test)]
+    COUNTED.with_borrow_mut(|counted| {
+        if let Some(counted) = counted {
+            let (name, warps) = (name.to_owned(), threads.div_ceil(32));
+            let blocks = grid.iter().product();
+            counted.push(Launched { name, blocks, warps, counts });
+        }
+    });
+    Ok(())
+}
+
+#[cfg(test)]
+thread_local! {
+    /// The launches of this thread during `counted`.
+    static COUNTED: std::cell::RefCell<Option<Vec<Launched>>> =
+        const { std::cell::RefCell::new(None) };
+}
+
+/// A launch.
+#[cfg(test)]
+pub(super) struct Launched {
+    pub(super) name: String,
+    pub(super) blocks: u32,
+    /// Warps of a block.
+    pub(super) warps: u32,
+    pub(super) counts: ptx::Counts,
+}
+
+/// What the launches of an op execute.
+#[cfg(test)]
+pub(super) fn counted(op: impl FnOnce() -> Result<()>) -> Result<Vec<Launched>> {
+    COUNTED.set(Some(Vec::new()));
+    let ended = op();
+    let counted = COUNTED.take().unwrap_or_default();
+    ended.map(|()| counted)
 }

@@ -42,6 +42,7 @@ macro_rules! both {
     }};
 }
 
+mod counts;
 mod e4m3;
 mod experts;
 mod linear_attention;
