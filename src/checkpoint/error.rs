@@ -17,6 +17,7 @@ pub enum CheckpointError {
     Read { path: PathBuf, source: io::Error },
     #[error("`{}` was renamed or replaced while this run uses it{}", .folder.display(), moved_to(.now.as_deref()))]
     #[fault(
+        exit = CannotWrite,
         hint = "give the folder its name back, and run the same command again: it continues from the last checkpoint. Rename a folder only when no run uses it"
     )]
     Moved {
@@ -191,5 +192,35 @@ fn pickle_hint(expected: &str) -> &'static str {
          safe_serialization=True)`"
     } else {
         SAFETENSORS
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fault::{Exit, Fault};
+
+    #[test]
+    fn only_errors_of_writing_have_the_exit_code_of_writing() {
+        let path = || PathBuf::from("a");
+        let failed = || io::Error::other("the disk failed");
+        for (error, exit) in [
+            (CheckpointError::Write { path: path(), source: failed() }, Exit::CannotWrite),
+            (CheckpointError::Moved { folder: path(), now: None }, Exit::CannotWrite),
+            (CheckpointError::Read { path: path(), source: failed() }, Exit::Data),
+            (CheckpointError::invalid(&path(), &"no header"), Exit::Data),
+            (CheckpointError::NoWeights { folder: path() }, Exit::Data),
+            (CheckpointError::NotShared { folder: path() }, Exit::Data),
+            (
+                CheckpointError::Tensor {
+                    tensor: "a".to_owned(),
+                    source: candle_core::Error::Msg("surprise".to_owned()),
+                },
+                Exit::Data,
+            ),
+            (CheckpointError::OtherRank { rank: 1, message: "lost".to_owned() }, Exit::Data),
+        ] {
+            assert_eq!(error.exit(), Some(exit), "{error}");
+        }
     }
 }

@@ -277,7 +277,7 @@ impl RunError {
     /// them.
     pub fn is_trouble(&self) -> bool {
         match self {
-            Self::Plan(LoaderError::Trouble(_)) => true,
+            Self::Row(_) | Self::Plan(LoaderError::Trouble(_)) => true,
             Self::Cache(error) => error.trouble().is_some(),
             _ => false,
         }
@@ -338,6 +338,7 @@ impl RunError {
     pub(super) fn lost(&self) -> Option<&DistError> {
         match self {
             Self::Ranks(error) | Self::Plan(LoaderError::Ranks(error)) => Some(error),
+            Self::Train(error) => error.lost(),
             _ => None,
         }
     }

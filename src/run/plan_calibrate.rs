@@ -32,7 +32,7 @@ pub fn calibrate(
     observer: &dyn SetupObserver,
 ) -> Result<Calibration, RunError> {
     let folder = TemporaryFolder::create(parent)
-        .map_err(|(path, problem)| RunError::OutputFile { action: "create", path, problem })?;
+        .map_err(|(folder, problem)| RunError::TemporaryFolder { folder, problem })?;
     let mut config = config.clone();
     config.data.cache_dir = Some(config.cache_dir());
     folder.path().clone_into(&mut config.output_dir);

@@ -74,7 +74,7 @@ impl TrainError {
     }
 
     /// The error of the connections between ranks that caused this one.
-    pub(super) fn lost(&self) -> Option<&DistError> {
+    pub(crate) fn lost(&self) -> Option<&DistError> {
         match self {
             Self::Ranks(error) | Self::Data(LoaderError::Ranks(error)) => Some(error),
             Self::Eval(error) => error.lost(),
