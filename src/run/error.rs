@@ -27,10 +27,8 @@ use std::path::PathBuf;
 #[fault(exit = Usage)]
 pub enum RunError {
     #[error(transparent)]
-    #[fault(from)]
     Value(#[from] ValueError),
     #[error(transparent)]
-    #[fault(from)]
     DataConfig(#[from] DataConfigError),
     #[error("`output_dir`: cannot create folder `{}`: {problem}", .folder.display())]
     #[fault(exit = CannotWrite, hint = WRITABLE)]
@@ -93,7 +91,7 @@ pub enum RunError {
     )]
     NoOptimizer { problem: CheckpointError },
     #[error("cannot read trainer_state.json of `{}`", .folder.display())]
-    #[fault(exit = Data)]
+    #[fault(exit = Data, hint = "the file is damaged: use an older checkpoint, or copy the folder again")]
     State { folder: PathBuf, source: serde_json::Error },
     #[error("the training files changed since `{}`", .folder.display())]
     #[fault(
@@ -160,34 +158,24 @@ pub enum RunError {
     )]
     Algorithms { file: PathBuf, problem: AlgorithmTableError },
     #[error(transparent)]
-    #[fault(from)]
     Device(#[from] DeviceError),
     #[error(transparent)]
-    #[fault(from)]
     Encoder(#[from] EncoderError),
     #[error(transparent)]
-    #[fault(from)]
     Data(#[from] SourceError),
     #[error(transparent)]
-    #[fault(from)]
     Order(#[from] OrderError),
     #[error(transparent)]
-    #[fault(from)]
     Setup(#[from] SetupError),
     #[error(transparent)]
-    #[fault(from)]
     Cache(#[from] CacheError),
     #[error(transparent)]
-    #[fault(from)]
     Plan(#[from] LoaderError),
     #[error(transparent)]
-    #[fault(from)]
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
-    #[fault(from)]
     Sink(#[from] JsonlError),
     #[error(transparent)]
-    #[fault(from)]
     Config(#[from] ConfigError),
     #[error(
         "a step has {slots} micro-batches (`train.gradient_accumulation_steps`), which {world} ranks{} cannot share evenly",
@@ -221,22 +209,17 @@ pub enum RunError {
         fitting: Vec<usize>,
     },
     #[error(transparent)]
-    #[fault(from)]
     Ranks(#[from] DistError),
     #[error(transparent)]
-    #[fault(from)]
     Train(Box<TrainError>),
     #[error(transparent)]
-    #[fault(from)]
     Row(#[from] RowTrouble),
     #[error(transparent)]
-    #[fault(from)]
     Collate(#[from] CollateError),
     #[error(transparent)]
-    #[fault(from)]
     Unpad(#[from] UnpadError),
     #[error(transparent)]
-    #[fault(exit = None)]
+    #[fault(exit = None, hint = None)]
     Candle(#[from] candle_core::Error),
     #[error("the run has no step {step}")]
     #[fault(hint = "metrics.jsonl of the run has its steps")]

@@ -62,15 +62,12 @@ pub enum SetupError {
     )]
     QuantizedBase { folder: PathBuf },
     #[error(transparent)]
-    #[fault(from)]
     Groups(#[from] GroupError),
     #[error(transparent)]
-    #[fault(from)]
     Adapter(#[from] AdapterError),
     #[error(transparent)]
-    #[fault(from)]
     Weights(#[from] WeightError),
     #[error(transparent)]
-    #[fault(exit = None)]
+    #[fault(exit = None, hint = None)]
     Candle(#[from] candle_core::Error),
 }

@@ -29,30 +29,23 @@ pub enum TrainError {
     #[fault(from)]
     Eval(#[source] Box<Self>),
     #[error(transparent)]
-    #[fault(from)]
     Data(#[from] LoaderError),
     #[error(transparent)]
-    #[fault(from)]
     Row(#[from] RowTrouble),
     #[error(transparent)]
-    #[fault(from)]
     Sample(Box<SampleError>),
     #[error(transparent)]
-    #[fault(from)]
     Collate(#[from] CollateError),
     #[error(transparent)]
-    #[fault(from)]
     Unpad(#[from] UnpadError),
     #[error(transparent)]
-    #[fault(from)]
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
-    #[fault(from)]
     Sink(#[from] JsonlError),
     #[error(transparent)]
-    #[fault(from)]
     Ranks(#[from] DistError),
     #[error(transparent)]
+    #[fault(exit = None, hint = None)]
     Candle(#[from] candle_core::Error),
 }
 

@@ -16,7 +16,8 @@ impl PartialEq for CuSeqlens {
 }
 
 /// Segment lengths that [`CuSeqlens`] cannot represent.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, fault::Fault)]
+#[fault(exit = Data, hint = "this is a bug in trainer: please report it with the row")]
 pub enum CuSeqlensError {
     /// A segment has no tokens.
     #[error("segment {segment} has 0 tokens, expected at least 1")]

@@ -9,17 +9,22 @@
 //!     #[fault(exit = Resources, hint = "lower `data.workers`, or raise the limits (`ulimit -u`)")]
 //!     Spawn { message: String },
 //!     #[error(transparent)]
-//!     #[fault(from)]
 //!     Ranks(#[from] DistError),
+//!     #[error("cannot read row {row}: {cause}")]
+//!     #[fault(from = cause)]
+//!     Row { row: u64, cause: RowError },
 //! }
 //! ```
 //!
-//! The attribute of the enum holds for all variants; that of a variant replaces it.
-//!
 //! - `exit`: a variant of [`Exit`], `None`, or an expression of the type `Exit` or `Option<Exit>`.
-//! - `hint`: a text, which may contain fields as `{field}`, or an expression with [`IntoHint`].
-//! - `reason`: an expression of the type `&'static str`. If one variant has a reason, all must.
-//! - `from`: the rest comes from this field, by default the first one.
+//! - `hint`: a text, which may contain fields as `{field}`, `None`, or an expression of the type
+//!   `&'static str`, `String` or [`Hint`].
+//! - `reason`: a text. If one variant has a reason, all must.
+//! - `from = FIELD`: the rest comes from the error in this field; `from` alone if it is the only
+//!   field. A variant with `#[error(transparent)]` has `from`, unless it gives `exit` or `hint`.
+//!
+//! An attribute on the enum is the default of its variants; it does not apply to variants with
+//! `from`. Each variant needs an exit code and a hint from one of the three.
 //!
 //! Expressions see each field as a reference: by its name, or as `_0`, `_1` and so on.
 
@@ -104,7 +109,8 @@ pub trait Fault {
     }
 }
 
-/// What an attribute may give as `hint`.
+/// The types of `hint` in an attribute; for the derived code only.
+#[doc(hidden)]
 pub trait IntoHint {
     fn into_hint(self) -> Hint;
 }
@@ -121,15 +127,15 @@ impl IntoHint for String {
     }
 }
 
-impl<T: Into<Cow<'static, str>>> IntoHint for Option<T> {
+impl IntoHint for Hint {
     fn into_hint(self) -> Hint {
-        self.map(Into::into)
+        self
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Exit, Fault};
+    use super::{Exit, Fault, Hint};
 
     #[derive(Debug, thiserror::Error, Fault)]
     #[error("inner")]
@@ -137,7 +143,7 @@ mod tests {
     struct Inner;
 
     #[derive(Debug, thiserror::Error, Fault)]
-    #[fault(exit = Usage)]
+    #[fault(exit = Usage, hint = None)]
     enum Outer {
         #[error("plain")]
         #[fault(reason = "plain")]
@@ -146,10 +152,12 @@ mod tests {
         #[fault(exit = exit_of(*code), hint = "write {name:?} as {{name}}", reason = "fields")]
         Fields { name: &'static str, code: i32 },
         #[error("expression")]
-        #[fault(hint = longer(_0, _1), reason = if _0.is_empty() { "empty" } else { "full" })]
+        #[fault(hint = longer(_0, _1), reason = "expression")]
         Expression(&'static str, &'static str),
+        #[error("without")]
+        #[fault(exit = None, reason = "without")]
+        Without,
         #[error(transparent)]
-        #[fault(from)]
         Inner(#[from] Inner),
         #[error("boxed")]
         #[fault(exit = Ranks, from = cause)]
@@ -160,8 +168,8 @@ mod tests {
         Exit::from_code(code)
     }
 
-    fn longer(first: &'static str, second: &'static str) -> Option<&'static str> {
-        (second.len() > first.len()).then_some(second)
+    fn longer(first: &str, second: &'static str) -> Hint {
+        (second.len() > first.len()).then(|| second.into())
     }
 
     #[test]
@@ -172,7 +180,9 @@ mod tests {
             (Outer::Plain, Some(Exit::Usage), None, "plain"),
             (fields(71), Some(Exit::Resources), Some("write \"a\" as {name}"), "fields"),
             (fields(0), None, Some("write \"a\" as {name}"), "fields"),
-            (Outer::Expression("", "b"), Some(Exit::Usage), Some("b"), "empty"),
+            (Outer::Expression("", "b"), Some(Exit::Usage), Some("b"), "expression"),
+            (Outer::Expression("b", ""), Some(Exit::Usage), None, "expression"),
+            (Outer::Without, None, None, "without"),
             (Inner.into(), Some(Exit::Data), Some("fix it"), "inner"),
             (boxed, Some(Exit::Ranks), Some("fix it"), "inner"),
         ] {

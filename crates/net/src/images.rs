@@ -233,6 +233,7 @@ pub fn for_messages(url: &str) -> String {
 
 /// The reason why an image cannot be downloaded.
 #[derive(Debug, thiserror::Error, fault::Fault)]
+#[fault(exit = None)]
 pub enum UrlError {
     #[error("the server answers with status {status}")]
     #[fault(hint = "check the address in a browser; download the image and give its path")]

@@ -25,7 +25,6 @@ pub enum DistError {
         seconds: u64,
     },
     #[error(transparent)]
-    #[fault(from)]
     Connect(#[from] ConnectError),
     /// This rank closed the connection itself, because it needs it no longer.
     #[error("the connection between the ranks is closed")]

@@ -42,7 +42,7 @@ enum Inner {
 
 /// The reason why a tokenizer cannot be loaded or used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, fault::Fault)]
-#[fault(exit = Data)]
+#[fault(exit = Data, hint = None)]
 pub enum TokenizerError {
     #[error("cannot load tokenizer `{}`: {problem}", .path.display())]
     #[fault(hint = "copy tokenizer.json from the published model again")]

@@ -25,7 +25,6 @@ pub enum AdapterError {
     #[fault(hint = "name a component with linear layers, for example `llm`")]
     NoLayer { parts: String },
     #[error(transparent)]
-    #[fault(from)]
     Pattern(#[from] GroupError),
     #[error("`adapter.train_also`: `{pattern}` names `{layer}`, which has an adapter")]
     #[fault(hint = "remove the layer from one of `adapter.target` and `train_also`")]

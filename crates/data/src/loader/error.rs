@@ -16,7 +16,6 @@ pub enum LoaderError {
     #[fault(hint = length_hint(&rejection.reason).unwrap_or(REPAIR))]
     Rejected { rejection: Rejection },
     #[error(transparent)]
-    #[fault(from)]
     Trouble(#[from] RowTrouble),
     #[error("{} of {rows_read} rows rejected ({}), the limit `data.max_rejected` is {max_rejected}{}",
         rejected.values().sum::<u64>(), RejectedCounts(rejected), Examples(first))]
@@ -64,13 +63,10 @@ pub enum LoaderError {
         message: String,
     },
     #[error(transparent)]
-    #[fault(from)]
     Collate(#[from] CollateError),
     #[error(transparent)]
-    #[fault(from)]
     Unpad(#[from] UnpadError),
     #[error(transparent)]
-    #[fault(from)]
     Ranks(#[from] DistError),
     #[error("cannot start a loader thread: {message}")]
     #[fault(

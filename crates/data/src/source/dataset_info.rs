@@ -54,7 +54,7 @@ const READ: [&str; 7] =
     ["file_name", "formatting", "columns", "tags", "split", "num_samples", "file_sha1"];
 
 /// The reason why an entry of `dataset_info.json` cannot be used.
-#[derive(Debug, thiserror::Error, fault::Fault)]
+#[derive(Debug, thiserror::Error)]
 pub enum DatasetInfoError {
     #[error("`{found}` has no `#`, expected `FILE#NAME`")]
     NoName { found: String },

@@ -23,7 +23,7 @@ pub struct SampleError {
 #[fault(exit = Data)]
 pub enum SampleFault {
     #[error("cannot read the row: {0}")]
-    #[fault(reason = "unreadable")]
+    #[fault(hint = None, reason = "unreadable")]
     Read(#[from] io::Error),
     #[error("{column}: invalid JSON: {problem}")]
     #[fault(hint = "write one complete JSON object per line, in UTF-8", reason = "json")]
@@ -167,10 +167,10 @@ pub enum SampleFault {
     #[fault(from)]
     Template(#[from] TemplateError),
     #[error("{problem}")]
-    #[fault(reason = "tokenizer")]
+    #[fault(hint = None, reason = "tokenizer")]
     Tokenizer { problem: String },
     #[error("the tokenised text has {tokens} media tokens, expected {expected}")]
-    #[fault(reason = "image_tokens")]
+    #[fault(hint = None, reason = "image_tokens")]
     ImageTokens { tokens: usize, expected: usize },
     #[error("the row has no assistant turn")]
     #[fault(hint = "add at least one assistant turn", reason = "no_assistant_turn")]

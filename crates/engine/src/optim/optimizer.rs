@@ -60,9 +60,10 @@ pub struct Update {
 #[derive(Debug, thiserror::Error, fault::Fault)]
 pub enum OptimError {
     #[error("the gradient of {count} of {total} parameters is not finite, the first is `{first}`")]
-    #[fault(exit = Data)]
+    #[fault(exit = Data, hint = None)]
     NonFinite { count: usize, total: usize, first: String },
     #[error(transparent)]
+    #[fault(exit = None, hint = None)]
     Candle(#[from] candle_core::Error),
 }
 

@@ -112,6 +112,7 @@ pub(super) fn host(url: &str) -> &str {
 
 /// The reason why a request has no answer.
 #[derive(Debug, thiserror::Error, fault::Fault)]
+#[fault(exit = None)]
 pub enum HttpError {
     #[error("this build cannot open network connections")]
     #[fault(hint = "build with the default features")]
