@@ -17,8 +17,8 @@ use crate::checkpoint::CheckpointError;
 use crate::config::{ConfigError, ValueError};
 use crate::convert::ConvertError;
 use crate::data::{
-    CacheError, CollateError, DataConfigError, EncoderError, LoaderError, OrderError, RowTrouble,
-    SampleError, SourceError, TokenizerError,
+    CacheError, CollateError, DataConfigError, LoaderError, ModelFolderError, OrderError,
+    RowTrouble, SampleError, SourceError, TokenizerError,
 };
 use crate::dist::{DistError, LaunchError};
 use crate::metrics::JsonlError;
@@ -90,7 +90,7 @@ fn outcome(error: &anyhow::Error) -> (Exit, Hint) {
         let hint = "raise the limit of open files (`ulimit -n`), or free memory";
         return (Exit::Resources, Some(hint.into()));
     }
-    let of_gpu = error.chain().filter(|cause| is_of_tensors(*cause));
+    let of_gpu = error.chain().filter(|cause| may_be_of_gpu(*cause));
     if let Some((exit, hint)) =
         of_gpu.map(ToString::to_string).find_map(|text| gpu_error::outcome(&text))
     {
@@ -101,8 +101,9 @@ fn outcome(error: &anyhow::Error) -> (Exit, Hint) {
     (exit.unwrap_or(other), error.chain().find_map(|cause| fault(cause)?.hint()))
 }
 
-/// Whether this is an error of candle, or passes one on.
-fn is_of_tensors(error: &(dyn Error + 'static)) -> bool {
+/// Whether the text of this error may be that of the driver of a GPU: it is an error of candle, or
+/// has no exit code of its own.
+fn may_be_of_gpu(error: &(dyn Error + 'static)) -> bool {
     fault(error).map_or(error.is::<candle_core::Error>(), |fault| fault.exit().is_none())
 }
 
@@ -118,13 +119,13 @@ pub(super) fn fault<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e dyn Faul
     }
     let known: Option<&dyn Fault> = one_of! {
         AdapterError, CacheError, CheckpointError, CollateError, ConfigError, ConvertError,
-        DataConfigError, DeviceError, DistError, EncoderError, Failure, GroupError,
+        DataConfigError, DeviceError, DistError, ModelFolderError, Failure, GroupError,
         HubError, JsonlError, LaunchError, LoaderError, ModelConfigError,
         OptimError, OrderError, PathError, ReportError, RowTrouble,
         RunError, SampleError, SetupError, SourceError, TokenizerError, TrainError,
         UnpadError, ValueError, WeightError
     };
-    known.or_else(|| Some(StdoutError::of(error)? as &dyn Fault))
+    known.or_else(|| Some(StdoutError::find_in(error)? as &dyn Fault))
 }
 
 /// Whether a system call failed: starting a thread, finding this program, receiving a signal.

@@ -37,7 +37,7 @@ pub(super) fn wrap(error: io::Error) -> io::Error {
 
 impl StdoutError {
     /// The error of stdout that `error` is.
-    pub(super) fn of<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e Self> {
+    pub(super) fn find_in<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e Self> {
         error.downcast_ref::<io::Error>()?.get_ref()?.downcast_ref()
     }
 }
@@ -45,10 +45,10 @@ impl StdoutError {
 /// Whether the reader of stdout closed the pipe (`trainer inspect .. | head`), which is not an
 /// error.
 pub(super) fn is_closed_pipe(error: &anyhow::Error) -> bool {
-    let mut errors = error.chain().filter_map(StdoutError::of);
+    let mut errors = error.chain().filter_map(StdoutError::find_in);
     errors.any(|StdoutError(cause)| cause.kind() == io::ErrorKind::BrokenPipe)
 }
 
 pub(super) fn is_stdout_error(error: &(dyn Error + 'static)) -> bool {
-    StdoutError::of(error).is_some()
+    StdoutError::find_in(error).is_some()
 }

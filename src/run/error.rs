@@ -1,4 +1,5 @@
-//! Errors of assembling a run, with the config key that caused them.
+//! Errors of assembling, training, verifying and replaying a run, with the config key that caused
+//! them.
 
 use super::device::DeviceError;
 use super::setup_error::SetupError;
@@ -6,8 +7,8 @@ use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
 use crate::config::{Change, ConfigError, LeftOut, ValueError};
 use crate::data::{
-    CacheError, CollateError, DataConfigError, EncoderError, LoaderError, OrderError, RowTrouble,
-    SourceError,
+    CacheError, CollateError, DataConfigError, LoaderError, ModelFolderError, OrderError,
+    RowTrouble, SourceError,
 };
 use crate::dist::DistError;
 use crate::metrics::JsonlError;
@@ -101,17 +102,10 @@ pub enum RunError {
     DataChanged { folder: PathBuf },
     #[error("{problem}")]
     #[fault(exit = Usage, from = problem)]
-    ImageSetting {
-        /// Key in `data.image`.
-        key: &'static str,
-        problem: EncoderError,
-    },
-    #[error("{problem}")]
-    #[fault(exit = Usage, from = problem)]
-    VideoSetting {
-        /// Key in `data.video`.
-        key: &'static str,
-        problem: EncoderError,
+    Setting {
+        /// Dotted key of the config.
+        key: String,
+        problem: ModelFolderError,
     },
     #[error("`{key}`: {problem}")]
     #[fault(from = problem)]
@@ -160,7 +154,7 @@ pub enum RunError {
     #[error(transparent)]
     Device(#[from] DeviceError),
     #[error(transparent)]
-    Encoder(#[from] EncoderError),
+    Encoder(#[from] ModelFolderError),
     #[error(transparent)]
     Data(#[from] SourceError),
     #[error(transparent)]
@@ -277,12 +271,10 @@ impl RunError {
             Self::ModelInOutputDir { .. } | Self::Setup(SetupError::QuantizedBase { .. }) => {
                 Some(dotted("model.path"))
             }
-            Self::ImageSetting { key, .. } => Some(dotted(&format!("data.image.{key}"))),
-            Self::VideoSetting { key, .. } => Some(dotted(&format!("data.video.{key}"))),
             Self::DataSet { list, index, key, .. } => {
                 Some(dotted(&format!("data.{list}.{index}.{key}")))
             }
-            Self::Hub { key, .. } => Some(dotted(key)),
+            Self::Setting { key, .. } | Self::Hub { key, .. } => Some(dotted(key)),
             Self::Urls(_) => Some(dotted("data.allow_urls")),
             Self::NoWeights { .. } => Some(dotted("model.weights")),
             Self::AlgorithmsFile { .. } | Self::Algorithms { .. } => {

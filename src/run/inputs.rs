@@ -9,9 +9,9 @@ use crate::batch::PaddingSide;
 use crate::checkpoint::CheckpointError;
 use crate::config::RunConfig;
 use crate::data::{
-    Corpus, CorpusOptions, DataSet, DatasetConfig, DatasetInfo, DatasetShare, Encoder,
-    EncoderError, ImageConfig, JsonlRows, LoaderOptions, Mixture, Order, Purpose, Rmpad,
-    SourceError, StepPacks,
+    Corpus, CorpusOptions, DataSet, DatasetConfig, DatasetInfo, DatasetShare, Encoder, ImageConfig,
+    JsonlRows, LoaderOptions, Mixture, ModelFolderError, Order, Purpose, Rmpad, SourceError,
+    StepPacks,
 };
 use crate::net::UrlImages;
 use crate::optim::{GroupError, ParamGroups};
@@ -46,17 +46,19 @@ pub(crate) fn encoder(config: &RunConfig) -> Result<Arc<Encoder>, RunError> {
         encoder.with_loss_scale(data.loss_scale).with_empty_thoughts(data.train_empty_think)
     });
     let encoder = encoder.map_err(|error| match error {
-        problem @ EncoderError::ImagePixels { .. }
+        problem @ ModelFolderError::ImagePixels { .. }
             if min_pixels.or(max_pixels).is_some() || max_tokens.is_some() =>
         {
             let key = match (min_pixels, max_pixels) {
-                (Some(_), _) => "min_pixels",
-                (None, Some(_)) => "max_pixels",
-                (None, None) => "max_tokens",
+                (Some(_), _) => "data.image.min_pixels",
+                (None, Some(_)) => "data.image.max_pixels",
+                (None, None) => "data.image.max_tokens",
             };
-            RunError::ImageSetting { key, problem }
+            RunError::Setting { key: key.to_owned(), problem }
         }
-        problem @ EncoderError::VideoSetting { key, .. } => RunError::VideoSetting { key, problem },
+        problem @ ModelFolderError::VideoSetting { key, .. } => {
+            RunError::Setting { key: format!("data.video.{key}"), problem }
+        }
         error => error.into(),
     })?;
     let Some(limits) = data.url.limits().filter(|_| data.allow_urls) else {

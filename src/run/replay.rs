@@ -44,7 +44,7 @@ pub fn replay(
     observer: &dyn SetupObserver,
 ) -> Result<Replay, RunError> {
     let checkpoints = Checkpointer::new(&config.output_dir, &config.checkpoint);
-    let steps = checkpoints.steps().map_err(RunError::from)?;
+    let steps = checkpoints.steps()?;
     let from = steps.into_iter().filter(|from| *from < step).max();
     let resume = from.map_or(Resume::Never, |from| Resume::From(checkpoints.step_folder(from)));
     let folder = TemporaryFolder::create(&config.output_dir)

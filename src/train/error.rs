@@ -62,7 +62,7 @@ fn loss_hint(step: u64) -> &'static str {
 
 impl TrainError {
     /// The error of an evaluation.
-    pub(super) fn of_eval(error: Self) -> Self {
+    pub(super) fn in_evaluation(error: Self) -> Self {
         Self::Eval(Box::new(error))
     }
 

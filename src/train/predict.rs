@@ -102,9 +102,7 @@ impl Predictor<'_> {
             if group.has_room()
                 && let Some((at, row)) = waiting.next()
             {
-                match RowTrouble::or_read(Rejection::of, || self.question(row))
-                    .map_err(TrainError::from)?
-                {
+                match RowTrouble::or_read(Rejection::of, || self.question(row))? {
                     Ok(Some((question, prompt))) => {
                         self.pass(|| group.begin((at, question), prompt))?;
                     }

@@ -10,7 +10,9 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use trainer::batch::{EncodedSample, IGNORE_INDEX};
-use trainer::data::{Encoder, EncoderError, ImageConfig, Length, RowFile, RowRules, SampleError};
+use trainer::data::{
+    Encoder, ImageConfig, Length, ModelFolderError, RowFile, RowRules, SampleError,
+};
 
 pub(super) fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
@@ -382,7 +384,7 @@ fn a_prompt_needs_an_assistant_turn() {
 }
 
 /// Loads an encoder from a copy of the small model's folder, without weights, after `change`.
-pub(super) fn load_changed(change: impl Fn(&Path)) -> Result<Encoder, EncoderError> {
+pub(super) fn load_changed(change: impl Fn(&Path)) -> Result<Encoder, ModelFolderError> {
     let folder = TempDir::new().unwrap();
     for entry in golden("models/small-tied").read_dir().unwrap() {
         let path = entry.unwrap().path();

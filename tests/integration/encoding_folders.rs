@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::num::NonZeroU32;
 use std::path::Path;
 use trainer::batch::EncodedSample;
-use trainer::data::{EncoderError, KeptEnd, Length, TruncationRule};
+use trainer::data::{KeptEnd, Length, ModelFolderError, TruncationRule};
 
 #[test]
 fn a_template_is_found_in_each_of_its_three_places() {
@@ -25,7 +25,7 @@ fn a_template_is_found_in_each_of_its_three_places() {
             b"{\"eos_token\": {\"content\": \"<|im_end|>\"}}",
         );
     });
-    assert!(matches!(error, Err(EncoderError::NoChatTemplate { .. })));
+    assert!(matches!(error, Err(ModelFolderError::NoChatTemplate { .. })));
 }
 
 #[test]

@@ -30,7 +30,7 @@ pub use dataset::row_reader::{Prefetched, RowReader};
 pub use dataset::{DataSet, JsonlRows};
 pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
-pub use encode::{BoxFault, Encoder, EncoderError, ImageBox, LossScale, TextSample, image_boxes};
+pub use encode::{BoxFault, Encoder, ImageBox, LossScale, TextSample, image_boxes};
 pub use length_cache::background::BackgroundCacheWriter;
 pub use length_cache::{
     CacheError, CacheWork, LengthCache, MediaDigests, MediaLook, MediaStamps, open_indexed,
@@ -44,6 +44,7 @@ pub use loader::steps::{DataState, LoaderOptions, Rmpad, StepData};
 pub use media::image::{ImageConfig, ImageError, ImageProcessor, ImageSize, Pixels, UrlConfig};
 pub use media::video::{VideoConfig, VideoError, VideoProcessor};
 pub use media::{image, video};
+pub use model_file::ModelFolderError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
 pub use row::{Length, Rejection, RowTrouble, SampleIndex, SampleSize};
 pub use source::texts;

@@ -1,29 +1,122 @@
 //! Files of a model folder.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-use crate::encode::EncoderError;
+use crate::template::TemplateError;
+use tokenizer::TokenizerError;
+
+/// The reason why a model folder cannot be used for encoding.
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[fault(exit = Data)]
+pub enum ModelFolderError {
+    #[error("cannot read `{}`: {cause}", .path.display())]
+    #[fault(
+        hint = "`model.path` must be a model folder with config.json, tokenizer.json, tokenizer_config.json and preprocessor_config.json"
+    )]
+    Read { path: PathBuf, cause: io::Error },
+    #[error("`{}` is not JSON: {cause}", .path.display())]
+    #[fault(hint = "the file is damaged: copy it from the published model again")]
+    Json { path: PathBuf, cause: serde_json::Error },
+    #[error("cannot parse `{}`: {cause}", .path.display())]
+    #[fault(hint = "the file is damaged: copy it from the published model again")]
+    Type { path: PathBuf, cause: serde_json::Error },
+    #[error("`{}`: `{key}` is `{found}`, expected {expected}", .path.display())]
+    #[fault(hint = "copy the file from the published model again")]
+    Value {
+        path: PathBuf,
+        key: &'static str,
+        /// Found value, or `missing`.
+        found: String,
+        expected: String,
+    },
+    #[error("`{}`: `{key}` is missing or is not a {expected}", .path.display())]
+    #[fault(hint = "the file is damaged: copy it from the published model again")]
+    Key { path: PathBuf, key: &'static str, expected: &'static str },
+    #[error("`{}`: `{key}` is `{token}`, which is not in `tokenizer.json`", .path.display())]
+    #[fault(hint = "the file is damaged: copy it from the published model again")]
+    UnknownToken { path: PathBuf, key: &'static str, token: String },
+    #[error("`tokenizer.json` has ids up to {max_id}, but `vocab_size` in `{}` is {vocab_size}", .path.display())]
+    #[fault(hint = "copy tokenizer.json and config.json from the same model")]
+    VocabSize { path: PathBuf, max_id: u32, vocab_size: usize },
+    #[error(
+        "`vision_config.{key}` in `{}` is {expected}, but `{name}` in `preprocessor_config.json` \
+         (or `processor_config.json`) is {found}", .path.display()
+    )]
+    #[fault(hint = "copy config.json and preprocessor_config.json from the same model")]
+    Patches { path: PathBuf, key: &'static str, expected: u64, name: &'static str, found: u32 },
+    #[error("`{}` has no end-of-text token", .folder.display())]
+    #[fault(hint = "write `eos_token_id` into generation_config.json")]
+    NoStopToken { folder: PathBuf },
+    #[error("`{}` has no chat template", .folder.display())]
+    #[fault(
+        hint = "copy `chat_template.jinja` from the instruct version of the model; base models have none"
+    )]
+    NoChatTemplate { folder: PathBuf },
+    #[error("`{}`: {cause}", .path.display())]
+    #[fault(from = cause)]
+    Template { path: PathBuf, cause: TemplateError },
+    #[error(transparent)]
+    #[fault(hint = "the file is damaged: copy it from the published model again")]
+    Tokenizer(#[from] TokenizerError),
+    #[error(
+        "`{}` has neither `preprocessor_config.json` nor a `processor_config.json` with an \
+         `image_processor`", .folder.display()
+    )]
+    #[fault(hint = "copy `preprocessor_config.json` from the published model")]
+    NoImageSettings { folder: PathBuf },
+    /// The limits come from the config, or from the model folder if the config has none.
+    #[error(
+        "`min_pixels` is `{min_pixels}` and `max_pixels` is `{max_pixels}`, expected \
+         1 <= `min_pixels` <= `max_pixels` and `min_pixels` <= {limit}"
+    )]
+    #[fault(hint = "set both `data.image.min_pixels` and `data.image.max_pixels`, or neither")]
+    ImagePixels { min_pixels: u64, max_pixels: u64, limit: u64 },
+    /// The value comes from the config, the model folder or the default.
+    #[error("`data.video.{key}` is `{found}`, expected {expected}")]
+    #[fault(
+        hint = "change the value, or set it to `null` to use the model folder's; docs/video.md explains each key"
+    )]
+    VideoSetting { key: &'static str, found: String, expected: &'static str },
+}
+
+impl ModelFolderError {
+    pub(crate) fn value(
+        path: &Path,
+        key: &'static str,
+        found: String,
+        expected: impl Into<String>,
+    ) -> Self {
+        Self::Value { path: path.to_owned(), key, found, expected: expected.into() }
+    }
+
+    pub(crate) fn parse(path: &Path) -> impl FnOnce(serde_json::Error) -> Self {
+        |cause| {
+            let path = path.to_owned();
+            if cause.is_data() { Self::Type { path, cause } } else { Self::Json { path, cause } }
+        }
+    }
+}
 
 /// The bytes of a regular file.
-pub(crate) fn read(path: &Path) -> Result<Vec<u8>, EncoderError> {
-    files::read(path).map_err(|cause| EncoderError::Read { path: path.to_owned(), cause })
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>, ModelFolderError> {
+    files::read(path).map_err(|cause| ModelFolderError::Read { path: path.to_owned(), cause })
 }
 
 /// A parsed JSON file.
-pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, EncoderError> {
-    serde_json::from_slice(&read(path)?).map_err(EncoderError::parse(path))
+pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, ModelFolderError> {
+    serde_json::from_slice(&read(path)?).map_err(ModelFolderError::parse(path))
 }
 
 /// [`read_json`]; `None` if the file does not exist.
 pub(crate) fn read_json_if_there<T: DeserializeOwned>(
     path: &Path,
-) -> Result<Option<T>, EncoderError> {
+) -> Result<Option<T>, ModelFolderError> {
     match read_json(path) {
         Ok(value) => Ok(Some(value)),
-        Err(EncoderError::Read { cause, .. }) if cause.kind() == io::ErrorKind::NotFound => {
+        Err(ModelFolderError::Read { cause, .. }) if cause.kind() == io::ErrorKind::NotFound => {
             Ok(None)
         }
         Err(error) => Err(error),

@@ -150,13 +150,15 @@ fn usable_encoder(
             Err(error) => error,
         };
         let data = &mut config.data;
-        let is_changed = match error {
-            // all its keys are limits on the same pixels
-            RunError::ImageSetting { .. } => std::mem::take(&mut data.image) != data.image,
-            RunError::VideoSetting { key, .. } => {
-                let changed = without(&data.video, key);
-                std::mem::replace(&mut data.video, changed) != data.video
-            }
+        let is_changed = match &error {
+            RunError::Setting { key, .. } => match key.strip_prefix("data.video.") {
+                Some(key) => {
+                    let changed = without(&data.video, key);
+                    std::mem::replace(&mut data.video, changed) != data.video
+                }
+                // all keys of `data.image` are limits on the same pixels
+                None => std::mem::take(&mut data.image) != data.image,
+            },
             _ => false,
         };
         let text = error.to_string();

@@ -5,7 +5,9 @@ use crate::batch::{Message, Sample};
 use crate::data::{
     BoxFault, DataConfig, DatasetConfig, Encoder, JsonlRows, LossScale, SampleIndex, texts,
 };
+use fault::Fault;
 use rayon::prelude::*;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 /// Maximum number of rows of a data set that are surveyed; of a larger one, every n-th.
@@ -14,23 +16,29 @@ const NUM_SURVEYED: usize = 10_000;
 const NUM_EXAMPLES: usize = 3;
 
 /// A kind of row: what is reported of these rows, and the hint.
-type Kind = [&'static str; 2];
+type Kind = [Cow<'static, str>; 2];
 
 const HIDDEN_THOUGHTS: Kind = [
-    "have thoughts that the chat template does not render: these answers are trained on without them",
-    "set `data.loss_scale: last_round` to train on the last answer of each row only; `trainer inspect` names the turns",
+    Cow::Borrowed(
+        "have thoughts that the chat template does not render: these answers are trained on without them",
+    ),
+    Cow::Borrowed(
+        "set `data.loss_scale: last_round` to train on the last answer of each row only; `trainer inspect` names the turns",
+    ),
 ];
 const EMPTY_ANSWER: Kind = [
-    "have an empty answer that is trained on: the model learns to end its turn at once",
-    "remove these rows, or write `\"loss\": false` into the message",
+    Cow::Borrowed(
+        "have an empty answer that is trained on: the model learns to end its turn at once",
+    ),
+    Cow::Borrowed("remove these rows, or write `\"loss\": false` into the message"),
 ];
 const NO_ANSWER: Kind = [
-    "end with a turn that no answer follows: it costs tokens and is not trained on",
-    "add the answer, or remove the turn",
+    Cow::Borrowed("end with a turn that no answer follows: it costs tokens and is not trained on"),
+    Cow::Borrowed("add the answer, or remove the turn"),
 ];
 const LITERAL: Kind = [
-    "contain `<image>` or `<video>` as text, because `literal_placeholders` is set",
-    "list the images of these rows in `images`, or ignore this if the text is meant",
+    Cow::Borrowed("contain `<image>` or `<video>` as text, because `literal_placeholders` is set"),
+    Cow::Borrowed("list the images of these rows in `images`, or ignore this if the text is meant"),
 ];
 
 /// The kinds of a row.
@@ -49,7 +57,7 @@ fn kinds(
     add(NO_ANSWER, messages.last().is_some_and(|last| last.role != "assistant"));
     let has_mark = |text: &str| text.contains("<image>") || text.contains("<video>");
     add(LITERAL, set.literal_placeholders && texts(messages).any(|text| has_mark(text)));
-    let of_box = |fault: BoxFault| [fault.describe(), fault.hint()];
+    let of_box = |fault: BoxFault| [fault.describe().into(), fault.hint().unwrap_or_default()];
     found.extend(encoder.box_faults(sample).into_iter().map(of_box));
     found
 }
@@ -91,7 +99,7 @@ pub(super) fn survey(
     let sampled = if every > 1 { "sampled " } else { "" };
     for ([what, hint], of_kind) in found {
         let text = format!("{path}: {} of {of} {sampled}rows {what}", of_kind.len());
-        let mut note = Note::new(text, hint);
+        let mut note = Note::new(text, &hint);
         note.examples = of_kind.iter().take(NUM_EXAMPLES).map(|row| rows.label(*row)).collect();
         report.add(topic, Finding::Warning(note));
     }

@@ -73,7 +73,7 @@ pub(super) fn loaded(
 ) -> Result<Vec<Batched>, RunError> {
     let options = LoaderOptions { epochs: Some(NonZeroU64::MIN), max_rejected: 1.0, ..*options };
     let share = DatasetShare { rows: samples.len() as u64, weight: 1.0 };
-    let order = Order::new(&[share], RowOrder::File, 0, [0; 32]).map_err(RunError::from)?;
+    let order = Order::new(&[share], RowOrder::File, 0, [0; 32])?;
     let reader: Arc<dyn RowReader> = Arc::new(InMemory(samples.to_vec()));
     let packs = first_epoch_packs(&reader, &order, &options, &|_, _| {})?;
     let pack = |pack: &Vec<(SampleIndex, usize)>| -> Vec<usize> {

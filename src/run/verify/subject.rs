@@ -54,8 +54,7 @@ impl Subject {
         let other = device
             .is_cpu()
             .then(|| model.loaded.open.build(&params, &choice.backend()))
-            .transpose()
-            .map_err(RunError::from)?
+            .transpose()?
             .map(|other| pipeline.model(other, &params));
         let mut runner = step_runner(config, model, &groups, None, device)?;
         runner.model = pipeline.model(runner.model, &params);

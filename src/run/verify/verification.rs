@@ -73,7 +73,7 @@ fn compare_in_folder(
     pipeline: &dyn Pipeline,
 ) -> Result<Report, RunError> {
     check(config)?;
-    let device = config.device.open().map_err(RunError::from)?;
+    let device = config.device.open()?;
     let rows = Rows::first(config, options.rows.get(), options.observer)?;
     let mut verification = Verification::new(config, pipeline, &rows, &device)?;
     verification.compare(config, &device)?;

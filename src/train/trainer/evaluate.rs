@@ -44,7 +44,7 @@ impl Trainer {
             .run_until(&*parts.runner.model, &stop, &|done| {
                 watch.borrow_mut().evaluating(done, total);
             })
-            .map_err(TrainError::of_eval)?;
+            .map_err(TrainError::in_evaluation)?;
         let Some(report) = report else { return Ok(false) };
         if self.evaluated_at.is_none() && !self.resumed {
             for rejection in &report.rejected {
@@ -56,7 +56,7 @@ impl Trainer {
             let StepRunner { model, device, ranks, weights, .. } = &parts.runner;
             let predictor = Predictor { rows, config, model: &**model, device, ranks, weights };
             let each = |done, total| watch.borrow_mut().evaluating(done, total);
-            let answers = predictor.run_until(&stop, &each).map_err(TrainError::of_eval)?;
+            let answers = predictor.run_until(&stop, &each).map_err(TrainError::in_evaluation)?;
             Ok::<_, TrainError>(answers.map(|answers| (predictor.means(&answers), answers)))
         });
         let answers = match answers.transpose()? {

@@ -6,10 +6,9 @@ use std::time::SystemTime;
 
 use sha2::{Digest, Sha256};
 
-use super::error::EncoderError;
 use super::json_file::JsonFile;
 use crate::media::image::{ImageConfig, ImageProcessor};
-use crate::model_file::read;
+use crate::model_file::{ModelFolderError, read};
 use crate::template::{ChatTemplate, TemplateError};
 use tokenizer::TextTokenizer;
 
@@ -57,7 +56,7 @@ pub(super) struct VideoTokens {
 }
 
 impl MediaTokens {
-    fn read(config: &JsonFile, tokenizer: &TextTokenizer) -> Result<Self, EncoderError> {
+    fn read(config: &JsonFile, tokenizer: &TextTokenizer) -> Result<Self, ModelFolderError> {
         if config.is_text_only() {
             return Ok(Self { image: None, marks: [None; 2], video: None });
         }
@@ -107,7 +106,7 @@ impl MediaTokens {
 }
 
 impl TextFolder {
-    pub(super) fn read(folder: &Path) -> Result<Self, EncoderError> {
+    pub(super) fn read(folder: &Path) -> Result<Self, ModelFolderError> {
         let config = JsonFile::read(folder, "config.json")?;
         let tokenizer_config = JsonFile::read(folder, "tokenizer_config.json")?;
         let path = folder.join("tokenizer.json");
@@ -119,7 +118,7 @@ impl TextFolder {
         let vocab_size = config.vocab_size()?;
         let max_id = tokenizer.max_id();
         if max_id as usize >= vocab_size {
-            return Err(EncoderError::VocabSize { path: config.path, max_id, vocab_size });
+            return Err(ModelFolderError::VocabSize { path: config.path, max_id, vocab_size });
         }
         let mut special_tokens = Vec::new();
         for key in SPECIAL_TOKENS {
@@ -129,7 +128,7 @@ impl TextFolder {
             None => Ok(None),
             Some((_, token)) => match tokenizer.id(token) {
                 Some(id) => Ok(Some(id)),
-                None => Err(EncoderError::UnknownToken {
+                None => Err(ModelFolderError::UnknownToken {
                     path: tokenizer_config.path.clone(),
                     key,
                     token: token.clone(),
@@ -141,7 +140,7 @@ impl TextFolder {
         stop_ids.extend(special_id("eos_token")?.filter(|id| !stop_ids.contains(id)));
         let first_stop = *stop_ids
             .first()
-            .ok_or_else(|| EncoderError::NoStopToken { folder: folder.to_owned() })?;
+            .ok_or_else(|| ModelFolderError::NoStopToken { folder: folder.to_owned() })?;
         let pad_id = special_id("pad_token")?
             .or_else(|| generation.and_then(|generation| generation.id("pad_token_id").ok()))
             .unwrap_or(first_stop);
@@ -156,7 +155,7 @@ impl TextFolder {
         }
         let key = key.finalize().into();
         let template = ChatTemplate::new(&source, special_tokens)
-            .map_err(|cause| EncoderError::Template { path: path.clone(), cause })?;
+            .map_err(|cause| ModelFolderError::Template { path: path.clone(), cause })?;
         check_end_mark(&path, template.end_mark(), &tokenizer, &stop_ids)?;
         Ok(Self {
             tokenizer,
@@ -176,7 +175,7 @@ impl TextFolder {
 pub(super) fn image_processor(
     folder: &Path,
     config: &ImageConfig,
-) -> Result<ImageProcessor, EncoderError> {
+) -> Result<ImageProcessor, ModelFolderError> {
     let images = ImageProcessor::from_folder(folder, config)?;
     let JsonFile { path, value } = JsonFile::read(folder, "config.json")?;
     for (key, name, found) in [
@@ -186,7 +185,7 @@ pub(super) fn image_processor(
     ] {
         let expected = value["vision_config"][key].as_u64();
         if let Some(expected) = expected.filter(|expected| *expected != u64::from(found)) {
-            return Err(EncoderError::Patches { path, key, expected, name, found });
+            return Err(ModelFolderError::Patches { path, key, expected, name, found });
         }
     }
     Ok(images)
@@ -199,11 +198,11 @@ fn check_end_mark(
     mark: &str,
     tokenizer: &TextTokenizer,
     stop_ids: &[u32],
-) -> Result<(), EncoderError> {
+) -> Result<(), ModelFolderError> {
     let ids = tokenizer.encode(mark)?.ids;
     let &[id] = ids.as_slice() else {
         let cause = TemplateError::EndMarkTokens { mark: mark.to_owned(), num_tokens: ids.len() };
-        return Err(EncoderError::Template { path: path.to_owned(), cause });
+        return Err(ModelFolderError::Template { path: path.to_owned(), cause });
     };
     if !stop_ids.contains(&id) {
         tracing::warn!(
@@ -220,10 +219,10 @@ fn check_end_mark(
 fn chat_template(
     folder: &Path,
     tokenizer_config: &JsonFile,
-) -> Result<(PathBuf, String), EncoderError> {
+) -> Result<(PathBuf, String), ModelFolderError> {
     let path = folder.join("chat_template.jinja");
     if path.exists() {
-        let source = String::from_utf8(read(&path)?).map_err(|error| EncoderError::Read {
+        let source = String::from_utf8(read(&path)?).map_err(|error| ModelFolderError::Read {
             path: path.clone(),
             cause: io::Error::new(io::ErrorKind::InvalidData, error),
         })?;
@@ -235,7 +234,7 @@ fn chat_template(
             return Ok((file.path.clone(), source));
         }
     }
-    Err(EncoderError::NoChatTemplate { folder: folder.to_owned() })
+    Err(ModelFolderError::NoChatTemplate { folder: folder.to_owned() })
 }
 
 #[cfg(test)]

@@ -4,8 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::error::EncoderError;
-use crate::model_file::{read_json, read_json_if_there};
+use crate::model_file::{ModelFolderError, read_json, read_json_if_there};
 use tokenizer::TextTokenizer;
 
 /// A parsed file and its path.
@@ -15,12 +14,15 @@ pub(super) struct JsonFile {
 }
 
 impl JsonFile {
-    pub(super) fn read(folder: &Path, name: &str) -> Result<Self, EncoderError> {
+    pub(super) fn read(folder: &Path, name: &str) -> Result<Self, ModelFolderError> {
         let path = folder.join(name);
         Ok(Self { value: read_json(&path)?, path })
     }
 
-    pub(super) fn read_if_there(folder: &Path, name: &str) -> Result<Option<Self>, EncoderError> {
+    pub(super) fn read_if_there(
+        folder: &Path,
+        name: &str,
+    ) -> Result<Option<Self>, ModelFolderError> {
         let path = folder.join(name);
         Ok(read_json_if_there(&path)?.map(|value| Self { path, value }))
     }
@@ -30,7 +32,7 @@ impl JsonFile {
         self.value["vision_config"].is_null() && self.value["image_token_id"].is_null()
     }
 
-    pub(super) fn id(&self, key: &'static str) -> Result<u32, EncoderError> {
+    pub(super) fn id(&self, key: &'static str) -> Result<u32, ModelFolderError> {
         as_id(&self.value[key]).ok_or_else(|| self.key_error(key, "token id"))
     }
 
@@ -47,15 +49,15 @@ impl JsonFile {
         key: &'static str,
         id: u32,
         tokenizer: &TextTokenizer,
-    ) -> Result<String, EncoderError> {
-        tokenizer.token(id).ok_or_else(|| EncoderError::UnknownToken {
+    ) -> Result<String, ModelFolderError> {
+        tokenizer.token(id).ok_or_else(|| ModelFolderError::UnknownToken {
             path: self.path.clone(),
             key,
             token: id.to_string(),
         })
     }
 
-    pub(super) fn vocab_size(&self) -> Result<usize, EncoderError> {
+    pub(super) fn vocab_size(&self) -> Result<usize, ModelFolderError> {
         let nested = self.value["text_config"]["vocab_size"].as_u64();
         nested
             .or_else(|| self.value["vocab_size"].as_u64())
@@ -80,8 +82,8 @@ impl JsonFile {
         value.as_str().or_else(of_list).map(str::to_owned)
     }
 
-    fn key_error(&self, key: &'static str, expected: &'static str) -> EncoderError {
-        EncoderError::Key { path: self.path.clone(), key, expected }
+    fn key_error(&self, key: &'static str, expected: &'static str) -> ModelFolderError {
+        ModelFolderError::Key { path: self.path.clone(), key, expected }
     }
 }
 

@@ -6,7 +6,6 @@
 //! lie inside a target.
 
 mod encoded_text;
-mod error;
 mod folder;
 mod grounding;
 mod json_file;
@@ -29,7 +28,6 @@ use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
 
 use encoded_text::{EncodedText, expand, spans};
-pub use error::EncoderError;
 use folder::{TextFolder, image_processor};
 use grounding::grounded;
 pub use grounding::{ImageBox, image_boxes};
@@ -44,6 +42,7 @@ use crate::encode::positions::{VisualRun, position_ids};
 use crate::encode::truncate::{TruncationRule, check_tokens};
 use crate::media::image::{ImageConfig, ImageProcessor};
 use crate::media::video::{VideoConfig, VideoProcessor};
+use crate::model_file::ModelFolderError;
 use crate::row::Length;
 use crate::source::{AtRow, SampleError, SampleFault};
 use crate::template::{GenerationPrompt, RenderedPrompt};
@@ -67,7 +66,7 @@ impl Encoder {
     /// `generation_config.json` if it exists, and the chat template from `chat_template.jinja`,
     /// `chat_template.json` or `tokenizer_config.json`, in this order. Videos use the settings of
     /// the folder.
-    pub fn from_folder(folder: &Path, image: &ImageConfig) -> Result<Self, EncoderError> {
+    pub fn from_folder(folder: &Path, image: &ImageConfig) -> Result<Self, ModelFolderError> {
         Self::with_video(folder, image, &VideoConfig::default())
     }
 
@@ -77,7 +76,7 @@ impl Encoder {
         folder: &Path,
         image: &ImageConfig,
         video: &VideoConfig,
-    ) -> Result<Self, EncoderError> {
+    ) -> Result<Self, ModelFolderError> {
         let text = TextFolder::read(folder)?;
         let images = match text.media.image {
             Some(_) => image_processor(folder, image)?,

@@ -8,23 +8,32 @@ use super::Encoder;
 use super::grounding::{SIDE, depends_on_resizing};
 use crate::source::texts;
 use batch::Sample;
+use fault::Fault;
 use serde_json::Value;
 
 /// Keys of a box and of a point in a text, between quotes.
 const KEYS: [&str; 2] = ["bbox_2d", "point_2d"];
 
 /// What is wrong with boxes in a text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Fault)]
+#[fault(exit = None)]
 pub enum BoxFault {
     /// Fractions of the image, where the model writes whole numbers.
+    #[fault(hint = UNIT)]
     Fractions,
     /// Not inside of any image or video of the row.
+    #[fault(hint = UNIT)]
     Outside,
     /// The corners of a box are swapped.
+    #[fault(hint = "a box is `[x1, y1, x2, y2]` with x1 < x2 and y1 < y2")]
     Swapped,
     /// The corners of a box have the same x or y.
+    #[fault(hint = "a box is `[x1, y1, x2, y2]` with x1 < x2 and y1 < y2")]
     NoArea,
 }
+
+/// Hint for numbers in another unit than that of the model.
+const UNIT: &str = "the model writes thousandths of the sides (Qwen2.5-VL: pixels of the resized image); `objects` with `<bbox>` converts boxes";
 
 impl BoxFault {
     /// What a row has, for a message.
@@ -34,16 +43,6 @@ impl BoxFault {
             Self::Outside => "have boxes outside of the image in a text",
             Self::Swapped => "have boxes with swapped corners in a text",
             Self::NoArea => "have boxes without an area in a text",
-        }
-    }
-
-    /// Returns the fix that the message suggests.
-    pub fn hint(self) -> &'static str {
-        match self {
-            Self::Fractions | Self::Outside => {
-                "the model writes thousandths of the sides (Qwen2.5-VL: pixels of the resized image); `objects` with `<bbox>` converts boxes"
-            }
-            Self::Swapped | Self::NoArea => "a box is `[x1, y1, x2, y2]` with x1 < x2 and y1 < y2",
         }
     }
 }

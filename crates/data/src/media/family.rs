@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::de::Error as _;
 use serde_json::Value;
 
-use crate::encode::EncoderError;
+use crate::model_file::ModelFolderError;
 use crate::model_file::read_json_if_there;
 
 /// How a model family writes videos and boxes.
@@ -39,7 +39,7 @@ const TOKENS_PER_SECOND: f32 = 4.0;
 
 impl MediaFamily {
     /// The family of the model in a folder, from its `config.json`.
-    pub(crate) fn of_folder(folder: &Path) -> Result<Self, EncoderError> {
+    pub(crate) fn of_folder(folder: &Path) -> Result<Self, ModelFolderError> {
         let path = folder.join("config.json");
         let config = read_json_if_there::<Value>(&path)?.unwrap_or_default();
         match config["model_type"].as_str() {
@@ -49,7 +49,7 @@ impl MediaFamily {
                 let found = kind.unwrap_or("missing").to_owned();
                 let known = LIKE_QWEN3_VL.map(|kind| format!("`{kind}`")).join(", ");
                 let expected = format!("`qwen2_5_vl`, {known}");
-                return Err(EncoderError::value(&path, "model_type", found, expected));
+                return Err(ModelFolderError::value(&path, "model_type", found, expected));
             }
         }
         let tokens = &config["vision_config"]["tokens_per_second"];
@@ -60,7 +60,7 @@ impl MediaFamily {
                 let problem = format!(
                     "`vision_config.tokens_per_second` is `{tokens}`, expected a number above 0"
                 );
-                return Err(EncoderError::parse(&path)(serde_json::Error::custom(problem)));
+                return Err(ModelFolderError::parse(&path)(serde_json::Error::custom(problem)));
             }
         };
         Ok(Self::Qwen25Vl { tokens_per_second })

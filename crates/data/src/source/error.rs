@@ -1,4 +1,4 @@
-//! Errors of a row. Each message names the file, the line and what was found there.
+//! Errors of a row. The message of [`SampleError`] names the file and the line.
 
 use std::io;
 
@@ -24,7 +24,7 @@ pub struct SampleError {
 pub enum SampleFault {
     #[error("cannot read the row: {0}")]
     #[fault(hint = None, reason = "unreadable")]
-    Read(#[from] io::Error),
+    Read(io::Error),
     #[error("{column}: invalid JSON: {problem}")]
     #[fault(hint = "write one complete JSON object per line, in UTF-8", reason = "json")]
     Json {

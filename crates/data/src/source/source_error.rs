@@ -1,4 +1,4 @@
-//! Reasons why a data set cannot be opened.
+//! Errors of the files of a data set.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -82,11 +82,6 @@ pub enum SourceError {
         hint = "check free space and permissions, or set `data.cache_dir` to another folder"
     )]
     Unpack { path: PathBuf, folder: PathBuf, cause: io::Error },
-    #[error("cannot read `{}`: {cause}", .path.display())]
-    #[fault(
-        hint = "paths in `data` must point to files, relative to the folder in which the command runs"
-    )]
-    ReadText { path: PathBuf, cause: io::Error },
     #[error("{}:{line}: the line is not UTF-8", .path.display())]
     #[fault(hint = "convert the file to UTF-8")]
     NotUtf8 { path: PathBuf, line: u64 },

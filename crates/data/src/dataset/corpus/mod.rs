@@ -209,7 +209,7 @@ impl Corpus {
     pub fn dropped(&self, row: u32) -> Result<Vec<DroppedTokens>, SampleError> {
         let (start, tokens) = self.whole_span(row);
         let kept = self.kept_of(row)?;
-        let ids = self.tokens.read(start, tokens).at(&self.id(row))?;
+        let ids = self.tokens.read(start, tokens).map_err(SampleFault::Read).at(&self.id(row))?;
         Ok(dropped(&ids, &[kept]))
     }
 
@@ -236,7 +236,7 @@ impl Corpus {
         self.check_targets(row)?;
         let (start, tokens) = self.span(row);
         let id = self.id(row);
-        let ids = self.tokens.read(start, tokens).at(&id)?;
+        let ids = self.tokens.read(start, tokens).map_err(SampleFault::Read).at(&id)?;
         Ok(self.separators.sample(id, ids))
     }
 

@@ -48,12 +48,12 @@ pub(super) fn tokens(
         Texts::Rows(file) => tokenise_rows(file, separators, encoder, &mut writer, progress),
         Texts::File(path, _) => tokenise_file(path, separators, encoder, &mut writer, progress),
     }
-    .map_err(|fault| fault.of(path, &folder))?;
+    .map_err(|problem| problem.at(path, &folder))?;
     writer.finish(kept.as_deref()).map_err(failed)
 }
 
 /// The reason why tokenisation stops, without the paths.
-enum Fault {
+enum Problem {
     Read(io::Error),
     Write(io::Error),
     Utf8(u64),
@@ -61,11 +61,11 @@ enum Fault {
     Text(SampleError),
 }
 
-impl Fault {
-    fn of(self, path: &Path, folder: &Path) -> SourceError {
+impl Problem {
+    fn at(self, path: &Path, folder: &Path) -> SourceError {
         let (path, folder) = (path.to_owned(), folder.to_owned());
         match self {
-            Self::Read(cause) => SourceError::ReadText { path, cause },
+            Self::Read(cause) => SourceError::Read { path, cause },
             Self::Write(cause) => SourceError::WriteTokens { path, folder, cause },
             Self::Utf8(line) => SourceError::NotUtf8 { path, line },
             Self::TooLarge => SourceError::ManyTokens { path },
@@ -74,11 +74,11 @@ impl Fault {
     }
 }
 
-fn push(writer: &mut TokenWriter, id: u32, line: u64) -> Result<(), Fault> {
+fn push(writer: &mut TokenWriter, id: u32, line: u64) -> Result<(), Problem> {
     match writer.push(id, line) {
         Ok(Ok(())) => Ok(()),
-        Ok(Err(TooManyTokens)) => Err(Fault::TooLarge),
-        Err(cause) => Err(Fault::Write(cause)),
+        Ok(Err(TooManyTokens)) => Err(Problem::TooLarge),
+        Err(cause) => Err(Problem::Write(cause)),
     }
 }
 
@@ -89,7 +89,7 @@ fn tokenise_rows(
     encoder: &Encoder,
     writer: &mut TokenWriter,
     progress: &dyn Fn(u64, u64),
-) -> Result<(), Fault> {
+) -> Result<(), Problem> {
     let all: Vec<usize> = (0..file.len()).collect();
     for rows in all.chunks(TEXTS_AT_A_TIME) {
         let encode = |row: &usize| row_tokens(encoder, &file.read_text(*row)?).at(&file.id(*row));
@@ -137,10 +137,10 @@ fn tokenise_file(
     encoder: &Encoder,
     writer: &mut TokenWriter,
     progress: &dyn Fn(u64, u64),
-) -> Result<(), Fault> {
+) -> Result<(), Problem> {
     let file: Arc<Path> = path.into();
-    let text = files::open(path).map_err(Fault::Read)?;
-    let num_bytes = text.metadata().map_err(Fault::Read)?.len();
+    let text = files::open(path).map_err(Problem::Read)?;
+    let num_bytes = text.metadata().map_err(Problem::Read)?.len();
     let mut pieces = text::Pieces::new(text);
     let (mut line, mut done) = (1, 0);
     loop {
@@ -150,14 +150,14 @@ fn tokenise_file(
         }
         let encode = |piece: Result<Piece, TextFault>| {
             let piece = piece.map_err(|fault| match fault {
-                TextFault::Read(cause) => Fault::Read(cause),
-                TextFault::Utf8(line) => Fault::Utf8(line),
+                TextFault::Read(cause) => Problem::Read(cause),
+                TextFault::Utf8(line) => Problem::Utf8(line),
             })?;
             let id = SampleId { file: file.clone(), line: piece.line };
-            let tokens = encoder.encode_text(&piece.text).at(&id).map_err(Fault::Text)?;
+            let tokens = encoder.encode_text(&piece.text).at(&id).map_err(Problem::Text)?;
             Ok((piece, tokens))
         };
-        let encoded: Vec<Result<_, Fault>> = some.into_par_iter().map(encode).collect();
+        let encoded: Vec<Result<_, Problem>> = some.into_par_iter().map(encode).collect();
         for encoded in encoded {
             let (piece, tokens) = encoded?;
             let text_bytes = piece.text.as_bytes();

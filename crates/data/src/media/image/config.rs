@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::header::MAX_PIXELS;
-use crate::encode::EncoderError;
+use crate::model_file::ModelFolderError;
 use crate::model_file::read_json_if_there;
 
 /// The section `data.image` of the config: limits on the size of one image after resizing.
@@ -72,7 +72,7 @@ pub(super) struct Settings {
 
 impl Settings {
     /// Reads the settings of the model folder. Limits on pixels in `config` override the folder's.
-    pub(super) fn read(folder: &Path, config: &ImageConfig) -> Result<Self, EncoderError> {
+    pub(super) fn read(folder: &Path, config: &ImageConfig) -> Result<Self, ModelFolderError> {
         let (path, file) = read_file(folder)?;
         let File {
             size,
@@ -92,7 +92,7 @@ impl Settings {
         } = file;
         let bad = |key, found: Option<String>, expected: &str| {
             let found = found.unwrap_or_else(|| "missing".into());
-            EncoderError::value(&path, key, found, expected)
+            ModelFolderError::value(&path, key, found, expected)
         };
         let count = |key, value: Option<u32>| match value {
             Some(value @ 1..=1024) => Ok(value),
@@ -136,7 +136,8 @@ impl Settings {
             .max_tokens
             .map_or(max_pixels, |tokens| max_pixels.min(u64::from(tokens.get()) * token_pixels));
         if min_pixels == 0 || min_pixels > max_pixels || min_pixels > MAX_PIXELS {
-            return Err(EncoderError::ImagePixels { min_pixels, max_pixels });
+            let limit = MAX_PIXELS;
+            return Err(ModelFolderError::ImagePixels { min_pixels, max_pixels, limit });
         }
         Ok(Self {
             patch_size,
@@ -153,7 +154,7 @@ impl Settings {
 
 /// Reads the image settings and returns them with the path of their file. As in transformers 5,
 /// that is `image_processor` in `processor_config.json`, else `preprocessor_config.json`.
-fn read_file(folder: &Path) -> Result<(PathBuf, File), EncoderError> {
+fn read_file(folder: &Path) -> Result<(PathBuf, File), ModelFolderError> {
     #[derive(Deserialize)]
     struct Combined {
         image_processor: Option<File>,
@@ -166,7 +167,7 @@ fn read_file(folder: &Path) -> Result<(PathBuf, File), EncoderError> {
     let path = folder.join("preprocessor_config.json");
     match read_json_if_there(&path)? {
         Some(file) => Ok((path, file)),
-        None => Err(EncoderError::NoImageSettings { folder: folder.to_owned() }),
+        None => Err(ModelFolderError::NoImageSettings { folder: folder.to_owned() }),
     }
 }
 

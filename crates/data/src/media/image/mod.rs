@@ -52,7 +52,7 @@ pub(crate) use source::resolve;
 pub use urls::UrlConfig;
 use urls::Urls;
 
-use crate::encode::EncoderError;
+use crate::model_file::ModelFolderError;
 use batch::{MediaRef, MediaSource, MediumKind, Patches};
 use net::UrlImages;
 
@@ -72,7 +72,7 @@ pub struct ImageProcessor {
 
 impl ImageProcessor {
     /// Reads the settings of a model folder. Limits on pixels in `config` override the folder's.
-    pub fn from_folder(folder: &Path, config: &ImageConfig) -> Result<Self, EncoderError> {
+    pub fn from_folder(folder: &Path, config: &ImageConfig) -> Result<Self, ModelFolderError> {
         let Settings {
             patch_size,
             temporal_patch_size,

@@ -7,9 +7,9 @@ use serde_json::Value;
 
 use super::sampling::Sampling;
 use super::smart_resize::{Budget, PixelLimits};
-use crate::encode::EncoderError;
 use crate::media::family::MediaFamily;
 use crate::media::image::{ImageProcessor, Normalise, RESCALE_FACTORS, Size};
+use crate::model_file::ModelFolderError;
 use crate::model_file::read_json_if_there;
 
 /// The section `data.video` of the config.
@@ -161,7 +161,7 @@ impl Settings {
         folder: &Path,
         config: &VideoConfig,
         images: &ImageProcessor,
-    ) -> Result<Self, EncoderError> {
+    ) -> Result<Self, ModelFolderError> {
         let family = MediaFamily::of_folder(folder)?;
         let (path, file) = read_file(folder, family)?;
         let published = Published::of(family);
@@ -196,8 +196,9 @@ impl Settings {
         let min_frames = config_min_frames.or(min_frames).unwrap_or(PUBLISHED_FRAMES[0]);
         let max_frames = config_max_frames.or(max_frames).unwrap_or(PUBLISHED_FRAMES[1]);
         let fps = config_fps.or(fps).unwrap_or(PUBLISHED_FPS);
-        let setting =
-            |key, found: String, expected| Err(EncoderError::VideoSetting { key, found, expected });
+        let setting = |key, found: String, expected| {
+            Err(ModelFolderError::VideoSetting { key, found, expected })
+        };
         if !(fps.is_finite() && fps > 0.0) {
             return setting("fps", fps.to_string(), "a number of frames per second above 0");
         }
@@ -241,7 +242,7 @@ fn check_limits(
     of_folder: Budget,
     config: &VideoConfig,
     pixels: PixelLimits,
-) -> Result<(), EncoderError> {
+) -> Result<(), ModelFolderError> {
     let of_config = config.min_pixels.or(config.max_pixels);
     if (pixels.frame.is_some() || of_config.is_none()) && !of_folder.is_valid() {
         let Budget { min_pixels: min, max_pixels: max } = of_folder;
@@ -254,7 +255,7 @@ fn check_limits(
             [None, None, Some(_)] => ("max_pixels", max, of_max()),
             [None, None, None] => ("size.longest_edge", max, of_max()),
         };
-        return Err(EncoderError::value(path, key, found.to_string(), expected));
+        return Err(ModelFolderError::value(path, key, found.to_string(), expected));
     }
     if pixels.all.is_valid() {
         return Ok(());
@@ -264,7 +265,7 @@ fn check_limits(
         Some(_) => ("min_pixels", min, "at least 1 and at most `max_pixels`"),
         None => ("max_pixels", max, "at least the minimum, which the model folder sets"),
     };
-    Err(EncoderError::VideoSetting { key, found: found.to_string(), expected })
+    Err(ModelFolderError::VideoSetting { key, found: found.to_string(), expected })
 }
 
 /// Checks the keys of the file that `data.video` does not override, and returns the normalisation.
@@ -273,7 +274,7 @@ fn check_file(
     file: &File,
     images: &ImageProcessor,
     published: &Published,
-) -> Result<Normalise, EncoderError> {
+) -> Result<Normalise, ModelFolderError> {
     let File {
         patch_size,
         temporal_patch_size,
@@ -284,8 +285,9 @@ fn check_file(
         cap_pixels_per_frame,
         ..
     } = *file;
-    let bad =
-        |key, found: String, expected: String| Err(EncoderError::value(path, key, found, expected));
+    let bad = |key, found: String, expected: String| {
+        Err(ModelFolderError::value(path, key, found, expected))
+    };
     for (key, found, expected) in [
         ("patch_size", patch_size, images.patch_size()),
         ("temporal_patch_size", temporal_patch_size, images.temporal_patch_size()),
@@ -319,7 +321,7 @@ fn check_file(
 /// As in transformers, `processor_config.json` takes precedence over
 /// `video_preprocessor_config.json`. The settings are empty if neither file has any. Published
 /// folders of Qwen2.5-VL have neither, and the settings of images apply to each frame.
-fn read_file(folder: &Path, family: MediaFamily) -> Result<(PathBuf, File), EncoderError> {
+fn read_file(folder: &Path, family: MediaFamily) -> Result<(PathBuf, File), ModelFolderError> {
     let combined = folder.join("processor_config.json");
     let published = folder.join("video_preprocessor_config.json");
     let nested = read_json_if_there::<Value>(&combined)?.and_then(|mut value| {
@@ -336,7 +338,7 @@ fn read_file(folder: &Path, family: MediaFamily) -> Result<(PathBuf, File), Enco
         },
     };
     let file = value.map_or(Ok(File::default()), serde_json::from_value);
-    let file = file.map_err(EncoderError::parse(&path))?;
+    let file = file.map_err(ModelFolderError::parse(&path))?;
     Ok((path, file))
 }
 

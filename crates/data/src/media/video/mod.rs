@@ -32,9 +32,9 @@ pub use error::VideoError;
 use file::VideoFile;
 use sampling::{Sampling, Wanted, frames_between};
 
-use crate::encode::EncoderError;
 use crate::media::family::MediaFamily;
 use crate::media::image::{ImageProcessor, Pixels, Rgb, patchify, resize, unpatchify};
+use crate::model_file::ModelFolderError;
 use batch::{FrameRate, MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
 use net::UrlImages;
 
@@ -96,7 +96,7 @@ impl VideoProcessor {
         folder: &Path,
         config: &VideoConfig,
         images: &ImageProcessor,
-    ) -> Result<Self, EncoderError> {
+    ) -> Result<Self, ModelFolderError> {
         let settings = Settings::read(folder, config, images)?;
         Ok(Self { settings, images: images.clone() })
     }

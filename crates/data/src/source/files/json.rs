@@ -58,20 +58,17 @@ pub(super) enum Array {
 }
 
 /// Finds the elements of a JSON array. Each element ends before the comma or bracket that follows.
-pub(super) fn scan_array(path: &Path, mut reader: impl BufRead) -> Result<Array, ArrayError> {
+pub(super) fn scan_array(path: &Path, mut reader: impl BufRead) -> Result<Array, SourceError> {
     let mut hasher = Sha256::new();
     let mut index = RowIndex::default();
     let mut offset = 0u64;
     let mut scan = Scan::default();
+    let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
     let broken = |rows: usize, problem: &str| {
-        ArrayError::File(SourceError::broken(
-            path,
-            "a JSON array",
-            &format!("{problem} row {rows}"),
-        ))
+        SourceError::broken(path, "a JSON array", &format!("{problem} row {rows}"))
     };
     loop {
-        let chunk = reader.fill_buf().map_err(ArrayError::Read)?;
+        let chunk = reader.fill_buf().map_err(unreadable)?;
         if chunk.is_empty() {
             break;
         }
@@ -92,13 +89,6 @@ pub(super) fn scan_array(path: &Path, mut reader: impl BufRead) -> Result<Array,
         Place::After => Ok(Array::Rows(index.finish(offset, hasher.finalize().into()))),
         _ => Err(broken(index.len(), "it ends without `]` in or after")),
     }
-}
-
-/// The reason why an array cannot be scanned.
-#[derive(Debug)]
-pub(super) enum ArrayError {
-    Read(io::Error),
-    File(SourceError),
 }
 
 /// Where a scan is.
@@ -185,8 +175,7 @@ mod tests {
                 let rows = (0..index.len()).map(|row| String::from_utf8_lossy(of(row)).into());
                 Ok(Some(rows.collect()))
             }
-            Err(ArrayError::File(error)) => Err(error.to_string()),
-            Err(ArrayError::Read(error)) => Err(error.to_string()),
+            Err(error) => Err(error.to_string()),
         }
     }
 

@@ -342,15 +342,12 @@ fn array(
         let is_array = index.len() == 0 || index.start(0) > bracket;
         return Ok((index, if is_array { Syntax::Element } else { Syntax::Line }));
     }
-    let scanned = json::scan_array(path, BufReader::with_capacity(1 << 20, file));
-    match scanned {
-        Ok(json::Array::Rows(index)) => Ok((index, Syntax::Element)),
-        Ok(json::Array::Lines) => {
+    match json::scan_array(path, BufReader::with_capacity(1 << 20, file))? {
+        json::Array::Rows(index) => Ok((index, Syntax::Element)),
+        json::Array::Lines => {
             file.rewind().map_err(unreadable)?;
             let index = json::scan_lines(BufReader::with_capacity(1 << 20, file));
             Ok((index.map_err(unreadable)?, Syntax::Line))
         }
-        Err(json::ArrayError::Read(cause)) => Err(unreadable(cause)),
-        Err(json::ArrayError::File(error)) => Err(error),
     }
 }
