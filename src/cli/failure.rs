@@ -1,6 +1,5 @@
 //! Errors of commands, which have no type in the library.
 
-use super::report::fault;
 pub(super) use fault::Exit;
 use fault::{Fault, Hint};
 use std::error::Error;
@@ -8,7 +7,7 @@ use std::fmt;
 
 /// An error of a command, with an exit code and a hint.
 ///
-/// Errors of the library need no wrapping: [`fault`] finds their exit code and hint.
+/// Errors of the library need no wrapping: they have an exit code and a hint.
 #[derive(Debug)]
 pub(super) struct Failure {
     pub(super) exit: Exit,
@@ -26,6 +25,11 @@ impl Failure {
     /// Gives `error` an exit code; its message, causes and hint are kept.
     pub(super) fn of(exit: Exit, error: impl Error + Send + Sync + 'static) -> Self {
         Self { exit, message: String::new(), hint: None, wrapped: Some(Box::new(error)) }
+    }
+
+    /// The error whose message this error has.
+    pub(super) fn wrapped(&self) -> Option<&(dyn Error + 'static)> {
+        Some(self.wrapped.as_deref()?)
     }
 
     /// Adds the fix that the error message suggests.
@@ -57,7 +61,6 @@ impl Fault for Failure {
     }
 
     fn hint(&self) -> Hint {
-        let own = self.hint.clone().map(Into::into);
-        own.or_else(|| fault(self.wrapped.as_deref()?)?.hint())
+        self.hint.clone().map(Into::into)
     }
 }

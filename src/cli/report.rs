@@ -98,7 +98,13 @@ fn outcome(error: &anyhow::Error) -> (Exit, Hint) {
     }
     let exit = error.chain().find_map(|cause| fault(cause)?.exit());
     let other = if is_of_system(error) { Exit::Resources } else { Exit::Software };
-    (exit.unwrap_or(other), error.chain().find_map(|cause| fault(cause)?.hint()))
+    (exit.unwrap_or(other), error.chain().find_map(hint))
+}
+
+/// The hint of an error, or that of the error that a [`Failure`] wraps.
+fn hint(error: &(dyn Error + 'static)) -> Hint {
+    let wrapped = || hint(error.downcast_ref::<Failure>()?.wrapped()?);
+    fault(error)?.hint().or_else(wrapped)
 }
 
 /// Whether the text of this error may be that of the driver of a GPU: it is an error of candle, or
@@ -108,7 +114,7 @@ fn may_be_of_gpu(error: &(dyn Error + 'static)) -> bool {
 }
 
 /// The exit code and the hint of an error; `None` if its type has none.
-pub(super) fn fault<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e dyn Fault> {
+fn fault<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e dyn Fault> {
     macro_rules! one_of {
         ($($kind:ty),*) => {
             None$(.or_else(|| {

@@ -20,7 +20,7 @@ use crate::train::{TrainError, TrainState};
 use std::io;
 use std::path::PathBuf;
 
-/// The reason why a run cannot be assembled, verified or replayed.
+/// The reason why a run cannot be assembled, trained, verified or replayed.
 ///
 /// Where a config key is the cause, [`RunError::keys`] returns it.
 #[derive(Debug, thiserror::Error, fault::Fault)]
@@ -92,7 +92,10 @@ pub enum RunError {
     )]
     NoOptimizer { problem: CheckpointError },
     #[error("cannot read trainer_state.json of `{}`", .folder.display())]
-    #[fault(exit = Data, hint = "the file is damaged: use an older checkpoint, or copy the folder again")]
+    #[fault(
+        exit = Data,
+        hint = "the file is damaged: use an older checkpoint, or copy the folder again"
+    )]
     State { folder: PathBuf, source: serde_json::Error },
     #[error("the training files changed since `{}`", .folder.display())]
     #[fault(

@@ -8,7 +8,7 @@ use super::super::error::SampleFault;
 use super::super::raw_row::blob;
 use super::context::At;
 use super::keys::{Place, is_given};
-use super::limits::{image_limits, refuse_frame_limits, video_limits};
+use super::limits::{image_limits, rate, refuse_frame_limits, video_limits};
 use super::media::RowMedia;
 use super::values::{first_of, join, missing, not_supported, take, wrong_type};
 use batch::{
@@ -308,34 +308,6 @@ fn path(at: &str, text: &str, by_url: &'static str) -> Result<PathBuf, SampleFau
         return Err(not_supported(at, by_url));
     }
     Ok(PathBuf::from(path))
-}
-
-/// Parses the frames per second of a video, if the object has a key for it. The keys are those
-/// of qwen-vl-utils, where `sample_fps` is the rate at which a list was sampled.
-pub(super) fn rate(
-    at: &str,
-    object: &Map<String, Value>,
-) -> Result<Option<FrameRate>, SampleFault> {
-    let number = |key: &str| {
-        let Some(value) = object.get(key).filter(|value| !value.is_null()) else {
-            return Ok(None);
-        };
-        let number = match value {
-            Value::String(text) => text.trim().parse().ok(), // as in some of Qwen's examples
-            value => value.as_f64(),
-        };
-        if number.is_some_and(|rate: f64| rate.is_finite() && rate > 0.0) {
-            return Ok(number);
-        }
-        let expected = "a number of frames per second above 0";
-        Err(wrong_type(&join(at, key), value, expected))
-    };
-    let [fps, sampled, raw] = [number("fps")?, number("sample_fps")?, number("raw_fps")?];
-    if sampled.is_some() && fps.is_some_and(|fps| Some(fps) != sampled) {
-        let what = "`fps` together with another `sample_fps` is";
-        return Err(not_supported(&join(at, "fps"), what));
-    }
-    Ok(sampled.map(FrameRate::Sampled).or(fps.or(raw).map(FrameRate::Video)))
 }
 
 /// The source of an image whose file is `text` in base64. It is decoded when it is read.

@@ -1,4 +1,5 @@
-//! Limits on the size of one image or video, with the keys of qwen-vl-utils.
+//! Frame rate of a video, and limits on the size of one image or video, with the keys of
+//! qwen-vl-utils.
 
 use std::num::NonZeroU32;
 
@@ -7,7 +8,7 @@ use serde_json::{Map, Value};
 use super::super::error::SampleFault;
 use super::values::{join, missing, not_supported, wrong_type};
 use crate::media::image::MAX_PIXELS;
-use batch::{AreaLimits, ImageLimits, MediaRef, VideoLimits};
+use batch::{AreaLimits, FrameRate, ImageLimits, MediaRef, VideoLimits};
 
 /// The limits that an object gives for its image; `None` if it gives none.
 pub(super) fn image_limits(
@@ -17,6 +18,34 @@ pub(super) fn image_limits(
     let keys = Keys { at, object };
     let limits = ImageLimits { resized: keys.resized()?, area: keys.area()? };
     Ok(Some(limits).filter(|limits| *limits != ImageLimits::default()))
+}
+
+/// Parses the frames per second of a video, if the object has a key for it. The keys are those
+/// of qwen-vl-utils, where `sample_fps` is the rate at which a list was sampled.
+pub(super) fn rate(
+    at: &str,
+    object: &Map<String, Value>,
+) -> Result<Option<FrameRate>, SampleFault> {
+    let number = |key: &str| {
+        let Some(value) = object.get(key).filter(|value| !value.is_null()) else {
+            return Ok(None);
+        };
+        let number = match value {
+            Value::String(text) => text.trim().parse().ok(), // as in some of Qwen's examples
+            value => value.as_f64(),
+        };
+        if number.is_some_and(|rate: f64| rate.is_finite() && rate > 0.0) {
+            return Ok(number);
+        }
+        let expected = "a number of frames per second above 0";
+        Err(wrong_type(&join(at, key), value, expected))
+    };
+    let [fps, sampled, raw] = [number("fps")?, number("sample_fps")?, number("raw_fps")?];
+    if sampled.is_some() && fps.is_some_and(|fps| Some(fps) != sampled) {
+        let what = "`fps` together with another `sample_fps` is";
+        return Err(not_supported(&join(at, "fps"), what));
+    }
+    Ok(sampled.map(FrameRate::Sampled).or(fps.or(raw).map(FrameRate::Video)))
 }
 
 /// The settings that an object gives for its video; `None` if it gives none.

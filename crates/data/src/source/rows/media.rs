@@ -4,8 +4,8 @@ use serde_json::{Map, Value};
 
 use super::super::error::SampleFault;
 use super::super::texts::texts;
-use super::content::rate;
 use super::context::At;
+use super::limits::rate;
 use super::values::{list_in_text, not_supported, one_or_more, take};
 use batch::{Content, FrameRate, Medium, MediumKind, Message, Part};
 
