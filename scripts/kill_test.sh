@@ -26,7 +26,7 @@ train() { # output_dir, plain or evals, [seconds until it is killed]
     if [ "$2" = evals ]; then
         more=(--set "data.eval=[{path: $folder/eval.jsonl, image_root: data/quickstart}]" --set eval.every_steps=4 --set eval.show=0)
     fi
-    exec ${3:+timeout --foreground -s KILL "$3"} "$trainer" sft --config configs/quickstart.yaml \
+    exec ${3:+timeout --foreground --preserve-status -s KILL "$3"} "$trainer" sft --config configs/quickstart.yaml \
         --set "model.path=$folder/model" --set "output_dir=$folder/$1" "${more[@]}" \
         --set train.max_steps=60 --set "checkpoint={every_steps: 1, keep: 3}"
 }
