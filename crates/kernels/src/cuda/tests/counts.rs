@@ -237,8 +237,8 @@ fn check_by_reasoning(op: &Op<'_>, shape: &Shape, all: &BTreeMap<String, Work>) 
     }
 }
 
-/// An op of the bench on a GPU (`docs/dev/performance.md`): its name, and which op of which shape it is
-/// with how many segments of how many tokens, and how many such ops it has.
+/// An op of the bench on a GPU (`docs/dev/performance.md`): its name, and which op of which shape it
+/// is with how many segments of how many tokens, and how many such ops it has.
 const MEASURED: [(&str, usize, &str, usize, usize, usize); 6] = [
     ("attention, forward, 8 x 4,096, 32 and 8 heads", 1, "attention, forward", 8, 4096, 32),
     ("attention, backward, 8 x 4,096, 32 and 8 heads", 1, "attention, backward", 8, 4096, 32),
