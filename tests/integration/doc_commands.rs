@@ -171,9 +171,9 @@ fn every_command_of_the_documentation_runs_as_written() {
 
 /// Whether a line begins with a command. A synopsis, with `|` or `..` for what a user writes, is none.
 fn is_command(line: &str) -> bool {
-    let words = line.split(' ').skip_while(|word| word.contains('='));
+    let mut words = line.split(' ').skip_while(|word| word.contains('='));
     let is_synopsis = line.contains('|') || line.contains("..");
-    !is_synopsis && words.take(1).any(|word| COMMANDS.contains(&word))
+    !is_synopsis && words.next().is_some_and(|word| COMMANDS.contains(&word))
 }
 
 #[test]
@@ -193,7 +193,7 @@ fn a_command_is_in_a_block_that_runs_or_has_the_reason_why_it_cannot() {
             } else if block.language == "bash" {
                 let is_kind = |kind: &&str| first.starts_with(kind);
                 let reason = first.starts_with("# needs") || first.starts_with("# takes");
-                if reason && !KINDS.iter().any(|kind| is_kind(&kind)) {
+                if reason && !KINDS.iter().any(is_kind) {
                     wrong.push(format!("{place} is no kind of block that cannot run"));
                 }
                 unused.retain(|kind| !is_kind(kind));
