@@ -177,6 +177,18 @@ fn is_command(line: &str) -> bool {
 }
 
 #[test]
+fn commands_differ_from_output_and_from_a_synopsis() {
+    for line in
+        ["cargo test", "RAYON_NUM_THREADS=8 mpirun -n 4 \\", "trainer check --config a.yaml"]
+    {
+        assert!(is_command(line), "{line}");
+    }
+    for line in ["INFO train step=1", "trainer convert --from a|b FILE", "src/  the code", ""] {
+        assert!(!is_command(line), "{line}");
+    }
+}
+
+#[test]
 fn a_command_is_in_a_block_that_runs_or_has_the_reason_why_it_cannot() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut pages = vec![root.join("README.md"), root.join("CONTRIBUTING.md")];
