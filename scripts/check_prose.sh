@@ -81,9 +81,9 @@ search() { # scope, phrase
   } | grep -v '^scripts/check_prose.sh:'
 }
 
-# Prints `file:line` of each line of a page that is too long. Tables, code blocks, cards (a script
-# writes them) and lines of one word, such as an address, may be longer. awk counts bytes, so the
-# bytes after the first one of a character are removed.
+# Prints `file:line` of each line of a page that is too long. Tables, code blocks and lines of one
+# word, such as an address, may be longer. awk counts bytes, so the bytes after the first one of a
+# character are removed.
 long_lines() {
   # shellcheck disable=SC2046
   LC_ALL=C awk '
@@ -93,7 +93,7 @@ long_lines() {
     is_code || start ~ /^[|#<!]/ { next }
     { characters = $0; gsub(/[\200-\277]/, "", characters); sub(/^- /, "", start) }
     length(characters) > 100 && start ~ /[ \t]/ { print FILENAME ":" FNR ": more than 100 characters" }
-  ' ./*.md $(find docs -name '*.md' ! -path 'docs/cards/*' -o -path docs/cards/README.md)
+  ' ./*.md $(find docs -name '*.md')
 }
 
 found=$(

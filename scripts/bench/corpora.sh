@@ -12,7 +12,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
 # The text: copies of the documentation, with the number of the copy at the end of each line.
-cat docs/*.md README.md > "$folder/page"
+cat docs/*.md docs/dev/*.md README.md > "$folder/page"
 bytes=0
 for ((copy = 0; bytes < megabytes * 1000000; copy++)); do
   sed "s/\$/ $copy/" "$folder/page" >> "$folder/text.txt"

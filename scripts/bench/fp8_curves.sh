@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compares losses of training with `model.matmul` `fp8` and `fp8_all` with those in bf16: the quickstart
-# with SEEDS seeds, and the text model of 26 M parameters on the text of docs/*.md. f32 shows how much
+# with SEEDS seeds, and the text model of 26 M parameters on the text of docs/. f32 shows how much
 # another rounding alone changes. Prints for each format
 #   the mean loss of all steps and its relative difference from bf16 with the same seed: mean over the
 #   seeds, with its standard error,
@@ -19,7 +19,7 @@ work=${KEEP:-$(mktemp -d)}
 [ -n "${KEEP:-}" ] || trap 'rm -rf "$work"' EXIT
 mkdir -p "$work"
 scripts/bench/text_model.sh "$work/model"
-cat docs/*.md >"$work/docs.txt"
+cat docs/*.md docs/dev/*.md >"$work/docs.txt"
 cat >"$work/text.yaml" <<YAML
 output_dir: $work/run
 device: cpu

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains 2,000 steps of configs/counting.yaml and of the quickstart with each lean optimizer, the
-# quickstart with SEEDS seeds, and prints the table of docs/performance.md: the mean loss of the last 100
+# quickstart with SEEDS seeds, and prints a table: the mean loss of the last 100
 # steps and its difference from AdamW in f32, for the quickstart as the mean over the seeds with its
 # standard error, and the share of rows that are answered exactly. Fails if a loss of counting is more
 # than 1 % above that of AdamW in f32, or if the share of exact answers is more than 1.5 points (3 of 200

@@ -13,7 +13,7 @@ if [ ! -f "$work/package/models/tokenizer.json" ]; then
 fi
 echo "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4  $work/package/models/tokenizer.json" | sha256sum --check --quiet
 if [ $# -eq 0 ]; then
-  cat README.md docs/*.md >"$work/prose.txt"
+  cat README.md docs/*.md docs/dev/*.md >"$work/prose.txt"
   find src crates tests -name '*.rs' -print0 | sort -z | xargs -0 cat >"$work/code.txt"
   set -- "$work/prose.txt" "$work/code.txt"
 fi

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Writes the cards in docs/cards. Run in the root of the repository, after `cargo build --release`.
+# Writes the cards to target/cards. Run in the root of the repository, after `cargo build --release`.
 #
 #   sh scripts/cards/all.sh [PYTHON]     PYTHON: an interpreter with scripts/golden/requirements.txt
 #
@@ -18,7 +18,8 @@ card() {
     fi
     # $reference is empty or one word without spaces
     # shellcheck disable=SC2086
-    python3 scripts/cards/card.py "docs/cards/$name.md" --trainer "$trainer" $reference \
+    mkdir -p target/cards
+    python3 scripts/cards/card.py "target/cards/$name.md" --trainer "$trainer" $reference \
         --config configs/quickstart.yaml "$@"
 }
 

@@ -1,6 +1,6 @@
 """Runs a config and writes a verification card: one page with what was run and measured.
 
-  python3 scripts/cards/card.py docs/cards/NAME.md --trainer target/release/trainer \
+  python3 scripts/cards/card.py target/cards/NAME.md --trainer target/release/trainer \
       --config configs/quickstart.yaml [--set train.max_steps=60]... [--reference PYTHON]
 
 The card has the report of `trainer verify`, the losses and the speed of `trainer sft`, the same run

@@ -2,7 +2,7 @@
 
   python tests/bench/packing_bound.py [--mean 3450] [--spread 0.3] [--length 8192] [--round 16]
 
-Lengths are drawn log-normally, as in the table of docs/performance.md, and rounded to multiples of
+Lengths are drawn log-normally, as in the tests of the packer, and rounded to multiples of
 `--round`. A linear program over all pack layouts, each used a fractional number of times, needs no
 more packs than any packer. It is solved by column generation: a knapsack over the dual prices finds
 the next layout. With lengths rounded down, its packing efficiency is an upper bound; with lengths

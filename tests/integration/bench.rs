@@ -1,4 +1,4 @@
-//! `trainer bench` runs and prints plausible figures. docs/performance.md has measured ones.
+//! `trainer bench` runs and prints plausible figures. docs/dev/performance.md has measured ones.
 
 use super::harness::{Place, golden, json_lines};
 use serde_json::Value;

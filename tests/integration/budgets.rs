@@ -1,5 +1,5 @@
 //! How long the worst row takes that the budgets of a row allow. No clock rejects a row
-//! (docs/decisions/0021-counted-budgets.md), so the counted budgets must bound the time.
+//! (docs/dev/decisions/0021-counted-budgets.md), so the counted budgets must bound the time.
 
 use super::encoding::{assistant, encode, encoder, row, rows, user};
 use super::harness::write;

@@ -1,8 +1,9 @@
 //! The commands of the documentation run as written.
 //!
 //! Every `bash` block of README.md, CONTRIBUTING.md and docs/ runs in a folder laid out like the
-//! repository, with the tested binary instead of `cargo run --release --`. A block whose first line
-//! is a comment of `SKIPPED` does not run. Other languages (`text`, `json`, ..) are illustrations.
+//! repository, with the tested binary instead of `cargo run --release --`. A block that cannot run
+//! here begins with a comment of `KINDS`. So a block either runs or has the reason in its first line.
+//! Blocks of other languages (`text`, `json`, ..) are illustrations and must not begin with a command.
 
 use super::harness::{Output, Place, binary, finish};
 use std::fs;
@@ -10,8 +11,24 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// First lines of blocks that need more than the built binary.
-const SKIPPED: [&str; 3] = ["# needs a GPU", "# needs Python", "# takes minutes"];
+/// First lines of blocks that cannot run here: all kinds of what they need besides the binary.
+const KINDS: [&str; 6] = [
+    "# needs a GPU",
+    "# needs Python",
+    "# needs MPI",
+    "# needs FFmpeg",
+    "# needs several machines",
+    "# takes minutes",
+];
+
+/// Languages of the blocks of a page.
+const LANGUAGES: [&str; 6] = ["bash", "text", "yaml", "json", "jsonl", "python"];
+
+/// First words of commands.
+const COMMANDS: [&str; 12] = [
+    "apt-get", "bash", "cargo", "docker", "git", "mpirun", "pip", "python", "python3", "sh",
+    "torchrun", "trainer",
+];
 
 /// Commands that compile. The test binary and the program are built already.
 const COMPILES: [&str; 6] =
@@ -24,16 +41,22 @@ const RUN: &str = "cargo run --release --";
 const LINKED: [&str; 8] =
     ["configs", "crates", "data", "docs", "scripts", "src", "tests", "Cargo.toml"];
 
-/// A `bash` block of a page.
+/// A block of a page.
 struct Block {
     /// Number of the line after the opening fence, from 1.
     line: usize,
+    language: String,
     /// Text without the indentation of a list item.
     text: String,
 }
 
 /// The `bash` blocks of a page, in order.
 fn bash_blocks(page: &str) -> Vec<Block> {
+    blocks(page).into_iter().filter(|block| block.language == "bash").collect()
+}
+
+/// The blocks of a page, in order.
+fn blocks(page: &str) -> Vec<Block> {
     let mut blocks = Vec::new();
     let mut lines = page.lines().enumerate();
     while let Some((at, line)) = lines.next() {
@@ -48,9 +71,8 @@ fn bash_blocks(page: &str) -> Vec<Block> {
             text.push_str(unindented);
             text.push('\n');
         }
-        if content == "```bash" {
-            blocks.push(Block { line: at + 2, text });
-        }
+        let language = content.trim_start_matches('`').to_owned();
+        blocks.push(Block { line: at + 2, language, text });
     }
     blocks
 }
@@ -58,7 +80,7 @@ fn bash_blocks(page: &str) -> Vec<Block> {
 /// The script that runs a block with `binary`; `None` if it is marked or has no command left.
 fn script(block: &str, binary: &str) -> Option<String> {
     let first = block.lines().next().unwrap_or_default();
-    if SKIPPED.iter().any(|mark| first.starts_with(mark)) {
+    if KINDS.iter().any(|mark| first.starts_with(mark)) {
         return None;
     }
     let runs = |line: &&str| !COMPILES.iter().any(|command| line.starts_with(command));
@@ -145,6 +167,55 @@ fn every_command_of_the_documentation_runs_as_written() {
     }
     assert!(failures.is_empty(), "{}", failures.join("\n\n"));
     assert!(num_run >= 6, "only {num_run} blocks ran");
+}
+
+/// Whether a line begins with a command. A synopsis, with `|` or `..` for what a user writes, is none.
+fn is_command(line: &str) -> bool {
+    let mut words = line.split(' ').skip_while(|word| word.contains('='));
+    let is_synopsis = line.contains('|') || line.contains("..");
+    !is_synopsis && words.next().is_some_and(|word| COMMANDS.contains(&word))
+}
+
+#[test]
+fn commands_differ_from_output_and_from_a_synopsis() {
+    for line in
+        ["cargo test", "RAYON_NUM_THREADS=8 mpirun -n 4 \\", "trainer check --config a.yaml"]
+    {
+        assert!(is_command(line), "{line}");
+    }
+    for line in ["INFO train step=1", "trainer convert --from a|b FILE", "src/  the code", ""] {
+        assert!(!is_command(line), "{line}");
+    }
+}
+
+#[test]
+fn a_command_is_in_a_block_that_runs_or_has_the_reason_why_it_cannot() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut pages = vec![root.join("README.md"), root.join("CONTRIBUTING.md")];
+    pages.extend(pages_below(&root.join("docs")));
+    let mut unused: Vec<&str> = KINDS.to_vec();
+    let mut wrong = Vec::new();
+    for page in pages {
+        let name = page.strip_prefix(root).unwrap().display().to_string();
+        for block in blocks(&fs::read_to_string(&page).unwrap()) {
+            let first = block.text.lines().next().unwrap_or_default();
+            let place = format!("{name}:{}: `{first}`", block.line);
+            if !LANGUAGES.contains(&block.language.as_str()) {
+                wrong.push(format!("{place}: the language is `{}`", block.language));
+            } else if block.language == "bash" {
+                let is_kind = |kind: &&str| first.starts_with(kind);
+                let reason = first.starts_with("# needs") || first.starts_with("# takes");
+                if reason && !KINDS.iter().any(is_kind) {
+                    wrong.push(format!("{place} is no kind of block that cannot run"));
+                }
+                unused.retain(|kind| !is_kind(kind));
+            } else if block.language == "text" && is_command(first) {
+                wrong.push(format!("{place}: a command, expected a block `bash`"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(unused.is_empty(), "no block is of these kinds: {unused:?}");
 }
 
 #[test]

@@ -195,7 +195,7 @@ fn every_property_of_the_proofs_names_tests_that_exist() {
     files(&root().join("crates"), ".rs", &mut sources);
     files(&root().join("tests/integration"), ".rs", &mut sources);
     let code: String = sources.iter().map(|path| fs::read_to_string(path).unwrap()).collect();
-    let page = text("docs/proofs.md");
+    let page = text("docs/dev/proofs.md");
     let names: Vec<&str> = rows(&page)
         .filter(|row| row.len() == 2)
         .flat_map(|row| row[1].split('`').skip(1).step_by(2))
@@ -207,7 +207,7 @@ fn every_property_of_the_proofs_names_tests_that_exist() {
         } else {
             code.contains(&format!("fn {name}("))
         };
-        assert!(exists, "docs/proofs.md: there is no `{name}`");
+        assert!(exists, "docs/dev/proofs.md: there is no `{name}`");
     }
 }
 

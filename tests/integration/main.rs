@@ -55,6 +55,7 @@ mod qwen25;
 mod qwen25_media;
 mod qwen35;
 mod ranks;
+mod recipes;
 mod report;
 mod resume;
 mod rounding;

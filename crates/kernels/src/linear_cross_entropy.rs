@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
 /// Maximum size of the logits in memory, in bytes. With the vocabulary of the published models this
-/// is 220 rows; smaller chunks read the weight too often (docs/performance.md).
+/// is 220 rows; smaller chunks read the weight too often.
 pub const LOGITS_BYTES: usize = 128 << 20;
 /// The same on a GPU. With the vocabulary of the published models this is 1664 rows: enough for the
 /// gradient products to fill a GPU, and few repeated reads of the weight.

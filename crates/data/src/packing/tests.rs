@@ -196,7 +196,7 @@ fn a_million_lengths_are_packed_in_seconds() {
     }
 }
 
-/// Prints the table of `docs/performance.md`.
+/// Prints the packing efficiencies of `docs/dev/performance.md`, and others.
 #[test]
 #[ignore = "prints a table"]
 fn fill_of_synthetic_lengths() {

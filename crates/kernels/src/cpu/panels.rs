@@ -3,7 +3,7 @@
 //! `bf16` operands are converted to `f32` one panel of rows at a time, so a product never holds a
 //! full second copy of a weight or of the activations. `f32` operands are passed to `gemm`
 //! directly. A few rows are multiplied with a weight in `bf16` by a kernel of our own
-//! ([`few_rows`]). Alternatives: `docs/decisions/0009-bf16-in-panels.md`.
+//! ([`few_rows`]). Alternatives: `docs/dev/decisions/0009-bf16-in-panels.md`.
 
 #![expect(unsafe_code, reason = "`gemm` takes pointers and strides")]
 

@@ -237,8 +237,8 @@ fn check_by_reasoning(op: &Op<'_>, shape: &Shape, all: &BTreeMap<String, Work>) 
     }
 }
 
-/// An op of the bench on a GPU (`docs/performance.md`): its name, and which op of which shape it is
-/// with how many segments of how many tokens, and how many such ops it has.
+/// An op of the bench on a GPU (`docs/dev/performance.md`): its name, and which op of which shape it
+/// is with how many segments of how many tokens, and how many such ops it has.
 const MEASURED: [(&str, usize, &str, usize, usize, usize); 6] = [
     ("attention, forward, 8 x 4,096, 32 and 8 heads", 1, "attention, forward", 8, 4096, 32),
     ("attention, backward, 8 x 4,096, 32 and 8 heads", 1, "attention, backward", 8, 4096, 32),
@@ -262,7 +262,7 @@ fn print_measured(shape: usize, op: &Op<'_>, formula: &Formula) {
 }
 
 #[test]
-#[ignore = "prints the table of docs/performance.md; needs TRAINER_PTX, and takes minutes"]
+#[ignore = "prints the table of docs/dev/performance.md; needs TRAINER_PTX, and takes minutes"]
 fn the_time_of_a_step_on_an_h100_is_at_least() -> Result<()> {
     let (mut formulas, mut table) = (Formulas::default(), Table::default());
     for (number, shape) in SHAPES.iter().enumerate() {
