@@ -17,8 +17,8 @@ use crate::checkpoint::CheckpointError;
 use crate::config::{ConfigError, ValueError};
 use crate::convert::ConvertError;
 use crate::data::{
-    CacheError, CollateError, DataConfigError, EncoderError, LoaderError, OrderError, RowTrouble,
-    SampleError, SourceError, TokenizerError,
+    CacheError, CollateError, EncoderError, LoaderError, OrderError, RowTrouble, SampleError,
+    SourceError, TokenizerError,
 };
 use crate::dist::{DistError, LaunchError};
 use crate::metrics::JsonlError;
@@ -118,7 +118,7 @@ pub(super) fn fault<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e dyn Faul
     }
     let known: Option<&dyn Fault> = one_of! {
         AdapterError, CacheError, CheckpointError, CollateError, ConfigError, ConvertError,
-        DataConfigError, DeviceError, DistError, EncoderError, Failure, GroupError,
+        DeviceError, DistError, EncoderError, Failure, GroupError,
         HubError, JsonlError, LaunchError, LoaderError, ModelConfigError,
         OptimError, OrderError, PathError, ReportError, RowTrouble,
         RunError, SampleError, SetupError, SourceError, TokenizerError, TrainError,
