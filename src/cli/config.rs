@@ -36,7 +36,7 @@ fn add_lines(section: &str, keys: &[Key], text: &mut String) {
         let name = settings::join(section, key.name);
         if !matches!(key.kind, Kind::Section(..)) {
             let default = key.default.as_ref().map_or("required".to_owned(), ToString::to_string);
-            *text += &format!("{name}: {default}\n    {}\n", key.plain_doc());
+            text.extend([&name, ": ", &default, "\n    ", &key.plain_doc(), "\n"]);
         }
         let item = if matches!(key.kind, Kind::List(_)) { "[]" } else { "" };
         add_lines(&format!("{name}{item}"), key.kind.keys(), text);

@@ -102,10 +102,8 @@ impl RunConfig {
         };
         let min_lr = optim.min_lr;
         let expected = "a number from 0 to `optim.lr`";
-        rule(
-            optim.lr < 0.0 || !(min_lr > optim.lr),
-            ValueError::new("optim.min_lr", min_lr, expected),
-        );
+        let above = optim.lr >= 0.0 && min_lr > optim.lr;
+        rule(!above, ValueError::new("optim.min_lr", min_lr, expected));
         if let (Some(ratio), Some(_)) = (optim.warmup_ratio, optim.warmup_steps) {
             let twice = ValueError::new(
                 "optim.warmup_ratio",

@@ -177,11 +177,12 @@ fn setting(name: &Ident, keys: &[Key]) -> TokenStream {
         let Key { field, ty, doc, default, is_neutral, ranges } = key;
         let text = field.to_string();
         let function = format_ident!("default_{field}");
-        let default = match default {
-            None => quote!(::core::option::Option::None),
-            Some(_) => quote!(::core::option::Option::Some(
+        let default = if default.is_some() {
+            quote!(::core::option::Option::Some(
                 ::settings::to_value(Self::#function()).expect("a plain value")
-            )),
+            ))
+        } else {
+            quote!(::core::option::Option::None)
         };
         let ranges = ranges
             .iter()
@@ -198,7 +199,7 @@ fn setting(name: &Ident, keys: &[Key]) -> TokenStream {
         }
     });
     let fields: Vec<_> = keys.iter().map(|key| &key.field).collect();
-    let names: Vec<_> = fields.iter().map(|field| field.to_string()).collect();
+    let names: Vec<_> = fields.iter().map(ToString::to_string).collect();
     let checks = keys.iter().map(|key| {
         let (field, name) = (&key.field, key.field.to_string());
         let rules = key

@@ -68,7 +68,9 @@ impl Kind {
                 }
             }
             (Self::List(kind), Value::Array(items)) => {
-                items.iter_mut().for_each(|item| kind.remove_neutral(item));
+                for item in items {
+                    kind.remove_neutral(item);
+                }
             }
             (Self::Optional(kind), value) => kind.remove_neutral(value),
             _ => {}
@@ -152,15 +154,21 @@ impl<T: Setting> Setting for Option<T> {
     }
 
     fn paths(&mut self, key: &str, visit: &mut dyn FnMut(&str, &mut PathBuf)) {
-        self.iter_mut().for_each(|value| value.paths(key, visit));
+        if let Some(value) = self {
+            value.paths(key, visit);
+        }
     }
 
     fn numbers(&self, key: &str, visit: &mut dyn FnMut(&str, f64)) {
-        self.iter().for_each(|value| value.numbers(key, visit));
+        if let Some(value) = self {
+            value.numbers(key, visit);
+        }
     }
 
     fn check_values(&self, key: &str, errors: &mut Vec<ValueError>) {
-        self.iter().for_each(|value| value.check_values(key, errors));
+        if let Some(value) = self {
+            value.check_values(key, errors);
+        }
     }
 }
 

@@ -38,7 +38,9 @@ fn section(keys: &[Key]) -> Value {
     let mut properties = Map::new();
     for key in keys {
         let mut schema = of_kind(&key.kind);
-        key.ranges.iter().for_each(|(range, _)| set_range(&mut schema, *range));
+        for (range, _) in &key.ranges {
+            set_range(&mut schema, *range);
+        }
         schema["description"] = key.plain_doc().into();
         if let Some(default) = &key.default {
             schema["default"] = default.clone();
@@ -57,7 +59,9 @@ fn section(keys: &[Key]) -> Value {
 /// Adds a range to all numbers of a schema.
 fn set_range(schema: &mut Value, (start, end): Range) {
     if let Some(kinds) = schema.get_mut("anyOf").and_then(Value::as_array_mut) {
-        kinds.iter_mut().for_each(|kind| set_range(kind, (start, end)));
+        for kind in kinds {
+            set_range(kind, (start, end));
+        }
     } else if let Some(items) = schema.get_mut("items") {
         set_range(items, (start, end));
     } else if schema["type"] == "number" || schema["type"] == "integer" {

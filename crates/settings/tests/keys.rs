@@ -9,7 +9,7 @@ use settings::{Setting, ValueError, schema};
 use std::path::PathBuf;
 
 fn config(value: Value) -> Config {
-    serde_json::from_value(value).unwrap()
+    serde_json::from_value(value).expect("a config")
 }
 
 fn errors(config: &Config) -> Vec<String> {
@@ -32,11 +32,11 @@ fn defaults_are_those_of_the_fields_and_other_keys_are_refused() {
     let default = Sampling { temperature: 1.0, threads: 2, empty: Empty::AskAgain, stop: None };
     assert_eq!(Sampling::default(), default);
     let read = config(json!({"model": "m", "prompts": [{}], "best": {"threads": 3}}));
-    assert_eq!(read.prompts, [default.clone()]);
+    assert_eq!(read.prompts, std::slice::from_ref(&default));
     assert_eq!(read.best, Some(Sampling { threads: 3, ..default }));
     assert_eq!(read.scores, [1.0, 0.5]);
     for (text, expected) in [
-        (r#"{}"#, "missing field `model`"),
+        ("{}", "missing field `model`"),
         (r#"{"model": "m", "prompt": []}"#, "unknown field `prompt`, expected one of `model`"),
         (r#"{"model": "m", "best": {"empty": "keep"}}"#, "expected `ask_again` or `keep!`"),
     ] {
