@@ -1,52 +1,42 @@
 //! The `checkpoint` section of the config.
 
 use serde::{Deserialize, Serialize};
+use settings::{Choice, section};
 use std::num::NonZeroUsize;
 
 /// When checkpoints are written, and how many are kept.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[section]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CheckpointConfig {
-    /// Optimizer steps between two checkpoints; 0 writes only one, at the end of the run.
+    /// Optimizer steps between checkpoints; 0: only one at the end
+    #[key(default = 200)]
     pub every_steps: u64,
-    /// Number of newest checkpoints to keep on disk; at least 1.
+    /// Number of newest checkpoints that stay on disk
+    #[key(default = NonZeroUsize::MIN.saturating_add(2))]
     pub keep: NonZeroUsize,
-    /// Whether training continues while a thread writes a copy of the training state, if memory
-    /// suffices for the copy.
+    /// Whether training continues while a checkpoint is written
+    #[key(default = true)]
     pub background: bool,
-    /// Keeps the model of the best evaluation in the folder `best`; off by default.
+    /// Keeps the model of the best evaluation in `best/`: `{metric: eval.loss}`
     pub best: Option<BestConfig>,
 }
 
 /// Which evaluation is the best one.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[section]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BestConfig {
-    /// `eval.loss`, `eval.accuracy`, `eval.NAME.loss` of a data set, or a score of `eval.generate`
-    /// such as `eval.exact`.
+    /// The metric that is compared
     pub metric: String,
-    /// Whether a smaller or a larger value is better; by default `min` for losses, otherwise `max`.
-    #[serde(default)]
+    /// Whether the smaller or the larger value is better; `null`: `min` for losses, otherwise `max`
     pub mode: Option<BestMode>,
 }
 
 /// Which of two values is better.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum BestMode {
     /// The smaller one.
     Min,
     /// The larger one.
     Max,
-}
-
-impl Default for CheckpointConfig {
-    fn default() -> Self {
-        Self {
-            every_steps: 200,
-            keep: NonZeroUsize::MIN.saturating_add(2),
-            background: true,
-            best: None,
-        }
-    }
 }

@@ -10,6 +10,7 @@ mod bench;
 mod cache;
 mod check;
 mod completions;
+mod config;
 mod convert;
 mod escaped;
 mod eval;
@@ -65,6 +66,8 @@ enum Command {
     Init(init::InitArgs),
     /// Write a config for a model folder and data files
     New(new::NewArgs),
+    /// List the keys of a config, or print its JSON Schema
+    Config(config::ConfigArgs),
     /// Find all problems of a config, its model and its data, without training
     Check(check::CheckArgs),
     /// Show what the model sees of each row: turns, supervised tokens, image grids, packs
@@ -159,6 +162,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Sft(args) => sft::run(args, &logging),
         Command::Init(args) => init::run(args),
         Command::New(args) => new::run(args, &logging),
+        Command::Config(args) => config::run(args),
         Command::Check(args) => check::run(args, &logging),
         Command::Inspect(args) => inspect::run(args, &logging),
         Command::Eval(args) => eval::run(args, &logging),

@@ -17,8 +17,8 @@ use crate::checkpoint::CheckpointError;
 use crate::config::{ConfigError, ValueError};
 use crate::convert::ConvertError;
 use crate::data::{
-    CacheError, CollateError, DataConfigError, LoaderError, ModelFolderError, OrderError,
-    RowTrouble, SampleError, SourceError, TokenizerError,
+    CacheError, CollateError, LoaderError, ModelFolderError, OrderError, RowTrouble, SampleError,
+    SourceError, TokenizerError,
 };
 use crate::dist::{DistError, LaunchError};
 use crate::metrics::JsonlError;
@@ -125,7 +125,7 @@ fn fault<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e dyn Fault> {
     }
     let known: Option<&dyn Fault> = one_of! {
         AdapterError, CacheError, CheckpointError, CollateError, ConfigError, ConvertError,
-        DataConfigError, DeviceError, DistError, ModelFolderError, Failure, GroupError,
+        DeviceError, DistError, ModelFolderError, Failure, GroupError,
         HubError, JsonlError, LaunchError, LoaderError, ModelConfigError,
         OptimError, OrderError, PathError, ReportError, RowTrouble,
         RunError, SampleError, SetupError, SourceError, TokenizerError, TrainError,

@@ -1,7 +1,6 @@
 //! Checks the settings of evaluations.
 
 use super::{LeftOut, RunConfig, ValueError};
-use crate::train::GenerateConfig;
 
 const NO_EVAL: &str = "no value without `data.eval`";
 
@@ -9,8 +8,8 @@ impl RunConfig {
     /// Problems of `checkpoint.best` and `eval`.
     pub(super) fn evaluation_problems(&self, left_out: &LeftOut) -> Vec<ValueError> {
         let mut problems = Vec::new();
-        let mut invalid = |key, found: &dyn ToString, expected| {
-            problems.push(ValueError { key, found: found.to_string(), expected });
+        let mut invalid = |key, found: &dyn std::fmt::Display, expected| {
+            problems.push(ValueError::new(key, found, expected));
         };
         let has_rows = !self.data.eval.is_empty() || left_out.has("data.eval");
         if let Some(best) = &self.checkpoint.best {
@@ -22,23 +21,12 @@ impl RunConfig {
                 invalid("checkpoint.best.metric", &best.metric, expected);
             }
         }
-        if let Some(generate) = &self.eval.generate {
-            if !has_rows {
-                invalid("eval.generate", &"set", NO_EVAL);
-            }
-            let batch = generate.batch.get();
-            if batch > GenerateConfig::MAX_BATCH {
-                invalid("eval.generate.batch", &batch, "a number from 1 to 64");
-            }
-        }
-        if let Some(early) = self.eval.early_stopping {
-            if !has_rows {
-                invalid("eval.early_stopping", &"set", NO_EVAL);
-            }
-            if !(early.min_delta.is_finite() && early.min_delta >= 0.0) {
-                let expected = "a finite number of 0 or more";
-                invalid("eval.early_stopping.min_delta", &early.min_delta, expected);
-            }
+        let sections = [
+            ("eval.generate", self.eval.generate.is_some()),
+            ("eval.early_stopping", self.eval.early_stopping.is_some()),
+        ];
+        for (key, _) in sections.into_iter().filter(|(_, is_set)| *is_set && !has_rows) {
+            invalid(key, &"set", NO_EVAL);
         }
         problems
     }

@@ -2,35 +2,13 @@
 //! settings in which two configs differ.
 
 use super::RunConfig;
-use crate::checkpoint::{CheckpointConfig, is_model_file};
-use crate::dist::Distributed;
+use crate::checkpoint::is_model_file;
 use crate::net::hub::Cached;
-use crate::train::{DeviceChoice, EvalConfig, LogConfig, ModelSection, Offload, TrainConfig};
 use serde_json::Value;
+use settings::Setting;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Component, Path, PathBuf};
-
-/// Keys with their defaults that older versions did not have. Fingerprints leave them out, so that
-/// a run of an older version can be resumed. Quotes in texts of a config are escaped, so these
-/// match keys only.
-const LATER_DEFAULTS: [&str; 15] = [
-    ",\"train_empty_think\":false",
-    ",\"offload\":\"none\"",
-    ",\"aux_loss\":0.0",
-    ",\"matmul\":\"native\"",
-    ",\"algorithms\":null",
-    ",\"columns\":null",
-    "\"kind\":\"adamw\",",
-    ",\"master\":\"f32\"",
-    ",\"on_non_finite\":\"stop\",\"max_skipped\":10,\"timeout_s\":3600",
-    ",\"samples\":true",
-    ",\"background\":true",
-    ",\"trackers\":[]",
-    ",\"best\":null",
-    ",\"generate\":null,\"early_stopping\":null",
-    ",\"adafactor\":{\"beta2_decay\":-0.8,\"eps\":[1.1920928955078125e-7,0.001],\"d\":1.0}",
-];
 
 /// Dotted keys with their values as JSON.
 type Settings = BTreeMap<String, String>;
@@ -63,28 +41,21 @@ impl RunConfig {
     /// The config with other names for paths in the hub's cache.
     fn with_names(&self, name: impl Fn(&Cached) -> String) -> Self {
         let mut config = self.clone();
-        let sets = config.data.train.iter_mut().chain(&mut config.data.eval);
-        for path in sets.flat_map(|set| set.path.paths_mut()).chain([&mut config.model.path]) {
+        config.paths("", &mut |_, path: &mut PathBuf| {
             if let Some(cached) = Cached::of(path) {
                 *path = name(&cached).into();
             }
-        }
+        });
         config
     }
 
     /// Hash of the settings that decide the result. A run resumes only from a checkpoint with the
     /// same fingerprint.
     ///
-    /// Settings that do not change the result are left out: `output_dir`, `data.cache_dir`, device,
-    /// `data.url.timeout_s`, `use_rmpad`, `attention`, `recompute`, `offload`, workers, the
-    /// handling of rejected rows and of steps that are not finite, `train.timeout_s`, the settings
-    /// of eval, log, checkpoints and ranks, and the length of the run.
+    /// Neutral keys, which do not change the result, are left out.
     pub fn fingerprint(&self) -> String {
         use sha2::{Digest, Sha256};
-        let mut json = serde_json::to_string(&self.deciding()).expect("a config of plain values");
-        for default in LATER_DEFAULTS {
-            json = json.replace(default, "");
-        }
+        let json = self.deciding().to_string();
         let mut hash = format!("{:x}", Sha256::digest(json.as_bytes()));
         hash.truncate(32); // 128 bits are enough to distinguish runs
         hash
@@ -93,7 +64,7 @@ impl RunConfig {
     /// The settings in which this config differs from an earlier one, without those that a resumed
     /// run may change. A section that only one of them has is one change.
     pub fn changes_since(&self, earlier: &Self) -> Vec<Change> {
-        let (old, new) = (earlier.deciding().settings(), self.deciding().settings());
+        let (old, new) = (settings_of(&earlier.deciding()), settings_of(&self.deciding()));
         let keys: BTreeSet<&String> = old.keys().chain(new.keys()).collect();
         let mut changes = Vec::new();
         for key in keys.into_iter().filter(|key| old.get(*key) != new.get(*key)) {
@@ -117,51 +88,28 @@ impl RunConfig {
 
     /// All settings: dotted keys with their values as JSON, list items by number.
     pub fn settings(&self) -> Settings {
-        let mut values = Settings::new();
-        let json = serde_json::to_value(self).expect("a config of plain values");
-        flatten("", &json, &mut values);
-        values
+        settings_of(&self.json())
     }
 
-    /// The config with a fixed value for each setting that does not change the result.
-    fn deciding(&self) -> Self {
+    fn json(&self) -> Value {
+        serde_json::to_value(self).expect("a config of plain values")
+    }
+
+    /// The config as JSON, without neutral keys.
+    fn deciding(&self) -> Value {
         // Of a model of the hub, the files that are used decide, not the commit.
         let mut same = self.with_names(|cached| cached.identity(is_model_file));
-        let neutral = ModelSection {
-            use_rmpad: true,
-            attention: crate::train::AttentionChoice::Auto,
-            recompute: crate::train::RecomputeChoice::None,
-            offload: Offload::None,
-            ..same.model
-        };
-        same.model = neutral;
-        same.output_dir = PathBuf::new();
-        same.device = DeviceChoice::Auto;
-        same.checkpoint = CheckpointConfig::default();
-        same.eval = EvalConfig::default();
-        same.log = LogConfig::default();
-        same.distributed = Distributed::default();
-        same.data.eval.clear();
-        same.data.cache_dir = None;
-        same.data.url.timeout_s = 0.0;
-        same.data.workers = std::num::NonZeroUsize::MIN;
-        (same.data.on_error, same.data.max_rejected) = (crate::data::OnError::Skip, 1.0);
-        let TrainConfig { batch_size, gradient_accumulation_steps, max_grad_norm, .. } = same.train;
-        same.train = TrainConfig {
-            batch_size,
-            gradient_accumulation_steps,
-            max_grad_norm,
-            ..TrainConfig::default()
-        };
-        let sets = &mut same.data.train;
-        let paths = sets.iter_mut().flat_map(|set| {
-            let roots = set.image_root.as_mut();
-            set.path.paths_mut().iter_mut().chain(roots)
-        });
-        let of_model = [&mut same.model.path].into_iter().chain(&mut same.model.algorithms);
-        paths.chain(of_model).for_each(|path| *path = tidy(path));
-        same
+        same.paths("", &mut |_, path: &mut PathBuf| *path = tidy(path));
+        let mut json = same.json();
+        Self::kind().remove_neutral(&mut json);
+        json
     }
+}
+
+fn settings_of(config: &Value) -> Settings {
+    let mut values = Settings::new();
+    flatten("", config, &mut values);
+    values
 }
 
 /// Whether there is no setting in a section, and the section itself has no value.
@@ -202,28 +150,34 @@ mod tests {
     use crate::config::load;
 
     #[test]
-    fn keys_that_were_added_do_not_change_the_fingerprint_of_a_config_without_them() {
-        let config: RunConfig = load(Path::new("configs/quickstart.yaml"), &[]).unwrap();
-        // of version 0.1.0 of 2026-11-22, before `model.offload`, `optim.kind` and `optim.master`
-        assert_eq!(config.fingerprint(), "f4fde377b1bd6454f00819818ea4000d");
+    fn the_fingerprint_has_all_settings_that_decide_the_result() {
         let set = |setting: &str| {
             let config: RunConfig =
                 load(Path::new("configs/quickstart.yaml"), &[setting.to_owned()]).unwrap();
             config.fingerprint()
         };
-        let settings = [
+        let fingerprint = set("output_dir=other");
+        for setting in [
             "model.matmul=fp8",
-            "model.matmul=fp8_all",
             "model.algorithms=algorithms.json",
             "optim.kind=muon",
-            "optim.kind=adafactor",
             "optim.master=none",
             "adapter={}",
-        ];
-        for setting in settings {
-            assert_ne!(set(setting), config.fingerprint(), "{setting}");
+            "data.train.0.weight=2",
+            "data.url.max_bytes=1",
+        ] {
+            assert_ne!(set(setting), fingerprint, "{setting}");
         }
-        assert_eq!(set("model.offload=frozen"), config.fingerprint());
+        for setting in [
+            "model.offload=frozen",
+            "train.max_steps=7",
+            "data.workers=7",
+            "data.url.timeout_s=7",
+            "checkpoint.keep=7",
+            "distributed.timeout_s=7",
+        ] {
+            assert_eq!(set(setting), fingerprint, "{setting}");
+        }
     }
 
     #[test]

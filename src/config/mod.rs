@@ -25,122 +25,63 @@ pub(crate) use tree::{Node, Value as NodeValue};
 use crate::checkpoint::CheckpointConfig;
 use crate::data::{DataConfig, UrlConfig};
 use crate::dist::{Distributed, Shard};
-use crate::optim::{AdafactorConfig, Kind, Moments, OptimConfig, ScheduleConfig};
+use crate::optim::{AdafactorConfig, Kind, MAX_LR, Moments, OptimConfig, ScheduleConfig};
 use crate::train::{
     AdapterConfig, DeviceChoice, EvalConfig, LogConfig, MatmulChoice, ModelSection, Offload,
     OnNonFinite, Quantize, TrainConfig,
 };
-use serde::{Deserialize, Serialize};
-use std::num::NonZeroUsize;
+pub use settings::ValueError;
+use settings::{Setting, section};
 use std::path::PathBuf;
 
 /// The config of a run.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[section]
+#[derive(Debug, Clone, PartialEq)]
 pub struct RunConfig {
-    /// Folder that the run writes to.
+    /// Folder for everything that the run writes
+    #[key(neutral)]
     pub output_dir: PathBuf,
-    /// Seed of the row order and of random weights; 42 by default.
-    #[serde(default = "default_seed")]
+    /// Seed of the row order, of the rows drawn for a fractional `weight`, and of random weights
+    #[key(default = 42)]
     pub seed: u64,
-    /// Device to train on; `auto` by default.
-    #[serde(default)]
+    /// Where the run computes: `auto`, `cpu` or `cuda:N`
+    #[key(default, neutral)]
     pub device: DeviceChoice,
-    /// The model, its precision and its kernels.
+    /// The model, its precision and its kernels
     pub model: ModelSection,
-    /// The adapter to train; by default the model itself is trained.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// The adapter to train; without it the model itself is trained
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub adapter: Option<AdapterConfig>,
-    /// The data to train and evaluate on.
+    /// The data sets, and how their rows become batches
     pub data: DataConfig,
-    /// Size of a step, number of steps, and gradient clipping.
-    #[serde(default)]
+    /// Size of a step, number of steps, and gradient clipping
+    #[key(default)]
     pub train: TrainConfig,
-    /// The optimizer and its learning rates.
-    #[serde(default)]
+    /// The optimizer and its learning rates
+    #[key(default)]
     pub optim: OptimConfig,
-    /// When checkpoints are saved, and how many are kept.
-    #[serde(default)]
+    /// When checkpoints are saved, and how many are kept
+    #[key(default, neutral)]
     pub checkpoint: CheckpointConfig,
-    /// When the model is evaluated.
-    #[serde(default)]
+    /// When the model is evaluated
+    #[key(default, neutral)]
     pub eval: EvalConfig,
-    /// How often metrics are logged.
-    #[serde(default)]
+    /// How often metrics are logged
+    #[key(default, neutral)]
     pub log: LogConfig,
-    /// How the ranks of the run are started, and how they work together.
-    #[serde(default)]
+    /// How the ranks of the run are started, and how they work together
+    #[key(default, neutral)]
     pub distributed: Distributed,
-}
-
-fn default_seed() -> u64 {
-    42
-}
-
-/// A value that has the right type and is out of range.
-#[derive(Debug, Clone, PartialEq, thiserror::Error, ::fault::Fault)]
-#[error("`{key}` is `{found}`, expected {expected}")]
-#[fault(exit = Usage, hint = self.fix())]
-pub struct ValueError {
-    /// Dotted key of the value.
-    pub key: &'static str,
-    /// The value as written.
-    pub found: String,
-    /// The values that are valid.
-    pub expected: &'static str,
-}
-
-impl ValueError {
-    fn fix(&self) -> String {
-        match self.key {
-            "output_dir" if self.found.contains("://") => {
-                "mount the storage, or copy the model to it after the run".to_owned()
-            }
-            "output_dir" => "choose another name".to_owned(),
-            "optim.warmup_ratio" if self.expected == NOT_BOTH => {
-                "remove one of `optim.warmup_steps` and `optim.warmup_ratio`".to_owned()
-            }
-            "distributed.shard" => {
-                "remove `distributed.shard`; to divide the state, set `optim.kind: adamw_8bit`"
-                    .to_owned()
-            }
-            "optim.lr" => "a usual value is 1.0e-5".to_owned(),
-            "optim.betas.0" | "optim.betas.1" => "a usual value is [0.9, 0.999]".to_owned(),
-            "model.offload" | "adapter.quantize" if self.expected == NOT_DIVIDED => {
-                "frozen weights need no division among ranks then: use `distributed.shard: optimizer`"
-                    .to_owned()
-            }
-            "adapter.quantize" => {
-                "weights in NF4 stay on the device: remove `model.offload`".to_owned()
-            }
-            "data.workers" => "one worker per core is enough".to_owned(),
-            "model.freeze" => {
-                "select the parts that receive an adapter with `adapter.parts`".to_owned()
-            }
-            "adapter.init" => {
-                "`pissa` and `olora` change the weights, so the adapter would not fit the quantised \
-                 weights of the model: remove `adapter.quantize` or `adapter.init`"
-                    .to_owned()
-            }
-            "adapter.alpha" => "a usual value is twice `adapter.rank`, or more".to_owned(),
-            key => format!("change or remove `{key}`; `docs/config.md` has its default"),
-        }
-    }
 }
 
 const NO_FREEZE: &str = "no entry with an adapter, which freezes the whole model";
 const NO_ADAPTER: &str = "`native` with an adapter, whose products are not in FP8";
 const NOT_DIVIDED: &str = "`none` with `distributed.shard: full`";
 const NOT_ON_HOST: &str = "`none` with `model.offload: frozen`";
-const NO_PADDING: &str = "`true` with `model.aux_loss`, which counts no padding";
 const NOT_NF4: &str = "`default` or `gaussian` with `adapter.quantize: nf4`";
-const NOT_BOTH: &str = "only one of it and `optim.warmup_steps`";
-/// Maximum learning rate, weight decay and factor of a learning rate.
-const MAX_LR: f64 = 1e6;
-/// Maximum number of loader threads.
-pub(crate) const MAX_WORKERS: NonZeroUsize = NonZeroUsize::new(1024).unwrap();
-/// Maximum rank of an adapter; above the width of a model, a higher rank changes nothing.
-const MAX_RANK: usize = 8192;
+const ON_DEVICE: &str = "weights in NF4 stay on the device: remove `model.offload`";
+const FROZEN: &str =
+    "frozen weights need no division among ranks then: use `distributed.shard: optimizer`";
 
 impl RunConfig {
     /// Checks the ranges of values and the rules between them; returns the first problem.
@@ -151,93 +92,87 @@ impl RunConfig {
     /// All values that are out of range or contradict each other, except those that contradict only
     /// the lack of a value that is `left_out`.
     pub fn problems(&self, left_out: &LeftOut) -> Vec<ValueError> {
-        let optim = &self.optim;
         let mut problems = Vec::new();
-        let mut rule = |holds: bool, key, found: &dyn ToString, expected| {
-            if !holds {
-                problems.push(ValueError { key, found: found.to_string(), expected });
+        self.check_values("", &mut problems);
+        let optim = &self.optim;
+        let mut rule = |holds: bool, problem: ValueError| {
+            if !holds && problems.iter().all(|known| known.key != problem.key) {
+                problems.push(problem);
             }
         };
-        let finite = |x: f64| x.is_finite() && x >= 0.0;
-        rule(finite(optim.lr), "optim.lr", &optim.lr, "a finite number of 0 or more");
-        for (key, beta) in [("optim.betas.0", optim.betas[0]), ("optim.betas.1", optim.betas[1])] {
-            rule((0.0..1.0).contains(&beta), key, &beta, "a number of 0 or more and below 1");
-        }
-        let eps = optim.eps;
-        rule(eps.is_finite() && eps > 0.0, "optim.eps", &eps, "a finite number above 0");
-        let decay = optim.weight_decay;
-        rule(finite(decay), "optim.weight_decay", &decay, "a finite number of 0 or more");
         let min_lr = optim.min_lr;
-        rule(
-            finite(min_lr) && (min_lr <= optim.lr || !finite(optim.lr)),
-            "optim.min_lr",
-            &min_lr,
-            "a number from 0 to `optim.lr`",
-        );
-        if let Some(ratio) = optim.warmup_ratio {
-            rule((0.0..=1.0).contains(&ratio), "optim.warmup_ratio", &ratio, "a share from 0 to 1");
-            let both = optim.warmup_steps.is_some();
-            rule(!both, "optim.warmup_ratio", &ratio, NOT_BOTH);
+        let expected = "a number from 0 to `optim.lr`";
+        let above = optim.lr >= 0.0 && min_lr > optim.lr;
+        rule(!above, ValueError::new("optim.min_lr", min_lr, expected));
+        if let (Some(ratio), Some(_)) = (optim.warmup_ratio, optim.warmup_steps) {
+            let twice = ValueError::new(
+                "optim.warmup_ratio",
+                ratio,
+                "only one of it and `optim.warmup_steps`",
+            );
+            let hint = "remove one of `optim.warmup_steps` and `optim.warmup_ratio`";
+            rule(false, twice.with_hint(hint));
         }
         if let Some(ratio) = optim.decay_ratio {
-            let valid = ratio > 0.0 && ratio <= 1.0;
-            rule(valid, "optim.decay_ratio", &ratio, "a share of all steps above 0, at most 1");
             let used = optim.schedule == ScheduleConfig::Wsd;
-            rule(used, "optim.decay_ratio", &ratio, "no value unless `optim.schedule` is `wsd`");
+            let expected = "no value unless `optim.schedule` is `wsd`";
+            rule(used, ValueError::new("optim.decay_ratio", ratio, expected));
         }
-        let norm = self.train.max_grad_norm;
-        let expected = "a finite number of 0 or more (0: no clipping)";
-        rule(finite(norm), "train.max_grad_norm", &norm, expected);
-        let workers = self.data.workers;
-        rule(workers <= MAX_WORKERS, "data.workers", &workers, "a number from 1 to 1024");
-        let timeout = self.distributed.timeout_s;
-        let valid = (1..=Distributed::MAX_TIMEOUT_S).contains(&timeout);
-        rule(valid, "distributed.timeout_s", &timeout, "a number of seconds from 1 to 86400");
-        let port = self.distributed.port;
-        let found = port.unwrap_or_default();
-        rule(port != Some(0), "distributed.port", &found, "a port from 1 to 65535");
         if let (Some(min), Some(max)) = (self.data.image.min_pixels, self.data.image.max_pixels) {
-            rule(min <= max, "data.image.min_pixels", &min, "at most `data.image.max_pixels`");
+            let expected = "at most `data.image.max_pixels`";
+            rule(min <= max, ValueError::new("data.image.min_pixels", min, expected));
         }
         let divided = self.distributed.shard == Shard::Full;
         let offload = self.model.offload != Offload::None;
-        rule(!offload || !divided, "model.offload", &"frozen", NOT_DIVIDED);
+        let problem = ValueError::new("model.offload", "frozen", NOT_DIVIDED).with_hint(FROZEN);
+        rule(!offload || !divided, problem);
         if let Some(adapter) = &self.adapter {
-            let native = self.model.matmul == MatmulChoice::Native;
-            rule(native, "model.matmul", &self.model.matmul.name(), NO_ADAPTER);
+            let matmul = self.model.matmul;
+            rule(
+                matmul == MatmulChoice::Native,
+                ValueError::new("model.matmul", matmul.name(), NO_ADAPTER),
+            );
             let nf4 = adapter.quantize == Quantize::Nf4;
-            rule(!nf4 || !divided, "adapter.quantize", &"nf4", NOT_DIVIDED);
-            rule(!nf4 || !offload, "adapter.quantize", &"nf4", NOT_ON_HOST);
-            let rank = adapter.rank.get();
-            rule(rank <= MAX_RANK, "adapter.rank", &rank, "at most 8192");
-            let init = format!("{:?}", adapter.init).to_lowercase();
-            rule(!nf4 || !adapter.init.is_part(), "adapter.init", &init, NOT_NF4);
-            let alpha = adapter.alpha;
-            let valid = alpha.is_finite() && alpha > 0.0;
-            rule(valid, "adapter.alpha", &alpha, "a finite number above 0");
-            let dropout = adapter.dropout;
-            let valid = (0.0..1.0).contains(&dropout);
-            rule(valid, "adapter.dropout", &dropout, "a number of 0 or more and below 1");
+            let problem = ValueError::new("adapter.quantize", "nf4", NOT_DIVIDED).with_hint(FROZEN);
+            rule(!nf4 || !divided, problem);
+            let problem =
+                ValueError::new("adapter.quantize", "nf4", NOT_ON_HOST).with_hint(ON_DEVICE);
+            rule(!nf4 || !offload, problem);
+            let problem = ValueError::new("adapter.init", adapter.init.name(), NOT_NF4).with_hint(
+                "`pissa` and `olora` change the weights, so the adapter would not fit the quantised \
+                 weights of the model: remove `adapter.quantize` or `adapter.init`",
+            );
+            rule(!nf4 || !adapter.init.is_part(), problem);
             let freeze = &self.model.freeze;
-            rule(freeze.is_empty(), "model.freeze", &freeze.join(", "), NO_FREEZE);
+            let problem = ValueError::new("model.freeze", freeze.join(", "), NO_FREEZE)
+                .with_hint("select the parts that receive an adapter with `adapter.parts`");
+            rule(freeze.is_empty(), problem);
         }
-        problems.extend(self.check_optimizer().and_then(|()| self.check_aux_loss()).err());
-        problems.extend(self.evaluation_problems(left_out));
-        problems.extend(self.check_output_dir().err());
-        problems.extend(self.settings_without_effect());
+        let others = self
+            .check_optimizer()
+            .and_then(|()| self.check_aux_loss())
+            .err()
+            .into_iter()
+            .chain(self.evaluation_problems(left_out))
+            .chain(self.check_output_dir().err())
+            .chain(self.settings_without_effect())
+            .chain(self.data.problems());
+        others.for_each(|problem| rule(false, problem));
+        problems.retain(|problem| problem.key != "data.train" || !left_out.has("data.train"));
         problems
     }
 
     fn check_output_dir(&self) -> Result<(), ValueError> {
         let found = self.output_dir.display().to_string();
-        let error =
-            |expected| Err(ValueError { key: "output_dir", found: found.clone(), expected });
+        let error = |expected| ValueError::new("output_dir", &found, expected);
         if found.contains("://") {
-            return error("a folder of this machine");
+            let hint = "mount the storage, or copy the model to it after the run";
+            return Err(error("a folder of this machine").with_hint(hint));
         }
         // it begins lines of the output, which a line break would forge
         if found.contains(char::is_control) {
-            return error("a name without tabs, line breaks and other control characters");
+            let expected = "a name without tabs, line breaks and other control characters";
+            return Err(error(expected).with_hint("choose another name"));
         }
         Ok(())
     }
@@ -274,7 +209,7 @@ impl RunConfig {
             ),
         ];
         let without_effect = settings.into_iter().filter(|(has_none, ..)| *has_none);
-        without_effect.map(|(_, key, found, expected)| ValueError { key, found, expected })
+        without_effect.map(|(_, key, found, expected)| ValueError::new(key, found, expected))
     }
 
     /// Checks the settings that `optim.kind` does not support.
@@ -291,45 +226,38 @@ impl RunConfig {
                 Kind::Muon => "`none` with `optim.kind: muon`, which needs whole matrices",
                 _ => "`none` with `optim.kind: adafactor`, which needs whole parameters",
             };
-            ("distributed.shard", shard.name(), expected)
+            let hint =
+                "remove `distributed.shard`; to divide the state, set `optim.kind: adamw_8bit`";
+            let error = ValueError::new("distributed.shard", shard.name(), expected);
+            return Err(error.with_hint(hint));
         } else {
             self.check_rates()?;
             return self.check_adafactor();
         };
-        Err(ValueError { key, found: found.to_owned(), expected })
+        Err(ValueError::new(key, found, expected))
     }
 
     /// Checks that the scalars of an update are finite in `f32`, with which it computes.
     fn check_rates(&self) -> Result<(), ValueError> {
         let optim = &self.optim;
-        let invalid = |key, found: &dyn ToString, expected| {
-            Err(ValueError { key, found: found.to_string(), expected })
-        };
-        if optim.lr > MAX_LR {
-            return invalid("optim.lr", &optim.lr, "a number from 0 to 1e6");
-        }
         if optim.eps > 0.0 && optim.eps as f32 == 0.0 {
-            return invalid("optim.eps", &optim.eps, "1e-45 or more, which f32 can represent");
-        }
-        if optim.weight_decay > MAX_LR {
-            return invalid("optim.weight_decay", &optim.weight_decay, "a number from 0 to 1e6");
+            let expected = "1e-45 or more, which f32 can represent";
+            return Err(ValueError::new("optim.eps", optim.eps, expected));
         }
         match optim.lr_multipliers.values().find(|factor| **factor > MAX_LR) {
-            Some(factor) => invalid("optim.lr_multipliers", factor, "numbers from 0 to 1e6"),
+            Some(factor) => {
+                Err(ValueError::new("optim.lr_multipliers", factor, "numbers from 0 to 1e6"))
+            }
             None => Ok(()),
         }
     }
 
     fn check_aux_loss(&self) -> Result<(), ValueError> {
-        let factor = self.model.aux_loss;
-        let (key, found, expected) = if !(factor.is_finite() && factor >= 0.0) {
-            ("model.aux_loss", factor.to_string(), "a finite number of 0 or more")
-        } else if factor > 0.0 && !self.model.use_rmpad {
-            ("model.use_rmpad", "false".to_owned(), NO_PADDING)
-        } else {
-            return Ok(());
-        };
-        Err(ValueError { key, found, expected })
+        if self.model.aux_loss > 0.0 && !self.model.use_rmpad {
+            let expected = "`true` with `model.aux_loss`, which counts no padding";
+            return Err(ValueError::new("model.use_rmpad", "false", expected));
+        }
+        Ok(())
     }
 
     /// Checks that Adafactor has no settings of AdamW.
@@ -345,30 +273,27 @@ impl RunConfig {
             return Ok(());
         };
         let expected = "no value with `optim.kind: adafactor`, which has `optim.adafactor`";
-        Err(ValueError { key, found, expected })
+        Err(ValueError::new(key, found, expected))
     }
 
     fn check_adafactor(&self) -> Result<(), ValueError> {
         let settings = self.optim.adafactor;
-        let AdafactorConfig { beta2_decay, eps: [eps1, eps2], d } = settings;
+        let [eps1, eps2] = settings.eps;
         let square = (eps1 * eps1) as f32; // as the update uses it
-        let (key, found, expected) = if !(beta2_decay.is_finite() && beta2_decay <= 0.0) {
-            ("optim.adafactor.beta2_decay", beta2_decay, "a finite number of 0 or less")
-        } else if !(square.is_finite() && square > 0.0) {
-            ("optim.adafactor.eps.0", eps1, "a number from 1e-22 to 1e19")
-        } else if !(eps2.is_finite() && eps2 >= 0.0) {
-            ("optim.adafactor.eps.1", eps2, "a finite number of 0 or more")
-        } else if !(d.is_finite() && d >= 1.0) {
-            ("optim.adafactor.d", d, "a finite number of 1 or more")
-        } else if self.optim.kind != Kind::Adafactor && settings != AdafactorConfig::default() {
-            let key = "optim.adafactor";
+        if !(square.is_finite() && square > 0.0) {
+            let expected = "a number from 1e-22 to 1e19";
+            return Err(ValueError::new("optim.adafactor.eps.0", eps1, expected));
+        }
+        if !(eps2.is_finite() && eps2 >= 0.0) {
+            let expected = "a finite number of 0 or more";
+            return Err(ValueError::new("optim.adafactor.eps.1", eps2, expected));
+        }
+        if self.optim.kind != Kind::Adafactor && settings != AdafactorConfig::default() {
             let found = serde_json::to_string(&settings).expect("plain values");
             let expected = "no value unless `optim.kind` is `adafactor`";
-            return Err(ValueError { key, found, expected });
-        } else {
-            return self.check_moments();
-        };
-        Err(ValueError { key, found: found.to_string(), expected })
+            return Err(ValueError::new("optim.adafactor", found, expected));
+        }
+        self.check_moments()
     }
 
     /// Folder of the length caches: `data.cache_dir`, or `cache` in `output_dir`.

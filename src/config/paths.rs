@@ -1,6 +1,7 @@
 //! The paths of a config.
 
 use super::RunConfig;
+use settings::Setting;
 use std::convert::Infallible;
 use std::path::PathBuf;
 
@@ -33,41 +34,11 @@ impl RunConfig {
         expand: &dyn Fn(&str) -> Result<String, E>,
     ) -> Vec<(Vec<String>, E)> {
         let mut errors = Vec::new();
-        let mut replace = |keys: &[&str], path: &mut PathBuf| match path.to_str().map(expand) {
+        self.paths("", &mut |key, path: &mut PathBuf| match path.to_str().map(expand) {
             Some(Ok(expanded)) => *path = PathBuf::from(expanded),
-            Some(Err(error)) => {
-                errors.push((keys.iter().map(|&key| key.to_owned()).collect(), error));
-            }
+            Some(Err(error)) => errors.push((key.split('.').map(str::to_owned).collect(), error)),
             None => {}
-        };
-        replace(&["output_dir"], &mut self.output_dir);
-        replace(&["model", "path"], &mut self.model.path);
-        if let Some(path) = &mut self.model.algorithms {
-            replace(&["model", "algorithms"], path);
-        }
-        if let Some(path) = self.adapter.as_mut().and_then(|adapter| adapter.start_from.as_mut()) {
-            replace(&["adapter", "start_from"], path);
-        }
-        if let Some(path) = &mut self.data.cache_dir {
-            replace(&["data", "cache_dir"], path);
-        }
-        for (list, sets) in [("train", &mut self.data.train), ("eval", &mut self.data.eval)] {
-            for (index, set) in sets.iter_mut().enumerate() {
-                let index = index.to_string();
-                let at = |key| ["data", list, index.as_str(), key];
-                for path in set.path.paths_mut() {
-                    replace(&at("path"), path);
-                }
-                if let Some(path) = &mut set.image_root {
-                    replace(&at("image_root"), path);
-                }
-                if let Some(entry) = &mut set.dataset_info {
-                    let mut path = PathBuf::from(&*entry);
-                    replace(&at("dataset_info"), &mut path);
-                    *entry = path.to_string_lossy().into_owned();
-                }
-            }
-        }
+        });
         errors
     }
 }

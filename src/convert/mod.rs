@@ -82,8 +82,7 @@ fn check(yaml: &str) -> Result<(), ConvertError> {
     let config: RunConfig = load_text(Path::new("config.yaml"), yaml)
         .map_err(|error| ConvertError::Bug { problem: error.to_string() })?;
     let invalid = |problem: String| ConvertError::Invalid { problem };
-    config.check().map_err(|error| invalid(error.to_string()))?;
-    config.data.validate().map_err(|error| invalid(error.to_string()))
+    config.check().map_err(|error| invalid(error.to_string()))
 }
 
 #[cfg(test)]

@@ -7,8 +7,7 @@ use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
 use crate::config::{Change, ConfigError, LeftOut, ValueError};
 use crate::data::{
-    CacheError, CollateError, DataConfigError, LoaderError, ModelFolderError, OrderError,
-    RowTrouble, SourceError,
+    CacheError, CollateError, LoaderError, ModelFolderError, OrderError, RowTrouble, SourceError,
 };
 use crate::dist::DistError;
 use crate::metrics::JsonlError;
@@ -29,8 +28,6 @@ use std::path::PathBuf;
 pub enum RunError {
     #[error(transparent)]
     Value(#[from] ValueError),
-    #[error(transparent)]
-    DataConfig(#[from] DataConfigError),
     #[error("`output_dir`: cannot create folder `{}`: {problem}", .folder.display())]
     #[fault(exit = CannotWrite, hint = WRITABLE)]
     CreateOutputDir { folder: PathBuf, problem: io::Error },
@@ -268,8 +265,7 @@ impl RunError {
     pub fn keys(&self) -> Option<Vec<String>> {
         let dotted = |key: &str| key.split('.').map(str::to_owned).collect();
         match self {
-            Self::Value(error) => Some(dotted(error.key)),
-            Self::DataConfig(error) => Some(dotted(&error.key())),
+            Self::Value(error) => Some(dotted(&error.key)),
             Self::CreateOutputDir { .. } => Some(dotted("output_dir")),
             Self::ModelInOutputDir { .. } | Self::Setup(SetupError::QuantizedBase { .. }) => {
                 Some(dotted("model.path"))
@@ -299,11 +295,10 @@ impl RunError {
     /// Replaces the numbers of list items by those in the file, from which `left_out` was left out.
     pub fn number_as_in_file(&mut self, left_out: &LeftOut) {
         match self {
-            Self::DataSet { list, index, .. }
-            | Self::DataConfig(DataConfigError::Weight { list, index, .. }) => {
+            Self::DataSet { list, index, .. } => {
                 *index = left_out.number_in_file(&format!("data.{list}"), *index);
             }
-            Self::DataConfig(DataConfigError::Entry { key, .. }) | Self::Hub { key, .. } => {
+            Self::Value(ValueError { key, .. }) | Self::Hub { key, .. } => {
                 let keys: Vec<String> = key.split('.').map(str::to_owned).collect();
                 *key = left_out.in_file(&keys).join(".");
             }

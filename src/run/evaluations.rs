@@ -15,7 +15,7 @@ pub(super) fn eval_rule(config: &RunConfig) -> Result<Option<EvalRule>, RunError
     if name.is_some_and(|name| names.len() < 2 || !names.iter().any(|found| found == name)) {
         let found = rule.map_or(String::new(), |rule| rule.metric().to_owned());
         let expected = "the name of one of several data sets of `data.eval`";
-        return Err(ValueError { key: "checkpoint.best.metric", found, expected }.into());
+        return Err(ValueError::new("checkpoint.best.metric", found, expected).into());
     }
     Ok(rule)
 }

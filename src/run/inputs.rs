@@ -32,8 +32,7 @@ pub(crate) enum DataList {
 
 /// Checks the rules that the types of a config cannot express.
 pub(crate) fn check(config: &RunConfig) -> Result<(), RunError> {
-    config.check()?;
-    Ok(config.data.validate()?)
+    Ok(config.check()?)
 }
 
 /// Reads tokenizer, template, image and video settings of the model folder, whose files must agree.
@@ -115,7 +114,8 @@ pub(super) fn of_data_set(
     // of a file in a folder or pattern, the first data set
     let index = |path: &Path| {
         let named = |set: &DatasetConfig| {
-            let info = set.dataset_info.as_deref().and_then(|info| DatasetInfo::of(info).ok());
+            let info =
+                set.dataset_info.as_deref().and_then(|info| DatasetInfo::of(info.to_str()?).ok());
             info.is_some_and(|info| path.starts_with(info.path()))
         };
         let has = |set: &DatasetConfig| {
@@ -129,7 +129,7 @@ pub(super) fn of_data_set(
         | SourceError::Mixed { path, .. }
         | SourceError::Splits { path, .. } => (index(path), "path".to_owned()),
         SourceError::DatasetInfo { entry, .. } => {
-            let has = |set: &DatasetConfig| set.dataset_info.as_ref() == Some(entry);
+            let has = |set: &DatasetConfig| set.dataset_info.as_deref() == Some(Path::new(entry));
             (datasets.iter().position(has).unwrap_or(0), "dataset_info".to_owned())
         }
         SourceError::UnknownToken { path, key, .. } => (index(path), format!("corpus.{key}")),

@@ -1,56 +1,59 @@
 //! The config section `adapter`.
 
 use serde::{Deserialize, Deserializer, Serialize};
+use settings::{Choice, Kind, Setting, above, section};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 /// A low-rank adapter: the weights of the model stay as they are, and small matrices next to some
 /// of its linear layers are trained.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[section]
+#[derive(Debug, Clone, PartialEq)]
 pub struct AdapterConfig {
-    /// `lora` by default.
+    /// The adapter; `dora` is LoRA with a trained length of each row
+    #[key(default)]
     pub kind: AdapterKind,
-    /// Rank of the matrices; 8 by default.
+    /// Rank of the two matrices
+    // Above the width of a model, a higher rank changes nothing.
+    #[key(default = NonZeroUsize::MIN.saturating_add(7))]
+    #[valid(range = ..=8192.0, expected = "at most 8192")]
     pub rank: NonZeroUsize,
-    /// The output of the adapter is multiplied by `alpha / rank`; 32 by default.
+    /// The output of the adapter is multiplied by `alpha / rank`, or see `rslora`
+    #[key(default = 32.0)]
+    #[valid(
+        range = above(0.0),
+        expected = "a finite number above 0",
+        hint = "a usual value is twice `adapter.rank`, or more"
+    )]
     pub alpha: f64,
-    /// Probability with which an input of the adapter is set to zero in training; 0.05 by default.
+    /// Probability with which an input of the adapter is 0 in training; `0` with [adapters of
+    /// experts](adapters.md#experts)
+    #[key(default = 0.05)]
+    #[valid(range = 0.0..1.0, expected = "a number of 0 or more and below 1")]
     pub dropout: f64,
-    /// The linear layers that receive an adapter: `all-linear` (the default), or globs over their
-    /// names.
+    /// Linear layers that receive an adapter: `all-linear`, or globs over their names and those of
+    /// [experts](adapters.md#experts)
+    #[key(default)]
     pub target: Targets,
-    /// Components (`llm`, `vision`, `merger`) whose layers `target` selects from; `[llm]` by
-    /// default.
+    /// Components whose layers `target` selects from: `llm`, `vision`, `merger`
+    #[key(default = vec!["llm".to_owned()])]
     pub parts: Vec<String>,
-    /// Whether the output is multiplied by `alpha / sqrt(rank)` instead of `alpha / rank`.
+    /// `true`: multiply by `alpha / sqrt(rank)`
+    #[key(default)]
     pub rslora: bool,
-    /// Initial values; `default` by default.
+    /// Values at the start: `default` and `gaussian` (A is random, B is 0), or [parts of the
+    /// weights](adapters.md#what-is-computed)
+    #[key(default)]
     pub init: AdapterInit,
-    /// Globs over parameter names of the model whose modules are trained as well; none by default.
+    /// Globs over parameter names of the model; their modules are trained completely
+    #[key(default)]
     pub train_also: Vec<String>,
-    /// How the linear layers of the model are stored; `none` by default.
+    /// How the frozen linear layers and experts are stored: in `model.precision`, or in 4 bits
+    /// (QLoRA)
+    #[key(default)]
     pub quantize: Quantize,
-    /// Folder of an adapter in PEFT's layout whose values training starts from.
+    /// Folder of a PEFT adapter whose values training starts from
     pub start_from: Option<PathBuf>,
-}
-
-impl Default for AdapterConfig {
-    fn default() -> Self {
-        Self {
-            kind: AdapterKind::Lora,
-            rank: NonZeroUsize::MIN.saturating_add(7),
-            alpha: 32.0,
-            dropout: 0.05,
-            target: Targets::AllLinear,
-            parts: vec!["llm".to_owned()],
-            rslora: false,
-            init: AdapterInit::Default,
-            train_also: Vec::new(),
-            quantize: Quantize::None,
-            start_from: None,
-        }
-    }
 }
 
 impl AdapterConfig {
@@ -62,7 +65,7 @@ impl AdapterConfig {
 }
 
 /// Kind of an adapter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum AdapterKind {
     /// `W x + scale B A x` (Hu et al. 2021).
@@ -73,7 +76,7 @@ pub enum AdapterKind {
 }
 
 /// How the frozen linear layers of a model are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum Quantize {
     /// In the compute dtype.
@@ -84,7 +87,7 @@ pub enum Quantize {
 }
 
 /// Initial values of an adapter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum AdapterInit {
     /// `A` is uniform in `-1 / sqrt(K) .. 1 / sqrt(K)` for `K` inputs, as in PEFT; `B` is zero.
@@ -117,6 +120,12 @@ pub enum Targets {
     AllLinear,
     /// Those whose names match one of these globs.
     Globs(Vec<String>),
+}
+
+impl Setting for Targets {
+    fn kind() -> Kind {
+        Kind::OneOf(vec![Kind::Text, Kind::List(Kind::Text.into())])
+    }
 }
 
 /// The name of [`Targets::AllLinear`].

@@ -70,7 +70,7 @@ impl EvalRule {
 }
 
 /// What later evaluations are compared with, in `trainer_state.json`. Checkpoints of runs without
-/// `checkpoint.best` and `eval.early_stopping`, and of older versions, have none.
+/// `checkpoint.best` and `eval.early_stopping` have none.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct EvalHistory {
     /// Metric and mode. With others, the history starts again.

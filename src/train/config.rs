@@ -6,78 +6,60 @@ use crate::ops::{AttentionBackend, Flash, Masked, Matmul};
 use crate::tape::Recompute;
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
+use settings::{Choice, section};
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 use std::sync::Arc;
 
 /// The model, its precision and its kernels.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[section]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ModelSection {
-    /// Folder in the transformers layout, or an id of the Hugging Face Hub: `owner/name`.
+    /// Model folder in the transformers layout, or a [hub id](hub.md)
     pub path: PathBuf,
-    /// Source of the weights; `pretrained` by default.
-    #[serde(default)]
+    /// Source of the weights
+    #[key(default)]
     pub weights: Weights,
-    /// Whether padding is removed, so that the model computes one stream of tokens (the default).
-    /// If false, it computes padded rows `[B, L]`.
-    #[serde(default = "yes")]
+    /// `true`: remove padding before the model, which computes one stream of tokens. `false`:
+    /// compute on padded rows `[B, L]`
+    #[key(default = true, neutral)]
     pub use_rmpad: bool,
-    /// Attention kernel; `auto` by default.
-    #[serde(default)]
+    /// Attention implementation
+    #[key(default, neutral)]
     pub attention: AttentionChoice,
-    /// Dtype of weights and activations in the forward and backward pass; `f32` by default.
-    #[serde(default)]
+    /// Dtype of weights and activations
+    #[key(default)]
     pub precision: Precision,
-    /// Components (`vision`, `merger`, `llm`) or globs over parameter names that are not trained.
-    #[serde(default)]
+    /// Components or parameters that are not trained
+    #[key(default)]
     pub freeze: Vec<String>,
-    /// Activations that the backward pass recomputes instead of storing; none by default.
-    #[serde(default)]
+    /// Activations that the backward pass computes again instead of keeping them
+    #[key(default, neutral)]
     pub recompute: RecomputeChoice,
-    /// Weights that are kept in host memory and copied to a GPU when they are used; none by
-    /// default.
-    #[serde(default)]
+    /// Weights that stay in host memory and are copied to a GPU when they are used
+    #[key(default, neutral)]
     pub offload: Offload,
-    /// Factor of the auxiliary loss of the routers, which is added to the loss of a step; 0 by
-    /// default.
-    #[serde(default)]
+    /// Factor of the auxiliary loss of the routers of a model with experts
+    #[key(default)]
+    #[valid(range = 0.0.., expected = "a finite number of 0 or more")]
     pub aux_loss: f64,
-    /// Format of the operands of the products of the linear layers of the decoder; `native` by
-    /// default.
-    #[serde(default)]
+    /// Operands of the linear layers of the decoder
+    #[key(default)]
     pub matmul: MatmulChoice,
-    /// Table of the algorithms of products on a GPU, written by `trainer bench --tune`; by default
-    /// cuBLASLt chooses them.
-    #[serde(default)]
+    /// Table of the algorithms of matrix products on a GPU; without it cuBLASLt chooses them
     pub algorithms: Option<PathBuf>,
 }
 
 impl ModelSection {
     /// The model in a folder, with the weights of its files and the defaults of the other keys.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        Self {
-            path: path.into(),
-            weights: Weights::Pretrained,
-            use_rmpad: true,
-            attention: AttentionChoice::Auto,
-            precision: Precision::F32,
-            freeze: Vec::new(),
-            recompute: RecomputeChoice::None,
-            offload: Offload::None,
-            aux_loss: 0.0,
-            matmul: MatmulChoice::Native,
-            algorithms: None,
-        }
+        let config = serde_json::json!({ "path": path.into() });
+        serde_json::from_value(config).expect("all other keys have defaults")
     }
 }
 
-fn yes() -> bool {
-    true
-}
-
 /// Source of the weights.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum Weights {
     /// The safetensors files of the model folder.
@@ -88,7 +70,7 @@ pub enum Weights {
 }
 
 /// Attention kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum AttentionChoice {
     /// The fastest exact kernel of the device. The log shows its name.
@@ -117,7 +99,7 @@ impl AttentionChoice {
 }
 
 /// Dtype of the computation; master weights are `f32` in both.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
     /// `f32` throughout.
@@ -146,7 +128,7 @@ impl Precision {
 }
 
 /// Format of the operands of the linear layers of the decoder.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum MatmulChoice {
     /// That of `precision`.
@@ -167,19 +149,10 @@ impl MatmulChoice {
             Self::Fp8All => Matmul::Fp8All,
         }
     }
-
-    /// The value of the config.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Native => "native",
-            Self::Fp8 => "fp8",
-            Self::Fp8All => "fp8_all",
-        }
-    }
 }
 
 /// Components whose activations are recomputed in the backward pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum RecomputeChoice {
     /// What needs least time and fits into the memory, by prediction.
@@ -215,18 +188,6 @@ impl RecomputeChoice {
         }
     }
 
-    /// The value in a config.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Least => "least",
-            Self::None => "none",
-            Self::Vision => "vision",
-            Self::Llm => "llm",
-            Self::Full => "full",
-        }
-    }
-
     /// The stages of the model that this choice recomputes.
     pub fn policy(self) -> RecomputePolicy {
         let (vision, llm) = match self {
@@ -242,7 +203,7 @@ impl RecomputeChoice {
 }
 
 /// Weights that are kept in host memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum Offload {
     /// None.
@@ -253,32 +214,40 @@ pub enum Offload {
 }
 
 /// Size of a step, number of steps, and gradient clipping.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[section]
+#[derive(Debug, Clone, PartialEq)]
 pub struct TrainConfig {
-    /// Rows of a micro-batch: packs if packing is on, samples otherwise; 1 by default.
+    /// Number of packs in a micro-batch; without packing, number of samples
+    #[key(default = NonZeroUsize::MIN)]
     pub batch_size: NonZeroUsize,
-    /// Micro-batches per optimizer step; 1 by default.
+    /// Micro-batches per optimizer step
+    #[key(default = NonZeroUsize::MIN)]
     pub gradient_accumulation_steps: NonZeroUsize,
     /// Number of epochs; 1 if neither this nor `max_steps` is set. With both, the run ends at
-    /// whichever comes first.
+    /// whichever comes first
+    #[key(neutral)]
     pub epochs: Option<NonZeroU64>,
-    /// Number of optimizer steps; the data is repeated as needed if `epochs` is not set.
+    /// Maximum optimizer steps; without `epochs`, the data is repeated until then
+    #[key(neutral)]
     pub max_steps: Option<NonZeroU64>,
-    /// Maximum L2 norm of the gradient; larger gradients are scaled down to it. 1.0 by default; 0
-    /// disables clipping.
+    /// Maximum L2 norm of the gradients of all trained parameters
+    #[key(default = 1.0)]
+    #[valid(range = 0.0.., expected = "a finite number of 0 or more (0: no clipping)")]
     pub max_grad_norm: f64,
-    /// What to do if the loss or a gradient of a step is not finite; `stop` by default.
+    /// What happens if the loss or a gradient of a step is not finite
+    #[key(default, neutral)]
     pub on_non_finite: OnNonFinite,
-    /// Maximum number of steps in a row that `on_non_finite: skip` skips; 10 by default.
+    /// Maximum number of steps in a row that `on_non_finite: skip` skips
+    #[key(default = 10, neutral)]
     pub max_skipped: u64,
-    /// Seconds without progress after which the run of a single process ends with exit code 74;
-    /// 3600 by default, 0 disables it. Several ranks use `distributed.timeout_s`.
+    /// Seconds without progress after which the run of a single process ends with exit code 74; 0:
+    /// never. Several ranks use `distributed.timeout_s`
+    #[key(default = 3600, neutral)]
     pub timeout_s: u64,
 }
 
 /// What to do if the loss or a gradient of a step is not finite. No weight changes in either case.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum OnNonFinite {
     /// End the run with an error.
@@ -286,21 +255,6 @@ pub enum OnNonFinite {
     Stop,
     /// Skip the step with a warning.
     Skip,
-}
-
-impl Default for TrainConfig {
-    fn default() -> Self {
-        Self {
-            batch_size: NonZeroUsize::MIN,
-            gradient_accumulation_steps: NonZeroUsize::MIN,
-            epochs: None,
-            max_steps: None,
-            max_grad_norm: 1.0,
-            on_non_finite: OnNonFinite::Stop,
-            max_skipped: 10,
-            timeout_s: 3600,
-        }
-    }
 }
 
 impl TrainConfig {
@@ -315,32 +269,37 @@ impl TrainConfig {
 }
 
 /// When the model is evaluated.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[section]
+#[derive(Debug, Clone, PartialEq)]
 pub struct EvalConfig {
-    /// Optimizer steps between evaluations; 200 by default. 0 evaluates only at the end of the run,
-    /// as every run does.
+    /// Optimizer steps between evaluations of `data.eval`; 0: only one at the end
+    #[key(default = 200)]
     pub every_steps: u64,
-    /// Number of answers generated and shown at the end of the run; 6 by default.
+    /// Number of answers generated and printed after the last evaluation; 0: none
+    #[key(default = 6)]
     pub show: usize,
-    /// Answers eval rows in each evaluation, and compares the answers; off by default.
+    /// Answers eval rows in each evaluation; `{}` is the section with its defaults
     pub generate: Option<GenerateConfig>,
-    /// Ends the run if evaluations no longer improve; off by default.
+    /// Ends the run if evaluations no longer improve: `{patience: 3}`
     pub early_stopping: Option<EarlyStopping>,
 }
 
 /// The greedy answers of an evaluation, and how they are compared with the expected ones.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[section]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GenerateConfig {
-    /// Maximum number of tokens of an answer; 128 by default.
+    /// Maximum number of tokens of an answer
+    #[key(default = NonZeroUsize::MIN.saturating_add(127))]
     pub max_new_tokens: NonZeroUsize,
-    /// The scores; `[exact]` by default.
+    /// The scores
+    #[key(default = vec![Score::Exact])]
     pub metrics: Vec<Score>,
-    /// Number of chats that are answered, the first ones of `data.eval`; all by default.
+    /// Number of chats that are answered, the first ones of `data.eval`; `null`: all
     pub rows: Option<NonZeroUsize>,
-    /// Number of answers that are generated at the same time; 1 by default, at most
-    /// [`Self::MAX_BATCH`].
+    /// Number of answers that a rank generates at the same time
+    // Kernels never divide so few rows, so an answer does not depend on its place in the batch.
+    #[key(default = NonZeroUsize::MIN)]
+    #[valid(range = 1.0..=64.0, expected = "a number from 1 to 64")]
     pub batch: NonZeroUsize,
 }
 
@@ -350,53 +309,36 @@ impl GenerateConfig {
     pub const MAX_BATCH: usize = 64;
 }
 
-impl Default for GenerateConfig {
-    fn default() -> Self {
-        let max_new_tokens = NonZeroUsize::MIN.saturating_add(127);
-        let batch = NonZeroUsize::MIN;
-        Self { max_new_tokens, metrics: vec![Score::Exact], rows: None, batch }
-    }
-}
-
 /// When a run ends before its last step. Evaluations are compared by the metric of
 /// `checkpoint.best`, or by `eval.loss` without it.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[section]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EarlyStopping {
-    /// Number of evaluations in a row without an improvement after which the run ends.
+    /// Number of evaluations in a row without an improvement after which the run ends
     pub patience: NonZeroU64,
-    /// A value improves on the best one if it is better by more than this; 0 by default.
-    #[serde(default)]
+    /// An evaluation improves if it is better by more than this
+    #[key(default)]
+    #[valid(range = 0.0.., expected = "a finite number of 0 or more")]
     pub min_delta: f64,
 }
 
-impl Default for EvalConfig {
-    fn default() -> Self {
-        Self { every_steps: 200, show: 6, generate: None, early_stopping: None }
-    }
-}
-
 /// How often metrics are logged.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[section]
+#[derive(Debug, Clone, PartialEq)]
 pub struct LogConfig {
-    /// Optimizer steps between log lines; 1 by default. `metrics.jsonl` has every step.
+    /// Optimizer steps between log lines; `metrics.jsonl` has every step
+    #[key(default = NonZeroU64::MIN)]
     pub every_steps: NonZeroU64,
-    /// Whether `samples.jsonl` lists the rows of each step with their losses; true by default.
+    /// Whether `samples.jsonl` lists the rows of each step with their losses
+    #[key(default = true)]
     pub samples: bool,
-    /// Programs that show the metrics of runs; none by default. `tensorboard` writes event files to
-    /// `tensorboard/` of the run folder.
+    /// Programs that show the metrics: `[tensorboard]` writes [event files](report.md#tensorboard)
+    #[key(default)]
     pub trackers: Vec<Tracker>,
 }
 
-impl Default for LogConfig {
-    fn default() -> Self {
-        Self { every_steps: NonZeroU64::MIN, samples: true, trackers: Vec::new() }
-    }
-}
-
 /// A program that shows the metrics of runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum Tracker {
     /// TensorBoard.

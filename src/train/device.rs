@@ -1,6 +1,7 @@
 //! The config key `device`.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use settings::{Kind, Setting};
 use std::fmt;
 use std::str::FromStr;
 
@@ -14,6 +15,12 @@ pub enum DeviceChoice {
     Cpu,
     /// The GPU with this number, from 0.
     Cuda(usize),
+}
+
+impl Setting for DeviceChoice {
+    fn kind() -> Kind {
+        Kind::Text
+    }
 }
 
 impl fmt::Display for DeviceChoice {

@@ -1,9 +1,10 @@
 //! Scores of a generated answer against the expected one.
 
 use serde::{Deserialize, Serialize};
+use settings::Choice;
 
 /// How an answer is compared with the expected one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum Score {
     /// 1 if both are equal without white space at their ends, otherwise 0.
@@ -18,16 +19,6 @@ pub enum Score {
 }
 
 impl Score {
-    /// The name in the config and in `eval.jsonl`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Exact => "exact",
-            Self::Contains => "contains",
-            Self::RougeL => "rouge_l",
-            Self::BboxIou => "bbox_iou",
-        }
-    }
-
     /// From 0 to 1; `None` if the expected answer has nothing to compare: no word, no box.
     pub fn of(self, expected: &str, answered: &str) -> Option<f64> {
         let is = |holds: bool| Some(if holds { 1.0 } else { 0.0 });

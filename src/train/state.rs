@@ -27,18 +27,14 @@ pub struct TrainState {
     /// Number of samples so far.
     pub samples_seen: u64,
     /// Counts of each data set so far, by its name.
-    #[serde(default)]
     pub datasets_seen: BTreeMap<String, DatasetCounts>,
     /// Hash of the settings that change the result of training. A resumed run must have the same.
     pub fingerprint: String,
     /// Hash of the training files.
     pub data_fingerprint: String,
     /// What the warnings about the next steps depend on.
-    #[serde(default)]
     pub health: Health,
-    /// Digests of the other inputs of a step: tokenizer, chat template, processor. Checkpoints of
-    /// older versions have none.
-    #[serde(default)]
+    /// Digests of the other inputs of a step: tokenizer, chat template, processor.
     pub inputs: BTreeMap<String, String>,
     /// The media files at the first start, if the length caches had all rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -61,9 +57,8 @@ pub struct BaseModel {
     /// Digest of names and shapes, and of some values of each tensor.
     pub digest: String,
     /// How its linear layers were stored.
-    #[serde(default)]
     pub quantize: Quantize,
-    /// Digests of everything that a step computes with. Older versions had none.
+    /// Digests of everything that a step computes with, which the first rank of a new run reads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub contents: Option<BaseContents>,
 }

@@ -319,9 +319,11 @@ fn every_config_can_be_loaded() {
         let name = short(&path);
         let config: RunConfig = load(&path, &[]).unwrap_or_else(|error| panic!("{name}: {error}"));
         config.check().unwrap_or_else(|error| panic!("{name}: {error}"));
-        config.data.validate().unwrap_or_else(|error| panic!("{name}: {error}"));
         let text = fs::read_to_string(&path).unwrap();
-        assert!(text.starts_with("# "), "{name} begins with its purpose");
+        assert!(
+            text.lines().nth(1).is_some_and(|line| line.starts_with("# ")),
+            "{name} has its purpose"
+        );
     }
 }
 

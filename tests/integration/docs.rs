@@ -6,7 +6,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
-use trainer::config::{RunConfig, load};
 use trainer::data::JsonlRows;
 use trainer::data::{DatasetConfig, Encoder, ImageConfig, RowReader, Trouble};
 use trainer::dist::Launched;
@@ -44,60 +43,6 @@ fn blocks<'a>(page: &'a str, language: &str) -> Vec<&'a str> {
     let fence = format!("```{language}\n");
     let after = page.split(fence.as_str()).skip(1);
     after.map(|rest| rest.split("```").next().unwrap()).collect()
-}
-
-/// Dotted keys of a config and their values. An entry of a list of data sets is `key[]`.
-fn flatten(at: &str, value: &Value, keys: &mut BTreeMap<String, Value>) {
-    match value {
-        Value::Object(section) if !section.is_empty() => {
-            for (key, value) in section {
-                let at = if at.is_empty() { key.clone() } else { format!("{at}.{key}") };
-                flatten(&at, value, keys);
-            }
-        }
-        Value::Array(list) if list.first().is_some_and(Value::is_object) => {
-            keys.insert(at.to_owned(), Value::Null);
-            flatten(&format!("{at}[]"), &list[0], keys);
-        }
-        leaf => drop(keys.insert(at.to_owned(), leaf.clone())),
-    }
-}
-
-#[test]
-fn every_key_of_the_config_has_a_line_with_its_default_and_no_other_has() {
-    let least = "output_dir: a\nadapter: {}\nmodel: {path: b}\ndata: {train: [{path: c}]}\n";
-    // The sections that are null by default have keys of their own.
-    let required = "output_dir: a\nadapter: {}\nmodel: {path: b}\n\
-                    data: {train: [{path: c, corpus: {sampling: document}}]}\n\
-                    checkpoint: {best: {metric: eval.loss}}\n\
-                    eval: {generate: {}, early_stopping: {patience: 1}}\n";
-    let mut keys = BTreeMap::new();
-    for text in [required, least] {
-        let (_folder, path) = temporary("keys.yaml", text);
-        let config: RunConfig = load(&path, &[]).unwrap();
-        flatten("", &serde_json::to_value(&config).unwrap(), &mut keys);
-    }
-
-    let page = text("docs/config.md");
-    let mut documented = BTreeSet::new();
-    for row in rows(&page).filter(|row| row.len() == 4) {
-        let Some(key) = code(row[0]) else { continue };
-        let value = keys.get(key).unwrap_or_else(|| panic!("docs/config.md: there is no `{key}`"));
-        assert!(documented.insert(key.to_owned()), "docs/config.md has two lines for `{key}`");
-        if row[2] == "required" {
-            assert!(required.contains(key.rsplit('.').next().unwrap()), "`{key}` has a default");
-            continue;
-        }
-        let said = code(row[2]).unwrap_or_else(|| panic!("docs/config.md: `{key}` has no default"));
-        let said = serde_json::from_str(said).unwrap_or_else(|_| Value::from(said));
-        let same = match (said.as_f64(), value.as_f64()) {
-            (Some(said), Some(value)) => said == value,
-            _ => said == *value,
-        };
-        assert!(same, "docs/config.md: the default of `{key}` is {value}, not {said}");
-    }
-    let missing: Vec<_> = keys.keys().filter(|key| !documented.contains(*key)).collect();
-    assert!(missing.is_empty(), "docs/config.md lacks {missing:?}");
 }
 
 #[test]

@@ -16,6 +16,7 @@ mod budgets;
 mod check;
 mod circles;
 mod cli;
+mod config_page;
 mod convert;
 mod convert_adapters;
 mod corpora;

@@ -17,8 +17,7 @@ mod source;
 mod template;
 
 pub use config::{
-    Balance, DataConfig, DataConfigError, DataPath, DatasetConfig, OnError, Truncation,
-    dataset_names,
+    Balance, DataConfig, DataPath, DatasetConfig, OnError, Truncation, dataset_names,
 };
 pub use dataset::cached::{CachedRows, LengthSummary};
 pub use dataset::corpus::{

@@ -2,54 +2,45 @@
 
 use serde::de::{self, Deserializer, Unexpected, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
+use settings::{Choice, Kind, Setting, section};
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
 /// How the ranks of a run are started, and how they work together.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[section]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Distributed {
-    /// Number of ranks; `auto` by default.
+    /// Number of ranks; `auto`: as many as the launcher has started, and without a launcher one per
+    /// visible GPU, or 1 on the CPU
+    #[key(default)]
     pub processes: Processes,
-    /// Whether sums over ranks have the same bits for every number of ranks; `auto` by default.
+    /// `true`: the same bits for 1, 2, 4 .. ranks. `false`: sums in the order of the engine. `auto`:
+    /// `true` on the CPU
+    #[key(default)]
     pub exact: Exact,
-    /// The parts of the training state that the ranks divide among themselves; `none` by default.
+    /// The parts of the training state that ranks divide
+    #[key(default)]
     pub shard: Shard,
-    /// The ranks that divide the state; `all` by default.
+    /// The ranks that divide it: all, or those of each machine, with equal copies on all machines
+    #[key(default)]
     pub shard_group: ShardGroup,
-    /// Number of ranks that compute the tokens of the same micro-batches, each a part of them, for
-    /// long samples; 1 by default.
+    /// Number of neighbouring ranks that compute the tokens of the same micro-batches, for long
+    /// samples; divides the numbers of ranks and of heads
+    #[key(default = NonZeroUsize::MIN)]
     pub sequence: NonZeroUsize,
-    /// Seconds after which a rank without progress ends the run, and in which all ranks must have
-    /// started; 300 by default.
+    /// Seconds without progress, or until all ranks have connected, after which the run ends
+    #[key(default = 300)]
+    #[valid(range = 1.0..=86_400.0, expected = "a number of seconds from 1 to 86400")]
     pub timeout_s: u32,
-    /// Network interface of rank 0 that the other ranks connect to: a name, such as `eth0`, or an
-    /// IP address. By default the one that has the address of rank 0.
+    /// Network interface on which rank 0 listens: a name, such as `eth0`, or an IP address
     pub interface: Option<String>,
-    /// TCP port of rank 0. By default the launcher's.
+    /// TCP port of rank 0
+    #[valid(range = 1.0.., expected = "a port from 1 to 65535")]
     pub port: Option<u16>,
 }
 
-impl Default for Distributed {
-    fn default() -> Self {
-        Self {
-            processes: Processes::Auto,
-            exact: Exact::Auto,
-            shard: Shard::None,
-            shard_group: ShardGroup::All,
-            sequence: NonZeroUsize::MIN,
-            timeout_s: 300,
-            interface: None,
-            port: None,
-        }
-    }
-}
-
 impl Distributed {
-    /// Maximum value of `timeout_s`: a day.
-    pub const MAX_TIMEOUT_S: u32 = 86_400;
-
     /// `timeout_s` as a duration.
     pub fn timeout(&self) -> Duration {
         Duration::from_secs(u64::from(self.timeout_s))
@@ -94,7 +85,9 @@ impl Exact {
 
 /// The parts of the training state that the ranks of a shard group divide among themselves. Each
 /// rank has the rest completely.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize, Choice,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Shard {
     /// Nothing.
@@ -108,20 +101,8 @@ pub enum Shard {
     Full,
 }
 
-impl Shard {
-    /// The value of `distributed.shard`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Optimizer => "optimizer",
-            Self::Gradients => "gradients",
-            Self::Full => "full",
-        }
-    }
-}
-
 /// The ranks that divide the training state among themselves. Several groups have equal copies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum ShardGroup {
     /// All ranks.
@@ -132,6 +113,18 @@ pub enum ShardGroup {
 }
 
 const AUTO: &str = "auto";
+
+impl Setting for Processes {
+    fn kind() -> Kind {
+        Kind::OneOf(vec![Kind::Choice(vec![(AUTO, "")]), Kind::Integer { minimum: 1 }])
+    }
+}
+
+impl Setting for Exact {
+    fn kind() -> Kind {
+        Kind::OneOf(vec![Kind::Choice(vec![(AUTO, "")]), Kind::Bool])
+    }
+}
 
 impl Serialize for Processes {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {

@@ -42,7 +42,10 @@ impl<'a> Page<'a> {
         let data = &config.data;
         let mut head = String::new();
         let or_none = |limit: Option<String>| limit.unwrap_or_else(|| "none".to_owned());
-        let file = |set: &DatasetConfig| set.dataset_info.clone().unwrap_or(set.path.to_string());
+        let file = |set: &DatasetConfig| {
+            let entry = set.dataset_info.as_ref().map(|entry| entry.display().to_string());
+            entry.unwrap_or_else(|| set.path.to_string())
+        };
         let files: Vec<String> = data.train.iter().map(file).collect();
         for (name, value) in [
             ("model", config.model.path.display().to_string()),

@@ -10,13 +10,14 @@ use super::error::RunError;
 use super::inputs::encoder;
 use super::observer::SetupObserver;
 use super::temporary::TemporaryFolder;
-use crate::config::{LeftOut, MAX_WORKERS, RunConfig};
-use crate::data::{DataConfigError, Encoder, VideoConfig};
+use crate::config::{LeftOut, RunConfig};
+use crate::data::{Encoder, VideoConfig};
 use resources::Need;
 pub(super) use resources::warn_about_disk;
 pub(crate) use resources::{copy_of_checkpoint, predicted_memory};
 use std::env;
 use std::fs;
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 /// A part of a run that is checked.
@@ -200,14 +201,9 @@ pub fn check_run(
     for error in values {
         report.error(Topic::Config, error);
     }
-    for error in config.data.problems() {
-        if error != DataConfigError::NoTrainData || !left_out.has("data.train") {
-            report.error(Topic::Config, error);
-        }
-    }
     // The plan starts the workers, and so many threads would abort the process.
     let mut config = config.clone();
-    config.data.workers = config.data.workers.min(MAX_WORKERS);
+    config.data.workers = config.data.workers.min(NonZeroUsize::MIN.saturating_add(1023));
     // An address would become a folder of that name.
     let aside = if has_folder { None } else { TemporaryFolder::create(&env::temp_dir()).ok() };
     if let Some(aside) = &aside {

@@ -2,62 +2,52 @@
 
 use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
+use settings::{above, section};
 
 use super::path::DataPath;
 use crate::dataset::corpus::config::CorpusConfig;
 use crate::source::ColumnNames;
 
 /// A data set and how it is used.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[section]
+#[derive(Debug, Clone, PartialEq)]
 pub struct DatasetConfig {
-    /// A data file, a folder of data files, a pattern such as `data/*.parquet`, or a list of these;
-    /// with `corpus` also a `.txt` file. Empty if `dataset_info` is given.
-    #[serde(default, skip_serializing_if = "DataPath::is_empty")]
+    /// Data files ([formats](data-format.md#files)): a file, a folder, a pattern, an `hf://` address
+    /// of the [Hub](hub.md), or a list of these; with `corpus` also a `.txt` file.
+    /// Required without `dataset_info`
+    #[key(default)]
+    #[serde(skip_serializing_if = "DataPath::is_empty")]
     pub path: DataPath,
-    /// `FILE#NAME`: the entry NAME of a `dataset_info.json` of LLaMA-Factory, instead of `path`.
-    #[serde(default)]
-    pub dataset_info: Option<String>,
-    /// Names of the columns, if the rows have another form. Null (the default): they have one of the
-    /// known forms.
-    #[serde(default)]
+    /// Instead of `path`: `FILE#NAME`, an entry of LLaMA-Factory's
+    /// [`dataset_info.json`](data-format.md#dataset_infojson-llama-factory)
+    pub dataset_info: Option<PathBuf>,
+    /// Names of the columns of rows that have [another form](data-format.md#media-with-columns-of-texts)
     pub columns: Option<ColumnNames>,
-    /// Name of the data set in the metrics; null (the default): the name of the first file without
-    /// extension, or of the folder, or of the entry.
-    #[serde(default)]
+    /// Unique name in metrics and logs; `null`: the name of the first file without extension, of the
+    /// folder, or of the entry of `dataset_info`
     pub name: Option<String>,
-    /// Folder of the images. Relative image paths start from it and must not leave it. Null (the
-    /// default): the folder of the files.
-    #[serde(default)]
+    /// Folder that image paths are relative to and must not leave; `null`: the folder of the files
     pub image_root: Option<PathBuf>,
-    /// How often an epoch uses each row; 1.0 by default. 2.5 uses each row twice and half of the
-    /// rows a third time. With `mixture: share`, the data set's share of the rows, relative to the
-    /// sum of all weights.
-    #[serde(default = "default_weight")]
+    /// How often the data set is used; with `mixture: share`, its share of the rows
+    #[key(default = 1.0)]
+    #[valid(
+        range = above(0.0),
+        expected = "a finite number above 0",
+        hint = "to leave a data set out, remove its entry"
+    )]
     pub weight: f64,
-    /// Whether `<image>`, `<video>`, `<bbox>` and `<ref-object>` are plain text in rows that list
-    /// no images, videos or `objects`; false (the default): such rows are rejected.
-    #[serde(default)]
+    /// `true`: `<image>`, `<video>`, `<bbox>` and `<ref-object>` are plain text in rows that list no
+    /// images, videos or `objects`
+    #[key(default)]
     pub literal_placeholders: bool,
-    /// Settings for plain text; null: the rows are chats.
-    #[serde(default)]
+    /// Reads the file as plain text ([corpora](corpora.md)); `null`: chats
     pub corpus: Option<CorpusConfig>,
 }
 
 impl DatasetConfig {
     /// A data set of chats with default settings.
     pub fn new(path: impl Into<DataPath>) -> Self {
-        Self {
-            path: path.into(),
-            dataset_info: None,
-            columns: None,
-            name: None,
-            image_root: None,
-            weight: default_weight(),
-            literal_placeholders: false,
-            corpus: None,
-        }
+        Self { path: path.into(), ..Self::default() }
     }
 }
 
@@ -83,9 +73,9 @@ impl DatasetConfig {
             (None, false) => return None,
             (Some(entry), false) => {
                 let expected = "no `path` in addition: the entry names the file";
-                return Some(("dataset_info", entry.clone(), expected));
+                return Some(("dataset_info", entry.display().to_string(), expected));
             }
-            (Some(entry), true) => entry.clone(),
+            (Some(entry), true) => entry.display().to_string(),
         };
         let expected = "no `corpus` in addition: the entry describes chats";
         self.corpus.as_ref().map(|_| ("dataset_info", entry, expected))
@@ -100,7 +90,7 @@ pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
         let given = datasets.iter().filter_map(|set| set.name.as_ref());
         let taken = |name: &String| names.contains(name) || given.clone().any(|n| n == name);
         let name = set.name.clone().unwrap_or_else(|| {
-            let entry = set.dataset_info.as_ref().and_then(|info| info.rsplit_once('#'));
+            let entry = set.dataset_info.as_ref().and_then(|info| info.to_str()?.rsplit_once('#'));
             let stem = entry.map_or_else(|| set.path.name(), |(_, name)| name.to_owned());
             let mut numbered = (2..).map(|number| format!("{stem}-{number}"));
             let first = Some(stem.clone()).filter(|stem| !taken(stem));
@@ -109,8 +99,4 @@ pub fn dataset_names(datasets: &[DatasetConfig]) -> Vec<String> {
         names.push(name);
     }
     names
-}
-
-fn default_weight() -> f64 {
-    1.0
 }

@@ -3,10 +3,12 @@
 mod data_set;
 mod path;
 
+use std::fmt::Display;
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use settings::{Choice, ValueError, section};
 
 use crate::dataset::corpus::config::Sampling;
 use crate::dataset::mixture::{Mixture, StoppingStrategy};
@@ -22,95 +24,98 @@ pub use data_set::{DatasetConfig, dataset_names};
 pub use path::DataPath;
 
 /// The data sets, and how their rows become batches.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[section]
+#[derive(Debug, Clone, PartialEq)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a key of the config")]
 pub struct DataConfig {
-    /// Training data sets; at least one.
+    /// Data sets to train on; at least one
     pub train: Vec<DatasetConfig>,
-    /// Evaluation data sets; none by default.
-    #[serde(default)]
+    /// Data sets to evaluate on, with the same keys as `data.train`
+    #[key(default, neutral)]
     pub eval: Vec<DatasetConfig>,
-    /// Meaning of the weights of `train`; `repeat` by default.
-    #[serde(default)]
+    /// What weights mean
+    #[key(default)]
     pub mixture: Mixture,
-    /// When an epoch ends, with `mixture: share`; `all_exhausted` by default.
-    #[serde(default)]
+    /// When an epoch ends with `mixture: share`
+    #[key(default)]
     pub stopping_strategy: StoppingStrategy,
-    /// Whether samples are joined into packs of at most `packing_length` tokens (the default);
-    /// false: one sample per row.
-    #[serde(default = "default_true")]
+    /// `true`: several samples share one row of the batch (a pack). `false`: one sample per row
+    #[key(default = true)]
     pub packing: bool,
-    /// Maximum length of a pack in tokens, vision tokens included; 8192 by default.
-    #[serde(default = "default_packing_length")]
+    /// Maximum tokens of a pack, image tokens included
+    #[key(default = const { NonZeroU32::new(8192).unwrap() })]
     pub packing_length: NonZeroU32,
-    /// How samples are assigned to packs; `best_fit` by default.
-    #[serde(default)]
+    /// How samples are assigned to packs
+    #[key(default)]
     pub packing_strategy: PackingStrategy,
-    /// Number of samples that `packing_strategy: best_fit` packs together; 1000 by default.
-    #[serde(default = "default_packing_window")]
+    /// Number of samples from which `best_fit` makes packs at a time
+    #[key(default = const { NonZeroUsize::new(WINDOW_SAMPLES).unwrap() })]
     pub packing_window: NonZeroUsize,
-    /// Maximum number of visual patches of a pack, before merging; null (the default): no limit.
-    #[serde(default)]
+    /// Maximum image and video patches of a pack; `null`: no limit
     pub max_patches_per_pack: Option<NonZeroU32>,
-    /// Whether packs are ordered so that the packs of a step have similar costs; `none` by default.
-    #[serde(default)]
+    /// `cost`: the packs of one step have similar cost. `none`: packs keep their order
+    #[key(default)]
     pub balance: Balance,
-    /// Whether packing rejects samples longer than `packing_length` (the default); false: each of
-    /// them is a pack of its own.
-    #[serde(default = "default_true")]
+    /// When packing, reject samples longer than `packing_length`
+    #[key(default = true)]
     pub filter_overlong: bool,
-    /// Maximum length of a sample in tokens, with and without packing; null (the default): no
-    /// limit.
-    #[serde(default)]
+    /// Maximum tokens of one sample, with or without packing; `null`: no limit
     pub max_length: Option<NonZeroU32>,
-    /// How a sample longer than `max_length` is handled; `delete` by default.
-    #[serde(default)]
+    /// What happens to a sample longer than `max_length`
+    #[key(default)]
     pub truncation: Truncation,
-    /// Which tokens of a chat are supervised; `default` by default.
-    #[serde(default)]
+    /// Which tokens of a chat are supervised
+    #[key(default)]
     pub loss_scale: LossScale,
-    /// Whether an empty `<think>` block that the chat template writes before an answer is
-    /// supervised with it; false by default.
-    #[serde(default)]
+    /// Whether an empty `<think>` block that the chat template writes before an answer is supervised
+    /// with it
+    #[key(default)]
     pub train_empty_think: bool,
-    /// Whether each epoch has a new random order (the default); false: the order of the files.
-    #[serde(default = "default_true")]
+    /// `true`: a new order in each epoch. `false`: the order of the files
+    #[key(default = true)]
     pub shuffle: bool,
-    /// Limits on the size of images.
-    #[serde(default)]
+    /// Limits on the size of images
+    #[key(default)]
     pub image: ImageConfig,
-    /// Whether rows may name images by URL, which are downloaded once and kept in the cache folder;
-    /// false by default: such rows are rejected.
-    #[serde(default)]
+    /// `true`: rows may name images by `http` or `https` address. `false`: such rows are rejected
+    #[key(default)]
     pub allow_urls: bool,
-    /// Limits on images by URL.
-    #[serde(default)]
+    /// Limits on images by URL
+    #[key(default)]
     pub url: UrlConfig,
-    /// Sampling of video frames and limits on their size.
-    #[serde(default)]
+    /// Sampling of video frames and limits on their size
+    #[key(default)]
     pub video: VideoConfig,
-    /// Folder of the length caches and of images by URL, which runs may share; null: `cache` in
-    /// `output_dir`.
-    #[serde(default)]
+    /// Folder of the [length caches](length-cache.md), tokens of corpora, unpacked data files and
+    /// images by URL, which runs may share; `null`: `cache` in `output_dir`
+    #[key(neutral)]
     pub cache_dir: Option<PathBuf>,
-    /// Number of threads that prefetch rows, and of threads that read pixels; 2 by default. It
-    /// affects the speed only.
-    #[serde(default = "default_workers")]
+    /// Number of loader threads that measure rows, and as many again that read samples
+    #[key(default = const { NonZeroUsize::new(2).unwrap() }, neutral)]
+    #[valid(
+        range = 1.0..=1024.0,
+        expected = "a number from 1 to 1024",
+        hint = "one worker per core is enough"
+    )]
     pub workers: NonZeroUsize,
-    /// How keys of rows that the trainer does not know are handled; `warn` by default.
-    #[serde(default)]
+    /// Unknown keys of rows: `warn` reports each once, `error` rejects the row
+    #[key(default)]
     pub unknown_keys: UnknownKeys,
-    /// How a rejected row is handled; `skip` by default.
-    #[serde(default)]
+    /// A row that cannot be used is rejected (`skip`) or stops the run (`stop`)
+    #[key(default, neutral)]
     pub on_error: OnError,
-    /// Maximum share of rejected rows, from 0 to 1; 0.01 by default.
-    #[serde(default = "default_max_rejected")]
+    /// Maximum share of rejected rows; above it the run stops
+    #[key(default = 0.01, neutral)]
+    #[valid(
+        range = 0.0..=1.0,
+        expected = "a share from 0 to 1",
+        hint = "0.01 stops the run above 1 % of the rows; 1.0 never stops it"
+    )]
     pub max_rejected: f64,
 }
 
 /// Whether packs are ordered so that the packs of a step have similar costs.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum Balance {
     /// Packs are ordered by the arrival of their longest samples.
@@ -121,7 +126,7 @@ pub enum Balance {
 }
 
 /// How a sample longer than `max_length` is handled.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum Truncation {
     /// The sample is rejected as `too_long`.
@@ -138,7 +143,7 @@ pub enum Truncation {
 }
 
 /// How a rejected row is handled.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum OnError {
     /// The row is counted by reason and listed in `rejects.jsonl`. The run continues.
@@ -148,111 +153,53 @@ pub enum OnError {
     Stop,
 }
 
-/// An invalid value in the `data` section.
-#[derive(Debug, Clone, PartialEq, thiserror::Error, fault::Fault)]
-#[fault(exit = Usage)]
-pub enum DataConfigError {
-    #[error("`data.train` is an empty list, expected at least one data set")]
-    #[fault(hint = "add an entry such as `{{path: data/train.jsonl}}`")]
-    NoTrainData,
-    #[error("`data.{list}.{index}.weight` is `{weight}`, expected a finite number above 0")]
-    #[fault(hint = "to leave a data set out, remove its entry")]
-    Weight {
-        /// `train` or `eval`.
-        list: &'static str,
-        index: usize,
-        weight: f64,
-    },
-    #[error(
-        "`data.balance` is `cost`, which requires `packing: true` and `packing_strategy: best_fit`"
-    )]
-    #[fault(hint = "remove `data.balance`, or set both packing keys")]
-    Balance,
-    #[error("`{key}` is `{found}`, expected {expected}")]
-    #[fault(hint = "docs/corpora.md and docs/config.md list the valid combinations")]
-    Entry {
-        /// The key, with dots.
-        key: String,
-        found: String,
-        expected: &'static str,
-    },
-    #[error("`data.train_empty_think` is true, but `data.loss_scale` is `ignore_empty_think`")]
-    #[fault(hint = "remove one of the two")]
-    EmptyThink,
-    #[error("`data.max_rejected` is `{max_rejected}`, expected a share from 0 to 1")]
-    #[fault(hint = "0.01 stops the run above 1 % of the rows; 1.0 never stops it")]
-    MaxRejected { max_rejected: f64 },
-    #[error("`data.url.timeout_s` is `{timeout_s}`, expected a number of seconds above 0")]
-    #[fault(hint = "remove it for the default of 30 seconds")]
-    UrlTimeout { timeout_s: f64 },
-    #[error("`data.truncation` is `{truncation}`, and `data.max_length` is not set")]
-    #[fault(hint = "set `data.max_length` to the maximum number of tokens of a sample")]
-    NoLimit { truncation: &'static str },
-}
-
-impl DataConfigError {
-    /// The key of the value, with dots.
-    pub fn key(&self) -> String {
-        match self {
-            Self::NoTrainData => "data.train".to_owned(),
-            Self::Weight { list, index, .. } => format!("data.{list}.{index}.weight"),
-            Self::Balance => "data.balance".to_owned(),
-            Self::Entry { key, .. } => key.clone(),
-            Self::EmptyThink => "data.train_empty_think".to_owned(),
-            Self::MaxRejected { .. } => "data.max_rejected".to_owned(),
-            Self::UrlTimeout { .. } => "data.url.timeout_s".to_owned(),
-            Self::NoLimit { .. } => "data.truncation".to_owned(),
-        }
-    }
-}
-
 impl DataConfig {
-    /// Checks the values and the rules between them; returns the first problem.
-    pub fn validate(&self) -> Result<(), DataConfigError> {
-        self.problems().into_iter().next().map_or(Ok(()), Err)
-    }
-
-    /// All values that are out of range or contradict each other.
-    pub fn problems(&self) -> Vec<DataConfigError> {
+    /// The rules between values that are broken.
+    pub fn problems(&self) -> Vec<ValueError> {
+        const ENTRY: &str = "docs/corpora.md and docs/config.md list the valid combinations";
         let mut problems = Vec::new();
-        let mut rule = |holds: bool, problem: DataConfigError| {
-            if !holds && !problems.contains(&problem) {
+        let mut rule = |problem: Option<ValueError>| {
+            if let Some(problem) = problem.filter(|problem| !problems.contains(problem)) {
                 problems.push(problem);
             }
         };
-        rule(!self.train.is_empty(), DataConfigError::NoTrainData);
+        let none = ValueError::contradiction(
+            "data.train",
+            "is an empty list, expected at least one data set",
+        )
+        .with_hint("add an entry such as `{path: data/train.jsonl}`");
+        rule(self.train.is_empty().then_some(none));
         for (list, datasets) in [("train", &self.train), ("eval", &self.eval)] {
-            for (index, DatasetConfig { weight, .. }) in datasets.iter().enumerate() {
-                let valid = weight.is_finite() && *weight > 0.0;
-                rule(valid, DataConfigError::Weight { list, index, weight: *weight });
-                if let Err(problem) = self.check_set(list, datasets, index) {
-                    rule(false, problem);
-                }
+            for index in 0..datasets.len() {
+                rule(self.check_set(list, datasets, index).map(|problem| problem.with_hint(ENTRY)));
             }
         }
-        if let Err(problem) = self.check_split() {
-            rule(false, problem);
-        }
-        let stops = self.mixture == Mixture::Share;
-        let key = "data.stopping_strategy".to_owned();
-        let (found, expected) =
-            ("first_exhausted".to_owned(), "no value unless `data.mixture` is `share`");
-        let is_default = self.stopping_strategy == StoppingStrategy::default();
-        rule(stops || is_default, DataConfigError::Entry { key, found, expected });
+        rule(self.check_split().map(|problem| problem.with_hint(ENTRY)));
+        let share = self.mixture == Mixture::Share;
+        let without_share = ValueError::new(
+            "data.stopping_strategy",
+            self.stopping_strategy.name(),
+            "no value unless `data.mixture` is `share`",
+        );
+        let stops = self.stopping_strategy != StoppingStrategy::default();
+        rule((stops && !share).then(|| without_share.with_hint(ENTRY)));
         let best_fit = self.packing && self.packing_strategy == PackingStrategy::BestFit;
-        rule(self.balance != Balance::Cost || best_fit, DataConfigError::Balance);
-        let without_thoughts = self.loss_scale == LossScale::IgnoreEmptyThink;
-        rule(!self.train_empty_think || !without_thoughts, DataConfigError::EmptyThink);
-        let max_rejected = self.max_rejected;
-        rule((0.0..=1.0).contains(&max_rejected), DataConfigError::MaxRejected { max_rejected });
-        let timeout_s = self.url.timeout_s;
-        rule(self.url.limits().is_some(), DataConfigError::UrlTimeout { timeout_s });
-        let has_limit = self.max_length.is_some();
-        match self.truncation {
-            Truncation::Left => rule(has_limit, DataConfigError::NoLimit { truncation: "left" }),
-            Truncation::Right => rule(has_limit, DataConfigError::NoLimit { truncation: "right" }),
-            Truncation::Delete | Truncation::Error | Truncation::Split => {}
-        }
+        let unbalanced = ValueError::contradiction(
+            "data.balance",
+            "is `cost`, which requires `packing: true` and `packing_strategy: best_fit`",
+        );
+        let unbalanced = unbalanced.with_hint("remove `data.balance`, or set both packing keys");
+        rule((self.balance == Balance::Cost && !best_fit).then_some(unbalanced));
+        let empty_think = self.train_empty_think && self.loss_scale == LossScale::IgnoreEmptyThink;
+        let problem = "is true, but `data.loss_scale` is `ignore_empty_think`";
+        let problem = ValueError::contradiction("data.train_empty_think", problem);
+        rule(empty_think.then(|| problem.with_hint("remove one of the two")));
+        let cuts = matches!(self.truncation, Truncation::Left | Truncation::Right);
+        let name = self.truncation.name();
+        let problem = format!("is `{name}`, and `data.max_length` is not set");
+        let problem = ValueError::contradiction("data.truncation", problem)
+            .with_hint("set `data.max_length` to the maximum number of tokens of a sample");
+        rule((cuts && self.max_length.is_none()).then_some(problem));
         problems
     }
 
@@ -272,9 +219,9 @@ impl DataConfig {
         list: &'static str,
         datasets: &[DatasetConfig],
         index: usize,
-    ) -> Result<(), DataConfigError> {
-        let fault = |key: String, found: &dyn ToString, expected| {
-            Err(DataConfigError::Entry { key, found: found.to_string(), expected })
+    ) -> Option<ValueError> {
+        let fault = |key: String, found: &dyn Display, expected| {
+            Some(ValueError::new(key, found, expected))
         };
         let set = &datasets[index];
         let key = |key: &str| format!("data.{list}.{index}.{key}");
@@ -295,7 +242,7 @@ impl DataConfig {
                     "another value: a chat cannot be split, because its later parts would lack the question",
                 );
             }
-            return Ok(());
+            return None;
         };
         if let Some((name, found, expected)) = corpus.fault() {
             return fault(key(&format!("corpus.{name}")), &found, expected);
@@ -320,14 +267,13 @@ impl DataConfig {
                             each row of a batch continues the same row of the previous batch";
             return fault(key("corpus.sampling"), &"sequential", expected);
         }
-        Ok(())
+        None
     }
 
     /// Checks the keys that `truncation: split` needs.
-    fn check_split(&self) -> Result<(), DataConfigError> {
-        let fault = |found: &dyn ToString, expected| {
-            let (key, found) = ("data.max_length".to_owned(), found.to_string());
-            Err(DataConfigError::Entry { key, found, expected })
+    fn check_split(&self) -> Option<ValueError> {
+        let fault = |found: &dyn Display, expected| {
+            Some(ValueError::new("data.max_length", found, expected))
         };
         if self.truncation == Truncation::Split {
             let expected = "a number of tokens of 2 or more, for `truncation: split`";
@@ -345,7 +291,7 @@ impl DataConfig {
                 Some(_) => {}
             }
         }
-        Ok(())
+        None
     }
 
     /// Number of tokens at which documents of a corpus are split.
@@ -380,26 +326,6 @@ impl DataConfig {
     pub fn row_order(&self) -> RowOrder {
         if self.shuffle { RowOrder::Shuffled } else { RowOrder::File }
     }
-}
-
-fn default_true() -> bool {
-    true
-}
-
-fn default_packing_length() -> NonZeroU32 {
-    const { NonZeroU32::new(8192).expect("not zero") }
-}
-
-fn default_packing_window() -> NonZeroUsize {
-    const { NonZeroUsize::new(WINDOW_SAMPLES).expect("not zero") }
-}
-
-fn default_workers() -> NonZeroUsize {
-    const { NonZeroUsize::new(2).expect("not zero") }
-}
-
-fn default_max_rejected() -> f64 {
-    0.01
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::de::{self, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use settings::{Kind, Setting};
 
 /// The files of a data set: paths of files, folders and patterns. It is empty if the config has
 /// `dataset_info` instead.
@@ -50,6 +51,16 @@ impl DataPath {
 impl<P: Into<PathBuf>> From<P> for DataPath {
     fn from(path: P) -> Self {
         Self(vec![path.into()])
+    }
+}
+
+impl Setting for DataPath {
+    fn kind() -> Kind {
+        Kind::OneOf(vec![Kind::Path, Kind::List(Kind::Path.into())])
+    }
+
+    fn paths(&mut self, key: &str, visit: &mut dyn FnMut(&str, &mut PathBuf)) {
+        self.0.iter_mut().for_each(|path| visit(key, path));
     }
 }
 

@@ -1,6 +1,15 @@
 //! Keys, defaults and invalid values.
 
 use super::*;
+use settings::Setting;
+
+/// The first problem.
+fn problem(config: &DataConfig) -> Option<String> {
+    let mut problems = Vec::new();
+    config.check_values("data", &mut problems);
+    problems.extend(config.problems());
+    problems.first().map(ToString::to_string)
+}
 
 fn parse(text: &str) -> Result<DataConfig, serde_json::Error> {
     serde_json::from_str(text)
@@ -9,7 +18,7 @@ fn parse(text: &str) -> Result<DataConfig, serde_json::Error> {
 #[test]
 fn the_defaults_are_those_of_the_contract() {
     let config = parse(r#"{"train": [{"path": "a.jsonl"}]}"#).unwrap();
-    config.validate().unwrap();
+    assert_eq!(problem(&config), None);
     assert_eq!(
         serde_json::to_string(&config).unwrap(),
         r#"{"train":[{"path":"a.jsonl","dataset_info":null,"columns":null,"name":null,"image_root":null,"weight":1.0,"#.to_owned()
@@ -42,28 +51,30 @@ fn unknown_keys_and_impossible_values_are_refused() {
 
 #[test]
 fn weights_and_shares_out_of_range_are_named() {
-    assert_eq!(parse(r#"{"train": []}"#).unwrap().validate(), Err(DataConfigError::NoTrainData));
+    let begins = |config: &DataConfig, expected: &str| {
+        let problem = problem(config).unwrap_or_default();
+        assert!(problem.starts_with(expected), "{problem}");
+    };
+    begins(&parse(r#"{"train": []}"#).unwrap(), "`data.train` is an empty list");
     let mut config = parse(r#"{"train": [{"path": "a"}], "eval": [{"path": "b"}]}"#).unwrap();
     for weight in [0.0, -1.0, f64::NAN, f64::INFINITY] {
         config.eval[0].weight = weight;
-        let message = config.validate().unwrap_err().to_string();
-        assert!(message.starts_with("`data.eval.0.weight` is"), "{message}");
+        begins(&config, "`data.eval.0.weight` is");
     }
     config.eval.clear();
     config.balance = Balance::Cost;
-    assert_eq!(config.validate(), Ok(()));
+    assert_eq!(problem(&config), None);
     config.packing_strategy = PackingStrategy::Sequential;
-    assert_eq!(config.validate(), Err(DataConfigError::Balance));
+    begins(&config, "`data.balance` is `cost`");
     config.balance = Balance::None;
     config.train_empty_think = true;
-    config.validate().unwrap();
+    assert_eq!(problem(&config), None);
     config.loss_scale = LossScale::IgnoreEmptyThink;
-    let error = config.validate().unwrap_err();
-    assert_eq!(error.key(), "data.train_empty_think");
+    begins(&config, "`data.train_empty_think` is true");
     config.train_empty_think = false;
     for max_rejected in [-0.1, 1.1, f64::NAN] {
         config.max_rejected = max_rejected;
-        assert!(matches!(config.validate(), Err(DataConfigError::MaxRejected { .. })));
+        begins(&config, "`data.max_rejected` is");
     }
 }
 
@@ -79,10 +90,11 @@ fn truncation_is_left_or_right_of_what_stays_and_needs_a_length() {
     ] {
         config.truncation = truncation;
         assert_eq!(config.truncation_rule(), keep.map(|keep| TruncationRule { max_length, keep }));
-        assert_eq!(config.validate(), Ok(()));
+        assert_eq!(problem(&config), None);
     }
     config.max_length = None;
-    assert_eq!(config.validate(), Err(DataConfigError::NoLimit { truncation: "right" }));
+    let expected = "`data.truncation` is `right`, and `data.max_length` is not set";
+    assert_eq!(problem(&config).unwrap(), expected);
     assert_eq!(config.truncation_rule(), None);
 }
 

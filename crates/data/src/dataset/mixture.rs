@@ -4,9 +4,10 @@
 //! than one row. All computations use integers: a share is a number of units of the sum.
 
 use serde::{Deserialize, Serialize};
+use settings::Choice;
 
 /// The meaning of the weights of data sets.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum Mixture {
     /// A weight is how often an epoch uses each row of the data set.
@@ -17,7 +18,7 @@ pub enum Mixture {
 }
 
 /// When an epoch of a mixture by share ends.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum StoppingStrategy {
     /// When each row has been used at least once. Smaller data sets are repeated until then.

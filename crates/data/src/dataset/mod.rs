@@ -48,11 +48,12 @@ impl DataSet {
         cache: Option<(&Encoder, &Path)>,
     ) -> Result<RowFile, SourceError> {
         let info = set.dataset_info.as_ref().map(|entry| {
+            let entry = entry.to_string_lossy();
             let of = |problem| {
                 let problem = Box::new(problem);
-                SourceError::DatasetInfo { entry: entry.clone(), problem }
+                SourceError::DatasetInfo { entry: entry.to_string(), problem }
             };
-            DatasetInfo::of(entry).map(Arc::new).map_err(of)
+            DatasetInfo::of(&entry).map(Arc::new).map_err(of)
         });
         let info = info.transpose()?;
         let named = info.as_ref().map(|info| [info.path().to_owned()]);

@@ -79,17 +79,9 @@ impl MediaTokens {
         Ok(Self { image: Some((image, image_id)), marks, video })
     }
 
-    /// The part of the length cache's key. Changing this text makes all caches useless, so it keeps
-    /// the form in which `Debug` printed an earlier version of this struct.
+    /// The part of the length cache's key.
     fn key(&self) -> String {
-        let Self { image, marks, video } = self;
-        match image {
-            Some((image, image_id)) => format!(
-                "MediaTokens {{ image: {image:?}, image_id: {image_id:?}, marks: {marks:?}, \
-                 video: {video:?} }}"
-            ),
-            None => "text only".to_owned(),
-        }
+        format!("{self:?}")
     }
 
     /// The texts of the placeholder tokens.

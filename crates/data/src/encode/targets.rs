@@ -3,12 +3,13 @@
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
+use settings::Choice;
 
 use crate::template::{Answer, RenderedChat};
 use batch::{Content, IGNORE_INDEX, Message};
 
 /// Which tokens of a chat are supervised. The names are those of ms-swift.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum LossScale {
     /// The answers of all assistant turns, without the media in them.

@@ -125,10 +125,8 @@ pub struct DataState {
     /// Number of rows rejected since the run began, by reason.
     pub rejected: BTreeMap<String, u64>,
     /// Number of rejected rows by data file and reason.
-    #[serde(default)]
     pub rejected_by_file: BTreeMap<String, BTreeMap<String, u64>>,
     /// Number of rejected rows whose error was found only when their step was filled.
-    #[serde(default)]
     pub rejected_late: u64,
 }
 

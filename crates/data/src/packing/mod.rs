@@ -18,6 +18,7 @@ use best_fit::{Bin, Capacity, best_fit_decreasing, split_off_emptiest};
 pub(crate) use item::Item;
 
 use serde::{Deserialize, Serialize};
+use settings::Choice;
 
 use crate::row::Length;
 
@@ -25,7 +26,7 @@ use crate::row::Length;
 pub(crate) const WINDOW_SAMPLES: usize = 1000;
 
 /// Which samples share a pack.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum PackingStrategy {
     /// Consecutive samples. A pack is closed when the next sample does not fit.

@@ -1,7 +1,7 @@
 //! `data.train[].columns`: the columns of a data set under our names.
 
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use settings::section;
 
 use super::raw_row::RawRow;
 
@@ -19,35 +19,35 @@ const OTHER_TURNS: [&str; 9] = [
 ];
 
 /// Names of the columns of a data set whose rows have another form.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[section]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ColumnNames {
     /// The question: a text. Without it, the user turn has the media alone.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt: Option<String>,
     /// A text that follows the question.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub query: Option<String>,
     /// The answer: a text.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub response: Option<String>,
     /// The turns, instead of `prompt` and `response`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub messages: Option<String>,
     /// Earlier pairs of questions and answers.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub history: Option<String>,
     /// The system turn.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub system: Option<String>,
     /// Definitions of tools.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub tools: Option<String>,
     /// An image or a list of images.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub images: Option<String>,
     /// A video or a list of videos.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub videos: Option<String>,
 }
 

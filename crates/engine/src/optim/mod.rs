@@ -13,45 +13,76 @@ pub use state::{OwnedPart, ParamState, StateKind, state_bytes_per_weight};
 
 use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
+use settings::{Choice, above, section};
+use std::ops::Bound;
+
+/// Maximum learning rate, weight decay and factor of a learning rate.
+pub const MAX_LR: f64 = 1e6;
+const USUAL_LR: &str = "a usual value is 1.0e-5";
 
 /// The optimizer and its learning rates.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[section]
+#[derive(Debug, Clone, PartialEq)]
 pub struct OptimConfig {
-    /// The optimizer; `adamw` by default.
+    /// The optimizer
+    #[key(default)]
     pub kind: Kind,
-    /// Learning rate at the end of warm-up; 1e-5 by default.
+    /// Peak learning rate
+    #[key(default = 1e-5)]
+    #[valid(range = 0.0.., expected = "a finite number of 0 or more", hint = USUAL_LR)]
+    #[valid(range = ..=MAX_LR, expected = "a number from 0 to 1e6", hint = USUAL_LR)]
     pub lr: f64,
-    /// Decay rates of the first and the second moment; 0.9 and 0.999 by default.
+    /// Decay of the two moments
+    #[key(default = [0.9, 0.999])]
+    #[valid(
+        range = 0.0..1.0,
+        expected = "a number of 0 or more and below 1",
+        hint = "a usual value is [0.9, 0.999]"
+    )]
     pub betas: [f64; 2],
-    /// Added to the square root of the second moment; 1e-8 by default.
+    /// Added to the square root of the second moment
+    #[key(default = 1e-8)]
+    #[valid(range = above(0.0), expected = "a finite number above 0")]
     pub eps: f64,
-    /// Decoupled weight decay of tensors with two or more dimensions; 0 by default.
+    /// Decoupled weight decay of tensors with two or more dimensions
+    #[key(default)]
+    #[valid(range = 0.0.., expected = "a finite number of 0 or more")]
+    #[valid(range = ..=MAX_LR, expected = "a number from 0 to 1e6")]
     pub weight_decay: f64,
-    /// How the learning rate changes after warm-up; `cosine` by default.
+    /// Learning rate after warm-up
+    #[key(default)]
     pub schedule: ScheduleConfig,
-    /// Number of steps of linear warm-up; none by default.
+    /// Steps of linear warm-up; `null`: 0
     pub warmup_steps: Option<u64>,
-    /// Warm-up as a fraction of all steps, rounded up. Cannot be combined with `warmup_steps`.
+    /// Warm-up as a share of all steps, rounded up
+    #[valid(range = 0.0..=1.0, expected = "a share from 0 to 1")]
     pub warmup_ratio: Option<f64>,
-    /// Length of the decay of `schedule: wsd` as a fraction of all steps, rounded up; null: 0.1. An
-    /// error with other schedules.
+    /// Decay of `wsd` as a share of all steps, rounded up; `null`: 0.1
+    #[valid(
+        range = (Bound::Excluded(0.0), Bound::Included(1.0)),
+        expected = "a share of all steps above 0, at most 1"
+    )]
     pub decay_ratio: Option<f64>,
-    /// Learning rate that the schedule reaches after the last step; 0 by default.
+    /// Learning rate that the schedule reaches after the last step
+    #[key(default)]
+    #[valid(range = 0.0.., expected = "a number from 0 to `optim.lr`")]
     pub min_lr: f64,
-    /// Device and dtype of the moments; `f32` on the device of the weights by default.
+    /// Dtype and place of the two moments
+    #[key(default)]
     pub moments: Moments,
-    /// Whether `bf16` weights have master copies in `f32`; `f32` by default.
+    /// Master copies of bf16 weights
+    #[key(default)]
     pub master: Master,
-    /// Settings of `kind: adafactor`.
+    /// Settings of `kind: adafactor`, with the names and defaults of PyTorch
+    #[key(default)]
     pub adafactor: AdafactorConfig,
-    /// Factors of the learning rate by component (`vision`, `merger`, `llm`) or by glob over
-    /// parameter names. If several match, the last one applies.
+    /// Learning rate factors by component or by glob over parameter names
+    #[key(default)]
     pub lr_multipliers: IndexMap<String, f64>,
 }
 
 /// The optimizer.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
 pub enum Kind {
     /// `AdamW`.
     #[default]
@@ -76,26 +107,26 @@ impl Kind {
 }
 
 /// Settings of `Adafactor`, with the names and defaults of PyTorch.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[section]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdafactorConfig {
-    /// The second moments of step `t` keep `1 - t^beta2_decay` of their value; -0.8 by default.
+    /// Exponent of the decay of Adafactor's second moments: those of step `t` keep
+    /// `1 - t^beta2_decay` of their value
+    #[key(default = -0.8)]
+    #[valid(range = ..=0.0, expected = "a finite number of 0 or less")]
     pub beta2_decay: f64,
-    /// Minimum root of the second moment, 2^-23 by default, and minimum root mean square of a
-    /// weight that its step is in proportion to, 1e-3 by default.
+    /// Minimum root of the second moment, and minimum root mean square of a weight that its step is
+    /// in proportion to
+    #[key(default = [f64::from(f32::EPSILON), 1e-3])]
     pub eps: [f64; 2],
-    /// Maximum root mean square of a direction before it is multiplied by the step; 1 by default.
+    /// Maximum root mean square of the direction of a step
+    #[key(default = 1.0)]
+    #[valid(range = 1.0.., expected = "a finite number of 1 or more")]
     pub d: f64,
 }
 
-impl Default for AdafactorConfig {
-    fn default() -> Self {
-        Self { beta2_decay: -0.8, eps: [f64::from(f32::EPSILON), 1e-3], d: 1.0 }
-    }
-}
-
 /// Master copies of `bf16` weights.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum Master {
     /// A copy in `f32`: 4 bytes per trained parameter. The weight is the rounded copy.
@@ -107,7 +138,7 @@ pub enum Master {
 }
 
 /// Device and dtype of the moments.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum Moments {
     /// `f32` on the device of the weights: 8 bytes per trained parameter.
@@ -119,25 +150,4 @@ pub enum Moments {
     /// `f32` in host memory, together with the master weights. The update runs on the CPU. Without
     /// a GPU this equals `f32`.
     Host,
-}
-
-impl Default for OptimConfig {
-    fn default() -> Self {
-        Self {
-            kind: Kind::Adamw,
-            lr: 1e-5,
-            betas: [0.9, 0.999],
-            eps: 1e-8,
-            weight_decay: 0.0,
-            schedule: ScheduleConfig::Cosine,
-            warmup_steps: None,
-            warmup_ratio: None,
-            decay_ratio: None,
-            min_lr: 0.0,
-            moments: Moments::F32,
-            master: Master::F32,
-            adafactor: AdafactorConfig::default(),
-            lr_multipliers: IndexMap::new(),
-        }
-    }
 }

@@ -1,12 +1,14 @@
 //! The learning rate as a pure function of the step.
 
 use serde::{Deserialize, Serialize};
+use settings::Choice;
 
 /// How the learning rate changes after warm-up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum ScheduleConfig {
     /// Half a cosine from `lr` to `min_lr`.
+    #[default]
     Cosine,
     /// Linear from `lr` to `min_lr`.
     Linear,

@@ -3,34 +3,28 @@
 use std::num::NonZeroU32;
 
 use serde::{Deserialize, Serialize};
+use settings::{Choice, section};
 
 use super::windows::Spacing;
 
 /// The section `corpus` of a data set. It declares that the file is plain text instead of chats.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[section]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CorpusConfig {
-    /// How samples are taken from the text.
+    /// How samples are taken
     pub sampling: Sampling,
-    /// Number of input tokens, and of targets, of a window. Required unless `sampling` is
-    /// `document`.
-    #[serde(default)]
+    /// Input tokens of a window; required for windows
     pub length: Option<NonZeroU32>,
-    /// Number of tokens between the starts of consecutive windows, for `sliding_window` only.
-    /// `None` uses `length`.
-    #[serde(default)]
+    /// Tokens from the start of a window to the next, with `sliding_window`; `null`: `length`
     pub stride: Option<NonZeroU32>,
-    /// Token that ends each document; appended to texts that do not end with it. If neither this
-    /// nor `bos_token` is set, the model folder's end-of-document token is used.
-    #[serde(default)]
+    /// Ends each document; `null`: see [corpora](corpora.md)
     pub eos_token: Option<String>,
-    /// Token that starts each document; prepended to texts that do not start with it.
-    #[serde(default)]
+    /// Begins each document; `null`: nothing
     pub bos_token: Option<String>,
 }
 
 /// How samples are taken from a corpus.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum Sampling {
     /// A sample is a window; one starts every `stride` tokens, from the first token on.

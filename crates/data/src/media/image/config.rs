@@ -3,22 +3,22 @@
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
+use settings::section;
 
 use super::header::MAX_PIXELS;
 use crate::model_file::ModelFolderError;
 use crate::model_file::read_json_if_there;
 
 /// The section `data.image` of the config: limits on the size of one image after resizing.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[section]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageConfig {
-    /// Minimum area in pixels; smaller images are enlarged. `None` uses the model folder's value.
+    /// Smaller images are enlarged to this area in pixels; `null`: from the model folder
     pub min_pixels: Option<u64>,
-    /// Maximum area in pixels; larger images are reduced. `None` uses the model folder's value.
+    /// Larger images are reduced to this area in pixels; `null`: from the model folder
     pub max_pixels: Option<u64>,
-    /// Maximum number of visual tokens of an image, converted to an area; the smaller of this and
-    /// `max_pixels` applies. `None` sets no limit.
+    /// Maximum visual tokens of one image; `null`: no limit besides `max_pixels`
     pub max_tokens: Option<NonZeroU32>,
 }
 

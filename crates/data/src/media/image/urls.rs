@@ -6,28 +6,27 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use settings::section;
 
 use super::error::ImageError;
 use net::{UrlImages, UrlLimits, for_messages};
 
 /// The section `data.url` of the config.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[section]
+#[derive(Debug, Clone, PartialEq)]
 pub struct UrlConfig {
-    /// Maximum time to download one image, in seconds; 30 by default.
+    /// Maximum seconds to download one image, redirects included
+    #[key(default = 30.0, neutral)]
+    #[valid(
+        range = 1e-9..=1e19,
+        expected = "a number of seconds above 0",
+        hint = "remove it for the default of 30 seconds"
+    )]
     pub timeout_s: f64,
-    /// Maximum size of one image in bytes; 32 MiB by default.
+    /// Maximum bytes of one image by URL
+    #[key(default = const { NonZeroU64::new(32 << 20).unwrap() })]
     pub max_bytes: NonZeroU64,
 }
-
-impl Default for UrlConfig {
-    fn default() -> Self {
-        Self { timeout_s: 30.0, max_bytes: MAX_BYTES }
-    }
-}
-
-const MAX_BYTES: NonZeroU64 = const { NonZeroU64::new(32 << 20).expect("not zero") };
 
 impl UrlConfig {
     /// `None` if `timeout_s` is not a positive number of seconds.

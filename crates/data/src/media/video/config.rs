@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use settings::{Choice, section};
 
 use super::sampling::Sampling;
 use super::smart_resize::{Budget, PixelLimits};
@@ -16,40 +17,28 @@ use crate::model_file::read_json_if_there;
 ///
 /// A key that is `None` uses the value of the model folder, or of the published one if the folder
 /// has none.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[section]
+#[derive(Debug, Clone, PartialEq)]
 pub struct VideoConfig {
-    /// Number of frames to sample per second of video.
+    /// Frames to take per second of [video](video.md) (published value: 2)
     pub fps: Option<f64>,
-    /// Minimum number of sampled frames, if the video has as many.
+    /// Minimum frames, if the video has that many (published value: 4)
     pub min_frames: Option<u32>,
-    /// Maximum number of sampled frames; they are spread over the whole video.
+    /// Maximum frames, spread over the whole video (published value: 768)
     pub max_frames: Option<u32>,
-    /// Minimum number of pixels of all sampled frames together; smaller videos are enlarged.
+    /// Minimum pixels of all frames together (published value of Qwen3-VL: 4,096)
     pub min_pixels: Option<u64>,
-    /// Maximum number of pixels of all sampled frames together; larger videos are reduced.
+    /// Maximum pixels of all frames together (published value of Qwen3-VL: 25,165,824)
     pub max_pixels: Option<u64>,
-    /// Placement of the vision start and end tokens around the frames.
+    /// The vision start and end tokens around a whole video: keep or remove them
+    #[key(default)]
     pub marks: VideoMarks,
-    /// Maximum time to load one file, in seconds; a file that needs longer is rejected.
+    /// Maximum seconds for one video file; a slower one is rejected (`video_timeout`)
+    #[key(default = 60.0)]
     pub timeout_s: f64,
-    /// Maximum number of frames in one file, sampled or not; a longer file is rejected.
+    /// Maximum frames in a video file; a longer one is rejected (`video_too_long`)
+    #[key(default = 36_000)]
     pub max_source_frames: u32,
-}
-
-impl Default for VideoConfig {
-    fn default() -> Self {
-        Self {
-            fps: None,
-            min_frames: None,
-            max_frames: None,
-            min_pixels: None,
-            max_pixels: None,
-            marks: VideoMarks::default(),
-            timeout_s: 60.0,
-            max_source_frames: 36_000,
-        }
-    }
 }
 
 /// Limits on one video file.
@@ -62,7 +51,7 @@ pub(super) struct Limits {
 
 /// Placement of the vision start and end tokens of a video. Each frame group always has its own
 /// pair.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum VideoMarks {
     /// Keeps the chat template's pair around all frame groups, as in transformers 5.

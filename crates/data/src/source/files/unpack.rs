@@ -127,7 +127,6 @@ fn open_stored(target: &Path) -> Option<File> {
             file = %target.display(),
             "the unpacked data file is damaged: unpacking the data file again"
         ),
-        // as after an earlier version of the program
         Err(error) => tracing::warn!(
             file = %target.display(), %error,
             "cannot read the checksums of the unpacked data file: unpacking the data file again"

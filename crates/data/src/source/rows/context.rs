@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use settings::Choice;
 
 use super::super::column_names::ColumnNames;
 use super::super::dataset_info::DatasetInfo;
@@ -17,7 +18,7 @@ use super::values::{join, not_supported};
 use batch::SampleId;
 
 /// How an unknown key of a row is handled.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum UnknownKeys {
     /// Each key is reported once per data set.
