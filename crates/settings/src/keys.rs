@@ -1,4 +1,4 @@
-//! What a type of the config says of its values.
+//! What a type of the config reports about its values.
 
 use super::{Range, ValueError};
 use indexmap::IndexMap;

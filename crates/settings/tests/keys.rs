@@ -29,7 +29,7 @@ fn a_new_key_needs_at_most_four_places() {
 
 #[test]
 fn defaults_are_those_of_the_fields_and_other_keys_are_refused() {
-    let default = Sampling { temperature: 1.0, threads: 2, empty: Empty::AskAgain, stop: None };
+    let default = Sampling { temperature: 1.0, threads: 2, empty: Empty::UseNext, stop: None };
     assert_eq!(Sampling::default(), default);
     let read = config(json!({"model": "m", "prompts": [{}], "best": {"threads": 3}}));
     assert_eq!(read.prompts, std::slice::from_ref(&default));
@@ -38,7 +38,7 @@ fn defaults_are_those_of_the_fields_and_other_keys_are_refused() {
     for (text, expected) in [
         ("{}", "missing field `model`"),
         (r#"{"model": "m", "prompt": []}"#, "unknown field `prompt`, expected one of `model`"),
-        (r#"{"model": "m", "best": {"empty": "keep"}}"#, "expected `ask_again` or `keep!`"),
+        (r#"{"model": "m", "best": {"empty": "keep"}}"#, "expected `use_next` or `keep!`"),
     ] {
         let error = serde_json::from_str::<Config>(text).unwrap_err().to_string();
         assert!(error.contains(expected), "{text}: {error}");
@@ -88,7 +88,7 @@ fn neutral_keys_are_removed_in_lists_and_in_optional_sections() {
     let read = config(json!({"model": "m", "prompts": [{"threads": 3}], "best": {"threads": 4}}));
     let mut value = serde_json::to_value(read).unwrap();
     Config::kind().remove_neutral(&mut value);
-    let section = json!({"temperature": 1.0, "empty": "ask_again", "stop": null});
+    let section = json!({"temperature": 1.0, "empty": "use_next", "stop": null});
     let expected =
         json!({"model": "m", "prompts": [section], "best": section, "scores": [1.0, 0.5]});
     assert_eq!(value, expected);
@@ -110,7 +110,7 @@ fn the_schema_has_types_ranges_defaults_and_meanings() {
     assert_eq!(sampling["temperature"], expected);
     let names = sampling["empty"]["oneOf"].as_array().unwrap();
     let expected = json!([
-        {"const": "ask_again", "description": "Ask again"},
+        {"const": "use_next", "description": "Use the next one"},
         {"const": "keep!", "description": ""},
     ]);
     assert_eq!(Value::from(names.clone()), expected);
