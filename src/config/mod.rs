@@ -1,26 +1,17 @@
-//! The config of a run: composed of the structs of its sections, read from YAML, and checked.
+//! The config of a run: composed of the structs of its sections, and checked. The crate `settings` reads
+//! the YAML.
 
-mod de;
-mod error;
 mod evaluations;
-mod excerpt;
-mod fault;
 mod identity;
 mod load;
-mod nearest;
 mod other_trainers;
 mod paths;
-mod scalar;
-mod set;
-mod tree;
 
-pub use error::{ConfigError, Place};
 pub use identity::Change;
-pub use load::{LeftOut, Loaded, load, load_all, refuse, to_yaml};
-pub(crate) use load::{load_text, parse_tree, read_tree};
-pub(crate) use nearest::nearest;
+pub(crate) use load::{explained, load_text};
+pub use load::{load, load_all, refuse};
 pub(crate) use other_trainers::our_key;
-pub(crate) use tree::{Node, Value as NodeValue};
+pub use settings::{ConfigError, LeftOut, Loaded, Place, to_yaml};
 
 use crate::checkpoint::CheckpointConfig;
 use crate::data::{DataConfig, UrlConfig};
@@ -78,7 +69,7 @@ fn default_seed() -> u64 {
 }
 
 /// A value that has the right type and is out of range.
-#[derive(Debug, Clone, PartialEq, thiserror::Error, ::fault::Fault)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error, fault::Fault)]
 #[error("`{key}` is `{found}`, expected {expected}")]
 #[fault(exit = Usage, hint = self.fix())]
 pub struct ValueError {

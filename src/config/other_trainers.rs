@@ -218,8 +218,9 @@ const VALUES: &[(&str, &str)] = &[
 ];
 
 /// The value here that other trainers call `value`, if it is one of `valid`.
-pub(super) fn our_value(value: &str, valid: &[&'static str]) -> Option<&'static str> {
-    let ours = |theirs: &&(&str, &str)| theirs.0 == value && valid.contains(&theirs.1);
+pub(super) fn our_value(value: &str, valid: &[String]) -> Option<&'static str> {
+    let ours =
+        |theirs: &&(&str, &str)| theirs.0 == value && valid.iter().any(|valid| valid == theirs.1);
     VALUES.iter().find(ours).map(|(_, ours)| *ours)
 }
 

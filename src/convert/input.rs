@@ -5,8 +5,9 @@ use super::shell::{Command, Word, commands};
 use super::tables;
 use super::trainer::Trainer;
 use super::value::{Origin, Setting, Value};
-use crate::config::{Node, NodeValue, parse_tree, read_tree};
+use crate::config::explained;
 use crate::files;
+use settings::{Node, Value as NodeValue, parse_file, parse_text};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -46,7 +47,7 @@ impl Input {
 
     /// Reads a YAML or JSON file.
     fn tree(&mut self, trainer: Trainer, path: &Path) -> Result<(), ConvertError> {
-        let mut root = &read_tree(path)?;
+        let mut root = &parse_file(path).map_err(explained)?;
         // lmms-engine also reads a list of components: `- {type: trainer, config: {..}}`
         if let NodeValue::List(items) = &root.value
             && let [item] = items.as_slice()
@@ -160,7 +161,7 @@ impl Input {
 /// A word that is a JSON list or object, as its value.
 fn structured(text: String) -> Value {
     if text.starts_with(['{', '['])
-        && let Ok(node) = parse_tree(&text)
+        && let Ok(node) = parse_text(Path::new(""), &text)
     {
         return Value::of(&node);
     }

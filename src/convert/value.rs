@@ -1,6 +1,6 @@
 //! A setting of another trainer: its key, its value and where it was found.
 
-use crate::config::{Node, NodeValue};
+use settings::{Node, Value as NodeValue};
 use std::fmt;
 use std::sync::Arc;
 

@@ -7,7 +7,8 @@ use super::rule::{Kind, Role, Row, Rule};
 use super::tables;
 use super::trainer::Trainer;
 use super::value::{Origin, Setting, Value};
-use crate::config::{nearest, our_key};
+use crate::config::our_key;
+use settings::nearest;
 
 /// Why a setting whose value switches it off has no effect.
 pub(super) const OFF: &str = "it is switched off";

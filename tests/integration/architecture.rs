@@ -46,7 +46,7 @@ const MAY_IMPORT: [(&str, MayImport); 2] = [
                 ],
             ),
             // Composes the config structs of the sections.
-            ("config", &["checkpoint", "data", "dist", "files", "net", "optim", "train"]),
+            ("config", &["checkpoint", "data", "dist", "net", "optim", "train"]),
             // Writes configs from those of other trainers; reads `dataset_info.json`.
             ("convert", &["config", "data", "files"]),
             // Assembles a run from a config.

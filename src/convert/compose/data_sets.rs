@@ -1,6 +1,5 @@
 //! Data sets, their mixture, and how their rows are read.
 
-use crate::config::read_tree;
 use crate::convert::output::{Line, quoted};
 use crate::convert::rule::Role;
 use crate::convert::trainer::Trainer;
@@ -203,7 +202,7 @@ fn lmms_path(work: &mut Work, setting: &Setting, is_list: bool) -> Vec<Source> {
         let root = Some((".".to_owned(), LMMS_ROOT.to_owned()));
         return vec![Source::file(&path, root, None, work.from(setting))];
     }
-    match read_tree(Path::new(&path)) {
+    match settings::parse_file(Path::new(&path)) {
         Ok(root) => {
             let value = Value::of(&root);
             if let Some(list) = value.get("datasets") {

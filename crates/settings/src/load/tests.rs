@@ -2,10 +2,11 @@
 //! choices with and without settings, maps with free keys.
 
 use super::*;
-use crate::checkpoint::write_atomically;
-use ::fault::Fault;
+use crate::set;
+use fault::Fault;
 use serde::Deserialize;
 use std::collections::BTreeMap;
+use std::fs;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 
@@ -115,9 +116,10 @@ fn load_text(text: &str, overrides: &[&str]) -> Result<Config, ConfigError> {
 fn load_bytes(bytes: &[u8], overrides: &[&str]) -> Result<Config, ConfigError> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("config.yaml");
-    write_atomically(&path, bytes).unwrap();
-    let overrides: Vec<_> = overrides.iter().map(|&argument| argument.to_owned()).collect();
-    load(&path, &overrides)
+    fs::write(&path, bytes).unwrap();
+    let mut root = parse_file(&path)?;
+    overrides.iter().try_for_each(|argument| set(&mut root, argument))?;
+    read(&root)
 }
 
 /// The first line of the message, without the folder.
@@ -323,7 +325,7 @@ fn files_that_are_binary_empty_or_missing_are_named() {
         let error = load_text(text, &["seed=1"]).unwrap_err();
         assert_eq!(message(&error), "config.yaml: the config is empty", "{text:?}");
     }
-    let error = load::<Config>(Path::new("/no/such/config.yaml"), &[]).unwrap_err();
+    let error = parse_file(Path::new("/no/such/config.yaml")).unwrap_err();
     assert_eq!(error.to_string(), "cannot read config `/no/such/config.yaml`");
     assert_eq!(error.hint().unwrap(), "check the path given to `--config`");
     assert_eq!(

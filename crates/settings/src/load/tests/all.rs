@@ -2,12 +2,12 @@
 
 use super::*;
 
-/// The errors of [`load_all`], and the config.
+/// The errors of [`read_all`], and the config.
 fn load_all_text(text: &str) -> (Vec<String>, Loaded<Config>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("config.yaml");
-    write_atomically(&path, text.as_bytes()).unwrap();
-    let loaded = load_all::<Config>(&path, &[]);
+    fs::write(&path, text).unwrap();
+    let loaded = read_all::<Config>(parse_file(&path).unwrap());
     (loaded.errors.iter().map(message).collect(), loaded)
 }
 

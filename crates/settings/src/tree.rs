@@ -3,7 +3,7 @@
 //! Scalars have no type here: the struct that reads a plain scalar decides on its type, so that
 //! `output_dir: 1.10` is the text `1.10`.
 
-use super::error::{ConfigError, Place, Source};
+use crate::error::{ConfigError, Place, Source};
 use serde_saphyr::granit_parser::{Event, Marker, Parser, ScalarStyle};
 use std::collections::HashMap;
 
@@ -16,14 +16,14 @@ const NO_ANCHOR: &str = "a value that begins with `*` is a YAML alias, and this 
 
 /// A value and the place where it begins.
 #[derive(Debug, Clone)]
-pub(crate) struct Node {
-    pub(crate) place: Place,
-    pub(crate) value: Value,
+pub struct Node {
+    pub place: Place,
+    pub value: Value,
 }
 
 /// The kinds of YAML values.
 #[derive(Debug, Clone)]
-pub(crate) enum Value {
+pub enum Value {
     Scalar {
         text: String,
         quoting: Quoting,
@@ -36,28 +36,28 @@ pub(crate) enum Value {
 
 /// A plain scalar may be a number, a boolean or null; a quoted scalar is text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Quoting {
+pub enum Quoting {
     Plain,
     Quoted,
 }
 
 /// An entry of a mapping.
 #[derive(Debug, Clone)]
-pub(crate) struct Entry {
-    pub(crate) key: String,
-    pub(crate) key_place: Place,
-    pub(crate) node: Node,
+pub struct Entry {
+    pub key: String,
+    pub key_place: Place,
+    pub node: Node,
 }
 
 impl Value {
-    pub(crate) fn is_null(&self) -> bool {
+    pub fn is_null(&self) -> bool {
         matches!(self, Self::Scalar { text, quoting: Quoting::Plain }
             if matches!(text.as_str(), "" | "~" | "null" | "Null" | "NULL"))
     }
 
     /// Removes the entry or item at `path`, dotted keys with list items by number; returns whether
     /// there is one. A key may contain dots itself.
-    pub(super) fn remove(&mut self, path: &str) -> bool {
+    pub(crate) fn remove(&mut self, path: &str) -> bool {
         let below = |key: &str| path.strip_prefix(key).and_then(|rest| rest.strip_prefix('.'));
         match self {
             Self::Scalar { .. } | Self::LeftOut => false,
@@ -86,7 +86,7 @@ impl Value {
     }
 
     /// The value in an error message: `` `maybe` ``, `empty`, `a list`, `a mapping`.
-    pub(super) fn describe(&self) -> String {
+    pub(crate) fn describe(&self) -> String {
         match self {
             Self::Scalar { text, .. } if self.is_null() && text.is_empty() => "empty".to_owned(),
             Self::Scalar { text, quoting: Quoting::Plain } => format!("`{text}`"),
@@ -100,7 +100,7 @@ impl Value {
 
 impl Node {
     /// The node at `keys`, or its closest ancestor that exists.
-    pub(crate) fn nearest(&self, keys: &[&str]) -> &Self {
+    pub fn nearest(&self, keys: &[&str]) -> &Self {
         let Some((key, rest)) = keys.split_first() else { return self };
         let child = match &self.value {
             Value::Scalar { .. } | Value::LeftOut => None,
@@ -114,7 +114,7 @@ impl Node {
 }
 
 /// Parses the single document in `text`; `None` if it contains only comments.
-pub(super) fn parse(text: &str, source: &Source) -> Result<Option<Node>, ConfigError> {
+pub(crate) fn parse(text: &str, source: &Source) -> Result<Option<Node>, ConfigError> {
     let mut reader = Reader {
         parser: Parser::new_from_str(text),
         source,

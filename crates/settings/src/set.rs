@@ -3,12 +3,12 @@
 //! The place of the new value is the argument, so that an error in it names the `--set`; all other
 //! values keep their place in the file.
 
-use super::error::{ConfigError, Place, Source};
-use super::tree::{Entry, Node, Quoting, Value, parse};
+use crate::error::{ConfigError, Place, Source};
+use crate::tree::{Entry, Node, Quoting, Value, parse};
 
 /// Applies one argument. Missing keys are created; unknown ones become errors when the tree is
 /// read. A number is an index into a list; the length of the list appends an item.
-pub(super) fn set(root: &mut Node, argument: &str) -> Result<(), ConfigError> {
+pub fn set(root: &mut Node, argument: &str) -> Result<(), ConfigError> {
     let refused = |message: String| ConfigError::Set { argument: argument.to_owned(), message };
     let (path, value) =
         argument.split_once('=').ok_or_else(|| refused("expected `key=value`".to_owned()))?;

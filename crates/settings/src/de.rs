@@ -3,17 +3,17 @@
 //! The errors of serde-saphyr's deserializer have the place, but neither the keys above it nor the
 //! value; and it reads text, in which a `--set` would move the lines below it.
 
-use super::error::{ConfigError, Place};
-use super::fault::{Fault, Kind};
-use super::scalar::{boolean, float, integer};
-use super::tree::{Entry, Node, Quoting, Value};
+use crate::error::{ConfigError, Place};
+use crate::scalar::{boolean, float, integer};
+use crate::tree::{Entry, Node, Quoting, Value};
+use crate::unplaced::{Kind, UnplacedError};
 use serde::de::{self, DeserializeOwned, Deserializer, IntoDeserializer, Visitor};
 use std::slice;
 
 /// Reads the tree into a struct.
-pub(super) fn read<T: DeserializeOwned>(root: &Node) -> Result<T, ConfigError> {
+pub fn read<T: DeserializeOwned>(root: &Node) -> Result<T, ConfigError> {
     T::deserialize(De { node: root, key_place: None })
-        .map_err(|fault| fault.at(&root.place).into_error())
+        .map_err(|error| error.at(&root.place).into_error())
 }
 
 /// A node, and the place of its key, which errors about missing keys point at.
@@ -24,75 +24,79 @@ struct De<'a> {
 }
 
 impl<'a> De<'a> {
-    fn text(self, expected: &str) -> Result<&'a str, Fault> {
+    fn text(self, expected: &str) -> Result<&'a str, UnplacedError> {
         match &self.node.value {
             Value::Scalar { text, .. } if !self.node.value.is_null() => Ok(text),
-            _ => Err(Fault::wrong_type(self.node, expected)),
+            _ => Err(UnplacedError::wrong_type(self.node, expected)),
         }
     }
 
-    fn plain<T>(self, expected: &str, read: impl Fn(&str) -> Option<T>) -> Result<T, Fault> {
+    fn plain<T>(
+        self,
+        expected: &str,
+        read: impl Fn(&str) -> Option<T>,
+    ) -> Result<T, UnplacedError> {
         let value = match &self.node.value {
             Value::Scalar { text, quoting: Quoting::Plain } => read(text),
             _ => None,
         };
-        value.ok_or_else(|| Fault::wrong_type(self.node, expected))
+        value.ok_or_else(|| UnplacedError::wrong_type(self.node, expected))
     }
 
-    fn whole<V: Visitor<'a>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn whole<V: Visitor<'a>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         let value = self.plain("a whole number", integer)?;
         self.located(if let Ok(value) = u64::try_from(value) {
             visitor.visit_u64(value)
         } else if let Ok(value) = i64::try_from(value) {
             visitor.visit_i64(value)
         } else {
-            Err(Fault::wrong_type(self.node, "a whole number of at most 64 bits"))
+            Err(UnplacedError::wrong_type(self.node, "a whole number of at most 64 bits"))
         })
     }
 
-    fn map<V: Visitor<'a>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn map<V: Visitor<'a>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         self.located(match &self.node.value {
             Value::Map(entries) => visitor.visit_map(Map { entries: entries.iter(), last: None }),
             // A section whose lines are all commented out is null and reads as an empty mapping.
             value if value.is_null() => visitor.visit_map(Map { entries: [].iter(), last: None }),
-            _ => Err(Fault::wrong_type(self.node, "a mapping")),
+            _ => Err(UnplacedError::wrong_type(self.node, "a mapping")),
         })
     }
 
-    fn list<V: Visitor<'a>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn list<V: Visitor<'a>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         match &self.node.value {
             Value::List(items) => {
                 self.located(visitor.visit_seq(List { items: items.iter(), next: 0 }))
             }
-            _ => Err(Fault::wrong_type(self.node, "a list")),
+            _ => Err(UnplacedError::wrong_type(self.node, "a list")),
         }
     }
 
-    fn located<T>(self, result: Result<T, Fault>) -> Result<T, Fault> {
-        result.map_err(|fault| match (&fault.kind, self.key_place) {
-            (Kind::MissingKey { .. }, Some(place)) => fault.at(place),
-            _ => fault.at(&self.node.place),
+    fn located<T>(self, result: Result<T, UnplacedError>) -> Result<T, UnplacedError> {
+        result.map_err(|error| match (&error.kind, self.key_place) {
+            (Kind::MissingKey { .. }, Some(place)) => error.at(place),
+            _ => error.at(&self.node.place),
         })
     }
 }
 
 macro_rules! whole_numbers {
     ($($method:ident)*) => {
-        $(fn $method<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+        $(fn $method<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
             self.whole(visitor)
         })*
     };
 }
 
 impl<'de> Deserializer<'de> for De<'de> {
-    type Error = Fault;
+    type Error = UnplacedError;
 
     whole_numbers! {
         deserialize_u8 deserialize_u16 deserialize_u32 deserialize_u64
         deserialize_i8 deserialize_i16 deserialize_i32 deserialize_i64
     }
 
-    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         match &self.node.value {
             Value::List(_) => self.list(visitor),
             Value::Map(_) => self.map(visitor),
@@ -113,30 +117,30 @@ impl<'de> Deserializer<'de> for De<'de> {
         }
     }
 
-    fn deserialize_bool<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_bool<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         let value = self.plain("`true` or `false`", boolean)?;
         self.located(visitor.visit_bool(value))
     }
 
-    fn deserialize_f32<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_f32<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         self.deserialize_f64(visitor)
     }
 
-    fn deserialize_f64<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_f64<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         let value = self.plain("a number", float)?;
         self.located(visitor.visit_f64(value))
     }
 
-    fn deserialize_str<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_str<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         let text = self.text("a text")?;
         self.located(visitor.visit_borrowed_str(text))
     }
 
-    fn deserialize_string<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_string<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         self.deserialize_str(visitor)
     }
 
-    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         if self.node.value.is_null() { visitor.visit_none() } else { visitor.visit_some(self) }
     }
 
@@ -144,11 +148,11 @@ impl<'de> Deserializer<'de> for De<'de> {
         self,
         _name: &'static str,
         visitor: V,
-    ) -> Result<V::Value, Fault> {
+    ) -> Result<V::Value, UnplacedError> {
         visitor.visit_newtype_struct(self)
     }
 
-    fn deserialize_seq<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_seq<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         self.list(visitor)
     }
 
@@ -156,19 +160,19 @@ impl<'de> Deserializer<'de> for De<'de> {
         self,
         num_items: usize,
         visitor: V,
-    ) -> Result<V::Value, Fault> {
+    ) -> Result<V::Value, UnplacedError> {
         match &self.node.value {
             Value::List(items) if items.len() == num_items => self.list(visitor),
             Value::List(items) => {
                 let found = format!("a list of {}", items.len());
                 let expected = format!("a list of {num_items}");
-                Err(Fault::new(Kind::WrongType { found, expected }).at(&self.node.place))
+                Err(UnplacedError::new(Kind::WrongType { found, expected }).at(&self.node.place))
             }
-            _ => Err(Fault::wrong_type(self.node, format!("a list of {num_items}"))),
+            _ => Err(UnplacedError::wrong_type(self.node, format!("a list of {num_items}"))),
         }
     }
 
-    fn deserialize_map<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_map<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         self.map(visitor)
     }
 
@@ -177,7 +181,7 @@ impl<'de> Deserializer<'de> for De<'de> {
         _name: &'static str,
         _fields: &'static [&'static str],
         visitor: V,
-    ) -> Result<V::Value, Fault> {
+    ) -> Result<V::Value, UnplacedError> {
         self.map(visitor)
     }
 
@@ -186,7 +190,7 @@ impl<'de> Deserializer<'de> for De<'de> {
         _name: &'static str,
         variants: &'static [&'static str],
         visitor: V,
-    ) -> Result<V::Value, Fault> {
+    ) -> Result<V::Value, UnplacedError> {
         let (name, place, content) = match &self.node.value {
             Value::Scalar { text, .. } if !self.node.value.is_null() => {
                 (text, &self.node.place, None)
@@ -196,16 +200,19 @@ impl<'de> Deserializer<'de> for De<'de> {
             }
             _ => {
                 let expected = format!("one of `{}`", variants.join("`, `"));
-                return Err(Fault::wrong_type(self.node, expected));
+                return Err(UnplacedError::wrong_type(self.node, expected));
             }
         };
         self.located(visitor.visit_enum(Variant { name, place, content }))
     }
 
-    fn deserialize_identifier<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_identifier<V: Visitor<'de>>(
+        self,
+        visitor: V,
+    ) -> Result<V::Value, UnplacedError> {
         match &self.node.value {
             Value::Scalar { text, .. } => self.located(visitor.visit_borrowed_str(text)),
-            _ => Err(Fault::wrong_type(self.node, "a name")),
+            _ => Err(UnplacedError::wrong_type(self.node, "a name")),
         }
     }
 
@@ -220,21 +227,24 @@ struct Map<'a> {
 }
 
 impl<'de> de::MapAccess<'de> for Map<'de> {
-    type Error = Fault;
+    type Error = UnplacedError;
 
     fn next_key_seed<K: de::DeserializeSeed<'de>>(
         &mut self,
         seed: K,
-    ) -> Result<Option<K::Value>, Fault> {
+    ) -> Result<Option<K::Value>, UnplacedError> {
         self.last = self.entries.next();
         let Some(entry) = self.last else { return Ok(None) };
-        seed.deserialize(Key(&entry.key)).map(Some).map_err(|fault| fault.at(&entry.key_place))
+        seed.deserialize(Key(&entry.key)).map(Some).map_err(|error| error.at(&entry.key_place))
     }
 
-    fn next_value_seed<V: de::DeserializeSeed<'de>>(&mut self, seed: V) -> Result<V::Value, Fault> {
+    fn next_value_seed<V: de::DeserializeSeed<'de>>(
+        &mut self,
+        seed: V,
+    ) -> Result<V::Value, UnplacedError> {
         let entry = self.last.expect("serde reads a value after its key");
         seed.deserialize(De { node: &entry.node, key_place: Some(&entry.key_place) })
-            .map_err(|fault| fault.at(&entry.node.place).under(&entry.key))
+            .map_err(|error| error.at(&entry.node.place).under(&entry.key))
     }
 }
 
@@ -242,20 +252,20 @@ impl<'de> de::MapAccess<'de> for Map<'de> {
 struct Key<'a>(&'a str);
 
 impl<'de> Deserializer<'de> for Key<'de> {
-    type Error = Fault;
+    type Error = UnplacedError;
 
-    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         visitor.visit_borrowed_str(self.0)
     }
 
-    fn deserialize_u64<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_u64<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         match integer(self.0).and_then(|value| u64::try_from(value).ok()) {
             Some(value) => visitor.visit_u64(value),
             None => visitor.visit_borrowed_str(self.0),
         }
     }
 
-    fn deserialize_u32<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_u32<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
         self.deserialize_u64(visitor)
     }
 
@@ -263,7 +273,7 @@ impl<'de> Deserializer<'de> for Key<'de> {
         self,
         _name: &'static str,
         visitor: V,
-    ) -> Result<V::Value, Fault> {
+    ) -> Result<V::Value, UnplacedError> {
         visitor.visit_newtype_struct(self)
     }
 
@@ -272,7 +282,7 @@ impl<'de> Deserializer<'de> for Key<'de> {
         _name: &'static str,
         _variants: &'static [&'static str],
         visitor: V,
-    ) -> Result<V::Value, Fault> {
+    ) -> Result<V::Value, UnplacedError> {
         visitor.visit_enum(self.0.into_deserializer())
     }
 
@@ -288,12 +298,12 @@ struct List<'a> {
 }
 
 impl<'de> de::SeqAccess<'de> for List<'de> {
-    type Error = Fault;
+    type Error = UnplacedError;
 
     fn next_element_seed<T: de::DeserializeSeed<'de>>(
         &mut self,
         seed: T,
-    ) -> Result<Option<T::Value>, Fault> {
+    ) -> Result<Option<T::Value>, UnplacedError> {
         let node = loop {
             let Some(node) = self.items.next() else { return Ok(None) };
             self.next += 1;
@@ -303,7 +313,7 @@ impl<'de> de::SeqAccess<'de> for List<'de> {
         };
         seed.deserialize(De { node, key_place: None })
             .map(Some)
-            .map_err(|fault| fault.at(&node.place).under((self.next - 1).to_string()))
+            .map_err(|error| error.at(&node.place).under((self.next - 1).to_string()))
     }
 
     fn size_hint(&self) -> Option<usize> {
@@ -319,42 +329,51 @@ struct Variant<'a> {
 }
 
 impl<'de> de::EnumAccess<'de> for Variant<'de> {
-    type Error = Fault;
+    type Error = UnplacedError;
     type Variant = Self;
 
-    fn variant_seed<V: de::DeserializeSeed<'de>>(self, seed: V) -> Result<(V::Value, Self), Fault> {
-        let value = seed.deserialize(Key(self.name)).map_err(|fault| fault.at(self.place))?;
+    fn variant_seed<V: de::DeserializeSeed<'de>>(
+        self,
+        seed: V,
+    ) -> Result<(V::Value, Self), UnplacedError> {
+        let value = seed.deserialize(Key(self.name)).map_err(|error| error.at(self.place))?;
         Ok((value, self))
     }
 }
 
 impl<'a> Variant<'a> {
-    fn read<T>(self, read: impl FnOnce(De<'a>) -> Result<T, Fault>) -> Result<T, Fault> {
+    fn read<T>(
+        self,
+        read: impl FnOnce(De<'a>) -> Result<T, UnplacedError>,
+    ) -> Result<T, UnplacedError> {
         let Some(entry) = self.content else {
             let found = format!("`{}` alone", self.name);
             let expected = format!("`{}: {{..}}` with its settings", self.name);
-            return Err(Fault::new(Kind::WrongType { found, expected }).at(self.place));
+            return Err(UnplacedError::new(Kind::WrongType { found, expected }).at(self.place));
         };
         read(De { node: &entry.node, key_place: Some(&entry.key_place) })
-            .map_err(|fault| fault.at(&entry.node.place).under(self.name))
+            .map_err(|error| error.at(&entry.node.place).under(self.name))
     }
 }
 
 impl<'de> de::VariantAccess<'de> for Variant<'de> {
-    type Error = Fault;
+    type Error = UnplacedError;
 
-    fn unit_variant(self) -> Result<(), Fault> {
+    fn unit_variant(self) -> Result<(), UnplacedError> {
         match self.content {
             Some(entry) if !entry.node.value.is_null() => {
                 let found = format!("{} below `{}`", entry.node.value.describe(), self.name);
                 let expected = format!("`{}` alone", self.name);
-                Err(Fault::new(Kind::WrongType { found, expected }).at(&entry.node.place))
+                Err(UnplacedError::new(Kind::WrongType { found, expected }).at(&entry.node.place))
             }
             _ => Ok(()),
         }
     }
 
-    fn newtype_variant_seed<T: de::DeserializeSeed<'de>>(self, seed: T) -> Result<T::Value, Fault> {
+    fn newtype_variant_seed<T: de::DeserializeSeed<'de>>(
+        self,
+        seed: T,
+    ) -> Result<T::Value, UnplacedError> {
         self.read(|content| seed.deserialize(content))
     }
 
@@ -362,7 +381,7 @@ impl<'de> de::VariantAccess<'de> for Variant<'de> {
         self,
         num_items: usize,
         visitor: V,
-    ) -> Result<V::Value, Fault> {
+    ) -> Result<V::Value, UnplacedError> {
         self.read(|content| content.deserialize_tuple(num_items, visitor))
     }
 
@@ -370,7 +389,7 @@ impl<'de> de::VariantAccess<'de> for Variant<'de> {
         self,
         _fields: &'static [&'static str],
         visitor: V,
-    ) -> Result<V::Value, Fault> {
+    ) -> Result<V::Value, UnplacedError> {
         self.read(|content| content.map(visitor))
     }
 }

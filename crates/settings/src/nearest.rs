@@ -4,7 +4,7 @@ use strsim::osa_distance;
 
 /// The closest of `valid` to `name`, if it is close enough to be meant: at most a third of the
 /// letters differ, or one is the beginning of the other.
-pub(crate) fn nearest<'a>(name: &str, valid: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+pub fn nearest<'a>(name: &str, valid: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let name = normal(name);
     let scored =
         valid.into_iter().map(|candidate| (osa_distance(&name, &normal(candidate)), candidate));

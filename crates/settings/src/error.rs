@@ -1,7 +1,6 @@
 //! Errors of a config, with file, line and column.
 
-use super::excerpt::Excerpt;
-use super::other_trainers::advice;
+use crate::excerpt::Excerpt;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -9,14 +8,14 @@ use std::sync::Arc;
 
 /// The origin of a text: a config file or a `--set` argument.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Source {
+pub(crate) enum Source {
     File { path: Arc<Path>, text: Arc<str> },
     Set { argument: Arc<str> },
 }
 
 impl Source {
     /// `line` and `column` count from 1, columns in characters.
-    pub(super) fn at(&self, line: usize, column: usize) -> Place {
+    pub(crate) fn at(&self, line: usize, column: usize) -> Place {
         Place(Arc::new(match self {
             Self::File { path, text } => {
                 At::File { path: Arc::clone(path), text: Arc::clone(text), line, column }
@@ -67,9 +66,9 @@ impl fmt::Display for Place {
 
 /// An error of a config file or a `--set` argument.
 ///
-/// The message names the place, the key and the nearest valid name, and shows the line.
-#[derive(Debug, thiserror::Error, ::fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
+/// The message names the place, the key and the nearest valid name, and shows the line. `advice` is
+/// a hint from the caller in place of the general one; this crate leaves it empty.
+#[derive(Debug, thiserror::Error, fault::Fault)]
 #[fault(exit = Usage)]
 pub enum ConfigError {
     #[error("cannot read config `{}`", .path.display())]
@@ -85,16 +84,11 @@ pub enum ConfigError {
         column: usize,
     },
     #[error("{}: the config is empty", .path.display())]
-    #[fault(hint = NEW)]
-    Empty { path: PathBuf },
-    #[error("{}: this is a config of {trainer}", .path.display())]
-    #[fault(hint = trainer_hint(path, *from))]
-    OtherTrainer {
-        path: PathBuf,
-        trainer: &'static str,
-        /// Its name in `trainer convert --from`, if its configs can be converted.
-        from: Option<&'static str>,
-    },
+    #[fault(hint = *advice)]
+    Empty { path: PathBuf, advice: Option<&'static str> },
+    #[error("{}: this is a config of {program}", .path.display())]
+    #[fault(hint = hint.clone())]
+    OtherProgram { path: PathBuf, program: &'static str, hint: String },
     #[error("{place}: {message}{}", .place.excerpt())]
     #[fault(hint = syntax_hint(message))]
     Syntax {
@@ -112,14 +106,15 @@ pub enum ConfigError {
         first: Place,
     },
     #[error("{place}: unknown key `{key}`{}{}{}", inside(.section), suggested(*.here, .nearest.as_deref()), .place.excerpt())]
-    #[fault(hint = key_hint(*here, key, valid))]
+    #[fault(hint = advice.map_or_else(|| key_hint(*here, valid), str::to_owned))]
     UnknownKey {
         place: Place,
         key: String,
         /// Dotted keys above it; empty at the top level.
         section: String,
-        /// The dotted key that has this name in another trainer.
+        /// The dotted key that has this name in another program.
         here: Option<&'static str>,
+        advice: Option<&'static str>,
         /// The valid key that is most similar, if one is similar.
         nearest: Option<String>,
         /// All valid keys of the section.
@@ -135,7 +130,7 @@ pub enum ConfigError {
         section: String,
     },
     #[error("{place}: unknown value `{value}` for `{key}`{}{}", did_you_mean(.nearest.as_deref()), .place.excerpt())]
-    #[fault(hint = value_hint(value, valid))]
+    #[fault(hint = advice.map_or_else(|| format!("valid values: {}", listed(valid)), str::to_owned))]
     UnknownValue {
         place: Place,
         /// The dotted key.
@@ -145,23 +140,26 @@ pub enum ConfigError {
         nearest: Option<String>,
         /// All valid values.
         valid: Vec<String>,
+        advice: Option<&'static str>,
     },
     #[error("{place}: `{key}` is {found}, expected {expected}{}", .place.excerpt())]
-    #[fault(hint = form_hint(key, found))]
+    #[fault(hint = advice.map_or_else(|| set_hint(key), str::to_owned))]
     WrongType {
         place: Place,
         /// The dotted key.
         key: String,
         found: String,
         expected: String,
+        advice: Option<&'static str>,
     },
     #[error("{place}: `{key}`: {message}{}", .place.excerpt())]
-    #[fault(hint = form_hint(key, ""))]
+    #[fault(hint = advice.map_or_else(|| set_hint(key), str::to_owned))]
     Refused {
         place: Place,
         /// The dotted key.
         key: String,
         message: String,
+        advice: Option<&'static str>,
     },
     #[error("{place}: {problem}{}", .place.excerpt())]
     #[fault(hint = hint.clone())]
@@ -184,33 +182,10 @@ pub enum ConfigError {
     Write { message: String },
 }
 
-/// The form of sections that are often written as a single value.
-const FORMS: [(&str, &str); 7] = [
-    ("the config", "model: {path: FOLDER}"),
-    ("adapter", "adapter: {kind: lora}"),
-    ("model", "model: {path: FOLDER}"),
-    ("data", "data: {train: [{path: FILE}]}"),
-    ("data.train", "train: [{path: FILE}]"),
-    ("data.eval", "eval: [{path: FILE}]"),
-    ("optim", "optim: {lr: 1e-5}"),
-];
-
-const NEW: &str = "`trainer new` writes a config for a model folder and data files";
-
 fn read_hint(source: &io::Error) -> &'static str {
     match source.kind() {
         io::ErrorKind::NotFound => "check the path given to `--config`",
         _ => "check the permissions of the file",
-    }
-}
-
-fn trainer_hint(path: &Path, from: Option<&str>) -> String {
-    match from {
-        Some(from) => format!(
-            "`trainer convert --from {from} {}` writes the config for this program",
-            path.display()
-        ),
-        None => NEW.to_owned(),
     }
 }
 
@@ -224,37 +199,21 @@ fn syntax_hint(message: &str) -> &'static str {
     }
 }
 
-fn key_hint(here: Option<&str>, key: &str, valid: &[String]) -> String {
-    match (here, advice(key)) {
-        (Some(here), _) => format!("write `{here}`"),
-        (None, Some(advice)) => advice.to_owned(),
-        (None, None) if valid.is_empty() => "this section has no keys".to_owned(),
-        (None, None) => format!("valid keys here: {}", listed(valid)),
+fn key_hint(here: Option<&str>, valid: &[String]) -> String {
+    match here {
+        Some(here) => format!("write `{here}`"),
+        None if valid.is_empty() => "this section has no keys".to_owned(),
+        None => format!("valid keys here: {}", listed(valid)),
     }
 }
 
-fn value_hint(value: &str, valid: &[String]) -> String {
-    if value == "wandb" {
-        "after the run, `scripts/trackers/to_wandb.py` sends its logs to Weights & Biases"
-            .to_owned()
-    } else {
-        format!("valid values: {}", listed(valid))
-    }
-}
-
-fn form_hint(key: &str, found: &str) -> String {
-    if key == "adapter" && found.contains("dora") {
-        return "write `adapter: {kind: dora}`".to_owned();
-    }
-    match FORMS.iter().find(|(section, _)| *section == key) {
-        Some((_, form)) => format!("write `{form}`"),
-        None => format!("change the value, or pass `--set {key}=..`"),
-    }
+fn set_hint(key: &str) -> String {
+    format!("change the value, or pass `--set {key}=..`")
 }
 
 impl ConfigError {
     /// The dotted key that is unknown or missing, or whose value is wrong, list items by number.
-    pub(super) fn key(&self) -> Option<String> {
+    pub(crate) fn key(&self) -> Option<String> {
         match self {
             Self::UnknownKey { key, section, .. } | Self::MissingKey { key, section, .. } => {
                 Some(join(section, key))
@@ -280,7 +239,7 @@ impl ConfigError {
             Self::Read { .. }
             | Self::NotUtf8 { .. }
             | Self::Empty { .. }
-            | Self::OtherTrainer { .. }
+            | Self::OtherProgram { .. }
             | Self::Set { .. }
             | Self::Write { .. } => None,
         }
@@ -288,7 +247,7 @@ impl ConfigError {
 }
 
 /// The dotted key of `key` in a section.
-pub(super) fn join(section: &str, key: &str) -> String {
+pub(crate) fn join(section: &str, key: &str) -> String {
     if section.is_empty() { key.to_owned() } else { format!("{section}.{key}") }
 }
 

@@ -1,7 +1,7 @@
 //! Plain YAML scalars as numbers and booleans (the core schema of YAML 1.2).
 
 /// Reads `true` or `false`. The `yes` and `on` of YAML 1.1 are text.
-pub(super) fn boolean(text: &str) -> Option<bool> {
+pub(crate) fn boolean(text: &str) -> Option<bool> {
     match text {
         "true" | "True" | "TRUE" => Some(true),
         "false" | "False" | "FALSE" => Some(false),
@@ -10,7 +10,7 @@ pub(super) fn boolean(text: &str) -> Option<bool> {
 }
 
 /// Reads a decimal, `0x` or `0o` integer, which may have `_` between digits.
-pub(super) fn integer(text: &str) -> Option<i128> {
+pub(crate) fn integer(text: &str) -> Option<i128> {
     let (sign, digits) = match text.strip_prefix('-') {
         Some(digits) => (-1, digits),
         None => (1, text.strip_prefix('+').unwrap_or(text)),
@@ -28,7 +28,7 @@ pub(super) fn integer(text: &str) -> Option<i128> {
 }
 
 /// Reads a decimal number, with or without point and exponent, `.inf` or `.nan`.
-pub(super) fn float(text: &str) -> Option<f64> {
+pub(crate) fn float(text: &str) -> Option<f64> {
     match text {
         ".nan" | ".NaN" | ".NAN" => return Some(f64::NAN),
         ".inf" | ".Inf" | ".INF" | "+.inf" | "+.Inf" | "+.INF" => return Some(f64::INFINITY),

@@ -6,7 +6,7 @@ use std::fmt;
 const WIDTH: usize = 100;
 
 /// An excerpt to display below a message; empty if the line does not exist.
-pub(super) struct Excerpt<'a>(Option<Line<'a>>);
+pub(crate) struct Excerpt<'a>(Option<Line<'a>>);
 
 struct Line<'a> {
     number: usize,
@@ -16,7 +16,7 @@ struct Line<'a> {
 
 impl<'a> Excerpt<'a> {
     /// `line` and `column` count from 1, columns in characters.
-    pub(super) fn of(text: &'a str, line: usize, column: usize) -> Self {
+    pub(crate) fn of(text: &'a str, line: usize, column: usize) -> Self {
         let found = text.lines().nth(line.saturating_sub(1));
         Self(found.filter(|text| !text.trim().is_empty()).map(|text| Line {
             number: line,
@@ -25,7 +25,7 @@ impl<'a> Excerpt<'a> {
         }))
     }
 
-    pub(super) fn none() -> Self {
+    pub(crate) fn none() -> Self {
         Self(None)
     }
 }

@@ -1,17 +1,16 @@
 //! Errors of deserialization before their place and keys are complete.
 
-use super::error::{ConfigError, Place};
-use super::nearest::nearest;
-use super::other_trainers::{our_key, our_value};
-use super::tree::Node;
+use crate::error::{ConfigError, Place};
+use crate::nearest::nearest;
+use crate::tree::Node;
 use serde::de::{self, Expected, Unexpected};
 use std::fmt;
 
 /// An error during deserialization. Each level of the tree adds its key, and the place if there is
 /// none yet.
 #[derive(Debug)]
-pub(super) struct Fault {
-    pub(super) kind: Kind,
+pub(crate) struct UnplacedError {
+    pub(crate) kind: Kind,
     place: Option<Place>,
     /// Keys and list indices above the error, innermost first.
     path: Vec<String>,
@@ -19,7 +18,7 @@ pub(super) struct Fault {
 
 /// The kinds of errors, with the values that their messages show.
 #[derive(Debug)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     UnknownKey { key: String, valid: &'static [&'static str] },
     MissingKey { key: &'static str },
     UnknownValue { value: String, valid: &'static [&'static str] },
@@ -27,52 +26,51 @@ pub(super) enum Kind {
     Refused { message: String },
 }
 
-impl Fault {
-    pub(super) fn new(kind: Kind) -> Self {
+impl UnplacedError {
+    pub(crate) fn new(kind: Kind) -> Self {
         Self { kind, place: None, path: Vec::new() }
     }
 
-    pub(super) fn wrong_type(node: &Node, expected: impl Into<String>) -> Self {
+    pub(crate) fn wrong_type(node: &Node, expected: impl Into<String>) -> Self {
         let (found, expected) = (node.value.describe(), expected.into());
         Self::new(Kind::WrongType { found, expected }).at(&node.place)
     }
 
     /// Sets the place, unless an inner level has set it.
-    pub(super) fn at(mut self, place: &Place) -> Self {
+    pub(crate) fn at(mut self, place: &Place) -> Self {
         self.place.get_or_insert_with(|| place.clone());
         self
     }
 
-    pub(super) fn under(mut self, key: impl Into<String>) -> Self {
+    pub(crate) fn under(mut self, key: impl Into<String>) -> Self {
         self.path.push(key.into());
         self
     }
 
-    pub(super) fn into_error(self) -> ConfigError {
+    pub(crate) fn into_error(self) -> ConfigError {
         let place = self.place.expect("the root adds its place");
         let section = self.path.into_iter().rev().collect::<Vec<_>>().join(".");
         let owned = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
+        let advice = None;
         match self.kind {
             Kind::UnknownKey { key, valid } => {
                 let nearest = nearest(&key, valid.iter().copied()).map(str::to_owned);
-                // A name of another trainer says more than a similar name of this section.
-                let here = our_key(&key);
-                ConfigError::UnknownKey { place, key, section, here, nearest, valid: owned(valid) }
+                let (valid, here) = (owned(valid), None);
+                ConfigError::UnknownKey { place, key, section, here, nearest, valid, advice }
             }
             Kind::MissingKey { key } => {
                 ConfigError::MissingKey { place, key: key.to_owned(), section }
             }
             Kind::UnknownValue { value, valid } => {
-                let alias = our_value(&value, valid);
-                let nearest = alias.or_else(|| nearest(&value, valid.iter().copied()));
-                let (key, valid, nearest) = (section, owned(valid), nearest.map(str::to_owned));
-                ConfigError::UnknownValue { place, key, value, nearest, valid }
+                let nearest = nearest(&value, valid.iter().copied()).map(str::to_owned);
+                let (key, valid) = (section, owned(valid));
+                ConfigError::UnknownValue { place, key, value, nearest, valid, advice }
             }
             Kind::WrongType { found, expected } => {
-                ConfigError::WrongType { place, key: or_config(section), found, expected }
+                ConfigError::WrongType { place, key: or_config(section), found, expected, advice }
             }
             Kind::Refused { message } => {
-                ConfigError::Refused { place, key: or_config(section), message }
+                ConfigError::Refused { place, key: or_config(section), message, advice }
             }
         }
     }
@@ -82,15 +80,15 @@ fn or_config(section: String) -> String {
     if section.is_empty() { "the config".to_owned() } else { section }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for UnplacedError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?}", self.kind)
     }
 }
 
-impl std::error::Error for Fault {}
+impl std::error::Error for UnplacedError {}
 
-impl de::Error for Fault {
+impl de::Error for UnplacedError {
     fn custom<T: fmt::Display>(message: T) -> Self {
         Self::new(Kind::Refused { message: message.to_string() })
     }
