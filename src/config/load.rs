@@ -1,6 +1,6 @@
 //! Reads the config of a run, and adds to errors what the YAML reader does not know.
 
-use super::other_trainers::{advice, our_key, our_value, trainer_of};
+use crate::convert::{advice, our_key, our_value, trainer_of};
 use serde::de::DeserializeOwned;
 use settings::{ConfigError, LeftOut, Loaded, Node, Value};
 use std::path::Path;
@@ -118,4 +118,21 @@ pub(crate) fn explained(mut error: ConfigError) -> ConfigError {
         _ => {}
     }
     error
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::RunConfig;
+
+    #[test]
+    fn the_key_for_a_name_of_another_trainer_exists() {
+        let text = "output_dir: a\nadapter: {}\nmodel: {path: b}\ndata: {train: [{path: c}]}";
+        let config: RunConfig = load_text(Path::new("a.yaml"), text).unwrap();
+        let config = serde_json::to_value(&config).unwrap();
+        for (name, here, _) in crate::convert::names().filter(|(_, here, _)| !here.is_empty()) {
+            let path = format!("/{}", here.replace("[]", ".0").replace('.', "/"));
+            assert!(config.pointer(&path).is_some(), "`{name}`: `{here}` is no key");
+        }
+    }
 }

@@ -4,13 +4,11 @@
 mod evaluations;
 mod identity;
 mod load;
-mod other_trainers;
 mod paths;
 
 pub use identity::Change;
 pub(crate) use load::{explained, load_text};
 pub use load::{load, load_all, refuse};
-pub(crate) use other_trainers::our_key;
 pub use settings::{ConfigError, LeftOut, Loaded, Place, to_yaml};
 
 use crate::checkpoint::CheckpointConfig;

@@ -1,12 +1,10 @@
 //! Reads the files of another trainer into a list of settings.
 
-use super::error::ConvertError;
-use super::shell::{Command, Word, commands};
-use super::tables;
-use super::trainer::Trainer;
-use super::value::{Origin, Setting, Value};
-use crate::config::explained;
-use crate::files;
+use crate::error::ConvertError;
+use crate::shell::{Command, Word, commands};
+use crate::tables;
+use crate::trainer::Trainer;
+use crate::value::{Origin, Setting, Value};
 use settings::{Node, Value as NodeValue, parse_file, parse_text};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -14,16 +12,16 @@ use std::sync::Arc;
 
 /// The settings of all files; of several values of one key, the last.
 #[derive(Debug, Default)]
-pub(super) struct Input {
-    pub(super) settings: Vec<Setting>,
+pub(crate) struct Input {
+    pub(crate) settings: Vec<Setting>,
     /// Settings whose values depend on something outside of the files: key, place, variable.
-    pub(super) unknown: Vec<(String, Origin, String)>,
+    pub(crate) unknown: Vec<(String, Origin, String)>,
     /// Whether one of the files is a script; only scripts set environment variables.
-    pub(super) has_script: bool,
+    pub(crate) has_script: bool,
 }
 
 /// Reads `files` in order.
-pub(super) fn read(trainer: Trainer, files: &[PathBuf]) -> Result<Input, ConvertError> {
+pub(crate) fn read(trainer: Trainer, files: &[PathBuf]) -> Result<Input, ConvertError> {
     let mut input = Input::default();
     for file in files {
         let ending = file.extension().and_then(|ending| ending.to_str()).unwrap_or_default();
@@ -47,7 +45,7 @@ impl Input {
 
     /// Reads a YAML or JSON file.
     fn tree(&mut self, trainer: Trainer, path: &Path) -> Result<(), ConvertError> {
-        let mut root = &parse_file(path).map_err(explained)?;
+        let mut root = &parse_file(path)?;
         // lmms-engine also reads a list of components: `- {type: trainer, config: {..}}`
         if let NodeValue::List(items) = &root.value
             && let [item] = items.as_slice()

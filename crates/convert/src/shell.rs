@@ -7,19 +7,19 @@ use std::str::Chars;
 
 /// A word after the removal of quotes, with variables replaced.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Word {
-    pub(super) text: String,
-    pub(super) line: usize,
+pub(crate) struct Word {
+    pub(crate) text: String,
+    pub(crate) line: usize,
     /// A variable or a substitution whose value the script does not contain.
-    pub(super) unknown: Option<String>,
+    pub(crate) unknown: Option<String>,
 }
 
 /// A simple command: assignments before it, and its words.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Command {
+pub(crate) struct Command {
     /// Environment variables that this command receives, exported ones included.
-    pub(super) env: Vec<(String, Word)>,
-    pub(super) words: Vec<Word>,
+    pub(crate) env: Vec<(String, Word)>,
+    pub(crate) words: Vec<Word>,
 }
 
 /// Maximum number of bytes that the variables of a script are replaced by in total: variables that
@@ -27,7 +27,7 @@ pub(super) struct Command {
 const MAX_EXPANDED: usize = 16 << 20;
 
 /// Splits `text` into commands, and returns those with words that are wanted.
-pub(super) fn commands(
+pub(crate) fn commands(
     text: &str,
     is_wanted: impl Fn(&[Word]) -> bool,
 ) -> impl Iterator<Item = Command> {

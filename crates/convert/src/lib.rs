@@ -1,41 +1,46 @@
-//! Converts configs of ms-swift, LLaMA-Factory and lmms-engine to ours.
+//! Settings of ms-swift, LLaMA-Factory and lmms-engine as keys and values of a config of this program.
 //!
-//! The files are read into a list of settings (`input`, `shell`). The tables of `tables` give each
-//! setting a rule (`rule`): copied under another name, dropped, refused, or part of a decision that
-//! `compose` makes from several settings. A setting that is left out has the default of the other
-//! trainer, and is written out where that differs from ours.
+//! The files are read into a list of settings ([`input`], [`shell`]). A table per trainer gives each
+//! setting a rule ([`tables`]): copied under another name, dropped, refused, or part of a decision
+//! that [`compose`] makes from several settings. A setting that is left out has the default of the
+//! other trainer. The config itself is not known here; the root writes it and checks it.
+
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read their own files"))]
 
 mod compose;
+mod conversion;
 mod error;
 mod input;
-mod output;
-mod rule;
+mod line;
 mod shell;
 mod tables;
 mod trainer;
 mod value;
-mod work;
 
 pub use error::{ConvertError, Refusal};
-pub use trainer::Trainer;
+pub use line::Line;
+pub use tables::{advice, names, our_key, our_value};
+pub use trainer::{Trainer, trainer_of};
 
-use crate::config::{RunConfig, load_text};
+use conversion::Conversion;
 use input::Input;
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
-use work::Work;
 
-/// A converted config.
+/// Converted settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Converted {
-    /// The config as YAML. A comment on each line says where its value came from; comments at the
-    /// end list the dropped settings and the differences.
-    pub yaml: String,
+    /// One line per key, in no particular order, except that the lines of a list item are together.
+    pub lines: Vec<Line>,
     /// Settings without an effect here, each with the reason.
     pub dropped: Vec<String>,
     /// What differs from the other trainer although every setting is converted.
     pub notes: Vec<String>,
 }
+
+/// Reads the entry `NAME` of the `dataset_info.json` at a path: the file with the rows, and their
+/// number if the entry limits it.
+pub type ReadEntry<'a> = &'a dyn Fn(&Path, &str) -> Result<(PathBuf, Option<u64>), String>;
 
 /// Converts the settings in `files`, of which later ones win.
 ///
@@ -45,45 +50,26 @@ pub fn convert(
     trainer: Trainer,
     files: &[PathBuf],
     world_size: Option<NonZeroU64>,
+    read_entry: ReadEntry<'_>,
 ) -> Result<Converted, ConvertError> {
-    let names: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
-    convert_input(trainer, input::read(trainer, files)?, &names.join(", "), world_size)
+    convert_input(trainer, input::read(trainer, files)?, world_size, read_entry)
 }
 
 fn convert_input(
     trainer: Trainer,
     input: Input,
-    files: &str,
     world_size: Option<NonZeroU64>,
+    read_entry: ReadEntry<'_>,
 ) -> Result<Converted, ConvertError> {
-    let mut work = Work::new(trainer, input)?;
-    compose::all(&mut work, world_size);
-    work.drop_unused();
-    let Work { out, dropped, notes, refused, .. } = work;
-    if !refused.is_empty() {
-        return Err(ConvertError::Refused { trainer: trainer.title(), refusals: refused });
+    let mut conversion = Conversion::new(trainer, input);
+    compose::all(&mut conversion, world_size, read_entry);
+    conversion.drop_unused();
+    let Conversion { lines, dropped, notes, refused, .. } = conversion;
+    if refused.is_empty() {
+        Ok(Converted { lines, dropped, notes })
+    } else {
+        Err(ConvertError::Refused { trainer: trainer.title(), refusals: refused })
     }
-    let mut yaml = format!("# Converted from {}: {files}\n", trainer.title());
-    yaml += &out.yaml();
-    for (title, lines) in [("Dropped", &dropped), ("Notes", &notes)] {
-        if !lines.is_empty() {
-            yaml.extend(["\n# ", title, ":\n"]);
-        }
-        for line in lines {
-            yaml.extend(["# - ", line, "\n"]);
-        }
-    }
-    check(&yaml)?;
-    Ok(Converted { yaml, dropped, notes })
-}
-
-/// Reads the result as `trainer sft` will.
-fn check(yaml: &str) -> Result<(), ConvertError> {
-    let config: RunConfig = load_text(Path::new("config.yaml"), yaml)
-        .map_err(|error| ConvertError::Bug { problem: error.to_string() })?;
-    let invalid = |problem: String| ConvertError::Invalid { problem };
-    config.check().map_err(|error| invalid(error.to_string()))?;
-    config.data.validate().map_err(|error| invalid(error.to_string()))
 }
 
 #[cfg(test)]
@@ -113,7 +99,7 @@ mod tests {
         };
         let settings = settings.into_iter().map(setting).collect();
         let input = Input { settings, ..Input::default() };
-        convert_input(trainer, input, "their.yaml", NonZeroU64::new(2))
+        convert_input(trainer, input, NonZeroU64::new(2), &|_, _| Err("no file".to_owned()))
     }
 
     #[test]
@@ -123,14 +109,14 @@ mod tests {
             for (key, _) in tables::rows(trainer) {
                 for value in ["1", "something"] {
                     let answer = match with(trainer, &key, value) {
-                        Ok(converted) => converted.yaml,
-                        Err(
-                            error @ (ConvertError::Refused { .. } | ConvertError::Invalid { .. }),
-                        ) => error.to_string(),
+                        Ok(Converted { lines, dropped, notes }) => {
+                            let origins: Vec<_> = lines.iter().map(|line| &*line.origin).collect();
+                            [origins.concat(), dropped.concat(), notes.concat()].concat()
+                        }
+                        Err(error @ ConvertError::Refused { .. }) => error.to_string(),
                         Err(error) => panic!("{}: `{key}: {value}`: {error}", trainer.name()),
                     };
-                    let name = key.rsplit('.').next().unwrap();
-                    if !answer.contains(name) && !answer.contains("is not valid") {
+                    if !answer.contains(key.rsplit('.').next().unwrap()) {
                         lost.push(format!("{}: {key}: {value}", trainer.name()));
                     }
                 }

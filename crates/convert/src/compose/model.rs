@@ -1,11 +1,11 @@
 //! The model, its precision, its frozen parts and recomputation.
 
 use super::adapter::Tuning;
-use crate::convert::output::quoted;
-use crate::convert::rule::Role;
-use crate::convert::trainer::Trainer;
-use crate::convert::value::{Setting, Value};
-use crate::convert::work::Work;
+use crate::conversion::Conversion;
+use crate::line::quoted;
+use crate::tables::Role;
+use crate::trainer::Trainer;
+use crate::value::{Setting, Value};
 
 /// Kind of a model, judged by its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,33 +57,36 @@ const OTHERS: &[&str] = &[
 ];
 
 /// Writes `model.path`, `model.weights`, `model.precision` and `output_dir`.
-pub(super) fn model(work: &mut Work) -> Family {
-    let random = work.flag(Role::RandomWeights).filter(|(random, _)| *random);
-    let random = random.map(|(_, setting)| setting).or_else(|| work.given(Role::RandomConfig));
-    let path = work.read(Role::Model, "a folder or a hub id", |value| {
+pub(super) fn model(conversion: &mut Conversion) -> Family {
+    let random = conversion.consume_boolean(Role::RandomWeights).filter(|(random, _)| *random);
+    let random = random
+        .map(|(_, setting)| setting)
+        .or_else(|| conversion.consume_written(Role::RandomConfig));
+    let path = conversion.consume_as(Role::Model, "a folder or a hub id", |value| {
         value.text().filter(|text| !text.is_empty()).map(str::to_owned)
     });
     let mut family = Family::Deepstack;
     if let Some((path, setting)) = &path {
         match family_of(path) {
             Ok(found) => family = found,
-            Err(reason) => work.refuse(setting, reason),
+            Err(reason) => conversion.refuse(setting, reason),
         }
-        work.write_from("model.path", &quoted(path), setting);
-        template(work, path);
+        conversion.write_setting("model.path", &quoted(path), setting);
+        template(conversion, path);
     } else if let Some(setting) = &random {
-        work.refuse(setting, "also give the folder with the config and the tokenizer as the model");
+        conversion
+            .refuse(setting, "also give the folder with the config and the tokenizer as the model");
     } else {
-        work.need("model", "the files name no model");
+        conversion.refuse_missing("model", "the files name no model");
     }
     if let Some(setting) = &random {
-        work.write_from("model.weights", "random", setting);
+        conversion.write_setting("model.weights", "random", setting);
     }
-    precision(work);
-    if let Some(setting) = work.given(Role::Attention) {
-        work.drop(&setting, "`model.attention: auto` takes the fastest exact kernel");
+    precision(conversion);
+    if let Some(setting) = conversion.consume_written(Role::Attention) {
+        conversion.drop(&setting, "`model.attention: auto` takes the fastest exact kernel");
     }
-    output_dir(work, path.as_ref().map(|(path, _)| path.as_str()));
+    output_dir(conversion, path.as_ref().map(|(path, _)| path.as_str()));
     family
 }
 
@@ -115,116 +118,118 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
 const TEMPLATES: [&str; 5] = ["qwen3_vl", "qwen3_vl_nothink", "qwen3", "qwen3_nothink", "qwen2_vl"];
 
 /// The template, and the thoughts that it renders.
-fn template(work: &mut Work, path: &str) {
+fn template(conversion: &mut Conversion, path: &str) {
     let is_instruct = path.to_lowercase().contains("instruct");
     let mut without_thoughts = false;
-    while let Some(setting) = work.take(Role::Thinking) {
+    if let Some(setting) = conversion.consume(Role::Thinking) {
         let decides = setting.name() == "enable_thinking";
-        without_thoughts |= decides && setting.value.flag() == Some(false);
+        without_thoughts |= decides && setting.value.boolean() == Some(false);
         if is_instruct {
-            work.drop(&setting, "it has no effect on a model without thoughts");
+            conversion.drop(&setting, "it has no effect on a model without thoughts");
         } else if decides && without_thoughts {
-            work.note(format!(
+            conversion.note(format!(
                 "`{}: false`: {} removes thoughts from the rows; here they are trained on, so remove them from the rows",
                 setting.key,
-                work.trainer.title()
+                conversion.trainer.title()
             ));
-            work.drop(&setting, "the rows decide, see the note");
+            conversion.drop(&setting, "the rows decide, see the note");
         } else {
-            work.refuse(
+            conversion.refuse(
                 &setting,
                 "the chat template of the model folder decides; write the thoughts into the rows",
             );
         }
     }
-    let Some(setting) = work.take(Role::Template) else { return };
+    let Some(setting) = conversion.consume(Role::Template) else { return };
     let name = setting.value.to_string().to_lowercase();
     if !TEMPLATES.contains(&name.as_str()) {
-        return work.refuse(&setting, "the chat template of the model folder is used");
+        return conversion.refuse(&setting, "the chat template of the model folder is used");
     }
     if matches!(name.as_str(), "qwen3_vl" | "qwen3") && !without_thoughts {
-        work.write("data.train_empty_think", "true", &work.from(&setting));
-        work.note(format!(
+        conversion.write("data.train_empty_think", "true", &conversion.origin(&setting));
+        conversion.note(format!(
             "`template: {name}`: {} writes an empty `<think>` block in front of each answer without thoughts and trains \
              on it; here only a block that the chat template of the model folder writes is trained on",
-            work.trainer.title()
+            conversion.trainer.title()
         ));
     }
-    work.drop(&setting, "the chat template of the model folder is used");
+    conversion.drop(&setting, "the chat template of the model folder is used");
 }
 
-fn precision(work: &mut Work) {
-    if let Some((true, setting)) = work.flag(Role::Fp16) {
-        work.refuse(&setting, "f16 is not supported: use bf16");
+fn precision(conversion: &mut Conversion) {
+    if let Some((true, setting)) = conversion.consume_boolean(Role::Fp16) {
+        conversion.refuse(&setting, "f16 is not supported: use bf16");
     }
-    let pure = work.flag(Role::PureBf16);
-    if pure.as_ref().is_some_and(|(pure, _)| *pure) || work.trainer == Trainer::MsSwift {
-        work.note(
+    let pure = conversion.consume_boolean(Role::PureBf16);
+    if pure.as_ref().is_some_and(|(pure, _)| *pure) || conversion.trainer == Trainer::MsSwift {
+        conversion.note(
             "master weights and moments are f32 here, also with bf16: more exact, and more memory",
         );
     }
-    let bf16 = work.flag(Role::Bf16);
+    let bf16 = conversion.consume_boolean(Role::Bf16);
     let on = [pure, bf16].into_iter().flatten().find(|(on, _)| *on);
-    let dtype = work.take(Role::TorchDtype);
+    let dtype = conversion.consume(Role::TorchDtype);
     let (precision, setting) = match (on, dtype) {
         (Some((_, setting)), _) => ("bf16", setting),
         (None, Some(setting)) => match setting.value.text().map(str::to_ascii_lowercase).as_deref()
         {
             Some("bfloat16" | "bf16" | "auto") => ("bf16", setting),
             Some("float32" | "fp32") => ("f32", setting),
-            _ => return work.refuse(&setting, "expected `bfloat16` or `float32`"),
+            _ => return conversion.refuse(&setting, "expected `bfloat16` or `float32`"),
         },
         (None, None) => return,
     };
-    work.write_from("model.precision", precision, &setting);
+    conversion.write_setting("model.precision", precision, &setting);
 }
 
-fn output_dir(work: &mut Work, model: Option<&str>) {
-    if let Some(setting) = work.take(Role::OutputDir) {
+fn output_dir(conversion: &mut Conversion, model: Option<&str>) {
+    if let Some(setting) = conversion.consume(Role::OutputDir) {
         let path = setting.value.text().unwrap_or_default().to_owned();
-        work.write("output_dir", &quoted(&path), &work.from(&setting));
+        conversion.write("output_dir", &quoted(&path), &conversion.origin(&setting));
     } else {
         let name = model.map_or("model", |path| path.rsplit('/').next().unwrap_or(path));
-        let comment = format!("default of {}", work.trainer.title());
-        work.write("output_dir", &quoted(&format!("output/{name}")), &comment);
+        let comment = format!("default of {}", conversion.trainer.title());
+        conversion.write("output_dir", &quoted(&format!("output/{name}")), &comment);
     }
-    if work.trainer == Trainer::MsSwift {
-        work.note("ms-swift adds a folder with version and date to `output_dir`; here it is used as it is, and continued by the next run");
+    if conversion.trainer == Trainer::MsSwift {
+        conversion.note("ms-swift adds a folder with version and date to `output_dir`; here it is used as it is, and continued by the next run");
     }
 }
 
 /// Writes `model.freeze` and `model.recompute`.
-pub(super) fn freeze(work: &mut Work, family: Family, tuning: Tuning) {
+pub(super) fn freeze(conversion: &mut Conversion, family: Family, tuning: Tuning) {
     if let Tuning::Adapter { vision } = tuning {
-        return recompute(work, !vision);
+        return recompute(conversion, !vision);
     }
     let mut frozen: Vec<(String, Setting)> = Vec::new();
-    let covers_deepstack = work.trainer == Trainer::LlamaFactory && family == Family::Deepstack;
+    let covers_deepstack =
+        conversion.trainer == Trainer::LlamaFactory && family == Family::Deepstack;
     for (role, name) in [
         (Role::FreezeVision, "vision"),
         (Role::FreezeMerger, "merger"),
         (Role::Deepstack, "*.visual.merger.*"),
         (Role::FreezeLlm, "llm"),
     ] {
-        let Some((on, setting)) = work.flag(role) else { continue };
+        let Some((on, setting)) = conversion.consume_boolean(role) else { continue };
         if family == Family::Text && name != "llm" {
-            work.drop(&setting, "the model has no vision encoder");
+            conversion.drop(&setting, "the model has no vision encoder");
         } else if on {
             frozen.push((name.to_owned(), setting.clone()));
             if name == "vision" && covers_deepstack {
                 frozen.push(("*.deepstack_merger_list.*".to_owned(), setting));
             }
         } else {
-            work.drop(&setting, "nothing is frozen unless `model.freeze` lists it");
+            conversion.drop(&setting, "nothing is frozen unless `model.freeze` lists it");
         }
     }
     for role in [Role::FreezeModules, Role::FreezePrefixes] {
-        let Some(setting) = work.given(role) else { continue };
+        let Some(setting) = conversion.consume_written(role) else { continue };
         for item in setting.value.items() {
             match frozen_names(role, item) {
                 Some(names) => frozen.extend(names.into_iter().map(|name| (name, setting.clone()))),
                 None => {
-                    work.refuse(&setting, "expected names such as `visual` or `language_model`");
+                    conversion
+                        .refuse(&setting, "expected names such as `visual` or `language_model`");
                 }
             }
         }
@@ -232,11 +237,12 @@ pub(super) fn freeze(work: &mut Work, family: Family, tuning: Tuning) {
     let vision_is_frozen = frozen.iter().any(|(name, _)| name == "vision");
     if !frozen.is_empty() {
         let names: Vec<String> = frozen.iter().map(|(name, _)| quoted(name)).collect();
-        let mut from: Vec<String> = frozen.iter().map(|(_, setting)| work.from(setting)).collect();
+        let mut from: Vec<String> =
+            frozen.iter().map(|(_, setting)| conversion.origin(setting)).collect();
         from.dedup();
-        work.write("model.freeze", &format!("[{}]", names.join(", ")), &from.join(", "));
+        conversion.write("model.freeze", &format!("[{}]", names.join(", ")), &from.join(", "));
     }
-    recompute(work, vision_is_frozen || family == Family::Text);
+    recompute(conversion, vision_is_frozen || family == Family::Text);
 }
 
 /// Our names of a frozen module, or of the parameters with a prefix.
@@ -252,12 +258,12 @@ fn frozen_names(role: Role, item: &Value) -> Option<Vec<String>> {
     Some(ours.iter().map(|&name| name.to_owned()).collect())
 }
 
-fn recompute(work: &mut Work, vision_is_frozen: bool) {
-    let on = match work.flag(Role::NoRecompute) {
+fn recompute(conversion: &mut Conversion, vision_is_frozen: bool) {
+    let on = match conversion.consume_boolean(Role::NoRecompute) {
         Some((off, setting)) => Some((!off, setting)),
-        None => work.flag(Role::Recompute),
+        None => conversion.consume_boolean(Role::Recompute),
     };
-    let vision = work.flag(Role::RecomputeVision);
+    let vision = conversion.consume_boolean(Role::RecomputeVision);
     let Some((llm, setting)) = on else { return };
     let encoder = vision.as_ref().map_or(llm && !vision_is_frozen, |(on, _)| *on);
     let choice = match (llm, encoder) {
@@ -266,6 +272,7 @@ fn recompute(work: &mut Work, vision_is_frozen: bool) {
         (false, true) => "vision",
         (false, false) => "none",
     };
-    let decisive = vision.map(|(_, setting)| setting).filter(Setting::is_given).unwrap_or(setting);
-    work.write_from("model.recompute", choice, &decisive);
+    let decisive =
+        vision.map(|(_, setting)| setting).filter(Setting::is_written).unwrap_or(setting);
+    conversion.write_setting("model.recompute", choice, &decisive);
 }

@@ -1,11 +1,11 @@
 //! Data sets, their mixture, and how their rows are read.
 
-use crate::convert::output::{Line, quoted};
-use crate::convert::rule::Role;
-use crate::convert::trainer::Trainer;
-use crate::convert::value::{Setting, Value};
-use crate::convert::work::Work;
-use crate::data::DatasetInfo;
+use crate::ReadEntry;
+use crate::conversion::Conversion;
+use crate::line::{Line, quoted};
+use crate::tables::Role;
+use crate::trainer::Trainer;
+use crate::value::{Setting, Value};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
@@ -35,67 +35,73 @@ struct Source {
 
 /// Writes `data.train`, `data.eval`, the mixture and the keys of reading. Returns the number of
 /// rows of an epoch, if they can be counted.
-pub(super) fn data_sets(work: &mut Work) -> Option<u64> {
-    reading(work);
-    let media = work.given(Role::MediaDir);
-    let (mut train, eval) = match work.trainer {
-        Trainer::MsSwift => (swift(work, Role::Dataset), swift(work, Role::EvalDataset)),
-        Trainer::LlamaFactory => llama_factory(work),
-        Trainer::LmmsEngine => lmms_engine(work),
+pub(super) fn data_sets(conversion: &mut Conversion, read_entry: ReadEntry<'_>) -> Option<u64> {
+    reading(conversion);
+    let media = conversion.consume_written(Role::MediaDir);
+    let (mut train, eval) = match conversion.trainer {
+        Trainer::MsSwift => {
+            (swift(conversion, Role::Dataset), swift(conversion, Role::EvalDataset))
+        }
+        Trainer::LlamaFactory => llama_factory(conversion, read_entry),
+        Trainer::LmmsEngine => lmms_engine(conversion),
     };
-    if train.is_empty() && work.refused.is_empty() {
-        work.need("dataset", "the files name no training data");
+    if train.is_empty() && conversion.refused.is_empty() {
+        conversion.refuse_missing("dataset", "the files name no training data");
     }
-    let is_mixed = mixture(work, &mut train);
+    let is_mixed = mixture(conversion, &mut train);
     let mut rows = Some(0);
-    for (list, sources) in [(0, train), (1, eval)] {
-        for mut source in sources {
+    for (list, sources) in [("data.train", train), ("data.eval", eval)] {
+        let is_train = list == "data.train";
+        for (number, mut source) in sources.into_iter().enumerate() {
             if let Some(media) = &media {
                 let folder = media.value.text().unwrap_or_default().to_owned();
-                source.image_root = Some((folder, work.from(media)));
+                source.image_root = Some((folder, conversion.origin(media)));
             }
-            let used = weight(work, &mut source, list == 0 && !is_mixed);
-            if list == 0 {
+            let used = weight(conversion, &mut source, is_train && !is_mixed);
+            if is_train {
                 rows = rows.zip(used).map(|(sum, used)| sum + used);
             }
-            let lines = lines(&source);
-            if list == 0 { work.out.train.push(lines) } else { work.out.eval.push(lines) }
+            write(conversion, &format!("{list}.{number}"), &source);
         }
     }
     rows.filter(|_| !is_mixed)
 }
 
 /// `data.workers`, `data.on_error` and the seed of the data.
-fn reading(work: &mut Work) {
-    if let Some((workers, setting)) = work.count(Role::Workers) {
-        work.write_from("data.workers", &workers.max(1).to_string(), &setting);
+fn reading(conversion: &mut Conversion) {
+    if let Some((workers, setting)) = conversion.consume_count(Role::Workers) {
+        conversion.write_setting("data.workers", &workers.max(1).to_string(), &setting);
     }
-    if let Some((strict, setting)) = work.flag(Role::Strict) {
-        work.write_from("data.on_error", if strict { "stop" } else { "skip" }, &setting);
+    if let Some((strict, setting)) = conversion.consume_boolean(Role::Strict) {
+        conversion.write_setting("data.on_error", if strict { "stop" } else { "skip" }, &setting);
     }
-    if let Some(setting) = work.take(Role::LossScale) {
+    if let Some(setting) = conversion.consume(Role::LossScale) {
         match setting.value.text() {
             Some(scale @ ("default" | "last_round" | "all" | "ignore_empty_think")) => {
                 let scale = scale.to_owned();
-                work.write_from("data.loss_scale", &scale, &setting);
+                conversion.write_setting("data.loss_scale", &scale, &setting);
             }
             // a `<think>` of the prompt is never supervised here
-            Some("ignore_think_prefix") => work.write_from("data.loss_scale", "default", &setting),
-            _ => work.refuse(&setting, "write the weights into the rows (docs/data-format.md)"),
+            Some("ignore_think_prefix") => {
+                conversion.write_setting("data.loss_scale", "default", &setting)
+            }
+            _ => {
+                conversion.refuse(&setting, "write the weights into the rows (docs/data-format.md)")
+            }
         }
     }
-    if let Some((is_last, setting)) = work.flag(Role::LastTurn) {
+    if let Some((is_last, setting)) = conversion.consume_boolean(Role::LastTurn) {
         let scale = if is_last { "last_round" } else { "default" };
-        work.write_from("data.loss_scale", scale, &setting);
+        conversion.write_setting("data.loss_scale", scale, &setting);
     }
-    while let Some(setting) = work.given(Role::DataSeed) {
-        work.drop(&setting, "`seed` also decides the order of the rows");
+    if let Some(setting) = conversion.consume_written(Role::DataSeed) {
+        conversion.drop(&setting, "`seed` also decides the order of the rows");
     }
 }
 
 /// `path:subset#rows` for each entry.
-fn swift(work: &mut Work, role: Role) -> Vec<Source> {
-    let Some(setting) = work.given(role) else { return Vec::new() };
+fn swift(conversion: &mut Conversion, role: Role) -> Vec<Source> {
+    let Some(setting) = conversion.consume_written(role) else { return Vec::new() };
     let mut sources = Vec::new();
     for item in setting.value.items() {
         let text = item.text().unwrap_or_default().to_owned();
@@ -105,31 +111,35 @@ fn swift(work: &mut Work, role: Role) -> Vec<Source> {
         };
         let samples = samples.map(str::parse::<u64>);
         if !is_local(name) || matches!(samples, Some(Err(_))) {
-            work.refuse(&setting, &format!(
+            conversion.refuse(&setting, &format!(
                 "`{text}` is not a file: download the data set and give the path of its file, or write `hf://datasets/OWNER/NAME/FILE` for a data set of the Hugging Face Hub"
             ));
             continue;
         }
-        let samples = samples.and_then(Result::ok).map(|samples| (samples, work.from(&setting)));
+        let samples =
+            samples.and_then(Result::ok).map(|samples| (samples, conversion.origin(&setting)));
         let image_root = Some((".".to_owned(), "ms-swift: from the working folder".to_owned()));
-        let comment = work.from(&setting);
+        let comment = conversion.origin(&setting);
         sources.push(Source::file(name, image_root, samples, comment));
     }
-    work.note("image paths of ms-swift rows may be absolute; here they must lie inside `image_root`, so set it to a common folder");
+    conversion.note("image paths of ms-swift rows may be absolute; here they must lie inside `image_root`, so set it to a common folder");
     sources
 }
 
 /// Names of `dataset_info.json`.
-fn llama_factory(work: &mut Work) -> (Vec<Source>, Vec<Source>) {
-    let setting = work.take(Role::DatasetDir);
+fn llama_factory(
+    conversion: &mut Conversion,
+    read_entry: ReadEntry<'_>,
+) -> (Vec<Source>, Vec<Source>) {
+    let setting = conversion.consume(Role::DatasetDir);
     let folder = setting.as_ref().and_then(|setting| setting.value.text()).unwrap_or_default();
     let folder = folder.to_owned();
-    let beside = setting.filter(Setting::is_given).map(|setting| work.from(&setting));
-    let samples = work.count(Role::MaxSamples);
-    let samples = samples.map(|(samples, setting)| (samples, work.from(&setting)));
+    let beside = setting.filter(Setting::is_written).map(|setting| conversion.origin(&setting));
+    let samples = conversion.consume_count(Role::MaxSamples);
+    let samples = samples.map(|(samples, setting)| (samples, conversion.origin(&setting)));
     let mut lists = [Role::Dataset, Role::EvalDataset].map(|role| {
         let mut sources = Vec::new();
-        let Some(setting) = work.given(role) else { return sources };
+        let Some(setting) = conversion.consume_written(role) else { return sources };
         let names = setting.value.items().iter().filter_map(Value::text);
         let names: Vec<String> =
             names.flat_map(|names| names.split(',')).map(|name| name.trim().to_owned()).collect();
@@ -138,11 +148,9 @@ fn llama_factory(work: &mut Work) -> (Vec<Source>, Vec<Source>) {
             let (mut file, mut num_rows) = (None, None);
             // A folder of another machine cannot be checked here; the run checks it.
             if info.is_file() {
-                match DatasetInfo::read(&info, &name) {
-                    Ok(found) => {
-                        (file, num_rows) = (Some(found.path().to_owned()), found.num_samples());
-                    }
-                    Err(error) => work.refuse(&setting, &error.to_string()),
+                match read_entry(&info, &name) {
+                    Ok((path, rows)) => (file, num_rows) = (Some(path), rows),
+                    Err(reason) => conversion.refuse(&setting, &reason),
                 }
             }
             sources.push(Source {
@@ -154,8 +162,8 @@ fn llama_factory(work: &mut Work) -> (Vec<Source>, Vec<Source>) {
                 samples: samples.clone(),
                 weight: None,
                 comment: match &beside {
-                    Some(folder) => format!("{}, {folder}", work.from(&setting)),
-                    None => work.from(&setting),
+                    Some(folder) => format!("{}, {folder}", conversion.origin(&setting)),
+                    None => conversion.origin(&setting),
                 },
             });
         }
@@ -165,71 +173,71 @@ fn llama_factory(work: &mut Work) -> (Vec<Source>, Vec<Source>) {
 }
 
 /// A list of data sets, or a file with such a list.
-fn lmms_engine(work: &mut Work) -> (Vec<Source>, Vec<Source>) {
-    let list = work.given(Role::Dataset);
-    let path = work.given(Role::DatasetDir);
-    let format = work.take(Role::DatasetFormat);
+fn lmms_engine(conversion: &mut Conversion) -> (Vec<Source>, Vec<Source>) {
+    let list = conversion.consume_written(Role::Dataset);
+    let path = conversion.consume_written(Role::DatasetDir);
+    let format = conversion.consume(Role::DatasetFormat);
     let is_list = format.as_ref().is_some_and(|format| format.value.text() == Some("yaml"));
     if let Some(format) = &format {
-        work.drop(format, "the format of a file is recognised by its content");
+        conversion.drop(format, "the format of a file is recognised by its content");
     }
     let mut train = Vec::new();
     if let Some(setting) = &list {
-        train.extend(lmms_list(work, setting, &setting.value.clone()));
+        train.extend(lmms_list(conversion, setting, &setting.value.clone()));
         if let Some(path) = &path {
-            work.drop(path, "`datasets` is used instead");
+            conversion.drop(path, "`datasets` is used instead");
         }
     } else if let Some(setting) = &path {
-        train = lmms_path(work, setting, is_list);
+        train = lmms_path(conversion, setting, is_list);
     }
-    let eval = match work.given(Role::EvalDataset) {
-        Some(setting) => lmms_path(work, &setting, is_list),
+    let eval = match conversion.consume_written(Role::EvalDataset) {
+        Some(setting) => lmms_path(conversion, &setting, is_list),
         None => Vec::new(),
     };
     (train, eval)
 }
 
-fn lmms_path(work: &mut Work, setting: &Setting, is_list: bool) -> Vec<Source> {
+fn lmms_path(conversion: &mut Conversion, setting: &Setting, is_list: bool) -> Vec<Source> {
     let path = setting.value.text().unwrap_or_default().to_owned();
     let ending = Path::new(&path).extension().and_then(|ending| ending.to_str());
     if !is_list || !matches!(ending, Some("yaml" | "yml")) {
         if !is_local(&path) {
-            work.refuse(
+            conversion.refuse(
                 setting,
                 "it is not a file: download the data set and give the path of its file",
             );
         }
         let root = Some((".".to_owned(), LMMS_ROOT.to_owned()));
-        return vec![Source::file(&path, root, None, work.from(setting))];
+        return vec![Source::file(&path, root, None, conversion.origin(setting))];
     }
     match settings::parse_file(Path::new(&path)) {
         Ok(root) => {
             let value = Value::of(&root);
             if let Some(list) = value.get("datasets") {
-                lmms_list(work, setting, list)
+                lmms_list(conversion, setting, list)
             } else {
-                work.refuse(setting, "the file has no list `datasets`");
+                conversion.refuse(setting, "the file has no list `datasets`");
                 Vec::new()
             }
         }
         Err(error) => {
-            work.refuse(setting, &format!("the list of data sets cannot be read: {error}"));
+            conversion.refuse(setting, &format!("the list of data sets cannot be read: {error}"));
             Vec::new()
         }
     }
 }
 
-fn lmms_list(work: &mut Work, setting: &Setting, list: &Value) -> Vec<Source> {
+fn lmms_list(conversion: &mut Conversion, setting: &Setting, list: &Value) -> Vec<Source> {
     let mut sources = Vec::new();
     for item in list.items() {
         let Value::Map(entries) = item else {
-            work.refuse(setting, "expected a list of mappings with `path`");
+            conversion.refuse(setting, "expected a list of mappings with `path`");
             continue;
         };
-        let comment = work.from(setting);
+        let comment = conversion.origin(setting);
         let text = |key: &str| item.get(key).and_then(Value::text).filter(|text| !text.is_empty());
         let Some(path) = text("path").map(str::to_owned) else {
-            work.refuse(setting, "a data set has no `path`");
+            conversion.refuse(setting, "a data set has no `path`");
             continue;
         };
         let root = text("data_folder")
@@ -239,10 +247,10 @@ fn lmms_list(work: &mut Work, setting: &Setting, list: &Value) -> Vec<Source> {
         for (key, value) in entries {
             match (key.as_str(), value.number()) {
                 ("path" | "data_folder" | "data_type", _) => {}
-                ("ratio", Some(ratio)) => source.weight = Some((ratio, work.from(setting))),
+                ("ratio", Some(ratio)) => source.weight = Some((ratio, conversion.origin(setting))),
                 _ if value.is_off() => {}
                 _ => {
-                    work.refuse(
+                    conversion.refuse(
                         setting,
                         &format!("`{key}: {value}` of `{path}` has no equivalent"),
                     );
@@ -250,7 +258,7 @@ fn lmms_list(work: &mut Work, setting: &Setting, list: &Value) -> Vec<Source> {
             }
         }
         if !is_local(&path) {
-            work.refuse(setting, &format!("`{path}` is not a file: download the data set and give the path of its file, or write `hf://datasets/OWNER/NAME/FILE`"));
+            conversion.refuse(setting, &format!("`{path}` is not a file: download the data set and give the path of its file, or write `hf://datasets/OWNER/NAME/FILE`"));
         }
         sources.push(source);
     }
@@ -258,24 +266,25 @@ fn lmms_list(work: &mut Work, setting: &Setting, list: &Value) -> Vec<Source> {
 }
 
 /// Writes the mixture, and gives the data sets their shares. Returns whether shares are mixed.
-fn mixture(work: &mut Work, train: &mut [Source]) -> bool {
-    let mix = work.take(Role::Mix);
-    let probabilities = work.given(Role::Probabilities);
-    let stopping = work.take(Role::Stopping);
+fn mixture(conversion: &mut Conversion, train: &mut [Source]) -> bool {
+    let mix = conversion.consume(Role::Mix);
+    let probabilities = conversion.consume_written(Role::Probabilities);
+    let stopping = conversion.consume(Role::Stopping);
     let name = mix.as_ref().and_then(|mix| mix.value.text()).unwrap_or("concat").to_owned();
-    let is_mixed = match work.trainer {
+    let is_mixed = match conversion.trainer {
         Trainer::LlamaFactory => name != "concat",
         Trainer::MsSwift | Trainer::LmmsEngine => probabilities.is_some(),
     };
     if !is_mixed {
         for setting in [mix, probabilities, stopping].into_iter().flatten() {
-            work.drop(&setting, "the data sets are joined");
+            conversion.drop(&setting, "the data sets are joined");
         }
         return false;
     }
-    let comment = [&mix, &probabilities].into_iter().flatten().map(|setting| work.from(setting));
+    let comment =
+        [&mix, &probabilities].into_iter().flatten().map(|setting| conversion.origin(setting));
     let comment = comment.collect::<Vec<_>>().join(", ");
-    work.write("data.mixture", "share", &comment);
+    conversion.write("data.mixture", "share", &comment);
     let (stop, setting) = match (name.as_str(), mix, stopping) {
         ("interleave_under", Some(mix), _) => ("first_exhausted", mix),
         ("interleave_over", Some(mix), _) => ("all_exhausted", mix),
@@ -283,56 +292,57 @@ fn mixture(work: &mut Work, train: &mut [Source]) -> bool {
             Some("first_exhausted") => ("first_exhausted", stopping),
             Some("all_exhausted") => ("all_exhausted", stopping),
             _ => {
-                work.refuse(&stopping, "expected `first_exhausted` or `all_exhausted`");
+                conversion.refuse(&stopping, "expected `first_exhausted` or `all_exhausted`");
                 return true;
             }
         },
         (_, Some(mix), _) => {
-            work.refuse(&mix, "expected `concat`, `interleave_under` or `interleave_over`");
+            conversion.refuse(&mix, "expected `concat`, `interleave_under` or `interleave_over`");
             return true;
         }
         _ => return true,
     };
-    work.write_from("data.stopping_strategy", stop, &setting);
+    conversion.write_setting("data.stopping_strategy", stop, &setting);
     let Some(setting) = probabilities else { return true };
     let shares: Vec<Option<f64>> = match &setting.value {
         Value::Text(text) => text.split(',').map(|share| share.trim().parse().ok()).collect(),
         other => other.items().iter().map(Value::number).collect(),
     };
     if shares.len() != train.len() || shares.iter().any(Option::is_none) {
-        work.refuse(&setting, &format!("expected {} numbers, one for each data set", train.len()));
+        conversion
+            .refuse(&setting, &format!("expected {} numbers, one for each data set", train.len()));
         return true;
     }
     for (source, share) in train.iter_mut().zip(shares.into_iter().flatten()) {
-        source.weight = Some((share, work.from(&setting)));
+        source.weight = Some((share, conversion.origin(&setting)));
     }
     true
 }
 
 /// Turns a number of rows into a weight. Returns the rows of an epoch, if they can be counted.
-fn weight(work: &mut Work, source: &mut Source, is_joined: bool) -> Option<u64> {
+fn weight(conversion: &mut Conversion, source: &mut Source, is_joined: bool) -> Option<u64> {
     let rows = source.num_rows.or_else(|| source.file.as_deref().and_then(count_rows));
     let Some((samples, comment)) = source.samples.take() else { return rows };
-    let is_swift = work.trainer == Trainer::MsSwift;
+    let is_swift = conversion.trainer == Trainer::MsSwift;
     let name = source.value.clone();
     let Some(rows) = rows.filter(|rows| *rows > 0) else {
-        work.need(&name, &format!(
+        conversion.refuse_missing(&name, &format!(
             "{comment} limits it to {samples} rows, and the rows of the file cannot be counted here: convert where the file is, or leave the limit out and set `weight`"
         ));
         return None;
     };
     if samples == rows || (samples > rows && !is_swift) {
         // LLaMA-Factory's `max_samples` never repeats rows
-        work.note(format!("{comment} has no effect: `{name}` has {rows} rows"));
+        conversion.note(format!("{comment} has no effect: `{name}` has {rows} rows"));
         return Some(rows);
     }
     if !is_joined {
-        work.need(&name, &format!("{comment}: a number of rows of a data set that is evaluated or mixed by share has no equivalent"));
+        conversion.refuse_missing(&name, &format!("{comment}: a number of rows of a data set that is evaluated or mixed by share has no equivalent"));
         return None;
     }
     let weight = samples as f64 / rows as f64;
     source.weight = Some((weight, format!("{samples} of {rows} rows: {comment}")));
-    work.note("a data set with a weight below 1 uses other rows in each epoch; the other trainer draws them once");
+    conversion.note("a data set with a weight below 1 uses other rows in each epoch; the other trainer draws them once");
     Some(samples)
 }
 
@@ -349,20 +359,20 @@ impl Source {
     }
 }
 
-fn lines(source: &Source) -> Vec<Line> {
-    let line = |key: &str, value: String, comment: &str| Line {
-        key: key.to_owned(),
-        value,
-        comment: comment.to_owned(),
+/// Writes the keys of a data set in `section`.
+fn write(conversion: &mut Conversion, section: &str, source: &Source) {
+    // not `Conversion::write`: a file can have thousands of data sets, and these keys are new
+    let mut write = |key: &str, value: String, comment: &str| {
+        let (key, origin) = (format!("{section}.{key}"), comment.to_owned());
+        conversion.lines.push(Line { key, value, origin, is_default: false });
     };
-    let mut lines = vec![line(source.key, quoted(&source.value), &source.comment)];
+    write(source.key, quoted(&source.value), &source.comment);
     if let Some((folder, comment)) = &source.image_root {
-        lines.push(line("image_root", quoted(folder), comment));
+        write("image_root", quoted(folder), comment);
     }
     if let Some((weight, comment)) = &source.weight {
-        lines.push(line("weight", weight.to_string(), comment));
+        write("weight", weight.to_string(), comment);
     }
-    lines
 }
 
 /// Whether a data set is a file or a folder, and not an id of a hub.
@@ -377,7 +387,7 @@ fn is_local(name: &str) -> bool {
 
 /// Number of rows of a JSONL file or a JSON array; `None` for other files.
 fn count_rows(path: &Path) -> Option<u64> {
-    let file = BufReader::new(crate::files::open(path).ok()?);
+    let file = BufReader::new(files::open(path).ok()?);
     match path.extension()?.to_str()? {
         "jsonl" => {
             let mut rows = 0;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 /// A value in another trainer's file, as written.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Value {
+pub(crate) enum Value {
     Null,
     Text(String),
     List(Vec<Self>),
@@ -14,7 +14,7 @@ pub(super) enum Value {
 }
 
 impl Value {
-    pub(super) fn of(node: &Node) -> Self {
+    pub(crate) fn of(node: &Node) -> Self {
         match &node.value {
             NodeValue::LeftOut => Self::Null,
             value if value.is_null() => Self::Null,
@@ -26,7 +26,7 @@ impl Value {
         }
     }
 
-    pub(super) fn text(&self) -> Option<&str> {
+    pub(crate) fn text(&self) -> Option<&str> {
         match self {
             Self::Text(text) => Some(text),
             _ => None,
@@ -34,7 +34,7 @@ impl Value {
     }
 
     /// The items of a list; any other value as its only item; nothing if it is null.
-    pub(super) fn items(&self) -> &[Self] {
+    pub(crate) fn items(&self) -> &[Self] {
         match self {
             Self::Null => &[],
             Self::List(items) => items,
@@ -43,14 +43,14 @@ impl Value {
     }
 
     /// The value under a key of a mapping.
-    pub(super) fn get(&self, key: &str) -> Option<&Self> {
+    pub(crate) fn get(&self, key: &str) -> Option<&Self> {
         match self {
             Self::Map(entries) => entries.iter().find(|(name, _)| name == key).map(|(_, v)| v),
             _ => None,
         }
     }
 
-    pub(super) fn flag(&self) -> Option<bool> {
+    pub(crate) fn boolean(&self) -> Option<bool> {
         match self.text()?.to_ascii_lowercase().as_str() {
             "true" | "yes" | "1" => Some(true),
             "false" | "no" | "0" => Some(false),
@@ -58,23 +58,23 @@ impl Value {
         }
     }
 
-    pub(super) fn number(&self) -> Option<f64> {
+    pub(crate) fn number(&self) -> Option<f64> {
         self.text()?.parse().ok().filter(|number: &f64| number.is_finite())
     }
 
     /// A whole number of 0 or more; `3.0` counts as one.
-    pub(super) fn count(&self) -> Option<u64> {
+    pub(crate) fn count(&self) -> Option<u64> {
         let number = self.number()?;
         (number >= 0.0 && number.fract() == 0.0 && number < 9e15).then_some(number as u64)
     }
 
     /// Whether the value switches a feature off: null, false, 0, `none`, `no` or empty.
-    pub(super) fn is_off(&self) -> bool {
+    pub(crate) fn is_off(&self) -> bool {
         match self {
             Self::Null => true,
             Self::Text(text) => {
                 matches!(text.to_ascii_lowercase().as_str(), "" | "none" | "null")
-                    || self.flag() == Some(false)
+                    || self.boolean() == Some(false)
                     || self.number() == Some(0.0)
             }
             Self::List(items) => items.is_empty(),
@@ -103,7 +103,7 @@ impl fmt::Display for Value {
 
 /// Where a setting was found.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Origin {
+pub(crate) enum Origin {
     /// File and line.
     File(Arc<str>, usize),
     /// The setting is left out; this is the other trainer's default.
@@ -112,7 +112,7 @@ pub(super) enum Origin {
 
 impl Origin {
     /// The name of the file without its folder, and the line.
-    pub(super) fn short(&self) -> String {
+    pub(crate) fn short(&self) -> String {
         let full = self.to_string();
         full.rsplit('/').next().unwrap_or(&full).to_owned()
     }
@@ -129,20 +129,20 @@ impl fmt::Display for Origin {
 
 /// A setting of another trainer.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Setting {
+pub(crate) struct Setting {
     /// Its key, with dots between sections.
-    pub(super) key: String,
-    pub(super) value: Value,
-    pub(super) origin: Origin,
+    pub(crate) key: String,
+    pub(crate) value: Value,
+    pub(crate) origin: Origin,
 }
 
 impl Setting {
     /// The key without its sections.
-    pub(super) fn name(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         self.key.rsplit('.').next().unwrap_or(&self.key)
     }
 
-    pub(super) fn is_given(&self) -> bool {
+    pub(crate) fn is_written(&self) -> bool {
         self.origin != Origin::Default
     }
 }

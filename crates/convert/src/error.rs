@@ -1,6 +1,6 @@
 //! The reasons why a config of another trainer cannot be converted.
 
-use crate::config::ConfigError;
+use settings::ConfigError;
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
@@ -25,7 +25,6 @@ impl fmt::Display for Refusal {
 
 /// The reason why a config of another trainer cannot be converted.
 #[derive(Debug, thiserror::Error, fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
 #[fault(exit = Usage)]
 pub enum ConvertError {
     #[error("cannot read `{}`: {source}", .path.display())]
