@@ -102,7 +102,7 @@ pub(crate) fn explained(mut error: ConfigError) -> ConfigError {
         ConfigError::UnknownValue { value, valid, nearest, advice, .. } => {
             // A name of another trainer says more than a similar name.
             if let Some(ours) = our_value(value, valid) {
-                *nearest = Some(ours.to_owned());
+                *nearest = Some(ours);
             }
             if value == "wandb" {
                 *advice = Some(

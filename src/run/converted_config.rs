@@ -93,8 +93,8 @@ fn body(mut lines: Vec<Line>, defaults: &Value) -> String {
                 text.extend([&" ".repeat(2 * depth), *section, ":\n"]);
             }
         }
-        let indent = 2 * sections.len() - mark.len();
-        text += &format!("{:indent$}{mark}{name}: {value}  # {origin}\n", "");
+        let indent = " ".repeat(2 * sections.len() - mark.len());
+        text.extend([&indent, mark, name, ": ", value, "  # ", origin, "\n"]);
         open = sections;
     }
     text

@@ -1,9 +1,9 @@
 //! Settings of ms-swift, LLaMA-Factory and lmms-engine as keys and values of a config of this program.
 //!
-//! The files are read into a list of settings ([`input`], [`shell`]). A table per trainer gives each
-//! setting a rule ([`tables`]): copied under another name, dropped, refused, or part of a decision
-//! that [`compose`] makes from several settings. A setting that is left out has the default of the
-//! other trainer. The config itself is not known here; the root writes it and checks it.
+//! The files are read into a list of settings (`input`, `shell`). A table per trainer gives each
+//! setting a rule (`tables`): copied under another name, dropped, refused, or part of a decision that
+//! `compose` makes from several settings. A setting that is left out has the default of the other
+//! trainer. The caller writes the config and checks it.
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read their own files"))]
 

@@ -181,6 +181,7 @@ fn parse(table: &'static str, texts: &mut HashMap<&'static str, &'static str>) -
             if text.starts_with('@') { texts[text] } else { text }
         };
         let (reason, advice) = (text(), text());
+        assert!(columns.next().is_none(), "more than 6 columns: `{line}`");
         let rule = parse_rule(rule).unwrap_or_else(|error| panic!("`{line}`: {error}"));
         rows.push(Row { key, default, rule, here, reason, advice });
     }
@@ -301,9 +302,8 @@ const VALUES: &[(&str, &str)] = &[
 ];
 
 /// The value here that other trainers call `value`, if it is one of `valid`.
-pub fn our_value(value: &str, valid: &[String]) -> Option<&'static str> {
-    let ours =
-        |theirs: &&(&str, &str)| theirs.0 == value && valid.iter().any(|valid| valid == theirs.1);
+pub fn our_value(value: &str, valid: &[&'static str]) -> Option<&'static str> {
+    let ours = |theirs: &&(&str, &str)| theirs.0 == value && valid.contains(&theirs.1);
     VALUES.iter().find(ours).map(|(_, ours)| *ours)
 }
 

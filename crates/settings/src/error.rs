@@ -105,7 +105,7 @@ pub enum ConfigError {
         /// Position of the first occurrence.
         first: Place,
     },
-    #[error("{place}: unknown key `{key}`{}{}{}", inside(.section), suggested(*.here, .nearest.as_deref()), .place.excerpt())]
+    #[error("{place}: unknown key `{key}`{}{}{}", inside(.section), suggested(*.here, *.nearest), .place.excerpt())]
     #[fault(hint = advice.map_or_else(|| key_hint(*here, valid), str::to_owned))]
     UnknownKey {
         place: Place,
@@ -116,9 +116,9 @@ pub enum ConfigError {
         here: Option<&'static str>,
         advice: Option<&'static str>,
         /// The valid key that is most similar, if one is similar.
-        nearest: Option<String>,
+        nearest: Option<&'static str>,
         /// All valid keys of the section.
-        valid: Vec<String>,
+        valid: &'static [&'static str],
     },
     #[error("{place}: missing key `{key}`{}{}", inside(.section), .place.excerpt())]
     #[fault(hint = format!("add it to the file, or pass `--set {}=..`", join(section, key)))]
@@ -129,7 +129,7 @@ pub enum ConfigError {
         /// Dotted keys above it; empty at the top level.
         section: String,
     },
-    #[error("{place}: unknown value `{value}` for `{key}`{}{}", did_you_mean(.nearest.as_deref()), .place.excerpt())]
+    #[error("{place}: unknown value `{value}` for `{key}`{}{}", did_you_mean(*.nearest), .place.excerpt())]
     #[fault(hint = advice.map_or_else(|| format!("valid values: {}", listed(valid)), str::to_owned))]
     UnknownValue {
         place: Place,
@@ -137,9 +137,9 @@ pub enum ConfigError {
         key: String,
         value: String,
         /// The valid value that is most similar, if one is similar.
-        nearest: Option<String>,
+        nearest: Option<&'static str>,
         /// All valid values.
-        valid: Vec<String>,
+        valid: &'static [&'static str],
         advice: Option<&'static str>,
     },
     #[error("{place}: `{key}` is {found}, expected {expected}{}", .place.excerpt())]
@@ -199,7 +199,7 @@ fn syntax_hint(message: &str) -> &'static str {
     }
 }
 
-fn key_hint(here: Option<&str>, valid: &[String]) -> String {
+fn key_hint(here: Option<&str>, valid: &[&str]) -> String {
     match here {
         Some(here) => format!("write `{here}`"),
         None if valid.is_empty() => "this section has no keys".to_owned(),
@@ -263,7 +263,7 @@ fn did_you_mean(nearest: Option<&str>) -> String {
     nearest.map(|name| format!(", did you mean `{name}`?")).unwrap_or_default()
 }
 
-fn listed(names: &[String]) -> String {
+fn listed(names: &[&str]) -> String {
     let names: Vec<_> = names.iter().map(|name| format!("`{name}`")).collect();
     names.join(", ")
 }

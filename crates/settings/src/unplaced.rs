@@ -50,21 +50,18 @@ impl UnplacedError {
     pub(crate) fn into_error(self) -> ConfigError {
         let place = self.place.expect("the root adds its place");
         let section = self.path.into_iter().rev().collect::<Vec<_>>().join(".");
-        let owned = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
-        let advice = None;
+        let (here, advice) = (None, None);
         match self.kind {
             Kind::UnknownKey { key, valid } => {
-                let nearest = nearest(&key, valid.iter().copied()).map(str::to_owned);
-                let (valid, here) = (owned(valid), None);
+                let nearest = nearest(&key, valid.iter().copied());
                 ConfigError::UnknownKey { place, key, section, here, nearest, valid, advice }
             }
             Kind::MissingKey { key } => {
                 ConfigError::MissingKey { place, key: key.to_owned(), section }
             }
             Kind::UnknownValue { value, valid } => {
-                let nearest = nearest(&value, valid.iter().copied()).map(str::to_owned);
-                let (key, valid) = (section, owned(valid));
-                ConfigError::UnknownValue { place, key, value, nearest, valid, advice }
+                let nearest = nearest(&value, valid.iter().copied());
+                ConfigError::UnknownValue { place, key: section, value, nearest, valid, advice }
             }
             Kind::WrongType { found, expected } => {
                 ConfigError::WrongType { place, key: or_config(section), found, expected, advice }

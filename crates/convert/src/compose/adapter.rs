@@ -119,7 +119,7 @@ fn new_adapter(conversion: &mut Conversion, tuner: &Setting, family: Family) -> 
     match &rank {
         Some((0, setting)) => conversion.refuse(setting, "expected a whole number of 1 or more"),
         Some((rank, setting)) => {
-            conversion.write_setting("adapter.rank", &rank.to_string(), setting)
+            conversion.write_setting("adapter.rank", &rank.to_string(), setting);
         }
         None => {}
     }
@@ -157,7 +157,7 @@ fn init(conversion: &mut Conversion) {
         Some("true" | "default") => conversion.write_setting("adapter.init", "default", &setting),
         Some("gaussian") => conversion.write_setting("adapter.init", "gaussian", &setting),
         Some(init @ ("pissa" | "olora")) => {
-            conversion.write_setting("adapter.init", init, &setting)
+            conversion.write_setting("adapter.init", init, &setting);
         }
         _ => conversion.refuse(&setting, "expected `true`, `gaussian`, `pissa` or `olora`"),
     }
@@ -220,7 +220,8 @@ fn target(conversion: &mut Conversion, family: Family) -> bool {
                 globs = Some((format!("[{value}]"), setting));
             }
             _ => {
-                conversion.refuse(&setting, "expected all linear layers, or names such as `q_proj`")
+                conversion
+                    .refuse(&setting, "expected all linear layers, or names such as `q_proj`");
             }
         }
     }

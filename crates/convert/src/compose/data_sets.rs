@@ -83,10 +83,11 @@ fn reading(conversion: &mut Conversion) {
             }
             // a `<think>` of the prompt is never supervised here
             Some("ignore_think_prefix") => {
-                conversion.write_setting("data.loss_scale", "default", &setting)
+                conversion.write_setting("data.loss_scale", "default", &setting);
             }
             _ => {
-                conversion.refuse(&setting, "write the weights into the rows (docs/data-format.md)")
+                conversion
+                    .refuse(&setting, "write the weights into the rows (docs/data-format.md)");
             }
         }
     }

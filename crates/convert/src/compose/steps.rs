@@ -31,11 +31,11 @@ pub(super) fn steps(conversion: &mut Conversion, epoch: Option<u64>) {
     early_stopping(conversion);
     // what `eval_steps` follows if it is left out
     let followed = if conversion.trainer == Trainer::MsSwift { saved } else { log };
-    if !conversion.has_eval() {
+    if conversion.has_eval() {
+        every(conversion, Role::EvalStrategy, Role::EvalSteps, "eval.every_steps", epoch, followed);
+    } else {
         let roles = [Role::EvalStrategy, Role::EvalSteps];
         conversion.drop_roles(roles, "there is no evaluation data");
-    } else {
-        every(conversion, Role::EvalStrategy, Role::EvalSteps, "eval.every_steps", epoch, followed);
     }
 }
 
