@@ -19,7 +19,7 @@ pub use batch;
 pub mod checkpoint;
 pub mod cli;
 pub mod config;
-pub mod convert;
+pub use convert;
 pub use data;
 pub use dist;
 pub use engine::{loss, models, nn, optim, tape};

@@ -3,7 +3,8 @@
 use super::failure::{Exit, Failure};
 use super::output::OutputFile;
 use super::stdout::stdout;
-use crate::convert::{Trainer, convert};
+use crate::convert::Trainer;
+use crate::run::convert_config;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use std::io::Write;
@@ -47,7 +48,7 @@ pub(super) fn run(args: &ConvertArgs) -> anyhow::Result<()> {
             .into());
     }
     let file = OutputFile::open_given("--out", args.out.as_ref())?;
-    let converted = convert(args.from, &args.files, args.world_size)?;
+    let converted = convert_config(args.from, &args.files, args.world_size)?;
     for line in &converted.dropped {
         tracing::info!("dropped: {line}");
     }

@@ -1,6 +1,6 @@
 //! Tips for command lines that other trainers would accept.
 
-use crate::config::our_key;
+use crate::convert::our_key;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// Commands of other trainers, and the command here.

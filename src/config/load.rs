@@ -1,14 +1,8 @@
-//! Reads a config file with `--set` overrides into a struct, and writes it as YAML.
+//! Reads the config of a run, and adds to errors what the YAML reader does not know.
 
-use super::de::read;
-use super::error::{ConfigError, Source, join};
-use super::other_trainers::trainer_of;
-use super::set::set;
-use super::tree::{Node, Value, parse};
-use crate::files;
-use serde::Serialize;
+use crate::convert::{advice, our_key, our_value, trainer_of};
 use serde::de::DeserializeOwned;
-use std::collections::BTreeSet;
+use settings::{ConfigError, LeftOut, Loaded, Node, Value};
 use std::path::Path;
 
 /// Reads the YAML file at `path` into `T`, with `overrides` applied.
@@ -17,115 +11,17 @@ use std::path::Path;
 /// of one key, the last wins. A value that is overridden need not be valid, and an override may
 /// give a required key. Each error names its place in the file, or the override that caused it.
 pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T, ConfigError> {
-    read(&own_tree(path, overrides)?)
+    tree(path, overrides).and_then(|root| settings::read(&root)).map_err(explained)
 }
 
-/// Maximum number of errors that [`load_all`] returns.
-const MAX_ERRORS: usize = 100;
-
-/// The result of [`load_all`].
-#[derive(Debug)]
-pub struct Loaded<T> {
-    /// The config without its wrong values; `None` if the rest lacks a required key.
-    pub config: Option<T>,
-    /// All errors.
-    pub errors: Vec<ConfigError>,
-    /// What `config` lacks.
-    pub left_out: LeftOut,
-}
-
-/// The wrong values of a config file: dotted keys, list items by their number in the file. A key
-/// that is misspelled is there with the right spelling, too.
-#[derive(Debug, Default)]
-pub struct LeftOut(Vec<String>);
-
-impl LeftOut {
-    /// Whether the config has all values of the file.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// Whether the value of the dotted `key`, or a part of it, was left out.
-    pub fn has(&self, key: &str) -> bool {
-        self.0.iter().any(|path| path == key) || self.has_part_of(key)
-    }
-
-    fn has_part_of(&self, key: &str) -> bool {
-        let is_part = |rest: &str| rest.starts_with('.');
-        self.0.iter().any(|path| path.strip_prefix(key).is_some_and(is_part))
-    }
-
-    /// The number in the file of an item of the list `key`, given its number in the config.
-    pub fn number_in_file(&self, key: &str, number: usize) -> usize {
-        let item = |path: &String| path.strip_prefix(key)?.strip_prefix('.')?.parse().ok();
-        let removed: BTreeSet<usize> = self.0.iter().filter_map(item).collect();
-        removed.iter().fold(number, |number, removed| number + usize::from(number >= *removed))
-    }
-
-    /// Keys in the file, given those in the config.
-    pub fn in_file(&self, keys: &[String]) -> Vec<String> {
-        let mut found: Vec<String> = Vec::new();
-        for key in keys {
-            let number = key.parse().map(|number| self.number_in_file(&found.join("."), number));
-            found.push(number.map_or_else(|_| key.clone(), |number| number.to_string()));
-        }
-        found
-    }
-}
-
-/// As [`load`], with all errors: after each, the value or key that caused it is left out. If a
-/// required key is missing, the list item or the section in which it is missing is left out.
+/// As [`load`], with all errors: see [`settings::read_all`].
 pub fn load_all<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Loaded<T> {
-    let mut loaded = Loaded { config: None, errors: Vec::new(), left_out: LeftOut::default() };
-    let mut root = match own_tree(path, overrides) {
-        Ok(root) => root,
-        Err(error) => {
-            loaded.errors.push(error);
-            return loaded;
-        }
+    let mut loaded = match tree(path, overrides) {
+        Ok(root) => settings::read_all(root),
+        Err(error) => Loaded { config: None, errors: vec![error], left_out: LeftOut::default() },
     };
-    let Loaded { errors, left_out, .. } = &mut loaded;
-    while errors.len() < MAX_ERRORS {
-        let error = match read(&root) {
-            Ok(config) => return Loaded { config: Some(config), ..loaded },
-            Err(error) => error,
-        };
-        let Some(key) = error.key() else {
-            errors.push(error);
-            break;
-        };
-        // An error about what was left out before follows from that.
-        let (follows, wrong) = match &error {
-            ConfigError::MissingKey { section, .. } => {
-                (left_out.has(&key), enclosing(section).to_owned())
-            }
-            _ => (left_out.has_part_of(&key), key),
-        };
-        if let ConfigError::UnknownKey { section, nearest: Some(nearest), .. } = &error {
-            left_out.0.push(join(section, nearest));
-        }
-        if !follows {
-            errors.push(error);
-        }
-        if !root.value.remove(&wrong) {
-            break;
-        }
-        left_out.0.push(wrong);
-    }
+    loaded.errors = loaded.errors.into_iter().map(explained).collect();
     loaded
-}
-
-/// The keys of the innermost list item that contains a section, or of the section.
-fn enclosing(section: &str) -> &str {
-    let is_number = |key: &str| key.parse::<usize>().is_ok();
-    let mut item = section;
-    while let Some((above, key)) = item.rsplit_once('.') {
-        if is_number(key) {
-            return item;
-        }
-        item = above;
-    }
-    section
 }
 
 /// Returns an error about a value that [`load`] accepted but the run cannot use.
@@ -141,74 +37,102 @@ pub fn refuse(
 ) -> ConfigError {
     match tree(path, overrides) {
         Ok(root) => ConfigError::Value { place: root.nearest(keys).place.clone(), problem, hint },
-        Err(error) => error, // the file was changed or removed after `load` read it
+        Err(error) => explained(error), // the file was changed or removed after `load` read it
     }
 }
 
 /// Reads `text` into `T`; errors name it by `path`.
 pub(crate) fn load_text<T: DeserializeOwned>(path: &Path, text: &str) -> Result<T, ConfigError> {
-    read(&parse_text(path, text)?)
+    settings::parse_text(path, text).and_then(|root| settings::read(&root)).map_err(explained)
 }
 
-/// Parses the YAML or JSON file at `path`.
-pub(crate) fn read_tree(path: &Path) -> Result<Node, ConfigError> {
-    tree(path, &[])
-}
-
-/// Parses `text` as YAML.
-pub(crate) fn parse_tree(text: &str) -> Result<Node, ConfigError> {
-    parse_text(Path::new(""), text)
+/// The file with its overrides. The config of another trainer is one error, not one for each of its
+/// keys.
+fn tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
+    let mut root = settings::parse_file(path)?;
+    if let Some((program, from)) = other_trainer(&root) {
+        let hint = match from {
+            Some(from) => format!(
+                "`trainer convert --from {from} {}` writes the config for this program",
+                path.display()
+            ),
+            None => NEW.to_owned(),
+        };
+        return Err(ConfigError::OtherProgram { path: path.to_owned(), program, hint });
+    }
+    overrides.iter().try_for_each(|argument| settings::set(&mut root, argument))?;
+    Ok(root)
 }
 
 /// Sections that a config of another trainer does not have.
 const SECTIONS: [&str; 5] = ["model", "data", "train", "optim", "checkpoint"];
 
-/// [`tree`] of a config of this program; that of another trainer is an error, and not one for each of
-/// its keys.
-fn own_tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
-    let mut root = tree(path, &[])?;
-    let Value::Map(entries) = &root.value else { return Ok(root) };
-    let is_section = |key: &str| SECTIONS.contains(&key);
-    let has_sections = entries
-        .iter()
-        .any(|entry| is_section(&entry.key) && matches!(entry.node.value, Value::Map(_)));
+/// The other trainer whose config this is: its name, and the value of `trainer convert --from`.
+fn other_trainer(root: &Node) -> Option<(&'static str, Option<&'static str>)> {
+    let Value::Map(entries) = &root.value else { return None };
+    let has_sections = entries.iter().any(|entry| {
+        SECTIONS.contains(&entry.key.as_str()) && matches!(entry.node.value, Value::Map(_))
+    });
     let keys: Vec<&str> = entries.iter().map(|entry| entry.key.as_str()).collect();
-    let other = trainer_of(&keys).filter(|(_, from)| !has_sections || *from == Some("lmms-engine"));
-    if let Some((trainer, from)) = other {
-        return Err(ConfigError::OtherTrainer { path: path.to_owned(), trainer, from });
+    trainer_of(&keys).filter(|(_, from)| !has_sections || *from == Some("lmms-engine"))
+}
+
+const NEW: &str = "`trainer new` writes a config for a model folder and data files";
+
+/// The form of sections that are often written as a single value.
+const FORMS: [(&str, &str); 7] = [
+    ("the config", "write `model: {path: FOLDER}`"),
+    ("adapter", "write `adapter: {kind: lora}`"),
+    ("model", "write `model: {path: FOLDER}`"),
+    ("data", "write `data: {train: [{path: FILE}]}`"),
+    ("data.train", "write `train: [{path: FILE}]`"),
+    ("data.eval", "write `eval: [{path: FILE}]`"),
+    ("optim", "write `optim: {lr: 1e-5}`"),
+];
+
+/// The error with what is known about its key: names of other trainers, and forms of sections.
+pub(crate) fn explained(mut error: ConfigError) -> ConfigError {
+    let form = |key: &str| FORMS.iter().find(|(section, _)| *section == key).map(|(_, form)| *form);
+    match &mut error {
+        ConfigError::Empty { advice, .. } => *advice = Some(NEW),
+        ConfigError::UnknownKey { key, here, advice: hint, .. } => {
+            *here = our_key(key);
+            *hint = if here.is_some() { None } else { advice(key) };
+        }
+        ConfigError::UnknownValue { value, valid, nearest, advice, .. } => {
+            // A name of another trainer says more than a similar name.
+            if let Some(ours) = our_value(value, valid) {
+                *nearest = Some(ours);
+            }
+            if value == "wandb" {
+                *advice = Some(
+                    "after the run, `scripts/trackers/to_wandb.py` sends its logs to Weights & Biases",
+                );
+            }
+        }
+        ConfigError::WrongType { key, found, advice, .. } => {
+            let is_dora = key == "adapter" && found.contains("dora");
+            *advice = if is_dora { Some("write `adapter: {kind: dora}`") } else { form(key) };
+        }
+        ConfigError::Refused { key, advice, .. } => *advice = form(key),
+        _ => {}
     }
-    overrides.iter().try_for_each(|argument| set(&mut root, argument))?;
-    Ok(root)
-}
-
-fn tree(path: &Path, overrides: &[String]) -> Result<Node, ConfigError> {
-    // the shell gives the output of a command as `/dev/fd/63`
-    let is_given_open =
-        ["/dev/fd", "/dev/stdin", "/proc/self/fd"].iter().any(|at| path.starts_with(at));
-    let bytes = if is_given_open { files::read_stream(path) } else { files::read(path) };
-    let bytes = bytes.map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
-    let text = std::str::from_utf8(&bytes).map_err(|error| {
-        let valid = String::from_utf8_lossy(&bytes[..error.valid_up_to()]);
-        let line = valid.matches('\n').count() + 1;
-        let column = valid.rsplit('\n').next().map_or(0, |line| line.chars().count()) + 1;
-        ConfigError::NotUtf8 { path: path.to_owned(), line, column }
-    })?;
-    let mut root = parse_text(path, text)?;
-    overrides.iter().try_for_each(|argument| set(&mut root, argument))?;
-    Ok(root)
-}
-
-fn parse_text(path: &Path, text: &str) -> Result<Node, ConfigError> {
-    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-    let source = Source::File { path: path.into(), text: text.into() };
-    parse(text, &source)?.ok_or_else(|| ConfigError::Empty { path: path.to_owned() })
-}
-
-/// The config as YAML, with every key; [`load`] reads the same config from it.
-pub fn to_yaml<T: Serialize>(config: &T) -> Result<String, ConfigError> {
-    serde_saphyr::to_string(config)
-        .map_err(|error| ConfigError::Write { message: error.to_string() })
+    error
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use super::*;
+    use crate::config::RunConfig;
+
+    #[test]
+    fn the_key_for_a_name_of_another_trainer_exists() {
+        let text = "output_dir: a\nadapter: {}\nmodel: {path: b}\ndata: {train: [{path: c}]}";
+        let config: RunConfig = load_text(Path::new("a.yaml"), text).unwrap();
+        let config = serde_json::to_value(&config).unwrap();
+        for (name, here, _) in crate::convert::names().filter(|(_, here, _)| !here.is_empty()) {
+            let path = format!("/{}", here.replace("[]", ".0").replace('.', "/"));
+            assert!(config.pointer(&path).is_some(), "`{name}`: `{here}` is no key");
+        }
+    }
+}

@@ -1,26 +1,15 @@
-//! The config of a run: composed of the structs of its sections, read from YAML, and checked.
+//! The config of a run: composed of the structs of its sections, and checked. The crate `settings` reads
+//! the YAML.
 
-mod de;
-mod error;
 mod evaluations;
-mod excerpt;
-mod fault;
 mod identity;
 mod load;
-mod nearest;
-mod other_trainers;
 mod paths;
-mod scalar;
-mod set;
-mod tree;
 
-pub use error::{ConfigError, Place};
 pub use identity::Change;
-pub use load::{LeftOut, Loaded, load, load_all, refuse, to_yaml};
-pub(crate) use load::{load_text, parse_tree, read_tree};
-pub(crate) use nearest::nearest;
-pub(crate) use other_trainers::our_key;
-pub(crate) use tree::{Node, Value as NodeValue};
+pub(crate) use load::{explained, load_text};
+pub use load::{load, load_all, refuse};
+pub use settings::{ConfigError, LeftOut, Loaded, Place, ValueError, to_yaml};
 
 use crate::checkpoint::CheckpointConfig;
 use crate::data::{DataConfig, UrlConfig};
@@ -30,7 +19,6 @@ use crate::train::{
     AdapterConfig, DeviceChoice, EvalConfig, LogConfig, MatmulChoice, ModelSection, Offload,
     OnNonFinite, Quantize, TrainConfig,
 };
-pub use settings::ValueError;
 use settings::{Setting, section};
 use std::path::PathBuf;
 

@@ -46,9 +46,7 @@ const MAY_IMPORT: [(&str, MayImport); 2] = [
                 ],
             ),
             // Composes the config structs of the sections.
-            ("config", &["checkpoint", "data", "dist", "files", "net", "optim", "train"]),
-            // Writes configs from those of other trainers; reads `dataset_info.json`.
-            ("convert", &["config", "data", "files"]),
+            ("config", &["checkpoint", "convert", "data", "dist", "net", "optim", "train"]),
             // Assembles a run from a config.
             (
                 "run",
@@ -56,6 +54,7 @@ const MAY_IMPORT: [(&str, MayImport); 2] = [
                     "batch",
                     "checkpoint",
                     "config",
+                    "convert",
                     "data",
                     "dist",
                     "files",

@@ -6,7 +6,8 @@ use std::fs;
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use trainer::config::{RunConfig, load, to_yaml};
-use trainer::convert::{ConvertError, Converted, Trainer, convert};
+use trainer::convert::{ConvertError, Trainer};
+use trainer::run::{ConvertedConfig, convert_config};
 
 const FIXTURES: &str = "tests/fixtures/convert";
 
@@ -37,9 +38,9 @@ fn write(place: &Place, name: &str, text: &str) -> PathBuf {
 }
 
 /// Scripts say how many processes they start; config files do not.
-fn converted(trainer: Trainer, path: &Path) -> Result<Converted, ConvertError> {
+fn converted(trainer: Trainer, path: &Path) -> Result<ConvertedConfig, ConvertError> {
     let is_script = path.extension().is_some_and(|ending| ending == "sh");
-    convert(trainer, &[path.to_owned()], NonZeroU64::new(8).filter(|_| !is_script))
+    convert_config(trainer, &[path.to_owned()], NonZeroU64::new(8).filter(|_| !is_script))
 }
 
 /// Converts a text and reads the result as JSON.
@@ -47,7 +48,7 @@ pub(crate) fn resolved(trainer: Trainer, name: &str, text: &str) -> Result<Value
     let place = Place::empty();
     let file = write(&place, name, text);
     let is_script = Path::new(name).extension().is_some_and(|ending| ending == "sh");
-    let converted = convert(trainer, &[file], NonZeroU64::new(8).filter(|_| !is_script))?;
+    let converted = convert_config(trainer, &[file], NonZeroU64::new(8).filter(|_| !is_script))?;
     let result = write(&place, "ours.yaml", &converted.yaml);
     let config: RunConfig = load(&result, &[]).unwrap();
     Ok(serde_json::to_value(&config).unwrap())
@@ -201,7 +202,7 @@ fn a_step_accumulates_what_all_processes_did() {
 #[test]
 fn the_number_of_processes_is_required_if_the_files_do_not_contain_it() {
     let path = Path::new(FIXTURES).join("llama-factory/02-minimal.yaml");
-    let message = convert(Trainer::LlamaFactory, &[path], None).unwrap_err().to_string();
+    let message = convert_config(Trainer::LlamaFactory, &[path], None).unwrap_err().to_string();
     assert!(message.contains("`--world-size`") && message.contains("1 setting"), "{message}");
 }
 
@@ -418,7 +419,7 @@ fn a_later_file_wins() {
     let place = Place::empty();
     let base = "model: Qwen/Qwen3-VL-2B-Instruct\ndataset: a.jsonl\ntuner_type: full\nseed: 1\n";
     let files = [write(&place, "a.yaml", base), write(&place, "b.yaml", "seed: 2\n")];
-    let result = convert(Trainer::MsSwift, &files, NonZeroU64::new(1)).unwrap();
+    let result = convert_config(Trainer::MsSwift, &files, NonZeroU64::new(1)).unwrap();
     assert!(result.yaml.contains("seed: 2  # seed (b.yaml:1)"), "{}", result.yaml);
 }
 

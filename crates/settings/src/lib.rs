@@ -1,4 +1,8 @@
-//! The keys of a config: each is declared once, on the field that it sets.
+//! A config: YAML files are read into structs, and each key is declared once, on the field that it sets.
+//!
+//! [`parse_file`] makes a tree of nodes with their places, [`set`] replaces values in it, and
+//! [`read`] and [`read_all`] read a struct from it. The crate names no section of a config. A caller
+//! adds hints about single keys to the errors: `here` and `advice` of [`ConfigError`].
 //!
 //! ```ignore
 //! /// The optimizer and its learning rates.
@@ -28,17 +32,34 @@
 //! - `#[valid(range = .., expected = "..", hint = "..")]`: a range of `f64` for the numbers of the value.
 //!   `hint` may be left out.
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read their own files"))]
+
+mod de;
+mod error;
+mod excerpt;
 mod keys;
+mod load;
+mod nearest;
+mod scalar;
 mod schema;
+mod set;
+mod tree;
+mod unplaced;
 mod value;
 
 // The derived code names this crate as others do.
 #[cfg(test)]
 extern crate self as settings;
 
+pub use de::read;
+pub use error::{ConfigError, Place};
 pub use keys::{Key, Kind, Setting, join};
+pub use load::{LeftOut, Loaded, parse_file, parse_text, read_all, to_yaml};
+pub use nearest::nearest;
 pub use schema::schema;
 #[doc(hidden)]
 pub use serde_json::to_value;
+pub use set::set;
 pub use settings_derive::{Choice, section};
+pub use tree::{Entry, Node, Quoting, Value};
 pub use value::{Range, ValueError, above, check, range};
