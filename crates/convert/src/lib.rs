@@ -17,6 +17,7 @@ mod tables;
 mod trainer;
 mod value;
 
+pub use compose::ReadEntry;
 pub use error::{ConvertError, Refusal};
 pub use line::Line;
 pub use tables::{advice, names, our_key, our_value};
@@ -25,7 +26,7 @@ pub use trainer::{Trainer, trainer_of};
 use conversion::Conversion;
 use input::Input;
 use std::num::NonZeroU64;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Converted settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,10 +38,6 @@ pub struct Converted {
     /// What differs from the other trainer although every setting is converted.
     pub notes: Vec<String>,
 }
-
-/// Reads the entry `NAME` of the `dataset_info.json` at a path: the file with the rows, and their
-/// number if the entry limits it.
-pub type ReadEntry<'a> = &'a dyn Fn(&Path, &str) -> Result<(PathBuf, Option<u64>), String>;
 
 /// Converts the settings in `files`, of which later ones win.
 ///

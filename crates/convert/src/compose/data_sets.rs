@@ -1,6 +1,5 @@
 //! Data sets, their mixture, and how their rows are read.
 
-use crate::ReadEntry;
 use crate::conversion::Conversion;
 use crate::line::{Line, quoted};
 use crate::tables::Role;
@@ -8,6 +7,10 @@ use crate::trainer::Trainer;
 use crate::value::{Setting, Value};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
+
+/// Reads the entry `NAME` of the `dataset_info.json` at a path: the file with the rows, and their
+/// number if the entry limits it.
+pub type ReadEntry<'a> = &'a dyn Fn(&Path, &str) -> Result<(PathBuf, Option<u64>), String>;
 
 /// Endings of data files.
 const ENDINGS: &[&str] =

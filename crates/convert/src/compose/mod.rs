@@ -9,7 +9,8 @@ mod model;
 mod optimizer;
 mod steps;
 
-use crate::ReadEntry;
+pub use data_sets::ReadEntry;
+
 use crate::conversion::Conversion;
 use crate::trainer::Trainer;
 use std::num::NonZeroU64;
