@@ -2,7 +2,7 @@
 # Runs the long forms of the tests, of which .ci/run has the short ones. They take hours.
 #   scripts/long.sh                             all parts
 #   scripts/long.sh tests reliability ranks     some of them
-#     tests         cargo test with whole curves, every case and the ignored tests
+#     tests         cargo test with whole curves and every case
 #     reliability   scripts/reliability/all.sh long: thousands of kills, mutants and damaged files
 #     ranks         scripts/dist: 50 kills and 20 stops, saves, 1,000 steps on 4 ranks
 set -euo pipefail
@@ -15,7 +15,7 @@ tests() {
   cargo test --release --workspace --features "$features"
   TRAINER_EMULATE_CUDA=8.0 "$(scripts/test_program.sh kernels "$features")" --skip cuda::
   TRAINER_EMULATE_CUDA=8.0 "$(scripts/test_program.sh engine "$features")" optim:: joined_layers
-  TRAINER_EMULATE_CUDA=8.0 "$(scripts/test_program.sh trainer "$features")" placed
+  TRAINER_EMULATE_CUDA=8.0 "$(scripts/test_program.sh trainer "$features")" run::placed
   TRAINER_PTX=$(scripts/cuda/ptx.sh) TRAINER_EMULATE_CUDA=ptx:9.0 "$(scripts/test_program.sh kernels "$features")" attention:: --skip cuda::
 }
 reliability() { scripts/reliability/all.sh long; }

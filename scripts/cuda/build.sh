@@ -28,7 +28,7 @@ LD_LIBRARY_PATH=$CUDA_HOME/lib/stubs/named RUST_BACKTRACE=0 "$bundle/trainer" sf
   cat "$out.log"
   exit 1
 }
-grep 'found no GPU' "$out.log"
+grep 'found no usable GPU' "$out.log"
 [ -s "$out/final/model.safetensors" ]
 echo "ok: the binary starts without a GPU and trains on the CPU"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the program and the tests of the ops and from outside, and copies them to FOLDER/{trainer,unit_tests,integration_tests}
+# Builds the program and the unit tests of the ops and the integration tests, and copies them to FOLDER/{trainer,unit_tests,integration_tests}
 # for gpu_test.sh, gpu_bench.sh and first_run.sh:
 #   scripts/cuda/bundle.sh FOLDER FEATURES TARGET
 set -euo pipefail

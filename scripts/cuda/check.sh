@@ -30,7 +30,7 @@ emulated() {
   export TRAINER_EMULATE_CUDA=8.0
   "$(scripts/test_program.sh kernels cuda-emulation)" --skip cuda::
   "$(scripts/test_program.sh engine cuda-emulation)" optim:: joined_layers
-  "$(scripts/test_program.sh trainer cuda-emulation)" placed presets
+  "$(scripts/test_program.sh trainer cuda-emulation)" run::placed presets
   cargo test --release --features cuda-emulation --test integration -- laws parity --skip follow_the_reference
 }
 
@@ -133,8 +133,6 @@ ptx() {
   env -u TRAINER_EMULATE_CUDA "$(scripts/test_program.sh kernels cuda-emulation)" cuda::
   for TRAINER_EMULATE_CUDA in ptx:8.0 ptx:9.0; do
     "$(scripts/test_program.sh kernels cuda-emulation)" --skip cuda::
-    "$(scripts/test_program.sh engine cuda-emulation)" optim:: joined_layers
-    "$(scripts/test_program.sh trainer cuda-emulation)" placed
   done
 }
 

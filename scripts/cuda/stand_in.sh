@@ -26,7 +26,7 @@ names=(cuda cublas cublasLt curand nvrtc cudart)
 library() {
   g++ -std=c++17 -O2 -Wall -fPIC -c -o "$out/driver.o" tests/fixtures/cuda/driver.cpp
   g++ -std=c++17 -O3 -ffast-math -fno-finite-math-only -Wall -fPIC -c -o "$out/compute.o" tests/fixtures/cuda/compute.cpp
-  # As compile_object in build.rs. The objects of an earlier run stay if nothing changed.
+  # As compile_object in crates/kernels/build.rs. The objects of an earlier run stay if nothing changed.
   find crates/kernels/src/cuda/kernels/{common,sm80} crates/kernels/src/cuda/emulation -name '*.*' | sort | xargs cat | sha256sum >"$out/kernels.sha256.new"
   if ! cmp -s "$out/kernels.sha256.new" "$out/kernels.sha256"; then
     rm -rf "$out/kernels" "$out/kernels.sha256" && mkdir "$out/kernels"

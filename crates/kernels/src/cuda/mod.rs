@@ -1,11 +1,11 @@
 //! CUDA kernels, and the code that launches them. Most ops have one `.cu` file.
 //!
-//! Each function has the contract of the function with the same name in `ops`, which validates the
-//! operands and calls this module if they are on a GPU. `build.rs` compiles the kernels with the
-//! feature `cuda`. With `cuda-emulation` the same sources run on the host, with one fiber per CUDA
-//! thread, or their PTX is executed (`interpreted`; the only way for the kernels in `sm90/`), and the
-//! same launch code takes CPU tensors, so that tests need no GPU. If the environment variable `TRAINER_EMULATE_CUDA` is set, all ops in all
-//! tests run this way.
+//! Each function has the contract of the function with the same name in the root of this crate, which
+//! validates the operands and calls this module if they are on a GPU. `build.rs` compiles the kernels
+//! with the feature `cuda`. With `cuda-emulation` the same sources run on the host, with one fiber per
+//! CUDA thread, or their PTX is executed (`interpreted`; the only way for the kernels in `sm90/`), and
+//! the same launch code takes CPU tensors, so that tests need no GPU. If the environment variable
+//! `TRAINER_EMULATE_CUDA` is set, all ops in all tests run this way.
 
 pub(super) mod adafactor;
 mod adamw;

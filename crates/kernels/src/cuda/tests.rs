@@ -1,4 +1,4 @@
-//! Compares the emulated kernels with the CPU ops, at the sizes and alignments of training: 16-byte
+//! Compares the kernels, emulated or from their PTX, with the CPU ops, at the sizes and alignments of training: 16-byte
 //! accesses, rows of several warps, blocks that iterate. (If `TRAINER_EMULATE_CUDA` is set, both
 //! sides run the kernels.)
 
