@@ -15,6 +15,9 @@
 #![warn(missing_docs)]
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read their own files"))]
 
+#[cfg(test)]
+kernels::test_allocator!();
+
 pub use batch;
 pub mod checkpoint;
 pub mod cli;

@@ -133,6 +133,8 @@ ptx() {
   env -u TRAINER_EMULATE_CUDA "$(scripts/test_program.sh kernels cuda-emulation)" cuda::
   for TRAINER_EMULATE_CUDA in ptx:8.0 ptx:9.0; do
     "$(scripts/test_program.sh kernels cuda-emulation)" --skip cuda::
+    "$(scripts/test_program.sh engine cuda-emulation)" optim:: joined_layers
+    "$(scripts/test_program.sh trainer cuda-emulation)" run::placed
   done
 }
 

@@ -3,6 +3,8 @@
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "tests read their own files")]
 
+kernels::test_allocator!();
+
 mod adapter_parity;
 mod adapter_runs;
 mod adapter_start;

@@ -2,6 +2,9 @@
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read their own files"))]
 
+#[cfg(test)]
+kernels::test_allocator!();
+
 pub mod cost;
 pub mod loss;
 pub mod models;

@@ -20,6 +20,26 @@
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read their own files"))]
 
+/// The allocator of test programs: it lists allocations while kernels are executed from their PTX.
+#[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
+#[macro_export]
+macro_rules! test_allocator {
+    () => {
+        #[global_allocator]
+        static ALLOCATOR: $crate::PtxAllocator = $crate::PtxAllocator;
+    };
+}
+/// Without emulated kernels, test programs have the allocator of the system.
+#[cfg(not(all(feature = "cuda-emulation", not(feature = "cuda"))))]
+#[macro_export]
+macro_rules! test_allocator {
+    () => {};
+}
+#[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
+pub use cuda::PtxAllocator;
+#[cfg(test)]
+test_allocator!();
+
 /// `return_if_on_gpu!(x => op(..))`: if `x` is on a GPU, returns from the enclosing function with
 /// the result of the CUDA implementation of the op.
 macro_rules! return_if_on_gpu {

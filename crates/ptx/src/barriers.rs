@@ -71,6 +71,10 @@ pub(crate) struct MemoryBarrier {
     phase: u32,
     /// Whether a thread has waited for the phase before.
     is_waited_for: bool,
+    /// Whether copies have brought bytes in the present phase, and in phases before it for which no
+    /// thread has waited.
+    has_copies: bool,
+    has_unseen_copies: bool,
     /// What the present phase, and those before, release.
     known: Known,
     released: Known,
@@ -85,6 +89,7 @@ impl MemoryBarrier {
     /// A thread has waited for the phase before. Returns what that one and those before released.
     pub(crate) fn wait(&mut self) -> &Known {
         self.is_waited_for = true;
+        self.has_unseen_copies = false;
         &self.released
     }
 
@@ -98,6 +103,7 @@ impl MemoryBarrier {
         self.known.join(known);
         self.pending -= arrivals;
         self.pending_bytes += bytes;
+        self.has_copies |= bytes < 0;
         if self.pending < 0 {
             return Err("more arrivals");
         }
@@ -114,9 +120,16 @@ impl MemoryBarrier {
             self.pending = self.count;
             self.known.add(Stamp { lanes: 0, ..self.stamp() });
             self.is_waited_for = false;
+            self.has_unseen_copies |= std::mem::take(&mut self.has_copies);
             self.released = self.known.clone();
         }
         Ok(())
+    }
+
+    /// Whether copies have brought bytes without a thread that waited for them: they might arrive
+    /// after the end of the block.
+    pub(crate) fn has_unseen_copies(&self) -> bool {
+        self.has_copies || self.has_unseen_copies
     }
 
     /// Whether bytes are expected that no copy has brought.
@@ -154,6 +167,8 @@ impl MemoryBarriers {
             pending_bytes: 0,
             phase: 0,
             is_waited_for: true,
+            has_copies: false,
+            has_unseen_copies: false,
             known,
             released,
         };

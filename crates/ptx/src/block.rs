@@ -336,6 +336,9 @@ impl<'a> Block<'a> {
         if self.memory_barriers.all().any(super::barriers::MemoryBarrier::expects_bytes) {
             return in_flight("bytes that a barrier expects");
         }
+        if self.memory_barriers.all().any(super::barriers::MemoryBarrier::has_unseen_copies) {
+            return in_flight("copies of boxes");
+        }
         Ok(())
     }
 }

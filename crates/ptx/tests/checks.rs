@@ -389,6 +389,14 @@ fn copies_of_boxes_are_in_the_asynchronous_proxy() {
     wrong(&with(&other, "", "%r4"), 64, is_unfenced);
     // "Asynchronous Operations": the end of a copy does not order earlier accesses of its thread
     wrong(&with("", "st.shared.u32 [%r9+64], %r2;", "%r9+64"), 64, is_early);
+    // a block that ends before its copy does
+    let wait = "mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r9], %r11;\n@!%p3 bra $L__BB0_2;\n\
+                ld.shared.u32 %r6, [%r4];\n";
+    let copied = with("", "", "%r4");
+    assert!(copied.contains(wait));
+    wrong(&copied.replace(wait, "mov.u32 %r6, 0;\n"), 64, |fault| {
+        matches!(fault, Fault::EndInFlight { what: "copies of boxes" })
+    });
 }
 
 /// Sums of 16 products of 1 and 1, A from registers and B with eight columns.

@@ -29,6 +29,8 @@ mod gemm;
 mod grouped_linear;
 #[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
 mod interpreted;
+#[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
+pub use interpreted::PtxAllocator;
 mod launch;
 mod layer_norm;
 mod linear;

@@ -1,7 +1,9 @@
-//! The live allocations of the tests of this crate, so that an access outside of every tensor is found.
+//! The live allocations of a test program, so that an access outside of every tensor is found.
 
+use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// The live allocations.
@@ -94,95 +96,92 @@ fn with<T>(change: impl FnOnce(&mut BTreeMap<u64, Allocation>) -> T) -> Option<T
         .flatten()
 }
 
-#[cfg(test)]
-mod registry {
-    use super::{Allocation, with};
-    use std::alloc::{GlobalAlloc, Layout, System};
-    use std::sync::atomic::{AtomicU8, Ordering};
+/// The allocator of the system, for test programs (`test_allocator!`). While kernels are executed from
+/// their PTX, it keeps a list, and leaves bytes after each allocation, so that an access past its end
+/// is not in the next one.
+#[derive(Debug)]
+pub struct PtxAllocator;
 
-    #[global_allocator]
-    static REGISTRY: Registry = Registry;
+/// Whether this program has the allocator, and lists allocations.
+pub(super) fn is_listed() -> bool {
+    with(|live| !live.is_empty()).unwrap_or_default()
+}
 
-    /// The allocator of the system. While kernels are executed from their PTX, it keeps a list, and
-    /// leaves bytes after each allocation, so that an access past its end is not in the next one.
-    struct Registry;
+const GAP: usize = 256;
 
-    const GAP: usize = 256;
+/// The rule of `CAPABILITY`, read at the first allocation: `std::env` allocates.
+fn is_on() -> bool {
+    const UNKNOWN: u8 = 0;
+    const OFF: u8 = 1;
+    const ON: u8 = 2;
+    static STATE: AtomicU8 = AtomicU8::new(UNKNOWN);
+    let state = STATE.load(Ordering::Relaxed);
+    if state != UNKNOWN {
+        return state == ON;
+    }
+    // SAFETY: a name that ends with 0; no test changes the environment of its own process.
+    let value = unsafe { libc::getenv(c"TRAINER_EMULATE_CUDA".as_ptr()) };
+    let is_on = if value.is_null() {
+        // SAFETY: as above.
+        !unsafe { libc::getenv(c"TRAINER_PTX".as_ptr()) }.is_null()
+    } else {
+        // SAFETY: a string that ends with 0, of which `strncmp` reads no byte after its end.
+        unsafe { libc::strncmp(value, c"ptx:".as_ptr(), 4) == 0 }
+    };
+    STATE.store(if is_on { ON } else { OFF }, Ordering::Relaxed);
+    is_on
+}
 
-    /// The rule of `CAPABILITY`, read at the first allocation: `std::env` allocates.
-    fn is_on() -> bool {
-        const UNKNOWN: u8 = 0;
-        const OFF: u8 = 1;
-        const ON: u8 = 2;
-        static STATE: AtomicU8 = AtomicU8::new(UNKNOWN);
-        let state = STATE.load(Ordering::Relaxed);
-        if state != UNKNOWN {
-            return state == ON;
-        }
-        // SAFETY: a name that ends with 0; no test changes the environment of its own process.
-        let value = unsafe { libc::getenv(c"TRAINER_EMULATE_CUDA".as_ptr()) };
-        let is_on = if value.is_null() {
-            // SAFETY: as above.
-            !unsafe { libc::getenv(c"TRAINER_PTX".as_ptr()) }.is_null()
-        } else {
-            // SAFETY: a string that ends with 0, of which `strncmp` reads no byte after its end.
-            unsafe { libc::strncmp(value, c"ptx:".as_ptr(), 4) == 0 }
-        };
-        STATE.store(if is_on { ON } else { OFF }, Ordering::Relaxed);
-        is_on
+fn padded(layout: Layout) -> Layout {
+    if !is_on() {
+        return layout;
+    }
+    // SAFETY: sizes of allocations that exist are far below the limit of `isize`.
+    unsafe { Layout::from_size_align_unchecked(layout.size() + GAP, layout.align()) }
+}
+
+fn add(at: *mut u8, size: usize) {
+    if is_on() && !at.is_null() {
+        with(|live| live.insert(at as u64, Allocation { size, ..Allocation::default() }));
+    }
+}
+
+fn remove(at: *mut u8) {
+    if is_on() {
+        with(|live| live.remove(&(at as u64)));
+    }
+}
+
+// SAFETY: the allocator of the system does the work.
+unsafe impl GlobalAlloc for PtxAllocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as the caller promises.
+        let at = unsafe { System.alloc(padded(layout)) };
+        add(at, layout.size());
+        at
     }
 
-    fn padded(layout: Layout) -> Layout {
-        if !is_on() {
-            return layout;
-        }
-        // SAFETY: sizes of allocations that exist are far below the limit of `isize`.
-        unsafe { Layout::from_size_align_unchecked(layout.size() + GAP, layout.align()) }
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as the caller promises.
+        let at = unsafe { System.alloc_zeroed(padded(layout)) };
+        add(at, layout.size());
+        at
     }
 
-    fn add(at: *mut u8, size: usize) {
-        if is_on() && !at.is_null() {
-            with(|live| live.insert(at as u64, Allocation { size, ..Allocation::default() }));
-        }
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        remove(at);
+        // SAFETY: as the caller promises.
+        unsafe { System.dealloc(at, padded(layout)) };
     }
 
-    fn remove(at: *mut u8) {
-        if is_on() {
-            with(|live| live.remove(&(at as u64)));
-        }
-    }
-
-    // SAFETY: the allocator of the system does the work.
-    unsafe impl GlobalAlloc for Registry {
-        unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-            // SAFETY: as the caller promises.
-            let at = unsafe { System.alloc(padded(layout)) };
-            add(at, layout.size());
-            at
-        }
-
-        unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-            // SAFETY: as the caller promises.
-            let at = unsafe { System.alloc_zeroed(padded(layout)) };
-            add(at, layout.size());
-            at
-        }
-
-        unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-            remove(at);
-            // SAFETY: as the caller promises.
-            unsafe { System.dealloc(at, padded(layout)) };
-        }
-
-        unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-            remove(at);
-            let gap = padded(layout).size() - layout.size();
-            // SAFETY: as the caller promises.
-            let new = unsafe { System.realloc(at, padded(layout), size + gap) };
-            // A failure leaves the old allocation.
-            let (kept, size) = if new.is_null() { (at, layout.size()) } else { (new, size) };
-            add(kept, size);
-            new
-        }
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        remove(at);
+        let gap = padded(layout).size() - layout.size();
+        // SAFETY: as the caller promises.
+        let new = unsafe { System.realloc(at, padded(layout), size + gap) };
+        // A failure leaves the old allocation.
+        let (kept, size) = if new.is_null() { (at, layout.size()) } else { (new, size) };
+        add(kept, size);
+        new
     }
 }
