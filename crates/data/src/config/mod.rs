@@ -33,7 +33,7 @@ pub struct DataConfig {
     /// Data sets to evaluate on, with the same keys as `data.train`
     #[key(default, neutral)]
     pub eval: Vec<DatasetConfig>,
-    /// What weights mean
+    /// What the weights of data sets mean
     #[key(default)]
     pub mixture: Mixture,
     /// When an epoch ends with `mixture: share`
