@@ -114,11 +114,9 @@ fn compile_image(toolkit: &Toolkit, file: &Path, codes: &[&str], image: &Path) -
     fs::create_dir(&kept).expect("OUT_DIR is writable");
     let mut command = Command::new(&toolkit.nvcc);
     command.args(["-fatbin", "-O3", "-std=c++17", "--threads", "2", "-lineinfo"]);
-    // The update of a parameter has the same bits in one part or several, whose elements take
-    // other paths of the kernel: the compiler would join products and sums in one of them only.
-    if stem(file).starts_with("adamw") {
-        command.arg("-fmad=false");
-    }
+    // Options of one file are in a comment of it, for scripts/cuda/ptx.sh too.
+    let source = fs::read_to_string(file).expect("the sources are text");
+    command.args(source.lines().filter_map(|line| line.strip_prefix("// nvcc: ")));
     for code in codes {
         command.args(["-gencode", code]);
     }

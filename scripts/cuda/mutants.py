@@ -14,7 +14,7 @@ the results of all tiles.
 Two fences in a row are deleted together: each alone makes a barrier visible to copies (CUTLASS has only
 fence.mbarrier_init after an init, and the CUDA guide only fence.proxy.async).
 """
-import argparse, collections, os, pathlib, random, re, subprocess, sys, tempfile
+import argparse, collections, hashlib, os, pathlib, random, re, subprocess, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 # An instruction that orders accesses or counts bytes: deleted.
@@ -42,6 +42,19 @@ def mutants(line, after=""):
         yield "delete " + order.group(1), "//" + line
     if "wait_group" in line:
         yield "wait for one group less", re.sub(r"(\d+);", lambda n: f"{int(n.group(1)) + 1};", line)
+    waited = re.search(r"mbarrier\.try_wait\S* (\S+), ", line)
+    if waited:
+        yield "do not wait for a phase", f"setp.eq.u32 {waited.group(1)}, 0, 0;"
+    threads = re.search(r"\bbar\.(?:sync|arrive)\s+%r\d+, (\d+);", line)
+    if threads:
+        start, end = threads.span(1)
+        yield "barrier of one warp less", f"{line[:start]}{int(threads.group(1)) - 32}{line[end:]}"
+    arrivals = re.search(r"mbarrier\.init\S* \[%r\d+\], (%r\d+);", line)
+    if arrivals:
+        register = arrivals.group(1)
+        yield "one arrival more", f"{{ .reg .b32 more; add.s32 more, {register}, 1; {line.replace(f', {register};', ', more;')} }}"
+    if "setmaxnreg.inc" in line:
+        yield "registers that are taken", re.sub(r"(\d+);", lambda n: f"{int(n.group(1)) + 8};", line)
     expected = re.search(r"expect_tx.*, (%r\d+);", line)
     if expected:
         register = expected.group(1)
@@ -117,6 +130,8 @@ class Tests:
             result = self.run(ptx, [test, "--exact", "--test-threads", "1"], timeout=60 + 10 * self.times[test] / 1e6)
             if result is None:
                 return test, "it does not end"
+            if result.returncode == 0 and " 1 passed" not in result.stdout:
+                sys.exit(f"the program has no test `{test}`; was `--counts` written by another one?")
             if result.returncode:
                 text = result.stdout + result.stderr
                 if re.search(r"line \d+ of the PTX", text):
@@ -140,7 +155,9 @@ def main():
     parser.add_argument("--counts", type=pathlib.Path)
     given = parser.parse_args()
     ptx = given.ptx.resolve()
-    tests = Tests(given.tests, ptx, given.capability, given.counts or ptx / f"counts-{given.capability}")
+    # Another program, or one that was compiled again, may have other tests.
+    program = hashlib.sha256(pathlib.Path(given.tests).read_bytes()).hexdigest()[:12]
+    tests = Tests(given.tests, ptx, given.capability, given.counts or ptx / f"counts-{given.capability}-{program}")
     draw = random.Random(given.seed)
     planted, unused, places_of_all = [], collections.Counter(), 0
     for folder in {"8.0": ["80"], "9.0": ["90", "90a"]}[given.capability]:

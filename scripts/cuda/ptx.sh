@@ -15,9 +15,9 @@ if ! [ -d "$folder" ] || ! cmp -s "$folder.sha256.new" "$folder.sha256"; then
     for arch in 80 90; do printf "$arch %s\n" crates/kernels/src/cuda/kernels/{common,sm80}/*.cu; done
     printf '90a %s\n' crates/kernels/src/cuda/kernels/sm90/*.cu
   } | FOLDER=$folder.new xargs -P "$(nproc)" -L 1 bash -c '
-    file=$(basename "$2" .cu) exact=()
-    [[ $file != adamw* ]] || exact=(-fmad=false) # as in crates/kernels/build.rs
-    "$CUDA_HOME/bin/nvcc" -ptx "-arch=sm_$1" -O3 -std=c++17 -Werror all-warnings -lineinfo "${exact[@]}" -Icrates/kernels/src/cuda/kernels/common -o "$FOLDER/$1/$file.ptx" "$2"' _
+    file=$(basename "$2" .cu)
+    mapfile -t options < <(sed -n "s|^// nvcc: ||p" "$2") # as in crates/kernels/build.rs
+    "$CUDA_HOME/bin/nvcc" -ptx "-arch=sm_$1" -O3 -std=c++17 -Werror all-warnings -lineinfo "${options[@]}" -Icrates/kernels/src/cuda/kernels/common -o "$FOLDER/$1/$file.ptx" "$2"' _
   mv "$folder.new" "$folder"
   mv "$folder.sha256.new" "$folder.sha256"
 fi

@@ -7,6 +7,9 @@
 // (20 with moments in bf16), and 2 more for a bf16 copy of the weight. Sums are f64, in an order
 // that depends on the sizes only. bf16 moments, and bf16 weights without a master, use stochastic
 // rounding with the same random numbers as crates/kernels/src/moments.rs.
+// The update of a parameter has the same bits in one part or several, whose elements take other paths of
+// the kernel: the compiler would join products and sums in one of them only.
+// nvcc: -fmad=false
 #include "adamw.cuh"
 
 namespace {

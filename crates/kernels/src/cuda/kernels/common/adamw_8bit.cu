@@ -2,6 +2,7 @@
 //
 // A warp processes 256 elements, which share a scale, in accesses of consecutive elements by
 // consecutive lanes: 12 bytes per element with weights in f32.
+// nvcc: -fmad=false
 #include "adamw.cuh"
 
 namespace {
