@@ -13,10 +13,8 @@ features=video,mpi,cuda-emulation,testing
 tests() {
   export TRAINER_LONG_TESTS=1 PROPTEST_CASES=1000
   cargo test --release --workspace --features "$features"
-  TRAINER_EMULATE_CUDA=8.0 "$(scripts/test_program.sh kernels "$features")" --skip cuda::
-  TRAINER_EMULATE_CUDA=8.0 "$(scripts/test_program.sh engine "$features")" optim:: joined_layers
-  TRAINER_EMULATE_CUDA=8.0 "$(scripts/test_program.sh trainer "$features")" run::placed
-  TRAINER_PTX=$(scripts/cuda/ptx.sh) TRAINER_EMULATE_CUDA=ptx:9.0 "$(scripts/test_program.sh kernels "$features")" attention:: --skip cuda::
+  TRAINER_EMULATE_CUDA=8.0 scripts/cuda/op_tests.sh "$features"
+  TRAINER_PTX=$(scripts/cuda/ptx.sh) TRAINER_EMULATE_CUDA=ptx:9.0 scripts/unit_tests.sh kernels "$features" attention:: --skip cuda::
 }
 reliability() { scripts/reliability/all.sh long; }
 ranks() {

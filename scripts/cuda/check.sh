@@ -26,11 +26,9 @@ types() {
 
 emulated() {
   # These compare kernels with the CPU. With the variable below they would compare them with themselves.
-  "$(scripts/test_program.sh kernels cuda-emulation)" cuda::
+  scripts/unit_tests.sh kernels cuda-emulation cuda::
   export TRAINER_EMULATE_CUDA=8.0
-  "$(scripts/test_program.sh kernels cuda-emulation)" --skip cuda::
-  "$(scripts/test_program.sh engine cuda-emulation)" optim:: joined_layers
-  "$(scripts/test_program.sh trainer cuda-emulation)" run::placed presets
+  scripts/cuda/op_tests.sh cuda-emulation
   cargo test --release --features cuda-emulation --test integration -- laws parity --skip follow_the_reference
 }
 
@@ -130,12 +128,8 @@ ptx() {
   export TRAINER_PTX TRAINER_EMULATE_CUDA
   TRAINER_PTX=$(scripts/cuda/ptx.sh)
   # These launch kernels themselves, and compare them with the ops on the CPU.
-  env -u TRAINER_EMULATE_CUDA "$(scripts/test_program.sh kernels cuda-emulation)" cuda::
-  for TRAINER_EMULATE_CUDA in ptx:8.0 ptx:9.0; do
-    "$(scripts/test_program.sh kernels cuda-emulation)" --skip cuda::
-    "$(scripts/test_program.sh engine cuda-emulation)" optim:: joined_layers
-    "$(scripts/test_program.sh trainer cuda-emulation)" run::placed
-  done
+  env -u TRAINER_EMULATE_CUDA scripts/unit_tests.sh kernels cuda-emulation cuda::
+  for TRAINER_EMULATE_CUDA in ptx:8.0 ptx:9.0; do scripts/cuda/op_tests.sh cuda-emulation; done
 }
 
 [ $# -gt 0 ] || set -- types emulated nvcc ptx assemblers

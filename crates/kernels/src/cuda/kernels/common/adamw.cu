@@ -235,10 +235,8 @@ __device__ __forceinline__ void update_block(const Updates<M> &updates, int num,
   int tensor = tensor_of_block(updates, num);
   long long start = (long long)(int(blockIdx.x) - updates.first[tensor]) * CHUNK;
   int count = int(min((long long)CHUNK, updates.count[tensor] - start));
-  float *weight = updates.weight[tensor];
-  bf16 *copy = updates.copy[tensor];
-  Chunk<M> chunk = {weight ? weight + start : nullptr, copy ? copy + start : nullptr, updates.exp_avg[tensor] + start, updates.exp_avg_sq[tensor] + start,
-                    updates.grad[tensor] + start, updates.seed[tensor], updates.offset[tensor] + uint32_t(start)};
+  Chunk<M> chunk = {element(updates.weight[tensor], start), element(updates.copy[tensor], start), updates.exp_avg[tensor] + start,
+                    updates.exp_avg_sq[tensor] + start, updates.grad[tensor] + start, updates.seed[tensor], updates.offset[tensor] + uint32_t(start)};
   update_chunk(chunk, count, scale, s, updates.keep[tensor], updates.step_size[tensor]);
 }
 

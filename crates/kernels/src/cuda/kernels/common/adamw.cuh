@@ -46,6 +46,10 @@ __device__ __forceinline__ bf16 round_at_random(float x, uint32_t random) {
 // A weight rounded at random; `element` is its index in the parameter.
 __device__ __forceinline__ bf16 random_weight(float x, uint32_t seed, uint32_t element) { return round_at_random(x, mix(mix(seed ^ element)) & 0xFFFFu); }
 
+// The address of element `at` of a list, or null if there is none. nvcc 12.4 does not see the state space of a
+// pointer that is chosen between an address and a null.
+template <class T> __device__ __forceinline__ T *element(T *list, long long at) { return list + (list ? at : 0); }
+
 // A weight in f32, which is `copy` if `weight` is null.
 __device__ __forceinline__ float load_weight(const float *weight, const bf16 *copy, int at) { return weight ? weight[at] : widen(copy[at]); }
 

@@ -75,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   long long end = min(chunk + CHUNK, updates.count[tensor]);
   for (long long start = chunk + warp() * SCALED; start < end; start += THREADS / WARP * SCALED) {
     int count = int(min((long long)SCALED, end - start));
-    float *weight = updates.weight[tensor] ? updates.weight[tensor] + start : nullptr;
-    bf16 *copy = updates.copy[tensor] ? updates.copy[tensor] + start : nullptr;
+    float *weight = element(updates.weight[tensor], start);
+    bf16 *copy = element(updates.copy[tensor], start);
     float *scales[2] = {updates.scales[0][tensor] + start / SCALED, updates.scales[1][tensor] + start / SCALED};
     uint8_t *codes[2] = {updates.codes[0][tensor] + start, updates.codes[1][tensor] + start};
     float old[2] = {*scales[0], *scales[1]};
