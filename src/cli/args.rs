@@ -7,7 +7,7 @@ use crate::config::{self, ConfigError, LeftOut, RunConfig};
 use crate::run::{self, RunError};
 use crate::train::Weights;
 use clap::Args;
-use fault::Fault;
+use fault::{Fault, IntoHint};
 use std::path::{Path, PathBuf};
 
 /// A config file and changes to it.
@@ -37,18 +37,17 @@ impl ConfigArgs {
         &self,
         keys: &[K],
         problem: impl Into<String>,
-        hint: impl Into<String>,
+        hint: impl IntoHint,
     ) -> ConfigError {
         let keys: Vec<&str> = keys.iter().map(AsRef::as_ref).collect();
-        config::refuse(&self.config, &self.overrides, &keys, problem.into(), hint.into())
+        config::refuse(&self.config, &self.overrides, &keys, problem.into(), hint.into_hint())
     }
 
     /// Adds the line in the config file to an error that a config key caused.
     pub(super) fn located(&self, error: RunError) -> anyhow::Error {
         let Some(keys) = error.keys() else { return error.into() };
         let exit = error.exit().unwrap_or(Exit::Usage);
-        let hint = error.hint().unwrap_or_default();
-        Failure::of(exit, self.refuse(&keys, error.to_string(), hint)).into()
+        Failure::of(exit, self.refuse(&keys, error.to_string(), error.hint())).into()
     }
 }
 

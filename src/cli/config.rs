@@ -3,7 +3,7 @@
 use super::stdout::stdout;
 use crate::config::RunConfig;
 use clap::Args;
-use settings::{Key, Kind, Setting, schema};
+use settings::{Setting, schema};
 use std::io::Write as _;
 
 /// Arguments of `config`.
@@ -26,19 +26,10 @@ pub(super) fn run(args: &ConfigArgs) -> anyhow::Result<()> {
     if args.schema {
         text = format!("{:#}\n", schema(&config, "A config of trainer"));
     } else {
-        add_lines("", config.keys(), &mut text);
-    }
-    Ok(stdout().write_all(text.as_bytes())?)
-}
-
-fn add_lines(section: &str, keys: &[Key], text: &mut String) {
-    for key in keys {
-        let name = settings::join(section, key.name);
-        if !matches!(key.kind, Kind::Section(..)) {
+        for (name, key) in config.flat() {
             let default = key.default.as_ref().map_or("required".to_owned(), ToString::to_string);
             text.extend([&name, ": ", &default, "\n    ", &key.plain_doc(), "\n"]);
         }
-        let item = if matches!(key.kind, Kind::List(_)) { "[]" } else { "" };
-        add_lines(&format!("{name}{item}"), key.kind.keys(), text);
     }
+    Ok(stdout().write_all(text.as_bytes())?)
 }

@@ -97,11 +97,7 @@ impl ConfigArgs {
     /// paths that cannot be expanded.
     pub(super) fn expand(&self, config: &mut RunConfig, left_out: &LeftOut) -> Vec<ConfigError> {
         let refuse = |(keys, error): (Vec<String>, PathError)| {
-            self.refuse(
-                &left_out.in_file(&keys),
-                error.to_string(),
-                error.hint().unwrap_or_default(),
-            )
+            self.refuse(&left_out.in_file(&keys), error.to_string(), error.hint())
         };
         config.expand_paths(&expand).into_iter().map(refuse).collect()
     }

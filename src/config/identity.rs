@@ -5,7 +5,7 @@ use super::RunConfig;
 use crate::checkpoint::is_model_file;
 use crate::net::hub::Cached;
 use serde_json::Value;
-use settings::Setting;
+use settings::{Setting, join};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Component, Path, PathBuf};
@@ -128,15 +128,13 @@ fn tidy(path: &Path) -> PathBuf {
 
 /// Adds the values under `key` with their dotted keys.
 fn flatten(key: &str, value: &Value, values: &mut Settings) {
-    let dotted =
-        |part: &str| if key.is_empty() { part.to_owned() } else { format!("{key}.{part}") };
     match value {
         Value::Object(map) => {
-            map.iter().for_each(|(part, value)| flatten(&dotted(part), value, values));
+            map.iter().for_each(|(part, value)| flatten(&join(key, part), value, values));
         }
         Value::Array(list) => {
             let items = list.iter().enumerate();
-            items.for_each(|(index, value)| flatten(&dotted(&index.to_string()), value, values));
+            items.for_each(|(index, value)| flatten(&join(key, index), value, values));
         }
         value => {
             values.insert(key.to_owned(), value.to_string());

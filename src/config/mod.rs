@@ -84,7 +84,7 @@ impl RunConfig {
         self.check_values("", &mut problems);
         let optim = &self.optim;
         let mut rule = |holds: bool, problem: ValueError| {
-            if !holds && problems.iter().all(|known| known.key != problem.key) {
+            if !holds {
                 problems.push(problem);
             }
         };
@@ -145,7 +145,7 @@ impl RunConfig {
             .chain(self.check_output_dir().err())
             .chain(self.settings_without_effect())
             .chain(self.data.problems());
-        others.for_each(|problem| rule(false, problem));
+        problems.extend(others);
         problems.retain(|problem| problem.key != "data.train" || !left_out.has("data.train"));
         problems
     }
@@ -287,5 +287,21 @@ impl RunConfig {
     /// Folder of the length caches: `data.cache_dir`, or `cache` in `output_dir`.
     pub fn cache_dir(&self) -> PathBuf {
         self.data.cache_dir.clone().unwrap_or_else(|| self.output_dir.join("cache"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn a_value_that_contradicts_two_others_is_a_problem_with_each() {
+        let text = "output_dir: a\nmodel: {path: b, offload: frozen}\nadapter: {quantize: nf4}\n\
+                    data: {train: [{path: c}]}\ndistributed: {shard: full}\n";
+        let config: RunConfig = load_text(Path::new("a.yaml"), text).unwrap();
+        let problems = config.problems(&LeftOut::default());
+        let of = |key: &str| problems.iter().filter(|problem| problem.key == key).count();
+        assert_eq!([of("adapter.quantize"), of("model.offload"), problems.len()], [2, 1, 3]);
     }
 }

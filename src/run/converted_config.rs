@@ -4,6 +4,7 @@ use crate::config::{RunConfig, explained, load_text};
 use crate::convert::{self, ConvertError, Line, Trainer};
 use crate::data::DatasetInfo;
 use serde_json::Value;
+use settings::Setting;
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 
@@ -40,7 +41,7 @@ pub fn convert_config(
     let convert::Converted { lines, dropped, notes } = converted;
     let names: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
     let mut yaml = format!("# Converted from {}: {}\n", trainer.title(), names.join(", "));
-    yaml += &body(lines, &defaults()?);
+    yaml += &body(lines);
     for (title, lines) in [("Dropped", &dropped), ("Notes", &notes)] {
         if !lines.is_empty() {
             yaml.extend(["\n# ", title, ":\n"]);
@@ -53,13 +54,6 @@ pub fn convert_config(
     Ok(ConvertedConfig { yaml, dropped, notes })
 }
 
-/// The config with only the required keys, as JSON.
-fn defaults() -> Result<Value, ConvertError> {
-    let smallest = "output_dir: ''\nadapter: {}\nmodel: {path: ''}\ndata: {train: []}\n";
-    let config: RunConfig = load_text(Path::new(""), smallest)?;
-    serde_json::to_value(&config).map_err(|error| ConvertError::Bug { problem: error.to_string() })
-}
-
 /// Reads the result as `trainer sft` will.
 fn check(yaml: &str) -> Result<(), ConvertError> {
     let config: RunConfig = load_text(Path::new("config.yaml"), yaml)
@@ -70,14 +64,19 @@ fn check(yaml: &str) -> Result<(), ConvertError> {
 
 /// The lines as YAML, in the order of docs/config.md, without values that are default in both
 /// trainers.
-fn body(mut lines: Vec<Line>, defaults: &Value) -> String {
-    let mut order = Vec::new();
-    keys(defaults, "", &mut order);
-    let is_in = |known: &str, key: &str| {
-        key.strip_prefix(known).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+fn body(mut lines: Vec<Line>) -> String {
+    let config = RunConfig::kind();
+    let keys = config.flat();
+    // The innermost key of which a line gives the value or a part; a list is one key.
+    let place = |line: &Line| {
+        keys.iter().rposition(|(known, _)| {
+            let rest = line.key.strip_prefix(known.as_str());
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+        })
     };
-    lines.retain(|line| !line.is_default || !is_equal(defaults, line));
-    lines.sort_by_cached_key(|line| order.iter().position(|known| is_in(known, &line.key)));
+    let default = |line: &Line| keys[place(line)?].1.default.as_ref();
+    lines.retain(|line| !line.is_default || !default(line).is_some_and(|of| is_equal(of, line)));
+    lines.sort_by_cached_key(place);
     let mut text = String::new();
     let mut open: Vec<&str> = Vec::new(); // the sections of the previous line
     for Line { key, value, origin, .. } in &lines {
@@ -99,27 +98,15 @@ fn body(mut lines: Vec<Line>, defaults: &Value) -> String {
     text
 }
 
-/// Whether the value of a line is the default here.
-fn is_equal(defaults: &Value, Line { key, value, .. }: &Line) -> bool {
-    match defaults.pointer(&format!("/{}", key.replace('.', "/"))) {
-        Some(Value::String(text)) => text == value,
-        Some(Value::Bool(default)) => default.to_string() == *value,
-        Some(Value::Number(number)) => {
+/// Whether the value of a line is this default.
+fn is_equal(default: &Value, Line { value, .. }: &Line) -> bool {
+    match default {
+        Value::String(text) => text == value,
+        Value::Bool(default) => default.to_string() == *value,
+        Value::Number(number) => {
             value.parse::<f64>().is_ok_and(|value| number.as_f64() == Some(value))
         }
         _ => false,
-    }
-}
-
-/// All dotted keys of the config, in order; a list is one key.
-fn keys(config: &Value, section: &str, found: &mut Vec<String>) {
-    let Value::Object(entries) = config else { return };
-    for (name, value) in entries {
-        let key = format!("{section}{name}");
-        match value {
-            Value::Object(inner) if !inner.is_empty() => keys(value, &format!("{key}."), found),
-            _ => found.push(key),
-        }
     }
 }
 
@@ -147,7 +134,7 @@ mod tests {
             line("data.train.1.path", "c", false),
         ];
         assert_eq!(
-            body(lines, &defaults().unwrap()),
+            body(lines),
             "output_dir: o  # c\nmodel:\n  path: m  # c\ndata:\n  train:\n    - path: a  # c\n      \
              image_root: b  # c\n    - path: c  # c\n  packing: false  # c\n  video:\n    fps: 1  # c\n\
              optim:\n  lr: 1e-4  # c\n"

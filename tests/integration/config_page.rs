@@ -3,7 +3,7 @@
 //! `UPDATE=1 cargo test --test integration -- config_page` writes them.
 
 use serde_json::Value;
-use settings::{Key, Kind, Setting, schema};
+use settings::{Key, Kind, Setting, join, schema};
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::{env, fs};
@@ -47,61 +47,30 @@ fn default(key: &Key) -> String {
     }
 }
 
-/// Adds the lines of `keys`, which are those of `section`. Sections that `shown` has have no lines.
-fn add_lines(
-    section: &str,
-    keys: &[Key],
-    shown: &mut BTreeSet<&'static str>,
-    lines: &mut Vec<String>,
-) {
-    for key in keys {
-        let name = if section.is_empty() {
-            key.name.to_owned()
-        } else {
-            format!("{section}.{}", key.name)
-        };
-        let (inner, item) = match &key.kind {
-            Kind::List(kind) => (&**kind, "[]"),
-            Kind::Optional(kind) => (&**kind, ""),
-            kind => (kind, ""),
-        };
-        if !matches!(key.kind, Kind::Section(..)) {
-            let (kind, default) = (kind_name(&key.kind), default(key));
-            lines.push(format!("| `{name}` | {kind} | {default} | {} |", meaning(key)));
-        }
-        if let Kind::Section(of, keys) = inner
-            && shown.insert(of)
-        {
-            add_lines(&format!("{name}{item}"), keys, shown, lines);
-        }
-    }
-}
-
 /// The table of sections, or of the keys outside of sections.
 fn table(sections: &str) -> Vec<String> {
+    let is_here = |name: &str| match (name.split_once('.'), sections) {
+        (None, "top level") => true,
+        (Some((section, _)), sections) => sections.split(", ").any(|here| here == section),
+        _ => false,
+    };
     let config = RunConfig::kind();
-    let mut lines =
-        vec!["| key | type | default | meaning |".to_owned(), "|---|---|---|---|".to_owned()];
-    let mut shown = BTreeSet::new();
-    let plain: Vec<Key> =
-        config.keys().iter().filter(|key| key.kind.keys().is_empty()).cloned().collect();
-    if sections == "top level" {
-        add_lines("", &plain, &mut shown, &mut lines);
-    } else {
-        for section in sections.split(", ") {
-            let key = config.keys().iter().find(|key| key.name == section).unwrap();
-            add_lines(section, key.kind.keys(), &mut shown, &mut lines);
-        }
-    }
-    lines
+    let rows = config.flat().into_iter().filter(|(name, key)| {
+        // A section of its own has no line at the top level.
+        is_here(name) && (name.contains('.') || key.kind.keys().is_empty())
+    });
+    let head = ["| key | type | default | meaning |", "|---|---|---|---|"].map(str::to_owned);
+    let line = |(name, key): (String, &Key)| {
+        let (kind, default) = (kind_name(&key.kind), default(key));
+        format!("| `{name}` | {kind} | {default} | {} |", meaning(key))
+    };
+    head.into_iter().chain(rows.map(line)).collect()
 }
 
 /// The keys that a resumed run may change, one line for each section.
 fn neutral() -> Vec<String> {
     fn add(section: &str, keys: &[Key], lines: &mut Vec<String>) {
-        let named = |key: &Key| {
-            if section.is_empty() { key.name.to_owned() } else { format!("{section}.{}", key.name) }
-        };
+        let named = |key: &Key| join(section, key.name);
         let neutral = keys.iter().filter(|key| key.is_neutral);
         let names: Vec<String> = neutral
             .map(|key| match key.kind {

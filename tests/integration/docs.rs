@@ -39,7 +39,7 @@ fn rows(page: &str) -> impl Iterator<Item = Vec<&str>> {
 }
 
 /// Contents of the fenced blocks of one language.
-fn blocks<'a>(page: &'a str, language: &str) -> Vec<&'a str> {
+pub(crate) fn blocks<'a>(page: &'a str, language: &str) -> Vec<&'a str> {
     let fence = format!("```{language}\n");
     let after = page.split(fence.as_str()).skip(1);
     after.map(|rest| rest.split("```").next().unwrap()).collect()

@@ -1,6 +1,7 @@
 //! Every recipe runs: `trainer check` accepts it, and two steps train it, with a small model and the
 //! rows of docs/recipes.md in place of the published model and the user's files.
 
+use super::docs::blocks;
 use super::harness::{Place, golden};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,8 +29,8 @@ fn row(page: &str, recipe: &str) -> String {
         .split("\n## ")
         .find(|section| section.contains(&link))
         .unwrap_or_else(|| panic!("docs/recipes.md does not link to {recipe}"));
-    let block = section.split("```jsonl\n").nth(1).and_then(|rest| rest.split("```").next());
-    block.unwrap_or_else(|| panic!("{recipe} has no example row")).to_owned()
+    let rows = blocks(section, "jsonl");
+    (*rows.first().unwrap_or_else(|| panic!("{recipe} has no example row"))).to_owned()
 }
 
 /// A model of the family whose chat template renders what the recipe needs.

@@ -35,7 +35,7 @@ use std::process::ExitCode;
 #[cfg(test)]
 extern crate self as fault;
 
-pub use fault_derive::Fault;
+pub use derive::Fault;
 
 /// Exit code of the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

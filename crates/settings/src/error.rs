@@ -1,6 +1,7 @@
 //! Errors of a config, with file, line and column.
 
 use crate::excerpt::Excerpt;
+use crate::keys::join;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -168,7 +169,7 @@ pub enum ConfigError {
         place: Place,
         /// The key, the value that was found and the values that are expected.
         problem: String,
-        hint: String,
+        hint: fault::Hint,
     },
     /// A `--set` has no `=`, an empty key, or a key below a value that is neither a list nor a
     /// mapping.
@@ -244,11 +245,6 @@ impl ConfigError {
             | Self::Write { .. } => None,
         }
     }
-}
-
-/// The dotted key of `key` in a section.
-pub(crate) fn join(section: &str, key: &str) -> String {
-    if section.is_empty() { key.to_owned() } else { format!("{section}.{key}") }
 }
 
 fn inside(section: &str) -> String {

@@ -3,6 +3,7 @@
 use super::{Range, ValueError};
 use indexmap::IndexMap;
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
@@ -55,6 +56,37 @@ impl Kind {
         }
     }
 
+    /// All keys below, with their dotted names, in order; an item of a list is `name[]`. A section that
+    /// stands in two places, such as a data set, has its keys at the first one only. A section that is
+    /// always there has no entry of its own.
+    pub fn flat(&self) -> Vec<(String, &Key)> {
+        let mut found = Vec::new();
+        self.add_flat("", &mut BTreeSet::new(), &mut found);
+        found
+    }
+
+    fn add_flat<'a>(
+        &'a self,
+        section: &str,
+        shown: &mut BTreeSet<&'static str>,
+        found: &mut Vec<(String, &'a Key)>,
+    ) {
+        match self {
+            Self::Section(name, keys) if shown.insert(name) => {
+                for key in keys {
+                    let name = join(section, key.name);
+                    if !matches!(key.kind, Self::Section(..)) {
+                        found.push((name.clone(), key));
+                    }
+                    key.kind.add_flat(&name, shown, found);
+                }
+            }
+            Self::List(item) => item.add_flat(&format!("{section}[]"), shown, found),
+            Self::Optional(kind) => kind.add_flat(section, shown, found),
+            _ => {}
+        }
+    }
+
     /// Removes the values of neutral keys.
     pub fn remove_neutral(&self, value: &mut Value) {
         match (self, value) {
@@ -94,8 +126,7 @@ pub trait Setting {
     fn check_values(&self, _key: &str, _errors: &mut Vec<ValueError>) {}
 }
 
-/// `key` below `section`.
-#[doc(hidden)]
+/// The dotted key of `key` in `section`, which is empty at the top level.
 pub fn join(section: &str, key: impl std::fmt::Display) -> String {
     if section.is_empty() { key.to_string() } else { format!("{section}.{key}") }
 }

@@ -52,6 +52,7 @@ mod value;
 extern crate self as settings;
 
 pub use de::read;
+pub use derive::{Choice, section};
 pub use error::{ConfigError, Place};
 pub use keys::{Key, Kind, Setting, join};
 pub use load::{LeftOut, Loaded, parse_file, parse_text, read_all, to_yaml};
@@ -60,6 +61,5 @@ pub use schema::schema;
 #[doc(hidden)]
 pub use serde_json::to_value;
 pub use set::set;
-pub use settings_derive::{Choice, section};
 pub use tree::{Entry, Node, Quoting, Value};
 pub use value::{Range, ValueError, above, check, range};

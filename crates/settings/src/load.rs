@@ -1,7 +1,8 @@
 //! Trees from files, all errors of a tree at once, and structs as YAML.
 
 use crate::de::read;
-use crate::error::{ConfigError, Source, join};
+use crate::error::{ConfigError, Source};
+use crate::keys::join;
 use crate::tree::{Node, parse};
 use serde::Serialize;
 use serde::de::DeserializeOwned;

@@ -11,13 +11,12 @@ use super::inputs::encoder;
 use super::observer::SetupObserver;
 use super::temporary::TemporaryFolder;
 use crate::config::{LeftOut, RunConfig};
-use crate::data::{Encoder, VideoConfig};
+use crate::data::{DataConfig, Encoder, VideoConfig};
 use resources::Need;
 pub(super) use resources::warn_about_disk;
 pub(crate) use resources::{copy_of_checkpoint, predicted_memory};
 use std::env;
 use std::fs;
-use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 /// A part of a run that is checked.
@@ -203,7 +202,7 @@ pub fn check_run(
     }
     // The plan starts the workers, and so many threads would abort the process.
     let mut config = config.clone();
-    config.data.workers = config.data.workers.min(NonZeroUsize::MIN.saturating_add(1023));
+    config.data.workers = config.data.workers.min(DataConfig::MAX_WORKERS);
     // An address would become a folder of that name.
     let aside = if has_folder { None } else { TemporaryFolder::create(&env::temp_dir()).ok() };
     if let Some(aside) = &aside {

@@ -33,7 +33,7 @@ pub struct DataConfig {
     /// Data sets to evaluate on, with the same keys as `data.train`
     #[key(default, neutral)]
     pub eval: Vec<DatasetConfig>,
-    /// What weights mean
+    /// What the weights of data sets mean
     #[key(default)]
     pub mixture: Mixture,
     /// When an epoch ends with `mixture: share`
@@ -93,7 +93,7 @@ pub struct DataConfig {
     /// Number of loader threads that measure rows, and as many again that read samples
     #[key(default = const { NonZeroUsize::new(2).unwrap() }, neutral)]
     #[valid(
-        range = 1.0..=1024.0,
+        range = 1.0..=Self::MAX_WORKERS.get() as f64,
         expected = "a number from 1 to 1024",
         hint = "one worker per core is enough"
     )]
@@ -154,6 +154,9 @@ pub enum OnError {
 }
 
 impl DataConfig {
+    /// Maximum of `workers`.
+    pub const MAX_WORKERS: NonZeroUsize = NonZeroUsize::new(1024).unwrap();
+
     /// The rules between values that are broken.
     pub fn problems(&self) -> Vec<ValueError> {
         const ENTRY: &str = "docs/corpora.md and docs/config.md list the valid combinations";

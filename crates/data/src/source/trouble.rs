@@ -76,7 +76,7 @@ impl Trouble {
         }
     }
 
-    /// The trouble with this [`Fault::reason`].
+    /// The variant whose [`Fault::reason`] is `reason`.
     pub fn with_reason(reason: &str) -> Option<Self> {
         [Self::Resources, Self::Disk].into_iter().find(|trouble| trouble.reason() == reason)
     }

@@ -30,7 +30,8 @@ pub struct VideoConfig {
     pub min_pixels: Option<u64>,
     /// Maximum pixels of all frames together (published value of Qwen3-VL: 25,165,824)
     pub max_pixels: Option<u64>,
-    /// The vision start and end tokens around a whole video: keep or remove them
+    /// Whether the vision start and end tokens around a whole video are kept (`nested`) or removed
+    /// (`flat`)
     #[key(default)]
     pub marks: VideoMarks,
     /// Maximum seconds for one video file; a slower one is rejected (`video_timeout`)

@@ -159,7 +159,7 @@ impl RowMedia<'_> {
     }
 }
 
-/// A part is one thing: a second one under another key must not be dropped.
+/// Fails if the part has a second text, image or video, under one of the keys `others`.
 fn refuse_second(at: &str, part: &Map<String, Value>, others: &[&str]) -> Result<(), SampleFault> {
     // a text in `source` names the origin of a part
     let is_second = |key: &&&str| match part.get(**key) {

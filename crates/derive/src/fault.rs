@@ -1,16 +1,9 @@
 //! Derives the trait `Fault` of the crate `fault`, which describes the attribute.
 
-use proc_macro2::{Ident, Span, TokenStream, TokenTree};
+use crate::attribute::{arguments, given_twice};
+use proc_macro2::{Ident, Span, TokenStream};
 use quote::{format_ident, quote};
-use syn::parse::ParseStream;
-use syn::{Attribute, Data, DeriveInput, Error, Fields, LitStr, Result, Token};
-
-/// See the crate `fault`.
-#[proc_macro_derive(Fault, attributes(fault))]
-pub fn derive(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
-    let input = syn::parse_macro_input!(input as DeriveInput);
-    expand(&input).unwrap_or_else(Error::into_compile_error).into()
-}
+use syn::{Attribute, Data, DeriveInput, Error, Fields, LitStr, Result};
 
 /// The field whose error gives what an attribute does not.
 struct FromField {
@@ -35,7 +28,7 @@ impl Settings {
         let mut is_transparent = false;
         for attribute in attributes {
             if attribute.path().is_ident("fault") {
-                attribute.parse_args_with(|input: ParseStream<'_>| settings.read(input))?;
+                settings.add(attribute)?;
             } else if attribute.path().is_ident("error") {
                 let text = attribute.parse_args::<Ident>();
                 is_transparent |= text.is_ok_and(|text| text == "transparent");
@@ -49,10 +42,8 @@ impl Settings {
     }
 
     /// Adds the content of one attribute.
-    fn read(&mut self, input: ParseStream<'_>) -> Result<()> {
-        while !input.is_empty() {
-            let key: Ident = input.parse()?;
-            let value = value(&key, input)?;
+    fn add(&mut self, attribute: &Attribute) -> Result<()> {
+        for (key, value) in arguments(attribute, &["from"])? {
             let is_new = match key.to_string().as_str() {
                 "exit" => self.exit.replace(value).is_none(),
                 "hint" => self.hint.replace(value).is_none(),
@@ -67,35 +58,11 @@ impl Settings {
                 }
             };
             if !is_new {
-                return Err(Error::new(key.span(), format!("`{key}` is given twice")));
+                return Err(given_twice(&key));
             }
         }
         Ok(())
     }
-}
-
-/// Reads the value of `key` and the comma after it. Empty for `from` alone.
-fn value(key: &Ident, input: ParseStream<'_>) -> Result<TokenStream> {
-    let mut value = TokenStream::new();
-    let has_value = input.parse::<Option<Token![=]>>()?.is_some();
-    while !input.is_empty() && !is_end(input) {
-        value.extend([input.parse::<TokenTree>()?]);
-    }
-    input.parse::<Option<Token![,]>>()?;
-    if value.is_empty() && (has_value || key != "from") {
-        return Err(Error::new(key.span(), format!("`{key}` has no value: write `{key} = ..`")));
-    }
-    Ok(value)
-}
-
-/// Whether a value ends here: at a comma, unless it is a part of the value, as in `f::<A, B>()`.
-fn is_end(input: ParseStream<'_>) -> bool {
-    let rest = input.fork();
-    if !matches!(rest.parse::<Option<Token![,]>>(), Ok(Some(_))) {
-        return false;
-    }
-    let Ok(key) = rest.parse::<Ident>() else { return rest.is_empty() };
-    key == "from" || rest.peek(Token![=])
 }
 
 /// The bodies of the three functions for one variant or struct.
@@ -193,7 +160,7 @@ fn hint(value: &TokenStream) -> TokenStream {
     }
 }
 
-fn expand(input: &DeriveInput) -> Result<TokenStream> {
+pub(crate) fn expand(input: &DeriveInput) -> Result<TokenStream> {
     let own = Settings::from_attributes(&input.attrs)?;
     let mut arms = Vec::new();
     match &input.data {

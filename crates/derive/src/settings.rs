@@ -1,30 +1,13 @@
 //! Declares the keys of a config section on its struct, and the values of a choice on its enum. The
 //! crate `settings` describes the attributes.
 
-use proc_macro2::{TokenStream, TokenTree};
+use crate::attribute::arguments;
+use proc_macro2::TokenStream;
 use quote::{format_ident, quote};
-use syn::parse::{Parse, ParseStream};
 use syn::{
     Attribute, Data, DataStruct, DeriveInput, Error, Expr, ExprLit, Field, Fields, Ident, Lit,
-    LitStr, Meta, Result, Token, Type,
+    LitStr, Meta, Result, Type,
 };
-
-/// See the crate `settings`.
-#[proc_macro_attribute]
-pub fn section(
-    _: proc_macro::TokenStream,
-    item: proc_macro::TokenStream,
-) -> proc_macro::TokenStream {
-    let item = syn::parse_macro_input!(item as DeriveInput);
-    expand_section(item).unwrap_or_else(Error::into_compile_error).into()
-}
-
-/// For enums without fields, with serde's names: the values of a key, and the function `name`.
-#[proc_macro_derive(Choice)]
-pub fn choice(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
-    let input = syn::parse_macro_input!(input as DeriveInput);
-    expand_choice(&input).unwrap_or_else(Error::into_compile_error).into()
-}
 
 /// The first paragraph of a doc comment, without a full stop at its end.
 fn doc(attributes: &[Attribute]) -> String {
@@ -39,27 +22,6 @@ fn doc(attributes: &[Attribute]) -> String {
     let paragraph: Vec<String> = lines.take_while(|line| !line.is_empty()).collect();
     let text = paragraph.join(" ");
     text.strip_suffix('.').map_or_else(|| text.clone(), str::to_owned)
-}
-
-/// `name`, or `name = EXPRESSION`, separated by commas.
-struct Arguments(Vec<(Ident, TokenStream)>);
-
-impl Parse for Arguments {
-    fn parse(input: ParseStream<'_>) -> Result<Self> {
-        let mut arguments = Vec::new();
-        while !input.is_empty() {
-            let name: Ident = input.parse()?;
-            let mut value = TokenStream::new();
-            if input.parse::<Option<Token![=]>>()?.is_some() {
-                while !input.is_empty() && !input.peek(Token![,]) {
-                    value.extend([input.parse::<TokenTree>()?]);
-                }
-            }
-            input.parse::<Option<Token![,]>>()?;
-            arguments.push((name, value));
-        }
-        Ok(Self(arguments))
-    }
 }
 
 /// A field and what its attributes say.
@@ -94,7 +56,7 @@ impl Key {
         };
         for attribute in &field.attrs {
             if attribute.path().is_ident("key") {
-                for (name, value) in attribute.parse_args::<Arguments>()?.0 {
+                for (name, value) in arguments(attribute, &["default", "neutral"])? {
                     match name.to_string().as_str() {
                         "default" if value.is_empty() => {
                             key.default = Some(quote!(::core::default::Default::default()));
@@ -118,7 +80,7 @@ impl Key {
 fn range(attribute: &Attribute) -> Result<(TokenStream, TokenStream, TokenStream)> {
     let (mut range, mut expected) = (None, None);
     let mut hint = quote!(::core::option::Option::None);
-    for (name, value) in attribute.parse_args::<Arguments>()?.0 {
+    for (name, value) in arguments(attribute, &[])? {
         match name.to_string().as_str() {
             "range" => range = Some(value),
             "expected" => expected = Some(value),
@@ -135,7 +97,7 @@ fn is_option(ty: &Type) -> bool {
     path.path.segments.last().is_some_and(|segment| segment.ident == "Option")
 }
 
-fn expand_section(mut item: DeriveInput) -> Result<TokenStream> {
+pub(crate) fn expand_section(mut item: DeriveInput) -> Result<TokenStream> {
     let Data::Struct(DataStruct { fields: Fields::Named(fields), .. }) = &mut item.data else {
         return Err(Error::new_spanned(&item.ident, "a section is a struct with named fields"));
     };
@@ -238,7 +200,7 @@ fn setting(name: &Ident, keys: &[Key]) -> TokenStream {
     }
 }
 
-fn expand_choice(input: &DeriveInput) -> Result<TokenStream> {
+pub(crate) fn expand_choice(input: &DeriveInput) -> Result<TokenStream> {
     let Data::Enum(of) = &input.data else {
         return Err(Error::new_spanned(&input.ident, "a choice is an enum"));
     };
@@ -289,4 +251,49 @@ fn snake_case(name: &Ident) -> String {
         snake.extend(letter.to_lowercase());
     }
     snake
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use syn::parse_quote;
+
+    #[test]
+    fn wrong_attributes_and_a_missing_meaning_are_named() {
+        let with = |field: TokenStream| {
+            let input = parse_quote!(
+                struct S {
+                    #field
+                    key: f64,
+                }
+            );
+            expand_section(input).err().map_or_else(String::new, |error| error.to_string())
+        };
+        for (field, message) in [
+            (quote!(), "a key needs a doc comment: docs/config.md has it"),
+            (quote!(#[doc = "a"] #[key(range = 1)]), "expected `default` or `neutral`"),
+            (
+                quote!(#[doc = "a"] #[key(default = )]),
+                "`default` has no value: write `default = ..`",
+            ),
+            (quote!(#[doc = "a"] #[key(default = 1.0, default)]), "`default` is given twice"),
+            (quote!(#[doc = "a"] #[valid(range = ..1.0)]), "`range` and `expected` are required"),
+            (quote!(#[doc = "a"] #[valid(most = 1.0)]), "expected `range`, `expected` or `hint`"),
+            (quote!(#[doc = "a"] #[valid(range = 0.0.., expected = "0 or more")]), ""),
+        ] {
+            assert_eq!(with(field.clone()), message, "{field}");
+        }
+        let unnamed = expand_section(parse_quote!(
+            struct S(f64);
+        ))
+        .unwrap_err()
+        .to_string();
+        assert_eq!(unnamed, "a section is a struct with named fields");
+        let no_enum = expand_choice(&parse_quote!(
+            struct S;
+        ))
+        .unwrap_err()
+        .to_string();
+        assert_eq!(no_enum, "a choice is an enum");
+    }
 }
