@@ -47,6 +47,7 @@ fn a_plan_has_a_time_only_from_a_measured_speed() {
     let rows = [(1, 50, 9.0), (2, 300, 1.0), (3, 100, 1.0)].map(|(step, tokens, seconds)| {
         format!("{{\"step\":{step},\"num_tokens\":{tokens},\"step_time_s\":{seconds}}}\n")
     });
+    std::fs::create_dir(place.path("earlier")).unwrap();
     place.write("earlier/metrics.jsonl", &rows.concat());
     let planned = plan(&place, &["--as-fast-as", "earlier"]);
     assert_eq!(planned["tokens_per_s"], 200.0, "without the first step");
