@@ -8,8 +8,8 @@ cd "$(dirname "$0")/../.."
 trainer=${TRAINER:-$PWD/target/release/trainer} python=${PYTHON:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-echo "| model | GPUs | memory | needs, GiB a GPU: none, optimizer, gradients, full | least exchange that fits | tokens/s a GPU | efficiency |"
-echo "|---|---|---|---|---|---|---|"
+echo "| model | GPUs | memory | needs, GiB a GPU: none, optimizer, gradients, full | first that fits |"
+echo "|---|---|---|---|---|"
 for model in 2b 4b 8b 32b; do
   "$trainer" init --preset "$model" --out "$work/$model" >&2
   for cluster in "8 1 80GB" "8 1 141GB" "8 8 80GB" "8 64 80GB"; do
@@ -27,13 +27,11 @@ model, gpus, memory = sys.argv[1:]
 rows = [row for row in map(json.loads, sys.stdin) if "shard" in row]
 world = int(gpus)
 needs = ", ".join("%.0f" % (row["memory_bytes"] / 2**30) for row in rows if row["shard"] == "none" or row["group"] == world)
-best = next((row for row in rows if row["best"]), None)
-if best is None:
-    print(f"| {model} | {gpus} | {memory} | {needs} | none | | |")
-else:
-    name = best["shard"] + (" in each node" if best["group"] < world else "")
-    rate, efficiency = best["tokens_per_s"] / world, best["efficiency"]
-    print(f"| {model} | {gpus} | {memory} | {needs} | `{name}` | {rate:.0f} | {efficiency:.0%} |")
+first = next((row for row in rows if row["first"]), None)
+name = "-"
+if first is not None:
+    name = "`%s`" % first["shard"] + (" in each node" if first["group"] < world else "")
+print(f"| {model} | {gpus} | {memory} | {needs} | {name} |")
 ' "${model^^}" "$((gpus * nodes))" "$memory"
   done
 done

@@ -1,7 +1,6 @@
 //! `trainer init`: writes a model folder with random weights.
 
 mod preset;
-mod windowed;
 
 use super::args::check_folder;
 use super::failure::{Exit, Failure};

@@ -1,4 +1,5 @@
-//! `trainer plan`: predicts memory, size and time of a run, on the CPU and on GPUs.
+//! `trainer plan`: predicts memory and size of a run, on the CPU and on GPUs, and its time from a
+//! measured speed.
 
 use super::args::ConfigArgs;
 use super::failure::{Exit, Failure};
@@ -7,14 +8,15 @@ use super::plan_report::{Report, Speed, print, print_json};
 use super::progress::SetupBars;
 use crate::config::RunConfig;
 use crate::dist::Shard;
-use crate::metrics::Cluster;
 use crate::optim::Kind;
 use crate::run::{
-    Calibration, Estimate, Load, ModelShape, RunMemory, calibrate, check_world, plan_data, search,
+    Estimate, Load, ModelShape, RunMemory, calibrate, check_world, plan_data, search,
 };
 use crate::train::DeviceChoice;
 use clap::Args;
+use serde_json::Value;
 use std::num::{NonZeroU64, NonZeroUsize};
+use std::path::{Path, PathBuf};
 
 pub(super) const GIB: f64 = 1_073_741_824.0;
 /// Fractions of tokens of images and of supervised tokens without data: an assumption.
@@ -42,24 +44,15 @@ pub(super) struct PlanArgs {
     /// the CPU, for example 80GiB or 80GB; without it, `fits` is for 80GiB
     #[arg(long, value_parser = bytes)]
     memory: Option<f64>,
-    /// Predict the run time from this total speed of all GPUs, in tokens per second
+    /// Compute the time of the run from this total speed of all ranks, in tokens per second
     #[arg(long, value_name = "X", conflicts_with = "calibrate", value_parser = positive)]
     tokens_per_second: Option<f64>,
+    /// Compute the time of the run from the speed of an earlier run with as many ranks, in this folder
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["calibrate", "tokens_per_second"])]
+    as_fast_as: Option<PathBuf>,
     /// Train a few steps in a temporary folder, and compute the time of the run from their speed
     #[arg(long, value_name = "STEPS", num_args = 0..=1, default_missing_value = "5")]
     calibrate: Option<NonZeroU64>,
-    /// Link speed of a GPU to the other GPUs of its node, in Gbit/s
-    #[arg(long, default_value_t = 2800.0)]
-    link_gbps: f64,
-    /// Link speed of a GPU to other nodes, in Gbit/s
-    #[arg(long, default_value_t = 360.0)]
-    network_gbps: f64,
-    /// Peak rate of a GPU on matrix products, in TFLOP/s
-    #[arg(long, default_value_t = 989.0)]
-    tflops: f64,
-    /// Fraction of that rate which the model reaches
-    #[arg(long, default_value_t = 0.45)]
-    mfu: f64,
     /// Plan full packs instead of the data, with this fraction of image tokens; default: 0.5
     #[arg(long)]
     images: Option<f64>,
@@ -135,17 +128,12 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
     let place = &places[usize::from(config.device != DeviceChoice::Cpu)];
     let estimates = estimates(args, &shape, place)?;
     let memory = args.memory.unwrap_or(MEMORY);
-    let cost = |estimate: &Estimate| estimate.collectives.total();
-    let best = estimates
-        .iter()
-        .filter(|estimate| place.bytes_of(&estimate.parts) <= memory)
-        .min_by(|one, other| cost(one).total_cmp(&cost(other)));
+    let first = estimates.iter().find(|estimate| place.bytes_of(&estimate.parts) <= memory);
     let fits = match args.memory {
         Some(memory) => search(place, memory, world)?,
         None => Vec::new(),
     };
-    let calibration = calibration(args, &config, logging)?;
-    let speed = speed(args, &config, &estimates, (world, calibration));
+    let speed = speed(args, &config, world, logging)?;
     let report = Report {
         config: &config,
         shape: &shape,
@@ -157,31 +145,54 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
         world,
         estimates: &estimates,
         memory,
-        best,
+        first,
         fits: &fits,
         is_searched: args.memory.is_some(),
     };
     if args.json { print_json(&report) } else { print(&report) }
 }
 
-/// Tokens per second of all ranks.
+/// Tokens per second of all ranks, if an argument gives or measures it.
 fn speed(
     args: &PlanArgs,
     config: &RunConfig,
-    estimates: &[Estimate],
-    (world, calibration): (usize, Option<Calibration>),
-) -> Option<(f64, Speed)> {
+    world: usize,
+    logging: &Logging,
+) -> anyhow::Result<Option<(f64, Speed)>> {
     if let Some(rate) = args.tokens_per_second {
-        return Some((rate, Speed::Given));
+        return Ok(Some((rate, Speed::Given)));
     }
-    let same = |estimate: &&Estimate| estimate.shard == config.distributed.shard;
-    let predicted = estimates.iter().find(same).or(estimates.first())?;
-    if let Some(measured) = calibration {
-        let ranks = world as f64 * predicted.efficiency();
-        return Some((ranks * measured.tokens_per_s, Speed::Measured(measured)));
+    if let Some(folder) = &args.as_fast_as {
+        return Ok(Some((speed_of_run(folder)?, Speed::OfRun(folder.clone()))));
     }
-    let speed = Speed::Predicted { tflops: args.tflops, mfu: args.mfu };
-    (config.device != DeviceChoice::Cpu).then_some((predicted.tokens_per_s, speed))
+    let Some(steps) = args.calibrate else { return Ok(None) };
+    let folder = std::env::temp_dir();
+    let measured = calibrate(config, steps, &folder, &SetupBars(logging))
+        .map_err(|error| args.config.located(error))?;
+    Ok(Some((world as f64 * measured.tokens_per_s, Speed::Measured(measured))))
+}
+
+/// Tokens per second of the steps of a run, without the first one.
+fn speed_of_run(folder: &Path) -> anyhow::Result<f64> {
+    let path = folder.join("metrics.jsonl");
+    let text = std::fs::read_to_string(&path).map_err(|error| {
+        Failure::new(Exit::Usage, format!("cannot read `{}`: {error}", path.display()))
+            .hint("give the `output_dir` of a run")
+    })?;
+    let (mut tokens, mut seconds) = (0.0, 0.0);
+    for line in text.lines().skip(1) {
+        let row: Value = serde_json::from_str(line).unwrap_or_default();
+        if let (Some(of_step), Some(time)) =
+            (row["num_tokens"].as_f64(), row["step_time_s"].as_f64())
+        {
+            (tokens, seconds) = (tokens + of_step, seconds + time);
+        }
+    }
+    if seconds > 0.0 {
+        return Ok(tokens / seconds);
+    }
+    let message = format!("`{}` has fewer than two steps", path.display());
+    Err(Failure::new(Exit::Usage, message).hint("give the folder of a longer run").into())
 }
 
 /// The prediction for every `distributed.shard`, for the micro-batch that needs the most memory.
@@ -190,44 +201,26 @@ fn estimates(
     shape: &ModelShape,
     place: &RunMemory,
 ) -> anyhow::Result<Vec<Estimate>> {
-    let cluster = Cluster {
-        gpus: args.gpus.get(),
-        nodes: args.nodes.get(),
-        link: args.link_gbps * 1e9 / 8.0,
-        network: args.network_gbps * 1e9 / 8.0,
-        flops: args.tflops * 1e12 * args.mfu,
-    };
     let config = &place.config;
     let exact = config.distributed.exact.holds(config.device == DeviceChoice::Cpu);
     let bytes = |estimate: &Estimate| place.bytes_of(&estimate.parts);
     let largest = |choice| -> candle_core::Result<Option<Estimate>> {
         let sizes = place.load.sizes().iter();
-        let all = sizes.map(|sizes| shape.estimate(config, &cluster, choice, sizes, exact));
+        let all = sizes.map(|sizes| shape.estimate(config, place.world, choice, sizes, exact));
         let all: Vec<Estimate> = all.collect::<candle_core::Result<_>>()?;
         Ok(all.into_iter().max_by(|one, other| bytes(one).total_cmp(&bytes(other))))
     };
-    let choices = choices(&cluster, config.optim.kind).into_iter();
+    let ranks = (args.gpus.get(), args.nodes.get());
+    let choices = choices(ranks, config.optim.kind).into_iter();
     let found = choices.map(largest).collect::<candle_core::Result<Vec<_>>>()?;
     Ok(found.into_iter().flatten().collect())
 }
 
-/// Times a few steps, if this is an argument.
-fn calibration(
-    args: &PlanArgs,
-    config: &RunConfig,
-    logging: &Logging,
-) -> anyhow::Result<Option<Calibration>> {
-    let Some(steps) = args.calibrate else { return Ok(None) };
-    let folder = std::env::temp_dir();
-    let measured = calibrate(config, steps, &folder, &SetupBars(logging));
-    measured.map(Some).map_err(|error| args.config.located(error))
-}
-
 /// Every `distributed.shard` that the optimizer supports, and the size of its groups.
-fn choices(cluster: &Cluster, kind: Kind) -> Vec<(Shard, usize)> {
-    let world = cluster.world();
+fn choices((gpus, nodes): (usize, usize), kind: Kind) -> Vec<(Shard, usize)> {
+    let world = gpus * nodes;
     let mut choices = vec![(Shard::None, world)];
-    let groups = if cluster.nodes > 1 { vec![cluster.gpus, world] } else { vec![world] };
+    let groups = if nodes > 1 { vec![gpus, world] } else { vec![world] };
     for group in groups.into_iter().filter(|_| world > 1 && kind.divides_state()) {
         for shard in [Shard::Optimizer, Shard::Gradients, Shard::Full] {
             choices.push((shard, group));
@@ -237,16 +230,12 @@ fn choices(cluster: &Cluster, kind: Kind) -> Vec<(Shard, usize)> {
 }
 
 fn check(args: &PlanArgs) -> anyhow::Result<()> {
-    let positive = [args.link_gbps, args.network_gbps, args.tflops, args.mfu];
-    let fractions = [args.images, args.targets, Some(args.mfu)];
-    let valid = positive.iter().all(|rate| *rate > 0.0 && rate.is_finite())
-        && fractions.iter().flatten().all(|fraction| (0.0..=1.0).contains(fraction));
-    if valid {
+    let fractions = [args.images, args.targets];
+    if fractions.iter().flatten().all(|fraction| (0.0..=1.0).contains(fraction)) {
         return Ok(());
     }
-    let message = "a rate is not positive, or a fraction is not between 0 and 1";
-    let hint = "`--link-gbps`, `--network-gbps` and `--tflops` are rates; `--mfu`, `--images` and `--targets` are fractions";
-    Err(Failure::new(Exit::Usage, message).hint(hint).into())
+    let message = "`--images` and `--targets` are fractions, from 0 to 1";
+    Err(Failure::new(Exit::Usage, message).hint("for example `--images 0.5`").into())
 }
 
 #[cfg(test)]

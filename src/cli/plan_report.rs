@@ -8,16 +8,17 @@ use crate::run::{Calibration, DataPlan, Estimate, Fit, Load, ModelShape, RESERVE
 use crate::train::DeviceChoice;
 use serde_json::{Value, json};
 use std::io::{self, Write};
+use std::path::PathBuf;
 
 /// Where the speed of a run comes from.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(super) enum Speed {
     /// The command line.
     Given,
     /// A few steps of one process.
     Measured(Calibration),
-    /// The rate of a GPU.
-    Predicted { tflops: f64, mfu: f64 },
+    /// The steps of the run in a folder.
+    OfRun(PathBuf),
 }
 
 /// Everything that is predicted.
@@ -35,7 +36,8 @@ pub(super) struct Report<'a> {
     pub(super) world: usize,
     pub(super) estimates: &'a [Estimate],
     pub(super) memory: f64,
-    pub(super) best: Option<&'a Estimate>,
+    /// The first of `estimates` that fits.
+    pub(super) first: Option<&'a Estimate>,
     pub(super) fits: &'a [Fit],
     pub(super) is_searched: bool,
 }
@@ -43,7 +45,7 @@ pub(super) struct Report<'a> {
 impl Report<'_> {
     /// Seconds of the whole run.
     fn seconds(&self) -> Option<f64> {
-        let ((rate, _), data) = self.speed.zip(self.data)?;
+        let ((rate, _), data) = self.speed.as_ref().zip(self.data)?;
         Some(data.tokens() / rate)
     }
 }
@@ -93,21 +95,20 @@ fn print_run(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
             writeln!(out, "run     {} steps, {:.0} tokens", data.steps, data.tokens())?;
         }
     }
-    let Some((rate, speed)) = report.speed else {
-        return writeln!(out, "time    unknown: see `--calibrate` and `--tokens-per-second`");
+    let Some((rate, speed)) = &report.speed else {
+        return writeln!(out, "time    unknown: `--calibrate` measures a few steps");
     };
     let source = match speed {
         Speed::Given => "given".to_owned(),
         Speed::Measured(Calibration { steps, peak_bytes, .. }) => {
-            format!("{steps} steps of one process with a peak of {}", memory_text(peak_bytes))
+            let peak = memory_text(*peak_bytes);
+            let ranks = match report.world {
+                1 => String::new(),
+                world => format!("; at most: {world} ranks that never wait for each other"),
+            };
+            format!("{steps} steps of one process with a peak of {peak}{ranks}")
         }
-        Speed::Predicted { tflops, mfu } => {
-            let percent = 100.0 * mfu;
-            format!(
-                "assumed: {percent:.0} % of {tflops} TFLOP/s, by default an H100; \
-                 `--calibrate` measures this machine"
-            )
-        }
+        Speed::OfRun(folder) => format!("as the run in {}", folder.display()),
     };
     match report.seconds() {
         Some(seconds) => {
@@ -152,39 +153,20 @@ fn copy_bytes(report: &Report<'_>) -> f64 {
 }
 
 fn print_shards(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
-    writeln!(
-        out,
-        "\n{:10} {:>6} {:>11} {:>5} {:>10} {:>13} {:>9} {:>11} {:>10}",
-        "shard",
-        "group",
-        "memory GiB",
-        "fits",
-        "compute s",
-        "collectives s",
-        "step s",
-        "efficiency",
-        "tokens/s"
-    )?;
+    writeln!(out, "\n{:10} {:>6} {:>11} {:>5}", "shard", "group", "memory GiB", "fits")?;
     for estimate in report.estimates {
         let bytes = report.place.bytes_of(&estimate.parts);
         writeln!(
             out,
-            "{:10} {:>6} {:>11.2} {:>5} {:>10.3} {:>13.3} {:>9.3} {:>10.1}% {:>10.0}",
+            "{:10} {:>6} {:>11.2} {:>5}",
             estimate.shard.name(),
             estimate.group,
             bytes / GIB,
             if bytes <= report.memory { "yes" } else { "no" },
-            estimate.compute,
-            estimate.collectives.total(),
-            estimate.step(),
-            100.0 * estimate.efficiency(),
-            estimate.tokens_per_s,
         )?;
     }
-    let advice = match report.best {
-        Some(best) => {
-            format!("least exchange among those that fit: {}", setting(best, report.world))
-        }
+    let advice = match report.first {
+        Some(first) => format!("the first that fits: {}", setting(first, report.world)),
         None => format!("none of them fits into {}", memory_text(report.memory)),
     };
     writeln!(out, "{advice}")
@@ -239,12 +221,7 @@ pub(super) fn print_json(report: &Report<'_>) -> anyhow::Result<()> {
             "group": estimate.group,
             "memory_bytes": bytes.round(),
             "fits": bytes <= report.memory,
-            "compute_s": estimate.compute,
-            "collectives_s": estimate.collectives.total(),
-            "step_s": estimate.step(),
-            "efficiency": estimate.efficiency(),
-            "tokens_per_s": estimate.tokens_per_s,
-            "best": report.best.is_some_and(|best| best == estimate),
+            "first": report.first.is_some_and(|first| first == estimate),
         });
         writeln!(out, "{row}")?;
     }
@@ -264,7 +241,7 @@ pub(super) fn print_json(report: &Report<'_>) -> anyhow::Result<()> {
         "fill": report.data.map(|data| data.plan.fill),
         "steps": report.data.map(|data| data.steps),
         "tokens": report.data.map(DataPlan::tokens),
-        "tokens_per_s": report.speed.map(|(rate, _)| rate),
+        "tokens_per_s": report.speed.as_ref().map(|(rate, _)| rate),
         "seconds": report.seconds(),
         "cpu_bytes": named(&cpu, cpu.process()),
         "checkpoint_copy_bytes": copy_bytes(report).round(),

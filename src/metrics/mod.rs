@@ -11,8 +11,8 @@ mod step_rows;
 mod tensorboard;
 
 pub use engine::cost::{
-    ActivationMemory, Cluster, CollectiveTime, Division, MemoryModel, MemoryParts, MicroBatchSizes,
-    ModelWork, PartWork, Rows, StepSizes, StepTraffic, vendor_peak_flops,
+    ActivationMemory, Division, MemoryModel, MemoryParts, MicroBatchSizes, ModelWork, PartWork,
+    Rows, StepSizes, vendor_peak_flops,
 };
 pub use jsonl::{JsonlError, JsonlSink};
 pub use memory::{

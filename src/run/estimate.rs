@@ -1,4 +1,4 @@
-//! Predicts memory and speed of a run on several GPUs from its config and the shape of its model.
+//! Predicts the memory of a run from its config and the shape of its model.
 
 use super::adapter::open_run_model;
 use super::error::RunError;
@@ -7,12 +7,11 @@ use super::load_shares::without_weights;
 use super::stored_weights::{storage_on_gpu, visitors, weight_storage};
 use crate::config::RunConfig;
 use crate::dist::Shard;
-use crate::metrics::{Cluster, CollectiveTime, MemoryModel, MemoryParts, MicroBatchSizes};
-use crate::metrics::{Division, ModelWork, Rows, StepSizes, StepTraffic};
+use crate::metrics::{Division, MemoryModel, MemoryParts, MicroBatchSizes};
 use crate::models::{Model, RecomputePolicy};
 use crate::ops::{GPU_DELTA_BYTES, GPU_LOGITS_BYTES, GradWrite, LOGITS_BYTES};
 use crate::optim::{Master, Moments, ParamGroups, state_bytes_per_weight};
-use crate::tape::{GradSink, Layout, Param, Recompute, Trainable};
+use crate::tape::{GradSink, Layout, Param, Trainable};
 use crate::train::{
     DeviceChoice, MatmulChoice, Precision, RecomputeChoice, VisitingMemory, Weights, division,
     visiting_memory,
@@ -35,24 +34,6 @@ pub struct Estimate {
     pub group: usize,
     /// The parts of the memory at its peak.
     pub parts: MemoryParts,
-    /// Seconds of computation of a step.
-    pub compute: f64,
-    /// Seconds of the collectives of a step.
-    pub collectives: CollectiveTime,
-    /// Tokens per second of all ranks.
-    pub tokens_per_s: f64,
-}
-
-impl Estimate {
-    /// Seconds of a step.
-    pub fn step(&self) -> f64 {
-        self.collectives.step(self.compute)
-    }
-
-    /// Fraction of the time in which the ranks compute.
-    pub fn efficiency(&self) -> f64 {
-        self.compute / self.step()
-    }
 }
 
 /// Measured: the shared libraries of FFmpeg and MPI.
@@ -140,14 +121,13 @@ impl ModelShape {
     pub fn estimate(
         &self,
         config: &RunConfig,
-        cluster: &Cluster,
+        world: usize,
         (shard, group): (Shard, usize),
         whole: &MicroBatchSizes,
         exact: bool,
     ) -> candle_core::Result<Estimate> {
         let model = &self.loaded.model;
         let layout = Layout::new(&model.stages(), &self.loaded.params, &self.trainable, group);
-        let world = cluster.world();
         let sequence = config.distributed.sequence.get();
         let groups = (world / sequence).max(1);
         let rounds = (config.train.gradient_accumulation_steps.get() / groups).max(1);
@@ -163,59 +143,7 @@ impl ModelShape {
         let step_patches = whole.step_patches / groups as f64;
         let micro_batch = part(MicroBatchSizes { step_patches, ..*whole }, sequence as f64);
         let memory = self.memory(config, held)?;
-        let operations = self.operations(config, whole) / sequence as f64;
-        let compute = rounds as f64 * operations / cluster.flops;
-        let element = config.model.precision.dtype().size_in_bytes() as f64;
-        let [parameters, trained] = self.num_parameters();
-        let stages = layout.stages().iter();
-        let largest_stage = stages.map(|stage| stage.num_elements() as f64).fold(0.0, f64::max);
-        let traffic = |weights: f64| StepTraffic {
-            weights: element * weights,
-            stage: element * largest_stage,
-            gradients: 4.0 * trained,
-            rounds: rounds as f64,
-            group,
-        };
-        let in_rounds = if exact { rounds as f64 } else { 1.0 };
-        let collectives = match shard {
-            _ if world == 1 => CollectiveTime::default(),
-            Shard::None => cluster.replicated(&traffic(trained), in_rounds),
-            Shard::Optimizer => cluster.sharded_state(&traffic(trained), in_rounds),
-            Shard::Gradients => cluster.sharded_state(&traffic(trained), rounds as f64),
-            Shard::Full => cluster.sharded_weights(&traffic(parameters)),
-        };
-        let exchanged = self.exchanged(config, whole.tokens, sequence as f64) / cluster.link;
-        let collectives = CollectiveTime {
-            exposed: collectives.exposed + rounds as f64 * exchanged,
-            ..collectives
-        };
-        let tokens = whole.tokens * (rounds * groups) as f64;
-        let parts = memory.parts(&micro_batch);
-        let estimate = Estimate { shard, group, parts, compute, collectives, tokens_per_s: 0.0 };
-        Ok(Estimate { tokens_per_s: tokens / estimate.step(), ..estimate })
-    }
-
-    /// Bytes that a rank of a sequence group receives for the attention of a micro-batch.
-    fn exchanged(&self, config: &RunConfig, tokens: f64, sequence: f64) -> f64 {
-        let text = self.loaded.open.text();
-        let (heads, kv_heads) = (text.num_attention_heads as f64, text.num_key_value_heads as f64);
-        let work = self.loaded.model.work();
-        let decoder = work.iter().filter(|part| part.rows == Rows::Tokens);
-        let widths: f64 = decoder.map(|part| part.attention).sum(); // of the queries of all layers
-        let recomputed = config.model.recompute.policy().llm == Recompute::Yes;
-        let again = if recomputed { 1.0 } else { 0.0 };
-        let element = config.model.precision.dtype().size_in_bytes() as f64;
-        let per_token = element * widths * (2.0 + 2.0 * kv_heads / heads);
-        let linear = text.hybrid.as_ref().map_or(0.0, |hybrid| {
-            let layers = hybrid.is_linear.iter().filter(|is_linear| **is_linear).count();
-            let gates = 2.0 * 4.0 * hybrid.num_value_heads as f64; // in `f32`
-            let widths = (hybrid.qkv_width() + hybrid.value_width()) as f64;
-            layers as f64 * (element * widths + gates)
-        });
-        // Backward of attention exchanges twice as much as forward, that of linear attention as
-        // much.
-        let of_token = (3.0 + again) * per_token + (2.0 + again) * linear;
-        of_token * tokens / sequence * (sequence - 1.0) / sequence
+        Ok(Estimate { shard, group, parts: memory.parts(&micro_batch) })
     }
 
     /// The memory of weights that are stored elsewhere.
@@ -290,34 +218,5 @@ impl ModelShape {
     /// Mean bytes of the optimizer state of a trained weight.
     pub(super) fn state_bytes(&self, config: &RunConfig) -> f64 {
         state_bytes_per_weight(&config.optim, &self.loaded.params, &self.groups)
-    }
-
-    /// Operations of a micro-batch, with those that backward repeats.
-    fn operations(&self, config: &RunConfig, sizes: &MicroBatchSizes) -> f64 {
-        let merge = f64::from(self.loaded.model.merge_size().get()).powi(2);
-        let samples = 4.0; // of a quarter of the pack each
-        let step = StepSizes {
-            tokens: sizes.tokens,
-            targets: sizes.targets,
-            patches: sizes.patches,
-            merged: sizes.patches / merge,
-            token_squares: sizes.tokens.powi(2) / samples,
-            patch_squares: sizes.patches * 4096.0, // images of 4,096 patches
-        };
-        let work = ModelWork(self.loaded.model.work());
-        let trained = |index: usize| self.trainable[index] == Trainable::Yes;
-        let policy = config.model.recompute.policy();
-        let repeated = |rows| match rows {
-            Rows::Tokens => policy.llm,
-            Rows::Targets => Recompute::No,
-            _ => policy.vision,
-        };
-        let passes = work.passes(trained).into_iter().zip(&work.0).map(|(passes, part)| {
-            match repeated(part.rows) {
-                Recompute::Yes if passes > 2.0 => passes + 2.0,
-                _ => passes,
-            }
-        });
-        work.model_flops(&step, &passes.collect::<Vec<_>>())
     }
 }

@@ -14,7 +14,6 @@ use candle_core::Device;
 use rayon::prelude::*;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
-use std::fmt::Write as _;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
@@ -232,133 +231,106 @@ impl NewRun {
         serde_json::from_value(config).expect("all keys have valid values")
     }
 
-    fn yaml(&self, config: &RunConfig, choices: &Choices, sets: [&[Measured]; 2]) -> String {
-        let name = &self.name;
-        let mut out = Yaml(format!(
-            "# Written by `trainer new` for the model and the data below. Check it, then train:\n#\n\
-             #   trainer check --config {name}\n#   trainer sft --config {name}\n#\n\
-             # Paths are relative to the folder in which the command runs. Keys that are not here have\n\
-             # their default values.\n"
-        ));
-        out.line("output_dir", &path(&self.output_dir), "everything that the run writes");
-        out.model(self, config, choices);
-        out.data(self, choices, sets);
-        out.steps(choices, !self.eval.is_empty());
-        out.0
+    fn yaml(
+        &self,
+        config: &RunConfig,
+        choices: &Choices,
+        [train, eval]: [&[Measured]; 2],
+    ) -> String {
+        let [need, free] = choices.adapter.unwrap_or_default().map(|gib| format!("{gib:.1}"));
+        let unused: Vec<&str> = choices.unused.iter().copied().collect();
+        let longest = train.iter().map(|set| set.longest).max().unwrap_or(0);
+        let values = [
+            ("name", self.name.clone()),
+            ("output_dir", path(&self.output_dir)),
+            ("model", path(&self.model)),
+            ("need", need),
+            ("free", free),
+            ("unused", unused.join(", ")),
+            ("train", self.sets("train", &self.train, train)),
+            ("eval", self.sets("eval", &self.eval, eval)),
+            ("packing_length", choices.packing_length.to_string()),
+            ("longest", longest.to_string()),
+            ("accumulation", choices.accumulation.to_string()),
+            ("epochs", choices.epochs.to_string()),
+            ("lr", choices.lr.to_owned()),
+            ("every", choices.every.to_string()),
+            ("log_every", choices.log_every.to_string()),
+        ];
+        let (is_bf16, has_adapter) =
+            (config.model.precision == Precision::Bf16, choices.adapter.is_some());
+        let conditions = [
+            ("random", config.model.weights == Weights::Random),
+            ("bf16", is_bf16),
+            ("f32", !is_bf16),
+            ("recompute", config.model.recompute == RecomputeChoice::Full),
+            ("adapter", has_adapter),
+            ("all", !has_adapter && unused.is_empty()),
+            ("unused", !has_adapter && !unused.is_empty()),
+            ("images", unused.is_empty()),
+            ("eval", !self.eval.is_empty()),
+        ];
+        filled(include_str!("new_config.yaml"), &values, &conditions)
+    }
+
+    /// The lines of the data sets `key`.
+    fn sets(&self, key: &str, paths: &[PathBuf], sets: &[Measured]) -> String {
+        if paths.is_empty() {
+            let comment = "rows that are not in `train`: [{path: eval.jsonl}]";
+            return format!("{:<33} # {comment}", "  eval: []");
+        }
+        let mut lines = vec![format!("  {key}:")];
+        for (file, set) in paths.iter().zip(sets) {
+            lines.push(format!("    # {}", set.comment()));
+            if let Some(rejected) = &set.rejected {
+                let first = rejected.lines().next().unwrap_or_default();
+                let shown: String = first.chars().filter(|c| !c.is_control()).take(200).collect();
+                lines.push(format!("    # unusable: {shown}"));
+            }
+            lines.push(format!("    - path: {}", path(file)));
+            if let Some(root) = &self.image_root {
+                lines.push(format!("      image_root: {}", path(root)));
+            }
+        }
+        lines.join("\n")
     }
 }
 
-/// YAML with comments in one column.
-struct Yaml(String);
-
-impl Yaml {
-    fn line(&mut self, key: &str, value: &str, comment: &str) {
-        let line = format!("{key}: {value}");
-        let _ = match comment {
-            "" => writeln!(self.0, "{line}"),
-            _ => writeln!(self.0, "{line:<33} # {comment}"),
-        };
-    }
-
-    fn text(&mut self, text: &str) {
-        self.0.push_str(text);
-        self.0.push('\n');
-    }
-
-    fn model(&mut self, new: &NewRun, config: &RunConfig, choices: &Choices) {
-        let is_random = config.model.weights == Weights::Random;
-        self.text("\nmodel:");
-        self.line("  path", &path(&new.model), "");
-        if is_random {
-            self.line("  weights", "random", "the folder has no weights: drawn from `seed`");
-        }
-        match config.model.precision {
-            Precision::Bf16 => self.line("  precision", "bf16", "f32: twice the memory of weights"),
-            Precision::F32 => self.line("  precision", "f32", "or bf16"),
-        }
-        if config.model.recompute == RecomputeChoice::Full {
-            self.line("  recompute", "full", "backward recomputes activations: less memory");
-        }
-        let unused: Vec<&str> = choices.unused.iter().copied().collect();
-        if let Some([need, free]) = choices.adapter {
-            self.text(&format!(
-                "\n# An adapter, because training all weights needs about {need:.1} GiB and {free:.1} GiB are\n\
-                 # free. Without this section, all weights are trained."
-            ));
-            self.text("adapter:");
-            self.line("  kind", "lora", "lora | dora");
-            self.line("  rank", "8", "higher: more capacity, more memory");
-            self.line("  alpha", "32", "the adapter's output is multiplied by alpha / rank");
-            self.line("  parts", "[llm]", "also `vision` and `merger`, for images of another kind");
-        } else if unused.is_empty() {
-            self.text("  # Everything is trained. `[vision]` keeps the vision encoder as it is, which saves memory");
-            self.text("  # and suits images like those of the pretraining; `[vision, merger]` trains only the decoder.");
-            self.line("  freeze", "[]", "components (vision, merger, llm) or globs over names");
-        } else {
-            let names = format!("[{}]", unused.join(", "));
-            self.line("  freeze", &names, "no row has an image, so they have no gradient");
-        }
-    }
-
-    fn data(&mut self, new: &NewRun, choices: &Choices, [train, eval]: [&[Measured]; 2]) {
-        self.text("\ndata:");
-        for (key, paths, sets) in [("train", &new.train, train), ("eval", &new.eval, eval)] {
-            if paths.is_empty() {
-                self.line("  eval", "[]", "rows that are not in `train`: [{path: eval.jsonl}]");
+/// The template with its values. A line `?NAME REST` is left out if the condition does not hold.
+/// Comments after values stand in one column.
+fn filled(template: &str, values: &[(&str, String)], conditions: &[(&str, bool)]) -> String {
+    let mut filled = String::new();
+    for line in template.lines() {
+        let mut line = line;
+        if let Some((name, rest)) = line.strip_prefix('?').and_then(|rest| rest.split_once(' ')) {
+            if !conditions.contains(&(name, true)) {
                 continue;
             }
-            self.text(&format!("  {key}:"));
-            for (file, set) in paths.iter().zip(sets) {
-                self.text(&format!("    # {}", set.comment()));
-                if let Some(rejected) = &set.rejected {
-                    let first = rejected.lines().next().unwrap_or_default();
-                    let shown: String =
-                        first.chars().filter(|c| !c.is_control()).take(200).collect();
-                    self.text(&format!("    # unusable: {shown}"));
-                }
-                self.text(&format!("    - path: {}", path(file)));
-                if let Some(root) = &new.image_root {
-                    self.text(&format!("      image_root: {}", path(root)));
-                }
+            line = rest;
+        }
+        let key_and_comment = line.split_once(" # ").filter(|(key, _)| !key.trim().is_empty());
+        match key_and_comment {
+            Some((key, comment)) => {
+                filled += &format!("{:<33} # {}\n", fill(key, values), fill(comment, values));
             }
-        }
-        let Choices { packing_length, .. } = choices;
-        self.line(
-            "  packing",
-            "true",
-            "several samples per pack; they do not attend to each other",
-        );
-        let longest = train.iter().map(|set| set.longest).max().unwrap_or(0);
-        let why = format!("maximum tokens of a pack; the longest sample has {longest}");
-        self.line("  packing_length", &packing_length.to_string(), &why);
-        if choices.unused.is_empty() {
-            self.text("  # image: {max_pixels: 1048576}  # smaller images are faster and need less memory");
+            None => filled.extend([&fill(line, values), "\n"]),
         }
     }
+    filled
+}
 
-    fn steps(&mut self, choices: &Choices, has_eval: bool) {
-        let Choices { accumulation, epochs, lr, every, log_every, .. } = choices;
-        self.text("\ntrain:");
-        let comment = "packs of a step; more: smoother gradients, fewer steps";
-        self.line("  gradient_accumulation_steps", &accumulation.to_string(), comment);
-        self.line("  epochs", &epochs.to_string(), "or `max_steps`");
-        self.text("\noptim:");
-        self.line("  lr", lr, "the setting that matters most: try a third and three times it");
-        self.line("  schedule", "cosine", "cosine | linear | constant | wsd");
-        self.line("  warmup_ratio", "0.03", "share of the steps in which the rate rises");
-        self.text("");
-        let value = format!("{{every_steps: {every}, keep: 2}}");
-        self.line("checkpoint", &value, "also after Ctrl-C");
-        if has_eval {
-            self.line(
-                "eval",
-                &format!("{{every_steps: {every}}}"),
-                "loss and accuracy of `data.eval`",
-            );
-        }
-        let value = format!("{{every_steps: {log_every}}}");
-        self.line("log", &value, "metrics.jsonl has every step");
+/// The text with its values in place of their names in braces.
+fn fill(text: &str, values: &[(&str, String)]) -> String {
+    let (mut filled, mut rest) = (String::new(), text);
+    while let Some((before, after)) = rest.split_once('{') {
+        let value = values.iter().find_map(|(name, value)| {
+            Some((value.as_str(), after.strip_prefix(name)?.strip_prefix('}')?))
+        });
+        let (value, after) = value.unwrap_or(("{", after));
+        filled.extend([before, value]);
+        rest = after;
     }
+    filled + rest
 }
 
 /// A path as YAML that is read as it was given: its `~` and `$` are not expanded.

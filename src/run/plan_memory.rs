@@ -6,7 +6,7 @@ use super::inputs::check;
 use crate::config::RunConfig;
 use crate::data::Plan;
 use crate::dist::Shard;
-use crate::metrics::{Cluster, MemoryParts, MicroBatchSizes, memory_text};
+use crate::metrics::{MemoryParts, MicroBatchSizes, memory_text};
 use crate::optim::{Kind, Master, Moments};
 use crate::train::{AdapterConfig, DeviceChoice, Offload, Precision, Quantize, RecomputeChoice};
 use std::num::{NonZeroU32, NonZeroUsize};
@@ -88,14 +88,13 @@ pub struct RunMemory {
 impl RunMemory {
     /// The parts of the peak memory of a rank.
     pub fn parts(&self, shape: &ModelShape) -> Result<MemoryParts, RunError> {
-        let cluster = Cluster { gpus: self.world, nodes: 1, link: 1.0, network: 1.0, flops: 1.0 };
         let distributed = &self.config.distributed;
         let shard = if self.world == 1 { Shard::None } else { distributed.shard };
         let exact = distributed.exact.holds(self.on_cpu());
         let mut most = MemoryParts::default();
         for sizes in &self.load.0 {
             let choice = (shard, self.world);
-            let estimate = shape.estimate(&self.config, &cluster, choice, sizes, exact)?;
+            let estimate = shape.estimate(&self.config, self.world, choice, sizes, exact)?;
             if self.bytes_of(&estimate.parts) > self.bytes_of(&most) {
                 most = estimate.parts;
             }

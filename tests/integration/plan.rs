@@ -40,6 +40,25 @@ fn the_plan_has_the_memory_that_a_run_records() {
 }
 
 #[test]
+fn a_plan_has_a_time_only_from_a_measured_speed() {
+    let place = place();
+    let planned = plan(&place, &[]);
+    assert!(planned["seconds"].is_null() && planned["tokens"].is_number(), "{planned}");
+    let rows = [(1, 50, 9.0), (2, 300, 1.0), (3, 100, 1.0)].map(|(step, tokens, seconds)| {
+        format!("{{\"step\":{step},\"num_tokens\":{tokens},\"step_time_s\":{seconds}}}\n")
+    });
+    std::fs::create_dir(place.path("earlier")).unwrap();
+    place.write("earlier/metrics.jsonl", &rows.concat());
+    let planned = plan(&place, &["--as-fast-as", "earlier"]);
+    assert_eq!(planned["tokens_per_s"], 200.0, "without the first step");
+    assert_eq!(planned["seconds"].as_f64(), planned["tokens"].as_f64().map(|n| n / 200.0));
+    place.write("earlier/metrics.jsonl", &rows[0]);
+    let command = ["plan", "--config", "plan.yaml", "--as-fast-as", "earlier"];
+    let error = place.trainer(&command).ends_with(64).stderr;
+    assert!(error.contains("`earlier/metrics.jsonl` has fewer than two steps"), "{error}");
+}
+
+#[test]
 fn fp8_needs_memory_for_codes_and_sums_on_a_gpu() {
     let place = place();
     let bytes = |matmul: &str| {

@@ -1,8 +1,7 @@
 //! The model shapes that `trainer init` writes.
 
-use super::windowed::{WINDOWED_3B, WINDOWED_7B, WINDOWED_32B, WINDOWED_72B};
 use clap::ValueEnum;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 /// Model shapes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -57,268 +56,36 @@ pub(super) enum Preset {
     Windowed72B,
 }
 
-const SMALL_CONFIG: &str = include_str!("../../../data/quickstart/model/config.json");
-
-/// Widths and depths of a published shape.
-struct Published {
-    layers: u64,
-    hidden: u64,
-    heads: u64,
-    kv_heads: u64,
-    intermediate: u64,
-    tied: bool,
-    vision: [u64; 3], // depth, hidden, intermediate
-    deepstack: [u64; 3],
-}
-
 impl Preset {
-    /// The content of `config.json`.
+    /// The content of `config.json`. The vision encoders of Qwen3.5 0.8B and 4B were not confirmed with
+    /// the published files.
     pub(super) fn config(self) -> Value {
-        let small = || serde_json::from_str::<Value>(SMALL_CONFIG).expect("a file of ours");
-        let vit_l = ([24, 1024, 4096], [5, 11, 17]);
-        let vit_so = ([27, 1152, 4304], [8, 16, 24]);
-        let (layers, hidden, heads, kv_heads, intermediate, tied, (vision, deepstack)) = match self
-        {
-            Self::Tiny => return small(),
-            Self::Debug => return debug(small()),
-            Self::TinyMoe => return with_experts(debug(small()), [32, 16, 2]),
-            Self::Hybrid0B8 => return HYBRID_0B8.config(),
-            Self::Hybrid4B => return HYBRID_4B.config(),
-            Self::Hybrid9B => return HYBRID_9B.config(),
-            Self::Hybrid27B => return HYBRID_27B.config(),
-            Self::Windowed3B => return WINDOWED_3B.config(),
-            Self::Windowed7B => return WINDOWED_7B.config(),
-            Self::Windowed32B => return WINDOWED_32B.config(),
-            Self::Windowed72B => return WINDOWED_72B.config(),
-            Self::B2 => (28, 2048, 16, 8, 6144, true, vit_l),
-            Self::B4 => (36, 2560, 32, 8, 9728, true, vit_l),
-            Self::B8 => (36, 4096, 32, 8, 12288, false, vit_so),
-            Self::B32 => (64, 5120, 64, 8, 25600, false, vit_so),
-            Self::B30A3 => (48, 2048, 32, 4, 6144, false, vit_so),
-            Self::B235A22 => (94, 4096, 64, 4, 12288, false, vit_so),
+        let text = match self {
+            Self::Debug => include_str!("presets/debug.json"),
+            Self::Tiny => include_str!("../../../data/quickstart/model/config.json"),
+            Self::TinyMoe => include_str!("presets/tiny-moe.json"),
+            Self::B2 => include_str!("presets/2b.json"),
+            Self::B4 => include_str!("presets/4b.json"),
+            Self::B8 => include_str!("presets/8b.json"),
+            Self::B32 => include_str!("presets/32b.json"),
+            Self::B30A3 => include_str!("presets/30b-a3b.json"),
+            Self::B235A22 => include_str!("presets/235b-a22b.json"),
+            Self::Hybrid0B8 => include_str!("presets/qwen3.5-0.8b.json"),
+            Self::Hybrid4B => include_str!("presets/qwen3.5-4b.json"),
+            Self::Hybrid9B => include_str!("presets/qwen3.5-9b.json"),
+            Self::Hybrid27B => include_str!("presets/qwen3.5-27b.json"),
+            Self::Windowed3B => include_str!("presets/qwen2.5-vl-3b.json"),
+            Self::Windowed7B => include_str!("presets/qwen2.5-vl-7b.json"),
+            Self::Windowed32B => include_str!("presets/qwen2.5-vl-32b.json"),
+            Self::Windowed72B => include_str!("presets/qwen2.5-vl-72b.json"),
         };
-        let config =
-            Published { layers, hidden, heads, kv_heads, intermediate, tied, vision, deepstack }
-                .config();
-        match self {
-            Self::B30A3 => with_experts(config, [768, 128, 8]),
-            Self::B235A22 => with_experts(config, [1536, 128, 8]),
-            _ => config,
-        }
+        serde_json::from_str(text).expect("a file of ours")
     }
 
     /// Whether the preset has its own tokenizer and always gets weights.
     pub(super) fn is_small(self) -> bool {
         matches!(self, Self::Debug | Self::Tiny | Self::TinyMoe)
     }
-}
-
-/// The small config with fewer and narrower layers.
-fn debug(mut config: Value) -> Value {
-    config["text_config"]["num_hidden_layers"] = json!(2);
-    config["text_config"]["hidden_size"] = json!(64);
-    config["text_config"]["intermediate_size"] = json!(128);
-    config["vision_config"]["out_hidden_size"] = json!(64);
-    config["vision_config"]["depth"] = json!(2);
-    config["vision_config"]["deepstack_visual_indexes"] = json!([0]);
-    config
-}
-
-/// A Qwen3-VL config with experts; `sizes` are their width, their number, and the number that
-/// computes a token.
-fn with_experts(mut config: Value, sizes: [u64; 3]) -> Value {
-    config["architectures"] = json!(["Qwen3VLMoeForConditionalGeneration"]);
-    config["model_type"] = json!("qwen3_vl_moe");
-    config["vision_config"]["model_type"] = json!("qwen3_vl_moe");
-    let [width, experts, of_token] = sizes;
-    let text = &mut config["text_config"];
-    text["model_type"] = json!("qwen3_vl_moe_text");
-    for (key, value) in [
-        ("decoder_sparse_step", json!(1)),
-        ("mlp_only_layers", json!([])),
-        ("moe_intermediate_size", json!(width)),
-        ("norm_topk_prob", json!(true)),
-        ("num_experts", json!(experts)),
-        ("num_experts_per_tok", json!(of_token)),
-    ] {
-        text[key] = value;
-    }
-    config
-}
-
-impl Published {
-    fn config(&self) -> Value {
-        json!({
-            "architectures": ["Qwen3VLForConditionalGeneration"],
-            "image_token_id": 151655,
-            "model_type": "qwen3_vl",
-            "text_config": {
-                "attention_bias": false,
-                "attention_dropout": 0.0,
-                "bos_token_id": 151643,
-                "dtype": "bfloat16",
-                "eos_token_id": 151645,
-                "head_dim": 128,
-                "hidden_act": "silu",
-                "hidden_size": self.hidden,
-                "initializer_range": 0.02,
-                "intermediate_size": self.intermediate,
-                "max_position_embeddings": 262144,
-                "model_type": "qwen3_vl_text",
-                "num_attention_heads": self.heads,
-                "num_hidden_layers": self.layers,
-                "num_key_value_heads": self.kv_heads,
-                "rms_norm_eps": 1e-6,
-                "rope_scaling": {
-                    "mrope_interleaved": true,
-                    "mrope_section": [24, 20, 20],
-                    "rope_type": "default"
-                },
-                "rope_theta": 5000000,
-                "tie_word_embeddings": self.tied,
-                "use_cache": true,
-                "vocab_size": 151936
-            },
-            "tie_word_embeddings": self.tied,
-            "transformers_version": "4.57.0.dev0",
-            "video_token_id": 151656,
-            "vision_config": vision_config("qwen3_vl", self.vision, &self.deepstack, self.hidden),
-            "vision_end_token_id": 151653,
-            "vision_start_token_id": 151652
-        })
-    }
-}
-
-/// A published shape of Qwen3.5. The vision encoders of 0.8B and 4B were not confirmed with their
-/// files.
-struct Hybrid {
-    layers: u64,
-    hidden: u64,
-    heads: u64,
-    kv_heads: u64,
-    value_heads: u64,
-    intermediate: u64,
-    tied: bool,
-    vision: [u64; 3], // depth, hidden, intermediate
-}
-
-const HYBRID_0B8: Hybrid = Hybrid {
-    layers: 24,
-    hidden: 1024,
-    heads: 8,
-    kv_heads: 2,
-    value_heads: 16,
-    intermediate: 3584,
-    tied: true,
-    vision: [12, 768, 3072],
-};
-const HYBRID_4B: Hybrid = Hybrid {
-    layers: 32,
-    hidden: 2560,
-    heads: 16,
-    kv_heads: 4,
-    value_heads: 32,
-    intermediate: 9216,
-    tied: true,
-    vision: [24, 1024, 4096],
-};
-const HYBRID_9B: Hybrid = Hybrid {
-    layers: 32,
-    hidden: 4096,
-    heads: 16,
-    kv_heads: 4,
-    value_heads: 32,
-    intermediate: 12288,
-    tied: false,
-    vision: [27, 1152, 4304],
-};
-const HYBRID_27B: Hybrid = Hybrid {
-    layers: 64,
-    hidden: 5120,
-    heads: 24,
-    kv_heads: 4,
-    value_heads: 48,
-    intermediate: 17408,
-    tied: false,
-    vision: [27, 1152, 4304],
-};
-
-impl Hybrid {
-    fn config(&self) -> Value {
-        let kind = |layer: u64| {
-            if (layer + 1).is_multiple_of(4) { "full_attention" } else { "linear_attention" }
-        };
-        let layer_types: Vec<&str> = (0..self.layers).map(kind).collect();
-        json!({
-            "architectures": ["Qwen3_5ForConditionalGeneration"],
-            "image_token_id": 248_056,
-            "model_type": "qwen3_5",
-            "text_config": {
-                "attention_bias": false,
-                "attention_dropout": 0.0,
-                "attn_output_gate": true,
-                "dtype": "bfloat16",
-                "eos_token_id": 248_046,
-                "full_attention_interval": 4,
-                "head_dim": 256,
-                "hidden_act": "silu",
-                "hidden_size": self.hidden,
-                "initializer_range": 0.02,
-                "intermediate_size": self.intermediate,
-                "layer_types": layer_types,
-                "linear_conv_kernel_dim": 4,
-                "linear_key_head_dim": 128,
-                "linear_num_key_heads": 16,
-                "linear_num_value_heads": self.value_heads,
-                "linear_value_head_dim": 128,
-                "mamba_ssm_dtype": "float32",
-                "max_position_embeddings": 262_144,
-                "mlp_only_layers": [],
-                "model_type": "qwen3_5_text",
-                "num_attention_heads": self.heads,
-                "num_hidden_layers": self.layers,
-                "num_key_value_heads": self.kv_heads,
-                "rms_norm_eps": 1e-6,
-                "rope_parameters": {
-                    "mrope_interleaved": true,
-                    "mrope_section": [11, 11, 10],
-                    "partial_rotary_factor": 0.25,
-                    "rope_theta": 10_000_000,
-                    "rope_type": "default"
-                },
-                "tie_word_embeddings": self.tied,
-                "use_cache": true,
-                "vocab_size": 248_320
-            },
-            "tie_word_embeddings": self.tied,
-            "transformers_version": "4.57.0.dev0",
-            "video_token_id": 248_057,
-            "vision_config": vision_config("qwen3_5", self.vision, &[], self.hidden),
-            "vision_end_token_id": 248_054,
-            "vision_start_token_id": 248_053
-        })
-    }
-}
-
-/// `size` has depth, hidden size and width of the MLP; `out` is the hidden size of the decoder.
-fn vision_config(model_type: &str, size: [u64; 3], deepstack: &[u64], out: u64) -> Value {
-    let [depth, hidden, intermediate] = size;
-    json!({
-        "deepstack_visual_indexes": deepstack,
-        "depth": depth,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_size": hidden,
-        "in_channels": 3,
-        "initializer_range": 0.02,
-        "intermediate_size": intermediate,
-        "model_type": model_type,
-        "num_heads": if hidden == 768 { 12 } else { 16 },
-        "num_position_embeddings": 2304,
-        "out_hidden_size": out,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2
-    })
 }
 
 #[cfg(test)]

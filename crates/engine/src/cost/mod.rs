@@ -1,11 +1,9 @@
-//! What a step costs: memory, operations, and the time of collective operations.
+//! What a step costs: memory and operations.
 
-mod collective_time;
 mod memory_model;
 mod model_flops;
 mod vendor_peak;
 
-pub use collective_time::{Cluster, CollectiveTime, StepTraffic};
 pub use memory_model::{ActivationMemory, Division, MemoryModel, MemoryParts, MicroBatchSizes};
 pub use model_flops::{ModelWork, PartWork, Rows, StepSizes};
 pub use vendor_peak::vendor_peak_flops;
