@@ -16,7 +16,7 @@ use super::ranks::SetupRanks;
 use super::resume::{Resume, check_media, data_digest, resumed_state};
 use super::runner::{rank_model, step_runner};
 use super::sequence::{check_world, share_attention};
-use super::sinks::{Sinks, open_sinks};
+use super::sinks::open_logs;
 use super::start_log::{log_data_sets, log_share};
 use super::starts::log_start;
 use super::trackers::{Tracked, Trackers};
@@ -29,8 +29,8 @@ use crate::dist::{Group, Monitor, fail};
 use crate::ops::AlgorithmTable;
 use crate::optim::{OptimConfig, Schedule, Span};
 use crate::train::{
-    BaseModel, EvalRule, Health, Observer, Outcome, Ranks, Rejected, SampleLog, StepRunner,
-    TrainError, TrainState, Trainer, TrainerParts, write_rejects,
+    BaseModel, Checkpoints, EvalRule, Evaluation, Health, Logs, Observer, Outcome, Ranks, Rejected,
+    StepRules, TrainData, TrainError, TrainState, Trainer, TrainerParts, write_rejects,
 };
 use candle_core::Device;
 use sha2::{Digest, Sha256};
@@ -173,7 +173,7 @@ impl Run {
         let model = ranks.during("loading the model", || {
             rank_model(config, open, &groups, ranks.ranks(), &device)
         })?;
-        let carried = CarriedFiles::read(&config.model.path)?;
+        let checkpoints = checkpoints(config, checkpointer.clone(), &model.loaded.open)?;
         if is_first {
             take_over(config, &checkpointer, found, observer)?;
         }
@@ -197,7 +197,6 @@ impl Run {
         let mut state = TrainState { total_steps, planned, inputs, ..state };
         let of_first = found.filter(|_| is_first);
         bring_best(config, (eval_rule.as_ref(), rank.world), &checkpointer, of_first, &mut state)?;
-        let (layout, config_json) = folder_config(config, &model.loaded.open)?;
         let mut runner = ranks.during("loading the optimizer state", || {
             step_runner(config, model, &groups, found, &device)
         })?;
@@ -207,10 +206,30 @@ impl Run {
         log_start(config, &runner, &rows, &state);
         let loader =
             Loader::start_shared(reader.clone(), order, loader_options, state.data.clone(), share);
-        let folder = CheckpointFolder { checkpointer, carried, layout, config_json };
-        let data = RunData { loader, reader, rows, eval_rows, predicted, eval_rule };
+        let steps = StepRules {
+            schedule: schedule(&config.optim, total_steps),
+            max_steps,
+            on_non_finite: config.train.on_non_finite,
+            max_skipped: config.train.max_skipped,
+            predicted_memory_bytes: predicted,
+        };
         let trackers = if is_first { Trackers::open(config, &state) } else { Trackers::default() };
-        let trainer = trainer(config, options, folder, data, max_steps, (runner, state))?;
+        let (mut logs, is_done) =
+            if is_first { open_logs(config, &state)? } else { <(Logs, bool)>::default() };
+        if state.step == 0 {
+            write_rejects(logs.rejects.as_mut(), 1, rows.rejected_texts())?;
+        }
+        let trainer = Trainer::new(TrainerParts {
+            runner,
+            state,
+            data: train_data(loader, reader, &rows),
+            steps,
+            checkpoints,
+            evaluation: evaluation(config, eval_rows, eval_rule, is_done),
+            logs,
+            stop: Arc::clone(&options.stop),
+            save: Arc::clone(&options.save),
+        });
         let monitor = options.monitor.clone().filter(|_| rank.world == 1);
         Ok(Self { trainer, background, trackers, monitor, _lock: lock })
     }
@@ -236,25 +255,6 @@ impl Run {
     pub fn trainer(&self) -> &Trainer {
         &self.trainer
     }
-}
-
-/// What checkpoints contain besides the state.
-struct CheckpointFolder {
-    checkpointer: Checkpointer,
-    carried: CarriedFiles,
-    layout: FolderLayout,
-    config_json: serde_json::Value,
-}
-
-/// The rows of a run.
-struct RunData {
-    loader: Loader,
-    reader: Arc<dyn RowReader>,
-    rows: Arc<JsonlRows>,
-    eval_rows: Option<JsonlRows>,
-    /// Predicted peak memory in bytes.
-    predicted: Option<u64>,
-    eval_rule: Option<EvalRule>,
 }
 
 /// Opens the device, and sets the algorithms of its products. Returns their table with its text.
@@ -290,55 +290,6 @@ fn watched(ranks: Ranks, options: &RunOptions<'_>) -> Ranks {
     }
 }
 
-/// Opens the logs and begins the training loop.
-fn trainer(
-    config: &RunConfig,
-    options: &RunOptions<'_>,
-    folder: CheckpointFolder,
-    data: RunData,
-    max_steps: u64,
-    (runner, state): (StepRunner, TrainState),
-) -> Result<Trainer, RunError> {
-    let CheckpointFolder { checkpointer, carried, layout, config_json } = folder;
-    let RunData { loader, reader, rows, eval_rows, predicted, eval_rule } = data;
-    let is_first = runner.ranks.rank().is_first();
-    let sinks = if is_first { open_sinks(config, &state)? } else { Sinks::default() };
-    let Sinks { metrics, evals, predictions, mut rejects, samples, is_evaluated } = sinks;
-    if state.step == 0 {
-        write_rejects(rejects.as_mut(), 1, rows.rejected_texts())?;
-    }
-    Ok(Trainer::new(TrainerParts {
-        loader,
-        schedule: schedule(&config.optim, state.total_steps),
-        checkpointer,
-        max_steps,
-        checkpoint_every: config.checkpoint.every_steps,
-        save_in_background: config.checkpoint.background,
-        carried,
-        layout,
-        config_json,
-        eval_rows,
-        eval: config.eval.clone(),
-        eval_rule,
-        eval_max_tokens: config.data.packing_length.get() as usize,
-        metrics,
-        predicted_memory_bytes: predicted,
-        evals,
-        predictions,
-        rejects,
-        dataset_names: rows.names().to_vec(),
-        rejected_texts: Rejected::of_texts(rows.rejected_texts()),
-        samples: SampleLog { reader, file: samples },
-        on_non_finite: config.train.on_non_finite,
-        max_skipped: config.train.max_skipped,
-        is_evaluated,
-        stop: options.stop.clone(),
-        save: options.save.clone(),
-        runner,
-        state,
-    }))
-}
-
 /// Opens the data sets of `data.train` and `data.eval`.
 fn open_all_data(
     config: &RunConfig,
@@ -355,18 +306,50 @@ fn open_all_data(
     Ok((rows, eval_rows))
 }
 
-/// The layout of checkpoints, and the config in them.
-fn folder_config(
+fn checkpoints(
     config: &RunConfig,
+    checkpointer: Checkpointer,
     open: &OpenModel,
-) -> Result<(FolderLayout, serde_json::Value), RunError> {
-    Ok(match &open.adapter {
+) -> Result<Checkpoints, RunError> {
+    let (layout, config_json) = match &open.adapter {
         None => (FolderLayout::Model, config.model.precision.stamp(&open.config_json)),
         Some(adapter) => {
             let json = serde_json::to_value(&adapter.peft).map_err(candle_core::Error::wrap)?;
             (FolderLayout::Adapter, json)
         }
+    };
+    Ok(Checkpoints {
+        checkpointer,
+        carried: CarriedFiles::read(&config.model.path)?,
+        layout,
+        config_json,
+        every_steps: config.checkpoint.every_steps,
+        in_background: config.checkpoint.background,
     })
+}
+
+fn train_data(loader: Loader, reader: Arc<dyn RowReader>, rows: &JsonlRows) -> TrainData {
+    TrainData {
+        loader,
+        reader,
+        dataset_names: rows.names().to_vec(),
+        rejected_texts: Rejected::of_texts(rows.rejected_texts()),
+    }
+}
+
+fn evaluation(
+    config: &RunConfig,
+    rows: Option<JsonlRows>,
+    rule: Option<EvalRule>,
+    is_done: bool,
+) -> Evaluation {
+    Evaluation {
+        rows,
+        config: config.eval.clone(),
+        rule,
+        max_tokens: config.data.packing_length.get() as usize,
+        is_done,
+    }
 }
 
 /// The state of a new run. `rows` have length caches that were updated in this start; `None` if

@@ -3,27 +3,16 @@
 use super::error::RunError;
 use crate::config::RunConfig;
 use crate::metrics::{JsonlSink, StepRows};
-use crate::train::{EvalRule, TrainState};
+use crate::train::{EvalRule, Logs, TrainState};
 use std::cell::{Cell, RefCell};
-
-/// The logs of a run, on rank 0.
-#[derive(Default)]
-pub(super) struct Sinks {
-    pub(super) metrics: Option<JsonlSink>,
-    pub(super) evals: Option<JsonlSink>,
-    pub(super) predictions: Option<JsonlSink>,
-    pub(super) rejects: Option<JsonlSink>,
-    pub(super) samples: Option<JsonlSink>,
-    /// Whether `eval.jsonl` has the evaluation of the step to resume from.
-    pub(super) is_evaluated: bool,
-}
 
 const METRICS: &str = "metrics.jsonl";
 const EVALS: &str = "eval.jsonl";
 const PREDICTIONS: &str = "predictions.jsonl";
 
-/// Opens the logs, and removes the lines of steps after `state`.
-pub(super) fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks, RunError> {
+/// Opens the logs of rank 0, and removes the lines of steps after `state`. Also returns whether
+/// `eval.jsonl` has the evaluation of the step to resume from.
+pub(super) fn open_logs(config: &RunConfig, state: &TrainState) -> Result<(Logs, bool), RunError> {
     let all_done = state.step > 0 && state.step >= state.total_steps;
     if all_done {
         tracing::info!(
@@ -65,12 +54,6 @@ pub(super) fn open_sinks(config: &RunConfig, state: &TrainState) -> Result<Sinks
     // after `eval.jsonl`, whose row is written last
     let predictions = config.eval.generate.as_ref().map(|_| sink(PREDICTIONS)).transpose()?;
     let is_evaluated = is_evaluated.get() && !again;
-    Ok(Sinks {
-        metrics: Some(metrics),
-        evals: Some(evals),
-        predictions,
-        rejects: Some(rejects),
-        samples,
-        is_evaluated,
-    })
+    let (metrics, evals, rejects) = (Some(metrics), Some(evals), Some(rejects));
+    Ok((Logs { metrics, evals, predictions, rejects, samples }, is_evaluated))
 }

@@ -48,14 +48,16 @@ pub use health::{Divergence, Health, Spike};
 pub use predict::{Prediction, Predictor};
 pub use ranks::Ranks;
 pub use rejects::write_rejects;
-pub use sample_log::{SampleLog, StepSamples};
+pub use sample_log::StepSamples;
 pub use saved::{Joined, SavedAs};
 pub use scores::Score;
 pub use state::{BaseContents, BaseModel, Planned, TrainState};
 pub use step::{
     LaunchedStep, Losses, MicroBatches, PreparedStep, StepCounts, StepOutcome, StepRunner,
 };
-pub use trainer::{Observer, Outcome, Trainer, TrainerParts};
+pub use trainer::{
+    Checkpoints, Evaluation, Logs, Observer, Outcome, StepRules, TrainData, Trainer, TrainerParts,
+};
 pub use weights::{
     RankWeights, SlotTensors, StoredWeight, VisitingMemory, VisitingWeights, WeightSlots,
     WeightStorage, visiting_memory,

@@ -2,9 +2,7 @@
 
 use super::datasets::SampleLoss;
 use crate::data::{RowReader, SampleIndex, SampleSize};
-use crate::metrics::{JsonlError, JsonlSink};
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
 
 /// A line of `samples.jsonl`: the samples of a step. All lists are in the order of the token
 /// streams.
@@ -52,21 +50,6 @@ impl StepSamples {
         order.sort_by(|a, b| key(b).total_cmp(&key(a)));
         order.truncate(count);
         order
-    }
-}
-
-/// Names the rows of steps, and writes `samples.jsonl`.
-pub struct SampleLog {
-    /// The rows of the run.
-    pub reader: Arc<dyn RowReader>,
-    /// `samples.jsonl`; `None` if it is switched off, or another rank writes it.
-    pub file: Option<JsonlSink>,
-}
-
-impl SampleLog {
-    /// Writes the samples of a step.
-    pub(super) fn write(&mut self, samples: &StepSamples) -> Result<(), JsonlError> {
-        self.file.as_mut().map_or(Ok(()), |file| file.write(samples))
     }
 }
 

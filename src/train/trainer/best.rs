@@ -11,7 +11,7 @@ use crate::metrics::EvalMetrics;
 impl Trainer {
     /// Compares an evaluation with those before it, and keeps the model if it is the best.
     pub(super) fn compare(&mut self, metrics: &mut EvalMetrics) -> Result<(), TrainError> {
-        let Some(rule) = self.parts.eval_rule.clone() else { return Ok(()) };
+        let Some(rule) = self.parts.evaluation.rule.clone() else { return Ok(()) };
         let row = serde_json::to_value(&*metrics).map_err(candle_core::Error::wrap)?;
         let history = self.parts.state.evals.get_or_insert_default();
         let before = history.clone();
@@ -26,7 +26,7 @@ impl Trainer {
         if !metrics.best {
             self.parts.state.evals.get_or_insert_default().restore_best(&before);
         } else if self.is_first() {
-            let folder = self.parts.checkpointer.best_folder();
+            let folder = self.parts.checkpoints.checkpointer.best_folder();
             let value = row[rule.key()].as_f64().unwrap_or(f64::NAN);
             tracing::info!(
                 step = metrics.step,
@@ -66,21 +66,21 @@ impl Trainer {
         let weights = saved_weights(&parts.runner)?;
         let state = serde_json::to_value(&parts.state).map_err(candle_core::Error::wrap)?;
         let model = ModelFiles {
-            layout: parts.layout,
+            layout: parts.checkpoints.layout,
             weights: &weights,
-            config_json: &parts.config_json,
-            carried: &parts.carried,
+            config_json: &parts.checkpoints.config_json,
+            carried: &parts.checkpoints.carried,
             max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
         };
         let contents = Contents { model, optimizer: None, state: &state };
-        parts.checkpointer.save_best(step, &contents, self.ranks())?;
+        parts.checkpoints.checkpointer.save_best(step, &contents, self.ranks())?;
         Ok(())
     }
 
     /// The reason why the run ends before its last step, if it does.
     pub(super) fn ends_early(&self) -> Option<String> {
         let state = &self.parts.state;
-        let (rule, evals) = (self.parts.eval_rule.as_ref()?, state.evals.as_ref()?);
+        let (rule, evals) = (self.parts.evaluation.rule.as_ref()?, state.evals.as_ref()?);
         evals.ends(rule).filter(|_| state.step < state.total_steps)
     }
 }

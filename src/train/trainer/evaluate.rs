@@ -18,7 +18,7 @@ impl Trainer {
     /// returns `false` on all ranks.
     pub(super) fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<bool, TrainError> {
         let step = self.parts.state.step;
-        if self.parts.eval_rows.is_none() || self.evaluated_at == Some(step) {
+        if self.parts.evaluation.rows.is_none() || self.evaluated_at == Some(step) {
             return Ok(true);
         }
         if self.ranks().rank().world > 1 {
@@ -26,12 +26,12 @@ impl Trainer {
             self.finish_save()?;
         }
         let parts = &mut self.parts;
-        let Some(rows) = parts.eval_rows.as_ref() else { return Ok(true) };
+        let Some(rows) = parts.evaluation.rows.as_ref() else { return Ok(true) };
         let started = Instant::now();
         let total = rows.num_rows();
         let evaluator = Evaluator {
             rows,
-            max_tokens: parts.eval_max_tokens,
+            max_tokens: parts.evaluation.max_tokens,
             dtype: parts.runner.dtype,
             device: &parts.runner.device,
             ranks: &parts.runner.ranks,
@@ -50,9 +50,9 @@ impl Trainer {
             for rejection in &report.rejected {
                 tracing::warn!(row = %rejection.message, "cannot score an eval row");
             }
-            write_rejects(parts.rejects.as_mut(), step, &report.rejected)?;
+            write_rejects(parts.logs.rejects.as_mut(), step, &report.rejected)?;
         }
-        let answers = parts.eval.generate.as_ref().map(|config| {
+        let answers = parts.evaluation.config.generate.as_ref().map(|config| {
             let StepRunner { model, device, ranks, weights, .. } = &parts.runner;
             let predictor = Predictor { rows, config, model: &**model, device, ranks, weights };
             let each = |done, total| watch.borrow_mut().evaluating(done, total);
@@ -81,14 +81,14 @@ impl Trainer {
         let observer = watch.into_inner();
         if let Some((means, answers)) = answers {
             metrics.answers = means;
-            if let Some(file) = &mut parts.predictions {
+            if let Some(file) = &mut parts.logs.predictions {
                 let line = |prediction| StepPrediction { step, prediction };
                 answers.iter().try_for_each(|prediction| file.write(&line(prediction)))?;
             }
         }
         // Before the row: a run that was killed here evaluates again.
         self.compare(&mut metrics)?;
-        if let Some(file) = &mut self.parts.evals {
+        if let Some(file) = &mut self.parts.logs.evals {
             file.write(&metrics)?;
         }
         observer.evaluated(&metrics);

@@ -2,90 +2,24 @@
 
 mod best;
 mod evaluate;
+mod parts;
 mod save;
 mod step;
 
+pub use self::parts::{Checkpoints, Evaluation, Logs, StepRules, TrainData, TrainerParts};
 use self::save::Saves;
 use super::audit::Audit;
-use super::best::EvalRule;
-use super::config::{EvalConfig, OnNonFinite};
-use super::datasets::Rejected;
 use super::error::TrainError;
 use super::eval::EvalReport;
 use super::ranks::Ranks;
 use super::rejects::write_rejects;
-use super::sample_log::SampleLog;
 use super::state::TrainState;
 use super::step::{MicroBatches, PreparedStep, StepRunner};
-use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
-use crate::data::{JsonlRows, Loader, LoaderError, StepData};
+use crate::data::{JsonlRows, LoaderError, StepData};
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
-use crate::optim::Schedule;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-
-/// Arguments of [`Trainer::new`].
-pub struct TrainerParts {
-    /// Model, gradients, optimizer.
-    pub runner: StepRunner,
-    /// Steps of data, from the position in `state` on.
-    pub loader: Loader,
-    /// Learning rate of each step.
-    pub schedule: Schedule,
-    /// Progress of the run.
-    pub state: TrainState,
-    /// Writes checkpoints and the folder `final`.
-    pub checkpointer: Checkpointer,
-    /// Maximum number of steps, even if there is more data.
-    pub max_steps: u64,
-    /// Number of steps between checkpoints; 0 writes one at the end only.
-    pub checkpoint_every: u64,
-    /// Whether training continues while a checkpoint is written, if memory suffices for a copy.
-    pub save_in_background: bool,
-    /// Tokenizer and processor files of the model, copied to checkpoints.
-    pub carried: CarriedFiles,
-    /// Whether checkpoints contain a model or an adapter.
-    pub layout: FolderLayout,
-    /// `config.json`, or `adapter_config.json`, of checkpoints.
-    pub config_json: serde_json::Value,
-    /// Rows of the evaluation.
-    pub eval_rows: Option<JsonlRows>,
-    /// Names of the training data sets.
-    pub dataset_names: Vec<String>,
-    /// Rejected texts of the training corpora.
-    pub rejected_texts: Rejected,
-    /// When to evaluate.
-    pub eval: EvalConfig,
-    /// How evaluations are compared; `None` if neither `checkpoint.best` nor `eval.early_stopping`
-    /// is set.
-    pub eval_rule: Option<EvalRule>,
-    /// Maximum number of tokens of one forward pass of an evaluation.
-    pub eval_max_tokens: usize,
-    /// Predicted peak memory of this process, or of the tensors on its GPU, in bytes.
-    pub predicted_memory_bytes: Option<u64>,
-    /// `metrics.jsonl`; `None` if another rank writes it.
-    pub metrics: Option<JsonlSink>,
-    /// `eval.jsonl`; `None` if another rank writes it.
-    pub evals: Option<JsonlSink>,
-    /// `predictions.jsonl`; `None` without `eval.generate`, or if another rank writes it.
-    pub predictions: Option<JsonlSink>,
-    /// `rejects.jsonl`; `None` if another rank writes it.
-    pub rejects: Option<JsonlSink>,
-    /// The rows and losses of each step.
-    pub samples: SampleLog,
-    /// What to do if the loss or a gradient is not finite.
-    pub on_non_finite: OnNonFinite,
-    /// Maximum number of skipped steps in a row.
-    pub max_skipped: u64,
-    /// Whether `eval.jsonl` has the evaluation of the step to resume from.
-    pub is_evaluated: bool,
-    /// Set by a signal handler: the run saves and stops after the current step.
-    pub stop: Arc<AtomicBool>,
-    /// Set by a signal handler: the run saves after the current step and continues.
-    pub save: Arc<AtomicBool>,
-}
 
 /// Receives the progress of a run, for example to draw a bar. `()` ignores it.
 pub trait Observer {
@@ -172,7 +106,7 @@ impl Trainer {
         };
         // A run resumed from the checkpoint of another folder has no checkpoint here.
         let step = parts.state.step;
-        let is_here = step > 0 && parts.checkpointer.step_folder(step).is_dir();
+        let is_here = step > 0 && parts.checkpoints.checkpointer.step_folder(step).is_dir();
         Self {
             parts,
             audit,
@@ -205,7 +139,7 @@ impl Trainer {
     /// Trains until `step` is done, and writes no checkpoint; returns whether the data suffices.
     /// For a run in one process.
     pub fn train_to(&mut self, step: u64, observer: &mut dyn Observer) -> Result<bool, TrainError> {
-        while self.parts.state.step < step.min(self.parts.max_steps) {
+        while self.parts.state.step < step.min(self.parts.steps.max_steps) {
             let asked = Instant::now();
             match self.next_step(self.parts.state.step + 1)? {
                 Some(ready) => self.step(ready, asked, observer)?,
@@ -217,7 +151,7 @@ impl Trainer {
 
     /// The rows of the evaluation.
     pub fn eval_rows(&self) -> Option<&JsonlRows> {
-        self.parts.eval_rows.as_ref()
+        self.parts.evaluation.rows.as_ref()
     }
 
     /// Trains until `max_steps` are done, the data ends, or a signal stops the run.
@@ -233,13 +167,14 @@ impl Trainer {
 
     fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         // A signal may have ended the evaluation that follows the checkpoint.
-        let is_evaluated = self.parts.is_evaluated || !self.is_first();
-        let is_missing = self.resumed && due(self.parts.state.step, self.parts.eval.every_steps);
+        let is_evaluated = self.parts.evaluation.is_done || !self.is_first();
+        let is_missing =
+            self.resumed && due(self.parts.state.step, self.parts.evaluation.config.every_steps);
         if is_missing && self.ranks().gather(is_evaluated)?.contains(&false) {
             self.evaluate(observer)?;
         }
         // The loader may end earlier than planned: it omits a step with only broken images.
-        while self.parts.state.step < self.parts.max_steps {
+        while self.parts.state.step < self.parts.steps.max_steps {
             if self.ends_early().is_some() {
                 break;
             }
@@ -275,10 +210,10 @@ impl Trainer {
             };
             self.step(ready, asked, observer)?;
             let step = self.parts.state.step;
-            if due(step, self.parts.checkpoint_every) {
+            if due(step, self.parts.checkpoints.every_steps) {
                 self.try_save()?;
             }
-            if due(step, self.parts.eval.every_steps) {
+            if due(step, self.parts.evaluation.config.every_steps) {
                 self.evaluate(observer)?;
             }
         }
@@ -286,7 +221,7 @@ impl Trainer {
         if !self.evaluate(observer)? {
             return Ok(Outcome::Stopped { folder: Some(last) });
         }
-        let checkpointer = &self.parts.checkpointer;
+        let checkpointer = &self.parts.checkpoints.checkpointer;
         let folder = if self.is_first() {
             self.ranks().during("writing `final`", || checkpointer.save_final(&last))?
         } else {
@@ -327,10 +262,8 @@ impl Trainer {
 
     /// The files that the run appends rows to.
     fn logs(&mut self) -> impl Iterator<Item = &mut JsonlSink> {
-        let parts = &mut self.parts;
-        let evals = [&mut parts.evals, &mut parts.predictions];
-        let files = [&mut parts.metrics, &mut parts.rejects, &mut parts.samples.file];
-        files.into_iter().chain(evals).flatten()
+        let Logs { metrics, evals, predictions, rejects, samples } = &mut self.parts.logs;
+        [metrics, rejects, samples, evals, predictions].into_iter().flatten()
     }
 
     fn ranks(&self) -> &Ranks {
@@ -346,7 +279,7 @@ impl Trainer {
     fn wait_for_step(&mut self, step: u64) -> Result<Waited, TrainError> {
         // Ranks that share the steps stop together, between two steps.
         let is_alone = self.ranks().rank().world == 1;
-        while is_alone && !self.parts.loader.is_ready_within(POLL) {
+        while is_alone && !self.parts.data.loader.is_ready_within(POLL) {
             if self.parts.stop.load(Ordering::Relaxed) {
                 return Ok(Waited::Stopped);
             }
@@ -359,7 +292,7 @@ impl Trainer {
 
     /// Waits for the data of `step`; `None` at the end of the data.
     fn next_step(&mut self, step: u64) -> Result<Option<ReadyStep>, TrainError> {
-        let Some(data) = self.parts.loader.next_step() else { return Ok(None) };
+        let Some(data) = self.parts.data.loader.next_step() else { return Ok(None) };
         let data = data.or_else(|error| self.fail(step, error))?;
         ReadyStep::new(&self.parts.runner, data).map(Some)
     }
@@ -369,8 +302,8 @@ impl Trainer {
     fn look_ahead(&mut self) {
         let parts = &mut self.parts;
         let next = parts.state.step + 2; // the current step is not yet counted in the state
-        let is_last = next > parts.max_steps;
-        if parts.runner.device.is_cpu() || is_last || !parts.loader.is_ready() {
+        let is_last = next > parts.steps.max_steps;
+        if parts.runner.device.is_cpu() || is_last || !parts.data.loader.is_ready() {
             return;
         }
         self.ahead = self.next_step(next).transpose();
@@ -378,7 +311,7 @@ impl Trainer {
 
     /// Writes the rows that caused the error to `rejects.jsonl` and returns the error.
     fn fail<T>(&mut self, step: u64, error: LoaderError) -> Result<T, TrainError> {
-        write_rejects(self.parts.rejects.as_mut(), step, error.unreported())?;
+        write_rejects(self.parts.logs.rejects.as_mut(), step, error.unreported())?;
         if !error.unreported().is_empty() {
             self.ranks().wait_for_all()?; // all ranks have this error, and rank 0 writes the rows
         }

@@ -70,7 +70,7 @@ impl Trainer {
             self.save_now()?;
             self.saves.add_hold(started);
         }
-        Ok(self.parts.checkpointer.step_folder(step))
+        Ok(self.parts.checkpoints.checkpointer.step_folder(step))
     }
 
     /// Saves the steps that are done before an error of the data ends the run, so that another limit
@@ -136,7 +136,7 @@ impl Trainer {
     fn start_save(&mut self, started: Instant) -> Result<bool, TrainError> {
         let step = self.parts.state.step;
         // Nothing is left to train after the last step.
-        if step >= self.parts.max_steps || !self.parts.save_in_background {
+        if step >= self.parts.steps.max_steps || !self.parts.checkpoints.in_background {
             return Ok(false);
         }
         let contents = self.contents()?;
@@ -160,7 +160,7 @@ impl Trainer {
             return Ok(false);
         };
         self.sync_logs();
-        let checkpointer = self.parts.checkpointer.clone();
+        let checkpointer = self.parts.checkpoints.checkpointer.clone();
         match BackgroundSave::start(checkpointer, step, copy, self.ranks()) {
             Ok(save) => {
                 let datasets = self.parts.state.datasets_seen.clone();
@@ -204,7 +204,7 @@ impl Trainer {
         self.sync_logs();
         self.ranks().during("writing a checkpoint", || {
             let contents = self.contents()?;
-            self.parts.checkpointer.save(step, &contents.contents(), self.ranks())
+            self.parts.checkpoints.checkpointer.save(step, &contents.contents(), self.ranks())
         })?;
         let time_s = started.elapsed().as_secs_f64();
         let datasets = self.parts.state.datasets_seen.clone();
@@ -241,10 +241,10 @@ impl Trainer {
     fn contents(&self) -> Result<OwnedContents, TrainError> {
         let parts = &self.parts;
         Ok(OwnedContents {
-            layout: parts.layout,
+            layout: parts.checkpoints.layout,
             weights: saved_weights(&parts.runner)?,
-            config_json: parts.config_json.clone(),
-            carried: parts.carried.clone(),
+            config_json: parts.checkpoints.config_json.clone(),
+            carried: parts.checkpoints.carried.clone(),
             optimizer: saved_optimizer(&parts.runner)?,
             state: serde_json::to_value(&parts.state).map_err(candle_core::Error::wrap)?,
         })

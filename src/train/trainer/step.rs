@@ -29,8 +29,8 @@ impl Trainer {
         let data_wait_s = asked.elapsed().as_secs_f64();
         let ReadyStep { data, prepared, has_images } = ready;
         let step = self.parts.state.step + 1;
-        let lr = self.parts.schedule.lr(step);
-        write_rejects(self.parts.rejects.as_mut(), step, &data.rejected)?;
+        let lr = self.parts.steps.schedule.lr(step);
+        write_rejects(self.parts.logs.rejects.as_mut(), step, &data.rejected)?;
         let launched = self.parts.runner.launch(prepared, lr, step)?;
         self.look_ahead();
         let parts = &mut self.parts;
@@ -54,7 +54,8 @@ impl Trainer {
         let skipped = problem.is_some();
         self.judge(&outcome, problem, &rows, step)?;
         // In the first step of an adapter, `A` has no gradient because `B` is zero.
-        let is_first_of_adapter = step == 1 && self.parts.layout == FolderLayout::Adapter;
+        let is_first_of_adapter =
+            step == 1 && self.parts.checkpoints.layout == FolderLayout::Adapter;
         let is_audited = !is_first_of_adapter && !skipped;
         if is_audited && self.audit.is_due(has_images) {
             audit(&self.parts.runner, &outcome.squares, step, has_images);
@@ -75,9 +76,10 @@ impl Trainer {
         if !self.is_first() {
             return Ok(Vec::new());
         }
-        let log = &mut self.parts.samples;
-        let samples = StepSamples::new(step, &*log.reader, &data.samples, losses);
-        log.write(&samples)?;
+        let samples = StepSamples::new(step, &*self.parts.data.reader, &data.samples, losses);
+        if let Some(file) = &mut self.parts.logs.samples {
+            file.write(&samples)?;
+        }
         let worst = samples.worst(NAMED_ROWS).into_iter();
         Ok(worst.map(|index| samples.rows[index].clone()).collect())
     }
@@ -96,7 +98,8 @@ impl Trainer {
         let rows = rows.join(", ");
         if let Some(problem) = problem {
             let in_a_row = parts.state.health.skip();
-            if parts.on_non_finite == OnNonFinite::Stop || in_a_row > parts.max_skipped {
+            if parts.steps.on_non_finite == OnNonFinite::Stop || in_a_row > parts.steps.max_skipped
+            {
                 if is_first {
                     tracing::error!(step, rows, "the rows with the highest losses of this step");
                 }
@@ -151,11 +154,11 @@ impl Trainer {
         state.targets_seen += counts.num_targets;
         state.tokens_seen += data.num_tokens as u64;
         state.samples_seen += data.num_samples as u64;
-        let names = &parts.dataset_names;
+        let names = &parts.data.dataset_names;
         let sets = by_dataset(names.len(), &data.samples, losses);
         count(&mut state.datasets_seen, names, &sets);
         state.data = data.state;
-        let rejected = parts.rejected_texts.with_rows(&state.data);
+        let rejected = parts.data.rejected_texts.with_rows(&state.data);
         let saves = self.saves.take_times();
         let metrics = StepMetrics {
             step: state.step,
@@ -163,7 +166,7 @@ impl Trainer {
             loss: outcome.loss,
             grad_norm: outcome.grad_norm,
             skipped,
-            lr: parts.schedule.lr(state.step),
+            lr: parts.steps.schedule.lr(state.step),
             num_tokens: data.num_tokens as u64,
             num_target_tokens: counts.num_targets,
             target_weight: counts.target_weight,
@@ -179,7 +182,7 @@ impl Trainer {
             peak_memory_bytes: values.peak_memory_bytes,
             peak_device_memory_bytes: values.peak_device_bytes.map(|[peak, _]| peak),
             peak_device_reserved_bytes: values.peak_device_bytes.map(|[_, reserved]| reserved),
-            predicted_memory_bytes: parts.predicted_memory_bytes,
+            predicted_memory_bytes: parts.steps.predicted_memory_bytes,
             rejected: rejected.total(),
             rejected_by_reason: rejected.by_reason,
             rejected_by_file: rejected.by_file,
@@ -187,7 +190,7 @@ impl Trainer {
             experts: outcome.choices.as_ref().map(StepChoices::metrics).unwrap_or_default(),
             datasets: metric_keys(names, &sets),
         };
-        if let Some(file) = &mut parts.metrics {
+        if let Some(file) = &mut parts.logs.metrics {
             file.write(&metrics)?;
         }
         observer.step(&metrics, parts.state.total_steps);
