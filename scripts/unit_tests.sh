@@ -2,7 +2,7 @@
 # Runs unit tests of a crate, with the arguments of its test program:
 #   scripts/unit_tests.sh kernels cuda-emulation attention:: --skip cuda::
 # Each name, also one that is skipped, must be part of the name of a test: a test that was renamed would
-# no longer run, and nothing would say so.
+# no longer run, and nothing would say so. Options with a value are written `--test-threads=1`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 program=$(scripts/test_program.sh "$1" "$2")

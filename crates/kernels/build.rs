@@ -114,7 +114,7 @@ fn compile_image(toolkit: &Toolkit, file: &Path, codes: &[&str], image: &Path) -
     fs::create_dir(&kept).expect("OUT_DIR is writable");
     let mut command = Command::new(&toolkit.nvcc);
     command.args(["-fatbin", "-O3", "-std=c++17", "--threads", "2", "-lineinfo"]);
-    // Options of one file are in a comment of it, for scripts/cuda/ptx.sh too.
+    // A file has its own options in lines `// nvcc: OPTION`, which scripts/cuda/ptx.sh reads too.
     let source = fs::read_to_string(file).expect("the sources are text");
     command.args(source.lines().filter_map(|line| line.strip_prefix("// nvcc: ")));
     for code in codes {

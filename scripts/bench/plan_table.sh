@@ -8,7 +8,7 @@ cd "$(dirname "$0")/../.."
 trainer=${TRAINER:-$PWD/target/release/trainer} python=${PYTHON:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-echo "| model | GPUs | memory | needs, GiB a GPU: none, optimizer, gradients, full | first that fits |"
+echo "| model | GPUs | memory | needs, GiB a GPU: none, optimizer, gradients, full | least sharding that fits |"
 echo "|---|---|---|---|---|"
 for model in 2b 4b 8b 32b; do
   "$trainer" init --preset "$model" --out "$work/$model" >&2
@@ -27,7 +27,7 @@ model, gpus, memory = sys.argv[1:]
 rows = [row for row in map(json.loads, sys.stdin) if "shard" in row]
 world = int(gpus)
 needs = ", ".join("%.0f" % (row["memory_bytes"] / 2**30) for row in rows if row["shard"] == "none" or row["group"] == world)
-first = next((row for row in rows if row["first"]), None)
+first = next((row for row in rows if row["least"]), None)
 name = "-"
 if first is not None:
     name = "`%s`" % first["shard"] + (" in each node" if first["group"] < world else "")

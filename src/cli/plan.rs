@@ -30,7 +30,7 @@ const MEMORY: f64 = 80.0 * GIB;
     trainer plan --config config.yaml --calibrate\n  \
     trainer plan --config config.yaml --gpus 8 --memory 80GiB\n\n\
     The packs are those of `data.train`; without data, with `--images` or `--targets`, full packs are \
-    assumed. docs/memory.md and docs/distributed.md compare predictions with measured runs.")]
+    assumed. docs/memory.md compares predicted memory with measured runs.")]
 pub(super) struct PlanArgs {
     #[command(flatten)]
     config: ConfigArgs,
@@ -47,7 +47,8 @@ pub(super) struct PlanArgs {
     /// Compute the time of the run from this total speed of all ranks, in tokens per second
     #[arg(long, value_name = "X", conflicts_with = "calibrate", value_parser = positive)]
     tokens_per_second: Option<f64>,
-    /// Compute the time of the run from the speed of an earlier run with as many ranks, in this folder
+    /// Compute the time from the speed of an earlier run, whose `output_dir` this is; it must have had
+    /// as many ranks
     #[arg(long, value_name = "DIR", conflicts_with_all = ["calibrate", "tokens_per_second"])]
     as_fast_as: Option<PathBuf>,
     /// Train a few steps in a temporary folder, and compute the time of the run from their speed
@@ -95,6 +96,7 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
     files.overrides.push("model.weights=random".to_owned()); // of the model, `config.json` suffices
     let config = files.load(logging)?;
     check(args)?;
+    let given = given_speed(args)?;
     let world = args.gpus.get() * args.nodes.get();
     check_world(&config, world).map_err(|error| args.config.located(error))?;
     let shape = ModelShape::read(&config).map_err(|error| args.config.located(error))?;
@@ -133,7 +135,10 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
         Some(memory) => search(place, memory, world)?,
         None => Vec::new(),
     };
-    let speed = speed(args, &config, world, logging)?;
+    let speed = match given {
+        Some(speed) => Some(speed),
+        None => calibrated(args, &config, world, logging)?,
+    };
     let report = Report {
         config: &config,
         shape: &shape,
@@ -152,19 +157,21 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
     if args.json { print_json(&report) } else { print(&report) }
 }
 
-/// Tokens per second of all ranks, if an argument gives or measures it.
-fn speed(
+/// Tokens per second of all ranks, if an argument gives it or names a run.
+fn given_speed(args: &PlanArgs) -> anyhow::Result<Option<(f64, Speed)>> {
+    if let Some(folder) = &args.as_fast_as {
+        return Ok(Some((speed_of_run(folder)?, Speed::OfRun(folder.clone()))));
+    }
+    Ok(args.tokens_per_second.map(|rate| (rate, Speed::Given)))
+}
+
+/// Trains a few steps, if an argument says so, and returns the tokens per second of all ranks.
+fn calibrated(
     args: &PlanArgs,
     config: &RunConfig,
     world: usize,
     logging: &Logging,
 ) -> anyhow::Result<Option<(f64, Speed)>> {
-    if let Some(rate) = args.tokens_per_second {
-        return Ok(Some((rate, Speed::Given)));
-    }
-    if let Some(folder) = &args.as_fast_as {
-        return Ok(Some((speed_of_run(folder)?, Speed::OfRun(folder.clone()))));
-    }
     let Some(steps) = args.calibrate else { return Ok(None) };
     let folder = std::env::temp_dir();
     let measured = calibrate(config, steps, &folder, &SetupBars(logging))
@@ -216,14 +223,15 @@ fn estimates(
     Ok(found.into_iter().flatten().collect())
 }
 
-/// Every `distributed.shard` that the optimizer supports, and the size of its groups.
+/// Every `distributed.shard` that the optimizer supports, and the size of its groups; first those that
+/// divide the least.
 fn choices((gpus, nodes): (usize, usize), kind: Kind) -> Vec<(Shard, usize)> {
     let world = gpus * nodes;
     let mut choices = vec![(Shard::None, world)];
-    let groups = if nodes > 1 { vec![gpus, world] } else { vec![world] };
-    for group in groups.into_iter().filter(|_| world > 1 && kind.divides_state()) {
+    if world > 1 && kind.divides_state() {
+        let groups = if nodes > 1 { vec![gpus, world] } else { vec![world] };
         for shard in [Shard::Optimizer, Shard::Gradients, Shard::Full] {
-            choices.push((shard, group));
+            choices.extend(groups.iter().map(|group| (shard, *group)));
         }
     }
     choices

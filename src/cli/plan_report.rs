@@ -36,7 +36,7 @@ pub(super) struct Report<'a> {
     pub(super) world: usize,
     pub(super) estimates: &'a [Estimate],
     pub(super) memory: f64,
-    /// The first of `estimates` that fits.
+    /// The first of `estimates` that fits, which divides the least.
     pub(super) first: Option<&'a Estimate>,
     pub(super) fits: &'a [Fit],
     pub(super) is_searched: bool,
@@ -104,11 +104,11 @@ fn print_run(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
             let peak = memory_text(*peak_bytes);
             let ranks = match report.world {
                 1 => String::new(),
-                world => format!("; at most: {world} ranks that never wait for each other"),
+                world => format!(" times {world}; ranks also wait for each other: it takes longer"),
             };
             format!("{steps} steps of one process with a peak of {peak}{ranks}")
         }
-        Speed::OfRun(folder) => format!("as the run in {}", folder.display()),
+        Speed::OfRun(folder) => format!("as the run in `{}`", folder.display()),
     };
     match report.seconds() {
         Some(seconds) => {
@@ -166,7 +166,7 @@ fn print_shards(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
         )?;
     }
     let advice = match report.first {
-        Some(first) => format!("the first that fits: {}", setting(first, report.world)),
+        Some(first) => format!("the least sharding that fits: {}", setting(first, report.world)),
         None => format!("none of them fits into {}", memory_text(report.memory)),
     };
     writeln!(out, "{advice}")
@@ -221,7 +221,7 @@ pub(super) fn print_json(report: &Report<'_>) -> anyhow::Result<()> {
             "group": estimate.group,
             "memory_bytes": bytes.round(),
             "fits": bytes <= report.memory,
-            "first": report.first.is_some_and(|first| first == estimate),
+            "least": report.first.is_some_and(|first| first == estimate),
         });
         writeln!(out, "{row}")?;
     }

@@ -8,6 +8,7 @@ use super::evaluations::{bring_best, eval_rule};
 use super::hub::download;
 use super::inputs::{DataList, check, encoder, loader_options, open_data, order, param_groups};
 use super::load_model::OpenModel;
+use super::load_shares::RankModel;
 use super::observer::SetupObserver;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, measure_part, plan_run};
@@ -27,7 +28,7 @@ use crate::data::{
 };
 use crate::dist::{Group, Monitor, fail};
 use crate::ops::AlgorithmTable;
-use crate::optim::{OptimConfig, Schedule, Span};
+use crate::optim::{OptimConfig, ParamGroups, Schedule, Span};
 use crate::train::{
     BaseModel, Checkpoints, EvalRule, Evaluation, Health, Logs, Observer, Outcome, Ranks, Rejected,
     StepRules, TrainData, TrainError, TrainState, Trainer, TrainerParts, write_rejects,
@@ -165,14 +166,7 @@ impl Run {
         let resumed = resumed.transpose()?;
         check_media(config, &rows, found.filter(|_| is_first), resumed.as_ref())?;
         compare_inputs(&ranks, config, &data_fingerprint, &inputs)?;
-        let (mut open, base) = open_model(config, found, &ranks, &device)?;
-        share_attention(&mut open, ranks.ranks())?;
-        ranks.compare("model", || open.digest().map_err(candle_core::Error::wrap))?;
-        // Checks the patterns before the rows are measured, which takes longer.
-        let groups = param_groups(config, &open)?;
-        let model = ranks.during("loading the model", || {
-            rank_model(config, open, &groups, ranks.ranks(), &device)
-        })?;
+        let (model, groups, base) = load_model(config, found, &ranks, &device)?;
         let checkpoints = checkpoints(config, checkpointer.clone(), &model.loaded.open)?;
         if is_first {
             take_over(config, &checkpointer, found, observer)?;
@@ -206,24 +200,13 @@ impl Run {
         log_start(config, &runner, &rows, &state);
         let loader =
             Loader::start_shared(reader.clone(), order, loader_options, state.data.clone(), share);
-        let steps = StepRules {
-            schedule: schedule(&config.optim, total_steps),
-            max_steps,
-            on_non_finite: config.train.on_non_finite,
-            max_skipped: config.train.max_skipped,
-            predicted_memory_bytes: predicted,
-        };
         let trackers = if is_first { Trackers::open(config, &state) } else { Trackers::default() };
-        let (mut logs, is_done) =
-            if is_first { open_logs(config, &state)? } else { <(Logs, bool)>::default() };
-        if state.step == 0 {
-            write_rejects(logs.rejects.as_mut(), 1, rows.rejected_texts())?;
-        }
+        let (logs, is_done) = logs(config, &state, is_first, &rows)?;
         let trainer = Trainer::new(TrainerParts {
             runner,
             state,
             data: train_data(loader, reader, &rows),
-            steps,
+            steps: step_rules(config, total_steps, max_steps, predicted),
             checkpoints,
             evaluation: evaluation(config, eval_rows, eval_rule, is_done),
             logs,
@@ -326,6 +309,56 @@ fn checkpoints(
         every_steps: config.checkpoint.every_steps,
         in_background: config.checkpoint.background,
     })
+}
+
+/// Opens and loads the model. Also returns the groups of its parameters, and the base of an adapter.
+fn load_model(
+    config: &RunConfig,
+    found: Option<&Found>,
+    ranks: &SetupRanks,
+    device: &Device,
+) -> Result<(RankModel, ParamGroups, Option<BaseModel>), RunError> {
+    let (mut open, base) = open_model(config, found, ranks, device)?;
+    share_attention(&mut open, ranks.ranks())?;
+    ranks.compare("model", || open.digest().map_err(candle_core::Error::wrap))?;
+    // Checks the patterns before the rows are measured, which takes longer.
+    let groups = param_groups(config, &open)?;
+    let model = ranks
+        .during("loading the model", || rank_model(config, open, &groups, ranks.ranks(), device))?;
+    Ok((model, groups, base))
+}
+
+fn step_rules(
+    config: &RunConfig,
+    total_steps: u64,
+    max_steps: u64,
+    predicted_memory_bytes: Option<u64>,
+) -> StepRules {
+    StepRules {
+        schedule: schedule(&config.optim, total_steps),
+        max_steps,
+        on_non_finite: config.train.on_non_finite,
+        max_skipped: config.train.max_skipped,
+        predicted_memory_bytes,
+    }
+}
+
+/// The logs, in which a new run writes the rejected texts of its corpora, and whether `eval.jsonl` has
+/// the evaluation of the step to resume from.
+fn logs(
+    config: &RunConfig,
+    state: &TrainState,
+    is_first: bool,
+    rows: &JsonlRows,
+) -> Result<(Logs, bool), RunError> {
+    if !is_first {
+        return Ok(Default::default());
+    }
+    let (mut logs, is_evaluated) = open_logs(config, state)?;
+    if state.step == 0 {
+        write_rejects(logs.rejects.as_mut(), 1, rows.rejected_texts())?;
+    }
+    Ok((logs, is_evaluated))
 }
 
 fn train_data(loader: Loader, reader: Arc<dyn RowReader>, rows: &JsonlRows) -> TrainData {

@@ -302,8 +302,10 @@ fn filled(template: &str, values: &[(&str, String)], conditions: &[(&str, bool)]
     let mut filled = String::new();
     for line in template.lines() {
         let mut line = line;
-        if let Some((name, rest)) = line.strip_prefix('?').and_then(|rest| rest.split_once(' ')) {
-            if !conditions.contains(&(name, true)) {
+        if let Some(after) = line.strip_prefix('?') {
+            let (name, rest) = after.split_once(' ').unwrap_or((after, ""));
+            let condition = conditions.iter().find(|(known, _)| *known == name);
+            if !condition.expect("the template names a condition").1 {
                 continue;
             }
             line = rest;
@@ -350,6 +352,57 @@ fn path(path: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_line_of_the_template_is_part_of_a_valid_config() {
+        let template = include_str!("new_config.yaml");
+        let names = ["name", "output_dir", "model", "need", "free", "longest"];
+        let mut values = names.map(|name| (name, "1.5".to_owned())).to_vec();
+        values.extend(
+            ["packing_length", "accumulation", "epochs", "every", "log_every"]
+                .map(|name| (name, "7".to_owned())),
+        );
+        values.extend([
+            ("lr", "1.0e-5".to_owned()),
+            ("unused", "vision, merger".to_owned()),
+            ("train", "  train: [{path: a.jsonl}]".to_owned()),
+            ("eval", "  eval: [{path: b.jsonl}]".to_owned()),
+        ]);
+        let all =
+            ["random", "bf16", "f32", "recompute", "adapter", "all", "unused", "images", "eval"];
+        let mut seen = String::new();
+        for holding in [
+            &["random", "bf16", "recompute", "adapter", "images", "eval"][..],
+            &["f32", "unused"],
+            &["bf16", "all", "images", "eval"],
+        ] {
+            let conditions = all.map(|name| (name, holding.contains(&name)));
+            let text = filled(template, &values, &conditions);
+            assert!(
+                !text.contains('?')
+                    && !values.iter().any(|(name, _)| text.contains(&format!("{{{name}}}"))),
+                "{text}"
+            );
+            let file = tempfile::NamedTempFile::new().unwrap();
+            std::fs::write(file.path(), &text).unwrap();
+            let config: RunConfig = crate::config::load(file.path(), &[]).unwrap();
+            assert_eq!(config.adapter.is_some(), holding.contains(&"adapter"), "{text}");
+            seen += &text;
+        }
+        for (line, name) in template
+            .lines()
+            .filter_map(|line| Some((line, line.strip_prefix('?')?.split(' ').next()?)))
+        {
+            assert!(all.contains(&name), "{line}");
+            let rest = line
+                .get(name.len() + 2..)
+                .unwrap_or_default()
+                .split(['{', '#'])
+                .next()
+                .unwrap_or_default();
+            assert!(seen.contains(rest.trim_end()), "{line}");
+        }
+    }
 
     #[test]
     fn a_path_is_read_as_it_was_given() {

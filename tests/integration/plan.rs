@@ -59,6 +59,38 @@ fn a_plan_has_a_time_only_from_a_measured_speed() {
 }
 
 #[test]
+fn the_least_sharding_that_fits_divides_the_least_state() {
+    let place = place();
+    let rows = |memory: &str| -> Vec<Value> {
+        let command = ["plan", "--config", "plan.yaml", "--json", "--gpus", "8", "--nodes", "2"];
+        let settings = ["--set", "train.gradient_accumulation_steps=16", "--set", "device=cuda"];
+        let search = ["--memory", memory];
+        let output = place.trainer(&[&command[..], &settings, &search].concat()).ends_with(0);
+        let rows = output.stdout.lines().map(|line| serde_json::from_str(line).unwrap());
+        rows.filter(|row: &Value| row["shard"].is_string()).collect()
+    };
+    let all = rows("1TiB");
+    let key = |row: &Value| (row["shard"].as_str().unwrap().to_owned(), row["group"].as_u64());
+    let order: Vec<_> = all.iter().map(key).collect();
+    let expected = [
+        ("none", 16),
+        ("optimizer", 8),
+        ("optimizer", 16),
+        ("gradients", 8),
+        ("gradients", 16),
+        ("full", 8),
+        ("full", 16),
+    ];
+    assert_eq!(order, expected.map(|(shard, group)| (shard.to_owned(), Some(group))));
+    assert_eq!(all.iter().position(|row| row["least"] == true), Some(0));
+    // less than `none` needs, and as much as the first one that divides
+    let bytes = all[1]["memory_bytes"].as_f64().unwrap();
+    assert!(bytes < all[0]["memory_bytes"].as_f64().unwrap(), "{all:?}");
+    let memory = format!("{:.6}MiB", bytes / f64::from(1 << 20) + 0.001);
+    assert_eq!(rows(&memory).iter().position(|row| row["least"] == true), Some(1));
+}
+
+#[test]
 fn fp8_needs_memory_for_codes_and_sums_on_a_gpu() {
     let place = place();
     let bytes = |matmul: &str| {

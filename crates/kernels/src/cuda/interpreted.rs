@@ -75,7 +75,8 @@ pub(super) fn launch(
 ) -> Result<()> {
     if !allocations::is_listed() {
         return Err(Error::msg(
-            "PTX is executed in test programs only, which list their allocations",
+            "`TRAINER_EMULATE_CUDA=ptx:..` works in test programs only, which list their allocations; \
+             `TRAINER_EMULATE_CUDA=8.0` works in every program with the feature `cuda-emulation`",
         ));
     }
     let library = LIBRARY.as_ref().map_err(|error| Error::msg(error.clone()))?;

@@ -3,6 +3,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -132,12 +133,10 @@ fn is_on() -> bool {
     is_on
 }
 
-fn padded(layout: Layout) -> Layout {
-    if !is_on() {
-        return layout;
-    }
-    // SAFETY: sizes of allocations that exist are far below the limit of `isize`.
-    unsafe { Layout::from_size_align_unchecked(layout.size() + GAP, layout.align()) }
+/// The layout with the bytes after an allocation; `None` if it is too large.
+fn padded(size: usize, align: usize) -> Option<Layout> {
+    let gap = if is_on() { GAP } else { 0 };
+    Layout::from_size_align(size.checked_add(gap)?, align).ok()
 }
 
 fn add(at: *mut u8, size: usize) {
@@ -155,30 +154,35 @@ fn remove(at: *mut u8) {
 // SAFETY: the allocator of the system does the work.
 unsafe impl GlobalAlloc for PtxAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let Some(padded) = padded(layout.size(), layout.align()) else { return null_mut() };
         // SAFETY: as the caller promises.
-        let at = unsafe { System.alloc(padded(layout)) };
+        let at = unsafe { System.alloc(padded) };
         add(at, layout.size());
         at
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        let Some(padded) = padded(layout.size(), layout.align()) else { return null_mut() };
         // SAFETY: as the caller promises.
-        let at = unsafe { System.alloc_zeroed(padded(layout)) };
+        let at = unsafe { System.alloc_zeroed(padded) };
         add(at, layout.size());
         at
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         remove(at);
-        // SAFETY: as the caller promises.
-        unsafe { System.dealloc(at, padded(layout)) };
+        if let Some(padded) = padded(layout.size(), layout.align()) {
+            // SAFETY: as the caller promises; `alloc` had the same layout.
+            unsafe { System.dealloc(at, padded) };
+        }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        let [old, new] = [layout.size(), size].map(|size| padded(size, layout.align()));
+        let (Some(old), Some(new)) = (old, new) else { return null_mut() };
         remove(at);
-        let gap = padded(layout).size() - layout.size();
-        // SAFETY: as the caller promises.
-        let new = unsafe { System.realloc(at, padded(layout), size + gap) };
+        // SAFETY: as the caller promises; `alloc` had the old layout.
+        let new = unsafe { System.realloc(at, old, new.size()) };
         // A failure leaves the old allocation.
         let (kept, size) = if new.is_null() { (at, layout.size()) } else { (new, size) };
         add(kept, size);

@@ -2,6 +2,7 @@
 //
 // A warp processes 256 elements, which share a scale, in accesses of consecutive elements by
 // consecutive lanes: 12 bytes per element with weights in f32.
+// As in adamw.cu, the bits of an update do not depend on how a parameter is divided.
 // nvcc: -fmad=false
 #include "adamw.cuh"
 
