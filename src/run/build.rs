@@ -1,37 +1,36 @@
-//! Assembles the model, data, optimizer and output files of a run from a config.
+//! Assembles the model, data, optimizer and output files of a run from a config. Rank 0 creates and
+//! moves files, and the others wait.
 
 use super::adapter::open_run_model;
-use super::algorithms::{input_digests, read_algorithms, use_algorithms};
 use super::check::{announce_memory, warn_about_disk};
+use super::device::{DeviceError, input_digests, read_algorithms, use_algorithms};
 use super::error::RunError;
-use super::evaluations::{bring_best, eval_rule};
-use super::hub::download;
-use super::inputs::{DataList, check, encoder, loader_options, open_data, order, param_groups};
-use super::load_model::OpenModel;
+use super::inputs::{
+    DataList, SetupObserver, check, download, encoder, loader_options, open_data, order,
+    param_groups,
+};
+use super::load_model::{OpenModel, check_world, share_attention};
 use super::load_shares::RankModel;
-use super::observer::SetupObserver;
+use super::logs::{Tracked, Trackers, log_data_sets, log_share, log_start, open_logs};
 use super::output_dir::{claim, take_over};
-use super::plan::{RunPlan, measure_part, plan_run};
-use super::plan_forecast::{choose_recompute, forecast};
-use super::ranks::SetupRanks;
-use super::resume::{Resume, check_media, data_digest, resumed_state};
+use super::plan::{RunPlan, choose_recompute, forecast, measure_part, plan_run};
+use super::resume::{
+    Resume, bring_best, check_media, data_digest, eval_rule, find_checkpoint, resumed_state,
+};
 use super::runner::{rank_model, step_runner};
-use super::sequence::{check_world, share_attention};
-use super::sinks::open_logs;
-use super::start_log::{log_data_sets, log_share};
-use super::starts::log_start;
-use super::trackers::{Tracked, Trackers};
-use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout, Found};
+use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout, Found, Together};
 use crate::config::RunConfig;
 use crate::data::{
-    BackgroundCacheWriter, CachedRows, DataState, Encoder, JsonlRows, Loader, MediaLook, RowReader,
+    BackgroundCacheWriter, CachedRows, DataState, Encoder, JsonlRows, Loader, LoaderShare,
+    MediaLook, RowReader,
 };
-use crate::dist::{Group, Monitor, fail};
+use crate::dist::{DistError, Group, Monitor, Rank, fail};
 use crate::ops::AlgorithmTable;
 use crate::optim::{OptimConfig, ParamGroups, Schedule, Span};
 use crate::train::{
-    BaseModel, Checkpoints, EvalRule, Evaluation, Health, Logs, Observer, Outcome, Ranks, Rejected,
-    StepRules, TrainData, TrainError, TrainState, Trainer, TrainerParts, write_rejects,
+    BaseModel, Checkpoints, DeviceChoice, EvalRule, Evaluation, Health, Logs, Observer, Outcome,
+    Ranks, Rejected, StepRules, TrainData, TrainError, TrainState, Trainer, TrainerParts,
+    write_rejects,
 };
 use candle_core::Device;
 use sha2::{Digest, Sha256};
@@ -447,4 +446,126 @@ fn open_model(
 fn config_digest(config: &RunConfig) -> String {
     let json = serde_json::to_string(config).expect("a config of plain values");
     format!("{:x}", Sha256::digest(json.as_bytes()))
+}
+
+/// The ranks of a run while it is assembled.
+pub(super) struct SetupRanks {
+    ranks: Ranks,
+    share: Option<LoaderShare>,
+    device: Option<Device>,
+}
+
+impl SetupRanks {
+    /// `None`: a run in one process. `sequence` is the number of ranks of a sequence group.
+    pub(super) fn new(group: Option<Group>, sequence: usize) -> Self {
+        let Some(Group { rank, data, step, shard_group, sums, device, monitor }) = group else {
+            return Self { ranks: Ranks::alone(), share: None, device: None };
+        };
+        let ranks = Ranks::new(rank, step, shard_group, sums, monitor).in_sequence_groups(sequence);
+        let share = LoaderShare { group: ranks.sequence_group(), sequence, lane: data };
+        Self { ranks, share: Some(share), device }
+    }
+
+    /// The connections of the training loop.
+    pub(super) fn ranks(&self) -> &Ranks {
+        &self.ranks
+    }
+
+    /// The place of this rank.
+    pub(super) fn rank(&self) -> Rank {
+        self.ranks.rank()
+    }
+
+    /// The device that the sums over ranks need, or else that of `choice`.
+    pub(super) fn device(&self, choice: DeviceChoice) -> Result<Device, DeviceError> {
+        self.device.clone().map_or_else(|| choice.open_for(self.rank()), Ok)
+    }
+
+    /// Waits until all ranks have come to this point.
+    pub(super) fn wait_for_all(&self) -> Result<(), DistError> {
+        self.ranks.wait_for_all()
+    }
+
+    /// Calls `f`, which may take long.
+    pub(super) fn during<T>(&self, work: &str, f: impl FnOnce() -> T) -> T {
+        self.ranks.during(work, f)
+    }
+
+    /// Calls `f`, which may take long, on rank 0, and then on the other ranks, which find the files
+    /// that rank 0 wrote.
+    fn first_then_others<T>(
+        &self,
+        work: &str,
+        f: impl FnOnce() -> Result<T, RunError>,
+    ) -> Result<T, RunError> {
+        let is_first = self.rank().is_first();
+        if !is_first {
+            self.wait_for_all()?;
+        }
+        let result = self.during(work, f)?;
+        if is_first {
+            self.wait_for_all()?;
+        }
+        Ok(result)
+    }
+
+    /// Checks that `digest` of `what` is the same on all ranks. A single process does not compute
+    /// it.
+    pub(super) fn compare(
+        &self,
+        what: &str,
+        digest: impl FnOnce() -> candle_core::Result<String>,
+    ) -> Result<(), RunError> {
+        if self.rank().world == 1 {
+            return Ok(());
+        }
+        let all = self.ranks.gather(digest()?)?;
+        match all.iter().position(|of_rank| *of_rank != all[0]) {
+            None => Ok(()),
+            Some(rank) => {
+                let problem = format!("its {what} differs from that of rank 0");
+                Err(DistError::Message { rank, problem }.into())
+            }
+        }
+    }
+
+    /// The checkpoint that all ranks resume from. They check its files together.
+    pub(super) fn find_checkpoint(
+        &self,
+        config: &RunConfig,
+        resume: &Resume,
+        checkpointer: &Checkpointer,
+    ) -> Result<Option<Found>, RunError> {
+        self.during("looking for a checkpoint", || {
+            if self.rank().is_first() {
+                checkpointer.recover()?;
+            }
+            find_checkpoint(config, resume, checkpointer, self)
+        })
+    }
+
+    /// The connections of the loader and of the training loop.
+    pub(super) fn split(self) -> (Option<LoaderShare>, Ranks) {
+        (self.share, self.ranks)
+    }
+}
+
+impl Together for SetupRanks {
+    type Error = RunError;
+
+    fn rank(&self) -> usize {
+        self.rank().rank
+    }
+
+    fn world(&self) -> usize {
+        self.rank().world
+    }
+
+    fn gather(&self, message: String) -> Result<Vec<String>, RunError> {
+        Ok(self.ranks.gather(message)?)
+    }
+
+    fn failed(&self, rank: usize, message: String) -> RunError {
+        DistError::Failed { rank, message }.into()
+    }
 }

@@ -3,11 +3,9 @@
 use super::adapter::{
     AdapterError, Exchanged, OpenAdapter, exchange_experts, read_adapter, trained_on,
 };
-use super::contradictions::check_model_folder;
-use super::error::RunError;
+use super::error::{RunError, SetupError};
 use super::inputs::open_for_run;
-use super::model_files::{named_files, with_pieces};
-use super::setup_error::SetupError;
+use super::model_files::{check_model_folder, named_files, with_pieces};
 use crate::checkpoint::{
     ADAPTER_CONFIG, CarriedFiles, CheckpointError, FolderLayout, ModelFiles, SavedTensor,
     WeightFiles, adapter_weights, nf4_tensors, quantization_config,

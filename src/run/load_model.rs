@@ -1,15 +1,21 @@
-//! Loads a model folder.
+//! Loads a model folder, and compares settings with the model: experts, and the heads that the
+//! ranks of `distributed.sequence` divide.
 
 use super::adapter::{AdapterError, OpenAdapter};
+use super::error::{RunError, SetupError};
 use super::model_files::{files_error, open_files, unused};
-use super::setup_error::SetupError;
 use crate::checkpoint::{SavedTensor, WeightFiles};
+use crate::config::RunConfig;
+use crate::dist::SequenceAttention;
 use crate::models::{Model, ModelConfig, read_config};
 use crate::nn::{DecoderConfig, Dropout, ParamSpec, TensorNames, random_part};
 use crate::ops::{AttentionBackend, Matmul, Nf4, gpu_without_e4m3};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
-use crate::train::{AttentionChoice, BaseContents, MatmulChoice, ModelSection, SavedAs, Weights};
+use crate::train::{
+    AttentionChoice, BaseContents, DeviceChoice, MatmulChoice, ModelSection, Ranks, SavedAs,
+    Weights,
+};
 use candle_core::{DType, Device, Tensor};
 use indexmap::IndexMap;
 use rayon::prelude::*;
@@ -193,7 +199,7 @@ impl OpenModel {
     }
 
     /// The name of a tensor in the files of a model folder.
-    pub(super) fn name_in_file(&self, name: &str) -> String {
+    fn name_in_file(&self, name: &str) -> String {
         self.config.tensor_names().in_file(name)
     }
 
@@ -214,7 +220,7 @@ impl OpenModel {
     }
 
     /// Replaces the attention of the model.
-    pub(super) fn wrap_attention(
+    fn wrap_attention(
         &mut self,
         wrap: impl FnOnce(Arc<dyn AttentionBackend>) -> Arc<dyn AttentionBackend>,
     ) {
@@ -423,4 +429,63 @@ pub fn load_model(
     device: &Device,
 ) -> Result<LoadedModel, SetupError> {
     OpenModel::open(section, seed, device)?.load(device)
+}
+
+/// Fails if the config has an auxiliary loss that the model or the device cannot compute.
+pub(super) fn check_experts(config: &RunConfig, open: &OpenModel) -> Result<(), SetupError> {
+    let has_experts = open.text().moe.is_some();
+    let aux_loss = config.model.aux_loss;
+    if aux_loss != 0.0 && !has_experts {
+        return Err(SetupError::NoExperts { aux_loss });
+    }
+    if aux_loss != 0.0 && matches!(config.device, DeviceChoice::Cuda(_)) {
+        return Err(SetupError::AuxLossOnGpu);
+    }
+    Ok(())
+}
+
+/// Checks that the micro-batches of a step can be divided evenly among `world` ranks.
+pub(crate) fn check_world(config: &RunConfig, world: usize) -> Result<(), RunError> {
+    let sequence = config.distributed.sequence.get();
+    if !world.is_multiple_of(sequence) {
+        return Err(RunError::SequenceWorld { sequence, world });
+    }
+    let slots = config.train.gradient_accumulation_steps.get();
+    let groups = world / sequence;
+    if slots.is_multiple_of(groups) {
+        return Ok(());
+    }
+    let fits = |groups: &usize| slots.is_multiple_of(*groups);
+    let below = (1..groups).rev().find(fits).map(|groups| groups * sequence);
+    let above = (groups + 1..=slots).find(fits).map(|groups| groups * sequence);
+    Err(RunError::World { world, sequence, slots, below, above })
+}
+
+/// Checks that `sequence` ranks can share the heads of the decoder's attention and linear attention
+/// evenly.
+pub(super) fn check_heads(open: &OpenModel, sequence: usize) -> Result<(), RunError> {
+    let text = open.text();
+    // The numbers of query heads and of value heads are multiples of these.
+    let mut heads = vec![(text.num_key_value_heads, "key-value heads")];
+    if let Some(hybrid) = &text.hybrid {
+        heads.push((hybrid.num_key_heads, "key heads of linear attention"));
+    }
+    let fits = |size: &usize| heads.iter().all(|(heads, _)| heads.is_multiple_of(*size));
+    if fits(&sequence) {
+        return Ok(());
+    }
+    let fitting = (1..=heads[0].0).filter(fits).collect();
+    let heads = heads.iter().map(|(number, name)| format!("{number} {name}")).collect();
+    Err(RunError::SequenceHeads { sequence, heads, fitting })
+}
+
+/// Makes the ranks of a sequence group share the heads of the decoder's attention and linear
+/// attention. Fails if they cannot share them evenly.
+pub(super) fn share_attention(open: &mut OpenModel, ranks: &Ranks) -> Result<(), RunError> {
+    let sequence = ranks.sequence();
+    check_heads(open, sequence.size)?;
+    if let Some(collective) = ranks.collective().filter(|_| sequence.size > 1) {
+        open.wrap_attention(|inner| Arc::new(SequenceAttention::new(inner, collective, sequence)));
+    }
+    Ok(())
 }

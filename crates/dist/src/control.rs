@@ -4,7 +4,7 @@ use super::config::{Distributed, Processes};
 use super::heartbeat::TcpMonitor;
 use super::launcher::Launched;
 use super::rendezvous::{self, ConnectError, Joined};
-use super::tcp_lane::TcpLane;
+use super::tcp::TcpLane;
 use super::watch::{Waits, Watch};
 use super::{Collective, DistError, Exchange, Gather, Group, Lane, Monitor, Rank, Reduce, Ticket};
 use candle_core::{Device, Tensor};
@@ -132,5 +132,4 @@ fn assemble(
 }
 
 #[cfg(test)]
-#[path = "control_tests.rs"]
 mod tests;

@@ -10,7 +10,6 @@
 mod collective;
 mod config;
 mod control;
-mod frame;
 mod heartbeat;
 mod host_collective;
 mod launcher;
@@ -20,27 +19,24 @@ mod nccl;
 mod rendezvous;
 mod selftest;
 mod sequence;
-mod tcp_lane;
+mod tcp;
 mod threads;
-mod tree;
 mod watch;
 mod watchdog;
 
 pub use collective::{Collective, Exchange, Gather, Reduce, Then, Ticket};
 pub use config::{Distributed, Exact, Processes, Shard, ShardGroup};
 pub use control::{Connections, connect};
-pub use host_collective::HostCollective;
+pub use host_collective::{HostCollective, Transport};
 pub use launcher::{LaunchError, Launched};
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 pub use nccl::{Nccl, NcclOptions};
 pub use ranks::{ConnectError, DistError, Lane, Launcher, Rank, SequencePlace, gather};
 pub use rendezvous::interface_name;
-pub use selftest::agree;
-pub use selftest::{CaseResult, NUM_CASES, selftest};
+pub use selftest::{CaseResult, NUM_CASES, agree, selftest};
 pub use sequence::SequenceAttention;
 pub use threads::{slow_threads, threads, threads_in_groups};
-pub use tree::Transport;
 pub use watchdog::Watchdog;
 
 use candle_core::Device;

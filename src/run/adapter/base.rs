@@ -1,11 +1,10 @@
 //! The model below an adapter: checkpoints of the adapter do not contain it.
 
-use super::super::contradictions::differs_from_copy;
 use super::super::error::RunError;
-use super::super::experts::check_experts;
 use super::super::inputs::{open_for_run, param_groups};
-use super::super::load_model::{LoadedModel, OpenModel, trainable};
-use super::super::placed::place_weights;
+use super::super::load_model::{LoadedModel, OpenModel, check_experts, trainable};
+use super::super::model_files::differs_from_copy;
+use super::super::runner::place_weights;
 use super::super::stored_weights::{load_stored, visitors, weight_storage};
 use super::{AdapterError, OpenAdapter};
 use crate::checkpoint::{CheckpointError, Found};

@@ -1,9 +1,8 @@
-//! The adapter of a run: its layers, and the source of its values.
+//! The adapter of a run: its layers, the source of its values, and its sum with the weights of its
+//! model.
 
 mod base;
 mod error;
-mod experts;
-mod merge;
 mod peft;
 mod split;
 mod targets;
@@ -11,17 +10,20 @@ mod targets;
 pub(crate) use base::{load_for_run, load_to_generate, load_with_adapter};
 pub(super) use base::{open_run_model, read_adapter, trained_on};
 pub use error::AdapterError;
-pub(super) use experts::{Exchanged, exchange_experts};
+pub(super) use peft::{Exchanged, exchange_experts};
 
 use self::split::{Half, Split, load_half};
+use super::export::Change;
 use super::load_model::OpenModel;
-use crate::checkpoint::{PeftConfig, WeightFiles};
+use crate::checkpoint::{CheckpointError, PeftConfig, WeightFiles};
 use crate::nn::{
     AdapterDraw, AdapterModule, AdapterTensor, Adapters, ParamSpec, TensorNames, WeightError,
     peft_name, random_adapter_part,
 };
+use crate::ops::ExpertLayout;
 use crate::train::{AdapterConfig, AdapterInit, AdapterKind, Quantize, SavedAs};
-use candle_core::{D, DType, Device, Result, Tensor};
+use candle_core::{D, DType, Device, Tensor};
+use peft::Factors;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -208,7 +210,7 @@ impl OpenAdapter {
         index: usize,
         spec: &ParamSpec,
         dtype: DType,
-    ) -> Result<Option<SavedAs>> {
+    ) -> candle_core::Result<Option<SavedAs>> {
         let Some(name) = self.saved_name(index, spec) else { return Ok(None) };
         let joined = if index < self.num_base { None } else { self.joined(spec, dtype)? };
         let pieces = Vec::new(); // PEFT has the parameters of the modules
@@ -228,12 +230,12 @@ impl OpenAdapter {
     }
 
     /// Subtracts this part from `values`, the `f32` elements from `start` of the flat weight.
-    pub(super) fn subtract_start(
+    fn subtract_start(
         &self,
         spec: &ParamSpec,
         start: usize,
         values: &Tensor,
-    ) -> Result<Tensor> {
+    ) -> candle_core::Result<Tensor> {
         let mut rest = values.to_vec1()?;
         if let Some((split, layer)) = self.split.as_ref().zip(spec.linear_layer()) {
             split.subtract(layer, start, &mut rest, spec.shape[1]);
@@ -328,6 +330,88 @@ impl OpenAdapter {
 }
 
 /// The L2 norms of rows.
-fn norms(rows: &Tensor) -> Result<Tensor> {
+fn norms(rows: &Tensor) -> candle_core::Result<Tensor> {
     rows.sqr()?.sum(D::Minus1)?.sqrt()
+}
+
+impl OpenAdapter {
+    /// What the adapter does to the parameter `name` of the model.
+    pub(super) fn change(&self, name: &str) -> Option<Change> {
+        if self.module(name).is_some() {
+            return Some(Change::Merge);
+        }
+        let Source::Files { files, .. } = &self.source else { return None };
+        files.shape(&peft_name(name)).map(|_| Change::Replace)
+    }
+
+    fn module(&self, weight: &str) -> Option<&AdapterModule> {
+        self.modules.iter().find(|module| module.weight == weight)
+    }
+
+    fn load(&self, name: &str, dtype: DType) -> Result<Tensor, CheckpointError> {
+        let Source::Files { files, exchanged, .. } = &self.source else {
+            return Err(CheckpointError::NoTensor {
+                place: "memory".into(),
+                tensor: name.to_owned(),
+            });
+        };
+        exchanged.load(files, name, dtype)
+    }
+
+    /// The value of a parameter of the model that was trained besides the adapter.
+    pub(super) fn replacement(&self, name: &str, dtype: DType) -> Result<Tensor, CheckpointError> {
+        self.load(&peft_name(name), dtype)
+    }
+
+    /// `W + scale B A`, with the row norms of DoRA's magnitude, in `f32`. `weight` is `W [M, K]`, or
+    /// has such a matrix for each expert.
+    pub(super) fn merged(&self, name: &str, weight: &Tensor) -> Result<Tensor, CheckpointError> {
+        let Some(module) = self.module(name) else { return Ok(weight.clone()) };
+        let fault = |source| CheckpointError::Tensor { tensor: name.to_owned(), source };
+        if let Some(layout) = module.experts {
+            return self.factors(module, layout)?.add_to(weight).map_err(fault);
+        }
+        let tensor = |tensor: AdapterTensor| self.load(&tensor.name(&module.name), DType::F32);
+        let (a, b) = (tensor(AdapterTensor::A)?, tensor(AdapterTensor::B)?);
+        let sum = || weight + (b.matmul(&a)? * module.scale)?;
+        let sum = sum().map_err(fault)?;
+        if !module.is_dora {
+            return Ok(sum);
+        }
+        let magnitude = tensor(AdapterTensor::Magnitude)?;
+        let scaled =
+            || sum.broadcast_mul(&(magnitude / norms(&sum)?.maximum(1e-15f32)?)?.unsqueeze(1)?);
+        scaled().map_err(fault)
+    }
+
+    /// The same for `rows`, rows of the matrix of one expert of the weight `name`. `start` is the
+    /// position of their first element in the weight.
+    pub(super) fn merged_rows(
+        &self,
+        name: &str,
+        start: usize,
+        rows: &Tensor,
+    ) -> Result<Tensor, CheckpointError> {
+        let Some((module, layout)) = self.module(name).and_then(|of| Some((of, of.experts?)))
+        else {
+            return Ok(rows.clone());
+        };
+        let factors = self.factors(module, layout)?;
+        let sum = || {
+            let (count, columns) = rows.dims2()?;
+            let (expert, first) = factors.place(start / columns)?;
+            rows + factors.rows(expert, first..first + count)?
+        };
+        sum().map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })
+    }
+
+    fn factors(
+        &self,
+        module: &AdapterModule,
+        layout: ExpertLayout,
+    ) -> Result<Factors, CheckpointError> {
+        let tensor = |of: AdapterTensor| self.load(&of.name(&module.name), DType::F32);
+        let [a, b] = [tensor(AdapterTensor::A)?, tensor(AdapterTensor::B)?];
+        Ok(Factors { a, b, rank: module.rank, scale: module.scale, layout })
+    }
 }

@@ -4,12 +4,10 @@ mod data;
 mod model;
 mod resources;
 mod start;
-mod survey;
 
 use super::error::RunError;
-use super::inputs::encoder;
-use super::observer::SetupObserver;
-use super::temporary::TemporaryFolder;
+use super::inputs::{SetupObserver, encoder};
+use super::output_dir::TemporaryFolder;
 use crate::config::{LeftOut, RunConfig};
 use crate::data::{DataConfig, Encoder, VideoConfig};
 use resources::Need;

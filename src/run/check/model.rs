@@ -1,10 +1,9 @@
 //! Checks the model folder, and the patterns that select parameters.
 
 use super::super::adapter::{AdapterError, open_run_model};
-use super::super::error::RunError;
+use super::super::error::{RunError, SetupError};
 use super::super::inputs::of_pattern;
-use super::super::sequence::check_heads;
-use super::super::setup_error::SetupError;
+use super::super::load_model::check_heads;
 use super::super::{OpenModel, trainable};
 use super::{CheckReport, Topic};
 use crate::config::RunConfig;

@@ -1,10 +1,9 @@
 //! Memory, disk space and `output_dir`, before a run uses them.
 
 use super::super::error::RunError;
-use super::super::estimate::ModelShape;
+use super::super::memory::{Load, ModelShape, RunMemory, advice};
 use super::super::output_dir::check_unused;
-use super::super::plan_data::DataPlan;
-use super::super::plan_memory::{Load, RunMemory, advice};
+use super::super::plan::DataPlan;
 use super::super::resume::changes;
 use super::{CheckReport, Finding, Note, Topic};
 use crate::checkpoint::{CheckpointConfig, Checkpointer};

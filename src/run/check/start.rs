@@ -1,14 +1,11 @@
 //! What stops a run at its start although each value, file and row can be used: its device, its
 //! ranks, and the checkpoint that it resumes from.
 
-use super::super::algorithms::{input_digests, read_algorithms};
-use super::super::error::RunError;
-use super::super::evaluations::eval_rule;
-use super::super::load_model::check_matmul;
+use super::super::device::{input_digests, read_algorithms};
+use super::super::error::{RunError, SetupError};
+use super::super::load_model::{check_matmul, check_world};
 use super::super::output_dir::check_model_stays;
-use super::super::resume::{check_media, data_digest, likely_checkpoint, resumed_state};
-use super::super::sequence::check_world;
-use super::super::setup_error::SetupError;
+use super::super::resume::{check_media, data_digest, eval_rule, likely_checkpoint, resumed_state};
 use super::{CheckReport, Finding, Note, Topic};
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::{LeftOut, RunConfig};

@@ -1,7 +1,7 @@
 //! Losses and gradients of a layout, and their differences from those of the reference.
 
 use super::layouts::{LaidOut, Place};
-use super::pipeline::{Pipeline, RowLosses};
+use super::subject::{Pipeline, RowLosses};
 use crate::batch::VarlenBatch;
 use crate::run::RunError;
 use crate::train::StepRunner;

@@ -1,18 +1,18 @@
 //! Watches all ranks: each sends heartbeats to rank 0, which decides whether a rank is lost or
 //! hangs, and ends all ranks with the same error.
 
-mod first;
-mod judge;
-mod message;
-mod other;
+mod verdict;
 
 use super::watch::Watch;
 use super::{DistError, Monitor};
-use std::net::TcpStream;
+use crate::tcp::{self, Arrival, Inbox};
+use std::io;
+use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+use verdict::{End, MAX, Message, Seen, cut, judge};
 
 /// Maximum time between heartbeats.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -69,10 +69,10 @@ impl TcpMonitor {
         let watch = Arc::clone(watch);
         let shared = Arc::new(Shared { watch, state, changed, timeout, on_failure });
         let run: Box<dyn FnOnce() + Send> = if rank == 0 {
-            let first = first::First::new(streams, Arc::clone(&shared)).map_err(failed)?;
+            let first = First::new(streams, Arc::clone(&shared)).map_err(failed)?;
             Box::new(|| first.run())
         } else {
-            let other = other::Other::new(streams, Arc::clone(&shared)).map_err(failed)?;
+            let other = Other::new(streams, Arc::clone(&shared)).map_err(failed)?;
             Box::new(|| other.run())
         };
         thread::Builder::new().name("rank-monitor".to_owned()).spawn(run).map_err(failed)?;
@@ -82,11 +82,11 @@ impl TcpMonitor {
 
 impl Monitor for TcpMonitor {
     fn report(&self, work: &str) {
-        self.0.watch.report(&message::cut(work), false);
+        self.0.watch.report(&cut(work), false);
     }
 
     fn wait(&self, work: &str) {
-        self.0.watch.report(&message::cut(work), true);
+        self.0.watch.report(&cut(work), true);
     }
 
     fn pass_on(&self, stop: Arc<AtomicBool>) {
@@ -98,7 +98,7 @@ impl Monitor for TcpMonitor {
     }
 
     fn fail(&self, message: &str) {
-        self.0.request(Request::Fail(message::cut(message)), Some(SEND_ERROR));
+        self.0.request(Request::Fail(cut(message)), Some(SEND_ERROR));
     }
 
     fn finish(&self) {
@@ -136,12 +136,12 @@ impl Shared {
         INTERVAL.min(self.timeout / 4)
     }
 
-    fn heartbeat(&self) -> message::Message {
+    fn heartbeat(&self) -> Message {
         let status = self.watch.status();
         let age_ms = status.since.elapsed().as_millis() as u64;
         let (work, waits) = (status.work, status.waits);
         let (loader_waits, stop) = (self.watch.loader_waits(), self.watch.is_stop_requested());
-        message::Message::Heartbeat { work, waits, loader_waits, age_ms, stop }
+        Message::Heartbeat { work, waits, loader_waits, age_ms, stop }
     }
 
     /// Ends this rank with an error, unless it ends by itself.
@@ -180,5 +180,298 @@ impl Clock {
         let gap = self.last.elapsed();
         self.last = Instant::now();
         Some(gap).filter(|gap| *gap > self.limit)
+    }
+}
+
+/// Time in which the other ranks have to read why they end.
+const CLOSE: Duration = Duration::from_secs(1);
+
+/// The connections to all other ranks, and what has arrived from them.
+struct First {
+    peers: Vec<Peer>,
+    /// Of all ranks.
+    seen: Vec<Seen>,
+    shared: Arc<Shared>,
+}
+
+struct Peer {
+    stream: TcpStream,
+    inbox: Inbox,
+    is_open: bool,
+}
+
+impl First {
+    fn new(streams: Vec<TcpStream>, shared: Arc<Shared>) -> io::Result<Self> {
+        let peer = |stream: TcpStream| {
+            stream.set_nonblocking(true)?;
+            Ok(Peer { stream, inbox: Inbox::new(MAX), is_open: true })
+        };
+        let peers: Vec<Peer> = streams.into_iter().map(peer).collect::<io::Result<_>>()?;
+        let now = Instant::now();
+        let work = "start".to_owned();
+        let start = Seen {
+            loader_waits: false,
+            last_beat: now,
+            work,
+            waits: false,
+            since: now,
+            is_finished: false,
+        };
+        let seen = vec![start; peers.len() + 1];
+        Ok(Self { peers, seen, shared })
+    }
+
+    fn run(mut self) {
+        let _over = Over(Arc::clone(&self.shared));
+        let mut clock = Clock::new(self.shared.timeout);
+        let mut sent: Option<Instant> = None;
+        loop {
+            let (request, is_dropped) = self.next_tick();
+            if is_dropped {
+                return; // the others find their connections closed
+            }
+            let mut end = self.receive();
+            if let Some(stopped) = clock.stopped() {
+                self.forgive(stopped);
+            }
+            match request {
+                Some(Request::Fail(message)) => {
+                    end = end.or(Some(End::Failed { rank: 0, message }));
+                }
+                Some(Request::Finish) => self.seen[0].is_finished = true,
+                None => {}
+            }
+            self.see_own();
+            let all_finished = self.seen.iter().all(|seen| seen.is_finished);
+            if end.is_none() && all_finished {
+                self.close(&Message::AllFinished);
+                return;
+            }
+            let end = end.or_else(|| judge(&self.seen, Instant::now(), self.shared.timeout));
+            if let Some(end) = end {
+                let message = Message::End(end);
+                self.close(&message);
+                if let Message::End(end) = message {
+                    self.shared.end(&end.into());
+                }
+                return;
+            }
+            if sent.is_none_or(|sent| sent.elapsed() >= self.shared.interval()) {
+                let heartbeat = self.shared.heartbeat();
+                let open = self.peers.iter().filter(|peer| peer.is_open);
+                open.for_each(|peer| heartbeat.send(&peer.stream));
+                sent = Some(Instant::now());
+            }
+        }
+    }
+
+    /// Waits for the next tick, or for a request.
+    fn next_tick(&self) -> (Option<Request>, bool) {
+        let state = self.shared.state();
+        let waited = self.shared.changed.wait_timeout(state, TICK);
+        let state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        (state.request.clone(), state.is_dropped)
+    }
+
+    /// Reads what has arrived from all ranks. Returns the first error that ends them.
+    fn receive(&mut self) -> Option<End> {
+        let mut end = None;
+        for (peer, (rank, seen)) in self.peers.iter_mut().zip((1..).zip(&mut self.seen[1..])) {
+            if peer.is_open {
+                end = end.or(peer.receive(rank, seen, &self.shared.watch));
+            }
+        }
+        end
+    }
+
+    fn forgive(&mut self, stopped: Duration) {
+        let now = Instant::now();
+        self.shared.watch.forgive(stopped);
+        for seen in &mut self.seen {
+            seen.last_beat = now;
+            seen.since = (seen.since + stopped).min(now);
+        }
+    }
+
+    fn see_own(&mut self) {
+        let status = self.shared.watch.status();
+        let own = &mut self.seen[0];
+        own.last_beat = Instant::now();
+        (own.work, own.waits, own.since) = (status.work, status.waits, status.since);
+        own.loader_waits = self.shared.watch.loader_waits();
+    }
+
+    /// Sends the last message to all ranks, and waits until they have received it, except a rank
+    /// that is lost.
+    fn close(&self, message: &Message) {
+        let lost = match message {
+            Message::End(End::Lost { rank, .. }) => Some(*rank),
+            _ => None,
+        };
+        let mut waits = Vec::new();
+        for (rank, peer) in (1..).zip(&self.peers).filter(|(_, peer)| peer.is_open) {
+            message.send(&peer.stream);
+            if lost != Some(rank) {
+                waits.push(&peer.stream);
+            }
+        }
+        tcp::close(&waits, CLOSE);
+    }
+}
+
+impl Peer {
+    /// Reads what has arrived from this rank. Returns an error that ends all ranks.
+    fn receive(&mut self, rank: usize, seen: &mut Seen, watch: &Watch) -> Option<End> {
+        let lost = |seen: &Seen, problem: &str| {
+            let problem = format!("{problem}; its last work is `{}`", seen.work);
+            Some(End::Lost { rank, problem })
+        };
+        loop {
+            let arrival = self.inbox.read(&self.stream);
+            loop {
+                let message = match self.inbox.next() {
+                    Ok(Some(message)) => serde_json::from_slice(&message),
+                    Ok(None) => break,
+                    Err(problem) => return lost(seen, &problem),
+                };
+                seen.last_beat = Instant::now();
+                match message {
+                    Ok(Message::Heartbeat { work, waits, loader_waits, age_ms, stop }) => {
+                        if stop {
+                            watch.request_stop(); // the next heartbeats pass it on
+                        }
+                        let age = Duration::from_millis(age_ms);
+                        let since = seen.last_beat.checked_sub(age).unwrap_or(seen.last_beat);
+                        (seen.work, seen.waits, seen.since) = (work, waits, since);
+                        seen.loader_waits = loader_waits;
+                    }
+                    Ok(Message::Fail(message)) => return Some(End::Failed { rank, message }),
+                    Ok(Message::Finish) => seen.is_finished = true,
+                    Ok(Message::AllFinished | Message::End(_)) => {} // only sent by rank 0
+                    Err(error) => return lost(seen, &error.to_string()),
+                }
+            }
+            match arrival {
+                Arrival::Bytes => {}
+                Arrival::Nothing => return None,
+                Arrival::Closed(problem) => {
+                    self.is_open = false;
+                    return if seen.is_finished { None } else { lost(seen, &problem) };
+                }
+            }
+        }
+    }
+}
+
+/// The connection to rank 0, and what has arrived there.
+struct Other {
+    stream: TcpStream,
+    inbox: Inbox,
+    shared: Arc<Shared>,
+    clock: Clock,
+    /// Time of the last message of rank 0, and its work.
+    last_beat: Instant,
+    work: String,
+}
+
+/// What a message means for this rank.
+enum Next {
+    Continue,
+    Finished,
+    End(DistError),
+}
+
+impl Other {
+    fn new(streams: Vec<TcpStream>, shared: Arc<Shared>) -> io::Result<Self> {
+        let stream = streams.into_iter().next();
+        let stream = stream.ok_or_else(|| io::Error::other("no connection to rank 0"))?;
+        stream.set_read_timeout(Some(TICK))?;
+        stream.set_write_timeout(Some(TICK))?;
+        let work = "start".to_owned();
+        let (inbox, clock) = (Inbox::new(MAX), Clock::new(shared.timeout));
+        Ok(Self { stream, inbox, shared, clock, last_beat: Instant::now(), work })
+    }
+
+    fn run(mut self) {
+        let _over = Over(Arc::clone(&self.shared));
+        let mut sent: Option<Instant> = None;
+        let (mut has_failed, mut has_finished) = (false, false);
+        loop {
+            let (request, is_dropped) = {
+                let state = self.shared.state();
+                (state.request.clone(), state.is_dropped)
+            };
+            if is_dropped {
+                return; // rank 0 finds the connection closed
+            }
+            match request {
+                Some(Request::Fail(message)) if !has_failed => {
+                    Message::Fail(message).send(&self.stream);
+                    has_failed = true;
+                }
+                Some(Request::Finish) if !has_finished => {
+                    Message::Finish.send(&self.stream);
+                    has_finished = true;
+                }
+                _ => {}
+            }
+            if sent.is_none_or(|sent| sent.elapsed() >= self.shared.interval()) {
+                self.shared.heartbeat().send(&self.stream);
+                sent = Some(Instant::now());
+            }
+            match self.receive() {
+                Next::Continue => {}
+                Next::Finished => return,
+                Next::End(error) => {
+                    // Rank 0 waits until the connection is closed, so that the error arrives.
+                    let _ = self.stream.shutdown(Shutdown::Both);
+                    self.shared.end(&error);
+                    return;
+                }
+            }
+        }
+    }
+
+    fn receive(&mut self) -> Next {
+        let arrival = self.inbox.read(&self.stream);
+        // After the read, which waits: a process is usually stopped there.
+        if let Some(stopped) = self.clock.stopped() {
+            self.last_beat = Instant::now();
+            self.shared.watch.forgive(stopped);
+        }
+        loop {
+            let message = match self.inbox.next() {
+                Ok(Some(message)) => serde_json::from_slice(&message),
+                Ok(None) => break,
+                Err(problem) => return Next::End(DistError::Message { rank: 0, problem }),
+            };
+            self.last_beat = Instant::now();
+            match message {
+                Ok(Message::Heartbeat { work, stop, .. }) => {
+                    self.work = work;
+                    if stop {
+                        self.shared.watch.request_stop();
+                    }
+                }
+                Ok(Message::AllFinished) => return Next::Finished,
+                Ok(Message::End(end)) => return Next::End(end.into()),
+                Ok(Message::Fail(_) | Message::Finish) => {} // only sent to rank 0
+                Err(error) => {
+                    let problem = error.to_string();
+                    return Next::End(DistError::Message { rank: 0, problem });
+                }
+            }
+        }
+        let lost = |problem: String| {
+            let problem = format!("{problem}; its last work is `{}`", self.work);
+            Next::End(DistError::Lost { rank: 0, problem })
+        };
+        match arrival {
+            Arrival::Closed(problem) => lost(problem),
+            _ if self.last_beat.elapsed() > self.shared.timeout => {
+                lost(format!("no heartbeat for {} s", self.shared.timeout.as_secs()))
+            }
+            _ => Next::Continue,
+        }
     }
 }

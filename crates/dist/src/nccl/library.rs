@@ -1,20 +1,25 @@
-//! The functions of NCCL that sums need, loaded at run time.
+//! The functions of NCCL that sums need, loaded at run time; communicators, whose errors name the
+//! operation and the rank; memory and streams of a GPU.
 //!
 //! NCCL 2.14 or later. Streams and communicators are opaque pointers, so that this compiles without
 //! CUDA.
 
 #![expect(unsafe_code, reason = "NCCL is a C library")]
 
-use super::super::DistError;
-use super::streams::{Span, Stream, Unit};
+use super::super::{DistError, Rank};
+use candle_core::{DType, Tensor, bail};
 use std::error::Error as _;
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ops::Range;
 use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// Result of a call: success.
-pub(super) const SUCCESS: c_int = 0;
+const SUCCESS: c_int = 0;
 /// Result of a call on a communicator that does not block: the operation has not been started yet.
-pub(super) const IN_PROGRESS: c_int = 7;
+const IN_PROGRESS: c_int = 7;
 /// `ncclUint8`
 const UINT8: c_int = 1;
 /// `ncclFloat32`
@@ -206,12 +211,12 @@ impl Library {
         unsafe { (self.comm_abort)(comm.0) }
     }
 
-    pub(super) fn group_start(&self) -> c_int {
+    fn group_start(&self) -> c_int {
         // SAFETY: no arguments.
         unsafe { (self.group_start)() }
     }
 
-    pub(super) fn group_end(&self) -> c_int {
+    fn group_end(&self) -> c_int {
         // SAFETY: no arguments.
         unsafe { (self.group_end)() }
     }
@@ -288,4 +293,348 @@ fn cannot_load(path: &Path, problem: String) -> DistError {
 /// What the system's loader reports.
 fn reason(error: &libloading::Error) -> String {
     error.source().map_or_else(|| error.to_string(), ToString::to_string)
+}
+
+/// Time in which most operations are started. Until then, queries of the state have no pause
+/// between them.
+const USUAL: Duration = Duration::from_micros(200);
+/// Pause between later queries.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// A communicator. Its calls do not block (`blocking: 0` of NCCL), so none holds the lock for long,
+/// and [`Self::abort`] works at any time, from any thread.
+pub(super) struct Communicator {
+    library: Library,
+    rank: Rank,
+    /// Maximum time to start an operation, which includes connections to other ranks.
+    timeout: Duration,
+    state: Mutex<State>,
+}
+
+enum State {
+    Open(Handle),
+    /// Aborted because of this error, or [`DistError::Closed`].
+    Ended(DistError),
+}
+
+impl Communicator {
+    /// Joins the other ranks on the current GPU, and waits until all have done so.
+    pub(super) fn join(
+        library: Library,
+        rank: Rank,
+        id: UniqueId,
+        timeout: Duration,
+    ) -> Result<Self, DistError> {
+        let (handle, code) = library.init(id, rank.rank, rank.world);
+        let state = handle.map_or(State::Ended(DistError::Closed), State::Open);
+        let joined = Self { library, rank, timeout, state: Mutex::new(state) };
+        joined.finish("ncclCommInitRankConfig", code)?;
+        Ok(joined)
+    }
+
+    /// The place of this rank.
+    pub(super) fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn handle(state: &State) -> Result<Handle, DistError> {
+        match state {
+            State::Open(handle) => Ok(*handle),
+            State::Ended(error) => Err(error.clone()),
+        }
+    }
+
+    /// Makes one call, and waits until the operation is on the stream.
+    pub(super) fn call(
+        &self,
+        operation: &'static str,
+        call: impl FnOnce(&Library, Handle) -> c_int,
+    ) -> Result<(), DistError> {
+        let state = self.state();
+        let code = call(&self.library, Self::handle(&state)?);
+        drop(state);
+        self.finish(operation, code)
+    }
+
+    /// Makes the calls of `calls` as one operation, which NCCL executes at the same time, and waits
+    /// until it is on the stream.
+    pub(super) fn group(
+        &self,
+        calls: impl FnOnce(&mut Group<'_>) -> Result<(), (&'static str, c_int)>,
+    ) -> Result<(), DistError> {
+        let state = self.state();
+        let mut group = Group { library: &self.library, handle: Self::handle(&state)? };
+        let code = self.library.group_start();
+        if code != SUCCESS {
+            drop(state);
+            return Err(self.failed_call("ncclGroupStart", code));
+        }
+        let called = calls(&mut group);
+        let ended = self.library.group_end(); // also after an error: the group belongs to the thread
+        drop(state);
+        match called {
+            Ok(()) => self.finish("ncclGroupEnd", ended),
+            Err((operation, code)) => Err(self.failed_call(operation, code)),
+        }
+    }
+
+    /// Waits while an operation that returned `code` is in progress.
+    fn finish(&self, operation: &'static str, mut code: c_int) -> Result<(), DistError> {
+        let begin = Instant::now();
+        while code == IN_PROGRESS {
+            if begin.elapsed() > self.timeout {
+                let seconds = self.timeout.as_secs_f64();
+                let problem = format!(
+                    "not complete after {seconds} s: another rank ended or cannot be reached \
+                     (NCCL_DEBUG=INFO shows the connections)"
+                );
+                return Err(self.failed(operation, &problem));
+            }
+            if begin.elapsed() > USUAL {
+                thread::sleep(PAUSE);
+            } else {
+                thread::yield_now();
+            }
+            let state = self.state();
+            code = self.library.state(Self::handle(&state)?);
+        }
+        if code == SUCCESS { Ok(()) } else { Err(self.failed_call(operation, code)) }
+    }
+
+    /// Returns an error if an operation that is on the stream has failed.
+    pub(super) fn check(&self) -> Result<(), DistError> {
+        let state = self.state();
+        let code = self.library.state(Self::handle(&state)?);
+        drop(state);
+        match code {
+            SUCCESS | IN_PROGRESS => Ok(()),
+            code => {
+                Err(self.failed_call("an exchange between ranks (ncclCommGetAsyncError)", code))
+            }
+        }
+    }
+
+    fn failed_call(&self, operation: &'static str, code: c_int) -> DistError {
+        self.failed(operation, &self.library.text(code))
+    }
+
+    /// Returns an error with the place of this rank, after aborting the communicator. If it had
+    /// ended before, the error is the reason of that end.
+    pub(super) fn failed(&self, operation: &'static str, problem: &str) -> DistError {
+        let Rank { rank, world, .. } = self.rank;
+        let problem = format!("rank {rank} of {world}: {problem}");
+        self.end(DistError::Collective { operation, problem })
+    }
+
+    /// Ends all operations of this rank. Its GPU stops waiting for other ranks, and later calls
+    /// return [`DistError::Closed`].
+    pub(super) fn abort(&self) {
+        self.end(DistError::Closed);
+    }
+
+    fn end(&self, reason: DistError) -> DistError {
+        let mut state = self.state();
+        match &*state {
+            State::Open(handle) => {
+                self.library.abort(*handle); // nothing is left to do if this fails
+                *state = State::Ended(reason.clone());
+                reason
+            }
+            State::Ended(DistError::Closed) => reason,
+            State::Ended(first) => first.clone(),
+        }
+    }
+
+    /// Frees the communicator. The communication stream must be idle, on all ranks.
+    pub(super) fn close(&self) -> Result<(), DistError> {
+        self.call("ncclCommFinalize", Library::finalize)?;
+        let mut state = self.state();
+        let handle = Self::handle(&state)?;
+        let code = self.library.destroy(handle);
+        *state = State::Ended(DistError::Closed);
+        drop(state);
+        match code {
+            // A communicator that does not block is freed by a thread of NCCL.
+            SUCCESS | IN_PROGRESS => Ok(()),
+            code => Err(self.failed_call("ncclCommDestroy", code)),
+        }
+    }
+}
+
+/// The calls of one group.
+pub(super) struct Group<'a> {
+    library: &'a Library,
+    handle: Handle,
+}
+
+impl Group<'_> {
+    pub(super) fn call(
+        &mut self,
+        operation: &'static str,
+        call: impl FnOnce(&Library, Handle) -> c_int,
+    ) -> Result<(), (&'static str, c_int)> {
+        match call(self.library, self.handle) {
+            SUCCESS | IN_PROGRESS => Ok(()),
+            code => Err((operation, code)),
+        }
+    }
+}
+
+/// A CUDA stream (`cudaStream_t`).
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Stream(pub(super) *mut c_void);
+
+/// What a [`Span`] consists of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Unit {
+    F32,
+    Byte,
+}
+
+/// A range of `f32`, or of bytes, in the memory of a device. It is valid while its tensor exists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Span {
+    address: u64,
+    len: usize,
+    unit: Unit,
+}
+
+impl Span {
+    pub(super) fn address(self) -> u64 {
+        self.address
+    }
+
+    /// Length in units.
+    pub(super) fn len(self) -> usize {
+        self.len
+    }
+
+    pub(super) fn unit(self) -> Unit {
+        self.unit
+    }
+
+    pub(super) fn num_bytes(self) -> usize {
+        match self.unit {
+            Unit::F32 => 4 * self.len,
+            Unit::Byte => self.len,
+        }
+    }
+
+    /// The units `range` of this span.
+    pub(super) fn part(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {}", self.len);
+        let before = Self { len: range.start, ..self }.num_bytes() as u64;
+        Self { address: self.address + before, len: range.len(), ..self }
+    }
+}
+
+/// The compute stream of a device, on which all its tensors are used, and the communication stream.
+/// No function waits for the device.
+///
+/// Candle does not track which stream uses which tensor: `kernels::open_gpu` switches that off. The
+/// order is right nevertheless, because the communication stream uses only two kinds of memory:
+///
+/// - Tensors that were passed to a call that starts an operation. The communication stream waits
+///   for an event of the compute stream first, so earlier writes are visible. The callers use the
+///   tensors again only after `wait` or `wait_for`, which makes the compute stream wait for the
+///   communication stream. `Sums` keeps the tensors until then, and the memory of a tensor is freed
+///   on the compute stream, so the memory is reused only after the operation.
+/// - Two buffers that are allocated once. After their creation on the compute stream, only the
+///   communication stream uses them. They are freed when it is idle.
+pub(super) trait Streams: Send + Sync {
+    /// Makes the device current on this thread, as NCCL requires.
+    fn bind(&self) -> candle_core::Result<()>;
+
+    /// The communication stream.
+    fn communication(&self) -> Stream;
+
+    /// Address of a tensor on the device, in `f32`, `bf16` or `u8`. Fails if it is not contiguous.
+    fn address(&self, tensor: &Tensor) -> candle_core::Result<u64>;
+
+    /// The memory of an `f32` tensor, as [`Self::address`].
+    fn span(&self, tensor: &Tensor) -> candle_core::Result<Span> {
+        if tensor.dtype() != DType::F32 {
+            bail!("found {:?} {:?}, expected contiguous F32", tensor.dtype(), tensor.layout());
+        }
+        let len = tensor.elem_count();
+        Ok(Span { address: self.address(tensor)?, len, unit: Unit::F32 })
+    }
+
+    /// The bytes of a tensor, as [`Self::address`].
+    fn bytes(&self, tensor: &Tensor) -> candle_core::Result<Span> {
+        let len = tensor.elem_count() * tensor.dtype().size_in_bytes();
+        Ok(Span { address: self.address(tensor)?, len, unit: Unit::Byte })
+    }
+
+    /// Makes the communication stream wait for all earlier work of the compute stream.
+    fn communication_waits(&self) -> candle_core::Result<()>;
+
+    /// Makes the compute stream wait for all earlier work of the communication stream.
+    fn compute_waits(&self) -> candle_core::Result<()>;
+
+    /// Records the earlier work of the communication stream as number `mark`, in place of what this
+    /// number stood for. A new number is one above all before it, from 0.
+    fn record(&self, mark: usize) -> candle_core::Result<()>;
+
+    /// Makes the compute stream wait for the work that was recorded as `mark`.
+    fn compute_waits_for(&self, mark: usize) -> candle_core::Result<()>;
+
+    /// Copies `from` to `to` on the communication stream. The spans have the same length.
+    fn copy(&self, from: Span, to: Span) -> candle_core::Result<()>;
+
+    /// Adds `from` to `to`, both `f32`, on the communication stream. The spans have the same
+    /// length.
+    fn add(&self, from: Span, to: Span) -> candle_core::Result<()>;
+
+    /// Whether all work of the communication stream is done.
+    fn is_idle(&self) -> candle_core::Result<bool>;
+}
+
+#[cfg(feature = "cuda")]
+impl Streams for kernels::SideStream {
+    fn bind(&self) -> candle_core::Result<()> {
+        self.bind_to_thread()
+    }
+
+    fn communication(&self) -> Stream {
+        Stream(self.handle())
+    }
+
+    fn address(&self, tensor: &Tensor) -> candle_core::Result<u64> {
+        Self::address(self, tensor)
+    }
+
+    fn communication_waits(&self) -> candle_core::Result<()> {
+        self.wait_for_tensors()
+    }
+
+    fn compute_waits(&self) -> candle_core::Result<()> {
+        self.tensors_wait()
+    }
+
+    fn record(&self, mark: usize) -> candle_core::Result<()> {
+        Self::record(self, mark)
+    }
+
+    fn compute_waits_for(&self, mark: usize) -> candle_core::Result<()> {
+        self.tensors_wait_for(mark)
+    }
+
+    fn copy(&self, from: Span, to: Span) -> candle_core::Result<()> {
+        assert_eq!((from.len(), from.unit()), (to.len(), to.unit()));
+        Self::copy(self, from.address(), to.address(), from.num_bytes())
+    }
+
+    fn add(&self, from: Span, to: Span) -> candle_core::Result<()> {
+        assert_eq!((from.len(), from.unit(), to.unit()), (to.len(), Unit::F32, Unit::F32));
+        self.add_f32(from.address(), to.address(), from.len())
+    }
+
+    fn is_idle(&self) -> candle_core::Result<bool> {
+        self.is_done()
+    }
 }

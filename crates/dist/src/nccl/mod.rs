@@ -2,34 +2,25 @@
 //!
 //! NCCL is loaded at run time, so that a binary with CUDA starts without it. Sums run on a stream
 //! of their own, at the same time as the computation. `plan` computes from sizes what all ranks do,
-//! `sums` and `shares` start it, `communicator` turns results of NCCL into errors, `library` has
-//! NCCL's functions and `streams` the order of the two streams. The tests run on host memory, with
-//! a stand-in for NCCL (`tests/fixtures/nccl`).
+//! `sums` starts it, and `library` has NCCL's functions, turns its results into errors, and has the
+//! order of the two streams. The tests run on host memory, with a stand-in for NCCL
+//! (`tests/fixtures/nccl`).
 
-mod communicator;
-#[cfg(test)]
-mod host_streams;
 mod library;
 mod plan;
-#[cfg(test)]
-mod share_tests;
-mod shares;
-mod streams;
 mod sums;
 #[cfg(test)]
 mod tests;
 
 use super::{Collective, DistError, Exchange, Gather, Lane, Rank, Reduce, Ticket, gather};
 use candle_core::{Device, Tensor};
-use communicator::Communicator;
-use library::{Library, UniqueId};
+use library::{Communicator, Library, Streams, UniqueId};
 use plan::Sizes;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
-use streams::Streams;
 use sums::{Sums, Way};
 
 /// How [`Nccl`] works.

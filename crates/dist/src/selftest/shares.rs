@@ -54,7 +54,7 @@ fn check(context: &mut Context, share: usize, value: Value) -> Checked {
 }
 
 pub(super) fn odd(context: &mut Context) -> Checked {
-    const PART: usize = crate::tree::PART;
+    const PART: usize = crate::host_collective::PART;
     let part = PART / context.group.shard_group; // as many elements are summed at a time
     [1, 63, 1023, 100_003, part - 1, part, part + 1]
         .into_iter()

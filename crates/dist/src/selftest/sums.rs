@@ -86,7 +86,7 @@ pub(super) fn few(context: &mut Context) -> Checked {
 }
 
 pub(super) fn odd(context: &mut Context) -> Checked {
-    const PART: usize = crate::tree::PART;
+    const PART: usize = crate::host_collective::PART;
     // Some shares are 1024 elements, the largest small message of MPI's engine; others are larger.
     let uneven = 1024 * context.rank.world + 1;
     let sizes = [1023, uneven, 100_003, PART - 1, PART, PART + 1, 2 * PART];

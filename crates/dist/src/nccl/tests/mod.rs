@@ -1,33 +1,36 @@
 //! Tests of sums with the stand-in for NCCL, on streams in host memory.
 
-use super::host_streams::{HostStream, HostStreams, StandIn};
+mod host_streams;
+mod shares;
+
 use super::*;
 use crate::{Group, threads};
 use candle_core::DType;
+use host_streams::{HostStream, HostStreams, StandIn};
 use kernels::change_f32;
 use std::ops::Range;
 use std::sync::mpsc::channel;
 
 /// Small, so that a few thousand elements are cut into several parts.
-pub(super) const SIZES: Sizes = Sizes { small: 100, buffer: 256, part: 1000 };
+const SIZES: Sizes = Sizes { small: 100, buffer: 256, part: 1000 };
 const LENS: [usize; 12] = [0, 1, 7, 99, 100, 101, 2500, 3, 64, 50, 90, 1000];
 
-pub(super) struct Setup {
+struct Setup {
     world: usize,
     local_world: usize,
-    pub(super) options: NcclOptions,
-    pub(super) stand_in: Arc<StandIn>,
+    options: NcclOptions,
+    stand_in: Arc<StandIn>,
 }
 
 /// One rank, connected.
-pub(super) struct Member {
-    pub(super) rank: Rank,
-    pub(super) nccl: Nccl,
-    pub(super) compute: Arc<HostStream>,
+struct Member {
+    rank: Rank,
+    nccl: Nccl,
+    compute: Arc<HostStream>,
 }
 
 impl Setup {
-    pub(super) fn new(world: usize) -> Self {
+    fn new(world: usize) -> Self {
         let stand_in = StandIn::compile();
         let timeout = Duration::from_secs(20);
         let library = stand_in.path().to_owned();
@@ -66,14 +69,14 @@ impl Setup {
     }
 
     /// Calls `f` on a thread for each rank, after all have connected.
-    pub(super) fn on_members<T: Send>(&self, f: impl Fn(Member) -> T + Sync) -> Vec<T> {
+    fn on_members<T: Send>(&self, f: impl Fn(Member) -> T + Sync) -> Vec<T> {
         self.on_ranks(|rank, lane| f(self.connect(rank, lane).unwrap()))
     }
 }
 
 impl Member {
     /// Returns tensors that the compute stream fills after a while. Until then they are NaN.
-    pub(super) fn computed(&self, values: &[Vec<f32>]) -> Vec<Tensor> {
+    fn computed(&self, values: &[Vec<f32>]) -> Vec<Tensor> {
         let empty = |values: &Vec<f32>| Tensor::full(f32::NAN, values.len(), &Device::Cpu).unwrap();
         let tensors: Vec<Tensor> = values.iter().map(empty).collect();
         let (filled, values) = (tensors.clone(), values.to_vec());
@@ -87,7 +90,7 @@ impl Member {
     }
 
     /// The values of tensors when the compute stream reads them.
-    pub(super) fn read(&self, tensors: &[Tensor]) -> Vec<Vec<f32>> {
+    fn read(&self, tensors: &[Tensor]) -> Vec<Vec<f32>> {
         let (send, values) = channel();
         let tensors = tensors.to_vec();
         self.compute.add(move || {
@@ -112,13 +115,13 @@ impl Member {
     }
 }
 
-pub(super) fn values(rank: usize, lens: &[usize]) -> Vec<Vec<f32>> {
+fn values(rank: usize, lens: &[usize]) -> Vec<Vec<f32>> {
     let value =
         |at: usize| (((at * 2_654_435_761) ^ (rank * 40_503)) % 10_007) as f32 / 7919.0 - 0.63;
     lens.iter().map(|len| (0..*len).map(|at| value(at + len)).collect()).collect()
 }
 
-pub(super) fn tree(ranks: Range<usize>, lens: &[usize]) -> Vec<Vec<f32>> {
+fn tree(ranks: Range<usize>, lens: &[usize]) -> Vec<Vec<f32>> {
     if ranks.len() == 1 {
         return values(ranks.start, lens);
     }

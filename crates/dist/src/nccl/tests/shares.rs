@@ -1,7 +1,7 @@
 //! Tests of shares and of waits by ticket with the stand-in for NCCL, on streams in host memory.
 
-use super::super::{Collective, Exchange, Gather, Reduce, Then, Ticket};
-use super::tests::{Member, Setup, tree, values};
+use super::super::super::{Collective, Exchange, Gather, Reduce, Then, Ticket};
+use super::{Member, Setup, tree, values};
 use candle_core::{DType, Device, Tensor};
 use kernels::with_bytes;
 use std::ops::Range;

@@ -5,7 +5,7 @@
 
 #![expect(unsafe_code, reason = "streams use memory by address, and the stand-in is a C library")]
 
-use super::streams::{Span, Stream, Streams, Unit};
+use super::super::library::{Span, Stream, Streams, Unit};
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
