@@ -46,9 +46,8 @@ pub use media::{image, video};
 pub use model_file::ModelFolderError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
 pub use row::{Length, Rejection, RowTrouble, SampleIndex, SampleSize};
-pub use source::texts;
 pub use source::{
     ColumnNames, DatasetInfo, DatasetInfoError, GroundingError, RowFile, RowForm, RowRules,
-    SampleError, SampleFault, SourceError, Trouble, UnknownKeys,
+    SampleError, SampleFault, SourceError, Trouble, UnknownKeys, texts,
 };
 pub use tokenizer::TokenizerError;

@@ -1,7 +1,6 @@
 //! Updates length caches in the background of a run, for the next start.
 
-use crate::{CacheError, CacheWork, LengthCache};
-use crate::{DataSet, JsonlRows};
+use crate::{CacheError, CacheWork, DataSet, JsonlRows, LengthCache};
 use std::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -107,8 +106,7 @@ fn set_lowest_priority() {}
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::CachedRows;
-    use crate::{DatasetConfig, Encoder, ImageConfig};
+    use crate::{CachedRows, DatasetConfig, Encoder, ImageConfig};
     use std::fs::File;
     use std::io::Write;
     use std::time::Instant;

@@ -1,9 +1,8 @@
 //! Builds the cache, and updates it for rows and images that have changed.
 
-use std::io;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, sync_channel};
-use std::thread;
+use std::{io, thread};
 
 use std::panic::resume_unwind;
 

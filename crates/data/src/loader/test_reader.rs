@@ -12,8 +12,7 @@ use crate::dataset::order::{DatasetShare, Order, RowOrder};
 use crate::dataset::row_reader::{Prefetched, RowReader};
 use crate::loader::LoaderOptions;
 use crate::loader::steps::Rmpad;
-use crate::packing::PackingStrategy;
-use crate::packing::{Overlong, PackRules, Packing, StepPacks};
+use crate::packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
 use crate::row::{Length, Rejection, SampleIndex};
 use batch::{EncodedSample, MediumKind, PaddingSide, Patches, SampleId};
 

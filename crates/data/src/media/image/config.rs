@@ -7,8 +7,7 @@ use serde::Deserialize;
 use settings::section;
 
 use super::header::MAX_PIXELS;
-use crate::model_file::ModelFolderError;
-use crate::model_file::read_json_if_there;
+use crate::model_file::{ModelFolderError, read_json_if_there};
 
 /// The section `data.image` of the config: limits on the size of one image after resizing.
 #[section]

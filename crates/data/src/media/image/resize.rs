@@ -10,8 +10,7 @@ use std::ops::Range;
 
 use super::decode::Rgb;
 use super::weights::Weights;
-use simd::kernels;
-use simd::{LANES, Lanes, transpose};
+use simd::{LANES, Lanes, kernels, transpose};
 
 /// Number of rows per band in [`resize`].
 const BAND: usize = 32;

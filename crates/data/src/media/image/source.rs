@@ -5,9 +5,8 @@ use std::fs::File;
 use std::io::{BufReader, ErrorKind};
 use std::path::{Component, Path, PathBuf};
 
-use base64::Engine as _;
-use base64::alphabet;
 use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
+use base64::{Engine as _, alphabet};
 
 use super::error::ImageError;
 

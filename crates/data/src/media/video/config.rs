@@ -10,8 +10,7 @@ use super::sampling::Sampling;
 use super::smart_resize::{Budget, PixelLimits};
 use crate::media::family::MediaFamily;
 use crate::media::image::{ImageProcessor, Normalise, RESCALE_FACTORS, Size};
-use crate::model_file::ModelFolderError;
-use crate::model_file::read_json_if_there;
+use crate::model_file::{ModelFolderError, read_json_if_there};
 
 /// The section `data.video` of the config.
 ///
