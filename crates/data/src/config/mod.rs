@@ -1,8 +1,5 @@
 //! The `data` section of the config.
 
-mod data_set;
-mod path;
-
 use std::fmt::Display;
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
@@ -10,9 +7,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use settings::{Choice, ValueError, section};
 
-use crate::dataset::corpus::config::Sampling;
-use crate::dataset::mixture::{Mixture, StoppingStrategy};
-use crate::dataset::order::RowOrder;
+use crate::dataset::corpus::windows::Sampling;
+use crate::dataset::order::{Mixture, RowOrder, StoppingStrategy};
 use crate::encode::LossScale;
 use crate::encode::truncate::{KeptEnd, TruncationRule};
 use crate::media::image::{ImageConfig, UrlConfig};
@@ -20,8 +16,7 @@ use crate::media::video::VideoConfig;
 use crate::packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks, WINDOW_SAMPLES};
 use crate::source::UnknownKeys;
 
-pub use data_set::{DatasetConfig, dataset_names};
-pub use path::DataPath;
+pub use data_set::{DataPath, DatasetConfig, dataset_names};
 
 /// The data sets, and how their rows become batches.
 #[section]
@@ -331,5 +326,6 @@ impl DataConfig {
     }
 }
 
+mod data_set;
 #[cfg(test)]
 mod tests;

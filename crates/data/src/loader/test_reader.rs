@@ -9,7 +9,7 @@ use proptest::prelude::*;
 
 use crate::config::{OnError, Truncation};
 use crate::dataset::order::{DatasetShare, Order, RowOrder};
-use crate::dataset::row_reader::{Prefetched, RowReader};
+use crate::dataset::{Prefetched, RowReader};
 use crate::loader::LoaderOptions;
 use crate::loader::steps::Rmpad;
 use crate::packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
