@@ -230,7 +230,7 @@ fn chat_template(
 }
 
 /// A parsed file and its path.
-pub(super) struct JsonFile {
+struct JsonFile {
     pub(super) path: PathBuf,
     pub(super) value: Value,
 }
@@ -241,16 +241,13 @@ impl JsonFile {
         Ok(Self { value: read_json(&path)?, path })
     }
 
-    pub(super) fn read_if_there(
-        folder: &Path,
-        name: &str,
-    ) -> Result<Option<Self>, ModelFolderError> {
+    fn read_if_there(folder: &Path, name: &str) -> Result<Option<Self>, ModelFolderError> {
         let path = folder.join(name);
         Ok(read_json_if_there(&path)?.map(|value| Self { path, value }))
     }
 
     /// Whether this `config.json` is that of a model without a vision encoder.
-    pub(super) fn is_text_only(&self) -> bool {
+    fn is_text_only(&self) -> bool {
         self.value["vision_config"].is_null() && self.value["image_token_id"].is_null()
     }
 
@@ -288,7 +285,7 @@ impl JsonFile {
     }
 
     /// The text of a token: a string, or the `content` of an object.
-    pub(super) fn special_token(&self, key: &str) -> Option<String> {
+    fn special_token(&self, key: &str) -> Option<String> {
         let value = &self.value[key];
         value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
     }

@@ -125,7 +125,7 @@ impl LengthCache {
 }
 
 /// Number of threads of a foreground update.
-pub(super) fn num_threads() -> usize {
+fn num_threads() -> usize {
     most_threads(rayon::current_num_threads(), getrlimit(Resource::Nofile).current)
 }
 
@@ -321,7 +321,7 @@ const OF_RANK: &str = ".rank-";
 
 impl Place {
     /// The complete batches of killed processes, the newer ones last.
-    pub(super) fn read_partial(&self, lock: &Lock) -> Vec<Rows> {
+    fn read_partial(&self, lock: &Lock) -> Vec<Rows> {
         let [partial, temporary] = LEFT_BEHIND.map(|ending| self.sibling(ending));
         let [mut found, newer] = [&partial, &temporary].map(|path| read_stream(path));
         let num_rows = |batches: &[Rows]| batches.iter().map(Rows::len).sum::<usize>();
@@ -336,7 +336,7 @@ impl Place {
     }
 
     /// The complete batches of killed processes and of ranks, without the lock.
-    pub(super) fn left_behind(&self) -> Vec<Rows> {
+    fn left_behind(&self) -> Vec<Rows> {
         self.files_left_behind().iter().flat_map(|path| read_stream(path)).collect()
     }
 
@@ -354,7 +354,7 @@ impl Place {
     }
 
     /// The files with the rows that ranks have measured.
-    pub(super) fn of_ranks(&self) -> Vec<PathBuf> {
+    fn of_ranks(&self) -> Vec<PathBuf> {
         let start = self.sibling(OF_RANK);
         let folder = self.path.parent().unwrap_or(Path::new("."));
         let entries = fs::read_dir(folder).into_iter().flatten().flatten();

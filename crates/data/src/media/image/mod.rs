@@ -24,11 +24,9 @@ use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::{Arc, Once};
 
-pub use config::ImageConfig;
 use config::Settings;
-pub(crate) use config::{Frames, fit};
-pub use config::{ImageSize, smart_resize};
-pub(crate) use config::{RESCALE_FACTORS, Size};
+pub(crate) use config::{Frames, RESCALE_FACTORS, Size, fit};
+pub use config::{ImageConfig, ImageSize, smart_resize};
 pub(crate) use decode::Rgb;
 use decode::decode;
 #[cfg(feature = "video")]
@@ -40,9 +38,8 @@ use header::{DecodeError, Header};
 use patchify::resize_and_patchify;
 pub(crate) use patchify::{Normalise, PatchShape, patchify, unpatchify};
 pub(crate) use resize::resize;
-pub use source::UrlConfig;
 pub(crate) use source::resolve;
-pub use source::{ImageError, ImageName};
+pub use source::{ImageError, ImageName, UrlConfig};
 use source::{Urls, open};
 
 use crate::model_file::ModelFolderError;

@@ -360,7 +360,7 @@ impl Weights {
     }
 
     /// Returns the number of fractional bits of the weights, at least 1.
-    pub(super) fn precision(&self) -> u32 {
+    fn precision(&self) -> u32 {
         self.precision
     }
 
@@ -370,7 +370,7 @@ impl Weights {
     }
 
     /// Returns the weights of [`Self::window`], padded with 0 to a multiple of four.
-    pub(super) fn quads(&self, position: usize) -> &[[i16; 4]] {
+    fn quads(&self, position: usize) -> &[[i16; 4]] {
         &self.quads[self.firsts[position]..self.firsts[position + 1]]
     }
 }

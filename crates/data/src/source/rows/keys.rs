@@ -77,7 +77,7 @@ pub(in crate::source) fn is_row(object: &Map<String, Value>) -> bool {
 }
 
 /// Whether a key has the name of a column with images or videos.
-pub(super) fn is_like_media(key: &str) -> bool {
+fn is_like_media(key: &str) -> bool {
     let key = key.to_lowercase();
     MEDIA.iter().chain(&LIKE_MEDIA).any(|name| *name == key)
 }

@@ -135,7 +135,7 @@ impl<'a> RowMedia<'a> {
     }
 
     /// Returns the part for the next listed image or video.
-    pub(super) fn next_of(&mut self, kind: MediumKind) -> Part {
+    fn next_of(&mut self, kind: MediumKind) -> Part {
         let list = match kind {
             MediumKind::Image => &mut self.images,
             MediumKind::Video => &mut self.videos,

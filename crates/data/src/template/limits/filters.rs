@@ -282,12 +282,12 @@ pub(super) fn count(cost: usize) -> Result<(), Error> {
 }
 
 /// Counts `number` items.
-pub(super) fn count_items(number: usize) -> Result<(), Error> {
+fn count_items(number: usize) -> Result<(), Error> {
     count(number.saturating_mul(ITEM))
 }
 
 /// The number of items of a list, an iterable or a map; 0 for other values.
-pub(super) fn num_items(value: &Value) -> usize {
+fn num_items(value: &Value) -> usize {
     match value.kind() {
         ValueKind::Seq | ValueKind::Map | ValueKind::Iterable => {
             value.len().or_else(|| Some(value.try_iter().ok()?.count())).unwrap_or(0)
@@ -297,7 +297,7 @@ pub(super) fn num_items(value: &Value) -> usize {
 }
 
 /// Counts a text by its bytes, and a list or map by its items.
-pub(super) fn count_size(value: &Value) -> Result<(), Error> {
+fn count_size(value: &Value) -> Result<(), Error> {
     match value.as_str() {
         Some(text) => count(text.len()),
         None => count_items(num_items(value)),
@@ -305,7 +305,7 @@ pub(super) fn count_size(value: &Value) -> Result<(), Error> {
 }
 
 /// Counts a text or an iterable, which an index reads; lists and maps are not read.
-pub(super) fn count_indexed(value: &Value) -> Result<(), Error> {
+fn count_indexed(value: &Value) -> Result<(), Error> {
     match value.kind() {
         ValueKind::Seq | ValueKind::Map => Ok(()),
         _ => count_size(value),
@@ -318,7 +318,7 @@ pub(super) fn count_all(value: &Value) -> Result<(), Error> {
 }
 
 /// Counts the items of a list or map and of those in it, and limits their depth.
-pub(super) fn count_built(value: &Value) -> Result<(), Error> {
+fn count_built(value: &Value) -> Result<(), Error> {
     count_nested(value, false, 0)
 }
 

@@ -379,10 +379,10 @@ impl SourceError {
 }
 
 /// A token within a tag, as bytes of the source.
-pub(super) type Token = Range<usize>;
+type Token = Range<usize>;
 
 /// The start of the next tag or comment.
-pub(super) fn next_tag(source: &str, from: usize) -> Option<usize> {
+fn next_tag(source: &str, from: usize) -> Option<usize> {
     let mut at = from;
     loop {
         let start = at + source[at..].find('{')?;
@@ -394,7 +394,7 @@ pub(super) fn next_tag(source: &str, from: usize) -> Option<usize> {
 }
 
 /// The start of the `endraw` tag; the parser reports a missing one.
-pub(super) fn end_of_raw(source: &str, from: usize) -> usize {
+fn end_of_raw(source: &str, from: usize) -> usize {
     let is_end = |at: &usize| {
         let rest = source[at + 2..].trim_start_matches(['-', '+']).trim_start();
         rest.starts_with("endraw")
