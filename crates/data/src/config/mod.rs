@@ -1,5 +1,5 @@
-//! The `data` section of the config. The last part of this file is an entry of `data.train` or
-//! `data.eval`, and its `path`: one text or a list of texts.
+//! The `data` section of the config, the entries of `data.train` and `data.eval`, and their `path`:
+//! one text or a list of texts.
 
 #[cfg(test)]
 mod tests;
