@@ -18,7 +18,7 @@ all @ heard|hears @ has a gradient; receives @
 all @ told @ reported; is passed @
 prose @ tells?|telling @ returns; reports; distinguishes @
 all @ foretold|foretells?|foresees?|foreseen|foresight @ predict; plan @
-all @ pictures? @ image @ (scripts/golden/(chat|video)_cases.py|crates/data/src/source/rows/form.rs|docs/data-format.md|tests/integration/image_columns.rs)
+all @ pictures? @ image @ (scripts/golden/(chat|video)_cases.py|crates/data/src/source/rows/keys.rs|docs/data-format.md|tests/integration/image_columns.rs)
 all @ towers? @ vision encoder @ (src/(convert|config/other_trainers)|tests/(integration|fixtures)/convert|docs/migration)[^:]*
 prose @ beside @ next to; in the background @
 all @ whoever @ callers @

@@ -23,14 +23,12 @@ pub use dataset::cached::{CachedRows, LengthSummary};
 pub use dataset::corpus::{
     Corpus, CorpusConfig, CorpusOptions, Purpose, Sampling, Spacing, Windows,
 };
-pub use dataset::mixture::{Mixture, StoppingStrategy};
-pub use dataset::order::{DatasetShare, Order, OrderError, RowOrder};
-pub use dataset::row_reader::{Prefetched, RowReader};
-pub use dataset::{DataSet, JsonlRows};
+pub use dataset::order::{DatasetShare, Mixture, Order, OrderError, RowOrder, StoppingStrategy};
+pub use dataset::{DataSet, JsonlRows, Prefetched, RowReader};
 pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
 pub use encode::{BoxFault, Encoder, ImageBox, LossScale, TextSample, image_boxes};
-pub use length_cache::background::BackgroundCacheWriter;
+pub use length_cache::build::BackgroundCacheWriter;
 pub use length_cache::{
     CacheError, CacheWork, LengthCache, MediaDigests, MediaLook, MediaStamps, open_indexed,
 };
@@ -46,9 +44,8 @@ pub use media::{image, video};
 pub use model_file::ModelFolderError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
 pub use row::{Length, Rejection, RowTrouble, SampleIndex, SampleSize};
-pub use source::texts;
 pub use source::{
     ColumnNames, DatasetInfo, DatasetInfoError, GroundingError, RowFile, RowForm, RowRules,
-    SampleError, SampleFault, SourceError, Trouble, UnknownKeys,
+    SampleError, SampleFault, SourceError, Trouble, UnknownKeys, texts,
 };
 pub use tokenizer::TokenizerError;

@@ -1,7 +1,8 @@
 //! Keys, defaults and invalid values.
 
-use super::*;
 use settings::Setting;
+
+use super::*;
 
 /// The first problem.
 fn problem(config: &DataConfig) -> Option<String> {
@@ -112,4 +113,28 @@ fn the_packing_keys_become_one_value() {
     assert_eq!(config.pack_rules(step, NonZeroU64::MIN).balanced_step, None);
     config.balance = Balance::Cost;
     assert_eq!(config.pack_rules(step, NonZeroU64::MIN).balanced_step, Some(step));
+}
+
+#[test]
+fn a_path_is_a_text_or_a_list_and_is_written_as_it_was_given() {
+    for text in ["\"a.jsonl\"", "[\"a.jsonl\",\"b/*.parquet\"]"] {
+        let path: DataPath = serde_json::from_str(text).unwrap();
+        assert_eq!(serde_json::to_string(&path).unwrap(), text);
+    }
+    assert!(serde_json::from_str::<DataPath>("[]").is_err());
+    assert!(serde_json::from_str::<DataPath>("3").is_err());
+}
+
+#[test]
+fn a_data_set_is_named_after_its_file_or_folder() {
+    for (path, name) in [
+        ("a/train.jsonl", "train"),
+        ("a/train.jsonl.gz", "train"),
+        ("a/train.x.jsonl", "train.x"),
+        ("a/b/", "b"),
+        ("a/b/**/*.parquet", "b"),
+        ("*.csv", "data"),
+    ] {
+        assert_eq!(DataPath::from(path).name(), name);
+    }
 }

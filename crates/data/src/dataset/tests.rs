@@ -7,8 +7,7 @@ use std::sync::Arc;
 
 use serde_json::json;
 
-use super::JsonlRows;
-use super::row_reader::{Prefetched, RowReader};
+use super::{JsonlRows, Prefetched, RowReader};
 use crate::{DatasetConfig, Encoder, ImageConfig, SampleIndex};
 
 fn golden(name: &str) -> PathBuf {

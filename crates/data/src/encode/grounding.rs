@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use super::media::MediaReader;
-use crate::media::family::MediaFamily;
+use crate::media::MediaFamily;
 use crate::media::image::ImageProcessor;
 use crate::source::{BOX_PLACEHOLDER, GroundingError, NAME_PLACEHOLDER, SampleFault, texts_mut};
 use batch::{BoxRef, BoxUnit, Medium, Sample};

@@ -4,19 +4,16 @@
 //! medium has merged patches; a video may have timestamps and start and end tokens too. The text is
 //! tokenised in one call, so the tokens are those of inference. Byte offsets decide which tokens
 //! lie inside a target.
+//!
+//! Plain text is encoded without template and images.
 
 mod encoded_text;
 mod folder;
 mod grounding;
-mod json_file;
 pub(crate) mod measure;
 mod media;
-mod plain;
-mod positions;
-mod rendered_turns;
 mod targets;
 mod text_boxes;
-mod text_sample;
 pub(crate) mod truncate;
 
 use std::collections::BTreeMap;
@@ -27,19 +24,6 @@ use std::sync::{Arc, Once};
 use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
 
-use encoded_text::{EncodedText, expand, spans};
-use folder::{TextFolder, image_processor};
-use grounding::grounded;
-pub use grounding::{ImageBox, image_boxes};
-use media::{MediaReader, MediumGrid, kinds};
-use rendered_turns::{check_tools, check_turns};
-pub use targets::LossScale;
-use targets::{Supervision, thoughts};
-pub use text_boxes::BoxFault;
-pub use text_sample::TextSample;
-
-use crate::encode::positions::{VisualRun, position_ids};
-use crate::encode::truncate::{TruncationRule, check_tokens};
 use crate::media::image::{ImageConfig, ImageProcessor};
 use crate::media::video::{VideoConfig, VideoProcessor};
 use crate::model_file::ModelFolderError;
@@ -47,8 +31,18 @@ use crate::row::Length;
 use crate::source::{AtRow, SampleError, SampleFault};
 use crate::template::{GenerationPrompt, RenderedPrompt};
 use batch::{Content, EncodedSample, Medium, MediumKind, Message, Part, Patches, Sample, SampleId};
+pub use encoded_text::TextSample;
+use encoded_text::{EncodedText, expand, spans};
+use folder::{TextFolder, image_processor};
+use grounding::grounded;
+pub use grounding::{ImageBox, image_boxes};
+use media::{MediaReader, MediumGrid, VisualRun, kinds, position_ids};
 use net::UrlImages;
+pub use targets::LossScale;
+use targets::{Supervision, check_tools, check_turns, thoughts};
+pub use text_boxes::BoxFault;
 use tokenizer::{TokenizerError, Tokens};
+use truncate::{MAX_TOKENS, TruncationRule, check_tokens};
 
 /// Tokenizer, chat template, image and video processor of one model folder.
 pub struct Encoder {
@@ -423,5 +417,55 @@ fn has_text(message: &Message, token: &str) -> bool {
         Content::Parts(parts) => {
             parts.iter().any(|part| matches!(part, Part::Text(text) if text.contains(token)))
         }
+    }
+}
+
+/// The end-of-document token of most byte-level tokenizers.
+const END_OF_TEXT: &str = "<|endoftext|>";
+
+impl Encoder {
+    /// Ids and offsets of a text.
+    pub(crate) fn encode_text(&self, text: &str) -> Result<Tokens, SampleFault> {
+        if let Some(token) = self.text.media.pads().find(|token| text.contains(token)) {
+            let token = token.to_owned();
+            return Err(SampleFault::ReservedInText { token });
+        }
+        self.check_bytes(text)?;
+        self.tokens(text)
+    }
+
+    /// Checks that a text is short enough for the tokenizer.
+    fn check_bytes(&self, text: &str) -> Result<(), SampleFault> {
+        let (found, most) = (text.len(), self.text.tokenizer.max_bytes());
+        if found > most {
+            let what = "bytes of text for the tokenizer";
+            return Err(SampleFault::TooLarge { what, found, most });
+        }
+        Ok(())
+    }
+
+    /// The tokens of a text; an error if they are more than one row may have.
+    fn tokens(&self, text: &str) -> Result<Tokens, SampleFault> {
+        let tokens = self.text.tokenizer.encode_up_to(text, MAX_TOKENS);
+        let tokens =
+            tokens.map_err(|error| SampleFault::Tokenizer { problem: error.to_string() })?;
+        check_tokens(tokens.ids.len())?;
+        Ok(tokens)
+    }
+
+    /// Id of the token with this text.
+    pub(crate) fn token_id(&self, token: &str) -> Option<u32> {
+        self.text.tokenizer.id(token)
+    }
+
+    /// The default token at the end of a document: `<|endoftext|>` if the tokenizer has it, else
+    /// the first stop token.
+    pub(crate) fn end_of_document(&self) -> u32 {
+        self.token_id(END_OF_TEXT).unwrap_or(self.text.stop_ids[0])
+    }
+
+    /// Hash of the tokenizer's file. If it is equal, equal texts have equal ids.
+    pub(crate) fn tokenizer_fingerprint(&self) -> [u8; 32] {
+        self.text.tokenizer_fingerprint
     }
 }

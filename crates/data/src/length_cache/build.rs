@@ -1,24 +1,33 @@
-//! Builds the cache, and updates it for rows and images that have changed.
+//! Builds the cache, and updates it for rows and images that have changed, also in the background
+//! of a run, for the next start. Ranks measure the rows of a data set together: each writes the
+//! rows of its part to a file of its own, from which the next update completes the cache.
 
-use std::io;
-use std::path::Path;
-use std::sync::mpsc::{Receiver, sync_channel};
-use std::thread;
-
-use std::panic::resume_unwind;
+use std::error::Error;
+use std::ffi::OsStr;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
+use std::time::Duration;
+use std::{fs, io, thread};
 
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use rustix::process::{Resource, getrlimit};
 
-use super::file::{BATCH_ROWS, Batches, CacheError, Footer, Lock, Place};
+use super::file::{
+    BATCH_ROWS, Batches, CacheError, Footer, LEFT_BEHIND, Lock, Place, SUMS, Writer, read_stream,
+    sums_of,
+};
 use super::measure::{Batch, Checked, Done, Measurer, lengths};
-use super::rows::{Lengths, Rows};
-use super::table::LengthCache;
-use super::writer::Writer;
+use super::rows::{LengthCache, Lengths, Rows};
 use crate::encode::Encoder;
 use crate::encode::measure::Measured;
 use crate::source::RowFile;
+use crate::{DataSet, JsonlRows};
+use ranks::Rank;
 
 /// Maximum number of batches that wait to be written.
 const WAITING: usize = 2;
@@ -116,7 +125,7 @@ impl LengthCache {
 }
 
 /// Number of threads of a foreground update.
-pub(super) fn num_threads() -> usize {
+fn num_threads() -> usize {
     most_threads(rayon::current_num_threads(), getrlimit(Resource::Nofile).current)
 }
 
@@ -307,12 +316,221 @@ fn measure(
     })
 }
 
+/// Suffix of the files of ranks, before their number.
+const OF_RANK: &str = ".rank-";
+
+impl Place {
+    /// The complete batches of killed processes, the newer ones last.
+    fn read_partial(&self, lock: &Lock) -> Vec<Rows> {
+        let [partial, temporary] = LEFT_BEHIND.map(|ending| self.sibling(ending));
+        let [mut found, newer] = [&partial, &temporary].map(|path| read_stream(path));
+        let num_rows = |batches: &[Rows]| batches.iter().map(Rows::len).sum::<usize>();
+        if num_rows(&newer) > num_rows(&found) && lock.may_write(self).is_ok() {
+            // keep the longer of the two; if this fails, its rows are measured again
+            let _ = fs::rename(sums_of(&temporary), sums_of(&partial));
+            let _ = fs::rename(&temporary, &partial);
+        }
+        found.extend(newer);
+        found.extend(self.of_ranks().iter().flat_map(|path| read_stream(path)));
+        found
+    }
+
+    /// The complete batches of killed processes and of ranks, without the lock.
+    fn left_behind(&self) -> Vec<Rows> {
+        self.files_left_behind().iter().flat_map(|path| read_stream(path)).collect()
+    }
+
+    /// Removes the files of killed processes and of ranks. The cache has all of their rows.
+    pub(super) fn remove_left_behind(&self) {
+        for path in self.files_left_behind() {
+            let _ = fs::remove_file(sums_of(&path));
+            let _ = fs::remove_file(path);
+        }
+    }
+
+    fn files_left_behind(&self) -> Vec<PathBuf> {
+        let killed = LEFT_BEHIND.map(|ending| self.sibling(ending));
+        killed.into_iter().chain(self.of_ranks()).collect()
+    }
+
+    /// The files with the rows that ranks have measured.
+    fn of_ranks(&self) -> Vec<PathBuf> {
+        let start = self.sibling(OF_RANK);
+        let folder = self.path.parent().unwrap_or(Path::new("."));
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+        let is_of_rank = |path: &PathBuf| {
+            let [name, start] = [path, &start].map(|path| path.file_name().unwrap_or_default());
+            let [name, start] = [name, start].map(OsStr::as_encoded_bytes);
+            name.starts_with(start) && !name.ends_with(SUMS.as_bytes())
+        };
+        entries.map(|entry| entry.path()).filter(is_of_rank).collect()
+    }
+}
+
+impl Writer {
+    /// Writes the rows that rank `rank` has measured to a file of its own, which needs no lock.
+    pub(super) fn of_rank(place: &Place, rank: usize) -> Result<Self, CacheError> {
+        let folder = place.path.parent().unwrap_or(Path::new("."));
+        fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
+        // several runs of the same rows may measure them at the same time
+        let process = std::process::id();
+        Self::at(place, place.sibling(&format!("{OF_RANK}{rank}-{process}")))
+    }
+}
+
+impl LengthCache {
+    /// The cache of `file` in `folder` as it is; `None` if it is not complete, or if its lengths
+    /// belong to other limits.
+    pub fn complete(file: &RowFile, encoder: &Encoder, folder: &Path) -> Option<Self> {
+        let place = Place::of(file, encoder, folder);
+        let (footer, batches) = place.read()?;
+        if !footer.fits(file) || footer.limits != encoder.image_processor().limits() {
+            return None;
+        }
+        let mut table = Self::with_capacity(place.path.clone(), file.len());
+        batches.for_each(|rows| table.push(&rows));
+        (table.len() == file.len()).then_some(table)
+    }
+
+    /// Measures the rows of `rank`'s part of `file`, unless `folder` has a cache of the whole file.
+    /// When all ranks are done, [`Self::update`] reuses their rows. `progress` receives the number
+    /// of rows done.
+    pub fn measure_part(
+        file: &RowFile,
+        encoder: &Encoder,
+        folder: &Path,
+        rank: Rank,
+        progress: &dyn Fn(u64),
+    ) -> Result<(), CacheError> {
+        let place = Place::of(file, encoder, folder);
+        let (footer, old) = place.read().unzip();
+        if footer.is_some_and(|footer| footer.fits(file)) {
+            return Ok(());
+        }
+        let threads = threads(num_threads(), &place)?;
+        let known = old.into_iter().flatten().chain(place.left_behind()).collect();
+        let measurer = Measurer::new(file, encoder, known, false, &|| true, usize::MAX);
+        let own = rank.own_part(file.len());
+        let lengths = |measured: &Measured| lengths(encoder, measured);
+        let mut writer = Writer::of_rank(&place, rank.rank)?;
+        for first in own.clone().step_by(BATCH_ROWS) {
+            let rows = first..(first + BATCH_ROWS).min(own.end);
+            let done = threads.install(|| measurer.look_up_rows(rows.clone()));
+            if let Batch::New(entries) = done.batch {
+                let format = |source| CacheError::Format { path: place.path.clone(), source };
+                writer.write(&Rows::from_entries(&entries, lengths).map_err(format)?)?;
+            }
+            if done.rows < rows.len() {
+                break; // the error follows
+            }
+            progress((rows.end - own.start) as u64);
+        }
+        measurer.exhausted.into_inner().map_or(Ok(()), Err)
+    }
+}
+
+/// Maximum time that the end of a run waits for the row being measured. If it is exceeded, at most
+/// a batch of rows is measured again; the cache file is always complete.
+const MAX_WAIT: Duration = Duration::from_secs(1);
+
+/// Updates caches on one thread of low priority, until they are complete or this is dropped.
+///
+/// The run does not depend on it. A failure is logged as one warning.
+#[derive(Debug)]
+pub struct BackgroundCacheWriter {
+    stop: Arc<AtomicBool>,
+    ended: Receiver<()>, // closed when the thread ends
+}
+
+impl BackgroundCacheWriter {
+    /// Starts to update the caches of `rows` in `folder`.
+    pub fn start(rows: Arc<JsonlRows>, folder: PathBuf) -> Self {
+        let (sender, ended) = channel();
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = stop.clone();
+        let work = move || {
+            let _open_until_the_end: Sender<()> = sender;
+            set_lowest_priority();
+            let go_on = || !stopped.load(Relaxed);
+            // a panic is logged with its row
+            match catch_unwind(AssertUnwindSafe(|| update(&rows, &folder, &go_on))) {
+                Ok(Ok(Some(CacheWork { measured, reused }))) => {
+                    tracing::info!(measured, reused, folder = %folder.display(), "the length cache is complete: the next start uses it");
+                }
+                Ok(Ok(None)) => {
+                    tracing::debug!("the length cache is incomplete: the next run continues it");
+                }
+                Ok(Err(error)) => {
+                    tracing::warn!("cannot update the length cache: {}", chain(&error));
+                }
+                Err(_) => {
+                    tracing::warn!("cannot update the length cache: measuring a row panicked");
+                }
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("cache".to_owned()).spawn(work) {
+            tracing::warn!(%error, "cannot update the length cache");
+        }
+        Self { stop, ended }
+    }
+}
+
+impl Drop for BackgroundCacheWriter {
+    fn drop(&mut self) {
+        self.stop.store(true, Relaxed);
+        // after the timeout the process may end at any time
+        let _ = self.ended.recv_timeout(MAX_WAIT);
+    }
+}
+
+/// The messages of the error and its causes.
+fn chain(error: &dyn Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {}", chain(cause)),
+        None => error.to_string(),
+    }
+}
+
+/// `None` if it was cancelled, or if another process is writing a cache.
+fn update(
+    rows: &JsonlRows,
+    folder: &Path,
+    go_on: &(dyn Fn() -> bool + Sync),
+) -> Result<Option<CacheWork>, CacheError> {
+    let mut work = Some(CacheWork::default());
+    for set in rows.sets() {
+        let DataSet::Chats(file) = set else { continue };
+        if !go_on() {
+            return Ok(None);
+        }
+        let more = LengthCache::update_in_background(file, rows.encoder(), folder, go_on)?;
+        work = work.zip(more).map(|(work, more)| CacheWork {
+            measured: work.measured + more.measured,
+            reused: work.reused + more.reused,
+        });
+    }
+    Ok(work)
+}
+
+/// Gives this thread, and those that it starts, the lowest priority.
+#[cfg(target_os = "linux")]
+fn set_lowest_priority() {
+    // on other systems this would affect the whole process; if it fails, the priority is normal
+    let _ = rustix::process::nice(19);
+}
+
+#[cfg(not(target_os = "linux"))]
+fn set_lowest_priority() {}
+
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::media::image::ImageConfig;
     use std::fs::{self, File};
     use std::io::Write;
+    use std::time::Instant;
+
+    use super::*;
+    use crate::media::image::ImageConfig;
+    use crate::{CachedRows, DatasetConfig, Encoder};
 
     fn encoder() -> Encoder {
         let model =
@@ -416,5 +634,58 @@ mod tests {
         let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens: None };
         let more = run(&rows(folder.path(), 11), &image);
         assert!(matches!(more, Err(CacheError::Write { .. })), "{more:?}");
+    }
+
+    fn chats(folder: &Path, count: usize) -> Arc<JsonlRows> {
+        let model =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/small-tied");
+        let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens: None };
+        let encoder = Arc::new(Encoder::from_folder(&model, &image).unwrap());
+        let path = folder.join("rows.jsonl");
+        let mut file = File::create(&path).unwrap();
+        for row in 0..count {
+            let chat = r#"{"role": "user", "content": "Q"}, {"role": "assistant", "content": "#;
+            writeln!(file, r#"{{"messages": [{chat}"{row}"}}]}}"#).unwrap();
+        }
+        Arc::new(JsonlRows::open(&[DatasetConfig::new(path)], encoder).unwrap())
+    }
+
+    #[test]
+    fn caches_are_built_for_the_next_start() {
+        let folder = tempfile::tempdir().unwrap();
+        let (rows, caches) = (chats(folder.path(), 100), folder.path().join("cache"));
+        let writer = BackgroundCacheWriter::start(rows.clone(), caches.clone());
+        assert!(writer.ended.recv_timeout(Duration::from_mins(1)).is_err());
+        assert!(CachedRows::exist(&rows, &caches));
+        let (_, work) = CachedRows::update(rows, &caches, &|_| ()).unwrap();
+        assert_eq!(work, CacheWork { measured: 0, reused: 100 });
+    }
+
+    #[test]
+    fn the_end_of_a_run_does_not_wait_for_caches_and_the_next_run_continues() {
+        let folder = tempfile::tempdir().unwrap();
+        let (rows, caches) = (chats(folder.path(), 100_000), folder.path().join("cache"));
+        let writer = BackgroundCacheWriter::start(rows.clone(), caches.clone());
+        let has_begun = || std::fs::read_dir(&caches).is_ok_and(|files| files.count() > 0);
+        while !has_begun() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        let begin = Instant::now();
+        drop(writer);
+        // either it was cancelled in time, or the end of the run did not wait for it
+        assert!(begin.elapsed() < 2 * MAX_WAIT);
+        let is_done = CachedRows::exist(&rows, &caches);
+        let (_, work) = CachedRows::update(rows, &caches, &|_| ()).unwrap();
+        assert_eq!(work.measured + work.reused, 100_000);
+        assert!(work.measured == 0 || !is_done);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_fails_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let rows = chats(folder.path(), 3);
+        let writer =
+            BackgroundCacheWriter::start(rows.clone(), rows.sets()[0].path().join("cache"));
+        assert!(writer.ended.recv_timeout(Duration::from_mins(1)).is_err());
     }
 }

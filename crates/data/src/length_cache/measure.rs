@@ -10,9 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use rayon::prelude::*;
 
 use super::file::CacheError;
-use super::media::checksum;
+use super::media::{Stamps, Walk, checksum};
 use super::rows::{Entry, HASH_BYTES, ImageFile, Lengths, Outcome, Rows};
-use super::stamps::{Stamps, Walk};
 use crate::encode::Encoder;
 use crate::encode::measure::Measured;
 use crate::media::image::ImageError;

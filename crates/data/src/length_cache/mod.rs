@@ -8,16 +8,11 @@
 //! (the tokenizer, the chat template, the settings of videos, and with Qwen2.5-VL the limits on the
 //! pixels of images), the rules for rows, and the paths of the files.
 
-pub(crate) mod background;
-mod build;
+pub(crate) mod build;
 mod file;
 mod measure;
 mod media;
-mod part;
 mod rows;
-mod stamps;
-mod table;
-mod writer;
 
 use std::path::{Path, PathBuf};
 
@@ -25,7 +20,7 @@ pub use build::CacheWork;
 pub use file::CacheError;
 use file::Place;
 pub use media::{MediaDigests, MediaLook, MediaStamps};
-pub use table::LengthCache;
+pub use rows::LengthCache;
 
 use crate::encode::Encoder;
 use crate::source::files::listing::data_files;

@@ -11,10 +11,11 @@ use std::sync::mpsc::SyncSender;
 use std::task::Poll;
 
 use crate::config::OnError;
-use crate::dataset::row_reader::{Prefetched, RowReader};
+use crate::dataset::{Prefetched, RowReader};
 use crate::loader::error::LoaderError;
-use crate::loader::filled::{FilledStep, collate_step, of_another_rank};
-use crate::loader::share::{LoaderShare, RowsRead, exchange, is_own, plan_digest};
+use crate::loader::share::{
+    FilledStep, LoaderShare, RowsRead, collate_step, exchange, is_own, of_another_rank, plan_digest,
+};
 use crate::loader::steps::{
     Assembly, DataState, EpochRows, LoaderOptions, NUM_EXAMPLES, Step, StepData,
 };

@@ -7,10 +7,9 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
+use crate::dataset::RowReader;
 use crate::dataset::corpus::{Spacing, Windows};
-use crate::dataset::mixture::{Mixture, StoppingStrategy};
-use crate::dataset::order::{DatasetShare, Order, RowOrder};
-use crate::dataset::row_reader::RowReader;
+use crate::dataset::order::{DatasetShare, Mixture, Order, RowOrder, StoppingStrategy};
 use crate::loader::plan::plan;
 use crate::loader::test_reader::{any_options, options, sample};
 use crate::loader::{DataState, Loader, LoaderOptions, StepData};

@@ -11,7 +11,6 @@
 mod assembler;
 pub(crate) mod collate;
 pub(crate) mod error;
-mod filled;
 #[cfg(test)]
 mod mixture_tests;
 pub(crate) mod plan;
@@ -34,7 +33,7 @@ use std::time::Duration;
 use assembler::{Assembler, Pools};
 
 use crate::dataset::order::Order;
-use crate::dataset::row_reader::{Prefetched, RowReader};
+use crate::dataset::{Prefetched, RowReader};
 use crate::loader::workers::{Limits, Workers, panic_message};
 use crate::row::{Length, Rejection, SampleIndex};
 use crate::source::with_patience;

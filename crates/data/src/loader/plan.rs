@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use crate::dataset::RowReader;
 use crate::dataset::order::Order;
-use crate::dataset::row_reader::RowReader;
 use crate::loader::steps::{Assembly, MicroBatches, Rmpad, Step, fill};
 use crate::loader::workers::{Limits, Workers};
 use crate::loader::{DataState, LoaderError, LoaderOptions};

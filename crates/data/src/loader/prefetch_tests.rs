@@ -8,8 +8,7 @@ use super::tests::collect;
 use super::*;
 use crate::dataset::order::RowOrder;
 use crate::loader::test_reader::{Kind, TestReader, options, order};
-use crate::packing::PackRules;
-use crate::packing::PackingStrategy;
+use crate::packing::{PackRules, PackingStrategy};
 use batch::SampleId;
 
 /// Counts the calls for each row.

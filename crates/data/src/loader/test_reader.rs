@@ -9,11 +9,10 @@ use proptest::prelude::*;
 
 use crate::config::{OnError, Truncation};
 use crate::dataset::order::{DatasetShare, Order, RowOrder};
-use crate::dataset::row_reader::{Prefetched, RowReader};
+use crate::dataset::{Prefetched, RowReader};
 use crate::loader::LoaderOptions;
 use crate::loader::steps::Rmpad;
-use crate::packing::PackingStrategy;
-use crate::packing::{Overlong, PackRules, Packing, StepPacks};
+use crate::packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
 use crate::row::{Length, Rejection, SampleIndex};
 use batch::{EncodedSample, MediumKind, PaddingSide, Patches, SampleId};
 

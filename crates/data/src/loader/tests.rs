@@ -12,8 +12,7 @@ use crate::loader::plan::{first_epoch_packs, plan};
 use crate::loader::test_reader::{
     Kind, TestReader, any_options, any_readable_rows, any_rows, options, order,
 };
-use crate::packing::PackingStrategy;
-use crate::packing::{Overlong, Packing};
+use crate::packing::{Overlong, Packing, PackingStrategy};
 use batch::VarlenBatch;
 use fault::Fault;
 

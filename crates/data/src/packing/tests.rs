@@ -96,7 +96,7 @@ fn fill(packs: &[Vec<Item<()>>], length: u32) -> f64 {
 fn evenness(packs: &[Vec<Item<()>>], group: usize) -> f64 {
     let cost = |pack: &Vec<Item<()>>| {
         let sizes = pack.iter().map(|item| Capacity { tokens: item.length.tokens, patches: 0 });
-        balance::cost(sizes) as f64
+        cost(sizes) as f64
     };
     let groups = packs.chunks_exact(group).map(|packs| {
         let costs = || packs.iter().map(cost);

@@ -1,13 +1,20 @@
-//! Errors of a row. The message of [`SampleError`] names the file and the line.
+//! Errors of a row and of its boxes, and trouble of the process or of a disk, which is not the
+//! fault of the row at which it was found. The message of [`SampleError`] names the file and the
+//! line.
 
-use std::io;
+use std::error::Error;
+use std::time::Duration;
+use std::{io, iter, thread};
 
-use super::grounding_error::GroundingError;
+use rustix::io::Errno;
+
 use crate::encode::truncate::TruncationError;
 use crate::media::image::ImageError;
 use crate::media::video::VideoError;
 use crate::template::TemplateError;
 use batch::{MediumKind, SampleId};
+use fault::Fault;
+use net::UrlError;
 
 /// A row of a data file that is rejected. The message starts with `file:line`.
 #[derive(Debug, thiserror::Error, fault::Fault)]
@@ -248,6 +255,192 @@ fn media_hint(misnamed: Option<&(String, &'static str)>, listed: usize) -> Strin
         None => {
             "list each image in `images` and each video in `videos`; if `<image>` and `<video>` are plain text, set `literal_placeholders: true` in the data set"
                 .to_owned()
+        }
+    }
+}
+
+/// The reason why the boxes of a row (`objects`) cannot be rendered.
+#[derive(Debug, Clone, PartialEq, thiserror::Error, fault::Fault)]
+#[fault(exit = Data)]
+pub enum GroundingError {
+    #[error("the turns have {placeholders} `{placeholder}` but `objects.{key}` has {listed}")]
+    #[fault(
+        hint = "list one value for each placeholder, in the order of the text; if `<bbox>` and `<ref-object>` are plain text, set `literal_placeholders: true` in the data set",
+        reason = "box_count"
+    )]
+    Count {
+        /// `<bbox>` or `<ref-object>`.
+        placeholder: &'static str,
+        placeholders: usize,
+        /// `bbox` or `ref`.
+        key: &'static str,
+        listed: usize,
+    },
+    #[error("`objects.bbox_type` is `{found}`, expected `real`, `norm1` or `norm1000`")]
+    #[fault(
+        hint = "pixels are `real`, fractions `norm1`, thousandths `norm1000`",
+        reason = "box_type"
+    )]
+    Unit { found: String },
+    #[error("`objects.bbox[{index}]` is in image {image}, but the row has {images} images")]
+    #[fault(hint = "`objects.image_id` counts the images of the row from 0", reason = "box_image")]
+    NoImage { index: usize, image: usize, images: usize },
+    #[error(
+        "`objects.bbox[{index}]` is {found}, expected `[x1, y1, x2, y2]` with x1 <= x2 and y1 <= y2"
+    )]
+    #[fault(
+        hint = "boxes are corners, not a corner with width and height",
+        reason = "box_inverted"
+    )]
+    Inverted { index: usize, found: String },
+    #[error(
+        "all numbers of `objects.bbox` are from 0 to 1, and `objects.bbox_type` is not `norm1`"
+    )]
+    #[fault(
+        hint = "write `\"bbox_type\": \"norm1\"` for fractions of the sides; pixels and thousandths are larger numbers",
+        reason = "box_type"
+    )]
+    Fractions,
+    #[error("`objects.bbox[{index}]` is {found}, expected x1 < x2 and y1 < y2")]
+    #[fault(hint = "remove the box, or write a point as `[x, y]`", reason = "box_no_area")]
+    NoArea { index: usize, found: String },
+    #[error(
+        "`objects.bbox[{index}]` is {found}, expected 0 <= x <= {width} and 0 <= y <= {height}"
+    )]
+    #[fault(
+        hint = "pixels count in the upright image before any resize; relative boxes need `bbox_type`",
+        reason = "box_range"
+    )]
+    Outside {
+        index: usize,
+        found: String,
+        /// Width of the image in the unit of the boxes.
+        width: u32,
+        /// Height of the image in the unit of the boxes.
+        height: u32,
+    },
+}
+
+/// What failed. The row may be valid, so it must not be rejected. Its reason stands in place of that
+/// of the rejection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Fault)]
+pub enum Trouble {
+    /// The process has too many open files or too little memory.
+    #[fault(
+        exit = Resources,
+        hint = "raise the limit of open files (`ulimit -n`), free memory, or lower `data.workers`",
+        reason = "process_resources"
+    )]
+    Resources,
+    /// A disk or a network file system failed.
+    #[fault(
+        exit = Ranks,
+        hint = "check the disk or the mount that holds the data; then run again",
+        reason = "disk_failure"
+    )]
+    Disk,
+}
+
+/// What a network file system that is gone returns.
+const NETWORK_DISK: [Errno; 6] =
+    [Errno::STALE, Errno::NOTCONN, Errno::TIMEDOUT, Errno::HOSTDOWN, Errno::REMOTEIO, Errno::NODEV];
+
+impl Trouble {
+    /// The trouble that an error of a row comes from.
+    pub fn of(error: &SampleError) -> Option<Self> {
+        match &error.fault {
+            SampleFault::Read(cause)
+            | SampleFault::Video { cause: VideoError::Read { cause, .. }, .. } => {
+                Self::of_io(cause)
+            }
+            SampleFault::Image { cause, .. }
+            | SampleFault::Video { cause: VideoError::Frame { cause, .. }, .. } => match cause {
+                // a full disk is not the fault of the image
+                ImageError::Url { cause: UrlError::Store { .. }, .. } => Some(Self::Disk),
+                ImageError::Url { cause, .. } => Self::of_causes(cause),
+                cause => Self::of_causes(cause),
+            },
+            _ => None,
+        }
+    }
+
+    /// The trouble that an error of the operating system indicates.
+    pub(crate) fn of_io(error: &io::Error) -> Option<Self> {
+        Self::of_causes(error)
+    }
+
+    fn of_causes(error: &(dyn Error + 'static)) -> Option<Self> {
+        iter::successors(Some(error), |error| (**error).source())
+            .filter_map(|error| Errno::from_io_error(error.downcast_ref::<io::Error>()?))
+            .find_map(Self::of_code)
+    }
+
+    fn of_code(code: Errno) -> Option<Self> {
+        if [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::AGAIN].contains(&code) {
+            Some(Self::Resources)
+        } else if NETWORK_DISK.contains(&code) || code == Errno::IO {
+            Some(Self::Disk)
+        } else {
+            None
+        }
+    }
+
+    /// The variant whose [`Fault::reason`] is `reason`.
+    pub fn with_reason(reason: &str) -> Option<Self> {
+        [Self::Resources, Self::Disk].into_iter().find(|trouble| trouble.reason() == reason)
+    }
+}
+
+/// Waits between attempts to read a row, in milliseconds.
+const WAITS_MS: [u64; 4] = [20, 80, 320, 1280];
+
+/// Reads a row again after a wait if `trouble` finds that the process or a disk failed.
+pub(crate) fn with_patience<T, E>(
+    trouble: impl Fn(&E) -> Option<Trouble>,
+    mut read: impl FnMut() -> Result<T, E>,
+) -> Result<T, E> {
+    for wait in WAITS_MS {
+        match read() {
+            Err(error) if trouble(&error).is_some() => thread::sleep(Duration::from_millis(wait)),
+            result => return result,
+        }
+    }
+    read()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use batch::SampleId;
+
+    #[test]
+    fn what_the_process_lacks_is_not_the_fault_of_a_row() {
+        let id = SampleId { file: Path::new("rows.jsonl").into(), line: 3 };
+        let image = |code: Errno| ImageError::Read { path: "a.png".into(), source: code.into() };
+        for (code, expected) in [
+            (Errno::MFILE, Some(Trouble::Resources)),
+            (Errno::NFILE, Some(Trouble::Resources)),
+            (Errno::NOMEM, Some(Trouble::Resources)),
+            (Errno::AGAIN, Some(Trouble::Resources)),
+            (Errno::IO, Some(Trouble::Disk)),
+            (Errno::STALE, Some(Trouble::Disk)),
+            (Errno::NOTCONN, Some(Trouble::Disk)),
+            (Errno::NOENT, None),
+            (Errno::ACCESS, None),
+        ] {
+            let video = VideoError::Read { path: "a.mp4".into(), cause: code.into() };
+            let frame = VideoError::Frame { frame: 1, cause: image(code) };
+            for error in [
+                SampleFault::Read(code.into()),
+                SampleFault::Image { index: 1, cause: image(code) },
+                SampleFault::Video { index: 1, cause: frame },
+                SampleFault::Video { index: 1, cause: video },
+            ] {
+                let error = error.at(&id);
+                assert_eq!(Trouble::of(&error), expected, "{error}");
+            }
         }
     }
 }

@@ -7,11 +7,9 @@
 //! from the last one, as templates of thinking models do. If there are many answers, they are
 //! located together, so that the time is linear in the number of turns.
 
-mod all_answers;
 mod answers;
-mod json_dumps;
+mod functions;
 mod limits;
-mod strftime;
 
 use std::ops::Range;
 use std::time::SystemTime;
@@ -178,7 +176,7 @@ impl ChatTemplate {
         env.add_filter("tojson", to_json);
         env.add_function("raise_exception", raise_exception);
         let loaded = SystemTime::now(); // the date must not change within a run
-        env.add_function("strftime_now", move |format: &str| strftime::strftime(format, loaded));
+        env.add_function("strftime_now", move |format: &str| functions::strftime(format, loaded));
         limits::add_template(&mut env, NAME, source)
             .map_err(|problem| TemplateError::Compile { problem })?;
         let mut this = Self {
@@ -369,7 +367,7 @@ fn part_value(part: &Part) -> Value {
 fn value_of_json(json: &serde_json::Value) -> Value {
     use serde_json::Value as Json;
     if let Some(digits) = long_integer(json) {
-        return json_dumps::integer(digits);
+        return functions::integer(digits);
     }
     match json {
         Json::Null => Value::from(()),
@@ -377,7 +375,7 @@ fn value_of_json(json: &serde_json::Value) -> Value {
         Json::Number(number) => match (number.as_i64(), number.as_u64(), number.as_f64()) {
             (Some(value), _, _) => Value::from(value),
             (None, Some(value), _) => Value::from(value),
-            (None, None, value) => json_dumps::number(value.unwrap_or(f64::NAN)),
+            (None, None, value) => functions::number(value.unwrap_or(f64::NAN)),
         },
         Json::String(text) => Value::from(text.as_str()),
         Json::Array(values) => values.iter().map(value_of_json).collect(),
@@ -396,7 +394,7 @@ fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
     options.get::<Option<bool>>("ensure_ascii")?;
     options.assert_all_used()?;
     limits::count_json(value, indent)?;
-    json_dumps::dumps(value, indent)
+    functions::dumps(value, indent)
 }
 
 fn raise_exception(message: &str) -> Result<String, Error> {

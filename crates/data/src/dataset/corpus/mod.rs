@@ -4,11 +4,8 @@
 //! sample in every epoch although each epoch draws a new offset. For documents, a row number counts
 //! the documents, or their pieces if long documents are split.
 
-pub(crate) mod config;
-mod documents;
 mod text;
 mod token_file;
-mod tokenise;
 pub(crate) mod windows;
 
 use std::num::{NonZeroU32, NonZeroUsize};
@@ -18,11 +15,9 @@ use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
-pub use config::{CorpusConfig, Sampling};
-use documents::{Pieces, Separators};
-use token_file::TokenFile;
-use tokenise::tokens;
-pub use windows::{Spacing, Windows};
+use text::tokens;
+use token_file::{Pieces, Separators, TokenFile};
+pub use windows::{CorpusConfig, Sampling, Spacing, Windows};
 
 use crate::config::OnError;
 use crate::encode::Encoder;

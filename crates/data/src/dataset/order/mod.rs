@@ -1,14 +1,22 @@
-//! The order of the rows of an epoch. It depends on seed, epoch and data only.
+//! The order of the rows of an epoch, and the mixture of data sets by share. Both depend on seed,
+//! epoch and data only; the data set of the next row is chosen without randomness.
+//!
+//! In every prefix of an epoch, the number of rows of each data set differs from its share by less
+//! than one row. All computations use integers: a share is a number of units of the sum.
+
+#[cfg(test)]
+mod tests;
 
 use std::fmt::Debug;
 use std::ops::Range;
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
+use serde::{Deserialize, Serialize};
+use settings::Choice;
 use sha2::{Digest, Sha256};
 
 use crate::dataset::corpus::windows::Windows;
-use crate::dataset::mixture::{Mixture, Shares, StoppingStrategy};
 use crate::row::SampleIndex;
 
 /// Whether the rows of an epoch are shuffled.
@@ -332,5 +340,113 @@ fn below(rng: &mut ChaCha8Rng, bound: u64) -> u64 {
     ((u128::from(rng.next_u64()) * u128::from(bound)) >> 64) as u64
 }
 
-#[cfg(test)]
-mod tests;
+/// The meaning of the weights of data sets.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
+#[serde(rename_all = "snake_case")]
+pub enum Mixture {
+    /// A weight is how often an epoch uses each row of the data set.
+    #[default]
+    Repeat,
+    /// A weight is the data set's share of the rows of an epoch.
+    Share,
+}
+
+/// When an epoch of a mixture by share ends.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
+#[serde(rename_all = "snake_case")]
+pub enum StoppingStrategy {
+    /// When each row has been used at least once. Smaller data sets are repeated until then.
+    #[default]
+    AllExhausted,
+    /// Before any data set is repeated.
+    FirstExhausted,
+}
+
+/// Approximate sum of the units of all shares. It is so large that rounding to units does not
+/// change an epoch.
+const TOTAL: f64 = (1u64 << 32) as f64;
+
+/// Shares in integer units.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Shares {
+    units: Vec<u64>, // at least 1 each
+    total: u64,
+}
+
+impl Shares {
+    /// Computes the shares from weights, which must be finite and positive.
+    pub(crate) fn new(weights: &[f64]) -> Self {
+        let largest = weights.iter().copied().fold(f64::MIN_POSITIVE, f64::max);
+        // Division by the largest weight first, because the sum may be infinite.
+        let sum: f64 = weights.iter().map(|weight| weight / largest).sum();
+        let units = |weight: &f64| ((weight / largest / sum * TOTAL).round() as u64).max(1);
+        let units: Vec<u64> = weights.iter().map(units).collect();
+        Self { total: units.iter().sum(), units }
+    }
+
+    /// Number of rows of an epoch over data sets with these numbers of rows, each at least 1.
+    pub(crate) fn epoch_rows(&self, rows: &[u64], stopping: StoppingStrategy) -> u128 {
+        let total = u128::from(self.total);
+        let pairs = rows.iter().zip(&self.units);
+        let pairs = pairs.map(|(rows, units)| (u128::from(*rows) * total, u128::from(*units)));
+        let rows = match stopping {
+            StoppingStrategy::AllExhausted => pairs.map(|(rows, units)| rows.div_ceil(units)).max(),
+            StoppingStrategy::FirstExhausted => pairs.map(|(rows, units)| rows / units).min(),
+        };
+        rows.unwrap_or(0).max(1)
+    }
+
+    /// Returns an endless iterator over the data set of each row.
+    pub(crate) fn interleave(&self) -> Interleave {
+        let jobs = self.units.iter().map(|units| Job::new(*units, self.total)).collect();
+        Interleave { jobs, total: self.total, slot: 0 }
+    }
+}
+
+/// The next row of a data set. If it comes before `release`, the data set is a row ahead of its
+/// share; if it comes after `deadline`, the data set is a row behind.
+#[derive(Debug, Clone)]
+struct Job {
+    units: u64,
+    taken: u64,
+    release: u128,
+    deadline: u128,
+}
+
+impl Job {
+    fn new(units: u64, total: u64) -> Self {
+        let mut job = Self { units, taken: 0, release: 0, deadline: 0 };
+        job.set(total);
+        job
+    }
+
+    fn set(&mut self, total: u64) {
+        let (units, total) = (u128::from(self.units), u128::from(total));
+        self.release = u128::from(self.taken) * total / units;
+        self.deadline = (u128::from(self.taken + 1) * total).div_ceil(units);
+    }
+}
+
+/// Iterator over the data set of each slot: the released row with the earliest deadline is next.
+///
+/// All data sets together have one row per slot, so a fractional schedule exists. Earliest deadline
+/// first is optimal for unit jobs, so it meets every deadline.
+#[derive(Debug, Clone)]
+pub(crate) struct Interleave {
+    jobs: Vec<Job>,
+    total: u64,
+    slot: u128,
+}
+
+impl Iterator for Interleave {
+    type Item = usize;
+
+    fn next(&mut self) -> Option<usize> {
+        let ready = self.jobs.iter().enumerate().filter(|(_, job)| job.release <= self.slot);
+        let next = ready.min_by_key(|(_, job)| job.deadline)?.0;
+        self.jobs[next].taken += 1;
+        self.jobs[next].set(self.total);
+        self.slot += 1;
+        Some(next)
+    }
+}

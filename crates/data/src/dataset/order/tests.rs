@@ -104,3 +104,70 @@ proptest! {
         }
     }
 }
+
+fn first(weights: &[f64], rows: usize) -> Vec<usize> {
+    Shares::new(weights).interleave().take(rows).collect()
+}
+
+#[test]
+fn a_mixture_written_out() {
+    assert_eq!(first(&[0.5, 0.5], 6), [0, 1, 0, 1, 0, 1]);
+    assert_eq!(first(&[3.0, 1.0], 8), [0, 0, 0, 1, 0, 0, 0, 1]);
+    assert_eq!(first(&[1.0, 3.0], 8), [1, 1, 0, 1, 1, 1, 0, 1]);
+    assert_eq!(first(&[2.0, 1.0, 1.0], 8), [0, 1, 0, 2, 0, 1, 0, 2]);
+    assert_eq!(first(&[7.0], 3), [0, 0, 0]);
+}
+
+#[test]
+fn an_epoch_ends_with_the_last_data_set_or_before_the_first_is_repeated() {
+    let shares = Shares::new(&[3.0, 1.0]);
+    let rows = |stopping| shares.epoch_rows(&[30, 100], stopping);
+    assert_eq!(rows(StoppingStrategy::AllExhausted), 400); // 100 rows are a quarter
+    assert_eq!(rows(StoppingStrategy::FirstExhausted), 40); // 30 rows are three quarters
+    let huge = Shares::new(&[f64::MAX, f64::MAX, 1e-300]);
+    assert!(
+        huge.epoch_rows(&[1, 1, u64::from(u32::MAX)], StoppingStrategy::AllExhausted) > 1 << 60
+    );
+}
+
+proptest! {
+    #[test]
+    fn each_data_set_has_its_due_within_a_row_in_every_prefix(
+        weights in prop::collection::vec(prop_oneof![1e-4f64..1.0, 1.0f64..2.0, Just(1.0)], 1..9),
+        rows in 1usize..2000,
+    ) {
+        let shares = Shares::new(&weights);
+        let total = i128::from(shares.total);
+        let mut seen = vec![0i128; weights.len()];
+        for (slot, dataset) in (1i128..).zip(shares.interleave().take(rows)) {
+            seen[dataset] += 1;
+            for (seen, units) in seen.iter().zip(&shares.units) {
+                let off = seen * total - slot * i128::from(*units);
+                prop_assert!(off.abs() < total, "slot {slot}: off by {off} / {total}");
+            }
+        }
+        prop_assert_eq!(seen.iter().sum::<i128>(), rows as i128);
+    }
+
+    #[test]
+    fn an_epoch_exhausts_what_it_should(
+        sets in prop::collection::vec((1u64..60, 1u32..30), 1..6), all in any::<bool>(),
+    ) {
+        let weights: Vec<f64> = sets.iter().map(|set| f64::from(set.1)).collect();
+        let rows: Vec<u64> = sets.iter().map(|set| set.0).collect();
+        let stopping =
+            [StoppingStrategy::FirstExhausted, StoppingStrategy::AllExhausted][usize::from(all)];
+        let shares = Shares::new(&weights);
+        let length = shares.epoch_rows(&rows, stopping) as usize;
+        let mut seen = vec![0; rows.len()];
+        for dataset in shares.interleave().take(length) {
+            seen[dataset] += 1;
+        }
+        let pairs = || seen.iter().zip(&rows);
+        if all {
+            prop_assert!(pairs().all(|(seen, rows)| seen >= rows), "{seen:?} of {rows:?}");
+        } else if length > 1 {
+            prop_assert!(pairs().all(|(seen, rows)| seen <= rows), "{seen:?} of {rows:?}");
+        }
+    }
+}

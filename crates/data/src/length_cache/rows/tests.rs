@@ -1,3 +1,5 @@
+//! Tests of `rows`.
+
 use proptest::prelude::*;
 
 use super::*;

@@ -1,4 +1,6 @@
-//! Image settings from the config and from the model folder.
+//! Image settings from the config and from the model folder, and the target size of an image: both
+//! sides are multiples of a factor and the area is within limits. The limits of a row precede those
+//! of the config. The arithmetic and its rounding equal those of the transformers processor.
 
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
@@ -7,8 +9,8 @@ use serde::Deserialize;
 use settings::section;
 
 use super::header::MAX_PIXELS;
-use crate::model_file::ModelFolderError;
-use crate::model_file::read_json_if_there;
+use crate::model_file::{ModelFolderError, read_json_if_there};
+use batch::{AreaLimits, ImageLimits};
 
 /// The section `data.image` of the config: limits on the size of one image after resizing.
 #[section]
@@ -171,10 +173,109 @@ fn read_file(folder: &Path) -> Result<(PathBuf, File), ModelFolderError> {
     }
 }
 
+/// The size of an image before the limits of the config apply.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ImageSize {
+    /// Upright `[height, width]` in pixels, or the size that the row gives in its place.
+    pub pixels: [u32; 2],
+    /// Limits that the row gives.
+    pub limits: AreaLimits,
+}
+
+impl ImageSize {
+    /// `pixels` is the upright size of an image with these limits. As in qwen-vl-utils, limits on
+    /// the area have no effect if the row also gives a size.
+    pub(super) fn new(pixels: [u32; 2], ImageLimits { resized, area }: ImageLimits) -> Self {
+        match resized {
+            Some(resized) => {
+                Self { pixels: resized.map(NonZeroU32::get), limits: AreaLimits::default() }
+            }
+            None => Self { pixels, limits: area },
+        }
+    }
+}
+
+/// Minimum and maximum area: `limits` where they are given, else those of the config. If one limit
+/// of the row contradicts the other limit of the config, both have the value of the row.
+pub(crate) fn over(limits: AreaLimits, config: [u64; 2]) -> [u64; 2] {
+    let value = |limit: Option<NonZeroU32>| limit.map(|limit| u64::from(limit.get()));
+    let (min, max) = (value(limits.min_pixels), value(limits.max_pixels));
+    match (min, max) {
+        (Some(min), Some(max)) => [min, max],
+        (Some(min), None) => [min, config[1].max(min)],
+        (None, Some(max)) => [config[0].min(max), max],
+        (None, None) => config,
+    }
+}
+
+/// Maximum ratio of the longer to the shorter side, as in the transformers processor.
+const MAX_ASPECT_RATIO: u64 = 200;
+
+/// Returns the target `[height, width]` in pixels of an image of `height` x `width` pixels.
+///
+/// Both are multiples of `factor` (`patch_size * merge_size`). The area is in
+/// `min_pixels..=max_pixels` where the aspect ratio allows it. Returns `None` if the aspect ratio
+/// is above 200.
+///
+/// Sides round half to even: a side of 80 with factor 32 becomes 64, not 96. A side of at most
+/// half the factor rounds to 0; the image is then enlarged to `min_pixels`, whatever its area is.
+///
+/// # Panics
+/// If a side or `factor` is 0.
+pub fn smart_resize(
+    height: u32,
+    width: u32,
+    factor: u32,
+    min_pixels: u64,
+    max_pixels: u64,
+) -> Option<[u32; 2]> {
+    assert!(height > 0 && width > 0 && factor > 0, "sides and factor must be at least 1");
+    if u64::from(height.max(width)) > MAX_ASPECT_RATIO * u64::from(height.min(width)) {
+        return None;
+    }
+    let sides = [f64::from(height), f64::from(width)];
+    Some(fit(sides, factor, Frames { shown: 1.0, counted: 1.0 }, min_pixels, max_pixels))
+}
+
+/// Number of frames of equal size whose pixels are limited together; 1 for an image.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Frames {
+    /// Number of frames, used to compute the scale.
+    pub(crate) shown: f64,
+    /// Number of frames that the transformers processor assumes when it compares the pixels with
+    /// the limits.
+    pub(crate) counted: f64,
+}
+
+/// Rounds `sides` to multiples of `factor`, and scales them if the pixels of all frames together
+/// are outside of `min_pixels..=max_pixels`.
+pub(crate) fn fit(
+    sides: [f64; 2],
+    factor: u32,
+    frames: Frames,
+    min_pixels: u64,
+    max_pixels: u64,
+) -> [u32; 2] {
+    let ([h, w], f) = (sides, f64::from(factor));
+    let rounded = sides.map(|side| (side / f).round_ties_even() * f);
+    let pixels = frames.counted * rounded[0] * rounded[1];
+    let resized = if pixels > max_pixels as f64 {
+        let beta = (frames.shown * h * w / max_pixels as f64).sqrt();
+        sides.map(|side| f.max((side / beta / f).floor() * f))
+    } else if pixels < min_pixels as f64 {
+        let beta = (min_pixels as f64 / (frames.shown * h * w)).sqrt();
+        sides.map(|side| (side * beta / f).ceil() * f)
+    } else {
+        rounded
+    };
+    resized.map(|side| side as u32)
+}
+
 #[cfg(test)]
 mod tests {
-    use super::*;
     use serde_json::{Value, json};
+
+    use super::*;
 
     fn published() -> Value {
         json!({
@@ -278,5 +379,47 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let error = Settings::read(folder.path(), &ImageConfig::default()).unwrap_err();
         assert!(error.to_string().contains("has neither `preprocessor_config.json`"), "{error}");
+    }
+
+    #[test]
+    fn limits_of_a_row_precede_those_of_the_config() {
+        let of = |min, max| {
+            let limits =
+                AreaLimits { min_pixels: NonZeroU32::new(min), max_pixels: NonZeroU32::new(max) };
+            over(limits, [100, 1000])
+        };
+        assert_eq!(of(0, 0), [100, 1000]);
+        assert_eq!(of(50, 0), [50, 1000]);
+        assert_eq!(of(2000, 0), [2000, 2000]);
+        assert_eq!(of(0, 5000), [100, 5000]);
+        assert_eq!(of(0, 30), [30, 30]);
+        assert_eq!(of(7, 9), [7, 9]);
+    }
+
+    #[test]
+    fn all_sizes_of_the_reference_table_agree() {
+        let table: serde_json::Value =
+            serde_json::from_str(include_str!("../../../../../tests/golden/smart_resize.json"))
+                .unwrap();
+        let rows = table["image"].as_array().unwrap();
+        assert_eq!(rows.len(), 600);
+        for row in rows {
+            let [h, w, factor, min, max] = std::array::from_fn(|i| row[i].as_u64().unwrap());
+            let expected: Option<[u32; 2]> = serde_json::from_value(row[5].clone()).unwrap();
+            let found = smart_resize(h as u32, w as u32, factor as u32, min, max);
+            assert_eq!(found, expected, "{row}");
+        }
+    }
+
+    #[test]
+    fn sides_round_half_to_even() {
+        let side = |n| smart_resize(n, 320, 32, 1, u64::MAX).unwrap()[0];
+        assert_eq!([48, 80, 112].map(side), [64, 64, 128]);
+    }
+
+    #[test]
+    fn a_ratio_of_200_passes_and_one_more_pixel_does_not() {
+        assert!(smart_resize(3, 600, 32, 4096, 200_704).is_some());
+        assert_eq!(smart_resize(3, 601, 32, 4096, 200_704), None);
     }
 }

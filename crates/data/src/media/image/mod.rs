@@ -14,43 +14,33 @@
 
 mod config;
 mod decode;
-mod error;
 mod header;
-mod limits;
 mod patchify;
 mod resize;
-mod smart_resize;
 mod source;
-mod urls;
-mod weights;
 
 use std::io::{Cursor, Read};
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::{Arc, Once};
 
-pub use config::ImageConfig;
 use config::Settings;
-pub(crate) use config::{RESCALE_FACTORS, Size};
+pub(crate) use config::{Frames, RESCALE_FACTORS, Size, fit};
+pub use config::{ImageConfig, ImageSize, smart_resize};
 pub(crate) use decode::Rgb;
 use decode::decode;
 #[cfg(feature = "video")]
 pub(crate) use decode::upright;
-pub use error::{ImageError, ImageName};
 pub(crate) use header::MAX_PIXELS;
 #[cfg(feature = "video")]
 pub(crate) use header::swaps_sides;
 use header::{DecodeError, Header};
-pub use limits::ImageSize;
 use patchify::resize_and_patchify;
 pub(crate) use patchify::{Normalise, PatchShape, patchify, unpatchify};
 pub(crate) use resize::resize;
-pub use smart_resize::smart_resize;
-pub(crate) use smart_resize::{Frames, fit};
-use source::open;
 pub(crate) use source::resolve;
-pub use urls::UrlConfig;
-use urls::Urls;
+pub use source::{ImageError, ImageName, UrlConfig};
+use source::{Urls, open};
 
 use crate::model_file::ModelFolderError;
 use batch::{MediaRef, MediaSource, MediumKind, Patches};
@@ -216,7 +206,7 @@ impl ImageProcessor {
 
     fn target_of_size(&self, ImageSize { pixels, limits }: ImageSize) -> Option<[u32; 2]> {
         let ([height, width], factor) = (pixels, self.patch_size * self.merge_size);
-        let [min_pixels, max_pixels] = limits::over(limits, [self.min_pixels, self.max_pixels]);
+        let [min_pixels, max_pixels] = config::over(limits, [self.min_pixels, self.max_pixels]);
         smart_resize(height, width, factor, min_pixels, max_pixels)
     }
 

@@ -6,12 +6,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use settings::{Choice, section};
 
-use super::sampling::Sampling;
-use super::smart_resize::{Budget, PixelLimits};
-use crate::media::family::MediaFamily;
+use super::sampling::{Budget, PixelLimits, Sampling};
+use crate::media::MediaFamily;
 use crate::media::image::{ImageProcessor, Normalise, RESCALE_FACTORS, Size};
-use crate::model_file::ModelFolderError;
-use crate::model_file::read_json_if_there;
+use crate::model_file::{ModelFolderError, read_json_if_there};
 
 /// The section `data.video` of the config.
 ///

@@ -16,7 +16,6 @@ mod error;
 #[cfg(feature = "video")]
 mod file;
 mod sampling;
-mod smart_resize;
 
 use std::num::NonZeroU32;
 use std::ops::Range;
@@ -32,7 +31,7 @@ pub use error::VideoError;
 use file::VideoFile;
 use sampling::{Sampling, Wanted, frames_between};
 
-use crate::media::family::MediaFamily;
+use crate::media::MediaFamily;
 use crate::media::image::{ImageProcessor, Pixels, Rgb, patchify, resize, unpatchify};
 use crate::model_file::ModelFolderError;
 use batch::{FrameRate, MediaRef, MediumKind, Patches, VideoLimits, VideoRef};

@@ -15,9 +15,8 @@ use arrow_schema::{ArrowError, Schema};
 use bytes::Bytes;
 use memmap2::Mmap;
 
-use super::chunks::FileChunks;
 use super::columns;
-use super::damage::{MAX_ROWS, guarded};
+use super::columns::{FileChunks, MAX_ROWS, guarded};
 use crate::source::raw_row::RawRow;
 use crate::source::source_error::SourceError;
 

@@ -1,7 +1,12 @@
-//! Rows of Arrow columns as JSON.
+//! Rows of Arrow columns as JSON, and what Parquet and Arrow files share: decoded chunks, kept for
+//! all threads and files of the process, and a guard against damaged files. The readers panic on
+//! some contents, and need stack for each level of a schema.
 
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use arrow_array::cast::AsArray;
 use arrow_array::types::{
@@ -222,4 +227,315 @@ fn structure(array: &dyn Array, at: usize, row: &mut RawRow) -> Value {
         }
     }
     Value::Object(object)
+}
+
+/// Maximum memory of the decoded chunks of all files, in bytes. In addition, each thread that reads
+/// may hold a chunk of its own.
+const MAX_BYTES: usize = 64 << 20;
+
+/// A file and a number of a chunk in it.
+type Key = (u64, usize);
+type Slot = Arc<OnceLock<Result<RecordBatch, String>>>;
+
+/// The most recently used chunks.
+#[derive(Debug, Default)]
+struct Chunks {
+    entries: BTreeMap<Key, Entry>,
+    bytes: usize,
+    clock: u64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    slot: Slot,
+    bytes: usize,
+    last_used: u64,
+}
+
+static CHUNKS: LazyLock<Mutex<Chunks>> = LazyLock::new(Mutex::default);
+
+fn lock() -> MutexGuard<'static, Chunks> {
+    CHUNKS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Identifies an open file in the cache of chunks. Drop releases its chunks.
+#[derive(Debug)]
+pub(super) struct FileChunks(u64);
+
+impl FileChunks {
+    pub(super) fn new() -> Self {
+        static FILES: AtomicU64 = AtomicU64::new(0);
+        Self(FILES.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Returns chunk `number`, which one thread decodes if it is not in memory. `memory` returns
+    /// the bytes that keeping it takes.
+    pub(super) fn get(
+        &self,
+        number: usize,
+        decode: impl FnOnce() -> Result<RecordBatch, String>,
+        memory: impl FnOnce(&RecordBatch) -> usize,
+    ) -> Result<RecordBatch, String> {
+        let key = (self.0, number);
+        let slot = lock().slot(key);
+        let mut is_new = false;
+        let batch = slot.get_or_init(|| {
+            is_new = true;
+            decode()
+        });
+        match batch {
+            Ok(batch) if is_new => lock().account(key, &slot, memory(batch)),
+            Err(_) if is_new => lock().forget(key, &slot), // the next reader tries again
+            _ => {}
+        }
+        batch.clone()
+    }
+}
+
+impl Drop for FileChunks {
+    fn drop(&mut self) {
+        let mut chunks = lock();
+        let mut rest = chunks.entries.split_off(&(self.0, 0));
+        let mut later = rest.split_off(&(self.0 + 1, 0));
+        chunks.entries.append(&mut later);
+        chunks.bytes -= rest.values().map(|entry| entry.bytes).sum::<usize>();
+    }
+}
+
+impl Chunks {
+    fn slot(&mut self, key: Key) -> Slot {
+        self.clock += 1;
+        let new = || Entry { slot: Slot::default(), bytes: 0, last_used: 0 };
+        let entry = self.entries.entry(key).or_insert_with(new);
+        entry.last_used = self.clock;
+        entry.slot.clone()
+    }
+
+    /// Removes a chunk that cannot be decoded.
+    fn forget(&mut self, key: Key, slot: &Slot) {
+        if self.entries.get(&key).is_some_and(|entry| Arc::ptr_eq(&entry.slot, slot)) {
+            self.entries.remove(&key);
+        }
+    }
+
+    /// Adds the size of a decoded chunk, and removes the least recently used ones above the limit.
+    fn account(&mut self, key: Key, slot: &Slot, bytes: usize) {
+        match self.entries.get_mut(&key) {
+            Some(entry) if Arc::ptr_eq(&entry.slot, slot) => entry.bytes = bytes,
+            _ => return, // removed in the meantime
+        }
+        self.bytes += bytes;
+        while self.bytes > MAX_BYTES {
+            let decoded = self.entries.iter().filter(|(_, entry)| entry.bytes > 0);
+            let Some(oldest) = decoded.min_by_key(|(_, entry)| entry.last_used) else { break };
+            let oldest = *oldest.0;
+            self.bytes -= self.entries.remove(&oldest).map_or(0, |entry| entry.bytes);
+        }
+    }
+}
+
+/// Maximum number of levels of a schema; a list takes two.
+pub(super) const MAX_DEPTH: usize = 128;
+/// Maximum number of rows of a file.
+pub(super) const MAX_ROWS: usize = u32::MAX as usize;
+
+/// Calls the reader of a crate, whose panic becomes the error that `damaged` makes of a text.
+pub(super) fn guarded<T, E>(
+    damaged: impl FnOnce(&'static str) -> E,
+    read: impl FnOnce() -> Result<T, E>,
+) -> Result<T, E> {
+    catch_unwind(AssertUnwindSafe(read))
+        .unwrap_or_else(|_| Err(damaged("its content contradicts itself: the file is damaged")))
+}
+
+/// Depth of the schema in the footer of a Parquet file; `None` if it cannot be read.
+pub(super) fn depth(footer: &[u8]) -> Option<usize> {
+    const SCHEMA: i64 = 2;
+    let mut thrift = Thrift(footer);
+    let mut field = 0;
+    loop {
+        match thrift.field(&mut field)? {
+            LIST if field == SCHEMA => break,
+            kind => thrift.skip(kind, MAX_DEPTH)?,
+        }
+    }
+    let (num_elements, kind) = thrift.list()?;
+    let (mut deepest, mut open) = (0, Vec::<u64>::new());
+    for _ in 0..num_elements {
+        let mut children = thrift.num_children(kind)?;
+        deepest = deepest.max(open.len());
+        if children > 0 {
+            open.push(children);
+        }
+        // a group is complete with its last child, and is itself a child of the one around it
+        while children == 0
+            && let Some(left) = open.last_mut()
+        {
+            *left -= 1;
+            children = *left;
+            if children == 0 {
+                open.pop();
+            }
+        }
+    }
+    Some(deepest)
+}
+
+const LIST: u8 = 9;
+const STRUCT: u8 = 12;
+
+/// Bytes in the compact protocol of Thrift.
+struct Thrift<'a>(&'a [u8]);
+
+impl Thrift<'_> {
+    fn byte(&mut self) -> Option<u8> {
+        self.0.split_off_first().copied()
+    }
+
+    fn number(&mut self) -> Option<u64> {
+        let mut number = 0;
+        for shift in (0..64).step_by(7) {
+            let byte = self.byte()?;
+            number |= u64::from(byte & 0x7f) << shift;
+            if byte < 0x80 {
+                return Some(number);
+            }
+        }
+        None
+    }
+
+    fn signed(&mut self) -> Option<i64> {
+        let number = self.number()?;
+        Some((number >> 1) as i64 ^ -((number & 1) as i64))
+    }
+
+    /// The type of the next field of a struct, and its number; `None` at the end of the struct.
+    fn field(&mut self, number: &mut i64) -> Option<u8> {
+        let head = self.byte()?;
+        *number = match head >> 4 {
+            0 if head != 0 => self.signed()?,
+            delta => number.checked_add(delta.into())?,
+        };
+        (head != 0).then_some(head & 0xf)
+    }
+
+    /// Number and type of the elements of a list.
+    fn list(&mut self) -> Option<(u64, u8)> {
+        let head = self.byte()?;
+        let number = if head >> 4 == 15 { self.number()? } else { (head >> 4).into() };
+        Some((number, head & 0xf))
+    }
+
+    /// Reads an element of the schema. Returns its number of children.
+    fn num_children(&mut self, kind: u8) -> Option<u64> {
+        const NUM_CHILDREN: i64 = 5;
+        if kind != STRUCT {
+            return None;
+        }
+        let (mut field, mut children) = (0, 0);
+        while self.0.first()? != &0 {
+            match self.field(&mut field)? {
+                5 if field == NUM_CHILDREN => children = self.signed()?.max(0) as u64,
+                kind => self.skip(kind, MAX_DEPTH)?,
+            }
+        }
+        self.byte().map(|_| children)
+    }
+
+    fn skip(&mut self, kind: u8, depth: usize) -> Option<()> {
+        let depth = depth.checked_sub(1)?;
+        match kind {
+            1 | 2 => Some(()), // a boolean, whose value is its type
+            3 => self.byte().map(drop),
+            4..=6 => self.number().map(drop),
+            7 => self.0.split_off(..8).map(drop),
+            8 => {
+                let length = usize::try_from(self.number()?).ok()?;
+                self.0.split_off(..length).map(drop)
+            }
+            LIST | 10 => {
+                let (number, kind) = self.list()?;
+                // booleans have a byte in a list
+                let kind = if kind < 3 { 3 } else { kind };
+                (0..number).try_for_each(|_| self.skip(kind, depth))
+            }
+            STRUCT => {
+                let mut field = 0;
+                while self.0.first()? != &0 {
+                    let kind = self.field(&mut field)?;
+                    self.skip(kind, depth)?;
+                }
+                self.byte().map(drop)
+            }
+            _ => None, // Parquet has no maps
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_of_all_files_stay_within_the_limit_and_the_least_recently_used_one_is_removed() {
+        let mut chunks = Chunks::default();
+        let keep = |chunks: &mut Chunks, file: u64, bytes: usize| {
+            let slot = chunks.slot((file, 0));
+            chunks.account((file, 0), &slot, bytes);
+        };
+        for file in 0..4 {
+            keep(&mut chunks, file, MAX_BYTES / 4);
+        }
+        assert_eq!((chunks.bytes, chunks.entries.len()), (MAX_BYTES, 4));
+        let _used = chunks.slot((0, 0));
+        keep(&mut chunks, 4, 1);
+        let files: Vec<u64> = chunks.entries.keys().map(|(file, _)| *file).collect();
+        assert_eq!(files, [0, 2, 3, 4]);
+        assert_eq!(chunks.bytes, MAX_BYTES / 4 * 3 + 1);
+        // not kept: the thread that reads it holds it
+        keep(&mut chunks, 5, MAX_BYTES + 1);
+        assert_eq!((chunks.bytes, chunks.entries.len()), (0, 0));
+    }
+
+    /// The footer of a file whose schema is groups inside of each other, with a column at each
+    /// level: version, schema, number of rows.
+    fn footer(levels: usize) -> Vec<u8> {
+        let element = |name: &[u8], children: u8| {
+            let head = [&[0x48, name.len() as u8][..], name].concat();
+            if children > 0 {
+                [&head[..], &[0x15, children * 2, 0]].concat()
+            } else {
+                [&head[..], &[0]].concat()
+            }
+        };
+        let mut elements = Vec::new();
+        for _ in 0..levels {
+            elements.extend(element(b"group", 2));
+            elements.extend(element(b"leaf", 0));
+        }
+        elements.extend(element(b"last", 0));
+        let number = 2 * levels + 1;
+        let head = [0x15, 2, 0x19, 0xfc, (number & 0x7f) as u8 | 0x80, (number >> 7) as u8];
+        [&head[..], &elements, &[0x16, 4, 0]].concat()
+    }
+
+    #[test]
+    fn the_depth_of_a_schema_is_that_of_its_deepest_column() {
+        for levels in [1, 2, 100, 5000] {
+            assert_eq!(depth(&footer(levels)), Some(levels));
+        }
+        let whole = footer(3);
+        for length in 0..whole.len() - 3 {
+            assert_eq!(depth(&whole[..length]), None, "cut to {length}");
+        }
+    }
+
+    #[test]
+    fn a_panic_of_a_reader_is_an_error() {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(|_| {}));
+        let found = guarded(str::to_owned, || -> Result<(), _> { panic!("index out of range") });
+        std::panic::set_hook(before);
+        assert_eq!(found, Err("its content contradicts itself: the file is damaged".to_owned()));
+    }
 }

@@ -8,7 +8,7 @@ use csv::{ByteRecord, Reader, ReaderBuilder};
 use serde_json::{Map, Value};
 
 use super::columns::json_cell;
-use super::index::{Hashing, RowIndex};
+use super::json::{Hashing, RowIndex};
 use crate::source::raw_row::RawRow;
 use crate::source::source_error::SourceError;
 

@@ -3,9 +3,8 @@
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
-use std::fs;
-use std::io;
 use std::path::{Component, Path, PathBuf};
+use std::{fs, io};
 
 use serde_json::Value;
 

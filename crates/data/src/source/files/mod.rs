@@ -1,11 +1,8 @@
 //! The file formats of rows. A [`Shard`] is one file, in which any row is read by its number.
 
 mod arrow;
-mod chunks;
 mod columns;
 mod csv;
-mod damage;
-mod index;
 mod json;
 pub(crate) mod listing;
 mod parquet;
@@ -13,7 +10,6 @@ mod sniff;
 mod tar;
 #[cfg(test)]
 mod tests;
-mod unpack;
 
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek};
@@ -26,11 +22,10 @@ use sha2::{Digest, Sha256};
 
 use arrow::{ArrowRows, Layout};
 use csv::Header;
-use index::Hashing;
-pub(crate) use index::RowIndex;
+use json::Hashing;
+pub(crate) use json::RowIndex;
 use parquet::ParquetRows;
-use sniff::{Format, HEAD_BYTES};
-use unpack::Packed;
+use sniff::{Format, HEAD_BYTES, Packed};
 
 use super::error::SampleFault;
 use super::raw_row::{MAX_ROW_BYTES, RawRow};

@@ -23,9 +23,8 @@ use parquet::errors::ParquetError;
 use parquet::file::metadata::{PageIndexPolicy, ParquetMetaData, RowGroupMetaData};
 use parquet::file::reader::{ChunkReader, Length};
 
-use super::chunks::FileChunks;
 use super::columns;
-use super::damage::{MAX_DEPTH, MAX_ROWS, depth, guarded};
+use super::columns::{FileChunks, MAX_DEPTH, MAX_ROWS, depth, guarded};
 use crate::source::raw_row::RawRow;
 use crate::source::source_error::SourceError;
 

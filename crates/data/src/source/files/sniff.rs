@@ -1,9 +1,19 @@
-//! Recognises the format of a file: by its content first, and by its name where the content is
-//! plain text.
+//! Recognises the format of a file, and stores files that rows can be read from in any order. The
+//! format is found by the content first, and by the name where the content is plain text. Stored
+//! files are unpacked ones, and Arrow files instead of Parquet files without a page index.
 
-use std::path::Path;
+use std::fs::{self, File};
+use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
+use flate2::bufread::MultiGzDecoder;
+use sha2::{Digest, Sha256};
+
+use crate::checksums::{has_sums, write_sums};
 use crate::source::source_error::SourceError;
+use crate::source::stamp::Stamp;
 
 /// Number of bytes at the beginning of a file that are enough to recognise it.
 pub(super) const HEAD_BYTES: usize = 4096;
@@ -136,8 +146,176 @@ fn beginning(head: &[u8]) -> String {
     String::from_utf8_lossy(&head[..head.len().min(16)]).escape_debug().to_string()
 }
 
+/// Folder in the cache folder.
+const FOLDER: &str = "unpacked";
+/// Start of the names of temporary files; the process and a number follow.
+const TEMPORARY: &str = ".unpack-";
+/// Minimum age of a temporary file that may be removed.
+const MIN_AGE: Duration = Duration::from_mins(1);
+/// Numbers the files of this process.
+static FILES: AtomicU64 = AtomicU64::new(0);
+
+/// A data file that must be written in another form to read its rows in any order.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Packed<'a> {
+    pub(super) path: &'a Path,
+    pub(super) stamp: &'a Stamp,
+    /// Whether the stamp proves that the file is unchanged.
+    pub(super) is_settled: bool,
+    /// The cache folder.
+    pub(super) cache: Option<&'a Path>,
+}
+
+impl Packed<'_> {
+    /// Returns the unpacked content of `file`, which is the file at the path.
+    pub(super) fn unpack(self, file: &File, compression: Compression) -> Result<File, SourceError> {
+        self.store("unpacking a compressed data file", "", |unpacked, failed| {
+            copy(self.path, file, compression, unpacked, failed)
+        })
+    }
+
+    /// Returns a file that `write` has filled. With a cache folder, it is stored there under a name
+    /// made from path and stamp, and a later call uses it if the stamp is settled. Without, it is
+    /// a temporary file without a name.
+    pub(super) fn store(
+        self,
+        why: &str,
+        ending: &str,
+        write: impl FnOnce(&File, &dyn Fn(io::Error) -> SourceError) -> Result<(), SourceError>,
+    ) -> Result<File, SourceError> {
+        let Self { path, stamp, is_settled, cache } = self;
+        let folder = cache.map_or_else(std::env::temp_dir, |cache| cache.join(FOLDER));
+        let failed =
+            |cause| SourceError::Unpack { path: path.to_owned(), folder: folder.clone(), cause };
+        let target = folder.join(format!("{}{ending}", name(path, stamp)));
+        if cache.is_some()
+            && is_settled
+            && let Some(file) = open_stored(&target)
+        {
+            return Ok(file);
+        }
+        fs::create_dir_all(&folder).map_err(failed)?;
+        remove_leftovers(&folder);
+        let temporary_file = "a temporary file".to_owned();
+        let into = cache.map_or(temporary_file, |_| target.display().to_string());
+        tracing::info!(file = %path.display(), %into, "{why}");
+        let number = FILES.fetch_add(1, Ordering::Relaxed);
+        let temporary = format!("{TEMPORARY}{}-{number}", std::process::id());
+        let temporary = Temporary(folder.join(temporary));
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(true);
+        let unpacked = options.open(&temporary.0).map_err(failed)?;
+        let _ = unpacked.try_lock(); // shows `remove_leftovers` that the process is running
+        write(&unpacked, &failed)?;
+        // another change of a file that is not settled may leave the same stamp
+        if cache.is_some() && is_settled {
+            unpacked.sync_all().map_err(failed)?;
+            let sums = Temporary(temporary.0.with_extension("sums"));
+            write_sums(&unpacked, &sums.0).map_err(failed)?;
+            fs::rename(&sums.0, sums_path(&target)).map_err(failed)?;
+            fs::rename(&temporary.0, &target).map_err(failed)?;
+        }
+        Ok(unpacked)
+    }
+}
+
+/// Removes the temporary files of processes that were killed: no process has locked them, and they are
+/// older than the time between creating and locking one.
+fn remove_leftovers(folder: &Path) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    let names = entries.flatten().filter(|entry| {
+        let name = entry.file_name();
+        let numbers = name.to_str().and_then(|name| name.strip_prefix(TEMPORARY));
+        numbers.is_some_and(|numbers| numbers.bytes().all(|b| b.is_ascii_digit() || b == b'-'))
+    });
+    for path in names.map(|entry| entry.path()) {
+        let is_left = || {
+            let file = files::open(&path).ok()?;
+            let age = file.metadata().ok()?.modified().ok()?.elapsed().ok()?;
+            (age > MIN_AGE && file.try_lock().is_ok()).then_some(())
+        };
+        if is_left().is_some() {
+            tracing::info!(file = %path.display(), "removing what a killed process left");
+            let _ = fs::remove_file(path.with_extension("sums"));
+            let _ = fs::remove_file(&path);
+        }
+    }
+}
+
+/// The file of the checksums of `target`.
+fn sums_path(target: &Path) -> PathBuf {
+    let mut name = target.file_name().unwrap_or_default().to_owned();
+    name.push(".sums");
+    target.with_file_name(name)
+}
+
+/// Opens an unpacked file. `None` if it does not exist, or if it is damaged, which is logged.
+fn open_stored(target: &Path) -> Option<File> {
+    let file = files::open(target).ok()?;
+    match has_sums(&file, &sums_path(target)) {
+        Ok(true) => return Some(file),
+        Ok(false) => tracing::warn!(
+            file = %target.display(),
+            "the unpacked data file is damaged: unpacking the data file again"
+        ),
+        Err(error) => tracing::warn!(
+            file = %target.display(), %error,
+            "cannot read the checksums of the unpacked data file: unpacking the data file again"
+        ),
+    }
+    None
+}
+
+/// A file that is removed when this is dropped, unless it was renamed.
+struct Temporary(PathBuf);
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// The name of the unpacked file.
+fn name(path: &Path, stamp: &Stamp) -> String {
+    let absolute = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let mut key = Sha256::new_with_prefix(absolute.as_os_str().as_encoded_bytes());
+    key.update(format!("{stamp:?}"));
+    let key = format!("{:x}", key.finalize());
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    format!("{}-{stem}", &key[..16])
+}
+
+fn copy(
+    path: &Path,
+    file: &File,
+    compression: Compression,
+    unpacked: &File,
+    failed: &dyn Fn(io::Error) -> SourceError,
+) -> Result<(), SourceError> {
+    let (mut reader, format): (Box<dyn Read>, _) = match compression {
+        Compression::Gzip => {
+            (Box::new(MultiGzDecoder::new(BufReader::with_capacity(1 << 18, file))), "gzip data")
+        }
+        Compression::Zstd => (Box::new(zstd::Decoder::new(file).map_err(failed)?), "zstd data"),
+    };
+    let mut writer = BufWriter::with_capacity(1 << 20, unpacked);
+    let mut buffer = vec![0; 1 << 18];
+    loop {
+        let num_read = reader.read(&mut buffer).map_err(|error| {
+            SourceError::broken(path, format, &format!("cannot be unpacked: {error}"))
+        })?;
+        if num_read == 0 {
+            return writer.flush().map_err(failed);
+        }
+        writer.write_all(&buffer[..num_read]).map_err(failed)?;
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+    use std::os::unix::fs::FileExt;
+
     use super::*;
 
     fn of(name: &str, head: &[u8]) -> Result<Format, String> {
@@ -175,5 +353,48 @@ mod tests {
             let error = of(name, head).unwrap_err();
             assert!(error.contains(found), "{error}");
         }
+    }
+
+    #[test]
+    fn what_a_killed_process_left_is_removed_and_what_a_process_writes_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let made = ["1-0", "2-0", "3-0", "4-x"].map(|name| {
+            let path = folder.path().join(format!("{TEMPORARY}{name}"));
+            let file = File::create(&path).unwrap();
+            let age = if name == "2-0" { MIN_AGE / 2 } else { 2 * MIN_AGE };
+            file.set_modified(std::time::SystemTime::now() - age).unwrap();
+            (path, file)
+        });
+        File::create(made[0].0.with_extension("sums")).unwrap();
+        made[2].1.lock().unwrap();
+        remove_leftovers(folder.path());
+        assert_eq!(made.each_ref().map(|(path, _)| path.exists()), [false, true, true, true]);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
+    }
+
+    #[test]
+    fn a_damaged_unpacked_file_is_made_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rows.jsonl.gz");
+        let stamp = Stamp::of(&File::create(&path).unwrap()).unwrap();
+        let cache = Some(folder.path());
+        let packed = Packed { path: &path, stamp: &stamp, is_settled: true, cache };
+        let made = Cell::new(0);
+        let unpack = || {
+            let file = packed.store("unpacking", "", |mut file, failed| {
+                made.set(made.get() + 1);
+                file.write_all(b"rows").map_err(failed)
+            });
+            let mut text = [0; 4];
+            file.unwrap().read_exact_at(&mut text, 0).unwrap();
+            assert_eq!(&text, b"rows");
+            made.get()
+        };
+        assert_eq!([unpack(), unpack()], [1, 1]);
+        let target = folder.path().join(FOLDER).join(name(&path, &stamp));
+        File::create(&target).unwrap().write_all(b"rowz").unwrap();
+        assert_eq!([unpack(), unpack()], [2, 2]);
+        fs::remove_file(sums_path(&target)).unwrap();
+        assert_eq!([unpack(), unpack()], [3, 3]);
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value, json};
 use tar::{Archive, Entry};
 
-use super::index::{Hashing, RowIndex};
+use super::json::{Hashing, RowIndex};
 use crate::json;
 use crate::source::raw_row::RawRow;
 use crate::source::rows::{IMAGE_ENDINGS, VIDEO_ENDINGS, is_row};

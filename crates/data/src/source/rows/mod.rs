@@ -1,15 +1,8 @@
 //! Parses rows of all supported forms to [`Sample`].
 
-mod content;
 mod context;
-mod exchanges;
-mod form;
-mod grounding;
 mod keys;
-mod limits;
 mod media;
-mod report;
-mod switches;
 mod turns;
 mod values;
 
@@ -22,21 +15,20 @@ use serde_json::{Map, Value};
 use super::error::SampleFault;
 use super::raw_row::RawRow;
 use batch::{Content, Message, Part, Sample, SampleId};
-use context::At;
 pub(crate) use context::RowParser;
+use context::{At, Findings, Survey};
 pub use context::{RowRules, UnknownKeys};
-pub use form::RowForm;
-pub(in crate::source) use form::is_row;
-use form::media_column;
-pub(in crate::source) use keys::{IMAGE_ENDINGS, VIDEO_ENDINGS};
-use keys::{Place, misnamed_media};
+pub use keys::RowForm;
+pub(in crate::source) use keys::{IMAGE_ENDINGS, VIDEO_ENDINGS, is_row};
+use keys::{Place, media_column, misnamed_media};
 use media::RowMedia;
-use report::{Findings, Survey};
-use switches::weight;
+pub use media::texts;
+pub(crate) use media::{BOX_PLACEHOLDER, NAME_PLACEHOLDER, texts_mut};
 use turns::Turns;
 pub(super) use values::type_name;
 use values::{
-    as_function, is_given, list_in_text, not_supported, object_in_text, take, text, wrong_type,
+    as_function, is_given, list_in_text, not_supported, object_in_text, take, text, weight,
+    wrong_type,
 };
 
 impl RowParser {
@@ -324,7 +316,7 @@ mod tests {
         parser.survey(Path::new("rows.jsonl"), survey.into_iter());
         parser.parse(&id(2), with(json!({"zebra": 1, "yak": 1}))).unwrap();
         let place = Place::Row(RowForm::Messages);
-        let known = |key: &str| report::Finding::Unknown(place, key.to_owned());
+        let known = |key: &str| context::Finding::Unknown(place, key.to_owned());
         assert_eq!(parser.findings.take(), ["yak", "zebra"].map(known).into());
         assert!(self::parser(UnknownKeys::Ignore).parse(&id(1), with(json!({"yak": 1}))).is_ok());
     }

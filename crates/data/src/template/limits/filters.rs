@@ -2,12 +2,19 @@
 //!
 //! Filters of the engine that are missing here are not available: no published chat template needs
 //! them, and their cost is hard to bound.
+//!
+//! The cost of a rendering is what it reads and makes; above a budget it stops. One byte of a text
+//! counts 1, one item of a list or map [`ITEM`]. Each rendering has a budget that grows with the
+//! conversation. It bounds the memory, since nothing is made that is not counted, and the time,
+//! together with the number of instructions.
+
+use std::cell::Cell;
 
 use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, State, Value, filters, tests};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-use super::{cost, source};
+use super::source;
 
 /// How much of its arguments a filter reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,16 +85,16 @@ pub(super) fn add(env: &mut Environment<'static>) {
 fn add_counters(env: &mut Environment<'static>) {
     type Count = fn(&Value) -> Result<(), Error>;
     let counters: [(&'static str, Count); 4] = [
-        (source::SIZE, cost::count_size),
-        (source::READ, cost::count_all),
-        (source::INDEXED, cost::count_indexed),
-        (source::BUILT, cost::count_built),
+        (source::SIZE, count_size),
+        (source::READ, count_all),
+        (source::INDEXED, count_indexed),
+        (source::BUILT, count_built),
     ];
     for (name, count) in counters {
         env.add_filter(name, move |value: Value| count(&value).map(|()| value));
     }
     env.add_filter(source::SLICED, listed);
-    env.add_filter(source::BYTES, |bytes: usize| cost::count(bytes).map(|()| ""));
+    env.add_filter(source::BYTES, |bytes: usize| count(bytes).map(|()| ""));
 }
 
 fn add_tests(env: &mut Environment<'static>) {
@@ -126,7 +133,7 @@ pub(super) fn add_maker(env: &mut Environment<'static>, name: &'static str, orig
     env.add_function(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
         let args = args.into_values();
         for value in &args {
-            cost::count_built(value)?;
+            count_built(value)?;
         }
         original.call(state, &args)
     });
@@ -143,9 +150,9 @@ pub(super) fn method(
         if name == "format" {
             return Err(Error::from(ErrorKind::UnknownMethod)); // its widths have no limit
         }
-        cost::count_size(value)?;
+        count_size(value)?;
         for argument in args {
-            cost::count_all(argument)?;
+            count_all(argument)?;
         }
         match name {
             "join" => count_joined(args.first(), Some(value))?,
@@ -154,11 +161,11 @@ pub(super) fn method(
             _ => {}
         }
     } else if name == "count" {
-        cost::count_all(value)?;
+        count_all(value)?;
     }
     let made = unknown_method_callback(state, value, name, args)?;
     if made.kind() == ValueKind::String {
-        cost::count_size(&made)?;
+        count_size(&made)?;
     }
     Ok(made)
 }
@@ -173,9 +180,9 @@ fn counted(
 ) -> Result<Value, Error> {
     for value in args {
         match reads {
-            Reads::Length => cost::count_indexed(value)?,
-            Reads::Size => cost::count_size(value)?,
-            Reads::All => cost::count_all(value)?,
+            Reads::Length => count_indexed(value)?,
+            Reads::Size => count_size(value)?,
+            Reads::All => count_all(value)?,
         }
     }
     if let Some(value) = args.first() {
@@ -187,14 +194,14 @@ fn counted(
             "list" | "sort" | "unique" | "map" | "select" | "reject" | "selectattr"
             | "rejectattr" => {
                 let letters = value.as_str().map_or(0, str::len);
-                cost::count_items(letters.max(cost::num_items(value)).saturating_mul(2))?;
+                count_items(letters.max(num_items(value)).saturating_mul(2))?;
             }
             _ => {}
         }
     }
     let made = original.call(state, args)?;
     match made.kind() {
-        ValueKind::String => cost::count_size(&made)?,
+        ValueKind::String => count_size(&made)?,
         // a list instead of a view, so that views do not nest
         ValueKind::Iterable => return listed(made),
         _ => {}
@@ -204,7 +211,7 @@ fn counted(
 
 /// Counts a slice or a view, and makes it a list.
 fn listed(value: Value) -> Result<Value, Error> {
-    cost::count_size(&value)?;
+    count_size(&value)?;
     match value.kind() {
         ValueKind::Iterable => Ok(value.try_iter()?.collect::<Vec<Value>>().into()),
         _ => Ok(value),
@@ -215,10 +222,10 @@ fn listed(value: Value) -> Result<Value, Error> {
 fn count_joined(items: Option<&Value>, separator: Option<&Value>) -> Result<(), Error> {
     let number = items.map_or(0, |items| match items.as_str() {
         Some(text) => text.len(),
-        None => cost::num_items(items),
+        None => num_items(items),
     });
     let length = separator.and_then(Value::as_str).map_or(0, str::len);
-    cost::count(number.saturating_mul(length))
+    count(number.saturating_mul(length))
 }
 
 /// Counts what replaces parts of a text.
@@ -226,7 +233,7 @@ fn count_replaced(text: &Value, from: Option<&Value>, to: Option<&Value>) -> Res
     let text = text.as_str().unwrap_or_default();
     let from = from.and_then(Value::as_str).unwrap_or_default();
     let to = to.and_then(Value::as_str).unwrap_or_default();
-    cost::count(text.matches(from).count().saturating_mul(to.len()))
+    count(text.matches(from).count().saturating_mul(to.len()))
 }
 
 /// Counts the parts of a split text.
@@ -236,5 +243,103 @@ fn count_split(text: &Value, separator: Option<&Value>) -> Result<(), Error> {
         Some(separator) => text.matches(separator).count(),
         None => text.matches(char::is_whitespace).count(),
     };
-    cost::count_items(parts.saturating_mul(2))
+    count_items(parts.saturating_mul(2))
+}
+
+/// Cost of an item.
+const ITEM: usize = 24;
+/// Budget of a conversation without text.
+const BASE: u64 = 32 << 20;
+/// Budget per byte of the conversation.
+const PER_BYTE: u64 = 128;
+/// Most lists and maps within each other.
+const MAX_DEPTH: usize = 200;
+
+thread_local! {
+    /// What is left of the budget of the rendering on this thread.
+    static LEFT: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Starts to count a rendering of a conversation of `bytes`.
+pub(super) fn start(bytes: usize) {
+    LEFT.set(budget(bytes));
+}
+
+/// The budget of a conversation of `bytes`; also the limit of its output.
+pub(super) fn budget(bytes: usize) -> u64 {
+    (bytes as u64).saturating_mul(PER_BYTE).saturating_add(BASE)
+}
+
+/// Counts `cost`.
+pub(super) fn count(cost: usize) -> Result<(), Error> {
+    if let Some(left) = LEFT.get().checked_sub(cost as u64) {
+        LEFT.set(left);
+        return Ok(());
+    }
+    LEFT.set(0);
+    let message = "it makes or reads more text than a conversation of this size needs";
+    Err(Error::new(ErrorKind::InvalidOperation, message))
+}
+
+/// Counts `number` items.
+fn count_items(number: usize) -> Result<(), Error> {
+    count(number.saturating_mul(ITEM))
+}
+
+/// The number of items of a list, an iterable or a map; 0 for other values.
+fn num_items(value: &Value) -> usize {
+    match value.kind() {
+        ValueKind::Seq | ValueKind::Map | ValueKind::Iterable => {
+            value.len().or_else(|| Some(value.try_iter().ok()?.count())).unwrap_or(0)
+        }
+        _ => 0,
+    }
+}
+
+/// Counts a text by its bytes, and a list or map by its items.
+fn count_size(value: &Value) -> Result<(), Error> {
+    match value.as_str() {
+        Some(text) => count(text.len()),
+        None => count_items(num_items(value)),
+    }
+}
+
+/// Counts a text or an iterable, which an index reads; lists and maps are not read.
+fn count_indexed(value: &Value) -> Result<(), Error> {
+    match value.kind() {
+        ValueKind::Seq | ValueKind::Map => Ok(()),
+        _ => count_size(value),
+    }
+}
+
+/// Counts a text, or a list or map with everything in it.
+pub(super) fn count_all(value: &Value) -> Result<(), Error> {
+    count_nested(value, true, 0)
+}
+
+/// Counts the items of a list or map and of those in it, and limits their depth.
+fn count_built(value: &Value) -> Result<(), Error> {
+    count_nested(value, false, 0)
+}
+
+fn count_nested(value: &Value, with_texts: bool, depth: usize) -> Result<(), Error> {
+    if let Some(text) = value.as_str() {
+        return count(if with_texts { text.len() } else { 0 });
+    }
+    let kind = value.kind();
+    if !matches!(kind, ValueKind::Seq | ValueKind::Map | ValueKind::Iterable) {
+        return Ok(());
+    }
+    if depth >= MAX_DEPTH {
+        let message = format!("lists and maps are nested more than {MAX_DEPTH} deep");
+        return Err(Error::new(ErrorKind::InvalidOperation, message));
+    }
+    for item in value.try_iter()? {
+        count_items(1)?;
+        count_nested(&item, with_texts, depth + 1)?;
+        if kind == ValueKind::Map {
+            count_nested(&value.get_item(&item)?, with_texts, depth + 1)?;
+        }
+    }
+    Ok(())
 }

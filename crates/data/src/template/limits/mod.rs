@@ -4,12 +4,10 @@
 //! return, and the [source](source) is changed so that operators do, too. A template that exceeds
 //! the budget of a conversation fails with its line.
 
-mod cost;
 mod filters;
 mod source;
 #[cfg(test)]
 mod tests;
-mod tokens;
 
 use std::io::{self, Write};
 
@@ -25,7 +23,7 @@ pub(super) fn limit(env: &mut Environment<'static>) {
     filters::add(env);
     env.set_unknown_method_callback(filters::method);
     env.set_formatter(|out, state, value| {
-        cost::count_all(value)?;
+        filters::count_all(value)?;
         minijinja::escape_formatter(out, state, value)
     });
     for name in ["debug", "dict", "namespace"] {
@@ -59,8 +57,8 @@ pub(super) fn render(
     let mut env = env.clone(); // shares the compiled template
     env.set_fuel(Some(steps));
     let template = env.get_template(name).map_err(|error| describe(&error))?;
-    cost::start(bytes);
-    let mut out = Limited { bytes: Vec::new(), left: cost::budget(bytes) };
+    filters::start(bytes);
+    let mut out = Limited { bytes: Vec::new(), left: filters::budget(bytes) };
     match template.render_captured_to(context, &mut out) {
         Ok(_) => String::from_utf8(out.bytes).map_err(|error| error.to_string()),
         Err(error) if error.kind() == ErrorKind::OutOfFuel => {
@@ -79,8 +77,8 @@ pub(super) fn count_json(value: &Value, indent: Option<usize>) -> Result<(), Err
     if indent.is_some_and(|indent| indent > 64) {
         return Err(Error::new(ErrorKind::InvalidOperation, "`indent` must be at most 64"));
     }
-    cost::count_all(value)?;
-    cost::count_all(value) // the text that is made of it
+    filters::count_all(value)?;
+    filters::count_all(value) // the text that is made of it
 }
 
 /// Formats an error in one line, with its line in the template.

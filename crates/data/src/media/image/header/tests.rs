@@ -1,9 +1,10 @@
 //! Tests of headers.
 
-use super::*;
-use crate::media::image::golden;
 use std::cell::Cell;
 use std::io::{Read, SeekFrom};
+
+use super::*;
+use crate::media::image::golden;
 
 /// EXIF block with a rotation by 90 degrees.
 const TURNED: &[u8] = b"MM\0\x2a\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0";
