@@ -6,7 +6,7 @@
 #   tune   a table of algorithms of cuBLASLt: scripts/cuda/tune.sh makes it and runs use it, refuse it, and
 #          compare it when they resume
 #   train  ten steps of three models against the CPU, in f32, in bf16, and in bf16 with Hopper's kernels.
-#          The PTX of every kernel is executed on the CPU (crates/ptx), and its accesses are checked
+#          The PTX of every kernel is executed on the CPU (crates/ptx)
 #   ranks  on the stand-in, 1, 2 and 4 ranks train the same bits for every division of the state; not by
 #          default, because kernels in emulation take minutes
 #   host   the work of the host per step: launches and milliseconds, for the shape of SHAPE (4b) with
@@ -52,6 +52,13 @@ export PATH="$PWD/scripts/cuda/stub:$PATH" LIBRARY_PATH=$lib LD_LIBRARY_PATH=$li
 unset CUDA_HOME
 run() { ${CARGO:-cargo} "$1" --profile "$profile" --features cuda --target-dir "$target" "${@:2}"; }
 
+# Runs unit tests of a crate; names that no test has are an error.
+unit_tests() { # crate, names..
+  local log=$out/tests.log name
+  run test -p "$1" --lib -- "${@:2}" 2>&1 | tee "$log"
+  for name in "${@:2}"; do grep -q "^test .*$name.* ok$" "$log" || fail "no test \`$name\` has passed" "$log"; done
+}
+
 fail() { # message, file
   echo "FAILED: $1" >&2
   tail -n 20 "$2" >&2
@@ -75,7 +82,7 @@ check() {
   [[ $version == *"CUDA 13.0: sm_80"* ]] || { echo "FAILED: --version prints \`$version\`" >&2; exit 1; }
   # the functions that replace the driver's are in the binary
   [ "$(nm "$trainer" | grep -cE ' T (cuMemAllocAsync|cuMemcpyDtoHAsync_v2)$')" = 2 ] || { echo "FAILED: the driver's functions are not replaced" >&2; exit 1; }
-  STAND_IN_MEMORY=$((1 << 30)) TRAINER_TEST_DEVICE=cuda:0 run test -p trainer -p kernels --lib -- cuda::driver cuda::upload cuda::download
+  STAND_IN_MEMORY=$((1 << 30)) TRAINER_TEST_DEVICE=cuda:0 unit_tests kernels cuda::driver cuda::upload cuda::download
   sft plain 0
   [ "$(calls plain 'kernel product')" = 0 ] || fail "cuBLASLt was not used" "$out/plain.calls"
   # The stand-in writes no results, so they stay NaN.
@@ -195,7 +202,7 @@ PY
 }
 
 ranks() {
-  STAND_IN_COMPUTES=1 TRAINER_TEST_DEVICE=cuda:0 run test -p trainer -p kernels --lib -- adamw::
+  STAND_IN_COMPUTES=1 TRAINER_TEST_DEVICE=cuda:0 unit_tests kernels adamw::
   STAND_IN_COMPUTES=1 TRAINER_TEST_DEVICE=cuda:0 run test --test integration -- --test-threads 1 gpu_ranks::ranks
   echo "ok: ranks behind the stand-in"
 }

@@ -182,7 +182,7 @@ fn calibrated(
 /// Tokens per second of the steps of a run, without the first one.
 fn speed_of_run(folder: &Path) -> anyhow::Result<f64> {
     let path = folder.join("metrics.jsonl");
-    let text = std::fs::read_to_string(&path).map_err(|error| {
+    let text = files::read_to_string(&path).map_err(|error| {
         Failure::new(Exit::Usage, format!("cannot read `{}`: {error}", path.display()))
             .hint("give the `output_dir` of a run")
     })?;

@@ -314,7 +314,8 @@ fn filled(template: &str, values: &[(&str, String)], conditions: &[(&str, bool)]
         let key_and_comment = line.split_once(" # ").filter(|(key, _)| !key.trim().is_empty());
         match key_and_comment {
             Some((key, comment)) => {
-                filled += &format!("{:<33} # {}\n", fill(key, values), fill(comment, values));
+                let [key, comment] = [key, comment].map(|text| fill(text, values));
+                filled.extend([format!("{key:<33} # {comment}\n")]);
             }
             None => filled.extend([&fill(line, values), "\n"]),
         }
