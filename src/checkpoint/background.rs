@@ -1,7 +1,7 @@
 //! Checkpoints that a thread writes while training continues.
 
 use super::checkpointer::{Begun, Written};
-use super::together::agree;
+use super::ranks::agree;
 use super::{
     Alone, CarriedFiles, CheckpointError, Checkpointer, Contents, FolderLayout, ModelFiles,
     SavedTensor, Together,

@@ -1,22 +1,27 @@
-//! Saves the checkpoints of a run, removes old ones, and finds the newest undamaged one.
+//! Saves the checkpoints of a run, removes old ones, finds the newest undamaged one, and writes the
+//! folder `best`.
+//!
+//! A save has three parts. The first and the last are common calls of all ranks and take little
+//! time. The second writes the tensors, and can run in the background.
 
-use super::atomic::{build_folder, recover, remove_folder};
-use super::claimed::check_place;
+use super::atomic::{
+    NewFolder, build_folder, check_place, recover, remove_folder, sync_folder, temporary_folder,
+};
 use super::hf::{INDEX, SINGLE};
-use super::manifest::{MANIFEST, Manifest, damaged};
+use super::manifest::{Entry, MANIFEST, Manifest, Piece, damaged};
 use super::peft::ADAPTER_WEIGHTS;
+use super::ranks::{Together, agree, causes, exchange};
 use super::tensors::{SavedTensor, TensorFile};
-use super::together::{Together, agree, causes, exchange};
 use super::{CheckpointConfig, CheckpointError, ModelFiles, WeightFiles};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-pub(super) use phases::{Begun, Written};
 
 const FOLDER: &str = "checkpoints";
 const FINAL: &str = "final";
@@ -365,9 +370,184 @@ fn link_or_copy(
     manifest.copy_file(name, from, to)
 }
 
-mod best;
-mod phases;
+/// A checkpoint whose folder exists under a hidden name, with all files but those of tensors, which
+/// are empty. Dropping it removes the folder.
+#[derive(Debug)]
+pub(super) struct Begun {
+    target: PathBuf,
+    /// On rank 0.
+    new: Option<(NewFolder, Manifest)>,
+}
+
+/// What a rank wrote into one file.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Written {
+    /// Checksum of the header, which must be the same on all ranks.
+    header: String,
+    pieces: Vec<Piece>,
+}
+
+impl Written {
+    /// Writes what rank `rank` of `world` ranks holds into the files that [`Checkpointer::begin`]
+    /// created.
+    pub(super) fn write(
+        target: &Path,
+        contents: &Contents<'_>,
+        rank: usize,
+        world: usize,
+    ) -> Result<Vec<Self>, CheckpointError> {
+        let folder = temporary_folder(target);
+        let write = |file: &TensorFile<'_>| {
+            let pieces = file.write(&folder, rank, world)?;
+            Ok(Self { header: checksum(file), pieces })
+        };
+        contents.tensor_files()?.iter().map(write).collect()
+    }
+}
+
+fn checksum(file: &TensorFile<'_>) -> String {
+    format!("{:x}", Sha256::digest(file.header()))
+}
+
+impl Begun {
+    /// The folder of the checkpoint, once it is complete.
+    pub(super) fn target(&self) -> &Path {
+        &self.target
+    }
+}
+
+impl Checkpointer {
+    /// [`Checkpointer::save`] with another name of the folder.
+    fn save_as<T: Together>(
+        &self,
+        target: PathBuf,
+        step: u64,
+        contents: &Contents<'_>,
+        together: &T,
+    ) -> Result<PathBuf, T::Error> {
+        let begun = self.begin(target, step, contents, together)?;
+        let own = Written::write(begun.target(), contents, together.rank(), together.world());
+        self.complete(begun, contents, own, together)
+    }
+
+    /// Creates the hidden folder of a checkpoint on rank 0. On an error of any rank, all ranks
+    /// return an error.
+    pub(super) fn begin<T: Together>(
+        &self,
+        target: PathBuf,
+        step: u64,
+        contents: &Contents<'_>,
+        together: &T,
+    ) -> Result<Begun, T::Error> {
+        let folder = temporary_folder(&target);
+        let begin = || {
+            let files = contents.tensor_files()?;
+            let mut new = None;
+            if together.rank() == 0 {
+                self.check_place()?;
+                let begun = NewFolder::create(&target)?;
+                new = Some((begun, contents.begin(&folder, step, &files)?));
+            }
+            Ok(Begun { target, new })
+        };
+        agree(together, begin())
+    }
+
+    /// Gives the folder its name after all ranks have written their parts: `own` is the result of
+    /// this one. On an error of any rank, all ranks return an error, and no new folder appears.
+    pub(super) fn complete<T: Together>(
+        &self,
+        begun: Begun,
+        contents: &Contents<'_>,
+        own: Result<Vec<Written>, CheckpointError>,
+        together: &T,
+    ) -> Result<PathBuf, T::Error> {
+        let written = exchange(together, own)?;
+        let Begun { target, new } = begun;
+        let finished = match new {
+            Some((new, manifest)) => {
+                let files = contents.tensor_files();
+                files.and_then(|files| self.finish(new, manifest, &target, &files, written))
+            }
+            None => Ok(()),
+        };
+        agree(together, finished)?;
+        Ok(target)
+    }
+
+    /// Writes the manifest and gives the folder its name.
+    fn finish(
+        &self,
+        new: NewFolder,
+        mut manifest: Manifest,
+        target: &Path,
+        files: &[TensorFile<'_>],
+        mut written: Vec<Vec<Written>>,
+    ) -> Result<(), CheckpointError> {
+        for (index, file) in files.iter().enumerate() {
+            let expected = checksum(file);
+            let mut pieces = Vec::new();
+            for (rank, of_rank) in written.iter_mut().enumerate() {
+                match of_rank.get_mut(index) {
+                    Some(written) if written.header == expected => {
+                        pieces.append(&mut written.pieces);
+                    }
+                    _ => {
+                        let file = file.name.clone();
+                        return Err(CheckpointError::OtherTensors { rank, file });
+                    }
+                }
+            }
+            manifest.files.insert(file.name.clone(), Entry::new(file.joined(pieces)?));
+        }
+        manifest.write(&temporary_folder(target))?;
+        new.complete()?;
+        // `checkpoints` itself may be new.
+        sync_folder(&self.output_dir)
+    }
+}
+
+const BEST: &str = "best";
+
+impl Checkpointer {
+    /// The folder that [`Self::save_best`] writes.
+    pub fn best_folder(&self) -> PathBuf {
+        self.output_dir.join(BEST)
+    }
+
+    /// Step and training state of the folder `best`; `None` if it cannot be read.
+    pub fn best(&self) -> Option<(u64, Value)> {
+        let (_, found) = read_state(&self.best_folder()).ok()?;
+        Some((found.step, found.state))
+    }
+
+    /// Writes the folder `best` as [`Self::save`] writes a checkpoint. Replaces an older one when
+    /// the new one is complete.
+    pub fn save_best<T: Together>(
+        &self,
+        step: u64,
+        contents: &Contents<'_>,
+        together: &T,
+    ) -> Result<PathBuf, T::Error> {
+        self.save_as(self.best_folder(), step, contents, together)
+    }
+
+    /// Copies `best` of the run that wrote `checkpoint`, if it is of `step`. Returns whether it is.
+    pub fn copy_best(&self, checkpoint: &Path, step: u64) -> Result<bool, CheckpointError> {
+        // <output_dir>/checkpoints/<folder>
+        let Some(best) = checkpoint.ancestors().nth(2).map(|folder| folder.join(BEST)) else {
+            return Ok(false);
+        };
+        if !Manifest::read(&best).is_ok_and(|manifest| manifest.step == step) {
+            return Ok(false);
+        }
+        self.copy_model(&best, self.best_folder())?;
+        Ok(true)
+    }
+}
+
 #[cfg(test)]
 mod rank_tests;
+
 #[cfg(test)]
 mod tests;

@@ -16,32 +16,27 @@
 mod atomic;
 mod background;
 mod bitsandbytes;
-mod carried;
 mod checkpointer;
-mod claimed;
 mod config;
 mod error;
-mod finite;
 mod hf;
 mod manifest;
 mod peft;
-mod pieces;
+mod ranks;
 mod shard;
 mod tensors;
-mod together;
 mod weight_files;
 
 pub use atomic::write_atomically;
 pub use background::{BackgroundSave, OwnedContents};
 pub use bitsandbytes::{nf4_tensors, quantization_config};
-pub use carried::{COPIED_FILES, CarriedFiles, is_model_file};
 pub use checkpointer::{Checkpointer, Contents, Found};
 pub use config::{BestConfig, BestMode, CheckpointConfig};
 pub use error::CheckpointError;
-pub use hf::{FolderLayout, ModelFiles};
+pub use hf::{COPIED_FILES, CarriedFiles, FolderLayout, ModelFiles, is_model_file};
 pub use peft::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, Patterns, PeftConfig, adapter_weights};
+pub use ranks::{Alone, Together};
 pub use tensors::SavedTensor;
-pub use together::{Alone, Together};
 pub use weight_files::WeightFiles;
 
 /// Files and ranges of bytes of the tensors that were read, for tests.

@@ -4,14 +4,17 @@
 //! The header, and so the place of each element, follows from the names, shapes and dtypes of all
 //! tensors, which are the same on every rank. Each rank writes its parts at their offsets, without
 //! a second copy of the model in memory.
+//!
+//! Training changes tensors while a thread writes a checkpoint: it writes copies of them.
 
 use super::CheckpointError;
-use super::finite::{Value as Finite, first_non_finite};
-use super::pieces::{Piece, PieceWriter};
+use super::manifest::{Piece, PieceWriter};
+use super::shard::{Value as Finite, first_non_finite};
 use crate::ops::copy_to_host;
-use candle_core::{CpuStorage, DType, Storage, Tensor, WithDType};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor, WithDType};
+use rayon::prelude::*;
 use serde_json::{Map, Value, json};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::ops::Range;
 use std::path::Path;
@@ -423,7 +426,293 @@ fn convert<T: Finite + WithDType, const N: usize>(
     Ok(())
 }
 
-mod copies;
-mod split;
+impl SavedTensor {
+    /// The tensors of these names and shapes, which have the elements of this one, one after the
+    /// other. They share its memory.
+    pub fn split(self, pieces: &[(String, Vec<usize>)]) -> candle_core::Result<Vec<Self>> {
+        let mut end = 0;
+        let piece = |(name, shape): &(String, Vec<usize>)| {
+            let start = end;
+            end += shape.iter().product::<usize>();
+            let held = self.held.piece(name, &(start..end), shape)?;
+            let (name, shape) = (name.clone(), shape.clone());
+            Ok(Self { name, shape, held, dtype: self.dtype, is_fixed: self.is_fixed })
+        };
+        pieces.iter().map(piece).collect()
+    }
+}
+
+impl Held {
+    /// What the rank holds of the elements `of`, the tensor `name` of `shape`.
+    fn piece(&self, name: &str, of: &Range<usize>, shape: &[usize]) -> candle_core::Result<Self> {
+        let narrow = |tensor: &Tensor, start, len| tensor.flatten_all()?.narrow(0, start, len);
+        Ok(match self {
+            Self::Whole(tensor) => Self::Whole(narrow(tensor, of.start, of.len())?.reshape(shape)?),
+            Self::Parts(parts) => {
+                let inside = |(range, values): &(Range<usize>, Tensor)| {
+                    let (start, end) = (range.start.max(of.start), range.end.min(of.end));
+                    let part = || {
+                        let values = narrow(values, start - range.start, end - start)?;
+                        Ok((start - of.start..end - of.start, values))
+                    };
+                    (start < end).then(part)
+                };
+                Self::Parts(parts.iter().filter_map(inside).collect::<candle_core::Result<_>>()?)
+            }
+            Self::Made(make) => {
+                let (make, of, shape) = (Arc::clone(make), of.clone(), shape.to_vec());
+                let name = name.to_owned();
+                let made = move || {
+                    let tensor = make()?;
+                    let piece = tensor.flatten_all().and_then(|flat| {
+                        flat.narrow(0, of.start, of.len())?.reshape(shape.as_slice())
+                    });
+                    let tensor = name.clone();
+                    piece.map_err(|source| CheckpointError::Tensor { tensor, source })
+                };
+                Self::Made(Arc::new(made))
+            }
+        })
+    }
+}
+
+/// Maximum number of elements that one thread copies at once.
+const PART_ELEMENTS: usize = 1 << 22;
+
+/// A part of a tensor to be copied.
+struct Part<'a> {
+    tensor: &'a SavedTensor,
+    /// Flat.
+    values: Tensor,
+    /// Elements of `values`.
+    range: Range<usize>,
+    /// Number of the first of them in the tensor.
+    first: usize,
+}
+
+impl SavedTensor {
+    /// Its values do not change while it is written, also not in the background: it needs no copy.
+    #[must_use]
+    pub fn fixed(self) -> Self {
+        Self { is_fixed: true, ..self }
+    }
+
+    /// Copies what rank `rank` of `world` ranks writes of `files` to host memory, except for fixed
+    /// tensors. `None` if memory does not suffice.
+    pub(super) fn copies(
+        files: &[TensorFile<'_>],
+        rank: usize,
+        world: usize,
+    ) -> std::result::Result<Option<Copies>, CheckpointError> {
+        let mut parts = Vec::new();
+        for file in files {
+            for span in file.changing(rank, world) {
+                let tensor = span.tensor;
+                let fault =
+                    |source| CheckpointError::Tensor { tensor: tensor.name.clone(), source };
+                parts.extend(divided(&span).map_err(fault)?);
+            }
+        }
+        let copy = |part: &Part<'_>| {
+            let fault = |source| {
+                let tensor = part.tensor.name.clone();
+                CheckpointError::Tensor { tensor, source }
+            };
+            let end = part.first + part.range.len();
+            let values = part.copy().map_err(fault)?;
+            Ok(values.map(|values| (place(part.tensor), (part.first..end, values))))
+        };
+        let is_on_cpu = parts.iter().all(|part| part.values.device().is_cpu());
+        let copied: std::result::Result<Vec<_>, CheckpointError> = if is_on_cpu {
+            parts.par_iter().map(copy).collect()
+        } else {
+            parts.iter().map(copy).collect() // one stream of the GPU
+        };
+        let Some(copied) = copied?.into_iter().collect::<Option<Vec<_>>>() else {
+            return Ok(None);
+        };
+        let mut copies = Copies::default();
+        for (tensor, part) in copied {
+            copies.0.entry(tensor).or_default().push(part);
+        }
+        Ok(Some(copies))
+    }
+}
+
+/// Copied parts of tensors, by the place of the tensor in memory.
+#[derive(Debug, Default)]
+pub(super) struct Copies(HashMap<usize, Vec<(Range<usize>, Tensor)>>);
+
+impl Copies {
+    /// The copy of `tensor`: its copied parts, or a fixed tensor itself.
+    pub(super) fn take(&mut self, tensor: &SavedTensor) -> SavedTensor {
+        if tensor.is_fixed {
+            return tensor.clone();
+        }
+        let own = self.0.remove(&place(tensor)).unwrap_or_default();
+        SavedTensor { held: Held::Parts(own), is_fixed: true, ..tensor.clone() }
+    }
+}
+
+fn place(tensor: &SavedTensor) -> usize {
+    std::ptr::from_ref(tensor).addr()
+}
+
+impl TensorFile<'_> {
+    /// Bytes that [`SavedTensor::copies`] needs.
+    pub(super) fn changing_bytes(&self, rank: usize, world: usize) -> u64 {
+        let bytes = |span: &Span<'_>| span.range.len() * span.tensor.dtype.size_in_bytes();
+        self.changing(rank, world).map(|span| bytes(&span) as u64).sum()
+    }
+
+    /// What a rank writes of tensors that are not fixed.
+    fn changing(&self, rank: usize, world: usize) -> impl Iterator<Item = Span<'_>> {
+        self.spans(rank, world).into_iter().filter(|span| !span.tensor.is_fixed)
+    }
+}
+
+/// Divides a span into parts that several threads can copy.
+fn divided<'a>(span: &Span<'a>) -> candle_core::Result<Vec<Part<'a>>> {
+    let Some(values) = span.values else { return Ok(Vec::new()) };
+    let values = values.flatten_all()?;
+    let Range { start, end } = span.range;
+    let part = |at: usize| Part {
+        tensor: span.tensor,
+        values: values.clone(),
+        range: at..end.min(at + PART_ELEMENTS),
+        first: span.first + at - start,
+    };
+    Ok((start..end).step_by(PART_ELEMENTS).map(part).collect())
+}
+
+impl Part<'_> {
+    /// A flat copy on the host; `None` if memory does not suffice.
+    fn copy(&self) -> candle_core::Result<Option<Tensor>> {
+        let Range { start, end } = self.range;
+        if !self.values.device().is_cpu() {
+            return copy_to_host(&self.values.narrow(0, start, end - start)?).map(Some);
+        }
+        let (storage, layout) = self.values.storage_and_layout();
+        let range = layout.start_offset() + start..layout.start_offset() + end;
+        match &*storage {
+            Storage::Cpu(CpuStorage::F32(values)) => owned(&values[range]),
+            Storage::Cpu(CpuStorage::BF16(values)) => owned(&values[range]),
+            Storage::Cpu(CpuStorage::F16(values)) => owned(&values[range]),
+            Storage::Cpu(CpuStorage::U8(values)) => owned(&values[range]),
+            _ => self.values.narrow(0, start, end - start).map(Some), // refused when it is written
+        }
+    }
+}
+
+fn owned<T: WithDType>(values: &[T]) -> candle_core::Result<Option<Tensor>> {
+    let mut copy = Vec::new();
+    if copy.try_reserve_exact(values.len()).is_err() {
+        return Ok(None);
+    }
+    copy.extend_from_slice(values);
+    Tensor::from_vec(copy, values.len(), &Device::Cpu).map(Some)
+}
+
 #[cfg(test)]
-mod tests;
+mod tests {
+    use super::*;
+    use candle_core::{DType, Device};
+    use half::bf16;
+    use safetensors::{Dtype, SafeTensors};
+
+    fn written(tensors: &[(String, Tensor)]) -> Vec<u8> {
+        let folder = tempfile::tempdir().unwrap();
+        let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+        let whole = |(name, tensor): &(String, Tensor)| SavedTensor::whole(name, tensor.clone());
+        let tensors: Vec<_> = tensors.iter().map(whole).collect();
+        let tensors: Vec<_> = tensors.iter().collect();
+        let file = TensorFile::new("file", &tensors, &metadata).unwrap();
+        file.create(folder.path()).unwrap();
+        file.write(folder.path(), 0, 1).unwrap();
+        std::fs::read(folder.path().join("file")).unwrap()
+    }
+
+    #[test]
+    fn the_safetensors_crate_reads_back_every_bit() {
+        let wide: Vec<f32> = [0.1, -0.0, f32::MIN_POSITIVE, f32::MAX, 1e-45, -3.5].into();
+        let narrow: Vec<bf16> = [0x7f7f_u16, 0x8000, 0x0001].map(bf16::from_bits).into();
+        let tensors = [
+            ("narrow".to_owned(), Tensor::from_vec(narrow, 3, &Device::Cpu).unwrap()),
+            ("wide".to_owned(), Tensor::from_vec(wide.clone(), (2, 3), &Device::Cpu).unwrap()),
+        ];
+        let bytes = written(&tensors);
+        let read = SafeTensors::deserialize(&bytes).unwrap();
+        let found = read.tensor("wide").unwrap();
+        assert_eq!((found.dtype(), found.shape()), (Dtype::F32, &[2, 3][..]));
+        let expected: Vec<u8> = wide.iter().flat_map(|value| value.to_le_bytes()).collect();
+        assert_eq!(found.data(), expected);
+        assert_eq!(read.tensor("narrow").unwrap().data(), [0x7f, 0x7f, 0x00, 0x80, 0x01, 0x00]);
+        let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
+        assert_eq!(header.metadata().as_ref().unwrap()["format"], "pt");
+    }
+
+    #[test]
+    fn a_view_is_written_with_its_own_elements_only() {
+        let base = Tensor::from_vec((0..6_u8).map(f32::from).collect(), (2, 3), &Device::Cpu);
+        let base = base.unwrap();
+        let tensors = [
+            ("column".to_owned(), base.narrow(1, 1, 1).unwrap()),
+            ("row".to_owned(), base.narrow(0, 1, 1).unwrap()),
+            ("turned".to_owned(), base.t().unwrap()),
+        ];
+        let bytes = written(&tensors);
+        let read = SafeTensors::deserialize(&bytes).unwrap();
+        let values = |name: &str| -> Vec<f32> {
+            let tensor = read.tensor(name).unwrap();
+            let values = tensor.data().chunks_exact(4);
+            values.map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+        };
+        assert_eq!(values("column"), [1., 4.]);
+        assert_eq!(values("row"), [3., 4., 5.]);
+        assert_eq!(values("turned"), [0., 3., 1., 4., 2., 5.]);
+    }
+
+    #[test]
+    fn a_tensor_longer_than_one_chunk_is_written_completely() {
+        let values: Vec<f32> = (0..=CHUNK_ELEMENTS).map(|i| i as f32).collect();
+        let expected: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let tensor = Tensor::new(values, &Device::Cpu).unwrap();
+        let bytes = written(&[("long".to_owned(), tensor)]);
+        assert_eq!(
+            SafeTensors::deserialize(&bytes).unwrap().tensor("long").unwrap().data(),
+            expected
+        );
+    }
+
+    #[test]
+    fn two_tensors_of_the_same_name_are_rejected() {
+        let tensor = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
+        let twin = SavedTensor::whole("w", tensor);
+        let result = TensorFile::new("file", &[&twin, &twin], &BTreeMap::new());
+        assert!(matches!(result, Err(CheckpointError::SameName { .. })));
+    }
+
+    #[test]
+    fn parts_of_ranks_are_in_the_pieces_that_have_their_elements() {
+        let part = |range: Range<usize>| {
+            let values: Vec<f32> = range.clone().map(|i| i as f32).collect();
+            (range.clone(), Tensor::from_vec(values, range.len(), &Device::Cpu).unwrap())
+        };
+        let parts = vec![part(1..4), part(5..11)];
+        let tensor = SavedTensor::parts("w", &[3, 4], DType::F32, parts);
+        let pieces = [4, 2, 6].map(|len| (format!("{len}"), vec![len]));
+        let found = tensor.split(&pieces).unwrap().into_iter().map(|piece| {
+            let Held::Parts(parts) = &piece.held else { panic!("{piece:?}") };
+            let values = |(range, values): &(Range<usize>, Tensor)| {
+                (range.clone(), values.to_vec1::<f32>().unwrap())
+            };
+            parts.iter().map(values).collect::<Vec<_>>()
+        });
+        let expected: [Vec<(Range<usize>, Vec<f32>)>; 3] = [
+            vec![(1..4, vec![1.0, 2.0, 3.0])],
+            vec![(1..2, vec![5.0])],
+            vec![(0..5, vec![6.0, 7.0, 8.0, 9.0, 10.0])],
+        ];
+        assert_eq!(found.collect::<Vec<_>>(), expected);
+    }
+}

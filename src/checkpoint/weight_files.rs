@@ -1,24 +1,23 @@
-//! The tensors of a model folder or of one safetensors file, read on demand.
+//! The tensors of a model folder or of one safetensors file, read on demand: in shards with an
+//! index, or in pieces, such as one tensor of each expert; and the digest of them all.
 //!
 //! Files are memory-mapped, so that a folder larger than memory opens at once.
 
-mod digest;
-mod index;
-mod joined;
-
-use self::index::{Index, names_only_single, other_shard};
-use self::joined::Joined;
 use super::CheckpointError;
 use super::bitsandbytes::{ABSMAX, FP4_STATE, MAP, NESTED_ABSMAX, NESTED_MAP, QuantState, STATE};
 use super::hf::{INDEX, SINGLE};
 use super::manifest::{MANIFEST, Manifest, not_listed};
-use super::shard::Shard;
+use super::shard::{Shard, Values};
+use crate::files;
 use crate::ops::{Nf4, Nf4Parts, is_nf4_map, nf4_places, nf4_span};
 use candle_core::{DType, Device, Tensor};
+use rayon::prelude::*;
 use safetensors::tensor::{Dtype, TensorInfo};
+use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Tensors in one or more safetensors files, read on demand.
@@ -336,10 +335,162 @@ fn decode<T, const N: usize>(
     chunks[range.clone()].iter().map(|&chunk| value(chunk)).collect()
 }
 
+/// An index of shards.
+#[derive(serde::Deserialize)]
+struct Index {
+    /// The file of each tensor.
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Index {
+    fn read(path: &Path) -> Result<Self, CheckpointError> {
+        let text = files::read(path).map_err(CheckpointError::read(path))?;
+        serde_json::from_slice(&text).map_err(|error| CheckpointError::invalid(path, &error))
+    }
+}
+
+/// Whether an index says only that the tensors are in [`SINGLE`].
+fn names_only_single(path: &Path) -> bool {
+    Index::read(path).is_ok_and(|index| index.weight_map.values().all(|name| name == SINGLE))
+}
+
+/// A file in the folder that is named like a shard and is none of `shards`.
+fn other_shard(folder: &Path, shards: &BTreeSet<&str>) -> Option<String> {
+    let entries = fs::read_dir(folder).ok()?;
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let is_shard = |name: &String| name.starts_with("model-") && name.ends_with(".safetensors");
+    names.filter(|name| is_shard(name) && !shards.contains(name.as_str())).min()
+}
+
+/// A tensor whose elements are those of its pieces, one after the other.
+#[derive(Debug)]
+struct Joined {
+    shape: Vec<usize>,
+    /// Name and elements of each piece.
+    pieces: Vec<(String, Range<usize>)>,
+}
+
+impl WeightFiles {
+    /// From now on, the files have the tensor `name` of `shape`. Its elements in row-major order
+    /// are those of `pieces`, one after the other, which are not listed any more. The files have
+    /// the pieces, with as many elements.
+    #[must_use]
+    pub fn joined(mut self, name: &str, shape: &[usize], pieces: &[(String, Vec<usize>)]) -> Self {
+        let mut end = 0;
+        let piece = |(name, shape): &(String, Vec<usize>)| {
+            let start = end;
+            end += shape.iter().product::<usize>();
+            (name.clone(), start..end)
+        };
+        let pieces = pieces.iter().map(piece).collect::<Vec<_>>();
+        self.in_pieces.extend(pieces.iter().map(|(name, _)| name.clone()));
+        self.joined.insert(name.to_owned(), Joined { shape: shape.to_vec(), pieces });
+        self
+    }
+
+    /// The dtype of all pieces, or `F32` if they differ; `None` if one has a dtype that is not
+    /// read.
+    fn dtype_of_pieces(&self, joined: &Joined) -> Option<DType> {
+        let mut dtypes = joined.pieces.iter().map(|(name, _)| self.dtype(name));
+        let first = dtypes.next()??;
+        dtypes.try_fold(first, |common, dtype| {
+            Some(if dtype? == common { common } else { DType::F32 })
+        })
+    }
+
+    /// Elements of a joined tensor, in one dimension. Pieces of one dtype are copied once.
+    fn load_pieces(
+        &self,
+        name: &str,
+        joined: &Joined,
+        range: &Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor, CheckpointError> {
+        let failed = |source| CheckpointError::Tensor { tensor: name.to_owned(), source };
+        let inside = |(piece, elements): &'_ (String, Range<usize>)| {
+            let (start, end) = (range.start.max(elements.start), range.end.min(elements.end));
+            (start < end).then(|| (piece.clone(), start - elements.start..end - elements.start))
+        };
+        let parts: Vec<_> = joined.pieces.iter().filter_map(inside).collect();
+        let stored = self.dtype_of_pieces(joined).and_then(Values::of);
+        let is_plain = |piece: &str| {
+            let values = stored.as_ref().map(Values::dtype);
+            !self.quantized.contains_key(piece) && self.dtype(piece) == values
+        };
+        if let Some(mut values) =
+            stored.clone().filter(|_| parts.iter().all(|(of, _)| is_plain(of)))
+        {
+            values.reserve(range.len());
+            for (piece, elements) in &parts {
+                let Some((shard, info)) = self.find(piece) else { continue };
+                shard.append(piece, info, elements, dtype, &mut values)?;
+            }
+            let tensor = values.into_tensor().and_then(|tensor| tensor.to_dtype(dtype));
+            return tensor.and_then(|tensor| tensor.to_device(device)).map_err(failed);
+        }
+        let load = |(piece, elements): &(String, Range<usize>)| {
+            self.load_part(piece, elements.clone(), dtype, device)
+        };
+        let tensors = parts.iter().map(load).collect::<Result<Vec<_>, _>>()?;
+        if tensors.is_empty() {
+            return Tensor::zeros(0, dtype, device).map_err(failed);
+        }
+        Tensor::cat(&tensors, 0).map_err(failed)
+    }
+}
+
+/// Number of bytes that a thread reads at a time.
+const CHUNK: usize = 16 << 20;
+
+impl WeightFiles {
+    /// SHA-256 of the names, dtypes, shapes and bytes of all tensors, including tensors that the model
+    /// does not use. It does not depend on how the tensors are divided among files.
+    pub fn digest(&self) -> String {
+        let found = self.by_name.keys().filter_map(|name| Some((name, self.find(name)?)));
+        let tensors: Vec<(&String, (&Shard, &TensorInfo))> = found.collect();
+        let of_chunk = |shard: &Shard, chunk: &[u8]| {
+            let digest = Sha256::digest(chunk);
+            shard.release(chunk);
+            digest
+        };
+        let chunks = tensors.par_iter().map(|(_, (shard, info))| {
+            let chunks = shard.data(info).par_chunks(CHUNK);
+            chunks.map(|chunk| of_chunk(shard, chunk)).collect::<Vec<_>>()
+        });
+        let chunks: Vec<_> = chunks.collect();
+        let mut digest = Sha256::new();
+        for ((name, (_, info)), chunks) in tensors.iter().zip(chunks) {
+            digest.update(format!("{name} {:?} {:?} ", info.dtype, info.shape));
+            for chunk in chunks {
+                digest.update(chunk);
+            }
+        }
+        format!("{:x}", digest.finalize())
+    }
+
+    /// Sizes and times of the files. If they are the same as before, so are the bytes.
+    pub fn stamps(&self) -> Result<String, CheckpointError> {
+        let mut digest = Sha256::new();
+        for shard in &self.shards {
+            let path = shard.path();
+            let metadata = fs::metadata(path).map_err(CheckpointError::read(path))?;
+            let times = (metadata.mtime(), metadata.mtime_nsec());
+            let changed = (metadata.ctime(), metadata.ctime_nsec());
+            let file = (path.file_name(), metadata.ino(), metadata.len());
+            digest.update(format!("{file:?} {times:?} {changed:?} "));
+        }
+        Ok(format!("{:x}", digest.finalize()))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::{CarriedFiles, FolderLayout, ModelFiles, SavedTensor};
     use super::*;
+    use candle_core::{Device, Tensor};
+    use std::collections::HashMap;
+    use std::path::Path;
 
     const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
@@ -443,5 +594,93 @@ mod tests {
             );
             assert_eq!(error, expected);
         }
+    }
+
+    #[test]
+    fn the_elements_of_a_joined_tensor_are_those_of_its_pieces_in_order() {
+        let values: Vec<f32> = (0..24).map(|i| (i as f32 * 0.37).sin()).collect();
+        let whole = Tensor::from_vec(values, (2, 3, 4), &Device::Cpu).unwrap();
+        let pieces: Vec<(String, Vec<usize>)> =
+            (0..4).map(|piece| (format!("piece.{}", 3 - piece), vec![6])).collect();
+        for (wide, all) in [(true, DType::F32), (false, DType::BF16)] {
+            let saved = SavedTensor::whole("whole", whole.to_dtype(all).unwrap());
+            let mut saved = saved.split(&pieces).unwrap();
+            if wide {
+                // pieces of several dtypes
+                let narrow = whole.flatten_all().unwrap().narrow(0, 6, 6).unwrap();
+                let narrow = narrow.to_dtype(DType::BF16).unwrap();
+                saved[1] = SavedTensor::whole("piece.2", narrow);
+            }
+            saved.push(SavedTensor::whole("other", whole.clone()));
+            let folder = tempfile::tempdir().unwrap();
+            let files = ModelFiles {
+                layout: FolderLayout::Model,
+                weights: &saved,
+                config_json: &serde_json::json!({}),
+                carried: &CarriedFiles::default(),
+                max_shard_bytes: 50,
+            };
+            files.write_into(folder.path()).unwrap();
+            let files = WeightFiles::open(folder.path()).unwrap().joined("w", &[2, 3, 4], &pieces);
+            assert_eq!(files.names().collect::<Vec<_>>(), ["other", "w"]);
+            assert_eq!(files.shape("w").unwrap(), [2, 3, 4]);
+            assert_eq!(files.dtype("w"), Some(all));
+            let bits = |tensor: Tensor| -> Vec<u32> {
+                let tensor = tensor.to_dtype(DType::F32).unwrap();
+                tensor.to_vec1().unwrap().into_iter().map(f32::to_bits).collect()
+            };
+            let mut expected = bits(whole.to_dtype(all).unwrap().flatten_all().unwrap());
+            if wide {
+                let narrow = whole.flatten_all().unwrap().to_dtype(DType::BF16).unwrap();
+                expected[6..12].copy_from_slice(&bits(narrow)[6..12]);
+            }
+            for range in [0..24, 0..1, 5..7, 6..12, 3..20, 23..24, 9..9] {
+                let part = files.load_part("w", range.clone(), DType::F32, &Device::Cpu).unwrap();
+                assert_eq!(bits(part), expected[range.clone()], "{range:?}");
+            }
+            let error = files.load_part("w", 0..25, DType::F32, &Device::Cpu).unwrap_err();
+            assert!(error.to_string().contains("24 elements"), "{error}");
+        }
+    }
+
+    fn saved(path: &Path, tensors: &[(&str, &[f32])]) -> WeightFiles {
+        let tensor = |(name, values): &(&str, &[f32])| {
+            ((*name).to_owned(), Tensor::new(*values, &Device::Cpu).unwrap())
+        };
+        let tensors: HashMap<String, Tensor> = tensors.iter().map(tensor).collect();
+        candle_core::safetensors::save(&tensors, path).unwrap();
+        WeightFiles::open_file(path).unwrap()
+    }
+
+    #[test]
+    fn the_digest_sees_every_byte_name_and_shape_but_not_the_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.safetensors");
+        let long = vec![0.5f32; 5 << 20]; // several chunks
+        let before = saved(&path, &[("a", &long), ("b", &[1.0, 2.0])]).digest();
+        assert_eq!(saved(&path, &[("b", &[1.0, 2.0]), ("a", &long)]).digest(), before);
+        for at in [0, 1, (4 << 20) - 1, 4 << 20, (5 << 20) - 1] {
+            let mut other = long.clone();
+            other[at] = 0.25;
+            let files = saved(&path, &[("a", &other), ("b", &[1.0, 2.0])]);
+            assert_ne!(files.digest(), before, "{at}");
+        }
+        assert_ne!(saved(&path, &[("a", &long), ("c", &[1.0, 2.0])]).digest(), before);
+        assert_ne!(saved(&path, &[("a", &long), ("b", &[1.0]), ("c", &[2.0])]).digest(), before);
+    }
+
+    #[test]
+    fn a_file_that_is_written_again_has_other_stamps() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.safetensors");
+        let files = saved(&path, &[("a", &[1.0])]);
+        let before = files.stamps().unwrap();
+        assert_eq!(files.stamps().unwrap(), before);
+        let modified = fs::metadata(&path).unwrap().modified().unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        let files = saved(&path, &[("a", &[2.0])]);
+        let file = fs::File::options().append(true).open(&path).unwrap();
+        file.set_modified(modified).unwrap();
+        assert_ne!(files.stamps().unwrap(), before);
     }
 }

@@ -3,7 +3,7 @@
 use super::args::ConfigArgs;
 use super::logging::Logging;
 use super::progress::SetupBars;
-use super::stdout::stdout;
+use super::terminal::stdout;
 use crate::data::CacheWork;
 use crate::run::{self, DataList};
 use clap::Args;

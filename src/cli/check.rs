@@ -5,7 +5,7 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::SetupBars;
 use super::report::text;
-use super::stdout::stdout;
+use super::terminal::stdout;
 use crate::config::{self, ConfigError, Loaded, RunConfig};
 use crate::run::{self, CheckReport, Finding, Note, Topic};
 use clap::Args;

@@ -2,7 +2,7 @@
 
 use super::Cli;
 use super::failure::{Exit, Failure};
-use super::stdout::stdout;
+use super::terminal::stdout;
 use clap::{Args, CommandFactory};
 use clap_complete::Shell;
 use std::io::Write as _;

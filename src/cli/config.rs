@@ -1,6 +1,6 @@
 //! `trainer config`: the keys of a config.
 
-use super::stdout::stdout;
+use super::terminal::stdout;
 use crate::config::RunConfig;
 use clap::Args;
 use settings::{Setting, schema};

@@ -1,8 +1,8 @@
 //! `trainer convert`: writes our config from the config of another trainer.
 
+use super::args::OutputFile;
 use super::failure::{Exit, Failure};
-use super::output::OutputFile;
-use super::stdout::stdout;
+use super::terminal::stdout;
 use crate::convert::Trainer;
 use crate::run::convert_config;
 use clap::Args;

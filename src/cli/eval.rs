@@ -1,11 +1,10 @@
 //! `trainer eval`: loss and share of exact answers on `data.eval`.
 
-use super::args::{ConfigArgs, check_folder};
+use super::args::{ConfigArgs, OutputFile, check_folder};
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
-use super::output::OutputFile;
 use super::progress::{Progress, SetupBars};
-use super::stdout::stdout;
+use super::terminal::stdout;
 use crate::data::{JsonlRows, SampleIndex, SampleSize};
 use crate::run::{self, DataList};
 use crate::train::{

@@ -3,7 +3,7 @@
 use super::args::{check_folder, model_folder};
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
-use super::stdout::stdout;
+use super::terminal::stdout;
 use crate::checkpoint::PeftConfig;
 use crate::run::{ExportDtype, export_adapter, export_model};
 use crate::train::Precision;

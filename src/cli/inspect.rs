@@ -1,18 +1,11 @@
 //! `trainer inspect`: shows what the model sees of each row, and which rows share a pack.
 
-mod cut;
-mod figure;
-mod media;
-mod notes;
 mod page;
-mod turns;
 
-use super::args::ConfigArgs;
-use super::escaped::{escaped, escaped_line};
+use super::args::{ConfigArgs, OutputFile};
 use super::logging::Logging;
-use super::output::OutputFile;
 use super::progress::SetupBars;
-use super::stdout::stdout;
+use super::terminal::{escaped, escaped_line, stdout};
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
 use crate::config::RunConfig;
 use crate::data::{JsonlRows, Length, RowReader, SampleIndex, SampleSize, first_epoch_packs};
@@ -20,9 +13,7 @@ use crate::run::{self, DataList};
 use crate::train::{DatasetCounts, log_datasets};
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
-use media::{grids, of_kind};
-use notes::Notes;
-use page::Page;
+use page::{Notes, Page, grids, of_kind};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write;

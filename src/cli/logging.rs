@@ -6,8 +6,7 @@
 //!
 //! The file has the date in front of the time, and all levels down to `debug`.
 
-use super::escaped::escaped_line;
-use super::terminal::{Terminal, wrapped};
+use super::terminal::{Terminal, escaped_line, wrapped};
 use chrono::Local;
 use clap::builder::styling::{AnsiColor, Style};
 use indicatif::{MultiProgress, ProgressDrawTarget};

@@ -4,7 +4,6 @@
 //! prints, and only this module reads the environment, except for `TRAINER_SIMD`, which `ops`
 //! reads, and the variables of the Hub, proxies and certificates, which `net` reads.
 
-mod answers;
 mod args;
 mod bench;
 mod cache;
@@ -12,7 +11,6 @@ mod check;
 mod completions;
 mod config;
 mod convert;
-mod escaped;
 mod eval;
 mod export;
 mod failure;
@@ -23,11 +21,8 @@ mod inspect;
 mod launch;
 mod logging;
 mod new;
-mod output;
 mod panics;
-mod paths;
 mod plan;
-mod plan_report;
 mod progress;
 mod ranks;
 mod replay;
@@ -36,7 +31,6 @@ mod run_report;
 mod selftest;
 mod sft;
 mod signals;
-mod stdout;
 mod terminal;
 mod tips;
 mod verify;
@@ -103,7 +97,7 @@ enum Command {
 impl Cli {
     /// Parses the arguments of this process.
     fn read() -> Result<Self, clap::Error> {
-        let mut command = paths::expand_arguments(Self::command());
+        let mut command = args::expand_arguments(Self::command());
         let mut matches = command.try_get_matches_from_mut(std::env::args_os())?;
         Self::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
     }
@@ -123,7 +117,7 @@ pub fn main() -> ExitCode {
                 let _ = writeln!(std::io::stderr(), "\nhint: write {tip}");
             }
             return match (printed, error.use_stderr()) {
-                (Err(error), false) => report::report(&stdout::wrap(error).into()),
+                (Err(error), false) => report::report(&terminal::wrap(error).into()),
                 (_, false) => ExitCode::SUCCESS,
                 (_, true) => Exit::Usage.into(),
             };

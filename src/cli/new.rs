@@ -1,10 +1,10 @@
 //! `trainer new`: writes a config for a model folder and data files.
 
+use super::args::OutputFile;
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
-use super::output::OutputFile;
 use super::progress::SetupBars;
-use super::stdout::stdout;
+use super::terminal::stdout;
 use crate::run::{NewRun, new_config};
 use clap::Args;
 use std::io::Write as _;

@@ -3,7 +3,7 @@
 use super::args::ConfigArgs;
 use super::logging::Logging;
 use super::progress::SetupBars;
-use super::stdout::stdout;
+use super::terminal::stdout;
 use super::why::show_samples;
 use crate::config::RunConfig;
 use crate::run::{Replay, StageNorm, replay};

@@ -6,12 +6,10 @@
 //! hint: free space on this disk, lower `checkpoint.keep`, or set `output_dir` to another disk
 //! ```
 
-use super::escaped::escaped_part;
+use super::args::PathError;
 use super::failure::{Exit, Failure};
 use super::gpu_error;
-use super::paths::PathError;
-use super::stdout::{StdoutError, is_closed_pipe};
-use super::terminal::{Terminal, coloured_error};
+use super::terminal::{StdoutError, Terminal, coloured_error, escaped_part, is_closed_pipe};
 use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
 use crate::config::{ConfigError, ValueError};

@@ -1,9 +1,9 @@
 //! `trainer report`: a page with the curves, answers and settings of runs.
 
+use super::args::OutputFile;
 use super::logging::Logging;
-use super::output::OutputFile;
 use super::progress::SetupBars;
-use super::stdout::stdout;
+use super::terminal::stdout;
 use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
 use crate::data::JsonlRows;

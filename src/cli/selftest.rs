@@ -4,7 +4,7 @@ use super::failure::{Exit, Failure};
 use super::launch::{Forwarded, Signals, launch};
 use super::ranks::{Ending, end, group, rank_commands, started_ranks};
 use super::report;
-use super::stdout::stdout;
+use super::terminal::stdout;
 use crate::dist::{
     CaseResult, Distributed, Group, Launched, NUM_CASES, agree, connect, selftest, threads,
 };

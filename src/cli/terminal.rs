@@ -1,9 +1,12 @@
-//! What stderr can show: colours, bars, and its width.
+//! What stderr can show: colours, bars, and its width; stdout, whose errors can be distinguished
+//! from errors of other files; and control characters as text, so that they cannot control the
+//! terminal.
 
 use clap::builder::styling::{AnsiColor, Style};
 use std::borrow::Cow;
+use std::error::Error;
 use std::ffi::OsString;
-use std::io::{self, IsTerminal};
+use std::io::{self, IsTerminal, Write};
 
 /// Maximum number of columns of a log line on a terminal.
 pub(super) const MAX_COLUMNS: usize = 100;
@@ -16,7 +19,7 @@ const INDENT: &str = "         ";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Terminal {
     /// A person reads it.
-    pub(super) is_tty: bool,
+    is_tty: bool,
     /// Bars can be drawn again in place: not with `TERM=dumb`.
     pub(super) has_cursor: bool,
     /// Colours can be shown and are wanted: not with `NO_COLOR`.
@@ -127,6 +130,102 @@ fn width(text: &str) -> usize {
     text.chars().map(columns).sum()
 }
 
+/// A failed write to stdout.
+#[derive(Debug, thiserror::Error, fault::Fault)]
+#[error("cannot write to stdout")]
+#[fault(
+    exit = CannotWrite,
+    hint = "free space on the disk that stdout is redirected to, or redirect it to another disk"
+)]
+pub(super) struct StdoutError(#[source] io::Error);
+
+/// Locked stdout; [`is_stdout_error`] recognises its errors.
+#[derive(Debug)]
+pub(super) struct Stdout(io::StdoutLock<'static>);
+
+pub(super) fn stdout() -> Stdout {
+    Stdout(io::stdout().lock())
+}
+
+impl Write for Stdout {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.write(bytes).map_err(wrap)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush().map_err(wrap)
+    }
+}
+
+/// Marks an error as an error of stdout.
+pub(super) fn wrap(error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), StdoutError(error))
+}
+
+impl StdoutError {
+    /// The error of stdout that `error` is.
+    pub(super) fn find_in<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e Self> {
+        error.downcast_ref::<io::Error>()?.get_ref()?.downcast_ref()
+    }
+}
+
+/// Whether the reader of stdout closed the pipe (`trainer inspect .. | head`), which is not an
+/// error.
+pub(super) fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    let mut errors = error.chain().filter_map(StdoutError::find_in);
+    errors.any(|StdoutError(cause)| cause.kind() == io::ErrorKind::BrokenPipe)
+}
+
+pub(super) fn is_stdout_error(error: &(dyn Error + 'static)) -> bool {
+    StdoutError::find_in(error).is_some()
+}
+
+/// The codes with which the log sets colours: styles that hide nothing.
+const COLOURS: [&str; 11] =
+    ["[0m", "[1m", "[2m", "[3m", "[31m", "[32m", "[33m", "[34m", "[35m", "[36m", "[37m"];
+
+/// Returns `text` with its control characters written as `\u{1b}`. Ends of lines and tabs stay.
+pub(super) fn escaped(text: &str) -> Cow<'_, str> {
+    escape(text, |c, _| matches!(c, '\n' | '\t'))
+}
+
+/// [`escaped`] for a log line, which stays one line whatever its fields contain. With `colours`, the
+/// codes of colours stay.
+pub(super) fn escaped_line(line: &str, colours: bool) -> Cow<'_, str> {
+    let end = line.len() - usize::from(line.ends_with('\n'));
+    escape(line, |c, at| {
+        let is_colour = || COLOURS.iter().any(|code| line[at + 1..].starts_with(code));
+        at == end || c == '\t' || (colours && c == '\u{1b}' && is_colour())
+    })
+}
+
+/// [`escaped`] for a part of a message: lines after the first one begin with a space, as in excerpts
+/// of files, so that no name in it can look like a line of its own.
+pub(super) fn escaped_part(text: &str) -> Cow<'_, str> {
+    escape(text, |c, at| c == '\t' || (c == '\n' && text[at + 1..].starts_with([' ', '\n'])))
+}
+
+/// `stays` receives a character and its place.
+fn escape(text: &str, stays: impl Fn(char, usize) -> bool) -> Cow<'_, str> {
+    // Besides control characters: ends of lines and of paragraphs, and changes of direction.
+    let is_raw = |at: usize, c: char| {
+        (c.is_control() || matches!(c, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}'))
+            && !stays(c, at)
+    };
+    if !text.char_indices().any(|(at, c)| is_raw(at, c)) {
+        return Cow::Borrowed(text);
+    }
+    let mut shown = String::with_capacity(text.len() + 16);
+    for (at, c) in text.char_indices() {
+        if is_raw(at, c) {
+            shown.extend(c.escape_default());
+        } else {
+            shown.push(c);
+        }
+    }
+    Cow::Owned(shown)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -196,5 +295,27 @@ mod tests {
         assert!(matches!(wrapped(line, 80), Cow::Borrowed(_)));
         assert!(text.ends_with('\n'));
         assert_eq!(width("\u{4e2d}\u{6587}"), 4);
+    }
+
+    #[test]
+    fn control_characters_are_shown_and_all_other_text_stays() {
+        let text = "\u{1b}[2J\u{1b}[31mred\r\u{7}\u{9b}2J\u{7f}";
+        let shown = r"\u{1b}[2J\u{1b}[31mred\r\u{7}\u{9b}2J\u{7f}";
+        assert_eq!(escaped(text), shown);
+        assert_eq!(escaped("\u{202e}fdp.exe"), r"\u{202e}fdp.exe");
+        let plain = "two\nlines\t\u{4e2d} \u{1f4bb} \\u{1b}";
+        assert!(matches!(escaped(plain), Cow::Borrowed(same) if same == plain));
+    }
+
+    #[test]
+    fn a_log_line_stays_one_line_and_keeps_its_colours_only() {
+        let line = "\u{1b}[33m WARN\u{1b}[0m \u{1b}[8mhidden\u{1b}]0;title\u{7}";
+        let shown = "\u{1b}[33m WARN\u{1b}[0m \\u{1b}[8mhidden\\u{1b}]0;title\\u{7}";
+        assert_eq!(escaped_line(line, true), shown);
+        let forged = "no file `a\nhint: b`\n   |\n\n 2 | c: d";
+        assert_eq!(escaped_part(forged), forged.replacen('\n', "\\n", 1));
+        let forged = "INFO data file=a\n12:00:00 INFO finished\u{2028}\r\n\n";
+        let shown = "INFO data file=a\\n12:00:00 INFO finished\\u{2028}\\r\\n\n";
+        assert_eq!(escaped_line(forged, false), shown);
     }
 }

@@ -5,7 +5,7 @@ use super::args::ConfigArgs;
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::SetupBars;
-use super::stdout::stdout;
+use super::terminal::stdout;
 use crate::run::verify::{Outcome, Report, RunPipeline, VerifyOptions, verify};
 use clap::Args;
 use std::io::Write as _;

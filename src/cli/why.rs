@@ -1,7 +1,7 @@
 //! `trainer why`: the rows of a step, with their losses.
 
 use super::failure::{Exit, Failure};
-use super::stdout::stdout;
+use super::terminal::stdout;
 use crate::train::StepSamples;
 use clap::Args;
 use serde_json::Value;

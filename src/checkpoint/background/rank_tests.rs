@@ -1,8 +1,8 @@
 //! Saves in the background on several ranks, which are threads.
 
+use super::super::ranks::on_ranks;
 use super::tests::{checkpointer, contents, files, overwrite, tensors};
 use super::*;
-use crate::checkpoint::together::on_ranks;
 use candle_core::Tensor;
 use std::fs;
 use std::path::Path;

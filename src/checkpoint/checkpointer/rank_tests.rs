@@ -5,7 +5,7 @@
 )]
 
 use super::super::manifest::{MANIFEST, Manifest};
-use super::super::together::on_ranks;
+use super::super::ranks::on_ranks;
 use super::super::{Alone, CarriedFiles, CheckpointConfig, FolderLayout, ModelFiles, SavedTensor};
 use super::*;
 use candle_core::{DType, Device, Tensor};

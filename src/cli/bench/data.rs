@@ -1,6 +1,6 @@
 //! `bench --data`: reading, encoding and loading the rows of a config, without a model.
 
-use super::table::Table;
+use super::Table;
 use crate::batch::Patches;
 use crate::config::RunConfig;
 use crate::data::{DataState, JsonlRows, Loader, RowReader, SampleIndex};

@@ -1,7 +1,6 @@
 //! `bench --step`: whole optimizer steps of a config, on its own rows.
 
-use super::clock::Clock;
-use super::table::Table;
+use super::{Clock, Table};
 use crate::batch::{IGNORE_INDEX, VarlenBatch};
 use crate::config::RunConfig;
 use crate::data::{DataState, JsonlRows, Loader, StepData};

@@ -1,7 +1,7 @@
 //! `bench --tune`: measures the algorithms of cuBLASLt for the products of a config's steps.
 
+use super::Table;
 use super::step::{Bench, Ready};
-use super::table::Table;
 use crate::checkpoint::write_atomically;
 use crate::cli::failure::{Exit, Failure};
 use crate::config::RunConfig;

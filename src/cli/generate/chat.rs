@@ -1,13 +1,18 @@
-//! `trainer generate --chat`: reads turns and commands from stdin until its end.
+//! `trainer generate --chat`: reads turns and commands from stdin until its end. The turns of a
+//! conversation are a row that the encoder renders.
 
-use super::super::escaped::escaped;
 use super::super::failure::{Exit, Failure};
 use super::super::report;
-use super::super::stdout::is_stdout_error;
+use super::super::terminal::{escaped, is_stdout_error};
 use super::Session;
-use super::conversation::Conversation;
+use crate::batch::{
+    Content, MediaRef, MediaSource, Medium, Message, Objects, Part, Sample, SampleId, VideoLimits,
+    VideoRef,
+};
+use std::fs;
 use std::io::{self, BufRead as _, IsTerminal as _, Write as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 const COMMANDS: &str = "`/image FILE`, `/video PATH`, `/reset`, `/help`, `/exit`";
 
@@ -132,6 +137,132 @@ fn note(text: &str) {
     let _ = io::stderr().lock().write_all(escaped(text).as_bytes());
 }
 
+/// A system message and turns. The row that it becomes is always rendered as a whole.
+pub(super) struct Conversation {
+    messages: Vec<Message>,
+    media: Vec<Medium>,
+    /// Media that belong to the next turn of the user.
+    next: Vec<Medium>,
+    is_chat: bool,
+}
+
+impl Conversation {
+    pub(super) fn new(system: Option<String>, is_chat: bool) -> Self {
+        let system = system.map(|text| message("system", Content::Text(text)));
+        let messages = system.into_iter().collect();
+        Self { messages, media: Vec::new(), next: Vec::new(), is_chat }
+    }
+
+    pub(super) fn is_chat(&self) -> bool {
+        self.is_chat
+    }
+
+    /// Adds an image to the next turn of the user.
+    pub(super) fn add_image(&mut self, path: &Path) -> anyhow::Result<()> {
+        let (root, path) = found(path)?;
+        self.next.push(Medium::Image(MediaRef::from(MediaSource::File { root, path })));
+        Ok(())
+    }
+
+    /// Adds a video to the next turn of the user: a file, or a folder of frames.
+    pub(super) fn add_video(&mut self, path: &Path) -> anyhow::Result<()> {
+        let (root, path) = found(path)?;
+        let limits = VideoLimits::default();
+        let video = if path.is_dir() {
+            VideoRef::Frames { frames: frames(&path)?, fps: None, limits }
+        } else {
+            VideoRef::File { root, path, fps: None, limits }
+        };
+        self.next.push(Medium::Video(video));
+        Ok(())
+    }
+
+    /// Adds a turn of the user.
+    pub(super) fn add_user_turn(&mut self, text: &str) {
+        let part = |medium: &Medium| match medium {
+            Medium::Image(_) => Part::Image,
+            Medium::Video(_) => Part::Video,
+        };
+        let mut parts: Vec<Part> = self.next.iter().map(part).collect();
+        parts.push(Part::Text(text.to_owned()));
+        self.media.append(&mut self.next);
+        self.messages.push(message("user", Content::Parts(parts)));
+    }
+
+    /// Adds the answer to the last turn.
+    pub(super) fn answered(&mut self, text: String) {
+        self.messages.push(message("assistant", Content::Text(text)));
+    }
+
+    /// Removes the last turn of the user and its media, which could not be answered.
+    fn take_back(&mut self) {
+        let Some(Message { content: Content::Parts(parts), .. }) = self.messages.pop() else {
+            return;
+        };
+        let media = parts.iter().filter(|part| !matches!(part, Part::Text(_))).count();
+        self.media.truncate(self.media.len() - media);
+    }
+
+    /// Removes all turns, and all media.
+    fn reset(&mut self) {
+        self.messages.retain(|message| message.role == "system");
+        self.media.clear();
+        self.next.clear();
+    }
+
+    /// The row whose last, empty turn is to be generated.
+    pub(super) fn sample(&self) -> Sample {
+        let mut messages = self.messages.clone();
+        messages.push(message("assistant", Content::Text(String::new())));
+        Sample {
+            id: SampleId { file: Path::new("--prompt").into(), line: 1 },
+            messages,
+            media: self.media.clone(),
+            tools: None,
+            objects: Objects::default(),
+        }
+    }
+}
+
+fn message(role: &str, content: Content) -> Message {
+    Message {
+        role: role.to_owned(),
+        content,
+        tool_calls: None,
+        reasoning_content: None,
+        weight: 1.0,
+    }
+}
+
+/// The folder and the path of a file that exists.
+fn found(path: &Path) -> anyhow::Result<(Arc<Path>, PathBuf)> {
+    let path = path.canonicalize().map_err(|error| cannot_read(path, &error))?;
+    Ok((path.parent().unwrap_or(Path::new("/")).into(), path))
+}
+
+fn cannot_read(path: &Path, error: &io::Error) -> Failure {
+    let message = format!("cannot read `{}`: {error}", path.display());
+    Failure::new(Exit::Data, message).hint("check the path")
+}
+
+/// The files of a folder in the order of their names.
+fn frames(folder: &Path) -> anyhow::Result<Vec<MediaRef>> {
+    let read = || -> io::Result<Vec<PathBuf>> {
+        fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect()
+    };
+    let mut paths = read().map_err(|error| cannot_read(folder, &error))?;
+    paths.retain(|path| path.is_file());
+    paths.sort();
+    if paths.is_empty() {
+        let message = format!("the folder `{}` has no files", folder.display());
+        let hint = "name a video file, or a folder of frames";
+        return Err(Failure::new(Exit::Data, message).hint(hint).into());
+    }
+    let root: Arc<Path> = folder.into();
+    let frame = |path| MediaRef::from(MediaSource::File { root: Arc::clone(&root), path });
+    Ok(paths.into_iter().map(frame).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -158,5 +289,55 @@ mod tests {
         ] {
             assert_eq!(parse(line).unwrap_err().to_string(), problem);
         }
+    }
+
+    fn roles(conversation: &Conversation) -> Vec<String> {
+        conversation.sample().messages.into_iter().map(|message| message.role).collect()
+    }
+
+    #[test]
+    fn a_turn_that_could_not_be_answered_leaves_with_its_media_only() {
+        let image = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/data/digits/1400.png");
+        let mut conversation = Conversation::new(Some("Be brief.".to_owned()), true);
+        conversation.add_image(Path::new(image)).unwrap();
+        conversation.add_user_turn("What is this?");
+        conversation.answered("A digit.".to_owned());
+        let before = conversation.sample();
+        conversation.add_image(Path::new(image)).unwrap();
+        conversation.add_image(Path::new(image)).unwrap();
+        conversation.add_user_turn("And these?");
+        assert_eq!(conversation.sample().media.len(), 3);
+        conversation.take_back();
+        assert_eq!(conversation.sample(), before);
+    }
+
+    #[test]
+    fn a_reset_leaves_the_system_message() {
+        let mut conversation = Conversation::new(Some("Be brief.".to_owned()), true);
+        conversation.add_user_turn("Hello");
+        conversation.answered("Hi".to_owned());
+        assert_eq!(roles(&conversation), ["system", "user", "assistant", "assistant"]);
+        conversation.reset();
+        assert_eq!(roles(&conversation), ["system", "assistant"]);
+    }
+
+    #[test]
+    fn a_folder_is_a_video_whose_frames_are_ordered_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["b.png", "a.png", "c.png"] {
+            std::fs::File::create(folder.path().join(name)).unwrap();
+        }
+        let mut conversation = Conversation::new(None, false);
+        conversation.add_video(folder.path()).unwrap();
+        conversation.add_user_turn("What happens?");
+        let media = conversation.sample().media;
+        let [Medium::Video(VideoRef::Frames { frames, .. })] = &media[..] else {
+            panic!("{media:?}")
+        };
+        let name = |frame: &MediaRef| match &frame.source {
+            MediaSource::File { path, .. } => path.file_name().unwrap().to_owned(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(frames.iter().map(name).collect::<Vec<_>>(), ["a.png", "b.png", "c.png"]);
     }
 }

@@ -1,28 +1,25 @@
 //! `trainer generate`: answers a prompt with images and videos, or holds a conversation.
 
 mod chat;
-mod conversation;
-mod model;
-mod streamed;
 
-use self::conversation::Conversation;
-use self::model::Found;
 use super::args::{check_folder, model_folder};
-use super::escaped::escaped;
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
-use super::stdout::stdout;
-use crate::data::{Encoder, ImageConfig};
+use super::terminal::{escaped, stdout};
+use crate::checkpoint::{ADAPTER_CONFIG, CheckpointConfig, Checkpointer, PeftConfig};
+use crate::data::{Encoder, ImageConfig, TokenizerError};
 use crate::run::{check_model_folder, load_to_generate};
 use crate::train::{DeviceChoice, GenerateOptions, Generator, ModelSection};
 use candle_transformers::generation::Sampling;
+use chat::Conversation;
 use clap::Args;
 use signal_hook::consts::SIGINT;
 use std::io::{IsTerminal as _, Write as _};
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// Arguments of `generate`.
 #[derive(Debug, Args)]
@@ -138,7 +135,7 @@ impl Session<'_> {
     /// of the line.
     fn answer(&mut self, conversation: &Conversation) -> anyhow::Result<String> {
         let (prompt, _) = self.encoder.encode_prompt(&conversation.sample())?;
-        let mut streamed = streamed::Streamed::new(self.encoder, self.stops);
+        let mut streamed = Streamed::new(self.encoder, self.stops);
         let mut out = stdout();
         let is_terminal = std::io::stdout().is_terminal();
         let mut print = |piece: &str| -> anyhow::Result<()> {
@@ -184,7 +181,7 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
     let status = Exit::Interrupted as i32;
     signal_hook::flag::register_conditional_shutdown(SIGINT, status, Arc::clone(&interrupted))?;
     signal_hook::flag::register(SIGINT, Arc::clone(&interrupted))?;
-    let Found { model, adapter } = model::find(&args.model, args.adapter.as_deref())?;
+    let Found { model, adapter } = find(&args.model, args.adapter.as_deref())?;
     let folder = model_folder(&model, logging)?;
     check_model_folder(&folder)?;
     let encoder = Encoder::from_folder(&folder, &ImageConfig::default())?;
@@ -219,4 +216,180 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
         conversation.answered(answer);
     }
     if args.chat { chat::run(&mut session, conversation) } else { Ok(()) }
+}
+
+/// A model folder or hub id, and the adapter of the model.
+#[derive(Debug, PartialEq, Eq)]
+struct Found {
+    model: PathBuf,
+    adapter: Option<PathBuf>,
+}
+
+/// Resolves `--model`: the folder of a run is its `final`, or else its newest checkpoint. If that
+/// is an adapter, the model is the one that it was trained on.
+fn find(model: &Path, adapter: Option<&Path>) -> anyhow::Result<Found> {
+    let folder = of_run(model)?;
+    let given = || Found { model: folder.clone(), adapter: adapter.map(Path::to_owned) };
+    if folder.join("config.json").exists() || !folder.join(ADAPTER_CONFIG).exists() {
+        return Ok(given());
+    }
+    if let Some(other) = adapter {
+        let (folder, other) = (folder.display(), other.display());
+        let message = format!("`--model`: `{folder}` is an adapter, and `--adapter` is `{other}`");
+        let hint = "name the model folder with `--model`, or leave `--adapter` out";
+        return Err(Failure::new(Exit::Usage, message).hint(hint).into());
+    }
+    let Some(base) = PeftConfig::read(&folder)?.base_model_name_or_path else {
+        let message =
+            format!("`--model`: `{}` is an adapter of an unknown model", folder.display());
+        let hint = format!("pass `--model MODEL --adapter {}`", folder.display());
+        return Err(Failure::new(Exit::Usage, message).hint(hint).into());
+    };
+    tracing::info!(model = base, adapter = %folder.display(), "loading the adapter and the model it was trained on");
+    Ok(Found { model: base.into(), adapter: Some(folder) })
+}
+
+/// The folder with weights of a run; for all other paths, `model` itself.
+fn of_run(model: &Path) -> anyhow::Result<PathBuf> {
+    let is_weights = |folder: &Path| {
+        ["config.json", ADAPTER_CONFIG].iter().any(|name| folder.join(name).exists())
+    };
+    if !model.is_dir() || is_weights(model) {
+        return Ok(model.to_owned());
+    }
+    let checkpoints = Checkpointer::new(model, &CheckpointConfig::default());
+    let last = checkpoints.final_folder();
+    if is_weights(&last) {
+        tracing::info!(folder = %last.display(), "using the final model of the run");
+        return Ok(last);
+    }
+    let Some(step) = checkpoints.steps()?.pop() else { return Ok(model.to_owned()) };
+    let newest = checkpoints.step_folder(step);
+    tracing::info!(
+        folder = %newest.display(),
+        "using the newest checkpoint, because the run has no `final`"
+    );
+    Ok(newest)
+}
+
+/// The text of ids.
+type Decode<'a> = Box<dyn Fn(&[u32]) -> Result<String, TokenizerError> + 'a>;
+
+/// The part of an answer that can be printed already. The pieces together are the text of all
+/// tokens: bytes of an incomplete character and the beginning of a stop text wait for the next
+/// tokens.
+struct Streamed<'a> {
+    decode: Decode<'a>,
+    stops: &'a [String],
+    text: String,
+    /// Number of bytes of `text` that were returned.
+    shown: usize,
+    has_stopped: bool,
+}
+
+impl<'a> Streamed<'a> {
+    fn new(encoder: &'a Encoder, stops: &'a [String]) -> Self {
+        Self::with_decoder(move |ids| encoder.decode(ids), stops)
+    }
+
+    fn with_decoder(
+        decode: impl Fn(&[u32]) -> Result<String, TokenizerError> + 'a,
+        stops: &'a [String],
+    ) -> Self {
+        let decode = Box::new(decode);
+        Self { decode, stops, text: String::new(), shown: 0, has_stopped: false }
+    }
+
+    /// Whether the answer has a stop text. Its text ends before it.
+    fn has_stopped(&self) -> bool {
+        self.has_stopped
+    }
+
+    /// The next piece, given all ids so far.
+    fn update(&mut self, ids: &[u32]) -> Result<&str, TokenizerError> {
+        self.text = (self.decode)(ids)?;
+        let found = self.stops.iter().filter_map(|stop| self.text.find(stop.as_str())).min();
+        if let Some(at) = found {
+            self.text.truncate(at);
+            self.has_stopped = true;
+            return Ok(self.up_to(at));
+        }
+        // The decoder writes U+FFFD in place of an incomplete character.
+        let complete = self.text.trim_end_matches(char::REPLACEMENT_CHARACTER);
+        let end = complete.len() - started(complete, self.stops);
+        Ok(self.up_to(end))
+    }
+
+    /// The last piece, after all ids.
+    fn finish(&mut self) -> &str {
+        self.up_to(self.text.len())
+    }
+
+    /// The whole text.
+    fn into_text(self) -> String {
+        self.text
+    }
+
+    fn up_to(&mut self, end: usize) -> &str {
+        let start = self.shown.min(end);
+        self.shown = self.shown.max(end);
+        self.text.get(start..end).unwrap_or_default()
+    }
+}
+
+/// Number of bytes at the end of `text` that may be the beginning of a stop text.
+fn started(text: &str, stops: &[String]) -> usize {
+    let of = |stop: &String| {
+        let lengths = stop.char_indices().map(|(at, _)| at);
+        lengths.rev().find(|length| text.ends_with(&stop[..*length])).unwrap_or(0)
+    };
+    stops.iter().map(of).max().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Pieces of `bytes`, of which each token is one.
+    fn pieces(bytes: &[u8], stops: &[&str]) -> Vec<String> {
+        let stops: Vec<String> = stops.iter().map(|stop| (*stop).to_owned()).collect();
+        let decode = |ids: &[u32]| {
+            let bytes: Vec<u8> = ids.iter().map(|id| *id as u8).collect();
+            Ok(String::from_utf8_lossy(&bytes).into_owned())
+        };
+        let ids: Vec<u32> = bytes.iter().map(|byte| u32::from(*byte)).collect();
+        let mut streamed = Streamed::with_decoder(decode, &stops);
+        let mut pieces = Vec::new();
+        for end in 1..=ids.len() {
+            pieces.push(streamed.update(&ids[..end]).unwrap().to_owned());
+            if streamed.has_stopped() {
+                break;
+            }
+        }
+        pieces.push(streamed.finish().to_owned());
+        assert_eq!(pieces.concat(), streamed.into_text());
+        pieces.retain(|piece| !piece.is_empty());
+        pieces
+    }
+
+    #[test]
+    fn a_character_is_printed_when_its_last_byte_is_there() {
+        let text = "n\u{e4}\u{4e2d}\u{1f4bb}!";
+        assert_eq!(pieces(text.as_bytes(), &[]), ["n", "\u{e4}", "\u{4e2d}", "\u{1f4bb}", "!"]);
+    }
+
+    #[test]
+    fn bytes_that_are_no_text_are_printed_as_the_decoder_writes_them() {
+        let bytes = [b'a', 0xe4, 0xb8, b'b', 0xff, 0xf0, 0x9f];
+        assert_eq!(pieces(&bytes, &[]).concat(), String::from_utf8_lossy(&bytes));
+    }
+
+    #[test]
+    fn a_stop_text_is_not_printed_and_text_that_only_begins_like_it_is() {
+        assert_eq!(pieces(b"one\n\ntwo", &["\n\n"]), ["o", "n", "e"]);
+        assert_eq!(pieces(b"a\nb", &["\n\n"]), ["a", "\nb"]);
+        assert_eq!(pieces(b"aab", &["aac", "xyz"]), ["aab"]);
+        assert_eq!(pieces(b"ends in \n", &["\n\n"]).concat(), "ends in \n");
+        assert_eq!(pieces(b"a stop b", &["b", "stop"]).concat(), "a ");
+    }
 }

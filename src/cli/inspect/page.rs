@@ -1,17 +1,15 @@
 //! The page of `inspect --html`: one file without scripts, in which all text of the data is
-//! escaped.
+//! escaped. A page has the turns of samples, with the tokens that truncation removed, and images
+//! and frames of videos as figures.
 
-use super::cut::{self, Piece};
-use super::figure::{Figure, MAX_GROUPS};
-use super::media::{ShownMedium, media_of};
-use super::notes::Notes;
-use super::turns::{Fate, Run, Turns, runs, whole_characters};
-use crate::batch::{EncodedSample, MediumKind};
+use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
 use crate::config::RunConfig;
 use crate::data::{
-    DatasetConfig, DroppedTokens, Encoder, JsonlRows, Pixels, Rejection, SampleIndex,
+    DatasetConfig, DroppedTokens, Encoder, ImageBox, JsonlRows, KeptEnd, Pixels, Rejection,
+    SampleIndex, image_boxes,
 };
-use crate::report::{document, escaped, push};
+use crate::report::{document, escaped, push, thumbnail, with_specials};
+use std::ops::Range;
 
 /// Maximum number of pixels of all images of a page: about 1 MB as PNG.
 const PAGE_PIXELS: u64 = 350_000;
@@ -63,7 +61,7 @@ impl<'a> Page<'a> {
         );
         let pixels_a_sample = PAGE_PIXELS / num.clamp(1, 1 << 20) as u64;
         let packing_length = data.packing_length.get();
-        let side = data.truncation_rule().map(|cut| cut::side(cut.keep));
+        let side = data.truncation_rule().map(|cut| side(cut.keep));
         Self { encoder, pixels_a_sample, packing_length, samples: 0, side, cut: (0, 0), head, body }
     }
 
@@ -78,7 +76,7 @@ impl<'a> Page<'a> {
         self.samples += 1;
         let mut cut_away = String::new();
         if let (Some(side), false) = (self.side, dropped.is_empty()) {
-            let tokens = cut::num_tokens(dropped);
+            let tokens = num_tokens(dropped);
             self.cut = (self.cut.0 + 1, self.cut.1 + tokens);
             cut_away = format!(", cut from the {side}: {tokens} tokens");
         }
@@ -95,7 +93,7 @@ impl<'a> Page<'a> {
                 notes.hidden_thoughts(),
             ),
         );
-        let pieces = cut::pieces(runs(sample, &media), dropped);
+        let pieces = pieces(runs(sample, &media), dropped);
         self.strip(&pieces);
         let mut turns = Turns { out: &mut self.body, open: false };
         let shown = media.iter().map(|medium| match medium.patches.kind {
@@ -232,5 +230,358 @@ fn pixels_of(encoder: &Encoder, medium: &ShownMedium) -> Vec<Pixels> {
     match medium.patches.kind {
         MediumKind::Image => encoder.image_processor().pixels(medium.patches),
         MediumKind::Video => encoder.video_processor().pixels(medium.patches),
+    }
+}
+
+/// Kind of a run of tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Run {
+    Text,
+    Target,
+    /// An image, or a group of frames of a video, by their indexes.
+    Medium {
+        index: usize,
+        group: usize,
+    },
+}
+
+/// Divides the sample into runs of tokens of one kind.
+pub(super) fn runs(sample: &EncodedSample, media: &[ShownMedium]) -> Vec<(Run, Range<usize>)> {
+    let label = |label: &i64| if *label == IGNORE_INDEX { Run::Text } else { Run::Target };
+    let mut kinds: Vec<Run> = sample.labels.iter().map(label).collect(); // [T]
+    for (index, medium) in media.iter().enumerate() {
+        let tokens = medium.rows.len() / (medium.patches.grid_thw[0] as usize).max(1);
+        for (at, row) in medium.rows.iter().enumerate() {
+            kinds[*row as usize] = Run::Medium { index, group: at / tokens.max(1) };
+        }
+    }
+    let mut start = 0;
+    let chunks = kinds.chunk_by(|a, b| a == b);
+    chunks
+        .map(|chunk| {
+            let range = start..start + chunk.len();
+            start = range.end;
+            (chunk[0], range)
+        })
+        .collect()
+}
+
+/// The text of each token. Tokens that share a character are returned together, with their number.
+fn whole_characters(encoder: &Encoder, ids: &[u32]) -> anyhow::Result<Vec<(String, usize)>> {
+    let mut texts = Vec::new();
+    let mut start = 0;
+    for end in 1..=ids.len() {
+        let text = encoder.decode_with_specials(&ids[start..end])?;
+        // A character has at most four bytes, so at most four tokens share it.
+        if !text.ends_with(char::REPLACEMENT_CHARACTER) || end - start == 4 || end == ids.len() {
+            texts.push((text, end - start));
+            start = end;
+        }
+    }
+    Ok(texts)
+}
+
+/// Whether truncation removed a text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fate {
+    Kept,
+    Cut,
+}
+
+/// Writes the turns of a sample.
+pub(super) struct Turns<'a> {
+    pub(super) out: &'a mut String,
+    /// Whether the element of a turn is open.
+    pub(super) open: bool,
+}
+
+/// Text that begins a turn in Qwen's chat templates. Text of other templates is shown as one block.
+const TURN: &str = "<|im_start|>";
+
+impl Turns<'_> {
+    pub(super) fn text(&mut self, text: &str, fate: Fate) {
+        let shown = |text: &str| match (with_specials(text), fate) {
+            (html, Fate::Cut) if !html.is_empty() => format!("<span class=\"cut\">{html}</span>"),
+            (html, _) => html,
+        };
+        for (index, piece) in text.split(TURN).enumerate() {
+            if index == 0 {
+                self.inline(&shown(piece));
+                continue;
+            }
+            self.close();
+            let (role, rest) = piece.split_once('\n').unwrap_or((piece, ""));
+            let class = ["system", "user", "assistant", "tool"].into_iter().find(|r| *r == role);
+            push(
+                self.out,
+                format_args!(
+                    "<section class=\"turn {}{}\"><h4>{}</h4><div>",
+                    class.unwrap_or("other"),
+                    if fate == Fate::Cut { " gone" } else { "" },
+                    escaped(role)
+                ),
+            );
+            self.open = true;
+            self.inline(&shown(rest));
+        }
+    }
+
+    pub(super) fn target(&mut self, text: &str, tokens: usize) {
+        let marked = with_specials(text);
+        self.inline(&match tokens {
+            1 => format!("<mark>{marked}</mark>"),
+            _ => format!("<mark data-tokens=\"{tokens}\">{marked}</mark>"),
+        });
+    }
+
+    pub(super) fn inline(&mut self, html: &str) {
+        if !self.open && !html.is_empty() {
+            self.out.push_str("<section class=\"turn other\"><h4></h4><div>");
+            self.open = true;
+        }
+        self.out.push_str(html);
+    }
+
+    pub(super) fn close(&mut self) {
+        if self.open {
+            self.out.push_str("</div></section>\n");
+        }
+        self.open = false;
+    }
+}
+
+/// Maximum number of groups of frames shown per video.
+const MAX_GROUPS: usize = 8;
+/// Minimum side of a shown image, in CSS pixels; the browser enlarges smaller images.
+const LEAST_SIDE: u32 = 128;
+
+/// An image or a group of frames to show.
+pub(super) struct Figure<'a> {
+    pub(super) media: &'a [ShownMedium<'a>],
+    /// Index in `media`.
+    pub(super) index: usize,
+    /// Index of the group of frames; 0 for an image.
+    pub(super) group: usize,
+    /// Maximum number of pixels of each thumbnail.
+    pub(super) max_pixels: u64,
+    /// The boxes of all images of the sample.
+    pub(super) boxes: &'a [ImageBox],
+}
+
+impl Figure<'_> {
+    /// `frames` are all frames of the medium; `tokens` is the number of tokens of this group.
+    pub(super) fn html(&self, frames: &[Pixels], tokens: usize) -> anyhow::Result<String> {
+        let medium = &self.media[self.index];
+        let alike = self.media[..=self.index]
+            .iter()
+            .filter(|other| other.patches.kind == medium.patches.kind);
+        let (number, [times, rows, columns]) = (alike.count(), medium.patches.grid_thw);
+        let name = match medium.patches.kind {
+            MediumKind::Image => format!("image {number}"),
+            MediumKind::Video => format!("video {number}, group {} of {times}", self.group + 1),
+        };
+        let mut html =
+            format!("<div class=\"medium\"><span class=\"chip\">{name}: {tokens} tokens</span>");
+        if self.group < MAX_GROUPS {
+            let a_group = frames.len() / (times as usize).max(1);
+            let shown = &frames[self.group * a_group..(self.group + 1) * a_group];
+            // Side, in patches, of the square that becomes one token.
+            let cell = (f64::from(rows * columns) / tokens.max(1) as f64).sqrt();
+            let (c, r) = (f64::from(columns) / cell, f64::from(rows) / cell);
+            let boxes = match medium.patches.kind {
+                MediumKind::Image => self.boxes_of(number - 1),
+                MediumKind::Video => String::new(),
+            };
+            html.push_str("<figure>");
+            let mut caption = String::new();
+            for frame in shown {
+                let thumbnail = thumbnail(frame, self.max_pixels)?;
+                let scale = (LEAST_SIDE / thumbnail.width.max(thumbnail.height).max(1)).max(1);
+                push(
+                    &mut html,
+                    format_args!(
+                        "<span style=\"--c:{c};--r:{r}\"><img src=\"{}\" width=\"{}\" height=\"{}\" style=\"width:{}px\" alt=\"{name}\">{boxes}</span>",
+                        thumbnail.uri,
+                        thumbnail.width,
+                        thumbnail.height,
+                        thumbnail.width * scale,
+                    ),
+                );
+                caption = format!(
+                    "{} x {} px, grid (t, h, w) {times} x {rows} x {columns}",
+                    frame.width, frame.height
+                );
+                if thumbnail.reduced > 1 {
+                    push(&mut caption, format_args!(", shown 1 : {}", thumbnail.reduced));
+                }
+            }
+            push(&mut html, format_args!("<figcaption>{caption}</figcaption></figure>"));
+        }
+        html.push_str("</div>");
+        Ok(html)
+    }
+
+    /// The boxes of an image, to be drawn over it.
+    fn boxes_of(&self, image: usize) -> String {
+        let mut html = String::new();
+        for ImageBox { corners, name, .. } in self.boxes.iter().filter(|of| of.image == image) {
+            let [left, top, right, bottom] = corners.map(|at| f64::from(at) / 10.0);
+            push(
+                &mut html,
+                format_args!(
+                    "<b class=\"box\" style=\"left:{left}%;top:{top}%;width:{}%;height:{}%\" title=\"{corners:?}\">{}</b>",
+                    right - left,
+                    bottom - top,
+                    escaped(name.as_deref().unwrap_or_default()),
+                ),
+            );
+        }
+        html
+    }
+}
+
+/// A piece of a sample before truncation.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Piece<'a, R> {
+    /// A run of tokens of the truncated sample.
+    Kept(R, Range<usize>),
+    /// Removed tokens.
+    Cut(&'a [u32]),
+}
+
+/// The runs of the truncated sample with the dropped tokens between them. A run is split where
+/// tokens were dropped inside it.
+pub(super) fn pieces<R: Copy>(
+    runs: Vec<(R, Range<usize>)>,
+    dropped: &[DroppedTokens],
+) -> Vec<Piece<'_, R>> {
+    let mut pieces = Vec::with_capacity(runs.len() + dropped.len());
+    let mut dropped = dropped.iter().peekable();
+    for (run, mut range) in runs {
+        while let Some(cut) = dropped.next_if(|cut| cut.before < range.end) {
+            if range.start < cut.before {
+                pieces.push(Piece::Kept(run, range.start..cut.before));
+                range.start = cut.before;
+            }
+            pieces.push(Piece::Cut(&cut.ids));
+        }
+        pieces.push(Piece::Kept(run, range));
+    }
+    pieces.extend(dropped.map(|cut| Piece::Cut(&cut.ids)));
+    pieces
+}
+
+/// Number of dropped tokens.
+pub(super) fn num_tokens(dropped: &[DroppedTokens]) -> usize {
+    dropped.iter().map(|cut| cut.ids.len()).sum()
+}
+
+/// The side at which truncation removes text: `left` or `right`, as in `data.truncation`.
+pub(super) fn side(keep: KeptEnd) -> &'static str {
+    match keep {
+        KeptEnd::Beginning => "right",
+        KeptEnd::End => "left",
+    }
+}
+
+/// An image or a video of a sample.
+pub(super) struct ShownMedium<'a> {
+    pub(super) patches: &'a Patches,
+    /// Positions of its tokens in the sample.
+    pub(super) rows: &'a [u32],
+}
+
+/// The images and videos of a sample, in order.
+pub(super) fn media_of<'a>(encoder: &Encoder, sample: &'a EncodedSample) -> Vec<ShownMedium<'a>> {
+    let mut rest = sample.vision_rows.as_slice();
+    let show = |patches: &'a Patches| {
+        let count = encoder.image_processor().num_tokens(patches.grid_thw);
+        let (rows, after) = rest.split_at(count);
+        rest = after;
+        ShownMedium { patches, rows }
+    };
+    sample.media.iter().map(show).collect()
+}
+
+/// Patches of the media of a kind.
+pub(super) fn of_kind(sample: &EncodedSample, kind: MediumKind) -> impl Iterator<Item = &Patches> {
+    sample.media.iter().filter(move |patches| patches.kind == kind)
+}
+
+/// Grids of the images, and grids of the videos.
+pub(super) fn grids(sample: &EncodedSample) -> [Vec<[u32; 3]>; 2] {
+    [MediumKind::Image, MediumKind::Video]
+        .map(|kind| of_kind(sample, kind).map(|patches| patches.grid_thw).collect())
+}
+
+/// The boxes of a row, and its thoughts that the model does not see.
+#[derive(Debug, Default)]
+pub(super) struct Notes {
+    pub(super) boxes: Vec<ImageBox>,
+    /// Turns with thoughts that the template does not render.
+    hidden_thoughts: Vec<usize>,
+}
+
+impl Notes {
+    /// The notes of a row that can be encoded.
+    pub(super) fn of(rows: &JsonlRows, row: SampleIndex) -> Self {
+        let Some(Ok(sample)) = rows.sample(row) else { return Self::default() };
+        let hidden_thoughts = rows.encoder().hidden_thoughts(&sample).unwrap_or_default();
+        Self {
+            boxes: image_boxes(rows.encoder().image_processor(), &sample).unwrap_or_default(),
+            hidden_thoughts,
+        }
+    }
+
+    /// A text about thoughts that are not rendered, to be appended to a list; empty without any.
+    pub(super) fn hidden_thoughts(&self) -> String {
+        if self.hidden_thoughts.is_empty() {
+            return String::new();
+        }
+        let turns: Vec<String> = self.hidden_thoughts.iter().map(ToString::to_string).collect();
+        format!(", thoughts not rendered: turns {}", turns.join(", "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_turn_begins_where_the_template_begins_one() {
+        let mut out = String::new();
+        let mut turns = Turns { out: &mut out, open: false };
+        turns.text("<|im_start|>user\nHi<b><|im_end|>\n<|im_start|>assistant\n", Fate::Kept);
+        turns.target("Yes", 1);
+        turns.target("\u{e9}", 2);
+        turns.text(" No<|im_end|>\n<|im_start|>user\n", Fate::Cut);
+        turns.close();
+        assert_eq!(
+            out,
+            "<section class=\"turn user\"><h4>user</h4><div>Hi&lt;b&gt;<span class=\"sp\">&lt;|im_end|&gt;</span>\n</div></section>\n\
+             <section class=\"turn assistant\"><h4>assistant</h4><div><mark>Yes</mark><mark data-tokens=\"2\">\u{e9}</mark><span class=\"cut\"> No<span class=\"sp\">&lt;|im_end|&gt;</span>\n</span></div></section>\n\
+             <section class=\"turn user gone\"><h4>user</h4><div></div></section>\n"
+        );
+    }
+
+    #[test]
+    fn dropped_tokens_return_to_their_places() {
+        let runs = vec![('a', 0..3), ('b', 3..5), ('a', 5..6)];
+        let cut = |before, id| DroppedTokens { before, ids: vec![id] };
+        let dropped = [cut(0, 7), cut(2, 8), cut(3, 9), cut(6, 10)];
+        let expected = [
+            Piece::Cut(&[7]),
+            Piece::Kept('a', 0..2),
+            Piece::Cut(&[8]),
+            Piece::Kept('a', 2..3),
+            Piece::Cut(&[9]),
+            Piece::Kept('b', 3..5),
+            Piece::Kept('a', 5..6),
+            Piece::Cut(&[10]),
+        ];
+        assert_eq!(pieces(runs.clone(), &dropped), expected);
+        assert_eq!(num_tokens(&dropped), 4);
+        let whole = runs.iter().map(|(run, range)| Piece::Kept(*run, range.clone()));
+        assert_eq!(pieces(runs.clone(), &[]), whole.collect::<Vec<_>>());
     }
 }
