@@ -282,9 +282,8 @@ const WITHOUT_FAMILIES: [&str; 11] = [
     "src/train",
 ];
 /// Files of these modules that may name a family, each with the reason.
-const NAMES_A_FAMILY: [(&str, &str); 3] = [
-    ("src/cli/init.rs", "the folder of a published model in an example"),
-    ("src/cli/init/preset.rs", "shapes of published models"),
+const NAMES_A_FAMILY: [(&str, &str); 2] = [
+    ("src/cli/init.rs", "shapes of published models, and the folder of one in an example"),
     ("src/run/stored_weights/tests.rs", "the shapes of a published model, for a test"),
 ];
 
