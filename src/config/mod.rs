@@ -12,7 +12,7 @@ pub use load::{load, load_all, refuse};
 pub use settings::{ConfigError, LeftOut, Loaded, Place, ValueError, to_yaml};
 
 use crate::checkpoint::CheckpointConfig;
-use crate::data::{DataConfig, UrlConfig};
+use crate::data::{DataConfig, LengthCaching, UrlConfig};
 use crate::dist::{Distributed, Shard};
 use crate::optim::{AdafactorConfig, Kind, MAX_LR, Moments, OptimConfig, ScheduleConfig};
 use crate::train::{
@@ -110,6 +110,13 @@ impl RunConfig {
             let expected = "at most `data.image.max_pixels`";
             rule(min <= max, ValueError::new("data.image.min_pixels", min, expected));
         }
+        let off = self.data.length_cache == LengthCaching::Off;
+        let expected = "`complete`, unless the run ends at `train.max_steps` alone";
+        let problem = ValueError::new("data.length_cache", "off", expected).with_hint(
+            "set `train.max_steps` and no `train.epochs`: without lengths, the steps of an epoch are \
+             not known",
+        );
+        rule(!off || self.train.epoch_limit().is_none(), problem);
         let divided = self.distributed.shard == Shard::Full;
         let offload = self.model.offload != Offload::None;
         let problem = ValueError::new("model.offload", "frozen", NOT_DIVIDED).with_hint(FROZEN);

@@ -21,8 +21,8 @@ use super::runner::{rank_model, step_runner};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout, Found, Together};
 use crate::config::RunConfig;
 use crate::data::{
-    BackgroundCacheWriter, CachedRows, DataState, Encoder, JsonlRows, Loader, LoaderShare,
-    MediaLook, RowReader,
+    CachedRows, DataState, Encoder, JsonlRows, LengthCaching, Loader, LoaderShare, MediaLook,
+    RowReader,
 };
 use crate::dist::{DistError, Group, Monitor, Rank, fail};
 use crate::ops::AlgorithmTable;
@@ -67,7 +67,6 @@ use std::sync::atomic::AtomicBool;
 /// ```
 pub struct Run {
     trainer: Trainer,
-    background: Option<BackgroundCacheWriter>,
     trackers: Trackers,
     monitor: Option<Arc<dyn Monitor>>, // of a run in one process
     _lock: Option<File>,               // rank 0 has it
@@ -176,14 +175,12 @@ impl Run {
             measure_part(config, &rows, resumed.as_ref(), rank, observer)
         })?;
         ranks.wait_for_all()?;
-        let RunPlan { planned, reader, packs, has_new_cache, background } = ranks
-            .first_then_others("planning", || {
-                plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
-            })?;
+        let RunPlan { planned, reader, packs } = ranks.first_then_others("planning", || {
+            plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
+        })?;
         let config = &choose_recompute(config, &rows, packs.as_ref(), ranks.ranks(), &device)?;
         let predicted = forecast(config, &rows, packs.as_ref(), (rank.world, &device));
-        let media = has_new_cache.then_some(&*rows);
-        let first = || first_state(config, data_fingerprint, base, media);
+        let first = || first_state(config, data_fingerprint, base, &rows);
         let state = resumed.map_or_else(first, Ok)?;
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
@@ -213,15 +210,12 @@ impl Run {
             save: Arc::clone(&options.save),
         });
         let monitor = options.monitor.clone().filter(|_| rank.world == 1);
-        Ok(Self { trainer, background, trackers, monitor, _lock: lock })
+        Ok(Self { trainer, trackers, monitor, _lock: lock })
     }
 
     /// Trains until all steps are done, the data ends, or [`RunOptions::stop`] is set.
     pub fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
         let outcome = self.trainer.run(&mut Tracked { observer, trackers: &mut self.trackers });
-        if !matches!(outcome, Ok(Outcome::Stopped { .. })) {
-            self.background = None; // otherwise the caller may end the process without waiting
-        }
         if let Some(monitor) = &self.monitor {
             monitor.finish(); // what follows, such as a report, is not watched
         }
@@ -384,17 +378,18 @@ fn evaluation(
     }
 }
 
-/// The state of a new run. `rows` have length caches that were updated in this start; `None` if
-/// they were not. Older caches may lack changes of media files, for which the run would not be
-/// resumed.
+/// The state of a new run. It has the media files of the length caches, which this start has updated,
+/// unless `data.length_cache` is `off`.
 fn first_state(
     config: &RunConfig,
     data_fingerprint: String,
     base: Option<BaseModel>,
-    rows: Option<&JsonlRows>,
+    rows: &JsonlRows,
 ) -> Result<TrainState, RunError> {
-    let media = |rows| CachedRows::media(rows, &config.cache_dir(), MediaLook::Cache);
-    let media = rows.map(media).transpose()?.flatten();
+    let media = match config.data.length_cache {
+        LengthCaching::Complete => CachedRows::media(rows, &config.cache_dir(), MediaLook::Cache)?,
+        LengthCaching::Off => None,
+    };
     Ok(TrainState {
         version: TrainState::VERSION,
         step: 0,

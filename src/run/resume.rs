@@ -2,7 +2,6 @@
 
 use super::error::RunError;
 use super::output_dir::set_one_aside;
-use super::plan::MAX_ROWS_AT_START;
 use crate::checkpoint::{CheckpointError, Checkpointer, Found, Together};
 use crate::config::{Change, RunConfig, ValueError, load};
 use crate::data::{CachedRows, JsonlRows, MediaLook, dataset_names};
@@ -96,6 +95,8 @@ fn warn_about_changes(config: &RunConfig, checkpointer: &Checkpointer) -> Result
     Ok(())
 }
 
+/// Maximum number of rows whose media files have their sizes and times looked up.
+const MAX_ROWS_STAMPED: usize = 32_768;
 /// Maximum number of rows whose media files are read, even if their sizes and times are unchanged.
 const MAX_ROWS_READ: usize = 1024;
 
@@ -114,7 +115,7 @@ pub(super) fn check_media(
     let (Some(found), Some(state)) = (found, state) else { return Ok(()) };
     let spread = |most: usize| rows.num_rows().div_ceil(most).max(1);
     let look =
-        MediaLook::Every { stamps: spread(MAX_ROWS_AT_START), contents: spread(MAX_ROWS_READ) };
+        MediaLook::Every { stamps: spread(MAX_ROWS_STAMPED), contents: spread(MAX_ROWS_READ) };
     let Some(before) = &state.media else { return Ok(()) };
     let Some(now) = CachedRows::media(rows, &config.cache_dir(), look)? else { return Ok(()) };
     let digests = now.digests();

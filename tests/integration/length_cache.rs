@@ -348,41 +348,6 @@ fn damaged_batches_of_a_killed_update_are_measured_again() {
 }
 
 #[test]
-fn a_background_update_can_be_continued_and_yields_to_a_waiting_process() {
-    let encoder = encoder(&max_tokens(6));
-    let rows: Vec<Value> = (0..13_000).map(|i| chat(&format!("{i}"), "yes")).collect();
-    let place = Place::new(&rows);
-    let rows = place.rows(&encoder);
-    let DataSet::Chats(file) = &rows.sets()[0] else { panic!("chats") };
-    let cache = place.path("cache");
-    // Cancelled in the second batch.
-    let left = AtomicUsize::new(5000);
-    let go_on = || left.fetch_sub(1, Relaxed) > 1;
-    assert_eq!(LengthCache::update_in_background(file, &encoder, &cache, &go_on).unwrap(), None);
-    assert!(!LengthCache::exists(file, &encoder, &cache));
-    let (cached, work) = thread::scope(|scope| {
-        let (started, wait) = channel();
-        let slowly = move || {
-            let _ = started.send(());
-            thread::sleep(Duration::from_micros(100));
-            true
-        };
-        let background = scope.spawn(|| {
-            LengthCache::update_in_background(file, &encoder, &cache, &{ slowly }).unwrap()
-        });
-        wait.recv().unwrap();
-        let updated = place.update(&encoder);
-        assert_eq!(background.join().unwrap(), None, "it yields to the waiting update");
-        updated
-    });
-    assert_eq!(work.measured + work.reused, 13_000);
-    assert!(work.reused >= 4096, "{work:?}");
-    assert_as_measured(&cached, &rows);
-    let work = LengthCache::update_in_background(file, &encoder, &cache, &|| true).unwrap();
-    assert_eq!(work, Some(CacheWork { measured: 0, reused: 13_000 }));
-}
-
-#[test]
 fn another_chat_template_has_its_own_cache() {
     let place = Place::new(&[chat("One", "two")]);
     let names = || {

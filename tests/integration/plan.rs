@@ -39,6 +39,32 @@ fn the_plan_has_the_memory_that_a_run_records() {
     assert!((recorded - all).abs() <= 1.0, "{recorded} {all}");
 }
 
+/// With and without lengths, the same packs are made from the same rows.
+#[test]
+fn a_run_without_the_length_cache_trains_the_same_and_each_resumes_the_other() {
+    let place = place();
+    let losses = |run: &str, settings: &[&str]| -> Vec<Value> {
+        let output = format!("output_dir={run}");
+        let mut command =
+            vec!["sft", "--config", "plan.yaml", "--set", &output, "--set", "optim.schedule=constant"];
+        settings.iter().for_each(|setting| command.extend(["--set", setting]));
+        let log = place.trainer(&command).ends_with(0).stderr;
+        assert_eq!(log.contains("length cache"), !settings.contains(&OFF), "{log}");
+        let rows = place.rows(&format!("{run}/metrics.jsonl"));
+        rows.iter().map(|row| row["loss"].clone()).collect()
+    };
+    const OFF: &str = "data.length_cache=off";
+    let whole = losses("cached", &[]);
+    assert_eq!((losses("off", &[OFF]), whole.len()), (whole.clone(), 4));
+    losses("first_off", &[OFF, "train.max_steps=2"]);
+    assert_eq!(losses("first_off", &[]), whole);
+    losses("then_off", &["train.max_steps=2"]);
+    assert_eq!(losses("then_off", &[OFF]), whole);
+    let epochs = ["sft", "--config", "plan.yaml", "--set", OFF, "--set", "train.epochs=1"];
+    let error = place.trainer(&epochs).ends_with(64).stderr;
+    assert!(error.contains("data.length_cache") && error.contains("train.max_steps"), "{error}");
+}
+
 #[test]
 fn a_plan_has_a_time_only_from_a_measured_speed() {
     let place = place();

@@ -17,7 +17,7 @@ mod source;
 mod template;
 
 pub use config::{
-    Balance, DataConfig, DataPath, DatasetConfig, OnError, Truncation, dataset_names,
+    Balance, DataConfig, DataPath, DatasetConfig, LengthCaching, OnError, Truncation, dataset_names,
 };
 pub use dataset::cached::{CachedRows, LengthSummary};
 pub use dataset::corpus::{
@@ -28,7 +28,6 @@ pub use dataset::{DataSet, JsonlRows, Prefetched, RowReader};
 pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
 pub use encode::{BoxFault, Encoder, ImageBox, LossScale, TextSample, image_boxes};
-pub use length_cache::build::BackgroundCacheWriter;
 pub use length_cache::{
     CacheError, CacheWork, LengthCache, MediaDigests, MediaLook, MediaStamps, open_indexed,
 };

@@ -84,6 +84,10 @@ pub struct DataConfig {
     /// Sampling of video frames and limits on their size
     #[key(default)]
     pub video: VideoConfig,
+    /// `complete`: all rows are measured before the first step. `off`: rows are packed as they arrive,
+    /// which needs `train.max_steps`
+    #[key(default, neutral)]
+    pub length_cache: LengthCaching,
     /// Folder of the [length caches](length-cache.md), tokens of corpora, unpacked data files and
     /// images by URL, which runs may share; `null`: `cache` in `output_dir`
     #[key(neutral)]
@@ -110,6 +114,17 @@ pub struct DataConfig {
         hint = "0.01 stops the run above 1 % of the rows; 1.0 never stops it"
     )]
     pub max_rejected: f64,
+}
+
+/// Whether the lengths of all rows are known before the first step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
+#[serde(rename_all = "snake_case")]
+pub enum LengthCaching {
+    /// The [length cache](crate::LengthCache) is completed first.
+    #[default]
+    Complete,
+    /// No row is measured: packs are made from the rows as they arrive.
+    Off,
 }
 
 /// Whether packs are ordered so that the packs of a step have similar costs.

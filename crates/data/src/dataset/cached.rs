@@ -2,8 +2,8 @@
 
 use super::{DataSet, JsonlRows};
 use crate::{
-    CacheError, CacheWork, Encoder, Length, LengthCache, LoaderOptions, MediaLook, MediaStamps,
-    Prefetched, Rejection, RowFile, RowReader, SampleIndex, TokenCounts,
+    CacheError, CacheWork, Length, LengthCache, LoaderOptions, MediaLook, MediaStamps, Prefetched,
+    Rejection, RowReader, SampleIndex, TokenCounts,
 };
 use batch::{EncodedSample, SampleId};
 use ranks::Rank;
@@ -52,10 +52,21 @@ impl CachedRows {
         folder: &Path,
         progress: &dyn Fn(u64),
     ) -> Result<(Self, CacheWork), CacheError> {
-        let updated = Self::of_each(rows, progress, |file, encoder, _, progress| {
-            LengthCache::update(file, encoder, folder, progress).map(Some)
-        });
-        Ok(updated?.expect("each has been updated"))
+        let mut caches = Vec::new();
+        let (mut before, mut work) = (0, CacheWork::default());
+        for set in rows.sets() {
+            let DataSet::Chats(file) = set else {
+                caches.push(None);
+                continue;
+            };
+            let progress = |done| progress(before + done);
+            let (cache, more) = LengthCache::update(file, rows.encoder(), folder, &progress)?;
+            caches.push(Some(cache));
+            before += file.len() as u64;
+            work.measured += more.measured;
+            work.reused += more.reused;
+        }
+        Ok((Self { rows, caches }, work))
     }
 
     /// The rows with the lengths of the caches in `folder`, without a check of images; `None` if a
@@ -104,59 +115,6 @@ impl CachedRows {
             before += rank.own_part(file.len()).len() as u64;
         }
         Ok(())
-    }
-
-    /// [`CachedRows::update`] if it is quick. `None` if a cache has other rows, if another process
-    /// is writing a cache, or if more than `most` rows must be measured.
-    pub fn update_if_quick(
-        rows: Arc<JsonlRows>,
-        folder: &Path,
-        most: usize,
-        progress: &dyn Fn(u64),
-    ) -> Result<Option<(Self, CacheWork)>, CacheError> {
-        Self::of_each(rows, progress, |file, encoder, before, progress| {
-            let most = most.saturating_sub(before.measured as usize);
-            LengthCache::update_if_quick(file, encoder, folder, most, progress)
-        })
-    }
-
-    /// Calls `update` for each file of chats, with the total work for the previous files.
-    fn of_each(
-        rows: Arc<JsonlRows>,
-        progress: &dyn Fn(u64),
-        update: impl Fn(
-            &RowFile,
-            &Encoder,
-            CacheWork,
-            &dyn Fn(u64),
-        ) -> Result<Option<(LengthCache, CacheWork)>, CacheError>,
-    ) -> Result<Option<(Self, CacheWork)>, CacheError> {
-        let mut caches = Vec::new();
-        let (mut before, mut work) = (0, CacheWork::default());
-        for set in rows.sets() {
-            let DataSet::Chats(file) = set else {
-                caches.push(None);
-                continue;
-            };
-            let progress = |done| progress(before + done);
-            let updated = update(file, rows.encoder(), work, &progress)?;
-            let Some((cache, more)) = updated else { return Ok(None) };
-            caches.push(Some(cache));
-            before += file.len() as u64;
-            work = CacheWork {
-                measured: work.measured + more.measured,
-                reused: work.reused + more.reused,
-            };
-        }
-        Ok(Some((Self { rows, caches }, work)))
-    }
-
-    /// Whether `folder` has a cache, possibly outdated, of each file of chats.
-    pub fn exist(rows: &JsonlRows, folder: &Path) -> bool {
-        rows.sets().iter().all(|set| match set {
-            DataSet::Chats(file) => LengthCache::exists(file, rows.encoder(), folder),
-            DataSet::Corpus(_) => true,
-        })
     }
 
     /// The summary of each file of chats, in config order.

@@ -1,16 +1,10 @@
-//! Builds the cache, and updates it for rows and images that have changed, also in the background
-//! of a run, for the next start. Ranks measure the rows of a data set together: each writes the
+//! Builds the cache, and updates it for rows and images that have changed. Ranks measure the rows of a data set together: each writes the
 //! rows of its part to a file of its own, from which the next update completes the cache.
 
-use std::error::Error;
 use std::ffi::OsStr;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use std::sync::atomic::Ordering::Relaxed;
-use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
-use std::time::Duration;
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::{fs, io, thread};
 
 use rayon::prelude::*;
@@ -26,7 +20,6 @@ use super::rows::{LengthCache, Lengths, Rows};
 use crate::encode::Encoder;
 use crate::encode::measure::Measured;
 use crate::source::RowFile;
-use crate::{DataSet, JsonlRows};
 use ranks::Rank;
 
 /// Maximum number of batches that wait to be written.
@@ -53,11 +46,6 @@ pub struct CacheWork {
 }
 
 impl LengthCache {
-    /// Whether `folder` has a cache, possibly outdated, of `file`.
-    pub fn exists(file: &RowFile, encoder: &Encoder, folder: &Path) -> bool {
-        Place::of(file, encoder, folder).path.is_file()
-    }
-
     /// Updates the cache of `file` in `folder` on all cores and loads it. `progress` receives the
     /// number of finished rows.
     ///
@@ -72,59 +60,10 @@ impl LengthCache {
     ) -> Result<(Self, CacheWork), CacheError> {
         let place = Place::of(file, encoder, folder);
         let lock = place.lock()?;
-        Pass {
-            place: &place,
-            lock: &lock,
-            file,
-            encoder,
-            num_threads: num_threads(),
-            most: usize::MAX,
-        }
-        .run(&|| true, progress)
-    }
-
-    /// [`LengthCache::update`] if it is quick. `None` if there is no cache of exactly these rows,
-    /// if another process is writing it, or if more than `most` rows must be measured. The rows
-    /// measured until then are kept.
-    pub fn update_if_quick(
-        file: &RowFile,
-        encoder: &Encoder,
-        folder: &Path,
-        most: usize,
-        progress: &dyn Fn(u64),
-    ) -> Result<Option<(Self, CacheWork)>, CacheError> {
-        let place = Place::of(file, encoder, folder);
-        if !place.read().is_some_and(|(footer, _)| footer.fits(file)) {
-            return Ok(None);
-        }
-        let Some(lock) = place.try_lock()? else { return Ok(None) };
-        let num_threads = num_threads();
-        let pass = Pass { place: &place, lock: &lock, file, encoder, num_threads, most };
-        let (cache, work) = pass.run(&|| true, progress)?;
-        Ok((cache.len() == file.len()).then_some((cache, work)))
-    }
-
-    /// [`LengthCache::update`] on one thread, while `should_go_on` returns true. `None` if it ended
-    /// before all rows were done; the next update continues.
-    ///
-    /// It ends if another process writes the cache or waits for it.
-    pub fn update_in_background(
-        file: &RowFile,
-        encoder: &Encoder,
-        folder: &Path,
-        should_go_on: &(dyn Fn() -> bool + Sync),
-    ) -> Result<Option<CacheWork>, CacheError> {
-        let place = Place::of(file, encoder, folder);
-        let Some(lock) = place.try_lock()? else { return Ok(None) };
-        let should_go_on = || !place.is_wanted() && should_go_on();
-        let pass =
-            Pass { place: &place, lock: &lock, file, encoder, num_threads: 1, most: usize::MAX };
-        let (cache, work) = pass.run(&should_go_on, &|_| ())?;
-        Ok((cache.len() == file.len()).then_some(work))
+        update(&place, &lock, file, encoder, progress)
     }
 }
 
-/// Number of threads of a foreground update.
 fn num_threads() -> usize {
     most_threads(rayon::current_num_threads(), getrlimit(Resource::Nofile).current)
 }
@@ -147,46 +86,34 @@ pub(super) fn threads(mut num: usize, place: &Place) -> Result<ThreadPool, Cache
     }
 }
 
-/// A pass over the rows of a file, under the lock of its cache.
-struct Pass<'a> {
-    place: &'a Place,
-    lock: &'a Lock,
-    file: &'a RowFile,
-    encoder: &'a Encoder,
-    num_threads: usize,
-    /// Maximum number of rows to measure.
-    most: usize,
-}
-
-impl Pass<'_> {
-    /// The result has fewer rows than the file if the pass was cancelled.
-    fn run(
-        &self,
-        should_go_on: &(dyn Fn() -> bool + Sync),
-        progress: &dyn Fn(u64),
-    ) -> Result<(LengthCache, CacheWork), CacheError> {
-        let Self { place, lock, file, encoder, num_threads, most } = *self;
-        let threads = threads(num_threads, place)?;
-        let limits = encoder.image_processor().limits();
-        let footer = Footer::of(file, limits);
-        let (old_footer, old) = place.read().unzip();
-        let same_limits = old_footer.as_ref().is_some_and(|old| old.limits == footer.limits);
-        // a cache of the same rows in the same positions, or of rows in other positions
-        let is_same = old_footer.as_ref().is_some_and(|old| old.fits(file));
-        let (same, other) = if is_same { (old, None) } else { (None, old) };
-        let known = other.into_iter().flatten().chain(place.read_partial(lock)).collect();
-        let output = Output {
-            place,
-            lock,
-            file,
-            lengths: &|measured| lengths(encoder, measured),
-            // an unchanged cache is not written again, nor one without write permission
-            always: old_footer.as_ref() != Some(&footer) && lock.may_write(place).is_ok(),
-        };
-        let measurer = Measurer::new(file, encoder, known, same_limits, should_go_on, most);
-        let done = measure(&measurer, &threads, same, &output, &footer, progress);
-        measurer.exhausted.into_inner().map_or(done, Err)
-    }
+/// Updates a cache under its lock, and loads it.
+fn update(
+    place: &Place,
+    lock: &Lock,
+    file: &RowFile,
+    encoder: &Encoder,
+    progress: &dyn Fn(u64),
+) -> Result<(LengthCache, CacheWork), CacheError> {
+    let threads = threads(num_threads(), place)?;
+    let limits = encoder.image_processor().limits();
+    let footer = Footer::of(file, limits);
+    let (old_footer, old) = place.read().unzip();
+    let same_limits = old_footer.as_ref().is_some_and(|old| old.limits == footer.limits);
+    // a cache of the same rows in the same positions, or of rows in other positions
+    let is_same = old_footer.as_ref().is_some_and(|old| old.fits(file));
+    let (same, other) = if is_same { (old, None) } else { (None, old) };
+    let known = other.into_iter().flatten().chain(place.read_partial(lock)).collect();
+    let output = Output {
+        place,
+        lock,
+        file,
+        lengths: &|measured| lengths(encoder, measured),
+        // an unchanged cache is not written again, nor one without write permission
+        always: old_footer.as_ref() != Some(&footer) && lock.may_write(place).is_ok(),
+    };
+    let measurer = Measurer::new(file, encoder, known, same_limits);
+    let done = measure(&measurer, &threads, same, &output, &footer, progress);
+    measurer.exhausted.into_inner().map_or(done, Err)
 }
 
 /// Receives the batches.
@@ -219,7 +146,7 @@ impl Output<'_> {
             }
             table.push(&rows);
         }
-        // with fewer rows the pass was cancelled: the next one continues from the written batches
+        // with fewer rows a disk failed: the next update continues from the written batches
         if table.len() == self.file.len() {
             match writer {
                 Some(_) if self.file.has_changed() => {
@@ -285,27 +212,23 @@ fn measure(
                 (rows, old)
             };
             let parts: Vec<_> = firsts.iter().map(with_old).collect();
-            let check_images = |(rows, old): (_, Option<Rows>)| match old {
-                Some(old) => measurer.check_images(old).map(|old| (rows, Some(old))),
-                None => Some((rows, None)),
-            };
-            let parts: Option<Vec<_>> =
+            let check_images =
+                |(rows, old): (_, Option<Rows>)| (rows, old.map(|old| measurer.check_images(old)));
+            let parts: Vec<_> =
                 threads.install(|| parts.into_par_iter().map(check_images).collect());
-            let Some(parts) = parts else { break }; // cancelled
             for (rows, checked) in parts {
-                let Done { batch, measured, rows: num_done } = threads.install(|| match checked {
+                let done = threads.install(|| match checked {
                     Some(Checked::Current(old)) => {
-                        Done { rows: old.len(), batch: Batch::Kept(Box::new(old)), measured: 0 }
+                        Some(Done { batch: Batch::Kept(Box::new(old)), measured: 0 })
                     }
                     Some(Checked::Stale(old, stale)) => measurer.refresh(rows.start, old, &stale),
                     None => measurer.look_up_rows(rows.clone()),
                 });
+                let Some(Done { batch, measured }) = done else { break 'all };
                 work.measured += measured as u64;
-                work.reused += (num_done - measured) as u64;
-                let is_stopped = num_done < rows.len();
-                let is_empty = matches!(&batch, Batch::New(entries) if entries.is_empty());
-                if !is_empty && sender.send(batch).is_err() || is_stopped {
-                    break 'all; // the error of a failed writer is returned below
+                work.reused += (rows.len() - measured) as u64;
+                if sender.send(batch).is_err() {
+                    break 'all; // the error of the writer is returned below
                 }
                 progress(rows.end as u64);
             }
@@ -409,118 +332,21 @@ impl LengthCache {
         }
         let threads = threads(num_threads(), &place)?;
         let known = old.into_iter().flatten().chain(place.left_behind()).collect();
-        let measurer = Measurer::new(file, encoder, known, false, &|| true, usize::MAX);
+        let measurer = Measurer::new(file, encoder, known, false);
         let own = rank.own_part(file.len());
         let lengths = |measured: &Measured| lengths(encoder, measured);
         let mut writer = Writer::of_rank(&place, rank.rank)?;
         for first in own.clone().step_by(BATCH_ROWS) {
             let rows = first..(first + BATCH_ROWS).min(own.end);
             let done = threads.install(|| measurer.look_up_rows(rows.clone()));
-            if let Batch::New(entries) = done.batch {
-                let format = |source| CacheError::Format { path: place.path.clone(), source };
-                writer.write(&Rows::from_entries(&entries, lengths).map_err(format)?)?;
-            }
-            if done.rows < rows.len() {
-                break; // the error follows
-            }
+            let Some(Done { batch: Batch::New(entries), .. }) = done else { break };
+            let format = |source| CacheError::Format { path: place.path.clone(), source };
+            writer.write(&Rows::from_entries(&entries, lengths).map_err(format)?)?;
             progress((rows.end - own.start) as u64);
         }
         measurer.exhausted.into_inner().map_or(Ok(()), Err)
     }
 }
-
-/// Maximum time that the end of a run waits for the row being measured. If it is exceeded, at most
-/// a batch of rows is measured again; the cache file is always complete.
-const MAX_WAIT: Duration = Duration::from_secs(1);
-
-/// Updates caches on one thread of low priority, until they are complete or this is dropped.
-///
-/// The run does not depend on it. A failure is logged as one warning.
-#[derive(Debug)]
-pub struct BackgroundCacheWriter {
-    stop: Arc<AtomicBool>,
-    ended: Receiver<()>, // closed when the thread ends
-}
-
-impl BackgroundCacheWriter {
-    /// Starts to update the caches of `rows` in `folder`.
-    pub fn start(rows: Arc<JsonlRows>, folder: PathBuf) -> Self {
-        let (sender, ended) = channel();
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = stop.clone();
-        let work = move || {
-            let _open_until_the_end: Sender<()> = sender;
-            set_lowest_priority();
-            let go_on = || !stopped.load(Relaxed);
-            // a panic is logged with its row
-            match catch_unwind(AssertUnwindSafe(|| update(&rows, &folder, &go_on))) {
-                Ok(Ok(Some(CacheWork { measured, reused }))) => {
-                    tracing::info!(measured, reused, folder = %folder.display(), "the length cache is complete: the next start uses it");
-                }
-                Ok(Ok(None)) => {
-                    tracing::debug!("the length cache is incomplete: the next run continues it");
-                }
-                Ok(Err(error)) => {
-                    tracing::warn!("cannot update the length cache: {}", chain(&error));
-                }
-                Err(_) => {
-                    tracing::warn!("cannot update the length cache: measuring a row panicked");
-                }
-            }
-        };
-        if let Err(error) = thread::Builder::new().name("cache".to_owned()).spawn(work) {
-            tracing::warn!(%error, "cannot update the length cache");
-        }
-        Self { stop, ended }
-    }
-}
-
-impl Drop for BackgroundCacheWriter {
-    fn drop(&mut self) {
-        self.stop.store(true, Relaxed);
-        // after the timeout the process may end at any time
-        let _ = self.ended.recv_timeout(MAX_WAIT);
-    }
-}
-
-/// The messages of the error and its causes.
-fn chain(error: &dyn Error) -> String {
-    match error.source() {
-        Some(cause) => format!("{error}: {}", chain(cause)),
-        None => error.to_string(),
-    }
-}
-
-/// `None` if it was cancelled, or if another process is writing a cache.
-fn update(
-    rows: &JsonlRows,
-    folder: &Path,
-    go_on: &(dyn Fn() -> bool + Sync),
-) -> Result<Option<CacheWork>, CacheError> {
-    let mut work = Some(CacheWork::default());
-    for set in rows.sets() {
-        let DataSet::Chats(file) = set else { continue };
-        if !go_on() {
-            return Ok(None);
-        }
-        let more = LengthCache::update_in_background(file, rows.encoder(), folder, go_on)?;
-        work = work.zip(more).map(|(work, more)| CacheWork {
-            measured: work.measured + more.measured,
-            reused: work.reused + more.reused,
-        });
-    }
-    Ok(work)
-}
-
-/// Gives this thread, and those that it starts, the lowest priority.
-#[cfg(target_os = "linux")]
-fn set_lowest_priority() {
-    // on other systems this would affect the whole process; if it fails, the priority is normal
-    let _ = rustix::process::nice(19);
-}
-
-#[cfg(not(target_os = "linux"))]
-fn set_lowest_priority() {}
 
 #[cfg(test)]
 mod tests {
@@ -621,8 +447,7 @@ mod tests {
             let place = Place::of(file, &encoder, &caches);
             let lock = Lock::ReadOnly(io::ErrorKind::ReadOnlyFilesystem);
             let (place, lock, encoder) = (&place, &lock, &encoder);
-            let pass = Pass { place, lock, file, encoder, num_threads: 2, most: usize::MAX };
-            pass.run(&|| true, &|_| ())
+            update(place, lock, file, encoder, &|_| ())
         };
         for max_tokens in [None, std::num::NonZeroU32::new(9)] {
             let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens };
@@ -634,58 +459,5 @@ mod tests {
         let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens: None };
         let more = run(&rows(folder.path(), 11), &image);
         assert!(matches!(more, Err(CacheError::Write { .. })), "{more:?}");
-    }
-
-    fn chats(folder: &Path, count: usize) -> Arc<JsonlRows> {
-        let model =
-            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/small-tied");
-        let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens: None };
-        let encoder = Arc::new(Encoder::from_folder(&model, &image).unwrap());
-        let path = folder.join("rows.jsonl");
-        let mut file = File::create(&path).unwrap();
-        for row in 0..count {
-            let chat = r#"{"role": "user", "content": "Q"}, {"role": "assistant", "content": "#;
-            writeln!(file, r#"{{"messages": [{chat}"{row}"}}]}}"#).unwrap();
-        }
-        Arc::new(JsonlRows::open(&[DatasetConfig::new(path)], encoder).unwrap())
-    }
-
-    #[test]
-    fn caches_are_built_for_the_next_start() {
-        let folder = tempfile::tempdir().unwrap();
-        let (rows, caches) = (chats(folder.path(), 100), folder.path().join("cache"));
-        let writer = BackgroundCacheWriter::start(rows.clone(), caches.clone());
-        assert!(writer.ended.recv_timeout(Duration::from_mins(1)).is_err());
-        assert!(CachedRows::exist(&rows, &caches));
-        let (_, work) = CachedRows::update(rows, &caches, &|_| ()).unwrap();
-        assert_eq!(work, CacheWork { measured: 0, reused: 100 });
-    }
-
-    #[test]
-    fn the_end_of_a_run_does_not_wait_for_caches_and_the_next_run_continues() {
-        let folder = tempfile::tempdir().unwrap();
-        let (rows, caches) = (chats(folder.path(), 100_000), folder.path().join("cache"));
-        let writer = BackgroundCacheWriter::start(rows.clone(), caches.clone());
-        let has_begun = || std::fs::read_dir(&caches).is_ok_and(|files| files.count() > 0);
-        while !has_begun() {
-            thread::sleep(Duration::from_millis(1));
-        }
-        let begin = Instant::now();
-        drop(writer);
-        // either it was cancelled in time, or the end of the run did not wait for it
-        assert!(begin.elapsed() < 2 * MAX_WAIT);
-        let is_done = CachedRows::exist(&rows, &caches);
-        let (_, work) = CachedRows::update(rows, &caches, &|_| ()).unwrap();
-        assert_eq!(work.measured + work.reused, 100_000);
-        assert!(work.measured == 0 || !is_done);
-    }
-
-    #[test]
-    fn a_folder_that_cannot_be_written_fails_nothing() {
-        let folder = tempfile::tempdir().unwrap();
-        let rows = chats(folder.path(), 3);
-        let writer =
-            BackgroundCacheWriter::start(rows.clone(), rows.sets()[0].path().join("cache"));
-        assert!(writer.ended.recv_timeout(Duration::from_mins(1)).is_err());
     }
 }

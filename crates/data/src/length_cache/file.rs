@@ -8,7 +8,6 @@
 //! - `.train-<key>.arrow.rank-<n>`: the batches that rank `n` has measured
 //! - the three before with `.sums` after their name: checksums of their batches
 //! - `.train-<key>.arrow.lock`: locked while a process writes
-//! - `.train-<key>.arrow.wanted`: locked while another process waits for that lock
 //!
 //! The hidden files may be removed when no process uses the folder.
 
@@ -202,18 +201,8 @@ impl Place {
             return Ok(lock);
         }
         tracing::info!("waiting for `{}`, which another process writes", self.path.display());
-        // NFS grants a shared lock only on a file open for reading, and an exclusive one only on a
-        // file open for writing.
-        let mut wanted = File::options();
-        wanted.read(true).write(true).create(true).truncate(false);
-        let waiting = wanted.open(self.sibling(".wanted"));
-        let waiting = waiting.and_then(|file| file.lock_shared().map(|()| file));
         let path = self.sibling(".lock");
         let file = files::create(&path).and_then(|file| file.lock().map(|()| file));
-        if waiting.is_ok() {
-            // Without the file, `is_wanted` is only a failed `open` for each row.
-            let _ = fs::remove_file(self.sibling(".wanted"));
-        }
         file.map(|file| Lock::Held { _file: file }).map_err(CacheError::write(&path))
     }
 
@@ -223,12 +212,6 @@ impl Place {
         fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
         let path = self.sibling(".lock");
         Lock::of(files::create(&path)).map_err(CacheError::write(&path))
-    }
-
-    /// Whether another process waits in [`Self::lock`].
-    pub(super) fn is_wanted(&self) -> bool {
-        let file = File::options().read(true).write(true).open(self.sibling(".wanted"));
-        file.is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
     }
 
     /// Opens the cache. `None` if it does not exist or cannot be read.

@@ -5,7 +5,6 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use rayon::prelude::*;
 
@@ -59,8 +58,6 @@ pub(super) struct Done {
     pub(super) batch: Batch,
     /// Number of measured rows.
     pub(super) measured: usize,
-    /// Number of finished rows. If cancelled, it is smaller and `batch` has only the new rows.
-    pub(super) rows: usize,
 }
 
 /// A batch of the previous cache whose images have been checked.
@@ -78,12 +75,7 @@ pub(super) struct Measurer<'a> {
     pub(super) stamps: Stamps<'a>,
     pub(super) same_limits: bool,
     pub(super) known: Known,
-    pub(super) should_go_on: &'a (dyn Fn() -> bool + Sync),
-    /// Number of rows that may still be measured.
-    pub(super) left: AtomicUsize,
-    /// Whether the pass was cancelled or must end.
-    pub(super) is_stopped: AtomicBool,
-    /// Set when the process lacks open files or memory.
+    /// Set when the process lacks open files or memory: no more rows are measured.
     pub(super) exhausted: OnceLock<CacheError>,
 }
 
@@ -96,15 +88,13 @@ pub(super) fn lengths(encoder: &Encoder, measured: &Measured) -> Lengths {
 }
 
 impl<'a> Measurer<'a> {
-    /// Measures while `should_go_on` returns true, at most `most` rows. `known` has rows that need
-    /// no measurement; `same_limits`: with lengths under the current limits.
+    /// `known` has rows that need no measurement; `same_limits`: with lengths under the current
+    /// limits.
     pub(super) fn new(
         file: &'a RowFile,
         encoder: &'a Encoder,
         known: Vec<Rows>,
         same_limits: bool,
-        should_go_on: &'a (dyn Fn() -> bool + Sync),
-        most: usize,
     ) -> Self {
         Self {
             file,
@@ -112,20 +102,8 @@ impl<'a> Measurer<'a> {
             stamps: Stamps::new(file.image_root()),
             same_limits,
             known: Known::new(known),
-            should_go_on,
-            left: AtomicUsize::new(most),
-            is_stopped: AtomicBool::new(false),
             exhausted: OnceLock::new(),
         }
-    }
-
-    /// Whether to continue. Once false, it stays false.
-    fn continues(&self) -> bool {
-        let continues = !self.is_stopped.load(Relaxed) && (self.should_go_on)();
-        if !continues {
-            self.is_stopped.store(true, Relaxed);
-        }
-        continues
     }
 
     /// Whether `old` has these rows of the file. A damaged cache may lack a batch.
@@ -138,22 +116,22 @@ impl<'a> Measurer<'a> {
         old.len() == rows.len() && is_at(0, first) && is_at(last - first, last)
     }
 
-    /// Checks the images of a batch. `None` if cancelled.
-    pub(super) fn check_images(&self, old: Rows) -> Option<Checked> {
+    /// Checks the images of a batch.
+    pub(super) fn check_images(&self, old: Rows) -> Checked {
         let parts = (0..old.len().div_ceil(ROWS_A_WALK)).into_par_iter();
         let stale = parts.map(|part| {
             let first = part * ROWS_A_WALK;
             let rows = first..(first + ROWS_A_WALK).min(old.len());
             let mut walk = self.stamps.walk();
             let is_stale = |row: &usize| !is_current(&mut walk, &old, *row);
-            self.continues().then(|| rows.filter(is_stale).collect())
+            rows.filter(is_stale).collect()
         });
-        let stale = stale.collect::<Option<Vec<Vec<usize>>>>()?.concat();
-        Some(if stale.is_empty() {
+        let stale = stale.collect::<Vec<Vec<usize>>>().concat();
+        if stale.is_empty() {
             Checked::Current(self.with_current_lengths(old))
         } else {
             Checked::Stale(old, stale)
-        })
+        }
     }
 
     /// The rows with lengths under the current limits.
@@ -161,46 +139,40 @@ impl<'a> Measurer<'a> {
         if self.same_limits { rows } else { rows.with_lengths(|row| lengths(self.encoder, row)) }
     }
 
-    /// Measures the `stale` rows of a batch, which begins at row `first` of the file.
-    pub(super) fn refresh(&self, first: usize, old: Rows, stale: &[usize]) -> Done {
+    /// Measures the `stale` rows of a batch, which begins at row `first` of the file. `None` if the
+    /// process is exhausted.
+    pub(super) fn refresh(&self, first: usize, old: Rows, stale: &[usize]) -> Option<Done> {
         let look_up = |row: &usize| Some((*row, self.look_up(first + row)?));
-        let anew: Vec<Option<(usize, (Entry, bool))>> = stale.par_iter().map(look_up).collect();
-        let is_stopped = anew.iter().any(Option::is_none);
-        let anew: Vec<_> = anew.into_iter().flatten().collect();
+        let anew =
+            stale.par_iter().map(look_up).collect::<Option<Vec<(usize, (Entry, bool))>>>()?;
         let measured = anew.iter().filter(|(_, (_, measured))| *measured).count();
         let anew = anew.into_iter().map(|(row, (entry, _))| (row, entry));
         let new: Vec<(usize, Entry)> =
             anew.filter(|(row, entry)| old.entry(*row) != *entry).collect();
-        if is_stopped {
-            let new: Vec<Entry> = new.into_iter().map(|(_, entry)| entry).collect();
-            return Done { rows: measured, batch: Batch::New(new), measured };
-        }
-        let rows = old.len();
         let batch = if new.is_empty() {
             Batch::Kept(Box::new(self.with_current_lengths(old)))
         } else {
-            let mut entries: Vec<Entry> = (0..rows).map(|row| old.entry(row)).collect();
+            let mut entries: Vec<Entry> = (0..old.len()).map(|row| old.entry(row)).collect();
             for (row, entry) in new {
                 entries[row] = entry;
             }
             Batch::New(entries)
         };
-        Done { batch, measured, rows }
+        Some(Done { batch, measured })
     }
 
-    /// Rows that the previous cache may have in other positions.
-    pub(super) fn look_up_rows(&self, rows: Range<usize>) -> Done {
-        let found: Vec<_> = rows.into_par_iter().map(|row| self.look_up(row)).collect();
-        let found: Vec<(Entry, bool)> = found.into_iter().flatten().collect();
+    /// Rows that the previous cache may have in other positions. `None` if the process is exhausted.
+    pub(super) fn look_up_rows(&self, rows: Range<usize>) -> Option<Done> {
+        let found = rows.into_par_iter().map(|row| self.look_up(row));
+        let found = found.collect::<Option<Vec<(Entry, bool)>>>()?;
         let measured = found.iter().filter(|(_, measured)| *measured).count();
-        let rows = found.len();
         let batch = Batch::New(found.into_iter().map(|(entry, _)| entry).collect());
-        Done { batch, measured, rows }
+        Some(Done { batch, measured })
     }
 
-    /// The entry of a row, and whether it was measured. `None` if cancelled.
+    /// The entry of a row, and whether it was measured. `None` if the process is exhausted.
     fn look_up(&self, row: usize) -> Option<(Entry, bool)> {
-        if !self.continues() {
+        if self.exhausted.get().is_some() {
             return None;
         }
         let content = with_patience(Trouble::of, || self.file.content(row));
@@ -210,10 +182,6 @@ impl<'a> Measurer<'a> {
             && is_current(&mut self.stamps.walk(), rows, found)
         {
             return Some((Entry { line, offset, ..rows.entry(found) }, false));
-        }
-        if self.left.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1)).is_err() {
-            self.is_stopped.store(true, Relaxed);
-            return None;
         }
         Some((Entry { line, offset, hash, outcome: self.outcome(row, content)? }, true))
     }
@@ -260,7 +228,6 @@ impl<'a> Measurer<'a> {
         match measured {
             Ok(outcome) => Some(outcome),
             Err(error) if Trouble::of(&error).is_some() => {
-                self.is_stopped.store(true, Relaxed);
                 let _ = self.exhausted.set(CacheError::Exhausted { source: Box::new(error) });
                 None
             }
