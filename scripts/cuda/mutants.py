@@ -176,7 +176,10 @@ def main():
                 planted += [(kernel, what, *place) for place in draw.sample(found, min(given.each, len(found)))]
 
     draw.shuffle(planted)
-    del planted[given.most:]
+    if given.most is not None:
+        del planted[given.most:]
+    if not planted:
+        sys.exit("no error can be planted: no test executes these kernels, or none has the name of `--only`")
 
     def one(mutant):
         kernel, what, path, number, new = mutant
