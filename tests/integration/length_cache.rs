@@ -11,16 +11,13 @@ use std::num::NonZeroU32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::mpsc::channel;
-use std::thread;
 use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
 use trainer::data::{
-    CacheWork, DatasetConfig, Encoder, ImageConfig, KeptEnd, Length, LengthCache, MediaLook,
-    Rejection, RowReader, RowRules, SampleIndex, TruncationRule, VideoConfig, open_indexed,
+    CacheWork, DatasetConfig, Encoder, ImageConfig, KeptEnd, Length, MediaLook, Rejection,
+    RowReader, RowRules, SampleIndex, TruncationRule, VideoConfig, open_indexed,
 };
-use trainer::data::{CachedRows, DataSet, JsonlRows};
+use trainer::data::{CachedRows, JsonlRows};
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)

@@ -45,8 +45,15 @@ fn a_run_without_the_length_cache_trains_the_same_and_each_resumes_the_other() {
     let place = place();
     let losses = |run: &str, settings: &[&str]| -> Vec<Value> {
         let output = format!("output_dir={run}");
-        let mut command =
-            vec!["sft", "--config", "plan.yaml", "--set", &output, "--set", "optim.schedule=constant"];
+        let mut command = vec![
+            "sft",
+            "--config",
+            "plan.yaml",
+            "--set",
+            &output,
+            "--set",
+            "optim.schedule=constant",
+        ];
         settings.iter().for_each(|setting| command.extend(["--set", setting]));
         let log = place.trainer(&command).ends_with(0).stderr;
         assert_eq!(log.contains("length cache"), !settings.contains(&OFF), "{log}");

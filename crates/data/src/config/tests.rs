@@ -31,7 +31,7 @@ fn the_defaults_are_those_of_the_contract() {
             + r#""image":{"min_pixels":null,"max_pixels":null,"max_tokens":null},"#
             + r#""allow_urls":false,"url":{"timeout_s":30.0,"max_bytes":33554432},"#
             + r#""video":{"fps":null,"min_frames":null,"max_frames":null,"min_pixels":null,"#
-            + r#""max_pixels":null,"marks":"nested","timeout_s":60.0,"max_source_frames":36000},"cache_dir":null,"workers":2,"unknown_keys":"warn","on_error":"skip","#
+            + r#""max_pixels":null,"marks":"nested","timeout_s":60.0,"max_source_frames":36000},"length_cache":"complete","cache_dir":null,"workers":2,"unknown_keys":"warn","on_error":"skip","#
             + r#""max_rejected":0.01}"#
     );
 }

@@ -352,11 +352,10 @@ impl LengthCache {
 mod tests {
     use std::fs::{self, File};
     use std::io::Write;
-    use std::time::Instant;
 
     use super::*;
+    use crate::Encoder;
     use crate::media::image::ImageConfig;
-    use crate::{CachedRows, DatasetConfig, Encoder};
 
     fn encoder() -> Encoder {
         let model =
