@@ -1,5 +1,5 @@
-//! `trainer plan`: predicts memory and size of a run, on the CPU and on GPUs, and its time from a
-//! measured speed, and prints them.
+//! `trainer plan`: predicts the memory and the size of a run, on the CPU and on GPUs, and computes its
+//! time from a measured speed.
 
 use super::args::ConfigArgs;
 use super::failure::{Exit, Failure};
@@ -11,8 +11,8 @@ use crate::dist::Shard;
 use crate::metrics::{MemoryParts, memory_text};
 use crate::optim::Kind;
 use crate::run::{
-    Calibration, DataPlan, Estimate, Fit, Load, ModelShape, RESERVED, RunMemory, calibrate,
-    check_world, plan_data, search,
+    Calibration, DataPlan, Estimate, FRACTIONS, Fit, Load, ModelShape, RESERVED, RunMemory,
+    calibrate, check_world, plan_data, search,
 };
 use crate::train::DeviceChoice;
 use clap::Args;
@@ -21,9 +21,7 @@ use std::io::{self, Write};
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::{Path, PathBuf};
 
-pub(super) const GIB: f64 = 1_073_741_824.0;
-/// Fractions of tokens of images and of supervised tokens without data: an assumption.
-const FRACTIONS: (f64, f64) = (0.5, 0.25);
+const GIB: f64 = 1_073_741_824.0;
 /// Memory of a GPU, unless `--memory` is given.
 const MEMORY: f64 = 80.0 * GIB;
 
@@ -133,7 +131,7 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
     let place = &places[usize::from(config.device != DeviceChoice::Cpu)];
     let estimates = estimates(args, &shape, place)?;
     let memory = args.memory.unwrap_or(MEMORY);
-    let first = estimates.iter().find(|estimate| place.bytes_of(&estimate.parts) <= memory);
+    let least = estimates.iter().find(|estimate| place.bytes_of(&estimate.parts) <= memory);
     let fits = match args.memory {
         Some(memory) => search(place, memory, world)?,
         None => Vec::new(),
@@ -153,7 +151,7 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
         world,
         estimates: &estimates,
         memory,
-        first,
+        least,
         fits: &fits,
         is_searched: args.memory.is_some(),
     };
@@ -276,7 +274,7 @@ pub(super) struct Report<'a> {
     estimates: &'a [Estimate],
     pub(super) memory: f64,
     /// The first of `estimates` that fits, which divides the least.
-    pub(super) first: Option<&'a Estimate>,
+    pub(super) least: Option<&'a Estimate>,
     pub(super) fits: &'a [Fit],
     is_searched: bool,
 }
@@ -343,7 +341,9 @@ fn print_run(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
             let peak = memory_text(*peak_bytes);
             let ranks = match report.world {
                 1 => String::new(),
-                world => format!(" times {world}; ranks also wait for each other: it takes longer"),
+                world => {
+                    format!(", for {world} ranks: without the time that they wait for each other")
+                }
             };
             format!("{steps} steps of one process with a peak of {peak}{ranks}")
         }
@@ -404,8 +404,8 @@ fn print_shards(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
             if bytes <= report.memory { "yes" } else { "no" },
         )?;
     }
-    let advice = match report.first {
-        Some(first) => format!("the least sharding that fits: {}", setting(first, report.world)),
+    let advice = match report.least {
+        Some(least) => format!("the least sharding that fits: {}", setting(least, report.world)),
         None => format!("none of them fits into {}", memory_text(report.memory)),
     };
     writeln!(out, "{advice}")
@@ -460,7 +460,7 @@ fn print_json(report: &Report<'_>) -> anyhow::Result<()> {
             "group": estimate.group,
             "memory_bytes": bytes.round(),
             "fits": bytes <= report.memory,
-            "least": report.first.is_some_and(|first| first == estimate),
+            "least": report.least.is_some_and(|least| least == estimate),
         });
         writeln!(out, "{row}")?;
     }

@@ -47,6 +47,6 @@ pub(crate) use inputs::{DataList, check, encoder, loader_options, open_data, ord
 pub(crate) use load_model::check_world;
 pub(crate) use load_shares::whole_model;
 pub(crate) use model_files::check_model_folder;
-pub(crate) use plan::update_cache;
+pub(crate) use plan::{FRACTIONS, update_cache};
 pub(crate) use runner::step_runner;
 pub(crate) use stored_weights::weight_storage;

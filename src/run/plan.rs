@@ -272,7 +272,7 @@ fn sample_fractions(rows: &JsonlRows) -> [f64; 2] {
 
 /// The fractions of tokens of images and of supervised tokens before the data is read: an
 /// assumption.
-pub(super) const FRACTIONS: (f64, f64) = (0.5, 0.25);
+pub(crate) const FRACTIONS: (f64, f64) = (0.5, 0.25);
 
 /// The fraction of the memory that `recompute: auto` uses by prediction, which may be too low.
 const USED: f64 = 0.9;

@@ -16,6 +16,24 @@ use serde::Serialize;
 use std::num::NonZeroU64;
 use std::path::Path;
 
+/// The config of a run in one process, whose files are in `folder`. It uses the caches of `config`.
+pub(super) fn in_one_process(config: &RunConfig, folder: &Path) -> RunConfig {
+    let mut config = config.clone();
+    config.data.cache_dir = Some(config.cache_dir());
+    folder.clone_into(&mut config.output_dir);
+    let Distributed { exact, .. } = config.distributed;
+    config.distributed = Distributed { exact, ..Distributed::default() };
+    config
+}
+
+/// [`in_one_process`] for a run that only trains.
+fn without_evaluation(config: &RunConfig, folder: &Path) -> RunConfig {
+    let mut config = in_one_process(config, folder);
+    config.data.eval.clear();
+    (config.eval, config.checkpoint.best) = (EvalConfig::default(), None);
+    config
+}
+
 /// The speed and memory of a few steps of one process.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Calibration {
@@ -37,13 +55,7 @@ pub fn calibrate(
 ) -> Result<Calibration, RunError> {
     let folder = TemporaryFolder::create(parent)
         .map_err(|(folder, problem)| RunError::TemporaryFolder { folder, problem })?;
-    let mut config = config.clone();
-    config.data.cache_dir = Some(config.cache_dir());
-    folder.path().clone_into(&mut config.output_dir);
-    config.data.eval.clear();
-    (config.eval, config.checkpoint.best) = (EvalConfig::default(), None);
-    let Distributed { exact, .. } = config.distributed;
-    config.distributed = Distributed { exact, ..Distributed::default() };
+    let mut config = without_evaluation(config, folder.path());
     (config.train.epochs, config.train.max_steps) = (None, Some(steps.saturating_add(1)));
     (config.optim.warmup_steps, config.optim.warmup_ratio) = (None, None);
     let options = RunOptions { resume: Resume::Never, observer, ..RunOptions::default() };
@@ -116,13 +128,7 @@ pub fn replay(
     let resume = from.map_or(Resume::Never, |from| Resume::From(checkpoints.step_folder(from)));
     let folder = TemporaryFolder::create(&config.output_dir)
         .map_err(|(path, problem)| RunError::OutputFile { action: "create", path, problem })?;
-    let mut config = config.clone();
-    config.data.cache_dir = Some(config.cache_dir());
-    folder.path().clone_into(&mut config.output_dir);
-    config.data.eval.clear();
-    (config.eval, config.checkpoint.best) = (EvalConfig::default(), None);
-    let Distributed { exact, .. } = config.distributed;
-    config.distributed = Distributed { exact, ..Distributed::default() };
+    let mut config = without_evaluation(config, folder.path());
     config.log.samples = true;
     // a step that is not finite is the usual reason for a replay
     (config.train.on_non_finite, config.train.max_skipped) = (OnNonFinite::Skip, u64::MAX);

@@ -86,16 +86,6 @@ fn matrices_in_bf16_stay_in_bf16_and_all_else_is_in_f32() {
     assert_eq!(loaded.model.dtype(), DType::F32);
 }
 
-fn turn(role: &str, content: Content) -> Message {
-    Message {
-        role: role.to_owned(),
-        content,
-        tool_calls: None,
-        reasoning_content: None,
-        weight: 1.0,
-    }
-}
-
 /// A row of the golden data whose turns a conversation replaces.
 fn conversation(media: &[&str]) -> Sample {
     let text = media.iter().map(|_| "<image>").collect::<String>();
@@ -121,7 +111,7 @@ fn both(
 ) -> (usize, String) {
     let options = greedy(encoder, 12);
     let mut sample = sample.clone();
-    sample.messages.push(turn("assistant", Content::Text(String::new())));
+    sample.messages.push(Message::new("assistant", Content::Text(String::new())));
     let (prompt, _) = encoder.encode_prompt(&sample).unwrap();
     let alone = generate(model, prompt.clone(), &options, &device()).unwrap();
     let go_on = |_: &[u32]| Ok::<_, TrainError>(ControlFlow::Continue(()));
@@ -167,7 +157,7 @@ fn logits_of_stored_models_do_not_depend_on_the_place_in_a_group_and_on_the_othe
 }
 
 fn user(parts: &[Part], text: &str) -> Message {
-    turn("user", Content::Parts([parts, &[Part::Text(text.to_owned())]].concat()))
+    Message::new("user", Content::Parts([parts, &[Part::Text(text.to_owned())]].concat()))
 }
 
 #[test]
@@ -182,11 +172,11 @@ fn turns_after_cached_ones_are_answered_like_the_whole_conversation() {
         sample.messages.push(user(&[Part::Image], "What is this?"));
         let (reused, answer) = both(&mut generator, of, &sample);
         assert_eq!(reused, 0);
-        sample.messages.push(turn("assistant", Content::Text(answer)));
+        sample.messages.push(Message::new("assistant", Content::Text(answer)));
         sample.messages.push(user(&[], "Why?"));
         let (first, answer) = both(&mut generator, of, &sample);
         assert!(first > 10, "{model}: {first}");
-        sample.messages.push(turn("assistant", Content::Text(answer)));
+        sample.messages.push(Message::new("assistant", Content::Text(answer)));
         sample.messages.push(user(&[Part::Image], "And this?"));
         sample.media.clone_from(&all.media);
         let (second, _) = both(&mut generator, of, &sample);

@@ -83,6 +83,19 @@ pub struct Message {
     pub weight: f32,
 }
 
+impl Message {
+    /// A message of weight 1 without tool calls and thoughts.
+    pub fn new(role: &str, content: Content) -> Self {
+        Self {
+            role: role.to_owned(),
+            content,
+            tool_calls: None,
+            reasoning_content: None,
+            weight: 1.0,
+        }
+    }
+}
+
 /// Content of a message: plain text, or a list of parts. Chat templates may render the two
 /// differently.
 #[derive(Debug, Clone, PartialEq)]

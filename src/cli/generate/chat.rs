@@ -148,7 +148,7 @@ pub(super) struct Conversation {
 
 impl Conversation {
     pub(super) fn new(system: Option<String>, is_chat: bool) -> Self {
-        let system = system.map(|text| message("system", Content::Text(text)));
+        let system = system.map(|text| Message::new("system", Content::Text(text)));
         let messages = system.into_iter().collect();
         Self { messages, media: Vec::new(), next: Vec::new(), is_chat }
     }
@@ -186,12 +186,12 @@ impl Conversation {
         let mut parts: Vec<Part> = self.next.iter().map(part).collect();
         parts.push(Part::Text(text.to_owned()));
         self.media.append(&mut self.next);
-        self.messages.push(message("user", Content::Parts(parts)));
+        self.messages.push(Message::new("user", Content::Parts(parts)));
     }
 
     /// Adds the answer to the last turn.
     pub(super) fn answered(&mut self, text: String) {
-        self.messages.push(message("assistant", Content::Text(text)));
+        self.messages.push(Message::new("assistant", Content::Text(text)));
     }
 
     /// Removes the last turn of the user and its media, which could not be answered.
@@ -213,7 +213,7 @@ impl Conversation {
     /// The row whose last, empty turn is to be generated.
     pub(super) fn sample(&self) -> Sample {
         let mut messages = self.messages.clone();
-        messages.push(message("assistant", Content::Text(String::new())));
+        messages.push(Message::new("assistant", Content::Text(String::new())));
         Sample {
             id: SampleId { file: Path::new("--prompt").into(), line: 1 },
             messages,
@@ -221,16 +221,6 @@ impl Conversation {
             tools: None,
             objects: Objects::default(),
         }
-    }
-}
-
-fn message(role: &str, content: Content) -> Message {
-    Message {
-        role: role.to_owned(),
-        content,
-        tool_calls: None,
-        reasoning_content: None,
-        weight: 1.0,
     }
 }
 

@@ -19,8 +19,8 @@ pub use subject::{Pipeline, RowLosses, RunPipeline, StepLosses, run_step};
 use super::device::device_name;
 use super::inputs::{SetupObserver, check};
 use super::output_dir::TemporaryFolder;
+use super::trials::in_one_process;
 use crate::config::RunConfig;
-use crate::dist::Distributed;
 use crate::nn::{AdapterTensor, ParamSpec};
 use crate::run::RunError;
 use crate::train::Precision;
@@ -55,7 +55,7 @@ pub fn verify(
     pipeline: &dyn Pipeline,
 ) -> Result<Report, RunError> {
     let folder = temporary_folder(&options.folder)?;
-    let config = in_one_process(config, folder.path());
+    let config = in_folder(config, folder.path());
     let mut report = compare_in_folder(&config, options, pipeline)?;
     if report.passed {
         tracing::info!("stopping and resuming a run");
@@ -75,7 +75,7 @@ pub fn compare(
     pipeline: &dyn Pipeline,
 ) -> Result<Report, RunError> {
     let folder = temporary_folder(&options.folder)?;
-    compare_in_folder(&in_one_process(config, folder.path()), options, pipeline)
+    compare_in_folder(&in_folder(config, folder.path()), options, pipeline)
 }
 
 /// As [`compare`], for a config whose `output_dir` is temporary.
@@ -95,16 +95,13 @@ fn compare_in_folder(
 }
 
 /// The config of a run in one process that writes to `folder` only.
-fn in_one_process(config: &RunConfig, folder: &Path) -> RunConfig {
-    let mut config = config.clone();
-    let Distributed { exact, .. } = config.distributed;
-    config.distributed = Distributed { exact, ..Distributed::default() };
+fn in_folder(config: &RunConfig, folder: &Path) -> RunConfig {
+    let mut config = in_one_process(config, folder);
     // A tokenised corpus is read where it is; all other caches are small.
-    let cache = config.cache_dir();
     let has_corpus = config.data.train.iter().any(|set| set.corpus.is_some());
-    let reused = has_corpus && cache.is_dir();
-    config.data.cache_dir = Some(if reused { cache } else { folder.join("cache") });
-    folder.clone_into(&mut config.output_dir);
+    if !has_corpus || !config.cache_dir().is_dir() {
+        config.data.cache_dir = Some(folder.join("cache"));
+    }
     config
 }
 

@@ -273,18 +273,8 @@ mod tests {
     use super::*;
     use crate::template::Answer;
 
-    fn message(role: &str, content: Content) -> Message {
-        Message {
-            role: role.to_owned(),
-            content,
-            tool_calls: None,
-            reasoning_content: None,
-            weight: 1.0,
-        }
-    }
-
     fn text(role: &str, text: &str) -> Message {
-        message(role, Content::Text(text.to_owned()))
+        Message::new(role, Content::Text(text.to_owned()))
     }
 
     /// Checks turns against a rendering without located answers.
@@ -306,7 +296,7 @@ mod tests {
 
     #[test]
     fn the_text_of_a_list_is_missing_if_the_template_drops_lists() {
-        let parts = [message("user", Content::Parts(vec![Part::Text("hi".to_owned())]))];
+        let parts = [Message::new("user", Content::Parts(vec![Part::Text("hi".to_owned())]))];
         let chat = RenderedChat { text: "<think>: hi".to_owned(), answers: Vec::new() };
         assert_eq!(check_turns(&parts, &chat, |_| Lists::AsText), Ok(()));
         let missing = TemplateError::TurnText { turn: 0, missing: "hi".to_owned() };
@@ -355,7 +345,7 @@ mod tests {
     #[test]
     fn a_list_of_parts_is_an_error_if_the_template_prints_lists_of_its_role() {
         let parts = vec![Part::Text("one".to_owned()), Part::Text(" two".to_owned())];
-        let messages = [text("user", "zero"), message("tool", Content::Parts(parts))];
+        let messages = [text("user", "zero"), Message::new("tool", Content::Parts(parts))];
         let chat = RenderedChat { text: "zero one two".to_owned(), answers: Vec::new() };
         let printed_by =
             |role| {

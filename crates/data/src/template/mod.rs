@@ -308,14 +308,7 @@ impl<'a> Chat<'a> {
 }
 
 fn probe_turn((role, text): (&str, &str)) -> Message {
-    let content = Content::Text(text.to_owned());
-    Message {
-        role: role.to_owned(),
-        content,
-        tool_calls: None,
-        reasoning_content: None,
-        weight: 1.0,
-    }
+    Message::new(role, Content::Text(text.to_owned()))
 }
 
 fn message_value(message: &Message) -> Value {

@@ -13,6 +13,7 @@ use super::token_file::{Separators, TokenFile, TokenWriter, TooManyTokens};
 use super::{CorpusOptions, Texts};
 use crate::encode::Encoder;
 use crate::row::Rejection;
+use crate::source::files::BOM;
 use crate::source::{AtRow, MAX_TEXT_BYTES, RowFile, SampleError, SampleFault, SourceError};
 use batch::SampleId;
 
@@ -20,7 +21,6 @@ use batch::SampleId;
 pub(super) const ROW_PIECE_BYTES: usize = 1 << 19;
 /// Maximum length of a piece in bytes; a text without a place to cut has longer pieces.
 const PIECE_BYTES: usize = 32 << 10;
-const BOM: &[u8] = b"\xef\xbb\xbf";
 
 /// Computes the SHA-256 of a file.
 pub(super) fn fingerprint(path: &Path) -> io::Result<[u8; 32]> {

@@ -9,10 +9,9 @@ use serde_json::{Map, Value};
 
 use super::columns::json_cell;
 use super::json::{Hashing, RowIndex};
+use super::sniff::BOM;
 use crate::source::raw_row::RawRow;
 use crate::source::source_error::SourceError;
-
-const BOM: &[u8] = b"\xef\xbb\xbf";
 
 /// The names of the columns, and the byte between cells.
 #[derive(Debug, Clone)]

@@ -6,9 +6,8 @@ use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
+use super::sniff::BOM;
 use crate::source::source_error::SourceError;
-
-const BOM: &[u8] = b"\xef\xbb\xbf";
 
 /// Finds the lines with text. Blank lines count in line numbers. CRLF, a byte order mark and a
 /// missing last newline are accepted.

@@ -25,6 +25,7 @@ use csv::Header;
 use json::Hashing;
 pub(crate) use json::RowIndex;
 use parquet::ParquetRows;
+pub(crate) use sniff::BOM;
 use sniff::{Format, HEAD_BYTES, Packed};
 
 use super::error::SampleFault;

@@ -17,7 +17,8 @@ use crate::source::stamp::Stamp;
 
 /// Number of bytes at the beginning of a file that are enough to recognise it.
 pub(super) const HEAD_BYTES: usize = 4096;
-const BOM: &[u8] = b"\xef\xbb\xbf";
+/// The byte order mark of UTF-8, with which a text file may begin.
+pub(crate) const BOM: &[u8] = b"\xef\xbb\xbf";
 
 /// How the rows are stored in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -55,8 +55,7 @@ impl<'a> Turns<'a> {
     /// Adds a turn that is a text.
     pub(super) fn say(&mut self, role: &str, text: String) {
         let content = self.media.text(text);
-        let (role, tool_calls, reasoning_content) = (role.to_owned(), None, None);
-        self.messages.push(Message { role, content, tool_calls, reasoning_content, weight: 1.0 });
+        self.messages.push(Message::new(role, content));
     }
 
     /// Parses each entry of the list under `key`.
@@ -244,15 +243,9 @@ impl<'a> Turns<'a> {
                 Ok(())
             }
             None => {
-                let (role, content) = ("assistant".to_owned(), Content::Text(String::new()));
-                let (tool_calls, reasoning_content) = (Some(Value::from(calls)), None);
-                self.messages.push(Message {
-                    role,
-                    content,
-                    tool_calls,
-                    reasoning_content,
-                    weight,
-                });
+                let tool_calls = Some(Value::from(calls));
+                let empty = Message::new("assistant", Content::Text(String::new()));
+                self.messages.push(Message { tool_calls, weight, ..empty });
                 Ok(())
             }
         }

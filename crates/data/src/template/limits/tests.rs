@@ -42,13 +42,7 @@ fn a_long_error_is_cut() {
 #[test]
 fn chats_with_many_turns_or_long_texts_render() {
     let template = compiled(PUBLISHED).unwrap();
-    let message = |role: &str, text: &str| Message {
-        role: role.to_owned(),
-        content: Content::Text(text.to_owned()),
-        tool_calls: None,
-        reasoning_content: None,
-        weight: 1.0,
-    };
+    let message = |role: &str, text: &str| Message::new(role, Content::Text(text.to_owned()));
     let short: Vec<Message> = (0..1500)
         .flat_map(|_| [message("user", "question"), message("assistant", "answer")])
         .collect();
