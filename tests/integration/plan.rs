@@ -42,6 +42,7 @@ fn the_plan_has_the_memory_that_a_run_records() {
 /// With and without lengths, the same packs are made from the same rows.
 #[test]
 fn a_run_without_the_length_cache_trains_the_same_and_each_resumes_the_other() {
+    const OFF: &str = "data.length_cache=off";
     let place = place();
     let losses = |run: &str, settings: &[&str]| -> Vec<Value> {
         let output = format!("output_dir={run}");
@@ -54,13 +55,14 @@ fn a_run_without_the_length_cache_trains_the_same_and_each_resumes_the_other() {
             "--set",
             "optim.schedule=constant",
         ];
-        settings.iter().for_each(|setting| command.extend(["--set", setting]));
+        for setting in settings {
+            command.extend(["--set", setting]);
+        }
         let log = place.trainer(&command).ends_with(0).stderr;
         assert_eq!(log.contains("length cache"), !settings.contains(&OFF), "{log}");
         let rows = place.rows(&format!("{run}/metrics.jsonl"));
         rows.iter().map(|row| row["loss"].clone()).collect()
     };
-    const OFF: &str = "data.length_cache=off";
     let whole = losses("cached", &[]);
     assert_eq!((losses("off", &[OFF]), whole.len()), (whole.clone(), 4));
     losses("first_off", &[OFF, "train.max_steps=2"]);
