@@ -3,20 +3,19 @@
 
 use super::adapter::open_run_model;
 use super::check::{announce_memory, warn_about_disk};
-use super::device::{DeviceError, input_digests, read_algorithms, use_algorithms};
+use super::device::{DeviceError, read_algorithms, use_algorithms};
 use super::error::RunError;
 use super::inputs::{
     DataList, SetupObserver, check, download, encoder, loader_options, open_data, order,
     param_groups,
 };
-use super::load_model::{OpenModel, check_world, share_attention};
+use super::load_model::{OpenModel, share_attention};
 use super::load_shares::RankModel;
 use super::logs::{Tracked, Trackers, log_data_sets, log_share, log_start, open_logs};
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, choose_recompute, forecast, measure_part, plan_run};
-use super::resume::{
-    Resume, bring_best, check_media, data_digest, eval_rule, find_checkpoint, resumed_state,
-};
+use super::requirements::{self, Start};
+use super::resume::{InputDigests, Resume, bring_best, eval_rule, find_checkpoint, resumed_state};
 use super::runner::{rank_model, step_runner};
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout, Found, Together};
 use crate::config::RunConfig;
@@ -25,7 +24,6 @@ use crate::data::{
     RowReader,
 };
 use crate::dist::{DistError, Group, Monitor, Rank, fail};
-use crate::ops::AlgorithmTable;
 use crate::optim::{OptimConfig, ParamGroups, Schedule, Span};
 use crate::train::{
     BaseModel, Checkpoints, DeviceChoice, EvalRule, Evaluation, Health, Logs, Observer, Outcome,
@@ -142,7 +140,6 @@ impl Run {
         check(config)?;
         let rank = ranks.rank();
         let is_first = rank.is_first();
-        check_world(config, rank.world)?;
         log_share(config, rank);
         let config =
             &ranks.first_then_others("downloading", || download(config, options.observer))?;
@@ -153,17 +150,15 @@ impl Run {
         let found = found.as_ref();
         is_first.then(|| announce_memory(config));
         let observer = options.observer;
-        let (device, algorithms) = open_device(config, &ranks)?;
+        let device = open_device(config, &ranks)?;
         let encoder = encoder(config)?;
         let (rows, eval_rows) = ranks
             .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
         let eval_rule = eval_rule(config)?;
-        let data_fingerprint = data_digest(&rows);
-        let inputs = input_digests(algorithms.as_ref(), &encoder);
-        let resumed = found.map(|found| resumed_state(found, &data_fingerprint, &inputs));
+        let inputs = InputDigests::new(&rows, &encoder, read_algorithms(config)?.as_ref());
+        let resumed = found.map(|found| resumed_state(config, &rows, &inputs, found, is_first));
         let resumed = resumed.transpose()?;
-        check_media(config, &rows, found.filter(|_| is_first), resumed.as_ref())?;
-        compare_inputs(&ranks, config, &data_fingerprint, &inputs)?;
+        compare_inputs(&ranks, config, &inputs)?;
         let (model, groups, base) = load_model(config, found, &ranks, &device)?;
         let checkpoints = checkpoints(config, checkpointer.clone(), &model.loaded.open)?;
         if is_first {
@@ -180,11 +175,11 @@ impl Run {
         })?;
         let config = &choose_recompute(config, &rows, packs.as_ref(), ranks.ranks(), &device)?;
         let predicted = forecast(config, &rows, packs.as_ref(), (rank.world, &device));
-        let first = || first_state(config, data_fingerprint, base, &rows);
+        let first = || first_state(config, inputs.data, base, &rows);
         let state = resumed.map_or_else(first, Ok)?;
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
-        let mut state = TrainState { total_steps, planned, inputs, ..state };
+        let mut state = TrainState { total_steps, planned, inputs: inputs.others, ..state };
         let of_first = found.filter(|_| is_first);
         bring_best(config, (eval_rule.as_ref(), rank.world), &checkpointer, of_first, &mut state)?;
         let mut runner = ranks.during("loading the optimizer state", || {
@@ -233,28 +228,28 @@ impl Run {
     }
 }
 
-/// Opens the device, and sets the algorithms of its products. Returns their table with its text.
-fn open_device(
-    config: &RunConfig,
-    ranks: &SetupRanks,
-) -> Result<(Device, Option<(AlgorithmTable, String)>), RunError> {
+/// Opens the device if the requirements of the config are met, and sets the algorithms of its
+/// products.
+fn open_device(config: &RunConfig, ranks: &SetupRanks) -> Result<Device, RunError> {
     let device = ranks.device(config.device)?;
-    let algorithms = read_algorithms(config)?;
-    use_algorithms(config, algorithms.as_ref(), &device)?;
-    Ok((device, algorithms))
+    let start = Start { config, device: Some(&device), world: Some(ranks.rank().world) };
+    if let Some((_, error)) = requirements::of_config(&start, |_| true).next() {
+        return Err(error);
+    }
+    use_algorithms(config, read_algorithms(config)?.as_ref(), &device)?;
+    Ok(device)
 }
 
 /// Compares what the ranks read before they load the model.
 fn compare_inputs(
     ranks: &SetupRanks,
     config: &RunConfig,
-    data_fingerprint: &str,
-    inputs: &BTreeMap<String, String>,
+    inputs: &InputDigests,
 ) -> Result<(), RunError> {
     ranks.compare("config", || Ok(config_digest(config)))?;
-    ranks.compare("training data", || Ok(data_fingerprint.to_owned()))?;
+    ranks.compare("training data", || Ok(inputs.data.clone()))?;
     ranks.compare("tokenizer, template, processor or table of algorithms", || {
-        Ok(format!("{inputs:?}"))
+        Ok(format!("{:?}", inputs.others))
     })
 }
 
@@ -312,7 +307,10 @@ fn load_model(
     device: &Device,
 ) -> Result<(RankModel, ParamGroups, Option<BaseModel>), RunError> {
     let (mut open, base) = open_model(config, found, ranks, device)?;
-    share_attention(&mut open, ranks.ranks())?;
+    if let Some((_, error)) = requirements::of_model(config, &open).next() {
+        return Err(error);
+    }
+    share_attention(&mut open, ranks.ranks());
     ranks.compare("model", || open.digest().map_err(candle_core::Error::wrap))?;
     // Checks the patterns before the rows are measured, which takes longer.
     let groups = param_groups(config, &open)?;

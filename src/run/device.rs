@@ -3,7 +3,6 @@
 use super::error::{MEASURE, RunError};
 use super::memory::RESERVED;
 use crate::config::RunConfig;
-use crate::data::Encoder;
 use crate::dist::Rank;
 use crate::files;
 use crate::metrics::available_memory_bytes;
@@ -13,8 +12,6 @@ use crate::ops::{
 };
 use crate::train::DeviceChoice;
 use candle_core::Device;
-use sha2::{Digest, Sha256};
-use std::collections::BTreeMap;
 use std::path::Path;
 
 /// A GPU that cannot be used.
@@ -103,9 +100,6 @@ pub fn device_name(device: &Device) -> String {
     }
 }
 
-/// Name of the table among the inputs of a step.
-const TABLE: &str = "table of `model.algorithms`";
-
 /// Reads a table, and returns it with its text.
 pub fn read_table(file: &Path) -> Result<(AlgorithmTable, String), RunError> {
     let path = || file.to_owned();
@@ -121,19 +115,6 @@ pub(crate) fn read_algorithms(
     config: &RunConfig,
 ) -> Result<Option<(AlgorithmTable, String)>, RunError> {
     config.model.algorithms.as_deref().map(read_table).transpose()
-}
-
-/// Digests of what the steps read besides rows and weights, each with a name for messages.
-/// `algorithms` is what [`read_algorithms`] returned.
-pub(super) fn input_digests(
-    algorithms: Option<&(AlgorithmTable, String)>,
-    encoder: &Encoder,
-) -> BTreeMap<String, String> {
-    let mut digests = encoder.digests();
-    if let Some((_, text)) = algorithms {
-        digests.insert(TABLE.to_owned(), format!("{:x}", Sha256::digest(text.as_bytes())));
-    }
-    digests
 }
 
 /// Sets the algorithms of the products on `device` to those of the config's table, or else to those

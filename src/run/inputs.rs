@@ -216,9 +216,17 @@ pub(crate) fn open_for_run(
 
 /// Applies `model.freeze` and `optim.lr_multipliers`.
 pub(crate) fn param_groups(config: &RunConfig, open: &OpenModel) -> Result<ParamGroups, RunError> {
-    let groups = open.groups(&config.model.freeze, &config.optim.lr_multipliers);
-    let groups = groups.and_then(|groups| groups.check_kind(config.optim.kind).map(|()| groups));
-    groups.map_err(|problem| of_pattern(config, problem))
+    pattern_groups(config, open).map_err(|problem| of_pattern(config, problem))
+}
+
+/// As [`param_groups`], with an error that names no config key.
+pub(super) fn pattern_groups(
+    config: &RunConfig,
+    open: &OpenModel,
+) -> Result<ParamGroups, GroupError> {
+    let groups = open.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
+    groups.check_kind(config.optim.kind)?;
+    Ok(groups)
 }
 
 /// An error of a pattern, with the config key that it is about.

@@ -480,12 +480,10 @@ pub(super) fn check_heads(open: &OpenModel, sequence: usize) -> Result<(), RunEr
 }
 
 /// Makes the ranks of a sequence group share the heads of the decoder's attention and linear
-/// attention. Fails if they cannot share them evenly.
-pub(super) fn share_attention(open: &mut OpenModel, ranks: &Ranks) -> Result<(), RunError> {
+/// attention. [`check_heads`] says whether they can.
+pub(super) fn share_attention(open: &mut OpenModel, ranks: &Ranks) {
     let sequence = ranks.sequence();
-    check_heads(open, sequence.size)?;
     if let Some(collective) = ranks.collective().filter(|_| sequence.size > 1) {
         open.wrap_attention(|inner| Arc::new(SequenceAttention::new(inner, collective, sequence)));
     }
-    Ok(())
 }

@@ -19,6 +19,7 @@ mod model_files;
 mod new_config;
 mod output_dir;
 mod plan;
+mod requirements;
 mod resume;
 mod runner;
 mod stored_weights;

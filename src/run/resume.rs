@@ -4,9 +4,11 @@ use super::error::RunError;
 use super::output_dir::set_one_aside;
 use crate::checkpoint::{CheckpointError, Checkpointer, Found, Together};
 use crate::config::{Change, RunConfig, ValueError, load};
-use crate::data::{CachedRows, JsonlRows, MediaLook, dataset_names};
+use crate::data::{CachedRows, Encoder, JsonlRows, MediaLook, dataset_names};
+use crate::ops::AlgorithmTable;
 use crate::train::{EvalHistory, EvalRule, TrainState};
 use sha2::digest::generic_array::GenericArray;
+use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -66,9 +68,44 @@ pub(super) fn likely_checkpoint(
     checkpointer.newest_likely(|state| state["fingerprint"] == fingerprint.as_str())
 }
 
-/// Checksum of the contents of the training data, as a checkpoint has it.
-pub(super) fn data_digest(rows: &JsonlRows) -> String {
-    format!("{:x}", GenericArray::from(rows.fingerprint()))
+/// Digests of what the steps of a run read besides weights.
+pub(super) struct InputDigests {
+    /// Of the contents of the training data.
+    pub(super) data: String,
+    /// Of the other inputs, each with a name for messages.
+    pub(super) others: BTreeMap<String, String>,
+}
+
+impl InputDigests {
+    /// `algorithms` is the table of `model.algorithms` with its text.
+    pub(super) fn new(
+        rows: &JsonlRows,
+        encoder: &Encoder,
+        algorithms: Option<&(AlgorithmTable, String)>,
+    ) -> Self {
+        let mut others = encoder.digests();
+        if let Some((_, text)) = algorithms {
+            let digest = format!("{:x}", Sha256::digest(text.as_bytes()));
+            others.insert("table of `model.algorithms`".to_owned(), digest);
+        }
+        Self { data: format!("{:x}", GenericArray::from(rows.fingerprint())), others }
+    }
+}
+
+/// The state of the checkpoint `found`. Fails if an input of the steps has changed since then.
+/// `reads_media`: whether the media files of the rows are compared as well.
+pub(super) fn resumed_state(
+    config: &RunConfig,
+    rows: &JsonlRows,
+    inputs: &InputDigests,
+    found: &Found,
+    reads_media: bool,
+) -> Result<TrainState, RunError> {
+    let state = state_of_inputs(found, inputs)?;
+    if reads_media {
+        check_media(config, rows, found, &state)?;
+    }
+    Ok(state)
 }
 
 /// The settings in which `config` differs from that of the run in `output_dir`; none if its config
@@ -106,13 +143,12 @@ const MAX_ROWS_READ: usize = 1024;
 ///
 /// Of a large data set, some rows are compared, spread evenly; for the others, the check finds
 /// changes that a length cache has.
-pub(super) fn check_media(
+fn check_media(
     config: &RunConfig,
     rows: &JsonlRows,
-    found: Option<&Found>,
-    state: Option<&TrainState>,
+    found: &Found,
+    state: &TrainState,
 ) -> Result<(), RunError> {
-    let (Some(found), Some(state)) = (found, state) else { return Ok(()) };
     let spread = |most: usize| rows.num_rows().div_ceil(most).max(1);
     let look =
         MediaLook::Every { stamps: spread(MAX_ROWS_STAMPED), contents: spread(MAX_ROWS_READ) };
@@ -142,14 +178,8 @@ pub(super) fn check_media(
     Ok(())
 }
 
-/// The training state in a checkpoint; an error if an input of the steps changed since.
-///
-/// `inputs` are the digests of [`Encoder::digests`](crate::data::Encoder::digests).
-pub(super) fn resumed_state(
-    found: &Found,
-    data_fingerprint: &str,
-    inputs: &BTreeMap<String, String>,
-) -> Result<TrainState, RunError> {
+/// The training state in a checkpoint; an error if its run had other inputs.
+fn state_of_inputs(found: &Found, inputs: &InputDigests) -> Result<TrainState, RunError> {
     let folder = || found.dir.clone();
     let version = found.state["version"].as_u64().and_then(|version| version.try_into().ok());
     if let Some(version) = version.filter(|version| *version != TrainState::VERSION) {
@@ -157,11 +187,11 @@ pub(super) fn resumed_state(
     }
     let state: TrainState = serde_json::from_value(found.state.clone())
         .map_err(|source| RunError::State { folder: folder(), source })?;
-    if state.data_fingerprint != data_fingerprint {
+    if state.data_fingerprint != inputs.data {
         return Err(RunError::DataChanged { folder: folder() });
     }
     let differs = |(name, digest): (&String, &String)| {
-        (inputs.get(name) != Some(digest)).then(|| name.clone())
+        (inputs.others.get(name) != Some(digest)).then(|| name.clone())
     };
     let what: Vec<String> = state.inputs.iter().filter_map(differs).collect();
     if what.is_empty() {

@@ -116,6 +116,10 @@ impl CheckReport {
     fn error(&mut self, topic: Topic, error: impl Into<RunError>) {
         self.add(topic, Finding::Error(error.into()));
     }
+
+    fn errors(&mut self, errors: impl IntoIterator<Item = (Topic, RunError)>) {
+        errors.into_iter().for_each(|(topic, error)| self.error(topic, error));
+    }
 }
 
 /// The bytes that a run needs and those that are free, if the memory does not suffice.
@@ -215,7 +219,6 @@ pub fn check_run(
     let found = (is_valid && left_out.is_empty()).then(|| start::resumes(config, &mut report));
     let found = found.flatten();
     let packs = if let Some((usable, encoder)) = usable_encoder(config, &mut report) {
-        start::check_copied(config, &mut report);
         let found = found.as_ref().filter(|_| usable.data == config.data);
         let packs = data::check(&usable, &encoder, found, observer, &mut report);
         // with other settings, the packs are not those of the run

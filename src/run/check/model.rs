@@ -2,12 +2,12 @@
 
 use super::super::adapter::{AdapterError, open_run_model};
 use super::super::error::{RunError, SetupError};
-use super::super::inputs::of_pattern;
-use super::super::load_model::check_heads;
+use super::super::inputs::{of_pattern, pattern_groups};
+use super::super::requirements;
 use super::super::{OpenModel, trainable};
 use super::{CheckReport, Topic};
 use crate::config::RunConfig;
-use crate::optim::{GroupError, ParamGroups};
+use crate::optim::ParamGroups;
 use crate::tape::Trainable;
 use crate::train::{AdapterConfig, Targets};
 use candle_core::Device;
@@ -16,9 +16,7 @@ use candle_core::Device;
 /// pattern is left out after it was reported, so that it hides no other one.
 pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
     let Some(open) = open_with_targets(config, report) else { return };
-    if let Err(error) = check_heads(&open, config.distributed.sequence.get()) {
-        report.error(Topic::Model, error);
-    }
+    report.errors(requirements::of_model(config, &open));
     let Some(groups) = groups(config, &open, report) else { return };
     let trained = trainable(&groups);
     let count = |only: bool| -> usize {
@@ -93,26 +91,25 @@ fn leave_out(adapter: &mut AdapterConfig, wrong: &str) -> bool {
 
 /// Applies the patterns that are right. Returns `None` if one was wrong.
 fn groups(config: &RunConfig, open: &OpenModel, report: &mut CheckReport) -> Option<ParamGroups> {
-    let mut freeze = config.model.freeze.clone();
-    let mut multipliers = config.optim.lr_multipliers.clone();
+    let mut usable = config.clone();
     let mut all_are_right = true;
     loop {
-        let groups = open.groups(&freeze, &multipliers);
-        let kind = config.optim.kind;
-        let checked = groups.and_then(|groups| groups.check_kind(kind).map(|()| groups));
-        let problem: GroupError = match checked {
+        let (is_frozen, wrong) = match pattern_groups(&usable, open) {
             Ok(groups) => return Some(groups).filter(|_| all_are_right),
-            Err(problem) => problem,
+            Err(problem) => {
+                let (key, pattern) = problem.origin();
+                let wrong = pattern.map(str::to_owned);
+                let is_frozen = key == "model.freeze";
+                report.error(Topic::Model, of_pattern(config, problem));
+                (is_frozen, wrong)
+            }
         };
         all_are_right = false;
-        let (key, pattern) = problem.origin();
-        let wrong = pattern.map(str::to_owned);
-        report.error(Topic::Model, of_pattern(config, problem));
         let wrong = wrong?;
-        if key == "model.freeze" {
-            freeze.retain(|entry| *entry != wrong);
+        if is_frozen {
+            usable.model.freeze.retain(|entry| *entry != wrong);
         } else {
-            multipliers.shift_remove(&wrong);
+            usable.optim.lr_multipliers.shift_remove(&wrong);
         }
     }
 }

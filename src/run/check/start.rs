@@ -1,60 +1,31 @@
 //! What stops a run at its start although each value, file and row can be used: its device, its
 //! ranks, and the checkpoint that it resumes from.
 
-use super::super::device::{input_digests, read_algorithms};
-use super::super::error::{RunError, SetupError};
-use super::super::load_model::{check_matmul, check_world};
 use super::super::output_dir::check_model_stays;
-use super::super::resume::{check_media, data_digest, eval_rule, likely_checkpoint, resumed_state};
+use super::super::requirements::{self, Start};
+use super::super::resume::likely_checkpoint;
 use super::{CheckReport, Finding, Note, Topic};
-use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
+use crate::checkpoint::{Checkpointer, Found};
 use crate::config::{LeftOut, RunConfig};
-use crate::data::{Encoder, JsonlRows};
 use crate::dist::Processes;
-use crate::train::{AttentionChoice, DeviceChoice, MatmulChoice};
-use std::sync::Arc;
+use crate::train::{DeviceChoice, MatmulChoice};
 
-/// Checks the device, the algorithms of its products, the number of ranks and the rule of the best
-/// evaluation.
+/// Checks what a run requires of its config.
 pub(super) fn check(config: &RunConfig, left_out: &LeftOut, report: &mut CheckReport) {
     // With `auto`, only FP8 depends on the device.
     let is_named = matches!(config.device, DeviceChoice::Cuda(_));
-    if is_named || config.model.matmul != MatmulChoice::Native {
-        match config.device.open() {
-            Ok(device) => {
-                if let Err(error) = check_matmul(config.model.matmul, &device) {
-                    report.error(Topic::Config, error);
-                }
-            }
-            Err(error) => report.error(Topic::Config, error),
-        }
-    }
-    let is_gpu = matches!(config.device.resolved(), DeviceChoice::Cuda(_));
-    if is_gpu && config.model.attention == AttentionChoice::Masked {
-        report.error(Topic::Config, SetupError::MaskedOnGpu);
-    }
-    if let Err(error) = read_algorithms(config) {
+    let is_needed = is_named || config.model.matmul != MatmulChoice::Native;
+    let device = is_needed.then(|| config.device.open()).transpose();
+    let device = device.unwrap_or_else(|error| {
         report.error(Topic::Config, error);
-    }
-    // With `auto`, the launcher chooses the number.
-    if let Processes::Count(ranks) = config.distributed.processes
-        && let Err(error) = check_world(config, ranks.get())
-    {
-        report.error(Topic::Config, error);
-    }
-    // Only a complete list has all names.
-    if !left_out.has("data.eval")
-        && let Err(error) = eval_rule(config)
-    {
-        report.error(Topic::Config, error);
-    }
-}
-
-/// Reads the files that checkpoints copy from the model folder.
-pub(super) fn check_copied(config: &RunConfig, report: &mut CheckReport) {
-    if let Err(error) = CarriedFiles::read(&config.model.path) {
-        report.error(Topic::Model, error);
-    }
+        None
+    });
+    let world = match config.distributed.processes {
+        Processes::Auto => None,
+        Processes::Count(ranks) => Some(ranks.get()),
+    };
+    let start = Start { config, device: device.as_ref(), world };
+    report.errors(requirements::of_config(&start, |list| !left_out.has(list)));
 }
 
 /// The checkpoint that the run would resume from.
@@ -81,17 +52,4 @@ pub(super) fn resumes(config: &RunConfig, report: &mut CheckReport) -> Option<Fo
         report.error(Topic::Output, error);
     }
     found
-}
-
-/// Fails if an input of the steps changed since the checkpoint was written.
-pub(super) fn check_resumed(
-    config: &RunConfig,
-    encoder: &Encoder,
-    rows: &Arc<JsonlRows>,
-    found: &Found,
-) -> Result<(), RunError> {
-    let algorithms = read_algorithms(config)?;
-    let inputs = input_digests(algorithms.as_ref(), encoder);
-    let state = resumed_state(found, &data_digest(rows), &inputs)?;
-    check_media(config, rows, Some(found), Some(&state))
 }
