@@ -228,8 +228,8 @@ impl Run {
     }
 }
 
-/// Opens the device if the requirements of the config are met, and sets the algorithms of its
-/// products.
+/// Opens the device, checks what the run requires of its config, and sets the algorithms of the
+/// device's products.
 fn open_device(config: &RunConfig, ranks: &SetupRanks) -> Result<Device, RunError> {
     let device = ranks.device(config.device)?;
     let start = Start { config, device: Some(&device), world: Some(ranks.rank().world) };

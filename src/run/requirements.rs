@@ -1,5 +1,5 @@
 //! What a run requires of its config and of its model besides valid values. A run stops at the first
-//! requirement that is not met; `check` reports all of them.
+//! requirement that fails; `check` reports all that fail.
 
 use super::check::Topic;
 use super::device::read_algorithms;
@@ -39,8 +39,7 @@ const OF_MODEL: [OfModel; 2] = [
     |config, _| Ok(CarriedFiles::read(&config.model.path).map(drop)?),
 ];
 
-/// The requirements of the config that are not met. `has_all`: whether a list of the config lacks no
-/// item of its file.
+/// The errors of the config. `has_all`: whether a list of the config has all items of its file.
 pub(super) fn of_config(
     start: &Start<'_>,
     has_all: impl Fn(&str) -> bool,
@@ -49,7 +48,7 @@ pub(super) fn of_config(
     known.filter_map(move |(_, check)| Some((Topic::Config, check(start).err()?)))
 }
 
-/// The requirements of the model folder that are not met.
+/// The errors of the model folder.
 pub(super) fn of_model(
     config: &RunConfig,
     open: &OpenModel,
