@@ -3,7 +3,7 @@
 use super::adapter::AdapterTensor;
 use super::config::{DecoderConfig, HybridConfig, Queries};
 use super::experts::{EXPERTS, MoeConfig};
-use crate::cost::{ActivationMemory, PartWork, Rows};
+use crate::cost::{ActivationMemory, PartWork, RowKind};
 use crate::tape::{Param, Recompute};
 use kernels::DeltaHeads;
 
@@ -56,13 +56,13 @@ impl DecoderConfig {
                 params: indexes(decoder),
                 weights: matrix_elements(decoder, Some(embedding)) - idle + states as f64,
                 attention: ((self.num_hidden_layers - num_linear) * heads) as f64,
-                rows: Rows::Tokens,
+                rows: RowKind::Tokens,
             },
             PartWork {
                 params: vec![head.index()],
                 weights: (self.vocab_size * self.hidden_size) as f64,
                 attention: 0.0,
-                rows: Rows::Targets,
+                rows: RowKind::Targets,
             },
         ]
     }

@@ -10,12 +10,12 @@ pub(super) const DECODER: &str = "model";
 
 /// Sizes of the whole model.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Config {
+pub struct TextConfig {
     /// The decoder.
     pub text: DecoderConfig,
 }
 
-impl Config {
+impl TextConfig {
     /// Every tensor of the model in a fixed order. A tied head is not listed.
     pub(super) fn specs(&self) -> Vec<ParamSpec> {
         decoder_specs(&self.text, DECODER, LLM)

@@ -66,7 +66,7 @@ pub enum MropeLayout {
 
 /// Sizes of the whole model.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Config {
+pub struct VisionLanguageConfig {
     /// The decoder.
     pub text: DecoderConfig,
     /// Numbers of rotary frequencies of time, height and width; they sum to `Dh / 2`.
@@ -81,7 +81,7 @@ pub struct Config {
     pub image_token_id: u32,
 }
 
-impl Config {
+impl VisionLanguageConfig {
     /// Fails if the sizes contradict each other.
     pub(in crate::models) fn check(&self) -> Result<(), ModelConfigError> {
         let (text, vision) = (&self.text, &self.vision);

@@ -6,7 +6,7 @@
 //!                             deepstack merger k -> deepstack features k [M, D]
 //! ```
 
-use super::config::Config;
+use super::config::VisionLanguageConfig;
 use super::input::VisionInput;
 use super::merger::{Merger, NormPlace};
 use super::vision::{PatchEmbed, VisionBlock};
@@ -41,7 +41,7 @@ pub(super) struct Features {
 impl VisionEncoder {
     pub(super) fn new(
         map: &ParamMap<'_>,
-        config: &Config,
+        config: &VisionLanguageConfig,
         attention: &Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
         let (vision, n) = (&config.vision, config.patches_per_token());
