@@ -89,8 +89,8 @@ impl Logging {
         W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
     {
         let log_file = LogFile(Arc::clone(&self.file));
-        let on_stderr = fmt::layer().event_format(Line { time: "%H:%M:%S" });
-        let in_file = fmt::layer().event_format(Line { time: "%Y-%m-%d %H:%M:%S" });
+        let on_stderr = fmt::layer().event_format(LogFormat { time: "%H:%M:%S" });
+        let in_file = fmt::layer().event_format(LogFormat { time: "%Y-%m-%d %H:%M:%S" });
         let Filters { stderr: on, file: always, file_too } = filters;
         tracing_subscriber::registry()
             .with(on_stderr.with_ansi(colours).with_writer(stderr).with_filter(on))
@@ -122,12 +122,12 @@ impl Filters {
 
 /// One line: local time, level, message, fields.
 #[derive(Debug)]
-struct Line {
+struct LogFormat {
     /// Format of the time.
     time: &'static str,
 }
 
-impl<S, N> FormatEvent<S, N> for Line
+impl<S, N> FormatEvent<S, N> for LogFormat
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,

@@ -1,7 +1,7 @@
 //! Reports a panic as an error, without a backtrace.
 
+use super::error_report::BUG;
 use super::failure::{Exit, Failure};
-use super::report::BUG;
 use std::cell::RefCell;
 use std::fmt::Display;
 use std::panic::{self, AssertUnwindSafe};
@@ -53,7 +53,7 @@ const NO_THREAD: [&str; 2] =
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::report::{exit, text};
+    use crate::cli::error_report::{exit, text};
 
     #[test]
     fn a_thread_that_cannot_be_started_is_no_bug() {

@@ -6,7 +6,7 @@ mod identity;
 mod load;
 mod paths;
 
-pub use identity::Change;
+pub use identity::ConfigChange;
 pub(crate) use load::{explained, load_text};
 pub use load::{load, load_all, refuse};
 pub use settings::{ConfigError, LeftOut, Loaded, Place, ValueError, to_yaml};

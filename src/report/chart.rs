@@ -40,7 +40,7 @@ const GIB: f64 = 1024.0 * MIB;
 
 /// A line of a chart.
 #[derive(Debug)]
-pub(super) struct Line<'a> {
+pub(super) struct ChartLine<'a> {
     /// Name in the legend.
     pub(super) label: String,
     /// Number of its colour.
@@ -65,7 +65,7 @@ pub(super) struct Mark {
 pub(super) struct Chart<'a> {
     pub(super) title: String,
     pub(super) unit: Unit,
-    pub(super) lines: Vec<Line<'a>>,
+    pub(super) lines: Vec<ChartLine<'a>>,
     pub(super) marks: Vec<Mark>,
     /// Whether the axis is logarithmic if the values differ much.
     pub(super) may_be_log: bool,
@@ -91,7 +91,7 @@ const MAX_MARKS: usize = 200;
 impl Chart<'_> {
     /// The figure; nothing if no line has a finite value.
     pub(super) fn html(&self) -> String {
-        let lines: Vec<&Line<'_>> =
+        let lines: Vec<&ChartLine<'_>> =
             self.lines.iter().filter(|line| line.series.finite().next().is_some()).collect();
         let Some(y) = Axis::of_values(self, &lines) else { return String::new() };
         let x = Axis { low: 0.0, high: self.last_step.max(1) as f64, log: false, unit: 1.0 };
@@ -149,7 +149,7 @@ impl Chart<'_> {
         out
     }
 
-    fn line(&self, line: &Line<'_>, x: &Axis, y: &Axis, out: &mut String) {
+    fn line(&self, line: &ChartLine<'_>, x: &Axis, y: &Axis, out: &mut String) {
         let buckets = line.series.buckets(self.places);
         let is_reduced = buckets.len() < line.series.0.len();
         let at = |step: f64, value: f64| {
@@ -238,7 +238,7 @@ impl Axis {
     }
 
     /// The values of all lines; `None` without values.
-    fn of_values(chart: &Chart<'_>, lines: &[&Line<'_>]) -> Option<Self> {
+    fn of_values(chart: &Chart<'_>, lines: &[&ChartLine<'_>]) -> Option<Self> {
         let values = || lines.iter().flat_map(|line| line.series.finite());
         let (low, high) = (values().reduce(f64::min)?, values().reduce(f64::max)?);
         let usual = lines.iter().filter_map(|line| line.series.median()).fold(0.0, f64::max);
@@ -319,7 +319,7 @@ mod tests {
     use super::*;
 
     fn chart(series: &Series) -> String {
-        let line = Line { label: "a<b".into(), colour: 0, series, dots: false };
+        let line = ChartLine { label: "a<b".into(), colour: 0, series, dots: false };
         let chart = Chart {
             title: "Loss".into(),
             unit: Unit::Number,

@@ -1,6 +1,6 @@
 //! The charts of a page.
 
-use super::chart::{Chart, Line, Mark, Unit};
+use super::chart::{Chart, ChartLine, Mark, Unit};
 use super::folder::RunFolder;
 use super::series::Series;
 use std::collections::BTreeSet;
@@ -56,7 +56,7 @@ fn losses(runs: &[RunFolder]) -> String {
     let train = lines(runs, |run| run.train("loss"), false);
     let eval = lines(runs, |run| run.eval.get("loss"), true);
     if let ([_], [_]) = (runs, eval.as_slice()) {
-        let mut both: Vec<Line<'_>> = train.into_iter().chain(eval).collect();
+        let mut both: Vec<ChartLine<'_>> = train.into_iter().chain(eval).collect();
         for (colour, (line, label)) in both.iter_mut().zip(["training", "evaluation"]).enumerate() {
             (line.label, line.colour) = (label.to_owned(), colour);
         }
@@ -75,10 +75,15 @@ fn data_sets(runs: &[RunFolder], run: &RunFolder) -> String {
     for (values, kind, dots) in [(&run.train, "steps", false), (&run.eval, "evaluations", true)] {
         let sets =
             values.iter().filter_map(|(key, series)| Some((key.strip_prefix("loss/")?, series)));
-        let lines: Vec<Line<'_>> = sets
+        let lines: Vec<ChartLine<'_>> = sets
             .take(MAX_SETS)
             .enumerate()
-            .map(|(colour, (name, series))| Line { label: name.to_owned(), colour, series, dots })
+            .map(|(colour, (name, series))| ChartLine {
+                label: name.to_owned(),
+                colour,
+                series,
+                dots,
+            })
             .collect();
         let places = PLACES / lines.len().max(4);
         let title = format!("Loss of the {kind} by data set{of}");
@@ -126,10 +131,10 @@ fn lines<'a>(
     runs: &'a [RunFolder],
     of: impl Fn(&'a RunFolder) -> Option<&'a Series>,
     dots: bool,
-) -> Vec<Line<'a>> {
+) -> Vec<ChartLine<'a>> {
     let found = runs.iter().enumerate().filter_map(|(colour, run)| {
         let label = run.path.display().to_string();
-        Some(Line { label, colour, series: of(run)?, dots })
+        Some(ChartLine { label, colour, series: of(run)?, dots })
     });
     found.collect()
 }
@@ -138,7 +143,7 @@ fn chart(
     runs: &[RunFolder],
     title: &str,
     unit: Unit,
-    lines: Vec<Line<'_>>,
+    lines: Vec<ChartLine<'_>>,
     may_be_log: bool,
 ) -> String {
     with_marks(runs, title, unit, lines, may_be_log).html()
@@ -149,7 +154,7 @@ fn with_marks<'a>(
     runs: &[RunFolder],
     title: &str,
     unit: Unit,
-    lines: Vec<Line<'a>>,
+    lines: Vec<ChartLine<'a>>,
     may_be_log: bool,
 ) -> Chart<'a> {
     let mut marks = Vec::new();

@@ -55,9 +55,11 @@ pub fn new_config(new: &NewRun, observer: &dyn SetupObserver) -> Result<String, 
     config.model.path.clone_from(&local.model.path);
     config.data = local.data;
     let encoder = encoder(&config)?;
-    let sets = |list| -> Result<Vec<Measured>, RunError> {
+    let sets = |list| -> Result<Vec<DatasetLengths>, RunError> {
         let rows = open_data(&config, list, &encoder, observer)?;
-        (0..rows.sets().len()).map(|index| Measured::of(&rows, index).check(&config)).collect()
+        (0..rows.sets().len())
+            .map(|index| DatasetLengths::of(&rows, index).check(&config))
+            .collect()
     };
     let (train, eval) = (sets(DataList::Train)?, sets(DataList::Eval)?);
     let choices = Choices::of(&mut config, &train)?;
@@ -65,7 +67,7 @@ pub fn new_config(new: &NewRun, observer: &dyn SetupObserver) -> Result<String, 
 }
 
 /// Lengths of the rows of a data set.
-struct Measured {
+struct DatasetLengths {
     form: String,
     /// Number of rows.
     rows: usize,
@@ -81,7 +83,7 @@ struct Measured {
     file: String,
 }
 
-impl Measured {
+impl DatasetLengths {
     /// Measures rows at equal distances.
     fn of(rows: &JsonlRows, index: usize) -> Self {
         let set = &rows.sets()[index];
@@ -159,8 +161,8 @@ struct Choices {
 }
 
 impl Choices {
-    fn of(config: &mut RunConfig, train: &[Measured]) -> Result<Self, RunError> {
-        let sum = |of: fn(&Measured) -> usize| train.iter().map(of).sum::<usize>();
+    fn of(config: &mut RunConfig, train: &[DatasetLengths]) -> Result<Self, RunError> {
+        let sum = |of: fn(&DatasetLengths) -> usize| train.iter().map(of).sum::<usize>();
         let mean = sum(|set| set.tokens).div_ceil(sum(|set| set.usable).max(1)).max(1);
         let longest = train.iter().map(|set| set.longest).max().unwrap_or(0);
         let unit = if mean < 256 { 64 } else { 256 };
@@ -236,7 +238,7 @@ impl NewRun {
         &self,
         config: &RunConfig,
         choices: &Choices,
-        [train, eval]: [&[Measured]; 2],
+        [train, eval]: [&[DatasetLengths]; 2],
     ) -> String {
         let [need, free] = choices.adapter.unwrap_or_default().map(|gib| format!("{gib:.1}"));
         let unused: Vec<&str> = choices.unused.iter().copied().collect();
@@ -275,7 +277,7 @@ impl NewRun {
     }
 
     /// The lines of the data sets `key`.
-    fn sets(&self, key: &str, paths: &[PathBuf], sets: &[Measured]) -> String {
+    fn sets(&self, key: &str, paths: &[PathBuf], sets: &[DatasetLengths]) -> String {
         if paths.is_empty() {
             let comment = "rows that are not in `train`: [{path: eval.jsonl}]";
             return format!("{:<33} # {comment}", "  eval: []");

@@ -3,7 +3,7 @@
 
 use super::error::RunError;
 use super::inputs::SetupObserver;
-use crate::checkpoint::{Checkpointer, Found, write_atomically};
+use crate::checkpoint::{Checkpoint, Checkpointer, write_atomically};
 use crate::config::{RunConfig, to_yaml};
 use crate::files;
 use std::fs::{self, File, TryLockError};
@@ -69,7 +69,7 @@ pub(super) fn check_model_stays(config: &RunConfig) -> Result<(), RunError> {
 pub(super) fn take_over(
     config: &RunConfig,
     checkpointer: &Checkpointer,
-    found: Option<&Found>,
+    found: Option<&Checkpoint>,
     observer: &dyn SetupObserver,
 ) -> Result<(), RunError> {
     let output_dir = config.output_dir.as_path();
@@ -149,7 +149,7 @@ fn move_into(aside: &Path, path: &Path) -> Result<(), RunError> {
 }
 
 /// Whether the checkpoint was written to this `output_dir`.
-fn lies_in(output_dir: &Path, found: &Found) -> bool {
+fn lies_in(output_dir: &Path, found: &Checkpoint) -> bool {
     let real = |path: &Path| path.canonicalize().ok();
     let parent = real(&found.dir).and_then(|dir| dir.parent().map(Path::to_owned));
     parent.is_some() && parent == real(&output_dir.join("checkpoints"))

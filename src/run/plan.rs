@@ -23,7 +23,7 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 use tracing::field::display;
 
-/// Number of rows from which the log says how to begin without measuring them.
+/// Number of rows from which the log has a hint how to begin without measuring them.
 const MANY_ROWS: usize = 1 << 20;
 
 /// The result of [`plan_run`].

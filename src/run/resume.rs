@@ -2,8 +2,8 @@
 
 use super::error::RunError;
 use super::output_dir::set_one_aside;
-use crate::checkpoint::{CheckpointError, Checkpointer, Found, Together};
-use crate::config::{Change, RunConfig, ValueError, load};
+use crate::checkpoint::{Checkpoint, CheckpointError, Checkpointer, Together};
+use crate::config::{ConfigChange, RunConfig, ValueError, load};
 use crate::data::{CachedRows, JsonlRows, MediaLook, dataset_names};
 use crate::train::{EvalHistory, EvalRule, TrainState};
 use sha2::digest::generic_array::GenericArray;
@@ -29,7 +29,7 @@ pub(super) fn find_checkpoint(
     resume: &Resume,
     checkpointer: &Checkpointer,
     ranks: &impl Together<Error = RunError>,
-) -> Result<Option<Found>, RunError> {
+) -> Result<Option<Checkpoint>, RunError> {
     let fingerprint = config.fingerprint();
     let same_run = |state: &serde_json::Value| state["fingerprint"] == fingerprint.as_str();
     match resume {
@@ -61,7 +61,7 @@ pub(super) fn find_checkpoint(
 pub(super) fn likely_checkpoint(
     config: &RunConfig,
     checkpointer: &Checkpointer,
-) -> Result<(Option<Found>, Vec<String>), CheckpointError> {
+) -> Result<(Option<Checkpoint>, Vec<String>), CheckpointError> {
     let fingerprint = config.fingerprint();
     checkpointer.newest_likely(|state| state["fingerprint"] == fingerprint.as_str())
 }
@@ -73,7 +73,7 @@ pub(super) fn data_digest(rows: &JsonlRows) -> String {
 
 /// The settings in which `config` differs from that of the run in `output_dir`; none if its config
 /// cannot be read.
-pub(super) fn changes(config: &RunConfig, output_dir: &Path) -> Vec<Change> {
+pub(super) fn changes(config: &RunConfig, output_dir: &Path) -> Vec<ConfigChange> {
     let earlier = load::<RunConfig>(&output_dir.join("config.yaml"), &[]);
     let changes = |earlier: RunConfig| config.changes_since(&earlier.with_unescaped_paths());
     earlier.map_or_else(|_| Vec::new(), changes)
@@ -84,7 +84,7 @@ fn warn_about_changes(config: &RunConfig, checkpointer: &Checkpointer) -> Result
     if checkpointer.steps()?.is_empty() {
         return Ok(());
     }
-    for Change { key, old, new } in changes(config, &config.output_dir) {
+    for ConfigChange { key, old, new } in changes(config, &config.output_dir) {
         tracing::warn!(
             key,
             old,
@@ -109,7 +109,7 @@ const MAX_ROWS_READ: usize = 1024;
 pub(super) fn check_media(
     config: &RunConfig,
     rows: &JsonlRows,
-    found: Option<&Found>,
+    found: Option<&Checkpoint>,
     state: Option<&TrainState>,
 ) -> Result<(), RunError> {
     let (Some(found), Some(state)) = (found, state) else { return Ok(()) };
@@ -146,7 +146,7 @@ pub(super) fn check_media(
 ///
 /// `inputs` are the digests of [`Encoder::digests`](crate::data::Encoder::digests).
 pub(super) fn resumed_state(
-    found: &Found,
+    found: &Checkpoint,
     data_fingerprint: &str,
     inputs: &BTreeMap<String, String>,
 ) -> Result<TrainState, RunError> {
@@ -192,7 +192,7 @@ pub(super) fn bring_best(
     config: &RunConfig,
     (rule, world): (Option<&EvalRule>, usize),
     checkpointer: &Checkpointer,
-    found: Option<&Found>,
+    found: Option<&Checkpoint>,
     state: &mut TrainState,
 ) -> Result<(), RunError> {
     let Some(found) = found else { return Ok(()) };

@@ -60,7 +60,7 @@ pub fn calibrate(
     (config.optim.warmup_steps, config.optim.warmup_ratio) = (None, None);
     let options = RunOptions { resume: Resume::Never, observer, ..RunOptions::default() };
     let mut run = Run::with_options(&config, &options)?;
-    let mut timed = Timed::default();
+    let mut timed = StepTimes::default();
     run.train_to(steps.get() + 1, &mut timed)?;
     Ok(Calibration {
         steps: timed.steps,
@@ -71,14 +71,14 @@ pub fn calibrate(
 
 /// Sums over all steps except for the first, in which caches are still empty.
 #[derive(Default)]
-struct Timed {
+struct StepTimes {
     steps: u64,
     tokens: u64,
     seconds: f64,
     peak_bytes: u64,
 }
 
-impl Observer for Timed {
+impl Observer for StepTimes {
     fn step(&mut self, metrics: &StepMetrics, _: u64) {
         self.peak_bytes = metrics.peak_device_memory_bytes.unwrap_or(metrics.peak_memory_bytes);
         if metrics.step > 1 {

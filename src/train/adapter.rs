@@ -137,8 +137,8 @@ fn all_linear<S: serde::Serializer>(serializer: S) -> Result<S::Ok, S::Error> {
 
 impl<'de> Deserialize<'de> for Targets {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Visitor;
-        impl<'de> serde::de::Visitor<'de> for Visitor {
+        struct TargetsVisitor;
+        impl<'de> serde::de::Visitor<'de> for TargetsVisitor {
             type Value = Targets;
 
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -163,6 +163,6 @@ impl<'de> Deserialize<'de> for Targets {
                 Ok(Targets::Globs(globs))
             }
         }
-        deserializer.deserialize_any(Visitor)
+        deserializer.deserialize_any(TargetsVisitor)
     }
 }

@@ -119,7 +119,7 @@ fn run_ops(args: &BenchArgs, table: &mut Table) -> anyhow::Result<()> {
         SizeChoice::Tiny => Clock::hasty(&device),
         SizeChoice::Cpu | SizeChoice::Gpu => Clock::new(&device),
     };
-    ops::Bench { clock, dtype, sizes: sizes.sizes() }.run(&args.filter, table)
+    ops::OpBench { clock, dtype, sizes: sizes.sizes() }.run(&args.filter, table)
 }
 
 /// Duration of a run, in seconds.

@@ -7,7 +7,7 @@ use super::super::plan::{DataPlan, cached_if_possible, plan_opened};
 use super::start::check_resumed;
 use super::{CheckReport, Finding, Note, Topic};
 use crate::batch::{Message, Sample};
-use crate::checkpoint::Found;
+use crate::checkpoint::Checkpoint;
 use crate::config::RunConfig;
 use crate::data::{
     BoxFault, DataConfig, DataSet, DatasetConfig, Encoder, JsonlRows, LengthSummary, LoaderError,
@@ -31,7 +31,7 @@ type ByReason = BTreeMap<String, (u64, Vec<String>)>;
 pub(super) fn check(
     config: &RunConfig,
     encoder: &Arc<Encoder>,
-    found: Option<&Found>,
+    found: Option<&Checkpoint>,
     observer: &dyn SetupObserver,
     report: &mut CheckReport,
 ) -> Option<DataPlan> {
@@ -262,7 +262,7 @@ fn count(measured: &Measured, options: &LoaderOptions) -> Result<Counts, RowTrou
 fn add_plan(
     config: &RunConfig,
     encoder: &Arc<Encoder>,
-    found: Option<&Found>,
+    found: Option<&Checkpoint>,
     observer: &dyn SetupObserver,
     report: &mut CheckReport,
 ) -> Result<Option<DataPlan>, RunError> {

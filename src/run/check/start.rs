@@ -7,7 +7,7 @@ use super::super::load_model::{check_matmul, check_world};
 use super::super::output_dir::check_model_stays;
 use super::super::resume::{check_media, data_digest, eval_rule, likely_checkpoint, resumed_state};
 use super::{CheckReport, Finding, Note, Topic};
-use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
+use crate::checkpoint::{CarriedFiles, Checkpoint, Checkpointer};
 use crate::config::{LeftOut, RunConfig};
 use crate::data::{Encoder, JsonlRows};
 use crate::dist::Processes;
@@ -58,7 +58,7 @@ pub(super) fn check_copied(config: &RunConfig, report: &mut CheckReport) {
 }
 
 /// The checkpoint that the run would resume from.
-pub(super) fn resumes(config: &RunConfig, report: &mut CheckReport) -> Option<Found> {
+pub(super) fn resumes(config: &RunConfig, report: &mut CheckReport) -> Option<Checkpoint> {
     let checkpointer = Checkpointer::new(&config.output_dir, &config.checkpoint);
     let (found, problems) = match likely_checkpoint(config, &checkpointer) {
         Ok(likely) => likely,
@@ -88,7 +88,7 @@ pub(super) fn check_resumed(
     config: &RunConfig,
     encoder: &Encoder,
     rows: &Arc<JsonlRows>,
-    found: &Found,
+    found: &Checkpoint,
 ) -> Result<(), RunError> {
     let algorithms = read_algorithms(config)?;
     let inputs = input_digests(algorithms.as_ref(), encoder);

@@ -5,7 +5,7 @@ use std::fmt;
 
 /// The result of [`verify`](super::verify).
 #[derive(Debug, Clone, Serialize)]
-pub struct Report {
+pub struct VerifyReport {
     /// Whether no check failed.
     pub passed: bool,
     /// Number of rows.
@@ -89,7 +89,7 @@ pub struct Check {
     /// The property.
     pub name: String,
     /// Whether it holds.
-    pub outcome: Outcome,
+    pub outcome: CheckOutcome,
     /// What was compared, the first problem, or the reason why it was skipped.
     pub detail: String,
 }
@@ -97,7 +97,7 @@ pub struct Check {
 /// The outcome of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Outcome {
+pub enum CheckOutcome {
     /// The property holds.
     Passed,
     /// The property does not hold.
@@ -115,25 +115,25 @@ impl Check {
     ) -> Self {
         let name = name.into();
         match problem {
-            Some(detail) => Self { name, outcome: Outcome::Failed, detail },
-            None => Self { name, outcome: Outcome::Passed, detail: detail() },
+            Some(detail) => Self { name, outcome: CheckOutcome::Failed, detail },
+            None => Self { name, outcome: CheckOutcome::Passed, detail: detail() },
         }
     }
 
     /// A check that cannot be made.
     pub(super) fn skipped(name: &str, reason: &str) -> Self {
-        Self { name: name.to_owned(), outcome: Outcome::Skipped, detail: reason.to_owned() }
+        Self { name: name.to_owned(), outcome: CheckOutcome::Skipped, detail: reason.to_owned() }
     }
 }
 
-impl Report {
+impl VerifyReport {
     /// Number of checks with this outcome.
-    pub fn count(&self, outcome: Outcome) -> usize {
+    pub fn count(&self, outcome: CheckOutcome) -> usize {
         self.checks.iter().filter(|check| check.outcome == outcome).count()
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for VerifyReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { rows, rejected, tokens, targets, media, precision, device, .. } = self;
         writeln!(
@@ -145,13 +145,14 @@ impl fmt::Display for Report {
         self.gradients(f)?;
         for check in &self.checks {
             let outcome = match check.outcome {
-                Outcome::Passed => "ok",
-                Outcome::Failed => "FAILED",
-                Outcome::Skipped => "skipped",
+                CheckOutcome::Passed => "ok",
+                CheckOutcome::Failed => "FAILED",
+                CheckOutcome::Skipped => "skipped",
             };
             writeln!(f, "{outcome:8}{}: {}", check.name, check.detail)?;
         }
-        let [passed, failed] = [Outcome::Passed, Outcome::Failed].map(|of| self.count(of));
+        let [passed, failed] =
+            [CheckOutcome::Passed, CheckOutcome::Failed].map(|of| self.count(of));
         match failed {
             0 => write!(f, "\npassed: {passed} checks"),
             _ => write!(f, "\nfailed: {failed} of {} checks", passed + failed),
@@ -159,7 +160,7 @@ impl fmt::Display for Report {
     }
 }
 
-impl Report {
+impl VerifyReport {
     fn losses(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,

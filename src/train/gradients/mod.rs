@@ -18,6 +18,8 @@ use alone::Tree;
 use candle_core::Tensor;
 use shared::SharedRound;
 
+type Result<T> = std::result::Result<T, TrainError>;
+
 /// The buffers of gradients, and how micro-batches and ranks are added up.
 pub enum GradientSums {
     /// One process. With one buffer, the gradients of all micro-batches are added in place. With
@@ -77,7 +79,7 @@ pub(super) enum StepSums<'a> {
 
 impl<'a> StepSums<'a> {
     /// Receives the gradients of the micro-batch of a round.
-    pub(super) fn round(&self, round: usize) -> Result<Round<'a>, TrainError> {
+    pub(super) fn round(&self, round: usize) -> Result<Round<'a>> {
         match self {
             Self::Alone(tree) => Ok(Round { buffers: tree.next_buffer()?, shared: None }),
             Self::Shared { sums, params, weights, rounds } => Ok(Round {
@@ -88,7 +90,7 @@ impl<'a> StepSums<'a> {
     }
 
     /// Records that the micro-batch of a round is complete, or that this rank has none.
-    pub(super) fn complete(&mut self, round: usize, has_batch: bool) -> Result<(), TrainError> {
+    pub(super) fn complete(&mut self, round: usize, has_batch: bool) -> Result<()> {
         match self {
             Self::Alone(tree) => tree.complete(round, has_batch),
             Self::Shared { .. } => Ok(()),
@@ -96,7 +98,7 @@ impl<'a> StepSums<'a> {
     }
 
     /// Returns the flat gradients of this rank, in the order of the optimizer's states.
-    pub(super) fn finish(self, gradients: &GradientSums) -> Result<Vec<Tensor>, TrainError> {
+    pub(super) fn finish(self, gradients: &GradientSums) -> Result<Vec<Tensor>> {
         match self {
             Self::Alone(tree) => {
                 tree.finish()?;
@@ -120,12 +122,12 @@ pub(super) struct Round<'a> {
 impl Round<'_> {
     /// Prepares the buffers. Called after the forward pass of the micro-batch, which runs while the
     /// sums of the round before are computed.
-    pub(super) fn begin_backward(&self) -> Result<(), TrainError> {
+    pub(super) fn begin_backward(&self) -> Result<()> {
         self.shared.as_ref().map_or(Ok(()), SharedRound::begin)
     }
 
     /// Returns the first error of [`GradSink::finished`], which cannot return one.
-    pub(super) fn result(self) -> Result<(), TrainError> {
+    pub(super) fn result(self) -> Result<()> {
         self.shared.map_or(Ok(()), SharedRound::result)
     }
 }

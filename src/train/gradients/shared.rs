@@ -5,16 +5,14 @@
 //! receives its share. With `shard: gradients` or `full`, the stages take turns in two buffers.
 
 use super::super::weights::RankWeights;
+use super::Result;
 use super::rounds::{num_open, num_sums, pairs_after};
 use crate::dist::{Collective, Gather, Reduce, Shard, Then, Ticket};
 use crate::ops;
 use crate::tape::{Gradients, Layout, Param, slot_lens};
-use crate::train::TrainError;
 use candle_core::{DType, Device, Tensor};
 use std::cell::RefCell;
 use std::sync::Arc;
-
-type Result<T, E = TrainError> = std::result::Result<T, E>;
 
 /// A tensor for each stage with trained parameters.
 type OfStages = Vec<Option<Tensor>>;

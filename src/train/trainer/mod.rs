@@ -39,7 +39,7 @@ impl Observer for () {
 
 /// How a run ended.
 #[derive(Debug)]
-pub enum Outcome {
+pub enum TrainOutcome {
     /// All steps are done, or evaluations no longer improve, and the folder `final` is written.
     Finished {
         /// The last evaluation, if there is eval data.
@@ -155,7 +155,7 @@ impl Trainer {
     }
 
     /// Trains until `max_steps` are done, the data ends, or a signal stops the run.
-    pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
+    pub fn run(&mut self, observer: &mut dyn Observer) -> Result<TrainOutcome, TrainError> {
         self.ranks().pass_on(&self.parts.stop);
         let result = self.train(observer);
         if let Err(error) = &result {
@@ -165,7 +165,7 @@ impl Trainer {
         result
     }
 
-    fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
+    fn train(&mut self, observer: &mut dyn Observer) -> Result<TrainOutcome, TrainError> {
         // A signal may have ended the evaluation that follows the checkpoint.
         let is_evaluated = self.parts.evaluation.is_done || !self.is_first();
         let is_missing =
@@ -188,7 +188,7 @@ impl Trainer {
             }
             if all.iter().any(|[stop, ..]| *stop) {
                 let folder = (self.parts.state.step > 0).then(|| self.save()).transpose()?;
-                return Ok(Outcome::Stopped { folder });
+                return Ok(TrainOutcome::Stopped { folder });
             }
             if all.iter().any(|[_, save, _]| *save) {
                 self.try_save()?;
@@ -219,7 +219,7 @@ impl Trainer {
         }
         let last = self.save()?; // before the evaluation, which may fail
         if !self.evaluate(observer)? {
-            return Ok(Outcome::Stopped { folder: Some(last) });
+            return Ok(TrainOutcome::Stopped { folder: Some(last) });
         }
         let checkpointer = &self.parts.checkpoints.checkpointer;
         let folder = if self.is_first() {
@@ -233,7 +233,7 @@ impl Trainer {
         }
         self.finish_logs()?;
         self.ranks().wait_for_all()?;
-        Ok(Outcome::Finished { eval: self.last_eval.take(), folder, stopped_early })
+        Ok(TrainOutcome::Finished { eval: self.last_eval.take(), folder, stopped_early })
     }
 
     /// Writes what is left of the logs, and says what went wrong in the run.
