@@ -31,18 +31,15 @@ pub struct PartWork {
     pub weights: f64,
     /// `layers * H * Dh`, twice that where attention is not causal.
     pub attention: f64,
-    /// The rows.
     pub rows: RowKind,
 }
 
-/// Sizes of the data of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct StepSizes {
     /// Tokens without padding.
     pub tokens: f64,
     /// Supervised targets.
     pub targets: f64,
-    /// Patches.
     pub patches: f64,
     /// Merged vision tokens.
     pub merged: f64,

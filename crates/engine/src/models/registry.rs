@@ -35,7 +35,6 @@ pub fn read_config(folder: &Path) -> Result<(Arc<dyn ModelConfig>, Value), Model
     Ok((config_from_json(&json)?, json))
 }
 
-/// Reads a parsed `config.json`.
 pub fn config_from_json(json: &Value) -> Result<Arc<dyn ModelConfig>, ModelConfigError> {
     let model_type = json["model_type"].as_str().unwrap_or("missing");
     match FAMILIES.iter().find(|(name, _)| *name == model_type) {

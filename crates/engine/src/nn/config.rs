@@ -5,7 +5,6 @@ use super::init::Init;
 use super::params::{Component, ParamSpec, Stored};
 use kernels::{DeltaHeads, NormScale};
 
-/// Sizes of a decoder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
     /// Vocabulary size, `V`.
@@ -14,7 +13,6 @@ pub struct DecoderConfig {
     pub hidden_size: usize,
     /// Width of the MLP, `F`.
     pub intermediate_size: usize,
-    /// Number of layers.
     pub num_hidden_layers: usize,
     /// Number of query heads, `H`.
     pub num_attention_heads: usize,
@@ -68,7 +66,6 @@ pub struct HybridConfig {
 }
 
 impl HybridConfig {
-    /// The heads of linear attention.
     pub(super) fn heads(&self) -> DeltaHeads {
         DeltaHeads {
             key_heads: self.num_key_heads,
@@ -100,7 +97,6 @@ impl DecoderConfig {
         if self.hybrid.is_some() { NormScale::OnePlusWeight } else { NormScale::Weight }
     }
 
-    /// Whether layer `k` has linear attention.
     pub fn is_linear(&self, k: usize) -> bool {
         self.hybrid.as_ref().is_some_and(|hybrid| hybrid.is_linear[k])
     }

@@ -20,7 +20,6 @@ pub(crate) fn matrix_elements(params: &[&Param], table: Option<&Param>) -> f64 {
     params.iter().filter(is_matrix).map(|p| p.shape().elem_count()).sum::<usize>() as f64
 }
 
-/// The parameters of adapters of experts.
 fn expert_adapters<'a>(params: &'a [&Param]) -> impl Iterator<Item = &'a Param> {
     let is_adapter = |param: &&Param| {
         let module = AdapterTensor::of(param.name()).map(|(_, module)| module);

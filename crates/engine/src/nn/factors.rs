@@ -14,7 +14,6 @@
 use super::init::{AdapterDraw, random_adapter_part};
 use candle_core::{DType, Device, Result, Tensor};
 
-/// A part of a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightPart {
     /// The part of the largest singular values.

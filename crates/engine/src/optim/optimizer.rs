@@ -10,7 +10,6 @@ use candle_core::{DType, Device, Result, Shape, Tensor};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// The optimizer and its state.
 #[derive(Debug)]
 pub struct Optimizer {
     hyper: kernels::AdamW,
@@ -41,7 +40,6 @@ pub struct GradNorm {
     grads: Vec<Tensor>,
 }
 
-/// The gradient norm of a step.
 #[derive(Debug, Clone)]
 pub struct Norms {
     /// L2 norm over all trained gradients before clipping.
@@ -266,7 +264,6 @@ impl GradNorm {
     }
 }
 
-/// The update of a parameter with `AdamW`.
 fn adamw_update<'a>(
     state: &'a ParamState,
     weight: &'a Tensor,

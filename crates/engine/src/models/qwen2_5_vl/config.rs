@@ -1,5 +1,3 @@
-//! Reads the sizes of a Qwen2.5-VL model from `config.json`.
-
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::vision_language::{MropeLayout, VisionConfig, VisionKind, VisionLanguageConfig};
 use crate::nn::{DecoderConfig, Queries, TensorNames};

@@ -1,5 +1,3 @@
-//! Reads the sizes of a Qwen3.5 model from `config.json`.
-
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::experts::Family;
 use crate::models::text::TextConfig;
@@ -49,7 +47,6 @@ fn read_with(
     Ok(config)
 }
 
-/// Reads the sizes of a text-only model from the parsed `config.json`.
 pub(in crate::models) fn read_text(json: &Value) -> Result<TextConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     Ok(TextConfig { text: decoder(&top)? })

@@ -1,5 +1,3 @@
-//! Reads the sizes of a Qwen3-VL model from `config.json`.
-
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::experts::Family;
 use crate::models::vision_language::{MropeLayout, VisionConfig, VisionLanguageConfig};
@@ -9,13 +7,11 @@ use serde_json::Value;
 const EXPERTS: Family =
     Family { published: ExpertFiles::InOut, must_have_norm: false, has_shared: false };
 
-/// Reads the sizes from the parsed `config.json`.
 pub(in crate::models) fn read(json: &Value) -> Result<VisionLanguageConfig, ModelConfigError> {
     let dense = |text: &Section<'_>| text.decoder();
     read_with(json, dense)
 }
 
-/// Reads the sizes of a model with experts from the parsed `config.json`.
 pub(in crate::models) fn read_moe(json: &Value) -> Result<VisionLanguageConfig, ModelConfigError> {
     read_with(json, |text| text.decoder_with_experts(EXPERTS))
 }

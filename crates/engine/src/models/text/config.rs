@@ -1,5 +1,3 @@
-//! Sizes of a text-only model, and its parameters.
-
 use crate::nn::{Component, DecoderConfig, Inputs, ParamSpec, decoder_specs};
 
 /// All parameters of the model.
@@ -8,10 +6,8 @@ pub const LLM: Component = Component { name: "llm", inputs: Inputs::All };
 /// Name of the decoder's module.
 pub(super) const DECODER: &str = "model";
 
-/// Sizes of the whole model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TextConfig {
-    /// The decoder.
     pub text: DecoderConfig,
 }
 

@@ -80,7 +80,6 @@ impl VisionEncoder {
         self.patch_embed.positions.as_ref()
     }
 
-    /// Parameters of all mergers.
     pub(super) fn merger_params(&self) -> Vec<&Param> {
         let deepstack = self.deepstack.iter().flat_map(|(_, merger)| merger.params());
         self.merger.params().into_iter().chain(deepstack).collect()
@@ -105,7 +104,6 @@ impl VisionEncoder {
             || self.deepstack.iter().any(|(_, merger)| merger.is_trained(grads))
     }
 
-    /// The deepstack merger that reads the output of `block`.
     fn deepstack_merger(&self, block: usize) -> Option<&Merger> {
         self.deepstack.iter().find(|(at, _)| *at == block).map(|(_, merger)| merger)
     }

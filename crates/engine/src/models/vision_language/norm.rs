@@ -1,5 +1,3 @@
-//! The norms of the vision encoder.
-
 use super::config::VisionKind;
 use crate::nn::{LayerNorm, ParamMap, RmsNorm, WeightError};
 use crate::tape::{GradSink, Param};

@@ -24,7 +24,6 @@ use kernels::{AttentionBackend, Matmul};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-/// A vision-language model.
 pub(super) struct VisionLanguageModel {
     config: VisionLanguageConfig,
     pub(super) vision: VisionEncoder,
