@@ -17,7 +17,6 @@ pub trait Host: std::fmt::Debug + Sync {
     fn write(&self, at: u64, bytes: usize);
 }
 
-/// Global memory.
 #[derive(Debug)]
 pub struct Global {
     allocations: BTreeMap<u64, OwnAllocation>,
@@ -82,7 +81,6 @@ impl Global {
         at
     }
 
-    /// Adds an allocation with these bytes.
     pub fn upload(&mut self, bytes: &[u8]) -> u64 {
         let at = self.allocate(bytes.len());
         let allocation = self.allocations.get_mut(&at).expect("it was added");
@@ -103,7 +101,6 @@ impl Global {
         self.found.clear();
     }
 
-    /// A block begins.
     pub(crate) fn begin_block(&mut self, block: u64, num_warps: usize) {
         self.notes.begin_block(block, num_warps);
     }

@@ -41,7 +41,6 @@ pub(crate) struct Copy16 {
     pub(crate) bytes: usize,
 }
 
-/// The state of a warp.
 #[derive(Debug)]
 pub(crate) struct Warp {
     pub(crate) index: usize,
@@ -73,7 +72,6 @@ pub(crate) struct Warp {
     pub(crate) polling: u32,
 }
 
-/// The lanes of a mask.
 pub(crate) fn iterate_lanes(mask: u32) -> impl Iterator<Item = usize> {
     (0..LANES).filter(move |lane| mask >> lane & 1 == 1)
 }
@@ -140,7 +138,6 @@ impl Warp {
         &self.regs[reg.0 as usize]
     }
 
-    /// The values of an operand.
     pub(crate) fn values(&self, operand: Operand, position: &Position) -> Lanes {
         match operand {
             Operand::Reg(reg) => self.regs[reg.0 as usize],
@@ -200,7 +197,6 @@ impl Warp {
         Stamp { unit: index as u16, epoch, releases, lanes }
     }
 
-    /// An access by a thread.
     pub(crate) fn by(&self, lane: usize) -> By<'_> {
         let known = [&self.known, self.of_lanes[lane].as_deref().unwrap_or(&NOTHING)];
         By { stamp: self.stamp(1 << lane), known, is_async: false }

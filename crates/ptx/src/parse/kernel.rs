@@ -23,7 +23,6 @@ pub(super) struct Body<'a, 'p> {
     variables: HashMap<&'a str, Variable<'a>>,
     /// All scopes; the first one is that of the kernel.
     scopes: Vec<Scope<'a>>,
-    /// The scope of the cursor.
     scope: usize,
     /// Branches, whose targets are set at the end.
     pub(super) branches: Vec<Jump<'a>>,
