@@ -53,7 +53,6 @@ pub enum SimdError {
     Missing {
         /// Level that the variable names.
         wanted: SimdLevel,
-        /// Best level of this CPU.
         best: SimdLevel,
     },
 }
@@ -86,7 +85,6 @@ fn choose(requested: &str, best: SimdLevel) -> Result<SimdLevel, SimdError> {
     }
 }
 
-/// Returns the best level of this CPU.
 fn best() -> SimdLevel {
     #[cfg(target_arch = "x86_64")]
     {
