@@ -12,10 +12,8 @@ use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Owns what [`Contents`] refers to.
 #[derive(Debug)]
 pub struct OwnedContents {
-    /// Names of the files.
     pub layout: FolderLayout,
     /// Tensors with their published names.
     pub weights: Vec<SavedTensor>,
@@ -126,7 +124,6 @@ impl BackgroundSave {
         Ok(save)
     }
 
-    /// The step of the checkpoint.
     pub fn step(&self) -> u64 {
         self.step
     }

@@ -29,7 +29,6 @@ const STEP: &str = "step-";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "trainer_state.json";
 
-/// Everything that one checkpoint holds.
 #[derive(Debug, Clone, Copy)]
 pub struct Contents<'a> {
     /// Weights, config and the files copied from the model folder.
@@ -170,7 +169,6 @@ impl Checkpointer {
         Ok(target)
     }
 
-    /// The folder that [`Self::save_final`] writes.
     pub fn final_folder(&self) -> PathBuf {
         self.output_dir.join(FINAL)
     }
@@ -510,7 +508,6 @@ impl Checkpointer {
 const BEST: &str = "best";
 
 impl Checkpointer {
-    /// The folder that [`Self::save_best`] writes.
     pub fn best_folder(&self) -> PathBuf {
         self.output_dir.join(BEST)
     }

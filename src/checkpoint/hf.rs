@@ -29,7 +29,6 @@ pub enum FolderLayout {
 /// The content of a model folder, or of the folder of an adapter, to be written.
 #[derive(Debug, Clone, Copy)]
 pub struct ModelFolder<'a> {
-    /// Names of the files.
     pub layout: FolderLayout,
     /// Tensors with their published names, in model order; a tied weight appears once.
     pub weights: &'a [SavedTensor],

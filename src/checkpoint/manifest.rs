@@ -114,7 +114,6 @@ impl Manifest {
         write_synced(&path, &text)
     }
 
-    /// Reads the manifest of a checkpoint.
     pub(super) fn read(folder: &Path) -> Result<Self, CheckpointError> {
         let path = folder.join(MANIFEST);
         let text =

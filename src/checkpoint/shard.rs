@@ -239,7 +239,6 @@ impl Shard {
         }
     }
 
-    /// The error for an element that is not finite.
     pub(super) fn non_finite(&self, tensor: &str, element: usize, value: f32) -> CheckpointError {
         let (path, tensor) = (self.path.clone(), tensor.to_owned());
         CheckpointError::NonFinite { path, tensor, element, value }
@@ -253,7 +252,6 @@ pub(super) trait Value: Copy {
     fn limit(dtype: DType) -> u32;
     /// The largest magnitude, as bits. Those of NaN are above those of infinity.
     fn largest(values: &[Self]) -> u32;
-    /// The value.
     fn to_f32(self) -> f32;
 }
 

@@ -39,7 +39,6 @@ pub struct SavedTensor {
     is_fixed: bool,
 }
 
-/// Computes a tensor.
 type Make = dyn Fn() -> Result<Tensor, CheckpointError> + Send + Sync;
 
 /// What a rank holds of a tensor.
@@ -95,12 +94,10 @@ impl SavedTensor {
         Self { name: name.into(), shape, dtype, held, is_fixed: true }
     }
 
-    /// Name of the tensor.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Number of elements.
     pub fn elem_count(&self) -> usize {
         self.shape.iter().product()
     }
@@ -294,7 +291,6 @@ impl<'a> TensorFile<'a> {
         CheckpointError::Parts { tensor, problem }
     }
 
-    /// Names of the tensors.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.iter().map(|(_, tensor)| tensor.name())
     }

@@ -335,7 +335,6 @@ fn decode<T, const N: usize>(
     chunks[range.clone()].iter().map(|&chunk| value(chunk)).collect()
 }
 
-/// An index of shards.
 #[derive(serde::Deserialize)]
 struct Index {
     /// The file of each tensor.

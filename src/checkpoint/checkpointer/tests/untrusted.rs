@@ -2,7 +2,6 @@
 
 use super::*;
 
-/// Contents of `run` with other weights.
 fn contents_of(run: &TestRun, weights: &[(String, Tensor)]) -> Result<PathBuf, CheckpointError> {
     let contents = Contents {
         model: ModelFolder {
@@ -72,7 +71,6 @@ fn a_tensor_of_a_file_that_is_not_finite_is_named_when_it_is_loaded() {
     }
 }
 
-/// Rewrites the manifest of a checkpoint.
 fn change_manifest(checkpoint: &Path, change: impl Fn(&mut Value)) {
     let path = checkpoint.join(MANIFEST);
     let mut manifest: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
