@@ -67,7 +67,6 @@ pub(super) fn model_folder(path: &Path, logging: &Logging) -> anyhow::Result<Pat
     Ok(run::model_folder(path, Weights::Pretrained, &SetupBars(logging))?)
 }
 
-/// Checks that an argument is a folder.
 pub(super) fn check_folder(argument: &str, path: &Path) -> anyhow::Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -202,12 +201,10 @@ impl OutputFile {
         path.map(|path| Self::open(option, path)).transpose()
     }
 
-    /// The path as given.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Writes the content of the file.
     pub(super) fn write(self, bytes: &[u8]) -> Result<(), Failure> {
         match self.target {
             Target::File(target) => write_atomically(&target, bytes)

@@ -1,5 +1,3 @@
-//! `trainer config`: the keys of a config.
-
 use super::terminal::stdout;
 use crate::config::RunConfig;
 use clap::Args;

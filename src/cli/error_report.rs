@@ -76,7 +76,6 @@ fn is_out_of_memory(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| cause.to_string().to_ascii_uppercase().contains("OUT_OF_MEMORY"))
 }
 
-/// The exit code of the process.
 pub(super) fn exit(error: &anyhow::Error) -> Exit {
     outcome(error).0
 }

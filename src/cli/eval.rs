@@ -111,7 +111,6 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The answers of all chats.
 fn answers(predictor: &Predictor<'_>, logging: &Logging) -> anyhow::Result<Vec<Prediction>> {
     let total = predictor.num_chats() as u64;
     let progress = Progress::items(logging.bars(), "rows answered", total);

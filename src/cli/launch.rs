@@ -139,7 +139,6 @@ fn watch(
     outcome(&ends, ranks.0.len() == 1)
 }
 
-/// The error for a program that does not exist.
 fn missing(program: &str) -> anyhow::Error {
     let failure = Failure::new(Exit::Usage, format!("cannot start `{program}`: it is not in PATH"));
     let hint = "install OpenMPI, which starts ranks on the CPU, or set `distributed.processes: 1`";
@@ -207,7 +206,6 @@ impl Drop for RankProcesses {
     }
 }
 
-/// How a rank has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Done,

@@ -123,7 +123,6 @@ impl Filters {
 /// One line: local time, level, message, fields.
 #[derive(Debug)]
 struct LogFormat {
-    /// Format of the time.
     time: &'static str,
 }
 

@@ -95,7 +95,6 @@ enum Command {
 }
 
 impl Cli {
-    /// Parses the arguments of this process.
     fn read() -> Result<Self, clap::Error> {
         let mut command = args::expand_arguments(Self::command());
         let mut matches = command.try_get_matches_from_mut(std::env::args_os())?;

@@ -84,13 +84,11 @@ fn bytes(text: &str) -> Result<f64, String> {
     parsed.ok_or_else(|| "expected a number with a unit, such as 80GiB, 80GB or 512MiB".to_owned())
 }
 
-/// Reads a positive number.
 fn positive(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number: &f64| *number > 0.0 && number.is_finite());
     number.ok_or_else(|| "expected a number above 0".to_owned())
 }
 
-/// Prints the predictions.
 pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
     let mut files =
         ConfigArgs { config: args.config.config.clone(), overrides: args.config.overrides.clone() };
@@ -287,7 +285,6 @@ impl PlanReport<'_> {
     }
 }
 
-/// Prints tables.
 pub(super) fn print(report: &PlanReport<'_>) -> anyhow::Result<()> {
     let out = &mut stdout();
     print_run(report, out)?;

@@ -45,7 +45,6 @@ impl Progress {
         progress
     }
 
-    /// Shows a finished step.
     pub(super) fn step(&self, metrics: &StepMetrics) {
         self.bar.set_position(metrics.step);
         let columns = Terminal::stderr().columns().unwrap_or(MAX_COLUMNS);

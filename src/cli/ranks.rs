@@ -58,7 +58,6 @@ pub(super) fn started_ranks(
     Ok(true)
 }
 
-/// How this program starts ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LaunchMethod {
     /// It starts one process for each GPU.

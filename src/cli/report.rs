@@ -29,7 +29,6 @@ pub(super) struct ReportArgs {
 const MAX_RUNS: usize = 16;
 const NAME: &str = "report.html";
 
-/// Writes the page.
 pub(super) fn run(args: &ReportArgs, logging: &Logging) -> anyhow::Result<()> {
     let given = OutputFile::open_given("--out", args.out.as_ref())?; // before any work
     let default = match args.runs.as_slice() {

@@ -119,7 +119,6 @@ fn on_threads(large: usize) -> anyhow::Result<bool> {
     })
 }
 
-/// The results so far.
 #[derive(Default)]
 struct Tally {
     /// Whether to print a line for each case.

@@ -127,7 +127,6 @@ struct Finished {
     stopped_early: Option<String>,
 }
 
-/// Trains until the run is finished.
 fn train(
     run: &mut Run,
     config: &RunConfig,

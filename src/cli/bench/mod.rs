@@ -300,7 +300,6 @@ struct Sizes {
     head: [usize; 3],
     /// Number of elements of a matrix in NF4.
     dequantized: usize,
-    /// Number of parameters.
     optimizer: usize,
 }
 

@@ -18,7 +18,6 @@ use crate::ops::{
 };
 use candle_core::{DType, Device, Result, Tensor};
 
-/// The benchmark of the ops on one device.
 pub(super) struct OpBench {
     pub(super) clock: Clock,
     /// Dtype of the operands; gradient buffers and statistics are `f32`.
@@ -32,7 +31,6 @@ struct Peaks {
     bytes: f64,
 }
 
-/// An op to time.
 pub(super) struct Case<'a> {
     name: String,
     work: Work,

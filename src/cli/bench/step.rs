@@ -99,7 +99,6 @@ impl Ready {
     }
 }
 
-/// Sums over the timed steps.
 #[derive(Default)]
 struct StepTotals {
     seconds: f64,

@@ -16,7 +16,6 @@ use std::sync::Arc;
 
 const COMMANDS: &str = "`/image FILE`, `/video PATH`, `/reset`, `/help`, `/exit`";
 
-/// A line of the user.
 #[derive(Debug, PartialEq, Eq)]
 enum UserInput<'a> {
     Image(&'a Path),
@@ -24,13 +23,11 @@ enum UserInput<'a> {
     Reset,
     Help,
     Exit,
-    /// Text of a turn.
     Text(&'a str),
     /// Only white space.
     Empty,
 }
 
-/// The text of a line.
 fn text(line: &[u8]) -> Result<&str, Failure> {
     str::from_utf8(line).map_err(|_| {
         let found = String::from_utf8_lossy(line);
@@ -177,7 +174,6 @@ impl Conversation {
         Ok(())
     }
 
-    /// Adds a turn of the user.
     pub(super) fn add_user_turn(&mut self, text: &str) {
         let part = |medium: &Medium| match medium {
             Medium::Image(_) => Part::Image,
@@ -189,7 +185,6 @@ impl Conversation {
         self.messages.push(Message::new("user", Content::Parts(parts)));
     }
 
-    /// Adds the answer to the last turn.
     pub(super) fn answered(&mut self, text: String) {
         self.messages.push(Message::new("assistant", Content::Text(text)));
     }

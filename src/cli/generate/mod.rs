@@ -272,7 +272,6 @@ fn of_run(model: &Path) -> anyhow::Result<PathBuf> {
     Ok(newest)
 }
 
-/// The text of ids.
 type Decode<'a> = Box<dyn Fn(&[u32]) -> Result<String, TokenizerError> + 'a>;
 
 /// The part of an answer that can be printed already. The pieces together are the text of all
@@ -325,7 +324,6 @@ impl<'a> Streamed<'a> {
         self.up_to(self.text.len())
     }
 
-    /// The whole text.
     fn into_text(self) -> String {
         self.text
     }

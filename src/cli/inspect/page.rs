@@ -15,7 +15,6 @@ use std::ops::Range;
 const PAGE_PIXELS: u64 = 350_000;
 /// Minimum limit on the pixels of an image, even if the page then exceeds [`PAGE_PIXELS`].
 const LEAST_PIXELS: u64 = 64 * 64;
-/// Maximum number of packs shown.
 const MAX_PACKS: usize = 16;
 
 /// A page to which samples are added one by one.
@@ -136,7 +135,6 @@ impl<'a> Page<'a> {
         Ok(())
     }
 
-    /// Adds a rejected row.
     pub(super) fn rejected(&mut self, rejection: &Rejection) {
         push(
             &mut self.body,
@@ -194,7 +192,6 @@ impl<'a> Page<'a> {
         }
     }
 
-    /// Returns the HTML document.
     pub(super) fn finish(self) -> String {
         let (rows, tokens) = self.cut;
         let truncation = self.side.map_or_else(String::new, |side| {
@@ -291,7 +288,6 @@ pub(super) enum Fate {
     Cut,
 }
 
-/// Writes the turns of a sample.
 pub(super) struct Turns<'a> {
     pub(super) out: &'a mut String,
     /// Whether the element of a turn is open.
@@ -361,7 +357,6 @@ const LEAST_SIDE: u32 = 128;
 /// An image or a group of frames to show.
 pub(super) struct Figure<'a> {
     pub(super) media: &'a [ShownMedium<'a>],
-    /// Index in `media`.
     pub(super) index: usize,
     /// Index of the group of frames; 0 for an image.
     pub(super) group: usize,
@@ -474,7 +469,6 @@ pub(super) fn pieces<R: Copy>(
     pieces
 }
 
-/// Number of dropped tokens.
 pub(super) fn num_tokens(dropped: &[DroppedTokens]) -> usize {
     dropped.iter().map(|cut| cut.ids.len()).sum()
 }
@@ -487,7 +481,6 @@ pub(super) fn side(keep: KeptEnd) -> &'static str {
     }
 }
 
-/// An image or a video of a sample.
 pub(super) struct ShownMedium<'a> {
     pub(super) patches: &'a Patches,
     /// Positions of its tokens in the sample.
@@ -511,7 +504,6 @@ pub(super) fn of_kind(sample: &EncodedSample, kind: MediumKind) -> impl Iterator
     sample.media.iter().filter(move |patches| patches.kind == kind)
 }
 
-/// Grids of the images, and grids of the videos.
 pub(super) fn grids(sample: &EncodedSample) -> [Vec<[u32; 3]>; 2] {
     [MediumKind::Image, MediumKind::Video]
         .map(|kind| of_kind(sample, kind).map(|patches| patches.grid_thw).collect())

@@ -1,5 +1,3 @@
-//! Tests of processes that start ranks.
-
 use super::super::error_report::{exit, text};
 use super::*;
 use std::path::Path;
