@@ -6,11 +6,9 @@ use super::series::{Bucket, Series};
 /// What the numbers of an axis mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unit {
-    /// A plain number.
     Number,
     /// A share, shown in percent.
     Share,
-    /// Bytes.
     Bytes,
 }
 
@@ -38,16 +36,13 @@ impl Unit {
 const MIB: f64 = 1_048_576.0;
 const GIB: f64 = 1024.0 * MIB;
 
-/// A line of a chart.
 #[derive(Debug)]
 pub(super) struct ChartLine<'a> {
     /// Name in the legend.
     pub(super) label: String,
     /// Number of its colour.
     pub(super) colour: usize,
-    /// Its values.
     pub(super) series: &'a Series,
-    /// Whether each value has a dot.
     pub(super) dots: bool,
 }
 
@@ -60,7 +55,6 @@ pub(super) struct Mark {
     pub(super) title: String,
 }
 
-/// Lines over steps.
 #[derive(Debug)]
 pub(super) struct Chart<'a> {
     pub(super) title: String,
@@ -69,7 +63,6 @@ pub(super) struct Chart<'a> {
     pub(super) marks: Vec<Mark>,
     /// Whether the axis is logarithmic if the values differ much.
     pub(super) may_be_log: bool,
-    /// Whether the chart has a legend.
     pub(super) has_legend: bool,
     /// Maximum number of places of a line.
     pub(super) places: usize,
@@ -85,7 +78,6 @@ const LEFT: f64 = 52.0;
 const RIGHT: f64 = 428.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = 182.0;
-/// Maximum number of marks of a chart.
 const MAX_MARKS: usize = 200;
 
 impl Chart<'_> {

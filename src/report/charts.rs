@@ -1,5 +1,3 @@
-//! The charts of a page.
-
 use super::chart::{Chart, ChartLine, Mark, Unit};
 use super::folder::RunFolder;
 use super::series::Series;
@@ -17,12 +15,10 @@ const TRAIN: [(&str, &str, Unit, bool); 8] = [
     ("rejected", "Rejected rows so far", Unit::Number, false),
 ];
 
-/// Maximum number of data sets in a chart.
 const MAX_SETS: usize = 16;
 /// Number of places of all lines of a chart together.
 const PLACES: usize = 1600;
 
-/// All charts, as HTML.
 pub(super) fn charts(runs: &[RunFolder]) -> String {
     let mut out = String::from("<div class=\"charts\">\n");
     out.push_str(&losses(runs));
@@ -68,7 +64,6 @@ fn losses(runs: &[RunFolder]) -> String {
         + &chart(runs, "Loss of the evaluations", Unit::Number, eval, true)
 }
 
-/// The losses of each data set of a run.
 fn data_sets(runs: &[RunFolder], run: &RunFolder) -> String {
     let mut html = String::new();
     let of = if runs.len() > 1 { format!(" of {}", run.path.display()) } else { String::new() };

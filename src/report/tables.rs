@@ -1,5 +1,3 @@
-//! The tables of a page.
-
 use super::chart::number;
 use super::folder::RunFolder;
 use super::html::{escaped, push};
