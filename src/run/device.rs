@@ -17,7 +17,6 @@ use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// A GPU that cannot be used.
 #[derive(Debug, thiserror::Error, fault::Fault)]
 #[error("`device` is `cuda:{ordinal}`, which cannot be used: {problem}")]
 #[fault(exit = Usage, hint = device_hint())]

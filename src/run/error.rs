@@ -25,7 +25,6 @@ use std::path::PathBuf;
 ///
 /// Where a config key is the cause, [`RunError::keys`] returns it.
 #[derive(Debug, thiserror::Error, fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
 #[fault(exit = Usage)]
 pub enum RunError {
     #[error(transparent)]
@@ -351,7 +350,6 @@ fn groups_text(sequence: usize) -> String {
 
 /// The reason why a model cannot be loaded.
 #[derive(Debug, thiserror::Error, fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
 #[fault(exit = Data)]
 pub enum SetupError {
     #[error(

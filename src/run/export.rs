@@ -36,7 +36,6 @@ pub struct Exported {
 /// How the tensors of a folder are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExportDtype {
-    /// All in one dtype.
     Dtype(Precision),
     /// The weights of linear layers in 4 bits, the others in the dtype of the files.
     Nf4,

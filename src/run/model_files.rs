@@ -599,7 +599,6 @@ pub(crate) fn differs_from_copy(adapter: &Path, model: &Path) -> Option<&'static
     differs.into_iter().find(|(differs, _)| *differs).map(|(_, what)| what)
 }
 
-/// Compares the chat templates of the folder.
 fn check_templates(folder: &Path) -> Result<(), Contradiction> {
     let source = |name: &str| template_in(folder, name);
     let mut templates = TEMPLATES.iter().filter_map(|name| Some((*name, source(name)?)));

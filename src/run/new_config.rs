@@ -31,13 +31,10 @@ const GIB: f64 = 1_073_741_824.0;
 pub struct NewRun {
     /// Model folder, or an id of the hub.
     pub model: PathBuf,
-    /// Data files to train on.
     pub train: Vec<PathBuf>,
-    /// Data files to evaluate on.
     pub eval: Vec<PathBuf>,
     /// Folder of the images that the rows name.
     pub image_root: Option<PathBuf>,
-    /// Folder that the run writes to.
     pub output_dir: PathBuf,
     /// Name of the config in its comments.
     pub name: String,
@@ -66,10 +63,8 @@ pub fn new_config(new: &NewRun, observer: &dyn SetupObserver) -> Result<String, 
     Ok(new.yaml(&config, &choices, [&train, &eval]))
 }
 
-/// Lengths of the rows of a data set.
 struct DatasetLengths {
     form: String,
-    /// Number of rows.
     rows: usize,
     /// Number of rows that were measured, those that cannot be used included.
     num_read: usize,
@@ -214,7 +209,6 @@ fn choose_memory(config: &mut RunConfig) -> Result<Option<[f64; 2]>, RunError> {
 }
 
 impl NewRun {
-    /// The config with default values.
     fn config(&self) -> RunConfig {
         let sets = |paths: &[PathBuf]| -> Vec<Value> {
             let set = |path: &PathBuf| {
@@ -276,7 +270,6 @@ impl NewRun {
         filled(include_str!("new_config.yaml"), &values, &conditions)
     }
 
-    /// The lines of the data sets `key`.
     fn sets(&self, key: &str, paths: &[PathBuf], sets: &[DatasetLengths]) -> String {
         if paths.is_empty() {
             let comment = "rows that are not in `train`: [{path: eval.jsonl}]";
@@ -353,7 +346,6 @@ fn path(path: &Path) -> String {
     }
 }
 
-/// A converted config.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConvertedConfig {
     /// The config as YAML. A comment on each line says where its value came from; comments at the

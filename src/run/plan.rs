@@ -26,7 +26,6 @@ use tracing::field::display;
 /// Number of rows from which the log has a hint how to begin without measuring them.
 const MANY_ROWS: usize = 1 << 20;
 
-/// The result of [`plan_run`].
 pub(super) struct RunPlan {
     /// Steps until the data ends; `None` if it is repeated until `train.max_steps`.
     pub(super) planned: Option<Planned>,
@@ -181,13 +180,10 @@ const NUM_SAMPLED: usize = 16;
 /// The size of a run over its data.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DataPlan {
-    /// Its rows.
     pub rows: usize,
-    /// Number of epochs that `plan` counts.
     pub epochs: u64,
     /// Packs and tokens of these epochs.
     pub plan: Plan,
-    /// Steps of the run.
     pub steps: u64,
     /// Fraction of supervised tokens, of a few rows.
     pub targets: f64,

@@ -10,7 +10,6 @@ use sha2::digest::generic_array::GenericArray;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Where a run starts.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Resume {
     /// From the newest undamaged checkpoint in `output_dir` that was written with the same config,

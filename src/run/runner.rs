@@ -113,7 +113,6 @@ pub(crate) fn step_runner(
     })
 }
 
-/// The buffers of gradients.
 fn gradients(
     config: &RunConfig,
     loaded: &LoadedModel,
@@ -226,14 +225,12 @@ mod tests {
     use std::path::Path;
     use std::sync::Arc;
 
-    /// Whether weights follow one another.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     enum WeightPlacement {
         Placed,
         Apart,
     }
 
-    /// What a step computes.
     struct FirstStep {
         loss: f64,
         gradients: Vec<Option<Tensor>>,

@@ -39,7 +39,6 @@ fn without_evaluation(config: &RunConfig, folder: &Path) -> RunConfig {
 pub struct Calibration {
     /// Number of steps that were timed.
     pub steps: u64,
-    /// Tokens per second.
     pub tokens_per_s: f64,
     /// Peak memory of the process, or of the tensors on the GPU, in bytes.
     pub peak_bytes: f64,
@@ -93,20 +92,16 @@ impl Observer for StepTimes {
     fn evaluated(&mut self, _: &EvalMetrics) {}
 }
 
-/// A step that was trained again.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Replay {
     /// The checkpoint that it was trained from; 0: the beginning of the run.
     pub from_step: u64,
-    /// Its metrics.
     pub metrics: StepMetrics,
-    /// Its rows and their losses.
     pub samples: StepSamples,
     /// The gradient of each stage, in the order of forward.
     pub stages: Vec<StageNorm>,
 }
 
-/// Norm of the gradient of a stage.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StageNorm {
     /// Common beginning of the names of its parameters.

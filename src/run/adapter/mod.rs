@@ -46,7 +46,6 @@ pub struct OpenAdapter {
     split: Option<Split>,
 }
 
-/// Source of the values.
 enum Source {
     New(AdapterDraw),
     /// The parts of the weights in `split`.
@@ -329,7 +328,6 @@ impl OpenAdapter {
     }
 }
 
-/// The L2 norms of rows.
 fn norms(rows: &Tensor) -> candle_core::Result<Tensor> {
     rows.sqr()?.sum(D::Minus1)?.sqrt()
 }

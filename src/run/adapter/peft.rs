@@ -278,7 +278,6 @@ impl Exchanged {
         part().map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })
     }
 
-    /// The tensor `name`.
     pub(in crate::run) fn load(
         &self,
         files: &WeightFiles,

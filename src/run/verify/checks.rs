@@ -221,7 +221,6 @@ pub(super) const MIN_LOSS: f64 = 1e-3;
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Derivative {
     pub(super) component: &'static str,
-    /// The norm of the gradient.
     pub(super) norm: f64,
     /// The slope of the loss; the norm, if the gradient is right.
     pub(super) slope: f64,
@@ -307,7 +306,6 @@ impl<'a> Moved<'a> {
 /// The name of the check.
 pub(super) const RESUMED: &str =
     "a run that is stopped and resumed equals one that is not, to the bit";
-/// Number of optimizer steps.
 const STEPS: u64 = 4;
 /// The step after which one of the runs stops.
 const STOP_AFTER: u64 = 2;

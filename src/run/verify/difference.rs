@@ -7,15 +7,12 @@ use crate::run::RunError;
 use crate::train::StepRunner;
 use candle_core::{DType, Device, Result, Tensor};
 
-/// What a layout computes.
 #[derive(Debug, Clone)]
 pub(super) struct LayoutLosses {
     pub(super) loss: f64,
-    /// The losses of each sample's targets.
     pub(super) samples: Vec<SampleLosses>,
 }
 
-/// The losses of the targets of a sample.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct SampleLosses {
     pub(super) nll: Vec<f32>,

@@ -31,7 +31,6 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// The name in the report.
     pub fn name(self) -> &'static str {
         match self {
             Self::OneByOne => "one by one",
@@ -204,7 +203,6 @@ fn problem(batch: &VarlenBatch, sample: &EncodedSample, tokens: &Range<usize>) -
     missing.map(|end| format!("no segment boundary at token {end} of the micro-batch"))
 }
 
-/// Rows in memory.
 pub(super) struct Rows {
     pub(super) samples: Vec<EncodedSample>,
     /// File and line of each.

@@ -35,9 +35,7 @@ use subject::Subject;
 /// Bound of differences in f32.
 const BOUND: f64 = 1e-5;
 
-/// Options of [`verify`].
 pub struct VerifyOptions<'a> {
-    /// Number of rows.
     pub rows: NonZeroUsize,
     /// A temporary folder is made here, and removed at the end.
     pub folder: PathBuf,
@@ -115,7 +113,6 @@ fn without_dropout(config: &RunConfig) -> RunConfig {
     config
 }
 
-/// A verification in progress.
 struct Verification<'a> {
     pipeline: &'a dyn Pipeline,
     rows: &'a Rows,

@@ -8,19 +8,15 @@ use std::fmt;
 pub struct VerifyReport {
     /// Whether no check failed.
     pub passed: bool,
-    /// Number of rows.
     pub rows: usize,
     /// Number of rejected rows before the last one.
     pub rejected: usize,
-    /// Number of tokens of the rows.
     pub tokens: usize,
     /// Number of supervised targets of the rows.
     pub targets: usize,
     /// Number of images and videos of the rows.
     pub media: usize,
-    /// Precision of the config.
     pub precision: &'static str,
-    /// Device of the config.
     pub device: String,
     /// Layouts; the first one is the reference.
     pub layouts: Vec<LayoutReport>,
@@ -30,12 +26,9 @@ pub struct VerifyReport {
     pub checks: Vec<Check>,
 }
 
-/// Losses of the rows in one layout.
 #[derive(Debug, Clone, Serialize)]
 pub struct LayoutReport {
-    /// Name of the layout.
     pub name: String,
-    /// Number of micro-batches.
     pub micro_batches: usize,
     /// Number of tokens that the model computes, padding included.
     pub tokens: usize,
@@ -51,10 +44,8 @@ pub struct LayoutReport {
     pub bound: f64,
 }
 
-/// Gradients of the parameters of a stage.
 #[derive(Debug, Clone, Serialize)]
 pub struct StageReport {
-    /// Name of the module.
     pub name: String,
     /// Component that the stage belongs to.
     pub component: &'static str,
@@ -66,11 +57,9 @@ pub struct StageReport {
     pub norm: f64,
     /// Differences in each layout but the reference.
     pub differences: Vec<Difference>,
-    /// Bound of the differences.
     pub bound: f64,
     /// The tensor with the largest difference relative to its norm.
     pub worst_tensor: String,
-    /// That difference.
     pub worst_difference: f64,
 }
 
@@ -86,7 +75,6 @@ pub struct Difference {
 /// A property that was checked.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Check {
-    /// The property.
     pub name: String,
     /// Whether it holds.
     pub outcome: CheckOutcome,
@@ -94,13 +82,10 @@ pub struct Check {
     pub detail: String,
 }
 
-/// The outcome of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CheckOutcome {
-    /// The property holds.
     Passed,
-    /// The property does not hold.
     Failed,
     /// The rows or the config do not have what the check needs.
     Skipped,
