@@ -1,5 +1,3 @@
-//! The config section `adapter`.
-
 use serde::{Deserialize, Deserializer, Serialize};
 use settings::{Choice, Kind, Setting, above, section};
 use std::num::NonZeroUsize;
@@ -128,7 +126,6 @@ impl Setting for Targets {
     }
 }
 
-/// The name of [`Targets::AllLinear`].
 const ALL_LINEAR: &str = "all-linear";
 
 fn all_linear<S: serde::Serializer>(serializer: S) -> Result<S::Ok, S::Error> {

@@ -41,7 +41,6 @@ impl EvalRule {
         })
     }
 
-    /// The metric as in the config.
     pub fn metric(&self) -> &str {
         &self.metric
     }
@@ -75,9 +74,7 @@ impl EvalRule {
 pub struct EvalHistory {
     /// Metric and mode. With others, the history starts again.
     compared: String,
-    /// Step of the last evaluation.
     step: u64,
-    /// The best evaluation.
     best: Option<BestEval>,
     /// The last value that was an improvement by more than `min_delta`.
     improved: Option<Bits>,
@@ -85,7 +82,6 @@ pub struct EvalHistory {
     since: u64,
 }
 
-/// An evaluation and its value.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 struct BestEval {
     step: u64,
@@ -130,7 +126,6 @@ impl EvalHistory {
         Self::deserialize(&state["evals"]).ok()
     }
 
-    /// Step of the best evaluation by this rule.
     pub fn best_step(&self, rule: &EvalRule) -> Option<u64> {
         self.best.filter(|_| self.compared == rule.identity()).map(|best| best.step)
     }

@@ -8,7 +8,6 @@ use crate::dist::DistError;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// The scores of one block of rows.
 #[derive(Serialize, Deserialize)]
 struct Block {
     samples: Vec<ScoreRecord>,

@@ -10,14 +10,11 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 use std::num::NonZeroUsize;
 use std::ops::{ControlFlow, Range};
 
-/// Settings of generation.
 #[derive(Debug, Clone)]
 pub struct GenerateOptions {
-    /// Maximum number of tokens of an answer.
     pub max_new_tokens: usize,
     /// Greedy, or random with a temperature, top-k and top-p.
     pub sampling: Sampling,
-    /// Seed of random sampling.
     pub seed: u64,
     /// Ids that end an answer. They are not part of it.
     pub stop_ids: Vec<u32>,
@@ -36,12 +33,10 @@ pub fn generate(
     Ok(answer.ids)
 }
 
-/// An answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     /// The new ids, without a stop id.
     pub ids: Vec<u32>,
-    /// Number of tokens of the prompt.
     pub num_prompt_tokens: usize,
     /// Number of tokens at the start of the prompt whose keys and values were kept from the answer
     /// before.
@@ -166,7 +161,6 @@ impl<'a, K> Group<'a, K> {
 struct OpenAnswer {
     /// All tokens of `ids`, or all but the last one.
     cache: Cache,
-    /// The prompt and the answer.
     ids: Vec<u32>,
     num_prompt_tokens: usize,
     processor: LogitsProcessor,

@@ -20,7 +20,6 @@ pub struct Ranks {
     monitor: Option<Arc<dyn Monitor>>,
 }
 
-/// The connections to the other ranks.
 struct Others {
     lane: Mutex<Box<dyn Lane>>,
     sums: Arc<dyn Collective>,
@@ -118,7 +117,6 @@ impl Ranks {
         self.report("reading data");
     }
 
-    /// Reports the current work to the monitor.
     pub(super) fn report(&self, work: &str) {
         if let Some(monitor) = &self.monitor {
             monitor.report(&self.work(work));

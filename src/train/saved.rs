@@ -15,7 +15,6 @@ type HeldPart = (Range<usize>, Tensor);
 /// How checkpoints contain a parameter.
 #[derive(Debug, Clone)]
 pub struct SavedAs {
-    /// Name of the tensor.
     pub name: String,
     /// Names and shapes of the tensors that have its elements instead; empty: there is one tensor.
     pub pieces: Vec<(String, Vec<usize>)>,

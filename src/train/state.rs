@@ -16,7 +16,6 @@ pub struct TrainState {
     pub version: u32,
     /// Number of optimizer steps done.
     pub step: u64,
-    /// Number of steps of the whole run.
     pub total_steps: u64,
     /// Number of steps until the data ends; `None` if it is repeated until `max_steps`.
     pub planned: Option<Planned>,
@@ -77,7 +76,6 @@ pub struct BaseContents {
 /// The plan of a run, from the lengths of all rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Planned {
-    /// Number of epochs.
     pub epochs: u64,
     /// Number of optimizer steps of these epochs.
     pub steps: u64,

@@ -21,7 +21,6 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Results of a step.
 #[derive(Debug)]
 pub struct StepOutcome {
     /// Mean over the step's supervised targets, weighted by the weights of the rows.
@@ -40,9 +39,7 @@ pub struct StepOutcome {
     pub problem: Option<TrainError>,
 }
 
-/// A model in training.
 pub struct StepRunner {
-    /// The model.
     pub model: Box<dyn Model>,
     /// All parameters, in order.
     pub params: Vec<Param>,
@@ -52,7 +49,6 @@ pub struct StepRunner {
     pub kept: Vec<SavedTensor>,
     /// Dropout of the adapter, if there is one.
     pub dropout: Option<Arc<Dropout>>,
-    /// State and update.
     pub optimizer: Optimizer,
     /// Gradients, and their sums over micro-batches and ranks.
     pub gradients: GradientSums,
@@ -62,9 +58,7 @@ pub struct StepRunner {
     pub recompute: RecomputePolicy,
     /// Factor of the auxiliary loss of the routers.
     pub aux_loss: f64,
-    /// Compute dtype.
     pub dtype: DType,
-    /// The device of model and gradients.
     pub device: Device,
     /// The other ranks of the run.
     pub ranks: Ranks,
@@ -73,7 +67,6 @@ pub struct StepRunner {
 /// Counts of a whole step, over all micro-batches and ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepCounts {
-    /// Number of supervised targets.
     pub num_targets: u64,
     /// Sum of their weights: the divisor of loss and gradients. Equals `num_targets` if no row of
     /// the step has a weight.
@@ -136,7 +129,6 @@ impl Losses {
     }
 }
 
-/// The update of a step.
 enum Queued {
     Update(Update),
     /// The loss is not finite: there is none. The sum of the squares of each gradient.

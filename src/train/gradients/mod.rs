@@ -26,7 +26,6 @@ pub enum GradientSums {
     /// [`buffers_of_tree`] of them, the sum has the bits of a run on `2^n` ranks. The first one
     /// receives the sum.
     Alone(Vec<Gradients>),
-    /// Several ranks.
     Shared(SharedSums),
 }
 
@@ -71,7 +70,6 @@ impl GradientSums {
     }
 }
 
-/// The sums of one step.
 pub(super) enum StepSums<'a> {
     Alone(Tree<'a>),
     Shared { sums: &'a SharedSums, params: &'a [Param], weights: &'a RankWeights, rounds: usize },

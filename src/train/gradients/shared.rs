@@ -45,7 +45,6 @@ impl Buffers {
     }
 }
 
-/// The gradients of a rank.
 pub struct SharedSums {
     layout: Arc<Layout>,
     collective: Arc<dyn Collective>,
@@ -115,17 +114,14 @@ impl SharedSums {
         &self.buffers
     }
 
-    /// The places of the parameters.
     pub(super) fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// The engine of the sums.
     pub(super) fn collective(&self) -> &dyn Collective {
         &*self.collective
     }
 
-    /// The device of the gradients.
     pub(super) fn device(&self) -> &Device {
         &self.device
     }
@@ -213,7 +209,6 @@ pub(super) struct SharedRound<'a> {
     rounds: usize,
     /// The sums of the stages in turn, by the number of the turn.
     tickets: RefCell<Vec<Ticket>>,
-    /// The first error.
     error: RefCell<Result<()>>,
 }
 

@@ -37,7 +37,6 @@ impl Observer for () {
     fn evaluated(&mut self, _: &EvalMetrics) {}
 }
 
-/// How a run ended.
 #[derive(Debug)]
 pub enum TrainOutcome {
     /// All steps are done, or evaluations no longer improve, and the folder `final` is written.
@@ -56,7 +55,6 @@ pub enum TrainOutcome {
     },
 }
 
-/// A run in progress.
 pub struct Trainer {
     parts: TrainerParts,
     audit: Audit,
@@ -75,7 +73,6 @@ struct ReadyStep {
     has_images: bool,
 }
 
-/// The result of waiting for the data of a step.
 enum Waited {
     Step(Box<ReadyStep>),
     /// A signal stops the run.
@@ -119,12 +116,10 @@ impl Trainer {
         }
     }
 
-    /// Progress of the run.
     pub fn state(&self) -> &TrainState {
         &self.parts.state
     }
 
-    /// The model in training.
     pub fn runner(&self) -> &StepRunner {
         &self.parts.runner
     }
@@ -149,7 +144,6 @@ impl Trainer {
         Ok(self.parts.state.step == step)
     }
 
-    /// The rows of the evaluation.
     pub fn eval_rows(&self) -> Option<&JsonlRows> {
         self.parts.evaluation.rows.as_ref()
     }

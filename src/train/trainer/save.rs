@@ -14,7 +14,6 @@ use std::iter::successors;
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// The checkpoints of a run.
 pub(super) struct Saves {
     /// Step of the newest complete checkpoint in `output_dir`.
     at: Option<u64>,

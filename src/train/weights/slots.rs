@@ -31,7 +31,6 @@ struct Order {
     head: usize,
 }
 
-/// The weights of a model of which this rank has a share.
 pub struct WeightSlots {
     order: Order,
     /// The share of this rank and all weights, for the buckets of each stage.

@@ -32,7 +32,6 @@ pub enum WeightStorage {
     Nf4,
 }
 
-/// A weight as it is stored.
 #[derive(Debug, Clone)]
 pub enum StoredWeight {
     /// In host memory, in the compute dtype.
@@ -73,7 +72,6 @@ impl Default for CopyState {
     }
 }
 
-/// A stored weight, and its place in a slot.
 struct VisitingWeight {
     stored: StoredWeight,
     place: Tensor,
@@ -122,7 +120,6 @@ fn len(param: &Param) -> usize {
     param.shape().elem_count()
 }
 
-/// The places of weights in two slots.
 struct SlotPlaces {
     /// By stage: index and first element of each weight.
     starts: Vec<Vec<(usize, usize)>>,
