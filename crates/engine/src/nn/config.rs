@@ -7,7 +7,6 @@ use kernels::{DeltaHeads, NormScale};
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
-    /// Vocabulary size, `V`.
     pub vocab_size: usize,
     /// Hidden size, `D`.
     pub hidden_size: usize,

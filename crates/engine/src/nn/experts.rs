@@ -110,7 +110,6 @@ impl MoeConfig {
     }
 }
 
-/// Adds the tensors of a layer with experts.
 pub(super) fn sparse_specs(
     moe: &MoeConfig,
     hidden: usize,

@@ -35,7 +35,6 @@ pub struct ParamSpec {
     pub component: Component,
     /// Values of a model with random weights.
     pub init: Init,
-    /// How weight files have the tensor.
     pub stored: Stored,
 }
 

@@ -32,7 +32,6 @@ struct State {
     slopes: Option<Vec<f32>>,
 }
 
-/// What a forward pass records.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Recording {
     /// Nothing.

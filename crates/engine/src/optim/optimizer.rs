@@ -48,7 +48,6 @@ pub struct Norms {
     pub squares: Vec<f64>,
 }
 
-/// An update that was queued.
 #[derive(Debug)]
 pub struct Update {
     squares: Tensor,
@@ -291,7 +290,6 @@ fn adamw_update<'a>(
     }
 }
 
-/// Updates a parameter with `Muon`; `scale` is the factor of its gradient.
 fn muon_update(
     state: &ParamState,
     weight: &Tensor,

@@ -50,7 +50,6 @@ impl StateKind {
     }
 }
 
-/// How a parameter is updated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Rule {
     /// `AdamW` with moments of this dtype; `u8` means 8-bit codes.

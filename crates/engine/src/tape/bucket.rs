@@ -48,7 +48,6 @@ impl Bucket {
         self.places.is_empty()
     }
 
-    /// Number of elements of the flat tensor.
     pub fn len(&self) -> usize {
         self.shares * self.share_len
     }

@@ -74,7 +74,6 @@ pub struct VisionLanguageConfig {
 }
 
 impl VisionLanguageConfig {
-    /// Fails if the sizes contradict each other.
     pub(in crate::models) fn check(&self) -> Result<(), ModelConfigError> {
         let (text, vision) = (&self.text, &self.vision);
         let fail = |what: String| Err(ModelConfigError::Shape { what });

@@ -7,7 +7,6 @@ use crate::nn::{Decoder, indexes, matrix_elements};
 use crate::tape::Recompute;
 
 impl VisionLanguageConfig {
-    /// Work of the vision blocks, the mergers, the decoder and the head.
     pub(super) fn work(&self, vision: &VisionEncoder, decoder: &Decoder) -> Vec<PartWork> {
         let (blocks, mergers) = (vision.block_params(), vision.merger_params());
         let num_windowed = (0..self.vision.depth).filter(|k| self.vision.has_windows(*k)).count();

@@ -16,7 +16,6 @@ use candle_core::{Result, Tensor};
 use kernels::AttentionBackend;
 use std::sync::Arc;
 
-/// Patch embedding, blocks and mergers.
 pub(super) struct VisionEncoder {
     patch_embed: PatchEmbed,
     blocks: Vec<VisionBlock>,
