@@ -107,7 +107,6 @@ impl fmt::Display for Access {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
     pub kernel: String,
-    /// Line of the PTX file.
     pub line: u32,
     /// File and line of the source, if the PTX has them.
     pub source: Option<(String, u32)>,

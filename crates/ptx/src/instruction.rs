@@ -285,7 +285,6 @@ pub struct WarpgroupMma {
     pub transpose: [bool; 2],
 }
 
-/// The left operand of a product.
 #[derive(Debug, Clone)]
 pub enum MatrixA {
     Regs([Operand; 4]),
@@ -301,7 +300,6 @@ pub enum Shuffle {
     Index,
 }
 
-/// A type of values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Type {
     Pred,
@@ -318,7 +316,6 @@ pub enum Type {
     F64,
 }
 
-/// Rounding of floating-point results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Round {
     /// To the nearest, ties to even: `.rn`, and the default.

@@ -42,7 +42,6 @@ struct Page {
     was_read: Vec<bool>,
 }
 
-/// The accesses of a launch.
 #[derive(Debug)]
 pub(crate) struct Notes {
     /// The power of two of the bytes of a cell.

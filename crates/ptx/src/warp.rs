@@ -44,7 +44,6 @@ pub(crate) struct Copy16 {
 #[derive(Debug)]
 pub(crate) struct Warp {
     pub(crate) index: usize,
-    /// Values of the registers.
     regs: Vec<Lanes>,
     /// Its threads, and those that have not ended.
     pub(crate) all: u32,

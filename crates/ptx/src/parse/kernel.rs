@@ -42,7 +42,6 @@ struct Scope<'a> {
     labels: HashMap<&'a str, usize>,
 }
 
-/// A branch to a label.
 pub(super) struct Jump<'a> {
     instruction: usize,
     scope: usize,
@@ -202,7 +201,6 @@ impl<'a, 'p> Body<'a, 'p> {
         Ok(())
     }
 
-    /// A variable in shared memory.
     fn variable(&mut self) -> Result<(), ParseError> {
         if self.scope != 0 {
             return Err(self.cursor.error("variables only in the outer scope of a kernel"));

@@ -15,7 +15,6 @@ pub(super) enum Token<'a> {
     /// A text in quotes, without them.
     Text(&'a str),
     Mark(char),
-    /// The end of the PTX text.
     End,
 }
 
