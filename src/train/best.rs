@@ -50,7 +50,6 @@ impl EvalRule {
         &self.key
     }
 
-    /// Whether the folder `best` is written.
     pub fn keeps_best(&self) -> bool {
         self.keeps_best
     }
@@ -146,7 +145,6 @@ impl EvalHistory {
         self.compared == rule.identity() && self.step >= step
     }
 
-    /// The reason why the run ends, if it does.
     pub fn ends(&self, rule: &EvalRule) -> Option<String> {
         let early = rule.early_stopping?;
         let ends = self.compared == rule.identity() && self.since >= early.patience.get();

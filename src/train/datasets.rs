@@ -52,7 +52,6 @@ impl AddAssign for DatasetCounts {
 
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct DatasetLoss {
-    /// Number of samples, tokens, targets and media.
     pub counts: DatasetCounts,
     /// Sum of the negative log likelihoods of its targets, each multiplied by its weight.
     pub nll_sum: f64,
@@ -102,7 +101,6 @@ impl Rejected {
         counts
     }
 
-    /// Number of rejected rows and texts.
     pub fn total(&self) -> u64 {
         self.by_reason.values().sum()
     }
@@ -171,7 +169,6 @@ pub fn metric_keys(names: &[String], sets: &[DatasetLoss]) -> BTreeMap<String, V
     keys
 }
 
-/// Adds a step to the counts of a run.
 pub(super) fn count(
     seen: &mut BTreeMap<String, DatasetCounts>,
     names: &[String],

@@ -45,7 +45,6 @@ fn as_text<S: serde::Serializer>(id: &SampleId, serializer: S) -> Result<S::Ok, 
 
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct EvalReport {
-    /// Scores in row order.
     pub samples: Vec<SampleScore>,
     /// Rows that could not be scored.
     pub rejected: Vec<Rejection>,
@@ -63,7 +62,6 @@ impl EvalReport {
         self.samples.iter().map(|sample| sample.num_targets).sum()
     }
 
-    /// Counts and losses of each data set.
     pub fn by_dataset(&self, num_datasets: usize) -> Vec<DatasetLoss> {
         let mut sets = vec![DatasetLoss::default(); num_datasets];
         for sample in &self.samples {

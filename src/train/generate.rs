@@ -59,7 +59,6 @@ struct Past {
     media: Vec<MediumTokens>,
 }
 
-/// An image or video of a prompt.
 #[derive(Debug, Clone, PartialEq)]
 struct MediumTokens {
     /// From the first to behind the last token that receives its features.
@@ -157,7 +156,6 @@ impl<'a, K> Group<'a, K> {
     }
 }
 
-/// An answer to which tokens are added.
 struct OpenAnswer {
     /// All tokens of `ids`, or all but the last one.
     cache: Cache,
@@ -206,7 +204,6 @@ impl OpenAnswer {
     }
 }
 
-/// What all answers have in common.
 #[derive(Clone, Copy)]
 struct Decoding<'a> {
     model: &'a dyn Model,

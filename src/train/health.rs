@@ -33,7 +33,6 @@ pub struct Health {
     skipped: u64,
 }
 
-/// A value far above its recent range.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spike {
     /// `loss` or `grad_norm`.
@@ -89,7 +88,6 @@ impl Health {
         self.skipped_in_a_row
     }
 
-    /// Number of steps of the run that updated nothing.
     pub fn skipped(&self) -> u64 {
         self.skipped
     }

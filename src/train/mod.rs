@@ -18,7 +18,7 @@ mod predict;
 mod ranks;
 mod rejects;
 mod sample_log;
-mod saved;
+mod saved_tensors;
 mod scores;
 mod sequence;
 mod state;
@@ -49,7 +49,7 @@ pub use predict::{Prediction, Predictor};
 pub use ranks::Ranks;
 pub use rejects::write_rejects;
 pub use sample_log::StepSamples;
-pub use saved::{JoinedConstants, SavedAs};
+pub use saved_tensors::{JoinedConstants, SavedAs};
 pub use scores::Score;
 pub use state::{BaseContents, BaseModel, Planned, TrainState};
 pub use step::{

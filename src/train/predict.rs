@@ -29,7 +29,6 @@ pub struct Prediction {
     pub answered: String,
     /// Whether the answer is complete: not cut at the maximum number of tokens.
     pub ended: bool,
-    /// Number of images and videos of the prompt.
     pub num_media: usize,
     /// The scores of `eval.generate.metrics`; `None` if there is nothing to compare.
     #[serde(flatten, skip_deserializing)]

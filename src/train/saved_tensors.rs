@@ -12,7 +12,6 @@ use std::ops::Range;
 /// Elements of a flat tensor, and their values.
 type HeldPart = (Range<usize>, Tensor);
 
-/// How checkpoints contain a parameter.
 #[derive(Debug, Clone)]
 pub struct SavedAs {
     pub name: String,

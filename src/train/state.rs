@@ -9,7 +9,6 @@ use crate::data::{DataState, MediaDigests};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Contents of `trainer_state.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainState {
     /// Version of the file's layout.
@@ -62,7 +61,6 @@ pub struct BaseModel {
     pub contents: Option<BaseContents>,
 }
 
-/// Digests of a model folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BaseContents {
     /// Of `config.json`, without the fields that name its origin and its dtype.
@@ -73,7 +71,6 @@ pub struct BaseContents {
     pub stamps: String,
 }
 
-/// The plan of a run, from the lengths of all rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Planned {
     pub epochs: u64,

@@ -3,7 +3,7 @@
 use super::experts::{StepChoices, StepRouters};
 use super::gradients::{GradientSums, Round, squares};
 use super::ranks::{Bits, Ranks};
-use super::saved::SavedAs;
+use super::saved_tensors::SavedAs;
 use super::sequence::{OwnTargets, own_part};
 use super::weights::{Pass, RankWeights};
 use crate::batch::VarlenBatch;
@@ -33,7 +33,6 @@ pub struct StepOutcome {
     pub losses: Vec<TargetLosses>,
     /// Sum of the squares of the gradient of each trained parameter, before clipping.
     pub squares: Vec<f64>,
-    /// What the routers chose, in a model with experts.
     pub choices: Option<StepChoices>,
     /// Why the weights were not updated: the loss or a gradient is not finite.
     pub problem: Option<TrainError>,
@@ -41,7 +40,6 @@ pub struct StepOutcome {
 
 pub struct StepRunner {
     pub model: Box<dyn Model>,
-    /// All parameters, in order.
     pub params: Vec<Param>,
     /// How checkpoints contain them; `None` for those that they do not contain.
     pub saved_as: Vec<Option<SavedAs>>,
@@ -101,7 +99,6 @@ pub struct PreparedStep {
     rest: std::vec::IntoIter<(usize, VarlenBatch)>,
 }
 
-/// Losses of a step on the device.
 pub struct Losses {
     /// Slot, nll `[S]` and targets of each micro-batch with targets. No nll: other ranks have all
     /// targets.

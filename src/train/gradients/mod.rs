@@ -1,22 +1,22 @@
 //! Adds up the gradients of the micro-batches of a step, on one or several ranks.
 
-mod alone;
 mod norm;
 mod rounds;
-mod shared;
+mod shared_sums;
+mod tree;
 
-pub use alone::buffers_of_tree;
 pub(super) use norm::squares;
-pub use shared::SharedSums;
-pub(super) use shared::{Buffers, kept_sums};
+pub use shared_sums::SharedSums;
+pub(super) use shared_sums::{Buffers, kept_sums};
+pub use tree::buffers_of_tree;
 
 use super::weights::RankWeights;
 use crate::ops::GradWrite;
 use crate::tape::{GradSink, Gradients, Param};
 use crate::train::TrainError;
-use alone::Tree;
 use candle_core::Tensor;
-use shared::SharedRound;
+use shared_sums::SharedRound;
+use tree::Tree;
 
 type Result<T> = std::result::Result<T, TrainError>;
 
@@ -30,7 +30,6 @@ pub enum GradientSums {
 }
 
 impl GradientSums {
-    /// The buffers that receive the gradients of a micro-batch.
     pub fn buffers(&self) -> &Gradients {
         match self {
             Self::Alone(buffers) => &buffers[0],
@@ -111,7 +110,6 @@ impl<'a> StepSums<'a> {
     }
 }
 
-/// Receives the gradients of a micro-batch.
 pub(super) struct Round<'a> {
     buffers: &'a Gradients,
     shared: Option<SharedRound<'a>>,

@@ -109,7 +109,6 @@ impl SharedSums {
         })
     }
 
-    /// Views of the gradients of a micro-batch.
     pub(super) fn buffers(&self) -> &Gradients {
         &self.buffers
     }

@@ -1,7 +1,7 @@
 //! The best evaluation, and the end of a run that no longer improves.
 
 use super::super::error::TrainError;
-use super::super::saved::saved_weights;
+use super::super::saved_tensors::saved_weights;
 use super::Trainer;
 use super::save::causes;
 use crate::checkpoint::{Contents, ModelFolder};

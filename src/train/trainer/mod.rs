@@ -41,7 +41,6 @@ impl Observer for () {
 pub enum TrainOutcome {
     /// All steps are done, or evaluations no longer improve, and the folder `final` is written.
     Finished {
-        /// The last evaluation, if there is eval data.
         eval: Option<EvalReport>,
         /// `<output_dir>/final`.
         folder: PathBuf,
@@ -254,7 +253,6 @@ impl Trainer {
         Ok(self.logs().try_for_each(JsonlSink::sync)?)
     }
 
-    /// The files that the run appends rows to.
     fn logs(&mut self) -> impl Iterator<Item = &mut JsonlSink> {
         let Logs { metrics, evals, predictions, rejects, samples } = &mut self.parts.logs;
         [metrics, rejects, samples, evals, predictions].into_iter().flatten()

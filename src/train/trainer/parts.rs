@@ -14,16 +14,12 @@ use std::sync::atomic::AtomicBool;
 
 /// Arguments of [`Trainer::new`](super::Trainer::new).
 pub struct TrainerParts {
-    /// Model, gradients, optimizer.
     pub runner: StepRunner,
     pub state: TrainState,
     /// The rows of the steps.
     pub data: TrainData,
-    /// How steps are made, and how many.
     pub steps: StepRules,
-    /// What checkpoints contain, and when they are written.
     pub checkpoints: Checkpoints,
-    /// What is evaluated, and when.
     pub evaluation: Evaluation,
     pub logs: Logs,
     /// Set by a signal handler: the run saves and stops after the current step.
@@ -41,7 +37,6 @@ pub struct TrainData {
     pub rejected_texts: Rejected,
 }
 
-/// How steps are made, and how many.
 pub struct StepRules {
     pub schedule: Schedule,
     /// Maximum number of steps, even if there is more data.

@@ -84,7 +84,6 @@ pub struct VisitingMemory {
     pub elements: usize,
     /// Number of elements of the slots, in the compute dtype.
     pub slots: usize,
-    /// Bytes of stored weights on the device.
     pub stored_bytes: usize,
 }
 
@@ -100,7 +99,6 @@ impl VisitingMemory {
     }
 }
 
-/// The memory of the weights of `visit`, one for each parameter.
 pub fn visiting_memory(
     stages: &[Vec<&Param>],
     visit: &[bool],
