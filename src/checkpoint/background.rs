@@ -128,7 +128,6 @@ impl BackgroundSave {
         self.step
     }
 
-    /// Whether the thread of this process has ended.
     pub fn is_done(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }

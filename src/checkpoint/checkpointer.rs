@@ -77,7 +77,6 @@ pub struct Checkpointer {
 /// A complete checkpoint whose files match their checksums.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Checkpoint {
-    /// Folder of the checkpoint, which is also a model folder.
     pub dir: PathBuf,
     /// Number of optimizer steps done when it was written.
     pub step: u64,

@@ -2,7 +2,6 @@ use super::ADAPTER_WEIGHTS;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A checkpoint or a model folder could not be written or read.
 #[derive(Debug, thiserror::Error, fault::Fault)]
 #[fault(exit = Data)]
 pub enum CheckpointError {

@@ -17,7 +17,6 @@ pub(super) const SINGLE: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 const CONFIG: &str = "config.json";
 
-/// The names of the files of a folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FolderLayout {
     /// A model folder in the layout of transformers.

@@ -9,7 +9,7 @@
 
 use super::CheckpointError;
 use super::manifest::{Piece, PieceWriter};
-use super::shard::{Value as Finite, first_non_finite};
+use super::shard::{FloatValue, first_non_finite};
 use crate::ops::copy_to_host;
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor, WithDType};
 use rayon::prelude::*;
@@ -139,7 +139,6 @@ impl SavedTensor {
     }
 }
 
-/// A safetensors file to be written.
 pub(super) struct TensorFile<'a> {
     /// Name in the folder.
     pub(super) name: String,
@@ -401,7 +400,7 @@ fn write_values(
 }
 
 /// Checks, hashes and writes a chunk of values after the other, each while it is in the cache.
-fn convert<T: Finite + WithDType, const N: usize>(
+fn convert<T: FloatValue + WithDType, const N: usize>(
     out: &mut PieceWriter,
     values: &[T],
     bytes: impl Fn(T) -> [u8; N],
@@ -475,7 +474,6 @@ impl Held {
 /// Maximum number of elements that one thread copies at once.
 const PART_ELEMENTS: usize = 1 << 22;
 
-/// A part of a tensor to be copied.
 struct Part<'a> {
     tensor: &'a SavedTensor,
     /// Flat.

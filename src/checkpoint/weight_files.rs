@@ -187,7 +187,6 @@ impl WeightFiles {
         stored.chain(self.joined.keys().map(String::as_str))
     }
 
-    /// Whether a matrix is stored in NF4.
     pub fn is_quantized(&self) -> bool {
         !self.quantized.is_empty()
     }
