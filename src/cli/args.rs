@@ -77,7 +77,6 @@ pub(super) fn check_folder(argument: &str, path: &Path) -> anyhow::Result<()> {
     Err(Failure::new(Exit::Usage, message).hint("check the path").into())
 }
 
-/// A path that cannot be expanded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, fault::Fault)]
 #[fault(exit = Usage)]
 pub(super) enum PathError {

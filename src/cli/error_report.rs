@@ -71,7 +71,6 @@ pub(super) fn text(error: &anyhow::Error) -> String {
     text
 }
 
-/// Whether the driver of a GPU had no memory.
 fn is_out_of_memory(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| cause.to_string().to_ascii_uppercase().contains("OUT_OF_MEMORY"))
 }

@@ -40,7 +40,6 @@ pub(super) struct EvalArgs {
     answers: bool,
 }
 
-/// Evaluates the model and prints one JSON object.
 pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let per_sample_file = OutputFile::open_given("--per-sample", args.per_sample.as_ref())?;
     let mut config = args.config.load(logging)?;

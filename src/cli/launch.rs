@@ -171,7 +171,6 @@ fn spawn(mut command: Command) -> io::Result<Child> {
     command.spawn()
 }
 
-/// The processes of the ranks that have not ended.
 struct RankProcesses(Vec<Option<Child>>);
 
 impl RankProcesses {

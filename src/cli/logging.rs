@@ -98,7 +98,6 @@ impl Logging {
     }
 }
 
-/// The levels of stderr and of the log file.
 struct Filters {
     stderr: EnvFilter,
     file: EnvFilter,

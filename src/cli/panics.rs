@@ -32,7 +32,6 @@ pub(super) fn caught<T>(run: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Resu
     })
 }
 
-/// The error for the message and place of a panic.
 fn failure(last: &str) -> Failure {
     // the standard library and rayon panic if the system has no memory or no process for a thread
     if NO_THREAD.iter().any(|start| last.starts_with(start)) {

@@ -245,7 +245,6 @@ fn check(args: &PlanArgs) -> anyhow::Result<()> {
     Err(Failure::new(Exit::Usage, message).hint("for example `--images 0.5`").into())
 }
 
-/// Where the speed of a run comes from.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Speed {
     /// The command line.
@@ -256,7 +255,6 @@ pub(super) enum Speed {
     OfRun(PathBuf),
 }
 
-/// Everything that is predicted.
 pub(super) struct PlanReport<'a> {
     pub(super) config: &'a RunConfig,
     pub(super) shape: &'a ModelShape,

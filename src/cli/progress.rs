@@ -122,7 +122,6 @@ fn message(metrics: &StepMetrics, columns: usize) -> String {
         .unwrap_or_default()
 }
 
-/// A finished step, for tests.
 #[cfg(test)]
 pub(super) fn metrics_of_step(step: u64) -> StepMetrics {
     StepMetrics {

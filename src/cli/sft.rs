@@ -286,7 +286,6 @@ fn show_answers(
     Ok(())
 }
 
-/// Prints the reason why a run ended before its last step.
 fn print_end(reason: &str) {
     print(&prose(&format!("\nThe run has ended before its last step: {reason}.\n")));
 }

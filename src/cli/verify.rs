@@ -46,7 +46,6 @@ pub(super) fn run(args: &VerifyArgs, logging: &Logging) -> anyhow::Result<()> {
     verdict(&report)
 }
 
-/// An error if a check has failed.
 fn verdict(report: &VerifyReport) -> anyhow::Result<()> {
     if report.passed {
         return Ok(());

@@ -69,7 +69,6 @@ pub(super) struct BenchArgs {
     json: bool,
 }
 
-/// Runs the benchmarks and prints their tables to stdout.
 pub(super) fn run(args: &BenchArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = || -> anyhow::Result<_> {
         let file = args.config.clone().ok_or_else(|| {
@@ -122,7 +121,6 @@ fn run_ops(args: &BenchArgs, table: &mut Table) -> anyhow::Result<()> {
     ops::OpBench { clock, dtype, sizes: sizes.sizes() }.run(&args.filter, table)
 }
 
-/// Duration of a run, in seconds.
 #[derive(Debug, Clone, Copy)]
 struct Seconds {
     /// The fastest run: the one that other processes disturbed least.
@@ -244,7 +242,6 @@ impl Clock {
     }
 }
 
-/// A tensor of normally distributed numbers.
 fn random(shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
     Tensor::randn(0f32, 1.0, shape, device)?.to_dtype(dtype)
 }

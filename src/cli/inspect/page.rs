@@ -17,7 +17,6 @@ const PAGE_PIXELS: u64 = 350_000;
 const LEAST_PIXELS: u64 = 64 * 64;
 const MAX_PACKS: usize = 16;
 
-/// A page to which samples are added one by one.
 pub(super) struct Page<'a> {
     encoder: &'a Encoder,
     pixels_a_sample: u64,
@@ -232,7 +231,6 @@ fn pixels_of(encoder: &Encoder, medium: &ShownMedium) -> Vec<Pixels> {
     }
 }
 
-/// Kind of a run of tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SpanKind {
     Text,
@@ -443,7 +441,6 @@ impl Figure<'_> {
 pub(super) enum SamplePiece<'a, R> {
     /// A run of tokens of the truncated sample.
     Kept(R, Range<usize>),
-    /// Removed tokens.
     Cut(&'a [u32]),
 }
 
