@@ -13,7 +13,6 @@ use std::path::{Component, Path, PathBuf};
 /// Dotted keys with their values as JSON.
 type Settings = BTreeMap<String, String>;
 
-/// A setting with different values in two configs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigChange {
     /// Dotted key, list items by number.

@@ -207,7 +207,6 @@ impl RunConfig {
         without_effect.map(|(_, key, found, expected)| ValueError::new(key, found, expected))
     }
 
-    /// Checks the settings that `optim.kind` does not support.
     fn check_optimizer(&self) -> Result<(), ValueError> {
         let (kind, moments) = (self.optim.kind, self.optim.moments);
         let shard = self.distributed.shard;
