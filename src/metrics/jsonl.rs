@@ -26,7 +26,6 @@ pub struct JsonlSink {
 /// Rows are lost rather than more memory used.
 const MAX_UNWRITTEN: usize = 64 << 20;
 
-/// A failure to open the file or to write a row.
 #[derive(Debug, thiserror::Error, fault::Fault)]
 #[fault(exit = CannotWrite)]
 pub enum JsonlError {

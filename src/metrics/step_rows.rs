@@ -13,7 +13,6 @@ pub struct StepRows {
 
 struct Ranges<'a>(&'a [(u64, u64)]);
 
-/// Maximum number of ranges in a message.
 const MOST: usize = 5;
 
 impl StepRows {
