@@ -3,7 +3,6 @@
 use super::html::{escaped, push};
 use super::series::{Bucket, Series};
 
-/// What the numbers of an axis mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unit {
     Number,
@@ -46,7 +45,6 @@ pub(super) struct ChartLine<'a> {
     pub(super) dots: bool,
 }
 
-/// A step that is marked in a chart.
 #[derive(Debug, Clone)]
 pub(super) struct Mark {
     pub(super) step: u64,
@@ -212,7 +210,6 @@ fn place(share: f64, from: f64, to: f64) -> f64 {
     from + share * (to - from)
 }
 
-/// A range of values.
 struct Axis {
     low: f64,
     high: f64,

@@ -25,7 +25,6 @@ pub enum ReportError {
     Image(String),
 }
 
-/// What the files of a run contain.
 #[derive(Debug)]
 pub struct RunFolder {
     /// The folder as given.
@@ -136,7 +135,6 @@ impl RunFolder {
     }
 }
 
-/// Adds the numbers of a row to the values of their keys.
 fn add(values: &mut BTreeMap<String, Series>, row: &Value) {
     let (Some(step), Some(row)) = (row["step"].as_u64(), row.as_object()) else { return };
     for (key, value) in row {

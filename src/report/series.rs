@@ -18,12 +18,10 @@ impl Series {
         self.0.iter().map(|point| point.1).filter(|value| value.is_finite())
     }
 
-    /// The last finite value.
     pub(super) fn last(&self) -> Option<f64> {
         self.0.iter().rev().map(|point| point.1).find(|value| value.is_finite())
     }
 
-    /// The largest value.
     pub(super) fn max(&self) -> Option<f64> {
         self.finite().reduce(f64::max)
     }
