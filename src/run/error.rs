@@ -348,7 +348,6 @@ fn groups_text(sequence: usize) -> String {
     if sequence > 1 { format!(" in groups of {sequence}") } else { String::new() }
 }
 
-/// The reason why a model cannot be loaded.
 #[derive(Debug, thiserror::Error, fault::Fault)]
 #[fault(exit = Data)]
 pub enum SetupError {

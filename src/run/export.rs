@@ -33,7 +33,6 @@ pub struct Exported {
     pub quantized: usize,
 }
 
-/// How the tensors of a folder are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExportDtype {
     Dtype(Precision),
@@ -120,7 +119,6 @@ pub fn export_model(
     Ok(counts)
 }
 
-/// The weights to be written.
 struct ExportedWeights {
     files: WeightFiles,
     adapter: Option<OpenAdapter>,
@@ -286,7 +284,6 @@ pub fn export_adapter(
     Ok(Exported { tensors: weights.len(), ..Exported::default() })
 }
 
-/// What an adapter does to a weight of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WeightChange {
     /// It is added.

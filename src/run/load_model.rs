@@ -284,7 +284,6 @@ impl OpenModel {
         matches!(self.source, WeightSource::Seed(_)) || self.adapter.as_ref().is_some_and(is_drawn)
     }
 
-    /// Whether weights are stored in NF4.
     pub(super) fn is_quantized(&self) -> bool {
         matches!(&self.source, WeightSource::Files(files) if files.is_quantized())
     }

@@ -72,12 +72,10 @@ impl Load {
         &self.0
     }
 
-    /// The largest number of tokens of a micro-batch.
     pub fn tokens(&self) -> f64 {
         self.0.iter().map(|sizes| sizes.tokens).fold(0.0, f64::max)
     }
 
-    /// The largest number of patches of a micro-batch.
     pub fn patches(&self) -> f64 {
         self.0.iter().map(|sizes| sizes.patches).fold(0.0, f64::max)
     }

@@ -26,7 +26,6 @@ const SAMPLES: usize = 16;
 const PACK: usize = 8192;
 const GIB: f64 = 1_073_741_824.0;
 
-/// What a new run trains.
 #[derive(Debug, Clone)]
 pub struct NewRun {
     /// Model folder, or an id of the hub.

@@ -12,7 +12,6 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The files and folders of a run.
 const FILES: [&str; 13] = [
     "config.yaml",
     "metrics.jsonl",
@@ -125,7 +124,6 @@ fn remove_empty_asides(output_dir: &Path) {
     }
 }
 
-/// Creates the next free folder `previous-N`.
 fn next_aside(output_dir: &Path) -> Result<PathBuf, RunError> {
     let mut number = 1;
     while output_dir.join(format!("previous-{number}")).exists() {

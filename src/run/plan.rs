@@ -177,7 +177,6 @@ fn log_plan(plan: &Plan, what: &str) {
 /// Number of rows from which the fraction of supervised tokens is computed.
 const NUM_SAMPLED: usize = 16;
 
-/// The size of a run over its data.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DataPlan {
     pub rows: usize,
@@ -190,7 +189,6 @@ pub struct DataPlan {
 }
 
 impl DataPlan {
-    /// Tokens of the whole run.
     pub fn tokens(&self) -> f64 {
         self.plan.tokens as f64 * self.steps as f64 / self.plan.steps.max(1) as f64
     }

@@ -78,7 +78,6 @@ pub(super) fn changes(config: &RunConfig, output_dir: &Path) -> Vec<ConfigChange
     earlier.map_or_else(|_| Vec::new(), changes)
 }
 
-/// Says why the run in `output_dir` is not resumed.
 fn warn_about_changes(config: &RunConfig, checkpointer: &Checkpointer) -> Result<(), RunError> {
     if checkpointer.steps()?.is_empty() {
         return Ok(());

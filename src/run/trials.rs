@@ -34,7 +34,6 @@ fn without_evaluation(config: &RunConfig, folder: &Path) -> RunConfig {
     config
 }
 
-/// The speed and memory of a few steps of one process.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Calibration {
     /// Number of steps that were timed.

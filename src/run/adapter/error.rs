@@ -2,7 +2,6 @@ use crate::checkpoint::CheckpointError;
 use crate::optim::GroupError;
 use std::path::PathBuf;
 
-/// The reason why an adapter cannot be made or loaded.
 #[derive(Debug, thiserror::Error, fault::Fault)]
 #[fault(exit = Usage)]
 pub enum AdapterError {

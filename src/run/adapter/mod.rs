@@ -333,7 +333,6 @@ fn norms(rows: &Tensor) -> candle_core::Result<Tensor> {
 }
 
 impl OpenAdapter {
-    /// What the adapter does to the parameter `name` of the model.
     pub(super) fn change(&self, name: &str) -> Option<WeightChange> {
         if self.module(name).is_some() {
             return Some(WeightChange::Merge);

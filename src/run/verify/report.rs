@@ -6,7 +6,6 @@ use std::fmt;
 /// The result of [`verify`](super::verify).
 #[derive(Debug, Clone, Serialize)]
 pub struct VerifyReport {
-    /// Whether no check failed.
     pub passed: bool,
     pub rows: usize,
     /// Number of rejected rows before the last one.
@@ -72,7 +71,6 @@ pub struct Difference {
     pub one_minus_cosine: f64,
 }
 
-/// A property that was checked.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Check {
     pub name: String,
