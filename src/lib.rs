@@ -12,7 +12,6 @@
 //! TrainState + tensors -> checkpoint;   StepMetrics -> metrics.jsonl
 //! ```
 
-#![warn(missing_docs)]
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read their own files"))]
 
 #[cfg(test)]

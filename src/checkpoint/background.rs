@@ -3,7 +3,7 @@
 use super::checkpointer::{Begun, Written};
 use super::ranks::agree;
 use super::{
-    Alone, CarriedFiles, CheckpointError, Checkpointer, Contents, FolderLayout, ModelFiles,
+    Alone, CarriedFiles, CheckpointError, Checkpointer, Contents, FolderLayout, ModelFolder,
     SavedTensor, Together,
 };
 use serde_json::Value;
@@ -12,10 +12,8 @@ use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Owns what [`Contents`] refers to.
 #[derive(Debug)]
 pub struct OwnedContents {
-    /// Names of the files.
     pub layout: FolderLayout,
     /// Tensors with their published names.
     pub weights: Vec<SavedTensor>,
@@ -33,12 +31,12 @@ impl OwnedContents {
     /// What [`Checkpointer::save`] writes.
     pub fn contents(&self) -> Contents<'_> {
         Contents {
-            model: ModelFiles {
+            model: ModelFolder {
                 layout: self.layout,
                 weights: &self.weights,
                 config_json: &self.config_json,
                 carried: &self.carried,
-                max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
+                max_shard_bytes: ModelFolder::MAX_SHARD_BYTES,
             },
             optimizer: Some(&self.optimizer),
             state: &self.state,
@@ -81,11 +79,11 @@ pub struct BackgroundSave {
     contents: Arc<OwnedContents>,
     /// With several ranks, which complete the checkpoint together.
     begun: Option<Begun>,
-    thread: Option<JoinHandle<Outcome>>,
+    thread: Option<JoinHandle<WriteResult>>,
 }
 
 /// What the thread wrote for ranks to complete, and the time that writing took.
-type Outcome = Result<(Vec<Written>, Duration), CheckpointError>;
+type WriteResult = Result<(Vec<Written>, Duration), CheckpointError>;
 
 impl BackgroundSave {
     /// Starts to write the checkpoint of `step`. `contents` must not change: see
@@ -126,12 +124,10 @@ impl BackgroundSave {
         Ok(save)
     }
 
-    /// The step of the checkpoint.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// Whether the thread of this process has ended.
     pub fn is_done(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }

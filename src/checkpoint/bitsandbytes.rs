@@ -48,7 +48,6 @@ struct Json {
 }
 
 impl QuantState {
-    /// Reads the JSON of the matrix `name`.
     pub(super) fn read(name: &str, json: &[u8]) -> Result<Self, CheckpointError> {
         let problem = |problem| CheckpointError::Quantised { tensor: name.to_owned(), problem };
         let json: Json = serde_json::from_slice(json)
@@ -122,7 +121,6 @@ impl QuantState {
     }
 }
 
-/// The name of a dtype in torch.
 fn torch_name(dtype: DType) -> &'static str {
     match dtype {
         DType::F32 => "float32",

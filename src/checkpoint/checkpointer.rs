@@ -12,7 +12,7 @@ use super::manifest::{Entry, MANIFEST, Manifest, Piece, damaged};
 use super::peft::ADAPTER_WEIGHTS;
 use super::ranks::{Together, agree, causes, exchange};
 use super::tensors::{SavedTensor, TensorFile};
-use super::{CheckpointConfig, CheckpointError, ModelFiles, WeightFiles};
+use super::{CheckpointConfig, CheckpointError, ModelFolder, WeightFiles};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -29,11 +29,10 @@ const STEP: &str = "step-";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "trainer_state.json";
 
-/// Everything that one checkpoint holds.
 #[derive(Debug, Clone, Copy)]
 pub struct Contents<'a> {
     /// Weights, config and the files copied from the model folder.
-    pub model: ModelFiles<'a>,
+    pub model: ModelFolder<'a>,
     /// Moments and master weights, for `optimizer.safetensors`; with `None` that file is not
     /// written.
     pub optimizer: Option<&'a [SavedTensor]>,
@@ -77,8 +76,7 @@ pub struct Checkpointer {
 
 /// A complete checkpoint whose files match their checksums.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Found {
-    /// Folder of the checkpoint, which is also a model folder.
+pub struct Checkpoint {
     pub dir: PathBuf,
     /// Number of optimizer steps done when it was written.
     pub step: u64,
@@ -87,7 +85,7 @@ pub struct Found {
     manifest: Manifest,
 }
 
-impl Found {
+impl Checkpoint {
     /// Opens `optimizer.safetensors`. Tensors are read on demand.
     pub fn optimizer(&self) -> Result<WeightFiles, CheckpointError> {
         self.manifest.check_lists(&self.dir, &[OPTIMIZER])?;
@@ -170,7 +168,6 @@ impl Checkpointer {
         Ok(target)
     }
 
-    /// The folder that [`Self::save_final`] writes.
     pub fn final_folder(&self) -> PathBuf {
         self.output_dir.join(FINAL)
     }
@@ -182,7 +179,7 @@ impl Checkpointer {
         &self,
         accept: impl Fn(&Value) -> bool,
         together: &T,
-    ) -> Result<Option<Found>, T::Error> {
+    ) -> Result<Option<Checkpoint>, T::Error> {
         let listed = if together.rank() == 0 { self.by_step() } else { Ok(Vec::new()) };
         let mut candidates = agree(together, listed)?;
         loop {
@@ -216,7 +213,7 @@ impl Checkpointer {
     pub fn newest_likely(
         &self,
         accept: impl Fn(&Value) -> bool,
-    ) -> Result<(Option<Found>, Vec<String>), CheckpointError> {
+    ) -> Result<(Option<Checkpoint>, Vec<String>), CheckpointError> {
         let mut problems = Vec::new();
         for (step, dir) in self.by_step()?.into_iter().rev() {
             match read_candidate(step, &dir, &accept) {
@@ -230,7 +227,7 @@ impl Checkpointer {
 
     /// Opens the checkpoint in `dir`, whose files the ranks check together. A damaged one is an
     /// error on all ranks.
-    pub fn open<T: Together>(dir: &Path, together: &T) -> Result<Found, T::Error> {
+    pub fn open<T: Together>(dir: &Path, together: &T) -> Result<Checkpoint, T::Error> {
         let open = || {
             fs::read_dir(dir).map_err(CheckpointError::read(dir))?;
             let (manifest, found) = read_state(dir)?;
@@ -304,7 +301,7 @@ fn read_candidate(
     step: u64,
     dir: &Path,
     accept: impl Fn(&Value) -> bool,
-) -> Result<Option<(Manifest, Found)>, CheckpointError> {
+) -> Result<Option<(Manifest, Checkpoint)>, CheckpointError> {
     let (manifest, found) = read_state(dir)?;
     if !accept(&found.state) {
         tracing::info!(
@@ -326,10 +323,10 @@ fn read_candidate(
 /// Opens the checkpoint that rank 0 has chosen on all ranks: `folder` is its folder by its step.
 /// The result of other ranks in `of_first` is not used.
 fn share<T: Together>(
-    of_first: Result<Option<(Manifest, Found)>, CheckpointError>,
+    of_first: Result<Option<(Manifest, Checkpoint)>, CheckpointError>,
     folder: impl Fn(u64) -> PathBuf,
     together: &T,
-) -> Result<Option<(Manifest, Found)>, T::Error> {
+) -> Result<Option<(Manifest, Checkpoint)>, T::Error> {
     let of_first = agree(together, of_first)?;
     let chosen = of_first.as_ref().map(|(manifest, _)| (manifest.step, manifest.digest()));
     let Some((step, digest)) = exchange(together, Ok(chosen))?.swap_remove(0) else {
@@ -347,12 +344,12 @@ fn warn_skipped(problem: &str) {
     tracing::warn!("skipped a checkpoint: {problem}");
 }
 
-fn read_state(dir: &Path) -> Result<(Manifest, Found), CheckpointError> {
+fn read_state(dir: &Path) -> Result<(Manifest, Checkpoint), CheckpointError> {
     let manifest = Manifest::read(dir)?;
     let state = serde_json::from_slice(&manifest.read_checked(dir, STATE)?)
         .map_err(|error| damaged(dir, STATE, format!("is not JSON: {error}")))?;
     let found =
-        Found { dir: dir.to_owned(), step: manifest.step, state, manifest: manifest.clone() };
+        Checkpoint { dir: dir.to_owned(), step: manifest.step, state, manifest: manifest.clone() };
     Ok((manifest, found))
 }
 
@@ -510,7 +507,6 @@ impl Checkpointer {
 const BEST: &str = "best";
 
 impl Checkpointer {
-    /// The folder that [`Self::save_best`] writes.
     pub fn best_folder(&self) -> PathBuf {
         self.output_dir.join(BEST)
     }

@@ -1,5 +1,3 @@
-//! The `checkpoint` section of the config.
-
 use serde::{Deserialize, Serialize};
 use settings::{Choice, section};
 use std::num::NonZeroUsize;

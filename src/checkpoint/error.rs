@@ -1,12 +1,8 @@
-//! Errors of reading and writing checkpoints and model folders.
-
 use super::ADAPTER_WEIGHTS;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A checkpoint or a model folder could not be written or read.
 #[derive(Debug, thiserror::Error, fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
 #[fault(exit = Data)]
 pub enum CheckpointError {
     #[error("cannot write `{}`", .path.display())]

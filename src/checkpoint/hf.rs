@@ -17,7 +17,6 @@ pub(super) const SINGLE: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 const CONFIG: &str = "config.json";
 
-/// The names of the files of a folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FolderLayout {
     /// A model folder in the layout of transformers.
@@ -28,8 +27,7 @@ pub enum FolderLayout {
 
 /// The content of a model folder, or of the folder of an adapter, to be written.
 #[derive(Debug, Clone, Copy)]
-pub struct ModelFiles<'a> {
-    /// Names of the files.
+pub struct ModelFolder<'a> {
     pub layout: FolderLayout,
     /// Tensors with their published names, in model order; a tied weight appears once.
     pub weights: &'a [SavedTensor],
@@ -41,7 +39,7 @@ pub struct ModelFiles<'a> {
     pub max_shard_bytes: u64,
 }
 
-impl<'a> ModelFiles<'a> {
+impl<'a> ModelFolder<'a> {
     /// Maximum size of a shard in bytes: 5 GB, the default of transformers.
     pub const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 
@@ -214,7 +212,7 @@ fn check_inside(folder: &Path, path: &Path) -> Result<(), CheckpointError> {
 #[cfg(test)]
 mod tests {
     use super::super::atomic::write_synced;
-    use super::super::{FolderLayout, ModelFiles, WeightFiles, make_pipe, write_atomically};
+    use super::super::{FolderLayout, ModelFolder, WeightFiles, make_pipe, write_atomically};
     use super::*;
     use candle_core::{DType, Device, Tensor};
     use std::fs::{self, File};
@@ -237,7 +235,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let weights: Vec<_> =
             weights().into_iter().map(|(name, tensor)| SavedTensor::whole(name, tensor)).collect();
-        let files = ModelFiles {
+        let files = ModelFolder {
             layout: FolderLayout::Model,
             weights: &weights,
             config_json: &json!({"model_type": "tiny"}),
@@ -374,7 +372,7 @@ mod tests {
         let carried = CarriedFiles::read(from.path()).unwrap();
         drop(from);
         let config_json = &serde_json::json!({});
-        let files = ModelFiles {
+        let files = ModelFolder {
             layout: FolderLayout::Model,
             weights: &[],
             config_json,

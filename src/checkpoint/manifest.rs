@@ -14,7 +14,6 @@ use std::path::{Component, Path};
 
 pub(super) const MANIFEST: &str = "manifest.json";
 
-/// Size and checksums of one file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Entry {
     bytes: u64,
@@ -114,7 +113,6 @@ impl Manifest {
         write_synced(&path, &text)
     }
 
-    /// Reads the manifest of a checkpoint.
     pub(super) fn read(folder: &Path) -> Result<Self, CheckpointError> {
         let path = folder.join(MANIFEST);
         let text =
@@ -302,7 +300,6 @@ pub(super) struct Piece {
     pub(super) sha256: String,
 }
 
-/// Writes the pieces of one rank into a file.
 pub(super) struct PieceWriter {
     file: File,
     /// What was not yet written; ends at `end`.

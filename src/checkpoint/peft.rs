@@ -8,9 +8,7 @@ use serde_json::{Map, Value};
 use std::path::Path;
 use tokenizers::utils::SysRegex;
 
-/// Name of the config in the folder of an adapter.
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
-/// Name of the weights in the folder of an adapter.
 pub const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 
 /// The fields of `adapter_config.json` that PEFT 0.21 writes and that are in use here.
@@ -25,7 +23,6 @@ pub struct PeftConfig {
     /// The model that the adapter was trained on.
     #[serde(default)]
     pub base_model_name_or_path: Option<String>,
-    /// Rank.
     pub r: usize,
     /// Numerator of the factor of the output.
     pub lora_alpha: f64,
@@ -153,7 +150,6 @@ fn none() -> String {
 }
 
 impl PeftConfig {
-    /// Reads `adapter_config.json` of `folder`.
     pub fn read(folder: &Path) -> Result<Self, CheckpointError> {
         let path = folder.join(ADAPTER_CONFIG);
         let text = files::read(&path).map_err(CheckpointError::read(&path))?;
@@ -197,7 +193,6 @@ impl PeftConfig {
             && in_layers
     }
 
-    /// Whether `target_parameters` names the parameter `name`.
     pub fn has_parameter(&self, name: &str) -> bool {
         let mut parameters = self.target_parameters.iter().flatten();
         parameters.any(|parameter| is_end(parameter, name))
@@ -226,7 +221,6 @@ impl PeftConfig {
     }
 }
 
-/// Opens the weights in the folder of an adapter.
 pub fn adapter_weights(folder: &Path) -> Result<WeightFiles, CheckpointError> {
     let path = folder.join(ADAPTER_WEIGHTS);
     let pickled = folder.join("adapter_model.bin");

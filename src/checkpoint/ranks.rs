@@ -13,7 +13,6 @@ pub trait Together {
     /// Number of this rank, from 0 to `world - 1`.
     fn rank(&self) -> usize;
 
-    /// Number of ranks.
     fn world(&self) -> usize;
 
     /// Returns the messages of all ranks, in the order of the ranks, after all have sent theirs.

@@ -30,7 +30,6 @@ pub(super) struct Shard {
     pub(super) tensors: HashMap<String, TensorInfo>,
 }
 
-/// Decoded elements.
 #[derive(Debug, Clone)]
 pub(super) enum Values {
     F32(Vec<f32>),
@@ -201,7 +200,7 @@ impl Shard {
         super::READS.lock().unwrap().push((self.path.clone(), bytes));
     }
 
-    fn decode<T: Value, const N: usize>(
+    fn decode<T: FloatValue, const N: usize>(
         &self,
         name: &str,
         (data, range, dtype): (&[u8], &Range<usize>, DType),
@@ -239,7 +238,6 @@ impl Shard {
         }
     }
 
-    /// The error for an element that is not finite.
     pub(super) fn non_finite(&self, tensor: &str, element: usize, value: f32) -> CheckpointError {
         let (path, tensor) = (self.path.clone(), tensor.to_owned());
         CheckpointError::NonFinite { path, tensor, element, value }
@@ -247,13 +245,12 @@ impl Shard {
 }
 
 /// A type of values with an exponent.
-pub(super) trait Value: Copy {
+pub(super) trait FloatValue: Copy {
     /// Bits of the smallest magnitude that is not finite as `dtype`. `f32` may be rounded to
     /// `bf16`.
     fn limit(dtype: DType) -> u32;
     /// The largest magnitude, as bits. Those of NaN are above those of infinity.
     fn largest(values: &[Self]) -> u32;
-    /// The value.
     fn to_f32(self) -> f32;
 }
 
@@ -286,7 +283,7 @@ kernels! {
     }
 }
 
-impl Value for f32 {
+impl FloatValue for f32 {
     fn limit(dtype: DType) -> u32 {
         // half way between the largest bf16 and the next power of two
         if dtype == DType::BF16 { 0x7f7f_8000 } else { 0x7f80_0000 }
@@ -301,7 +298,7 @@ impl Value for f32 {
     }
 }
 
-impl Value for bf16 {
+impl FloatValue for bf16 {
     fn limit(_: DType) -> u32 {
         0x7f80
     }
@@ -315,7 +312,7 @@ impl Value for bf16 {
     }
 }
 
-impl Value for f16 {
+impl FloatValue for f16 {
     fn limit(_: DType) -> u32 {
         0x7c00
     }
@@ -330,7 +327,7 @@ impl Value for f16 {
 }
 
 /// The first value that is not finite as `dtype`, and its place.
-pub(super) fn first_non_finite<T: Value>(values: &[T], dtype: DType) -> Option<(usize, f32)> {
+pub(super) fn first_non_finite<T: FloatValue>(values: &[T], dtype: DType) -> Option<(usize, f32)> {
     let limit = T::limit(dtype);
     if T::largest(values) < limit {
         return None;

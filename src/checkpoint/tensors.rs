@@ -9,7 +9,7 @@
 
 use super::CheckpointError;
 use super::manifest::{Piece, PieceWriter};
-use super::shard::{Value as Finite, first_non_finite};
+use super::shard::{FloatValue, first_non_finite};
 use crate::ops::copy_to_host;
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor, WithDType};
 use rayon::prelude::*;
@@ -39,7 +39,6 @@ pub struct SavedTensor {
     is_fixed: bool,
 }
 
-/// Computes a tensor.
 type Make = dyn Fn() -> Result<Tensor, CheckpointError> + Send + Sync;
 
 /// What a rank holds of a tensor.
@@ -95,12 +94,10 @@ impl SavedTensor {
         Self { name: name.into(), shape, dtype, held, is_fixed: true }
     }
 
-    /// Name of the tensor.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Number of elements.
     pub fn elem_count(&self) -> usize {
         self.shape.iter().product()
     }
@@ -142,7 +139,6 @@ impl SavedTensor {
     }
 }
 
-/// A safetensors file to be written.
 pub(super) struct TensorFile<'a> {
     /// Name in the folder.
     pub(super) name: String,
@@ -294,7 +290,6 @@ impl<'a> TensorFile<'a> {
         CheckpointError::Parts { tensor, problem }
     }
 
-    /// Names of the tensors.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.iter().map(|(_, tensor)| tensor.name())
     }
@@ -405,7 +400,7 @@ fn write_values(
 }
 
 /// Checks, hashes and writes a chunk of values after the other, each while it is in the cache.
-fn convert<T: Finite + WithDType, const N: usize>(
+fn convert<T: FloatValue + WithDType, const N: usize>(
     out: &mut PieceWriter,
     values: &[T],
     bytes: impl Fn(T) -> [u8; N],
@@ -479,7 +474,6 @@ impl Held {
 /// Maximum number of elements that one thread copies at once.
 const PART_ELEMENTS: usize = 1 << 22;
 
-/// A part of a tensor to be copied.
 struct Part<'a> {
     tensor: &'a SavedTensor,
     /// Flat.

@@ -33,7 +33,7 @@ pub struct WeightFiles {
     /// Matrices that bitsandbytes has stored in NF4, by name.
     quantized: BTreeMap<String, QuantState>,
     /// Tensors that the files have in pieces, by name.
-    joined: BTreeMap<String, Joined>,
+    joined: BTreeMap<String, JoinedTensor>,
     /// Names of the pieces.
     in_pieces: HashSet<String>,
 }
@@ -187,7 +187,6 @@ impl WeightFiles {
         stored.chain(self.joined.keys().map(String::as_str))
     }
 
-    /// Whether a matrix is stored in NF4.
     pub fn is_quantized(&self) -> bool {
         !self.quantized.is_empty()
     }
@@ -335,7 +334,6 @@ fn decode<T, const N: usize>(
     chunks[range.clone()].iter().map(|&chunk| value(chunk)).collect()
 }
 
-/// An index of shards.
 #[derive(serde::Deserialize)]
 struct Index {
     /// The file of each tensor.
@@ -364,7 +362,7 @@ fn other_shard(folder: &Path, shards: &BTreeSet<&str>) -> Option<String> {
 
 /// A tensor whose elements are those of its pieces, one after the other.
 #[derive(Debug)]
-struct Joined {
+struct JoinedTensor {
     shape: Vec<usize>,
     /// Name and elements of each piece.
     pieces: Vec<(String, Range<usize>)>,
@@ -384,13 +382,13 @@ impl WeightFiles {
         };
         let pieces = pieces.iter().map(piece).collect::<Vec<_>>();
         self.in_pieces.extend(pieces.iter().map(|(name, _)| name.clone()));
-        self.joined.insert(name.to_owned(), Joined { shape: shape.to_vec(), pieces });
+        self.joined.insert(name.to_owned(), JoinedTensor { shape: shape.to_vec(), pieces });
         self
     }
 
     /// The dtype of all pieces, or `F32` if they differ; `None` if one has a dtype that is not
     /// read.
-    fn dtype_of_pieces(&self, joined: &Joined) -> Option<DType> {
+    fn dtype_of_pieces(&self, joined: &JoinedTensor) -> Option<DType> {
         let mut dtypes = joined.pieces.iter().map(|(name, _)| self.dtype(name));
         let first = dtypes.next()??;
         dtypes.try_fold(first, |common, dtype| {
@@ -402,7 +400,7 @@ impl WeightFiles {
     fn load_pieces(
         &self,
         name: &str,
-        joined: &Joined,
+        joined: &JoinedTensor,
         range: &Range<usize>,
         dtype: DType,
         device: &Device,
@@ -486,7 +484,7 @@ impl WeightFiles {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{CarriedFiles, FolderLayout, ModelFiles, SavedTensor};
+    use super::super::{CarriedFiles, FolderLayout, ModelFolder, SavedTensor};
     use super::*;
     use candle_core::{Device, Tensor};
     use std::collections::HashMap;
@@ -501,7 +499,7 @@ mod tests {
         let wide = Tensor::from_vec(values, (7, 5), &Device::Cpu).unwrap();
         let tensor =
             |dtype| SavedTensor::whole(format!("{dtype:?}"), wide.to_dtype(dtype).unwrap());
-        let files = ModelFiles {
+        let files = ModelFolder {
             layout: FolderLayout::Model,
             weights: &DTYPES.map(tensor),
             config_json: &serde_json::json!({}),
@@ -613,7 +611,7 @@ mod tests {
             }
             saved.push(SavedTensor::whole("other", whole.clone()));
             let folder = tempfile::tempdir().unwrap();
-            let files = ModelFiles {
+            let files = ModelFolder {
                 layout: FolderLayout::Model,
                 weights: &saved,
                 config_json: &serde_json::json!({}),

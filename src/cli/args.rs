@@ -67,7 +67,6 @@ pub(super) fn model_folder(path: &Path, logging: &Logging) -> anyhow::Result<Pat
     Ok(run::model_folder(path, Weights::Pretrained, &SetupBars(logging))?)
 }
 
-/// Checks that an argument is a folder.
 pub(super) fn check_folder(argument: &str, path: &Path) -> anyhow::Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -78,7 +77,6 @@ pub(super) fn check_folder(argument: &str, path: &Path) -> anyhow::Result<()> {
     Err(Failure::new(Exit::Usage, message).hint("check the path").into())
 }
 
-/// A path that cannot be expanded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, fault::Fault)]
 #[fault(exit = Usage)]
 pub(super) enum PathError {
@@ -202,12 +200,10 @@ impl OutputFile {
         path.map(|path| Self::open(option, path)).transpose()
     }
 
-    /// The path as given.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Writes the content of the file.
     pub(super) fn write(self, bytes: &[u8]) -> Result<(), Failure> {
         match self.target {
             Target::File(target) => write_atomically(&target, bytes)

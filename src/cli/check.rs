@@ -1,10 +1,10 @@
 //! `trainer check`: all problems of a run before it trains.
 
 use super::args::ConfigArgs;
+use super::error_report::text;
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::SetupBars;
-use super::report::text;
 use super::terminal::stdout;
 use crate::config::{self, ConfigError, Loaded, RunConfig};
 use crate::run::{self, CheckReport, Finding, Note, Topic};

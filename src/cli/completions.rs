@@ -19,7 +19,6 @@ pub(super) struct CompletionsArgs {
     shell: Shell,
 }
 
-/// Prints the script.
 pub(super) fn completions(args: &CompletionsArgs) -> anyhow::Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut Cli::command(), "trainer", &mut script);
@@ -35,7 +34,6 @@ pub(super) struct ManArgs {
     out: PathBuf,
 }
 
-/// Writes the pages.
 pub(super) fn man(args: &ManArgs) -> anyhow::Result<()> {
     let out = &args.out;
     let written =

@@ -1,5 +1,3 @@
-//! `trainer config`: the keys of a config.
-
 use super::terminal::stdout;
 use crate::config::RunConfig;
 use clap::Args;
@@ -13,14 +11,14 @@ use std::io::Write as _;
     trainer config --schema > schema.json\n\n\
     An editor with the YAML language server completes and checks keys in a config that begins with\n  \
     # yaml-language-server: $schema=schema.json")]
-pub(super) struct ConfigArgs {
+pub(super) struct ConfigKeysArgs {
     /// Print the JSON Schema for editors
     #[arg(long)]
     schema: bool,
 }
 
 /// Prints every key with its default and meaning, or the schema.
-pub(super) fn run(args: &ConfigArgs) -> anyhow::Result<()> {
+pub(super) fn run(args: &ConfigKeysArgs) -> anyhow::Result<()> {
     let config = RunConfig::kind();
     let mut text = String::new();
     if args.schema {

@@ -40,7 +40,6 @@ pub(super) struct EvalArgs {
     answers: bool,
 }
 
-/// Evaluates the model and prints one JSON object.
 pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let per_sample_file = OutputFile::open_given("--per-sample", args.per_sample.as_ref())?;
     let mut config = args.config.load(logging)?;
@@ -111,7 +110,6 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The answers of all chats.
 fn answers(predictor: &Predictor<'_>, logging: &Logging) -> anyhow::Result<Vec<Prediction>> {
     let total = predictor.num_chats() as u64;
     let progress = Progress::items(logging.bars(), "rows answered", total);
@@ -122,18 +120,18 @@ fn answers(predictor: &Predictor<'_>, logging: &Logging) -> anyhow::Result<Vec<P
 
 /// A line of `--per-sample`.
 #[derive(Serialize)]
-struct Line<'a> {
+struct SampleLine<'a> {
     #[serde(flatten)]
     score: &'a SampleScore,
     /// The row's own `id`.
     row_id: Option<String>,
     #[serde(flatten)]
-    answer: Option<Answer<'a>>,
+    answer: Option<AnswerFields<'a>>,
 }
 
 /// What `--answers` adds to a line.
 #[derive(Serialize)]
-struct Answer<'a> {
+struct AnswerFields<'a> {
     expected: Option<&'a str>,
     answered: Option<&'a str>,
     scores: Option<&'a BTreeMap<String, Option<f64>>>,
@@ -146,12 +144,12 @@ fn per_sample(rows: &JsonlRows, report: &EvalReport, answers: Option<&[Predictio
     for score in &report.samples {
         let SampleSize { dataset, row, .. } = score.size;
         let found = by_row.get(score.id.to_string().as_str()).filter(|_| score.is_chat);
-        let answer = answers.map(|_| Answer {
+        let answer = answers.map(|_| AnswerFields {
             expected: found.map(|answer| answer.expected.as_str()),
             answered: found.map(|answer| answer.answered.as_str()),
             scores: found.map(|answer| &answer.scores),
         });
-        let line = Line { score, row_id: rows.own_id(SampleIndex { dataset, row }), answer };
+        let line = SampleLine { score, row_id: rows.own_id(SampleIndex { dataset, row }), answer };
         let line = serde_json::to_string(&line).expect("plain values");
         let _ = writeln!(lines, "{line}"); // writing to a String cannot fail
     }

@@ -27,7 +27,6 @@ impl Failure {
         Self { exit, message: String::new(), hint: None, wrapped: Some(Box::new(error)) }
     }
 
-    /// The error whose message this error has.
     pub(super) fn wrapped(&self) -> Option<&(dyn Error + 'static)> {
         Some(self.wrapped.as_deref()?)
     }

@@ -3,7 +3,7 @@
 use super::args::check_folder;
 use super::failure::{Exit, Failure};
 use crate::checkpoint::{
-    CarriedFiles, FolderLayout, ModelFiles, SavedTensor, WeightFiles, write_atomically,
+    CarriedFiles, FolderLayout, ModelFolder, SavedTensor, WeightFiles, write_atomically,
 };
 use crate::models::config_from_json;
 use crate::nn::random_tensor;
@@ -81,12 +81,12 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     let weights = if with_weights { random_weights(&config, args.seed)? } else { Vec::new() };
     let carried = args.tokenizer.as_deref().map(CarriedFiles::read).transpose()?;
     let carried = carried.unwrap_or_default();
-    let files = ModelFiles {
+    let files = ModelFolder {
         layout: FolderLayout::Model,
         weights: &weights,
         config_json: &config,
         carried: &carried,
-        max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
+        max_shard_bytes: ModelFolder::MAX_SHARD_BYTES,
     };
     files.write_into(&args.out)?;
     let count: usize = weights.iter().map(SavedTensor::elem_count).sum();
@@ -235,12 +235,12 @@ mod tests {
         config["text_config"]["dtype"] = json!("bfloat16");
         config["dtype"] = Value::Null;
         let weights = random_weights(&config, 1).unwrap();
-        let files = ModelFiles {
+        let files = ModelFolder {
             layout: FolderLayout::Model,
             weights: &weights,
             config_json: &config,
             carried: &CarriedFiles::default(),
-            max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
+            max_shard_bytes: ModelFolder::MAX_SHARD_BYTES,
         };
         let folder = tempfile::tempdir().unwrap();
         files.write_into(folder.path()).unwrap();

@@ -1,7 +1,7 @@
 //! Starts ranks as processes on this machine, and watches them until all have ended.
 
+use super::error_report::BUG;
 use super::failure::{Exit, Failure};
-use super::report::BUG;
 use super::signals::is_hangup_ignored;
 use anyhow::Context as _;
 use rustix::process::{Pid, Signal, kill_process_group};
@@ -100,7 +100,7 @@ fn watch(
     how: Forwarded,
     grace: Duration,
 ) -> anyhow::Result<()> {
-    let mut ranks = Ranks(Vec::new());
+    let mut ranks = RankProcesses(Vec::new());
     for (rank, command) in commands.into_iter().enumerate() {
         let program = command.get_program().to_string_lossy().into_owned();
         let child = match spawn(command) {
@@ -139,7 +139,6 @@ fn watch(
     outcome(&ends, ranks.0.len() == 1)
 }
 
-/// The error for a program that does not exist.
 fn missing(program: &str) -> anyhow::Error {
     let failure = Failure::new(Exit::Usage, format!("cannot start `{program}`: it is not in PATH"));
     let hint = "install OpenMPI, which starts ranks on the CPU, or set `distributed.processes: 1`";
@@ -172,10 +171,9 @@ fn spawn(mut command: Command) -> io::Result<Child> {
     command.spawn()
 }
 
-/// The processes of the ranks that have not ended.
-struct Ranks(Vec<Option<Child>>);
+struct RankProcesses(Vec<Option<Child>>);
 
-impl Ranks {
+impl RankProcesses {
     /// The ranks that have ended after the last call.
     fn ended(&mut self) -> io::Result<Vec<(usize, ExitStatus)>> {
         let mut ended = Vec::new();
@@ -197,7 +195,7 @@ impl Ranks {
     }
 }
 
-impl Drop for Ranks {
+impl Drop for RankProcesses {
     /// Ends the ranks that run, after an error.
     fn drop(&mut self) {
         self.kill(Signal::KILL);
@@ -207,7 +205,6 @@ impl Drop for Ranks {
     }
 }
 
-/// How a rank has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Done,

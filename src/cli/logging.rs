@@ -89,8 +89,8 @@ impl Logging {
         W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
     {
         let log_file = LogFile(Arc::clone(&self.file));
-        let on_stderr = fmt::layer().event_format(Line { time: "%H:%M:%S" });
-        let in_file = fmt::layer().event_format(Line { time: "%Y-%m-%d %H:%M:%S" });
+        let on_stderr = fmt::layer().event_format(LogFormat { time: "%H:%M:%S" });
+        let in_file = fmt::layer().event_format(LogFormat { time: "%Y-%m-%d %H:%M:%S" });
         let Filters { stderr: on, file: always, file_too } = filters;
         tracing_subscriber::registry()
             .with(on_stderr.with_ansi(colours).with_writer(stderr).with_filter(on))
@@ -98,7 +98,6 @@ impl Logging {
     }
 }
 
-/// The levels of stderr and of the log file.
 struct Filters {
     stderr: EnvFilter,
     file: EnvFilter,
@@ -122,12 +121,11 @@ impl Filters {
 
 /// One line: local time, level, message, fields.
 #[derive(Debug)]
-struct Line {
-    /// Format of the time.
+struct LogFormat {
     time: &'static str,
 }
 
-impl<S, N> FormatEvent<S, N> for Line
+impl<S, N> FormatEvent<S, N> for LogFormat
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,

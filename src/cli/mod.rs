@@ -11,6 +11,7 @@ mod check;
 mod completions;
 mod config;
 mod convert;
+mod error_report;
 mod eval;
 mod export;
 mod failure;
@@ -27,7 +28,6 @@ mod progress;
 mod ranks;
 mod replay;
 mod report;
-mod run_report;
 mod selftest;
 mod sft;
 mod signals;
@@ -61,7 +61,7 @@ enum Command {
     /// Write a config for a model folder and data files
     New(new::NewArgs),
     /// List the keys of a config, or print its JSON Schema
-    Config(config::ConfigArgs),
+    Config(config::ConfigKeysArgs),
     /// Find all problems of a config, its model and its data, without training
     Check(check::CheckArgs),
     /// Show what the model sees of each row: turns, supervised tokens, image grids, packs
@@ -83,7 +83,7 @@ enum Command {
     /// Compute rows in every layout, and compare losses and gradients
     Verify(verify::VerifyArgs),
     /// Write a page with the curves, answers and settings of runs
-    Report(run_report::ReportArgs),
+    Report(report::ReportArgs),
     /// List the rows of a step of a run, with their losses
     Why(why::WhyArgs),
     /// Check the connections between ranks: messages, sums, and failures
@@ -95,7 +95,6 @@ enum Command {
 }
 
 impl Cli {
-    /// Parses the arguments of this process.
     fn read() -> Result<Self, clap::Error> {
         let mut command = args::expand_arguments(Self::command());
         let mut matches = command.try_get_matches_from_mut(std::env::args_os())?;
@@ -117,7 +116,7 @@ pub fn main() -> ExitCode {
                 let _ = writeln!(std::io::stderr(), "\nhint: write {tip}");
             }
             return match (printed, error.use_stderr()) {
-                (Err(error), false) => report::report(&terminal::wrap(error).into()),
+                (Err(error), false) => error_report::report(&terminal::wrap(error).into()),
                 (_, false) => ExitCode::SUCCESS,
                 (_, true) => Exit::Usage.into(),
             };
@@ -126,13 +125,13 @@ pub fn main() -> ExitCode {
     crate::ops::exit_when_out_of_memory(Exit::Resources as i32);
     // The stack size of a main thread. No pool exists yet, so an error is one of the system.
     if let Err(error) = rayon::ThreadPoolBuilder::new().stack_size(8 << 20).build_global() {
-        return report::report(&panics::no_thread(&error).into());
+        return error_report::report(&panics::no_thread(&error).into());
     }
     // The command runs on a worker of the pool: from any other thread, each of the hundreds of
     // parallel ops of a step would put that thread to sleep and wake it again.
     match rayon::scope(|_| panics::caught(|| run(&cli.command))) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => report::report(&error),
+        Err(error) => error_report::report(&error),
     }
 }
 
@@ -167,7 +166,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Bench(args) => bench::run(args, &logging),
         Command::Plan(args) => plan::run(args, &logging),
         Command::Verify(args) => verify::run(args, &logging),
-        Command::Report(args) => run_report::run(args, &logging),
+        Command::Report(args) => report::run(args, &logging),
         Command::Why(args) => why::run(args),
         Command::Selftest(args) => selftest::run(args),
         Command::Completions(args) => completions::completions(args),

@@ -35,7 +35,6 @@ pub(super) struct NewArgs {
     output_dir: Option<PathBuf>,
 }
 
-/// Measures the rows and writes the config.
 pub(super) fn run(args: &NewArgs, logging: &Logging) -> anyhow::Result<()> {
     if let Some(out) = args.out.as_ref().filter(|out| out.is_file()) {
         let message = format!("`{}` exists", out.display());

@@ -1,7 +1,7 @@
 //! Reports a panic as an error, without a backtrace.
 
+use super::error_report::BUG;
 use super::failure::{Exit, Failure};
-use super::report::BUG;
 use std::cell::RefCell;
 use std::fmt::Display;
 use std::panic::{self, AssertUnwindSafe};
@@ -32,7 +32,6 @@ pub(super) fn caught<T>(run: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Resu
     })
 }
 
-/// The error for the message and place of a panic.
 fn failure(last: &str) -> Failure {
     // the standard library and rayon panic if the system has no memory or no process for a thread
     if NO_THREAD.iter().any(|start| last.starts_with(start)) {
@@ -53,7 +52,7 @@ const NO_THREAD: [&str; 2] =
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::report::{exit, text};
+    use crate::cli::error_report::{exit, text};
 
     #[test]
     fn a_thread_that_cannot_be_started_is_no_bug() {

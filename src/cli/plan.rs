@@ -84,13 +84,11 @@ fn bytes(text: &str) -> Result<f64, String> {
     parsed.ok_or_else(|| "expected a number with a unit, such as 80GiB, 80GB or 512MiB".to_owned())
 }
 
-/// Reads a positive number.
 fn positive(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number: &f64| *number > 0.0 && number.is_finite());
     number.ok_or_else(|| "expected a number above 0".to_owned())
 }
 
-/// Prints the predictions.
 pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
     let mut files =
         ConfigArgs { config: args.config.config.clone(), overrides: args.config.overrides.clone() };
@@ -140,7 +138,7 @@ pub(super) fn run(args: &PlanArgs, logging: &Logging) -> anyhow::Result<()> {
         Some(speed) => Some(speed),
         None => calibrated(args, &config, world, logging)?,
     };
-    let report = Report {
+    let report = PlanReport {
         config: &config,
         shape: &shape,
         data: data.as_ref(),
@@ -247,7 +245,6 @@ fn check(args: &PlanArgs) -> anyhow::Result<()> {
     Err(Failure::new(Exit::Usage, message).hint("for example `--images 0.5`").into())
 }
 
-/// Where the speed of a run comes from.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Speed {
     /// The command line.
@@ -258,8 +255,7 @@ pub(super) enum Speed {
     OfRun(PathBuf),
 }
 
-/// Everything that is predicted.
-pub(super) struct Report<'a> {
+pub(super) struct PlanReport<'a> {
     pub(super) config: &'a RunConfig,
     pub(super) shape: &'a ModelShape,
     pub(super) data: Option<&'a DataPlan>,
@@ -279,7 +275,7 @@ pub(super) struct Report<'a> {
     is_searched: bool,
 }
 
-impl Report<'_> {
+impl PlanReport<'_> {
     /// Seconds of the whole run.
     fn seconds(&self) -> Option<f64> {
         let ((rate, _), data) = self.speed.as_ref().zip(self.data)?;
@@ -287,8 +283,7 @@ impl Report<'_> {
     }
 }
 
-/// Prints tables.
-pub(super) fn print(report: &Report<'_>) -> anyhow::Result<()> {
+pub(super) fn print(report: &PlanReport<'_>) -> anyhow::Result<()> {
     let out = &mut stdout();
     print_run(report, out)?;
     print_parts(report, out)?;
@@ -301,7 +296,7 @@ pub(super) fn print(report: &Report<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn print_run(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
+fn print_run(report: &PlanReport<'_>, out: &mut impl Write) -> io::Result<()> {
     let [parameters, trained] = report.shape.num_parameters().map(millions);
     let precision = report.config.model.precision.hf_name();
     let active = report.shape.num_active().map(millions);
@@ -357,7 +352,7 @@ fn print_run(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
     }
 }
 
-fn print_parts(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
+fn print_parts(report: &PlanReport<'_>, out: &mut impl Write) -> io::Result<()> {
     let ranks = match report.world {
         1 => String::new(),
         world => format!(" of each of {world} ranks"),
@@ -387,11 +382,11 @@ fn print_parts(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
 }
 
 /// Bytes of the copy from which a rank writes a checkpoint. Each rank copies what it writes.
-fn copy_bytes(report: &Report<'_>) -> f64 {
+fn copy_bytes(report: &PlanReport<'_>) -> f64 {
     report.shape.copy_bytes(report.config) / report.world as f64
 }
 
-fn print_shards(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
+fn print_shards(report: &PlanReport<'_>, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "\n{:10} {:>6} {:>11} {:>5}", "shard", "group", "memory GiB", "fits")?;
     for estimate in report.estimates {
         let bytes = report.place.bytes_of(&estimate.parts);
@@ -411,7 +406,7 @@ fn print_shards(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "{advice}")
 }
 
-fn print_fits(report: &Report<'_>, out: &mut impl Write) -> io::Result<()> {
+fn print_fits(report: &PlanReport<'_>, out: &mut impl Write) -> io::Result<()> {
     let device = if report.place.config.device == DeviceChoice::Cpu { "process" } else { "GPU" };
     let title = format!("in {} of a {device}", memory_text(report.memory));
     writeln!(out, "\n{title:24} {:>12}", "memory")?;
@@ -451,7 +446,7 @@ fn time(seconds: f64) -> String {
 }
 
 /// Prints one object for each `distributed.shard`, then one for the run.
-fn print_json(report: &Report<'_>) -> anyhow::Result<()> {
+fn print_json(report: &PlanReport<'_>) -> anyhow::Result<()> {
     let mut out = stdout();
     for estimate in report.estimates {
         let bytes = report.place.bytes_of(&estimate.parts);

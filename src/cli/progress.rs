@@ -45,7 +45,6 @@ impl Progress {
         progress
     }
 
-    /// Shows a finished step.
     pub(super) fn step(&self, metrics: &StepMetrics) {
         self.bar.set_position(metrics.step);
         let columns = Terminal::stderr().columns().unwrap_or(MAX_COLUMNS);
@@ -123,7 +122,6 @@ fn message(metrics: &StepMetrics, columns: usize) -> String {
         .unwrap_or_default()
 }
 
-/// A finished step, for tests.
 #[cfg(test)]
 pub(super) fn metrics_of_step(step: u64) -> StepMetrics {
     StepMetrics {

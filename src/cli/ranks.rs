@@ -1,8 +1,8 @@
 //! The ranks of a command: started by a launcher, or by this program itself.
 
+use super::error_report;
 use super::failure::{Exit, Failure};
 use super::launch::{Forwarded, Signals, launch};
-use super::report;
 use crate::dist::{
     Collective, Connections, DistError, Distributed, Group, Launched, Launcher, Monitor, Nccl,
     NcclOptions, Processes, Rank, ShardGroup, connect, gather, interface_name,
@@ -44,12 +44,12 @@ pub(super) fn started_ranks(
     let signals = Signals::receive()?;
     let arguments: Vec<OsString> = env::args_os().skip(1).collect();
     let (commands, forwarded) = match engine {
-        Start::OnePerGpu => {
+        LaunchMethod::OnePerGpu => {
             tracing::info!(ranks = world, "starting one process per GPU");
             let interface = distributed.interface.as_deref();
             (rank_commands(world, interface, &arguments)?, Forwarded::Unchanged)
         }
-        Start::Mpirun => {
+        LaunchMethod::Mpirun => {
             tracing::info!(ranks = world, "starting `mpirun`");
             (vec![mpirun(world, distributed.interface.as_deref(), &arguments)?], Forwarded::AsUsr2)
         }
@@ -58,9 +58,8 @@ pub(super) fn started_ranks(
     Ok(true)
 }
 
-/// How this program starts ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Start {
+enum LaunchMethod {
     /// It starts one process for each GPU.
     OnePerGpu,
     /// `mpirun` starts ranks on the CPU.
@@ -116,21 +115,21 @@ fn processes(
     processes: Processes,
     device: DeviceChoice,
     gpus: usize,
-) -> Result<(usize, Start), Failure> {
+) -> Result<(usize, LaunchMethod), Failure> {
     let usable = match device {
         DeviceChoice::Auto => gpus,
         DeviceChoice::Cuda(_) => gpus.min(1),
         DeviceChoice::Cpu => 0,
     };
     let Processes::Count(count) = processes else {
-        return Ok((usable.max(1), Start::OnePerGpu));
+        return Ok((usable.max(1), LaunchMethod::OnePerGpu));
     };
     let count = count.get();
     if count == 1 || count <= usable {
-        return Ok((count, Start::OnePerGpu));
+        return Ok((count, LaunchMethod::OnePerGpu));
     }
     if usable == 0 && cfg!(feature = "mpi") {
-        return Ok((count, Start::Mpirun));
+        return Ok((count, LaunchMethod::Mpirun));
     }
     let message = format!(
         "`distributed.processes` is {count}, and this run uses {}",
@@ -244,8 +243,8 @@ impl Ending {
     /// Ends the connections together with the other ranks if `result` is a success, or a stop after
     /// the run was saved. Otherwise ends all ranks with the error. Returns `result`.
     pub(super) fn after<T>(self, result: anyhow::Result<T>) -> anyhow::Result<T> {
-        match result.as_ref().err().filter(|error| report::exit(error) != Exit::Stopped) {
-            Some(error) if report::exit(error) == Exit::Ranks => {} // all monitors know it
+        match result.as_ref().err().filter(|error| error_report::exit(error) != Exit::Stopped) {
+            Some(error) if error_report::exit(error) == Exit::Ranks => {} // all monitors know it
             Some(error) => self.monitor.fail(&format!("{error:#}")),
             None => {
                 self.monitor.report("ending the connections");
@@ -262,7 +261,7 @@ impl Ending {
 
 /// Ends this process because another rank has ended the run.
 pub(super) fn end(error: &DistError) {
-    let _ = report::report(&error.clone().into());
+    let _ = error_report::report(&error.clone().into());
     exit_at_once(Exit::Ranks as i32);
 }
 
@@ -359,7 +358,7 @@ mod tests {
             (count(1), Cpu, 0, 1),
         ] {
             let found = processes(wanted, device, gpus).unwrap();
-            assert_eq!(found, (expected, Start::OnePerGpu), "{wanted:?} {device}");
+            assert_eq!(found, (expected, LaunchMethod::OnePerGpu), "{wanted:?} {device}");
         }
     }
 
@@ -394,7 +393,7 @@ mod tests {
             (Auto, 3, "3 GPUs"),
         ] {
             if uses == "the CPU" && cfg!(feature = "mpi") {
-                assert_eq!(processes(count(4), device, gpus).unwrap(), (4, Start::Mpirun));
+                assert_eq!(processes(count(4), device, gpus).unwrap(), (4, LaunchMethod::Mpirun));
                 continue;
             }
             let error = processes(count(4), device, gpus).unwrap_err();

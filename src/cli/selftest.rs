@@ -1,9 +1,9 @@
 //! `trainer selftest`: checks the connections between ranks on this machine or on a cluster.
 
+use super::error_report;
 use super::failure::{Exit, Failure};
 use super::launch::{Forwarded, Signals, launch};
 use super::ranks::{Ending, end, group, rank_commands, started_ranks};
-use super::report;
 use super::terminal::stdout;
 use crate::dist::{
     CaseResult, Distributed, Group, Launched, NUM_CASES, agree, connect, selftest, threads,
@@ -119,7 +119,6 @@ fn on_threads(large: usize) -> anyhow::Result<bool> {
     })
 }
 
-/// The results so far.
 #[derive(Default)]
 struct Tally {
     /// Whether to print a line for each case.
@@ -196,7 +195,9 @@ fn plant(planted: Planted) -> anyhow::Result<Option<String>> {
     let named = text.matches(&format!("error: rank {PLANTED_RANK} ")).count();
     let problem = match ended {
         Ok(()) => "the ranks ended as if none had failed".to_owned(),
-        Err(error) if report::exit(&error) != Exit::Ranks => format!("the ranks ended: {error}"),
+        Err(error) if error_report::exit(&error) != Exit::Ranks => {
+            format!("the ranks ended: {error}")
+        }
         Err(_) if took > limit => format!("the ranks ended after {:.1} s", took.as_secs_f64()),
         Err(_) if named < PLANTED_WORLD - 1 => {
             format!("{named} of {} other ranks named the rank", PLANTED_WORLD - 1)

@@ -6,17 +6,17 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::{Progress, SetupBars};
 use super::ranks::{Ending, group, started_ranks};
-use super::run_report::write_report;
+use super::report::write_report;
 use super::signals::{Requests, requests_to_save};
 use super::terminal::{MAX_COLUMNS, Terminal, command, escaped, wrapped};
-use super::{replay, report};
+use super::{error_report, replay};
 use crate::config::RunConfig;
 use crate::data::RowReader;
 use crate::dist::{Monitor, Watchdog};
 use crate::metrics::{EvalMetrics, StepMetrics};
 use crate::run::{self, Resume, Run, RunOptions, SetupObserver};
 use crate::train::{
-    EvalReport, GenerateConfig, Observer, Outcome, Prediction, Predictor, StepRunner, Trainer,
+    EvalReport, GenerateConfig, Observer, Prediction, Predictor, StepRunner, TrainOutcome, Trainer,
 };
 use clap::Args;
 use std::collections::BTreeMap;
@@ -97,7 +97,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
             if run.trainer().state().step > 0 {
                 write_report(&config, run.trainer().eval_rows());
             }
-            if is_alone && report::exit(&error) == Exit::Stopped {
+            if is_alone && error_report::exit(&error) == Exit::Stopped {
                 // Drop would wait for rows that the loader is reading, such as an image that a
                 // server does not send.
                 std::mem::forget(run);
@@ -127,7 +127,6 @@ struct Finished {
     stopped_early: Option<String>,
 }
 
-/// Trains until the run is finished.
 fn train(
     run: &mut Run,
     config: &RunConfig,
@@ -142,8 +141,8 @@ fn train(
         run.train(&mut ())
     };
     match outcome? {
-        Outcome::Stopped { folder } => Err(stopped(folder, resume).into()),
-        Outcome::Finished { eval, folder, stopped_early } => {
+        TrainOutcome::Stopped { folder } => Err(stopped(folder, resume).into()),
+        TrainOutcome::Finished { eval, folder, stopped_early } => {
             Ok(Finished { eval, folder, stopped_early })
         }
     }
@@ -172,7 +171,7 @@ fn watchdog(timeout_s: u64) -> anyhow::Result<Option<Arc<dyn Monitor>>> {
                 "the newest checkpoint is intact: run the same command again to resume; if this \
                    work takes so long, raise `train.timeout_s`",
             );
-        let _ = report::report(&error.into());
+        let _ = error_report::report(&error.into());
         std::process::exit(Exit::Ranks as i32);
     })?;
     Ok(Some(Arc::new(watchdog)))
@@ -287,7 +286,6 @@ fn show_answers(
     Ok(())
 }
 
-/// Prints the reason why a run ended before its last step.
 fn print_end(reason: &str) {
     print(&prose(&format!("\nThe run has ended before its last step: {reason}.\n")));
 }

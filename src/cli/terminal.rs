@@ -163,7 +163,6 @@ pub(super) fn wrap(error: io::Error) -> io::Error {
 }
 
 impl StdoutError {
-    /// The error of stdout that `error` is.
     pub(super) fn find_in<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e Self> {
         error.downcast_ref::<io::Error>()?.get_ref()?.downcast_ref()
     }

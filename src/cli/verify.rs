@@ -6,7 +6,7 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::SetupBars;
 use super::terminal::stdout;
-use crate::run::verify::{Outcome, Report, RunPipeline, VerifyOptions, verify};
+use crate::run::verify::{CheckOutcome, RunPipeline, VerifyOptions, VerifyReport, verify};
 use clap::Args;
 use std::io::Write as _;
 use std::num::NonZeroUsize;
@@ -46,13 +46,12 @@ pub(super) fn run(args: &VerifyArgs, logging: &Logging) -> anyhow::Result<()> {
     verdict(&report)
 }
 
-/// An error if a check has failed.
-fn verdict(report: &Report) -> anyhow::Result<()> {
+fn verdict(report: &VerifyReport) -> anyhow::Result<()> {
     if report.passed {
         return Ok(());
     }
-    let failed = report.count(Outcome::Failed);
-    let first = report.checks.iter().find(|check| check.outcome == Outcome::Failed);
+    let failed = report.count(CheckOutcome::Failed);
+    let first = report.checks.iter().find(|check| check.outcome == CheckOutcome::Failed);
     let first = first.map_or("", |check| check.name.as_str());
     let message = format!("{failed} of {} checks failed, first: {first}", report.checks.len());
     Err(Failure::new(Exit::Data, message)
@@ -62,7 +61,7 @@ fn verdict(report: &Report) -> anyhow::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::report::{exit, text};
+    use super::super::error_report::{exit, text};
     use super::*;
     use crate::run::verify::Check;
 
@@ -70,8 +69,8 @@ mod tests {
     fn a_failed_check_ends_with_code_65_and_its_name() {
         let check =
             |name: &str, outcome| Check { name: name.to_owned(), outcome, detail: String::new() };
-        let checks = vec![check("a", Outcome::Passed), check("b", Outcome::Failed)];
-        let mut report = Report {
+        let checks = vec![check("a", CheckOutcome::Passed), check("b", CheckOutcome::Failed)];
+        let mut report = VerifyReport {
             passed: false,
             rows: 1,
             rejected: 0,

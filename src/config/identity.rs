@@ -13,9 +13,8 @@ use std::path::{Component, Path, PathBuf};
 /// Dotted keys with their values as JSON.
 type Settings = BTreeMap<String, String>;
 
-/// A setting with different values in two configs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Change {
+pub struct ConfigChange {
     /// Dotted key, list items by number.
     pub key: String,
     /// The earlier value as JSON, or `absent`, or `set` for a section.
@@ -24,7 +23,7 @@ pub struct Change {
     pub new: String,
 }
 
-impl fmt::Display for Change {
+impl fmt::Display for ConfigChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "`{}` was {} and is {}", self.key, self.old, self.new)
     }
@@ -63,7 +62,7 @@ impl RunConfig {
 
     /// The settings in which this config differs from an earlier one, without those that a resumed
     /// run may change. A section that only one of them has is one change.
-    pub fn changes_since(&self, earlier: &Self) -> Vec<Change> {
+    pub fn changes_since(&self, earlier: &Self) -> Vec<ConfigChange> {
         let (old, new) = (settings_of(&earlier.deciding()), settings_of(&self.deciding()));
         let keys: BTreeSet<&String> = old.keys().chain(new.keys()).collect();
         let mut changes = Vec::new();
@@ -72,12 +71,12 @@ impl RunConfig {
             let section = ends.into_iter().find(|part| lacks(&old, part) || lacks(&new, part));
             let change = if let Some(section) = section {
                 let of = |values| if lacks(values, section) { "absent" } else { "set" }.to_owned();
-                Change { key: section.to_owned(), old: of(&old), new: of(&new) }
+                ConfigChange { key: section.to_owned(), old: of(&old), new: of(&new) }
             } else {
                 let of = |values: &Settings| {
                     values.get(key).cloned().unwrap_or_else(|| "absent".to_owned())
                 };
-                Change { key: key.clone(), old: of(&old), new: of(&new) }
+                ConfigChange { key: key.clone(), old: of(&old), new: of(&new) }
             };
             if changes.last() != Some(&change) {
                 changes.push(change);
@@ -198,7 +197,9 @@ mod tests {
         let earlier = config(&["optim.lr=1e-3", "seed=7"]);
         let later = config(&["optim.lr=2e-3", "seed=7", "data.workers=3", "adapter={rank: 4}"]);
         let changes = later.changes_since(&earlier);
-        let texts = |changes: &[Change]| changes.iter().map(Change::to_string).collect::<Vec<_>>();
+        let texts = |changes: &[ConfigChange]| {
+            changes.iter().map(ConfigChange::to_string).collect::<Vec<_>>()
+        };
         let added = "`adapter` was absent and is set";
         assert_eq!(texts(&changes), [added, "`optim.lr` was 0.001 and is 0.002"]);
         let changes = earlier.changes_since(&later);

@@ -6,7 +6,7 @@ mod identity;
 mod load;
 mod paths;
 
-pub use identity::Change;
+pub use identity::ConfigChange;
 pub(crate) use load::{explained, load_text};
 pub use load::{load, load_all, refuse};
 pub use settings::{ConfigError, LeftOut, Loaded, Place, ValueError, to_yaml};
@@ -207,7 +207,6 @@ impl RunConfig {
         without_effect.map(|(_, key, found, expected)| ValueError::new(key, found, expected))
     }
 
-    /// Checks the settings that `optim.kind` does not support.
     fn check_optimizer(&self) -> Result<(), ValueError> {
         let (kind, moments) = (self.optim.kind, self.optim.moments);
         let shard = self.distributed.shard;

@@ -26,9 +26,7 @@ pub struct JsonlSink {
 /// Rows are lost rather than more memory used.
 const MAX_UNWRITTEN: usize = 64 << 20;
 
-/// A failure to open the file or to write a row.
 #[derive(Debug, thiserror::Error, fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
 #[fault(exit = CannotWrite)]
 pub enum JsonlError {
     #[error("cannot write `{}`", .path.display())]
@@ -93,7 +91,6 @@ impl JsonlSink {
         Ok(())
     }
 
-    /// Path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -12,7 +12,7 @@ mod tensorboard;
 
 pub use engine::cost::{
     ActivationMemory, Division, MemoryModel, MemoryParts, MicroBatchSizes, ModelWork, PartWork,
-    Rows, StepSizes, vendor_peak_flops,
+    RowKind, StepSizes, vendor_peak_flops,
 };
 pub use jsonl::{JsonlError, JsonlSink};
 pub use memory::{

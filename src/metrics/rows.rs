@@ -10,7 +10,6 @@ use std::collections::BTreeMap;
 pub struct RankValues {
     /// Seconds of the step that it waited for its data loader.
     pub data_wait_s: f64,
-    /// Its tokens per second.
     pub tokens_per_s: f64,
     /// Peak resident memory of its process so far, in bytes.
     pub peak_memory_bytes: u64,
@@ -21,11 +20,9 @@ pub struct RankValues {
 /// Speed and memory of the ranks of a run: smallest, mean and largest value.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RankMetrics {
-    /// Number of ranks.
     pub world: usize,
     /// Smallest, mean and largest time, in seconds, that a rank waited for data.
     pub data_wait_s: [f64; 3],
-    /// Tokens per second of a rank.
     pub tokens_per_s: [f64; 3],
     /// Peak resident memory of a rank's process so far, in bytes.
     pub peak_memory_bytes: [f64; 3],
@@ -85,7 +82,6 @@ pub struct StepMetrics {
     /// Sum of the weights of the targets, the divisor of the loss. It equals `num_target_tokens`
     /// unless rows have weights.
     pub target_weight: f64,
-    /// Number of samples.
     pub num_samples: u64,
     /// Packing efficiency: real tokens / (packs * `packing_length`), or real tokens / padded tokens
     /// without packing.
@@ -163,7 +159,6 @@ pub struct EvalMetrics {
     pub loss: f64,
     /// Number of supervised targets.
     pub num_target_tokens: u64,
-    /// Number of samples.
     pub num_samples: u64,
     /// Share of chats for which the model predicts every supervised token (greedy); `None` without
     /// chats.
@@ -205,7 +200,6 @@ impl EvalMetrics {
         }
     }
 
-    /// Returns the row with this accuracy.
     #[must_use]
     pub fn with_accuracy(self, accuracy: Option<f64>) -> Self {
         Self { accuracy, ..self }

@@ -11,14 +11,11 @@ pub struct StepRows {
     double: Vec<(u64, u64)>,
 }
 
-/// Ranges of steps in messages.
 struct Ranges<'a>(&'a [(u64, u64)]);
 
-/// Maximum number of ranges in a message.
 const MOST: usize = 5;
 
 impl StepRows {
-    /// Adds the next row of the file.
     pub fn push(&mut self, row: &Value) {
         let Some(step) = row["step"].as_u64() else { return };
         match self.last {
@@ -48,7 +45,6 @@ impl StepRows {
         (!found.is_empty()).then(|| found.join("; "))
     }
 
-    /// Adds the steps between `last` and `next`.
     fn add_missing(&mut self, last: u64, next: u64) {
         if next.saturating_sub(last) > 1 {
             self.missing.push((last + 1, next - 1));

@@ -33,7 +33,6 @@ impl EventFile {
         Ok(Self(file))
     }
 
-    /// Appends values of a step.
     pub fn write(&mut self, step: u64, time: f64, scalars: &[(String, f64)]) -> io::Result<()> {
         self.0.write_all(&record(&scalar_event(step, time, scalars)))
     }

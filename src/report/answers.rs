@@ -9,13 +9,11 @@ use crate::data::{JsonlRows, Pixels, RowReader};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// Maximum number of answers of a page.
 const MAX_ANSWERS: usize = 24;
 /// Maximum number of pixels of all images of a page: at most 700 kB as PNG in text.
 const PAGE_PIXELS: u64 = 150_000;
 /// Keys of an answer that are no scores.
 const KNOWN: [&str; 2] = ["step", "num_media"];
-/// Maximum number of images of an answer.
 const MAX_IMAGES: usize = 4;
 
 /// Answers of the last evaluation of a run: half of them wrong, if there are enough of each.

@@ -3,14 +3,11 @@
 use super::html::{escaped, push};
 use super::series::{Bucket, Series};
 
-/// What the numbers of an axis mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unit {
-    /// A plain number.
     Number,
     /// A share, shown in percent.
     Share,
-    /// Bytes.
     Bytes,
 }
 
@@ -38,20 +35,16 @@ impl Unit {
 const MIB: f64 = 1_048_576.0;
 const GIB: f64 = 1024.0 * MIB;
 
-/// A line of a chart.
 #[derive(Debug)]
-pub(super) struct Line<'a> {
+pub(super) struct ChartLine<'a> {
     /// Name in the legend.
     pub(super) label: String,
     /// Number of its colour.
     pub(super) colour: usize,
-    /// Its values.
     pub(super) series: &'a Series,
-    /// Whether each value has a dot.
     pub(super) dots: bool,
 }
 
-/// A step that is marked in a chart.
 #[derive(Debug, Clone)]
 pub(super) struct Mark {
     pub(super) step: u64,
@@ -60,16 +53,14 @@ pub(super) struct Mark {
     pub(super) title: String,
 }
 
-/// Lines over steps.
 #[derive(Debug)]
 pub(super) struct Chart<'a> {
     pub(super) title: String,
     pub(super) unit: Unit,
-    pub(super) lines: Vec<Line<'a>>,
+    pub(super) lines: Vec<ChartLine<'a>>,
     pub(super) marks: Vec<Mark>,
     /// Whether the axis is logarithmic if the values differ much.
     pub(super) may_be_log: bool,
-    /// Whether the chart has a legend.
     pub(super) has_legend: bool,
     /// Maximum number of places of a line.
     pub(super) places: usize,
@@ -85,13 +76,12 @@ const LEFT: f64 = 52.0;
 const RIGHT: f64 = 428.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = 182.0;
-/// Maximum number of marks of a chart.
 const MAX_MARKS: usize = 200;
 
 impl Chart<'_> {
     /// The figure; nothing if no line has a finite value.
     pub(super) fn html(&self) -> String {
-        let lines: Vec<&Line<'_>> =
+        let lines: Vec<&ChartLine<'_>> =
             self.lines.iter().filter(|line| line.series.finite().next().is_some()).collect();
         let Some(y) = Axis::of_values(self, &lines) else { return String::new() };
         let x = Axis { low: 0.0, high: self.last_step.max(1) as f64, log: false, unit: 1.0 };
@@ -149,7 +139,7 @@ impl Chart<'_> {
         out
     }
 
-    fn line(&self, line: &Line<'_>, x: &Axis, y: &Axis, out: &mut String) {
+    fn line(&self, line: &ChartLine<'_>, x: &Axis, y: &Axis, out: &mut String) {
         let buckets = line.series.buckets(self.places);
         let is_reduced = buckets.len() < line.series.0.len();
         let at = |step: f64, value: f64| {
@@ -220,7 +210,6 @@ fn place(share: f64, from: f64, to: f64) -> f64 {
     from + share * (to - from)
 }
 
-/// A range of values.
 struct Axis {
     low: f64,
     high: f64,
@@ -238,7 +227,7 @@ impl Axis {
     }
 
     /// The values of all lines; `None` without values.
-    fn of_values(chart: &Chart<'_>, lines: &[&Line<'_>]) -> Option<Self> {
+    fn of_values(chart: &Chart<'_>, lines: &[&ChartLine<'_>]) -> Option<Self> {
         let values = || lines.iter().flat_map(|line| line.series.finite());
         let (low, high) = (values().reduce(f64::min)?, values().reduce(f64::max)?);
         let usual = lines.iter().filter_map(|line| line.series.median()).fold(0.0, f64::max);
@@ -319,7 +308,7 @@ mod tests {
     use super::*;
 
     fn chart(series: &Series) -> String {
-        let line = Line { label: "a<b".into(), colour: 0, series, dots: false };
+        let line = ChartLine { label: "a<b".into(), colour: 0, series, dots: false };
         let chart = Chart {
             title: "Loss".into(),
             unit: Unit::Number,

@@ -1,6 +1,4 @@
-//! The charts of a page.
-
-use super::chart::{Chart, Line, Mark, Unit};
+use super::chart::{Chart, ChartLine, Mark, Unit};
 use super::folder::RunFolder;
 use super::series::Series;
 use std::collections::BTreeSet;
@@ -17,12 +15,10 @@ const TRAIN: [(&str, &str, Unit, bool); 8] = [
     ("rejected", "Rejected rows so far", Unit::Number, false),
 ];
 
-/// Maximum number of data sets in a chart.
 const MAX_SETS: usize = 16;
 /// Number of places of all lines of a chart together.
 const PLACES: usize = 1600;
 
-/// All charts, as HTML.
 pub(super) fn charts(runs: &[RunFolder]) -> String {
     let mut out = String::from("<div class=\"charts\">\n");
     out.push_str(&losses(runs));
@@ -56,7 +52,7 @@ fn losses(runs: &[RunFolder]) -> String {
     let train = lines(runs, |run| run.train("loss"), false);
     let eval = lines(runs, |run| run.eval.get("loss"), true);
     if let ([_], [_]) = (runs, eval.as_slice()) {
-        let mut both: Vec<Line<'_>> = train.into_iter().chain(eval).collect();
+        let mut both: Vec<ChartLine<'_>> = train.into_iter().chain(eval).collect();
         for (colour, (line, label)) in both.iter_mut().zip(["training", "evaluation"]).enumerate() {
             (line.label, line.colour) = (label.to_owned(), colour);
         }
@@ -68,17 +64,21 @@ fn losses(runs: &[RunFolder]) -> String {
         + &chart(runs, "Loss of the evaluations", Unit::Number, eval, true)
 }
 
-/// The losses of each data set of a run.
 fn data_sets(runs: &[RunFolder], run: &RunFolder) -> String {
     let mut html = String::new();
     let of = if runs.len() > 1 { format!(" of {}", run.path.display()) } else { String::new() };
     for (values, kind, dots) in [(&run.train, "steps", false), (&run.eval, "evaluations", true)] {
         let sets =
             values.iter().filter_map(|(key, series)| Some((key.strip_prefix("loss/")?, series)));
-        let lines: Vec<Line<'_>> = sets
+        let lines: Vec<ChartLine<'_>> = sets
             .take(MAX_SETS)
             .enumerate()
-            .map(|(colour, (name, series))| Line { label: name.to_owned(), colour, series, dots })
+            .map(|(colour, (name, series))| ChartLine {
+                label: name.to_owned(),
+                colour,
+                series,
+                dots,
+            })
             .collect();
         let places = PLACES / lines.len().max(4);
         let title = format!("Loss of the {kind} by data set{of}");
@@ -126,10 +126,10 @@ fn lines<'a>(
     runs: &'a [RunFolder],
     of: impl Fn(&'a RunFolder) -> Option<&'a Series>,
     dots: bool,
-) -> Vec<Line<'a>> {
+) -> Vec<ChartLine<'a>> {
     let found = runs.iter().enumerate().filter_map(|(colour, run)| {
         let label = run.path.display().to_string();
-        Some(Line { label, colour, series: of(run)?, dots })
+        Some(ChartLine { label, colour, series: of(run)?, dots })
     });
     found.collect()
 }
@@ -138,7 +138,7 @@ fn chart(
     runs: &[RunFolder],
     title: &str,
     unit: Unit,
-    lines: Vec<Line<'_>>,
+    lines: Vec<ChartLine<'_>>,
     may_be_log: bool,
 ) -> String {
     with_marks(runs, title, unit, lines, may_be_log).html()
@@ -149,7 +149,7 @@ fn with_marks<'a>(
     runs: &[RunFolder],
     title: &str,
     unit: Unit,
-    lines: Vec<Line<'a>>,
+    lines: Vec<ChartLine<'a>>,
     may_be_log: bool,
 ) -> Chart<'a> {
     let mut marks = Vec::new();

@@ -11,9 +11,7 @@ use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-/// A run that cannot be shown.
 #[derive(Debug, thiserror::Error, fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
 #[fault(exit = Usage)]
 pub enum ReportError {
     #[error("cannot read `{}`", .path.display())]
@@ -27,7 +25,6 @@ pub enum ReportError {
     Image(String),
 }
 
-/// What the files of a run contain.
 #[derive(Debug)]
 pub struct RunFolder {
     /// The folder as given.
@@ -138,7 +135,6 @@ impl RunFolder {
     }
 }
 
-/// Adds the numbers of a row to the values of their keys.
 fn add(values: &mut BTreeMap<String, Series>, row: &Value) {
     let (Some(step), Some(row)) = (row["step"].as_u64(), row.as_object()) else { return };
     for (key, value) in row {

@@ -7,33 +7,25 @@ pub(super) struct Series(pub(super) Vec<(u64, f64)>);
 /// Consecutive steps, drawn as one place of a line.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Bucket {
-    /// Mean step.
     pub(super) step: f64,
-    /// Smallest value.
     pub(super) min: f64,
-    /// Mean value.
     pub(super) mean: f64,
-    /// Largest value.
     pub(super) max: f64,
 }
 
 impl Series {
-    /// The finite values.
     pub(super) fn finite(&self) -> impl Iterator<Item = f64> + '_ {
         self.0.iter().map(|point| point.1).filter(|value| value.is_finite())
     }
 
-    /// The last finite value.
     pub(super) fn last(&self) -> Option<f64> {
         self.0.iter().rev().map(|point| point.1).find(|value| value.is_finite())
     }
 
-    /// The largest value.
     pub(super) fn max(&self) -> Option<f64> {
         self.finite().reduce(f64::max)
     }
 
-    /// The median.
     pub(super) fn median(&self) -> Option<f64> {
         let mut values: Vec<f64> = self.finite().collect();
         values.sort_by(f64::total_cmp);

@@ -1,5 +1,3 @@
-//! The tables of a page.
-
 use super::chart::number;
 use super::folder::RunFolder;
 use super::html::{escaped, push};
@@ -218,7 +216,6 @@ fn list(steps: &[u64]) -> String {
     shown.join(", ") + if steps.len() > SHOWN { " …" } else { "" }
 }
 
-/// Rejected rows by reason, and some of them.
 pub(super) fn rejected(run: &RunFolder) -> String {
     let reasons = run.last["rejected_by_reason"].as_object();
     let has_reasons = reasons.is_some_and(|reasons| !reasons.is_empty());

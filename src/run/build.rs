@@ -17,7 +17,7 @@ use super::plan::{RunPlan, choose_recompute, forecast, measure_part, plan_run};
 use super::requirements::{self, Start};
 use super::resume::{InputDigests, Resume, bring_best, eval_rule, find_checkpoint, resumed_state};
 use super::runner::{rank_model, step_runner};
-use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout, Found, Together};
+use crate::checkpoint::{CarriedFiles, Checkpoint, Checkpointer, FolderLayout, Together};
 use crate::config::RunConfig;
 use crate::data::{
     CachedRows, DataState, Encoder, JsonlRows, LengthCaching, Loader, LoaderShare, MediaLook,
@@ -26,8 +26,8 @@ use crate::data::{
 use crate::dist::{DistError, Group, Monitor, Rank, fail};
 use crate::optim::{OptimConfig, ParamGroups, Schedule, Span};
 use crate::train::{
-    BaseModel, Checkpoints, DeviceChoice, EvalRule, Evaluation, Health, Logs, Observer, Outcome,
-    Ranks, Rejected, StepRules, TrainData, TrainError, TrainState, Trainer, TrainerParts,
+    BaseModel, Checkpoints, DeviceChoice, EvalRule, Evaluation, Health, Logs, Observer, Ranks,
+    Rejected, StepRules, TrainData, TrainError, TrainOutcome, TrainState, Trainer, TrainerParts,
     write_rejects,
 };
 use candle_core::Device;
@@ -46,7 +46,7 @@ use std::sync::atomic::AtomicBool;
 /// use std::path::Path;
 /// use trainer::config::{self, RunConfig};
 /// use trainer::run::Run;
-/// use trainer::train::Outcome;
+/// use trainer::train::TrainOutcome;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let folder = tempfile::tempdir()?;
@@ -58,7 +58,7 @@ use std::sync::atomic::AtomicBool;
 /// let config: RunConfig = config::load(Path::new("configs/quickstart.yaml"), &overrides)?;
 /// // The observer receives the metrics of each step; `()` ignores them.
 /// let outcome = Run::from_config(&config)?.train(&mut ())?;
-/// assert!(matches!(outcome, Outcome::Finished { .. }));
+/// assert!(matches!(outcome, TrainOutcome::Finished { .. }));
 /// assert!(folder.path().join("final/model.safetensors").is_file());
 /// # Ok(())
 /// # }
@@ -209,7 +209,7 @@ impl Run {
     }
 
     /// Trains until all steps are done, the data ends, or [`RunOptions::stop`] is set.
-    pub fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
+    pub fn train(&mut self, observer: &mut dyn Observer) -> Result<TrainOutcome, TrainError> {
         let outcome = self.trainer.run(&mut Tracked { observer, trackers: &mut self.trackers });
         if let Some(monitor) = &self.monitor {
             monitor.finish(); // what follows, such as a report, is not watched
@@ -302,7 +302,7 @@ fn checkpoints(
 /// Opens and loads the model. Also returns the groups of its parameters, and the base of an adapter.
 fn load_model(
     config: &RunConfig,
-    found: Option<&Found>,
+    found: Option<&Checkpoint>,
     ranks: &SetupRanks,
     device: &Device,
 ) -> Result<(RankModel, ParamGroups, Option<BaseModel>), RunError> {
@@ -421,7 +421,7 @@ fn schedule(optim: &OptimConfig, total_steps: u64) -> Schedule {
 /// rank of a new run reads all weights, for their digest.
 fn open_model(
     config: &RunConfig,
-    found: Option<&Found>,
+    found: Option<&Checkpoint>,
     ranks: &SetupRanks,
     device: &Device,
 ) -> Result<(OpenModel, Option<BaseModel>), RunError> {
@@ -528,7 +528,7 @@ impl SetupRanks {
         config: &RunConfig,
         resume: &Resume,
         checkpointer: &Checkpointer,
-    ) -> Result<Option<Found>, RunError> {
+    ) -> Result<Option<Checkpoint>, RunError> {
         self.during("looking for a checkpoint", || {
             if self.rank().is_first() {
                 checkpointer.recover()?;

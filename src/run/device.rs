@@ -14,7 +14,6 @@ use crate::train::DeviceChoice;
 use candle_core::Device;
 use std::path::Path;
 
-/// A GPU that cannot be used.
 #[derive(Debug, thiserror::Error, fault::Fault)]
 #[error("`device` is `cuda:{ordinal}`, which cannot be used: {problem}")]
 #[fault(exit = Usage, hint = device_hint())]

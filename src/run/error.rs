@@ -5,7 +5,7 @@ use super::adapter::AdapterError;
 use super::device::DeviceError;
 use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
-use crate::config::{Change, ConfigError, LeftOut, ValueError};
+use crate::config::{ConfigChange, ConfigError, LeftOut, ValueError};
 use crate::data::{
     CacheError, CollateError, LoaderError, ModelFolderError, OrderError, RowTrouble, SourceError,
 };
@@ -25,7 +25,6 @@ use std::path::PathBuf;
 ///
 /// Where a config key is the cause, [`RunError::keys`] returns it.
 #[derive(Debug, thiserror::Error, fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
 #[fault(exit = Usage)]
 pub enum RunError {
     #[error(transparent)]
@@ -54,7 +53,7 @@ pub enum RunError {
     OtherConfig {
         folder: PathBuf,
         /// The settings that differ, if the earlier config is known.
-        changes: Vec<Change>,
+        changes: Vec<ConfigChange>,
     },
     #[error(
         "trainer_state.json of `{}` has version {version}, and this program reads version {}",
@@ -334,7 +333,7 @@ fn fitting_hint(fitting: &[usize]) -> String {
 }
 
 /// The settings that differ, after a sentence about them.
-fn changes_text(changes: &[Change]) -> String {
+fn changes_text(changes: &[ConfigChange]) -> String {
     let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
     if changes.is_empty() { String::new() } else { format!(": {}", changes.join(", ")) }
 }
@@ -349,9 +348,7 @@ fn groups_text(sequence: usize) -> String {
     if sequence > 1 { format!(" in groups of {sequence}") } else { String::new() }
 }
 
-/// The reason why a model cannot be loaded.
 #[derive(Debug, thiserror::Error, fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
 #[fault(exit = Data)]
 pub enum SetupError {
     #[error(

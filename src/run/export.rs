@@ -7,7 +7,7 @@ use super::error::{RunError, SetupError};
 use super::inputs::open_for_run;
 use super::model_files::{check_model_folder, named_files, with_pieces};
 use crate::checkpoint::{
-    ADAPTER_CONFIG, CarriedFiles, CheckpointError, FolderLayout, ModelFiles, SavedTensor,
+    ADAPTER_CONFIG, CarriedFiles, CheckpointError, FolderLayout, ModelFolder, SavedTensor,
     WeightFiles, adapter_weights, nf4_tensors, quantization_config,
 };
 use crate::nn::ParamSpec;
@@ -33,10 +33,8 @@ pub struct Exported {
     pub quantized: usize,
 }
 
-/// How the tensors of a folder are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExportDtype {
-    /// All in one dtype.
     Dtype(Precision),
     /// The weights of linear layers in 4 bits, the others in the dtype of the files.
     Nf4,
@@ -76,7 +74,7 @@ pub fn export_model(
         SetupError::Files { folder: base.to_owned(), source: Box::new(source) }.into()
     };
     let files = with_pieces(named_files(base, names).map_err(fault)?, &specs);
-    let weights = Arc::new(Weights { files, adapter });
+    let weights = Arc::new(ExportedWeights { files, adapter });
     let (mut counts, mut saved, mut quantized) = (Exported::default(), Vec::new(), None);
     for name in weights.files.names() {
         let Some(stored) = weights.files.dtype(name) else {
@@ -85,8 +83,8 @@ pub fn export_model(
             continue;
         };
         let change = weights.change(name);
-        counts.merged += usize::from(change == Some(Change::Merge));
-        counts.replaced += usize::from(change == Some(Change::Replace));
+        counts.merged += usize::from(change == Some(WeightChange::Merge));
+        counts.replaced += usize::from(change == Some(WeightChange::Replace));
         let (of, name) = (Arc::clone(&weights), name.to_owned());
         if linear.contains(&name) {
             counts.tensors += 1;
@@ -110,25 +108,24 @@ pub fn export_model(
         config_json = precision.stamp(&config_json);
     }
     set_quantization(&mut config_json, quantized);
-    let files = ModelFiles {
+    let files = ModelFolder {
         layout: FolderLayout::Model,
         weights: &saved,
         config_json: &config_json,
         carried: &CarriedFiles::read(base).map_err(fault)?,
-        max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
+        max_shard_bytes: ModelFolder::MAX_SHARD_BYTES,
     };
     files.write_new(out).map_err(fault)?;
     Ok(counts)
 }
 
-/// The weights to be written.
-struct Weights {
+struct ExportedWeights {
     files: WeightFiles,
     adapter: Option<OpenAdapter>,
 }
 
-impl Weights {
-    fn change(&self, name: &str) -> Option<Change> {
+impl ExportedWeights {
+    fn change(&self, name: &str) -> Option<WeightChange> {
         self.adapter.as_ref()?.change(name)
     }
 
@@ -166,7 +163,7 @@ impl Weights {
         dtype: DType,
     ) -> Result<Tensor, CheckpointError> {
         let (start, change) = (elements.start, self.change(name));
-        let merges = self.adapter.as_ref().filter(|_| change == Some(Change::Merge));
+        let merges = self.adapter.as_ref().filter(|_| change == Some(WeightChange::Merge));
         let stored = if merges.is_some() { DType::F32 } else { dtype };
         let part = self.files.load_part(name, elements, stored, &Device::Cpu)?;
         let part = part.reshape(shape).map_err(fault(name))?;
@@ -176,11 +173,11 @@ impl Weights {
 
     fn load(&self, name: &str, dtype: DType) -> Result<Tensor, CheckpointError> {
         match self.adapter.as_ref().zip(self.change(name)) {
-            Some((adapter, Change::Merge)) => {
+            Some((adapter, WeightChange::Merge)) => {
                 let weight = self.files.load(name, DType::F32, &Device::Cpu)?;
                 adapter.merged(name, &weight)?.to_dtype(dtype).map_err(fault(name))
             }
-            Some((adapter, Change::Replace)) => adapter.replacement(name, dtype),
+            Some((adapter, WeightChange::Replace)) => adapter.replacement(name, dtype),
             None => self.files.load(name, dtype, &Device::Cpu),
         }
     }
@@ -276,20 +273,19 @@ pub fn export_adapter(
     };
     let weights: Result<Vec<_>, _> = files.names().map(tensor).collect();
     let weights = weights.map_err(fault)?;
-    let files = ModelFiles {
+    let files = ModelFolder {
         layout: FolderLayout::Adapter,
         weights: &weights,
         config_json: &config_json,
         carried: &CarriedFiles::read(adapter).map_err(fault)?,
-        max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
+        max_shard_bytes: ModelFolder::MAX_SHARD_BYTES,
     };
     files.write_new(out).map_err(fault)?;
     Ok(Exported { tensors: weights.len(), ..Exported::default() })
 }
 
-/// What an adapter does to a weight of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Change {
+pub(super) enum WeightChange {
     /// It is added.
     Merge,
     /// It has another value of the weight.

@@ -26,13 +26,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-/// A model, its parameters and its config.
 pub struct LoadedModel {
-    /// The model.
     pub model: Box<dyn Model>,
     /// Parameters in the compute dtype, in the order of the specs.
     pub params: Vec<Param>,
-    /// Dropout of the adapter.
     pub dropout: Option<Arc<Dropout>>,
     /// The folder.
     pub open: OpenModel,
@@ -44,7 +41,6 @@ pub struct OpenModel {
     pub config_json: Value,
     /// Name, shape and component of each parameter; those of an adapter follow those of the model.
     pub specs: Vec<ParamSpec>,
-    /// The adapter, if there is one.
     pub adapter: Option<OpenAdapter>,
     config: Arc<dyn ModelConfig>,
     source: WeightSource,
@@ -57,10 +53,8 @@ pub struct OpenModel {
     pub(super) quantized: Mutex<HashMap<usize, Nf4>>,
 }
 
-/// Dtype of the matrices in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum MatrixDtype {
-    /// The compute dtype.
     Compute,
     /// `bf16` if the files have it, otherwise the compute dtype.
     Stored,
@@ -198,7 +192,6 @@ impl OpenModel {
         kept.collect()
     }
 
-    /// The name of a tensor in the files of a model folder.
     fn name_in_file(&self, name: &str) -> String {
         self.config.tensor_names().in_file(name)
     }
@@ -214,7 +207,6 @@ impl OpenModel {
         self.config.tensor_names()
     }
 
-    /// Sizes of the decoder.
     pub(super) fn text(&self) -> &DecoderConfig {
         self.config.text()
     }
@@ -227,7 +219,6 @@ impl OpenModel {
         self.attention = wrap(Arc::clone(&self.attention));
     }
 
-    /// Loads all weights.
     pub fn load(self, device: &Device) -> Result<LoadedModel, SetupError> {
         let this = self.split_weights()?;
         // In parallel: one thread takes minutes to draw or convert billions of weights.
@@ -293,7 +284,6 @@ impl OpenModel {
         matches!(self.source, WeightSource::Seed(_)) || self.adapter.as_ref().is_some_and(is_drawn)
     }
 
-    /// Whether weights are stored in NF4.
     pub(super) fn is_quantized(&self) -> bool {
         matches!(&self.source, WeightSource::Files(files) if files.is_quantized())
     }
@@ -319,12 +309,10 @@ impl OpenModel {
         loaded.map_err(candle_core::Error::wrap)
     }
 
-    /// The model folder.
     pub(super) fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The compute dtype.
     pub(super) fn dtype(&self) -> DType {
         self.dtype
     }

@@ -13,7 +13,6 @@ use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The model of a rank.
 pub(crate) struct RankModel {
     pub(super) loaded: LoadedModel,
     /// `None`: in a single process.
@@ -23,11 +22,9 @@ pub(crate) struct RankModel {
     pub(super) owned: Option<Vec<OwnedPart>>,
 }
 
-/// How the ranks divide the parameters.
 pub(super) struct RankPlace {
     pub(super) layout: Arc<Layout>,
     pub(super) collective: Arc<dyn Collective>,
-    /// The share of this rank.
     pub(super) member: usize,
     /// Number of sequence groups, which share the micro-batches of a step.
     pub(super) groups: usize,
@@ -131,7 +128,6 @@ fn read_all(
     Ok(trained)
 }
 
-/// Reads a share of a bucket into `share`.
 fn read_share(
     open: &OpenModel,
     bucket: &Bucket,

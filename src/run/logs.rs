@@ -18,7 +18,7 @@ use std::time::SystemTime;
 
 /// A line of `starts.jsonl`.
 #[derive(Serialize)]
-struct Start {
+struct StartRecord {
     after_step: u64,
     time: u64,
     version: &'static str,
@@ -75,7 +75,7 @@ pub(super) fn log_start(
 fn write_line(config: &RunConfig, after_step: u64, world: usize) {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let time = since.map_or(0, |since| since.as_secs());
-    let start = Start { after_step, time, version: env!("CARGO_PKG_VERSION"), world };
+    let start = StartRecord { after_step, time, version: env!("CARGO_PKG_VERSION"), world };
     let file = JsonlSink::open(&config.output_dir.join("starts.jsonl"));
     if let Err(error) = file.and_then(|mut file| file.write(&start)) {
         tracing::warn!("{error}: the report of the run will not have this start");

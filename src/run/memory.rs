@@ -26,7 +26,6 @@ use std::num::{NonZeroU32, NonZeroUsize};
 pub const RESERVED: f64 = 1_073_741_824.0;
 /// Settings that save less than this fraction of the peak are left out.
 const LEAST_SAVING: f64 = 0.02;
-/// Number of settings in a hint.
 const NUM_SETTINGS: usize = 3;
 /// Of several settings of one kind, the cheapest that saves this fraction of the most is named.
 const ENOUGH: f64 = 0.75;
@@ -69,17 +68,14 @@ impl Load {
         Self(self.0.iter().map(scale).collect())
     }
 
-    /// The sizes.
     pub fn sizes(&self) -> &[MicroBatchSizes] {
         &self.0
     }
 
-    /// The largest number of tokens of a micro-batch.
     pub fn tokens(&self) -> f64 {
         self.0.iter().map(|sizes| sizes.tokens).fold(0.0, f64::max)
     }
 
-    /// The largest number of patches of a micro-batch.
     pub fn patches(&self) -> f64 {
         self.0.iter().map(|sizes| sizes.patches).fold(0.0, f64::max)
     }
@@ -88,11 +84,9 @@ impl Load {
 /// A run whose memory is predicted. `device` of the config is the CPU or a GPU, and is not `auto`.
 #[derive(Debug, Clone)]
 pub struct RunMemory {
-    /// The config.
     pub config: RunConfig,
     /// Its largest micro-batches.
     pub load: Load,
-    /// Number of ranks.
     pub world: usize,
 }
 
@@ -118,7 +112,6 @@ impl RunMemory {
         self.parts(shape).map(|parts| self.bytes_of(&parts))
     }
 
-    /// The memory that counts on the device.
     pub fn bytes_of(&self, parts: &MemoryParts) -> f64 {
         if self.on_cpu() { parts.process() } else { parts.device() + RESERVED }
     }
@@ -146,7 +139,6 @@ impl RunMemory {
         Ok(found.into_iter().map(|(_, saving)| saving).collect())
     }
 
-    /// This run with a change.
     fn with(&self, setting: impl Into<String>, change: impl FnOnce(&mut Self)) -> (String, Self) {
         let mut changed = self.clone();
         change(&mut changed);
@@ -281,12 +273,10 @@ impl RunMemory {
     }
 }
 
-/// A setting and the memory that it saves.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Saving {
     /// The key and its value: `model.recompute=full`.
     pub setting: String,
-    /// Bytes.
     pub bytes: f64,
 }
 
@@ -326,7 +316,6 @@ pub struct Estimate {
     pub shard: Shard,
     /// Number of ranks of a shard group.
     pub group: usize,
-    /// The parts of the memory at its peak.
     pub parts: MemoryParts,
 }
 
@@ -517,7 +506,6 @@ impl ModelShape {
 
 /// Lengths of packs are multiples of this number of tokens.
 const STEP: u32 = 256;
-/// Maximum length of a pack that is tried.
 const MAX_LENGTH: u32 = 1 << 20;
 
 /// A change of the config with which the run fits.
@@ -560,7 +548,6 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// The bytes of a run, if it fits.
     fn fits(&self, need: &RunMemory) -> Result<Option<f64>, RunError> {
         let bytes = need.bytes(self.shape)?;
         Ok((bytes <= self.memory).then_some(bytes))

@@ -181,11 +181,11 @@ pub(crate) fn check_model_folder(folder: &Path) -> Result<(), SetupError> {
 }
 
 /// A contradiction and the fix.
-type Found = (String, &'static str);
+type Contradiction = (String, &'static str);
 
 /// Fails if `config.json` and its `text_config` have different sizes. Files that transformers 4
 /// saved have both.
-fn check_config(json: &Value) -> Result<(), Found> {
+fn check_config(json: &Value) -> Result<(), Contradiction> {
     let text = &json["text_config"];
     for key in SIZES {
         let mut of_sections = [None; 2];
@@ -240,7 +240,7 @@ fn is_same(a: &Value, b: &Value) -> bool {
 }
 
 /// Fails if the folder of a model has an adapter too: transformers adds it to the model.
-fn check_adapter(folder: &Path) -> Result<(), Found> {
+fn check_adapter(folder: &Path) -> Result<(), Contradiction> {
     let name = "adapter_config.json";
     if !folder.join(name).is_file() {
         return Ok(());
@@ -254,7 +254,7 @@ fn check_adapter(folder: &Path) -> Result<(), Found> {
 
 /// Fails if `quantization_config` does not describe the weights. `in_nf4`: whether they have
 /// matrices in NF4.
-fn check_quantization(json: &Value, in_nf4: bool) -> Result<(), Found> {
+fn check_quantization(json: &Value, in_nf4: bool) -> Result<(), Contradiction> {
     const NOT_NF4: &str = "remove the section if the weights are not quantised; of quantised models, \
                            only those of bitsandbytes in NF4 are read";
     const NF4: &str = "copy config.json and the weight files of one model";
@@ -364,7 +364,7 @@ const TOKENIZER_HINT: &str = "load the tokenizer with transformers and save it w
                               `save_pretrained`, or copy the files of one model";
 
 /// Compares the tokens of `tokenizer.json` with those of the other files.
-fn check_tokens(folder: &Path) -> Result<(), Found> {
+fn check_tokens(folder: &Path) -> Result<(), Contradiction> {
     let Some(TokenizerFile { added_tokens, model }) = json(folder, "tokenizer.json") else {
         return Ok(());
     };
@@ -450,7 +450,7 @@ fn text(token: &Value) -> Option<String> {
 
 /// Compares the special tokens of `special_tokens_map.json`, which older versions wrote, with those
 /// of `tokenizer_config.json`.
-fn check_special_tokens(folder: &Path, config: &Map<String, Value>) -> Result<(), Found> {
+fn check_special_tokens(folder: &Path, config: &Map<String, Value>) -> Result<(), Contradiction> {
     let older: Map<String, Value> = json(folder, "special_tokens_map.json").unwrap_or_default();
     for (key, token) in older.iter().filter(|(key, _)| key.ends_with("_token")) {
         let [theirs, ours] = [Some(token), config.get(key)].map(|token| token.and_then(text));
@@ -466,7 +466,10 @@ fn check_special_tokens(folder: &Path, config: &Map<String, Value>) -> Result<()
 }
 
 /// Compares the ids of image and video tokens in `config.json` with those of the tokenizer.
-fn check_token_ids(folder: &Path, id_of: impl Fn(&str) -> Option<u64>) -> Result<(), Found> {
+fn check_token_ids(
+    folder: &Path,
+    id_of: impl Fn(&str) -> Option<u64>,
+) -> Result<(), Contradiction> {
     let model_config: Value = json(folder, "config.json").unwrap_or_default();
     for [key, name] in TOKEN_IDS {
         let Some(ours) = id_of(name) else { continue };
@@ -480,7 +483,7 @@ fn check_token_ids(folder: &Path, id_of: impl Fn(&str) -> Option<u64>) -> Result
 }
 
 /// Compares `generation_config.json` with the ids of the tokenizer.
-fn check_generation(folder: &Path, is_token: impl Fn(u64) -> bool) -> Result<(), Found> {
+fn check_generation(folder: &Path, is_token: impl Fn(u64) -> bool) -> Result<(), Contradiction> {
     let config: Map<String, Value> = json(folder, "generation_config.json").unwrap_or_default();
     for key in ["eos_token_id", "pad_token_id", "bos_token_id"] {
         let ids = match config.get(key) {
@@ -507,7 +510,7 @@ const PROCESSORS: [[&str; 2]; 2] = [
 
 /// Compares the sections of `processor_config.json`, which transformers takes, with the files that
 /// older versions have.
-fn check_processors(folder: &Path) -> Result<(), Found> {
+fn check_processors(folder: &Path) -> Result<(), Contradiction> {
     let combined: Map<String, Value> = json(folder, COMBINED).unwrap_or_default();
     for [section, file] in PROCESSORS {
         let older: Option<Map<String, Value>> = json(folder, file);
@@ -596,8 +599,7 @@ pub(crate) fn differs_from_copy(adapter: &Path, model: &Path) -> Option<&'static
     differs.into_iter().find(|(differs, _)| *differs).map(|(_, what)| what)
 }
 
-/// Compares the chat templates of the folder.
-fn check_templates(folder: &Path) -> Result<(), Found> {
+fn check_templates(folder: &Path) -> Result<(), Contradiction> {
     let source = |name: &str| template_in(folder, name);
     let mut templates = TEMPLATES.iter().filter_map(|name| Some((*name, source(name)?)));
     let Some((first, template)) = templates.next() else { return Ok(()) };

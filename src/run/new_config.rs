@@ -26,18 +26,14 @@ const SAMPLES: usize = 16;
 const PACK: usize = 8192;
 const GIB: f64 = 1_073_741_824.0;
 
-/// What a new run trains.
 #[derive(Debug, Clone)]
 pub struct NewRun {
     /// Model folder, or an id of the hub.
     pub model: PathBuf,
-    /// Data files to train on.
     pub train: Vec<PathBuf>,
-    /// Data files to evaluate on.
     pub eval: Vec<PathBuf>,
     /// Folder of the images that the rows name.
     pub image_root: Option<PathBuf>,
-    /// Folder that the run writes to.
     pub output_dir: PathBuf,
     /// Name of the config in its comments.
     pub name: String,
@@ -55,19 +51,19 @@ pub fn new_config(new: &NewRun, observer: &dyn SetupObserver) -> Result<String, 
     config.model.path.clone_from(&local.model.path);
     config.data = local.data;
     let encoder = encoder(&config)?;
-    let sets = |list| -> Result<Vec<Measured>, RunError> {
+    let sets = |list| -> Result<Vec<DatasetLengths>, RunError> {
         let rows = open_data(&config, list, &encoder, observer)?;
-        (0..rows.sets().len()).map(|index| Measured::of(&rows, index).check(&config)).collect()
+        (0..rows.sets().len())
+            .map(|index| DatasetLengths::of(&rows, index).check(&config))
+            .collect()
     };
     let (train, eval) = (sets(DataList::Train)?, sets(DataList::Eval)?);
     let choices = Choices::of(&mut config, &train)?;
     Ok(new.yaml(&config, &choices, [&train, &eval]))
 }
 
-/// Lengths of the rows of a data set.
-struct Measured {
+struct DatasetLengths {
     form: String,
-    /// Number of rows.
     rows: usize,
     /// Number of rows that were measured, those that cannot be used included.
     num_read: usize,
@@ -81,7 +77,7 @@ struct Measured {
     file: String,
 }
 
-impl Measured {
+impl DatasetLengths {
     /// Measures rows at equal distances.
     fn of(rows: &JsonlRows, index: usize) -> Self {
         let set = &rows.sets()[index];
@@ -159,8 +155,8 @@ struct Choices {
 }
 
 impl Choices {
-    fn of(config: &mut RunConfig, train: &[Measured]) -> Result<Self, RunError> {
-        let sum = |of: fn(&Measured) -> usize| train.iter().map(of).sum::<usize>();
+    fn of(config: &mut RunConfig, train: &[DatasetLengths]) -> Result<Self, RunError> {
+        let sum = |of: fn(&DatasetLengths) -> usize| train.iter().map(of).sum::<usize>();
         let mean = sum(|set| set.tokens).div_ceil(sum(|set| set.usable).max(1)).max(1);
         let longest = train.iter().map(|set| set.longest).max().unwrap_or(0);
         let unit = if mean < 256 { 64 } else { 256 };
@@ -212,7 +208,6 @@ fn choose_memory(config: &mut RunConfig) -> Result<Option<[f64; 2]>, RunError> {
 }
 
 impl NewRun {
-    /// The config with default values.
     fn config(&self) -> RunConfig {
         let sets = |paths: &[PathBuf]| -> Vec<Value> {
             let set = |path: &PathBuf| {
@@ -236,7 +231,7 @@ impl NewRun {
         &self,
         config: &RunConfig,
         choices: &Choices,
-        [train, eval]: [&[Measured]; 2],
+        [train, eval]: [&[DatasetLengths]; 2],
     ) -> String {
         let [need, free] = choices.adapter.unwrap_or_default().map(|gib| format!("{gib:.1}"));
         let unused: Vec<&str> = choices.unused.iter().copied().collect();
@@ -274,8 +269,7 @@ impl NewRun {
         filled(include_str!("new_config.yaml"), &values, &conditions)
     }
 
-    /// The lines of the data sets `key`.
-    fn sets(&self, key: &str, paths: &[PathBuf], sets: &[Measured]) -> String {
+    fn sets(&self, key: &str, paths: &[PathBuf], sets: &[DatasetLengths]) -> String {
         if paths.is_empty() {
             let comment = "rows that are not in `train`: [{path: eval.jsonl}]";
             return format!("{:<33} # {comment}", "  eval: []");
@@ -351,7 +345,6 @@ fn path(path: &Path) -> String {
     }
 }
 
-/// A converted config.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConvertedConfig {
     /// The config as YAML. A comment on each line says where its value came from; comments at the

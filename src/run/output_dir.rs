@@ -3,7 +3,7 @@
 
 use super::error::RunError;
 use super::inputs::SetupObserver;
-use crate::checkpoint::{Checkpointer, Found, write_atomically};
+use crate::checkpoint::{Checkpoint, Checkpointer, write_atomically};
 use crate::config::{RunConfig, to_yaml};
 use crate::files;
 use std::fs::{self, File, TryLockError};
@@ -12,7 +12,6 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The files and folders of a run.
 const FILES: [&str; 13] = [
     "config.yaml",
     "metrics.jsonl",
@@ -69,7 +68,7 @@ pub(super) fn check_model_stays(config: &RunConfig) -> Result<(), RunError> {
 pub(super) fn take_over(
     config: &RunConfig,
     checkpointer: &Checkpointer,
-    found: Option<&Found>,
+    found: Option<&Checkpoint>,
     observer: &dyn SetupObserver,
 ) -> Result<(), RunError> {
     let output_dir = config.output_dir.as_path();
@@ -125,7 +124,6 @@ fn remove_empty_asides(output_dir: &Path) {
     }
 }
 
-/// Creates the next free folder `previous-N`.
 fn next_aside(output_dir: &Path) -> Result<PathBuf, RunError> {
     let mut number = 1;
     while output_dir.join(format!("previous-{number}")).exists() {
@@ -149,7 +147,7 @@ fn move_into(aside: &Path, path: &Path) -> Result<(), RunError> {
 }
 
 /// Whether the checkpoint was written to this `output_dir`.
-fn lies_in(output_dir: &Path, found: &Found) -> bool {
+fn lies_in(output_dir: &Path, found: &Checkpoint) -> bool {
     let real = |path: &Path| path.canonicalize().ok();
     let parent = real(&found.dir).and_then(|dir| dir.parent().map(Path::to_owned));
     parent.is_some() && parent == real(&output_dir.join("checkpoints"))

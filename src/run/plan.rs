@@ -26,7 +26,6 @@ use tracing::field::display;
 /// Number of rows from which the log names the setting that begins without measuring them.
 const MANY_ROWS: usize = 1 << 20;
 
-/// The result of [`plan_run`].
 pub(super) struct RunPlan {
     /// Steps until the data ends; `None` if it is repeated until `train.max_steps`.
     pub(super) planned: Option<Planned>,
@@ -178,23 +177,18 @@ fn log_plan(plan: &Plan, what: &str) {
 /// Number of rows from which the fraction of supervised tokens is computed.
 const NUM_SAMPLED: usize = 16;
 
-/// The size of a run over its data.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DataPlan {
-    /// Its rows.
     pub rows: usize,
-    /// Number of epochs that `plan` counts.
     pub epochs: u64,
     /// Packs and tokens of these epochs.
     pub plan: Plan,
-    /// Steps of the run.
     pub steps: u64,
     /// Fraction of supervised tokens, of a few rows.
     pub targets: f64,
 }
 
 impl DataPlan {
-    /// Tokens of the whole run.
     pub fn tokens(&self) -> f64 {
         self.plan.tokens as f64 * self.steps as f64 / self.plan.steps.max(1) as f64
     }

@@ -2,8 +2,8 @@
 
 use super::error::RunError;
 use super::output_dir::set_one_aside;
-use crate::checkpoint::{CheckpointError, Checkpointer, Found, Together};
-use crate::config::{Change, RunConfig, ValueError, load};
+use crate::checkpoint::{Checkpoint, CheckpointError, Checkpointer, Together};
+use crate::config::{ConfigChange, RunConfig, ValueError, load};
 use crate::data::{CachedRows, Encoder, JsonlRows, MediaLook, dataset_names};
 use crate::ops::AlgorithmTable;
 use crate::train::{EvalHistory, EvalRule, TrainState};
@@ -12,7 +12,6 @@ use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Where a run starts.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Resume {
     /// From the newest undamaged checkpoint in `output_dir` that was written with the same config,
@@ -31,7 +30,7 @@ pub(super) fn find_checkpoint(
     resume: &Resume,
     checkpointer: &Checkpointer,
     ranks: &impl Together<Error = RunError>,
-) -> Result<Option<Found>, RunError> {
+) -> Result<Option<Checkpoint>, RunError> {
     let fingerprint = config.fingerprint();
     let same_run = |state: &serde_json::Value| state["fingerprint"] == fingerprint.as_str();
     match resume {
@@ -63,7 +62,7 @@ pub(super) fn find_checkpoint(
 pub(super) fn likely_checkpoint(
     config: &RunConfig,
     checkpointer: &Checkpointer,
-) -> Result<(Option<Found>, Vec<String>), CheckpointError> {
+) -> Result<(Option<Checkpoint>, Vec<String>), CheckpointError> {
     let fingerprint = config.fingerprint();
     checkpointer.newest_likely(|state| state["fingerprint"] == fingerprint.as_str())
 }
@@ -98,7 +97,7 @@ pub(super) fn resumed_state(
     config: &RunConfig,
     rows: &JsonlRows,
     inputs: &InputDigests,
-    found: &Found,
+    found: &Checkpoint,
     reads_media: bool,
 ) -> Result<TrainState, RunError> {
     let state = state_of_inputs(found, inputs)?;
@@ -110,18 +109,17 @@ pub(super) fn resumed_state(
 
 /// The settings in which `config` differs from that of the run in `output_dir`; none if its config
 /// cannot be read.
-pub(super) fn changes(config: &RunConfig, output_dir: &Path) -> Vec<Change> {
+pub(super) fn changes(config: &RunConfig, output_dir: &Path) -> Vec<ConfigChange> {
     let earlier = load::<RunConfig>(&output_dir.join("config.yaml"), &[]);
     let changes = |earlier: RunConfig| config.changes_since(&earlier.with_unescaped_paths());
     earlier.map_or_else(|_| Vec::new(), changes)
 }
 
-/// Says why the run in `output_dir` is not resumed.
 fn warn_about_changes(config: &RunConfig, checkpointer: &Checkpointer) -> Result<(), RunError> {
     if checkpointer.steps()?.is_empty() {
         return Ok(());
     }
-    for Change { key, old, new } in changes(config, &config.output_dir) {
+    for ConfigChange { key, old, new } in changes(config, &config.output_dir) {
         tracing::warn!(
             key,
             old,
@@ -146,7 +144,7 @@ const MAX_ROWS_READ: usize = 1024;
 fn check_media(
     config: &RunConfig,
     rows: &JsonlRows,
-    found: &Found,
+    found: &Checkpoint,
     state: &TrainState,
 ) -> Result<(), RunError> {
     let spread = |most: usize| rows.num_rows().div_ceil(most).max(1);
@@ -179,7 +177,7 @@ fn check_media(
 }
 
 /// The training state in a checkpoint; an error if its run had other inputs.
-fn state_of_inputs(found: &Found, inputs: &InputDigests) -> Result<TrainState, RunError> {
+fn state_of_inputs(found: &Checkpoint, inputs: &InputDigests) -> Result<TrainState, RunError> {
     let folder = || found.dir.clone();
     let version = found.state["version"].as_u64().and_then(|version| version.try_into().ok());
     if let Some(version) = version.filter(|version| *version != TrainState::VERSION) {
@@ -222,7 +220,7 @@ pub(super) fn bring_best(
     config: &RunConfig,
     (rule, world): (Option<&EvalRule>, usize),
     checkpointer: &Checkpointer,
-    found: Option<&Found>,
+    found: Option<&Checkpoint>,
     state: &mut TrainState,
 ) -> Result<(), RunError> {
     let Some(found) = found else { return Ok(()) };

@@ -5,7 +5,7 @@ use super::error::RunError;
 use super::load_model::{LoadedModel, OpenModel, trainable};
 use super::load_shares::{RankModel, RankPlace, load_shares, whole_model};
 use super::stored_weights::{install, load_stored, visitors, weight_storage};
-use crate::checkpoint::Found;
+use crate::checkpoint::Checkpoint;
 use crate::config::RunConfig;
 use crate::models::Model;
 use crate::nn::AdapterTensor;
@@ -47,11 +47,11 @@ pub(crate) fn step_runner(
     config: &RunConfig,
     model: RankModel,
     groups: &ParamGroups,
-    found: Option<&Found>,
+    found: Option<&Checkpoint>,
     device: &Device,
 ) -> Result<StepRunner, RunError> {
     let RankModel { loaded, place, weights, owned } = model;
-    let saved = found.map(Found::optimizer).transpose()?;
+    let saved = found.map(Checkpoint::optimizer).transpose()?;
     let load = |kind: &str, param: &Param, elements: Range<usize>, dtype, device: &Device| {
         let name = format!("{kind}.{}", param.name());
         saved.as_ref().map(|saved| saved.load_part(&name, elements, dtype, device)).transpose()
@@ -113,7 +113,6 @@ pub(crate) fn step_runner(
     })
 }
 
-/// The buffers of gradients.
 fn gradients(
     config: &RunConfig,
     loaded: &LoadedModel,
@@ -226,15 +225,13 @@ mod tests {
     use std::path::Path;
     use std::sync::Arc;
 
-    /// Whether weights follow one another.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    enum Places {
+    enum WeightPlacement {
         Placed,
         Apart,
     }
 
-    /// What a step computes.
-    struct Outcome {
+    struct FirstStep {
         loss: f64,
         gradients: Vec<Option<Tensor>>,
         /// Number of matrix products.
@@ -243,7 +240,7 @@ mod tests {
 
     /// The first step of a run of the quickstart's model, in which all linear layers of the decoder have
     /// whole blocks of a bucket.
-    fn first_step(settings: &[&str], places: Places) -> Outcome {
+    fn first_step(settings: &[&str], places: WeightPlacement) -> FirstStep {
         let own = ["device=cpu", "data.packing_length=26"];
         let all = own.iter().chain(settings).map(|setting| (*setting).to_owned());
         let config: RunConfig =
@@ -256,10 +253,10 @@ mod tests {
         let open = OpenModel::open(&config.model, config.seed, &Device::Cpu).unwrap();
         let groups = open.groups(&config.model.freeze, &config.optim.lr_multipliers).unwrap();
         let model = match places {
-            Places::Placed => {
+            WeightPlacement::Placed => {
                 rank_model(&config, open, &groups, &Ranks::alone(), &Device::Cpu).unwrap()
             }
-            Places::Apart => whole_model(open.load(&Device::Cpu).unwrap()),
+            WeightPlacement::Apart => whole_model(open.load(&Device::Cpu).unwrap()),
         };
         let runner = step_runner(&config, model, &groups, None, &Device::Cpu).unwrap();
         let batches = loader.next_step().unwrap().unwrap().micro_batches;
@@ -270,7 +267,7 @@ mod tests {
         assert_eq!(kinds.len(), runner.params.len());
         let buffers = runner.gradients.buffers();
         let gradients = (0..kinds.len()).map(|index| buffers.get(index).cloned()).collect();
-        Outcome { loss, gradients, products }
+        FirstStep { loss, gradients, products }
     }
 
     fn values(tensor: &Tensor) -> Vec<f32> {
@@ -288,8 +285,10 @@ mod tests {
     /// Compares a step with placed weights and one with weights that are apart. Returns how many
     /// products fewer it has.
     fn fewer_products(settings: &[&str], tolerance: f32) -> usize {
-        let (placed, apart) =
-            (first_step(settings, Places::Placed), first_step(settings, Places::Apart));
+        let (placed, apart) = (
+            first_step(settings, WeightPlacement::Placed),
+            first_step(settings, WeightPlacement::Apart),
+        );
         let relative = (placed.loss - apart.loss).abs() / apart.loss;
         assert!(relative < 1e-6, "{settings:?}: loss {} and {}", placed.loss, apart.loss);
         for (index, (found, want)) in placed.gradients.iter().zip(&apart.gradients).enumerate() {

@@ -34,12 +34,10 @@ fn without_evaluation(config: &RunConfig, folder: &Path) -> RunConfig {
     config
 }
 
-/// The speed and memory of a few steps of one process.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Calibration {
     /// Number of steps that were timed.
     pub steps: u64,
-    /// Tokens per second.
     pub tokens_per_s: f64,
     /// Peak memory of the process, or of the tensors on the GPU, in bytes.
     pub peak_bytes: f64,
@@ -60,7 +58,7 @@ pub fn calibrate(
     (config.optim.warmup_steps, config.optim.warmup_ratio) = (None, None);
     let options = RunOptions { resume: Resume::Never, observer, ..RunOptions::default() };
     let mut run = Run::with_options(&config, &options)?;
-    let mut timed = Timed::default();
+    let mut timed = StepTimes::default();
     run.train_to(steps.get() + 1, &mut timed)?;
     Ok(Calibration {
         steps: timed.steps,
@@ -71,14 +69,14 @@ pub fn calibrate(
 
 /// Sums over all steps except for the first, in which caches are still empty.
 #[derive(Default)]
-struct Timed {
+struct StepTimes {
     steps: u64,
     tokens: u64,
     seconds: f64,
     peak_bytes: u64,
 }
 
-impl Observer for Timed {
+impl Observer for StepTimes {
     fn step(&mut self, metrics: &StepMetrics, _: u64) {
         self.peak_bytes = metrics.peak_device_memory_bytes.unwrap_or(metrics.peak_memory_bytes);
         if metrics.step > 1 {
@@ -93,20 +91,16 @@ impl Observer for Timed {
     fn evaluated(&mut self, _: &EvalMetrics) {}
 }
 
-/// A step that was trained again.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Replay {
     /// The checkpoint that it was trained from; 0: the beginning of the run.
     pub from_step: u64,
-    /// Its metrics.
     pub metrics: StepMetrics,
-    /// Its rows and their losses.
     pub samples: StepSamples,
     /// The gradient of each stage, in the order of forward.
     pub stages: Vec<StageNorm>,
 }
 
-/// Norm of the gradient of a stage.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StageNorm {
     /// Common beginning of the names of its parameters.

@@ -1,5 +1,3 @@
-//! The config section `adapter`.
-
 use serde::{Deserialize, Deserializer, Serialize};
 use settings::{Choice, Kind, Setting, above, section};
 use std::num::NonZeroUsize;
@@ -128,7 +126,6 @@ impl Setting for Targets {
     }
 }
 
-/// The name of [`Targets::AllLinear`].
 const ALL_LINEAR: &str = "all-linear";
 
 fn all_linear<S: serde::Serializer>(serializer: S) -> Result<S::Ok, S::Error> {
@@ -137,8 +134,8 @@ fn all_linear<S: serde::Serializer>(serializer: S) -> Result<S::Ok, S::Error> {
 
 impl<'de> Deserialize<'de> for Targets {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Visitor;
-        impl<'de> serde::de::Visitor<'de> for Visitor {
+        struct TargetsVisitor;
+        impl<'de> serde::de::Visitor<'de> for TargetsVisitor {
             type Value = Targets;
 
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -163,6 +160,6 @@ impl<'de> Deserialize<'de> for Targets {
                 Ok(Targets::Globs(globs))
             }
         }
-        deserializer.deserialize_any(Visitor)
+        deserializer.deserialize_any(TargetsVisitor)
     }
 }

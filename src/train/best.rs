@@ -41,7 +41,6 @@ impl EvalRule {
         })
     }
 
-    /// The metric as in the config.
     pub fn metric(&self) -> &str {
         &self.metric
     }
@@ -51,7 +50,6 @@ impl EvalRule {
         &self.key
     }
 
-    /// Whether the folder `best` is written.
     pub fn keeps_best(&self) -> bool {
         self.keeps_best
     }
@@ -75,9 +73,7 @@ impl EvalRule {
 pub struct EvalHistory {
     /// Metric and mode. With others, the history starts again.
     compared: String,
-    /// Step of the last evaluation.
     step: u64,
-    /// The best evaluation.
     best: Option<BestEval>,
     /// The last value that was an improvement by more than `min_delta`.
     improved: Option<Bits>,
@@ -85,7 +81,6 @@ pub struct EvalHistory {
     since: u64,
 }
 
-/// An evaluation and its value.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 struct BestEval {
     step: u64,
@@ -130,7 +125,6 @@ impl EvalHistory {
         Self::deserialize(&state["evals"]).ok()
     }
 
-    /// Step of the best evaluation by this rule.
     pub fn best_step(&self, rule: &EvalRule) -> Option<u64> {
         self.best.filter(|_| self.compared == rule.identity()).map(|best| best.step)
     }
@@ -151,7 +145,6 @@ impl EvalHistory {
         self.compared == rule.identity() && self.step >= step
     }
 
-    /// The reason why the run ends, if it does.
     pub fn ends(&self, rule: &EvalRule) -> Option<String> {
         let early = rule.early_stopping?;
         let ends = self.compared == rule.identity() && self.since >= early.patience.get();

@@ -1,5 +1,3 @@
-//! The config sections `model`, `train`, `eval` and `log`.
-
 use super::scores::Score;
 use crate::models::RecomputePolicy;
 use crate::ops::{AttentionBackend, Flash, Masked, Matmul};

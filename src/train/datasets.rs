@@ -12,22 +12,16 @@ use tracing::field::display;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DatasetCounts {
-    /// Number of samples.
     pub num_samples: u64,
-    /// Number of tokens.
     pub num_tokens: u64,
-    /// Number of supervised targets.
     pub num_target_tokens: u64,
-    /// Number of images.
     pub num_images: u64,
-    /// Number of videos.
     pub num_videos: u64,
     /// Number of samples with at least one image or video.
     pub num_with_media: u64,
 }
 
 impl DatasetCounts {
-    /// The counts of one sample.
     pub fn of(sample: &SampleSize) -> Self {
         Self {
             num_samples: 1,
@@ -56,14 +50,11 @@ impl AddAssign for DatasetCounts {
     }
 }
 
-/// Counts and loss of a data set.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct DatasetLoss {
-    /// Number of samples, tokens, targets and media.
     pub counts: DatasetCounts,
     /// Sum of the negative log likelihoods of its targets, each multiplied by its weight.
     pub nll_sum: f64,
-    /// Sum of the weights of its targets.
     pub target_weight: f64,
 }
 
@@ -110,7 +101,6 @@ impl Rejected {
         counts
     }
 
-    /// Number of rejected rows and texts.
     pub fn total(&self) -> u64 {
         self.by_reason.values().sum()
     }
@@ -127,7 +117,6 @@ fn add(counts: &mut BTreeMap<String, u64>, more: &BTreeMap<String, u64>) {
 pub struct SampleLoss {
     /// Sum of the negative log likelihoods, each multiplied by its weight.
     pub nll_sum: f64,
-    /// Sum of the weights.
     pub target_weight: f64,
 }
 
@@ -180,7 +169,6 @@ pub fn metric_keys(names: &[String], sets: &[DatasetLoss]) -> BTreeMap<String, V
     keys
 }
 
-/// Adds a step to the counts of a run.
 pub(super) fn count(
     seen: &mut BTreeMap<String, DatasetCounts>,
     names: &[String],

@@ -1,5 +1,3 @@
-//! The config key `device`.
-
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use settings::{Kind, Setting};
 use std::fmt;

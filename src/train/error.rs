@@ -1,5 +1,3 @@
-//! Errors of training and evaluation.
-
 use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
 use crate::data::{CollateError, LoaderError, RowTrouble, SampleError};
@@ -9,7 +7,6 @@ use crate::optim::OptimError;
 
 /// The reason why a step, an evaluation or a run failed.
 #[derive(Debug, thiserror::Error, fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
 pub enum TrainError {
     #[error("step {step}: the loss is {loss}; no weight was changed")]
     #[fault(exit = Data, hint = loss_hint(*step))]
@@ -61,7 +58,6 @@ fn loss_hint(step: u64) -> &'static str {
 }
 
 impl TrainError {
-    /// The error of an evaluation.
     pub(super) fn in_evaluation(error: Self) -> Self {
         Self::Eval(Box::new(error))
     }

@@ -19,7 +19,6 @@ use candle_core::{DType, Device};
 use rayon::prelude::*;
 use serde::Serialize;
 
-/// The score of one sample.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SampleScore {
     /// `file:line`.
@@ -33,7 +32,6 @@ pub struct SampleScore {
     pub is_chat: bool,
     /// Sum of the negative log likelihoods of its targets, each multiplied by its weight.
     pub nll_sum: f64,
-    /// Number of supervised targets.
     pub num_targets: u64,
     /// Sum of the weights of its targets; equals `num_targets` if the row has no weights.
     pub target_weight: f64,
@@ -45,10 +43,8 @@ fn as_text<S: serde::Serializer>(id: &SampleId, serializer: S) -> Result<S::Ok, 
     serializer.collect_str(id)
 }
 
-/// Results of an evaluation.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct EvalReport {
-    /// Scores in row order.
     pub samples: Vec<SampleScore>,
     /// Rows that could not be scored.
     pub rejected: Vec<Rejection>,
@@ -62,12 +58,10 @@ impl EvalReport {
         if self.num_targets() == 0 { 0.0 } else { sum / weight }
     }
 
-    /// Number of supervised targets of all samples.
     pub fn num_targets(&self) -> u64 {
         self.samples.iter().map(|sample| sample.num_targets).sum()
     }
 
-    /// Counts and losses of each data set.
     pub fn by_dataset(&self, num_datasets: usize) -> Vec<DatasetLoss> {
         let mut sets = vec![DatasetLoss::default(); num_datasets];
         for sample in &self.samples {
@@ -93,13 +87,10 @@ impl EvalReport {
 /// Scores rows in packs of at most `max_tokens`. Sequence groups share the rows, and the ranks of a
 /// group share each pack.
 pub struct Evaluator<'a> {
-    /// The rows to score.
     pub rows: &'a JsonlRows,
     /// Maximum number of tokens of one forward pass; a longer sample is scored alone.
     pub max_tokens: usize,
-    /// Compute dtype.
     pub dtype: DType,
-    /// Device of the model.
     pub device: &'a Device,
     /// The ranks that share the rows; each returns the whole report.
     pub ranks: &'a Ranks,

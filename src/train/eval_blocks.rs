@@ -8,16 +8,15 @@ use crate::dist::DistError;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// The scores of one block of rows.
 #[derive(Serialize, Deserialize)]
 struct Block {
-    samples: Vec<Score>,
+    samples: Vec<ScoreRecord>,
     rejected: Vec<Rejection>,
 }
 
 /// A [`SampleScore`] with all its fields.
 #[derive(Serialize, Deserialize)]
-struct Score {
+struct ScoreRecord {
     file: PathBuf,
     line: u64,
     size: SampleSize,
@@ -41,7 +40,7 @@ impl Block {
     }
 }
 
-impl From<SampleScore> for Score {
+impl From<SampleScore> for ScoreRecord {
     fn from(score: SampleScore) -> Self {
         Self {
             file: score.id.file.to_path_buf(),
@@ -56,8 +55,8 @@ impl From<SampleScore> for Score {
     }
 }
 
-impl From<Score> for SampleScore {
-    fn from(score: Score) -> Self {
+impl From<ScoreRecord> for SampleScore {
+    fn from(score: ScoreRecord) -> Self {
         Self {
             id: SampleId { file: score.file.into(), line: score.line },
             size: score.size,
@@ -74,7 +73,7 @@ impl From<Score> for SampleScore {
 /// the blocks `g`, `g + n` and so on; each of its ranks has scored its own targets.
 pub(super) fn join(own: Vec<EvalReport>, ranks: &Ranks) -> Result<EvalReport, DistError> {
     let block = |EvalReport { samples, rejected }: EvalReport| Block {
-        samples: samples.into_iter().map(Score::from).collect(),
+        samples: samples.into_iter().map(ScoreRecord::from).collect(),
         rejected,
     };
     let own: Vec<Block> = own.into_iter().map(block).collect();

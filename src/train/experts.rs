@@ -12,7 +12,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// What the routers chose in a step.
 #[derive(Debug, Default)]
 pub(super) struct StepRouters {
     own: OwnChoices,

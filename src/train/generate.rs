@@ -10,14 +10,11 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 use std::num::NonZeroUsize;
 use std::ops::{ControlFlow, Range};
 
-/// Settings of generation.
 #[derive(Debug, Clone)]
 pub struct GenerateOptions {
-    /// Maximum number of tokens of an answer.
     pub max_new_tokens: usize,
     /// Greedy, or random with a temperature, top-k and top-p.
     pub sampling: Sampling,
-    /// Seed of random sampling.
     pub seed: u64,
     /// Ids that end an answer. They are not part of it.
     pub stop_ids: Vec<u32>,
@@ -36,12 +33,10 @@ pub fn generate(
     Ok(answer.ids)
 }
 
-/// An answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     /// The new ids, without a stop id.
     pub ids: Vec<u32>,
-    /// Number of tokens of the prompt.
     pub num_prompt_tokens: usize,
     /// Number of tokens at the start of the prompt whose keys and values were kept from the answer
     /// before.
@@ -64,7 +59,6 @@ struct Past {
     media: Vec<MediumTokens>,
 }
 
-/// An image or video of a prompt.
 #[derive(Debug, Clone, PartialEq)]
 struct MediumTokens {
     /// From the first to behind the last token that receives its features.
@@ -162,11 +156,9 @@ impl<'a, K> Group<'a, K> {
     }
 }
 
-/// An answer to which tokens are added.
 struct OpenAnswer {
     /// All tokens of `ids`, or all but the last one.
     cache: Cache,
-    /// The prompt and the answer.
     ids: Vec<u32>,
     num_prompt_tokens: usize,
     processor: LogitsProcessor,
@@ -212,7 +204,6 @@ impl OpenAnswer {
     }
 }
 
-/// What all answers have in common.
 #[derive(Clone, Copy)]
 struct Decoding<'a> {
     model: &'a dyn Model,

@@ -23,25 +23,20 @@ const LONG: u64 = 100;
 pub struct Health {
     /// Losses of the last steps. `f32`, whose decimal form is exact when it is read again.
     losses: VecDeque<f32>,
-    /// Gradient norms of the last steps.
     grad_norms: VecDeque<f32>,
     /// Losses of the first steps of the run.
     first: Vec<f32>,
     /// Number of steps in a row after which the mean loss of the window was above that of the first
     /// steps.
     above: u64,
-    /// Number of steps in a row that were skipped.
     skipped_in_a_row: u64,
-    /// Number of steps that were skipped.
     skipped: u64,
 }
 
-/// A value far above its recent range.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spike {
     /// `loss` or `grad_norm`.
     pub name: &'static str,
-    /// The value.
     pub value: f64,
     /// Median of the recent steps.
     pub usual: f64,
@@ -93,7 +88,6 @@ impl Health {
         self.skipped_in_a_row
     }
 
-    /// Number of steps of the run that updated nothing.
     pub fn skipped(&self) -> u64 {
         self.skipped
     }

@@ -18,7 +18,7 @@ mod predict;
 mod ranks;
 mod rejects;
 mod sample_log;
-mod saved;
+mod saved_tensors;
 mod scores;
 mod sequence;
 mod state;
@@ -49,14 +49,15 @@ pub use predict::{Prediction, Predictor};
 pub use ranks::Ranks;
 pub use rejects::write_rejects;
 pub use sample_log::StepSamples;
-pub use saved::{Joined, SavedAs};
+pub use saved_tensors::{JoinedConstants, SavedAs};
 pub use scores::Score;
 pub use state::{BaseContents, BaseModel, Planned, TrainState};
 pub use step::{
     LaunchedStep, Losses, MicroBatches, PreparedStep, StepCounts, StepOutcome, StepRunner,
 };
 pub use trainer::{
-    Checkpoints, Evaluation, Logs, Observer, Outcome, StepRules, TrainData, Trainer, TrainerParts,
+    Checkpoints, Evaluation, Logs, Observer, StepRules, TrainData, TrainOutcome, Trainer,
+    TrainerParts,
 };
 pub use weights::{
     RankWeights, SlotTensors, StoredWeight, VisitingMemory, VisitingWeights, WeightSlots,

@@ -26,11 +26,9 @@ pub struct Prediction {
     pub row: String,
     /// The last answer of the row.
     pub expected: String,
-    /// The answer of the model.
     pub answered: String,
     /// Whether the answer is complete: not cut at the maximum number of tokens.
     pub ended: bool,
-    /// Number of images and videos of the prompt.
     pub num_media: usize,
     /// The scores of `eval.generate.metrics`; `None` if there is nothing to compare.
     #[serde(flatten, skip_deserializing)]
@@ -42,7 +40,6 @@ pub struct Prediction {
 pub(super) struct StepPrediction<'a> {
     /// Number of optimizer steps so far.
     pub step: u64,
-    /// The answer.
     #[serde(flatten)]
     pub prediction: &'a Prediction,
 }
@@ -56,15 +53,11 @@ struct Question {
     num_media: usize,
 }
 
-/// Answers rows.
 pub struct Predictor<'a> {
-    /// The rows to answer.
     pub rows: &'a JsonlRows,
     /// Length and scores of answers.
     pub config: &'a GenerateConfig,
-    /// The model.
     pub model: &'a dyn Model,
-    /// Device of the model.
     pub device: &'a Device,
     /// The ranks that share the rows.
     pub ranks: &'a Ranks,
@@ -202,7 +195,6 @@ impl Predictor<'_> {
         self.rows.rows().filter(is_chat).take(most)
     }
 
-    /// Number of chats that are answered.
     pub fn num_chats(&self) -> usize {
         self.chats().count()
     }

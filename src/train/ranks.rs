@@ -20,7 +20,6 @@ pub struct Ranks {
     monitor: Option<Arc<dyn Monitor>>,
 }
 
-/// The connections to the other ranks.
 struct Others {
     lane: Mutex<Box<dyn Lane>>,
     sums: Arc<dyn Collective>,
@@ -107,7 +106,6 @@ impl Ranks {
         gather(&mut **lane, &value)
     }
 
-    /// Waits until all ranks have come to this point.
     pub fn wait_for_all(&self) -> Result<(), DistError> {
         self.gather(()).map(|_| ())
     }
@@ -118,7 +116,6 @@ impl Ranks {
         self.report("reading data");
     }
 
-    /// Reports the current work to the monitor.
     pub(super) fn report(&self, work: &str) {
         if let Some(monitor) = &self.monitor {
             monitor.report(&self.work(work));
@@ -137,7 +134,6 @@ impl Ranks {
         self.monitor.as_ref().is_some_and(|monitor| monitor.is_stop_requested())
     }
 
-    /// Reports that this rank waits for the others.
     pub(super) fn wait(&self, work: &str) {
         if let Some(monitor) = &self.monitor {
             monitor.wait(&self.work(work));

@@ -3,7 +3,6 @@
 use crate::data::Rejection;
 use crate::metrics::{JsonlError, JsonlSink};
 
-/// A line of `rejects.jsonl`.
 #[derive(serde::Serialize)]
 struct RejectRow<'a> {
     step: u64,

@@ -9,14 +9,12 @@ use crate::data::{DataState, MediaDigests};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Contents of `trainer_state.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainState {
     /// Version of the file's layout.
     pub version: u32,
     /// Number of optimizer steps done.
     pub step: u64,
-    /// Number of steps of the whole run.
     pub total_steps: u64,
     /// Number of steps until the data ends; `None` if it is repeated until `max_steps`.
     pub planned: Option<Planned>,
@@ -63,7 +61,6 @@ pub struct BaseModel {
     pub contents: Option<BaseContents>,
 }
 
-/// Digests of a model folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BaseContents {
     /// Of `config.json`, without the fields that name its origin and its dtype.
@@ -74,10 +71,8 @@ pub struct BaseContents {
     pub stamps: String,
 }
 
-/// The plan of a run, from the lengths of all rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Planned {
-    /// Number of epochs.
     pub epochs: u64,
     /// Number of optimizer steps of these epochs.
     pub steps: u64,

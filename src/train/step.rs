@@ -3,7 +3,7 @@
 use super::experts::{StepChoices, StepRouters};
 use super::gradients::{GradientSums, Round, squares};
 use super::ranks::{Bits, Ranks};
-use super::saved::SavedAs;
+use super::saved_tensors::SavedAs;
 use super::sequence::{OwnTargets, own_part};
 use super::weights::{Pass, RankWeights};
 use crate::batch::VarlenBatch;
@@ -21,7 +21,6 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Results of a step.
 #[derive(Debug)]
 pub struct StepOutcome {
     /// Mean over the step's supervised targets, weighted by the weights of the rows.
@@ -34,17 +33,13 @@ pub struct StepOutcome {
     pub losses: Vec<TargetLosses>,
     /// Sum of the squares of the gradient of each trained parameter, before clipping.
     pub squares: Vec<f64>,
-    /// What the routers chose, in a model with experts.
     pub choices: Option<StepChoices>,
     /// Why the weights were not updated: the loss or a gradient is not finite.
     pub problem: Option<TrainError>,
 }
 
-/// A model in training.
 pub struct StepRunner {
-    /// The model.
     pub model: Box<dyn Model>,
-    /// All parameters, in order.
     pub params: Vec<Param>,
     /// How checkpoints contain them; `None` for those that they do not contain.
     pub saved_as: Vec<Option<SavedAs>>,
@@ -52,7 +47,6 @@ pub struct StepRunner {
     pub kept: Vec<SavedTensor>,
     /// Dropout of the adapter, if there is one.
     pub dropout: Option<Arc<Dropout>>,
-    /// State and update.
     pub optimizer: Optimizer,
     /// Gradients, and their sums over micro-batches and ranks.
     pub gradients: GradientSums,
@@ -62,9 +56,7 @@ pub struct StepRunner {
     pub recompute: RecomputePolicy,
     /// Factor of the auxiliary loss of the routers.
     pub aux_loss: f64,
-    /// Compute dtype.
     pub dtype: DType,
-    /// The device of model and gradients.
     pub device: Device,
     /// The other ranks of the run.
     pub ranks: Ranks,
@@ -73,7 +65,6 @@ pub struct StepRunner {
 /// Counts of a whole step, over all micro-batches and ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepCounts {
-    /// Number of supervised targets.
     pub num_targets: u64,
     /// Sum of their weights: the divisor of loss and gradients. Equals `num_targets` if no row of
     /// the step has a weight.
@@ -108,7 +99,6 @@ pub struct PreparedStep {
     rest: std::vec::IntoIter<(usize, VarlenBatch)>,
 }
 
-/// Losses of a step on the device.
 pub struct Losses {
     /// Slot, nll `[S]` and targets of each micro-batch with targets. No nll: other ranks have all
     /// targets.
@@ -136,7 +126,6 @@ impl Losses {
     }
 }
 
-/// The update of a step.
 enum Queued {
     Update(Update),
     /// The loss is not finite: there is none. The sum of the squares of each gradient.

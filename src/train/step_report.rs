@@ -6,7 +6,6 @@ use crate::dist::DistError;
 use crate::metrics::{RankMetrics, RankValues};
 use serde::{Deserialize, Serialize};
 
-/// The results of a step on one rank.
 pub(super) struct StepReport {
     /// Losses of the samples of this rank.
     pub(super) samples: Vec<SampleLoss>,
@@ -14,7 +13,6 @@ pub(super) struct StepReport {
     pub(super) values: RankValues,
 }
 
-/// The results of a step on all ranks.
 pub(super) struct StepReports {
     /// Losses of all samples, in order.
     pub(super) samples: Vec<SampleLoss>,

@@ -449,7 +449,7 @@ const INSIDE_OTHERS: [&str; 13] = [
 
 #[test]
 fn the_command_line_lists_every_error_with_an_exit_code() {
-    let report = fs::read_to_string(root().join("src/cli/report.rs")).unwrap();
+    let report = fs::read_to_string(root().join("src/cli/error_report.rs")).unwrap();
     let (_, list) = report.split_once("one_of! {").unwrap();
     let known: BTreeSet<&str> = list.split('}').next().unwrap().split(',').map(str::trim).collect();
     let mut sources = files(&root().join("src"), &["rs"]);
@@ -473,5 +473,5 @@ fn the_command_line_lists_every_error_with_an_exit_code() {
     let expected: BTreeSet<&str> = known.iter().chain(&INSIDE_OTHERS).copied().collect();
     let found: BTreeSet<&str> = found.iter().map(String::as_str).collect();
     let different: Vec<_> = found.symmetric_difference(&expected).collect();
-    assert!(different.is_empty(), "src/cli/report.rs and the source differ in {different:?}");
+    assert!(different.is_empty(), "src/cli/error_report.rs and the source differ in {different:?}");
 }

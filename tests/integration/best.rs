@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use trainer::config::RunConfig;
 use trainer::metrics::{EvalMetrics, StepMetrics};
 use trainer::run::{Run, RunOptions};
-use trainer::train::{Observer, Outcome};
+use trainer::train::{Observer, TrainOutcome};
 
 /// Four steps, each with an evaluation. The loss falls, so that `max` keeps the first one and then
 /// ends the run.
@@ -32,7 +32,8 @@ fn results(place: &Place, output: &str) -> (Vec<u8>, Value, Vec<Value>, Vec<u8>)
 
 /// The run ends with or without early stopping; returns whether with it.
 fn finish(config: &RunConfig, world: usize) -> bool {
-    let Some(Outcome::Finished { stopped_early, .. }) = train(config, world, None).pop() else {
+    let Some(TrainOutcome::Finished { stopped_early, .. }) = train(config, world, None).pop()
+    else {
         panic!("the run was stopped");
     };
     stopped_early.is_some()
@@ -56,7 +57,7 @@ fn a_run_stopped_after_every_step_keeps_the_same_best_model_and_ends_at_the_same
         let parts = settings(&place, "parts", &best_config);
         for step in 1..last {
             let outcome = train(&parts, 1, Some(step)).pop().unwrap();
-            assert!(matches!(outcome, Outcome::Stopped { .. }), "{mode}: after step {step}");
+            assert!(matches!(outcome, TrainOutcome::Stopped { .. }), "{mode}: after step {step}");
         }
         assert_eq!(finish(&parts, 1), ends_early);
         assert!(results(&place, "parts") == expected, "{mode}: stopped after every step");
@@ -227,7 +228,7 @@ fn answers_at_the_same_time_do_not_depend_on_ranks_and_stops() {
                 let mut watch = StopAtAnswer { stop, num_done: 0 };
                 let mut run = Run::with_group(config, &options, Some(group)).unwrap();
                 let outcome = run.train(&mut watch).unwrap();
-                assert!(matches!(outcome, Outcome::Stopped { .. }), "{outcome:?}");
+                assert!(matches!(outcome, TrainOutcome::Stopped { .. }), "{outcome:?}");
             });
         }
     });
@@ -240,7 +241,7 @@ fn answers_at_the_same_time_do_not_depend_on_ranks_and_stops() {
     let mut watch = StopAtAnswer { stop, num_done: 0 };
     let stopped = with("stopped", 3);
     let outcome = Run::with_options(&stopped, &options).unwrap().train(&mut watch).unwrap();
-    assert!(matches!(outcome, Outcome::Stopped { .. }), "{outcome:?}");
+    assert!(matches!(outcome, TrainOutcome::Stopped { .. }), "{outcome:?}");
     assert_eq!(watch.num_done, 1, "one row cannot be used, and the others have no answer");
     assert_eq!(place.rows("stopped/predictions.jsonl"), [Value::Null; 0]);
     finish(&stopped, 1);

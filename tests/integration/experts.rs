@@ -12,7 +12,7 @@ use super::ranks::{config, place, train};
 use candle_core::{Device, Tensor, safetensors};
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
-use trainer::train::{Outcome, Precision, RecomputeChoice};
+use trainer::train::{Precision, RecomputeChoice, TrainOutcome};
 
 const VL: &str = "moe-vl";
 const TEXT: &str = "moe-text";
@@ -153,7 +153,7 @@ const SETTINGS: [&str; 7] = [
 fn trained(place: &Place, name: &str, world: usize, settings: &[&str]) -> HashMap<String, Tensor> {
     let settings = [&SETTINGS[..], settings].concat();
     let outcomes = train(&config(place, name, &settings), world, None);
-    assert!(outcomes.iter().all(|end| matches!(end, Outcome::Finished { .. })), "{name}");
+    assert!(outcomes.iter().all(|end| matches!(end, TrainOutcome::Finished { .. })), "{name}");
     tensors(place, &format!("{name}/final/model.safetensors"))
 }
 
@@ -249,7 +249,7 @@ fn a_run_that_was_stopped_continues_to_the_same_bits() {
         let run = |name: &str, world, stop| train(&config(&place, name, &settings), world, stop);
         run("whole", 1, None);
         let stopped = run("parts", 1, Some(2));
-        assert!(matches!(stopped[0], Outcome::Stopped { .. }), "{stopped:?}");
+        assert!(matches!(stopped[0], TrainOutcome::Stopped { .. }), "{stopped:?}");
         run("parts", 2, None);
         let [whole, parts] = ["whole", "parts"]
             .map(|run| tensors(&place, &format!("{run}/final/model.safetensors")));

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, safetensors};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use trainer::run::export_model;
-use trainer::train::Outcome;
+use trainer::train::TrainOutcome;
 
 const MODEL: &str = "small-qwen25vl";
 /// Steps over rows of text and images.
@@ -31,7 +31,7 @@ fn qwen25() -> Place {
 fn trained(place: &Place, name: &str, world: usize, settings: &[&str]) {
     let settings = [&SETTINGS[..], settings].concat();
     let outcomes = train(&config(place, name, &settings), world, None);
-    assert!(outcomes.iter().all(|end| matches!(end, Outcome::Finished { .. })), "{name}");
+    assert!(outcomes.iter().all(|end| matches!(end, TrainOutcome::Finished { .. })), "{name}");
 }
 
 fn tensors(place: &Place, folder: &str) -> HashMap<String, Tensor> {

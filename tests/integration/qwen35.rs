@@ -4,7 +4,7 @@ use super::harness::{Place, bits, copy_folder, golden, tensors, write};
 use super::ranks::{config, place, train};
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
-use trainer::train::Outcome;
+use trainer::train::TrainOutcome;
 
 /// Steps over rows of text and images.
 const SETTINGS: [&str; 6] = [
@@ -26,7 +26,7 @@ pub(super) fn qwen35() -> Place {
 fn trained(place: &Place, name: &str, world: usize, settings: &[&str]) -> HashMap<String, Tensor> {
     let settings = [&SETTINGS[..], settings].concat();
     let outcomes = train(&config(place, name, &settings), world, None);
-    assert!(outcomes.iter().all(|end| matches!(end, Outcome::Finished { .. })), "{name}");
+    assert!(outcomes.iter().all(|end| matches!(end, TrainOutcome::Finished { .. })), "{name}");
     tensors(place, &format!("{name}/final/model.safetensors"))
 }
 

@@ -14,7 +14,7 @@ use trainer::config::{self, RunConfig};
 use trainer::dist::{Group, slow_threads, threads};
 use trainer::metrics::{EvalMetrics, StepMetrics};
 use trainer::run::{Run, RunError, RunOptions, SetupObserver, SetupWork};
-use trainer::train::{Observer, Outcome};
+use trainer::train::{Observer, TrainOutcome};
 
 /// A folder with a model, and with rows of text and images, some of which are unusable: one of them
 /// only when its image is decoded.
@@ -89,11 +89,11 @@ impl Observer for StopAfter {
 }
 
 /// Trains on `world` ranks. Rank `world - 1` alone is stopped after step `stop`.
-pub(super) fn train(config: &RunConfig, world: usize, stop: Option<u64>) -> Vec<Outcome> {
+pub(super) fn train(config: &RunConfig, world: usize, stop: Option<u64>) -> Vec<TrainOutcome> {
     train_on(config, slow_threads(world, world, Duration::ZERO).unwrap(), stop)
 }
 
-fn train_on(config: &RunConfig, groups: Vec<Group>, stop: Option<u64>) -> Vec<Outcome> {
+fn train_on(config: &RunConfig, groups: Vec<Group>, stop: Option<u64>) -> Vec<TrainOutcome> {
     let world = groups.len();
     let rank = |group: Group| {
         let last = group.rank.rank + 1 == world;
@@ -162,7 +162,7 @@ fn every_number_of_ranks_trains_the_same_weights() {
         let worlds = if is_long() || index == 0 { &[2, 4][..] } else { &[4] };
         for world in [&[1][..], worlds].concat() {
             let outcomes = train(&config(&place, &name(world), &settings), world, None);
-            assert!(outcomes.iter().all(|end| matches!(end, Outcome::Finished { .. })));
+            assert!(outcomes.iter().all(|end| matches!(end, TrainOutcome::Finished { .. })));
         }
         for world in worlds {
             assert_same(&place, &name(*world), &name(1));
@@ -203,7 +203,7 @@ fn a_checkpoint_of_any_number_of_ranks_resumes_on_any_other() {
         let stopped = train(&config(&place, &name, &[]), first, Some(2));
         assert_eq!(stopped.len(), first);
         for outcome in stopped {
-            let Outcome::Stopped { folder } = outcome else { panic!("{outcome:?}") };
+            let TrainOutcome::Stopped { folder } = outcome else { panic!("{outcome:?}") };
             let folder = folder.as_ref().unwrap();
             assert!(folder.ends_with("step-00000002") && folder.is_dir(), "{folder:?}");
         }
@@ -298,7 +298,7 @@ fn every_division_of_the_state_trains_the_same_weights() {
             let delay = if world == 2 { Duration::from_micros(500) } else { Duration::ZERO };
             let groups = slow_threads(world, shard_group, delay).unwrap();
             let outcomes = train_on(&config, groups, None);
-            assert!(outcomes.iter().all(|end| matches!(end, Outcome::Finished { .. })));
+            assert!(outcomes.iter().all(|end| matches!(end, TrainOutcome::Finished { .. })));
         };
         let alone = format!("alone-{index}");
         run(&alone, "none", 1, 1);

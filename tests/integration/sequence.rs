@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::thread;
 use trainer::dist::{Group, threads};
 use trainer::run::{Run, RunError, RunOptions};
-use trainer::train::Outcome;
+use trainer::train::TrainOutcome;
 
 /// Largest relative difference of a loss or of a gradient norm from that of one rank.
 const TOLERANCE: f64 = 2e-6;
@@ -70,7 +70,7 @@ fn assert_same_curve(what: &str, found: &[Value], expected: &[Value]) {
 fn curve(place: &Place, name: &str, world: usize, settings: &[&str]) -> Vec<Value> {
     let settings = [&SETTINGS[..], settings].concat();
     let outcomes = train(&config(place, name, &settings), world, None);
-    assert!(outcomes.iter().all(|end| matches!(end, Outcome::Finished { .. })));
+    assert!(outcomes.iter().all(|end| matches!(end, TrainOutcome::Finished { .. })));
     ["metrics", "eval"]
         .iter()
         .flat_map(|file| place.rows(&format!("{name}/{file}.jsonl")))

@@ -14,7 +14,8 @@ use trainer::nn::{KvCache, ParamSpec};
 use trainer::ops::{Flash, GradWrite, Matmul};
 use trainer::run::RunError;
 use trainer::run::verify::{
-    Layout, Outcome, Pipeline, Report, RunPipeline, StepLosses, VerifyOptions, compare, run_step,
+    CheckOutcome, Layout, Pipeline, RunPipeline, StepLosses, VerifyOptions, VerifyReport, compare,
+    run_step,
 };
 use trainer::tape::{GradSink, Param};
 use trainer::train::StepRunner;
@@ -64,7 +65,7 @@ fn load(place: &Place, model: &str, overrides: &[&str]) -> RunConfig {
     config::load(&place.path("config.yaml"), &overrides).unwrap()
 }
 
-fn report(model: &str, overrides: &[&str], pipeline: &dyn Pipeline) -> Report {
+fn report(model: &str, overrides: &[&str], pipeline: &dyn Pipeline) -> VerifyReport {
     let place = place();
     let config = load(&place, model, overrides);
     let rows = 4.try_into().unwrap();
@@ -76,8 +77,8 @@ fn report(model: &str, overrides: &[&str], pipeline: &dyn Pipeline) -> Report {
 
 /// Asserts that one of the checks that failed has this name.
 #[track_caller]
-fn assert_caught(report: &Report, name: &str) {
-    let failed = |check: &&trainer::run::verify::Check| check.outcome == Outcome::Failed;
+fn assert_caught(report: &VerifyReport, name: &str) {
+    let failed = |check: &&trainer::run::verify::Check| check.outcome == CheckOutcome::Failed;
     let failed: Vec<&str> =
         report.checks.iter().filter(failed).map(|check| check.name.as_str()).collect();
     assert!(failed.contains(&name), "`{name}` is not among {failed:?}\n{report}");
@@ -263,7 +264,7 @@ fn every_check_passes_for_every_family_and_precision_and_for_adapters() {
     ] {
         let report = report(model, overrides, &RunPipeline);
         assert!(report.passed, "{model} {overrides:?}\n{report}");
-        assert!(report.count(Outcome::Passed) >= 14, "{report}");
+        assert!(report.count(CheckOutcome::Passed) >= 14, "{report}");
     }
 }
 

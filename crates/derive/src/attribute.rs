@@ -45,7 +45,6 @@ fn is_end(input: ParseStream<'_>, bare: &[&str]) -> bool {
     bare.iter().any(|bare| key == bare) || rest.peek(Token![=])
 }
 
-/// The error of a key that an attribute has already given.
 pub(crate) fn given_twice(key: &Ident) -> Error {
     Error::new(key.span(), format!("`{key}` is given twice"))
 }

@@ -41,7 +41,6 @@ impl Settings {
         Ok(settings)
     }
 
-    /// Adds the content of one attribute.
     fn add(&mut self, attribute: &Attribute) -> Result<()> {
         for (key, value) in arguments(attribute, &["from"])? {
             let is_new = match key.to_string().as_str() {

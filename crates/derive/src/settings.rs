@@ -24,7 +24,6 @@ fn doc(attributes: &[Attribute]) -> String {
     text.strip_suffix('.').map_or_else(|| text.clone(), str::to_owned)
 }
 
-/// A field and what its attributes say.
 struct Key {
     field: Ident,
     ty: Type,

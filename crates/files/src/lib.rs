@@ -41,7 +41,6 @@ fn open_any(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
-/// Reads a regular file.
 pub fn read(path: impl AsRef<Path>) -> io::Result<Vec<u8>> {
     let mut content = Vec::new();
     open(path)?.read_to_end(&mut content)?;

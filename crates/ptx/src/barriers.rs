@@ -14,7 +14,6 @@ pub(crate) struct Barrier {
     known: Known,
 }
 
-/// Number of barriers of a block.
 const BARRIERS: u64 = 16;
 
 impl Barrier {

@@ -14,7 +14,6 @@ use std::collections::BTreeMap;
 
 const ZEROS: Lanes = [0; LANES];
 
-/// The state of a block.
 pub(crate) struct Block<'a> {
     pub(crate) kernel: &'a Kernel,
     pub(crate) params: &'a [u8],
@@ -42,7 +41,6 @@ pub(crate) struct Block<'a> {
     pub(crate) counts: &'a mut Counts,
 }
 
-/// How an instruction ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// The threads go on with the next instruction.
@@ -93,7 +91,6 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// Executes the block.
     pub(crate) fn run(mut self) -> Result<(), Box<Failure>> {
         loop {
             let ready: Vec<usize> =

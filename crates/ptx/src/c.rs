@@ -13,9 +13,9 @@ type Find = unsafe extern "C" fn(at: u64, start: *mut u64, bytes: *mut u64) -> i
 
 /// The memory of the stand-in.
 #[derive(Debug)]
-struct Memory(Find);
+struct HostMemory(Find);
 
-impl Host for Memory {
+impl Host for HostMemory {
     fn find(&self, at: u64) -> Option<(u64, usize)> {
         let (mut start, mut bytes) = (0, 0);
         // SAFETY: the function writes two numbers.
@@ -52,7 +52,7 @@ pub unsafe extern "C" fn ptx_launch(
     error_bytes: usize,
 ) -> i32 {
     static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
-    static MEMORY: OnceLock<Memory> = OnceLock::new();
+    static MEMORY: OnceLock<HostMemory> = OnceLock::new();
     // SAFETY: as the caller promises.
     let (text, grid) =
         unsafe { (|text| CStr::from_ptr::<'static>(text).to_string_lossy().into_owned(), *grid) };
@@ -66,7 +66,7 @@ pub unsafe extern "C" fn ptx_launch(
             Err(LibraryError::NoKernel(_)) => return Ok(1),
             Err(error) => return Err(error.to_string()),
         };
-        let memory = MEMORY.get_or_init(|| Memory(find));
+        let memory = MEMORY.get_or_init(|| HostMemory(find));
         // SAFETY: as the caller promises.
         let ended = unsafe { library.launch(kernel, grid, threads, shared, arguments, memory) };
         ended.map(|_| 0).map_err(|failure| failure.to_string())

@@ -236,7 +236,6 @@ impl Block<'_> {
         Ok(())
     }
 
-    /// Executes a copy of a box.
     pub(crate) fn copy_box(&mut self, copy: BoxCopy) -> Result<(), Fault> {
         let BoxCopy { pieces, barrier, bytes, stamp, .. } = copy;
         for Piece { to, inside, from } in pieces {

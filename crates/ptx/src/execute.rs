@@ -149,7 +149,6 @@ impl Block<'_> {
         }
     }
 
-    /// The addresses of the threads of a warp.
     pub(crate) fn addresses(&self, warp: usize, address: &Address) -> Lanes {
         let base = self.warps[warp].values(address.base, &self.position);
         // addresses of 32 bits wrap

@@ -1,5 +1,3 @@
-//! What a kernel can do wrong.
-
 use crate::instruction::Space;
 use std::fmt;
 
@@ -90,7 +88,6 @@ pub enum Fault {
     NotSupported(&'static str),
 }
 
-/// A read or a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
     Read,
@@ -110,12 +107,10 @@ impl fmt::Display for Access {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
     pub kernel: String,
-    /// Line of the PTX file.
     pub line: u32,
     /// File and line of the source, if the PTX has them.
     pub source: Option<(String, u32)>,
     pub block: [u32; 3],
-    /// The first thread that has the fault.
     pub thread: usize,
     /// The seed of the launch: another launch with it has the same order of warps.
     pub seed: u64,

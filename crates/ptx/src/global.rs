@@ -17,7 +17,6 @@ pub trait Host: std::fmt::Debug + Sync {
     fn write(&self, at: u64, bytes: usize);
 }
 
-/// Global memory.
 #[derive(Debug)]
 pub struct Global {
     allocations: BTreeMap<u64, OwnAllocation>,
@@ -82,7 +81,6 @@ impl Global {
         at
     }
 
-    /// Adds an allocation with these bytes.
     pub fn upload(&mut self, bytes: &[u8]) -> u64 {
         let at = self.allocate(bytes.len());
         let allocation = self.allocations.get_mut(&at).expect("it was added");
@@ -103,7 +101,6 @@ impl Global {
         self.found.clear();
     }
 
-    /// A block begins.
     pub(crate) fn begin_block(&mut self, block: u64, num_warps: usize) {
         self.notes.begin_block(block, num_warps);
     }
@@ -275,19 +272,19 @@ mod tests {
 
     /// An allocation of 64 bytes, of which those in the list were written.
     #[derive(Debug)]
-    struct Memory {
+    struct TestAllocation {
         bytes: [u64; 8],
         calls: Mutex<usize>,
         written: Mutex<Vec<(u64, usize)>>,
     }
 
-    impl Memory {
+    impl TestAllocation {
         fn start(&self) -> u64 {
             self.bytes.as_ptr() as u64
         }
     }
 
-    impl Host for Memory {
+    impl Host for TestAllocation {
         fn find(&self, at: u64) -> Option<(u64, usize)> {
             *self.calls.lock().unwrap() += 1;
             (self.start()..self.start() + 64).contains(&at).then(|| (self.start(), 64))
@@ -309,8 +306,9 @@ mod tests {
     #[test]
     #[expect(unsafe_code, reason = "memory of this test")]
     fn the_host_learns_at_the_end_what_was_written() {
-        let memory = Memory { bytes: [0; 8], calls: Mutex::new(0), written: Mutex::default() };
-        let memory: &'static Memory = Box::leak(Box::new(memory));
+        let memory =
+            TestAllocation { bytes: [0; 8], calls: Mutex::new(0), written: Mutex::default() };
+        let memory: &'static TestAllocation = Box::leak(Box::new(memory));
         let start = memory.start();
         memory.write(start, 8);
         // SAFETY: the memory is never freed, and nothing else accesses it.

@@ -24,9 +24,7 @@ pub struct Module {
 pub struct Kernel {
     /// Its name, as `extern "C"` has it.
     pub name: String,
-    /// Parameters, in order.
     pub params: Vec<Param>,
-    /// Number of bytes of all parameters.
     pub param_bytes: usize,
     /// Names of the registers; a [`Reg`] is an index into this list.
     pub regs: Vec<String>,
@@ -57,10 +55,8 @@ pub struct Kernel {
     pub sources: Arc<Vec<String>>,
 }
 
-/// A parameter of a kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Param {
-    /// Its name.
     pub name: String,
     /// Its offset in the bytes of the parameters.
     pub offset: usize,
@@ -68,7 +64,6 @@ pub struct Param {
     pub bytes: usize,
 }
 
-/// A register of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Reg(pub u32);
 
@@ -130,7 +125,6 @@ pub struct Guard {
     pub negated: bool,
 }
 
-/// An instruction of a kernel.
 #[derive(Debug, Clone)]
 pub struct Instruction {
     pub guard: Option<Guard>,
@@ -141,7 +135,6 @@ pub struct Instruction {
     pub source: (u32, u32),
 }
 
-/// What an instruction does.
 #[derive(Debug, Clone)]
 pub enum Op {
     /// Computes from values of the same thread.
@@ -292,7 +285,6 @@ pub struct WarpgroupMma {
     pub transpose: [bool; 2],
 }
 
-/// The left operand of a product.
 #[derive(Debug, Clone)]
 pub enum MatrixA {
     Regs([Operand; 4]),
@@ -308,7 +300,6 @@ pub enum Shuffle {
     Index,
 }
 
-/// A type of values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Type {
     Pred,
@@ -325,7 +316,6 @@ pub enum Type {
     F64,
 }
 
-/// Rounding of floating-point results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Round {
     /// To the nearest, ties to even: `.rn`, and the default.

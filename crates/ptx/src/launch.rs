@@ -1,11 +1,8 @@
-//! Launches of kernels.
-
 use crate::block::Block;
 use crate::fault::{Failure, Fault};
 use crate::global::Global;
 use crate::instruction::{Kernel, LANES};
 
-/// A launch of a kernel.
 #[derive(Debug, Clone, Copy)]
 pub struct Launch<'a> {
     pub kernel: &'a Kernel,
@@ -21,7 +18,6 @@ pub struct Launch<'a> {
     /// Maximum number of instructions of a block, counted once for a warp; a block that executes more
     /// counts as endless.
     pub max_instructions: u64,
-    /// The bytes of all parameters.
     pub params: &'a [u8],
     /// Registers of a thread when the kernel begins, as the assembler of PTX chooses; for `setmaxnreg`.
     pub registers: u64,
@@ -64,7 +60,6 @@ pub struct Counts {
     pub executed: Vec<bool>,
 }
 
-/// Maximum number of threads of a block.
 const MAX_THREADS: usize = 1024;
 
 /// Maximum number of blocks along x, y and z (CUDA C++ Programming Guide, "Technical Specifications per

@@ -195,7 +195,6 @@ impl Library {
 }
 
 impl Log {
-    /// The line of a launch, with tabs.
     fn line(&mut self, launch: &Launch<'_>, counts: &Counts, time: Duration) -> String {
         let Launch { kernel, grid: [x, y, z], threads, .. } = launch;
         let thread = std::thread::current().name().unwrap_or("-").to_owned();

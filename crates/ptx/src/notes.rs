@@ -42,7 +42,6 @@ struct Page {
     was_read: Vec<bool>,
 }
 
-/// The accesses of a launch.
 #[derive(Debug)]
 pub(crate) struct Notes {
     /// The power of two of the bytes of a cell.
@@ -89,13 +88,11 @@ impl Notes {
         }
     }
 
-    /// A block begins.
     pub(crate) fn begin_block(&mut self, block: u64, num_warps: usize) {
         (self.block, self.num_warps) = (block, num_warps);
         self.present.clear();
     }
 
-    /// The index of the point of an access.
     fn point(&mut self, stamp: Stamp) -> u32 {
         let unit = usize::from(stamp.unit);
         if self.present.len() <= unit {
@@ -256,7 +253,6 @@ impl Reads<'_> {
         *read = Entry::default();
     }
 
-    /// Adds a read.
     fn add(&mut self, read: &mut Entry, now: &Now<'_>) {
         let new = now.entry;
         match read.point {

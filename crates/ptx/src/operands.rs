@@ -50,7 +50,6 @@ impl Op {
         )
     }
 
-    /// Calls `visit` with each register.
     pub(crate) fn visit_registers(&self, visit: &mut dyn FnMut(Reg)) {
         self.sources(&mut |operand| {
             if let Operand::Reg(reg) = operand {

@@ -21,7 +21,6 @@ use tokens::{Cursor, Token};
 /// Highest number of a `.file` line; the list of files has an entry of each number.
 const FILES: usize = 1 << 16;
 
-/// What is wrong with a PTX text.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("line {line} of the PTX: found {found}, expected {expected}")]
 pub struct ParseError {
@@ -31,7 +30,6 @@ pub struct ParseError {
     pub expected: String,
 }
 
-/// The kernels of a PTX text.
 pub fn parse(text: &str) -> Result<Module, ParseError> {
     let mut cursor = Cursor::new(text)?;
     let shared = SharedVariables::lay_out(&mut cursor)?;

@@ -308,7 +308,6 @@ pub fn matrix(pieces: &[[u8; PIECE]], transposed: bool) -> Vec<f32> {
     to
 }
 
-/// A tensor map that cannot be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum TensorMapError {
     #[error("these bytes are no tensor map")]

@@ -9,7 +9,6 @@
 
 use crate::instruction::{Compare, Lanes, Round, Scalar, Type};
 
-/// Why a value could not be computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ScalarFault {
     /// The result is unspecified (PTX ISA, `div` and `rem` of integers).

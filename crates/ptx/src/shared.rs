@@ -49,7 +49,6 @@ pub(crate) fn busy(addresses: impl Iterator<Item = u64>, bytes: usize) -> u64 {
     4 * BANKS as u64 * of_banks.iter().max().copied().unwrap_or(0)
 }
 
-/// The shared memory of a block.
 #[derive(Debug)]
 pub(crate) struct SharedMemory {
     bytes: Vec<u8>,

@@ -41,11 +41,9 @@ pub(crate) struct Copy16 {
     pub(crate) bytes: usize,
 }
 
-/// The state of a warp.
 #[derive(Debug)]
 pub(crate) struct Warp {
     pub(crate) index: usize,
-    /// Values of the registers.
     regs: Vec<Lanes>,
     /// Its threads, and those that have not ended.
     pub(crate) all: u32,
@@ -73,7 +71,6 @@ pub(crate) struct Warp {
     pub(crate) polling: u32,
 }
 
-/// The lanes of a mask.
 pub(crate) fn iterate_lanes(mask: u32) -> impl Iterator<Item = usize> {
     (0..LANES).filter(move |lane| mask >> lane & 1 == 1)
 }
@@ -140,7 +137,6 @@ impl Warp {
         &self.regs[reg.0 as usize]
     }
 
-    /// The values of an operand.
     pub(crate) fn values(&self, operand: Operand, position: &Position) -> Lanes {
         match operand {
             Operand::Reg(reg) => self.regs[reg.0 as usize],
@@ -200,7 +196,6 @@ impl Warp {
         Stamp { unit: index as u16, epoch, releases, lanes }
     }
 
-    /// An access by a thread.
     pub(crate) fn by(&self, lane: usize) -> By<'_> {
         let known = [&self.known, self.of_lanes[lane].as_deref().unwrap_or(&NOTHING)];
         By { stamp: self.stamp(1 << lane), known, is_async: false }

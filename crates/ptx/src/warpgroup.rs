@@ -18,7 +18,6 @@ pub(crate) struct InFlight {
     groups: VecDeque<Vec<Product>>,
     /// Number of groups that have ended.
     num_ended: u32,
-    /// The sums.
     sums: BTreeMap<Reg, Lanes>,
 }
 
@@ -27,7 +26,6 @@ struct Product {
     n: usize,
     d: Vec<Reg>,
     a: Left,
-    /// Registers of A.
     a_regs: Vec<Reg>,
     b: Vec<u64>,
     b_transposed: bool,
@@ -88,7 +86,6 @@ impl InFlight {
         self.groups.push_back(group);
     }
 
-    /// The number of the open group, from 1.
     fn open_group(&self) -> u32 {
         self.num_ended + self.groups.len() as u32 + 1
     }
@@ -186,7 +183,6 @@ impl Block<'_> {
         self.aligned[warp / 4].execute(warp % 4, what)
     }
 
-    /// Starts a product.
     fn issue_product(&mut self, warp: usize, op: &WarpgroupMma) -> Result<(), Fault> {
         let of = &self.warps[warp];
         let [a_transposed, b_transposed] = op.transpose;

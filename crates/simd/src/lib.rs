@@ -39,7 +39,6 @@ impl fmt::Display for SimdLevel {
     }
 }
 
-/// An invalid value of `TRAINER_SIMD`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SimdError {
     /// The value is not the name of a level.
@@ -48,12 +47,10 @@ pub enum SimdError {
         /// Value of the variable.
         found: String,
     },
-    /// The CPU does not support the level.
     #[error("`{VARIABLE}` is `{wanted}`, but the best level of this CPU is `{best}`")]
     Missing {
         /// Level that the variable names.
         wanted: SimdLevel,
-        /// Best level of this CPU.
         best: SimdLevel,
     },
 }
@@ -72,7 +69,6 @@ static CHOICE: LazyLock<Result<SimdLevel, SimdError>> = LazyLock::new(|| {
     choose(&requested.to_string_lossy(), best())
 });
 
-/// SIMD level of all kernels of this process.
 static LEVEL: LazyLock<SimdLevel> = LazyLock::new(|| simd_level().unwrap_or(best()));
 
 fn choose(requested: &str, best: SimdLevel) -> Result<SimdLevel, SimdError> {
@@ -86,7 +82,6 @@ fn choose(requested: &str, best: SimdLevel) -> Result<SimdLevel, SimdError> {
     }
 }
 
-/// Returns the best level of this CPU.
 fn best() -> SimdLevel {
     #[cfg(target_arch = "x86_64")]
     {

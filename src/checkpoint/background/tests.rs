@@ -10,7 +10,6 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
-/// Tensors of all dtypes.
 pub(super) fn tensors() -> Vec<Tensor> {
     let large: Vec<f32> = (0..5000).map(|i| (i as f32).sin()).collect();
     let len = large.len();
@@ -41,7 +40,6 @@ pub(super) fn checkpointer(folder: &Path) -> Checkpointer {
     Checkpointer::new(folder, &CheckpointConfig::default())
 }
 
-/// The files of a folder with their bytes.
 pub(super) fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let file = |path: std::path::PathBuf| {

@@ -6,7 +6,7 @@
 
 use super::super::manifest::{MANIFEST, Manifest};
 use super::super::ranks::on_ranks;
-use super::super::{Alone, CarriedFiles, CheckpointConfig, FolderLayout, ModelFiles, SavedTensor};
+use super::super::{Alone, CarriedFiles, CheckpointConfig, FolderLayout, ModelFolder, SavedTensor};
 use super::*;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
@@ -81,7 +81,7 @@ fn save<T: Together>(
 ) -> Result<PathBuf, T::Error> {
     let (rank, world) = (ranks.rank(), ranks.world());
     let contents = Contents {
-        model: ModelFiles {
+        model: ModelFolder {
             layout: FolderLayout::Model,
             weights: &tensors("", model, rank, world),
             config_json: &json!({"model_type": "tiny"}),
@@ -219,7 +219,7 @@ fn ranks_that_save_other_tensors_are_refused() {
         let name = ["a", "b"][rank.rank()];
         let weights = [SavedTensor::whole(name, values("w", 4, DType::F32))];
         let contents = Contents {
-            model: ModelFiles {
+            model: ModelFolder {
                 layout: FolderLayout::Model,
                 weights: &weights,
                 config_json: &json!({}),

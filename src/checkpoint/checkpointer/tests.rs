@@ -9,12 +9,12 @@ use std::io::Write;
 mod untrusted;
 
 /// An output folder, and a model folder to copy the tokenizer from.
-struct Run {
+struct TestRun {
     folder: tempfile::TempDir,
     keep: usize,
 }
 
-impl Run {
+impl TestRun {
     fn new(keep: usize) -> Self {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir_all(folder.path().join("model")).unwrap();
@@ -40,12 +40,12 @@ impl Run {
 
     fn try_save(&self, step: u64) -> Result<PathBuf, CheckpointError> {
         let contents = Contents {
-            model: ModelFiles {
+            model: ModelFolder {
                 layout: FolderLayout::Model,
                 weights: &saved(&weights(step)),
                 config_json: &json!({"model_type": "tiny"}),
                 carried: &CarriedFiles::read(&self.folder.path().join("model")).unwrap(),
-                max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
+                max_shard_bytes: ModelFolder::MAX_SHARD_BYTES,
             },
             optimizer: Some(&saved(&moments(step))),
             state: &json!({"step": step, "fingerprint": "abc"}),
@@ -110,7 +110,7 @@ fn overwrite(path: &Path, bytes: &[u8]) {
 
 #[test]
 fn a_saved_checkpoint_is_found_and_loads_bit_equal() {
-    let run = Run::new(3);
+    let run = TestRun::new(3);
     let dir = run.save(200);
     assert_eq!(dir, run.output_dir().join("checkpoints/step-00000200"));
     let found = run.checkpointer().newest_good(|_| true, &Alone).unwrap().unwrap();
@@ -135,9 +135,9 @@ fn a_saved_checkpoint_is_found_and_loads_bit_equal() {
 
 #[test]
 fn saving_twice_gives_the_same_bytes() {
-    let (one, two) = (Run::new(1), Run::new(1));
+    let (one, two) = (TestRun::new(1), TestRun::new(1));
     // The manifest contains a checksum of every other file.
-    let manifest = |run: &Run, step| fs::read(run.save(step).join(MANIFEST)).unwrap();
+    let manifest = |run: &TestRun, step| fs::read(run.save(step).join(MANIFEST)).unwrap();
     assert_eq!(manifest(&one, 5), manifest(&two, 5));
     assert_ne!(manifest(&one, 6), manifest(&two, 5));
 }
@@ -159,7 +159,7 @@ fn every_kind_of_damage_to_every_file_is_found_and_the_older_one_is_used() {
             overwrite(path, &bytes);
         }),
     ];
-    let run = Run::new(3);
+    let run = TestRun::new(3);
     run.save(1);
     let newest = run.save(2);
     for file in run.names("checkpoints/step-00000002") {
@@ -177,7 +177,7 @@ fn every_kind_of_damage_to_every_file_is_found_and_the_older_one_is_used() {
 
 #[test]
 fn a_kill_at_any_point_of_a_save_loses_no_older_checkpoint() {
-    let run = Run::new(3);
+    let run = TestRun::new(3);
     let complete = run.save(1);
     let folder = run.output_dir().join("checkpoints");
     // An incomplete folder, one being deleted, an empty one, and a file in place of a folder.
@@ -197,7 +197,7 @@ fn a_kill_at_any_point_of_a_save_loses_no_older_checkpoint() {
 
 #[test]
 fn only_the_newest_checkpoints_are_kept() {
-    let run = Run::new(2);
+    let run = TestRun::new(2);
     for step in [1, 2, 3, 10] {
         run.save(step);
     }
@@ -207,7 +207,7 @@ fn only_the_newest_checkpoints_are_kept() {
 
 #[test]
 fn a_new_run_in_a_used_folder_does_not_delete_what_it_just_saved() {
-    let run = Run::new(1);
+    let run = TestRun::new(1);
     run.save(1000);
     run.save(1);
     run.save(2);
@@ -216,7 +216,7 @@ fn a_new_run_in_a_used_folder_does_not_delete_what_it_just_saved() {
 
 #[test]
 fn a_checkpoint_of_another_config_is_not_used() {
-    let run = Run::new(3);
+    let run = TestRun::new(3);
     run.save(1);
     run.save(2);
     let checkpointer = run.checkpointer();
@@ -227,7 +227,7 @@ fn a_checkpoint_of_another_config_is_not_used() {
 
 #[test]
 fn a_folder_without_checkpoints_has_none() {
-    let run = Run::new(1);
+    let run = TestRun::new(1);
     assert_eq!(run.newest(), None);
     let error = Checkpointer::open(&run.output_dir().join("nothing"), &Alone).unwrap_err();
     assert!(error.to_string().contains("nothing"), "{error}");
@@ -237,7 +237,7 @@ fn a_folder_without_checkpoints_has_none() {
 
 #[test]
 fn a_save_that_cannot_be_written_names_the_path_and_leaves_nothing() {
-    let run = Run::new(1);
+    let run = TestRun::new(1);
     write_atomically(&run.output_dir().join("checkpoints"), b"a file, not a folder").unwrap();
     let error = run.try_save(1).unwrap_err();
     assert!(error.is_write() && error.to_string().contains("checkpoints"), "{error}");
@@ -246,16 +246,16 @@ fn a_save_that_cannot_be_written_names_the_path_and_leaves_nothing() {
 
 #[test]
 fn a_tensor_that_cannot_be_saved_leaves_the_older_checkpoint_alone() {
-    let run = Run::new(1);
+    let run = TestRun::new(1);
     run.save(1);
     let ids = [SavedTensor::whole("ids", Tensor::new(&[1_u32], &Device::Cpu).unwrap())];
     let contents = Contents {
-        model: ModelFiles {
+        model: ModelFolder {
             layout: FolderLayout::Model,
             weights: &ids,
             config_json: &json!({}),
             carried: &CarriedFiles::default(),
-            max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
+            max_shard_bytes: ModelFolder::MAX_SHARD_BYTES,
         },
         optimizer: None,
         state: &json!({}),
@@ -267,7 +267,7 @@ fn a_tensor_that_cannot_be_saved_leaves_the_older_checkpoint_alone() {
 
 #[test]
 fn a_renamed_checkpoint_is_not_taken_for_a_newer_one() {
-    let run = Run::new(3);
+    let run = TestRun::new(3);
     let older = run.save(1);
     fs::rename(older, run.output_dir().join("checkpoints/step-00000009")).unwrap();
     run.save(2);
@@ -276,7 +276,7 @@ fn a_renamed_checkpoint_is_not_taken_for_a_newer_one() {
 
 #[test]
 fn final_is_the_checkpoint_without_optimizer_state_and_replaces_an_older_one() {
-    let run = Run::new(3);
+    let run = TestRun::new(3);
     for step in [1, 2] {
         let checkpoint = run.save(step);
         let dir = run.checkpointer().save_final(&checkpoint).unwrap();
@@ -300,7 +300,7 @@ fn final_is_the_checkpoint_without_optimizer_state_and_replaces_an_older_one() {
 
 #[test]
 fn editing_a_text_file_of_final_does_not_damage_the_checkpoint() {
-    let run = Run::new(3);
+    let run = TestRun::new(3);
     let checkpoint = run.save(1);
     let dir = run.checkpointer().save_final(&checkpoint).unwrap();
     let mut file = File::options().append(true).open(dir.join("config.json")).unwrap();
@@ -310,7 +310,7 @@ fn editing_a_text_file_of_final_does_not_damage_the_checkpoint() {
 
 #[test]
 fn final_is_not_written_from_a_file_of_the_wrong_size() {
-    let run = Run::new(3);
+    let run = TestRun::new(3);
     let checkpoint = run.save(1);
     File::create(checkpoint.join("model.safetensors")).unwrap();
     assert!(run.checkpointer().save_final(&checkpoint).is_err());

@@ -18,13 +18,13 @@ const ROUNDS: usize = 3;
 
 /// Rows of a pass, their tokens and pixels.
 #[derive(Clone, Copy, Default)]
-struct Totals {
+struct PassTotals {
     rows: f64,
     tokens: f64,
     pixels: f64,
 }
 
-impl Totals {
+impl PassTotals {
     fn add(self, other: Self) -> Self {
         let Self { rows, tokens, pixels } = other;
         Self { rows: self.rows + rows, tokens: self.tokens + tokens, pixels: self.pixels + pixels }
@@ -32,15 +32,15 @@ impl Totals {
 }
 
 /// Runs `pass` a few times and prints its rates, per second and per second of CPU time.
-fn stage(table: &mut Table, name: &str, pass: impl Fn() -> Totals) -> anyhow::Result<()> {
-    let (mut totals, mut seconds, mut cpu) = (Totals::default(), f64::INFINITY, f64::INFINITY);
+fn stage(table: &mut Table, name: &str, pass: impl Fn() -> PassTotals) -> anyhow::Result<()> {
+    let (mut totals, mut seconds, mut cpu) = (PassTotals::default(), f64::INFINITY, f64::INFINITY);
     for _ in 0..ROUNDS {
         let (begin, cpu_begin) = (Instant::now(), cpu_seconds());
         totals = pass();
         seconds = seconds.min(begin.elapsed().as_secs_f64());
         cpu = cpu.min(cpu_seconds() - cpu_begin);
     }
-    let Totals { rows, tokens, pixels } = totals;
+    let PassTotals { rows, tokens, pixels } = totals;
     let mut figures = vec![
         ("rows", rows),
         ("tokens", tokens),
@@ -67,14 +67,14 @@ pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
 
     let length = |row: &SampleIndex| {
         let length = rows.length(*row).ok()?;
-        Some(Totals { rows: 1.0, tokens: length.tokens as f64, pixels: 0.0 })
+        Some(PassTotals { rows: 1.0, tokens: length.tokens as f64, pixels: 0.0 })
     };
     // Pixels of one frame: the frames of an image patch are copies of each other.
     let patch = f64::from(encoder.image_processor().patch_size()).powi(2);
     let encode = |row: &SampleIndex| {
         let sample = rows.read(*row).ok()?;
         let patches: usize = sample.media.iter().map(Patches::num_patches).sum();
-        Some(Totals { rows: 1.0, tokens: sample.len() as f64, pixels: patches as f64 * patch })
+        Some(PassTotals { rows: 1.0, tokens: sample.len() as f64, pixels: patches as f64 * patch })
     };
     let has_images = |row: &SampleIndex| Some((!rows.sample(*row)?.ok()?.media.is_empty(), *row));
     let kinds: Vec<_> = all.iter().take(2 * MAX_ROWS).filter_map(has_images).collect();
@@ -85,13 +85,13 @@ pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
             continue;
         }
         stage(table, &format!("{name}: length, one core"), || {
-            some.iter().filter_map(length).fold(Totals::default(), Totals::add)
+            some.iter().filter_map(length).fold(PassTotals::default(), PassTotals::add)
         })?;
         stage(table, &format!("{name}: encode, one core"), || {
-            some.iter().filter_map(encode).fold(Totals::default(), Totals::add)
+            some.iter().filter_map(encode).fold(PassTotals::default(), PassTotals::add)
         })?;
         stage(table, &format!("{name}: encode, all cores"), || {
-            some.par_iter().filter_map(encode).reduce(Totals::default, Totals::add)
+            some.par_iter().filter_map(encode).reduce(PassTotals::default, PassTotals::add)
         })?;
     }
 

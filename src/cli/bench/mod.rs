@@ -69,7 +69,6 @@ pub(super) struct BenchArgs {
     json: bool,
 }
 
-/// Runs the benchmarks and prints their tables to stdout.
 pub(super) fn run(args: &BenchArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = || -> anyhow::Result<_> {
         let file = args.config.clone().ok_or_else(|| {
@@ -119,10 +118,9 @@ fn run_ops(args: &BenchArgs, table: &mut Table) -> anyhow::Result<()> {
         SizeChoice::Tiny => Clock::hasty(&device),
         SizeChoice::Cpu | SizeChoice::Gpu => Clock::new(&device),
     };
-    ops::Bench { clock, dtype, sizes: sizes.sizes() }.run(&args.filter, table)
+    ops::OpBench { clock, dtype, sizes: sizes.sizes() }.run(&args.filter, table)
 }
 
-/// Duration of a run, in seconds.
 #[derive(Debug, Clone, Copy)]
 struct Seconds {
     /// The fastest run: the one that other processes disturbed least.
@@ -244,7 +242,6 @@ impl Clock {
     }
 }
 
-/// A tensor of normally distributed numbers.
 fn random(shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
     Tensor::randn(0f32, 1.0, shape, device)?.to_dtype(dtype)
 }
@@ -300,7 +297,6 @@ struct Sizes {
     head: [usize; 3],
     /// Number of elements of a matrix in NF4.
     dequantized: usize,
-    /// Number of parameters.
     optimizer: usize,
 }
 

@@ -18,8 +18,7 @@ use crate::ops::{
 };
 use candle_core::{DType, Device, Result, Tensor};
 
-/// The benchmark of the ops on one device.
-pub(super) struct Bench {
+pub(super) struct OpBench {
     pub(super) clock: Clock,
     /// Dtype of the operands; gradient buffers and statistics are `f32`.
     pub(super) dtype: DType,
@@ -32,16 +31,15 @@ struct Peaks {
     bytes: f64,
 }
 
-/// An op to time.
 pub(super) struct Case<'a> {
     name: String,
     work: Work,
     /// Further figures for its row of the table.
     figures: Vec<(&'static str, f64)>,
-    time: Box<Timed<'a>>,
+    time: Box<TimedOp<'a>>,
 }
 
-type Timed<'a> = dyn FnOnce(&Clock) -> Result<Seconds> + 'a;
+type TimedOp<'a> = dyn FnOnce(&Clock) -> Result<Seconds> + 'a;
 
 pub(super) enum Work {
     Flops(f64),
@@ -75,7 +73,7 @@ fn case_in_place<'a, const N: usize>(
 
 pub(super) type Time<'t> = dyn FnMut(Case<'_>) -> anyhow::Result<()> + 't;
 
-impl Bench {
+impl OpBench {
     pub(super) fn random(&self, shape: &[usize]) -> Result<Tensor> {
         random(shape, self.dtype, &self.clock.device)
     }
@@ -386,7 +384,7 @@ const GELU_BACKWARDS: [(&str, f64, RecomputeInput); 2] =
 
 /// The language model head with its cross-entropy.
 struct Head<'b> {
-    bench: &'b Bench,
+    bench: &'b OpBench,
     h: Tensor,
     w: Tensor,
     dw: Tensor,
@@ -394,12 +392,12 @@ struct Head<'b> {
 }
 
 impl<'b> Head<'b> {
-    fn name(bench: &Bench) -> String {
+    fn name(bench: &OpBench) -> String {
         let [s, d, v] = bench.sizes.head;
         format!("linear_cross_entropy {s}x{d}x{v}")
     }
 
-    fn new(bench: &'b Bench) -> Result<Self> {
+    fn new(bench: &'b OpBench) -> Result<Self> {
         let [s, d, v] = bench.sizes.head;
         let targets = Tensor::from_iter(0..s as u32, &bench.clock.device)?;
         let (h, w, dw) = (bench.random(&[s, d])?, bench.random(&[v, d])?, bench.zeros(&[v, d])?);
@@ -431,7 +429,7 @@ impl<'b> Head<'b> {
     }
 }
 
-impl Bench {
+impl OpBench {
     pub(super) fn linears(&self, time: &mut Time<'_>) -> anyhow::Result<()> {
         self.sizes.linears.iter().try_for_each(|size| self.linear(*size, time))
     }

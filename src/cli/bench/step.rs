@@ -99,9 +99,8 @@ impl Ready {
     }
 }
 
-/// Sums over the timed steps.
 #[derive(Default)]
-struct Totals {
+struct StepTotals {
     seconds: f64,
     waited: f64,
     sizes: StepSizes,
@@ -111,7 +110,7 @@ struct Totals {
 }
 
 /// The model of a config, and its steps of data.
-pub(super) struct Bench {
+pub(super) struct StepBench {
     pub(super) runner: StepRunner,
     loader: Loader,
     memory: MemoryModel,
@@ -119,7 +118,7 @@ pub(super) struct Bench {
     passes: Vec<f64>, // operations per weight and row of each part of the model
 }
 
-impl Bench {
+impl StepBench {
     pub(super) fn new(config: &RunConfig, device: &Device) -> anyhow::Result<Self> {
         let data = &config.data;
         let encoder = encoder(config)?;
@@ -150,8 +149,8 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
     let started = Instant::now();
     let device = config.device.open()?;
     use_algorithms(config, read_algorithms(config)?.as_ref(), &device)?;
-    let mut bench = Bench::new(config, &device)?;
-    let (mut ahead, mut predicted, mut totals) = (None, 0f64, Totals::default());
+    let mut bench = StepBench::new(config, &device)?;
+    let (mut ahead, mut predicted, mut totals) = (None, 0f64, StepTotals::default());
     let (mut cpu_before, mut first, mut first_step_s, mut loss) = (0.0, (0.0, 0.0), 0.0, 0.0);
     for step in 1..=steps + 1 {
         let asked = Instant::now();
@@ -188,7 +187,7 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
     let device_memory = gpu_memory(&device);
     let peak = peak_flops(&device, bench.runner.dtype)?;
     let gib = f64::from(1 << 30);
-    let Totals { seconds, waited, sizes, computed, model_flops, lmms_engine_flops } = totals;
+    let StepTotals { seconds, waited, sizes, computed, model_flops, lmms_engine_flops } = totals;
     let mut figures = vec![
         ("tokens", sizes.tokens),
         ("computed_tokens", computed),

@@ -1,7 +1,7 @@
 //! `bench --tune`: measures the algorithms of cuBLASLt for the products of a config's steps.
 
 use super::Table;
-use super::step::{Bench, Ready};
+use super::step::{Ready, StepBench};
 use crate::checkpoint::write_atomically;
 use crate::cli::failure::{Exit, Failure};
 use crate::config::RunConfig;
@@ -91,7 +91,7 @@ fn earlier(file: &Path, library: &MatmulLibrary) -> anyhow::Result<Vec<Algorithm
 }
 
 fn measure(config: &RunConfig, steps: u64, device: &Device) -> anyhow::Result<()> {
-    let mut bench = Bench::new(config, device)?;
+    let mut bench = StepBench::new(config, device)?;
     for step in 1..=steps {
         let Some(Ready { prepared, .. }) = bench.next()? else { break };
         let launched = bench.runner.launch(prepared, config.optim.lr, step)?;

@@ -1,8 +1,8 @@
 //! `trainer generate --chat`: reads turns and commands from stdin until its end. The turns of a
 //! conversation are a row that the encoder renders.
 
+use super::super::error_report;
 use super::super::failure::{Exit, Failure};
-use super::super::report;
 use super::super::terminal::{escaped, is_stdout_error};
 use super::Session;
 use crate::batch::{
@@ -16,21 +16,18 @@ use std::sync::Arc;
 
 const COMMANDS: &str = "`/image FILE`, `/video PATH`, `/reset`, `/help`, `/exit`";
 
-/// A line of the user.
 #[derive(Debug, PartialEq, Eq)]
-enum Line<'a> {
+enum UserInput<'a> {
     Image(&'a Path),
     Video(&'a Path),
     Reset,
     Help,
     Exit,
-    /// Text of a turn.
     Text(&'a str),
     /// Only white space.
     Empty,
 }
 
-/// The text of a line.
 fn text(line: &[u8]) -> Result<&str, Failure> {
     str::from_utf8(line).map_err(|_| {
         let found = String::from_utf8_lossy(line);
@@ -40,13 +37,13 @@ fn text(line: &[u8]) -> Result<&str, Failure> {
 }
 
 /// Reads a line. A command is a word that begins with `/` at the start of the line.
-fn parse(line: &str) -> Result<Line<'_>, Failure> {
+fn parse(line: &str) -> Result<UserInput<'_>, Failure> {
     let line = line.trim_end();
     if line.trim_start().is_empty() {
-        return Ok(Line::Empty);
+        return Ok(UserInput::Empty);
     }
     if !line.starts_with('/') {
-        return Ok(Line::Text(line.trim_start()));
+        return Ok(UserInput::Text(line.trim_start()));
     }
     let (command, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
     let rest = rest.trim_start();
@@ -56,11 +53,11 @@ fn parse(line: &str) -> Result<Line<'_>, Failure> {
     };
     match (command, rest) {
         ("/image" | "/video", "") => Err(wrong(format!("`{command}` needs a path"))),
-        ("/image", path) => Ok(Line::Image(Path::new(path))),
-        ("/video", path) => Ok(Line::Video(Path::new(path))),
-        ("/reset", "") => Ok(Line::Reset),
-        ("/help", "") => Ok(Line::Help),
-        ("/exit", "") => Ok(Line::Exit),
+        ("/image", path) => Ok(UserInput::Image(Path::new(path))),
+        ("/video", path) => Ok(UserInput::Video(Path::new(path))),
+        ("/reset", "") => Ok(UserInput::Reset),
+        ("/help", "") => Ok(UserInput::Help),
+        ("/exit", "") => Ok(UserInput::Exit),
         ("/reset" | "/help" | "/exit", _) => Err(wrong(format!("`{command}` takes no argument"))),
         _ => Err(wrong(format!("unknown command `{command}`"))),
     }
@@ -93,7 +90,7 @@ pub(super) fn run(session: &mut Session<'_>, mut conversation: Conversation) -> 
             Ok(Next::Line) => {}
             Ok(Next::End) => return Ok(()),
             Err(error) if is_terminal && !error.chain().any(is_stdout_error) => {
-                note(&report::text(&error));
+                note(&error_report::text(&error));
             }
             Err(error) => return Err(error),
         }
@@ -111,13 +108,13 @@ fn take(
     line: &[u8],
 ) -> anyhow::Result<Next> {
     match parse(text(line)?)? {
-        Line::Empty => {}
-        Line::Image(path) => conversation.add_image(path)?,
-        Line::Video(path) => conversation.add_video(path)?,
-        Line::Reset => conversation.reset(),
-        Line::Help => note(&help()),
-        Line::Exit => return Ok(Next::End),
-        Line::Text(text) => {
+        UserInput::Empty => {}
+        UserInput::Image(path) => conversation.add_image(path)?,
+        UserInput::Video(path) => conversation.add_video(path)?,
+        UserInput::Reset => conversation.reset(),
+        UserInput::Help => note(&help()),
+        UserInput::Exit => return Ok(Next::End),
+        UserInput::Text(text) => {
             conversation.add_user_turn(text);
             match session.answer(conversation) {
                 Ok(answer) => conversation.answered(answer),
@@ -177,7 +174,6 @@ impl Conversation {
         Ok(())
     }
 
-    /// Adds a turn of the user.
     pub(super) fn add_user_turn(&mut self, text: &str) {
         let part = |medium: &Medium| match medium {
             Medium::Image(_) => Part::Image,
@@ -189,7 +185,6 @@ impl Conversation {
         self.messages.push(Message::new("user", Content::Parts(parts)));
     }
 
-    /// Adds the answer to the last turn.
     pub(super) fn answered(&mut self, text: String) {
         self.messages.push(Message::new("assistant", Content::Text(text)));
     }
@@ -260,13 +255,13 @@ mod tests {
     #[test]
     fn lines_are_turns_or_commands() {
         let of = |line| parse(line).unwrap();
-        assert_eq!(of("What is 1/2?\r\n"), Line::Text("What is 1/2?"));
-        assert_eq!(of(" /etc is a folder\n"), Line::Text("/etc is a folder"));
-        assert_eq!(of("/image a cat.png \n"), Line::Image(Path::new("a cat.png")));
-        assert_eq!(of("/video  frames\n"), Line::Video(Path::new("frames")));
+        assert_eq!(of("What is 1/2?\r\n"), UserInput::Text("What is 1/2?"));
+        assert_eq!(of(" /etc is a folder\n"), UserInput::Text("/etc is a folder"));
+        assert_eq!(of("/image a cat.png \n"), UserInput::Image(Path::new("a cat.png")));
+        assert_eq!(of("/video  frames\n"), UserInput::Video(Path::new("frames")));
         assert_eq!(
             [of("/reset\n"), of("/help"), of("/exit"), of(" \t\n")],
-            [Line::Reset, Line::Help, Line::Exit, Line::Empty]
+            [UserInput::Reset, UserInput::Help, UserInput::Exit, UserInput::Empty]
         );
     }
 

@@ -181,7 +181,7 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
     let status = Exit::Interrupted as i32;
     signal_hook::flag::register_conditional_shutdown(SIGINT, status, Arc::clone(&interrupted))?;
     signal_hook::flag::register(SIGINT, Arc::clone(&interrupted))?;
-    let Found { model, adapter } = find(&args.model, args.adapter.as_deref())?;
+    let ModelPaths { model, adapter } = find(&args.model, args.adapter.as_deref())?;
     let folder = model_folder(&model, logging)?;
     check_model_folder(&folder)?;
     let encoder = Encoder::from_folder(&folder, &ImageConfig::default())?;
@@ -220,16 +220,16 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
 
 /// A model folder or hub id, and the adapter of the model.
 #[derive(Debug, PartialEq, Eq)]
-struct Found {
+struct ModelPaths {
     model: PathBuf,
     adapter: Option<PathBuf>,
 }
 
 /// Resolves `--model`: the folder of a run is its `final`, or else its newest checkpoint. If that
 /// is an adapter, the model is the one that it was trained on.
-fn find(model: &Path, adapter: Option<&Path>) -> anyhow::Result<Found> {
+fn find(model: &Path, adapter: Option<&Path>) -> anyhow::Result<ModelPaths> {
     let folder = of_run(model)?;
-    let given = || Found { model: folder.clone(), adapter: adapter.map(Path::to_owned) };
+    let given = || ModelPaths { model: folder.clone(), adapter: adapter.map(Path::to_owned) };
     if folder.join("config.json").exists() || !folder.join(ADAPTER_CONFIG).exists() {
         return Ok(given());
     }
@@ -246,7 +246,7 @@ fn find(model: &Path, adapter: Option<&Path>) -> anyhow::Result<Found> {
         return Err(Failure::new(Exit::Usage, message).hint(hint).into());
     };
     tracing::info!(model = base, adapter = %folder.display(), "loading the adapter and the model it was trained on");
-    Ok(Found { model: base.into(), adapter: Some(folder) })
+    Ok(ModelPaths { model: base.into(), adapter: Some(folder) })
 }
 
 /// The folder with weights of a run; for all other paths, `model` itself.
@@ -272,7 +272,6 @@ fn of_run(model: &Path) -> anyhow::Result<PathBuf> {
     Ok(newest)
 }
 
-/// The text of ids.
 type Decode<'a> = Box<dyn Fn(&[u32]) -> Result<String, TokenizerError> + 'a>;
 
 /// The part of an answer that can be printed already. The pieces together are the text of all
@@ -325,7 +324,6 @@ impl<'a> Streamed<'a> {
         self.up_to(self.text.len())
     }
 
-    /// The whole text.
     fn into_text(self) -> String {
         self.text
     }

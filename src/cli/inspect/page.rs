@@ -15,10 +15,8 @@ use std::ops::Range;
 const PAGE_PIXELS: u64 = 350_000;
 /// Minimum limit on the pixels of an image, even if the page then exceeds [`PAGE_PIXELS`].
 const LEAST_PIXELS: u64 = 64 * 64;
-/// Maximum number of packs shown.
 const MAX_PACKS: usize = 16;
 
-/// A page to which samples are added one by one.
 pub(super) struct Page<'a> {
     encoder: &'a Encoder,
     pixels_a_sample: u64,
@@ -104,24 +102,24 @@ impl<'a> Page<'a> {
         let mut pixels: (usize, Vec<Pixels>) = (usize::MAX, Vec::new());
         for piece in pieces {
             let (run, range) = match piece {
-                Piece::Kept(run, range) => (run, range),
-                Piece::Cut(ids) => {
+                SamplePiece::Kept(run, range) => (run, range),
+                SamplePiece::Cut(ids) => {
                     turns.text(&self.encoder.decode_with_specials(ids)?, Fate::Cut);
                     continue;
                 }
             };
             match run {
-                Run::Text => {
+                SpanKind::Text => {
                     let text = self.encoder.decode_with_specials(&sample.input_ids[range])?;
                     turns.text(&text, Fate::Kept);
                 }
-                Run::Target => {
+                SpanKind::Target => {
                     for (text, tokens) in whole_characters(self.encoder, &sample.input_ids[range])?
                     {
                         turns.target(&text, tokens);
                     }
                 }
-                Run::Medium { index, group } => {
+                SpanKind::Medium { index, group } => {
                     if pixels.0 != index {
                         pixels = (index, pixels_of(self.encoder, &media[index]));
                     }
@@ -136,7 +134,6 @@ impl<'a> Page<'a> {
         Ok(())
     }
 
-    /// Adds a rejected row.
     pub(super) fn rejected(&mut self, rejection: &Rejection) {
         push(
             &mut self.body,
@@ -194,7 +191,6 @@ impl<'a> Page<'a> {
         }
     }
 
-    /// Returns the HTML document.
     pub(super) fn finish(self) -> String {
         let (rows, tokens) = self.cut;
         let truncation = self.side.map_or_else(String::new, |side| {
@@ -211,14 +207,16 @@ impl<'a> Page<'a> {
     }
 
     /// Draws the whole sample as one line, to scale.
-    fn strip(&mut self, pieces: &[Piece<'_, Run>]) {
+    fn strip(&mut self, pieces: &[SamplePiece<'_, SpanKind>]) {
         self.body.push_str("<div class=\"strip\">");
         for piece in pieces {
             let (class, tokens) = match piece {
-                Piece::Kept(Run::Text, range) => ("", range.len()),
-                Piece::Kept(Run::Target, range) => (" class=\"target\"", range.len()),
-                Piece::Kept(Run::Medium { .. }, range) => (" class=\"vision\"", range.len()),
-                Piece::Cut(ids) => (" class=\"cut\"", ids.len()),
+                SamplePiece::Kept(SpanKind::Text, range) => ("", range.len()),
+                SamplePiece::Kept(SpanKind::Target, range) => (" class=\"target\"", range.len()),
+                SamplePiece::Kept(SpanKind::Medium { .. }, range) => {
+                    (" class=\"vision\"", range.len())
+                }
+                SamplePiece::Cut(ids) => (" class=\"cut\"", ids.len()),
             };
             push(&mut self.body, format_args!("<i{class} style=\"flex:{tokens} 0 0\"></i>"));
         }
@@ -233,9 +231,8 @@ fn pixels_of(encoder: &Encoder, medium: &ShownMedium) -> Vec<Pixels> {
     }
 }
 
-/// Kind of a run of tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Run {
+pub(super) enum SpanKind {
     Text,
     Target,
     /// An image, or a group of frames of a video, by their indexes.
@@ -246,13 +243,14 @@ pub(super) enum Run {
 }
 
 /// Divides the sample into runs of tokens of one kind.
-pub(super) fn runs(sample: &EncodedSample, media: &[ShownMedium]) -> Vec<(Run, Range<usize>)> {
-    let label = |label: &i64| if *label == IGNORE_INDEX { Run::Text } else { Run::Target };
-    let mut kinds: Vec<Run> = sample.labels.iter().map(label).collect(); // [T]
+pub(super) fn runs(sample: &EncodedSample, media: &[ShownMedium]) -> Vec<(SpanKind, Range<usize>)> {
+    let label =
+        |label: &i64| if *label == IGNORE_INDEX { SpanKind::Text } else { SpanKind::Target };
+    let mut kinds: Vec<SpanKind> = sample.labels.iter().map(label).collect(); // [T]
     for (index, medium) in media.iter().enumerate() {
         let tokens = medium.rows.len() / (medium.patches.grid_thw[0] as usize).max(1);
         for (at, row) in medium.rows.iter().enumerate() {
-            kinds[*row as usize] = Run::Medium { index, group: at / tokens.max(1) };
+            kinds[*row as usize] = SpanKind::Medium { index, group: at / tokens.max(1) };
         }
     }
     let mut start = 0;
@@ -288,7 +286,6 @@ pub(super) enum Fate {
     Cut,
 }
 
-/// Writes the turns of a sample.
 pub(super) struct Turns<'a> {
     pub(super) out: &'a mut String,
     /// Whether the element of a turn is open.
@@ -358,7 +355,6 @@ const LEAST_SIDE: u32 = 128;
 /// An image or a group of frames to show.
 pub(super) struct Figure<'a> {
     pub(super) media: &'a [ShownMedium<'a>],
-    /// Index in `media`.
     pub(super) index: usize,
     /// Index of the group of frames; 0 for an image.
     pub(super) group: usize,
@@ -442,10 +438,9 @@ impl Figure<'_> {
 
 /// A piece of a sample before truncation.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Piece<'a, R> {
+pub(super) enum SamplePiece<'a, R> {
     /// A run of tokens of the truncated sample.
     Kept(R, Range<usize>),
-    /// Removed tokens.
     Cut(&'a [u32]),
 }
 
@@ -454,24 +449,23 @@ pub(super) enum Piece<'a, R> {
 pub(super) fn pieces<R: Copy>(
     runs: Vec<(R, Range<usize>)>,
     dropped: &[DroppedTokens],
-) -> Vec<Piece<'_, R>> {
+) -> Vec<SamplePiece<'_, R>> {
     let mut pieces = Vec::with_capacity(runs.len() + dropped.len());
     let mut dropped = dropped.iter().peekable();
     for (run, mut range) in runs {
         while let Some(cut) = dropped.next_if(|cut| cut.before < range.end) {
             if range.start < cut.before {
-                pieces.push(Piece::Kept(run, range.start..cut.before));
+                pieces.push(SamplePiece::Kept(run, range.start..cut.before));
                 range.start = cut.before;
             }
-            pieces.push(Piece::Cut(&cut.ids));
+            pieces.push(SamplePiece::Cut(&cut.ids));
         }
-        pieces.push(Piece::Kept(run, range));
+        pieces.push(SamplePiece::Kept(run, range));
     }
-    pieces.extend(dropped.map(|cut| Piece::Cut(&cut.ids)));
+    pieces.extend(dropped.map(|cut| SamplePiece::Cut(&cut.ids)));
     pieces
 }
 
-/// Number of dropped tokens.
 pub(super) fn num_tokens(dropped: &[DroppedTokens]) -> usize {
     dropped.iter().map(|cut| cut.ids.len()).sum()
 }
@@ -484,7 +478,6 @@ pub(super) fn side(keep: KeptEnd) -> &'static str {
     }
 }
 
-/// An image or a video of a sample.
 pub(super) struct ShownMedium<'a> {
     pub(super) patches: &'a Patches,
     /// Positions of its tokens in the sample.
@@ -508,7 +501,6 @@ pub(super) fn of_kind(sample: &EncodedSample, kind: MediumKind) -> impl Iterator
     sample.media.iter().filter(move |patches| patches.kind == kind)
 }
 
-/// Grids of the images, and grids of the videos.
 pub(super) fn grids(sample: &EncodedSample) -> [Vec<[u32; 3]>; 2] {
     [MediumKind::Image, MediumKind::Video]
         .map(|kind| of_kind(sample, kind).map(|patches| patches.grid_thw).collect())
@@ -570,18 +562,18 @@ mod tests {
         let cut = |before, id| DroppedTokens { before, ids: vec![id] };
         let dropped = [cut(0, 7), cut(2, 8), cut(3, 9), cut(6, 10)];
         let expected = [
-            Piece::Cut(&[7]),
-            Piece::Kept('a', 0..2),
-            Piece::Cut(&[8]),
-            Piece::Kept('a', 2..3),
-            Piece::Cut(&[9]),
-            Piece::Kept('b', 3..5),
-            Piece::Kept('a', 5..6),
-            Piece::Cut(&[10]),
+            SamplePiece::Cut(&[7]),
+            SamplePiece::Kept('a', 0..2),
+            SamplePiece::Cut(&[8]),
+            SamplePiece::Kept('a', 2..3),
+            SamplePiece::Cut(&[9]),
+            SamplePiece::Kept('b', 3..5),
+            SamplePiece::Kept('a', 5..6),
+            SamplePiece::Cut(&[10]),
         ];
         assert_eq!(pieces(runs.clone(), &dropped), expected);
         assert_eq!(num_tokens(&dropped), 4);
-        let whole = runs.iter().map(|(run, range)| Piece::Kept(*run, range.clone()));
+        let whole = runs.iter().map(|(run, range)| SamplePiece::Kept(*run, range.clone()));
         assert_eq!(pieces(runs.clone(), &[]), whole.collect::<Vec<_>>());
     }
 }

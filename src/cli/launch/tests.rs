@@ -1,6 +1,4 @@
-//! Tests of processes that start ranks.
-
-use super::super::report::{exit, text};
+use super::super::error_report::{exit, text};
 use super::*;
 use std::path::Path;
 

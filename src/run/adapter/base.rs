@@ -7,7 +7,7 @@ use super::super::model_files::differs_from_copy;
 use super::super::runner::place_weights;
 use super::super::stored_weights::{load_stored, visitors, weight_storage};
 use super::{AdapterError, OpenAdapter};
-use crate::checkpoint::{CheckpointError, Found};
+use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::config::RunConfig;
 use crate::files;
 use crate::train::{BaseModel, ModelSection, Quantize, Weights};
@@ -22,7 +22,7 @@ const STATE: &str = "trainer_state.json";
 /// checkpoint in `found`, its values are loaded: those of the model itself if there is no adapter.
 pub(in crate::run) fn open_run_model(
     config: &RunConfig,
-    found: Option<&Found>,
+    found: Option<&Checkpoint>,
     device: &Device,
 ) -> Result<(OpenModel, Option<BaseModel>), RunError> {
     let mut section = config.model.clone();

@@ -1,12 +1,8 @@
-//! Errors of adapters.
-
 use crate::checkpoint::CheckpointError;
 use crate::optim::GroupError;
 use std::path::PathBuf;
 
-/// The reason why an adapter cannot be made or loaded.
 #[derive(Debug, thiserror::Error, fault::Fault)]
-#[expect(missing_docs, reason = "the messages say it")]
 #[fault(exit = Usage)]
 pub enum AdapterError {
     #[error("`adapter.parts`: `{part}` is not a component of the model")]

@@ -13,7 +13,7 @@ pub use error::AdapterError;
 pub(super) use peft::{Exchanged, exchange_experts};
 
 use self::split::{Half, Split, load_half};
-use super::export::Change;
+use super::export::WeightChange;
 use super::load_model::OpenModel;
 use crate::checkpoint::{CheckpointError, PeftConfig, WeightFiles};
 use crate::nn::{
@@ -23,7 +23,7 @@ use crate::nn::{
 use crate::ops::ExpertLayout;
 use crate::train::{AdapterConfig, AdapterInit, AdapterKind, Quantize, SavedAs};
 use candle_core::{D, DType, Device, Tensor};
-use peft::Factors;
+use peft::ExpertFactors;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -46,7 +46,6 @@ pub struct OpenAdapter {
     split: Option<Split>,
 }
 
-/// Source of the values.
 enum Source {
     New(AdapterDraw),
     /// The parts of the weights in `split`.
@@ -329,19 +328,17 @@ impl OpenAdapter {
     }
 }
 
-/// The L2 norms of rows.
 fn norms(rows: &Tensor) -> candle_core::Result<Tensor> {
     rows.sqr()?.sum(D::Minus1)?.sqrt()
 }
 
 impl OpenAdapter {
-    /// What the adapter does to the parameter `name` of the model.
-    pub(super) fn change(&self, name: &str) -> Option<Change> {
+    pub(super) fn change(&self, name: &str) -> Option<WeightChange> {
         if self.module(name).is_some() {
-            return Some(Change::Merge);
+            return Some(WeightChange::Merge);
         }
         let Source::Files { files, .. } = &self.source else { return None };
-        files.shape(&peft_name(name)).map(|_| Change::Replace)
+        files.shape(&peft_name(name)).map(|_| WeightChange::Replace)
     }
 
     fn module(&self, weight: &str) -> Option<&AdapterModule> {
@@ -409,9 +406,9 @@ impl OpenAdapter {
         &self,
         module: &AdapterModule,
         layout: ExpertLayout,
-    ) -> Result<Factors, CheckpointError> {
+    ) -> Result<ExpertFactors, CheckpointError> {
         let tensor = |of: AdapterTensor| self.load(&of.name(&module.name), DType::F32);
         let [a, b] = [tensor(AdapterTensor::A)?, tensor(AdapterTensor::B)?];
-        Ok(Factors { a, b, rank: module.rank, scale: module.scale, layout })
+        Ok(ExpertFactors { a, b, rank: module.rank, scale: module.scale, layout })
     }
 }

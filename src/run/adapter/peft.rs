@@ -278,7 +278,6 @@ impl Exchanged {
         part().map_err(|source| CheckpointError::Tensor { tensor: name.to_owned(), source })
     }
 
-    /// The tensor `name`.
     pub(in crate::run) fn load(
         &self,
         files: &WeightFiles,
@@ -341,7 +340,7 @@ fn exchange(other: &Tensor, rank: usize, is_a: bool) -> candle_core::Result<Tens
 }
 
 /// `A` and `B` of the experts of a parameter, in `f32`.
-pub(super) struct Factors {
+pub(super) struct ExpertFactors {
     pub(super) a: Tensor, // [E r, K]
     pub(super) b: Tensor, // [M, E r]
     pub(super) rank: usize,
@@ -349,7 +348,7 @@ pub(super) struct Factors {
     pub(super) layout: ExpertLayout,
 }
 
-impl Factors {
+impl ExpertFactors {
     /// Adds `scale B_e A_e` to the weight of each expert.
     pub(super) fn add_to(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
         let experts = weight.dim(0)?;

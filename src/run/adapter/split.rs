@@ -11,7 +11,7 @@ use super::error::AdapterError;
 use super::{OpenAdapter, Source};
 use crate::checkpoint::{CheckpointError, WeightFiles};
 use crate::nn::{AdapterModule, AdapterTensor, ParamSpec, WeightError, WeightPart, weight_factors};
-use crate::train::{AdapterConfig, AdapterInit, Joined};
+use crate::train::{AdapterConfig, AdapterInit, JoinedConstants};
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 use std::collections::HashMap;
@@ -22,11 +22,11 @@ use std::time::Instant;
 pub(super) struct Split {
     part: WeightPart,
     /// By the name of the layer; empty before [`OpenModel::split_weights`].
-    factors: HashMap<String, Factors>,
+    factors: HashMap<String, InitialFactors>,
 }
 
 /// `A0` and `B0` of a layer, with values of the compute dtype.
-struct Factors {
+struct InitialFactors {
     scale: f32,
     a: Vec<f32>,
     b: Vec<f32>,
@@ -76,7 +76,7 @@ impl Split {
     /// Subtracts `scale B0 A0` from `values`, the elements from `start` of the flat weight of
     /// `layer`.
     pub(super) fn subtract(&self, layer: &str, start: usize, values: &mut [f32], columns: usize) {
-        let Some(Factors { scale, a, b }) = self.factors.get(layer) else { return };
+        let Some(InitialFactors { scale, a, b }) = self.factors.get(layer) else { return };
         let rank = a.len() / columns;
         let (mut row, mut column, mut rest) = (start / columns, start % columns, values);
         while !rest.is_empty() {
@@ -164,7 +164,7 @@ impl OpenAdapter {
     }
 
     /// What checkpoints append to the tensor `spec`.
-    pub(super) fn joined(&self, spec: &ParamSpec, dtype: DType) -> Result<Option<Joined>> {
+    pub(super) fn joined(&self, spec: &ParamSpec, dtype: DType) -> Result<Option<JoinedConstants>> {
         let of = AdapterTensor::of(&spec.name);
         let Some((split, (tensor, module))) = self.split.as_ref().zip(of) else { return Ok(None) };
         let Some(values) = split.values(tensor, module) else { return Ok(None) };
@@ -178,7 +178,7 @@ impl OpenAdapter {
             (spec.shape.iter().product::<usize>() / width, width),
             &Device::Cpu,
         )?;
-        Ok(Some(Joined { values: values.to_dtype(dtype)?, shape }))
+        Ok(Some(JoinedConstants { values: values.to_dtype(dtype)?, shape }))
     }
 }
 
@@ -225,7 +225,7 @@ impl OpenModel {
             };
             let [a, b] = factors.map(|t| t.to_dtype(self.dtype())?.to_dtype(DType::F32));
             let [a, b] = [a?, b?].map(|t| t.flatten_all()?.to_vec1());
-            let factors = Factors { scale: module.scale as f32, a: a?, b: b? };
+            let factors = InitialFactors { scale: module.scale as f32, a: a?, b: b? };
             Ok::<_, SetupError>((module.name.clone(), factors))
         });
         split.factors = factors.collect::<std::result::Result<_, _>>()?;

@@ -21,7 +21,6 @@ pub(super) fn layers(specs: &[ParamSpec]) -> impl Iterator<Item = Layer<'_>> {
     })
 }
 
-/// The modules with an adapter.
 pub(super) fn modules(
     config: &AdapterConfig,
     specs: &[ParamSpec],

@@ -8,7 +8,7 @@ use super::super::plan::{DataPlan, cached_if_possible, plan_opened};
 use super::super::resume::{InputDigests, resumed_state};
 use super::{CheckReport, Finding, Note, Topic};
 use crate::batch::{Message, Sample};
-use crate::checkpoint::Found;
+use crate::checkpoint::Checkpoint;
 use crate::config::RunConfig;
 use crate::data::{
     BoxFault, DataConfig, DataSet, DatasetConfig, Encoder, JsonlRows, LengthSummary, LoaderError,
@@ -32,7 +32,7 @@ type ByReason = BTreeMap<String, (u64, Vec<String>)>;
 pub(super) fn check(
     config: &RunConfig,
     encoder: &Arc<Encoder>,
-    found: Option<&Found>,
+    found: Option<&Checkpoint>,
     observer: &dyn SetupObserver,
     report: &mut CheckReport,
 ) -> Option<DataPlan> {
@@ -263,7 +263,7 @@ fn count(measured: &Measured, options: &LoaderOptions) -> Result<Counts, RowTrou
 fn add_plan(
     config: &RunConfig,
     encoder: &Arc<Encoder>,
-    found: Option<&Found>,
+    found: Option<&Checkpoint>,
     observer: &dyn SetupObserver,
     report: &mut CheckReport,
 ) -> Result<Option<DataPlan>, RunError> {
@@ -308,9 +308,9 @@ fn add_plan(
 const NUM_SURVEYED: usize = 10_000;
 
 /// A kind of row: what is reported of these rows, and the hint.
-type Kind = [Cow<'static, str>; 2];
+type RowKind = [Cow<'static, str>; 2];
 
-const HIDDEN_THOUGHTS: Kind = [
+const HIDDEN_THOUGHTS: RowKind = [
     Cow::Borrowed(
         "have thoughts that the chat template does not render: these answers are trained on without them",
     ),
@@ -318,17 +318,17 @@ const HIDDEN_THOUGHTS: Kind = [
         "set `data.loss_scale: last_round` to train on the last answer of each row only; `trainer inspect` names the turns",
     ),
 ];
-const EMPTY_ANSWER: Kind = [
+const EMPTY_ANSWER: RowKind = [
     Cow::Borrowed(
         "have an empty answer that is trained on: the model learns to end its turn at once",
     ),
     Cow::Borrowed("remove these rows, or write `\"loss\": false` into the message"),
 ];
-const NO_ANSWER: Kind = [
+const NO_ANSWER: RowKind = [
     Cow::Borrowed("end with a turn that no answer follows: it costs tokens and is not trained on"),
     Cow::Borrowed("add the answer, or remove the turn"),
 ];
-const LITERAL: Kind = [
+const LITERAL: RowKind = [
     Cow::Borrowed("contain `<image>` or `<video>` as text, because `literal_placeholders` is set"),
     Cow::Borrowed("list the images of these rows in `images`, or ignore this if the text is meant"),
 ];
@@ -338,10 +338,10 @@ fn kinds(
     (data, set): (&DataConfig, &DatasetConfig),
     encoder: &Encoder,
     sample: &Sample,
-) -> Vec<Kind> {
+) -> Vec<RowKind> {
     let messages = &sample.messages;
     let mut found = Vec::new();
-    let mut add = |kind: Kind, is: bool| found.extend(is.then_some(kind));
+    let mut add = |kind: RowKind, is: bool| found.extend(is.then_some(kind));
     let all_rounds = data.loss_scale != LossScale::LastRound;
     let hidden = || encoder.hidden_thoughts(sample).is_ok_and(|turns| !turns.is_empty());
     add(HIDDEN_THOUGHTS, all_rounds && hidden());
@@ -380,8 +380,8 @@ fn survey(
         Some(Ok(sample)) => kinds((data, set), rows.encoder(), &sample),
         _ => Vec::new(),
     };
-    let kinds: Vec<Vec<Kind>> = surveyed.par_iter().map(of_row).collect();
-    let mut found: BTreeMap<Kind, Vec<SampleIndex>> = BTreeMap::new();
+    let kinds: Vec<Vec<RowKind>> = surveyed.par_iter().map(of_row).collect();
+    let mut found: BTreeMap<RowKind, Vec<SampleIndex>> = BTreeMap::new();
     for (row, kinds) in surveyed.iter().zip(kinds) {
         for kind in kinds {
             found.entry(kind).or_default().push(*row);

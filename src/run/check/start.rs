@@ -5,7 +5,7 @@ use super::super::output_dir::check_model_stays;
 use super::super::requirements::{self, Start};
 use super::super::resume::likely_checkpoint;
 use super::{CheckReport, Finding, Note, Topic};
-use crate::checkpoint::{Checkpointer, Found};
+use crate::checkpoint::{Checkpoint, Checkpointer};
 use crate::config::{LeftOut, RunConfig};
 use crate::dist::Processes;
 use crate::train::{DeviceChoice, MatmulChoice};
@@ -29,7 +29,7 @@ pub(super) fn check(config: &RunConfig, left_out: &LeftOut, report: &mut CheckRe
 }
 
 /// The checkpoint that the run would resume from.
-pub(super) fn resumes(config: &RunConfig, report: &mut CheckReport) -> Option<Found> {
+pub(super) fn resumes(config: &RunConfig, report: &mut CheckReport) -> Option<Checkpoint> {
     let checkpointer = Checkpointer::new(&config.output_dir, &config.checkpoint);
     let (found, problems) = match likely_checkpoint(config, &checkpointer) {
         Ok(likely) => likely,

@@ -5,7 +5,7 @@
 //! of third order in `h`. Two values of `h` cancel these.
 
 use super::super::build::{Run, RunOptions};
-use super::difference::{Measured, SampleLosses, forward};
+use super::difference::{LayoutLosses, SampleLosses, forward};
 use super::layouts::{LaidOut, Layout, Place, Rows, lay_out};
 use super::report::Check;
 use super::subject::{Pipeline, Subject};
@@ -58,12 +58,12 @@ impl Effects<'_> {
         Ok(batches.into_iter().zip(places).map(join).collect())
     }
 
-    fn forward(&self, laid_out: &[LaidOut], num_samples: usize) -> Result<Measured, RunError> {
+    fn forward(&self, laid_out: &[LaidOut], num_samples: usize) -> Result<LayoutLosses, RunError> {
         forward(self.pipeline, &self.subject.runner, laid_out, num_samples)
     }
 
     /// With every token supervised, each token but the first of a segment is a target.
-    fn targets(&self, samples: &[EncodedSample], found: &Measured) -> Check {
+    fn targets(&self, samples: &[EncodedSample], found: &LayoutLosses) -> Check {
         let counts = samples.iter().zip(&found.samples);
         let wrong = counts.zip(&self.rows.labels).find_map(|((sample, found), label)| {
             let (expected, found) = (sample.num_targets(), found.nll.len());
@@ -80,7 +80,7 @@ impl Effects<'_> {
         &self,
         samples: &[EncodedSample],
         laid_out: &[LaidOut],
-        before: &Measured,
+        before: &LayoutLosses,
     ) -> Result<Check, RunError> {
         let name = "a row does not affect other rows of its pack";
         let rows = laid_out.iter().flat_map(|of| of.places.chunk_by(|a, b| a.row == b.row));
@@ -221,7 +221,6 @@ pub(super) const MIN_LOSS: f64 = 1e-3;
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Derivative {
     pub(super) component: &'static str,
-    /// The norm of the gradient.
     pub(super) norm: f64,
     /// The slope of the loss; the norm, if the gradient is right.
     pub(super) slope: f64,
@@ -307,7 +306,6 @@ impl<'a> Moved<'a> {
 /// The name of the check.
 pub(super) const RESUMED: &str =
     "a run that is stopped and resumed equals one that is not, to the bit";
-/// Number of optimizer steps.
 const STEPS: u64 = 4;
 /// The step after which one of the runs stops.
 const STOP_AFTER: u64 = 2;

@@ -7,15 +7,12 @@ use crate::run::RunError;
 use crate::train::StepRunner;
 use candle_core::{DType, Device, Result, Tensor};
 
-/// What a layout computes.
 #[derive(Debug, Clone)]
-pub(super) struct Measured {
+pub(super) struct LayoutLosses {
     pub(super) loss: f64,
-    /// The losses of each sample's targets.
     pub(super) samples: Vec<SampleLosses>,
 }
 
-/// The losses of the targets of a sample.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct SampleLosses {
     pub(super) nll: Vec<f32>,
@@ -37,14 +34,14 @@ pub(super) fn measure(
     runner: &StepRunner,
     laid_out: &[LaidOut],
     num_samples: usize,
-) -> std::result::Result<Measured, RunError> {
+) -> std::result::Result<LayoutLosses, RunError> {
     let batches: Vec<VarlenBatch> = laid_out.iter().map(|of| of.batch.clone()).collect();
     let step = pipeline.step(runner, batches)?;
     let mut samples = vec![SampleLosses::default(); num_samples];
     for (laid_out, losses) in laid_out.iter().zip(&step.micro_batches) {
         add(&mut samples, &laid_out.places, losses);
     }
-    Ok(Measured { loss: step.loss, samples })
+    Ok(LayoutLosses { loss: step.loss, samples })
 }
 
 /// As [`measure`], but computes the forward pass only.
@@ -53,14 +50,14 @@ pub(super) fn forward(
     runner: &StepRunner,
     laid_out: &[LaidOut],
     num_samples: usize,
-) -> std::result::Result<Measured, RunError> {
+) -> std::result::Result<LayoutLosses, RunError> {
     let mut samples = vec![SampleLosses::default(); num_samples];
     for LaidOut { batch, places } in laid_out {
         add(&mut samples, places, &pipeline.losses(runner, batch.clone())?);
     }
     let weight: f64 = samples.iter().map(|sample| sample.weight).sum();
     let sum: f64 = samples.iter().map(|sample| sample.sum).sum();
-    Ok(Measured { loss: sum / weight, samples })
+    Ok(LayoutLosses { loss: sum / weight, samples })
 }
 
 /// Adds the losses of a micro-batch to their samples. A target outside of all samples is of the one
@@ -150,8 +147,8 @@ fn host(tensor: &Tensor) -> Result<Vec<f32>> {
 }
 
 /// Root mean square of the differences of all targets' losses.
-pub(super) fn rms(one: &Measured, other: &Measured) -> f64 {
-    let all = |of: &Measured| -> Vec<f32> {
+pub(super) fn rms(one: &LayoutLosses, other: &LayoutLosses) -> f64 {
+    let all = |of: &LayoutLosses| -> Vec<f32> {
         of.samples.iter().flat_map(|sample| sample.nll.clone()).collect()
     };
     let (one, other) = (all(one), all(other));

@@ -14,7 +14,6 @@ use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A way to divide rows into micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Layout {
@@ -31,7 +30,6 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// The name in the report.
     pub fn name(self) -> &'static str {
         match self {
             Self::OneByOne => "one by one",
@@ -204,7 +202,6 @@ fn problem(batch: &VarlenBatch, sample: &EncodedSample, tokens: &Range<usize>) -
     missing.map(|end| format!("no segment boundary at token {end} of the micro-batch"))
 }
 
-/// Rows in memory.
 pub(super) struct Rows {
     pub(super) samples: Vec<EncodedSample>,
     /// File and line of each.

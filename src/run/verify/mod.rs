@@ -13,7 +13,7 @@ mod report;
 mod subject;
 
 pub use layouts::Layout;
-pub use report::{Check, Difference, LayoutReport, Outcome, Report, StageReport};
+pub use report::{Check, CheckOutcome, Difference, LayoutReport, StageReport, VerifyReport};
 pub use subject::{Pipeline, RowLosses, RunPipeline, StepLosses, run_step};
 
 use super::device::device_name;
@@ -26,7 +26,7 @@ use crate::run::RunError;
 use crate::train::Precision;
 use candle_core::{Device, Tensor};
 use checks::{Derivative, Effects, MIN_LOSS, RESUMED, derivatives, resumed};
-use difference::{Measured, Sums, copy_gradients, differences, measure, rms};
+use difference::{LayoutLosses, Sums, copy_gradients, differences, measure, rms};
 use layouts::{LaidOut, Rows, lay_out, layouts, misplaced};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -35,9 +35,7 @@ use subject::Subject;
 /// Bound of differences in f32.
 const BOUND: f64 = 1e-5;
 
-/// Options of [`verify`].
 pub struct VerifyOptions<'a> {
-    /// Number of rows.
     pub rows: NonZeroUsize,
     /// A temporary folder is made here, and removed at the end.
     pub folder: PathBuf,
@@ -53,7 +51,7 @@ pub fn verify(
     config: &RunConfig,
     options: &VerifyOptions<'_>,
     pipeline: &dyn Pipeline,
-) -> Result<Report, RunError> {
+) -> Result<VerifyReport, RunError> {
     let folder = temporary_folder(&options.folder)?;
     let config = in_folder(config, folder.path());
     let mut report = compare_in_folder(&config, options, pipeline)?;
@@ -63,7 +61,7 @@ pub fn verify(
     } else {
         report.checks.push(Check::skipped(RESUMED, "a check above failed"));
     }
-    report.passed = report.count(Outcome::Failed) == 0;
+    report.passed = report.count(CheckOutcome::Failed) == 0;
     Ok(report)
 }
 
@@ -73,7 +71,7 @@ pub fn compare(
     config: &RunConfig,
     options: &VerifyOptions<'_>,
     pipeline: &dyn Pipeline,
-) -> Result<Report, RunError> {
+) -> Result<VerifyReport, RunError> {
     let folder = temporary_folder(&options.folder)?;
     compare_in_folder(&in_folder(config, folder.path()), options, pipeline)
 }
@@ -83,14 +81,14 @@ fn compare_in_folder(
     config: &RunConfig,
     options: &VerifyOptions<'_>,
     pipeline: &dyn Pipeline,
-) -> Result<Report, RunError> {
+) -> Result<VerifyReport, RunError> {
     check(config)?;
     let device = config.device.open()?;
     let rows = Rows::first(config, options.rows.get(), options.observer)?;
     let mut verification = Verification::new(config, pipeline, &rows, &device)?;
     verification.compare(config, &device)?;
     let mut report = verification.report;
-    report.passed = report.count(Outcome::Failed) == 0;
+    report.passed = report.count(CheckOutcome::Failed) == 0;
     Ok(report)
 }
 
@@ -115,19 +113,18 @@ fn without_dropout(config: &RunConfig) -> RunConfig {
     config
 }
 
-/// A verification in progress.
 struct Verification<'a> {
     pipeline: &'a dyn Pipeline,
     rows: &'a Rows,
     one_by_one: Vec<LaidOut>,
     /// The layouts to compare; the first one is that of the config.
     others: Vec<(Layout, Vec<LaidOut>)>,
-    report: Report,
+    report: VerifyReport,
 }
 
 /// Losses and gradients of the reference, and the bounds of differences from it.
 struct Reference {
-    measured: Measured,
+    measured: LayoutLosses,
     gradients: Vec<Option<Tensor>>,
     loss_bound: f64,
     /// Of each stage.
@@ -156,7 +153,7 @@ impl<'a> Verification<'a> {
         };
         let others =
             layouts(&rows.options).into_iter().map(|layout| Ok((layout, lay_out(layout)?)));
-        let report = Report {
+        let report = VerifyReport {
             passed: false,
             rows: samples.len(),
             rejected: rows.rejected,
@@ -255,7 +252,7 @@ impl<'a> Verification<'a> {
         Ok((subject, reference))
     }
 
-    fn one_by_one(&self, subject: &Subject) -> Result<Measured, RunError> {
+    fn one_by_one(&self, subject: &Subject) -> Result<LayoutLosses, RunError> {
         tracing::info!(dtype = ?subject.runner.dtype, "computing the rows one by one");
         measure(self.pipeline, &subject.runner, &self.one_by_one, self.rows.samples.len())
     }
@@ -341,7 +338,7 @@ impl Verification<'_> {
         &mut self,
         name: &str,
         laid_out: &[LaidOut],
-        measured: &Measured,
+        measured: &LayoutLosses,
         reference: &Reference,
     ) {
         let relative = |found: f64, expected: f64| {

@@ -5,22 +5,17 @@ use std::fmt;
 
 /// The result of [`verify`](super::verify).
 #[derive(Debug, Clone, Serialize)]
-pub struct Report {
-    /// Whether no check failed.
+pub struct VerifyReport {
     pub passed: bool,
-    /// Number of rows.
     pub rows: usize,
     /// Number of rejected rows before the last one.
     pub rejected: usize,
-    /// Number of tokens of the rows.
     pub tokens: usize,
     /// Number of supervised targets of the rows.
     pub targets: usize,
     /// Number of images and videos of the rows.
     pub media: usize,
-    /// Precision of the config.
     pub precision: &'static str,
-    /// Device of the config.
     pub device: String,
     /// Layouts; the first one is the reference.
     pub layouts: Vec<LayoutReport>,
@@ -30,12 +25,9 @@ pub struct Report {
     pub checks: Vec<Check>,
 }
 
-/// Losses of the rows in one layout.
 #[derive(Debug, Clone, Serialize)]
 pub struct LayoutReport {
-    /// Name of the layout.
     pub name: String,
-    /// Number of micro-batches.
     pub micro_batches: usize,
     /// Number of tokens that the model computes, padding included.
     pub tokens: usize,
@@ -51,10 +43,8 @@ pub struct LayoutReport {
     pub bound: f64,
 }
 
-/// Gradients of the parameters of a stage.
 #[derive(Debug, Clone, Serialize)]
 pub struct StageReport {
-    /// Name of the module.
     pub name: String,
     /// Component that the stage belongs to.
     pub component: &'static str,
@@ -66,11 +56,9 @@ pub struct StageReport {
     pub norm: f64,
     /// Differences in each layout but the reference.
     pub differences: Vec<Difference>,
-    /// Bound of the differences.
     pub bound: f64,
     /// The tensor with the largest difference relative to its norm.
     pub worst_tensor: String,
-    /// That difference.
     pub worst_difference: f64,
 }
 
@@ -83,24 +71,19 @@ pub struct Difference {
     pub one_minus_cosine: f64,
 }
 
-/// A property that was checked.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Check {
-    /// The property.
     pub name: String,
     /// Whether it holds.
-    pub outcome: Outcome,
+    pub outcome: CheckOutcome,
     /// What was compared, the first problem, or the reason why it was skipped.
     pub detail: String,
 }
 
-/// The outcome of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Outcome {
-    /// The property holds.
+pub enum CheckOutcome {
     Passed,
-    /// The property does not hold.
     Failed,
     /// The rows or the config do not have what the check needs.
     Skipped,
@@ -115,25 +98,25 @@ impl Check {
     ) -> Self {
         let name = name.into();
         match problem {
-            Some(detail) => Self { name, outcome: Outcome::Failed, detail },
-            None => Self { name, outcome: Outcome::Passed, detail: detail() },
+            Some(detail) => Self { name, outcome: CheckOutcome::Failed, detail },
+            None => Self { name, outcome: CheckOutcome::Passed, detail: detail() },
         }
     }
 
     /// A check that cannot be made.
     pub(super) fn skipped(name: &str, reason: &str) -> Self {
-        Self { name: name.to_owned(), outcome: Outcome::Skipped, detail: reason.to_owned() }
+        Self { name: name.to_owned(), outcome: CheckOutcome::Skipped, detail: reason.to_owned() }
     }
 }
 
-impl Report {
+impl VerifyReport {
     /// Number of checks with this outcome.
-    pub fn count(&self, outcome: Outcome) -> usize {
+    pub fn count(&self, outcome: CheckOutcome) -> usize {
         self.checks.iter().filter(|check| check.outcome == outcome).count()
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for VerifyReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { rows, rejected, tokens, targets, media, precision, device, .. } = self;
         writeln!(
@@ -145,13 +128,14 @@ impl fmt::Display for Report {
         self.gradients(f)?;
         for check in &self.checks {
             let outcome = match check.outcome {
-                Outcome::Passed => "ok",
-                Outcome::Failed => "FAILED",
-                Outcome::Skipped => "skipped",
+                CheckOutcome::Passed => "ok",
+                CheckOutcome::Failed => "FAILED",
+                CheckOutcome::Skipped => "skipped",
             };
             writeln!(f, "{outcome:8}{}: {}", check.name, check.detail)?;
         }
-        let [passed, failed] = [Outcome::Passed, Outcome::Failed].map(|of| self.count(of));
+        let [passed, failed] =
+            [CheckOutcome::Passed, CheckOutcome::Failed].map(|of| self.count(of));
         match failed {
             0 => write!(f, "\npassed: {passed} checks"),
             _ => write!(f, "\nfailed: {failed} of {} checks", passed + failed),
@@ -159,7 +143,7 @@ impl fmt::Display for Report {
     }
 }
 
-impl Report {
+impl VerifyReport {
     fn losses(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,

@@ -71,7 +71,6 @@ impl Subject {
         true
     }
 
-    /// Whether the parameter is trained.
     pub(super) fn is_trained(&self, index: usize) -> bool {
         self.trainable[index] == Trainable::Yes
     }
@@ -129,21 +128,17 @@ pub struct RunPipeline;
 
 impl Pipeline for RunPipeline {}
 
-/// Losses of a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepLosses {
     /// Mean over all targets, weighted by the weights of the rows.
     pub loss: f64,
-    /// Losses of each micro-batch.
     pub micro_batches: Vec<RowLosses>,
 }
 
-/// Losses of the targets of a micro-batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RowLosses {
     /// The row of the token stream that predicts each target, ascending.
     pub rows: Vec<u32>,
-    /// The losses.
     pub losses: TargetLosses,
 }
 

@@ -1,22 +1,24 @@
 //! Adds up the gradients of the micro-batches of a step, on one or several ranks.
 
-mod alone;
 mod norm;
 mod rounds;
-mod shared;
+mod shared_sums;
+mod tree;
 
-pub use alone::buffers_of_tree;
 pub(super) use norm::squares;
-pub use shared::SharedSums;
-pub(super) use shared::{Buffers, kept_sums};
+pub use shared_sums::SharedSums;
+pub(super) use shared_sums::{Buffers, kept_sums};
+pub use tree::buffers_of_tree;
 
 use super::weights::RankWeights;
 use crate::ops::GradWrite;
 use crate::tape::{GradSink, Gradients, Param};
 use crate::train::TrainError;
-use alone::Tree;
 use candle_core::Tensor;
-use shared::SharedRound;
+use shared_sums::SharedRound;
+use tree::Tree;
+
+type Result<T> = std::result::Result<T, TrainError>;
 
 /// The buffers of gradients, and how micro-batches and ranks are added up.
 pub enum GradientSums {
@@ -24,12 +26,10 @@ pub enum GradientSums {
     /// [`buffers_of_tree`] of them, the sum has the bits of a run on `2^n` ranks. The first one
     /// receives the sum.
     Alone(Vec<Gradients>),
-    /// Several ranks.
     Shared(SharedSums),
 }
 
 impl GradientSums {
-    /// The buffers that receive the gradients of a micro-batch.
     pub fn buffers(&self) -> &Gradients {
         match self {
             Self::Alone(buffers) => &buffers[0],
@@ -69,7 +69,6 @@ impl GradientSums {
     }
 }
 
-/// The sums of one step.
 pub(super) enum StepSums<'a> {
     Alone(Tree<'a>),
     Shared { sums: &'a SharedSums, params: &'a [Param], weights: &'a RankWeights, rounds: usize },
@@ -77,7 +76,7 @@ pub(super) enum StepSums<'a> {
 
 impl<'a> StepSums<'a> {
     /// Receives the gradients of the micro-batch of a round.
-    pub(super) fn round(&self, round: usize) -> Result<Round<'a>, TrainError> {
+    pub(super) fn round(&self, round: usize) -> Result<Round<'a>> {
         match self {
             Self::Alone(tree) => Ok(Round { buffers: tree.next_buffer()?, shared: None }),
             Self::Shared { sums, params, weights, rounds } => Ok(Round {
@@ -88,7 +87,7 @@ impl<'a> StepSums<'a> {
     }
 
     /// Records that the micro-batch of a round is complete, or that this rank has none.
-    pub(super) fn complete(&mut self, round: usize, has_batch: bool) -> Result<(), TrainError> {
+    pub(super) fn complete(&mut self, round: usize, has_batch: bool) -> Result<()> {
         match self {
             Self::Alone(tree) => tree.complete(round, has_batch),
             Self::Shared { .. } => Ok(()),
@@ -96,7 +95,7 @@ impl<'a> StepSums<'a> {
     }
 
     /// Returns the flat gradients of this rank, in the order of the optimizer's states.
-    pub(super) fn finish(self, gradients: &GradientSums) -> Result<Vec<Tensor>, TrainError> {
+    pub(super) fn finish(self, gradients: &GradientSums) -> Result<Vec<Tensor>> {
         match self {
             Self::Alone(tree) => {
                 tree.finish()?;
@@ -111,7 +110,6 @@ impl<'a> StepSums<'a> {
     }
 }
 
-/// Receives the gradients of a micro-batch.
 pub(super) struct Round<'a> {
     buffers: &'a Gradients,
     shared: Option<SharedRound<'a>>,
@@ -120,12 +118,12 @@ pub(super) struct Round<'a> {
 impl Round<'_> {
     /// Prepares the buffers. Called after the forward pass of the micro-batch, which runs while the
     /// sums of the round before are computed.
-    pub(super) fn begin_backward(&self) -> Result<(), TrainError> {
+    pub(super) fn begin_backward(&self) -> Result<()> {
         self.shared.as_ref().map_or(Ok(()), SharedRound::begin)
     }
 
     /// Returns the first error of [`GradSink::finished`], which cannot return one.
-    pub(super) fn result(self) -> Result<(), TrainError> {
+    pub(super) fn result(self) -> Result<()> {
         self.shared.map_or(Ok(()), SharedRound::result)
     }
 }

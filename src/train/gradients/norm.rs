@@ -1,6 +1,6 @@
 //! The gradient norm of ranks that have a share of the gradients each.
 
-use super::shared::SharedSums;
+use super::shared_sums::SharedSums;
 use crate::dist::{Collective, Gather};
 use crate::ops;
 use crate::tape::{BUCKET_ALIGNMENT, Layout, Param};

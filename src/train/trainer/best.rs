@@ -1,10 +1,10 @@
 //! The best evaluation, and the end of a run that no longer improves.
 
 use super::super::error::TrainError;
-use super::super::saved::saved_weights;
+use super::super::saved_tensors::saved_weights;
 use super::Trainer;
 use super::save::causes;
-use crate::checkpoint::{Contents, ModelFiles};
+use crate::checkpoint::{Contents, ModelFolder};
 use crate::dist::DistError;
 use crate::metrics::EvalMetrics;
 
@@ -65,12 +65,12 @@ impl Trainer {
         let parts = &self.parts;
         let weights = saved_weights(&parts.runner)?;
         let state = serde_json::to_value(&parts.state).map_err(candle_core::Error::wrap)?;
-        let model = ModelFiles {
+        let model = ModelFolder {
             layout: parts.checkpoints.layout,
             weights: &weights,
             config_json: &parts.checkpoints.config_json,
             carried: &parts.checkpoints.carried,
-            max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
+            max_shard_bytes: ModelFolder::MAX_SHARD_BYTES,
         };
         let contents = Contents { model, optimizer: None, state: &state };
         parts.checkpoints.checkpointer.save_best(step, &contents, self.ranks())?;

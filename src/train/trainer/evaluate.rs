@@ -1,5 +1,3 @@
-//! Evaluations during a run.
-
 use super::super::datasets::metric_keys;
 use super::super::error::TrainError;
 use super::super::eval::Evaluator;

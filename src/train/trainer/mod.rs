@@ -37,12 +37,10 @@ impl Observer for () {
     fn evaluated(&mut self, _: &EvalMetrics) {}
 }
 
-/// How a run ended.
 #[derive(Debug)]
-pub enum Outcome {
+pub enum TrainOutcome {
     /// All steps are done, or evaluations no longer improve, and the folder `final` is written.
     Finished {
-        /// The last evaluation, if there is eval data.
         eval: Option<EvalReport>,
         /// `<output_dir>/final`.
         folder: PathBuf,
@@ -56,7 +54,6 @@ pub enum Outcome {
     },
 }
 
-/// A run in progress.
 pub struct Trainer {
     parts: TrainerParts,
     audit: Audit,
@@ -75,7 +72,6 @@ struct ReadyStep {
     has_images: bool,
 }
 
-/// The result of waiting for the data of a step.
 enum Waited {
     Step(Box<ReadyStep>),
     /// A signal stops the run.
@@ -119,12 +115,10 @@ impl Trainer {
         }
     }
 
-    /// Progress of the run.
     pub fn state(&self) -> &TrainState {
         &self.parts.state
     }
 
-    /// The model in training.
     pub fn runner(&self) -> &StepRunner {
         &self.parts.runner
     }
@@ -149,13 +143,12 @@ impl Trainer {
         Ok(self.parts.state.step == step)
     }
 
-    /// The rows of the evaluation.
     pub fn eval_rows(&self) -> Option<&JsonlRows> {
         self.parts.evaluation.rows.as_ref()
     }
 
     /// Trains until `max_steps` are done, the data ends, or a signal stops the run.
-    pub fn run(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
+    pub fn run(&mut self, observer: &mut dyn Observer) -> Result<TrainOutcome, TrainError> {
         self.ranks().pass_on(&self.parts.stop);
         let result = self.train(observer);
         if let Err(error) = &result {
@@ -165,7 +158,7 @@ impl Trainer {
         result
     }
 
-    fn train(&mut self, observer: &mut dyn Observer) -> Result<Outcome, TrainError> {
+    fn train(&mut self, observer: &mut dyn Observer) -> Result<TrainOutcome, TrainError> {
         // A signal may have ended the evaluation that follows the checkpoint.
         let is_evaluated = self.parts.evaluation.is_done || !self.is_first();
         let is_missing =
@@ -188,7 +181,7 @@ impl Trainer {
             }
             if all.iter().any(|[stop, ..]| *stop) {
                 let folder = (self.parts.state.step > 0).then(|| self.save()).transpose()?;
-                return Ok(Outcome::Stopped { folder });
+                return Ok(TrainOutcome::Stopped { folder });
             }
             if all.iter().any(|[_, save, _]| *save) {
                 self.try_save()?;
@@ -219,7 +212,7 @@ impl Trainer {
         }
         let last = self.save()?; // before the evaluation, which may fail
         if !self.evaluate(observer)? {
-            return Ok(Outcome::Stopped { folder: Some(last) });
+            return Ok(TrainOutcome::Stopped { folder: Some(last) });
         }
         let checkpointer = &self.parts.checkpoints.checkpointer;
         let folder = if self.is_first() {
@@ -233,7 +226,7 @@ impl Trainer {
         }
         self.finish_logs()?;
         self.ranks().wait_for_all()?;
-        Ok(Outcome::Finished { eval: self.last_eval.take(), folder, stopped_early })
+        Ok(TrainOutcome::Finished { eval: self.last_eval.take(), folder, stopped_early })
     }
 
     /// Writes what is left of the logs, and says what went wrong in the run.
@@ -260,7 +253,6 @@ impl Trainer {
         Ok(self.logs().try_for_each(JsonlSink::sync)?)
     }
 
-    /// The files that the run appends rows to.
     fn logs(&mut self) -> impl Iterator<Item = &mut JsonlSink> {
         let Logs { metrics, evals, predictions, rejects, samples } = &mut self.parts.logs;
         [metrics, rejects, samples, evals, predictions].into_iter().flatten()

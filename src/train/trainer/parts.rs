@@ -14,19 +14,13 @@ use std::sync::atomic::AtomicBool;
 
 /// Arguments of [`Trainer::new`](super::Trainer::new).
 pub struct TrainerParts {
-    /// Model, gradients, optimizer.
     pub runner: StepRunner,
-    /// Progress of the run.
     pub state: TrainState,
     /// The rows of the steps.
     pub data: TrainData,
-    /// How steps are made, and how many.
     pub steps: StepRules,
-    /// What checkpoints contain, and when they are written.
     pub checkpoints: Checkpoints,
-    /// What is evaluated, and when.
     pub evaluation: Evaluation,
-    /// The logs that the run appends to.
     pub logs: Logs,
     /// Set by a signal handler: the run saves and stops after the current step.
     pub stop: Arc<AtomicBool>,
@@ -34,21 +28,16 @@ pub struct TrainerParts {
     pub save: Arc<AtomicBool>,
 }
 
-/// The rows that a run trains on.
 pub struct TrainData {
     /// Steps of data, from the position in the state on.
     pub loader: Loader,
     /// Names the rows of a step.
     pub reader: Arc<dyn RowReader>,
-    /// Names of the data sets.
     pub dataset_names: Vec<String>,
-    /// Rejected texts of the corpora.
     pub rejected_texts: Rejected,
 }
 
-/// How steps are made, and how many.
 pub struct StepRules {
-    /// Learning rate of each step.
     pub schedule: Schedule,
     /// Maximum number of steps, even if there is more data.
     pub max_steps: u64,
@@ -76,7 +65,6 @@ pub struct Checkpoints {
     pub in_background: bool,
 }
 
-/// The evaluation of a run.
 pub struct Evaluation {
     /// Rows of `data.eval`.
     pub rows: Option<JsonlRows>,

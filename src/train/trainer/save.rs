@@ -2,7 +2,7 @@
 
 use super::super::datasets::{DatasetCounts, log_datasets};
 use super::super::error::TrainError;
-use super::super::saved::{saved_optimizer, saved_weights};
+use super::super::saved_tensors::{saved_optimizer, saved_weights};
 use super::Trainer;
 use crate::checkpoint::{BackgroundSave, Checkpointer, OwnedContents};
 use crate::data::LoaderError;
@@ -14,7 +14,6 @@ use std::iter::successors;
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// The checkpoints of a run.
 pub(super) struct Saves {
     /// Step of the newest complete checkpoint in `output_dir`.
     at: Option<u64>,
@@ -23,7 +22,6 @@ pub(super) struct Saves {
     times: SaveTimes,
 }
 
-/// A checkpoint that a thread writes.
 struct RunningSave {
     save: BackgroundSave,
     hold_s: f64,

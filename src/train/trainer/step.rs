@@ -138,7 +138,6 @@ impl Trainer {
         Ok(())
     }
 
-    /// Adds a step to the state and to `metrics.jsonl`.
     fn record(
         &mut self,
         data: StepData,

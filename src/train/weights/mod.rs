@@ -14,7 +14,6 @@ use crate::dist::{Collective, DistError, Gather};
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// The weights of a rank.
 pub enum RankWeights {
     /// This rank updates all of them.
     Whole,

@@ -31,7 +31,6 @@ struct Order {
     head: usize,
 }
 
-/// The weights of a model of which this rank has a share.
 pub struct WeightSlots {
     order: Order,
     /// The share of this rank and all weights, for the buckets of each stage.
@@ -39,11 +38,11 @@ pub struct WeightSlots {
     /// For each parameter, the elements that this rank has.
     held: Vec<Vec<(Range<usize>, Tensor)>>,
     collective: Arc<dyn Collective>,
-    state: Mutex<State>,
+    state: Mutex<GatherState>,
 }
 
 #[derive(Default)]
-struct State {
+struct GatherState {
     pass: Option<Pass>,
     /// Number of stages of the pass that were read or skipped.
     entered: usize,
@@ -158,7 +157,7 @@ impl WeightSlots {
         self.held[param.index()].clone()
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, GatherState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -192,7 +191,7 @@ impl WeightSlots {
     }
 
     /// Takes part in all gathers up to `position` of the pass, and starts the next one.
-    fn advance(&self, state: &mut State, pass: Pass, position: usize) {
+    fn advance(&self, state: &mut GatherState, pass: Pass, position: usize) {
         let order = self.order.of(pass);
         while state.entered <= position && state.error.is_none() {
             let at = state.entered;
@@ -207,7 +206,7 @@ impl WeightSlots {
     }
 
     /// Starts the gather of a stage, unless it is present.
-    fn gather(&self, state: &mut State, stage: usize) {
+    fn gather(&self, state: &mut GatherState, stage: usize) {
         let slot = slot_of(stage);
         if let Some((present, ticket)) = state.present[slot]
             && present == stage

@@ -32,7 +32,6 @@ pub enum WeightStorage {
     Nf4,
 }
 
-/// A weight as it is stored.
 #[derive(Debug, Clone)]
 pub enum StoredWeight {
     /// In host memory, in the compute dtype.
@@ -47,17 +46,17 @@ pub struct VisitingWeights {
     /// the last copies to them may still be in progress.
     prefetch: Option<Prefetch>,
     /// By stage.
-    visitors: Vec<Vec<Visitor>>,
+    visitors: Vec<Vec<VisitingWeight>>,
     slots: Vec<usize>, // by stage
     /// Stage and place in it, by the index of a parameter.
     places: BTreeMap<usize, (usize, usize)>,
     /// The stages that have visitors.
     visiting: Vec<usize>,
-    state: Mutex<State>,
+    state: Mutex<CopyState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct CopyState {
     /// The stage in each slot, or on its way there, and the number of its copy until it was waited
     /// for.
     present: [Option<(usize, Option<u64>)>; 2],
@@ -67,14 +66,13 @@ struct State {
     backwards: bool,
 }
 
-impl Default for State {
+impl Default for CopyState {
     fn default() -> Self {
         Self { present: [None; 2], last: None, backwards: true } // as forward passes read them
     }
 }
 
-/// A stored weight, and its place in a slot.
-struct Visitor {
+struct VisitingWeight {
     stored: StoredWeight,
     place: Tensor,
 }
@@ -86,7 +84,6 @@ pub struct VisitingMemory {
     pub elements: usize,
     /// Number of elements of the slots, in the compute dtype.
     pub slots: usize,
-    /// Bytes of stored weights on the device.
     pub stored_bytes: usize,
 }
 
@@ -102,13 +99,12 @@ impl VisitingMemory {
     }
 }
 
-/// The memory of the weights of `visit`, one for each parameter.
 pub fn visiting_memory(
     stages: &[Vec<&Param>],
     visit: &[bool],
     storage: WeightStorage,
 ) -> VisitingMemory {
-    let places = Places::new(stages, visit);
+    let places = SlotPlaces::new(stages, visit);
     let sizes =
         || stages.iter().flatten().filter(|param| visit[param.index()]).map(|param| len(param));
     let stored_bytes = match storage {
@@ -122,8 +118,7 @@ fn len(param: &Param) -> usize {
     param.shape().elem_count()
 }
 
-/// The places of weights in two slots.
-struct Places {
+struct SlotPlaces {
     /// By stage: index and first element of each weight.
     starts: Vec<Vec<(usize, usize)>>,
     /// By stage.
@@ -131,7 +126,7 @@ struct Places {
     slot_lens: [usize; 2],
 }
 
-impl Places {
+impl SlotPlaces {
     fn new(stages: &[Vec<&Param>], visit: &[bool]) -> Self {
         let (mut starts, mut slots, mut lens, mut visiting) = (vec![], vec![], vec![], 0);
         for stage in stages {
@@ -161,7 +156,8 @@ impl VisitingWeights {
         device: &Device,
     ) -> Result<Arc<Self>> {
         let visit: Vec<bool> = (0..params.len()).map(|index| stored.contains_key(&index)).collect();
-        let Places { starts, slots, slot_lens: [first, second] } = Places::new(stages, &visit);
+        let SlotPlaces { starts, slots, slot_lens: [first, second] } =
+            SlotPlaces::new(stages, &visit);
         let buffers = [Tensor::zeros(first, dtype, device)?, Tensor::zeros(second, dtype, device)?];
         let (mut visitors, mut places) = (Vec::with_capacity(stages.len()), BTreeMap::new());
         for (stage, starts) in starts.iter().enumerate() {
@@ -172,12 +168,12 @@ impl VisitingWeights {
                 param.set_tensor(place.reshape(param.shape())?)?;
                 if let Some(stored) = stored.remove(index) {
                     places.insert(*index, (stage, of_stage.len()));
-                    of_stage.push(Visitor { stored, place });
+                    of_stage.push(VisitingWeight { stored, place });
                 }
             }
             visitors.push(of_stage);
         }
-        let is_on_host = |visitor: &Visitor| matches!(visitor.stored, StoredWeight::Host(_));
+        let is_on_host = |visitor: &VisitingWeight| matches!(visitor.stored, StoredWeight::Host(_));
         let num_on_host = visitors.iter().flatten().filter(|visitor| is_on_host(visitor)).count();
         if num_on_host > 0 && num_on_host < places.len() {
             // Both would be written to one slot at the same time.
@@ -197,10 +193,10 @@ impl VisitingWeights {
 
 impl VisitingWeights {
     /// Starts to bring the weights of a stage into its slot.
-    fn bring(&self, state: &mut State, stage: usize) -> Result<()> {
+    fn bring(&self, state: &mut CopyState, stage: usize) -> Result<()> {
         let (slot, mut copies) = (self.slots[stage], Vec::new());
         state.present[slot] = None; // until all weights are there, or on their way
-        for Visitor { stored, place } in &self.visitors[stage] {
+        for VisitingWeight { stored, place } in &self.visitors[stage] {
             match stored {
                 StoredWeight::Host(weight) => copies.push((weight.clone(), place.clone())),
                 StoredWeight::Nf4(weight) => weight.dequantize_into(place)?,
@@ -212,7 +208,7 @@ impl VisitingWeights {
     }
 
     /// Waits until the weights of a stage are in its slot.
-    fn wait(&self, state: &mut State, stage: usize) -> Result<()> {
+    fn wait(&self, state: &mut CopyState, stage: usize) -> Result<()> {
         let slot = self.slots[stage];
         if let (Some((_, Some(copy))), Some(prefetch)) = (state.present[slot], &self.prefetch) {
             state.present[slot] = None;
@@ -223,7 +219,7 @@ impl VisitingWeights {
     }
 
     /// The stage that is probably read after `stage`.
-    fn next(&self, state: &mut State, stage: usize) -> Option<usize> {
+    fn next(&self, state: &mut CopyState, stage: usize) -> Option<usize> {
         let at = self.visiting.binary_search(&stage).ok()?;
         if let Some(last) = state.last.replace(at)
             && last != at
@@ -243,7 +239,7 @@ impl VisitingWeights {
 impl Residency for VisitingWeights {
     fn enter(&self, stage: usize) -> Result<()> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_present = |state: &State, stage: usize| {
+        let is_present = |state: &CopyState, stage: usize| {
             state.present[self.slots[stage]].is_some_and(|(present, _)| present == stage)
         };
         if !is_present(&state, stage) {
@@ -262,7 +258,7 @@ impl Residency for VisitingWeights {
 
     fn stored(&self, param: &Param) -> Result<Option<Tensor>> {
         let Some((stage, at)) = self.places.get(&param.index()) else { return Ok(None) };
-        let Visitor { stored, place } = &self.visitors[*stage][*at];
+        let VisitingWeight { stored, place } = &self.visitors[*stage][*at];
         match stored {
             StoredWeight::Host(weight) => Ok(Some(weight.clone())),
             StoredWeight::Nf4(weight) => {

@@ -3,8 +3,8 @@
 
 use super::oracle::Oracle;
 use super::{
-    Backend, Config, Image, Outcome, SHAPES, Shape, Subject, Text, Tolerance, Weights,
-    assert_close, backends, host, packed, sample, samples, target_weight, wide,
+    Backend, Image, Outcome, SHAPES, Shape, Subject, Text, Tolerance, VisionLanguageConfig,
+    Weights, assert_close, backends, host, packed, sample, samples, target_weight, wide,
 };
 use std::collections::BTreeMap;
 use trainer::batch::VarlenBatch;
@@ -281,7 +281,7 @@ fn every_single_parameter_can_be_trained_alone() {
 #[test]
 fn each_expert_with_a_token_has_the_oracles_gradient_and_the_others_none() {
     for files in [ExpertFiles::InOut, ExpertFiles::OutIn] {
-        let set_files = |config: &mut Config| {
+        let set_files = |config: &mut VisionLanguageConfig| {
             if let Some(moe) = &mut config.text.moe {
                 moe.files = files;
             }

@@ -27,7 +27,7 @@ use trainer::batch::{
 use trainer::data::collate;
 use trainer::loss::{Targets, loss_and_gradient};
 use trainer::models::vision_language::{
-    Config, MropeLayout, VisionConfig, VisionKind, param_specs,
+    MropeLayout, VisionConfig, VisionKind, VisionLanguageConfig, param_specs,
 };
 use trainer::models::{Model, ModelConfig, ModelInput, RecomputePolicy};
 use trainer::nn::{
@@ -128,7 +128,7 @@ const SHAPES: [Shape; 6] = [
 ];
 
 /// A small config in which sizes that could be confused are different.
-fn config(shape: Shape) -> Config {
+fn config(shape: Shape) -> VisionLanguageConfig {
     // The sections also differ: with [4, 1, 1] frequencies 4 and 5 fall back to time.
     let (hidden_size, kv, mrope_section) = match shape {
         Shape::Tied | Shape::Experts => (24, 2, [4, 1, 1]),
@@ -164,7 +164,7 @@ fn config(shape: Shape) -> Config {
         shared_size: shared.then_some(10),
         files: if shared { ExpertFiles::OutIn } else { ExpertFiles::InOut },
     });
-    Config {
+    VisionLanguageConfig {
         text: DecoderConfig {
             vocab_size: VOCABULARY as usize,
             hidden_size,
@@ -204,7 +204,7 @@ fn config(shape: Shape) -> Config {
 /// hide mistakes.
 #[derive(Debug, Clone)]
 struct Weights {
-    config: Config,
+    config: VisionLanguageConfig,
     specs: Vec<ParamSpec>,
     values: Vec<Vec<f32>>,
 }
@@ -214,7 +214,11 @@ impl Weights {
         Self::with_config(|_| {}, shape, seed)
     }
 
-    fn with_config(change: impl FnOnce(&mut Config), shape: Shape, seed: u64) -> Self {
+    fn with_config(
+        change: impl FnOnce(&mut VisionLanguageConfig),
+        shape: Shape,
+        seed: u64,
+    ) -> Self {
         let mut config = config(shape);
         change(&mut config);
         let specs = param_specs(&config);

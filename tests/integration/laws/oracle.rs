@@ -8,14 +8,14 @@ use super::Weights;
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use std::collections::BTreeMap;
 use trainer::batch::{IGNORE_INDEX, VarlenBatch};
-use trainer::models::vision_language::{Config, MropeLayout, VisionKind};
+use trainer::models::vision_language::{MropeLayout, VisionKind, VisionLanguageConfig};
 use trainer::nn::{ExpertFiles, HybridConfig, MoeConfig, Queries};
 
 const CPU: &Device = &Device::Cpu;
 const LAYER_NORM_EPS: f64 = 1e-6;
 
 pub(super) struct Oracle {
-    config: Config,
+    config: VisionLanguageConfig,
     vars: BTreeMap<String, Var>,
     names: Vec<String>,
 }

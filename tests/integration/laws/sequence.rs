@@ -1,8 +1,8 @@
 //! Ranks that compute one micro-batch together, each a part of its tokens, get the results of one rank.
 
 use super::{
-    Backend, Config, Image, Shape, Subject, Text, Tolerance, Video, Weights, assert_each_close,
-    backends, host, packed, sample, samples, wide,
+    Backend, Image, Shape, Subject, Text, Tolerance, Video, VisionLanguageConfig, Weights,
+    assert_each_close, backends, host, packed, sample, samples, wide,
 };
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -98,7 +98,7 @@ fn four_heads(seed: u64) -> Weights {
 }
 
 fn four_heads_of(shape: Shape, seed: u64) -> Weights {
-    let set_heads = |config: &mut Config| {
+    let set_heads = |config: &mut VisionLanguageConfig| {
         config.text.num_key_value_heads = 4;
         if let Some(hybrid) = &mut config.text.hybrid {
             (hybrid.num_key_heads, hybrid.num_value_heads) = (4, 8);

@@ -65,7 +65,6 @@ impl Division {
     }
 }
 
-/// Sizes of a model in training.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MemoryModel {
     /// Bytes of a weight or activation: 4 in `f32`, 2 in `bf16`.
@@ -87,7 +86,6 @@ pub struct MemoryModel {
     pub delta_limit: f64,
     /// Bytes of shared libraries.
     pub libraries: f64,
-    /// Activations.
     pub activations: ActivationMemory,
 }
 
@@ -100,7 +98,6 @@ pub struct MicroBatchSizes {
     pub targets: f64,
     /// `P`.
     pub patches: f64,
-    /// Patches of the whole step.
     pub step_patches: f64,
     /// Mean number of patches of a sample.
     pub sample_patches: f64,
@@ -113,7 +110,6 @@ pub struct MemoryParts {
     pub weights: f64,
     /// Master copies of the weights in `f32`.
     pub masters: f64,
-    /// Gradients.
     pub gradients: f64,
     /// Moments of the optimizer.
     pub moments: f64,
@@ -144,7 +140,6 @@ impl MemoryParts {
         self.weights + self.masters + self.gradients + self.moments
     }
 
-    /// All parts with their names.
     pub fn named(&self) -> [(&'static str, f64); 9] {
         [
             ("weights", self.weights),
@@ -216,7 +211,6 @@ impl MemoryModel {
         logits + rows
     }
 
-    /// Pixels on the host.
     fn host_pixel_bytes(&self, sizes: &MicroBatchSizes) -> f64 {
         let host = 4.0 * self.activations.patch_values;
         HOST_STEPS * host * sizes.step_patches

@@ -11,7 +11,7 @@
 
 /// The rows that a part of a model computes on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rows {
+pub enum RowKind {
     /// Patches; attention inside each frame.
     Patches,
     /// Merged vision tokens, without attention.
@@ -31,18 +31,15 @@ pub struct PartWork {
     pub weights: f64,
     /// `layers * H * Dh`, twice that where attention is not causal.
     pub attention: f64,
-    /// The rows.
-    pub rows: Rows,
+    pub rows: RowKind,
 }
 
-/// Sizes of the data of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct StepSizes {
     /// Tokens without padding.
     pub tokens: f64,
     /// Supervised targets.
     pub targets: f64,
-    /// Patches.
     pub patches: f64,
     /// Merged vision tokens.
     pub merged: f64,
@@ -54,12 +51,12 @@ pub struct StepSizes {
 
 impl StepSizes {
     /// Number of rows, and the sum of the squares of their segments.
-    fn rows(&self, rows: Rows) -> (f64, f64) {
+    fn rows(&self, rows: RowKind) -> (f64, f64) {
         match rows {
-            Rows::Patches => (self.patches, self.patch_squares),
-            Rows::VisionTokens => (self.merged, 0.0),
-            Rows::Tokens => (self.tokens, self.token_squares),
-            Rows::Targets => (self.targets, 0.0),
+            RowKind::Patches => (self.patches, self.patch_squares),
+            RowKind::VisionTokens => (self.merged, 0.0),
+            RowKind::Tokens => (self.tokens, self.token_squares),
+            RowKind::Targets => (self.targets, 0.0),
         }
     }
 }
@@ -100,11 +97,11 @@ impl ModelWork {
     /// Operations of a step by lmms-engine's convention.
     pub fn lmms_engine(&self, sizes: &StepSizes) -> f64 {
         let part = |part: &PartWork| match part.rows {
-            Rows::Tokens => {
+            RowKind::Tokens => {
                 6.0 * part.weights * sizes.tokens + 12.0 * part.attention * sizes.token_squares
             }
-            Rows::Targets => 12.0 * part.weights * sizes.tokens,
-            Rows::Patches | Rows::VisionTokens => 0.0,
+            RowKind::Targets => 12.0 * part.weights * sizes.tokens,
+            RowKind::Patches | RowKind::VisionTokens => 0.0,
         };
         self.0.iter().map(part).sum()
     }
@@ -123,10 +120,10 @@ mod tests {
             rows,
         };
         let work = ModelWork(vec![
-            part(0, 50.0, 2.0, Rows::Patches),
-            part(1, 20.0, 0.0, Rows::VisionTokens),
-            part(2, 100.0, 2.0, Rows::Tokens),
-            part(3, 10.0, 0.0, Rows::Targets),
+            part(0, 50.0, 2.0, RowKind::Patches),
+            part(1, 20.0, 0.0, RowKind::VisionTokens),
+            part(2, 100.0, 2.0, RowKind::Tokens),
+            part(3, 10.0, 0.0, RowKind::Targets),
         ]);
         let sizes = StepSizes {
             tokens: 8.0,

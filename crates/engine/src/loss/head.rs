@@ -5,7 +5,6 @@ use super::Targets;
 use crate::tape::{GradSink, Param};
 use candle_core::{Result, Tensor};
 
-/// Loss of one micro-batch.
 pub struct LossOutput {
     /// Negative log likelihood of each target, not multiplied by its weight, `[S]`, `f32`, on the
     /// device.

@@ -59,7 +59,6 @@ impl Targets {
         self.rows.len()
     }
 
-    /// Whether no row is supervised.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }

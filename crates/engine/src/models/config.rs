@@ -5,7 +5,6 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-/// A `config.json` that cannot be used.
 #[derive(Debug, thiserror::Error, fault::Fault)]
 #[fault(exit = Data)]
 pub enum ModelConfigError {
@@ -55,7 +54,6 @@ pub enum ModelConfigError {
 const MAX_COUNT: u64 = 1 << 10;
 /// Maximum width of a tensor, and number of heads.
 const MAX_WIDTH: u64 = 1 << 20;
-/// Maximum number of tokens of the vocabulary.
 const MAX_VOCABULARY: u64 = 1 << 24;
 
 /// The largest value of a size. It is far above that of every known model; a larger one is a
@@ -90,7 +88,6 @@ pub(super) struct Section<'a> {
 }
 
 impl Section<'_> {
-    /// The section `name` of `json`.
     pub(super) fn of<'a>(
         json: &'a Value,
         name: &'static str,
@@ -122,7 +119,6 @@ impl Section<'_> {
         if self.value[key].is_null() { Ok(default) } else { self.size(key) }
     }
 
-    /// The error of a number that is outside of the range `expected`.
     pub(super) fn range(&self, key: &str, expected: String) -> ModelConfigError {
         ModelConfigError::Range { key: self.key(key), found: self.value[key].to_string(), expected }
     }

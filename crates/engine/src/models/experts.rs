@@ -1,5 +1,3 @@
-//! Reads the sizes of a mixture of experts from `config.json`.
-
 use super::config::{ModelConfigError, Section};
 use crate::nn::{DecoderConfig, ExpertFiles, MoeConfig};
 use serde_json::Value;
@@ -77,7 +75,6 @@ impl Section<'_> {
         })
     }
 
-    /// Whether each layer has experts.
     fn sparse_layers(
         &self,
         num_layers: usize,

@@ -13,7 +13,6 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Number of tokens.
     pub fn num_tokens(&self) -> usize {
         self.kv.len()
     }

@@ -16,7 +16,6 @@ pub trait ModelConfig: Debug + Send + Sync {
     /// Every tensor of the model in a fixed order. A tied head is not listed.
     fn param_specs(&self) -> Vec<ParamSpec>;
 
-    /// Sizes of the decoder.
     fn text(&self) -> &DecoderConfig;
 
     /// Standard deviation of random weights.

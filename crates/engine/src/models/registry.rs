@@ -7,10 +7,8 @@ use serde_json::Value;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Function that reads the config of one family from a parsed `config.json`.
 pub type ReadConfig = fn(&Value) -> Result<Arc<dyn ModelConfig>, ModelConfigError>;
 
-/// The families by `model_type`.
 pub const FAMILIES: [(&str, ReadConfig); 9] = [
     ("qwen3_vl", |json| Ok(Arc::new(qwen3_vl::read(json)?))),
     ("qwen3_5", |json| Ok(Arc::new(qwen3_5::read(json)?))),
@@ -35,7 +33,6 @@ pub fn read_config(folder: &Path) -> Result<(Arc<dyn ModelConfig>, Value), Model
     Ok((config_from_json(&json)?, json))
 }
 
-/// Reads a parsed `config.json`.
 pub fn config_from_json(json: &Value) -> Result<Arc<dyn ModelConfig>, ModelConfigError> {
     let model_type = json["model_type"].as_str().unwrap_or("missing");
     match FAMILIES.iter().find(|(name, _)| *name == model_type) {

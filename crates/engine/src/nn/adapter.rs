@@ -33,7 +33,6 @@ pub enum AdapterTensor {
 }
 
 impl AdapterTensor {
-    /// Name of the tensor of the adapter of `module`.
     pub fn name(self, module: &str) -> String {
         let end = match self {
             Self::A => "lora_A.weight",
@@ -43,7 +42,6 @@ impl AdapterTensor {
         format!("{PREFIX}{module}.{end}")
     }
 
-    /// The tensor and the module of a name.
     pub fn of(name: &str) -> Option<(Self, &str)> {
         let name = name.strip_prefix(PREFIX)?;
         [Self::A, Self::B, Self::Magnitude].into_iter().find_map(|tensor| {
@@ -64,7 +62,6 @@ pub fn peft_name_of_file(names: TensorNames, name: &str) -> String {
     own.map_or_else(|| name.to_owned(), |own| peft_name(&names.of_file(own)))
 }
 
-/// The adapters of a model.
 #[derive(Debug, Default)]
 pub struct Adapters {
     /// By the name of the weight.
@@ -85,7 +82,6 @@ pub struct AdapterModule {
     pub rank: usize,
     /// Factor of the adapter's output.
     pub scale: f64,
-    /// Whether it has a magnitude.
     pub is_dora: bool,
 }
 
@@ -134,7 +130,6 @@ impl Adapters {
         self.modules.get(weight).map(|module| (module.name.as_str(), module.scale, module.rank))
     }
 
-    /// The dropout of their inputs.
     pub fn dropout(&self) -> &Arc<Dropout> {
         &self.dropout
     }
@@ -205,7 +200,6 @@ impl Dropout {
     }
 }
 
-/// The adapter of a [`super::Linear`].
 #[derive(Debug, Clone)]
 pub(super) struct Adapter {
     a: Param,

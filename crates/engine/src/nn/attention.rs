@@ -46,7 +46,6 @@ pub(super) struct SavedAttention {
 enum SavedHeads {
     /// The projection `[T, H * Dh]`. Backward computes the rotated ones again, which is cheap.
     Projection(Tensor),
-    /// Both.
     Kept(Tensor, Rotated),
     /// Without a norm, backward needs only these.
     Rotated(Tensor),

@@ -5,16 +5,13 @@ use super::init::Init;
 use super::params::{Component, ParamSpec, Stored};
 use kernels::{DeltaHeads, NormScale};
 
-/// Sizes of a decoder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
-    /// Vocabulary size, `V`.
     pub vocab_size: usize,
     /// Hidden size, `D`.
     pub hidden_size: usize,
     /// Width of the MLP, `F`.
     pub intermediate_size: usize,
-    /// Number of layers.
     pub num_hidden_layers: usize,
     /// Number of query heads, `H`.
     pub num_attention_heads: usize,
@@ -68,7 +65,6 @@ pub struct HybridConfig {
 }
 
 impl HybridConfig {
-    /// The heads of linear attention.
     pub(super) fn heads(&self) -> DeltaHeads {
         DeltaHeads {
             key_heads: self.num_key_heads,
@@ -100,7 +96,6 @@ impl DecoderConfig {
         if self.hybrid.is_some() { NormScale::OnePlusWeight } else { NormScale::Weight }
     }
 
-    /// Whether layer `k` has linear attention.
     pub fn is_linear(&self, k: usize) -> bool {
         self.hybrid.as_ref().is_some_and(|hybrid| hybrid.is_linear[k])
     }

@@ -3,7 +3,7 @@
 use super::adapter::AdapterTensor;
 use super::config::{DecoderConfig, HybridConfig, Queries};
 use super::experts::{EXPERTS, MoeConfig};
-use crate::cost::{ActivationMemory, PartWork, Rows};
+use crate::cost::{ActivationMemory, PartWork, RowKind};
 use crate::tape::{Param, Recompute};
 use kernels::DeltaHeads;
 
@@ -20,7 +20,6 @@ pub(crate) fn matrix_elements(params: &[&Param], table: Option<&Param>) -> f64 {
     params.iter().filter(is_matrix).map(|p| p.shape().elem_count()).sum::<usize>() as f64
 }
 
-/// The parameters of adapters of experts.
 fn expert_adapters<'a>(params: &'a [&Param]) -> impl Iterator<Item = &'a Param> {
     let is_adapter = |param: &&Param| {
         let module = AdapterTensor::of(param.name()).map(|(_, module)| module);
@@ -56,13 +55,13 @@ impl DecoderConfig {
                 params: indexes(decoder),
                 weights: matrix_elements(decoder, Some(embedding)) - idle + states as f64,
                 attention: ((self.num_hidden_layers - num_linear) * heads) as f64,
-                rows: Rows::Tokens,
+                rows: RowKind::Tokens,
             },
             PartWork {
                 params: vec![head.index()],
                 weights: (self.vocab_size * self.hidden_size) as f64,
                 attention: 0.0,
-                rows: Rows::Targets,
+                rows: RowKind::Targets,
             },
         ]
     }

@@ -159,7 +159,6 @@ impl FeedForward {
     }
 }
 
-/// One decoder layer.
 struct DecoderLayer {
     mixer: Mixer,
     mlp: FeedForward,
@@ -262,7 +261,6 @@ impl Decoder {
         })
     }
 
-    /// The routers of the layers with experts.
     pub(crate) fn routers(&self) -> Option<&Routers> {
         self.routers.as_deref()
     }

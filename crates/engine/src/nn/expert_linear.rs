@@ -93,7 +93,6 @@ impl ExpertLinear {
         Ok(dx)
     }
 
-    /// Adds the gradients of the parameters.
     pub(super) fn backward_params(
         &self,
         x: &Tensor,

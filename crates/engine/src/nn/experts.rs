@@ -47,7 +47,6 @@ pub enum ExpertFiles {
 }
 
 impl MoeConfig {
-    /// The layout of the tensors in memory.
     pub(super) fn layout(&self) -> ExpertLayout {
         match self.files {
             ExpertFiles::InOut => ExpertLayout::InOut,
@@ -73,7 +72,6 @@ impl MoeConfig {
         Routers::new(self.num_experts, self.experts_per_token, self.num_sparse())
     }
 
-    /// Number of layers with experts.
     pub fn num_sparse(&self) -> usize {
         self.is_sparse.iter().filter(|is_sparse| **is_sparse).count()
     }
@@ -112,7 +110,6 @@ impl MoeConfig {
     }
 }
 
-/// Adds the tensors of a layer with experts.
 pub(super) fn sparse_specs(
     moe: &MoeConfig,
     hidden: usize,
@@ -145,7 +142,6 @@ impl ParamSpec {
         self.shape.len() == 3 && self.name.contains(EXPERTS)
     }
 
-    /// Layout of the weights of experts.
     pub fn expert_layout(&self) -> Option<ExpertLayout> {
         let is_in_out = self.stored == Stored::InOut;
         let layout = if is_in_out { ExpertLayout::InOut } else { ExpertLayout::OutIn };

@@ -14,7 +14,6 @@
 use super::init::{AdapterDraw, random_adapter_part};
 use candle_core::{DType, Device, Result, Tensor};
 
-/// A part of a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightPart {
     /// The part of the largest singular values.
@@ -24,7 +23,7 @@ pub enum WeightPart {
 }
 
 /// Vectors of one length.
-type Rows = Vec<Vec<f64>>;
+type Vectors = Vec<Vec<f64>>;
 
 /// Number of vectors of the subspace that is searched for the largest singular values. For a weight
 /// with at most this many rows or columns, the singular values are exact.
@@ -104,11 +103,11 @@ fn left_vectors(wide: &Tensor, width: usize) -> Result<Tensor> {
 
 /// The right singular vectors of a matrix, each times its singular value, from the largest on.
 /// Rotates pairs of rows until all rows are orthogonal (one-sided Jacobi).
-fn right_vectors(matrix: &[Vec<f64>]) -> Rows {
+fn right_vectors(matrix: &[Vec<f64>]) -> Vectors {
     let mut basis = matrix.to_vec();
     orthonormalise(&mut basis);
     // The rows in the coordinates of the basis are shorter.
-    let mut small: Rows =
+    let mut small: Vectors =
         matrix.iter().map(|row| basis.iter().map(|unit| dot(row, unit)).collect()).collect();
     for _ in 0..SWEEPS {
         let mut is_done = true;
@@ -198,7 +197,7 @@ fn add(y: &mut [f64], factor: f64, x: &[f64]) {
     }
 }
 
-fn rows(matrix: &Tensor) -> Result<Rows> {
+fn rows(matrix: &Tensor) -> Result<Vectors> {
     matrix.to_dtype(DType::F64)?.to_vec2()
 }
 
@@ -213,7 +212,7 @@ mod tests {
     use super::*;
 
     /// `[m, k]` with the singular values `values`, between orthonormal vectors.
-    fn matrix(m: usize, k: usize, values: &[f64]) -> [Rows; 2] {
+    fn matrix(m: usize, k: usize, values: &[f64]) -> [Vectors; 2] {
         let random = |seed, len| {
             let of = ("", [values.len(), len]);
             let all = 0..values.len() * len;

@@ -13,9 +13,7 @@ use std::ops::Range;
 pub enum Init {
     /// Normal with the standard deviation `initializer_range`.
     Normal,
-    /// Zeros.
     Zero,
-    /// Ones.
     One,
     /// The logarithm of a number that is uniform between 0.01 and 16.
     LogDecay,

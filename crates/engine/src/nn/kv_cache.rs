@@ -39,12 +39,10 @@ impl LinearState {
 }
 
 impl KvCache {
-    /// Number of tokens.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -255,7 +255,6 @@ impl LinearAttentionBlock {
     }
 }
 
-/// One sample of `num_tokens` tokens.
 fn one(num_tokens: usize) -> Result<CuSeqlens> {
     CuSeqlens::from_lengths(&[num_tokens as u32]).map_err(Error::wrap)
 }

@@ -1,5 +1,3 @@
-//! RMS norm and layer norm with their parameters.
-
 use super::config::DecoderConfig;
 use super::params::{ParamMap, WeightError};
 use crate::tape::{GradSink, InputGrad, Param, Stage};

@@ -10,7 +10,6 @@ use std::ops::Range;
 /// The heads whose convolution and gated delta rule this rank computes, for all tokens.
 pub(super) struct OwnHeads<'a> {
     exchange: Option<&'a dyn HeadExchange>,
-    /// Own heads.
     pub(super) heads: DeltaHeads,
     /// Own channels of queries, keys and values, among those of all heads.
     channels: [Range<usize>; 3],

@@ -32,11 +32,9 @@ pub struct ParamSpec {
     pub name: String,
     /// Published shape.
     pub shape: Vec<usize>,
-    /// The component that the tensor belongs to.
     pub component: Component,
     /// Values of a model with random weights.
     pub init: Init,
-    /// How weight files have the tensor.
     pub stored: Stored,
 }
 

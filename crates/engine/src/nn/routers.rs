@@ -21,7 +21,6 @@ pub struct Routers {
     pub num_experts: usize,
     /// Number of experts that compute a token, `k`.
     pub experts_per_token: usize,
-    /// Number of layers with experts.
     pub num_layers: usize,
     state: Mutex<State>,
 }
@@ -33,7 +32,6 @@ struct State {
     slopes: Option<Vec<f32>>,
 }
 
-/// What a forward pass records.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Recording {
     /// Nothing.

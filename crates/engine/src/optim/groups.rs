@@ -2,7 +2,6 @@
 
 use super::Kind;
 
-/// The settings of one parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ParamGroup {
     /// Whether the parameter keeps its value.
@@ -86,7 +85,6 @@ impl GroupError {
 pub struct Named<'a> {
     /// Published name of the parameter.
     pub name: &'a str,
-    /// Name of its component.
     pub component: &'a str,
     /// Number of dimensions.
     pub rank: usize,

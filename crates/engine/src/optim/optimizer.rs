@@ -10,7 +10,6 @@ use candle_core::{DType, Device, Result, Shape, Tensor};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// The optimizer and its state.
 #[derive(Debug)]
 pub struct Optimizer {
     hyper: kernels::AdamW,
@@ -41,7 +40,6 @@ pub struct GradNorm {
     grads: Vec<Tensor>,
 }
 
-/// The gradient norm of a step.
 #[derive(Debug, Clone)]
 pub struct Norms {
     /// L2 norm over all trained gradients before clipping.
@@ -50,7 +48,6 @@ pub struct Norms {
     pub squares: Vec<f64>,
 }
 
-/// An update that was queued.
 #[derive(Debug)]
 pub struct Update {
     squares: Tensor,
@@ -266,7 +263,6 @@ impl GradNorm {
     }
 }
 
-/// The update of a parameter with `AdamW`.
 fn adamw_update<'a>(
     state: &'a ParamState,
     weight: &'a Tensor,
@@ -294,7 +290,6 @@ fn adamw_update<'a>(
     }
 }
 
-/// Updates a parameter with `Muon`; `scale` is the factor of its gradient.
 fn muon_update(
     state: &ParamState,
     weight: &Tensor,

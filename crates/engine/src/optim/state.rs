@@ -9,12 +9,10 @@ use std::ops::Range;
 /// Parameters with fewer elements have moments in `f32` with `adamw_8bit`, as in bitsandbytes.
 const SMALLEST_IN_8_BITS: usize = 4096;
 
-/// A kind of state tensor of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StateKind {
     /// The name of the tensor in a checkpoint is `<name>.<parameter>`.
     pub name: &'static str,
-    /// Its dtype.
     pub dtype: DType,
     extent: Extent,
 }
@@ -52,14 +50,11 @@ impl StateKind {
     }
 }
 
-/// How a parameter is updated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Rule {
     /// `AdamW` with moments of this dtype; `u8` means 8-bit codes.
     AdamW(DType),
-    /// `Muon`.
     Muon,
-    /// `Adafactor`.
     Adafactor,
 }
 
@@ -153,7 +148,6 @@ pub struct ParamState {
 /// A part of a parameter that this rank updates.
 #[derive(Debug, Clone)]
 pub struct OwnedPart {
-    /// Index of the parameter.
     pub param: usize,
     /// The elements of the flat parameter.
     pub elements: Range<usize>,
@@ -212,7 +206,6 @@ impl ParamState {
         self.kinds.iter().zip(&mut self.tensors)
     }
 
-    /// The state tensor of kind `name`.
     pub fn tensor(&self, name: &str) -> Option<&Tensor> {
         self.tensors().find(|(kind, _)| kind.name == name).map(|(_, tensor)| tensor)
     }

@@ -23,7 +23,6 @@ pub struct Bucket {
 /// A part of a parameter that is in a share.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
-    /// Index of the parameter.
     pub param: usize,
     /// The elements of the flat parameter.
     pub elements: Range<usize>,
@@ -45,17 +44,14 @@ impl Bucket {
         Self { places, shares, share_len }
     }
 
-    /// Whether it has no parameters.
     pub fn is_empty(&self) -> bool {
         self.places.is_empty()
     }
 
-    /// Number of elements of the flat tensor.
     pub fn len(&self) -> usize {
         self.shares * self.share_len
     }
 
-    /// Number of elements of a share.
     pub fn share_len(&self) -> usize {
         self.share_len
     }
@@ -109,7 +105,6 @@ pub fn slot_lens(users: impl IntoIterator<Item = (usize, usize)>) -> [usize; 2] 
 }
 
 impl StageBuckets {
-    /// Number of elements of both buckets.
     pub fn num_elements(&self) -> usize {
         self.trained.len() + self.frozen.len()
     }
@@ -170,12 +165,10 @@ impl Layout {
         self
     }
 
-    /// The buckets of all stages, in the order of backward.
     pub fn stages(&self) -> &[StageBuckets] {
         &self.stages
     }
 
-    /// The stage of a parameter.
     pub fn stage_of(&self, param: &Param) -> usize {
         self.stage_of[param.index()]
     }
@@ -186,12 +179,10 @@ impl Layout {
         Some(self.stage_of(head)).filter(|stage| *stage > 0)
     }
 
-    /// Number of shares of each bucket.
     pub fn num_shares(&self) -> usize {
         self.num_shares
     }
 
-    /// Number of parameters.
     pub fn num_params(&self) -> usize {
         self.shapes.len()
     }

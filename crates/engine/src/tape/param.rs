@@ -110,12 +110,10 @@ impl Param {
         Ok(stored.flatten().unwrap_or_else(|| self.tensor()))
     }
 
-    /// Shape of the weight.
     pub fn shape(&self) -> Shape {
         self.tensor.read().unwrap_or_else(PoisonError::into_inner).shape().clone()
     }
 
-    /// Compute dtype.
     pub fn dtype(&self) -> DType {
         self.tensor.read().unwrap_or_else(PoisonError::into_inner).dtype()
     }
@@ -155,7 +153,6 @@ pub trait GradSink {
     fn finished(&self, _params: &[&Param]) {}
 }
 
-/// Whether a parameter is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trainable {
     /// Receives a gradient and an update.

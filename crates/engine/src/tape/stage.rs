@@ -11,7 +11,6 @@ pub trait Stage {
     /// Tensors that backward needs. Backward consumes them, so that memory is freed stage by stage.
     type Saved;
 
-    /// The parameters of the stage.
     fn params(&self) -> Vec<&Param>;
 
     /// Returns the output, and the tensors that backward needs.

@@ -23,7 +23,6 @@ pub(super) struct Body<'a, 'p> {
     variables: HashMap<&'a str, Variable<'a>>,
     /// All scopes; the first one is that of the kernel.
     scopes: Vec<Scope<'a>>,
-    /// The scope of the cursor.
     scope: usize,
     /// Branches, whose targets are set at the end.
     pub(super) branches: Vec<Jump<'a>>,
@@ -43,7 +42,6 @@ struct Scope<'a> {
     labels: HashMap<&'a str, usize>,
 }
 
-/// A branch to a label.
 pub(super) struct Jump<'a> {
     instruction: usize,
     scope: usize,
@@ -203,7 +201,6 @@ impl<'a, 'p> Body<'a, 'p> {
         Ok(())
     }
 
-    /// A variable in shared memory.
     fn variable(&mut self) -> Result<(), ParseError> {
         if self.scope != 0 {
             return Err(self.cursor.error("variables only in the outer scope of a kernel"));

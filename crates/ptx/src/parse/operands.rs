@@ -98,7 +98,6 @@ impl fmt::Display for Arg<'_> {
 }
 
 impl Body<'_, '_> {
-    /// An error of the current instruction.
     pub(super) fn wrong(&self, found: &Arg, expected: &str) -> ParseError {
         let found = format!("`{found}` in `{}`", self.opcode);
         ParseError { line: self.line, found, expected: expected.to_owned() }

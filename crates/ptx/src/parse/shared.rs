@@ -11,7 +11,6 @@ use super::ParseError;
 use super::tokens::{Cursor, Token};
 use super::types::{Class, Form};
 
-/// A variable in shared memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Variable<'a> {
     pub(super) name: &'a str,
@@ -22,7 +21,6 @@ pub(super) struct Variable<'a> {
     pub(super) dynamic: bool,
 }
 
-/// The variables of a module.
 pub(super) struct SharedVariables<'a> {
     /// All variables, in the order of the file.
     variables: Vec<Variable<'a>>,
@@ -61,7 +59,6 @@ impl<'a> SharedVariables<'a> {
         Ok(Self { variables, declared: 0, module: HashMap::new() })
     }
 
-    /// Reads a declaration.
     pub(super) fn declare(&mut self, cursor: &mut Cursor<'a>) -> Result<Variable<'a>, ParseError> {
         let name = declaration(cursor)?.name;
         let variable = self.variables.get(self.declared).filter(|variable| variable.name == name);

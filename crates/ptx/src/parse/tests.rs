@@ -379,7 +379,6 @@ fn files() {
     println!("{kernels} kernels, {instructions} instructions");
 }
 
-/// The PTX files below a folder.
 fn ptx_files(folder: &Path) -> BTreeSet<PathBuf> {
     let mut found = BTreeSet::new();
     for entry in std::fs::read_dir(folder).expect("the folder can be read") {

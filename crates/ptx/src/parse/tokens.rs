@@ -15,7 +15,6 @@ pub(super) enum Token<'a> {
     /// A text in quotes, without them.
     Text(&'a str),
     Mark(char),
-    /// The end of the PTX text.
     End,
 }
 
@@ -30,7 +29,6 @@ impl fmt::Display for Token<'_> {
     }
 }
 
-/// The tokens of a text, and a position among them.
 pub(super) struct Cursor<'a> {
     /// Tokens with their lines. The last one is the end.
     tokens: Vec<(Token<'a>, u32)>,
@@ -46,22 +44,18 @@ impl<'a> Cursor<'a> {
         self.at = 0;
     }
 
-    /// The next token.
     pub(super) fn peek(&self) -> Token<'a> {
         self.tokens[self.at].0
     }
 
-    /// The token before the next one.
     pub(super) fn before(&self) -> Option<Token<'a>> {
         Some(self.tokens[self.at.checked_sub(1)?].0)
     }
 
-    /// The token after the next one.
     pub(super) fn after(&self) -> Token<'a> {
         self.tokens.get(self.at + 1).map_or(Token::End, |(token, _)| *token)
     }
 
-    /// Line of the next token.
     pub(super) fn line(&self) -> u32 {
         self.tokens[self.at].1
     }
@@ -83,7 +77,6 @@ impl<'a> Cursor<'a> {
         if self.take(token) { Ok(()) } else { Err(self.error(&token.to_string())) }
     }
 
-    /// A name, not a directive.
     pub(super) fn name(&mut self, expected: &str) -> Result<&'a str, ParseError> {
         match self.peek() {
             Token::Word(name) if !name.starts_with('.') => {
@@ -105,7 +98,6 @@ impl<'a> Cursor<'a> {
         Ok(number)
     }
 
-    /// An error at the next token.
     pub(super) fn error(&self, expected: &str) -> ParseError {
         self.found_instead(&self.peek().to_string(), expected)
     }

@@ -30,7 +30,6 @@ impl Form {
     pub(super) const U32: Self = Self { class: Class::Unsigned, bits: 32 };
     pub(super) const F32: Self = Self { class: Class::Float, bits: 32 };
 
-    /// The type of this name, such as `u32`.
     pub(super) fn named(name: &str) -> Option<Self> {
         if name == "pred" {
             return Some(Self::PREDICATE);
@@ -110,7 +109,6 @@ impl From<Type> for Form {
     }
 }
 
-/// The type of instructions that has this name.
 pub(super) fn type_named(name: &str) -> Option<Type> {
     Some(match name {
         "pred" => Type::Pred,

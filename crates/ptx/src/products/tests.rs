@@ -34,9 +34,9 @@ const OF_B: [[usize; 2]; 2] = [[0, 1], [2, 3]];
 
 const SIZES: [usize; 7] = [16, 48, 64, 80, 96, 128, 256];
 
-struct Random(u64);
+struct RandomValues(u64);
 
-impl Random {
+impl RandomValues {
     fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -137,7 +137,7 @@ fn elements_are_in_the_lanes_of_the_document() {
 
 #[test]
 fn mma_multiplies() {
-    let mut random = Random(1);
+    let mut random = RandomValues(1);
     let mut identity = vec![0.0; 256];
     for i in 0..16 {
         identity[i * 17] = 1.0;
@@ -188,7 +188,7 @@ fn infinities_and_nan_spread() {
 
 #[test]
 fn wgmma_multiplies() {
-    let mut random = Random(2);
+    let mut random = RandomValues(2);
     for n in SIZES.into_iter().chain([8]) {
         let (a, b) = (random.matrix(64 * 16), random.matrix(n * 16));
         let c = random.matrix(64 * n);
@@ -205,7 +205,7 @@ fn wgmma_multiplies() {
 
 #[test]
 fn a_of_wgmma_comes_from_registers() {
-    let a = Random(3).matrix(64 * 16);
+    let a = RandomValues(3).matrix(64 * 16);
     let registers: Vec<_> = a.chunks(256).map(distribute_a).collect();
     assert_eq!(a_from_registers(&registers), a);
 }
@@ -307,13 +307,13 @@ fn permutations_are_by_address() {
 }
 
 /// Global memory from an address on, and shared memory from address 0 on.
-struct Memory {
+struct TestMemory {
     base: u64,
     global: Vec<u8>,
     shared: Vec<u8>,
 }
 
-impl Memory {
+impl TestMemory {
     fn new(values: &[f32]) -> Self {
         let bytes = values.iter().flat_map(|value| (bits(*value) as u16).to_le_bytes());
         Self { base: 0x7000_0000, global: bytes.collect(), shared: vec![0xee; 1 << 18] }
@@ -355,7 +355,7 @@ fn find_swizzle(width: u64) -> Swizzle {
 
 /// The map of a tensor `[rows, heads, columns]`, for boxes of rows of a head.
 fn build_map(
-    memory: &Memory,
+    memory: &TestMemory,
     [rows, heads, columns]: [u64; 3],
     width: u64,
     box_rows: u64,
@@ -373,12 +373,12 @@ fn build_map(
 
 #[test]
 fn copied_boxes_are_read_by_descriptors() {
-    let mut random = Random(4);
+    let mut random = RandomValues(4);
     for (n, width) in SIZES.into_iter().flat_map(|n| [32, 64, 128].map(|width| (n, width))) {
         // Head 1 of 3, from row 5 on; the last rows of the boxes are outside of the tensor.
         let (heads, columns, rows, first) = (3, 64, n + 2, 5);
         let values = random.matrix(rows * heads * columns);
-        let mut memory = Memory::new(&values);
+        let mut memory = TestMemory::new(&values);
         let sizes = [rows, heads, columns].map(|size| size as u64);
         let map = build_map(&memory, sizes, width as u64, n as u64);
         let (start, panel) = (3072, width * n);
@@ -405,11 +405,11 @@ fn copied_boxes_are_read_by_descriptors() {
 
 #[test]
 fn transposed_boxes_are_read_by_descriptors() {
-    let mut random = Random(5);
+    let mut random = RandomValues(5);
     for (n, width) in SIZES.into_iter().flat_map(|n| [32, 64, 128].map(|width| (n, width))) {
         let (rows, box_rows) = (70, 64);
         let values = random.matrix(rows * n);
-        let mut memory = Memory::new(&values);
+        let mut memory = TestMemory::new(&values);
         let map = build_map(&memory, [rows, 1, n].map(|size| size as u64), width as u64, 64);
         let (start, panel) = (1024, width * box_rows);
         for index in 0..(2 * n).div_ceil(width) {
@@ -430,13 +430,13 @@ fn transposed_boxes_are_read_by_descriptors() {
 
 #[test]
 fn core_matrices_without_permutation() {
-    let mut random = Random(6);
+    let mut random = RandomValues(6);
     for n in [16, 64, 96] {
         let values = random.matrix(n * 16);
         // A core matrix has eight lines of 16 bytes. Those of the first eight k lie before the others,
         // or those of each eight rows lie together.
         for (leading, stride) in [(16 * n, 128), (128, 256)] {
-            let mut memory = Memory::new(&[]);
+            let mut memory = TestMemory::new(&[]);
             for transposed in [false, true] {
                 for (i, value) in values.iter().enumerate() {
                     let (row, k) = (i / 16, i % 16);
@@ -455,8 +455,8 @@ fn core_matrices_without_permutation() {
 #[test]
 fn elements_outside_of_a_tensor_are_zeros() {
     let (rows, heads, columns) = (6, 2, 24);
-    let values = Random(7).matrix(rows * heads * columns);
-    let memory = Memory::new(&values);
+    let values = RandomValues(7).matrix(rows * heads * columns);
+    let memory = TestMemory::new(&values);
     // Only 21 of the columns belong to the tensor.
     let map = TensorMap {
         address: memory.base,
@@ -468,7 +468,7 @@ fn elements_outside_of_a_tensor_are_zeros() {
     for at in
         [[0, 0, 0], [-3, 0, -2], [16, 1, 4], [11, -1, 5], [21, 0, 0], [0, 0, -4], [i32::MIN; 3]]
     {
-        let mut memory = Memory { global: memory.global.clone(), ..Memory::new(&[]) };
+        let mut memory = TestMemory { global: memory.global.clone(), ..TestMemory::new(&[]) };
         memory.copy(&map, 128, at);
         for (x, y, z) in (0..128).map(|i| (i % 16, i / 16 % 2, i / 32)) {
             let to = Swizzle::Bytes32.permuted(128 + (x + 16 * y + 32 * z) * 2) as usize;
@@ -486,7 +486,7 @@ fn elements_outside_of_a_tensor_are_zeros() {
 
 #[test]
 fn wrong_tensor_maps_are_errors() {
-    let map = build_map(&Memory::new(&[]), [100, 3, 64], 128, 64);
+    let map = build_map(&TestMemory::new(&[]), [100, 3, 64], 128, 64);
     assert_eq!(map.box_bytes(), 64 * 128);
     assert_eq!(map.pieces(64, [0; 3]).err(), Some(TensorMapError::Destination(64)));
     let of = |map: TensorMap| TensorMap::from_bytes(&map.to_bytes());
@@ -524,7 +524,7 @@ fn wrong_tensor_maps_are_errors() {
 
 #[test]
 fn maps_are_those_of_the_stand_in() {
-    let map = build_map(&Memory::new(&[]), [100, 3, 64], 128, 48);
+    let map = build_map(&TestMemory::new(&[]), [100, 3, 64], 128, 48);
     let words: [u64; 16] =
         [0x7E4509A9, 0x7000_0000, 64, 3, 100, 128, 384, 64, 1, 48, 128, 2, 0, 0, 0, 0];
     let bytes: Vec<u8> = words.into_iter().flat_map(u64::to_le_bytes).collect();

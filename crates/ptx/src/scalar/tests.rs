@@ -3,7 +3,7 @@
 use super::*;
 use crate::instruction::LANES;
 use Scalar as S;
-use rounding::Random;
+use rounding::SplitMix;
 use tables::{BITS, CONVERSIONS, FLOATS, INTEGERS, SUMS};
 
 mod rounding;
@@ -269,7 +269,7 @@ fn every_kind_has_a_test() {
 
 #[test]
 fn any_kind_and_bits_give_a_result_of_its_width_or_a_fault() {
-    let mut random = Random(2);
+    let mut random = SplitMix(2);
     let mut defined = [false; VARIANTS];
     for kind in all_kinds() {
         let (number, of) = variant(kind);

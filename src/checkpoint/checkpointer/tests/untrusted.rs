@@ -2,15 +2,14 @@
 
 use super::*;
 
-/// Contents of `run` with other weights.
-fn contents_of(run: &Run, weights: &[(String, Tensor)]) -> Result<PathBuf, CheckpointError> {
+fn contents_of(run: &TestRun, weights: &[(String, Tensor)]) -> Result<PathBuf, CheckpointError> {
     let contents = Contents {
-        model: ModelFiles {
+        model: ModelFolder {
             layout: FolderLayout::Model,
             weights: &saved(weights),
             config_json: &json!({"model_type": "tiny"}),
             carried: &CarriedFiles::default(),
-            max_shard_bytes: ModelFiles::MAX_SHARD_BYTES,
+            max_shard_bytes: ModelFolder::MAX_SHARD_BYTES,
         },
         optimizer: Some(&saved(&moments(2))),
         state: &json!({"step": 2, "fingerprint": "abc"}),
@@ -20,7 +19,7 @@ fn contents_of(run: &Run, weights: &[(String, Tensor)]) -> Result<PathBuf, Check
 
 #[test]
 fn a_tensor_that_is_not_finite_is_named_and_never_saved() {
-    let run = Run::new(3);
+    let run = TestRun::new(3);
     run.save(1);
     let len = CHUNKS + 7;
     for (dtype, bad) in
@@ -72,7 +71,6 @@ fn a_tensor_of_a_file_that_is_not_finite_is_named_when_it_is_loaded() {
     }
 }
 
-/// Rewrites the manifest of a checkpoint.
 fn change_manifest(checkpoint: &Path, change: impl Fn(&mut Value)) {
     let path = checkpoint.join(MANIFEST);
     let mut manifest: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
@@ -82,7 +80,7 @@ fn change_manifest(checkpoint: &Path, change: impl Fn(&mut Value)) {
 
 #[test]
 fn files_that_the_manifest_does_not_list_are_not_used() {
-    let run = Run::new(3);
+    let run = TestRun::new(3);
     run.save(1);
     let newest = run.save(2);
     for file in [OPTIMIZER, SINGLE] {
@@ -110,7 +108,7 @@ fn files_that_the_manifest_does_not_list_are_not_used() {
 
 #[test]
 fn an_explicit_checkpoint_without_a_listed_optimizer_is_refused() {
-    let run = Run::new(3);
+    let run = TestRun::new(3);
     let checkpoint = run.save(1);
     change_manifest(&checkpoint, |files| drop(files.as_object_mut().unwrap().remove(OPTIMIZER)));
     let found = Checkpointer::open(&checkpoint, &Alone).unwrap();
@@ -121,7 +119,7 @@ fn an_explicit_checkpoint_without_a_listed_optimizer_is_refused() {
 #[test]
 fn pipes_in_place_of_files_are_damage_and_not_a_wait() {
     for file in [MANIFEST, STATE, SINGLE, OPTIMIZER, "tokenizer.json"] {
-        let run = Run::new(3);
+        let run = TestRun::new(3);
         run.save(1);
         let newest = run.save(2);
         fs::remove_file(newest.join(file)).unwrap();
@@ -134,9 +132,9 @@ fn pipes_in_place_of_files_are_damage_and_not_a_wait() {
 
 #[test]
 fn the_next_start_removes_checkpoints_beyond_keep() {
-    let more = Run::new(5);
+    let more = TestRun::new(5);
     (1..=5).for_each(|step| drop(more.save(step)));
-    let run = Run { keep: 2, ..more };
+    let run = TestRun { keep: 2, ..more };
     run.checkpointer().remove_old(4);
     let left = ["step-00000003", "step-00000004", "step-00000005"];
     assert_eq!(run.names("checkpoints"), left, "later steps are those of another run");

@@ -1,7 +1,5 @@
-//! Reads the sizes of a Qwen2.5-VL model from `config.json`.
-
 use crate::models::config::{ModelConfigError, Section};
-use crate::models::vision_language::{Config, MropeLayout, VisionConfig, VisionKind};
+use crate::models::vision_language::{MropeLayout, VisionConfig, VisionKind, VisionLanguageConfig};
 use crate::nn::{DecoderConfig, Queries, TensorNames};
 use serde_json::Value;
 
@@ -10,7 +8,7 @@ const MROPE_SECTION: [usize; 3] = [16, 24, 24];
 
 /// Reads the sizes from the parsed `config.json`. Published files have the sizes of the decoder at
 /// the top level, newer ones in `text_config`.
-pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> {
+pub(in crate::models) fn read(json: &Value) -> Result<VisionLanguageConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     let nested = json["text_config"].is_object();
     let text = if nested { Section::of(json, "text_config")? } else { Section { ..top } };
@@ -25,7 +23,7 @@ pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> 
         );
         return Err(ModelConfigError::Shape { what });
     }
-    let config = Config {
+    let config = VisionLanguageConfig {
         text: DecoderConfig {
             tie_word_embeddings: top.flag("tie_word_embeddings")
                 || text.flag("tie_word_embeddings"),

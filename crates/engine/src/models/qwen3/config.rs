@@ -1,14 +1,11 @@
-//! Reads the sizes of a Qwen3 model from `config.json`.
-
 use crate::models::config::{ModelConfigError, Section};
-use crate::models::text::Config;
+use crate::models::text::TextConfig;
 use serde_json::Value;
 
-/// Reads the sizes from the parsed `config.json`.
-pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> {
+pub(in crate::models) fn read(json: &Value) -> Result<TextConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     top.rope()?.expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
-    Ok(Config { text: top.decoder()? })
+    Ok(TextConfig { text: top.decoder()? })
 }
 
 #[cfg(test)]

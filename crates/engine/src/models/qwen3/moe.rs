@@ -1,19 +1,16 @@
-//! Reads the sizes of a Qwen3 model with experts from `config.json`.
-
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::experts::Family;
-use crate::models::text::Config;
+use crate::models::text::TextConfig;
 use crate::nn::ExpertFiles;
 use serde_json::Value;
 
 const FAMILY: Family =
     Family { published: ExpertFiles::Separate, must_have_norm: true, has_shared: false };
 
-/// Reads the sizes from the parsed `config.json`.
-pub(in crate::models) fn read_moe(json: &Value) -> Result<Config, ModelConfigError> {
+pub(in crate::models) fn read_moe(json: &Value) -> Result<TextConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     top.rope()?.expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
-    Ok(Config { text: top.decoder_with_experts(FAMILY)? })
+    Ok(TextConfig { text: top.decoder_with_experts(FAMILY)? })
 }
 
 #[cfg(test)]

@@ -1,8 +1,7 @@
-//! Reads the sizes of a Qwen3.5 model from `config.json`.
-
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::experts::Family;
-use crate::models::{text, vision_language};
+use crate::models::text::TextConfig;
+use crate::models::vision_language::{MropeLayout, VisionConfig, VisionLanguageConfig};
 use crate::nn::{DecoderConfig, ExpertFiles, HybridConfig, TensorNames};
 use kernels::CONV_TAPS;
 use serde_json::Value;
@@ -16,33 +15,31 @@ const EXPERTS: Family =
     Family { published: ExpertFiles::OutIn, must_have_norm: false, has_shared: true };
 
 /// Reads the sizes of a model with a vision encoder from the parsed `config.json`.
-pub(in crate::models) fn read(json: &Value) -> Result<vision_language::Config, ModelConfigError> {
+pub(in crate::models) fn read(json: &Value) -> Result<VisionLanguageConfig, ModelConfigError> {
     read_with(json, decoder)
 }
 
 /// As [`read`], for a model with experts.
-pub(in crate::models) fn read_moe(
-    json: &Value,
-) -> Result<vision_language::Config, ModelConfigError> {
+pub(in crate::models) fn read_moe(json: &Value) -> Result<VisionLanguageConfig, ModelConfigError> {
     read_with(json, decoder_with_experts)
 }
 
 fn read_with(
     json: &Value,
     decoder: impl Fn(&Section<'_>) -> Result<DecoderConfig, ModelConfigError>,
-) -> Result<vision_language::Config, ModelConfigError> {
+) -> Result<VisionLanguageConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     let text = Section::of(json, "text_config")?;
     let vision = Section::of(json, "vision_config")?;
-    let config = vision_language::Config {
+    let config = VisionLanguageConfig {
         // transformers reads only the key of the whole file
         text: DecoderConfig {
             tie_word_embeddings: top.flag("tie_word_embeddings"),
             ..decoder(&text)?
         },
         mrope_section: text.rope()?.mrope_section()?,
-        mrope_layout: vision_language::MropeLayout::Interleaved,
-        vision: vision_language::VisionConfig::read(&vision, Vec::new())?,
+        mrope_layout: MropeLayout::Interleaved,
+        vision: VisionConfig::read(&vision, Vec::new())?,
         image_token_id: top.size("image_token_id")? as u32,
         tensor_names: TensorNames::Modules,
     };
@@ -50,16 +47,15 @@ fn read_with(
     Ok(config)
 }
 
-/// Reads the sizes of a text-only model from the parsed `config.json`.
-pub(in crate::models) fn read_text(json: &Value) -> Result<text::Config, ModelConfigError> {
+pub(in crate::models) fn read_text(json: &Value) -> Result<TextConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
-    Ok(text::Config { text: decoder(&top)? })
+    Ok(TextConfig { text: decoder(&top)? })
 }
 
 /// As [`read_text`], for a model with experts.
-pub(in crate::models) fn read_text_moe(json: &Value) -> Result<text::Config, ModelConfigError> {
+pub(in crate::models) fn read_text_moe(json: &Value) -> Result<TextConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
-    Ok(text::Config { text: decoder_with_experts(&top)? })
+    Ok(TextConfig { text: decoder_with_experts(&top)? })
 }
 
 fn decoder_with_experts(text: &Section<'_>) -> Result<DecoderConfig, ModelConfigError> {

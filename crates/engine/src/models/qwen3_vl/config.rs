@@ -1,29 +1,25 @@
-//! Reads the sizes of a Qwen3-VL model from `config.json`.
-
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::experts::Family;
-use crate::models::vision_language::{Config, MropeLayout, VisionConfig};
+use crate::models::vision_language::{MropeLayout, VisionConfig, VisionLanguageConfig};
 use crate::nn::{DecoderConfig, ExpertFiles, TensorNames};
 use serde_json::Value;
 
 const EXPERTS: Family =
     Family { published: ExpertFiles::InOut, must_have_norm: false, has_shared: false };
 
-/// Reads the sizes from the parsed `config.json`.
-pub(in crate::models) fn read(json: &Value) -> Result<Config, ModelConfigError> {
+pub(in crate::models) fn read(json: &Value) -> Result<VisionLanguageConfig, ModelConfigError> {
     let dense = |text: &Section<'_>| text.decoder();
     read_with(json, dense)
 }
 
-/// Reads the sizes of a model with experts from the parsed `config.json`.
-pub(in crate::models) fn read_moe(json: &Value) -> Result<Config, ModelConfigError> {
+pub(in crate::models) fn read_moe(json: &Value) -> Result<VisionLanguageConfig, ModelConfigError> {
     read_with(json, |text| text.decoder_with_experts(EXPERTS))
 }
 
 fn read_with(
     json: &Value,
     decoder: impl Fn(&Section<'_>) -> Result<DecoderConfig, ModelConfigError>,
-) -> Result<Config, ModelConfigError> {
+) -> Result<VisionLanguageConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     let text = Section::of(json, "text_config")?;
     let vision = Section::of(json, "vision_config")?;
@@ -31,7 +27,7 @@ fn read_with(
     rope.expect("mrope_interleaved", &Value::Bool(true), "`true` (Qwen3-VL)")?;
     // Published files have the key in both places; transformers 5 writes it to the whole file only.
     let tied = [&top, &text].map(|section| section.value["tie_word_embeddings"].as_bool());
-    let config = Config {
+    let config = VisionLanguageConfig {
         text: DecoderConfig {
             tie_word_embeddings: tied[0].or(tied[1]).unwrap_or(false),
             ..decoder(&text)?

@@ -1,5 +1,3 @@
-//! Sizes of a text-only model, and its parameters.
-
 use crate::nn::{Component, DecoderConfig, Inputs, ParamSpec, decoder_specs};
 
 /// All parameters of the model.
@@ -8,14 +6,12 @@ pub const LLM: Component = Component { name: "llm", inputs: Inputs::All };
 /// Name of the decoder's module.
 pub(super) const DECODER: &str = "model";
 
-/// Sizes of the whole model.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Config {
-    /// The decoder.
+pub struct TextConfig {
     pub text: DecoderConfig,
 }
 
-impl Config {
+impl TextConfig {
     /// Every tensor of the model in a fixed order. A tied head is not listed.
     pub(super) fn specs(&self) -> Vec<ParamSpec> {
         decoder_specs(&self.text, DECODER, LLM)

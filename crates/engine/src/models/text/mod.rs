@@ -3,4 +3,4 @@
 mod config;
 mod stages;
 
-pub use config::{Config, LLM};
+pub use config::{LLM, TextConfig};

@@ -1,6 +1,6 @@
 //! The model as a list of stages: embedding, layers, final norm.
 
-use super::config::{Config, DECODER};
+use super::config::{DECODER, TextConfig};
 use crate::cost::{ActivationMemory, PartWork};
 use crate::models::model::{Model, ModelConfig, RecomputePolicy};
 use crate::models::opaque::{ModelInput, Tape};
@@ -16,16 +16,16 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 
 struct TextModel {
-    config: Config,
+    config: TextConfig,
     decoder: Decoder,
 }
 
-struct Input {
+struct TextInput {
     input_ids: Tensor, // [T] u32
     context: DecoderContext,
 }
 
-impl ModelConfig for Config {
+impl ModelConfig for TextConfig {
     fn param_specs(&self) -> Vec<ParamSpec> {
         self.specs()
     }
@@ -106,7 +106,7 @@ impl Model for TextModel {
         let rope = rope_table(&self.config.text, &batch.position_ids);
         let vocab_size = self.config.text.vocab_size;
         let (input_ids, context) = DecoderContext::upload(&mut batch, rope, vocab_size, device)?;
-        Ok(ModelInput::new(Input { input_ids, context }))
+        Ok(ModelInput::new(TextInput { input_ids, context }))
     }
 
     fn forward(
@@ -115,7 +115,7 @@ impl Model for TextModel {
         recompute: RecomputePolicy,
         grads: &dyn GradSink,
     ) -> Result<(Tensor, Tape)> {
-        let input = input.get::<Input>()?;
+        let input = input.get::<TextInput>()?;
         let h = self.decoder.embed(&input.input_ids)?; // [T, D]
         let below = InputGrad::needed_if(grads.buffer(&self.decoder.embed_tokens).is_some());
         let (context, llm) = (&input.context, recompute.llm);
@@ -124,7 +124,7 @@ impl Model for TextModel {
     }
 
     fn hidden(&self, input: &ModelInput) -> Result<Tensor> {
-        let input = input.get::<Input>()?;
+        let input = input.get::<TextInput>()?;
         let h = self.decoder.embed(&input.input_ids)?; // [T, D]
         self.decoder.hidden(h, &input.context, &|_, _| Ok(()))
     }
@@ -136,7 +136,7 @@ impl Model for TextModel {
         input: &ModelInput,
         grads: &dyn GradSink,
     ) -> Result<()> {
-        let (input, tape) = (input.get::<Input>()?, tape.take::<DecoderTape>()?);
+        let (input, tape) = (input.get::<TextInput>()?, tape.take::<DecoderTape>()?);
         let d_table = grads.buffer(&self.decoder.embed_tokens);
         let below = InputGrad::needed_if(d_table.is_some());
         let context = &input.context;
@@ -150,7 +150,7 @@ impl Model for TextModel {
     }
 
     fn decode(&self, input: &ModelInput, caches: &mut [&mut KvCache]) -> Result<Tensor> {
-        let input = input.get::<Input>()?;
+        let input = input.get::<TextInput>()?;
         let h = self.decoder.embed(&input.input_ids)?; // [N, D]
         self.decoder.decode(h, &input.context, caches, &|_, _| Ok(()))
     }

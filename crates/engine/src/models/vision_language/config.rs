@@ -1,5 +1,3 @@
-//! Sizes of a vision-language model.
-
 use crate::models::config::{ModelConfigError, Section};
 use crate::nn::{DecoderConfig, TensorNames};
 use kernels::Gelu;
@@ -8,16 +6,13 @@ use std::num::NonZeroU32;
 /// Base of the rotary frequencies of the vision encoder.
 pub(super) const ROPE_BASE: f64 = 10_000.0;
 
-/// Sizes of the vision encoder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VisionConfig {
-    /// Number of blocks.
     pub depth: usize,
     /// Hidden size of the blocks, `Dv`.
     pub hidden_size: usize,
     /// Width of a block's MLP.
     pub intermediate_size: usize,
-    /// Number of attention heads.
     pub num_heads: usize,
     /// Number of colour channels.
     pub in_channels: usize,
@@ -64,16 +59,13 @@ pub enum MropeLayout {
     Blocks,
 }
 
-/// Sizes of the whole model.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Config {
-    /// The decoder.
+pub struct VisionLanguageConfig {
     pub text: DecoderConfig,
     /// Numbers of rotary frequencies of time, height and width; they sum to `Dh / 2`.
     pub mrope_section: [usize; 3],
     /// Which frequencies belong to which axis.
     pub mrope_layout: MropeLayout,
-    /// The vision encoder.
     pub vision: VisionConfig,
     /// How weight files name the tensors.
     pub tensor_names: TensorNames,
@@ -81,8 +73,7 @@ pub struct Config {
     pub image_token_id: u32,
 }
 
-impl Config {
-    /// Fails if the sizes contradict each other.
+impl VisionLanguageConfig {
     pub(in crate::models) fn check(&self) -> Result<(), ModelConfigError> {
         let (text, vision) = (&self.text, &self.vision);
         let fail = |what: String| Err(ModelConfigError::Shape { what });

@@ -1,13 +1,12 @@
 //! Operations and memory of the model, for `trainer bench`.
 
-use super::config::{Config, VisionKind};
+use super::config::{VisionKind, VisionLanguageConfig};
 use super::encoder::VisionEncoder;
-use crate::cost::{ActivationMemory, PartWork, Rows};
+use crate::cost::{ActivationMemory, PartWork, RowKind};
 use crate::nn::{Decoder, indexes, matrix_elements};
 use crate::tape::Recompute;
 
-impl Config {
-    /// Work of the vision blocks, the mergers, the decoder and the head.
+impl VisionLanguageConfig {
     pub(super) fn work(&self, vision: &VisionEncoder, decoder: &Decoder) -> Vec<PartWork> {
         let (blocks, mergers) = (vision.block_params(), vision.merger_params());
         let num_windowed = (0..self.vision.depth).filter(|k| self.vision.has_windows(*k)).count();
@@ -20,13 +19,13 @@ impl Config {
                 params: indexes(&blocks),
                 // twice: full attention, where the decoder's is causal
                 attention: 2.0 * (num_full * self.vision.hidden_size) as f64,
-                rows: Rows::Patches,
+                rows: RowKind::Patches,
             },
             PartWork {
                 weights: matrix_elements(&mergers, None),
                 params: indexes(&mergers),
                 attention: 0.0,
-                rows: Rows::VisionTokens,
+                rows: RowKind::VisionTokens,
             },
         ];
         work.extend(decoder.work(&self.text));

@@ -6,7 +6,7 @@
 //!                             deepstack merger k -> deepstack features k [M, D]
 //! ```
 
-use super::config::Config;
+use super::config::VisionLanguageConfig;
 use super::input::VisionInput;
 use super::merger::{Merger, NormPlace};
 use super::vision::{PatchEmbed, VisionBlock};
@@ -16,7 +16,6 @@ use candle_core::{Result, Tensor};
 use kernels::AttentionBackend;
 use std::sync::Arc;
 
-/// Patch embedding, blocks and mergers.
 pub(super) struct VisionEncoder {
     patch_embed: PatchEmbed,
     blocks: Vec<VisionBlock>,
@@ -41,7 +40,7 @@ pub(super) struct Features {
 impl VisionEncoder {
     pub(super) fn new(
         map: &ParamMap<'_>,
-        config: &Config,
+        config: &VisionLanguageConfig,
         attention: &Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
         let (vision, n) = (&config.vision, config.patches_per_token());
@@ -80,7 +79,6 @@ impl VisionEncoder {
         self.patch_embed.positions.as_ref()
     }
 
-    /// Parameters of all mergers.
     pub(super) fn merger_params(&self) -> Vec<&Param> {
         let deepstack = self.deepstack.iter().flat_map(|(_, merger)| merger.params());
         self.merger.params().into_iter().chain(deepstack).collect()
@@ -105,7 +103,6 @@ impl VisionEncoder {
             || self.deepstack.iter().any(|(_, merger)| merger.is_trained(grads))
     }
 
-    /// The deepstack merger that reads the output of `block`.
     fn deepstack_merger(&self, block: usize) -> Option<&Merger> {
         self.deepstack.iter().find(|(at, _)| *at == block).map(|(_, merger)| merger)
     }

@@ -1,6 +1,6 @@
 //! The host-to-device copy of a micro-batch.
 
-use super::config::{Config, VisionConfig, VisionKind};
+use super::config::{VisionConfig, VisionKind, VisionLanguageConfig};
 use super::positions;
 use super::windows::Windows;
 use crate::nn::DecoderContext;
@@ -40,7 +40,7 @@ pub(super) struct VisionInput {
 }
 
 /// One micro-batch on the device.
-pub(super) struct Input {
+pub(super) struct VisionLanguageInput {
     pub(super) ids: Tensor, // [T] u32
     pub(super) text: DecoderContext,
     pub(super) vision: Option<VisionInput>, // None: a batch or part without images
@@ -49,10 +49,10 @@ pub(super) struct Input {
     pub(super) has_media: bool,
 }
 
-impl Input {
+impl VisionLanguageInput {
     pub(super) fn upload(
         mut batch: VarlenBatch,
-        config: &Config,
+        config: &VisionLanguageConfig,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
@@ -107,7 +107,12 @@ impl VisionInput {
         }
     }
 
-    fn upload(batch: VarlenBatch, config: &Config, dtype: DType, device: &Device) -> Result<Self> {
+    fn upload(
+        batch: VarlenBatch,
+        config: &VisionLanguageConfig,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
         let grids: Vec<[u32; 3]> = batch.media.iter().map(|patches| patches.grid_thw).collect();
         let num_patches = batch.media.iter().map(Patches::num_patches).sum();
         let merged = num_patches / config.patches_per_token();

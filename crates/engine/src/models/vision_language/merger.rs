@@ -9,7 +9,6 @@ use crate::tape::{GradSink, InputGrad, Param, Stage};
 use candle_core::{Result, Tensor};
 use kernels::Gelu;
 
-/// Where the norm is applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NormPlace {
     /// `[P, Dv]`, as the main merger has it.

@@ -17,5 +17,5 @@ mod vision;
 mod vision_mlp;
 mod windows;
 
-pub use config::{Config, MropeLayout, VisionConfig, VisionKind};
+pub use config::{MropeLayout, VisionConfig, VisionKind, VisionLanguageConfig};
 pub use params::{LLM, MERGER, VISION, param_specs};

@@ -1,11 +1,8 @@
-//! The norms of the vision encoder.
-
 use super::config::VisionKind;
 use crate::nn::{LayerNorm, ParamMap, RmsNorm, WeightError};
 use crate::tape::{GradSink, Param};
 use candle_core::{Result, Tensor};
 
-/// The epsilon of every norm of the vision encoder.
 pub(super) const EPS: f64 = 1e-6;
 
 /// A norm of rows. Its statistics are what backward needs besides the input.

@@ -1,6 +1,6 @@
 //! Components, and the list of parameters with their published names.
 
-use super::config::{Config, VisionKind};
+use super::config::{VisionKind, VisionLanguageConfig};
 use super::merger::merger_parts;
 use crate::nn::{Component, Init, Inputs, ParamSpec, Stored, decoder_specs};
 
@@ -15,7 +15,7 @@ pub const LLM: Component = Component { name: "llm", inputs: Inputs::All };
 pub(super) const DECODER: &str = "model.language_model";
 
 /// Every tensor of a model of this shape in a fixed order. A tied head is not listed.
-pub fn param_specs(config: &Config) -> Vec<ParamSpec> {
+pub fn param_specs(config: &VisionLanguageConfig) -> Vec<ParamSpec> {
     let mut specs = Vec::new();
     let mut add = |component: Component, name: String, shape: &[usize]| {
         // norms and biases are the only vectors of the vision encoder

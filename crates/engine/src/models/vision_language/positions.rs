@@ -1,6 +1,6 @@
 //! Rotary tables and interpolated vision positions, computed on the host for one micro-batch.
 
-use super::config::{Config, MropeLayout, ROPE_BASE, VisionConfig};
+use super::config::{MropeLayout, ROPE_BASE, VisionConfig, VisionLanguageConfig};
 use crate::nn::{HostTable, inverse_frequencies};
 
 /// The axis that rotary frequency `k` turns with. Interleaved: height if `k % 3 == 1`, width if
@@ -16,7 +16,7 @@ fn axis_of(k: usize, section: [usize; 3], layout: MropeLayout) -> usize {
 }
 
 /// Rotary angles of the decoder.
-pub(super) fn mrope_table(config: &Config, position_ids: &[[u32; 3]]) -> HostTable {
+pub(super) fn mrope_table(config: &VisionLanguageConfig, position_ids: &[[u32; 3]]) -> HostTable {
     let frequencies = inverse_frequencies(config.text.rope_theta, config.text.rotary_dim());
     let (section, layout) = (config.mrope_section, config.mrope_layout);
     let axes = (0..frequencies.len()).map(|k| axis_of(k, section, layout));

@@ -6,9 +6,9 @@
 //! ids -> embedding -> layer 0 .. layer m -> norm -> hidden [T, D]
 //! ```
 
-use super::config::Config;
+use super::config::VisionLanguageConfig;
 use super::encoder::{Features, VisionEncoder, VisionTape};
-use super::input::Input;
+use super::input::VisionLanguageInput;
 use super::params::{DECODER, param_specs};
 use crate::cost::{ActivationMemory, PartWork};
 use crate::models::model::{Model, ModelConfig, RecomputePolicy};
@@ -24,9 +24,8 @@ use kernels::{AttentionBackend, Matmul};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-/// A vision-language model.
 pub(super) struct VisionLanguageModel {
-    config: Config,
+    config: VisionLanguageConfig,
     pub(super) vision: VisionEncoder,
     pub(super) decoder: Decoder,
 }
@@ -36,7 +35,7 @@ struct VisionLanguageTape {
     decoder: DecoderTape,
 }
 
-impl ModelConfig for Config {
+impl ModelConfig for VisionLanguageConfig {
     fn param_specs(&self) -> Vec<ParamSpec> {
         param_specs(self)
     }
@@ -107,7 +106,7 @@ impl Model for VisionLanguageModel {
     }
 
     fn upload(&self, batch: VarlenBatch, dtype: DType, device: &Device) -> Result<ModelInput> {
-        Input::upload(batch, &self.config, dtype, device).map(ModelInput::new)
+        VisionLanguageInput::upload(batch, &self.config, dtype, device).map(ModelInput::new)
     }
 
     fn forward(
@@ -116,7 +115,7 @@ impl Model for VisionLanguageModel {
         recompute: RecomputePolicy,
         grads: &dyn GradSink,
     ) -> Result<(Tensor, Tape)> {
-        let input = input.get::<Input>()?;
+        let input = input.get::<VisionLanguageInput>()?;
         let (features, vision) = match &input.vision {
             Some(vision) if self.vision.is_trained(grads) => {
                 let (features, tape) = self.vision.forward(vision, recompute.vision)?;
@@ -139,7 +138,7 @@ impl Model for VisionLanguageModel {
     }
 
     fn hidden(&self, input: &ModelInput) -> Result<Tensor> {
-        let input = input.get::<Input>()?;
+        let input = input.get::<VisionLanguageInput>()?;
         let features = self.features(input)?;
         let h = self.embed(input, features.as_ref())?;
         let after_layer = |k, h: &Tensor| add_deepstack(h, input, features.as_ref(), k);
@@ -153,7 +152,8 @@ impl Model for VisionLanguageModel {
         input: &ModelInput,
         grads: &dyn GradSink,
     ) -> Result<()> {
-        let (input, tape) = (input.get::<Input>()?, tape.take::<VisionLanguageTape>()?);
+        let (input, tape) =
+            (input.get::<VisionLanguageInput>()?, tape.take::<VisionLanguageTape>()?);
         let vision = input.vision.as_ref().filter(|_| tape.vision.is_some());
         let embed_tokens = &self.decoder.embed_tokens;
         let d_table = grads.buffer(embed_tokens);
@@ -191,7 +191,7 @@ impl Model for VisionLanguageModel {
     }
 
     fn decode(&self, input: &ModelInput, caches: &mut [&mut KvCache]) -> Result<Tensor> {
-        let input = input.get::<Input>()?;
+        let input = input.get::<VisionLanguageInput>()?;
         let features = self.features(input)?;
         let h = self.embed(input, features.as_ref())?; // [N, D]
         let after_layer = |k, h: &Tensor| add_deepstack(h, input, features.as_ref(), k);
@@ -216,12 +216,12 @@ impl Model for VisionLanguageModel {
 
 impl VisionLanguageModel {
     /// Features of the images, without a tape; `None` without images.
-    fn features(&self, input: &Input) -> Result<Option<Features>> {
+    fn features(&self, input: &VisionLanguageInput) -> Result<Option<Features>> {
         input.vision.as_ref().map(|vision| self.vision.features(vision)).transpose()
     }
 
     /// Token embeddings, with the main features in their rows, `[T, D]`.
-    fn embed(&self, input: &Input, features: Option<&Features>) -> Result<Tensor> {
+    fn embed(&self, input: &VisionLanguageInput, features: Option<&Features>) -> Result<Tensor> {
         let h = self.decoder.embed(&input.ids)?;
         if let (Some(vision), Some(features)) = (&input.vision, features) {
             kernels::index_copy(&h, &vision.rows, &vision.own(&features.main)?)?;
@@ -231,7 +231,12 @@ impl VisionLanguageModel {
 }
 
 /// Adds deepstack feature `k` to the rows of the images in `h`, the output of decoder layer `k`.
-fn add_deepstack(h: &Tensor, input: &Input, features: Option<&Features>, k: usize) -> Result<()> {
+fn add_deepstack(
+    h: &Tensor,
+    input: &VisionLanguageInput,
+    features: Option<&Features>,
+    k: usize,
+) -> Result<()> {
     match (&input.vision, features.and_then(|features| features.deepstack.get(k))) {
         (Some(vision), Some(feature)) => kernels::index_add(h, &vision.rows, &vision.own(feature)?),
         _ => Ok(()),

@@ -74,7 +74,6 @@ impl Stage for PatchEmbed {
     }
 }
 
-/// One block.
 pub(super) struct VisionBlock {
     norm1: Norm,
     qkv: Linear,

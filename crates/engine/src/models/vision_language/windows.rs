@@ -6,7 +6,6 @@ pub(super) struct Windows {
     /// The merged tokens in the order of the windows: their places in the order of the tokens,
     /// `[M]`.
     pub(super) order: Vec<u32>,
-    /// Number of patches of each window.
     pub(super) lengths: Vec<u32>,
 }
 

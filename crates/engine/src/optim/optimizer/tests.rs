@@ -29,7 +29,6 @@ fn optimizer_of(place: Place, dtype: DType, config: &OptimConfig) -> (Vec<Param>
     (params, optimizer)
 }
 
-/// The flat gradients of a step.
 fn gradients(params: &[Param], step: u64) -> Vec<Tensor> {
     let grad = |(param, shape): (&Param, [usize; 2])| {
         let grad = random(100 * step + param.index() as u64, shape, DType::F32);

@@ -4,9 +4,9 @@ use super::{S, result};
 use crate::instruction::{Round, Scalar, Type};
 
 /// Splitmix64.
-pub(super) struct Random(pub(super) u64);
+pub(super) struct SplitMix(pub(super) u64);
 
-impl Random {
+impl SplitMix {
     pub(super) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut x = self.0;
@@ -121,7 +121,7 @@ fn is_rounded(round: Round, exact: &[[f32; 2]], y: f32) -> bool {
 
 #[test]
 fn sums_are_exactly_rounded() {
-    let mut random = Random(1);
+    let mut random = SplitMix(1);
     for case in 0..20_000 {
         let [a, b, c] = random.operands(case);
         for round in [Round::Nearest, Round::Zero, Round::Down] {

@@ -3,7 +3,6 @@
 use super::Table;
 use crate::instruction::{Round, Scalar as S, Type};
 
-/// Arithmetic of integers.
 pub(super) const INTEGERS: Table = &[
     (S::Add(Type::U16, Round::Nearest), &[&[0xffff, 1, 0], &[0x12, 0x34, 0x46]]),
     (S::Add(Type::S32, Round::Nearest), &[&[0x7fffffff, 1, 0x80000000], &[0xffffffff, 1, 0]]),
@@ -546,7 +545,6 @@ pub(super) const FLOATS: Table = &[
     ),
 ];
 
-/// Conversions.
 pub(super) const CONVERSIONS: Table = &[
     (
         S::Convert { from: Type::S32, to: Type::S64 },

@@ -1,11 +1,9 @@
 //! The gradients of a run in one process.
 
+use super::Result;
 use super::rounds::{num_open, pairs_after};
 use crate::ops;
 use crate::tape::{Gradients, Param};
-use crate::train::TrainError;
-
-type Result<T, E = TrainError> = std::result::Result<T, E>;
 
 /// The sums of the ranges of slots that are complete so far, from left to right.
 pub(in super::super) struct Tree<'a> {

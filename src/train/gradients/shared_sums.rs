@@ -5,16 +5,14 @@
 //! receives its share. With `shard: gradients` or `full`, the stages take turns in two buffers.
 
 use super::super::weights::RankWeights;
+use super::Result;
 use super::rounds::{num_open, num_sums, pairs_after};
 use crate::dist::{Collective, Gather, Reduce, Shard, Then, Ticket};
 use crate::ops;
 use crate::tape::{Gradients, Layout, Param, slot_lens};
-use crate::train::TrainError;
 use candle_core::{DType, Device, Tensor};
 use std::cell::RefCell;
 use std::sync::Arc;
-
-type Result<T, E = TrainError> = std::result::Result<T, E>;
 
 /// A tensor for each stage with trained parameters.
 type OfStages = Vec<Option<Tensor>>;
@@ -47,7 +45,6 @@ impl Buffers {
     }
 }
 
-/// The gradients of a rank.
 pub struct SharedSums {
     layout: Arc<Layout>,
     collective: Arc<dyn Collective>,
@@ -112,22 +109,18 @@ impl SharedSums {
         })
     }
 
-    /// Views of the gradients of a micro-batch.
     pub(super) fn buffers(&self) -> &Gradients {
         &self.buffers
     }
 
-    /// The places of the parameters.
     pub(super) fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// The engine of the sums.
     pub(super) fn collective(&self) -> &dyn Collective {
         &*self.collective
     }
 
-    /// The device of the gradients.
     pub(super) fn device(&self) -> &Device {
         &self.device
     }
@@ -215,7 +208,6 @@ pub(super) struct SharedRound<'a> {
     rounds: usize,
     /// The sums of the stages in turn, by the number of the turn.
     tickets: RefCell<Vec<Ticket>>,
-    /// The first error.
     error: RefCell<Result<()>>,
 }
 

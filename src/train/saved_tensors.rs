@@ -12,15 +12,13 @@ use std::ops::Range;
 /// Elements of a flat tensor, and their values.
 type HeldPart = (Range<usize>, Tensor);
 
-/// How checkpoints contain a parameter.
 #[derive(Debug, Clone)]
 pub struct SavedAs {
-    /// Name of the tensor.
     pub name: String,
     /// Names and shapes of the tensors that have its elements instead; empty: there is one tensor.
     pub pieces: Vec<(String, Vec<usize>)>,
     /// Constants that the tensor also contains.
-    pub joined: Option<Joined>,
+    pub joined: Option<JoinedConstants>,
     /// Whether the tensor is in `f32` whatever the compute dtype is.
     pub in_f32: bool,
     /// The tensor of the model folder in `f32`, for a frozen parameter with `in_f32`.
@@ -29,14 +27,14 @@ pub struct SavedAs {
 
 /// Constants in the tensor of a parameter.
 #[derive(Debug, Clone)]
-pub struct Joined {
+pub struct JoinedConstants {
     /// Rows, each of which follows as many elements of the parameter; on the CPU.
     pub values: Tensor,
     /// Shape of the tensor, which has twice the elements of the parameter.
     pub shape: Vec<usize>,
 }
 
-impl Joined {
+impl JoinedConstants {
     /// The part of the tensor that belongs to a part of the parameter: a row of constants to the
     /// last element of the row before it.
     fn with(&self, (range, values): HeldPart) -> Result<HeldPart> {
