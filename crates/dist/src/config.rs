@@ -137,9 +137,9 @@ impl Serialize for Processes {
 
 impl<'de> Deserialize<'de> for Processes {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Read;
+        struct ProcessesVisitor;
 
-        impl Visitor<'_> for Read {
+        impl Visitor<'_> for ProcessesVisitor {
             type Value = Processes;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -160,7 +160,7 @@ impl<'de> Deserialize<'de> for Processes {
             }
         }
 
-        deserializer.deserialize_any(Read)
+        deserializer.deserialize_any(ProcessesVisitor)
     }
 }
 
@@ -175,9 +175,9 @@ impl Serialize for Exact {
 
 impl<'de> Deserialize<'de> for Exact {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Read;
+        struct ExactVisitor;
 
-        impl Visitor<'_> for Read {
+        impl Visitor<'_> for ExactVisitor {
             type Value = Exact;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -196,7 +196,7 @@ impl<'de> Deserialize<'de> for Exact {
             }
         }
 
-        deserializer.deserialize_any(Read)
+        deserializer.deserialize_any(ExactVisitor)
     }
 }
 

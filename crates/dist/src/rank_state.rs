@@ -1,4 +1,4 @@
-//! What this rank is doing, and the error that ends it; shared by its lanes and its monitor.
+//! What this rank is doing, and the error that ends it; shared by its channels and its monitor.
 
 use super::DistError;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +26,7 @@ pub(super) enum Waits {
 }
 
 /// What this rank is doing, and the error that ends it.
-pub(super) struct Watch {
+pub(super) struct RankState {
     status: Mutex<Status>,
     loader_waits: AtomicBool,
     /// Another rank has received a request to stop.
@@ -38,14 +38,14 @@ pub(super) struct Watch {
     closers: Mutex<Vec<Closer>>,
 }
 
-/// Closes a lane.
+/// Closes a channel.
 type Closer = Box<dyn Fn() + Send + Sync>;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Watch {
+impl RankState {
     pub(super) fn new() -> Self {
         let status = Status { work: "start".to_owned(), waits: false, since: Instant::now() };
         Self {
@@ -119,7 +119,7 @@ impl Watch {
         lock(&self.closers).push(close);
     }
 
-    /// Ends this rank with an error, and closes its lanes. Only the first error counts.
+    /// Ends this rank with an error, and closes its channels. Only the first error counts.
     pub(super) fn end(&self, error: &DistError) {
         lock(&self.end).get_or_insert_with(|| error.clone());
         self.ended.notify_all();
