@@ -4,7 +4,7 @@ use super::error::RunError;
 use super::output_dir::set_one_aside;
 use crate::checkpoint::{CheckpointError, Checkpointer, Found, Together};
 use crate::config::{Change, RunConfig, ValueError, load};
-use crate::data::{CachedRows, JsonlRows, MediaLook, dataset_names};
+use crate::data::{CachedRows, DatasetRows, MediaLook, dataset_names};
 use crate::train::{EvalHistory, EvalRule, TrainState};
 use sha2::digest::generic_array::GenericArray;
 use std::collections::BTreeMap;
@@ -67,7 +67,7 @@ pub(super) fn likely_checkpoint(
 }
 
 /// Checksum of the contents of the training data, as a checkpoint has it.
-pub(super) fn data_digest(rows: &JsonlRows) -> String {
+pub(super) fn data_digest(rows: &DatasetRows) -> String {
     format!("{:x}", GenericArray::from(rows.fingerprint()))
 }
 
@@ -108,7 +108,7 @@ const MAX_ROWS_READ: usize = 1024;
 /// changes that a length cache has.
 pub(super) fn check_media(
     config: &RunConfig,
-    rows: &JsonlRows,
+    rows: &DatasetRows,
     found: Option<&Found>,
     state: Option<&TrainState>,
 ) -> Result<(), RunError> {

@@ -9,8 +9,8 @@ use super::ranks::Ranks;
 use super::sequence::own_part;
 use super::weights::RankWeights;
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
-use crate::data::{JsonlRows, collate};
-use crate::data::{Rejection, RowReader, RowTrouble, SampleIndex, SampleSize};
+use crate::data::{DatasetRows, collate};
+use crate::data::{Rejection, RowReader, SampleIndex, SampleSize, TransientRowError};
 use crate::dist::{Collective, Rank};
 use crate::loss::{TargetLosses, scores};
 use crate::models::Model;
@@ -94,7 +94,7 @@ impl EvalReport {
 /// group share each pack.
 pub struct Evaluator<'a> {
     /// The rows to score.
-    pub rows: &'a JsonlRows,
+    pub rows: &'a DatasetRows,
     /// Maximum number of tokens of one forward pass; a longer sample is scored alone.
     pub max_tokens: usize,
     /// Compute dtype.
@@ -181,7 +181,7 @@ impl Evaluator<'_> {
                 return Ok(report); // all ranks return no result
             }
             self.ranks.report("evaluation");
-            let encoded: Result<Vec<_>, RowTrouble> =
+            let encoded: Result<Vec<_>, TransientRowError> =
                 chunk.par_iter().map(|row| self.rows.read_patiently(*row)).collect();
             for (row, sample) in chunk.iter().zip(encoded?) {
                 match sample {

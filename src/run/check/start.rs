@@ -9,7 +9,7 @@ use super::super::resume::{check_media, data_digest, eval_rule, likely_checkpoin
 use super::{CheckReport, Finding, Note, Topic};
 use crate::checkpoint::{CarriedFiles, Checkpointer, Found};
 use crate::config::{LeftOut, RunConfig};
-use crate::data::{Encoder, JsonlRows};
+use crate::data::{DatasetRows, Encoder};
 use crate::dist::Processes;
 use crate::train::{AttentionChoice, DeviceChoice, MatmulChoice};
 use std::sync::Arc;
@@ -87,7 +87,7 @@ pub(super) fn resumes(config: &RunConfig, report: &mut CheckReport) -> Option<Fo
 pub(super) fn check_resumed(
     config: &RunConfig,
     encoder: &Encoder,
-    rows: &Arc<JsonlRows>,
+    rows: &Arc<DatasetRows>,
     found: &Found,
 ) -> Result<(), RunError> {
     let algorithms = read_algorithms(config)?;

@@ -32,7 +32,7 @@ pub(super) const HASH_BYTES: usize = 16;
 
 /// A row of the cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct RowEntry {
     pub(super) line: u64,
     pub(super) offset: u64,
     pub(super) hash: [u8; HASH_BYTES],
@@ -117,7 +117,7 @@ pub(super) const INDEX_COLUMNS: [usize; 2] = [0, 1];
 
 /// A batch of rows, by columns.
 #[derive(Debug, Clone)]
-pub(super) struct Rows {
+pub(super) struct RowBatch {
     pub(super) line: UInt64Array,
     pub(super) offset: UInt64Array,
     hash: FixedSizeBinaryArray,
@@ -160,7 +160,7 @@ fn typed<A: Array + Clone + 'static>(
     found.cloned().ok_or_else(|| ArrowError::SchemaError(format!("column `{name}`")))
 }
 
-impl Rows {
+impl RowBatch {
     /// Reads a record batch.
     pub(super) fn from_batch(batch: &RecordBatch) -> Result<Self, ArrowError> {
         let images: ListArray = column(batch, "images")?;
@@ -196,7 +196,7 @@ impl Rows {
 
     /// Builds a batch from entries; `lengths` computes those of measured rows.
     pub(super) fn from_entries(
-        entries: &[Entry],
+        entries: &[RowEntry],
         lengths: impl Fn(&Measured) -> Lengths,
     ) -> Result<Self, ArrowError> {
         let [mut line, mut offset] = [(); 2].map(|()| UInt64Builder::with_capacity(entries.len()));
@@ -356,7 +356,7 @@ impl Rows {
     }
 
     /// The entry of a row.
-    pub(super) fn entry(&self, row: usize) -> Entry {
+    pub(super) fn entry(&self, row: usize) -> RowEntry {
         let outcome = match self.measured(row) {
             Err((reason, message)) => {
                 Outcome::Rejected { reason: reason.to_owned(), message: message.to_owned() }
@@ -375,7 +375,7 @@ impl Rows {
             }
         };
         let (line, offset) = (self.line.value(row), self.offset.value(row));
-        Entry { line, offset, hash: self.hash(row), outcome }
+        RowEntry { line, offset, hash: self.hash(row), outcome }
     }
 
     fn images(&self, row: usize) -> std::ops::Range<usize> {
@@ -430,7 +430,7 @@ impl LengthCache {
         Self { path, counts: Vec::with_capacity(rows), sizes, rejected }
     }
 
-    pub(super) fn push(&mut self, rows: &Rows) {
+    pub(super) fn push(&mut self, rows: &RowBatch) {
         for row in 0..rows.len() {
             let Measured { text, sizes, video_patches } = match rows.measured(row) {
                 Ok(measured) => measured,

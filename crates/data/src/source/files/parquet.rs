@@ -271,12 +271,12 @@ struct Input {
 }
 
 /// A position in the file.
-struct At {
+struct FileReader {
     file: Arc<File>,
     offset: u64,
 }
 
-impl Read for At {
+impl Read for FileReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let num_read = self.file.read_at(buffer, self.offset)?;
         self.offset += num_read as u64;
@@ -291,10 +291,10 @@ impl Length for Input {
 }
 
 impl ChunkReader for Input {
-    type T = BufReader<At>;
+    type T = BufReader<FileReader>;
 
     fn get_read(&self, start: u64) -> Result<Self::T, ParquetError> {
-        Ok(BufReader::new(At { file: self.file.clone(), offset: start }))
+        Ok(BufReader::new(FileReader { file: self.file.clone(), offset: start }))
     }
 
     fn get_bytes(&self, start: u64, length: usize) -> Result<Bytes, ParquetError> {
