@@ -1,5 +1,3 @@
-//! The `distributed` section of the config.
-
 use serde::de::{self, Deserializer, Unexpected, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 use settings::{Choice, Kind, Setting, section};

@@ -5,18 +5,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What a rank is doing.
 #[derive(Debug, Clone)]
 pub(super) struct Status {
     /// Its last report.
     pub(super) work: String,
-    /// Whether it waits for other ranks.
     pub(super) waits: bool,
     /// Time of its last progress.
     pub(super) since: Instant,
 }
 
-/// What a thread of a rank waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Waits {
     /// The thread that reports to the monitor waits for other ranks.
@@ -38,7 +35,6 @@ pub(super) struct RankState {
     closers: Mutex<Vec<Closer>>,
 }
 
-/// Closes a channel.
 type Closer = Box<dyn Fn() + Send + Sync>;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -102,7 +98,6 @@ impl RankState {
         *lock(&self.own_stop) = Some(stop);
     }
 
-    /// Whether a request to stop has reached this rank.
     pub(super) fn is_stop_requested(&self) -> bool {
         let own = || lock(&self.own_stop).as_ref().is_some_and(|own| own.load(Ordering::Relaxed));
         self.stop.load(Ordering::Relaxed) || own()

@@ -186,7 +186,6 @@ fn separate(mut bytes: &[u8]) -> Option<Vec<Vec<u8>>> {
     Some(messages)
 }
 
-/// Sends a message.
 pub(super) fn send(mut stream: &TcpStream, message: &[u8]) -> Result<(), String> {
     let mut bytes = Vec::with_capacity(HEADER + message.len());
     append(&mut bytes, message);
@@ -227,7 +226,6 @@ impl Inbox {
         Self { bytes: Vec::new(), limit }
     }
 
-    /// Reads what has arrived.
     pub(super) fn read(&mut self, mut stream: &TcpStream) -> Arrival {
         let old = self.bytes.len();
         self.bytes.resize(old + PART, 0);

@@ -41,12 +41,12 @@ pub fn slow_threads(
 /// The place where the ranks leave their messages.
 struct Meeting {
     world: usize,
-    state: Mutex<Calls>,
+    state: Mutex<MeetingState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Calls {
+struct MeetingState {
     /// Messages by number of the call, and by rank.
     calls: BTreeMap<u64, Vec<Option<Vec<u8>>>>,
     /// Number of ranks that have read the messages of a call.
@@ -59,7 +59,7 @@ impl Meeting {
         Self { world, state: Mutex::default(), changed: Condvar::new() }
     }
 
-    fn state(&self) -> MutexGuard<'_, Calls> {
+    fn state(&self) -> MutexGuard<'_, MeetingState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

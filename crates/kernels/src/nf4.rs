@@ -190,7 +190,6 @@ kernels! {
         }
     }
 
-    /// Codes and scales of whole blocks.
     fn quantize_blocks(x: &[[f32; 64]], codes: &mut [[u8; 32]], scales: &mut [f32]) {
         for ((x, codes), scale) in x.iter().zip(codes).zip(scales) {
             let mut largest = 0u32;

@@ -32,7 +32,6 @@ pub(super) enum StoredElements<'a> {
 /// Identifies the random numbers of a parameter's elements in a step.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Seed {
-    /// Seed of the parameter.
     pub(super) seed: u32,
     /// Index of the first element in the parameter.
     pub(super) first: u32,
@@ -61,7 +60,6 @@ impl State<'_> {
 }
 
 impl StoredElements<'_> {
-    /// Number of elements.
     pub(super) fn len(&self) -> usize {
         match self {
             Self::F32(x) => x.len(),

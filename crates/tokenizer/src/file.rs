@@ -16,7 +16,6 @@ use super::classes::Letters;
 use super::merges::MAX_IDS;
 use super::split::PATTERNS;
 
-/// Vocabulary of a supported file.
 #[derive(Debug)]
 pub(super) struct Vocabulary {
     /// The letters of the split pattern.

@@ -151,7 +151,6 @@ impl Footer {
     }
 }
 
-/// The path of the cache of a data set.
 #[derive(Debug, Clone)]
 pub(super) struct CachePath {
     pub(super) path: PathBuf,
@@ -347,7 +346,6 @@ pub(super) fn read_stream(path: &Path) -> Vec<RowBatch> {
     reader.map_while(|batch| RowBatch::from_batch(&batch.ok()?).ok()).collect()
 }
 
-/// Writes a cache.
 pub(super) struct CacheWriter {
     place: CachePath,
     temporary: PathBuf,

@@ -49,14 +49,11 @@ impl Known {
 pub(super) enum CacheBatch {
     /// A batch of the previous cache, with lengths under the current limits.
     Kept(Box<RowBatch>),
-    /// A batch with new entries.
     New(Vec<RowEntry>),
 }
 
-/// The result of a batch.
 pub(super) struct MeasuredBatch {
     pub(super) batch: CacheBatch,
-    /// Number of measured rows.
     pub(super) measured: usize,
 }
 
@@ -68,7 +65,6 @@ pub(super) enum Checked {
     Stale(RowBatch, Vec<usize>),
 }
 
-/// Measures the rows of a file.
 pub(super) struct Measurer<'a> {
     pub(super) file: &'a RowFile,
     pub(super) encoder: &'a Encoder,
@@ -116,7 +112,6 @@ impl<'a> Measurer<'a> {
         old.len() == rows.len() && is_at(0, first) && is_at(last - first, last)
     }
 
-    /// Checks the images of a batch.
     pub(super) fn check_images(&self, old: RowBatch) -> Checked {
         let parts = (0..old.len().div_ceil(ROWS_A_WALK)).into_par_iter();
         let stale = parts.map(|part| {
@@ -134,7 +129,6 @@ impl<'a> Measurer<'a> {
         }
     }
 
-    /// The rows with lengths under the current limits.
     fn with_current_lengths(&self, rows: RowBatch) -> RowBatch {
         if self.same_limits { rows } else { rows.with_lengths(|row| lengths(self.encoder, row)) }
     }

@@ -30,7 +30,6 @@ use batch::{AreaLimits, SampleId};
 /// Number of bytes of a row's hash.
 pub(super) const HASH_BYTES: usize = 16;
 
-/// A row of the cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RowEntry {
     pub(super) line: u64,
@@ -39,7 +38,6 @@ pub(super) struct RowEntry {
     pub(super) outcome: Outcome,
 }
 
-/// The result of measuring a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Outcome {
     /// The row can be encoded, unless its pixels are broken.
@@ -51,7 +49,6 @@ pub(super) enum Outcome {
         /// The files of its videos, or of their frames.
         videos: Vec<ImageFile>,
     },
-    /// The row is rejected.
     Rejected {
         /// The key under which it is counted.
         reason: String,
@@ -90,7 +87,6 @@ fn image_fields() -> Fields {
     ])
 }
 
-/// The schema of the file.
 pub(super) fn schema() -> Schema {
     let image = Field::new("image", DataType::Struct(image_fields()), false);
     Schema::new(vec![
@@ -161,7 +157,6 @@ fn typed<A: Array + Clone + 'static>(
 }
 
 impl RowBatch {
-    /// Reads a record batch.
     pub(super) fn from_batch(batch: &RecordBatch) -> Result<Self, ArrowError> {
         let images: ListArray = column(batch, "images")?;
         let structs = images.values().as_any().downcast_ref::<StructArray>();
@@ -270,7 +265,6 @@ impl RowBatch {
         Self::from_batch(&RecordBatch::try_new(Arc::new(schema()), columns)?)
     }
 
-    /// The record batch to write.
     pub(super) fn to_batch(&self) -> Result<RecordBatch, ArrowError> {
         let columns: [&dyn Array; 15] = [
             &self.line,
@@ -293,7 +287,6 @@ impl RowBatch {
         RecordBatch::try_new(Arc::new(schema()), columns.into())
     }
 
-    /// The same rows with other lengths.
     pub(super) fn with_lengths(self, lengths: impl Fn(&Measured) -> Lengths) -> Self {
         let found: Vec<Option<Lengths>> = (0..self.len())
             .map(|row| self.measured(row).ok().map(|measured| lengths(&measured)))
@@ -355,7 +348,6 @@ impl RowBatch {
         self.file.is_valid(at).then(|| (self.file.value(at), stamp, self.crc.value(at)))
     }
 
-    /// The entry of a row.
     pub(super) fn entry(&self, row: usize) -> RowEntry {
         let outcome = match self.measured(row) {
             Err((reason, message)) => {

@@ -1,5 +1,3 @@
-//! Errors of the loader.
-
 use std::collections::BTreeMap;
 use std::fmt;
 

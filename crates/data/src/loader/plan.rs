@@ -41,7 +41,6 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Counts the packs of a step.
     fn add<T>(&mut self, options: &LoaderOptions, micro_batches: &MicroBatches<T>) {
         let tokens =
             |pack: &Vec<Item<T>>| pack.iter().map(|item| item.length.tokens).sum::<usize>();

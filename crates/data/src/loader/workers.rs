@@ -272,7 +272,6 @@ impl<K: Copy, J, O> Shared<K, J, O> {
     }
 }
 
-/// The message of a panic.
 pub(crate) fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().copied();
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str))

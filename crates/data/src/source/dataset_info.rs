@@ -153,7 +153,6 @@ impl DatasetInfo {
     }
 }
 
-/// An entry while it is checked.
 struct InfoEntry<'a> {
     path: &'a Path,
     name: &'a str,
@@ -249,7 +248,6 @@ impl InfoEntry<'_> {
         Ok(TurnKeys { role: tag("role_tag", "from"), content: tag("content_tag", "value"), roles })
     }
 
-    /// The texts of a section of the entry.
     fn texts(&self, section: &str) -> Result<Vec<(String, String)>, DatasetInfoError> {
         let mut texts = Vec::new();
         match self.keys.get(section) {

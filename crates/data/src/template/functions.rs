@@ -33,7 +33,6 @@ impl Object for NumberText {
     }
 }
 
-/// The integer with these digits.
 pub(super) fn integer(digits: &str) -> Value {
     let value = digits.parse::<i128>().map(Value::from);
     value.unwrap_or_else(|_| Value::from_object(NumberText(digits.to_owned())))

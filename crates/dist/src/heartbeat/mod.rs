@@ -40,7 +40,6 @@ struct MonitorShared {
 #[derive(Default)]
 struct MonitorState {
     request: Option<Request>,
-    /// The thread has ended.
     is_over: bool,
     is_dropped: bool,
 }

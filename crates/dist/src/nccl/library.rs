@@ -333,7 +333,6 @@ impl Communicator {
         Ok(joined)
     }
 
-    /// The place of this rank.
     pub(super) fn rank(&self) -> Rank {
         self.rank
     }
@@ -466,7 +465,6 @@ impl Communicator {
     }
 }
 
-/// The calls of one group.
 pub(super) struct CallGroup<'a> {
     library: &'a Library,
     handle: Handle,
@@ -550,7 +548,6 @@ pub(super) trait Streams: Send + Sync {
     /// Makes the device current on this thread, as NCCL requires.
     fn bind(&self) -> candle_core::Result<()>;
 
-    /// The communication stream.
     fn communication(&self) -> Stream;
 
     /// Address of a tensor on the device, in `f32`, `bf16` or `u8`. Fails if it is not contiguous.

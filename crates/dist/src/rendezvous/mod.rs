@@ -20,7 +20,6 @@ use tracing::warn;
 
 /// The connections of a rank to the others.
 pub(super) struct Joined {
-    /// The place of this rank.
     pub(super) rank: Rank,
     /// Names of the machines of all ranks.
     pub(super) hosts: Vec<String>,

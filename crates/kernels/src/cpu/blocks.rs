@@ -81,7 +81,6 @@ pub(crate) enum Values<'a> {
 }
 
 impl<'a> Values<'a> {
-    /// Number of elements.
     pub(crate) fn len(self) -> usize {
         match self {
             Self::F32(all) => all.len(),
@@ -336,7 +335,6 @@ enum SlotsOf<'a> {
 }
 
 impl<'b> Slots<'_, 'b> {
-    /// Number of elements.
     #[inline(always)]
     pub(crate) fn len(&self) -> usize {
         self.all.len()

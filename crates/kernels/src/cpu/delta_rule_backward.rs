@@ -12,7 +12,6 @@ use super::simd::{dot, kernels};
 use super::{self as cpu, Shared};
 use std::ops::Range;
 
-/// Gradients of the operands.
 pub(crate) struct Grads {
     pub(crate) qkv: Vec<f32>,
     pub(crate) g: Vec<f32>,

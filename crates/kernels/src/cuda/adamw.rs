@@ -180,7 +180,6 @@ pub(crate) fn clipped_update<'a>(
 struct ParameterPart<'a> {
     tensors: AdamWTensors<'a>,
     scalars: Scalars,
-    /// Seed of the parameter in this step.
     seed: u32,
     /// Index of the first element in the parameter.
     first: usize,

@@ -15,7 +15,6 @@ use candle_core::{DType, Result, Tensor, bail};
 const THREADS: u32 = 128;
 const COLUMNS: usize = 32;
 const STRIDE: usize = 36;
-/// Maximum key dim of the kernels.
 const MAX_KEY_DIM: usize = 128;
 
 /// Returns the tokens of the chunks, `[chunks, (first, end)]`.
@@ -97,7 +96,6 @@ impl HeadRange<'_> {
         launch.words(pairs.collect()).run(qkv)
     }
 
-    /// Computes the matrices of all chunks.
     fn matrices(&self) -> Result<Tensor> {
         let num_chunks = self.chunks.dim(0)?;
         let matrices = self.temporary(num_chunks, 2 * GPU_CHUNK * GPU_CHUNK)?;

@@ -62,7 +62,6 @@ pub(super) enum Addend<'a> {
     Residual(&'a Tensor),
 }
 
-/// A matrix product.
 pub(super) struct Gemm<'a> {
     pub(super) transpose: Transpose,
     /// Sizes `(m, n, k)`.

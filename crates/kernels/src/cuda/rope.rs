@@ -1,5 +1,3 @@
-//! Launches of the kernels in `rope.cu`.
-
 use super::launch::{Launch, address, empty, rows_at, vectors};
 use super::norm::{MULTIPROCESSORS, WARP, add_columns};
 use super::rms_norm::added;
@@ -14,7 +12,6 @@ const SINGLES: usize = 4;
 /// Number of heads per thread of the forward pass: `HEADS` of the kernels.
 const HEADS: usize = 2;
 
-/// Assignment of heads to threads.
 #[derive(Debug, Clone, Copy)]
 struct HeadThreads {
     chunks: bool,

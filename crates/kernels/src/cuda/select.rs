@@ -111,7 +111,6 @@ pub(super) enum Own {
 /// A kernel and the sizes of its blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct AttentionLaunch {
-    /// Kernel name.
     pub(super) name: String,
     /// Number of own rows (queries or keys).
     pub(super) rows: usize,
@@ -172,7 +171,6 @@ impl AttentionKernels {
         Ok(())
     }
 
-    /// Kernel name for a pass.
     fn name(self, name: &str) -> String {
         match self.padded {
             Some(padded) if self.hopper => format!("{name}_sm90_d{padded}"),

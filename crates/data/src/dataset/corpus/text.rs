@@ -35,7 +35,6 @@ pub(super) fn fingerprint(path: &Path) -> io::Result<[u8; 32]> {
     }
 }
 
-/// A piece of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TextPiece {
     pub(super) text: String,

@@ -30,7 +30,6 @@ const END_BYTES: u64 = 12;
 pub(super) struct Index {
     /// Hash of the text, the tokenizer and the separators.
     pub(super) key: String,
-    /// Number of ids.
     pub(super) num_tokens: u32,
     /// First token of each document, `[documents]`, ascending from 0.
     pub(super) documents: Vec<u32>,
@@ -58,7 +57,6 @@ impl Index {
         (self.documents[document], end)
     }
 
-    /// Number of tokens of each document.
     pub(super) fn document_lengths(&self) -> impl Iterator<Item = u32> + '_ {
         (0..self.documents.len()).map(|document| {
             let (start, end) = self.document(document);

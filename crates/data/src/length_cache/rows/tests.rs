@@ -1,5 +1,3 @@
-//! Tests of `rows`.
-
 use proptest::prelude::*;
 
 use super::*;

@@ -58,7 +58,6 @@ pub(crate) const RESCALE_FACTORS: std::ops::RangeInclusive<f64> = 1e-5..=1.0;
 const MEAN: &str = "three numbers, one per channel, each from 0 to 255 * `rescale_factor`";
 const STD: &str = "three numbers, one per channel, each above 0 and at most 255 * `rescale_factor`";
 
-/// Validated image settings.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct ImageSettings {
     pub(super) patch_size: u32,

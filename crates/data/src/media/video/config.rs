@@ -40,7 +40,6 @@ pub struct VideoConfig {
     pub max_source_frames: u32,
 }
 
-/// Limits on one video file.
 #[derive(Debug, Clone, Copy)]
 #[cfg_attr(not(feature = "video"), expect(dead_code, reason = "limits apply to video files only"))]
 pub(super) struct VideoFileLimits {
@@ -88,7 +87,6 @@ impl Published {
     }
 }
 
-/// Validated video settings.
 #[derive(Debug, Clone)]
 pub(super) struct VideoSettings {
     pub(super) sampling: FrameSampling,

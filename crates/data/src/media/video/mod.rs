@@ -170,7 +170,6 @@ impl VideoProcessor {
         self.settings.sizes_key()
     }
 
-    /// The family of the model.
     pub(crate) fn family(&self) -> MediaFamily {
         self.settings.family
     }

@@ -17,14 +17,12 @@ use crate::media::MediaFamily;
 use crate::media::image::{Frames, fit, smart_resize as smart_resize_image};
 use batch::VideoLimits;
 
-/// Number of frames to sample from a video.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct FrameSampling {
     /// Number of frames to sample per second of video.
     pub(super) fps: f64,
     /// Minimum number of sampled frames, if the video has as many.
     pub(super) min_frames: usize,
-    /// Maximum number of sampled frames.
     pub(super) max_frames: usize,
 }
 
@@ -170,7 +168,6 @@ impl Budget {
     }
 }
 
-/// Limits on the pixels of a video.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PixelLimits {
     /// Of all frames together.

@@ -336,7 +336,6 @@ impl Chunks {
 
 /// Maximum number of levels of a schema; a list takes two.
 pub(super) const MAX_DEPTH: usize = 128;
-/// Maximum number of rows of a file.
 pub(super) const MAX_ROWS: usize = u32::MAX as usize;
 
 /// Calls the reader of a crate, whose panic becomes the error that `damaged` makes of a text.

@@ -113,7 +113,6 @@ impl CsvHeader {
         Ok(index.finish(num_bytes, sha256))
     }
 
-    /// The row of a record.
     pub(super) fn row(&self, bytes: &[u8]) -> Result<RawRow, String> {
         let mut record = ByteRecord::new();
         let read = reader(self.delimiter, bytes).read_byte_record(&mut record);

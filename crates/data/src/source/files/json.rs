@@ -199,7 +199,6 @@ impl RowIndex {
         Self { num_bytes, sha256, ..self }
     }
 
-    /// Number of rows.
     pub(super) fn len(&self) -> usize {
         self.starts.len()
     }

@@ -106,7 +106,6 @@ pub(crate) struct DataFile {
     rows: FileRows,
 }
 
-/// How rows are read.
 #[derive(Debug)]
 enum FileRows {
     /// Between the offsets of the index, from this file.
@@ -156,7 +155,6 @@ impl DataFile {
         Ok(Self { path, file, stamp, opened, index, rows })
     }
 
-    /// Number of rows.
     pub(crate) fn len(&self) -> usize {
         match &self.rows {
             FileRows::Indexed(..) => self.index.len(),
@@ -218,7 +216,6 @@ impl DataFile {
             .is_some_and(|(now, opened)| now.has_same_size_and_mtime(opened))
     }
 
-    /// Reads the content of a row.
     pub(crate) fn content(&self, row: usize) -> io::Result<RowContent> {
         let (file, syntax) = match &self.rows {
             FileRows::Indexed(file, syntax) => (file, syntax),

@@ -30,7 +30,6 @@ use crate::source::source_error::SourceError;
 
 /// Size of the decoded data of a chunk, in bytes.
 const CHUNK_BYTES: u64 = 1 << 20;
-/// Maximum number of rows of a chunk.
 const CHUNK_ROWS: u64 = 4096;
 /// Maximum size of the decoded data of a row group without a page index, in bytes.
 const SLOW_GROUP_BYTES: i64 = 32 << 20;
@@ -38,7 +37,6 @@ const SLOW_GROUP_BYTES: i64 = 32 << 20;
 const MAX_CHUNKS: u64 = 1 << 20;
 const FORMAT: &str = "a Parquet file";
 
-/// An open Parquet file.
 #[derive(Debug)]
 pub(super) struct ParquetRows {
     path: PathBuf,
@@ -55,7 +53,6 @@ struct Chunk {
     /// The first row in the file.
     first: usize,
     group: usize,
-    /// The first row in the group.
     first_in_group: usize,
     rows: usize,
 }
@@ -270,7 +267,6 @@ struct Input {
     num_bytes: u64,
 }
 
-/// A position in the file.
 struct FileReader {
     file: Arc<File>,
     offset: u64,

@@ -64,7 +64,6 @@ impl RowRules {
 pub(crate) struct RowParser {
     /// Folder that relative paths of images and videos start from.
     pub(crate) image_root: Arc<Path>,
-    /// How rows are understood.
     pub(crate) rules: RowRules,
     pub(super) findings: Findings,
 }
@@ -210,7 +209,6 @@ pub(super) struct Survey {
 }
 
 impl Survey {
-    /// Adds the findings of one row.
     pub(super) fn add(&mut self, findings: BTreeSet<Finding>) {
         self.rows += 1;
         for finding in findings {

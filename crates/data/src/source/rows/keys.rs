@@ -292,7 +292,6 @@ const REFUSED_IN_ROWS: [(&str, &str); 17] = [
     ("train_on_input", MASK),
     ("train_on_prompt", MASK),
 ];
-/// Refused keys of a turn.
 const REFUSED_IN_TURNS: [(&str, &str); 7] = [
     ("loss_mask", MASK),
     ("mask", MASK),
@@ -330,9 +329,7 @@ const REFUSED_IN_IMAGES: [(&str, &str); 1] =
 /// What an object of a row describes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum ObjectKind {
-    /// A whole row.
     Row(RowForm),
-    /// A turn.
     Turn,
     /// A part of the content of a turn, other than an image or a video.
     Part,
@@ -344,7 +341,6 @@ pub(crate) enum ObjectKind {
     Call,
 }
 
-/// What happens to a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Use {
     /// The parser reads it, or the key is refused where it is read.

@@ -133,7 +133,6 @@ fn sample(
 /// Maximum number of bytes of the texts of a row, also after the chat template.
 pub(crate) use tokenizer::MAX_TEXT_BYTES;
 
-/// Maximum number of turns of a row.
 const MAX_TURNS: usize = 100_000;
 
 /// Rejects a row that would take the memory or the time of many others.

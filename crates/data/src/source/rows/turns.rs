@@ -14,7 +14,6 @@ use super::values::{
 use crate::json::{self, long_integer};
 use batch::{Content, Medium, Message};
 
-/// Keys with the thoughts of an assistant turn.
 const THOUGHT_KEYS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
 
 /// The turns parsed so far.

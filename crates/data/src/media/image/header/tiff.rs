@@ -157,7 +157,6 @@ const ORIENTATION: u16 = 0x112;
 const XMP: u16 = 700;
 const EXIF_PREFIX: &[u8] = b"Exif\0\0";
 
-/// One tag of a directory.
 #[derive(Debug, Clone, Copy)]
 struct TiffTag {
     tag: u16,
