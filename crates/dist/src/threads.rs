@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_ends_is_named_and_a_closed_lane_returns_at_once() {
+    fn a_rank_that_ends_is_named_and_a_closed_channel_returns_at_once() {
         let errors = on_ranks(2, |mut group| match group.rank.rank {
             0 => {
                 let error = group.step.all_gather(Vec::new()).unwrap_err();
