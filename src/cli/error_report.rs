@@ -15,8 +15,8 @@ use crate::checkpoint::CheckpointError;
 use crate::config::{ConfigError, ValueError};
 use crate::convert::ConvertError;
 use crate::data::{
-    CacheError, CollateError, LoaderError, ModelFolderError, OrderError, RowTrouble, SampleError,
-    SourceError, TokenizerError,
+    CacheError, CollateError, LoaderError, ModelFolderError, OrderError, SampleError, SourceError,
+    TokenizerError, TransientRowError,
 };
 use crate::dist::{DistError, LaunchError};
 use crate::metrics::JsonlError;
@@ -123,7 +123,7 @@ fn fault<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e dyn Fault> {
         AdapterError, CacheError, CheckpointError, CollateError, ConfigError, ConvertError,
         DeviceError, DistError, ModelFolderError, Failure, GroupError,
         HubError, JsonlError, LaunchError, LoaderError, ModelConfigError,
-        OptimError, OrderError, PathError, ReportError, RowTrouble,
+        OptimError, OrderError, PathError, ReportError, TransientRowError,
         RunError, SampleError, SetupError, SourceError, TokenizerError, TrainError,
         UnpadError, ValueError, WeightError
     };
@@ -153,7 +153,7 @@ mod tests {
     use super::*;
     use crate::batch::SampleId;
     use crate::checkpoint::write_atomically;
-    use crate::data::{Rejection, SampleFault, Trouble};
+    use crate::data::{Rejection, SampleFault, TransientFailure};
     use anyhow::Context;
     use std::path::Path;
 
@@ -276,11 +276,11 @@ mod tests {
             let id = SampleId { file: std::path::Path::new("a.jsonl").into(), line: 3 };
             let error = SampleError { id, fault: SampleFault::Read(code.into()) };
             let rejection = Rejection::of(&error);
-            let trouble = Trouble::of(&error).unwrap();
-            let stopped = LoaderError::Trouble(RowTrouble { rejection, trouble });
+            let failure = TransientFailure::of(&error).unwrap();
+            let stopped = LoaderError::Transient(TransientRowError { rejection, failure });
             assert!(stopped.to_string().contains("a.jsonl:3: cannot read the row"), "{stopped}");
             assert_eq!(exit_of(stopped.clone()), exit);
-            let LoaderError::Trouble(row) = stopped else { panic!("{stopped}") };
+            let LoaderError::Transient(row) = stopped else { panic!("{stopped}") };
             let in_eval = TrainError::Eval(Box::new(TrainError::Row(row.clone())));
             assert_eq!(exit_of(in_eval), exit);
             assert_eq!(exit_of(RunError::Row(row)), exit);

@@ -5,7 +5,7 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::{Progress, SetupBars};
 use super::terminal::stdout;
-use crate::data::{JsonlRows, SampleIndex, SampleSize};
+use crate::data::{DatasetRows, SampleIndex, SampleSize};
 use crate::run::{self, DataList};
 use crate::train::{
     EvalReport, Evaluator, Prediction, Predictor, RankWeights, Ranks, SampleScore, Weights,
@@ -137,7 +137,7 @@ struct AnswerFields<'a> {
     scores: Option<&'a BTreeMap<String, Option<f64>>>,
 }
 
-fn per_sample(rows: &JsonlRows, report: &EvalReport, answers: Option<&[Prediction]>) -> String {
+fn per_sample(rows: &DatasetRows, report: &EvalReport, answers: Option<&[Prediction]>) -> String {
     let by_row: HashMap<&str, &Prediction> =
         answers.into_iter().flatten().map(|answer| (answer.row.as_str(), answer)).collect();
     let mut lines = String::new();

@@ -8,7 +8,7 @@ use super::progress::SetupBars;
 use super::terminal::{escaped, escaped_line, stdout};
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
 use crate::config::RunConfig;
-use crate::data::{JsonlRows, Length, RowReader, SampleIndex, SampleSize, first_epoch_packs};
+use crate::data::{DatasetRows, Length, RowReader, SampleIndex, SampleSize, first_epoch_packs};
 use crate::run::{self, DataList};
 use crate::train::{DatasetCounts, log_datasets};
 use candle_core::{Device, Tensor};
@@ -130,7 +130,7 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
 /// Prints the decoded tokens: supervised ones in brackets with their weight, vision tokens as their
 /// number.
 fn show_text(
-    rows: &JsonlRows,
+    rows: &DatasetRows,
     label: &str,
     sample: &EncodedSample,
     notes: &Notes,
@@ -236,7 +236,7 @@ fn as_tensors(label: &str, sample: &EncodedSample) -> anyhow::Result<Vec<(String
 /// Prints one JSON object per pack, in training order.
 fn show_packs(
     config: &RunConfig,
-    rows: &Arc<JsonlRows>,
+    rows: &Arc<DatasetRows>,
     num: usize,
     out: &mut dyn Write,
 ) -> anyhow::Result<()> {
@@ -256,7 +256,7 @@ fn show_packs(
 /// The packs of the first epoch: rows and their numbers of tokens. Measures every row.
 fn packs_of(
     config: &RunConfig,
-    rows: &Arc<JsonlRows>,
+    rows: &Arc<DatasetRows>,
 ) -> anyhow::Result<Vec<Vec<(SampleIndex, usize)>>> {
     let order = run::order(config, rows)?;
     let options = run::loader_options(config, rows.encoder());

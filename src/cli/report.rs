@@ -6,7 +6,7 @@ use super::progress::SetupBars;
 use super::terminal::stdout;
 use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
-use crate::data::JsonlRows;
+use crate::data::DatasetRows;
 use crate::report::{RunFolder, report};
 use clap::Args;
 use std::io::Write;
@@ -39,8 +39,8 @@ pub(super) fn run(args: &ReportArgs, logging: &Logging) -> anyhow::Result<()> {
     let runs = args.runs.iter().map(read).collect::<Result<Vec<_>, _>>()?;
     let file = given.map_or_else(|| OutputFile::open("--out", &default), Ok)?;
     let path = file.path().to_owned();
-    let rows: Vec<Option<JsonlRows>> = runs.iter().map(|run| eval_rows(run, logging)).collect();
-    let rows: Vec<Option<&JsonlRows>> = rows.iter().map(Option::as_ref).collect();
+    let rows: Vec<Option<DatasetRows>> = runs.iter().map(|run| eval_rows(run, logging)).collect();
+    let rows: Vec<Option<&DatasetRows>> = rows.iter().map(Option::as_ref).collect();
     let page = report(&runs, &rows)?;
     file.write(page.as_bytes())?;
     writeln!(stdout(), "{}", path.display())?;
@@ -48,13 +48,13 @@ pub(super) fn run(args: &ReportArgs, logging: &Logging) -> anyhow::Result<()> {
 }
 
 /// The eval rows of a run, if answers need their images.
-fn eval_rows(run: &RunFolder, logging: &Logging) -> Option<JsonlRows> {
+fn eval_rows(run: &RunFolder, logging: &Logging) -> Option<DatasetRows> {
     let rows = run.eval_rows(&SetupBars(logging))?;
     rows.map_err(|error| tracing::warn!("the report has no images of answers: {error}")).ok()
 }
 
 /// Writes the page of a run to its folder. A failure must not fail the run.
-pub(super) fn write_report(config: &RunConfig, rows: Option<&JsonlRows>) {
+pub(super) fn write_report(config: &RunConfig, rows: Option<&DatasetRows>) {
     let path = config.output_dir.join(NAME);
     let page = RunFolder::read(&config.output_dir).and_then(|run| report(&[run], &[rows]));
     let written = page

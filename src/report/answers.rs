@@ -5,7 +5,7 @@ use super::folder::{ReportError, RunFolder};
 use super::html::{escaped, push};
 use super::tables::short;
 use super::thumbnail::thumbnail;
-use crate::data::{JsonlRows, Pixels, RowReader};
+use crate::data::{DatasetRows, Pixels, RowReader};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ const MAX_IMAGES: usize = 4;
 /// Answers of the last evaluation of a run: half of them wrong, if there are enough of each.
 pub(super) fn answers(
     run: &RunFolder,
-    rows: Option<&JsonlRows>,
+    rows: Option<&DatasetRows>,
     num_runs: usize,
 ) -> Result<String, ReportError> {
     let Some(first) = run.answers.first() else { return Ok(String::new()) };
@@ -81,7 +81,7 @@ fn text(answer: &Value, key: &str) -> String {
 }
 
 /// The images of rows, by the name of the row. Rows that cannot be read have none.
-fn images(rows: &JsonlRows, shown: &[&Value]) -> BTreeMap<String, Vec<Pixels>> {
+fn images(rows: &DatasetRows, shown: &[&Value]) -> BTreeMap<String, Vec<Pixels>> {
     let wanted: Vec<String> = shown.iter().map(|answer| text(answer, "row")).collect();
     let mut found = BTreeMap::new();
     for row in rows.rows() {

@@ -2,7 +2,7 @@
 
 use super::series::Series;
 use crate::config::{self, RunConfig};
-use crate::data::JsonlRows;
+use crate::data::DatasetRows;
 use crate::files;
 use crate::run::{self, DataList, RunError, SetupObserver};
 use crate::train::{Health, Spike};
@@ -106,7 +106,7 @@ impl RunFolder {
     }
 
     /// Opens the eval rows of the run, if there are answers to them.
-    pub fn eval_rows(&self, observer: &dyn SetupObserver) -> Option<Result<JsonlRows, RunError>> {
+    pub fn eval_rows(&self, observer: &dyn SetupObserver) -> Option<Result<DatasetRows, RunError>> {
         let config = self.config.as_ref().ok().filter(|_| !self.answers.is_empty())?;
         let open = |encoder| run::open_data(config, DataList::Eval, &encoder, observer);
         Some(run::encoder(config).and_then(open))

@@ -6,12 +6,12 @@ use super::charts::charts;
 use super::folder::{ReportError, RunFolder};
 use super::html::{document, escaped, push};
 use super::tables;
-use crate::data::JsonlRows;
+use crate::data::DatasetRows;
 use std::iter;
 
 /// The page of runs. `rows` are the eval rows of each run, whose images it shows; without them it
 /// shows none.
-pub fn report(runs: &[RunFolder], rows: &[Option<&JsonlRows>]) -> Result<String, ReportError> {
+pub fn report(runs: &[RunFolder], rows: &[Option<&DatasetRows>]) -> Result<String, ReportError> {
     let mut body = String::from("<h1>Training report</h1>\n");
     if let [run] = runs {
         let path = escaped(&run.path.display().to_string());

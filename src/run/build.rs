@@ -20,7 +20,7 @@ use super::runner::{rank_model, step_runner};
 use crate::checkpoint::{CarriedFiles, Checkpoint, Checkpointer, FolderLayout, Together};
 use crate::config::RunConfig;
 use crate::data::{
-    CachedRows, DataState, Encoder, JsonlRows, LengthCaching, Loader, LoaderShare, MediaLook,
+    CachedRows, DataState, DatasetRows, Encoder, LengthCaching, Loader, LoaderShare, MediaLook,
     RowReader,
 };
 use crate::dist::{DistError, Group, Monitor, Rank, fail};
@@ -266,7 +266,7 @@ fn open_all_data(
     config: &RunConfig,
     encoder: &Arc<Encoder>,
     observer: &dyn SetupObserver,
-) -> Result<(Arc<JsonlRows>, Option<JsonlRows>), RunError> {
+) -> Result<(Arc<DatasetRows>, Option<DatasetRows>), RunError> {
     let rows = Arc::new(open_data(config, DataList::Train, encoder, observer)?);
     log_data_sets(&rows);
     let eval_rows = match config.data.eval.as_slice() {
@@ -340,7 +340,7 @@ fn logs(
     config: &RunConfig,
     state: &TrainState,
     is_first: bool,
-    rows: &JsonlRows,
+    rows: &DatasetRows,
 ) -> Result<(Logs, bool), RunError> {
     if !is_first {
         return Ok(Default::default());
@@ -352,7 +352,7 @@ fn logs(
     Ok((logs, is_evaluated))
 }
 
-fn train_data(loader: Loader, reader: Arc<dyn RowReader>, rows: &JsonlRows) -> TrainData {
+fn train_data(loader: Loader, reader: Arc<dyn RowReader>, rows: &DatasetRows) -> TrainData {
     TrainData {
         loader,
         reader,
@@ -363,7 +363,7 @@ fn train_data(loader: Loader, reader: Arc<dyn RowReader>, rows: &JsonlRows) -> T
 
 fn evaluation(
     config: &RunConfig,
-    rows: Option<JsonlRows>,
+    rows: Option<DatasetRows>,
     rule: Option<EvalRule>,
     is_done: bool,
 ) -> Evaluation {
@@ -382,7 +382,7 @@ fn first_state(
     config: &RunConfig,
     data_fingerprint: String,
     base: Option<BaseModel>,
-    rows: &JsonlRows,
+    rows: &DatasetRows,
 ) -> Result<TrainState, RunError> {
     let media = match config.data.length_cache {
         LengthCaching::Complete => CachedRows::media(rows, &config.cache_dir(), MediaLook::Cache)?,
@@ -455,7 +455,7 @@ impl SetupRanks {
             return Self { ranks: Ranks::alone(), share: None, device: None };
         };
         let ranks = Ranks::new(rank, step, shard_group, sums, monitor).in_sequence_groups(sequence);
-        let share = LoaderShare { group: ranks.sequence_group(), sequence, lane: data };
+        let share = LoaderShare { group: ranks.sequence_group(), sequence, channel: data };
         Self { ranks, share: Some(share), device }
     }
 

@@ -7,7 +7,8 @@ use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
 use crate::config::{ConfigChange, ConfigError, LeftOut, ValueError};
 use crate::data::{
-    CacheError, CollateError, LoaderError, ModelFolderError, OrderError, RowTrouble, SourceError,
+    CacheError, CollateError, LoaderError, ModelFolderError, OrderError, SourceError,
+    TransientRowError,
 };
 use crate::dist::DistError;
 use crate::metrics::JsonlError;
@@ -208,7 +209,7 @@ pub enum RunError {
     #[error(transparent)]
     Train(Box<TrainError>),
     #[error(transparent)]
-    Row(#[from] RowTrouble),
+    Row(#[from] TransientRowError),
     #[error(transparent)]
     Collate(#[from] CollateError),
     #[error(transparent)]
@@ -255,8 +256,8 @@ impl RunError {
     /// them.
     pub fn is_trouble(&self) -> bool {
         match self {
-            Self::Row(_) | Self::Plan(LoaderError::Trouble(_)) => true,
-            Self::Cache(error) => error.trouble().is_some(),
+            Self::Row(_) | Self::Plan(LoaderError::Transient(_)) => true,
+            Self::Cache(error) => error.transient_failure().is_some(),
             _ => false,
         }
     }

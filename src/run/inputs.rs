@@ -8,8 +8,8 @@ use crate::batch::PaddingSide;
 use crate::checkpoint::{CheckpointError, is_model_file};
 use crate::config::RunConfig;
 use crate::data::{
-    Corpus, CorpusOptions, DataSet, DatasetConfig, DatasetInfo, DatasetShare, Encoder, ImageConfig,
-    JsonlRows, LoaderOptions, Mixture, ModelFolderError, Order, Purpose, Rmpad, SourceError,
+    Corpus, CorpusOptions, DataSet, DatasetConfig, DatasetInfo, DatasetRows, DatasetShare, Encoder,
+    ImageConfig, LoaderOptions, Mixture, ModelFolderError, Order, Purpose, Rmpad, SourceError,
     StepPacks,
 };
 use crate::files;
@@ -75,7 +75,7 @@ pub(crate) fn open_data(
     list: DataList,
     encoder: &Arc<Encoder>,
     observer: &dyn SetupObserver,
-) -> Result<JsonlRows, RunError> {
+) -> Result<DatasetRows, RunError> {
     let data = &config.data;
     let (name, datasets, purpose, cut) = match list {
         DataList::Train => {
@@ -103,7 +103,7 @@ pub(crate) fn open_data(
             *report = None; // the next corpus starts a new report
         }
     };
-    let rows = JsonlRows::open_with(datasets, encoder.clone(), &options, &progress);
+    let rows = DatasetRows::open_with(datasets, encoder.clone(), &options, &progress);
     rows.map(|rows| rows.truncated(cut)).map_err(|problem| of_data_set(name, datasets, problem))
 }
 
@@ -142,7 +142,7 @@ pub(super) fn of_data_set(
 }
 
 /// The order of the rows in each epoch.
-pub(crate) fn order(config: &RunConfig, rows: &JsonlRows) -> Result<Order, RunError> {
+pub(crate) fn order(config: &RunConfig, rows: &DatasetRows) -> Result<Order, RunError> {
     let data = &config.data;
     let share = |(config, set): (&DatasetConfig, &DataSet)| {
         let rows = set.len() as u64;

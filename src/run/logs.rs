@@ -3,7 +3,7 @@
 use super::device::device_name;
 use super::error::RunError;
 use crate::config::RunConfig;
-use crate::data::{DataSet, JsonlRows};
+use crate::data::{DataSet, DatasetRows};
 use crate::dist::Rank;
 use crate::metrics::{EvalMetrics, EventFile, JsonlSink, StepMetrics, StepRows, scalars};
 use crate::ops::simd_level;
@@ -29,7 +29,7 @@ struct StartRecord {
 pub(super) fn log_start(
     config: &RunConfig,
     runner: &StepRunner,
-    rows: &JsonlRows,
+    rows: &DatasetRows,
     state: &TrainState,
 ) {
     let count = |params: &mut dyn Iterator<Item = &Param>| {
@@ -117,7 +117,7 @@ pub(super) fn log_share(config: &RunConfig, rank: Rank) {
     );
 }
 
-pub(super) fn log_data_sets(rows: &JsonlRows) {
+pub(super) fn log_data_sets(rows: &DatasetRows) {
     for set in rows.sets() {
         let file = set.path().display();
         match set {

@@ -7,7 +7,7 @@ use super::inputs::{DataList, SetupObserver, download, encoder, open_data, open_
 use crate::checkpoint::WeightFiles;
 use crate::config::{RunConfig, explained, load_text};
 use crate::convert::{self, ConvertError, Line, Trainer};
-use crate::data::{DataSet, DatasetInfo, JsonlRows, RowReader, SampleIndex};
+use crate::data::{DataSet, DatasetInfo, DatasetRows, RowReader, SampleIndex};
 use crate::nn::Inputs;
 use crate::train::{AdapterConfig, Precision, RecomputeChoice, Weights};
 use candle_core::Device;
@@ -79,7 +79,7 @@ struct DatasetLengths {
 
 impl DatasetLengths {
     /// Measures rows at equal distances.
-    fn of(rows: &JsonlRows, index: usize) -> Self {
+    fn of(rows: &DatasetRows, index: usize) -> Self {
         let set = &rows.sets()[index];
         let form = match set {
             DataSet::Chats(chats) => chats.form().to_string(),

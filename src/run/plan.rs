@@ -10,7 +10,7 @@ use super::memory::{Load, ModelShape, RunMemory, advice};
 use crate::batch::{IGNORE_INDEX, Patches};
 use crate::config::RunConfig;
 use crate::data::{
-    CacheError, CacheWork, CachedRows, DataSet, Encoder, JsonlRows, LengthCaching, LengthSummary,
+    CacheError, CacheWork, CachedRows, DataSet, DatasetRows, Encoder, LengthCaching, LengthSummary,
     LoaderOptions, Order, Plan, RejectedCounts, RowReader, SampleIndex, plan,
 };
 use crate::dist::Rank;
@@ -39,7 +39,7 @@ pub(super) struct RunPlan {
 /// ends at `train.max_steps`.
 pub(super) fn plan_run(
     config: &RunConfig,
-    rows: &Arc<JsonlRows>,
+    rows: &Arc<DatasetRows>,
     order: &Order,
     options: &LoaderOptions,
     resumed: Option<&TrainState>,
@@ -90,7 +90,7 @@ pub(super) fn plan_run(
 /// Measures the part of one rank of the rows that [`plan_run`] will need.
 pub(super) fn measure_part(
     config: &RunConfig,
-    rows: &Arc<JsonlRows>,
+    rows: &Arc<DatasetRows>,
     resumed: Option<&TrainState>,
     rank: Rank,
     observer: &dyn SetupObserver,
@@ -106,19 +106,19 @@ pub(super) fn measure_part(
 }
 
 /// The rows with the lengths of complete caches, which are not changed; `None` if one is missing.
-fn complete_cache(config: &RunConfig, rows: &Arc<JsonlRows>) -> Option<Arc<dyn RowReader>> {
+fn complete_cache(config: &RunConfig, rows: &Arc<DatasetRows>) -> Option<Arc<dyn RowReader>> {
     let cached = CachedRows::complete(rows.clone(), &config.cache_dir())?;
     Some(Arc::new(cached))
 }
 
-fn num_chats(rows: &JsonlRows) -> usize {
+fn num_chats(rows: &DatasetRows) -> usize {
     rows.sets().iter().filter(|set| set.corpus().is_none()).map(DataSet::len).sum()
 }
 
 /// Brings the length caches of `data.train` up to date.
 pub(crate) fn update_cache(
     config: &RunConfig,
-    rows: Arc<JsonlRows>,
+    rows: Arc<DatasetRows>,
     observer: &dyn SetupObserver,
 ) -> Result<(CachedRows, CacheWork), RunError> {
     let num_rows = num_chats(&rows);
@@ -135,7 +135,7 @@ pub(crate) fn update_cache(
 /// The rows with cached lengths; `None` if the cache cannot be written.
 pub(super) fn cached_if_possible(
     config: &RunConfig,
-    rows: &Arc<JsonlRows>,
+    rows: &Arc<DatasetRows>,
     observer: &dyn SetupObserver,
 ) -> Result<Option<CachedRows>, RunError> {
     match update_cache(config, Arc::clone(rows), observer) {
@@ -223,7 +223,7 @@ fn plan_rows(
 pub(super) fn plan_opened(
     config: &RunConfig,
     encoder: &Encoder,
-    rows: &Arc<JsonlRows>,
+    rows: &Arc<DatasetRows>,
     observer: &dyn SetupObserver,
 ) -> Result<DataPlan, RunError> {
     let order = order(config, rows)?;
@@ -245,7 +245,7 @@ pub(super) fn plan_opened(
 
 /// Patches per token, and the fraction of supervised tokens, of a few rows; 0 and 1 if none of them
 /// can be read.
-fn sample_fractions(rows: &JsonlRows) -> [f64; 2] {
+fn sample_fractions(rows: &DatasetRows) -> [f64; 2] {
     let (mut tokens, mut patches, mut targets) = (0, 0, 0);
     let sets = rows.sets();
     let each = NUM_SAMPLED.div_ceil(sets.len().max(1));
@@ -318,7 +318,7 @@ fn capacity(device: &Device, processes: usize) -> Option<f64> {
 /// `auto`; `none` if the micro-batches or the memory are not known.
 pub(super) fn choose_recompute(
     config: &RunConfig,
-    rows: &JsonlRows,
+    rows: &DatasetRows,
     plan: Option<&Plan>,
     ranks: &Ranks,
     device: &Device,
@@ -341,7 +341,7 @@ pub(super) fn choose_recompute(
 /// free. `plan` has its packs, if they are known. `None`: the micro-batches are not known.
 pub(super) fn forecast(
     config: &RunConfig,
-    rows: &JsonlRows,
+    rows: &DatasetRows,
     plan: Option<&Plan>,
     (world, device): (usize, &Device),
 ) -> Option<u64> {
@@ -360,7 +360,7 @@ pub(super) fn forecast(
 /// The run on this device, with the packs of `plan`; `None` if the micro-batches are not known.
 fn run_memory(
     config: &RunConfig,
-    rows: &JsonlRows,
+    rows: &DatasetRows,
     plan: Option<&Plan>,
     (world, device): (usize, &Device),
 ) -> Option<(RunMemory, ModelShape)> {

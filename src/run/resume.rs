@@ -4,7 +4,7 @@ use super::error::RunError;
 use super::output_dir::set_one_aside;
 use crate::checkpoint::{Checkpoint, CheckpointError, Checkpointer, Together};
 use crate::config::{ConfigChange, RunConfig, ValueError, load};
-use crate::data::{CachedRows, Encoder, JsonlRows, MediaLook, dataset_names};
+use crate::data::{CachedRows, DatasetRows, Encoder, MediaLook, dataset_names};
 use crate::ops::AlgorithmTable;
 use crate::train::{EvalHistory, EvalRule, TrainState};
 use sha2::digest::generic_array::GenericArray;
@@ -78,7 +78,7 @@ pub(super) struct InputDigests {
 impl InputDigests {
     /// `algorithms` is the table of `model.algorithms` with its text.
     pub(super) fn new(
-        rows: &JsonlRows,
+        rows: &DatasetRows,
         encoder: &Encoder,
         algorithms: Option<&(AlgorithmTable, String)>,
     ) -> Self {
@@ -95,7 +95,7 @@ impl InputDigests {
 /// `reads_media`: whether the media files of the rows are compared as well.
 pub(super) fn resumed_state(
     config: &RunConfig,
-    rows: &JsonlRows,
+    rows: &DatasetRows,
     inputs: &InputDigests,
     found: &Checkpoint,
     reads_media: bool,
@@ -143,7 +143,7 @@ const MAX_ROWS_READ: usize = 1024;
 /// changes that a length cache has.
 fn check_media(
     config: &RunConfig,
-    rows: &JsonlRows,
+    rows: &DatasetRows,
     found: &Checkpoint,
     state: &TrainState,
 ) -> Result<(), RunError> {

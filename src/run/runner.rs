@@ -218,7 +218,7 @@ mod tests {
     use super::super::{encoder, loader_options, order, step_runner};
     use super::*;
     use crate::config::{RunConfig, load};
-    use crate::data::{DataState, JsonlRows, Loader};
+    use crate::data::{DataState, DatasetRows, Loader};
     use crate::ops;
     use crate::train::Ranks;
     use candle_core::{DType, Device, Tensor};
@@ -246,7 +246,7 @@ mod tests {
         let config: RunConfig =
             load(Path::new("configs/quickstart.yaml"), &all.collect::<Vec<_>>()).unwrap();
         let encoder = encoder(&config).unwrap();
-        let rows = Arc::new(JsonlRows::open(&config.data.train, encoder.clone()).unwrap());
+        let rows = Arc::new(DatasetRows::open(&config.data.train, encoder.clone()).unwrap());
         let order = order(&config, &rows).unwrap();
         let options = loader_options(&config, &encoder);
         let mut loader = Loader::start(rows, order, options, DataState::default());

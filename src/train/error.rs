@@ -1,6 +1,6 @@
 use crate::batch::UnpadError;
 use crate::checkpoint::CheckpointError;
-use crate::data::{CollateError, LoaderError, RowTrouble, SampleError};
+use crate::data::{CollateError, LoaderError, SampleError, TransientRowError};
 use crate::dist::DistError;
 use crate::metrics::JsonlError;
 use crate::optim::OptimError;
@@ -28,7 +28,7 @@ pub enum TrainError {
     #[error(transparent)]
     Data(#[from] LoaderError),
     #[error(transparent)]
-    Row(#[from] RowTrouble),
+    Row(#[from] TransientRowError),
     #[error(transparent)]
     Sample(Box<SampleError>),
     #[error(transparent)]

@@ -9,8 +9,8 @@ use super::ranks::Ranks;
 use super::sequence::own_part;
 use super::weights::RankWeights;
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
-use crate::data::{JsonlRows, collate};
-use crate::data::{Rejection, RowReader, RowTrouble, SampleIndex, SampleSize};
+use crate::data::{DatasetRows, collate};
+use crate::data::{Rejection, RowReader, SampleIndex, SampleSize, TransientRowError};
 use crate::dist::{Collective, Rank};
 use crate::loss::{TargetLosses, scores};
 use crate::models::Model;
@@ -87,7 +87,7 @@ impl EvalReport {
 /// Scores rows in packs of at most `max_tokens`. Sequence groups share the rows, and the ranks of a
 /// group share each pack.
 pub struct Evaluator<'a> {
-    pub rows: &'a JsonlRows,
+    pub rows: &'a DatasetRows,
     /// Maximum number of tokens of one forward pass; a longer sample is scored alone.
     pub max_tokens: usize,
     pub dtype: DType,
@@ -172,7 +172,7 @@ impl Evaluator<'_> {
                 return Ok(report); // all ranks return no result
             }
             self.ranks.report("evaluation");
-            let encoded: Result<Vec<_>, RowTrouble> =
+            let encoded: Result<Vec<_>, TransientRowError> =
                 chunk.par_iter().map(|row| self.rows.read_patiently(*row)).collect();
             for (row, sample) in chunk.iter().zip(encoded?) {
                 match sample {

@@ -6,7 +6,7 @@ use super::ranks::Ranks;
 use super::scores::Score;
 use super::weights::RankWeights;
 use crate::batch::EncodedSample;
-use crate::data::{JsonlRows, Rejection, RowReader, RowTrouble, SampleError, SampleIndex};
+use crate::data::{DatasetRows, Rejection, RowReader, SampleError, SampleIndex, TransientRowError};
 use crate::models::Model;
 use crate::train::TrainError;
 use candle_core::Device;
@@ -54,7 +54,7 @@ struct Question {
 }
 
 pub struct Predictor<'a> {
-    pub rows: &'a JsonlRows,
+    pub rows: &'a DatasetRows,
     /// Length and scores of answers.
     pub config: &'a GenerateConfig,
     pub model: &'a dyn Model,
@@ -95,7 +95,7 @@ impl Predictor<'_> {
             if group.has_room()
                 && let Some((at, row)) = waiting.next()
             {
-                match RowTrouble::or_read(Rejection::of, || self.question(row))? {
+                match TransientRowError::or_read(Rejection::of, || self.question(row))? {
                     Ok(Some((question, prompt))) => {
                         self.pass(|| group.begin((at, question), prompt))?;
                     }

@@ -3,7 +3,7 @@
 use super::error::TrainError;
 use crate::checkpoint::Together;
 use crate::dist::{
-    Collective, DistError, Lane, Monitor, Rank, SequencePlace, during, fail, gather,
+    Channel, Collective, DistError, Monitor, Rank, SequencePlace, during, fail, gather,
 };
 use serde::{Serialize, de::DeserializeOwned};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,7 +21,7 @@ pub struct Ranks {
 }
 
 struct Others {
-    lane: Mutex<Box<dyn Lane>>,
+    channel: Mutex<Box<dyn Channel>>,
     sums: Arc<dyn Collective>,
 }
 
@@ -38,15 +38,15 @@ impl Ranks {
         }
     }
 
-    /// `lane` is used by nothing else.
+    /// `channel` is used by nothing else.
     pub fn new(
         rank: Rank,
-        lane: Box<dyn Lane>,
+        channel: Box<dyn Channel>,
         shard_group: usize,
         sums: Arc<dyn Collective>,
         monitor: Arc<dyn Monitor>,
     ) -> Self {
-        let others = Some(Others { lane: Mutex::new(lane), sums });
+        let others = Some(Others { channel: Mutex::new(channel), sums });
         let (step, monitor) = (AtomicU64::new(0), Some(monitor));
         Self { rank, shard_group, sequence: 1, step, others, monitor }
     }
@@ -102,8 +102,8 @@ impl Ranks {
     /// The values of all ranks, in their order. All ranks make the same calls.
     pub fn gather<T: Serialize + DeserializeOwned>(&self, value: T) -> Result<Vec<T>, DistError> {
         let Some(others) = &self.others else { return Ok(vec![value]) };
-        let mut lane = others.lane.lock().unwrap_or_else(PoisonError::into_inner);
-        gather(&mut **lane, &value)
+        let mut channel = others.channel.lock().unwrap_or_else(PoisonError::into_inner);
+        gather(&mut **channel, &value)
     }
 
     pub fn wait_for_all(&self) -> Result<(), DistError> {

@@ -1,7 +1,7 @@
 //! Rules for the tree: directions of imports, lengths of files, configs that load, no paths of one
 //! machine.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use trainer::config::{RunConfig, load};
@@ -429,8 +429,8 @@ fn nothing_names_a_path_of_one_machine_or_a_mirror() {
     assert_eq!(sections, ["[env]"], "settings of one machine's cargo");
 }
 
-/// Errors that reach the command line only inside of others, and `BoxFault` and `Trouble`, which are
-/// no errors.
+/// Errors that reach the command line only inside of others, and `BoxFault` and `TransientFailure`,
+/// which are no errors.
 const INSIDE_OTHERS: [&str; 13] = [
     "BoxFault",
     "ConnectError",
@@ -441,11 +441,67 @@ const INSIDE_OTHERS: [&str; 13] = [
     "SampleFault",
     "StdoutError",
     "TemplateError",
-    "Trouble",
+    "TransientFailure",
     "TruncationError",
     "UrlError",
     "VideoError",
 ];
+
+/// Crates and types that are declared once for each alternative of a `#[cfg]`.
+const ALTERNATIVES: [(&str, &str); 1] = [("crates/net/src", "Client")];
+
+/// The names of the types that a source text declares outside of its tests. Indented aliases are
+/// associated types.
+fn declared_types(text: &str) -> impl Iterator<Item = &str> {
+    let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
+    code.lines().filter_map(|line| {
+        let item = line.trim_start();
+        let item = match item.strip_prefix("pub(").and_then(|rest| rest.split_once(") ")) {
+            Some((_, item)) => item,
+            None => item.strip_prefix("pub ").unwrap_or(item),
+        };
+        let (keyword, rest) = item.strip_prefix("unsafe ").unwrap_or(item).split_once(' ')?;
+        let is_type = match keyword {
+            "struct" | "enum" | "union" | "trait" => true,
+            "type" => !line.starts_with(' '),
+            _ => false,
+        };
+        let name = rest.split(|c: char| !c.is_alphanumeric() && c != '_').next();
+        name.filter(|name| is_type && !name.is_empty())
+    })
+}
+
+#[test]
+fn a_type_name_means_one_thing_in_a_crate() {
+    let text = "pub(in crate::a) struct A<T>(T);\nimpl B for A {\n    type C = u8;\n}\ntype D = u8;\n\
+                pub unsafe trait E {}\n    enum F {}\n#[cfg(test)]\nmod tests {\n    struct G;\n}\n";
+    assert_eq!(declared_types(text).collect::<Vec<_>>(), ["A", "D", "E", "F"]);
+    let crates = fs::read_dir(root().join("crates")).unwrap();
+    let mut folders: Vec<_> = crates.map(|entry| entry.unwrap().path().join("src")).collect();
+    folders.push(root().join("src"));
+    folders.sort();
+    let mut wrong = Vec::new();
+    for folder in folders {
+        let mut places: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        for path in files(&folder, &["rs"]) {
+            if path.ends_with("tests.rs")
+                || path.components().any(|part| part.as_os_str() == "tests")
+            {
+                continue;
+            }
+            for name in declared_types(&fs::read_to_string(&path).unwrap()) {
+                places.entry(name.to_owned()).or_default().push(short(&path));
+            }
+        }
+        for (name, places) in places {
+            let is_excepted = ALTERNATIVES.contains(&(short(&folder).as_str(), name.as_str()));
+            if places.len() > 1 && !is_excepted {
+                wrong.push(format!("`{name}`: {}", places.join(", ")));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "these names have several meanings:\n{}", wrong.join("\n"));
+}
 
 #[test]
 fn the_command_line_lists_every_error_with_an_exit_code() {

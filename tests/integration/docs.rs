@@ -6,8 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
-use trainer::data::JsonlRows;
-use trainer::data::{DatasetConfig, Encoder, ImageConfig, RowReader, Trouble};
+use trainer::data::DatasetRows;
+use trainer::data::{DatasetConfig, Encoder, ImageConfig, RowReader, TransientFailure};
 use trainer::dist::Launched;
 
 fn root() -> &'static Path {
@@ -56,7 +56,7 @@ fn every_example_row_is_read() {
     let set = DatasetConfig { image_root, ..DatasetConfig::new(path) };
     let model = root().join("data/quickstart/model");
     let encoder = Encoder::from_folder(&model, &ImageConfig::default()).unwrap();
-    let data = JsonlRows::open(&[set], Arc::new(encoder)).unwrap();
+    let data = DatasetRows::open(&[set], Arc::new(encoder)).unwrap();
     for (row, example) in data.rows().zip(&examples) {
         let sample = data.read(row).unwrap_or_else(|rejection| panic!("{rejection}: {example}"));
         let images = example.matches(".png").count() + example.matches(".jpg").count();
@@ -112,7 +112,7 @@ fn every_reason_of_a_rejection_is_explained() {
     assert!(reasons.len() > 20, "{reasons:?}");
     let spaces: Vec<_> = reasons.iter().filter(|reason| reason.contains(' ')).collect();
     assert!(spaces.is_empty(), "not a key: {spaces:?}");
-    reasons.retain(|reason| Trouble::with_reason(reason).is_none()); // it rejects no row
+    reasons.retain(|reason| TransientFailure::with_reason(reason).is_none()); // it rejects no row
     reasons.extend(["empty", "overlong", "too_long", "changed"]); // by length, in crates/data/src/loader/
     let page = text("docs/data-format.md");
     let explained: BTreeSet<&str> =

@@ -17,7 +17,7 @@ use trainer::data::{
     CacheWork, DatasetConfig, Encoder, ImageConfig, KeptEnd, Length, MediaLook, Rejection,
     RowReader, RowRules, SampleIndex, TruncationRule, VideoConfig, open_indexed,
 };
-use trainer::data::{CachedRows, JsonlRows};
+use trainer::data::{CachedRows, DatasetRows};
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
@@ -57,9 +57,9 @@ impl Place {
         File::create(self.path("rows.jsonl")).unwrap().write_all(text.as_bytes()).unwrap();
     }
 
-    pub(crate) fn rows(&self, encoder: &Arc<Encoder>) -> Arc<JsonlRows> {
+    pub(crate) fn rows(&self, encoder: &Arc<Encoder>) -> Arc<DatasetRows> {
         let set = DatasetConfig::new(self.path("rows.jsonl"));
-        Arc::new(JsonlRows::open(&[set], encoder.clone()).unwrap())
+        Arc::new(DatasetRows::open(&[set], encoder.clone()).unwrap())
     }
 
     pub(crate) fn update(&self, encoder: &Arc<Encoder>) -> (CachedRows, CacheWork) {
@@ -111,7 +111,7 @@ fn mixed(count: usize) -> Vec<Value> {
 }
 
 /// Asserts that every cached length and rejection equals the newly measured one.
-pub(crate) fn assert_as_measured(cached: &CachedRows, rows: &Arc<JsonlRows>) {
+pub(crate) fn assert_as_measured(cached: &CachedRows, rows: &Arc<DatasetRows>) {
     for row in rows.rows() {
         assert_eq!(cached.length(row), rows.length(row), "{}", rows.id(row));
     }
@@ -128,7 +128,7 @@ fn lengths_from_the_cache_are_those_of_measuring_under_every_limit() {
                 let cut = NonZeroU32::new(max_length)
                     .map(|max_length| TruncationRule { max_length, keep });
                 let set = DatasetConfig::new(place.path("rows.jsonl"));
-                let rows = JsonlRows::open(&[set], encoder.clone()).unwrap().truncated(cut);
+                let rows = DatasetRows::open(&[set], encoder.clone()).unwrap().truncated(cut);
                 let rows = Arc::new(rows);
                 let (cached, work) =
                     CachedRows::update(rows.clone(), &place.path("cache"), &|_| ()).unwrap();

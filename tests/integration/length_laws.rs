@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use trainer::batch::{EncodedSample, PaddingSide};
-use trainer::data::{CachedRows, JsonlRows};
+use trainer::data::{CachedRows, DatasetRows};
 use trainer::data::{
     DataState, DatasetConfig, DatasetShare, Encoder, ImageConfig, KeptEnd, Length, Loader,
     LoaderOptions, OnError, Order, Overlong, PackRules, Packing, PackingStrategy, Rmpad, RowOrder,
@@ -144,7 +144,7 @@ impl Case {
         }
     }
 
-    fn order(&self, rows: &JsonlRows) -> Order {
+    fn order(&self, rows: &DatasetRows) -> Order {
         let share = DatasetShare { rows: self.rows.len() as u64, weight: 1.0 };
         Order::new(&[share], self.order, self.seed, rows.fingerprint()).unwrap()
     }
@@ -172,7 +172,7 @@ fn check(case: &Case, folder: &Path) -> Result<(), TestCaseError> {
     let text = case.rows.iter().map(Value::to_string).collect::<Vec<_>>().join("\n");
     File::create(&path).unwrap().write_all(text.as_bytes()).unwrap();
     let set = DatasetConfig { image_root: Some(golden("data/images")), ..DatasetConfig::new(path) };
-    let rows = Arc::new(JsonlRows::open(&[set], encoder()).unwrap().truncated(case.cut()));
+    let rows = Arc::new(DatasetRows::open(&[set], encoder()).unwrap().truncated(case.cut()));
     let options = case.options(case.workers);
 
     // The result of encoding each row alone.

@@ -71,7 +71,7 @@ mod supervision;
 mod templates;
 mod toolkit;
 #[cfg(feature = "hub")]
-mod trouble;
+mod transient;
 #[cfg(feature = "testing")]
 mod urls;
 mod verify;

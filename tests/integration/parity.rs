@@ -13,7 +13,7 @@ use std::sync::Arc;
 use tempfile::TempDir;
 use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{
-    DatasetConfig, Encoder, ImageConfig, JsonlRows, RowReader, SampleIndex, collate,
+    DatasetConfig, DatasetRows, Encoder, ImageConfig, RowReader, SampleIndex, collate,
 };
 use trainer::optim::{Kind, Master, OptimConfig, Optimizer};
 use trainer::run::{OpenAdapter, OpenModel, trainable};
@@ -69,16 +69,16 @@ impl Variant {
     }
 }
 
-fn rows(data: &str) -> JsonlRows {
+fn rows(data: &str) -> DatasetRows {
     rows_for(SMALL, data)
 }
 
 /// Rows as the model in this folder reads them.
-pub(crate) fn rows_for(model: &str, data: &str) -> JsonlRows {
+pub(crate) fn rows_for(model: &str, data: &str) -> DatasetRows {
     let encoder = Encoder::from_folder(&golden("models").join(model), &ImageConfig::default());
     let path = golden("data").join(format!("{data}.jsonl"));
     let set = DatasetConfig::new(path);
-    JsonlRows::open(&[set], Arc::new(encoder.unwrap())).unwrap()
+    DatasetRows::open(&[set], Arc::new(encoder.unwrap())).unwrap()
 }
 
 fn section(model: &str, variant: Variant, precision: Precision) -> ModelSection {
@@ -369,7 +369,7 @@ fn gradient_norms_of_every_parameter_equal_the_references() {
 }
 
 /// Of the first step; those of the frozen parameters are not computed.
-pub(crate) fn assert_gradient_norms(rows: &JsonlRows, runner: &StepRunner, golden: &Value) {
+pub(crate) fn assert_gradient_norms(rows: &DatasetRows, runner: &StepRunner, golden: &Value) {
     let samples: Vec<EncodedSample> =
         rows.rows().take(SAMPLES_A_STEP).map(|row| rows.read(row).unwrap()).collect();
     runner.accumulate(runner.prepare(PLAIN.micro_batches(&samples)).unwrap(), 1).unwrap();

@@ -13,7 +13,7 @@ use sha2::{Digest, Sha256};
 use std::sync::Arc;
 use trainer::batch::{EncodedSample, MediumKind};
 use trainer::data::{
-    CachedRows, DatasetConfig, Encoder, ImageConfig, JsonlRows, Length, RowFile, RowReader,
+    CachedRows, DatasetConfig, DatasetRows, Encoder, ImageConfig, Length, RowFile, RowReader,
     SampleError, VideoConfig,
 };
 use trainer::run::OpenModel;
@@ -226,7 +226,7 @@ fn other_limits_on_pixels_measure_rows_with_boxes_again() {
             image_root: Some("/".into()),
             ..DatasetConfig::new(place.path("rows.jsonl"))
         };
-        let rows = Arc::new(JsonlRows::open(&[set], Arc::new(encoder)).unwrap());
+        let rows = Arc::new(DatasetRows::open(&[set], Arc::new(encoder)).unwrap());
         let (cached, _) = CachedRows::update(rows.clone(), &place.path("cache"), &|_| ()).unwrap();
         let index = rows.rows().next().unwrap();
         let length = cached.length(index).unwrap();

@@ -20,8 +20,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trainer::batch::{EncodedSample, SampleId};
 use trainer::data::{
-    CachedRows, DataPath, DataState, DatasetConfig, DatasetShare, JsonlRows, Length, Loader, Order,
-    Rejection, RowReader, StepData,
+    CachedRows, DataPath, DataState, DatasetConfig, DatasetRows, DatasetShare, Length, Loader,
+    Order, Rejection, RowReader, StepData,
 };
 
 /// Writes rows as a data set in `folder`, and returns its `path`.
@@ -283,7 +283,7 @@ fn see(case: &Case, path: Value, folder: &Path) -> Seen {
         image_root: Some(golden("data/images")),
         ..DatasetConfig::new(PathBuf::new())
     };
-    let rows = JsonlRows::open(&[DatasetConfig { path, ..set }], encoder()).unwrap();
+    let rows = DatasetRows::open(&[DatasetConfig { path, ..set }], encoder()).unwrap();
     let rows = Arc::new(rows.truncated(case.cut()));
     let (cached, work) = CachedRows::update(rows.clone(), &folder.join("cache"), &|_| ()).unwrap();
     assert_eq!(work.measured, case.rows.len() as u64);

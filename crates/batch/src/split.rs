@@ -80,7 +80,6 @@ impl VarlenBatch {
     }
 }
 
-/// Number of patches of a frame.
 fn frame_patches(patches: &Patches) -> usize {
     let [_, height, width] = patches.grid_thw;
     height as usize * width as usize

@@ -11,7 +11,6 @@ use settings::nearest;
 /// Why a setting whose value switches it off has no effect.
 pub(crate) const OFF: &str = "it is switched off";
 
-/// A conversion in progress.
 #[derive(Debug)]
 pub(crate) struct Conversion {
     pub(crate) trainer: Trainer,
@@ -210,7 +209,6 @@ impl Conversion {
         }
     }
 
-    /// The line of a key.
     pub(crate) fn line(&self, key: &str) -> Option<&Line> {
         self.lines.iter().find(|line| line.key == key)
     }
@@ -219,7 +217,6 @@ impl Conversion {
         self.line(key).is_some()
     }
 
-    /// Whether there is evaluation data.
     pub(crate) fn has_eval(&self) -> bool {
         self.lines.iter().any(|line| line.key.starts_with("data.eval."))
     }
@@ -235,7 +232,6 @@ impl Conversion {
         self.write_line(key, value, origin.to_owned(), false);
     }
 
-    /// Writes a key with the value of a setting.
     pub(crate) fn write_setting(&mut self, key: &str, value: &str, setting: &Setting) {
         self.write_line(key, value, self.origin(setting), !setting.is_written());
     }
@@ -272,7 +268,6 @@ impl Conversion {
         }
     }
 
-    /// Refuses because a setting is missing.
     pub(crate) fn refuse_missing(&mut self, setting: &str, reason: &str) {
         let (setting, reason) = (setting.to_owned(), reason.to_owned());
         self.refused.push(Refusal { place: "missing".to_owned(), setting, reason });

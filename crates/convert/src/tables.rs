@@ -18,7 +18,6 @@ pub(crate) struct Row {
     pub(crate) key: &'static str,
     /// Default of the other trainer; empty if there is none, or if it has no effect here.
     pub(crate) default: &'static str,
-    /// How the setting is converted.
     pub(crate) rule: Rule,
     /// The dotted key here of the same meaning; empty if there is none.
     pub(crate) here: &'static str,
@@ -29,7 +28,6 @@ pub(crate) struct Row {
     pub(crate) advice: &'static str,
 }
 
-/// How a setting is converted.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Rule {
     /// `copy KIND`: the value of our key.

@@ -24,7 +24,7 @@ pub use dataset::corpus::{
     Corpus, CorpusConfig, CorpusOptions, Purpose, Sampling, Spacing, Windows,
 };
 pub use dataset::order::{DatasetShare, Mixture, Order, OrderError, RowOrder, StoppingStrategy};
-pub use dataset::{DataSet, JsonlRows, Prefetched, RowReader};
+pub use dataset::{DataSet, DatasetRows, Prefetched, RowReader};
 pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
 pub use encode::{BoxFault, Encoder, ImageBox, LossScale, TextSample, image_boxes};
@@ -42,9 +42,9 @@ pub use media::video::{VideoConfig, VideoError, VideoProcessor};
 pub use media::{image, video};
 pub use model_file::ModelFolderError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
-pub use row::{Length, Rejection, RowTrouble, SampleIndex, SampleSize};
+pub use row::{Length, Rejection, SampleIndex, SampleSize, TransientRowError};
 pub use source::{
     ColumnNames, DatasetInfo, DatasetInfoError, GroundingError, RowFile, RowForm, RowRules,
-    SampleError, SampleFault, SourceError, Trouble, UnknownKeys, texts,
+    SampleError, SampleFault, SourceError, TransientFailure, UnknownKeys, texts,
 };
 pub use tokenizer::TokenizerError;

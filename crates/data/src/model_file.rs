@@ -1,5 +1,3 @@
-//! Files of a model folder.
-
 use std::io;
 use std::path::{Path, PathBuf};
 

@@ -6,7 +6,7 @@ use fault::Fault;
 use serde::{Deserialize, Serialize};
 
 use crate::source::error::SampleError;
-use crate::source::{Trouble, with_patience};
+use crate::source::{TransientFailure, retry};
 use batch::{EncodedSample, MediumKind, SampleId};
 
 /// A row of one of the data sets of a run.
@@ -123,35 +123,35 @@ impl Rejection {
     /// The rejection for an error of a row, with its hint.
     pub fn of(error: &SampleError) -> Self {
         let hint = error.hint().map_or_else(String::new, |hint| format!("; hint: {hint}"));
-        let reason = Trouble::of(error).map_or(error.reason(), |trouble| trouble.reason());
+        let reason = TransientFailure::of(error).map_or(error.reason(), |failure| failure.reason());
         Self::new(&error.id, reason, format!("{error}{hint}"))
     }
 
-    /// The trouble of the process or of a disk that the row was not the cause of.
-    pub fn trouble(&self) -> Option<Trouble> {
-        Trouble::with_reason(&self.reason)
+    /// The failure of the process or of a disk that the row was not the cause of.
+    pub fn transient_failure(&self) -> Option<TransientFailure> {
+        TransientFailure::with_reason(&self.reason)
     }
 }
 
 /// The process or a disk failed while a row was read, also when it was read again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Fault)]
 #[error("the process or a disk failed, not the row: {rejection}")]
-#[fault(from = trouble)]
-pub struct RowTrouble {
+#[fault(from = failure)]
+pub struct TransientRowError {
     /// The row and the cause.
     pub rejection: Rejection,
     /// What failed.
-    pub trouble: Trouble,
+    pub failure: TransientFailure,
 }
 
-impl RowTrouble {
+impl TransientRowError {
     /// Calls `read`, again after a wait while the process or a disk fails. Returns the result of a
     /// row that could be read, or that is rejected for a fault of its own.
     pub fn or_read<T, E>(
         rejection: impl Fn(&E) -> Rejection,
         read: impl FnMut() -> Result<T, E>,
     ) -> Result<Result<T, E>, Self> {
-        let result = with_patience(|error| rejection(error).trouble(), read);
+        let result = retry(|error| rejection(error).transient_failure(), read);
         match &result {
             Ok(_) => Ok(result),
             Err(error) => Self::check(rejection(error)).map(|_| result),
@@ -160,8 +160,8 @@ impl RowTrouble {
 
     /// Returns `rejection`, unless the process or a disk was its cause.
     pub(crate) fn check(rejection: Rejection) -> Result<Rejection, Self> {
-        match rejection.trouble() {
-            Some(trouble) => Err(Self { rejection, trouble }),
+        match rejection.transient_failure() {
+            Some(failure) => Err(Self { rejection, failure }),
             None => Ok(rejection),
         }
     }
@@ -195,21 +195,22 @@ mod tests {
         let failing = |code: Errno| SampleFault::Read(code.into()).at(&id);
         // One failure, then the row.
         let mut results = [Err(failing(Errno::MFILE)), Ok(1)].into_iter();
-        let read = RowTrouble::or_read(Rejection::of, || results.next().unwrap());
+        let read = TransientRowError::or_read(Rejection::of, || results.next().unwrap());
         assert_eq!(read.unwrap().unwrap(), 1);
         // A fault of the row is found once.
         let mut reads = 0;
-        let read: Result<Result<(), SampleError>, _> = RowTrouble::or_read(Rejection::of, || {
-            reads += 1;
-            Err(failing(Errno::ACCESS))
-        });
+        let read: Result<Result<(), SampleError>, _> =
+            TransientRowError::or_read(Rejection::of, || {
+                reads += 1;
+                Err(failing(Errno::ACCESS))
+            });
         assert!(read.unwrap().is_err());
         assert_eq!(reads, 1);
         // A disk that stays broken.
         let read: Result<Result<(), SampleError>, _> =
-            RowTrouble::or_read(Rejection::of, || Err(failing(Errno::IO)));
-        let trouble = read.unwrap_err();
-        assert_eq!(trouble.trouble, Trouble::Disk);
-        assert!(trouble.to_string().contains("a.jsonl:3"), "{trouble}");
+            TransientRowError::or_read(Rejection::of, || Err(failing(Errno::IO)));
+        let failure = read.unwrap_err();
+        assert_eq!(failure.failure, TransientFailure::Disk);
+        assert!(failure.to_string().contains("a.jsonl:3"), "{failure}");
     }
 }

@@ -1,5 +1,3 @@
-//! The `distributed` section of the config.
-
 use serde::de::{self, Deserializer, Unexpected, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 use settings::{Choice, Kind, Setting, section};
@@ -137,9 +135,9 @@ impl Serialize for Processes {
 
 impl<'de> Deserialize<'de> for Processes {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Read;
+        struct ProcessesVisitor;
 
-        impl Visitor<'_> for Read {
+        impl Visitor<'_> for ProcessesVisitor {
             type Value = Processes;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -160,7 +158,7 @@ impl<'de> Deserialize<'de> for Processes {
             }
         }
 
-        deserializer.deserialize_any(Read)
+        deserializer.deserialize_any(ProcessesVisitor)
     }
 }
 
@@ -175,9 +173,9 @@ impl Serialize for Exact {
 
 impl<'de> Deserialize<'de> for Exact {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Read;
+        struct ExactVisitor;
 
-        impl Visitor<'_> for Read {
+        impl Visitor<'_> for ExactVisitor {
             type Value = Exact;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -196,7 +194,7 @@ impl<'de> Deserialize<'de> for Exact {
             }
         }
 
-        deserializer.deserialize_any(Read)
+        deserializer.deserialize_any(ExactVisitor)
     }
 }
 

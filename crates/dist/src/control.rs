@@ -3,10 +3,12 @@
 use super::config::{Distributed, Processes};
 use super::heartbeat::TcpMonitor;
 use super::launcher::Launched;
+use super::rank_state::{RankState, Waits};
 use super::rendezvous::{self, ConnectError, Joined};
-use super::tcp::TcpLane;
-use super::watch::{Waits, Watch};
-use super::{Collective, DistError, Exchange, Gather, Group, Lane, Monitor, Rank, Reduce, Ticket};
+use super::tcp::TcpChannel;
+use super::{
+    Channel, Collective, DistError, Exchange, Gather, Group, Monitor, Rank, Reduce, Ticket,
+};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,12 +20,12 @@ pub struct Connections {
     /// Names of the machines of all ranks.
     pub hosts: Vec<String>,
     /// For the loader.
-    pub data: Box<dyn Lane>,
+    pub data: Box<dyn Channel>,
     /// For the thread that trains. Before training, the engine of the sums uses it too.
-    pub step: Box<dyn Lane>,
+    pub step: Box<dyn Channel>,
     /// Watches all ranks.
     pub monitor: Arc<dyn Monitor>,
-    watch: Arc<Watch>,
+    rank_state: Arc<RankState>,
 }
 
 impl Connections {
@@ -35,15 +37,15 @@ impl Connections {
         sums: Arc<dyn Collective>,
         device: Option<Device>,
     ) -> Group {
-        let Self { rank, hosts: _, data, step, monitor, watch } = self;
-        let sums = Arc::new(WatchedSums { sums, watch });
+        let Self { rank, hosts: _, data, step, monitor, rank_state } = self;
+        let sums = Arc::new(WatchedSums { sums, rank_state });
         Group { rank, data, step, shard_group, sums, device, monitor }
     }
 }
 
 struct WatchedSums {
     sums: Arc<dyn Collective>,
-    watch: Arc<Watch>,
+    rank_state: Arc<RankState>,
 }
 
 impl Collective for WatchedSums {
@@ -68,15 +70,15 @@ impl Collective for WatchedSums {
     }
 
     fn wait_for(&self, ticket: Ticket) -> Result<(), DistError> {
-        self.watch.while_waiting(Waits::Rank, || self.sums.wait_for(ticket))
+        self.rank_state.while_waiting(Waits::Rank, || self.sums.wait_for(ticket))
     }
 
     fn wait(&self) -> Result<(), DistError> {
-        self.watch.while_waiting(Waits::Rank, || self.sums.wait())
+        self.rank_state.while_waiting(Waits::Rank, || self.sums.wait())
     }
 
     fn finish(&self) -> Result<(), DistError> {
-        self.watch.while_waiting(Waits::Rank, || self.sums.finish())
+        self.rank_state.while_waiting(Waits::Rank, || self.sums.finish())
     }
 }
 
@@ -84,8 +86,8 @@ impl Collective for WatchedSums {
 /// for at most `distributed.timeout_s`.
 ///
 /// If later a rank is lost, hangs or fails, `on_failure` runs on every rank, on the thread of its
-/// monitor; it may end the process. Then all calls of the lanes return the same error. It does not
-/// run on a rank that has called [`Monitor::fail`].
+/// monitor; it may end the process. Then all calls of the channels return the same error. It does
+/// not run on a rank that has called [`Monitor::fail`].
 pub fn connect(
     place: &Launched,
     config: &Distributed,
@@ -115,20 +117,20 @@ pub fn connect(
     assemble(joined, timeout, on_failure)
 }
 
-/// Starts the lanes and the monitor on connections.
+/// Starts the channels and the monitor on connections.
 fn assemble(
     joined: Joined,
     timeout: Duration,
     on_failure: impl Fn(&DistError) + Send + Sync + 'static,
 ) -> Result<Connections, DistError> {
     let Joined { rank, hosts, data, step, monitor } = joined;
-    let watch = Arc::new(Watch::new());
+    let rank_state = Arc::new(RankState::new());
     let place = (rank.rank, rank.world);
-    let data = Box::new(TcpLane::new(place, data, Waits::Loader, &watch)?);
-    let step = Box::new(TcpLane::new(place, step, Waits::Rank, &watch)?);
+    let data = Box::new(TcpChannel::new(place, data, Waits::Loader, &rank_state)?);
+    let step = Box::new(TcpChannel::new(place, step, Waits::Rank, &rank_state)?);
     let on_failure = Box::new(on_failure);
-    let monitor = TcpMonitor::start(rank.rank, monitor, timeout, &watch, on_failure)?;
-    Ok(Connections { rank, hosts, data, step, monitor: Arc::new(monitor), watch })
+    let monitor = TcpMonitor::start(rank.rank, monitor, timeout, &rank_state, on_failure)?;
+    Ok(Connections { rank, hosts, data, step, monitor: Arc::new(monitor), rank_state })
 }
 
 #[cfg(test)]

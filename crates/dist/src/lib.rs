@@ -1,9 +1,9 @@
 //! Ranks: processes that train one run together (data parallel).
 //!
 //! Every rank has the whole model. Each computes the gradients of its own micro-batches of a step;
-//! a [`Collective`] adds them up, and every rank makes the same update. A [`Lane`] exchanges small
-//! messages, such as counts of targets and rejected rows. A [`Monitor`] ends the whole job if one
-//! rank fails.
+//! a [`Collective`] adds them up, and every rank makes the same update. A [`Channel`] exchanges
+//! small messages, such as counts of targets and rejected rows. A [`Monitor`] ends the whole job if
+//! one rank fails.
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read their own files"))]
 
@@ -16,12 +16,12 @@ mod launcher;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod nccl;
+mod rank_state;
 mod rendezvous;
 mod selftest;
 mod sequence;
 mod tcp;
 mod threads;
-mod watch;
 mod watchdog;
 
 pub use collective::{Collective, Exchange, Gather, Reduce, Then, Ticket};
@@ -32,7 +32,7 @@ pub use launcher::{LaunchError, Launched};
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 pub use nccl::{Nccl, NcclOptions};
-pub use ranks::{ConnectError, DistError, Lane, Launcher, Rank, SequencePlace, gather};
+pub use ranks::{Channel, ConnectError, DistError, Launcher, Rank, SequencePlace, gather};
 pub use rendezvous::interface_name;
 pub use selftest::{CaseResult, NUM_CASES, agree, selftest};
 pub use sequence::SequenceAttention;
@@ -52,9 +52,9 @@ pub struct Group {
     /// The place of this rank.
     pub rank: Rank,
     /// Exchanges the rows that the loaders of all ranks have read.
-    pub data: Box<dyn Lane>,
+    pub data: Box<dyn Channel>,
     /// Exchanges counts, losses and stop requests of steps.
-    pub step: Box<dyn Lane>,
+    pub step: Box<dyn Channel>,
     /// Number of ranks of a shard group. Shard group `n` has the ranks `n * shard_group ..`.
     pub shard_group: usize,
     /// Adds up gradients, and exchanges weights.

@@ -1,8 +1,8 @@
-//! A lane between processes: every rank has a TCP connection to rank 0. On a connection, the length
-//! of a message (eight bytes, little endian) comes before it.
+//! A channel between processes: every rank has a TCP connection to rank 0. On a connection, the
+//! length of a message (eight bytes, little endian) comes before it.
 
-use super::watch::{Waits, Watch};
-use super::{DistError, Lane};
+use super::rank_state::{RankState, Waits};
+use super::{Channel, DistError};
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
@@ -18,24 +18,24 @@ const CHECK: Duration = Duration::from_millis(100);
 /// it.
 const REASON: Duration = Duration::from_secs(1);
 
-/// One end of a lane.
-pub(super) struct TcpLane {
+/// One end of a channel.
+pub(super) struct TcpChannel {
     world: usize,
     /// Rank 0: connections to all others, in the order of the ranks. Others: to rank 0.
-    link: Arc<Link>,
+    sockets: Arc<Sockets>,
     inboxes: Vec<Inbox>,
     is_first: bool,
-    /// Which thread waits in this lane.
+    /// Which thread waits in this channel.
     waits: Waits,
-    watch: Arc<Watch>,
+    rank_state: Arc<RankState>,
 }
 
-struct Link {
+struct Sockets {
     streams: Vec<TcpStream>,
     is_closed: AtomicBool,
 }
 
-impl Link {
+impl Sockets {
     fn close(&self) {
         self.is_closed.store(true, Ordering::SeqCst);
         for stream in &self.streams {
@@ -48,13 +48,13 @@ impl Link {
     }
 }
 
-impl TcpLane {
-    /// A lane over connections of [`super::rendezvous`].
+impl TcpChannel {
+    /// A channel over connections of [`super::rendezvous`].
     pub(super) fn new(
         (rank, world): (usize, usize),
         streams: Vec<TcpStream>,
         waits: Waits,
-        watch: &Arc<Watch>,
+        rank_state: &Arc<RankState>,
     ) -> Result<Self, DistError> {
         let is_first = rank == 0;
         for stream in &streams {
@@ -65,10 +65,11 @@ impl TcpLane {
         }
         let limit = if is_first { MAX_MESSAGE } else { (MAX_MESSAGE + 8) * world };
         let inboxes = streams.iter().map(|_| Inbox::new(limit)).collect();
-        let link = Arc::new(Link { streams, is_closed: AtomicBool::new(false) });
-        let lane = Self { world, link, inboxes, is_first, waits, watch: Arc::clone(watch) };
-        watch.at_end(lane.closer());
-        Ok(lane)
+        let sockets = Arc::new(Sockets { streams, is_closed: AtomicBool::new(false) });
+        let channel =
+            Self { world, sockets, inboxes, is_first, waits, rank_state: Arc::clone(rank_state) };
+        rank_state.at_end(channel.closer());
+        Ok(channel)
     }
 
     /// The rank at the other end of a connection.
@@ -78,8 +79,8 @@ impl TcpLane {
 
     /// The error after the connection `index` has ended.
     fn ended(&self, index: usize, problem: String) -> DistError {
-        let closed = || self.link.is_closed();
-        match self.watch.wait_for_end(REASON, closed) {
+        let closed = || self.sockets.is_closed();
+        match self.rank_state.wait_for_end(REASON, closed) {
             Some(error) => error,
             None if closed() => DistError::Closed,
             None => DistError::Lost { rank: self.rank_of(index), problem },
@@ -93,7 +94,7 @@ impl TcpLane {
             if let Some(message) = next.map_err(|problem| DistError::Message { rank, problem })? {
                 return Ok(message);
             }
-            match self.inboxes[index].read(&self.link.streams[index]) {
+            match self.inboxes[index].read(&self.sockets.streams[index]) {
                 Arrival::Bytes => {}
                 Arrival::Nothing => self.check_after(index)?,
                 Arrival::Closed(problem) => return Err(self.ended(index, problem)),
@@ -103,8 +104,8 @@ impl TcpLane {
 
     /// Returns an error if a rank whose message is still missing has closed its connection.
     fn check_after(&self, index: usize) -> Result<(), DistError> {
-        for other in index + 1..self.link.streams.len() {
-            if is_closed(&self.link.streams[other]) {
+        for other in index + 1..self.sockets.streams.len() {
+            if is_closed(&self.sockets.streams[other]) {
                 return Err(self.ended(other, CLOSED.to_owned()));
             }
         }
@@ -113,7 +114,7 @@ impl TcpLane {
 
     fn exchange(&mut self, message: Vec<u8>) -> Result<Vec<Vec<u8>>, DistError> {
         if !self.is_first {
-            let sent = send(&self.link.streams[0], &message);
+            let sent = send(&self.sockets.streams[0], &message);
             sent.map_err(|problem| self.ended(0, problem))?;
             let messages = separate(&self.receive(0)?);
             return messages.filter(|messages| messages.len() == self.world).ok_or_else(|| {
@@ -122,7 +123,7 @@ impl TcpLane {
             });
         }
         let mut messages = vec![message];
-        for index in 0..self.link.streams.len() {
+        for index in 0..self.sockets.streams.len() {
             messages.push(self.receive(index)?);
         }
         let mut all = Vec::new();
@@ -131,7 +132,7 @@ impl TcpLane {
         }
         let mut reply = Vec::with_capacity(all.len() + 8);
         append(&mut reply, &all);
-        for (index, mut stream) in self.link.streams.iter().enumerate() {
+        for (index, mut stream) in self.sockets.streams.iter().enumerate() {
             let sent = stream.write_all(&reply);
             sent.map_err(|error| self.ended(index, problem(&error)))?;
         }
@@ -139,25 +140,25 @@ impl TcpLane {
     }
 }
 
-impl Lane for TcpLane {
+impl Channel for TcpChannel {
     fn all_gather(&mut self, message: Vec<u8>) -> Result<Vec<Vec<u8>>, DistError> {
         if message.len() > MAX_MESSAGE {
             let problem = format!("a message of {} bytes is above {MAX_MESSAGE}", message.len());
             return Err(DistError::Collective { operation: "an exchange of messages", problem });
         }
-        let (watch, waits) = (Arc::clone(&self.watch), self.waits);
-        watch.while_waiting(waits, || self.exchange(message))
+        let (rank_state, waits) = (Arc::clone(&self.rank_state), self.waits);
+        rank_state.while_waiting(waits, || self.exchange(message))
     }
 
     fn closer(&self) -> Box<dyn Fn() + Send + Sync> {
-        let link = Arc::clone(&self.link);
-        Box::new(move || link.close())
+        let sockets = Arc::clone(&self.sockets);
+        Box::new(move || sockets.close())
     }
 }
 
-impl Drop for TcpLane {
+impl Drop for TcpChannel {
     fn drop(&mut self) {
-        self.link.close();
+        self.sockets.close();
     }
 }
 
@@ -185,7 +186,6 @@ fn separate(mut bytes: &[u8]) -> Option<Vec<Vec<u8>>> {
     Some(messages)
 }
 
-/// Sends a message.
 pub(super) fn send(mut stream: &TcpStream, message: &[u8]) -> Result<(), String> {
     let mut bytes = Vec::with_capacity(HEADER + message.len());
     append(&mut bytes, message);
@@ -226,7 +226,6 @@ impl Inbox {
         Self { bytes: Vec::new(), limit }
     }
 
-    /// Reads what has arrived.
     pub(super) fn read(&mut self, mut stream: &TcpStream) -> Arrival {
         let old = self.bytes.len();
         self.bytes.resize(old + PART, 0);

@@ -1,6 +1,6 @@
 //! Ranks as threads of one process, for tests.
 
-use super::{DistError, Group, HostCollective, Lane, Rank, Transport};
+use super::{Channel, DistError, Group, HostCollective, Rank, Transport};
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -27,11 +27,11 @@ pub fn slow_threads(
     let (data, step) = (Arc::new(Meeting::new(world)), Arc::new(Meeting::new(world)));
     let group = |(rank, transport): (usize, Channels)| {
         let rank = Rank { rank, world, local_rank: rank, local_world: world };
-        let lane = |meeting: &Arc<Meeting>| {
-            Box::new(ThreadLane { rank: rank.rank, calls: 0, meeting: Arc::clone(meeting) })
+        let channel = |meeting: &Arc<Meeting>| {
+            Box::new(ThreadChannel { rank: rank.rank, calls: 0, meeting: Arc::clone(meeting) })
         };
         let sums = HostCollective::start(rank, shard_group, move || Ok(Box::new(transport)))?;
-        let (data, step) = (lane(&data), lane(&step));
+        let (data, step) = (channel(&data), channel(&step));
         let (sums, monitor) = (Arc::new(sums), Arc::new(()));
         Ok(Group { rank, data, step, shard_group, sums, device: None, monitor })
     };
@@ -41,12 +41,12 @@ pub fn slow_threads(
 /// The place where the ranks leave their messages.
 struct Meeting {
     world: usize,
-    state: Mutex<State>,
+    state: Mutex<MeetingState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct MeetingState {
     /// Messages by number of the call, and by rank.
     calls: BTreeMap<u64, Vec<Option<Vec<u8>>>>,
     /// Number of ranks that have read the messages of a call.
@@ -59,18 +59,18 @@ impl Meeting {
         Self { world, state: Mutex::default(), changed: Condvar::new() }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, MeetingState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-struct ThreadLane {
+struct ThreadChannel {
     rank: usize,
     calls: u64,
     meeting: Arc<Meeting>,
 }
 
-impl Lane for ThreadLane {
+impl Channel for ThreadChannel {
     fn all_gather(&mut self, message: Vec<u8>) -> Result<Vec<Vec<u8>>, DistError> {
         let Meeting { world, changed, .. } = &*self.meeting;
         let call = self.calls;
@@ -106,7 +106,7 @@ impl Lane for ThreadLane {
     }
 }
 
-impl Drop for ThreadLane {
+impl Drop for ThreadChannel {
     fn drop(&mut self) {
         close(self.rank, &self.meeting);
     }
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_ends_is_named_and_a_closed_lane_returns_at_once() {
+    fn a_rank_that_ends_is_named_and_a_closed_channel_returns_at_once() {
         let errors = on_ranks(2, |mut group| match group.rank.rank {
             0 => {
                 let error = group.step.all_gather(Vec::new()).unwrap_err();

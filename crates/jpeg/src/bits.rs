@@ -50,7 +50,6 @@ impl ScanData {
         Ok(Bits { bytes: &self.bytes, at: start, end, word: 0, count: 0, is_damaged: false })
     }
 
-    /// Number of restart intervals.
     pub(super) fn num_intervals(&self) -> usize {
         self.intervals.len()
     }

@@ -1,5 +1,3 @@
-//! Errors of the decoder.
-
 /// The reason why a JPEG cannot be decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum JpegError {

@@ -1,5 +1,3 @@
-//! Huffman tables.
-
 use super::bits::Bits;
 use super::error::JpegError;
 
@@ -7,7 +5,6 @@ use super::error::JpegError;
 const LOOKUP_BITS: u32 = 10;
 const LOOKUP: usize = 1 << LOOKUP_BITS;
 
-/// A Huffman table.
 #[derive(Debug, Clone)]
 pub(super) struct Huffman {
     /// For the next bits: the length of the code (in the upper byte) and its symbol, or 0 if the

@@ -29,7 +29,6 @@ impl<'a> Reader<'a> {
         Ok(Self { data, bits, restart_interval, num_mcus: 0, dc: [0; 4], end_run: 0 })
     }
 
-    /// Prepares for the next MCU.
     #[inline]
     fn start_mcu(&mut self) -> Result<(), JpegError> {
         if self.restart_interval > 0
@@ -105,7 +104,6 @@ pub(super) fn decode_to<'a>(
     Ok(&data[length..])
 }
 
-/// The coefficients of a frame.
 pub(super) struct Coefficients {
     /// The blocks of each component, in rows that are padded to whole MCUs.
     blocks: Vec<Vec<Block>>,

@@ -24,7 +24,6 @@ pub(super) const ZIGZAG: [u8; 128] = {
     table
 };
 
-/// Reads segments one after another.
 #[derive(Debug)]
 pub(super) struct Segments<'a> {
     pub(super) rest: &'a [u8],
@@ -58,7 +57,6 @@ impl<'a> Segments<'a> {
     }
 }
 
-/// A component of a frame.
 #[derive(Debug)]
 pub(super) struct Component {
     id: u8,
@@ -71,7 +69,6 @@ pub(super) struct Component {
     quantisation: usize,
 }
 
-/// The frame header.
 #[derive(Debug)]
 pub(super) struct Frame {
     pub(super) width: usize,
@@ -145,7 +142,6 @@ impl Frame {
     }
 }
 
-/// A component in a scan.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ScanComponent {
     /// Index in the frame.
@@ -154,7 +150,6 @@ pub(super) struct ScanComponent {
     ac_table: usize,
 }
 
-/// The header of a scan.
 #[derive(Debug)]
 pub(super) struct ScanHeader {
     pub(super) components: Vec<ScanComponent>,

@@ -14,7 +14,7 @@ use super::cpu::simd::kernels;
 use super::cpu::{self, BLOCK, compute_dtype, expect_f32, expect_shape, read};
 use super::eight_bit::EIGHT_BIT_BLOCK;
 use super::moments::{Draw, step_seed, tensor_seed};
-use super::stored::{Seed, State, Stored};
+use super::stored::{Seed, State, StoredElements};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
@@ -289,7 +289,7 @@ struct Step {
 
 impl Step {
     /// Updates weight and moments on all threads. `copy` becomes the rounded weight.
-    fn update(&self, grad: &[f32], state: [Stored<'_>; 3], copy: Option<&mut [bf16]>) {
+    fn update(&self, grad: &[f32], state: [StoredElements<'_>; 3], copy: Option<&mut [bf16]>) {
         let [p, m, v] = state.map(|stored| stored.blocks().into_par_iter());
         let blocks = p.zip(m).zip(v).zip(grad.par_chunks(BLOCK)).enumerate();
         let update = |(index, (((p, m), v), grad))| {
@@ -310,7 +310,7 @@ impl Step {
         &self,
         start: usize,
         grad: &[f32],
-        mut state: [Stored<'_>; 3],
+        mut state: [StoredElements<'_>; 3],
         mut copy: Option<&mut [bf16]>,
     ) {
         let mut values = [[0f32; EIGHT_BIT_BLOCK]; 3]; // in the L1 cache

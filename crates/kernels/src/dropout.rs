@@ -65,7 +65,6 @@ pub(super) struct Drops {
 }
 
 impl Drops {
-    /// The seed of a row of the tensor.
     #[inline(always)]
     pub(super) fn row_seed(self, row: usize) -> u32 {
         mix(self.seed ^ self.first_row.wrapping_add(row as u32))

@@ -21,7 +21,6 @@ use super::cpu::{ROWS, compute_dtype, read};
 use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
 
-/// Largest value.
 const MAX: f32 = 448.0;
 /// Smallest normal value, 2^-6. Smaller values are multiples of 2^-9.
 const LEAST_NORMAL: f32 = 0.015_625;
@@ -54,7 +53,6 @@ fn rounded(x: f32) -> f32 {
     f32::from_bits(value.to_bits() | x.to_bits() & !MAGNITUDE)
 }
 
-/// The value of a code.
 #[cfg(any(test, all(feature = "cuda-emulation", not(feature = "cuda"))))]
 pub(super) fn value(code: u8) -> f32 {
     let magnitude = match code & 127 {

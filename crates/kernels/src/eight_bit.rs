@@ -11,7 +11,6 @@ use std::sync::LazyLock;
 /// Number of elements that share a scale.
 pub const EIGHT_BIT_BLOCK: usize = 256;
 
-/// Number of decades of a map.
 const DECADES: u32 = 7;
 
 /// A table of values in ascending order.

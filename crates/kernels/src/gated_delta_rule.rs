@@ -19,7 +19,7 @@
 //! bytes per token. With `dk = dv = 128` these are 5.25 KiB per token and value head. A call
 //! computes as many key heads at a time as fit into 1 GiB ([`GPU_DELTA_BYTES`]).
 
-use super::cpu::delta_rule::{Inputs, Sizes, forward};
+use super::cpu::delta_rule::{DeltaRuleSizes, Inputs, forward};
 use super::cpu::delta_rule_backward::backward;
 use super::cpu::{compute_dtype, distinct, expect_f32, expect_shape, read, tensor, write};
 use batch::CuSeqlens;
@@ -100,12 +100,12 @@ fn check(
     inputs: DeltaInputs<'_>,
     heads: DeltaHeads,
     cu_seqlens: &CuSeqlens,
-) -> Result<(Sizes, DType)> {
+) -> Result<(DeltaRuleSizes, DType)> {
     let DeltaHeads { key_heads, value_heads, key_dim: dk, value_dim: dv } = heads;
     if key_heads == 0 || value_heads == 0 || dk == 0 || dv == 0 || value_heads % key_heads != 0 {
         bail!("{op}: found {heads:?}, expected positive sizes and `Hv` to be a multiple of `Hk`");
     }
-    let sizes = Sizes { key_heads, group: value_heads / key_heads, dk, dv };
+    let sizes = DeltaRuleSizes { key_heads, group: value_heads / key_heads, dk, dv };
     let (t, _) = inputs.qkv.dims2()?;
     let dtype = compute_dtype(op, &[("qkv", inputs.qkv)])?;
     expect_shape(op, "qkv", inputs.qkv, &[t, sizes.qkv_width()])?;

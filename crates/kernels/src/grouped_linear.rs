@@ -9,7 +9,7 @@
 //! rows that the expert has. The gradient of an expert without rows is not touched.
 
 use super::cpu::blocks::Values;
-use super::cpu::grouped::{Stored, add_outer_products, products};
+use super::cpu::grouped::{WeightLayout, add_outer_products, products};
 use super::cpu::{self, compute_dtype, distinct, expect_f32, read, weighted_dtype};
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -87,8 +87,8 @@ pub fn grouped_linear(
     let rows = rows_of(op, "x", x, k)?;
     let dtype = weighted_dtype(op, ("x", x), ("w", w))?;
     let stored = match layout {
-        ExpertLayout::OutIn => Stored::OfOutputs,
-        ExpertLayout::InOut => Stored::OfInputs,
+        ExpertLayout::OutIn => WeightLayout::OfOutputs,
+        ExpertLayout::InOut => WeightLayout::OfInputs,
     };
     multiply(op, [("x", x), ("w", w)], stored, offsets, (rows, m, k), dtype)
 }
@@ -105,8 +105,8 @@ pub fn grouped_linear_backward_input(
     let rows = rows_of(op, "dy", dy, m)?;
     let dtype = compute_dtype(op, &[("dy", dy), ("w", w)])?;
     let stored = match layout {
-        ExpertLayout::OutIn => Stored::OfInputs,
-        ExpertLayout::InOut => Stored::OfOutputs,
+        ExpertLayout::OutIn => WeightLayout::OfInputs,
+        ExpertLayout::InOut => WeightLayout::OfOutputs,
     };
     multiply(op, [("dy", dy), ("w", w)], stored, offsets, (rows, k, m), dtype)
 }
@@ -114,7 +114,7 @@ pub fn grouped_linear_backward_input(
 fn multiply(
     op: &'static str,
     [(name, x), (w_name, w)]: [(&'static str, &Tensor); 2],
-    stored: Stored,
+    stored: WeightLayout,
     offsets: &Tensor,
     (rows, n, k): (usize, usize, usize),
     dtype: DType,

@@ -51,11 +51,8 @@ fn round_at_random(x: f32, random: u32) -> bf16 {
 /// The value of an element that random numbers round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Draw {
-    /// The first moment.
     First,
-    /// The second moment.
     Second,
-    /// The weight.
     Weight,
 }
 

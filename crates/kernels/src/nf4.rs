@@ -190,7 +190,6 @@ kernels! {
         }
     }
 
-    /// Codes and scales of whole blocks.
     fn quantize_blocks(x: &[[f32; 64]], codes: &mut [[u8; 32]], scales: &mut [f32]) {
         for ((x, codes), scale) in x.iter().zip(codes).zip(scales) {
             let mut largest = 0u32;
@@ -393,16 +392,16 @@ struct Parts<'a> {
 }
 
 /// Dequantises whole blocks.
-type Kernel<T> = fn(&[[u8; 32]], &[f32], &mut [[[T; 2]; 32]]);
+type DequantizeBlocks<T> = fn(&[[u8; 32]], &[f32], &mut [[[T; 2]; 32]]);
 
 impl Parts<'_> {
-    fn dequantize<T: Element>(&self, kernel: Kernel<T>, y: &mut [T]) {
+    fn dequantize<T: Element>(&self, kernel: DequantizeBlocks<T>, y: &mut [T]) {
         let blocks = y.par_chunks_mut(TASK).enumerate();
         blocks.for_each(|(task, y)| self.dequantize_task(kernel, task, y));
     }
 
     /// The elements from `task * TASK`.
-    fn dequantize_task<T: Element>(&self, kernel: Kernel<T>, task: usize, y: &mut [T]) {
+    fn dequantize_task<T: Element>(&self, kernel: DequantizeBlocks<T>, task: usize, y: &mut [T]) {
         let first = task * (TASK / BLOCK);
         let (mut scales, map) = ([0f32; TASK / BLOCK], &*MAP);
         for (at, (scale, code)) in scales.iter_mut().zip(&self.scales[first..]).enumerate() {

@@ -40,7 +40,6 @@ impl NormScale {
 /// Rounding of `x * rstd` before the multiplication by the weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Rounding {
-    /// No rounding.
     None,
     /// Rounding to `bf16`.
     Bf16,

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 
 /// Whether the same row may occur more than once in `rows`.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Rows {
+enum RowIndices {
     Any,
     Distinct,
 }
@@ -18,7 +18,7 @@ enum Rows {
 /// Fails if a row is out of range, or occurs twice although `which` is `Distinct`. Does nothing on
 /// a GPU, where reading `rows` would wait for the device: those were built on the host in ascending
 /// order.
-fn check_rows(op: &'static str, rows: &Tensor, num_rows: usize, which: Rows) -> Result<()> {
+fn check_rows(op: &'static str, rows: &Tensor, num_rows: usize, which: RowIndices) -> Result<()> {
     if !rows.device().is_cpu() {
         return Ok(());
     }
@@ -27,7 +27,7 @@ fn check_rows(op: &'static str, rows: &Tensor, num_rows: usize, which: Rows) -> 
     if let Some((at, row)) = rows.iter().enumerate().find(|(_, row)| **row as usize >= num_rows) {
         bail!("{op}: row `{row}` at position {at} is out of range for {num_rows} rows");
     }
-    if which == Rows::Distinct && !rows.windows(2).all(|pair| pair[0] < pair[1]) {
+    if which == RowIndices::Distinct && !rows.windows(2).all(|pair| pair[0] < pair[1]) {
         let mut sorted = rows.to_vec();
         sorted.sort_unstable();
         if let Some([row, ..]) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
@@ -71,7 +71,7 @@ pub fn gather_rows(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
 fn gather<T: Element>(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     let op = "gather_rows";
     let ((t, d), m) = (x.dims2()?, rows.dims1()?);
-    check_rows(op, rows, t, Rows::Any)?;
+    check_rows(op, rows, t, RowIndices::Any)?;
     return_if_on_gpu!(x => gather_rows(x, rows));
     let (x, rows) = (read(op, "x", x)?, read(op, "rows", rows)?);
     let (x, rows) = (x.slice::<T>()?, rows.slice::<u32>()?);
@@ -122,7 +122,7 @@ fn update<T: Element>(
     compute_dtype(op, &[("x", x), ("src", src)])?;
     expect_shape(op, "src", src, &[m, d])?;
     cpu::distinct(op, "x", x, &[("rows", rows), ("src", src)])?;
-    check_rows(op, rows, t, Rows::Distinct)?;
+    check_rows(op, rows, t, RowIndices::Distinct)?;
     return_if_on_gpu!(x => update_rows(op, x, rows, src));
     let (rows, src) = (read(op, "rows", rows)?, read(op, "src", src)?);
     let (rows, src) = (rows.slice::<u32>()?, src.slice::<T>()?);
@@ -146,7 +146,7 @@ fn zero<T: Element>(x: &Tensor, rows: &Tensor) -> Result<()> {
     let (t, d) = x.dims2()?;
     rows.dims1()?;
     cpu::distinct(op, "x", x, &[("rows", rows)])?;
-    check_rows(op, rows, t, Rows::Distinct)?;
+    check_rows(op, rows, t, RowIndices::Distinct)?;
     return_if_on_gpu!(x => zero_rows(x, rows));
     let rows = read(op, "rows", rows)?;
     let rows = rows.slice::<u32>()?;

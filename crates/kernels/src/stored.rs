@@ -21,7 +21,7 @@ pub(super) struct State<'a> {
 }
 
 /// Elements in the memory of a tensor.
-pub(super) enum Stored<'a> {
+pub(super) enum StoredElements<'a> {
     F32(&'a mut [f32]),
     /// Rounded at random, or to nearest.
     Bf16(&'a mut [bf16], Option<Draw>),
@@ -32,7 +32,6 @@ pub(super) enum Stored<'a> {
 /// Identifies the random numbers of a parameter's elements in a step.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Seed {
-    /// Seed of the parameter.
     pub(super) seed: u32,
     /// Index of the first element in the parameter.
     pub(super) first: u32,
@@ -43,23 +42,24 @@ impl State<'_> {
     pub(super) fn write<R>(
         self,
         op: &'static str,
-        f: impl FnOnce(Stored<'_>) -> Result<R>,
+        f: impl FnOnce(StoredElements<'_>) -> Result<R>,
     ) -> Result<R> {
         let Self { name, tensor, absmax, draw } = self;
         match (tensor.dtype(), absmax) {
-            (DType::BF16, _) => write(op, name, tensor, |x: &mut [bf16]| f(Stored::Bf16(x, draw)))?,
+            (DType::BF16, _) => {
+                write(op, name, tensor, |x: &mut [bf16]| f(StoredElements::Bf16(x, draw)))?
+            }
             (DType::U8, Some(absmax)) => write(op, name, tensor, |codes: &mut [u8]| {
                 let map = if draw == Some(Draw::Second) { &UNSIGNED } else { &SIGNED };
-                write(op, "absmax", absmax, |absmax| f(Stored::Codes(codes, absmax, map)))?
+                write(op, "absmax", absmax, |absmax| f(StoredElements::Codes(codes, absmax, map)))?
             })?,
             (DType::U8, None) => bail!("{op}: `{name}` is U8, but has no scales"),
-            _ => write(op, name, tensor, |x: &mut [f32]| f(Stored::F32(x)))?,
+            _ => write(op, name, tensor, |x: &mut [f32]| f(StoredElements::F32(x)))?,
         }
     }
 }
 
-impl Stored<'_> {
-    /// Number of elements.
+impl StoredElements<'_> {
     pub(super) fn len(&self) -> usize {
         match self {
             Self::F32(x) => x.len(),
@@ -71,12 +71,14 @@ impl Stored<'_> {
     /// Parts of [`BLOCK`] elements.
     pub(super) fn blocks(self) -> Vec<Self> {
         match self {
-            Self::F32(x) => x.chunks_mut(BLOCK).map(Stored::F32).collect(),
-            Self::Bf16(x, draw) => x.chunks_mut(BLOCK).map(|x| Stored::Bf16(x, draw)).collect(),
+            Self::F32(x) => x.chunks_mut(BLOCK).map(StoredElements::F32).collect(),
+            Self::Bf16(x, draw) => {
+                x.chunks_mut(BLOCK).map(|x| StoredElements::Bf16(x, draw)).collect()
+            }
             Self::Codes(codes, absmax, map) => codes
                 .chunks_mut(BLOCK)
                 .zip(absmax.chunks_mut(BLOCK / EIGHT_BIT_BLOCK))
-                .map(|(codes, absmax)| Stored::Codes(codes, absmax, map))
+                .map(|(codes, absmax)| StoredElements::Codes(codes, absmax, map))
                 .collect(),
         }
     }

@@ -6,7 +6,7 @@
 use crate::error::{ConfigError, Place};
 use crate::scalar::{boolean, float, integer};
 use crate::tree::{Entry, Node, Quoting, Value};
-use crate::unplaced::{Kind, UnplacedError};
+use crate::unplaced::{ErrorKind, UnplacedError};
 use serde::de::{self, DeserializeOwned, Deserializer, IntoDeserializer, Visitor};
 use std::slice;
 
@@ -74,7 +74,7 @@ impl<'a> De<'a> {
 
     fn located<T>(self, result: Result<T, UnplacedError>) -> Result<T, UnplacedError> {
         result.map_err(|error| match (&error.kind, self.key_place) {
-            (Kind::MissingKey { .. }, Some(place)) => error.at(place),
+            (ErrorKind::MissingKey { .. }, Some(place)) => error.at(place),
             _ => error.at(&self.node.place),
         })
     }
@@ -166,7 +166,8 @@ impl<'de> Deserializer<'de> for De<'de> {
             Value::List(items) => {
                 let found = format!("a list of {}", items.len());
                 let expected = format!("a list of {num_items}");
-                Err(UnplacedError::new(Kind::WrongType { found, expected }).at(&self.node.place))
+                Err(UnplacedError::new(ErrorKind::WrongType { found, expected })
+                    .at(&self.node.place))
             }
             _ => Err(UnplacedError::wrong_type(self.node, format!("a list of {num_items}"))),
         }
@@ -235,7 +236,9 @@ impl<'de> de::MapAccess<'de> for Map<'de> {
     ) -> Result<Option<K::Value>, UnplacedError> {
         self.last = self.entries.next();
         let Some(entry) = self.last else { return Ok(None) };
-        seed.deserialize(Key(&entry.key)).map(Some).map_err(|error| error.at(&entry.key_place))
+        seed.deserialize(KeyDeserializer(&entry.key))
+            .map(Some)
+            .map_err(|error| error.at(&entry.key_place))
     }
 
     fn next_value_seed<V: de::DeserializeSeed<'de>>(
@@ -249,9 +252,9 @@ impl<'de> de::MapAccess<'de> for Map<'de> {
 }
 
 /// A key, read as text or, for maps with numbers as keys, as a number.
-struct Key<'a>(&'a str);
+struct KeyDeserializer<'a>(&'a str);
 
-impl<'de> Deserializer<'de> for Key<'de> {
+impl<'de> Deserializer<'de> for KeyDeserializer<'de> {
     type Error = UnplacedError;
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnplacedError> {
@@ -336,7 +339,8 @@ impl<'de> de::EnumAccess<'de> for Variant<'de> {
         self,
         seed: V,
     ) -> Result<(V::Value, Self), UnplacedError> {
-        let value = seed.deserialize(Key(self.name)).map_err(|error| error.at(self.place))?;
+        let value =
+            seed.deserialize(KeyDeserializer(self.name)).map_err(|error| error.at(self.place))?;
         Ok((value, self))
     }
 }
@@ -349,7 +353,7 @@ impl<'a> Variant<'a> {
         let Some(entry) = self.content else {
             let found = format!("`{}` alone", self.name);
             let expected = format!("`{}: {{..}}` with its settings", self.name);
-            return Err(UnplacedError::new(Kind::WrongType { found, expected }).at(self.place));
+            return Err(UnplacedError::new(ErrorKind::WrongType { found, expected }).at(self.place));
         };
         read(De { node: &entry.node, key_place: Some(&entry.key_place) })
             .map_err(|error| error.at(&entry.node.place).under(self.name))
@@ -364,7 +368,8 @@ impl<'de> de::VariantAccess<'de> for Variant<'de> {
             Some(entry) if !entry.node.value.is_null() => {
                 let found = format!("{} below `{}`", entry.node.value.describe(), self.name);
                 let expected = format!("`{}` alone", self.name);
-                Err(UnplacedError::new(Kind::WrongType { found, expected }).at(&entry.node.place))
+                Err(UnplacedError::new(ErrorKind::WrongType { found, expected })
+                    .at(&entry.node.place))
             }
             _ => Ok(()),
         }

@@ -56,7 +56,6 @@ fn section(keys: &[Key]) -> Value {
     })
 }
 
-/// Adds a range to all numbers of a schema.
 fn set_range(schema: &mut Value, (start, end): Range) {
     if let Some(kinds) = schema.get_mut("anyOf").and_then(Value::as_array_mut) {
         for kind in kinds {

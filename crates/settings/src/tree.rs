@@ -7,7 +7,6 @@ use crate::error::{ConfigError, Place, Source};
 use serde_saphyr::granit_parser::{Event, Marker, Parser, ScalarStyle};
 use std::collections::HashMap;
 
-/// Maximum depth of nesting.
 const MAX_DEPTH: usize = 64;
 /// Maximum number of nodes, with aliases expanded.
 const MAX_NODES: usize = 100_000;

@@ -10,7 +10,7 @@ use std::fmt;
 /// none yet.
 #[derive(Debug)]
 pub(crate) struct UnplacedError {
-    pub(crate) kind: Kind,
+    pub(crate) kind: ErrorKind,
     place: Option<Place>,
     /// Keys and list indices above the error, innermost first.
     path: Vec<String>,
@@ -18,7 +18,7 @@ pub(crate) struct UnplacedError {
 
 /// The kinds of errors, with the values that their messages show.
 #[derive(Debug)]
-pub(crate) enum Kind {
+pub(crate) enum ErrorKind {
     UnknownKey { key: String, valid: &'static [&'static str] },
     MissingKey { key: &'static str },
     UnknownValue { value: String, valid: &'static [&'static str] },
@@ -27,13 +27,13 @@ pub(crate) enum Kind {
 }
 
 impl UnplacedError {
-    pub(crate) fn new(kind: Kind) -> Self {
+    pub(crate) fn new(kind: ErrorKind) -> Self {
         Self { kind, place: None, path: Vec::new() }
     }
 
     pub(crate) fn wrong_type(node: &Node, expected: impl Into<String>) -> Self {
         let (found, expected) = (node.value.describe(), expected.into());
-        Self::new(Kind::WrongType { found, expected }).at(&node.place)
+        Self::new(ErrorKind::WrongType { found, expected }).at(&node.place)
     }
 
     /// Sets the place, unless an inner level has set it.
@@ -52,21 +52,21 @@ impl UnplacedError {
         let section = self.path.into_iter().rev().collect::<Vec<_>>().join(".");
         let (here, advice) = (None, None);
         match self.kind {
-            Kind::UnknownKey { key, valid } => {
+            ErrorKind::UnknownKey { key, valid } => {
                 let nearest = nearest(&key, valid.iter().copied());
                 ConfigError::UnknownKey { place, key, section, here, nearest, valid, advice }
             }
-            Kind::MissingKey { key } => {
+            ErrorKind::MissingKey { key } => {
                 ConfigError::MissingKey { place, key: key.to_owned(), section }
             }
-            Kind::UnknownValue { value, valid } => {
+            ErrorKind::UnknownValue { value, valid } => {
                 let nearest = nearest(&value, valid.iter().copied());
                 ConfigError::UnknownValue { place, key: section, value, nearest, valid, advice }
             }
-            Kind::WrongType { found, expected } => {
+            ErrorKind::WrongType { found, expected } => {
                 ConfigError::WrongType { place, key: or_config(section), found, expected, advice }
             }
-            Kind::Refused { message } => {
+            ErrorKind::Refused { message } => {
                 ConfigError::Refused { place, key: or_config(section), message, advice }
             }
         }
@@ -87,7 +87,7 @@ impl std::error::Error for UnplacedError {}
 
 impl de::Error for UnplacedError {
     fn custom<T: fmt::Display>(message: T) -> Self {
-        Self::new(Kind::Refused { message: message.to_string() })
+        Self::new(ErrorKind::Refused { message: message.to_string() })
     }
 
     fn invalid_type(found: Unexpected<'_>, expected: &dyn Expected) -> Self {
@@ -106,19 +106,19 @@ impl de::Error for UnplacedError {
             Unexpected::Map => "a mapping".to_owned(),
             other => other.to_string(),
         };
-        Self::new(Kind::WrongType { found, expected: readable(&expected.to_string()) })
+        Self::new(ErrorKind::WrongType { found, expected: readable(&expected.to_string()) })
     }
 
     fn unknown_variant(variant: &str, expected: &'static [&'static str]) -> Self {
-        Self::new(Kind::UnknownValue { value: variant.to_owned(), valid: expected })
+        Self::new(ErrorKind::UnknownValue { value: variant.to_owned(), valid: expected })
     }
 
     fn unknown_field(field: &str, expected: &'static [&'static str]) -> Self {
-        Self::new(Kind::UnknownKey { key: field.to_owned(), valid: expected })
+        Self::new(ErrorKind::UnknownKey { key: field.to_owned(), valid: expected })
     }
 
     fn missing_field(field: &'static str) -> Self {
-        Self::new(Kind::MissingKey { key: field })
+        Self::new(ErrorKind::MissingKey { key: field })
     }
 }
 

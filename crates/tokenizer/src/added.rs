@@ -1,6 +1,5 @@
 //! Splits a text at added tokens, before it is normalised.
 
-/// A piece of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Piece {
     /// Start and end byte of text without added tokens; never empty.

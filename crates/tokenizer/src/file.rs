@@ -16,7 +16,6 @@ use super::classes::Letters;
 use super::merges::MAX_IDS;
 use super::split::PATTERNS;
 
-/// Vocabulary of a supported file.
 #[derive(Debug)]
 pub(super) struct Vocabulary {
     /// The letters of the split pattern.
@@ -111,7 +110,7 @@ fn vocabulary(
     }
     let mut joined = String::new();
     let mut merges = Vec::with_capacity(model.merges.len());
-    for Pair(left, right) in &model.merges {
+    for Merge(left, right) in &model.merges {
         joined.clear();
         joined.push_str(left);
         joined.push_str(right);
@@ -202,9 +201,9 @@ struct Model<'a> {
     #[serde(default)]
     ignore_merges: bool,
     #[serde(borrow)]
-    vocab: Tokens<'a>,
+    vocab: Vocab<'a>,
     #[serde(borrow)]
-    merges: Vec<Pair<'a>>,
+    merges: Vec<Merge<'a>>,
 }
 
 impl Model<'_> {
@@ -238,8 +237,8 @@ struct Text<'a>(Cow<'a, str>);
 
 impl<'de: 'a, 'a> Deserialize<'de> for Text<'a> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Found;
-        impl<'de> Visitor<'de> for Found {
+        struct TextVisitor;
+        impl<'de> Visitor<'de> for TextVisitor {
             type Value = Text<'de>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -254,24 +253,24 @@ impl<'de: 'a, 'a> Deserialize<'de> for Text<'a> {
                 Ok(Text(Cow::Owned(text.to_owned())))
             }
         }
-        deserializer.deserialize_str(Found)
+        deserializer.deserialize_str(TextVisitor)
     }
 }
 
 /// Tokens and ids, in the order of the file.
-struct Tokens<'a>(Vec<(Text<'a>, u32)>);
+struct Vocab<'a>(Vec<(Text<'a>, u32)>);
 
-impl<'de: 'a, 'a> Deserialize<'de> for Tokens<'a> {
+impl<'de: 'a, 'a> Deserialize<'de> for Vocab<'a> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Found;
-        impl<'de> Visitor<'de> for Found {
-            type Value = Tokens<'de>;
+        struct VocabVisitor;
+        impl<'de> Visitor<'de> for VocabVisitor {
+            type Value = Vocab<'de>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("tokens and ids")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Tokens<'de>, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Vocab<'de>, A::Error> {
                 let mut tokens = Vec::new();
                 while let Some((token, id)) = map.next_entry()? {
                     if id as usize >= MAX_IDS {
@@ -281,46 +280,46 @@ impl<'de: 'a, 'a> Deserialize<'de> for Tokens<'a> {
                     }
                     tokens.push((token, id));
                 }
-                Ok(Tokens(tokens))
+                Ok(Vocab(tokens))
             }
         }
-        deserializer.deserialize_map(Found)
+        deserializer.deserialize_map(VocabVisitor)
     }
 }
 
 /// The two tokens of a merge: a list of two, or a string with a space between them.
-struct Pair<'a>(Cow<'a, str>, Cow<'a, str>);
+struct Merge<'a>(Cow<'a, str>, Cow<'a, str>);
 
-impl<'de: 'a, 'a> Deserialize<'de> for Pair<'a> {
+impl<'de: 'a, 'a> Deserialize<'de> for Merge<'a> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Found;
-        impl<'de> Visitor<'de> for Found {
-            type Value = Pair<'de>;
+        struct MergeVisitor;
+        impl<'de> Visitor<'de> for MergeVisitor {
+            type Value = Merge<'de>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("two tokens")
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Pair<'de>, A::Error> {
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Merge<'de>, A::Error> {
                 let mut token = || {
                     let token: Option<Text> = list.next_element()?;
                     token
                         .map(|token| token.0)
                         .ok_or_else(|| Error::custom("a merge has fewer than two tokens"))
                 };
-                let pair = Pair(token()?, token()?);
+                let pair = Merge(token()?, token()?);
                 match list.next_element::<IgnoredAny>()? {
                     None => Ok(pair),
                     Some(_) => Err(Error::custom("a merge has more than two tokens")),
                 }
             }
 
-            fn visit_str<E: Error>(self, text: &str) -> Result<Pair<'de>, E> {
+            fn visit_str<E: Error>(self, text: &str) -> Result<Merge<'de>, E> {
                 match text.split_once(' ') {
                     Some((left, right))
                         if !right.contains(' ') && !text.starts_with("#version") =>
                     {
-                        Ok(Pair(Cow::Owned(left.to_owned()), Cow::Owned(right.to_owned())))
+                        Ok(Merge(Cow::Owned(left.to_owned()), Cow::Owned(right.to_owned())))
                     }
                     _ => Err(E::custom(format!(
                         "merge `{text}` is not two tokens with a space between them"
@@ -328,7 +327,7 @@ impl<'de: 'a, 'a> Deserialize<'de> for Pair<'a> {
                 }
             }
         }
-        deserializer.deserialize_any(Found)
+        deserializer.deserialize_any(MergeVisitor)
     }
 }
 

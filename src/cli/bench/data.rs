@@ -3,7 +3,7 @@
 use super::Table;
 use crate::batch::Patches;
 use crate::config::RunConfig;
-use crate::data::{DataState, JsonlRows, Loader, RowReader, SampleIndex};
+use crate::data::{DataState, DatasetRows, Loader, RowReader, SampleIndex};
 use crate::metrics::cpu_seconds;
 use crate::run::{encoder, loader_options, order};
 use rayon::prelude::*;
@@ -60,7 +60,7 @@ fn stage(table: &mut Table, name: &str, pass: impl Fn() -> PassTotals) -> anyhow
 pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
     let encoder = encoder(config)?;
     let begin = Instant::now();
-    let rows = Arc::new(JsonlRows::open(&config.data.train, encoder.clone())?);
+    let rows = Arc::new(DatasetRows::open(&config.data.train, encoder.clone())?);
     let seconds = begin.elapsed().as_secs_f64();
     let all: Vec<_> = rows.rows().collect();
     table.row("index", &[("rows/s", all.len() as f64 / seconds), ("s", seconds)])?;

@@ -3,7 +3,7 @@
 use super::{Clock, Table};
 use crate::batch::{IGNORE_INDEX, VarlenBatch};
 use crate::config::RunConfig;
-use crate::data::{DataState, JsonlRows, Loader, StepData};
+use crate::data::{DataState, DatasetRows, Loader, StepData};
 use crate::metrics::{
     Division, MemoryModel, MicroBatchSizes, ModelWork, StepSizes, cpu_seconds, peak_memory_bytes,
     vendor_peak_flops,
@@ -122,7 +122,7 @@ impl StepBench {
     pub(super) fn new(config: &RunConfig, device: &Device) -> anyhow::Result<Self> {
         let data = &config.data;
         let encoder = encoder(config)?;
-        let rows = Arc::new(JsonlRows::open(&data.train, encoder.clone())?);
+        let rows = Arc::new(DatasetRows::open(&data.train, encoder.clone())?);
         let order = order(config, &rows)?;
         let mut options = loader_options(config, &encoder);
         options.epochs = None;

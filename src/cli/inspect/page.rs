@@ -5,7 +5,7 @@
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
 use crate::config::RunConfig;
 use crate::data::{
-    DatasetConfig, DroppedTokens, Encoder, ImageBox, JsonlRows, KeptEnd, Pixels, Rejection,
+    DatasetConfig, DatasetRows, DroppedTokens, Encoder, ImageBox, KeptEnd, Pixels, Rejection,
     SampleIndex, image_boxes,
 };
 use crate::report::{document, escaped, push, thumbnail, with_specials};
@@ -148,7 +148,7 @@ impl<'a> Page<'a> {
     }
 
     /// Adds the first packs of an epoch: rows and their numbers of tokens.
-    pub(super) fn packs(&mut self, packs: &[Vec<(SampleIndex, usize)>], rows: &JsonlRows) {
+    pub(super) fn packs(&mut self, packs: &[Vec<(SampleIndex, usize)>], rows: &DatasetRows) {
         let limit = self.packing_length as usize;
         let total: usize = packs.iter().flatten().map(|(_, length)| length).sum();
         let fill = total as f64 / (packs.len().max(1) * limit) as f64;
@@ -516,7 +516,7 @@ pub(super) struct Notes {
 
 impl Notes {
     /// The notes of a row that can be encoded.
-    pub(super) fn of(rows: &JsonlRows, row: SampleIndex) -> Self {
+    pub(super) fn of(rows: &DatasetRows, row: SampleIndex) -> Self {
         let Some(Ok(sample)) = rows.sample(row) else { return Self::default() };
         let hidden_thoughts = rows.encoder().hidden_thoughts(&sample).unwrap_or_default();
         Self {

@@ -11,9 +11,9 @@ use crate::batch::{Message, Sample};
 use crate::checkpoint::Checkpoint;
 use crate::config::RunConfig;
 use crate::data::{
-    BoxFault, DataConfig, DataSet, DatasetConfig, Encoder, JsonlRows, LengthSummary, LoaderError,
-    LoaderOptions, LossScale, Mixture, OnError, Rejection, RowReader, RowTrouble, SampleIndex,
-    length_hint, texts,
+    BoxFault, DataConfig, DataSet, DatasetConfig, DatasetRows, Encoder, LengthSummary, LoaderError,
+    LoaderOptions, LossScale, Mixture, OnError, Rejection, RowReader, SampleIndex,
+    TransientRowError, length_hint, texts,
 };
 use fault::Fault;
 use rayon::prelude::*;
@@ -55,7 +55,7 @@ pub(super) fn check(
             match measure(&alone, list, encoder, observer) {
                 Ok(measured) => match count(&measured, &loader_options(config, encoder)) {
                     Ok(counts) => counted.push((set, measured, counts)),
-                    Err(trouble) => report.error(topic, LoaderError::Trouble(trouble)),
+                    Err(trouble) => report.error(topic, LoaderError::Transient(trouble)),
                 },
                 Err(error) => {
                     complete = false;
@@ -81,11 +81,11 @@ pub(super) fn check(
 }
 
 /// Warns of data sets with the same content.
-fn add_copies(contents: &[(Topic, Arc<JsonlRows>)], report: &mut CheckReport) {
-    let path = |rows: &JsonlRows| rows.sets()[0].path().display().to_string();
+fn add_copies(contents: &[(Topic, Arc<DatasetRows>)], report: &mut CheckReport) {
+    let path = |rows: &DatasetRows| rows.sets()[0].path().display().to_string();
     for (number, (topic, rows)) in contents.iter().enumerate() {
         let same =
-            |(_, other): &&(Topic, Arc<JsonlRows>)| other.fingerprint() == rows.fingerprint();
+            |(_, other): &&(Topic, Arc<DatasetRows>)| other.fingerprint() == rows.fingerprint();
         let Some((earlier, other)) = contents[..number].iter().find(same) else { continue };
         let (path, other) = (path(rows), path(other));
         let note = if topic == earlier {
@@ -131,7 +131,7 @@ fn of_set(error: RunError, number: usize) -> RunError {
 
 /// The rows of a data set, and a reader that has their lengths.
 struct Measured {
-    rows: Arc<JsonlRows>,
+    rows: Arc<DatasetRows>,
     reader: Arc<dyn RowReader>,
     /// Counts of the rows of `data.train`, if they are cached.
     lengths: Vec<LengthSummary>,
@@ -226,12 +226,12 @@ fn add_rows(
 }
 
 /// Number of usable rows, their tokens, and the rejected rows.
-fn count(measured: &Measured, options: &LoaderOptions) -> Result<Counts, RowTrouble> {
+fn count(measured: &Measured, options: &LoaderOptions) -> Result<Counts, TransientRowError> {
     let reader = &*measured.reader;
     let num_rows = measured.rows.sets()[0].len() as u32;
     let length = |row| {
         let index = SampleIndex { dataset: 0, row };
-        let length = RowTrouble::or_read(Rejection::clone, || reader.length(index))?;
+        let length = TransientRowError::or_read(Rejection::clone, || reader.length(index))?;
         Ok(length.and_then(|length| {
             options.check_length(length, || reader.id(index))?;
             Ok(length.tokens as u64)
@@ -366,7 +366,7 @@ fn is_empty_answer(message: &Message) -> bool {
 fn survey(
     (data, set): (&DataConfig, &DatasetConfig),
     topic: Topic,
-    rows: &JsonlRows,
+    rows: &DatasetRows,
     report: &mut CheckReport,
 ) {
     if set.corpus.is_some() {

@@ -3,7 +3,7 @@ use super::super::runner::rank_model;
 use super::super::{encoder, load_shares::whole_model, loader_options, order, step_runner};
 use super::*;
 use crate::config::{RunConfig, load};
-use crate::data::{DataState, JsonlRows, Loader};
+use crate::data::{DataState, DatasetRows, Loader};
 use crate::train::{Ranks, Weights, visiting_memory};
 use candle_core::{DType, Tensor};
 use fault::Fault;
@@ -38,7 +38,7 @@ fn loaded(config: &RunConfig, storage: WeightStorage) -> LoadedModel {
 /// Losses of three steps, and all weights afterwards.
 fn trained(config: &RunConfig, loaded: LoadedModel) -> (Vec<u64>, Vec<Vec<f32>>) {
     let encoder = encoder(config).unwrap();
-    let rows = Arc::new(JsonlRows::open(&config.data.train, encoder.clone()).unwrap());
+    let rows = Arc::new(DatasetRows::open(&config.data.train, encoder.clone()).unwrap());
     let order = order(config, &rows).unwrap();
     let options = loader_options(config, &encoder);
     let mut loader = Loader::start(rows, order, options, DataState::default());

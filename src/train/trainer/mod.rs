@@ -15,7 +15,7 @@ use super::ranks::Ranks;
 use super::rejects::write_rejects;
 use super::state::TrainState;
 use super::step::{MicroBatches, PreparedStep, StepRunner};
-use crate::data::{JsonlRows, LoaderError, StepData};
+use crate::data::{DatasetRows, LoaderError, StepData};
 use crate::metrics::{EvalMetrics, JsonlSink, StepMetrics};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
@@ -143,7 +143,7 @@ impl Trainer {
         Ok(self.parts.state.step == step)
     }
 
-    pub fn eval_rows(&self) -> Option<&JsonlRows> {
+    pub fn eval_rows(&self) -> Option<&DatasetRows> {
         self.parts.evaluation.rows.as_ref()
     }
 

@@ -6,7 +6,7 @@ use super::super::datasets::Rejected;
 use super::super::state::TrainState;
 use super::super::step::StepRunner;
 use crate::checkpoint::{CarriedFiles, Checkpointer, FolderLayout};
-use crate::data::{JsonlRows, Loader, RowReader};
+use crate::data::{DatasetRows, Loader, RowReader};
 use crate::metrics::JsonlSink;
 use crate::optim::Schedule;
 use std::sync::Arc;
@@ -67,7 +67,7 @@ pub struct Checkpoints {
 
 pub struct Evaluation {
     /// Rows of `data.eval`.
-    pub rows: Option<JsonlRows>,
+    pub rows: Option<DatasetRows>,
     /// When to evaluate.
     pub config: EvalConfig,
     /// How evaluations are compared; `None` if neither `checkpoint.best` nor `eval.early_stopping`

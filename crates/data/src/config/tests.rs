@@ -1,5 +1,3 @@
-//! Keys, defaults and invalid values.
-
 use settings::Setting;
 
 use super::*;

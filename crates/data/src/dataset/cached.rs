@@ -1,6 +1,6 @@
 //! Rows whose lengths come from length caches.
 
-use super::{DataSet, JsonlRows};
+use super::{DataSet, DatasetRows};
 use crate::{
     CacheError, CacheWork, Length, LengthCache, LoaderOptions, MediaLook, MediaStamps, Prefetched,
     Rejection, RowReader, SampleIndex, TokenCounts,
@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 /// The rows of a run, with the length cache of each file of chats.
 pub struct CachedRows {
-    rows: Arc<JsonlRows>,
+    rows: Arc<DatasetRows>,
     caches: Vec<Option<LengthCache>>, // `None` for a corpus: its lengths follow from its tokens
 }
 
@@ -48,7 +48,7 @@ impl CachedRows {
     /// Updates the caches in `folder` on all cores. Rows that a cache already has are not measured
     /// again. `progress` receives the number of finished rows of all files.
     pub fn update(
-        rows: Arc<JsonlRows>,
+        rows: Arc<DatasetRows>,
         folder: &Path,
         progress: &dyn Fn(u64),
     ) -> Result<(Self, CacheWork), CacheError> {
@@ -71,7 +71,7 @@ impl CachedRows {
 
     /// The rows with the lengths of the caches in `folder`, without a check of images; `None` if a
     /// file has no complete cache under the current limits.
-    pub fn complete(rows: Arc<JsonlRows>, folder: &Path) -> Option<Self> {
+    pub fn complete(rows: Arc<DatasetRows>, folder: &Path) -> Option<Self> {
         let of_set = |set: &DataSet| match set {
             DataSet::Chats(file) => LengthCache::complete(file, rows.encoder(), folder).map(Some),
             DataSet::Corpus(_) => Some(None),
@@ -84,7 +84,7 @@ impl CachedRows {
     /// Those that `look` selects are read, and the others taken from the caches. Fails if the
     /// process or a disk failed.
     pub fn media(
-        rows: &JsonlRows,
+        rows: &DatasetRows,
         folder: &Path,
         look: MediaLook,
     ) -> Result<Option<MediaStamps>, CacheError> {
@@ -102,7 +102,7 @@ impl CachedRows {
     /// Measures the rows of one rank's part of each file, so that [`CachedRows::update`] finds the
     /// rows of all ranks. `progress` receives the number of finished rows of this rank.
     pub fn measure_part(
-        rows: &JsonlRows,
+        rows: &DatasetRows,
         folder: &Path,
         rank: Rank,
         progress: &dyn Fn(u64),

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::encode::TextSample;
-use crate::row::{Length, Rejection, RowTrouble, SampleIndex};
+use crate::row::{Length, Rejection, SampleIndex, TransientRowError};
 use crate::{
     Corpus, CorpusOptions, DatasetConfig, DatasetInfo, DroppedTokens, Encoder, RowFile, RowForm,
     RowRules, SampleError, SampleFault, SourceError, TruncationRule, UnknownKeys, dataset_names,
@@ -186,8 +186,8 @@ pub trait RowReader: Send + Sync {
     fn read_patiently(
         &self,
         row: SampleIndex,
-    ) -> Result<Result<EncodedSample, Rejection>, RowTrouble> {
-        RowTrouble::or_read(Rejection::clone, || self.read(row))
+    ) -> Result<Result<EncodedSample, Rejection>, TransientRowError> {
+        TransientRowError::or_read(Rejection::clone, || self.read(row))
     }
 
     /// [`Length::of`] the sample that [`RowReader::read`] would return, from text and media headers
@@ -225,15 +225,15 @@ pub trait RowReader: Send + Sync {
 }
 
 /// The data sets of a config section, and the encoder of their rows.
-pub struct JsonlRows {
+pub struct DatasetRows {
     sets: Vec<DataSet>,
     names: Vec<String>,
     encoder: Arc<Encoder>,
     cut: Option<TruncationRule>,
 }
 
-impl JsonlRows {
-    /// [`JsonlRows::open_with`] with default options for corpora.
+impl DatasetRows {
+    /// [`DatasetRows::open_with`] with default options for corpora.
     pub fn open(datasets: &[DatasetConfig], encoder: Arc<Encoder>) -> Result<Self, SourceError> {
         Self::open_with(datasets, encoder, &CorpusOptions::default(), &|_, _| ())
     }
@@ -367,7 +367,7 @@ impl JsonlRows {
     }
 }
 
-impl RowReader for JsonlRows {
+impl RowReader for DatasetRows {
     fn read(&self, row: SampleIndex) -> Result<EncodedSample, Rejection> {
         Ok(match self.set(row) {
             DataSet::Corpus(corpus) => corpus.read(row.row)?,

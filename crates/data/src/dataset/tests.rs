@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use serde_json::json;
 
-use super::{JsonlRows, Prefetched, RowReader};
+use super::{DatasetRows, Prefetched, RowReader};
 use crate::{DatasetConfig, Encoder, ImageConfig, SampleIndex};
 
 fn golden(name: &str) -> PathBuf {
@@ -16,7 +16,7 @@ fn golden(name: &str) -> PathBuf {
 
 /// A row with an image, a row with the same image twice, a row with an image as a data URI, a row
 /// of text.
-fn rows(folder: &Path) -> JsonlRows {
+fn rows(folder: &Path) -> DatasetRows {
     let png = include_bytes!("../../../../tests/golden/data/images/exact_moon_64x64.png");
     fs::copy(golden("data/images/exact_moon_64x64.png"), folder.join("a.png")).unwrap();
     let inline = format!("data:image/png;base64,{}", base64(png));
@@ -31,7 +31,7 @@ fn rows(folder: &Path) -> JsonlRows {
     }
     let image = ImageConfig { min_pixels: None, max_pixels: None, max_tokens: None };
     let encoder = Encoder::from_folder(&golden("models/small-tied"), &image).unwrap();
-    JsonlRows::open(&[DatasetConfig::new(folder.join("rows.jsonl"))], Arc::new(encoder)).unwrap()
+    DatasetRows::open(&[DatasetConfig::new(folder.join("rows.jsonl"))], Arc::new(encoder)).unwrap()
 }
 
 fn base64(bytes: &[u8]) -> String {

@@ -33,7 +33,6 @@ pub(super) struct TextFolder {
     pub(super) key: [u8; 32],
 }
 
-/// The special tokens of images and videos.
 #[derive(Debug)]
 pub(super) struct MediaTokens {
     /// Placeholder of an image and its id; `None` for a text-only model.
@@ -44,7 +43,6 @@ pub(super) struct MediaTokens {
     pub(super) video: Option<VideoTokens>,
 }
 
-/// The special tokens of a video.
 #[derive(Debug)]
 pub(super) struct VideoTokens {
     pub(super) pad: String,

@@ -424,7 +424,6 @@ fn has_text(message: &Message, token: &str) -> bool {
 const END_OF_TEXT: &str = "<|endoftext|>";
 
 impl Encoder {
-    /// Ids and offsets of a text.
     pub(crate) fn encode_text(&self, text: &str) -> Result<Tokens, SampleFault> {
         if let Some(token) = self.text.media.pads().find(|token| text.contains(token)) {
             let token = token.to_owned();
@@ -453,7 +452,6 @@ impl Encoder {
         Ok(tokens)
     }
 
-    /// Id of the token with this text.
     pub(crate) fn token_id(&self, token: &str) -> Option<u32> {
         self.text.tokenizer.id(token)
     }

@@ -161,7 +161,6 @@ pub(super) fn thoughts(message: &Message) -> Option<&str> {
     message.reasoning_content.as_deref().or(inline).map(str::trim).filter(|text| !text.is_empty())
 }
 
-/// Ends the thoughts of an answer.
 const THOUGHTS_END: &str = "</think>";
 /// Number of characters of a missing text in the message.
 const SHOWN: usize = 60;

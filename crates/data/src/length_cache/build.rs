@@ -12,11 +12,11 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use rustix::process::{Resource, getrlimit};
 
 use super::file::{
-    BATCH_ROWS, Batches, CacheError, Footer, LEFT_BEHIND, Lock, Place, SUMS, Writer, read_stream,
-    sums_of,
+    BATCH_ROWS, Batches, CacheError, CachePath, CacheWriter, Footer, LEFT_BEHIND, Lock, SUMS,
+    read_stream, sums_of,
 };
-use super::measure::{Batch, Checked, Done, Measurer, lengths};
-use super::rows::{LengthCache, Lengths, Rows};
+use super::measure::{CacheBatch, Checked, MeasuredBatch, Measurer, lengths};
+use super::rows::{LengthCache, Lengths, RowBatch};
 use crate::encode::Encoder;
 use crate::encode::measure::Measured;
 use crate::source::RowFile;
@@ -58,7 +58,7 @@ impl LengthCache {
         folder: &Path,
         progress: &dyn Fn(u64),
     ) -> Result<(Self, CacheWork), CacheError> {
-        let place = Place::of(file, encoder, folder);
+        let place = CachePath::of(file, encoder, folder);
         let lock = place.lock()?;
         update(&place, &lock, file, encoder, progress)
     }
@@ -74,7 +74,7 @@ fn most_threads(cores: usize, open_files: Option<u64>) -> usize {
 }
 
 /// A pool of `num` threads, or of fewer if the system does not permit so many.
-pub(super) fn threads(mut num: usize, place: &Place) -> Result<ThreadPool, CacheError> {
+pub(super) fn threads(mut num: usize, place: &CachePath) -> Result<ThreadPool, CacheError> {
     loop {
         let threads = ThreadPoolBuilder::new().num_threads(num);
         match threads.thread_name(|thread| format!("cache-{thread}")).build() {
@@ -88,7 +88,7 @@ pub(super) fn threads(mut num: usize, place: &Place) -> Result<ThreadPool, Cache
 
 /// Updates a cache under its lock, and loads it.
 fn update(
-    place: &Place,
+    place: &CachePath,
     lock: &Lock,
     file: &RowFile,
     encoder: &Encoder,
@@ -118,7 +118,7 @@ fn update(
 
 /// Receives the batches.
 struct Output<'a> {
-    place: &'a Place,
+    place: &'a CachePath,
     lock: &'a Lock,
     file: &'a RowFile,
     lengths: &'a (dyn Fn(&Measured) -> Lengths + Sync),
@@ -127,15 +127,19 @@ struct Output<'a> {
 
 impl Output<'_> {
     /// Loads the batches, and writes all of them if one is new.
-    fn write(&self, batches: Receiver<Batch>, footer: &Footer) -> Result<LengthCache, CacheError> {
+    fn write(
+        &self,
+        batches: Receiver<CacheBatch>,
+        footer: &Footer,
+    ) -> Result<LengthCache, CacheError> {
         let mut writer = None;
         let mut table = LengthCache::with_capacity(self.place.path.clone(), self.file.len());
         let format = |source| CacheError::Format { path: self.place.path.clone(), source };
         for batch in batches {
             let (rows, is_new) = match batch {
-                Batch::Kept(rows) => (*rows, self.always),
-                Batch::New(entries) => {
-                    (Rows::from_entries(&entries, self.lengths).map_err(format)?, true)
+                CacheBatch::Kept(rows) => (*rows, self.always),
+                CacheBatch::New(entries) => {
+                    (RowBatch::from_entries(&entries, self.lengths).map_err(format)?, true)
                 }
             };
             if writer.is_none() && is_new {
@@ -162,9 +166,9 @@ impl Output<'_> {
     }
 
     /// Creates a file with the first `num_kept` rows of the previous one.
-    fn begin(&self, num_kept: usize) -> Result<Writer, CacheError> {
+    fn begin(&self, num_kept: usize) -> Result<CacheWriter, CacheError> {
         self.lock.may_write(self.place)?;
-        let mut writer = Writer::create(self.place)?;
+        let mut writer = CacheWriter::create(self.place)?;
         let (_, mut before) = self.place.read().unzip();
         let mut num_written = 0;
         while num_written < num_kept {
@@ -212,19 +216,20 @@ fn measure(
                 (rows, old)
             };
             let parts: Vec<_> = firsts.iter().map(with_old).collect();
-            let check_images =
-                |(rows, old): (_, Option<Rows>)| (rows, old.map(|old| measurer.check_images(old)));
+            let check_images = |(rows, old): (_, Option<RowBatch>)| {
+                (rows, old.map(|old| measurer.check_images(old)))
+            };
             let parts: Vec<_> =
                 threads.install(|| parts.into_par_iter().map(check_images).collect());
             for (rows, checked) in parts {
                 let done = threads.install(|| match checked {
                     Some(Checked::Current(old)) => {
-                        Some(Done { batch: Batch::Kept(Box::new(old)), measured: 0 })
+                        Some(MeasuredBatch { batch: CacheBatch::Kept(Box::new(old)), measured: 0 })
                     }
                     Some(Checked::Stale(old, stale)) => measurer.refresh(rows.start, old, &stale),
                     None => measurer.look_up_rows(rows.clone()),
                 });
-                let Some(Done { batch, measured }) = done else { break 'all };
+                let Some(MeasuredBatch { batch, measured }) = done else { break 'all };
                 work.measured += measured as u64;
                 work.reused += (rows.len() - measured) as u64;
                 if sender.send(batch).is_err() {
@@ -242,12 +247,12 @@ fn measure(
 /// Suffix of the files of ranks, before their number.
 const OF_RANK: &str = ".rank-";
 
-impl Place {
+impl CachePath {
     /// The complete batches of killed processes, the newer ones last.
-    fn read_partial(&self, lock: &Lock) -> Vec<Rows> {
+    fn read_partial(&self, lock: &Lock) -> Vec<RowBatch> {
         let [partial, temporary] = LEFT_BEHIND.map(|ending| self.sibling(ending));
         let [mut found, newer] = [&partial, &temporary].map(|path| read_stream(path));
-        let num_rows = |batches: &[Rows]| batches.iter().map(Rows::len).sum::<usize>();
+        let num_rows = |batches: &[RowBatch]| batches.iter().map(RowBatch::len).sum::<usize>();
         if num_rows(&newer) > num_rows(&found) && lock.may_write(self).is_ok() {
             // keep the longer of the two; if this fails, its rows are measured again
             let _ = fs::rename(sums_of(&temporary), sums_of(&partial));
@@ -259,7 +264,7 @@ impl Place {
     }
 
     /// The complete batches of killed processes and of ranks, without the lock.
-    fn left_behind(&self) -> Vec<Rows> {
+    fn left_behind(&self) -> Vec<RowBatch> {
         self.files_left_behind().iter().flat_map(|path| read_stream(path)).collect()
     }
 
@@ -290,9 +295,9 @@ impl Place {
     }
 }
 
-impl Writer {
+impl CacheWriter {
     /// Writes the rows that rank `rank` has measured to a file of its own, which needs no lock.
-    pub(super) fn of_rank(place: &Place, rank: usize) -> Result<Self, CacheError> {
+    pub(super) fn of_rank(place: &CachePath, rank: usize) -> Result<Self, CacheError> {
         let folder = place.path.parent().unwrap_or(Path::new("."));
         fs::create_dir_all(folder).map_err(CacheError::write(folder))?;
         // several runs of the same rows may measure them at the same time
@@ -305,7 +310,7 @@ impl LengthCache {
     /// The cache of `file` in `folder` as it is; `None` if it is not complete, or if its lengths
     /// belong to other limits.
     pub fn complete(file: &RowFile, encoder: &Encoder, folder: &Path) -> Option<Self> {
-        let place = Place::of(file, encoder, folder);
+        let place = CachePath::of(file, encoder, folder);
         let (footer, batches) = place.read()?;
         if !footer.fits(file) || footer.limits != encoder.image_processor().limits() {
             return None;
@@ -325,7 +330,7 @@ impl LengthCache {
         rank: Rank,
         progress: &dyn Fn(u64),
     ) -> Result<(), CacheError> {
-        let place = Place::of(file, encoder, folder);
+        let place = CachePath::of(file, encoder, folder);
         let (footer, old) = place.read().unzip();
         if footer.is_some_and(|footer| footer.fits(file)) {
             return Ok(());
@@ -335,13 +340,13 @@ impl LengthCache {
         let measurer = Measurer::new(file, encoder, known, false);
         let own = rank.own_part(file.len());
         let lengths = |measured: &Measured| lengths(encoder, measured);
-        let mut writer = Writer::of_rank(&place, rank.rank)?;
+        let mut writer = CacheWriter::of_rank(&place, rank.rank)?;
         for first in own.clone().step_by(BATCH_ROWS) {
             let rows = first..(first + BATCH_ROWS).min(own.end);
             let done = threads.install(|| measurer.look_up_rows(rows.clone()));
-            let Some(Done { batch: Batch::New(entries), .. }) = done else { break };
+            let Some(MeasuredBatch { batch: CacheBatch::New(entries), .. }) = done else { break };
             let format = |source| CacheError::Format { path: place.path.clone(), source };
-            writer.write(&Rows::from_entries(&entries, lengths).map_err(format)?)?;
+            writer.write(&RowBatch::from_entries(&entries, lengths).map_err(format)?)?;
             progress((rows.end - own.start) as u64);
         }
         measurer.exhausted.into_inner().map_or(Ok(()), Err)
@@ -392,17 +397,17 @@ mod tests {
         let (encoder, caches) = (encoder(), folder.path().join("cache"));
         let file = rows(folder.path(), BATCH_ROWS + 1);
         LengthCache::update(&file, &encoder, &caches, &|_| ()).unwrap();
-        let place = Place::of(&file, &encoder, &caches);
+        let place = CachePath::of(&file, &encoder, &caches);
         let (footer, batches) = place.read().unwrap();
-        let [first, last]: [Rows; 2] = batches.collect::<Vec<_>>().try_into().unwrap();
+        let [first, last]: [RowBatch; 2] = batches.collect::<Vec<_>>().try_into().unwrap();
         let lock = place.lock().unwrap();
         let lengths = |measured: &Measured| lengths(&encoder, measured);
         let output =
             Output { place: &place, lock: &lock, file: &file, lengths: &lengths, always: false };
         let write = || {
             let (sender, receiver) = sync_channel(2);
-            sender.send(Batch::Kept(Box::new(first.clone()))).unwrap();
-            sender.send(Batch::New(vec![last.entry(0)])).unwrap();
+            sender.send(CacheBatch::Kept(Box::new(first.clone()))).unwrap();
+            sender.send(CacheBatch::New(vec![last.entry(0)])).unwrap();
             drop(sender);
             output.write(receiver, &footer)
         };
@@ -420,7 +425,7 @@ mod tests {
         let (encoder, caches) = (encoder(), folder.path().join("cache"));
         let file = rows(folder.path(), 10);
         LengthCache::update(&file, &encoder, &caches, &|_| ()).unwrap();
-        let path = Place::of(&file, &encoder, &caches).path;
+        let path = CachePath::of(&file, &encoder, &caches).path;
         let whole = fs::read(&path).unwrap();
         for at in (0..whole.len()).step_by(211).chain([whole.len() - 30, whole.len() - 8]) {
             let mut bytes = whole.clone();
@@ -443,7 +448,7 @@ mod tests {
             let model =
                 concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/models/small-tied");
             let encoder = Encoder::from_folder(Path::new(model), image).unwrap();
-            let place = Place::of(file, &encoder, &caches);
+            let place = CachePath::of(file, &encoder, &caches);
             let lock = Lock::ReadOnly(io::ErrorKind::ReadOnlyFilesystem);
             let (place, lock, encoder) = (&place, &lock, &encoder);
             update(place, lock, file, encoder, &|_| ())

@@ -24,11 +24,11 @@ use arrow_schema::ArrowError;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::rows::{INDEX_COLUMNS, Rows, column, schema};
+use super::rows::{INDEX_COLUMNS, RowBatch, column, schema};
 use crate::checksums::{CheckedArrow, SummedFile, checked_bytes, seal_arrow};
 use crate::encode::Encoder;
-use crate::source::files::{KnownIndex, RowIndex, Shard};
-use crate::source::{RowFile, RowRules, SampleError, Stamp, Trouble};
+use crate::source::files::{DataFile, KnownIndex, RowIndex};
+use crate::source::{RowFile, RowRules, SampleError, Stamp, TransientFailure};
 use fault::{Exit, Fault, Hint};
 
 /// Version of the file layout and of the measurement.
@@ -40,7 +40,7 @@ pub(super) const METADATA: &str = "trainer";
 
 /// The reason why a length cache cannot be built.
 #[derive(Debug, thiserror::Error, fault::Fault)]
-#[fault(exit = self.trouble().map_or(Some(Exit::CannotWrite), |trouble| trouble.exit()))]
+#[fault(exit = self.transient_failure().map_or(Some(Exit::CannotWrite), |failure| failure.exit()))]
 pub enum CacheError {
     #[error("cannot write the length cache `{}`", .path.display())]
     #[fault(hint = self.hint_of_trouble(
@@ -76,19 +76,18 @@ pub enum CacheError {
 }
 
 impl CacheError {
-    /// The trouble of the process or of a disk that the error comes from.
-    pub fn trouble(&self) -> Option<Trouble> {
+    /// The failure of the process or of a disk that the error comes from.
+    pub fn transient_failure(&self) -> Option<TransientFailure> {
         match self {
-            Self::Exhausted { source } => Trouble::of(source),
-            Self::Write { source, .. } => {
-                Trouble::of_io(source).filter(|trouble| *trouble == Trouble::Resources)
-            }
+            Self::Exhausted { source } => TransientFailure::of(source),
+            Self::Write { source, .. } => TransientFailure::of_io(source)
+                .filter(|failure| *failure == TransientFailure::Resources),
             _ => None,
         }
     }
 
     fn hint_of_trouble(&self, other: &'static str) -> Hint {
-        self.trouble().map_or_else(|| Some(other.into()), |trouble| trouble.hint())
+        self.transient_failure().map_or_else(|| Some(other.into()), |failure| failure.hint())
     }
 
     pub(super) fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {
@@ -107,14 +106,14 @@ pub(super) struct Footer {
     /// Hash of all data files.
     sha256: [u8; 32],
     /// The data files, in the order of their rows.
-    files: Vec<DataFile>,
+    files: Vec<FileRecord>,
     /// The limits of the columns `length` and `visual_tokens`.
     pub(super) limits: String,
 }
 
-/// A data file.
+/// A data file, as the cache was made from it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct DataFile {
+struct FileRecord {
     path: PathBuf,
     rows: u64,
     /// Size after unpacking.
@@ -124,14 +123,14 @@ struct DataFile {
     stamp: Option<Stamp>,
 }
 
-impl DataFile {
-    fn of(shard: &Shard) -> Self {
+impl FileRecord {
+    fn of(data_file: &DataFile) -> Self {
         Self {
-            path: shard.path().to_path_buf(),
-            rows: shard.len() as u64,
-            bytes: shard.num_bytes(),
-            sha256: shard.sha256(),
-            stamp: shard.stamp().cloned(),
+            path: data_file.path().to_path_buf(),
+            rows: data_file.len() as u64,
+            bytes: data_file.num_bytes(),
+            sha256: data_file.sha256(),
+            stamp: data_file.stamp().cloned(),
         }
     }
 }
@@ -141,7 +140,7 @@ impl Footer {
         Self {
             rows: file.len() as u64,
             sha256: file.fingerprint(),
-            files: file.shards().iter().map(DataFile::of).collect(),
+            files: file.data_files().iter().map(FileRecord::of).collect(),
             limits,
         }
     }
@@ -152,13 +151,12 @@ impl Footer {
     }
 }
 
-/// The path of the cache of a data set.
 #[derive(Debug, Clone)]
-pub(super) struct Place {
+pub(super) struct CachePath {
     pub(super) path: PathBuf,
 }
 
-impl Place {
+impl CachePath {
     /// The name has a hash of the arguments; `paths` are those in the config.
     pub(super) fn new(
         folder: &Path,
@@ -239,7 +237,7 @@ impl Place {
                 return Ok(None);
             }
             let mut rows = rows.into_iter();
-            let index = |DataFile { path, rows: count, bytes, sha256, stamp }| {
+            let index = |FileRecord { path, rows: count, bytes, sha256, stamp }| {
                 let index = RowIndex::of_rows(rows.by_ref().take(count as usize), bytes, sha256);
                 stamp.map(|stamp| KnownIndex { path, stamp, index })
             };
@@ -298,7 +296,7 @@ impl Lock {
         }
     }
 
-    pub(super) fn may_write(&self, place: &Place) -> Result<(), CacheError> {
+    pub(super) fn may_write(&self, place: &CachePath) -> Result<(), CacheError> {
         match self {
             Self::Held { .. } => Ok(()),
             Self::ReadOnly(why) => Err(CacheError::write(&place.path)((*why).into())),
@@ -310,15 +308,15 @@ type Reader = FileReader<CheckedArrow>;
 
 /// The batches of a cache, up to the first that cannot be read.
 pub(super) struct Batches {
-    place: Place,
+    place: CachePath,
     reader: Reader,
 }
 
 impl Iterator for Batches {
-    type Item = Rows;
+    type Item = RowBatch;
 
-    fn next(&mut self) -> Option<Rows> {
-        let rows = self.reader.next()?.and_then(|batch| Rows::from_batch(&batch));
+    fn next(&mut self) -> Option<RowBatch> {
+        let rows = self.reader.next()?.and_then(|batch| RowBatch::from_batch(&batch));
         self.place.or_warn(rows.map(Some))
     }
 }
@@ -336,7 +334,7 @@ pub(super) fn sums_of(path: &Path) -> PathBuf {
 }
 
 /// The complete and undamaged batches of a file whose writer was killed.
-pub(super) fn read_stream(path: &Path) -> Vec<Rows> {
+pub(super) fn read_stream(path: &Path) -> Vec<RowBatch> {
     let read = || {
         let mut file = files::open(path)?;
         let num_bytes = checked_bytes(&file, &sums_of(path))?;
@@ -345,22 +343,21 @@ pub(super) fn read_stream(path: &Path) -> Vec<Rows> {
         StreamReader::try_new(bytes, None)
     };
     let Ok(reader) = read() else { return Vec::new() };
-    reader.map_while(|batch| Rows::from_batch(&batch.ok()?).ok()).collect()
+    reader.map_while(|batch| RowBatch::from_batch(&batch.ok()?).ok()).collect()
 }
 
-/// Writes a cache.
-pub(super) struct Writer {
-    place: Place,
+pub(super) struct CacheWriter {
+    place: CachePath,
     temporary: PathBuf,
     file: FileWriter<BufWriter<SummedFile>>,
 }
 
-impl Writer {
-    pub(super) fn create(place: &Place) -> Result<Self, CacheError> {
+impl CacheWriter {
+    pub(super) fn create(place: &CachePath) -> Result<Self, CacheError> {
         Self::at(place, place.sibling(".tmp"))
     }
 
-    pub(super) fn at(place: &Place, temporary: PathBuf) -> Result<Self, CacheError> {
+    pub(super) fn at(place: &CachePath, temporary: PathBuf) -> Result<Self, CacheError> {
         // `seal_arrow` reads what was written
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(true);
@@ -377,7 +374,7 @@ impl Writer {
     }
 
     /// Writes a batch. It is kept if the process is killed afterwards.
-    pub(super) fn write(&mut self, rows: &Rows) -> Result<(), CacheError> {
+    pub(super) fn write(&mut self, rows: &RowBatch) -> Result<(), CacheError> {
         let mut write = || {
             self.file.write(&rows.to_batch()?)?;
             self.file.flush()
@@ -419,14 +416,14 @@ mod tests {
         use io::ErrorKind::{NotFound, PermissionDenied, ReadOnlyFilesystem};
         for why in [PermissionDenied, ReadOnlyFilesystem] {
             let lock = Lock::of(Err(why.into())).unwrap().unwrap();
-            let place = Place { path: "a.arrow".into() };
+            let place = CachePath { path: "a.arrow".into() };
             assert!(matches!(lock.may_write(&place), Err(CacheError::Write { .. })));
         }
         assert!(Lock::of(Err(NotFound.into())).is_err());
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("lock");
         let held = Lock::of(File::create(&path)).unwrap().unwrap();
-        assert!(held.may_write(&Place { path: "a.arrow".into() }).is_ok());
+        assert!(held.may_write(&CachePath { path: "a.arrow".into() }).is_ok());
         assert!(Lock::of(File::create(&path)).unwrap().is_none());
         drop(held);
         assert!(Lock::of(File::create(&path)).unwrap().is_some());

@@ -10,14 +10,14 @@ use rayon::prelude::*;
 
 use super::file::CacheError;
 use super::media::{Stamps, Walk, checksum};
-use super::rows::{Entry, HASH_BYTES, ImageFile, Lengths, Outcome, Rows};
+use super::rows::{HASH_BYTES, ImageFile, Lengths, Outcome, RowBatch, RowEntry};
 use crate::encode::Encoder;
 use crate::encode::measure::Measured;
 use crate::media::image::ImageError;
 use crate::media::video::VideoError;
 use crate::row::Rejection;
 use crate::source::files::RowContent;
-use crate::source::{ImageStamp, RowFile, SampleError, SampleFault, Trouble, with_patience};
+use crate::source::{ImageStamp, RowFile, SampleError, SampleFault, TransientFailure, retry};
 use batch::{MediaRef, MediaSource, Medium, Sample, VideoRef};
 
 /// Number of rows whose images are checked by one thread.
@@ -25,50 +25,46 @@ const ROWS_A_WALK: usize = 512;
 
 /// Rows by the hash of their bytes.
 pub(super) struct Known {
-    batches: Vec<Rows>,
+    batches: Vec<RowBatch>,
     places: HashMap<[u8; HASH_BYTES], (u32, u32)>,
 }
 
 impl Known {
     /// Of two rows with the same bytes, the later one is used.
-    pub(super) fn new(batches: Vec<Rows>) -> Self {
-        let mut places = HashMap::with_capacity(batches.iter().map(Rows::len).sum());
+    pub(super) fn new(batches: Vec<RowBatch>) -> Self {
+        let mut places = HashMap::with_capacity(batches.iter().map(RowBatch::len).sum());
         for (batch, rows) in (0..).zip(&batches) {
             places.extend((0..rows.len()).map(|row| (rows.hash(row), (batch, row as u32))));
         }
         Self { batches, places }
     }
 
-    fn get(&self, hash: [u8; HASH_BYTES]) -> Option<(&Rows, usize)> {
+    fn get(&self, hash: [u8; HASH_BYTES]) -> Option<(&RowBatch, usize)> {
         let (batch, row) = *self.places.get(&hash)?;
         Some((&self.batches[batch as usize], row as usize))
     }
 }
 
 /// A batch to be written.
-pub(super) enum Batch {
+pub(super) enum CacheBatch {
     /// A batch of the previous cache, with lengths under the current limits.
-    Kept(Box<Rows>),
-    /// A batch with new entries.
-    New(Vec<Entry>),
+    Kept(Box<RowBatch>),
+    New(Vec<RowEntry>),
 }
 
-/// The result of a batch.
-pub(super) struct Done {
-    pub(super) batch: Batch,
-    /// Number of measured rows.
+pub(super) struct MeasuredBatch {
+    pub(super) batch: CacheBatch,
     pub(super) measured: usize,
 }
 
 /// A batch of the previous cache whose images have been checked.
 pub(super) enum Checked {
     /// Unchanged; with lengths under the current limits.
-    Current(Rows),
+    Current(RowBatch),
     /// The listed rows must be measured again.
-    Stale(Rows, Vec<usize>),
+    Stale(RowBatch, Vec<usize>),
 }
 
-/// Measures the rows of a file.
 pub(super) struct Measurer<'a> {
     pub(super) file: &'a RowFile,
     pub(super) encoder: &'a Encoder,
@@ -93,7 +89,7 @@ impl<'a> Measurer<'a> {
     pub(super) fn new(
         file: &'a RowFile,
         encoder: &'a Encoder,
-        known: Vec<Rows>,
+        known: Vec<RowBatch>,
         same_limits: bool,
     ) -> Self {
         Self {
@@ -107,7 +103,7 @@ impl<'a> Measurer<'a> {
     }
 
     /// Whether `old` has these rows of the file. A damaged cache may lack a batch.
-    pub(super) fn is_of(&self, old: &Rows, rows: &Range<usize>) -> bool {
+    pub(super) fn is_of(&self, old: &RowBatch, rows: &Range<usize>) -> bool {
         let (first, last) = (rows.start, rows.end - 1);
         let is_at = |at: usize, row: usize| {
             old.offset.value(at) == self.file.offset(row)
@@ -116,8 +112,7 @@ impl<'a> Measurer<'a> {
         old.len() == rows.len() && is_at(0, first) && is_at(last - first, last)
     }
 
-    /// Checks the images of a batch.
-    pub(super) fn check_images(&self, old: Rows) -> Checked {
+    pub(super) fn check_images(&self, old: RowBatch) -> Checked {
         let parts = (0..old.len().div_ceil(ROWS_A_WALK)).into_par_iter();
         let stale = parts.map(|part| {
             let first = part * ROWS_A_WALK;
@@ -134,56 +129,60 @@ impl<'a> Measurer<'a> {
         }
     }
 
-    /// The rows with lengths under the current limits.
-    fn with_current_lengths(&self, rows: Rows) -> Rows {
+    fn with_current_lengths(&self, rows: RowBatch) -> RowBatch {
         if self.same_limits { rows } else { rows.with_lengths(|row| lengths(self.encoder, row)) }
     }
 
     /// Measures the `stale` rows of a batch, which begins at row `first` of the file. `None` if the
     /// process is exhausted.
-    pub(super) fn refresh(&self, first: usize, old: Rows, stale: &[usize]) -> Option<Done> {
+    pub(super) fn refresh(
+        &self,
+        first: usize,
+        old: RowBatch,
+        stale: &[usize],
+    ) -> Option<MeasuredBatch> {
         let look_up = |row: &usize| Some((*row, self.look_up(first + row)?));
         let anew =
-            stale.par_iter().map(look_up).collect::<Option<Vec<(usize, (Entry, bool))>>>()?;
+            stale.par_iter().map(look_up).collect::<Option<Vec<(usize, (RowEntry, bool))>>>()?;
         let measured = anew.iter().filter(|(_, (_, measured))| *measured).count();
         let anew = anew.into_iter().map(|(row, (entry, _))| (row, entry));
-        let new: Vec<(usize, Entry)> =
+        let new: Vec<(usize, RowEntry)> =
             anew.filter(|(row, entry)| old.entry(*row) != *entry).collect();
         let batch = if new.is_empty() {
-            Batch::Kept(Box::new(self.with_current_lengths(old)))
+            CacheBatch::Kept(Box::new(self.with_current_lengths(old)))
         } else {
-            let mut entries: Vec<Entry> = (0..old.len()).map(|row| old.entry(row)).collect();
+            let mut entries: Vec<RowEntry> = (0..old.len()).map(|row| old.entry(row)).collect();
             for (row, entry) in new {
                 entries[row] = entry;
             }
-            Batch::New(entries)
+            CacheBatch::New(entries)
         };
-        Some(Done { batch, measured })
+        Some(MeasuredBatch { batch, measured })
     }
 
     /// Rows that the previous cache may have in other positions. `None` if the process is exhausted.
-    pub(super) fn look_up_rows(&self, rows: Range<usize>) -> Option<Done> {
+    pub(super) fn look_up_rows(&self, rows: Range<usize>) -> Option<MeasuredBatch> {
         let found = rows.into_par_iter().map(|row| self.look_up(row));
-        let found = found.collect::<Option<Vec<(Entry, bool)>>>()?;
+        let found = found.collect::<Option<Vec<(RowEntry, bool)>>>()?;
         let measured = found.iter().filter(|(_, measured)| *measured).count();
-        let batch = Batch::New(found.into_iter().map(|(entry, _)| entry).collect());
-        Some(Done { batch, measured })
+        let batch = CacheBatch::New(found.into_iter().map(|(entry, _)| entry).collect());
+        Some(MeasuredBatch { batch, measured })
     }
 
     /// The entry of a row, and whether it was measured. `None` if the process is exhausted.
-    fn look_up(&self, row: usize) -> Option<(Entry, bool)> {
+    fn look_up(&self, row: usize) -> Option<(RowEntry, bool)> {
         if self.exhausted.get().is_some() {
             return None;
         }
-        let content = with_patience(Trouble::of, || self.file.content(row));
+        let content = retry(TransientFailure::of, || self.file.content(row));
         let hash = content.as_ref().map_or([0; HASH_BYTES], hash);
         let (line, offset) = (self.file.id(row).line, self.file.offset(row));
         if let Some((rows, found)) = self.known.get(hash).filter(|_| content.is_ok())
             && is_current(&mut self.stamps.walk(), rows, found)
         {
-            return Some((Entry { line, offset, ..rows.entry(found) }, false));
+            return Some((RowEntry { line, offset, ..rows.entry(found) }, false));
         }
-        Some((Entry { line, offset, hash, outcome: self.outcome(row, content)? }, true))
+        Some((RowEntry { line, offset, hash, outcome: self.outcome(row, content)? }, true))
     }
 
     /// Sets the checksum of the first and last bytes of a file. It fails only if the process or a
@@ -196,7 +195,7 @@ impl<'a> Measurer<'a> {
     ) -> Result<(), SampleError> {
         let crc = checksum(self.file.image_root(), file.path.as_ref()).map_err(error);
         file.crc = match crc {
-            Err(error) if Trouble::of(&error).is_some() => return Err(error),
+            Err(error) if TransientFailure::of(&error).is_some() => return Err(error),
             crc => crc.unwrap_or_default(),
         };
         Ok(())
@@ -206,7 +205,7 @@ impl<'a> Measurer<'a> {
     fn outcome(&self, row: usize, content: Result<RowContent, SampleError>) -> Option<Outcome> {
         let measure = |content: RowContent| {
             let sample = self.file.parse(row, content)?;
-            with_patience(Trouble::of, || {
+            retry(TransientFailure::of, || {
                 let (mut images, mut videos) = files(&sample);
                 let measured = self.encoder.measure(&sample)?;
                 for (index, file) in (1..).zip(&mut images) {
@@ -227,7 +226,7 @@ impl<'a> Measurer<'a> {
         });
         match measured {
             Ok(outcome) => Some(outcome),
-            Err(error) if Trouble::of(&error).is_some() => {
+            Err(error) if TransientFailure::of(&error).is_some() => {
                 let _ = self.exhausted.set(CacheError::Exhausted { source: Box::new(error) });
                 None
             }
@@ -242,7 +241,7 @@ const REASONS_OF_FILES: [&str; 6] =
     ["image_", "video_", "media_too_large", "too_many_tokens", "box_range", "unreadable"];
 
 /// Whether measuring again would give the same result.
-fn is_current(walk: &mut Walk<'_>, rows: &Rows, row: usize) -> bool {
+fn is_current(walk: &mut Walk<'_>, rows: &RowBatch, row: usize) -> bool {
     if let Some((reason, _)) = rows.rejected(row) {
         return !REASONS_OF_FILES.iter().any(|of| reason.starts_with(of));
     }
@@ -341,7 +340,7 @@ mod tests {
         for (place, ImageFile { path, stamp, .. }) in videos {
             assert_eq!(stamp, ImageStamp::GONE);
             let error = place.error(stale(&path)).at(&sample.id);
-            assert!(Trouble::of(&error).is_some());
+            assert!(TransientFailure::of(&error).is_some());
             texts.push(error.to_string());
         }
         for (text, [of, place]) in texts.iter().zip([

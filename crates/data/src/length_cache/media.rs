@@ -15,12 +15,12 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags, openat, statat};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::file::{CacheError, Place};
+use super::file::{CacheError, CachePath};
 use super::rows::LengthCache;
 use crate::checksums::{ALL_SUMMED, of_ends};
 use crate::encode::Encoder;
 use crate::media::image::{ImageError, resolve};
-use crate::source::{ImageStamp, RowFile, SampleFault, Trouble, with_patience};
+use crate::source::{ImageStamp, RowFile, SampleFault, TransientFailure, retry};
 
 /// What a run stores about its media files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -135,7 +135,7 @@ impl LengthCache {
         look: MediaLook,
         media: &mut MediaStamps,
     ) -> Result<Option<()>, CacheError> {
-        let Some((footer, batches)) = Place::of(file, encoder, folder).read() else {
+        let Some((footer, batches)) = CachePath::of(file, encoder, folder).read() else {
             return Ok(None);
         };
         if !footer.fits(file) {
@@ -161,9 +161,9 @@ impl LengthCache {
             read.try_for_each(|(row, path, _, now, _)| -> Result<(), CacheError> {
                 let error = |cause| SampleFault::Image { index: 1, cause }.at(&file.id(*row));
                 let crc =
-                    with_patience(Trouble::of, || checksum(root, Path::new(*path)).map_err(error));
+                    retry(TransientFailure::of, || checksum(root, Path::new(*path)).map_err(error));
                 now.crc = match crc {
-                    Err(error) if Trouble::of(&error).is_some() => {
+                    Err(error) if TransientFailure::of(&error).is_some() => {
                         return Err(CacheError::Exhausted { source: Box::new(error) });
                     }
                     crc => crc.unwrap_or_default(), // the file is missing

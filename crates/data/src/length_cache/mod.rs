@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 pub use build::CacheWork;
 pub use file::CacheError;
-use file::Place;
+use file::CachePath;
 pub use media::{MediaDigests, MediaLook, MediaStamps};
 pub use rows::LengthCache;
 
@@ -37,7 +37,7 @@ pub fn open_indexed(
 ) -> Result<RowFile, SourceError> {
     let files = data_files(paths)?;
     let root = RowFile::image_root_of(paths, &files, image_root);
-    let known = Place::new(folder, paths, &root, &rules, encoder.text_key()).indexes();
+    let known = CachePath::new(folder, paths, &root, &rules, encoder.text_key()).indexes();
     let file = RowFile::open_files(paths, &files, image_root, rules.clone(), &known, Some(folder))?;
     Ok(file.with_rules(rules))
 }

@@ -30,16 +30,14 @@ use batch::{AreaLimits, SampleId};
 /// Number of bytes of a row's hash.
 pub(super) const HASH_BYTES: usize = 16;
 
-/// A row of the cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct RowEntry {
     pub(super) line: u64,
     pub(super) offset: u64,
     pub(super) hash: [u8; HASH_BYTES],
     pub(super) outcome: Outcome,
 }
 
-/// The result of measuring a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Outcome {
     /// The row can be encoded, unless its pixels are broken.
@@ -51,7 +49,6 @@ pub(super) enum Outcome {
         /// The files of its videos, or of their frames.
         videos: Vec<ImageFile>,
     },
-    /// The row is rejected.
     Rejected {
         /// The key under which it is counted.
         reason: String,
@@ -90,7 +87,6 @@ fn image_fields() -> Fields {
     ])
 }
 
-/// The schema of the file.
 pub(super) fn schema() -> Schema {
     let image = Field::new("image", DataType::Struct(image_fields()), false);
     Schema::new(vec![
@@ -117,7 +113,7 @@ pub(super) const INDEX_COLUMNS: [usize; 2] = [0, 1];
 
 /// A batch of rows, by columns.
 #[derive(Debug, Clone)]
-pub(super) struct Rows {
+pub(super) struct RowBatch {
     pub(super) line: UInt64Array,
     pub(super) offset: UInt64Array,
     hash: FixedSizeBinaryArray,
@@ -160,8 +156,7 @@ fn typed<A: Array + Clone + 'static>(
     found.cloned().ok_or_else(|| ArrowError::SchemaError(format!("column `{name}`")))
 }
 
-impl Rows {
-    /// Reads a record batch.
+impl RowBatch {
     pub(super) fn from_batch(batch: &RecordBatch) -> Result<Self, ArrowError> {
         let images: ListArray = column(batch, "images")?;
         let structs = images.values().as_any().downcast_ref::<StructArray>();
@@ -196,7 +191,7 @@ impl Rows {
 
     /// Builds a batch from entries; `lengths` computes those of measured rows.
     pub(super) fn from_entries(
-        entries: &[Entry],
+        entries: &[RowEntry],
         lengths: impl Fn(&Measured) -> Lengths,
     ) -> Result<Self, ArrowError> {
         let [mut line, mut offset] = [(); 2].map(|()| UInt64Builder::with_capacity(entries.len()));
@@ -270,7 +265,6 @@ impl Rows {
         Self::from_batch(&RecordBatch::try_new(Arc::new(schema()), columns)?)
     }
 
-    /// The record batch to write.
     pub(super) fn to_batch(&self) -> Result<RecordBatch, ArrowError> {
         let columns: [&dyn Array; 15] = [
             &self.line,
@@ -293,7 +287,6 @@ impl Rows {
         RecordBatch::try_new(Arc::new(schema()), columns.into())
     }
 
-    /// The same rows with other lengths.
     pub(super) fn with_lengths(self, lengths: impl Fn(&Measured) -> Lengths) -> Self {
         let found: Vec<Option<Lengths>> = (0..self.len())
             .map(|row| self.measured(row).ok().map(|measured| lengths(&measured)))
@@ -355,8 +348,7 @@ impl Rows {
         self.file.is_valid(at).then(|| (self.file.value(at), stamp, self.crc.value(at)))
     }
 
-    /// The entry of a row.
-    pub(super) fn entry(&self, row: usize) -> Entry {
+    pub(super) fn entry(&self, row: usize) -> RowEntry {
         let outcome = match self.measured(row) {
             Err((reason, message)) => {
                 Outcome::Rejected { reason: reason.to_owned(), message: message.to_owned() }
@@ -375,7 +367,7 @@ impl Rows {
             }
         };
         let (line, offset) = (self.line.value(row), self.offset.value(row));
-        Entry { line, offset, hash: self.hash(row), outcome }
+        RowEntry { line, offset, hash: self.hash(row), outcome }
     }
 
     fn images(&self, row: usize) -> std::ops::Range<usize> {
@@ -430,7 +422,7 @@ impl LengthCache {
         Self { path, counts: Vec::with_capacity(rows), sizes, rejected }
     }
 
-    pub(super) fn push(&mut self, rows: &Rows) {
+    pub(super) fn push(&mut self, rows: &RowBatch) {
         for row in 0..rows.len() {
             let Measured { text, sizes, video_patches } = match rows.measured(row) {
                 Ok(measured) => measured,

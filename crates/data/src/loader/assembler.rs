@@ -19,7 +19,7 @@ use crate::loader::share::{
 use crate::loader::steps::{
     Assembly, DataState, EpochRows, LoaderOptions, NUM_EXAMPLES, Step, StepData,
 };
-use crate::loader::workers::{Done, Workers};
+use crate::loader::workers::{JobResult, Workers};
 use crate::packing::Item;
 use crate::row::{Rejection, SampleIndex, SampleSize};
 use batch::EncodedSample;
@@ -213,7 +213,7 @@ impl<'a> Assembler<'a> {
 
     fn plan(
         &mut self,
-        (row, result): Done<SampleIndex, Result<Prefetched, Rejection>>,
+        (row, result): JobResult<SampleIndex, Result<Prefetched, Rejection>>,
     ) -> Result<(), LoaderError> {
         let result = result.map_err(|message| panicked(self.reader, row, message))?;
         let outcome = LoaderError::unless_trouble(result)?
@@ -408,7 +408,7 @@ mod tests {
 
     use super::*;
     use crate::loader::test_reader::{Kind, TestReader, options};
-    use crate::loader::workers::Limits;
+    use crate::loader::workers::QueueLimits;
     use crate::packing::PackingStrategy;
 
     /// The state of a planned step lists all packs of the window. If all steps of a window were
@@ -425,7 +425,7 @@ mod tests {
         for (kind, most) in [(Kind::Text(60), 16), (Kind::Image(58), 2)] {
             let reader = || TestReader(vec![kind; num_rows]);
             let rows = (0..num_rows as u32).map(|row| SampleIndex { dataset: 0, row });
-            let limits = Limits { workers: one, items: num_rows, bytes: u64::MAX };
+            let limits = QueueLimits { workers: one, items: num_rows, bytes: u64::MAX };
             let [prefetcher, completer] = [reader(), reader()];
             let prefetch = move |row, ()| prefetcher.prefetch(row);
             let rows = rows.map(|row| (row, ()));

@@ -1,10 +1,8 @@
-//! Errors of the loader.
-
 use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::loader::collate::CollateError;
-use crate::row::{Rejection, RowTrouble};
+use crate::row::{Rejection, TransientRowError};
 use batch::UnpadError;
 use ranks::DistError;
 
@@ -16,7 +14,7 @@ pub enum LoaderError {
     #[fault(hint = length_hint(&rejection.reason).unwrap_or(REPAIR))]
     Rejected { rejection: Rejection },
     #[error(transparent)]
-    Trouble(#[from] RowTrouble),
+    Transient(#[from] TransientRowError),
     #[error("{} of {rows_read} rows rejected ({}), the limit `data.max_rejected` is {max_rejected}{}",
         rejected.values().sum::<u64>(), RejectedCounts(rejected), Examples(first))]
     #[fault(hint = rejected_hint(rejected, RAISE))]
@@ -85,7 +83,7 @@ impl LoaderError {
         read: Result<T, Rejection>,
     ) -> Result<Result<T, Rejection>, Self> {
         match read {
-            Err(rejection) => Ok(Err(RowTrouble::check(rejection)?)),
+            Err(rejection) => Ok(Err(TransientRowError::check(rejection)?)),
             read => Ok(read),
         }
     }

@@ -34,9 +34,9 @@ use assembler::{Assembler, Pools};
 
 use crate::dataset::order::Order;
 use crate::dataset::{Prefetched, RowReader};
-use crate::loader::workers::{Limits, Workers, panic_message};
+use crate::loader::workers::{QueueLimits, Workers, panic_message};
 use crate::row::{Length, Rejection, SampleIndex};
-use crate::source::with_patience;
+use crate::source::retry;
 use batch::EncodedSample;
 
 pub(crate) use crate::loader::error::LoaderError;
@@ -85,7 +85,7 @@ impl Loader {
             ended: None,
             failed: None,
             peeked: None,
-            close_share: share.as_ref().map(|share| share.lane.closer()),
+            close_share: share.as_ref().map(|share| share.channel.closer()),
         };
         if options.epochs.is_none_or(|epochs| from.epoch < epochs.get()) {
             loader.failed = loader.spawn(reader, order, options, from, share).err();
@@ -150,7 +150,7 @@ impl Loader {
         from.check_epoch(order.epoch_len(from.epoch))?;
         let rows_of = order.epoch_sizes();
         let step_packs = options.batch_size.saturating_mul(options.gradient_accumulation_steps);
-        let limits = Limits {
+        let limits = QueueLimits {
             workers: options.workers,
             items: step_packs.get().saturating_mul(2).max(options.pack_rules.window.get()),
             bytes: AHEAD_BYTES,
@@ -159,7 +159,7 @@ impl Loader {
         let rows = rows.map(|row| (row, ()));
         let prefetcher = Arc::clone(&reader);
         let prefetch =
-            move |row, ()| with_patience(Rejection::trouble, || prefetcher.prefetch(row));
+            move |row, ()| retry(Rejection::transient_failure, || prefetcher.prefetch(row));
         let size = |row: &Result<Prefetched, _>| row.as_ref().map_or(0, Prefetched::bytes);
         let headers = Workers::start(rows, prefetch, size, limits).map_err(spawn_error)?;
         let completer = Arc::clone(&reader);
@@ -167,7 +167,7 @@ impl Loader {
         let size = |sample: &Result<EncodedSample, _>| {
             sample.as_ref().map_or(0, |sample| Length::of(sample).bytes())
         };
-        let limits = Limits { items: usize::MAX, ..limits };
+        let limits = QueueLimits { items: usize::MAX, ..limits };
         let pixels = Workers::start_fed(load, size, limits).map_err(spawn_error)?;
         let slow = Arc::clone(&reader);
         let limit = options.slow_row;
@@ -235,7 +235,7 @@ fn load_pixels(
 ) -> Result<EncodedSample, Rejection> {
     let length = prefetched.length();
     let mut first = Some(prefetched); // later attempts read the whole row
-    let sample = with_patience(Rejection::trouble, || {
+    let sample = retry(Rejection::transient_failure, || {
         reader.load_pixels(row, first.take().unwrap_or(Prefetched::Length(length)))
     })?;
     length.check_unchanged(Length::of(&sample), || reader.id(row)).map(|()| sample)

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::dataset::RowReader;
 use crate::dataset::order::Order;
 use crate::loader::steps::{Assembly, MicroBatches, Rmpad, Step, fill};
-use crate::loader::workers::{Limits, Workers};
+use crate::loader::workers::{QueueLimits, Workers};
 use crate::loader::{DataState, LoaderError, LoaderOptions};
 use crate::packing::Item;
 use crate::row::{Length, Rejection, SampleIndex};
@@ -41,7 +41,6 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Counts the packs of a step.
     fn add<T>(&mut self, options: &LoaderOptions, micro_batches: &MicroBatches<T>) {
         let tokens =
             |pack: &Vec<Item<T>>| pack.iter().map(|item| item.length.tokens).sum::<usize>();
@@ -164,7 +163,7 @@ fn simulate(
 }
 
 /// The length of a row; `None` before it is measured. Rejections are rare, so they are boxed.
-type Measured = Option<Result<Length, Box<Rejection>>>;
+type MeasuredLength = Option<Result<Length, Box<Rejection>>>;
 
 /// The length of each row of these epochs, by data set and row.
 fn measure(
@@ -173,16 +172,16 @@ fn measure(
     options: &LoaderOptions,
     epochs: u64,
     progress: &dyn Fn(u64, u64),
-) -> Result<Vec<Vec<Measured>>, LoaderError> {
+) -> Result<Vec<Vec<MeasuredLength>>, LoaderError> {
     let varying = |dataset| reader.uniform_length(dataset).is_none();
     let rows = distinct_rows(order, epochs, &varying);
     let total = rows.len() as u64;
-    let limits = Limits { workers: options.workers, items: AHEAD_ROWS, bytes: u64::MAX };
+    let limits = QueueLimits { workers: options.workers, items: AHEAD_ROWS, bytes: u64::MAX };
     let measurer = Arc::clone(reader);
     let measure = move |row, ()| measurer.length(row).map_err(Box::new);
     let workers = Workers::start(rows.into_iter().map(|row| (row, ())), measure, |_| 0, limits)
         .map_err(|error| LoaderError::Spawn { message: error.to_string() })?;
-    let mut lengths: Vec<Vec<Measured>> =
+    let mut lengths: Vec<Vec<MeasuredLength>> =
         measured_rows(order, &varying).map(|rows| vec![None; rows as usize]).collect();
     let mut done = 0;
     while let Some((row, result)) = workers.next() {

@@ -16,7 +16,7 @@ use crate::loader::steps::{DataState, LoaderOptions, MicroBatches, Rmpad, Step, 
 use crate::packing::Item;
 use crate::row::{Rejection, SampleSize};
 use batch::{EncodedSample, Pack};
-use ranks::{DistError, Lane, Rank, gather};
+use ranks::{Channel, DistError, Rank, gather};
 
 /// The connection of a loader to those of the other ranks.
 pub struct LoaderShare {
@@ -26,7 +26,7 @@ pub struct LoaderShare {
     /// Number of ranks of a sequence group.
     pub sequence: usize,
     /// Used by the loader alone.
-    pub lane: Box<dyn Lane>,
+    pub channel: Box<dyn Channel>,
 }
 
 /// The rows of one step that a rank has read.
@@ -85,7 +85,7 @@ pub(super) fn exchange(
     read: RowsRead,
 ) -> Result<RowsOfAll, DistError> {
     let (sequence, all) = match share {
-        Some(share) => (share.sequence, gather(&mut *share.lane, &read)?),
+        Some(share) => (share.sequence, gather(&mut *share.channel, &read)?),
         None => (1, vec![read]),
     };
     if let Some(other) = all.iter().position(|read| read.plan != all[0].plan) {
@@ -204,7 +204,7 @@ mod tests {
             .map(|(group, plan)| {
                 thread::spawn(move || {
                     let mut share =
-                        LoaderShare { group: group.rank, sequence: 1, lane: group.data };
+                        LoaderShare { group: group.rank, sequence: 1, channel: group.data };
                     let read = RowsRead { plan, ..RowsRead::default() };
                     exchange(Some(&mut share), read).map(|rows| rows.sizes.len())
                 })

@@ -219,7 +219,6 @@ pub(crate) type MicroBatches<T> = Vec<Vec<Vec<Item<T>>>>;
 #[derive(Debug)]
 pub(crate) struct Step<T> {
     pub(crate) micro_batches: MicroBatches<T>,
-    /// Number of rows of its epoch.
     pub(crate) epoch_rows: u64,
     /// Epochs consumed as of the end of this step.
     pub(crate) epoch: f64,
@@ -230,17 +229,14 @@ pub(crate) struct Step<T> {
 }
 
 impl<T> Step<T> {
-    /// The samples of all packs.
     pub(crate) fn samples(&self) -> impl Iterator<Item = &Item<T>> {
         self.micro_batches.iter().flatten().flatten()
     }
 
-    /// Number of tokens in all packs.
     pub(crate) fn num_tokens(&self) -> usize {
         self.samples().map(|item| item.length.tokens).sum()
     }
 
-    /// Whether this is the last step of its epoch.
     pub(crate) fn ends_epoch(&self) -> bool {
         self.state.next == 0
     }

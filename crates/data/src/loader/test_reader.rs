@@ -35,7 +35,6 @@ pub(crate) enum Kind {
     PanicPixels,
     /// A row that takes a while.
     Slow(Duration),
-    /// A row that panics.
     Panic,
 }
 

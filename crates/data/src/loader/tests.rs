@@ -1,5 +1,3 @@
-//! Properties of the loader.
-
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::time::{Duration, Instant};
 

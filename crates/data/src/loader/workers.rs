@@ -11,7 +11,7 @@ use std::time::Duration;
 
 /// Limits on the results that wait for the consumer.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Limits {
+pub(crate) struct QueueLimits {
     /// Number of threads.
     pub(crate) workers: NonZeroUsize,
     /// Maximum number of jobs started whose results are not taken.
@@ -31,7 +31,7 @@ pub(crate) struct Workers<K, J, O> {
 type Slow<K> = (Duration, Box<dyn Fn(K) + Send + Sync>);
 
 /// The key of a job and its result, or the message of the panic that ended the work on it.
-pub(crate) type Done<K, O> = (K, Result<O, String>);
+pub(crate) type JobResult<K, O> = (K, Result<O, String>);
 
 struct Shared<K, J, O> {
     queue: Mutex<Queue<K, J, O>>,
@@ -74,7 +74,7 @@ impl<K: Copy + Send + 'static, J: Send + 'static, O: Send + 'static> Workers<K, 
         jobs: impl Iterator<Item = (K, J)> + Send + 'static,
         work: impl Fn(K, J) -> O + Send + Sync + 'static,
         size: fn(&O) -> u64,
-        limits: Limits,
+        limits: QueueLimits,
     ) -> io::Result<Self> {
         Self::spawn(Box::new(jobs), false, work, size, limits)
     }
@@ -83,7 +83,7 @@ impl<K: Copy + Send + 'static, J: Send + 'static, O: Send + 'static> Workers<K, 
     pub(crate) fn start_fed(
         work: impl Fn(K, J) -> O + Send + Sync + 'static,
         size: fn(&O) -> u64,
-        limits: Limits,
+        limits: QueueLimits,
     ) -> io::Result<Self> {
         Self::spawn(Box::new(std::iter::empty()), true, work, size, limits)
     }
@@ -93,7 +93,7 @@ impl<K: Copy + Send + 'static, J: Send + 'static, O: Send + 'static> Workers<K, 
         is_fed: bool,
         work: impl Fn(K, J) -> O + Send + Sync + 'static,
         size: fn(&O) -> u64,
-        limits: Limits,
+        limits: QueueLimits,
     ) -> io::Result<Self> {
         let queue = Queue {
             jobs,
@@ -141,7 +141,7 @@ impl<K: Copy + Send + 'static, J: Send + 'static, O: Send + 'static> Workers<K, 
     }
 
     /// Waits for the next result. `None` after the last job, and after [`Workers::stop`].
-    pub(crate) fn next(&self) -> Option<Done<K, O>> {
+    pub(crate) fn next(&self) -> Option<JobResult<K, O>> {
         let mut queue = self.shared.lock();
         let mut slow = self.slow.as_ref();
         loop {
@@ -166,7 +166,7 @@ impl<K: Copy + Send + 'static, J: Send + 'static, O: Send + 'static> Workers<K, 
     }
 
     /// [`Workers::next`] without waiting.
-    pub(crate) fn try_next(&self) -> Poll<Option<Done<K, O>>> {
+    pub(crate) fn try_next(&self) -> Poll<Option<JobResult<K, O>>> {
         self.shared.take(&mut self.shared.lock())
     }
 
@@ -198,7 +198,7 @@ impl<K, J, O> Shared<K, J, O> {
         self.done.notify_all();
     }
 
-    fn take(&self, queue: &mut Queue<K, J, O>) -> Poll<Option<Done<K, O>>> {
+    fn take(&self, queue: &mut Queue<K, J, O>) -> Poll<Option<JobResult<K, O>>> {
         match queue.phase {
             Phase::Stopped => return Poll::Ready(None),
             Phase::Broken => panic!("a worker of the loader panicked"), // `None` would look like the end of the data
@@ -222,7 +222,7 @@ impl<K, J, O> Shared<K, J, O> {
 }
 
 impl<K: Copy, J, O> Shared<K, J, O> {
-    fn work(&self, work: &impl Fn(K, J) -> O, size: fn(&O) -> u64, limits: Limits) {
+    fn work(&self, work: &impl Fn(K, J) -> O, size: fn(&O) -> u64, limits: QueueLimits) {
         while let Some((key, job, number)) = self.begin(limits) {
             let result = catch_unwind(AssertUnwindSafe(|| work(key, job)))
                 .map_err(|payload| panic_message(&*payload));
@@ -240,7 +240,7 @@ impl<K: Copy, J, O> Shared<K, J, O> {
     /// Waits for room, then returns the next job and the number of jobs started before it.
     ///
     /// Jobs are started in order, so the one whose result is taken next has room or is in work.
-    fn begin(&self, limits: Limits) -> Option<(K, J, u64)> {
+    fn begin(&self, limits: QueueLimits) -> Option<(K, J, u64)> {
         let mut queue = self.lock();
         loop {
             if queue.phase != Phase::Running {
@@ -272,7 +272,6 @@ impl<K: Copy, J, O> Shared<K, J, O> {
     }
 }
 
-/// The message of a panic.
 pub(crate) fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().copied();
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str))
@@ -286,8 +285,8 @@ mod tests {
 
     use super::*;
 
-    fn limits(workers: usize, items: usize, bytes: u64) -> Limits {
-        Limits { workers: NonZeroUsize::new(workers).unwrap(), items, bytes }
+    fn limits(workers: usize, items: usize, bytes: u64) -> QueueLimits {
+        QueueLimits { workers: NonZeroUsize::new(workers).unwrap(), items, bytes }
     }
 
     fn jobs(num: u32) -> impl Iterator<Item = (u32, ())> {

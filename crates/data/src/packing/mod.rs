@@ -171,7 +171,6 @@ impl<T> Packer<T> {
         best_fit_decreasing(&sizes, self.capacity(length))
     }
 
-    /// Capacity of an empty pack.
     fn capacity(&self, length: NonZeroU32) -> Capacity {
         let patches = self.rules.max_patches.map_or(u64::MAX, |max| u64::from(max.get()));
         Capacity { tokens: length.get() as usize, patches }
@@ -245,7 +244,6 @@ struct Bin {
     samples: Vec<usize>,
     /// Index of the longest sample.
     longest: usize,
-    /// Capacity that is left.
     free: Capacity,
 }
 

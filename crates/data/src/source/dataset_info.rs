@@ -90,12 +90,12 @@ pub(crate) struct Mapping {
     /// Their key and ours.
     columns: Vec<(String, &'static str)>,
     /// The key of the turns, and how they are written; `None` for alpaca rows.
-    turns: Option<(String, Turns)>,
+    turns: Option<(String, TurnKeys)>,
 }
 
 /// The keys of a turn and the names of roles.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Turns {
+struct TurnKeys {
     role: String,
     content: String,
     roles: Vec<(String, &'static str)>,
@@ -124,7 +124,7 @@ impl DatasetInfo {
             let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
             return Err(DatasetInfoError::NoEntry { path: owned(), name: name.to_owned(), known });
         };
-        Entry { path, name, keys: entry }.info()
+        InfoEntry { path, name, keys: entry }.info()
     }
 
     /// The file or folder with the rows.
@@ -153,14 +153,13 @@ impl DatasetInfo {
     }
 }
 
-/// An entry while it is checked.
-struct Entry<'a> {
+struct InfoEntry<'a> {
     path: &'a Path,
     name: &'a str,
     keys: &'a Map<String, Value>,
 }
 
-impl Entry<'_> {
+impl InfoEntry<'_> {
     fn info(&self) -> Result<DatasetInfo, DatasetInfoError> {
         for (key, value) in self.keys {
             let is_off = matches!(value, Value::Null | Value::Bool(false)) || value == "";
@@ -232,7 +231,7 @@ impl Entry<'_> {
         Ok(Mapping { columns, turns })
     }
 
-    fn turns(&self, tags: &[(String, String)]) -> Result<Turns, DatasetInfoError> {
+    fn turns(&self, tags: &[(String, String)]) -> Result<TurnKeys, DatasetInfoError> {
         let known = |tag: &str| {
             matches!(tag, "role_tag" | "content_tag")
                 || ROLES.iter().any(|(known, ..)| *known == tag)
@@ -246,10 +245,9 @@ impl Entry<'_> {
             named.unwrap_or_else(|| default.to_owned())
         };
         let roles = ROLES.iter().map(|(key, default, ours)| (tag(key, default), *ours)).collect();
-        Ok(Turns { role: tag("role_tag", "from"), content: tag("content_tag", "value"), roles })
+        Ok(TurnKeys { role: tag("role_tag", "from"), content: tag("content_tag", "value"), roles })
     }
 
-    /// The texts of a section of the entry.
     fn texts(&self, section: &str) -> Result<Vec<(String, String)>, DatasetInfoError> {
         let mut texts = Vec::new();
         match self.keys.get(section) {
@@ -329,7 +327,7 @@ impl Mapping {
     }
 }
 
-impl Turns {
+impl TurnKeys {
     /// Our name of the role of a turn.
     fn role_of(&self, turn: &Value) -> Option<&'static str> {
         let role = turn.get(&self.role)?.as_str()?;

@@ -1,4 +1,4 @@
-//! Errors of a row and of its boxes, and trouble of the process or of a disk, which is not the
+//! Errors of a row and of its boxes, and failures of the process or of a disk, which is not the
 //! fault of the row at which it was found. The message of [`SampleError`] names the file and the
 //! line.
 
@@ -324,7 +324,7 @@ pub enum GroundingError {
 /// What failed. The row may be valid, so it must not be rejected. Its reason stands in place of that
 /// of the rejection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Fault)]
-pub enum Trouble {
+pub enum TransientFailure {
     /// The process has too many open files or too little memory.
     #[fault(
         exit = Resources,
@@ -345,8 +345,8 @@ pub enum Trouble {
 const NETWORK_DISK: [Errno; 6] =
     [Errno::STALE, Errno::NOTCONN, Errno::TIMEDOUT, Errno::HOSTDOWN, Errno::REMOTEIO, Errno::NODEV];
 
-impl Trouble {
-    /// The trouble that an error of a row comes from.
+impl TransientFailure {
+    /// The failure that an error of a row comes from.
     pub fn of(error: &SampleError) -> Option<Self> {
         match &error.fault {
             SampleFault::Read(cause)
@@ -364,7 +364,7 @@ impl Trouble {
         }
     }
 
-    /// The trouble that an error of the operating system indicates.
+    /// The failure that an error of the operating system indicates.
     pub(crate) fn of_io(error: &io::Error) -> Option<Self> {
         Self::of_causes(error)
     }
@@ -387,21 +387,21 @@ impl Trouble {
 
     /// The variant whose [`Fault::reason`] is `reason`.
     pub fn with_reason(reason: &str) -> Option<Self> {
-        [Self::Resources, Self::Disk].into_iter().find(|trouble| trouble.reason() == reason)
+        [Self::Resources, Self::Disk].into_iter().find(|failure| failure.reason() == reason)
     }
 }
 
 /// Waits between attempts to read a row, in milliseconds.
 const WAITS_MS: [u64; 4] = [20, 80, 320, 1280];
 
-/// Reads a row again after a wait if `trouble` finds that the process or a disk failed.
-pub(crate) fn with_patience<T, E>(
-    trouble: impl Fn(&E) -> Option<Trouble>,
+/// Reads a row again after a wait if `failure` finds that the process or a disk failed.
+pub(crate) fn retry<T, E>(
+    failure: impl Fn(&E) -> Option<TransientFailure>,
     mut read: impl FnMut() -> Result<T, E>,
 ) -> Result<T, E> {
     for wait in WAITS_MS {
         match read() {
-            Err(error) if trouble(&error).is_some() => thread::sleep(Duration::from_millis(wait)),
+            Err(error) if failure(&error).is_some() => thread::sleep(Duration::from_millis(wait)),
             result => return result,
         }
     }
@@ -420,13 +420,13 @@ mod tests {
         let id = SampleId { file: Path::new("rows.jsonl").into(), line: 3 };
         let image = |code: Errno| ImageError::Read { path: "a.png".into(), source: code.into() };
         for (code, expected) in [
-            (Errno::MFILE, Some(Trouble::Resources)),
-            (Errno::NFILE, Some(Trouble::Resources)),
-            (Errno::NOMEM, Some(Trouble::Resources)),
-            (Errno::AGAIN, Some(Trouble::Resources)),
-            (Errno::IO, Some(Trouble::Disk)),
-            (Errno::STALE, Some(Trouble::Disk)),
-            (Errno::NOTCONN, Some(Trouble::Disk)),
+            (Errno::MFILE, Some(TransientFailure::Resources)),
+            (Errno::NFILE, Some(TransientFailure::Resources)),
+            (Errno::NOMEM, Some(TransientFailure::Resources)),
+            (Errno::AGAIN, Some(TransientFailure::Resources)),
+            (Errno::IO, Some(TransientFailure::Disk)),
+            (Errno::STALE, Some(TransientFailure::Disk)),
+            (Errno::NOTCONN, Some(TransientFailure::Disk)),
             (Errno::NOENT, None),
             (Errno::ACCESS, None),
         ] {
@@ -439,7 +439,7 @@ mod tests {
                 SampleFault::Video { index: 1, cause: video },
             ] {
                 let error = error.at(&id);
-                assert_eq!(Trouble::of(&error), expected, "{error}");
+                assert_eq!(TransientFailure::of(&error), expected, "{error}");
             }
         }
     }

@@ -11,8 +11,8 @@ mod source_error;
 mod stamp;
 
 pub use dataset_info::{DatasetInfo, DatasetInfoError};
-pub(crate) use error::{AtRow, with_patience};
-pub use error::{GroundingError, SampleError, SampleFault, Trouble};
+pub(crate) use error::{AtRow, retry};
+pub use error::{GroundingError, SampleError, SampleFault, TransientFailure};
 pub use raw_row::ColumnNames;
 pub use row_file::RowFile;
 pub(crate) use rows::{BOX_PLACEHOLDER, MAX_TEXT_BYTES, NAME_PLACEHOLDER, texts_mut};

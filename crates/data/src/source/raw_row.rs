@@ -34,7 +34,6 @@ const MAX_VALUES: usize = 2_000_000;
 const SMALL_ROW_BYTES: usize = 1 << 20;
 
 impl RawRow {
-    /// Parses a JSON object.
     pub(crate) fn from_json(bytes: &[u8]) -> Result<Self, SampleFault> {
         if bytes.len() > SMALL_ROW_BYTES {
             let found = json::values(bytes);

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use super::error::{AtRow, SampleError, SampleFault};
 use super::files::listing::{data_files, image_root};
-use super::files::{KnownIndex, RowContent, Shard};
+use super::files::{DataFile, KnownIndex, RowContent};
 use super::raw_row::RawRow;
 use super::rows::{RowForm, RowParser, RowRules};
 use super::source_error::SourceError;
@@ -27,8 +27,8 @@ const SURVEY_BYTES: usize = 16 << 20;
 pub struct RowFile {
     paths: Vec<PathBuf>,
     parser: RowParser,
-    shards: Vec<Shard>,
-    ends: Vec<usize>, // [shards], number of rows up to the end of each
+    data_files: Vec<DataFile>,
+    ends: Vec<usize>, // [data_files], number of rows up to the end of each
     fingerprint: [u8; 32],
     form: RowForm,
 }
@@ -73,21 +73,21 @@ impl RowFile {
     ) -> Result<Self, SourceError> {
         permit_open_files(files.len() as u64);
         let open = |file: &PathBuf| {
-            Shard::open(file, known.iter().find(|known| known.path == *file), cache)
+            DataFile::open(file, known.iter().find(|known| known.path == *file), cache)
         };
-        let shards = files.par_iter().map(open).collect::<Result<Vec<_>, _>>()?;
-        let ends: Vec<usize> = shards
+        let data_files = files.par_iter().map(open).collect::<Result<Vec<_>, _>>()?;
+        let ends: Vec<usize> = data_files
             .iter()
-            .scan(0, |end, shard| {
-                *end += shard.len();
+            .scan(0, |end, data_file| {
+                *end += data_file.len();
                 Some(*end)
             })
             .collect();
         let mut this = Self {
             paths: paths.to_owned(),
-            fingerprint: fingerprint(&shards, &rules),
+            fingerprint: fingerprint(&data_files, &rules),
             parser: RowParser::new(&Self::image_root_of(paths, files, image_root), rules),
-            shards,
+            data_files,
             ends,
             form: RowForm::Messages,
         };
@@ -179,15 +179,15 @@ impl RowFile {
     }
 
     /// The files, in the order of their rows.
-    pub(crate) fn shards(&self) -> &[Shard] {
-        &self.shards
+    pub(crate) fn data_files(&self) -> &[DataFile] {
+        &self.data_files
     }
 
     /// File and line of row `row < len()`. In a file without lines, the line is the number of the
     /// row.
     pub fn id(&self, row: usize) -> SampleId {
-        let (shard, row) = self.place(row);
-        SampleId { file: shard.path().clone(), line: shard.line(row) }
+        let (data_file, row) = self.place(row);
+        SampleId { file: data_file.path().clone(), line: data_file.line(row) }
     }
 
     /// Reads and parses row `row < len()`.
@@ -197,8 +197,8 @@ impl RowFile {
 
     /// Reads the content of row `row < len()`.
     pub(crate) fn content(&self, row: usize) -> Result<RowContent, SampleError> {
-        let (shard, at) = self.place(row);
-        shard.content(at).map_err(|cause| SampleFault::Read(cause).at(&self.id(row)))
+        let (data_file, at) = self.place(row);
+        data_file.content(at).map_err(|cause| SampleFault::Read(cause).at(&self.id(row)))
     }
 
     /// Parses the content of row `row < len()`.
@@ -238,16 +238,17 @@ impl RowFile {
     /// The place of row `row < len()` in its file: a byte offset, or a number of rows. Rows of
     /// unchanged files keep it.
     pub(crate) fn offset(&self, row: usize) -> u64 {
-        let (shard, row) = self.place(row);
-        shard.offset(row)
+        let (data_file, row) = self.place(row);
+        data_file.offset(row)
     }
 
     /// Number of bytes of all files before row `row <= len()`, after unpacking.
     pub(crate) fn bytes_before(&self, row: usize) -> u64 {
         let number = self.ends.partition_point(|end| *end <= row);
-        let whole: u64 = self.shards[..number].iter().map(Shard::num_bytes).sum();
+        let whole: u64 = self.data_files[..number].iter().map(DataFile::num_bytes).sum();
         let first = number.checked_sub(1).map_or(0, |before| self.ends[before]);
-        whole + self.shards.get(number).map_or(0, |shard| shard.bytes_before(row - first))
+        whole
+            + self.data_files.get(number).map_or(0, |data_file| data_file.bytes_before(row - first))
     }
 
     /// Folder that relative image paths are resolved against.
@@ -258,7 +259,7 @@ impl RowFile {
     /// Returns whether an open file was written to since it was opened. A new file at the same path
     /// does not count.
     pub(crate) fn has_changed(&self) -> bool {
-        self.shards.iter().any(Shard::has_changed)
+        self.data_files.iter().any(DataFile::has_changed)
     }
 
     /// Reads the document in row `row < len()` of a corpus.
@@ -279,10 +280,10 @@ impl RowFile {
     }
 
     /// The file of a row, and the row in it.
-    fn place(&self, row: usize) -> (&Shard, usize) {
+    fn place(&self, row: usize) -> (&DataFile, usize) {
         let number = self.ends.partition_point(|end| *end <= row);
         let first = number.checked_sub(1).map_or(0, |before| self.ends[before]);
-        (&self.shards[number], row - first)
+        (&self.data_files[number], row - first)
     }
 
     fn detect(&self) -> Result<RowForm, SourceError> {
@@ -314,14 +315,14 @@ fn permit_open_files(more: u64) {
     }
 }
 
-fn fingerprint(shards: &[Shard], rules: &RowRules) -> [u8; 32] {
+fn fingerprint(data_files: &[DataFile], rules: &RowRules) -> [u8; 32] {
     let RowRules { info, columns, .. } = rules;
-    if let ([shard], None, None) = (shards, info, columns) {
-        return shard.sha256();
+    if let ([data_file], None, None) = (data_files, info, columns) {
+        return data_file.sha256();
     }
     let mut hasher = Sha256::new();
-    for shard in shards {
-        hasher.update(shard.sha256());
+    for data_file in data_files {
+        hasher.update(data_file.sha256());
     }
     if let Some(info) = info {
         hasher.update(info.digest());

@@ -14,7 +14,7 @@ use minijinja::{Error, ErrorKind, Value};
 /// Formats `value` with Python's separators `", "` and `": "`, or on lines with `indent` spaces per
 /// level.
 pub(super) fn dumps(value: &Value, indent: Option<usize>) -> Result<String, Error> {
-    let mut writer = Writer { out: String::new(), indent, depth: 0 };
+    let mut writer = JsonWriter { out: String::new(), indent, depth: 0 };
     writer.value(value)?;
     Ok(writer.out)
 }
@@ -33,7 +33,6 @@ impl Object for NumberText {
     }
 }
 
-/// The integer with these digits.
 pub(super) fn integer(digits: &str) -> Value {
     let value = digits.parse::<i128>().map(Value::from);
     value.unwrap_or_else(|_| Value::from_object(NumberText(digits.to_owned())))
@@ -45,13 +44,13 @@ pub(super) fn number(value: f64) -> Value {
     if text.contains('e') { Value::from_object(NumberText(text)) } else { Value::from(value) }
 }
 
-struct Writer {
+struct JsonWriter {
     out: String,
     indent: Option<usize>,
     depth: usize,
 }
 
-impl Writer {
+impl JsonWriter {
     fn value(&mut self, value: &Value) -> Result<(), Error> {
         if let Some(NumberText(digits)) = value.downcast_object_ref() {
             self.out.push_str(digits);

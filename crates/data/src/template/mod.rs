@@ -27,7 +27,6 @@ const NAME: &str = "chat_template";
 /// an assistant turn.
 const PROBE: [&str; 2] = ["question", "answer"];
 
-/// A compiled chat template.
 #[derive(Debug)]
 pub(crate) struct ChatTemplate {
     env: Environment<'static>,
@@ -41,7 +40,6 @@ pub(crate) struct ChatTemplate {
     lists: [Lists; ROLES.len()],
 }
 
-/// The roles of turns.
 const ROLES: [&str; 4] = ["user", "assistant", "system", "tool"];
 
 /// How a template writes a content that is a list of parts.
@@ -63,7 +61,6 @@ pub(crate) enum GenerationPrompt {
     Omit,
 }
 
-/// A rendered conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RenderedChat {
     /// Text with one placeholder per image or video.

@@ -78,7 +78,7 @@ fn failure(failures: &Receiver<DistError>) -> DistError {
 }
 
 #[test]
-fn lanes_keep_the_order_and_the_bytes_of_messages_of_every_size() {
+fn channels_keep_the_order_and_the_bytes_of_messages_of_every_size() {
     let sizes = [0, 1, 3_000_000, 0, 17, 70_000];
     let message = |rank: usize, call: usize| {
         let len = sizes[(call + rank) % sizes.len()];
@@ -100,7 +100,7 @@ fn lanes_keep_the_order_and_the_bytes_of_messages_of_every_size() {
 }
 
 #[test]
-fn a_lane_is_quick() {
+fn a_channel_is_quick() {
     let begin = Instant::now();
     on_ranks(4, LONG, |mut ranks, _failures| {
         for _ in 0..200 {
@@ -165,10 +165,10 @@ fn a_rank_that_ends_early_is_named_on_all_others() {
                 thread::sleep(Duration::from_millis(1200)); // two heartbeats
                 return None;
             }
-            let of_lane = ranks.step.all_gather(Vec::new()).unwrap_err();
-            assert_eq!(of_lane, failure(&failures));
-            assert_eq!(ranks.data.all_gather(Vec::new()).unwrap_err(), of_lane);
-            Some(of_lane.to_string())
+            let of_channel = ranks.step.all_gather(Vec::new()).unwrap_err();
+            assert_eq!(of_channel, failure(&failures));
+            assert_eq!(ranks.data.all_gather(Vec::new()).unwrap_err(), of_channel);
+            Some(of_channel.to_string())
         });
         let expected = format!("rank {ends} was lost: its connection was closed; its last work");
         for error in errors.into_iter().flatten() {
@@ -289,10 +289,10 @@ fn a_rank_that_loses_its_network_ends_the_job_in_time_and_is_named() {
         is_cut.store(true, Ordering::Relaxed);
         let cut = Instant::now();
         ranks.monitor.report("step 5: sums");
-        let of_lane = ranks.step.all_gather(Vec::new()).unwrap_err();
-        assert_eq!(of_lane, failure(&failures));
+        let of_channel = ranks.step.all_gather(Vec::new()).unwrap_err();
+        assert_eq!(of_channel, failure(&failures));
         assert!(cut.elapsed() < SHORT + Duration::from_secs(5), "{:?}", cut.elapsed());
-        of_lane.to_string()
+        of_channel.to_string()
     });
     for (rank, error) in errors.into_iter().enumerate() {
         let lost = usize::from(rank != 1);
@@ -302,7 +302,7 @@ fn a_rank_that_loses_its_network_ends_the_job_in_time_and_is_named() {
 }
 
 #[test]
-fn a_closed_lane_returns_at_once_and_the_run_continues() {
+fn a_closed_channel_returns_at_once_and_the_run_continues() {
     on_ranks(2, LONG, |mut ranks, failures| {
         let close = ranks.data.closer();
         if ranks.rank.rank == 0 {

@@ -3,7 +3,7 @@
 
 mod verdict;
 
-use super::watch::Watch;
+use super::rank_state::RankState;
 use super::{DistError, Monitor};
 use crate::tcp::{self, Arrival, Inbox};
 use std::io;
@@ -26,21 +26,20 @@ type OnFailure = Box<dyn Fn(&DistError) + Send + Sync>;
 
 /// The monitor of a rank. Its thread ends when all ranks have finished, when an error ends them, or
 /// when the monitor is dropped.
-pub(super) struct TcpMonitor(Arc<Shared>);
+pub(super) struct TcpMonitor(Arc<MonitorShared>);
 
 /// What the thread and the callers share.
-struct Shared {
-    watch: Arc<Watch>,
-    state: Mutex<State>,
+struct MonitorShared {
+    rank_state: Arc<RankState>,
+    state: Mutex<MonitorState>,
     changed: Condvar,
     timeout: Duration,
     on_failure: OnFailure,
 }
 
 #[derive(Default)]
-struct State {
+struct MonitorState {
     request: Option<Request>,
-    /// The thread has ended.
     is_over: bool,
     is_dropped: bool,
 }
@@ -58,7 +57,7 @@ impl TcpMonitor {
         rank: usize,
         streams: Vec<TcpStream>,
         timeout: Duration,
-        watch: &Arc<Watch>,
+        rank_state: &Arc<RankState>,
         on_failure: OnFailure,
     ) -> Result<Self, DistError> {
         let failed = |error: std::io::Error| DistError::Collective {
@@ -66,8 +65,8 @@ impl TcpMonitor {
             problem: error.to_string(),
         };
         let (state, changed) = (Mutex::default(), Condvar::new());
-        let watch = Arc::clone(watch);
-        let shared = Arc::new(Shared { watch, state, changed, timeout, on_failure });
+        let rank_state = Arc::clone(rank_state);
+        let shared = Arc::new(MonitorShared { rank_state, state, changed, timeout, on_failure });
         let run: Box<dyn FnOnce() + Send> = if rank == 0 {
             let first = First::new(streams, Arc::clone(&shared)).map_err(failed)?;
             Box::new(|| first.run())
@@ -82,19 +81,19 @@ impl TcpMonitor {
 
 impl Monitor for TcpMonitor {
     fn report(&self, work: &str) {
-        self.0.watch.report(&cut(work), false);
+        self.0.rank_state.report(&cut(work), false);
     }
 
     fn wait(&self, work: &str) {
-        self.0.watch.report(&cut(work), true);
+        self.0.rank_state.report(&cut(work), true);
     }
 
     fn pass_on(&self, stop: Arc<AtomicBool>) {
-        self.0.watch.pass_on(stop);
+        self.0.rank_state.pass_on(stop);
     }
 
     fn is_stop_requested(&self) -> bool {
-        self.0.watch.is_stop_requested()
+        self.0.rank_state.is_stop_requested()
     }
 
     fn fail(&self, message: &str) {
@@ -113,8 +112,8 @@ impl Drop for TcpMonitor {
     }
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl MonitorShared {
+    fn state(&self) -> MutexGuard<'_, MonitorState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -137,25 +136,26 @@ impl Shared {
     }
 
     fn heartbeat(&self) -> Message {
-        let status = self.watch.status();
+        let status = self.rank_state.status();
         let age_ms = status.since.elapsed().as_millis() as u64;
         let (work, waits) = (status.work, status.waits);
-        let (loader_waits, stop) = (self.watch.loader_waits(), self.watch.is_stop_requested());
+        let (loader_waits, stop) =
+            (self.rank_state.loader_waits(), self.rank_state.is_stop_requested());
         Message::Heartbeat { work, waits, loader_waits, age_ms, stop }
     }
 
     /// Ends this rank with an error, unless it ends by itself.
     fn end(&self, error: &DistError) {
-        // First, because it may end the process with a message; the lanes return the error too.
+        // First, because it may end the process with a message; the channels return the error too.
         if !matches!(self.state().request, Some(Request::Fail(_))) {
             (self.on_failure)(error);
         }
-        self.watch.end(error);
+        self.rank_state.end(error);
     }
 }
 
 /// Sets `is_over` when the thread ends, for whatever reason.
-struct Over(Arc<Shared>);
+struct Over(Arc<MonitorShared>);
 
 impl Drop for Over {
     fn drop(&mut self) {
@@ -191,7 +191,7 @@ struct First {
     peers: Vec<Peer>,
     /// Of all ranks.
     seen: Vec<Seen>,
-    shared: Arc<Shared>,
+    shared: Arc<MonitorShared>,
 }
 
 struct Peer {
@@ -201,7 +201,7 @@ struct Peer {
 }
 
 impl First {
-    fn new(streams: Vec<TcpStream>, shared: Arc<Shared>) -> io::Result<Self> {
+    fn new(streams: Vec<TcpStream>, shared: Arc<MonitorShared>) -> io::Result<Self> {
         let peer = |stream: TcpStream| {
             stream.set_nonblocking(true)?;
             Ok(Peer { stream, inbox: Inbox::new(MAX), is_open: true })
@@ -278,7 +278,7 @@ impl First {
         let mut end = None;
         for (peer, (rank, seen)) in self.peers.iter_mut().zip((1..).zip(&mut self.seen[1..])) {
             if peer.is_open {
-                end = end.or(peer.receive(rank, seen, &self.shared.watch));
+                end = end.or(peer.receive(rank, seen, &self.shared.rank_state));
             }
         }
         end
@@ -286,7 +286,7 @@ impl First {
 
     fn forgive(&mut self, stopped: Duration) {
         let now = Instant::now();
-        self.shared.watch.forgive(stopped);
+        self.shared.rank_state.forgive(stopped);
         for seen in &mut self.seen {
             seen.last_beat = now;
             seen.since = (seen.since + stopped).min(now);
@@ -294,11 +294,11 @@ impl First {
     }
 
     fn see_own(&mut self) {
-        let status = self.shared.watch.status();
+        let status = self.shared.rank_state.status();
         let own = &mut self.seen[0];
         own.last_beat = Instant::now();
         (own.work, own.waits, own.since) = (status.work, status.waits, status.since);
-        own.loader_waits = self.shared.watch.loader_waits();
+        own.loader_waits = self.shared.rank_state.loader_waits();
     }
 
     /// Sends the last message to all ranks, and waits until they have received it, except a rank
@@ -321,7 +321,7 @@ impl First {
 
 impl Peer {
     /// Reads what has arrived from this rank. Returns an error that ends all ranks.
-    fn receive(&mut self, rank: usize, seen: &mut Seen, watch: &Watch) -> Option<End> {
+    fn receive(&mut self, rank: usize, seen: &mut Seen, rank_state: &RankState) -> Option<End> {
         let lost = |seen: &Seen, problem: &str| {
             let problem = format!("{problem}; its last work is `{}`", seen.work);
             Some(End::Lost { rank, problem })
@@ -338,7 +338,7 @@ impl Peer {
                 match message {
                     Ok(Message::Heartbeat { work, waits, loader_waits, age_ms, stop }) => {
                         if stop {
-                            watch.request_stop(); // the next heartbeats pass it on
+                            rank_state.request_stop(); // the next heartbeats pass it on
                         }
                         let age = Duration::from_millis(age_ms);
                         let since = seen.last_beat.checked_sub(age).unwrap_or(seen.last_beat);
@@ -367,7 +367,7 @@ impl Peer {
 struct Other {
     stream: TcpStream,
     inbox: Inbox,
-    shared: Arc<Shared>,
+    shared: Arc<MonitorShared>,
     clock: Clock,
     /// Time of the last message of rank 0, and its work.
     last_beat: Instant,
@@ -382,7 +382,7 @@ enum Next {
 }
 
 impl Other {
-    fn new(streams: Vec<TcpStream>, shared: Arc<Shared>) -> io::Result<Self> {
+    fn new(streams: Vec<TcpStream>, shared: Arc<MonitorShared>) -> io::Result<Self> {
         let stream = streams.into_iter().next();
         let stream = stream.ok_or_else(|| io::Error::other("no connection to rank 0"))?;
         stream.set_read_timeout(Some(TICK))?;
@@ -437,7 +437,7 @@ impl Other {
         // After the read, which waits: a process is usually stopped there.
         if let Some(stopped) = self.clock.stopped() {
             self.last_beat = Instant::now();
-            self.shared.watch.forgive(stopped);
+            self.shared.rank_state.forgive(stopped);
         }
         loop {
             let message = match self.inbox.next() {
@@ -450,7 +450,7 @@ impl Other {
                 Ok(Message::Heartbeat { work, stop, .. }) => {
                     self.work = work;
                     if stop {
-                        self.shared.watch.request_stop();
+                        self.shared.rank_state.request_stop();
                     }
                 }
                 Ok(Message::AllFinished) => return Next::Finished,

@@ -72,17 +72,12 @@ impl From<End> for DistError {
 /// What rank 0 has received from a rank.
 #[derive(Debug, Clone)]
 pub(super) struct Seen {
-    /// Time of its last heartbeat.
     pub(super) last_beat: Instant,
-    /// Its current work.
     pub(super) work: String,
-    /// Whether it waits for other ranks.
     pub(super) waits: bool,
-    /// Whether its loader waits for the loaders of other ranks.
     pub(super) loader_waits: bool,
     /// Time of its last progress.
     pub(super) since: Instant,
-    /// Whether it has finished.
     pub(super) is_finished: bool,
 }
 

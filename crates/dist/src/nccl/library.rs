@@ -308,10 +308,10 @@ pub(super) struct Communicator {
     rank: Rank,
     /// Maximum time to start an operation, which includes connections to other ranks.
     timeout: Duration,
-    state: Mutex<State>,
+    state: Mutex<CommunicatorState>,
 }
 
-enum State {
+enum CommunicatorState {
     Open(Handle),
     /// Aborted because of this error, or [`DistError::Closed`].
     Ended(DistError),
@@ -326,25 +326,25 @@ impl Communicator {
         timeout: Duration,
     ) -> Result<Self, DistError> {
         let (handle, code) = library.init(id, rank.rank, rank.world);
-        let state = handle.map_or(State::Ended(DistError::Closed), State::Open);
+        let state =
+            handle.map_or(CommunicatorState::Ended(DistError::Closed), CommunicatorState::Open);
         let joined = Self { library, rank, timeout, state: Mutex::new(state) };
         joined.finish("ncclCommInitRankConfig", code)?;
         Ok(joined)
     }
 
-    /// The place of this rank.
     pub(super) fn rank(&self) -> Rank {
         self.rank
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, CommunicatorState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn handle(state: &State) -> Result<Handle, DistError> {
+    fn handle(state: &CommunicatorState) -> Result<Handle, DistError> {
         match state {
-            State::Open(handle) => Ok(*handle),
-            State::Ended(error) => Err(error.clone()),
+            CommunicatorState::Open(handle) => Ok(*handle),
+            CommunicatorState::Ended(error) => Err(error.clone()),
         }
     }
 
@@ -364,10 +364,10 @@ impl Communicator {
     /// until it is on the stream.
     pub(super) fn group(
         &self,
-        calls: impl FnOnce(&mut Group<'_>) -> Result<(), (&'static str, c_int)>,
+        calls: impl FnOnce(&mut CallGroup<'_>) -> Result<(), (&'static str, c_int)>,
     ) -> Result<(), DistError> {
         let state = self.state();
-        let mut group = Group { library: &self.library, handle: Self::handle(&state)? };
+        let mut group = CallGroup { library: &self.library, handle: Self::handle(&state)? };
         let code = self.library.group_start();
         if code != SUCCESS {
             drop(state);
@@ -439,13 +439,13 @@ impl Communicator {
     fn end(&self, reason: DistError) -> DistError {
         let mut state = self.state();
         match &*state {
-            State::Open(handle) => {
+            CommunicatorState::Open(handle) => {
                 self.library.abort(*handle); // nothing is left to do if this fails
-                *state = State::Ended(reason.clone());
+                *state = CommunicatorState::Ended(reason.clone());
                 reason
             }
-            State::Ended(DistError::Closed) => reason,
-            State::Ended(first) => first.clone(),
+            CommunicatorState::Ended(DistError::Closed) => reason,
+            CommunicatorState::Ended(first) => first.clone(),
         }
     }
 
@@ -455,7 +455,7 @@ impl Communicator {
         let mut state = self.state();
         let handle = Self::handle(&state)?;
         let code = self.library.destroy(handle);
-        *state = State::Ended(DistError::Closed);
+        *state = CommunicatorState::Ended(DistError::Closed);
         drop(state);
         match code {
             // A communicator that does not block is freed by a thread of NCCL.
@@ -465,13 +465,12 @@ impl Communicator {
     }
 }
 
-/// The calls of one group.
-pub(super) struct Group<'a> {
+pub(super) struct CallGroup<'a> {
     library: &'a Library,
     handle: Handle,
 }
 
-impl Group<'_> {
+impl CallGroup<'_> {
     pub(super) fn call(
         &mut self,
         operation: &'static str,
@@ -549,7 +548,6 @@ pub(super) trait Streams: Send + Sync {
     /// Makes the device current on this thread, as NCCL requires.
     fn bind(&self) -> candle_core::Result<()>;
 
-    /// The communication stream.
     fn communication(&self) -> Stream;
 
     /// Address of a tensor on the device, in `f32`, `bf16` or `u8`. Fails if it is not contiguous.

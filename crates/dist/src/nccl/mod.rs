@@ -12,7 +12,7 @@ mod sums;
 #[cfg(test)]
 mod tests;
 
-use super::{Collective, DistError, Exchange, Gather, Lane, Rank, Reduce, Ticket, gather};
+use super::{Channel, Collective, DistError, Exchange, Gather, Rank, Reduce, Ticket, gather};
 use candle_core::{Device, Tensor};
 use library::{Communicator, Library, Streams, UniqueId};
 use plan::Sizes;
@@ -52,7 +52,7 @@ pub struct Nccl {
 
 /// What each rank sends to all others before it joins the communicator.
 #[derive(Serialize, Deserialize)]
-struct Hello {
+struct NcclHello {
     /// Rank, world, rank on the node, ranks on the node.
     place: [usize; 4],
     /// The version of NCCL, or why this rank cannot join.
@@ -69,7 +69,7 @@ impl Nccl {
     /// attempt for all.
     pub fn connect(
         rank: Rank,
-        lane: &mut dyn Lane,
+        channel: &mut dyn Channel,
         device: &Device,
         options: &NcclOptions,
     ) -> Result<Self, DistError> {
@@ -78,12 +78,12 @@ impl Nccl {
             problem: error.to_string(),
         });
         let opened = streams.and_then(|streams| Ok((streams, Library::load(&options.library)?)));
-        Self::join(rank, lane, device, options, Sizes::USUAL, opened)
+        Self::join(rank, channel, device, options, Sizes::USUAL, opened)
     }
 
     fn join(
         rank: Rank,
-        lane: &mut dyn Lane,
+        channel: &mut dyn Channel,
         device: &Device,
         options: &NcclOptions,
         sizes: Sizes,
@@ -98,8 +98,8 @@ impl Nccl {
             Err(error) => (Err(error.to_string()), Vec::new()),
         };
         let Rank { rank: own, world, local_rank, local_world } = rank;
-        let hello = Hello { place: [own, world, local_rank, local_world], version, id };
-        let hellos = gather(lane, &hello)?;
+        let hello = NcclHello { place: [own, world, local_rank, local_world], version, id };
+        let hellos = gather(channel, &hello)?;
         let (streams, library, _) = prepared?;
         let (ranks, id) = agree(&hellos)?;
         let on_device = |error: candle_core::Error| DistError::Collective {
@@ -213,7 +213,7 @@ fn new_id(library: &Library) -> Result<Vec<u8>, DistError> {
 }
 
 /// Returns the places of all ranks and the id of the communicator, if all ranks can join it.
-fn agree(hellos: &[Hello]) -> Result<(Vec<Rank>, UniqueId), DistError> {
+fn agree(hellos: &[NcclHello]) -> Result<(Vec<Rank>, UniqueId), DistError> {
     let mut versions = Vec::new();
     let mut ranks = Vec::new();
     for (rank, hello) in hellos.iter().enumerate() {

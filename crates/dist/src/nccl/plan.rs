@@ -64,7 +64,6 @@ pub(super) fn share(len: usize, members: usize, of: usize) -> Range<usize> {
 /// Ranks that exchange shares. Each sums one share.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Level {
-    /// The ranks.
     pub(super) members: Vec<usize>,
     /// Index of this rank in `members`.
     pub(super) own: usize,

@@ -37,7 +37,6 @@ pub(super) struct Sums {
     pub(super) streams: Box<dyn Streams>,
     sizes: Sizes,
     pub(super) way: Way,
-    /// The ranks of the shard group.
     pub(super) group: Level,
     /// The ranks at the same place of all shard groups.
     pub(super) across: Level,
@@ -103,7 +102,6 @@ impl Sums {
         })
     }
 
-    /// Whether all sums are complete.
     pub(super) fn are_complete(&self) -> std::result::Result<bool, DistError> {
         self.on_device(self.streams.is_idle())
     }

@@ -20,7 +20,6 @@ use tracing::warn;
 
 /// The connections of a rank to the others.
 pub(super) struct Joined {
-    /// The place of this rank.
     pub(super) rank: Rank,
     /// Names of the machines of all ranks.
     pub(super) hosts: Vec<String>,
@@ -209,7 +208,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The ranks that have connected; `None` when rank 0 no longer waits.
-type Shared = Mutex<Option<Table>>;
+type SharedTable = Mutex<Option<Table>>;
 
 struct Table {
     own: Hello,
@@ -285,7 +284,7 @@ impl Table {
 }
 
 /// Reads the hello of a connection, and enters or rejects it.
-fn handshake(stream: TcpStream, from: SocketAddr, table: &Shared) {
+fn handshake(stream: TcpStream, from: SocketAddr, table: &SharedTable) {
     let read = || {
         // Accepted connections do not block on some systems, because the listener does not.
         stream.set_nonblocking(false).map_err(|error| Incomplete(error.to_string()))?;
@@ -316,14 +315,14 @@ fn welcome(slots: Vec<Slot>, place: &Launched) -> Joined {
     let others = slots.iter().map(|slot| slot.machine.clone());
     let machines: Vec<Machine> = std::iter::once(Machine::this()).chain(others).collect();
     let all = Answer::Welcome(machines.clone());
-    let mut lanes = Purpose::ALL.map(|_| Vec::with_capacity(slots.len()));
+    let mut channels = Purpose::ALL.map(|_| Vec::with_capacity(slots.len()));
     for slot in slots {
-        for (lane, stream) in lanes.iter_mut().zip(slot.streams.into_iter().flatten()) {
+        for (channel, stream) in channels.iter_mut().zip(slot.streams.into_iter().flatten()) {
             answer(&stream, &all);
-            lane.push(stream);
+            channel.push(stream);
         }
     }
-    let [data, step, monitor] = lanes;
+    let [data, step, monitor] = channels;
     let hosts = machines.iter().map(|machine| machine.name.clone()).collect();
     Joined { rank: rank(place, &machines), hosts, data, step, monitor }
 }
@@ -539,11 +538,11 @@ mod tests {
             join(&address, &[Launched::of_test(1, 3), Launched::of_test(2, 3)])
         });
         let first = first.unwrap();
-        let lanes = |joined: Joined| [joined.data, joined.step, joined.monitor];
-        let others: Vec<_> = others.into_iter().map(|joined| lanes(joined.unwrap())).collect();
-        for (lane, streams) in lanes(first).iter().enumerate() {
+        let channels = |joined: Joined| [joined.data, joined.step, joined.monitor];
+        let others: Vec<_> = others.into_iter().map(|joined| channels(joined.unwrap())).collect();
+        for (channel, streams) in channels(first).iter().enumerate() {
             for (rank, stream) in streams.iter().enumerate() {
-                let far = &others[rank][lane][0];
+                let far = &others[rank][channel][0];
                 assert_eq!(stream.peer_addr().unwrap(), far.local_addr().unwrap());
             }
         }

@@ -1,7 +1,7 @@
-//! Cases about messages on lanes.
+//! Cases about messages on channels.
 
 use super::{Checked, Context, ensure};
-use crate::{DistError, Lane, gather};
+use crate::{Channel, DistError, gather};
 use std::collections::BTreeSet;
 use std::thread;
 use std::time::Instant;
@@ -24,9 +24,9 @@ pub(super) fn local_ranks(context: &mut Context) -> Checked {
 }
 
 /// Exchanges one message, which is a function of rank and round.
-fn round(lane: &mut dyn Lane, rank: usize, world: usize, round: usize) -> Checked {
+fn round(channel: &mut dyn Channel, rank: usize, world: usize, round: usize) -> Checked {
     let message = |rank: usize| format!("{rank} in round {round}").into_bytes();
-    let received = lane.all_gather(message(rank))?;
+    let received = channel.all_gather(message(rank))?;
     let expected: Vec<_> = (0..world).map(message).collect();
     ensure(received == expected, || {
         let received: Vec<_> = received.iter().map(|text| String::from_utf8_lossy(text)).collect();
@@ -35,9 +35,9 @@ fn round(lane: &mut dyn Lane, rank: usize, world: usize, round: usize) -> Checke
 }
 
 pub(super) fn order(context: &mut Context) -> Checked {
-    let lanes = [&mut context.group.step, &mut context.group.data];
+    let channels = [&mut context.group.step, &mut context.group.data];
     let (rank, world) = (context.rank.rank, context.rank.world);
-    lanes.into_iter().try_for_each(|lane| round(lane.as_mut(), rank, world, 0))
+    channels.into_iter().try_for_each(|channel| round(channel.as_mut(), rank, world, 0))
 }
 
 pub(super) fn sizes(context: &mut Context) -> Checked {
@@ -69,7 +69,7 @@ pub(super) fn rounds(context: &mut Context) -> Checked {
     Ok(())
 }
 
-pub(super) fn two_lanes(context: &mut Context) -> Checked {
+pub(super) fn two_channels(context: &mut Context) -> Checked {
     let (rank, world) = (context.rank.rank, context.rank.world);
     let (data, step) = (context.group.data.as_mut(), context.group.step.as_mut());
     thread::scope(|scope| {
@@ -87,21 +87,21 @@ pub(super) fn slow_rank(context: &mut Context) -> Checked {
     Ok(())
 }
 
-/// Rank 0 sends nothing, so the other ranks wait until they close their own lane.
+/// Rank 0 sends nothing, so the other ranks wait until they close their own channel.
 pub(super) fn closed(context: &mut Context) -> Checked {
-    let lane = context.group.data.as_mut();
-    let close = lane.closer();
+    let channel = context.group.data.as_mut();
+    let close = channel.closer();
     let waits = context.rank.rank > 0;
     let returned = thread::scope(|scope| {
         let waiting = scope.spawn(move || {
-            let first = if waits { lane.all_gather(Vec::new()) } else { Err(DistError::Closed) };
-            first.and_then(|_| lane.all_gather(Vec::new()))
+            let first = if waits { channel.all_gather(Vec::new()) } else { Err(DistError::Closed) };
+            first.and_then(|_| channel.all_gather(Vec::new()))
         });
         thread::sleep(std::time::Duration::from_millis(50));
         close();
-        waiting.join().expect("a lane does not panic")
+        waiting.join().expect("a channel does not panic")
     });
-    // Another rank may have closed its lane before.
+    // Another rank may have closed its channel before.
     let closed = matches!(returned, Err(DistError::Closed | DistError::Lost { .. }));
-    ensure(closed, || format!("the lane returned {returned:?}"))
+    ensure(closed, || format!("the channel returned {returned:?}"))
 }

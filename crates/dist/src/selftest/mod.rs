@@ -27,7 +27,7 @@ pub struct CaseResult {
 /// Runs all cases. All ranks call this, and each returns whether every case passed on all ranks.
 ///
 /// Sums are made of tensors on `device`, the largest of them with `large` elements. `report`
-/// receives each result. The data lane is closed afterwards.
+/// receives each result. The data channel is closed afterwards.
 pub fn selftest(
     group: &mut Group,
     device: &Device,
@@ -118,7 +118,7 @@ const CASES: [(&str, Case); 23] = [
     ("messages arrive in the order of the ranks", messages::order),
     ("messages of 0 bytes to 1 MB, of another size on each rank", messages::sizes),
     ("1,000 rounds of messages", messages::rounds),
-    ("messages on two lanes at the same time", messages::two_lanes),
+    ("messages on two channels at the same time", messages::two_channels),
     ("messages wait for a slow rank", messages::slow_rank),
     ("a sum of no elements", sums::nothing),
     ("sums of one element and of fewer elements than ranks", sums::few),
@@ -135,7 +135,7 @@ const CASES: [(&str, Case); 23] = [
     ("shares of sums that are copied or added", shares::then),
     ("copies of shares in f32, bf16 and u8", shares::gathered),
     ("waits for single calls, with a slow rank", shares::tickets),
-    ("a closed lane returns at once", messages::closed),
+    ("a closed channel returns at once", messages::closed),
 ];
 
 #[cfg(test)]

@@ -22,7 +22,6 @@ fn over_groups(value: Value, members: usize, first: usize, end: usize, index: us
         + over_groups(value, members, middle, end, index)
 }
 
-/// The share of this rank of the sum.
 fn own_sums(context: &Context, share: usize, value: Value) -> Vec<f32> {
     let (place, members) = place(context);
     let groups = context.rank.world / members;

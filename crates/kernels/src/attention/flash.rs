@@ -1,7 +1,7 @@
 //! Flash attention: scratch memory has the size of a tile, on the CPU and on GPUs.
 
 use super::{AttentionBackend, Masking, Qkv, QkvGrad, Segments, Sizes};
-use crate::cpu::{self, Heads, Inputs, Span, attention_backward, attention_forward, read};
+use crate::cpu::{self, BackwardInputs, Heads, Span, attention_backward, attention_forward, read};
 use candle_core::{DType, Device, Result, Tensor};
 
 /// Attention in tiles. Scratch memory has the size of a tile, not of the score matrix.
@@ -69,7 +69,7 @@ impl AttentionBackend for Flash {
         let (o, lse, d_o) = (read(op, "o", o)?, read(op, "lse", lse)?, read(op, "d_o", d_o)?);
         let (q, k, v) = (q.f32()?, k.f32()?, v.f32()?);
         let (o, lse, d_o) = (o.f32()?, lse.f32()?, d_o.f32()?);
-        let inputs = Inputs { q: &q, k: &k, v: &v, o: &o, lse: &lse, d_o: &d_o };
+        let inputs = BackwardInputs { q: &q, k: &k, v: &v, o: &o, lse: &lse, d_o: &d_o };
         let (dq, dk, dv) = attention_backward(&heads, &inputs, &spans(segments), masking);
         Ok(QkvGrad {
             dq: cpu::tensor(dq, (t, h, dh), dtype)?,

@@ -43,7 +43,7 @@ impl Span {
 
 /// One tile of scores: the `rows` queries from `first_row` of a span, for each head of a group,
 /// against `num_keys` keys from `first_key`.
-struct Tile<'a> {
+struct ScoreTile<'a> {
     span: &'a Span,
     masking: Masking,
     first_row: usize,
@@ -52,7 +52,7 @@ struct Tile<'a> {
     num_keys: usize,
 }
 
-impl Tile<'_> {
+impl ScoreTile<'_> {
     /// Number of keys of the tile that row `i` of the tile attends to.
     fn num_visible(&self, i: usize) -> usize {
         let visible = self.span.num_visible(self.first_row + i % self.rows, self.masking);
@@ -223,7 +223,7 @@ pub(crate) fn forward(
         let num_visible = span.num_visible(first_row + rows - 1, masking);
         for first_key in (0..num_visible).step_by(KEYS) {
             let num_keys = KEYS.min(num_visible - first_key);
-            let tile = Tile { span, masking, first_row, rows, first_key, num_keys };
+            let tile = ScoreTile { span, masking, first_row, rows, first_key, num_keys };
             let at = (span.keys.start + first_key) * k_stride + kv * dh;
             let scores = &mut scores[..num_rows * num_keys];
             // SAFETY: the keys are inside the tensor, and this task owns the scratch.
@@ -276,7 +276,7 @@ pub(crate) fn forward(
 }
 
 /// Inputs of the backward pass, in `f32`.
-pub(crate) struct Inputs<'a> {
+pub(crate) struct BackwardInputs<'a> {
     pub(crate) q: &'a [f32],
     pub(crate) k: &'a [f32],
     pub(crate) v: &'a [f32],
@@ -286,7 +286,7 @@ pub(crate) struct Inputs<'a> {
 }
 
 /// Buffers of one thread in the backward pass.
-struct Scratch {
+struct BackwardBuffers {
     scores: Vec<f32>,
     grads: Vec<f32>,
     q: Vec<f32>,
@@ -296,7 +296,7 @@ struct Scratch {
 
 pub(crate) fn backward(
     heads: &Heads,
-    inputs: &Inputs<'_>,
+    inputs: &BackwardInputs<'_>,
     spans: &[Span],
     masking: Masking,
 ) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
@@ -312,7 +312,7 @@ pub(crate) fn backward(
     let scratch = || {
         let tile = || vec![0f32; max_rows * max_keys(spans)];
         let rows = || vec![0f32; max_rows * dh];
-        Scratch { scores: tile(), grads: tile(), q: rows(), d_o: rows(), dq: rows() }
+        BackwardBuffers { scores: tile(), grads: tile(), q: rows(), d_o: rows(), dq: rows() }
     };
     cpu::for_each_task(tasks.len(), scratch, |scratch, task| {
         let (index, kv) = tasks[task];
@@ -326,10 +326,10 @@ pub(crate) fn backward(
 /// Computes `dq` of one block of queries and adds the contribution of the block to `dk` and `dv`.
 fn backward_block(
     heads: &Heads,
-    inputs: &Inputs<'_>,
+    inputs: &BackwardInputs<'_>,
     (span, kv, first_row): (&Span, usize, usize),
     masking: Masking,
-    scratch: &mut Scratch,
+    scratch: &mut BackwardBuffers,
     (dq_part, dk_part, dv_part): (Shared<f32>, Shared<f32>, Shared<f32>),
 ) {
     let &Heads { h, hkv, dh, scale } = heads;
@@ -349,7 +349,7 @@ fn backward_block(
     let none = Parallelism::None;
     for first_key in (0..num_visible).step_by(KEYS) {
         let num_keys = KEYS.min(num_visible - first_key);
-        let tile = Tile { span, masking, first_row, rows, first_key, num_keys };
+        let tile = ScoreTile { span, masking, first_row, rows, first_key, num_keys };
         let at = (span.keys.start + first_key) * k_stride + kv * dh;
         let s = &mut scratch.scores[..num_rows * num_keys];
         let ds = &mut scratch.grads[..num_rows * num_keys];

@@ -81,7 +81,6 @@ pub(crate) enum Values<'a> {
 }
 
 impl<'a> Values<'a> {
-    /// Number of elements.
     pub(crate) fn len(self) -> usize {
         match self {
             Self::F32(all) => all.len(),
@@ -219,20 +218,20 @@ impl Target {
     ///
     /// # Safety
     /// `span` is inside the memory, and nothing else accesses it during the lifetime `'a`.
-    unsafe fn part<'a>(&self, span: Range<usize>) -> Part<'a> {
+    unsafe fn part<'a>(&self, span: Range<usize>) -> OutputBlock<'a> {
         match self {
             Self::F32(_, shared) => {
                 // SAFETY: guaranteed by the caller.
                 let memory = unsafe { shared.slice::<'a>(span) };
                 memory.fill(MaybeUninit::new(0.0));
                 // SAFETY: just initialized.
-                Part::Own(unsafe { memory.assume_init_mut() })
+                OutputBlock::Own(unsafe { memory.assume_init_mut() })
             }
             Self::Bf16(_, shared) => {
                 let mut scratch = Scratch::of(span.len());
                 scratch.all().fill(0.0);
                 // SAFETY: guaranteed by the caller.
-                Part::Narrowed(scratch, unsafe { shared.slice::<'a>(span) })
+                OutputBlock::Narrowed(scratch, unsafe { shared.slice::<'a>(span) })
             }
         }
     }
@@ -257,12 +256,12 @@ impl Target {
 
 /// A block of a result that a task fills: the memory itself, or a scratch buffer that is rounded to
 /// `bf16` at the end.
-enum Part<'a> {
+enum OutputBlock<'a> {
     Own(&'a mut [f32]),
     Narrowed(Scratch, &'a mut [MaybeUninit<bf16>]),
 }
 
-impl Part<'_> {
+impl OutputBlock<'_> {
     fn values(&mut self) -> &mut [f32] {
         match self {
             Self::Own(all) => all,
@@ -299,9 +298,9 @@ pub(crate) fn filled<const N: usize>(
             unsafe { target.part(rows.start * width..rows.end * width) }
         });
         if !empty {
-            fill(rows, parts.each_mut().map(Part::values));
+            fill(rows, parts.each_mut().map(OutputBlock::values));
         }
-        parts.into_iter().for_each(Part::finish);
+        parts.into_iter().for_each(OutputBlock::finish);
     };
     (0..num_rows.div_ceil(block)).into_par_iter().for_each(|index| {
         let end = ((index + 1) * block).min(num_rows);
@@ -336,7 +335,6 @@ enum SlotsOf<'a> {
 }
 
 impl<'b> Slots<'_, 'b> {
-    /// Number of elements.
     #[inline(always)]
     pub(crate) fn len(&self) -> usize {
         self.all.len()

@@ -179,7 +179,6 @@ impl FreeLists {
 }
 
 impl FreeLists {
-    /// Unmaps all free blocks.
     fn release_all(&mut self) {
         for class in 0..NUM_CLASSES {
             let size = size_of_class(class);

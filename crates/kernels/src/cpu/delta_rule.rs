@@ -22,7 +22,7 @@ const EPS: f32 = 1e-6;
 
 /// Numbers of heads and their sizes.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Sizes {
+pub(crate) struct DeltaRuleSizes {
     pub(crate) key_heads: usize,
     /// Number of value heads that share a key head.
     pub(crate) group: usize,
@@ -30,7 +30,7 @@ pub(crate) struct Sizes {
     pub(crate) dv: usize,
 }
 
-impl Sizes {
+impl DeltaRuleSizes {
     pub(crate) fn value_heads(self) -> usize {
         self.key_heads * self.group
     }
@@ -199,7 +199,7 @@ kernels! {
 /// What a chunk computes from its operands and the states that enter it. The rows of the queries
 /// come first in matrices with `2 c` rows, and those of the keys follow.
 pub(super) struct Chunk {
-    pub(super) sizes: Sizes,
+    pub(super) sizes: DeltaRuleSizes,
     /// Scaled unit queries and unit keys, `[2 c, dk]`.
     pub(super) units: Vec<f32>,
     /// `1 / |x|` of the rows of queries and keys.
@@ -227,7 +227,7 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
-    pub(super) fn new(sizes: Sizes) -> Self {
+    pub(super) fn new(sizes: DeltaRuleSizes) -> Self {
         let (width, group) = (sizes.group_width(), sizes.group);
         let zeros = |len: usize| vec![0f32; len];
         Self {
@@ -254,7 +254,7 @@ impl Chunk {
 
     /// Computes everything from the states that enter the chunk.
     pub(super) fn prepare(&mut self, inputs: Inputs<'_>, at: Place, state: &[f32], rows: Rows) {
-        let (Sizes { dk, dv, group, .. }, c) = (self.sizes, at.c);
+        let (DeltaRuleSizes { dk, dv, group, .. }, c) = (self.sizes, at.c);
         let width = self.sizes.group_width();
         let from = if rows == Rows::All { 0 } else { c };
         for i in 0..c {
@@ -332,7 +332,7 @@ impl Chunk {
 
     /// Replaces the states that entered the chunk by those that leave it.
     pub(super) fn advance(&self, at: Place, state: &mut [f32]) {
-        let (Sizes { dk, .. }, c, width) = (self.sizes, at.c, self.sizes.group_width());
+        let (DeltaRuleSizes { dk, .. }, c, width) = (self.sizes, at.c, self.sizes.group_width());
         self.decay_columns(c, state);
         let (keys, n) = (&self.units[c * dk..], &self.tail_n);
         let (keys, n) = (Matrix::rows(keys, dk).t(), Matrix::rows(n, width));
@@ -351,7 +351,7 @@ impl Chunk {
 
     /// Writes the outputs of the chunk to `o [T, Hv * dv]`.
     fn write(&self, at: Place, o: Shared<f32>) {
-        let (Sizes { dv, group, .. }, c) = (self.sizes, at.c);
+        let (DeltaRuleSizes { dv, group, .. }, c) = (self.sizes, at.c);
         let (width, stride) = (self.sizes.group_width(), self.sizes.width());
         for head in 0..group {
             let start = at.first * stride + at.key_head * width + head * dv;
@@ -386,7 +386,7 @@ pub(super) fn places(
 }
 
 /// Index of the segment and key head of each task, longest segments first.
-pub(super) fn tasks(sizes: Sizes, segments: &[Range<usize>]) -> Vec<(usize, usize)> {
+pub(super) fn tasks(sizes: DeltaRuleSizes, segments: &[Range<usize>]) -> Vec<(usize, usize)> {
     let heads = |segment| (0..sizes.key_heads).map(move |head| (segment, head));
     let mut tasks: Vec<_> = (0..segments.len()).flat_map(heads).collect();
     tasks.sort_by_key(|(segment, _)| std::cmp::Reverse(segments[*segment].len()));
@@ -396,12 +396,12 @@ pub(super) fn tasks(sizes: Sizes, segments: &[Range<usize>]) -> Vec<(usize, usiz
 /// Returns `o [T, Hv * dv]`. `states [segments, Hv, dk, dv]`, if given, holds the states that enter
 /// the segments, and receives those that leave them.
 pub(crate) fn forward(
-    sizes: Sizes,
+    sizes: DeltaRuleSizes,
     inputs: Inputs<'_>,
     segments: &[Range<usize>],
     states: Option<&mut [f32]>,
 ) -> Vec<f32> {
-    let Sizes { group, dk, dv, .. } = sizes;
+    let DeltaRuleSizes { group, dk, dv, .. } = sizes;
     let num_tokens = inputs.qkv.len() / sizes.qkv_width();
     let mut o = vec![0f32; num_tokens * sizes.width()];
     let (out, tasks) = (Shared::of(&mut o), tasks(sizes, segments));

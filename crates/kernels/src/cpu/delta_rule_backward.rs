@@ -4,14 +4,14 @@
 #![expect(unsafe_code, reason = "tasks write disjoint strided parts of the same buffer")]
 
 use super::delta_rule::{
-    CHUNK, Chunk, Inputs, Place, Rows, Sizes, dot_row, places, scale, scaled, solve_upper, tasks,
+    CHUNK, Chunk, DeltaRuleSizes, Inputs, Place, Rows, dot_row, places, scale, scaled, solve_upper,
+    tasks,
 };
 use super::gemm::{Into, Matrix, multiply};
 use super::simd::{dot, kernels};
 use super::{self as cpu, Shared};
 use std::ops::Range;
 
-/// Gradients of the operands.
 pub(crate) struct Grads {
     pub(crate) qkv: Vec<f32>,
     pub(crate) g: Vec<f32>,
@@ -101,7 +101,7 @@ struct Out {
 }
 
 impl Backward {
-    fn new(sizes: Sizes, num_chunks: usize) -> Self {
+    fn new(sizes: DeltaRuleSizes, num_chunks: usize) -> Self {
         let width = sizes.group * sizes.dv;
         let zeros = |len: usize| vec![0f32; len];
         Self {
@@ -147,7 +147,7 @@ impl Backward {
         }
         self.units(at, state.start);
         self.write(inputs, at, out);
-        let (Sizes { dk, .. }, width) = (self.chunk.sizes, self.kds.len() / CHUNK);
+        let (DeltaRuleSizes { dk, .. }, width) = (self.chunk.sizes, self.kds.len() / CHUNK);
         self.chunk.decay_columns(c, &mut self.dstate);
         let units = Matrix::rows(&self.chunk.units, dk).t();
         let grads = Matrix::rows(&self.grads, width);
@@ -157,7 +157,7 @@ impl Backward {
     /// Fills `grads`.
     fn written(&mut self, d_o: &[f32], at: Place) {
         let (sizes, c) = (self.chunk.sizes, at.c);
-        let Sizes { dk, dv, group, .. } = sizes;
+        let DeltaRuleSizes { dk, dv, group, .. } = sizes;
         let width = group * dv;
         for i in 0..c {
             let row = (at.first + i) * sizes.width() + at.key_head * width;
@@ -233,7 +233,8 @@ impl Backward {
     /// Adds the gradients through the reads and writes of the states to `dy` of a head. `state` is
     /// the start of the states that entered.
     fn decays(&mut self, at: Place, head: usize, state: usize) {
-        let (Sizes { dk, dv, .. }, c, width) = (self.chunk.sizes, at.c, self.kds.len() / CHUNK);
+        let (DeltaRuleSizes { dk, dv, .. }, c, width) =
+            (self.chunk.sizes, at.c, self.kds.len() / CHUNK);
         let mut written = 0f64;
         for i in 0..c {
             let row = |i: usize| i * width + head * dv..i * width + (head + 1) * dv;
@@ -255,7 +256,8 @@ impl Backward {
 
     /// Fills `dunits`.
     fn units(&mut self, at: Place, state: usize) {
-        let (Sizes { dk, .. }, c, width) = (self.chunk.sizes, at.c, self.kds.len() / CHUNK);
+        let (DeltaRuleSizes { dk, .. }, c, width) =
+            (self.chunk.sizes, at.c, self.kds.len() / CHUNK);
         // The product of keys `i` and `j` depends on both.
         let dkk = &mut self.dproducts[c * CHUNK..];
         for i in 0..c {
@@ -309,7 +311,7 @@ impl Backward {
 
 /// Returns the gradients for the output gradient `d_o [T, Hv * dv]`.
 pub(crate) fn backward(
-    sizes: Sizes,
+    sizes: DeltaRuleSizes,
     inputs: Inputs<'_>,
     segments: &[Range<usize>],
     d_o: &[f32],

@@ -22,7 +22,7 @@ use std::ops::Range;
 
 /// How the matrix of an expert is stored, for a product with `N` outputs and `K` inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Stored {
+pub(crate) enum WeightLayout {
     /// `[N, K]`: a row has the weights of an output.
     OfOutputs,
     /// `[K, N]`: a row has the weights of an input.
@@ -85,21 +85,21 @@ macro_rules! by_type {
 }
 
 /// A product of rows with the matrices of their experts.
-struct Product<'a> {
+struct GroupedProduct<'a> {
     x: Values<'a>,
     w: Values<'a>,
-    stored: Stored,
+    stored: WeightLayout,
     n: usize,
     k: usize,
 }
 
-impl Product<'_> {
+impl GroupedProduct<'_> {
     /// Computes a task in `sums`, rows of `width` elements, which are zero before. There are as
     /// many as whole tiles need.
     fn compute(&self, task: &Task, sums: &mut [f32], width: usize) {
         match self.stored {
-            Stored::OfOutputs => self.dots(task, sums, width),
-            Stored::OfInputs => self.panels(task, sums, width),
+            WeightLayout::OfOutputs => self.dots(task, sums, width),
+            WeightLayout::OfInputs => self.panels(task, sums, width),
         }
     }
 
@@ -226,10 +226,10 @@ pub(crate) fn products(
     (n, k): (usize, usize),
     offsets: &[u32],
     x: Values<'_>,
-    (w, stored): (Values<'_>, Stored),
+    (w, stored): (Values<'_>, WeightLayout),
     dtype: DType,
 ) -> Filled {
-    let product = Product { x, w, stored, n, k };
+    let product = GroupedProduct { x, w, stored, n, k };
     let len = x.len() / k.max(1) * n;
     let tasks: Vec<Task> = experts(offsets)
         .flat_map(|(expert, of_expert)| {

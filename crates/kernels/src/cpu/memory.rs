@@ -25,7 +25,7 @@ use std::ops::Range;
 pub(crate) const BLOCK: usize = 1 << 15;
 
 /// Element type of activations and weights.
-pub(crate) trait Element: Stored {
+pub(crate) trait Element: StorageElement {
     /// Converts to `f32`, exactly.
     fn widen(self) -> f32;
     /// Rounds to the nearest value, ties to even.
@@ -33,7 +33,7 @@ pub(crate) trait Element: Stored {
 }
 
 /// A type of the elements of tensors.
-pub(crate) trait Stored: WithDType {
+pub(crate) trait StorageElement: WithDType {
     /// All elements of a storage, or `None` if it has another type.
     fn all(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
@@ -64,19 +64,19 @@ impl Element for bf16 {
     }
 }
 
-impl Stored for f32 {
+impl StorageElement for f32 {
     fn all(storage: &mut CpuStorage) -> Option<&mut [Self]> {
         if let CpuStorage::F32(all) = storage { Some(all) } else { None }
     }
 }
 
-impl Stored for bf16 {
+impl StorageElement for bf16 {
     fn all(storage: &mut CpuStorage) -> Option<&mut [Self]> {
         if let CpuStorage::BF16(all) = storage { Some(all) } else { None }
     }
 }
 
-impl Stored for u8 {
+impl StorageElement for u8 {
     fn all(storage: &mut CpuStorage) -> Option<&mut [Self]> {
         if let CpuStorage::U8(all) = storage { Some(all) } else { None }
     }
@@ -250,7 +250,7 @@ pub(crate) fn distinct(
 
 /// Calls `f` with the elements of `tensor`, locked for writing. They must have type `T`, and the
 /// caller must not hold a lock on them.
-pub(crate) fn write<T: Stored, R>(
+pub(crate) fn write<T: StorageElement, R>(
     op: &'static str,
     name: &'static str,
     tensor: &Tensor,
@@ -264,7 +264,7 @@ pub(crate) fn write<T: Stored, R>(
 
 /// As [`write`], with the `len` elements of the storage from the first of `tensor` on, whatever its
 /// strides are.
-pub(crate) fn write_block<T: Stored, R>(
+pub(crate) fn write_block<T: StorageElement, R>(
     op: &'static str,
     name: &'static str,
     tensor: &Tensor,
@@ -280,7 +280,7 @@ pub(crate) fn write_block<T: Stored, R>(
         element: std::marker::PhantomData<T>,
     }
 
-    impl<T: Stored, F: FnOnce(&mut [T]) -> R, R> InplaceOp1 for Write<T, F, R> {
+    impl<T: StorageElement, F: FnOnce(&mut [T]) -> R, R> InplaceOp1 for Write<T, F, R> {
         fn name(&self) -> &'static str {
             self.op
         }

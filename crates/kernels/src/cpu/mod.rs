@@ -20,7 +20,7 @@ mod tile_copies;
 mod tiles;
 
 pub(crate) use attention::{
-    Heads, Inputs, Span, backward as attention_backward, forward as attention_forward,
+    BackwardInputs, Heads, Span, backward as attention_backward, forward as attention_forward,
 };
 pub use caching_allocator::CachingAllocator;
 pub use in_place::RecomputeInput;

@@ -24,7 +24,6 @@ pub(super) fn record_failed_allocation(bytes: usize) {
 /// Bytes of the last allocation on a GPU that failed; 0: none. No abort follows it, but an error.
 static FAILED_ON_GPU: AtomicUsize = AtomicUsize::new(0);
 
-/// Records an allocation on a GPU that failed.
 #[cfg(feature = "cuda")]
 pub(crate) fn record_failed_gpu_allocation(bytes: usize) {
     FAILED_ON_GPU.store(bytes.max(1), Relaxed);

@@ -140,7 +140,12 @@ pub(crate) fn adamw_step(
     grad_scale: f32,
 ) -> Result<()> {
     let grad_scale = Tensor::new(&[grad_scale], tensors.weight.device())?;
-    let part = Part { tensors: *tensors, scalars: *scalars, seed: tensor_seed(seed, 0), first: 0 };
+    let part = ParameterPart {
+        tensors: *tensors,
+        scalars: *scalars,
+        seed: tensor_seed(seed, 0),
+        first: 0,
+    };
     update(&[part], &grad_scale)
 }
 
@@ -161,35 +166,35 @@ pub(crate) fn clipped_update<'a>(
         .words(vec![max_grad_norm.to_bits()])
         .address(address(op, "grad_scale", &grad_scale)?)
         .run(squares)?;
-    let part = |(update, scalars): (&AdamWUpdate<'a>, &Scalars)| Part {
+    let part = |(update, scalars): (&AdamWUpdate<'a>, &Scalars)| ParameterPart {
         tensors: update.tensors,
         scalars: *scalars,
         seed: tensor_seed(seed, update.index),
         first: update.first,
     };
-    let parts: Vec<Part<'_>> = updates.iter().zip(scalars).map(part).collect();
+    let parts: Vec<ParameterPart<'_>> = updates.iter().zip(scalars).map(part).collect();
     update(&parts, &grad_scale)
 }
 
 /// A parameter or a part of one.
-struct Part<'a> {
+struct ParameterPart<'a> {
     tensors: AdamWTensors<'a>,
     scalars: Scalars,
-    /// Seed of the parameter in this step.
     seed: u32,
     /// Index of the first element in the parameter.
     first: usize,
 }
 
 /// Updates parts; the moments may have any dtype.
-fn update(parts: &[Part<'_>], grad_scale: &Tensor) -> Result<()> {
-    let dtype_of = |part: &&Part<'_>| part.tensors.exp_avg.dtype();
+fn update(parts: &[ParameterPart<'_>], grad_scale: &Tensor) -> Result<()> {
+    let dtype_of = |part: &&ParameterPart<'_>| part.tensors.exp_avg.dtype();
     for (dtype, name, most) in [
         (DType::F32, "adamw", MOST_UPDATES),
         (DType::BF16, "adamw", MOST_UPDATES),
         (DType::U8, "adamw_8bit", MOST_8BIT_UPDATES),
     ] {
-        let parts: Vec<&Part<'_>> = parts.iter().filter(|part| dtype_of(part) == dtype).collect();
+        let parts: Vec<&ParameterPart<'_>> =
+            parts.iter().filter(|part| dtype_of(part) == dtype).collect();
         for parts in parts.chunks(most) {
             let (list, chunks) = updates(most, parts)?;
             let scalars = parts[0].scalars;
@@ -212,7 +217,7 @@ fn update(parts: &[Part<'_>], grad_scale: &Tensor) -> Result<()> {
 
 /// The `Updates` of `adamw.cu`, or those of `adamw_8bit.cu` if the moments are codes, for at most
 /// `most` parts; and the chunks in it.
-fn updates(most: usize, parts: &[&Part<'_>]) -> Result<(Vec<u64>, usize)> {
+fn updates(most: usize, parts: &[&ParameterPart<'_>]) -> Result<(Vec<u64>, usize)> {
     let op = "adamw_step";
     let each = |name, tensor: for<'a> fn(&AdamWTensors<'a>) -> Option<&'a Tensor>| {
         parts.iter().map(move |part| match tensor(&part.tensors) {
@@ -237,7 +242,7 @@ fn updates(most: usize, parts: &[&Part<'_>]) -> Result<(Vec<u64>, usize)> {
     }
     words.longs(each("grad", |of| Some(of.grad)))?;
     words.longs(parts.iter().map(|part| Ok(part.tensors.weight.elem_count() as u64)))?;
-    let mut halves = |half: fn(&Part<'_>) -> u32| {
+    let mut halves = |half: fn(&ParameterPart<'_>) -> u32| {
         words.halves(most, parts.iter().map(|part| half(part)));
     };
     halves(|part| part.scalars.keep.to_bits());

@@ -4,7 +4,7 @@
 //! of the rows of the other side. The host builds the list of tasks and uploads it.
 
 use super::launch::{Address, Launch, address, empty, vectors};
-use super::select::{AttentionKernels, Block, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
+use super::select::{AttentionKernels, AttentionLaunch, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
 use super::tensor_map::head_maps;
 use super::uploaded::Uploaded;
 use crate::attention::{Masking, Qkv, QkvGrad};
@@ -89,7 +89,7 @@ fn attend(
     }
     let block = kernels.forward();
     kernels.expect_room(op, &block)?;
-    let Block { name, rows, threads, shared, boxes } = block;
+    let AttentionLaunch { name, rows, threads, shared, boxes } = block;
     let plan = Plan { queries, num_past, own: Own::Queries, rows };
     let tasks = plan.upload(qkv.q)?;
     // Keep the copies alive until the kernel is in the stream.
@@ -190,7 +190,7 @@ pub(super) fn flash_attention_backward_on(
     ] {
         let block = kernels.backward(own);
         kernels.expect_room(op, &block)?;
-        let Block { name, rows, threads, shared, boxes } = block;
+        let AttentionLaunch { name, rows, threads, shared, boxes } = block;
         let plan = Plan { queries: cu_seqlens.clone(), num_past: 0, own, rows };
         let tasks = plan.upload(&q)?;
         let mut launch =

@@ -7,13 +7,13 @@
 #![expect(unsafe_code, reason = "cublasLt takes addresses")]
 
 use super::blas_call::{
-    Algorithm, Call, Description, Status, WORKSPACE_BYTES, is_refusal, operand_shapes,
+    Algorithm, BlasResult, Call, Description, WORKSPACE_BYTES, is_refusal, operand_shapes,
 };
-use super::gemm::{Addend, Gemm, Matrix};
+use super::gemm::{Addend, Gemm, GemmOperand};
 use super::launch::address;
 use super::measure::measure;
 use super::product::{self, address_and_stride};
-use super::stored_algorithms::Stored;
+use super::stored_algorithms::BlasAlgorithms;
 use crate::{AlgorithmEntry, MatrixDType, OtherProducts, Product};
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};
@@ -40,7 +40,7 @@ unsafe impl Send for Library {}
 /// The libraries of all devices, and the algorithms that were set for them.
 #[derive(Default)]
 struct Libraries {
-    stored: Stored,
+    stored: BlasAlgorithms,
     of: HashMap<DeviceId, Library>,
 }
 
@@ -52,7 +52,7 @@ fn libraries() -> MutexGuard<'static, Libraries> {
 
 pub(crate) fn set_algorithms(entries: Vec<AlgorithmEntry>, others: OtherProducts) {
     let mut libraries = libraries();
-    libraries.stored = Stored::new(entries, others);
+    libraries.stored = BlasAlgorithms::new(entries, others);
     libraries.of.values_mut().for_each(|library| library.algorithms.clear());
 }
 
@@ -61,7 +61,7 @@ pub(crate) fn algorithm_entries() -> Vec<AlgorithmEntry> {
 }
 
 /// Computes `dst = op(a) op(b) + addend + bias`. The caller has checked sizes and dtypes.
-pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
+pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Result<()> {
     let Device::Cuda(device) = dst.tensor().device() else {
         bail!("{op}: `{}` is on the CPU, expected a GPU", dst.name());
     };
@@ -117,10 +117,10 @@ fn warn_of_slow_kernel(product: &Product) {
 impl Library {
     fn run(
         &mut self,
-        stored: &mut Stored,
+        stored: &mut BlasAlgorithms,
         op: &'static str,
         gemm: &Gemm<'_>,
-        dst: Matrix<'_>,
+        dst: GemmOperand<'_>,
         device: &CudaDevice,
     ) -> Result<()> {
         let (m, n, k) = gemm.shape;
@@ -169,7 +169,12 @@ impl Library {
     }
 
     /// Starts a product; false if cublasLt refuses it.
-    fn start(&mut self, stored: &mut Stored, product: &Product, call: &Call<'_>) -> Status<bool> {
+    fn start(
+        &mut self,
+        stored: &mut BlasAlgorithms,
+        product: &Product,
+        call: &Call<'_>,
+    ) -> BlasResult<bool> {
         let mut algorithm = self.algorithm(stored, product, call)?;
         while let Some(used) = algorithm {
             match call.start(&used) {
@@ -195,10 +200,10 @@ impl Library {
     /// there are none.
     fn algorithm(
         &mut self,
-        stored: &mut Stored,
+        stored: &mut BlasAlgorithms,
         product: &Product,
         call: &Call<'_>,
-    ) -> Status<Option<Algorithm>> {
+    ) -> BlasResult<Option<Algorithm>> {
         if let Some(known) = self.algorithms.get(product) {
             return Ok(*known);
         }

@@ -24,7 +24,7 @@ const SETTINGS: [(usize, ReductionScheme); 3] = [
 ];
 
 pub(super) type Algorithm = sys::cublasLtMatmulAlgo_t;
-pub(super) type Status<T> = std::result::Result<T, result::CublasError>;
+pub(super) type BlasResult<T> = std::result::Result<T, result::CublasError>;
 
 /// A cublasLt descriptor that is destroyed on drop.
 struct Owned<T: Copy>(T, unsafe fn(T) -> std::result::Result<(), result::CublasError>);
@@ -45,12 +45,16 @@ fn layout(
     rows: usize,
     columns: usize,
     stride: usize,
-) -> Status<Layout> {
+) -> BlasResult<Layout> {
     let made = result::create_matrix_layout(data_type, columns as u64, rows as u64, stride as i64)?;
     Ok(Owned(made, result::destroy_matrix_layout))
 }
 
-fn set<V>(descriptor: sys::cublasLtMatmulDesc_t, attribute: Attribute, value: &V) -> Status<()> {
+fn set<V>(
+    descriptor: sys::cublasLtMatmulDesc_t,
+    attribute: Attribute,
+    value: &V,
+) -> BlasResult<()> {
     let from = std::ptr::from_ref(value).cast::<c_void>();
     // SAFETY: the descriptor is valid, and each attribute is set with its type in the library.
     unsafe { result::set_matmul_desc_attribute(descriptor, attribute, from, size_of::<V>()) }
@@ -60,7 +64,7 @@ fn prefer<V>(
     preference: sys::cublasLtMatmulPreference_t,
     which: Preference,
     value: &V,
-) -> Status<()> {
+) -> BlasResult<()> {
     let from = std::ptr::from_ref(value).cast::<c_void>();
     // SAFETY: as in `set`.
     unsafe { result::set_matmul_pref_attribute(preference, which, from, size_of::<V>()) }
@@ -77,7 +81,7 @@ pub(super) struct Description {
 
 impl Description {
     /// Describes a product and its bias, if it has one.
-    pub(super) fn new(product: &Product, bias: Option<u64>) -> Status<Self> {
+    pub(super) fn new(product: &Product, bias: Option<u64>) -> BlasResult<Self> {
         let [m, n, _] = product.shape;
         let operand = |[rows, columns]: [usize; 2], is_half| {
             let stride = if is_half { 2 * columns } else { columns };
@@ -123,7 +127,7 @@ pub(super) struct Call<'a> {
 
 impl Call<'_> {
     /// Starts the product.
-    pub(super) fn start(&self, algorithm: &Algorithm) -> Status<()> {
+    pub(super) fn start(&self, algorithm: &Algorithm) -> BlasResult<()> {
         let (alpha, [a, b]) = (1f32, self.operands);
         let Description { product, a: layout_a, b: layout_b, c: layout_c } = self.description;
         // SAFETY: addresses and layouts describe tensors that outlive the work on their stream.
@@ -174,7 +178,11 @@ impl Call<'_> {
 
     /// Returns at most `count` choices of cublasLt for the first settings with which it has one,
     /// the first one first.
-    pub(super) fn choices(&self, alignments: &[u32; 4], count: usize) -> Status<Vec<Algorithm>> {
+    pub(super) fn choices(
+        &self,
+        alignments: &[u32; 4],
+        count: usize,
+    ) -> BlasResult<Vec<Algorithm>> {
         for settings in SETTINGS {
             match self.choices_with(settings, alignments, count) {
                 Err(error) if is_refusal(error) => {}
@@ -189,7 +197,7 @@ impl Call<'_> {
         (workspace, reduction): (usize, ReductionScheme),
         alignments: &[u32; 4],
         count: usize,
-    ) -> Status<Vec<Algorithm>> {
+    ) -> BlasResult<Vec<Algorithm>> {
         let preference = Owned(result::create_matmul_pref()?, result::destroy_matmul_pref as _);
         prefer(preference.0, Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace)?;
         prefer(preference.0, Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction)?;
@@ -241,7 +249,10 @@ fn data_type(dtype: MatrixDType) -> sys::cudaDataType {
 }
 
 /// Creates a descriptor with `f32` sums, without TF32, and with the bias if there is one.
-fn descriptor(transpose: Transpose, bias: Option<u64>) -> Status<Owned<sys::cublasLtMatmulDesc_t>> {
+fn descriptor(
+    transpose: Transpose,
+    bias: Option<u64>,
+) -> BlasResult<Owned<sys::cublasLtMatmulDesc_t>> {
     let made = result::create_matmul_desc(
         sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
         sys::cudaDataType::CUDA_R_32F,

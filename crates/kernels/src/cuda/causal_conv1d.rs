@@ -1,5 +1,3 @@
-//! Launches of the kernels in `causal_conv1d.cu`.
-
 use super::launch::{Launch, address, empty, vectors};
 use super::norm::add_columns;
 use super::uploaded::Uploaded;

@@ -1,5 +1,3 @@
-//! Launches of the kernels in `delta_gates.cu`.
-
 use super::launch::{Launch, address, empty};
 use super::norm::{WARP, add_columns};
 use crate::DeltaGatesGrad;

@@ -25,20 +25,20 @@ const SMALLEST: usize = 512;
 const CLASSES: u32 = 32;
 
 /// The result of a call, with the driver's code of an error.
-type Status<T> = Result<T, u32>;
+type DriverResult<T> = Result<T, u32>;
 /// The driver's code for a lack of memory.
 const OUT_OF_MEMORY: u32 = 2;
 
 /// Calls of the driver that an allocation needs.
 trait Calls {
     /// Allocates this number of bytes.
-    fn allocate(&self, bytes: usize) -> Status<u64>;
+    fn allocate(&self, bytes: usize) -> DriverResult<u64>;
     /// Waits for all work of the GPU.
-    fn synchronize(&self) -> Status<()>;
+    fn synchronize(&self) -> DriverResult<()>;
     /// Returns the unused memory of the pool to the driver.
-    fn trim(&self) -> Status<()>;
+    fn trim(&self) -> DriverResult<()>;
     /// Sets all bytes to 0xFF, which is NaN in every float dtype.
-    fn poison(&self, address: u64, bytes: usize) -> Status<()>;
+    fn poison(&self, address: u64, bytes: usize) -> DriverResult<()>;
 }
 
 /// The size of the class of an allocation.
@@ -60,7 +60,7 @@ struct Settings {
 }
 
 /// Allocates memory for `bytes`. If there is not enough, tries again after all work is done.
-fn allocate(calls: &impl Calls, bytes: usize, settings: &Settings) -> Status<u64> {
+fn allocate(calls: &impl Calls, bytes: usize, settings: &Settings) -> DriverResult<u64> {
     let mut rounded = if settings.exact_sizes { bytes.max(1) } else { class(bytes) };
     let mut allocated = calls.allocate(rounded);
     if allocated == Err(OUT_OF_MEMORY) {
@@ -84,7 +84,7 @@ pub(super) use replaced::copy_to_host_async;
 
 #[cfg(all(feature = "cuda", unix))]
 mod replaced {
-    use super::{Calls, Settings, Status, allocate};
+    use super::{Calls, DriverResult, Settings, allocate};
     use crate::cpu::record_failed_gpu_allocation;
     use candle_core::cuda_backend::WrapErr as _;
     use candle_core::cuda_backend::cudarc::driver::sys::{self, CUresult};
@@ -123,7 +123,7 @@ mod replaced {
         unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) }
     }
 
-    fn status(result: CUresult) -> Status<()> {
+    fn status(result: CUresult) -> DriverResult<()> {
         if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(result as u32) }
     }
 
@@ -135,7 +135,7 @@ mod replaced {
     }
 
     impl OnStream {
-        fn status(&self, result: CUresult) -> Status<()> {
+        fn status(&self, result: CUresult) -> DriverResult<()> {
             if result != CUresult::CUDA_SUCCESS {
                 self.failed.set(result);
             }
@@ -144,14 +144,14 @@ mod replaced {
     }
 
     impl Calls for OnStream {
-        fn allocate(&self, bytes: usize) -> Status<u64> {
+        fn allocate(&self, bytes: usize) -> DriverResult<u64> {
             let mut address = 0;
             // SAFETY: the stream is one of the caller, and the address is written to a variable.
             self.status(unsafe { (self.allocate)(&raw mut address, bytes, self.stream) })?;
             Ok(address)
         }
 
-        fn synchronize(&self) -> Status<()> {
+        fn synchronize(&self) -> DriverResult<()> {
             static WARNED: Once = Once::new();
             WARNED.call_once(|| {
                 tracing::warn!(
@@ -163,7 +163,7 @@ mod replaced {
             self.status(unsafe { sys::cuCtxSynchronize() })
         }
 
-        fn trim(&self) -> Status<()> {
+        fn trim(&self) -> DriverResult<()> {
             let (mut device, mut pool) = (0, std::ptr::null_mut());
             // SAFETY: the results are written to variables, and the pool is that of the device.
             unsafe {
@@ -173,7 +173,7 @@ mod replaced {
             }
         }
 
-        fn poison(&self, address: u64, bytes: usize) -> Status<()> {
+        fn poison(&self, address: u64, bytes: usize) -> DriverResult<()> {
             // SAFETY: the memory was allocated on this stream.
             self.status(unsafe { sys::cuMemsetD8Async(address, 0xFF, bytes, self.stream) })
         }
@@ -274,7 +274,7 @@ mod tests {
     }
 
     impl Calls for Fake {
-        fn allocate(&self, bytes: usize) -> Status<u64> {
+        fn allocate(&self, bytes: usize) -> DriverResult<u64> {
             self.log(format!("allocate {bytes}"));
             match self.error {
                 Some(error) => Err(error),
@@ -283,19 +283,19 @@ mod tests {
             }
         }
 
-        fn synchronize(&self) -> Status<()> {
+        fn synchronize(&self) -> DriverResult<()> {
             self.log("synchronize");
             *self.free.borrow_mut() += self.freed;
             Ok(())
         }
 
-        fn trim(&self) -> Status<()> {
+        fn trim(&self) -> DriverResult<()> {
             self.log("trim");
             *self.free.borrow_mut() += self.in_pieces;
             Ok(())
         }
 
-        fn poison(&self, address: u64, bytes: usize) -> Status<()> {
+        fn poison(&self, address: u64, bytes: usize) -> DriverResult<()> {
             self.log(format!("poison {address} {bytes}"));
             Ok(())
         }

@@ -1,5 +1,3 @@
-//! Launches of `dropout.cu`.
-
 use super::launch::{Launch, address, empty, vectors};
 use super::pointwise::THREADS;
 use crate::DropoutMask;

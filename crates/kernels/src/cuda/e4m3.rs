@@ -9,7 +9,7 @@
 //! CUDA 12.4 does not have. The sums are computed for as many rows at a time as fit in the L2 cache
 //! of a Hopper GPU.
 
-use super::gemm::{Addend, Gemm, Matrix, Transpose};
+use super::gemm::{Addend, Gemm, GemmOperand, Transpose};
 use super::launch::{Launch, address, empty, vectors};
 use crate::linear::{rows_of, with_last};
 use candle_core::{DType, Result, Tensor};
@@ -184,8 +184,8 @@ pub(super) fn multiply(
         let gemm = Gemm {
             transpose: Transpose::Nt,
             shape: (rows, columns, k),
-            a: Matrix::Whole("a", &codes),
-            b: Matrix::Whole("b", &b.codes),
+            a: GemmOperand::Whole("a", &codes),
+            b: GemmOperand::Whole("b", &b.codes),
             addend: Addend::Nothing,
             bias: None,
         };

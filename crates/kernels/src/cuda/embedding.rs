@@ -1,5 +1,3 @@
-//! Launches of the kernels in `embedding.cu`.
-
 use super::launch::{Launch, address, empty, vectors};
 use super::rows::expect_u32;
 use candle_core::{DType, Result, Tensor};

@@ -15,7 +15,6 @@ use candle_core::{DType, Result, Tensor, bail};
 const THREADS: u32 = 128;
 const COLUMNS: usize = 32;
 const STRIDE: usize = 36;
-/// Maximum key dim of the kernels.
 const MAX_KEY_DIM: usize = 128;
 
 /// Returns the tokens of the chunks, `[chunks, (first, end)]`.
@@ -47,7 +46,7 @@ fn segments(cu_seqlens: &CuSeqlens, on: &Tensor) -> Result<Tensor> {
 }
 
 /// Some of the key heads, which one launch of each kernel computes.
-struct Part<'a> {
+struct HeadRange<'a> {
     op: &'a str,
     inputs: DeltaInputs<'a>,
     heads: DeltaHeads,
@@ -59,7 +58,7 @@ struct Part<'a> {
     segments: &'a Tensor,
 }
 
-impl Part<'_> {
+impl HeadRange<'_> {
     fn group(&self) -> usize {
         self.heads.value_heads / self.heads.key_heads
     }
@@ -97,7 +96,6 @@ impl Part<'_> {
         launch.words(pairs.collect()).run(qkv)
     }
 
-    /// Computes the matrices of all chunks.
     fn matrices(&self) -> Result<Tensor> {
         let num_chunks = self.chunks.dim(0)?;
         let matrices = self.temporary(num_chunks, 2 * GPU_CHUNK * GPU_CHUNK)?;
@@ -119,7 +117,7 @@ fn for_parts(
     (inputs, heads, cu_seqlens): (DeltaInputs<'_>, DeltaHeads, &CuSeqlens),
     most: usize,
     bytes: impl Fn(usize) -> usize,
-    run: impl Fn(&Part<'_>) -> Result<()>,
+    run: impl Fn(&HeadRange<'_>) -> Result<()>,
 ) -> Result<()> {
     if heads.key_dim > MAX_KEY_DIM {
         bail!("{op}: keys have {} dims, expected at most {MAX_KEY_DIM} on a GPU", heads.key_dim);
@@ -132,7 +130,7 @@ fn for_parts(
     for first in (0..heads.key_heads).step_by(launched) {
         let launched = launched.min(heads.key_heads - first);
         let (chunks, segments) = (&chunks, &segments);
-        run(&Part { op, inputs, heads, first, launched, chunks, segments })?;
+        run(&HeadRange { op, inputs, heads, first, launched, chunks, segments })?;
     }
     Ok(())
 }

@@ -12,7 +12,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 /// An operand: its name, for errors, and the location of its elements.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Matrix<'a> {
+pub(super) enum GemmOperand<'a> {
     /// All elements of a contiguous tensor, with any dims.
     Whole(&'static str, &'a Tensor),
     /// This number of elements of a storage, from the first of a tensor on: tensors that follow one
@@ -22,7 +22,7 @@ pub(super) enum Matrix<'a> {
     SecondHalves(&'static str, &'a Tensor),
 }
 
-impl<'a> Matrix<'a> {
+impl<'a> GemmOperand<'a> {
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Whole(name, _) | Self::Block(name, ..) | Self::SecondHalves(name, _) => name,
@@ -62,13 +62,12 @@ pub(super) enum Addend<'a> {
     Residual(&'a Tensor),
 }
 
-/// A matrix product.
 pub(super) struct Gemm<'a> {
     pub(super) transpose: Transpose,
     /// Sizes `(m, n, k)`.
     pub(super) shape: (usize, usize, usize),
-    pub(super) a: Matrix<'a>,
-    pub(super) b: Matrix<'a>,
+    pub(super) a: GemmOperand<'a>,
+    pub(super) b: GemmOperand<'a>,
     pub(super) addend: Addend<'a>,
     /// Bias `[n]` in the dtype of the destination, added to each row.
     pub(super) bias: Option<&'a Tensor>,
@@ -77,11 +76,11 @@ pub(super) struct Gemm<'a> {
 impl Gemm<'_> {
     /// Starts the product and writes it to `dst`. Errors refer to `dst` as `name`.
     pub(super) fn into(self, op: &'static str, name: &'static str, dst: &Tensor) -> Result<()> {
-        self.into_matrix(op, Matrix::Whole(name, dst))
+        self.into_matrix(op, GemmOperand::Whole(name, dst))
     }
 
     /// As [`Self::into`]; `dst` is `Whole` or a `Block`.
-    pub(super) fn into_matrix(self, op: &'static str, dst: Matrix<'_>) -> Result<()> {
+    pub(super) fn into_matrix(self, op: &'static str, dst: GemmOperand<'_>) -> Result<()> {
         let (m, n, k) = self.shape;
         for (matrix, length) in [(self.a, m * k), (self.b, n * k), (dst, m * n)] {
             let (name, found) = (matrix.name(), matrix.len());
@@ -114,19 +113,19 @@ pub(crate) fn products_of_this_thread() -> usize {
 }
 
 #[cfg(feature = "cuda")]
-pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
+pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Result<()> {
     super::blas::run(op, gemm, dst)
 }
 
 #[cfg(not(feature = "cuda"))]
-pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
+pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Result<()> {
     use crate::cpu::gemm::{Into, nn, nt, tn};
     use crate::cpu::{self, Element as _, read, read_block};
     use half::bf16;
 
-    fn elements(op: &'static str, matrix: Matrix<'_>) -> Result<Vec<f32>> {
+    fn elements(op: &'static str, matrix: GemmOperand<'_>) -> Result<Vec<f32>> {
         let operand = match matrix {
-            Matrix::Block(name, first, len) => read_block(op, name, first, len)?,
+            GemmOperand::Block(name, first, len) => read_block(op, name, first, len)?,
             _ => read(op, matrix.name(), matrix.tensor())?,
         };
         if matrix.dtype() == DType::U8 {
@@ -136,7 +135,7 @@ pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<
                 .map(|code| crate::e4m3::value(*code))
                 .collect());
         }
-        let Matrix::SecondHalves(_, tensor) = matrix else {
+        let GemmOperand::SecondHalves(_, tensor) = matrix else {
             return Ok(operand.f32()?.into_owned());
         };
         let (_, columns) = tensor.dims2()?;
@@ -152,10 +151,10 @@ pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<
     let mut sums = match gemm.addend {
         Addend::Nothing => vec![0f32; m * n],
         Addend::Destination => elements(op, dst)?,
-        Addend::Residual(addend) => elements(op, Matrix::Whole("residual", addend))?,
+        Addend::Residual(addend) => elements(op, GemmOperand::Whole("residual", addend))?,
     };
     if let Some(bias) = gemm.bias {
-        let bias = elements(op, Matrix::Whole("bias", bias))?;
+        let bias = elements(op, GemmOperand::Whole("bias", bias))?;
         sums.chunks_mut(n).for_each(|row| cpu::add(&bias, row));
     }
     match gemm.transpose {

@@ -5,7 +5,7 @@ use super::norm::MULTIPROCESSORS;
 use super::rows::expect_u32;
 use super::select::has_tensor_cores;
 use crate::cpu::compute_dtype;
-use crate::cpu::grouped::Stored;
+use crate::cpu::grouped::WeightLayout;
 use candle_core::{DType, Result, Tensor, bail};
 
 /// Number of rows and columns of a tile, of threads, and of bytes of shared memory of the kernels
@@ -45,19 +45,19 @@ fn are_fast(matrices: &[(&Tensor, usize)], shared: usize) -> Result<bool> {
 pub(crate) fn grouped_products(
     op: &'static str,
     [(name, x), (w_name, w)]: [(&'static str, &Tensor); 2],
-    stored: Stored,
+    stored: WeightLayout,
     offsets: &Tensor,
     (rows, n, k): (usize, usize, usize),
 ) -> Result<Tensor> {
     compute_dtype(op, &[(name, x), (w_name, w)])?;
     let e = experts(op, w, offsets)?;
     let y = empty((rows, n), x.dtype(), x)?;
-    let w_columns = if stored == Stored::OfOutputs { k } else { n };
+    let w_columns = if stored == WeightLayout::OfOutputs { k } else { n };
     let list = 4 * (e + 1);
     let fast = are_fast(&[(x, k), (w, w_columns), (&y, n)], STAGES + list)?;
     let launch = match (fast, stored) {
-        (true, Stored::OfOutputs) => Launch::new("grouped_of_outputs", x.dtype()),
-        (true, Stored::OfInputs) => Launch::new("grouped_of_inputs", x.dtype()),
+        (true, WeightLayout::OfOutputs) => Launch::new("grouped_of_outputs", x.dtype()),
+        (true, WeightLayout::OfInputs) => Launch::new("grouped_of_inputs", x.dtype()),
         (false, _) => Launch::new("grouped_plain", x.dtype()),
     };
     let launch = if fast {
@@ -74,7 +74,7 @@ pub(crate) fn grouped_products(
         .int(e)
         .int(n)
         .int(k);
-    let launch = if fast { launch } else { launch.flag(stored == Stored::OfInputs) };
+    let launch = if fast { launch } else { launch.flag(stored == WeightLayout::OfInputs) };
     launch.run(x)?;
     Ok(y)
 }

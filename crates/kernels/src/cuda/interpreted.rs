@@ -111,7 +111,6 @@ thread_local! {
         const { std::cell::RefCell::new(None) };
 }
 
-/// A launch.
 #[cfg(test)]
 pub(super) struct Launched {
     pub(super) name: String,

@@ -127,7 +127,6 @@ pub(super) fn vectors(d: usize, tensors: &[&Tensor]) -> Result<bool> {
     Ok(true)
 }
 
-/// A kernel argument.
 #[derive(Debug, Clone)]
 enum Argument {
     Address(u64),

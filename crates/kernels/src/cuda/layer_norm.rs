@@ -1,5 +1,3 @@
-//! Launches of the kernels in `layer_norm.cu`.
-
 use super::launch::{address, empty};
 use super::norm::{Geometry, Pass, add_columns};
 use candle_core::{DType, Result, Tensor};

@@ -1,6 +1,6 @@
 //! Linear layers: matrix products, and launches of `bias.cu`.
 
-use super::gemm::{Addend, Gemm, Matrix, Transpose};
+use super::gemm::{Addend, Gemm, GemmOperand, Transpose};
 use super::launch::{Launch, address, empty, vectors};
 use super::norm::add_columns;
 use super::pointwise::fill_zero;
@@ -34,8 +34,8 @@ pub(crate) fn linear(
     let gemm = Gemm {
         transpose: Transpose::Nt,
         shape: (n, m, k),
-        a: Matrix::Whole("x", x),
-        b: Matrix::Whole("w", w),
+        a: GemmOperand::Whole("x", x),
+        b: GemmOperand::Whole("w", w),
         addend: residual.map_or(Addend::Nothing, Addend::Residual),
         bias: bias.as_ref(),
     };
@@ -57,8 +57,8 @@ fn add_low_rank(
     let gemm = Gemm {
         transpose,
         shape: (n, m, u.elem_count() / n.max(1)),
-        a: Matrix::Whole("u", u),
-        b: Matrix::Whole("b", b),
+        a: GemmOperand::Whole("u", u),
+        b: GemmOperand::Whole("b", b),
         addend: Addend::Destination,
         bias: None,
     };
@@ -108,7 +108,7 @@ fn add_input_gradient(
     addend: Addend<'_>,
     dx: &Tensor,
 ) -> Result<()> {
-    let (a, b) = (Matrix::Whole("dy", dy), Matrix::Whole("w", w));
+    let (a, b) = (GemmOperand::Whole("dy", dy), GemmOperand::Whole("w", w));
     Gemm { transpose: Transpose::Nn, shape, a, b, addend, bias: None }.into(op, "dx", dx)
 }
 
@@ -125,13 +125,13 @@ pub(crate) fn linear_backward_weight(
         GradWrite::Replace if shape.2 == 0 => return fill_zero(dw),
         GradWrite::Replace => Addend::Nothing,
     };
-    let (a, b) = (Matrix::Whole("dy", dy), Matrix::Whole("x", x));
+    let (a, b) = (GemmOperand::Whole("dy", dy), GemmOperand::Whole("x", x));
     Gemm { transpose: Transpose::Tn, shape, a, b, addend, bias: None }.into(op, "dw", dw)
 }
 
 /// All elements of `parts`, which follow one another.
-fn block<'a>(name: &'static str, parts: &[&'a Tensor]) -> Matrix<'a> {
-    Matrix::Block(name, parts[0], parts.iter().map(|part| part.elem_count()).sum())
+fn block<'a>(name: &'static str, parts: &[&'a Tensor]) -> GemmOperand<'a> {
+    GemmOperand::Block(name, parts[0], parts.iter().map(|part| part.elem_count()).sum())
 }
 
 /// The sum of the numbers of rows or columns of `parts`.
@@ -148,7 +148,7 @@ pub(crate) fn joined_linear<const N: usize>(
     }
     let ((n, k), m) = (x.dims2()?, total(&weights, 0)?);
     let y = empty((n, m), x.dtype(), x)?;
-    let (transpose, a, b) = (Transpose::Nt, Matrix::Whole("x", x), block("w", &weights));
+    let (transpose, a, b) = (Transpose::Nt, GemmOperand::Whole("x", x), block("w", &weights));
     let gemm = Gemm { transpose, shape: (n, m, k), a, b, addend: Addend::Nothing, bias: None };
     gemm.into("joined_linear", "y", &y)?;
     let mut first = 0;
@@ -187,7 +187,7 @@ pub(crate) fn joined_linear_backward_weight(
         return Ok(false);
     }
     let (transpose, shape) = (Transpose::Tn, (total(dys, 1)?, k, n));
-    let (a, b) = (block("dy", dys), Matrix::Whole("x", x));
+    let (a, b) = (block("dy", dys), GemmOperand::Whole("x", x));
     let addend = match write {
         GradWrite::Add => Addend::Destination,
         GradWrite::Replace => Addend::Nothing,

@@ -5,7 +5,7 @@
 //! logits would be off by several percent. The gradient overwrites the logits. In `bf16` it fills
 //! the second half of each row, where the next products read it.
 
-use super::gemm::{Addend, Gemm, Matrix, Transpose};
+use super::gemm::{Addend, Gemm, GemmOperand, Transpose};
 use super::launch::{Launch, address, empty, vectors};
 use crate::{GPU_LOGITS_BYTES, LossScale};
 use candle_core::{DType, Result, Tensor};
@@ -62,8 +62,8 @@ impl<'a> Head<'a> {
             let gemm = Gemm {
                 transpose: Transpose::Nt,
                 shape: (rows, v, d),
-                a: Matrix::Whole("h", &self.h.narrow(0, start, rows)?),
-                b: Matrix::Whole("w", self.w),
+                a: GemmOperand::Whole("h", &self.h.narrow(0, start, rows)?),
+                b: GemmOperand::Whole("w", self.w),
                 addend: Addend::Nothing,
                 bias: None,
             };
@@ -120,15 +120,15 @@ pub(crate) fn linear_cross_entropy_backward(
     head.for_chunks(gradient, None, |start, logits| {
         let rows = logits.dim(0)?;
         let d_logits = match h.dtype() {
-            DType::BF16 => Matrix::SecondHalves("logits", logits),
-            _ => Matrix::Whole("logits", logits),
+            DType::BF16 => GemmOperand::SecondHalves("logits", logits),
+            _ => GemmOperand::Whole("logits", logits),
         };
         if let Some(dh) = &dh {
             let gemm = Gemm {
                 transpose: Transpose::Nn,
                 shape: (rows, d, v),
                 a: d_logits,
-                b: Matrix::Whole("w", w),
+                b: GemmOperand::Whole("w", w),
                 addend: Addend::Nothing,
                 bias: None,
             };
@@ -139,7 +139,7 @@ pub(crate) fn linear_cross_entropy_backward(
                 transpose: Transpose::Tn,
                 shape: (v, d, rows),
                 a: d_logits,
-                b: Matrix::Whole("h", &h.narrow(0, start, rows)?),
+                b: GemmOperand::Whole("h", &h.narrow(0, start, rows)?),
                 addend: Addend::Destination,
                 bias: None,
             };

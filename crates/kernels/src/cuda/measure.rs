@@ -12,7 +12,6 @@ use candle_core::{Error, Result, Tensor};
 const ROUNDS: usize = 5;
 /// Minimum duration of a measurement, in microseconds, unless it has the maximum number of runs.
 const ROUND_US: f64 = 4000.0;
-/// Maximum number of runs of a measurement.
 const MAX_RUNS: usize = 200;
 
 /// Measures `choices`, those of cublasLt in its order, and returns the entry of the product; `None`

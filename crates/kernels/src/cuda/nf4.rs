@@ -1,5 +1,3 @@
-//! Launches of `nf4.cu`.
-
 use super::launch::{Launch, address, vectors};
 use crate::nf4::{CODES, MAP};
 use candle_core::{Result, Tensor};

@@ -1,5 +1,3 @@
-//! Launches of the kernels in `pointwise.cu`.
-
 use super::launch::{Launch, address, empty, first_address, vectors};
 use super::route::{weighted_swiglu, weighted_swiglu_backward};
 use crate::adjacent::are_columns;

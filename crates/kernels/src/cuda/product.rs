@@ -1,6 +1,6 @@
 //! Launches of `product.cu`: matrix products without a library, of any size and alignment.
 
-use super::gemm::{Addend, Gemm, Matrix, Transpose};
+use super::gemm::{Addend, Gemm, GemmOperand, Transpose};
 use super::launch::{Address, Launch, address, first_address};
 use candle_core::{DType, Result, bail};
 
@@ -11,21 +11,21 @@ const THREADS: u32 = 256;
 /// Returns the address and the row stride, in elements of the dtype of the matrix.
 pub(super) fn address_and_stride(
     op: &str,
-    matrix: Matrix<'_>,
+    matrix: GemmOperand<'_>,
     columns: usize,
 ) -> Result<(u64, usize)> {
-    if let Matrix::Block(name, first, _) = matrix {
+    if let GemmOperand::Block(name, first, _) = matrix {
         return Ok((first_address(op, name, first)?.0, columns));
     }
     let start = address(op, matrix.name(), matrix.tensor())?.0;
     Ok(match matrix {
-        Matrix::SecondHalves(..) => (start + 2 * columns as u64, 2 * columns),
+        GemmOperand::SecondHalves(..) => (start + 2 * columns as u64, 2 * columns),
         _ => (start, columns),
     })
 }
 
 /// Computes `dst = op(a) op(b) + addend + bias`. The caller has checked sizes.
-pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: Matrix<'_>) -> Result<()> {
+pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Result<()> {
     let (m, n, k) = gemm.shape;
     let name = match (gemm.a.dtype(), dst.dtype()) {
         (DType::F32, DType::F32) | (DType::BF16, DType::BF16) => "product",
@@ -110,7 +110,11 @@ mod tests {
         };
         let (a, b) = (operand(1, a_dims)?, operand(2, b_dims)?);
         let wide = second_halves(&random(1, &a_dims))?;
-        let a = if halves { Matrix::SecondHalves("a", &wide) } else { Matrix::Whole("a", &a) };
+        let a = if halves {
+            GemmOperand::SecondHalves("a", &wide)
+        } else {
+            GemmOperand::Whole("a", &a)
+        };
         let addend = random(3, &[m, n]).to_dtype(result)?;
         let bias = random(4, &[n]).to_dtype(result)?;
         let all = [
@@ -122,9 +126,9 @@ mod tests {
         let both = all.into_iter().take(cases).map(|(addend, bias)| {
             let products = [super::super::gemm::run, run].map(|run| -> Result<Tensor> {
                 let dst = random(5, &[m, n]).to_dtype(result)?;
-                let b = Matrix::Whole("b", &b);
+                let b = GemmOperand::Whole("b", &b);
                 let gemm = Gemm { transpose, shape: (m, n, k), a, b, addend, bias };
-                run("test", &gemm, Matrix::Whole("dst", &dst))?;
+                run("test", &gemm, GemmOperand::Whole("dst", &dst))?;
                 Ok(dst)
             });
             let [library, kernel] = products;

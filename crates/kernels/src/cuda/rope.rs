@@ -1,5 +1,3 @@
-//! Launches of the kernels in `rope.cu`.
-
 use super::launch::{Launch, address, empty, rows_at, vectors};
 use super::norm::{MULTIPROCESSORS, WARP, add_columns};
 use super::rms_norm::added;
@@ -14,15 +12,14 @@ const SINGLES: usize = 4;
 /// Number of heads per thread of the forward pass: `HEADS` of the kernels.
 const HEADS: usize = 2;
 
-/// Assignment of heads to threads.
 #[derive(Debug, Clone, Copy)]
-struct Heads {
+struct HeadThreads {
     chunks: bool,
     /// Number of threads per head.
     lanes: usize,
 }
 
-impl Heads {
+impl HeadThreads {
     /// `tensors` are the operands whose half heads are accessed, and the table. `rotated` of the
     /// `half` pairs of dims are rotated. `stride` is the number of elements from one row of `x` to
     /// the next.
@@ -70,7 +67,7 @@ pub(crate) fn qk_norm_rope(
     let (cos, sin) = (&table.cos, &table.sin);
     let rotated = cos.dim(1)?;
     let (first, stride) = rows_at(op, "x", x)?;
-    let heads = Heads::new(op, x.dtype(), [dh / 2, rotated, stride], &[x, w, &y, cos, sin])?;
+    let heads = HeadThreads::new(op, x.dtype(), [dh / 2, rotated, stride], &[x, w, &y, cos, sin])?;
     let mut launch = heads.launch(op, x.dtype()).grid(heads.blocks(t * h.div_ceil(HEADS)));
     launch = launch.address(first);
     for (name, tensor) in [("w", w), ("cos", cos), ("sin", sin), ("y", &y), ("rstd", &rstd)] {
@@ -99,7 +96,7 @@ pub(crate) fn qk_norm_rope_backward(
     let rotated = cos.dim(1)?;
     let ((first, stride), (to, _)) = (rows_at(op, "x", x)?, rows_at(op, "dx", &dx)?);
     let tensors = [x, w, dy, &dx, cos, sin];
-    let heads = Heads::new(op, x.dtype(), [dh / 2, rotated, stride], &tensors)?;
+    let heads = HeadThreads::new(op, x.dtype(), [dh / 2, rotated, stride], &tensors)?;
     let blocks = heads.blocks(t * h).min(2 * MULTIPROCESSORS);
     let shares = dw.map(|_| empty((blocks, dh), DType::F32, x)).transpose()?;
     let mut launch = heads.launch(op, x.dtype()).grid(blocks).shared(THREADS / WARP * dh * 4);
@@ -120,7 +117,7 @@ pub(crate) fn rope_heads(x: &Tensor, dh: usize, table: &RopeTable) -> Result<Ten
     let (t, width) = x.dims2()?;
     let y = empty((t, width / dh, dh), x.dtype(), x)?;
     let (rotated, tensors) = (table.cos.dim(1)?, [x, &y, &table.cos, &table.sin]);
-    let heads = Heads::new("rope_heads", x.dtype(), [dh / 2, rotated, width], &tensors)?;
+    let heads = HeadThreads::new("rope_heads", x.dtype(), [dh / 2, rotated, width], &tensors)?;
     let op = "qk_norm_rope";
     let launch = heads.launch(op, x.dtype()).grid(heads.blocks(t * (width / dh).div_ceil(HEADS)));
     let launch = launch.address(address(op, "x", x)?).optional(op, "w", None)?;
@@ -137,7 +134,7 @@ pub(crate) fn rope_heads_backward(dy: &Tensor, table: &RopeTable) -> Result<Tens
     let dx = empty((t, h * dh), dy.dtype(), dy)?;
     let (rotated, tensors) = (table.cos.dim(1)?, [dy, &dx, &table.cos, &table.sin]);
     let sizes = [dh / 2, rotated, h * dh];
-    let heads = Heads::new("rope_heads_backward", dy.dtype(), sizes, &tensors)?;
+    let heads = HeadThreads::new("rope_heads_backward", dy.dtype(), sizes, &tensors)?;
     let op = "qk_norm_rope_backward";
     let launch = heads.launch(op, dy.dtype()).grid(heads.blocks(t * h).min(2 * MULTIPROCESSORS));
     let launch = launch.shared(THREADS / WARP * dh * 4);

@@ -1,5 +1,3 @@
-//! Launches of the kernels in `route.cu`.
-
 use super::launch::{Address, Launch, address, empty, vectors};
 use crate::{RecomputeInput, Routing};
 use candle_core::{DType, Result, Tensor, bail};

@@ -1,5 +1,3 @@
-//! Launches of the kernels in `rows.cu`.
-
 use super::launch::{Launch, address, empty, rows_at, vectors};
 use candle_core::{DType, Result, Tensor, bail};
 

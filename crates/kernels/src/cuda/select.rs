@@ -110,8 +110,7 @@ pub(super) enum Own {
 
 /// A kernel and the sizes of its blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Block {
-    /// Kernel name.
+pub(super) struct AttentionLaunch {
     pub(super) name: String,
     /// Number of own rows (queries or keys).
     pub(super) rows: usize,
@@ -160,7 +159,7 @@ impl AttentionKernels {
     }
 
     /// Returns an error if the GPU has less shared memory than a block needs.
-    pub(super) fn expect_room(self, op: &str, block: &Block) -> Result<()> {
+    pub(super) fn expect_room(self, op: &str, block: &AttentionLaunch) -> Result<()> {
         let (need, found) = (block.shared, self.gpu.shared_bytes);
         if need > found {
             bail!(
@@ -172,7 +171,6 @@ impl AttentionKernels {
         Ok(())
     }
 
-    /// Kernel name for a pass.
     fn name(self, name: &str) -> String {
         match self.padded {
             Some(padded) if self.hopper => format!("{name}_sm90_d{padded}"),
@@ -182,7 +180,7 @@ impl AttentionKernels {
     }
 
     /// The kernel of the forward pass. The sizes match `attention_forward.cu`.
-    pub(super) fn forward(self) -> Block {
+    pub(super) fn forward(self) -> AttentionLaunch {
         if self.hopper {
             return self.forward_of_hopper();
         }
@@ -190,22 +188,32 @@ impl AttentionKernels {
         // A tile of own queries, two stages of keys, and one of values.
         let shared = |rows: usize, keys: usize| (rows + 3 * keys) * self.row_bytes;
         match self.padded {
-            Some(256) => {
-                Block { name, rows: 64, threads: 128, shared: shared(64, 32), boxes: None }
-            }
+            Some(256) => AttentionLaunch {
+                name,
+                rows: 64,
+                threads: 128,
+                shared: shared(64, 32),
+                boxes: None,
+            },
             // Two blocks of the smallest have room on every GPU.
             Some(padded) => self.two_or_one(name, shared(128, 64), padded > 64),
             None => {
                 let tiles = 3 * PLAIN_ROWS * self.row_bytes;
                 let shared = tiles + 4 * PLAIN_ROWS * 32;
-                Block { name, rows: PLAIN_ROWS, threads: PLAIN_THREADS, shared, boxes: None }
+                AttentionLaunch {
+                    name,
+                    rows: PLAIN_ROWS,
+                    threads: PLAIN_THREADS,
+                    shared,
+                    boxes: None,
+                }
             }
         }
     }
 
     /// The kernel of the forward pass for compute capability 9.0. The sizes match
     /// `attention_forward_sm90.cu`.
-    fn forward_of_hopper(self) -> Block {
+    fn forward_of_hopper(self) -> AttentionLaunch {
         let (consumers, keys) = match self.padded {
             Some(64) => (3, 128),
             Some(80) => (3, 96),
@@ -216,22 +224,22 @@ impl AttentionKernels {
         // A tile of queries, two of keys and two of values, and nine barriers.
         let shared = (rows + 4 * keys) * self.row_bytes + 9 * 8;
         let threads = HOPPER_GROUP * (1 + consumers as u32);
-        Block { name, rows, threads, shared, boxes: Some(keys) }
+        AttentionLaunch { name, rows, threads, shared, boxes: Some(keys) }
     }
 
     /// The kernel for 128 own rows with four warps, of which two blocks share a multiprocessor, or
     /// the one with eight if `has_single` and there is room for one block only.
-    fn two_or_one(self, name: String, shared: usize, has_single: bool) -> Block {
+    fn two_or_one(self, name: String, shared: usize, has_single: bool) -> AttentionLaunch {
         if has_single && !self.gpu.holds_two(shared) {
             let name = format!("{name}_single");
-            Block { name, rows: 128, threads: 256, shared, boxes: None }
+            AttentionLaunch { name, rows: 128, threads: 256, shared, boxes: None }
         } else {
-            Block { name, rows: 128, threads: 128, shared, boxes: None }
+            AttentionLaunch { name, rows: 128, threads: 128, shared, boxes: None }
         }
     }
 
     /// A kernel of the backward pass. The sizes match the shapes in `attention_backward.cu`.
-    pub(super) fn backward(self, own: Own) -> Block {
+    pub(super) fn backward(self, own: Own) -> AttentionLaunch {
         if self.hopper {
             return self.backward_of_hopper(own);
         }
@@ -244,7 +252,7 @@ impl AttentionKernels {
                 let tiles = 4 * PLAIN_ROWS * self.row_bytes;
                 let shared = tiles + 2 * 4 * PLAIN_ROWS * 32;
                 let (rows, threads) = (PLAIN_ROWS, PLAIN_THREADS);
-                return Block { name, rows, threads, shared, boxes: None };
+                return AttentionLaunch { name, rows, threads, shared, boxes: None };
             }
             (Some(64), Own::Keys) => (128, 128, 32),
             (Some(256), Own::Keys) => (32, 128, 32),
@@ -268,14 +276,14 @@ impl AttentionKernels {
         }
         if self.padded == Some(128) && own == Own::Keys && shared > self.gpu.shared_bytes {
             let name = format!("{name}_less");
-            return Block { name, rows, threads, shared: bytes(32), boxes: None };
+            return AttentionLaunch { name, rows, threads, shared: bytes(32), boxes: None };
         }
-        Block { name, rows, threads, shared, boxes: None }
+        AttentionLaunch { name, rows, threads, shared, boxes: None }
     }
 
     /// A kernel of the backward pass for compute capability 9.0. The sizes match the shapes in
     /// `attention_backward_sm90.cu`.
-    fn backward_of_hopper(self, own: Own) -> Block {
+    fn backward_of_hopper(self, own: Own) -> AttentionLaunch {
         let (name, rows, others, stages) = match (own, self.padded) {
             (Own::Keys, Some(256)) => ("attention_backward_keys", 64, 64, 2),
             (Own::Keys, _) => ("attention_backward_keys", 128, 64, 3),
@@ -288,7 +296,7 @@ impl AttentionKernels {
         let stage = 2 * others * self.row_bytes + statistics + 2 * 8;
         let shared = 2 * rows * self.row_bytes + stages * stage + 8;
         let (name, threads) = (self.name(name), 3 * HOPPER_GROUP);
-        Block { name, rows, threads, shared, boxes: Some(others) }
+        AttentionLaunch { name, rows, threads, shared, boxes: Some(others) }
     }
 }
 

@@ -13,14 +13,14 @@ use sys::cublasLtMatmulAlgoConfigAttributes_t as Attribute;
 
 /// The entries that products use.
 #[derive(Default)]
-pub(super) struct Stored {
+pub(super) struct BlasAlgorithms {
     pub(super) entries: Vec<AlgorithmEntry>,
     measures: bool,
     /// Whether there was a warning about an entry that cublasLt refuses.
     warned: bool,
 }
 
-impl Stored {
+impl BlasAlgorithms {
     pub(super) fn new(entries: Vec<AlgorithmEntry>, others: OtherProducts) -> Self {
         Self { entries, measures: others == OtherProducts::Measure, warned: false }
     }

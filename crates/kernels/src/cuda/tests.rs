@@ -3,7 +3,7 @@
 //! sides run the kernels.)
 
 use super::launch::vectors;
-use super::select::{AttentionKernels, Block, Gpu, Own};
+use super::select::{AttentionKernels, AttentionLaunch, Gpu, Own};
 use crate::testing::{Tolerance, assert_close, gradient_buffer, ids, message, random, rope_table};
 use crate::{Gelu, NormScale, RecomputeInput};
 use candle_core::{DType, Device, Result, Tensor};
@@ -375,7 +375,7 @@ fn a_multiprocessor_has_eight_warps_of_attention_on_every_gpu() {
             let kernels = AttentionKernels::choose("attention", DType::BF16, dh, gpu).unwrap();
             let passes =
                 [kernels.forward(), kernels.backward(Own::Keys), kernels.backward(Own::Queries)];
-            for Block { name, threads, shared, .. } in passes {
+            for AttentionLaunch { name, threads, shared, .. } in passes {
                 let blocks = gpu.shared_bytes_of_all / (shared + 1024);
                 assert!(blocks as u32 * threads >= 256, "{gpu:?} {name}: {blocks} of {threads}");
             }

@@ -1,5 +1,3 @@
-//! Tests of linear layers.
-
 use super::super::testing::{
     Tolerance, added, assert_close, bits, check, device, gradient_buffer, message, operand, random,
 };

@@ -71,7 +71,6 @@ pub(super) enum Method {
     Head,
 }
 
-/// A request.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "hub"), expect(dead_code, reason = "for the client only"))]
 pub(super) struct Request<'a> {

@@ -40,7 +40,6 @@ impl RepoCache {
         Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
     }
 
-    /// Stores the commit of a revision.
     pub(super) fn set_commit(&self, revision: &str, commit: &str) -> Result<(), HubError> {
         if revision == commit || self.commit(revision).as_deref() == Some(commit) {
             return Ok(());
@@ -74,7 +73,6 @@ impl RepoCache {
         self.folder.join("snapshots").join(commit)
     }
 
-    /// The path of a blob.
     pub(super) fn blob(&self, etag: &str) -> PathBuf {
         self.folder.join("blobs").join(etag)
     }

@@ -13,7 +13,6 @@ use std::path::Path;
 use std::thread::sleep;
 use std::time::Duration;
 
-/// Maximum number of redirects of a request.
 const MAX_REDIRECTS: usize = 10;
 /// Number of times a request is repeated, after a lost connection or an answer of a busy server.
 pub(super) const RETRIES: u32 = 5;
@@ -34,7 +33,6 @@ pub(super) struct Access<'a> {
     pub(super) repo: &'a Repo,
 }
 
-/// The retries of one request.
 #[derive(Debug)]
 struct Retries {
     done: u32,

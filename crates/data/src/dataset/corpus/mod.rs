@@ -16,7 +16,7 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 
 use text::tokens;
-use token_file::{Pieces, Separators, TokenFile};
+use token_file::{DocumentPieces, Separators, TokenFile};
 pub use windows::{CorpusConfig, Sampling, Spacing, Windows};
 
 use crate::config::OnError;
@@ -78,14 +78,14 @@ pub struct Corpus {
     fingerprint: [u8; 32],
     separators: Separators,
     tokens: TokenFile,
-    rows: Rows,
+    rows: CorpusRows,
     cut: Option<TruncationRule>,
 }
 
 #[derive(Debug)]
-enum Rows {
+enum CorpusRows {
     Windows(Windows),
-    Documents(Pieces),
+    Documents(DocumentPieces),
 }
 
 impl Corpus {
@@ -142,8 +142,8 @@ impl Corpus {
     /// Number of samples in a pass with offset 0.
     pub fn len(&self) -> usize {
         match &self.rows {
-            Rows::Windows(windows) => windows.count(0) as usize,
-            Rows::Documents(pieces) => pieces.len(self.num_documents()),
+            CorpusRows::Windows(windows) => windows.count(0) as usize,
+            CorpusRows::Documents(pieces) => pieces.len(self.num_documents()),
         }
     }
 
@@ -155,16 +155,16 @@ impl Corpus {
     /// The [`Corpus::len`] row numbers of a pass with offset 0.
     pub fn rows(&self) -> Box<dyn Iterator<Item = u32> + '_> {
         match &self.rows {
-            Rows::Windows(windows) => Box::new(windows.starts(0)),
-            Rows::Documents(_) => Box::new(0..self.len() as u32),
+            CorpusRows::Windows(windows) => Box::new(windows.starts(0)),
+            CorpusRows::Documents(_) => Box::new(0..self.len() as u32),
         }
     }
 
     /// Positions of the windows; `None` for documents.
     pub fn windows(&self) -> Option<Windows> {
         match &self.rows {
-            Rows::Windows(windows) => Some(*windows),
-            Rows::Documents(_) => None,
+            CorpusRows::Windows(windows) => Some(*windows),
+            CorpusRows::Documents(_) => None,
         }
     }
 
@@ -183,7 +183,7 @@ impl Corpus {
 
     /// Returns the range of tokens that truncation keeps of a row with `tokens` tokens.
     fn kept(&self, tokens: u32) -> Result<Range<usize>, TruncationError> {
-        let cut = self.cut.filter(|_| matches!(self.rows, Rows::Documents(_)));
+        let cut = self.cut.filter(|_| matches!(self.rows, CorpusRows::Documents(_)));
         TokenCounts::of_text(tokens as usize).kept_text(cut)
     }
 
@@ -211,8 +211,8 @@ impl Corpus {
     /// Returns the first token of a row in the corpus, and its number of tokens before truncation.
     fn whole_span(&self, row: u32) -> (u32, u32) {
         match &self.rows {
-            Rows::Windows(windows) => (row, windows.length() + 1),
-            Rows::Documents(pieces) => {
+            CorpusRows::Windows(windows) => (row, windows.length() + 1),
+            CorpusRows::Documents(pieces) => {
                 let (document, first) = pieces.place(row);
                 let (start, end) = self.tokens.index.document(document);
                 (start + first, pieces.tokens(end - start, first))
@@ -344,7 +344,7 @@ fn rows(
     tokens: &TokenFile,
     config: &CorpusConfig,
     options: &CorpusOptions,
-) -> Result<Rows, SourceError> {
+) -> Result<CorpusRows, SourceError> {
     let path = path.to_owned();
     let index = &tokens.index;
     let num_tokens = index.num_tokens;
@@ -357,15 +357,16 @@ fn rows(
         if index.documents.is_empty() {
             return Err(SourceError::FewTokens { path, tokens: 0, length, fewest: 2 });
         }
-        let pieces = Pieces::new(index.document_lengths(), options.split_at.map(NonZeroU32::get));
-        return pieces.map(Rows::Documents).ok_or(SourceError::ManyTokens { path });
+        let pieces =
+            DocumentPieces::new(index.document_lengths(), options.split_at.map(NonZeroU32::get));
+        return pieces.map(CorpusRows::Documents).ok_or(SourceError::ManyTokens { path });
     };
     let spacing = match (options.purpose, spacing) {
         (Purpose::Eval, Spacing::Tiled | Spacing::Lanes(_)) => Spacing::Stride(length),
         (_, spacing) => spacing,
     };
     Windows::new(num_tokens, length, spacing)
-        .map(Rows::Windows)
+        .map(CorpusRows::Windows)
         .map_err(|fewest| SourceError::FewTokens { path, tokens: num_tokens, length, fewest })
 }
 

@@ -322,7 +322,7 @@ proptest! {
         piece_bytes in 1usize..60,
     ) {
         let text = words.concat();
-        let pieces = text::Pieces::of(text.as_bytes(), piece_bytes);
+        let pieces = text::TextPieces::of(text.as_bytes(), piece_bytes);
         let pieces: Vec<String> = pieces.map(|piece| piece.unwrap().text).collect();
         let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
         ENCODER.with(|encoder| {

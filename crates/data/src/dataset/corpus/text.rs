@@ -35,9 +35,8 @@ pub(super) fn fingerprint(path: &Path) -> io::Result<[u8; 32]> {
     }
 }
 
-/// A piece of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct TextPiece {
     pub(super) text: String,
     /// Line in which the piece starts, from 1.
     pub(super) line: u64,
@@ -55,7 +54,7 @@ pub(super) enum TextFault {
 ///
 /// Pieces end where byte-level tokenizers of the GPT-2 kind split words, so that the ids of the
 /// pieces equal those of the whole text.
-pub(super) struct Pieces<R> {
+pub(super) struct TextPieces<R> {
     reader: R,
     buffer: Vec<u8>,
     line: u64,
@@ -64,14 +63,14 @@ pub(super) struct Pieces<R> {
     piece_bytes: usize,
 }
 
-impl<'a> Pieces<&'a [u8]> {
+impl<'a> TextPieces<&'a [u8]> {
     /// The pieces of the text of a row, which may begin with a byte order mark.
     pub(super) fn of_row(text: &'a str) -> Self {
         Self { begun: true, ..Self::of(text.as_bytes(), ROW_PIECE_BYTES) }
     }
 }
 
-impl<R: Read> Pieces<R> {
+impl<R: Read> TextPieces<R> {
     pub(super) fn new(reader: R) -> Self {
         Self::of(reader, PIECE_BYTES)
     }
@@ -95,7 +94,7 @@ impl<R: Read> Pieces<R> {
         Ok(())
     }
 
-    fn read(&mut self) -> Result<Option<Piece>, TextFault> {
+    fn read(&mut self) -> Result<Option<TextPiece>, TextFault> {
         let mut wanted = self.piece_bytes;
         let end = loop {
             self.fill(wanted).map_err(TextFault::Read)?;
@@ -122,12 +121,12 @@ impl<R: Read> Pieces<R> {
             let valid = error.utf8_error().valid_up_to();
             TextFault::Utf8(line + newlines(&error.as_bytes()[..valid]))
         })?;
-        Ok(Some(Piece { text, line }))
+        Ok(Some(TextPiece { text, line }))
     }
 }
 
-impl<R: Read> Iterator for Pieces<R> {
-    type Item = Result<Piece, TextFault>;
+impl<R: Read> Iterator for TextPieces<R> {
+    type Item = Result<TextPiece, TextFault>;
 
     fn next(&mut self) -> Option<Self::Item> {
         self.read().transpose()
@@ -267,7 +266,7 @@ fn row_tokens(encoder: &Encoder, text: &str) -> Result<Vec<u32>, SampleFault> {
     }
     let mut ids = Vec::new();
     // the pieces of a string can be read
-    for piece in Pieces::of_row(text).flatten() {
+    for piece in TextPieces::of_row(text).flatten() {
         ids.extend(encoder.encode_text(&piece.text)?.ids);
     }
     Ok(ids)
@@ -284,14 +283,15 @@ fn tokenise_file(
     let file: Arc<Path> = path.into();
     let text = files::open(path).map_err(Problem::Read)?;
     let num_bytes = text.metadata().map_err(Problem::Read)?.len();
-    let mut pieces = Pieces::new(text);
+    let mut pieces = TextPieces::new(text);
     let (mut line, mut done) = (1, 0);
     loop {
-        let some: Vec<Result<Piece, TextFault>> = pieces.by_ref().take(TEXTS_AT_A_TIME).collect();
+        let some: Vec<Result<TextPiece, TextFault>> =
+            pieces.by_ref().take(TEXTS_AT_A_TIME).collect();
         if some.is_empty() {
             break;
         }
-        let encode = |piece: Result<Piece, TextFault>| {
+        let encode = |piece: Result<TextPiece, TextFault>| {
             let piece = piece.map_err(|fault| match fault {
                 TextFault::Read(cause) => Problem::Read(cause),
                 TextFault::Utf8(line) => Problem::Utf8(line),
@@ -336,8 +336,8 @@ mod tests {
 
     use super::*;
 
-    fn pieces(text: &[u8], piece_bytes: usize) -> Vec<Piece> {
-        Pieces::of(text, piece_bytes).map(Result::unwrap).collect()
+    fn pieces(text: &[u8], piece_bytes: usize) -> Vec<TextPiece> {
+        TextPieces::of(text, piece_bytes).map(Result::unwrap).collect()
     }
 
     #[test]
@@ -352,7 +352,7 @@ mod tests {
 
     #[test]
     fn the_error_for_invalid_utf8_names_the_line() {
-        let fault = Pieces::of(&b"one\ntwo\nth\xffree\n"[..], 4).find_map(Result::err);
+        let fault = TextPieces::of(&b"one\ntwo\nth\xffree\n"[..], 4).find_map(Result::err);
         assert!(matches!(fault, Some(TextFault::Utf8(3))), "{fault:?}");
     }
 

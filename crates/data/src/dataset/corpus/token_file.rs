@@ -30,7 +30,6 @@ const END_BYTES: u64 = 12;
 pub(super) struct Index {
     /// Hash of the text, the tokenizer and the separators.
     pub(super) key: String,
-    /// Number of ids.
     pub(super) num_tokens: u32,
     /// First token of each document, `[documents]`, ascending from 0.
     pub(super) documents: Vec<u32>,
@@ -58,7 +57,6 @@ impl Index {
         (self.documents[document], end)
     }
 
-    /// Number of tokens of each document.
     pub(super) fn document_lengths(&self) -> impl Iterator<Item = u32> + '_ {
         (0..self.documents.len()).map(|document| {
             let (start, end) = self.document(document);
@@ -251,7 +249,7 @@ impl Separators {
 /// A piece starts with the last token of the piece before, so that every token of a document except
 /// its first is a target exactly once.
 #[derive(Debug)]
-pub(super) struct Pieces {
+pub(super) struct DocumentPieces {
     /// Maximum number of tokens of a piece; `None` does not split documents.
     at_most: Option<u32>,
     /// Number of pieces before each document, and in total, `[documents + 1]`. Empty if documents
@@ -259,7 +257,7 @@ pub(super) struct Pieces {
     before: Vec<u32>,
 }
 
-impl Pieces {
+impl DocumentPieces {
     /// Splits documents of these `lengths` into pieces of at most `at_most` tokens, which must be
     /// above 1. Returns `None` if there are more than `u32::MAX` pieces.
     pub(super) fn new(lengths: impl Iterator<Item = u32>, at_most: Option<u32>) -> Option<Self> {
@@ -410,7 +408,7 @@ mod tests {
     fn pieces_of_a_document_share_one_token() {
         // documents of 1, 2, 5 and 6 tokens in pieces of at most 3
         let lengths = [1u32, 2, 5, 6];
-        let pieces = Pieces::new(lengths.into_iter(), Some(3)).unwrap();
+        let pieces = DocumentPieces::new(lengths.into_iter(), Some(3)).unwrap();
         let expected =
             [(0, 0, 1), (1, 0, 2), (2, 0, 3), (2, 2, 3), (3, 0, 3), (3, 2, 3), (3, 4, 2)];
         assert_eq!(pieces.len(4), expected.len());
@@ -419,9 +417,9 @@ mod tests {
             let tokens = pieces.tokens(lengths[document], start);
             assert_eq!((document, start, tokens), expected);
         }
-        let whole = Pieces::new(lengths.into_iter(), None).unwrap();
+        let whole = DocumentPieces::new(lengths.into_iter(), None).unwrap();
         assert_eq!((whole.len(4), whole.place(3), whole.tokens(6, 0)), (4, (3, 0), 6));
-        assert!(Pieces::new([u32::MAX; 3].into_iter(), Some(2)).is_none());
+        assert!(DocumentPieces::new([u32::MAX; 3].into_iter(), Some(2)).is_none());
     }
 
     /// Element (`i`, `j`) of the dense attention mask `[B * L, B * L]`, computed from the ids:
@@ -469,7 +467,7 @@ mod tests {
         fn each_token_of_a_document_except_its_first_is_a_target_once(
             lengths in prop::collection::vec(1u32..60, 1..20), at_most in 2u32..20,
         ) {
-            let pieces = Pieces::new(lengths.iter().copied(), Some(at_most)).unwrap();
+            let pieces = DocumentPieces::new(lengths.iter().copied(), Some(at_most)).unwrap();
             let mut targets: Vec<Vec<u32>> =
                 lengths.iter().map(|length| vec![0; *length as usize]).collect();
             for piece in 0..pieces.len(lengths.len()) as u32 {

@@ -1,5 +1,3 @@
-//! Properties of the row order.
-
 use proptest::prelude::*;
 
 use super::*;

@@ -1,10 +1,8 @@
-//! Tests of `rows`.
-
 use proptest::prelude::*;
 
 use super::*;
 
-fn any_entry() -> impl Strategy<Value = Entry> {
+fn any_entry() -> impl Strategy<Value = RowEntry> {
     let file = (any::<u64>(), any::<i64>(), any::<u32>(), "[a-z/]{0,9}").prop_map(
         |(bytes, mtime_ns, crc, path)| ImageFile {
             path,
@@ -34,7 +32,7 @@ fn any_entry() -> impl Strategy<Value = Entry> {
     let rejected = ("[a-z_]{1,9}", ".{0,9}")
         .prop_map(|(reason, message)| Outcome::Rejected { reason, message });
     (any::<u64>(), any::<u64>(), any::<[u8; HASH_BYTES]>(), prop_oneof![measured, rejected])
-        .prop_map(|(line, offset, hash, outcome)| Entry { line, offset, hash, outcome })
+        .prop_map(|(line, offset, hash, outcome)| RowEntry { line, offset, hash, outcome })
 }
 
 proptest! {
@@ -44,8 +42,8 @@ proptest! {
             tokens: measured.text.text_tokens + 5,
             visual_tokens: measured.sizes.len(),
         };
-        let rows = Rows::from_entries(&entries, lengths).unwrap();
-        let again = Rows::from_batch(&rows.to_batch().unwrap()).unwrap();
+        let rows = RowBatch::from_entries(&entries, lengths).unwrap();
+        let again = RowBatch::from_batch(&rows.to_batch().unwrap()).unwrap();
         let found: Vec<_> = (0..again.len()).map(|row| again.entry(row)).collect();
         prop_assert_eq!(&found, &entries);
         let doubled = again.with_lengths(|measured| Lengths {

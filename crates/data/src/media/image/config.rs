@@ -26,7 +26,7 @@ pub struct ImageConfig {
 
 /// The keys of `preprocessor_config.json` that are used; others are ignored.
 #[derive(Debug, Deserialize)]
-struct File {
+struct PreprocessorFile {
     size: Option<Size>,
     min_pixels: Option<u64>,
     max_pixels: Option<u64>,
@@ -58,9 +58,8 @@ pub(crate) const RESCALE_FACTORS: std::ops::RangeInclusive<f64> = 1e-5..=1.0;
 const MEAN: &str = "three numbers, one per channel, each from 0 to 255 * `rescale_factor`";
 const STD: &str = "three numbers, one per channel, each above 0 and at most 255 * `rescale_factor`";
 
-/// Validated image settings.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Settings {
+pub(super) struct ImageSettings {
     pub(super) patch_size: u32,
     pub(super) temporal_patch_size: u32,
     pub(super) merge_size: u32,
@@ -72,11 +71,11 @@ pub(super) struct Settings {
     pub(super) scale: f32,
 }
 
-impl Settings {
+impl ImageSettings {
     /// Reads the settings of the model folder. Limits on pixels in `config` override the folder's.
     pub(super) fn read(folder: &Path, config: &ImageConfig) -> Result<Self, ModelFolderError> {
         let (path, file) = read_file(folder)?;
-        let File {
+        let PreprocessorFile {
             size,
             min_pixels,
             max_pixels,
@@ -156,10 +155,10 @@ impl Settings {
 
 /// Reads the image settings and returns them with the path of their file. As in transformers 5,
 /// that is `image_processor` in `processor_config.json`, else `preprocessor_config.json`.
-fn read_file(folder: &Path) -> Result<(PathBuf, File), ModelFolderError> {
+fn read_file(folder: &Path) -> Result<(PathBuf, PreprocessorFile), ModelFolderError> {
     #[derive(Deserialize)]
     struct Combined {
-        image_processor: Option<File>,
+        image_processor: Option<PreprocessorFile>,
     }
     let path = folder.join("processor_config.json");
     let combined = read_json_if_there::<Combined>(&path)?;
@@ -286,15 +285,19 @@ mod tests {
         })
     }
 
-    fn settings_in(name: &str, file: &Value, config: &ImageConfig) -> Result<Settings, String> {
+    fn settings_in(
+        name: &str,
+        file: &Value,
+        config: &ImageConfig,
+    ) -> Result<ImageSettings, String> {
         use std::io::Write as _;
         let folder = tempfile::tempdir().unwrap();
         let mut out = std::fs::File::create(folder.path().join(name)).unwrap();
         out.write_all(file.to_string().as_bytes()).unwrap();
-        Settings::read(folder.path(), config).map_err(|error| error.to_string())
+        ImageSettings::read(folder.path(), config).map_err(|error| error.to_string())
     }
 
-    fn settings(changes: &Value) -> Result<Settings, String> {
+    fn settings(changes: &Value) -> Result<ImageSettings, String> {
         let mut file = published();
         for (key, value) in changes.as_object().unwrap() {
             file[key] = value.clone();
@@ -305,7 +308,7 @@ mod tests {
     #[test]
     fn the_published_file_is_read() {
         let found = settings(&json!({})).unwrap();
-        let expected = Settings {
+        let expected = ImageSettings {
             patch_size: 16,
             temporal_patch_size: 2,
             merge_size: 2,
@@ -377,7 +380,7 @@ mod tests {
     #[test]
     fn the_error_for_a_folder_without_the_file_names_the_file() {
         let folder = tempfile::tempdir().unwrap();
-        let error = Settings::read(folder.path(), &ImageConfig::default()).unwrap_err();
+        let error = ImageSettings::read(folder.path(), &ImageConfig::default()).unwrap_err();
         assert!(error.to_string().contains("has neither `preprocessor_config.json`"), "{error}");
     }
 

@@ -243,7 +243,7 @@ const fn decoded_bytes(color: ColorType) -> u64 {
 }
 
 /// Width, height, orientation.
-type Size = (u32, u32, Orientation);
+type UprightSize = (u32, u32, Orientation);
 
 /// Maximum number of bytes between two segments of a JPEG. Encoders write a few at most; the
 /// decoder accepts any number.
@@ -260,7 +260,7 @@ fn next_byte(reader: &mut impl BufRead, filler: &mut usize) -> Result<u8, Decode
 
 /// Reads width, height and orientation from the segments before the first scan, and the number of
 /// scans.
-fn read_jpeg(reader: &mut impl Image) -> Result<(Size, u32), DecodeError> {
+fn read_jpeg(reader: &mut impl Image) -> Result<(UprightSize, u32), DecodeError> {
     let (mut exif, mut xmp) = (Vec::new(), Vec::new());
     let (mut size, mut has_more_scans) = (None, false);
     bytes::<2>(reader)?; // start of image
@@ -345,7 +345,7 @@ fn num_scans(reader: &mut impl Image) -> Result<u32, DecodeError> {
 const LARGE_CHUNK: u32 = 1 << 15;
 
 struct PngHeader {
-    size: Size,
+    size: UprightSize,
     /// The type to which the decoder expands the pixels.
     color: ColorType,
     is_animation: bool,

@@ -24,7 +24,7 @@ use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::{Arc, Once};
 
-use config::Settings;
+use config::ImageSettings;
 pub(crate) use config::{Frames, RESCALE_FACTORS, Size, fit};
 pub use config::{ImageConfig, ImageSize, smart_resize};
 pub(crate) use decode::Rgb;
@@ -63,7 +63,7 @@ pub struct ImageProcessor {
 impl ImageProcessor {
     /// Reads the settings of a model folder. Limits on pixels in `config` override the folder's.
     pub fn from_folder(folder: &Path, config: &ImageConfig) -> Result<Self, ModelFolderError> {
-        let Settings {
+        let ImageSettings {
             patch_size,
             temporal_patch_size,
             merge_size,
@@ -72,7 +72,7 @@ impl ImageProcessor {
             mean,
             std,
             scale,
-        } = Settings::read(folder, config)?;
+        } = ImageSettings::read(folder, config)?;
         let normalise = Normalise::new(mean, std, scale);
         let urls = Urls::Refused;
         Ok(Self {

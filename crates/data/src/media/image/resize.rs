@@ -38,7 +38,7 @@ pub(crate) fn resize(image: Rgb, height: u32, width: u32) -> Rgb {
 /// A resized image whose rows are computed on demand, from top to bottom.
 #[derive(Debug)]
 pub(super) struct Resized<'a> {
-    rows: Rows<'a>,
+    rows: ResizedRows<'a>,
     height: usize,
     /// Weights for the height; `None` if the height does not change.
     weights: Option<Weights>,
@@ -55,7 +55,7 @@ impl<'a> Resized<'a> {
         assert!(height > 0 && width > 0, "target sides must be at least 1");
         let weights = (image.height != height).then(|| Weights::new(image.height, height));
         let sums = vec![0; width * 3];
-        Self { rows: Rows::new(image, width), height, weights, sums, band: Vec::new() }
+        Self { rows: ResizedRows::new(image, width), height, weights, sums, band: Vec::new() }
     }
 
     pub(super) fn width(&self) -> usize {
@@ -92,7 +92,7 @@ impl<'a> Resized<'a> {
 
 /// Rows of an image at the target width, planar, computed on demand.
 #[derive(Debug)]
-struct Rows<'a> {
+struct ResizedRows<'a> {
     source: &'a Rgb,
     width: usize,
     /// Weights for the width, and buffers; `None` if the width does not change.
@@ -128,7 +128,7 @@ impl Squares {
     }
 }
 
-impl<'a> Rows<'a> {
+impl<'a> ResizedRows<'a> {
     fn new(source: &'a Rgb, width: usize) -> Self {
         let across = (source.width != width)
             .then(|| (Weights::new(source.width, width), Squares::new(source.width, width)));

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use settings::{Choice, section};
 
-use super::sampling::{Budget, PixelLimits, Sampling};
+use super::sampling::{Budget, FrameSampling, PixelLimits};
 use crate::media::MediaFamily;
 use crate::media::image::{ImageProcessor, Normalise, RESCALE_FACTORS, Size};
 use crate::model_file::{ModelFolderError, read_json_if_there};
@@ -40,10 +40,9 @@ pub struct VideoConfig {
     pub max_source_frames: u32,
 }
 
-/// Limits on one video file.
 #[derive(Debug, Clone, Copy)]
 #[cfg_attr(not(feature = "video"), expect(dead_code, reason = "limits apply to video files only"))]
-pub(super) struct Limits {
+pub(super) struct VideoFileLimits {
     pub(super) timeout_s: f64,
     pub(super) max_source_frames: usize,
 }
@@ -88,19 +87,18 @@ impl Published {
     }
 }
 
-/// Validated video settings.
 #[derive(Debug, Clone)]
-pub(super) struct Settings {
-    pub(super) sampling: Sampling,
+pub(super) struct VideoSettings {
+    pub(super) sampling: FrameSampling,
     pub(super) family: MediaFamily,
     pub(super) pixels: PixelLimits,
     pub(super) normalise: Normalise,
     pub(super) marks: VideoMarks,
     #[cfg_attr(not(feature = "video"), expect(dead_code, reason = "used for video files only"))]
-    pub(super) limits: Limits,
+    pub(super) limits: VideoFileLimits,
 }
 
-impl Settings {
+impl VideoSettings {
     /// The settings that decide the frames and patches of a video.
     pub(super) fn key(&self) -> String {
         let Self { sampling, family: _, pixels, normalise, marks, limits: _ } = self;
@@ -124,7 +122,7 @@ impl Settings {
 
 /// The keys of the model folder's file that are used; others are ignored.
 #[derive(Debug, Default, Deserialize)]
-struct File {
+struct VideoPreprocessorFile {
     size: Option<Size>,
     min_pixels: Option<u64>,
     max_pixels: Option<u64>,
@@ -140,7 +138,7 @@ struct File {
     cap_pixels_per_frame: Option<bool>,
 }
 
-impl Settings {
+impl VideoSettings {
     /// Reads the settings of the model folder; `config` overrides them.
     ///
     /// `images` must be the image processor of the same folder. Patch sizes must agree, because
@@ -154,7 +152,9 @@ impl Settings {
         let (path, file) = read_file(folder, family)?;
         let published = Published::of(family);
         let normalise = check_file(&path, &file, images, &published)?;
-        let File { size, min_pixels, max_pixels, fps, min_frames, max_frames, .. } = file;
+        let VideoPreprocessorFile {
+            size, min_pixels, max_pixels, fps, min_frames, max_frames, ..
+        } = file;
         let size = size.unwrap_or_default();
         let VideoConfig {
             fps: config_fps,
@@ -216,8 +216,8 @@ impl Settings {
             return setting("marks", "flat".to_owned(), expected);
         }
         let (min_frames, max_frames) = (min_frames as usize, max_frames as usize);
-        let sampling = Sampling { fps, min_frames, max_frames };
-        let limits = Limits { timeout_s, max_source_frames: max_source_frames as usize };
+        let sampling = FrameSampling { fps, min_frames, max_frames };
+        let limits = VideoFileLimits { timeout_s, max_source_frames: max_source_frames as usize };
         Ok(Self { sampling, family, pixels, normalise, marks, limits })
     }
 }
@@ -259,11 +259,11 @@ fn check_limits(
 /// Checks the keys of the file that `data.video` does not override, and returns the normalisation.
 fn check_file(
     path: &Path,
-    file: &File,
+    file: &VideoPreprocessorFile,
     images: &ImageProcessor,
     published: &Published,
 ) -> Result<Normalise, ModelFolderError> {
-    let File {
+    let VideoPreprocessorFile {
         patch_size,
         temporal_patch_size,
         merge_size,
@@ -309,7 +309,10 @@ fn check_file(
 /// As in transformers, `processor_config.json` takes precedence over
 /// `video_preprocessor_config.json`. The settings are empty if neither file has any. Published
 /// folders of Qwen2.5-VL have neither, and the settings of images apply to each frame.
-fn read_file(folder: &Path, family: MediaFamily) -> Result<(PathBuf, File), ModelFolderError> {
+fn read_file(
+    folder: &Path,
+    family: MediaFamily,
+) -> Result<(PathBuf, VideoPreprocessorFile), ModelFolderError> {
     let combined = folder.join("processor_config.json");
     let published = folder.join("video_preprocessor_config.json");
     let nested = read_json_if_there::<Value>(&combined)?.and_then(|mut value| {
@@ -325,7 +328,7 @@ fn read_file(folder: &Path, family: MediaFamily) -> Result<(PathBuf, File), Mode
             found => (published, found),
         },
     };
-    let file = value.map_or(Ok(File::default()), serde_json::from_value);
+    let file = value.map_or(Ok(VideoPreprocessorFile::default()), serde_json::from_value);
     let file = file.map_err(ModelFolderError::parse(&path))?;
     Ok((path, file))
 }

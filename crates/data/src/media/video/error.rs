@@ -1,5 +1,3 @@
-//! Errors of videos.
-
 #[cfg(feature = "video")]
 use std::path::Path;
 use std::path::PathBuf;

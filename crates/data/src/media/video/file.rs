@@ -16,7 +16,7 @@ use ffmpeg_next::{Dictionary, Error, Packet, Rational, codec, decoder, format, f
 use image::metadata::Orientation;
 use rustix::io::Errno;
 
-use super::{Limits, VideoError};
+use super::{VideoError, VideoFileLimits};
 use crate::media::image::{MAX_PIXELS, Rgb, resolve, swaps_sides, upright};
 
 /// FFmpeg's names of the containers that hold their frames themselves.
@@ -57,7 +57,11 @@ impl Deadline {
 
 impl VideoFile {
     /// Opens a file inside `root` and reads its header.
-    pub(super) fn open(root: &Path, path: &Path, limits: Limits) -> Result<Self, VideoError> {
+    pub(super) fn open(
+        root: &Path,
+        path: &Path,
+        limits: VideoFileLimits,
+    ) -> Result<Self, VideoError> {
         static START: Once = Once::new();
         START.call_once(|| log::set_level(log::Level::Quiet)); // FFmpeg logs to stderr
         let real = resolve(root, path).map_err(|cause| VideoError::of_path(path, cause))?;

@@ -23,13 +23,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 #[cfg(feature = "video")]
-use config::Limits;
-use config::Settings;
+use config::VideoFileLimits;
+use config::VideoSettings;
 pub use config::{VideoConfig, VideoMarks};
 pub use error::VideoError;
 #[cfg(feature = "video")]
 use file::VideoFile;
-use sampling::{Sampling, Wanted, frames_between};
+use sampling::{FrameSampling, Wanted, frames_between};
 
 use crate::media::MediaFamily;
 use crate::media::image::{ImageProcessor, Pixels, Rgb, patchify, resize, unpatchify};
@@ -41,7 +41,7 @@ use net::UrlImages;
 /// share one processor. Each call does its work on the calling thread.
 #[derive(Debug, Clone)]
 pub struct VideoProcessor {
-    settings: Settings,
+    settings: VideoSettings,
     images: ImageProcessor,
 }
 
@@ -76,7 +76,7 @@ const LAST_POSITION: f32 = 16_777_216.0; // 2^24
 const USUAL_SCANS: u32 = 16;
 
 /// Sampled frames of a video and their target size.
-struct Plan {
+struct FramePlan {
     /// Indices of the sampled frames, ascending.
     indices: Vec<usize>,
     clip: Clip,
@@ -96,7 +96,7 @@ impl VideoProcessor {
         config: &VideoConfig,
         images: &ImageProcessor,
     ) -> Result<Self, ModelFolderError> {
-        let settings = Settings::read(folder, config, images)?;
+        let settings = VideoSettings::read(folder, config, images)?;
         Ok(Self { settings, images: images.clone() })
     }
 
@@ -170,7 +170,6 @@ impl VideoProcessor {
         self.settings.sizes_key()
     }
 
-    /// The family of the model.
     pub(crate) fn family(&self) -> MediaFamily {
         self.settings.family
     }
@@ -185,7 +184,7 @@ impl VideoProcessor {
         frames: &[MediaRef],
         fps: Option<FrameRate>,
         limits: &VideoLimits,
-    ) -> Result<Plan, VideoError> {
+    ) -> Result<FramePlan, VideoError> {
         let first = frames.first().ok_or(VideoError::TooShort { frames: 0 })?;
         let (sampling, count) = self.settings.sampling.of_video(None, limits);
         let rate = fps.map_or(sampling.fps, FrameRate::per_second);
@@ -199,7 +198,7 @@ impl VideoProcessor {
         let (size, num_scans) = size.map_err(|cause| VideoError::Frame { frame: 1, cause })?;
         let mut plan = self.plan((sampling, wanted), &among, rate, size, limits)?;
         plan.clip.source_pixels = plan.clip.source_pixels.saturating_mul(num_scans.into());
-        Ok(Plan { num_scans, ..plan })
+        Ok(FramePlan { num_scans, ..plan })
     }
 
     #[cfg(feature = "video")]
@@ -208,7 +207,7 @@ impl VideoProcessor {
         file: &VideoFile,
         fps: Option<FrameRate>,
         limits: &VideoLimits,
-    ) -> Result<Plan, VideoError> {
+    ) -> Result<FramePlan, VideoError> {
         let fps = fps.map(FrameRate::per_second);
         let (sampling, count) = self.settings.sampling.of_video(fps, limits);
         let among = between(file.total(), file.rate(), limits)?;
@@ -220,14 +219,14 @@ impl VideoProcessor {
     /// pixels.
     fn plan(
         &self,
-        (sampling, wanted): (Sampling, Wanted),
+        (sampling, wanted): (FrameSampling, Wanted),
         among: &Range<usize>,
         rate: f64,
         source: [u32; 2],
         limits: &VideoLimits,
-    ) -> Result<Plan, VideoError> {
+    ) -> Result<FramePlan, VideoError> {
         let temporal = self.images.temporal_patch_size() as usize;
-        let Settings { family, pixels, .. } = &self.settings;
+        let VideoSettings { family, pixels, .. } = &self.settings;
         let indices = sampling.indices(among.len(), wanted, *family, temporal);
         let frames = indices.len();
         if frames < temporal {
@@ -261,10 +260,10 @@ impl VideoProcessor {
         };
         let source_pixels = frames as u64 * source.map(u64::from).iter().product::<u64>();
         let clip = Clip { grid_thw, times, source_pixels };
-        Ok(Plan { indices, clip, source, target, num_scans: 1 })
+        Ok(FramePlan { indices, clip, source, target, num_scans: 1 })
     }
 
-    fn patches(&self, plan: Plan, frames: &[Rgb]) -> (Clip, Patches) {
+    fn patches(&self, plan: FramePlan, frames: &[Rgb]) -> (Clip, Patches) {
         let pixel_values = patchify(frames, self.images.patch_shape(), &self.settings.normalise); // [t * gh * gw, 3 * tp * p * p]
         let grid_thw = plan.clip.grid_thw;
         (plan.clip, Patches { pixel_values, grid_thw, kind: MediumKind::Video })
@@ -281,7 +280,7 @@ fn between(total: usize, rate: f64, limits: &VideoLimits) -> Result<Range<usize>
     Ok(among)
 }
 
-impl Plan {
+impl FramePlan {
     /// Resizes a frame to the target size. `frame` is its number in the video, starting at 1.
     fn resized(&self, pixels: Rgb, frame: usize) -> Result<Rgb, VideoError> {
         let found = [pixels.height as u32, pixels.width as u32];

@@ -17,14 +17,12 @@ use crate::media::MediaFamily;
 use crate::media::image::{Frames, fit, smart_resize as smart_resize_image};
 use batch::VideoLimits;
 
-/// Number of frames to sample from a video.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Sampling {
+pub(super) struct FrameSampling {
     /// Number of frames to sample per second of video.
     pub(super) fps: f64,
     /// Minimum number of sampled frames, if the video has as many.
     pub(super) min_frames: usize,
-    /// Maximum number of sampled frames.
     pub(super) max_frames: usize,
 }
 
@@ -50,7 +48,7 @@ pub(super) fn frames_between(total: usize, rate: f64, limits: &VideoLimits) -> R
     first..past.min(total).max(first)
 }
 
-impl Sampling {
+impl FrameSampling {
     /// The sampling of a video with settings of its own; `count` is its number of frames, if given.
     pub(super) fn of_video(self, fps: Option<f64>, limits: &VideoLimits) -> (Self, Option<usize>) {
         let number = |limit: Option<NonZeroU32>| limit.map(|limit| limit.get() as usize);
@@ -170,7 +168,6 @@ impl Budget {
     }
 }
 
-/// Limits on the pixels of a video.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PixelLimits {
     /// Of all frames together.
@@ -253,7 +250,7 @@ mod tests {
             let fps = case["fps"].as_f64().unwrap();
             let (min_frames, max_frames) = (number("min_frames"), number("max_frames"));
             let rate = case["rate"].as_f64().unwrap();
-            let sampling = Sampling { fps, min_frames, max_frames };
+            let sampling = FrameSampling { fps, min_frames, max_frames };
             let family = MediaFamily::Qwen3Vl;
             let indices = sampling.indices(number("total"), Wanted::Rate(rate), family, 2);
             assert_eq!(indices.len(), number("count"), "{case}");
@@ -293,7 +290,7 @@ mod tests {
 
     #[test]
     fn a_sampled_list_keeps_all_frames_up_to_the_maximum() {
-        let sampling = Sampling { fps: 1.7, min_frames: 4, max_frames: 6 };
+        let sampling = FrameSampling { fps: 1.7, min_frames: 4, max_frames: 6 };
         for (family, of_eleven) in
             [(MediaFamily::Qwen3Vl, [0, 2, 4, 6, 8, 10]), (QWEN25_VL, [0, 1, 3, 5, 7, 9])]
         {
@@ -318,7 +315,7 @@ mod tests {
             let number = |key: &str| case[key].as_u64().unwrap() as usize;
             let (fps, rate) = (case["fps"].as_f64().unwrap(), case["rate"].as_f64().unwrap());
             let (min_frames, max_frames) = (number("min_frames"), number("max_frames"));
-            let sampling = Sampling { fps, min_frames, max_frames };
+            let sampling = FrameSampling { fps, min_frames, max_frames };
             let indices = sampling.indices(number("total"), Wanted::Rate(rate), QWEN25_VL, 2);
             assert_eq!(indices.len(), number("count"), "{case}");
             let rate = sampled_rate(indices.len(), number("total"), rate);
@@ -335,7 +332,7 @@ mod tests {
 
     #[test]
     fn a_given_number_of_frames_is_rounded_to_whole_groups_for_qwen25_vl() {
-        let sampling = Sampling { fps: 2.0, min_frames: 4, max_frames: 6 };
+        let sampling = FrameSampling { fps: 2.0, min_frames: 4, max_frames: 6 };
         let indices = |count| sampling.indices(9, Wanted::Count(count), QWEN25_VL, 2);
         assert!(indices(1).is_empty()); // half a group and 1.5 groups are rounded to the even number
         assert_eq!(indices(3), [0, 2, 4, 6]);

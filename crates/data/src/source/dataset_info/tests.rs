@@ -5,7 +5,7 @@ use serde_json::json;
 
 fn info(entry: &Value) -> Result<DatasetInfo, DatasetInfoError> {
     let Value::Object(entry) = entry else { panic!("an object") };
-    Entry { path: Path::new("data/dataset_info.json"), name: "a", keys: entry }.info()
+    InfoEntry { path: Path::new("data/dataset_info.json"), name: "a", keys: entry }.info()
 }
 
 fn applied(entry: &Value, row: Value) -> Value {

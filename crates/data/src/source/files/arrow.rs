@@ -38,13 +38,13 @@ const TRAILER: usize = 10;
 pub(super) struct ArrowRows {
     map: Buffer,
     decoder: FileDecoder,
-    batches: Vec<Batch>,
+    batches: Vec<ArrowBatch>,
     num_rows: usize,
     decoded: FileChunks,
 }
 
 #[derive(Debug)]
-struct Batch {
+struct ArrowBatch {
     /// The first row.
     first: usize,
     block: Block,
@@ -165,7 +165,7 @@ impl ArrowRows {
         }
         if rows > 0 {
             let is_compressed = batch.compression().is_some();
-            self.batches.push(Batch { first: self.num_rows, block, is_compressed });
+            self.batches.push(ArrowBatch { first: self.num_rows, block, is_compressed });
             self.num_rows = self.num_rows.saturating_add(rows);
         }
         if self.num_rows > MAX_ROWS {
@@ -189,7 +189,7 @@ impl ArrowRows {
     /// Reads row `row < len()`.
     pub(super) fn read(&self, row: usize) -> Result<RawRow, String> {
         let number = self.batches.partition_point(|batch| batch.first <= row) - 1;
-        let Batch { first, block, is_compressed } = &self.batches[number];
+        let ArrowBatch { first, block, is_compressed } = &self.batches[number];
         let decode = || {
             let decoded = guarded(str::to_owned, || self.decode(block));
             decoded.map_err(|problem| format!("record batch {number}: {problem}"))

@@ -235,19 +235,19 @@ const MAX_BYTES: usize = 64 << 20;
 
 /// A file and a number of a chunk in it.
 type Key = (u64, usize);
-type Slot = Arc<OnceLock<Result<RecordBatch, String>>>;
+type ChunkSlot = Arc<OnceLock<Result<RecordBatch, String>>>;
 
 /// The most recently used chunks.
 #[derive(Debug, Default)]
 struct Chunks {
-    entries: BTreeMap<Key, Entry>,
+    entries: BTreeMap<Key, CachedChunk>,
     bytes: usize,
     clock: u64,
 }
 
 #[derive(Debug)]
-struct Entry {
-    slot: Slot,
+struct CachedChunk {
+    slot: ChunkSlot,
     bytes: usize,
     last_used: u64,
 }
@@ -303,23 +303,23 @@ impl Drop for FileChunks {
 }
 
 impl Chunks {
-    fn slot(&mut self, key: Key) -> Slot {
+    fn slot(&mut self, key: Key) -> ChunkSlot {
         self.clock += 1;
-        let new = || Entry { slot: Slot::default(), bytes: 0, last_used: 0 };
+        let new = || CachedChunk { slot: ChunkSlot::default(), bytes: 0, last_used: 0 };
         let entry = self.entries.entry(key).or_insert_with(new);
         entry.last_used = self.clock;
         entry.slot.clone()
     }
 
     /// Removes a chunk that cannot be decoded.
-    fn forget(&mut self, key: Key, slot: &Slot) {
+    fn forget(&mut self, key: Key, slot: &ChunkSlot) {
         if self.entries.get(&key).is_some_and(|entry| Arc::ptr_eq(&entry.slot, slot)) {
             self.entries.remove(&key);
         }
     }
 
     /// Adds the size of a decoded chunk, and removes the least recently used ones above the limit.
-    fn account(&mut self, key: Key, slot: &Slot, bytes: usize) {
+    fn account(&mut self, key: Key, slot: &ChunkSlot, bytes: usize) {
         match self.entries.get_mut(&key) {
             Some(entry) if Arc::ptr_eq(&entry.slot, slot) => entry.bytes = bytes,
             _ => return, // removed in the meantime
@@ -336,7 +336,6 @@ impl Chunks {
 
 /// Maximum number of levels of a schema; a list takes two.
 pub(super) const MAX_DEPTH: usize = 128;
-/// Maximum number of rows of a file.
 pub(super) const MAX_ROWS: usize = u32::MAX as usize;
 
 /// Calls the reader of a crate, whose panic becomes the error that `damaged` makes of a text.

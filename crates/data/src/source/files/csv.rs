@@ -15,14 +15,14 @@ use crate::source::source_error::SourceError;
 
 /// The names of the columns, and the byte between cells.
 #[derive(Debug, Clone)]
-pub(super) struct Header {
+pub(super) struct CsvHeader {
     names: Vec<String>,
     delimiter: u8,
 }
 
 /// Where the next byte is, by the rules of the csv crate.
 #[derive(Debug, Clone, Copy)]
-enum Place {
+enum CsvPosition {
     /// At the beginning of a record, or of an empty line.
     Record,
     /// At the beginning of a cell.
@@ -35,7 +35,7 @@ enum Place {
     Quote,
 }
 
-impl Place {
+impl CsvPosition {
     fn after(self, byte: u8, delimiter: u8) -> Self {
         match (self, byte) {
             (Self::Quoted, b'"') => Self::Quote,
@@ -53,7 +53,7 @@ fn reader<R: Read>(delimiter: u8, input: R) -> Reader<R> {
     builder.from_reader(input)
 }
 
-impl Header {
+impl CsvHeader {
     /// Reads the first record of the file.
     pub(super) fn read(path: &Path, delimiter: u8, input: impl Read) -> Result<Self, SourceError> {
         let mut record = ByteRecord::new();
@@ -81,7 +81,7 @@ impl Header {
         let (mut input, mut index) = (Hashing::new(input), RowIndex::default());
         let mut buffer = vec![0; 1 << 18];
         let (mut offset, mut line, mut first, mut is_header) = (0, 1, 1, true);
-        let mut place = Place::Record;
+        let mut place = CsvPosition::Record;
         loop {
             let num_read = input.read(&mut buffer)?;
             if num_read == 0 {
@@ -91,7 +91,8 @@ impl Header {
             offset += skipped as u64;
             for byte in &buffer[skipped..num_read] {
                 let next = place.after(*byte, self.delimiter);
-                let is_first = matches!(place, Place::Record) && !matches!(next, Place::Record);
+                let is_first =
+                    matches!(place, CsvPosition::Record) && !matches!(next, CsvPosition::Record);
                 if is_first {
                     first = line;
                 }
@@ -103,7 +104,7 @@ impl Header {
                 place = next;
             }
         }
-        if matches!(place, Place::Quoted) {
+        if matches!(place, CsvPosition::Quoted) {
             let problem =
                 format!("the file ends inside double quotes that the record of line {first} opens");
             return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
@@ -112,7 +113,6 @@ impl Header {
         Ok(index.finish(num_bytes, sha256))
     }
 
-    /// The row of a record.
     pub(super) fn row(&self, bytes: &[u8]) -> Result<RawRow, String> {
         let mut record = ByteRecord::new();
         let read = reader(self.delimiter, bytes).read_byte_record(&mut record);
@@ -156,7 +156,7 @@ mod tests {
     fn records_are_rows_with_the_lines_on_which_they_begin() {
         let text = "\u{feff}\"instruction\",messages,output\r\n\"a \"\"b\"\",\nc\",,d\n\nx,\"[{\"\"role\"\": \"\"user\"\"}]\",[1]\n";
         let path = Path::new("a.csv");
-        let header = Header::read(path, b',', text.as_bytes()).unwrap();
+        let header = CsvHeader::read(path, b',', text.as_bytes()).unwrap();
         let index = header.scan(text.as_bytes()).unwrap();
         let row = |row: usize| {
             let bytes = &text.as_bytes()[index.start(row) as usize..index.end(row) as usize];
@@ -178,7 +178,7 @@ mod tests {
             text in "[ab,\"\r\n ]{0,30}"
         ) {
             let text = format!("h\n{text}");
-            let header = Header { names: vec!["h".to_owned()], delimiter: b',' };
+            let header = CsvHeader { names: vec!["h".to_owned()], delimiter: b',' };
             // the csv crate accepts an open quote at the end
             let Ok(index) = header.scan(text.as_bytes()) else { return Ok(()) };
             let mut all = reader(b',', text.as_bytes());
@@ -196,14 +196,14 @@ mod tests {
     #[test]
     fn an_open_quote_does_not_join_the_rest_of_the_file() {
         let text = "a,b\n1,2\n3,\"4\n5,6\n";
-        let header = Header::read(Path::new("a.csv"), b',', text.as_bytes()).unwrap();
+        let header = CsvHeader::read(Path::new("a.csv"), b',', text.as_bytes()).unwrap();
         let error = header.scan(text.as_bytes()).unwrap_err().to_string();
         assert!(error.contains("the record of line 3"), "{error}");
     }
 
     #[test]
     fn a_header_that_is_not_usable_and_rows_with_other_cells_are_refused() {
-        let header = |text: &str| Header::read(Path::new("a.csv"), b',', text.as_bytes());
+        let header = |text: &str| CsvHeader::read(Path::new("a.csv"), b',', text.as_bytes());
         for (text, problem) in [("a,a\n", "two columns"), ("a,,b\n", "column 2 has no name")] {
             assert!(header(text).unwrap_err().to_string().contains(problem));
         }

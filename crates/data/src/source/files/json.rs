@@ -61,7 +61,7 @@ pub(super) fn scan_array(path: &Path, mut reader: impl BufRead) -> Result<Array,
     let mut hasher = Sha256::new();
     let mut index = RowIndex::default();
     let mut offset = 0u64;
-    let mut scan = Scan::default();
+    let mut scan = JsonScan::default();
     let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
     let broken = |rows: usize, problem: &str| {
         SourceError::broken(path, "a JSON array", &format!("{problem} row {rows}"))
@@ -74,10 +74,12 @@ pub(super) fn scan_array(path: &Path, mut reader: impl BufRead) -> Result<Array,
         hasher.update(chunk);
         for (at, byte) in (offset..).zip(chunk) {
             match scan.byte(*byte) {
-                Step::Inside => {}
-                Step::Row => index.push(at, index.len() as u64 + 1),
-                Step::Gap => return Err(broken(index.len(), "a comma has no row after it, after")),
-                Step::Trailing => return Ok(Array::Lines),
+                JsonStep::Inside => {}
+                JsonStep::Row => index.push(at, index.len() as u64 + 1),
+                JsonStep::Gap => {
+                    return Err(broken(index.len(), "a comma has no row after it, after"));
+                }
+                JsonStep::Trailing => return Ok(Array::Lines),
             }
         }
         offset += chunk.len() as u64;
@@ -85,14 +87,14 @@ pub(super) fn scan_array(path: &Path, mut reader: impl BufRead) -> Result<Array,
         reader.consume(length);
     }
     match scan.place {
-        Place::After => Ok(Array::Rows(index.finish(offset, hasher.finalize().into()))),
+        JsonPosition::After => Ok(Array::Rows(index.finish(offset, hasher.finalize().into()))),
         _ => Err(broken(index.len(), "it ends without `]` in or after")),
     }
 }
 
 /// Where a scan is.
 #[derive(Debug, Default)]
-enum Place {
+enum JsonPosition {
     #[default]
     Before,
     /// After `[`: a row or `]`.
@@ -106,13 +108,13 @@ enum Place {
 }
 
 #[derive(Debug, Default)]
-struct Scan {
-    place: Place,
+struct JsonScan {
+    place: JsonPosition,
     in_string: bool,
     escaped: bool,
 }
 
-enum Step {
+enum JsonStep {
     Inside,
     /// A row begins.
     Row,
@@ -122,34 +124,36 @@ enum Step {
     Trailing,
 }
 
-impl Scan {
-    fn byte(&mut self, byte: u8) -> Step {
+impl JsonScan {
+    fn byte(&mut self, byte: u8) -> JsonStep {
         if self.in_string {
             self.in_string = self.escaped || byte != b'"';
             self.escaped = !self.escaped && byte == b'\\';
-            return Step::Inside;
+            return JsonStep::Inside;
         }
         if byte.is_ascii_whitespace() {
-            return Step::Inside;
+            return JsonStep::Inside;
         }
         match (&mut self.place, byte) {
-            (Place::Before, b'[') => self.place = Place::First,
-            (Place::First | Place::Row(0), b']') => self.place = Place::After,
-            (Place::First | Place::Next, b',') | (Place::Next, b']') => return Step::Gap,
-            (Place::First | Place::Next, _) => {
-                self.place = Place::Row(u32::from(matches!(byte, b'{' | b'[')));
-                self.in_string = byte == b'"';
-                return Step::Row;
+            (JsonPosition::Before, b'[') => self.place = JsonPosition::First,
+            (JsonPosition::First | JsonPosition::Row(0), b']') => self.place = JsonPosition::After,
+            (JsonPosition::First | JsonPosition::Next, b',') | (JsonPosition::Next, b']') => {
+                return JsonStep::Gap;
             }
-            (Place::Row(0), b',') => self.place = Place::Next,
-            (Place::Row(depth), b'{' | b'[') => *depth += 1,
-            (Place::Row(depth), b'}' | b']') => *depth = depth.saturating_sub(1),
-            (Place::Row(_), b'"') => self.in_string = true,
+            (JsonPosition::First | JsonPosition::Next, _) => {
+                self.place = JsonPosition::Row(u32::from(matches!(byte, b'{' | b'[')));
+                self.in_string = byte == b'"';
+                return JsonStep::Row;
+            }
+            (JsonPosition::Row(0), b',') => self.place = JsonPosition::Next,
+            (JsonPosition::Row(depth), b'{' | b'[') => *depth += 1,
+            (JsonPosition::Row(depth), b'}' | b']') => *depth = depth.saturating_sub(1),
+            (JsonPosition::Row(_), b'"') => self.in_string = true,
             // before the array, the byte order mark
-            (Place::Before | Place::Row(_), _) => {}
-            (Place::After, _) => return Step::Trailing,
+            (JsonPosition::Before | JsonPosition::Row(_), _) => {}
+            (JsonPosition::After, _) => return JsonStep::Trailing,
         }
-        Step::Inside
+        JsonStep::Inside
     }
 }
 
@@ -195,7 +199,6 @@ impl RowIndex {
         Self { num_bytes, sha256, ..self }
     }
 
-    /// Number of rows.
     pub(super) fn len(&self) -> usize {
         self.starts.len()
     }

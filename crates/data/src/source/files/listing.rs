@@ -173,7 +173,7 @@ fn json(path: &Path) -> Result<Option<Value>, SourceError> {
 
 /// Compares paths by their parts; digits compare as numbers.
 fn natural_order(one: &Path, other: &Path) -> Ordering {
-    let key = |path: &Path| -> Vec<Vec<Piece>> {
+    let key = |path: &Path| -> Vec<Vec<NamePart>> {
         path.components()
             .map(|part: Component<'_>| pieces(&part.as_os_str().to_string_lossy()))
             .collect()
@@ -183,13 +183,13 @@ fn natural_order(one: &Path, other: &Path) -> Ordering {
 
 /// A part of a name: numbers are before texts.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Piece {
+enum NamePart {
     /// Number of digits without leading zeros, and the digits.
     Number(usize, String),
     Text(String),
 }
 
-fn pieces(name: &str) -> Vec<Piece> {
+fn pieces(name: &str) -> Vec<NamePart> {
     let mut pieces = Vec::new();
     let mut rest = name;
     while let Some(first) = rest.chars().next() {
@@ -198,9 +198,9 @@ fn pieces(name: &str) -> Vec<Piece> {
         let (piece, after) = rest.split_at(end);
         let digits = piece.trim_start_matches('0');
         pieces.push(if is_number {
-            Piece::Number(digits.len(), digits.to_owned())
+            NamePart::Number(digits.len(), digits.to_owned())
         } else {
-            Piece::Text(piece.to_owned())
+            NamePart::Text(piece.to_owned())
         });
         rest = after;
     }

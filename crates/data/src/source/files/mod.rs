@@ -1,4 +1,4 @@
-//! The file formats of rows. A [`Shard`] is one file, in which any row is read by its number.
+//! The file formats of rows. A [`DataFile`] is one file, in which any row is read by its number.
 
 mod arrow;
 mod columns;
@@ -21,7 +21,7 @@ use std::time::SystemTime;
 use sha2::{Digest, Sha256};
 
 use arrow::{ArrowRows, Layout};
-use csv::Header;
+use csv::CsvHeader;
 use json::Hashing;
 pub(crate) use json::RowIndex;
 use parquet::ParquetRows;
@@ -97,18 +97,17 @@ pub(crate) struct KnownIndex {
 
 /// An open data file. Rows can be read in any order and from several threads.
 #[derive(Debug)]
-pub(crate) struct Shard {
+pub(crate) struct DataFile {
     path: Arc<Path>,
     file: Arc<File>,
     stamp: Option<Stamp>,
     opened: Option<Stamp>, // metadata when the file was indexed, settled or not
     index: RowIndex,       // without rows if the format has an index of its own
-    rows: Rows,
+    rows: FileRows,
 }
 
-/// How rows are read.
 #[derive(Debug)]
-enum Rows {
+enum FileRows {
     /// Between the offsets of the index, from this file.
     Indexed(Arc<File>, Syntax),
     Parquet(ParquetRows),
@@ -120,11 +119,11 @@ enum Rows {
 enum Syntax {
     Line,
     Element,
-    Record(Header),
+    Record(CsvHeader),
     Members,
 }
 
-impl Shard {
+impl DataFile {
     /// Opens the file at `path`, and scans it unless the index in `known` is of the unchanged file.
     /// A compressed file is unpacked into the folder `cache`, or into a temporary file.
     pub(crate) fn open(
@@ -156,12 +155,11 @@ impl Shard {
         Ok(Self { path, file, stamp, opened, index, rows })
     }
 
-    /// Number of rows.
     pub(crate) fn len(&self) -> usize {
         match &self.rows {
-            Rows::Indexed(..) => self.index.len(),
-            Rows::Parquet(rows) => rows.len(),
-            Rows::Arrow(rows) => rows.len(),
+            FileRows::Indexed(..) => self.index.len(),
+            FileRows::Parquet(rows) => rows.len(),
+            FileRows::Arrow(rows) => rows.len(),
         }
     }
 
@@ -173,16 +171,16 @@ impl Shard {
     /// The line of a row, or its number if the file has no lines; from 1.
     pub(crate) fn line(&self, row: usize) -> u64 {
         match self.rows {
-            Rows::Indexed(..) => self.index.line(row),
-            Rows::Parquet(_) | Rows::Arrow(_) => row as u64 + 1,
+            FileRows::Indexed(..) => self.index.line(row),
+            FileRows::Parquet(_) | FileRows::Arrow(_) => row as u64 + 1,
         }
     }
 
     /// Byte offset of a row in the unpacked file, or its number if the format has an index.
     pub(crate) fn offset(&self, row: usize) -> u64 {
         match self.rows {
-            Rows::Indexed(..) => self.index.start(row),
-            Rows::Parquet(_) | Rows::Arrow(_) => row as u64,
+            FileRows::Indexed(..) => self.index.start(row),
+            FileRows::Parquet(_) | FileRows::Arrow(_) => row as u64,
         }
     }
 
@@ -194,7 +192,7 @@ impl Shard {
     /// Number of bytes before a row; an estimate if the format has an index of its own.
     pub(crate) fn bytes_before(&self, row: usize) -> u64 {
         match self.rows {
-            Rows::Indexed(..) => self.index.start(row),
+            FileRows::Indexed(..) => self.index.start(row),
             _ => (self.num_bytes() as u128 * row as u128 / self.len().max(1) as u128) as u64,
         }
     }
@@ -218,12 +216,11 @@ impl Shard {
             .is_some_and(|(now, opened)| now.has_same_size_and_mtime(opened))
     }
 
-    /// Reads the content of a row.
     pub(crate) fn content(&self, row: usize) -> io::Result<RowContent> {
         let (file, syntax) = match &self.rows {
-            Rows::Indexed(file, syntax) => (file, syntax),
-            Rows::Parquet(rows) => return content(rows.read(row)),
-            Rows::Arrow(rows) => return content(rows.read(row)),
+            FileRows::Indexed(file, syntax) => (file, syntax),
+            FileRows::Parquet(rows) => return content(rows.read(row)),
+            FileRows::Arrow(rows) => return content(rows.read(row)),
         };
         let (start, end) = (self.index.start(row), self.index.end(row));
         if end - start > MAX_ROW_BYTES as u64 {
@@ -271,7 +268,7 @@ fn open_rows(
     format: Format,
     head: &[u8],
     known: Option<&KnownIndex>,
-) -> Result<(RowIndex, Rows), SourceError> {
+) -> Result<(RowIndex, FileRows), SourceError> {
     let path = packed.path;
     let unreadable = |cause| SourceError::Read { path: path.to_owned(), cause };
     (&*file).rewind().map_err(unreadable)?; // it may have been unpacked through this handle
@@ -287,7 +284,7 @@ fn open_rows(
         Format::Lines => (lines(known, buffered()).map_err(unreadable)?, Syntax::Line),
         Format::Array => array(path, head, known, &file)?,
         Format::Csv(delimiter) => {
-            let header = Header::read(path, delimiter, head_or_all(head, &file))?;
+            let header = CsvHeader::read(path, delimiter, head_or_all(head, &file))?;
             (&*file).rewind().map_err(unreadable)?;
             let index = known.map_or_else(|| header.scan(&*file), Ok).map_err(unreadable)?;
             (index, Syntax::Record(header))
@@ -297,21 +294,21 @@ fn open_rows(
             let index = known.map_or_else(hash_all, without_rows).map_err(unreadable)?;
             let rows = ParquetRows::open(path, file)?;
             if !rows.is_slow() || packed.cache.is_none() {
-                return Ok((index, Rows::Parquet(rows)));
+                return Ok((index, FileRows::Parquet(rows)));
             }
             let why = "writing a Parquet file with large row groups and no page index as Arrow";
             let file =
                 packed.store(why, ".arrow", |file, failed| rows.write_arrow(file, failed))?;
-            return Ok((index, Rows::Arrow(ArrowRows::open(path, &file, Layout::File)?)));
+            return Ok((index, FileRows::Arrow(ArrowRows::open(path, &file, Layout::File)?)));
         }
         Format::ArrowFile | Format::ArrowStream => {
             let layout = if format == Format::ArrowFile { Layout::File } else { Layout::Stream };
             let rows = ArrowRows::open(path, &file, layout)?;
             let index = known.map_or_else(hash_all, without_rows).map_err(unreadable)?;
-            return Ok((index, Rows::Arrow(rows)));
+            return Ok((index, FileRows::Arrow(rows)));
         }
     };
-    Ok((index, Rows::Indexed(file, syntax)))
+    Ok((index, FileRows::Indexed(file, syntax)))
 }
 
 fn lines(known: Option<RowIndex>, reader: impl io::BufRead) -> io::Result<RowIndex> {

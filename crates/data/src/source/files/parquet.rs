@@ -30,7 +30,6 @@ use crate::source::source_error::SourceError;
 
 /// Size of the decoded data of a chunk, in bytes.
 const CHUNK_BYTES: u64 = 1 << 20;
-/// Maximum number of rows of a chunk.
 const CHUNK_ROWS: u64 = 4096;
 /// Maximum size of the decoded data of a row group without a page index, in bytes.
 const SLOW_GROUP_BYTES: i64 = 32 << 20;
@@ -38,7 +37,6 @@ const SLOW_GROUP_BYTES: i64 = 32 << 20;
 const MAX_CHUNKS: u64 = 1 << 20;
 const FORMAT: &str = "a Parquet file";
 
-/// An open Parquet file.
 #[derive(Debug)]
 pub(super) struct ParquetRows {
     path: PathBuf,
@@ -55,7 +53,6 @@ struct Chunk {
     /// The first row in the file.
     first: usize,
     group: usize,
-    /// The first row in the group.
     first_in_group: usize,
     rows: usize,
 }
@@ -270,13 +267,12 @@ struct Input {
     num_bytes: u64,
 }
 
-/// A position in the file.
-struct At {
+struct FileReader {
     file: Arc<File>,
     offset: u64,
 }
 
-impl Read for At {
+impl Read for FileReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let num_read = self.file.read_at(buffer, self.offset)?;
         self.offset += num_read as u64;
@@ -291,10 +287,10 @@ impl Length for Input {
 }
 
 impl ChunkReader for Input {
-    type T = BufReader<At>;
+    type T = BufReader<FileReader>;
 
     fn get_read(&self, start: u64) -> Result<Self::T, ParquetError> {
-        Ok(BufReader::new(At { file: self.file.clone(), offset: start }))
+        Ok(BufReader::new(FileReader { file: self.file.clone(), offset: start }))
     }
 
     fn get_bytes(&self, start: u64, length: usize) -> Result<Bytes, ParquetError> {

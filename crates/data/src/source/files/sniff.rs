@@ -163,7 +163,6 @@ pub(super) struct Packed<'a> {
     pub(super) stamp: &'a Stamp,
     /// Whether the stamp proves that the file is unchanged.
     pub(super) is_settled: bool,
-    /// The cache folder.
     pub(super) cache: Option<&'a Path>,
 }
 

@@ -66,13 +66,13 @@ fn parquet(batch: &RecordBatch, properties: Option<WriterProperties>) -> Vec<u8>
     bytes
 }
 
-fn raw(shard: &Shard, row: usize) -> RawRow {
-    shard.content(row).unwrap().into_raw().unwrap()
+fn raw(data_file: &DataFile, row: usize) -> RawRow {
+    data_file.content(row).unwrap().into_raw().unwrap()
 }
 
 fn rows_of(path: &Path) -> Vec<RawRow> {
-    let shard = Shard::open(path, None, None).unwrap();
-    (0..shard.len()).map(|row| raw(&shard, row)).collect()
+    let data_file = DataFile::open(path, None, None).unwrap();
+    (0..data_file.len()).map(|row| raw(&data_file, row)).collect()
 }
 
 #[test]
@@ -205,22 +205,23 @@ fn an_unchanged_file_of_any_format_is_not_scanned_again() {
         ("b.arrow", &stream(&chats())),
     ] {
         let path = write(&folder, name, bytes);
-        let shard = Shard::open(&path, None, Some(folder.path())).unwrap();
-        let positions = (0..shard.len()).map(|row| (shard.offset(row), shard.line(row)));
+        let data_file = DataFile::open(&path, None, Some(folder.path())).unwrap();
+        let positions =
+            (0..data_file.len()).map(|row| (data_file.offset(row), data_file.line(row)));
         let known = KnownIndex {
             path: path.clone(),
             stamp: Stamp::of(&File::open(&path).unwrap()).unwrap(),
-            index: RowIndex::of_rows(positions, shard.num_bytes(), [9; 32]),
+            index: RowIndex::of_rows(positions, data_file.num_bytes(), [9; 32]),
         };
-        let again = Shard::open(&path, Some(&known), Some(folder.path())).unwrap();
+        let again = DataFile::open(&path, Some(&known), Some(folder.path())).unwrap();
         assert_eq!((again.sha256(), again.len()), ([9; 32], 2), "{name}");
         for row in 0..2 {
-            let [hash, hash_again] = [&shard, &again].map(|of| of.content(row).unwrap().hash());
-            assert_eq!((again.line(row), hash_again), (shard.line(row), hash), "{name}");
+            let [hash, hash_again] = [&data_file, &again].map(|of| of.content(row).unwrap().hash());
+            assert_eq!((again.line(row), hash_again), (data_file.line(row), hash), "{name}");
         }
         fs::remove_file(&path).unwrap();
         write(&folder, name, &[bytes, b" "].concat());
-        let changed = Shard::open(&path, Some(&known), Some(folder.path()));
+        let changed = DataFile::open(&path, Some(&known), Some(folder.path()));
         assert!(changed.is_err() || changed.unwrap().sha256() != [9; 32], "{name}");
     }
 }
@@ -241,10 +242,10 @@ fn a_changed_byte_of_a_columnar_file_is_an_error_or_changes_values() {
                 let mut bytes = whole.clone();
                 bytes[at] ^= change;
                 let path = write(&folder, name, &bytes);
-                match Shard::open(&path, None, None) {
+                match DataFile::open(&path, None, None) {
                     Err(_) => refused += 1,
-                    Ok(shard) => {
-                        let rows = (0..shard.len().min(100)).map(|row| shard.content(row));
+                    Ok(data_file) => {
+                        let rows = (0..data_file.len().min(100)).map(|row| data_file.content(row));
                         rejected += rows.filter(Result::is_err).count();
                     }
                 }
@@ -269,10 +270,10 @@ fn rows_and_bytes_that_a_columnar_file_declares_but_cannot_have_are_errors() {
     ] {
         let mut bytes = fs::read(fixtures.join(name)).unwrap();
         bytes[at] = value;
-        let found = match Shard::open(&write(&folder, name, &bytes), None, None) {
+        let found = match DataFile::open(&write(&folder, name, &bytes), None, None) {
             Err(error) => error.to_string(),
-            Ok(shard) => {
-                let rows = (0..shard.len()).filter_map(|row| shard.content(row).err());
+            Ok(data_file) => {
+                let rows = (0..data_file.len()).filter_map(|row| data_file.content(row).err());
                 rows.map(|error| error.to_string()).collect()
             }
         };
@@ -286,7 +287,7 @@ fn a_map_without_values_and_a_deep_schema_are_refused() {
     let mut map = MapBuilder::new(None, StringBuilder::new(), Int32Builder::new());
     map.append(true).unwrap();
     let whole = arrow(&batch(vec![("map", Arc::new(map.finish()) as ArrayRef)]));
-    assert!(Shard::open(&write(&folder, "a.arrow", &whole), None, None).is_ok());
+    assert!(DataFile::open(&write(&folder, "a.arrow", &whole), None, None).is_ok());
     let deep = |levels: usize| {
         let leaf = Arc::new(StringArray::from(vec!["x"])) as ArrayRef;
         let group = |inside: ArrayRef, _| {
@@ -295,8 +296,8 @@ fn a_map_without_values_and_a_deep_schema_are_refused() {
         };
         parquet(&batch(vec![("g", (1..levels).fold(leaf, group))]), None)
     };
-    assert!(Shard::open(&write(&folder, "a.parquet", &deep(20)), None, None).is_ok());
-    let Err(error) = Shard::open(&write(&folder, "a.parquet", &deep(130)), None, None) else {
+    assert!(DataFile::open(&write(&folder, "a.parquet", &deep(20)), None, None).is_ok());
+    let Err(error) = DataFile::open(&write(&folder, "a.parquet", &deep(130)), None, None) else {
         panic!("a schema of 130 levels is read");
     };
     assert!(error.to_string().contains("has more than 128 levels"), "{error}");

@@ -16,7 +16,7 @@ use settings::Choice;
 use super::super::dataset_info::DatasetInfo;
 use super::super::error::SampleFault;
 use super::super::raw_row::ColumnNames;
-use super::keys::{Place, Use, is_given, unread_media};
+use super::keys::{ObjectKind, Use, is_given, unread_media};
 use super::values::{join, not_supported};
 use batch::SampleId;
 
@@ -64,7 +64,6 @@ impl RowRules {
 pub(crate) struct RowParser {
     /// Folder that relative paths of images and videos start from.
     pub(crate) image_root: Arc<Path>,
-    /// How rows are understood.
     pub(crate) rules: RowRules,
     pub(super) findings: Findings,
 }
@@ -77,7 +76,7 @@ impl RowParser {
 }
 
 /// The row that is being parsed.
-pub(super) struct At<'a> {
+pub(super) struct RowContext<'a> {
     pub(super) parser: &'a RowParser,
     pub(super) id: &'a SampleId,
     pub(super) blobs: &'a [Arc<[u8]>],
@@ -85,11 +84,11 @@ pub(super) struct At<'a> {
     pub(super) unread: RefCell<Option<(String, &'static str)>>,
 }
 
-impl At<'_> {
+impl RowContext<'_> {
     /// Refuses and reports keys of the object at JSON path `at` that are not read.
     pub(super) fn check_keys(
         &self,
-        place: Place,
+        place: ObjectKind,
         at: &str,
         object: &Map<String, Value>,
     ) -> Result<(), SampleFault> {
@@ -133,9 +132,9 @@ const MAX_FINDINGS: usize = 100;
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Finding {
     /// A key that may be misspelt.
-    Unknown(Place, String),
+    Unknown(ObjectKind, String),
     /// A key that does not affect training.
-    Metadata(Place, String),
+    Metadata(ObjectKind, String),
     /// How rows were understood.
     Note(&'static str),
 }
@@ -210,7 +209,6 @@ pub(super) struct Survey {
 }
 
 impl Survey {
-    /// Adds the findings of one row.
     pub(super) fn add(&mut self, findings: BTreeSet<Finding>) {
         self.rows += 1;
         for finding in findings {
@@ -249,9 +247,10 @@ mod tests {
     #[test]
     fn a_finding_is_new_once_and_there_are_at_most_100() {
         let findings = Findings::default();
-        assert!(findings.add(Finding::Unknown(Place::Turn, "a".to_owned())));
-        assert!(!findings.add(Finding::Unknown(Place::Turn, "a".to_owned())));
-        let new = (0..200).filter(|n| findings.add(Finding::Unknown(Place::Part, n.to_string())));
+        assert!(findings.add(Finding::Unknown(ObjectKind::Turn, "a".to_owned())));
+        assert!(!findings.add(Finding::Unknown(ObjectKind::Turn, "a".to_owned())));
+        let new =
+            (0..200).filter(|n| findings.add(Finding::Unknown(ObjectKind::Part, n.to_string())));
         assert_eq!(new.count(), 99);
     }
 }

@@ -292,7 +292,6 @@ const REFUSED_IN_ROWS: [(&str, &str); 17] = [
     ("train_on_input", MASK),
     ("train_on_prompt", MASK),
 ];
-/// Refused keys of a turn.
 const REFUSED_IN_TURNS: [(&str, &str); 7] = [
     ("loss_mask", MASK),
     ("mask", MASK),
@@ -329,10 +328,8 @@ const REFUSED_IN_IMAGES: [(&str, &str); 1] =
 
 /// What an object of a row describes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Place {
-    /// A whole row.
+pub(crate) enum ObjectKind {
     Row(RowForm),
-    /// A turn.
     Turn,
     /// A part of the content of a turn, other than an image or a video.
     Part,
@@ -344,7 +341,6 @@ pub(crate) enum Place {
     Call,
 }
 
-/// What happens to a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Use {
     /// The parser reads it, or the key is refused where it is read.
@@ -357,7 +353,7 @@ pub(super) enum Use {
     Unknown,
 }
 
-impl Place {
+impl ObjectKind {
     /// The valid keys: those to suggest, then the others.
     fn names(self) -> [&'static [&'static str]; 3] {
         match self {
@@ -420,7 +416,7 @@ pub(super) fn misnamed_media(
     form: RowForm,
     row: &Map<String, Value>,
 ) -> Option<(String, &'static str)> {
-    let place = Place::Row(form);
+    let place = ObjectKind::Row(form);
     let unknown = row.iter().filter(|(key, value)| {
         is_given(value) && matches!(place.use_of(key), Use::Unknown | Use::Metadata)
     });
@@ -432,7 +428,7 @@ pub(super) fn misnamed_media(
 /// `images` or `videos` if a key that is not read has one of them. A name of a file counts if the key
 /// is named like one of them, or if the file is `there`.
 pub(super) fn unread_media(
-    place: Place,
+    place: ObjectKind,
     key: &str,
     value: &Value,
     there: &dyn Fn(&str) -> bool,
@@ -486,7 +482,7 @@ mod tests {
 
     #[test]
     fn a_misspelt_key_finds_the_one_that_its_author_meant() {
-        let row = Place::Row(RowForm::Messages);
+        let row = ObjectKind::Row(RowForm::Messages);
         for (key, meant) in [
             ("image_path", Some("images")),
             ("Images", Some("images")),
@@ -499,7 +495,7 @@ mod tests {
             assert_eq!(row.nearest(key), meant, "{key}");
             assert_eq!(row.use_of(key), Use::Unknown, "{key}");
         }
-        assert_eq!(Place::Turn.nearest("contents"), Some("content"));
+        assert_eq!(ObjectKind::Turn.nearest("contents"), Some("content"));
     }
 
     #[test]
@@ -522,14 +518,14 @@ mod tests {
             ("source", json!("scan.png"), None),
         ] {
             let there = |name: &str| name.starts_with("there");
-            let found = unread_media(Place::Row(RowForm::Messages), key, &value, &there);
+            let found = unread_media(ObjectKind::Row(RowForm::Messages), key, &value, &there);
             assert_eq!(found, meant, "{key}");
         }
     }
 
     #[test]
     fn a_key_of_another_row_form_is_unknown() {
-        assert_eq!(Place::Row(RowForm::Messages).use_of("output"), Use::Unknown);
-        assert_eq!(Place::Row(RowForm::Alpaca).use_of("output"), Use::Known);
+        assert_eq!(ObjectKind::Row(RowForm::Messages).use_of("output"), Use::Unknown);
+        assert_eq!(ObjectKind::Row(RowForm::Alpaca).use_of("output"), Use::Known);
     }
 }

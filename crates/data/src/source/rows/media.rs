@@ -7,8 +7,8 @@ use serde_json::{Map, Value};
 
 use super::super::error::{GroundingError, SampleFault};
 use super::super::raw_row::blob;
-use super::context::At;
-use super::keys::{Place, is_given};
+use super::context::RowContext;
+use super::keys::{ObjectKind, is_given};
 use super::values::{
     first_of, image_limits, join, list_in_text, missing, not_supported, one_or_more, rate,
     refuse_frame_limits, take, text, video_limits, wrong_type,
@@ -29,7 +29,7 @@ const NAMED: [[&str; 2]; 2] = [["<img>", "</img>"], ["<audio>", "</audio>"]];
 
 /// Collects the images and videos of one row while its turns are parsed.
 pub(super) struct RowMedia<'a> {
-    pub(super) at: &'a At<'a>,
+    pub(super) at: &'a RowContext<'a>,
     images: List,
     videos: List,
     media: Vec<Medium>,
@@ -70,7 +70,7 @@ impl List {
 impl<'a> RowMedia<'a> {
     /// Takes the lists of images and videos from `row`.
     pub(super) fn of_row(
-        at: &'a At<'a>,
+        at: &'a RowContext<'a>,
         row: &mut Map<String, Value>,
     ) -> Result<Self, SampleFault> {
         let images = listed(row, ["images", "image"], "`image` together with `images` is")?;
@@ -297,7 +297,7 @@ impl RowMedia<'_> {
         };
         match self.kind(at, &mut part)?.as_str() {
             "text" => {
-                self.at.check_keys(Place::Part, at, &part)?;
+                self.at.check_keys(ObjectKind::Part, at, &part)?;
                 refuse_second(at, &part, &NOT_IN_TEXTS)?;
                 match take(&mut part, "text") {
                     Value::String(text) => match self.text(text) {
@@ -321,7 +321,7 @@ impl RowMedia<'_> {
                     }
                     Some(Value::Array(images)) => {
                         refuse_second(at, &part, &IMAGE_KEYS)?;
-                        self.at.check_keys(Place::Image, at, &part)?;
+                        self.at.check_keys(ObjectKind::Image, at, &part)?;
                         let limits = image_limits(at, &part)?;
                         for (index, image) in images.into_iter().enumerate() {
                             let mut image =
@@ -351,7 +351,7 @@ impl RowMedia<'_> {
                     let video = self.at.video(at, Value::Object(part), self.fps)?;
                     self.add(Medium::Video(video))
                 } else {
-                    self.at.check_keys(Place::Video, at, &part)?;
+                    self.at.check_keys(ObjectKind::Video, at, &part)?;
                     let given = video_limits(at, &part)?;
                     let rate = rate(at, &part)?;
                     let part = self.listed(MediumKind::Video, at, part.get("index"))?;
@@ -363,7 +363,7 @@ impl RowMedia<'_> {
                 });
             }
             _ => {
-                self.at.check_keys(Place::Part, at, &part)?;
+                self.at.check_keys(ObjectKind::Part, at, &part)?;
                 let what = "parts of types other than text, image and video are";
                 return Err(not_supported(&join(at, "type"), what));
             }
@@ -396,7 +396,7 @@ impl RowMedia<'_> {
                 if let Some(kind) = kinds.find(has) {
                     return Ok((*kind).to_owned());
                 }
-                self.at.check_keys(Place::Part, at, part)?;
+                self.at.check_keys(ObjectKind::Part, at, part)?;
                 Err(missing(&join(at, "type"), "`text`, `image` or `video`"))
             }
             other => Err(wrong_type(&join(at, "type"), &other, "a string")),
@@ -420,7 +420,7 @@ fn refuse_second(at: &str, part: &Map<String, Value>, others: &[&str]) -> Result
     }
 }
 
-impl At<'_> {
+impl RowContext<'_> {
     /// Parses an image: a path, a data URI, base64 text, or an object with one of them.
     pub(super) fn image(&self, at: &str, value: Value) -> Result<MediaRef, SampleFault> {
         const EXPECTED: &str = "a path or a data URI";
@@ -444,7 +444,7 @@ impl At<'_> {
         mut object: Map<String, Value>,
     ) -> Result<Option<MediaRef>, SampleFault> {
         const BASE64: &str = "base64 text";
-        self.check_keys(Place::Image, at, &object)?;
+        self.check_keys(ObjectKind::Image, at, &object)?;
         match take(&mut object, "detail") {
             Value::Null => {}
             Value::String(detail) if ["auto", "high"].contains(&detail.as_str()) => {}
@@ -526,7 +526,7 @@ impl At<'_> {
                 Ok(VideoRef::Frames { frames, fps, limits: VideoLimits::default() })
             }
             Value::Object(mut object) => {
-                self.check_keys(Place::Video, at, &object)?;
+                self.check_keys(ObjectKind::Video, at, &object)?;
                 let fps = rate(at, &object)?.or(fps);
                 if is_given(&take(&mut object, "bytes")) {
                     let what = "the bytes of a video in a row are";
@@ -577,7 +577,7 @@ fn starts_with_ignoring_case(text: &str, prefix: &str) -> bool {
 
 const COORDINATES: &str = "a list of four numbers (a box) or two (a point)";
 
-impl At<'_> {
+impl RowContext<'_> {
     /// Takes the objects of a row, and checks that `messages` have one placeholder for each.
     pub(super) fn objects(
         &self,

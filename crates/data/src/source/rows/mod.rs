@@ -16,11 +16,11 @@ use super::error::SampleFault;
 use super::raw_row::RawRow;
 use batch::{Content, Message, Part, Sample, SampleId};
 pub(crate) use context::RowParser;
-use context::{At, Findings, Survey};
+use context::{Findings, RowContext, Survey};
 pub use context::{RowRules, UnknownKeys};
 pub use keys::RowForm;
 pub(in crate::source) use keys::{IMAGE_ENDINGS, VIDEO_ENDINGS, is_row};
-use keys::{Place, media_column, misnamed_media};
+use keys::{ObjectKind, media_column, misnamed_media};
 use media::RowMedia;
 pub use media::texts;
 pub(crate) use media::{BOX_PLACEHOLDER, NAME_PLACEHOLDER, texts_mut};
@@ -36,11 +36,11 @@ impl RowParser {
     pub(crate) fn parse(&self, id: &SampleId, row: RawRow) -> Result<Sample, SampleFault> {
         let RawRow { object: mut row, blobs } = row;
         let form = RowForm::of(&row)?;
-        let at = At { parser: self, id, blobs: &blobs, unread: RefCell::default() };
+        let at = RowContext { parser: self, id, blobs: &blobs, unread: RefCell::default() };
         if form == RowForm::Text {
             return Err(not_supported("text", "plain text in a data set of chats is"));
         }
-        at.check_keys(Place::Row(form), "", &row)?;
+        at.check_keys(ObjectKind::Row(form), "", &row)?;
         let parsed = sample(&at, form, &mut row).and_then(|sample| {
             match at.unread.take().filter(|_| sample.media.is_empty()) {
                 // it would be trained on without its images
@@ -90,7 +90,11 @@ impl RowParser {
 const WEIGHTS: RangeInclusive<f32> = 1.0 / 1048576.0..=1048576.0;
 
 /// The parsed row `row`.
-fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sample, SampleFault> {
+fn sample(
+    at: &RowContext<'_>,
+    form: RowForm,
+    row: &mut Map<String, Value>,
+) -> Result<Sample, SampleFault> {
     let weight = weight("", row)?;
     for key in ["rejected_response", "rejected_messages", "rejected_images"] {
         if is_given(&take(row, key)) {
@@ -129,7 +133,6 @@ fn sample(at: &At<'_>, form: RowForm, row: &mut Map<String, Value>) -> Result<Sa
 /// Maximum number of bytes of the texts of a row, also after the chat template.
 pub(crate) use tokenizer::MAX_TEXT_BYTES;
 
-/// Maximum number of turns of a row.
 const MAX_TURNS: usize = 100_000;
 
 /// Rejects a row that would take the memory or the time of many others.
@@ -315,7 +318,7 @@ mod tests {
         let survey = [(id(1), with(json!({"zebra": 1})))];
         parser.survey(Path::new("rows.jsonl"), survey.into_iter());
         parser.parse(&id(2), with(json!({"zebra": 1, "yak": 1}))).unwrap();
-        let place = Place::Row(RowForm::Messages);
+        let place = ObjectKind::Row(RowForm::Messages);
         let known = |key: &str| context::Finding::Unknown(place, key.to_owned());
         assert_eq!(parser.findings.take(), ["yak", "zebra"].map(known).into());
         assert!(self::parser(UnknownKeys::Ignore).parse(&id(1), with(json!({"yak": 1}))).is_ok());

@@ -4,8 +4,8 @@
 use serde_json::{Map, Value};
 
 use super::super::error::SampleFault;
-use super::context::At;
-use super::keys::{OTHER_ARGUMENTS, Place, is_given};
+use super::context::RowContext;
+use super::keys::{OTHER_ARGUMENTS, ObjectKind, is_given};
 use super::media::RowMedia;
 use super::values::{
     as_function, join, list_in_text, missing, not_supported, object_in_text, optional_text,
@@ -14,12 +14,11 @@ use super::values::{
 use crate::json::{self, long_integer};
 use batch::{Content, Medium, Message};
 
-/// Keys with the thoughts of an assistant turn.
 const THOUGHT_KEYS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
 
 /// The turns parsed so far.
 pub(super) struct Turns<'a> {
-    pub(super) at: &'a At<'a>,
+    pub(super) at: &'a RowContext<'a>,
     pub(super) media: RowMedia<'a>,
     pub(super) messages: Vec<Message>,
 }
@@ -33,7 +32,7 @@ enum Role {
 }
 
 impl<'a> Turns<'a> {
-    pub(super) fn new(at: &'a At<'a>, media: RowMedia<'a>) -> Self {
+    pub(super) fn new(at: &'a RowContext<'a>, media: RowMedia<'a>) -> Self {
         Self { at, media, messages: Vec::new() }
     }
 
@@ -90,7 +89,7 @@ impl<'a> Turns<'a> {
         at: &str,
         mut turn: Map<String, Value>,
     ) -> Result<(), SampleFault> {
-        self.at.check_keys(Place::Turn, at, &turn)?;
+        self.at.check_keys(ObjectKind::Turn, at, &turn)?;
         let has = |key| turn.get(key).is_some_and(|value| !value.is_null());
         let (role_key, content_key) = match (list == "conversations", has("from"), has("role")) {
             (true, false, true) | (false, false, _) | (false, true, true) => ("role", "content"),
@@ -167,7 +166,7 @@ impl<'a> Turns<'a> {
             let inside = join(at, "function");
             for (at, of) in [(at, &call), (&inside, &call["function"])] {
                 let Some(of) = of.as_object() else { continue };
-                self.at.check_keys(Place::Call, at, of)?;
+                self.at.check_keys(ObjectKind::Call, at, of)?;
                 let other = of.iter().find(|(key, value)| {
                     *key != "function" && value.as_object().is_some_and(|of| !of.is_empty())
                 });

@@ -267,7 +267,6 @@ pub(super) fn refuse_frame_limits(at: &str, frames: &[MediaRef]) -> Result<(), S
     }
 }
 
-/// The keys of an object at a JSON path.
 struct Keys<'a> {
     at: &'a str,
     object: &'a Map<String, Value>,

@@ -218,7 +218,6 @@ fn listed(value: Value) -> Result<Value, Error> {
     }
 }
 
-/// Counts the separators of a joined text.
 fn count_joined(items: Option<&Value>, separator: Option<&Value>) -> Result<(), Error> {
     let number = items.map_or(0, |items| match items.as_str() {
         Some(text) => text.len(),
@@ -228,7 +227,6 @@ fn count_joined(items: Option<&Value>, separator: Option<&Value>) -> Result<(), 
     count(number.saturating_mul(length))
 }
 
-/// Counts what replaces parts of a text.
 fn count_replaced(text: &Value, from: Option<&Value>, to: Option<&Value>) -> Result<(), Error> {
     let text = text.as_str().unwrap_or_default();
     let from = from.and_then(Value::as_str).unwrap_or_default();
@@ -236,7 +234,6 @@ fn count_replaced(text: &Value, from: Option<&Value>, to: Option<&Value>) -> Res
     count(text.matches(from).count().saturating_mul(to.len()))
 }
 
-/// Counts the parts of a split text.
 fn count_split(text: &Value, separator: Option<&Value>) -> Result<(), Error> {
     let text = text.as_str().unwrap_or_default();
     let parts = match separator.and_then(Value::as_str) {

@@ -15,7 +15,6 @@ use minijinja::{Environment, Error, ErrorKind, Value};
 
 /// Instructions of a rendering without messages.
 const BASE_STEPS: u64 = 2_000_000;
-/// Instructions per message.
 const STEPS_PER_MESSAGE: u64 = 2_000;
 
 /// Adds counting versions of everything that a template can call.

@@ -80,12 +80,12 @@ impl Open {
 }
 
 /// Returns the source with the filters, and without tags that the engine does not have.
-pub(super) fn with_counters(source: &str) -> Result<String, SourceError> {
+pub(super) fn with_counters(source: &str) -> Result<String, TemplateSourceError> {
     if source.len() > MAX_BYTES {
         let what = format!("it has {} bytes; at most {MAX_BYTES} are supported", source.len());
-        return Err(SourceError { what, line: 1 });
+        return Err(TemplateSourceError { what, line: 1 });
     }
-    let mut scan = Scan { source, added: BTreeMap::new(), renamed: Vec::new() };
+    let mut scan = TemplateScan { source, added: BTreeMap::new(), renamed: Vec::new() };
     let mut at = 0;
     let mut num_elif = 0;
     while let Some(start) = next_tag(source, at) {
@@ -118,7 +118,7 @@ pub(super) fn with_counters(source: &str) -> Result<String, SourceError> {
     Ok(scan.finish())
 }
 
-struct Scan<'a> {
+struct TemplateScan<'a> {
     source: &'a str,
     /// Texts to add at bytes of the source: after the token that ends there, and before the one
     /// that starts there.
@@ -127,9 +127,9 @@ struct Scan<'a> {
     renamed: Vec<(Token, &'static str)>,
 }
 
-impl Scan<'_> {
-    fn error(&self, at: usize, what: String) -> SourceError {
-        SourceError::new(self.source, at, what)
+impl TemplateScan<'_> {
+    fn error(&self, at: usize, what: String) -> TemplateSourceError {
+        TemplateSourceError::new(self.source, at, what)
     }
 
     fn after(&mut self, at: usize, filter: &str, close: &str) {
@@ -164,7 +164,7 @@ impl Scan<'_> {
 
     /// Adds a tag that counts the bytes of a text between tags. It is inserted between two
     /// letters, so the engine strips no whitespace.
-    fn count_text(&mut self, text: Range<usize>) -> Result<(), SourceError> {
+    fn count_text(&mut self, text: Range<usize>) -> Result<(), TemplateSourceError> {
         let inner = &self.source[text.clone()];
         if inner.len() <= UNCOUNTED {
             return Ok(());
@@ -189,7 +189,7 @@ impl Scan<'_> {
     }
 
     /// Adds the filters of one tag; `name` is empty for an output.
-    fn tag(&mut self, tokens: &[Token], name: &str) -> Result<(), SourceError> {
+    fn tag(&mut self, tokens: &[Token], name: &str) -> Result<(), TemplateSourceError> {
         let source = self.source;
         let text = |index: usize| tokens.get(index).map_or("", |token| &source[token.clone()]);
         let pairs = self.pairs(tokens)?;
@@ -279,7 +279,7 @@ impl Scan<'_> {
     }
 
     /// For each opening bracket the index of the closing one.
-    fn pairs(&self, tokens: &[Token]) -> Result<BTreeMap<usize, usize>, SourceError> {
+    fn pairs(&self, tokens: &[Token]) -> Result<BTreeMap<usize, usize>, TemplateSourceError> {
         let mut pairs = BTreeMap::new();
         let mut opened: Vec<usize> = Vec::new();
         let fault = |token: &Token| Err(self.error(token.start, "unbalanced brackets".to_owned()));
@@ -367,12 +367,12 @@ const MAX_TOKENS: usize = 512;
 
 /// What is wrong, and in which line.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct SourceError {
+pub(super) struct TemplateSourceError {
     pub(super) what: String,
     pub(super) line: usize,
 }
 
-impl SourceError {
+impl TemplateSourceError {
     pub(super) fn new(source: &str, at: usize, what: String) -> Self {
         Self { what, line: 1 + source[..at].matches('\n').count() }
     }
@@ -408,7 +408,7 @@ pub(super) fn tokens(
     source: &str,
     from: usize,
     end: &str,
-) -> Result<(Vec<Token>, usize), SourceError> {
+) -> Result<(Vec<Token>, usize), TemplateSourceError> {
     let mut tokens: Vec<Token> = Vec::new();
     let mut at = from + usize::from(source[from..].starts_with(['-', '+']));
     let mut depth = 0_usize;
@@ -430,14 +430,14 @@ pub(super) fn tokens(
             ')' | ']' | '}' => depth = depth.saturating_sub(1),
             '*' => {
                 let what = "the operator `*` is not supported in chat templates";
-                return Err(SourceError::new(source, at, what.to_owned()));
+                return Err(TemplateSourceError::new(source, at, what.to_owned()));
             }
             _ => {}
         }
         tokens.push(at..at + length);
         if tokens.len() > MAX_TOKENS {
             let what = format!("a tag has more than {MAX_TOKENS} names and operators");
-            return Err(SourceError::new(source, at, what));
+            return Err(TemplateSourceError::new(source, at, what));
         }
         at += length;
     }

@@ -39,7 +39,7 @@ impl Setup {
     }
 
     /// Calls `f` on a thread for each rank.
-    fn on_ranks<T: Send>(&self, f: impl Fn(Rank, &mut dyn Lane) -> T + Sync) -> Vec<T> {
+    fn on_ranks<T: Send>(&self, f: impl Fn(Rank, &mut dyn Channel) -> T + Sync) -> Vec<T> {
         let (world, local_world) = (self.world, self.local_world);
         thread::scope(|scope| {
             let start = |mut group: Group| {
@@ -53,7 +53,7 @@ impl Setup {
         })
     }
 
-    fn connect(&self, rank: Rank, lane: &mut dyn Lane) -> Result<Member, DistError> {
+    fn connect(&self, rank: Rank, channel: &mut dyn Channel) -> Result<Member, DistError> {
         let compute = Arc::new(HostStream::new(0));
         let streams = HostStreams {
             rank: rank.rank,
@@ -64,13 +64,13 @@ impl Setup {
         };
         let library = Library::load(&self.options.library);
         let opened = library.map(|library| (Box::new(streams) as Box<dyn Streams>, library));
-        let nccl = Nccl::join(rank, lane, &Device::Cpu, &self.options, SIZES, opened)?;
+        let nccl = Nccl::join(rank, channel, &Device::Cpu, &self.options, SIZES, opened)?;
         Ok(Member { rank, nccl, compute })
     }
 
     /// Calls `f` on a thread for each rank, after all have connected.
     fn on_members<T: Send>(&self, f: impl Fn(Member) -> T + Sync) -> Vec<T> {
-        self.on_ranks(|rank, lane| f(self.connect(rank, lane).unwrap()))
+        self.on_ranks(|rank, channel| f(self.connect(rank, channel).unwrap()))
     }
 }
 
@@ -337,12 +337,12 @@ fn the_error_of_an_exchange_in_an_op_is_known_as_one_of_the_ranks() {
 fn a_rank_that_does_not_join_ends_the_wait_for_it() {
     let mut setup = Setup::new(2);
     setup.options.timeout = Duration::from_millis(30);
-    let errors = setup.on_ranks(|rank, lane| {
+    let errors = setup.on_ranks(|rank, channel| {
         if rank.is_first() {
-            return setup.connect(rank, lane).err();
+            return setup.connect(rank, channel).err();
         }
-        let hello = Hello { place: [1, 2, 1, 2], version: Ok(22703), id: Vec::new() };
-        gather(lane, &hello).unwrap();
+        let hello = NcclHello { place: [1, 2, 1, 2], version: Ok(22703), id: Vec::new() };
+        gather(channel, &hello).unwrap();
         None
     });
     let error = errors[0].as_ref().unwrap().to_string();
@@ -395,9 +395,9 @@ fn a_rank_without_nccl_ends_the_attempt_of_all() {
         options: NcclOptions { library: "libnccl-is-missing.so.2".into(), ..without.options },
         ..without
     };
-    let errors = setup.on_ranks(|rank, lane| {
+    let errors = setup.on_ranks(|rank, channel| {
         let setup = if rank.is_first() { &setup } else { &without };
-        setup.connect(rank, lane).err().unwrap().to_string()
+        setup.connect(rank, channel).err().unwrap().to_string()
     });
     let missing = "cannot load NCCL from `libnccl-is-missing.so.2`: ";
     assert!(errors[1].starts_with(missing), "{}", errors[1]);
@@ -414,7 +414,7 @@ fn a_library_without_one_of_the_functions_is_refused_with_its_name() {
 
 #[test]
 fn ranks_with_different_versions_of_nccl_are_refused() {
-    let hello = |rank, version| Hello { place: [rank, 2, rank, 2], version, id: vec![1; 128] };
+    let hello = |rank, version| NcclHello { place: [rank, 2, rank, 2], version, id: vec![1; 128] };
     assert!(agree(&[hello(0, Ok(22703)), hello(1, Ok(22703))]).is_ok());
     let error = agree(&[hello(0, Ok(22703)), hello(1, Ok(23007))]).unwrap_err().to_string();
     assert!(error.contains("rank 0 has NCCL 22703, rank 1 has NCCL 23007"), "{error}");

@@ -144,7 +144,6 @@ fn several_groups_sum_shares_in_the_order_of_the_tree_also_if_it_is_left_to_nccl
     });
 }
 
-/// A share of a rank.
 fn share_of(rank: usize, share: usize, dtype: DType) -> Tensor {
     let values: Vec<u32> = (0..share).map(|at| ((at * 7 + rank * 31) % 251) as u32).collect();
     Tensor::new(values, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()

@@ -2,7 +2,6 @@
 
 /// Number of elements of a vector.
 pub(crate) const LANES: usize = 16;
-/// Number of rows of a tile.
 pub(crate) const TILE_ROWS: usize = 8;
 /// Number of columns of a tile of `dots`, and of one of `add_product`.
 pub(crate) const DOTS: usize = 3;

@@ -85,7 +85,7 @@ fn kernels(
     layout: ExpertLayout,
     at: &Tensor,
 ) -> Result<[Tensor; 3]> {
-    use crate::cpu::grouped::Stored::{OfInputs, OfOutputs};
+    use crate::cpu::grouped::WeightLayout::{OfInputs, OfOutputs};
     let ((rows, k), m) = (x.dims2()?, dy.dim(1)?);
     let dw = gradient_buffer(w.dims());
     let (forward, backward, outer) = match layout {

@@ -1,5 +1,3 @@
-//! Tests of headers.
-
 use std::cell::Cell;
 use std::io::{Read, SeekFrom};
 

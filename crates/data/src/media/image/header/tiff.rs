@@ -157,9 +157,8 @@ const ORIENTATION: u16 = 0x112;
 const XMP: u16 = 700;
 const EXIF_PREFIX: &[u8] = b"Exif\0\0";
 
-/// One tag of a directory.
 #[derive(Debug, Clone, Copy)]
-struct Entry {
+struct TiffTag {
     tag: u16,
     kind: u16,
     count: u64,
@@ -170,7 +169,7 @@ struct Entry {
 /// The first directory of a TIFF file or of an EXIF block.
 #[derive(Debug)]
 pub(in super::super) struct Directory {
-    entries: Vec<Entry>,
+    entries: Vec<TiffTag>,
     is_big_endian: bool,
     /// The layout of `BigTIFF`, with offsets of 64 bits.
     is_big: bool,
@@ -216,7 +215,7 @@ impl Directory {
             let count = number(is_big_endian, &fixed[4..]);
             let at = at + entry_bytes - value.len() as u64;
             if value_bytes(kind).is_some() && directory.entry(tag).is_none() {
-                directory.entries.push(Entry { tag, kind, count, at });
+                directory.entries.push(TiffTag { tag, kind, count, at });
             }
         }
         if let Some(next) =
@@ -227,7 +226,7 @@ impl Directory {
         Some(directory)
     }
 
-    fn entry(&self, tag: u16) -> Option<Entry> {
+    fn entry(&self, tag: u16) -> Option<TiffTag> {
         self.entries.iter().find(|entry| entry.tag == tag).copied()
     }
 
@@ -239,7 +238,7 @@ impl Directory {
 
     /// Reads the bytes of a value.
     fn bytes(&self, reader: &mut (impl Read + Seek), tag: u16) -> Option<(u16, Vec<u8>)> {
-        let Entry { kind, count, at, .. } = self.entry(tag)?;
+        let TiffTag { kind, count, at, .. } = self.entry(tag)?;
         let length = count.checked_mul(value_bytes(kind)?).filter(|n| *n <= MAX_VALUE_BYTES)?;
         let inline = if self.is_big { 8 } else { 4 };
         let at = if length <= inline {

@@ -5,7 +5,7 @@ use serde_json::json;
 use super::*;
 use crate::ImageConfig;
 
-fn settings(files: &[(&str, Value)], config: &VideoConfig) -> Result<Settings, String> {
+fn settings(files: &[(&str, Value)], config: &VideoConfig) -> Result<VideoSettings, String> {
     let folder = tempfile::tempdir().unwrap();
     let image = json!({
         "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16,
@@ -19,13 +19,13 @@ fn settings(files: &[(&str, Value)], config: &VideoConfig) -> Result<Settings, S
         file.write_all(value.to_string().as_bytes()).unwrap();
     }
     let images = ImageProcessor::from_folder(folder.path(), &ImageConfig::default()).unwrap();
-    Settings::read(folder.path(), config, &images).map_err(|error| error.to_string())
+    VideoSettings::read(folder.path(), config, &images).map_err(|error| error.to_string())
 }
 
 #[test]
 fn a_folder_without_video_settings_uses_the_published_values() {
     let found = settings(&[], &VideoConfig::default()).unwrap();
-    assert_eq!(found.sampling, Sampling { fps: 2.0, min_frames: 4, max_frames: 768 });
+    assert_eq!(found.sampling, FrameSampling { fps: 2.0, min_frames: 4, max_frames: 768 });
     let all = Budget { min_pixels: 4096, max_pixels: 25_165_824 };
     assert_eq!(found.pixels, PixelLimits { all, frame: None });
     assert_eq!(found.marks, VideoMarks::Nested);
@@ -42,7 +42,7 @@ fn the_config_overrides_the_combined_file_and_that_overrides_the_published_one()
     assert_eq!(fps(&[published.clone(), combined.clone()], &none), 4.0);
     let config = VideoConfig { fps: Some(0.5), max_pixels: Some(70_000), ..none };
     let found = settings(&[published, combined], &config).unwrap();
-    assert_eq!(found.sampling, Sampling { fps: 0.5, min_frames: 2, max_frames: 768 });
+    assert_eq!(found.sampling, FrameSampling { fps: 0.5, min_frames: 2, max_frames: 768 });
     assert_eq!(found.pixels.all, Budget { min_pixels: 4096, max_pixels: 70_000 });
 }
 

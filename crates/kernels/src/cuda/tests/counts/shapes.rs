@@ -12,7 +12,6 @@ use candle_core::{DType, Device, Result, Tensor};
 /// Tokens of a step.
 pub(super) const TOKENS: [usize; 2] = [8192, 16384];
 
-/// An op of a step.
 pub(super) struct Op<'a> {
     pub(super) name: &'static str,
     /// Ops with the same one have the same counts.
@@ -84,7 +83,6 @@ const CHANNELS: usize = 8192;
 const VALUES: usize = 4096;
 
 impl Shape {
-    /// Parameters of all linear layers.
     fn linear_parameters(&self) -> usize {
         let (heads, key_heads) = (self.heads * self.head_dim, self.key_heads * self.head_dim);
         // Qwen3.5 gates the output of each head.

@@ -1,4 +1,4 @@
-//! Trouble of the process or of a disk is never blamed on rows, whichever command reads them.
+//! Failures of the process or of a disk are never blamed on rows, whichever command reads them.
 
 use super::harness::Place;
 

@@ -1,22 +1,19 @@
-//! What this rank is doing, and the error that ends it; shared by its lanes and its monitor.
+//! What this rank is doing, and the error that ends it; shared by its channels and its monitor.
 
 use super::DistError;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What a rank is doing.
 #[derive(Debug, Clone)]
 pub(super) struct Status {
     /// Its last report.
     pub(super) work: String,
-    /// Whether it waits for other ranks.
     pub(super) waits: bool,
     /// Time of its last progress.
     pub(super) since: Instant,
 }
 
-/// What a thread of a rank waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Waits {
     /// The thread that reports to the monitor waits for other ranks.
@@ -26,7 +23,7 @@ pub(super) enum Waits {
 }
 
 /// What this rank is doing, and the error that ends it.
-pub(super) struct Watch {
+pub(super) struct RankState {
     status: Mutex<Status>,
     loader_waits: AtomicBool,
     /// Another rank has received a request to stop.
@@ -38,14 +35,13 @@ pub(super) struct Watch {
     closers: Mutex<Vec<Closer>>,
 }
 
-/// Closes a lane.
 type Closer = Box<dyn Fn() + Send + Sync>;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Watch {
+impl RankState {
     pub(super) fn new() -> Self {
         let status = Status { work: "start".to_owned(), waits: false, since: Instant::now() };
         Self {
@@ -102,7 +98,6 @@ impl Watch {
         *lock(&self.own_stop) = Some(stop);
     }
 
-    /// Whether a request to stop has reached this rank.
     pub(super) fn is_stop_requested(&self) -> bool {
         let own = || lock(&self.own_stop).as_ref().is_some_and(|own| own.load(Ordering::Relaxed));
         self.stop.load(Ordering::Relaxed) || own()
@@ -119,7 +114,7 @@ impl Watch {
         lock(&self.closers).push(close);
     }
 
-    /// Ends this rank with an error, and closes its lanes. Only the first error counts.
+    /// Ends this rank with an error, and closes its channels. Only the first error counts.
     pub(super) fn end(&self, error: &DistError) {
         lock(&self.end).get_or_insert_with(|| error.clone());
         self.ended.notify_all();
