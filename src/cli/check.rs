@@ -31,14 +31,14 @@ pub(super) fn run(args: &CheckArgs, logging: &Logging) -> anyhow::Result<()> {
         config::load_all::<RunConfig>(&args.config.config, &args.config.overrides);
     let mut lines: Vec<Line> = errors.into_iter().map(Line::of_config).collect();
     let bars = SetupBars(logging);
-    let mut trouble = None;
+    let mut transient = None;
     if let Some(mut config) = config {
         let errors = args.config.expand(&mut config, &left_out);
         lines.extend(errors.into_iter().map(Line::of_config));
         match run::download(&config, &bars) {
             Ok(config) => {
                 let report = run::check_run(&config, &left_out, &bars);
-                trouble = trouble_of(&report);
+                transient = exit_of_transient(&report);
                 lines.extend(lines_of(report, args));
             }
             Err(mut error) => {
@@ -50,7 +50,7 @@ pub(super) fn run(args: &CheckArgs, logging: &Logging) -> anyhow::Result<()> {
     let count = |kind: Kind| lines.iter().filter(|line| line.kind == kind).count();
     let [errors, warnings] = [count(Kind::Error), count(Kind::Warning)];
     print(&lines, args.json)?;
-    if let Some(exit) = trouble {
+    if let Some(exit) = transient {
         let message =
             "the check is not complete: the process or a disk failed while rows were read";
         return Err(Failure::new(exit, message).hint("repair that first; then run again").into());
@@ -67,9 +67,9 @@ pub(super) fn run(args: &CheckArgs, logging: &Logging) -> anyhow::Result<()> {
 }
 
 /// The exit code of a check during which the process or a disk failed.
-fn trouble_of(report: &CheckReport) -> Option<Exit> {
+fn exit_of_transient(report: &CheckReport) -> Option<Exit> {
     report.findings.iter().find_map(|(_, finding)| match finding {
-        Finding::Error(error) if error.is_trouble() => error.exit(),
+        Finding::Error(error) if error.is_transient() => error.exit(),
         _ => None,
     })
 }

@@ -10,12 +10,12 @@ use super::args::PathError;
 use super::failure::{Exit, Failure};
 use super::gpu_error;
 use super::terminal::{StdoutError, Terminal, coloured_error, escaped_part, is_closed_pipe};
-use crate::batch::UnpadError;
+use crate::batch::BatchError;
 use crate::checkpoint::CheckpointError;
 use crate::config::{ConfigError, ValueError};
 use crate::convert::ConvertError;
 use crate::data::{
-    CacheError, CollateError, LoaderError, ModelFolderError, OrderError, SampleError, SourceError,
+    CacheError, LoaderError, ModelFolderError, OrderError, SampleError, SourceError,
     TokenizerError, TransientRowError,
 };
 use crate::dist::{DistError, LaunchError};
@@ -26,7 +26,7 @@ use crate::nn::WeightError;
 use crate::ops::failed_gpu_allocation;
 use crate::optim::{GroupError, OptimError};
 use crate::report::ReportError;
-use crate::run::{AdapterError, DeviceError, RunError, SetupError};
+use crate::run::{AdapterError, RunError, SetupError};
 use crate::train::TrainError;
 use fault::{Fault, Hint};
 use rustix::io::Errno;
@@ -120,12 +120,12 @@ fn fault<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e dyn Fault> {
         };
     }
     let known: Option<&dyn Fault> = one_of! {
-        AdapterError, CacheError, CheckpointError, CollateError, ConfigError, ConvertError,
-        DeviceError, DistError, ModelFolderError, Failure, GroupError,
+        AdapterError, BatchError, CacheError, CheckpointError, ConfigError, ConvertError,
+        DistError, ModelFolderError, Failure, GroupError,
         HubError, JsonlError, LaunchError, LoaderError, ModelConfigError,
         OptimError, OrderError, PathError, ReportError, TransientRowError,
         RunError, SampleError, SetupError, SourceError, TokenizerError, TrainError,
-        UnpadError, ValueError, WeightError
+        ValueError, WeightError
     };
     known.or_else(|| Some(StdoutError::find_in(error)? as &dyn Fault))
 }

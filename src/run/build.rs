@@ -3,7 +3,7 @@
 
 use super::adapter::open_run_model;
 use super::check::{announce_memory, warn_about_disk};
-use super::device::{DeviceError, read_algorithms, use_algorithms};
+use super::device::{read_algorithms, use_algorithms};
 use super::error::RunError;
 use super::inputs::{
     DataList, SetupObserver, check, download, encoder, loader_options, open_data, order,
@@ -470,7 +470,7 @@ impl SetupRanks {
     }
 
     /// The device that the sums over ranks need, or else that of `choice`.
-    pub(super) fn device(&self, choice: DeviceChoice) -> Result<Device, DeviceError> {
+    pub(super) fn device(&self, choice: DeviceChoice) -> Result<Device, RunError> {
         self.device.clone().map_or_else(|| choice.open_for(self.rank()), Ok)
     }
 

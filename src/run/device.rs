@@ -14,15 +14,7 @@ use crate::train::DeviceChoice;
 use candle_core::Device;
 use std::path::Path;
 
-#[derive(Debug, thiserror::Error, fault::Fault)]
-#[error("`device` is `cuda:{ordinal}`, which cannot be used: {problem}")]
-#[fault(exit = Usage, hint = device_hint())]
-pub struct DeviceError {
-    ordinal: usize,
-    problem: String,
-}
-
-fn device_hint() -> String {
+pub(super) fn device_hint() -> String {
     if CUDA_BUILD {
         let driver = needed_driver();
         format!(
@@ -46,7 +38,7 @@ pub(super) fn usable_gpu_memory(device: &Device) -> Option<f64> {
 impl DeviceChoice {
     /// Opens the device. `auto` falls back to the CPU, with a warning in a build that supports
     /// GPUs.
-    pub fn open(self) -> Result<Device, DeviceError> {
+    pub fn open(self) -> Result<Device, RunError> {
         self.open_for(Rank::ALONE)
     }
 
@@ -70,13 +62,13 @@ impl DeviceChoice {
     }
 
     /// Opens the device of a rank. With `auto`, each rank of a machine has a GPU of its own.
-    pub fn open_for(self, rank: Rank) -> Result<Device, DeviceError> {
+    pub fn open_for(self, rank: Rank) -> Result<Device, RunError> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
             Self::Cuda(ordinal) => {
                 // candle appends a backtrace if `RUST_BACKTRACE` is set
                 let first_line = |text: String| text.lines().next().unwrap_or_default().to_owned();
-                open_gpu(ordinal).map_err(|error| DeviceError {
+                open_gpu(ordinal).map_err(|error| RunError::Device {
                     ordinal,
                     problem: first_line(error.to_string()),
                 })

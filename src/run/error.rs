@@ -2,13 +2,12 @@
 //! them, and of loading a model.
 
 use super::adapter::AdapterError;
-use super::device::DeviceError;
-use crate::batch::UnpadError;
+use super::device::device_hint;
+use crate::batch::BatchError;
 use crate::checkpoint::CheckpointError;
 use crate::config::{ConfigChange, ConfigError, LeftOut, ValueError};
 use crate::data::{
-    CacheError, CollateError, LoaderError, ModelFolderError, OrderError, SourceError,
-    TransientRowError,
+    CacheError, LoaderError, ModelFolderError, OrderError, SourceError, TransientRowError,
 };
 use crate::dist::DistError;
 use crate::metrics::JsonlError;
@@ -153,8 +152,9 @@ pub enum RunError {
         hint = "remove the file, and measure it again with `trainer bench --tune FILE --config CONFIG`"
     )]
     Algorithms { file: PathBuf, problem: AlgorithmTableError },
-    #[error(transparent)]
-    Device(#[from] DeviceError),
+    #[error("`device` is `cuda:{ordinal}`, which cannot be used: {problem}")]
+    #[fault(exit = Usage, hint = device_hint())]
+    Device { ordinal: usize, problem: String },
     #[error(transparent)]
     Encoder(#[from] ModelFolderError),
     #[error(transparent)]
@@ -211,9 +211,7 @@ pub enum RunError {
     #[error(transparent)]
     Row(#[from] TransientRowError),
     #[error(transparent)]
-    Collate(#[from] CollateError),
-    #[error(transparent)]
-    Unpad(#[from] UnpadError),
+    Batch(#[from] BatchError),
     #[error(transparent)]
     #[fault(exit = None, hint = None)]
     Candle(#[from] candle_core::Error),
@@ -254,7 +252,7 @@ impl From<TrainError> for RunError {
 impl RunError {
     /// Whether the process or a disk failed while rows were read, so that nothing is known about
     /// them.
-    pub fn is_trouble(&self) -> bool {
+    pub fn is_transient(&self) -> bool {
         match self {
             Self::Row(_) | Self::Plan(LoaderError::Transient(_)) => true,
             Self::Cache(error) => error.transient_failure().is_some(),

@@ -30,7 +30,7 @@ pub use adapter::{AdapterError, OpenAdapter};
 pub use build::{Run, RunOptions};
 pub use check::{CheckReport, Finding, Note, Topic, check_run};
 pub(crate) use check::{copy_of_checkpoint, predicted_memory};
-pub use device::{DeviceError, device_name, read_table};
+pub use device::{device_name, read_table};
 pub use error::{RunError, SetupError};
 pub use export::{ExportDtype, Exported, export_adapter, export_model};
 pub use inputs::{SetupObserver, SetupWork, download, model_folder};

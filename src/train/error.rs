@@ -1,6 +1,6 @@
-use crate::batch::UnpadError;
+use crate::batch::BatchError;
 use crate::checkpoint::CheckpointError;
-use crate::data::{CollateError, LoaderError, SampleError, TransientRowError};
+use crate::data::{LoaderError, SampleError, TransientRowError};
 use crate::dist::DistError;
 use crate::metrics::JsonlError;
 use crate::optim::OptimError;
@@ -32,9 +32,7 @@ pub enum TrainError {
     #[error(transparent)]
     Sample(Box<SampleError>),
     #[error(transparent)]
-    Collate(#[from] CollateError),
-    #[error(transparent)]
-    Unpad(#[from] UnpadError),
+    Batch(#[from] BatchError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]

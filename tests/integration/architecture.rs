@@ -431,10 +431,8 @@ fn nothing_names_a_path_of_one_machine_or_a_mirror() {
 
 /// Errors that reach the command line only inside of others, and `BoxFault` and `TransientFailure`,
 /// which are no errors.
-const INSIDE_OTHERS: [&str; 13] = [
+const INSIDE_OTHERS: [&str; 11] = [
     "BoxFault",
-    "ConnectError",
-    "CuSeqlensError",
     "GroundingError",
     "HttpError",
     "ImageError",

@@ -1,5 +1,6 @@
 //! Segment boundaries of a packed token sequence.
 
+use crate::BatchError;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -15,38 +16,20 @@ impl PartialEq for CuSeqlens {
     }
 }
 
-/// Segment lengths that [`CuSeqlens`] cannot represent.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, fault::Fault)]
-#[fault(exit = Data, hint = "this is a bug in trainer: please report it with the row")]
-pub enum CuSeqlensError {
-    /// A segment has no tokens.
-    #[error("segment {segment} has 0 tokens, expected at least 1")]
-    EmptySegment {
-        /// Index of the segment.
-        segment: usize,
-    },
-    /// The total number of tokens exceeds `u32`.
-    #[error("found {num_tokens} tokens in one batch, expected at most {}", u32::MAX)]
-    TooManyTokens {
-        /// Sum of the lengths.
-        num_tokens: u64,
-    },
-}
-
 impl CuSeqlens {
     /// Builds the boundaries from the length of each segment in tokens. Fails if a segment is empty
     /// or the sum exceeds `u32`.
-    pub fn from_lengths(lengths: &[u32]) -> Result<Self, CuSeqlensError> {
+    pub fn from_lengths(lengths: &[u32]) -> Result<Self, BatchError> {
         let mut ends = Vec::with_capacity(lengths.len() + 1);
         ends.push(0);
         let mut total = 0u64;
         for (segment, length) in lengths.iter().enumerate() {
             if *length == 0 {
-                return Err(CuSeqlensError::EmptySegment { segment });
+                return Err(BatchError::EmptySegment { segment });
             }
             total += u64::from(*length);
             let end = u32::try_from(total)
-                .map_err(|_| CuSeqlensError::TooManyTokens { num_tokens: total })?;
+                .map_err(|_| BatchError::TooManyTokens { num_tokens: total })?;
             ends.push(end);
         }
         Ok(Self(ends.into()))
@@ -92,9 +75,6 @@ mod tests {
 
     #[test]
     fn an_empty_segment_is_rejected() {
-        assert_eq!(
-            CuSeqlens::from_lengths(&[3, 0]),
-            Err(CuSeqlensError::EmptySegment { segment: 1 })
-        );
+        assert_eq!(CuSeqlens::from_lengths(&[3, 0]), Err(BatchError::EmptySegment { segment: 1 }));
     }
 }

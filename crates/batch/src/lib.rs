@@ -7,16 +7,18 @@
 
 mod cu_seqlens;
 mod encoded;
+mod error;
 mod pack;
 mod padded;
 mod sample;
 mod split;
 mod varlen;
 
-pub use cu_seqlens::{CuSeqlens, CuSeqlensError};
+pub use cu_seqlens::CuSeqlens;
 pub use encoded::{EncodedSample, Patches};
+pub use error::BatchError;
 pub use pack::Pack;
-pub use padded::{Batch, PaddingSide, UnpadError};
+pub use padded::{Batch, PaddingSide};
 pub use sample::{
     AreaLimits, BoxRef, BoxUnit, Content, FrameRate, ImageLimits, MediaRef, MediaSource, Medium,
     MediumKind, Message, Objects, Part, Sample, SampleId, VideoLimits, VideoRef,

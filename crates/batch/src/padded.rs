@@ -3,7 +3,7 @@
 //!
 //! The mask is built from lengths, not from the pad id, because a real token may have that id.
 
-use super::{CuSeqlens, CuSeqlensError, IGNORE_INDEX, Patches, VarlenBatch};
+use super::{BatchError, CuSeqlens, IGNORE_INDEX, Patches, VarlenBatch};
 use std::ops::Range;
 
 /// Side of a row on which padding is added.
@@ -39,22 +39,6 @@ pub struct Batch {
     pub length: usize,
 }
 
-/// An inconsistent padded batch.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, fault::Fault)]
-#[fault(exit = Data, hint = "this is a bug in trainer: please report it with the row")]
-pub enum UnpadError {
-    #[error(
-        "row {row}: the attention mask has {in_mask} tokens, but the samples have {in_samples}"
-    )]
-    MaskAndLengths { row: usize, in_mask: usize, in_samples: usize },
-    #[error("row {row}: found padding between tokens, expected it on one side")]
-    PaddingInside { row: usize },
-    #[error("vision row {vision_row} is padding, expected a vision token")]
-    VisionRowIsPadding { vision_row: u32 },
-    #[error(transparent)]
-    CuSeqlens(#[from] CuSeqlensError),
-}
-
 impl Batch {
     /// Number of rows, `B`.
     pub fn num_rows(&self) -> usize {
@@ -63,7 +47,7 @@ impl Batch {
 
     /// Removes padding: `[B, L] -> [T]`, real tokens only, as one row. Fails if the batch is
     /// inconsistent.
-    pub fn unpad(self) -> Result<VarlenBatch, UnpadError> {
+    pub fn unpad(self) -> Result<VarlenBatch, BatchError> {
         let starts = self.row_starts()?;
         let lengths: Vec<u32> = self.segment_lengths.iter().flatten().copied().collect();
         let cu_seqlens = CuSeqlens::from_lengths(&lengths)?;
@@ -82,7 +66,7 @@ impl Batch {
             .vision_rows
             .iter()
             .map(|row| {
-                new_row[*row as usize].ok_or(UnpadError::VisionRowIsPadding { vision_row: *row })
+                new_row[*row as usize].ok_or(BatchError::VisionRowIsPadding { vision_row: *row })
             })
             .collect::<Result<_, _>>()?;
         Ok(VarlenBatch {
@@ -103,11 +87,11 @@ impl Batch {
 
     /// Keeps padding: flattens `[B, L]` row by row. Each run of padding becomes a segment without
     /// targets, so no real token attends to it. Fails if the batch is inconsistent.
-    pub fn keep_padding(self) -> Result<VarlenBatch, UnpadError> {
+    pub fn keep_padding(self) -> Result<VarlenBatch, BatchError> {
         let starts = self.row_starts()?;
         if let Some(row) = self.vision_rows.iter().find(|row| !self.attention_mask[**row as usize])
         {
-            return Err(UnpadError::VisionRowIsPadding { vision_row: *row });
+            return Err(BatchError::VisionRowIsPadding { vision_row: *row });
         }
         let (mut lengths, mut padding) = (Vec::new(), Vec::new());
         for (row, start) in starts.iter().enumerate() {
@@ -142,18 +126,18 @@ impl Batch {
     }
 
     /// Returns the column of the first real token of each row. Checks the mask against the lengths.
-    fn row_starts(&self) -> Result<Vec<usize>, UnpadError> {
+    fn row_starts(&self) -> Result<Vec<usize>, BatchError> {
         let mut starts = Vec::with_capacity(self.num_rows());
         for row in 0..self.num_rows() {
             let mask = &self.attention_mask[row * self.length..(row + 1) * self.length];
             let in_mask = mask.iter().filter(|real| **real).count();
             let in_samples = self.row_tokens(row);
             if in_mask != in_samples {
-                return Err(UnpadError::MaskAndLengths { row, in_mask, in_samples });
+                return Err(BatchError::MaskAndLengths { row, in_mask, in_samples });
             }
             let start = mask.iter().position(|real| *real).unwrap_or(0);
             if mask[start..start + in_mask].iter().any(|real| !real) {
-                return Err(UnpadError::PaddingInside { row });
+                return Err(BatchError::PaddingInside { row });
             }
             starts.push(start);
         }
@@ -231,20 +215,20 @@ mod tests {
     fn a_mask_that_contradicts_the_lengths_is_rejected() {
         let mut more = batch();
         more.attention_mask[1] = true;
-        let error = UnpadError::MaskAndLengths { row: 0, in_mask: 4, in_samples: 3 };
+        let error = BatchError::MaskAndLengths { row: 0, in_mask: 4, in_samples: 3 };
         assert_eq!(more.clone().unpad(), Err(error.clone()));
         assert_eq!(more.keep_padding(), Err(error));
         let mut hole = batch();
         hole.attention_mask.swap(1, 3);
-        assert_eq!(hole.clone().unpad(), Err(UnpadError::PaddingInside { row: 0 }));
-        assert_eq!(hole.keep_padding(), Err(UnpadError::PaddingInside { row: 0 }));
+        assert_eq!(hole.clone().unpad(), Err(BatchError::PaddingInside { row: 0 }));
+        assert_eq!(hole.keep_padding(), Err(BatchError::PaddingInside { row: 0 }));
     }
 
     #[test]
     fn visual_features_on_padding_are_rejected() {
         let mut padded = batch();
         padded.vision_rows[0] = 1;
-        let error = UnpadError::VisionRowIsPadding { vision_row: 1 };
+        let error = BatchError::VisionRowIsPadding { vision_row: 1 };
         assert_eq!(padded.clone().unpad(), Err(error.clone()));
         assert_eq!(padded.keep_padding(), Err(error));
     }

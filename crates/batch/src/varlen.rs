@@ -4,7 +4,7 @@
 //! Invariants: `cu_seqlens` and `mask_boundaries` tile `0..T`, and no segment crosses a row;
 //! `vision_rows` is ascending and has one entry for each merged token of `media`, in order.
 
-use super::{BatchPart, CuSeqlens, CuSeqlensError, Patches};
+use super::{BatchError, BatchPart, CuSeqlens, Patches};
 use std::num::NonZeroU32;
 use std::ops::Range;
 
@@ -47,11 +47,7 @@ pub struct VarlenBatch {
 impl VarlenBatch {
     /// The tokens of a batch of one sample from `start` on, with the media among them. `start` is
     /// not inside the tokens of a medium, and there is a token after it.
-    pub fn tokens_from(
-        mut self,
-        start: usize,
-        merge_size: NonZeroU32,
-    ) -> Result<Self, CuSeqlensError> {
+    pub fn tokens_from(mut self, start: usize, merge_size: NonZeroU32) -> Result<Self, BatchError> {
         let before = media_rows(&self.vision_rows, &self.media, merge_size)
             .filter(|rows| rows.start < start);
         let num_media = before.count();

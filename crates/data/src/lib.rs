@@ -32,7 +32,7 @@ pub use length_cache::{
     CacheError, CacheWork, LengthCache, MediaDigests, MediaLook, MediaStamps, open_indexed,
 };
 pub use loader::Loader;
-pub use loader::collate::{CollateError, collate};
+pub use loader::collate::collate;
 pub use loader::error::{LoaderError, RejectedCounts, length_hint};
 pub use loader::plan::{Plan, first_epoch_packs, plan};
 pub use loader::share::LoaderShare;

@@ -4,7 +4,7 @@ use super::config::{Distributed, Processes};
 use super::heartbeat::TcpMonitor;
 use super::launcher::Launched;
 use super::rank_state::{RankState, Waits};
-use super::rendezvous::{self, ConnectError, Joined};
+use super::rendezvous::{self, Joined};
 use super::tcp::TcpChannel;
 use super::{
     Channel, Collective, DistError, Exchange, Gather, Group, Monitor, Rank, Reduce, Ticket,
@@ -97,7 +97,7 @@ pub fn connect(
     match config.processes {
         Processes::Count(count) if count.get() != world => {
             let expected = count.get();
-            return Err(ConnectError::Processes { expected, launcher, world }.into());
+            return Err(DistError::Processes { expected, launcher, world });
         }
         _ => {}
     }

@@ -32,7 +32,7 @@ pub use launcher::{LaunchError, Launched};
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 pub use nccl::{Nccl, NcclOptions};
-pub use ranks::{Channel, ConnectError, DistError, Launcher, Rank, SequencePlace, gather};
+pub use ranks::{Channel, DistError, Launcher, Rank, SequencePlace, gather};
 pub use rendezvous::interface_name;
 pub use selftest::{CaseResult, NUM_CASES, agree, selftest};
 pub use sequence::SequenceAttention;

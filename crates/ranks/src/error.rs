@@ -1,6 +1,6 @@
 //! Errors of ranks and of the connections between them.
 
-use super::ConnectError;
+use super::Launcher;
 
 /// The reason why ranks cannot work together, or no longer can.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, fault::Fault)]
@@ -24,8 +24,34 @@ pub enum DistError {
         work: String,
         seconds: u64,
     },
-    #[error(transparent)]
-    Connect(#[from] ConnectError),
+    #[error("`distributed.processes` is `{expected}`, but {launcher} has started {world}")]
+    #[fault(exit = Usage, hint = "set it to `auto`, or start that number of processes")]
+    Processes { expected: usize, launcher: Launcher, world: usize },
+    #[error("{launcher} sets no address of rank 0, and the ranks may be on several machines")]
+    #[fault(exit = Usage, hint = "set `MASTER_ADDR` for all ranks to the host name of rank 0 (mpirun: `-x`)")]
+    NoHost { launcher: Launcher },
+    #[error("{launcher} sets neither a port of rank 0 nor a name of the job")]
+    #[fault(exit = Usage, hint = "set `distributed.port`, or `MASTER_PORT` for all ranks")]
+    NoPort { launcher: Launcher },
+    #[error("`distributed.interface` is `{interface}`, but this machine has {found}")]
+    #[fault(exit = Usage, hint = "give the name or the IP address of one of them")]
+    Interface { interface: String, found: String },
+    #[error("rank 0 cannot listen on {address}: {problem}")]
+    #[fault(exit = Usage, hint = "another program may use the port: set `distributed.port` to a free one")]
+    Listen { address: String, problem: String },
+    #[error("rank 0 was not found at {address} within {seconds} s: {problem}")]
+    #[fault(
+        hint = "check that rank 0 runs, and that its machine can be reached at this address and port; `distributed.interface` and `distributed.port` change them"
+    )]
+    Unreachable { address: String, seconds: u64, problem: String },
+    #[error("rank 0 at {address} has refused this process: {reason}")]
+    #[fault(exit = Usage, hint = "end the processes of earlier runs, or set another `distributed.port`")]
+    Refused { address: String, reason: String },
+    #[error("{} of {world} ranks did not connect within {seconds} s: {ranks:?}", .ranks.len())]
+    #[fault(
+        hint = "the log of each missing rank has its error; to wait longer, raise `distributed.timeout_s`"
+    )]
+    Missing { ranks: Vec<usize>, world: usize, seconds: u64 },
     /// This rank closed the connection itself, because it needs it no longer.
     #[error("the connection between the ranks is closed")]
     #[fault(

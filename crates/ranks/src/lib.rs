@@ -1,13 +1,11 @@
 //! The place of a process among the ranks of a run, small messages between the ranks, and their errors.
 
 mod channel;
-mod connect_error;
 mod error;
 mod launcher;
 mod rank;
 
 pub use channel::{Channel, gather};
-pub use connect_error::ConnectError;
 pub use error::DistError;
 pub use launcher::Launcher;
 pub use rank::{Rank, SequencePlace, own_part};

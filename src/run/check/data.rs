@@ -55,7 +55,7 @@ pub(super) fn check(
             match measure(&alone, list, encoder, observer) {
                 Ok(measured) => match count(&measured, &loader_options(config, encoder)) {
                     Ok(counts) => counted.push((set, measured, counts)),
-                    Err(trouble) => report.error(topic, LoaderError::Transient(trouble)),
+                    Err(error) => report.error(topic, LoaderError::Transient(error)),
                 },
                 Err(error) => {
                     complete = false;

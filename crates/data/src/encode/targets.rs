@@ -250,7 +250,13 @@ fn pieces(message: &Message) -> impl Iterator<Item = &str> {
 /// Where `piece` is in these bytes of `text`.
 fn position(text: &str, within: Range<usize>, piece: &str, role: &str) -> Option<Range<usize>> {
     let find = |piece: &str| {
-        let start = within.start + text[within.clone()].find(piece)?;
+        let text = &text[within.clone()];
+        // A search for a long text reads all of it first, which takes longer than to compare it
+        // with the place where its head is.
+        let head = &piece[..piece.floor_char_boundary(32)];
+        let first = text.find(head)?;
+        let is_there = text[first..].starts_with(piece);
+        let start = within.start + if is_there { first } else { text.find(piece)? };
         Some(start..start + piece.len())
     };
     let as_json = || {
@@ -313,6 +319,16 @@ mod tests {
             text("user", "question"),
         ];
         assert_eq!(check(&messages, "<question><answer><\"a \\\"b\\\"\\n\"><><question>"), Ok(()));
+    }
+
+    #[test]
+    fn a_long_text_is_found_behind_another_one_with_the_same_head() {
+        let head = "ab\u{e9}".repeat(20);
+        let rendered = format!("{head}1 {head}2");
+        let found = |piece: &str| position(&rendered, 0..rendered.len(), piece, "user");
+        assert_eq!(found(&format!("{head}2")), Some(head.len() + 2..rendered.len()));
+        assert_eq!(found(&format!("{head}3")), None);
+        assert_eq!(found(&rendered), Some(0..rendered.len()));
     }
 
     #[test]

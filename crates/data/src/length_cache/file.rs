@@ -43,7 +43,7 @@ pub(super) const METADATA: &str = "trainer";
 #[fault(exit = self.transient_failure().map_or(Some(Exit::CannotWrite), |failure| failure.exit()))]
 pub enum CacheError {
     #[error("cannot write the length cache `{}`", .path.display())]
-    #[fault(hint = self.hint_of_trouble(
+    #[fault(hint = self.hint_of_transient(
         "check free space and permissions, or set `data.cache_dir` to another folder"
     ))]
     Write {
@@ -57,7 +57,7 @@ pub enum CacheError {
     Format { path: PathBuf, source: ArrowError },
     /// The process has too many open files or no memory, or a disk failed. The rows may be valid.
     #[error("cannot measure all rows: the process or a disk failed")]
-    #[fault(hint = self.hint_of_trouble("run again"))]
+    #[fault(hint = self.hint_of_transient("run again"))]
     Exhausted {
         /// The error of the row at which it was found.
         source: Box<SampleError>,
@@ -86,7 +86,7 @@ impl CacheError {
         }
     }
 
-    fn hint_of_trouble(&self, other: &'static str) -> Hint {
+    fn hint_of_transient(&self, other: &'static str) -> Hint {
         self.transient_failure().map_or_else(|| Some(other.into()), |failure| failure.hint())
     }
 

@@ -122,7 +122,7 @@ impl<'a> Assembler<'a> {
                 || LoaderError::State { problem: "its rows cannot be read again".to_owned() };
             let (row, result) = pools.headers.next().ok_or_else(stopped)?;
             let result = result.map_err(|message| panicked(reader, row, message))?;
-            let checked = LoaderError::unless_trouble(result)?.and_then(|prefetched| {
+            let checked = LoaderError::unless_transient(result)?.and_then(|prefetched| {
                 let length = prefetched.length();
                 options.check_length(length, || reader.id(row)).map(|()| (length, prefetched))
             });
@@ -216,7 +216,7 @@ impl<'a> Assembler<'a> {
         (row, result): JobResult<SampleIndex, Result<Prefetched, Rejection>>,
     ) -> Result<(), LoaderError> {
         let result = result.map_err(|message| panicked(self.reader, row, message))?;
-        let outcome = LoaderError::unless_trouble(result)?
+        let outcome = LoaderError::unless_transient(result)?
             .map(|prefetched| (prefetched.length(), Planned { row, prefetched: Some(prefetched) }));
         self.assembly.push(outcome, || self.reader.id(row))
     }
@@ -343,7 +343,7 @@ impl<'a> Assembler<'a> {
         self.num_unread -= 1;
         let (_, sample) = self.pools.pixels.next().ok_or(Stop::Unwanted)?;
         let sample = sample.map_err(|message| panicked(self.reader, row, message))?;
-        Ok(LoaderError::unless_trouble(sample)?)
+        Ok(LoaderError::unless_transient(sample)?)
     }
 
     /// Collates the step. The rejections of a step without samples join a neighbouring step's.

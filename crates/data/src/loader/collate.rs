@@ -4,27 +4,7 @@
 
 use std::num::NonZeroU32;
 
-use batch::{Batch, EncodedSample, IGNORE_INDEX, Pack, PaddingSide, SampleId};
-
-/// The reason why packs cannot be collated. Each is a bug of the encoder, not an error of the data.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, fault::Fault)]
-#[fault(exit = Data, hint = "this is a bug in trainer: please report it with the row")]
-pub enum CollateError {
-    #[error("row {row}: no sample to collate")]
-    NoSample { row: usize },
-    #[error("{id}: the sample has no tokens")]
-    NoTokens { id: SampleId },
-    #[error("{id}: {num_tokens} input ids, but {num_weights} weights of the loss")]
-    Weights { id: SampleId, num_tokens: usize, num_weights: usize },
-    #[error("{id}: {num_tokens} input ids, but {num_labels} labels and {num_positions} positions")]
-    Lengths { id: SampleId, num_tokens: usize, num_labels: usize, num_positions: usize },
-    #[error("{id}: vision row `{vision_row}` is not above the one before and below {num_tokens}")]
-    VisionRow { id: SampleId, vision_row: u32, num_tokens: usize },
-    #[error("{id}: {num_vision_rows} vision rows, but its images make {num_merged} merged tokens")]
-    VisionRows { id: SampleId, num_vision_rows: usize, num_merged: usize },
-    #[error("a batch has {rows} rows of {length} tokens, expected at most {} tokens", u32::MAX)]
-    TooLarge { rows: usize, length: usize },
-}
+use batch::{Batch, BatchError, EncodedSample, IGNORE_INDEX, Pack, PaddingSide, SampleId};
 
 /// Puts each pack into one row of `[B, L]` and pads the rows with `pad_id` on one side.
 ///
@@ -34,17 +14,17 @@ pub fn collate(
     pad_id: u32,
     side: PaddingSide,
     merge_size: NonZeroU32,
-) -> Result<Batch, CollateError> {
+) -> Result<Batch, BatchError> {
     if let Some(row) = packs.iter().position(Pack::is_empty) {
-        return Err(CollateError::NoSample { row });
+        return Err(BatchError::NoSample { row });
     }
     for sample in packs.iter().flat_map(|pack| &pack.samples) {
         check(sample, merge_size)?;
     }
     let rows = packs.len();
-    let length = packs.iter().map(Pack::len).max().ok_or(CollateError::NoSample { row: 0 })?;
+    let length = packs.iter().map(Pack::len).max().ok_or(BatchError::NoSample { row: 0 })?;
     let places = rows.checked_mul(length).filter(|places| u32::try_from(*places).is_ok());
-    let places = places.ok_or(CollateError::TooLarge { rows, length })?;
+    let places = places.ok_or(BatchError::TooLarge { rows, length })?;
     let weighted =
         packs.iter().flat_map(|pack| &pack.samples).any(|sample| sample.weights.is_some());
     let mut batch = Batch {
@@ -86,24 +66,24 @@ pub fn collate(
 }
 
 /// Checks the lengths and the vision rows of a sample.
-fn check(sample: &EncodedSample, merge_size: NonZeroU32) -> Result<(), CollateError> {
+fn check(sample: &EncodedSample, merge_size: NonZeroU32) -> Result<(), BatchError> {
     let id = || sample.id.clone();
     let num_tokens = sample.len();
     let (num_labels, num_positions) = (sample.labels.len(), sample.position_ids.len());
     if sample.is_empty() {
-        return Err(CollateError::NoTokens { id: id() });
+        return Err(BatchError::NoTokens { id: id() });
     }
     let num_weights = sample.weights.as_ref().map_or(num_tokens, Vec::len);
     if num_weights != num_tokens {
-        return Err(CollateError::Weights { id: id(), num_tokens, num_weights });
+        return Err(BatchError::Weights { id: id(), num_tokens, num_weights });
     }
     if num_labels != num_tokens || num_positions != num_tokens {
-        return Err(CollateError::Lengths { id: id(), num_tokens, num_labels, num_positions });
+        return Err(BatchError::Lengths { id: id(), num_tokens, num_labels, num_positions });
     }
     let mut lowest = 0;
     for row in &sample.vision_rows {
         if *row < lowest || *row as usize >= num_tokens {
-            return Err(CollateError::VisionRow { id: id(), vision_row: *row, num_tokens });
+            return Err(BatchError::VisionRow { id: id(), vision_row: *row, num_tokens });
         }
         lowest = row + 1;
     }
@@ -111,7 +91,7 @@ fn check(sample: &EncodedSample, merge_size: NonZeroU32) -> Result<(), CollateEr
     let num_merged = sample.media.iter().map(|media| media.num_patches() / merged_patches).sum();
     if sample.vision_rows.len() != num_merged {
         let num_vision_rows = sample.vision_rows.len();
-        return Err(CollateError::VisionRows { id: id(), num_vision_rows, num_merged });
+        return Err(BatchError::VisionRows { id: id(), num_vision_rows, num_merged });
     }
     Ok(())
 }
@@ -225,23 +205,23 @@ mod tests {
         assert_eq!(collate(good.clone()), Ok(()));
         let id = || id(7);
         let fewer = EncodedSample { vision_rows: vec![0], ..good.clone() };
-        let expected = CollateError::VisionRows { id: id(), num_vision_rows: 1, num_merged: 2 };
+        let expected = BatchError::VisionRows { id: id(), num_vision_rows: 1, num_merged: 2 };
         assert_eq!(collate(fewer), Err(expected.clone()));
         let message = "a.jsonl:7: 1 vision rows, but its images make 2 merged tokens";
         assert_eq!(expected.to_string(), message);
         for vision_rows in [vec![1, 1], vec![1, 0], vec![0, 5]] {
             let error = collate(EncodedSample { vision_rows, ..good.clone() }).unwrap_err();
-            assert!(matches!(error, CollateError::VisionRow { .. }), "{error}");
+            assert!(matches!(error, BatchError::VisionRow { .. }), "{error}");
         }
         let labels = EncodedSample { labels: vec![1; 4], ..good };
-        assert!(matches!(collate(labels), Err(CollateError::Lengths { num_labels: 4, .. })));
-        assert_eq!(collate(sample(id(), 0, 1, &[])), Err(CollateError::NoTokens { id: id() }));
+        assert!(matches!(collate(labels), Err(BatchError::Lengths { num_labels: 4, .. })));
+        assert_eq!(collate(sample(id(), 0, 1, &[])), Err(BatchError::NoTokens { id: id() }));
     }
 
     #[test]
     fn nothing_makes_no_batch() {
         let empty = |packs| collate(packs, 0, PaddingSide::Right, TWO).unwrap_err();
-        assert_eq!(empty(Vec::new()), CollateError::NoSample { row: 0 });
-        assert_eq!(empty(vec![Pack { samples: Vec::new() }]), CollateError::NoSample { row: 0 });
+        assert_eq!(empty(Vec::new()), BatchError::NoSample { row: 0 });
+        assert_eq!(empty(vec![Pack { samples: Vec::new() }]), BatchError::NoSample { row: 0 });
     }
 }

@@ -1,9 +1,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use crate::loader::collate::CollateError;
 use crate::row::{Rejection, TransientRowError};
-use batch::UnpadError;
+use batch::BatchError;
 use ranks::DistError;
 
 /// The reason why a loader stops before the end of its data.
@@ -61,9 +60,7 @@ pub enum LoaderError {
         message: String,
     },
     #[error(transparent)]
-    Collate(#[from] CollateError),
-    #[error(transparent)]
-    Unpad(#[from] UnpadError),
+    Batch(#[from] BatchError),
     #[error(transparent)]
     Ranks(#[from] DistError),
     #[error("cannot start a loader thread: {message}")]
@@ -79,7 +76,7 @@ pub enum LoaderError {
 
 impl LoaderError {
     /// Returns the result of reading a row, unless the process or a disk failed.
-    pub(crate) fn unless_trouble<T>(
+    pub(crate) fn unless_transient<T>(
         read: Result<T, Rejection>,
     ) -> Result<Result<T, Rejection>, Self> {
         match read {

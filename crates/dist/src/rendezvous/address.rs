@@ -2,7 +2,7 @@
 
 use crate::config::Distributed;
 use crate::launcher::{JOB, Launched};
-use ranks::ConnectError;
+use ranks::DistError;
 use std::fmt;
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
@@ -40,15 +40,15 @@ impl Address {
 }
 
 /// The address at which the other ranks find rank 0.
-pub(crate) fn of_first(place: &Launched, config: &Distributed) -> Result<Address, ConnectError> {
+pub(crate) fn of_first(place: &Launched, config: &Distributed) -> Result<Address, DistError> {
     let launcher = place.launcher;
     let port = config.port.or(place.port).or_else(|| port_of(&place.job));
-    let port = port.ok_or(ConnectError::NoPort { launcher })?;
+    let port = port.ok_or(DistError::NoPort { launcher })?;
     let host = match (&config.interface, &place.host) {
         (Some(interface), _) if place.is_one_machine() => address_of(interface)?.to_string(),
         (None, _) if place.is_one_machine() => Ipv4Addr::LOCALHOST.to_string(),
         (_, Some(host)) => host.trim_matches(['[', ']']).to_owned(),
-        (_, None) => return Err(ConnectError::NoHost { launcher }),
+        (_, None) => return Err(DistError::NoHost { launcher }),
     };
     Ok(Address { host, port })
 }
@@ -56,9 +56,9 @@ pub(crate) fn of_first(place: &Launched, config: &Distributed) -> Result<Address
 /// Listens as rank 0: on `distributed.interface`, else on loopback if all ranks are on one machine,
 /// else on the address that the others connect to. If this machine does not have that address
 /// (a service of Kubernetes, or a host name that resolves to 127.0.1.1), on all interfaces.
-pub(crate) fn listen(place: &Launched, config: &Distributed) -> Result<TcpListener, ConnectError> {
+pub(crate) fn listen(place: &Launched, config: &Distributed) -> Result<TcpListener, DistError> {
     let address = of_first(place, config)?;
-    let failed = |address: &dyn fmt::Display, problem: &dyn fmt::Display| ConnectError::Listen {
+    let failed = |address: &dyn fmt::Display, problem: &dyn fmt::Display| DistError::Listen {
         address: address.to_string(),
         problem: problem.to_string(),
     };
@@ -132,7 +132,7 @@ pub fn interface_name(interface: &str) -> Option<String> {
 }
 
 /// The IP address of an interface that is given by its name or address; IPv4 if it has both.
-fn address_of(interface: &str) -> Result<IpAddr, ConnectError> {
+fn address_of(interface: &str) -> Result<IpAddr, DistError> {
     let all = if_addrs::get_if_addrs().unwrap_or_default();
     let wanted = all.iter().filter(|found| is_of(interface, found));
     let mut wanted: Vec<IpAddr> = wanted.map(if_addrs::Interface::ip).collect();
@@ -140,7 +140,7 @@ fn address_of(interface: &str) -> Result<IpAddr, ConnectError> {
     wanted.first().copied().ok_or_else(|| {
         let names: Vec<_> = all.iter().map(|one| format!("{} ({})", one.name, one.ip())).collect();
         let found = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-        ConnectError::Interface { interface: interface.to_owned(), found }
+        DistError::Interface { interface: interface.to_owned(), found }
     })
 }
 
@@ -187,10 +187,10 @@ mod tests {
     fn an_unknown_address_is_an_error() {
         let none = config(None, None);
         let error = of_first(&place(Some(1), None, None), &none).unwrap_err();
-        assert_eq!(error, ConnectError::NoHost { launcher: Launcher::OpenMpi });
+        assert_eq!(error, DistError::NoHost { launcher: Launcher::OpenMpi });
         let unnamed = Launched { job: String::new(), ..place(Some(2), None, None) };
         let error = of_first(&unnamed, &none).unwrap_err();
-        assert_eq!(error, ConnectError::NoPort { launcher: Launcher::OpenMpi });
+        assert_eq!(error, DistError::NoPort { launcher: Launcher::OpenMpi });
         let error = listen(&place(Some(2), None, None), &config(Some("eth77"), None)).unwrap_err();
         let message = error.to_string();
         assert!(message.starts_with("`distributed.interface` is `eth77`, but this"), "{message}");

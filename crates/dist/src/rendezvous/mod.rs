@@ -5,11 +5,11 @@ mod address;
 
 pub use address::interface_name;
 pub(super) use address::{Address, listen, of_first, open_to_others};
-pub(super) use ranks::ConnectError;
 
 use super::Rank;
 use crate::launcher::Launched;
 use crate::tcp::{self, Arrival, Inbox, is_closed};
+use ranks::DistError;
 use serde::{Deserialize, Serialize};
 use std::hash::{BuildHasher, RandomState};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -146,8 +146,8 @@ fn local_place(machines: &[Machine], rank: usize) -> (usize, usize) {
 }
 
 /// The error of a missing rank.
-fn missing(ranks: Vec<usize>, world: usize, seconds: u64) -> ConnectError {
-    ConnectError::Missing { ranks, world, seconds }
+fn missing(ranks: Vec<usize>, world: usize, seconds: u64) -> DistError {
+    DistError::Missing { ranks, world, seconds }
 }
 
 /// Time in which a connection has to send its hello.
@@ -164,10 +164,10 @@ pub(crate) fn first(
     listener: &TcpListener,
     place: &Launched,
     timeout: Duration,
-) -> Result<Joined, ConnectError> {
+) -> Result<Joined, DistError> {
     let failed = |error: std::io::Error| {
         let address = listener.local_addr().map_or_else(|_| "?".to_owned(), |at| at.to_string());
-        ConnectError::Listen { address, problem: error.to_string() }
+        DistError::Listen { address, problem: error.to_string() }
     };
     listener.set_nonblocking(true).map_err(failed)?;
     // The standard library's queue has 128 places; a connection that finds none is tried again
@@ -337,7 +337,7 @@ fn rank(place: &Launched, machines: &[Machine]) -> Rank {
 }
 
 /// Ends all ranks that have connected, because others did not.
-fn leave(slots: &[Option<Slot>], ranks: Vec<usize>, world: usize, seconds: u64) -> ConnectError {
+fn leave(slots: &[Option<Slot>], ranks: Vec<usize>, world: usize, seconds: u64) -> DistError {
     let present: Vec<&TcpStream> =
         slots.iter().flatten().flat_map(|slot| slot.streams.iter().flatten()).collect();
     for stream in &present {
@@ -360,7 +360,7 @@ pub(crate) fn other(
     address: &Address,
     place: &Launched,
     timeout: Duration,
-) -> Result<Joined, ConnectError> {
+) -> Result<Joined, DistError> {
     let deadline = Instant::now() + timeout;
     let hello = Hello::new(place);
     let mut pause = PAUSES[0];
@@ -375,15 +375,15 @@ pub(crate) fn other(
                 return Err(missing(ranks, place.world, seconds));
             }
             Ok((Answer::Refused(reason), _)) => {
-                return Err(ConnectError::Refused { address: address.to_string(), reason });
+                return Err(DistError::Refused { address: address.to_string(), reason });
             }
             Ok((Answer::Welcome(_), _)) => {
                 let reason = "it counts another number of ranks".to_owned();
-                return Err(ConnectError::Refused { address: address.to_string(), reason });
+                return Err(DistError::Refused { address: address.to_string(), reason });
             }
             Err(problem) if Instant::now() + pause >= deadline => {
                 let (address, seconds) = (address.to_string(), timeout.as_secs());
-                return Err(ConnectError::Unreachable { address, seconds, problem });
+                return Err(DistError::Unreachable { address, seconds, problem });
             }
             Err(_) => {} // rank 0 may still start
         }
@@ -459,7 +459,7 @@ mod tests {
         (listener, Address { host: "127.0.0.1".to_owned(), port })
     }
 
-    type Result<T> = std::result::Result<T, ConnectError>;
+    type Result<T> = std::result::Result<T, DistError>;
 
     /// Runs rank 0 of `world` and, as soon as it listens, `others`.
     fn with_first<T: Send>(
@@ -581,7 +581,7 @@ mod tests {
         let (joined, others) = with_first(2, LONG, |address| {
             for (place, expected) in &cases {
                 let error = other(&address, place, LONG).map(|_| ()).unwrap_err();
-                assert!(matches!(error, ConnectError::Refused { .. }), "{error}");
+                assert!(matches!(error, DistError::Refused { .. }), "{error}");
                 assert!(error.to_string().contains(expected), "{error}");
             }
             join(&address, &[Launched::of_test(1, 2)])
