@@ -3,7 +3,7 @@
 # available for a short time only. Needs only the archive of scripts/cuda/build.sh and python3.
 #   scripts/cuda/first_run.sh 1    correctness: gpu_test.sh without the sanitizers, the ops first
 #   scripts/cuda/first_run.sh 2    compute-sanitizer on the ops
-#   scripts/cuda/first_run.sh 3    ops against the peaks of this GPU and PyTorch's; algorithms of cuBLASLt
+#   scripts/cuda/first_run.sh 3    ops against the peaks of this GPU and PyTorch's
 #   scripts/cuda/first_run.sh 4    steps; seconds to the first step; the steps in PyTorch
 # Without arguments, all four run. Calls add to target/cuda/first_run: logs, results, the state of each
 # part, and a page of everything so far, page.md. If OUT is set, this folder receives three files:
@@ -127,9 +127,6 @@ sanitizers() {
 }
 ops() {
   part ops $((limit * 2 / 3)) scripts/cuda/gpu_bench.sh ops
-  if [[ $DEVICE == cpu || $first == *+* ]]; then state tune "skipped: no GPU with 75 GB"; return; fi
-  # Call 4 runs the steps without the table.
-  part tune "$limit" env OUT="$OUT/tune" SHAPES="$first" MIXES=text COMPARE=with scripts/cuda/tune.sh
 }
 steps() {
   RUN_S=${RUN_S:-380} part steps $((limit * 2 / 3)) scripts/cuda/gpu_bench.sh step

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 bundle=${1:-target/cuda/bundle} archive=${2:-target/cuda/bundle.tar.xz}
-files=(scripts/cuda/{first_run,gpu_test,gpu_bench,machine,tune}.sh scripts/cuda/torch_{bench,packs}.py tests/bench/gpu_{page,rows,table}.py configs/quickstart.yaml data/quickstart)
+files=(scripts/cuda/{first_run,gpu_test,gpu_bench,machine}.sh scripts/cuda/torch_{bench,packs}.py tests/bench/gpu_{page,rows,table}.py configs/quickstart.yaml data/quickstart)
 # Everything but the files of tests that do not run on a GPU.
 golden=(--exclude 'tests/golden/images.*' --exclude 'tests/golden/jpeg.*' --exclude 'tests/golden/video.*' --exclude 'tests/golden/models/moe-*' tests/golden)
 # The dictionary is larger than a binary, so that code that is in all three binaries is stored once.

@@ -1,10 +1,8 @@
 #!/usr/bin/env bash
 # Runs the GPU build on a machine without a GPU, behind a stand-in for the driver and for the libraries
 # of CUDA (tests/fixtures/cuda) that answers at once:
-#   scripts/cuda/stand_in.sh [check] [tune] [train] [host] [ranks]
+#   scripts/cuda/stand_in.sh [check] [train] [host] [ranks]
 #   check  memory that is exhausted, reads of the host, products that cuBLASLt refuses, an old driver
-#   tune   a table of algorithms of cuBLASLt: scripts/cuda/tune.sh makes it and runs use it, refuse it, and
-#          compare it when they resume
 #   train  ten steps of three models against the CPU, in f32, in bf16, and in bf16 with Hopper's kernels.
 #          The PTX of every kernel is executed on the CPU (crates/ptx)
 #   ranks  on the stand-in, 1, 2 and 4 ranks train the same bits for every division of the state; not by
@@ -108,63 +106,6 @@ check() {
   echo "ok: the GPU build behind the stand-in"
 }
 
-tune() {
-  local table=$out/tune/algorithms.json version found
-  rm -rf "$out/tune" "$out/tune.calls" "$out/tune_rows"
-  STAND_IN_LOG=$out/tune.calls TINY=1 OUT=$out/tune WORK=$out/tune_rows TRAINER=$trainer SHAPES=2b scripts/cuda/tune.sh >"$out/tune.log" 2>&1 || fail "tune.sh" "$out/tune.log"
-  says tune '^measured products .* faster'
-  says tune '^step, with table '
-  # The best one that is deterministic and does not fail, whose time is 60 of 100 microseconds.
-  python3 - "$table" <<'PY' || exit 1
-import json, sys
-table = json.load(open(sys.argv[1]))
-entries = table["products"]
-assert table["measured_on"] == {"gpu": "Stand-in A100", "compute_capability": "8.0", "cublaslt": 130000, "driver": 13000}, table["measured_on"]
-for entry in entries:
-    assert (entry["place"], entry["settings"]["id"], entry["first_us"], entry["best_us"]) == (3, 3, 100, 60), entry
-    assert entry["settings"] == dict(id=3, tile=11, split_k=12, reduction=0, swizzle=14, custom=15, stages=16, inner_shape=17, cluster_shape=18), entry
-kinds = {(e["product"]["transpose"], e["product"]["operands"], e["product"]["result"], e["product"]["bias"], e["product"]["in_place"]) for e in entries}
-for kind in [("nt", "bf16", "bf16", False, True), ("nt", "bf16", "f32", False, True), ("nn", "bf16", "bf16", False, True), ("tn", "bf16", "f32", False, True)]:
-    assert kind in kinds, (kind, kinds)
-print(f"{len(entries)} products of {len(kinds)} kinds")
-PY
-  # The products of the quickstart: a run uses the table for all of them.
-  sed "s|^output_dir:.*|output_dir: $out/tuned|" configs/quickstart.yaml >"$out/tuned.yaml"
-  table=$out/quickstart.json
-  rm -f "$table" && local measured=("$trainer" bench --tune "$table" --steps 3 --config "$out/tuned.yaml" --set device=cuda:0 --set model.precision=bf16)
-  "${measured[@]}" >"$out/measured.log" 2>&1 || fail "bench --tune" "$out/measured.log"
-  "${measured[@]}" >"$out/again.log" 2>&1 || fail "bench --tune" "$out/again.log"
-  says again '^measured products .*number +0.000'
-  sft tuned 0 --set "model.algorithms=$table"
-  says tuned 'algorithms file=.* products='
-  [ "$(calls tuned 'algorithm 3')" -gt 0 ] || fail "no algorithm of the table was used" "$out/tuned.calls"
-  [ "$(calls tuned 'algorithm 0')" = 0 ] || fail "a product did not use the table" "$out/tuned.calls"
-  sft untuned 0
-  [ "$(calls untuned 'algorithm 3')" = 0 ] || fail "an algorithm without a table" "$out/untuned.calls"
-  # What is refused: each algorithm, the table of another version, a damaged file.
-  STAND_IN_TUNED=1 sft refused_table 0 --set "model.algorithms=$table"
-  [ "$(grep -c 'cublasLt refuses an algorithm of the table' "$out/refused_table.log")" = 1 ] || fail "not one warning" "$out/refused_table.log"
-  [ "$(calls refused_table 'algorithm 3')" = 0 ] || fail "a refused algorithm was used" "$out/refused_table.calls"
-  STAND_IN_BLASLT=130100 sft other_version 0 --set "model.algorithms=$table"
-  says other_version 'is not used: it was measured on `Stand-in A100` \(8.0\) with cuBLASLt 130000, and this is .* 130100'
-  [ "$(calls other_version 'algorithm 3')" = 0 ] || fail "a table of another version was used" "$out/other_version.calls"
-  sed 's/"id":3/"ids":3/' "$table" >"$out/damaged.json"
-  sft damaged 64 --set "model.algorithms=$out/damaged.json"
-  says damaged 'damaged.json`, line 4, column [0-9]+: unknown field `ids`'
-  says damaged 'hint: remove the file, and measure it again with `trainer bench --tune'
-  # A run resumes with the same table, and not with another one of the same name.
-  local resume=(--set "model.algorithms=$out/used.json" --set "output_dir=$out/resumed" --set checkpoint.every_steps=2)
-  rm -rf "$out/resumed"
-  cp "$table" "$out/used.json"
-  sft first_steps 0 "${resume[@]}"
-  sft next_steps 0 "${resume[@]}" --set train.max_steps=4
-  says next_steps ' resume '
-  sed -i 's/"best_us":60.0/"best_us":61.0/' "$out/used.json"
-  sft other_table 65 "${resume[@]}" --set train.max_steps=5
-  says other_table 'changed since checkpoint .*: table of `model.algorithms`'
-  echo "ok: tables of algorithms behind the stand-in"
-}
-
 # Ten steps with all kernels executed from the PTX that ships: the losses are those of the CPU.
 train() {
   local ptx model name precision kernel settings
@@ -237,13 +178,13 @@ print(f"{of('kernel ', 'cublasLtMatmul') - of('cublasLtMatmulA', 'cublasLtMatmul
 PY
 }
 
-[ $# -gt 0 ] || set -- check tune train host
+[ $# -gt 0 ] || set -- check train host
 library
 run build --bin trainer
 trainer=$target/$([ "$profile" = dev ] && echo debug || echo "$profile")/trainer
 for part in "$@"; do
   case $part in
-    check | tune | train | host | ranks) "$part" ;;
-    *) echo "unknown part \`$part\`, expected check, tune, train, host or ranks" >&2; exit 64 ;;
+    check | train | host | ranks) "$part" ;;
+    *) echo "unknown part \`$part\`, expected check, train, host or ranks" >&2; exit 64 ;;
   esac
 done

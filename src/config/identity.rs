@@ -156,7 +156,6 @@ mod tests {
         let fingerprint = set("output_dir=other");
         for setting in [
             "model.matmul=fp8",
-            "model.algorithms=algorithms.json",
             "optim.kind=muon",
             "optim.master=none",
             "adapter={}",

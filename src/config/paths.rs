@@ -50,7 +50,7 @@ mod tests {
     use std::path::Path;
 
     const CONFIG: &str = "output_dir: ~/1
-model: {path: ~/2, algorithms: ~/10}
+model: {path: ~/2}
 adapter: {start_from: ~/3}
 data:
   cache_dir: ~/4
@@ -64,7 +64,7 @@ data:
         let expand = |path: &str| Ok::<_, ()>(path.replace('~', "/u/ada"));
         assert_eq!(config.expand_paths(&expand), []);
         let text = serde_json::to_string(&config).unwrap();
-        assert_eq!(text.matches("/u/ada/").count(), 10, "{text}");
+        assert_eq!(text.matches("/u/ada/").count(), 9, "{text}");
         assert!(!text.contains('~'), "{text}");
     }
 

@@ -3,7 +3,6 @@
 
 use super::adapter::open_run_model;
 use super::check::{announce_memory, warn_about_disk};
-use super::device::{read_algorithms, use_algorithms};
 use super::error::RunError;
 use super::inputs::{
     DataList, SetupObserver, check, download, encoder, loader_options, open_data, order,
@@ -155,7 +154,7 @@ impl Run {
         let (rows, eval_rows) = ranks
             .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
         let eval_rule = eval_rule(config)?;
-        let inputs = InputDigests::new(&rows, &encoder, read_algorithms(config)?.as_ref());
+        let inputs = InputDigests::new(&rows, &encoder);
         let resumed = found.map(|found| resumed_state(config, &rows, &inputs, found, is_first));
         let resumed = resumed.transpose()?;
         compare_inputs(&ranks, config, &inputs)?;
@@ -228,15 +227,13 @@ impl Run {
     }
 }
 
-/// Opens the device, checks what the run requires of its config, and sets the algorithms of the
-/// device's products.
+/// Opens the device, and checks what the run requires of its config.
 fn open_device(config: &RunConfig, ranks: &SetupRanks) -> Result<Device, RunError> {
     let device = ranks.device(config.device)?;
     let start = Start { config, device: Some(&device), world: Some(ranks.rank().world) };
     if let Some((_, error)) = requirements::of_config(&start, |_| true).next() {
         return Err(error);
     }
-    use_algorithms(config, read_algorithms(config)?.as_ref(), &device)?;
     Ok(device)
 }
 
@@ -248,9 +245,7 @@ fn compare_inputs(
 ) -> Result<(), RunError> {
     ranks.compare("config", || Ok(config_digest(config)))?;
     ranks.compare("training data", || Ok(inputs.data.clone()))?;
-    ranks.compare("tokenizer, template, processor or table of algorithms", || {
-        Ok(format!("{:?}", inputs.others))
-    })
+    ranks.compare("tokenizer, template or processor", || Ok(format!("{:?}", inputs.others)))
 }
 
 /// The ranks, which report their work to the monitor of the options, if there is one.

@@ -1,18 +1,14 @@
-//! Opens the device of the config key `device`, and the table of the key `model.algorithms`.
+//! Opens the device of the config key `device`.
 
-use super::error::{MEASURE, RunError};
+use super::error::RunError;
 use super::memory::RESERVED;
-use crate::config::RunConfig;
 use crate::dist::Rank;
-use crate::files;
 use crate::metrics::available_memory_bytes;
 use crate::ops::{
-    AlgorithmTable, CUDA_BUILD, OtherProducts, count_gpus, gpu_memory, gpu_of_rank, gpu_properties,
-    matmul_library, needed_driver, open_gpu, set_algorithms,
+    CUDA_BUILD, count_gpus, gpu_memory, gpu_of_rank, gpu_properties, needed_driver, open_gpu,
 };
 use crate::train::DeviceChoice;
 use candle_core::Device;
-use std::path::Path;
 
 pub(super) fn device_hint() -> String {
     if CUDA_BUILD {
@@ -89,50 +85,6 @@ pub fn device_name(device: &Device) -> String {
         candle_core::DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
         _ => "cpu".to_owned(),
     }
-}
-
-/// Reads a table, and returns it with its text.
-pub fn read_table(file: &Path) -> Result<(AlgorithmTable, String), RunError> {
-    let path = || file.to_owned();
-    let text = files::read_to_string(file)
-        .map_err(|problem| RunError::AlgorithmsFile { file: path(), problem })?;
-    let table = AlgorithmTable::parse(&text)
-        .map_err(|problem| RunError::Algorithms { file: path(), problem })?;
-    Ok((table, text))
-}
-
-/// Reads the table of a config with its text, if it has one.
-pub(crate) fn read_algorithms(
-    config: &RunConfig,
-) -> Result<Option<(AlgorithmTable, String)>, RunError> {
-    config.model.algorithms.as_deref().map(read_table).transpose()
-}
-
-/// Sets the algorithms of the products on `device` to those of the config's table, or else to those
-/// that cuBLASLt chooses. Warns if the table belongs to another GPU or another version of cuBLASLt.
-/// `algorithms` is what [`read_algorithms`] returned.
-pub(crate) fn use_algorithms(
-    config: &RunConfig,
-    algorithms: Option<&(AlgorithmTable, String)>,
-    device: &Device,
-) -> Result<(), RunError> {
-    let mut entries = Vec::new();
-    if let (Some((table, _)), Some(file)) = (algorithms, &config.model.algorithms)
-        && let Some(library) = matmul_library(device)?
-    {
-        let (file, products) = (file.display(), table.products.len());
-        if let Some(problem) = table.mismatch(&library) {
-            tracing::warn!(
-                "the table `{file}` is not used: {problem}. cuBLASLt chooses the algorithms; \
-                 {MEASURE}"
-            );
-        } else {
-            tracing::info!(%file, products, "algorithms");
-            entries.clone_from(&table.products);
-        }
-    }
-    set_algorithms(entries, OtherProducts::FirstChoice);
-    Ok(())
 }
 
 #[cfg(test)]

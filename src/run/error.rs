@@ -15,7 +15,6 @@ use crate::models::ModelConfigError;
 use crate::net::HttpError;
 use crate::net::hub::HubError;
 use crate::nn::WeightError;
-use crate::ops::AlgorithmTableError;
 use crate::optim::GroupError;
 use crate::train::{TrainError, TrainState};
 use std::io;
@@ -144,14 +143,6 @@ pub enum RunError {
         keys: Vec<String>,
         problem: GroupError,
     },
-    #[error("cannot read the table of algorithms `{}`: {problem}", .file.display())]
-    #[fault(hint = MEASURE)]
-    AlgorithmsFile { file: PathBuf, problem: io::Error },
-    #[error("the table of algorithms `{}`, {problem}", .file.display())]
-    #[fault(
-        hint = "remove the file, and measure it again with `trainer bench --tune FILE --config CONFIG`"
-    )]
-    Algorithms { file: PathBuf, problem: AlgorithmTableError },
     #[error("`device` is `cuda:{ordinal}`, which cannot be used: {problem}")]
     #[fault(exit = Usage, hint = device_hint())]
     Device { ordinal: usize, problem: String },
@@ -239,10 +230,6 @@ pub enum RunError {
 /// Hint if `output_dir` cannot be written.
 const WRITABLE: &str = "set `output_dir` to a folder that you may write to";
 
-/// Hint if a table of algorithms cannot be used.
-pub(super) const MEASURE: &str =
-    "measure it with `trainer bench --tune FILE --config CONFIG`, or remove `model.algorithms`";
-
 impl From<TrainError> for RunError {
     fn from(error: TrainError) -> Self {
         Self::Train(Box::new(error))
@@ -276,10 +263,7 @@ impl RunError {
             Self::Setting { key, .. } | Self::Hub { key, .. } => Some(dotted(key)),
             Self::Urls(_) => Some(dotted("data.allow_urls")),
             Self::NoWeights { .. } => Some(dotted("model.weights")),
-            Self::AlgorithmsFile { .. } | Self::Algorithms { .. } => {
-                Some(dotted("model.algorithms"))
-            }
-            Self::Device(_) => Some(dotted("device")),
+            Self::Device { .. } => Some(dotted("device")),
             Self::Setup(SetupError::Adapter(error)) => error.key().map(dotted),
             Self::Setup(SetupError::Fp8OnGpu { .. }) => Some(dotted("model.matmul")),
             Self::Setup(SetupError::MaskedOnGpu) => Some(dotted("model.attention")),

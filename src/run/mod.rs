@@ -30,7 +30,7 @@ pub use adapter::{AdapterError, OpenAdapter};
 pub use build::{Run, RunOptions};
 pub use check::{CheckReport, Finding, Note, Topic, check_run};
 pub(crate) use check::{copy_of_checkpoint, predicted_memory};
-pub use device::{device_name, read_table};
+pub use device::device_name;
 pub use error::{RunError, SetupError};
 pub use export::{ExportDtype, Exported, export_adapter, export_model};
 pub use inputs::{SetupObserver, SetupWork, download, model_folder};
@@ -43,7 +43,6 @@ pub use resume::Resume;
 pub use trials::{Calibration, Replay, StageNorm, calibrate, replay};
 
 pub(crate) use adapter::{load_for_run, load_to_generate, load_with_adapter};
-pub(crate) use device::{read_algorithms, use_algorithms};
 pub(crate) use inputs::{DataList, check, encoder, loader_options, open_data, order};
 pub(crate) use load_model::check_world;
 pub(crate) use load_shares::whole_model;

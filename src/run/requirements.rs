@@ -2,7 +2,6 @@
 //! requirement that fails; `check` reports all that fail.
 
 use super::check::Topic;
-use super::device::read_algorithms;
 use super::error::{RunError, SetupError};
 use super::load_model::{OpenModel, check_heads, check_matmul, check_world};
 use super::resume::eval_rule;
@@ -23,11 +22,10 @@ pub(super) struct Start<'a> {
 /// A requirement of the config: the list that it reads as a whole, if there is one, and the check.
 type OfConfig = (Option<&'static str>, fn(&Start<'_>) -> Result<(), RunError>);
 
-const OF_CONFIG: [OfConfig; 5] = [
+const OF_CONFIG: [OfConfig; 4] = [
     (None, |start| start.world.map_or(Ok(()), |world| check_world(start.config, world))),
     (None, can_multiply),
     (None, can_mask),
-    (None, |start| read_algorithms(start.config).map(drop)),
     (Some("data.eval"), |start| eval_rule(start.config).map(drop)),
 ];
 

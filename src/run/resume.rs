@@ -5,10 +5,8 @@ use super::output_dir::set_one_aside;
 use crate::checkpoint::{Checkpoint, CheckpointError, Checkpointer, Together};
 use crate::config::{ConfigChange, RunConfig, ValueError, load};
 use crate::data::{CachedRows, DatasetRows, Encoder, MediaLook, dataset_names};
-use crate::ops::AlgorithmTable;
 use crate::train::{EvalHistory, EvalRule, TrainState};
 use sha2::digest::generic_array::GenericArray;
-use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -71,23 +69,14 @@ pub(super) fn likely_checkpoint(
 pub(super) struct InputDigests {
     /// Of the contents of the training data.
     pub(super) data: String,
-    /// Of the other inputs, each with a name for messages.
+    /// Of the files of the encoder, each with a name for messages.
     pub(super) others: BTreeMap<String, String>,
 }
 
 impl InputDigests {
-    /// `algorithms` is the table of `model.algorithms` with its text.
-    pub(super) fn new(
-        rows: &DatasetRows,
-        encoder: &Encoder,
-        algorithms: Option<&(AlgorithmTable, String)>,
-    ) -> Self {
-        let mut others = encoder.digests();
-        if let Some((_, text)) = algorithms {
-            let digest = format!("{:x}", Sha256::digest(text.as_bytes()));
-            others.insert("table of `model.algorithms`".to_owned(), digest);
-        }
-        Self { data: format!("{:x}", GenericArray::from(rows.fingerprint())), others }
+    pub(super) fn new(rows: &DatasetRows, encoder: &Encoder) -> Self {
+        let data = format!("{:x}", GenericArray::from(rows.fingerprint()));
+        Self { data, others: encoder.digests() }
     }
 }
 

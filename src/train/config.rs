@@ -44,8 +44,6 @@ pub struct ModelSection {
     /// Operands of the linear layers of the decoder
     #[key(default)]
     pub matmul: MatmulChoice,
-    /// Table of the algorithms of matrix products on a GPU; without it cuBLASLt chooses them
-    pub algorithms: Option<PathBuf>,
 }
 
 impl ModelSection {

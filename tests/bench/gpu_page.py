@@ -9,7 +9,7 @@ from pathlib import Path
 
 import gpu_table
 
-PARTS = {"tests": "1: tests", "sanitizers": "2: sanitizers", "ops": "3: ops", "tune": "3: algorithms of cuBLASLt", "steps": "4: steps", "start": "4: start", "torch": "4: PyTorch's steps"}
+PARTS = {"tests": "1: tests", "sanitizers": "2: sanitizers", "ops": "3: ops", "steps": "4: steps", "start": "4: start", "torch": "4: PyTorch's steps"}
 
 
 def text(path):
@@ -46,9 +46,6 @@ def main():
         print("\n## Start\n\n| from the start of `trainer sft` to the end of its first step | seconds |\n|---|---|")
         for row in start:
             print(f"| {row['name']} | {row.get('seconds', row.get('error'))} |")
-    algorithms = text(out / "tune/table.txt")
-    if algorithms:
-        print(f"\n## Algorithms of cuBLASLt\n\n```text\n{algorithms}\n```")
     gpu_table.problems(ops + torch_ops + steps + torch + start)
 
 

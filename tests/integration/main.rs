@@ -8,7 +8,6 @@ kernels::test_allocator!();
 mod adapter_parity;
 mod adapter_runs;
 mod adapter_start;
-mod algorithms;
 mod architecture;
 mod background_saves;
 mod bad_input;

@@ -415,7 +415,6 @@ fn a_pipe_in_place_of_a_file_is_refused_at_once() {
     for setting in [
         "data.train=[{path: pipe}]",
         "data={train: [{path: image.jsonl}], on_error: stop}",
-        "model.algorithms=pipe",
         "adapter={start_from: adapter}",
     ] {
         refused(setting, "c.yaml", &["--set", setting]);

@@ -93,7 +93,6 @@ fn section(model: &str, variant: Variant, precision: Precision) -> ModelSection 
         offload: Offload::None,
         aux_loss: 0.0,
         matmul: MatmulChoice::Native,
-        algorithms: None,
     }
 }
 

@@ -109,7 +109,6 @@ fn loaded() -> LoadedModel {
         offload: Offload::None,
         aux_loss: 0.0,
         matmul: MatmulChoice::Native,
-        algorithms: None,
     };
     load_model(&section, 0, &device()).unwrap()
 }

@@ -56,7 +56,6 @@ macro_rules! return_if_on_gpu {
 mod adafactor;
 mod adamw;
 mod adjacent;
-mod algorithms;
 mod attention;
 mod bytes;
 mod causal_conv1d;
@@ -76,7 +75,6 @@ mod gated_delta_rule;
 mod gated_rms_norm;
 mod gelu;
 mod gpu;
-mod gpu_algorithms;
 mod grouped_linear;
 mod host_copies;
 mod joined_linear;
@@ -107,10 +105,6 @@ pub use adamw::{
     sums_of_squares_in_order,
 };
 pub use adjacent::{joins_products, own_columns, products_of_this_thread, replace_columns};
-pub use algorithms::{
-    AlgorithmEntry, AlgorithmSettings, AlgorithmTable, AlgorithmTableError, MatmulLibrary,
-    MatrixDType, Product, Transpose,
-};
 #[cfg(feature = "flash-attn")]
 pub use attention::FlashAttn;
 pub use attention::{
@@ -150,7 +144,6 @@ pub use gpu::{
     CUDA_BUILD, GpuMemory, GpuProperties, copy_from_host, copy_to_host, count_gpus, exit_at_once,
     gpu_memory, gpu_of_rank, gpu_properties, open_gpu, upload, upload_rounded,
 };
-pub use gpu_algorithms::{OtherProducts, algorithm_entries, matmul_library, set_algorithms};
 pub use grouped_linear::{
     ExpertLayout, grouped_linear, grouped_linear_backward_input, grouped_linear_backward_weight,
 };

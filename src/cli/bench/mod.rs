@@ -1,10 +1,9 @@
-//! `trainer bench`: speed of the ops, of a training step, of the data loader, and of the algorithms
-//! of products; its timing on a CPU and on a GPU, the sizes of ops, and its output.
+//! `trainer bench`: speed of the ops, of a training step and of the data loader; its timing on a CPU
+//! and on a GPU, the sizes of ops, and its output.
 
 mod data;
 mod ops;
 mod step;
-mod tune;
 
 use super::args::ConfigArgs;
 use super::failure::{Exit, Failure};
@@ -26,8 +25,7 @@ use std::time::Instant;
 #[command(after_help = "Example:\n  trainer bench --ops\n  \
     trainer bench --ops --device cuda:0\n  \
     trainer bench --step --config config.yaml --steps 20\n  \
-    trainer bench --data --config config.yaml --json\n  \
-    trainer bench --tune algorithms.json --config config.yaml")]
+    trainer bench --data --config config.yaml --json")]
 pub(super) struct BenchArgs {
     /// Time each op at a few sizes, relative to the measured peaks of this machine (the default)
     #[arg(long)]
@@ -38,18 +36,13 @@ pub(super) struct BenchArgs {
     /// Time reading, encoding and packing the rows of a config: rows/s, MPix/s, tokens/s
     #[arg(long)]
     data: bool,
-    /// Measure the algorithms of cuBLASLt for the products of a config's steps, and add the fastest
-    /// to FILE, which the config key `model.algorithms` reads; GPU only
-    #[arg(long, value_name = "FILE")]
-    tune: Option<PathBuf>,
-    /// YAML config, for `--step`, `--data` and `--tune`
+    /// YAML config, for `--step` and `--data`
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Change a key, for example `--set data.packing=false`
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Number of steps to time, after a first step that is not timed; with `--tune`, number of steps
-    /// whose products are measured
+    /// Number of steps to time, after a first step that is not timed
     #[arg(long, default_value_t = 10)]
     steps: u64,
     /// Device of `--ops`: `cpu`, `cuda:N` or `auto`; the others use that of the config
@@ -72,13 +65,13 @@ pub(super) struct BenchArgs {
 pub(super) fn run(args: &BenchArgs, logging: &Logging) -> anyhow::Result<()> {
     let config = || -> anyhow::Result<_> {
         let file = args.config.clone().ok_or_else(|| {
-            Failure::new(Exit::Usage, "`--step`, `--data` and `--tune` need a config")
+            Failure::new(Exit::Usage, "`--step` and `--data` need a config")
                 .hint("add `--config config.yaml`, or use `--ops`")
         })?;
         ConfigArgs { config: file, overrides: args.overrides.clone() }.load(logging)
     };
     let mut table = Table { json: args.json };
-    if args.ops || !(args.step || args.data || args.tune.is_some()) {
+    if args.ops || !(args.step || args.data) {
         run_ops(args, &mut table)?;
     }
     if args.step {
@@ -86,9 +79,6 @@ pub(super) fn run(args: &BenchArgs, logging: &Logging) -> anyhow::Result<()> {
     }
     if args.data {
         data::run(&config()?, &mut table)?;
-    }
-    if let Some(file) = &args.tune {
-        tune::run(&config()?, args.steps, file, &mut table)?;
     }
     Ok(())
 }

@@ -11,8 +11,8 @@ use crate::metrics::{
 use crate::ops::{GPU_LOGITS_BYTES, gpu_memory, gpu_properties};
 use crate::optim::state_bytes_per_weight;
 use crate::run::{
-    RESERVED, encoder, load_with_adapter, loader_options, memory_model, order, read_algorithms,
-    step_runner, use_algorithms, weight_storage, whole_model,
+    RESERVED, encoder, load_with_adapter, loader_options, memory_model, order, step_runner,
+    weight_storage, whole_model,
 };
 use crate::train::{PreparedStep, StepRunner, WeightStorage, visiting_memory};
 use candle_core::{DType, Device};
@@ -75,8 +75,8 @@ fn memory_of(
 }
 
 /// A step whose upload has started, and its sizes.
-pub(super) struct Ready {
-    pub(super) prepared: PreparedStep,
+struct Ready {
+    prepared: PreparedStep,
     sizes: StepSizes,
     /// Tokens in the forward pass, padding included if the model computes it.
     computed: f64,
@@ -110,7 +110,7 @@ struct StepTotals {
 }
 
 /// The model of a config, and its steps of data.
-pub(super) struct StepBench {
+struct StepBench {
     pub(super) runner: StepRunner,
     loader: Loader,
     memory: MemoryModel,
@@ -137,7 +137,7 @@ impl StepBench {
         Ok(Self { runner, loader, memory, work, passes })
     }
 
-    pub(super) fn next(&mut self) -> anyhow::Result<Option<Ready>> {
+    fn next(&mut self) -> anyhow::Result<Option<Ready>> {
         let Some(data) = self.loader.next_step() else { return Ok(None) };
         Ready::new(&self.runner, &self.memory, data?).map(Some)
     }
@@ -148,7 +148,6 @@ impl StepBench {
 pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::Result<()> {
     let started = Instant::now();
     let device = config.device.open()?;
-    use_algorithms(config, read_algorithms(config)?.as_ref(), &device)?;
     let mut bench = StepBench::new(config, &device)?;
     let (mut ahead, mut predicted, mut totals) = (None, 0f64, StepTotals::default());
     let (mut cpu_before, mut first, mut first_step_s, mut loss) = (0.0, (0.0, 0.0), 0.0, 0.0);

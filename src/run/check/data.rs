@@ -1,7 +1,6 @@
 //! Checks every row of the data sets, and finds rows that can be used but train something else than
 //! their writer may expect.
 
-use super::super::device::read_algorithms;
 use super::super::error::RunError;
 use super::super::inputs::{DataList, SetupObserver, loader_options, of_data_set, open_data};
 use super::super::plan::{DataPlan, cached_if_possible, plan_opened};
@@ -268,12 +267,11 @@ fn add_plan(
     report: &mut CheckReport,
 ) -> Result<Option<DataPlan>, RunError> {
     let rows = Arc::new(open_data(config, DataList::Train, encoder, observer)?);
-    // A table that cannot be read is an error of its own.
-    if let (Some(found), Ok(algorithms)) = (found, read_algorithms(config)) {
-        let inputs = InputDigests::new(&rows, encoder, algorithms.as_ref());
-        if let Err(error) = resumed_state(config, &rows, &inputs, found, true) {
-            report.error(Topic::Output, error);
-        }
+    if let Some(found) = found
+        && let inputs = InputDigests::new(&rows, encoder)
+        && let Err(error) = resumed_state(config, &rows, &inputs, found, true)
+    {
+        report.error(Topic::Output, error);
     }
     let planned = match plan_opened(config, encoder, &rows, observer) {
         Err(RunError::Plan(_)) if report.counts()[0] > 0 => return Ok(None),

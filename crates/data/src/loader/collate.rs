@@ -4,7 +4,7 @@
 
 use std::num::NonZeroU32;
 
-use batch::{Batch, BatchError, EncodedSample, IGNORE_INDEX, Pack, PaddingSide, SampleId};
+use batch::{Batch, BatchError, EncodedSample, IGNORE_INDEX, Pack, PaddingSide};
 
 /// Puts each pack into one row of `[B, L]` and pads the rows with `pad_id` on one side.
 ///
@@ -101,7 +101,7 @@ mod tests {
     use std::path::Path;
     use std::sync::Arc;
 
-    use batch::MediumKind;
+    use batch::{MediumKind, SampleId};
     use proptest::prelude::*;
 
     use super::*;

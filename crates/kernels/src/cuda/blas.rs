@@ -7,25 +7,21 @@
 #![expect(unsafe_code, reason = "cublasLt takes addresses")]
 
 use super::blas_call::{
-    Algorithm, BlasResult, Call, Description, WORKSPACE_BYTES, is_refusal, operand_shapes,
+    Algorithm, BlasResult, Call, Description, MatrixDType, Product, WORKSPACE_BYTES, is_refusal,
+    operand_shapes,
 };
 use super::gemm::{Addend, Gemm, GemmOperand};
 use super::launch::address;
-use super::measure::measure;
 use super::product::{self, address_and_stride};
-use super::stored_algorithms::BlasAlgorithms;
-use crate::{AlgorithmEntry, MatrixDType, OtherProducts, Product};
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError};
 
 /// Maximum number of cached algorithms. Packs vary in length, so new shapes keep occurring.
 const MAX_ALGORITHMS: usize = 8192;
-/// Number of choices of cublasLt that are measured.
-const MEASURED: usize = 8;
 
 struct Library {
     handle: sys::cublasLtHandle_t,
@@ -37,28 +33,7 @@ struct Library {
 // SAFETY: a handle may be used from any thread, and it is used under the lock only.
 unsafe impl Send for Library {}
 
-/// The libraries of all devices, and the algorithms that were set for them.
-#[derive(Default)]
-struct Libraries {
-    stored: BlasAlgorithms,
-    of: HashMap<DeviceId, Library>,
-}
-
-static LIBRARIES: LazyLock<Mutex<Libraries>> = LazyLock::new(Mutex::default);
-
-fn libraries() -> MutexGuard<'static, Libraries> {
-    LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-pub(crate) fn set_algorithms(entries: Vec<AlgorithmEntry>, others: OtherProducts) {
-    let mut libraries = libraries();
-    libraries.stored = BlasAlgorithms::new(entries, others);
-    libraries.of.values_mut().for_each(|library| library.algorithms.clear());
-}
-
-pub(crate) fn algorithm_entries() -> Vec<AlgorithmEntry> {
-    libraries().stored.entries.clone()
-}
+static LIBRARIES: LazyLock<Mutex<HashMap<DeviceId, Library>>> = LazyLock::new(Mutex::default);
 
 /// Computes `dst = op(a) op(b) + addend + bias`. The caller has checked sizes and dtypes.
 pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Result<()> {
@@ -66,9 +41,8 @@ pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Re
         bail!("{op}: `{}` is on the CPU, expected a GPU", dst.name());
     };
     device.cuda_stream().context().bind_to_thread().w()?;
-    let mut libraries = libraries();
-    let Libraries { stored, of } = &mut *libraries;
-    let library = match of.entry(device.id()) {
+    let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
+    let library = match libraries.entry(device.id()) {
         Entry::Occupied(library) => library.into_mut(),
         Entry::Vacant(entry) => {
             let handle = result::create_handle().map_err(|error| failed(op, gemm, error))?;
@@ -76,7 +50,7 @@ pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Re
             entry.insert(Library { handle, workspace, algorithms: HashMap::new() })
         }
     };
-    library.run(stored, op, gemm, dst, device)
+    library.run(op, gemm, dst, device)
 }
 
 fn failed(op: &str, gemm: &Gemm<'_>, error: result::CublasError) -> Error {
@@ -117,7 +91,6 @@ fn warn_of_slow_kernel(product: &Product) {
 impl Library {
     fn run(
         &mut self,
-        stored: &mut BlasAlgorithms,
         op: &'static str,
         gemm: &Gemm<'_>,
         dst: GemmOperand<'_>,
@@ -158,59 +131,31 @@ impl Library {
             workspace: address(op, "workspace", &self.workspace)?.0,
             stream: device.cuda_stream().cu_stream().cast(),
         };
-        if stored.lacks(&product) && !self.algorithms.contains_key(&product) {
-            let choices = call.choices(&product.alignments, MEASURED).map_err(failed)?;
-            stored.entries.extend(measure(&product, &call, &choices, dst.tensor(), device)?);
-        }
-        if self.start(stored, &product, &call).map_err(failed)? {
+        if self.start(&product, &call).map_err(failed)? {
             return Ok(());
         }
         product::run(op, gemm, dst)
     }
 
     /// Starts a product; false if cublasLt refuses it.
-    fn start(
-        &mut self,
-        stored: &mut BlasAlgorithms,
-        product: &Product,
-        call: &Call<'_>,
-    ) -> BlasResult<bool> {
-        let mut algorithm = self.algorithm(stored, product, call)?;
-        while let Some(used) = algorithm {
-            match call.start(&used) {
-                // Possibly an algorithm of the table.
-                Err(error) if is_refusal(error) => {
-                    if stored.replaces(product) {
-                        stored.warn(product);
-                    }
-                    let first = call.choices(&product.alignments, 1)?.into_iter().next();
-                    algorithm = first.filter(|first| *first != used);
-                    if algorithm.is_none() {
-                        warn_of_slow_kernel(product);
-                    }
-                    self.algorithms.insert(product.clone(), algorithm);
-                }
-                started => return started.map(|()| true),
+    fn start(&mut self, product: &Product, call: &Call<'_>) -> BlasResult<bool> {
+        let Some(algorithm) = self.algorithm(product, call)? else { return Ok(false) };
+        match call.start(&algorithm) {
+            Err(error) if is_refusal(error) => {
+                warn_of_slow_kernel(product);
+                self.algorithms.insert(product.clone(), None);
+                Ok(false)
             }
+            started => started.map(|()| true),
         }
-        Ok(false)
     }
 
-    /// Returns the stored algorithm of a product, or else the first choice of cublasLt; `None` if
-    /// there are none.
-    fn algorithm(
-        &mut self,
-        stored: &mut BlasAlgorithms,
-        product: &Product,
-        call: &Call<'_>,
-    ) -> BlasResult<Option<Algorithm>> {
+    /// The first choice of cublasLt; `None` if it has none.
+    fn algorithm(&mut self, product: &Product, call: &Call<'_>) -> BlasResult<Option<Algorithm>> {
         if let Some(known) = self.algorithms.get(product) {
             return Ok(*known);
         }
-        let found = match stored.algorithm(product, call) {
-            Some(found) => Some(found),
-            None => call.choices(&product.alignments, 1)?.into_iter().next(),
-        };
+        let found = call.choose(&product.alignments)?;
         if found.is_none() {
             warn_of_slow_kernel(product);
         }

@@ -3,10 +3,11 @@
 #![expect(unsafe_code, reason = "cublasLt takes addresses")]
 
 use super::gemm::Transpose;
-use crate::{MatrixDType, Product};
+use candle_core::DType;
 use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t;
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use std::ffi::c_void;
+use std::fmt;
 use std::mem::MaybeUninit;
 use sys::cublasLtMatmulDescAttributes_t as Attribute;
 use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
@@ -25,6 +26,61 @@ const SETTINGS: [(usize, ReductionScheme); 3] = [
 
 pub(super) type Algorithm = sys::cublasLtMatmulAlgo_t;
 pub(super) type BlasResult<T> = std::result::Result<T, result::CublasError>;
+
+/// Dtype of the elements of a matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum MatrixDType {
+    Bf16,
+    F32,
+    /// Codes of FP8, in tensors of `u8`.
+    E4m3,
+}
+
+impl MatrixDType {
+    /// The dtype of the elements of a tensor; `None` if no product has it.
+    pub(super) fn of(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::BF16 => Some(Self::Bf16),
+            DType::F32 => Some(Self::F32),
+            DType::U8 => Some(Self::E4m3),
+            _ => None,
+        }
+    }
+}
+
+/// Properties of a product that decide which algorithms can compute it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Product {
+    pub(super) transpose: Transpose,
+    /// Rows of the result, its columns, and the number of terms of each sum.
+    pub(super) shape: [usize; 3],
+    /// Dtype of `a` and `b`.
+    pub(super) operands: MatrixDType,
+    pub(super) result: MatrixDType,
+    /// Whether `a` and `b` are the second halves of the rows of a matrix.
+    pub(super) second_halves: [bool; 2],
+    /// Alignments of `b`, `a`, the addend and the result, in bytes; at most 256.
+    pub(super) alignments: [u32; 4],
+    /// Whether the addend is the result, or there is none.
+    pub(super) in_place: bool,
+    pub(super) bias: bool,
+}
+
+impl fmt::Display for Product {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ([m, n, k], name) = (self.shape, |dtype| match dtype {
+            MatrixDType::Bf16 => "bf16",
+            MatrixDType::F32 => "f32",
+            MatrixDType::E4m3 => "e4m3",
+        });
+        write!(f, "{:?} {m}x{n}x{k} {}", self.transpose, name(self.operands))?;
+        if self.operands != self.result {
+            write!(f, " to {}", name(self.result))?;
+        }
+        f.write_str(if self.bias { ", bias" } else { "" })?;
+        f.write_str(if self.in_place { "" } else { ", residual" })
+    }
+}
 
 /// A cublasLt descriptor that is destroyed on drop.
 struct Owned<T: Copy>(T, unsafe fn(T) -> std::result::Result<(), result::CublasError>);
@@ -109,7 +165,6 @@ pub(super) fn operand_shapes(transpose: Transpose, [m, n, k]: [usize; 3]) -> [[u
 
 /// A product with everything that cublasLt takes, except for the algorithm. The tensors at the
 /// addresses outlive the work on their stream.
-#[derive(Clone, Copy)]
 pub(super) struct Call<'a> {
     pub(super) handle: sys::cublasLtHandle_t,
     pub(super) description: &'a Description,
@@ -153,51 +208,22 @@ impl Call<'_> {
         }
     }
 
-    /// Whether cublasLt can compute this product with this algorithm and the workspace.
-    pub(super) fn accepts(&self, algorithm: &Algorithm) -> bool {
-        let Description { product, a, b, c } = self.description;
-        let mut found = MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
-        // SAFETY: all descriptors are valid. Zeros are a valid result.
-        let (checked, found) = unsafe {
-            let checked = sys::cublasLtMatmulAlgoCheck(
-                self.handle,
-                product.0,
-                a.0,
-                b.0,
-                c.0,
-                c.0,
-                algorithm,
-                found.as_mut_ptr(),
-            );
-            (checked, found.assume_init())
-        };
-        checked.result().is_ok()
-            && found.state.result().is_ok()
-            && found.workspaceSize <= WORKSPACE_BYTES
-    }
-
-    /// Returns at most `count` choices of cublasLt for the first settings with which it has one,
-    /// the first one first.
-    pub(super) fn choices(
-        &self,
-        alignments: &[u32; 4],
-        count: usize,
-    ) -> BlasResult<Vec<Algorithm>> {
+    /// The first choice of cublasLt, for the first settings with which it has one.
+    pub(super) fn choose(&self, alignments: &[u32; 4]) -> BlasResult<Option<Algorithm>> {
         for settings in SETTINGS {
-            match self.choices_with(settings, alignments, count) {
+            match self.choose_with(settings, alignments) {
                 Err(error) if is_refusal(error) => {}
-                found => return found,
+                found => return found.map(Some),
             }
         }
-        Ok(Vec::new())
+        Ok(None)
     }
 
-    fn choices_with(
+    fn choose_with(
         &self,
         (workspace, reduction): (usize, ReductionScheme),
         alignments: &[u32; 4],
-        count: usize,
-    ) -> BlasResult<Vec<Algorithm>> {
+    ) -> BlasResult<Algorithm> {
         let preference = Owned(result::create_matmul_pref()?, result::destroy_matmul_pref as _);
         prefer(preference.0, Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace)?;
         prefer(preference.0, Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction)?;
@@ -211,10 +237,10 @@ impl Call<'_> {
             prefer(preference.0, which, bytes)?;
         }
         let Description { product, a, b, c } = self.description;
-        let mut found = vec![MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed(); count];
+        let mut found = MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
         let mut number = 0;
-        // SAFETY: all descriptors are valid, and there is room for `count` results. Zeros are valid
-        // results.
+        // SAFETY: all descriptors are valid, and there is room for one result. Zeros are a valid
+        // result.
         let found = unsafe {
             sys::cublasLtMatmulAlgoGetHeuristic(
                 self.handle,
@@ -224,19 +250,17 @@ impl Call<'_> {
                 c.0,
                 c.0,
                 preference.0,
-                count as i32,
-                found.as_mut_ptr().cast(),
+                1,
+                found.as_mut_ptr(),
                 &raw mut number,
             )
             .result()?;
-            found.into_iter().take(number.max(0) as usize).map(|one| one.assume_init())
+            found.assume_init()
         };
-        let usable: Vec<_> =
-            found.filter(|one| one.state.result().is_ok()).map(|one| one.algo).collect();
-        if usable.is_empty() {
+        if number < 1 {
             return Err(result::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED));
         }
-        Ok(usable)
+        found.state.result().map(|()| found.algo)
     }
 }
 

@@ -7,8 +7,18 @@
 //!
 //! Operands of dtype `u8` are codes of e4m3; their product is `f32`.
 
-pub(super) use crate::algorithms::Transpose;
 use candle_core::{DType, Result, Tensor, bail};
+
+/// Which operand of a product is transposed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Transpose {
+    /// `a [m, k]`, `b [n, k]`: `a b^T`.
+    Nt,
+    /// `a [m, k]`, `b [k, n]`: `a b`.
+    Nn,
+    /// `a [k, m]`, `b [k, n]`: `a^T b`.
+    Tn,
+}
 
 /// An operand: its name, for errors, and the location of its elements.
 #[derive(Debug, Clone, Copy)]

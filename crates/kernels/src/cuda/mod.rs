@@ -36,8 +36,6 @@ mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
 #[cfg(feature = "cuda")]
-mod measure;
-#[cfg(feature = "cuda")]
 mod module;
 mod muon;
 mod nf4;
@@ -52,8 +50,6 @@ mod rows;
 mod select;
 #[cfg(feature = "cuda")]
 mod side_stream;
-#[cfg(feature = "cuda")]
-mod stored_algorithms;
 mod tensor_map;
 #[cfg(test)]
 #[cfg(not(feature = "cuda"))]
@@ -66,8 +62,6 @@ pub(super) use adamw::{
     adamw_step, clipped_update, fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
 };
 pub(super) use attention::{decode_attention, flash_attention, flash_attention_backward};
-#[cfg(feature = "cuda")]
-pub(super) use blas::{algorithm_entries, set_algorithms};
 pub(super) use causal_conv1d::{causal_conv1d, causal_conv1d_backward};
 pub(super) use delta_gates::{delta_gates, delta_gates_backward};
 #[cfg(all(feature = "cuda", unix))]
@@ -110,7 +104,5 @@ pub(super) use select::attention_kernel;
 pub(super) use select::gpu_without_e4m3;
 #[cfg(feature = "cuda")]
 pub use side_stream::SideStream;
-#[cfg(feature = "cuda")]
-pub(super) use stored_algorithms::matmul_library;
 #[cfg(feature = "cuda")]
 pub(super) use upload::{upload, upload_bf16, upload_bytes};
