@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Benchmark of the length cache. Prints rows per second and peak memory for image rows and text
+# Benchmark of the length cache. Prints seconds, CPU seconds, rows per second and peak memory for image rows and text
 # rows: the first pass, a second pass, and a pass with another max_pixels. Then prints how long a
 # run that resumes near the end of its data takes until its next step, with the cache and without.
 #   scripts/bench/cache.sh [ROWS]
@@ -36,14 +36,15 @@ done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, t
 seconds = time.perf_counter() - begin
 if done.returncode:
     sys.exit(done.stderr)
-memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+cpu, memory = used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 work = next(line.split("INFO ", 1)[1] for line in done.stderr.splitlines() if "measured=" in line)
-print(f"| {name} | {seconds:.2f} | {rows / seconds:,.0f} | {memory:.0f} | {work} |", flush=True)
+print(f"| {name} | {seconds:.2f} | {cpu:.2f} | {rows / seconds:,.0f} | {memory:.0f} | {work} |", flush=True)
 PY
 }
 
-echo "| pass | s | rows/s | peak MiB | |"
-echo "|---|---|---|---|---|"
+echo "| pass | s | CPU s | rows/s | peak MiB | |"
+echo "|---|---|---|---|---|---|"
 for file in images text; do
   for state in ${COLD:+cold} warm; do
     rm -rf "$work/run-$file"
