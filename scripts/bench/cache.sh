@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Benchmark of the length cache. Prints seconds, CPU seconds, rows per second and peak memory for image rows and text
-# rows: the first pass, a second pass, and a pass with another max_pixels. Then prints how long a
-# run that resumes near the end of its data takes until its next step, with the cache and without.
+# Benchmark of the length cache. Prints seconds, CPU seconds, rows per second and peak memory for
+# image rows and text rows: the first pass, a second pass, and a pass with another max_pixels. Then
+# prints how long a run that resumes near the end of its data takes until its next step, with the
+# cache and with `data.length_cache: off`.
 #   scripts/bench/cache.sh [ROWS]
 # TOKENIZER=FILE  a published tokenizer.json instead of the tests' tokenizer
 # FOLDER=DIR      folder for rows and caches; each number of rows gets its own subfolder
@@ -59,12 +60,12 @@ done
 # of the resumed run has the times at which the data is open and the model is loaded, and the time
 # that the next step waits for its rows.
 run=$work/run-text
-sft=("$trainer" sft --config "$work/text.yaml" --set model.weights=random --set data.packing_length=1024)
+sft=("$trainer" sft --config "$work/text.yaml" --set model.weights=random --set data.packing_length=1024 --set train.epochs=null)
 "${sft[@]}" --resume never --set train.max_steps=2
 "$python" tests/bench/move_data_state.py "$run/checkpoints/step-00000002" $((rows / 10 * 9))
-rm -rf "$work/saved" "$work/no-cache" && cp -r "$run/checkpoints" "$work/saved"
-for cache in "$run/cache" "$work/no-cache"; do
+rm -rf "$work/saved" && cp -r "$run/checkpoints" "$work/saved"
+for cache in complete off; do
   rm -rf "$run/checkpoints" "$run/final" && cp -r "$work/saved" "$run/checkpoints"
-  echo "length cache in $cache:"
-  "$python" tests/bench/resume_times.py "$run" "${sft[@]}" --set train.max_steps=3 --set data.cache_dir="$cache"
+  echo "data.length_cache: $cache"
+  "$python" tests/bench/resume_times.py "$run" "${sft[@]}" --set train.max_steps=3 --set data.length_cache=$cache
 done

@@ -82,7 +82,7 @@ check() {
   [ "$(nm "$trainer" | grep -cE ' T (cuMemAllocAsync|cuMemcpyDtoHAsync_v2)$')" = 2 ] || { echo "FAILED: the driver's functions are not replaced" >&2; exit 1; }
   STAND_IN_MEMORY=$((1 << 30)) TRAINER_TEST_DEVICE=cuda:0 unit_tests kernels cuda::driver cuda::upload cuda::download
   sft plain 0
-  [ "$(calls plain 'kernel product')" = 0 ] || fail "cuBLASLt was not used" "$out/plain.calls"
+  [ "$(calls plain 'cublasLtMatmul ')" -gt 0 ] && [ "$(calls plain 'kernel product')" = 0 ] || fail "cuBLASLt was not used" "$out/plain.calls"
   # The stand-in writes no results, so they stay NaN.
   TRAINER_POISON=1 sft poison 65
   says poison 'the loss is NaN'

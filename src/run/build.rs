@@ -8,12 +8,12 @@ use super::inputs::{
     DataList, SetupObserver, check, download, encoder, loader_options, open_data, order,
     param_groups,
 };
-use super::load_model::{OpenModel, share_attention};
+use super::load_model::{OpenModel, check_heads, share_attention};
 use super::load_shares::RankModel;
 use super::logs::{Tracked, Trackers, log_data_sets, log_share, log_start, open_logs};
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, choose_recompute, forecast, measure_part, plan_run};
-use super::requirements::{self, Start};
+use super::requirements;
 use super::resume::{InputDigests, Resume, bring_best, eval_rule, find_checkpoint, resumed_state};
 use super::runner::{rank_model, step_runner};
 use crate::checkpoint::{CarriedFiles, Checkpoint, Checkpointer, FolderLayout, Together};
@@ -139,6 +139,8 @@ impl Run {
         check(config)?;
         let rank = ranks.rank();
         let is_first = rank.is_first();
+        let all = |_: &str| true;
+        requirements::first(requirements::of_config(config, Some(rank.world), all))?;
         log_share(config, rank);
         let config =
             &ranks.first_then_others("downloading", || download(config, options.observer))?;
@@ -149,7 +151,8 @@ impl Run {
         let found = found.as_ref();
         is_first.then(|| announce_memory(config));
         let observer = options.observer;
-        let device = open_device(config, &ranks)?;
+        let device = ranks.device(config.device)?;
+        requirements::first(requirements::of_device(config, Some(&device)))?;
         let encoder = encoder(config)?;
         let (rows, eval_rows) = ranks
             .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
@@ -227,16 +230,6 @@ impl Run {
     }
 }
 
-/// Opens the device, and checks what the run requires of its config.
-fn open_device(config: &RunConfig, ranks: &SetupRanks) -> Result<Device, RunError> {
-    let device = ranks.device(config.device)?;
-    let start = Start { config, device: Some(&device), world: Some(ranks.rank().world) };
-    if let Some((_, error)) = requirements::of_config(&start, |_| true).next() {
-        return Err(error);
-    }
-    Ok(device)
-}
-
 /// Compares what the ranks read before they load the model.
 fn compare_inputs(
     ranks: &SetupRanks,
@@ -302,9 +295,7 @@ fn load_model(
     device: &Device,
 ) -> Result<(RankModel, ParamGroups, Option<BaseModel>), RunError> {
     let (mut open, base) = open_model(config, found, ranks, device)?;
-    if let Some((_, error)) = requirements::of_model(config, &open).next() {
-        return Err(error);
-    }
+    check_heads(&open, config.distributed.sequence.get())?;
     share_attention(&mut open, ranks.ranks());
     ranks.compare("model", || open.digest().map_err(candle_core::Error::wrap))?;
     // Checks the patterns before the rows are measured, which takes longer.

@@ -548,6 +548,7 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
+    /// Its bytes; `None` if it does not fit.
     fn fits(&self, need: &RunMemory) -> Result<Option<f64>, RunError> {
         let bytes = need.bytes(self.shape)?;
         Ok((bytes <= self.memory).then_some(bytes))

@@ -87,7 +87,7 @@ pub(super) fn plan_run(
     }
 }
 
-/// Measures the part of one rank of the rows that [`plan_run`] will need.
+/// Measures the part of one rank of the rows that [`plan_run`] will need, if there are several ranks.
 pub(super) fn measure_part(
     config: &RunConfig,
     rows: &Arc<DatasetRows>,
@@ -95,8 +95,18 @@ pub(super) fn measure_part(
     rank: Rank,
     observer: &dyn SetupObserver,
 ) -> Result<(), RunError> {
-    let is_off = config.data.length_cache == LengthCaching::Off;
-    if rank.world == 1 || is_off || resumed.is_some() && complete_cache(config, rows).is_some() {
+    if config.data.length_cache == LengthCaching::Off {
+        return Ok(());
+    }
+    let num_rows = num_chats(rows);
+    let is_long = num_rows >= MANY_ROWS && resumed.is_none() && rank.is_first();
+    if is_long && complete_cache(config, rows).is_none() {
+        tracing::info!(
+            rows = num_rows,
+            "measuring rows; with `data.length_cache: off` and `train.max_steps`, a run starts at once"
+        );
+    }
+    if rank.world == 1 || resumed.is_some() && complete_cache(config, rows).is_some() {
         return Ok(());
     }
     let chats = rows.sets().iter().filter(|set| set.corpus().is_none());
@@ -121,14 +131,7 @@ pub(crate) fn update_cache(
     rows: Arc<DatasetRows>,
     observer: &dyn SetupObserver,
 ) -> Result<(CachedRows, CacheWork), RunError> {
-    let num_rows = num_chats(&rows);
-    if num_rows >= MANY_ROWS && complete_cache(config, &rows).is_none() {
-        tracing::info!(
-            rows = num_rows,
-            "measuring rows; with `data.length_cache: off` and `train.max_steps`, a run starts at once"
-        );
-    }
-    let report = observer.begin(SetupWork::MeasureRows, num_rows as u64);
+    let report = observer.begin(SetupWork::MeasureRows, num_chats(&rows) as u64);
     Ok(CachedRows::update(rows, &config.cache_dir(), &*report)?)
 }
 

@@ -38,6 +38,7 @@ fn without_evaluation(config: &RunConfig, folder: &Path) -> RunConfig {
 pub struct Calibration {
     /// Number of steps that were timed.
     pub steps: u64,
+    /// Of this rank.
     pub tokens_per_s: f64,
     /// Peak memory of the process, or of the tensors on the GPU, in bytes.
     pub peak_bytes: f64,

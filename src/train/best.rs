@@ -145,6 +145,7 @@ impl EvalHistory {
         self.compared == rule.identity() && self.step >= step
     }
 
+    /// The reason why the run ends; `None` if it continues.
     pub fn ends(&self, rule: &EvalRule) -> Option<String> {
         let early = rule.early_stopping?;
         let ends = self.compared == rule.identity() && self.since >= early.patience.get();

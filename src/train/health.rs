@@ -23,6 +23,7 @@ const LONG: u64 = 100;
 pub struct Health {
     /// Losses of the last steps. `f32`, whose decimal form is exact when it is read again.
     losses: VecDeque<f32>,
+    /// Of the last steps.
     grad_norms: VecDeque<f32>,
     /// Losses of the first steps of the run.
     first: Vec<f32>,

@@ -111,6 +111,7 @@ fn run_ops(args: &BenchArgs, table: &mut Table) -> anyhow::Result<()> {
     ops::OpBench { clock, dtype, sizes: sizes.sizes() }.run(&args.filter, table)
 }
 
+/// Durations of one run.
 #[derive(Debug, Clone, Copy)]
 struct Seconds {
     /// The fastest run: the one that other processes disturbed least.

@@ -117,8 +117,8 @@ impl CheckReport {
         self.add(topic, Finding::Error(error.into()));
     }
 
-    fn errors(&mut self, errors: impl IntoIterator<Item = (Topic, RunError)>) {
-        errors.into_iter().for_each(|(topic, error)| self.error(topic, error));
+    fn errors(&mut self, topic: Topic, errors: impl Iterator<Item = RunError>) {
+        errors.for_each(|error| self.error(topic, error));
     }
 }
 
@@ -219,6 +219,8 @@ pub fn check_run(
     let found = (is_valid && left_out.is_empty()).then(|| start::resumes(config, &mut report));
     let found = found.flatten();
     let packs = if let Some((usable, encoder)) = usable_encoder(config, &mut report) {
+        // Otherwise a file that both read would be reported twice.
+        start::check_carried(config, &mut report);
         let found = found.as_ref().filter(|_| usable.data == config.data);
         let packs = data::check(&usable, &encoder, found, observer, &mut report);
         // with other settings, the packs are not those of the run

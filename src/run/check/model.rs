@@ -3,7 +3,7 @@
 use super::super::adapter::{AdapterError, open_run_model};
 use super::super::error::{RunError, SetupError};
 use super::super::inputs::{of_pattern, pattern_groups};
-use super::super::requirements;
+use super::super::load_model::check_heads;
 use super::super::{OpenModel, trainable};
 use super::{CheckReport, Topic};
 use crate::config::RunConfig;
@@ -16,7 +16,9 @@ use candle_core::Device;
 /// pattern is left out after it was reported, so that it hides no other one.
 pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
     let Some(open) = open_with_targets(config, report) else { return };
-    report.errors(requirements::of_model(config, &open));
+    if let Err(error) = check_heads(&open, config.distributed.sequence.get()) {
+        report.error(Topic::Model, error);
+    }
     let Some(groups) = groups(config, &open, report) else { return };
     let trained = trainable(&groups);
     let count = |only: bool| -> usize {

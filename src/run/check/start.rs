@@ -2,15 +2,15 @@
 //! ranks, and the checkpoint that it resumes from.
 
 use super::super::output_dir::check_model_stays;
-use super::super::requirements::{self, Start};
+use super::super::requirements;
 use super::super::resume::likely_checkpoint;
 use super::{CheckReport, Finding, Note, Topic};
-use crate::checkpoint::{Checkpoint, Checkpointer};
+use crate::checkpoint::{CarriedFiles, Checkpoint, Checkpointer};
 use crate::config::{LeftOut, RunConfig};
 use crate::dist::Processes;
 use crate::train::{DeviceChoice, MatmulChoice};
 
-/// Checks what a run requires of its config.
+/// Checks what a run requires of its config and of its device.
 pub(super) fn check(config: &RunConfig, left_out: &LeftOut, report: &mut CheckReport) {
     // With `auto`, only FP8 depends on the device.
     let is_named = matches!(config.device, DeviceChoice::Cuda(_));
@@ -24,8 +24,16 @@ pub(super) fn check(config: &RunConfig, left_out: &LeftOut, report: &mut CheckRe
         Processes::Auto => None,
         Processes::Count(ranks) => Some(ranks.get()),
     };
-    let start = Start { config, device: device.as_ref(), world };
-    report.errors(requirements::of_config(&start, |list| !left_out.has(list)));
+    report.errors(Topic::Config, requirements::of_device(config, device.as_ref()));
+    let has_all = |list: &str| !left_out.has(list);
+    report.errors(Topic::Config, requirements::of_config(config, world, has_all));
+}
+
+/// Reads the files that checkpoints copy from the model folder.
+pub(super) fn check_carried(config: &RunConfig, report: &mut CheckReport) {
+    if let Err(error) = CarriedFiles::read(&config.model.path) {
+        report.error(Topic::Model, error);
+    }
 }
 
 /// The checkpoint that the run would resume from.

@@ -41,6 +41,7 @@ impl Observer for () {
 pub enum TrainOutcome {
     /// All steps are done, or evaluations no longer improve, and the folder `final` is written.
     Finished {
+        /// `None` without eval data.
         eval: Option<EvalReport>,
         /// `<output_dir>/final`.
         folder: PathBuf,

@@ -120,7 +120,7 @@ pub struct DataConfig {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Choice)]
 #[serde(rename_all = "snake_case")]
 pub enum LengthCaching {
-    /// The [length cache](crate::LengthCache) is completed first.
+    /// All rows are measured before the first step, and the length cache keeps their lengths.
     #[default]
     Complete,
     /// No row is measured: packs are made from the rows as they arrive.

@@ -1,5 +1,6 @@
-//! Builds the cache, and updates it for rows and images that have changed. Ranks measure the rows of a data set together: each writes the
-//! rows of its part to a file of its own, from which the next update completes the cache.
+//! Builds the cache, and updates it for rows and images that have changed. Ranks measure the rows of
+//! a data set together: each writes the rows of its part to a file of its own, from which the next
+//! update completes the cache.
 
 use std::ffi::OsStr;
 use std::panic::resume_unwind;

@@ -192,8 +192,7 @@ impl CachePath {
         self.path.with_file_name(name)
     }
 
-    /// Creates the folder and waits for other processes that write this cache. A background update
-    /// ends as soon as another process waits.
+    /// Creates the folder and waits for other processes that write this cache.
     pub(super) fn lock(&self) -> Result<Lock, CacheError> {
         if let Some(lock) = self.try_lock()? {
             return Ok(lock);

@@ -257,10 +257,10 @@ impl Call<'_> {
             .result()?;
             found.assume_init()
         };
-        if number < 1 {
+        if number < 1 || found.state.result().is_err() {
             return Err(result::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED));
         }
-        found.state.result().map(|()| found.algo)
+        Ok(found.algo)
     }
 }
 

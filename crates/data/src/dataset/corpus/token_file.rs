@@ -57,6 +57,7 @@ impl Index {
         (self.documents[document], end)
     }
 
+    /// Tokens of each document.
     pub(super) fn document_lengths(&self) -> impl Iterator<Item = u32> + '_ {
         (0..self.documents.len()).map(|document| {
             let (start, end) = self.document(document);

@@ -15,6 +15,7 @@ use minijinja::{Environment, Error, ErrorKind, Value};
 
 /// Instructions of a rendering without messages.
 const BASE_STEPS: u64 = 2_000_000;
+/// Instructions of the template per message.
 const STEPS_PER_MESSAGE: u64 = 2_000;
 
 /// Adds counting versions of everything that a template can call.
