@@ -5,6 +5,8 @@ use crate::dist::DistError;
 use crate::metrics::JsonlError;
 use crate::optim::OptimError;
 
+pub(super) type Result<T> = std::result::Result<T, TrainError>;
+
 /// The reason why a step, an evaluation or a run failed.
 #[derive(Debug, thiserror::Error, fault::Fault)]
 pub enum TrainError {

@@ -10,15 +10,13 @@ pub use shared_sums::SharedSums;
 pub(super) use shared_sums::{Buffers, kept_sums};
 pub use tree::buffers_of_tree;
 
+use super::error::Result;
 use super::weights::RankWeights;
 use crate::ops::GradWrite;
 use crate::tape::{GradSink, Gradients, Param};
-use crate::train::TrainError;
 use candle_core::Tensor;
 use shared_sums::SharedRound;
 use tree::Tree;
-
-type Result<T> = std::result::Result<T, TrainError>;
 
 /// The buffers of gradients, and how micro-batches and ranks are added up.
 pub enum GradientSums {

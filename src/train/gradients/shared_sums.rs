@@ -4,8 +4,8 @@
 //! backward has finished a stage, its buffer is summed over the ranks, in the background; this rank
 //! receives its share. With `shard: gradients` or `full`, the stages take turns in two buffers.
 
+use super::super::error::Result;
 use super::super::weights::RankWeights;
-use super::Result;
 use super::rounds::{num_open, num_sums, pairs_after};
 use crate::dist::{Collective, Gather, Reduce, Shard, Then, Ticket};
 use crate::ops;

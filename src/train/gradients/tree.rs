@@ -1,6 +1,6 @@
 //! The gradients of a run in one process.
 
-use super::Result;
+use super::super::error::Result;
 use super::rounds::{num_open, pairs_after};
 use crate::ops;
 use crate::tape::{Gradients, Param};
