@@ -49,10 +49,11 @@ pub(super) fn plan_run(
     if config.data.length_cache == LengthCaching::Off {
         return Ok(RunPlan { planned: None, reader: rows.clone(), packs: None });
     }
-    // A complete cache is used as it is by a resumed run, and by the ranks for which rank 0 has
-    // completed it: a row that could not be read then would be measured again, perhaps with another
-    // result.
-    let complete = (resumed.is_some() || !rank.is_first()).then(|| complete_cache(config, rows));
+    // A complete cache is used as it is by a resumed run that started with it, and by the ranks for
+    // which rank 0 has completed it: a row that could not be read then would be measured again,
+    // perhaps with another result.
+    let as_it_is = started_with_cache(resumed) || !rank.is_first();
+    let complete = as_it_is.then(|| complete_cache(config, rows));
     let reader = if let Some(reader) = complete.flatten() {
         reader
     } else {
@@ -106,13 +107,19 @@ pub(super) fn measure_part(
             "measuring rows; with `data.length_cache: off` and `train.max_steps`, a run starts at once"
         );
     }
-    if rank.world == 1 || resumed.is_some() && complete_cache(config, rows).is_some() {
+    if rank.world == 1 || started_with_cache(resumed) && complete_cache(config, rows).is_some() {
         return Ok(());
     }
     let chats = rows.sets().iter().filter(|set| set.corpus().is_none());
     let own: usize = chats.map(|set| rank.own_part(set.len()).len()).sum();
     let report = observer.begin(SetupWork::MeasureRows, own as u64);
     Ok(CachedRows::measure_part(rows, &config.cache_dir(), rank, &*report)?)
+}
+
+/// Whether a resumed run measured its rows when it started. With `data.length_cache: off` it did not,
+/// and a cache of an earlier run may lack the changes since.
+fn started_with_cache(resumed: Option<&TrainState>) -> bool {
+    resumed.is_some_and(|state| state.media.is_some())
 }
 
 /// The rows with the lengths of complete caches, which are not changed; `None` if one is missing.

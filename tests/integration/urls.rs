@@ -103,9 +103,15 @@ fn a_stuck_loader_ends_the_run_with_code_74_and_its_place() {
     stuck.says("this row has been read for 4 s").says("rows.jsonl:6");
 }
 
-/// The loader waits for a server that does not answer, and the signal does not wait for the loader.
+/// The loader, or the pass that measures rows, waits for a server that does not answer, and the
+/// signal does not wait for it.
 #[test]
-fn a_signal_stops_a_run_whose_loader_waits_for_a_server() {
+fn a_signal_stops_a_run_that_waits_for_a_server() {
+    stops_while_it_waits("off");
+    stops_while_it_waits("complete");
+}
+
+fn stops_while_it_waits(length_cache: &str) {
     let server = Server::start(|_| {
         std::thread::sleep(Duration::from_mins(5));
         Reply::new(200, image())
@@ -115,7 +121,10 @@ fn a_signal_stops_a_run_whose_loader_waits_for_a_server() {
     let text = "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"},\
                 {\"role\":\"assistant\",\"content\":\"b\"}]}\n";
     place.write("rows.jsonl", &(text.repeat(5) + &url + &text.repeat(32_768)));
-    let settings = ["train={max_steps: 30}", "data.packing=false", "data.url.timeout_s=290"];
+    let cache = format!("data.length_cache={length_cache}");
+    let settings =
+        ["train={max_steps: 30}", "data.packing=false", &cache, "data.url.timeout_s=290"];
+    let trains = length_cache == "off";
     let mut arguments = vec!["sft", "--config", "config.yaml"];
     arguments.extend(settings.iter().flat_map(|setting| ["--set", setting]));
     let mut command = place.command(&arguments);
@@ -130,12 +139,13 @@ fn a_signal_stops_a_run_whose_loader_waits_for_a_server() {
     };
     let metrics = place.path("run/metrics.jsonl");
     let has_step = || fs::metadata(&metrics).is_ok_and(|file| file.len() > 0);
-    wait(&mut child, Duration::from_mins(1), &|| has_step() && server.requests() > 0);
+    let waits = || has_step() == trains && server.requests() > 0;
+    wait(&mut child, Duration::from_mins(1), &waits);
     let id = child.id().to_string();
     assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
     wait(&mut child, Duration::from_secs(3), &|| false);
     assert_eq!(child.wait().unwrap().code(), Some(75));
-    assert_eq!(place.names("run/checkpoints").len(), 1);
+    assert_eq!(place.path("run/checkpoints").exists(), trains);
 }
 
 #[test]

@@ -44,7 +44,7 @@ pub(super) const METADATA: &str = "trainer";
 pub enum CacheError {
     #[error("cannot write the length cache `{}`", .path.display())]
     #[fault(hint = self.hint_of_transient(
-        "check free space and permissions, or set `data.cache_dir` to another folder"
+        "check free space and permissions, set `data.cache_dir` to another folder, or train with `data.length_cache: off`"
     ))]
     Write {
         /// A file in the cache folder, or the folder.
@@ -53,7 +53,9 @@ pub enum CacheError {
     },
     /// The Arrow writer failed, most often because the disk is full.
     #[error("cannot write the length cache `{}`", .path.display())]
-    #[fault(hint = "check free space and permissions, or set `data.cache_dir` to another folder")]
+    #[fault(
+        hint = "check free space and permissions, set `data.cache_dir` to another folder, or train with `data.length_cache: off`"
+    )]
     Format { path: PathBuf, source: ArrowError },
     /// The process has too many open files or no memory, or a disk failed. The rows may be valid.
     #[error("cannot measure all rows: the process or a disk failed")]
