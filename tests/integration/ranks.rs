@@ -262,17 +262,6 @@ fn ranks_divide_the_measuring_of_rows_at_the_start_and_when_they_resume() {
     }
 }
 
-#[test]
-fn ranks_divide_the_measuring_of_more_rows_than_one_process_measures_at_its_start() {
-    let place = place();
-    let row = r#"{"messages":[{"role":"user","content":"Q"},{"role":"assistant","content":"A"}]}"#;
-    let rows = 32_769;
-    place.write("rows.jsonl", &format!("{row}\n").repeat(rows));
-    let settings = [&STEPS_ALONE[..], &["data.eval=[]"]].concat();
-    let found = measured_rows(&config(&place, "many", &settings));
-    assert_eq!(found, [vec![16_384, 32_769], vec![16_385]]);
-}
-
 const SHARDS: [&str; 3] = ["optimizer", "gradients", "full"];
 
 #[test]
