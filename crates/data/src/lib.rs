@@ -24,10 +24,10 @@ pub use dataset::corpus::{
     Corpus, CorpusConfig, CorpusOptions, Purpose, Sampling, Spacing, Windows,
 };
 pub use dataset::order::{DatasetShare, Mixture, Order, OrderError, RowOrder, StoppingStrategy};
-pub use dataset::{DataSet, DatasetRows, Prefetched, RowReader};
+pub use dataset::{DataSet, DatasetRows, RowReader};
 pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
-pub use encode::{BoxFault, Encoder, ImageBox, LossScale, TextSample, image_boxes};
+pub use encode::{BoxFault, Encoder, ImageBox, LossScale, image_boxes};
 pub use length_cache::{
     CacheError, CacheWork, LengthCache, MediaDigests, MediaLook, MediaStamps, open_indexed,
 };

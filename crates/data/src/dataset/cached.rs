@@ -2,8 +2,8 @@
 
 use super::{DataSet, DatasetRows};
 use crate::{
-    CacheError, CacheWork, Length, LengthCache, LoaderOptions, MediaLook, MediaStamps, Prefetched,
-    Rejection, RowReader, SampleIndex, TokenCounts,
+    CacheError, CacheWork, Length, LengthCache, LoaderOptions, MediaLook, MediaStamps, Rejection,
+    RowReader, SampleIndex, TokenCounts,
 };
 use batch::{EncodedSample, SampleId};
 use ranks::Rank;
@@ -188,22 +188,11 @@ impl RowReader for CachedRows {
         self.rows.read(row)
     }
 
+    fn read_of_length(&self, row: SampleIndex, length: Length) -> Result<EncodedSample, Rejection> {
+        self.rows.read_of_length(row, length)
+    }
+
     /// Does not read a row that has a cached length.
-    fn prefetch(&self, row: SampleIndex) -> Result<Prefetched, Rejection> {
-        match self.caches[row.dataset as usize] {
-            Some(_) => self.length(row).map(Prefetched::Length),
-            None => self.rows.prefetch(row),
-        }
-    }
-
-    fn load_pixels(
-        &self,
-        row: SampleIndex,
-        prefetched: Prefetched,
-    ) -> Result<EncodedSample, Rejection> {
-        self.rows.load_pixels(row, prefetched)
-    }
-
     fn length(&self, row: SampleIndex) -> Result<Length, Rejection> {
         match &self.caches[row.dataset as usize] {
             Some(cache) => {

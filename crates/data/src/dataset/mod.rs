@@ -1,6 +1,6 @@
 //! The data sets of a run: chats and corpora, their mixture, their order, and their rows.
-//! [`RowReader`] is the interface between the loader and the data sets: a row is prefetched,
-//! packed, then completed.
+//! [`RowReader`] is the interface between the loader and the data sets: a row is measured, packed,
+//! then read.
 
 pub(crate) mod cached;
 pub(crate) mod corpus;
@@ -11,12 +11,10 @@ mod tests;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::encode::TextSample;
 use crate::row::{Length, Rejection, SampleIndex, TransientRowError};
 use crate::{
     Corpus, CorpusOptions, DatasetConfig, DatasetInfo, DroppedTokens, Encoder, RowFile, RowForm,
-    RowRules, SampleError, SampleFault, SourceError, TruncationRule, UnknownKeys, dataset_names,
-    open_indexed,
+    RowRules, SampleError, SourceError, TruncationRule, UnknownKeys, dataset_names, open_indexed,
 };
 use batch::{EncodedSample, Sample, SampleId};
 
@@ -140,43 +138,6 @@ impl DataSet {
     }
 }
 
-/// A row before its pixels are read: its length for packing, and the results computed so far.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Prefetched {
-    /// The whole sample: it has no media.
-    Sample(EncodedSample),
-    /// The sample without the pixels of its media.
-    Text(TextSample),
-    /// The length alone, from a cache; the row has not been read.
-    Length(Length),
-}
-
-impl Prefetched {
-    /// The size of the whole sample.
-    pub fn length(&self) -> Length {
-        match self {
-            Self::Sample(sample) => Length::of(sample),
-            Self::Text(text) => text.length(),
-            Self::Length(length) => *length,
-        }
-    }
-
-    /// Memory in bytes, accurate to a few dozen bytes.
-    pub(crate) fn bytes(&self) -> u64 {
-        match self {
-            Self::Sample(sample) => Length::of(sample).bytes(),
-            Self::Text(text) => text.bytes(),
-            Self::Length(_) => 0,
-        }
-    }
-}
-
-impl From<TextSample> for Prefetched {
-    fn from(text: TextSample) -> Self {
-        if text.is_complete() { Self::Sample(text.into_sample()) } else { Self::Text(text) }
-    }
-}
-
 /// Reads and encodes single rows. The same row gives the same result each time.
 pub trait RowReader: Send + Sync {
     /// The encoded sample of a row.
@@ -196,22 +157,12 @@ pub trait RowReader: Send + Sync {
     /// It rejects the rows that `read` rejects, unless only decoding an image finds the error.
     fn length(&self, row: SampleIndex) -> Result<Length, Rejection>;
 
-    /// The part of [`RowReader::read`] that needs no pixels. It rejects the rows that
-    /// [`RowReader::length`] rejects.
-    fn prefetch(&self, row: SampleIndex) -> Result<Prefetched, Rejection> {
-        self.length(row).map(Prefetched::Length)
-    }
-
-    /// The rest of [`RowReader::read`], given the result of [`RowReader::prefetch`] for this row.
-    fn load_pixels(
-        &self,
-        row: SampleIndex,
-        prefetched: Prefetched,
-    ) -> Result<EncodedSample, Rejection> {
-        match prefetched {
-            Prefetched::Sample(sample) => Ok(sample),
-            Prefetched::Text(_) | Prefetched::Length(_) => self.read(row),
-        }
+    /// [`RowReader::read`], but a row that does not have this length is rejected as `changed`, and
+    /// its pixels are not read.
+    fn read_of_length(&self, row: SampleIndex, length: Length) -> Result<EncodedSample, Rejection> {
+        let sample = self.read(row)?;
+        length.check_unchanged(Length::of(&sample), || self.id(row))?;
+        Ok(sample)
     }
 
     /// The length of every row of a data set whose rows all have the same, as windows of a corpus
@@ -345,23 +296,6 @@ impl DatasetRows {
         hash.finalize().into()
     }
 
-    /// [`RowReader::read`], but reads no pixels if the size of the row is not `length`.
-    fn read_unchanged(&self, row: SampleIndex, length: Length) -> Result<EncodedSample, Rejection> {
-        let prefetched = self.prefetch(row)?;
-        length.check_unchanged(prefetched.length(), || self.id(row))?;
-        Ok(match prefetched {
-            Prefetched::Text(text) => self.complete(row, text)?,
-            Prefetched::Sample(sample) => sample,
-            Prefetched::Length(_) => unreachable!("rows of files are prefetched with their text"),
-        })
-    }
-
-    fn complete(&self, row: SampleIndex, text: TextSample) -> Result<EncodedSample, SampleError> {
-        self.encoder.load_pixels(text, || {
-            self.sample(row).map_or(Ok(Vec::new()), |sample| Ok(sample?.media))
-        })
-    }
-
     fn set(&self, row: SampleIndex) -> &DataSet {
         &self.sets[row.dataset as usize]
     }
@@ -377,31 +311,16 @@ impl RowReader for DatasetRows {
         })
     }
 
-    fn prefetch(&self, row: SampleIndex) -> Result<Prefetched, Rejection> {
-        Ok(match self.set(row) {
-            DataSet::Corpus(corpus) => Prefetched::Sample(corpus.read(row.row)?),
-            DataSet::Chats(file) => {
-                self.encoder.prefetch(&file.read(row.row as usize)?, self.cut)?.into()
+    fn read_of_length(&self, row: SampleIndex, length: Length) -> Result<EncodedSample, Rejection> {
+        let accept = |now| length.check_unchanged(now, || self.id(row));
+        match self.set(row) {
+            DataSet::Corpus(corpus) => {
+                let sample = corpus.read(row.row)?;
+                accept(Length::of(&sample)).map(|()| sample)
             }
-        })
-    }
-
-    fn load_pixels(
-        &self,
-        row: SampleIndex,
-        prefetched: Prefetched,
-    ) -> Result<EncodedSample, Rejection> {
-        let length = prefetched.length();
-        match prefetched {
-            Prefetched::Sample(sample) => Ok(sample),
-            Prefetched::Text(text) => match self.complete(row, text) {
-                // an image has been replaced: encode the row again
-                Err(SampleError { fault: SampleFault::MediaChanged, .. }) => {
-                    self.read_unchanged(row, length)
-                }
-                result => Ok(result?),
-            },
-            Prefetched::Length(length) => self.read_unchanged(row, length),
+            DataSet::Chats(file) => {
+                self.encoder.encode_if(&file.read(row.row as usize)?, self.cut, accept)
+            }
         }
     }
 

@@ -1,4 +1,4 @@
-//! Rows that are prefetched and completed later.
+//! Rows that are measured, and read later.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use serde_json::json;
 
-use super::{DatasetRows, Prefetched, RowReader};
-use crate::{DatasetConfig, Encoder, ImageConfig, SampleIndex};
+use super::{DatasetRows, RowReader};
+use crate::{DatasetConfig, Encoder, ImageConfig, Length, SampleIndex};
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name)
@@ -40,45 +40,37 @@ fn base64(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn only_the_images_of_a_prefetched_row_are_read_later() {
+fn a_row_is_read_if_it_has_its_measured_length() {
     let folder = tempfile::tempdir().unwrap();
     let rows = rows(folder.path());
-    let samples: Vec<_> = rows.rows().map(|row| rows.read(row).unwrap()).collect();
-    let prefetched: Vec<_> = rows.rows().map(|row| rows.prefetch(row).unwrap()).collect();
-    let is_whole = |prefetched: &Prefetched| matches!(prefetched, Prefetched::Sample(_));
-    assert_eq!(prefetched.iter().map(is_whole).collect::<Vec<_>>(), [false, false, false, true]);
-    for ((row, prefetched), sample) in rows.rows().zip(&prefetched).zip(&samples) {
-        assert!(prefetched.bytes() < 24 * sample.len() as u64 + 1000); // no pixels, no data URI
-        assert_eq!(rows.load_pixels(row, prefetched.clone()).as_ref(), Ok(sample));
-    }
-    // after this, no row can be parsed
-    File::options().write(true).open(folder.path().join("rows.jsonl")).unwrap().set_len(0).unwrap();
-    assert!(rows.rows().all(|row| rows.read(row).is_err()));
-    for (row, prefetched) in rows.rows().zip(prefetched) {
-        let loaded = rows.load_pixels(row, prefetched);
-        match row.row {
-            2 => assert!(loaded.is_err(), "the image is in the row"),
-            row => assert_eq!(loaded.as_ref(), Ok(&samples[row as usize])),
+    for row in rows.rows() {
+        let length = rows.length(row).unwrap();
+        assert_eq!(rows.read_of_length(row, length), rows.read(row));
+        for other in [Length { tokens: length.tokens + 1, ..length }, Length::default()] {
+            assert_eq!(rows.read_of_length(row, other).unwrap_err().reason, "changed");
         }
     }
 }
 
 #[test]
-fn an_image_that_is_replaced_after_its_row_was_prefetched_is_noticed() {
+fn an_image_that_is_replaced_after_its_row_was_measured_is_noticed() {
     let folder = tempfile::tempdir().unwrap();
-    let rows = rows(folder.path());
+    let (rows, image) = (rows(folder.path()), folder.path().join("a.png"));
     let row = SampleIndex { dataset: 0, row: 0 };
-    let prefetched = rows.prefetch(row).unwrap();
-    fs::copy(golden("data/images/exact_moon_96x64.png"), folder.path().join("a.png")).unwrap();
-    let rejection = rows.load_pixels(row, prefetched.clone()).unwrap_err();
-    assert_eq!(rejection.reason, "changed");
+    let square = rows.length(row).unwrap();
+    fs::copy(golden("data/images/exact_moon_96x64.png"), &image).unwrap();
+    let wide = rows.length(row).unwrap();
+    assert_eq!(rows.read_of_length(row, square).unwrap_err().reason, "changed");
     // another shape with the same number of tokens
-    let wide = rows.prefetch(row).unwrap();
     let moon = image::open(golden("data/images/exact_moon_96x64.png")).unwrap();
-    moon.rotate90().save(folder.path().join("a.png")).unwrap();
-    let sample = rows.load_pixels(row, wide).unwrap();
-    assert_eq!(Ok(sample), rows.read(row));
-    fs::remove_file(folder.path().join("a.png")).unwrap();
-    let rejection = rows.load_pixels(row, prefetched).unwrap_err();
-    assert_eq!(rejection.reason, "image_missing");
+    moon.rotate90().save(&image).unwrap();
+    assert_eq!(rows.read_of_length(row, wide), rows.read(row));
+    // pixels that cannot be decoded: they are not read if the header has another size
+    File::options().write(true).open(&image).unwrap().set_len(60).unwrap();
+    assert_eq!(rows.length(row).unwrap(), wide);
+    assert_eq!(rows.read_of_length(row, square).unwrap_err().reason, "changed");
+    let reason = rows.read_of_length(row, wide).unwrap_err().reason;
+    assert!(reason.starts_with("image_"), "{reason}");
+    fs::remove_file(&image).unwrap();
+    assert_eq!(rows.read_of_length(row, square).unwrap_err().reason, "image_missing");
 }

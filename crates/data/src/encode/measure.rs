@@ -7,6 +7,8 @@
 //! Qwen2.5-VL writes boxes in pixels of the resized image, so with it the first part also depends
 //! on the limits on the pixels of images.
 
+use std::borrow::Cow;
+
 use sha2::{Digest, Sha256};
 
 use super::Encoder;
@@ -24,11 +26,11 @@ use batch::Sample;
 /// The size of a row, without the visual tokens of its images. The limits on the pixels of images
 /// are not applied, except to the boxes of Qwen2.5-VL, which are text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Measured {
+pub struct Measured<'a> {
     /// Its `media_tokens` are those of videos, and the start and end tokens of images.
     pub text: TokenCounts,
     /// The size of each image, in order.
-    pub sizes: Vec<ImageSize>,
+    pub sizes: Cow<'a, [ImageSize]>,
     /// Patches of all videos.
     pub video_patches: u32,
 }
@@ -37,7 +39,7 @@ impl Encoder {
     /// Measures a row from its text and the headers of its media. No pixel is decoded.
     ///
     /// It fails where [`Encoder::encode`] fails, except for errors that only decoding finds.
-    pub fn measure(&self, sample: &Sample) -> Result<Measured, SampleError> {
+    pub fn measure(&self, sample: &Sample) -> Result<Measured<'static>, SampleError> {
         let id = &sample.id;
         let (text, supervision) = self.render_targets(sample).at(id)?;
         let headers = self.media.headers(&sample.media, &self.text.media).at(id)?;
@@ -59,33 +61,34 @@ impl Encoder {
         let text = self.tokenise(&text, supervision, &grids).at(id)?;
         let mut text = TokenCounts::of(&text.labels, &text.spans);
         text.media_tokens -= sizes.len();
+        let measured = Measured { text, sizes: sizes.into(), video_patches };
         if text.num_targets == 0 {
-            let num_tokens = self.token_counts(text, &sizes).num_tokens();
+            let num_tokens = self.token_counts(&measured).num_tokens();
             return Err(SampleFault::NoSupervisedToken { num_tokens }.at(id));
         }
-        Ok(Measured { text, sizes, video_patches })
+        Ok(measured)
     }
 
-    /// Adds the visual tokens of images of these sizes to [`Measured::text`].
-    pub fn token_counts(&self, text: TokenCounts, sizes: &[ImageSize]) -> TokenCounts {
+    /// [`Measured::text`] with the visual tokens of the images under the current limits.
+    pub fn token_counts(&self, measured: &Measured) -> TokenCounts {
         let images = &self.media.images;
-        let visual = self.grids_of(sizes).map(|grid| images.num_tokens(grid)).sum::<usize>();
-        TokenCounts { media_tokens: text.media_tokens + visual, ..text }
+        let grids = self.grids_of(&measured.sizes);
+        let visual = grids.map(|grid| images.num_tokens(grid)).sum::<usize>();
+        TokenCounts { media_tokens: measured.text.media_tokens + visual, ..measured.text }
     }
 
-    /// The size of a row after truncation by `cut`, from the results of [`Encoder::measure`].
+    /// The size of a row after truncation by `cut`, from the result of [`Encoder::measure`].
     pub fn length_under(
         &self,
-        text: TokenCounts,
-        sizes: &[ImageSize],
-        video_patches: u32,
+        measured: &Measured,
         cut: Option<TruncationRule>,
     ) -> Result<Length, TruncationError> {
-        let token_counts = self.token_counts(text, sizes);
+        let token_counts = self.token_counts(measured);
         check_tokens(token_counts.num_tokens())?;
         let kept = token_counts.kept_text(cut)?.len();
-        let patches = self.grids_of(sizes).map(|grid| grid.map(u64::from).iter().product::<u64>());
-        let patches = patches.sum::<u64>() + u64::from(video_patches);
+        let grids = self.grids_of(&measured.sizes);
+        let patches = grids.map(|grid| grid.map(u64::from).iter().product::<u64>()).sum::<u64>();
+        let patches = patches + u64::from(measured.video_patches);
         Ok(self.length_of_patches(kept + token_counts.media_tokens, patches))
     }
 
@@ -100,9 +103,7 @@ impl Encoder {
         sample: &Sample,
         cut: Option<TruncationRule>,
     ) -> Result<Length, SampleError> {
-        let Measured { text, sizes, video_patches } = self.measure(sample)?;
-        let length = self.length_under(text, &sizes, video_patches, cut);
-        length.at(&sample.id)
+        self.length_under(&self.measure(sample)?, cut).at(&sample.id)
     }
 
     /// The text tokens that `cut` removes, with their positions in the result of

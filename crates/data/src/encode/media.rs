@@ -52,13 +52,6 @@ impl MediumGrid {
         vec![VisualRun { grid: [t, height, width], step }]
     }
 
-    pub(super) fn kind(&self) -> MediumKind {
-        match self {
-            Self::Image(_) => MediumKind::Image,
-            Self::Video(_) => MediumKind::Video,
-        }
-    }
-
     pub(super) fn grid(&self) -> [u32; 3] {
         match self {
             Self::Image(grid) => *grid,

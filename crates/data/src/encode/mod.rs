@@ -31,7 +31,6 @@ use crate::row::Length;
 use crate::source::{AtRow, SampleError, SampleFault};
 use crate::template::{GenerationPrompt, RenderedPrompt};
 use batch::{Content, EncodedSample, Medium, MediumKind, Message, Part, Patches, Sample, SampleId};
-pub use encoded_text::TextSample;
 use encoded_text::{EncodedText, expand, spans};
 use folder::{TextFolder, image_processor};
 use grounding::grounded;
@@ -134,50 +133,28 @@ impl Encoder {
         sample: &Sample,
         cut: Option<TruncationRule>,
     ) -> Result<EncodedSample, SampleError> {
-        self.load_pixels(self.prefetch(sample, cut)?, || Ok(sample.media.clone()))
+        self.encode_if(sample, cut, |_| Ok(()))
     }
 
-    /// The part of [`Encoder::encode_truncated`] that needs no pixels. It reads only the headers of
-    /// media.
-    pub fn prefetch(
+    /// [`Encoder::encode_truncated`]. `accept` receives the length of the sample before its media are
+    /// decoded, and its error is returned.
+    pub fn encode_if<E: From<SampleError>>(
         &self,
         sample: &Sample,
         cut: Option<TruncationRule>,
-    ) -> Result<TextSample, SampleError> {
+        accept: impl FnOnce(Length) -> Result<(), E>,
+    ) -> Result<EncodedSample, E> {
         let id = &sample.id;
         let (text, supervision) = self.render_targets(sample).at(id)?;
         let grids = self.media.grids(&sample.media, &self.text.media).at(id)?;
         let tokens = self.tokenise(&text, supervision, &grids);
         let tokens = tokens.and_then(|tokens| tokens.cut(cut)).at(id)?;
-        let without_pixels = |medium: &MediumGrid| Patches {
-            pixel_values: Vec::new(),
-            grid_thw: medium.grid(),
-            kind: medium.kind(),
-        };
-        let length = self.length_of(tokens.input_ids.len(), grids.iter().map(MediumGrid::grid));
-        let patches = grids.iter().map(without_pixels).collect();
-        let encoded = self.with_media(id, tokens, &grids, patches);
-        Ok(TextSample::new(encoded, length, grids, &sample.media))
-    }
-
-    /// Adds the pixels to a prefetched sample. `read_media` reads the media of the row again; it is
-    /// called only if [`Encoder::prefetch`] did not keep them.
-    ///
-    /// It fails with [`SampleFault::MediaChanged`] if the headers differ from those that `prefetch`
-    /// read.
-    pub fn load_pixels(
-        &self,
-        text: TextSample,
-        read_media: impl FnOnce() -> Result<Vec<Medium>, SampleError>,
-    ) -> Result<EncodedSample, SampleError> {
-        let TextSample { mut sample, grids, media, .. } = text;
-        let media = media.map_or_else(read_media, Ok)?;
-        let (loaded, patches) = self.media.load(&media, &self.text.media).at(&sample.id)?;
+        accept(self.length_of(tokens.input_ids.len(), grids.iter().map(MediumGrid::grid)))?;
+        let (loaded, patches) = self.media.load(&sample.media, &self.text.media).at(id)?;
         if loaded != grids {
-            return Err(SampleFault::MediaChanged.at(&sample.id));
+            return Err(SampleFault::MediaChanged.at(id).into());
         }
-        sample.media = patches;
-        Ok(sample)
+        Ok(self.with_media(id, tokens, &grids, patches))
     }
 
     /// Encodes the conversation before its last assistant turn, with the header of that turn and

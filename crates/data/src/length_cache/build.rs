@@ -17,7 +17,7 @@ use super::file::{
     read_stream, sums_of,
 };
 use super::measure::{CacheBatch, Checked, MeasuredBatch, Measurer, lengths};
-use super::rows::{LengthCache, Lengths, RowBatch};
+use super::rows::{LengthCache, RowBatch};
 use crate::encode::Encoder;
 use crate::encode::measure::Measured;
 use crate::source::RowFile;
@@ -122,7 +122,7 @@ struct Output<'a> {
     place: &'a CachePath,
     lock: &'a Lock,
     file: &'a RowFile,
-    lengths: &'a (dyn Fn(&Measured) -> Lengths + Sync),
+    lengths: &'a (dyn Fn(&Measured) -> [usize; 2] + Sync),
     always: bool,
 }
 

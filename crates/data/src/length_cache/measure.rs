@@ -10,7 +10,7 @@ use rayon::prelude::*;
 
 use super::file::CacheError;
 use super::media::{Stamps, Walk, checksum};
-use super::rows::{HASH_BYTES, ImageFile, Lengths, Outcome, RowBatch, RowEntry};
+use super::rows::{HASH_BYTES, ImageFile, Outcome, RowBatch, RowEntry};
 use crate::encode::Encoder;
 use crate::encode::measure::Measured;
 use crate::media::image::ImageError;
@@ -75,12 +75,14 @@ pub(super) struct Measurer<'a> {
     pub(super) exhausted: OnceLock<CacheError>,
 }
 
-pub(super) fn lengths(encoder: &Encoder, measured: &Measured) -> Lengths {
-    let token_counts = encoder.token_counts(measured.text, &measured.sizes);
+/// Number of tokens under the current limits, and of these the visual tokens: for users who read the
+/// cache.
+pub(super) fn lengths(encoder: &Encoder, measured: &Measured) -> [usize; 2] {
+    let token_counts = encoder.token_counts(measured);
     let images = token_counts.media_tokens - measured.text.media_tokens;
     let merge = encoder.merge_size().get().pow(2);
     let visual_tokens = images + (measured.video_patches / merge) as usize;
-    Lengths { tokens: token_counts.num_tokens(), visual_tokens }
+    [token_counts.num_tokens(), visual_tokens]
 }
 
 impl<'a> Measurer<'a> {

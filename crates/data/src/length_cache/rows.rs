@@ -43,7 +43,7 @@ pub(super) enum Outcome {
     /// The row can be encoded, unless its pixels are broken.
     Measured {
         /// Its counts and image sizes.
-        measured: Measured,
+        measured: Measured<'static>,
         /// The file of each image; `None` for a data URI.
         images: Vec<Option<ImageFile>>,
         /// The files of its videos, or of their frames.
@@ -65,13 +65,6 @@ pub(super) struct ImageFile {
     pub(super) stamp: ImageStamp,
     /// Checksum of its first and last bytes.
     pub(super) crc: u32,
-}
-
-/// Lengths under the current limits, for users who read the file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Lengths {
-    pub(super) tokens: usize,
-    pub(super) visual_tokens: usize,
 }
 
 fn image_fields() -> Fields {
@@ -192,7 +185,7 @@ impl RowBatch {
     /// Builds a batch from entries; `lengths` computes those of measured rows.
     pub(super) fn from_entries(
         entries: &[RowEntry],
-        lengths: impl Fn(&Measured) -> Lengths,
+        lengths: impl Fn(&Measured) -> [usize; 2],
     ) -> Result<Self, ArrowError> {
         let [mut line, mut offset] = [(); 2].map(|()| UInt64Builder::with_capacity(entries.len()));
         let mut video_patches = UInt32Builder::with_capacity(entries.len());
@@ -236,8 +229,8 @@ impl RowBatch {
                 }
             };
             images.append(true);
-            length.append_option(row_lengths.map(|lengths| lengths.tokens as u32));
-            visual.append_option(row_lengths.map(|lengths| lengths.visual_tokens as u32));
+            length.append_option(row_lengths.map(|lengths| lengths[0] as u32));
+            visual.append_option(row_lengths.map(|lengths| lengths[1] as u32));
             supervised.append_option(row_lengths.map(|_| text_of.num_targets as u32));
             text.append_value(text_of.text_tokens as u32);
             marks.append_value(text_of.media_tokens as u32);
@@ -287,15 +280,14 @@ impl RowBatch {
         RecordBatch::try_new(Arc::new(schema()), columns.into())
     }
 
-    pub(super) fn with_lengths(self, lengths: impl Fn(&Measured) -> Lengths) -> Self {
-        let found: Vec<Option<Lengths>> = (0..self.len())
+    pub(super) fn with_lengths(self, lengths: impl Fn(&Measured) -> [usize; 2]) -> Self {
+        let found: Vec<_> = (0..self.len())
             .map(|row| self.measured(row).ok().map(|measured| lengths(&measured)))
             .collect();
-        let of = |part: fn(Lengths) -> usize| {
-            found.iter().map(|lengths| lengths.map(|lengths| part(lengths) as u32)).collect()
-        };
-        let length = of(|lengths| lengths.tokens);
-        Self { length, visual_tokens: of(|lengths| lengths.visual_tokens), ..self }
+        let [length, visual_tokens] = [0, 1].map(|part| {
+            found.iter().map(|lengths| lengths.map(|lengths| lengths[part] as u32)).collect()
+        });
+        Self { length, visual_tokens, ..self }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -313,7 +305,7 @@ impl RowBatch {
     }
 
     /// The measurement of a row, or reason and message of its rejection.
-    pub(super) fn measured(&self, row: usize) -> Result<Measured, (&str, &str)> {
+    pub(super) fn measured(&self, row: usize) -> Result<Measured<'static>, (&str, &str)> {
         if let Some(rejected) = self.rejected(row) {
             return Err(rejected);
         }
@@ -432,7 +424,7 @@ impl LengthCache {
                     Measured::default()
                 }
             };
-            self.sizes.extend(sizes);
+            self.sizes.extend(sizes.iter());
             self.counts.push(Counts {
                 text_tokens: text.text_tokens as u32,
                 mark_tokens: text.media_tokens as u32,
@@ -473,9 +465,7 @@ impl LengthCache {
             let id = id();
             return Err(Rejection::new(&id, reason, format!("{id}{message}")));
         }
-        let (text, sizes) = self.measured(row);
-        let video_patches = self.counts[row].video_patches;
-        let length = encoder.length_under(text, sizes, video_patches, cut);
+        let length = encoder.length_under(&self.measured(row), cut);
         length.map_err(|cause| SampleFault::from(cause).at(&id()).into())
     }
 
@@ -484,12 +474,11 @@ impl LengthCache {
         if self.rejected.contains_key(&row) {
             return None;
         }
-        let (text, sizes) = self.measured(row);
-        Some(encoder.token_counts(text, sizes))
+        Some(encoder.token_counts(&self.measured(row)))
     }
 
-    fn measured(&self, row: usize) -> (TokenCounts, &[ImageSize]) {
-        let Counts { ends, sizes_end, .. } = self.counts[row];
+    fn measured(&self, row: usize) -> Measured<'_> {
+        let Counts { ends, sizes_end, video_patches, .. } = self.counts[row];
         let first = row.checked_sub(1).map_or(0, |before| self.counts[before].sizes_end as usize);
         let text = TokenCounts {
             text_tokens: self.counts[row].text_tokens as usize,
@@ -498,6 +487,7 @@ impl LengthCache {
             num_targets: self.counts[row].num_targets as usize,
             ends: (ends != [NONE; 2]).then(|| (ends[0] as usize, ends[1] as usize)),
         };
-        (text, &self.sizes[first..sizes_end as usize])
+        let sizes = self.sizes[first..sizes_end as usize].into();
+        Measured { text, sizes, video_patches }
     }
 }

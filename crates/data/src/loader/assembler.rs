@@ -11,7 +11,7 @@ use std::sync::mpsc::SyncSender;
 use std::task::Poll;
 
 use crate::config::OnError;
-use crate::dataset::{Prefetched, RowReader};
+use crate::dataset::RowReader;
 use crate::loader::error::LoaderError;
 use crate::loader::share::{
     FilledStep, LoaderShare, RowsRead, collate_step, exchange, is_own, of_another_rank, plan_digest,
@@ -21,16 +21,16 @@ use crate::loader::steps::{
 };
 use crate::loader::workers::{JobResult, Workers};
 use crate::packing::Item;
-use crate::row::{Rejection, SampleIndex, SampleSize};
+use crate::row::{Length, Rejection, SampleIndex, SampleSize};
 use batch::EncodedSample;
 use ranks::DistError;
 
 /// The threads that read rows.
 pub(super) struct Pools {
-    /// Prefetches rows in the order of the epoch: text, and headers of media.
-    pub(super) headers: Workers<SampleIndex, (), Result<Prefetched, Rejection>>,
-    /// Loads the pixels of the rows of planned steps.
-    pub(super) pixels: Workers<SampleIndex, Prefetched, Result<EncodedSample, Rejection>>,
+    /// Measures rows in the order of the epoch, or looks up their lengths.
+    pub(super) lengths: Workers<SampleIndex, (), Result<Length, Rejection>>,
+    /// Reads the rows of planned steps.
+    pub(super) samples: Workers<SampleIndex, Length, Result<EncodedSample, Rejection>>,
 }
 
 /// Receives the steps, and the error that ends them.
@@ -41,24 +41,17 @@ const AHEAD_STEPS: usize = 2;
 /// Number of samples per worker planned ahead, so that all workers are busy when steps are small.
 const AHEAD_SAMPLES: usize = 16;
 
-/// A row in a pack.
-struct Planned {
-    row: SampleIndex,
-    /// `None` after it was passed to the pixel pool.
-    prefetched: Option<Prefetched>,
-}
-
-/// Packs rows, reads their pixels and sends the steps of a loader.
+/// Packs rows, reads them and sends the steps of a loader.
 pub(super) struct Assembler<'a> {
     reader: &'a dyn RowReader,
     pools: &'a Pools,
     steps: &'a Sender,
     options: LoaderOptions,
     share: Option<LoaderShare>,
-    assembly: Assembly<Planned>,
-    planned: VecDeque<Step<Planned>>,
+    assembly: Assembly<SampleIndex>,
+    planned: VecDeque<Step<SampleIndex>>,
     num_planned: usize, // number of samples in `planned`
-    num_unread: usize,  // of these, in the pixel pool
+    num_unread: usize,  // of these, given to the pool of samples
     /// `None` while planning continues; then `Ok` at the end of the data, or the error.
     end: Option<Result<(), LoaderError>>,
     /// A finished step. It is sent once it is certain whether it ends its epoch.
@@ -107,7 +100,7 @@ impl LateRejections {
 }
 
 impl<'a> Assembler<'a> {
-    /// Continues from `from`. Its held samples are prefetched again.
+    /// Continues from `from`. Its held samples are measured again.
     pub(super) fn resume(
         reader: &'a dyn RowReader,
         pools: &'a Pools,
@@ -117,18 +110,16 @@ impl<'a> Assembler<'a> {
         steps: &'a Sender,
         share: Option<LoaderShare>,
     ) -> Result<Self, LoaderError> {
-        let prefetch_again = |position| {
+        let measure_again = |position| {
             let stopped =
                 || LoaderError::State { problem: "its rows cannot be read again".to_owned() };
-            let (row, result) = pools.headers.next().ok_or_else(stopped)?;
+            let (row, result) = pools.lengths.next().ok_or_else(stopped)?;
             let result = result.map_err(|message| panicked(reader, row, message))?;
-            let checked = LoaderError::unless_transient(result)?.and_then(|prefetched| {
-                let length = prefetched.length();
-                options.check_length(length, || reader.id(row)).map(|()| (length, prefetched))
+            let checked = LoaderError::unless_transient(result)?.and_then(|length| {
+                options.check_length(length, || reader.id(row)).map(|()| length)
             });
-            let (length, prefetched) =
-                checked.map_err(|rejection| LoaderError::Changed { rejection })?;
-            Ok(Item { position, length, value: Planned { row, prefetched: Some(prefetched) } })
+            let length = checked.map_err(|rejection| LoaderError::Changed { rejection })?;
+            Ok(Item { position, length, value: row })
         };
         let epoch_is_empty = from.next == 0;
         Ok(Self {
@@ -137,7 +128,7 @@ impl<'a> Assembler<'a> {
             steps,
             options,
             share,
-            assembly: Assembly::resume(options, rows_of, from, prefetch_again)?,
+            assembly: Assembly::resume(options, rows_of, from, measure_again)?,
             planned: VecDeque::new(),
             num_planned: 0,
             num_unread: 0,
@@ -173,8 +164,8 @@ impl<'a> Assembler<'a> {
     }
 
     /// Returns the next planned step. Plans further steps from the rows that are already
-    /// prefetched.
-    fn next_planned(&mut self) -> Result<Option<Step<Planned>>, LoaderError> {
+    /// measured.
+    fn next_planned(&mut self) -> Result<Option<Step<SampleIndex>>, LoaderError> {
         while self.needs_more() && !matches!(self.end, Some(Err(_))) {
             if let Some(step) = self.assembly.pop() {
                 self.add(step);
@@ -182,8 +173,8 @@ impl<'a> Assembler<'a> {
             }
             let row = match &self.end {
                 Some(_) => break,
-                None if self.planned.is_empty() => self.pools.headers.next(),
-                None => match self.pools.headers.try_next() {
+                None if self.planned.is_empty() => self.pools.lengths.next(),
+                None => match self.pools.lengths.try_next() {
                     Poll::Ready(row) => row,
                     Poll::Pending => break,
                 },
@@ -213,34 +204,22 @@ impl<'a> Assembler<'a> {
 
     fn plan(
         &mut self,
-        (row, result): JobResult<SampleIndex, Result<Prefetched, Rejection>>,
+        (row, result): JobResult<SampleIndex, Result<Length, Rejection>>,
     ) -> Result<(), LoaderError> {
         let result = result.map_err(|message| panicked(self.reader, row, message))?;
-        let outcome = LoaderError::unless_transient(result)?
-            .map(|prefetched| (prefetched.length(), Planned { row, prefetched: Some(prefetched) }));
+        let outcome = LoaderError::unless_transient(result)?.map(|length| (length, row));
         self.assembly.push(outcome, || self.reader.id(row))
     }
 
-    /// Adds a step to the plan and passes its samples to the pixel pool.
-    fn add(&mut self, mut step: Step<Planned>) {
-        let share = self.share.as_ref();
-        let slots = step.micro_batches.iter_mut().enumerate();
-        let samples = slots.flat_map(|(slot, packs)| {
-            packs.iter_mut().flatten().map(move |item| (slot, &mut item.value))
-        });
-        let unread = samples.filter_map(|(slot, planned)| {
-            let Planned { row, prefetched } = planned;
-            if !is_own(share, slot) {
-                *prefetched = None; // another rank reads it
-                return None;
-            }
-            let unread = prefetched.take_if(|row| !matches!(row, Prefetched::Sample(_)));
-            unread.map(|prefetched| (*row, prefetched))
-        });
-        let unread: Vec<_> = unread.collect();
+    /// Adds a step to the plan and passes the samples that this rank reads to their pool.
+    fn add(&mut self, step: Step<SampleIndex>) {
+        let slots = step.micro_batches.iter().enumerate();
+        let own = slots.filter(|(slot, _)| is_own(self.share.as_ref(), *slot));
+        let items = own.flat_map(|(_, packs)| packs.iter().flatten());
+        let unread: Vec<_> = items.map(|item| (item.value, item.length)).collect();
         self.num_planned += step.samples().count();
         self.num_unread += unread.len();
-        self.pools.pixels.feed(unread);
+        self.pools.samples.feed(unread);
         self.planned.push_back(step);
     }
 
@@ -265,7 +244,7 @@ impl<'a> Assembler<'a> {
     }
 
     /// Fills a step with its samples. Rejected samples, and packs without others, are left out.
-    fn fill(&mut self, step: Step<Planned>) -> Result<FilledStep, Stop> {
+    fn fill(&mut self, step: Step<SampleIndex>) -> Result<FilledStep, Stop> {
         let Step { micro_batches, epoch_rows, epoch, mut rejected, state } = step;
         let plan = self.share.as_ref().map(|_| plan_digest(&micro_batches, &state));
         let mut read = RowsRead { plan: plan.unwrap_or_default(), ..RowsRead::default() };
@@ -307,13 +286,12 @@ impl<'a> Assembler<'a> {
     fn read(
         &mut self,
         slot: usize,
-        pack: Vec<Item<Planned>>,
+        pack: Vec<Item<SampleIndex>>,
         read: &mut RowsRead,
     ) -> Result<Vec<Item<Option<EncodedSample>>>, Stop> {
         let mut filled = Vec::with_capacity(pack.len());
-        for Item { position, length, value } in pack {
-            let row = value.row;
-            let sample = match self.sample(value)? {
+        for Item { position, length, value: row } in pack {
+            let sample = match self.sample(row)? {
                 Ok(sample) => {
                     if self.share.is_none() {
                         self.send_finished()?; // its epoch continues
@@ -335,13 +313,9 @@ impl<'a> Assembler<'a> {
         Ok(filled)
     }
 
-    fn sample(&mut self, planned: Planned) -> Result<Result<EncodedSample, Rejection>, Stop> {
-        let Planned { row, prefetched } = planned;
-        if let Some(Prefetched::Sample(sample)) = prefetched {
-            return Ok(Ok(sample));
-        }
+    fn sample(&mut self, row: SampleIndex) -> Result<Result<EncodedSample, Rejection>, Stop> {
         self.num_unread -= 1;
-        let (_, sample) = self.pools.pixels.next().ok_or(Stop::Unwanted)?;
+        let (_, sample) = self.pools.samples.next().ok_or(Stop::Unwanted)?;
         let sample = sample.map_err(|message| panicked(self.reader, row, message))?;
         Ok(LoaderError::unless_transient(sample)?)
     }
@@ -422,26 +396,26 @@ mod tests {
             workers: one,
             ..options(PackingStrategy::BestFit)
         };
-        for (kind, most) in [(Kind::Text(60), 16), (Kind::Image(58), 2)] {
+        for kind in [Kind::Text(60), Kind::Image(58)] {
             let reader = || TestReader(vec![kind; num_rows]);
             let rows = (0..num_rows as u32).map(|row| SampleIndex { dataset: 0, row });
             let limits = QueueLimits { workers: one, items: num_rows, bytes: u64::MAX };
-            let [prefetcher, completer] = [reader(), reader()];
-            let prefetch = move |row, ()| prefetcher.prefetch(row);
+            let [measurer, sample_reader] = [reader(), reader()];
+            let measure = move |row, ()| measurer.length(row);
             let rows = rows.map(|row| (row, ()));
-            let headers = Workers::start(rows, prefetch, |_| 0, limits).unwrap();
-            let load = move |row, prefetched| completer.load_pixels(row, prefetched);
-            let pixels = Workers::start_fed(load, |_| 0, limits).unwrap();
+            let lengths = Workers::start(rows, measure, |_| 0, limits).unwrap();
+            let read = move |row, length| sample_reader.read_of_length(row, length);
+            let samples = Workers::start_fed(read, |_| 0, limits).unwrap();
             let (sender, _receiver) = sync_channel(1);
             let rows_of = Box::new(move |_| num_rows as u64);
             let from = DataState::default();
-            let (reader, pools) = (reader(), Pools { headers, pixels });
+            let (reader, pools) = (reader(), Pools { lengths, samples });
             let assembler =
                 Assembler::resume(&reader, &pools, options, rows_of, from, &sender, None);
             let mut assembler = assembler.unwrap();
             let first = assembler.next_planned().unwrap().unwrap();
             assert_eq!(first.state.packed.len(), 149, "a window of 200 packs, a quarter carried");
-            assert!(assembler.planned.len() <= most, "{} steps", assembler.planned.len());
+            assert!(assembler.planned.len() <= AHEAD_STEPS, "{} steps", assembler.planned.len());
         }
     }
 }

@@ -1,12 +1,12 @@
 //! Turns rows into optimizer steps on its own threads, ahead of the training loop.
 //!
-//! The header pool prefetches rows in the order of the epoch. One thread, the assembler, packs
-//! their lengths and passes the samples of the next steps, in the order of the packs, to the pixel
-//! pool. Then it collates and unpads them. The steps depend only on order, options and start.
+//! A first pool of threads measures rows in the order of the epoch, or looks up their lengths. One
+//! thread, the assembler, packs the lengths. A second pool reads the rows of the next steps, in the
+//! order of the packs, and the assembler collates and unpads them. The steps depend only on order,
+//! options and start.
 //!
-//! These parts are in memory: prefetched rows before packing (a limited number of bytes), the
-//! tokens of one packing window, complete samples before their step (a limited number of bytes),
-//! and a few steps. Pixels are read after packing, so a window may have any number of images.
+//! Samples are in memory only from packing to their step (a limited number of bytes), and in a few
+//! finished steps. So a packing window may have any number of images.
 
 mod assembler;
 pub(crate) mod collate;
@@ -15,7 +15,7 @@ pub(crate) mod error;
 mod mixture_tests;
 pub(crate) mod plan;
 #[cfg(test)]
-mod prefetch_tests;
+mod read_tests;
 pub(crate) mod share;
 pub(crate) mod steps;
 #[cfg(test)]
@@ -32,8 +32,8 @@ use std::time::Duration;
 
 use assembler::{Assembler, Pools};
 
+use crate::dataset::RowReader;
 use crate::dataset::order::Order;
-use crate::dataset::{Prefetched, RowReader};
 use crate::loader::workers::{QueueLimits, Workers, panic_message};
 use crate::row::{Length, Rejection, SampleIndex};
 use crate::source::retry;
@@ -43,7 +43,7 @@ pub(crate) use crate::loader::error::LoaderError;
 use crate::loader::share::LoaderShare;
 pub(crate) use crate::loader::steps::{DataState, LoaderOptions, StepData};
 
-/// Maximum bytes of prefetched rows before packing, and of complete samples before their step.
+/// Maximum bytes of samples that wait for their step.
 const AHEAD_BYTES: u64 = 256 << 20;
 
 /// A running loader. Drop stops and joins its threads, each after its current row.
@@ -157,27 +157,27 @@ impl Loader {
         };
         let rows = rows_from(order, &from, options.epochs);
         let rows = rows.map(|row| (row, ()));
-        let prefetcher = Arc::clone(&reader);
-        let prefetch =
-            move |row, ()| retry(Rejection::transient_failure, || prefetcher.prefetch(row));
-        let size = |row: &Result<Prefetched, _>| row.as_ref().map_or(0, Prefetched::bytes);
-        let headers = Workers::start(rows, prefetch, size, limits).map_err(spawn_error)?;
-        let completer = Arc::clone(&reader);
-        let load = move |row, prefetched| load_pixels(&*completer, row, prefetched);
+        let measurer = Arc::clone(&reader);
+        let measure = move |row, ()| retry(Rejection::transient_failure, || measurer.length(row));
+        let lengths = Workers::start(rows, measure, |_| 0, limits).map_err(spawn_error)?;
+        let pixel_reader = Arc::clone(&reader);
+        let read = move |row, length| {
+            retry(Rejection::transient_failure, || pixel_reader.read_of_length(row, length))
+        };
         let size = |sample: &Result<EncodedSample, _>| {
             sample.as_ref().map_or(0, |sample| Length::of(sample).bytes())
         };
         let limits = QueueLimits { items: usize::MAX, ..limits };
-        let pixels = Workers::start_fed(load, size, limits).map_err(spawn_error)?;
+        let samples = Workers::start_fed(read, size, limits).map_err(spawn_error)?;
         let slow = Arc::clone(&reader);
         let limit = options.slow_row;
         let report = move |row| {
             let (row, seconds) = (slow.id(row), limit.as_secs_f64());
             tracing::warn!(%row, "this row has been read for {seconds} s");
         };
-        let headers = headers.reporting_slow(limit, report.clone());
-        let pixels = pixels.reporting_slow(limit, report);
-        let pools = Arc::new(Pools { headers, pixels });
+        let lengths = lengths.reporting_slow(limit, report.clone());
+        let samples = samples.reporting_slow(limit, report);
+        let pools = Arc::new(Pools { lengths, samples });
         self.pools = Some(Arc::clone(&pools));
         let (sender, receiver) = sync_channel(1);
         self.steps = Some(receiver);
@@ -204,8 +204,8 @@ impl Drop for Loader {
             close(); // ends an assembler that waits for other ranks
         }
         if let Some(pools) = &self.pools {
-            pools.headers.stop(); // ends an assembler that waits for a row
-            pools.pixels.stop();
+            pools.lengths.stop(); // ends an assembler that waits for a row
+            pools.samples.stop();
         }
         if let Some(assembler) = self.assembler.take() {
             // a panic is reported by `next_step` only
@@ -225,18 +225,4 @@ fn rows_from(
     let rest = rows.into_iter().skip(from.next as usize);
     let later = from.epoch + 1..epochs.map_or(u64::MAX, NonZeroU64::get);
     held.into_iter().chain(rest).chain(later.flat_map(move |epoch| order.epoch(epoch)))
-}
-
-/// Completes a row. Rejects it if its length is not the one that it was packed with.
-fn load_pixels(
-    reader: &dyn RowReader,
-    row: SampleIndex,
-    prefetched: Prefetched,
-) -> Result<EncodedSample, Rejection> {
-    let length = prefetched.length();
-    let mut first = Some(prefetched); // later attempts read the whole row
-    let sample = retry(Rejection::transient_failure, || {
-        reader.load_pixels(row, first.take().unwrap_or(Prefetched::Length(length)))
-    })?;
-    length.check_unchanged(Length::of(&sample), || reader.id(row)).map(|()| sample)
 }

@@ -162,17 +162,18 @@ fn simulate(
     Ok(())
 }
 
-/// The length of a row; `None` before it is measured. Rejections are rare, so they are boxed.
-type MeasuredLength = Option<Result<Length, Box<Rejection>>>;
+/// The length of each row by data set and row, `None` if no epoch uses it. Rejections are rare, so
+/// they are boxed.
+type LengthsByRow = Vec<Vec<Option<Result<Length, Box<Rejection>>>>>;
 
-/// The length of each row of these epochs, by data set and row.
+/// The lengths of the rows of these epochs.
 fn measure(
     reader: &Arc<dyn RowReader>,
     order: &Order,
     options: &LoaderOptions,
     epochs: u64,
     progress: &dyn Fn(u64, u64),
-) -> Result<Vec<Vec<MeasuredLength>>, LoaderError> {
+) -> Result<LengthsByRow, LoaderError> {
     let varying = |dataset| reader.uniform_length(dataset).is_none();
     let rows = distinct_rows(order, epochs, &varying);
     let total = rows.len() as u64;
@@ -181,7 +182,7 @@ fn measure(
     let measure = move |row, ()| measurer.length(row).map_err(Box::new);
     let workers = Workers::start(rows.into_iter().map(|row| (row, ())), measure, |_| 0, limits)
         .map_err(|error| LoaderError::Spawn { message: error.to_string() })?;
-    let mut lengths: Vec<Vec<MeasuredLength>> =
+    let mut lengths: Vec<Vec<_>> =
         measured_rows(order, &varying).map(|rows| vec![None; rows as usize]).collect();
     let mut done = 0;
     while let Some((row, result)) = workers.next() {

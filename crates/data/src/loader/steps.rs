@@ -36,7 +36,7 @@ pub struct LoaderOptions {
     pub batch_size: NonZeroUsize,
     /// Number of micro-batches per step.
     pub gradient_accumulation_steps: NonZeroUsize,
-    /// Number of threads of the header pool, and of the pixel pool. It does not change the steps.
+    /// Number of threads that measure rows, and of those that read them. It does not change the steps.
     pub workers: NonZeroUsize,
     /// Id of the padding token.
     pub pad_id: u32,
@@ -167,7 +167,7 @@ impl DataState {
         *of_file.entry(reason.to_owned()).or_default() += rows;
     }
 
-    /// Positions of all samples to prefetch again on resume, in the order of [`Assembly::resume`].
+    /// Positions of all samples to measure again on resume, in the order of [`Assembly::resume`].
     pub(crate) fn held(&self) -> impl Iterator<Item = u64> + '_ {
         self.packed.iter().flatten().chain(&self.pending).copied()
     }

@@ -8,8 +8,8 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use crate::config::{OnError, Truncation};
+use crate::dataset::RowReader;
 use crate::dataset::order::{DatasetShare, Order, RowOrder};
-use crate::dataset::{Prefetched, RowReader};
 use crate::loader::LoaderOptions;
 use crate::loader::steps::Rmpad;
 use crate::packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
@@ -81,13 +81,6 @@ impl RowReader for TestReader {
                 Ok(Length { tokens: 3, pixel_bytes: 8 * 3 * 4 })
             }
             _ => self.read(row).map(|sample| Length::of(&sample)),
-        }
-    }
-
-    fn prefetch(&self, row: SampleIndex) -> Result<Prefetched, Rejection> {
-        match self.0[row.row as usize] {
-            Kind::Text(_) => self.read(row).map(Prefetched::Sample),
-            _ => self.length(row).map(Prefetched::Length),
         }
     }
 

@@ -24,7 +24,8 @@ fn any_entry() -> impl Strategy<Value = RowEntry> {
             let (text_tokens, media_tokens, text_before_media, num_targets) = counts;
             let text =
                 TokenCounts { text_tokens, media_tokens, text_before_media, num_targets, ends };
-            let (sizes, images) = images.into_iter().unzip();
+            let (sizes, images): (Vec<_>, _) = images.into_iter().unzip();
+            let sizes = sizes.into();
             let measured = Measured { text, sizes, video_patches };
             Outcome::Measured { measured, images, videos }
         },
@@ -38,22 +39,17 @@ fn any_entry() -> impl Strategy<Value = RowEntry> {
 proptest! {
     #[test]
     fn entries_come_back_as_they_were(entries in prop::collection::vec(any_entry(), 0..20)) {
-        let lengths = |measured: &Measured| Lengths {
-            tokens: measured.text.text_tokens + 5,
-            visual_tokens: measured.sizes.len(),
-        };
+        let lengths = |measured: &Measured| [measured.text.text_tokens + 5, measured.sizes.len()];
         let rows = RowBatch::from_entries(&entries, lengths).unwrap();
         let again = RowBatch::from_batch(&rows.to_batch().unwrap()).unwrap();
         let found: Vec<_> = (0..again.len()).map(|row| again.entry(row)).collect();
         prop_assert_eq!(&found, &entries);
-        let doubled = again.with_lengths(|measured| Lengths {
-            tokens: 2 * lengths(measured).tokens, visual_tokens: 3,
-        });
+        let doubled = again.with_lengths(|measured| [2 * lengths(measured)[0], 3]);
         let batch = doubled.to_batch().unwrap();
         let length: UInt32Array = column(&batch, "length").unwrap();
         for (row, entry) in entries.iter().enumerate() {
             let expected = match &entry.outcome {
-                Outcome::Measured { measured, .. } => Some(2 * lengths(measured).tokens as u32),
+                Outcome::Measured { measured, .. } => Some(2 * lengths(measured)[0] as u32),
                 Outcome::Rejected { .. } => None,
             };
             prop_assert_eq!(length.is_valid(row).then(|| length.value(row)), expected);

@@ -15,31 +15,23 @@ use batch::SampleId;
 #[derive(Default)]
 struct Calls {
     rows: Vec<Kind>,
-    prefetched: [AtomicUsize; 9],
-    completed: [AtomicUsize; 9],
+    measured: [AtomicUsize; 9],
+    read: [AtomicUsize; 9],
 }
 
 impl RowReader for Calls {
     fn read(&self, row: SampleIndex) -> Result<EncodedSample, Rejection> {
-        panic!("row {row:?} is read at once, with its pixels")
+        panic!("row {row:?} is read whatever its length is")
     }
 
     fn length(&self, row: SampleIndex) -> Result<Length, Rejection> {
-        panic!("row {row:?} is measured, and not kept")
+        self.measured[row.row as usize].fetch_add(1, Ordering::SeqCst);
+        TestReader(self.rows.clone()).length(row)
     }
 
-    fn prefetch(&self, row: SampleIndex) -> Result<Prefetched, Rejection> {
-        self.prefetched[row.row as usize].fetch_add(1, Ordering::SeqCst);
-        TestReader(self.rows.clone()).prefetch(row)
-    }
-
-    fn load_pixels(
-        &self,
-        row: SampleIndex,
-        prefetched: Prefetched,
-    ) -> Result<EncodedSample, Rejection> {
-        self.completed[row.row as usize].fetch_add(1, Ordering::SeqCst);
-        TestReader(self.rows.clone()).load_pixels(row, prefetched)
+    fn read_of_length(&self, row: SampleIndex, length: Length) -> Result<EncodedSample, Rejection> {
+        self.read[row.row as usize].fetch_add(1, Ordering::SeqCst);
+        TestReader(self.rows.clone()).read_of_length(row, length)
     }
 
     fn id(&self, row: SampleIndex) -> SampleId {
@@ -48,7 +40,7 @@ impl RowReader for Calls {
 }
 
 #[test]
-fn a_loader_prefetches_each_row_once_and_completes_each_row_with_images_once() {
+fn a_loader_measures_each_row_once_and_reads_each_usable_row_once() {
     let rows = [Kind::Text(9), Kind::Image(3), Kind::Broken].repeat(3);
     let reader = Arc::new(Calls { rows, ..Calls::default() });
     let options = options(PackingStrategy::BestFit);
@@ -58,8 +50,8 @@ fn a_loader_prefetches_each_row_once_and_completes_each_row_with_images_once() {
     let counts = |calls: &[AtomicUsize]| -> Vec<usize> {
         calls.iter().map(|calls| calls.load(Ordering::SeqCst)).collect()
     };
-    assert_eq!(counts(&reader.prefetched), [1; 9]);
-    assert_eq!(counts(&reader.completed), [0, 1, 0].repeat(3));
+    assert_eq!(counts(&reader.measured), [1; 9]);
+    assert_eq!(counts(&reader.read), [1, 1, 0].repeat(3));
 }
 
 /// Counts the images that are decoded.
