@@ -10,6 +10,7 @@
 use super::adamw::sum_of_squares;
 use super::cpu::simd::kernels;
 use super::cpu::{self, compute_dtype, expect_f32, read};
+use super::launch::on_gpu;
 use super::moments::{step_seed, tensor_seed};
 use super::muon::combine;
 use super::stored::Seed;
@@ -175,7 +176,10 @@ fn factored_direction(
 /// Means of the squares of `scale * grad [L, R, C]` over the columns, `[L R]`, and over the rows,
 /// `[L C]`.
 fn mean_squares(grad: &Tensor, scale: f32) -> Result<[Tensor; 2]> {
-    return_if_on_gpu!(grad => adafactor::mean_squares(grad, scale));
+    if on_gpu(grad) {
+        let squares = (grad * f64::from(scale))?.sqr()?;
+        return Ok([squares.mean(2)?.flatten_all()?, squares.mean(1)?.flatten_all()?]);
+    }
     let (matrices, rows, columns) = grad.dims3()?;
     let values = read("adafactor_step", "grad", grad)?;
     let values = values.slice::<f32>()?;
@@ -206,9 +210,14 @@ fn direction(
     of_columns: &Tensor,
     eps: f64,
 ) -> Result<Tensor> {
-    return_if_on_gpu!(grad => adafactor::direction(grad, scale, of_rows, of_columns, eps));
     let op = "adafactor_step";
-    let (_, rows, columns) = grad.dims3()?;
+    let (matrices, rows, columns) = grad.dims3()?;
+    if on_gpu(grad) {
+        let of_rows = of_rows.reshape((matrices, rows, 1))?;
+        let of_columns = of_columns.reshape((matrices, 1, columns))?;
+        let root = of_rows.broadcast_mul(&of_columns)?.maximum(eps * eps)?.sqrt()?;
+        return (grad * f64::from(scale))? / root;
+    }
     let (of_rows, of_columns) = (read(op, "row_var", of_rows)?, read(op, "col_var", of_columns)?);
     let (of_rows, of_columns) = (of_rows.slice::<f32>()?, of_columns.slice::<f32>()?);
     let from = read(op, "grad", grad)?;

@@ -9,14 +9,18 @@
     reason = "a function call would lose the target features of the kernel"
 )]
 
+mod multi_tensor;
+
 use super::cpu::blocks::to_bf16_block;
 use super::cpu::simd::kernels;
 use super::cpu::{self, BLOCK, compute_dtype, expect_f32, expect_shape, read};
 use super::eight_bit::EIGHT_BIT_BLOCK;
+use super::launch::{Launch, Long, THREADS, empty, launch, launch_elementwise, on_gpu};
 use super::moments::{Draw, step_seed, tensor_seed};
 use super::stored::{Seed, State, StoredElements};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
+use multi_tensor::ParameterPart;
 use rayon::prelude::*;
 
 /// Hyperparameters that stay constant during a run.
@@ -182,7 +186,9 @@ pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Tensor> {
     for tensor in tensors {
         expect_f32("sums_of_squares", "t", tensor, tensor.dims())?;
     }
-    return_if_on_gpu!(first => sums_of_squares(tensors));
+    if on_gpu(first) {
+        return multi_tensor::sums_of_squares(tensors);
+    }
     let squares = tensors.iter().map(|tensor| sum_of_squares(tensor));
     Tensor::from_vec(squares.collect::<Result<Vec<f64>>>()?, tensors.len(), first.device())
 }
@@ -221,7 +227,9 @@ pub fn clipped_update(
         .map(|update| Scalars::new(hyper, update.lr, update.weight_decay, step))
         .collect();
     let seed = step_seed(step);
-    return_if_on_gpu!(updates[0].tensors.grad => clipped_update(updates, &scalars, seed, squares, max_grad_norm));
+    if on_gpu(updates[0].tensors.grad) {
+        return multi_tensor::clipped_update(updates, &scalars, seed, squares, max_grad_norm);
+    }
     if let Some(grad_scale) = clip_scale(squares, max_grad_norm)? {
         for (update, scalars) in updates.iter().zip(scalars) {
             let seed = tensor_seed(seed, update.index);
@@ -245,7 +253,12 @@ pub fn adamw_step(
     check(op, tensors, step)?;
     let scalars = Scalars::new(hyper, lr, weight_decay, step);
     let seed = step_seed(step);
-    return_if_on_gpu!(tensors.grad => adamw_step(tensors, &scalars, seed, grad_scale));
+    if on_gpu(tensors.grad) {
+        let (grad_scale, seed) =
+            (Tensor::new(&[grad_scale], tensors.weight.device())?, tensor_seed(seed, 0));
+        let part = ParameterPart { tensors: *tensors, scalars, seed, first: 0 };
+        return multi_tensor::update(&[part], &grad_scale);
+    }
     update_on_cpu(op, tensors, 0, scalars, grad_scale, tensor_seed(seed, 0))
 }
 
@@ -337,7 +350,9 @@ impl Step {
 /// CPU, the sum of its [`squares_of_blocks`].
 pub fn sum_of_squares(t: &Tensor) -> Result<f64> {
     expect_f32("sum_of_squares", "t", t, t.dims())?;
-    return_if_on_gpu!(t => sum_of_squares(t));
+    if on_gpu(t) {
+        return Ok(multi_tensor::sums_of_squares(&[t])?.to_vec1::<f64>()?[0]); // waits for the device
+    }
     Ok(squares_of_blocks(t)?.to_vec1::<f64>()?.iter().sum())
 }
 
@@ -351,7 +366,13 @@ pub const SQUARES_BLOCK: usize = 4096;
 pub fn squares_of_blocks(t: &Tensor) -> Result<Tensor> {
     let op = "squares_of_blocks";
     expect_f32(op, "t", t, t.dims())?;
-    return_if_on_gpu!(t => squares_of_blocks(t));
+    if on_gpu(t) {
+        let blocks = t.elem_count().div_ceil(SQUARES_BLOCK);
+        let squares = empty(blocks, DType::F64, t)?;
+        let launch = Launch::new(op, DType::F32).grid(blocks).threads(THREADS);
+        launch!(op, launch; t, Long(t.elem_count()), squares)?;
+        return Ok(squares);
+    }
     let data = read(op, "t", t)?;
     let squares = |block: &[f32]| {
         if block.len() == SQUARES_BLOCK {
@@ -390,7 +411,9 @@ pub fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
     for tensor in tensors {
         expect_f32("fill_zero_all", "t", tensor, tensor.dims())?;
     }
-    return_if_on_gpu!(first => fill_zero_all(tensors));
+    if on_gpu(first) {
+        return multi_tensor::fill_zero_all(tensors);
+    }
     tensors.iter().try_for_each(|tensor| fill_zero(tensor))
 }
 
@@ -398,7 +421,9 @@ pub fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
 pub fn fill_zero(t: &Tensor) -> Result<()> {
     let op = "fill_zero";
     expect_shape(op, "t", t, t.dims())?;
-    return_if_on_gpu!(t => fill_zero(t));
+    if on_gpu(t) {
+        return launch_elementwise!(op; t);
+    }
     match t.dtype() {
         DType::BF16 => cpu::write(op, "t", t, |t: &mut [bf16]| {
             t.par_chunks_mut(BLOCK).for_each(|t| t.fill(bf16::ZERO));

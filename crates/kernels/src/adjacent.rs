@@ -3,31 +3,24 @@
 //! An op of a GPU accepts columns of a wider matrix only if its documentation says so.
 
 use super::cpu::{compute_dtype, expect_shape};
+use super::launch::{
+    Launch, ROWS, THREADS, empty, launch, on_gpu, rows_at, supports_device, vectors,
+};
 use candle_core::{Device, Layout, Result, Tensor};
 
 /// Whether ops on `device` compute linear layers of one input as one product if their weights
 /// follow one another.
 pub fn joins_products(device: &Device) -> bool {
-    #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
-    return super::cuda::supports_device(device);
-    #[cfg(not(any(feature = "cuda", feature = "cuda-emulation")))]
-    {
-        let _ = device;
-        false
-    }
+    supports_device(device)
 }
 
 /// Number of products that ops of GPUs have started on this thread, for tests; 0 without them.
 pub fn products_of_this_thread() -> usize {
-    #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
-    return super::cuda::products_of_this_thread();
-    #[cfg(not(any(feature = "cuda", feature = "cuda-emulation")))]
-    0
+    super::cuda::gemm::products_of_this_thread()
 }
 
 /// Whether `parts` are contiguous and each begins where the one before it ends: the rows of one
 /// matrix.
-#[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
 pub(super) fn are_rows(parts: &[&Tensor]) -> bool {
     follow(parts, |layout| layout.contiguous_offsets().map(|(start, end)| end - start))
 }
@@ -62,8 +55,25 @@ pub fn own_columns(x: &Tensor) -> Result<Tensor> {
         return Ok(x.clone());
     }
     compute_dtype("own_columns", &[("x", x)])?;
-    return_if_on_gpu!(x => own_columns(x));
+    if on_gpu(x) {
+        let y = empty(x.shape(), x.dtype(), x)?;
+        copy_columns("own_columns", x, &y)?;
+        return Ok(y);
+    }
     x.contiguous()
+}
+
+/// Copies the rows of `from [N, M]` to those of `to` on a GPU. Both may be columns of a wider matrix.
+fn copy_columns(op: &str, from: &Tensor, to: &Tensor) -> Result<()> {
+    let (n, d) = from.dims2()?;
+    let ((x, x_stride), (y, y_stride)) = (rows_at(op, "from", from)?, rows_at(op, "to", to)?);
+    let mut wide = true;
+    for elements in [d, x_stride, y_stride] {
+        wide &= vectors(elements, &[from, to])?;
+    }
+    let kernel = if wide { "copy_columns" } else { "copy_columns_single" };
+    let launch = Launch::new(kernel, from.dtype()).grid(n.div_ceil(ROWS)).threads(THREADS);
+    launch!(op, launch.on(from); x, y, n, d, x_stride, y_stride)
 }
 
 /// Returns `y`, which takes the place of `x` if that is columns of a wider matrix on a GPU. Both
@@ -72,10 +82,9 @@ pub fn replace_columns(x: &Tensor, y: Tensor) -> Result<Tensor> {
     let op = "replace_columns";
     expect_shape(op, "y", &y, x.dims())?;
     compute_dtype(op, &[("x", x), ("y", &y)])?;
-    #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
     if !x.is_contiguous() && joins_products(x.device()) {
         super::cpu::distinct(op, "x", x, &[("y", &y)])?;
-        super::cuda::copy_columns(&y, x)?;
+        copy_columns(op, &y, x)?;
         return Ok(x.clone());
     }
     Ok(y)

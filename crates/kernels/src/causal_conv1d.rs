@@ -9,6 +9,9 @@
 use super::cpu::blocks::filled;
 use super::cpu::simd::{kernels, sigmoid};
 use super::cpu::{self, Shared, compute_dtype, expect_f32, expect_shape, read, tensor};
+use super::launch::{Launch, empty, launch, on_gpu, vectors, version};
+use super::norm_geometry::ColumnShares;
+use super::uploaded::Uploaded;
 use batch::CuSeqlens;
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -84,11 +87,48 @@ fn taps(w: &[f32]) -> Vec<f32> {
     (0..w.len()).map(|i| w[i % c * CONV_TAPS + i / c]).collect()
 }
 
+/// Number of tokens of a thread in the forward pass on a GPU.
+const RANGE: usize = 32;
+/// Maximum number of ranges of tokens in the backward pass on a GPU. Each has its own weight
+/// gradient `[C, 4]`.
+const MAX_RANGES: usize = 64;
+
+/// First token of the segment of each token, on a GPU.
+fn starts(cu_seqlens: &CuSeqlens, on: &Tensor) -> Result<Tensor> {
+    static STARTS: Uploaded<CuSeqlens> = Uploaded::new();
+    STARTS.get(cu_seqlens.clone(), 1, on, |cu_seqlens| {
+        let each = cu_seqlens.segments();
+        each.flat_map(|segment| std::iter::repeat_n(segment.start as u32, segment.len())).collect()
+    })
+}
+
+/// Launch for threads that have `range` tokens each. `rows` lists the operands with channels.
+fn launch_of_ranges(
+    op: &str,
+    (t, c): (usize, usize),
+    range: usize,
+    rows: &[&Tensor],
+) -> Result<Launch> {
+    const THREADS: usize = 128;
+    let dtype = rows[0].dtype();
+    let channels = if vectors(c, rows)? { 16 / dtype.size_in_bytes() } else { 1 };
+    let grid = [t.div_ceil(range), c.div_ceil(channels * THREADS), 1];
+    Ok(Launch::new(&version(op, c, rows)?, dtype).grid3(grid).threads(THREADS as u32))
+}
+
 /// Returns the convolution of each segment, `[T, C]`.
 pub fn causal_conv1d(x: &Tensor, w: &Tensor, cu_seqlens: &CuSeqlens) -> Result<Tensor> {
     let op = "causal_conv1d";
     let (t, c, dtype) = check(op, x, w, cu_seqlens)?;
-    return_if_on_gpu!(x => causal_conv1d(x, w, cu_seqlens));
+    if on_gpu(x) {
+        let y = empty((t, c), dtype, x)?;
+        if t > 0 {
+            let starts = starts(cu_seqlens, x)?;
+            let launch = launch_of_ranges(op, (t, c), RANGE, &[x, &y])?;
+            launch!(op, launch; x, w, starts, y, t, c, RANGE)?;
+        }
+        return Ok(y);
+    }
     let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
     let (x, w) = (x.values()?, taps(&w.f32()?));
     let w: [&[f32]; CONV_TAPS] = std::array::from_fn(|tap| &w[tap * c..(tap + 1) * c]);
@@ -127,7 +167,18 @@ pub fn causal_conv1d_backward(
         expect_f32(op, "dw", dw, &[c, CONV_TAPS])?;
         cpu::distinct(op, "dw", dw, &[("x", x), ("w", w), ("dy", dy)])?;
     }
-    return_if_on_gpu!(x => causal_conv1d_backward(x, w, dy, cu_seqlens, dw));
+    if on_gpu(x) {
+        let dx = empty((t, c), dtype, x)?;
+        if t > 0 {
+            let starts = starts(cu_seqlens, x)?;
+            let range = t.div_ceil(MAX_RANGES).max(RANGE);
+            let shares = ColumnShares::new(dw, t.div_ceil(range), c * CONV_TAPS)?;
+            let launch = launch_of_ranges(op, (t, c), range, &[x, dy, &dx])?;
+            launch!(op, launch; x, w, dy, starts, dx, shares, t, c, range)?;
+            shares.add(op)?;
+        }
+        return Ok(dx);
+    }
     let (x, w, dy) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "dy", dy)?);
     let (x, w, dy) = (x.f32()?, taps(&w.f32()?), dy.f32()?);
     let (mut dx, mut sums) = (vec![0f32; t * c], vec![0f32; CONV_TAPS * c]);

@@ -7,6 +7,8 @@
 use super::cpu::blocks::{filled, span};
 use super::cpu::column_sums::ColumnSums;
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
+use super::launch::{Launch, Long, THREADS, empty, launch, on_gpu};
+use super::norm_geometry::{ColumnShares, WARP};
 use candle_core::{DType, Result, Tensor};
 
 /// Gradients of the operands of [`delta_gates`] that depend on the token.
@@ -37,6 +39,9 @@ fn check(op: &str, [a, b, a_log, dt_bias]: [&Tensor; 4]) -> Result<(usize, usize
     Ok((t, h, dtype))
 }
 
+/// Number of tokens of a block of the backward pass on a GPU.
+const TOKENS: usize = 64;
+
 /// Returns `g` and `beta`, both `[T, Hv]` in `f32`.
 pub fn delta_gates(
     a: &Tensor,
@@ -45,8 +50,13 @@ pub fn delta_gates(
     dt_bias: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
     let op = "delta_gates";
-    let (t, h, _) = check(op, [a, b, a_log, dt_bias])?;
-    return_if_on_gpu!(a => delta_gates(a, b, a_log, dt_bias));
+    let (t, h, dtype) = check(op, [a, b, a_log, dt_bias])?;
+    if on_gpu(a) {
+        let (g, beta) = (empty((t, h), DType::F32, a)?, empty((t, h), DType::F32, a)?);
+        let launch = Launch::new(op, dtype).grid((t * h).div_ceil(THREADS as usize));
+        launch!(op, launch.threads(THREADS); a, b, a_log, dt_bias, g, beta, Long(t * h), h)?;
+        return Ok((g, beta));
+    }
     let (a, b) = (read(op, "a", a)?, read(op, "b", b)?);
     let (a_log, dt_bias) = (read(op, "a_log", a_log)?, read(op, "dt_bias", dt_bias)?);
     let (a, b) = (a.values()?, b.values()?);
@@ -81,7 +91,17 @@ pub fn delta_gates_backward(
         cpu::distinct(op, name, sums, &gates)?;
         cpu::distinct(op, name, sums, &[("dg", dg), ("dbeta", dbeta)])?;
     }
-    return_if_on_gpu!(a => delta_gates_backward([a, b, a_log, dt_bias], dg, dbeta, da_log, ddt_bias));
+    if on_gpu(a) {
+        let (da, db) = (empty((t, h), dtype, a)?, empty((t, h), dtype, a)?);
+        let blocks = t.div_ceil(TOKENS);
+        let shares = |sums| ColumnShares::new(sums, blocks * THREADS as usize / WARP, h);
+        let (da_log, ddt_bias) = (shares(da_log)?, shares(ddt_bias)?);
+        let launch = Launch::new(op, dtype).grid(blocks).threads(THREADS);
+        launch!(op, launch; a, b, a_log, dt_bias, dg, dbeta, da, db, da_log, ddt_bias, t, h, TOKENS)?;
+        da_log.add(op)?;
+        ddt_bias.add(op)?;
+        return Ok(DeltaGatesGrad { da, db });
+    }
     let (a, b) = (read(op, "a", a)?, read(op, "b", b)?);
     let (a_log, dt_bias) = (read(op, "a_log", a_log)?, read(op, "dt_bias", dt_bias)?);
     let (dg, dbeta) = (read(op, "dg", dg)?, read(op, "dbeta", dbeta)?);

@@ -12,6 +12,7 @@ use super::cpu::blocks::{Full, Scratch, Slots, elementwise};
 use super::cpu::in_place::change;
 use super::cpu::simd::kernels;
 use super::cpu::{compute_dtype, distinct, expect_shape, read};
+use super::launch::{Launch, Long, THREADS, empty, launch, on_gpu, vectors, version};
 use super::moments::mix;
 use candle_core::{Result, Tensor};
 
@@ -120,13 +121,31 @@ kernels! {
     }
 }
 
+/// Launches the kernel `op` with `x [N, K]` and the destination `y`.
+fn launch_masked(op: &str, x: &Tensor, mask: DropoutMask, y: &Tensor) -> Result<()> {
+    let (n, width) = (x.elem_count(), x.dim(candle_core::D::Minus1)?);
+    if n == 0 {
+        return Ok(());
+    }
+    let elements = if vectors(width, &[x, y])? { 16 / x.dtype().size_in_bytes() } else { 1 };
+    let launch = Launch::new(&version(op, width, &[x, y])?, x.dtype());
+    let launch = launch.grid(n.div_ceil(elements * THREADS as usize)).threads(THREADS);
+    let [seed, first] = [mask.seed, mask.first_row].map(|n| Long(n as usize));
+    let threshold = Long(mask.threshold() as usize);
+    launch!(op, launch; x, y, width, Long(n), seed, first, threshold, mask.scale())
+}
+
 /// Returns the kept elements of `x [N, K]`, divided by the probability of keeping them. The others
 /// are zero.
 pub fn dropout(x: &Tensor, mask: DropoutMask) -> Result<Tensor> {
     let op = "dropout";
     let dtype = compute_dtype(op, &[("x", x)])?;
     let width = x.dim(candle_core::D::Minus1)?;
-    return_if_on_gpu!(x => dropout(x, mask));
+    if on_gpu(x) {
+        let y = empty(x.shape(), dtype, x)?;
+        launch_masked(op, x, mask, &y)?;
+        return Ok(y);
+    }
     let shape = x.shape().clone();
     let x = read(op, "x", x)?;
     let x = x.values()?;
@@ -146,7 +165,9 @@ pub fn dropout_add(x: &Tensor, mask: DropoutMask, y: &Tensor) -> Result<()> {
     expect_shape(op, "y", y, x.dims())?;
     distinct(op, "y", y, &[("x", x)])?;
     let width = x.dim(candle_core::D::Minus1)?;
-    return_if_on_gpu!(x => dropout_add(x, mask, y));
+    if on_gpu(x) {
+        return launch_masked(op, x, mask, y);
+    }
     let x = read(op, "x", x)?;
     let x = x.values()?;
     change(op, [("y", y)], |at, [y]| {

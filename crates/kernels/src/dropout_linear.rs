@@ -22,8 +22,7 @@ const MAX_RANK: usize = 4 * LANES;
 fn is_fused(x: &Tensor, a: &Tensor, mask: Option<DropoutMask>) -> bool {
     let is_narrow = a.elem_count() > 0 && a.dims()[0] <= MAX_RANK && x.elem_count() > 0;
     let is_f32 = [x, a].iter().all(|t| t.dtype() == DType::F32);
-    #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
-    let is_f32 = is_f32 && !super::cuda::on_gpu(x);
+    let is_f32 = is_f32 && !super::launch::on_gpu(x);
     mask.is_some() && is_narrow && is_f32
 }
 

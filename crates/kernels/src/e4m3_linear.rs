@@ -9,12 +9,14 @@
 //! counts as the identity in backward.
 
 use super::cpu::{self, compute_dtype, expect_shape};
+use super::cuda::gemm::{Gemm, Transpose};
 use super::e4m3::{e4m3_columns, e4m3_rows};
+use super::launch::{Launch, THREADS, empty, launch, on_gpu, vectors};
 use super::linear::{
     backward_shape, forward_shape, linear, linear_add, linear_backward_input,
     linear_backward_input_add, linear_backward_weight, rows_of, weight_shape, with_last,
 };
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 /// Format of the operands of the linear layers of the decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -49,8 +51,14 @@ pub fn e4m3_linear(
 ) -> Result<Tensor> {
     let op = "e4m3_linear";
     w.dims2()?;
-    forward_shape(op, x, w, bias, residual)?;
-    return_if_on_gpu!(x => e4m3_linear(op, x, w, (bias, residual)));
+    let ((n, m, k), shape) = forward_shape(op, x, w, bias, residual)?;
+    if on_gpu(x) {
+        let y = empty(shape, x.dtype(), x)?;
+        let w = round_rows(op, w, (m, k), m.next_multiple_of(ALIGNED))?;
+        let x = round_rows(op, x, (n, k), n)?;
+        multiply(op, [&x, &w], (n, m), (bias, residual), &y, SUMS_BYTES)?;
+        return Ok(y);
+    }
     let (x, w) = (e4m3_rows(x)?, e4m3_rows(w)?);
     match residual {
         Some(residual) => linear_add(&x, &w, bias, residual),
@@ -64,14 +72,21 @@ pub fn e4m3_linear(
 pub fn e4m3_linear_backward_input(dy: &Tensor, w: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
     let op = "e4m3_linear_backward_input";
     w.dims2()?;
-    let (_, _, k) = backward_shape(op, dy, w)?;
+    let (n, m, k) = backward_shape(op, dy, w)?;
     compute_dtype(op, &[("dy", dy), ("w", w)])?;
     if let Some(dx) = &dx {
         compute_dtype(op, &[("dy", dy), ("dx", dx)])?;
         expect_shape(op, "dx", dx, &with_last(dy, k))?;
         cpu::distinct(op, "dx", dx, &[("dy", dy), ("w", w)])?;
     }
-    return_if_on_gpu!(dy => e4m3_linear_backward_input(op, dy, w, dx));
+    if on_gpu(dy) {
+        let w = round_columns(op, w, (m, k), k.next_multiple_of(ALIGNED))?;
+        let rounded = round_rows(op, dy, (n, m), n)?;
+        let addend = dx.clone();
+        let dx = dx.map_or_else(|| empty(with_last(dy, k), dy.dtype(), dy), Ok)?;
+        multiply(op, [&rounded, &w], (n, k), (None, addend.as_ref()), &dx, SUMS_BYTES)?;
+        return Ok(dx);
+    }
     let (dy, w) = (e4m3_rows(dy)?, e4m3_columns(w)?);
     match dx {
         Some(dx) => linear_backward_input_add(&dy, &w, dx),
@@ -82,10 +97,131 @@ pub fn e4m3_linear_backward_input(dy: &Tensor, w: &Tensor, dx: Option<Tensor>) -
 /// Adds `dy^T x` to `dw [M, K]` (`f32`), of `x` and `dy` with a scale for each column.
 pub fn e4m3_linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> {
     let op = "e4m3_linear_backward_weight";
-    weight_shape(op, x, dy, dw)?;
-    return_if_on_gpu!(x => e4m3_linear_backward_weight(op, x, dy, dw));
+    let (n, m, k) = weight_shape(op, x, dy, dw)?;
+    if on_gpu(x) {
+        if n == 0 {
+            return Ok(());
+        }
+        let dy = round_columns(op, dy, (n, m), m)?;
+        let x = round_columns(op, x, (n, k), k.next_multiple_of(ALIGNED))?;
+        return multiply(op, [&dy, &x], (m, k), (None, Some(dw)), dw, SUMS_BYTES);
+    }
     let columns = |name, x: &Tensor| e4m3_columns(&x.reshape(rows_of(op, name, x)?)?);
     linear_backward_weight(&columns("x", x)?, &columns("dy", dy)?, dw)
+}
+
+// On a GPU: cublasLt multiplies e4m3 operands that both have the dim of the sums as their rows, with
+// sizes that are multiples of 16. So an operand whose columns are summed over is transposed when it is
+// rounded, and codes are padded with zeros. The product is computed with scales of 1 into `f32`, and
+// `e4m3_scale` multiplies by the scales of rows and columns, adds bias and addend, and rounds once.
+// That needs nothing of cublasLt that CUDA 12.4 does not have. The sums are computed for as many rows
+// at a time as fit in the L2 cache of a Hopper GPU.
+
+/// Sizes of codes are multiples of this.
+const ALIGNED: usize = 16;
+/// Number of rows with one maximum of a column, as in `e4m3.cu`.
+const SHARE: usize = 64;
+/// Rows and columns of a block that transposes, as in `e4m3.cu`.
+const TILE: usize = 64;
+/// Maximum number of bytes of the sums of a product.
+const SUMS_BYTES: usize = 32 << 20;
+/// The sums have a multiple of this number of rows, which tensor cores compute at once.
+const SUMS_ROWS: usize = 128;
+/// Maximum number of rows of sums: the size of a grid.
+const MAX_SUMS_ROWS: usize = (1 << 16) - SUMS_ROWS;
+
+/// A matrix in e4m3.
+pub(crate) struct Rounded {
+    /// `[rows, columns]`, `u8`. The sums of a product run over the columns.
+    pub(crate) codes: Tensor,
+    /// `[rows]`, `f32`.
+    pub(crate) scales: Tensor,
+}
+
+/// Rounds `x [n, k]` with a scale for each row. The result has `rows` rows; those beyond `n` are
+/// zeros.
+pub(crate) fn round_rows(
+    op: &'static str,
+    x: &Tensor,
+    (n, k): (usize, usize),
+    rows: usize,
+) -> Result<Rounded> {
+    let columns = k.next_multiple_of(ALIGNED);
+    let codes = empty((rows, columns), DType::U8, x)?;
+    let scales = empty(rows, DType::F32, x)?;
+    let whole = k == columns && vectors(k, &[x])?;
+    let launch = Launch::new(if whole { "e4m3_rows" } else { "e4m3_rows_single" }, x.dtype());
+    launch!(op, launch.grid(rows).threads(THREADS); x, codes, scales, n, k, columns)?;
+    Ok(Rounded { codes, scales })
+}
+
+/// Rounds `x [n, k]` with a scale for each column. The result is transposed and has `rows` rows;
+/// those beyond `k` are zeros.
+pub(crate) fn round_columns(
+    op: &'static str,
+    x: &Tensor,
+    (n, k): (usize, usize),
+    rows: usize,
+) -> Result<Rounded> {
+    let (columns, shares) = (n.next_multiple_of(ALIGNED), n.div_ceil(SHARE));
+    let maxima = empty((shares, k), DType::F32, x)?;
+    let scales = empty(rows, DType::F32, x)?;
+    let codes = empty((rows, columns), DType::U8, x)?;
+    let threads = THREADS as usize;
+    let kernel = |name, dtype, x, y| Launch::new(name, dtype).grid3([x, y, 1]).threads(THREADS);
+    let find = kernel("e4m3_column_maxima", x.dtype(), k.div_ceil(threads), shares);
+    launch!(op, find; x, maxima, n, k)?;
+    let scale = kernel("e4m3_scales", DType::F32, rows.div_ceil(threads), 1);
+    launch!(op, scale; maxima, scales, shares, k, rows)?;
+    let round = kernel("e4m3_columns", x.dtype(), rows.div_ceil(TILE), columns.div_ceil(TILE));
+    launch!(op, round; x, scales, codes, n, k, rows, columns)?;
+    Ok(Rounded { codes, scales })
+}
+
+/// Number of rows of sums of `columns` columns in `bytes`.
+fn rows_at_once(columns: usize, bytes: usize) -> usize {
+    let rows = bytes / (size_of::<f32>() * columns) / SUMS_ROWS * SUMS_ROWS;
+    rows.clamp(SUMS_ROWS, MAX_SUMS_ROWS)
+}
+
+/// Writes `a b^T + bias + addend` to `y [n, m]`, with at most `bytes` of sums or `SUMS_ROWS` rows.
+/// `addend` may be `y`.
+pub(crate) fn multiply(
+    op: &'static str,
+    [a, b]: [&Rounded; 2],
+    (n, m): (usize, usize),
+    (bias, addend): (Option<&Tensor>, Option<&Tensor>),
+    y: &Tensor,
+    bytes: usize,
+) -> Result<()> {
+    if n == 0 || m == 0 {
+        return Ok(());
+    }
+    let (columns, k) = b.codes.dims2()?;
+    let rows = rows_at_once(columns, bytes).min(n);
+    let buffer = empty((rows, columns), DType::F32, y)?;
+    let y = y.reshape((n, m))?;
+    let addend = addend.map(|addend| addend.reshape((n, m))).transpose()?;
+    for first in (0..n).step_by(rows) {
+        let rows = rows.min(n - first);
+        let part = |t: &Tensor| t.narrow(0, first, rows);
+        let (codes, scales, y) = (part(&a.codes)?, part(&a.scales)?, part(&y)?);
+        let addend = addend.as_ref().map(part).transpose()?;
+        let sums = buffer.narrow(0, 0, rows)?;
+        let operands = [("a", &codes), ("b", &b.codes)];
+        let gemm = Gemm::new(Transpose::Nt, (rows, columns, k), operands);
+        gemm.into(op, "sums", &sums)?;
+        let mut whole = vectors(m, &[&y])?;
+        for t in bias.into_iter().chain(&addend) {
+            whole = whole && vectors(0, &[t])?;
+        }
+        let elements = if whole { 16 / y.dtype().size_in_bytes() } else { 1 };
+        let kernel = if whole { "e4m3_scale" } else { "e4m3_scale_single" };
+        let launch = Launch::new(kernel, y.dtype()).threads(THREADS);
+        let launch = launch.grid3([m.div_ceil(THREADS as usize * elements), rows, 1]);
+        launch!(op, launch; sums, scales, b.scales, bias, addend, y, m, columns)?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -6,6 +6,8 @@
 
 use super::cpu::blocks::{filled, span};
 use super::cpu::{self, Operand, Shared, compute_dtype, expect_f32, read};
+use super::launch::{Launch, can_be_checked, empty, launch, on_gpu, vectors, version};
+use super::rows::expect_u32;
 use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
 
@@ -13,7 +15,7 @@ use rayon::prelude::*;
 /// the ids would wait for the device: those ids were checked before the upload, and the kernels
 /// skip ids outside the table.
 fn check_ids(op: &'static str, ids: &Tensor, num_rows: usize) -> Result<()> {
-    if !ids.device().is_cpu() {
+    if !can_be_checked(ids) {
         return Ok(());
     }
     let ids = read(op, "ids", ids)?;
@@ -32,7 +34,6 @@ pub fn embedding(ids: &Tensor, w: &Tensor) -> Result<Tensor> {
     ids.dims1()?;
     compute_dtype(op, &[("w", w)])?;
     check_ids(op, ids, v)?;
-    return_if_on_gpu!(w => embedding(ids, w));
     super::gather_rows(w, ids)
 }
 
@@ -47,7 +48,9 @@ pub fn embedding_backward(ids: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> 
     }
     cpu::distinct(op, "dw", dw, &[("ids", ids), ("dy", dy)])?;
     check_ids(op, ids, v)?;
-    return_if_on_gpu!(dy => embedding_backward(ids, dy, dw));
+    if on_gpu(dy) {
+        return add_by_row_on_gpu(op, ids, None, dy, dw);
+    }
     let (ids, dy) = (read(op, "ids", ids)?, read(op, "dy", dy)?);
     let (ids, dy) = (ids.slice::<u32>()?, dy.values()?);
     cpu::write(op, "dw", dw, |dw| {
@@ -78,6 +81,54 @@ pub(super) fn add_by_row(
             add(*at as usize, row);
         }
     });
+}
+
+/// Number of positions that one block sorts, one per thread: `TILE` of the kernels.
+const TILE: usize = 1024;
+/// Number of sorted positions that one block sums: `STRETCH` of the kernels.
+const STRETCH: usize = 64;
+
+/// Adds `weight[i] * dy[i / taps]` to `table[ids[i]]` for each `i`, where `taps` is the number of
+/// ids per row of `dy`.
+fn add_by_row_on_gpu(
+    op: &str,
+    ids: &Tensor,
+    weight: Option<&Tensor>,
+    dy: &Tensor,
+    table: &Tensor,
+) -> Result<()> {
+    let (n, (rows, d), num_rows) = (ids.elem_count(), dy.dims2()?, table.dim(0)?);
+    expect_u32(op, "ids", ids)?;
+    let (keys, from) = sorted_on_gpu(op, ids)?;
+    let stretches = n.div_ceil(STRETCH);
+    let carried = empty((stretches, d), DType::F32, dy)?;
+    let all = [dy, table, &carried];
+    let columns = 64 * if vectors(d, &all)? { 16 / dy.dtype().size_in_bytes() } else { 1 };
+    let launch = Launch::new(&version("add_runs", d, &all)?, dy.dtype());
+    let launch = launch.grid3([stretches, d.div_ceil(columns), 1]).threads(64);
+    let taps = n / rows.max(1);
+    launch!(op, launch; keys, from, weight, dy, table, carried, n, d, num_rows, taps)?;
+    let launch = Launch::new("join_runs", DType::F32)
+        .grid3([stretches.saturating_sub(1), d.div_ceil(256), 1])
+        .threads(256);
+    launch!(op, launch; keys, carried, table, n, d, num_rows)
+}
+
+/// Returns the ids in ascending order and their positions. Equal ids are in the order of their
+/// positions.
+fn sorted_on_gpu(op: &str, ids: &Tensor) -> Result<(Tensor, Tensor)> {
+    let n = ids.elem_count();
+    let pair = || -> Result<_> { Ok((empty(n, DType::U32, ids)?, empty(n, DType::U32, ids)?)) };
+    let (tile_keys, tile_from) = pair()?;
+    let tiles = n.div_ceil(TILE);
+    let each = |name| Launch::new(name, DType::F32).grid(tiles).threads(TILE as u32);
+    launch!(op, each("sort_tiles"); ids, tile_keys, tile_from, n)?;
+    if tiles <= 1 {
+        return Ok((tile_keys, tile_from));
+    }
+    let (keys, from) = pair()?;
+    launch!(op, each("merge_tiles"); tile_keys, tile_from, keys, from, n)?;
+    Ok((keys, from))
 }
 
 /// Validates `index` and `weight [P, 4]` and returns `P`.
@@ -120,7 +171,15 @@ fn interpolate(
         compute_dtype(op, &[("table", table), ("x", x)])?;
         cpu::expect_shape(op, "x", x, &[p, d])?;
     }
-    return_if_on_gpu!(table => interpolate_rows(op, table, index, weight, x));
+    if on_gpu(table) {
+        expect_u32(op, "index", index)?;
+        let y = empty((p, d), dtype, table)?;
+        let mut rows = vec![table, &y];
+        rows.extend(x);
+        let launch = Launch::for_rows("interpolate_rows", (p, d), &rows)?;
+        launch!(op, launch; table, index, weight, x, y, n, p, d)?;
+        return Ok(y);
+    }
     let x = x.map(|x| read(op, "x", x)).transpose()?;
     let x = x.as_ref().map(Operand::values).transpose()?;
     let (table, index) = (read(op, "table", table)?, read(op, "index", index)?);
@@ -157,7 +216,9 @@ pub fn interpolate_rows_backward(
     compute_dtype(op, &[("dy", dy)])?;
     cpu::expect_shape(op, "dy", dy, &[p, d])?;
     cpu::distinct(op, "dtable", dtable, &[("index", index), ("weight", weight), ("dy", dy)])?;
-    return_if_on_gpu!(dy => interpolate_rows_backward(index, weight, dy, dtable));
+    if on_gpu(dy) {
+        return add_by_row_on_gpu(op, index, Some(weight), dy, dtable);
+    }
     let (index, weight) = (read(op, "index", index)?, read(op, "weight", weight)?);
     let dy = read(op, "dy", dy)?;
     let (index, weight, dy) = (index.slice::<u32>()?, weight.slice::<f32>()?, dy.values()?);

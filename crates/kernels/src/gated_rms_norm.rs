@@ -9,6 +9,8 @@ use super::cpu::blocks::{Scratch, filled, span};
 use super::cpu::column_sums::ColumnSums;
 use super::cpu::simd::{kernels, sigmoid};
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
+use super::launch::{empty, launch, on_gpu};
+use super::norm_geometry::{ColumnShares, Geometry, Pass};
 use super::rms_norm::{NormScale, add_input_grad, add_weight_grad, norm_row, row_rstd};
 use candle_core::{DType, Result, Tensor};
 
@@ -40,7 +42,13 @@ pub fn gated_rms_norm(x: &Tensor, z: &Tensor, w: &Tensor, eps: f64) -> Result<(T
     let dtype = compute_dtype(op, &[("x", x), ("z", z), ("w", w)])?;
     expect_shape(op, "z", z, &[n, d])?;
     expect_shape(op, "w", w, &[d])?;
-    return_if_on_gpu!(x => gated_rms_norm(x, z, w, eps));
+    if on_gpu(x) {
+        let (y, rstd) = (empty((n, d), dtype, x)?, empty(n, DType::F32, x)?);
+        let geometry = Geometry::new(op, Pass::Forward, n, d, &[x, z, w, &y])?;
+        let launch = geometry.launch(op, dtype);
+        launch!(op, launch; x, z, w, y, rstd, n, d, geometry.warps(), eps as f32)?;
+        return Ok((y, rstd));
+    }
     let rounding = NormScale::Weight.rounding(dtype);
     let (x, z, w) = (read(op, "x", x)?, read(op, "z", z)?, read(op, "w", w)?);
     let (x, z, w) = (x.values()?, z.values()?, w.f32()?);
@@ -78,7 +86,16 @@ pub fn gated_rms_norm_backward(
         let sources = [("x", x), ("z", z), ("rstd", rstd), ("w", w), ("dy", dy)];
         cpu::distinct(op, "dw", dw, &sources)?;
     }
-    return_if_on_gpu!(x => gated_rms_norm_backward(x, z, rstd, w, dy, dw));
+    if on_gpu(x) {
+        let (dx, dz) = (empty((n, d), dtype, x)?, empty((n, d), dtype, x)?);
+        let rows = [x, z, w, dy, &dx, &dz];
+        let geometry = Geometry::new(op, Pass::Backward { resident: 768 }, n, d, &rows)?;
+        let shares = ColumnShares::new(dw, geometry.shares(), d)?;
+        let (launch, warps) = (geometry.launch(op, dtype), geometry.warps());
+        launch!(op, launch; x, z, rstd, w, dy, dx, dz, shares, n, d, warps)?;
+        shares.add(op)?;
+        return Ok((dx, dz));
+    }
     let rounding = NormScale::Weight.rounding(dtype);
     let (x, z, w) = (read(op, "x", x)?, read(op, "z", z)?, read(op, "w", w)?);
     let (rstd, dy) = (read(op, "rstd", rstd)?, read(op, "dy", dy)?);

@@ -11,6 +11,7 @@ use super::cpu::blocks::{Full, Slots, elementwise};
 use super::cpu::in_place::{RecomputeInput, change};
 use super::cpu::simd::{kernels, sigmoid};
 use super::cpu::{compute_dtype, distinct, expect_shape, read};
+use super::launch::{empty, launch_elementwise, on_gpu};
 use candle_core::{Result, Tensor};
 
 /// Form of the GELU.
@@ -20,6 +21,16 @@ pub enum Gelu {
     Tanh,
     /// Exact form: `x (1 + erf(x / sqrt 2)) / 2`.
     Erf,
+}
+
+impl Gelu {
+    /// The CUDA kernel of the forward pass.
+    fn kernel(self) -> &'static str {
+        match self {
+            Self::Tanh => "gelu_tanh",
+            Self::Erf => "gelu_erf",
+        }
+    }
 }
 
 /// `2 sqrt(2/pi)`, used with the identity `(1 + tanh u) / 2 = sigmoid(2 u)`.
@@ -136,7 +147,11 @@ kernels! {
 pub fn gelu(x: &Tensor, kind: Gelu) -> Result<Tensor> {
     let op = "gelu";
     let dtype = compute_dtype(op, &[("x", x)])?;
-    return_if_on_gpu!(x => gelu(x, kind));
+    if on_gpu(x) {
+        let y = empty(x.shape(), dtype, x)?;
+        launch_elementwise!(kind.kernel(); x, &y)?;
+        return Ok(y);
+    }
     let shape = x.shape().clone();
     let x = read(op, "x", x)?;
     let x = x.values()?;
@@ -159,8 +174,11 @@ pub fn gelu_backward(
     compute_dtype(op, &[("x", &x), ("dy", &dy)])?;
     expect_shape(op, "dy", &dy, x.dims())?;
     distinct(op, "x", &x, &[("dy", &dy)])?;
-    return_if_on_gpu!(&x => gelu_backward(x, dy, kind, recompute));
     match recompute {
+        _ if on_gpu(&x) => {
+            let kernel = recompute.kernel(&format!("{}_backward", kind.kernel()));
+            launch_elementwise!(kernel; &x, &dy)?;
+        }
         RecomputeInput::No => {
             let dy = read(op, "dy", &dy)?;
             let dy = dy.values()?;

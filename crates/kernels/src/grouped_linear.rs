@@ -11,6 +11,10 @@
 use super::cpu::blocks::Values;
 use super::cpu::grouped::{WeightLayout, add_outer_products, products};
 use super::cpu::{self, compute_dtype, distinct, expect_f32, read, weighted_dtype};
+use super::cuda::select::has_tensor_cores;
+use super::launch::{Launch, can_be_checked, empty, launch, on_gpu, vectors};
+use super::norm_geometry::MULTIPROCESSORS;
+use super::rows::expect_u32;
 use candle_core::{DType, Result, Tensor, bail};
 
 /// Order of the dims of the weights of experts.
@@ -63,7 +67,7 @@ fn rows_of(op: &str, name: &str, x: &Tensor, width: usize) -> Result<usize> {
 /// Fails unless `offsets` ascend from 0 to `rows`. Does nothing on a GPU, where reading them would
 /// wait for the device.
 fn check_offsets(op: &'static str, offsets: &Tensor, rows: usize) -> Result<()> {
-    if !offsets.device().is_cpu() {
+    if !can_be_checked(offsets) {
         return Ok(());
     }
     let offsets = read(op, "offsets", offsets)?;
@@ -120,7 +124,10 @@ fn multiply(
     dtype: DType,
 ) -> Result<Tensor> {
     check_offsets(op, offsets, rows)?;
-    return_if_on_gpu!(x => grouped_products(op, [(name, x), (w_name, w)], stored, offsets, (rows, n, k)));
+    if on_gpu(x) {
+        compute_dtype(op, &[(name, x), (w_name, w)])?;
+        return products_on_gpu(op, [x, w], stored, offsets, (rows, n, k));
+    }
     let (x, w, offsets) = (read(op, name, x)?, read(op, w_name, w)?, read(op, "offsets", offsets)?);
     let offsets = offsets.slice::<u32>()?;
     let (x, w): (Values<'_>, Values<'_>) = (x.values()?, w.values()?);
@@ -150,12 +157,113 @@ pub fn grouped_linear_backward_weight(
         ExpertLayout::InOut => [("x", x), ("dy", dy)],
     };
     check_offsets(op, offsets, rows)?;
-    return_if_on_gpu!(x => add_grouped_outer_products(op, [a, b], offsets, dw));
+    if on_gpu(x) {
+        return add_outer_products_on_gpu(op, [a.1, b.1], offsets, dw);
+    }
     let offsets = read(op, "offsets", offsets)?;
     let offsets = offsets.slice::<u32>()?;
     let (size, [a, b]) = ((a.1.dim(1)?, b.1.dim(1)?), [read(op, a.0, a.1)?, read(op, b.0, b.1)?]);
     let (a, b) = (a.values()?, b.values()?);
     cpu::write(op, "dw", dw, |dw| add_outer_products(size, offsets, a, b, dw))
+}
+
+/// Number of rows and columns of a tile, of threads, and of bytes of shared memory of the kernels
+/// for tensor cores: two blocks share a multiprocessor.
+const TILE: [usize; 2] = [128, 128];
+const TILE_THREADS: u32 = 128;
+const STAGES: usize = 3 * 2 * 64 * 256;
+/// The same of the plain kernels. They have no dynamic shared memory besides the list of experts.
+const PLAIN_TILE: [usize; 2] = [64, 64];
+const PLAIN_THREADS: u32 = 256;
+/// Number of blocks. They take tile after tile, so results do not depend on it.
+const BLOCKS: usize = 2 * MULTIPROCESSORS;
+const PLAIN_BLOCKS: usize = 4 * MULTIPROCESSORS;
+/// Maximum number of experts: their list is in shared memory.
+const MAX_EXPERTS: usize = 2048;
+
+/// Number of blocks for `rows` rows of `e` experts: as many as there can be tiles, up to `most`.
+fn blocks(rows: usize, e: usize, columns: usize, tile: [usize; 2], most: usize) -> usize {
+    let row_tiles = (rows / tile[0] + e).min(rows);
+    (row_tiles * columns.div_ceil(tile[1])).min(most)
+}
+
+/// Whether the kernels for tensor cores handle these matrices, with their numbers of columns, and
+/// the GPU has `shared` bytes for a block.
+fn are_fast(matrices: &[(&Tensor, usize)], shared: usize) -> Result<bool> {
+    for (matrix, columns) in matrices {
+        if !vectors(*columns, &[matrix])? {
+            return Ok(false);
+        }
+    }
+    let first = matrices[0].0;
+    Ok(first.dtype() == DType::BF16 && has_tensor_cores(first.device(), shared)?)
+}
+
+/// Returns the products of the rows of `x [rows, k]` with the matrices of their experts,
+/// `[rows, n]`.
+fn products_on_gpu(
+    op: &'static str,
+    [x, w]: [&Tensor; 2],
+    stored: WeightLayout,
+    offsets: &Tensor,
+    (rows, n, k): (usize, usize, usize),
+) -> Result<Tensor> {
+    let e = experts(op, w, offsets)?;
+    let y = empty((rows, n), x.dtype(), x)?;
+    let w_columns = if stored == WeightLayout::OfOutputs { k } else { n };
+    let list = 4 * (e + 1);
+    let fast = are_fast(&[(x, k), (w, w_columns), (&y, n)], STAGES + list)?;
+    let launch = match (fast, stored) {
+        (true, WeightLayout::OfOutputs) => Launch::new("grouped_of_outputs", x.dtype()),
+        (true, WeightLayout::OfInputs) => Launch::new("grouped_of_inputs", x.dtype()),
+        (false, _) => Launch::new("grouped_plain", x.dtype()),
+    };
+    let launch = if fast {
+        launch.grid(blocks(rows, e, n, TILE, BLOCKS)).threads(TILE_THREADS).shared(STAGES + list)
+    } else {
+        let blocks = blocks(rows, e, n, PLAIN_TILE, PLAIN_BLOCKS);
+        launch.grid(blocks).threads(PLAIN_THREADS).shared(list)
+    };
+    if fast {
+        launch!(op, launch; x, w, offsets, y, e, n, k)?;
+    } else {
+        launch!(op, launch; x, w, offsets, y, e, n, k, stored == WeightLayout::OfInputs)?;
+    }
+    Ok(y)
+}
+
+/// Adds `a^T b` of the rows of each expert to its matrix of `dw [e, m, n]`.
+fn add_outer_products_on_gpu(
+    op: &'static str,
+    [a, b]: [&Tensor; 2],
+    offsets: &Tensor,
+    dw: &Tensor,
+) -> Result<()> {
+    let e = experts(op, dw, offsets)?;
+    let (rows, m) = a.dims2()?;
+    let n = b.dim(1)?;
+    if rows == 0 {
+        return Ok(());
+    }
+    let fast = are_fast(&[(a, m), (b, n), (dw, n)], STAGES)?;
+    let tiles = |tile: [usize; 2]| e * m.div_ceil(tile[0]) * n.div_ceil(tile[1]);
+    let launch = if fast {
+        let blocks = tiles(TILE).min(BLOCKS);
+        Launch::new("grouped_outer", a.dtype()).grid(blocks).threads(TILE_THREADS).shared(STAGES)
+    } else {
+        let blocks = tiles(PLAIN_TILE).min(PLAIN_BLOCKS);
+        Launch::new("grouped_outer_plain", a.dtype()).grid(blocks).threads(PLAIN_THREADS)
+    };
+    launch!(op, launch; a, b, offsets, dw, e, m, n)
+}
+
+/// Returns `E` of a weight or its gradient.
+fn experts(op: &str, w: &Tensor, offsets: &Tensor) -> Result<usize> {
+    expect_u32(op, "offsets", offsets)?;
+    match w.dim(0)? {
+        e if e <= MAX_EXPERTS => Ok(e),
+        e => bail!("{op}: found {e} experts, expected at most {MAX_EXPERTS} on a GPU"),
+    }
 }
 
 #[cfg(test)]

@@ -4,7 +4,10 @@
 //! columns of one matrix `[N, sum of M]`, and so must be their gradients, or else each layer has a
 //! product of its own. On the CPU there are always several products.
 
+use super::adjacent::{are_columns, are_rows};
 use super::cpu::compute_dtype;
+use super::cuda::gemm::{Addend, Gemm, GemmOperand, Transpose};
+use super::launch::{empty, on_gpu};
 use super::linear::{backward_shape, forward_shape, weight_shape};
 use super::{GradWrite, linear_backward_weight_into, own_columns};
 use candle_core::{Result, Tensor};
@@ -18,8 +21,22 @@ pub fn joined_linear<const N: usize>(
     for weight in weights {
         forward_shape("joined_linear", x, weight, None, None)?;
     }
-    return_if_on_gpu!(x => joined_linear(x, weights));
-    Ok(None)
+    if !on_gpu(x) || !are_rows(&weights) {
+        return Ok(None);
+    }
+    let ((n, k), m) = (x.dims2()?, total(&weights, 0)?);
+    let y = empty((n, m), x.dtype(), x)?;
+    let (transpose, a, b) = (Transpose::Nt, GemmOperand::Whole("x", x), block("w", &weights));
+    let gemm = Gemm { transpose, shape: (n, m, k), a, b, addend: Addend::Nothing, bias: None };
+    gemm.into("joined_linear", "y", &y)?;
+    let mut first = 0;
+    let columns = weights.iter().map(|w| {
+        let width = w.dim(0)?;
+        first += width;
+        y.narrow(1, first - width, width)
+    });
+    let columns = columns.collect::<Result<Vec<_>>>()?;
+    Ok(Some(columns.try_into().expect("columns for each weight")))
 }
 
 /// Returns the sum of the input gradients `dy W`, `[N, K]`; `None` if the weights do not follow one
@@ -33,8 +50,15 @@ pub fn joined_linear_backward_input<const N: usize>(
         backward_shape(op, dy, weight)?;
         compute_dtype(op, &[("dy", dy), ("w", weight)])?;
     }
-    return_if_on_gpu!(dys[0] => joined_linear_backward_input(&dys, &weights));
-    Ok(None)
+    if !(on_gpu(dys[0]) && are_columns(&dys) && are_rows(&weights)) {
+        return Ok(None);
+    }
+    let (n, m, k) = (dys[0].dim(0)?, total(&dys, 1)?, weights[0].dim(1)?);
+    let dx = empty((n, k), dys[0].dtype(), dys[0])?;
+    let (transpose, a, b) = (Transpose::Nn, block("dy", &dys), block("w", &weights));
+    let gemm = Gemm { transpose, shape: (n, k, m), a, b, addend: Addend::Nothing, bias: None };
+    gemm.into(op, "dx", &dx)?;
+    Ok(Some(dx))
 }
 
 /// Adds the weight gradient `dy^T x` of each layer that has a buffer in `dws` to this buffer, or
@@ -44,17 +68,27 @@ pub fn joined_linear_backward_weight<const N: usize>(
     dys: [&Tensor; N],
     dws: [Option<(&Tensor, GradWrite)>; N],
 ) -> Result<()> {
+    let op = "joined_linear_backward_weight";
     for (dy, dw) in dys.into_iter().zip(dws) {
         if let Some((dw, _)) = dw {
-            weight_shape("joined_linear_backward_weight", x, dy, dw)?;
+            weight_shape(op, x, dy, dw)?;
         }
     }
-    #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
-    if super::cuda::on_gpu(x)
-        && let Some((all, write)) = written_alike(dws)
-        && super::cuda::joined_linear_backward_weight(x, &dys, (&all, write))?
+    let (n, k) = x.dims2()?;
+    if on_gpu(x)
+        && n > 0
+        && let Some((dws, write)) = written_alike(dws)
+        && are_columns(&dys)
+        && are_rows(&dws)
     {
-        return Ok(());
+        let (a, b) = (block("dy", &dys), GemmOperand::Whole("x", x));
+        let addend = match write {
+            GradWrite::Add => Addend::Destination,
+            GradWrite::Replace => Addend::Nothing,
+        };
+        let (transpose, shape) = (Transpose::Tn, (total(&dys, 1)?, k, n));
+        let gemm = Gemm { transpose, shape, a, b, addend, bias: None };
+        return gemm.into_matrix(op, block("dw", &dws));
     }
     for (dy, dw) in dys.into_iter().zip(dws) {
         if let Some((dw, write)) = dw {
@@ -64,8 +98,17 @@ pub fn joined_linear_backward_weight<const N: usize>(
     Ok(())
 }
 
+/// All elements of `parts`, which follow one another.
+fn block<'a>(name: &'static str, parts: &[&'a Tensor]) -> GemmOperand<'a> {
+    GemmOperand::Block(name, parts[0], parts.iter().map(|part| part.elem_count()).sum())
+}
+
+/// The sum of the numbers of rows or columns of `parts`.
+fn total(parts: &[&Tensor], dim: usize) -> Result<usize> {
+    parts.iter().map(|part| part.dim(dim)).sum()
+}
+
 /// Returns the buffers if every layer has one and all have the same [`GradWrite`].
-#[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
 fn written_alike<const N: usize>(
     dws: [Option<(&Tensor, GradWrite)>; N],
 ) -> Option<(Vec<&Tensor>, GradWrite)> {

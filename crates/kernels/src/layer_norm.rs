@@ -7,6 +7,8 @@ use super::cpu::blocks::{filled, span};
 use super::cpu::column_sums::ColumnSums;
 use super::cpu::simd::{dot, dot3, kernels, sum, sum_of_squared_differences};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
+use super::launch::{empty, launch, on_gpu};
+use super::norm_geometry::{ColumnShares, Geometry, Pass};
 use candle_core::{DType, Result, Tensor};
 
 kernels! {
@@ -53,7 +55,13 @@ pub fn layer_norm(x: &Tensor, w: &Tensor, b: &Tensor, eps: f64) -> Result<(Tenso
     let dtype = compute_dtype(op, &[("x", x), ("w", w), ("b", b)])?;
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "b", b, &[d])?;
-    return_if_on_gpu!(x => layer_norm(x, w, b, eps));
+    if on_gpu(x) {
+        let (y, stats) = (empty((n, d), dtype, x)?, empty((n, 2), DType::F32, x)?);
+        let geometry = Geometry::new(op, Pass::Forward, n, d, &[x, w, b, &y])?;
+        let launch = geometry.launch(op, dtype);
+        launch!(op, launch; x, w, b, y, stats, n, d, geometry.warps(), eps as f32)?;
+        return Ok((y, stats));
+    }
     let (x, w, b) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "b", b)?);
     let (x, w, b) = (x.values()?, w.f32()?, b.f32()?);
     let [y, stats] = filled(n, ROWS, [(d, dtype), (2, DType::F32)], |rows, [y, stats]| {
@@ -74,7 +82,13 @@ pub fn layer_norm_apply(x: &Tensor, stats: &Tensor, w: &Tensor, b: &Tensor) -> R
     expect_shape(op, "w", w, &[d])?;
     expect_shape(op, "b", b, &[d])?;
     expect_f32(op, "stats", stats, &[n, 2])?;
-    return_if_on_gpu!(x => layer_norm_apply(x, stats, w, b));
+    if on_gpu(x) {
+        let y = empty((n, d), dtype, x)?;
+        let geometry = Geometry::new(op, Pass::Forward, n, d, &[x, w, b, &y])?;
+        let launch = geometry.launch("layer_norm_apply", dtype);
+        launch!(op, launch; x, stats, w, b, y, n, d, geometry.warps())?;
+        return Ok(y);
+    }
     let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
     let (w, b) = (read(op, "w", w)?, read(op, "b", b)?);
     let (x, stats, w, b) = (x.values()?, stats.slice::<f32>()?, w.f32()?, b.f32()?);
@@ -115,7 +129,19 @@ pub fn layer_norm_backward(
         let sources = [("x", x), ("stats", stats), ("w", w), ("dy", dy), ("residual", residual)];
         cpu::distinct(op, name, sums, &sources)?;
     }
-    return_if_on_gpu!(x => layer_norm_backward(x, stats, w, dy, residual, dw, db));
+    if on_gpu(x) {
+        let dx = empty((n, d), dtype, x)?;
+        let mut rows = vec![x, w, dy, &dx];
+        rows.extend(residual);
+        let geometry = Geometry::new(op, Pass::Backward { resident: 768 }, n, d, &rows)?;
+        let shares = |sums| ColumnShares::new(sums, geometry.shares(), d);
+        let (dw, db) = (shares(dw)?, shares(db)?);
+        let (launch, warps) = (geometry.launch(op, dtype), geometry.warps());
+        launch!(op, launch; x, stats, w, dy, residual, dx, dw, db, n, d, warps)?;
+        dw.add(op)?;
+        db.add(op)?;
+        return Ok(dx);
+    }
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(Operand::values).transpose()?;
     let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);

@@ -40,19 +40,6 @@ pub use cuda::PtxAllocator;
 #[cfg(test)]
 test_allocator!();
 
-/// `return_if_on_gpu!(x => op(..))`: if `x` is on a GPU, returns from the enclosing function with
-/// the result of the CUDA implementation of the op.
-macro_rules! return_if_on_gpu {
-    ($x:expr => $($call:tt)*) => {
-        #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
-        if $crate::cuda::on_gpu($x) {
-            return $crate::cuda::$($call)*;
-        }
-        #[cfg(not(any(feature = "cuda", feature = "cuda-emulation")))]
-        let _ = $x;
-    };
-}
-
 mod adafactor;
 mod adamw;
 mod adjacent;
@@ -60,7 +47,6 @@ mod attention;
 mod bytes;
 mod causal_conv1d;
 pub mod cpu;
-#[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
 mod cuda;
 mod delta_gates;
 mod driver_version;
@@ -78,12 +64,14 @@ mod gpu;
 mod grouped_linear;
 mod host_copies;
 mod joined_linear;
+mod launch;
 mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
 mod moments;
 mod muon;
 mod nf4;
+mod norm_geometry;
 mod progress;
 mod rms_norm;
 mod rope;
@@ -96,6 +84,7 @@ mod stored;
 mod swiglu;
 #[cfg(test)]
 mod testing;
+mod uploaded;
 mod vision_rope;
 
 pub use adafactor::{Adafactor, AdafactorUpdate, SecondMoment, adafactor_step};

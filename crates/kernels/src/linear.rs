@@ -10,7 +10,10 @@ use super::cpu::panels::{add_tn, by_rows, f32_slice, new_nn, new_nt, nn, nt};
 use super::cpu::{
     self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read, weighted_dtype,
 };
+use super::cuda::gemm::{Addend, Gemm, GemmOperand, Transpose};
 use super::fill_zero;
+use super::launch::{Launch, THREADS, address, empty, launch, on_gpu, vectors};
+use super::norm_geometry::ColumnShares;
 use candle_core::{DType, Error, Result, Tensor, bail};
 use std::ops::Range;
 
@@ -93,7 +96,21 @@ fn forward(
     let ((n, m, k), shape) = forward_shape(op, x, w, bias, residual)?;
     let dtype = x.dtype();
     let rank = check_low_rank(op, low_rank, x, n, |b, r| expect_shape(op, "b", b, &[m, r]))?;
-    return_if_on_gpu!(x => linear(op, x, w, bias, residual, low_rank, (n, m, k), shape));
+    if on_gpu(x) {
+        let y = empty(shape, dtype, x)?;
+        let bias = bias.map(|bias| aligned(op, bias)).transpose()?;
+        let gemm = Gemm {
+            transpose: Transpose::Nt,
+            shape: (n, m, k),
+            a: GemmOperand::Whole("x", x),
+            b: GemmOperand::Whole("w", w),
+            addend: residual.map_or(Addend::Nothing, Addend::Residual),
+            bias: bias.as_ref(),
+        };
+        gemm.into(op, "y", &y)?;
+        add_low_rank_on_gpu(op, Transpose::Nt, low_rank, (n, m), ("y", &y))?;
+        return Ok(y);
+    }
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(Operand::values).transpose()?;
     let bias = bias.map(|bias| read(op, "bias", bias)).transpose()?;
@@ -130,6 +147,27 @@ fn forward(
         add_low_rank(&rows, &mut y);
         y
     })
+}
+
+/// Adds the term of an adapter to `dst`, whose `shape` is (rows, columns).
+fn add_low_rank_on_gpu(
+    op: &'static str,
+    transpose: Transpose,
+    low_rank: Option<LowRank<'_>>,
+    (n, m): (usize, usize),
+    (name, dst): (&'static str, &Tensor),
+) -> Result<()> {
+    let Some(LowRank { u, b }) = low_rank else { return Ok(()) };
+    let rank = u.elem_count() / n.max(1);
+    Gemm::new(transpose, (n, m, rank), [("u", u), ("b", b)]).adding().into(op, name, dst)
+}
+
+/// Returns `bias` or an aligned copy: cublasLt requires 16-byte alignment.
+fn aligned(op: &str, bias: &Tensor) -> Result<Tensor> {
+    if address(op, "bias", bias)?.0.is_multiple_of(16) {
+        return Ok(bias.clone());
+    }
+    bias.force_contiguous()
 }
 
 /// Checks the operands of a forward product. Returns `(N, M, K)` and the shape of the result.
@@ -223,7 +261,12 @@ fn input_gradient(
     let dtype = compute_dtype(op, &[("dy", dy), ("w", w)])?;
     let shape = with_last(dy, k);
     let rank = check_low_rank(op, low_rank, dy, n, |b, r| expect_shape(op, "b", b, &[r, k]))?;
-    return_if_on_gpu!(dy => linear_backward_input(op, dy, w, low_rank, (n, k, m), shape));
+    if on_gpu(dy) {
+        let dx = empty(shape, dtype, dy)?;
+        Gemm::new(Transpose::Nn, (n, k, m), [("dy", dy), ("w", w)]).into(op, "dx", &dx)?;
+        add_low_rank_on_gpu(op, Transpose::Nn, low_rank, (n, k), ("dx", &dx))?;
+        return Ok(dx);
+    }
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     let (dy, w) = (dy.values()?, w.values()?);
     let low_rank = operands(op, low_rank)?;
@@ -247,7 +290,11 @@ pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<
     compute_dtype(op, &[("dy", dy), ("w", w), ("dx", &dx)])?;
     expect_shape(op, "dx", &dx, &with_last(dy, k))?;
     cpu::distinct(op, "dx", &dx, &[("dy", dy), ("w", w)])?;
-    return_if_on_gpu!(dy => linear_backward_input_add(op, dy, w, (n, k, m), dx));
+    if on_gpu(dy) {
+        let gemm = Gemm::new(Transpose::Nn, (n, k, m), [("dy", dy), ("w", w)]);
+        gemm.adding().into(op, "dx", &dx)?;
+        return Ok(dx);
+    }
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     let (dy, w) = (dy.values()?, w.values()?);
     if dx.dtype() == DType::F32 {
@@ -278,7 +325,14 @@ pub fn linear_backward_weight_into(
 ) -> Result<()> {
     let op = "linear_backward_weight";
     let (n, m, k) = weight_shape(op, x, dy, dw)?;
-    return_if_on_gpu!(x => linear_backward_weight(op, x, dy, (dw, write), (m, k, n)));
+    if on_gpu(x) {
+        if n == 0 && write == GradWrite::Replace {
+            return fill_zero(dw);
+        }
+        let gemm = Gemm::new(Transpose::Tn, (m, k, n), [("dy", dy), ("x", x)]);
+        let gemm = if write == GradWrite::Add { gemm.adding() } else { gemm };
+        return gemm.into(op, "dw", dw);
+    }
     if write == GradWrite::Replace {
         fill_zero(dw)?;
     }
@@ -311,6 +365,12 @@ pub(super) fn weight_shape(
     Ok((n, m, k))
 }
 
+/// Number of columns of `dy` of a block of `bias.cu`, number of rows of a partial sum, and maximum
+/// number of partial sums.
+const SHARE_COLUMNS: usize = 256;
+const SHARE_ROWS: usize = 64;
+const MAX_SHARES: usize = 64;
+
 /// Adds the sum of the rows of `dy [N, M]` to `db [M]` (`f32`).
 pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     let op = "bias_backward";
@@ -318,7 +378,16 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     compute_dtype(op, &[("dy", dy)])?;
     expect_f32(op, "db", db, &[m])?;
     cpu::distinct(op, "db", db, &[("dy", dy)])?;
-    return_if_on_gpu!(dy => bias_backward(op, dy, db, (n, m)));
+    if on_gpu(dy) {
+        // Each share has its own rows. Their number depends on that of the rows only, so the result
+        // does too.
+        let num_shares = n.div_ceil(SHARE_ROWS).min(MAX_SHARES);
+        let shares = ColumnShares::new(Some(db), num_shares, m)?;
+        let launch = Launch::new("bias_shares", dy.dtype()).threads(THREADS);
+        let launch = launch.grid3([m.div_ceil(SHARE_COLUMNS), num_shares, 1]);
+        launch!(op, launch; dy, shares, n, m, vectors(m, &[dy])?)?;
+        return shares.add(op);
+    }
     let dy = read(op, "dy", dy)?;
     let dy = dy.values()?;
     let sums = cpu::column_sums(n, m, |rows, partial| {

@@ -9,6 +9,8 @@ use super::cpu::gemm::{Into, tn};
 use super::cpu::panels::{nn, nt};
 use super::cpu::simd::{exp, kernels, max, sum_exp};
 use super::cpu::{self, expect_f32, expect_shape, read, weighted_dtype};
+use super::cuda::gemm::{Gemm, GemmOperand, Transpose};
+use super::launch::{Launch, can_be_checked, empty, launch, on_gpu, vectors};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
@@ -22,7 +24,10 @@ pub const GPU_LOGITS_BYTES: usize = 1 << 30;
 /// Number of rows in a chunk on the device of `h`. It depends on the vocabulary only, so results do
 /// not depend on the machine.
 fn chunk_rows(h: &Tensor, vocabulary: usize) -> usize {
-    return_if_on_gpu!(h => linear_cross_entropy_rows(vocabulary));
+    if on_gpu(h) {
+        let rows = GPU_LOGITS_BYTES / (4 * vocabulary.max(1));
+        return (rows / TILE_ROWS * TILE_ROWS).max(1);
+    }
     cpu_chunk_rows(vocabulary)
 }
 
@@ -65,7 +70,7 @@ fn check(
     if targets.dtype() != DType::U32 {
         bail!("{op}: `targets` is {:?}, expected U32", targets.dtype());
     }
-    if !targets.device().is_cpu() {
+    if !can_be_checked(targets) {
         // Reading the targets would wait for the GPU. The kernel returns a NaN loss for an invalid
         // target.
         return Ok((s, d, v, dtype));
@@ -84,7 +89,12 @@ fn check(
 pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
     let op = "linear_cross_entropy";
     let (s, d, v, _) = check(op, h, w, targets)?;
-    return_if_on_gpu!(h => linear_cross_entropy(op, h, w, targets, chunk_rows(h, v)));
+    if on_gpu(h) {
+        let head = GpuHead::new(op, h, w, targets, chunk_rows(h, v))?;
+        let argmax = empty(s, DType::U32, h)?;
+        head.for_chunks(None, Some(&argmax), |_, _| Ok(()))?;
+        return Ok((head.nll, argmax));
+    }
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
     let targets = read(op, "targets", targets)?;
     let (h, w, targets) = (h.values()?, w.values()?, targets.slice::<u32>()?);
@@ -109,6 +119,103 @@ pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<
             });
     }
     Ok((cpu::tensor(nll, s, DType::F32)?, Tensor::from_vec(argmax, s, &Device::Cpu)?))
+}
+
+/// Number of rows in a tile of the products of a GPU. Chunks consist of whole tiles.
+const TILE_ROWS: usize = 128;
+
+/// Operands of the forward and the backward pass on a GPU: matrix products, and launches of
+/// `cross_entropy.cu`, on a chunk of rows at a time.
+///
+/// Logits are `f32` for all operand dtypes: with 8 bits of precision, the likelihoods of large
+/// logits would be off by several percent. The gradient overwrites the logits. In `bf16` it fills
+/// the second half of each row, where the next products read it.
+struct GpuHead<'a> {
+    op: &'static str,
+    h: &'a Tensor,
+    w: &'a Tensor,
+    targets: &'a Tensor,
+    nll: Tensor,
+    /// Number of rows in a chunk.
+    chunk: usize,
+}
+
+impl<'a> GpuHead<'a> {
+    fn new(
+        op: &'static str,
+        h: &'a Tensor,
+        w: &'a Tensor,
+        targets: &'a Tensor,
+        chunk: usize,
+    ) -> Result<Self> {
+        let s = h.dim(0)?;
+        let nll = empty(s, DType::F32, h)?;
+        Ok(Self { op, h, w, targets, nll, chunk: chunk.min(s.max(1)) })
+    }
+
+    /// Calls `f(start, logits)` for each chunk of rows, after the cross-entropy kernel has
+    /// processed its logits. With `scale` the kernel has replaced them by their gradient; with
+    /// `argmax` it has also filled that tensor.
+    fn for_chunks(
+        &self,
+        scale: Option<LossScale<'_>>,
+        argmax: Option<&Tensor>,
+        mut f: impl FnMut(usize, &Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let op = self.op;
+        let ((s, d), v) = (self.h.dims2()?, self.w.dim(0)?);
+        let logits = empty((self.chunk, v), DType::F32, self.h)?;
+        for start in (0..s).step_by(self.chunk) {
+            let rows = self.chunk.min(s - start);
+            let logits = logits.narrow(0, 0, rows)?;
+            let h = self.h.narrow(0, start, rows)?;
+            let gemm = Gemm::new(Transpose::Nt, (rows, v, d), [("h", &h), ("w", self.w)]);
+            gemm.into(op, "logits", &logits)?;
+            let argmax = argmax.map(|argmax| argmax.narrow(0, start, rows)).transpose()?;
+            let weights = scale.and_then(|scale| scale.weights);
+            let weights = weights.map(|weights| weights.narrow(0, start, rows)).transpose()?;
+            let targets = self.targets.narrow(0, start, rows)?;
+            let nll = self.nll.narrow(0, start, rows)?;
+            let launch = Launch::new("cross_entropy", self.h.dtype()).grid(rows).threads(512);
+            let (factor, gradient) = (scale.map_or(0.0, |scale| scale.factor), scale.is_some());
+            let wide = vectors(v, &[&logits])?;
+            launch!(op, launch; logits, targets, nll, argmax, weights, factor, v, gradient, wide)?;
+            f(start, &logits)?;
+        }
+        Ok(())
+    }
+
+    /// Returns `nll`, and `dh` if `need_dh`; adds the weight gradient to `dw`.
+    fn backward(
+        self,
+        scale: LossScale<'_>,
+        dw: Option<&Tensor>,
+        need_dh: bool,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let Self { op, h, w, .. } = self;
+        let ((s, d), v) = (h.dims2()?, w.dim(0)?);
+        let dh = if need_dh { Some(empty((s, d), h.dtype(), h)?) } else { None };
+        let gradient = if need_dh || dw.is_some() { Some(scale) } else { None };
+        self.for_chunks(gradient, None, |start, logits| {
+            let rows = logits.dim(0)?;
+            let d_logits = match h.dtype() {
+                DType::BF16 => GemmOperand::SecondHalves("logits", logits),
+                _ => GemmOperand::Whole("logits", logits),
+            };
+            if let Some(dh) = &dh {
+                let gemm = Gemm::new(Transpose::Nn, (rows, d, v), [("logits", logits), ("w", w)]);
+                let gemm = Gemm { a: d_logits, ..gemm };
+                gemm.into(op, "dh", &dh.narrow(0, start, rows)?)?;
+            }
+            if let Some(dw) = dw {
+                let h = h.narrow(0, start, rows)?;
+                let gemm = Gemm::new(Transpose::Tn, (v, d, rows), [("logits", logits), ("h", &h)]);
+                Gemm { a: d_logits, ..gemm }.adding().into(op, "dw", dw)?;
+            }
+            Ok(())
+        })?;
+        Ok((self.nll, dh))
+    }
 }
 
 /// Factors of the losses in the sum whose gradient is computed.
@@ -160,7 +267,9 @@ fn backward_in_chunks(
     if let Some(weights) = scale.weights {
         expect_f32(op, "weights", weights, &[s])?;
     }
-    return_if_on_gpu!(h => linear_cross_entropy_backward(op, h, w, targets, scale, dw, need_dh, chunk));
+    if on_gpu(h) {
+        return GpuHead::new(op, h, w, targets, chunk)?.backward(scale, dw, need_dh);
+    }
     let (h, w) = (read(op, "h", h)?, read(op, "w", w)?);
     let targets = read(op, "targets", targets)?;
     let (h, w, targets) = (h.values()?, w.values()?, targets.slice::<u32>()?);

@@ -10,6 +10,7 @@
 use super::adamw::sum_of_squares;
 use super::cpu::simd::kernels;
 use super::cpu::{self, BLOCK, compute_dtype, read};
+use super::launch::{ELEMENTS, Launch, Long, THREADS, Words, launch, on_gpu};
 use super::moments::{Draw, step_seed, tensor_seed};
 use super::stored::{Seed, State};
 use super::{linear, linear_backward_input, linear_backward_weight};
@@ -108,7 +109,14 @@ pub(super) fn combine(
         bail!("{op}: `x` is {:?} and `y` is {:?}", x.dims(), y.dims());
     }
     cpu::distinct(op, "y", y, &[("x", x)])?;
-    return_if_on_gpu!(y => combine(op, (a, x), (b, y), seed));
+    if on_gpu(y) {
+        let n = y.elem_count();
+        let kernel = if x.dtype() == DType::BF16 { "combine_bf16" } else { "combine_f32" };
+        let launch = Launch::new(kernel, y.dtype()).grid(n.div_ceil(ELEMENTS)).threads(THREADS);
+        let Seed { seed: number, first } = seed.unwrap_or_default();
+        let word = Words(vec![u64::from(number) | u64::from(first) << 32]);
+        return launch!(op, launch; a, x, b, y, Long(n), seed.is_some(), word);
+    }
     let x = read(op, "x", x)?;
     let x = x.values()?;
     let draw = seed.map(|_| Draw::Weight);

@@ -18,6 +18,7 @@
 
 use super::cpu::simd::kernels;
 use super::cpu::{self, Element, compute_dtype, read};
+use super::launch::{ELEMENTS, Launch, Long, THREADS, Words, launch, on_gpu, version};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
@@ -345,7 +346,16 @@ impl Nf4 {
         if y.elem_count() != self.shape.elem_count() {
             bail!("{op}: `y` is {:?}, expected the elements of {:?}", y.dims(), self.shape);
         }
-        return_if_on_gpu!(y => nf4_dequantize([&self.codes, &self.scales, &self.ranges], self.offset, y));
+        if on_gpu(y) {
+            let n = y.elem_count();
+            let values: Vec<u32> = MAP.iter().chain(&CODES).map(|value| value.to_bits()).collect();
+            let pairs = values.chunks(2);
+            let tables = pairs.map(|pair| u64::from(pair[0]) | u64::from(pair[1]) << 32).collect();
+            let Self { codes, scales, ranges, offset, .. } = self;
+            let launch = Launch::new(&version("nf4_dequantize", 0, &[codes, y])?, y.dtype());
+            let launch = launch.grid(n.div_ceil(ELEMENTS)).threads(THREADS);
+            return launch!(op, launch; Words(tables), codes, scales, ranges, offset, y, Long(n));
+        }
         let (codes, scales) = (read(op, "codes", &self.codes)?, read(op, "scales", &self.scales)?);
         let ranges = read(op, "ranges", &self.ranges)?;
         let parts = Parts {

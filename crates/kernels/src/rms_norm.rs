@@ -9,6 +9,8 @@ use super::cpu::blocks::{filled, span};
 use super::cpu::column_sums::ColumnSums;
 use super::cpu::simd::{dot, dot3, kernels, round_to_bf16};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
+use super::launch::{empty, launch, on_gpu};
+use super::norm_geometry::{ColumnShares, Geometry, Pass};
 use candle_core::{DType, Result, Tensor};
 use std::borrow::Cow;
 
@@ -28,6 +30,11 @@ impl NormScale {
             Self::Weight => w,
             Self::OnePlusWeight => Cow::Owned(w.iter().map(|w| 1.0 + w).collect()),
         }
+    }
+
+    /// What the CUDA kernels add to each weight.
+    pub(super) fn added(self) -> usize {
+        usize::from(self == Self::OnePlusWeight)
     }
 
     /// Rounding for a compute dtype.
@@ -108,7 +115,13 @@ pub fn rms_norm(x: &Tensor, w: &Tensor, scale: NormScale, eps: f64) -> Result<(T
     let (n, d) = x.dims2()?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     expect_shape(op, "w", w, &[d])?;
-    return_if_on_gpu!(x => rms_norm(x, w, scale, eps));
+    if on_gpu(x) {
+        let (y, rstd) = (empty((n, d), dtype, x)?, empty(n, DType::F32, x)?);
+        let geometry = Geometry::new(op, Pass::Forward, n, d, &[x, w, &y])?;
+        let (warps, eps) = (geometry.warps(), eps as f32);
+        launch!(op, geometry.launch(op, dtype); x, w, y, rstd, n, d, warps, scale.added(), eps)?;
+        return Ok((y, rstd));
+    }
     let rounding = scale.rounding(dtype);
     let (x, w) = (read(op, "x", x)?, read(op, "w", w)?);
     let (x, w) = (x.values()?, scale.factors(w.f32()?));
@@ -129,7 +142,13 @@ pub fn rms_norm_apply(x: &Tensor, rstd: &Tensor, w: &Tensor, scale: NormScale) -
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
     expect_shape(op, "w", w, &[d])?;
     expect_f32(op, "rstd", rstd, &[n])?;
-    return_if_on_gpu!(x => rms_norm_apply(x, rstd, w, scale));
+    if on_gpu(x) {
+        let y = empty((n, d), dtype, x)?;
+        let geometry = Geometry::new(op, Pass::Forward, n, d, &[x, w, &y])?;
+        let launch = geometry.launch("rms_norm_apply", dtype);
+        launch!(op, launch; x, rstd, w, y, n, d, geometry.warps(), scale.added())?;
+        return Ok(y);
+    }
     let rounding = scale.rounding(dtype);
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
     let (x, w, rstd) = (x.values()?, scale.factors(w.f32()?), rstd.slice::<f32>()?);
@@ -169,7 +188,17 @@ pub fn rms_norm_backward(
         let sources = [("x", x), ("rstd", rstd), ("w", w), ("dy", dy), ("residual", residual)];
         cpu::distinct(op, "dw", dw, &sources)?;
     }
-    return_if_on_gpu!(x => rms_norm_backward(x, rstd, w, scale, dy, residual, dw));
+    if on_gpu(x) {
+        let dx = empty((n, d), dtype, x)?;
+        let mut rows = vec![x, w, dy, &dx];
+        rows.extend(residual);
+        let geometry = Geometry::new(op, Pass::Backward { resident: 1024 }, n, d, &rows)?;
+        let shares = ColumnShares::new(dw, geometry.shares(), d)?;
+        let (launch, warps) = (geometry.launch(op, dtype), geometry.warps());
+        launch!(op, launch; x, rstd, w, dy, residual, dx, shares, n, d, warps, scale.added())?;
+        shares.add(op)?;
+        return Ok(dx);
+    }
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(Operand::values).transpose()?;
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);

@@ -9,6 +9,8 @@ use super::cpu::blocks::{filled, span};
 use super::cpu::column_sums::ColumnSums;
 use super::cpu::simd::kernels;
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
+use super::launch::{Launch, THREADS, empty, launch, on_gpu, rows_at, vectors};
+use super::norm_geometry::{ColumnShares, MULTIPROCESSORS, WARP};
 use super::rms_norm::{NormScale, add_input_grad, add_weight_grad, norm_row, row_rstd};
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -86,6 +88,110 @@ fn shape_of(
     Ok(((t, width / dh, dh), half))
 }
 
+/// Number of heads per thread of the forward pass on a GPU: `HEADS` of the kernels.
+const HEADS: usize = 2;
+/// Maximum number of elements of a half head per thread if elements are accessed one by one: `P` of
+/// the kernels.
+const SINGLES: usize = 4;
+
+/// The threads of a GPU that rotate heads.
+#[derive(Debug, Clone, Copy)]
+struct HeadThreads {
+    chunks: bool,
+    /// Number of threads per head.
+    lanes: usize,
+}
+
+impl HeadThreads {
+    /// `tensors` are the operands whose half heads are accessed, and the table. `rotated` of the
+    /// `half` pairs of dims are rotated. `stride` is the number of elements from one row of `x` to
+    /// the next.
+    fn new(
+        op: &str,
+        dtype: DType,
+        [half, rotated, stride]: [usize; 3],
+        tensors: &[&Tensor],
+    ) -> Result<Self> {
+        let mut chunks = true;
+        for elements in [half, rotated, stride] {
+            chunks &= vectors(elements, tensors)?;
+        }
+        let most = SINGLES * WARP;
+        if half > most {
+            bail!("{op}: a head has {} dims, but a warp supports at most {}", 2 * half, 2 * most);
+        }
+        let chunk = if chunks { 16 / dtype.size_in_bytes() } else { 1 };
+        let lanes = half.div_ceil(chunk).next_power_of_two().min(WARP);
+        Ok(Self { chunks, lanes })
+    }
+
+    /// Number of blocks for `items` heads, or groups of heads.
+    fn blocks(self, items: usize) -> usize {
+        items.div_ceil(THREADS as usize / self.lanes)
+    }
+
+    fn launch(self, kernel: &str, dtype: DType) -> Launch {
+        let kernel = if self.chunks { kernel.to_owned() } else { format!("{kernel}_single") };
+        Launch::new(&kernel, dtype).threads(THREADS)
+    }
+}
+
+/// The norm of heads: `w [Dh]`, `rstd [T, H]`, and the number that is added to each weight.
+type HeadNorm<'a> = Option<(&'a Tensor, &'a Tensor, usize)>;
+
+/// Launches the kernel that rotates the heads of `x`, after their norm if there is one, into
+/// `y [T, H, Dh]`.
+pub(super) fn launch_rope(
+    op: &str,
+    x: &Tensor,
+    norm: HeadNorm<'_>,
+    eps: f32,
+    table: &RopeTable,
+    y: &Tensor,
+) -> Result<()> {
+    let ((t, h, dh), dtype) = (y.dims3()?, y.dtype());
+    let (cos, sin) = (&table.cos, &table.sin);
+    let (rotated, half, (first, stride)) = (cos.dim(1)?, dh / 2, rows_at(op, "x", x)?);
+    let mut tensors = vec![x, y, cos, sin];
+    tensors.extend(norm.map(|(w, ..)| w));
+    let heads = HeadThreads::new(op, dtype, [half, rotated, stride], &tensors)?;
+    let blocks = heads.blocks(t * h.div_ceil(HEADS));
+    let launch = heads.launch("qk_norm_rope", dtype).grid(blocks);
+    let (w, rstd, added) = (norm.map(|n| n.0), norm.map(|n| n.1), norm.map_or(1, |n| n.2));
+    let lanes = heads.lanes;
+    launch!(op, launch.on(x); first, w, cos, sin, y, rstd, t, h, half, rotated, lanes, added, stride, eps)
+}
+
+/// Launches the backward of [`launch_rope`] with `dy [T, H, Dh]`, into `dx`.
+pub(super) fn launch_rope_backward(
+    op: &str,
+    x: &Tensor,
+    norm: HeadNorm<'_>,
+    table: &RopeTable,
+    dy: &Tensor,
+    dx: &Tensor,
+    dw: Option<&Tensor>,
+) -> Result<()> {
+    let ((t, h, dh), dtype) = (dy.dims3()?, dy.dtype());
+    let (cos, sin) = (&table.cos, &table.sin);
+    let (rotated, half) = (cos.dim(1)?, dh / 2);
+    let ((first, stride), (to, _)) = (rows_at(op, "x", x)?, rows_at(op, "dx", dx)?);
+    let mut tensors = vec![x, dy, dx, cos, sin];
+    tensors.extend(norm.map(|(w, ..)| w));
+    let heads = HeadThreads::new(op, dtype, [half, rotated, stride], &tensors)?;
+    let blocks = heads.blocks(t * h).min(2 * MULTIPROCESSORS);
+    let shares = ColumnShares::new(dw, blocks, dh)?;
+    let launch = heads.launch("qk_norm_rope_backward", dtype).grid(blocks);
+    let launch = launch.shared(THREADS as usize / WARP * dh * 4);
+    let (w, rstd, added) = (norm.map(|n| n.0), norm.map(|n| n.1), norm.map_or(1, |n| n.2));
+    let lanes = heads.lanes;
+    launch!(
+        op, launch.on(x);
+        first, rstd, w, cos, sin, dy, to, shares, t, h, half, rotated, lanes, added, stride
+    )?;
+    shares.add(op)
+}
+
 /// Applies RMS norm to each head, then the rotation. Returns `y [T, H, Dh]` and `rstd [T, H]`,
 /// which the backward needs. On a GPU, `x` may be columns of a wider matrix.
 pub fn qk_norm_rope(
@@ -98,7 +204,12 @@ pub fn qk_norm_rope(
     let op = "qk_norm_rope";
     let ((t, h, dh), half) = shape_of(op, x, w, table)?;
     let dtype = compute_dtype(op, &[("x", x), ("w", w)])?;
-    return_if_on_gpu!(x => qk_norm_rope(x, w, scale, eps, table));
+    if on_gpu(x) {
+        let (y, rstd) = (empty((t, h, dh), dtype, x)?, empty((t, h), DType::F32, x)?);
+        let norm = Some((w, &rstd, scale.added()));
+        launch_rope(op, x, norm, eps as f32, table, &y)?;
+        return Ok((y, rstd));
+    }
     let rounding = scale.rounding(dtype);
     let width = h * dh;
     let x = read(op, "x", x)?;
@@ -141,7 +252,12 @@ pub fn qk_norm_rope_backward(
         expect_f32(op, "dw", dw, &[dh])?;
         cpu::distinct(op, "dw", dw, &[("x", x), ("rstd", rstd), ("w", w), ("dy", dy)])?;
     }
-    return_if_on_gpu!(x => qk_norm_rope_backward(x, rstd, w, scale, table, dy, dw));
+    if on_gpu(x) {
+        // A head is read before it is written, by the same threads.
+        let dx = if x.is_contiguous() { empty(x.shape(), dtype, x)? } else { x.clone() };
+        launch_rope_backward(op, x, Some((w, rstd, scale.added())), table, dy, &dx, dw)?;
+        return Ok(dx);
+    }
     let width = h * dh;
     let (x, w, rstd) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "rstd", rstd)?);
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);

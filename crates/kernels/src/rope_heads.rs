@@ -6,7 +6,8 @@
 use super::RopeTable;
 use super::cpu::blocks::{filled, span};
 use super::cpu::{ROWS, compute_dtype, read};
-use super::rope::{rotate, rotate_back};
+use super::launch::{empty, on_gpu};
+use super::rope::{launch_rope, launch_rope_backward, rotate, rotate_back};
 use candle_core::{Result, Tensor, bail};
 
 /// Which way a head is turned.
@@ -22,16 +23,26 @@ pub fn rope_heads(x: &Tensor, head_dim: usize, table: &RopeTable) -> Result<Tens
     let (t, width) = x.dims2()?;
     let h = width.checked_div(head_dim).unwrap_or(0);
     check("rope_heads", x, (t, h, head_dim), table)?;
-    return_if_on_gpu!(x => rope_heads(x, head_dim, table));
+    if on_gpu(x) {
+        let y = empty((t, h, head_dim), x.dtype(), x)?;
+        launch_rope("rope_heads", x, None, 0.0, table, &y)?;
+        return Ok(y);
+    }
     turned("rope_heads", x, (t, h, head_dim), table, Turn::Forward)?.reshape((t, h, head_dim))
 }
 
 /// Returns `dx [T, H*Dh]` from `dy [T, H, Dh]`.
 pub fn rope_heads_backward(dy: &Tensor, table: &RopeTable) -> Result<Tensor> {
     let op = "rope_heads_backward";
-    let shape = dy.dims3()?;
+    let shape @ (t, h, dh) = dy.dims3()?;
     check(op, dy, shape, table)?;
-    return_if_on_gpu!(dy => rope_heads_backward(dy, table));
+    if on_gpu(dy) {
+        let dx = empty((t, h * dh), dy.dtype(), dy)?;
+        // The kernel also loads `x`, whose values it does not use without a norm.
+        let x = dy.reshape((t, h * dh))?;
+        launch_rope_backward(op, &x, None, table, dy, &dx, None)?;
+        return Ok(dx);
+    }
     turned(op, dy, shape, table, Turn::Back)
 }
 

@@ -9,6 +9,7 @@
 use super::cpu::blocks::{filled, span};
 use super::cpu::simd::{exp, kernels};
 use super::cpu::{self, Element, ROWS, compute_dtype, expect_f32, expect_shape, read};
+use super::launch::{self, Launch, THREADS, empty, launch, on_gpu};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
@@ -107,7 +108,9 @@ pub fn route(logits: &Tensor, k: usize) -> Result<Routing> {
     if k == 0 || k > e {
         bail!("{op}: found k = {k}, expected 1 to {e}, the number of experts");
     }
-    return_if_on_gpu!(logits => route(logits, k));
+    if on_gpu(logits) {
+        return route_on_gpu(op, logits, k);
+    }
     let (rows, cpu) = (t * k, &Device::Cpu);
     if u32::try_from(rows).is_err() {
         bail!("{op}: found {t} tokens with {k} experts each, expected fewer than 2^32 choices");
@@ -141,6 +144,36 @@ pub fn route(logits: &Tensor, k: usize) -> Result<Routing> {
     })
 }
 
+/// Number of tokens of a block of `choose_experts`, one per warp.
+const TOKENS: usize = 4;
+/// Number of choices that are sorted together, one per thread: `TILE` of the kernels.
+const TILE: usize = 1024;
+/// Maximum number of bytes of shared memory without a choice of the GPU.
+const SHARED_BYTES: usize = 48 << 10;
+
+fn route_on_gpu(op: &str, logits: &Tensor, k: usize) -> Result<Routing> {
+    let (t, e) = logits.dims2()?;
+    let rows = t * k;
+    let shared = 4 * TOKENS * (e + 2 * k);
+    if shared > SHARED_BYTES || i32::try_from(rows).is_err() {
+        bail!("{op}: {t} tokens with {k} of {e} experts are too many for the kernels");
+    }
+    let ids = |shape: &[usize]| empty(shape, DType::U32, logits);
+    let weights = empty((t, k), DType::F32, logits)?;
+    let (experts, order, places) = (ids(&[t, k])?, ids(&[rows])?, ids(&[rows])?);
+    let tiles = rows.div_ceil(TILE);
+    let (offsets, counts) = (ids(&[e + 1])?, ids(&[tiles, e])?);
+    let kernel =
+        |name, blocks, threads| Launch::new(name, DType::F32).grid(blocks).threads(threads);
+    let choose = kernel("choose_experts", t.div_ceil(TOKENS), 32 * TOKENS as u32).shared(shared);
+    launch!(op, choose; logits, weights, experts, t, e, k)?;
+    launch!(op, kernel("count_choices", tiles, THREADS); experts, counts, rows, e)?;
+    launch!(op, kernel("start_experts", 1, TILE as u32); counts, offsets, tiles, e)?;
+    let place = kernel("place_choices", tiles, TILE as u32);
+    launch!(op, place; experts, counts, order, places, rows, e)?;
+    Ok(Routing { weights, experts, order, places, offsets })
+}
+
 /// Returns the gradient of the logits, `[T, experts]` (`f32`), from that of the weights,
 /// `d_weights: [T, k]` (`f32`). It is zero for experts that a token did not choose.
 pub fn route_backward(routing: &Routing, d_weights: &Tensor, experts: usize) -> Result<Tensor> {
@@ -148,7 +181,13 @@ pub fn route_backward(routing: &Routing, d_weights: &Tensor, experts: usize) -> 
     routing.check(op)?;
     let (t, k) = routing.choices()?;
     expect_f32(op, "d_weights", d_weights, &[t, k])?;
-    return_if_on_gpu!(d_weights => route_backward(routing, d_weights, experts));
+    if on_gpu(d_weights) {
+        let Routing { weights, experts: chosen, .. } = routing;
+        let d_logits = empty((t, experts), DType::F32, d_weights)?;
+        let launch = Launch::new(op, DType::F32).grid(t.div_ceil(launch::ROWS)).threads(THREADS);
+        launch!(op, launch; weights, chosen, d_weights, d_logits, t, experts, k)?;
+        return Ok(d_logits);
+    }
     let chosen = read(op, "experts", &routing.experts)?;
     let (weights, grads) =
         (read(op, "weights", &routing.weights)?, read(op, "d_weights", d_weights)?);
@@ -178,7 +217,12 @@ pub fn expert_rows(x: &Tensor, routing: &Routing) -> Result<Tensor> {
     let ((t, k), (_, d)) = (routing.choices()?, x.dims2()?);
     expect_shape(op, "x", x, &[t, d])?;
     let dtype = compute_dtype(op, &[("x", x)])?;
-    return_if_on_gpu!(x => expert_rows(x, routing));
+    if on_gpu(x) {
+        let y = empty((rows, d), dtype, x)?;
+        let launch = Launch::for_rows(op, (rows, d), &[x, &y])?;
+        launch!(op, launch; x, routing.order, y, rows, k, d)?;
+        return Ok(y);
+    }
     let (x, order) = (read(op, "x", x)?, read(op, "order", &routing.order)?);
     let order = order.slice::<u32>()?;
     match dtype {
@@ -229,7 +273,14 @@ fn sums(
         compute_dtype(op, &[(name, rows), ("residual", residual)])?;
         expect_shape(op, "residual", residual, &[t, d])?;
     }
-    return_if_on_gpu!(rows => combine_experts(op, name, rows, routing, residual));
+    if on_gpu(rows) {
+        let y = empty((t, d), dtype, rows)?;
+        let mut accessed = vec![rows, &y];
+        accessed.extend(residual);
+        let launch = Launch::for_rows("combine_experts", (t, d), &accessed)?;
+        launch!(op, launch; rows, routing.places, residual, y, t, k, d)?;
+        return Ok(y);
+    }
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;
     let residual = residual.as_ref().map(cpu::Operand::values).transpose()?;
     let (rows, places) = (read(op, name, rows)?, read(op, "places", &routing.places)?);

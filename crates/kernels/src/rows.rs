@@ -4,6 +4,7 @@
 //! written must be distinct.
 
 use super::cpu::{self, BLOCK, Element, ROWS, Shared, compute_dtype, expect_shape, read};
+use super::launch::{Launch, can_be_checked, empty, launch, launch_elementwise, on_gpu};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
@@ -19,7 +20,7 @@ enum RowIndices {
 /// a GPU, where reading `rows` would wait for the device: those were built on the host in ascending
 /// order.
 fn check_rows(op: &'static str, rows: &Tensor, num_rows: usize, which: RowIndices) -> Result<()> {
-    if !rows.device().is_cpu() {
+    if !can_be_checked(rows) {
         return Ok(());
     }
     let rows = read(op, "rows", rows)?;
@@ -35,6 +36,14 @@ fn check_rows(op: &'static str, rows: &Tensor, num_rows: usize, which: RowIndice
         }
     }
     Ok(())
+}
+
+/// Fails unless `ids` is `u32`.
+pub(super) fn expect_u32(op: &str, name: &str, ids: &Tensor) -> Result<()> {
+    match ids.dtype() {
+        DType::U32 => Ok(()),
+        dtype => bail!("{op}: `{name}` is {dtype:?}, expected U32"),
+    }
 }
 
 /// Calls `f(i, x[rows[i]])` for each `i`, in parallel. The caller has checked that `rows` are
@@ -72,7 +81,12 @@ fn gather<T: Element>(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     let op = "gather_rows";
     let ((t, d), m) = (x.dims2()?, rows.dims1()?);
     check_rows(op, rows, t, RowIndices::Any)?;
-    return_if_on_gpu!(x => gather_rows(x, rows));
+    if on_gpu(x) {
+        expect_u32(op, "rows", rows)?;
+        let y = empty((m, d), x.dtype(), x)?;
+        launch!(op, Launch::for_rows(op, (m, d), &[x, &y])?; x, rows, y, t, m, d)?;
+        return Ok(y);
+    }
     let (x, rows) = (read(op, "x", x)?, read(op, "rows", rows)?);
     let (x, rows) = (x.slice::<T>()?, rows.slice::<u32>()?);
     let mut y = vec![T::zero(); m * d];
@@ -123,7 +137,10 @@ fn update<T: Element>(
     expect_shape(op, "src", src, &[m, d])?;
     cpu::distinct(op, "x", x, &[("rows", rows), ("src", src)])?;
     check_rows(op, rows, t, RowIndices::Distinct)?;
-    return_if_on_gpu!(x => update_rows(op, x, rows, src));
+    if on_gpu(x) {
+        expect_u32(op, "rows", rows)?;
+        return launch!(op, Launch::for_rows(op, (m, d), &[x, src])?; x, rows, src, t, m, d);
+    }
     let (rows, src) = (read(op, "rows", rows)?, read(op, "src", src)?);
     let (rows, src) = (rows.slice::<u32>()?, src.slice::<T>()?);
     cpu::write(op, "x", x, |x| {
@@ -144,10 +161,13 @@ pub fn zero_rows(x: &Tensor, rows: &Tensor) -> Result<()> {
 fn zero<T: Element>(x: &Tensor, rows: &Tensor) -> Result<()> {
     let op = "zero_rows";
     let (t, d) = x.dims2()?;
-    rows.dims1()?;
+    let m = rows.dims1()?;
     cpu::distinct(op, "x", x, &[("rows", rows)])?;
     check_rows(op, rows, t, RowIndices::Distinct)?;
-    return_if_on_gpu!(x => zero_rows(x, rows));
+    if on_gpu(x) {
+        expect_u32(op, "rows", rows)?;
+        return launch!(op, Launch::for_rows(op, (m, d), &[x])?; x, rows, t, m, d);
+    }
     let rows = read(op, "rows", rows)?;
     let rows = rows.slice::<u32>()?;
     cpu::write(op, "x", x, |x| for_each_row(rows, d, x, |_, row| row.fill(T::zero())))
@@ -163,7 +183,9 @@ fn add_all<T: Element>(x: &Tensor, y: &Tensor) -> Result<()> {
     let op = "add_in_place";
     expect_shape(op, "y", y, x.dims())?;
     cpu::distinct(op, "x", x, &[("y", y)])?;
-    return_if_on_gpu!(x => add_in_place(x, y));
+    if on_gpu(x) {
+        return launch_elementwise!(op; x, y);
+    }
     let y = read(op, "y", y)?;
     let y = y.slice::<T>()?;
     cpu::write(op, "x", x, |x| {

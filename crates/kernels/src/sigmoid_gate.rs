@@ -6,6 +6,7 @@ use super::cpu::blocks::{Full, Slots, elementwise};
 use super::cpu::in_place::{RecomputeInput, change};
 use super::cpu::simd::{kernels, sigmoid};
 use super::cpu::{compute_dtype, distinct, expect_shape, read};
+use super::launch::{empty, launch_elementwise, on_gpu};
 use candle_core::{Result, Tensor};
 
 kernels! {
@@ -43,7 +44,11 @@ pub fn sigmoid_gate(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
     let op = "sigmoid_gate";
     let dtype = compute_dtype(op, &[("gate", gate), ("x", x)])?;
     expect_shape(op, "x", x, gate.dims())?;
-    return_if_on_gpu!(gate => sigmoid_gate(gate, x));
+    if on_gpu(gate) {
+        let y = empty(gate.shape(), dtype, gate)?;
+        launch_elementwise!(op; gate, x, &y)?;
+        return Ok(y);
+    }
     let shape = gate.shape().clone();
     let (gate, x) = (read(op, "gate", gate)?, read(op, "x", x)?);
     let (gate, x) = (gate.values()?, x.values()?);
@@ -68,8 +73,8 @@ pub fn sigmoid_gate_backward(
     let inputs = [("gate", &gate), ("x", &x)];
     distinct(op, "gate", &gate, &[("x", &x), ("dy", &dy)])?;
     distinct(op, "x", &x, &[("dy", &dy)])?;
-    return_if_on_gpu!(&gate => sigmoid_gate_backward(gate, x, dy, recompute));
     match recompute {
+        _ if on_gpu(&gate) => launch_elementwise!(recompute.kernel(op); &gate, &x, &dy)?,
         RecomputeInput::No => {
             let dy = read(op, "dy", &dy)?;
             let dy = dy.values()?;

@@ -8,6 +8,8 @@ use super::cpu::blocks::{Full, Slots, elementwise};
 use super::cpu::in_place::{RecomputeInput, change};
 use super::cpu::simd::{kernels, sigmoid};
 use super::cpu::{compute_dtype, distinct, expect_shape, read};
+use super::expert_swiglu::{swiglu_of_rows, swiglu_of_rows_backward};
+use super::launch::{empty, first_address, launch_elementwise, on_gpu};
 use candle_core::{Result, Tensor};
 
 kernels! {
@@ -47,7 +49,15 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let op = "swiglu";
     let dtype = compute_dtype(op, &[("gate", gate), ("up", up)])?;
     expect_shape(op, "up", up, gate.dims())?;
-    return_if_on_gpu!(gate => swiglu(gate, up));
+    if on_gpu(gate) {
+        if are_columns(&[gate, up]) {
+            let first = (gate, first_address(op, "gate", gate)?);
+            return swiglu_of_rows(op, first, gate.dim(1)?, None);
+        }
+        let y = empty(gate.shape(), dtype, gate)?;
+        launch_elementwise!(op; gate, up, &y)?;
+        return Ok(y);
+    }
     let shape = gate.shape().clone();
     let (gate, up) = (read(op, "gate", gate)?, read(op, "up", up)?);
     let (gate, up) = (gate.values()?, up.values()?);
@@ -76,8 +86,12 @@ pub fn swiglu_backward(
     for (name, tensor) in inputs {
         distinct(op, name, tensor, &[("dy", &dy)])?;
     }
-    return_if_on_gpu!(&gate => swiglu_backward(gate, up, dy, recompute));
     match recompute {
+        _ if on_gpu(&gate) && are_columns(&[&gate, &up]) => {
+            let first = (&gate, first_address(op, "gate", &gate)?);
+            swiglu_of_rows_backward(op, first, &dy, recompute, None)?;
+        }
+        _ if on_gpu(&gate) => launch_elementwise!(recompute.kernel(op); &gate, &up, &dy)?,
         RecomputeInput::No => {
             let dy = read(op, "dy", &dy)?;
             let dy = dy.values()?;

@@ -47,10 +47,7 @@ pub(super) fn ids_are_checked() -> bool {
 /// Whether the kernels for GPUs are emulated or used, for tests whose sizes would take minutes in
 /// emulation.
 pub(super) fn kernels_are_tested() -> bool {
-    #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
-    return super::cuda::supports_device(&device());
-    #[cfg(not(any(feature = "cuda", feature = "cuda-emulation")))]
-    false
+    super::launch::supports_device(&device())
 }
 
 /// Standard normal `f32` values that depend on the seed only.

@@ -7,8 +7,31 @@
 use super::RopeTable;
 use super::cpu::blocks::{filled, span};
 use super::cpu::{ROWS, compute_dtype, expect_shape, read};
+use super::launch::{Launch, THREADS, empty, launch, on_gpu, vectors};
 use super::rope::{rotate, rotate_back};
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
+
+/// Launch of a kernel for `num_heads` heads of `half` pairs of dims, in the version for the
+/// alignment of `parts` and the table.
+fn launch_of_heads(
+    kernel: &str,
+    (num_heads, half): (usize, usize),
+    parts: &[&Tensor],
+    table: &RopeTable,
+) -> Result<Launch> {
+    let dtype = parts[0].dtype();
+    let mut all = parts.to_vec();
+    all.extend([&table.cos, &table.sin]);
+    let (elements, suffix) = if vectors(half, &all)? {
+        (16 / dtype.size_in_bytes(), "")
+    } else if dtype == DType::BF16 && half.is_multiple_of(4) && vectors(0, &all)? {
+        (4, "_half") // heads of dim 72 in bf16: the halves are aligned to 8 bytes
+    } else {
+        (1, "_single")
+    };
+    let blocks = (num_heads * (half / elements)).div_ceil(THREADS as usize);
+    Ok(Launch::new(&format!("{kernel}{suffix}"), dtype).grid(blocks).threads(THREADS))
+}
 
 /// Returns rotated `q`, rotated `k` and unchanged `v`, each `[P, H, Dh]`. Fails if `qkv` is not
 /// `[P, 3*H*Dh]`.
@@ -28,7 +51,14 @@ pub fn vision_rope_split(
         );
     }
     let dtype = compute_dtype(op, &[("qkv", qkv)])?;
-    return_if_on_gpu!(qkv => vision_rope_split(qkv, num_heads, table));
+    if on_gpu(qkv) {
+        let part = || empty((p, num_heads, dh), dtype, qkv);
+        let (q, k, v) = (part()?, part()?, part()?);
+        let heads = (p * num_heads, half);
+        let launch = launch_of_heads(op, heads, &[qkv, &q, &k, &v], table)?;
+        launch!(op, launch; qkv, table.cos, table.sin, q, k, v, p, num_heads, half)?;
+        return Ok((q, k, v));
+    }
     let part = num_heads * dh;
     let qkv = read(op, "qkv", qkv)?;
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);
@@ -69,7 +99,13 @@ pub fn vision_rope_merge_backward(
     let dtype = compute_dtype(op, &[("dq", dq), ("dk", dk), ("dv", dv)])?;
     expect_shape(op, "dk", dk, &[p, h, dh])?;
     expect_shape(op, "dv", dv, &[p, h, dh])?;
-    return_if_on_gpu!(dq => vision_rope_merge_backward(dq, dk, dv, table));
+    if on_gpu(dq) {
+        let dqkv = empty((p, 3 * h * dh), dtype, dq)?;
+        let tensors = [dq, dk, dv, &dqkv];
+        let launch = launch_of_heads("vision_rope_merge", (p * h, half), &tensors, table)?;
+        launch!(op, launch; dq, dk, dv, table.cos, table.sin, dqkv, p, h, half)?;
+        return Ok(dqkv);
+    }
     let part = h * dh;
     let (dq, dk, dv) = (read(op, "dq", dq)?, read(op, "dk", dk)?, read(op, "dv", dv)?);
     let (cos, sin) = (read(op, "cos", &table.cos)?, read(op, "sin", &table.sin)?);

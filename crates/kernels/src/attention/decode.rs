@@ -1,8 +1,12 @@
 //! Attention of new tokens over a key-value cache, for generation. Forward only.
 
-use super::Masking;
+use super::gpu::attend;
+use super::{Masking, Qkv};
 use crate::cpu::{self, Heads, Span, attention_forward, compute_dtype, expect_shape, read};
-use candle_core::{Result, Tensor, bail};
+use crate::cuda::select::Gpu;
+use crate::launch::on_gpu;
+use batch::CuSeqlens;
+use candle_core::{Error, Result, Tensor, bail};
 
 /// Returns `o [N, H, Dh]` for `N` new tokens with `q [N, H, Dh]` over `k` and `v`, both
 /// `[S, Hkv, Dh]` with `S = num_past + N`. New token `i` attends to keys `0..=num_past + i`.
@@ -17,7 +21,11 @@ pub fn decode_attention(q: &Tensor, k: &Tensor, v: &Tensor, num_past: usize) -> 
             "{op}: found {h} query heads and {hkv} key-value heads of dim {dh}, expected `H` to be a multiple of `Hkv`"
         );
     }
-    return_if_on_gpu!(q => decode_attention(q, k, v, num_past));
+    if on_gpu(q) {
+        let one = CuSeqlens::from_lengths(&[n as u32]).map_err(Error::wrap)?;
+        let (gpu, qkv) = (Gpu::of(q.device())?, Qkv { q, k, v });
+        return attend(op, gpu, qkv, one, num_past, Masking::Causal).map(|(o, _)| o);
+    }
     let (q, k, v) = (read(op, "q", q)?, read(op, "k", k)?, read(op, "v", v)?);
     let heads = Heads { h, hkv, dh, scale: 1.0 / (dh as f32).sqrt() };
     let spans = [Span { queries: 0..n, keys: 0..s }];

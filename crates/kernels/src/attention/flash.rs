@@ -1,7 +1,10 @@
 //! Flash attention: scratch memory has the size of a tile, on the CPU and on GPUs.
 
+use super::gpu::{attend, attend_backward};
 use super::{AttentionBackend, Masking, Qkv, QkvGrad, Segments, Sizes};
 use crate::cpu::{self, BackwardInputs, Heads, Span, attention_backward, attention_forward, read};
+use crate::cuda::select::{Gpu, attention_kernel};
+use crate::launch::{on_gpu, supports_device};
 use candle_core::{DType, Device, Result, Tensor};
 
 /// Attention in tiles. Scratch memory has the size of a tile, not of the score matrix.
@@ -21,15 +24,8 @@ impl AttentionBackend for Flash {
         "flash"
     }
 
-    #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
     fn kernel(&self, device: &Device, dtype: DType, head_dim: usize) -> &'static str {
-        let gpu = crate::cuda::supports_device(device);
-        if gpu { crate::cuda::attention_kernel(device, dtype, head_dim) } else { ON_CPU }
-    }
-
-    #[cfg(not(any(feature = "cuda", feature = "cuda-emulation")))]
-    fn kernel(&self, _: &Device, _: DType, _: usize) -> &'static str {
-        ON_CPU
+        if supports_device(device) { attention_kernel(device, dtype, head_dim) } else { ON_CPU }
     }
 
     fn forward(
@@ -40,7 +36,10 @@ impl AttentionBackend for Flash {
     ) -> Result<(Tensor, Tensor)> {
         let op = "flash_attention";
         let sizes = Sizes::check(op, qkv, segments)?;
-        return_if_on_gpu!(qkv.q => flash_attention(qkv, segments.cu_seqlens(), masking));
+        if on_gpu(qkv.q) {
+            let gpu = Gpu::of(qkv.q.device())?;
+            return attend(op, gpu, qkv, segments.cu_seqlens().clone(), 0, masking);
+        }
         let Sizes { t, h, hkv, dh, dtype } = sizes;
         let (q, k, v) = (read(op, "q", qkv.q)?, read(op, "k", qkv.k)?, read(op, "v", qkv.v)?);
         let heads = Heads { h, hkv, dh, scale: sizes.scale() };
@@ -62,7 +61,10 @@ impl AttentionBackend for Flash {
         let op = "flash_attention_backward";
         let sizes = Sizes::check(op, qkv, segments)?;
         sizes.check_backward(op, o, lse, d_o)?;
-        return_if_on_gpu!(qkv.q => flash_attention_backward(qkv, o, lse, d_o, segments.cu_seqlens(), masking));
+        if on_gpu(qkv.q) {
+            let gpu = Gpu::of(qkv.q.device())?;
+            return attend_backward(op, gpu, qkv, o, lse, d_o, segments.cu_seqlens(), masking);
+        }
         let Sizes { t, h, hkv, dh, dtype } = sizes;
         let heads = Heads { h, hkv, dh, scale: sizes.scale() };
         let (q, k, v) = (read(op, "q", qkv.q)?, read(op, "k", qkv.k)?, read(op, "v", qkv.v)?);

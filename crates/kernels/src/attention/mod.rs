@@ -10,6 +10,7 @@ mod decode;
 mod flash;
 #[cfg(feature = "flash-attn")]
 mod flash_attn;
+pub(crate) mod gpu;
 mod masked;
 #[cfg(test)]
 mod tests;

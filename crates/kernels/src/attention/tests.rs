@@ -90,8 +90,7 @@ fn kernel_names_match_the_device_and_dtype() {
         [(DType::F32, 128), (DType::BF16, 72), (DType::BF16, 256), (DType::BF16, 20)]
             .map(|(dtype, head_dim)| backend.kernel(&device(), dtype, head_dim))
     };
-    #[cfg(any(feature = "cuda", feature = "cuda-emulation"))]
-    if crate::cuda::supports_device(&device()) {
+    if crate::launch::supports_device(&device()) {
         let plain = "flash, plain kernel in f32";
         let [f32, narrow, wide, odd] = named(&Flash);
         assert_eq!((f32, odd, narrow), (plain, plain, wide));

@@ -20,6 +20,16 @@ pub enum RecomputeInput {
     No,
 }
 
+impl RecomputeInput {
+    /// The CUDA kernel of the backward function `op`.
+    pub(crate) fn kernel(self, op: &str) -> String {
+        match self {
+            Self::Yes => format!("{op}_recompute"),
+            Self::No => op.to_owned(),
+        }
+    }
+}
+
 /// Calls `f(span, parts)` on all threads to change `tensors` in place: `parts` holds the elements
 /// `span` of each. The tensors must have the same shape and dtype, and must not share memory.
 pub(crate) fn change<const N: usize>(

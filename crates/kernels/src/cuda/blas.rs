@@ -11,8 +11,8 @@ use super::blas_call::{
     operand_shapes,
 };
 use super::gemm::{Addend, Gemm, GemmOperand};
-use super::launch::address;
 use super::product::{self, address_and_stride};
+use crate::launch::address;
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};

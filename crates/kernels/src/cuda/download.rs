@@ -6,7 +6,7 @@
 #![expect(unsafe_code, reason = "page-locked memory is accessed through raw pointers")]
 
 use super::driver::copy_to_host_async;
-use super::launch::address;
+use crate::launch::address;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, PinnedHostSlice};
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr as _};

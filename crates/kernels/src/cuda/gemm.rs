@@ -7,11 +7,16 @@
 //!
 //! Operands of dtype `u8` are codes of e4m3; their product is `f32`.
 
+#![cfg_attr(
+    not(any(feature = "cuda", feature = "cuda-emulation")),
+    allow(dead_code, reason = "no device has kernels in this build")
+)]
+
 use candle_core::{DType, Result, Tensor, bail};
 
 /// Which operand of a product is transposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Transpose {
+pub(crate) enum Transpose {
     /// `a [m, k]`, `b [n, k]`: `a b^T`.
     Nt,
     /// `a [m, k]`, `b [k, n]`: `a b`.
@@ -22,7 +27,7 @@ pub(super) enum Transpose {
 
 /// An operand: its name, for errors, and the location of its elements.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum GemmOperand<'a> {
+pub(crate) enum GemmOperand<'a> {
     /// All elements of a contiguous tensor, with any dims.
     Whole(&'static str, &'a Tensor),
     /// This number of elements of a storage, from the first of a tensor on: tensors that follow one
@@ -33,13 +38,13 @@ pub(super) enum GemmOperand<'a> {
 }
 
 impl<'a> GemmOperand<'a> {
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Whole(name, _) | Self::Block(name, ..) | Self::SecondHalves(name, _) => name,
         }
     }
 
-    pub(super) fn tensor(self) -> &'a Tensor {
+    pub(crate) fn tensor(self) -> &'a Tensor {
         match self {
             Self::Whole(_, tensor) | Self::Block(_, tensor, _) | Self::SecondHalves(_, tensor) => {
                 tensor
@@ -54,7 +59,7 @@ impl<'a> GemmOperand<'a> {
         }
     }
 
-    pub(super) fn dtype(self) -> DType {
+    pub(crate) fn dtype(self) -> DType {
         match self {
             Self::Whole(_, tensor) | Self::Block(_, tensor, _) => tensor.dtype(),
             Self::SecondHalves(..) => DType::BF16,
@@ -64,7 +69,7 @@ impl<'a> GemmOperand<'a> {
 
 /// Matrix that is added to a product.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Addend<'a> {
+pub(crate) enum Addend<'a> {
     Nothing,
     /// The previous contents of the destination.
     Destination,
@@ -72,25 +77,40 @@ pub(super) enum Addend<'a> {
     Residual(&'a Tensor),
 }
 
-pub(super) struct Gemm<'a> {
-    pub(super) transpose: Transpose,
+pub(crate) struct Gemm<'a> {
+    pub(crate) transpose: Transpose,
     /// Sizes `(m, n, k)`.
-    pub(super) shape: (usize, usize, usize),
-    pub(super) a: GemmOperand<'a>,
-    pub(super) b: GemmOperand<'a>,
-    pub(super) addend: Addend<'a>,
+    pub(crate) shape: (usize, usize, usize),
+    pub(crate) a: GemmOperand<'a>,
+    pub(crate) b: GemmOperand<'a>,
+    pub(crate) addend: Addend<'a>,
     /// Bias `[n]` in the dtype of the destination, added to each row.
-    pub(super) bias: Option<&'a Tensor>,
+    pub(crate) bias: Option<&'a Tensor>,
 }
 
-impl Gemm<'_> {
+impl<'a> Gemm<'a> {
+    /// The product of two whole matrices with these names.
+    pub(crate) fn new(
+        transpose: Transpose,
+        shape: (usize, usize, usize),
+        [(a_name, a), (b_name, b)]: [(&'static str, &'a Tensor); 2],
+    ) -> Self {
+        let (a, b) = (GemmOperand::Whole(a_name, a), GemmOperand::Whole(b_name, b));
+        Self { transpose, shape, a, b, addend: Addend::Nothing, bias: None }
+    }
+
+    /// Adds the product to the previous contents of the destination.
+    pub(crate) fn adding(self) -> Self {
+        Self { addend: Addend::Destination, ..self }
+    }
+
     /// Starts the product and writes it to `dst`. Errors refer to `dst` as `name`.
-    pub(super) fn into(self, op: &'static str, name: &'static str, dst: &Tensor) -> Result<()> {
+    pub(crate) fn into(self, op: &'static str, name: &'static str, dst: &Tensor) -> Result<()> {
         self.into_matrix(op, GemmOperand::Whole(name, dst))
     }
 
     /// As [`Self::into`]; `dst` is `Whole` or a `Block`.
-    pub(super) fn into_matrix(self, op: &'static str, dst: GemmOperand<'_>) -> Result<()> {
+    pub(crate) fn into_matrix(self, op: &'static str, dst: GemmOperand<'_>) -> Result<()> {
         let (m, n, k) = self.shape;
         for (matrix, length) in [(self.a, m * k), (self.b, n * k), (dst, m * n)] {
             let (name, found) = (matrix.name(), matrix.len());
@@ -123,12 +143,17 @@ pub(crate) fn products_of_this_thread() -> usize {
 }
 
 #[cfg(feature = "cuda")]
-pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Result<()> {
+pub(crate) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Result<()> {
     super::blas::run(op, gemm, dst)
 }
 
-#[cfg(not(feature = "cuda"))]
-pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Result<()> {
+#[cfg(not(any(feature = "cuda", feature = "cuda-emulation")))]
+pub(crate) fn run(op: &'static str, _: &Gemm<'_>, _: GemmOperand<'_>) -> Result<()> {
+    unreachable!("{op}: no device has kernels in this build")
+}
+
+#[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
+pub(crate) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Result<()> {
     use crate::cpu::gemm::{Into, nn, nt, tn};
     use crate::cpu::{self, Element as _, read, read_block};
     use half::bf16;
@@ -173,9 +198,8 @@ pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Re
         Transpose::Tn => tn((m, n, k), &mut sums, Into::Add, &a, &b),
     }
     let (name, dst, len) = (dst.name(), dst.tensor(), dst.len());
-    #[cfg(feature = "cuda-emulation")]
     super::interpreted::remember(
-        super::launch::first_address(op, name, dst)?.0,
+        crate::launch::first_address(op, name, dst)?.0,
         len * dst.dtype().size_in_bytes(),
     );
     if dst.dtype() == DType::BF16 {

@@ -25,25 +25,25 @@ static CAPABILITY: LazyLock<Option<String>> =
     });
 
 /// Whether launches execute PTX.
-pub(super) fn is_on() -> bool {
+pub(crate) fn is_on() -> bool {
     CAPABILITY.is_some()
 }
 
 /// Whether the kernels of compute capability 9.0 can be launched.
 #[cfg(test)]
-pub(super) fn has_hopper() -> bool {
+pub(crate) fn has_hopper() -> bool {
     CAPABILITY.as_deref() == Some("9.0")
 }
 
 /// Forgets the values of a new tensor: its memory counts as unwritten.
-pub(super) fn forget(at: u64, bytes: usize) {
+pub(crate) fn forget(at: u64, bytes: usize) {
     if is_on() {
         allocations::forget(at, bytes);
     }
 }
 
 /// The host writes these bytes, in place of a library.
-pub(super) fn remember(at: u64, bytes: usize) {
+pub(crate) fn remember(at: u64, bytes: usize) {
     if is_on() {
         ptx::Host::write(&allocations::Allocations, at, bytes);
     }
@@ -58,14 +58,14 @@ static LIBRARY: LazyLock<std::result::Result<Library, String>> = LazyLock::new(|
 });
 
 /// Kernels may access the tensor at this address.
-pub(super) fn mark(at: u64) {
+pub(crate) fn mark(at: u64) {
     if is_on() {
         allocations::mark(at);
     }
 }
 
 /// Executes a kernel with arguments at these addresses, of these sizes.
-pub(super) fn launch(
+pub(crate) fn launch(
     name: &str,
     grid: [u32; 3],
     threads: u32,
@@ -112,7 +112,7 @@ thread_local! {
 }
 
 #[cfg(test)]
-pub(super) struct Launched {
+pub(crate) struct Launched {
     pub(super) name: String,
     pub(super) blocks: u32,
     /// Warps of a block.
@@ -122,7 +122,7 @@ pub(super) struct Launched {
 
 /// What the launches of an op execute.
 #[cfg(test)]
-pub(super) fn counted(op: impl FnOnce() -> Result<()>) -> Result<Vec<Launched>> {
+pub(crate) fn counted(op: impl FnOnce() -> Result<()>) -> Result<Vec<Launched>> {
     COUNTED.set(Some(Vec::new()));
     let ended = op();
     let counted = COUNTED.take().unwrap_or_default();

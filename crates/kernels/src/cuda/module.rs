@@ -33,7 +33,7 @@ static LOADED: LazyLock<Mutex<HashMap<DeviceId, Loaded>>> = LazyLock::new(Mutex:
 
 /// Returns the kernel `name` on `device` for a launch with `shared` bytes of dynamic shared memory.
 /// The context of the device must be current on this thread.
-pub(super) fn function(device: &CudaDevice, name: &str, shared: u32) -> Result<CudaFunction> {
+pub(crate) fn function(device: &CudaDevice, name: &str, shared: u32) -> Result<CudaFunction> {
     let mut all = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
     let loaded = all.entry(device.id()).or_default();
     let kernel = if let Some(kernel) = loaded.functions.get(name) {
@@ -51,19 +51,19 @@ pub(super) fn function(device: &CudaDevice, name: &str, shared: u32) -> Result<C
 }
 
 /// Compute capability, major and minor.
-pub(super) fn capability(device: &CudaDevice) -> Result<(u32, u32)> {
+pub(crate) fn capability(device: &CudaDevice) -> Result<(u32, u32)> {
     let (major, minor) = device.cuda_stream().context().compute_capability().w()?;
     Ok((major as u32, minor as u32))
 }
 
 /// Maximum number of bytes of shared memory of a block.
-pub(super) fn shared_bytes(device: &CudaDevice) -> Result<usize> {
+pub(crate) fn shared_bytes(device: &CudaDevice) -> Result<usize> {
     let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
     Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
 }
 
 /// Number of bytes of shared memory of a multiprocessor.
-pub(super) fn shared_bytes_of_all(device: &CudaDevice) -> Result<usize> {
+pub(crate) fn shared_bytes_of_all(device: &CudaDevice) -> Result<usize> {
     let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR;
     Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
 }

@@ -1,12 +1,11 @@
 //! Launches of `product.cu`: matrix products without a library, of any size and alignment.
 
 use super::gemm::{Addend, Gemm, GemmOperand, Transpose};
-use super::launch::{Address, Launch, address, first_address};
+use crate::launch::{Address, Launch, Long, THREADS, address, first_address, launch};
 use candle_core::{DType, Result, bail};
 
 /// Number of rows and of columns of a block.
 const TILE: usize = 64;
-const THREADS: u32 = 256;
 
 /// Returns the address and the row stride, in elements of the dtype of the matrix.
 pub(super) fn address_and_stride(
@@ -47,21 +46,13 @@ pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Re
         Addend::Residual(addend) => address(op, "residual", addend)?.0,
     };
     let bias = gemm.bias.map_or(Ok(0), |bias| address(op, "bias", bias).map(|at| at.0))?;
-    let mut launch = Launch::new(name, gemm.a.dtype())
-        .grid(m.div_ceil(TILE) * n.div_ceil(TILE))
-        .threads(THREADS);
-    for at in [a, b, addend, bias, to] {
-        launch = launch.address(Address(at));
-    }
-    launch
-        .long(a_stride)
-        .long(b_stride)
-        .flag(gemm.transpose == Transpose::Tn)
-        .flag(gemm.transpose != Transpose::Nt)
-        .int(m)
-        .int(n)
-        .int(k)
-        .run(dst.tensor())
+    let (a, b, to) = (Address(a), Address(b), Address(to));
+    let (addend, bias) = (Address(addend), Address(bias));
+    let [a_stride, b_stride] = [a_stride, b_stride].map(Long);
+    let (a_rows, b_rows) = (gemm.transpose == Transpose::Tn, gemm.transpose != Transpose::Nt);
+    let launch = Launch::new(name, gemm.a.dtype()).threads(THREADS).on(dst.tensor());
+    let launch = launch.grid(m.div_ceil(TILE) * n.div_ceil(TILE));
+    launch!(op, launch; a, b, addend, bias, to, a_stride, b_stride, a_rows, b_rows, m, n, k)
 }
 
 #[cfg(test)]

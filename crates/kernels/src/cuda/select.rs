@@ -11,9 +11,9 @@ const SM89: (u32, u32) = (8, 9);
 /// The only compute capability that has the instructions of the Hopper kernels.
 const SM90: (u32, u32) = (9, 0);
 /// Number of own rows of a block of the plain kernels, and of other rows in a tile.
-pub(super) const PLAIN_ROWS: usize = 32;
+pub(crate) const PLAIN_ROWS: usize = 32;
 /// Number of threads of a block of the plain kernels and of the row-product kernel.
-pub(super) const PLAIN_THREADS: u32 = 256;
+pub(crate) const PLAIN_THREADS: u32 = 256;
 /// Number of threads of a producer or of a consumer in a block of the kernels for compute
 /// capability 9.0.
 const HOPPER_GROUP: u32 = 128;
@@ -22,19 +22,19 @@ const MAX_DIM: usize = 256;
 
 /// Properties of a GPU that the choice of kernels depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Gpu {
+pub(crate) struct Gpu {
     /// Compute capability, major and minor.
-    pub(super) capability: (u32, u32),
+    pub(crate) capability: (u32, u32),
     /// Maximum number of bytes of shared memory of a block.
-    pub(super) shared_bytes: usize,
+    pub(crate) shared_bytes: usize,
     /// Number of bytes of shared memory of a multiprocessor.
-    pub(super) shared_bytes_of_all: usize,
+    pub(crate) shared_bytes_of_all: usize,
 }
 
 impl Gpu {
     /// Reads the properties of the GPU behind `device`.
     #[cfg(feature = "cuda")]
-    pub(super) fn of(device: &Device) -> Result<Self> {
+    pub(crate) fn of(device: &Device) -> Result<Self> {
         let Device::Cuda(device) = device else {
             bail!("found operands on the CPU, expected a GPU")
         };
@@ -47,7 +47,7 @@ impl Gpu {
     /// The GPU whose kernels run on the CPU, which `TRAINER_EMULATE_CUDA` names; an A100 without the
     /// variable.
     #[cfg(not(feature = "cuda"))]
-    pub(super) fn of(_: &Device) -> Result<Self> {
+    pub(crate) fn of(_: &Device) -> Result<Self> {
         static VARIABLE: std::sync::LazyLock<Option<String>> =
             std::sync::LazyLock::new(|| std::env::var("TRAINER_EMULATE_CUDA").ok());
         VARIABLE.as_deref().map_or(Ok(Self::A100), Self::named)
@@ -56,7 +56,7 @@ impl Gpu {
     /// The GPU of a value of `TRAINER_EMULATE_CUDA`. The kernels for Hopper alone are not emulated
     /// from their source, so `9.0` is an error.
     #[cfg(not(feature = "cuda"))]
-    pub(super) fn named(variable: &str) -> Result<Self> {
+    pub(crate) fn named(variable: &str) -> Result<Self> {
         match variable {
             "1" | "8.0" | "ptx:8.0" => Ok(Self::A100),
             "ptx:9.0" => Ok(Self::H100),
@@ -67,10 +67,10 @@ impl Gpu {
     }
 
     #[cfg(not(feature = "cuda"))]
-    pub(super) const A100: Self =
+    pub(crate) const A100: Self =
         Self { capability: SM80, shared_bytes: 163 << 10, shared_bytes_of_all: 164 << 10 };
     #[cfg(not(feature = "cuda"))]
-    pub(super) const H100: Self =
+    pub(crate) const H100: Self =
         Self { capability: SM90, shared_bytes: 227 << 10, shared_bytes_of_all: 228 << 10 };
 
     /// Whether two blocks of a kernel have room on a multiprocessor. CUDA itself needs 1 KiB of a
@@ -88,7 +88,7 @@ pub(crate) fn gpu_without_e4m3(device: &Device) -> Result<Option<(u32, u32)>> {
 }
 
 /// Whether a GPU has tensor cores for bf16, and `bytes` of shared memory for a block.
-pub(super) fn has_tensor_cores(device: &Device, bytes: usize) -> Result<bool> {
+pub(crate) fn has_tensor_cores(device: &Device, bytes: usize) -> Result<bool> {
     let gpu = Gpu::of(device)?;
     Ok(gpu.capability >= SM80 && gpu.shared_bytes >= bytes)
 }
@@ -103,28 +103,28 @@ fn hopper_is_allowed() -> bool {
 
 /// Side whose rows a block owns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Own {
+pub(crate) enum Own {
     Queries,
     Keys,
 }
 
 /// A kernel and the sizes of its blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct AttentionLaunch {
-    pub(super) name: String,
+pub(crate) struct AttentionLaunch {
+    pub(crate) name: String,
     /// Number of own rows (queries or keys).
-    pub(super) rows: usize,
-    pub(super) threads: u32,
+    pub(crate) rows: usize,
+    pub(crate) threads: u32,
     /// Number of bytes of shared memory.
-    pub(super) shared: usize,
+    pub(crate) shared: usize,
     /// Number of rows of a tile of the other side, if the kernel takes tensor maps for boxes of the
     /// rows of both sides; otherwise it takes addresses.
-    pub(super) boxes: Option<usize>,
+    pub(crate) boxes: Option<usize>,
 }
 
 /// Kernels and shared-memory layout of an attention call.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct AttentionKernels {
+pub(crate) struct AttentionKernels {
     gpu: Gpu,
     /// Padded head dim of the tensor-core kernel; `None` for the plain kernel.
     padded: Option<usize>,
@@ -137,7 +137,7 @@ pub(super) struct AttentionKernels {
 impl AttentionKernels {
     /// Selects the tensor-core kernels for heads of `dh` values of `dtype` where they exist, else
     /// the plain kernels. Returns an error if `dh` is too large for both.
-    pub(super) fn choose(op: &str, dtype: DType, dh: usize, gpu: Gpu) -> Result<Self> {
+    pub(crate) fn choose(op: &str, dtype: DType, dh: usize, gpu: Gpu) -> Result<Self> {
         if dh > MAX_DIM {
             bail!("{op}: the head dim is {dh}, expected at most {MAX_DIM} on a GPU");
         }
@@ -159,7 +159,7 @@ impl AttentionKernels {
     }
 
     /// Returns an error if the GPU has less shared memory than a block needs.
-    pub(super) fn expect_room(self, op: &str, block: &AttentionLaunch) -> Result<()> {
+    pub(crate) fn expect_room(self, op: &str, block: &AttentionLaunch) -> Result<()> {
         let (need, found) = (block.shared, self.gpu.shared_bytes);
         if need > found {
             bail!(
@@ -180,7 +180,7 @@ impl AttentionKernels {
     }
 
     /// The kernel of the forward pass. The sizes match `attention_forward.cu`.
-    pub(super) fn forward(self) -> AttentionLaunch {
+    pub(crate) fn forward(self) -> AttentionLaunch {
         if self.hopper {
             return self.forward_of_hopper();
         }
@@ -239,7 +239,7 @@ impl AttentionKernels {
     }
 
     /// A kernel of the backward pass. The sizes match the shapes in `attention_backward.cu`.
-    pub(super) fn backward(self, own: Own) -> AttentionLaunch {
+    pub(crate) fn backward(self, own: Own) -> AttentionLaunch {
         if self.hopper {
             return self.backward_of_hopper(own);
         }

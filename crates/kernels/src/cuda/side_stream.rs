@@ -2,9 +2,8 @@
 
 #![expect(unsafe_code, reason = "copies and kernels take addresses")]
 
-use super::launch::{Address, Launch, address};
-use super::pointwise::ELEMENTS;
 use super::upload::upload_bytes_on;
+use crate::launch::{Address, ELEMENTS, KernelArgument as _, Launch, Long, THREADS, address};
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr as _};
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -100,13 +99,12 @@ impl SideStream {
     pub fn add_f32(&self, from: u64, to: u64, len: usize) -> Result<()> {
         let aligned = from.is_multiple_of(16) && to.is_multiple_of(16);
         let kernel = if aligned { "add_in_place" } else { "add_in_place_single" };
-        Launch::new(kernel, DType::F32)
-            .grid(len.div_ceil(ELEMENTS))
-            .threads(super::pointwise::THREADS)
-            .address(Address(to))
-            .address(Address(from))
-            .long(len)
-            .run_on(&self.device, &self.side)
+        let mut launch = Launch::new(kernel, DType::F32).grid(len.div_ceil(ELEMENTS));
+        let of = ("add_f32", "an address");
+        Address(to).add_to(&mut launch, of)?;
+        Address(from).add_to(&mut launch, of)?;
+        Long(len).add_to(&mut launch, of)?;
+        launch.threads(THREADS).run_on(&self.device, &self.side)
     }
 
     /// Whether all work of this stream is done.

@@ -3,7 +3,7 @@
 
 #![cfg_attr(feature = "cuda", expect(unsafe_code, reason = "a function of the driver"))]
 
-use super::launch::{Address, address};
+use crate::launch::{Address, address};
 use candle_core::{Result, Tensor};
 
 /// Number of words of eight bytes of a tensor map.
@@ -13,7 +13,7 @@ const ELEMENT: u64 = 2;
 
 /// A tensor `[N, H, Dh]` in bf16, and the boxes that are copied from it: rows of one head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Boxes {
+pub(crate) struct Boxes {
     address: u64,
     /// Number of columns, heads and rows of the tensor.
     dims: [u64; 3],
@@ -24,7 +24,7 @@ pub(super) struct Boxes {
 impl Boxes {
     /// Boxes with this number of rows of one head. A row of a box has 128, 64 or 32 bytes, and its
     /// 16-byte columns are permuted in shared memory.
-    pub(super) fn new(
+    pub(crate) fn new(
         (op, name): (&str, &str),
         t: &Tensor,
         columns: usize,
@@ -41,8 +41,8 @@ impl Boxes {
     }
 
     /// The stand-in that executed PTX reads, if the driver would accept the tensor and the boxes.
-    #[cfg(not(feature = "cuda"))]
-    pub(super) fn encode(&self) -> Result<[u64; WORDS]> {
+    #[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
+    pub(crate) fn encode(&self) -> Result<[u64; WORDS]> {
         use ptx::products::{Swizzle, TensorMap};
         let swizzle = match u64::from(self.size[0]) * ELEMENT {
             128 => Swizzle::Bytes128,
@@ -60,9 +60,14 @@ impl Boxes {
         Ok(words)
     }
 
+    #[cfg(not(any(feature = "cuda", feature = "cuda-emulation")))]
+    pub(crate) fn encode(&self) -> Result<[u64; WORDS]> {
+        unreachable!("no device has kernels in this build: {:?}", self.strides())
+    }
+
     /// The tensor map that the driver encodes.
     #[cfg(feature = "cuda")]
-    pub(super) fn encode(&self) -> Result<[u64; WORDS]> {
+    pub(crate) fn encode(&self) -> Result<[u64; WORDS]> {
         use candle_core::cuda_backend::WrapErr as _;
         use candle_core::cuda_backend::cudarc::driver::sys::{
             self, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
@@ -99,7 +104,7 @@ impl Boxes {
 }
 
 /// The `HeadMaps` of attention_sm90.cuh for boxes of `rows` rows: one of 64 columns, and one of 16.
-pub(super) fn head_maps(op: &str, name: &str, t: &Tensor, rows: usize) -> Result<Vec<u64>> {
+pub(crate) fn head_maps(op: &str, name: &str, t: &Tensor, rows: usize) -> Result<Vec<u64>> {
     let mut words = Vec::with_capacity(2 * WORDS);
     for columns in [64, 16] {
         words.extend(Boxes::new((op, name), t, columns, rows)?.encode()?);

@@ -7,7 +7,7 @@
 
 #![expect(unsafe_code, reason = "page-locked memory is accessed through raw pointers")]
 
-use super::launch::address;
+use crate::launch::address;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice, result};
 use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage, DeviceId, WrapErr as _};

@@ -4,6 +4,7 @@
 //! counts at the sizes of training; it is tested at two other sizes.
 
 use crate::cuda::interpreted::counted;
+use crate::launch::with_kernels;
 use candle_core::Result;
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -34,7 +35,7 @@ const RATES: [f64; 5] = [4.0 * CYCLES, 0.5 * CYCLES, 3.35e12, 128.0 * CYCLES, 49
 /// Work of an op with `tokens`, by kernel.
 fn measure(op: &Op<'_>, tokens: usize) -> Result<BTreeMap<String, Work>> {
     let mut all: BTreeMap<String, (Work, f64)> = BTreeMap::new();
-    for launched in counted(|| (op.run)(tokens))? {
+    for launched in counted(|| with_kernels(|| (op.run)(tokens)))? {
         let counts = launched.counts;
         let numbers = [
             counts.instructions - counts.moves,

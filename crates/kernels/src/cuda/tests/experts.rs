@@ -2,7 +2,7 @@
 //! tiles.
 
 use super::{DTYPES, assert_all_close, operand};
-use crate::cuda::{add_grouped_outer_products, grouped_products};
+use crate::launch::with_kernels;
 use crate::testing::{Tolerance, assert_close, bits, gradient_buffer, ids, random};
 use crate::{
     ExpertLayout, RecomputeInput, grouped_linear, grouped_linear_backward_input,
@@ -25,11 +25,15 @@ fn routing_of_several_tiles_matches_the_cpu() -> Result<()> {
         let (logits, d_weights) = (random(1, &[t, e]), random(2, &[t, k]));
         // Many equal logits.
         let logits = ((logits * 2.0)?.round()? / 2.0)?;
-        let (gpu, cpu) = both!(path => {
-            let routing = path::route(&logits, k)?;
-            let d_logits = path::route_backward(&routing, &d_weights, e)?;
+        let (gpu, cpu) = both!({
+            let routing = crate::route(&logits, k)?;
+            let d_logits = crate::route_backward(&routing, &d_weights, e)?;
             vec![
-                routing.weights, d_logits, routing.experts, routing.order, routing.places,
+                routing.weights,
+                d_logits,
+                routing.experts,
+                routing.order,
+                routing.places,
                 routing.offsets,
             ]
         });
@@ -52,22 +56,26 @@ fn rows_sums_and_activations_of_experts_match_the_cpu() -> Result<()> {
         for (dtype, tolerance) in DTYPES {
             let (x, rows) = (operand(2, &[t, d], dtype), operand(3, &[t * k, d], dtype));
             let (gate_up, dy) = (operand(4, &[t * k, 2 * d], dtype), rows.clone());
-            let (gpu, cpu) = both!(path => {
+            let (gpu, cpu) = both!({
                 let swiglu = |recompute| {
-                    path::expert_swiglu_backward(gate_up.copy()?, &routing, dy.copy()?, recompute)
+                    crate::expert_swiglu_backward(gate_up.copy()?, &routing, dy.copy()?, recompute)
                 };
                 let (d_both, d_weights, again) = swiglu(RecomputeInput::Yes)?;
                 let alone = swiglu(RecomputeInput::No)?;
                 let results = [
-                    path::expert_rows(&x, &routing)?, path::expert_swiglu(&gate_up, &routing)?,
-                    d_both, d_weights, alone.0, alone.1,
+                    crate::expert_rows(&x, &routing)?,
+                    crate::expert_swiglu(&gate_up, &routing)?,
+                    d_both,
+                    d_weights,
+                    alone.0,
+                    alone.1,
                 ];
                 results.into_iter().chain(again).collect()
             });
             let what = format!("experts {t} {e} {k} {d} {dtype:?}");
             assert_all_close(&what, &gpu, &cpu, tolerance);
             for residual in [None, Some(&x)] {
-                let sums = crate::cuda::combine_experts("t", "rows", &rows, &routing, residual)?;
+                let sums = with_kernels(|| crate::combine(&rows, &routing, residual))?;
                 let want = crate::combine(&rows, &routing, residual)?;
                 assert_close(&what, &sums, &want, tolerance);
             }
@@ -76,26 +84,18 @@ fn rows_sums_and_activations_of_experts_match_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Results of the kernels for operands as in `grouped_linear`: the products, the gradient of the
-/// rows, and that of the weights.
-fn kernels(
+/// The products, the gradient of the rows, and that of the weights.
+fn products(
     x: &Tensor,
     w: &Tensor,
     dy: &Tensor,
     layout: ExpertLayout,
     at: &Tensor,
 ) -> Result<[Tensor; 3]> {
-    use crate::cpu::grouped::WeightLayout::{OfInputs, OfOutputs};
-    let ((rows, k), m) = (x.dims2()?, dy.dim(1)?);
     let dw = gradient_buffer(w.dims());
-    let (forward, backward, outer) = match layout {
-        ExpertLayout::OutIn => (OfOutputs, OfInputs, [("dy", dy), ("x", x)]),
-        ExpertLayout::InOut => (OfInputs, OfOutputs, [("x", x), ("dy", dy)]),
-    };
-    let y = grouped_products("test", [("x", x), ("w", w)], forward, at, (rows, m, k))?;
-    let dx = grouped_products("test", [("dy", dy), ("w", w)], backward, at, (rows, k, m))?;
-    add_grouped_outer_products("test", outer, at, &dw)?;
-    Ok([y, dx, dw])
+    grouped_linear_backward_weight(x, dy, layout, at, &dw)?;
+    let y = grouped_linear(x, w, layout, at)?;
+    Ok([y, grouped_linear_backward_input(dy, w, layout, at)?, dw])
 }
 
 #[test]
@@ -119,14 +119,11 @@ fn grouped_products_match_the_cpu() -> Result<()> {
                 let dims = if layout == ExpertLayout::OutIn { [e, m, k] } else { [e, k, m] };
                 let (x, w) = (operand(1, &[rows, k], dtype), operand(2, &dims, dtype));
                 let dy = operand(3, &[rows, m], dtype);
-                let gpu = kernels(&x, &w, &dy, layout, &at)?;
-                let dw = gradient_buffer(&dims);
-                grouped_linear_backward_weight(&x, &dy, layout, &at, &dw)?;
-                let y = grouped_linear(&x, &w, layout, &at)?;
-                let dx = grouped_linear_backward_input(&dy, &w, layout, &at)?;
+                let run = || products(&x, &w, &dy, layout, &at);
+                let (gpu, cpu) = (with_kernels(run)?, run()?);
                 let what = format!("grouped {counts:?} {m} {k} {dtype:?} {layout:?}");
-                assert_all_close(&what, &gpu[..2], &[y, dx], tolerance);
-                assert_close(&what, &gpu[2], &dw, Tolerance::F32);
+                assert_all_close(&what, &gpu[..2], &cpu[..2], tolerance);
+                assert_close(&what, &gpu[2], &cpu[2], Tolerance::F32);
             }
         }
     }
@@ -141,11 +138,14 @@ fn a_row_of_a_grouped_product_has_the_same_bits_with_any_other_rows() -> Result<
             let dims = if layout == ExpertLayout::OutIn { [2, m, k] } else { [2, k, m] };
             let (x, w) = (operand(1, &[rows, k], dtype), operand(2, &dims, dtype));
             let dy = operand(3, &[rows, m], dtype);
-            let all = kernels(&x, &w, &dy, layout, &offsets(&[0, rows as u32]))?;
+            let products = |x: &Tensor, dy: &Tensor, at: &Tensor| {
+                with_kernels(|| products(x, &w, dy, layout, at))
+            };
+            let all = products(&x, &dy, &offsets(&[0, rows as u32]))?;
             for (first, count) in [(0, 1), (64, 70), (8, 33)] {
                 let part = |t: &Tensor| t.narrow(0, first, count)?.copy();
                 let at = offsets(&[0, count as u32]);
-                let some = kernels(&part(&x)?, &w, &part(&dy)?, layout, &at)?;
+                let some = products(&part(&x)?, &part(&dy)?, &at)?;
                 for (all, some) in all[..2].iter().zip(&some) {
                     assert!(bits(&part(all)?) == bits(some), "{count} rows {dtype:?} {layout:?}");
                 }
@@ -165,13 +165,15 @@ fn the_gradient_of_an_expert_without_rows_stays_as_it_was() -> Result<()> {
         dw.slice_set(&Tensor::zeros((1, m, k), DType::F32, x.device())?, 0, 2)?;
         let before = bits(&dw);
         let at = offsets(&[0, 0, rows as u32, 0]);
-        add_grouped_outer_products("test", [("dy", &dy), ("x", &x)], &at, &dw)?;
+        let add =
+            |dw: &Tensor| grouped_linear_backward_weight(&x, &dy, ExpertLayout::OutIn, &at, dw);
+        with_kernels(|| add(&dw))?;
         let after = bits(&dw);
         let size = m * k;
         let untouched = |range: std::ops::Range<usize>| before[range.clone()] == after[range];
         assert!(untouched(0..2 * size) && untouched(3 * size..4 * size));
         let want = Tensor::zeros((4, m, k), DType::F32, x.device())?;
-        grouped_linear_backward_weight(&x, &dy, ExpertLayout::OutIn, &at, &want)?;
+        add(&want)?;
         let [found, want] = [&dw, &want].map(|all| all.narrow(0, 2, 1)?.contiguous());
         assert_close(&format!("{dtype:?}"), &found?, &want?, Tolerance::F32);
     }

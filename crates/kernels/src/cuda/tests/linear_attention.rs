@@ -1,7 +1,8 @@
 //! The ops of linear attention, with the sizes of published models and with others.
 
 use super::{DTYPES, assert_all_close, operand};
-use crate::cuda::gated_delta_rule::{gated_delta_rule_backward_within, gated_delta_rule_within};
+use crate::gated_delta_rule::{backward_on_gpu, forward_on_gpu};
+use crate::launch::with_kernels;
 use crate::testing::{bits, gradient_buffer, message};
 use crate::{DeltaHeads, DeltaInputs, RecomputeInput};
 use batch::CuSeqlens;
@@ -17,13 +18,13 @@ fn gates_match_the_cpu_for_any_size() -> Result<()> {
         for (dtype, tolerance) in DTYPES {
             let (gate, x) = (operand(1, &[n], dtype), operand(2, &[n], dtype));
             let dy = operand(3, &[n], dtype);
-            let (gpu, cpu) = both!(path => {
+            let (gpu, cpu) = both!({
                 let grads = |recompute| {
-                    path::sigmoid_gate_backward(gate.copy()?, x.copy()?, dy.copy()?, recompute)
+                    crate::sigmoid_gate_backward(gate.copy()?, x.copy()?, dy.copy()?, recompute)
                 };
                 let (dgate, dx, again) = grads(RecomputeInput::Yes)?;
                 let alone = grads(RecomputeInput::No)?;
-                let results = [path::sigmoid_gate(&gate, &x)?, dgate, dx, alone.0, alone.1];
+                let results = [crate::sigmoid_gate(&gate, &x)?, dgate, dx, alone.0, alone.1];
                 results.into_iter().chain(again).collect()
             });
             assert_all_close(&format!("sigmoid_gate {n} {dtype:?}"), &gpu, &cpu, tolerance);
@@ -34,16 +35,19 @@ fn gates_match_the_cpu_for_any_size() -> Result<()> {
             let (a, b) = (operand(1, &[t, h], dtype), operand(2, &[t, h], dtype));
             let (a_log, dt_bias) = (operand(3, &[h], DType::F32), operand(4, &[h], DType::F32));
             let (dg, dbeta) = (operand(5, &[t, h], DType::F32), operand(6, &[t, h], DType::F32));
-            let (gpu, cpu) = both!(path => {
-                let (g, beta) = path::delta_gates(&a, &b, &a_log, &dt_bias)?;
+            let (gpu, cpu) = both!({
+                let (g, beta) = crate::delta_gates(&a, &b, &a_log, &dt_bias)?;
                 let (da_log, ddt_bias) = (gradient_buffer(&[h]), gradient_buffer(&[h]));
                 let inputs = [&a, &b, &a_log, &dt_bias];
-                let grad = path::delta_gates_backward(
-                    inputs, &dg, &dbeta, Some(&da_log), Some(&ddt_bias),
+                let grad = crate::delta_gates_backward(
+                    inputs,
+                    &dg,
+                    &dbeta,
+                    Some(&da_log),
+                    Some(&ddt_bias),
                 )?;
                 let one = gradient_buffer(&[h]);
-                let again =
-                    path::delta_gates_backward(inputs, &dg, &dbeta, None, Some(&one))?;
+                let again = crate::delta_gates_backward(inputs, &dg, &dbeta, None, Some(&one))?;
                 vec![g, beta, grad.da, grad.db, da_log, ddt_bias, one, again.da, again.db]
             });
             assert_all_close(&format!("delta_gates {t} {h} {dtype:?}"), &gpu, &cpu, tolerance);
@@ -59,12 +63,11 @@ fn gated_norms_match_the_cpu_for_any_row_width() -> Result<()> {
         for (dtype, tolerance) in DTYPES {
             let (x, z) = (operand(1, &[n, d], dtype), operand(2, &[n, d], dtype));
             let (w, dy) = (operand(3, &[d], dtype), operand(4, &[n, d], dtype));
-            let (gpu, cpu) = both!(path => {
-                let (y, rstd) = path::gated_rms_norm(&x, &z, &w, 1e-6)?;
+            let (gpu, cpu) = both!({
+                let (y, rstd) = crate::gated_rms_norm(&x, &z, &w, 1e-6)?;
                 let dw = gradient_buffer(&[d]);
-                let (dx, dz) =
-                    path::gated_rms_norm_backward(&x, &z, &rstd, &w, &dy, Some(&dw))?;
-                let alone = path::gated_rms_norm_backward(&x, &z, &rstd, &w, &dy, None)?;
+                let (dx, dz) = crate::gated_rms_norm_backward(&x, &z, &rstd, &w, &dy, Some(&dw))?;
+                let alone = crate::gated_rms_norm_backward(&x, &z, &rstd, &w, &dy, None)?;
                 vec![y, rstd, dw, dx, dz, alone.0, alone.1]
             });
             assert_all_close(&format!("gated_rms_norm {dtype:?} {n} {d}"), &gpu, &cpu, tolerance);
@@ -87,11 +90,11 @@ fn convolutions_match_the_cpu_for_any_layout() -> Result<()> {
                 let t = lengths.iter().sum::<u32>() as usize;
                 let (x, dy) = (operand(1, &[t, c], dtype), operand(2, &[t, c], dtype));
                 let (w, cu) = (operand(3, &[c, 4], dtype), boundaries(lengths));
-                let (gpu, cpu) = both!(path => {
+                let (gpu, cpu) = both!({
                     let dw = gradient_buffer(&[c, 4]);
-                    let dx = path::causal_conv1d_backward(&x, &w, &dy, &cu, Some(&dw))?;
-                    let alone = path::causal_conv1d_backward(&x, &w, &dy, &cu, None)?;
-                    vec![path::causal_conv1d(&x, &w, &cu)?, dx, dw, alone]
+                    let dx = crate::causal_conv1d_backward(&x, &w, &dy, &cu, Some(&dw))?;
+                    let alone = crate::causal_conv1d_backward(&x, &w, &dy, &cu, None)?;
+                    vec![crate::causal_conv1d(&x, &w, &cu)?, dx, dw, alone]
                 });
                 assert_all_close(&format!("{lengths:?} {c} {dtype:?}"), &gpu, &cpu, tolerance);
             }
@@ -108,8 +111,9 @@ fn convolutions_do_not_read_the_segment_before() -> Result<()> {
     let w = operand(3, &[8, 4], DType::F32);
     let bad = Tensor::full(f32::INFINITY, (3, 8), &Device::Cpu)?;
     let bad = |t: &Tensor| Tensor::cat(&[&bad, &t.narrow(0, 3, 5)?], 0);
-    let y = crate::cuda::causal_conv1d(&bad(&x)?, &w, &cu)?;
-    let dx = crate::cuda::causal_conv1d_backward(&bad(&x)?, &w, &bad(&dy)?, &cu, None)?;
+    let (x, dy) = (bad(&x)?, bad(&dy)?);
+    let y = with_kernels(|| crate::causal_conv1d(&x, &w, &cu))?;
+    let dx = with_kernels(|| crate::causal_conv1d_backward(&x, &w, &dy, &cu, None))?;
     for result in [y, dx] {
         let rows = result.to_vec2::<f32>()?;
         assert!(rows[3..].iter().flatten().all(|x| x.is_finite()), "{rows:?}");
@@ -158,11 +162,11 @@ fn the_delta_rule_matches_the_cpu_for_any_heads_and_layout() -> Result<()> {
             let operands = delta_operands(1, t, heads, dtype)?;
             let inputs = delta_inputs(&operands);
             let shape = [lengths.len(), heads.value_heads, heads.key_dim, heads.value_dim];
-            let (gpu, cpu) = both!(path => {
-                let o = path::gated_delta_rule(inputs, heads, &cu, None)?;
+            let (gpu, cpu) = both!({
+                let o = crate::gated_delta_rule(inputs, heads, &cu, None)?;
                 let state = operand(9, &shape, DType::F32);
-                let continued = path::gated_delta_rule(inputs, heads, &cu, Some(&state))?;
-                let grad = path::gated_delta_rule_backward(inputs, heads, &cu, &operands[3])?;
+                let continued = crate::gated_delta_rule(inputs, heads, &cu, Some(&state))?;
+                let grad = crate::gated_delta_rule_backward(inputs, heads, &cu, &operands[3])?;
                 vec![o, state, continued, grad.dqkv, grad.dg, grad.dbeta]
             });
             assert_all_close(&format!("{heads:?} {lengths:?} {dtype:?}"), &gpu, &cpu, tolerance);
@@ -180,8 +184,8 @@ fn the_delta_rule_in_parts_has_the_same_bits() -> Result<()> {
     let inputs = delta_inputs(&operands);
     let all = |most: usize| -> Result<[Vec<u32>; 5]> {
         let state = operand(9, &[3, 6, 12, 40], DType::F32);
-        let o = gated_delta_rule_within(most, inputs, heads, &cu, Some(&state))?;
-        let grad = gated_delta_rule_backward_within(most, inputs, heads, &cu, &operands[3])?;
+        let o = forward_on_gpu(most, inputs, heads, &cu, Some(&state))?;
+        let grad = backward_on_gpu(most, inputs, heads, &cu, &operands[3])?;
         Ok([&o, &state, &grad.dqkv, &grad.dg, &grad.dbeta].map(bits))
     };
     let whole = all(usize::MAX)?;
@@ -199,8 +203,8 @@ fn a_packed_segment_has_the_bits_of_the_segment_alone_with_the_sizes_of_publishe
     let lengths = [1, 40, 2, 65];
     let all = |t: &[Tensor; 4], lengths: &[u32]| -> Result<[Vec<u32>; 4]> {
         let (inputs, cu) = (delta_inputs(t), boundaries(lengths));
-        let o = crate::cuda::gated_delta_rule(inputs, heads, &cu, None)?;
-        let grad = crate::cuda::gated_delta_rule_backward(inputs, heads, &cu, &t[3])?;
+        let o = with_kernels(|| crate::gated_delta_rule(inputs, heads, &cu, None))?;
+        let grad = with_kernels(|| crate::gated_delta_rule_backward(inputs, heads, &cu, &t[3]))?;
         Ok([&o, &grad.dqkv, &grad.dg, &grad.dbeta].map(bits))
     };
     for (dtype, _) in DTYPES {
@@ -223,7 +227,8 @@ fn keys_with_too_many_dims_are_rejected() -> Result<()> {
     let heads = DeltaHeads { key_heads: 1, value_heads: 1, key_dim: 129, value_dim: 8 };
     let t = delta_operands(1, 3, heads, DType::F32)?;
     let cu = boundaries(&[3]);
-    let error = message(crate::cuda::gated_delta_rule(delta_inputs(&t), heads, &cu, None));
+    let error =
+        message(with_kernels(|| crate::gated_delta_rule(delta_inputs(&t), heads, &cu, None)));
     assert!(error.contains("keys have 129 dims, expected at most 128"), "{error}");
     Ok(())
 }

@@ -1,7 +1,8 @@
 //! Published shapes, and the ops of their steps.
 
 use super::super::operand;
-use crate::cuda::{self, attention, select::Gpu};
+use crate::attention::gpu;
+use crate::cuda::select::Gpu;
 use crate::testing::{gradient_buffer, rope_table};
 use crate::{
     CONV_TAPS, DeltaHeads, DeltaInputs, GPU_DELTA_BYTES, Masking, NormScale, Qkv, RecomputeInput,
@@ -129,13 +130,13 @@ fn attend(dh: usize, tokens: usize, is_backward: bool) -> Result<()> {
     let q = bf16(1, &[tokens, 1, dh]);
     let (k, v) = (bf16(3, &[tokens, 1, dh]), bf16(4, &[tokens, 1, dh]));
     let (qkv, ends) = (Qkv { q: &q, k: &k, v: &v }, one_segment(tokens));
-    let (gpu, masking) = (Gpu::H100, Masking::Causal);
+    let (h100, masking) = (Gpu::H100, Masking::Causal);
     if !is_backward {
-        return attention::flash_attention_on(gpu, qkv, &ends, masking).map(|_| ());
+        return gpu::attend("counts", h100, qkv, ends, 0, masking).map(|_| ());
     }
     // No count depends on the values.
     let (o, lse, d_o) = (bf16(5, &[tokens, 1, dh]), f32(&[1, tokens])?, bf16(2, &[tokens, 1, dh]));
-    attention::flash_attention_backward_on(gpu, qkv, &o, &lse, &d_o, &ends, masking).map(|_| ())
+    gpu::attend_backward("counts", h100, qkv, &o, &lse, &d_o, &ends, masking).map(|_| ())
 }
 
 /// Forward, again for the gradients of weights, and backward.
@@ -144,9 +145,9 @@ fn norms(hidden: usize, tokens: usize) -> Result<()> {
     // Different bytes are counted, so each operand is a tensor of its own.
     let (residual, dw) = (bf16(4, &[tokens, hidden]), gradient_buffer(&[hidden]));
     let scale = NormScale::Weight;
-    let (_, rstd) = cuda::rms_norm(&x, &w, scale, 1e-6)?;
-    cuda::rms_norm_apply(&x, &rstd, &w, scale)?;
-    cuda::rms_norm_backward(&x, &rstd, &w, scale, &dy, Some(&residual), Some(&dw)).map(|_| ())
+    let (_, rstd) = crate::rms_norm(&x, &w, scale, 1e-6)?;
+    crate::rms_norm_apply(&x, &rstd, &w, scale)?;
+    crate::rms_norm_backward(&x, &rstd, &w, scale, &dy, Some(&residual), Some(&dw)).map(|_| ())
 }
 
 /// Forward, again for the backward pass of attention, and backward.
@@ -156,15 +157,15 @@ fn rotations(heads: usize, dh: usize, tokens: usize) -> Result<()> {
     // Qwen3.5 rotates a quarter of its heads.
     let (scale, table) =
         (NormScale::Weight, rope_table(tokens, if dh > 128 { 32 } else { dh / 2 }));
-    let (_, rstd) = cuda::qk_norm_rope(&x, &w, scale, 1e-6, &table)?;
-    cuda::qk_norm_rope(&x, &w, scale, 1e-6, &table)?;
-    cuda::qk_norm_rope_backward(&x, &rstd, &w, scale, &table, &dy, Some(&dw)).map(|_| ())
+    let (_, rstd) = crate::qk_norm_rope(&x, &w, scale, 1e-6, &table)?;
+    crate::qk_norm_rope(&x, &w, scale, 1e-6, &table)?;
+    crate::qk_norm_rope_backward(&x, &rstd, &w, scale, &table, &dy, Some(&dw)).map(|_| ())
 }
 
 fn activations(width: usize, tokens: usize) -> Result<()> {
     let operand = |seed| bf16(seed, &[tokens, width]);
-    cuda::swiglu(&operand(1), &operand(2))?;
-    cuda::swiglu_backward(operand(1), operand(2), operand(3), RecomputeInput::Yes).map(|_| ())
+    crate::swiglu(&operand(1), &operand(2))?;
+    crate::swiglu_backward(operand(1), operand(2), operand(3), RecomputeInput::Yes).map(|_| ())
 }
 
 /// The loss and its gradient for half of the tokens, of logits that are products of eight elements.
@@ -172,8 +173,8 @@ fn losses(vocabulary: usize, tokens: usize) -> Result<()> {
     let rows = tokens / 2;
     let (h, w) = (bf16(1, &[rows, 8]), bf16(2, &[vocabulary, 8]));
     let targets = Tensor::zeros(rows, DType::U32, &Device::Cpu)?;
-    let (scale, op) = (1.0.into(), "counts");
-    cuda::linear_cross_entropy_backward(op, &h, &w, &targets, scale, None, true, rows).map(|_| ())
+    let scale = 1.0.into();
+    crate::linear_cross_entropy_backward(&h, &w, &targets, scale, None, true).map(|_| ())
 }
 
 /// The delta rule of one key head and its two value heads.
@@ -185,9 +186,9 @@ fn delta_rule(tokens: usize, is_backward: bool) -> Result<()> {
     let (inputs, ends) = (DeltaInputs { qkv: &qkv, g: &g, beta: &beta }, one_segment(tokens));
     if is_backward {
         let d_o = bf16(4, &[tokens, 2 * 128]);
-        cuda::gated_delta_rule_backward(inputs, heads, &ends, &d_o).map(|_| ())
+        crate::gated_delta_rule_backward(inputs, heads, &ends, &d_o).map(|_| ())
     } else {
-        cuda::gated_delta_rule(inputs, heads, &ends, None).map(|_| ())
+        crate::gated_delta_rule(inputs, heads, &ends, None).map(|_| ())
     }
 }
 
@@ -198,19 +199,19 @@ fn convolutions_and_norms(tokens: usize) -> Result<()> {
     let (x, dy) = (bf16(1, &[tokens, channels]), bf16(2, &[tokens, channels]));
     let (w, dw) = (bf16(3, &[channels, CONV_TAPS]), gradient_buffer(&[channels, CONV_TAPS]));
     let ends = one_segment(tokens);
-    cuda::causal_conv1d(&x, &w, &ends)?;
-    cuda::causal_conv1d(&x, &w, &ends)?;
-    cuda::causal_conv1d_backward(&x, &w, &dy, &ends, Some(&dw))?;
+    crate::causal_conv1d(&x, &w, &ends)?;
+    crate::causal_conv1d(&x, &w, &ends)?;
+    crate::causal_conv1d_backward(&x, &w, &dy, &ends, Some(&dw))?;
     let operand = |seed| bf16(seed, &[VALUES / 8 / 128 * tokens, 128]);
     let (x, z, w, dw) = (operand(4), operand(5), bf16(6, &[128]), gradient_buffer(&[128]));
-    let (_, rstd) = cuda::gated_rms_norm(&x, &z, &w, 1e-6)?;
-    cuda::gated_rms_norm(&x, &z, &w, 1e-6)?;
-    cuda::gated_rms_norm_backward(&x, &z, &rstd, &w, &operand(7), Some(&dw)).map(|_| ())
+    let (_, rstd) = crate::gated_rms_norm(&x, &z, &w, 1e-6)?;
+    crate::gated_rms_norm(&x, &z, &w, 1e-6)?;
+    crate::gated_rms_norm_backward(&x, &z, &rstd, &w, &operand(7), Some(&dw)).map(|_| ())
 }
 
 /// The norm of the gradients, and the update of bf16 weights with f32 masters.
 fn updates(elements: usize) -> Result<()> {
-    use crate::adamw::{AdamWTensors, Scalars};
+    use crate::AdamWTensors;
     let (weight, master, grad) = (bf16(1, &[elements]), f32(&[elements])?, f32(&[elements])?);
     let (exp_avg, exp_avg_sq) = (f32(&[elements])?, f32(&[elements])?);
     let tensors = AdamWTensors {
@@ -221,17 +222,9 @@ fn updates(elements: usize) -> Result<()> {
         absmax: None,
         grad: &grad,
     };
-    cuda::sums_of_squares(&[&grad])?;
-    let scalars = Scalars {
-        keep: 1.0,
-        lerp: 0.1,
-        beta2: 0.999,
-        one_minus_beta2: 0.001,
-        sqrt_correction2: 1.0,
-        eps: 1e-8,
-        step_size: 1e-4,
-    };
-    cuda::adamw_step(&tensors, &scalars, 1, 1.0)
+    crate::sums_of_squares(&[&grad])?;
+    let hyper = crate::AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8 };
+    crate::adamw_step(&hyper, &tensors, 1e-4, 0.1, 1, 1.0)
 }
 
 /// Key heads of a launch of the delta rule.

@@ -3,13 +3,13 @@
 //! A task is the work of one block: a range of rows (queries or keys) of one segment, and the range
 //! of the rows of the other side. The host builds the list of tasks and uploads it.
 
-use super::launch::{Address, Launch, address, empty, vectors};
-use super::select::{AttentionKernels, AttentionLaunch, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
-use super::tensor_map::head_maps;
-use super::uploaded::Uploaded;
-use crate::attention::{Masking, Qkv, QkvGrad};
+use super::{Masking, Qkv, QkvGrad};
+use crate::cuda::select::{AttentionKernels, AttentionLaunch, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
+use crate::cuda::tensor_map::head_maps;
+use crate::launch::{Address, KernelArgument, Launch, Words, address, empty, launch, vectors};
+use crate::uploaded::Uploaded;
 use batch::CuSeqlens;
-use candle_core::{DType, Error, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 /// Inputs from which a list of tasks is built.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,22 +57,21 @@ fn aligned(op: &str, name: &str, t: &Tensor) -> Result<Tensor> {
     if at % 16 == 0 { Ok(t.clone()) } else { t.force_contiguous() }
 }
 
-/// Adds operand `t` of a kernel: its tensor maps for boxes of `rows` rows, or its address.
-fn with_operand(
-    launch: Launch,
-    (op, name): (&str, &str),
-    t: &Tensor,
-    rows: Option<usize>,
-) -> Result<Launch> {
-    match rows {
-        Some(rows) => Ok(launch.words(head_maps(op, name, t, rows)?)),
-        None => Ok(launch.address(address(op, name, t)?)),
+/// An operand of a kernel: tensor maps for boxes of this number of rows, or its address.
+struct Operand<'a>(&'a Tensor, Option<usize>);
+
+impl KernelArgument for Operand<'_> {
+    fn add_to(&self, launch: &mut Launch, of: (&str, &str)) -> Result<()> {
+        match *self {
+            Self(t, Some(rows)) => Words(head_maps(of.0, of.1, t, rows)?).add_to(launch, of),
+            Self(t, None) => t.add_to(launch, of),
+        }
     }
 }
 
-/// Computes `o` and `lse [H, N]` for the queries between `ends`. With `num_past > 0` there is one
+/// Computes `o` and `lse [H, N]` for the queries with the kernels for `gpu`. With `num_past > 0` there is one
 /// segment, and `num_past` keys precede its first query.
-fn attend(
+pub(crate) fn attend(
     op: &str,
     gpu: Gpu,
     qkv: Qkv<'_>,
@@ -94,64 +93,17 @@ fn attend(
     let tasks = plan.upload(qkv.q)?;
     // Keep the copies alive until the kernel is in the stream.
     let (q, k, v) = (aligned(op, "q", qkv.q)?, aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
-    let mut launch = Launch::new(&name, dtype);
-    launch = launch.grid(tasks.dim(0)? * h).threads(threads).shared(shared);
-    let own = boxes.map(|_| rows);
-    for (name, tensor, rows) in [("q", &q, own), ("k", &k, boxes), ("v", &v, boxes)] {
-        launch = with_operand(launch, (op, name), tensor, rows)?;
-    }
-    for (name, tensor) in [("o", &o), ("lse", &lse), ("tasks", &tasks)] {
-        launch = launch.address(address(op, name, tensor)?);
-    }
-    launch = launch.int(n).int(h).int(hkv).int(dh).float(1.0 / (dh as f32).sqrt());
-    launch.flag(masking == Masking::Causal).run(&o)?;
+    let launch = Launch::new(&name, dtype).grid(tasks.dim(0)? * h).threads(threads).shared(shared);
+    let q = Operand(&q, boxes.map(|_| rows));
+    let [k, v] = [&k, &v].map(|t| Operand(t, boxes));
+    let (scale, causal) = (1.0 / (dh as f32).sqrt(), masking == Masking::Causal);
+    launch!(op, launch.on(&o); q, k, v, o, lse, tasks, n, h, hkv, dh, scale, causal)?;
     Ok((o, lse))
 }
 
-pub(crate) fn flash_attention(
-    qkv: Qkv<'_>,
-    cu_seqlens: &CuSeqlens,
-    masking: Masking,
-) -> Result<(Tensor, Tensor)> {
-    flash_attention_on(Gpu::of(qkv.q.device())?, qkv, cu_seqlens, masking)
-}
-
-/// [`flash_attention`] with the kernels for `gpu`.
-pub(super) fn flash_attention_on(
-    gpu: Gpu,
-    qkv: Qkv<'_>,
-    cu_seqlens: &CuSeqlens,
-    masking: Masking,
-) -> Result<(Tensor, Tensor)> {
-    attend("flash_attention", gpu, qkv, cu_seqlens.clone(), 0, masking)
-}
-
-pub(crate) fn decode_attention(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    num_past: usize,
-) -> Result<Tensor> {
-    let one = CuSeqlens::from_lengths(&[q.dim(0)? as u32]).map_err(Error::wrap)?;
-    let (gpu, qkv) = (Gpu::of(q.device())?, Qkv { q, k, v });
-    let (o, _) = attend("decode_attention", gpu, qkv, one, num_past, Masking::Causal)?;
-    Ok(o)
-}
-
-pub(crate) fn flash_attention_backward(
-    qkv: Qkv<'_>,
-    o: &Tensor,
-    lse: &Tensor,
-    d_o: &Tensor,
-    cu_seqlens: &CuSeqlens,
-    masking: Masking,
-) -> Result<QkvGrad> {
-    let gpu = Gpu::of(qkv.q.device())?;
-    flash_attention_backward_on(gpu, qkv, o, lse, d_o, cu_seqlens, masking)
-}
-
-/// [`flash_attention_backward`] with the kernels for `gpu`.
-pub(super) fn flash_attention_backward_on(
+/// Computes the gradients with the kernels for `gpu`.
+pub(crate) fn attend_backward(
+    op: &str,
     gpu: Gpu,
     qkv: Qkv<'_>,
     o: &Tensor,
@@ -160,7 +112,6 @@ pub(super) fn flash_attention_backward_on(
     cu_seqlens: &CuSeqlens,
     masking: Masking,
 ) -> Result<QkvGrad> {
-    let op = "flash_attention_backward";
     let ((t, h, dh), hkv, dtype) = (qkv.q.dims3()?, qkv.k.dim(1)?, qkv.q.dtype());
     let kernels = AttentionKernels::choose(op, dtype, dh, gpu)?;
     let [dq, dk, dv] = [h, hkv, hkv].map(|heads| empty((t, heads, dh), dtype, qkv.q));
@@ -169,17 +120,9 @@ pub(super) fn flash_attention_backward_on(
         return Ok(grads);
     }
     let delta = empty((h, t), DType::F32, qkv.q)?;
-    Launch::new("attention_row_products", dtype)
-        .grid(t.div_ceil(PLAIN_ROWS) * h)
-        .threads(PLAIN_THREADS)
-        .address(address(op, "o", o)?)
-        .address(address(op, "d_o", d_o)?)
-        .address(address(op, "delta", &delta)?)
-        .int(t)
-        .int(h)
-        .int(dh)
-        .flag(vectors(dh, &[o, d_o])?)
-        .run(&delta)?;
+    let launch = Launch::new("attention_row_products", dtype);
+    let launch = launch.grid(t.div_ceil(PLAIN_ROWS) * h).threads(PLAIN_THREADS);
+    launch!(op, launch; o, d_o, delta, t, h, dh, vectors(dh, &[o, d_o])?)?;
     let (q, d_o) = (aligned(op, "q", qkv.q)?, aligned(op, "d_o", d_o)?);
     let (k, v) = (aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
     // Own operands, other operands, gradients of the own operands. Keys come first, because their
@@ -193,18 +136,18 @@ pub(super) fn flash_attention_backward_on(
         let AttentionLaunch { name, rows, threads, shared, boxes } = block;
         let plan = Plan { queries: cu_seqlens.clone(), num_past: 0, own, rows };
         let tasks = plan.upload(&q)?;
-        let mut launch =
+        let launch =
             Launch::new(&name, dtype).grid(tasks.dim(0)? * heads).threads(threads).shared(shared);
         let own_boxes = boxes.map(|_| rows);
-        let rows_of_boxes = [own_boxes, own_boxes, boxes, boxes];
-        for (tensor, rows) in operands.into_iter().zip(rows_of_boxes) {
-            launch = with_operand(launch, (op, "operand"), tensor, rows)?;
-        }
-        for tensor in [lse, &delta, own_grads[0], own_grads[1], &tasks] {
-            launch = launch.address(address(op, "operand", tensor)?);
-        }
-        launch = launch.int(t).int(h).int(hkv).int(dh).float(1.0 / (dh as f32).sqrt());
-        launch.flag(masking == Masking::Causal).run(&q)?;
+        let [a, b, c, d] = operands;
+        let [a, b] = [a, b].map(|t| Operand(t, own_boxes));
+        let [c, d] = [c, d].map(|t| Operand(t, boxes));
+        let [da, db] = own_grads;
+        let (scale, causal) = (1.0 / (dh as f32).sqrt(), masking == Masking::Causal);
+        launch!(
+            op, launch.on(&q);
+            a, b, c, d, lse, delta, da, db, tasks, t, h, hkv, dh, scale, causal
+        )?;
     }
     Ok(grads)
 }

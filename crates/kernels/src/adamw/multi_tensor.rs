@@ -1,14 +1,13 @@
-//! Launches of `adamw.cu` and `adamw_8bit.cu`: lists of tensors travel as arguments of the kernels.
+//! Launches of kernels that process many tensors at once: lists of them travel as arguments.
 
-use super::launch::{Launch, address, empty};
-use crate::adamw::{AdamWTensors, AdamWUpdate, SQUARES_BLOCK, Scalars};
+use super::{AdamWTensors, AdamWUpdate, Scalars};
 use crate::eight_bit::{SIGNED, UNSIGNED};
+use crate::launch::{Launch, THREADS, Words, address, empty, launch};
 use crate::moments::tensor_seed;
 use candle_core::{DType, Result, Tensor};
 
 /// Elements of a block, as in `adamw.cu`.
 const CHUNK: usize = 1 << 16;
-const THREADS: u32 = 256;
 /// Tensors of one launch, as in `adamw.cu`.
 const MOST_TENSORS: usize = 160;
 const MOST_UPDATES: usize = 56;
@@ -20,12 +19,12 @@ fn num_chunks(t: &Tensor) -> usize {
 }
 
 /// The memory of a struct of arrays, each `most` long; the arrays are in the order of the calls.
-struct Words {
+struct Arrays {
     most: usize,
     words: Vec<u64>,
 }
 
-impl Words {
+impl Arrays {
     fn new(most: usize) -> Self {
         Self { most, words: Vec::new() }
     }
@@ -53,7 +52,7 @@ impl Words {
     }
 
     /// First chunk of each tensor, and their number; the last array.
-    fn chunks<'a>(mut self, tensors: impl Iterator<Item = &'a Tensor>) -> (Vec<u64>, usize) {
+    fn chunks<'a>(mut self, tensors: impl Iterator<Item = &'a Tensor>) -> (Words, usize) {
         let mut firsts = vec![0u32];
         let mut next = 0;
         for tensor in tensors {
@@ -61,96 +60,46 @@ impl Words {
             firsts.push(u32::try_from(next).expect("a launch has less than 2^31 chunks"));
         }
         self.halves(self.most + 1, firsts.into_iter());
-        (self.words, next)
+        (Words(self.words), next)
     }
 }
 
 /// A `Tensors` of `adamw.cu`, and the chunks in it.
-fn list(op: &str, tensors: &[&Tensor]) -> Result<(Vec<u64>, usize)> {
-    let mut words = Words::new(MOST_TENSORS);
+fn list(op: &str, tensors: &[&Tensor]) -> Result<(Words, usize)> {
+    let mut words = Arrays::new(MOST_TENSORS);
     words.longs(tensors.iter().map(|t| address(op, "t", t).map(|at| at.0)))?;
     words.longs(tensors.iter().map(|t| Ok(t.elem_count() as u64)))?;
     Ok(words.chunks(tensors.iter().copied()))
 }
 
 /// `[num tensors]` in `f64`: the sum of the squares of each.
-pub(crate) fn sums_of_squares(tensors: &[&Tensor]) -> Result<Tensor> {
+pub(super) fn sums_of_squares(tensors: &[&Tensor]) -> Result<Tensor> {
     let op = "sums_of_squares";
-    let on = tensors[0];
-    let squares = empty(tensors.len(), DType::F64, on)?;
+    let first = tensors[0];
+    let squares = empty(tensors.len(), DType::F64, first)?;
     for (start, tensors) in (0..).step_by(MOST_TENSORS).zip(tensors.chunks(MOST_TENSORS)) {
         let (list, chunks) = list(op, tensors)?;
-        let partials = empty(chunks, DType::F64, on)?;
-        Launch::new("squares_of_chunks", DType::F32)
-            .grid(chunks)
-            .threads(THREADS)
-            .words(list.clone())
-            .int(tensors.len())
-            .address(address(op, "partials", &partials)?)
-            .run(on)?;
-        Launch::new("squares_of_tensors", DType::F32)
-            .grid(tensors.len())
-            .threads(THREADS)
-            .words(list)
-            .address(address(op, "partials", &partials)?)
-            .address(address(op, "squares", &squares.narrow(0, start, tensors.len())?)?)
-            .run(on)?;
+        let partials = empty(chunks, DType::F64, first)?;
+        let kernel = |name, blocks| Launch::new(name, DType::F32).grid(blocks).threads(THREADS);
+        let (n, squares) = (tensors.len(), squares.narrow(0, start, tensors.len())?);
+        launch!(op, kernel("squares_of_chunks", chunks).on(first); list, n, partials)?;
+        launch!(op, kernel("squares_of_tensors", n).on(first); list, partials, squares)?;
     }
     Ok(squares)
 }
 
-/// `[ceil(elements / SQUARES_BLOCK)]` in `f64`: the sum of the squares of each block.
-pub(crate) fn squares_of_blocks(t: &Tensor) -> Result<Tensor> {
-    let op = "squares_of_blocks";
-    let blocks = t.elem_count().div_ceil(SQUARES_BLOCK);
-    let squares = empty(blocks, DType::F64, t)?;
-    Launch::new(op, DType::F32)
-        .grid(blocks)
-        .threads(THREADS)
-        .address(address(op, "t", t)?)
-        .long(t.elem_count())
-        .address(address(op, "squares", &squares)?)
-        .run(t)?;
-    Ok(squares)
-}
-
-/// Waits for the device.
-pub(crate) fn sum_of_squares(t: &Tensor) -> Result<f64> {
-    Ok(sums_of_squares(&[t])?.to_vec1::<f64>()?[0])
-}
-
-pub(crate) fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
+pub(super) fn fill_zero_all(tensors: &[&Tensor]) -> Result<()> {
     for tensors in tensors.chunks(MOST_TENSORS) {
-        let (list, chunks) = list("fill_zero_all", tensors)?;
-        Launch::new("zero_tensors", DType::F32)
-            .grid(chunks)
-            .threads(THREADS)
-            .words(list)
-            .int(tensors.len())
-            .run(tensors[0])?;
+        let (op, n) = ("fill_zero_all", tensors.len());
+        let (list, chunks) = list(op, tensors)?;
+        let launch = Launch::new("zero_tensors", DType::F32).grid(chunks).threads(THREADS);
+        launch!(op, launch.on(tensors[0]); list, n)?;
     }
     Ok(())
 }
 
-/// Update of one parameter with a gradient scale that is computed on the host.
-pub(crate) fn adamw_step(
-    tensors: &AdamWTensors<'_>,
-    scalars: &Scalars,
-    seed: u32,
-    grad_scale: f32,
-) -> Result<()> {
-    let grad_scale = Tensor::new(&[grad_scale], tensors.weight.device())?;
-    let part = ParameterPart {
-        tensors: *tensors,
-        scalars: *scalars,
-        seed: tensor_seed(seed, 0),
-        first: 0,
-    };
-    update(&[part], &grad_scale)
-}
-
 /// Updates of all parameters with a gradient scale that stays on the device.
-pub(crate) fn clipped_update<'a>(
+pub(super) fn clipped_update<'a>(
     updates: &[AdamWUpdate<'a>],
     scalars: &[Scalars],
     seed: u32,
@@ -159,13 +108,9 @@ pub(crate) fn clipped_update<'a>(
 ) -> Result<()> {
     let op = "clipped_update";
     let grad_scale = empty(1, DType::F32, squares)?;
-    Launch::new("clip", DType::F32)
-        .threads(THREADS)
-        .address(address(op, "squares", squares)?)
-        .int(squares.elem_count())
-        .words(vec![max_grad_norm.to_bits()])
-        .address(address(op, "grad_scale", &grad_scale)?)
-        .run(squares)?;
+    let launch = Launch::new("clip", DType::F32).threads(THREADS);
+    let most = Words(vec![max_grad_norm.to_bits()]);
+    launch!(op, launch; squares, squares.elem_count(), most, grad_scale)?;
     let part = |(update, scalars): (&AdamWUpdate<'a>, &Scalars)| ParameterPart {
         tensors: update.tensors,
         scalars: *scalars,
@@ -177,16 +122,16 @@ pub(crate) fn clipped_update<'a>(
 }
 
 /// A parameter or a part of one.
-struct ParameterPart<'a> {
-    tensors: AdamWTensors<'a>,
-    scalars: Scalars,
-    seed: u32,
+pub(super) struct ParameterPart<'a> {
+    pub(super) tensors: AdamWTensors<'a>,
+    pub(super) scalars: Scalars,
+    pub(super) seed: u32,
     /// Index of the first element in the parameter.
-    first: usize,
+    pub(super) first: usize,
 }
 
 /// Updates parts; the moments may have any dtype.
-fn update(parts: &[ParameterPart<'_>], grad_scale: &Tensor) -> Result<()> {
+pub(super) fn update(parts: &[ParameterPart<'_>], grad_scale: &Tensor) -> Result<()> {
     let dtype_of = |part: &&ParameterPart<'_>| part.tensors.exp_avg.dtype();
     for (dtype, name, most) in [
         (DType::F32, "adamw", MOST_UPDATES),
@@ -197,19 +142,14 @@ fn update(parts: &[ParameterPart<'_>], grad_scale: &Tensor) -> Result<()> {
             parts.iter().filter(|part| dtype_of(part) == dtype).collect();
         for parts in parts.chunks(most) {
             let (list, chunks) = updates(most, parts)?;
-            let scalars = parts[0].scalars;
-            Launch::new(name, dtype)
-                .grid(chunks)
-                .threads(THREADS)
-                .words(list)
-                .int(parts.len())
-                .address(address(name, "grad_scale", grad_scale)?)
-                .float(scalars.lerp)
-                .float(scalars.beta2)
-                .float(scalars.one_minus_beta2)
-                .float(1.0 / scalars.sqrt_correction2)
-                .float(scalars.eps)
-                .run(grad_scale)?;
+            let Scalars { lerp, beta2, one_minus_beta2, sqrt_correction2, eps, .. } =
+                parts[0].scalars;
+            let launch = Launch::new(name, dtype).grid(chunks).threads(THREADS);
+            let (n, correction) = (parts.len(), 1.0 / sqrt_correction2);
+            launch!(
+                name, launch.on(grad_scale);
+                list, n, grad_scale, lerp, beta2, one_minus_beta2, correction, eps
+            )?;
         }
     }
     Ok(())
@@ -217,7 +157,7 @@ fn update(parts: &[ParameterPart<'_>], grad_scale: &Tensor) -> Result<()> {
 
 /// The `Updates` of `adamw.cu`, or those of `adamw_8bit.cu` if the moments are codes, for at most
 /// `most` parts; and the chunks in it.
-fn updates(most: usize, parts: &[&ParameterPart<'_>]) -> Result<(Vec<u64>, usize)> {
+fn updates(most: usize, parts: &[&ParameterPart<'_>]) -> Result<(Words, usize)> {
     let op = "adamw_step";
     let each = |name, tensor: for<'a> fn(&AdamWTensors<'a>) -> Option<&'a Tensor>| {
         parts.iter().map(move |part| match tensor(&part.tensors) {
@@ -225,7 +165,7 @@ fn updates(most: usize, parts: &[&ParameterPart<'_>]) -> Result<(Vec<u64>, usize
             None => Ok(0),
         })
     };
-    let mut words = Words::new(most);
+    let mut words = Arrays::new(most);
     let has_codes = parts[0].tensors.absmax.is_some();
     if has_codes {
         for map in [&*SIGNED, &*UNSIGNED] {
