@@ -166,7 +166,8 @@ fn read_hint(source: &io::Error) -> &'static str {
     }
 }
 
-fn write_hint(source: &io::Error) -> &'static str {
+/// What to do if a file in `output_dir` cannot be written.
+pub(crate) fn write_hint(source: &io::Error) -> &'static str {
     match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             "free space on this disk, lower `checkpoint.keep`, or set `output_dir` to another disk"

@@ -5,7 +5,7 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::{Progress, SetupBars};
 use super::terminal::stdout;
-use crate::data::{DatasetRows, SampleIndex, SampleSize};
+use crate::data::{DatasetRows, SampleCounts, SampleIndex};
 use crate::run::{self, DataList};
 use crate::train::{
     EvalReport, Evaluator, Prediction, Predictor, RankWeights, Ranks, SampleScore, Weights,
@@ -142,7 +142,7 @@ fn per_sample(rows: &DatasetRows, report: &EvalReport, answers: Option<&[Predict
         answers.into_iter().flatten().map(|answer| (answer.row.as_str(), answer)).collect();
     let mut lines = String::new();
     for score in &report.samples {
-        let SampleSize { dataset, row, .. } = score.size;
+        let SampleCounts { dataset, row, .. } = score.size;
         let found = by_row.get(score.id.to_string().as_str()).filter(|_| score.is_chat);
         let answer = answers.map(|_| AnswerFields {
             expected: found.map(|answer| answer.expected.as_str()),

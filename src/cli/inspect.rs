@@ -8,7 +8,7 @@ use super::progress::SetupBars;
 use super::terminal::{escaped, escaped_line, stdout};
 use crate::batch::{EncodedSample, IGNORE_INDEX, MediumKind, Patches};
 use crate::config::RunConfig;
-use crate::data::{DatasetRows, Length, RowReader, SampleIndex, SampleSize, first_epoch_packs};
+use crate::data::{DatasetRows, Length, RowReader, SampleCounts, SampleIndex, first_epoch_packs};
 use crate::run::{self, DataList};
 use crate::train::{DatasetCounts, log_datasets};
 use candle_core::{Device, Tensor};
@@ -83,7 +83,8 @@ pub(super) fn run(args: &InspectArgs, logging: &Logging) -> anyhow::Result<()> {
             Ok(sample) => {
                 let label = rows.label(row);
                 let name = rows.names()[row.dataset as usize].clone();
-                *shown.entry(name).or_default() += DatasetCounts::of(&SampleSize::of(row, &sample));
+                *shown.entry(name).or_default() +=
+                    DatasetCounts::of(&SampleCounts::of(row, &sample));
                 let notes = Notes::of(&rows, row);
                 match args.format {
                     Format::Text => show_text(&rows, &label, &sample, &notes, out)?,

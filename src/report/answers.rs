@@ -1,8 +1,8 @@
 //! Held-out answers with their images.
 
-use super::chart::number;
 use super::folder::{ReportError, RunFolder};
 use super::html::{escaped, push};
+use super::svg_chart::number;
 use super::tables::short;
 use super::thumbnail::thumbnail;
 use crate::data::{DatasetRows, Pixels, RowReader};

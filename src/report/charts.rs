@@ -1,6 +1,8 @@
-use super::chart::{Chart, ChartLine, Mark, Unit};
+//! The charts of the page: their keys, order and names.
+
 use super::folder::RunFolder;
 use super::series::Series;
+use super::svg_chart::{Chart, ChartLine, Mark, Unit};
 use std::collections::BTreeSet;
 
 /// Keys of steps that have a chart: key, title, unit, and whether its axis may be logarithmic.

@@ -3,12 +3,12 @@
 //! A page is one file without scripts that loads nothing. All text of runs and rows is escaped.
 
 mod answers;
-mod chart;
 mod charts;
 mod folder;
 mod html;
 mod page;
 mod series;
+mod svg_chart;
 mod tables;
 #[cfg(test)]
 mod tests;

@@ -1,10 +1,10 @@
 //! The report of one run, or of several next to each other.
 
 use super::answers;
-use super::chart::legend;
 use super::charts::charts;
 use super::folder::{ReportError, RunFolder};
 use super::html::{document, escaped, push};
+use super::svg_chart::legend;
 use super::tables;
 use crate::data::DatasetRows;
 use std::iter;

@@ -1,6 +1,8 @@
-use super::chart::number;
+//! The tables of the page.
+
 use super::folder::RunFolder;
 use super::html::{escaped, push};
+use super::svg_chart::number;
 use crate::run::{copy_of_checkpoint, predicted_memory};
 use chrono::DateTime;
 use serde_json::Value;

@@ -4,7 +4,7 @@
 use super::adapter::AdapterError;
 use super::device::device_hint;
 use crate::batch::BatchError;
-use crate::checkpoint::CheckpointError;
+use crate::checkpoint::{CheckpointError, write_hint};
 use crate::config::{ConfigChange, ConfigError, LeftOut, ValueError};
 use crate::data::{
     CacheError, LoaderError, ModelFolderError, OrderError, SourceError, TransientRowError,
@@ -29,10 +29,10 @@ pub enum RunError {
     #[error(transparent)]
     Value(#[from] ValueError),
     #[error("`output_dir`: cannot create folder `{}`: {problem}", .folder.display())]
-    #[fault(exit = CannotWrite, hint = WRITABLE)]
+    #[fault(exit = CannotWrite, hint = write_hint(problem))]
     CreateOutputDir { folder: PathBuf, problem: io::Error },
     #[error("cannot {action} `{}`: {problem}", .path.display())]
-    #[fault(exit = CannotWrite, hint = WRITABLE)]
+    #[fault(exit = CannotWrite, hint = write_hint(problem))]
     OutputFile {
         /// The action that failed: `open`, `move`, ..
         action: &'static str,
@@ -226,9 +226,6 @@ pub enum RunError {
     #[fault(exit = CannotWrite, hint = "free space there, or set TMPDIR to another folder")]
     TemporaryFolder { folder: PathBuf, problem: io::Error },
 }
-
-/// Hint if `output_dir` cannot be written.
-const WRITABLE: &str = "set `output_dir` to a folder that you may write to";
 
 impl From<TrainError> for RunError {
     fn from(error: TrainError) -> Self {

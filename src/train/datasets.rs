@@ -1,6 +1,6 @@
 //! Counts and losses of a step and of a run by data set.
 
-use crate::data::{DataState, Rejection, SampleSize};
+use crate::data::{DataState, Rejection, SampleCounts};
 use crate::loss::TargetLosses;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -22,7 +22,7 @@ pub struct DatasetCounts {
 }
 
 impl DatasetCounts {
-    pub fn of(sample: &SampleSize) -> Self {
+    pub fn of(sample: &SampleCounts) -> Self {
         Self {
             num_samples: 1,
             num_tokens: sample.num_tokens.into(),
@@ -122,7 +122,7 @@ pub struct SampleLoss {
 
 /// Splits losses by sample. `losses` has one entry per micro-batch that has targets. Concatenated,
 /// the entries have the targets of `samples` in order.
-pub fn by_sample(samples: &[SampleSize], losses: &[TargetLosses]) -> Vec<SampleLoss> {
+pub fn by_sample(samples: &[SampleCounts], losses: &[TargetLosses]) -> Vec<SampleLoss> {
     let mut targets = losses.iter().flat_map(TargetLosses::pairs);
     let split = samples.iter().map(|sample| {
         let mut loss = SampleLoss::default();
@@ -140,7 +140,7 @@ pub fn by_sample(samples: &[SampleSize], losses: &[TargetLosses]) -> Vec<SampleL
 /// Adds up the losses of `samples` by data set.
 pub fn by_dataset(
     num_datasets: usize,
-    samples: &[SampleSize],
+    samples: &[SampleCounts],
     losses: &[SampleLoss],
 ) -> Vec<DatasetLoss> {
     let mut sets = vec![DatasetLoss::default(); num_datasets];
@@ -203,8 +203,8 @@ pub fn log_datasets(what: &str, seen: &BTreeMap<String, DatasetCounts>) {
 mod tests {
     use super::*;
 
-    fn size(dataset: u32, num_tokens: u32, num_targets: u32) -> SampleSize {
-        SampleSize {
+    fn size(dataset: u32, num_tokens: u32, num_targets: u32) -> SampleCounts {
+        SampleCounts {
             dataset,
             row: 0,
             num_tokens,

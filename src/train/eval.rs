@@ -10,7 +10,7 @@ use super::sequence::own_part;
 use super::weights::RankWeights;
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
 use crate::data::{DatasetRows, collate};
-use crate::data::{Rejection, RowReader, SampleIndex, SampleSize, TransientRowError};
+use crate::data::{Rejection, RowReader, SampleCounts, SampleIndex, TransientRowError};
 use crate::dist::{Collective, Rank};
 use crate::loss::{TargetLosses, scores};
 use crate::models::Model;
@@ -26,7 +26,7 @@ pub struct SampleScore {
     pub id: SampleId,
     /// Its data set, and its numbers of tokens and media.
     #[serde(skip)]
-    pub size: SampleSize,
+    pub size: SampleCounts,
     /// Whether it is a chat. Samples of a corpus have no answer.
     #[serde(skip)]
     pub is_chat: bool,
@@ -203,7 +203,7 @@ impl Evaluator<'_> {
             return Ok(());
         }
         let of = |(row, sample): &(SampleIndex, EncodedSample)| {
-            (sample.id.clone(), SampleSize::of(*row, sample))
+            (sample.id.clone(), SampleCounts::of(*row, sample))
         };
         let origins: Vec<_> = samples.iter().map(of).collect();
         let samples = samples.into_iter().map(|(_, sample)| sample).collect();

@@ -3,7 +3,7 @@
 use super::eval::{EvalReport, SampleScore};
 use super::ranks::{Bits, Ranks};
 use crate::batch::SampleId;
-use crate::data::{Rejection, SampleSize};
+use crate::data::{Rejection, SampleCounts};
 use crate::dist::DistError;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ struct Block {
 struct ScoreRecord {
     file: PathBuf,
     line: u64,
-    size: SampleSize,
+    size: SampleCounts,
     is_chat: bool,
     nll_sum: Bits,
     num_targets: u64,

@@ -1,7 +1,7 @@
 //! The rows and losses of each step, in `samples.jsonl`.
 
 use super::datasets::SampleLoss;
-use crate::data::{RowReader, SampleIndex, SampleSize};
+use crate::data::{RowReader, SampleCounts, SampleIndex};
 use serde::{Deserialize, Serialize};
 
 /// A line of `samples.jsonl`: the samples of a step. All lists are in the order of the token
@@ -24,10 +24,10 @@ impl StepSamples {
     pub(super) fn new(
         step: u64,
         reader: &dyn RowReader,
-        sizes: &[SampleSize],
+        sizes: &[SampleCounts],
         losses: &[SampleLoss],
     ) -> Self {
-        let row = |size: &SampleSize| {
+        let row = |size: &SampleCounts| {
             reader.id(SampleIndex { dataset: size.dataset, row: size.row }).to_string()
         };
         let loss = |loss: &SampleLoss| {

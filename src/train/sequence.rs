@@ -105,7 +105,7 @@ pub(super) fn own_part(
 mod tests {
     use super::*;
     use crate::batch::CuSeqlens;
-    use crate::data::SampleSize;
+    use crate::data::SampleCounts;
     use crate::train::by_sample;
 
     fn batch(padding: Vec<Range<usize>>) -> VarlenBatch {
@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn the_losses_of_all_ranks_of_a_group_add_up_to_those_of_the_samples() {
-        let sample = |num_targets| SampleSize {
+        let sample = |num_targets| SampleCounts {
             dataset: 0,
             row: 0,
             num_tokens: num_targets + 1,

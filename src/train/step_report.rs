@@ -21,7 +21,7 @@ pub(super) struct StepReports {
 }
 
 #[derive(Serialize, Deserialize)]
-struct Message {
+struct StepMessage {
     samples: Vec<[Bits; 2]>,
     data_wait_s: Bits,
     tokens_per_s: Bits,
@@ -29,7 +29,7 @@ struct Message {
     peak_device_bytes: Option<[u64; 2]>,
 }
 
-impl Message {
+impl StepMessage {
     fn values(&self) -> RankValues {
         RankValues {
             data_wait_s: self.data_wait_s.into(),
@@ -45,15 +45,15 @@ impl StepReport {
     /// ranks have the losses of their own tokens.
     pub(super) fn gather(self, owners: &[usize], ranks: &Ranks) -> Result<StepReports, DistError> {
         let Self { samples, values } = self;
-        let all = ranks.gather(Message {
+        let all = ranks.gather(StepMessage {
             samples: samples.iter().map(|s| [s.nll_sum, s.target_weight].map(Bits::from)).collect(),
             data_wait_s: values.data_wait_s.into(),
             tokens_per_s: values.tokens_per_s.into(),
             peak_memory_bytes: values.peak_memory_bytes,
             peak_device_bytes: values.peak_device_bytes,
         })?;
-        let metrics = RankMetrics::new(&all.iter().map(Message::values).collect::<Vec<_>>());
-        let group_losses = |group: &[Message]| {
+        let metrics = RankMetrics::new(&all.iter().map(StepMessage::values).collect::<Vec<_>>());
+        let group_losses = |group: &[StepMessage]| {
             let mut sums = vec![SampleLoss::default(); group[0].samples.len()];
             for message in group {
                 for (sum, [nll_sum, target_weight]) in sums.iter_mut().zip(&message.samples) {

@@ -41,6 +41,7 @@ const SOURCES: [(&str, Writer); 15] = [
     }),
     ("CSV", |rows, folder| file(folder, "rows.csv", &csv(rows, b','))),
     ("TSV, gzip", |rows, folder| file(folder, "rows.tsv.gz", &gzip(&csv(rows, b'\t')))),
+    ("TSV in capitals", |rows, folder| file(folder, "rows.TSV.GZ", &gzip(&csv(rows, b'\t')))),
     ("Parquet", |rows, folder| {
         let properties = WriterProperties::builder().set_compression(Compression::SNAPPY);
         parquet(rows, folder, "rows.parquet", properties.build())

@@ -10,7 +10,7 @@ mod json;
 mod length_cache;
 mod loader;
 mod media;
-mod model_file;
+mod model_folder;
 mod packing;
 mod row;
 mod source;
@@ -40,9 +40,9 @@ pub use loader::steps::{DataState, LoaderOptions, Rmpad, StepData};
 pub use media::image::{ImageConfig, ImageError, ImageProcessor, ImageSize, Pixels, UrlConfig};
 pub use media::video::{VideoConfig, VideoError, VideoProcessor};
 pub use media::{image, video};
-pub use model_file::ModelFolderError;
+pub use model_folder::ModelFolderError;
 pub use packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks};
-pub use row::{Length, Rejection, SampleIndex, SampleSize, TransientRowError};
+pub use row::{Length, Rejection, SampleCounts, SampleIndex, TransientRowError};
 pub use source::{
     ColumnNames, DatasetInfo, DatasetInfoError, GroundingError, RowFile, RowForm, RowRules,
     SampleError, SampleFault, SourceError, TransientFailure, UnknownKeys, texts,

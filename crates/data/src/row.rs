@@ -5,7 +5,7 @@ use std::fmt;
 use fault::Fault;
 use serde::{Deserialize, Serialize};
 
-use crate::source::error::SampleError;
+use crate::source::sample_error::SampleError;
 use crate::source::{TransientFailure, retry};
 use batch::{EncodedSample, MediumKind, SampleId};
 
@@ -69,7 +69,7 @@ impl Length {
 
 /// Counts of one sample, for the metrics per data set.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SampleSize {
+pub struct SampleCounts {
     /// Index of its data set.
     pub dataset: u32,
     /// Index of its row in the data set.
@@ -84,7 +84,7 @@ pub struct SampleSize {
     pub num_videos: u32,
 }
 
-impl SampleSize {
+impl SampleCounts {
     /// The counts of an encoded sample.
     pub fn of(row: SampleIndex, sample: &EncodedSample) -> Self {
         let of_kind =

@@ -1,3 +1,5 @@
+//! The section `distributed` of the config.
+
 use serde::de::{self, Deserializer, Unexpected, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 use settings::{Choice, Kind, Setting, section};

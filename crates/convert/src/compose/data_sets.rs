@@ -14,7 +14,7 @@ pub type ReadEntry<'a> = &'a dyn Fn(&Path, &str) -> Result<(PathBuf, Option<u64>
 
 /// Endings of data files.
 const ENDINGS: &[&str] =
-    &["jsonl", "json", "parquet", "arrow", "csv", "tsv", "txt", "tar", "gz", "zst"];
+    &["jsonl", "ndjson", "json", "parquet", "arrow", "csv", "tsv", "txt", "tar", "gz", "zst"];
 
 /// Why image paths of lmms-engine start from the working folder.
 const LMMS_ROOT: &str = "lmms-engine: from the working folder";

@@ -19,6 +19,7 @@ use crate::encode::truncate::{KeptEnd, TruncationRule};
 use crate::media::image::{ImageConfig, UrlConfig};
 use crate::media::video::VideoConfig;
 use crate::packing::{Overlong, PackRules, Packing, PackingStrategy, StepPacks, WINDOW_SAMPLES};
+use crate::source::files::without_compression;
 use crate::source::{ColumnNames, UnknownKeys};
 
 /// The data sets, and how their rows become batches.
@@ -471,9 +472,7 @@ impl DataPath {
             !name.is_empty() && !name.contains(['*', '?', '['])
         };
         let fixed = self.first().ancestors().find(is_fixed).unwrap_or(Path::new("data"));
-        let stem = |path: &Path| PathBuf::from(path.file_stem().unwrap_or_default());
-        let is_compressed = fixed.extension().is_some_and(|of| of == "gz" || of == "zst");
-        let name = if is_compressed { stem(&stem(fixed)) } else { stem(fixed) };
+        let name = without_compression(fixed).file_stem().unwrap_or_default();
         name.to_string_lossy().into_owned()
     }
 }

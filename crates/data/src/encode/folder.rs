@@ -8,7 +8,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::media::image::{ImageConfig, ImageProcessor};
-use crate::model_file::{ModelFolderError, read, read_json, read_json_if_there};
+use crate::model_folder::{ModelFolderError, read, read_json, read_json_if_there};
 use crate::template::{ChatTemplate, TemplateError};
 use tokenizer::TextTokenizer;
 

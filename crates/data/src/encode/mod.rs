@@ -26,7 +26,7 @@ use sha2::{Digest, Sha256};
 
 use crate::media::image::{ImageConfig, ImageProcessor};
 use crate::media::video::{VideoConfig, VideoProcessor};
-use crate::model_file::ModelFolderError;
+use crate::model_folder::ModelFolderError;
 use crate::row::Length;
 use crate::source::{AtRow, SampleError, SampleFault};
 use crate::template::{GenerationPrompt, RenderedPrompt};

@@ -21,7 +21,7 @@ use crate::loader::steps::{
 };
 use crate::loader::workers::{JobResult, Workers};
 use crate::packing::Item;
-use crate::row::{Length, Rejection, SampleIndex, SampleSize};
+use crate::row::{Length, Rejection, SampleCounts, SampleIndex};
 use batch::EncodedSample;
 use ranks::DistError;
 
@@ -296,7 +296,7 @@ impl<'a> Assembler<'a> {
                     if self.share.is_none() {
                         self.send_finished()?; // its epoch continues
                     }
-                    read.sizes.push((slot, SampleSize::of(row, &sample)));
+                    read.sizes.push((slot, SampleCounts::of(row, &sample)));
                     Some(sample)
                 }
                 Err(rejection) => {

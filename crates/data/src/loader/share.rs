@@ -14,7 +14,7 @@ use crate::loader::collate::collate;
 use crate::loader::error::LoaderError;
 use crate::loader::steps::{DataState, LoaderOptions, MicroBatches, Rmpad, Step, StepData, fill};
 use crate::packing::Item;
-use crate::row::{Rejection, SampleSize};
+use crate::row::{Rejection, SampleCounts};
 use batch::{EncodedSample, Pack};
 use ranks::{Channel, DistError, Rank, gather};
 
@@ -37,7 +37,7 @@ pub(super) struct RowsRead {
     /// Slot, position in the epoch and reason of each row that was rejected.
     pub(super) rejected: Vec<(usize, u64, Rejection)>,
     /// Counts of the samples in order, with their slots.
-    pub(super) sizes: Vec<(usize, SampleSize)>,
+    pub(super) sizes: Vec<(usize, SampleCounts)>,
     /// The row that ends the run (`data.on_error: stop`), with its slot.
     pub(super) failed: Option<(usize, Rejection)>,
 }
@@ -48,7 +48,7 @@ pub(super) struct RowsOfAll {
     pub(super) rejected: Vec<Rejection>,
     /// Positions of the rejected rows.
     pub(super) without: BTreeSet<u64>,
-    pub(super) sizes: Vec<SampleSize>,
+    pub(super) sizes: Vec<SampleCounts>,
     /// The sequence group that has read each of them.
     pub(super) owners: Vec<usize>,
     pub(super) failed: Option<Rejection>,
@@ -124,7 +124,7 @@ pub(super) struct FilledStep {
     /// Slot of each micro-batch.
     pub(super) slots: Vec<usize>,
     /// Counts of all samples.
-    pub(super) sizes: Vec<SampleSize>,
+    pub(super) sizes: Vec<SampleCounts>,
     /// The sequence group that has read each of them.
     pub(super) owners: Vec<usize>,
     /// The sequence group of this rank.

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::{OnError, Truncation};
 use crate::loader::error::LoaderError;
 use crate::packing::{Item, Overlong, PackRules, Packer, Packing};
-use crate::row::{Length, Rejection, SampleSize};
+use crate::row::{Length, Rejection, SampleCounts};
 use batch::{PaddingSide, SampleId, VarlenBatch};
 
 /// Minimum number of rows read before the share of rejections is checked within an epoch.
@@ -190,7 +190,7 @@ pub struct StepData {
     /// Number of real tokens in all micro-batches, of all ranks.
     pub num_tokens: usize,
     /// Counts of each sample of all ranks, in the order of the token streams.
-    pub samples: Vec<SampleSize>,
+    pub samples: Vec<SampleCounts>,
     /// The sequence group that has each of `samples` in its micro-batches.
     pub owners: Vec<usize>,
     /// The sequence group of this rank.
@@ -206,7 +206,7 @@ pub struct StepData {
 
 impl StepData {
     /// Counts of the samples in the micro-batches of this rank.
-    pub fn own_samples(&self) -> Vec<SampleSize> {
+    pub fn own_samples(&self) -> Vec<SampleCounts> {
         let samples = self.samples.iter().zip(&self.owners);
         samples.filter(|(_, owner)| **owner == self.rank).map(|(size, _)| *size).collect()
     }

@@ -9,7 +9,7 @@ use std::path::Path;
 use serde::de::Error as _;
 use serde_json::Value;
 
-use crate::model_file::{ModelFolderError, read_json_if_there};
+use crate::model_folder::{ModelFolderError, read_json_if_there};
 
 /// How a model family writes videos and boxes.
 #[derive(Debug, Clone, Copy, PartialEq)]

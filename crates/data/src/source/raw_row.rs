@@ -6,8 +6,8 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use settings::section;
 
-use super::error::SampleFault;
 use super::rows::type_name;
+use super::sample_error::SampleFault;
 use crate::json;
 
 /// Key of an object that represents binary data; its value is an index into [`RawRow::blobs`]. No

@@ -7,11 +7,11 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::error::{AtRow, SampleError, SampleFault};
 use super::files::listing::{data_files, image_root};
 use super::files::{DataFile, KnownIndex, RowContent};
 use super::raw_row::RawRow;
 use super::rows::{RowForm, RowParser, RowRules};
+use super::sample_error::{AtRow, SampleError, SampleFault};
 use super::source_error::SourceError;
 use batch::{Sample, SampleId};
 

@@ -4,8 +4,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::dataset_info::DatasetInfoError;
-use super::error::SampleError;
 use super::rows::RowForm;
+use super::sample_error::SampleError;
 use crate::row::Rejection;
 
 /// The reason why the files of a data set cannot be used. Paths are those of the config.

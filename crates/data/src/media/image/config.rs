@@ -9,7 +9,7 @@ use serde::Deserialize;
 use settings::section;
 
 use super::header::MAX_PIXELS;
-use crate::model_file::{ModelFolderError, read_json_if_there};
+use crate::model_folder::{ModelFolderError, read_json_if_there};
 use batch::{AreaLimits, ImageLimits};
 
 /// The section `data.image` of the config: limits on the size of one image after resizing.

@@ -42,7 +42,7 @@ pub(crate) use source::resolve;
 pub use source::{ImageError, ImageName, UrlConfig};
 use source::{Urls, open};
 
-use crate::model_file::ModelFolderError;
+use crate::model_folder::ModelFolderError;
 use batch::{MediaRef, MediaSource, MediumKind, Patches};
 use net::UrlImages;
 

@@ -9,7 +9,7 @@ use settings::{Choice, section};
 use super::sampling::{Budget, FrameSampling, PixelLimits};
 use crate::media::MediaFamily;
 use crate::media::image::{ImageProcessor, Normalise, RESCALE_FACTORS, Size};
-use crate::model_file::{ModelFolderError, read_json_if_there};
+use crate::model_folder::{ModelFolderError, read_json_if_there};
 
 /// The section `data.video` of the config.
 ///

@@ -33,7 +33,7 @@ use sampling::{FrameSampling, Wanted, frames_between};
 
 use crate::media::MediaFamily;
 use crate::media::image::{ImageProcessor, Pixels, Rgb, patchify, resize, unpatchify};
-use crate::model_file::ModelFolderError;
+use crate::model_folder::ModelFolderError;
 use batch::{FrameRate, MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
 use net::UrlImages;
 

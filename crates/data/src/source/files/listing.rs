@@ -8,6 +8,7 @@ use std::{fs, io};
 
 use serde_json::Value;
 
+use super::sniff::without_compression;
 use crate::source::source_error::SourceError;
 
 /// Extensions of the data files of a folder, without that of the compression.
@@ -128,9 +129,8 @@ fn split_of(file: &Path) -> Option<String> {
 
 /// The extension of a file name in lower case, without that of a compression.
 fn data_extension(name: &str) -> String {
-    let name = name.to_ascii_lowercase();
-    let name = name.strip_suffix(".gz").or(name.strip_suffix(".zst")).unwrap_or(&name);
-    name.rsplit_once('.').map_or(String::new(), |(_, extension)| extension.to_owned())
+    let extension = without_compression(Path::new(name)).extension().and_then(OsStr::to_str);
+    extension.unwrap_or_default().to_ascii_lowercase()
 }
 
 /// The files of a folder that `datasets` wrote with `save_to_disk`. `None` for another folder.

@@ -25,11 +25,11 @@ use csv::CsvHeader;
 use json::Hashing;
 pub(crate) use json::RowIndex;
 use parquet::ParquetRows;
-pub(crate) use sniff::BOM;
+pub(crate) use sniff::{BOM, without_compression};
 use sniff::{Format, HEAD_BYTES, Packed};
 
-use super::error::SampleFault;
 use super::raw_row::{MAX_ROW_BYTES, RawRow};
+use super::sample_error::SampleFault;
 use super::source_error::SourceError;
 use super::stamp::Stamp;
 
@@ -142,9 +142,7 @@ impl DataFile {
         if let Some(compression) = sniff::compression(&head) {
             content = Arc::new(packed.unpack(&file, compression)?);
             head = self::head(&content).map_err(unreadable)?;
-            if path.extension().is_some_and(|of| of == "gz" || of == "zst") {
-                name.set_extension("");
-            }
+            name = without_compression(path).to_owned();
         }
         let format = sniff::format(path, &name, &head)?;
         let known = known.filter(|known| known.stamp == before);

@@ -63,6 +63,15 @@ const OTHERS: [(&[u8], &str); 12] = [
     (b"\xfe\xff", "text in UTF-16"),
 ];
 
+/// `path` without the extension of a compression, in any case.
+pub(crate) fn without_compression(path: &Path) -> &Path {
+    let name = path.to_str().filter(|name| {
+        let ending = name.rsplit_once('.').map_or("", |(_, ending)| ending);
+        ["gz", "zst"].iter().any(|of| ending.eq_ignore_ascii_case(of))
+    });
+    name.map_or(path, |name| Path::new(&name[..name.rfind('.').unwrap_or(name.len())]))
+}
+
 /// Returns the compression of a file that begins with `head`.
 pub(super) fn compression(head: &[u8]) -> Option<Compression> {
     match head {

@@ -14,8 +14,8 @@ use serde_json::{Map, Value};
 use settings::Choice;
 
 use super::super::dataset_info::DatasetInfo;
-use super::super::error::SampleFault;
 use super::super::raw_row::ColumnNames;
+use super::super::sample_error::SampleFault;
 use super::keys::{ObjectKind, Use, is_given, unread_media};
 use super::values::{join, not_supported};
 use batch::SampleId;

@@ -9,8 +9,8 @@ use std::fmt;
 use serde_json::{Map, Value};
 use strsim::jaro_winkler;
 
-use super::super::error::SampleFault;
 use super::super::raw_row::is_blob;
+use super::super::sample_error::SampleFault;
 use super::values::data_uri;
 pub(super) use super::values::is_given;
 

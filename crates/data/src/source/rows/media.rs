@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use serde_json::{Map, Value};
 
-use super::super::error::{GroundingError, SampleFault};
 use super::super::raw_row::blob;
+use super::super::sample_error::{GroundingError, SampleFault};
 use super::context::RowContext;
 use super::keys::{ObjectKind, is_given};
 use super::values::{

@@ -12,8 +12,8 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::error::SampleFault;
 use super::raw_row::RawRow;
+use super::sample_error::SampleFault;
 use batch::{Content, Message, Part, Sample, SampleId};
 pub(crate) use context::RowParser;
 use context::{Findings, RowContext, Survey};

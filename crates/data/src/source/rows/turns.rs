@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value};
 
-use super::super::error::SampleFault;
+use super::super::sample_error::SampleFault;
 use super::context::RowContext;
 use super::keys::{OTHER_ARGUMENTS, ObjectKind, is_given};
 use super::media::RowMedia;

@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 
 use serde_json::{Map, Value, json};
 
-use super::super::error::SampleFault;
+use super::super::sample_error::SampleFault;
 use crate::json::{self, long_integer};
 use crate::media::image::MAX_PIXELS;
 use batch::{AreaLimits, FrameRate, ImageLimits, MediaRef, VideoLimits};

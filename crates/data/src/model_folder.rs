@@ -1,3 +1,5 @@
+//! Reading the files of a model folder, and their errors.
+
 use std::io;
 use std::path::{Path, PathBuf};
 

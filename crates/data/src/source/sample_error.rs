@@ -339,6 +339,13 @@ pub enum TransientFailure {
         reason = "disk_failure"
     )]
     Disk,
+    /// A downloaded image cannot be stored.
+    #[fault(
+        exit = CannotWrite,
+        hint = "free space, or set `data.cache_dir` to another folder; then run again",
+        reason = "cannot_write"
+    )]
+    Store,
 }
 
 /// What a network file system that is gone returns.
@@ -356,7 +363,7 @@ impl TransientFailure {
             SampleFault::Image { cause, .. }
             | SampleFault::Video { cause: VideoError::Frame { cause, .. }, .. } => match cause {
                 // a full disk is not the fault of the image
-                ImageError::Url { cause: UrlError::Store { .. }, .. } => Some(Self::Disk),
+                ImageError::Url { cause: UrlError::Store { .. }, .. } => Some(Self::Store),
                 ImageError::Url { cause, .. } => Self::of_causes(cause),
                 cause => Self::of_causes(cause),
             },
@@ -387,7 +394,9 @@ impl TransientFailure {
 
     /// The variant whose [`Fault::reason`] is `reason`.
     pub fn with_reason(reason: &str) -> Option<Self> {
-        [Self::Resources, Self::Disk].into_iter().find(|failure| failure.reason() == reason)
+        [Self::Resources, Self::Disk, Self::Store]
+            .into_iter()
+            .find(|failure| failure.reason() == reason)
     }
 }
 
@@ -442,5 +451,11 @@ mod tests {
                 assert_eq!(TransientFailure::of(&error), expected, "{error}");
             }
         }
+        // a full disk while a downloaded image is stored
+        let full = UrlError::Store { path: "a".into(), source: Errno::NOSPC.into() };
+        let cause = ImageError::Url { url: "https://a".to_owned(), cause: full };
+        let failure = TransientFailure::of(&SampleFault::Image { index: 1, cause }.at(&id));
+        assert_eq!(failure, Some(TransientFailure::Store));
+        assert_eq!(failure.and_then(|failure| failure.exit()), Some(fault::Exit::CannotWrite));
     }
 }
