@@ -1,5 +1,5 @@
 //! `trainer plan`: predicts the memory and the size of a run, on the CPU and on GPUs, and computes its
-//! time from a measured speed. It knows no GPU by name: `--memory` is the memory of one.
+//! time from a measured speed. It has no list of GPUs: `--memory` is the memory of one.
 
 use super::args::ConfigArgs;
 use super::failure::{Exit, Failure};

@@ -49,8 +49,8 @@ pub enum Exit {
     Software = 70,
     /// Memory or another resource of the process is used up.
     Resources = 71,
-    /// A file cannot be written: the disk is full or read-only, or a permission is missing. Each
-    /// error of writing a file says this itself (`exit = CannotWrite`).
+    /// A file cannot be written: the disk is full or read-only, or a permission is missing. All errors
+    /// of writing have it (`exit = CannotWrite`).
     CannotWrite = 73,
     /// A rank was lost or hung, a GPU was lost, a disk failed while data was read, or the Hub
     /// cannot be reached.

@@ -36,7 +36,7 @@ pub struct LoaderOptions {
     pub batch_size: NonZeroUsize,
     /// Number of micro-batches per step.
     pub gradient_accumulation_steps: NonZeroUsize,
-    /// Number of threads that measure rows, and of those that read them. It does not change the steps.
+    /// Number of threads that measure rows, and of threads that read them. It does not change the steps.
     pub workers: NonZeroUsize,
     /// Id of the padding token.
     pub pad_id: u32,

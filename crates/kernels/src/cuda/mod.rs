@@ -1,11 +1,11 @@
-//! CUDA kernels, and the code that launches them. Most ops have one `.cu` file.
+//! CUDA kernels, and what all launches share: the choice of kernels for a GPU, matrix products,
+//! transfers. The launch of a kernel is in the file of its op (`crate::launch`). Most ops have one
+//! `.cu` file.
 //!
-//! Each function has the contract of the function with the same name in the root of this crate, which
-//! validates the operands and calls this module if they are on a GPU. `build.rs` compiles the kernels
-//! with the feature `cuda`. With `cuda-emulation` the same sources run on the host, with one fiber per
-//! CUDA thread, or their PTX is executed (`interpreted`; the only way for the kernels in `sm90/`), and
-//! the same launch code takes CPU tensors, so that tests need no GPU. If the environment variable
-//! `TRAINER_EMULATE_CUDA` is set, all ops in all tests run this way.
+//! `build.rs` compiles the kernels with the feature `cuda`. With `cuda-emulation` the same sources run
+//! on the host, with one fiber per CUDA thread, or their PTX is executed (`interpreted`; the only way
+//! for the kernels in `sm90/`), and the ops launch them with CPU tensors, so that tests need no GPU. If
+//! the environment variable `TRAINER_EMULATE_CUDA` is set, all ops in all tests run this way.
 
 #[cfg(feature = "cuda")]
 mod blas;
