@@ -28,7 +28,7 @@ use trainer::data::{
 type Writer = fn(&[Value], &Path) -> Value;
 
 /// Every format, with its name.
-const SOURCES: [(&str, Writer); 15] = [
+const SOURCES: [(&str, Writer); 16] = [
     ("JSON array", |rows, folder| {
         let text =
             format!("\u{feff}[{}\n]", rows.iter().map(pretty).collect::<Vec<_>>().join(" ,\n"));

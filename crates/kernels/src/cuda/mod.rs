@@ -28,7 +28,8 @@ pub(super) mod select;
 #[cfg(feature = "cuda")]
 mod side_stream;
 pub(super) mod tensor_map;
-#[cfg(all(test, feature = "cuda-emulation", not(feature = "cuda")))]
+#[cfg(test)]
+#[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
 mod tests;
 #[cfg(feature = "cuda")]
 mod upload;
