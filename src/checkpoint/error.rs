@@ -172,9 +172,10 @@ pub(crate) fn write_hint(source: &io::Error) -> &'static str {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             "free space on this disk, lower `checkpoint.keep`, or set `output_dir` to another disk"
         }
-        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-            "set `output_dir` to a folder that you may write to"
-        }
+        io::ErrorKind::PermissionDenied
+        | io::ErrorKind::ReadOnlyFilesystem
+        | io::ErrorKind::AlreadyExists
+        | io::ErrorKind::NotADirectory => "set `output_dir` to a folder that you may write to",
         io::ErrorKind::FileTooLarge => "raise the limit on file sizes (`ulimit -f`)",
         _ => "check the disk that holds `output_dir`",
     }

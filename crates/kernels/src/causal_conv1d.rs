@@ -151,6 +151,25 @@ pub fn causal_conv1d(x: &Tensor, w: &Tensor, cu_seqlens: &CuSeqlens) -> Result<T
     y.tensor((t, c))
 }
 
+fn backward_on_gpu(
+    op: &str,
+    [x, w, dy]: [&Tensor; 3],
+    cu_seqlens: &CuSeqlens,
+    dw: Option<&Tensor>,
+) -> Result<Tensor> {
+    let (t, c) = x.dims2()?;
+    let dx = empty((t, c), x.dtype(), x)?;
+    if t > 0 {
+        let starts = starts(cu_seqlens, x)?;
+        let range = t.div_ceil(MAX_RANGES).max(RANGE);
+        let shares = ColumnShares::new(dw, t.div_ceil(range), c * CONV_TAPS)?;
+        let launch = launch_of_ranges(op, (t, c), range, &[x, dy, &dx])?;
+        launch!(op, launch; x, w, dy, starts, dx, shares, t, c, range)?;
+        shares.add(op)?;
+    }
+    Ok(dx)
+}
+
 /// Returns `dx [T, C]`. Adds the weight gradient to `dw [C, 4]` (`f32`) unless it is `None`.
 pub fn causal_conv1d_backward(
     x: &Tensor,
@@ -168,16 +187,7 @@ pub fn causal_conv1d_backward(
         cpu::distinct(op, "dw", dw, &[("x", x), ("w", w), ("dy", dy)])?;
     }
     if on_gpu(x) {
-        let dx = empty((t, c), dtype, x)?;
-        if t > 0 {
-            let starts = starts(cu_seqlens, x)?;
-            let range = t.div_ceil(MAX_RANGES).max(RANGE);
-            let shares = ColumnShares::new(dw, t.div_ceil(range), c * CONV_TAPS)?;
-            let launch = launch_of_ranges(op, (t, c), range, &[x, dy, &dx])?;
-            launch!(op, launch; x, w, dy, starts, dx, shares, t, c, range)?;
-            shares.add(op)?;
-        }
-        return Ok(dx);
+        return backward_on_gpu(op, [x, w, dy], cu_seqlens, dw);
     }
     let (x, w, dy) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "dy", dy)?);
     let (x, w, dy) = (x.f32()?, taps(&w.f32()?), dy.f32()?);

@@ -58,9 +58,9 @@ fn aligned(op: &str, name: &str, t: &Tensor) -> Result<Tensor> {
 }
 
 /// An operand of a kernel: tensor maps for boxes of this number of rows, or its address.
-struct Operand<'a>(&'a Tensor, Option<usize>);
+struct OperandBoxes<'a>(&'a Tensor, Option<usize>);
 
-impl KernelArgument for Operand<'_> {
+impl KernelArgument for OperandBoxes<'_> {
     fn add_to(&self, launch: &mut Launch, of: (&str, &str)) -> Result<()> {
         match *self {
             Self(t, Some(rows)) => Words(head_maps(of.0, of.1, t, rows)?).add_to(launch, of),
@@ -94,8 +94,8 @@ pub(crate) fn attend(
     // Keep the copies alive until the kernel is in the stream.
     let (q, k, v) = (aligned(op, "q", qkv.q)?, aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
     let launch = Launch::new(&name, dtype).grid(tasks.dim(0)? * h).threads(threads).shared(shared);
-    let q = Operand(&q, boxes.map(|_| rows));
-    let [k, v] = [&k, &v].map(|t| Operand(t, boxes));
+    let q = OperandBoxes(&q, boxes.map(|_| rows));
+    let [k, v] = [&k, &v].map(|t| OperandBoxes(t, boxes));
     let (scale, causal) = (1.0 / (dh as f32).sqrt(), masking == Masking::Causal);
     launch!(op, launch.on(&o); q, k, v, o, lse, tasks, n, h, hkv, dh, scale, causal)?;
     Ok((o, lse))
@@ -140,8 +140,8 @@ pub(crate) fn attend_backward(
             Launch::new(&name, dtype).grid(tasks.dim(0)? * heads).threads(threads).shared(shared);
         let own_boxes = boxes.map(|_| rows);
         let [a, b, c, d] = operands;
-        let [a, b] = [a, b].map(|t| Operand(t, own_boxes));
-        let [c, d] = [c, d].map(|t| Operand(t, boxes));
+        let [a, b] = [a, b].map(|t| OperandBoxes(t, own_boxes));
+        let [c, d] = [c, d].map(|t| OperandBoxes(t, boxes));
         let [da, db] = own_grads;
         let (scale, causal) = (1.0 / (dh as f32).sqrt(), masking == Masking::Causal);
         launch!(
