@@ -80,7 +80,6 @@ mod route;
 mod router_probabilities;
 mod rows;
 mod sigmoid_gate;
-mod squared_relu;
 mod stored;
 mod swiglu;
 #[cfg(test)]
@@ -161,6 +160,5 @@ pub use router_probabilities::{router_probabilities, router_probabilities_backwa
 pub use rows::{add_in_place, gather_rows, index_add, index_copy, scatter_rows, zero_rows};
 pub use sigmoid_gate::{sigmoid_gate, sigmoid_gate_backward};
 pub use simd::{SimdError, SimdLevel, simd_level};
-pub use squared_relu::{squared_relu, squared_relu_backward};
 pub use swiglu::{swiglu, swiglu_backward};
 pub use vision_rope::{vision_rope_merge_backward, vision_rope_split};

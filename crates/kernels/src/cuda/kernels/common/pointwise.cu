@@ -113,13 +113,6 @@ template <int OUT> __device__ __forceinline__ void gelu_erf_backward(const float
   if constexpr (OUT > 1) out[1] = in[0] * cdf;
 }
 
-__device__ __forceinline__ void squared_relu(const float (&in)[1], float (&out)[1]) {
-  float x = fmaxf(in[0], 0.0f);
-  out[0] = x * x;
-}
-
-__device__ __forceinline__ void squared_relu_backward(const float (&in)[2], float (&out)[1]) { out[0] = 2.0f * fmaxf(in[0], 0.0f) * in[1]; }
-
 __device__ __forceinline__ void sum(const float (&in)[2], float (&out)[1]) { out[0] = in[0] + in[1]; }
 
 template <int E, class T> __device__ __forceinline__ void fill_zero(T *x, long long n) {
@@ -169,12 +162,6 @@ template <int E, class T> __device__ __forceinline__ void fill_zero(T *x, long l
   }                                                                                                                    \
   EXPORT(op##_backward_recompute_##name)
 #define POINTWISE(T, E, name)                                                                                          \
-  ONE_TO_ONE(squared_relu, T, E, name)                                                                                 \
-  extern "C" __global__ void __launch_bounds__(256, 4) squared_relu_backward_##name(T *x, const T *dy, long long n) {  \
-    each<E>(Pointers<const T, 2>{{x, dy}}, Pointers<T, 1>{{x}}, n,                                                     \
-            [](const auto &in, auto &out) { squared_relu_backward(in, out); });                                        \
-  }                                                                                                                    \
-  EXPORT(squared_relu_backward_##name)                                                                                 \
   GATE(swiglu, T, E, name)                                                                                             \
   GATE(sigmoid_gate, T, E, name)                                                                                       \
   ONE_TO_ONE(gelu_tanh, T, E, name)                                                                                    \
