@@ -44,7 +44,9 @@ pub(crate) use launch_elementwise;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Address(pub(crate) u64);
 
-/// Whether the CUDA implementation handles `t`.
+/// Whether the CUDA implementation handles `t`. Inlined, so that a build without kernels has no code
+/// that launches them.
+#[inline]
 pub(crate) fn on_gpu(t: &Tensor) -> bool {
     supports_device(t.device())
 }
@@ -69,6 +71,7 @@ pub(crate) fn supports_device(_: &Device) -> bool {
 }
 
 #[cfg(not(any(feature = "cuda", feature = "cuda-emulation")))]
+#[inline]
 pub(crate) fn supports_device(_: &Device) -> bool {
     false
 }
