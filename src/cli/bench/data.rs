@@ -3,7 +3,9 @@
 use super::Table;
 use crate::batch::Patches;
 use crate::config::RunConfig;
-use crate::data::{DataState, DatasetRows, Loader, RowReader, SampleIndex};
+use crate::data::{
+    CachedRows, DataState, DatasetRows, LengthCaching, Loader, RowReader, SampleIndex,
+};
 use crate::metrics::cpu_seconds;
 use crate::run::{encoder, loader_options, order};
 use rayon::prelude::*;
@@ -56,7 +58,7 @@ fn stage(table: &mut Table, name: &str, pass: impl Fn() -> PassTotals) -> anyhow
 }
 
 /// Times indexing the files; then measuring and encoding, for rows of text and for rows with
-/// images; then one epoch of the loader.
+/// images; then one epoch of the loader, with the lengths of the cache if the config has it.
 pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
     let encoder = encoder(config)?;
     let begin = Instant::now();
@@ -98,8 +100,14 @@ pub(super) fn run(config: &RunConfig, table: &mut Table) -> anyhow::Result<()> {
     let mut options = loader_options(config, &encoder);
     options.epochs = NonZeroU64::new(1);
     let order = order(config, &rows)?;
+    let reader: Arc<dyn RowReader> = match config.data.length_cache {
+        LengthCaching::Complete => {
+            Arc::new(CachedRows::update(rows, &config.cache_dir(), &|_| ())?.0)
+        }
+        LengthCaching::Off => rows,
+    };
     let begin = Instant::now();
-    let mut loader = Loader::start(rows, order, options, DataState::default());
+    let mut loader = Loader::start(reader, order, options, DataState::default());
     let (mut steps, mut samples, mut tokens, mut fill) = (0.0, 0.0, 0.0, 0.0);
     while let Some(step) = loader.next_step() {
         let step = step?;
