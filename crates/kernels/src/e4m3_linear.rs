@@ -54,8 +54,8 @@ pub fn e4m3_linear(
     let ((n, m, k), shape) = forward_shape(op, x, w, bias, residual)?;
     if on_gpu(x) {
         let y = empty(shape, x.dtype(), x)?;
-        let w = round_rows(op, w, (m, k), m.next_multiple_of(ALIGNED))?;
-        let x = round_rows(op, x, (n, k), n)?;
+        let w = round_rows(op, ("w", w), (m, k), m.next_multiple_of(ALIGNED))?;
+        let x = round_rows(op, ("x", x), (n, k), n)?;
         multiply(op, [&x, &w], (n, m), (bias, residual), &y, SUMS_BYTES)?;
         return Ok(y);
     }
@@ -80,8 +80,8 @@ pub fn e4m3_linear_backward_input(dy: &Tensor, w: &Tensor, dx: Option<Tensor>) -
         cpu::distinct(op, "dx", dx, &[("dy", dy), ("w", w)])?;
     }
     if on_gpu(dy) {
-        let w = round_columns(op, w, (m, k), k.next_multiple_of(ALIGNED))?;
-        let rounded = round_rows(op, dy, (n, m), n)?;
+        let w = round_columns(op, ("w", w), (m, k), k.next_multiple_of(ALIGNED))?;
+        let rounded = round_rows(op, ("dy", dy), (n, m), n)?;
         let addend = dx.clone();
         let dx = dx.map_or_else(|| empty(with_last(dy, k), dy.dtype(), dy), Ok)?;
         multiply(op, [&rounded, &w], (n, k), (None, addend.as_ref()), &dx, SUMS_BYTES)?;
@@ -102,8 +102,8 @@ pub fn e4m3_linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Resu
         if n == 0 {
             return Ok(());
         }
-        let dy = round_columns(op, dy, (n, m), m)?;
-        let x = round_columns(op, x, (n, k), k.next_multiple_of(ALIGNED))?;
+        let dy = round_columns(op, ("dy", dy), (n, m), m)?;
+        let x = round_columns(op, ("x", x), (n, k), k.next_multiple_of(ALIGNED))?;
         return multiply(op, [&dy, &x], (m, k), (None, Some(dw)), dw, SUMS_BYTES);
     }
     let columns = |name, x: &Tensor| e4m3_columns(&x.reshape(rows_of(op, name, x)?)?);
@@ -142,7 +142,7 @@ pub(crate) struct Rounded {
 /// zeros.
 pub(crate) fn round_rows(
     op: &'static str,
-    x: &Tensor,
+    (name, x): (&'static str, &Tensor),
     (n, k): (usize, usize),
     rows: usize,
 ) -> Result<Rounded> {
@@ -151,7 +151,7 @@ pub(crate) fn round_rows(
     let scales = empty(rows, DType::F32, x)?;
     let whole = k == columns && vectors(k, &[x])?;
     let launch = Launch::new(if whole { "e4m3_rows" } else { "e4m3_rows_single" }, x.dtype());
-    launch!(op, launch.grid(rows).threads(THREADS); x, codes, scales, n, k, columns)?;
+    launch!(op, launch.grid(rows).threads(THREADS); (name, x), codes, scales, n, k, columns)?;
     Ok(Rounded { codes, scales })
 }
 
@@ -159,7 +159,7 @@ pub(crate) fn round_rows(
 /// those beyond `k` are zeros.
 pub(crate) fn round_columns(
     op: &'static str,
-    x: &Tensor,
+    (name, x): (&'static str, &Tensor),
     (n, k): (usize, usize),
     rows: usize,
 ) -> Result<Rounded> {
@@ -170,11 +170,11 @@ pub(crate) fn round_columns(
     let threads = THREADS as usize;
     let kernel = |name, dtype, x, y| Launch::new(name, dtype).grid3([x, y, 1]).threads(THREADS);
     let find = kernel("e4m3_column_maxima", x.dtype(), k.div_ceil(threads), shares);
-    launch!(op, find; x, maxima, n, k)?;
+    launch!(op, find; (name, x), maxima, n, k)?;
     let scale = kernel("e4m3_scales", DType::F32, rows.div_ceil(threads), 1);
     launch!(op, scale; maxima, scales, shares, k, rows)?;
     let round = kernel("e4m3_columns", x.dtype(), rows.div_ceil(TILE), columns.div_ceil(TILE));
-    launch!(op, round; x, scales, codes, n, k, rows, columns)?;
+    launch!(op, round; (name, x), scales, codes, n, k, rows, columns)?;
     Ok(Rounded { codes, scales })
 }
 

@@ -184,6 +184,10 @@ pub fn gated_delta_rule_backward(
     })
 }
 
+// On a GPU, forward: the matrices of all chunks, then the pass over the states. Backward: the
+// matrices, the states that enter the chunks, the gradients of the states that leave them, then the
+// gradients of each chunk.
+
 /// `THREADS`, `COLUMNS` and `STRIDE` of the CUDA kernels.
 const DELTA_THREADS: u32 = 128;
 const COLUMNS: usize = 32;

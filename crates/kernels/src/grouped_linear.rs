@@ -126,7 +126,7 @@ fn multiply(
     check_offsets(op, offsets, rows)?;
     if on_gpu(x) {
         compute_dtype(op, &[(name, x), (w_name, w)])?;
-        return products_on_gpu(op, [x, w], stored, offsets, (rows, n, k));
+        return products_on_gpu(op, [(name, x), (w_name, w)], stored, offsets, (rows, n, k));
     }
     let (x, w, offsets) = (read(op, name, x)?, read(op, w_name, w)?, read(op, "offsets", offsets)?);
     let offsets = offsets.slice::<u32>()?;
@@ -158,7 +158,7 @@ pub fn grouped_linear_backward_weight(
     };
     check_offsets(op, offsets, rows)?;
     if on_gpu(x) {
-        return add_outer_products_on_gpu(op, [a.1, b.1], offsets, dw);
+        return add_outer_products_on_gpu(op, [a, b], offsets, dw);
     }
     let offsets = read(op, "offsets", offsets)?;
     let offsets = offsets.slice::<u32>()?;
@@ -203,7 +203,7 @@ fn are_fast(matrices: &[(&Tensor, usize)], shared: usize) -> Result<bool> {
 /// `[rows, n]`.
 fn products_on_gpu(
     op: &'static str,
-    [x, w]: [&Tensor; 2],
+    [(name, x), (w_name, w)]: [(&str, &Tensor); 2],
     stored: WeightLayout,
     offsets: &Tensor,
     (rows, n, k): (usize, usize, usize),
@@ -225,9 +225,10 @@ fn products_on_gpu(
         launch.grid(blocks).threads(PLAIN_THREADS).shared(list)
     };
     if fast {
-        launch!(op, launch; x, w, offsets, y, e, n, k)?;
+        launch!(op, launch; (name, x), (w_name, w), offsets, y, e, n, k)?;
     } else {
-        launch!(op, launch; x, w, offsets, y, e, n, k, stored == WeightLayout::OfInputs)?;
+        let of_inputs = stored == WeightLayout::OfInputs;
+        launch!(op, launch; (name, x), (w_name, w), offsets, y, e, n, k, of_inputs)?;
     }
     Ok(y)
 }
@@ -235,7 +236,7 @@ fn products_on_gpu(
 /// Adds `a^T b` of the rows of each expert to its matrix of `dw [e, m, n]`.
 fn add_outer_products_on_gpu(
     op: &'static str,
-    [a, b]: [&Tensor; 2],
+    [(a_name, a), (b_name, b)]: [(&str, &Tensor); 2],
     offsets: &Tensor,
     dw: &Tensor,
 ) -> Result<()> {
@@ -254,7 +255,7 @@ fn add_outer_products_on_gpu(
         let blocks = tiles(PLAIN_TILE).min(PLAIN_BLOCKS);
         Launch::new("grouped_outer_plain", a.dtype()).grid(blocks).threads(PLAIN_THREADS)
     };
-    launch!(op, launch; a, b, offsets, dw, e, m, n)
+    launch!(op, launch; (a_name, a), (b_name, b), offsets, dw, e, m, n)
 }
 
 /// Returns `E` of a weight or its gradient.

@@ -1,7 +1,7 @@
 //! Launches of CUDA kernels. An op whose operands are on a GPU ([`on_gpu`]) calls [`launch!`] with the
 //! arguments of its kernel, in its own file.
 //!
-//! With the feature `cuda-emulation`, the kernels run on the host. Without it and `cuda`, this code is
+//! With the feature `cuda-emulation`, the kernels run on the host. With neither feature, this code is
 //! compiled, and no device has kernels.
 
 #![allow(unsafe_code, reason = "kernels take addresses")]
@@ -18,9 +18,10 @@ use half::bf16;
 use std::ffi::c_void;
 
 /// `launch!(op, launch; arguments)` launches a kernel. Arguments are tensors (their addresses; a null
-/// pointer for `None`), `usize` and `bool` (`int`), `f32` (`float`), [`Long`], [`Words`] and
-/// [`Address`]. The expressions of tensors are their names in errors. The launch is on the device of
-/// the first tensor.
+/// pointer for `None`), `usize` and `bool` (`int`), `f32` (`float`), [`Long`], [`Words`],
+/// [`Address`], slices of these, and other types that implement [`KernelArgument`]. The expression of
+/// a tensor is its name in errors, unless it is given as `(name, tensor)`. The launch is on the device
+/// of the first tensor, or of that of [`Launch::on`].
 macro_rules! launch {
     ($op:expr, $launch:expr; $($argument:expr),+ $(,)?) => {{
         use $crate::launch::KernelArgument as _;
@@ -238,6 +239,13 @@ impl KernelArgument for Tensor {
         launch.device.get_or_insert_with(|| self.device().clone());
         launch.arguments.push(Argument::Address(address(op, name_of(expression), self)?.0));
         Ok(())
+    }
+}
+
+/// A tensor whose name is not its expression.
+impl KernelArgument for (&str, &Tensor) {
+    fn add_to(&self, launch: &mut Launch, (op, _): (&str, &str)) -> Result<()> {
+        self.1.add_to(launch, (op, self.0))
     }
 }
 

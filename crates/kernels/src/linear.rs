@@ -379,8 +379,8 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     expect_f32(op, "db", db, &[m])?;
     cpu::distinct(op, "db", db, &[("dy", dy)])?;
     if on_gpu(dy) {
-        // Each share has its own rows. Their number depends on that of the rows only, so the result
-        // does too.
+        // Each share has its own rows. The number of shares depends on that of the rows only, so the
+        // result does too.
         let num_shares = n.div_ceil(SHARE_ROWS).min(MAX_SHARES);
         let shares = ColumnShares::new(Some(db), num_shares, m)?;
         let launch = Launch::new("bias_shares", dy.dtype()).threads(THREADS);

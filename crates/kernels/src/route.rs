@@ -185,7 +185,7 @@ pub fn route_backward(routing: &Routing, d_weights: &Tensor, experts: usize) -> 
         let Routing { weights, experts: chosen, .. } = routing;
         let d_logits = empty((t, experts), DType::F32, d_weights)?;
         let launch = Launch::new(op, DType::F32).grid(t.div_ceil(launch::ROWS)).threads(THREADS);
-        launch!(op, launch; weights, chosen, d_weights, d_logits, t, experts, k)?;
+        launch!(op, launch; weights, ("experts", chosen), d_weights, d_logits, t, experts, k)?;
         return Ok(d_logits);
     }
     let chosen = read(op, "experts", &routing.experts)?;
@@ -278,7 +278,7 @@ fn sums(
         let mut accessed = vec![rows, &y];
         accessed.extend(residual);
         let launch = Launch::for_rows("combine_experts", (t, d), &accessed)?;
-        launch!(op, launch; rows, routing.places, residual, y, t, k, d)?;
+        launch!(op, launch; (name, rows), routing.places, residual, y, t, k, d)?;
         return Ok(y);
     }
     let residual = residual.map(|residual| read(op, "residual", residual)).transpose()?;

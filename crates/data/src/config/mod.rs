@@ -472,8 +472,8 @@ impl DataPath {
             !name.is_empty() && !name.contains(['*', '?', '['])
         };
         let fixed = self.first().ancestors().find(is_fixed).unwrap_or(Path::new("data"));
-        let name = without_compression(fixed).file_stem().unwrap_or_default();
-        name.to_string_lossy().into_owned()
+        let name = without_compression(fixed);
+        name.file_stem().unwrap_or_default().to_string_lossy().into_owned()
     }
 }
 

@@ -160,9 +160,9 @@ impl Loader {
         let measurer = Arc::clone(&reader);
         let measure = move |row, ()| retry(Rejection::transient_failure, || measurer.length(row));
         let lengths = Workers::start(rows, measure, |_| 0, limits).map_err(spawn_error)?;
-        let pixel_reader = Arc::clone(&reader);
+        let sample_reader = Arc::clone(&reader);
         let read = move |row, length| {
-            retry(Rejection::transient_failure, || pixel_reader.read_of_length(row, length))
+            retry(Rejection::transient_failure, || sample_reader.read_of_length(row, length))
         };
         let size = |sample: &Result<EncodedSample, _>| {
             sample.as_ref().map_or(0, |sample| Length::of(sample).bytes())

@@ -8,7 +8,7 @@ use crate::tape::{Param, Recompute};
 use kernels::DeltaHeads;
 
 /// Rows of a block of which a GPU stores the largest values of columns, and the maximum bytes of the
-/// sums of a product in FP8 (`ops/cuda/e4m3.rs`).
+/// sums of a product in FP8 (`crates/kernels/src/e4m3_linear.rs`).
 const FP8_BLOCK_ROWS: f64 = 64.0;
 const FP8_SUMS_BYTES: f64 = (32 << 20) as f64;
 

@@ -58,19 +58,19 @@ fn aligned(op: &str, name: &str, t: &Tensor) -> Result<Tensor> {
 }
 
 /// An operand of a kernel: tensor maps for boxes of this number of rows, or its address.
-struct OperandBoxes<'a>(&'a Tensor, Option<usize>);
+struct OperandBoxes<'a>(&'static str, &'a Tensor, Option<usize>);
 
 impl KernelArgument for OperandBoxes<'_> {
     fn add_to(&self, launch: &mut Launch, of: (&str, &str)) -> Result<()> {
         match *self {
-            Self(t, Some(rows)) => Words(head_maps(of.0, of.1, t, rows)?).add_to(launch, of),
-            Self(t, None) => t.add_to(launch, of),
+            Self(name, t, Some(rows)) => Words(head_maps(of.0, name, t, rows)?).add_to(launch, of),
+            Self(name, t, None) => (name, t).add_to(launch, of),
         }
     }
 }
 
-/// Computes `o` and `lse [H, N]` for the queries with the kernels for `gpu`. With `num_past > 0` there is one
-/// segment, and `num_past` keys precede its first query.
+/// Computes `o` and `lse [H, N]` for the queries with the kernels for `gpu`. With `num_past > 0` there
+/// is one segment, and `num_past` keys precede its first query.
 pub(crate) fn attend(
     op: &str,
     gpu: Gpu,
@@ -94,8 +94,8 @@ pub(crate) fn attend(
     // Keep the copies alive until the kernel is in the stream.
     let (q, k, v) = (aligned(op, "q", qkv.q)?, aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
     let launch = Launch::new(&name, dtype).grid(tasks.dim(0)? * h).threads(threads).shared(shared);
-    let q = OperandBoxes(&q, boxes.map(|_| rows));
-    let [k, v] = [&k, &v].map(|t| OperandBoxes(t, boxes));
+    let q = OperandBoxes("q", &q, boxes.map(|_| rows));
+    let [k, v] = [("k", &k), ("v", &v)].map(|(name, t)| OperandBoxes(name, t, boxes));
     let (scale, causal) = (1.0 / (dh as f32).sqrt(), masking == Masking::Causal);
     launch!(op, launch.on(&o); q, k, v, o, lse, tasks, n, h, hkv, dh, scale, causal)?;
     Ok((o, lse))
@@ -128,8 +128,8 @@ pub(crate) fn attend_backward(
     // Own operands, other operands, gradients of the own operands. Keys come first, because their
     // blocks run longest.
     for (own, operands, own_grads, heads) in [
-        (Own::Keys, [&k, &v, &q, &d_o], [&grads.dk, &grads.dv], hkv),
-        (Own::Queries, [&q, &d_o, &k, &v], [&grads.dq; 2], h),
+        (Own::Keys, [("k", &k), ("v", &v), ("q", &q), ("d_o", &d_o)], [&grads.dk, &grads.dv], hkv),
+        (Own::Queries, [("q", &q), ("d_o", &d_o), ("k", &k), ("v", &v)], [&grads.dq; 2], h),
     ] {
         let block = kernels.backward(own);
         kernels.expect_room(op, &block)?;
@@ -140,8 +140,8 @@ pub(crate) fn attend_backward(
             Launch::new(&name, dtype).grid(tasks.dim(0)? * heads).threads(threads).shared(shared);
         let own_boxes = boxes.map(|_| rows);
         let [a, b, c, d] = operands;
-        let [a, b] = [a, b].map(|t| OperandBoxes(t, own_boxes));
-        let [c, d] = [c, d].map(|t| OperandBoxes(t, boxes));
+        let [a, b] = [a, b].map(|(name, t)| OperandBoxes(name, t, own_boxes));
+        let [c, d] = [c, d].map(|(name, t)| OperandBoxes(name, t, boxes));
         let [da, db] = own_grads;
         let (scale, causal) = (1.0 / (dh as f32).sqrt(), masking == Masking::Causal);
         launch!(

@@ -22,7 +22,7 @@ pub(super) mod interpreted;
 pub use interpreted::PtxAllocator;
 #[cfg(feature = "cuda")]
 pub(super) mod module;
-#[cfg(any(feature = "cuda", test))]
+#[cfg(any(feature = "cuda", all(test, feature = "cuda-emulation")))]
 mod product;
 pub(super) mod select;
 #[cfg(feature = "cuda")]

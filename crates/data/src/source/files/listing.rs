@@ -129,8 +129,8 @@ fn split_of(file: &Path) -> Option<String> {
 
 /// The extension of a file name in lower case, without that of a compression.
 fn data_extension(name: &str) -> String {
-    let extension = without_compression(Path::new(name)).extension().and_then(OsStr::to_str);
-    extension.unwrap_or_default().to_ascii_lowercase()
+    let name = without_compression(Path::new(name));
+    name.extension().and_then(OsStr::to_str).unwrap_or_default().to_ascii_lowercase()
 }
 
 /// The files of a folder that `datasets` wrote with `save_to_disk`. `None` for another folder.

@@ -11,6 +11,7 @@ mod tar;
 #[cfg(test)]
 mod tests;
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek};
 use std::os::unix::fs::FileExt;
@@ -137,14 +138,14 @@ impl DataFile {
         let is_settled = before.is_settled(read_at);
         let mut head = head(&file).map_err(unreadable)?;
         let mut content = file.clone();
-        let mut name = path;
+        let mut name = Cow::from(path);
         let packed = Packed { path, stamp: &before, is_settled, cache };
         if let Some(compression) = sniff::compression(&head) {
             content = Arc::new(packed.unpack(&file, compression)?);
             head = self::head(&content).map_err(unreadable)?;
             name = without_compression(path);
         }
-        let format = sniff::format(path, name, &head)?;
+        let format = sniff::format(path, &name, &head)?;
         let known = known.filter(|known| known.stamp == before);
         let (index, rows) = open_rows(packed, content, format, &head, known)?;
         let unchanged = Stamp::of(&file).map_err(unreadable)? == before;

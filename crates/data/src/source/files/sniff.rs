@@ -2,6 +2,7 @@
 //! format is found by the content first, and by the name where the content is plain text. Stored
 //! files are unpacked ones, and Arrow files instead of Parquet files without a page index.
 
+use std::borrow::Cow;
 use std::fs::{self, File};
 use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
@@ -64,12 +65,13 @@ const OTHERS: [(&[u8], &str); 12] = [
 ];
 
 /// `path` without the extension of a compression, in any case.
-pub(crate) fn without_compression(path: &Path) -> &Path {
-    let name = path.to_str().filter(|name| {
-        let ending = name.rsplit_once('.').map_or("", |(_, ending)| ending);
-        ["gz", "zst"].iter().any(|of| ending.eq_ignore_ascii_case(of))
-    });
-    name.map_or(path, |name| Path::new(&name[..name.rfind('.').unwrap_or(name.len())]))
+pub(crate) fn without_compression(path: &Path) -> Cow<'_, Path> {
+    let extension = path.extension().unwrap_or_default();
+    if ["gz", "zst"].iter().any(|of| extension.eq_ignore_ascii_case(of)) {
+        path.with_extension("").into()
+    } else {
+        path.into()
+    }
 }
 
 /// Returns the compression of a file that begins with `head`.
@@ -330,6 +332,26 @@ mod tests {
     fn of(name: &str, head: &[u8]) -> Result<Format, String> {
         let path = Path::new(name);
         format(path, path, head).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_extension_of_a_compression_is_removed_in_any_case() {
+        for (path, expected) in [
+            ("a.b/rows.CSV.GZ", "a.b/rows.CSV"),
+            ("rows.jsonl.zst", "rows.jsonl"),
+            ("rows.gz", "rows"),
+            ("a/.gz", "a/.gz"),
+            ("a.gz/rows.csv", "a.gz/rows.csv"),
+        ] {
+            assert_eq!(without_compression(Path::new(path)), Path::new(expected));
+        }
+        #[cfg(unix)]
+        {
+            use std::os::unix::ffi::OsStrExt as _;
+            let folder = Path::new(std::ffi::OsStr::from_bytes(b"M\xfcll"));
+            let found = without_compression(&folder.join("rows.csv.gz")).into_owned();
+            assert_eq!(found, folder.join("rows.csv"));
+        }
     }
 
     #[test]

@@ -56,11 +56,11 @@ fn codes_and_scales_are_those_of_the_cpu() -> Result<()> {
                     );
                 }
             };
-            let rows = round_rows("test", &x, (n, k), n + 3)?;
+            let rows = round_rows("test", ("x", &x), (n, k), n + 3)?;
             let found = values(&rows.codes, &rows.scales, [n, k])?;
             same(&found, &e4m3_rows(&x)?);
             assert_eq!(rows.codes.dims(), [n + 3, k.next_multiple_of(16)]);
-            let columns = round_columns("test", &x, (n, k), k + 3)?;
+            let columns = round_columns("test", ("x", &x), (n, k), k + 3)?;
             let found = values(&columns.codes, &columns.scales, [k, n])?;
             same(&found, &e4m3_columns(&x)?.t()?.contiguous()?);
             assert_eq!(columns.codes.dims(), [k + 3, n.next_multiple_of(16)]);
@@ -81,7 +81,7 @@ fn every_bf16_number_has_the_code_of_the_cpu() -> Result<()> {
     }
     let x = operand_of(x.clone(), x.len() / 256, 256, DType::BF16)?;
     let n = x.dim(0)?;
-    let rows = round_rows("test", &x, (n, 256), n)?;
+    let rows = round_rows("test", ("x", &x), (n, 256), n)?;
     assert!(rows.scales.to_vec1::<f32>()?.iter().all(|scale| *scale == 1.0));
     let found = values(&rows.codes, &rows.scales, [n, 256])?;
     for (found, want) in found.iter().zip(bits(&e4m3_rows(&x)?)) {
@@ -97,8 +97,8 @@ fn sums_of_a_few_rows_at_a_time_give_the_same_bits() -> Result<()> {
     for (dtype, tolerance) in [(DType::F32, Tolerance::E4M3_SUMS), (DType::BF16, Tolerance::BF16)] {
         let (x, w) = (operand(1, &[n, k], dtype), operand(2, &[m, k], dtype));
         let (bias, residual) = (operand(3, &[m], dtype), operand(4, &[n, m], dtype));
-        let x_rounded = round_rows("test", &x, (n, k), n)?;
-        let w_rounded = round_rows("test", &w, (m, k), 48)?;
+        let x_rounded = round_rows("test", ("x", &x), (n, k), n)?;
+        let w_rounded = round_rows("test", ("w", &w), (m, k), 48)?;
         let product = |bytes: usize| {
             let y = operand(5, &[n, m], dtype);
             let others = (Some(&bias), Some(&residual));

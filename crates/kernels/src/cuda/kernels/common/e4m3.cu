@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int THREADS = 256;
-// Number of rows with one maximum of a column, as in crates/kernels/src/cuda/e4m3.rs.
+// Number of rows with one maximum of a column, as in crates/kernels/src/e4m3_linear.rs.
 constexpr int SHARE = 64;
 // Rows and columns of a block that transposes.
 constexpr int TILE = 64;

@@ -251,7 +251,7 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
   EXPORT(attention_backward_##kernel##_bf16)
 
 // Head dim, row tiles per warp, warps, other rows per tile, own rows are keys, warps that share
-// rows. The number of registers limits these sizes. attention.rs has the same sizes.
+// rows. The number of registers limits these sizes. select.rs has the same sizes.
 using Keys64 = Shape<64, 2, 4, 32, true>;
 using Keys80 = Shape<80, 1, 8, 64, true>;
 using Keys128 = Shape<128, 2, 8, 64, true, 2>;
