@@ -9,9 +9,8 @@ use crate::checkpoint::Checkpoint;
 use crate::config::RunConfig;
 use crate::models::Model;
 use crate::nn::AdapterTensor;
-use crate::ops;
 use crate::optim::{MASTER, Optimizer, ParamGroups};
-use crate::tape::{Gradients, Layout, Param, StageBuckets, Trainable};
+use crate::tape::{Gradients, Param};
 use crate::train::{GradientSums, Ranks, SharedSums, StepRunner, buffers_of_tree};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
@@ -33,9 +32,7 @@ pub(super) fn rank_model(
     let visit = visitors(&open, &trainable, storage);
     let shard = config.distributed.shard;
     let Some(collective) = ranks.collective() else {
-        let loaded = load_stored(open, &visit, storage, device)?;
-        place_weights(&loaded, &trainable, &visit, device)?;
-        return Ok(whole_model(loaded));
+        return Ok(whole_model(load_stored(open, &visit, storage, device)?));
     };
     let model = load_shares(open, groups, (shard, &visit), ranks, collective, device)?;
     install(&model.loaded, &visit, storage, model.place.as_ref(), device)?;
@@ -124,7 +121,8 @@ fn gradients(
     let exact = config.distributed.exact.holds(device.is_cpu());
     let Some(RankPlace { layout, collective, member, groups: num_groups }) = place else {
         let num_buffers = if exact { buffers_of_tree(slots) } else { 1 };
-        let zeros = || zeroed_gradients(loaded, &trainable(groups), device);
+        let trainable = trainable(groups);
+        let zeros = || Gradients::zeros(&loaded.params, &trainable, device);
         let buffers = (0..num_buffers).map(|_| zeros()).collect::<candle_core::Result<_>>()?;
         return Ok(GradientSums::Alone(buffers));
     };
@@ -133,53 +131,6 @@ fn gradients(
     let rounds = slots / num_groups;
     let sums = SharedSums::new(layout, collective, member, how, rounds, early, device)?;
     Ok(GradientSums::Shared(sums))
-}
-
-fn layout(loaded: &LoadedModel, trainable: &[Trainable]) -> Layout {
-    Layout::new(&loaded.model.stages(), &loaded.params, trainable, 1)
-}
-
-/// Moves the weights, except those of `visit`, which are kept elsewhere. Needs the memory of one
-/// more stage for a moment.
-pub(super) fn place_weights(
-    loaded: &LoadedModel,
-    trainable: &[Trainable],
-    visit: &[bool],
-    device: &Device,
-) -> candle_core::Result<()> {
-    if !ops::joins_products(device) {
-        return Ok(());
-    }
-    let layout = layout(loaded, trainable).without(visit);
-    for bucket in layout.stages().iter().flat_map(StageBuckets::buckets) {
-        if bucket.places().count() == 1 {
-            continue; // such as the embedding, which is large
-        }
-        let flat = Tensor::zeros(bucket.len(), loaded.open.dtype(), device)?;
-        for (param, view) in layout.views(bucket, &flat)? {
-            let param = &loaded.params[param];
-            view.flatten_all()?.slice_set(&param.tensor().flatten_all()?, 0, 0)?;
-            param.set_tensor(view)?;
-        }
-    }
-    Ok(())
-}
-
-/// Zeroed buffers for the gradients of the trained parameters.
-fn zeroed_gradients(
-    loaded: &LoadedModel,
-    trainable: &[Trainable],
-    device: &Device,
-) -> candle_core::Result<Gradients> {
-    if !ops::joins_products(device) {
-        return Gradients::zeros(&loaded.params, trainable, device);
-    }
-    let layout = layout(loaded, trainable);
-    let flat = layout.stages().iter().map(|stage| {
-        let is_trained = !stage.trained.is_empty();
-        is_trained.then(|| Tensor::zeros(stage.trained.len(), DType::F32, device)).transpose()
-    });
-    Gradients::in_buckets(&layout, &flat.collect::<candle_core::Result<Vec<_>>>()?)
 }
 
 /// Name of each stage in the order of forward, and the indices of its parameters.
@@ -213,125 +164,7 @@ fn stage_name(names: &[&str]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::load_model::{OpenModel, trainable};
-    use super::super::load_shares::whole_model;
-    use super::super::{encoder, loader_options, order, step_runner};
     use super::*;
-    use crate::config::{RunConfig, load};
-    use crate::data::{DataState, DatasetRows, Loader};
-    use crate::ops;
-    use crate::train::Ranks;
-    use candle_core::{DType, Device, Tensor};
-    use std::path::Path;
-    use std::sync::Arc;
-
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    enum WeightPlacement {
-        Placed,
-        Apart,
-    }
-
-    struct FirstStep {
-        loss: f64,
-        gradients: Vec<Option<Tensor>>,
-        /// Number of matrix products.
-        products: usize,
-    }
-
-    /// The first step of a run of the quickstart's model, in which all linear layers of the decoder have
-    /// whole blocks of a bucket.
-    fn first_step(settings: &[&str], places: WeightPlacement) -> FirstStep {
-        let own = ["device=cpu", "data.packing_length=26"];
-        let all = own.iter().chain(settings).map(|setting| (*setting).to_owned());
-        let config: RunConfig =
-            load(Path::new("configs/quickstart.yaml"), &all.collect::<Vec<_>>()).unwrap();
-        let encoder = encoder(&config).unwrap();
-        let rows = Arc::new(DatasetRows::open(&config.data.train, encoder.clone()).unwrap());
-        let order = order(&config, &rows).unwrap();
-        let options = loader_options(&config, &encoder);
-        let mut loader = Loader::start(rows, order, options, DataState::default());
-        let open = OpenModel::open(&config.model, config.seed, &Device::Cpu).unwrap();
-        let groups = open.groups(&config.model.freeze, &config.optim.lr_multipliers).unwrap();
-        let model = match places {
-            WeightPlacement::Placed => {
-                rank_model(&config, open, &groups, &Ranks::alone(), &Device::Cpu).unwrap()
-            }
-            WeightPlacement::Apart => whole_model(open.load(&Device::Cpu).unwrap()),
-        };
-        let runner = step_runner(&config, model, &groups, None, &Device::Cpu).unwrap();
-        let batches = loader.next_step().unwrap().unwrap().micro_batches;
-        let before = ops::products_of_this_thread();
-        let loss = runner.run(batches, 1e-3, 1).unwrap().loss;
-        let products = ops::products_of_this_thread() - before;
-        let kinds = trainable(&groups);
-        assert_eq!(kinds.len(), runner.params.len());
-        let buffers = runner.gradients.buffers();
-        let gradients = (0..kinds.len()).map(|index| buffers.get(index).cloned()).collect();
-        FirstStep { loss, gradients, products }
-    }
-
-    fn values(tensor: &Tensor) -> Vec<f32> {
-        tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap()
-    }
-
-    /// The largest difference, relative to the largest value.
-    fn difference(found: &Tensor, want: &Tensor) -> f32 {
-        let (found, want) = (values(found), values(want));
-        let scale = want.iter().fold(f32::MIN_POSITIVE, |scale, x| scale.max(x.abs()));
-        let worst = found.iter().zip(&want).map(|(x, y)| (x - y).abs());
-        worst.fold(0.0, f32::max) / scale
-    }
-
-    /// Compares a step with placed weights and one with weights that are apart. Returns how many
-    /// products fewer it has.
-    fn fewer_products(settings: &[&str], tolerance: f32) -> usize {
-        let (placed, apart) = (
-            first_step(settings, WeightPlacement::Placed),
-            first_step(settings, WeightPlacement::Apart),
-        );
-        let relative = (placed.loss - apart.loss).abs() / apart.loss;
-        assert!(relative < 1e-6, "{settings:?}: loss {} and {}", placed.loss, apart.loss);
-        for (index, (found, want)) in placed.gradients.iter().zip(&apart.gradients).enumerate() {
-            assert_eq!(found.is_some(), want.is_some(), "{settings:?}: parameter {index}");
-            if let (Some(found), Some(want)) = (found, want) {
-                let error = difference(found, want);
-                assert!(error <= tolerance, "{settings:?}: gradient {index} differs by {error}");
-            }
-        }
-        apart.products - placed.products
-    }
-
-    /// Number of decoder layers, and of products that a layer saves in each pass if q, k and v are one
-    /// product, and gate and up are one.
-    const LAYERS: usize = 4;
-    const SAVED: usize = 2 + 1;
-
-    #[test]
-    fn a_step_on_a_gpu_has_one_product_for_q_k_v_and_one_for_gate_and_up() {
-        let joins = usize::from(ops::joins_products(&Device::Cpu));
-        // forward, and the gradients of inputs and weights
-        let all = 3 * SAVED * LAYERS * joins;
-        assert_eq!(fewer_products(&[], 2e-5), all);
-        // with a second forward
-        let again = ["model.precision=bf16", "model.recompute=full"];
-        assert_eq!(fewer_products(&again, 3e-2), all + SAVED * LAYERS * joins);
-    }
-
-    #[test]
-    fn a_frozen_layer_of_a_group_is_computed_as_before() {
-        let joins = usize::from(ops::joins_products(&Device::Cpu));
-        // gate and up only
-        let keys = ["model.freeze=['*language_model*.k_proj.weight']"];
-        assert_eq!(fewer_products(&keys, 2e-5), 3 * LAYERS * joins);
-        // Without gradients of weights, in all layers but the first.
-        let layers = ["model.freeze=['model.language_model.layers.[123].*_proj.weight']"];
-        assert_eq!(fewer_products(&layers, 2e-5), (3 + 2 * (LAYERS - 1)) * SAVED * joins);
-    }
-
-    #[test]
-    fn a_step_in_fp8_has_a_product_for_each_layer() {
-        assert_eq!(fewer_products(&["model.matmul=fp8"], 2e-5), 0);
-    }
 
     #[test]
     fn a_stage_has_the_name_of_its_module() {

@@ -7,7 +7,7 @@
 use super::cpu::blocks::{Scratch, filled, to_bf16_block, to_f32_block};
 use super::cpu::simd::{kernels, sigmoid, sum};
 use super::cpu::{self, Element, ROWS, compute_dtype, distinct, expect_shape, read};
-use super::launch::{Address, Launch, address, empty, launch, on_gpu};
+use super::launch::{Launch, empty, launch, on_gpu};
 use super::{RecomputeInput, Routing};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
@@ -64,8 +64,10 @@ pub fn expert_swiglu(gate_up: &Tensor, routing: &Routing) -> Result<Tensor> {
     let (rows, width) = sizes(op, gate_up, routing)?;
     let dtype = compute_dtype(op, &[("gate_up", gate_up)])?;
     if on_gpu(gate_up) {
-        let first = (gate_up, address(op, "gate_up", gate_up)?);
-        return swiglu_of_rows(op, first, width, Some(routing));
+        let y = empty((rows, width), dtype, gate_up)?;
+        let launch = Launch::for_rows(op, (rows, width), &[gate_up, &y])?;
+        launch!(op, launch; gate_up, routing.weights, routing.order, y, rows, width)?;
+        return Ok(y);
     }
     let gate_up = read(op, "gate_up", gate_up)?;
     let gate_up = gate_up.values()?;
@@ -98,9 +100,10 @@ pub fn expert_swiglu_backward(
     distinct(op, "gate_up", &gate_up, &[("d_activated", &d_activated)])?;
     if on_gpu(&gate_up) {
         let d_weights = empty(routing.weights.shape(), DType::F32, &gate_up)?;
-        let (first, weights) =
-            ((&gate_up, address(op, "gate_up", &gate_up)?), (routing, &d_weights));
-        swiglu_of_rows_backward(op, first, &d_activated, recompute, Some(weights))?;
+        let launch = Launch::for_rows(op, (rows, width), &[&gate_up, &d_activated])?;
+        let (weights, order) = (&routing.weights, &routing.order);
+        let again = recompute == RecomputeInput::Yes;
+        launch!(op, launch; gate_up, weights, order, d_activated, d_weights, rows, width, again)?;
         return Ok((gate_up, d_weights, (recompute == RecomputeInput::Yes).then_some(d_activated)));
     }
     let (weights, order) =
@@ -115,40 +118,6 @@ pub fn expert_swiglu_backward(
     order.iter().zip(sums).for_each(|(choice, sum)| d_weights[*choice as usize] = sum);
     let d_weights = Tensor::from_vec(d_weights, routing.choices()?, &Device::Cpu)?;
     Ok((gate_up, d_weights, (recompute == RecomputeInput::Yes).then_some(d_activated)))
-}
-
-/// SwiGLU on a GPU of the rows of `gate`, which begin at `at`: each has `width` values of the gate,
-/// then as many of `up`.
-pub(super) fn swiglu_of_rows(
-    op: &str,
-    (gate, at): (&Tensor, Address),
-    width: usize,
-    routing: Option<&Routing>,
-) -> Result<Tensor> {
-    let n = gate.dim(0)?;
-    let y = empty((n, width), gate.dtype(), gate)?;
-    let launch = Launch::for_rows("expert_swiglu", (n, width), &[gate, &y])?;
-    let [weights, order] =
-        [routing.map(|routing| &routing.weights), routing.map(|routing| &routing.order)];
-    launch!(op, launch.on(gate); at, weights, order, y, n, width)?;
-    Ok(y)
-}
-
-/// Backward of [`swiglu_of_rows`] in place, with the weights and their gradient.
-pub(super) fn swiglu_of_rows_backward(
-    op: &str,
-    (gate, at): (&Tensor, Address),
-    dy: &Tensor,
-    recompute: RecomputeInput,
-    weights: Option<(&Routing, &Tensor)>,
-) -> Result<()> {
-    let (n, width) = dy.dims2()?;
-    let launch = Launch::for_rows("expert_swiglu_backward", (n, width), &[gate, dy])?;
-    let (routing, d_weights) = weights.unzip();
-    let [weights, order] =
-        [routing.map(|routing| &routing.weights), routing.map(|routing| &routing.order)];
-    let recompute = recompute == RecomputeInput::Yes;
-    launch!(op, launch.on(gate); at, weights, order, dy, d_weights, n, width, recompute)
 }
 
 /// Calls `row` with the weight, `gate_up` and `d_activated` of each row, on all threads, and

@@ -120,15 +120,6 @@ pub(crate) fn first_address(op: &str, name: &str, t: &Tensor) -> Result<Address>
     Ok(Address(base + (layout.start_offset() * t.dtype().size_in_bytes()) as u64))
 }
 
-/// Returns the address of a matrix `[N, M]` that may be columns of a wider one, and the number of
-/// elements from one row to the next.
-pub(crate) fn rows_at(op: &str, name: &str, t: &Tensor) -> Result<(Address, usize)> {
-    match *t.stride() {
-        [row, 1] => Ok((first_address(op, name, t)?, row)),
-        _ => Ok((address(op, name, t)?, t.dim(1)?)),
-    }
-}
-
 #[cfg(feature = "cuda")]
 fn base_address(op: &str, name: &str, storage: &Storage) -> Result<u64> {
     use candle_core::backend::BackendStorage as _;

@@ -11,9 +11,8 @@
 //!   `bf16`. Arithmetic is in `f32`.
 //! - `rstd`, `stats`, `lse`, `nll` and all gradient buffers (`dw`, `db`, `dtable`) are `f32`.
 //! - Backward functions *add* to gradient buffers in place. An op may overwrite an operand that it
-//!   takes by value, clones included, and returns a result in that memory. `replace_columns` and
-//!   `qk_norm_rope_backward` also overwrite an operand that is columns of a wider matrix. Other
-//!   results are new tensors.
+//!   takes by value, clones included, and returns a result in that memory. Other results are new
+//!   tensors.
 //! - Results have the same bits for any number of threads.
 //! - An operand that is written in place must not share memory with another operand.
 //! - Errors name the op, the operand, the value found and the value expected.
@@ -42,7 +41,6 @@ test_allocator!();
 
 mod adafactor;
 mod adamw;
-mod adjacent;
 mod attention;
 mod bytes;
 mod causal_conv1d;
@@ -63,7 +61,6 @@ mod gelu;
 mod gpu;
 mod grouped_linear;
 mod host_copies;
-mod joined_linear;
 mod launch;
 mod layer_norm;
 mod linear;
@@ -93,7 +90,6 @@ pub use adamw::{
     fill_zero, fill_zero_all, squares_of_blocks, sum_of_squares, sums_of_squares,
     sums_of_squares_in_order,
 };
-pub use adjacent::{joins_products, own_columns, products_of_this_thread, replace_columns};
 #[cfg(feature = "flash-attn")]
 pub use attention::FlashAttn;
 pub use attention::{
@@ -137,9 +133,6 @@ pub use grouped_linear::{
     ExpertLayout, grouped_linear, grouped_linear_backward_input, grouped_linear_backward_weight,
 };
 pub use host_copies::HostCopies;
-pub use joined_linear::{
-    joined_linear, joined_linear_backward_input, joined_linear_backward_weight,
-};
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
     GradWrite, LowRank, bias_backward, linear, linear_add, linear_backward_input,

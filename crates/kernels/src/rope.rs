@@ -9,7 +9,7 @@ use super::cpu::blocks::{filled, span};
 use super::cpu::column_sums::ColumnSums;
 use super::cpu::simd::kernels;
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
-use super::launch::{Launch, THREADS, empty, launch, on_gpu, rows_at, vectors};
+use super::launch::{Launch, THREADS, empty, launch, on_gpu, vectors};
 use super::norm_geometry::{ColumnShares, MULTIPROCESSORS, WARP};
 use super::rms_norm::{NormScale, add_input_grad, add_weight_grad, norm_row, row_rstd};
 use candle_core::{DType, Result, Tensor, bail};
@@ -104,16 +104,15 @@ struct HeadThreads {
 
 impl HeadThreads {
     /// `tensors` are the operands whose half heads are accessed, and the table. `rotated` of the
-    /// `half` pairs of dims are rotated. `stride` is the number of elements from one row of `x` to
-    /// the next.
+    /// `half` pairs of dims are rotated.
     fn new(
         op: &str,
         dtype: DType,
-        [half, rotated, stride]: [usize; 3],
+        [half, rotated]: [usize; 2],
         tensors: &[&Tensor],
     ) -> Result<Self> {
         let mut chunks = true;
-        for elements in [half, rotated, stride] {
+        for elements in [half, rotated] {
             chunks &= vectors(elements, tensors)?;
         }
         let most = SINGLES * WARP;
@@ -151,15 +150,15 @@ pub(super) fn launch_rope(
 ) -> Result<()> {
     let ((t, h, dh), dtype) = (y.dims3()?, y.dtype());
     let (cos, sin) = (&table.cos, &table.sin);
-    let (rotated, half, (first, stride)) = (cos.dim(1)?, dh / 2, rows_at(op, "x", x)?);
+    let (rotated, half) = (cos.dim(1)?, dh / 2);
     let mut tensors = vec![x, y, cos, sin];
     tensors.extend(norm.map(|(w, ..)| w));
-    let heads = HeadThreads::new(op, dtype, [half, rotated, stride], &tensors)?;
+    let heads = HeadThreads::new(op, dtype, [half, rotated], &tensors)?;
     let blocks = heads.blocks(t * h.div_ceil(HEADS));
     let launch = heads.launch("qk_norm_rope", dtype).grid(blocks);
     let (w, rstd, added) = (norm.map(|n| n.0), norm.map(|n| n.1), norm.map_or(1, |n| n.2));
     let lanes = heads.lanes;
-    launch!(op, launch.on(x); first, w, cos, sin, y, rstd, t, h, half, rotated, lanes, added, stride, eps)
+    launch!(op, launch; x, w, cos, sin, y, rstd, t, h, half, rotated, lanes, added, eps)
 }
 
 /// Launches the backward of [`launch_rope`] with `dy [T, H, Dh]`, into `dx`.
@@ -175,10 +174,9 @@ pub(super) fn launch_rope_backward(
     let ((t, h, dh), dtype) = (dy.dims3()?, dy.dtype());
     let (cos, sin) = (&table.cos, &table.sin);
     let (rotated, half) = (cos.dim(1)?, dh / 2);
-    let ((first, stride), (to, _)) = (rows_at(op, "x", x)?, rows_at(op, "dx", dx)?);
     let mut tensors = vec![x, dy, dx, cos, sin];
     tensors.extend(norm.map(|(w, ..)| w));
-    let heads = HeadThreads::new(op, dtype, [half, rotated, stride], &tensors)?;
+    let heads = HeadThreads::new(op, dtype, [half, rotated], &tensors)?;
     let blocks = heads.blocks(t * h).min(2 * MULTIPROCESSORS);
     let shares = ColumnShares::new(dw, blocks, dh)?;
     let launch = heads.launch("qk_norm_rope_backward", dtype).grid(blocks);
@@ -186,14 +184,14 @@ pub(super) fn launch_rope_backward(
     let (w, rstd, added) = (norm.map(|n| n.0), norm.map(|n| n.1), norm.map_or(1, |n| n.2));
     let lanes = heads.lanes;
     launch!(
-        op, launch.on(x);
-        first, rstd, w, cos, sin, dy, to, shares, t, h, half, rotated, lanes, added, stride
+        op, launch;
+        x, rstd, w, cos, sin, dy, dx, shares, t, h, half, rotated, lanes, added
     )?;
     shares.add(op)
 }
 
 /// Applies RMS norm to each head, then the rotation. Returns `y [T, H, Dh]` and `rstd [T, H]`,
-/// which the backward needs. On a GPU, `x` may be columns of a wider matrix.
+/// which the backward needs.
 pub fn qk_norm_rope(
     x: &Tensor,
     w: &Tensor,
@@ -233,7 +231,7 @@ pub fn qk_norm_rope(
 }
 
 /// Returns `dx [T, H*Dh]` from `dy [T, H, Dh]`. Adds the weight gradient to `dw [Dh]` (`f32`)
-/// unless it is `None`. If `x` is columns of a wider matrix, `dx` takes its place.
+/// unless it is `None`.
 pub fn qk_norm_rope_backward(
     x: &Tensor,
     rstd: &Tensor,
@@ -253,8 +251,7 @@ pub fn qk_norm_rope_backward(
         cpu::distinct(op, "dw", dw, &[("x", x), ("rstd", rstd), ("w", w), ("dy", dy)])?;
     }
     if on_gpu(x) {
-        // A head is read before it is written, by the same threads.
-        let dx = if x.is_contiguous() { empty(x.shape(), dtype, x)? } else { x.clone() };
+        let dx = empty(x.shape(), dtype, x)?;
         launch_rope_backward(op, x, Some((w, rstd, scale.added())), table, dy, &dx, dw)?;
         return Ok(dx);
     }

@@ -18,7 +18,7 @@ enum Turn {
 }
 
 /// Returns `y [T, H, Dh]`, the heads of `x` rotated by the angles of their tokens. Fails if `x` is
-/// not `[T, H*Dh]`. On a GPU, `x` may be columns of a wider matrix.
+/// not `[T, H*Dh]`.
 pub fn rope_heads(x: &Tensor, head_dim: usize, table: &RopeTable) -> Result<Tensor> {
     let (t, width) = x.dims2()?;
     let h = width.checked_div(head_dim).unwrap_or(0);

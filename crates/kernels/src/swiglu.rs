@@ -1,15 +1,12 @@
 //! SwiGLU: `y = silu(gate) * up`, elementwise.
 //!
-//! Shapes: `gate`, `up`, `y` and their gradients have the same shape, of any rank. On a GPU, `gate`
-//! and `up` may also be the two halves of the columns of one matrix.
+//! Shapes: `gate`, `up`, `y` and their gradients have the same shape, of any rank.
 
-use super::adjacent::{are_columns, joins_products};
 use super::cpu::blocks::{Full, Slots, elementwise};
 use super::cpu::in_place::{RecomputeInput, change};
 use super::cpu::simd::{kernels, sigmoid};
 use super::cpu::{compute_dtype, distinct, expect_shape, read};
-use super::expert_swiglu::{swiglu_of_rows, swiglu_of_rows_backward};
-use super::launch::{empty, first_address, launch_elementwise, on_gpu};
+use super::launch::{empty, launch_elementwise, on_gpu};
 use candle_core::{Result, Tensor};
 
 kernels! {
@@ -50,10 +47,6 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let dtype = compute_dtype(op, &[("gate", gate), ("up", up)])?;
     expect_shape(op, "up", up, gate.dims())?;
     if on_gpu(gate) {
-        if are_columns(&[gate, up]) {
-            let first = (gate, first_address(op, "gate", gate)?);
-            return swiglu_of_rows(op, first, gate.dim(1)?, None);
-        }
         let y = empty(gate.shape(), dtype, gate)?;
         launch_elementwise!(op; gate, up, &y)?;
         return Ok(y);
@@ -80,17 +73,9 @@ pub fn swiglu_backward(
     expect_shape(op, "up", &up, gate.dims())?;
     expect_shape(op, "dy", &dy, gate.dims())?;
     let inputs = [("gate", &gate), ("up", &up)];
-    if !(joins_products(gate.device()) && are_columns(&[&gate, &up])) {
-        distinct(op, "gate", &gate, &[("up", &up)])?;
-    }
-    for (name, tensor) in inputs {
-        distinct(op, name, tensor, &[("dy", &dy)])?;
-    }
+    distinct(op, "gate", &gate, &[("up", &up), ("dy", &dy)])?;
+    distinct(op, "up", &up, &[("dy", &dy)])?;
     match recompute {
-        _ if on_gpu(&gate) && are_columns(&[&gate, &up]) => {
-            let first = (&gate, first_address(op, "gate", &gate)?);
-            swiglu_of_rows_backward(op, first, &dy, recompute, None)?;
-        }
         _ if on_gpu(&gate) => launch_elementwise!(recompute.kernel(op); &gate, &up, &dy)?,
         RecomputeInput::No => {
             let dy = read(op, "dy", &dy)?;

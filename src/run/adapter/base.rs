@@ -4,7 +4,6 @@ use super::super::error::RunError;
 use super::super::inputs::{open_for_run, param_groups};
 use super::super::load_model::{LoadedModel, OpenModel, check_experts, trainable};
 use super::super::model_files::differs_from_copy;
-use super::super::runner::place_weights;
 use super::super::stored_weights::{load_stored, visitors, weight_storage};
 use super::{AdapterError, OpenAdapter};
 use crate::checkpoint::{Checkpoint, CheckpointError};
@@ -180,7 +179,5 @@ pub(crate) fn load_with_adapter(
     let open = open.split_weights()?;
     let storage = weight_storage(config, device);
     let visit = visitors(&open, &trainable, storage);
-    let loaded = load_stored(open, &visit, storage, device)?;
-    place_weights(&loaded, &trainable, &visit, device)?;
-    Ok(loaded)
+    load_stored(open, &visit, storage, device)
 }

@@ -3,9 +3,8 @@
 
 use super::config::{DecoderConfig, Queries};
 use super::context::DecoderContext;
-use super::joined_layers;
 use super::kv_cache::{KvCache, for_each_sample};
-use super::linear::Linear;
+use super::linear::{Linear, backward_of};
 use super::norm::RmsNorm;
 use super::params::{ParamMap, WeightError};
 use crate::tape::{CheapTensors, GradSink, InputGrad, Param};
@@ -37,7 +36,7 @@ pub(super) struct SavedAttention {
     q: SavedHeads,
     gate: Option<Tensor>, // [T, H * Dh]
     k: SavedHeads,
-    v: Tensor,   // [T, Hkv * Dh], may be columns of a wider matrix
+    v: Tensor,   // [T, Hkv, Dh]
     o: Tensor,   // [T, H, Dh]
     lse: Tensor, // [H, T]
 }
@@ -161,15 +160,6 @@ impl AttentionBlock {
         Ok((x.dim(0)?, self.num_key_value_heads, self.head_dim))
     }
 
-    /// The projections of queries (and of the output gate), of keys and of values.
-    fn project(&self, normed: &Tensor) -> Result<[Tensor; 3]> {
-        if self.has_gate {
-            // `queries` copies, so that columns of one matrix would be in memory twice.
-            return Ok([self.q.forward(normed)?, self.k.forward(normed)?, self.v.forward(normed)?]);
-        }
-        joined_layers::forward([&self.q, &self.k, &self.v], normed)
-    }
-
     /// The projection of queries, `[T, H * Dh]`, and of the output gate. The rows of a head's gate
     /// follow those of its query.
     fn queries(&self, q: Tensor) -> Result<(Tensor, Option<Tensor>)> {
@@ -255,16 +245,16 @@ impl AttentionBlock {
         cheap: CheapTensors,
     ) -> Result<(Tensor, SavedAttention)> {
         let (normed, rstd) = self.norm.normed(x)?; // [T, D]
-        let [q_proj, k_proj, v_proj] = self.project(&normed)?; // [T, H * Dh], [T, Hkv * Dh]
-        let (q_proj, gate) = self.queries(q_proj)?;
-        let v = kernels::own_columns(&v_proj)?.reshape(self.kv_shape(x)?)?; // [T, Hkv, Dh]
+        let (q_proj, gate) = self.queries(self.q.forward(&normed)?)?; // [T, H * Dh]
+        let (k_proj, v) = (self.k.forward(&normed)?, self.v.forward(&normed)?); // [T, Hkv * Dh]
+        let v = v.reshape(self.kv_shape(x)?)?; // [T, Hkv, Dh]
         let q = self.rotate(&q_proj, self.q_norm.as_ref(), context)?; // [T, H, Dh]
         let k = self.rotate(&k_proj, self.k_norm.as_ref(), context)?; // [T, Hkv, Dh]
         let heads = Qkv { q: &q.0, k: &k.0, v: &v };
         let (o, lse) = self.backend.forward(heads, &context.segments, Masking::Causal)?;
         let (q, k) = (SavedHeads::new(q_proj, q, cheap), SavedHeads::new(k_proj, k, cheap));
         let y = self.output(x, &o, gate.as_ref())?;
-        Ok((y, SavedAttention { x: x.clone(), rstd, q, gate, k, v: v_proj, o, lse }))
+        Ok((y, SavedAttention { x: x.clone(), rstd, q, gate, k, v, o, lse }))
     }
 
     /// Returns `dx: [T, D]`. Each buffer is dropped after its last use, to lower peak memory.
@@ -276,18 +266,17 @@ impl AttentionBlock {
         grads: &dyn GradSink,
         input_grad: InputGrad,
     ) -> Result<Option<Tensor>> {
-        let SavedAttention { x, rstd, q, gate, k, v: v_proj, o, lse } = saved;
+        let SavedAttention { x, rstd, q, gate, k, v, o, lse } = saved;
         let (d_o, d_gate) = self.output_backward(&o, gate, dy, grads)?;
         let (q_norm, k_norm) = (self.q_norm.as_ref(), self.k_norm.as_ref());
         let (q_proj, (q, q_rstd)) = self.rotated(q, q_norm, context)?; // [T, H, Dh]
         let (k_proj, (k, k_rstd)) = self.rotated(k, k_norm, context)?; // [T, Hkv, Dh]
-        let v = kernels::own_columns(&v_proj)?.reshape(self.kv_shape(&x)?)?; // [T, Hkv, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
         let segments = &context.segments;
         let d_heads = self.backend.backward(heads, &o, &lse, &d_o, segments, Masking::Causal)?;
         let QkvGrad { dq, dk, dv } = d_heads;
-        let d_v = kernels::replace_columns(&v_proj, dv.flatten_from(1)?)?; // [T, Hkv * Dh]
-        drop((q, k, v, v_proj, o, lse, d_o));
+        let d_v = dv.flatten_from(1)?; // [T, Hkv * Dh]
+        drop((q, k, v, o, lse, d_o));
         let unrotate = |x: Option<Tensor>, rstd: Option<Tensor>, norm, dy: Tensor| {
             self.rotate_backward(x.as_ref(), rstd.as_ref(), norm, context, &dy, grads)
         };
@@ -297,10 +286,12 @@ impl AttentionBlock {
         let normed = self.norm.apply(&x, &rstd)?; // [T, D]
         let layers = [&self.q, &self.k, &self.v];
         if input_grad == InputGrad::Skip && grads.buffer(self.norm.param()).is_none() {
-            joined_layers::backward_params(layers, &normed, [&d_q, &d_k, &d_v], grads)?;
+            for (layer, dy) in layers.into_iter().zip([&d_q, &d_k, &d_v]) {
+                layer.backward_params(&normed, dy, &layer.output_grad(dy)?, grads)?;
+            }
             return Ok(None);
         }
-        let d_normed = joined_layers::backward(layers, &normed, [d_q, d_k, d_v], grads)?; // [T, D]
+        let d_normed = backward_of(layers, &normed, [d_q, d_k, d_v], grads)?; // [T, D]
         self.norm.backward_add(&x, &rstd, &d_normed, Some(dy), grads).map(Some)
     }
 }

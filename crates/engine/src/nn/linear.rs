@@ -16,6 +16,25 @@ pub(crate) struct Linear {
     matmul: Matmul,
 }
 
+/// Adds the parameter gradients of layers with the input `x: [T, K]` for the gradients `dys` of their
+/// outputs, and returns the sum of their input gradients, `[T, K]`. Each of `dys` is dropped after its
+/// last use, to lower peak memory.
+pub(super) fn backward_of<const N: usize>(
+    layers: [&Linear; N],
+    x: &Tensor,
+    dys: [Tensor; N],
+    grads: &dyn GradSink,
+) -> Result<Tensor> {
+    let mut sum = None;
+    for (layer, dy) in layers.into_iter().zip(dys) {
+        sum = Some(match sum {
+            None => layer.backward(x, &dy, grads)?,
+            Some(dx) => layer.backward_add(x, &dy, dx, grads)?,
+        });
+    }
+    Ok(sum.expect("at least one layer"))
+}
+
 impl Linear {
     /// A layer with the parameters `<name>.weight` and `<name>.bias`.
     pub(crate) fn with_bias(
@@ -50,12 +69,6 @@ impl Linear {
     pub(crate) fn params(&self) -> impl Iterator<Item = &Param> {
         let adapter = self.adapter.iter().flat_map(Adapter::params);
         std::iter::once(&self.weight).chain(&self.bias).chain(adapter)
-    }
-
-    /// The weight, if the layer is only a product with it in the dtype of the computation.
-    pub(super) fn plain_weight(&self) -> Option<&Param> {
-        let is_plain = self.bias.is_none() && self.adapter.is_none();
-        (is_plain && self.matmul == Matmul::Native).then_some(&self.weight)
     }
 
     fn compute(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {

@@ -1,8 +1,7 @@
 //! The second half of a decoder layer, and of a block of some vision encoders: RMS norm, SwiGLU,
 //! residual.
 
-use super::joined_layers;
-use super::linear::Linear;
+use super::linear::{Linear, backward_of};
 use super::norm::RmsNorm;
 use super::params::WeightError;
 use crate::tape::{CheapTensors, GradSink, Param};
@@ -44,7 +43,7 @@ impl MlpBlock {
     /// `x: [T, D]` to `[T, D]`.
     pub(crate) fn forward(&self, x: &Tensor, cheap: CheapTensors) -> Result<(Tensor, SavedMlp)> {
         let (normed, rstd) = self.norm.normed(x)?;
-        let [gate, up] = joined_layers::forward([&self.gate, &self.up], &normed)?; // [T, F]
+        let (gate, up) = (self.gate.forward(&normed)?, self.up.forward(&normed)?); // [T, F]
         let activated = kernels::swiglu(&gate, &up)?; // [T, F]
         let y = self.down.forward_add(&activated, x)?; // [T, D]
         let activated = (cheap == CheapTensors::Keep).then_some(activated);
@@ -70,7 +69,7 @@ impl MlpBlock {
         }
         let normed = self.norm.apply(&x, &rstd)?; // [T, D]
         let layers = [&self.gate, &self.up];
-        let d_normed = joined_layers::backward(layers, &normed, [d_gate, d_up], grads)?; // [T, D]
+        let d_normed = backward_of(layers, &normed, [d_gate, d_up], grads)?; // [T, D]
         drop(normed);
         self.norm.backward_add(&x, &rstd, &d_normed, Some(dy), grads) // [T, D]
     }

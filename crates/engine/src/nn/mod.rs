@@ -13,7 +13,6 @@ mod expert_linear;
 mod experts;
 mod factors;
 mod init;
-mod joined_layers;
 mod kv_cache;
 mod linear;
 mod linear_attention;

@@ -105,23 +105,6 @@ pub(crate) fn read<'a>(
     Ok(Operand { storage, range, op, name })
 }
 
-/// As [`read`], but locks the `len` elements of the storage from the first of `tensor` on, whatever
-/// its strides are.
-#[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
-pub(crate) fn read_block<'a>(
-    op: &'static str,
-    name: &'static str,
-    tensor: &'a Tensor,
-    len: usize,
-) -> Result<Operand<'a>> {
-    if !matches!(tensor.device(), Device::Cpu) {
-        bail!("{op}: `{name}` is on {:?}, expected the CPU", tensor.device());
-    }
-    let (storage, layout) = tensor.storage_and_layout();
-    let start = layout.start_offset();
-    Ok(Operand { storage, range: start..start + len, op, name })
-}
-
 fn contiguous(op: &str, name: &str, layout: &Layout) -> Result<Range<usize>> {
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(start..end),
@@ -259,18 +242,7 @@ pub(crate) fn write<T: StorageElement, R>(
     if !tensor.is_contiguous() {
         bail!("{op}: `{name}` {:?} must be contiguous", tensor.shape());
     }
-    write_block(op, name, tensor, tensor.elem_count(), f)
-}
-
-/// As [`write`], with the `len` elements of the storage from the first of `tensor` on, whatever its
-/// strides are.
-pub(crate) fn write_block<T: StorageElement, R>(
-    op: &'static str,
-    name: &'static str,
-    tensor: &Tensor,
-    len: usize,
-    f: impl FnOnce(&mut [T]) -> R,
-) -> Result<R> {
+    let len = tensor.elem_count();
     struct Write<T, F, R> {
         op: &'static str,
         operand: &'static str,

@@ -28,8 +28,6 @@ pub(crate) use memory::{
     BLOCK, Element, Operand, ROWS, Shared, add, add_scaled, column_sums, compute_dtype, distinct,
     expect_f32, expect_shape, for_each_task, read, tensor, weighted_dtype, write,
 };
-#[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
-pub(crate) use memory::{read_block, write_block};
 #[cfg(feature = "cuda")]
 pub(crate) use out_of_memory::record_failed_gpu_allocation;
 pub use out_of_memory::{

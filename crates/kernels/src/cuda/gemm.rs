@@ -30,9 +30,6 @@ pub(crate) enum Transpose {
 pub(crate) enum GemmOperand<'a> {
     /// All elements of a contiguous tensor, with any dims.
     Whole(&'static str, &'a Tensor),
-    /// This number of elements of a storage, from the first of a tensor on: tensors that follow one
-    /// another.
-    Block(&'static str, &'a Tensor, usize),
     /// `bf16` elements in the second half of each row of an `f32` tensor.
     SecondHalves(&'static str, &'a Tensor),
 }
@@ -40,28 +37,19 @@ pub(crate) enum GemmOperand<'a> {
 impl<'a> GemmOperand<'a> {
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Self::Whole(name, _) | Self::Block(name, ..) | Self::SecondHalves(name, _) => name,
+            Self::Whole(name, _) | Self::SecondHalves(name, _) => name,
         }
     }
 
     pub(crate) fn tensor(self) -> &'a Tensor {
         match self {
-            Self::Whole(_, tensor) | Self::Block(_, tensor, _) | Self::SecondHalves(_, tensor) => {
-                tensor
-            }
-        }
-    }
-
-    fn len(self) -> usize {
-        match self {
-            Self::Block(_, _, len) => len,
-            Self::Whole(_, tensor) | Self::SecondHalves(_, tensor) => tensor.elem_count(),
+            Self::Whole(_, tensor) | Self::SecondHalves(_, tensor) => tensor,
         }
     }
 
     pub(crate) fn dtype(self) -> DType {
         match self {
-            Self::Whole(_, tensor) | Self::Block(_, tensor, _) => tensor.dtype(),
+            Self::Whole(_, tensor) => tensor.dtype(),
             Self::SecondHalves(..) => DType::BF16,
         }
     }
@@ -106,14 +94,10 @@ impl<'a> Gemm<'a> {
 
     /// Starts the product and writes it to `dst`. Errors refer to `dst` as `name`.
     pub(crate) fn into(self, op: &'static str, name: &'static str, dst: &Tensor) -> Result<()> {
-        self.into_matrix(op, GemmOperand::Whole(name, dst))
-    }
-
-    /// As [`Self::into`]; `dst` is `Whole` or a `Block`.
-    pub(crate) fn into_matrix(self, op: &'static str, dst: GemmOperand<'_>) -> Result<()> {
+        let dst = GemmOperand::Whole(name, dst);
         let (m, n, k) = self.shape;
         for (matrix, length) in [(self.a, m * k), (self.b, n * k), (dst, m * n)] {
-            let (name, found) = (matrix.name(), matrix.len());
+            let (name, found) = (matrix.name(), matrix.tensor().elem_count());
             if found != length {
                 bail!("{op}: `{name}` has {found} elements, expected {length}");
             }
@@ -128,18 +112,8 @@ impl<'a> Gemm<'a> {
         if m == 0 || n == 0 || (k == 0 && matches!(self.addend, Addend::Destination)) {
             return Ok(());
         }
-        PRODUCTS.with(|products| products.set(products.get() + 1));
         run(op, &self, dst)
     }
-}
-
-thread_local! {
-    static PRODUCTS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
-}
-
-/// Number of products that this thread has started.
-pub(crate) fn products_of_this_thread() -> usize {
-    PRODUCTS.get()
 }
 
 #[cfg(feature = "cuda")]
@@ -155,14 +129,11 @@ pub(crate) fn run(op: &'static str, _: &Gemm<'_>, _: GemmOperand<'_>) -> Result<
 #[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
 pub(crate) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Result<()> {
     use crate::cpu::gemm::{Into, nn, nt, tn};
-    use crate::cpu::{self, Element as _, read, read_block};
+    use crate::cpu::{self, Element as _, read};
     use half::bf16;
 
     fn elements(op: &'static str, matrix: GemmOperand<'_>) -> Result<Vec<f32>> {
-        let operand = match matrix {
-            GemmOperand::Block(name, first, len) => read_block(op, name, first, len)?,
-            _ => read(op, matrix.name(), matrix.tensor())?,
-        };
+        let operand = read(op, matrix.name(), matrix.tensor())?;
         if matrix.dtype() == DType::U8 {
             return Ok(operand
                 .slice::<u8>()?
@@ -197,17 +168,17 @@ pub(crate) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Re
         Transpose::Nn => nn((m, n, k), &mut sums, Into::Add, &a, &b),
         Transpose::Tn => tn((m, n, k), &mut sums, Into::Add, &a, &b),
     }
-    let (name, dst, len) = (dst.name(), dst.tensor(), dst.len());
+    let (name, dst) = (dst.name(), dst.tensor());
     super::interpreted::remember(
         crate::launch::first_address(op, name, dst)?.0,
-        len * dst.dtype().size_in_bytes(),
+        dst.elem_count() * dst.dtype().size_in_bytes(),
     );
     if dst.dtype() == DType::BF16 {
-        return cpu::write_block(op, name, dst, len, |dst: &mut [bf16]| {
+        return cpu::write(op, name, dst, |dst: &mut [bf16]| {
             for (dst, sum) in dst.iter_mut().zip(sums) {
                 *dst = bf16::narrow(sum);
             }
         });
     }
-    cpu::write_block(op, name, dst, len, |dst: &mut [f32]| dst.copy_from_slice(&sums))
+    cpu::write(op, name, dst, |dst: &mut [f32]| dst.copy_from_slice(&sums))
 }

@@ -1,7 +1,7 @@
 //! Launches of `product.cu`: matrix products without a library, of any size and alignment.
 
 use super::gemm::{Addend, Gemm, GemmOperand, Transpose};
-use crate::launch::{Address, Launch, Long, THREADS, address, first_address, launch};
+use crate::launch::{Address, Launch, Long, THREADS, address, launch};
 use candle_core::{DType, Result, bail};
 
 /// Number of rows and of columns of a block.
@@ -13,9 +13,6 @@ pub(super) fn address_and_stride(
     matrix: GemmOperand<'_>,
     columns: usize,
 ) -> Result<(u64, usize)> {
-    if let GemmOperand::Block(name, first, _) = matrix {
-        return Ok((first_address(op, name, first)?.0, columns));
-    }
     let start = address(op, matrix.name(), matrix.tensor())?.0;
     Ok(match matrix {
         GemmOperand::SecondHalves(..) => (start + 2 * columns as u64, 2 * columns),

@@ -65,11 +65,10 @@ struct Place {
   }
 };
 
-// Without `w` the heads are only rotated: `added` is 1, and there is no `rstd`. The rows of x are
-// `stride_x` elements apart.
+// Without `w` the heads are only rotated: `added` is 1, and there is no `rstd`.
 template <class T, int E, int P>
 __device__ __forceinline__ void forward(const T *x, const T *w, const float *cosines, const float *sines, T *y, float *rstd, int tokens, int heads, int half, int rotated,
-                                        int lanes, int added, int stride_x, float eps) {
+                                        int lanes, int added, float eps) {
   Place place(lanes);
   Pairs pairs{half, rotated};
   int groups = (heads + HEADS - 1) / HEADS, item = int(blockIdx.x) * place.items_a_block + place.item;
@@ -78,7 +77,7 @@ __device__ __forceinline__ void forward(const T *x, const T *w, const float *cos
   Head<T, E, P> inputs[HEADS], weight;
   Angles<E, P> angles;
 #pragma unroll
-  for (int h = 0; h < HEADS; h++) inputs[h].load(x + size_t(token) * stride_x + size_t(first + h) * dh, column, stride, pairs, token < tokens && first + h < heads);
+  for (int h = 0; h < HEADS; h++) inputs[h].load(x + (size_t(token) * heads + first + h) * dh, column, stride, pairs, token < tokens && first + h < heads);
   weight.load(w, column, stride, pairs, w != nullptr);
   angles.load(cosines + size_t(token) * rotated, sines + size_t(token) * rotated, column, stride, rotated, token < tokens);
 #pragma unroll
@@ -116,11 +115,10 @@ __device__ __forceinline__ void forward(const T *x, const T *w, const float *cos
 
 // Blocks iterate over the heads. A thread always has the same columns of a head, so it keeps their
 // partial weight gradient in registers. A block sums those of its threads to one row [Dh], and
-// `columns.cu` sums the rows of the blocks. The rows of x and of dx, which may be x, are `stride_x`
-// elements apart.
+// `columns.cu` sums the rows of the blocks.
 template <class T, int E, int P>
 __device__ __forceinline__ void backward(const T *x, const float *rstd, const T *w, const float *cosines, const float *sines, const T *dy, T *dx, float *dw_shares,
-                                         int tokens, int heads, int half, int rotated, int lanes, int added, int stride_x) {
+                                         int tokens, int heads, int half, int rotated, int lanes, int added) {
   Place place(lanes);
   Pairs pairs{half, rotated};
   int dh = 2 * half, column = place.member * E, stride = lanes * E, items = tokens * heads;
@@ -131,10 +129,9 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
   for (int start = int(blockIdx.x) * place.items_a_block; start < items; start += int(gridDim.x) * place.items_a_block) {
     int head = start + place.item, token = head / heads;
     bool valid = head < items;
-    size_t place_x = size_t(token) * stride_x + size_t(head - token * heads) * dh;
     Head<T, E, P> input, grad;
     Angles<E, P> angles;
-    input.load(x + place_x, column, stride, pairs, valid);
+    input.load(x + size_t(head) * dh, column, stride, pairs, valid);
     grad.load(dy + size_t(head) * dh, column, stride, pairs, valid);
     angles.load(cosines + size_t(token) * rotated, sines + size_t(token) * rotated, column, stride, rotated, valid);
     float scale = !w ? 1 : valid ? rstd[head] : 0, product = 0;
@@ -163,8 +160,8 @@ __device__ __forceinline__ void backward(const T *x, const float *rstd, const T 
         low[k][i] = low[k][i] * scale - input.low[k].get(i) * c;
         high[k][i] = high[k][i] * scale - input.high[k].get(i) * c;
       }
-      store_floats<E>(dx + place_x + pairs.low(at), low[k]);
-      store_floats<E>(dx + place_x + pairs.high(at), high[k]);
+      store_floats<E>(dx + size_t(head) * dh + pairs.low(at), low[k]);
+      store_floats<E>(dx + size_t(head) * dh + pairs.high(at), high[k]);
     }
   }
   if (!dw_shares) return;
@@ -252,14 +249,14 @@ __device__ __forceinline__ void merge(Parts<const T> parts, const float *cosines
 // E elements per chunk, at most P chunks of a half per thread.
 #define QK_NORM_ROPE(T, E, P, name)                                                                                             \
   extern "C" __global__ void __launch_bounds__(256, 2)                                                                          \
-      qk_norm_rope_##name(const T *x, const T *w, const float *cosines, const float *sines, T *y, float *rstd, int tokens, int heads, int half, int rotated, int lanes, int added, int stride_x, float eps) { \
-    forward<T, E, P>(x, w, cosines, sines, y, rstd, tokens, heads, half, rotated, lanes, added, stride_x, eps);                                           \
+      qk_norm_rope_##name(const T *x, const T *w, const float *cosines, const float *sines, T *y, float *rstd, int tokens, int heads, int half, int rotated, int lanes, int added, float eps) { \
+    forward<T, E, P>(x, w, cosines, sines, y, rstd, tokens, heads, half, rotated, lanes, added, eps);                                           \
   }                                                                                                                             \
   EXPORT(qk_norm_rope_##name)                                                                                                   \
   extern "C" __global__ void __launch_bounds__(256, 2)                                                                          \
       qk_norm_rope_backward_##name(const T *x, const float *rstd, const T *w, const float *cosines, const float *sines, const T *dy, T *dx, float *dw_shares, int tokens, \
-                                   int heads, int half, int rotated, int lanes, int added, int stride_x) {                                              \
-    backward<T, E, P>(x, rstd, w, cosines, sines, dy, dx, dw_shares, tokens, heads, half, rotated, lanes, added, stride_x);                     \
+                                   int heads, int half, int rotated, int lanes, int added) {                                              \
+    backward<T, E, P>(x, rstd, w, cosines, sines, dy, dx, dw_shares, tokens, heads, half, rotated, lanes, added);                     \
   }                                                                                                                             \
   EXPORT(qk_norm_rope_backward_##name)
 

@@ -196,13 +196,12 @@ __device__ __forceinline__ void add_rows(const T *rows, const uint32_t *places, 
   }
 }
 
-// Writes weight * silu(gate) * up for each row of gate_up [n, 2 width]; a warp has a row. Without
-// `weights` the weight is 1.
+// Writes weight * silu(gate) * up for each row of gate_up [n, 2 width]; a warp has a row.
 template <int E, class T>
 __device__ __forceinline__ void swiglu(const T *gate_up, const float *weights, const uint32_t *order, T *y, int n, int width) {
   size_t row = size_t(blockIdx.x) * (blockDim.x / WARP) + size_t(warp());
   if (row >= size_t(n)) return;
-  float weight = weights ? weights[order[row]] : 1;
+  float weight = weights[order[row]];
   const T *gate = gate_up + row * 2 * width, *up = gate + width;
   for (int at = lane() * E; at < width; at += WARP * E) {
     Chunk<T, E> left = load_chunk<E>(gate + at), right = load_chunk<E>(up + at);
@@ -214,13 +213,13 @@ __device__ __forceinline__ void swiglu(const T *gate_up, const float *weights, c
 }
 
 // Replaces gate_up by its gradient, and d_activated by the output if `recompute` is 1. The gradient of the
-// weight, if there are `weights`, is a sum of the warp of its row.
+// weight is a sum of the warp of its row.
 template <int E, class T>
 __device__ __forceinline__ void swiglu_backward(T *gate_up, const float *weights, const uint32_t *order, T *dy, float *d_weights, int n, int width, int recompute) {
   size_t row = size_t(blockIdx.x) * (blockDim.x / WARP) + size_t(warp());
   if (row >= size_t(n)) return;
-  uint32_t choice = weights ? order[row] : 0;
-  float weight = weights ? weights[choice] : 1, sum = 0;
+  uint32_t choice = order[row];
+  float weight = weights[choice], sum = 0;
   T *gate = gate_up + row * 2 * width, *up = gate + width;
   dy += row * width;
   for (int at = lane() * E; at < width; at += WARP * E) {
@@ -238,7 +237,6 @@ __device__ __forceinline__ void swiglu_backward(T *gate_up, const float *weights
     store_floats<E>(up + at, d_up);
     if (recompute) store_floats<E>(dy + at, out);
   }
-  if (!weights) return;
   sum = warp_sum(sum);
   if (lane() == 0) d_weights[choice] = sum;
 }

@@ -58,17 +58,6 @@ template <int E, class T> __device__ __forceinline__ void gather(const T *x, con
   });
 }
 
-// Copies m rows of d elements between matrices whose rows are these numbers of elements apart.
-template <int E, class T> __device__ __forceinline__ void copy(const T *x, T *y, int m, int d, int x_stride, int y_stride) {
-  size_t row = size_t(blockIdx.x) * (blockDim.x / WARP) + size_t(warp());
-  if (row >= size_t(m)) return;
-  for_columns<E>(d, [&](int start) {
-    Chunk<T, E> chunks[UNDER_WAY];
-    load_some<E>(x + row * x_stride, start, d, chunks);
-    store_some<E>(y + row * y_stride, start, d, chunks);
-  });
-}
-
 template <int E, class T> __device__ __forceinline__ void set(T *x, const uint32_t *rows, const T *src, int t, int m, int d) {
   size_t row, named;
   if (!named_row(rows, m, row, named) || named >= size_t(t)) return;
@@ -111,10 +100,6 @@ template <int E, class T> __device__ __forceinline__ void zero(T *x, const uint3
     gather<E>(x, rows, y, t, m, d);                                                                                                            \
   }                                                                                                                                            \
   EXPORT(gather_rows_##name)                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(256, 4) copy_columns_##name(const T *x, T *y, int m, int d, int x_stride, int y_stride) {       \
-    copy<E>(x, y, m, d, x_stride, y_stride);                                                                                                   \
-  }                                                                                                                                            \
-  EXPORT(copy_columns_##name)                                                                                                                  \
   extern "C" __global__ void __launch_bounds__(256, 4) index_copy_##name(T *x, const uint32_t *rows, const T *src, int t, int m, int d) {        \
     set<E>(x, rows, src, t, m, d);                                                                                                             \
   }                                                                                                                                            \
