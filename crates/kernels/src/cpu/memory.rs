@@ -239,10 +239,6 @@ pub(crate) fn write<T: StorageElement, R>(
     tensor: &Tensor,
     f: impl FnOnce(&mut [T]) -> R,
 ) -> Result<R> {
-    if !tensor.is_contiguous() {
-        bail!("{op}: `{name}` {:?} must be contiguous", tensor.shape());
-    }
-    let len = tensor.elem_count();
     struct Write<T, F, R> {
         op: &'static str,
         operand: &'static str,
@@ -270,6 +266,10 @@ pub(crate) fn write<T: StorageElement, R>(
         }
     }
 
+    if !tensor.is_contiguous() {
+        bail!("{op}: `{name}` {:?} must be contiguous", tensor.shape());
+    }
+    let len = tensor.elem_count();
     let write = Write {
         op,
         operand: name,

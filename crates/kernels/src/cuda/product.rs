@@ -16,7 +16,7 @@ pub(super) fn address_and_stride(
     let start = address(op, matrix.name(), matrix.tensor())?.0;
     Ok(match matrix {
         GemmOperand::SecondHalves(..) => (start + 2 * columns as u64, 2 * columns),
-        _ => (start, columns),
+        GemmOperand::Whole(..) => (start, columns),
     })
 }
 
