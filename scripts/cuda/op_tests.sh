@@ -6,5 +6,5 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 : "${TRAINER_EMULATE_CUDA:?}"
 scripts/unit_tests.sh kernels "$1" --skip cuda::
-scripts/unit_tests.sh engine "$1" optim:: joined_layers
-scripts/unit_tests.sh trainer "$1" run::runner presets
+scripts/unit_tests.sh engine "$1" optim::
+scripts/unit_tests.sh trainer "$1" presets
