@@ -4,9 +4,8 @@
 //! `y [N, M]`. `N` may be several dims: all dims of `x` except the last. Gradient buffers are
 //! `f32`. On the CPU, forward also accepts `w` in `bf16` with all other operands in `f32`.
 
-use super::cpu::blocks::{filled, pieces, span};
-use super::cpu::gemm::Into;
-use super::cpu::panels::{add_tn, by_rows, f32_slice, new_nn, new_nt, nn, nt};
+use super::cpu::blocks::{by_rows, filled, pieces, span};
+use super::cpu::products::{Into, Matrix, new_product, nn, nt, tn};
 use super::cpu::{
     self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read, weighted_dtype,
 };
@@ -122,14 +121,14 @@ fn forward(
     let low_rank = low_rank.transpose()?;
     let add_low_rank = |rows: &Range<usize>, y: &mut [f32]| {
         if let Some((u, b)) = low_rank {
-            let u = f32_slice(u, span(rows, rank));
-            nt((rows.len(), m, rank), y, Into::Add, &u, b);
+            let u = u.part(span(rows, rank));
+            nt((rows.len(), m, rank), y, Into::Add, u, b);
         }
     };
     by_rows((n, m, k.max(m)), shape, dtype, |rows| {
-        let x = f32_slice(x, span(&rows, k));
+        let x = x.part(span(&rows, k));
         if residual.is_none() && bias.is_none() {
-            let mut y = new_nt((rows.len(), m, k), &x, w);
+            let mut y = new_product((rows.len(), m, k), Matrix::rows(x, k), Matrix::rows(w, k).t());
             add_low_rank(&rows, &mut y);
             return y;
         }
@@ -143,7 +142,7 @@ fn forward(
             }
         });
         let mut y = y.into_f32();
-        nt((rows.len(), m, k), &mut y, Into::Add, &x, w);
+        nt((rows.len(), m, k), &mut y, Into::Add, x, w);
         add_low_rank(&rows, &mut y);
         y
     })
@@ -273,10 +272,11 @@ fn input_gradient(
     let low_rank = low_rank.as_ref().map(|(u, b)| Ok::<_, Error>((u.values()?, b.values()?)));
     let low_rank = low_rank.transpose()?;
     by_rows((n, k, k.max(m)), shape, dtype, |rows| {
-        let mut dx = new_nn((rows.len(), k, m), &f32_slice(dy, span(&rows, m)), w);
+        let dy = dy.part(span(&rows, m));
+        let mut dx = new_product((rows.len(), k, m), Matrix::rows(dy, m), Matrix::rows(w, k));
         if let Some((u, b)) = low_rank {
-            let u = f32_slice(u, span(&rows, rank));
-            nn((rows.len(), k, rank), &mut dx, Into::Add, &u, b);
+            let u = u.part(span(&rows, rank));
+            nn((rows.len(), k, rank), &mut dx, Into::Add, u, b);
         }
         dx
     })
@@ -298,15 +298,14 @@ pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     let (dy, w) = (dy.values()?, w.values()?);
     if dx.dtype() == DType::F32 {
-        let dy = f32_slice(dy, 0..n * m);
-        cpu::write(op, "dx", &dx, |dx| nn((n, k, m), dx, Into::Add, &dy, w))?;
+        cpu::write(op, "dx", &dx, |dx| nn((n, k, m), dx, Into::Add, dy, w))?;
         return Ok(dx);
     }
     let dx_read = read(op, "dx", &dx)?;
     let old = dx_read.values()?;
     by_rows((n, k, k.max(m)), dx.dims(), dx.dtype(), |rows| {
-        let mut sum = f32_slice(old, span(&rows, k)).into_owned();
-        nn((rows.len(), k, m), &mut sum, Into::Add, &f32_slice(dy, span(&rows, m)), w);
+        let mut sum = old.view(span(&rows, k)).to_vec();
+        nn((rows.len(), k, m), &mut sum, Into::Add, dy.part(span(&rows, m)), w);
         sum
     })
 }
@@ -338,7 +337,7 @@ pub fn linear_backward_weight_into(
     }
     let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
     let (x, dy) = (x.values()?, dy.values()?);
-    cpu::write(op, "dw", dw, |dw| add_tn((m, k, n), dw, dy, x))
+    cpu::write(op, "dw", dw, |dw| tn((m, k, n), dw, Into::Add, dy, x))
 }
 
 /// Checks the operands of a weight gradient and returns `(N, M, K)`.

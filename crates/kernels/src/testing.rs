@@ -120,15 +120,19 @@ pub(super) fn routing(seed: u64, (t, e, k): (usize, usize, usize), uneven: f64) 
     super::route(&random(seed, &[t, e]).broadcast_add(&slope).unwrap(), k).unwrap()
 }
 
+/// The contents of a [`gradient_buffer`]. Each term of a sum is rounded to the precision of the
+/// contents, so they are not larger than most gradients.
+const CONTENTS: f32 = 0.0625;
+
 /// A gradient buffer that already has nonzero contents.
 pub(super) fn gradient_buffer(dims: &[usize]) -> Tensor {
-    let buffer = Tensor::full(0.5f32, dims, &device()).unwrap();
+    let buffer = Tensor::full(CONTENTS, dims, &device()).unwrap();
     buffer.contiguous().unwrap()
 }
 
 /// The amount that an op has added to a [`gradient_buffer`].
 pub(super) fn added(buffer: &Tensor) -> Tensor {
-    (buffer - 0.5).unwrap()
+    (buffer - f64::from(CONTENTS)).unwrap()
 }
 
 /// Runs `f` in a rayon pool of its own with `num_threads` threads.

@@ -3,7 +3,7 @@
 //! Memory grows with the square of the row length. The code shares no kernel with [`super::Flash`].
 
 use super::{AttentionBackend, Masking, Qkv, QkvGrad, Segments, Sizes};
-use crate::cpu::gemm::{Into, nn, nt, tn};
+use crate::cpu::products::{Into, nn, nt, tn};
 use crate::cpu::{self, read};
 use candle_core::{DType, Device, Result, Tensor};
 use std::ops::Range;

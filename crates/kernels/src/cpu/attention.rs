@@ -8,11 +8,10 @@
 
 #![expect(unsafe_code, reason = "tasks write disjoint strided parts of the same buffer")]
 
-use super::gemm::{Into, Raw, product};
+use super::products::{Into, Raw, Threads, product};
 use super::simd::{dot, exp, exp_in_place, kernels, max};
 use super::{self as cpu, Shared};
 use crate::Masking;
-use gemm::Parallelism;
 use std::ops::Range;
 
 /// Target number of rows in a tile: queries times the heads of a group. More rows amortize the cost
@@ -234,7 +233,7 @@ pub(crate) fn forward(
                     Into::Overwrite,
                     Raw::rows(q_rows.as_ptr(), dh),
                     Raw::rows(k[at..].as_ptr(), k_stride).t(),
-                    Parallelism::None,
+                    Threads::One,
                 );
             }
             for (i, scores) in scores.chunks_mut(num_keys).enumerate() {
@@ -258,7 +257,7 @@ pub(crate) fn forward(
                     if first_key == 0 { Into::Overwrite } else { Into::Add },
                     Raw::rows(scores.as_ptr(), num_keys),
                     Raw::rows(v[at..].as_ptr(), k_stride),
-                    Parallelism::None,
+                    Threads::One,
                 );
             }
         }
@@ -346,7 +345,7 @@ fn backward_block(
     };
     let of_rows: Vec<(f32, f32)> = (0..num_rows).map(of_row).collect();
     let num_visible = span.num_visible(first_row + rows - 1, masking);
-    let none = Parallelism::None;
+    let none = Threads::One;
     for first_key in (0..num_visible).step_by(KEYS) {
         let num_keys = KEYS.min(num_visible - first_key);
         let tile = ScoreTile { span, masking, first_row, rows, first_key, num_keys };

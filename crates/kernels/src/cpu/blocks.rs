@@ -23,6 +23,8 @@ use std::ops::{Deref, Range};
 /// Maximum number of elements of the widest operand processed at a time, so that they stay in the
 /// L1 cache.
 const AT_A_TIME: usize = 1 << 13;
+/// Number of elements of the rows that [`by_rows`] computes at a time (4 MiB in `f32`).
+const PANEL: usize = 1 << 20;
 /// Number of `bf16` elements that an elementwise op converts at a time, on the stack.
 pub(crate) const ON_STACK: usize = 1 << 12;
 
@@ -80,11 +82,31 @@ pub(crate) enum Values<'a> {
     Bf16(&'a [bf16]),
 }
 
+impl<'a> From<&'a [f32]> for Values<'a> {
+    fn from(all: &'a [f32]) -> Self {
+        Self::F32(all)
+    }
+}
+
+impl<'a> From<&'a Vec<f32>> for Values<'a> {
+    fn from(all: &'a Vec<f32>) -> Self {
+        Self::F32(all)
+    }
+}
+
 impl<'a> Values<'a> {
     pub(crate) fn len(self) -> usize {
         match self {
             Self::F32(all) => all.len(),
             Self::Bf16(all) => all.len(),
+        }
+    }
+
+    /// Elements `span`, without a conversion.
+    pub(crate) fn part(self, span: Range<usize>) -> Self {
+        match self {
+            Self::F32(all) => Self::F32(&all[span]),
+            Self::Bf16(all) => Self::Bf16(&all[span]),
         }
     }
 
@@ -386,6 +408,25 @@ pub(crate) fn elementwise(
     });
     // SAFETY: every element was written.
     unsafe { target.filled(len) }
+}
+
+/// Builds a tensor of `num_rows * width` elements from rows that `f` computes in `f32`. For `f32`
+/// results `f` is called once; for `bf16` once per panel of a matrix with `widest` columns.
+pub(crate) fn by_rows(
+    (num_rows, width, widest): (usize, usize, usize),
+    shape: impl Into<Shape>,
+    dtype: DType,
+    f: impl Fn(Range<usize>) -> Vec<f32>,
+) -> Result<Tensor> {
+    if dtype != DType::BF16 {
+        return Filled::F32(f(0..num_rows)).tensor(shape);
+    }
+    let step = (PANEL / widest.max(1)).max(64);
+    let mut y = Vec::with_capacity(num_rows * width);
+    for start in (0..num_rows).step_by(step) {
+        append_bf16(&f(start..(start + step).min(num_rows)), &mut y);
+    }
+    Filled::Bf16(y).tensor(shape)
 }
 
 /// Splits `rows` into pieces that are processed at a time when the widest operand has `width`

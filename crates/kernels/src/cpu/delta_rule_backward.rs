@@ -7,7 +7,7 @@ use super::delta_rule::{
     CHUNK, Chunk, DeltaRuleSizes, Inputs, Place, Rows, dot_row, places, scale, scaled, solve_upper,
     tasks,
 };
-use super::gemm::{Into, Matrix, multiply};
+use super::products::{Into, Matrix, Threads, multiply};
 use super::simd::{dot, kernels};
 use super::{self as cpu, Shared};
 use std::ops::Range;
@@ -151,7 +151,14 @@ impl Backward {
         self.chunk.decay_columns(c, &mut self.dstate);
         let units = Matrix::rows(&self.chunk.units, dk).t();
         let grads = Matrix::rows(&self.grads, width);
-        multiply((dk, width, 2 * c), (&mut self.dstate, width), Into::Add, units, grads);
+        multiply(
+            (dk, width, 2 * c),
+            (&mut self.dstate, width),
+            Into::Add,
+            units,
+            grads,
+            Threads::One,
+        );
     }
 
     /// Fills `grads`.
@@ -165,7 +172,14 @@ impl Backward {
         }
         let keys = Matrix::rows(&self.chunk.units[c * dk..], dk);
         let dstate = Matrix::rows(&self.dstate, width);
-        multiply((c, width, dk), (&mut self.kds, width), Into::Overwrite, keys, dstate);
+        multiply(
+            (c, width, dk),
+            (&mut self.kds, width),
+            Into::Overwrite,
+            keys,
+            dstate,
+            Threads::One,
+        );
         let (d_o, dn) = self.grads.split_at_mut(c * width);
         for head in 0..group {
             for i in 0..c {
@@ -175,7 +189,7 @@ impl Backward {
             let p = Matrix::rows(&self.chunk.p[head * CHUNK * CHUNK..], CHUNK).t();
             let d_o = Matrix::rows(&d_o[head * dv..], width);
             let dn = &mut dn[head * dv..];
-            multiply((c, dv, c), (&mut *dn, width), Into::Add, p, d_o);
+            multiply((c, dv, c), (&mut *dn, width), Into::Add, p, d_o, Threads::One);
             solve_upper(&self.chunk.a[head * CHUNK * CHUNK..], c, dn, width, dv);
         }
     }
@@ -186,7 +200,7 @@ impl Backward {
         let (dv, c, width) = (self.chunk.sizes.dv, at.c, self.kds.len() / CHUNK);
         let grads = Matrix::rows(&self.grads[head * dv..], width);
         let n = Matrix::rows(&self.chunk.n[head * dv..], width).t();
-        multiply((2 * c, c, dv), (&mut self.tile, CHUNK), Into::Overwrite, grads, n);
+        multiply((2 * c, c, dv), (&mut self.tile, CHUNK), Into::Overwrite, grads, n, Threads::One);
         let mut columns = [0f32; CHUNK];
         let (dqk, dkk) = self.dproducts.split_at_mut(c * CHUNK);
         for i in 0..c {
@@ -269,16 +283,23 @@ impl Backward {
         let grads = Matrix::rows(&self.grads, width);
         let state = Matrix::rows(&self.states[state..], width).t();
         let dunits = &mut self.dunits;
-        multiply((2 * c, dk, width), (&mut *dunits, dk), Into::Overwrite, grads, state);
+        multiply(
+            (2 * c, dk, width),
+            (&mut *dunits, dk),
+            Into::Overwrite,
+            grads,
+            state,
+            Threads::One,
+        );
         let dproducts = Matrix::rows(&self.dproducts, CHUNK);
         let keys = Matrix::rows(keys, dk);
-        multiply((2 * c, dk, c), (&mut *dunits, dk), Into::Add, dproducts, keys);
+        multiply((2 * c, dk, c), (&mut *dunits, dk), Into::Add, dproducts, keys, Threads::One);
         let dkeys = &mut dunits[c * dk..];
         let (dqk, queries) = (Matrix::rows(&self.dproducts, CHUNK).t(), Matrix::rows(queries, dk));
-        multiply((c, dk, c), (&mut *dkeys, dk), Into::Add, dqk, queries);
+        multiply((c, dk, c), (&mut *dkeys, dk), Into::Add, dqk, queries, Threads::One);
         let n = Matrix::rows(&self.chunk.tail_n, width);
         let dstate = Matrix::rows(&self.dstate, width).t();
-        multiply((c, dk, width), (dkeys, dk), Into::Add, n, dstate);
+        multiply((c, dk, width), (dkeys, dk), Into::Add, n, dstate, Threads::One);
     }
 
     /// Writes the gradients of the queries, keys and gates.

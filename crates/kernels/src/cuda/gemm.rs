@@ -128,7 +128,7 @@ pub(crate) fn run(op: &'static str, _: &Gemm<'_>, _: GemmOperand<'_>) -> Result<
 
 #[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
 pub(crate) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Result<()> {
-    use crate::cpu::gemm::{Into, nn, nt, tn};
+    use crate::cpu::products::{Into, nn, nt, tn};
     use crate::cpu::{self, Element as _, read};
     use half::bf16;
 

@@ -1,0 +1,120 @@
+//! The functions of a product at each SIMD level.
+
+#![expect(unsafe_code, reason = "functions with target features are called after detection")]
+
+use super::packs::{Lanes, panels};
+use super::tiles::{Block, block};
+use super::vectors::Plain;
+#[cfg(target_arch = "x86_64")]
+use super::vectors::x86::{Eight, Sixteen};
+use ::simd::{SimdLevel, level};
+use half::bf16;
+
+/// Computes the tiles of a block, with the contract of [`block`].
+type ComputeBlock = unsafe fn(&Block);
+/// Copies lanes to panels, with the contract of [`panels`].
+type CopyPanels<E> = unsafe fn(&Lanes<E>, (usize, usize), *mut f32);
+
+/// The functions of a SIMD level, and the sizes of its tiles.
+pub(super) struct Kernels {
+    /// Numbers of columns of the tiles, in ascending order.
+    widths: &'static [usize],
+    /// Number of rows of a tile in a product that is as narrow as the narrowest tile.
+    rows_if_narrow: usize,
+    /// Number of rows of a tile in other products.
+    rows: usize,
+    pub(super) block: ComputeBlock,
+    pub(super) panels_f32: CopyPanels<f32>,
+    pub(super) panels_bf16: CopyPanels<bf16>,
+}
+
+/// Defines the functions of a level that needs CPU features.
+macro_rules! level {
+    ($name:ident, $features:literal, $block:expr) => {
+        #[cfg(target_arch = "x86_64")]
+        mod $name {
+            use super::{Block, Eight, Lanes, bf16};
+
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn block(block: &Block) {
+                // SAFETY: guaranteed by the caller.
+                unsafe { $block(block) }
+            }
+
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn panels_f32(x: &Lanes<f32>, widths: (usize, usize), y: *mut f32) {
+                // SAFETY: guaranteed by the caller.
+                unsafe { super::panels::<Eight, f32>(x, widths, y) }
+            }
+
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn panels_bf16(x: &Lanes<bf16>, widths: (usize, usize), y: *mut f32) {
+                // SAFETY: guaranteed by the caller.
+                unsafe { super::panels::<Eight, bf16>(x, widths, y) }
+            }
+        }
+    };
+}
+
+level!(
+    avx512,
+    "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma",
+    super::block::<super::Sixteen, Eight, 3>
+);
+level!(avx2, "avx2,fma", super::block::<Eight, Eight, 2>);
+
+#[cfg(target_arch = "x86_64")]
+static AVX512: Kernels = Kernels {
+    widths: &[8, 16, 32, 48],
+    rows_if_narrow: 8,
+    rows: 8,
+    block: avx512::block,
+    panels_f32: avx512::panels_f32,
+    panels_bf16: avx512::panels_bf16,
+};
+#[cfg(target_arch = "x86_64")]
+static AVX2: Kernels = Kernels {
+    widths: &[8, 16],
+    rows_if_narrow: 8,
+    rows: 6,
+    block: avx2::block,
+    panels_f32: avx2::panels_f32,
+    panels_bf16: avx2::panels_bf16,
+};
+static BASELINE: Kernels = Kernels {
+    widths: &[8, 16],
+    rows_if_narrow: 8,
+    rows: 6,
+    block: block::<Plain, Plain, 2>,
+    panels_f32: panels::<Plain, f32>,
+    panels_bf16: panels::<Plain, bf16>,
+};
+
+impl Kernels {
+    /// The functions of the level of this thread.
+    pub(super) fn of_thread() -> &'static Self {
+        match level() {
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx512 => &AVX512,
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx2 => &AVX2,
+            _ => &BASELINE,
+        }
+    }
+
+    /// Number of columns of the widest tile.
+    pub(super) fn widest(&self) -> usize {
+        self.widths[self.widths.len() - 1]
+    }
+
+    /// Number of rows of the tiles of a product with `n` columns.
+    pub(super) fn tile_rows(&self, n: usize) -> usize {
+        if n <= self.widths[0] { self.rows_if_narrow } else { self.rows }
+    }
+
+    /// Number of columns of the last tile of a row of `columns` columns, of which there are some.
+    pub(super) fn last_width(&self, columns: usize) -> usize {
+        let rest = (columns - 1) % self.widest() + 1;
+        self.widths.iter().copied().find(|width| *width >= rest).unwrap_or(rest)
+    }
+}

@@ -1,0 +1,232 @@
+//! Copies of operands in the order in which tiles read them, in `f32`.
+
+#![expect(unsafe_code, reason = "operands and copies are given by address")]
+#![expect(
+    clippy::inline_always,
+    reason = "a function call would lose the target features of the kernel"
+)]
+
+use super::vectors::Square;
+use half::bf16;
+
+/// Number of terms that are copied for one panel before those of the next.
+const TERMS: usize = 8;
+
+/// An element of an operand.
+pub(super) trait Source: Copy {
+    /// Number of elements in 4 bytes.
+    const PACKED: usize;
+    fn wide(self) -> f32;
+    /// # Safety
+    /// The pointer is valid for 8 elements, and the CPU has the features of `V`.
+    unsafe fn load<V: Square>(from: *const Self) -> V;
+    /// Writes the `PACKED` terms of a vector of 8 lanes, which are `stride` elements apart.
+    ///
+    /// # Safety
+    /// The pointer is valid for 8 elements of each term, and the CPU has the features of `V`.
+    unsafe fn store_terms<V: Square>(lanes: V, to: *mut f32, stride: usize);
+}
+
+impl Source for f32 {
+    const PACKED: usize = 1;
+    #[inline(always)]
+    fn wide(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    unsafe fn load<V: Square>(from: *const Self) -> V {
+        // SAFETY: guaranteed by the caller.
+        unsafe { V::load(from) }
+    }
+    #[inline(always)]
+    unsafe fn store_terms<V: Square>(lanes: V, to: *mut f32, _: usize) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { lanes.store(to) }
+    }
+}
+
+impl Source for bf16 {
+    const PACKED: usize = 2;
+    #[inline(always)]
+    fn wide(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+    #[inline(always)]
+    unsafe fn load<V: Square>(from: *const Self) -> V {
+        // SAFETY: guaranteed by the caller.
+        unsafe { V::widen(from) }
+    }
+    #[inline(always)]
+    unsafe fn store_terms<V: Square>(lanes: V, to: *mut f32, stride: usize) {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            lanes.first().store(to);
+            lanes.second().store(to.add(stride));
+        }
+    }
+}
+
+/// Rows or columns of an operand. Term `t` of lane `l` is at offset
+/// `l * lane_stride + t * term_stride`.
+#[derive(Clone, Copy)]
+pub(super) struct Lanes<E> {
+    pub(super) start: *const E,
+    pub(super) lane_stride: usize,
+    pub(super) term_stride: usize,
+    pub(super) lanes: usize,
+    pub(super) terms: usize,
+}
+
+/// Copies panels `[terms, width]` to `y`, the last of them `[terms, last]` with zeros after its
+/// lanes.
+///
+/// # Safety
+/// All elements of `x` are valid, `y` is valid for the panels and 8 more elements, and the CPU has
+/// the features of `V`.
+#[inline(always)]
+pub(super) unsafe fn panels<V: Square, E: Source>(
+    x: &Lanes<E>,
+    (width, last): (usize, usize),
+    y: *mut f32,
+) {
+    let panels = || {
+        (0..x.lanes).step_by(width).map(|lane| {
+            let given = (x.lanes - lane).min(width);
+            let of = if lane + width < x.lanes { width } else { last };
+            (lane, given, of)
+        })
+    };
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        if x.lane_stride == 1 {
+            for first in (0..x.terms).step_by(TERMS) {
+                let terms = first..x.terms.min(first + TERMS);
+                for (lane, given, of) in panels() {
+                    for t in terms.clone() {
+                        let from = x.start.add(t * x.term_stride + lane);
+                        term::<V, E>(from, given, y.add(lane * x.terms + t * of), of);
+                    }
+                }
+            }
+            return;
+        }
+        for (lane, given, of) in panels() {
+            let start = x.start.add(lane * x.lane_stride);
+            let (x, y) = (Lanes { start, lanes: given, ..*x }, y.add(lane * x.terms));
+            if x.term_stride == 1 {
+                // A group of fewer than 8 lanes writes beyond them. The next term overwrites this.
+                debug_assert!(of < 8 || of.is_multiple_of(8), "no group follows a partial one");
+                for group in (0..of).step_by(8) {
+                    transpose::<V, E>(&x, group, of, y);
+                }
+            } else {
+                one_by_one(&x, 0..x.terms, 0..of, of, y);
+            }
+        }
+    }
+}
+
+/// Copies the adjacent lanes of a term.
+///
+/// # Safety
+/// As for [`panels`].
+#[inline(always)]
+unsafe fn term<V: Square, E: Source>(x: *const E, given: usize, y: *mut f32, width: usize) {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        match (given, width) {
+            (6, 6) => {
+                let x: [E; 6] = x.cast::<[E; 6]>().read_unaligned();
+                y.cast::<[f32; 6]>().write_unaligned(x.map(E::wide));
+            }
+            (8, 8) => vectors::<V, E, 1>(x, y),
+            (16, 16) => vectors::<V, E, 2>(x, y),
+            (48, 48) => vectors::<V, E, 6>(x, y),
+            _ => {
+                for lane in 0..width {
+                    *y.add(lane) = if lane < given { (*x.add(lane)).wide() } else { 0.0 };
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn vectors<V: Square, E: Source, const N: usize>(x: *const E, y: *mut f32) {
+    for v in 0..N {
+        // SAFETY: guaranteed by the caller.
+        unsafe { E::load::<V>(x.add(v * 8)).store(y.add(v * 8)) };
+    }
+}
+
+/// Copies lanes `group..group + 8`, whose terms are adjacent.
+///
+/// # Safety
+/// As for [`panels`].
+#[inline(always)]
+unsafe fn transpose<V: Square, E: Source>(x: &Lanes<E>, group: usize, width: usize, y: *mut f32) {
+    let given = x.lanes.saturating_sub(group).min(8);
+    let step = 8 * E::PACKED;
+    let whole = x.terms / step * step;
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        let start = x.start.wrapping_add(group * x.lane_stride);
+        for t in (0..whole).step_by(step) {
+            let mut square = [V::zero(); 8];
+            if given == 8 {
+                for i in 0..8 {
+                    if t % (2 * step) == 0 {
+                        prefetch(start.wrapping_add((i + 8) * x.lane_stride + t));
+                    }
+                    square[i] = V::load(start.add(i * x.lane_stride + t).cast());
+                }
+            } else {
+                for i in 0..given {
+                    square[i] = V::load(start.add(i * x.lane_stride + t).cast());
+                }
+            }
+            let square = V::transpose(square);
+            for i in 0..8 {
+                let to = y.add((t + i * E::PACKED) * width + group);
+                E::store_terms(square[i], to, width);
+            }
+        }
+        one_by_one(x, whole..x.terms, group..width.min(group + 8), width, y);
+    }
+}
+
+#[inline(always)]
+fn prefetch<E>(at: *const E) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: it reads nothing that the program can observe, and every x86-64 CPU has it.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
+    }
+}
+
+/// Copies element by element.
+///
+/// # Safety
+/// As for [`panels`].
+#[inline(always)]
+unsafe fn one_by_one<E: Source>(
+    x: &Lanes<E>,
+    terms: std::ops::Range<usize>,
+    lanes: std::ops::Range<usize>,
+    width: usize,
+    y: *mut f32,
+) {
+    for t in terms {
+        for lane in lanes.clone() {
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                *y.add(t * width + lane) = if lane < x.lanes {
+                    (*x.start.add(lane * x.lane_stride + t * x.term_stride)).wide()
+                } else {
+                    0.0
+                };
+            }
+        }
+    }
+}

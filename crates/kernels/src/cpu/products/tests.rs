@@ -1,0 +1,166 @@
+use super::*;
+use ::simd::at_each_level;
+
+fn wave(len: usize, step: f32) -> Vec<f32> {
+    (0..len).map(|i| (i as f32 * step).sin()).collect()
+}
+
+fn narrowed(x: &[f32]) -> Vec<bf16> {
+    x.iter().map(|x| bf16::from_f32(*x)).collect()
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}
+
+/// The chains of the contract, one multiply-add after another.
+fn chains(
+    (m, n, k): (usize, usize, usize),
+    dst: &[f32],
+    into: Into,
+    a: impl Fn(usize, usize) -> f32,
+    b: impl Fn(usize, usize) -> f32,
+) -> Vec<f32> {
+    let start = |at: usize| if into == Into::Add { dst[at] } else { 0.0 };
+    let chain = |at: usize| {
+        let (i, j) = (at / n, at % n);
+        (0..k).fold(start(at), |sum, p| a(i, p).mul_add(b(p, j), sum))
+    };
+    (0..m * n).map(chain).collect()
+}
+
+/// Compares products of all layouts and dtypes with the chains.
+fn check((m, n, k): (usize, usize, usize), threads: Threads) {
+    let (a, b) = (wave(m * k, 0.37), wave(k * n, 0.73));
+    let (a16, b16) = (narrowed(&a), narrowed(&b));
+    let wide = |x: &[bf16]| x.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
+    let (a_wide, b_wide) = (wide(&a16), wide(&b16));
+    for (a, b, a_exact, b_exact) in [
+        (Values::F32(&a), Values::F32(&b), &a, &b),
+        (Values::Bf16(&a16), Values::F32(&b), &a_wide, &b),
+        (Values::F32(&a), Values::Bf16(&b16), &a, &b_wide),
+        (Values::Bf16(&a16), Values::Bf16(&b16), &a_wide, &b_wide),
+    ] {
+        for layout in 0..4 {
+            let (a_t, b_t) = (layout & 1 == 1, layout & 2 == 2);
+            let a = if a_t { Matrix::rows(a, m).t() } else { Matrix::rows(a, k) };
+            let b = if b_t { Matrix::rows(b, k).t() } else { Matrix::rows(b, n) };
+            let a_at = |i: usize, p: usize| a_exact[if a_t { p * m + i } else { i * k + p }];
+            let b_at = |p: usize, j: usize| b_exact[if b_t { j * k + p } else { p * n + j }];
+            for into in [Into::Overwrite, Into::Add] {
+                let mut y = wave(m * n, 0.11);
+                let want = chains((m, n, k), &y, into, a_at, b_at);
+                multiply((m, n, k), (&mut y, n), into, a, b, threads);
+                let what = format!("{m} x {n} x {k}, layout {layout}, {into:?}, {threads:?}");
+                assert_eq!(bits(&y), bits(&want), "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_element_is_one_chain_at_every_simd_level() {
+    let sizes = [
+        (1, 1, 1),
+        (1, 50, 130),
+        (3, 7, 5),
+        (5, 1, 40),
+        (6, 16, 17),
+        (8, 48, 16),
+        (9, 49, 33),
+        (13, 8, 20),
+        (40, 3, 19),
+        (17, 97, 9),
+        (2, 200, 40),
+        (97, 15, 12),
+        (20, 100, 1),
+    ];
+    for size in sizes {
+        at_each_level(|| check(size, Threads::One));
+    }
+}
+
+#[test]
+fn empty_products_leave_or_clear_the_destination() {
+    for size in [(0, 3, 2), (3, 0, 2), (3, 4, 0), (0, 0, 0)] {
+        at_each_level(|| check(size, Threads::One));
+    }
+}
+
+#[test]
+fn sums_over_several_blocks_are_one_chain() {
+    for size in [(100, 60, 600), (7, 60, 300), (105, 2100, 3), (30, 2040, 40)] {
+        check(size, Threads::One);
+        check(size, Threads::All);
+    }
+}
+
+#[test]
+fn products_on_all_threads_have_the_bits_of_one() {
+    for (m, n, k) in [(300, 120, 70), (64, 400, 130), (1000, 8, 90), (8, 1000, 90)] {
+        let (a, b) = (wave(m * k, 0.37), wave(k * n, 0.73));
+        let on = |threads: Threads| {
+            let mut y = vec![0f32; m * n];
+            let (a, b) = (Matrix::rows(&a[..], k), Matrix::rows(&b[..], n));
+            multiply((m, n, k), (&mut y, n), Into::Overwrite, a, b, threads);
+            bits(&y)
+        };
+        assert!(on(Threads::All) == on(Threads::One), "{m} x {n} x {k}");
+    }
+}
+
+/// Gradients of micro-batches rely on this.
+#[test]
+fn a_sum_that_is_continued_has_the_bits_of_the_whole() {
+    let (m, n, k) = (37, 70, 200);
+    let (a, b) = (wave(k * m, 0.37), wave(k * n, 0.73));
+    let mut whole = vec![0f32; m * n];
+    tn((m, n, k), &mut whole, Into::Add, &a[..], &b[..]);
+    for parts in [2, 8, 200] {
+        let mut sum = vec![0f32; m * n];
+        let size = k / parts;
+        for (a, b) in a.chunks(size * m).zip(b.chunks(size * n)) {
+            tn((m, n, size), &mut sum, Into::Add, a, b);
+        }
+        assert!(bits(&sum) == bits(&whole), "{parts} parts");
+    }
+}
+
+/// Answers that are generated at the same time, and packs, rely on this.
+#[test]
+fn a_row_does_not_depend_on_its_place_and_on_the_others() {
+    for (m, n, k) in [(2, 33, 7), (3, 129, 700), (8, 70, 1100), (17, 257, 513), (64, 90, 300)] {
+        let (row, b) = (wave(k, 0.37), wave(n * k, 0.73));
+        let mut alone = vec![0f32; n];
+        nt((1, n, k), &mut alone, Into::Overwrite, &row[..], &b[..]);
+        for place in 0..m {
+            let mut a = wave(m * k, 1.7);
+            a[place * k..(place + 1) * k].copy_from_slice(&row);
+            let mut y = vec![0f32; m * n];
+            nt((m, n, k), &mut y, Into::Overwrite, &a[..], &b[..]);
+            assert!(y[place * n..(place + 1) * n] == alone, "row {place} of {m} x {n} x {k}");
+        }
+    }
+}
+
+#[test]
+fn matrices_inside_wider_ones_are_read_and_written_in_their_columns() {
+    let (m, n, k, wide) = (19, 21, 30, 64);
+    let (a, b) = (wave(m * wide, 0.37), wave(k * wide, 0.73));
+    let results = at_each_level(|| {
+        let mut y = wave(m * wide, 0.11);
+        let (a, b) = (Matrix::rows(&a[..], wide), Matrix::rows(&b[..], wide));
+        multiply((m, n, k), (&mut y[5..], wide), Into::Add, a, b, Threads::One);
+        y
+    });
+    let old = wave(m * wide, 0.11);
+    for (level, y) in results {
+        for (at, (y, old)) in y.iter().zip(&old).enumerate() {
+            let (i, j) = (at / wide, at % wide);
+            let inside = (5..5 + n).contains(&j);
+            let chain = (0..if inside { k } else { 0 })
+                .fold(*old, |sum, p| a[i * wide + p].mul_add(b[p * wide + j - 5], sum));
+            assert_eq!(y.to_bits(), chain.to_bits(), "{level}, {i}, {j}");
+        }
+    }
+}
