@@ -53,9 +53,9 @@ impl DropoutMask {
 
 /// Number of columns that share random numbers: the two halves of a number decide on a column and
 /// on the one [`HALF`] columns after it.
-pub(super) const SHARED: usize = 32;
+const SHARED: usize = 32;
 /// Number of random numbers of [`SHARED`] columns.
-pub(super) const HALF: usize = SHARED / 2;
+const HALF: usize = SHARED / 2;
 
 /// Decides which elements are dropped.
 #[derive(Debug, Clone, Copy)]
@@ -67,25 +67,25 @@ pub(super) struct Drops {
 
 impl Drops {
     #[inline(always)]
-    pub(super) fn row_seed(self, row: usize) -> u32 {
+    fn row_seed(self, row: usize) -> u32 {
         mix(self.seed ^ self.first_row.wrapping_add(row as u32))
     }
 
     /// Whether `random` drops the first of its two elements.
     #[inline(always)]
-    pub(super) fn drops_low(self, random: u32) -> bool {
+    fn drops_low(self, random: u32) -> bool {
         random & 0xffff < self.threshold
     }
 
     /// Whether `random` drops the second of its two elements.
     #[inline(always)]
-    pub(super) fn drops_high(self, random: u32) -> bool {
+    fn drops_high(self, random: u32) -> bool {
         random >> 16 < self.threshold
     }
 
     /// Whether an element of the row with the seed `row_seed` is dropped.
     #[inline(always)]
-    pub(super) fn drops(self, row_seed: u32, column: usize) -> bool {
+    fn drops(self, row_seed: u32, column: usize) -> bool {
         let number = (column / SHARED * HALF + column % HALF) as u32;
         (mix(row_seed ^ number) >> (column & HALF)) & 0xffff < self.threshold
     }
@@ -103,6 +103,47 @@ kernels! {
                 *y = if drops.drops(seed, column + i) { 0.0 } else { scale };
             }
             (row, column, start_of_row) = (row + 1, 0, end);
+        }
+    }
+
+    /// Copies rows of `x [N, width]`, of which the first is row `first` of the tensor. Dropped
+    /// elements become 0.
+    pub(super) fn keep(drops: Drops, first: usize, width: usize, x: &[f32], y: &mut [f32]) {
+        for (i, (x, y)) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).enumerate() {
+            let seed = drops.row_seed(first + i);
+            let (x, rest_of_x) = x.as_chunks::<SHARED>();
+            let (y, rest_of_y) = y.as_chunks_mut::<SHARED>();
+            let whole = x.len() * SHARED;
+            for (block, (x, y)) in x.iter().zip(y).enumerate() {
+                for c in 0..HALF {
+                    let random = mix(seed ^ (block * HALF + c) as u32);
+                    y[c] = if drops.drops_low(random) { 0.0 } else { x[c] };
+                    y[c + HALF] = if drops.drops_high(random) { 0.0 } else { x[c + HALF] };
+                }
+            }
+            for (c, (x, y)) in rest_of_x.iter().zip(rest_of_y).enumerate() {
+                *y = if drops.drops(seed, whole + c) { 0.0 } else { *x };
+            }
+        }
+    }
+
+    /// Adds the elements of rows of `x [N, width]` that are not dropped to `y`.
+    pub(super) fn add_kept(drops: Drops, first: usize, width: usize, x: &[f32], y: &mut [f32]) {
+        for (i, (x, y)) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).enumerate() {
+            let seed = drops.row_seed(first + i);
+            let (x, rest_of_x) = x.as_chunks::<SHARED>();
+            let (y, rest_of_y) = y.as_chunks_mut::<SHARED>();
+            let whole = x.len() * SHARED;
+            for (block, (x, y)) in x.iter().zip(y).enumerate() {
+                for c in 0..HALF {
+                    let random = mix(seed ^ (block * HALF + c) as u32);
+                    y[c] += if drops.drops_low(random) { 0.0 } else { x[c] };
+                    y[c + HALF] += if drops.drops_high(random) { 0.0 } else { x[c + HALF] };
+                }
+            }
+            for (c, (x, y)) in rest_of_x.iter().zip(rest_of_y).enumerate() {
+                *y += if drops.drops(seed, whole + c) { 0.0 } else { *x };
+            }
         }
     }
 

@@ -1,45 +1,45 @@
 //! Linear layer of few outputs whose input has dropout, `u = drop(x) A^T`, and its gradients: the
 //! first half of an adapter.
 //!
-//! Shapes: `x [N, K]`, `a [r, K]`, `u [N, r]`. In `f32` on the CPU the kernels of `cpu::narrow`
-//! drop elements while they compute, so no dropped copy of `x` exists. Otherwise an op for dropout
-//! and one for the product compute the same.
+//! Shapes: `x [N, K]`, `a [r, K]`, `u [N, r]`. In `f32` on the CPU, a block of rows exists at a time
+//! without its dropped elements, in the caches. Otherwise an op for dropout and one for the product
+//! compute the same.
 
-use super::cpu::narrow::{LANES, Narrow, Wide, add_kept_product};
+use super::cpu::blocks::Scratch;
+use super::cpu::products::{Into, Matrix, Threads, multiply};
 use super::cpu::{self, distinct, expect_f32, expect_shape, read};
+use super::dropout::{add_kept, keep};
 use super::{
     DropoutMask, dropout, dropout_add, linear, linear_backward_input, linear_backward_input_add,
     linear_backward_weight,
 };
 use candle_core::{DType, Device, Result, Tensor};
+use rayon::prelude::*;
 
-/// Maximum rank of products that drop elements while they compute. For higher ranks the dropped
-/// copy is a small part of the work.
-const MAX_RANK: usize = 4 * LANES;
+/// Maximum rank of products of blocks without their dropped elements. For higher ranks the dropped
+/// copy of a matrix is a small part of the work.
+const MAX_RANK: usize = 32;
+/// Number of rows of a task.
+const TASK_ROWS: usize = 64;
+/// Number of elements of the rows of which a gradient is computed at a time.
+const BLOCK: usize = 1 << 18;
 
-/// Whether the kernels of `cpu::narrow` compute products of `x` and `a [r, K]`. They divide rows
-/// only among threads, so that without dropout the `gemm` crate is better on many cores.
-fn is_fused(x: &Tensor, a: &Tensor, mask: Option<DropoutMask>) -> bool {
+/// The mask, if products of `x` and `a [r, K]` are computed in blocks of rows.
+fn mask_in_blocks(x: &Tensor, a: &Tensor, mask: Option<DropoutMask>) -> Option<DropoutMask> {
     let is_narrow = a.elem_count() > 0 && a.dims()[0] <= MAX_RANK && x.elem_count() > 0;
     let is_f32 = [x, a].iter().all(|t| t.dtype() == DType::F32);
-    let is_f32 = is_f32 && !super::launch::on_gpu(x);
-    mask.is_some() && is_narrow && is_f32
+    mask.filter(|_| is_narrow && is_f32 && !super::launch::on_gpu(x))
 }
 
 fn dropped(x: &Tensor, mask: Option<DropoutMask>) -> Result<Tensor> {
     mask.map_or_else(|| Ok(x.clone()), |mask| dropout(x, mask))
 }
 
-/// The factor of the elements that are kept.
-fn scale(mask: Option<DropoutMask>) -> f32 {
-    mask.map_or(1.0, |mask| mask.scale())
-}
-
 /// Returns `drop(x) a^T`, `[N, r]`.
 pub fn dropout_linear(x: &Tensor, a: &Tensor, mask: Option<DropoutMask>) -> Result<Tensor> {
     expect_shape("dropout_linear", "a", a, &[a.dim(0)?, x.dim(1)?])?;
-    if is_fused(x, a, mask) {
-        return fused("dropout_linear", x, a, mask, None);
+    if let Some(mask) = mask_in_blocks(x, a, mask) {
+        return in_blocks("dropout_linear", x, a, mask, None);
     }
     linear(&dropped(x, mask)?, a, None)
 }
@@ -53,8 +53,8 @@ pub fn dropout_linear_backward(
     du: &Tensor,
     da: &Tensor,
 ) -> Result<Tensor> {
-    if is_fused(x, a, mask) {
-        return fused("dropout_linear_backward", x, a, mask, Some((du, da)));
+    if let Some(mask) = mask_in_blocks(x, a, mask) {
+        return in_blocks("dropout_linear_backward", x, a, mask, Some((du, da)));
     }
     let x = dropped(x, mask)?;
     linear_backward_weight(&x, du, da)?;
@@ -62,37 +62,76 @@ pub fn dropout_linear_backward(
 }
 
 /// Both of the above.
-fn fused(
+fn in_blocks(
     op: &'static str,
     x: &Tensor,
     a: &Tensor,
-    mask: Option<DropoutMask>,
+    mask: DropoutMask,
     grads: Option<(&Tensor, &Tensor)>,
 ) -> Result<Tensor> {
     let ((n, k), (rank, _)) = (x.dims2()?, a.dims2()?);
     expect_shape(op, "a", a, &[rank, k])?;
     let (x_read, a_read) = (read(op, "x", x)?, read(op, "a", a)?);
-    let drops = mask.map(|mask| mask.drops());
-    let x_wide = Wide { x: x_read.slice()?, width: k, drops };
-    let w = Narrow::columns(a_read.slice()?, rank);
-    let d = match grads {
+    let products = Products { x: x_read.slice()?, a: a_read.slice()?, k, rank, mask };
+    let u = match grads {
         Some((du, da)) => {
             expect_f32(op, "du", du, &[n, rank])?;
             expect_f32(op, "da", da, &[rank, k])?;
             distinct(op, "da", da, &[("x", x), ("a", a), ("du", du)])?;
-            Some(Narrow::rows(read(op, "du", du)?.slice()?, rank))
+            let du = scaled(op, du, mask)?;
+            cpu::write(op, "da", da, |da| products.compute(Some((&du, da))))?
         }
-        None => None,
+        None => products.compute(None),
     };
-    let (mut u, dw) = x_wide.products(rank, Some(&w), d.as_ref());
-    let factor = scale(mask);
-    for u in &mut u {
-        *u *= factor;
-    }
-    if let Some((_, da)) = grads {
-        cpu::write(op, "da", da, |da| dw.add_columns(factor, da))?;
-    }
     Tensor::from_vec(u, (n, rank), &Device::Cpu)
+}
+
+/// The gradient of the kept elements.
+fn scaled(op: &'static str, du: &Tensor, mask: DropoutMask) -> Result<Vec<f32>> {
+    Ok(read(op, "du", du)?.slice::<f32>()?.iter().map(|du| du * mask.scale()).collect())
+}
+
+/// The products of `x [N, k]`.
+struct Products<'a> {
+    x: &'a [f32],
+    /// `[rank, k]`.
+    a: &'a [f32],
+    k: usize,
+    rank: usize,
+    mask: DropoutMask,
+}
+
+impl Products<'_> {
+    /// Returns `drop(x) a^T`, `[N, rank]`, and adds the product of `du^T`, scaled, with the kept
+    /// elements of `x` to `da`.
+    fn compute(&self, mut grads: Option<(&[f32], &mut [f32])>) -> Vec<f32> {
+        let &Self { x, a, k, rank, mask } = self;
+        let drops = mask.drops();
+        let rows = (BLOCK / k).next_multiple_of(TASK_ROWS);
+        let mut kept = Scratch::of(rows.min(x.len() / k) * k);
+        let mut u = vec![0f32; x.len() / k * rank];
+        for (block, (x, u)) in x.chunks(rows * k).zip(u.chunks_mut(rows * rank)).enumerate() {
+            let kept = &mut kept.all()[..x.len()];
+            let tasks = x.par_chunks(TASK_ROWS * k).zip(kept.par_chunks_mut(TASK_ROWS * k));
+            let tasks = tasks.zip(u.par_chunks_mut(TASK_ROWS * rank)).enumerate();
+            tasks.for_each(|(task, ((x, kept), u))| {
+                keep(drops, block * rows + task * TASK_ROWS, k, x, kept);
+                let (size, a) = ((x.len() / k, rank, k), Matrix::rows(a, k).t());
+                let kept = Matrix::rows(&*kept, k);
+                multiply(size, (&mut *u, rank), Into::Overwrite, kept, a, Threads::One);
+                for u in u {
+                    *u *= mask.scale();
+                }
+            });
+            if let Some((du, da)) = &mut grads {
+                let du = &du[block * rows * rank..][..x.len() / k * rank];
+                let (du, kept) = (Matrix::rows(du, rank).t(), Matrix::rows(&*kept, k));
+                let size = (rank, k, x.len() / k);
+                multiply(size, (&mut **da, k), Into::Add, du, kept, Threads::All);
+            }
+        }
+        u
+    }
 }
 
 /// Returns `dx + drop(du a)`, `[N, K]`: the gradient of `x` for the gradient `du [N, r]`. It may
@@ -108,16 +147,24 @@ pub fn dropout_linear_backward_input_add(
     expect_shape(op, "a", a, &[rank, k])?;
     expect_shape(op, "du", du, &[n, rank])?;
     let Some(mask) = mask else { return linear_backward_input_add(du, a, dx) };
-    if !is_fused(&dx, a, Some(mask)) || du.dtype() != DType::F32 {
+    if mask_in_blocks(&dx, a, Some(mask)).is_none() || du.dtype() != DType::F32 {
         dropout_add(&linear_backward_input(du, a)?, mask, &dx)?;
         return Ok(dx);
     }
     distinct(op, "dx", &dx, &[("du", du), ("a", a)])?;
-    let scaled: Vec<f32> =
-        read(op, "du", du)?.slice::<f32>()?.iter().map(|du| du * mask.scale()).collect();
+    let du = scaled(op, du, mask)?;
     let a = read(op, "a", a)?;
-    let a = a.slice()?;
-    cpu::write(op, "dx", &dx, |dx| add_kept_product(&scaled, a, mask.drops(), dx, rank))?;
+    let a = a.slice::<f32>()?;
+    cpu::write(op, "dx", &dx, |dx| {
+        let tasks = dx.par_chunks_mut(TASK_ROWS * k).zip(du.par_chunks(TASK_ROWS * rank));
+        tasks.enumerate().for_each(|(task, (dx, du))| {
+            let mut product = Scratch::of(dx.len());
+            let (size, dst) = ((dx.len() / k, k, rank), (product.all(), k));
+            let (du, a) = (Matrix::rows(du, rank), Matrix::rows(a, k));
+            multiply(size, dst, Into::Overwrite, du, a, Threads::One);
+            add_kept(mask.drops(), task * TASK_ROWS, k, product.all(), dx);
+        });
+    })?;
     Ok(dx)
 }
 

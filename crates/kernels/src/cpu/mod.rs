@@ -10,12 +10,9 @@ pub(crate) mod delta_rule_backward;
 pub(crate) mod grouped;
 pub(crate) mod in_place;
 mod memory;
-pub(crate) mod narrow;
 mod out_of_memory;
 pub(crate) mod products;
 pub(crate) mod simd;
-mod tile_copies;
-mod tiles;
 
 pub(crate) use attention::{
     BackwardInputs, Heads, Span, backward as attention_backward, forward as attention_forward,

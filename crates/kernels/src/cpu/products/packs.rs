@@ -5,6 +5,7 @@
     clippy::inline_always,
     reason = "a function call would lose the target features of the kernel"
 )]
+#![expect(clippy::needless_range_loop, reason = "loops over registers have constant lengths")]
 
 use super::vectors::Square;
 use half::bf16;
@@ -73,7 +74,7 @@ pub(super) struct Lanes<E> {
     pub(super) start: *const E,
     pub(super) lane_stride: usize,
     pub(super) term_stride: usize,
-    pub(super) lanes: usize,
+    pub(super) count: usize,
     pub(super) terms: usize,
 }
 
@@ -90,9 +91,9 @@ pub(super) unsafe fn panels<V: Square, E: Source>(
     y: *mut f32,
 ) {
     let panels = || {
-        (0..x.lanes).step_by(width).map(|lane| {
-            let given = (x.lanes - lane).min(width);
-            let of = if lane + width < x.lanes { width } else { last };
+        (0..x.count).step_by(width).map(|lane| {
+            let given = (x.count - lane).min(width);
+            let of = if lane + width < x.count { width } else { last };
             (lane, given, of)
         })
     };
@@ -112,7 +113,7 @@ pub(super) unsafe fn panels<V: Square, E: Source>(
         }
         for (lane, given, of) in panels() {
             let start = x.start.add(lane * x.lane_stride);
-            let (x, y) = (Lanes { start, lanes: given, ..*x }, y.add(lane * x.terms));
+            let (x, y) = (Lanes { start, count: given, ..*x }, y.add(lane * x.terms));
             if x.term_stride == 1 {
                 // A group of fewer than 8 lanes writes beyond them. The next term overwrites this.
                 debug_assert!(of < 8 || of.is_multiple_of(8), "no group follows a partial one");
@@ -165,7 +166,7 @@ unsafe fn vectors<V: Square, E: Source, const N: usize>(x: *const E, y: *mut f32
 /// As for [`panels`].
 #[inline(always)]
 unsafe fn transpose<V: Square, E: Source>(x: &Lanes<E>, group: usize, width: usize, y: *mut f32) {
-    let given = x.lanes.saturating_sub(group).min(8);
+    let given = x.count.saturating_sub(group).min(8);
     let step = 8 * E::PACKED;
     let whole = x.terms / step * step;
     // SAFETY: guaranteed by the caller.
@@ -175,7 +176,8 @@ unsafe fn transpose<V: Square, E: Source>(x: &Lanes<E>, group: usize, width: usi
             let mut square = [V::zero(); 8];
             if given == 8 {
                 for i in 0..8 {
-                    if t % (2 * step) == 0 {
+                    // Once per cache line.
+                    if t.is_multiple_of(2 * step) {
                         prefetch(start.wrapping_add((i + 8) * x.lane_stride + t));
                     }
                     square[i] = V::load(start.add(i * x.lane_stride + t).cast());
@@ -221,7 +223,7 @@ unsafe fn one_by_one<E: Source>(
         for lane in lanes.clone() {
             // SAFETY: guaranteed by the caller.
             unsafe {
-                *y.add(t * width + lane) = if lane < x.lanes {
+                *y.add(t * width + lane) = if lane < x.count {
                     (*x.start.add(lane * x.lane_stride + t * x.term_stride)).wide()
                 } else {
                     0.0

@@ -10,9 +10,10 @@ use super::{Elements, Raw};
 
 /// Maximum number of terms of a block.
 const TERMS: usize = 512;
-/// The same for so few rows that a copy of the right operand is used once: it stays in the L1
-/// cache.
-const TERMS_OF_FEW_ROWS: usize = 128;
+/// Maximum numbers of terms and of columns of a block with so few rows that a copy of the right
+/// operand, which is stored by rows, is used once.
+const TERMS_OF_FEW_ROWS: usize = 64;
+const COLUMNS_OF_FEW_ROWS: usize = 480;
 /// The same where the right operand is read in place and its rows are long.
 const TERMS_IN_PLACE: usize = 32;
 /// Maximum number of rows of a block. A copy of those of the left operand stays in the L2 cache.
@@ -131,7 +132,10 @@ impl<'a> Blocks<'a> {
         let (terms, columns) = match right {
             Reading::InPlace(_) if n > 4 * widest => (TERMS_IN_PLACE, n),
             Reading::InPlace(_) => (TERMS, n),
-            Reading::FromCopy if few_rows => (TERMS_OF_FEW_ROWS, widest),
+            Reading::FromCopy if few_rows && product.b.column_stride == 1 => {
+                (TERMS_OF_FEW_ROWS, COLUMNS_OF_FEW_ROWS / widest * widest)
+            }
+            Reading::FromCopy if few_rows => (TERMS, widest),
             Reading::FromCopy => (TERMS, COLUMNS / widest * widest),
         };
         let terms = k.div_ceil(k.div_ceil(terms).max(1)).next_multiple_of(ALIGNMENT).min(k);
@@ -311,11 +315,11 @@ impl<'a> Blocks<'a> {
         unsafe {
             match x.start {
                 Elements::F32(start) => {
-                    let x = Lanes { start, lane_stride, term_stride, lanes, terms };
+                    let x = Lanes { start, lane_stride, term_stride, count: lanes, terms };
                     (self.kernels.panels_f32)(&x, widths, y);
                 }
                 Elements::Bf16(start) => {
-                    let x = Lanes { start, lane_stride, term_stride, lanes, terms };
+                    let x = Lanes { start, lane_stride, term_stride, count: lanes, terms };
                     (self.kernels.panels_bf16)(&x, widths, y);
                 }
             }

@@ -9,6 +9,7 @@
     clippy::inline_always,
     reason = "a function call would lose the target features of the kernel"
 )]
+#![expect(clippy::needless_range_loop, reason = "loops over registers have constant lengths")]
 
 use super::Raw;
 use super::vectors::Vector;
