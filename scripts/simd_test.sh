@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the binary on emulated CPUs, one with AVX2 but not AVX-512 and two without AVX: the same
-# binary, with `gemm` and all dependencies, must run there and train the same.
+# binary, with all dependencies, must run there and train the same.
 #   scripts/simd_test.sh [CPU..]
 # Needs qemu-x86_64 (package `qemu-user`) and takes minutes.
 set -euo pipefail

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Times the ops of `trainer bench --ops` at each SIMD level. Each round runs all levels; the best of
-# all rounds is printed. Without FILTER, only ops with their own SIMD code run: matrix
-# multiplication is done by `gemm`, which does not depend on the level.
+# all rounds is printed. Without FILTER, only elementwise ops and norms run.
 #   scripts/bench/simd_levels.sh [ROUNDS] [FILTER..]
 # Needs a build: cargo build --release
 set -euo pipefail

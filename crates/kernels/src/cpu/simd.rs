@@ -1,8 +1,7 @@
 //! Vectorized inner loops.
 //!
 //! All SIMD levels do the same operations in the same order with fused multiply-adds, so results do
-//! not depend on the CPU. Matrix products are not part of this module: the `gemm` crate does its
-//! own detection.
+//! not depend on the CPU. Matrix products have their own module.
 
 #![expect(
     clippy::inline_always,

@@ -12,6 +12,11 @@ use half::bf16;
 
 /// Number of terms that are copied for one panel before those of the next.
 const TERMS: usize = 8;
+/// Size of a cache line, in bytes.
+const LINE: usize = 64;
+/// Distance between the terms of a lane that are read and those that are fetched into the cache, in
+/// bytes.
+const AHEAD: usize = 4 * LINE;
 
 /// An element of an operand.
 pub(super) trait Source: Copy {
@@ -117,8 +122,13 @@ pub(super) unsafe fn panels<V: Square, E: Source>(
             if x.term_stride == 1 {
                 // A group of fewer than 8 lanes writes beyond them. The next term overwrites this.
                 debug_assert!(of < 8 || of.is_multiple_of(8), "no group follows a partial one");
-                for group in (0..of).step_by(8) {
-                    transpose::<V, E>(&x, group, of, y);
+                // A cache line of each lane at a time: the lanes may be in the same sets of a cache.
+                let line = LINE / size_of::<E>();
+                for first in (0..x.terms).step_by(line) {
+                    let terms = first..x.terms.min(first + line);
+                    for group in (0..of).step_by(8) {
+                        transpose::<V, E>(&x, terms.clone(), group, of, y);
+                    }
                 }
             } else {
                 one_by_one(&x, 0..x.terms, 0..of, of, y);
@@ -165,21 +175,27 @@ unsafe fn vectors<V: Square, E: Source, const N: usize>(x: *const E, y: *mut f32
 /// # Safety
 /// As for [`panels`].
 #[inline(always)]
-unsafe fn transpose<V: Square, E: Source>(x: &Lanes<E>, group: usize, width: usize, y: *mut f32) {
+unsafe fn transpose<V: Square, E: Source>(
+    x: &Lanes<E>,
+    terms: std::ops::Range<usize>,
+    group: usize,
+    width: usize,
+    y: *mut f32,
+) {
     let given = x.count.saturating_sub(group).min(8);
     let step = 8 * E::PACKED;
-    let whole = x.terms / step * step;
+    let whole = terms.start + terms.len() / step * step;
     // SAFETY: guaranteed by the caller.
     unsafe {
         let start = x.start.wrapping_add(group * x.lane_stride);
-        for t in (0..whole).step_by(step) {
+        for i in 0..given {
+            let next = start.wrapping_add(i * x.lane_stride + terms.start);
+            prefetch(next.wrapping_byte_add(AHEAD));
+        }
+        for t in (terms.start..whole).step_by(step) {
             let mut square = [V::zero(); 8];
             if given == 8 {
                 for i in 0..8 {
-                    // Once per cache line.
-                    if t.is_multiple_of(2 * step) {
-                        prefetch(start.wrapping_add((i + 8) * x.lane_stride + t));
-                    }
                     square[i] = V::load(start.add(i * x.lane_stride + t).cast());
                 }
             } else {
@@ -193,7 +209,7 @@ unsafe fn transpose<V: Square, E: Source>(x: &Lanes<E>, group: usize, width: usi
                 E::store_terms(square[i], to, width);
             }
         }
-        one_by_one(x, whole..x.terms, group..width.min(group + 8), width, y);
+        one_by_one(x, whole..terms.end, group..width.min(group + 8), width, y);
     }
 }
 

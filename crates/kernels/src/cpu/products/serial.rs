@@ -10,6 +10,9 @@ use super::{Elements, Raw};
 
 /// Maximum number of terms of a block.
 const TERMS: usize = 512;
+/// Maximum number of terms of a block with so few rows that a copy of the right operand, which is
+/// stored by columns, is used once.
+const TERMS_OF_ONE_PANEL: usize = 128;
 /// Maximum numbers of terms and of columns of a block with so few rows that a copy of the right
 /// operand, which is stored by rows, is used once.
 const TERMS_OF_FEW_ROWS: usize = 64;
@@ -135,7 +138,7 @@ impl<'a> Blocks<'a> {
             Reading::FromCopy if few_rows && product.b.column_stride == 1 => {
                 (TERMS_OF_FEW_ROWS, COLUMNS_OF_FEW_ROWS / widest * widest)
             }
-            Reading::FromCopy if few_rows => (TERMS, widest),
+            Reading::FromCopy if few_rows => (TERMS_OF_ONE_PANEL, widest),
             Reading::FromCopy => (TERMS, COLUMNS / widest * widest),
         };
         let terms = k.div_ceil(k.div_ceil(terms).max(1)).next_multiple_of(ALIGNMENT).min(k);

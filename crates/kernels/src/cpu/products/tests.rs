@@ -128,7 +128,7 @@ fn a_sum_that_is_continued_has_the_bits_of_the_whole() {
 
 /// Answers that are generated at the same time, and packs, rely on this.
 #[test]
-fn a_row_does_not_depend_on_its_place_and_on_the_others() {
+fn a_row_of_a_product_of_few_rows_does_not_depend_on_its_place_and_on_the_others() {
     for (m, n, k) in [(2, 33, 7), (3, 129, 700), (8, 70, 1100), (17, 257, 513), (64, 90, 300)] {
         let (row, b) = (wave(k, 0.37), wave(n * k, 0.73));
         let mut alone = vec![0f32; n];
