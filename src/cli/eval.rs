@@ -64,7 +64,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let adapter = args.adapter.as_deref();
     let loaded = run::load_for_run(&config.model, adapter, config.seed, &device);
     let loaded = loaded.map_err(located)?;
-    let (ranks, weights) = (&Ranks::alone(), &RankWeights::Whole);
+    let (ranks, weights) = (&Ranks::alone(), &RankWeights::default());
     let evaluator = Evaluator {
         ranks,
         weights,
@@ -75,7 +75,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     };
     let total = rows.num_rows();
     let progress = Progress::items(logging.bars(), "rows", total as u64);
-    let report = evaluator.run(&*loaded.model, &|done| progress.set(done as u64))?;
+    let report = evaluator.run(&loaded.model, &|done| progress.set(done as u64))?;
     drop(progress);
     for rejection in &report.rejected {
         tracing::warn!(row = %rejection.message, "cannot score an eval row");
@@ -88,7 +88,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
             .into());
     }
     let generate = config.eval.generate.clone().unwrap_or_default();
-    let (model, device) = (&*loaded.model, &device);
+    let (model, device) = (&loaded.model, &device);
     let predictor = Predictor { rows: &rows, config: &generate, model, device, ranks, weights };
     let answers = args.answers.then(|| answers(&predictor, logging)).transpose()?;
     if let Some(file) = per_sample_file {

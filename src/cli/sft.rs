@@ -256,7 +256,7 @@ fn show_answers(
         .collect();
     let generate = GenerateConfig { max_new_tokens: MAX_NEW_TOKENS, ..GenerateConfig::default() };
     let StepRunner { model, device, ranks, weights, .. } = runner;
-    let (model, config) = (&**model, &generate);
+    let (model, config) = (model, &generate);
     let predictor = Predictor { rows, config, model, device, ranks, weights };
     for row in rows.rows() {
         let Some(exact) = shown.get(&rows.id(row)) else { continue };

@@ -8,7 +8,7 @@ use crate::checkpoint::{SavedTensor, WeightFiles};
 use crate::config::RunConfig;
 use crate::dist::SequenceAttention;
 use crate::models::{Model, ModelConfig, read_config};
-use crate::nn::{DecoderConfig, Dropout, ParamSpec, TensorNames, random_part};
+use crate::nn::{DecoderConfig, ParamSpec, TensorNames, random_part};
 use crate::ops::{AttentionBackend, Matmul, Nf4, gpu_without_e4m3};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
@@ -27,10 +27,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 pub struct LoadedModel {
-    pub model: Box<dyn Model>,
+    pub model: Model,
     /// Parameters in the compute dtype, in the order of the specs.
     pub params: Vec<Param>,
-    pub dropout: Option<Arc<Dropout>>,
     /// The folder.
     pub open: OpenModel,
 }
@@ -42,7 +41,7 @@ pub struct OpenModel {
     /// Name, shape and component of each parameter; those of an adapter follow those of the model.
     pub specs: Vec<ParamSpec>,
     pub adapter: Option<OpenAdapter>,
-    config: Arc<dyn ModelConfig>,
+    config: ModelConfig,
     source: WeightSource,
     folder: PathBuf,
     dtype: DType,
@@ -86,7 +85,7 @@ impl OpenModel {
         let folder = section.path.as_path();
         let (mut config, config_json) = read_config(folder)
             .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;
-        if section.aux_loss != 0.0 && config.text().moe.is_some() && !device.is_cpu() {
+        if section.aux_loss != 0.0 && config.text.moe.is_some() && !device.is_cpu() {
             return Err(SetupError::AuxLossOnGpu);
         }
         let source = match section.weights {
@@ -193,7 +192,7 @@ impl OpenModel {
     }
 
     fn name_in_file(&self, name: &str) -> String {
-        self.config.tensor_names().in_file(name)
+        self.config.tensor_names.in_file(name)
     }
 
     /// [`ParamSpec::pieces`], with their names in the files of a model folder.
@@ -204,11 +203,11 @@ impl OpenModel {
 
     /// How weight files name the tensors.
     pub(super) fn tensor_names(&self) -> TensorNames {
-        self.config.tensor_names()
+        self.config.tensor_names
     }
 
     pub(super) fn text(&self) -> &DecoderConfig {
-        self.config.text()
+        &self.config.text
     }
 
     /// Replaces the attention of the model.
@@ -238,8 +237,7 @@ impl OpenModel {
     pub(super) fn with_params(self, params: Vec<Param>) -> Result<LoadedModel, SetupError> {
         let adapters = self.adapter.as_ref().map(|adapter| adapter.adapters(&self.specs));
         let model = self.config.build(&params, &self.attention, adapters.as_ref(), self.matmul)?;
-        let dropout = adapters.map(|adapters| Arc::clone(adapters.dropout()));
-        Ok(LoadedModel { model, params, dropout, open: self })
+        Ok(LoadedModel { model, params, open: self })
     }
 
     /// Builds the model with these parameters and another attention.
@@ -247,7 +245,7 @@ impl OpenModel {
         &self,
         params: &[Param],
         attention: &Arc<dyn AttentionBackend>,
-    ) -> Result<Box<dyn Model>, SetupError> {
+    ) -> Result<Model, SetupError> {
         let adapters = self.adapter.as_ref().map(|adapter| adapter.adapters(&self.specs));
         Ok(self.config.build(params, attention, adapters.as_ref(), self.matmul)?)
     }
@@ -271,7 +269,7 @@ impl OpenModel {
                 .load_part(&spec.name, elements, dtype, device)
                 .map_err(|source| files_error(&self.folder, source)),
             WeightSource::Seed(seed) => {
-                let range = self.config.initializer_range();
+                let range = self.config.text.initializer_range;
                 Ok(random_part(spec, range, *seed, elements, device)?.to_dtype(dtype)?)
             }
         }

@@ -11,7 +11,7 @@ use super::weights::RankWeights;
 use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
 use crate::data::{DatasetRows, collate};
 use crate::data::{Rejection, RowReader, SampleCounts, SampleIndex, TransientRowError};
-use crate::dist::{Collective, Rank};
+use crate::dist::Rank;
 use crate::loss::{TargetLosses, scores};
 use crate::models::Model;
 use crate::train::TrainError;
@@ -106,11 +106,7 @@ const BLOCK_ROWS: usize = 32;
 
 impl Evaluator<'_> {
     /// Scores every row; `progress` receives the number of rows done.
-    pub fn run(
-        &self,
-        model: &dyn Model,
-        progress: &dyn Fn(usize),
-    ) -> Result<EvalReport, TrainError> {
+    pub fn run(&self, model: &Model, progress: &dyn Fn(usize)) -> Result<EvalReport, TrainError> {
         let report = self.run_until(model, &|| false, progress)?;
         Ok(report.expect("nothing stops this evaluation"))
     }
@@ -118,7 +114,7 @@ impl Evaluator<'_> {
     /// Scores every row, unless `stop` returns `true` on a rank: then all ranks return `None`.
     pub fn run_until(
         &self,
-        model: &dyn Model,
+        model: &Model,
         stop: &dyn Fn() -> bool,
         progress: &dyn Fn(usize),
     ) -> Result<Option<EvalReport>, TrainError> {
@@ -159,7 +155,7 @@ impl Evaluator<'_> {
     /// Scores the rows of one block, or the first of them if `stop` returns `true`.
     fn score_block(
         &self,
-        model: &dyn Model,
+        model: &Model,
         rows: &[SampleIndex],
         stop: &dyn Fn() -> bool,
         progress: &dyn Fn(usize),
@@ -195,7 +191,7 @@ impl Evaluator<'_> {
 
     fn score(
         &self,
-        model: &dyn Model,
+        model: &Model,
         samples: Vec<(SampleIndex, EncodedSample)>,
         report: &mut EvalReport,
     ) -> Result<(), TrainError> {
@@ -213,13 +209,10 @@ impl Evaluator<'_> {
         let (batch, own) = own_part(batch, self.ranks.sequence(), merge);
         let targets = &own.targets;
         let input = model.upload(batch, self.dtype, self.device)?;
-        self.weights.begin_forward(self.ranks, true)?;
-        let scores =
-            model.hidden(&input).and_then(|hidden| scores(&hidden, model.lm_head(), targets));
-        self.weights.end()?;
-        // An op that exchanges tensors fails if another rank was lost.
-        let lost = || self.ranks.sums().and_then(Collective::error);
-        let scores = scores.map_err(|error| lost().map_or(error.into(), TrainError::Ranks))?;
+        let scores = self.ranks.inference(self.weights, |pass| {
+            let hidden = model.hidden(&input, pass)?;
+            Ok(scores(&hidden, model.lm_head(), targets, pass)?)
+        })?;
         let (mut next, mut end) = (0, 0); // targets ascend, as samples do
         for (id, size) in origins {
             let first = next;

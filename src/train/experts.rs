@@ -3,9 +3,11 @@
 use super::ranks::{Bits, Ranks};
 use super::sequence::OwnTargets;
 use super::step::StepRunner;
+use super::weights::PassKind;
 use crate::batch::VarlenBatch;
 use crate::models::ModelInput;
-use crate::nn::{Choices, DropoutPlace, Recording, Routers};
+use crate::nn::Routers;
+use crate::tape::{DropoutPlace, Pass, RouterChoices, RouterLog};
 use crate::train::TrainError;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
@@ -21,7 +23,7 @@ pub(super) struct StepRouters {
 
 /// What the routers chose for the micro-batches of this rank, with their slots.
 #[derive(Debug, Default)]
-struct OwnChoices(Vec<(usize, Vec<Choices>)>);
+struct OwnChoices(Vec<(usize, Vec<RouterChoices>)>);
 
 /// The same for a slot, on the host.
 #[derive(Serialize, Deserialize)]
@@ -60,7 +62,6 @@ impl StepRunner {
         rounds: usize,
         place: &dyn Fn(&usize, &OwnTargets) -> Option<DropoutPlace>,
     ) -> Result<StepRouters, TrainError> {
-        self.end_routers();
         let is_alone = rounds == 1 && self.ranks.rank().world == 1;
         let Some(routers) = self.model.routers().filter(|_| self.has_aux_loss() && !is_alone)
         else {
@@ -69,61 +70,53 @@ impl StepRunner {
         let mut own = OwnChoices::default();
         for round in 0..rounds {
             let batch = targets.get(round);
-            if !self.weights.begin_forward(&self.ranks, batch.is_some())? {
+            if !self.weights.is_needed(&self.ranks, batch.is_some())? {
                 continue;
             }
+            let weights = self.weights.for_pass(PassKind::Forward);
             if let Some((slot, targets)) = batch {
                 let later = round.checked_sub(1).and_then(|at| rest.get(at));
                 let later = later.map(|(_, batch)| self.upload(batch.clone())).transpose()?;
                 if let Some(input) = later.as_ref().or(first) {
-                    self.set_dropout(place(slot, targets));
-                    routers.set_recording(Recording::Probabilities);
-                    let hidden = self.model.hidden(input);
-                    routers.set_recording(Recording::Off);
-                    self.set_dropout(None);
-                    hidden?;
-                    own.0.push((*slot, routers.take()));
+                    let (dropout, log) = (place(slot, targets), RouterLog::new(true));
+                    let (dropout, router_log) = (dropout.as_ref(), Some(&log));
+                    let pass = Pass { dropout, router_log, ..weights.inference() };
+                    self.model.hidden(input, &pass)?;
+                    own.0.push((*slot, log.into_choices()));
                 }
             }
-            self.weights.end()?;
+            weights.end()?;
         }
         let all = own.gather(routers, &self.ranks)?;
-        routers.set_slopes(Some(all.slopes(self.aux_loss)));
         Ok(StepRouters { own, all: Some(all) })
     }
 
-    /// Runs a micro-batch forward and records its choices, unless they are known already.
-    pub(super) fn with_routers<T>(
-        &self,
-        slot: usize,
-        of_step: &mut StepRouters,
-        forward: impl FnOnce() -> Result<T, TrainError>,
-    ) -> Result<T, TrainError> {
-        let Some(routers) = self.model.routers().filter(|_| of_step.all.is_none()) else {
-            return forward();
-        };
-        let has_aux_loss = self.has_aux_loss();
-        let recording = if has_aux_loss { Recording::Probabilities } else { Recording::Choices };
-        routers.set_recording(recording);
-        let result = forward();
-        routers.set_recording(Recording::Off);
-        of_step.own.0.push((slot, routers.take()));
-        if has_aux_loss {
-            // the only micro-batch of the step
-            let all = of_step.own.gather(routers, &self.ranks)?;
-            routers.set_slopes(Some(all.slopes(self.aux_loss)));
-            of_step.all = Some(all);
-        }
-        result
+    /// The log of a micro-batch's forward pass; `None` if there is nothing to record, or if it is
+    /// known already.
+    pub(super) fn router_log(&self, of_step: &StepRouters) -> Option<RouterLog> {
+        let is_open = self.model.routers().is_some() && of_step.all.is_none();
+        is_open.then(|| RouterLog::new(self.has_aux_loss()))
     }
 
-    /// Nothing of a step remains in the routers.
-    pub(super) fn end_routers(&self) {
-        if let Some(routers) = self.model.routers() {
-            routers.set_recording(Recording::Off);
-            routers.set_slopes(None);
-            routers.take();
+    /// Adds the choices of the micro-batch in `slot`.
+    pub(super) fn add_choices(
+        &self,
+        slot: usize,
+        log: RouterLog,
+        of_step: &mut StepRouters,
+    ) -> Result<(), TrainError> {
+        of_step.own.0.push((slot, log.into_choices()));
+        if let Some(routers) = self.model.routers().filter(|_| self.has_aux_loss()) {
+            // the only micro-batch of the step
+            of_step.all = Some(of_step.own.gather(routers, &self.ranks)?);
         }
+        Ok(())
+    }
+
+    /// The slopes of the auxiliary loss; `None` if it is no part of the loss.
+    pub(super) fn router_slopes(&self, of_step: &StepRouters) -> Option<Vec<f32>> {
+        let all = of_step.all.as_ref().filter(|_| self.has_aux_loss());
+        all.map(|all| all.slopes(self.aux_loss))
     }
 
     /// The choices of a step on all ranks; `None` without experts. Waits for a GPU.
@@ -136,7 +129,7 @@ impl StepRunner {
 
 impl OwnChoices {
     /// The choices of all ranks. Waits for a GPU.
-    fn gather(&self, routers: &Routers, ranks: &Ranks) -> Result<StepChoices, TrainError> {
+    fn gather(&self, routers: Routers, ranks: &Ranks) -> Result<StepChoices, TrainError> {
         let own = self.0.iter().map(|(slot, choices)| SlotChoices::read(*slot, choices, routers));
         let own = own.collect::<candle_core::Result<Vec<_>>>()?;
         let mut all: Vec<SlotChoices> = ranks.gather(own)?.into_iter().flatten().collect();
@@ -159,7 +152,7 @@ impl OwnChoices {
 }
 
 impl SlotChoices {
-    fn read(slot: usize, choices: &[Choices], routers: &Routers) -> candle_core::Result<Self> {
+    fn read(slot: usize, choices: &[RouterChoices], routers: Routers) -> candle_core::Result<Self> {
         let mut counts = vec![Vec::new(); routers.num_layers];
         let mut probabilities: Vec<f64> = Vec::new();
         let offsets: Vec<&Tensor> = choices.iter().map(|choices| &choices.offsets).collect();

@@ -60,6 +60,6 @@ pub use trainer::{
     TrainerParts,
 };
 pub use weights::{
-    RankWeights, SlotTensors, StoredWeight, VisitingMemory, VisitingWeights, WeightSlots,
-    WeightStorage, visiting_memory,
+    RankWeights, SlotTensors, StoredWeight, VisitingMemory, VisitingWeights, WeightDivision,
+    WeightSlots, WeightStorage, visiting_memory,
 };

@@ -57,7 +57,7 @@ pub struct Predictor<'a> {
     pub rows: &'a DatasetRows,
     /// Length and scores of answers.
     pub config: &'a GenerateConfig,
-    pub model: &'a dyn Model,
+    pub model: &'a Model,
     pub device: &'a Device,
     /// The ranks that share the rows.
     pub ranks: &'a Ranks,
@@ -97,7 +97,9 @@ impl Predictor<'_> {
             {
                 match TransientRowError::or_read(Rejection::of, || self.question(row))? {
                     Ok(Some((question, prompt))) => {
-                        self.pass(|| group.begin((at, question), prompt))?;
+                        self.ranks.inference(self.weights, |pass| {
+                            group.begin((at, question), prompt, pass)
+                        })?;
                     }
                     unanswered => {
                         answers.insert(at, unanswered.map(|_| None));
@@ -106,20 +108,14 @@ impl Predictor<'_> {
             } else if group.is_empty() {
                 return Ok(Some(answers.into_values().collect()));
             } else {
-                for ((at, question), ids) in self.pass(|| group.step())? {
+                for ((at, question), ids) in
+                    self.ranks.inference(self.weights, |pass| group.step(pass))?
+                {
                     answers.insert(at, Ok(Some(self.prediction(question, ids)?)));
                 }
             }
         }
         Ok(None)
-    }
-
-    /// Calls `f`, which makes at most one pass over the model.
-    fn pass<T>(&self, f: impl FnOnce() -> Result<T, TrainError>) -> Result<T, TrainError> {
-        self.weights.begin_forward(self.ranks, true)?;
-        let result = f();
-        self.weights.end()?;
-        result
     }
 
     /// The prompt of a row; `None` for a row of a corpus.

@@ -3,7 +3,7 @@
 use crate::batch::{Patches, VarlenBatch};
 use crate::dist::SequencePlace;
 use crate::loss::{TargetLosses, Targets};
-use crate::nn::DropoutPlace;
+use crate::tape::DropoutPlace;
 use std::num::NonZeroU32;
 use std::ops::Range;
 

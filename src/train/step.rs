@@ -1,25 +1,23 @@
 //! One optimizer step: forward and backward of its micro-batches, clipping, update.
 
 use super::experts::{StepChoices, StepRouters};
-use super::gradients::{GradientSums, Round, squares};
+use super::gradients::{GradientSums, squares};
 use super::ranks::{Bits, Ranks};
 use super::saved_tensors::SavedAs;
 use super::sequence::{OwnTargets, own_part};
-use super::weights::{Pass, RankWeights};
+use super::weights::{PassKind, RankWeights};
 use crate::batch::VarlenBatch;
 use crate::checkpoint::SavedTensor;
-use crate::dist::{Collective, DistError};
+use crate::dist::DistError;
 use crate::loss::{TargetLosses, loss_and_gradient};
-use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
-use crate::nn::{Dropout, DropoutPlace};
+use crate::models::{Model, ModelInput, RecomputePolicy};
 use crate::ops;
 use crate::optim::{Norms, Optimizer, Update};
-use crate::tape::{Gradients, Param};
+use crate::tape::{Gradients, Param, Pass};
 use crate::train::TrainError;
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 #[derive(Debug)]
 pub struct StepOutcome {
@@ -39,14 +37,12 @@ pub struct StepOutcome {
 }
 
 pub struct StepRunner {
-    pub model: Box<dyn Model>,
+    pub model: Model,
     pub params: Vec<Param>,
     /// How checkpoints contain them; `None` for those that they do not contain.
     pub saved_as: Vec<Option<SavedAs>>,
     /// Tensors of the model folder that the model does not use. Checkpoints contain them unchanged.
     pub kept: Vec<SavedTensor>,
-    /// Dropout of the adapter, if there is one.
-    pub dropout: Option<Arc<Dropout>>,
     pub optimizer: Optimizer,
     /// Gradients, and their sums over micro-batches and ranks.
     pub gradients: GradientSums,
@@ -189,6 +185,14 @@ impl StepRunner {
         Ok((counts, first_rows))
     }
 
+    /// Calls `f` with a pass that computes no gradients, as [`Ranks::inference`].
+    pub(crate) fn inference<T>(
+        &self,
+        f: impl FnOnce(&Pass<'_>) -> Result<T, TrainError>,
+    ) -> Result<T, TrainError> {
+        self.ranks.inference(&self.weights, f)
+    }
+
     pub(super) fn upload(&self, batch: VarlenBatch) -> candle_core::Result<ModelInput> {
         self.model.upload(batch, self.dtype, &self.device)
     }
@@ -206,7 +210,7 @@ impl StepRunner {
         };
         let inputs = (first.as_ref(), rest.as_slice());
         let mut routers = self.begin_routers(&targets, inputs, counts.rounds, &place)?;
-        let mut sums = self.gradients.begin_step(counts.rounds, &self.params, &self.weights);
+        let mut sums = self.gradients.begin_step(counts.rounds, &self.params);
         let inputs = first.map(Ok).into_iter().chain(rest.map(|(_, batch)| self.upload(batch)));
         let mut batches = targets.into_iter().zip(inputs).peekable();
         for round in 0..counts.rounds {
@@ -214,54 +218,59 @@ impl StepRunner {
             let batch = batches.next_if(|((slot, _), _)| slot / groups == round);
             let has_batch = batch.is_some();
             if has_batch || self.ranks.sums().is_some() {
-                let grads = sums.round(round)?;
-                self.weights.begin(Pass::Train);
+                let weights = self.weights.for_pass(PassKind::Train);
+                let grads = sums.round(round, &weights)?;
+                let begin = || grads.begin_backward();
+                let pass = Pass { grads: &grads, ..weights.inference() };
                 if let Some(((slot, targets), input)) = batch {
-                    self.set_dropout(place(&slot, &targets));
+                    let dropout = place(&slot, &targets);
+                    let pass = Pass { dropout: dropout.as_ref(), ..pass };
                     let targets = (slot, targets);
-                    let losses =
-                        self.forward_backward(&input?, targets, counts, &grads, &mut routers);
-                    self.set_dropout(None);
-                    let losses = losses?;
+                    let losses = self.forward_backward(
+                        &input?,
+                        targets,
+                        counts,
+                        (&pass, &begin),
+                        &mut routers,
+                    )?;
                     nll.extend(losses.map(|(nll, targets)| (slot, nll, targets)));
                 } else {
-                    grads.begin_backward()?;
-                    report_without_backward(&*self.model, &grads);
+                    begin()?;
+                    self.model.finish_without_backward(&pass)?;
                 }
-                grads.result()?;
-                self.weights.end()?;
+                drop(grads);
+                weights.end()?;
             }
             sums.complete(round, has_batch)?;
         }
-        self.end_routers();
         let gradients = sums.finish(&self.gradients)?;
         Ok(Losses { nll, gradients, routers, counts })
     }
 
-    pub(super) fn set_dropout(&self, place: Option<DropoutPlace>) {
-        if let Some(dropout) = &self.dropout {
-            dropout.set(place);
-        }
-    }
-
-    /// Adds the gradients of one micro-batch to `grads`. Returns its targets and their losses;
-    /// `None` if the micro-batch has no targets on any rank.
+    /// Adds the gradients of one micro-batch to those of `pass`, for which `begin` prepares the
+    /// buffers after the forward pass. Returns its targets and their losses; `None` if the
+    /// micro-batch has no targets on any rank.
     fn forward_backward(
         &self,
         input: &ModelInput,
         (slot, targets): (usize, OwnTargets),
         counts: StepCounts,
-        grads: &Round<'_>,
+        (pass, begin): (&Pass<'_>, &dyn Fn() -> Result<(), TrainError>),
         routers: &mut StepRouters,
     ) -> Result<Option<(Option<Tensor>, OwnTargets)>, TrainError> {
-        let (hidden, tape) = self.with_routers(slot, routers, || {
-            Ok(self.model.forward(input, self.recompute, grads)?)
-        })?;
-        grads.begin_backward()?;
+        let log = self.router_log(routers);
+        let forward = Pass { router_log: log.as_ref(), ..*pass };
+        let (hidden, tape) = self.model.forward(input, self.recompute, &forward)?;
+        if let Some(log) = log {
+            self.add_choices(slot, log, routers)?;
+        }
+        let slopes = self.router_slopes(routers);
+        let pass = &Pass { router_slopes: slopes.as_deref(), ..*pass };
+        begin()?;
         let (head, weight) = (self.model.lm_head(), counts.target_weight);
-        let loss = loss_and_gradient(&hidden, head, &targets.targets, weight, grads)?;
+        let loss = loss_and_gradient(&hidden, head, &targets.targets, weight, pass)?;
         if targets.is_without_any() && !self.has_aux_loss() {
-            report_without_backward(&*self.model, grads);
+            self.model.finish_without_backward(pass)?;
             return Ok(None);
         }
         let (nll, d_hidden) = match loss {
@@ -269,17 +278,8 @@ impl StepRunner {
             None => (None, hidden.zeros_like()?), // other ranks have targets that see these tokens
         };
         drop(hidden);
-        self.model.backward(tape, d_hidden, input, grads)?;
+        self.model.backward(tape, d_hidden, input, pass)?;
         Ok(Some((nll, targets)))
-    }
-
-    /// An op that exchanges tensors fails if another rank was lost.
-    fn cause(&self, error: TrainError) -> TrainError {
-        let lost = match &error {
-            TrainError::Candle(_) => self.ranks.sums().and_then(Collective::error),
-            _ => None,
-        };
-        lost.map_or(error, TrainError::Ranks)
     }
 
     /// Accumulates the gradients, clips them and updates the weights. An error leaves weights and
@@ -293,7 +293,7 @@ impl StepRunner {
         lr: f64,
         number: u64,
     ) -> Result<LaunchedStep, TrainError> {
-        let mut losses = self.accumulate(step, number).map_err(|error| self.cause(error))?;
+        let mut losses = self.accumulate(step, number).map_err(|error| self.ranks.cause(error))?;
         let loss = match &self.device {
             // without waiting, so it is checked before the update
             Device::Cpu => Some(self.mean_loss(&losses.read()?, losses.counts)?),

@@ -149,11 +149,10 @@ pub(crate) fn runner_of(curve: &Value, variant: Variant, precision: Precision) -
     let buffers = (0..buffers_of_tree(variant.micro_batches)).map(zeros).collect();
     StepRunner {
         gradients: GradientSums::Alone(buffers),
-        weights: RankWeights::Whole,
+        weights: RankWeights::default(),
         ranks: Ranks::alone(),
         saved_as: Vec::new(),
         kept: Vec::new(),
-        dropout: loaded.dropout,
         model: loaded.model,
         params: loaded.params,
         optimizer,
@@ -404,9 +403,9 @@ pub(crate) fn assert_per_sample_losses(name: &str, entry: &Value) {
         dtype,
         device: &device,
         ranks: &Ranks::alone(),
-        weights: &RankWeights::Whole,
+        weights: &RankWeights::default(),
     };
-    let report = evaluator.run(&*runner.model, &|_| {}).unwrap();
+    let report = evaluator.run(&runner.model, &|_| {}).unwrap();
     for (found, expected) in report.samples.iter().zip(entry["per_sample"].as_array().unwrap()) {
         let mean = found.nll_sum / found.num_targets as f64;
         let off = (mean - expected[1].as_f64().unwrap()).abs();

@@ -87,3 +87,19 @@ pub trait Collective: Send + Sync {
         self.wait()
     }
 }
+
+/// The error of an op that exchanges tensors with other ranks, from which [`cause_of`] gets `error`
+/// back.
+pub fn in_op(error: DistError) -> candle_core::Error {
+    let context = "an exchange between ranks".to_owned();
+    candle_core::Error::WrappedContext { wrapped: Box::new(error), context }
+}
+
+/// The error of the connections between ranks that made an op fail.
+pub fn cause_of(error: &candle_core::Error) -> Option<&DistError> {
+    match error {
+        candle_core::Error::WrappedContext { wrapped, .. } => wrapped.downcast_ref(),
+        candle_core::Error::WithBacktrace { inner, .. } => cause_of(inner),
+        _ => None,
+    }
+}

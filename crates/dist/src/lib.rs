@@ -24,7 +24,7 @@ mod tcp;
 mod threads;
 mod watchdog;
 
-pub use collective::{Collective, Exchange, Gather, Reduce, Then, Ticket};
+pub use collective::{Collective, Exchange, Gather, Reduce, Then, Ticket, cause_of, in_op};
 pub use config::{Distributed, Exact, Processes, Shard, ShardGroup};
 pub use control::{Connections, connect};
 pub use host_collective::{HostCollective, Transport};

@@ -4,8 +4,8 @@
 //! `H` heads of a tensor, `Dh` head dim. Around the attention of one process, the ranks exchange
 //! tokens for heads: `[P, H, Dh]` becomes `[T, H / N, Dh]`, and back.
 
-use super::{Collective, Exchange, SequencePlace};
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use super::{Collective, Exchange, SequencePlace, in_op};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use kernels::{AttentionBackend, HeadExchange, Masking, Qkv, QkvGrad, Segments};
 use std::ops::Range;
 use std::sync::Arc;
@@ -71,10 +71,10 @@ impl HeadExchange for SequenceAttention {
                 send: send.collect::<Result<_>>()?,
                 receive: receive.collect::<Result<_>>()?,
             };
-            results.push((all, self.collective.start_exchange(exchange).map_err(Error::wrap)?));
+            results.push((all, self.collective.start_exchange(exchange).map_err(in_op)?));
         }
         if let Some((_, ticket)) = results.last() {
-            self.collective.wait_for(*ticket).map_err(Error::wrap)?;
+            self.collective.wait_for(*ticket).map_err(in_op)?;
         }
         Ok(results.into_iter().map(|(all, _)| all).collect())
     }
@@ -92,8 +92,8 @@ impl HeadExchange for SequenceAttention {
             x.narrow(0, part.start, part.len())
         });
         let exchange = Exchange { send: send.collect::<Result<_>>()?, receive: receive.clone() };
-        let ticket = self.collective.start_exchange(exchange).map_err(Error::wrap)?;
-        self.collective.wait_for(ticket).map_err(Error::wrap)?;
+        let ticket = self.collective.start_exchange(exchange).map_err(in_op)?;
+        self.collective.wait_for(ticket).map_err(in_op)?;
         Tensor::cat(&receive, 1)?.contiguous() // [P, H, Dh]
     }
 }

@@ -39,7 +39,7 @@ impl Trainer {
         let ranks = &parts.runner.ranks;
         let stop = || parts.stop.load(Ordering::Relaxed) || ranks.is_stop_requested();
         let report = evaluator
-            .run_until(&*parts.runner.model, &stop, &|done| {
+            .run_until(&parts.runner.model, &stop, &|done| {
                 watch.borrow_mut().evaluating(done, total);
             })
             .map_err(TrainError::in_evaluation)?;
@@ -52,7 +52,7 @@ impl Trainer {
         }
         let answers = parts.evaluation.config.generate.as_ref().map(|config| {
             let StepRunner { model, device, ranks, weights, .. } = &parts.runner;
-            let predictor = Predictor { rows, config, model: &**model, device, ranks, weights };
+            let predictor = Predictor { rows, config, model, device, ranks, weights };
             let each = |done, total| watch.borrow_mut().evaluating(done, total);
             let answers = predictor.run_until(&stop, &each).map_err(TrainError::in_evaluation)?;
             Ok::<_, TrainError>(answers.map(|answers| (predictor.means(&answers), answers)))

@@ -3,16 +3,15 @@
 
 use super::oracle::Oracle;
 use super::{
-    Backend, Image, Outcome, SHAPES, Shape, Subject, Text, Tolerance, VisionLanguageConfig,
-    Weights, assert_close, backends, host, packed, sample, samples, target_weight, wide,
+    Backend, Image, ModelConfig, Outcome, SHAPES, Shape, Subject, Text, Tolerance, Weights,
+    assert_close, backends, host, packed, sample, samples, target_weight, wide,
 };
 use std::collections::BTreeMap;
 use trainer::batch::VarlenBatch;
 use trainer::loss::{Targets, scores};
-use trainer::models::RecomputePolicy;
-use trainer::models::vision_language::{LLM, MERGER, VISION};
+use trainer::models::{LLM, MERGER, RecomputePolicy, VISION};
 use trainer::nn::{ExpertFiles, ParamSpec};
-use trainer::tape::Recompute;
+use trainer::tape::{Pass, Recompute};
 
 /// Asserts that all gradients are bit-identical.
 fn assert_identical(subject: &Subject, what: &str, found: &[Vec<f32>], expected: &[Vec<f32>]) {
@@ -147,8 +146,10 @@ fn both_backends_and_the_forward_without_a_tape_agree() {
         flash.assert_gradients("flash", flash_grads, &expected, flash.summed());
         for ((outcome, _), subject) in &found {
             assert_eq!(subject.hidden(&batch).concat(), outcome.hidden);
-            let hidden = subject.model.hidden(&subject.upload(&batch).unwrap()).unwrap();
-            let scores = scores(&hidden, subject.model.lm_head(), &Targets::of(&batch)).unwrap();
+            let hidden =
+                subject.model.hidden(&subject.upload(&batch).unwrap(), &Pass::default()).unwrap();
+            let head = subject.model.lm_head();
+            let scores = scores(&hidden, head, &Targets::of(&batch), &Pass::default()).unwrap();
             assert_eq!(scores.nll, outcome.nll);
         }
     }
@@ -281,7 +282,7 @@ fn every_single_parameter_can_be_trained_alone() {
 #[test]
 fn each_expert_with_a_token_has_the_oracles_gradient_and_the_others_none() {
     for files in [ExpertFiles::InOut, ExpertFiles::OutIn] {
-        let set_files = |config: &mut VisionLanguageConfig| {
+        let set_files = |config: &mut ModelConfig| {
             if let Some(moe) = &mut config.text.moe {
                 moe.files = files;
             }

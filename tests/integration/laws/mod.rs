@@ -26,15 +26,13 @@ use trainer::batch::{
 };
 use trainer::data::collate;
 use trainer::loss::{Targets, loss_and_gradient};
-use trainer::models::vision_language::{
-    MropeLayout, VisionConfig, VisionKind, VisionLanguageConfig, param_specs,
-};
-use trainer::models::{Model, ModelConfig, ModelInput, RecomputePolicy};
+use trainer::models::{Model, ModelConfig, ModelInput, RecomputePolicy, VisionConfig, VisionKind};
 use trainer::nn::{
-    DecoderConfig, ExpertFiles, HybridConfig, Init, MoeConfig, ParamSpec, Queries, TensorNames,
+    DecoderConfig, ExpertFiles, HybridConfig, Init, MoeConfig, Mrope, MropeLayout, ParamSpec,
+    Queries, TensorNames,
 };
 use trainer::ops::{AttentionBackend, Flash, Gelu, Masked, Matmul};
-use trainer::tape::{GradSink, Gradients, Param, Trainable};
+use trainer::tape::{GradSink, Gradients, Param, Pass, Trainable};
 
 /// Maximum difference of two results, relative to the largest expected value.
 #[derive(Debug, Clone, Copy)]
@@ -128,15 +126,16 @@ const SHAPES: [Shape; 6] = [
 ];
 
 /// A small config in which sizes that could be confused are different.
-fn config(shape: Shape) -> VisionLanguageConfig {
+fn config(shape: Shape) -> ModelConfig {
     // The sections also differ: with [4, 1, 1] frequencies 4 and 5 fall back to time.
-    let (hidden_size, kv, mrope_section) = match shape {
+    let (hidden_size, kv, section) = match shape {
         Shape::Tied | Shape::Experts => (24, 2, [4, 1, 1]),
         Shape::Untied => (32, 1, [2, 2, 2]),
         Shape::Hybrid | Shape::SharedExpert => (24, 2, [2, 1, 1]),
         Shape::Windowed => (24, 2, [1, 2, 3]),
     };
     let is_windowed = shape == Shape::Windowed;
+    let layout = if is_windowed { MropeLayout::Blocks } else { MropeLayout::Interleaved };
     let is_hybrid = [Shape::Hybrid, Shape::SharedExpert].contains(&shape);
     let learned = VisionKind::Learned {
         num_position_embeddings: 25,
@@ -164,7 +163,7 @@ fn config(shape: Shape) -> VisionLanguageConfig {
         shared_size: shared.then_some(10),
         files: if shared { ExpertFiles::OutIn } else { ExpertFiles::InOut },
     });
-    VisionLanguageConfig {
+    ModelConfig {
         text: DecoderConfig {
             vocab_size: VOCABULARY as usize,
             hidden_size,
@@ -178,12 +177,11 @@ fn config(shape: Shape) -> VisionLanguageConfig {
             tie_word_embeddings: [Shape::Tied, Shape::Experts].contains(&shape) || is_windowed,
             initializer_range: 0.02,
             queries: if is_windowed { Queries::Biased } else { Queries::Normed },
+            mrope: Some(Mrope { section, layout }),
             hybrid,
             moe,
         },
-        mrope_section,
-        mrope_layout: if is_windowed { MropeLayout::Blocks } else { MropeLayout::Interleaved },
-        vision: VisionConfig {
+        vision: Some(VisionConfig {
             depth: 3,
             hidden_size: 16,
             intermediate_size: if is_windowed { 22 } else { 20 },
@@ -193,9 +191,9 @@ fn config(shape: Shape) -> VisionLanguageConfig {
             temporal_patch_size: 2,
             spatial_merge_size: 2,
             out_hidden_size: hidden_size,
+            image_token_id: IMAGE_TOKEN,
             kind: if is_windowed { windowed } else { learned },
-        },
-        image_token_id: IMAGE_TOKEN,
+        }),
         tensor_names: TensorNames::Modules,
     }
 }
@@ -204,7 +202,7 @@ fn config(shape: Shape) -> VisionLanguageConfig {
 /// hide mistakes.
 #[derive(Debug, Clone)]
 struct Weights {
-    config: VisionLanguageConfig,
+    config: ModelConfig,
     specs: Vec<ParamSpec>,
     values: Vec<Vec<f32>>,
 }
@@ -214,14 +212,10 @@ impl Weights {
         Self::with_config(|_| {}, shape, seed)
     }
 
-    fn with_config(
-        change: impl FnOnce(&mut VisionLanguageConfig),
-        shape: Shape,
-        seed: u64,
-    ) -> Self {
+    fn with_config(change: impl FnOnce(&mut ModelConfig), shape: Shape, seed: u64) -> Self {
         let mut config = config(shape);
         change(&mut config);
-        let specs = param_specs(&config);
+        let specs = config.param_specs();
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let values = specs.iter().map(|spec| {
             let layout = config.text.moe.as_ref().map(|moe| moe.files);
@@ -274,7 +268,7 @@ fn backends() -> &'static [Backend] {
 struct Subject {
     specs: Vec<ParamSpec>,
     params: Vec<Param>,
-    model: Box<dyn Model>,
+    model: Model,
 }
 
 /// Results of a micro-batch.
@@ -314,7 +308,8 @@ impl Subject {
 
     /// Hidden states, one row per token.
     fn hidden(&self, batch: &VarlenBatch) -> Vec<Vec<f32>> {
-        self.model.hidden(&self.upload(batch).unwrap()).unwrap().to_vec2().unwrap()
+        let input = self.upload(batch).unwrap();
+        self.model.hidden(&input, &Pass::default()).unwrap().to_vec2().unwrap()
     }
 
     /// Tolerance of gradients that are summed in another order.
@@ -338,13 +333,13 @@ impl Subject {
         recompute: RecomputePolicy,
         grads: &dyn GradSink,
     ) -> Outcome {
-        let input = self.upload(batch).unwrap();
-        let (hidden, tape) = self.model.forward(&input, recompute, grads).unwrap();
+        let (input, pass) = (self.upload(batch).unwrap(), Pass::training(grads));
+        let (hidden, tape) = self.model.forward(&input, recompute, &pass).unwrap();
         let (head, targets) = (self.model.lm_head(), Targets::of(batch));
-        let loss = loss_and_gradient(&hidden, head, &targets, weight, grads).unwrap();
+        let loss = loss_and_gradient(&hidden, head, &targets, weight, &pass).unwrap();
         let loss = loss.expect("the samples of these tests have targets");
         let outcome = Outcome { hidden: host(&hidden), nll: host(&loss.nll) };
-        self.model.backward(tape, loss.d_hidden, &input, grads).unwrap();
+        self.model.backward(tape, loss.d_hidden, &input, &pass).unwrap();
         outcome
     }
 
@@ -435,7 +430,8 @@ fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
                     position_ids.push([at(frame), at(row), at(column)]);
                 }
                 next_position += t.max(h / 2).max(w / 2);
-                let values = (t * h * w) as usize * config(Shape::Tied).vision.patch_values();
+                let values =
+                    (t * h * w) as usize * config(Shape::Tied).vision.unwrap().patch_values();
                 let pixel_values = (0..values).map(|_| rng.random_range(-1.0..1.0)).collect();
                 let kind = MediumKind::Image; // `joined` sets the kind of videos
                 media.push(Patches { pixel_values, grid_thw: grid, kind });

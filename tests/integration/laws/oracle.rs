@@ -8,14 +8,15 @@ use super::Weights;
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use std::collections::BTreeMap;
 use trainer::batch::{IGNORE_INDEX, VarlenBatch};
-use trainer::models::vision_language::{MropeLayout, VisionKind, VisionLanguageConfig};
+use trainer::models::{ModelConfig, VisionConfig, VisionKind};
 use trainer::nn::{ExpertFiles, HybridConfig, MoeConfig, Queries};
+use trainer::nn::{Mrope, MropeLayout};
 
 const CPU: &Device = &Device::Cpu;
 const LAYER_NORM_EPS: f64 = 1e-6;
 
 pub(super) struct Oracle {
-    config: VisionLanguageConfig,
+    config: ModelConfig,
     vars: BTreeMap<String, Var>,
     names: Vec<String>,
 }
@@ -99,7 +100,7 @@ impl Oracle {
     }
 
     fn places(&self, batch: &VarlenBatch) -> Vec<Place> {
-        let merge = self.config.vision.spatial_merge_size;
+        let merge = self.encoder().spatial_merge_size;
         let (mut places, mut frame) = (Vec::new(), 0);
         for media in &batch.media {
             let [t, height, width] = media.grid_thw.map(|n| n as usize);
@@ -117,10 +118,14 @@ impl Oracle {
         places
     }
 
+    fn encoder(&self) -> &VisionConfig {
+        self.config.vision.as_ref().unwrap()
+    }
+
     /// Features of the images, each `[M, D]`: those of the merger, then those of each deepstack
     /// merger.
     fn vision(&self, batch: &VarlenBatch) -> Result<Vec<Tensor>> {
-        let v = &self.config.vision;
+        let v = self.encoder();
         let places = self.places(batch);
         let num_patches = places.len();
         let pixels = batch.media.iter().flat_map(|media| &media.pixel_values);
@@ -202,7 +207,7 @@ impl Oracle {
 
     /// A norm of the vision encoder; those of Qwen2.5-VL have no bias and subtract no mean.
     fn vision_norm(&self, x: &Tensor, name: &str) -> Result<Tensor> {
-        match self.config.vision.kind {
+        match self.encoder().kind {
             VisionKind::Learned { .. } => self.layer_norm(x, name),
             VisionKind::Windowed { .. } => {
                 let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
@@ -214,7 +219,7 @@ impl Oracle {
 
     fn vision_mlp(&self, x: &Tensor, name: &str) -> Result<Tensor> {
         let part = |part: &str| format!("{name}.{part}");
-        match self.config.vision.kind {
+        match self.encoder().kind {
             VisionKind::Learned { .. } => {
                 let inner = gelu_tanh(&self.linear(x, &part("linear_fc1"))?)?;
                 self.linear(&inner, &part("linear_fc2"))
@@ -228,7 +233,7 @@ impl Oracle {
     }
 
     fn joined(&self, x: &Tensor) -> Result<Tensor> {
-        let together = self.config.vision.spatial_merge_size.pow(2);
+        let together = self.encoder().spatial_merge_size.pow(2);
         let (patches, width) = x.dims2()?;
         x.reshape((patches / together, together * width))
     }
@@ -265,8 +270,9 @@ impl Oracle {
         let half = rotary_dim / 2;
         let angles = matrix(num_tokens, rotary_dim, |token, dim| {
             let k = dim % half;
-            let [time, height, width] = self.config.mrope_section;
-            let axis = match (self.config.mrope_layout, k % 3) {
+            let Mrope { section, layout } = self.config.text.mrope.unwrap();
+            let [time, height, width] = section;
+            let axis = match (layout, k % 3) {
                 (MropeLayout::Interleaved, 1) if k < 3 * height => 1,
                 (MropeLayout::Interleaved, 2) if k < 3 * width => 2,
                 (MropeLayout::Blocks, _) if k >= time + height => 2,

@@ -1,7 +1,7 @@
 //! Ranks that compute one micro-batch together, each a part of its tokens, get the results of one rank.
 
 use super::{
-    Backend, Image, Shape, Subject, Text, Tolerance, Video, VisionLanguageConfig, Weights,
+    Backend, Image, ModelConfig, Shape, Subject, Text, Tolerance, Video, Weights,
     assert_each_close, backends, host, packed, sample, samples, wide,
 };
 use std::num::NonZeroU32;
@@ -10,10 +10,9 @@ use std::thread;
 use trainer::batch::{EncodedSample, IGNORE_INDEX, VarlenBatch};
 use trainer::dist::{Group, SequenceAttention, threads};
 use trainer::loss::{Targets, loss_and_gradient};
-use trainer::models::RecomputePolicy;
-use trainer::models::vision_language::{LLM, MERGER, VISION};
+use trainer::models::{LLM, MERGER, RecomputePolicy, VISION};
 use trainer::nn::ParamSpec;
-use trainer::tape::Recompute;
+use trainer::tape::{Pass, Recompute};
 
 type Pick = fn(&ParamSpec) -> bool;
 
@@ -42,15 +41,16 @@ fn part(
     let batch = whole.part(tokens, NonZeroU32::new(2).unwrap());
     let input = subject.upload(&batch).unwrap();
     let grads = subject.buffers(pick);
-    let (hidden, tape) = subject.model.forward(&input, recompute, &grads).unwrap();
+    let pass = Pass::training(&grads);
+    let (hidden, tape) = subject.model.forward(&input, recompute, &pass).unwrap();
     assert_eq!(hidden.dim(0).unwrap(), batch.input_ids.len());
     let head = subject.model.lm_head();
-    let loss = loss_and_gradient(&hidden, head, &targets, weight, &grads).unwrap();
+    let loss = loss_and_gradient(&hidden, head, &targets, weight, &pass).unwrap();
     let (nll, d_hidden) = match loss {
         Some(loss) => (host(&loss.nll), loss.d_hidden),
         None => (Vec::new(), hidden.zeros_like().unwrap()),
     };
-    subject.model.backward(tape, d_hidden, &input, &grads).unwrap();
+    subject.model.backward(tape, d_hidden, &input, &pass).unwrap();
     let grads = (0..subject.specs.len()).map(|index| grads.get(index).map(host)).collect();
     (nll, grads)
 }
@@ -98,7 +98,7 @@ fn four_heads(seed: u64) -> Weights {
 }
 
 fn four_heads_of(shape: Shape, seed: u64) -> Weights {
-    let set_heads = |config: &mut VisionLanguageConfig| {
+    let set_heads = |config: &mut ModelConfig| {
         config.text.num_key_value_heads = 4;
         if let Some(hybrid) = &mut config.text.hybrid {
             (hybrid.num_key_heads, hybrid.num_value_heads) = (4, 8);

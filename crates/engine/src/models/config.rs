@@ -294,6 +294,7 @@ impl Section<'_> {
             },
             rms_norm_eps: self.float("rms_norm_eps")?,
             rope_theta: theta.float("rope_theta")?,
+            mrope: None,
             hybrid: None,
             moe: None,
             tie_word_embeddings: self.flag("tie_word_embeddings"),

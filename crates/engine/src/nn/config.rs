@@ -23,6 +23,9 @@ pub struct DecoderConfig {
     pub rms_norm_eps: f64,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
+    /// Which rotary frequencies turn with time, height and width; `None`: all of them turn with
+    /// time, as in models that read text only.
+    pub mrope: Option<Mrope>,
     /// Whether the head and the embedding are one tensor.
     pub tie_word_embeddings: bool,
     /// Standard deviation of random weights.
@@ -33,6 +36,38 @@ pub struct DecoderConfig {
     pub hybrid: Option<HybridConfig>,
     /// The experts; `None` if all layers have an MLP.
     pub moe: Option<MoeConfig>,
+}
+
+/// Rotary frequencies of the three axes of a position.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mrope {
+    /// Numbers of frequencies of time, height and width; they sum to half of the rotated dimensions.
+    pub section: [usize; 3],
+    pub layout: MropeLayout,
+}
+
+/// Which rotary frequencies of the decoder turn with time, height and width.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MropeLayout {
+    /// In turns: time, height, width, time, .. (Qwen3-VL).
+    Interleaved,
+    /// First those of time, then those of height, then those of width (Qwen2.5-VL).
+    Blocks,
+}
+
+impl Mrope {
+    /// The axis that frequency `k` turns with. Interleaved: height if `k % 3 == 1`, width if
+    /// `k % 3 == 2` (below three times the section's length), else time.
+    pub(super) fn axis_of(self, k: usize) -> usize {
+        let section = self.section;
+        match (self.layout, k % 3) {
+            (MropeLayout::Interleaved, axis @ (1 | 2)) if k < 3 * section[axis] => axis,
+            (MropeLayout::Interleaved, _) => 0,
+            (MropeLayout::Blocks, _) => {
+                usize::from(k >= section[0]) + usize::from(k >= section[0] + section[1])
+            }
+        }
+    }
 }
 
 /// What queries and keys have besides a projection and a rotation.

@@ -206,6 +206,7 @@ mod tests {
         head_dim: 5,
         rms_norm_eps: 1e-6,
         rope_theta: 1e4,
+        mrope: None,
         tie_word_embeddings: true,
         initializer_range: 0.02,
         queries: Queries::Normed,

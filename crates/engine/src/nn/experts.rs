@@ -69,7 +69,8 @@ impl MoeConfig {
     }
 
     pub(super) fn routers(&self) -> Routers {
-        Routers::new(self.num_experts, self.experts_per_token, self.num_sparse())
+        let (num_experts, experts_per_token) = (self.num_experts, self.experts_per_token);
+        Routers { num_experts, experts_per_token, num_layers: self.num_sparse() }
     }
 
     pub fn num_sparse(&self) -> usize {

@@ -1,16 +1,16 @@
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::experts::Family;
-use crate::models::text::TextConfig;
+use crate::models::model_config::ModelConfig;
 use crate::nn::ExpertFiles;
 use serde_json::Value;
 
 const FAMILY: Family =
     Family { published: ExpertFiles::Separate, must_have_norm: true, has_shared: false };
 
-pub(in crate::models) fn read_moe(json: &Value) -> Result<TextConfig, ModelConfigError> {
+pub(in crate::models) fn read_moe(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     top.rope()?.expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
-    Ok(TextConfig { text: top.decoder_with_experts(FAMILY)? })
+    Ok(ModelConfig::text_only(top.decoder_with_experts(FAMILY)?))
 }
 
 #[cfg(test)]

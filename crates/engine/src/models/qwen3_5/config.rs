@@ -1,8 +1,8 @@
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::experts::Family;
-use crate::models::text::TextConfig;
-use crate::models::vision_language::{MropeLayout, VisionConfig, VisionLanguageConfig};
-use crate::nn::{DecoderConfig, ExpertFiles, HybridConfig, TensorNames};
+use crate::models::model_config::ModelConfig;
+use crate::models::vision::VisionConfig;
+use crate::nn::{DecoderConfig, ExpertFiles, HybridConfig, Mrope, MropeLayout, TensorNames};
 use kernels::CONV_TAPS;
 use serde_json::Value;
 
@@ -15,47 +15,46 @@ const EXPERTS: Family =
     Family { published: ExpertFiles::OutIn, must_have_norm: false, has_shared: true };
 
 /// Reads the sizes of a model with a vision encoder from the parsed `config.json`.
-pub(in crate::models) fn read(json: &Value) -> Result<VisionLanguageConfig, ModelConfigError> {
+pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     read_with(json, decoder)
 }
 
 /// As [`read`], for a model with experts.
-pub(in crate::models) fn read_moe(json: &Value) -> Result<VisionLanguageConfig, ModelConfigError> {
+pub(in crate::models) fn read_moe(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     read_with(json, decoder_with_experts)
 }
 
 fn read_with(
     json: &Value,
     decoder: impl Fn(&Section<'_>) -> Result<DecoderConfig, ModelConfigError>,
-) -> Result<VisionLanguageConfig, ModelConfigError> {
+) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     let text = Section::of(json, "text_config")?;
     let vision = Section::of(json, "vision_config")?;
-    let config = VisionLanguageConfig {
+    let section = text.rope()?.mrope_section()?;
+    let config = ModelConfig {
         // transformers reads only the key of the whole file
         text: DecoderConfig {
             tie_word_embeddings: top.flag("tie_word_embeddings"),
+            mrope: Some(Mrope { section, layout: MropeLayout::Interleaved }),
             ..decoder(&text)?
         },
-        mrope_section: text.rope()?.mrope_section()?,
-        mrope_layout: MropeLayout::Interleaved,
-        vision: VisionConfig::read(&vision, Vec::new())?,
-        image_token_id: top.size("image_token_id")? as u32,
+        vision: Some(VisionConfig::read((&top, &vision), Vec::new())?),
         tensor_names: TensorNames::Modules,
     };
     config.check()?;
     Ok(config)
 }
 
-pub(in crate::models) fn read_text(json: &Value) -> Result<TextConfig, ModelConfigError> {
+pub(in crate::models) fn read_text(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
-    Ok(TextConfig { text: decoder(&top)? })
+    Ok(ModelConfig::text_only(decoder(&top)?))
 }
 
 /// As [`read_text`], for a model with experts.
-pub(in crate::models) fn read_text_moe(json: &Value) -> Result<TextConfig, ModelConfigError> {
+pub(in crate::models) fn read_text_moe(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
-    Ok(TextConfig { text: decoder_with_experts(&top)? })
+    Ok(ModelConfig::text_only(decoder_with_experts(&top)?))
 }
 
 fn decoder_with_experts(text: &Section<'_>) -> Result<DecoderConfig, ModelConfigError> {
@@ -166,7 +165,7 @@ mod tests {
                 "image_token_id": 248_056, "tie_word_embeddings": true,
             });
             let config = read(&json).unwrap();
-            assert!(config.vision.deepstack().is_empty());
+            assert!(config.vision.unwrap().deepstack().is_empty());
             assert!(config.text.tie_word_embeddings);
         }
     }

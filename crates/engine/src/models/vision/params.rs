@@ -1,21 +1,15 @@
 //! Components, and the list of parameters with their published names.
 
-use super::config::{VisionKind, VisionLanguageConfig};
+use super::config::{VisionConfig, VisionKind};
 use super::merger::merger_parts;
-use crate::nn::{Component, Init, Inputs, ParamSpec, Stored, decoder_specs};
+use crate::nn::{Component, Init, Inputs, ParamSpec, Stored};
 
 /// The vision encoder without its mergers.
 pub const VISION: Component = Component { name: "vision", inputs: Inputs::Media };
 /// The main merger and the deepstack mergers.
 pub const MERGER: Component = Component { name: "merger", inputs: Inputs::Media };
-/// Embeddings, decoder layers, final norm, head.
-pub const LLM: Component = Component { name: "llm", inputs: Inputs::All };
-
-/// Name of the decoder's module.
-pub(super) const DECODER: &str = "model.language_model";
-
-/// Every tensor of a model of this shape in a fixed order. A tied head is not listed.
-pub fn param_specs(config: &VisionLanguageConfig) -> Vec<ParamSpec> {
+/// Every tensor of a vision encoder in a fixed order.
+pub(in crate::models) fn param_specs(v: &VisionConfig) -> Vec<ParamSpec> {
     let mut specs = Vec::new();
     let mut add = |component: Component, name: String, shape: &[usize]| {
         // norms and biases are the only vectors of the vision encoder
@@ -32,7 +26,6 @@ pub fn param_specs(config: &VisionLanguageConfig) -> Vec<ParamSpec> {
             stored: Stored::Whole,
         });
     };
-    let v = &config.vision;
     let kernel = [v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size];
     add(VISION, "model.visual.patch_embed.proj.weight".to_owned(), &kernel);
     if let VisionKind::Learned { num_position_embeddings, .. } = v.kind {
@@ -80,6 +73,5 @@ pub fn param_specs(config: &VisionLanguageConfig) -> Vec<ParamSpec> {
     for k in 0..v.deepstack().len() {
         merger(format!("model.visual.deepstack_merger_list.{k}"), merged);
     }
-    specs.extend(decoder_specs(&config.text, DECODER, LLM));
     specs
 }

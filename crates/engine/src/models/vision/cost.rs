@@ -1,24 +1,24 @@
 //! Operations and memory of the model, for `trainer bench`.
 
-use super::config::{VisionKind, VisionLanguageConfig};
+use super::config::{VisionConfig, VisionKind};
 use super::encoder::VisionEncoder;
 use crate::cost::{ActivationMemory, PartWork, RowKind};
-use crate::nn::{Decoder, indexes, matrix_elements};
+use crate::nn::{indexes, matrix_elements};
 use crate::tape::Recompute;
 
-impl VisionLanguageConfig {
-    pub(super) fn work(&self, vision: &VisionEncoder, decoder: &Decoder) -> Vec<PartWork> {
-        let (blocks, mergers) = (vision.block_params(), vision.merger_params());
-        let num_windowed = (0..self.vision.depth).filter(|k| self.vision.has_windows(*k)).count();
-        let num_full = self.vision.depth - num_windowed;
+impl VisionConfig {
+    pub(in crate::models) fn work(&self, encoder: &VisionEncoder) -> Vec<PartWork> {
+        let (blocks, mergers) = (encoder.block_params(), encoder.merger_params());
+        let num_windowed = (0..self.depth).filter(|k| self.has_windows(*k)).count();
+        let num_full = self.depth - num_windowed;
         // Of a patch with all patches of its window, as if no window is cut off at an edge.
-        let in_windows = 2 * num_windowed * self.vision.window_patches() * self.vision.hidden_size;
-        let mut work = vec![
+        let in_windows = 2 * num_windowed * self.window_patches() * self.hidden_size;
+        vec![
             PartWork {
-                weights: matrix_elements(&blocks, vision.positions()) + in_windows as f64,
+                weights: matrix_elements(&blocks, encoder.positions()) + in_windows as f64,
                 params: indexes(&blocks),
                 // twice: full attention, where the decoder's is causal
-                attention: 2.0 * (num_full * self.vision.hidden_size) as f64,
+                attention: 2.0 * (num_full * self.hidden_size) as f64,
                 rows: RowKind::Patches,
             },
             PartWork {
@@ -27,45 +27,38 @@ impl VisionLanguageConfig {
                 attention: 0.0,
                 rows: RowKind::VisionTokens,
             },
-        ];
-        work.extend(decoder.work(&self.text));
-        work
+        ]
     }
 
-    /// Memory of activations; `vision` is `None` if the vision encoder is frozen.
-    pub(super) fn activation_memory(
+    /// Adds the memory of patches to that of the decoder's activations; `recompute` is `None` if
+    /// the encoder is frozen.
+    pub(in crate::models) fn add_memory(
         &self,
+        memory: &mut ActivationMemory,
         element: f64,
-        llm: Recompute,
-        vision: Option<Recompute>,
-    ) -> ActivationMemory {
-        let v = &self.vision;
-        let (hidden, num_mergers) = (v.hidden_size as f64, v.deepstack().len() + 1);
-        let num_mergers = num_mergers as f64;
-        let input = element * hidden;
+        recompute: Option<Recompute>,
+    ) {
+        let num_mergers = (self.deepstack().len() + 1) as f64;
+        let input = element * self.hidden_size as f64;
         // the input of a GELU and means, or both inputs of SwiGLU
-        let (wide, stats) = match v.kind {
-            VisionKind::Learned { .. } => (v.intermediate_size, 4),
-            VisionKind::Windowed { .. } => (2 * v.intermediate_size, 2),
+        let (wide, stats) = match self.kind {
+            VisionKind::Learned { .. } => (self.intermediate_size, 4),
+            VisionKind::Windowed { .. } => (2 * self.intermediate_size, 2),
         };
         let saved =
-            element * (6 * v.hidden_size + wide) as f64 + 4.0 * (stats + v.num_heads) as f64;
-        let tape = match vision {
+            element * (6 * self.hidden_size + wide) as f64 + 4.0 * (stats + self.num_heads) as f64;
+        let tape = match recompute {
             None => 0.0,
             // a merger keeps its hidden rows, `Dv` values a patch; patch embed keeps the pixels
             Some(Recompute::Least | Recompute::No) => {
-                v.depth as f64 * saved + (num_mergers + 1.0) * input
+                self.depth as f64 * saved + (num_mergers + 1.0) * input
             }
-            Some(Recompute::Yes) => (v.depth as f64 + 1.0) * input,
+            Some(Recompute::Yes) => (self.depth as f64 + 1.0) * input,
         };
-        let text_hidden = self.text.hidden_size as f64;
-        let features = num_mergers * element * text_hidden / self.patches_per_token() as f64;
-        let patch_values = v.patch_values() as f64;
-        ActivationMemory {
-            patch_values,
-            patch: element * patch_values + features + tape,
-            ..self.text.memory(element, llm)
-        }
+        let of_token = num_mergers * element * self.out_hidden_size as f64;
+        let features = of_token / self.patches_per_token() as f64;
+        memory.patch_values = self.patch_values() as f64;
+        memory.patch = element * memory.patch_values + features + tape;
     }
 }
 
@@ -93,7 +86,11 @@ mod tests {
             },
         }));
         let config = config.unwrap();
-        let patch = |vision| config.activation_memory(4.0, Recompute::No, vision).patch;
+        let patch = |recompute| {
+            let mut memory = config.text.memory(4.0, Recompute::No);
+            config.vision.as_ref().unwrap().add_memory(&mut memory, 4.0, recompute);
+            memory.patch
+        };
         let frozen = 4.0 * 12.0 + 4.0 * 10.0 / 4.0; // pixels; a fourth of a token's features
         assert_eq!(patch(None), frozen);
         let block = 4.0 * (6.0 * 8.0 + 16.0) + 4.0 * 6.0;

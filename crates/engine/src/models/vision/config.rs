@@ -1,7 +1,6 @@
 use crate::models::config::{ModelConfigError, Section};
-use crate::nn::{DecoderConfig, TensorNames};
+use crate::nn::DecoderConfig;
 use kernels::Gelu;
-use std::num::NonZeroU32;
 
 /// Base of the rotary frequencies of the vision encoder.
 pub(super) const ROPE_BASE: f64 = 10_000.0;
@@ -24,6 +23,8 @@ pub struct VisionConfig {
     pub spatial_merge_size: usize,
     /// Width of the mergers' output: the language model's hidden size.
     pub out_hidden_size: usize,
+    /// Id of the token whose embedding the features of an image replace.
+    pub image_token_id: u32,
     /// The parts in which families differ.
     pub kind: VisionKind,
 }
@@ -50,92 +51,10 @@ pub enum VisionKind {
     },
 }
 
-/// Which rotary frequencies of the decoder turn with time, height and width.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MropeLayout {
-    /// In turns: time, height, width, time, .. (Qwen3-VL).
-    Interleaved,
-    /// First those of time, then those of height, then those of width (Qwen2.5-VL).
-    Blocks,
-}
-
-#[derive(Debug, Clone, PartialEq)]
-pub struct VisionLanguageConfig {
-    pub text: DecoderConfig,
-    /// Numbers of rotary frequencies of time, height and width; they sum to `Dh / 2`.
-    pub mrope_section: [usize; 3],
-    /// Which frequencies belong to which axis.
-    pub mrope_layout: MropeLayout,
-    pub vision: VisionConfig,
-    /// How weight files name the tensors.
-    pub tensor_names: TensorNames,
-    /// Id of the token whose embedding the features of an image replace.
-    pub image_token_id: u32,
-}
-
-impl VisionLanguageConfig {
-    pub(in crate::models) fn check(&self) -> Result<(), ModelConfigError> {
-        let (text, vision) = (&self.text, &self.vision);
-        let fail = |what: String| Err(ModelConfigError::Shape { what });
-        if self.mrope_section.iter().sum::<usize>() != text.rotary_dim() / 2 {
-            return fail(format!(
-                "`mrope_section` {:?} does not sum to half of the {} rotated dimensions of a head",
-                self.mrope_section,
-                text.rotary_dim()
-            ));
-        }
-        if vision.hidden_size % (4 * vision.num_heads) != 0 {
-            return fail(format!(
-                "vision `hidden_size` is {}, expected a multiple of 4 * `num_heads` {}",
-                vision.hidden_size, vision.num_heads
-            ));
-        }
-        if vision.out_hidden_size != text.hidden_size {
-            return fail(format!(
-                "vision `out_hidden_size` is {}, expected the text `hidden_size` {}",
-                vision.out_hidden_size, text.hidden_size
-            ));
-        }
-        if let VisionKind::Learned { num_position_embeddings: rows, .. } = vision.kind
-            && rows.isqrt().pow(2) != rows
-        {
-            return fail(format!("`num_position_embeddings` {rows} is not a square"));
-        }
-        let taps = vision.deepstack();
-        if taps.windows(2).any(|pair| pair[0] >= pair[1])
-            || taps.iter().any(|block| *block >= vision.depth)
-            || taps.len() > text.num_hidden_layers
-        {
-            return fail(format!(
-                "`deepstack_visual_indexes` {taps:?}: expected ascending numbers below `depth` {}, at \
-                 most `num_hidden_layers` {} of them",
-                vision.depth, text.num_hidden_layers
-            ));
-        }
-        if self.image_token_id as usize >= text.vocab_size {
-            return fail(format!(
-                "`image_token_id` {} is not below `vocab_size` {}",
-                self.image_token_id, text.vocab_size
-            ));
-        }
-        Ok(())
-    }
-
-    /// Patches on a side of the square that becomes one token.
-    pub fn merge_size(&self) -> NonZeroU32 {
-        NonZeroU32::new(self.vision.spatial_merge_size as u32).unwrap_or(NonZeroU32::MIN)
-    }
-
-    /// Number of patches that become one token.
-    pub(super) fn patches_per_token(&self) -> usize {
-        self.vision.spatial_merge_size.pow(2)
-    }
-}
-
 impl VisionConfig {
-    /// Reads the section `vision_config` of an encoder with learned positions.
+    /// Reads the section `vision_config` of the file `top`, of an encoder with learned positions.
     pub(in crate::models) fn read(
-        section: &Section<'_>,
+        (top, section): (&Section<'_>, &Section<'_>),
         deepstack_visual_indexes: Vec<usize>,
     ) -> Result<Self, ModelConfigError> {
         section.expect_no_dropout("attention_dropout")?;
@@ -155,12 +74,12 @@ impl VisionConfig {
                 }
             },
         };
-        Self::with_kind(section, kind)
+        Self::with_kind((top, section), kind)
     }
 
     /// Reads the sizes that all families have.
     pub(in crate::models) fn with_kind(
-        section: &Section<'_>,
+        (top, section): (&Section<'_>, &Section<'_>),
         kind: VisionKind,
     ) -> Result<Self, ModelConfigError> {
         expect_rope(section)?;
@@ -174,8 +93,54 @@ impl VisionConfig {
             temporal_patch_size: section.size("temporal_patch_size")?,
             spatial_merge_size: section.size("spatial_merge_size")?,
             out_hidden_size: section.size("out_hidden_size")?,
+            image_token_id: top.size("image_token_id")? as u32,
             kind,
         })
+    }
+
+    /// Fails if the sizes contradict each other or those of the decoder.
+    pub(in crate::models) fn check(&self, text: &DecoderConfig) -> Result<(), ModelConfigError> {
+        let fail = |what: String| Err(ModelConfigError::Shape { what });
+        if self.hidden_size % (4 * self.num_heads) != 0 {
+            return fail(format!(
+                "vision `hidden_size` is {}, expected a multiple of 4 * `num_heads` {}",
+                self.hidden_size, self.num_heads
+            ));
+        }
+        if self.out_hidden_size != text.hidden_size {
+            return fail(format!(
+                "vision `out_hidden_size` is {}, expected the text `hidden_size` {}",
+                self.out_hidden_size, text.hidden_size
+            ));
+        }
+        if let VisionKind::Learned { num_position_embeddings: rows, .. } = self.kind
+            && rows.isqrt().pow(2) != rows
+        {
+            return fail(format!("`num_position_embeddings` {rows} is not a square"));
+        }
+        let taps = self.deepstack();
+        if taps.windows(2).any(|pair| pair[0] >= pair[1])
+            || taps.iter().any(|block| *block >= self.depth)
+            || taps.len() > text.num_hidden_layers
+        {
+            return fail(format!(
+                "`deepstack_visual_indexes` {taps:?}: expected ascending numbers below `depth` {}, at \
+                 most `num_hidden_layers` {} of them",
+                self.depth, text.num_hidden_layers
+            ));
+        }
+        if self.image_token_id as usize >= text.vocab_size {
+            return fail(format!(
+                "`image_token_id` {} is not below `vocab_size` {}",
+                self.image_token_id, text.vocab_size
+            ));
+        }
+        Ok(())
+    }
+
+    /// Number of patches that become one token.
+    pub(super) fn patches_per_token(&self) -> usize {
+        self.spatial_merge_size.pow(2)
     }
 
     /// Blocks after which a deepstack merger reads the features.

@@ -2,12 +2,12 @@
 //! each frame or window.
 
 use super::config::{VisionConfig, VisionKind};
+use super::gelu_mlp::GeluMlp;
 use super::input::{TablePositions, VisionContext};
-use super::norm::Norm;
-use super::vision_mlp::{SavedVisionMlp, VisionMlp};
-use crate::nn::{Linear, ParamMap, WeightError};
-use crate::tape::{GradSink, InputGrad, Param, Stage};
-use candle_core::{Result, Tensor};
+use super::norm::{EPS, norm};
+use crate::nn::{Linear, MlpBlock, Norm, ParamMap, WeightError};
+use crate::tape::{CheapTensors, InputGrad, Param, Pass, Saved, Stage};
+use candle_core::{Result, Tensor, bail};
 use kernels::{AttentionBackend, Masking, Qkv, Segments};
 use std::sync::Arc;
 
@@ -38,33 +38,40 @@ impl PatchEmbed {
 
 impl Stage for PatchEmbed {
     type Context = VisionContext;
-    type Saved = Tensor; // the pixels
 
     fn params(&self) -> Vec<&Param> {
         self.proj.params().chain(&self.positions).collect()
     }
 
-    fn forward(&self, x: &Tensor, context: &VisionContext) -> Result<(Tensor, Tensor)> {
-        let features = self.proj.forward(x)?; // [P, Dv]
+    fn forward(
+        &self,
+        x: &Tensor, // [P, C*tp*p*p], the pixels
+        context: &VisionContext,
+        _cheap: CheapTensors,
+        pass: &Pass<'_>,
+    ) -> Result<(Tensor, Saved)> {
+        let features = self.proj.forward(x, pass)?; // [P, Dv]
+        let saved = Saved::new([x.clone()]);
         let (Some(table), Some(TablePositions { index, weight })) =
             (&self.positions, &context.positions)
         else {
-            return Ok((features, x.clone()));
+            return Ok((features, saved));
         };
-        let y = kernels::interpolate_rows_add(&table.tensor(), index, weight, &features)?;
-        Ok((y, x.clone()))
+        let table = pass.weight(table)?;
+        Ok((kernels::interpolate_rows_add(&table, index, weight, &features)?, saved))
     }
 
     fn backward(
         &self,
-        pixels: Tensor,
-        dy: Tensor,
+        mut saved: Saved,
+        dy: Tensor, // [P, Dv]
         context: &VisionContext,
-        grads: &dyn GradSink,
         _input_grad: InputGrad, // pixels need no gradient
+        pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
-        self.proj.backward_params(&pixels, &dy, &self.proj.output_grad(&dy)?, grads)?;
-        let d_table = self.positions.as_ref().and_then(|table| grads.buffer(table));
+        let [pixels] = saved.tensors()?;
+        self.proj.backward_params(&pixels, &dy, &self.proj.output_grad(&dy, pass)?, pass)?;
+        let d_table = self.positions.as_ref().and_then(|table| pass.grad(table));
         if let (Some(d_table), Some(TablePositions { index, weight })) =
             (d_table, &context.positions)
         {
@@ -78,22 +85,10 @@ pub(super) struct VisionBlock {
     norm1: Norm,
     qkv: Linear,
     proj: Linear,
-    mlp: VisionMlp,
+    mlp: Box<dyn Stage<Context = ()>>,
     has_windows: bool,
     num_heads: usize,
     attention: Arc<dyn AttentionBackend>,
-}
-
-/// The tensors that the backward of a block needs.
-pub(super) struct SavedVisionBlock {
-    x: Tensor,      // [P, Dv]
-    stats1: Tensor, // of the norm
-    q: Tensor,      // [P, H, Dh]
-    k: Tensor,      // [P, H, Dh]
-    v: Tensor,      // [P, H, Dh]
-    o: Tensor,      // [P, H, Dh]
-    lse: Tensor,    // [H, P]
-    mlp: SavedVisionMlp,
 }
 
 impl VisionBlock {
@@ -104,11 +99,23 @@ impl VisionBlock {
         attention: Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
         let name = |part: &str| format!("model.visual.blocks.{block}.{part}");
+        let linear = |part: &str| Linear::with_bias(params, &name(&format!("mlp.{part}")));
+        let mlp: Box<dyn Stage<Context = ()>> = match &config.kind {
+            VisionKind::Learned { hidden_act, .. } => Box::new(GeluMlp {
+                norm: norm(params, &name("norm2"), &config.kind)?,
+                fc1: linear("linear_fc1")?,
+                fc2: linear("linear_fc2")?,
+                act: *hidden_act,
+            }),
+            VisionKind::Windowed { .. } => {
+                Box::new(MlpBlock::new(Norm::rms(params, &name("norm2"), EPS)?, linear)?)
+            }
+        };
         Ok(Self {
-            norm1: Norm::new(params, &name("norm1"), &config.kind)?,
+            norm1: norm(params, &name("norm1"), &config.kind)?,
             qkv: Linear::with_bias(params, &name("attn.qkv"))?,
             proj: Linear::with_bias(params, &name("attn.proj"))?,
-            mlp: VisionMlp::new(params, &format!("model.visual.blocks.{block}"), &config.kind)?,
+            mlp,
             has_windows: config.has_windows(block),
             num_heads: config.num_heads,
             attention,
@@ -123,35 +130,43 @@ impl VisionBlock {
 
 impl Stage for VisionBlock {
     type Context = VisionContext;
-    type Saved = SavedVisionBlock;
 
     fn params(&self) -> Vec<&Param> {
         let linears = self.qkv.params().chain(self.proj.params());
-        self.norm1.params().into_iter().chain(linears).chain(self.mlp.params()).collect()
+        self.norm1.params().chain(linears).chain(self.mlp.params()).collect()
     }
 
-    fn forward(&self, x: &Tensor, context: &VisionContext) -> Result<(Tensor, SavedVisionBlock)> {
-        let (normed, stats1) = self.norm1.forward(x)?; // [P, Dv]
-        let qkv = self.qkv.forward(&normed)?; // [P, 3 * Dv]
+    fn forward(
+        &self,
+        x: &Tensor, // [P, Dv]
+        context: &VisionContext,
+        cheap: CheapTensors,
+        pass: &Pass<'_>,
+    ) -> Result<(Tensor, Saved)> {
+        let (normed, stats) = self.norm1.normed(x, pass)?; // [P, Dv]
+        let qkv = self.qkv.forward(&normed, pass)?; // [P, 3 * Dv]
         let (q, k, v) = kernels::vision_rope_split(&qkv, self.num_heads, &context.rope)?; // [P, H, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
-        let (o, lse) = self.attention.forward(heads, self.segments(context), Masking::Full)?;
-        let x1 = self.proj.forward_add(&o.reshape(x.shape())?, x)?; // [P, Dv]
-        let (y, mlp) = self.mlp.forward(x1)?; // [P, Dv]
-        Ok((y, SavedVisionBlock { x: x.clone(), stats1, q, k, v, o, lse, mlp }))
+        let (o, lse) = self.attention.forward(heads, self.segments(context), Masking::Full)?; // [P, H, Dh], [H, P]
+        let x1 = self.proj.forward_add(&o.reshape(x.shape())?, x, pass)?; // [P, Dv]
+        let (y, mlp) = self.mlp.forward(&x1, &(), cheap, pass)?; // [P, Dv]
+        Ok((y, Saved::new([x.clone(), stats, q, k, v, o, lse]).with_parts([mlp])))
     }
 
     fn backward(
         &self,
-        saved: SavedVisionBlock,
-        dy: Tensor,
+        mut saved: Saved,
+        dy: Tensor, // [P, Dv]
         context: &VisionContext,
-        grads: &dyn GradSink,
         _input_grad: InputGrad, // one of eight matmuls: not worth a second path
+        pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
-        let SavedVisionBlock { x, stats1, q, k, v, o, lse, mlp } = saved;
-        let dx1 = self.mlp.backward(mlp, &dy, grads)?; // [P, Dv], after attention
-        let d_o = self.proj.backward(&o.reshape(x.shape())?, &dx1, grads)?.reshape(o.shape())?;
+        let [x, stats, q, k, v, o, lse] = saved.tensors()?;
+        let [mlp] = saved.parts()?;
+        let Some(dx1) = self.mlp.backward(mlp, dy, &(), InputGrad::Needed, pass)? else {
+            bail!("the MLP of a block returned no gradient of its input");
+        }; // [P, Dv], after attention
+        let d_o = self.proj.backward(&o.reshape(x.shape())?, &dx1, pass)?.reshape(o.shape())?;
         let heads = Qkv { q: &q, k: &k, v: &v };
         let segments = self.segments(context);
         let d_heads = self.attention.backward(heads, &o, &lse, &d_o, segments, Masking::Full)?;
@@ -161,8 +176,8 @@ impl Stage for VisionBlock {
             &d_heads.dv,
             &context.rope,
         )?; // [P, 3 * Dv]
-        let normed = self.norm1.apply(&x, &stats1)?;
-        let d_normed = self.qkv.backward(&normed, &d_qkv, grads)?; // [P, Dv]
-        self.norm1.backward(&x, &stats1, &d_normed, Some(&dx1), grads).map(Some)
+        let normed = self.norm1.apply(&x, &stats, pass)?;
+        let d_normed = self.qkv.backward(&normed, &d_qkv, pass)?; // [P, Dv]
+        self.norm1.backward_add(&x, &stats, &d_normed, Some(&dx1), pass).map(Some)
     }
 }
