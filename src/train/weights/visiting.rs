@@ -268,7 +268,7 @@ impl VisitingWeights {
 
     /// The weight of `param` for a checkpoint; `None` if it is not stored here. The slots stay as
     /// they are.
-    pub(super) fn saved(&self, param: &Param) -> Result<Option<Tensor>> {
+    pub fn saved(&self, param: &Param) -> Result<Option<Tensor>> {
         let Some((stage, at)) = self.places.get(&param.index()) else { return Ok(None) };
         let VisitingWeight { stored, place } = &self.visitors[*stage][*at];
         match stored {
