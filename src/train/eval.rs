@@ -209,7 +209,7 @@ impl Evaluator<'_> {
         let (batch, own) = own_part(batch, self.ranks.sequence(), merge);
         let targets = &own.targets;
         let input = model.upload(batch, self.dtype, self.device)?;
-        let scores = self.ranks.inference(self.weights, |pass| {
+        let scores = self.weights.inference(self.ranks, |pass| {
             let hidden = model.hidden(&input, pass)?;
             Ok(scores(&hidden, model.lm_head(), targets, pass)?)
         })?;

@@ -97,7 +97,7 @@ impl Predictor<'_> {
             {
                 match TransientRowError::or_read(Rejection::of, || self.question(row))? {
                     Ok(Some((question, prompt))) => {
-                        self.ranks.inference(self.weights, |pass| {
+                        self.weights.inference(self.ranks, |pass| {
                             group.begin((at, question), prompt, pass)
                         })?;
                     }
@@ -109,7 +109,7 @@ impl Predictor<'_> {
                 return Ok(Some(answers.into_values().collect()));
             } else {
                 for ((at, question), ids) in
-                    self.ranks.inference(self.weights, |pass| group.step(pass))?
+                    self.weights.inference(self.ranks, |pass| group.step(pass))?
                 {
                     answers.insert(at, Ok(Some(self.prediction(question, ids)?)));
                 }

@@ -1,12 +1,10 @@
 //! The rank of a training loop, and its exchanges with the other ranks.
 
 use super::error::TrainError;
-use super::weights::{PassKind, RankWeights};
 use crate::checkpoint::Together;
 use crate::dist::{
     Channel, Collective, DistError, Monitor, Rank, SequencePlace, during, fail, gather,
 };
-use crate::tape::Pass;
 use serde::{Serialize, de::DeserializeOwned};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -106,20 +104,6 @@ impl Ranks {
         let Some(others) = &self.others else { return Ok(vec![value]) };
         let mut channel = others.channel.lock().unwrap_or_else(PoisonError::into_inner);
         gather(&mut **channel, &value)
-    }
-
-    /// Calls `f` with a pass over the model that computes no gradients. All ranks make the same
-    /// passes, or [help](RankWeights::help).
-    pub(super) fn inference<T>(
-        &self,
-        weights: &RankWeights,
-        f: impl FnOnce(&Pass<'_>) -> Result<T, TrainError>,
-    ) -> Result<T, TrainError> {
-        weights.is_needed(self, true)?; // the others take part
-        let weights = weights.for_pass(PassKind::Forward);
-        let result = f(&weights.inference()).map_err(|error| self.cause(error))?;
-        weights.end()?;
-        Ok(result)
     }
 
     /// An op on a GPU that exchanges tensors fails without a reason if another rank was lost.

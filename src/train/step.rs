@@ -185,12 +185,12 @@ impl StepRunner {
         Ok((counts, first_rows))
     }
 
-    /// Calls `f` with a pass that computes no gradients, as [`Ranks::inference`].
+    /// Calls `f` with a pass that computes no gradients, as [`RankWeights::inference`].
     pub(crate) fn inference<T>(
         &self,
         f: impl FnOnce(&Pass<'_>) -> Result<T, TrainError>,
     ) -> Result<T, TrainError> {
-        self.ranks.inference(&self.weights, f)
+        self.weights.inference(&self.ranks, f)
     }
 
     pub(super) fn upload(&self, batch: VarlenBatch) -> candle_core::Result<ModelInput> {

@@ -10,6 +10,7 @@ pub(super) use slots::{PassKind, slot_elements};
 pub use slots::{SlotTensors, WeightSlots};
 pub use visiting::{StoredWeight, VisitingMemory, VisitingWeights, WeightStorage, visiting_memory};
 
+use super::error::TrainError;
 use super::ranks::Ranks;
 use crate::dist::{Collective, DistError, Gather};
 use crate::tape::{Param, Pass, Weights};
@@ -76,6 +77,20 @@ impl RankWeights {
             return Ok(has_work);
         }
         Ok(ranks.gather(has_work)?.contains(&true))
+    }
+
+    /// Calls `f` with a pass that computes no gradients. All ranks make the same passes, or
+    /// [help](Self::help).
+    pub(super) fn inference<T>(
+        &self,
+        ranks: &Ranks,
+        f: impl FnOnce(&Pass<'_>) -> Result<T, TrainError>,
+    ) -> Result<T, TrainError> {
+        self.is_needed(ranks, true)?; // the others take part
+        let weights = self.for_pass(PassKind::Forward);
+        let result = f(&weights.inference()).map_err(|error| ranks.cause(error))?;
+        weights.end()?;
+        Ok(result)
     }
 
     /// Takes part in the passes of other ranks, until no rank has work.

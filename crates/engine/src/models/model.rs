@@ -9,11 +9,16 @@
 use super::model_config::ModelConfig;
 use super::vision::{Features, VisionEncoder, VisionInput, VisionTape};
 use crate::cost::{ActivationMemory, PartWork};
-use crate::nn::{Decoder, DecoderContext, DecoderTape, KvCache, ParamSpec, Routers, rope_table};
+use crate::nn::{
+    Adapters, Decoder, DecoderContext, DecoderTape, KvCache, ParamMap, ParamSpec, Routers,
+    WeightError, rope_table,
+};
 use crate::tape::{GradSink, InputGrad, Param, Pass, Recompute};
 use batch::VarlenBatch;
 use candle_core::{DType, Device, Result, Tensor, bail};
+use kernels::{AttentionBackend, Matmul};
 use std::num::NonZeroU32;
+use std::sync::Arc;
 
 /// The stages that backward runs forward again instead of keeping their activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,9 +39,9 @@ impl RecomputePolicy {
 /// Shapes: `T` tokens, `M` merged vision tokens, `D` hidden size, `V` vocabulary, `N` new tokens in
 /// generation.
 pub struct Model {
-    pub(super) config: ModelConfig,
-    pub(super) vision: Option<VisionEncoder>,
-    pub(super) decoder: Decoder,
+    config: ModelConfig,
+    vision: Option<VisionEncoder>,
+    decoder: Decoder,
 }
 
 /// One micro-batch on the device.
@@ -53,6 +58,25 @@ pub struct ModelInput {
 pub struct Tape {
     vision: Option<VisionTape>, // None: no images, or nothing of the encoder is trained
     decoder: DecoderTape,
+}
+
+impl ModelConfig {
+    /// Builds the model from parameters with their published names, and those of its adapters.
+    /// `matmul` is the format of the operands of the linear layers of the decoder.
+    pub fn build(
+        &self,
+        params: &[Param],
+        attention: &Arc<dyn AttentionBackend>,
+        adapters: Option<&Adapters>,
+        matmul: Matmul,
+    ) -> std::result::Result<Model, WeightError> {
+        let map = ParamMap::new(params, adapters).with_matmul(matmul);
+        let vision = self.vision.as_ref();
+        let vision =
+            vision.map(|vision| VisionEncoder::new(&map, vision, attention)).transpose()?;
+        let decoder = Decoder::new(&map, self.decoder_name(), &self.text, attention)?;
+        Ok(Model { config: self.clone(), vision, decoder })
+    }
 }
 
 impl Model {

@@ -1,16 +1,9 @@
 //! The shape of a model, read from `config.json`.
 
 use super::config::ModelConfigError;
-use super::model::Model;
-use super::vision::{self, VisionConfig, VisionEncoder};
-use crate::nn::{
-    Adapters, Component, Decoder, DecoderConfig, Inputs, ParamMap, ParamSpec, TensorNames,
-    WeightError, decoder_specs,
-};
-use crate::tape::Param;
-use kernels::{AttentionBackend, Matmul};
+use super::vision::{self, VisionConfig};
+use crate::nn::{Component, DecoderConfig, Inputs, ParamSpec, TensorNames, decoder_specs};
 use std::num::NonZeroU32;
-use std::sync::Arc;
 
 /// Embeddings, decoder layers, final norm, head.
 pub const LLM: Component = Component { name: "llm", inputs: Inputs::All };
@@ -46,7 +39,7 @@ impl ModelConfig {
     }
 
     /// Name of the decoder's module.
-    fn decoder_name(&self) -> &'static str {
+    pub(super) fn decoder_name(&self) -> &'static str {
         if self.vision.is_some() { "model.language_model" } else { "model" }
     }
 
@@ -68,22 +61,5 @@ impl ModelConfig {
     pub fn merge_size(&self) -> NonZeroU32 {
         let size = self.vision.as_ref().map_or(1, |vision| vision.spatial_merge_size);
         NonZeroU32::new(size as u32).unwrap_or(NonZeroU32::MIN)
-    }
-
-    /// Builds the model from parameters with their published names, and those of its adapters.
-    /// `matmul` is the format of the operands of the linear layers of the decoder.
-    pub fn build(
-        &self,
-        params: &[Param],
-        attention: &Arc<dyn AttentionBackend>,
-        adapters: Option<&Adapters>,
-        matmul: Matmul,
-    ) -> Result<Model, WeightError> {
-        let map = ParamMap::new(params, adapters).with_matmul(matmul);
-        let vision = self.vision.as_ref();
-        let vision =
-            vision.map(|vision| VisionEncoder::new(&map, vision, attention)).transpose()?;
-        let decoder = Decoder::new(&map, self.decoder_name(), &self.text, attention)?;
-        Ok(Model { config: self.clone(), vision, decoder })
     }
 }

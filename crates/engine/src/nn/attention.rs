@@ -3,9 +3,9 @@
 
 use super::config::{DecoderConfig, Queries};
 use super::context::DecoderContext;
-use super::decoder::Mixer;
 use super::kv_cache::{KvCache, for_each_sample};
 use super::linear::{Linear, backward_of};
+use super::mixer::Mixer;
 use super::norm::Norm;
 use super::params::{ParamMap, WeightError};
 use crate::tape::{CheapTensors, InputGrad, Param, Pass, Saved, Stage};

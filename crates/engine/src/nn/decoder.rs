@@ -7,6 +7,7 @@ use super::experts::MoeConfig;
 use super::kv_cache::KvCache;
 use super::linear::Linear;
 use super::linear_attention::LinearAttentionBlock;
+use super::mixer::Mixer;
 use super::mlp::MlpBlock;
 use super::moe::MoeBlock;
 use super::norm::Norm;
@@ -17,20 +18,6 @@ use crate::tape::{CheapTensors, InputGrad, Param, Pass, Recompute, Saved, SavedS
 use candle_core::{DType, Result, Tensor, bail};
 use kernels::AttentionBackend;
 use std::sync::Arc;
-
-/// The first half of a decoder layer, which mixes the tokens of a sample.
-pub(super) trait Mixer: Stage<Context = DecoderContext> {
-    /// The next tokens of the samples in `caches`, `x: [N, D]` to `[N, D]`; `layer` is the number
-    /// of the layer.
-    fn decode(
-        &self,
-        layer: usize,
-        x: &Tensor,
-        context: &DecoderContext,
-        caches: &mut [&mut KvCache],
-        pass: &Pass<'_>,
-    ) -> Result<Tensor>;
-}
 
 struct DecoderLayer {
     mixer: Box<dyn Mixer>,

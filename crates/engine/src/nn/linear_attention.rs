@@ -3,9 +3,9 @@
 
 use super::config::{DecoderConfig, HybridConfig};
 use super::context::DecoderContext;
-use super::decoder::Mixer;
 use super::kv_cache::{KvCache, LinearState, for_each_sample};
 use super::linear::Linear;
+use super::mixer::Mixer;
 use super::norm::Norm;
 use super::own_heads::OwnHeads;
 use super::params::{ParamMap, WeightError};

@@ -16,6 +16,7 @@ mod init;
 mod kv_cache;
 mod linear;
 mod linear_attention;
+mod mixer;
 mod mlp;
 mod moe;
 mod norm;

@@ -58,7 +58,7 @@ mod tests {
     use super::super::config::{Mrope, MropeLayout};
 
     #[test]
-    fn the_published_sections_of_qwen3_vl_give_time_every_third_frequency_and_the_last_four() {
+    fn interleaved_sections_give_time_every_third_frequency_and_the_last_four() {
         let mrope = Mrope { section: [24, 20, 20], layout: MropeLayout::Interleaved };
         let time: Vec<usize> = (0..64).filter(|k| mrope.axis_of(*k) == 0).collect();
         let expected: Vec<usize> = (0..60).step_by(3).chain(60..64).collect();
@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn the_published_sections_of_qwen2_5_vl_are_blocks() {
+    fn sections_in_blocks_follow_one_another() {
         let mrope = Mrope { section: [16, 24, 24], layout: MropeLayout::Blocks };
         let expected = [vec![0; 16], vec![1; 24], vec![2; 24]].concat();
         assert_eq!((0..64).map(|k| mrope.axis_of(k)).collect::<Vec<_>>(), expected);
