@@ -8,7 +8,7 @@ use super::inputs::{
     DataList, SetupObserver, check, download, encoder, loader_options, open_data, order,
     param_groups,
 };
-use super::load_model::{OpenModel, check_heads, share_attention};
+use super::load_model::{OpenModel, check_heads};
 use super::load_shares::RankModel;
 use super::logs::{Tracked, Trackers, log_data_sets, log_share, log_start, open_logs};
 use super::output_dir::{claim, take_over};
@@ -294,9 +294,8 @@ fn load_model(
     ranks: &SetupRanks,
     device: &Device,
 ) -> Result<(RankModel, ParamGroups, Option<BaseModel>), RunError> {
-    let (mut open, base) = open_model(config, found, ranks, device)?;
+    let (open, base) = open_model(config, found, ranks, device)?;
     check_heads(&open, config.distributed.sequence.get())?;
-    share_attention(&mut open, ranks.ranks());
     ranks.compare("model", || open.digest().map_err(candle_core::Error::wrap))?;
     // Checks the patterns before the rows are measured, which takes longer.
     let groups = param_groups(config, &open)?;

@@ -6,15 +6,13 @@ use super::error::{RunError, SetupError};
 use super::model_files::{files_error, open_files, unused};
 use crate::checkpoint::{SavedTensor, WeightFiles};
 use crate::config::RunConfig;
-use crate::dist::SequenceAttention;
 use crate::models::{Model, ModelConfig, read_config};
 use crate::nn::{DecoderConfig, ParamSpec, TensorNames, random_part};
 use crate::ops::{AttentionBackend, Matmul, Nf4, gpu_without_e4m3};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
 use crate::train::{
-    AttentionChoice, BaseContents, DeviceChoice, MatmulChoice, ModelSection, Ranks, SavedAs,
-    Weights,
+    AttentionChoice, BaseContents, DeviceChoice, MatmulChoice, ModelSection, SavedAs, Weights,
 };
 use candle_core::{DType, Device, Tensor};
 use indexmap::IndexMap;
@@ -208,14 +206,6 @@ impl OpenModel {
 
     pub(super) fn text(&self) -> &DecoderConfig {
         &self.config.text
-    }
-
-    /// Replaces the attention of the model.
-    fn wrap_attention(
-        &mut self,
-        wrap: impl FnOnce(Arc<dyn AttentionBackend>) -> Arc<dyn AttentionBackend>,
-    ) {
-        self.attention = wrap(Arc::clone(&self.attention));
     }
 
     pub fn load(self, device: &Device) -> Result<LoadedModel, SetupError> {
@@ -463,13 +453,4 @@ pub(super) fn check_heads(open: &OpenModel, sequence: usize) -> Result<(), RunEr
     let fitting = (1..=heads[0].0).filter(fits).collect();
     let heads = heads.iter().map(|(number, name)| format!("{number} {name}")).collect();
     Err(RunError::SequenceHeads { sequence, heads, fitting })
-}
-
-/// Makes the ranks of a sequence group share the heads of the decoder's attention and linear
-/// attention. [`check_heads`] says whether they can.
-pub(super) fn share_attention(open: &mut OpenModel, ranks: &Ranks) {
-    let sequence = ranks.sequence();
-    if let Some(collective) = ranks.collective().filter(|_| sequence.size > 1) {
-        open.wrap_attention(|inner| Arc::new(SequenceAttention::new(inner, collective, sequence)));
-    }
 }

@@ -73,7 +73,7 @@ impl StepRunner {
             if !self.weights.is_needed(&self.ranks, batch.is_some())? {
                 continue;
             }
-            let weights = self.weights.for_pass(PassKind::Forward);
+            let weights = self.weights.for_pass(PassKind::Forward, &self.ranks);
             if let Some((slot, targets)) = batch {
                 let later = round.checked_sub(1).and_then(|at| rest.get(at));
                 let later = later.map(|(_, batch)| self.upload(batch.clone())).transpose()?;

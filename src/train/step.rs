@@ -218,7 +218,7 @@ impl StepRunner {
             let batch = batches.next_if(|((slot, _), _)| slot / groups == round);
             let has_batch = batch.is_some();
             if has_batch || self.ranks.sums().is_some() {
-                let weights = self.weights.for_pass(PassKind::Train);
+                let weights = self.weights.for_pass(PassKind::Train, &self.ranks);
                 let grads = sums.round(round, &weights)?;
                 let begin = || grads.begin_backward();
                 let pass = Pass { grads: &grads, ..weights.inference() };

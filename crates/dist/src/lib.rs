@@ -35,7 +35,7 @@ pub use nccl::{Nccl, NcclOptions};
 pub use ranks::{Channel, DistError, Launcher, Rank, SequencePlace, gather};
 pub use rendezvous::interface_name;
 pub use selftest::{CaseResult, NUM_CASES, agree, selftest};
-pub use sequence::SequenceAttention;
+pub use sequence::SequenceExchange;
 pub use threads::{slow_threads, threads, threads_in_groups};
 pub use watchdog::Watchdog;
 

@@ -13,6 +13,7 @@ pub use visiting::{StoredWeight, VisitingMemory, VisitingWeights, WeightStorage,
 use super::error::TrainError;
 use super::ranks::Ranks;
 use crate::dist::{Collective, DistError, Gather};
+use crate::ops::HeadExchange;
 use crate::tape::{Param, Pass, Weights};
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -61,12 +62,12 @@ impl RankWeights {
     }
 
     /// The weights for a pass over the model. All ranks make the same passes.
-    pub(super) fn for_pass(&self, kind: PassKind) -> PassWeights<'_> {
+    pub(super) fn for_pass<'a>(&'a self, kind: PassKind, ranks: &'a Ranks) -> PassWeights<'a> {
         let gathers = match &self.division {
             WeightDivision::Slots(slots) => Some(slots.pass(kind)),
             _ => None,
         };
-        PassWeights { stored: self.stored.as_ref(), gathers }
+        PassWeights { stored: self.stored.as_ref(), gathers, exchange: ranks.exchange() }
     }
 
     /// Whether this rank makes a pass that computes no gradients. If each rank has a share of the
@@ -87,7 +88,7 @@ impl RankWeights {
         f: impl FnOnce(&Pass<'_>) -> Result<T, TrainError>,
     ) -> Result<T, TrainError> {
         self.is_needed(ranks, true)?; // the others take part
-        let weights = self.for_pass(PassKind::Forward);
+        let weights = self.for_pass(PassKind::Forward, ranks);
         let result = f(&weights.inference()).map_err(|error| ranks.cause(error))?;
         weights.end()?;
         Ok(result)
@@ -96,7 +97,7 @@ impl RankWeights {
     /// Takes part in the passes of other ranks, until no rank has work.
     pub(super) fn help(&self, ranks: &Ranks) -> Result<(), DistError> {
         while self.is_needed(ranks, false)? {
-            self.for_pass(PassKind::Forward).end()?;
+            self.for_pass(PassKind::Forward, ranks).end()?;
         }
         Ok(())
     }
@@ -112,12 +113,13 @@ impl RankWeights {
 pub(super) struct PassWeights<'a> {
     stored: Option<&'a VisitingWeights>,
     gathers: Option<GatherPass<'a>>,
+    exchange: Option<&'a dyn HeadExchange>,
 }
 
 impl PassWeights<'_> {
     /// A pass without gradients.
     pub(super) fn inference(&self) -> Pass<'_> {
-        Pass::inference(self)
+        Pass { exchange: self.exchange, ..Pass::inference(self) }
     }
 
     /// Reports that backward has finished a stage.

@@ -279,14 +279,6 @@ struct Outcome {
 
 impl Subject {
     fn new(weights: &Weights, backend: Backend) -> Self {
-        Self::with_attention(weights, |attention| attention, backend)
-    }
-
-    fn with_attention(
-        weights: &Weights,
-        wrap: impl FnOnce(Arc<dyn AttentionBackend>) -> Arc<dyn AttentionBackend>,
-        backend: Backend,
-    ) -> Self {
         let specs = weights.specs.clone();
         let params: Vec<Param> = (specs.iter().zip(&weights.values).enumerate())
             .map(|(index, (spec, values))| {
@@ -298,7 +290,7 @@ impl Subject {
             Backend::Flash => Arc::new(Flash),
             Backend::Masked => Arc::new(Masked),
         };
-        let model = weights.config.build(&params, &wrap(attention), None, Matmul::Native).unwrap();
+        let model = weights.config.build(&params, &attention, None, Matmul::Native).unwrap();
         Self { specs, params, model }
     }
 

@@ -5,10 +5,9 @@ use super::{
     assert_each_close, backends, host, packed, sample, samples, wide,
 };
 use std::num::NonZeroU32;
-use std::sync::Arc;
 use std::thread;
 use trainer::batch::{EncodedSample, IGNORE_INDEX, VarlenBatch};
-use trainer::dist::{Group, SequenceAttention, threads};
+use trainer::dist::{Group, SequenceExchange, threads};
 use trainer::loss::{Targets, loss_and_gradient};
 use trainer::models::{LLM, MERGER, RecomputePolicy, VISION};
 use trainer::nn::ParamSpec;
@@ -28,11 +27,8 @@ fn part(
     pick: Pick,
 ) -> Part {
     let sequence = group.rank.in_sequence(group.rank.world);
-    let subject = Subject::with_attention(
-        weights,
-        |inner| Arc::new(SequenceAttention::new(inner, group.sums.clone(), sequence)),
-        backend,
-    );
+    let subject = Subject::new(weights, backend);
+    let exchange = SequenceExchange::new(group.sums.clone(), sequence);
     let targets = Targets::of(whole);
     let weight = targets.weight();
     let whole = whole.clone().at_least(sequence.size);
@@ -41,7 +37,7 @@ fn part(
     let batch = whole.part(tokens, NonZeroU32::new(2).unwrap());
     let input = subject.upload(&batch).unwrap();
     let grads = subject.buffers(pick);
-    let pass = Pass::training(&grads);
+    let pass = Pass { exchange: Some(&exchange), ..Pass::training(&grads) };
     let (hidden, tape) = subject.model.forward(&input, recompute, &pass).unwrap();
     assert_eq!(hidden.dim(0).unwrap(), batch.input_ids.len());
     let head = subject.model.lm_head();

@@ -7,10 +7,11 @@ use super::kv_cache::{KvCache, for_each_sample};
 use super::linear::{Linear, backward_of};
 use super::mixer::Mixer;
 use super::norm::Norm;
+use super::own_heads::{attend, attend_backward};
 use super::params::{ParamMap, WeightError};
 use crate::tape::{CheapTensors, InputGrad, Param, Pass, Saved, Stage};
 use candle_core::{Result, Tensor, bail};
-use kernels::{AttentionBackend, Masking, NormScale, Qkv, QkvGrad};
+use kernels::{AttentionBackend, NormScale, Qkv, QkvGrad};
 use std::sync::Arc;
 
 /// `x + o(attention(norm(x)))`, causal inside each sample.
@@ -219,7 +220,7 @@ impl Stage for AttentionBlock {
         let q = self.rotate(&q_proj, self.q_norm.as_ref(), context, pass)?; // [T, H, Dh]
         let k = self.rotate(&k_proj, self.k_norm.as_ref(), context, pass)?; // [T, Hkv, Dh]
         let heads = Qkv { q: &q.0, k: &k.0, v: &v };
-        let (o, lse) = self.backend.forward(heads, &context.segments, Masking::Causal)?; // [T, H, Dh], [H, T]
+        let (o, lse) = attend(&*self.backend, heads, &context.segments, pass)?; // [T, H, Dh], [H, T]
         let y = self.output(x, &o, gate.as_ref(), pass)?;
         let [q_proj, q, q_rstd] = kept(q_proj, q, cheap);
         let [k_proj, k, k_rstd] = kept(k_proj, k, cheap);
@@ -244,7 +245,7 @@ impl Stage for AttentionBlock {
         let (k_proj, (k, k_rstd)) = self.rotated([k_proj, k, k_rstd], k_norm, context, pass)?; // [T, Hkv, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
         let segments = &context.segments;
-        let d_heads = self.backend.backward(heads, &o, &lse, &d_o, segments, Masking::Causal)?;
+        let d_heads = attend_backward(&*self.backend, heads, [&o, &lse, &d_o], segments, pass)?;
         let QkvGrad { dq, dk, dv } = d_heads;
         let d_v = dv.flatten_from(1)?; // [T, Hkv * Dh]
         drop((q, k, v, o, lse, d_o));

@@ -36,9 +36,7 @@ impl DecoderLayer {
     ) -> std::result::Result<Self, WeightError> {
         let sizes = config.hybrid.as_ref().filter(|_| config.is_linear(k));
         let mixer: Box<dyn Mixer> = match sizes {
-            Some(sizes) => {
-                Box::new(LinearAttentionBlock::new(params, name, config, sizes, attention)?)
-            }
+            Some(sizes) => Box::new(LinearAttentionBlock::new(params, name, config, sizes)?),
             None => Box::new(AttentionBlock::new(params, name, config, attention)?),
         };
         if let Some(moe) = config.experts(k) {

@@ -12,10 +12,7 @@ use super::params::{ParamMap, WeightError};
 use crate::tape::{CheapTensors, InputGrad, Param, Pass, Saved, Stage};
 use batch::CuSeqlens;
 use candle_core::{DType, Error, Result, Tensor};
-use kernels::{
-    self, AttentionBackend, CONV_TAPS, DeltaGatesGrad, DeltaGrad, DeltaHeads, DeltaInputs,
-};
-use std::sync::Arc;
+use kernels::{self, CONV_TAPS, DeltaGatesGrad, DeltaGrad, DeltaHeads, DeltaInputs};
 
 /// `x + out(norm(rule(conv(qkv(norm(x)))), z(norm(x))))`. Each sample starts with an empty
 /// window of the convolution and a state of zero.
@@ -32,8 +29,6 @@ pub(super) struct LinearAttentionBlock {
     gated_norm: Param, // [dv]
     eps: f64,
     heads: DeltaHeads,
-    /// Exchanges tokens for heads if other ranks have some of the tokens.
-    backend: Arc<dyn AttentionBackend>,
 }
 
 impl LinearAttentionBlock {
@@ -43,7 +38,6 @@ impl LinearAttentionBlock {
         name: &str,
         config: &DecoderConfig,
         sizes: &HybridConfig,
-        backend: Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
         let part = |part: &str| format!("{name}.linear_attn.{part}");
         let linear = |name: &str| Linear::without_bias(params, &part(name));
@@ -60,7 +54,6 @@ impl LinearAttentionBlock {
             gated_norm: params.get(&part("norm.weight"))?,
             eps: config.rms_norm_eps,
             heads: sizes.heads(),
-            backend,
         })
     }
 
@@ -76,8 +69,13 @@ impl LinearAttentionBlock {
     }
 
     /// The heads that this rank computes for all tokens, if it has `own` tokens.
-    fn own_heads(&self, own: usize, samples: &CuSeqlens) -> Result<OwnHeads<'_>> {
-        OwnHeads::new(&*self.backend, self.heads, own, samples.num_tokens())
+    fn own_heads<'a>(
+        &self,
+        own: usize,
+        samples: &CuSeqlens,
+        pass: &Pass<'a>,
+    ) -> Result<OwnHeads<'a>> {
+        OwnHeads::new(self.heads, own, samples.num_tokens(), pass)
     }
 
     /// A tensor `[T, Hv * dv]` as `[T * Hv, dv]`.
@@ -175,7 +173,7 @@ impl Stage for LinearAttentionBlock {
         let qkv = self.qkv.forward(&normed, pass)?; // [T, C]
         let z = self.z.forward(&normed, pass)?; // [T, Hv * dv]
         let (b, a) = (self.b.forward(&normed, pass)?, self.a.forward(&normed, pass)?); // [T, Hv]
-        let own = self.own_heads(x.dim(0)?, samples)?;
+        let own = self.own_heads(x.dim(0)?, samples, pass)?;
         let qkv = own.qkv(&qkv)?; // [all tokens, C']
         let mixed = kernels::causal_conv1d(&qkv, &own.taps(&self.taps(pass)?)?, samples)?;
         let [a_log, dt_bias] = self.decays(pass)?;
@@ -201,7 +199,7 @@ impl Stage for LinearAttentionBlock {
         let samples = context.segments.cu_seqlens();
         let (d_o, d_z) = self.output_backward((&o, &o_rstd), &z, &dy, pass)?; // [T, Hv * dv]
         drop((o, o_rstd, z));
-        let own = self.own_heads(dy.dim(0)?, samples)?;
+        let own = self.own_heads(dy.dim(0)?, samples, pass)?;
         let taps = own.taps(&self.taps(pass)?)?;
         let [a_log, dt_bias] = self.decays(pass)?;
         let gates = [&a, &b, &a_log, &dt_bias];

@@ -2,7 +2,7 @@
 
 use super::{GradSink, Param};
 use candle_core::{Result, Tensor};
-use kernels::GradWrite;
+use kernels::{GradWrite, HeadExchange};
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -17,6 +17,9 @@ pub struct Pass<'a> {
     pub grads: &'a dyn GradSink,
     /// The place of the micro-batch in the run, for the dropout of adapters; `None`: no dropout.
     pub dropout: Option<&'a DropoutPlace>,
+    /// Exchanges tokens for heads with the ranks that have the other tokens of the micro-batch;
+    /// `None`: this rank has all of them.
+    pub exchange: Option<&'a dyn HeadExchange>,
     /// Forward records here what the routers choose.
     pub router_log: Option<&'a RouterLog>,
     /// Backward adds the gradient of the sum over all layers, tokens and experts of `slopes [E]`
@@ -111,7 +114,14 @@ impl Default for Pass<'_> {
 impl<'a> Pass<'a> {
     /// A pass without gradients.
     pub fn inference(weights: &'a dyn Weights) -> Self {
-        Self { weights, grads: &Untrained, dropout: None, router_log: None, router_slopes: None }
+        Self {
+            weights,
+            grads: &Untrained,
+            dropout: None,
+            exchange: None,
+            router_log: None,
+            router_slopes: None,
+        }
     }
 
     /// A pass with weights in memory that adds gradients to `grads`.
