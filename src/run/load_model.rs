@@ -83,7 +83,7 @@ impl OpenModel {
         let folder = section.path.as_path();
         let (mut config, config_json) = read_config(folder)
             .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;
-        if section.aux_loss != 0.0 && config.text.moe.is_some() && !device.is_cpu() {
+        if section.aux_loss != 0.0 && config.text.moe().is_some() && !device.is_cpu() {
             return Err(SetupError::AuxLossOnGpu);
         }
         let source = match section.weights {
@@ -409,7 +409,7 @@ pub fn load_model(
 
 /// Fails if the config has an auxiliary loss that the model or the device cannot compute.
 pub(super) fn check_experts(config: &RunConfig, open: &OpenModel) -> Result<(), SetupError> {
-    let has_experts = open.text().moe.is_some();
+    let has_experts = open.text().moe().is_some();
     let aux_loss = config.model.aux_loss;
     if aux_loss != 0.0 && !has_experts {
         return Err(SetupError::NoExperts { aux_loss });
@@ -443,8 +443,8 @@ pub(super) fn check_heads(open: &OpenModel, sequence: usize) -> Result<(), RunEr
     let text = open.text();
     // The numbers of query heads and of value heads are multiples of these.
     let mut heads = vec![(text.num_key_value_heads, "key-value heads")];
-    if let Some(hybrid) = &text.hybrid {
-        heads.push((hybrid.num_key_heads, "key heads of linear attention"));
+    if let Some(linear) = text.linear_attention() {
+        heads.push((linear.num_key_heads, "key heads of linear attention"));
     }
     let fits = |size: &usize| heads.iter().all(|(heads, _)| heads.is_multiple_of(*size));
     if fits(&sequence) {

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use trainer::batch::VarlenBatch;
 use trainer::loss::{Targets, scores};
 use trainer::models::{LLM, MERGER, RecomputePolicy, VISION};
-use trainer::nn::{ExpertFiles, ParamSpec};
+use trainer::nn::{ExpertFiles, MlpSpec, ParamSpec};
 use trainer::tape::{Pass, Recompute};
 
 /// Asserts that all gradients are bit-identical.
@@ -283,8 +283,10 @@ fn every_single_parameter_can_be_trained_alone() {
 fn each_expert_with_a_token_has_the_oracles_gradient_and_the_others_none() {
     for files in [ExpertFiles::InOut, ExpertFiles::OutIn] {
         let set_files = |config: &mut ModelConfig| {
-            if let Some(moe) = &mut config.text.moe {
-                moe.files = files;
+            for layer in &mut config.text.layers {
+                if let MlpSpec::Experts(moe) = &mut layer.mlp {
+                    moe.files = files;
+                }
             }
         };
         let weights = Weights::with_config(set_files, Shape::Experts, 19);

@@ -26,12 +26,15 @@ use trainer::batch::{
 };
 use trainer::data::collate;
 use trainer::loss::{Targets, loss_and_gradient};
-use trainer::models::{Model, ModelConfig, ModelInput, RecomputePolicy, VisionConfig, VisionKind};
-use trainer::nn::{
-    DecoderConfig, ExpertFiles, HybridConfig, Init, MoeConfig, Mrope, MropeLayout, ParamSpec,
-    Queries, TensorNames,
+use trainer::models::{
+    Model, ModelConfig, ModelInput, RecomputePolicy, VisionConfig, VisionMlp, VisionNorm,
+    VisionParts, VisionWindows,
 };
-use trainer::ops::{AttentionBackend, Flash, Gelu, Masked, Matmul};
+use trainer::nn::{
+    AttentionSpec, DecoderConfig, ExpertFiles, Init, LayerSpec, LinearAttentionSpec, MixerSpec,
+    MlpSpec, MoeConfig, Mrope, MropeLayout, ParamSpec, TensorNames,
+};
+use trainer::ops::{AttentionBackend, Flash, Gelu, Masked, Matmul, NormScale};
 use trainer::tape::{GradSink, Gradients, Param, Pass, Trainable};
 
 /// Maximum difference of two results, relative to the largest expected value.
@@ -137,16 +140,31 @@ fn config(shape: Shape) -> ModelConfig {
     let is_windowed = shape == Shape::Windowed;
     let layout = if is_windowed { MropeLayout::Blocks } else { MropeLayout::Interleaved };
     let is_hybrid = [Shape::Hybrid, Shape::SharedExpert].contains(&shape);
-    let learned = VisionKind::Learned {
-        num_position_embeddings: 25,
-        deepstack_visual_indexes: if is_hybrid { vec![] } else { vec![0, 2] },
-        hidden_act: Gelu::Tanh,
+    let learned = VisionParts {
+        norm: VisionNorm::Layer,
+        mlp: VisionMlp::Gelu(Gelu::Tanh),
+        has_patch_bias: true,
+        num_position_embeddings: Some(25),
+        windows: None,
+        deepstack: if is_hybrid { vec![] } else { vec![0, 2] },
+        merger_names: ["norm", "linear_fc1", "linear_fc2"],
     };
-    // The images of the samples have up to 2 x 3 tokens. Block 1 attends inside frames.
-    let windowed = VisionKind::Windowed { window: 2, full_attention_blocks: vec![1] };
-    let hybrid = is_hybrid.then(|| HybridConfig {
-        rotary_dim: 8,
-        is_linear: vec![true, false, true],
+    let windowed = VisionParts {
+        norm: VisionNorm::Rms,
+        mlp: VisionMlp::SwiGlu,
+        has_patch_bias: false,
+        num_position_embeddings: None,
+        // The images of the samples have up to 2 x 3 tokens. Block 1 attends inside frames.
+        windows: Some(VisionWindows { side: 2, full_attention_blocks: vec![1] }),
+        deepstack: vec![],
+        merger_names: ["ln_q", "mlp.0", "mlp.2"],
+    };
+    let attention = MixerSpec::Attention(AttentionSpec {
+        qk_norm: !is_windowed,
+        qkv_bias: is_windowed,
+        output_gate: is_hybrid,
+    });
+    let linear_attention = MixerSpec::LinearAttention(LinearAttentionSpec {
         num_key_heads: 2,
         num_value_heads: 4,
         key_head_dim: 6,
@@ -155,20 +173,22 @@ fn config(shape: Shape) -> ModelConfig {
     });
     // 4 of 6 experts compute no token of the shortest sample.
     let shared = shape == Shape::SharedExpert;
-    let moe = (shape == Shape::Experts || shared).then(|| MoeConfig {
+    let moe = MlpSpec::Experts(MoeConfig {
         num_experts: 6,
         experts_per_token: 2,
         intermediate_size: 14,
-        is_sparse: vec![true, shared, true],
         shared_size: shared.then_some(10),
         files: if shared { ExpertFiles::OutIn } else { ExpertFiles::InOut },
     });
+    let layer = |k: usize| LayerSpec {
+        mixer: if is_hybrid && k != 1 { linear_attention } else { attention },
+        mlp: if shared || (shape == Shape::Experts && k != 1) { moe } else { MlpSpec::Dense },
+    };
     ModelConfig {
         text: DecoderConfig {
             vocab_size: VOCABULARY as usize,
             hidden_size,
             intermediate_size: 40,
-            num_hidden_layers: 3,
             num_attention_heads: 4,
             num_key_value_heads: kv,
             head_dim: 12, // 4 * 12 is not the hidden size
@@ -176,10 +196,10 @@ fn config(shape: Shape) -> ModelConfig {
             rope_theta: 100.0, // small: every frequency turns within a short sample
             tie_word_embeddings: [Shape::Tied, Shape::Experts].contains(&shape) || is_windowed,
             initializer_range: 0.02,
-            queries: if is_windowed { Queries::Biased } else { Queries::Normed },
             mrope: Some(Mrope { section, layout }),
-            hybrid,
-            moe,
+            rotary_dim: if is_hybrid { 8 } else { 12 },
+            norm_scale: if is_hybrid { NormScale::OnePlusWeight } else { NormScale::Weight },
+            layers: (0..3).map(layer).collect(),
         },
         vision: Some(VisionConfig {
             depth: 3,
@@ -192,7 +212,7 @@ fn config(shape: Shape) -> ModelConfig {
             spatial_merge_size: 2,
             out_hidden_size: hidden_size,
             image_token_id: IMAGE_TOKEN,
-            kind: if is_windowed { windowed } else { learned },
+            parts: if is_windowed { windowed } else { learned },
         }),
         tensor_names: TensorNames::Modules,
     }
@@ -218,7 +238,7 @@ impl Weights {
         let specs = config.param_specs();
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let values = specs.iter().map(|spec| {
-            let layout = config.text.moe.as_ref().map(|moe| moe.files);
+            let layout = config.text.moe().map(|moe| moe.files);
             let fan_in: usize = match (spec.is_experts(), layout) {
                 (true, Some(ExpertFiles::InOut)) => spec.shape[1],
                 (true, _) => spec.shape[2],

@@ -10,7 +10,7 @@ use trainer::batch::{EncodedSample, IGNORE_INDEX, VarlenBatch};
 use trainer::dist::{Group, SequenceExchange, threads};
 use trainer::loss::{Targets, loss_and_gradient};
 use trainer::models::{LLM, MERGER, RecomputePolicy, VISION};
-use trainer::nn::ParamSpec;
+use trainer::nn::{MixerSpec, ParamSpec};
 use trainer::tape::{Pass, Recompute};
 
 type Pick = fn(&ParamSpec) -> bool;
@@ -96,8 +96,10 @@ fn four_heads(seed: u64) -> Weights {
 fn four_heads_of(shape: Shape, seed: u64) -> Weights {
     let set_heads = |config: &mut ModelConfig| {
         config.text.num_key_value_heads = 4;
-        if let Some(hybrid) = &mut config.text.hybrid {
-            (hybrid.num_key_heads, hybrid.num_value_heads) = (4, 8);
+        for layer in &mut config.text.layers {
+            if let MixerSpec::LinearAttention(sizes) = &mut layer.mixer {
+                (sizes.num_key_heads, sizes.num_value_heads) = (4, 8);
+            }
         }
     };
     Weights::with_config(set_heads, shape, seed)

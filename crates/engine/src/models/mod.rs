@@ -21,4 +21,4 @@ pub use generate::Cache;
 pub use model::{Model, ModelInput, RecomputePolicy, Tape};
 pub use model_config::{LLM, ModelConfig};
 pub use registry::{FAMILIES, ReadConfig, config_from_json, read_config};
-pub use vision::{MERGER, VISION, VisionConfig, VisionKind};
+pub use vision::{MERGER, VISION, VisionConfig, VisionMlp, VisionNorm, VisionParts, VisionWindows};

@@ -27,12 +27,11 @@ impl ModelConfig {
     pub(super) fn check(&self) -> Result<(), ModelConfigError> {
         let (text, fail) = (&self.text, |what: String| Err(ModelConfigError::Shape { what }));
         if let Some(mrope) = &text.mrope
-            && mrope.section.iter().sum::<usize>() != text.rotary_dim() / 2
+            && mrope.section.iter().sum::<usize>() != text.rotary_dim / 2
         {
             return fail(format!(
                 "`mrope_section` {:?} does not sum to half of the {} rotated dimensions of a head",
-                mrope.section,
-                text.rotary_dim()
+                mrope.section, text.rotary_dim
             ));
         }
         self.vision.as_ref().map_or(Ok(()), |vision| vision.check(text))

@@ -1,7 +1,7 @@
 //! The first half of a decoder layer: RMS norm, grouped-query attention with q/k norm or biases and
-//! rotary positions, residual. With `hybrid`, a gate multiplies the output of each head.
+//! rotary positions, residual. In some models a gate multiplies the output of each head.
 
-use super::config::{DecoderConfig, Queries};
+use super::config::{AttentionSpec, DecoderConfig};
 use super::context::DecoderContext;
 use super::kv_cache::{KvCache, for_each_sample};
 use super::linear::{Linear, backward_of};
@@ -49,20 +49,20 @@ impl AttentionBlock {
     pub(super) fn new(
         params: &ParamMap<'_>,
         name: &str,
-        config: &DecoderConfig,
+        (config, spec): (&DecoderConfig, &AttentionSpec),
         backend: Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
         let name_of = |part: &str| format!("{name}.self_attn.{part}");
         let linear = |part: &str| {
-            let linear = match config.queries {
-                Queries::Normed => Linear::without_bias(params, &name_of(part))?,
-                Queries::Biased => Linear::with_bias(params, &name_of(part))?,
+            let linear = match spec.qkv_bias {
+                true => Linear::with_bias(params, &name_of(part))?,
+                false => Linear::without_bias(params, &name_of(part))?,
             };
             Ok::<_, WeightError>(linear.of_decoder(params))
         };
-        let head_norm = |part: &str| match config.queries {
-            Queries::Normed => params.get(&name_of(part)).map(Some),
-            Queries::Biased => Ok(None),
+        let head_norm = |part: &str| {
+            let name = spec.qk_norm.then(|| name_of(part));
+            name.map(|name| params.get(&name)).transpose()
         };
         let norm = format!("{name}.input_layernorm");
         Ok(Self {
@@ -73,11 +73,11 @@ impl AttentionBlock {
             o: Linear::without_bias(params, &name_of("o_proj"))?.of_decoder(params),
             q_norm: head_norm("q_norm.weight")?,
             k_norm: head_norm("k_norm.weight")?,
-            scale: config.norm_scale(),
+            scale: config.norm_scale,
             eps: config.rms_norm_eps,
             num_key_value_heads: config.num_key_value_heads,
             head_dim: config.head_dim,
-            has_gate: config.hybrid.is_some(),
+            has_gate: spec.output_gate,
             backend,
         })
     }

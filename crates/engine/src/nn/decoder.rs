@@ -1,9 +1,10 @@
 //! The decoder: token embedding, pre-norm layers of attention and MLP, final norm.
 
 use super::attention::AttentionBlock;
-use super::config::{DecoderConfig, LM_HEAD, embedding_name, layer_name};
+use super::config::{
+    DecoderConfig, LM_HEAD, LayerSpec, MixerSpec, MlpSpec, embedding_name, layer_name,
+};
 use super::context::DecoderContext;
-use super::experts::MoeConfig;
 use super::kv_cache::KvCache;
 use super::linear::Linear;
 use super::linear_attention::LinearAttentionBlock;
@@ -26,20 +27,23 @@ struct DecoderLayer {
 }
 
 impl DecoderLayer {
-    /// Layer `k`, with `moe_index` layers with experts before it.
+    /// The layer `name`, with `moe_index` layers with experts before it.
     fn new(
         params: &ParamMap<'_>,
         name: &str,
-        (config, k): (&DecoderConfig, usize),
+        (config, spec): (&DecoderConfig, &LayerSpec),
         moe_index: usize,
         attention: Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
-        let sizes = config.hybrid.as_ref().filter(|_| config.is_linear(k));
-        let mixer: Box<dyn Mixer> = match sizes {
-            Some(sizes) => Box::new(LinearAttentionBlock::new(params, name, config, sizes)?),
-            None => Box::new(AttentionBlock::new(params, name, config, attention)?),
+        let mixer: Box<dyn Mixer> = match &spec.mixer {
+            MixerSpec::LinearAttention(sizes) => {
+                Box::new(LinearAttentionBlock::new(params, name, config, sizes)?)
+            }
+            MixerSpec::Attention(spec) => {
+                Box::new(AttentionBlock::new(params, name, (config, spec), attention)?)
+            }
         };
-        if let Some(moe) = config.experts(k) {
+        if let MlpSpec::Experts(moe) = &spec.mlp {
             let mlp = Box::new(MoeBlock::new(params, name, (config, moe), moe_index)?);
             return Ok(Self { mixer, mlp });
         }
@@ -111,11 +115,11 @@ impl Decoder {
         attention: &Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
         let mut moe_index = 0;
-        let layers = (0..config.num_hidden_layers).map(|k| {
+        let layers = config.layers.iter().enumerate().map(|(k, spec)| {
             let name = layer_name(prefix, k);
             let layer =
-                DecoderLayer::new(params, &name, (config, k), moe_index, Arc::clone(attention));
-            moe_index += usize::from(config.experts(k).is_some());
+                DecoderLayer::new(params, &name, (config, spec), moe_index, Arc::clone(attention));
+            moe_index += usize::from(spec.experts().is_some());
             layer
         });
         let embed_tokens = params.get(&embedding_name(prefix))?;
@@ -125,7 +129,7 @@ impl Decoder {
             embed_tokens,
             layers: layers.collect::<std::result::Result<_, _>>()?,
             norm: Norm::of_decoder(params, &format!("{prefix}.norm"), config)?,
-            routers: config.moe.as_ref().map(MoeConfig::routers),
+            routers: config.moe().map(|moe| moe.routers(config.num_with_experts())),
         })
     }
 

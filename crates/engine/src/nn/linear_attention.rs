@@ -1,7 +1,7 @@
 //! The first half of a decoder layer with linear attention: RMS norm, projections, convolution,
 //! gated delta rule, gated norm, residual.
 
-use super::config::{DecoderConfig, HybridConfig};
+use super::config::{DecoderConfig, LinearAttentionSpec};
 use super::context::DecoderContext;
 use super::kv_cache::{KvCache, LinearState, for_each_sample};
 use super::linear::Linear;
@@ -37,7 +37,7 @@ impl LinearAttentionBlock {
         params: &ParamMap<'_>,
         name: &str,
         config: &DecoderConfig,
-        sizes: &HybridConfig,
+        sizes: &LinearAttentionSpec,
     ) -> std::result::Result<Self, WeightError> {
         let part = |part: &str| format!("{name}.linear_attn.{part}");
         let linear = |name: &str| Linear::without_bias(params, &part(name));

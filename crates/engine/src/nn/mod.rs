@@ -28,7 +28,10 @@ mod shared_expert;
 mod tensor_names;
 
 pub use adapter::{AdapterModule, AdapterTensor, Adapters, peft_name, peft_name_of_file};
-pub use config::{DecoderConfig, HybridConfig, Mrope, MropeLayout, Queries, decoder_specs};
+pub use config::{
+    AttentionSpec, DecoderConfig, LayerSpec, LinearAttentionSpec, MixerSpec, MlpSpec, Mrope,
+    MropeLayout, decoder_specs,
+};
 pub(crate) use context::DecoderContext;
 pub(crate) use cost::{indexes, matrix_elements};
 pub(crate) use decoder::{Decoder, DecoderTape};

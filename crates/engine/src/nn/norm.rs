@@ -20,7 +20,7 @@ impl Norm {
         config: &DecoderConfig,
     ) -> std::result::Result<Self, WeightError> {
         let norm = Self::rms(params, name, config.rms_norm_eps)?;
-        Ok(Self { scale: config.norm_scale(), ..norm })
+        Ok(Self { scale: config.norm_scale, ..norm })
     }
 
     /// An RMS norm that multiplies by `<name>.weight`.

@@ -41,7 +41,7 @@ pub(crate) fn inverse_frequencies(theta: f64, dim: usize) -> Vec<f32> {
 
 /// Rotary angles of the decoder for the positions on the axes time, height and width.
 pub(crate) fn rope_table(config: &DecoderConfig, position_ids: &[[u32; 3]]) -> HostTable {
-    let frequencies = inverse_frequencies(config.rope_theta, config.rotary_dim());
+    let frequencies = inverse_frequencies(config.rope_theta, config.rotary_dim);
     let axis = |k| config.mrope.map_or(0, |mrope| mrope.axis_of(k));
     let axes: Vec<usize> = (0..frequencies.len()).map(axis).collect();
     let mut table = HostTable::with_capacity(position_ids.len() * frequencies.len());

@@ -1,11 +1,14 @@
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::model_config::ModelConfig;
-use crate::models::vision::{VisionConfig, VisionKind};
-use crate::nn::{DecoderConfig, Mrope, MropeLayout, Queries, TensorNames};
+use crate::models::vision::{VisionConfig, VisionMlp, VisionNorm, VisionParts, VisionWindows};
+use crate::nn::{AttentionSpec, DecoderConfig, Mrope, MropeLayout, TensorNames};
 use serde_json::Value;
 
 /// Numbers of rotary frequencies of time, height and width if the file does not have them.
 const MROPE_SECTION: [usize; 3] = [16, 24, 24];
+
+const ATTENTION: AttentionSpec =
+    AttentionSpec { qk_norm: false, qkv_bias: true, output_gate: false };
 
 /// Reads the sizes from the parsed `config.json`. Published files have the sizes of the decoder at
 /// the top level, newer ones in `text_config`.
@@ -16,7 +19,7 @@ pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigEr
     let rope = text.rope()?;
     rope.expect("mrope_interleaved", &Value::Bool(false), "`false` (Qwen2.5-VL)")?;
     let has_section = !rope.value["mrope_section"].is_null();
-    let sizes = text.decoder()?;
+    let sizes = text.decoder(ATTENTION)?;
     if sizes.num_attention_heads * sizes.head_dim != sizes.hidden_size {
         let what = format!(
             "`num_attention_heads` {} of size {} do not fill `hidden_size` {}",
@@ -29,7 +32,6 @@ pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigEr
         text: DecoderConfig {
             tie_word_embeddings: top.flag("tie_word_embeddings")
                 || text.flag("tie_word_embeddings"),
-            queries: Queries::Biased,
             mrope: Some(Mrope { section, layout: MropeLayout::Blocks }),
             ..sizes
         },
@@ -47,11 +49,19 @@ fn vision(top: &Section<'_>, section: &Section<'_>) -> Result<VisionConfig, Mode
     if pixels < token {
         return Err(section.range("window_size", format!("at least the {token} pixels of a token")));
     }
-    let kind = VisionKind::Windowed {
-        window: pixels / token,
-        full_attention_blocks: section.sizes("fullatt_block_indexes")?,
+    let parts = VisionParts {
+        norm: VisionNorm::Rms,
+        mlp: VisionMlp::SwiGlu,
+        has_patch_bias: false,
+        num_position_embeddings: None,
+        windows: Some(VisionWindows {
+            side: pixels / token,
+            full_attention_blocks: section.sizes("fullatt_block_indexes")?,
+        }),
+        deepstack: Vec::new(),
+        merger_names: ["ln_q", "mlp.0", "mlp.2"],
     };
-    VisionConfig::with_kind((top, section), kind)
+    VisionConfig::read(top, section, parts)
 }
 
 #[cfg(test)]
@@ -86,7 +96,7 @@ mod tests {
         let vision = config.vision.unwrap();
         let full: Vec<usize> = (0..32).filter(|k| !vision.has_windows(*k)).collect();
         assert_eq!(full, [7, 15, 23, 31]);
-        let VisionKind::Windowed { window, .. } = vision.kind else { panic!() };
+        let window = vision.parts.windows.as_ref().unwrap().side;
         assert_eq!((window, config.text.head_dim), (4, 128));
         assert!(!config.text.tie_word_embeddings);
     }

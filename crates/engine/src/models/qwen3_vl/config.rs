@@ -1,7 +1,8 @@
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::experts::Family;
 use crate::models::model_config::ModelConfig;
-use crate::models::vision::VisionConfig;
+use crate::models::qwen3::ATTENTION;
+use crate::models::vision::{VisionConfig, VisionParts};
 use crate::nn::{DecoderConfig, ExpertFiles, Mrope, MropeLayout, TensorNames};
 use serde_json::Value;
 
@@ -9,12 +10,12 @@ const EXPERTS: Family =
     Family { published: ExpertFiles::InOut, must_have_norm: false, has_shared: false };
 
 pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
-    let dense = |text: &Section<'_>| text.decoder();
+    let dense = |text: &Section<'_>| text.decoder(ATTENTION);
     read_with(json, dense)
 }
 
 pub(in crate::models) fn read_moe(json: &Value) -> Result<ModelConfig, ModelConfigError> {
-    read_with(json, |text| text.decoder_with_experts(EXPERTS))
+    read_with(json, |text| text.with_experts(text.decoder(ATTENTION)?, EXPERTS))
 }
 
 fn read_with(
@@ -29,13 +30,14 @@ fn read_with(
     // Published files have the key in both places; transformers 5 writes it to the whole file only.
     let tied = [&top, &text].map(|section| section.value["tie_word_embeddings"].as_bool());
     let (section, deepstack) = (rope.mrope_section()?, vision.sizes("deepstack_visual_indexes")?);
+    let parts = VisionParts::with_table(&vision, deepstack)?;
     let config = ModelConfig {
         text: DecoderConfig {
             tie_word_embeddings: tied[0].or(tied[1]).unwrap_or(false),
             mrope: Some(Mrope { section, layout: MropeLayout::Interleaved }),
             ..decoder(&text)?
         },
-        vision: Some(VisionConfig::read((&top, &vision), deepstack)?),
+        vision: Some(VisionConfig::read(&top, &vision, parts)?),
         tensor_names: TensorNames::Modules,
     };
     config.check()?;
@@ -96,9 +98,13 @@ mod tests {
         ] {
             json["text_config"][key] = json!(value);
         }
-        let moe = read_moe(&json).unwrap().text.moe.unwrap();
-        assert_eq!((moe.num_sparse(), moe.files), (28, ExpertFiles::InOut));
-        assert!(read(&json).unwrap().text.moe.is_none());
+        let text = read_moe(&json).unwrap().text;
+        let moe = text.moe().unwrap();
+        assert_eq!(
+            (text.layers.iter().filter(|layer| layer.experts().is_some()).count(), moe.files),
+            (28, ExpertFiles::InOut)
+        );
+        assert!(read(&json).unwrap().text.moe().is_none());
         json["text_config"]["norm_topk_prob"] = json!(true);
         read_moe(&json).unwrap();
         json["text_config"]["norm_topk_prob"] = json!(false);

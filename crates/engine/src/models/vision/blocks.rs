@@ -1,15 +1,30 @@
 //! Stages of the vision encoder: patch embedding, and pre-norm blocks with full attention inside
 //! each frame or window.
 
-use super::config::{VisionConfig, VisionKind};
+use super::config::{VisionConfig, VisionMlp, VisionNorm, VisionParts};
 use super::gelu_mlp::GeluMlp;
 use super::input::{TablePositions, VisionContext};
-use super::norm::{EPS, norm};
 use crate::nn::{Linear, MlpBlock, Norm, ParamMap, WeightError};
 use crate::tape::{CheapTensors, InputGrad, Param, Pass, Saved, Stage};
 use candle_core::{Result, Tensor, bail};
 use kernels::{AttentionBackend, Masking, Qkv, Segments};
 use std::sync::Arc;
+
+/// Added to the variance or the mean square of every norm.
+const EPS: f64 = 1e-6;
+
+impl VisionNorm {
+    pub(super) fn new(
+        self,
+        params: &ParamMap<'_>,
+        name: &str,
+    ) -> std::result::Result<Norm, WeightError> {
+        match self {
+            Self::Layer => Norm::layer(params, name, EPS),
+            Self::Rms => Norm::rms(params, name, EPS),
+        }
+    }
+}
 
 /// Pixels to features: a linear map of each patch, plus its interpolated position embedding if
 /// there is a table of them.
@@ -21,17 +36,16 @@ pub(super) struct PatchEmbed {
 impl PatchEmbed {
     pub(super) fn new(
         params: &ParamMap<'_>,
-        kind: &VisionKind,
+        parts: &VisionParts,
     ) -> std::result::Result<Self, WeightError> {
         let proj = "model.visual.patch_embed.proj";
-        Ok(match kind {
-            VisionKind::Learned { .. } => Self {
-                proj: Linear::with_bias(params, proj)?,
-                positions: Some(params.get("model.visual.pos_embed.weight")?),
+        let table = parts.num_position_embeddings;
+        Ok(Self {
+            proj: match parts.has_patch_bias {
+                true => Linear::with_bias(params, proj)?,
+                false => Linear::without_bias(params, proj)?,
             },
-            VisionKind::Windowed { .. } => {
-                Self { proj: Linear::without_bias(params, proj)?, positions: None }
-            }
+            positions: table.map(|_| params.get("model.visual.pos_embed.weight")).transpose()?,
         })
     }
 }
@@ -100,19 +114,18 @@ impl VisionBlock {
     ) -> std::result::Result<Self, WeightError> {
         let name = |part: &str| format!("model.visual.blocks.{block}.{part}");
         let linear = |part: &str| Linear::with_bias(params, &name(&format!("mlp.{part}")));
-        let mlp: Box<dyn Stage<Context = ()>> = match &config.kind {
-            VisionKind::Learned { hidden_act, .. } => Box::new(GeluMlp {
-                norm: norm(params, &name("norm2"), &config.kind)?,
+        let norm = |part: &str| config.parts.norm.new(params, &name(part));
+        let mlp: Box<dyn Stage<Context = ()>> = match config.parts.mlp {
+            VisionMlp::Gelu(act) => Box::new(GeluMlp {
+                norm: norm("norm2")?,
                 fc1: linear("linear_fc1")?,
                 fc2: linear("linear_fc2")?,
-                act: *hidden_act,
+                act,
             }),
-            VisionKind::Windowed { .. } => {
-                Box::new(MlpBlock::new(Norm::rms(params, &name("norm2"), EPS)?, linear)?)
-            }
+            VisionMlp::SwiGlu => Box::new(MlpBlock::new(norm("norm2")?, linear)?),
         };
         Ok(Self {
-            norm1: norm(params, &name("norm1"), &config.kind)?,
+            norm1: norm("norm1")?,
             qkv: Linear::with_bias(params, &name("attn.qkv"))?,
             proj: Linear::with_bias(params, &name("attn.proj"))?,
             mlp,

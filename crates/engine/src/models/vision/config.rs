@@ -26,61 +26,85 @@ pub struct VisionConfig {
     /// Id of the token whose embedding the features of an image replace.
     pub image_token_id: u32,
     /// The parts in which families differ.
-    pub kind: VisionKind,
+    pub parts: VisionParts,
 }
 
-/// Positions, norms, MLPs and attention of a vision encoder.
+/// What a vision encoder consists of.
 #[derive(Debug, Clone, PartialEq)]
-pub enum VisionKind {
-    /// Qwen3-VL and Qwen3.5: a learned table of positions, layer norms, MLPs with a GELU, attention
-    /// inside each frame.
-    Learned {
-        /// Rows of the position table; a square number.
-        num_position_embeddings: usize,
-        /// Blocks after which a deepstack merger reads the features.
-        deepstack_visual_indexes: Vec<usize>,
-        /// Activation of the blocks' MLP.
-        hidden_act: Gelu,
-    },
-    /// Qwen2.5-VL: rotary positions only, RMS norms, SwiGLU, attention inside windows of a frame.
-    Windowed {
-        /// Merged tokens on a side of a window.
-        window: usize,
-        /// Blocks with attention inside each frame.
-        full_attention_blocks: Vec<usize>,
-    },
+pub struct VisionParts {
+    pub norm: VisionNorm,
+    pub mlp: VisionMlp,
+    pub has_patch_bias: bool,
+    /// Rows of the table of learned positions, a square number; `None`: rotary positions only.
+    pub num_position_embeddings: Option<usize>,
+    /// Windows of some blocks; `None`: all blocks attend inside each frame.
+    pub windows: Option<VisionWindows>,
+    /// Blocks after which a deepstack merger reads the features.
+    pub deepstack: Vec<usize>,
+    /// Names of the norm and of the two linear layers of a merger.
+    pub merger_names: [&'static str; 3],
 }
 
-impl VisionConfig {
-    /// Reads the section `vision_config` of the file `top`, of an encoder with learned positions.
-    pub(in crate::models) fn read(
-        (top, section): (&Section<'_>, &Section<'_>),
-        deepstack_visual_indexes: Vec<usize>,
+/// The norms of blocks and mergers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VisionNorm {
+    Layer,
+    Rms,
+}
+
+/// The MLP of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VisionMlp {
+    /// Two linear layers with this activation in between.
+    Gelu(Gelu),
+    SwiGlu,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VisionWindows {
+    /// Merged tokens on a side of a window.
+    pub side: usize,
+    /// Blocks with attention inside each frame. The others attend inside windows.
+    pub full_attention_blocks: Vec<usize>,
+}
+
+impl VisionParts {
+    /// The parts of Qwen3-VL and Qwen3.5: a table of positions, layer norms, MLPs with a GELU.
+    pub(in crate::models) fn with_table(
+        section: &Section<'_>,
+        deepstack: Vec<usize>,
     ) -> Result<Self, ModelConfigError> {
         section.expect_no_dropout("attention_dropout")?;
         let act = section.value["hidden_act"].as_str().unwrap_or("gelu_pytorch_tanh");
-        let kind = VisionKind::Learned {
-            num_position_embeddings: section.size("num_position_embeddings")?,
-            deepstack_visual_indexes,
-            hidden_act: match act {
-                "gelu_pytorch_tanh" | "gelu_new" => Gelu::Tanh,
-                "gelu" => Gelu::Erf,
-                found => {
-                    return Err(ModelConfigError::Unsupported {
-                        key: "vision_config.hidden_act",
-                        found: found.to_owned(),
-                        known: "`gelu_pytorch_tanh` and `gelu`",
-                    });
-                }
-            },
+        let act = match act {
+            "gelu_pytorch_tanh" | "gelu_new" => Gelu::Tanh,
+            "gelu" => Gelu::Erf,
+            found => {
+                return Err(ModelConfigError::Unsupported {
+                    key: "vision_config.hidden_act",
+                    found: found.to_owned(),
+                    known: "`gelu_pytorch_tanh` and `gelu`",
+                });
+            }
         };
-        Self::with_kind((top, section), kind)
+        Ok(Self {
+            norm: VisionNorm::Layer,
+            mlp: VisionMlp::Gelu(act),
+            has_patch_bias: true,
+            num_position_embeddings: Some(section.size("num_position_embeddings")?),
+            windows: None,
+            deepstack,
+            merger_names: ["norm", "linear_fc1", "linear_fc2"],
+        })
     }
+}
 
-    /// Reads the sizes that all families have.
-    pub(in crate::models) fn with_kind(
-        (top, section): (&Section<'_>, &Section<'_>),
-        kind: VisionKind,
+impl VisionConfig {
+    /// Reads the sizes in the section `vision_config` of the file `top`.
+    pub(in crate::models) fn read(
+        top: &Section<'_>,
+        section: &Section<'_>,
+        parts: VisionParts,
     ) -> Result<Self, ModelConfigError> {
         expect_rope(section)?;
         Ok(Self {
@@ -94,7 +118,7 @@ impl VisionConfig {
             spatial_merge_size: section.size("spatial_merge_size")?,
             out_hidden_size: section.size("out_hidden_size")?,
             image_token_id: top.size("image_token_id")? as u32,
-            kind,
+            parts,
         })
     }
 
@@ -113,20 +137,21 @@ impl VisionConfig {
                 self.out_hidden_size, text.hidden_size
             ));
         }
-        if let VisionKind::Learned { num_position_embeddings: rows, .. } = self.kind
+        if let Some(rows) = self.parts.num_position_embeddings
             && rows.isqrt().pow(2) != rows
         {
             return fail(format!("`num_position_embeddings` {rows} is not a square"));
         }
-        let taps = self.deepstack();
+        let taps = &self.parts.deepstack;
         if taps.windows(2).any(|pair| pair[0] >= pair[1])
             || taps.iter().any(|block| *block >= self.depth)
-            || taps.len() > text.num_hidden_layers
+            || taps.len() > text.layers.len()
         {
             return fail(format!(
                 "`deepstack_visual_indexes` {taps:?}: expected ascending numbers below `depth` {}, at \
                  most `num_hidden_layers` {} of them",
-                self.depth, text.num_hidden_layers
+                self.depth,
+                text.layers.len()
             ));
         }
         if self.image_token_id as usize >= text.vocab_size {
@@ -143,30 +168,16 @@ impl VisionConfig {
         self.spatial_merge_size.pow(2)
     }
 
-    /// Blocks after which a deepstack merger reads the features.
-    pub fn deepstack(&self) -> &[usize] {
-        match &self.kind {
-            VisionKind::Learned { deepstack_visual_indexes, .. } => deepstack_visual_indexes,
-            VisionKind::Windowed { .. } => &[],
-        }
-    }
-
     /// Whether the patches of `block` attend inside a window only.
     pub fn has_windows(&self, block: usize) -> bool {
-        match &self.kind {
-            VisionKind::Learned { .. } => false,
-            VisionKind::Windowed { full_attention_blocks, .. } => {
-                !full_attention_blocks.contains(&block)
-            }
-        }
+        let windows = self.parts.windows.as_ref();
+        windows.is_some_and(|windows| !windows.full_attention_blocks.contains(&block))
     }
 
     /// Number of patches of a window; 0 without windows.
     pub(super) fn window_patches(&self) -> usize {
-        match self.kind {
-            VisionKind::Learned { .. } => 0,
-            VisionKind::Windowed { window, .. } => (window * self.spatial_merge_size).pow(2),
-        }
+        let windows = self.parts.windows.as_ref();
+        windows.map_or(0, |windows| (windows.side * self.spatial_merge_size).pow(2))
     }
 
     /// Values in one flattened patch: `channels * temporal_patch_size * patch_size^2`.

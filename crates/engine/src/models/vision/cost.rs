@@ -1,6 +1,6 @@
 //! Operations and memory of the model, for `trainer bench`.
 
-use super::config::{VisionConfig, VisionKind};
+use super::config::{VisionConfig, VisionMlp, VisionNorm};
 use super::encoder::VisionEncoder;
 use crate::cost::{ActivationMemory, PartWork, RowKind};
 use crate::nn::{indexes, matrix_elements};
@@ -38,12 +38,17 @@ impl VisionConfig {
         element: f64,
         recompute: Option<Recompute>,
     ) {
-        let num_mergers = (self.deepstack().len() + 1) as f64;
+        let num_mergers = (self.parts.deepstack.len() + 1) as f64;
         let input = element * self.hidden_size as f64;
-        // the input of a GELU and means, or both inputs of SwiGLU
-        let (wide, stats) = match self.kind {
-            VisionKind::Learned { .. } => (self.intermediate_size, 4),
-            VisionKind::Windowed { .. } => (2 * self.intermediate_size, 2),
+        // the input of a GELU, or both inputs of SwiGLU
+        let wide = match self.parts.mlp {
+            VisionMlp::Gelu(_) => self.intermediate_size,
+            VisionMlp::SwiGlu => 2 * self.intermediate_size,
+        };
+        // of two norms
+        let stats = match self.parts.norm {
+            VisionNorm::Layer => 4,
+            VisionNorm::Rms => 2,
         };
         let saved =
             element * (6 * self.hidden_size + wide) as f64 + 4.0 * (stats + self.num_heads) as f64;

@@ -46,18 +46,18 @@ impl VisionEncoder {
         let n = vision.patches_per_token();
         let blocks =
             (0..vision.depth).map(|block| VisionBlock::new(map, vision, block, attention.clone()));
-        let deepstack = vision.deepstack().iter().enumerate().map(|(k, at)| {
+        let deepstack = vision.parts.deepstack.iter().enumerate().map(|(k, at)| {
             let name = format!("model.visual.deepstack_merger_list.{k}");
-            Ok((*at, Merger::new(map, &name, NormPlace::AfterMerge, &vision.kind, n)?))
+            Ok((*at, Merger::new(map, &name, NormPlace::AfterMerge, &vision.parts, n)?))
         });
         Ok(Self {
-            patch_embed: PatchEmbed::new(map, &vision.kind)?,
+            patch_embed: PatchEmbed::new(map, &vision.parts)?,
             blocks: blocks.collect::<std::result::Result<_, _>>()?,
             merger: Merger::new(
                 map,
                 "model.visual.merger",
                 NormPlace::BeforeMerge,
-                &vision.kind,
+                &vision.parts,
                 n,
             )?,
             deepstack: deepstack.collect::<std::result::Result<_, _>>()?,

@@ -1,6 +1,6 @@
 //! The host-to-device copy of a micro-batch.
 
-use super::config::{VisionConfig, VisionKind};
+use super::config::VisionConfig;
 use super::positions;
 use super::windows::Windows;
 use batch::{CuSeqlens, Patches, VarlenBatch};
@@ -92,12 +92,8 @@ impl VisionInput {
         if own.own.len() != batch.vision_rows.len() || own.own.end > merged {
             bail!("{merged} visual features for {} vision tokens", batch.vision_rows.len());
         }
-        let windows = match vision.kind {
-            VisionKind::Windowed { window, .. } => {
-                Some(Windows::new(&grids, vision.spatial_merge_size, window))
-            }
-            VisionKind::Learned { .. } => None,
-        };
+        let windows = vision.parts.windows.as_ref();
+        let windows = windows.map(|of| Windows::new(&grids, vision.spatial_merge_size, of.side));
         let mut pixels = Vec::with_capacity(num_patches * vision.patch_values());
         for patches in batch.media {
             pixels.extend_from_slice(&patches.pixel_values); // frees each image after its copy
@@ -137,7 +133,7 @@ impl TablePositions {
         num_patches: usize,
         device: &Device,
     ) -> Result<Option<Self>> {
-        let VisionKind::Learned { num_position_embeddings, .. } = vision.kind else {
+        let Some(num_position_embeddings) = vision.parts.num_position_embeddings else {
             return Ok(None);
         };
         let (index, weight) =

@@ -2,8 +2,7 @@
 //!
 //! The main merger normalises before the merge, a deepstack merger after it.
 
-use super::config::VisionKind;
-use super::norm::norm;
+use super::config::VisionParts;
 use crate::nn::{Linear, Norm, ParamMap, WeightError};
 use crate::tape::{CheapTensors, InputGrad, Param, Pass, Saved, Stage};
 use candle_core::{Result, Tensor};
@@ -15,14 +14,6 @@ pub(super) enum NormPlace {
     BeforeMerge,
     /// `[M, 4 * Dv]`, as the deepstack mergers have it.
     AfterMerge,
-}
-
-/// Names of the norm and of the two linear layers of a merger.
-pub(super) fn merger_parts(kind: &VisionKind) -> [&'static str; 3] {
-    match kind {
-        VisionKind::Learned { .. } => ["norm", "linear_fc1", "linear_fc2"],
-        VisionKind::Windowed { .. } => ["ln_q", "mlp.0", "mlp.2"],
-    }
 }
 
 /// Norm, spatial merge, two-layer MLP with an exact GELU.
@@ -39,12 +30,12 @@ impl Merger {
         params: &ParamMap<'_>,
         name: &str,
         place: NormPlace,
-        kind: &VisionKind,
+        parts: &VisionParts,
         patches_per_token: usize,
     ) -> std::result::Result<Self, WeightError> {
-        let [norm_name, fc1, fc2] = merger_parts(kind).map(|part| format!("{name}.{part}"));
+        let [norm, fc1, fc2] = parts.merger_names.map(|part| format!("{name}.{part}"));
         Ok(Self {
-            norm: norm(params, &norm_name, kind)?,
+            norm: parts.norm.new(params, &norm)?,
             place,
             fc1: Linear::with_bias(params, &fc1)?,
             fc2: Linear::with_bias(params, &fc2)?,

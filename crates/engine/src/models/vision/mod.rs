@@ -11,12 +11,11 @@ mod encoder;
 mod gelu_mlp;
 mod input;
 mod merger;
-mod norm;
 mod params;
 mod positions;
 mod windows;
 
-pub use config::{VisionConfig, VisionKind};
+pub use config::{VisionConfig, VisionMlp, VisionNorm, VisionParts, VisionWindows};
 pub(super) use encoder::{Features, VisionEncoder, VisionTape};
 pub(super) use input::VisionInput;
 pub(super) use params::param_specs;

@@ -1,7 +1,6 @@
 //! Components, and the list of parameters with their published names.
 
-use super::config::{VisionConfig, VisionKind};
-use super::merger::merger_parts;
+use super::config::{VisionConfig, VisionMlp, VisionNorm};
 use crate::nn::{Component, Init, Inputs, ParamSpec, Stored};
 
 /// The vision encoder without its mergers.
@@ -28,12 +27,14 @@ pub(in crate::models) fn param_specs(v: &VisionConfig) -> Vec<ParamSpec> {
     };
     let kernel = [v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size];
     add(VISION, "model.visual.patch_embed.proj.weight".to_owned(), &kernel);
-    if let VisionKind::Learned { num_position_embeddings, .. } = v.kind {
+    if v.parts.has_patch_bias {
         add(VISION, "model.visual.patch_embed.proj.bias".to_owned(), &[v.hidden_size]);
-        let table = [num_position_embeddings, v.hidden_size];
+    }
+    if let Some(rows) = v.parts.num_position_embeddings {
+        let table = [rows, v.hidden_size];
         add(VISION, "model.visual.pos_embed.weight".to_owned(), &table);
     }
-    let has_norm_bias = matches!(v.kind, VisionKind::Learned { .. });
+    let has_norm_bias = v.parts.norm == VisionNorm::Layer;
     let norm = |add: &mut dyn FnMut(Component, String, &[usize]), of, name: &str, width| {
         add(of, format!("{name}.weight"), &[width]);
         if has_norm_bias {
@@ -48,9 +49,9 @@ pub(in crate::models) fn param_specs(v: &VisionConfig) -> Vec<ParamSpec> {
         };
         linear("attn.qkv", 3 * v.hidden_size, v.hidden_size);
         linear("attn.proj", v.hidden_size, v.hidden_size);
-        let (into, out) = match v.kind {
-            VisionKind::Learned { .. } => (&["mlp.linear_fc1"][..], "mlp.linear_fc2"),
-            VisionKind::Windowed { .. } => (&["mlp.gate_proj", "mlp.up_proj"][..], "mlp.down_proj"),
+        let (into, out) = match v.parts.mlp {
+            VisionMlp::Gelu(_) => (&["mlp.linear_fc1"][..], "mlp.linear_fc2"),
+            VisionMlp::SwiGlu => (&["mlp.gate_proj", "mlp.up_proj"][..], "mlp.down_proj"),
         };
         for part in into {
             linear(part, v.intermediate_size, v.hidden_size);
@@ -61,7 +62,7 @@ pub(in crate::models) fn param_specs(v: &VisionConfig) -> Vec<ParamSpec> {
         }
     }
     let merged = v.hidden_size * v.spatial_merge_size * v.spatial_merge_size;
-    let [norm_name, fc1, fc2] = merger_parts(&v.kind);
+    let [norm_name, fc1, fc2] = v.parts.merger_names;
     let mut merger = |name: String, width: usize| {
         norm(&mut add, MERGER, &format!("{name}.{norm_name}"), width);
         for (linear, rows) in [(fc1, merged), (fc2, v.out_hidden_size)] {
@@ -70,7 +71,7 @@ pub(in crate::models) fn param_specs(v: &VisionConfig) -> Vec<ParamSpec> {
         }
     };
     merger("model.visual.merger".to_owned(), v.hidden_size);
-    for k in 0..v.deepstack().len() {
+    for k in 0..v.parts.deepstack.len() {
         merger(format!("model.visual.deepstack_merger_list.{k}"), merged);
     }
     specs

@@ -72,7 +72,7 @@ pub(super) fn interpolated_positions(
 
 #[cfg(test)]
 mod tests {
-    use super::super::config::VisionKind;
+    use super::super::config::{VisionMlp, VisionNorm, VisionParts};
     use super::*;
 
     #[test]
@@ -95,7 +95,15 @@ mod tests {
             spatial_merge_size: 2,
             out_hidden_size: 1,
             image_token_id: 0,
-            kind: VisionKind::Windowed { window: 4, full_attention_blocks: vec![] },
+            parts: VisionParts {
+                norm: VisionNorm::Rms,
+                mlp: VisionMlp::SwiGlu,
+                has_patch_bias: false,
+                num_position_embeddings: None,
+                windows: None,
+                deepstack: vec![],
+                merger_names: ["norm", "linear_fc1", "linear_fc2"],
+            },
         }
     }
 
