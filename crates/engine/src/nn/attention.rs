@@ -197,6 +197,28 @@ impl AttentionBlock {
     }
 }
 
+/// Bytes that backward needs of a token.
+pub(super) fn saved_bytes(
+    config: &DecoderConfig,
+    spec: &AttentionSpec,
+    element: f64,
+    cheap: CheapTensors,
+) -> f64 {
+    let (q, kv) = (config.num_attention_heads, config.num_key_value_heads);
+    let gate = if spec.output_gate { q } else { 0 };
+    let heads = 2 * q + 2 * kv + gate; // `q`, `o`, `k`, `v`
+    let floats = 1 + q; // `rstd` and `lse`
+    let bytes = |heads: usize, floats: usize| {
+        element * (heads * config.head_dim) as f64 + 4.0 * floats as f64
+    };
+    let saved = element * config.hidden_size as f64 + bytes(heads, floats);
+    match cheap {
+        // the rotated `q` and `k`, and the `rstd` of their norms
+        CheapTensors::Keep if spec.qk_norm => saved + bytes(q + kv, q + kv),
+        _ => saved,
+    }
+}
+
 impl Stage for AttentionBlock {
     type Context = DecoderContext;
 

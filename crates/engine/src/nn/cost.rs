@@ -1,10 +1,11 @@
-//! Operations and memory of a decoder, for `trainer bench`.
+//! Operations and memory of a decoder.
 
 use super::adapter::AdapterTensor;
-use super::config::{DecoderConfig, LayerSpec, LinearAttentionSpec, MixerSpec};
+use super::config::{DecoderConfig, LayerSpec, LinearAttentionSpec, MixerSpec, MlpSpec};
 use super::experts::{EXPERTS, MoeConfig};
+use super::{attention, linear_attention, mlp, moe};
 use crate::cost::{ActivationMemory, PartWork, RowKind};
-use crate::tape::{Param, Recompute};
+use crate::tape::{CheapTensors, Param, Recompute};
 use kernels::DeltaHeads;
 
 /// Rows of a block of which a GPU stores the largest values of columns, and the maximum bytes of the
@@ -104,44 +105,17 @@ impl DecoderConfig {
         })
     }
 
-    /// Bytes of the tensors of a layer and a token that backward computes again unless they are
-    /// kept: the output of SwiGLU, and the rotated q and k with the `rstd` of their norms.
-    fn cheap_bytes(&self, layer: &LayerSpec, element: f64) -> f64 {
-        let activated = match layer.experts() {
-            None => element * self.inner_width(layer) as f64,
-            Some(_) => 0.0,
+    /// Bytes that backward needs of a layer and a token.
+    fn saved_bytes(&self, layer: &LayerSpec, element: f64, cheap: CheapTensors) -> f64 {
+        let mixer = match &layer.mixer {
+            MixerSpec::Attention(spec) => attention::saved_bytes(self, spec, element, cheap),
+            MixerSpec::LinearAttention(spec) => linear_attention::saved_bytes(self, spec, element),
         };
-        let heads = (self.num_attention_heads + self.num_key_value_heads) as f64;
-        match &layer.mixer {
-            MixerSpec::Attention(spec) if spec.qk_norm => {
-                activated + heads * (element * self.head_dim as f64 + 4.0)
-            }
-            // without a norm, the rotated ones are all that backward needs
-            MixerSpec::Attention(_) | MixerSpec::LinearAttention(_) => activated,
-        }
-    }
-
-    /// Bytes that backward needs of a layer and a token: `x` twice, `gate`, `up`, two `rstd` in
-    /// `f32`, and what the first half of the layer keeps.
-    fn saved_bytes(&self, layer: &LayerSpec, element: f64) -> f64 {
-        // weights, experts, and both orders of the rows
-        let routing = layer.experts().map_or(0, |moe| 16 * moe.experts_per_token) as f64;
-        let width = self.hidden_size + self.inner_width(layer);
-        let both = 2.0 * element * width as f64 + 8.0 + routing;
-        match &layer.mixer {
-            MixerSpec::LinearAttention(spec) => {
-                // input of the convolution, `z`, `o`, `a`, `b`, and the `rstd` of each head in `f32`
-                let heads = spec.num_value_heads;
-                let wide = spec.qkv_width() + 2 * spec.value_width() + 2 * heads;
-                both + element * wide as f64 + 4.0 * heads as f64
-            }
-            MixerSpec::Attention(spec) => {
-                // `q`, `o`, `k`, `v`, `lse` in `f32`, and the gate
-                let (q, kv) = (self.num_attention_heads, self.num_key_value_heads);
-                let gate = if spec.output_gate { q } else { 0 };
-                both + element * ((2 * q + 2 * kv + gate) * self.head_dim) as f64 + 4.0 * q as f64
-            }
-        }
+        let mlp = match &layer.mlp {
+            MlpSpec::Dense => mlp::saved_bytes(self, element, cheap),
+            MlpSpec::Experts(moe) => moe::saved_bytes(self, moe, element),
+        };
+        mixer + mlp
     }
 
     /// Temporary bytes of a linear layer in FP8 on a GPU, for each token and in all: the codes of the
@@ -162,16 +136,14 @@ impl DecoderConfig {
         let hidden = self.hidden_size as f64;
         let inner = self.layers.iter().map(|layer| self.inner_bytes(layer, element));
         let intermediate = inner.fold(0.0, f64::max);
-        let saved = self.layers.iter().map(|layer| self.saved_bytes(layer, element));
+        let saved =
+            |cheap| self.layers.iter().map(move |layer| self.saved_bytes(layer, element, cheap));
         let (tape, again) = match recompute {
-            Recompute::Least => {
-                let cheap = self.layers.iter().map(|layer| self.cheap_bytes(layer, element));
-                (saved.chain(cheap).sum(), 0.0)
-            }
-            Recompute::No => (saved.sum(), 0.0),
+            Recompute::Least => (saved(CheapTensors::Keep).sum(), 0.0),
+            Recompute::No => (saved(CheapTensors::Recompute).sum(), 0.0),
             // and the output of SwiGLU, which nothing saves
             Recompute::Yes => {
-                let largest = saved.fold(0.0, f64::max);
+                let largest = saved(CheapTensors::Recompute).fold(0.0, f64::max);
                 let tape = self.layers.len() as f64 * element * hidden;
                 (tape, largest - element * hidden + intermediate)
             }
@@ -194,11 +166,17 @@ impl DecoderConfig {
 
 #[cfg(test)]
 mod tests {
-    use super::super::config::{AttentionSpec, MlpSpec};
+    use super::super::config::AttentionSpec;
     use super::super::experts::ExpertFiles;
+    use super::super::{
+        Component, Decoder, DecoderContext, Inputs, ParamMap, decoder_specs, rope_table,
+    };
     use super::*;
+    use crate::tape::{Pass, Stage};
+    use batch::CuSeqlens;
     use candle_core::{DType, Device, Tensor};
-    use kernels::NormScale;
+    use kernels::{AttentionBackend, Flash, NormScale, Segments};
+    use std::sync::Arc;
 
     const NORMED: AttentionSpec =
         AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: false };
@@ -311,5 +289,62 @@ mod tests {
         assert_eq!(memory.token_tape, 3.0 * layer);
         // dy; rows, the output of SwiGLU and its gradient; logits and their gradient
         assert_eq!(memory.token_backward, 4.0 * (10.0 + 20.0 + 24.0 + 16.0));
+    }
+
+    /// Bytes of the tensors that the layers of a decoder save for backward, for `num_tokens`.
+    fn saved(config: &DecoderConfig, num_tokens: usize, cheap: CheapTensors) -> f64 {
+        let device = &Device::Cpu;
+        let specs = decoder_specs(config, "model", Component { name: "llm", inputs: Inputs::All });
+        let params = specs.iter().enumerate().map(|(index, spec)| {
+            let zeros = Tensor::zeros(spec.shape.as_slice(), DType::F32, device).unwrap();
+            Param::new(spec.name.as_str(), index, zeros)
+        });
+        let params: Vec<Param> = params.collect();
+        let attention: Arc<dyn AttentionBackend> = Arc::new(Flash);
+        let decoder =
+            Decoder::new(&ParamMap::new(&params, None), "model", config, &attention).unwrap();
+        let lengths = CuSeqlens::from_lengths(&[num_tokens as u32]).unwrap();
+        let context = DecoderContext {
+            rope: rope_table(config, &vec![[0; 3]; num_tokens]).upload(num_tokens, device).unwrap(),
+            segments: Segments::new(lengths.clone(), lengths).unwrap(),
+        };
+        let x = Tensor::zeros((num_tokens, config.hidden_size), DType::F32, device).unwrap();
+        let of_layer = |layer: &dyn Stage<Context = DecoderContext>| {
+            layer.forward(&x, &context, cheap, &Pass::default()).unwrap().1.bytes() as f64
+        };
+        decoder.layers().map(of_layer).sum()
+    }
+
+    #[test]
+    fn the_saved_bytes_of_a_token_are_those_of_the_tensors() {
+        let moe = |shared_size| MoeConfig {
+            num_experts: 4,
+            experts_per_token: 2,
+            intermediate_size: 6,
+            shared_size,
+            files: ExpertFiles::OutIn,
+        };
+        let linear = MixerSpec::LinearAttention(LinearAttentionSpec {
+            num_key_heads: 2,
+            num_value_heads: 4,
+            key_head_dim: 6,
+            value_head_dim: 10,
+            conv_kernel: 4,
+        });
+        let gated = AttentionSpec { output_gate: true, ..NORMED };
+        let attention = [NORMED, BIASED, gated].map(MixerSpec::Attention);
+        let mlps = [MlpSpec::Dense, MlpSpec::Experts(moe(None)), MlpSpec::Experts(moe(Some(8)))];
+        for mixer in attention.into_iter().chain([linear]) {
+            for (mlp, cheap) in mlps
+                .iter()
+                .flat_map(|mlp| [(mlp, CheapTensors::Keep), (mlp, CheapTensors::Recompute)])
+            {
+                let layers = vec![LayerSpec { mixer, mlp: *mlp }];
+                let config = DecoderConfig { head_dim: 6, rotary_dim: 6, layers, ..dense() };
+                let expected = config.saved_bytes(&config.layers[0], 4.0, cheap);
+                let found = (saved(&config, 20, cheap) - saved(&config, 8, cheap)) / 12.0;
+                assert_eq!(found, expected, "{:?} {cheap:?}", config.layers[0]);
+            }
+        }
     }
 }

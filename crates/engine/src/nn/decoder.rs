@@ -137,6 +137,11 @@ impl Decoder {
         self.routers
     }
 
+    #[cfg(test)]
+    pub(super) fn layers(&self) -> impl Iterator<Item = &dyn Stage<Context = DecoderContext>> {
+        self.layers.iter().map(|layer| layer as &dyn Stage<Context = DecoderContext>)
+    }
+
     fn untied_head(&self) -> Option<&Param> {
         Some(&self.lm_head).filter(|head| head.index() != self.embed_tokens.index())
     }

@@ -149,6 +149,14 @@ impl LinearAttentionBlock {
     }
 }
 
+/// Bytes that backward needs of a token.
+pub(super) fn saved_bytes(config: &DecoderConfig, spec: &LinearAttentionSpec, element: f64) -> f64 {
+    let heads = spec.num_value_heads;
+    // `x`, the input of the convolution, `z`, `o`, `a`, `b`
+    let wide = config.hidden_size + spec.qkv_width() + 2 * spec.value_width() + 2 * heads;
+    element * wide as f64 + 4.0 * (1 + heads) as f64 // and `rstd` of the rows and of the heads
+}
+
 impl Stage for LinearAttentionBlock {
     type Context = DecoderContext;
 

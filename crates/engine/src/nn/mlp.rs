@@ -1,6 +1,7 @@
 //! The second half of a decoder layer, and of a block of some vision encoders: RMS norm, SwiGLU,
 //! residual.
 
+use super::config::DecoderConfig;
 use super::linear::{Linear, backward_of};
 use super::norm::Norm;
 use super::params::WeightError;
@@ -25,6 +26,15 @@ impl MlpBlock {
         let (gate, up) = (linear("gate_proj")?, linear("up_proj")?);
         Ok(Self { norm, gate, up, down: linear("down_proj")? })
     }
+}
+
+/// Bytes that backward needs of a token.
+pub(super) fn saved_bytes(config: &DecoderConfig, element: f64, cheap: CheapTensors) -> f64 {
+    let inner = match cheap {
+        CheapTensors::Keep => 3, // `gate`, `up`, and the output of SwiGLU
+        CheapTensors::Recompute => 2,
+    };
+    element * (config.hidden_size + inner * config.intermediate_size) as f64 + 4.0 // and `rstd`
 }
 
 impl Stage for MlpBlock {

@@ -88,6 +88,16 @@ impl MoeBlock {
     }
 }
 
+/// Bytes that backward needs of a token.
+pub(super) fn saved_bytes(config: &DecoderConfig, moe: &MoeConfig, element: f64) -> f64 {
+    let k = moe.experts_per_token;
+    let shared = moe.shared_size.unwrap_or(0);
+    let wide = config.hidden_size + 2 * k * moe.intermediate_size + 2 * shared;
+    // weights, experts, and both orders of the rows; `rstd`, and the share of the shared expert
+    let floats = 4 * k + 1 + usize::from(shared > 0);
+    element * wide as f64 + 4.0 * floats as f64
+}
+
 impl Stage for MoeBlock {
     type Context = ();
 

@@ -65,6 +65,13 @@ impl Saved {
         Self { parts: parts.into(), ..self }
     }
 
+    /// Bytes of all tensors.
+    pub fn bytes(&self) -> usize {
+        let own = self.tensors.iter().chain(self.optional.iter().flatten());
+        let bytes = |tensor: &Tensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
+        own.map(bytes).sum::<usize>() + self.parts.iter().map(Self::bytes).sum::<usize>()
+    }
+
     /// Takes the tensors of [`Self::new`]. Fails if their number is not `N`.
     pub fn tensors<const N: usize>(&mut self) -> Result<[Tensor; N]> {
         std::mem::take(&mut self.tensors).try_into().map_err(|_| other_stage())
