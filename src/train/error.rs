@@ -1,7 +1,7 @@
 use crate::batch::BatchError;
 use crate::checkpoint::CheckpointError;
 use crate::data::{LoaderError, SampleError, TransientRowError};
-use crate::dist::{DistError, cause_of};
+use crate::dist::{DistError, rank_error};
 use crate::metrics::JsonlError;
 use crate::optim::OptimError;
 
@@ -48,7 +48,7 @@ pub enum TrainError {
 
 impl From<candle_core::Error> for TrainError {
     fn from(error: candle_core::Error) -> Self {
-        match cause_of(&error) {
+        match rank_error(&error) {
             Some(lost) => Self::Ranks(lost.clone()),
             None => Self::Candle(error),
         }

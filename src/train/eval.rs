@@ -144,7 +144,7 @@ impl Evaluator<'_> {
                 blocks.push(self.score_block(model, block, &stop_in_block, &progress)?);
             }
         }
-        self.weights.help(self.ranks)?; // another rank may have more rows
+        self.weights.take_part(self.ranks)?; // another rank may have more rows
         if self.ranks.gather(stop())?.contains(&true) {
             return Ok(None);
         }

@@ -7,7 +7,7 @@ use super::weights::PassKind;
 use crate::batch::VarlenBatch;
 use crate::models::ModelInput;
 use crate::nn::Routers;
-use crate::tape::{DropoutPlace, Pass, RouterChoices, RouterLog};
+use crate::tape::{DropoutPlace, Pass, Recorded, RouterChoices, RouterLog};
 use crate::train::TrainError;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
@@ -78,7 +78,8 @@ impl StepRunner {
                 let later = round.checked_sub(1).and_then(|at| rest.get(at));
                 let later = later.map(|(_, batch)| self.upload(batch.clone())).transpose()?;
                 if let Some(input) = later.as_ref().or(first) {
-                    let (dropout, log) = (place(slot, targets), RouterLog::new(true));
+                    let (dropout, log) =
+                        (place(slot, targets), RouterLog::new(Recorded::Probabilities));
                     let (dropout, router_log) = (dropout.as_ref(), Some(&log));
                     let pass = Pass { dropout, router_log, ..weights.inference() };
                     self.model.hidden(input, &pass)?;
@@ -95,7 +96,9 @@ impl StepRunner {
     /// known already.
     pub(super) fn router_log(&self, of_step: &StepRouters) -> Option<RouterLog> {
         let is_open = self.model.routers().is_some() && of_step.all.is_none();
-        is_open.then(|| RouterLog::new(self.has_aux_loss()))
+        let has_aux_loss = self.has_aux_loss();
+        let recorded = if has_aux_loss { Recorded::Probabilities } else { Recorded::Choices };
+        is_open.then(|| RouterLog::new(recorded))
     }
 
     /// Adds the choices of the micro-batch in `slot`.

@@ -168,7 +168,7 @@ impl Predictor<'_> {
             ranks.report("answering eval rows");
             if stop() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         })?;
-        self.weights.help(ranks)?; // another rank may have longer answers
+        self.weights.take_part(ranks)?; // another rank may have longer answers
         if ranks.gather(own.is_none())?.contains(&true) {
             return Ok(None);
         }

@@ -84,22 +84,22 @@ fn assert_caught(report: &VerifyReport, name: &str) {
     assert!(!report.passed);
 }
 
-/// A fault of a model.
+/// A planted fault.
 #[derive(Clone, Copy, PartialEq)]
 enum Fault {
     /// All tokens of a micro-batch attend to all earlier ones.
     Leak,
-    /// The vision encoder receives no gradient.
+    /// The gradients of the vision blocks are zero.
     Frozen,
-    /// A deepstack feature is not added.
+    /// The second deepstack feature is zero, whatever the weights of its merger are.
     Deepstack,
     /// Attention ends at the samples, although targets do not.
     Targets,
-    /// Backward multiplies by 0.9.
+    /// All gradients are multiplied by 0.9.
     Backward,
 }
 
-/// A run with a faulty model.
+/// A run with a planted fault.
 struct Faulty {
     fault: Fault,
     /// The samples of micro-batches by their numbers of tokens.
@@ -192,7 +192,8 @@ impl Pipeline for Faulty {
             for batch in &mut batches {
                 let all = batch.mask_boundaries.clone();
                 let own = std::mem::replace(&mut batch.cu_seqlens, all);
-                samples.insert(own.num_tokens(), own);
+                let other = samples.insert(own.num_tokens(), own.clone());
+                assert!(other.is_none_or(|other| other == own), "found by the number of tokens");
             }
         }
         batches

@@ -24,7 +24,9 @@ mod tcp;
 mod threads;
 mod watchdog;
 
-pub use collective::{Collective, Exchange, Gather, Reduce, Then, Ticket, cause_of, in_op};
+pub use collective::{
+    Collective, Exchange, Gather, Reduce, Then, Ticket, into_op_error, rank_error,
+};
 pub use config::{Distributed, Exact, Processes, Shard, ShardGroup};
 pub use control::{Connections, connect};
 pub use host_collective::{HostCollective, Transport};

@@ -4,7 +4,7 @@
 //! `H` heads of a tensor, `Dh` head dim. Around the attention of one process, the ranks exchange
 //! tokens for heads: `[P, H, Dh]` becomes `[T, H / N, Dh]`, and back.
 
-use super::{Collective, Exchange, SequencePlace, in_op};
+use super::{Collective, Exchange, SequencePlace, into_op_error};
 use candle_core::{Result, Tensor, bail};
 use kernels::HeadExchange;
 use std::ops::Range;
@@ -56,10 +56,10 @@ impl HeadExchange for SequenceExchange {
                 send: send.collect::<Result<_>>()?,
                 receive: receive.collect::<Result<_>>()?,
             };
-            results.push((all, self.collective.start_exchange(exchange).map_err(in_op)?));
+            results.push((all, self.collective.start_exchange(exchange).map_err(into_op_error)?));
         }
         if let Some((_, ticket)) = results.last() {
-            self.collective.wait_for(*ticket).map_err(in_op)?;
+            self.collective.wait_for(*ticket).map_err(into_op_error)?;
         }
         Ok(results.into_iter().map(|(all, _)| all).collect())
     }
@@ -77,8 +77,8 @@ impl HeadExchange for SequenceExchange {
             x.narrow(0, part.start, part.len())
         });
         let exchange = Exchange { send: send.collect::<Result<_>>()?, receive: receive.clone() };
-        let ticket = self.collective.start_exchange(exchange).map_err(in_op)?;
-        self.collective.wait_for(ticket).map_err(in_op)?;
+        let ticket = self.collective.start_exchange(exchange).map_err(into_op_error)?;
+        self.collective.wait_for(ticket).map_err(into_op_error)?;
         Tensor::cat(&receive, 1)?.contiguous() // [P, H, Dh]
     }
 }

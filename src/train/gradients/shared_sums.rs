@@ -7,7 +7,7 @@
 use super::super::error::Result;
 use super::super::weights::PassWeights;
 use super::rounds::{num_open, num_sums, pairs_after};
-use crate::dist::in_op;
+use crate::dist::into_op_error;
 use crate::dist::{Collective, Gather, Reduce, Shard, Then, Ticket};
 use crate::ops;
 use crate::tape::{Gradients, Layout, Param, slot_lens};
@@ -243,7 +243,7 @@ impl<'a> SharedRound<'a> {
     pub(super) fn finished(&self, params: &[&Param]) -> candle_core::Result<()> {
         let Some(param) = params.first() else { return Ok(()) };
         let stage = self.sums.layout.stage_of(param);
-        self.weights.stage_done(stage).map_err(in_op)?; // in the same order on a rank that has not read them
+        self.weights.stage_done(stage).map_err(into_op_error)?; // in the same order on a rank that has not read them
         let Some(flat) = &self.sums.flat[stage] else { return Ok(()) };
         self.sums.buffers.end(params.iter().copied())?;
         if !self.sums.sums_rounds() && !self.is_last() {
@@ -253,15 +253,15 @@ impl<'a> SharedRound<'a> {
         let ticket = if self.sums.exact || self.sums.is_sharded() {
             let then = self.sums.then(stage, self.round, self.is_last());
             let reduce = Reduce { values: flat.clone(), then };
-            let ticket = collective.start_reduce(reduce).map_err(in_op)?;
+            let ticket = collective.start_reduce(reduce).map_err(into_op_error)?;
             if self.is_last() && !self.sums.is_sharded() {
                 let own = self.sums.own_sum(stage, self.rounds);
                 let gather = Gather { own, all: flat.clone() };
-                collective.start_gather(gather).map_err(in_op)?;
+                collective.start_gather(gather).map_err(into_op_error)?;
             }
             ticket
         } else {
-            collective.start_sum(vec![flat.clone()]).map_err(in_op)?
+            collective.start_sum(vec![flat.clone()]).map_err(into_op_error)?
         };
         self.prepare_next(stage, ticket)
     }
@@ -276,7 +276,7 @@ impl<'a> SharedRound<'a> {
             return Ok(());
         };
         if let Some(before) = turn.checked_sub(1) {
-            self.sums.collective.wait_for(tickets[before]).map_err(in_op)?;
+            self.sums.collective.wait_for(tickets[before]).map_err(into_op_error)?;
         }
         ops::fill_zero(next)
     }

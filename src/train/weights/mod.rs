@@ -81,7 +81,7 @@ impl RankWeights {
     }
 
     /// Calls `f` with a pass that computes no gradients. All ranks make the same passes, or
-    /// [help](Self::help).
+    /// [take part](Self::take_part).
     pub(super) fn inference<T>(
         &self,
         ranks: &Ranks,
@@ -89,13 +89,15 @@ impl RankWeights {
     ) -> Result<T, TrainError> {
         self.is_needed(ranks, true)?; // the others take part
         let weights = self.for_pass(PassKind::Forward, ranks);
-        let result = f(&weights.inference()).map_err(|error| ranks.cause(error))?;
-        weights.end()?;
-        Ok(result)
+        let result = f(&weights.inference()).map_err(|error| ranks.cause(error));
+        if !matches!(result, Err(TrainError::Ranks(_))) {
+            weights.end()?; // other ranks wait for the gathers of this pass
+        }
+        result
     }
 
     /// Takes part in the passes of other ranks, until no rank has work.
-    pub(super) fn help(&self, ranks: &Ranks) -> Result<(), DistError> {
+    pub(super) fn take_part(&self, ranks: &Ranks) -> Result<(), DistError> {
         while self.is_needed(ranks, false)? {
             self.for_pass(PassKind::Forward, ranks).end()?;
         }

@@ -8,7 +8,7 @@
 //! stages: a batch without images does not use the vision encoder. So the order is fixed, and a
 //! rank takes part in the gathers of the stages that it does not read.
 
-use crate::dist::{Collective, DistError, Gather, Ticket, in_op};
+use crate::dist::{Collective, DistError, Gather, Ticket, into_op_error};
 use crate::tape::{Layout, Param, slot_lens};
 use candle_core::{DType, Device, Result, Tensor};
 use std::cell::RefCell;
@@ -201,7 +201,7 @@ impl WeightSlots {
 impl GatherPass<'_> {
     /// The weight of a parameter, after the gather of its stage.
     pub(super) fn weight(&self, param: &Param) -> Result<Tensor> {
-        self.enter(self.slots.stages[param.index()]).map_err(in_op)?;
+        self.enter(self.slots.stages[param.index()]).map_err(into_op_error)?;
         Ok(param.buffer())
     }
 

@@ -51,6 +51,10 @@ pub enum ModelConfigError {
     Shape { what: String },
 }
 
+/// Attention with norms of queries and keys.
+pub(super) const QK_NORM: AttentionSpec =
+    AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: false };
+
 /// Maximum number of layers or blocks, and number of pixels or patches on a side.
 const MAX_COUNT: u64 = 1 << 10;
 /// Maximum width of a tensor, and number of heads.
@@ -287,9 +291,10 @@ impl Section<'_> {
         let theta = if rope.value["rope_theta"].is_null() { self } else { &rope };
         let heads = self.size("num_attention_heads")?;
         let hidden_size = self.size("hidden_size")?;
-        let head_dim = match self.value["head_dim"].is_null() {
-            true => hidden_size / heads,
-            false => self.size("head_dim")?,
+        let head_dim = if self.value["head_dim"].is_null() {
+            hidden_size / heads
+        } else {
+            self.size("head_dim")?
         };
         let layer = LayerSpec { mixer: MixerSpec::Attention(attention), mlp: MlpSpec::Dense };
         let config = DecoderConfig {

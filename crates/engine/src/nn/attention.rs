@@ -36,7 +36,7 @@ type Rotated = (Tensor, Option<Tensor>);
 
 /// What backward needs of queries or keys: the projection `[T, H * Dh]` if they have a norm, and
 /// the rotated ones and `rstd`, which backward otherwise computes again.
-fn kept(projection: Tensor, rotated: Rotated, cheap: CheapTensors) -> [Option<Tensor>; 3] {
+fn saved_heads(projection: Tensor, rotated: Rotated, cheap: CheapTensors) -> [Option<Tensor>; 3] {
     match (rotated, cheap) {
         ((rotated, None), _) => [None, Some(rotated), None],
         ((rotated, rstd), CheapTensors::Keep) => [Some(projection), Some(rotated), rstd],
@@ -54,9 +54,10 @@ impl AttentionBlock {
     ) -> std::result::Result<Self, WeightError> {
         let name_of = |part: &str| format!("{name}.self_attn.{part}");
         let linear = |part: &str| {
-            let linear = match spec.qkv_bias {
-                true => Linear::with_bias(params, &name_of(part))?,
-                false => Linear::without_bias(params, &name_of(part))?,
+            let linear = if spec.qkv_bias {
+                Linear::with_bias(params, &name_of(part))?
+            } else {
+                Linear::without_bias(params, &name_of(part))?
             };
             Ok::<_, WeightError>(linear.of_decoder(params))
         };
@@ -98,7 +99,7 @@ impl AttentionBlock {
         Ok((y, Some(rstd)))
     }
 
-    /// The rotated heads from what [`kept`] has returned, and the projection if there is one.
+    /// The rotated heads from what [`saved_heads`] has returned, and the projection if there is one.
     fn rotated(
         &self,
         [projection, rotated, rstd]: [Option<Tensor>; 3],
@@ -243,9 +244,9 @@ impl Stage for AttentionBlock {
         let k = self.rotate(&k_proj, self.k_norm.as_ref(), context, pass)?; // [T, Hkv, Dh]
         let heads = Qkv { q: &q.0, k: &k.0, v: &v };
         let (o, lse) = attend(&*self.backend, heads, &context.segments, pass)?; // [T, H, Dh], [H, T]
+        let [q_proj, q, q_rstd] = saved_heads(q_proj, q, cheap);
+        let [k_proj, k, k_rstd] = saved_heads(k_proj, k, cheap);
         let y = self.output(x, &o, gate.as_ref(), pass)?;
-        let [q_proj, q, q_rstd] = kept(q_proj, q, cheap);
-        let [k_proj, k, k_rstd] = kept(k_proj, k, cheap);
         let saved = Saved::new([x.clone(), rstd, v, o, lse]);
         Ok((y, saved.with_optional([gate, q_proj, q, q_rstd, k_proj, k, k_rstd])))
     }

@@ -67,7 +67,7 @@ impl Stage for MlpBlock {
         mut saved: Saved,
         dy: Tensor, // [T, D]
         (): &(),
-        _input_grad: InputGrad, // of the residual too
+        _input_grad: InputGrad, // always computed: the residual needs it
         pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
         let [x, rstd, gate, up] = saved.tensors()?;

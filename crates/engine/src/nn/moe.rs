@@ -142,7 +142,7 @@ impl Stage for MoeBlock {
         mut saved: Saved,
         dy: Tensor, // [T, D]
         (): &(),
-        _input_grad: InputGrad, // of the residual too
+        _input_grad: InputGrad, // always computed: the residual needs it
         pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
         let [x, rstd, gate_up, weights, experts, order, places, offsets] = saved.tensors()?;

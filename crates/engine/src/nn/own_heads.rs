@@ -11,7 +11,7 @@ use kernels::{
 };
 use std::ops::Range;
 
-/// The exchange of `pass`, if this rank has `own` of more tokens.
+/// The exchange of `pass`, if this rank has only a part, `own`, of the `num_tokens` tokens.
 fn exchange<'a>(
     own: usize,
     num_tokens: usize,

@@ -10,7 +10,7 @@
 //! The probabilities are a softmax over all `E` experts, and the choices carry no gradient. If all
 //! experts are chosen equally often, the loss is `k`.
 
-use crate::tape::{Pass, RouterChoices};
+use crate::tape::{Pass, Recorded, RouterChoices};
 use candle_core::{Result, Tensor};
 use kernels::Routing;
 
@@ -32,9 +32,9 @@ pub(super) fn record(
     pass: &Pass<'_>,
 ) -> Result<()> {
     let Some(log) = pass.router_log else { return Ok(()) };
-    let probabilities = match log.with_probabilities {
-        true => kernels::router_probabilities(logits)?,
-        false => Vec::new(),
+    let probabilities = match log.recorded {
+        Recorded::Choices => Vec::new(),
+        Recorded::Probabilities => kernels::router_probabilities(logits)?,
     };
     log.record(RouterChoices { layer, offsets: routing.offsets.clone(), probabilities });
     Ok(())

@@ -12,5 +12,7 @@ mod stage;
 
 pub use bucket::{BUCKET_ALIGNMENT, Bucket, Layout, Part, StageBuckets, slot_lens};
 pub use param::{GradSink, Gradients, Param, Trainable};
-pub use pass::{DropoutPlace, Pass, Resident, RouterChoices, RouterLog, Untrained, Weights};
+pub use pass::{
+    DropoutPlace, Pass, Recorded, Resident, RouterChoices, RouterLog, Untrained, Weights,
+};
 pub use stage::{CheapTensors, InputGrad, Recompute, Saved, SavedStage, Stage};

@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// their input. The default is inference with weights that are in memory.
 #[derive(Clone, Copy)]
 pub struct Pass<'a> {
-    /// Where the weights are.
+    /// Provides the weights.
     pub weights: &'a dyn Weights,
     /// Receives the gradients, and says which parameters are trained. Forward keeps what their
     /// backward needs.
@@ -30,7 +30,7 @@ pub struct Pass<'a> {
 /// Provides the weights of a model, which may be divided among ranks, in host memory, or quantised.
 pub trait Weights {
     /// The weight of `param` in the compute dtype. It may be replaced as soon as a weight of
-    /// another stage is asked for, so it must not be read after that.
+    /// another stage is read, so it must not be read after that.
     fn weight(&self, param: &Param) -> Result<Tensor>;
 }
 
@@ -58,11 +58,18 @@ pub struct DropoutPlace {
 }
 
 /// What the routers of a micro-batch choose, recorded during its forward pass.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct RouterLog {
-    /// Whether the probabilities of all experts are recorded too.
-    pub with_probabilities: bool,
+    pub recorded: Recorded,
     choices: RefCell<Vec<RouterChoices>>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Recorded {
+    /// Which experts were chosen.
+    Choices,
+    /// The same, and the probabilities of all experts.
+    Probabilities,
 }
 
 /// What the router of a layer chose for the tokens of a micro-batch.
@@ -77,8 +84,8 @@ pub struct RouterChoices {
 }
 
 impl RouterLog {
-    pub fn new(with_probabilities: bool) -> Self {
-        Self { with_probabilities, ..Self::default() }
+    pub fn new(recorded: Recorded) -> Self {
+        Self { recorded, choices: RefCell::default() }
     }
 
     pub fn record(&self, choices: RouterChoices) {

@@ -128,8 +128,8 @@ pub trait AttentionBackend: Send + Sync {
 /// `N` ranks, each of which has a part of the tokens of a stream with all heads, exchange them for
 /// all tokens of `1 / N` of the heads. All ranks make the same calls in the same order.
 pub trait HeadExchange {
-    /// Whether this rank has only a part, `own`, of `all` tokens of the segments. Fails if no rank
-    /// has this part.
+    /// Whether this rank has only a part, `own`, of `all` tokens of the segments. Fails if `own` is
+    /// neither all tokens nor the part of this rank.
     fn is_split(&self, own: usize, all: usize) -> Result<bool>;
 
     /// The own ones of `heads` heads. Fails if the ranks cannot share them evenly.

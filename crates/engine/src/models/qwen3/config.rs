@@ -1,16 +1,11 @@
-use crate::models::config::{ModelConfigError, Section};
+use crate::models::config::{ModelConfigError, QK_NORM, Section};
 use crate::models::model_config::ModelConfig;
-use crate::nn::AttentionSpec;
 use serde_json::Value;
-
-/// Attention of Qwen3 and Qwen3-VL.
-pub(in crate::models) const ATTENTION: AttentionSpec =
-    AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: false };
 
 pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     top.rope()?.expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
-    Ok(ModelConfig::text_only(top.decoder(ATTENTION)?))
+    Ok(ModelConfig::text_only(top.decoder(QK_NORM)?))
 }
 
 #[cfg(test)]

@@ -3,5 +3,5 @@
 mod config;
 mod moe;
 
-pub(super) use config::{ATTENTION, read};
+pub(super) use config::read;
 pub(super) use moe::read_moe;

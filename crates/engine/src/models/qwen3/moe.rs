@@ -1,5 +1,4 @@
-use super::config::ATTENTION;
-use crate::models::config::{ModelConfigError, Section};
+use crate::models::config::{ModelConfigError, QK_NORM, Section};
 use crate::models::experts::Family;
 use crate::models::model_config::ModelConfig;
 use crate::nn::ExpertFiles;
@@ -11,7 +10,7 @@ const FAMILY: Family =
 pub(in crate::models) fn read_moe(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     top.rope()?.expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
-    Ok(ModelConfig::text_only(top.with_experts(top.decoder(ATTENTION)?, FAMILY)?))
+    Ok(ModelConfig::text_only(top.with_experts(top.decoder(QK_NORM)?, FAMILY)?))
 }
 
 #[cfg(test)]

@@ -1,7 +1,6 @@
-use crate::models::config::{ModelConfigError, Section};
+use crate::models::config::{ModelConfigError, QK_NORM, Section};
 use crate::models::experts::Family;
 use crate::models::model_config::ModelConfig;
-use crate::models::qwen3::ATTENTION;
 use crate::models::vision::{VisionConfig, VisionParts};
 use crate::nn::{DecoderConfig, ExpertFiles, Mrope, MropeLayout, TensorNames};
 use serde_json::Value;
@@ -10,12 +9,12 @@ const EXPERTS: Family =
     Family { published: ExpertFiles::InOut, must_have_norm: false, has_shared: false };
 
 pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
-    let dense = |text: &Section<'_>| text.decoder(ATTENTION);
+    let dense = |text: &Section<'_>| text.decoder(QK_NORM);
     read_with(json, dense)
 }
 
 pub(in crate::models) fn read_moe(json: &Value) -> Result<ModelConfig, ModelConfigError> {
-    read_with(json, |text| text.with_experts(text.decoder(ATTENTION)?, EXPERTS))
+    read_with(json, |text| text.with_experts(text.decoder(QK_NORM)?, EXPERTS))
 }
 
 fn read_with(

@@ -41,9 +41,10 @@ impl PatchEmbed {
         let proj = "model.visual.patch_embed.proj";
         let table = parts.num_position_embeddings;
         Ok(Self {
-            proj: match parts.has_patch_bias {
-                true => Linear::with_bias(params, proj)?,
-                false => Linear::without_bias(params, proj)?,
+            proj: if parts.has_patch_bias {
+                Linear::with_bias(params, proj)?
+            } else {
+                Linear::without_bias(params, proj)?
             },
             positions: table.map(|_| params.get("model.visual.pos_embed.weight")).transpose()?,
         })
@@ -153,7 +154,7 @@ impl Stage for VisionBlock {
         &self,
         x: &Tensor, // [P, Dv]
         context: &VisionContext,
-        cheap: CheapTensors,
+        _cheap: CheapTensors,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
         let (normed, stats) = self.norm1.normed(x, pass)?; // [P, Dv]
@@ -162,7 +163,7 @@ impl Stage for VisionBlock {
         let heads = Qkv { q: &q, k: &k, v: &v };
         let (o, lse) = self.attention.forward(heads, self.segments(context), Masking::Full)?; // [P, H, Dh], [H, P]
         let x1 = self.proj.forward_add(&o.reshape(x.shape())?, x, pass)?; // [P, Dv]
-        let (y, mlp) = self.mlp.forward(&x1, &(), cheap, pass)?; // [P, Dv]
+        let (y, mlp) = self.mlp.forward(&x1, &(), CheapTensors::Recompute, pass)?; // [P, Dv]
         Ok((y, Saved::new([x.clone(), stats, q, k, v, o, lse]).with_parts([mlp])))
     }
 

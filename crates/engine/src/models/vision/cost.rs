@@ -1,4 +1,4 @@
-//! Operations and memory of the model, for `trainer bench`.
+//! Operations and memory of the vision encoder.
 
 use super::config::{VisionConfig, VisionMlp, VisionNorm};
 use super::encoder::VisionEncoder;

@@ -39,7 +39,7 @@ impl Stage for GeluMlp {
         mut saved: Saved,
         dy: Tensor, // [P, Dv]
         (): &(),
-        _input_grad: InputGrad, // of the residual too
+        _input_grad: InputGrad, // always computed: the residual needs it
         pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
         let [x, stats, hidden] = saved.tensors()?;

@@ -1,4 +1,4 @@
-//! The host-to-device copy of a micro-batch.
+//! The copy of the images of a micro-batch to the device.
 
 use super::config::VisionConfig;
 use super::positions;

@@ -1,4 +1,5 @@
-//! Rotary tables and interpolated vision positions, computed on the host for one micro-batch.
+//! The rotary table and the interpolated positions of the vision encoder, computed on the host for
+//! one micro-batch.
 
 use super::config::{ROPE_BASE, VisionConfig};
 use crate::nn::{HostTable, inverse_frequencies};
