@@ -30,6 +30,7 @@ use crate::train::{
     write_rejects,
 };
 use candle_core::Device;
+use serde::{Serialize, de::DeserializeOwned};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -539,8 +540,8 @@ impl Together for SetupRanks {
         self.rank().world
     }
 
-    fn gather(&self, message: String) -> Result<Vec<String>, RunError> {
-        Ok(self.ranks.gather(message)?)
+    fn gather<V: Serialize + DeserializeOwned>(&self, value: V) -> Result<Vec<V>, RunError> {
+        Ok(self.ranks.gather(value)?)
     }
 
     fn failed(&self, rank: usize, message: String) -> RunError {

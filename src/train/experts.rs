@@ -1,6 +1,6 @@
 //! The choices of the routers in a step: the load of the experts, and the auxiliary loss.
 
-use super::ranks::{Bits, Ranks};
+use super::ranks::Ranks;
 use super::sequence::OwnTargets;
 use super::step::StepRunner;
 use super::weights::PassKind;
@@ -16,27 +16,14 @@ use std::collections::BTreeMap;
 
 #[derive(Debug, Default)]
 pub(super) struct StepRouters {
-    own: OwnChoices,
+    /// What the routers chose for the micro-batches of this rank, with their slots.
+    own: Vec<(usize, Vec<RouterChoices>)>,
     /// The choices of the whole step, if they are known already.
     all: Option<StepChoices>,
 }
 
-/// What the routers chose for the micro-batches of this rank, with their slots.
-#[derive(Debug, Default)]
-struct OwnChoices(Vec<(usize, Vec<RouterChoices>)>);
-
-/// The same for a slot, on the host.
-#[derive(Serialize, Deserialize)]
-struct SlotChoices {
-    slot: usize,
-    /// Number of choices of each expert, by layer.
-    counts: Vec<Vec<u32>>,
-    /// Sums of the probabilities of each expert over all layers.
-    probabilities: Vec<Bits>,
-}
-
 /// What the routers chose for all tokens of a step, over all micro-batches and ranks.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepChoices {
     /// Number of choices of each expert, by layer.
     counts: Vec<Vec<u64>>,
@@ -67,7 +54,7 @@ impl StepRunner {
         else {
             return Ok(StepRouters::default());
         };
-        let mut own = OwnChoices::default();
+        let mut of_step = StepRouters::default();
         for round in 0..rounds {
             let batch = targets.get(round);
             if !self.weights.is_needed(&self.ranks, batch.is_some())? {
@@ -83,13 +70,13 @@ impl StepRunner {
                     let (dropout, router_log) = (dropout.as_ref(), Some(&log));
                     let pass = Pass { dropout, router_log, ..weights.inference() };
                     self.model.hidden(input, &pass)?;
-                    own.0.push((*slot, log.into_choices()));
+                    of_step.own.push((*slot, log.into_choices()));
                 }
             }
             weights.end()?;
         }
-        let all = own.gather(routers, &self.ranks)?;
-        Ok(StepRouters { own, all: Some(all) })
+        let all = of_step.gather(routers, &self.ranks)?;
+        Ok(StepRouters { all: Some(all), ..of_step })
     }
 
     /// The log of a micro-batch's forward pass; `None` if there is nothing to record, or if it is
@@ -108,10 +95,10 @@ impl StepRunner {
         log: RouterLog,
         of_step: &mut StepRouters,
     ) -> Result<(), TrainError> {
-        of_step.own.0.push((slot, log.into_choices()));
+        of_step.own.push((slot, log.into_choices()));
         if let Some(routers) = self.model.routers().filter(|_| self.has_aux_loss()) {
             // the only micro-batch of the step
-            of_step.all = Some(of_step.own.gather(routers, &self.ranks)?);
+            of_step.all = Some(of_step.gather(routers, &self.ranks)?);
         }
         Ok(())
     }
@@ -126,55 +113,58 @@ impl StepRunner {
     pub(super) fn choices(&self, of_step: &StepRouters) -> Result<Option<StepChoices>, TrainError> {
         let Some(routers) = self.model.routers() else { return Ok(None) };
         let all = of_step.all.clone();
-        all.map_or_else(|| of_step.own.gather(routers, &self.ranks), Ok).map(Some)
+        all.map_or_else(|| of_step.gather(routers, &self.ranks), Ok).map(Some)
     }
 }
 
-impl OwnChoices {
+impl StepRouters {
     /// The choices of all ranks. Waits for a GPU.
     fn gather(&self, routers: Routers, ranks: &Ranks) -> Result<StepChoices, TrainError> {
-        let own = self.0.iter().map(|(slot, choices)| SlotChoices::read(*slot, choices, routers));
-        let own = own.collect::<candle_core::Result<Vec<_>>>()?;
-        let mut all: Vec<SlotChoices> = ranks.gather(own)?.into_iter().flatten().collect();
-        all.sort_by_key(|choices| choices.slot); // stable: ranks of a sequence group share a slot
-        let mut counts = vec![vec![0; routers.num_experts]; routers.num_layers];
-        let mut probabilities = Vec::new();
-        for slot in all {
-            for (sums, counts) in counts.iter_mut().zip(slot.counts) {
-                sums.iter_mut()
-                    .zip(counts)
-                    .for_each(|(sum, n): (&mut u64, _)| *sum += u64::from(n));
-            }
-            probabilities.resize(slot.probabilities.len().max(probabilities.len()), 0.0);
-            let sums = probabilities.iter_mut().zip(slot.probabilities);
-            sums.for_each(|(sum, p)| *sum += f64::from(p));
+        let read =
+            |(slot, choices): &(_, Vec<_>)| Ok((*slot, StepChoices::read(choices, routers)?));
+        let own = self.own.iter().map(read).collect::<candle_core::Result<Vec<_>>>()?;
+        let mut all: Vec<(usize, StepChoices)> = ranks.gather(own)?.into_iter().flatten().collect();
+        all.sort_by_key(|(slot, _)| *slot); // stable: ranks of a sequence group share a slot
+        let mut sum = StepChoices::none(routers);
+        for (_, choices) in &all {
+            sum.add(choices);
         }
-        let experts_per_token = routers.experts_per_token;
-        Ok(StepChoices { counts, probabilities, experts_per_token })
-    }
-}
-
-impl SlotChoices {
-    fn read(slot: usize, choices: &[RouterChoices], routers: Routers) -> candle_core::Result<Self> {
-        let mut counts = vec![Vec::new(); routers.num_layers];
-        let mut probabilities: Vec<f64> = Vec::new();
-        let offsets: Vec<&Tensor> = choices.iter().map(|choices| &choices.offsets).collect();
-        let offsets = if offsets.is_empty() {
-            Vec::new()
-        } else {
-            Tensor::stack(&offsets, 0)?.to_vec2::<u32>()? // one copy from a GPU
-        };
-        for (of, offsets) in choices.iter().zip(offsets) {
-            counts[of.layer] = offsets.windows(2).map(|ends| ends[1] - ends[0]).collect();
-            probabilities.resize(of.probabilities.len(), 0.0);
-            probabilities.iter_mut().zip(&of.probabilities).for_each(|(sum, p)| *sum += p);
-        }
-        let probabilities = probabilities.into_iter().map(Bits::from).collect();
-        Ok(Self { slot, counts, probabilities })
+        Ok(sum)
     }
 }
 
 impl StepChoices {
+    fn none(routers: Routers) -> Self {
+        Self {
+            counts: vec![vec![0; routers.num_experts]; routers.num_layers],
+            probabilities: Vec::new(),
+            experts_per_token: routers.experts_per_token,
+        }
+    }
+
+    /// The choices for a micro-batch.
+    fn read(choices: &[RouterChoices], routers: Routers) -> candle_core::Result<Self> {
+        let mut read = Self::none(routers);
+        let offsets: Vec<&Tensor> = choices.iter().map(|choices| &choices.offsets).collect();
+        if offsets.is_empty() {
+            return Ok(read);
+        }
+        let offsets = Tensor::stack(&offsets, 0)?.to_vec2::<u32>()?; // one copy from a GPU
+        for (of, offsets) in choices.iter().zip(offsets) {
+            read.counts[of.layer] =
+                offsets.windows(2).map(|ends| u64::from(ends[1] - ends[0])).collect();
+            add(&mut read.probabilities, &of.probabilities);
+        }
+        Ok(read)
+    }
+
+    fn add(&mut self, other: &Self) {
+        for (sums, counts) in self.counts.iter_mut().zip(&other.counts) {
+            sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+        }
+        add(&mut self.probabilities, &other.probabilities);
+    }
+
     /// Number of choices of each expert over all layers, divided by the square of the number of
     /// tokens times layers, times the number of experts.
     fn shares(&self) -> Vec<f64> {
@@ -222,6 +212,12 @@ impl StepChoices {
         metrics.extend(self.aux_loss().map(|loss| ("aux_loss".to_owned(), loss.into())));
         metrics
     }
+}
+
+/// Adds to the sums of the probabilities, which are empty at first.
+fn add(sums: &mut Vec<f64>, probabilities: &[f64]) {
+    sums.resize(probabilities.len().max(sums.len()), 0.0);
+    sums.iter_mut().zip(probabilities).for_each(|(sum, p)| *sum += p);
 }
 
 #[cfg(test)]

@@ -30,18 +30,17 @@ pub struct Prediction {
     /// Whether the answer is complete: not cut at the maximum number of tokens.
     pub ended: bool,
     pub num_media: usize,
-    /// The scores of `eval.generate.metrics`; `None` if there is nothing to compare.
-    #[serde(flatten, skip_deserializing)]
-    pub scores: BTreeMap<String, Option<f64>>,
 }
 
 /// A line of `predictions.jsonl`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub(super) struct StepPrediction<'a> {
+pub(super) struct StepPrediction {
     /// Number of optimizer steps so far.
     pub step: u64,
     #[serde(flatten)]
-    pub prediction: &'a Prediction,
+    pub prediction: Prediction,
+    #[serde(flatten)]
+    pub scores: BTreeMap<String, Option<f64>>,
 }
 
 type RowAnswer = Result<Option<Prediction>, SampleError>;
@@ -137,13 +136,14 @@ impl Predictor<'_> {
             row: self.rows.id(row).to_string(),
             ended,
             num_media,
-            scores: self.scores(&expected, &answered),
             expected,
             answered,
         })
     }
 
-    fn scores(&self, expected: &str, answered: &str) -> BTreeMap<String, Option<f64>> {
+    /// The scores of `eval.generate.metrics`; `None` if there is nothing to compare.
+    pub fn scores(&self, prediction: &Prediction) -> BTreeMap<String, Option<f64>> {
+        let Prediction { expected, answered, .. } = prediction;
         let score = |score: &Score| (score.name().to_owned(), score.of(expected, answered));
         self.config.metrics.iter().map(score).collect()
     }
@@ -177,11 +177,7 @@ impl Predictor<'_> {
             own.into_iter().flatten().map(|answer| answer.ok().flatten()).collect();
         let mut of_ranks: Vec<_> = ranks.gather(own)?.into_iter().map(Vec::into_iter).collect();
         let all = (0..rows.len()).filter_map(|index| of_ranks[index % rank.world].next().flatten());
-        let mut all: Vec<Prediction> = all.collect();
-        for answer in &mut all {
-            answer.scores = self.scores(&answer.expected, &answer.answered); // not from JSON
-        }
-        Ok(Some(all))
+        Ok(Some(all.collect()))
     }
 
     /// The chats that are answered.
@@ -200,7 +196,7 @@ impl Predictor<'_> {
         let mut means = BTreeMap::from([("num_answers".to_owned(), answers.len().into())]);
         for score in &self.config.metrics {
             let values: Vec<f64> =
-                answers.iter().filter_map(|answer| answer.scores[score.name()]).collect();
+                answers.iter().filter_map(|a| score.of(&a.expected, &a.answered)).collect();
             let mean = values.iter().sum::<f64>() / values.len() as f64;
             let mean = (!values.is_empty()).then_some(mean);
             means.insert(score.name().to_owned(), mean.into());

@@ -196,27 +196,11 @@ impl Together for Ranks {
         self.rank.world
     }
 
-    fn gather(&self, message: String) -> Result<Vec<String>, TrainError> {
-        Ok(Self::gather(self, message)?)
+    fn gather<V: Serialize + DeserializeOwned>(&self, value: V) -> Result<Vec<V>, TrainError> {
+        Ok(Self::gather(self, value)?)
     }
 
     fn failed(&self, rank: usize, message: String) -> TrainError {
         DistError::Failed { rank, message }.into()
-    }
-}
-
-/// A float as its bits: JSON has no infinity, and its readers may round.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
-pub(super) struct Bits(u64);
-
-impl From<f64> for Bits {
-    fn from(value: f64) -> Self {
-        Self(value.to_bits())
-    }
-}
-
-impl From<Bits> for f64 {
-    fn from(Bits(bits): Bits) -> Self {
-        Self::from_bits(bits)
     }
 }

@@ -1,13 +1,15 @@
 //! One optimizer step: forward and backward of its micro-batches, clipping, update.
 
-use super::experts::{StepChoices, StepRouters};
+use super::experts::StepRouters;
 use super::gradients::{GradientSums, squares};
-use super::ranks::{Bits, Ranks};
+use super::ranks::Ranks;
 use super::saved_tensors::SavedAs;
 use super::sequence::{OwnTargets, own_part};
+use super::step_result::{StepResult, by_sample};
 use super::weights::{PassKind, RankWeights};
 use crate::batch::VarlenBatch;
 use crate::checkpoint::SavedTensor;
+use crate::data::SampleCounts;
 use crate::dist::DistError;
 use crate::loss::{TargetLosses, loss_and_gradient};
 use crate::models::{Model, ModelInput, RecomputePolicy};
@@ -18,23 +20,6 @@ use crate::train::TrainError;
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-
-#[derive(Debug)]
-pub struct StepOutcome {
-    /// Mean over the step's supervised targets, weighted by the weights of the rows.
-    pub loss: f64,
-    /// L2 norm over all trained parameters, before clipping.
-    pub grad_norm: f64,
-    /// Number and weight of the supervised targets of the step.
-    pub counts: StepCounts,
-    /// Losses of the targets of each micro-batch of this rank that has targets.
-    pub losses: Vec<TargetLosses>,
-    /// Sum of the squares of the gradient of each trained parameter, before clipping.
-    pub squares: Vec<f64>,
-    pub choices: Option<StepChoices>,
-    /// Why the weights were not updated: the loss or a gradient is not finite.
-    pub problem: Option<TrainError>,
-}
 
 pub struct StepRunner {
     pub model: Model,
@@ -69,9 +54,15 @@ pub struct StepCounts {
     rounds: usize,
 }
 
-/// Slot of a micro-batch, number and weight of its targets, and its number of tokens and patches.
+/// Counts of a micro-batch.
 #[derive(Serialize, Deserialize)]
-struct SlotCounts(usize, u64, Bits, [u64; 2]);
+struct SlotCounts {
+    slot: usize,
+    num_targets: u64,
+    target_weight: f64,
+    /// Number of tokens and of patches.
+    rows: [u64; 2],
+}
 
 /// Number of tokens and patches of a step before each slot.
 type FirstRows = BTreeMap<usize, [u64; 2]>;
@@ -162,18 +153,21 @@ impl StepRunner {
 
     /// Counts the targets of all ranks.
     fn count(&self, targets: &[(usize, OwnTargets)]) -> Result<(StepCounts, FirstRows), DistError> {
-        let own = targets.iter().map(|(slot, OwnTargets { targets, rows, .. })| {
-            SlotCounts(*slot, targets.len() as u64, targets.weight().into(), *rows)
+        let own = targets.iter().map(|(slot, OwnTargets { targets, rows, .. })| SlotCounts {
+            slot: *slot,
+            num_targets: targets.len() as u64,
+            target_weight: targets.weight(),
+            rows: *rows,
         });
         let all = self.ranks.gather(own.collect::<Vec<_>>())?;
         let mut all: Vec<SlotCounts> = all.into_iter().flatten().collect();
-        all.sort_by_key(|SlotCounts(slot, ..)| *slot);
+        all.sort_by_key(|counts| counts.slot);
         let world = self.ranks.sequence_group().world;
         let mut counts = StepCounts { rounds: 1, ..StepCounts::default() };
         let (mut first_rows, mut end) = (FirstRows::new(), [0; 2]);
-        for SlotCounts(slot, num_targets, weight, rows) in all {
+        for SlotCounts { slot, num_targets, target_weight, rows } in all {
             counts.num_targets += num_targets;
-            counts.target_weight += f64::from(weight);
+            counts.target_weight += target_weight;
             counts.rounds = slot / world + 1;
             // the ranks of a sequence group report the same rows
             first_rows.entry(slot).or_insert_with(|| {
@@ -321,9 +315,14 @@ impl StepRunner {
         Ok(LaunchedStep { step: number, losses, update, loss })
     }
 
-    /// Waits for a step and returns its results. If its loss or a gradient is not finite, it has
-    /// changed no weight, and [`StepOutcome::problem`] says so.
-    pub fn finish(&self, launched: &LaunchedStep) -> Result<StepOutcome, TrainError> {
+    /// Waits for a step and returns its result. If its loss or a gradient is not finite, it has
+    /// changed no weight, and [`StepResult::problem`] has the reason. `samples` are those of its
+    /// micro-batches; the result has none if the list is empty.
+    pub fn finish(
+        &self,
+        launched: &LaunchedStep,
+        samples: &[SampleCounts],
+    ) -> Result<StepResult, TrainError> {
         let LaunchedStep { step, losses, update, loss } = launched;
         self.ranks.wait("sums of the ranks"); // on a GPU they are complete when losses are read
         let counts = losses.counts;
@@ -342,8 +341,9 @@ impl StepRunner {
             Some(TrainError::NonFiniteLoss { step, loss })
         };
         let Norms { total: grad_norm, squares } = norms;
-        let losses = losses.into_iter().map(|(_, losses)| losses).collect();
-        Ok(StepOutcome { loss, grad_norm, counts, losses, squares, choices, problem })
+        let losses: Vec<TargetLosses> = losses.into_iter().map(|(_, losses)| losses).collect();
+        let samples = by_sample(samples, &losses);
+        Ok(StepResult { loss, grad_norm, counts, samples, squares, choices, problem })
     }
 
     /// Runs a whole step and waits for it. A loss or gradient that is not finite is an error.
@@ -352,11 +352,11 @@ impl StepRunner {
         micro_batches: impl Into<MicroBatches>,
         lr: f64,
         step: u64,
-    ) -> Result<StepOutcome, TrainError> {
+    ) -> Result<StepResult, TrainError> {
         let prepared = self.prepare(micro_batches)?;
-        let outcome = self.finish(&self.launch(prepared, lr, step)?)?;
-        match outcome.problem {
-            None => Ok(outcome),
+        let result = self.finish(&self.launch(prepared, lr, step)?, &[])?;
+        match result.problem {
+            None => Ok(result),
             Some(problem) => Err(problem),
         }
     }
@@ -367,12 +367,12 @@ impl StepRunner {
         losses: &[(usize, TargetLosses)],
         counts: StepCounts,
     ) -> Result<f64, TrainError> {
-        let own = losses.iter().map(|(slot, losses)| (*slot, Bits::from(losses.sum())));
+        let own = losses.iter().map(|(slot, losses)| (*slot, losses.sum()));
         let all = self.ranks.gather(own.collect::<Vec<_>>())?;
-        let mut sums: Vec<(usize, Bits)> = all.into_iter().flatten().collect();
+        let mut sums: Vec<(usize, f64)> = all.into_iter().flatten().collect();
         sums.sort_by_key(|(slot, _)| *slot);
         // a step without targets has the loss 0
         let divisor = if counts.num_targets == 0 { 1.0 } else { counts.target_weight };
-        Ok(sums.into_iter().map(|(_, sum)| f64::from(sum)).sum::<f64>() / divisor)
+        Ok(sums.into_iter().map(|(_, sum)| sum).sum::<f64>() / divisor)
     }
 }

@@ -164,15 +164,15 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         if !device.is_cpu() && step <= steps && bench.loader.is_ready() {
             ahead = bench.next()?;
         }
-        let outcome = bench.runner.finish(&launched)?;
-        loss = outcome.loss;
+        let result = bench.runner.finish(&launched, &[])?;
+        loss = result.loss;
         if step == 1 {
-            first = (outcome.loss, outcome.grad_norm);
+            first = (result.loss, result.grad_norm);
             first_step_s = started.elapsed().as_secs_f64();
             cpu_before = cpu_seconds();
             continue;
         }
-        sizes.targets = outcome.counts.num_targets as f64;
+        sizes.targets = result.counts.num_targets as f64;
         totals.seconds += asked.elapsed().as_secs_f64();
         totals.waited += wait;
         totals.model_flops += bench.work.model_flops(&sizes, &bench.passes);

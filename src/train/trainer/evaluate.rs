@@ -55,7 +55,14 @@ impl Trainer {
             let predictor = Predictor { rows, config, model, device, ranks, weights };
             let each = |done, total| watch.borrow_mut().evaluating(done, total);
             let answers = predictor.run_until(&stop, &each).map_err(TrainError::in_evaluation)?;
-            Ok::<_, TrainError>(answers.map(|answers| (predictor.means(&answers), answers)))
+            Ok::<_, TrainError>(answers.map(|answers| {
+                let means = predictor.means(&answers);
+                let line = |prediction| {
+                    let scores = predictor.scores(&prediction);
+                    StepPrediction { step, prediction, scores }
+                };
+                (means, answers.into_iter().map(line).collect::<Vec<_>>())
+            }))
         });
         let answers = match answers.transpose()? {
             Some(None) => return Ok(false),
@@ -77,11 +84,10 @@ impl Trainer {
                 .with_accuracy(report.accuracy())
                 .with_datasets(metric_keys(rows.names(), &report.by_dataset(rows.names().len())));
         let observer = watch.into_inner();
-        if let Some((means, answers)) = answers {
+        if let Some((means, lines)) = answers {
             metrics.answers = means;
             if let Some(file) = &mut parts.logs.predictions {
-                let line = |prediction| StepPrediction { step, prediction };
-                answers.iter().try_for_each(|prediction| file.write(&line(prediction)))?;
+                lines.iter().try_for_each(|line| file.write(line))?;
             }
         }
         // Before the row: a run that was killed here evaluates again.
