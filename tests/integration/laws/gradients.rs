@@ -163,10 +163,10 @@ fn recomputing_gives_the_same_bits() {
             let subject = Subject::new(&Weights::random(shape, 15), backend);
             let (kept, expected) = subject.run(&batch);
             for (vision, llm) in [
-                (Recompute::Yes, Recompute::Yes),
-                (Recompute::Yes, Recompute::No),
-                (Recompute::No, Recompute::Yes),
-                (Recompute::Least, Recompute::Least),
+                (Recompute::Stage, Recompute::Stage),
+                (Recompute::Stage, Recompute::Cheap),
+                (Recompute::Cheap, Recompute::Stage),
+                (Recompute::Nothing, Recompute::Nothing),
             ] {
                 let (policy, grads) = (RecomputePolicy { vision, llm }, subject.buffers(|_| true));
                 let outcome = subject.accumulate(&batch, target_weight(&batch), policy, &grads);
@@ -229,7 +229,7 @@ fn assert_frozen(
     (what, trained): (&str, &dyn Fn(&ParamSpec) -> bool),
     (unfrozen, expected): (&Outcome, &[Vec<f32>]),
 ) {
-    for recompute in [Recompute::Least, Recompute::No, Recompute::Yes] {
+    for recompute in [Recompute::Nothing, Recompute::Cheap, Recompute::Stage] {
         let grads = subject.buffers(trained);
         let policy = RecomputePolicy { vision: recompute, llm: recompute };
         let outcome = subject.accumulate(batch, target_weight(batch), policy, &grads);

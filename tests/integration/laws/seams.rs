@@ -38,7 +38,8 @@ impl GradSink for Recorder<'_> {
 #[test]
 fn every_stage_is_reported_once_after_its_last_gradient_and_in_one_order() {
     let batches = [packed(&samples()), packed(&[sample(40, &[Text(6)])])];
-    let policies = [Recompute::No, Recompute::Yes].map(|r| RecomputePolicy { vision: r, llm: r });
+    let policies =
+        [Recompute::Cheap, Recompute::Stage].map(|r| RecomputePolicy { vision: r, llm: r });
     for shape in SHAPES {
         let subject = Subject::new(&Weights::random(shape, 80), Backend::Flash);
         let order: Vec<usize> =

@@ -110,18 +110,18 @@ fn ranks_that_share_the_tokens_of_a_micro_batch_get_every_gradient() {
     let batch = packed(&samples());
     for &backend in backends() {
         let few = Weights::random(Shape::Tied, 50); // 2 key-value heads
-        assert_split("few heads", &few, (&batch, backend), 2, Recompute::No, |_| true);
+        assert_split("few heads", &few, (&batch, backend), 2, Recompute::Cheap, |_| true);
         for size in [2, 4] {
             let weights = four_heads(51);
-            assert_split("packed", &weights, (&batch, backend), size, Recompute::Yes, |_| true);
+            assert_split("packed", &weights, (&batch, backend), size, Recompute::Stage, |_| true);
             let weights = four_heads_of(Shape::Windowed, 58);
-            assert_split("windows", &weights, (&batch, backend), size, Recompute::No, |_| true);
+            assert_split("windows", &weights, (&batch, backend), size, Recompute::Cheap, |_| true);
             let weights = four_heads_of(Shape::Experts, 57);
-            assert_split("experts", &weights, (&batch, backend), size, Recompute::Yes, |_| true);
+            assert_split("experts", &weights, (&batch, backend), size, Recompute::Stage, |_| true);
             let weights = four_heads_of(Shape::SharedExpert, 56);
-            assert_split("shared", &weights, (&batch, backend), size, Recompute::No, |_| true);
+            assert_split("shared", &weights, (&batch, backend), size, Recompute::Cheap, |_| true);
             let weights = four_heads_of(Shape::Hybrid, 59);
-            for recompute in [Recompute::No, Recompute::Yes] {
+            for recompute in [Recompute::Cheap, Recompute::Stage] {
                 assert_split("hybrid", &weights, (&batch, backend), size, recompute, |_| true);
             }
         }
@@ -139,9 +139,14 @@ fn a_boundary_may_lie_inside_an_image_or_a_video() {
     for samples in [vec![image.clone()], vec![video.clone()], vec![mixed, video, image]] {
         for size in [2, 4] {
             let batch = packed(&samples);
-            assert_split("image", &weights, (&batch, Backend::Flash), size, Recompute::No, |_| {
-                true
-            });
+            assert_split(
+                "image",
+                &weights,
+                (&batch, Backend::Flash),
+                size,
+                Recompute::Cheap,
+                |_| true,
+            );
         }
     }
 }
@@ -154,7 +159,7 @@ fn a_part_without_targets_or_with_padding_only_passes_gradients_on() {
     let tiny = packed(&[sample(64, &[Text(3)])]);
     for batch in [&late, &tiny] {
         assert!(!Targets::of(batch).is_empty());
-        assert_split("targets", &weights, (batch, Backend::Flash), 4, Recompute::No, |_| true);
+        assert_split("targets", &weights, (batch, Backend::Flash), 4, Recompute::Cheap, |_| true);
     }
 }
 
@@ -172,7 +177,7 @@ fn ranks_agree_on_the_layers_of_backward_if_only_one_of_them_has_images() {
     for shape in [Shape::Tied, Shape::Untied] {
         let weights = Weights::with_config(|config| config.text.num_key_value_heads = 4, shape, 54);
         for (name, pick) in picks {
-            assert_split(name, &weights, (&batch, Backend::Flash), 4, Recompute::No, pick);
+            assert_split(name, &weights, (&batch, Backend::Flash), 4, Recompute::Cheap, pick);
         }
     }
 }

@@ -31,7 +31,7 @@ pub struct RecomputePolicy {
 
 impl RecomputePolicy {
     /// All activations are kept.
-    pub const NONE: Self = Self { vision: Recompute::No, llm: Recompute::No };
+    pub const NONE: Self = Self { vision: Recompute::Cheap, llm: Recompute::Cheap };
 }
 
 /// A model of any family: a list of stages with a hand-written backward.

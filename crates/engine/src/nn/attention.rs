@@ -9,7 +9,7 @@ use super::mixer::Mixer;
 use super::norm::Norm;
 use super::own_heads::{attend, attend_backward};
 use super::params::{ParamMap, WeightError};
-use crate::tape::{CheapTensors, InputGrad, Param, Pass, Saved, Stage};
+use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor, bail};
 use kernels::{AttentionBackend, NormScale, Qkv, QkvGrad};
 use std::sync::Arc;
@@ -36,11 +36,11 @@ type Rotated = (Tensor, Option<Tensor>);
 
 /// What backward needs of queries or keys: the projection `[T, H * Dh]` if they have a norm, and
 /// the rotated ones and `rstd`, which backward otherwise computes again.
-fn saved_heads(projection: Tensor, rotated: Rotated, cheap: CheapTensors) -> [Option<Tensor>; 3] {
-    match (rotated, cheap) {
+fn saved_heads(projection: Tensor, rotated: Rotated, recompute: Recompute) -> [Option<Tensor>; 3] {
+    match (rotated, recompute) {
         ((rotated, None), _) => [None, Some(rotated), None],
-        ((rotated, rstd), CheapTensors::Keep) => [Some(projection), Some(rotated), rstd],
-        (_, CheapTensors::Recompute) => [Some(projection), None, None],
+        ((rotated, rstd), Recompute::Nothing) => [Some(projection), Some(rotated), rstd],
+        (_, Recompute::Cheap | Recompute::Stage) => [Some(projection), None, None],
     }
 }
 
@@ -203,7 +203,7 @@ pub(super) fn saved_bytes(
     config: &DecoderConfig,
     spec: &AttentionSpec,
     element: f64,
-    cheap: CheapTensors,
+    recompute: Recompute,
 ) -> f64 {
     let (q, kv) = (config.num_attention_heads, config.num_key_value_heads);
     let gate = if spec.output_gate { q } else { 0 };
@@ -213,9 +213,9 @@ pub(super) fn saved_bytes(
         element * (heads * config.head_dim) as f64 + 4.0 * floats as f64
     };
     let saved = element * config.hidden_size as f64 + bytes(heads, floats);
-    match cheap {
+    match recompute {
         // the rotated `q` and `k`, and the `rstd` of their norms
-        CheapTensors::Keep if spec.qk_norm => saved + bytes(q + kv, q + kv),
+        Recompute::Nothing if spec.qk_norm => saved + bytes(q + kv, q + kv),
         _ => saved,
     }
 }
@@ -233,7 +233,7 @@ impl Stage for AttentionBlock {
         &self,
         x: &Tensor, // [T, D]
         context: &DecoderContext,
-        cheap: CheapTensors,
+        recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
         let (normed, rstd) = self.norm.normed(x, pass)?; // [T, D]
@@ -244,8 +244,8 @@ impl Stage for AttentionBlock {
         let k = self.rotate(&k_proj, self.k_norm.as_ref(), context, pass)?; // [T, Hkv, Dh]
         let heads = Qkv { q: &q.0, k: &k.0, v: &v };
         let (o, lse) = attend(&*self.backend, heads, &context.segments, pass)?; // [T, H, Dh], [H, T]
-        let [q_proj, q, q_rstd] = saved_heads(q_proj, q, cheap);
-        let [k_proj, k, k_rstd] = saved_heads(k_proj, k, cheap);
+        let [q_proj, q, q_rstd] = saved_heads(q_proj, q, recompute);
+        let [k_proj, k, k_rstd] = saved_heads(k_proj, k, recompute);
         let y = self.output(x, &o, gate.as_ref(), pass)?;
         let saved = Saved::new([x.clone(), rstd, v, o, lse]);
         Ok((y, saved.with_optional([gate, q_proj, q, q_rstd, k_proj, k, k_rstd])))

@@ -5,7 +5,7 @@ use super::config::{DecoderConfig, LayerSpec, LinearAttentionSpec, MixerSpec, Ml
 use super::experts::{EXPERTS, MoeConfig};
 use super::{attention, linear_attention, mlp, moe};
 use crate::cost::{ActivationMemory, PartWork, RowKind};
-use crate::tape::{CheapTensors, Param, Recompute};
+use crate::tape::{Param, Recompute};
 use kernels::DeltaHeads;
 
 /// Rows of a block of which a GPU stores the largest values of columns, and the maximum bytes of the
@@ -106,13 +106,13 @@ impl DecoderConfig {
     }
 
     /// Bytes that backward needs of a layer and a token.
-    fn saved_bytes(&self, layer: &LayerSpec, element: f64, cheap: CheapTensors) -> f64 {
+    fn saved_bytes(&self, layer: &LayerSpec, element: f64, recompute: Recompute) -> f64 {
         let mixer = match &layer.mixer {
-            MixerSpec::Attention(spec) => attention::saved_bytes(self, spec, element, cheap),
+            MixerSpec::Attention(spec) => attention::saved_bytes(self, spec, element, recompute),
             MixerSpec::LinearAttention(spec) => linear_attention::saved_bytes(self, spec, element),
         };
         let mlp = match &layer.mlp {
-            MlpSpec::Dense => mlp::saved_bytes(self, element, cheap),
+            MlpSpec::Dense => mlp::saved_bytes(self, element, recompute),
             MlpSpec::Experts(moe) => moe::saved_bytes(self, moe, element),
         };
         mixer + mlp
@@ -136,14 +136,15 @@ impl DecoderConfig {
         let hidden = self.hidden_size as f64;
         let inner = self.layers.iter().map(|layer| self.inner_bytes(layer, element));
         let intermediate = inner.fold(0.0, f64::max);
-        let saved =
-            |cheap| self.layers.iter().map(move |layer| self.saved_bytes(layer, element, cheap));
+        let saved = |recompute| {
+            self.layers.iter().map(move |layer| self.saved_bytes(layer, element, recompute))
+        };
         let (tape, again) = match recompute {
-            Recompute::Least => (saved(CheapTensors::Keep).sum(), 0.0),
-            Recompute::No => (saved(CheapTensors::Recompute).sum(), 0.0),
+            Recompute::Nothing => (saved(Recompute::Nothing).sum(), 0.0),
+            Recompute::Cheap => (saved(Recompute::Cheap).sum(), 0.0),
             // and the output of SwiGLU, which nothing saves
-            Recompute::Yes => {
-                let largest = saved(CheapTensors::Recompute).fold(0.0, f64::max);
+            Recompute::Stage => {
+                let largest = saved(Recompute::Cheap).fold(0.0, f64::max);
                 let tape = self.layers.len() as f64 * element * hidden;
                 (tape, largest - element * hidden + intermediate)
             }
@@ -209,7 +210,7 @@ mod tests {
 
     #[test]
     fn a_token_costs_its_tape_and_the_working_set_of_one_layer() {
-        let memory = dense().memory(4.0, Recompute::No);
+        let memory = dense().memory(4.0, Recompute::Cheap);
         // x, x1: 10 each; q, o: 20; k, v: 10; gate, up: 30; two rstd and four lse
         let layer = 4.0 * (20.0 + 40.0 + 20.0 + 60.0) + 4.0 * 6.0;
         assert_eq!(memory.token_tape, 3.0 * layer);
@@ -228,20 +229,20 @@ mod tests {
 
     #[test]
     fn recomputing_least_also_keeps_what_is_cheap_to_compute_again() {
-        let [least, all] = [Recompute::Least, Recompute::No].map(|r| dense().memory(4.0, r));
+        let [least, all] = [Recompute::Nothing, Recompute::Cheap].map(|r| dense().memory(4.0, r));
         // the output of SwiGLU: 30; rotated q: 20, k: 10; an `rstd` for each of the 6 heads
         let layer = 4.0 * (30.0 + 20.0 + 10.0) + 4.0 * 6.0;
         assert_eq!(least.token_tape, all.token_tape + 3.0 * layer);
         assert_eq!(least.token_backward, all.token_backward);
         let biased = config(BIASED, MlpSpec::Dense);
-        let [least, all] = [Recompute::Least, Recompute::No].map(|r| biased.memory(4.0, r));
+        let [least, all] = [Recompute::Nothing, Recompute::Cheap].map(|r| biased.memory(4.0, r));
         assert_eq!(least.token_tape, all.token_tape + 3.0 * 4.0 * 30.0);
     }
 
     #[test]
     fn recomputing_keeps_one_tensor_a_layer_and_one_layer() {
         let (all, input) =
-            (dense().memory(4.0, Recompute::No), dense().memory(4.0, Recompute::Yes));
+            (dense().memory(4.0, Recompute::Cheap), dense().memory(4.0, Recompute::Stage));
         assert_eq!(input.token_tape, 3.0 * 40.0);
         let layer = all.token_tape / 3.0;
         assert_eq!(input.token_recomputed, layer - 40.0 + 4.0 * 30.0);
@@ -283,7 +284,7 @@ mod tests {
         };
         let config = config(NORMED, MlpSpec::Experts(moe));
         assert_eq!(config.idle_weights(), 3 * (6 * 3 * 6 * 10));
-        let memory = config.memory(4.0, Recompute::No);
+        let memory = config.memory(4.0, Recompute::Cheap);
         // x, x1: 10 each; q, o: 20; k, v: 10; gate, up: 2 * 6; two rstd and four lse; routing
         let layer = 4.0 * (20.0 + 40.0 + 20.0 + 24.0) + 4.0 * 6.0 + 32.0;
         assert_eq!(memory.token_tape, 3.0 * layer);
@@ -292,7 +293,7 @@ mod tests {
     }
 
     /// Bytes of the tensors that the layers of a decoder save for backward, for `num_tokens`.
-    fn saved(config: &DecoderConfig, num_tokens: usize, cheap: CheapTensors) -> f64 {
+    fn saved(config: &DecoderConfig, num_tokens: usize, recompute: Recompute) -> f64 {
         let device = &Device::Cpu;
         let specs = decoder_specs(config, "model", Component { name: "llm", inputs: Inputs::All });
         let params = specs.iter().enumerate().map(|(index, spec)| {
@@ -310,7 +311,7 @@ mod tests {
         };
         let x = Tensor::zeros((num_tokens, config.hidden_size), DType::F32, device).unwrap();
         let of_layer = |layer: &dyn Stage<Context = DecoderContext>| {
-            layer.forward(&x, &context, cheap, &Pass::default()).unwrap().1.bytes() as f64
+            layer.forward(&x, &context, recompute, &Pass::default()).unwrap().1.bytes() as f64
         };
         decoder.layers().map(of_layer).sum()
     }
@@ -335,15 +336,14 @@ mod tests {
         let attention = [NORMED, BIASED, gated].map(MixerSpec::Attention);
         let mlps = [MlpSpec::Dense, MlpSpec::Experts(moe(None)), MlpSpec::Experts(moe(Some(8)))];
         for mixer in attention.into_iter().chain([linear]) {
-            for (mlp, cheap) in mlps
-                .iter()
-                .flat_map(|mlp| [(mlp, CheapTensors::Keep), (mlp, CheapTensors::Recompute)])
+            for (mlp, recompute) in
+                mlps.iter().flat_map(|mlp| [(mlp, Recompute::Nothing), (mlp, Recompute::Cheap)])
             {
                 let layers = vec![LayerSpec { mixer, mlp: *mlp }];
                 let config = DecoderConfig { head_dim: 6, rotary_dim: 6, layers, ..dense() };
-                let expected = config.saved_bytes(&config.layers[0], 4.0, cheap);
-                let found = (saved(&config, 20, cheap) - saved(&config, 8, cheap)) / 12.0;
-                assert_eq!(found, expected, "{:?} {cheap:?}", config.layers[0]);
+                let expected = config.saved_bytes(&config.layers[0], 4.0, recompute);
+                let found = (saved(&config, 20, recompute) - saved(&config, 8, recompute)) / 12.0;
+                assert_eq!(found, expected, "{:?} {recompute:?}", config.layers[0]);
             }
         }
     }

@@ -15,7 +15,7 @@ use super::norm::Norm;
 use super::params::{ParamMap, WeightError};
 use super::routers::Routers;
 use crate::cost::{ActivationMemory, PartWork};
-use crate::tape::{CheapTensors, InputGrad, Param, Pass, Recompute, Saved, SavedStage, Stage};
+use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, SavedStage, Stage};
 use candle_core::{DType, Result, Tensor, bail};
 use kernels::AttentionBackend;
 use std::sync::Arc;
@@ -68,11 +68,11 @@ impl Stage for DecoderLayer {
         &self,
         x: &Tensor, // [T, D]
         context: &DecoderContext,
-        cheap: CheapTensors,
+        recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
-        let (x, mixer) = self.mixer.forward(x, context, cheap, pass)?; // [T, D]
-        let (y, mlp) = self.mlp.forward(&x, &(), cheap, pass)?; // [T, D]
+        let (x, mixer) = self.mixer.forward(x, context, recompute, pass)?; // [T, D]
+        let (y, mlp) = self.mlp.forward(&x, &(), recompute, pass)?; // [T, D]
         Ok((y, Saved::default().with_parts([mixer, mlp])))
     }
 
@@ -207,11 +207,11 @@ impl Decoder {
                 layers.push(saved);
                 y
             } else {
-                layer.forward(&h, context, CheapTensors::Recompute, pass)?.0
+                layer.forward(&h, context, Recompute::Cheap, pass)?.0
             };
             after_layer(k, &h)?;
         }
-        let (hidden, norm) = SavedStage::forward(&self.norm, h, &(), Recompute::No, pass)?;
+        let (hidden, norm) = SavedStage::forward(&self.norm, h, &(), Recompute::Cheap, pass)?;
         Ok((hidden, DecoderTape { layers, norm }))
     }
 
@@ -224,7 +224,7 @@ impl Decoder {
         pass: &Pass<'_>,
     ) -> Result<Tensor> {
         for (k, layer) in self.layers.iter().enumerate() {
-            h = layer.forward(&h, context, CheapTensors::Recompute, pass)?.0;
+            h = layer.forward(&h, context, Recompute::Cheap, pass)?.0;
             after_layer(k, &h)?;
         }
         Ok(self.norm.normed(&h, pass)?.0)
@@ -279,7 +279,7 @@ impl Decoder {
     ) -> Result<Tensor> {
         for (k, layer) in self.layers.iter().enumerate() {
             let x = layer.mixer.decode(k, &h, context, caches, pass)?;
-            h = layer.mlp.forward(&x, &(), CheapTensors::Recompute, pass)?.0;
+            h = layer.mlp.forward(&x, &(), Recompute::Cheap, pass)?.0;
             after_layer(k, &h)?;
         }
         for (cache, tokens) in caches.iter_mut().zip(context.segments.cu_seqlens().segments()) {

@@ -9,7 +9,7 @@ use super::mixer::Mixer;
 use super::norm::Norm;
 use super::own_heads::OwnHeads;
 use super::params::{ParamMap, WeightError};
-use crate::tape::{CheapTensors, InputGrad, Param, Pass, Saved, Stage};
+use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use batch::CuSeqlens;
 use candle_core::{DType, Error, Result, Tensor};
 use kernels::{self, CONV_TAPS, DeltaGatesGrad, DeltaGrad, DeltaHeads, DeltaInputs};
@@ -173,7 +173,7 @@ impl Stage for LinearAttentionBlock {
         &self,
         x: &Tensor, // [T, D]
         context: &DecoderContext,
-        _cheap: CheapTensors,
+        _recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
         let samples = context.segments.cu_seqlens();

@@ -5,7 +5,7 @@ use super::config::DecoderConfig;
 use super::linear::{Linear, backward_of};
 use super::norm::Norm;
 use super::params::WeightError;
-use crate::tape::{CheapTensors, InputGrad, Param, Pass, Saved, Stage};
+use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor};
 use kernels::RecomputeInput;
 
@@ -29,10 +29,10 @@ impl MlpBlock {
 }
 
 /// Bytes that backward needs of a token.
-pub(super) fn saved_bytes(config: &DecoderConfig, element: f64, cheap: CheapTensors) -> f64 {
-    let inner = match cheap {
-        CheapTensors::Keep => 3, // `gate`, `up`, and the output of SwiGLU
-        CheapTensors::Recompute => 2,
+pub(super) fn saved_bytes(config: &DecoderConfig, element: f64, recompute: Recompute) -> f64 {
+    let inner = match recompute {
+        Recompute::Nothing => 3, // `gate`, `up`, and the output of SwiGLU
+        Recompute::Cheap | Recompute::Stage => 2,
     };
     element * (config.hidden_size + inner * config.intermediate_size) as f64 + 4.0 // and `rstd`
 }
@@ -49,7 +49,7 @@ impl Stage for MlpBlock {
         &self,
         x: &Tensor, // [T, D]
         (): &(),
-        cheap: CheapTensors,
+        recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
         let (normed, rstd) = self.norm.normed(x, pass)?;
@@ -57,7 +57,7 @@ impl Stage for MlpBlock {
         let up = self.up.forward(&normed, pass)?; // [T, F]
         let activated = kernels::swiglu(&gate, &up)?; // [T, F]
         let y = self.down.forward_add(&activated, x, pass)?; // [T, D]
-        let activated = (cheap == CheapTensors::Keep).then_some(activated);
+        let activated = (recompute == Recompute::Nothing).then_some(activated);
         Ok((y, Saved::new([x.clone(), rstd, gate, up]).with_optional([activated])))
     }
 

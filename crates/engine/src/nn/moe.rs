@@ -20,7 +20,7 @@ use super::norm::Norm;
 use super::params::{ParamMap, WeightError};
 use super::routers::{add_slopes, record};
 use super::shared_expert::SharedExpert;
-use crate::tape::{CheapTensors, InputGrad, Param, Pass, Saved, Stage};
+use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{DType, Result, Tensor};
 use kernels::{RecomputeInput, Routing};
 
@@ -111,7 +111,7 @@ impl Stage for MoeBlock {
         &self,
         x: &Tensor, // [T, D]
         (): &(),
-        _cheap: CheapTensors,
+        _recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
         let (normed, rstd) = self.norm.normed(x, pass)?;

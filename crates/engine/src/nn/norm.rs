@@ -1,6 +1,6 @@
 use super::config::DecoderConfig;
 use super::params::{ParamMap, WeightError};
-use crate::tape::{CheapTensors, InputGrad, Param, Pass, Saved, Stage};
+use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor};
 use kernels::NormScale;
 
@@ -111,7 +111,7 @@ impl Stage for Norm {
         &self,
         x: &Tensor,
         (): &(),
-        _cheap: CheapTensors,
+        _recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
         let (y, stats) = self.normed(x, pass)?;

@@ -15,4 +15,4 @@ pub use param::{GradSink, Gradients, Param, Trainable};
 pub use pass::{
     DropoutPlace, Pass, Recorded, Resident, RouterChoices, RouterLog, Untrained, Weights,
 };
-pub use stage::{CheapTensors, InputGrad, Recompute, Saved, SavedStage, Stage};
+pub use stage::{InputGrad, Recompute, Saved, SavedStage, Stage};

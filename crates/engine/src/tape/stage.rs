@@ -2,7 +2,6 @@
 
 use super::{Param, Pass};
 use candle_core::{Error, Result, Tensor};
-use serde::{Deserialize, Serialize};
 
 /// A part of a model, such as a decoder layer or one of its halves, with an explicit backward.
 pub trait Stage: Send + Sync {
@@ -11,13 +10,13 @@ pub trait Stage: Send + Sync {
 
     fn params(&self) -> Vec<&Param>;
 
-    /// Returns the output, and the tensors that backward needs. `cheap` says whether these include
-    /// what backward can compute again with a pass over the memory.
+    /// Returns the output, and the tensors that backward needs. With [`Recompute::Nothing`] these
+    /// include what backward otherwise computes again with a pass over the memory.
     fn forward(
         &self,
         x: &Tensor,
         context: &Self::Context,
-        cheap: CheapTensors,
+        recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)>;
 
@@ -108,27 +107,16 @@ impl InputGrad {
     }
 }
 
-/// Whether backward recomputes the activations of a stage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Recompute {
-    /// The forward pass keeps all tensors that backward needs, also those that are cheap to compute
-    /// again.
-    Least,
-    /// The forward pass keeps all tensors that backward needs, except for those that it computes
-    /// again with a pass over the memory.
-    No,
-    /// The forward pass keeps the input only, and the stage runs forward again before its backward.
-    /// This needs less memory and one more forward.
-    Yes,
-}
-
-/// What a stage does with tensors that are cheap to compute again.
+/// What backward computes again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CheapTensors {
-    /// Keeps them for backward.
-    Keep,
-    /// Backward computes them again.
-    Recompute,
+pub enum Recompute {
+    /// Nothing: the forward pass keeps all tensors that backward needs.
+    Nothing,
+    /// What a pass over the memory computes. The forward pass keeps all other tensors.
+    Cheap,
+    /// The whole stage, before its backward: the forward pass keeps the input only. This needs less
+    /// memory and one more forward.
+    Stage,
 }
 
 /// A stage between its forward and its backward.
@@ -148,14 +136,10 @@ impl SavedStage {
         recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Self)> {
-        let cheap = match recompute {
-            Recompute::Least => CheapTensors::Keep,
-            Recompute::No | Recompute::Yes => CheapTensors::Recompute,
-        };
-        let (y, saved) = stage.forward(&x, context, cheap, pass)?;
+        let (y, saved) = stage.forward(&x, context, recompute, pass)?;
         Ok(match recompute {
-            Recompute::Least | Recompute::No => (y, Self::Activations(saved)),
-            Recompute::Yes => (y, Self::Input(x)),
+            Recompute::Nothing | Recompute::Cheap => (y, Self::Activations(saved)),
+            Recompute::Stage => (y, Self::Input(x)),
         })
     }
 
@@ -171,7 +155,7 @@ impl SavedStage {
     ) -> Result<Option<Tensor>> {
         let saved = match self {
             Self::Activations(saved) => saved,
-            Self::Input(x) => stage.forward(&x, context, CheapTensors::Recompute, pass)?.1,
+            Self::Input(x) => stage.forward(&x, context, Recompute::Cheap, pass)?.1,
         };
         let dx = stage.backward(saved, dy, context, input_grad, pass)?;
         pass.grads.finished(&stage.params())?;

@@ -5,7 +5,7 @@ use super::config::{VisionConfig, VisionMlp, VisionNorm, VisionParts};
 use super::gelu_mlp::GeluMlp;
 use super::input::{TablePositions, VisionContext};
 use crate::nn::{Linear, MlpBlock, Norm, ParamMap, WeightError};
-use crate::tape::{CheapTensors, InputGrad, Param, Pass, Saved, Stage};
+use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor, bail};
 use kernels::{AttentionBackend, Masking, Qkv, Segments};
 use std::sync::Arc;
@@ -62,7 +62,7 @@ impl Stage for PatchEmbed {
         &self,
         x: &Tensor, // [P, C*tp*p*p], the pixels
         context: &VisionContext,
-        _cheap: CheapTensors,
+        _recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
         let features = self.proj.forward(x, pass)?; // [P, Dv]
@@ -154,7 +154,7 @@ impl Stage for VisionBlock {
         &self,
         x: &Tensor, // [P, Dv]
         context: &VisionContext,
-        _cheap: CheapTensors,
+        _recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
         let (normed, stats) = self.norm1.normed(x, pass)?; // [P, Dv]
@@ -163,7 +163,7 @@ impl Stage for VisionBlock {
         let heads = Qkv { q: &q, k: &k, v: &v };
         let (o, lse) = self.attention.forward(heads, self.segments(context), Masking::Full)?; // [P, H, Dh], [H, P]
         let x1 = self.proj.forward_add(&o.reshape(x.shape())?, x, pass)?; // [P, Dv]
-        let (y, mlp) = self.mlp.forward(&x1, &(), CheapTensors::Recompute, pass)?; // [P, Dv]
+        let (y, mlp) = self.mlp.forward(&x1, &(), Recompute::Cheap, pass)?; // [P, Dv]
         Ok((y, Saved::new([x.clone(), stats, q, k, v, o, lse]).with_parts([mlp])))
     }
 

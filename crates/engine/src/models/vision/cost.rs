@@ -55,10 +55,10 @@ impl VisionConfig {
         let tape = match recompute {
             None => 0.0,
             // a merger keeps its hidden rows, `Dv` values a patch; patch embed keeps the pixels
-            Some(Recompute::Least | Recompute::No) => {
+            Some(Recompute::Nothing | Recompute::Cheap) => {
                 self.depth as f64 * saved + (num_mergers + 1.0) * input
             }
-            Some(Recompute::Yes) => (self.depth as f64 + 1.0) * input,
+            Some(Recompute::Stage) => (self.depth as f64 + 1.0) * input,
         };
         let of_token = num_mergers * element * self.out_hidden_size as f64;
         let features = of_token / self.patches_per_token() as f64;
@@ -92,7 +92,7 @@ mod tests {
         }));
         let config = config.unwrap();
         let patch = |recompute| {
-            let mut memory = config.text.memory(4.0, Recompute::No);
+            let mut memory = config.text.memory(4.0, Recompute::Cheap);
             config.vision.as_ref().unwrap().add_memory(&mut memory, 4.0, recompute);
             memory.patch
         };
@@ -100,7 +100,7 @@ mod tests {
         assert_eq!(patch(None), frozen);
         let block = 4.0 * (6.0 * 8.0 + 16.0) + 4.0 * 6.0;
         let merger = 2.0 * 4.0 * 8.0; // its input and its hidden rows
-        assert_eq!(patch(Some(Recompute::No)), frozen + 2.0 * block + merger);
-        assert_eq!(patch(Some(Recompute::Yes)), frozen + 3.0 * 4.0 * 8.0);
+        assert_eq!(patch(Some(Recompute::Cheap)), frozen + 2.0 * block + merger);
+        assert_eq!(patch(Some(Recompute::Stage)), frozen + 3.0 * 4.0 * 8.0);
     }
 }

@@ -11,7 +11,7 @@ use super::config::VisionConfig;
 use super::input::VisionInput;
 use super::merger::{Merger, NormPlace};
 use crate::nn::{ParamMap, WeightError};
-use crate::tape::{CheapTensors, InputGrad, Param, Pass, Recompute, SavedStage, Stage};
+use crate::tape::{InputGrad, Param, Pass, Recompute, SavedStage, Stage};
 use candle_core::{Result, Tensor};
 use kernels::AttentionBackend;
 use std::sync::Arc;
@@ -115,7 +115,7 @@ impl VisionEncoder {
     ) -> Result<(Features, VisionTape)> {
         let (context, pixels) = (&input.context, input.pixel_values.clone());
         let (mut h, patch_embed) =
-            SavedStage::forward(&self.patch_embed, pixels, context, Recompute::No, pass)?;
+            SavedStage::forward(&self.patch_embed, pixels, context, Recompute::Cheap, pass)?;
         let (mut blocks, mut mergers) = (Vec::with_capacity(self.blocks.len()), Vec::new());
         let mut features = Vec::with_capacity(self.deepstack.len());
         for (i, block) in self.blocks.iter().enumerate() {
@@ -140,17 +140,17 @@ impl VisionEncoder {
         input: &VisionInput,
         pass: &Pass<'_>,
     ) -> Result<Features> {
-        let cheap = CheapTensors::Recompute;
+        let recompute = Recompute::Cheap;
         let context = &input.context;
-        let mut h = self.patch_embed.forward(&input.pixel_values, context, cheap, pass)?.0;
+        let mut h = self.patch_embed.forward(&input.pixel_values, context, recompute, pass)?.0;
         let mut deepstack = Vec::with_capacity(self.deepstack.len());
         for (i, block) in self.blocks.iter().enumerate() {
-            h = block.forward(&h, context, cheap, pass)?.0;
+            h = block.forward(&h, context, recompute, pass)?.0;
             if let Some(merger) = self.deepstack_merger(i) {
-                deepstack.push(merger.forward(&h, &(), cheap, pass)?.0);
+                deepstack.push(merger.forward(&h, &(), recompute, pass)?.0);
             }
         }
-        let main = input.ordered(self.merger.forward(&h, &(), cheap, pass)?.0)?;
+        let main = input.ordered(self.merger.forward(&h, &(), recompute, pass)?.0)?;
         Ok(Features { main, deepstack })
     }
 

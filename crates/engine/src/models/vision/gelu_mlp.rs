@@ -2,7 +2,7 @@
 //! decoder.
 
 use crate::nn::{Linear, Norm};
-use crate::tape::{CheapTensors, InputGrad, Param, Pass, Saved, Stage};
+use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor};
 use kernels::Gelu;
 
@@ -25,7 +25,7 @@ impl Stage for GeluMlp {
         &self,
         x: &Tensor, // [P, Dv]
         (): &(),
-        _cheap: CheapTensors,
+        _recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
         let (normed, stats) = self.norm.normed(x, pass)?;

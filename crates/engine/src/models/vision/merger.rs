@@ -4,7 +4,7 @@
 
 use super::config::VisionParts;
 use crate::nn::{Linear, Norm, ParamMap, WeightError};
-use crate::tape::{CheapTensors, InputGrad, Param, Pass, Saved, Stage};
+use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor};
 use kernels::Gelu;
 
@@ -61,7 +61,7 @@ impl Stage for Merger {
         &self,
         x: &Tensor, // [P, Dv]
         (): &(),
-        _cheap: CheapTensors,
+        _recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
         let x = match self.place {
