@@ -36,11 +36,11 @@ pub struct Prediction {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct StepPrediction {
     /// Number of optimizer steps so far.
-    pub step: u64,
+    step: u64,
     #[serde(flatten)]
-    pub prediction: Prediction,
+    prediction: Prediction,
     #[serde(flatten)]
-    pub scores: BTreeMap<String, Option<f64>>,
+    scores: BTreeMap<String, Option<f64>>,
 }
 
 type RowAnswer = Result<Option<Prediction>, SampleError>;
@@ -146,6 +146,15 @@ impl Predictor<'_> {
         let Prediction { expected, answered, .. } = prediction;
         let score = |score: &Score| (score.name().to_owned(), score.of(expected, answered));
         self.config.metrics.iter().map(score).collect()
+    }
+
+    /// The lines of answers in `predictions.jsonl`.
+    pub(super) fn lines(&self, step: u64, answers: Vec<Prediction>) -> Vec<StepPrediction> {
+        let line = |prediction| {
+            let scores = self.scores(&prediction);
+            StepPrediction { step, prediction, scores }
+        };
+        answers.into_iter().map(line).collect()
     }
 
     /// Answers all chats, or the first `rows` of them, which the ranks share; rows that cannot be

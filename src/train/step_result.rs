@@ -19,8 +19,8 @@ pub struct StepResult {
     pub grad_norm: f64,
     /// Number and weight of the supervised targets of the step.
     pub counts: StepCounts,
-    /// The samples of this rank, with the targets that it computed; those of all ranks after
-    /// [`Self::gather`].
+    /// The samples of this rank, with the targets that it computed; after `gather`, those of all
+    /// ranks.
     pub samples: Vec<SampleResult>,
     /// Sum of the squares of the gradient of each trained parameter, before clipping.
     pub squares: Vec<f64>,

@@ -24,7 +24,7 @@ pub trait Channel: Send {
 /// [`Channel::all_gather`] for values, which arrive unchanged: also floats that are not finite.
 ///
 /// The messages have no names of fields, so serde's `flatten`, `untagged` and `skip_serializing_if`
-/// do not work in `T`. Nor do paths, which serde converts to UTF-8.
+/// do not work in `T`. serde refuses a path that is not UTF-8: send an `OsString`.
 pub fn gather<T: Serialize + DeserializeOwned>(
     channel: &mut dyn Channel,
     value: &T,

@@ -1,7 +1,7 @@
 use super::super::datasets::metric_keys;
 use super::super::error::TrainError;
 use super::super::eval::Evaluator;
-use super::super::predict::{Predictor, StepPrediction};
+use super::super::predict::Predictor;
 use super::super::rejects::write_rejects;
 use super::super::step::StepRunner;
 use super::Observer;
@@ -55,14 +55,9 @@ impl Trainer {
             let predictor = Predictor { rows, config, model, device, ranks, weights };
             let each = |done, total| watch.borrow_mut().evaluating(done, total);
             let answers = predictor.run_until(&stop, &each).map_err(TrainError::in_evaluation)?;
-            Ok::<_, TrainError>(answers.map(|answers| {
-                let means = predictor.means(&answers);
-                let line = |prediction| {
-                    let scores = predictor.scores(&prediction);
-                    StepPrediction { step, prediction, scores }
-                };
-                (means, answers.into_iter().map(line).collect::<Vec<_>>())
-            }))
+            let both =
+                |answers: Vec<_>| (predictor.means(&answers), predictor.lines(step, answers));
+            Ok::<_, TrainError>(answers.map(both))
         });
         let answers = match answers.transpose()? {
             Some(None) => return Ok(false),
