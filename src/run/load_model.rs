@@ -90,7 +90,7 @@ impl OpenModel {
             Weights::Random => WeightSource::Seed(seed),
             Weights::Pretrained => {
                 let files;
-                (config, files) = open_files(folder, config)?;
+                (config, files) = open_files(folder, &config)?;
                 WeightSource::Files(Arc::new(files))
             }
         };

@@ -45,7 +45,7 @@ pub(super) fn with_pieces(files: WeightFiles, specs: &[ParamSpec]) -> WeightFile
 /// of a model as the files have it.
 pub(super) fn open_files(
     folder: &Path,
-    config: ModelConfig,
+    config: &ModelConfig,
 ) -> Result<(ModelConfig, WeightFiles), SetupError> {
     let files = named_files(folder, config.tensor_names);
     let files = files.map_err(|source| files_error(folder, source))?;

@@ -155,7 +155,8 @@ impl AttentionBackend for OtherSegments {
     }
 }
 
-fn build(model: &str, params: &[Param], attention: Arc<dyn AttentionBackend>) -> Model {
+fn build(model: &str, params: &[Param], attention: impl AttentionBackend + 'static) -> Model {
+    let attention: Arc<dyn AttentionBackend> = Arc::new(attention);
     let path = golden(&format!("models/{model}/config.json"));
     let json = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
     config_from_json(&json).unwrap().build(params, &attention, None, Matmul::Native).unwrap()
@@ -172,7 +173,7 @@ fn without_deepstack(params: &[Param]) -> Model {
         Param::new(param.name(), param.index(), zeros)
     };
     let params: Vec<Param> = params.iter().map(detached).collect();
-    build("untied", &params, Arc::new(Flash))
+    build("untied", &params, Flash)
 }
 
 impl Pipeline for Faulty {
@@ -180,7 +181,7 @@ impl Pipeline for Faulty {
         match self.fault {
             Fault::Deepstack => without_deepstack(params),
             Fault::Leak | Fault::Targets => {
-                build("qwen3-text", params, Arc::new(OtherSegments(Arc::clone(&self.samples))))
+                build("qwen3-text", params, OtherSegments(Arc::clone(&self.samples)))
             }
             Fault::Frozen | Fault::Backward => real,
         }

@@ -67,7 +67,7 @@ pub(super) enum StepSums<'a> {
     Shared { sums: &'a SharedSums, params: &'a [Param], rounds: usize },
 }
 
-impl<'a> StepSums<'a> {
+impl StepSums<'_> {
     /// Receives the gradients of the micro-batch of a round, a pass with `weights`.
     pub(super) fn round<'r>(
         &'r self,

@@ -128,25 +128,14 @@ const SHAPES: [Shape; 6] = [
     Shape::SharedExpert,
 ];
 
-/// A small config in which sizes that could be confused are different.
-fn config(shape: Shape) -> ModelConfig {
-    // The sections also differ: with [4, 1, 1] frequencies 4 and 5 fall back to time.
-    let (hidden_size, kv, section) = match shape {
-        Shape::Tied | Shape::Experts => (24, 2, [4, 1, 1]),
-        Shape::Untied => (32, 1, [2, 2, 2]),
-        Shape::Hybrid | Shape::SharedExpert => (24, 2, [2, 1, 1]),
-        Shape::Windowed => (24, 2, [1, 2, 3]),
-    };
-    let is_windowed = shape == Shape::Windowed;
-    let layout = if is_windowed { MropeLayout::Blocks } else { MropeLayout::Interleaved };
-    let is_hybrid = [Shape::Hybrid, Shape::SharedExpert].contains(&shape);
+fn vision_parts(is_windowed: bool, deepstack: Vec<usize>) -> VisionParts {
     let learned = VisionParts {
         norm: VisionNorm::Layer,
         mlp: VisionMlp::Gelu(Gelu::Tanh),
         has_patch_bias: true,
         num_position_embeddings: Some(25),
         windows: None,
-        deepstack: if is_hybrid { vec![] } else { vec![0, 2] },
+        deepstack,
         merger_names: ["norm", "linear_fc1", "linear_fc2"],
     };
     let windowed = VisionParts {
@@ -159,6 +148,21 @@ fn config(shape: Shape) -> ModelConfig {
         deepstack: vec![],
         merger_names: ["ln_q", "mlp.0", "mlp.2"],
     };
+    if is_windowed { windowed } else { learned }
+}
+
+/// A small config in which sizes that could be confused are different.
+fn config(shape: Shape) -> ModelConfig {
+    // The sections also differ: with [4, 1, 1] frequencies 4 and 5 fall back to time.
+    let (hidden_size, kv, section) = match shape {
+        Shape::Tied | Shape::Experts => (24, 2, [4, 1, 1]),
+        Shape::Untied => (32, 1, [2, 2, 2]),
+        Shape::Hybrid | Shape::SharedExpert => (24, 2, [2, 1, 1]),
+        Shape::Windowed => (24, 2, [1, 2, 3]),
+    };
+    let is_windowed = shape == Shape::Windowed;
+    let layout = if is_windowed { MropeLayout::Blocks } else { MropeLayout::Interleaved };
+    let is_hybrid = [Shape::Hybrid, Shape::SharedExpert].contains(&shape);
     let attention = MixerSpec::Attention(AttentionSpec {
         qk_norm: !is_windowed,
         qkv_bias: is_windowed,
@@ -212,7 +216,7 @@ fn config(shape: Shape) -> ModelConfig {
             spatial_merge_size: 2,
             out_hidden_size: hidden_size,
             image_token_id: IMAGE_TOKEN,
-            parts: if is_windowed { windowed } else { learned },
+            parts: vision_parts(is_windowed, if is_hybrid { vec![] } else { vec![0, 2] }),
         }),
         tensor_names: TensorNames::Modules,
     }

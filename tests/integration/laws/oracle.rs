@@ -291,7 +291,7 @@ impl Oracle {
                     self.linear_attention(&x, &name("linear_attn"), sizes, &sample)?
                 }
                 MixerSpec::Attention(parts) => {
-                    self.self_attention(&x, &name("self_attn"), parts, &angles, &mask)?
+                    self.self_attention(&x, &name("self_attn"), *parts, &angles, &mask)?
                 }
             };
             h = (h + mixed)?;
@@ -350,7 +350,7 @@ impl Oracle {
         &self,
         x: &Tensor,
         name: &str,
-        parts: &AttentionSpec,
+        parts: AttentionSpec,
         angles: &Tensor,
         mask: &Tensor,
     ) -> Result<Tensor> {
@@ -359,9 +359,13 @@ impl Oracle {
             let y = self.linear(x, &format!("{name}.{part}_proj"))?;
             y.reshape((num_tokens, y.dim(1)? / width, width))
         };
-        let turned = |x: &Tensor, part: &str| match parts.qk_norm {
-            true => rotate(&self.rms_norm(x, &format!("{name}.{part}_norm"))?, angles),
-            false => rotate(x, angles),
+        let turned = |x: &Tensor, part: &str| {
+            let norm = format!("{name}.{part}_norm");
+            if parts.qk_norm {
+                rotate(&self.rms_norm(x, &norm)?, angles)
+            } else {
+                rotate(x, angles)
+            }
         };
         let k = turned(&project("k", head_dim)?, "k")?;
         let v = project("v", head_dim)?;

@@ -49,7 +49,7 @@ impl AttentionBlock {
     pub(super) fn new(
         params: &ParamMap<'_>,
         name: &str,
-        (config, spec): (&DecoderConfig, &AttentionSpec),
+        (config, spec): (&DecoderConfig, AttentionSpec),
         backend: Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
         let name_of = |part: &str| format!("{name}.self_attn.{part}");
@@ -116,6 +116,7 @@ impl AttentionBlock {
     }
 
     /// Backward of [`Self::rotate`]: the gradient of the projection, `[T, H * Dh]`.
+    #[expect(clippy::needless_pass_by_value, reason = "frees `dy` before the next op")]
     fn rotate_backward(
         &self,
         projection: Option<Tensor>,
@@ -201,7 +202,7 @@ impl AttentionBlock {
 /// Bytes that backward needs of a token.
 pub(super) fn saved_bytes(
     config: &DecoderConfig,
-    spec: &AttentionSpec,
+    spec: AttentionSpec,
     element: f64,
     recompute: Recompute,
 ) -> f64 {

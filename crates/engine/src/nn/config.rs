@@ -217,7 +217,7 @@ pub fn decoder_specs(config: &DecoderConfig, prefix: &str, component: Component)
         add("input_layernorm.weight", &[hidden], norm);
         match &layer.mixer {
             MixerSpec::LinearAttention(spec) => linear_attention_specs(spec, hidden, &mut add),
-            MixerSpec::Attention(spec) => attention_specs(spec, config, norm, &mut add),
+            MixerSpec::Attention(spec) => attention_specs(*spec, config, norm, &mut add),
         }
         add("post_attention_layernorm.weight", &[hidden], norm);
         match &layer.mlp {
@@ -239,7 +239,7 @@ fn mlp_specs(inner: usize, hidden: usize, add: &mut dyn FnMut(&str, &[usize], In
 }
 
 fn attention_specs(
-    spec: &AttentionSpec,
+    spec: AttentionSpec,
     config: &DecoderConfig,
     norm: Init,
     add: &mut dyn FnMut(&str, &[usize], Init),

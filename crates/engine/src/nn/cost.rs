@@ -108,7 +108,7 @@ impl DecoderConfig {
     /// Bytes that backward needs of a layer and a token.
     fn saved_bytes(&self, layer: &LayerSpec, element: f64, recompute: Recompute) -> f64 {
         let mixer = match &layer.mixer {
-            MixerSpec::Attention(spec) => attention::saved_bytes(self, spec, element, recompute),
+            MixerSpec::Attention(spec) => attention::saved_bytes(self, *spec, element, recompute),
             MixerSpec::LinearAttention(spec) => linear_attention::saved_bytes(self, spec, element),
         };
         let mlp = match &layer.mlp {

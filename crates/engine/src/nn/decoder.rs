@@ -40,7 +40,7 @@ impl DecoderLayer {
                 Box::new(LinearAttentionBlock::new(params, name, config, sizes)?)
             }
             MixerSpec::Attention(spec) => {
-                Box::new(AttentionBlock::new(params, name, (config, spec), attention)?)
+                Box::new(AttentionBlock::new(params, name, (config, *spec), attention)?)
             }
         };
         if let MlpSpec::Experts(moe) = &spec.mlp {

@@ -14,7 +14,8 @@ use std::sync::Arc;
 const EPS: f64 = 1e-6;
 
 impl VisionNorm {
-    pub(super) fn new(
+    /// The norm with the parameters `<name>.weight` and `<name>.bias`.
+    pub(super) fn build(
         self,
         params: &ParamMap<'_>,
         name: &str,
@@ -115,7 +116,7 @@ impl VisionBlock {
     ) -> std::result::Result<Self, WeightError> {
         let name = |part: &str| format!("model.visual.blocks.{block}.{part}");
         let linear = |part: &str| Linear::with_bias(params, &name(&format!("mlp.{part}")));
-        let norm = |part: &str| config.parts.norm.new(params, &name(part));
+        let norm = |part: &str| config.parts.norm.build(params, &name(part));
         let mlp: Box<dyn Stage<Context = ()>> = match config.parts.mlp {
             VisionMlp::Gelu(act) => Box::new(GeluMlp {
                 norm: norm("norm2")?,

@@ -125,7 +125,7 @@ impl VisionConfig {
     /// Fails if the sizes contradict each other or those of the decoder.
     pub(in crate::models) fn check(&self, text: &DecoderConfig) -> Result<(), ModelConfigError> {
         let fail = |what: String| Err(ModelConfigError::Shape { what });
-        if self.hidden_size % (4 * self.num_heads) != 0 {
+        if !self.hidden_size.is_multiple_of(4 * self.num_heads) {
             return fail(format!(
                 "vision `hidden_size` is {}, expected a multiple of 4 * `num_heads` {}",
                 self.hidden_size, self.num_heads

@@ -35,7 +35,7 @@ impl Merger {
     ) -> std::result::Result<Self, WeightError> {
         let [norm, fc1, fc2] = parts.merger_names.map(|part| format!("{name}.{part}"));
         Ok(Self {
-            norm: parts.norm.new(params, &norm)?,
+            norm: parts.norm.build(params, &norm)?,
             place,
             fc1: Linear::with_bias(params, &fc1)?,
             fc2: Linear::with_bias(params, &fc2)?,
