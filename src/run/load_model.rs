@@ -67,6 +67,22 @@ pub(super) fn check_matmul(matmul: MatmulChoice, device: &Device) -> Result<(), 
     Ok(())
 }
 
+/// Fails for the masks of `model.attention: masked` on a GPU.
+pub(super) fn check_masks(attention: AttentionChoice, on_gpu: bool) -> Result<(), SetupError> {
+    if on_gpu && attention == AttentionChoice::Masked {
+        return Err(SetupError::MaskedOnGpu);
+    }
+    Ok(())
+}
+
+/// Fails for an auxiliary loss of experts on a GPU.
+fn check_aux_loss(aux_loss: f64, text: &DecoderConfig, on_gpu: bool) -> Result<(), SetupError> {
+    if on_gpu && aux_loss != 0.0 && text.moe().is_some() {
+        return Err(SetupError::AuxLossOnGpu);
+    }
+    Ok(())
+}
+
 /// Source of the exact `f32` weights.
 enum WeightSource {
     Files(Arc<WeightFiles>),
@@ -76,16 +92,12 @@ enum WeightSource {
 impl OpenModel {
     /// Opens the model at `section.path`; random weights are drawn from `seed`.
     pub fn open(section: &ModelSection, seed: u64, device: &Device) -> Result<Self, SetupError> {
-        if section.attention == AttentionChoice::Masked && !device.is_cpu() {
-            return Err(SetupError::MaskedOnGpu);
-        }
+        check_masks(section.attention, !device.is_cpu())?;
         check_matmul(section.matmul, device)?;
         let folder = section.path.as_path();
         let (mut config, config_json) = read_config(folder)
             .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;
-        if section.aux_loss != 0.0 && config.text.moe().is_some() && !device.is_cpu() {
-            return Err(SetupError::AuxLossOnGpu);
-        }
+        check_aux_loss(section.aux_loss, &config.text, !device.is_cpu())?;
         let source = match section.weights {
             Weights::Random => WeightSource::Seed(seed),
             Weights::Pretrained => {
@@ -409,15 +421,12 @@ pub fn load_model(
 
 /// Fails if the config has an auxiliary loss that the model or the device cannot compute.
 pub(super) fn check_experts(config: &RunConfig, open: &OpenModel) -> Result<(), SetupError> {
-    let has_experts = open.text().moe().is_some();
     let aux_loss = config.model.aux_loss;
-    if aux_loss != 0.0 && !has_experts {
+    if aux_loss != 0.0 && open.text().moe().is_none() {
         return Err(SetupError::NoExperts { aux_loss });
     }
-    if aux_loss != 0.0 && matches!(config.device, DeviceChoice::Cuda(_)) {
-        return Err(SetupError::AuxLossOnGpu);
-    }
-    Ok(())
+    let on_gpu = matches!(config.device.resolved(), DeviceChoice::Cuda(_));
+    check_aux_loss(aux_loss, open.text(), on_gpu)
 }
 
 /// Checks that the micro-batches of a step can be divided evenly among `world` ranks.

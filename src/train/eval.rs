@@ -234,6 +234,8 @@ impl Evaluator<'_> {
                 nll: scores.nll[range.clone()].to_vec(),
                 weights: targets.weights.as_ref().map(|weights| weights[range.clone()].to_vec()),
             };
+            let is_whole = self.ranks.sequence().size == 1;
+            debug_assert!(!is_whole || range.len() == size.num_targets as usize);
             report.samples.push(SampleScore {
                 result: SampleResult {
                     size,

@@ -3,7 +3,6 @@
 use super::ranks::Ranks;
 use super::sequence::OwnTargets;
 use super::step::StepRunner;
-use super::weights::PassKind;
 use crate::batch::VarlenBatch;
 use crate::models::ModelInput;
 use crate::nn::Routers;
@@ -57,23 +56,21 @@ impl StepRunner {
         let mut of_step = StepRouters::default();
         for round in 0..rounds {
             let batch = targets.get(round);
-            if !self.weights.is_needed(&self.ranks, batch.is_some())? {
+            if !self.weights.any_has_work(&self.ranks, batch.is_some())? {
                 continue;
             }
-            let weights = self.weights.for_pass(PassKind::Forward, &self.ranks);
-            if let Some((slot, targets)) = batch {
+            let own = self.weights.forward_pass(&self.ranks, |pass| {
+                let Some((slot, targets)) = batch else { return Ok(None) };
                 let later = round.checked_sub(1).and_then(|at| rest.get(at));
                 let later = later.map(|(_, batch)| self.upload(batch.clone())).transpose()?;
-                if let Some(input) = later.as_ref().or(first) {
-                    let (dropout, log) =
-                        (place(slot, targets), RouterLog::new(Recorded::Probabilities));
-                    let (dropout, router_log) = (dropout.as_ref(), Some(&log));
-                    let pass = Pass { dropout, router_log, ..weights.inference() };
-                    self.model.hidden(input, &pass)?;
-                    of_step.own.push((*slot, log.into_choices()));
-                }
-            }
-            weights.end()?;
+                let Some(input) = later.as_ref().or(first) else { return Ok(None) };
+                let (dropout, log) =
+                    (place(slot, targets), RouterLog::new(Recorded::Probabilities));
+                let (dropout, router_log) = (dropout.as_ref(), Some(&log));
+                self.model.hidden(input, &Pass { dropout, router_log, ..*pass })?;
+                Ok(Some((*slot, log.into_choices())))
+            })?;
+            of_step.own.extend(own);
         }
         let all = of_step.gather(routers, &self.ranks)?;
         Ok(StepRouters { all: Some(all), ..of_step })

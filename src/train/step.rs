@@ -215,7 +215,7 @@ impl StepRunner {
                 let weights = self.weights.for_pass(PassKind::Train, &self.ranks);
                 let grads = sums.round(round, &weights)?;
                 let begin = || grads.begin_backward();
-                let pass = Pass { grads: &grads, ..weights.inference() };
+                let pass = Pass { grads: &grads, ..weights.pass() };
                 if let Some(((slot, targets), input)) = batch {
                     let dropout = place(&slot, &targets);
                     let pass = Pass { dropout: dropout.as_ref(), ..pass };

@@ -27,6 +27,7 @@ const MAY_IMPORT: [(&str, MayImport); 2] = [
         "src",
         &[
             ("metrics", &["files"]),
+            // `dist` is for tests only.
             ("checkpoint", &["dist", "files", "ops"]),
             // The only module that uses data, models, losses and optimizers together.
             (

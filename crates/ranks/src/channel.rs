@@ -23,8 +23,9 @@ pub trait Channel: Send {
 
 /// [`Channel::all_gather`] for values, which arrive unchanged: also floats that are not finite.
 ///
-/// The messages have no names of fields, so serde's `flatten`, `untagged` and `skip_serializing_if`
-/// do not work in `T`. serde refuses a path that is not UTF-8: send an `OsString`.
+/// The messages have no names of fields. So serde's `flatten`, `untagged`, `tag` and `default` fail
+/// in `T`, and `skip_serializing_if` shifts the fields after it without an error. All ranks must run
+/// the same build. serde refuses a path that is not UTF-8: send an `OsString`.
 pub fn gather<T: Serialize + DeserializeOwned>(
     channel: &mut dyn Channel,
     value: &T,
@@ -34,7 +35,7 @@ pub fn gather<T: Serialize + DeserializeOwned>(
     let read = |(rank, message): (usize, Vec<u8>)| {
         let problem = match postcard::take_from_bytes(&message) {
             Ok((value, [])) => return Ok(value),
-            Ok((_, rest)) => format!("{} bytes follow its message", rest.len()),
+            Ok((_, rest)) => format!("it has {} more bytes than expected", rest.len()),
             Err(error) => format!("its message cannot be read: {error}"),
         };
         Err(DistError::Message { rank, problem })
@@ -94,7 +95,7 @@ mod tests {
             let DistError::Message { rank: 1, problem } = error else { panic!("{error}") };
             problem
         };
-        assert_eq!(problem(|message| message.push(0)), "1 bytes follow its message");
+        assert_eq!(problem(|message| message.push(0)), "it has 1 more bytes than expected");
         let cut = problem(|message| message.truncate(9));
         assert!(cut.starts_with("its message cannot be read: "), "{cut}");
         let more = problem(|message| message[0] = 200);

@@ -70,36 +70,47 @@ impl RankWeights {
         PassWeights { stored: self.stored.as_ref(), gathers, exchange: ranks.exchange() }
     }
 
-    /// Whether this rank makes a pass that computes no gradients. If each rank has a share of the
-    /// weights only, all ranks make the same number of passes: those that `has_work` compute, and
-    /// the others take part in their gathers.
-    pub(super) fn is_needed(&self, ranks: &Ranks, has_work: bool) -> Result<bool, DistError> {
+    /// Whether there is a pass without gradients: this rank has work or, if each rank has a share of
+    /// the weights only, any rank has, and the others take part in its gathers.
+    pub(super) fn any_has_work(&self, ranks: &Ranks, has_work: bool) -> Result<bool, DistError> {
         if self.are_whole() {
             return Ok(has_work);
         }
         Ok(ranks.gather(has_work)?.contains(&true))
     }
 
-    /// Calls `f` with a pass that computes no gradients. All ranks make the same passes, or
+    /// Calls `f` with a pass that computes no gradients, after [`Self::any_has_work`].
+    pub(super) fn forward_pass<T>(
+        &self,
+        ranks: &Ranks,
+        f: impl FnOnce(&Pass<'_>) -> Result<T, TrainError>,
+    ) -> Result<T, TrainError> {
+        let weights = self.for_pass(PassKind::Forward, ranks);
+        let result = f(&weights.pass()).map_err(|error| ranks.cause(error));
+        if matches!(result, Err(TrainError::Ranks(_))) {
+            return result;
+        }
+        let ended = weights.end(); // other ranks wait for the gathers of this pass
+        let value = result?;
+        ended?;
+        Ok(value)
+    }
+
+    /// Calls `f` with a pass that computes no gradients. The other ranks make passes too, or
     /// [take part](Self::take_part).
     pub(super) fn inference<T>(
         &self,
         ranks: &Ranks,
         f: impl FnOnce(&Pass<'_>) -> Result<T, TrainError>,
     ) -> Result<T, TrainError> {
-        self.is_needed(ranks, true)?; // the others take part
-        let weights = self.for_pass(PassKind::Forward, ranks);
-        let result = f(&weights.inference()).map_err(|error| ranks.cause(error));
-        if !matches!(result, Err(TrainError::Ranks(_))) {
-            weights.end()?; // other ranks wait for the gathers of this pass
-        }
-        result
+        self.any_has_work(ranks, true)?;
+        self.forward_pass(ranks, f)
     }
 
     /// Takes part in the passes of other ranks, until no rank has work.
-    pub(super) fn take_part(&self, ranks: &Ranks) -> Result<(), DistError> {
-        while self.is_needed(ranks, false)? {
-            self.for_pass(PassKind::Forward, ranks).end()?;
+    pub(super) fn take_part(&self, ranks: &Ranks) -> Result<(), TrainError> {
+        while self.any_has_work(ranks, false)? {
+            self.forward_pass(ranks, |_| Ok(()))?;
         }
         Ok(())
     }
@@ -119,8 +130,8 @@ pub(super) struct PassWeights<'a> {
 }
 
 impl PassWeights<'_> {
-    /// A pass without gradients.
-    pub(super) fn inference(&self) -> Pass<'_> {
+    /// A pass with these weights, which trains nothing.
+    pub(super) fn pass(&self) -> Pass<'_> {
         Pass { exchange: self.exchange, ..Pass::inference(self) }
     }
 

@@ -128,14 +128,19 @@ const SHAPES: [Shape; 6] = [
     Shape::SharedExpert,
 ];
 
-fn vision_parts(is_windowed: bool, deepstack: Vec<usize>) -> VisionParts {
+fn is_hybrid(shape: Shape) -> bool {
+    [Shape::Hybrid, Shape::SharedExpert].contains(&shape)
+}
+
+fn vision_parts(shape: Shape) -> VisionParts {
+    let is_hybrid = is_hybrid(shape);
     let learned = VisionParts {
         norm: VisionNorm::Layer,
         mlp: VisionMlp::Gelu(Gelu::Tanh),
         has_patch_bias: true,
         num_position_embeddings: Some(25),
         windows: None,
-        deepstack,
+        deepstack: if is_hybrid { vec![] } else { vec![0, 2] },
         merger_names: ["norm", "linear_fc1", "linear_fc2"],
     };
     let windowed = VisionParts {
@@ -148,7 +153,7 @@ fn vision_parts(is_windowed: bool, deepstack: Vec<usize>) -> VisionParts {
         deepstack: vec![],
         merger_names: ["ln_q", "mlp.0", "mlp.2"],
     };
-    if is_windowed { windowed } else { learned }
+    if shape == Shape::Windowed { windowed } else { learned }
 }
 
 /// A small config in which sizes that could be confused are different.
@@ -162,7 +167,7 @@ fn config(shape: Shape) -> ModelConfig {
     };
     let is_windowed = shape == Shape::Windowed;
     let layout = if is_windowed { MropeLayout::Blocks } else { MropeLayout::Interleaved };
-    let is_hybrid = [Shape::Hybrid, Shape::SharedExpert].contains(&shape);
+    let is_hybrid = is_hybrid(shape);
     let attention = MixerSpec::Attention(AttentionSpec {
         qk_norm: !is_windowed,
         qkv_bias: is_windowed,
@@ -216,7 +221,7 @@ fn config(shape: Shape) -> ModelConfig {
             spatial_merge_size: 2,
             out_hidden_size: hidden_size,
             image_token_id: IMAGE_TOKEN,
-            parts: vision_parts(is_windowed, if is_hybrid { vec![] } else { vec![0, 2] }),
+            parts: vision_parts(shape),
         }),
         tensor_names: TensorNames::Modules,
     }
@@ -362,7 +367,7 @@ impl Subject {
     /// Forward and backward of one micro-batch with all parameters trained and nothing recomputed.
     fn run(&self, batch: &VarlenBatch) -> (Outcome, Vec<Vec<f32>>) {
         let grads = self.buffers(|_| true);
-        let outcome = self.accumulate(batch, target_weight(batch), RecomputePolicy::NONE, &grads);
+        let outcome = self.accumulate(batch, target_weight(batch), RecomputePolicy::CHEAP, &grads);
         (outcome, self.values(&grads))
     }
 

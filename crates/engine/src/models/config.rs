@@ -25,9 +25,7 @@ pub enum ModelConfigError {
         expected: &'static str,
     },
     #[error("config.json: `{key}` is `{found}`, expected {known}")]
-    #[fault(
-        hint = "use a Qwen3-VL, Qwen2.5-VL, Qwen3.5 or Qwen3 model in the transformers layout (`model_type` is `qwen3_vl`, `qwen2_5_vl`, `qwen3_5`, `qwen3_5_text` or `qwen3`, or one of `qwen3_vl_moe`, `qwen3_5_moe`, `qwen3_5_moe_text` and `qwen3_moe`)"
-    )]
+    #[fault(hint = "use a model of a family that README.md lists, in the transformers layout")]
     Unsupported {
         /// Dotted key.
         key: &'static str,
@@ -274,7 +272,7 @@ impl Section<'_> {
         self.size_or(key, self.size("moe_intermediate_size")?)
     }
 
-    /// As [`Self::decoder`]; the file may say that some layers have another attention.
+    /// As [`Self::decoder`], without the check that all layers have full attention.
     pub(super) fn decoder_sizes(
         &self,
         attention: AttentionSpec,

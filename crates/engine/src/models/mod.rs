@@ -1,8 +1,8 @@
 //! [`ModelConfig`] and [`Model`], of any family.
 //!
 //! A family is a reader of `config.json`, selected by `model_type` ([`read_config`]), that returns
-//! a [`ModelConfig`]. Other modules see only that. To add a family, add a folder, and a line in
-//! [`FAMILIES`].
+//! a [`ModelConfig`]. Other modules see only that. `docs/dev/architecture.md` lists the places of a
+//! family.
 
 mod config;
 mod experts;

@@ -30,8 +30,8 @@ pub struct RecomputePolicy {
 }
 
 impl RecomputePolicy {
-    /// All activations are kept.
-    pub const NONE: Self = Self { vision: Recompute::Cheap, llm: Recompute::Cheap };
+    /// The forward pass keeps all activations but those that are cheap to compute again.
+    pub const CHEAP: Self = Self { vision: Recompute::Cheap, llm: Recompute::Cheap };
 }
 
 /// A model of any family: a list of stages with a hand-written backward.
@@ -175,12 +175,9 @@ impl Model {
         Ok((hidden, Tape { vision, decoder }))
     }
 
-    /// Hidden states after the final norm, `[T, D]`, without a tape.
+    /// Hidden states after the final norm, `[T, D]`, in a pass that trains nothing.
     pub fn hidden(&self, input: &ModelInput, pass: &Pass<'_>) -> Result<Tensor> {
-        let features = self.features(input, pass)?;
-        let h = self.embed(input, features.as_ref(), pass)?;
-        let after_layer = |k, h: &Tensor| add_deepstack(h, input, features.as_ref(), k);
-        self.decoder.hidden(h, &input.text, &after_layer, pass)
+        Ok(self.forward(input, RecomputePolicy::CHEAP, pass)?.0)
     }
 
     /// Adds the gradient of every trained parameter to those of `pass`, given

@@ -31,7 +31,7 @@ pub struct DecoderConfig {
     pub initializer_range: f64,
     /// Number of leading dimensions of a head that are rotated, even.
     pub rotary_dim: usize,
-    /// How the norms of the layers, of queries and of keys multiply by their weights.
+    /// How all RMS norms but the gated norm of linear attention multiply by their weights.
     pub norm_scale: NormScale,
     /// The layers, from the first.
     pub layers: Vec<LayerSpec>,
@@ -140,12 +140,12 @@ impl LinearAttentionSpec {
 }
 
 impl DecoderConfig {
-    /// The sizes of linear attention; `None` if no layer has it.
+    /// The sizes of linear attention, which are the same in all layers; `None` if no layer has it.
     pub fn linear_attention(&self) -> Option<&LinearAttentionSpec> {
         self.layers.iter().find_map(LayerSpec::linear_attention)
     }
 
-    /// The experts; `None` if all layers have an MLP.
+    /// The experts, which have the same sizes in all layers; `None` if all layers have an MLP.
     pub fn moe(&self) -> Option<&MoeConfig> {
         self.layers.iter().find_map(LayerSpec::experts)
     }

@@ -1,4 +1,4 @@
-//! The decoder: token embedding, pre-norm layers of attention and MLP, final norm.
+//! The decoder: token embedding, layers, final norm.
 
 use super::attention::AttentionBlock;
 use super::config::{
@@ -215,24 +215,8 @@ impl Decoder {
         Ok((hidden, DecoderTape { layers, norm }))
     }
 
-    /// Hidden states after the final norm, `[T, D]`; keeps nothing.
-    pub(crate) fn hidden(
-        &self,
-        mut h: Tensor,
-        context: &DecoderContext,
-        after_layer: &dyn Fn(usize, &Tensor) -> Result<()>,
-        pass: &Pass<'_>,
-    ) -> Result<Tensor> {
-        for (k, layer) in self.layers.iter().enumerate() {
-            h = layer.forward(&h, context, Recompute::Cheap, pass)?.0;
-            after_layer(k, &h)?;
-        }
-        Ok(self.norm.normed(&h, pass)?.0)
-    }
-
-    /// Adds the gradients of layers and norm to those of `pass` and reports these stages as finished, and
-    /// before them an untied head.
-    /// Returns the gradient of the embeddings, `[T, D]`, if `below` needs it. `before_layer`
+    /// Adds the gradients of layers and norm to those of `pass` and reports these stages as finished,
+    /// and before them an untied head. Returns the gradient of the embeddings, `[T, D]`, if `below` needs it. `before_layer`
     /// receives the gradient of each layer's output.
     pub(crate) fn backward(
         &self,

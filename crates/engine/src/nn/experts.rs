@@ -16,7 +16,7 @@ pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate";
 /// Weight of the router of a layer.
 pub(super) const ROUTER: &str = "mlp.gate.weight";
 
-/// A decoder in which a router selects experts for each token, in place of an MLP.
+/// Sizes of the experts of a layer, which a router selects for each token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MoeConfig {
     /// Number of experts of a layer, `E`.

@@ -7,7 +7,7 @@ use super::config::DecoderConfig;
 use candle_core::{Device, Result};
 use kernels::RopeTable;
 
-/// Cosine and sine of `[T, Dh / 2]` angles, row-major.
+/// Cosine and sine of `[T, R / 2]` angles, row-major; `R` dimensions of a head are rotated.
 pub(crate) struct HostTable {
     pub(crate) cos: Vec<f32>,
     pub(crate) sin: Vec<f32>,
@@ -27,7 +27,7 @@ impl HostTable {
     pub(crate) fn upload(self, num_rows: usize, device: &Device) -> Result<RopeTable> {
         let half = self.cos.len() / num_rows.max(1);
         Ok(RopeTable {
-            cos: kernels::upload(self.cos, (num_rows, half), device)?, // [T, Dh / 2]
+            cos: kernels::upload(self.cos, (num_rows, half), device)?, // [T, R / 2]
             sin: kernels::upload(self.sin, (num_rows, half), device)?,
         })
     }

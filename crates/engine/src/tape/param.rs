@@ -63,7 +63,7 @@ impl Param {
         self.index
     }
 
-    /// The weight in the compute dtype, in its published shape. The result shares the storage.
+    /// The weight, in its published shape. The result shares the storage.
     /// Fails if the weight is kept elsewhere: the [`Pass`](super::Pass) of a model brings it.
     pub fn tensor(&self) -> Result<Tensor> {
         if !self.is_resident() {

@@ -22,14 +22,14 @@ pub struct Pass<'a> {
     pub exchange: Option<&'a dyn HeadExchange>,
     /// Forward records here what the routers choose.
     pub router_log: Option<&'a RouterLog>,
-    /// Backward adds the gradient of the sum over all layers, tokens and experts of `slopes [E]`
-    /// times the probability of the expert.
+    /// Slopes `[E]` of the auxiliary loss: backward adds the gradient of the sum over all layers,
+    /// tokens and experts of the slope times the probability of the expert.
     pub router_slopes: Option<&'a [f32]>,
 }
 
 /// Provides the weights of a model, which may be divided among ranks, in host memory, or quantised.
 pub trait Weights {
-    /// The weight of `param` in the compute dtype. It may be replaced as soon as a weight of
+    /// The weight of `param`; that of a matrix may be narrower than the activations. It may be replaced as soon as a weight of
     /// another stage is read, so it must not be read after that.
     fn weight(&self, param: &Param) -> Result<Tensor>;
 }
@@ -49,9 +49,8 @@ impl Weights for Resident {
 pub struct DropoutPlace {
     /// Optimizer step, from 1.
     pub step: u64,
-    /// For each run of tokens that follow one another without padding between them: the first row,
-    /// ascending from 0, and the number of its token in the step, which counts no padding. The rows
-    /// of padding before the next run may have any numbers.
+    /// Where each run of tokens without padding between them begins: its first row, ascending from
+    /// 0, and the number of that token in the step, which counts no padding.
     pub runs: Arc<[(usize, u64)]>,
     /// Number of the first patch in the step, and number of patches of the micro-batch.
     pub patches: (u64, u64),
@@ -136,7 +135,7 @@ impl<'a> Pass<'a> {
         Self { grads, ..Self::default() }
     }
 
-    /// The weight of `param` in the compute dtype, in its published shape.
+    /// The weight of `param`, in its published shape.
     pub fn weight(&self, param: &Param) -> Result<Tensor> {
         self.weights.weight(param)
     }

@@ -11,7 +11,7 @@ pub trait Stage: Send + Sync {
     fn params(&self) -> Vec<&Param>;
 
     /// Returns the output, and the tensors that backward needs. With [`Recompute::Nothing`] these
-    /// include what backward otherwise computes again with a pass over the memory.
+    /// include what is cheap to compute again.
     fn forward(
         &self,
         x: &Tensor,
@@ -65,7 +65,8 @@ impl Saved {
     }
 
     /// Bytes of all tensors.
-    pub fn bytes(&self) -> usize {
+    #[cfg(test)]
+    pub(crate) fn bytes(&self) -> usize {
         let own = self.tensors.iter().chain(self.optional.iter().flatten());
         let bytes = |tensor: &Tensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
         own.map(bytes).sum::<usize>() + self.parts.iter().map(Self::bytes).sum::<usize>()
@@ -112,7 +113,8 @@ impl InputGrad {
 pub enum Recompute {
     /// Nothing: the forward pass keeps all tensors that backward needs.
     Nothing,
-    /// What a pass over the memory computes. The forward pass keeps all other tensors.
+    /// Norms, rotations and activations, which cost one pass over their operands. The forward pass
+    /// keeps the results of matrix products.
     Cheap,
     /// The whole stage, before its backward: the forward pass keeps the input only. This needs less
     /// memory and one more forward.

@@ -164,6 +164,7 @@ impl Stage for VisionBlock {
         let heads = Qkv { q: &q, k: &k, v: &v };
         let (o, lse) = self.attention.forward(heads, self.segments(context), Masking::Full)?; // [P, H, Dh], [H, P]
         let x1 = self.proj.forward_add(&o.reshape(x.shape())?, x, pass)?; // [P, Dv]
+        // patches are many: what is cheap is always computed again
         let (y, mlp) = self.mlp.forward(&x1, &(), Recompute::Cheap, pass)?; // [P, Dv]
         Ok((y, Saved::new([x.clone(), stats, q, k, v, o, lse]).with_parts([mlp])))
     }

@@ -45,7 +45,7 @@ impl VisionConfig {
             VisionMlp::Gelu(_) => self.intermediate_size,
             VisionMlp::SwiGlu => 2 * self.intermediate_size,
         };
-        // of two norms
+        // `f32` values that two norms keep
         let stats = match self.parts.norm {
             VisionNorm::Layer => 4,
             VisionNorm::Rms => 2,
