@@ -2,7 +2,6 @@
 
 use super::CheckpointError;
 use serde::{Serialize, de::DeserializeOwned};
-use std::convert::identity;
 use std::error::Error;
 
 /// The ranks that write or read a checkpoint together. All of them make the same calls.
@@ -15,8 +14,8 @@ pub trait Together {
 
     fn world(&self) -> usize;
 
-    /// Returns the messages of all ranks, in the order of the ranks, after all have sent theirs.
-    fn gather(&self, message: String) -> Result<Vec<String>, Self::Error>;
+    /// Returns the values of all ranks, in the order of the ranks, after all have sent theirs.
+    fn gather<V: Serialize + DeserializeOwned>(&self, value: V) -> Result<Vec<V>, Self::Error>;
 
     /// The error of this rank if `rank` has failed with `message`.
     fn failed(&self, rank: usize, message: String) -> Self::Error {
@@ -39,8 +38,8 @@ impl Together for Alone {
         1
     }
 
-    fn gather(&self, message: String) -> Result<Vec<String>, CheckpointError> {
-        Ok(vec![message])
+    fn gather<V>(&self, value: V) -> Result<Vec<V>, CheckpointError> {
+        Ok(vec![value])
     }
 }
 
@@ -50,14 +49,16 @@ pub(super) fn exchange<T: Together, V: Serialize + DeserializeOwned>(
     together: &T,
     own: Result<V, CheckpointError>,
 ) -> Result<Vec<V>, T::Error> {
-    let message = own.as_ref().map_err(causes);
-    let message = serde_json::to_string(&message).expect("messages are plain values");
-    let all = together.gather(message)?;
-    own?;
-    let value = |(rank, message): (usize, String)| {
-        let read = serde_json::from_str::<Result<V, String>>(&message);
-        let read = read.map_err(|error| format!("sent a message that cannot be read: {error}"));
-        read.and_then(identity).map_err(|message| together.failed(rank, message))
+    let (value, error) = match own {
+        Ok(value) => (Ok(value), None),
+        Err(error) => (Err(causes(&error)), Some(error)),
+    };
+    let all = together.gather(value)?;
+    if let Some(error) = error {
+        return Err(error.into());
+    }
+    let value = |(rank, value): (usize, Result<V, String>)| {
+        value.map_err(|message| together.failed(rank, message))
     };
     all.into_iter().enumerate().map(value).collect()
 }
@@ -93,46 +94,46 @@ pub(super) use thread_ranks::on_ranks;
 #[cfg(test)]
 mod thread_ranks {
     use super::{CheckpointError, Together};
-    use std::sync::{Barrier, Mutex};
+    use crate::dist::{Channel, Group, Rank, gather, threads};
+    use serde::{Serialize, de::DeserializeOwned};
+    use std::cell::RefCell;
     use std::thread;
 
     /// One of several ranks that are threads.
-    pub(in crate::checkpoint) struct ThreadRank<'a> {
-        rank: usize,
-        messages: &'a Mutex<Vec<String>>,
-        barrier: &'a Barrier,
+    pub(in crate::checkpoint) struct ThreadRank {
+        rank: Rank,
+        channel: RefCell<Box<dyn Channel>>,
     }
 
-    impl Together for ThreadRank<'_> {
+    impl Together for ThreadRank {
         type Error = CheckpointError;
 
         fn rank(&self) -> usize {
-            self.rank
+            self.rank.rank
         }
 
         fn world(&self) -> usize {
-            self.messages.lock().unwrap().len()
+            self.rank.world
         }
 
-        fn gather(&self, message: String) -> Result<Vec<String>, CheckpointError> {
-            self.messages.lock().unwrap()[self.rank] = message;
-            self.barrier.wait();
-            let all = self.messages.lock().unwrap().clone();
-            self.barrier.wait();
-            Ok(all)
+        fn gather<V: Serialize + DeserializeOwned>(
+            &self,
+            value: V,
+        ) -> Result<Vec<V>, CheckpointError> {
+            Ok(gather(&mut **self.channel.borrow_mut(), &value).unwrap())
         }
     }
 
     /// Calls `f` on each of `world` ranks and returns the results in their order.
     pub(in crate::checkpoint) fn on_ranks<V: Send>(
         world: usize,
-        f: impl Fn(&ThreadRank<'_>) -> V + Sync,
+        f: impl Fn(&ThreadRank) -> V + Sync,
     ) -> Vec<V> {
-        let (messages, barrier) = (Mutex::new(vec![String::new(); world]), Barrier::new(world));
-        let (messages, barrier, f) = (&messages, &barrier, &f);
+        let f = &f;
+        let call = |Group { rank, step, .. }: Group| f(&ThreadRank { rank, channel: step.into() });
         thread::scope(|scope| {
-            let rank = |rank| scope.spawn(move || f(&ThreadRank { rank, messages, barrier }));
-            let ranks: Vec<_> = (0..world).map(rank).collect();
+            let ranks = threads(world).unwrap().into_iter();
+            let ranks: Vec<_> = ranks.map(|group| scope.spawn(move || call(group))).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         })
     }

@@ -5,7 +5,7 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::{Progress, SetupBars};
 use super::terminal::stdout;
-use crate::data::{DatasetRows, SampleCounts, SampleIndex};
+use crate::data::RowReader;
 use crate::run::{self, DataList};
 use crate::train::{
     EvalReport, Evaluator, Prediction, Predictor, RankWeights, Ranks, SampleScore, Weights,
@@ -64,7 +64,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let adapter = args.adapter.as_deref();
     let loaded = run::load_for_run(&config.model, adapter, config.seed, &device);
     let loaded = loaded.map_err(located)?;
-    let (ranks, weights) = (&Ranks::alone(), &RankWeights::Whole);
+    let (ranks, weights) = (&Ranks::alone(), &RankWeights::default());
     let evaluator = Evaluator {
         ranks,
         weights,
@@ -75,7 +75,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     };
     let total = rows.num_rows();
     let progress = Progress::items(logging.bars(), "rows", total as u64);
-    let report = evaluator.run(&*loaded.model, &|done| progress.set(done as u64))?;
+    let report = evaluator.run(&loaded.model, &|done| progress.set(done as u64))?;
     drop(progress);
     for rejection in &report.rejected {
         tracing::warn!(row = %rejection.message, "cannot score an eval row");
@@ -88,11 +88,11 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
             .into());
     }
     let generate = config.eval.generate.clone().unwrap_or_default();
-    let (model, device) = (&*loaded.model, &device);
+    let (model, device) = (&loaded.model, &device);
     let predictor = Predictor { rows: &rows, config: &generate, model, device, ranks, weights };
     let answers = args.answers.then(|| answers(&predictor, logging)).transpose()?;
     if let Some(file) = per_sample_file {
-        file.write(per_sample(&rows, &report, answers.as_deref()).as_bytes())?;
+        file.write(per_sample(&predictor, &report, answers.as_deref()).as_bytes())?;
     }
     let mut summary = serde_json::json!({
         "loss": report.loss(),
@@ -121,8 +121,12 @@ fn answers(predictor: &Predictor<'_>, logging: &Logging) -> anyhow::Result<Vec<P
 /// A line of `--per-sample`.
 #[derive(Serialize)]
 struct SampleLine<'a> {
-    #[serde(flatten)]
-    score: &'a SampleScore,
+    /// `file:line`.
+    id: String,
+    nll_sum: f64,
+    num_targets: u32,
+    target_weight: f64,
+    exact: bool,
     /// The row's own `id`.
     row_id: Option<String>,
     #[serde(flatten)]
@@ -134,22 +138,35 @@ struct SampleLine<'a> {
 struct AnswerFields<'a> {
     expected: Option<&'a str>,
     answered: Option<&'a str>,
-    scores: Option<&'a BTreeMap<String, Option<f64>>>,
+    scores: Option<BTreeMap<String, Option<f64>>>,
 }
 
-fn per_sample(rows: &DatasetRows, report: &EvalReport, answers: Option<&[Prediction]>) -> String {
+fn per_sample(
+    predictor: &Predictor<'_>,
+    report: &EvalReport,
+    answers: Option<&[Prediction]>,
+) -> String {
     let by_row: HashMap<&str, &Prediction> =
         answers.into_iter().flatten().map(|answer| (answer.row.as_str(), answer)).collect();
     let mut lines = String::new();
-    for score in &report.samples {
-        let SampleCounts { dataset, row, .. } = score.size;
-        let found = by_row.get(score.id.to_string().as_str()).filter(|_| score.is_chat);
+    for SampleScore { result, is_chat, exact } in &report.samples {
+        let row = result.size.index();
+        let id = predictor.rows.id(row).to_string();
+        let found = by_row.get(id.as_str()).filter(|_| *is_chat);
         let answer = answers.map(|_| AnswerFields {
             expected: found.map(|answer| answer.expected.as_str()),
             answered: found.map(|answer| answer.answered.as_str()),
-            scores: found.map(|answer| &answer.scores),
+            scores: found.map(|answer| predictor.scores(answer)),
         });
-        let line = SampleLine { score, row_id: rows.own_id(SampleIndex { dataset, row }), answer };
+        let line = SampleLine {
+            id,
+            nll_sum: result.nll_sum,
+            num_targets: result.size.num_targets,
+            target_weight: result.target_weight,
+            exact: *exact,
+            row_id: predictor.rows.own_id(row),
+            answer,
+        };
         let line = serde_json::to_string(&line).expect("plain values");
         let _ = writeln!(lines, "{line}"); // writing to a String cannot fail
     }

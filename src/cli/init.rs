@@ -116,10 +116,10 @@ fn stored_dtype(config: &Value) -> DType {
 fn random_weights(config: &Value, seed: u64) -> anyhow::Result<Vec<SavedTensor>> {
     let dtype = stored_dtype(config);
     let config = config_from_json(config)?;
-    let names = config.tensor_names();
+    let names = config.tensor_names;
     let mut weights = Vec::new();
     for spec in config.param_specs() {
-        let tensor = random_tensor(&spec, config.initializer_range(), seed, &Device::Cpu)?;
+        let tensor = random_tensor(&spec, config.text.initializer_range, seed, &Device::Cpu)?;
         let tensor = SavedTensor::whole(names.in_file(&spec.name), tensor.to_dtype(dtype)?);
         let pieces = spec.pieces().into_iter().map(|(name, shape)| (names.in_file(&name), shape));
         match pieces.collect::<Vec<_>>() {
@@ -275,7 +275,7 @@ mod tests {
             let decoder = specs.iter().filter(|spec| spec.component.name == "llm");
             let count: usize = decoder.map(|spec| spec.shape.iter().product::<usize>()).sum();
             assert!((count as f64 / all - 1.0).abs() < 1e-3, "{preset:?}: {count}");
-            let count = count - config.text().idle_weights();
+            let count = count - config.text.idle_weights();
             assert!((count as f64 / active - 1.0).abs() < 1e-2, "{preset:?}: {count} active");
         }
     }

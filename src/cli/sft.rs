@@ -11,7 +11,6 @@ use super::signals::{Requests, requests_to_save};
 use super::terminal::{MAX_COLUMNS, Terminal, command, escaped, wrapped};
 use super::{error_report, replay};
 use crate::config::RunConfig;
-use crate::data::RowReader;
 use crate::dist::{Monitor, Watchdog};
 use crate::metrics::{EvalMetrics, StepMetrics};
 use crate::run::{self, Resume, Run, RunOptions, SetupObserver};
@@ -252,14 +251,14 @@ fn show_answers(
     let shown: BTreeMap<_, _> = right
         .take(show - num_wrong)
         .chain(wrong)
-        .map(|sample| (&sample.id, sample.exact))
+        .map(|sample| (sample.result.size.index(), sample.exact))
         .collect();
     let generate = GenerateConfig { max_new_tokens: MAX_NEW_TOKENS, ..GenerateConfig::default() };
     let StepRunner { model, device, ranks, weights, .. } = runner;
-    let (model, config) = (&**model, &generate);
+    let (model, config) = (model, &generate);
     let predictor = Predictor { rows, config, model, device, ranks, weights };
     for row in rows.rows() {
-        let Some(exact) = shown.get(&rows.id(row)) else { continue };
+        let Some(exact) = shown.get(&row) else { continue };
         let Some(Prediction { row, expected, answered, ended, num_media: images, .. }) =
             predictor.answer(row)?
         else {

@@ -1,12 +1,12 @@
 //! The rows of `metrics.jsonl` and `eval.jsonl`. All rows of a file have the same keys.
 
 use super::memory::memory_text;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// Speed and memory of a rank in a step.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct RankValues {
     /// Seconds of the step that it waited for its data loader.
     pub data_wait_s: f64,

@@ -8,7 +8,7 @@ use super::inputs::{
     DataList, SetupObserver, check, download, encoder, loader_options, open_data, order,
     param_groups,
 };
-use super::load_model::{OpenModel, check_heads, share_attention};
+use super::load_model::{OpenModel, check_heads};
 use super::load_shares::RankModel;
 use super::logs::{Tracked, Trackers, log_data_sets, log_share, log_start, open_logs};
 use super::output_dir::{claim, take_over};
@@ -30,6 +30,7 @@ use crate::train::{
     write_rejects,
 };
 use candle_core::Device;
+use serde::{Serialize, de::DeserializeOwned};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -294,9 +295,8 @@ fn load_model(
     ranks: &SetupRanks,
     device: &Device,
 ) -> Result<(RankModel, ParamGroups, Option<BaseModel>), RunError> {
-    let (mut open, base) = open_model(config, found, ranks, device)?;
+    let (open, base) = open_model(config, found, ranks, device)?;
     check_heads(&open, config.distributed.sequence.get())?;
-    share_attention(&mut open, ranks.ranks());
     ranks.compare("model", || open.digest().map_err(candle_core::Error::wrap))?;
     // Checks the patterns before the rows are measured, which takes longer.
     let groups = param_groups(config, &open)?;
@@ -540,8 +540,8 @@ impl Together for SetupRanks {
         self.rank().world
     }
 
-    fn gather(&self, message: String) -> Result<Vec<String>, RunError> {
-        Ok(self.ranks.gather(message)?)
+    fn gather<V: Serialize + DeserializeOwned>(&self, value: V) -> Result<Vec<V>, RunError> {
+        Ok(self.ranks.gather(value)?)
     }
 
     fn failed(&self, rank: usize, message: String) -> RunError {

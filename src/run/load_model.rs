@@ -6,15 +6,13 @@ use super::error::{RunError, SetupError};
 use super::model_files::{files_error, open_files, unused};
 use crate::checkpoint::{SavedTensor, WeightFiles};
 use crate::config::RunConfig;
-use crate::dist::SequenceAttention;
 use crate::models::{Model, ModelConfig, read_config};
-use crate::nn::{DecoderConfig, Dropout, ParamSpec, TensorNames, random_part};
+use crate::nn::{DecoderConfig, ParamSpec, TensorNames, random_part};
 use crate::ops::{AttentionBackend, Matmul, Nf4, gpu_without_e4m3};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
 use crate::train::{
-    AttentionChoice, BaseContents, DeviceChoice, MatmulChoice, ModelSection, Ranks, SavedAs,
-    Weights,
+    AttentionChoice, BaseContents, DeviceChoice, MatmulChoice, ModelSection, SavedAs, Weights,
 };
 use candle_core::{DType, Device, Tensor};
 use indexmap::IndexMap;
@@ -27,10 +25,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 pub struct LoadedModel {
-    pub model: Box<dyn Model>,
+    pub model: Model,
     /// Parameters in the compute dtype, in the order of the specs.
     pub params: Vec<Param>,
-    pub dropout: Option<Arc<Dropout>>,
     /// The folder.
     pub open: OpenModel,
 }
@@ -42,7 +39,7 @@ pub struct OpenModel {
     /// Name, shape and component of each parameter; those of an adapter follow those of the model.
     pub specs: Vec<ParamSpec>,
     pub adapter: Option<OpenAdapter>,
-    config: Arc<dyn ModelConfig>,
+    config: ModelConfig,
     source: WeightSource,
     folder: PathBuf,
     dtype: DType,
@@ -70,6 +67,22 @@ pub(super) fn check_matmul(matmul: MatmulChoice, device: &Device) -> Result<(), 
     Ok(())
 }
 
+/// Fails for the masks of `model.attention: masked` on a GPU.
+pub(super) fn check_masks(attention: AttentionChoice, on_gpu: bool) -> Result<(), SetupError> {
+    if on_gpu && attention == AttentionChoice::Masked {
+        return Err(SetupError::MaskedOnGpu);
+    }
+    Ok(())
+}
+
+/// Fails for an auxiliary loss of experts on a GPU.
+fn check_aux_loss(aux_loss: f64, text: &DecoderConfig, on_gpu: bool) -> Result<(), SetupError> {
+    if on_gpu && aux_loss != 0.0 && text.moe().is_some() {
+        return Err(SetupError::AuxLossOnGpu);
+    }
+    Ok(())
+}
+
 /// Source of the exact `f32` weights.
 enum WeightSource {
     Files(Arc<WeightFiles>),
@@ -79,21 +92,17 @@ enum WeightSource {
 impl OpenModel {
     /// Opens the model at `section.path`; random weights are drawn from `seed`.
     pub fn open(section: &ModelSection, seed: u64, device: &Device) -> Result<Self, SetupError> {
-        if section.attention == AttentionChoice::Masked && !device.is_cpu() {
-            return Err(SetupError::MaskedOnGpu);
-        }
+        check_masks(section.attention, !device.is_cpu())?;
         check_matmul(section.matmul, device)?;
         let folder = section.path.as_path();
         let (mut config, config_json) = read_config(folder)
             .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;
-        if section.aux_loss != 0.0 && config.text().moe.is_some() && !device.is_cpu() {
-            return Err(SetupError::AuxLossOnGpu);
-        }
+        check_aux_loss(section.aux_loss, &config.text, !device.is_cpu())?;
         let source = match section.weights {
             Weights::Random => WeightSource::Seed(seed),
             Weights::Pretrained => {
                 let files;
-                (config, files) = open_files(folder, config)?;
+                (config, files) = open_files(folder, &config)?;
                 WeightSource::Files(Arc::new(files))
             }
         };
@@ -193,7 +202,7 @@ impl OpenModel {
     }
 
     fn name_in_file(&self, name: &str) -> String {
-        self.config.tensor_names().in_file(name)
+        self.config.tensor_names.in_file(name)
     }
 
     /// [`ParamSpec::pieces`], with their names in the files of a model folder.
@@ -204,19 +213,11 @@ impl OpenModel {
 
     /// How weight files name the tensors.
     pub(super) fn tensor_names(&self) -> TensorNames {
-        self.config.tensor_names()
+        self.config.tensor_names
     }
 
     pub(super) fn text(&self) -> &DecoderConfig {
-        self.config.text()
-    }
-
-    /// Replaces the attention of the model.
-    fn wrap_attention(
-        &mut self,
-        wrap: impl FnOnce(Arc<dyn AttentionBackend>) -> Arc<dyn AttentionBackend>,
-    ) {
-        self.attention = wrap(Arc::clone(&self.attention));
+        &self.config.text
     }
 
     pub fn load(self, device: &Device) -> Result<LoadedModel, SetupError> {
@@ -238,8 +239,7 @@ impl OpenModel {
     pub(super) fn with_params(self, params: Vec<Param>) -> Result<LoadedModel, SetupError> {
         let adapters = self.adapter.as_ref().map(|adapter| adapter.adapters(&self.specs));
         let model = self.config.build(&params, &self.attention, adapters.as_ref(), self.matmul)?;
-        let dropout = adapters.map(|adapters| Arc::clone(adapters.dropout()));
-        Ok(LoadedModel { model, params, dropout, open: self })
+        Ok(LoadedModel { model, params, open: self })
     }
 
     /// Builds the model with these parameters and another attention.
@@ -247,7 +247,7 @@ impl OpenModel {
         &self,
         params: &[Param],
         attention: &Arc<dyn AttentionBackend>,
-    ) -> Result<Box<dyn Model>, SetupError> {
+    ) -> Result<Model, SetupError> {
         let adapters = self.adapter.as_ref().map(|adapter| adapter.adapters(&self.specs));
         Ok(self.config.build(params, attention, adapters.as_ref(), self.matmul)?)
     }
@@ -271,7 +271,7 @@ impl OpenModel {
                 .load_part(&spec.name, elements, dtype, device)
                 .map_err(|source| files_error(&self.folder, source)),
             WeightSource::Seed(seed) => {
-                let range = self.config.initializer_range();
+                let range = self.config.text.initializer_range;
                 Ok(random_part(spec, range, *seed, elements, device)?.to_dtype(dtype)?)
             }
         }
@@ -421,15 +421,12 @@ pub fn load_model(
 
 /// Fails if the config has an auxiliary loss that the model or the device cannot compute.
 pub(super) fn check_experts(config: &RunConfig, open: &OpenModel) -> Result<(), SetupError> {
-    let has_experts = open.text().moe.is_some();
     let aux_loss = config.model.aux_loss;
-    if aux_loss != 0.0 && !has_experts {
+    if aux_loss != 0.0 && open.text().moe().is_none() {
         return Err(SetupError::NoExperts { aux_loss });
     }
-    if aux_loss != 0.0 && matches!(config.device, DeviceChoice::Cuda(_)) {
-        return Err(SetupError::AuxLossOnGpu);
-    }
-    Ok(())
+    let on_gpu = matches!(config.device.resolved(), DeviceChoice::Cuda(_));
+    check_aux_loss(aux_loss, open.text(), on_gpu)
 }
 
 /// Checks that the micro-batches of a step can be divided evenly among `world` ranks.
@@ -455,8 +452,8 @@ pub(super) fn check_heads(open: &OpenModel, sequence: usize) -> Result<(), RunEr
     let text = open.text();
     // The numbers of query heads and of value heads are multiples of these.
     let mut heads = vec![(text.num_key_value_heads, "key-value heads")];
-    if let Some(hybrid) = &text.hybrid {
-        heads.push((hybrid.num_key_heads, "key heads of linear attention"));
+    if let Some(linear) = text.linear_attention() {
+        heads.push((linear.num_key_heads, "key heads of linear attention"));
     }
     let fits = |size: &usize| heads.iter().all(|(heads, _)| heads.is_multiple_of(*size));
     if fits(&sequence) {
@@ -465,13 +462,4 @@ pub(super) fn check_heads(open: &OpenModel, sequence: usize) -> Result<(), RunEr
     let fitting = (1..=heads[0].0).filter(fits).collect();
     let heads = heads.iter().map(|(number, name)| format!("{number} {name}")).collect();
     Err(RunError::SequenceHeads { sequence, heads, fitting })
-}
-
-/// Makes the ranks of a sequence group share the heads of the decoder's attention and linear
-/// attention. [`check_heads`] says whether they can.
-pub(super) fn share_attention(open: &mut OpenModel, ranks: &Ranks) {
-    let sequence = ranks.sequence();
-    if let Some(collective) = ranks.collective().filter(|_| sequence.size > 1) {
-        open.wrap_attention(|inner| Arc::new(SequenceAttention::new(inner, collective, sequence)));
-    }
 }

@@ -7,7 +7,7 @@ use crate::dist::{Collective, Gather, Shard};
 use crate::ops::copy_to_host;
 use crate::optim::{OwnedPart, ParamGroups};
 use crate::tape::{Bucket, Layout, Param};
-use crate::train::{RankWeights, Ranks, SlotTensors, WeightSlots};
+use crate::train::{RankWeights, Ranks, SlotTensors, VisitingWeights, WeightDivision, WeightSlots};
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -30,9 +30,10 @@ pub(super) struct RankPlace {
     pub(super) groups: usize,
 }
 
-/// A model that is not divided.
-pub(crate) fn whole_model(loaded: LoadedModel) -> RankModel {
-    RankModel { loaded, place: None, weights: RankWeights::Whole, owned: None }
+/// A model that is not divided. `stored` are the weights that are stored elsewhere.
+pub(crate) fn whole_model(loaded: LoadedModel, stored: Option<VisitingWeights>) -> RankModel {
+    let weights = RankWeights { stored, ..RankWeights::default() };
+    RankModel { loaded, place: None, weights, owned: None }
 }
 
 /// Loads the model, except for the weights of `visit`, which every rank stores elsewhere.
@@ -51,7 +52,7 @@ pub(super) fn load_shares(
     let (model, params) = (&loaded.model, &loaded.params);
     let layout = Layout::new(&model.stages(), params, &trainable(groups), num_shares);
     let layout = layout.without(visit);
-    let (weights, owned) = if shard == Shard::Full {
+    let (division, owned) = if shard == Shard::Full {
         let tensors = SlotTensors::new(&layout, params, dtype, device)?;
         let mut owned = Vec::new();
         for (stage, tensors) in layout.stages().iter().zip(&tensors.buckets) {
@@ -64,7 +65,7 @@ pub(super) fn load_shares(
         }
         let parts = (&params[..], model.lm_head(), model.embedding());
         (
-            RankWeights::Slots(WeightSlots::new(
+            WeightDivision::Slots(WeightSlots::new(
                 &layout,
                 member,
                 tensors,
@@ -77,14 +78,15 @@ pub(super) fn load_shares(
         let flat = read_all(&loaded, &layout, member, &*collective, device)?;
         let owned = layout.stages().iter().map(|stage| owned_parts(&stage.trained, member, None));
         if shard == Shard::None {
-            (RankWeights::Whole, None)
+            (WeightDivision::Whole, None)
         } else {
             let owned = owned.collect::<candle_core::Result<Vec<_>>>()?.concat();
-            (RankWeights::Gathered(flat, Arc::clone(&collective)), Some(owned))
+            (WeightDivision::Gathered(flat, Arc::clone(&collective)), Some(owned))
         }
     };
     let groups = ranks.sequence_group().world;
     let place = RankPlace { layout: Arc::new(layout), collective, member, groups };
+    let weights = RankWeights { division, stored: None };
     Ok(RankModel { loaded, place: Some(place), weights, owned })
 }
 
@@ -201,7 +203,7 @@ mod tests {
     use crate::dist::{Group, Shard, threads, threads_in_groups};
     use crate::metrics::{EvalMetrics, StepMetrics};
     use crate::tape::Param;
-    use crate::train::{Observer, Ranks, WeightStorage};
+    use crate::train::{Observer, Ranks, VisitingWeights, WeightStorage};
     use candle_core::{DType, Device};
     use std::fs;
     use std::ops::Range;
@@ -335,14 +337,16 @@ mod tests {
                 let visit = visitors(&open, &trainable(&groups), storage);
                 (open, groups, visit)
             };
-            let bits = |param: &Param| {
-                let weight = param.stored().unwrap().flatten_all().unwrap();
+            let bits = |param: &Param, stored: &Option<VisitingWeights>| {
+                let weight = stored.as_ref().unwrap().saved(param).unwrap();
+                let weight = weight.unwrap_or_else(|| param.tensor().unwrap());
+                let weight = weight.flatten_all().unwrap();
                 weight.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()
             };
             // A single process reads each tensor alone.
             let (open, _, visit) = prepared();
-            let alone = load_stored(open, &visit, storage, &Device::Cpu).unwrap();
-            let expected: Vec<_> = alone.params.iter().map(bits).collect();
+            let (alone, stored) = load_stored(open, &visit, storage, &Device::Cpu).unwrap();
+            let expected: Vec<_> = alone.params.iter().map(|param| bits(param, &stored)).collect();
             for world in [1, 2] {
                 READS.lock().unwrap().retain(|(path, _)| *path != file);
                 let of_ranks = on_ranks(threads(world).unwrap(), |group| {
@@ -355,8 +359,9 @@ mod tests {
                     let model =
                         load_shares(open, &groups, how, &ranks, collective, &device).unwrap();
                     let place = model.place.as_ref();
-                    install(&model.loaded, &visit, storage, place, &device).unwrap();
-                    model.loaded.params.iter().map(bits).collect::<Vec<_>>()
+                    let stored = install(&model.loaded, &visit, storage, place, &device).unwrap();
+                    let params = model.loaded.params.iter();
+                    params.map(|param| bits(param, &stored)).collect::<Vec<_>>()
                 });
                 assert_eq!(read_of(&file), (all, all), "{storage:?}, {world} ranks");
                 assert!(

@@ -326,7 +326,7 @@ const LIBRARIES: f64 = if cfg!(feature = "video") { 24.5e6 } else { 0.0 }
 /// The sizes of a model that decide the memory of its training. `state` is the mean number of bytes
 /// of the optimizer state of a trained weight.
 pub(crate) fn memory_model(
-    model: &dyn Model,
+    model: &Model,
     division: Division,
     (compute, state): (DType, f64),
     recompute: RecomputePolicy,
@@ -469,7 +469,7 @@ impl ModelShape {
         let bytes = (config.model.precision.dtype(), state);
         let sink = Trained(&self.trainable, Tensor::zeros((), DType::F32, &Device::Cpu)?);
         let recompute = config.model.recompute.policy();
-        let mut memory = memory_model(&*self.loaded.model, held, bytes, recompute, &sink)?;
+        let mut memory = memory_model(&self.loaded.model, held, bytes, recompute, &sink)?;
         if config.model.precision == Precision::Bf16 && config.optim.master == Master::F32 {
             memory.master = 4.0;
         }

@@ -14,7 +14,6 @@ use serde_json::{Map, Value};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
 
 pub(super) fn files_error(folder: &Path, source: CheckpointError) -> SetupError {
     SetupError::Files { folder: folder.to_owned(), source: Box::new(source) }
@@ -46,11 +45,11 @@ pub(super) fn with_pieces(files: WeightFiles, specs: &[ParamSpec]) -> WeightFile
 /// of a model as the files have it.
 pub(super) fn open_files(
     folder: &Path,
-    config: Arc<dyn ModelConfig>,
-) -> Result<(Arc<dyn ModelConfig>, WeightFiles), SetupError> {
-    let files = named_files(folder, config.tensor_names());
+    config: &ModelConfig,
+) -> Result<(ModelConfig, WeightFiles), SetupError> {
+    let files = named_files(folder, config.tensor_names);
     let files = files.map_err(|source| files_error(folder, source))?;
-    let config = config.of_files(&|name| files.shape(name)).unwrap_or(config);
+    let config = config.of_files(&|name| files.shape(name));
     let specs = config.param_specs();
     let needed: Vec<(String, Vec<usize>)> = specs.iter().flat_map(in_files).collect();
     let missing = || needed.iter().filter(|(name, _)| files.shape(name).is_none());
@@ -167,9 +166,9 @@ pub(crate) fn check_model_folder(folder: &Path) -> Result<(), SetupError> {
                 check_config(&json).map_err(fault)?;
                 check_adapter(folder).map_err(fault)?;
                 // the weight files are opened again for their errors
-                if let Ok(files) = named_files(folder, config.tensor_names()) {
+                if let Ok(files) = named_files(folder, config.tensor_names) {
                     check_quantization(&json, files.is_quantized()).map_err(fault)?;
-                    check_head(folder, &*config, &files)?;
+                    check_head(folder, &config, &files)?;
                 }
             }
             Err(ModelConfigError::Read { .. } | ModelConfigError::Json { .. }) => {}
@@ -289,12 +288,8 @@ fn check_quantization(json: &Value, in_nf4: bool) -> Result<(), Contradiction> {
 }
 
 /// Fails if the files have a head of their own although the config ties it to the embedding.
-fn check_head(
-    folder: &Path,
-    config: &dyn ModelConfig,
-    files: &WeightFiles,
-) -> Result<(), SetupError> {
-    if !config.text().tie_word_embeddings {
+fn check_head(folder: &Path, config: &ModelConfig, files: &WeightFiles) -> Result<(), SetupError> {
+    if !config.text.tie_word_embeddings {
         return Ok(());
     }
     let specs = config.param_specs();
@@ -310,7 +305,7 @@ fn check_head(
     }
     let what = format!(
         "`{HEAD}` differs from the embedding `{}`, but config.json has `tie_word_embeddings: true`",
-        config.tensor_names().in_file(&embedding.name)
+        config.tensor_names.in_file(&embedding.name)
     );
     let hint = "to use the head, as transformers does, write `\"tie_word_embeddings\": false` wherever \
                 config.json has the key; to share the embedding, remove the head from the weight files";

@@ -1,11 +1,11 @@
 //! What a run requires of its config and its device besides valid values. A run stops at the first
 //! requirement that fails; `check` reports all that fail.
 
-use super::error::{RunError, SetupError};
-use super::load_model::{check_matmul, check_world};
+use super::error::RunError;
+use super::load_model::{check_masks, check_matmul, check_world};
 use super::resume::eval_rule;
 use crate::config::RunConfig;
-use crate::train::{AttentionChoice, DeviceChoice};
+use crate::train::DeviceChoice;
 use candle_core::Device;
 
 /// A requirement of the config, with the list that it reads as a whole, if there is one. The second
@@ -21,7 +21,7 @@ const CONFIG_REQUIREMENTS: [ConfigRequirement; 2] = [
 /// A requirement of the device. `None`: it was not opened.
 type DeviceRequirement = fn(&RunConfig, Option<&Device>) -> Result<(), RunError>;
 
-const DEVICE_REQUIREMENTS: [DeviceRequirement; 2] = [check_product, check_masks];
+const DEVICE_REQUIREMENTS: [DeviceRequirement; 2] = [check_product, check_attention];
 
 /// The requirements of the config that fail. `has_all`: whether a list of the config has all items
 /// of its file.
@@ -54,11 +54,8 @@ fn check_product(config: &RunConfig, device: Option<&Device>) -> Result<(), RunE
 }
 
 /// The masks of `model.attention: masked` exist on the CPU only.
-fn check_masks(config: &RunConfig, device: Option<&Device>) -> Result<(), RunError> {
+fn check_attention(config: &RunConfig, device: Option<&Device>) -> Result<(), RunError> {
     let chosen = || matches!(config.device.resolved(), DeviceChoice::Cuda(_));
     let on_gpu = device.map_or_else(chosen, |device| !device.is_cpu());
-    if on_gpu && config.model.attention == AttentionChoice::Masked {
-        return Err(SetupError::MaskedOnGpu.into());
-    }
-    Ok(())
+    Ok(check_masks(config.model.attention, on_gpu)?)
 }

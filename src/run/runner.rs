@@ -32,10 +32,11 @@ pub(super) fn rank_model(
     let visit = visitors(&open, &trainable, storage);
     let shard = config.distributed.shard;
     let Some(collective) = ranks.collective() else {
-        return Ok(whole_model(load_stored(open, &visit, storage, device)?));
+        let (loaded, stored) = load_stored(open, &visit, storage, device)?;
+        return Ok(whole_model(loaded, stored));
     };
-    let model = load_shares(open, groups, (shard, &visit), ranks, collective, device)?;
-    install(&model.loaded, &visit, storage, model.place.as_ref(), device)?;
+    let mut model = load_shares(open, groups, (shard, &visit), ranks, collective, device)?;
+    model.weights.stored = install(&model.loaded, &visit, storage, model.place.as_ref(), device)?;
     Ok(model)
 }
 
@@ -99,7 +100,6 @@ pub(crate) fn step_runner(
         ranks: Ranks::alone(), // set when the run is assembled
         saved_as: loaded.open.saved_as()?,
         kept: loaded.open.kept(),
-        dropout: loaded.dropout,
         model: loaded.model,
         params: loaded.params,
         optimizer,
@@ -134,7 +134,7 @@ fn gradients(
 }
 
 /// Name of each stage in the order of forward, and the indices of its parameters.
-pub(super) fn stages(model: &dyn Model) -> Vec<(String, Vec<usize>)> {
+pub(super) fn stages(model: &Model) -> Vec<(String, Vec<usize>)> {
     let mut stages = model.stages();
     stages.reverse();
     let stage = |params: Vec<&Param>| {

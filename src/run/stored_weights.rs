@@ -49,9 +49,9 @@ pub(super) fn load_stored(
     visit: &[bool],
     storage: WeightStorage,
     device: &Device,
-) -> Result<LoadedModel, RunError> {
+) -> Result<(LoadedModel, Option<VisitingWeights>), RunError> {
     if !visit.contains(&true) {
-        return Ok(open.load(device)?);
+        return Ok((open.load(device)?, None));
     }
     let loaded = without_weights(open, device)?;
     let kept = loaded.params.par_iter().filter(|param| !visit[param.index()]);
@@ -61,8 +61,8 @@ pub(super) fn load_stored(
         param.set_tensor(tensor.reshape(param.shape())?)?;
         Ok::<(), RunError>(())
     })?;
-    install(&loaded, visit, storage, None, device)?;
-    Ok(loaded)
+    let stored = install(&loaded, visit, storage, None, device)?;
+    Ok((loaded, stored))
 }
 
 /// Loads the weights of `visit`, one after the other, and lets them visit slots. Ranks read each
@@ -73,7 +73,7 @@ pub(super) fn install(
     storage: WeightStorage,
     place: Option<&RankPlace>,
     device: &Device,
-) -> Result<(), RunError> {
+) -> Result<Option<VisitingWeights>, RunError> {
     let mut stored = HashMap::new();
     for param in loaded.params.iter().filter(|param| visit[param.index()]) {
         let (index, open) = (param.index(), &loaded.open);
@@ -99,12 +99,13 @@ pub(super) fn install(
         stored.insert(index, weight);
     }
     let count = stored.len();
-    if count > 0 {
-        let (stages, dtype) = (loaded.model.stages(), loaded.open.dtype());
-        VisitingWeights::install(&stages, &loaded.params, stored, dtype, device)?;
-        tracing::info!(weights = count, storage = ?storage, "frozen weights are copied to two buffers when they are used");
+    if count == 0 {
+        return Ok(None);
     }
-    Ok(())
+    let (stages, dtype) = (loaded.model.stages(), loaded.open.dtype());
+    let weights = VisitingWeights::install(&stages, &loaded.params, stored, dtype, device)?;
+    tracing::info!(weights = count, storage = ?storage, "frozen weights are copied to two buffers when they are used");
+    Ok(Some(weights))
 }
 
 /// A weight in the compute dtype, flat, in host memory.

@@ -151,7 +151,7 @@ fn stage_norms(run: &Run) -> Vec<StageNorm> {
         name,
         grad_norm: params.iter().filter_map(square).sum::<f64>().sqrt(),
     };
-    stages(&*runner.model).into_iter().map(norm).collect()
+    stages(&runner.model).into_iter().map(norm).collect()
 }
 
 /// Keeps the metrics of the last step.

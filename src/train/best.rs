@@ -1,7 +1,6 @@
 //! The best evaluation of a run, and whether evaluations still improve.
 
 use super::config::EarlyStopping;
-use super::ranks::Bits;
 use crate::checkpoint::{BestConfig, BestMode};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -75,8 +74,8 @@ pub struct EvalHistory {
     compared: String,
     step: u64,
     best: Option<BestEval>,
-    /// The last value that was an improvement by more than `min_delta`.
-    improved: Option<Bits>,
+    /// The bits of the last value that was an improvement by more than `min_delta`.
+    improved: Option<u64>,
     /// Number of evaluations since then.
     since: u64,
 }
@@ -86,7 +85,8 @@ struct BestEval {
     step: u64,
     /// For readers of the file.
     value: f64,
-    bits: Bits,
+    /// The value as it is compared: readers of the file may round `value`.
+    bits: u64,
 }
 
 impl EvalHistory {
@@ -105,17 +105,17 @@ impl EvalHistory {
     }
 
     fn compare(&mut self, rule: &EvalRule, step: u64, value: Option<f64>) {
-        let best = self.best.map(|best| f64::from(best.bits));
-        let improved = self.improved.map(f64::from);
+        let best = self.best.map(|best| f64::from_bits(best.bits));
+        let improved = self.improved.map(f64::from_bits);
         let is_better = |value: &f64, other: Option<f64>, delta| {
             other.is_none_or(|other| rule.is_better(*value, other, delta))
         };
         if let Some(value) = value.filter(|value| is_better(value, best, 0.0)) {
-            self.best = Some(BestEval { step, value, bits: value.into() });
+            self.best = Some(BestEval { step, value, bits: value.to_bits() });
         }
         let delta = rule.early_stopping.map_or(0.0, |early| early.min_delta);
         match value.filter(|value| is_better(value, improved, delta)) {
-            Some(value) => (self.improved, self.since) = (Some(value.into()), 0),
+            Some(value) => (self.improved, self.since) = (Some(value.to_bits()), 0),
             None => self.since += 1,
         }
     }

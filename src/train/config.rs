@@ -187,12 +187,12 @@ impl RecomputeChoice {
     /// The stages of the model that this choice recomputes.
     pub fn policy(self) -> RecomputePolicy {
         let (vision, llm) = match self {
-            Self::Least => (Recompute::No, Recompute::Least),
+            Self::Least => (Recompute::Cheap, Recompute::Nothing),
             // a run sets another choice after the prediction
-            Self::Auto | Self::None => (Recompute::No, Recompute::No),
-            Self::Full => (Recompute::Yes, Recompute::Yes),
-            Self::Vision => (Recompute::Yes, Recompute::No),
-            Self::Llm => (Recompute::No, Recompute::Yes),
+            Self::Auto | Self::None => (Recompute::Cheap, Recompute::Cheap),
+            Self::Full => (Recompute::Stage, Recompute::Stage),
+            Self::Vision => (Recompute::Stage, Recompute::Cheap),
+            Self::Llm => (Recompute::Cheap, Recompute::Stage),
         };
         RecomputePolicy { vision, llm }
     }

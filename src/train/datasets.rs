@@ -1,7 +1,7 @@
 //! Counts and losses of a step and of a run by data set.
 
+use super::step_result::SampleResult;
 use crate::data::{DataState, Rejection, SampleCounts};
-use crate::loss::TargetLosses;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -59,12 +59,6 @@ pub struct DatasetLoss {
 }
 
 impl DatasetLoss {
-    /// Adds the loss of targets: the sum of `weight * nll`, and the sum of the weights.
-    pub fn add_loss(&mut self, nll_sum: f64, target_weight: f64) {
-        self.nll_sum += nll_sum;
-        self.target_weight += target_weight;
-    }
-
     /// Weighted mean over its targets; `None` without targets.
     pub fn loss(&self) -> Option<f64> {
         (self.counts.num_target_tokens > 0).then(|| self.nll_sum / self.target_weight)
@@ -112,42 +106,17 @@ fn add(counts: &mut BTreeMap<String, u64>, more: &BTreeMap<String, u64>) {
     }
 }
 
-/// The loss of a sample: sums over its targets.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct SampleLoss {
-    /// Sum of the negative log likelihoods, each multiplied by its weight.
-    pub nll_sum: f64,
-    pub target_weight: f64,
-}
-
-/// Splits losses by sample. `losses` has one entry per micro-batch that has targets. Concatenated,
-/// the entries have the targets of `samples` in order.
-pub fn by_sample(samples: &[SampleCounts], losses: &[TargetLosses]) -> Vec<SampleLoss> {
-    let mut targets = losses.iter().flat_map(TargetLosses::pairs);
-    let split = samples.iter().map(|sample| {
-        let mut loss = SampleLoss::default();
-        for (nll, weight) in targets.by_ref().take(sample.num_targets as usize) {
-            loss.nll_sum += nll * weight;
-            loss.target_weight += weight;
-        }
-        loss
-    });
-    let split = split.collect();
-    debug_assert!(targets.next().is_none(), "a target of no sample");
-    split
-}
-
-/// Adds up the losses of `samples` by data set.
-pub fn by_dataset(
+/// Adds up the results of `samples` by data set.
+pub(super) fn by_dataset<'a>(
     num_datasets: usize,
-    samples: &[SampleCounts],
-    losses: &[SampleLoss],
+    samples: impl IntoIterator<Item = &'a SampleResult>,
 ) -> Vec<DatasetLoss> {
     let mut sets = vec![DatasetLoss::default(); num_datasets];
-    for (sample, loss) in samples.iter().zip(losses) {
-        let set = &mut sets[sample.dataset as usize];
-        set.counts += DatasetCounts::of(sample);
-        set.add_loss(loss.nll_sum, loss.target_weight);
+    for sample in samples {
+        let set = &mut sets[sample.size.dataset as usize];
+        set.counts += DatasetCounts::of(&sample.size);
+        set.nll_sum += sample.nll_sum;
+        set.target_weight += sample.target_weight;
     }
     sets
 }
@@ -201,7 +170,9 @@ pub fn log_datasets(what: &str, seen: &BTreeMap<String, DatasetCounts>) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::step_result::by_sample;
     use super::*;
+    use crate::loss::TargetLosses;
 
     fn size(dataset: u32, num_tokens: u32, num_targets: u32) -> SampleCounts {
         SampleCounts {
@@ -220,7 +191,7 @@ mod tests {
         // the second micro-batch had no targets and so no entry
         let losses = [vec![1.0, 2.0], vec![4.0, 8.0]];
         let losses = losses.map(|nll| TargetLosses { nll, weights: None });
-        let sets = by_dataset(3, &samples, &by_sample(&samples, &losses));
+        let sets = by_dataset(3, &by_sample(&samples, &losses));
         assert_eq!(sets.iter().map(|set| set.nll_sum).collect::<Vec<_>>(), [4.0, 11.0, 0.0]);
         let names = ["a", "b", "c"].map(str::to_owned);
         let keys = serde_json::to_value(metric_keys(&names, &sets)).unwrap();
@@ -252,7 +223,7 @@ mod tests {
             TargetLosses { nll: vec![5.0], weights: None },
         ];
         let samples = [size(1, 5, 2), size(0, 3, 1)];
-        let sets = by_dataset(2, &samples, &by_sample(&samples, &losses));
+        let sets = by_dataset(2, &by_sample(&samples, &losses));
         assert_eq!(sets[1].loss(), Some((1.0 * 3.0 + 2.0 * 0.5) / 3.5));
         assert_eq!(sets[0].loss(), Some(5.0));
         assert_eq!(sets[1].counts.num_target_tokens, 2);

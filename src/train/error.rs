@@ -1,7 +1,7 @@
 use crate::batch::BatchError;
 use crate::checkpoint::CheckpointError;
 use crate::data::{LoaderError, SampleError, TransientRowError};
-use crate::dist::DistError;
+use crate::dist::{DistError, rank_error};
 use crate::metrics::JsonlError;
 use crate::optim::OptimError;
 
@@ -43,7 +43,16 @@ pub enum TrainError {
     Ranks(#[from] DistError),
     #[error(transparent)]
     #[fault(exit = None, hint = None)]
-    Candle(#[from] candle_core::Error),
+    Candle(candle_core::Error),
+}
+
+impl From<candle_core::Error> for TrainError {
+    fn from(error: candle_core::Error) -> Self {
+        match rank_error(&error) {
+            Some(lost) => Self::Ranks(lost.clone()),
+            None => Self::Candle(error),
+        }
+    }
 }
 
 const FINITE: &str = "lower `optim.lr` or raise `optim.warmup_steps`; metrics.jsonl has the earlier steps, \

@@ -3,47 +3,32 @@
 //! An answer is exact if each of its tokens is the most likely one after the tokens before it, so
 //! that greedy decoding would produce it. One forward pass computes both.
 
-use super::datasets::{DatasetCounts, DatasetLoss};
-use super::eval_blocks::join;
+use super::datasets::{DatasetLoss, by_dataset};
 use super::ranks::Ranks;
 use super::sequence::own_part;
+use super::step_result::SampleResult;
 use super::weights::RankWeights;
-use crate::batch::{EncodedSample, Pack, PaddingSide, SampleId};
+use crate::batch::{EncodedSample, Pack, PaddingSide};
 use crate::data::{DatasetRows, collate};
 use crate::data::{Rejection, RowReader, SampleCounts, SampleIndex, TransientRowError};
-use crate::dist::{Collective, Rank};
+use crate::dist::{DistError, Rank};
 use crate::loss::{TargetLosses, scores};
 use crate::models::Model;
 use crate::train::TrainError;
 use candle_core::{DType, Device};
 use rayon::prelude::*;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SampleScore {
-    /// `file:line`.
-    #[serde(serialize_with = "as_text")]
-    pub id: SampleId,
-    /// Its data set, and its numbers of tokens and media.
-    #[serde(skip)]
-    pub size: SampleCounts,
+    pub result: SampleResult,
     /// Whether it is a chat. Samples of a corpus have no answer.
-    #[serde(skip)]
     pub is_chat: bool,
-    /// Sum of the negative log likelihoods of its targets, each multiplied by its weight.
-    pub nll_sum: f64,
-    pub num_targets: u64,
-    /// Sum of the weights of its targets; equals `num_targets` if the row has no weights.
-    pub target_weight: f64,
     /// Whether greedy decoding produces every supervised token.
     pub exact: bool,
 }
 
-fn as_text<S: serde::Serializer>(id: &SampleId, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(id)
-}
-
-#[derive(Debug, Clone, PartialEq, Default)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct EvalReport {
     pub samples: Vec<SampleScore>,
     /// Rows that could not be scored.
@@ -53,23 +38,21 @@ pub struct EvalReport {
 impl EvalReport {
     /// Weighted mean over all supervised targets; 0 without targets.
     pub fn loss(&self) -> f64 {
-        let sum: f64 = self.samples.iter().map(|sample| sample.nll_sum).sum();
-        let weight: f64 = self.samples.iter().map(|sample| sample.target_weight).sum();
+        let sum: f64 = self.results().map(|sample| sample.nll_sum).sum();
+        let weight: f64 = self.results().map(|sample| sample.target_weight).sum();
         if self.num_targets() == 0 { 0.0 } else { sum / weight }
     }
 
     pub fn num_targets(&self) -> u64 {
-        self.samples.iter().map(|sample| sample.num_targets).sum()
+        self.results().map(|sample| u64::from(sample.size.num_targets)).sum()
     }
 
     pub fn by_dataset(&self, num_datasets: usize) -> Vec<DatasetLoss> {
-        let mut sets = vec![DatasetLoss::default(); num_datasets];
-        for sample in &self.samples {
-            let set = &mut sets[sample.size.dataset as usize];
-            set.counts += DatasetCounts::of(&sample.size);
-            set.add_loss(sample.nll_sum, sample.target_weight);
-        }
-        sets
+        by_dataset(num_datasets, self.results())
+    }
+
+    fn results(&self) -> impl Iterator<Item = &SampleResult> {
+        self.samples.iter().map(|sample| &sample.result)
     }
 
     /// The samples that are chats.
@@ -81,6 +64,34 @@ impl EvalReport {
     pub fn accuracy(&self) -> Option<f64> {
         let (total, exact) = (self.chats().count(), self.chats().filter(|chat| chat.exact).count());
         (total > 0).then(|| exact as f64 / total as f64)
+    }
+
+    /// Joins the reports of all blocks in the order of the rows. Sequence group `g` of `n` has
+    /// scored the blocks `g`, `g + n` and so on; each of its ranks has scored its own targets.
+    fn join(own: Vec<Self>, ranks: &Ranks) -> Result<Self, DistError> {
+        let mut groups = Vec::new();
+        let mut of_ranks = ranks.gather(own)?.into_iter();
+        while let Some(mut blocks) = of_ranks.next() {
+            for others in of_ranks.by_ref().take(ranks.sequence().size - 1) {
+                blocks.iter_mut().zip(&others).for_each(|(block, other)| block.add(other));
+            }
+            groups.push(blocks.into_iter());
+        }
+        let num_groups = groups.len();
+        let mut all = Self::default();
+        for block in (0..).map_while(|index: usize| groups[index % num_groups].next()) {
+            all.samples.extend(block.samples);
+            all.rejected.extend(block.rejected);
+        }
+        Ok(all)
+    }
+
+    /// Adds the targets that another rank has scored.
+    fn add(&mut self, other: &Self) {
+        for (score, other) in self.samples.iter_mut().zip(&other.samples) {
+            score.result.add(&other.result);
+            score.exact &= other.exact;
+        }
     }
 }
 
@@ -106,11 +117,7 @@ const BLOCK_ROWS: usize = 32;
 
 impl Evaluator<'_> {
     /// Scores every row; `progress` receives the number of rows done.
-    pub fn run(
-        &self,
-        model: &dyn Model,
-        progress: &dyn Fn(usize),
-    ) -> Result<EvalReport, TrainError> {
+    pub fn run(&self, model: &Model, progress: &dyn Fn(usize)) -> Result<EvalReport, TrainError> {
         let report = self.run_until(model, &|| false, progress)?;
         Ok(report.expect("nothing stops this evaluation"))
     }
@@ -118,7 +125,7 @@ impl Evaluator<'_> {
     /// Scores every row, unless `stop` returns `true` on a rank: then all ranks return `None`.
     pub fn run_until(
         &self,
-        model: &dyn Model,
+        model: &Model,
         stop: &dyn Fn() -> bool,
         progress: &dyn Fn(usize),
     ) -> Result<Option<EvalReport>, TrainError> {
@@ -148,18 +155,18 @@ impl Evaluator<'_> {
                 blocks.push(self.score_block(model, block, &stop_in_block, &progress)?);
             }
         }
-        self.weights.help(self.ranks)?; // another rank may have more rows
+        self.weights.take_part(self.ranks)?; // another rank may have more rows
         if self.ranks.gather(stop())?.contains(&true) {
             return Ok(None);
         }
         progress(rows.len());
-        Ok(Some(join(blocks, self.ranks)?))
+        Ok(Some(EvalReport::join(blocks, self.ranks)?))
     }
 
     /// Scores the rows of one block, or the first of them if `stop` returns `true`.
     fn score_block(
         &self,
-        model: &dyn Model,
+        model: &Model,
         rows: &[SampleIndex],
         stop: &dyn Fn() -> bool,
         progress: &dyn Fn(usize),
@@ -195,17 +202,15 @@ impl Evaluator<'_> {
 
     fn score(
         &self,
-        model: &dyn Model,
+        model: &Model,
         samples: Vec<(SampleIndex, EncodedSample)>,
         report: &mut EvalReport,
     ) -> Result<(), TrainError> {
         if samples.is_empty() {
             return Ok(());
         }
-        let of = |(row, sample): &(SampleIndex, EncodedSample)| {
-            (sample.id.clone(), SampleCounts::of(*row, sample))
-        };
-        let origins: Vec<_> = samples.iter().map(of).collect();
+        let sizes: Vec<_> =
+            samples.iter().map(|(row, sample)| SampleCounts::of(*row, sample)).collect();
         let samples = samples.into_iter().map(|(_, sample)| sample).collect();
         let merge = model.merge_size();
         let packs = vec![Pack { samples }];
@@ -213,15 +218,12 @@ impl Evaluator<'_> {
         let (batch, own) = own_part(batch, self.ranks.sequence(), merge);
         let targets = &own.targets;
         let input = model.upload(batch, self.dtype, self.device)?;
-        self.weights.begin_forward(self.ranks, true)?;
-        let scores =
-            model.hidden(&input).and_then(|hidden| scores(&hidden, model.lm_head(), targets));
-        self.weights.end()?;
-        // An op that exchanges tensors fails if another rank was lost.
-        let lost = || self.ranks.sums().and_then(Collective::error);
-        let scores = scores.map_err(|error| lost().map_or(error.into(), TrainError::Ranks))?;
+        let scores = self.weights.inference(self.ranks, |pass| {
+            let hidden = model.hidden(&input, pass)?;
+            Ok(scores(&hidden, model.lm_head(), targets, pass)?)
+        })?;
         let (mut next, mut end) = (0, 0); // targets ascend, as samples do
-        for (id, size) in origins {
+        for size in sizes {
             let first = next;
             end += size.num_tokens as usize;
             while next < targets.len() && own.row(next) < end {
@@ -232,13 +234,15 @@ impl Evaluator<'_> {
                 nll: scores.nll[range.clone()].to_vec(),
                 weights: targets.weights.as_ref().map(|weights| weights[range.clone()].to_vec()),
             };
+            let is_whole = self.ranks.sequence().size == 1;
+            debug_assert!(!is_whole || range.len() == size.num_targets as usize);
             report.samples.push(SampleScore {
-                id,
-                size,
+                result: SampleResult {
+                    size,
+                    nll_sum: losses.sum(),
+                    target_weight: losses.pairs().map(|(_, weight)| weight).sum(),
+                },
                 is_chat: self.rows.sets()[size.dataset as usize].corpus().is_none(),
-                nll_sum: losses.sum(),
-                target_weight: losses.pairs().map(|(_, weight)| weight).sum(),
-                num_targets: range.len() as u64,
                 exact: scores.argmax[range.clone()] == targets.ids[range],
             });
         }

@@ -1,11 +1,12 @@
 //! The choices of the routers in a step: the load of the experts, and the auxiliary loss.
 
-use super::ranks::{Bits, Ranks};
+use super::ranks::Ranks;
 use super::sequence::OwnTargets;
 use super::step::StepRunner;
 use crate::batch::VarlenBatch;
 use crate::models::ModelInput;
-use crate::nn::{Choices, DropoutPlace, Recording, Routers};
+use crate::nn::Routers;
+use crate::tape::{DropoutPlace, Pass, Recorded, RouterChoices, RouterLog};
 use crate::train::TrainError;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
@@ -14,27 +15,14 @@ use std::collections::BTreeMap;
 
 #[derive(Debug, Default)]
 pub(super) struct StepRouters {
-    own: OwnChoices,
+    /// What the routers chose for the micro-batches of this rank, with their slots.
+    own: Vec<(usize, Vec<RouterChoices>)>,
     /// The choices of the whole step, if they are known already.
     all: Option<StepChoices>,
 }
 
-/// What the routers chose for the micro-batches of this rank, with their slots.
-#[derive(Debug, Default)]
-struct OwnChoices(Vec<(usize, Vec<Choices>)>);
-
-/// The same for a slot, on the host.
-#[derive(Serialize, Deserialize)]
-struct SlotChoices {
-    slot: usize,
-    /// Number of choices of each expert, by layer.
-    counts: Vec<Vec<u32>>,
-    /// Sums of the probabilities of each expert over all layers.
-    probabilities: Vec<Bits>,
-}
-
 /// What the routers chose for all tokens of a step, over all micro-batches and ranks.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepChoices {
     /// Number of choices of each expert, by layer.
     counts: Vec<Vec<u64>>,
@@ -60,125 +48,120 @@ impl StepRunner {
         rounds: usize,
         place: &dyn Fn(&usize, &OwnTargets) -> Option<DropoutPlace>,
     ) -> Result<StepRouters, TrainError> {
-        self.end_routers();
         let is_alone = rounds == 1 && self.ranks.rank().world == 1;
         let Some(routers) = self.model.routers().filter(|_| self.has_aux_loss() && !is_alone)
         else {
             return Ok(StepRouters::default());
         };
-        let mut own = OwnChoices::default();
+        let mut of_step = StepRouters::default();
         for round in 0..rounds {
             let batch = targets.get(round);
-            if !self.weights.begin_forward(&self.ranks, batch.is_some())? {
+            if !self.weights.any_has_work(&self.ranks, batch.is_some())? {
                 continue;
             }
-            if let Some((slot, targets)) = batch {
+            let own = self.weights.forward_pass(&self.ranks, |pass| {
+                let Some((slot, targets)) = batch else { return Ok(None) };
                 let later = round.checked_sub(1).and_then(|at| rest.get(at));
                 let later = later.map(|(_, batch)| self.upload(batch.clone())).transpose()?;
-                if let Some(input) = later.as_ref().or(first) {
-                    self.set_dropout(place(slot, targets));
-                    routers.set_recording(Recording::Probabilities);
-                    let hidden = self.model.hidden(input);
-                    routers.set_recording(Recording::Off);
-                    self.set_dropout(None);
-                    hidden?;
-                    own.0.push((*slot, routers.take()));
-                }
-            }
-            self.weights.end()?;
+                let Some(input) = later.as_ref().or(first) else { return Ok(None) };
+                let (dropout, log) =
+                    (place(slot, targets), RouterLog::new(Recorded::Probabilities));
+                let (dropout, router_log) = (dropout.as_ref(), Some(&log));
+                self.model.hidden(input, &Pass { dropout, router_log, ..*pass })?;
+                Ok(Some((*slot, log.into_choices())))
+            })?;
+            of_step.own.extend(own);
         }
-        let all = own.gather(routers, &self.ranks)?;
-        routers.set_slopes(Some(all.slopes(self.aux_loss)));
-        Ok(StepRouters { own, all: Some(all) })
+        let all = of_step.gather(routers, &self.ranks)?;
+        Ok(StepRouters { all: Some(all), ..of_step })
     }
 
-    /// Runs a micro-batch forward and records its choices, unless they are known already.
-    pub(super) fn with_routers<T>(
+    /// The log of a micro-batch's forward pass; `None` if there is nothing to record, or if it is
+    /// known already.
+    pub(super) fn router_log(&self, of_step: &StepRouters) -> Option<RouterLog> {
+        let is_open = self.model.routers().is_some() && of_step.all.is_none();
+        let has_aux_loss = self.has_aux_loss();
+        let recorded = if has_aux_loss { Recorded::Probabilities } else { Recorded::Choices };
+        is_open.then(|| RouterLog::new(recorded))
+    }
+
+    /// Adds the choices of the micro-batch in `slot`.
+    pub(super) fn add_choices(
         &self,
         slot: usize,
+        log: RouterLog,
         of_step: &mut StepRouters,
-        forward: impl FnOnce() -> Result<T, TrainError>,
-    ) -> Result<T, TrainError> {
-        let Some(routers) = self.model.routers().filter(|_| of_step.all.is_none()) else {
-            return forward();
-        };
-        let has_aux_loss = self.has_aux_loss();
-        let recording = if has_aux_loss { Recording::Probabilities } else { Recording::Choices };
-        routers.set_recording(recording);
-        let result = forward();
-        routers.set_recording(Recording::Off);
-        of_step.own.0.push((slot, routers.take()));
-        if has_aux_loss {
+    ) -> Result<(), TrainError> {
+        of_step.own.push((slot, log.into_choices()));
+        if let Some(routers) = self.model.routers().filter(|_| self.has_aux_loss()) {
             // the only micro-batch of the step
-            let all = of_step.own.gather(routers, &self.ranks)?;
-            routers.set_slopes(Some(all.slopes(self.aux_loss)));
-            of_step.all = Some(all);
+            of_step.all = Some(of_step.gather(routers, &self.ranks)?);
         }
-        result
+        Ok(())
     }
 
-    /// Nothing of a step remains in the routers.
-    pub(super) fn end_routers(&self) {
-        if let Some(routers) = self.model.routers() {
-            routers.set_recording(Recording::Off);
-            routers.set_slopes(None);
-            routers.take();
-        }
+    /// The slopes of the auxiliary loss; `None` if it is no part of the loss.
+    pub(super) fn router_slopes(&self, of_step: &StepRouters) -> Option<Vec<f32>> {
+        let all = of_step.all.as_ref().filter(|_| self.has_aux_loss());
+        all.map(|all| all.slopes(self.aux_loss))
     }
 
     /// The choices of a step on all ranks; `None` without experts. Waits for a GPU.
     pub(super) fn choices(&self, of_step: &StepRouters) -> Result<Option<StepChoices>, TrainError> {
         let Some(routers) = self.model.routers() else { return Ok(None) };
         let all = of_step.all.clone();
-        all.map_or_else(|| of_step.own.gather(routers, &self.ranks), Ok).map(Some)
+        all.map_or_else(|| of_step.gather(routers, &self.ranks), Ok).map(Some)
     }
 }
 
-impl OwnChoices {
+impl StepRouters {
     /// The choices of all ranks. Waits for a GPU.
-    fn gather(&self, routers: &Routers, ranks: &Ranks) -> Result<StepChoices, TrainError> {
-        let own = self.0.iter().map(|(slot, choices)| SlotChoices::read(*slot, choices, routers));
-        let own = own.collect::<candle_core::Result<Vec<_>>>()?;
-        let mut all: Vec<SlotChoices> = ranks.gather(own)?.into_iter().flatten().collect();
-        all.sort_by_key(|choices| choices.slot); // stable: ranks of a sequence group share a slot
-        let mut counts = vec![vec![0; routers.num_experts]; routers.num_layers];
-        let mut probabilities = Vec::new();
-        for slot in all {
-            for (sums, counts) in counts.iter_mut().zip(slot.counts) {
-                sums.iter_mut()
-                    .zip(counts)
-                    .for_each(|(sum, n): (&mut u64, _)| *sum += u64::from(n));
-            }
-            probabilities.resize(slot.probabilities.len().max(probabilities.len()), 0.0);
-            let sums = probabilities.iter_mut().zip(slot.probabilities);
-            sums.for_each(|(sum, p)| *sum += f64::from(p));
+    fn gather(&self, routers: Routers, ranks: &Ranks) -> Result<StepChoices, TrainError> {
+        let read =
+            |(slot, choices): &(_, Vec<_>)| Ok((*slot, StepChoices::read(choices, routers)?));
+        let own = self.own.iter().map(read).collect::<candle_core::Result<Vec<_>>>()?;
+        let mut all: Vec<(usize, StepChoices)> = ranks.gather(own)?.into_iter().flatten().collect();
+        all.sort_by_key(|(slot, _)| *slot); // stable: ranks of a sequence group share a slot
+        let mut sum = StepChoices::none(routers);
+        for (_, choices) in &all {
+            sum.add(choices);
         }
-        let experts_per_token = routers.experts_per_token;
-        Ok(StepChoices { counts, probabilities, experts_per_token })
-    }
-}
-
-impl SlotChoices {
-    fn read(slot: usize, choices: &[Choices], routers: &Routers) -> candle_core::Result<Self> {
-        let mut counts = vec![Vec::new(); routers.num_layers];
-        let mut probabilities: Vec<f64> = Vec::new();
-        let offsets: Vec<&Tensor> = choices.iter().map(|choices| &choices.offsets).collect();
-        let offsets = if offsets.is_empty() {
-            Vec::new()
-        } else {
-            Tensor::stack(&offsets, 0)?.to_vec2::<u32>()? // one copy from a GPU
-        };
-        for (of, offsets) in choices.iter().zip(offsets) {
-            counts[of.layer] = offsets.windows(2).map(|ends| ends[1] - ends[0]).collect();
-            probabilities.resize(of.probabilities.len(), 0.0);
-            probabilities.iter_mut().zip(&of.probabilities).for_each(|(sum, p)| *sum += p);
-        }
-        let probabilities = probabilities.into_iter().map(Bits::from).collect();
-        Ok(Self { slot, counts, probabilities })
+        Ok(sum)
     }
 }
 
 impl StepChoices {
+    fn none(routers: Routers) -> Self {
+        Self {
+            counts: vec![vec![0; routers.num_experts]; routers.num_layers],
+            probabilities: Vec::new(),
+            experts_per_token: routers.experts_per_token,
+        }
+    }
+
+    /// The choices for a micro-batch.
+    fn read(choices: &[RouterChoices], routers: Routers) -> candle_core::Result<Self> {
+        let mut read = Self::none(routers);
+        let offsets: Vec<&Tensor> = choices.iter().map(|choices| &choices.offsets).collect();
+        if offsets.is_empty() {
+            return Ok(read);
+        }
+        let offsets = Tensor::stack(&offsets, 0)?.to_vec2::<u32>()?; // one copy from a GPU
+        for (of, offsets) in choices.iter().zip(offsets) {
+            read.counts[of.layer] =
+                offsets.windows(2).map(|ends| u64::from(ends[1] - ends[0])).collect();
+            add(&mut read.probabilities, &of.probabilities);
+        }
+        Ok(read)
+    }
+
+    fn add(&mut self, other: &Self) {
+        for (sums, counts) in self.counts.iter_mut().zip(&other.counts) {
+            sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+        }
+        add(&mut self.probabilities, &other.probabilities);
+    }
+
     /// Number of choices of each expert over all layers, divided by the square of the number of
     /// tokens times layers, times the number of experts.
     fn shares(&self) -> Vec<f64> {
@@ -226,6 +209,12 @@ impl StepChoices {
         metrics.extend(self.aux_loss().map(|loss| ("aux_loss".to_owned(), loss.into())));
         metrics
     }
+}
+
+/// Adds to the sums of the probabilities, which are empty at first.
+fn add(sums: &mut Vec<f64>, probabilities: &[f64]) {
+    sums.resize(probabilities.len().max(sums.len()), 0.0);
+    sums.iter_mut().zip(probabilities).for_each(|(sum, p)| *sum += p);
 }
 
 #[cfg(test)]

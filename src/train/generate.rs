@@ -4,6 +4,7 @@ use crate::batch::{EncodedSample, Pack, PaddingSide, Patches, media_rows};
 use crate::data::collate;
 use crate::loss::{Targets, scores};
 use crate::models::{Cache, Model};
+use crate::tape::Pass;
 use crate::train::TrainError;
 use candle_core::{Device, Tensor};
 use candle_transformers::generation::{LogitsProcessor, Sampling};
@@ -22,7 +23,7 @@ pub struct GenerateOptions {
 
 /// Continues `prompt` until a stop id or `max_new_tokens`; returns the new ids.
 pub fn generate(
-    model: &dyn Model,
+    model: &Model,
     prompt: EncodedSample,
     options: &GenerateOptions,
     device: &Device,
@@ -47,7 +48,7 @@ pub struct Answer {
 /// answer: the next prompt computes only the tokens after their common start. The images and videos
 /// in it are compared by their pixels.
 pub struct Generator<'a> {
-    model: &'a dyn Model,
+    model: &'a Model,
     device: &'a Device,
     past: Option<Past>,
 }
@@ -68,7 +69,7 @@ struct MediumTokens {
 
 impl<'a> Generator<'a> {
     /// A generator without a past.
-    pub fn new(model: &'a dyn Model, device: &'a Device) -> Self {
+    pub fn new(model: &'a Model, device: &'a Device) -> Self {
         Self { model, device, past: None }
     }
 
@@ -90,7 +91,8 @@ impl<'a> Generator<'a> {
             cache.truncate(common);
         }
         let num_reused = cache.num_tokens();
-        let mut open = OpenAnswer::begin(of, prompt, cache)?;
+        let pass = Pass::default();
+        let mut open = OpenAnswer::begin(of, prompt, cache, &pass)?;
         let mut num_seen = 0;
         loop {
             let answer = open.answer();
@@ -101,7 +103,7 @@ impl<'a> Generator<'a> {
             if open.has_ended {
                 break;
             }
-            of.extend(&mut [&mut open], 1).map_err(TrainError::from)?;
+            of.extend(&mut [&mut open], 1, &pass).map_err(TrainError::from)?;
         }
         let OpenAnswer { cache, mut ids, num_prompt_tokens, .. } = open;
         let answer = ids[num_prompt_tokens..].to_vec();
@@ -121,7 +123,7 @@ pub(super) struct Group<'a, K> {
 
 impl<'a, K> Group<'a, K> {
     pub(super) fn new(
-        model: &'a dyn Model,
+        model: &'a Model,
         device: &'a Device,
         options: &'a GenerateOptions,
         num_rows: NonZeroUsize,
@@ -139,17 +141,22 @@ impl<'a, K> Group<'a, K> {
     }
 
     /// Begins an answer, for which there must be room.
-    pub(super) fn begin(&mut self, key: K, prompt: EncodedSample) -> Result<(), TrainError> {
-        self.open.push((key, OpenAnswer::begin(self.of, prompt, Cache::default())?));
+    pub(super) fn begin(
+        &mut self,
+        key: K,
+        prompt: EncodedSample,
+        pass: &Pass<'_>,
+    ) -> Result<(), TrainError> {
+        self.open.push((key, OpenAnswer::begin(self.of, prompt, Cache::default(), pass)?));
         Ok(())
     }
 
     /// Adds a token to each answer. Removes and returns the answers that have ended.
-    pub(super) fn step(&mut self) -> Result<Vec<(K, Vec<u32>)>, TrainError> {
+    pub(super) fn step(&mut self, pass: &Pass<'_>) -> Result<Vec<(K, Vec<u32>)>, TrainError> {
         let open = self.open.iter_mut().map(|(_, answer)| answer);
         let mut open: Vec<&mut OpenAnswer> = open.filter(|answer| !answer.has_ended).collect();
         if !open.is_empty() {
-            self.of.extend(&mut open, self.num_rows)?;
+            self.of.extend(&mut open, self.num_rows, pass)?;
         }
         let ended = self.open.extract_if(.., |(_, answer)| answer.has_ended);
         Ok(ended.map(|(key, answer)| (key, answer.answer().to_vec())).collect())
@@ -171,11 +178,12 @@ impl OpenAnswer {
         of: Decoding<'_>,
         prompt: EncodedSample,
         mut cache: Cache,
+        pass: &Pass<'_>,
     ) -> Result<Self, TrainError> {
         let ids = prompt.input_ids.clone();
         let packs = vec![Pack { samples: vec![prompt] }];
         let batch = collate(packs, 0, PaddingSide::Right, of.model.merge_size())?.unpad()?;
-        let hidden = of.model.prefill_rest(batch, &mut cache, of.device)?; // [1, D]
+        let hidden = of.model.prefill_rest(batch, &mut cache, of.device, pass)?; // [1, D]
         let sampling = of.options.sampling.clone();
         let mut open = Self {
             cache,
@@ -185,7 +193,7 @@ impl OpenAnswer {
             has_ended: of.options.max_new_tokens == 0,
         };
         if !open.has_ended {
-            of.add_tokens(&hidden, &mut [&mut open])?;
+            of.add_tokens(&hidden, &mut [&mut open], pass)?;
         }
         Ok(open)
     }
@@ -206,7 +214,7 @@ impl OpenAnswer {
 
 #[derive(Clone, Copy)]
 struct Decoding<'a> {
-    model: &'a dyn Model,
+    model: &'a Model,
     device: &'a Device,
     options: &'a GenerateOptions,
 }
@@ -214,25 +222,35 @@ struct Decoding<'a> {
 impl Decoding<'_> {
     /// Computes the last token of each answer, and adds the next one. Products have `num_rows`
     /// rows.
-    fn extend(self, open: &mut [&mut OpenAnswer], num_rows: usize) -> candle_core::Result<()> {
+    fn extend(
+        self,
+        open: &mut [&mut OpenAnswer],
+        num_rows: usize,
+        pass: &Pass<'_>,
+    ) -> candle_core::Result<()> {
         let last: Vec<u32> = open.iter().filter_map(|answer| answer.ids.last()).copied().collect();
         let mut caches: Vec<&mut Cache> = open.iter_mut().map(|answer| &mut answer.cache).collect();
-        let hidden = self.model.extend(&last, &mut caches, num_rows, self.device)?; // [R, D]
-        self.add_tokens(&hidden, open)
+        let hidden = self.model.extend(&last, &mut caches, num_rows, self.device, pass)?; // [R, D]
+        self.add_tokens(&hidden, open, pass)
     }
 
     /// Adds the token after each of the first rows of `hidden: [R, D]` to its answer.
-    fn add_tokens(self, hidden: &Tensor, open: &mut [&mut OpenAnswer]) -> candle_core::Result<()> {
+    fn add_tokens(
+        self,
+        hidden: &Tensor,
+        open: &mut [&mut OpenAnswer],
+        pass: &Pass<'_>,
+    ) -> candle_core::Result<()> {
         let Self { model, options, .. } = self;
         if matches!(options.sampling, Sampling::ArgMax) {
             // The same kernel as in evaluation, so that both resolve ties in the same way.
             let rows: Vec<u32> = (0..hidden.dim(0)? as u32).collect();
             let any = Targets { ids: vec![0; rows.len()], rows, weights: None };
-            let ids = scores(hidden, model.lm_head(), &any)?.argmax;
+            let ids = scores(hidden, model.lm_head(), &any, pass)?.argmax;
             open.iter_mut().zip(ids).for_each(|(answer, id)| answer.add(id, options));
             return Ok(());
         }
-        let logits = crate::ops::linear(hidden, &model.lm_head().tensor(), None)?; // [R, V]
+        let logits = crate::ops::linear(hidden, &pass.weight(model.lm_head())?, None)?; // [R, V]
         for (row, answer) in open.iter_mut().enumerate() {
             let id = answer.processor.sample(&logits.get(row)?)?;
             answer.add(id, options);
@@ -255,7 +273,7 @@ impl Past {
     }
 }
 
-fn media_of(prompt: &EncodedSample, model: &dyn Model) -> Vec<MediumTokens> {
+fn media_of(prompt: &EncodedSample, model: &Model) -> Vec<MediumTokens> {
     let rows = media_rows(&prompt.vision_rows, &prompt.media, model.merge_size());
     let media = rows.zip(&prompt.media);
     media.map(|(rows, patches)| MediumTokens { rows, patches: patches.clone() }).collect()

@@ -9,7 +9,6 @@ mod device;
 mod division;
 mod error;
 mod eval;
-mod eval_blocks;
 mod experts;
 mod generate;
 mod gradients;
@@ -23,7 +22,7 @@ mod scores;
 mod sequence;
 mod state;
 mod step;
-mod step_report;
+mod step_result;
 mod trainer;
 mod weights;
 
@@ -33,10 +32,7 @@ pub use config::{
     AttentionChoice, EarlyStopping, EvalConfig, GenerateConfig, LogConfig, MatmulChoice,
     ModelSection, Offload, OnNonFinite, Precision, RecomputeChoice, Tracker, TrainConfig, Weights,
 };
-pub use datasets::{
-    DatasetCounts, DatasetLoss, Rejected, SampleLoss, by_dataset, by_sample, log_datasets,
-    metric_keys,
-};
+pub use datasets::{DatasetCounts, DatasetLoss, Rejected, log_datasets, metric_keys};
 pub use device::DeviceChoice;
 pub use division::division;
 pub use error::TrainError;
@@ -52,14 +48,13 @@ pub use sample_log::StepSamples;
 pub use saved_tensors::{JoinedConstants, SavedAs};
 pub use scores::Score;
 pub use state::{BaseContents, BaseModel, Planned, TrainState};
-pub use step::{
-    LaunchedStep, Losses, MicroBatches, PreparedStep, StepCounts, StepOutcome, StepRunner,
-};
+pub use step::{LaunchedStep, Losses, MicroBatches, PreparedStep, StepCounts, StepRunner};
+pub use step_result::{SampleResult, StepResult};
 pub use trainer::{
     Checkpoints, Evaluation, Logs, Observer, StepRules, TrainData, TrainOutcome, Trainer,
     TrainerParts,
 };
 pub use weights::{
-    RankWeights, SlotTensors, StoredWeight, VisitingMemory, VisitingWeights, WeightSlots,
-    WeightStorage, visiting_memory,
+    RankWeights, SlotTensors, StoredWeight, VisitingMemory, VisitingWeights, WeightDivision,
+    WeightSlots, WeightStorage, visiting_memory,
 };

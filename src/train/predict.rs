@@ -30,18 +30,17 @@ pub struct Prediction {
     /// Whether the answer is complete: not cut at the maximum number of tokens.
     pub ended: bool,
     pub num_media: usize,
-    /// The scores of `eval.generate.metrics`; `None` if there is nothing to compare.
-    #[serde(flatten, skip_deserializing)]
-    pub scores: BTreeMap<String, Option<f64>>,
 }
 
 /// A line of `predictions.jsonl`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub(super) struct StepPrediction<'a> {
+pub(super) struct StepPrediction {
     /// Number of optimizer steps so far.
-    pub step: u64,
+    step: u64,
     #[serde(flatten)]
-    pub prediction: &'a Prediction,
+    prediction: Prediction,
+    #[serde(flatten)]
+    scores: BTreeMap<String, Option<f64>>,
 }
 
 type RowAnswer = Result<Option<Prediction>, SampleError>;
@@ -57,7 +56,7 @@ pub struct Predictor<'a> {
     pub rows: &'a DatasetRows,
     /// Length and scores of answers.
     pub config: &'a GenerateConfig,
-    pub model: &'a dyn Model,
+    pub model: &'a Model,
     pub device: &'a Device,
     /// The ranks that share the rows.
     pub ranks: &'a Ranks,
@@ -97,7 +96,9 @@ impl Predictor<'_> {
             {
                 match TransientRowError::or_read(Rejection::of, || self.question(row))? {
                     Ok(Some((question, prompt))) => {
-                        self.pass(|| group.begin((at, question), prompt))?;
+                        self.weights.inference(self.ranks, |pass| {
+                            group.begin((at, question), prompt, pass)
+                        })?;
                     }
                     unanswered => {
                         answers.insert(at, unanswered.map(|_| None));
@@ -106,20 +107,14 @@ impl Predictor<'_> {
             } else if group.is_empty() {
                 return Ok(Some(answers.into_values().collect()));
             } else {
-                for ((at, question), ids) in self.pass(|| group.step())? {
+                for ((at, question), ids) in
+                    self.weights.inference(self.ranks, |pass| group.step(pass))?
+                {
                     answers.insert(at, Ok(Some(self.prediction(question, ids)?)));
                 }
             }
         }
         Ok(None)
-    }
-
-    /// Calls `f`, which makes at most one pass over the model.
-    fn pass<T>(&self, f: impl FnOnce() -> Result<T, TrainError>) -> Result<T, TrainError> {
-        self.weights.begin_forward(self.ranks, true)?;
-        let result = f();
-        self.weights.end()?;
-        result
     }
 
     /// The prompt of a row; `None` for a row of a corpus.
@@ -141,15 +136,25 @@ impl Predictor<'_> {
             row: self.rows.id(row).to_string(),
             ended,
             num_media,
-            scores: self.scores(&expected, &answered),
             expected,
             answered,
         })
     }
 
-    fn scores(&self, expected: &str, answered: &str) -> BTreeMap<String, Option<f64>> {
+    /// The scores of `eval.generate.metrics`; `None` if there is nothing to compare.
+    pub fn scores(&self, prediction: &Prediction) -> BTreeMap<String, Option<f64>> {
+        let Prediction { expected, answered, .. } = prediction;
         let score = |score: &Score| (score.name().to_owned(), score.of(expected, answered));
         self.config.metrics.iter().map(score).collect()
+    }
+
+    /// The lines of answers in `predictions.jsonl`.
+    pub(super) fn lines(&self, step: u64, answers: Vec<Prediction>) -> Vec<StepPrediction> {
+        let line = |prediction| {
+            let scores = self.scores(&prediction);
+            StepPrediction { step, prediction, scores }
+        };
+        answers.into_iter().map(line).collect()
     }
 
     /// Answers all chats, or the first `rows` of them, which the ranks share; rows that cannot be
@@ -172,7 +177,7 @@ impl Predictor<'_> {
             ranks.report("answering eval rows");
             if stop() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         })?;
-        self.weights.help(ranks)?; // another rank may have longer answers
+        self.weights.take_part(ranks)?; // another rank may have longer answers
         if ranks.gather(own.is_none())?.contains(&true) {
             return Ok(None);
         }
@@ -181,11 +186,7 @@ impl Predictor<'_> {
             own.into_iter().flatten().map(|answer| answer.ok().flatten()).collect();
         let mut of_ranks: Vec<_> = ranks.gather(own)?.into_iter().map(Vec::into_iter).collect();
         let all = (0..rows.len()).filter_map(|index| of_ranks[index % rank.world].next().flatten());
-        let mut all: Vec<Prediction> = all.collect();
-        for answer in &mut all {
-            answer.scores = self.scores(&answer.expected, &answer.answered); // not from JSON
-        }
-        Ok(Some(all))
+        Ok(Some(all.collect()))
     }
 
     /// The chats that are answered.
@@ -204,7 +205,7 @@ impl Predictor<'_> {
         let mut means = BTreeMap::from([("num_answers".to_owned(), answers.len().into())]);
         for score in &self.config.metrics {
             let values: Vec<f64> =
-                answers.iter().filter_map(|answer| answer.scores[score.name()]).collect();
+                answers.iter().filter_map(|a| score.of(&a.expected, &a.answered)).collect();
             let mean = values.iter().sum::<f64>() / values.len() as f64;
             let mean = (!values.is_empty()).then_some(mean);
             means.insert(score.name().to_owned(), mean.into());

@@ -3,8 +3,10 @@
 use super::error::TrainError;
 use crate::checkpoint::Together;
 use crate::dist::{
-    Channel, Collective, DistError, Monitor, Rank, SequencePlace, during, fail, gather,
+    Channel, Collective, DistError, Monitor, Rank, SequenceExchange, SequencePlace, during, fail,
+    gather,
 };
+use crate::ops::HeadExchange;
 use serde::{Serialize, de::DeserializeOwned};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,6 +17,8 @@ pub struct Ranks {
     rank: Rank,
     shard_group: usize,
     sequence: usize,
+    /// `None`: each rank has all tokens of its micro-batches.
+    exchange: Option<SequenceExchange>,
     step: AtomicU64,
     others: Option<Others>,
     monitor: Option<Arc<dyn Monitor>>,
@@ -32,6 +36,7 @@ impl Ranks {
             rank: Rank::ALONE,
             shard_group: 1,
             sequence: 1,
+            exchange: None,
             step: AtomicU64::new(0),
             others: None,
             monitor: None,
@@ -48,7 +53,7 @@ impl Ranks {
     ) -> Self {
         let others = Some(Others { channel: Mutex::new(channel), sums });
         let (step, monitor) = (AtomicU64::new(0), Some(monitor));
-        Self { rank, shard_group, sequence: 1, step, others, monitor }
+        Self { rank, shard_group, sequence: 1, exchange: None, step, others, monitor }
     }
 
     /// `monitor` receives the reports if it has no other receiver.
@@ -61,7 +66,10 @@ impl Ranks {
     /// `size` neighbouring ranks compute the same micro-batches, each a part of the tokens.
     #[must_use]
     pub fn in_sequence_groups(self, size: usize) -> Self {
-        Self { sequence: size, ..self }
+        let place = self.rank.in_sequence(size);
+        let collective = self.collective().filter(|_| size > 1);
+        let exchange = collective.map(|collective| SequenceExchange::new(collective, place));
+        Self { sequence: size, exchange, ..self }
     }
 
     /// The place of this rank.
@@ -72,6 +80,11 @@ impl Ranks {
     /// The place of this rank in its sequence group.
     pub fn sequence(&self) -> SequencePlace {
         self.rank.in_sequence(self.sequence)
+    }
+
+    /// The exchange with the ranks that have the other tokens of a micro-batch, if there are any.
+    pub(super) fn exchange(&self) -> Option<&dyn HeadExchange> {
+        self.exchange.as_ref().map(|exchange| exchange as &dyn HeadExchange)
     }
 
     /// The place of the sequence group of this rank among those that share the micro-batches.
@@ -104,6 +117,15 @@ impl Ranks {
         let Some(others) = &self.others else { return Ok(vec![value]) };
         let mut channel = others.channel.lock().unwrap_or_else(PoisonError::into_inner);
         gather(&mut **channel, &value)
+    }
+
+    /// An op on a GPU that exchanges tensors fails without a reason if another rank was lost.
+    pub(super) fn cause(&self, error: TrainError) -> TrainError {
+        let lost = match &error {
+            TrainError::Candle(_) => self.sums().and_then(Collective::error),
+            _ => None,
+        };
+        lost.map_or(error, TrainError::Ranks)
     }
 
     pub fn wait_for_all(&self) -> Result<(), DistError> {
@@ -174,27 +196,11 @@ impl Together for Ranks {
         self.rank.world
     }
 
-    fn gather(&self, message: String) -> Result<Vec<String>, TrainError> {
-        Ok(Self::gather(self, message)?)
+    fn gather<V: Serialize + DeserializeOwned>(&self, value: V) -> Result<Vec<V>, TrainError> {
+        Ok(Self::gather(self, value)?)
     }
 
     fn failed(&self, rank: usize, message: String) -> TrainError {
         DistError::Failed { rank, message }.into()
-    }
-}
-
-/// A float as its bits: JSON has no infinity, and its readers may round.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
-pub(super) struct Bits(u64);
-
-impl From<f64> for Bits {
-    fn from(value: f64) -> Self {
-        Self(value.to_bits())
-    }
-}
-
-impl From<Bits> for f64 {
-    fn from(Bits(bits): Bits) -> Self {
-        Self::from_bits(bits)
     }
 }

@@ -1,7 +1,7 @@
 //! The rows and losses of each step, in `samples.jsonl`.
 
-use super::datasets::SampleLoss;
-use crate::data::{RowReader, SampleCounts, SampleIndex};
+use super::step_result::SampleResult;
+use crate::data::RowReader;
 use serde::{Deserialize, Serialize};
 
 /// A line of `samples.jsonl`: the samples of a step. All lists are in the order of the token
@@ -20,24 +20,16 @@ pub struct StepSamples {
 }
 
 impl StepSamples {
-    /// The samples of `step`; `sizes` and `losses` have one entry for each.
-    pub(super) fn new(
-        step: u64,
-        reader: &dyn RowReader,
-        sizes: &[SampleCounts],
-        losses: &[SampleLoss],
-    ) -> Self {
-        let row = |size: &SampleCounts| {
-            reader.id(SampleIndex { dataset: size.dataset, row: size.row }).to_string()
-        };
-        let loss = |loss: &SampleLoss| {
-            Some(loss.nll_sum / loss.target_weight).filter(|mean| mean.is_finite())
+    pub(super) fn new(step: u64, reader: &dyn RowReader, samples: &[SampleResult]) -> Self {
+        let row = |sample: &SampleResult| reader.id(sample.size.index()).to_string();
+        let loss = |sample: &SampleResult| {
+            Some(sample.nll_sum / sample.target_weight).filter(|mean| mean.is_finite())
         };
         Self {
             step,
-            rows: sizes.iter().map(row).collect(),
-            loss: losses.iter().map(loss).collect(),
-            num_target_tokens: sizes.iter().map(|size| size.num_targets).collect(),
+            rows: samples.iter().map(row).collect(),
+            loss: samples.iter().map(loss).collect(),
+            num_target_tokens: samples.iter().map(|sample| sample.size.num_targets).collect(),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The tensors of a checkpoint, with the parts of them that this rank has.
 
 use super::step::StepRunner;
-use super::weights::RankWeights;
+use super::weights::WeightDivision;
 use crate::checkpoint::SavedTensor;
 use crate::optim::{MASTER, StateKind};
 use crate::tape::Param;
@@ -63,13 +63,13 @@ pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
         }
         let shape = joined.as_ref().map_or(param.shape().dims().to_vec(), |of| of.shape.clone());
         let join = |held: HeldPart| joined.as_ref().map_or(Ok(held.clone()), |of| of.with(held));
-        let tensor = match &runner.weights {
-            RankWeights::Slots(slots) => {
+        let tensor = match &runner.weights.division {
+            WeightDivision::Slots(slots) => {
                 let held = divided(slots.held(param), runner);
                 let held = held.and_then(|held| held.into_iter().map(join).collect());
                 held.map(|held| SavedTensor::parts(name, &shape, param.dtype(), held))
             }
-            _ => param.stored().and_then(|weight| {
+            _ => runner.weights.saved(param).and_then(|weight| {
                 let (_, weight) = join((0..weight.elem_count(), weight))?;
                 Ok(SavedTensor::whole(name, weight.reshape(shape)?))
             }),
@@ -98,13 +98,13 @@ fn saved_in_f32(runner: &StepRunner, param: &Param, name: String) -> Result<Save
     if let Some(master) = master {
         return saved_state(runner, param, master, name);
     }
-    if let RankWeights::Slots(slots) = &runner.weights {
+    if let WeightDivision::Slots(slots) = &runner.weights.division {
         let wide = |(range, values): HeldPart| Ok((range, values.to_dtype(DType::F32)?));
         let held = divided(slots.held(param), runner)?.into_iter().map(wide);
         let (held, shape) = (held.collect::<Result<_>>()?, param.shape());
         return Ok(SavedTensor::parts(name, shape.dims(), DType::F32, held));
     }
-    let weight = param.stored()?.to_dtype(DType::F32)?;
+    let weight = runner.weights.saved(param)?.to_dtype(DType::F32)?;
     Ok(SavedTensor::whole(name, weight.reshape(param.shape())?))
 }
 
@@ -133,7 +133,7 @@ fn saved_state(
         Some((kind.elements(&state.elements), state.tensor(kind.name)?.clone()))
     });
     let shape = kind.shape(&param.shape());
-    if matches!(runner.weights, RankWeights::Whole) {
+    if matches!(runner.weights.division, WeightDivision::Whole) {
         let whole = held.map(|(_, values)| values.reshape(&shape));
         return Ok(SavedTensor::whole(name, whole.collect::<Result<Vec<_>>>()?.remove(0)));
     }

@@ -3,7 +3,7 @@
 use crate::batch::{Patches, VarlenBatch};
 use crate::dist::SequencePlace;
 use crate::loss::{TargetLosses, Targets};
-use crate::nn::DropoutPlace;
+use crate::tape::DropoutPlace;
 use std::num::NonZeroU32;
 use std::ops::Range;
 
@@ -103,10 +103,10 @@ pub(super) fn own_part(
 
 #[cfg(test)]
 mod tests {
+    use super::super::step_result::by_sample;
     use super::*;
     use crate::batch::CuSeqlens;
     use crate::data::SampleCounts;
-    use crate::train::by_sample;
 
     fn batch(padding: Vec<Range<usize>>) -> VarlenBatch {
         VarlenBatch {

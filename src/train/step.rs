@@ -1,52 +1,33 @@
 //! One optimizer step: forward and backward of its micro-batches, clipping, update.
 
-use super::experts::{StepChoices, StepRouters};
-use super::gradients::{GradientSums, Round, squares};
-use super::ranks::{Bits, Ranks};
+use super::experts::StepRouters;
+use super::gradients::{GradientSums, squares};
+use super::ranks::Ranks;
 use super::saved_tensors::SavedAs;
 use super::sequence::{OwnTargets, own_part};
-use super::weights::{Pass, RankWeights};
+use super::step_result::{StepResult, by_sample};
+use super::weights::{PassKind, RankWeights};
 use crate::batch::VarlenBatch;
 use crate::checkpoint::SavedTensor;
-use crate::dist::{Collective, DistError};
+use crate::data::SampleCounts;
+use crate::dist::DistError;
 use crate::loss::{TargetLosses, loss_and_gradient};
-use crate::models::{Model, ModelInput, RecomputePolicy, report_without_backward};
-use crate::nn::{Dropout, DropoutPlace};
+use crate::models::{Model, ModelInput, RecomputePolicy};
 use crate::ops;
 use crate::optim::{Norms, Optimizer, Update};
-use crate::tape::{Gradients, Param};
+use crate::tape::{Gradients, Param, Pass};
 use crate::train::TrainError;
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::sync::Arc;
-
-#[derive(Debug)]
-pub struct StepOutcome {
-    /// Mean over the step's supervised targets, weighted by the weights of the rows.
-    pub loss: f64,
-    /// L2 norm over all trained parameters, before clipping.
-    pub grad_norm: f64,
-    /// Number and weight of the supervised targets of the step.
-    pub counts: StepCounts,
-    /// Losses of the targets of each micro-batch of this rank that has targets.
-    pub losses: Vec<TargetLosses>,
-    /// Sum of the squares of the gradient of each trained parameter, before clipping.
-    pub squares: Vec<f64>,
-    pub choices: Option<StepChoices>,
-    /// Why the weights were not updated: the loss or a gradient is not finite.
-    pub problem: Option<TrainError>,
-}
 
 pub struct StepRunner {
-    pub model: Box<dyn Model>,
+    pub model: Model,
     pub params: Vec<Param>,
     /// How checkpoints contain them; `None` for those that they do not contain.
     pub saved_as: Vec<Option<SavedAs>>,
     /// Tensors of the model folder that the model does not use. Checkpoints contain them unchanged.
     pub kept: Vec<SavedTensor>,
-    /// Dropout of the adapter, if there is one.
-    pub dropout: Option<Arc<Dropout>>,
     pub optimizer: Optimizer,
     /// Gradients, and their sums over micro-batches and ranks.
     pub gradients: GradientSums,
@@ -73,9 +54,15 @@ pub struct StepCounts {
     rounds: usize,
 }
 
-/// Slot of a micro-batch, number and weight of its targets, and its number of tokens and patches.
+/// Counts of a micro-batch.
 #[derive(Serialize, Deserialize)]
-struct SlotCounts(usize, u64, Bits, [u64; 2]);
+struct SlotCounts {
+    slot: usize,
+    num_targets: u64,
+    target_weight: f64,
+    /// Number of tokens and of patches.
+    rows: [u64; 2],
+}
 
 /// Number of tokens and patches of a step before each slot.
 type FirstRows = BTreeMap<usize, [u64; 2]>;
@@ -166,18 +153,21 @@ impl StepRunner {
 
     /// Counts the targets of all ranks.
     fn count(&self, targets: &[(usize, OwnTargets)]) -> Result<(StepCounts, FirstRows), DistError> {
-        let own = targets.iter().map(|(slot, OwnTargets { targets, rows, .. })| {
-            SlotCounts(*slot, targets.len() as u64, targets.weight().into(), *rows)
+        let own = targets.iter().map(|(slot, OwnTargets { targets, rows, .. })| SlotCounts {
+            slot: *slot,
+            num_targets: targets.len() as u64,
+            target_weight: targets.weight(),
+            rows: *rows,
         });
         let all = self.ranks.gather(own.collect::<Vec<_>>())?;
         let mut all: Vec<SlotCounts> = all.into_iter().flatten().collect();
-        all.sort_by_key(|SlotCounts(slot, ..)| *slot);
+        all.sort_by_key(|counts| counts.slot);
         let world = self.ranks.sequence_group().world;
         let mut counts = StepCounts { rounds: 1, ..StepCounts::default() };
         let (mut first_rows, mut end) = (FirstRows::new(), [0; 2]);
-        for SlotCounts(slot, num_targets, weight, rows) in all {
+        for SlotCounts { slot, num_targets, target_weight, rows } in all {
             counts.num_targets += num_targets;
-            counts.target_weight += f64::from(weight);
+            counts.target_weight += target_weight;
             counts.rounds = slot / world + 1;
             // the ranks of a sequence group report the same rows
             first_rows.entry(slot).or_insert_with(|| {
@@ -187,6 +177,14 @@ impl StepRunner {
             });
         }
         Ok((counts, first_rows))
+    }
+
+    /// Calls `f` with a pass that computes no gradients, as [`RankWeights::inference`].
+    pub(crate) fn inference<T>(
+        &self,
+        f: impl FnOnce(&Pass<'_>) -> Result<T, TrainError>,
+    ) -> Result<T, TrainError> {
+        self.weights.inference(&self.ranks, f)
     }
 
     pub(super) fn upload(&self, batch: VarlenBatch) -> candle_core::Result<ModelInput> {
@@ -206,7 +204,7 @@ impl StepRunner {
         };
         let inputs = (first.as_ref(), rest.as_slice());
         let mut routers = self.begin_routers(&targets, inputs, counts.rounds, &place)?;
-        let mut sums = self.gradients.begin_step(counts.rounds, &self.params, &self.weights);
+        let mut sums = self.gradients.begin_step(counts.rounds, &self.params);
         let inputs = first.map(Ok).into_iter().chain(rest.map(|(_, batch)| self.upload(batch)));
         let mut batches = targets.into_iter().zip(inputs).peekable();
         for round in 0..counts.rounds {
@@ -214,54 +212,59 @@ impl StepRunner {
             let batch = batches.next_if(|((slot, _), _)| slot / groups == round);
             let has_batch = batch.is_some();
             if has_batch || self.ranks.sums().is_some() {
-                let grads = sums.round(round)?;
-                self.weights.begin(Pass::Train);
+                let weights = self.weights.for_pass(PassKind::Train, &self.ranks);
+                let grads = sums.round(round, &weights)?;
+                let begin = || grads.begin_backward();
+                let pass = Pass { grads: &grads, ..weights.pass() };
                 if let Some(((slot, targets), input)) = batch {
-                    self.set_dropout(place(&slot, &targets));
+                    let dropout = place(&slot, &targets);
+                    let pass = Pass { dropout: dropout.as_ref(), ..pass };
                     let targets = (slot, targets);
-                    let losses =
-                        self.forward_backward(&input?, targets, counts, &grads, &mut routers);
-                    self.set_dropout(None);
-                    let losses = losses?;
+                    let losses = self.forward_backward(
+                        &input?,
+                        targets,
+                        counts,
+                        (&pass, &begin),
+                        &mut routers,
+                    )?;
                     nll.extend(losses.map(|(nll, targets)| (slot, nll, targets)));
                 } else {
-                    grads.begin_backward()?;
-                    report_without_backward(&*self.model, &grads);
+                    begin()?;
+                    self.model.finish_without_backward(&pass)?;
                 }
-                grads.result()?;
-                self.weights.end()?;
+                drop(grads);
+                weights.end()?;
             }
             sums.complete(round, has_batch)?;
         }
-        self.end_routers();
         let gradients = sums.finish(&self.gradients)?;
         Ok(Losses { nll, gradients, routers, counts })
     }
 
-    pub(super) fn set_dropout(&self, place: Option<DropoutPlace>) {
-        if let Some(dropout) = &self.dropout {
-            dropout.set(place);
-        }
-    }
-
-    /// Adds the gradients of one micro-batch to `grads`. Returns its targets and their losses;
-    /// `None` if the micro-batch has no targets on any rank.
+    /// Adds the gradients of one micro-batch to those of `pass`, for which `begin` prepares the
+    /// buffers after the forward pass. Returns its targets and their losses; `None` if the
+    /// micro-batch has no targets on any rank.
     fn forward_backward(
         &self,
         input: &ModelInput,
         (slot, targets): (usize, OwnTargets),
         counts: StepCounts,
-        grads: &Round<'_>,
+        (pass, begin): (&Pass<'_>, &dyn Fn() -> Result<(), TrainError>),
         routers: &mut StepRouters,
     ) -> Result<Option<(Option<Tensor>, OwnTargets)>, TrainError> {
-        let (hidden, tape) = self.with_routers(slot, routers, || {
-            Ok(self.model.forward(input, self.recompute, grads)?)
-        })?;
-        grads.begin_backward()?;
+        let log = self.router_log(routers);
+        let forward = Pass { router_log: log.as_ref(), ..*pass };
+        let (hidden, tape) = self.model.forward(input, self.recompute, &forward)?;
+        if let Some(log) = log {
+            self.add_choices(slot, log, routers)?;
+        }
+        let slopes = self.router_slopes(routers);
+        let pass = &Pass { router_slopes: slopes.as_deref(), ..*pass };
+        begin()?;
         let (head, weight) = (self.model.lm_head(), counts.target_weight);
-        let loss = loss_and_gradient(&hidden, head, &targets.targets, weight, grads)?;
+        let loss = loss_and_gradient(&hidden, head, &targets.targets, weight, pass)?;
         if targets.is_without_any() && !self.has_aux_loss() {
-            report_without_backward(&*self.model, grads);
+            self.model.finish_without_backward(pass)?;
             return Ok(None);
         }
         let (nll, d_hidden) = match loss {
@@ -269,17 +272,8 @@ impl StepRunner {
             None => (None, hidden.zeros_like()?), // other ranks have targets that see these tokens
         };
         drop(hidden);
-        self.model.backward(tape, d_hidden, input, grads)?;
+        self.model.backward(tape, d_hidden, input, pass)?;
         Ok(Some((nll, targets)))
-    }
-
-    /// An op that exchanges tensors fails if another rank was lost.
-    fn cause(&self, error: TrainError) -> TrainError {
-        let lost = match &error {
-            TrainError::Candle(_) => self.ranks.sums().and_then(Collective::error),
-            _ => None,
-        };
-        lost.map_or(error, TrainError::Ranks)
     }
 
     /// Accumulates the gradients, clips them and updates the weights. An error leaves weights and
@@ -293,7 +287,7 @@ impl StepRunner {
         lr: f64,
         number: u64,
     ) -> Result<LaunchedStep, TrainError> {
-        let mut losses = self.accumulate(step, number).map_err(|error| self.cause(error))?;
+        let mut losses = self.accumulate(step, number).map_err(|error| self.ranks.cause(error))?;
         let loss = match &self.device {
             // without waiting, so it is checked before the update
             Device::Cpu => Some(self.mean_loss(&losses.read()?, losses.counts)?),
@@ -321,9 +315,14 @@ impl StepRunner {
         Ok(LaunchedStep { step: number, losses, update, loss })
     }
 
-    /// Waits for a step and returns its results. If its loss or a gradient is not finite, it has
-    /// changed no weight, and [`StepOutcome::problem`] says so.
-    pub fn finish(&self, launched: &LaunchedStep) -> Result<StepOutcome, TrainError> {
+    /// Waits for a step and returns its result. If its loss or a gradient is not finite, it has
+    /// changed no weight, and [`StepResult::problem`] has the reason. `samples` are those of its
+    /// micro-batches; the result has none if the list is empty.
+    pub fn finish(
+        &self,
+        launched: &LaunchedStep,
+        samples: &[SampleCounts],
+    ) -> Result<StepResult, TrainError> {
         let LaunchedStep { step, losses, update, loss } = launched;
         self.ranks.wait("sums of the ranks"); // on a GPU they are complete when losses are read
         let counts = losses.counts;
@@ -342,8 +341,9 @@ impl StepRunner {
             Some(TrainError::NonFiniteLoss { step, loss })
         };
         let Norms { total: grad_norm, squares } = norms;
-        let losses = losses.into_iter().map(|(_, losses)| losses).collect();
-        Ok(StepOutcome { loss, grad_norm, counts, losses, squares, choices, problem })
+        let losses: Vec<TargetLosses> = losses.into_iter().map(|(_, losses)| losses).collect();
+        let samples = by_sample(samples, &losses);
+        Ok(StepResult { loss, grad_norm, counts, samples, squares, choices, problem })
     }
 
     /// Runs a whole step and waits for it. A loss or gradient that is not finite is an error.
@@ -352,11 +352,11 @@ impl StepRunner {
         micro_batches: impl Into<MicroBatches>,
         lr: f64,
         step: u64,
-    ) -> Result<StepOutcome, TrainError> {
+    ) -> Result<StepResult, TrainError> {
         let prepared = self.prepare(micro_batches)?;
-        let outcome = self.finish(&self.launch(prepared, lr, step)?)?;
-        match outcome.problem {
-            None => Ok(outcome),
+        let result = self.finish(&self.launch(prepared, lr, step)?, &[])?;
+        match result.problem {
+            None => Ok(result),
             Some(problem) => Err(problem),
         }
     }
@@ -367,12 +367,12 @@ impl StepRunner {
         losses: &[(usize, TargetLosses)],
         counts: StepCounts,
     ) -> Result<f64, TrainError> {
-        let own = losses.iter().map(|(slot, losses)| (*slot, Bits::from(losses.sum())));
+        let own = losses.iter().map(|(slot, losses)| (*slot, losses.sum()));
         let all = self.ranks.gather(own.collect::<Vec<_>>())?;
-        let mut sums: Vec<(usize, Bits)> = all.into_iter().flatten().collect();
+        let mut sums: Vec<(usize, f64)> = all.into_iter().flatten().collect();
         sums.sort_by_key(|(slot, _)| *slot);
         // a step without targets has the loss 0
         let divisor = if counts.num_targets == 0 { 1.0 } else { counts.target_weight };
-        Ok(sums.into_iter().map(|(_, sum)| f64::from(sum)).sum::<f64>() / divisor)
+        Ok(sums.into_iter().map(|(_, sum)| sum).sum::<f64>() / divisor)
     }
 }

@@ -27,7 +27,8 @@ const MAY_IMPORT: [(&str, MayImport); 2] = [
         "src",
         &[
             ("metrics", &["files"]),
-            ("checkpoint", &["files", "ops"]),
+            // `dist` is for tests only.
+            ("checkpoint", &["dist", "files", "ops"]),
             // The only module that uses data, models, losses and optimizers together.
             (
                 "train",

@@ -14,6 +14,7 @@ use trainer::data::{Encoder, ImageConfig, RowFile, collate};
 use trainer::models::{Cache, Model};
 use trainer::ops::linear;
 use trainer::run::{LoadedModel, OpenModel};
+use trainer::tape::Pass;
 use trainer::train::{GenerateOptions, Generator, ModelSection, TrainError, generate};
 
 const DIGIT: &str = "data/digits/1400.png";
@@ -44,7 +45,7 @@ fn answers_of_transformers(model: &str) {
         let rows = RowFile::open(&path, Some(&golden("data"))).unwrap();
         let sample = rows.read(line.parse::<usize>().unwrap() - 1).unwrap();
         let (prompt, _) = encoder.encode_prompt(&sample).unwrap();
-        let ids = generate(&*loaded.model, prompt, &options, &device()).unwrap();
+        let ids = generate(&loaded.model, prompt, &options, &device()).unwrap();
         assert_eq!(serde_json::json!(ids), answer["ids"], "{file}:{line}");
         assert_eq!(encoder.decode(&ids).unwrap(), answer["text"].as_str().unwrap());
     }
@@ -106,7 +107,7 @@ fn conversation(media: &[&str]) -> Sample {
 /// number of tokens that were not computed again, and the answer.
 fn both(
     generator: &mut Generator<'_>,
-    (encoder, model): (&Encoder, &dyn Model),
+    (encoder, model): (&Encoder, &Model),
     sample: &Sample,
 ) -> (usize, String) {
     let options = greedy(encoder, 12);
@@ -126,13 +127,13 @@ fn both(
 fn logits_of_stored_models_do_not_depend_on_the_place_in_a_group_and_on_the_others() {
     for model in ["small-tied", "small-qwen35", "sharded-bf16"] {
         let (encoder, loaded) = load(model);
-        let model = &*loaded.model;
+        let model = &loaded.model;
         let rows = RowFile::open(&golden("data/image_exact.jsonl"), Some(&golden("data"))).unwrap();
         let prefill = |row: usize| {
             let (prompt, _) = encoder.encode_prompt(&rows.read(row).unwrap()).unwrap();
             let pack = Pack { samples: vec![prompt] };
             let batch = collate(vec![pack], 0, PaddingSide::Right, model.merge_size()).unwrap();
-            model.prefill(batch.unpad().unwrap(), &device()).unwrap().1
+            model.prefill(batch.unpad().unwrap(), &device(), &Pass::default()).unwrap().1
         };
         // in 4 rows, bf16 weights have a product of their own, and in 9 rows not
         for num_rows in [4, 9] {
@@ -142,8 +143,10 @@ fn logits_of_stored_models_do_not_depend_on_the_place_in_a_group_and_on_the_othe
                 for step in 0..2 {
                     let ids: Vec<u32> = rows.iter().map(|row| (row + step) as u32).collect();
                     let mut caches: Vec<&mut Cache> = caches.iter_mut().collect();
-                    let hidden = model.extend(&ids, &mut caches, num_rows, &device()).unwrap();
-                    logits = linear(&hidden, &model.lm_head().tensor(), None).unwrap();
+                    let hidden = model
+                        .extend(&ids, &mut caches, num_rows, &device(), &Pass::default())
+                        .unwrap();
+                    logits = linear(&hidden, &model.lm_head().tensor().unwrap(), None).unwrap();
                 }
                 let at = rows.iter().position(|row| *row == 30).unwrap();
                 logits.get(at).unwrap().to_vec1::<f32>().unwrap()
@@ -164,9 +167,9 @@ fn user(parts: &[Part], text: &str) -> Message {
 fn turns_after_cached_ones_are_answered_like_the_whole_conversation() {
     for model in ["small-tied", "sharded-bf16"] {
         let (encoder, loaded) = load(model);
-        let of = (&encoder, &*loaded.model);
+        let of = (&encoder, &loaded.model);
         let device = device();
-        let mut generator = Generator::new(&*loaded.model, &device);
+        let mut generator = Generator::new(&loaded.model, &device);
         let all = conversation(&["images/exact_moon_64x64.png", "digits/1400.png"]);
         let mut sample = Sample { media: all.media[..1].to_vec(), ..all.clone() };
         sample.messages.push(user(&[Part::Image], "What is this?"));
@@ -368,7 +371,7 @@ fn an_answer_of_the_maximum_length_has_ended_if_a_stop_id_follows() {
     let (encoder, loaded) = load("small-tied");
     let rows = RowFile::open(&place.path("eval.jsonl"), Some(&golden("data"))).unwrap();
     let (prompt, _) = encoder.encode_prompt(&rows.read(0).unwrap()).unwrap();
-    let ids = generate(&*loaded.model, prompt, &greedy(&encoder, 3), &device()).unwrap();
+    let ids = generate(&loaded.model, prompt, &greedy(&encoder, 3), &device()).unwrap();
     assert!(ids.len() == 3 && !ids[..2].contains(&ids[2]), "{ids:?}");
     // the third token ends the answer
     let stops = [encoder.stop_ids(), &ids[2..]].concat();

@@ -275,7 +275,7 @@ fn an_evaluation_is_stopped_between_a_few_rows() {
     };
     let done = Cell::new(0);
     let stop = || done.get() >= 8;
-    let report = evaluator.run_until(&*runner.model, &stop, &|rows| done.set(rows)).unwrap();
+    let report = evaluator.run_until(&runner.model, &stop, &|rows| done.set(rows)).unwrap();
     assert_eq!(report, None);
     assert_eq!(done.get(), 8, "of {} rows", rows.len());
 }

@@ -20,7 +20,7 @@ use trainer::run::{OpenAdapter, OpenModel, trainable};
 use trainer::tape::{Gradients, Param};
 use trainer::train::{
     AdapterConfig, AttentionChoice, Evaluator, GradientSums, MatmulChoice, ModelSection, Offload,
-    Precision, RankWeights, Ranks, RecomputeChoice, StepOutcome, StepRunner, Weights,
+    Precision, RankWeights, Ranks, RecomputeChoice, StepResult, StepRunner, Weights,
     buffers_of_tree,
 };
 
@@ -149,11 +149,10 @@ pub(crate) fn runner_of(curve: &Value, variant: Variant, precision: Precision) -
     let buffers = (0..buffers_of_tree(variant.micro_batches)).map(zeros).collect();
     StepRunner {
         gradients: GradientSums::Alone(buffers),
-        weights: RankWeights::Whole,
+        weights: RankWeights::default(),
         ranks: Ranks::alone(),
         saved_as: Vec::new(),
         kept: Vec::new(),
-        dropout: loaded.dropout,
         model: loaded.model,
         params: loaded.params,
         optimizer,
@@ -164,16 +163,11 @@ pub(crate) fn runner_of(curve: &Value, variant: Variant, precision: Precision) -
     }
 }
 
-fn curve(data: &str, variant: Variant, precision: Precision, steps: u64) -> Vec<StepOutcome> {
+fn curve(data: &str, variant: Variant, precision: Precision, steps: u64) -> Vec<StepResult> {
     curve_of(&serde_json::json!({ "model": SMALL, "data": data }), variant, precision, steps)
 }
 
-fn curve_of(
-    golden: &Value,
-    variant: Variant,
-    precision: Precision,
-    steps: u64,
-) -> Vec<StepOutcome> {
+fn curve_of(golden: &Value, variant: Variant, precision: Precision, steps: u64) -> Vec<StepResult> {
     let (model, data) = (golden["model"].as_str().unwrap(), golden["data"].as_str().unwrap());
     let rows = rows_for(model, data.trim_end_matches(".jsonl"));
     let runner = runner_of(golden, variant, precision);
@@ -213,7 +207,7 @@ impl Variant {
 
 /// Asserts that losses are within 2e-5 at step 1 and 1e-4 afterwards, gradient norms within 0.1 %,
 /// and target counts equal.
-pub(crate) fn assert_follows(golden: &Value, variant: Variant) -> Vec<StepOutcome> {
+pub(crate) fn assert_follows(golden: &Value, variant: Variant) -> Vec<StepResult> {
     let (loss, norm) = (numbers(&golden["loss"]), numbers(&golden["grad_norm"]));
     let targets = numbers(&golden["target_tokens"]);
     let found = curve_of(golden, variant, Precision::F32, variant.steps(loss.len()) as u64);
@@ -404,14 +398,16 @@ pub(crate) fn assert_per_sample_losses(name: &str, entry: &Value) {
         dtype,
         device: &device,
         ranks: &Ranks::alone(),
-        weights: &RankWeights::Whole,
+        weights: &RankWeights::default(),
     };
-    let report = evaluator.run(&*runner.model, &|_| {}).unwrap();
+    let report = evaluator.run(&runner.model, &|_| {}).unwrap();
     for (found, expected) in report.samples.iter().zip(entry["per_sample"].as_array().unwrap()) {
-        let mean = found.nll_sum / found.num_targets as f64;
+        let found = found.result;
+        let (row, num_targets) = (found.size.row, u64::from(found.size.num_targets));
+        let mean = found.nll_sum / num_targets as f64;
         let off = (mean - expected[1].as_f64().unwrap()).abs();
-        assert!(off <= 2e-5, "{}: {mean} not {}", found.id, expected[1]);
-        assert_eq!(found.num_targets, expected[2].as_u64().unwrap(), "{}", found.id);
+        assert!(off <= 2e-5, "row {row}: {mean} not {}", expected[1]);
+        assert_eq!(num_targets, expected[2].as_u64().unwrap(), "row {row}");
     }
 }
 

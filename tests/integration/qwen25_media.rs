@@ -76,7 +76,7 @@ fn greedy_answers_of_qwen25_vl_about_videos_are_the_references() {
     let file = RowFile::open(&golden("data/video_28.jsonl"), None).unwrap();
     for (row, expected) in golden_videos()["rows"].as_array().unwrap().iter().enumerate() {
         let (prompt, _) = encoder.encode_prompt(&file.read(row).unwrap()).unwrap();
-        let ids = generate(&*model, prompt, &options, &device()).unwrap();
+        let ids = generate(&model, prompt, &options, &device()).unwrap();
         assert_eq!(json!(ids), expected["answer"], "{}", expected["id"]);
     }
 }

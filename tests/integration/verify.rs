@@ -3,21 +3,20 @@
 use super::harness::{Place, golden};
 use candle_core::{DType, Device, Result, Tensor};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs;
-use std::num::NonZeroU32;
 use std::path::Path;
+use std::sync::{Arc, Mutex};
 use trainer::batch::{CuSeqlens, VarlenBatch};
 use trainer::config::{self, RunConfig};
-use trainer::metrics::{ActivationMemory, PartWork};
-use trainer::models::{Model, ModelInput, RecomputePolicy, Tape, config_from_json};
-use trainer::nn::{KvCache, ParamSpec};
-use trainer::ops::{Flash, GradWrite, Matmul};
+use trainer::models::{Model, config_from_json};
+use trainer::ops::{AttentionBackend, Flash, Masking, Matmul, Qkv, QkvGrad, Segments};
 use trainer::run::RunError;
 use trainer::run::verify::{
     CheckOutcome, Layout, Pipeline, RunPipeline, StepLosses, VerifyOptions, VerifyReport, compare,
     run_step,
 };
-use trainer::tape::{GradSink, Param};
+use trainer::tape::Param;
 use trainer::train::StepRunner;
 
 const ROWS: &str = "rows.jsonl";
@@ -85,165 +84,140 @@ fn assert_caught(report: &VerifyReport, name: &str) {
     assert!(!report.passed);
 }
 
-/// A faulty model.
+/// A planted fault.
 #[derive(Clone, Copy, PartialEq)]
 enum Fault {
     /// All tokens of a micro-batch attend to all earlier ones.
     Leak,
-    /// The vision encoder receives no gradient.
+    /// The gradients of the vision blocks are zero.
     Frozen,
-    /// A deepstack feature is not added.
+    /// The second deepstack feature is zero, whatever the weights of its merger are.
     Deepstack,
     /// Attention ends at the samples, although targets do not.
     Targets,
-    /// Backward multiplies by 0.9.
+    /// All gradients are multiplied by 0.9.
     Backward,
 }
 
+/// A run with a planted fault.
 struct Faulty {
     fault: Fault,
-    real: Box<dyn Model>,
-    /// The model with one deepstack feature less.
-    without: Option<Box<dyn Model>>,
+    /// The samples of micro-batches by their numbers of tokens.
+    samples: Arc<Mutex<BTreeMap<usize, CuSeqlens>>>,
 }
 
 impl Faulty {
-    fn computing(&self) -> &dyn Model {
-        self.without.as_deref().unwrap_or(&*self.real)
+    fn new(fault: Fault) -> Self {
+        Self { fault, samples: Arc::default() }
     }
 }
 
-/// Hides the buffers of the vision encoder.
-struct WithoutVision<'a>(&'a dyn GradSink);
+/// Attention with the samples of [`Faulty`], or inside the whole micro-batch where it has none.
+struct OtherSegments(Arc<Mutex<BTreeMap<usize, CuSeqlens>>>);
 
-impl GradSink for WithoutVision<'_> {
-    fn buffer(&self, param: &Param) -> Option<&Tensor> {
-        self.0.buffer(param).filter(|_| !param.name().contains("visual.blocks"))
-    }
-
-    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, GradWrite)> {
-        self.buffer(param).and_then(|_| self.0.product_buffer(param))
-    }
-
-    fn finished(&self, params: &[&Param]) {
-        self.0.finished(params);
+impl OtherSegments {
+    fn of(&self, segments: &Segments) -> Result<Segments> {
+        let num_tokens = segments.cu_seqlens().num_tokens();
+        let all = CuSeqlens::from_lengths(&[num_tokens as u32]).unwrap();
+        let samples = self.0.lock().unwrap().get(&num_tokens).cloned();
+        Segments::new(samples.unwrap_or_else(|| all.clone()), all)
     }
 }
 
-impl Model for Faulty {
-    fn param_specs(&self) -> Vec<ParamSpec> {
-        self.real.param_specs()
+impl AttentionBackend for OtherSegments {
+    fn name(&self) -> &'static str {
+        Flash.name()
     }
 
-    fn lm_head(&self) -> &Param {
-        self.real.lm_head()
-    }
-
-    fn embedding(&self) -> &Param {
-        self.real.embedding()
-    }
-
-    fn dtype(&self) -> DType {
-        self.real.dtype()
-    }
-
-    fn stages(&self) -> Vec<Vec<&Param>> {
-        self.real.stages()
-    }
-
-    fn merge_size(&self) -> NonZeroU32 {
-        self.real.merge_size()
-    }
-
-    fn head_dims(&self) -> Vec<(&'static str, usize)> {
-        self.real.head_dims()
-    }
-
-    fn upload(&self, mut batch: VarlenBatch, dtype: DType, device: &Device) -> Result<ModelInput> {
-        let tokens = batch.input_ids.len();
-        let restarts = (1..tokens).filter(|at| batch.position_ids[*at] == [0; 3]);
-        let starts: Vec<usize> = [0].into_iter().chain(restarts).chain([tokens]).collect();
-        let lengths: Vec<u32> = starts.windows(2).map(|ends| (ends[1] - ends[0]) as u32).collect();
-        match self.fault {
-            Fault::Leak => batch.cu_seqlens = batch.mask_boundaries.clone(),
-            Fault::Targets => batch.cu_seqlens = CuSeqlens::from_lengths(&lengths).unwrap(),
-            _ => {}
-        }
-        self.computing().upload(batch, dtype, device)
+    fn kernel(&self, device: &Device, dtype: DType, head_dim: usize) -> &'static str {
+        Flash.kernel(device, dtype, head_dim)
     }
 
     fn forward(
         &self,
-        input: &ModelInput,
-        recompute: RecomputePolicy,
-        grads: &dyn GradSink,
-    ) -> Result<(Tensor, Tape)> {
-        match self.fault {
-            Fault::Frozen => self.real.forward(input, recompute, &WithoutVision(grads)),
-            _ => self.computing().forward(input, recompute, grads),
-        }
-    }
-
-    fn hidden(&self, input: &ModelInput) -> Result<Tensor> {
-        self.computing().hidden(input)
+        qkv: Qkv<'_>,
+        segments: &Segments,
+        masking: Masking,
+    ) -> Result<(Tensor, Tensor)> {
+        Flash.forward(qkv, &self.of(segments)?, masking)
     }
 
     fn backward(
         &self,
-        tape: Tape,
-        d_hidden: Tensor,
-        input: &ModelInput,
-        grads: &dyn GradSink,
-    ) -> Result<()> {
-        let d_hidden = if self.fault == Fault::Backward { (d_hidden * 0.9)? } else { d_hidden };
-        match self.fault {
-            Fault::Frozen => self.real.backward(tape, d_hidden, input, &WithoutVision(grads)),
-            _ => self.computing().backward(tape, d_hidden, input, grads),
-        }
-    }
-
-    fn decode(&self, input: &ModelInput, caches: &mut [&mut KvCache]) -> Result<Tensor> {
-        self.real.decode(input, caches)
-    }
-
-    fn work(&self) -> Vec<PartWork> {
-        self.real.work()
-    }
-
-    fn activation_memory(
-        &self,
-        element: f64,
-        recompute: RecomputePolicy,
-        grads: &dyn GradSink,
-    ) -> ActivationMemory {
-        self.real.activation_memory(element, recompute, grads)
+        qkv: Qkv<'_>,
+        o: &Tensor,
+        lse: &Tensor,
+        d_o: &Tensor,
+        segments: &Segments,
+        masking: Masking,
+    ) -> Result<QkvGrad> {
+        Flash.backward(qkv, o, lse, d_o, &self.of(segments)?, masking)
     }
 }
 
-/// The model `untied` without its second deepstack feature, with the same parameters.
-fn without_deepstack(params: &[Param]) -> Box<dyn Model> {
-    let path = golden("models/untied/config.json");
-    let mut json: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
-    let indexes = json["vision_config"]["deepstack_visual_indexes"].as_array_mut().unwrap();
-    assert_eq!(indexes.len(), 2);
-    indexes.pop();
-    let attention: std::sync::Arc<dyn trainer::ops::AttentionBackend> = std::sync::Arc::new(Flash);
+fn build(model: &str, params: &[Param], attention: impl AttentionBackend + 'static) -> Model {
+    let attention: Arc<dyn AttentionBackend> = Arc::new(attention);
+    let path = golden(&format!("models/{model}/config.json"));
+    let json = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
     config_from_json(&json).unwrap().build(params, &attention, None, Matmul::Native).unwrap()
 }
 
-impl Pipeline for Fault {
-    fn model(&self, real: Box<dyn Model>, params: &[Param]) -> Box<dyn Model> {
-        let without = (*self == Self::Deepstack).then(|| without_deepstack(params));
-        Box::new(Faulty { fault: *self, real, without })
+/// The model `untied` with a second deepstack feature of zero: the model reads other tensors than
+/// those of the merger.
+fn without_deepstack(params: &[Param]) -> Model {
+    let detached = |param: &Param| {
+        if !param.name().starts_with(FEATURES) {
+            return param.clone();
+        }
+        let zeros = param.tensor().unwrap().zeros_like().unwrap();
+        Param::new(param.name(), param.index(), zeros)
+    };
+    let params: Vec<Param> = params.iter().map(detached).collect();
+    build("untied", &params, Flash)
+}
+
+impl Pipeline for Faulty {
+    fn model(&self, real: Model, params: &[Param]) -> Model {
+        match self.fault {
+            Fault::Deepstack => without_deepstack(params),
+            Fault::Leak | Fault::Targets => {
+                build("qwen3-text", params, OtherSegments(Arc::clone(&self.samples)))
+            }
+            Fault::Frozen | Fault::Backward => real,
+        }
     }
 
     fn batches(&self, _: Layout, mut batches: Vec<VarlenBatch>) -> Vec<VarlenBatch> {
-        if *self == Self::Targets {
+        if self.fault == Fault::Targets {
+            let mut samples = self.samples.lock().unwrap();
             for batch in &mut batches {
-                batch.cu_seqlens = batch.mask_boundaries.clone();
+                let all = batch.mask_boundaries.clone();
+                let own = std::mem::replace(&mut batch.cu_seqlens, all);
+                let other = samples.insert(own.num_tokens(), own.clone());
+                assert!(other.is_none_or(|other| other == own), "found by the number of tokens");
             }
         }
         batches
+    }
+
+    fn step(
+        &self,
+        runner: &StepRunner,
+        batches: Vec<VarlenBatch>,
+    ) -> std::result::Result<StepLosses, RunError> {
+        let losses = run_step(runner, batches)?;
+        let factor = match self.fault {
+            Fault::Frozen => 0.0,
+            Fault::Backward => 0.9,
+            _ => return Ok(losses),
+        };
+        for (param, grad) in runner.params.iter().zip(runner.grads().iter()) {
+            let is_faulty = self.fault == Fault::Backward || param.name().contains("visual.blocks");
+            if let Some(grad) = grad.filter(|_| is_faulty) {
+                grad.slice_set(&(grad * factor)?, 0, 0)?;
+            }
+        }
+        Ok(losses)
     }
 }
 
@@ -270,7 +244,7 @@ fn every_check_passes_for_every_family_and_precision_and_for_adapters() {
 
 #[test]
 fn attention_that_leaks_between_samples_is_caught() {
-    let report = report("qwen3-text", &[], &Fault::Leak);
+    let report = report("qwen3-text", &[], &Faulty::new(Fault::Leak));
     assert_caught(&report, "packed: the loss, and that of every row");
     assert_caught(&report, "packed: the gradient of every stage");
     assert_caught(&report, "a row does not affect other rows of its pack");
@@ -278,30 +252,31 @@ fn attention_that_leaks_between_samples_is_caught() {
 
 #[test]
 fn a_frozen_part_that_should_train_is_caught() {
-    let report = report("untied", &[], &Fault::Frozen);
+    let report = report("untied", &[], &Faulty::new(Fault::Frozen));
     assert_caught(&report, "every trained tensor has a gradient, and no frozen one");
 }
 
 #[test]
 fn a_dropped_deepstack_feature_is_caught_also_where_it_is_frozen() {
     let affects = "every stage of the model affects the loss";
-    let trained = report("untied", &[], &Fault::Deepstack);
+    let trained = report("untied", &[], &Faulty::new(Fault::Deepstack));
     assert_caught(&trained, affects);
     assert_caught(&trained, "every trained tensor has a gradient, and no frozen one");
-    let frozen = report("untied", &["model.freeze=[vision, merger]"], &Fault::Deepstack);
+    let frozen =
+        report("untied", &["model.freeze=[vision, merger]"], &Faulty::new(Fault::Deepstack));
     assert_caught(&frozen, affects);
     assert!(frozen.to_string().contains(&format!("no effect: {FEATURES}")), "{frozen}");
 }
 
 #[test]
 fn targets_that_cross_samples_are_caught() {
-    let report = report("qwen3-text", &[], &Fault::Targets);
+    let report = report("qwen3-text", &[], &Faulty::new(Fault::Targets));
     assert_caught(&report, "no target crosses rows, with every token supervised");
 }
 
 #[test]
 fn a_wrong_backward_is_caught() {
-    let report = report("qwen3-text", &[], &Fault::Backward);
+    let report = report("qwen3-text", &[], &Faulty::new(Fault::Backward));
     assert_caught(&report, "gradients are derivatives of the loss, in f32");
 }
 
@@ -383,7 +358,7 @@ impl Pipeline for MeanOfMeans {
 #[test]
 fn planted_faults_exceed_the_bounds_of_bf16() {
     let bf16 = &["model.precision=bf16"][..];
-    let leak = report("qwen3-text", bf16, &Fault::Leak);
+    let leak = report("qwen3-text", bf16, &Faulty::new(Fault::Leak));
     assert_caught(&leak, "packed: the loss, and that of every row");
     assert_caught(&leak, "packed: the gradient of every stage");
     let labels = report("qwen3-text", bf16, &Labels);

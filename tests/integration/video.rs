@@ -17,7 +17,7 @@ use trainer::data::{
 };
 use trainer::optim::{OptimConfig, Optimizer};
 use trainer::run::{LoadedModel, load_model};
-use trainer::tape::{Gradients, Trainable};
+use trainer::tape::{Gradients, Pass, Trainable};
 use trainer::train::{
     AttentionChoice, GradientSums, MatmulChoice, ModelSection, Offload, Precision, RankWeights,
     Ranks, RecomputeChoice, StepRunner, Weights,
@@ -128,10 +128,10 @@ fn logits_of_rows_with_videos_are_the_references() {
             .collect();
         let batch = packed(&[sample]);
         let input = model.upload(batch, DType::F32, &device()).unwrap();
-        let hidden = model.hidden(&input).unwrap();
+        let hidden = model.hidden(&input, &Pass::default()).unwrap();
         let targets = Tensor::new(targets, &device()).unwrap();
         let rows = hidden.index_select(&targets, 0).unwrap();
-        let head = model.lm_head().tensor().t().unwrap();
+        let head = model.lm_head().tensor().unwrap().t().unwrap();
         let logits = rows.matmul(&head).unwrap();
         let off = (logits - expected).unwrap().abs().unwrap().max_all().unwrap();
         let off = off.to_scalar::<f32>().unwrap();
@@ -166,11 +166,10 @@ fn losses_and_gradients_of_rows_with_videos_are_the_references() {
             gradients: GradientSums::Alone(vec![
                 Gradients::zeros(&loaded.params, &trainable, &device()).unwrap(),
             ]),
-            weights: RankWeights::Whole,
+            weights: RankWeights::default(),
             ranks: Ranks::alone(),
             saved_as: Vec::new(),
             kept: Vec::new(),
-            dropout: None,
             model: loaded.model,
             params: loaded.params,
             optimizer,

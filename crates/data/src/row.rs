@@ -85,6 +85,11 @@ pub struct SampleCounts {
 }
 
 impl SampleCounts {
+    /// The row of the sample.
+    pub fn index(&self) -> SampleIndex {
+        SampleIndex { dataset: self.dataset, row: self.row }
+    }
+
     /// The counts of an encoded sample.
     pub fn of(row: SampleIndex, sample: &EncodedSample) -> Self {
         let of_kind =

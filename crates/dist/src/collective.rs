@@ -87,3 +87,33 @@ pub trait Collective: Send + Sync {
         self.wait()
     }
 }
+
+/// Wraps an error of the ranks as an error of an op. [`rank_error`] returns it again.
+pub fn into_op_error(error: DistError) -> candle_core::Error {
+    let context = "an exchange between ranks".to_owned();
+    candle_core::Error::WrappedContext { wrapped: Box::new(error), context }
+}
+
+/// The error of the ranks that made an op fail.
+pub fn rank_error(error: &candle_core::Error) -> Option<&DistError> {
+    match error {
+        candle_core::Error::WrappedContext { wrapped, .. } => wrapped.downcast_ref(),
+        candle_core::Error::WithBacktrace { inner, .. }
+        | candle_core::Error::Context { inner, .. }
+        | candle_core::Error::WithPath { inner, .. } => rank_error(inner),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_of_the_ranks_is_found_again_behind_a_context() {
+        let lost = DistError::Lost { rank: 2, problem: "gone".to_owned() };
+        let error = into_op_error(lost.clone()).bt().context("a layer").with_path("file");
+        assert_eq!(rank_error(&error), Some(&lost));
+        assert_eq!(rank_error(&candle_core::Error::msg("an op failed")), None);
+    }
+}

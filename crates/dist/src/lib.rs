@@ -24,7 +24,9 @@ mod tcp;
 mod threads;
 mod watchdog;
 
-pub use collective::{Collective, Exchange, Gather, Reduce, Then, Ticket};
+pub use collective::{
+    Collective, Exchange, Gather, Reduce, Then, Ticket, into_op_error, rank_error,
+};
 pub use config::{Distributed, Exact, Processes, Shard, ShardGroup};
 pub use control::{Connections, connect};
 pub use host_collective::{HostCollective, Transport};
@@ -35,7 +37,7 @@ pub use nccl::{Nccl, NcclOptions};
 pub use ranks::{Channel, DistError, Launcher, Rank, SequencePlace, gather};
 pub use rendezvous::interface_name;
 pub use selftest::{CaseResult, NUM_CASES, agree, selftest};
-pub use sequence::SequenceAttention;
+pub use sequence::SequenceExchange;
 pub use threads::{slow_threads, threads, threads_in_groups};
 pub use watchdog::Watchdog;
 

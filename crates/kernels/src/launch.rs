@@ -114,7 +114,7 @@ pub(crate) fn address(op: &str, name: &str, t: &Tensor) -> Result<Address> {
 }
 
 /// Returns the address of the first element of a tensor that need not be contiguous.
-pub(crate) fn first_address(op: &str, name: &str, t: &Tensor) -> Result<Address> {
+fn first_address(op: &str, name: &str, t: &Tensor) -> Result<Address> {
     let (storage, layout) = t.storage_and_layout();
     let base = base_address(op, name, &storage)?;
     Ok(Address(base + (layout.start_offset() * t.dtype().size_in_bytes()) as u64))

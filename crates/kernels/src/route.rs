@@ -10,6 +10,7 @@ use super::cpu::blocks::{filled, span};
 use super::cpu::simd::{exp, kernels};
 use super::cpu::{self, Element, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{self, Launch, THREADS, empty, launch, on_gpu};
+use super::rows::expect_u32;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
@@ -41,19 +42,17 @@ impl Routing {
     pub(super) fn check(&self, op: &str) -> Result<usize> {
         let (t, k) = self.choices()?;
         expect_f32(op, "weights", &self.weights, &[t, k])?;
-        expect_u32(op, "experts", &self.experts, &[t, k])?;
-        expect_u32(op, "order", &self.order, &[t * k])?;
-        expect_u32(op, "places", &self.places, &[t * k])?;
-        expect_u32(op, "offsets", &self.offsets, self.offsets.dims())?;
+        for (name, tensor, shape) in [
+            ("experts", &self.experts, &[t, k][..]),
+            ("order", &self.order, &[t * k]),
+            ("places", &self.places, &[t * k]),
+            ("offsets", &self.offsets, self.offsets.dims()),
+        ] {
+            expect_u32(op, name, tensor)?;
+            expect_shape(op, name, tensor, shape)?;
+        }
         Ok(t * k)
     }
-}
-
-fn expect_u32(op: &str, name: &str, tensor: &Tensor, expected: &[usize]) -> Result<()> {
-    if tensor.dtype() != DType::U32 {
-        bail!("{op}: `{name}` is {:?}, expected U32", tensor.dtype());
-    }
-    expect_shape(op, name, tensor, expected)
 }
 
 /// An integer with the order of `x`. Both zeros are equal, and NaN is above all numbers, so that a

@@ -66,7 +66,7 @@ fn memory_of(
     let visit: Vec<bool> = runner.params.iter().map(|param| !param.is_resident()).collect();
     let division = visiting_memory(&runner.model.stages(), &visit, storage).of(division);
     let bytes = (runner.dtype, state);
-    let model = &*runner.model;
+    let model = &runner.model;
     let mut memory = memory_model(model, division, bytes, runner.recompute, runner.grads())?;
     if !runner.device.is_cpu() {
         memory.logits = GPU_LOGITS_BYTES as f64;
@@ -126,10 +126,10 @@ impl StepBench {
         let order = order(config, &rows)?;
         let mut options = loader_options(config, &encoder);
         options.epochs = None;
-        let loaded = load_with_adapter(config, device)?;
+        let (loaded, stored) = load_with_adapter(config, device)?;
         let groups = loaded.open.groups(&config.model.freeze, &config.optim.lr_multipliers)?;
         let state = state_bytes_per_weight(&config.optim, &loaded.params, &groups);
-        let runner = step_runner(config, whole_model(loaded), &groups, None, device)?;
+        let runner = step_runner(config, whole_model(loaded, stored), &groups, None, device)?;
         let work = ModelWork(runner.model.work());
         let passes = work.passes(|index| runner.grads().get(index).is_some());
         let memory = memory_of(&runner, state, weight_storage(config, device))?;
@@ -164,15 +164,15 @@ pub(super) fn run(config: &RunConfig, steps: u64, table: &mut Table) -> anyhow::
         if !device.is_cpu() && step <= steps && bench.loader.is_ready() {
             ahead = bench.next()?;
         }
-        let outcome = bench.runner.finish(&launched)?;
-        loss = outcome.loss;
+        let result = bench.runner.finish(&launched, &[])?;
+        loss = result.loss;
         if step == 1 {
-            first = (outcome.loss, outcome.grad_norm);
+            first = (result.loss, result.grad_norm);
             first_step_s = started.elapsed().as_secs_f64();
             cpu_before = cpu_seconds();
             continue;
         }
-        sizes.targets = outcome.counts.num_targets as f64;
+        sizes.targets = result.counts.num_targets as f64;
         totals.seconds += asked.elapsed().as_secs_f64();
         totals.waited += wait;
         totals.model_flops += bench.work.model_flops(&sizes, &bench.passes);

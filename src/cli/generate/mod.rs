@@ -208,7 +208,7 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
         seed: args.seed.unwrap_or(42),
         stop_ids: encoder.stop_ids().to_vec(),
     };
-    let generator = Generator::new(&*loaded.model, &device);
+    let generator = Generator::new(&loaded.model, &device);
     let stops = &args.stops;
     let mut session = Session { encoder: &encoder, generator, options, stops, interrupted };
     if args.prompt.is_some() {

@@ -9,7 +9,7 @@ use super::{AdapterError, OpenAdapter};
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::config::RunConfig;
 use crate::files;
-use crate::train::{BaseModel, ModelSection, Quantize, Weights};
+use crate::train::{BaseModel, ModelSection, Quantize, VisitingWeights, Weights};
 use candle_core::Device;
 use std::io::ErrorKind;
 use std::path::Path;
@@ -173,7 +173,7 @@ fn open_with_adapter(
 pub(crate) fn load_with_adapter(
     config: &RunConfig,
     device: &Device,
-) -> Result<LoadedModel, RunError> {
+) -> Result<(LoadedModel, Option<VisitingWeights>), RunError> {
     let (open, _) = open_run_model(config, None, device)?;
     let trainable = trainable(&param_groups(config, &open)?);
     let open = open.split_weights()?;

@@ -162,7 +162,8 @@ impl Effects<'_> {
             }
             let params = params.iter().map(|index| &self.subject.runner.params[*index]);
             let params: Vec<_> = params.filter(|param| param.is_resident()).collect();
-            let tensors: Vec<_> = params.iter().map(|param| param.tensor()).collect();
+            let tensors = params.iter().map(|param| param.tensor());
+            let tensors = tensors.collect::<candle_core::Result<Vec<_>>>()?;
             for (param, tensor) in params.iter().zip(&tensors) {
                 param.set_tensor((tensor * FACTOR)?)?;
             }
@@ -290,7 +291,8 @@ impl<'a> Moved<'a> {
         let mut before = Vec::new();
         for index in indexes {
             let param = &subject.runner.params[*index];
-            let (Some(gradient), tensor) = (&gradients[*index], param.tensor()) else { continue };
+            let Some(gradient) = &gradients[*index] else { continue };
+            let tensor = param.tensor()?;
             param.set_tensor((&tensor + (gradient * factor)?)?)?;
             before.push((*index, tensor));
         }

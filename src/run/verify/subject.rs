@@ -11,11 +11,10 @@ use crate::config::RunConfig;
 use crate::loss::{TargetLosses, Targets, scores};
 use crate::models::Model;
 use crate::nn::{AdapterTensor, Inputs, ParamSpec, random_part};
-use crate::ops::GradWrite;
 use crate::run::RunError;
-use crate::tape::{GradSink, Param, Trainable};
+use crate::tape::{Param, Trainable};
 use crate::train::{AttentionChoice, MicroBatches, Ranks, StepRunner};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 
 /// Standard deviation of the values of an adapter's `B`, which is zero at the start of training.
 const ADAPTER_DEVIATION: f64 = 0.02;
@@ -24,7 +23,7 @@ const ADAPTER_DEVIATION: f64 = 0.02;
 pub(super) struct Subject {
     pub(super) runner: StepRunner,
     /// The model with the attention of [`Self::other_attention`]; `None` on a GPU.
-    other: Option<Box<dyn Model>>,
+    other: Option<Model>,
     pub(super) other_attention: &'static str,
     pub(super) specs: Vec<ParamSpec>,
     pub(super) trainable: Vec<Trainable>,
@@ -82,13 +81,13 @@ impl Subject {
 
     /// The parameters of each stage in the order of forward, with a name.
     pub(super) fn stages(&self) -> Vec<(String, Vec<usize>)> {
-        stages(&*self.runner.model)
+        stages(&self.runner.model)
     }
 }
 
 /// Sets an adapter's `B` to random values, unless it has been trained.
 fn fill(param: &Param, spec: &ParamSpec, seed: u64) -> candle_core::Result<()> {
-    let tensor = param.tensor();
+    let tensor = param.tensor()?;
     let sum = tensor.to_dtype(DType::F32)?.sqr()?.sum_all()?.to_scalar::<f32>()?;
     if sum > 0.0 {
         return Ok(());
@@ -102,7 +101,7 @@ fn fill(param: &Param, spec: &ParamSpec, seed: u64) -> candle_core::Result<()> {
 /// implementation with another method shows whether a verification notices the difference.
 pub trait Pipeline {
     /// The model that computes; `params` are its parameters.
-    fn model(&self, model: Box<dyn Model>, _params: &[Param]) -> Box<dyn Model> {
+    fn model(&self, model: Model, _params: &[Param]) -> Model {
         model
     }
 
@@ -161,20 +160,9 @@ pub fn run_step(runner: &StepRunner, batches: Vec<VarlenBatch>) -> Result<StepLo
 fn run_forward(runner: &StepRunner, batch: VarlenBatch) -> Result<RowLosses, RunError> {
     let targets = Targets::of(&batch);
     let input = runner.model.upload(batch, runner.dtype, &runner.device)?;
-    let (hidden, _) = runner.model.forward(&input, runner.recompute, &Untrained)?;
-    let nll = scores(&hidden, runner.model.lm_head(), &targets)?.nll;
+    let nll = runner.inference(|pass| {
+        let (hidden, _) = runner.model.forward(&input, runner.recompute, pass)?;
+        Ok(scores(&hidden, runner.model.lm_head(), &targets, pass)?.nll)
+    })?;
     Ok(RowLosses { rows: targets.rows, losses: TargetLosses { nll, weights: targets.weights } })
-}
-
-/// Nothing is trained.
-struct Untrained;
-
-impl GradSink for Untrained {
-    fn buffer(&self, _: &Param) -> Option<&Tensor> {
-        None
-    }
-
-    fn product_buffer(&self, _: &Param) -> Option<(&Tensor, GradWrite)> {
-        None
-    }
 }

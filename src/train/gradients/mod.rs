@@ -11,7 +11,7 @@ pub(super) use shared_sums::{Buffers, kept_sums};
 pub use tree::buffers_of_tree;
 
 use super::error::Result;
-use super::weights::RankWeights;
+use super::weights::PassWeights;
 use crate::ops::GradWrite;
 use crate::tape::{GradSink, Gradients, Param};
 use candle_core::Tensor;
@@ -54,30 +54,29 @@ impl GradientSums {
 
     /// Starts the sums of a step of `rounds` rounds: micro-batches that the ranks compute at the
     /// same time.
-    pub(super) fn begin_step<'a>(
-        &'a self,
-        rounds: usize,
-        params: &'a [Param],
-        weights: &'a RankWeights,
-    ) -> StepSums<'a> {
+    pub(super) fn begin_step<'a>(&'a self, rounds: usize, params: &'a [Param]) -> StepSums<'a> {
         match self {
             Self::Alone(buffers) => StepSums::Alone(Tree::new(buffers, params)),
-            Self::Shared(sums) => StepSums::Shared { sums, params, weights, rounds },
+            Self::Shared(sums) => StepSums::Shared { sums, params, rounds },
         }
     }
 }
 
 pub(super) enum StepSums<'a> {
     Alone(Tree<'a>),
-    Shared { sums: &'a SharedSums, params: &'a [Param], weights: &'a RankWeights, rounds: usize },
+    Shared { sums: &'a SharedSums, params: &'a [Param], rounds: usize },
 }
 
-impl<'a> StepSums<'a> {
-    /// Receives the gradients of the micro-batch of a round.
-    pub(super) fn round(&self, round: usize) -> Result<Round<'a>> {
+impl StepSums<'_> {
+    /// Receives the gradients of the micro-batch of a round, a pass with `weights`.
+    pub(super) fn round<'r>(
+        &'r self,
+        round: usize,
+        weights: &'r PassWeights<'_>,
+    ) -> Result<Round<'r>> {
         match self {
             Self::Alone(tree) => Ok(Round { buffers: tree.next_buffer()?, shared: None }),
-            Self::Shared { sums, params, weights, rounds } => Ok(Round {
+            Self::Shared { sums, params, rounds } => Ok(Round {
                 buffers: sums.buffers(),
                 shared: Some(SharedRound::new(sums, (params, weights), round, *rounds)),
             }),
@@ -119,11 +118,6 @@ impl Round<'_> {
     pub(super) fn begin_backward(&self) -> Result<()> {
         self.shared.as_ref().map_or(Ok(()), SharedRound::begin)
     }
-
-    /// Returns the first error of [`GradSink::finished`], which cannot return one.
-    pub(super) fn result(self) -> Result<()> {
-        self.shared.map_or(Ok(()), SharedRound::result)
-    }
 }
 
 impl GradSink for Round<'_> {
@@ -135,9 +129,7 @@ impl GradSink for Round<'_> {
         self.buffers.product_buffer(param)
     }
 
-    fn finished(&self, params: &[&Param]) {
-        if let Some(shared) = &self.shared {
-            shared.finished(params);
-        }
+    fn finished(&self, params: &[&Param]) -> candle_core::Result<()> {
+        self.shared.as_ref().map_or(Ok(()), |shared| shared.finished(params))
     }
 }

@@ -5,8 +5,9 @@
 //! receives its share. With `shard: gradients` or `full`, the stages take turns in two buffers.
 
 use super::super::error::Result;
-use super::super::weights::RankWeights;
+use super::super::weights::PassWeights;
 use super::rounds::{num_open, num_sums, pairs_after};
+use crate::dist::into_op_error;
 use crate::dist::{Collective, Gather, Reduce, Shard, Then, Ticket};
 use crate::ops;
 use crate::tape::{Gradients, Layout, Param, slot_lens};
@@ -203,27 +204,21 @@ impl SharedSums {
 pub(super) struct SharedRound<'a> {
     sums: &'a SharedSums,
     params: &'a [Param],
-    weights: &'a RankWeights,
+    weights: &'a PassWeights<'a>,
     round: usize,
     rounds: usize,
     /// The sums of the stages in turn, by the number of the turn.
     tickets: RefCell<Vec<Ticket>>,
-    error: RefCell<Result<()>>,
 }
 
 impl<'a> SharedRound<'a> {
     pub(super) fn new(
         sums: &'a SharedSums,
-        (params, weights): (&'a [Param], &'a RankWeights),
+        (params, weights): (&'a [Param], &'a PassWeights<'a>),
         round: usize,
         rounds: usize,
     ) -> Self {
-        let (tickets, error) = (RefCell::default(), RefCell::new(Ok(())));
-        Self { sums, params, weights, round, rounds, tickets, error }
-    }
-
-    pub(super) fn result(self) -> Result<()> {
-        self.error.into_inner()
+        Self { sums, params, weights, round, rounds, tickets: RefCell::default() }
     }
 
     fn is_last(&self) -> bool {
@@ -244,17 +239,11 @@ impl<'a> SharedRound<'a> {
         Ok(first.map_or(Ok(()), ops::fill_zero)?)
     }
 
-    pub(super) fn finished(&self, params: &[&Param]) {
-        let mut error = self.error.borrow_mut();
-        if error.is_ok() {
-            *error = self.add_up(params);
-        }
-    }
-
-    fn add_up(&self, params: &[&Param]) -> Result<()> {
+    /// Adds up the gradients of a stage over the ranks.
+    pub(super) fn finished(&self, params: &[&Param]) -> candle_core::Result<()> {
         let Some(param) = params.first() else { return Ok(()) };
         let stage = self.sums.layout.stage_of(param);
-        self.weights.pass(stage); // in the same order on a rank that has not read them
+        self.weights.stage_done(stage).map_err(into_op_error)?; // in the same order on a rank that has not read them
         let Some(flat) = &self.sums.flat[stage] else { return Ok(()) };
         self.sums.buffers.end(params.iter().copied())?;
         if !self.sums.sums_rounds() && !self.is_last() {
@@ -264,20 +253,21 @@ impl<'a> SharedRound<'a> {
         let ticket = if self.sums.exact || self.sums.is_sharded() {
             let then = self.sums.then(stage, self.round, self.is_last());
             let reduce = Reduce { values: flat.clone(), then };
-            let ticket = collective.start_reduce(reduce)?;
+            let ticket = collective.start_reduce(reduce).map_err(into_op_error)?;
             if self.is_last() && !self.sums.is_sharded() {
                 let own = self.sums.own_sum(stage, self.rounds);
-                collective.start_gather(Gather { own, all: flat.clone() })?;
+                let gather = Gather { own, all: flat.clone() };
+                collective.start_gather(gather).map_err(into_op_error)?;
             }
             ticket
         } else {
-            collective.start_sum(vec![flat.clone()])?
+            collective.start_sum(vec![flat.clone()]).map_err(into_op_error)?
         };
         self.prepare_next(stage, ticket)
     }
 
     /// Zeroes the buffer of the next stage in turn, after the sum of the stage that used it before.
-    fn prepare_next(&self, stage: usize, ticket: Ticket) -> Result<()> {
+    fn prepare_next(&self, stage: usize, ticket: Ticket) -> candle_core::Result<()> {
         let turns = &self.sums.turns;
         let Some(turn) = turns.iter().position(|of| *of == stage) else { return Ok(()) };
         let mut tickets = self.tickets.borrow_mut();
@@ -286,8 +276,8 @@ impl<'a> SharedRound<'a> {
             return Ok(());
         };
         if let Some(before) = turn.checked_sub(1) {
-            self.sums.collective.wait_for(tickets[before])?;
+            self.sums.collective.wait_for(tickets[before]).map_err(into_op_error)?;
         }
-        Ok(ops::fill_zero(next)?)
+        ops::fill_zero(next)
     }
 }

@@ -1,7 +1,7 @@
 use super::super::datasets::metric_keys;
 use super::super::error::TrainError;
 use super::super::eval::Evaluator;
-use super::super::predict::{Predictor, StepPrediction};
+use super::super::predict::Predictor;
 use super::super::rejects::write_rejects;
 use super::super::step::StepRunner;
 use super::Observer;
@@ -39,7 +39,7 @@ impl Trainer {
         let ranks = &parts.runner.ranks;
         let stop = || parts.stop.load(Ordering::Relaxed) || ranks.is_stop_requested();
         let report = evaluator
-            .run_until(&*parts.runner.model, &stop, &|done| {
+            .run_until(&parts.runner.model, &stop, &|done| {
                 watch.borrow_mut().evaluating(done, total);
             })
             .map_err(TrainError::in_evaluation)?;
@@ -52,10 +52,12 @@ impl Trainer {
         }
         let answers = parts.evaluation.config.generate.as_ref().map(|config| {
             let StepRunner { model, device, ranks, weights, .. } = &parts.runner;
-            let predictor = Predictor { rows, config, model: &**model, device, ranks, weights };
+            let predictor = Predictor { rows, config, model, device, ranks, weights };
             let each = |done, total| watch.borrow_mut().evaluating(done, total);
             let answers = predictor.run_until(&stop, &each).map_err(TrainError::in_evaluation)?;
-            Ok::<_, TrainError>(answers.map(|answers| (predictor.means(&answers), answers)))
+            let both =
+                |answers: Vec<_>| (predictor.means(&answers), predictor.lines(step, answers));
+            Ok::<_, TrainError>(answers.map(both))
         });
         let answers = match answers.transpose()? {
             Some(None) => return Ok(false),
@@ -77,11 +79,10 @@ impl Trainer {
                 .with_accuracy(report.accuracy())
                 .with_datasets(metric_keys(rows.names(), &report.by_dataset(rows.names().len())));
         let observer = watch.into_inner();
-        if let Some((means, answers)) = answers {
+        if let Some((means, lines)) = answers {
             metrics.answers = means;
             if let Some(file) = &mut parts.logs.predictions {
-                let line = |prediction| StepPrediction { step, prediction };
-                answers.iter().try_for_each(|prediction| file.write(&line(prediction)))?;
+                lines.iter().try_for_each(|line| file.write(line))?;
             }
         }
         // Before the row: a run that was killed here evaluates again.

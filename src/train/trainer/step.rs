@@ -2,13 +2,12 @@
 
 use super::super::audit::audit;
 use super::super::config::OnNonFinite;
-use super::super::datasets::{SampleLoss, by_dataset, by_sample, count, metric_keys};
+use super::super::datasets::{by_dataset, count, metric_keys};
 use super::super::error::TrainError;
 use super::super::experts::StepChoices;
 use super::super::rejects::write_rejects;
 use super::super::sample_log::StepSamples;
-use super::super::step::StepOutcome;
-use super::super::step_report::{StepReport, StepReports};
+use super::super::step_result::StepResult;
 use super::{Observer, ReadyStep, Trainer};
 use crate::checkpoint::FolderLayout;
 use crate::data::StepData;
@@ -34,10 +33,10 @@ impl Trainer {
         let launched = self.parts.runner.launch(prepared, lr, step)?;
         self.look_ahead();
         let parts = &mut self.parts;
-        let mut outcome = parts.runner.finish(&launched)?;
+        let own_samples = data.own_samples();
+        let mut result = parts.runner.finish(&launched, &own_samples)?;
         let step_time_s = asked.elapsed().as_secs_f64();
         let sequence = parts.runner.ranks.sequence();
-        let own_samples = data.own_samples();
         let own_tokens: u64 = own_samples.iter().map(|size| u64::from(size.num_tokens)).sum();
         let device_memory = gpu_memory(&parts.runner.device);
         let values = RankValues {
@@ -46,37 +45,27 @@ impl Trainer {
             peak_memory_bytes: peak_memory_bytes(),
             peak_device_bytes: device_memory.map(|memory| [memory.peak, memory.reserved]),
         };
-        let report = StepReport { samples: by_sample(&own_samples, &outcome.losses), values };
-        let StepReports { samples: losses, ranks } =
-            report.gather(&data.owners, &parts.runner.ranks)?;
-        let rows = self.log_samples(step, &data, &losses)?;
-        let problem = outcome.problem.take();
-        let skipped = problem.is_some();
-        self.judge(&outcome, problem, &rows, step)?;
+        let ranks = result.gather(&data.owners, values, &parts.runner.ranks)?;
+        let rows = self.log_samples(step, &result)?;
+        self.judge(&mut result, &rows, step)?;
         // In the first step of an adapter, `A` has no gradient because `B` is zero.
         let is_first_of_adapter =
             step == 1 && self.parts.checkpoints.layout == FolderLayout::Adapter;
-        let is_audited = !is_first_of_adapter && !skipped;
+        let is_audited = !is_first_of_adapter && result.problem.is_none();
         if is_audited && self.audit.is_due(has_images) {
-            audit(&self.parts.runner, &outcome.squares, step, has_images);
+            audit(&self.parts.runner, &result.squares, step, has_images);
         }
-        let done = Done { skipped, step_time_s, values, ranks };
-        self.record(data, &outcome, &losses, done, observer)?;
-        self.squares = outcome.squares;
+        self.record(data, &result, step_time_s, values, ranks, observer)?;
+        self.squares = result.squares;
         Ok(())
     }
 
     /// Writes the samples of a step to `samples.jsonl`; returns the rows with the highest losses.
-    fn log_samples(
-        &mut self,
-        step: u64,
-        data: &StepData,
-        losses: &[SampleLoss],
-    ) -> Result<Vec<String>, TrainError> {
+    fn log_samples(&mut self, step: u64, result: &StepResult) -> Result<Vec<String>, TrainError> {
         if !self.is_first() {
             return Ok(Vec::new());
         }
-        let samples = StepSamples::new(step, &*self.parts.data.reader, &data.samples, losses);
+        let samples = StepSamples::new(step, &*self.parts.data.reader, &result.samples);
         if let Some(file) = &mut self.parts.logs.samples {
             file.write(&samples)?;
         }
@@ -88,29 +77,27 @@ impl Trainer {
     /// warns about values far outside of their recent range.
     fn judge(
         &mut self,
-        outcome: &StepOutcome,
-        problem: Option<TrainError>,
+        result: &mut StepResult,
         rows: &[String],
         step: u64,
     ) -> Result<(), TrainError> {
         let is_first = self.is_first();
         let parts = &mut self.parts;
         let rows = rows.join(", ");
-        if let Some(problem) = problem {
+        if let Some(problem) = &result.problem {
             let in_a_row = parts.state.health.skip();
-            if parts.steps.on_non_finite == OnNonFinite::Stop || in_a_row > parts.steps.max_skipped
-            {
-                if is_first {
+            let stops = parts.steps.on_non_finite == OnNonFinite::Stop
+                || in_a_row > parts.steps.max_skipped;
+            match (is_first, stops) {
+                (true, true) => {
                     tracing::error!(step, rows, "the rows with the highest losses of this step");
                 }
-                return Err(problem);
+                (true, false) => tracing::warn!(step, rows, in_a_row, "skipped a step: {problem}"),
+                (false, _) => {}
             }
-            if is_first {
-                tracing::warn!(step, rows, in_a_row, "skipped a step: {problem}");
-            }
-            return Ok(());
+            return result.problem.take_if(|_| stops).map_or(Ok(()), Err);
         }
-        let spikes = parts.state.health.add(outcome.loss, outcome.grad_norm);
+        let spikes = parts.state.health.add(result.loss, result.grad_norm);
         if !is_first {
             return Ok(());
         }
@@ -141,20 +128,20 @@ impl Trainer {
     fn record(
         &mut self,
         data: StepData,
-        outcome: &StepOutcome,
-        losses: &[SampleLoss],
-        done: Done,
+        result: &StepResult,
+        step_time_s: f64,
+        values: RankValues,
+        ranks: Option<RankMetrics>,
         observer: &mut dyn Observer,
     ) -> Result<(), TrainError> {
         let parts = &mut self.parts;
-        let Done { skipped, step_time_s, values, ranks } = done;
-        let (state, counts) = (&mut parts.state, outcome.counts);
+        let (state, counts) = (&mut parts.state, result.counts);
         state.step += 1;
         state.targets_seen += counts.num_targets;
         state.tokens_seen += data.num_tokens as u64;
         state.samples_seen += data.num_samples as u64;
         let names = &parts.data.dataset_names;
-        let sets = by_dataset(names.len(), &data.samples, losses);
+        let sets = by_dataset(names.len(), &result.samples);
         count(&mut state.datasets_seen, names, &sets);
         state.data = data.state;
         let rejected = parts.data.rejected_texts.with_rows(&state.data);
@@ -162,9 +149,9 @@ impl Trainer {
         let metrics = StepMetrics {
             step: state.step,
             epoch: data.epoch,
-            loss: outcome.loss,
-            grad_norm: outcome.grad_norm,
-            skipped,
+            loss: result.loss,
+            grad_norm: result.grad_norm,
+            skipped: result.problem.is_some(),
             lr: parts.steps.schedule.lr(state.step),
             num_tokens: data.num_tokens as u64,
             num_target_tokens: counts.num_targets,
@@ -186,7 +173,7 @@ impl Trainer {
             rejected_by_reason: rejected.by_reason,
             rejected_by_file: rejected.by_file,
             ranks,
-            experts: outcome.choices.as_ref().map(StepChoices::metrics).unwrap_or_default(),
+            experts: result.choices.as_ref().map(StepChoices::metrics).unwrap_or_default(),
             datasets: metric_keys(names, &sets),
         };
         if let Some(file) = &mut parts.logs.metrics {
@@ -195,14 +182,4 @@ impl Trainer {
         observer.step(&metrics, parts.state.total_steps);
         Ok(())
     }
-}
-
-/// Whether a step was skipped, its times, and those of all ranks.
-#[derive(Clone, Copy)]
-struct Done {
-    skipped: bool,
-    step_time_s: f64,
-    /// Speed and memory of this rank.
-    values: RankValues,
-    ranks: Option<RankMetrics>,
 }

@@ -5,88 +5,155 @@ mod prefetch;
 mod slots;
 mod visiting;
 
-pub(super) use slots::{Pass, slot_elements};
+use slots::GatherPass;
+pub(super) use slots::{PassKind, slot_elements};
 pub use slots::{SlotTensors, WeightSlots};
 pub use visiting::{StoredWeight, VisitingMemory, VisitingWeights, WeightStorage, visiting_memory};
 
+use super::error::TrainError;
 use super::ranks::Ranks;
 use crate::dist::{Collective, DistError, Gather};
+use crate::ops::HeadExchange;
+use crate::tape::{Param, Pass, Weights};
 use candle_core::Tensor;
 use std::sync::Arc;
 
-pub enum RankWeights {
+/// The weights of a rank. The default are whole weights in memory.
+#[derive(Default)]
+pub struct RankWeights {
+    pub division: WeightDivision,
+    /// Frozen weights that are stored elsewhere.
+    pub stored: Option<VisitingWeights>,
+}
+
+/// How the ranks divide the weights that are not stored elsewhere.
+#[derive(Default)]
+pub enum WeightDivision {
     /// This rank updates all of them.
+    #[default]
     Whole,
     /// This rank updates its share of these flat tensors, and receives the other shares.
     Gathered(Vec<Tensor>, Arc<dyn Collective>),
     /// This rank has its share only. The weights of a stage are gathered when they are used.
-    Slots(Arc<WeightSlots>),
+    Slots(WeightSlots),
 }
 
 impl RankWeights {
     /// Whether this rank has all weights between the passes.
     pub fn are_whole(&self) -> bool {
-        !matches!(self, Self::Slots(_))
+        !matches!(self.division, WeightDivision::Slots(_))
     }
 
     /// Makes an update by all ranks visible.
     pub(super) fn updated(&self) -> Result<(), DistError> {
-        match self {
-            Self::Gathered(flat, collective) => {
+        match &self.division {
+            WeightDivision::Gathered(flat, collective) => {
                 for all in flat {
                     collective.start_gather(Gather { own: None, all: all.clone() })?;
                 }
                 collective.wait()
             }
-            Self::Slots(slots) => {
-                slots.forget();
+            WeightDivision::Slots(slots) => {
+                slots.invalidate();
                 Ok(())
             }
-            Self::Whole => Ok(()),
+            WeightDivision::Whole => Ok(()),
         }
     }
 
-    /// Starts a pass over the model. All ranks make the same passes.
-    pub(super) fn begin(&self, pass: Pass) {
-        if let Self::Slots(slots) = self {
-            slots.begin(pass);
-        }
+    /// The weights for a pass over the model. All ranks make the same passes.
+    pub(super) fn for_pass<'a>(&'a self, kind: PassKind, ranks: &'a Ranks) -> PassWeights<'a> {
+        let gathers = match &self.division {
+            WeightDivision::Slots(slots) => Some(slots.pass(kind)),
+            _ => None,
+        };
+        PassWeights { stored: self.stored.as_ref(), gathers, exchange: ranks.exchange() }
     }
 
-    /// Begins a pass that computes no gradients, to be ended by [`Self::end`]. If each rank has a
-    /// share of the weights only, all ranks make the same number of passes: a rank that `has_work`
-    /// makes one, and the others take part in its gathers. Returns whether there is a pass.
-    pub(super) fn begin_forward(&self, ranks: &Ranks, has_work: bool) -> Result<bool, DistError> {
+    /// Whether there is a pass without gradients: this rank has work or, if each rank has a share of
+    /// the weights only, any rank has, and the others take part in its gathers.
+    pub(super) fn any_has_work(&self, ranks: &Ranks, has_work: bool) -> Result<bool, DistError> {
         if self.are_whole() {
             return Ok(has_work);
         }
-        let any = ranks.gather(has_work)?.contains(&true);
-        if any {
-            self.begin(Pass::Forward);
+        Ok(ranks.gather(has_work)?.contains(&true))
+    }
+
+    /// Calls `f` with a pass that computes no gradients, after [`Self::any_has_work`].
+    pub(super) fn forward_pass<T>(
+        &self,
+        ranks: &Ranks,
+        f: impl FnOnce(&Pass<'_>) -> Result<T, TrainError>,
+    ) -> Result<T, TrainError> {
+        let weights = self.for_pass(PassKind::Forward, ranks);
+        let result = f(&weights.pass()).map_err(|error| ranks.cause(error));
+        if matches!(result, Err(TrainError::Ranks(_))) {
+            return result;
         }
-        Ok(any)
+        let ended = weights.end(); // other ranks wait for the gathers of this pass
+        let value = result?;
+        ended?;
+        Ok(value)
+    }
+
+    /// Calls `f` with a pass that computes no gradients. The other ranks make passes too, or
+    /// [take part](Self::take_part).
+    pub(super) fn inference<T>(
+        &self,
+        ranks: &Ranks,
+        f: impl FnOnce(&Pass<'_>) -> Result<T, TrainError>,
+    ) -> Result<T, TrainError> {
+        self.any_has_work(ranks, true)?;
+        self.forward_pass(ranks, f)
     }
 
     /// Takes part in the passes of other ranks, until no rank has work.
-    pub(super) fn help(&self, ranks: &Ranks) -> Result<(), DistError> {
-        while self.begin_forward(ranks, false)? {
-            self.end()?;
+    pub(super) fn take_part(&self, ranks: &Ranks) -> Result<(), TrainError> {
+        while self.any_has_work(ranks, false)? {
+            self.forward_pass(ranks, |_| Ok(()))?;
         }
         Ok(())
     }
 
-    /// Reports that backward has finished a stage.
-    pub(super) fn pass(&self, stage: usize) {
-        if let Self::Slots(slots) = self {
-            slots.pass(stage);
-        }
+    /// The weight of `param` for a checkpoint, read from where it is kept.
+    pub fn saved(&self, param: &Param) -> candle_core::Result<Tensor> {
+        let stored = self.stored.as_ref().map(|stored| stored.saved(param)).transpose()?;
+        stored.flatten().map_or_else(|| param.tensor(), Ok)
+    }
+}
+
+/// The weights of a rank during one pass over the model.
+pub(super) struct PassWeights<'a> {
+    stored: Option<&'a VisitingWeights>,
+    gathers: Option<GatherPass<'a>>,
+    exchange: Option<&'a dyn HeadExchange>,
+}
+
+impl PassWeights<'_> {
+    /// A pass with these weights, which trains nothing.
+    pub(super) fn pass(&self) -> Pass<'_> {
+        Pass { exchange: self.exchange, ..Pass::inference(self) }
     }
 
-    /// Ends a pass, also if this rank has not read all weights. Returns its first error.
-    pub(super) fn end(&self) -> Result<(), DistError> {
-        match self {
-            Self::Slots(slots) => slots.end(),
-            _ => Ok(()),
+    /// Reports that backward has finished a stage.
+    pub(super) fn stage_done(&self, stage: usize) -> Result<(), DistError> {
+        self.gathers.as_ref().map_or(Ok(()), |gathers| gathers.stage_done(stage))
+    }
+
+    /// Ends the pass, also if this rank has not read all weights.
+    pub(super) fn end(self) -> Result<(), DistError> {
+        self.gathers.map_or(Ok(()), GatherPass::end)
+    }
+}
+
+impl Weights for PassWeights<'_> {
+    fn weight(&self, param: &Param) -> candle_core::Result<Tensor> {
+        if let Some(stored) = self.stored.filter(|stored| stored.has(param)) {
+            return stored.weight(param);
+        }
+        match &self.gathers {
+            Some(gathers) => gathers.weight(param),
+            None => param.tensor(),
         }
     }
 }

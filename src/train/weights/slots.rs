@@ -8,15 +8,16 @@
 //! stages: a batch without images does not use the vision encoder. So the order is fixed, and a
 //! rank takes part in the gathers of the stages that it does not read.
 
-use crate::dist::{Collective, DistError, Gather, Ticket};
-use crate::tape::{Layout, Param, Residency, slot_lens};
+use crate::dist::{Collective, DistError, Gather, Ticket, into_op_error};
+use crate::tape::{Layout, Param, slot_lens};
 use candle_core::{DType, Device, Result, Tensor};
+use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What a pass over the model reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in super::super) enum Pass {
+pub(in super::super) enum PassKind {
     /// Forward and head.
     Forward,
     /// Forward, head and backward.
@@ -33,24 +34,33 @@ struct Order {
 
 pub struct WeightSlots {
     order: Order,
+    /// By parameter.
+    stages: Vec<usize>,
     /// The share of this rank and all weights, for the buckets of each stage.
     buckets: Vec<Vec<(Tensor, Tensor)>>,
     /// For each parameter, the elements that this rank has.
     held: Vec<Vec<(Range<usize>, Tensor)>>,
     collective: Arc<dyn Collective>,
-    state: Mutex<GatherState>,
+    /// The stage in each slot, or on its way there, and its gather.
+    present: Mutex<Present>,
+}
+
+type Present = [Option<(usize, Option<Ticket>)>; 2];
+
+/// The gathers of one pass over the model.
+pub(super) struct GatherPass<'a> {
+    slots: &'a WeightSlots,
+    /// The stages that the pass reads.
+    order: &'a [usize],
+    state: RefCell<Gathered>,
 }
 
 #[derive(Default)]
-struct GatherState {
-    pass: Option<Pass>,
+struct Gathered {
     /// Number of stages of the pass that were read or skipped.
     entered: usize,
-    /// The gathers of the pass so far.
+    /// The gathers so far.
     tickets: Vec<Option<Ticket>>, // None: nothing to gather
-    /// The stage in each slot, or on its way there, and its gather.
-    present: [Option<(usize, Option<Ticket>)>; 2],
-    error: Option<DistError>,
 }
 
 /// The slot of a stage: neighbouring stages have different slots.
@@ -82,10 +92,10 @@ impl Order {
         Self { stages, head: position }
     }
 
-    fn of(&self, pass: Pass) -> &[usize] {
-        match pass {
-            Pass::Forward => &self.stages[..=self.head],
-            Pass::Train => &self.stages,
+    fn of(&self, kind: PassKind) -> &[usize] {
+        match kind {
+            PassKind::Forward => &self.stages[..=self.head],
+            PassKind::Train => &self.stages,
         }
     }
 }
@@ -120,7 +130,7 @@ impl SlotTensors {
 }
 
 impl WeightSlots {
-    /// Gathers the weights of `tensors` with `collective`, and becomes the home of `params`.
+    /// Gathers the weights of `tensors`, those of `params`, with `collective`.
     /// `table` is the parameter of the token embedding.
     pub fn new(
         layout: &Layout,
@@ -128,7 +138,7 @@ impl WeightSlots {
         tensors: SlotTensors,
         (params, head, table): (&[Param], &Param, &Param),
         collective: Arc<dyn Collective>,
-    ) -> Result<Arc<Self>> {
+    ) -> Result<Self> {
         let mut held = vec![Vec::new(); params.len()];
         for (stage, tensors) in layout.stages().iter().zip(&tensors.buckets) {
             for (bucket, (own, _)) in stage.buckets().zip(tensors) {
@@ -143,13 +153,12 @@ impl WeightSlots {
         let trained = (0..num_stages).rev().find(trained).unwrap_or_default();
         let order = Order::new(num_stages, layout.stage_of(head), layout.stage_of(table), trained);
         let SlotTensors { buckets } = tensors;
-        let state = Mutex::default();
-        let slots = Arc::new(Self { order, buckets, held, collective, state });
+        let mut stages = vec![0; params.len()];
         for param in params {
-            let home: Arc<dyn Residency> = Arc::<Self>::clone(&slots);
-            param.set_home(layout.stage_of(param), home)?;
+            param.set_elsewhere()?;
+            stages[param.index()] = layout.stage_of(param);
         }
-        Ok(slots)
+        Ok(Self { order, stages, buckets, held, collective, present: Mutex::default() })
     }
 
     /// The elements of a parameter that this rank has.
@@ -157,97 +166,88 @@ impl WeightSlots {
         self.held[param.index()].clone()
     }
 
-    fn state(&self) -> MutexGuard<'_, GatherState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn present(&self) -> MutexGuard<'_, Present> {
+        self.present.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Records that all weights have changed.
-    pub(super) fn forget(&self) {
-        self.state().present = [None; 2];
+    pub(super) fn invalidate(&self) {
+        *self.present() = [None; 2];
     }
 
-    pub(super) fn begin(&self, pass: Pass) {
-        let mut state = self.state();
-        (state.pass, state.entered) = (Some(pass), 0);
-        state.tickets.clear();
+    pub(super) fn pass(&self, kind: PassKind) -> GatherPass<'_> {
+        GatherPass { slots: self, order: self.order.of(kind), state: RefCell::default() }
     }
 
-    pub(super) fn pass(&self, stage: usize) {
-        let mut state = self.state();
-        let Some(pass) = state.pass else { return };
-        let of_stage = |order: &[usize]| order.iter().rposition(|of| *of == stage);
-        let position = of_stage(self.order.of(pass)).filter(|at| *at >= self.order.head);
-        if let Some(position) = position {
-            self.advance(&mut state, pass, position);
+    /// Starts the gather of a stage, unless it is present.
+    fn gather(&self, stage: usize) -> std::result::Result<Option<Ticket>, DistError> {
+        let (mut present, slot) = (self.present(), slot_of(stage));
+        if let Some((of, ticket)) = present[slot]
+            && of == stage
+        {
+            return Ok(ticket); // an earlier pass may not have waited for it
+        }
+        present[slot] = None;
+        let mut last = None;
+        for (own, all) in &self.buckets[stage] {
+            let gather = Gather { own: Some(own.clone()), all: all.clone() };
+            last = Some(self.collective.start_gather(gather)?);
+        }
+        present[slot] = Some((stage, last));
+        Ok(last)
+    }
+}
+
+impl GatherPass<'_> {
+    /// The weight of a parameter, after the gather of its stage.
+    pub(super) fn weight(&self, param: &Param) -> Result<Tensor> {
+        self.enter(self.slots.stages[param.index()]).map_err(into_op_error)?;
+        Ok(param.buffer())
+    }
+
+    fn enter(&self, stage: usize) -> std::result::Result<(), DistError> {
+        let mut state = self.state.borrow_mut();
+        if state.entered > 0 && self.order[state.entered - 1] == stage {
+            return Ok(());
+        }
+        let Some(ahead) = self.order[state.entered..].iter().position(|of| *of == stage) else {
+            let problem = format!("the weights of stage {stage} were read out of order");
+            return Err(DistError::Collective { operation: "a gather", problem });
+        };
+        let position = state.entered + ahead;
+        self.advance(&mut state, position)?;
+        match state.tickets.get(position) {
+            Some(Some(ticket)) => self.slots.collective.wait_for(*ticket),
+            _ => Ok(()),
         }
     }
 
-    pub(super) fn end(&self) -> std::result::Result<(), DistError> {
-        let mut state = self.state();
-        if let Some(pass) = state.pass.take() {
-            self.advance(&mut state, pass, self.order.of(pass).len() - 1);
+    /// Reports that backward has finished a stage, whose weights it may not have read.
+    pub(super) fn stage_done(&self, stage: usize) -> std::result::Result<(), DistError> {
+        let position = self.order.iter().rposition(|of| *of == stage);
+        match position.filter(|at| *at >= self.slots.order.head) {
+            Some(position) => self.advance(&mut self.state.borrow_mut(), position),
+            None => Ok(()),
         }
-        state.error.clone().map_or(Ok(()), Err)
+    }
+
+    /// Takes part in the gathers of the stages that this rank has not read.
+    pub(super) fn end(self) -> std::result::Result<(), DistError> {
+        self.advance(&mut self.state.borrow_mut(), self.order.len() - 1)
     }
 
     /// Takes part in all gathers up to `position` of the pass, and starts the next one.
-    fn advance(&self, state: &mut GatherState, pass: Pass, position: usize) {
-        let order = self.order.of(pass);
-        while state.entered <= position && state.error.is_none() {
+    fn advance(&self, state: &mut Gathered, position: usize) -> std::result::Result<(), DistError> {
+        let order = self.order;
+        while state.entered <= position {
             let at = state.entered;
             state.entered += 1;
             let next = (at + 1).min(order.len() - 1);
             // The next stage can be gathered now if it does not replace the weights in use.
             let end = if slot_of(order[next]) == slot_of(order[at]) { at } else { next };
-            while state.tickets.len() <= end && state.error.is_none() {
-                self.gather(state, order[state.tickets.len()]);
+            while state.tickets.len() <= end {
+                state.tickets.push(self.slots.gather(order[state.tickets.len()])?);
             }
-        }
-    }
-
-    /// Starts the gather of a stage, unless it is present.
-    fn gather(&self, state: &mut GatherState, stage: usize) {
-        let slot = slot_of(stage);
-        if let Some((present, ticket)) = state.present[slot]
-            && present == stage
-        {
-            state.tickets.push(ticket); // an earlier pass may not have waited for it
-            return;
-        }
-        let mut last = None;
-        for (own, all) in &self.buckets[stage] {
-            let gather = Gather { own: Some(own.clone()), all: all.clone() };
-            match self.collective.start_gather(gather) {
-                Ok(ticket) => last = Some(ticket),
-                Err(error) => state.error = Some(error),
-            }
-        }
-        state.present[slot] = Some((stage, last));
-        state.tickets.push(last);
-    }
-}
-
-impl Residency for WeightSlots {
-    fn enter(&self, stage: usize) -> Result<()> {
-        let mut state = self.state();
-        // A read outside of a pass is a bug: the slots may have the weights of another stage.
-        let pass =
-            state.pass.expect("weights that are divided among ranks are read in a pass only");
-        let order = self.order.of(pass);
-        if state.entered > 0 && order[state.entered - 1] == stage {
-            return Ok(());
-        }
-        let Some(ahead) = order[state.entered..].iter().position(|of| *of == stage) else {
-            let problem = format!("the weights of stage {stage} were read out of order");
-            state.error.get_or_insert(DistError::Collective { operation: "a gather", problem });
-            return Ok(());
-        };
-        let position = state.entered + ahead;
-        self.advance(&mut state, pass, position);
-        if let Some(Some(ticket)) = state.tickets.get(position).copied()
-            && let Err(error) = self.collective.wait_for(ticket)
-        {
-            state.error.get_or_insert(error);
         }
         Ok(())
     }
@@ -261,18 +261,18 @@ mod tests {
     fn passes_read_the_stages_forward_and_back() {
         // own head 0, norm 1, layers 2 and 3, embedding 4
         let own = Order::new(5, 0, 4, 4);
-        assert_eq!(own.of(Pass::Train), [4, 3, 2, 1, 0, 1, 2, 3]);
-        assert_eq!(own.of(Pass::Forward), [4, 3, 2, 1, 0]);
+        assert_eq!(own.of(PassKind::Train), [4, 3, 2, 1, 0, 1, 2, 3]);
+        assert_eq!(own.of(PassKind::Forward), [4, 3, 2, 1, 0]);
         // norm 0, layers 1 and 2, embedding 3 with the tied head, merger 4, patches 5
         let tied = Order::new(6, 3, 3, 5);
-        assert_eq!(tied.of(Pass::Train), [5, 4, 3, 2, 1, 0, 3, 0, 1, 2, 4, 5]);
-        assert_eq!(tied.of(Pass::Forward), [5, 4, 3, 2, 1, 0, 3]);
+        assert_eq!(tied.of(PassKind::Train), [5, 4, 3, 2, 1, 0, 3, 0, 1, 2, 4, 5]);
+        assert_eq!(tied.of(PassKind::Forward), [5, 4, 3, 2, 1, 0, 3]);
         // only the last layer is trained
-        assert_eq!(Order::new(5, 0, 4, 2).of(Pass::Train), [4, 3, 2, 1, 0, 1, 2]);
+        assert_eq!(Order::new(5, 0, 4, 2).of(PassKind::Train), [4, 3, 2, 1, 0, 1, 2]);
         // only the own head is trained: backward runs through the norm
-        assert_eq!(Order::new(5, 0, 4, 0).of(Pass::Train), [4, 3, 2, 1, 0, 1]);
+        assert_eq!(Order::new(5, 0, 4, 0).of(PassKind::Train), [4, 3, 2, 1, 0, 1]);
         // the main merger is trained: backward runs through the other mergers too
         let vision = Order::new(8, 3, 3, 4);
-        assert_eq!(vision.of(Pass::Train)[9..], [0, 1, 2, 4, 5, 6, 7]);
+        assert_eq!(vision.of(PassKind::Train)[9..], [0, 1, 2, 4, 5, 6, 7]);
     }
 }

@@ -12,10 +12,10 @@
 use super::prefetch::Prefetch;
 use crate::metrics::Division;
 use crate::ops::{Nf4, nf4_bytes};
-use crate::tape::{Param, Residency, slot_lens};
+use crate::tape::{Param, slot_lens};
 use candle_core::{DType, Device, Result, Tensor};
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 /// Elements between the starts of two weights in a slot: kernels read aligned weights faster.
 const ALIGNMENT: usize = 64;
@@ -146,15 +146,15 @@ impl SlotPlaces {
 }
 
 impl VisitingWeights {
-    /// Allocates slots on `device`, and becomes the home of the parameters of `stored`, which has
-    /// the weights by the indexes of their parameters.
+    /// Allocates slots on `device` for the weights of `stored`, which has them by the indexes of
+    /// their parameters.
     pub fn install(
         stages: &[Vec<&Param>],
         params: &[Param],
         mut stored: HashMap<usize, StoredWeight>,
         dtype: DType,
         device: &Device,
-    ) -> Result<Arc<Self>> {
+    ) -> Result<Self> {
         let visit: Vec<bool> = (0..params.len()).map(|index| stored.contains_key(&index)).collect();
         let SlotPlaces { starts, slots, slot_lens: [first, second] } =
             SlotPlaces::new(stages, &visit);
@@ -182,12 +182,8 @@ impl VisitingWeights {
         let prefetch = (num_on_host > 0).then(|| Prefetch::new(device));
         let (prefetch, state) = (prefetch.transpose()?, Mutex::default());
         let visiting = (0..stages.len()).filter(|stage| !visitors[*stage].is_empty()).collect();
-        let weights = Arc::new(Self { prefetch, visitors, slots, places, visiting, state });
-        for (index, (stage, _)) in &weights.places {
-            let home: Arc<dyn Residency> = Arc::<Self>::clone(&weights);
-            params[*index].set_home(*stage, home)?;
-        }
-        Ok(weights)
+        places.keys().try_for_each(|index| params[*index].set_elsewhere())?;
+        Ok(Self { prefetch, visitors, slots, places, visiting, state })
     }
 }
 
@@ -236,7 +232,21 @@ impl VisitingWeights {
     }
 }
 
-impl Residency for VisitingWeights {
+impl VisitingWeights {
+    /// Whether the weight of `param` is stored here.
+    pub(super) fn has(&self, param: &Param) -> bool {
+        self.places.contains_key(&param.index())
+    }
+
+    /// The weight of `param`, in its slot.
+    pub(super) fn weight(&self, param: &Param) -> Result<Tensor> {
+        if let Some((stage, _)) = self.places.get(&param.index()) {
+            self.enter(*stage)?;
+        }
+        Ok(param.buffer())
+    }
+
+    /// Brings the weights of a stage into its slot, and starts to bring those of the next one.
     fn enter(&self, stage: usize) -> Result<()> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let is_present = |state: &CopyState, stage: usize| {
@@ -256,7 +266,9 @@ impl Residency for VisitingWeights {
         Ok(())
     }
 
-    fn stored(&self, param: &Param) -> Result<Option<Tensor>> {
+    /// The weight of `param` for a checkpoint; `None` if it is not stored here. The slots stay as
+    /// they are.
+    pub fn saved(&self, param: &Param) -> Result<Option<Tensor>> {
         let Some((stage, at)) = self.places.get(&param.index()) else { return Ok(None) };
         let VisitingWeight { stored, place } = &self.visitors[*stage][*at];
         match stored {
@@ -295,26 +307,30 @@ mod tests {
         StoredWeight::Host(Tensor::full(value, param.shape(), &Device::Cpu).unwrap())
     }
 
-    fn install(params: &[Param], visit: &[bool]) -> Arc<VisitingWeights> {
+    fn install(params: &[Param], visit: &[bool]) -> VisitingWeights {
         let stored = params.iter().filter(|param| visit[param.index()]);
         let stored = stored.map(|param| (param.index(), on_host(param))).collect();
         let stages = stages(params);
         VisitingWeights::install(&stages, params, stored, DType::F32, &Device::Cpu).unwrap()
     }
 
-    fn read(param: &Param) -> Vec<f32> {
-        param.tensor().flatten_all().unwrap().to_vec1().unwrap()
+    /// The weight of `param` as a pass reads it.
+    fn read(weights: &VisitingWeights, param: &Param) -> Vec<f32> {
+        let has = weights.has(param);
+        assert!(has != param.tensor().is_ok());
+        let weight = if has { weights.weight(param) } else { param.tensor() };
+        weight.unwrap().flatten_all().unwrap().to_vec1().unwrap()
     }
 
     #[test]
     fn a_weight_that_is_read_is_in_its_slot_and_the_others_stay_as_they_are() {
         let (params, visit) = model();
-        install(&params, &visit);
+        let weights = install(&params, &visit);
         for stage in [0, 1, 2, 1, 0, 0, 2] {
             let [visitor, kept] = [&params[2 * stage], &params[2 * stage + 1]];
             let expected = vec![2.0 * stage as f32 + 1.0; visitor.shape().elem_count()];
-            assert_eq!(read(visitor), expected);
-            assert_eq!(read(kept), vec![0.0; kept.shape().elem_count()]);
+            assert_eq!(read(&weights, visitor), expected);
+            assert_eq!(read(&weights, kept), vec![0.0; kept.shape().elem_count()]);
         }
     }
 
@@ -329,14 +345,14 @@ mod tests {
     #[test]
     fn a_stage_that_is_present_is_not_copied_again() {
         let (params, visit) = model();
-        install(&params, &visit);
-        read(&params[0]);
-        read(&params[2]); // in the other slot
-        let weight = params[2].tensor();
+        let weights = install(&params, &visit);
+        read(&weights, &params[0]);
+        read(&weights, &params[2]); // in the other slot
+        let weight = params[2].buffer();
         weight.slice_set(&Tensor::full(9f32, (3, 30), &Device::Cpu).unwrap(), 0, 0).unwrap();
-        read(&params[4]); // in the slot of the first
-        assert_eq!(read(&params[2]), [9.0; 90]);
-        assert_eq!(read(&params[0]), [1.0; 6]);
+        read(&weights, &params[4]); // in the slot of the first
+        assert_eq!(read(&weights, &params[2]), [9.0; 90]);
+        assert_eq!(read(&weights, &params[0]), [1.0; 6]);
     }
 
     #[test]
@@ -363,7 +379,7 @@ mod tests {
             ] {
                 let visitor = &params[2 * stage];
                 let values = vec![2.0 * stage as f32 + 1.0; visitor.shape().elem_count()];
-                assert_eq!(read(visitor), values);
+                assert_eq!(read(&weights, visitor), values);
                 assert_eq!(present(&weights), expected, "after stage {stage}");
             }
         }
@@ -372,11 +388,11 @@ mod tests {
     #[test]
     fn a_checkpoint_has_the_stored_weight_although_another_stage_is_in_the_slot() {
         let (params, visit) = model();
-        install(&params, &visit);
-        read(&params[4]);
-        let stored = params[0].stored().unwrap().flatten_all().unwrap();
+        let weights = install(&params, &visit);
+        read(&weights, &params[4]);
+        let stored = weights.saved(&params[0]).unwrap().unwrap().flatten_all().unwrap();
         assert_eq!(stored.to_vec1::<f32>().unwrap(), [1.0; 6]);
-        assert_eq!(read(&params[4]), [5.0; 5]);
+        assert_eq!(read(&weights, &params[4]), [5.0; 5]);
     }
 
     #[test]
@@ -390,20 +406,16 @@ mod tests {
     }
 
     #[test]
-    fn a_weight_that_cannot_be_copied_gives_a_tensor_that_no_op_accepts() {
-        let (params, _) = model();
-        let wrong = StoredWeight::Host(Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap());
-        let stored = [(3, wrong)].into(); // of the shape [2, 2]
-        let stages = stages(&params);
-        VisitingWeights::install(&stages, &params, stored, DType::F32, &Device::Cpu).unwrap();
-        let x = Tensor::zeros((1, 2), DType::F32, &Device::Cpu).unwrap();
-        assert!(crate::ops::linear(&x, &params[3].tensor(), None).is_ok());
-        let wrong = StoredWeight::Host(Tensor::zeros(5, DType::F32, &Device::Cpu).unwrap());
-        let (params, _) = model();
-        let stages = self::stages(&params);
-        let stored = [(3, wrong)].into();
-        VisitingWeights::install(&stages, &params, stored, DType::F32, &Device::Cpu).unwrap();
-        let error = crate::ops::linear(&x, &params[3].tensor(), None).unwrap_err();
-        assert!(error.to_string().contains("must be contiguous"), "{error}");
+    fn a_weight_that_cannot_be_copied_is_an_error_of_the_pass_that_reads_it() {
+        for (elements, is_copied) in [(4, true), (5, false)] {
+            let stored =
+                StoredWeight::Host(Tensor::zeros(elements, DType::F32, &Device::Cpu).unwrap());
+            let (params, _) = model();
+            let (stages, stored) = (stages(&params), [(3, stored)].into()); // of the shape [2, 2]
+            let dtype = DType::F32;
+            let weights =
+                VisitingWeights::install(&stages, &params, stored, dtype, &Device::Cpu).unwrap();
+            assert_eq!(weights.weight(&params[3]).is_ok(), is_copied);
+        }
     }
 }

@@ -8,6 +8,7 @@ use crate::harness::device;
 use candle_core::Tensor;
 use trainer::batch::EncodedSample;
 use trainer::models::Cache;
+use trainer::tape::Pass;
 
 /// The first `tokens` tokens of a sample, with the first `images` images.
 fn prefix(whole: &EncodedSample, tokens: usize, images: usize) -> EncodedSample {
@@ -37,7 +38,7 @@ fn assert_row(what: &str, found: &Tensor, expected: &[f32], tolerance: Tolerance
 
 /// The hidden state of one more token of one sample.
 fn extend(subject: &Subject, id: u32, cache: &mut Cache) -> Tensor {
-    subject.model.extend(&[id], &mut [cache], 1, &device()).unwrap()
+    subject.model.extend(&[id], &mut [cache], 1, &device(), &Pass::default()).unwrap()
 }
 
 #[test]
@@ -50,7 +51,8 @@ fn hidden_states_from_the_cache_equal_those_of_the_whole_sample() {
         // Prompts that end directly after an image, and later.
         for (prompt, images) in [(3, 0), (9, 1), (11, 1), (13, 2), (14, 2), (20, 2)] {
             let start = packed(&[prefix(&whole, prompt, images)]);
-            let (last, mut cache) = subject.model.prefill(start, &device()).unwrap();
+            let (last, mut cache) =
+                subject.model.prefill(start, &device(), &Pass::default()).unwrap();
             assert_row(&format!("prompt of {prompt}"), &last, &rows[prompt - 1], tolerance(shape));
             let next_image = whole.vision_rows.iter().find(|row| **row as usize >= prompt);
             let end = next_image.map_or(whole.len(), |row| *row as usize);
@@ -73,14 +75,15 @@ fn a_prompt_after_its_cached_start_has_the_hidden_state_of_the_whole_prompt() {
         for (start, images) in [(1, 0), (3, 0), (9, 1), (11, 1), (13, 2), (20, 2)] {
             let start = packed(&[prefix(&whole, start, images)]);
             let tokens = start.input_ids.len();
-            let (_, mut cache) = subject.model.prefill(start, &device()).unwrap();
+            let (_, mut cache) = subject.model.prefill(start, &device(), &Pass::default()).unwrap();
             // Other tokens of an answer, which the next prompt does not have.
             for id in [5, 9] {
                 extend(&subject, id, &mut cache);
             }
             cache.truncate(tokens);
             let all = packed(std::slice::from_ref(&whole));
-            let last = subject.model.prefill_rest(all, &mut cache, &device()).unwrap();
+            let last =
+                subject.model.prefill_rest(all, &mut cache, &device(), &Pass::default()).unwrap();
             assert_eq!(cache.num_tokens(), whole.len());
             assert_row(
                 &format!("after {tokens} tokens"),
@@ -96,9 +99,9 @@ fn a_prompt_after_its_cached_start_has_the_hidden_state_of_the_whole_prompt() {
 fn a_cache_belongs_to_its_own_prompt() {
     let subject = Subject::new(&Weights::random(SHAPES[1], 82), Backend::Flash);
     let prompts = [sample(83, &[Text(4)]), sample(84, &[Image([1, 4, 2]), Text(2)])];
-    let mut caches = prompts
-        .clone()
-        .map(|prompt| subject.model.prefill(packed(&[prompt]), &device()).unwrap().1);
+    let mut caches = prompts.clone().map(|prompt| {
+        subject.model.prefill(packed(&[prompt]), &device(), &Pass::default()).unwrap().1
+    });
     // Alternating between the two caches, compared with one after the other.
     let mut in_turns = [vec![], vec![]];
     for id in [5, 9, 2] {
@@ -107,7 +110,8 @@ fn a_cache_belongs_to_its_own_prompt() {
         }
     }
     for (prompt, in_turns) in prompts.into_iter().zip(in_turns) {
-        let (_, mut cache) = subject.model.prefill(packed(&[prompt]), &device()).unwrap();
+        let (_, mut cache) =
+            subject.model.prefill(packed(&[prompt]), &device(), &Pass::default()).unwrap();
         let alone = [5, 9, 2].map(|id| super::host(&extend(&subject, id, &mut cache)));
         assert_eq!(in_turns, alone);
     }
@@ -122,16 +126,19 @@ fn logits(
     let model = &subject.model;
     let mut caches: Vec<Cache> = samples
         .iter()
-        .map(|(prompt, _)| model.prefill(packed(std::slice::from_ref(prompt)), &device()))
+        .map(|(prompt, _)| {
+            model.prefill(packed(std::slice::from_ref(prompt)), &device(), &Pass::default())
+        })
         .map(|prefilled| prefilled.unwrap().1)
         .collect();
     let mut hidden = None;
     for step in 0..3 {
         let ids: Vec<u32> = samples.iter().map(|(_, ids)| ids[step]).collect();
         let mut caches: Vec<&mut Cache> = caches.iter_mut().collect();
-        hidden = Some(model.extend(&ids, &mut caches, num_rows, &device()).unwrap());
+        hidden =
+            Some(model.extend(&ids, &mut caches, num_rows, &device(), &Pass::default()).unwrap());
     }
-    let head = model.lm_head().tensor();
+    let head = model.lm_head().tensor().unwrap();
     let logits = trainer::ops::linear(&hidden.unwrap(), &head, None).unwrap(); // [R, V]
     (0..samples.len()).map(|row| super::host(&logits.get(row).unwrap())).collect()
 }
@@ -167,10 +174,13 @@ fn the_logits_of_a_sample_do_not_depend_on_its_place_in_a_group_and_on_the_other
 #[test]
 fn more_samples_than_rows_are_refused() {
     let subject = Subject::new(&Weights::random(SHAPES[0], 92), Backend::Flash);
-    let (_, mut cache) =
-        subject.model.prefill(packed(&[sample(93, &[Text(4)])]), &device()).unwrap();
+    let (_, mut cache) = subject
+        .model
+        .prefill(packed(&[sample(93, &[Text(4)])]), &device(), &Pass::default())
+        .unwrap();
     for (ids, num_rows) in [(&[1][..], 0), (&[1, 2], 4)] {
-        let result = subject.model.extend(ids, &mut [&mut cache], num_rows, &device());
+        let result =
+            subject.model.extend(ids, &mut [&mut cache], num_rows, &device(), &Pass::default());
         assert!(result.is_err(), "{ids:?} in {num_rows} rows");
     }
 }

@@ -3,16 +3,15 @@
 
 use super::oracle::Oracle;
 use super::{
-    Backend, Image, Outcome, SHAPES, Shape, Subject, Text, Tolerance, VisionLanguageConfig,
-    Weights, assert_close, backends, host, packed, sample, samples, target_weight, wide,
+    Backend, Image, ModelConfig, Outcome, SHAPES, Shape, Subject, Text, Tolerance, Weights,
+    assert_close, backends, host, packed, sample, samples, target_weight, wide,
 };
 use std::collections::BTreeMap;
 use trainer::batch::VarlenBatch;
 use trainer::loss::{Targets, scores};
-use trainer::models::RecomputePolicy;
-use trainer::models::vision_language::{LLM, MERGER, VISION};
-use trainer::nn::{ExpertFiles, ParamSpec};
-use trainer::tape::Recompute;
+use trainer::models::{LLM, MERGER, RecomputePolicy, VISION};
+use trainer::nn::{ExpertFiles, MlpSpec, ParamSpec};
+use trainer::tape::{Pass, Recompute};
 
 /// Asserts that all gradients are bit-identical.
 fn assert_identical(subject: &Subject, what: &str, found: &[Vec<f32>], expected: &[Vec<f32>]) {
@@ -147,8 +146,10 @@ fn both_backends_and_the_forward_without_a_tape_agree() {
         flash.assert_gradients("flash", flash_grads, &expected, flash.summed());
         for ((outcome, _), subject) in &found {
             assert_eq!(subject.hidden(&batch).concat(), outcome.hidden);
-            let hidden = subject.model.hidden(&subject.upload(&batch).unwrap()).unwrap();
-            let scores = scores(&hidden, subject.model.lm_head(), &Targets::of(&batch)).unwrap();
+            let hidden =
+                subject.model.hidden(&subject.upload(&batch).unwrap(), &Pass::default()).unwrap();
+            let head = subject.model.lm_head();
+            let scores = scores(&hidden, head, &Targets::of(&batch), &Pass::default()).unwrap();
             assert_eq!(scores.nll, outcome.nll);
         }
     }
@@ -162,10 +163,10 @@ fn recomputing_gives_the_same_bits() {
             let subject = Subject::new(&Weights::random(shape, 15), backend);
             let (kept, expected) = subject.run(&batch);
             for (vision, llm) in [
-                (Recompute::Yes, Recompute::Yes),
-                (Recompute::Yes, Recompute::No),
-                (Recompute::No, Recompute::Yes),
-                (Recompute::Least, Recompute::Least),
+                (Recompute::Stage, Recompute::Stage),
+                (Recompute::Stage, Recompute::Cheap),
+                (Recompute::Cheap, Recompute::Stage),
+                (Recompute::Nothing, Recompute::Nothing),
             ] {
                 let (policy, grads) = (RecomputePolicy { vision, llm }, subject.buffers(|_| true));
                 let outcome = subject.accumulate(&batch, target_weight(&batch), policy, &grads);
@@ -189,7 +190,7 @@ fn a_second_backward_doubles_every_gradient() {
         let (_, once) = subject.run(&batch);
         let grads = subject.buffers(|_| true);
         for _ in 0..2 {
-            subject.accumulate(&batch, target_weight(&batch), RecomputePolicy::NONE, &grads);
+            subject.accumulate(&batch, target_weight(&batch), RecomputePolicy::CHEAP, &grads);
         }
         let double = |grad: &Vec<f32>| grad.iter().map(|x| 2.0 * f64::from(*x)).collect();
         let expected: Vec<Vec<f64>> = once.iter().map(double).collect();
@@ -228,7 +229,7 @@ fn assert_frozen(
     (what, trained): (&str, &dyn Fn(&ParamSpec) -> bool),
     (unfrozen, expected): (&Outcome, &[Vec<f32>]),
 ) {
-    for recompute in [Recompute::Least, Recompute::No, Recompute::Yes] {
+    for recompute in [Recompute::Nothing, Recompute::Cheap, Recompute::Stage] {
         let grads = subject.buffers(trained);
         let policy = RecomputePolicy { vision: recompute, llm: recompute };
         let outcome = subject.accumulate(batch, target_weight(batch), policy, &grads);
@@ -281,9 +282,11 @@ fn every_single_parameter_can_be_trained_alone() {
 #[test]
 fn each_expert_with_a_token_has_the_oracles_gradient_and_the_others_none() {
     for files in [ExpertFiles::InOut, ExpertFiles::OutIn] {
-        let set_files = |config: &mut VisionLanguageConfig| {
-            if let Some(moe) = &mut config.text.moe {
-                moe.files = files;
+        let set_files = |config: &mut ModelConfig| {
+            for layer in &mut config.text.layers {
+                if let MlpSpec::Experts(moe) = &mut layer.mlp {
+                    moe.files = files;
+                }
             }
         };
         let weights = Weights::with_config(set_files, Shape::Experts, 19);

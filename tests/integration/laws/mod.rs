@@ -26,15 +26,16 @@ use trainer::batch::{
 };
 use trainer::data::collate;
 use trainer::loss::{Targets, loss_and_gradient};
-use trainer::models::vision_language::{
-    MropeLayout, VisionConfig, VisionKind, VisionLanguageConfig, param_specs,
+use trainer::models::{
+    Model, ModelConfig, ModelInput, RecomputePolicy, VisionConfig, VisionMlp, VisionNorm,
+    VisionParts, VisionWindows,
 };
-use trainer::models::{Model, ModelConfig, ModelInput, RecomputePolicy};
 use trainer::nn::{
-    DecoderConfig, ExpertFiles, HybridConfig, Init, MoeConfig, ParamSpec, Queries, TensorNames,
+    AttentionSpec, DecoderConfig, ExpertFiles, Init, LayerSpec, LinearAttentionSpec, MixerSpec,
+    MlpSpec, MoeConfig, Mrope, MropeLayout, ParamSpec, TensorNames,
 };
-use trainer::ops::{AttentionBackend, Flash, Gelu, Masked, Matmul};
-use trainer::tape::{GradSink, Gradients, Param, Trainable};
+use trainer::ops::{AttentionBackend, Flash, Gelu, Masked, Matmul, NormScale};
+use trainer::tape::{GradSink, Gradients, Param, Pass, Trainable};
 
 /// Maximum difference of two results, relative to the largest expected value.
 #[derive(Debug, Clone, Copy)]
@@ -127,27 +128,52 @@ const SHAPES: [Shape; 6] = [
     Shape::SharedExpert,
 ];
 
+fn is_hybrid(shape: Shape) -> bool {
+    [Shape::Hybrid, Shape::SharedExpert].contains(&shape)
+}
+
+fn vision_parts(shape: Shape) -> VisionParts {
+    let is_hybrid = is_hybrid(shape);
+    let learned = VisionParts {
+        norm: VisionNorm::Layer,
+        mlp: VisionMlp::Gelu(Gelu::Tanh),
+        has_patch_bias: true,
+        num_position_embeddings: Some(25),
+        windows: None,
+        deepstack: if is_hybrid { vec![] } else { vec![0, 2] },
+        merger_names: ["norm", "linear_fc1", "linear_fc2"],
+    };
+    let windowed = VisionParts {
+        norm: VisionNorm::Rms,
+        mlp: VisionMlp::SwiGlu,
+        has_patch_bias: false,
+        num_position_embeddings: None,
+        // The images of the samples have up to 2 x 3 tokens. Block 1 attends inside frames.
+        windows: Some(VisionWindows { side: 2, full_attention_blocks: vec![1] }),
+        deepstack: vec![],
+        merger_names: ["ln_q", "mlp.0", "mlp.2"],
+    };
+    if shape == Shape::Windowed { windowed } else { learned }
+}
+
 /// A small config in which sizes that could be confused are different.
-fn config(shape: Shape) -> VisionLanguageConfig {
+fn config(shape: Shape) -> ModelConfig {
     // The sections also differ: with [4, 1, 1] frequencies 4 and 5 fall back to time.
-    let (hidden_size, kv, mrope_section) = match shape {
+    let (hidden_size, kv, section) = match shape {
         Shape::Tied | Shape::Experts => (24, 2, [4, 1, 1]),
         Shape::Untied => (32, 1, [2, 2, 2]),
         Shape::Hybrid | Shape::SharedExpert => (24, 2, [2, 1, 1]),
         Shape::Windowed => (24, 2, [1, 2, 3]),
     };
     let is_windowed = shape == Shape::Windowed;
-    let is_hybrid = [Shape::Hybrid, Shape::SharedExpert].contains(&shape);
-    let learned = VisionKind::Learned {
-        num_position_embeddings: 25,
-        deepstack_visual_indexes: if is_hybrid { vec![] } else { vec![0, 2] },
-        hidden_act: Gelu::Tanh,
-    };
-    // The images of the samples have up to 2 x 3 tokens. Block 1 attends inside frames.
-    let windowed = VisionKind::Windowed { window: 2, full_attention_blocks: vec![1] };
-    let hybrid = is_hybrid.then(|| HybridConfig {
-        rotary_dim: 8,
-        is_linear: vec![true, false, true],
+    let layout = if is_windowed { MropeLayout::Blocks } else { MropeLayout::Interleaved };
+    let is_hybrid = is_hybrid(shape);
+    let attention = MixerSpec::Attention(AttentionSpec {
+        qk_norm: !is_windowed,
+        qkv_bias: is_windowed,
+        output_gate: is_hybrid,
+    });
+    let linear_attention = MixerSpec::LinearAttention(LinearAttentionSpec {
         num_key_heads: 2,
         num_value_heads: 4,
         key_head_dim: 6,
@@ -156,20 +182,22 @@ fn config(shape: Shape) -> VisionLanguageConfig {
     });
     // 4 of 6 experts compute no token of the shortest sample.
     let shared = shape == Shape::SharedExpert;
-    let moe = (shape == Shape::Experts || shared).then(|| MoeConfig {
+    let moe = MlpSpec::Experts(MoeConfig {
         num_experts: 6,
         experts_per_token: 2,
         intermediate_size: 14,
-        is_sparse: vec![true, shared, true],
         shared_size: shared.then_some(10),
         files: if shared { ExpertFiles::OutIn } else { ExpertFiles::InOut },
     });
-    VisionLanguageConfig {
+    let layer = |k: usize| LayerSpec {
+        mixer: if is_hybrid && k != 1 { linear_attention } else { attention },
+        mlp: if shared || (shape == Shape::Experts && k != 1) { moe } else { MlpSpec::Dense },
+    };
+    ModelConfig {
         text: DecoderConfig {
             vocab_size: VOCABULARY as usize,
             hidden_size,
             intermediate_size: 40,
-            num_hidden_layers: 3,
             num_attention_heads: 4,
             num_key_value_heads: kv,
             head_dim: 12, // 4 * 12 is not the hidden size
@@ -177,13 +205,12 @@ fn config(shape: Shape) -> VisionLanguageConfig {
             rope_theta: 100.0, // small: every frequency turns within a short sample
             tie_word_embeddings: [Shape::Tied, Shape::Experts].contains(&shape) || is_windowed,
             initializer_range: 0.02,
-            queries: if is_windowed { Queries::Biased } else { Queries::Normed },
-            hybrid,
-            moe,
+            mrope: Some(Mrope { section, layout }),
+            rotary_dim: if is_hybrid { 8 } else { 12 },
+            norm_scale: if is_hybrid { NormScale::OnePlusWeight } else { NormScale::Weight },
+            layers: (0..3).map(layer).collect(),
         },
-        mrope_section,
-        mrope_layout: if is_windowed { MropeLayout::Blocks } else { MropeLayout::Interleaved },
-        vision: VisionConfig {
+        vision: Some(VisionConfig {
             depth: 3,
             hidden_size: 16,
             intermediate_size: if is_windowed { 22 } else { 20 },
@@ -193,9 +220,9 @@ fn config(shape: Shape) -> VisionLanguageConfig {
             temporal_patch_size: 2,
             spatial_merge_size: 2,
             out_hidden_size: hidden_size,
-            kind: if is_windowed { windowed } else { learned },
-        },
-        image_token_id: IMAGE_TOKEN,
+            image_token_id: IMAGE_TOKEN,
+            parts: vision_parts(shape),
+        }),
         tensor_names: TensorNames::Modules,
     }
 }
@@ -204,7 +231,7 @@ fn config(shape: Shape) -> VisionLanguageConfig {
 /// hide mistakes.
 #[derive(Debug, Clone)]
 struct Weights {
-    config: VisionLanguageConfig,
+    config: ModelConfig,
     specs: Vec<ParamSpec>,
     values: Vec<Vec<f32>>,
 }
@@ -214,17 +241,13 @@ impl Weights {
         Self::with_config(|_| {}, shape, seed)
     }
 
-    fn with_config(
-        change: impl FnOnce(&mut VisionLanguageConfig),
-        shape: Shape,
-        seed: u64,
-    ) -> Self {
+    fn with_config(change: impl FnOnce(&mut ModelConfig), shape: Shape, seed: u64) -> Self {
         let mut config = config(shape);
         change(&mut config);
-        let specs = param_specs(&config);
+        let specs = config.param_specs();
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let values = specs.iter().map(|spec| {
-            let layout = config.text.moe.as_ref().map(|moe| moe.files);
+            let layout = config.text.moe().map(|moe| moe.files);
             let fan_in: usize = match (spec.is_experts(), layout) {
                 (true, Some(ExpertFiles::InOut)) => spec.shape[1],
                 (true, _) => spec.shape[2],
@@ -274,7 +297,7 @@ fn backends() -> &'static [Backend] {
 struct Subject {
     specs: Vec<ParamSpec>,
     params: Vec<Param>,
-    model: Box<dyn Model>,
+    model: Model,
 }
 
 /// Results of a micro-batch.
@@ -285,14 +308,6 @@ struct Outcome {
 
 impl Subject {
     fn new(weights: &Weights, backend: Backend) -> Self {
-        Self::with_attention(weights, |attention| attention, backend)
-    }
-
-    fn with_attention(
-        weights: &Weights,
-        wrap: impl FnOnce(Arc<dyn AttentionBackend>) -> Arc<dyn AttentionBackend>,
-        backend: Backend,
-    ) -> Self {
         let specs = weights.specs.clone();
         let params: Vec<Param> = (specs.iter().zip(&weights.values).enumerate())
             .map(|(index, (spec, values))| {
@@ -304,7 +319,7 @@ impl Subject {
             Backend::Flash => Arc::new(Flash),
             Backend::Masked => Arc::new(Masked),
         };
-        let model = weights.config.build(&params, &wrap(attention), None, Matmul::Native).unwrap();
+        let model = weights.config.build(&params, &attention, None, Matmul::Native).unwrap();
         Self { specs, params, model }
     }
 
@@ -314,7 +329,8 @@ impl Subject {
 
     /// Hidden states, one row per token.
     fn hidden(&self, batch: &VarlenBatch) -> Vec<Vec<f32>> {
-        self.model.hidden(&self.upload(batch).unwrap()).unwrap().to_vec2().unwrap()
+        let input = self.upload(batch).unwrap();
+        self.model.hidden(&input, &Pass::default()).unwrap().to_vec2().unwrap()
     }
 
     /// Tolerance of gradients that are summed in another order.
@@ -338,20 +354,20 @@ impl Subject {
         recompute: RecomputePolicy,
         grads: &dyn GradSink,
     ) -> Outcome {
-        let input = self.upload(batch).unwrap();
-        let (hidden, tape) = self.model.forward(&input, recompute, grads).unwrap();
+        let (input, pass) = (self.upload(batch).unwrap(), Pass::training(grads));
+        let (hidden, tape) = self.model.forward(&input, recompute, &pass).unwrap();
         let (head, targets) = (self.model.lm_head(), Targets::of(batch));
-        let loss = loss_and_gradient(&hidden, head, &targets, weight, grads).unwrap();
+        let loss = loss_and_gradient(&hidden, head, &targets, weight, &pass).unwrap();
         let loss = loss.expect("the samples of these tests have targets");
         let outcome = Outcome { hidden: host(&hidden), nll: host(&loss.nll) };
-        self.model.backward(tape, loss.d_hidden, &input, grads).unwrap();
+        self.model.backward(tape, loss.d_hidden, &input, &pass).unwrap();
         outcome
     }
 
     /// Forward and backward of one micro-batch with all parameters trained and nothing recomputed.
     fn run(&self, batch: &VarlenBatch) -> (Outcome, Vec<Vec<f32>>) {
         let grads = self.buffers(|_| true);
-        let outcome = self.accumulate(batch, target_weight(batch), RecomputePolicy::NONE, &grads);
+        let outcome = self.accumulate(batch, target_weight(batch), RecomputePolicy::CHEAP, &grads);
         (outcome, self.values(&grads))
     }
 
@@ -435,7 +451,8 @@ fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
                     position_ids.push([at(frame), at(row), at(column)]);
                 }
                 next_position += t.max(h / 2).max(w / 2);
-                let values = (t * h * w) as usize * config(Shape::Tied).vision.patch_values();
+                let values =
+                    (t * h * w) as usize * config(Shape::Tied).vision.unwrap().patch_values();
                 let pixel_values = (0..values).map(|_| rng.random_range(-1.0..1.0)).collect();
                 let kind = MediumKind::Image; // `joined` sets the kind of videos
                 media.push(Patches { pixel_values, grid_thw: grid, kind });

@@ -8,14 +8,16 @@ use super::Weights;
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use std::collections::BTreeMap;
 use trainer::batch::{IGNORE_INDEX, VarlenBatch};
-use trainer::models::vision_language::{MropeLayout, VisionKind, VisionLanguageConfig};
-use trainer::nn::{ExpertFiles, HybridConfig, MoeConfig, Queries};
+use trainer::models::{ModelConfig, VisionConfig, VisionMlp, VisionNorm};
+use trainer::nn::{AttentionSpec, ExpertFiles, LinearAttentionSpec, MixerSpec, MoeConfig};
+use trainer::nn::{Mrope, MropeLayout};
+use trainer::ops::NormScale;
 
 const CPU: &Device = &Device::Cpu;
 const LAYER_NORM_EPS: f64 = 1e-6;
 
 pub(super) struct Oracle {
-    config: VisionLanguageConfig,
+    config: ModelConfig,
     vars: BTreeMap<String, Var>,
     names: Vec<String>,
 }
@@ -94,12 +96,12 @@ impl Oracle {
     /// A norm of the layers, of queries or of keys. Qwen3.5 adds 1 to the weights.
     fn rms_norm(&self, x: &Tensor, name: &str) -> Result<Tensor> {
         let weight = self.p(&format!("{name}.weight"));
-        let added = f64::from(u8::from(self.config.text.hybrid.is_some()));
+        let added = f64::from(u8::from(self.config.text.norm_scale == NormScale::OnePlusWeight));
         self.over_rms(x)?.broadcast_mul(&(weight + added)?)
     }
 
     fn places(&self, batch: &VarlenBatch) -> Vec<Place> {
-        let merge = self.config.vision.spatial_merge_size;
+        let merge = self.encoder().spatial_merge_size;
         let (mut places, mut frame) = (Vec::new(), 0);
         for media in &batch.media {
             let [t, height, width] = media.grid_thw.map(|n| n as usize);
@@ -117,10 +119,14 @@ impl Oracle {
         places
     }
 
+    fn encoder(&self) -> &VisionConfig {
+        self.config.vision.as_ref().unwrap()
+    }
+
     /// Features of the images, each `[M, D]`: those of the merger, then those of each deepstack
     /// merger.
     fn vision(&self, batch: &VarlenBatch) -> Result<Vec<Tensor>> {
-        let v = &self.config.vision;
+        let v = self.encoder();
         let places = self.places(batch);
         let num_patches = places.len();
         let pixels = batch.media.iter().flat_map(|media| &media.pixel_values);
@@ -129,7 +135,7 @@ impl Oracle {
 
         // The learned table of side x side cells is resized to the grid by linear interpolation.
         let mut h = self.linear(&pixels, "model.visual.patch_embed.proj")?;
-        if let VisionKind::Learned { num_position_embeddings, .. } = v.kind {
+        if let Some(num_position_embeddings) = v.parts.num_position_embeddings {
             let side = num_position_embeddings.isqrt();
             let along = |i: usize, n: usize| {
                 if n > 1 { i as f64 * (side - 1) as f64 / (n - 1) as f64 } else { 0.0 }
@@ -160,11 +166,9 @@ impl Oracle {
         let mut taps = Vec::new();
         for block in 0..v.depth {
             let name = |part: &str| format!("model.visual.blocks.{block}.{part}");
-            let side = match &v.kind {
-                VisionKind::Windowed { window, full_attention_blocks }
-                    if !full_attention_blocks.contains(&block) =>
-                {
-                    window * v.spatial_merge_size
+            let side = match &v.parts.windows {
+                Some(windows) if !windows.full_attention_blocks.contains(&block) => {
+                    windows.side * v.spatial_merge_size
                 }
                 _ => usize::MAX,
             };
@@ -181,18 +185,13 @@ impl Oracle {
             h = (h + self.linear(&attended, &name("attn.proj"))?)?;
             let x = self.vision_norm(&h, &name("norm2"))?;
             h = (h + self.vision_mlp(&x, &name("mlp"))?)?;
-            if let VisionKind::Learned { deepstack_visual_indexes, .. } = &v.kind
-                && deepstack_visual_indexes.contains(&block)
-            {
+            if v.parts.deepstack.contains(&block) {
                 let name = format!("model.visual.deepstack_merger_list.{}", taps.len());
                 let joined = self.layer_norm(&self.joined(&h)?, &format!("{name}.norm"))?;
                 taps.push(self.merge(&joined, &name, ["linear_fc1", "linear_fc2"])?);
             }
         }
-        let (norm, linears) = match v.kind {
-            VisionKind::Learned { .. } => ("norm", ["linear_fc1", "linear_fc2"]),
-            VisionKind::Windowed { .. } => ("ln_q", ["mlp.0", "mlp.2"]),
-        };
+        let [norm, linears @ ..] = v.parts.merger_names;
         let name = "model.visual.merger";
         let joined = self.joined(&self.vision_norm(&h, &format!("{name}.{norm}"))?)?;
         let mut features = vec![self.merge(&joined, name, linears)?];
@@ -202,9 +201,9 @@ impl Oracle {
 
     /// A norm of the vision encoder; those of Qwen2.5-VL have no bias and subtract no mean.
     fn vision_norm(&self, x: &Tensor, name: &str) -> Result<Tensor> {
-        match self.config.vision.kind {
-            VisionKind::Learned { .. } => self.layer_norm(x, name),
-            VisionKind::Windowed { .. } => {
+        match self.encoder().parts.norm {
+            VisionNorm::Layer => self.layer_norm(x, name),
+            VisionNorm::Rms => {
                 let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
                 let normed = x.broadcast_div(&(mean_square + LAYER_NORM_EPS)?.sqrt()?)?;
                 normed.broadcast_mul(self.p(&format!("{name}.weight")))
@@ -214,12 +213,12 @@ impl Oracle {
 
     fn vision_mlp(&self, x: &Tensor, name: &str) -> Result<Tensor> {
         let part = |part: &str| format!("{name}.{part}");
-        match self.config.vision.kind {
-            VisionKind::Learned { .. } => {
+        match self.encoder().parts.mlp {
+            VisionMlp::Gelu(_) => {
                 let inner = gelu_tanh(&self.linear(x, &part("linear_fc1"))?)?;
                 self.linear(&inner, &part("linear_fc2"))
             }
-            VisionKind::Windowed { .. } => {
+            VisionMlp::SwiGlu => {
                 let gate = silu(&self.linear(x, &part("gate_proj"))?)?;
                 let inner = gate.mul(&self.linear(x, &part("up_proj"))?)?;
                 self.linear(&inner, &part("down_proj"))
@@ -228,7 +227,7 @@ impl Oracle {
     }
 
     fn joined(&self, x: &Tensor) -> Result<Tensor> {
-        let together = self.config.vision.spatial_merge_size.pow(2);
+        let together = self.encoder().spatial_merge_size.pow(2);
         let (patches, width) = x.dims2()?;
         x.reshape((patches / together, together * width))
     }
@@ -261,12 +260,13 @@ impl Oracle {
             h = (h.broadcast_mul(&text)? + &features[0])?;
         }
 
-        let rotary_dim = c.hybrid.as_ref().map_or(c.head_dim, |hybrid| hybrid.rotary_dim);
+        let rotary_dim = c.rotary_dim;
         let half = rotary_dim / 2;
         let angles = matrix(num_tokens, rotary_dim, |token, dim| {
             let k = dim % half;
-            let [time, height, width] = self.config.mrope_section;
-            let axis = match (self.config.mrope_layout, k % 3) {
+            let Mrope { section, layout } = self.config.text.mrope.unwrap();
+            let [time, height, width] = section;
+            let axis = match (layout, k % 3) {
                 (MropeLayout::Interleaved, 1) if k < 3 * height => 1,
                 (MropeLayout::Interleaved, 2) if k < 3 * width => 2,
                 (MropeLayout::Blocks, _) if k >= time + height => 2,
@@ -283,18 +283,20 @@ impl Oracle {
         let mask =
             matrix(num_tokens, num_tokens, |i, j| indicator(sample[i] == sample[j] && j <= i))?;
 
-        for layer in 0..c.num_hidden_layers {
+        for (layer, spec) in c.layers.iter().enumerate() {
             let name = |part: &str| format!("model.language_model.layers.{layer}.{part}");
             let x = self.rms_norm(&h, &name("input_layernorm"))?;
-            let mixed = match &c.hybrid {
-                Some(sizes) if sizes.is_linear[layer] => {
+            let mixed = match &spec.mixer {
+                MixerSpec::LinearAttention(sizes) => {
                     self.linear_attention(&x, &name("linear_attn"), sizes, &sample)?
                 }
-                _ => self.self_attention(&x, &name("self_attn"), &angles, &mask)?,
+                MixerSpec::Attention(parts) => {
+                    self.self_attention(&x, &name("self_attn"), *parts, &angles, &mask)?
+                }
             };
             h = (h + mixed)?;
             let x = self.rms_norm(&h, &name("post_attention_layernorm"))?;
-            h = (h + self.feed_forward(&x, &name("mlp"), c.experts(layer))?)?;
+            h = (h + self.feed_forward(&x, &name("mlp"), spec.experts())?)?;
             if let Some(feature) = features.get(layer + 1) {
                 h = (h + feature)?;
             }
@@ -348,6 +350,7 @@ impl Oracle {
         &self,
         x: &Tensor,
         name: &str,
+        parts: AttentionSpec,
         angles: &Tensor,
         mask: &Tensor,
     ) -> Result<Tensor> {
@@ -356,13 +359,17 @@ impl Oracle {
             let y = self.linear(x, &format!("{name}.{part}_proj"))?;
             y.reshape((num_tokens, y.dim(1)? / width, width))
         };
-        let turned = |x: &Tensor, part: &str| match self.config.text.queries {
-            Queries::Normed => rotate(&self.rms_norm(x, &format!("{name}.{part}_norm"))?, angles),
-            Queries::Biased => rotate(x, angles),
+        let turned = |x: &Tensor, part: &str| {
+            let norm = format!("{name}.{part}_norm");
+            if parts.qk_norm {
+                rotate(&self.rms_norm(x, &norm)?, angles)
+            } else {
+                rotate(x, angles)
+            }
         };
         let k = turned(&project("k", head_dim)?, "k")?;
         let v = project("v", head_dim)?;
-        let attended = if self.config.text.hybrid.is_some() {
+        let attended = if parts.output_gate {
             // Each head has its query, and then the gate of its output.
             let both = project("q", 2 * head_dim)?;
             let q = turned(&both.narrow(2, 0, head_dim)?, "q")?;
@@ -380,7 +387,7 @@ impl Oracle {
         &self,
         x: &Tensor,
         name: &str,
-        sizes: &HybridConfig,
+        sizes: &LinearAttentionSpec,
         sample: &[usize],
     ) -> Result<Tensor> {
         let num_tokens = sample.len();

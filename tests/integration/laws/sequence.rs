@@ -1,19 +1,17 @@
 //! Ranks that compute one micro-batch together, each a part of its tokens, get the results of one rank.
 
 use super::{
-    Backend, Image, Shape, Subject, Text, Tolerance, Video, VisionLanguageConfig, Weights,
+    Backend, Image, ModelConfig, Shape, Subject, Text, Tolerance, Video, Weights,
     assert_each_close, backends, host, packed, sample, samples, wide,
 };
 use std::num::NonZeroU32;
-use std::sync::Arc;
 use std::thread;
 use trainer::batch::{EncodedSample, IGNORE_INDEX, VarlenBatch};
-use trainer::dist::{Group, SequenceAttention, threads};
+use trainer::dist::{Group, SequenceExchange, threads};
 use trainer::loss::{Targets, loss_and_gradient};
-use trainer::models::RecomputePolicy;
-use trainer::models::vision_language::{LLM, MERGER, VISION};
-use trainer::nn::ParamSpec;
-use trainer::tape::Recompute;
+use trainer::models::{LLM, MERGER, RecomputePolicy, VISION};
+use trainer::nn::{MixerSpec, ParamSpec};
+use trainer::tape::{Pass, Recompute};
 
 type Pick = fn(&ParamSpec) -> bool;
 
@@ -29,11 +27,8 @@ fn part(
     pick: Pick,
 ) -> Part {
     let sequence = group.rank.in_sequence(group.rank.world);
-    let subject = Subject::with_attention(
-        weights,
-        |inner| Arc::new(SequenceAttention::new(inner, group.sums.clone(), sequence)),
-        backend,
-    );
+    let subject = Subject::new(weights, backend);
+    let exchange = SequenceExchange::new(group.sums.clone(), sequence);
     let targets = Targets::of(whole);
     let weight = targets.weight();
     let whole = whole.clone().at_least(sequence.size);
@@ -42,15 +37,16 @@ fn part(
     let batch = whole.part(tokens, NonZeroU32::new(2).unwrap());
     let input = subject.upload(&batch).unwrap();
     let grads = subject.buffers(pick);
-    let (hidden, tape) = subject.model.forward(&input, recompute, &grads).unwrap();
+    let pass = Pass { exchange: Some(&exchange), ..Pass::training(&grads) };
+    let (hidden, tape) = subject.model.forward(&input, recompute, &pass).unwrap();
     assert_eq!(hidden.dim(0).unwrap(), batch.input_ids.len());
     let head = subject.model.lm_head();
-    let loss = loss_and_gradient(&hidden, head, &targets, weight, &grads).unwrap();
+    let loss = loss_and_gradient(&hidden, head, &targets, weight, &pass).unwrap();
     let (nll, d_hidden) = match loss {
         Some(loss) => (host(&loss.nll), loss.d_hidden),
         None => (Vec::new(), hidden.zeros_like().unwrap()),
     };
-    subject.model.backward(tape, d_hidden, &input, &grads).unwrap();
+    subject.model.backward(tape, d_hidden, &input, &pass).unwrap();
     let grads = (0..subject.specs.len()).map(|index| grads.get(index).map(host)).collect();
     (nll, grads)
 }
@@ -98,10 +94,12 @@ fn four_heads(seed: u64) -> Weights {
 }
 
 fn four_heads_of(shape: Shape, seed: u64) -> Weights {
-    let set_heads = |config: &mut VisionLanguageConfig| {
+    let set_heads = |config: &mut ModelConfig| {
         config.text.num_key_value_heads = 4;
-        if let Some(hybrid) = &mut config.text.hybrid {
-            (hybrid.num_key_heads, hybrid.num_value_heads) = (4, 8);
+        for layer in &mut config.text.layers {
+            if let MixerSpec::LinearAttention(sizes) = &mut layer.mixer {
+                (sizes.num_key_heads, sizes.num_value_heads) = (4, 8);
+            }
         }
     };
     Weights::with_config(set_heads, shape, seed)
@@ -112,18 +110,18 @@ fn ranks_that_share_the_tokens_of_a_micro_batch_get_every_gradient() {
     let batch = packed(&samples());
     for &backend in backends() {
         let few = Weights::random(Shape::Tied, 50); // 2 key-value heads
-        assert_split("few heads", &few, (&batch, backend), 2, Recompute::No, |_| true);
+        assert_split("few heads", &few, (&batch, backend), 2, Recompute::Cheap, |_| true);
         for size in [2, 4] {
             let weights = four_heads(51);
-            assert_split("packed", &weights, (&batch, backend), size, Recompute::Yes, |_| true);
+            assert_split("packed", &weights, (&batch, backend), size, Recompute::Stage, |_| true);
             let weights = four_heads_of(Shape::Windowed, 58);
-            assert_split("windows", &weights, (&batch, backend), size, Recompute::No, |_| true);
+            assert_split("windows", &weights, (&batch, backend), size, Recompute::Cheap, |_| true);
             let weights = four_heads_of(Shape::Experts, 57);
-            assert_split("experts", &weights, (&batch, backend), size, Recompute::Yes, |_| true);
+            assert_split("experts", &weights, (&batch, backend), size, Recompute::Stage, |_| true);
             let weights = four_heads_of(Shape::SharedExpert, 56);
-            assert_split("shared", &weights, (&batch, backend), size, Recompute::No, |_| true);
+            assert_split("shared", &weights, (&batch, backend), size, Recompute::Cheap, |_| true);
             let weights = four_heads_of(Shape::Hybrid, 59);
-            for recompute in [Recompute::No, Recompute::Yes] {
+            for recompute in [Recompute::Cheap, Recompute::Stage] {
                 assert_split("hybrid", &weights, (&batch, backend), size, recompute, |_| true);
             }
         }
@@ -141,9 +139,14 @@ fn a_boundary_may_lie_inside_an_image_or_a_video() {
     for samples in [vec![image.clone()], vec![video.clone()], vec![mixed, video, image]] {
         for size in [2, 4] {
             let batch = packed(&samples);
-            assert_split("image", &weights, (&batch, Backend::Flash), size, Recompute::No, |_| {
-                true
-            });
+            assert_split(
+                "image",
+                &weights,
+                (&batch, Backend::Flash),
+                size,
+                Recompute::Cheap,
+                |_| true,
+            );
         }
     }
 }
@@ -156,7 +159,7 @@ fn a_part_without_targets_or_with_padding_only_passes_gradients_on() {
     let tiny = packed(&[sample(64, &[Text(3)])]);
     for batch in [&late, &tiny] {
         assert!(!Targets::of(batch).is_empty());
-        assert_split("targets", &weights, (batch, Backend::Flash), 4, Recompute::No, |_| true);
+        assert_split("targets", &weights, (batch, Backend::Flash), 4, Recompute::Cheap, |_| true);
     }
 }
 
@@ -174,7 +177,7 @@ fn ranks_agree_on_the_layers_of_backward_if_only_one_of_them_has_images() {
     for shape in [Shape::Tied, Shape::Untied] {
         let weights = Weights::with_config(|config| config.text.num_key_value_heads = 4, shape, 54);
         for (name, pick) in picks {
-            assert_split(name, &weights, (&batch, Backend::Flash), 4, Recompute::No, pick);
+            assert_split(name, &weights, (&batch, Backend::Flash), 4, Recompute::Cheap, pick);
         }
     }
 }

@@ -2,7 +2,7 @@
 //! all rows never exist at one time.
 
 use super::Targets;
-use crate::tape::{GradSink, Param};
+use crate::tape::{Param, Pass};
 use candle_core::{Result, Tensor};
 
 pub struct LossOutput {
@@ -46,14 +46,14 @@ pub struct Scores {
 /// Gradient of the sum of `weight * nll / target_weight`; `target_weight` is the sum of the weights
 /// of all targets of the step, over all micro-batches and ranks.
 ///
-/// `hidden: [T, D]`, `lm_head: [V, D]`. Adds the gradient of the head to `grads`. Returns `None` if
+/// `hidden: [T, D]`, `lm_head: [V, D]`. Adds the gradient of the head to those of `pass`. Returns `None` if
 /// the micro-batch has no targets.
 pub fn loss_and_gradient(
     hidden: &Tensor,
     lm_head: &Param,
     targets: &Targets,
     target_weight: f64,
-    grads: &dyn GradSink,
+    pass: &Pass<'_>,
 ) -> Result<Option<LossOutput>> {
     if targets.is_empty() {
         return Ok(None);
@@ -67,8 +67,7 @@ pub fn loss_and_gradient(
     let weights =
         weights.map(|weights| kernels::upload(weights, targets.len(), device)).transpose()?; // [S]
     let scale = kernels::LossScale { factor, weights: weights.as_ref() };
-    let dw = grads.buffer(lm_head);
-    let weight = lm_head.tensor();
+    let (weight, dw) = (pass.weight(lm_head)?, pass.grad(lm_head));
     let (nll, d_selected) =
         kernels::linear_cross_entropy_backward(&selected, &weight, &ids, scale, dw, true)?;
     let d_selected = d_selected
@@ -78,7 +77,12 @@ pub fn loss_and_gradient(
 }
 
 /// Scores of the supervised rows of `hidden: [T, D]`.
-pub fn scores(hidden: &Tensor, lm_head: &Param, targets: &Targets) -> Result<Scores> {
+pub fn scores(
+    hidden: &Tensor,
+    lm_head: &Param,
+    targets: &Targets,
+    pass: &Pass<'_>,
+) -> Result<Scores> {
     if targets.is_empty() {
         return Ok(Scores { nll: vec![], argmax: vec![] });
     }
@@ -86,6 +90,6 @@ pub fn scores(hidden: &Tensor, lm_head: &Param, targets: &Targets) -> Result<Sco
     let rows = kernels::upload(targets.rows.clone(), targets.len(), device)?;
     let ids = kernels::upload(targets.ids.clone(), targets.len(), device)?;
     let selected = kernels::gather_rows(hidden, &rows)?; // [S, D]
-    let (nll, argmax) = kernels::linear_cross_entropy(&selected, &lm_head.tensor(), &ids)?;
+    let (nll, argmax) = kernels::linear_cross_entropy(&selected, &pass.weight(lm_head)?, &ids)?;
     Ok(Scores { nll: nll.to_vec1()?, argmax: argmax.to_vec1()? })
 }

@@ -1,6 +1,7 @@
 //! Reads values of `config.json` in both spellings of transformers.
 
-use crate::nn::{DecoderConfig, Queries};
+use crate::nn::{AttentionSpec, DecoderConfig, LayerSpec, MixerSpec, MlpSpec};
+use kernels::NormScale;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -24,9 +25,7 @@ pub enum ModelConfigError {
         expected: &'static str,
     },
     #[error("config.json: `{key}` is `{found}`, expected {known}")]
-    #[fault(
-        hint = "use a Qwen3-VL, Qwen2.5-VL, Qwen3.5 or Qwen3 model in the transformers layout (`model_type` is `qwen3_vl`, `qwen2_5_vl`, `qwen3_5`, `qwen3_5_text` or `qwen3`, or one of `qwen3_vl_moe`, `qwen3_5_moe`, `qwen3_5_moe_text` and `qwen3_moe`)"
-    )]
+    #[fault(hint = "use a model of a family that README.md lists, in the transformers layout")]
     Unsupported {
         /// Dotted key.
         key: &'static str,
@@ -49,6 +48,10 @@ pub enum ModelConfigError {
     )]
     Shape { what: String },
 }
+
+/// Attention with norms of queries and keys.
+pub(super) const QK_NORM: AttentionSpec =
+    AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: false };
 
 /// Maximum number of layers or blocks, and number of pixels or patches on a side.
 const MAX_COUNT: u64 = 1 << 10;
@@ -250,10 +253,13 @@ impl Section<'_> {
         Ok(())
     }
 
-    /// Sizes of a decoder of the Qwen3 kind.
-    pub(super) fn decoder(&self) -> Result<DecoderConfig, ModelConfigError> {
-        let config = self.decoder_sizes()?;
-        self.expect_full_attention(config.num_hidden_layers)?;
+    /// A decoder in which all layers have this attention and an MLP.
+    pub(super) fn decoder(
+        &self,
+        attention: AttentionSpec,
+    ) -> Result<DecoderConfig, ModelConfigError> {
+        let config = self.decoder_sizes(attention)?;
+        self.expect_full_attention(config.layers.len())?;
         Ok(config)
     }
 
@@ -266,8 +272,11 @@ impl Section<'_> {
         self.size_or(key, self.size("moe_intermediate_size")?)
     }
 
-    /// Sizes of a decoder, without those of its linear attention.
-    pub(super) fn decoder_sizes(&self) -> Result<DecoderConfig, ModelConfigError> {
+    /// As [`Self::decoder`], without the check that all layers have full attention.
+    pub(super) fn decoder_sizes(
+        &self,
+        attention: AttentionSpec,
+    ) -> Result<DecoderConfig, ModelConfigError> {
         self.expect("attention_bias", &Value::Bool(false), "`false`")?;
         self.expect("hidden_act", &Value::from("silu"), "`silu`")?;
         let rope = self.rope()?;
@@ -280,25 +289,27 @@ impl Section<'_> {
         let theta = if rope.value["rope_theta"].is_null() { self } else { &rope };
         let heads = self.size("num_attention_heads")?;
         let hidden_size = self.size("hidden_size")?;
+        let head_dim = if self.value["head_dim"].is_null() {
+            hidden_size / heads
+        } else {
+            self.size("head_dim")?
+        };
+        let layer = LayerSpec { mixer: MixerSpec::Attention(attention), mlp: MlpSpec::Dense };
         let config = DecoderConfig {
             vocab_size: self.size("vocab_size")?,
             hidden_size,
             intermediate_size: self.mlp_width()?,
-            num_hidden_layers: self.size("num_hidden_layers")?,
             num_attention_heads: heads,
             num_key_value_heads: self.size("num_key_value_heads")?,
-            head_dim: if self.value["head_dim"].is_null() {
-                hidden_size / heads
-            } else {
-                self.size("head_dim")?
-            },
+            head_dim,
+            rotary_dim: head_dim,
             rms_norm_eps: self.float("rms_norm_eps")?,
             rope_theta: theta.float("rope_theta")?,
-            hybrid: None,
-            moe: None,
+            mrope: None,
             tie_word_embeddings: self.flag("tie_word_embeddings"),
             initializer_range: self.value["initializer_range"].as_f64().unwrap_or(0.02),
-            queries: Queries::Normed,
+            norm_scale: NormScale::Weight,
+            layers: vec![layer; self.size("num_hidden_layers")?],
         };
         if !(config.rms_norm_eps > 0.0 && config.rms_norm_eps < 1.0) {
             return Err(self.range("rms_norm_eps", "a number above 0 and below 1".to_owned()));

@@ -1,5 +1,5 @@
 use super::config::{ModelConfigError, Section};
-use crate::nn::{DecoderConfig, ExpertFiles, MoeConfig};
+use crate::nn::{DecoderConfig, ExpertFiles, MlpSpec, MoeConfig};
 use serde_json::Value;
 
 /// Weights of experts that do not sum to 1 are not implemented.
@@ -20,22 +20,21 @@ pub(super) struct Family {
 }
 
 impl Section<'_> {
-    /// Sizes of a decoder of the Qwen3 kind with experts in some of its layers.
-    pub(super) fn decoder_with_experts(
+    /// `sizes`, with experts in some layers.
+    pub(super) fn with_experts(
         &self,
+        mut sizes: DecoderConfig,
         family: Family,
     ) -> Result<DecoderConfig, ModelConfigError> {
-        let sizes = self.decoder()?;
-        let moe = self.experts(sizes.num_hidden_layers, family)?;
-        Ok(DecoderConfig { moe: Some(moe), ..sizes })
+        let moe = self.experts(family)?;
+        let sparse = self.sparse_layers(sizes.layers.len(), family)?;
+        for layer in sizes.layers.iter_mut().zip(sparse).filter_map(|(l, s)| s.then_some(l)) {
+            layer.mlp = MlpSpec::Experts(moe);
+        }
+        Ok(sizes)
     }
 
-    /// Sizes of the experts of a decoder with this number of layers.
-    pub(super) fn experts(
-        &self,
-        num_layers: usize,
-        family: Family,
-    ) -> Result<MoeConfig, ModelConfigError> {
+    fn experts(&self, family: Family) -> Result<MoeConfig, ModelConfigError> {
         if family.must_have_norm && self.value["norm_topk_prob"].is_null() {
             let (key, found) = ("norm_topk_prob", "missing, which means `false`".to_owned());
             return Err(ModelConfigError::Unsupported { key, found, known: NORMED });
@@ -69,12 +68,12 @@ impl Section<'_> {
             num_experts,
             experts_per_token,
             intermediate_size: self.size("moe_intermediate_size")?,
-            is_sparse: self.sparse_layers(num_layers, family)?,
             shared_size: family.has_shared.then(|| self.size(shared)).transpose()?,
             files: family.published,
         })
     }
 
+    /// Whether each layer has experts.
     fn sparse_layers(
         &self,
         num_layers: usize,

@@ -2,6 +2,7 @@
 
 use super::model::Model;
 use crate::nn::KvCache;
+use crate::tape::Pass;
 use batch::{CuSeqlens, IGNORE_INDEX, VarlenBatch};
 use candle_core::{Device, Error, Result, Tensor, bail};
 
@@ -23,12 +24,17 @@ impl Cache {
     }
 }
 
-impl dyn Model + '_ {
+impl Model {
     /// Hidden state of the last token of a prompt, `[1, D]`, and the cache to continue from.
     /// `prompt` is one sample.
-    pub fn prefill(&self, prompt: VarlenBatch, device: &Device) -> Result<(Tensor, Cache)> {
+    pub fn prefill(
+        &self,
+        prompt: VarlenBatch,
+        device: &Device,
+        pass: &Pass<'_>,
+    ) -> Result<(Tensor, Cache)> {
         let mut cache = Cache::default();
-        let hidden = self.prefill_rest(prompt, &mut cache, device)?;
+        let hidden = self.prefill_rest(prompt, &mut cache, device, pass)?;
         Ok((hidden, cache))
     }
 
@@ -39,13 +45,14 @@ impl dyn Model + '_ {
         prompt: VarlenBatch,
         cache: &mut Cache,
         device: &Device,
+        pass: &Pass<'_>,
     ) -> Result<Tensor> {
         let next_position =
             prompt.position_ids.iter().flatten().max().map_or(0, |position| position + 1);
         let rest = prompt.tokens_from(cache.num_tokens(), self.merge_size());
         let rest = rest.map_err(Error::wrap)?;
         let num_tokens = rest.input_ids.len();
-        let hidden = self.run_with_caches(rest, &mut [&mut *cache], device)?;
+        let hidden = self.run_with_caches(rest, &mut [&mut *cache], device, pass)?;
         cache.next_position = next_position;
         hidden.narrow(0, num_tokens - 1, 1)
     }
@@ -60,6 +67,7 @@ impl dyn Model + '_ {
         caches: &mut [&mut Cache],
         num_rows: usize,
         device: &Device,
+        pass: &Pass<'_>,
     ) -> Result<Tensor> {
         if ids.len() != caches.len() || ids.len() > num_rows {
             bail!("found {} tokens of {} samples in {num_rows} rows", ids.len(), caches.len());
@@ -81,7 +89,7 @@ impl dyn Model + '_ {
         };
         batch.input_ids.resize(num_rows, 0);
         batch.position_ids.resize(num_rows, [0; 3]);
-        let hidden = self.run_with_caches(batch, caches, device)?;
+        let hidden = self.run_with_caches(batch, caches, device, pass)?;
         for cache in caches {
             cache.next_position += 1;
         }
@@ -93,9 +101,10 @@ impl dyn Model + '_ {
         batch: VarlenBatch,
         caches: &mut [&mut Cache],
         device: &Device,
+        pass: &Pass<'_>,
     ) -> Result<Tensor> {
         let input = self.upload(batch, self.dtype(), device)?;
         let mut caches: Vec<&mut KvCache> = caches.iter_mut().map(|cache| &mut cache.kv).collect();
-        self.decode(&input, &mut caches)
+        self.decode(&input, &mut caches, pass)
     }
 }

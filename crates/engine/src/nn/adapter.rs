@@ -11,12 +11,12 @@
 
 use super::params::{Inputs, ParamMap, ParamSpec, WeightError};
 use super::tensor_names::TensorNames;
-use crate::tape::{GradSink, Param};
+use crate::tape::{DropoutPlace, Param, Pass};
 use candle_core::{D, DType, Result, Tensor};
 use kernels::{DropoutMask, ExpertLayout, LowRank};
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 /// Prefix that PEFT puts before the names of modules.
 const PREFIX: &str = "base_model.model.";
@@ -66,7 +66,7 @@ pub fn peft_name_of_file(names: TensorNames, name: &str) -> String {
 pub struct Adapters {
     /// By the name of the weight.
     modules: HashMap<String, Module>,
-    dropout: Arc<Dropout>,
+    dropout: Dropout,
 }
 
 /// The adapter of one linear layer, or of the experts of a layer.
@@ -121,67 +121,39 @@ impl Adapters {
             (weight, Module { name, rank: module.rank, scale: module.scale, rows })
         };
         let modules = modules.iter().map(module).collect();
-        let place = Mutex::default();
-        Self { modules, dropout: Arc::new(Dropout { probability, seed, place }) }
+        Self { modules, dropout: Dropout { probability, seed } }
     }
 
     /// Name in PEFT, factor and rank of the adapter of the experts `weight`.
     pub(super) fn of_experts(&self, weight: &str) -> Option<(&str, f64, usize)> {
         self.modules.get(weight).map(|module| (module.name.as_str(), module.scale, module.rank))
     }
-
-    pub fn dropout(&self) -> &Arc<Dropout> {
-        &self.dropout
-    }
 }
 
-/// Dropout of the inputs of adapters. It is active during the micro-batches of training only.
+/// Dropout of the inputs of adapters, in passes with a [`DropoutPlace`].
 ///
 /// An element is dropped depending on seed, step, layer, column, and the number of its row in the
 /// step. So the same elements are dropped for any division of a step into micro-batches, on any
 /// number of ranks, and after a resume.
-#[derive(Debug, Default)]
-pub struct Dropout {
+#[derive(Debug, Clone, Copy, Default)]
+struct Dropout {
     probability: f64,
     seed: u64,
-    place: Mutex<Option<DropoutPlace>>,
-}
-
-/// The place of a micro-batch in the run.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DropoutPlace {
-    /// Optimizer step, from 1.
-    pub step: u64,
-    /// For each run of tokens that follow one another without padding between them: the first row,
-    /// ascending from 0, and the number of its token in the step, which counts no padding. The rows
-    /// of padding before the next run may have any numbers.
-    pub runs: Arc<[(usize, u64)]>,
-    /// Number of the first patch in the step, and number of patches of the micro-batch.
-    pub patches: (u64, u64),
 }
 
 impl Dropout {
-    /// Drops inputs from here on; `None`: no more.
-    pub fn set(&self, place: Option<DropoutPlace>) {
-        if self.probability > 0.0 {
-            *self.place.lock().unwrap_or_else(PoisonError::into_inner) = place;
-        }
-    }
-
     /// The masks of the `num_rows` inputs of a layer: one, or one for each run of rows; none without
     /// dropout.
     fn masks(
-        &self,
+        self,
         layer: u32,
         rows: DropoutRows,
         num_rows: usize,
+        place: Option<&DropoutPlace>,
     ) -> Vec<(Range<usize>, DropoutMask)> {
-        let place = match &*self.place.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some(place) if self.probability > 0.0 => place.clone(),
-            _ => return Vec::new(),
-        };
+        let Some(place) = place.filter(|_| self.probability > 0.0) else { return Vec::new() };
         let runs = match rows {
-            DropoutRows::Tokens => place.runs,
+            DropoutRows::Tokens => Arc::clone(&place.runs),
             DropoutRows::Media => {
                 let (first, count) = place.patches;
                 // a merged token has several patches
@@ -206,7 +178,7 @@ pub(super) struct Adapter {
     b: Param,
     magnitude: Option<Param>,
     scale: f64,
-    dropout: Arc<Dropout>,
+    dropout: Dropout,
     layer: u32,
     rows: DropoutRows,
     /// Sums of the squares of the rows of the frozen weight, `f32`, `[M, 1]`.
@@ -258,7 +230,7 @@ impl Adapter {
             b: params.get(&b)?,
             magnitude: params.get(&AdapterTensor::Magnitude.name(module)).ok(),
             scale: of.scale,
-            dropout: Arc::clone(&adapters.dropout),
+            dropout: adapters.dropout,
             layer: DropoutMask::seed_of(module.bytes().map(u64::from)),
             rows: of.rows,
             weight_squares: Arc::default(),
@@ -270,13 +242,16 @@ impl Adapter {
     }
 
     /// `scale drop(x) A^T`, `[N, r]`.
-    fn down(&self, x: &Tensor) -> Result<Tensor> {
-        let a = self.a.tensor();
-        self.each_run(x, |part, mask| kernels::dropout_linear(&part(x)?, &a, mask))? * self.scale
+    fn down(&self, x: &Tensor, pass: &Pass<'_>) -> Result<Tensor> {
+        let a = pass.weight(&self.a)?;
+        let down = |part: &dyn Fn(&Tensor) -> Result<Tensor>, mask| {
+            kernels::dropout_linear(&part(x)?, &a, mask)
+        };
+        self.each_run(x, pass, down)? * self.scale
     }
 
-    fn masks(&self, x: &Tensor) -> Result<Vec<(Range<usize>, DropoutMask)>> {
-        Ok(self.dropout.masks(self.layer, self.rows, x.dim(0)?))
+    fn masks(&self, x: &Tensor, pass: &Pass<'_>) -> Result<Vec<(Range<usize>, DropoutMask)>> {
+        Ok(self.dropout.masks(self.layer, self.rows, x.dim(0)?, pass.dropout))
     }
 
     /// Computes `f` for the rows of each mask of the inputs `x`, and joins its results. The first
@@ -284,9 +259,10 @@ impl Adapter {
     fn each_run(
         &self,
         x: &Tensor,
+        pass: &Pass<'_>,
         f: impl Fn(&dyn Fn(&Tensor) -> Result<Tensor>, Option<DropoutMask>) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let masks = self.masks(x)?;
+        let masks = self.masks(x, pass)?;
         if let [] | [_] = masks[..] {
             return f(&|of| Ok(of.clone()), masks.first().map(|(_, mask)| *mask));
         }
@@ -303,11 +279,12 @@ impl Adapter {
         weight: &Tensor,
         bias: Option<&Tensor>,
         residual: Option<&Tensor>,
+        pass: &Pass<'_>,
     ) -> Result<Tensor> {
-        let u = self.down(x)?;
-        let b = self.b.tensor();
+        let u = self.down(x, pass)?;
+        let b = pass.weight(&self.b)?;
         let low_rank = LowRank { u: &u, b: &b };
-        let Some(Gain { factor, .. }) = self.gain(weight)? else {
+        let Some(Gain { factor, .. }) = self.gain(weight, pass)? else {
             return kernels::linear_low_rank(x, weight, low_rank, bias, residual);
         };
         let product = kernels::linear_low_rank(x, weight, low_rank, None, None)?;
@@ -319,9 +296,9 @@ impl Adapter {
     }
 
     /// DoRA's factor; `None` without a magnitude.
-    fn gain(&self, weight: &Tensor) -> Result<Option<Gain>> {
+    fn gain(&self, weight: &Tensor, pass: &Pass<'_>) -> Result<Option<Gain>> {
         let Some(magnitude) = &self.magnitude else { return Ok(None) };
-        let (a, b) = (self.a.tensor(), self.b.tensor());
+        let (a, b) = (pass.weight(&self.a)?, pass.weight(&self.b)?);
         let wide = |t: Tensor| t.to_dtype(DType::F32);
         let b_wide = wide(b)?; // [M, r]
         let cross = if weight.dtype() == a.dtype() {
@@ -335,7 +312,7 @@ impl Adapter {
         let squares = (self.weight_squares(weight)?
             + ((cross * (2.0 * self.scale))? + (square * (self.scale * self.scale))?)?)?;
         let norm = squares.maximum(SMALLEST)?.sqrt()?.flatten_all()?; // [M]
-        Ok(Some(Gain { factor: (wide(magnitude.tensor())? / &norm)?, norm }))
+        Ok(Some(Gain { factor: (wide(pass.weight(magnitude)?)? / &norm)?, norm }))
     }
 
     /// Sums of the squares of the rows of `weight`, which is frozen, `f32`, `[M, 1]`.
@@ -355,12 +332,18 @@ impl Adapter {
     }
 
     /// The gradient `dy: [N, M]` of the output, before the adapter.
-    pub(super) fn output_grad(&self, dy: &Tensor, weight: &Tensor) -> Result<OutputGrad> {
-        let (product, norm) = match self.gain(weight)? {
+    pub(super) fn output_grad(
+        &self,
+        dy: &Tensor,
+        weight: &Tensor,
+        pass: &Pass<'_>,
+    ) -> Result<OutputGrad> {
+        let (product, norm) = match self.gain(weight, pass)? {
             Some(Gain { factor, norm }) => (scaled(dy, &factor)?, Some(norm)),
             None => (dy.clone(), None),
         };
-        let du = (kernels::linear_backward_input(&product, &self.b.tensor())? * self.scale)?; // [N, r]
+        let b = pass.weight(&self.b)?;
+        let du = (kernels::linear_backward_input(&product, &b)? * self.scale)?; // [N, r]
         Ok(OutputGrad { product, adapter: Some(AdapterGrad { du, norm }) })
     }
 
@@ -371,9 +354,10 @@ impl Adapter {
         AdapterGrad { du, .. }: &AdapterGrad,
         weight: &Tensor,
         dx: Option<Tensor>,
+        pass: &Pass<'_>,
     ) -> Result<Tensor> {
-        let a = self.a.tensor();
-        let masks = self.masks(product)?;
+        let a = pass.weight(&self.a)?;
+        let masks = self.masks(product, pass)?;
         if masks.is_empty() && dx.is_none() {
             let low_rank = LowRank { u: du, b: &a };
             return kernels::linear_backward_input_low_rank(product, weight, low_rank);
@@ -386,7 +370,7 @@ impl Adapter {
             let mask = masks.first().map(|(_, mask)| *mask);
             return kernels::dropout_linear_backward_input_add(du, &a, mask, dx);
         }
-        self.each_run(product, |part, mask| {
+        self.each_run(product, pass, |part, mask| {
             kernels::dropout_linear_backward_input_add(&part(du)?, &a, mask, part(&dx)?.copy()?)
         })
     }
@@ -398,24 +382,24 @@ impl Adapter {
         dy: &Tensor,
         (product, AdapterGrad { du, norm }): (&Tensor, &AdapterGrad),
         weight: &Tensor,
-        grads: &dyn GradSink,
+        pass: &Pass<'_>,
     ) -> Result<()> {
-        let u = match grads.buffer(&self.a) {
+        let u = match pass.grad(&self.a) {
             Some(da) => {
-                let a = self.a.tensor();
-                let u = self.each_run(x, |part, mask| {
+                let a = pass.weight(&self.a)?;
+                let u = self.each_run(x, pass, |part, mask| {
                     kernels::dropout_linear_backward(&part(x)?, &a, mask, &part(du)?, da)
                 })?;
                 (u * self.scale)?
             }
-            None => self.down(x)?,
+            None => self.down(x, pass)?,
         };
-        if let Some(db) = grads.buffer(&self.b) {
+        if let Some(db) = pass.grad(&self.b) {
             kernels::linear_backward_weight(&u, product, db)?;
         }
-        let d_magnitude = self.magnitude.as_ref().and_then(|magnitude| grads.buffer(magnitude));
+        let d_magnitude = self.magnitude.as_ref().and_then(|magnitude| pass.grad(magnitude));
         if let (Some(dm), Some(norm)) = (d_magnitude, norm) {
-            let b = self.b.tensor();
+            let b = pass.weight(&self.b)?;
             let z = kernels::linear_low_rank(x, weight, LowRank { u: &u, b: &b }, None, None)?;
             let sums = Tensor::zeros(norm.shape(), DType::F32, norm.device())?;
             kernels::bias_backward(&(z * dy)?, &sums)?;

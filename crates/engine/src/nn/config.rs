@@ -12,7 +12,6 @@ pub struct DecoderConfig {
     pub hidden_size: usize,
     /// Width of the MLP, `F`.
     pub intermediate_size: usize,
-    pub num_hidden_layers: usize,
     /// Number of query heads, `H`.
     pub num_attention_heads: usize,
     /// Number of key and value heads, `Hkv`; divides `H`.
@@ -23,38 +22,61 @@ pub struct DecoderConfig {
     pub rms_norm_eps: f64,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
+    /// Which rotary frequencies turn with time, height and width; `None`: all of them turn with
+    /// time, as in models that read text only.
+    pub mrope: Option<Mrope>,
     /// Whether the head and the embedding are one tensor.
     pub tie_word_embeddings: bool,
     /// Standard deviation of random weights.
     pub initializer_range: f64,
-    /// What queries and keys have besides a projection.
-    pub queries: Queries,
-    /// The parts that Qwen3.5 has and Qwen3 does not have.
-    pub hybrid: Option<HybridConfig>,
-    /// The experts; `None` if all layers have an MLP.
-    pub moe: Option<MoeConfig>,
-}
-
-/// What queries and keys have besides a projection and a rotation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Queries {
-    /// A norm of each head, as in Qwen3.
-    Normed,
-    /// Biases, as values have, and no norm; as in Qwen2.
-    Biased,
-}
-
-/// A decoder in which some layers have linear attention, and the others attention with an output
-/// gate. All norms but those of linear attention multiply by 1 + weight.
-#[derive(Debug, Clone, PartialEq)]
-pub struct HybridConfig {
     /// Number of leading dimensions of a head that are rotated, even.
     pub rotary_dim: usize,
-    /// Whether each layer has linear attention.
-    pub is_linear: Vec<bool>,
-    /// Number of query and key heads of linear attention, `Hk`.
+    /// How all RMS norms but the gated norm of linear attention multiply by their weights.
+    pub norm_scale: NormScale,
+    /// The layers, from the first.
+    pub layers: Vec<LayerSpec>,
+}
+
+/// What a layer consists of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerSpec {
+    /// The first half, which mixes the tokens of a sample.
+    pub mixer: MixerSpec,
+    /// The second half.
+    pub mlp: MlpSpec,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MixerSpec {
+    Attention(AttentionSpec),
+    LinearAttention(LinearAttentionSpec),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MlpSpec {
+    /// An MLP of width [`DecoderConfig::intermediate_size`].
+    Dense,
+    /// A router selects experts for each token.
+    Experts(MoeConfig),
+}
+
+/// What attention has besides projections and a rotation of queries and keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct AttentionSpec {
+    /// An RMS norm of each head of queries and keys.
+    pub qk_norm: bool,
+    /// Biases of queries, keys and values.
+    pub qkv_bias: bool,
+    /// A gate that multiplies the output of each head.
+    pub output_gate: bool,
+}
+
+/// Sizes of linear attention (the gated delta rule).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LinearAttentionSpec {
+    /// Number of query and key heads, `Hk`.
     pub num_key_heads: usize,
-    /// Number of value heads of linear attention, `Hv`, a multiple of `Hk`.
+    /// Number of value heads, `Hv`, a multiple of `Hk`.
     pub num_value_heads: usize,
     /// Size of a query or key head, `dk`.
     pub key_head_dim: usize,
@@ -64,7 +86,39 @@ pub struct HybridConfig {
     pub conv_kernel: usize,
 }
 
-impl HybridConfig {
+/// Rotary frequencies of the three axes of a position.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mrope {
+    /// Numbers of frequencies of time, height and width; they sum to half of the rotated dimensions.
+    pub section: [usize; 3],
+    pub layout: MropeLayout,
+}
+
+/// Which rotary frequencies of the decoder turn with time, height and width.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MropeLayout {
+    /// In turns: time, height, width, time, .. (Qwen3-VL).
+    Interleaved,
+    /// First those of time, then those of height, then those of width (Qwen2.5-VL).
+    Blocks,
+}
+
+impl Mrope {
+    /// The axis that frequency `k` turns with. Interleaved: height if `k % 3 == 1`, width if
+    /// `k % 3 == 2` (below three times the section's length), else time.
+    pub(super) fn axis_of(self, k: usize) -> usize {
+        let section = self.section;
+        match (self.layout, k % 3) {
+            (MropeLayout::Interleaved, axis @ (1 | 2)) if k < 3 * section[axis] => axis,
+            (MropeLayout::Interleaved, _) => 0,
+            (MropeLayout::Blocks, _) => {
+                usize::from(k >= section[0]) + usize::from(k >= section[0] + section[1])
+            }
+        }
+    }
+}
+
+impl LinearAttentionSpec {
     pub(super) fn heads(&self) -> DeltaHeads {
         DeltaHeads {
             key_heads: self.num_key_heads,
@@ -86,37 +140,56 @@ impl HybridConfig {
 }
 
 impl DecoderConfig {
-    /// Number of dimensions of a head that are rotated.
-    pub fn rotary_dim(&self) -> usize {
-        self.hybrid.as_ref().map_or(self.head_dim, |hybrid| hybrid.rotary_dim)
+    /// The sizes of linear attention, which are the same in all layers; `None` if no layer has it.
+    pub fn linear_attention(&self) -> Option<&LinearAttentionSpec> {
+        self.layers.iter().find_map(LayerSpec::linear_attention)
     }
 
-    /// How the norms of the layers, of queries and of keys multiply by their weights.
-    pub fn norm_scale(&self) -> NormScale {
-        if self.hybrid.is_some() { NormScale::OnePlusWeight } else { NormScale::Weight }
+    /// The experts, which have the same sizes in all layers; `None` if all layers have an MLP.
+    pub fn moe(&self) -> Option<&MoeConfig> {
+        self.layers.iter().find_map(LayerSpec::experts)
     }
 
-    pub fn is_linear(&self, k: usize) -> bool {
-        self.hybrid.as_ref().is_some_and(|hybrid| hybrid.is_linear[k])
-    }
-
-    /// The experts of layer `k`; `None` if it has an MLP.
-    pub fn experts(&self, k: usize) -> Option<&MoeConfig> {
-        self.moe.as_ref().filter(|moe| moe.is_sparse[k])
+    pub(super) fn num_with_experts(&self) -> usize {
+        self.layers.iter().filter_map(LayerSpec::experts).count()
     }
 
     /// Number of weights of experts that a token is not multiplied with.
     pub fn idle_weights(&self) -> usize {
-        self.moe.as_ref().map_or(0, |moe| moe.num_sparse() * moe.idle_weights(self.hidden_size))
+        let experts = self.layers.iter().filter_map(LayerSpec::experts);
+        experts.map(|moe| moe.idle_weights(self.hidden_size)).sum()
     }
 
     /// The same sizes, with the experts as weight files have them; `prefix` is the name of the
     /// decoder's module, and `shape_of` the shape of a tensor in the files.
     #[must_use]
     pub fn of_files(&self, prefix: &str, shape_of: &dyn Fn(&str) -> Option<Vec<usize>>) -> Self {
-        let of_files =
-            |moe: &MoeConfig| moe.of_files(self.hidden_size, |k| layer_name(prefix, k), shape_of);
-        Self { moe: self.moe.as_ref().map(of_files), ..self.clone() }
+        let mut layers = self.layers.iter().enumerate();
+        let Some((k, moe)) = layers.find_map(|(k, layer)| Some((k, layer.experts()?))) else {
+            return self.clone();
+        };
+        let found = moe.of_files(self.hidden_size, &layer_name(prefix, k), shape_of);
+        let of_files = |layer: &LayerSpec| match layer.mlp {
+            MlpSpec::Dense => *layer,
+            MlpSpec::Experts(_) => LayerSpec { mlp: MlpSpec::Experts(found), ..*layer },
+        };
+        Self { layers: self.layers.iter().map(of_files).collect(), ..self.clone() }
+    }
+}
+
+impl LayerSpec {
+    pub fn linear_attention(&self) -> Option<&LinearAttentionSpec> {
+        match &self.mixer {
+            MixerSpec::LinearAttention(spec) => Some(spec),
+            MixerSpec::Attention(_) => None,
+        }
+    }
+
+    pub fn experts(&self) -> Option<&MoeConfig> {
+        match &self.mlp {
+            MlpSpec::Experts(moe) => Some(moe),
+            MlpSpec::Dense => None,
+        }
     }
 }
 
@@ -126,7 +199,7 @@ pub(super) const LM_HEAD: &str = "lm_head.weight";
 /// The tensors of a decoder and of an untied head; `prefix` is the name of the decoder's module.
 pub fn decoder_specs(config: &DecoderConfig, prefix: &str, component: Component) -> Vec<ParamSpec> {
     let hidden = config.hidden_size;
-    let norm = match config.norm_scale() {
+    let norm = match config.norm_scale {
         NormScale::Weight => Init::One,
         NormScale::OnePlusWeight => Init::Zero,
     };
@@ -136,20 +209,20 @@ pub fn decoder_specs(config: &DecoderConfig, prefix: &str, component: Component)
         specs.push(ParamSpec { name, shape: shape.to_vec(), component, init, stored });
     };
     push(embedding_name(prefix), &table, Init::Normal, Stored::Whole);
-    for k in 0..config.num_hidden_layers {
+    for (k, layer) in config.layers.iter().enumerate() {
         let mut add = |part: &str, shape: &[usize], init| {
-            let stored = stored(config.moe.as_ref(), part);
+            let stored = stored(layer.experts(), part);
             push(format!("{}.{part}", layer_name(prefix, k)), shape, init, stored);
         };
         add("input_layernorm.weight", &[hidden], norm);
-        match config.hybrid.as_ref().filter(|hybrid| hybrid.is_linear[k]) {
-            Some(hybrid) => linear_attention_specs(hybrid, hidden, &mut add),
-            None => attention_specs(config, norm, &mut add),
+        match &layer.mixer {
+            MixerSpec::LinearAttention(spec) => linear_attention_specs(spec, hidden, &mut add),
+            MixerSpec::Attention(spec) => attention_specs(*spec, config, norm, &mut add),
         }
         add("post_attention_layernorm.weight", &[hidden], norm);
-        match config.experts(k) {
-            Some(moe) => sparse_specs(moe, hidden, &mut add),
-            None => mlp_specs(config.intermediate_size, hidden, &mut add),
+        match &layer.mlp {
+            MlpSpec::Experts(moe) => sparse_specs(moe, hidden, &mut add),
+            MlpSpec::Dense => mlp_specs(config.intermediate_size, hidden, &mut add),
         }
     }
     push(format!("{prefix}.norm.weight"), &[hidden], norm, Stored::Whole);
@@ -165,30 +238,33 @@ fn mlp_specs(inner: usize, hidden: usize, add: &mut dyn FnMut(&str, &[usize], In
     add("mlp.down_proj.weight", &[hidden, inner], Init::Normal);
 }
 
-fn attention_specs(config: &DecoderConfig, norm: Init, add: &mut dyn FnMut(&str, &[usize], Init)) {
+fn attention_specs(
+    spec: AttentionSpec,
+    config: &DecoderConfig,
+    norm: Init,
+    add: &mut dyn FnMut(&str, &[usize], Init),
+) {
     let (hidden, head_dim) = (config.hidden_size, config.head_dim);
     let q = config.num_attention_heads * head_dim;
     let kv = config.num_key_value_heads * head_dim;
-    let q_and_gate = if config.hybrid.is_some() { 2 * q } else { q };
+    let q_and_gate = if spec.output_gate { 2 * q } else { q };
     add("self_attn.q_proj.weight", &[q_and_gate, hidden], Init::Normal);
     add("self_attn.k_proj.weight", &[kv, hidden], Init::Normal);
     add("self_attn.v_proj.weight", &[kv, hidden], Init::Normal);
     add("self_attn.o_proj.weight", &[hidden, q], Init::Normal);
-    match config.queries {
-        Queries::Normed => {
-            add("self_attn.q_norm.weight", &[head_dim], norm);
-            add("self_attn.k_norm.weight", &[head_dim], norm);
-        }
-        Queries::Biased => {
-            add("self_attn.q_proj.bias", &[q], Init::Zero);
-            add("self_attn.k_proj.bias", &[kv], Init::Zero);
-            add("self_attn.v_proj.bias", &[kv], Init::Zero);
-        }
+    if spec.qk_norm {
+        add("self_attn.q_norm.weight", &[head_dim], norm);
+        add("self_attn.k_norm.weight", &[head_dim], norm);
+    }
+    if spec.qkv_bias {
+        add("self_attn.q_proj.bias", &[q_and_gate], Init::Zero);
+        add("self_attn.k_proj.bias", &[kv], Init::Zero);
+        add("self_attn.v_proj.bias", &[kv], Init::Zero);
     }
 }
 
 fn linear_attention_specs(
-    config: &HybridConfig,
+    config: &LinearAttentionSpec,
     hidden: usize,
     add: &mut dyn FnMut(&str, &[usize], Init),
 ) {

@@ -1,8 +1,9 @@
-//! Operations and memory of a decoder, for `trainer bench`.
+//! Operations and memory of a decoder.
 
 use super::adapter::AdapterTensor;
-use super::config::{DecoderConfig, HybridConfig, Queries};
+use super::config::{DecoderConfig, LayerSpec, LinearAttentionSpec, MixerSpec, MlpSpec};
 use super::experts::{EXPERTS, MoeConfig};
+use super::{attention, linear_attention, mlp, moe};
 use crate::cost::{ActivationMemory, PartWork, RowKind};
 use crate::tape::{Param, Recompute};
 use kernels::DeltaHeads;
@@ -43,18 +44,16 @@ impl DecoderConfig {
         head: &Param,
     ) -> [PartWork; 2] {
         let heads = self.num_attention_heads * self.head_dim;
-        let num_linear = (0..self.num_hidden_layers).filter(|k| self.is_linear(*k)).count();
+        let linear = self.layers.iter().filter_map(LayerSpec::linear_attention);
+        let num_linear = linear.clone().count();
         // a token reads the state of each head, changes it and reads it again
-        let states = self
-            .hybrid
-            .as_ref()
-            .map_or(0, |hybrid| 3 * num_linear * hybrid.value_width() * hybrid.key_head_dim);
+        let states: usize = linear.map(|spec| 3 * spec.value_width() * spec.key_head_dim).sum();
         let idle = self.idle_weights() as f64 + self.idle_adapters(decoder);
         [
             PartWork {
                 params: indexes(decoder),
                 weights: matrix_elements(decoder, Some(embedding)) - idle + states as f64,
-                attention: ((self.num_hidden_layers - num_linear) * heads) as f64,
+                attention: ((self.layers.len() - num_linear) * heads) as f64,
                 rows: RowKind::Tokens,
             },
             PartWork {
@@ -68,7 +67,7 @@ impl DecoderConfig {
 
     /// Number of elements of the adapters of experts that a token is not multiplied with.
     fn idle_adapters(&self, params: &[&Param]) -> f64 {
-        let Some(moe) = &self.moe else { return 0.0 };
+        let Some(moe) = self.moe() else { return 0.0 };
         let all: usize = expert_adapters(params).map(|param| param.shape().elem_count()).sum();
         let idle = moe.num_experts - moe.experts_per_token;
         all as f64 * idle as f64 / moe.num_experts as f64
@@ -77,8 +76,7 @@ impl DecoderConfig {
     /// Bytes of the temporary buffers of a token that adapters of experts add to those of backward:
     /// the products of an adapter have buffers of their own, so there are twice as many rows.
     pub(crate) fn expert_adapter_bytes(&self, params: &[&Param], element: f64) -> f64 {
-        let Some(moe) = self.moe.as_ref().filter(|_| expert_adapters(params).next().is_some())
-        else {
+        let Some(moe) = self.moe().filter(|_| expert_adapters(params).next().is_some()) else {
             return 0.0;
         };
         let (hidden, k) = (self.hidden_size as f64, moe.experts_per_token as f64);
@@ -88,58 +86,36 @@ impl DecoderConfig {
         element * (with_adapter - k * hidden - 2.0 * inner).max(0.0)
     }
 
-    /// Width of the MLP of layer `k`, or of the experts that compute a token together.
-    fn inner_width(&self, k: usize) -> usize {
+    /// Width of the MLP of a layer, or of the experts that compute a token together.
+    fn inner_width(&self, layer: &LayerSpec) -> usize {
         let of_experts = |moe: &MoeConfig| {
             moe.experts_per_token * moe.intermediate_size + moe.shared_size.unwrap_or(0)
         };
-        self.experts(k).map_or(self.intermediate_size, of_experts)
+        layer.experts().map_or(self.intermediate_size, of_experts)
     }
 
-    /// Bytes of the largest temporary buffers of the second half of layer `k` in backward: the
+    /// Bytes of the largest temporary buffers of the second half of a layer in backward: the
     /// output of SwiGLU or its gradient. Experts have the rows of a token as often as they compute
     /// it, and both.
-    fn inner_bytes(&self, k: usize, element: f64) -> f64 {
-        let inner = self.inner_width(k) as f64;
-        self.experts(k).map_or(element * inner, |moe| {
+    fn inner_bytes(&self, layer: &LayerSpec, element: f64) -> f64 {
+        let inner = self.inner_width(layer) as f64;
+        layer.experts().map_or(element * inner, |moe| {
             let rows = moe.experts_per_token * self.hidden_size;
             element * (rows as f64 + 2.0 * inner) + 4.0 * (2 * moe.num_experts) as f64
         })
     }
 
-    /// Bytes of the tensors of layer `k` and a token that backward computes again unless they are
-    /// kept: the output of SwiGLU, and the rotated q and k with the `rstd` of their norms.
-    fn cheap_bytes(&self, k: usize, element: f64) -> f64 {
-        let activated = match self.experts(k) {
-            None => element * self.inner_width(k) as f64,
-            Some(_) => 0.0,
+    /// Bytes that backward needs of a layer and a token.
+    fn saved_bytes(&self, layer: &LayerSpec, element: f64, recompute: Recompute) -> f64 {
+        let mixer = match &layer.mixer {
+            MixerSpec::Attention(spec) => attention::saved_bytes(self, *spec, element, recompute),
+            MixerSpec::LinearAttention(spec) => linear_attention::saved_bytes(self, spec, element),
         };
-        if self.hybrid.is_some() && self.is_linear(k) {
-            return activated;
-        }
-        let heads = (self.num_attention_heads + self.num_key_value_heads) as f64;
-        match self.queries {
-            Queries::Normed => activated + heads * (element * self.head_dim as f64 + 4.0),
-            Queries::Biased => activated, // the rotated ones are all that backward needs
-        }
-    }
-
-    /// Bytes that backward needs of layer `k` and a token: `x` twice, `gate`, `up`, two `rstd` in
-    /// `f32`, and what the first half of the layer keeps.
-    fn saved_bytes(&self, k: usize, element: f64) -> f64 {
-        // weights, experts, and both orders of the rows
-        let routing = self.experts(k).map_or(0, |moe| 16 * moe.experts_per_token) as f64;
-        let both = 2.0 * element * (self.hidden_size + self.inner_width(k)) as f64 + 8.0 + routing;
-        if let Some(hybrid) = self.hybrid.as_ref().filter(|_| self.is_linear(k)) {
-            // input of the convolution, `z`, `o`, `a`, `b`, and the `rstd` of each head in `f32`
-            let heads = hybrid.num_value_heads;
-            let wide = hybrid.qkv_width() + 2 * hybrid.value_width() + 2 * heads;
-            return both + element * wide as f64 + 4.0 * heads as f64;
-        }
-        // `q`, `o`, `k`, `v`, `lse` in `f32`, and the gate of Qwen3.5
-        let (q, kv) = (self.num_attention_heads, self.num_key_value_heads);
-        let gate = if self.hybrid.is_some() { q } else { 0 };
-        both + element * ((2 * q + 2 * kv + gate) * self.head_dim) as f64 + 4.0 * q as f64
+        let mlp = match &layer.mlp {
+            MlpSpec::Dense => mlp::saved_bytes(self, element, recompute),
+            MlpSpec::Experts(moe) => moe::saved_bytes(self, moe, element),
+        };
+        mixer + mlp
     }
 
     /// Temporary bytes of a linear layer in FP8 on a GPU, for each token and in all: the codes of the
@@ -158,25 +134,24 @@ impl DecoderConfig {
     /// as if a parameter of the first layer or before it is trained.
     pub(crate) fn memory(&self, element: f64, recompute: Recompute) -> ActivationMemory {
         let hidden = self.hidden_size as f64;
-        let inner = (0..self.num_hidden_layers).map(|k| self.inner_bytes(k, element));
+        let inner = self.layers.iter().map(|layer| self.inner_bytes(layer, element));
         let intermediate = inner.fold(0.0, f64::max);
-        let saved = (0..self.num_hidden_layers).map(|k| self.saved_bytes(k, element));
+        let saved = |recompute| {
+            self.layers.iter().map(move |layer| self.saved_bytes(layer, element, recompute))
+        };
         let (tape, again) = match recompute {
-            Recompute::Least => {
-                let cheap = (0..self.num_hidden_layers).map(|k| self.cheap_bytes(k, element));
-                (saved.chain(cheap).sum(), 0.0)
-            }
-            Recompute::No => (saved.sum(), 0.0),
+            Recompute::Nothing => (saved(Recompute::Nothing).sum(), 0.0),
+            Recompute::Cheap => (saved(Recompute::Cheap).sum(), 0.0),
             // and the output of SwiGLU, which nothing saves
-            Recompute::Yes => {
-                let largest = saved.fold(0.0, f64::max);
-                let tape = self.num_hidden_layers as f64 * element * hidden;
+            Recompute::Stage => {
+                let largest = saved(Recompute::Cheap).fold(0.0, f64::max);
+                let tape = self.layers.len() as f64 * element * hidden;
                 (tape, largest - element * hidden + intermediate)
             }
         };
-        let delta = self.hybrid.as_ref().map(HybridConfig::heads);
+        let delta = self.linear_attention().map(LinearAttentionSpec::heads);
         ActivationMemory {
-            token_context: 4.0 * self.rotary_dim() as f64,
+            token_context: 4.0 * self.rotary_dim as f64,
             token_tape: tape,
             // `dy` and the gradient of SwiGLU's output
             token_backward: element * hidden + intermediate,
@@ -192,30 +167,50 @@ impl DecoderConfig {
 
 #[cfg(test)]
 mod tests {
+    use super::super::config::AttentionSpec;
     use super::super::experts::ExpertFiles;
-    use super::*;
-    use candle_core::{DType, Device, Tensor};
-
-    const CONFIG: DecoderConfig = DecoderConfig {
-        vocab_size: 100,
-        hidden_size: 10,
-        intermediate_size: 30,
-        num_hidden_layers: 3,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        head_dim: 5,
-        rms_norm_eps: 1e-6,
-        rope_theta: 1e4,
-        tie_word_embeddings: true,
-        initializer_range: 0.02,
-        queries: Queries::Normed,
-        hybrid: None,
-        moe: None,
+    use super::super::{
+        Component, Decoder, DecoderContext, Inputs, ParamMap, decoder_specs, rope_table,
     };
+    use super::*;
+    use crate::tape::{Pass, Stage};
+    use batch::CuSeqlens;
+    use candle_core::{DType, Device, Tensor};
+    use kernels::{AttentionBackend, Flash, NormScale, Segments};
+    use std::sync::Arc;
+
+    const NORMED: AttentionSpec =
+        AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: false };
+    const BIASED: AttentionSpec =
+        AttentionSpec { qk_norm: false, qkv_bias: true, output_gate: false };
+
+    /// Three equal layers.
+    fn config(attention: AttentionSpec, mlp: MlpSpec) -> DecoderConfig {
+        DecoderConfig {
+            vocab_size: 100,
+            hidden_size: 10,
+            intermediate_size: 30,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: 5,
+            rotary_dim: 5,
+            rms_norm_eps: 1e-6,
+            rope_theta: 1e4,
+            mrope: None,
+            tie_word_embeddings: true,
+            initializer_range: 0.02,
+            norm_scale: NormScale::Weight,
+            layers: vec![LayerSpec { mixer: MixerSpec::Attention(attention), mlp }; 3],
+        }
+    }
+
+    fn dense() -> DecoderConfig {
+        config(NORMED, MlpSpec::Dense)
+    }
 
     #[test]
     fn a_token_costs_its_tape_and_the_working_set_of_one_layer() {
-        let memory = CONFIG.memory(4.0, Recompute::No);
+        let memory = dense().memory(4.0, Recompute::Cheap);
         // x, x1: 10 each; q, o: 20; k, v: 10; gate, up: 30; two rstd and four lse
         let layer = 4.0 * (20.0 + 40.0 + 20.0 + 60.0) + 4.0 * 6.0;
         assert_eq!(memory.token_tape, 3.0 * layer);
@@ -226,27 +221,28 @@ mod tests {
     #[test]
     fn a_layer_in_fp8_needs_codes_and_sums_on_a_gpu() {
         let sums = f64::from(32 << 20);
-        assert_eq!(CONFIG.fp8_bytes(false), [30.0, 300.0 + sums]);
-        assert_eq!(CONFIG.fp8_bytes(true), [10.0 + 30.0 + 30.0 / 16.0, 300.0 + sums]);
-        let wide = DecoderConfig { num_attention_heads: 40, ..CONFIG };
+        assert_eq!(dense().fp8_bytes(false), [30.0, 300.0 + sums]);
+        assert_eq!(dense().fp8_bytes(true), [10.0 + 30.0 + 30.0 / 16.0, 300.0 + sums]);
+        let wide = DecoderConfig { num_attention_heads: 40, ..dense() };
         assert_eq!(wide.fp8_bytes(false)[0], 200.0);
     }
 
     #[test]
     fn recomputing_least_also_keeps_what_is_cheap_to_compute_again() {
-        let [least, all] = [Recompute::Least, Recompute::No].map(|r| CONFIG.memory(4.0, r));
+        let [least, all] = [Recompute::Nothing, Recompute::Cheap].map(|r| dense().memory(4.0, r));
         // the output of SwiGLU: 30; rotated q: 20, k: 10; an `rstd` for each of the 6 heads
         let layer = 4.0 * (30.0 + 20.0 + 10.0) + 4.0 * 6.0;
         assert_eq!(least.token_tape, all.token_tape + 3.0 * layer);
         assert_eq!(least.token_backward, all.token_backward);
-        let biased = DecoderConfig { queries: Queries::Biased, ..CONFIG };
-        let [least, all] = [Recompute::Least, Recompute::No].map(|r| biased.memory(4.0, r));
+        let biased = config(BIASED, MlpSpec::Dense);
+        let [least, all] = [Recompute::Nothing, Recompute::Cheap].map(|r| biased.memory(4.0, r));
         assert_eq!(least.token_tape, all.token_tape + 3.0 * 4.0 * 30.0);
     }
 
     #[test]
     fn recomputing_keeps_one_tensor_a_layer_and_one_layer() {
-        let (all, input) = (CONFIG.memory(4.0, Recompute::No), CONFIG.memory(4.0, Recompute::Yes));
+        let (all, input) =
+            (dense().memory(4.0, Recompute::Cheap), dense().memory(4.0, Recompute::Stage));
         assert_eq!(input.token_tape, 3.0 * 40.0);
         let layer = all.token_tape / 3.0;
         assert_eq!(input.token_recomputed, layer - 40.0 + 4.0 * 30.0);
@@ -259,11 +255,10 @@ mod tests {
             num_experts: 8,
             experts_per_token: 2,
             intermediate_size: 6,
-            is_sparse: vec![true; 3],
             shared_size: None,
             files: ExpertFiles::OutIn,
         };
-        let config = DecoderConfig { moe: Some(moe), ..CONFIG };
+        let config = config(NORMED, MlpSpec::Experts(moe));
         let zeros = |name: &str, index| {
             let zeros = Tensor::zeros((16, 10), DType::F32, &Device::Cpu).unwrap();
             Param::new(AdapterTensor::A.name(&format!("model.layers.0.{name}")), index, zeros)
@@ -284,17 +279,72 @@ mod tests {
             num_experts: 8,
             experts_per_token: 2,
             intermediate_size: 6,
-            is_sparse: vec![true; 3],
             shared_size: None,
             files: ExpertFiles::InOut,
         };
-        assert_eq!(moe.num_sparse() * moe.idle_weights(10), 3 * (6 * 3 * 6 * 10));
-        let config = DecoderConfig { moe: Some(moe), ..CONFIG };
-        let memory = config.memory(4.0, Recompute::No);
+        let config = config(NORMED, MlpSpec::Experts(moe));
+        assert_eq!(config.idle_weights(), 3 * (6 * 3 * 6 * 10));
+        let memory = config.memory(4.0, Recompute::Cheap);
         // x, x1: 10 each; q, o: 20; k, v: 10; gate, up: 2 * 6; two rstd and four lse; routing
         let layer = 4.0 * (20.0 + 40.0 + 20.0 + 24.0) + 4.0 * 6.0 + 32.0;
         assert_eq!(memory.token_tape, 3.0 * layer);
         // dy; rows, the output of SwiGLU and its gradient; logits and their gradient
         assert_eq!(memory.token_backward, 4.0 * (10.0 + 20.0 + 24.0 + 16.0));
+    }
+
+    /// Bytes of the tensors that the layers of a decoder save for backward, for `num_tokens`.
+    fn saved(config: &DecoderConfig, num_tokens: usize, recompute: Recompute) -> f64 {
+        let device = &Device::Cpu;
+        let specs = decoder_specs(config, "model", Component { name: "llm", inputs: Inputs::All });
+        let params = specs.iter().enumerate().map(|(index, spec)| {
+            let zeros = Tensor::zeros(spec.shape.as_slice(), DType::F32, device).unwrap();
+            Param::new(spec.name.as_str(), index, zeros)
+        });
+        let params: Vec<Param> = params.collect();
+        let attention: Arc<dyn AttentionBackend> = Arc::new(Flash);
+        let decoder =
+            Decoder::new(&ParamMap::new(&params, None), "model", config, &attention).unwrap();
+        let lengths = CuSeqlens::from_lengths(&[num_tokens as u32]).unwrap();
+        let context = DecoderContext {
+            rope: rope_table(config, &vec![[0; 3]; num_tokens]).upload(num_tokens, device).unwrap(),
+            segments: Segments::new(lengths.clone(), lengths).unwrap(),
+        };
+        let x = Tensor::zeros((num_tokens, config.hidden_size), DType::F32, device).unwrap();
+        let of_layer = |layer: &dyn Stage<Context = DecoderContext>| {
+            layer.forward(&x, &context, recompute, &Pass::default()).unwrap().1.bytes() as f64
+        };
+        decoder.layers().map(of_layer).sum()
+    }
+
+    #[test]
+    fn the_saved_bytes_of_a_token_are_those_of_the_tensors() {
+        let moe = |shared_size| MoeConfig {
+            num_experts: 4,
+            experts_per_token: 2,
+            intermediate_size: 6,
+            shared_size,
+            files: ExpertFiles::OutIn,
+        };
+        let linear = MixerSpec::LinearAttention(LinearAttentionSpec {
+            num_key_heads: 2,
+            num_value_heads: 4,
+            key_head_dim: 6,
+            value_head_dim: 10,
+            conv_kernel: 4,
+        });
+        let gated = AttentionSpec { output_gate: true, ..NORMED };
+        let attention = [NORMED, BIASED, gated].map(MixerSpec::Attention);
+        let mlps = [MlpSpec::Dense, MlpSpec::Experts(moe(None)), MlpSpec::Experts(moe(Some(8)))];
+        for mixer in attention.into_iter().chain([linear]) {
+            for (mlp, recompute) in
+                mlps.iter().flat_map(|mlp| [(mlp, Recompute::Nothing), (mlp, Recompute::Cheap)])
+            {
+                let layers = vec![LayerSpec { mixer, mlp: *mlp }];
+                let config = DecoderConfig { head_dim: 6, rotary_dim: 6, layers, ..dense() };
+                let expected = config.saved_bytes(&config.layers[0], 4.0, recompute);
+                let found = (saved(&config, 20, recompute) - saved(&config, 8, recompute)) / 12.0;
+                assert_eq!(found, expected, "{:?} {recompute:?}", config.layers[0]);
+            }
+        }
     }
 }

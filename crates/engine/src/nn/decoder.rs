@@ -1,213 +1,94 @@
-//! The decoder: token embedding, pre-norm layers of attention and MLP, final norm.
+//! The decoder: token embedding, layers, final norm.
 
-use super::attention::{AttentionBlock, SavedAttention};
-use super::config::{DecoderConfig, LM_HEAD, embedding_name, layer_name};
+use super::attention::AttentionBlock;
+use super::config::{
+    DecoderConfig, LM_HEAD, LayerSpec, MixerSpec, MlpSpec, embedding_name, layer_name,
+};
 use super::context::DecoderContext;
 use super::kv_cache::KvCache;
 use super::linear::Linear;
-use super::linear_attention::{LinearAttentionBlock, SavedLinearAttention};
-use super::mlp::{MlpBlock, SavedMlp};
-use super::moe::{MoeBlock, SavedMoe};
-use super::norm::RmsNorm;
+use super::linear_attention::LinearAttentionBlock;
+use super::mixer::Mixer;
+use super::mlp::MlpBlock;
+use super::moe::MoeBlock;
+use super::norm::Norm;
 use super::params::{ParamMap, WeightError};
 use super::routers::Routers;
 use crate::cost::{ActivationMemory, PartWork};
-use crate::tape::{CheapTensors, GradSink, InputGrad, Param, Recompute, SavedStage, Stage};
+use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, SavedStage, Stage};
 use candle_core::{DType, Result, Tensor, bail};
 use kernels::AttentionBackend;
 use std::sync::Arc;
 
-/// The first half of a decoder layer.
-enum Mixer {
-    Attention(Box<AttentionBlock>),
-    Linear(Box<LinearAttentionBlock>),
-}
-
-/// The tensors that the backward of a [`Mixer`] needs.
-enum SavedMixer {
-    Attention(SavedAttention),
-    Linear(SavedLinearAttention),
-}
-
-impl Mixer {
-    fn params(&self) -> Vec<&Param> {
-        match self {
-            Self::Attention(block) => block.params().collect(),
-            Self::Linear(block) => block.params().collect(),
-        }
-    }
-
-    fn forward(
-        &self,
-        x: &Tensor,
-        context: &DecoderContext,
-        cheap: CheapTensors,
-    ) -> Result<(Tensor, SavedMixer)> {
-        Ok(match self {
-            Self::Attention(block) => {
-                let (y, saved) = block.forward(x, context, cheap)?;
-                (y, SavedMixer::Attention(saved))
-            }
-            Self::Linear(block) => {
-                let (y, saved) = block.forward(x, context)?;
-                (y, SavedMixer::Linear(saved))
-            }
-        })
-    }
-
-    fn backward(
-        &self,
-        saved: SavedMixer,
-        dy: &Tensor,
-        context: &DecoderContext,
-        grads: &dyn GradSink,
-        input_grad: InputGrad,
-    ) -> Result<Option<Tensor>> {
-        match (self, saved) {
-            (Self::Attention(block), SavedMixer::Attention(saved)) => {
-                block.backward(saved, dy, context, grads, input_grad)
-            }
-            (Self::Linear(block), SavedMixer::Linear(saved)) => {
-                block.backward(saved, dy, context, grads, input_grad)
-            }
-            _ => bail!("the saved tensors belong to a layer of another kind"),
-        }
-    }
-
-    /// The next tokens of the samples in `caches`, `x: [N, D]` to `[N, D]`.
-    fn decode(
-        &self,
-        layer: usize,
-        x: &Tensor,
-        context: &DecoderContext,
-        caches: &mut [&mut KvCache],
-    ) -> Result<Tensor> {
-        match self {
-            Self::Attention(block) => block.decode(layer, x, context, caches),
-            Self::Linear(block) => block.decode(layer, x, context, caches),
-        }
-    }
-}
-
-/// The second half of a decoder layer.
-enum FeedForward {
-    Mlp(Box<MlpBlock>),
-    Experts(Box<MoeBlock>),
-}
-
-/// The tensors that the backward of a [`FeedForward`] needs.
-enum SavedFeedForward {
-    Mlp(SavedMlp),
-    Experts(SavedMoe),
-}
-
-impl FeedForward {
-    fn new(
-        params: &ParamMap<'_>,
-        layer: &str,
-        k: usize,
-        config: &DecoderConfig,
-        routers: Option<&Arc<Routers>>,
-    ) -> std::result::Result<Self, WeightError> {
-        if let (Some(moe), Some(routers)) = (config.experts(k), routers) {
-            let place = moe.is_sparse[..k].iter().filter(|is_sparse| **is_sparse).count();
-            let block = MoeBlock::new(params, layer, (config, moe), (routers, place))?;
-            return Ok(Self::Experts(Box::new(block)));
-        }
-        let norm = format!("{layer}.post_attention_layernorm");
-        let norm = RmsNorm::of_decoder(params, &norm, config)?;
-        let linear = |part: &str| {
-            let linear = Linear::without_bias(params, &format!("{layer}.mlp.{part}"))?;
-            Ok::<_, WeightError>(linear.of_decoder(params))
-        };
-        Ok(Self::Mlp(Box::new(MlpBlock::new(norm, linear)?)))
-    }
-
-    fn params(&self) -> Vec<&Param> {
-        match self {
-            Self::Mlp(block) => block.params().collect(),
-            Self::Experts(block) => block.params().collect(),
-        }
-    }
-
-    fn forward(&self, x: &Tensor, cheap: CheapTensors) -> Result<(Tensor, SavedFeedForward)> {
-        Ok(match self {
-            Self::Mlp(block) => {
-                let (y, saved) = block.forward(x, cheap)?;
-                (y, SavedFeedForward::Mlp(saved))
-            }
-            Self::Experts(block) => {
-                let (y, saved) = block.forward(x)?;
-                (y, SavedFeedForward::Experts(saved))
-            }
-        })
-    }
-
-    fn backward(
-        &self,
-        saved: SavedFeedForward,
-        dy: &Tensor,
-        grads: &dyn GradSink,
-    ) -> Result<Tensor> {
-        match (self, saved) {
-            (Self::Mlp(block), SavedFeedForward::Mlp(saved)) => block.backward(saved, dy, grads),
-            (Self::Experts(block), SavedFeedForward::Experts(saved)) => {
-                block.backward(saved, dy, grads)
-            }
-            _ => bail!("the saved tensors belong to a layer of another kind"),
-        }
-    }
-}
-
 struct DecoderLayer {
-    mixer: Mixer,
-    mlp: FeedForward,
+    mixer: Box<dyn Mixer>,
+    /// The second half: an MLP, or experts.
+    mlp: Box<dyn Stage<Context = ()>>,
 }
 
 impl DecoderLayer {
-    fn run(
-        &self,
-        x: &Tensor,
-        context: &DecoderContext,
-        cheap: CheapTensors,
-    ) -> Result<(Tensor, (SavedMixer, SavedFeedForward))> {
-        let (x, mixer) = self.mixer.forward(x, context, cheap)?; // [T, D]
-        let (y, mlp) = self.mlp.forward(&x, cheap)?; // [T, D]
-        Ok((y, (mixer, mlp)))
+    /// The layer `name`, with `moe_index` layers with experts before it.
+    fn new(
+        params: &ParamMap<'_>,
+        name: &str,
+        (config, spec): (&DecoderConfig, &LayerSpec),
+        moe_index: usize,
+        attention: Arc<dyn AttentionBackend>,
+    ) -> std::result::Result<Self, WeightError> {
+        let mixer: Box<dyn Mixer> = match &spec.mixer {
+            MixerSpec::LinearAttention(sizes) => {
+                Box::new(LinearAttentionBlock::new(params, name, config, sizes)?)
+            }
+            MixerSpec::Attention(spec) => {
+                Box::new(AttentionBlock::new(params, name, (config, *spec), attention)?)
+            }
+        };
+        if let MlpSpec::Experts(moe) = &spec.mlp {
+            let mlp = Box::new(MoeBlock::new(params, name, (config, moe), moe_index)?);
+            return Ok(Self { mixer, mlp });
+        }
+        let norm = format!("{name}.post_attention_layernorm");
+        let norm = Norm::of_decoder(params, &norm, config)?;
+        let linear = |part: &str| {
+            let linear = Linear::without_bias(params, &format!("{name}.mlp.{part}"))?;
+            Ok::<_, WeightError>(linear.of_decoder(params))
+        };
+        Ok(Self { mixer, mlp: Box::new(MlpBlock::new(norm, linear)?) })
     }
 }
 
 impl Stage for DecoderLayer {
     type Context = DecoderContext;
-    type Saved = (SavedMixer, SavedFeedForward);
 
     fn params(&self) -> Vec<&Param> {
         self.mixer.params().into_iter().chain(self.mlp.params()).collect()
     }
 
-    fn forward(&self, x: &Tensor, context: &DecoderContext) -> Result<(Tensor, Self::Saved)> {
-        self.run(x, context, CheapTensors::Recompute)
-    }
-
-    fn forward_keeping(
+    fn forward(
         &self,
-        x: &Tensor,
+        x: &Tensor, // [T, D]
         context: &DecoderContext,
-    ) -> Result<(Tensor, Self::Saved)> {
-        self.run(x, context, CheapTensors::Keep)
+        recompute: Recompute,
+        pass: &Pass<'_>,
+    ) -> Result<(Tensor, Saved)> {
+        let (x, mixer) = self.mixer.forward(x, context, recompute, pass)?; // [T, D]
+        let (y, mlp) = self.mlp.forward(&x, &(), recompute, pass)?; // [T, D]
+        Ok((y, Saved::default().with_parts([mixer, mlp])))
     }
 
     fn backward(
         &self,
-        (mixer, mlp): Self::Saved,
-        dy: Tensor,
+        mut saved: Saved,
+        dy: Tensor, // [T, D]
         context: &DecoderContext,
-        grads: &dyn GradSink,
         input_grad: InputGrad,
+        pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
-        let dx = self.mlp.backward(mlp, &dy, grads)?; // [T, D]
-        drop(dy); // a layer's peak has one gradient of the residual stream
-        self.mixer.backward(mixer, &dx, context, grads, input_grad)
+        let [mixer, mlp] = saved.parts()?;
+        let Some(dx) = self.mlp.backward(mlp, dy, &(), InputGrad::Needed, pass)? else {
+            bail!("the second half of a layer returned no gradient of its input");
+        };
+        self.mixer.backward(mixer, dx, context, input_grad, pass)
     }
 }
 
@@ -216,14 +97,14 @@ pub(crate) struct Decoder {
     pub(crate) embed_tokens: Param, // [V, D]
     pub(crate) lm_head: Param,      // [V, D]; the embedding if tied
     layers: Vec<DecoderLayer>,
-    norm: RmsNorm,
-    routers: Option<Arc<Routers>>,
+    norm: Norm,
+    routers: Option<Routers>,
 }
 
 /// The tensors that the forward pass of the decoder saves for backward.
 pub(crate) struct DecoderTape {
-    layers: Vec<SavedStage<DecoderLayer>>, // from the first that backward visits
-    norm: SavedStage<RmsNorm>,
+    layers: Vec<SavedStage>, // from the first that backward visits
+    norm: SavedStage,
 }
 
 impl Decoder {
@@ -233,22 +114,13 @@ impl Decoder {
         config: &DecoderConfig,
         attention: &Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
-        let routers = config.moe.as_ref().map(|moe| Arc::new(moe.routers()));
-        let layers = (0..config.num_hidden_layers).map(|k| {
+        let mut moe_index = 0;
+        let layers = config.layers.iter().enumerate().map(|(k, spec)| {
             let name = layer_name(prefix, k);
-            let sizes = config.hybrid.as_ref().filter(|_| config.is_linear(k));
-            let mixer = if let Some(sizes) = sizes {
-                let block =
-                    LinearAttentionBlock::new(params, &name, config, sizes, attention.clone())?;
-                Mixer::Linear(Box::new(block))
-            } else {
-                let block = AttentionBlock::new(params, &name, config, attention.clone())?;
-                Mixer::Attention(Box::new(block))
-            };
-            Ok(DecoderLayer {
-                mixer,
-                mlp: FeedForward::new(params, &name, k, config, routers.as_ref())?,
-            })
+            let layer =
+                DecoderLayer::new(params, &name, (config, spec), moe_index, Arc::clone(attention));
+            moe_index += usize::from(spec.experts().is_some());
+            layer
         });
         let embed_tokens = params.get(&embedding_name(prefix))?;
         let tied = config.tie_word_embeddings;
@@ -256,13 +128,18 @@ impl Decoder {
             lm_head: if tied { embed_tokens.clone() } else { params.get(LM_HEAD)? },
             embed_tokens,
             layers: layers.collect::<std::result::Result<_, _>>()?,
-            norm: RmsNorm::of_decoder(params, &format!("{prefix}.norm"), config)?,
-            routers,
+            norm: Norm::of_decoder(params, &format!("{prefix}.norm"), config)?,
+            routers: config.moe().map(|moe| moe.routers(config.num_with_experts())),
         })
     }
 
-    pub(crate) fn routers(&self) -> Option<&Routers> {
-        self.routers.as_deref()
+    pub(crate) fn routers(&self) -> Option<Routers> {
+        self.routers
+    }
+
+    #[cfg(test)]
+    pub(super) fn layers(&self) -> impl Iterator<Item = &dyn Stage<Context = DecoderContext>> {
+        self.layers.iter().map(|layer| layer as &dyn Stage<Context = DecoderContext>)
     }
 
     fn untied_head(&self) -> Option<&Param> {
@@ -274,7 +151,7 @@ impl Decoder {
         let head = self.untied_head().map(|head| vec![head]);
         let layers = self.layers.iter().rev().map(Stage::params);
         head.into_iter()
-            .chain([self.norm.params()])
+            .chain([Stage::params(&self.norm)])
             .chain(layers)
             .chain([vec![&self.embed_tokens]])
             .collect()
@@ -301,12 +178,12 @@ impl Decoder {
 
     /// Dtype of the activations. A table or the weight of a layer may be narrower.
     pub(crate) fn dtype(&self) -> DType {
-        self.norm.param().dtype()
+        self.norm.dtype()
     }
 
     /// `ids: [T]` to `[T, D]`.
-    pub(crate) fn embed(&self, ids: &Tensor) -> Result<Tensor> {
-        kernels::embedding(ids, &self.embed_tokens.tensor())?.to_dtype(self.dtype())
+    pub(crate) fn embed(&self, ids: &Tensor, pass: &Pass<'_>) -> Result<Tensor> {
+        kernels::embedding(ids, &pass.weight(&self.embed_tokens)?)?.to_dtype(self.dtype())
     }
 
     /// Hidden states after the final norm, `[T, D]`, from embeddings `h: [T, D]`. Only the layers
@@ -317,71 +194,56 @@ impl Decoder {
         mut h: Tensor,
         context: &DecoderContext,
         recompute: Recompute,
-        grads: &dyn GradSink,
         below: InputGrad,
         after_layer: &dyn Fn(usize, &Tensor) -> Result<()>,
+        pass: &Pass<'_>,
     ) -> Result<(Tensor, DecoderTape)> {
         let mut visited = below == InputGrad::Needed;
         let mut layers = Vec::with_capacity(self.layers.len());
         for (k, layer) in self.layers.iter().enumerate() {
-            visited = visited || layer.is_trained(grads);
+            visited = visited || layer.is_trained(pass);
             h = if visited {
-                let (y, saved) = SavedStage::forward(layer, h, context, recompute)?;
+                let (y, saved) = SavedStage::forward(layer, h, context, recompute, pass)?;
                 layers.push(saved);
                 y
             } else {
-                layer.forward(&h, context)?.0
+                layer.forward(&h, context, Recompute::Cheap, pass)?.0
             };
             after_layer(k, &h)?;
         }
-        let (hidden, norm) = SavedStage::forward(&self.norm, h, &(), Recompute::No)?;
+        let (hidden, norm) = SavedStage::forward(&self.norm, h, &(), Recompute::Cheap, pass)?;
         Ok((hidden, DecoderTape { layers, norm }))
     }
 
-    /// Hidden states after the final norm, `[T, D]`; keeps nothing.
-    pub(crate) fn hidden(
-        &self,
-        mut h: Tensor,
-        context: &DecoderContext,
-        after_layer: &dyn Fn(usize, &Tensor) -> Result<()>,
-    ) -> Result<Tensor> {
-        for (k, layer) in self.layers.iter().enumerate() {
-            h = layer.forward(&h, context)?.0;
-            after_layer(k, &h)?;
-        }
-        Ok(self.norm.forward(&h, &())?.0)
-    }
-
-    /// Adds the gradients of layers and norm to `grads` and reports these stages as finished, and
-    /// before them an untied head.
-    /// Returns the gradient of the embeddings, `[T, D]`, if `below` needs it. `before_layer`
+    /// Adds the gradients of layers and norm to those of `pass` and reports these stages as finished,
+    /// and before them an untied head. Returns the gradient of the embeddings, `[T, D]`, if `below` needs it. `before_layer`
     /// receives the gradient of each layer's output.
     pub(crate) fn backward(
         &self,
         tape: DecoderTape,
         d_hidden: Tensor,
         context: &DecoderContext,
-        grads: &dyn GradSink,
         below: InputGrad,
         before_layer: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
+        pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
-        self.untied_head().into_iter().for_each(|head| grads.finished(&[head]));
+        self.untied_head().map_or(Ok(()), |head| pass.grads.finished(&[head]))?;
         let mut trained = below == InputGrad::Needed;
         let mut input_grads = vec![InputGrad::needed_if(trained)]; // of layer 0, 1, .., of the norm
         for layer in &self.layers {
-            trained = trained || layer.is_trained(grads);
+            trained = trained || layer.is_trained(pass);
             input_grads.push(InputGrad::needed_if(trained));
         }
         let needed = input_grads[self.layers.len()];
-        let mut dh = tape.norm.backward(&self.norm, d_hidden, &(), grads, needed)?;
+        let mut dh = tape.norm.backward(&self.norm, d_hidden, &(), needed, pass)?;
         let mut saved = tape.layers;
         for (k, layer) in self.layers.iter().enumerate().rev() {
             let dy = dh.take().filter(|_| input_grads[k + 1] == InputGrad::Needed);
             dh = if let (Some(dy), Some(saved)) = (dy, saved.pop()) {
                 before_layer(k, &dy)?;
-                saved.backward(layer, dy, context, grads, input_grads[k])?
+                saved.backward(layer, dy, context, input_grads[k], pass)?
             } else {
-                grads.finished(&layer.params());
+                pass.grads.finished(&layer.params())?;
                 None
             };
         }
@@ -397,15 +259,16 @@ impl Decoder {
         context: &DecoderContext,
         caches: &mut [&mut KvCache],
         after_layer: &dyn Fn(usize, &Tensor) -> Result<()>,
+        pass: &Pass<'_>,
     ) -> Result<Tensor> {
         for (k, layer) in self.layers.iter().enumerate() {
-            let x = layer.mixer.decode(k, &h, context, caches)?;
-            h = layer.mlp.forward(&x, CheapTensors::Recompute)?.0;
+            let x = layer.mixer.decode(k, &h, context, caches, pass)?;
+            h = layer.mlp.forward(&x, &(), Recompute::Cheap, pass)?.0;
             after_layer(k, &h)?;
         }
         for (cache, tokens) in caches.iter_mut().zip(context.segments.cu_seqlens().segments()) {
             cache.advance(tokens.len());
         }
-        Ok(self.norm.forward(&h, &())?.0)
+        Ok(self.norm.normed(&h, pass)?.0)
     }
 }

@@ -10,7 +10,7 @@
 
 use super::adapter::{AdapterTensor, Adapters};
 use super::params::{ParamMap, WeightError};
-use crate::tape::{GradSink, Param};
+use crate::tape::{Param, Pass};
 use candle_core::{DType, Result, Tensor};
 use kernels::{ExpertLayout, RecomputeInput};
 
@@ -49,11 +49,12 @@ impl ExpertLinear {
     }
 
     /// Returns `y [N, M]`.
-    pub(super) fn forward(&self, x: &Tensor, offsets: &Tensor) -> Result<Tensor> {
-        let y = kernels::grouped_linear(x, &self.weight.tensor(), self.layout, offsets)?;
+    pub(super) fn forward(&self, x: &Tensor, offsets: &Tensor, pass: &Pass<'_>) -> Result<Tensor> {
+        let weight = pass.weight(&self.weight)?;
+        let y = kernels::grouped_linear(x, &weight, self.layout, offsets)?;
         if let Some(adapter) = &self.adapter {
-            let u = adapter.down(x, offsets)?;
-            let b = adapter.b_by_expert()?;
+            let u = adapter.down(x, offsets, pass)?;
+            let b = adapter.b_by_expert(pass)?;
             kernels::add_in_place(
                 &y,
                 &kernels::grouped_linear(&u, &b, ExpertLayout::OutIn, offsets)?,
@@ -63,15 +64,20 @@ impl ExpertLinear {
     }
 
     /// Whether the backward needs `x`.
-    pub(super) fn recompute_input(&self, grads: &dyn GradSink) -> RecomputeInput {
-        let trains = self.params().any(|param| grads.buffer(param).is_some());
+    pub(super) fn recompute_input(&self, pass: &Pass<'_>) -> RecomputeInput {
+        let trains = self.params().any(|param| pass.grad(param).is_some());
         if trains { RecomputeInput::Yes } else { RecomputeInput::No }
     }
 
     /// What both halves of the backward need of `dy [N, M]`.
-    pub(super) fn rank_grad(&self, dy: &Tensor, offsets: &Tensor) -> Result<RankGrad> {
+    pub(super) fn rank_grad(
+        &self,
+        dy: &Tensor,
+        offsets: &Tensor,
+        pass: &Pass<'_>,
+    ) -> Result<RankGrad> {
         let Some(adapter) = &self.adapter else { return Ok(RankGrad(None)) };
-        let (b, layout) = (adapter.b_by_expert()?, ExpertLayout::OutIn);
+        let (b, layout) = (adapter.b_by_expert(pass)?, ExpertLayout::OutIn);
         let du = kernels::grouped_linear_backward_input(dy, &b, layout, offsets)?;
         Ok(RankGrad(Some((du * adapter.scale)?)))
     }
@@ -82,11 +88,12 @@ impl ExpertLinear {
         dy: &Tensor,
         du: &RankGrad,
         offsets: &Tensor,
+        pass: &Pass<'_>,
     ) -> Result<Tensor> {
-        let weight = self.weight.tensor();
+        let weight = pass.weight(&self.weight)?;
         let dx = kernels::grouped_linear_backward_input(dy, &weight, self.layout, offsets)?;
         if let (Some(adapter), RankGrad(Some(du))) = (&self.adapter, du) {
-            let (a, layout) = (adapter.a_by_expert()?, ExpertLayout::OutIn);
+            let (a, layout) = (adapter.a_by_expert(pass)?, ExpertLayout::OutIn);
             let more = kernels::grouped_linear_backward_input(du, &a, layout, offsets)?;
             kernels::add_in_place(&dx, &more)?;
         }
@@ -99,13 +106,13 @@ impl ExpertLinear {
         dy: &Tensor,
         du: &RankGrad,
         offsets: &Tensor,
-        grads: &dyn GradSink,
+        pass: &Pass<'_>,
     ) -> Result<()> {
-        if let Some(dw) = grads.buffer(&self.weight) {
+        if let Some(dw) = pass.grad(&self.weight) {
             kernels::grouped_linear_backward_weight(x, dy, self.layout, offsets, dw)?;
         }
         match (&self.adapter, du) {
-            (Some(adapter), RankGrad(Some(du))) => adapter.backward(x, dy, du, offsets, grads),
+            (Some(adapter), RankGrad(Some(du))) => adapter.backward(x, dy, du, offsets, pass),
             _ => Ok(()),
         }
     }
@@ -124,20 +131,21 @@ impl ExpertAdapter {
     }
 
     /// `[E, r, K]`, without a copy.
-    fn a_by_expert(&self) -> Result<Tensor> {
-        by_expert(&self.a.tensor(), self.rank)
+    fn a_by_expert(&self, pass: &Pass<'_>) -> Result<Tensor> {
+        by_expert(&pass.weight(&self.a)?, self.rank)
     }
 
     /// A copy, `[E, M, r]`.
-    fn b_by_expert(&self) -> Result<Tensor> {
-        let b = self.b.tensor();
+    fn b_by_expert(&self, pass: &Pass<'_>) -> Result<Tensor> {
+        let b = pass.weight(&self.b)?;
         let (outputs, all) = b.dims2()?;
         b.reshape((outputs, self.rank, all / self.rank))?.permute((2, 0, 1))?.contiguous()
     }
 
     /// `scale x A^T`, `[N, r]`.
-    fn down(&self, x: &Tensor, offsets: &Tensor) -> Result<Tensor> {
-        kernels::grouped_linear(x, &self.a_by_expert()?, ExpertLayout::OutIn, offsets)? * self.scale
+    fn down(&self, x: &Tensor, offsets: &Tensor, pass: &Pass<'_>) -> Result<Tensor> {
+        let a = self.a_by_expert(pass)?;
+        kernels::grouped_linear(x, &a, ExpertLayout::OutIn, offsets)? * self.scale
     }
 
     fn backward(
@@ -146,15 +154,15 @@ impl ExpertAdapter {
         dy: &Tensor,
         du: &Tensor,
         offsets: &Tensor,
-        grads: &dyn GradSink,
+        pass: &Pass<'_>,
     ) -> Result<()> {
         let layout = ExpertLayout::OutIn;
-        if let Some(da) = grads.buffer(&self.a) {
+        if let Some(da) = pass.grad(&self.a) {
             let da = by_expert(da, self.rank)?; // the same memory
             kernels::grouped_linear_backward_weight(x, du, layout, offsets, &da)?;
         }
-        if let Some(db) = grads.buffer(&self.b) {
-            let u = self.down(x, offsets)?;
+        if let Some(db) = pass.grad(&self.b) {
+            let u = self.down(x, offsets, pass)?;
             let (outputs, all) = db.dims2()?;
             let shape = (all / self.rank, outputs, self.rank);
             let by_expert = Tensor::zeros(shape, DType::F32, db.device())?;

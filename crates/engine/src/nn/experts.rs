@@ -16,8 +16,8 @@ pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate";
 /// Weight of the router of a layer.
 pub(super) const ROUTER: &str = "mlp.gate.weight";
 
-/// A decoder in which a router selects experts for each token, in place of an MLP.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Sizes of the experts of a layer, which a router selects for each token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MoeConfig {
     /// Number of experts of a layer, `E`.
     pub num_experts: usize,
@@ -25,8 +25,6 @@ pub struct MoeConfig {
     pub experts_per_token: usize,
     /// Width of an expert, `I`.
     pub intermediate_size: usize,
-    /// Whether each layer has experts. The others have an MLP.
-    pub is_sparse: Vec<bool>,
     /// Width of an expert that computes every token, times the sigmoid of a gate; `None`: there is
     /// none.
     pub shared_size: Option<usize>,
@@ -68,34 +66,30 @@ impl MoeConfig {
         3 * (self.num_experts - self.experts_per_token) * self.intermediate_size * hidden
     }
 
-    pub(super) fn routers(&self) -> Routers {
-        Routers::new(self.num_experts, self.experts_per_token, self.num_sparse())
-    }
-
-    pub fn num_sparse(&self) -> usize {
-        self.is_sparse.iter().filter(|is_sparse| **is_sparse).count()
+    /// The routers of `num_layers` layers.
+    pub(super) fn routers(&self, num_layers: usize) -> Routers {
+        let (num_experts, experts_per_token) = (self.num_experts, self.experts_per_token);
+        Routers { num_experts, experts_per_token, num_layers }
     }
 
     /// The same sizes, with the layout of weight files; `shape_of` is the shape of a tensor in the
-    /// files. Unchanged if the files have none of the layouts. `layer` is the name of a layer.
+    /// files. Unchanged if the files have none of the layouts. `layer` is the name of a layer with
+    /// experts.
     #[must_use]
     pub fn of_files(
         &self,
         hidden: usize,
-        layer: impl Fn(usize) -> String,
+        layer: &str,
         shape_of: &dyn Fn(&str) -> Option<Vec<usize>>,
     ) -> Self {
-        let Some(first) = self.is_sparse.iter().position(|is_sparse| *is_sparse) else {
-            return self.clone();
-        };
-        let part = |part: &str| shape_of(&format!("{}.{EXPERTS}.{part}", layer(first)));
+        let part = |part: &str| shape_of(&format!("{layer}.{EXPERTS}.{part}"));
         if part("0.gate_proj.weight").is_some() {
-            return Self { files: ExpertFiles::Separate, ..self.clone() };
+            return Self { files: ExpertFiles::Separate, ..*self };
         }
         let found = ["gate_up_proj", "down_proj"].map(part);
         // One of the two tensors may be square, but not both.
         let fits = |files: &ExpertFiles| {
-            let shapes = Self { files: *files, ..self.clone() }.shapes(hidden);
+            let shapes = Self { files: *files, ..*self }.shapes(hidden);
             let found = found.iter().zip(&shapes);
             found.clone().all(|(found, shape)| found.as_deref() == Some(&shape[..]))
         };
@@ -106,7 +100,7 @@ impl MoeConfig {
         } else {
             self.files
         };
-        Self { files: files.unwrap_or(published), ..self.clone() }
+        Self { files: files.unwrap_or(published), ..*self }
     }
 }
 
@@ -191,7 +185,6 @@ mod tests {
             num_experts: 3,
             experts_per_token: 2,
             intermediate_size: inner,
-            is_sparse: vec![false, true],
             shared_size: None,
             files,
         }
@@ -228,15 +221,12 @@ mod tests {
                 all.iter().flat_map(|of| all.map(|published| (of, published)))
             {
                 let files = in_files(&config(*expected, inner), hidden);
-                let found = config(published, inner).of_files(
-                    hidden,
-                    |k| format!("model.layers.{k}"),
-                    &|name| files.get(name).cloned(),
-                );
+                let shape_of = |name: &str| files.get(name).cloned();
+                let found = config(published, inner).of_files(hidden, LAYER, &shape_of);
                 assert_eq!(found.files, *expected, "{hidden} x {inner} from {published:?}");
             }
         }
-        let found = config(ExpertFiles::InOut, 4).of_files(10, |_| LAYER.to_owned(), &|_| None);
+        let found = config(ExpertFiles::InOut, 4).of_files(10, LAYER, &|_| None);
         assert_eq!(found.files, ExpertFiles::InOut);
     }
 

@@ -3,7 +3,7 @@
 
 use super::adapter::{Adapter, OutputGrad};
 use super::params::{ParamMap, WeightError};
-use crate::tape::{GradSink, Param};
+use crate::tape::{Param, Pass};
 use candle_core::{Result, Tensor};
 use kernels::{GradWrite, Matmul, RecomputeInput};
 
@@ -23,13 +23,13 @@ pub(super) fn backward_of<const N: usize>(
     layers: [&Linear; N],
     x: &Tensor,
     dys: [Tensor; N],
-    grads: &dyn GradSink,
+    pass: &Pass<'_>,
 ) -> Result<Tensor> {
     let mut sum = None;
     for (layer, dy) in layers.into_iter().zip(dys) {
         sum = Some(match sum {
-            None => layer.backward(x, &dy, grads)?,
-            Some(dx) => layer.backward_add(x, &dy, dx, grads)?,
+            None => layer.backward(x, &dy, pass)?,
+            Some(dx) => layer.backward_add(x, &dy, dx, pass)?,
         });
     }
     Ok(sum.expect("at least one layer"))
@@ -71,10 +71,11 @@ impl Linear {
         std::iter::once(&self.weight).chain(&self.bias).chain(adapter)
     }
 
-    fn compute(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
-        let (weight, bias) = (self.weight.tensor(), self.bias.as_ref().map(Param::tensor));
+    fn compute(&self, x: &Tensor, residual: Option<&Tensor>, pass: &Pass<'_>) -> Result<Tensor> {
+        let weight = pass.weight(&self.weight)?;
+        let bias = self.bias.as_ref().map(|bias| pass.weight(bias)).transpose()?;
         match (&self.adapter, residual) {
-            (Some(adapter), _) => adapter.forward(x, &weight, bias.as_ref(), residual),
+            (Some(adapter), _) => adapter.forward(x, &weight, bias.as_ref(), residual, pass),
             (None, residual) if self.matmul != Matmul::Native => {
                 kernels::e4m3_linear(x, &weight, bias.as_ref(), residual)
             }
@@ -84,40 +85,52 @@ impl Linear {
     }
 
     /// Returns `y: [N, M]` for `x: [N, K]`.
-    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.compute(x, None)
+    pub(crate) fn forward(&self, x: &Tensor, pass: &Pass<'_>) -> Result<Tensor> {
+        self.compute(x, None, pass)
     }
 
     /// `y + residual`, both `[N, M]`.
-    pub(crate) fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
-        self.compute(x, Some(residual))
+    pub(crate) fn forward_add(
+        &self,
+        x: &Tensor,
+        residual: &Tensor,
+        pass: &Pass<'_>,
+    ) -> Result<Tensor> {
+        self.compute(x, Some(residual), pass)
     }
 
     /// Whether the backward of the elementwise op that computes `x` must also compute `x` again:
     /// only parameter gradients need it.
-    pub(crate) fn recompute_input(&self, grads: &dyn GradSink) -> RecomputeInput {
-        let trains = self.params().any(|param| grads.buffer(param).is_some());
+    pub(crate) fn recompute_input(&self, pass: &Pass<'_>) -> RecomputeInput {
+        let trains = self.params().any(|param| pass.grad(param).is_some());
         if trains { RecomputeInput::Yes } else { RecomputeInput::No }
     }
 
     /// What both halves of the backward need of `dy: [N, M]`.
-    pub(crate) fn output_grad(&self, dy: &Tensor) -> Result<OutputGrad> {
+    pub(crate) fn output_grad(&self, dy: &Tensor, pass: &Pass<'_>) -> Result<OutputGrad> {
         match &self.adapter {
-            Some(adapter) => adapter.output_grad(dy, &self.weight.tensor()),
+            Some(adapter) => adapter.output_grad(dy, &pass.weight(&self.weight)?, pass),
             None => Ok(OutputGrad { product: dy.clone(), adapter: None }),
         }
     }
 
     /// Returns `dx: [N, K]`, without parameter gradients.
-    pub(crate) fn backward_input(&self, d: &OutputGrad) -> Result<Tensor> {
-        self.input_gradient(d, None)
+    pub(crate) fn backward_input(&self, d: &OutputGrad, pass: &Pass<'_>) -> Result<Tensor> {
+        self.input_gradient(d, None, pass)
     }
 
     /// The gradient of the input, `[N, K]`, added to `dx` in place if given.
-    fn input_gradient(&self, d: &OutputGrad, dx: Option<Tensor>) -> Result<Tensor> {
-        let weight = self.weight.tensor();
+    fn input_gradient(
+        &self,
+        d: &OutputGrad,
+        dx: Option<Tensor>,
+        pass: &Pass<'_>,
+    ) -> Result<Tensor> {
+        let weight = pass.weight(&self.weight)?;
         match (&self.adapter, &d.adapter, dx) {
-            (Some(adapter), Some(of), dx) => adapter.backward_input(&d.product, of, &weight, dx),
+            (Some(adapter), Some(of), dx) => {
+                adapter.backward_input(&d.product, of, &weight, dx, pass)
+            }
             (None, _, dx) if self.matmul != Matmul::Native => {
                 kernels::e4m3_linear_backward_input(&d.product, &weight, dx)
             }
@@ -132,9 +145,9 @@ impl Linear {
         x: &Tensor,
         dy: &Tensor,
         d: &OutputGrad,
-        grads: &dyn GradSink,
+        pass: &Pass<'_>,
     ) -> Result<()> {
-        if let Some((dw, write)) = grads.product_buffer(&self.weight) {
+        if let Some((dw, write)) = pass.grads.product_buffer(&self.weight) {
             match (&self.adapter, self.matmul) {
                 (None, Matmul::Fp8All) => {
                     if write == GradWrite::Replace {
@@ -145,21 +158,21 @@ impl Linear {
                 _ => kernels::linear_backward_weight_into(x, &d.product, dw, write)?,
             }
         }
-        if let Some(db) = self.bias.as_ref().and_then(|bias| grads.buffer(bias)) {
+        if let Some(db) = self.bias.as_ref().and_then(|bias| pass.grad(bias)) {
             kernels::bias_backward(dy, db)?;
         }
         if let (Some(adapter), Some(of)) = (&self.adapter, &d.adapter) {
-            let weight = self.weight.tensor();
-            adapter.backward_params(x, dy, (&d.product, of), &weight, grads)?;
+            let weight = pass.weight(&self.weight)?;
+            adapter.backward_params(x, dy, (&d.product, of), &weight, pass)?;
         }
         Ok(())
     }
 
     /// Adds the parameter gradients and returns `dx: [N, K]`.
-    pub(crate) fn backward(&self, x: &Tensor, dy: &Tensor, grads: &dyn GradSink) -> Result<Tensor> {
-        let d = self.output_grad(dy)?;
-        self.backward_params(x, dy, &d, grads)?;
-        self.backward_input(&d)
+    pub(crate) fn backward(&self, x: &Tensor, dy: &Tensor, pass: &Pass<'_>) -> Result<Tensor> {
+        let d = self.output_grad(dy, pass)?;
+        self.backward_params(x, dy, &d, pass)?;
+        self.backward_input(&d, pass)
     }
 
     /// Adds the parameter gradients, and adds `dy W` to `dx` in place.
@@ -168,11 +181,11 @@ impl Linear {
         x: &Tensor,
         dy: &Tensor,
         dx: Tensor,
-        grads: &dyn GradSink,
+        pass: &Pass<'_>,
     ) -> Result<Tensor> {
-        let d = self.output_grad(dy)?;
-        self.backward_params(x, dy, &d, grads)?;
-        self.input_gradient(&d, Some(dx))
+        let d = self.output_grad(dy, pass)?;
+        self.backward_params(x, dy, &d, pass)?;
+        self.input_gradient(&d, Some(dx), pass)
     }
 }
 
@@ -201,13 +214,13 @@ mod tests {
         for matmul in [Matmul::Native, Matmul::Fp8, Matmul::Fp8All] {
             let map = ParamMap::new(&params, None).with_matmul(matmul);
             let layer = Linear::without_bias(&map, "layer").unwrap();
-            let native = layer.forward(&x).unwrap();
+            let native = layer.forward(&x, &Pass::default()).unwrap();
             assert_eq!(bits(&native), bits(&kernels::linear(&x, &w, None).unwrap()));
             let layer = layer.of_decoder(&map);
             let grads = Gradients::zeros(&params, &[Trainable::Yes], &Device::Cpu).unwrap();
-            let y = layer.forward(&x).unwrap();
-            let sum = layer.forward_add(&x, &residual).unwrap();
-            let dx = layer.backward(&x, &dy, &grads).unwrap();
+            let y = layer.forward(&x, &Pass::default()).unwrap();
+            let sum = layer.forward_add(&x, &residual, &Pass::default()).unwrap();
+            let dx = layer.backward(&x, &dy, &Pass::training(&grads)).unwrap();
             let dw = Tensor::zeros((24, 40), DType::F32, &Device::Cpu).unwrap();
             let (want, want_sum, want_dx) = if matmul == Matmul::Native {
                 let want = kernels::linear(&x, &w, None).unwrap();

@@ -16,6 +16,7 @@ mod init;
 mod kv_cache;
 mod linear;
 mod linear_attention;
+mod mixer;
 mod mlp;
 mod moe;
 mod norm;
@@ -26,10 +27,11 @@ mod routers;
 mod shared_expert;
 mod tensor_names;
 
-pub use adapter::{
-    AdapterModule, AdapterTensor, Adapters, Dropout, DropoutPlace, peft_name, peft_name_of_file,
+pub use adapter::{AdapterModule, AdapterTensor, Adapters, peft_name, peft_name_of_file};
+pub use config::{
+    AttentionSpec, DecoderConfig, LayerSpec, LinearAttentionSpec, MixerSpec, MlpSpec, Mrope,
+    MropeLayout, decoder_specs,
 };
-pub use config::{DecoderConfig, HybridConfig, Queries, decoder_specs};
 pub(crate) use context::DecoderContext;
 pub(crate) use cost::{indexes, matrix_elements};
 pub(crate) use decoder::{Decoder, DecoderTape};
@@ -38,10 +40,10 @@ pub use factors::{WeightPart, weight_factors};
 pub use init::{AdapterDraw, Init, random_adapter_part, random_part, random_tensor};
 pub use kv_cache::KvCache;
 pub(crate) use linear::Linear;
-pub(crate) use mlp::{MlpBlock, SavedMlp};
-pub(crate) use norm::{LayerNorm, RmsNorm};
+pub(crate) use mlp::MlpBlock;
+pub(crate) use norm::Norm;
 pub(crate) use params::ParamMap;
 pub use params::{Component, Inputs, ParamSpec, Stored, WeightError};
-pub(crate) use rope::{HostTable, inverse_frequencies};
-pub use routers::{Choices, Recording, Routers};
+pub(crate) use rope::{HostTable, inverse_frequencies, rope_table};
+pub use routers::Routers;
 pub use tensor_names::TensorNames;

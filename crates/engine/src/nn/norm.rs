@@ -1,131 +1,132 @@
 use super::config::DecoderConfig;
 use super::params::{ParamMap, WeightError};
-use crate::tape::{GradSink, InputGrad, Param, Stage};
+use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor};
 use kernels::NormScale;
 
-/// RMS norm of rows. As a stage, it is the decoder's final norm.
-pub(crate) struct RmsNorm {
-    weight: Param, // [D]
+/// A norm of rows: a layer norm if it has a bias, otherwise an RMS norm. As a stage, it is the
+/// decoder's final norm.
+pub(crate) struct Norm {
+    weight: Param,       // [D]
+    bias: Option<Param>, // [D]
     scale: NormScale,
     eps: f64,
 }
 
-impl RmsNorm {
+impl Norm {
     pub(super) fn of_decoder(
         params: &ParamMap<'_>,
         name: &str,
         config: &DecoderConfig,
     ) -> std::result::Result<Self, WeightError> {
-        let norm = Self::new(params, name, config.rms_norm_eps)?;
-        Ok(Self { scale: config.norm_scale(), ..norm })
+        let norm = Self::rms(params, name, config.rms_norm_eps)?;
+        Ok(Self { scale: config.norm_scale, ..norm })
     }
 
-    /// A norm that multiplies by `<name>.weight`.
-    pub(crate) fn new(
+    /// An RMS norm that multiplies by `<name>.weight`.
+    pub(crate) fn rms(
         params: &ParamMap<'_>,
         name: &str,
         eps: f64,
     ) -> std::result::Result<Self, WeightError> {
         let weight = params.get(&format!("{name}.weight"))?;
-        Ok(Self { weight, scale: NormScale::Weight, eps })
+        Ok(Self { weight, bias: None, scale: NormScale::Weight, eps })
     }
 
-    pub(crate) fn param(&self) -> &Param {
-        &self.weight
+    /// A layer norm with `<name>.weight` and `<name>.bias`.
+    pub(crate) fn layer(
+        params: &ParamMap<'_>,
+        name: &str,
+        eps: f64,
+    ) -> std::result::Result<Self, WeightError> {
+        let bias = Some(params.get(&format!("{name}.bias"))?);
+        Ok(Self { bias, ..Self::rms(params, name, eps)? })
     }
 
-    /// Returns the normalised rows, and `rstd: [T]` for backward.
-    pub(crate) fn normed(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
-        kernels::rms_norm(x, &self.weight.tensor(), self.scale, self.eps)
+    pub(crate) fn params(&self) -> impl Iterator<Item = &Param> {
+        std::iter::once(&self.weight).chain(&self.bias)
     }
 
-    /// Recomputes the normalised rows from a saved `rstd`.
-    pub(crate) fn apply(&self, x: &Tensor, rstd: &Tensor) -> Result<Tensor> {
-        kernels::rms_norm_apply(x, rstd, &self.weight.tensor(), self.scale)
+    /// Whether a parameter has a gradient buffer.
+    pub(super) fn is_trained(&self, pass: &Pass<'_>) -> bool {
+        self.params().any(|param| pass.grad(param).is_some())
     }
 
-    /// `dx + residual`.
+    /// Dtype of the weight.
+    pub(super) fn dtype(&self) -> candle_core::DType {
+        self.weight.dtype()
+    }
+
+    fn bias(&self, pass: &Pass<'_>) -> Result<Option<Tensor>> {
+        self.bias.as_ref().map(|bias| pass.weight(bias)).transpose()
+    }
+
+    /// Returns the normalised rows, and their statistics for backward: `rstd [T]` of an RMS norm,
+    /// mean and `rstd`, `[T, 2]`, of a layer norm.
+    pub(crate) fn normed(&self, x: &Tensor, pass: &Pass<'_>) -> Result<(Tensor, Tensor)> {
+        let weight = pass.weight(&self.weight)?;
+        match self.bias(pass)? {
+            Some(bias) => kernels::layer_norm(x, &weight, &bias, self.eps),
+            None => kernels::rms_norm(x, &weight, self.scale, self.eps),
+        }
+    }
+
+    /// Recomputes the normalised rows from saved statistics.
+    pub(crate) fn apply(&self, x: &Tensor, stats: &Tensor, pass: &Pass<'_>) -> Result<Tensor> {
+        let weight = pass.weight(&self.weight)?;
+        match self.bias(pass)? {
+            Some(bias) => kernels::layer_norm_apply(x, stats, &weight, &bias),
+            None => kernels::rms_norm_apply(x, stats, &weight, self.scale),
+        }
+    }
+
+    /// `dx + residual`. Adds the gradients of the parameters.
     pub(crate) fn backward_add(
-        &self,
-        x: &Tensor,
-        rstd: &Tensor,
-        dy: &Tensor,
-        residual: Option<&Tensor>,
-        grads: &dyn GradSink,
-    ) -> Result<Tensor> {
-        let dw = grads.buffer(&self.weight);
-        kernels::rms_norm_backward(x, rstd, &self.weight.tensor(), self.scale, dy, residual, dw)
-    }
-}
-
-impl Stage for RmsNorm {
-    type Context = ();
-    type Saved = (Tensor, Tensor); // x [T, D], rstd [T]
-
-    fn params(&self) -> Vec<&Param> {
-        vec![&self.weight]
-    }
-
-    fn forward(&self, x: &Tensor, (): &()) -> Result<(Tensor, Self::Saved)> {
-        let (y, rstd) = self.normed(x)?;
-        Ok((y, (x.clone(), rstd)))
-    }
-
-    fn backward(
-        &self,
-        (x, rstd): Self::Saved,
-        dy: Tensor,
-        (): &(),
-        grads: &dyn GradSink,
-        _input_grad: InputGrad, // one pass over the rows computes both gradients
-    ) -> Result<Option<Tensor>> {
-        self.backward_add(&x, &rstd, &dy, None, grads).map(Some)
-    }
-}
-
-/// Layer norm of rows.
-#[derive(Debug, Clone)]
-pub(crate) struct LayerNorm {
-    weight: Param,
-    bias: Param,
-    eps: f64,
-}
-
-impl LayerNorm {
-    pub(crate) fn new(
-        params: &ParamMap<'_>,
-        name: &str,
-        eps: f64,
-    ) -> std::result::Result<Self, WeightError> {
-        let weight = params.get(&format!("{name}.weight"))?;
-        Ok(Self { weight, bias: params.get(&format!("{name}.bias"))?, eps })
-    }
-
-    pub(crate) fn params(&self) -> [&Param; 2] {
-        [&self.weight, &self.bias]
-    }
-
-    /// Output, and the row statistics that backward needs.
-    pub(crate) fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
-        kernels::layer_norm(x, &self.weight.tensor(), &self.bias.tensor(), self.eps)
-    }
-
-    /// Recomputes the output from saved statistics.
-    pub(crate) fn apply(&self, x: &Tensor, stats: &Tensor) -> Result<Tensor> {
-        kernels::layer_norm_apply(x, stats, &self.weight.tensor(), &self.bias.tensor())
-    }
-
-    /// `dx + residual`.
-    pub(crate) fn backward(
         &self,
         x: &Tensor,
         stats: &Tensor,
         dy: &Tensor,
         residual: Option<&Tensor>,
-        grads: &dyn GradSink,
+        pass: &Pass<'_>,
     ) -> Result<Tensor> {
-        let (dw, db) = (grads.buffer(&self.weight), grads.buffer(&self.bias));
-        kernels::layer_norm_backward(x, stats, &self.weight.tensor(), dy, residual, dw, db)
+        let (weight, dw) = (pass.weight(&self.weight)?, pass.grad(&self.weight));
+        match &self.bias {
+            Some(bias) => {
+                let db = pass.grad(bias);
+                kernels::layer_norm_backward(x, stats, &weight, dy, residual, dw, db)
+            }
+            None => kernels::rms_norm_backward(x, stats, &weight, self.scale, dy, residual, dw),
+        }
+    }
+}
+
+impl Stage for Norm {
+    type Context = ();
+
+    fn params(&self) -> Vec<&Param> {
+        Self::params(self).collect()
+    }
+
+    fn forward(
+        &self,
+        x: &Tensor,
+        (): &(),
+        _recompute: Recompute,
+        pass: &Pass<'_>,
+    ) -> Result<(Tensor, Saved)> {
+        let (y, stats) = self.normed(x, pass)?;
+        Ok((y, Saved::new([x.clone(), stats])))
+    }
+
+    fn backward(
+        &self,
+        mut saved: Saved,
+        dy: Tensor,
+        (): &(),
+        _input_grad: InputGrad, // one pass over the rows computes both gradients
+        pass: &Pass<'_>,
+    ) -> Result<Option<Tensor>> {
+        let [x, stats] = saved.tensors()?;
+        self.backward_add(&x, &stats, &dy, None, pass).map(Some)
     }
 }

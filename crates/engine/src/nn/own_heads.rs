@@ -1,11 +1,72 @@
-//! The heads of linear attention that a rank computes, if each rank has a part of the tokens.
+//! The heads of attention and linear attention that a rank computes, if each rank has a part of the
+//! tokens.
 //!
 //! Shapes: `T` tokens of a micro-batch, `P` of them on this rank, `N` ranks, `C` channels of
 //! queries, keys and values. Without other ranks `P` is `T` and `N` is 1.
 
+use crate::tape::Pass;
 use candle_core::{DType, Result, Tensor};
-use kernels::{AttentionBackend, CONV_TAPS, DeltaHeads, HeadExchange};
+use kernels::{
+    AttentionBackend, CONV_TAPS, DeltaHeads, HeadExchange, Masking, Qkv, QkvGrad, Segments,
+};
 use std::ops::Range;
+
+/// The exchange of `pass`, if this rank has only a part, `own`, of the `num_tokens` tokens.
+fn exchange<'a>(
+    own: usize,
+    num_tokens: usize,
+    pass: &Pass<'a>,
+) -> Result<Option<&'a dyn HeadExchange>> {
+    let Some(exchange) = pass.exchange else { return Ok(None) };
+    Ok(exchange.is_split(own, num_tokens)?.then_some(exchange))
+}
+
+fn to_heads<const K: usize>(
+    exchange: &dyn HeadExchange,
+    xs: [&Tensor; K],
+    num_tokens: usize,
+) -> Result<[Tensor; K]> {
+    Ok(exchange.to_heads(&xs, num_tokens)?.try_into().expect("one result for each tensor"))
+}
+
+/// Causal attention: `o [P, H, Dh]`, and `lse [H / N, T]` of the own heads.
+pub(super) fn attend(
+    backend: &dyn AttentionBackend,
+    qkv: Qkv<'_>,
+    segments: &Segments,
+    pass: &Pass<'_>,
+) -> Result<(Tensor, Tensor)> {
+    let num_tokens = segments.cu_seqlens().num_tokens();
+    let Some(exchange) = exchange(qkv.q.dim(0)?, num_tokens, pass)? else {
+        return backend.forward(qkv, segments, Masking::Causal);
+    };
+    let [q, k, v] = to_heads(exchange, [qkv.q, qkv.k, qkv.v], num_tokens)?;
+    let heads = Qkv { q: &q, k: &k, v: &v };
+    let (o, lse) = backend.forward(heads, segments, Masking::Causal)?;
+    drop((q, k, v));
+    Ok((exchange.to_tokens(&o)?, lse))
+}
+
+/// Backward of [`attend`] for the gradient `d_o: [P, H, Dh]`.
+pub(super) fn attend_backward(
+    backend: &dyn AttentionBackend,
+    qkv: Qkv<'_>,
+    [o, lse, d_o]: [&Tensor; 3],
+    segments: &Segments,
+    pass: &Pass<'_>,
+) -> Result<QkvGrad> {
+    let num_tokens = segments.cu_seqlens().num_tokens();
+    let Some(exchange) = exchange(qkv.q.dim(0)?, num_tokens, pass)? else {
+        return backend.backward(qkv, o, lse, d_o, segments, Masking::Causal);
+    };
+    let [q, k, v, o, d_o] = to_heads(exchange, [qkv.q, qkv.k, qkv.v, o, d_o], num_tokens)?;
+    let heads = Qkv { q: &q, k: &k, v: &v };
+    let QkvGrad { dq, dk, dv } =
+        backend.backward(heads, &o, lse, &d_o, segments, Masking::Causal)?;
+    drop((q, k, v, o, d_o));
+    let [dq, dk, dv] = [dq, dk, dv].map(|d| exchange.to_tokens(&d));
+    Ok(QkvGrad { dq: dq?, dk: dk?, dv: dv? })
+}
 
 /// The heads whose convolution and gated delta rule this rank computes, for all tokens.
 pub(super) struct OwnHeads<'a> {
@@ -21,12 +82,12 @@ pub(super) struct OwnHeads<'a> {
 impl<'a> OwnHeads<'a> {
     /// The own ones of `all` heads, if this rank has `own_tokens` of `num_tokens` tokens.
     pub(super) fn new(
-        backend: &'a dyn AttentionBackend,
         all: DeltaHeads,
         own_tokens: usize,
         num_tokens: usize,
+        pass: &Pass<'a>,
     ) -> Result<Self> {
-        let exchange = backend.head_exchange(own_tokens, num_tokens)?;
+        let exchange = exchange(own_tokens, num_tokens, pass)?;
         let own = |heads| exchange.map_or(Ok(0..heads), |exchange| exchange.own_heads(heads));
         let (key, value) = (own(all.key_heads)?, own(all.value_heads)?);
         let (keys, values) = (all.key_heads * all.key_dim, all.value_heads * all.value_dim);

@@ -9,7 +9,7 @@
 
 use super::linear::Linear;
 use super::params::{ParamMap, WeightError};
-use crate::tape::{GradSink, Param};
+use crate::tape::{Param, Pass, Saved};
 use candle_core::{D, DType, Result, Tensor};
 use kernels::RecomputeInput;
 
@@ -19,13 +19,6 @@ pub(super) struct SharedExpert {
     down: Linear,
     /// `[1, D]`.
     sigmoid: Linear,
-}
-
-/// The tensors that backward needs.
-pub(super) struct SavedShared {
-    gate: Tensor,  // [T, F]
-    up: Tensor,    // [T, F]
-    share: Tensor, // [T, 1], f32
 }
 
 impl SharedExpert {
@@ -52,28 +45,34 @@ impl SharedExpert {
     }
 
     /// The output for `h: [T, D]`, added to `y: [T, D]`.
-    pub(super) fn forward_add(&self, h: &Tensor, y: &Tensor) -> Result<(Tensor, SavedShared)> {
-        let gate = self.gate.forward(h)?; // [T, F]
-        let up = self.up.forward(h)?; // [T, F]
-        let share = sigmoid(&self.sigmoid.forward(h)?.to_dtype(DType::F32)?)?; // [T, 1]
+    pub(super) fn forward_add(
+        &self,
+        h: &Tensor,
+        y: &Tensor,
+        pass: &Pass<'_>,
+    ) -> Result<(Tensor, Saved)> {
+        let gate = self.gate.forward(h, pass)?; // [T, F]
+        let up = self.up.forward(h, pass)?; // [T, F]
+        let share = sigmoid(&self.sigmoid.forward(h, pass)?.to_dtype(DType::F32)?)?; // [T, 1]
         let activated = times(&kernels::swiglu(&gate, &up)?, &share)?; // [T, F]
-        let y = self.down.forward_add(&activated, y)?; // [T, D]
-        Ok((y, SavedShared { gate, up, share }))
+        let y = self.down.forward_add(&activated, y, pass)?; // [T, D]
+        Ok((y, Saved::new([gate, up, share])))
     }
 
     /// Adds the gradients of the parameters, and adds that of `h: [T, D]` to `dh`.
     pub(super) fn backward_add(
         &self,
-        SavedShared { gate, up, share }: SavedShared,
+        mut saved: Saved,
         h: &Tensor,
         dy: &Tensor,
         dh: Tensor,
-        grads: &dyn GradSink,
+        pass: &Pass<'_>,
     ) -> Result<Tensor> {
+        let [gate, up, share] = saved.tensors()?;
         let activated = kernels::swiglu(&gate, &up)?; // [T, F]
-        let d_down = self.down.output_grad(dy)?;
-        let d_scaled = self.down.backward_input(&d_down)?; // [T, F]
-        self.down.backward_params(&times(&activated, &share)?, dy, &d_down, grads)?;
+        let d_down = self.down.output_grad(dy, pass)?;
+        let d_scaled = self.down.backward_input(&d_down, pass)?; // [T, F]
+        self.down.backward_params(&times(&activated, &share)?, dy, &d_down, pass)?;
         let wide = |x: &Tensor| x.to_dtype(DType::F32);
         let d_share = (wide(&d_scaled)? * wide(&activated)?)?.sum_keepdim(D::Minus1)?; // [T, 1]
         drop(activated);
@@ -83,9 +82,9 @@ impl SharedExpert {
         drop(d_scaled);
         let (d_gate, d_up, _) =
             kernels::swiglu_backward(gate, up, d_activated, RecomputeInput::No)?; // [T, F]
-        let dh = self.gate.backward_add(h, &d_gate, dh, grads)?;
-        let dh = self.up.backward_add(h, &d_up, dh, grads)?;
-        self.sigmoid.backward_add(h, &d_sigmoid, dh, grads)
+        let dh = self.gate.backward_add(h, &d_gate, dh, pass)?;
+        let dh = self.up.backward_add(h, &d_up, dh, pass)?;
+        self.sigmoid.backward_add(h, &d_sigmoid, dh, pass)
     }
 }
 

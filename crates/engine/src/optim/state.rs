@@ -193,7 +193,7 @@ impl ParamState {
             return Ok(weight.clone());
         }
         let Range { start, end } = self.elements;
-        self.param.tensor().flatten_all()?.narrow(0, start, end - start)
+        self.param.tensor()?.flatten_all()?.narrow(0, start, end - start)
     }
 
     /// The state tensors with their kinds. They are flat.

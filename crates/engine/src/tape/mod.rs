@@ -1,4 +1,5 @@
-//! Stages with a hand-written backward, gradient sinks, parameter handles, and recomputation.
+//! Stages with a hand-written backward, what a pass through them needs, gradient sinks, parameter
+//! handles, and recomputation.
 //!
 //! A model is a list of stages. A step runs them forward and keeps either the activations or the
 //! input of each, depending on the recompute policy. It then runs them backward from the last to
@@ -6,8 +7,12 @@
 
 mod bucket;
 mod param;
+mod pass;
 mod stage;
 
 pub use bucket::{BUCKET_ALIGNMENT, Bucket, Layout, Part, StageBuckets, slot_lens};
-pub use param::{GradSink, Gradients, Param, Residency, Trainable};
-pub use stage::{CheapTensors, InputGrad, Recompute, SavedStage, Stage};
+pub use param::{GradSink, Gradients, Param, Trainable};
+pub use pass::{
+    DropoutPlace, Pass, Recorded, Resident, RouterChoices, RouterLog, Untrained, Weights,
+};
+pub use stage::{InputGrad, Recompute, Saved, SavedStage, Stage};

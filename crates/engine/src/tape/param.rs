@@ -4,27 +4,13 @@ use super::bucket::Layout;
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use kernels::GradWrite;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, PoisonError, RwLock};
-
-/// Brings the weights of a stage into memory when they are read.
-pub trait Residency: Send + Sync {
-    /// Makes the weights of `stage` present. They may be replaced as soon as another stage is
-    /// entered, so a tensor of one stage must not be read after that. After an error the read
-    /// returns a tensor that no op accepts. An implementation may also report errors at the end of
-    /// a pass over the model, whose results are then invalid.
-    fn enter(&self, stage: usize) -> Result<()>;
-
-    /// The weight of `param` as a checkpoint has it, if it is not read by [`Param::tensor`].
-    fn stored(&self, _param: &Param) -> Result<Option<Tensor>> {
-        Ok(None)
-    }
-}
+use std::sync::{Arc, PoisonError, RwLock};
 
 /// A handle to a tensor of the model under its published name.
 ///
 /// All clones of a handle share one tensor: a tied weight is one `Param` in two places, and
-/// [`Param::set_tensor`] replaces the tensor of all clones. Stages read [`Param::tensor`] when they
-/// run, so a weight may be set just before its stage runs.
+/// [`Param::set_tensor`] replaces the tensor of all clones. Stages read a weight when they run, so it
+/// may be set just before its stage runs.
 #[derive(Debug, Clone)]
 pub struct Param {
     name: Arc<str>,
@@ -36,20 +22,8 @@ pub struct Param {
 /// What becomes known about a parameter after it is made.
 #[derive(Debug, Default)]
 struct Facts {
-    home: OnceLock<Home>,
+    is_elsewhere: AtomicBool,
     is_replaced: AtomicBool,
-}
-
-/// The stage of a parameter whose weights are not always in memory.
-struct Home {
-    stage: usize,
-    residency: Arc<dyn Residency>,
-}
-
-impl std::fmt::Debug for Home {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "stage {}", self.stage)
-    }
 }
 
 impl Param {
@@ -59,17 +33,18 @@ impl Param {
         Self { name: name.into(), index, tensor, facts: Arc::default() }
     }
 
-    /// From now on, each read of the tensor is reported to `residency` first. May be called once.
-    pub fn set_home(&self, stage: usize, residency: Arc<dyn Residency>) -> Result<()> {
-        match self.facts.home.set(Home { stage, residency }) {
-            Ok(()) => Ok(()),
-            Err(_) => bail!("`{}` has a home already", self.name),
+    /// From now on, the tensor is a buffer that [`Weights`](super::Weights) fill, and the weight is
+    /// kept elsewhere. May be called once.
+    pub fn set_elsewhere(&self) -> Result<()> {
+        if self.facts.is_elsewhere.swap(true, Ordering::Relaxed) {
+            bail!("the weight `{}` is kept elsewhere already", self.name);
         }
+        Ok(())
     }
 
-    /// Whether the tensor always has the weight, without a [`Residency`].
+    /// Whether the tensor always has the weight.
     pub fn is_resident(&self) -> bool {
-        self.facts.home.get().is_none()
+        !self.facts.is_elsewhere.load(Ordering::Relaxed)
     }
 
     /// Promises that the gradient of this weight is only written through
@@ -88,26 +63,19 @@ impl Param {
         self.index
     }
 
-    /// The weight in the compute dtype, in its published shape. The result shares the storage.
-    pub fn tensor(&self) -> Tensor {
-        let tensor = || self.tensor.read().unwrap_or_else(PoisonError::into_inner).clone();
-        let Some(home) = self.facts.home.get() else { return tensor() };
-        match home.residency.enter(home.stage) {
-            Ok(()) => tensor(),
-            Err(error) => {
-                tracing::error!(weight = self.name(), %error, "cannot read a weight");
-                let tensor = tensor();
-                // of another shape, or not contiguous
-                tensor.t().unwrap_or(tensor)
-            }
+    /// The weight, in its published shape. The result shares the storage.
+    /// Fails if the weight is kept elsewhere: the [`Pass`](super::Pass) of a model brings it.
+    pub fn tensor(&self) -> Result<Tensor> {
+        if !self.is_resident() {
+            bail!("the weight `{}` is not in memory outside of a pass", self.name);
         }
+        Ok(self.buffer())
     }
 
-    /// The weight for a checkpoint: as [`Self::tensor`], but read from where it is kept. All others
-    /// of its stage stay as they are.
-    pub fn stored(&self) -> Result<Tensor> {
-        let stored = self.facts.home.get().map(|home| home.residency.stored(self)).transpose()?;
-        Ok(stored.flatten().unwrap_or_else(|| self.tensor()))
+    /// The tensor as it is now. If the weight is kept elsewhere, this is the buffer that
+    /// [`Weights`](super::Weights) fill, and it may have the weight of another stage.
+    pub fn buffer(&self) -> Tensor {
+        self.tensor.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     pub fn shape(&self) -> Shape {
@@ -150,7 +118,9 @@ pub trait GradSink {
     /// of one stage. A micro-batch reports every stage once, in the order of backward, also the
     /// stages that it did not reach; frozen parameters are reported too. Ranks can reduce the
     /// gradients of a stage from here on.
-    fn finished(&self, _params: &[&Param]) {}
+    fn finished(&self, _params: &[&Param]) -> Result<()> {
+        Ok(())
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -262,7 +232,7 @@ mod tests {
         // a view of a larger buffer
         let buffer = Tensor::new(&[1f32, 2.0, 3.0, 4.0], &Device::Cpu).unwrap();
         param.set_tensor(buffer.narrow(0, 2, 2).unwrap()).unwrap();
-        assert_eq!(tied.tensor().to_vec1::<f32>().unwrap(), [3.0, 4.0]);
+        assert_eq!(tied.tensor().unwrap().to_vec1::<f32>().unwrap(), [3.0, 4.0]);
         let error = tied.set_tensor(zeros(&[3])).unwrap_err().to_string();
         assert!(error.starts_with("`w` is F32 [3], expected F32 [2]"), "{error}");
     }

@@ -1,46 +1,95 @@
 //! The trait [`Stage`], and the tensors that are kept between its forward and its backward.
 
-use super::{GradSink, Param};
-use candle_core::{Result, Tensor};
-use serde::{Deserialize, Serialize};
+use super::{Param, Pass};
+use candle_core::{Error, Result, Tensor};
 
-/// A part of a model, such as a decoder layer, with an explicit backward.
-pub trait Stage {
+/// A part of a model, such as a decoder layer or one of its halves, with an explicit backward.
+pub trait Stage: Send + Sync {
     /// Inputs without a gradient, such as positions and segment boundaries.
     type Context;
-    /// Tensors that backward needs. Backward consumes them, so that memory is freed stage by stage.
-    type Saved;
 
     fn params(&self) -> Vec<&Param>;
 
-    /// Returns the output, and the tensors that backward needs.
-    fn forward(&self, x: &Tensor, context: &Self::Context) -> Result<(Tensor, Self::Saved)>;
-
-    /// As [`Self::forward`], and also keeps what backward otherwise computes again with a pass over
-    /// the memory, if the stage has such tensors.
-    fn forward_keeping(
+    /// Returns the output, and the tensors that backward needs. With [`Recompute::Nothing`] these
+    /// include what is cheap to compute again.
+    fn forward(
         &self,
         x: &Tensor,
         context: &Self::Context,
-    ) -> Result<(Tensor, Self::Saved)> {
-        self.forward(x, context)
-    }
+        recompute: Recompute,
+        pass: &Pass<'_>,
+    ) -> Result<(Tensor, Saved)>;
 
-    /// Adds the gradients of the stage's parameters to `grads` and returns the input's gradient.
-    /// With [`InputGrad::Skip`] a stage may skip the work for the latter and return `None`.
+    /// Adds the gradients of the stage's parameters to those of `pass` and returns the input's
+    /// gradient. With [`InputGrad::Skip`] a stage may skip the work for the latter and return
+    /// `None`. Consumes `saved`, so that memory is freed stage by stage.
     fn backward(
         &self,
-        saved: Self::Saved,
+        saved: Saved,
         dy: Tensor,
         context: &Self::Context,
-        grads: &dyn GradSink,
         input_grad: InputGrad,
+        pass: &Pass<'_>,
     ) -> Result<Option<Tensor>>;
 
-    /// Whether `grads` has a buffer for one of the parameters.
-    fn is_trained(&self, grads: &dyn GradSink) -> bool {
-        self.params().into_iter().any(|param| grads.buffer(param).is_some())
+    /// Whether `pass` has a gradient buffer for one of the parameters.
+    fn is_trained(&self, pass: &Pass<'_>) -> bool {
+        self.params().into_iter().any(|param| pass.grads.buffer(param).is_some())
     }
+}
+
+/// The tensors that a backward needs, as `saved_tensors` in PyTorch. Backward takes them in the
+/// order in which forward has listed them.
+#[derive(Debug, Default)]
+pub struct Saved {
+    tensors: Vec<Tensor>,
+    optional: Vec<Option<Tensor>>,
+    parts: Vec<Saved>,
+}
+
+impl Saved {
+    pub fn new<const N: usize>(tensors: [Tensor; N]) -> Self {
+        Self { tensors: tensors.into(), ..Self::default() }
+    }
+
+    /// Also keeps these, some of which may be missing.
+    #[must_use]
+    pub fn with_optional<const N: usize>(self, optional: [Option<Tensor>; N]) -> Self {
+        Self { optional: optional.into(), ..self }
+    }
+
+    /// Also keeps what the parts of a stage have saved.
+    #[must_use]
+    pub fn with_parts<const N: usize>(self, parts: [Self; N]) -> Self {
+        Self { parts: parts.into(), ..self }
+    }
+
+    /// Bytes of all tensors.
+    #[cfg(test)]
+    pub(crate) fn bytes(&self) -> usize {
+        let own = self.tensors.iter().chain(self.optional.iter().flatten());
+        let bytes = |tensor: &Tensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
+        own.map(bytes).sum::<usize>() + self.parts.iter().map(Self::bytes).sum::<usize>()
+    }
+
+    /// Takes the tensors of [`Self::new`]. Fails if their number is not `N`.
+    pub fn tensors<const N: usize>(&mut self) -> Result<[Tensor; N]> {
+        std::mem::take(&mut self.tensors).try_into().map_err(|_| other_stage())
+    }
+
+    /// Takes the tensors of [`Self::with_optional`]. Fails if their number is not `N`.
+    pub fn optional<const N: usize>(&mut self) -> Result<[Option<Tensor>; N]> {
+        std::mem::take(&mut self.optional).try_into().map_err(|_| other_stage())
+    }
+
+    /// Takes the parts of [`Self::with_parts`]. Fails if their number is not `N`.
+    pub fn parts<const N: usize>(&mut self) -> Result<[Self; N]> {
+        std::mem::take(&mut self.parts).try_into().map_err(|_| other_stage())
+    }
+}
+
+fn other_stage() -> Error {
+    Error::msg("the saved tensors belong to another stage")
 }
 
 /// Whether backward must compute the gradient of a stage's input.
@@ -59,71 +108,59 @@ impl InputGrad {
     }
 }
 
-/// Whether backward recomputes the activations of a stage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Recompute {
-    /// The forward pass keeps all tensors that backward needs, also those that are cheap to compute
-    /// again.
-    Least,
-    /// The forward pass keeps all tensors that backward needs, except for those that it computes
-    /// again with a pass over the memory.
-    No,
-    /// The forward pass keeps the input only, and the stage runs forward again before its backward.
-    /// This needs less memory and one more forward.
-    Yes,
-}
-
-/// What a part of a stage does with tensors that are cheap to compute again.
+/// What backward computes again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CheapTensors {
-    /// Keeps them for backward.
-    Keep,
-    /// Backward computes them again.
-    Recompute,
+pub enum Recompute {
+    /// Nothing: the forward pass keeps all tensors that backward needs.
+    Nothing,
+    /// Norms, rotations and activations, which cost one pass over their operands. The forward pass
+    /// keeps the results of matrix products.
+    Cheap,
+    /// The whole stage, before its backward: the forward pass keeps the input only. This needs less
+    /// memory and one more forward.
+    Stage,
 }
 
 /// A stage between its forward and its backward.
-pub enum SavedStage<S: Stage> {
+pub enum SavedStage {
     /// All tensors that backward needs.
-    Activations(S::Saved),
+    Activations(Saved),
     /// The input only. Backward runs the stage forward again first.
     Input(Tensor),
 }
 
-impl<S: Stage> SavedStage<S> {
+impl SavedStage {
     /// Runs `stage` forward, and keeps its activations or its input, depending on `recompute`.
-    pub fn forward(
+    pub fn forward<S: Stage>(
         stage: &S,
         x: Tensor,
         context: &S::Context,
         recompute: Recompute,
+        pass: &Pass<'_>,
     ) -> Result<(Tensor, Self)> {
-        let (y, saved) = match recompute {
-            Recompute::Least => stage.forward_keeping(&x, context)?,
-            Recompute::No | Recompute::Yes => stage.forward(&x, context)?,
-        };
+        let (y, saved) = stage.forward(&x, context, recompute, pass)?;
         Ok(match recompute {
-            Recompute::Least | Recompute::No => (y, Self::Activations(saved)),
-            Recompute::Yes => (y, Self::Input(x)),
+            Recompute::Nothing | Recompute::Cheap => (y, Self::Activations(saved)),
+            Recompute::Stage => (y, Self::Input(x)),
         })
     }
 
     /// Runs `stage` backward, after its forward if its activations were not kept, and reports its
     /// parameters as finished.
-    pub fn backward(
+    pub fn backward<S: Stage>(
         self,
         stage: &S,
         dy: Tensor,
         context: &S::Context,
-        grads: &dyn GradSink,
         input_grad: InputGrad,
+        pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
         let saved = match self {
             Self::Activations(saved) => saved,
-            Self::Input(x) => stage.forward(&x, context)?.1,
+            Self::Input(x) => stage.forward(&x, context, Recompute::Cheap, pass)?.1,
         };
-        let dx = stage.backward(saved, dy, context, grads, input_grad)?;
-        grads.finished(&stage.params());
+        let dx = stage.backward(saved, dy, context, input_grad, pass)?;
+        pass.grads.finished(&stage.params())?;
         Ok(dx)
     }
 }

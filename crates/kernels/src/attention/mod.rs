@@ -123,18 +123,15 @@ pub trait AttentionBackend: Send + Sync {
         segments: &Segments,
         masking: Masking,
     ) -> Result<QkvGrad>;
-
-    /// The exchange with the ranks that have the other tokens, if this rank has `own` of `all`
-    /// tokens of the segments. `None` if it has all. Fails if no rank of this exchange has `own`
-    /// tokens.
-    fn head_exchange(&self, _own: usize, _all: usize) -> Result<Option<&dyn HeadExchange>> {
-        Ok(None)
-    }
 }
 
 /// `N` ranks, each of which has a part of the tokens of a stream with all heads, exchange them for
 /// all tokens of `1 / N` of the heads. All ranks make the same calls in the same order.
 pub trait HeadExchange {
+    /// Whether this rank has only a part, `own`, of `all` tokens of the segments. Fails if `own` is
+    /// neither all tokens nor the part of this rank.
+    fn is_split(&self, own: usize, all: usize) -> Result<bool>;
+
     /// The own ones of `heads` heads. Fails if the ranks cannot share them evenly.
     fn own_heads(&self, heads: usize) -> Result<Range<usize>>;
 

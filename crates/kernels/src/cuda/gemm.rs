@@ -170,7 +170,7 @@ pub(crate) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Re
     }
     let (name, dst) = (dst.name(), dst.tensor());
     super::interpreted::remember(
-        crate::launch::first_address(op, name, dst)?.0,
+        crate::launch::address(op, name, dst)?.0,
         dst.elem_count() * dst.dtype().size_in_bytes(),
     );
     if dst.dtype() == DType::BF16 {

@@ -1,21 +1,25 @@
 use crate::models::config::{ModelConfigError, Section};
-use crate::models::vision_language::{MropeLayout, VisionConfig, VisionKind, VisionLanguageConfig};
-use crate::nn::{DecoderConfig, Queries, TensorNames};
+use crate::models::model_config::ModelConfig;
+use crate::models::vision::{VisionConfig, VisionMlp, VisionNorm, VisionParts, VisionWindows};
+use crate::nn::{AttentionSpec, DecoderConfig, Mrope, MropeLayout, TensorNames};
 use serde_json::Value;
 
 /// Numbers of rotary frequencies of time, height and width if the file does not have them.
 const MROPE_SECTION: [usize; 3] = [16, 24, 24];
 
+const ATTENTION: AttentionSpec =
+    AttentionSpec { qk_norm: false, qkv_bias: true, output_gate: false };
+
 /// Reads the sizes from the parsed `config.json`. Published files have the sizes of the decoder at
 /// the top level, newer ones in `text_config`.
-pub(in crate::models) fn read(json: &Value) -> Result<VisionLanguageConfig, ModelConfigError> {
+pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     let nested = json["text_config"].is_object();
     let text = if nested { Section::of(json, "text_config")? } else { Section { ..top } };
     let rope = text.rope()?;
     rope.expect("mrope_interleaved", &Value::Bool(false), "`false` (Qwen2.5-VL)")?;
     let has_section = !rope.value["mrope_section"].is_null();
-    let sizes = text.decoder()?;
+    let sizes = text.decoder(ATTENTION)?;
     if sizes.num_attention_heads * sizes.head_dim != sizes.hidden_size {
         let what = format!(
             "`num_attention_heads` {} of size {} do not fill `hidden_size` {}",
@@ -23,35 +27,41 @@ pub(in crate::models) fn read(json: &Value) -> Result<VisionLanguageConfig, Mode
         );
         return Err(ModelConfigError::Shape { what });
     }
-    let config = VisionLanguageConfig {
+    let section = if has_section { rope.mrope_section()? } else { MROPE_SECTION };
+    let config = ModelConfig {
         text: DecoderConfig {
             tie_word_embeddings: top.flag("tie_word_embeddings")
                 || text.flag("tie_word_embeddings"),
-            queries: Queries::Biased,
+            mrope: Some(Mrope { section, layout: MropeLayout::Blocks }),
             ..sizes
         },
-        mrope_section: if has_section { rope.mrope_section()? } else { MROPE_SECTION },
-        mrope_layout: MropeLayout::Blocks,
-        vision: vision(&Section::of(json, "vision_config")?)?,
-        image_token_id: top.size("image_token_id")? as u32,
+        vision: Some(vision(&top, &Section::of(json, "vision_config")?)?),
         tensor_names: TensorNames::Flat,
     };
     config.check()?;
     Ok(config)
 }
 
-fn vision(section: &Section<'_>) -> Result<VisionConfig, ModelConfigError> {
+fn vision(top: &Section<'_>, section: &Section<'_>) -> Result<VisionConfig, ModelConfigError> {
     section.expect("hidden_act", &Value::from("silu"), "`silu`")?;
     let token = section.size("patch_size")? * section.size("spatial_merge_size")?; // pixels on a side
     let pixels = section.size("window_size")?;
     if pixels < token {
         return Err(section.range("window_size", format!("at least the {token} pixels of a token")));
     }
-    let kind = VisionKind::Windowed {
-        window: pixels / token,
-        full_attention_blocks: section.sizes("fullatt_block_indexes")?,
+    let parts = VisionParts {
+        norm: VisionNorm::Rms,
+        mlp: VisionMlp::SwiGlu,
+        has_patch_bias: false,
+        num_position_embeddings: None,
+        windows: Some(VisionWindows {
+            side: pixels / token,
+            full_attention_blocks: section.sizes("fullatt_block_indexes")?,
+        }),
+        deepstack: Vec::new(),
+        merger_names: ["ln_q", "mlp.0", "mlp.2"],
     };
-    VisionConfig::with_kind(section, kind)
+    VisionConfig::read(top, section, parts)
 }
 
 #[cfg(test)]
@@ -83,9 +93,10 @@ mod tests {
     #[test]
     fn a_window_has_four_tokens_on_a_side_and_every_eighth_block_has_none() {
         let config = read(&published()).unwrap();
-        let full: Vec<usize> = (0..32).filter(|k| !config.vision.has_windows(*k)).collect();
+        let vision = config.vision.unwrap();
+        let full: Vec<usize> = (0..32).filter(|k| !vision.has_windows(*k)).collect();
         assert_eq!(full, [7, 15, 23, 31]);
-        let VisionKind::Windowed { window, .. } = config.vision.kind else { panic!() };
+        let window = vision.parts.windows.as_ref().unwrap().side;
         assert_eq!((window, config.text.head_dim), (4, 128));
         assert!(!config.text.tie_word_embeddings);
     }

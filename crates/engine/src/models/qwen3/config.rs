@@ -1,11 +1,11 @@
-use crate::models::config::{ModelConfigError, Section};
-use crate::models::text::TextConfig;
+use crate::models::config::{ModelConfigError, QK_NORM, Section};
+use crate::models::model_config::ModelConfig;
 use serde_json::Value;
 
-pub(in crate::models) fn read(json: &Value) -> Result<TextConfig, ModelConfigError> {
+pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     top.rope()?.expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
-    Ok(TextConfig { text: top.decoder()? })
+    Ok(ModelConfig::text_only(top.decoder(QK_NORM)?))
 }
 
 #[cfg(test)]

@@ -1,16 +1,16 @@
-use crate::models::config::{ModelConfigError, Section};
+use crate::models::config::{ModelConfigError, QK_NORM, Section};
 use crate::models::experts::Family;
-use crate::models::text::TextConfig;
+use crate::models::model_config::ModelConfig;
 use crate::nn::ExpertFiles;
 use serde_json::Value;
 
 const FAMILY: Family =
     Family { published: ExpertFiles::Separate, must_have_norm: true, has_shared: false };
 
-pub(in crate::models) fn read_moe(json: &Value) -> Result<TextConfig, ModelConfigError> {
+pub(in crate::models) fn read_moe(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     top.rope()?.expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
-    Ok(TextConfig { text: top.decoder_with_experts(FAMILY)? })
+    Ok(ModelConfig::text_only(top.with_experts(top.decoder(QK_NORM)?, FAMILY)?))
 }
 
 #[cfg(test)]
@@ -32,7 +32,7 @@ mod tests {
     }
 
     fn experts(json: &Value) -> crate::nn::MoeConfig {
-        read_moe(json).unwrap().text.moe.unwrap()
+        *read_moe(json).unwrap().text.moe().unwrap()
     }
 
     #[test]
@@ -55,7 +55,9 @@ mod tests {
         json["num_hidden_layers"] = json!(6);
         json["decoder_sparse_step"] = json!(2);
         json["mlp_only_layers"] = json!([3]);
-        assert_eq!(experts(&json).is_sparse, [false, true, false, false, false, true]);
+        let layers = read_moe(&json).unwrap().text.layers;
+        let sparse: Vec<bool> = layers.iter().map(|layer| layer.experts().is_some()).collect();
+        assert_eq!(sparse, [false, true, false, false, false, true]);
         json["mlp_only_layers"] = json!(null);
         json["decoder_sparse_step"] = json!(7);
         let error = read_moe(&json).unwrap_err().to_string();

@@ -1,9 +1,12 @@
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::experts::Family;
-use crate::models::text::TextConfig;
-use crate::models::vision_language::{MropeLayout, VisionConfig, VisionLanguageConfig};
-use crate::nn::{DecoderConfig, ExpertFiles, HybridConfig, TensorNames};
-use kernels::CONV_TAPS;
+use crate::models::model_config::ModelConfig;
+use crate::models::vision::{VisionConfig, VisionParts};
+use crate::nn::{
+    AttentionSpec, DecoderConfig, ExpertFiles, LinearAttentionSpec, MixerSpec, Mrope, MropeLayout,
+    TensorNames,
+};
+use kernels::{CONV_TAPS, NormScale};
 use serde_json::Value;
 
 /// Share of a head that is rotated if the file does not say it.
@@ -11,61 +14,61 @@ const ROTARY_SHARE: f64 = 0.25;
 /// Every how many layers one has full attention if the file does not list the kinds.
 const FULL_INTERVAL: u64 = 4;
 
+const ATTENTION: AttentionSpec =
+    AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: true };
 const EXPERTS: Family =
     Family { published: ExpertFiles::OutIn, must_have_norm: false, has_shared: true };
 
 /// Reads the sizes of a model with a vision encoder from the parsed `config.json`.
-pub(in crate::models) fn read(json: &Value) -> Result<VisionLanguageConfig, ModelConfigError> {
+pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     read_with(json, decoder)
 }
 
 /// As [`read`], for a model with experts.
-pub(in crate::models) fn read_moe(json: &Value) -> Result<VisionLanguageConfig, ModelConfigError> {
+pub(in crate::models) fn read_moe(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     read_with(json, decoder_with_experts)
 }
 
 fn read_with(
     json: &Value,
     decoder: impl Fn(&Section<'_>) -> Result<DecoderConfig, ModelConfigError>,
-) -> Result<VisionLanguageConfig, ModelConfigError> {
+) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     let text = Section::of(json, "text_config")?;
     let vision = Section::of(json, "vision_config")?;
-    let config = VisionLanguageConfig {
+    let section = text.rope()?.mrope_section()?;
+    let parts = VisionParts::with_table(&vision, Vec::new())?;
+    let config = ModelConfig {
         // transformers reads only the key of the whole file
         text: DecoderConfig {
             tie_word_embeddings: top.flag("tie_word_embeddings"),
+            mrope: Some(Mrope { section, layout: MropeLayout::Interleaved }),
             ..decoder(&text)?
         },
-        mrope_section: text.rope()?.mrope_section()?,
-        mrope_layout: MropeLayout::Interleaved,
-        vision: VisionConfig::read(&vision, Vec::new())?,
-        image_token_id: top.size("image_token_id")? as u32,
+        vision: Some(VisionConfig::read(&top, &vision, parts)?),
         tensor_names: TensorNames::Modules,
     };
     config.check()?;
     Ok(config)
 }
 
-pub(in crate::models) fn read_text(json: &Value) -> Result<TextConfig, ModelConfigError> {
+pub(in crate::models) fn read_text(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
-    Ok(TextConfig { text: decoder(&top)? })
+    Ok(ModelConfig::text_only(decoder(&top)?))
 }
 
 /// As [`read_text`], for a model with experts.
-pub(in crate::models) fn read_text_moe(json: &Value) -> Result<TextConfig, ModelConfigError> {
+pub(in crate::models) fn read_text_moe(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
-    Ok(TextConfig { text: decoder_with_experts(&top)? })
+    Ok(ModelConfig::text_only(decoder_with_experts(&top)?))
 }
 
 fn decoder_with_experts(text: &Section<'_>) -> Result<DecoderConfig, ModelConfigError> {
-    let sizes = decoder(text)?;
-    let moe = text.experts(sizes.num_hidden_layers, EXPERTS)?;
-    Ok(DecoderConfig { moe: Some(moe), ..sizes })
+    text.with_experts(decoder(text)?, EXPERTS)
 }
 
 fn decoder(text: &Section<'_>) -> Result<DecoderConfig, ModelConfigError> {
-    let sizes = text.decoder_sizes()?;
+    let mut sizes = text.decoder_sizes(ATTENTION)?;
     let rope = text.rope()?;
     let share = [&rope, text].into_iter().find_map(|of| of.value["partial_rotary_factor"].as_f64());
     let rotary = sizes.head_dim as f64 * share.unwrap_or(ROTARY_SHARE);
@@ -74,26 +77,33 @@ fn decoder(text: &Section<'_>) -> Result<DecoderConfig, ModelConfigError> {
         let expected = format!("a share of `head_dim` {} that is even", sizes.head_dim);
         return Err(rope.range("partial_rotary_factor", expected));
     }
-    let hybrid = HybridConfig {
-        rotary_dim: rotary as usize,
-        is_linear: kinds_of_layers(text, sizes.num_hidden_layers)?,
+    let linear = linear_attention(text)?;
+    let is_linear = kinds_of_layers(text, sizes.layers.len())?;
+    for (layer, _) in sizes.layers.iter_mut().zip(is_linear).filter(|(_, is_linear)| *is_linear) {
+        layer.mixer = MixerSpec::LinearAttention(linear);
+    }
+    Ok(DecoderConfig { rotary_dim: rotary as usize, norm_scale: NormScale::OnePlusWeight, ..sizes })
+}
+
+fn linear_attention(text: &Section<'_>) -> Result<LinearAttentionSpec, ModelConfigError> {
+    let spec = LinearAttentionSpec {
         num_key_heads: text.size("linear_num_key_heads")?,
         num_value_heads: text.size("linear_num_value_heads")?,
         key_head_dim: text.size("linear_key_head_dim")?,
         value_head_dim: text.size("linear_value_head_dim")?,
         conv_kernel: text.size("linear_conv_kernel_dim")?,
     };
-    if hybrid.conv_kernel != CONV_TAPS {
+    if spec.conv_kernel != CONV_TAPS {
         return Err(text.range("linear_conv_kernel_dim", format!("{CONV_TAPS}")));
     }
-    if !hybrid.num_value_heads.is_multiple_of(hybrid.num_key_heads) {
+    if !spec.num_value_heads.is_multiple_of(spec.num_key_heads) {
         let what = format!(
             "`linear_num_key_heads` {} does not divide `linear_num_value_heads` {}",
-            hybrid.num_key_heads, hybrid.num_value_heads
+            spec.num_key_heads, spec.num_value_heads
         );
         return Err(ModelConfigError::Shape { what });
     }
-    Ok(DecoderConfig { hybrid: Some(hybrid), ..sizes })
+    Ok(spec)
 }
 
 /// Whether each layer has linear attention.
@@ -144,11 +154,10 @@ mod tests {
     #[test]
     fn a_quarter_of_a_head_is_rotated_and_every_fourth_layer_has_full_attention() {
         let config = read_text(&published()).unwrap().text;
-        let hybrid = config.hybrid.unwrap();
-        assert_eq!(hybrid.rotary_dim, 64);
-        let full: Vec<usize> = (0..24).filter(|k| !hybrid.is_linear[*k]).collect();
-        assert_eq!(full, [3, 7, 11, 15, 19, 23]);
-        assert_eq!(hybrid.qkv_width(), 3 * 16 * 128);
+        assert_eq!(config.rotary_dim, 64);
+        let is_full = |k: &usize| config.layers[*k].linear_attention().is_none();
+        assert_eq!((0..24).filter(is_full).collect::<Vec<_>>(), [3, 7, 11, 15, 19, 23]);
+        assert_eq!(config.linear_attention().unwrap().qkv_width(), 3 * 16 * 128);
     }
 
     #[test]
@@ -166,7 +175,7 @@ mod tests {
                 "image_token_id": 248_056, "tie_word_embeddings": true,
             });
             let config = read(&json).unwrap();
-            assert!(config.vision.deepstack().is_empty());
+            assert!(config.vision.unwrap().parts.deepstack.is_empty());
             assert!(config.text.tie_word_embeddings);
         }
     }

@@ -1,25 +1,26 @@
-use crate::models::config::{ModelConfigError, Section};
+use crate::models::config::{ModelConfigError, QK_NORM, Section};
 use crate::models::experts::Family;
-use crate::models::vision_language::{MropeLayout, VisionConfig, VisionLanguageConfig};
-use crate::nn::{DecoderConfig, ExpertFiles, TensorNames};
+use crate::models::model_config::ModelConfig;
+use crate::models::vision::{VisionConfig, VisionParts};
+use crate::nn::{DecoderConfig, ExpertFiles, Mrope, MropeLayout, TensorNames};
 use serde_json::Value;
 
 const EXPERTS: Family =
     Family { published: ExpertFiles::InOut, must_have_norm: false, has_shared: false };
 
-pub(in crate::models) fn read(json: &Value) -> Result<VisionLanguageConfig, ModelConfigError> {
-    let dense = |text: &Section<'_>| text.decoder();
+pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
+    let dense = |text: &Section<'_>| text.decoder(QK_NORM);
     read_with(json, dense)
 }
 
-pub(in crate::models) fn read_moe(json: &Value) -> Result<VisionLanguageConfig, ModelConfigError> {
-    read_with(json, |text| text.decoder_with_experts(EXPERTS))
+pub(in crate::models) fn read_moe(json: &Value) -> Result<ModelConfig, ModelConfigError> {
+    read_with(json, |text| text.with_experts(text.decoder(QK_NORM)?, EXPERTS))
 }
 
 fn read_with(
     json: &Value,
     decoder: impl Fn(&Section<'_>) -> Result<DecoderConfig, ModelConfigError>,
-) -> Result<VisionLanguageConfig, ModelConfigError> {
+) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     let text = Section::of(json, "text_config")?;
     let vision = Section::of(json, "vision_config")?;
@@ -27,15 +28,15 @@ fn read_with(
     rope.expect("mrope_interleaved", &Value::Bool(true), "`true` (Qwen3-VL)")?;
     // Published files have the key in both places; transformers 5 writes it to the whole file only.
     let tied = [&top, &text].map(|section| section.value["tie_word_embeddings"].as_bool());
-    let config = VisionLanguageConfig {
+    let (section, deepstack) = (rope.mrope_section()?, vision.sizes("deepstack_visual_indexes")?);
+    let parts = VisionParts::with_table(&vision, deepstack)?;
+    let config = ModelConfig {
         text: DecoderConfig {
             tie_word_embeddings: tied[0].or(tied[1]).unwrap_or(false),
+            mrope: Some(Mrope { section, layout: MropeLayout::Interleaved }),
             ..decoder(&text)?
         },
-        mrope_section: rope.mrope_section()?,
-        mrope_layout: MropeLayout::Interleaved,
-        vision: VisionConfig::read(&vision, vision.sizes("deepstack_visual_indexes")?)?,
-        image_token_id: top.size("image_token_id")? as u32,
+        vision: Some(VisionConfig::read(&top, &vision, parts)?),
         tensor_names: TensorNames::Modules,
     };
     config.check()?;
@@ -96,9 +97,13 @@ mod tests {
         ] {
             json["text_config"][key] = json!(value);
         }
-        let moe = read_moe(&json).unwrap().text.moe.unwrap();
-        assert_eq!((moe.num_sparse(), moe.files), (28, ExpertFiles::InOut));
-        assert!(read(&json).unwrap().text.moe.is_none());
+        let text = read_moe(&json).unwrap().text;
+        let moe = text.moe().unwrap();
+        assert_eq!(
+            (text.layers.iter().filter(|layer| layer.experts().is_some()).count(), moe.files),
+            (28, ExpertFiles::InOut)
+        );
+        assert!(read(&json).unwrap().text.moe().is_none());
         json["text_config"]["norm_topk_prob"] = json!(true);
         read_moe(&json).unwrap();
         json["text_config"]["norm_topk_prob"] = json!(false);

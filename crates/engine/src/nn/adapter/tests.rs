@@ -46,9 +46,12 @@ fn layer_of(tensors: Vec<(String, Tensor)>, dropout: f64) -> (Vec<Param>, Linear
     let name = LAYER.to_owned();
     let module = AdapterModule { name, weight, experts: None, rank: 2, scale: SCALE, is_dora };
     let adapters = Adapters::new(&[module], &specs, dropout, 9);
-    adapters.dropout().set(Some(DropoutPlace { step: 1, runs: [(0, 0)].into(), patches: (0, 0) }));
     let layer = Linear::with_bias(&ParamMap::new(&params, Some(&adapters)), LAYER).unwrap();
     (params, layer)
+}
+
+fn first_step() -> DropoutPlace {
+    DropoutPlace { step: 1, runs: [(0, 0)].into(), patches: (0, 0) }
 }
 
 /// Output and gradients of the parameters and of `x`, computed by the layer.
@@ -56,9 +59,11 @@ fn computed(x: &Tensor, dy: &Tensor, tensors: Vec<(String, Tensor)>, dropout: f6
     let (params, layer) = layer_of(tensors, dropout);
     let trainable = vec![Trainable::Yes; params.len()];
     let grads = Gradients::zeros(&params, &trainable, &Device::Cpu).unwrap();
-    let y = layer.forward_add(x, dy).unwrap(); // any residual
-    let dx = layer.backward(x, dy, &grads).unwrap();
-    let more = layer.backward_add(x, dy, dx.copy().unwrap(), &grads).unwrap();
+    let dropout = first_step();
+    let pass = Pass { dropout: Some(&dropout), ..Pass::training(&grads) };
+    let y = layer.forward_add(x, dy, &pass).unwrap(); // any residual
+    let dx = layer.backward(x, dy, &pass).unwrap();
+    let more = layer.backward_add(x, dy, dx.copy().unwrap(), &pass).unwrap();
     let (dx_twice, more) = ((&dx * 2.0).unwrap(), more);
     assert_close(&more, &dx_twice, "backward_add");
     // the layer was run backward twice
@@ -130,7 +135,9 @@ fn gradients_of_a_and_b_are_directional_finite_differences() {
                 let mut tensors = tensors(false);
                 tensors[index].1 = (&tensors[index].1 + (&direction * step).unwrap()).unwrap();
                 let (_params, layer) = layer_of(tensors, dropout);
-                let y = layer.forward_add(&x, &dy).unwrap().to_dtype(DType::F64).unwrap();
+                let place = first_step();
+                let pass = Pass { dropout: Some(&place), ..Pass::default() };
+                let y = layer.forward_add(&x, &dy, &pass).unwrap().to_dtype(DType::F64).unwrap();
                 let loss = (y * dy.to_dtype(DType::F64).unwrap()).unwrap().sum_all().unwrap();
                 loss.to_scalar::<f64>().unwrap()
             };

@@ -60,13 +60,14 @@ fn computed(x: &Tensor, dy: &Tensor, tensors: &[Tensor; 3], layout: ExpertLayout
     let trainable = vec![Trainable::Yes; params.len()];
     let grads = Gradients::zeros(&params, &trainable, &Device::Cpu).unwrap();
     let offsets = offsets();
-    let y = layer.forward(x, &offsets).unwrap();
+    let pass = Pass::training(&grads);
+    let y = layer.forward(x, &offsets, &pass).unwrap();
     for _ in 0..2 {
-        let du = layer.rank_grad(dy, &offsets).unwrap();
-        layer.backward_params(x, dy, &du, &offsets, &grads).unwrap();
+        let du = layer.rank_grad(dy, &offsets, &pass).unwrap();
+        layer.backward_params(x, dy, &du, &offsets, &pass).unwrap();
     }
-    let du = layer.rank_grad(dy, &offsets).unwrap();
-    let dx = layer.backward_input(dy, &du, &offsets).unwrap();
+    let du = layer.rank_grad(dy, &offsets, &pass).unwrap();
+    let dx = layer.backward_input(dy, &du, &offsets, &pass).unwrap();
     // the gradients were added twice
     let sums = grads.iter().map(|grad| (grad.unwrap() / 2.0).unwrap());
     [vec![y, dx], sums.collect()].concat()
@@ -131,7 +132,11 @@ fn gradients_of_a_and_b_of_each_expert_are_finite_differences() {
                 let mut tensors = tensors(layout);
                 tensors[index] = (&tensors[index] + (&direction * step).unwrap()).unwrap();
                 let (_params, layer) = layer_of(&tensors, layout);
-                let y = layer.forward(&x, &offsets()).unwrap().to_dtype(DType::F64).unwrap();
+                let y = layer
+                    .forward(&x, &offsets(), &Pass::default())
+                    .unwrap()
+                    .to_dtype(DType::F64)
+                    .unwrap();
                 let loss = (y * dy.to_dtype(DType::F64).unwrap()).unwrap().sum_all().unwrap();
                 loss.to_scalar::<f64>().unwrap()
             };

@@ -22,7 +22,7 @@ fn optimizer_of(place: Place, dtype: DType, config: &OptimConfig) -> (Vec<Param>
     let groups = ParamGroups::new(&named, &[], []).unwrap();
     let config = OptimConfig { weight_decay: 0.1, ..config.clone() };
     let master = |param: &Param, _: Range<usize>, _: &Device| {
-        param.tensor().flatten_all()?.to_dtype(DType::F32)
+        param.tensor()?.flatten_all()?.to_dtype(DType::F32)
     };
     let (all, owned) = ((&params[..], &groups), whole(&params, &groups));
     let optimizer = Optimizer::at(place, &config, 1.0, all, owned, master, &Device::Cpu).unwrap();
@@ -41,7 +41,7 @@ fn gradients(params: &[Param], step: u64) -> Vec<Tensor> {
 fn state_of(optimizer: &Optimizer) -> Vec<Vec<f32>> {
     let state = optimizer.states().iter().flat_map(|state| {
         let tensors = state.tensors().map(|(_, tensor)| tensor.clone());
-        let weight = state.param.tensor().flatten_all().unwrap();
+        let weight = state.param.tensor().unwrap().flatten_all().unwrap();
         let values = |t: Tensor| t.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
         [weight].into_iter().chain(tensors).map(values).collect::<Vec<_>>()
     });

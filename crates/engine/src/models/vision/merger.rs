@@ -2,10 +2,9 @@
 //!
 //! The main merger normalises before the merge, a deepstack merger after it.
 
-use super::config::VisionKind;
-use super::norm::Norm;
-use crate::nn::{Linear, ParamMap, WeightError};
-use crate::tape::{GradSink, InputGrad, Param, Stage};
+use super::config::VisionParts;
+use crate::nn::{Linear, Norm, ParamMap, WeightError};
+use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor};
 use kernels::Gelu;
 
@@ -17,14 +16,6 @@ pub(super) enum NormPlace {
     AfterMerge,
 }
 
-/// Names of the norm and of the two linear layers of a merger.
-pub(super) fn merger_parts(kind: &VisionKind) -> [&'static str; 3] {
-    match kind {
-        VisionKind::Learned { .. } => ["norm", "linear_fc1", "linear_fc2"],
-        VisionKind::Windowed { .. } => ["ln_q", "mlp.0", "mlp.2"],
-    }
-}
-
 /// Norm, spatial merge, two-layer MLP with an exact GELU.
 pub(super) struct Merger {
     norm: Norm,
@@ -34,24 +25,17 @@ pub(super) struct Merger {
     patches_per_token: usize,
 }
 
-/// The tensors that the backward of a merger needs.
-pub(super) struct SavedMerger {
-    x: Tensor, // [P, Dv] or [M, 4 * Dv], the norm's input
-    stats: Tensor,
-    hidden: Tensor, // [M, 4 * Dv], before the GELU
-}
-
 impl Merger {
     pub(super) fn new(
         params: &ParamMap<'_>,
         name: &str,
         place: NormPlace,
-        kind: &VisionKind,
+        parts: &VisionParts,
         patches_per_token: usize,
     ) -> std::result::Result<Self, WeightError> {
-        let [norm, fc1, fc2] = merger_parts(kind).map(|part| format!("{name}.{part}"));
+        let [norm, fc1, fc2] = parts.merger_names.map(|part| format!("{name}.{part}"));
         Ok(Self {
-            norm: Norm::new(params, &norm, kind)?,
+            norm: parts.norm.build(params, &norm)?,
             place,
             fc1: Linear::with_bias(params, &fc1)?,
             fc2: Linear::with_bias(params, &fc2)?,
@@ -68,52 +52,57 @@ impl Merger {
 
 impl Stage for Merger {
     type Context = ();
-    type Saved = SavedMerger;
 
     fn params(&self) -> Vec<&Param> {
-        self.norm.params().into_iter().chain(self.fc1.params()).chain(self.fc2.params()).collect()
+        self.norm.params().chain(self.fc1.params()).chain(self.fc2.params()).collect()
     }
 
-    fn forward(&self, x: &Tensor, (): &()) -> Result<(Tensor, SavedMerger)> {
+    fn forward(
+        &self,
+        x: &Tensor, // [P, Dv]
+        (): &(),
+        _recompute: Recompute,
+        pass: &Pass<'_>,
+    ) -> Result<(Tensor, Saved)> {
         let x = match self.place {
             NormPlace::BeforeMerge => x.clone(),
             NormPlace::AfterMerge => self.merged(x)?,
         };
-        let (normed, stats) = self.norm.forward(&x)?;
+        let (normed, stats) = self.norm.normed(&x, pass)?;
         let normed = match self.place {
             NormPlace::BeforeMerge => self.merged(&normed)?, // [M, 4 * Dv]
             NormPlace::AfterMerge => normed,
         };
-        let hidden = self.fc1.forward(&normed)?;
-        let y = self.fc2.forward(&kernels::gelu(&hidden, Gelu::Erf)?)?; // [M, D]
-        Ok((y, SavedMerger { x, stats, hidden }))
+        let hidden = self.fc1.forward(&normed, pass)?; // [M, 4 * Dv]
+        let y = self.fc2.forward(&kernels::gelu(&hidden, Gelu::Erf)?, pass)?; // [M, D]
+        Ok((y, Saved::new([x, stats, hidden])))
     }
 
     fn backward(
         &self,
-        saved: SavedMerger,
-        dy: Tensor,
+        mut saved: Saved,
+        dy: Tensor, // [M, D]
         (): &(),
-        grads: &dyn GradSink,
         input_grad: InputGrad,
+        pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
-        let SavedMerger { x, stats, hidden } = saved;
-        let d_fc2 = self.fc2.output_grad(&dy)?;
-        let d_activated = self.fc2.backward_input(&d_fc2)?; // [M, 4 * Dv]
-        let recompute = self.fc2.recompute_input(grads);
+        let [x, stats, hidden] = saved.tensors()?;
+        let d_fc2 = self.fc2.output_grad(&dy, pass)?;
+        let d_activated = self.fc2.backward_input(&d_fc2, pass)?; // [M, 4 * Dv]
+        let recompute = self.fc2.recompute_input(pass);
         let (d_hidden, activated) =
             kernels::gelu_backward(hidden, d_activated, Gelu::Erf, recompute)?;
         if let Some(activated) = activated {
-            self.fc2.backward_params(&activated, &dy, &d_fc2, grads)?;
+            self.fc2.backward_params(&activated, &dy, &d_fc2, pass)?;
         }
-        let normed = self.norm.apply(&x, &stats)?;
+        let normed = self.norm.apply(&x, &stats, pass)?;
         let merged = match self.place {
             NormPlace::BeforeMerge => self.merged(&normed)?,
             NormPlace::AfterMerge => normed,
         };
-        let d_merged = self.fc1.backward(&merged, &d_hidden, grads)?; // [M, 4 * Dv]
+        let d_merged = self.fc1.backward(&merged, &d_hidden, pass)?; // [M, 4 * Dv]
         let d_normed = d_merged.reshape(x.shape())?;
-        let dx = self.norm.backward(&x, &stats, &d_normed, None, grads)?;
+        let dx = self.norm.backward_add(&x, &stats, &d_normed, None, pass)?;
         match input_grad {
             InputGrad::Skip => Ok(None),
             InputGrad::Needed => {

@@ -1,21 +1,14 @@
 //! Components, and the list of parameters with their published names.
 
-use super::config::{VisionKind, VisionLanguageConfig};
-use super::merger::merger_parts;
-use crate::nn::{Component, Init, Inputs, ParamSpec, Stored, decoder_specs};
+use super::config::{VisionConfig, VisionMlp, VisionNorm};
+use crate::nn::{Component, Init, Inputs, ParamSpec, Stored};
 
 /// The vision encoder without its mergers.
 pub const VISION: Component = Component { name: "vision", inputs: Inputs::Media };
 /// The main merger and the deepstack mergers.
 pub const MERGER: Component = Component { name: "merger", inputs: Inputs::Media };
-/// Embeddings, decoder layers, final norm, head.
-pub const LLM: Component = Component { name: "llm", inputs: Inputs::All };
-
-/// Name of the decoder's module.
-pub(super) const DECODER: &str = "model.language_model";
-
-/// Every tensor of a model of this shape in a fixed order. A tied head is not listed.
-pub fn param_specs(config: &VisionLanguageConfig) -> Vec<ParamSpec> {
+/// Every tensor of a vision encoder in a fixed order.
+pub(in crate::models) fn param_specs(v: &VisionConfig) -> Vec<ParamSpec> {
     let mut specs = Vec::new();
     let mut add = |component: Component, name: String, shape: &[usize]| {
         // norms and biases are the only vectors of the vision encoder
@@ -32,15 +25,16 @@ pub fn param_specs(config: &VisionLanguageConfig) -> Vec<ParamSpec> {
             stored: Stored::Whole,
         });
     };
-    let v = &config.vision;
     let kernel = [v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size];
     add(VISION, "model.visual.patch_embed.proj.weight".to_owned(), &kernel);
-    if let VisionKind::Learned { num_position_embeddings, .. } = v.kind {
+    if v.parts.has_patch_bias {
         add(VISION, "model.visual.patch_embed.proj.bias".to_owned(), &[v.hidden_size]);
-        let table = [num_position_embeddings, v.hidden_size];
+    }
+    if let Some(rows) = v.parts.num_position_embeddings {
+        let table = [rows, v.hidden_size];
         add(VISION, "model.visual.pos_embed.weight".to_owned(), &table);
     }
-    let has_norm_bias = matches!(v.kind, VisionKind::Learned { .. });
+    let has_norm_bias = v.parts.norm == VisionNorm::Layer;
     let norm = |add: &mut dyn FnMut(Component, String, &[usize]), of, name: &str, width| {
         add(of, format!("{name}.weight"), &[width]);
         if has_norm_bias {
@@ -55,9 +49,9 @@ pub fn param_specs(config: &VisionLanguageConfig) -> Vec<ParamSpec> {
         };
         linear("attn.qkv", 3 * v.hidden_size, v.hidden_size);
         linear("attn.proj", v.hidden_size, v.hidden_size);
-        let (into, out) = match v.kind {
-            VisionKind::Learned { .. } => (&["mlp.linear_fc1"][..], "mlp.linear_fc2"),
-            VisionKind::Windowed { .. } => (&["mlp.gate_proj", "mlp.up_proj"][..], "mlp.down_proj"),
+        let (into, out) = match v.parts.mlp {
+            VisionMlp::Gelu(_) => (&["mlp.linear_fc1"][..], "mlp.linear_fc2"),
+            VisionMlp::SwiGlu => (&["mlp.gate_proj", "mlp.up_proj"][..], "mlp.down_proj"),
         };
         for part in into {
             linear(part, v.intermediate_size, v.hidden_size);
@@ -68,7 +62,7 @@ pub fn param_specs(config: &VisionLanguageConfig) -> Vec<ParamSpec> {
         }
     }
     let merged = v.hidden_size * v.spatial_merge_size * v.spatial_merge_size;
-    let [norm_name, fc1, fc2] = merger_parts(&v.kind);
+    let [norm_name, fc1, fc2] = v.parts.merger_names;
     let mut merger = |name: String, width: usize| {
         norm(&mut add, MERGER, &format!("{name}.{norm_name}"), width);
         for (linear, rows) in [(fc1, merged), (fc2, v.out_hidden_size)] {
@@ -77,9 +71,8 @@ pub fn param_specs(config: &VisionLanguageConfig) -> Vec<ParamSpec> {
         }
     };
     merger("model.visual.merger".to_owned(), v.hidden_size);
-    for k in 0..v.deepstack().len() {
+    for k in 0..v.parts.deepstack.len() {
         merger(format!("model.visual.deepstack_merger_list.{k}"), merged);
     }
-    specs.extend(decoder_specs(&config.text, DECODER, LLM));
     specs
 }

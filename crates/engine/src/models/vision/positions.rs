@@ -1,34 +1,8 @@
-//! Rotary tables and interpolated vision positions, computed on the host for one micro-batch.
+//! The rotary table and the interpolated positions of the vision encoder, computed on the host for
+//! one micro-batch.
 
-use super::config::{MropeLayout, ROPE_BASE, VisionConfig, VisionLanguageConfig};
+use super::config::{ROPE_BASE, VisionConfig};
 use crate::nn::{HostTable, inverse_frequencies};
-
-/// The axis that rotary frequency `k` turns with. Interleaved: height if `k % 3 == 1`, width if
-/// `k % 3 == 2` (below three times the section's length), else time.
-fn axis_of(k: usize, section: [usize; 3], layout: MropeLayout) -> usize {
-    match (layout, k % 3) {
-        (MropeLayout::Interleaved, axis @ (1 | 2)) if k < 3 * section[axis] => axis,
-        (MropeLayout::Interleaved, _) => 0,
-        (MropeLayout::Blocks, _) => {
-            usize::from(k >= section[0]) + usize::from(k >= section[0] + section[1])
-        }
-    }
-}
-
-/// Rotary angles of the decoder.
-pub(super) fn mrope_table(config: &VisionLanguageConfig, position_ids: &[[u32; 3]]) -> HostTable {
-    let frequencies = inverse_frequencies(config.text.rope_theta, config.text.rotary_dim());
-    let (section, layout) = (config.mrope_section, config.mrope_layout);
-    let axes = (0..frequencies.len()).map(|k| axis_of(k, section, layout));
-    let axes: Vec<usize> = axes.collect();
-    let mut table = HostTable::with_capacity(position_ids.len() * frequencies.len());
-    for position in position_ids {
-        for (frequency, axis) in frequencies.iter().zip(&axes) {
-            table.push(frequency * position[*axis] as f32);
-        }
-    }
-    table
-}
 
 /// Row and column of each patch of a frame, in merge-block order.
 fn merge_block_order(h: u32, w: u32, merge: u32) -> impl Iterator<Item = (u32, u32)> {
@@ -99,23 +73,8 @@ pub(super) fn interpolated_positions(
 
 #[cfg(test)]
 mod tests {
-    use super::super::config::VisionKind;
+    use super::super::config::{VisionMlp, VisionNorm, VisionParts};
     use super::*;
-
-    #[test]
-    fn the_published_sections_of_qwen3_vl_give_time_every_third_frequency_and_the_last_four() {
-        let axis = |k| axis_of(k, [24, 20, 20], MropeLayout::Interleaved);
-        let time: Vec<usize> = (0..64).filter(|k| axis(*k) == 0).collect();
-        let expected: Vec<usize> = (0..60).step_by(3).chain(60..64).collect();
-        assert_eq!(time, expected);
-    }
-
-    #[test]
-    fn the_published_sections_of_qwen2_5_vl_are_blocks() {
-        let axes = (0..64).map(|k| axis_of(k, [16, 24, 24], MropeLayout::Blocks));
-        let expected = [vec![0; 16], vec![1; 24], vec![2; 24]].concat();
-        assert_eq!(axes.collect::<Vec<_>>(), expected);
-    }
 
     #[test]
     fn patches_come_in_blocks_that_merge_into_one_token() {
@@ -136,7 +95,16 @@ mod tests {
             temporal_patch_size: 2,
             spatial_merge_size: 2,
             out_hidden_size: 1,
-            kind: VisionKind::Windowed { window: 4, full_attention_blocks: vec![] },
+            image_token_id: 0,
+            parts: VisionParts {
+                norm: VisionNorm::Rms,
+                mlp: VisionMlp::SwiGlu,
+                has_patch_bias: false,
+                num_position_embeddings: None,
+                windows: None,
+                deepstack: vec![],
+                merger_names: ["norm", "linear_fc1", "linear_fc2"],
+            },
         }
     }
 

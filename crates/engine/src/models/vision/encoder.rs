@@ -6,17 +6,17 @@
 //!                             deepstack merger k -> deepstack features k [M, D]
 //! ```
 
-use super::config::VisionLanguageConfig;
+use super::blocks::{PatchEmbed, VisionBlock};
+use super::config::VisionConfig;
 use super::input::VisionInput;
 use super::merger::{Merger, NormPlace};
-use super::vision::{PatchEmbed, VisionBlock};
 use crate::nn::{ParamMap, WeightError};
-use crate::tape::{GradSink, InputGrad, Param, Recompute, SavedStage, Stage};
+use crate::tape::{InputGrad, Param, Pass, Recompute, SavedStage, Stage};
 use candle_core::{Result, Tensor};
 use kernels::AttentionBackend;
 use std::sync::Arc;
 
-pub(super) struct VisionEncoder {
+pub(in crate::models) struct VisionEncoder {
     patch_embed: PatchEmbed,
     blocks: Vec<VisionBlock>,
     merger: Merger,
@@ -24,68 +24,68 @@ pub(super) struct VisionEncoder {
 }
 
 /// The tensors that the forward pass of the vision encoder saves for backward.
-pub(super) struct VisionTape {
-    patch_embed: SavedStage<PatchEmbed>,
-    blocks: Vec<SavedStage<VisionBlock>>,
-    deepstack: Vec<SavedStage<Merger>>,
-    merger: SavedStage<Merger>,
+pub(in crate::models) struct VisionTape {
+    patch_embed: SavedStage,
+    blocks: Vec<SavedStage>,
+    deepstack: Vec<SavedStage>,
+    merger: SavedStage,
 }
 
 /// Features of a micro-batch's images, `[M, D]` each.
-pub(super) struct Features {
-    pub(super) main: Tensor,
-    pub(super) deepstack: Vec<Tensor>,
+pub(in crate::models) struct Features {
+    pub(in crate::models) main: Tensor,
+    pub(in crate::models) deepstack: Vec<Tensor>,
 }
 
 impl VisionEncoder {
-    pub(super) fn new(
+    pub(in crate::models) fn new(
         map: &ParamMap<'_>,
-        config: &VisionLanguageConfig,
+        vision: &VisionConfig,
         attention: &Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
-        let (vision, n) = (&config.vision, config.patches_per_token());
+        let n = vision.patches_per_token();
         let blocks =
             (0..vision.depth).map(|block| VisionBlock::new(map, vision, block, attention.clone()));
-        let deepstack = vision.deepstack().iter().enumerate().map(|(k, at)| {
+        let deepstack = vision.parts.deepstack.iter().enumerate().map(|(k, at)| {
             let name = format!("model.visual.deepstack_merger_list.{k}");
-            Ok((*at, Merger::new(map, &name, NormPlace::AfterMerge, &vision.kind, n)?))
+            Ok((*at, Merger::new(map, &name, NormPlace::AfterMerge, &vision.parts, n)?))
         });
         Ok(Self {
-            patch_embed: PatchEmbed::new(map, &vision.kind)?,
+            patch_embed: PatchEmbed::new(map, &vision.parts)?,
             blocks: blocks.collect::<std::result::Result<_, _>>()?,
             merger: Merger::new(
                 map,
                 "model.visual.merger",
                 NormPlace::BeforeMerge,
-                &vision.kind,
+                &vision.parts,
                 n,
             )?,
             deepstack: deepstack.collect::<std::result::Result<_, _>>()?,
         })
     }
 
-    pub(super) fn num_deepstack(&self) -> usize {
+    pub(in crate::models) fn num_deepstack(&self) -> usize {
         self.deepstack.len()
     }
 
     /// Parameters of patch embedding and blocks.
-    pub(super) fn block_params(&self) -> Vec<&Param> {
+    pub(in crate::models) fn block_params(&self) -> Vec<&Param> {
         let blocks = self.blocks.iter().flat_map(Stage::params);
         self.patch_embed.params().into_iter().chain(blocks).collect()
     }
 
     /// The learned position table, if the encoder has one.
-    pub(super) fn positions(&self) -> Option<&Param> {
+    pub(in crate::models) fn positions(&self) -> Option<&Param> {
         self.patch_embed.positions.as_ref()
     }
 
-    pub(super) fn merger_params(&self) -> Vec<&Param> {
+    pub(in crate::models) fn merger_params(&self) -> Vec<&Param> {
         let deepstack = self.deepstack.iter().flat_map(|(_, merger)| merger.params());
         self.merger.params().into_iter().chain(deepstack).collect()
     }
 
     /// Parameters of each stage, in the order of backward.
-    pub(super) fn stages(&self) -> Vec<Vec<&Param>> {
+    pub(in crate::models) fn stages(&self) -> Vec<Vec<&Param>> {
         let mut stages = vec![self.merger.params()];
         for (i, block) in self.blocks.iter().enumerate().rev() {
             stages.extend(self.deepstack_merger(i).map(Stage::params));
@@ -95,103 +95,111 @@ impl VisionEncoder {
         stages
     }
 
-    /// Whether `grads` has a buffer for a parameter of the encoder.
-    pub(super) fn is_trained(&self, grads: &dyn GradSink) -> bool {
-        self.patch_embed.is_trained(grads)
-            || self.blocks.iter().any(|block| block.is_trained(grads))
-            || self.merger.is_trained(grads)
-            || self.deepstack.iter().any(|(_, merger)| merger.is_trained(grads))
+    /// Whether `pass` has a gradient buffer for a parameter of the encoder.
+    pub(in crate::models) fn is_trained(&self, pass: &Pass<'_>) -> bool {
+        self.patch_embed.is_trained(pass)
+            || self.blocks.iter().any(|block| block.is_trained(pass))
+            || self.merger.is_trained(pass)
+            || self.deepstack.iter().any(|(_, merger)| merger.is_trained(pass))
     }
 
     fn deepstack_merger(&self, block: usize) -> Option<&Merger> {
         self.deepstack.iter().find(|(at, _)| *at == block).map(|(_, merger)| merger)
     }
 
-    pub(super) fn forward(
+    pub(in crate::models) fn forward(
         &self,
         input: &VisionInput,
         recompute: Recompute,
+        pass: &Pass<'_>,
     ) -> Result<(Features, VisionTape)> {
         let (context, pixels) = (&input.context, input.pixel_values.clone());
         let (mut h, patch_embed) =
-            SavedStage::forward(&self.patch_embed, pixels, context, Recompute::No)?;
+            SavedStage::forward(&self.patch_embed, pixels, context, Recompute::Cheap, pass)?;
         let (mut blocks, mut mergers) = (Vec::with_capacity(self.blocks.len()), Vec::new());
         let mut features = Vec::with_capacity(self.deepstack.len());
         for (i, block) in self.blocks.iter().enumerate() {
-            let (y, saved) = SavedStage::forward(block, h, context, recompute)?; // [P, Dv]
+            let (y, saved) = SavedStage::forward(block, h, context, recompute, pass)?; // [P, Dv]
             blocks.push(saved);
             h = y;
             if let Some(merger) = self.deepstack_merger(i) {
-                let (feature, saved) = SavedStage::forward(merger, h.clone(), &(), recompute)?; // [M, D]
+                let (feature, saved) =
+                    SavedStage::forward(merger, h.clone(), &(), recompute, pass)?; // [M, D]
                 features.push(feature);
                 mergers.push(saved);
             }
         }
-        let (main, merger) = SavedStage::forward(&self.merger, h, &(), recompute)?; // [M, D]
+        let (main, merger) = SavedStage::forward(&self.merger, h, &(), recompute, pass)?; // [M, D]
         let tape = VisionTape { patch_embed, blocks, deepstack: mergers, merger };
         Ok((Features { main: input.ordered(main)?, deepstack: features }, tape))
     }
 
     /// Computes the features without saving activations.
-    pub(super) fn features(&self, input: &VisionInput) -> Result<Features> {
-        let mut h = self.patch_embed.forward(&input.pixel_values, &input.context)?.0;
+    pub(in crate::models) fn features(
+        &self,
+        input: &VisionInput,
+        pass: &Pass<'_>,
+    ) -> Result<Features> {
+        let recompute = Recompute::Cheap;
+        let context = &input.context;
+        let mut h = self.patch_embed.forward(&input.pixel_values, context, recompute, pass)?.0;
         let mut deepstack = Vec::with_capacity(self.deepstack.len());
         for (i, block) in self.blocks.iter().enumerate() {
-            h = block.forward(&h, &input.context)?.0;
+            h = block.forward(&h, context, recompute, pass)?.0;
             if let Some(merger) = self.deepstack_merger(i) {
-                deepstack.push(merger.forward(&h, &())?.0);
+                deepstack.push(merger.forward(&h, &(), recompute, pass)?.0);
             }
         }
-        let main = input.ordered(self.merger.forward(&h, &())?.0)?;
+        let main = input.ordered(self.merger.forward(&h, &(), recompute, pass)?.0)?;
         Ok(Features { main, deepstack })
     }
 
     /// Runs backward of all stages and reports them as finished. `d_deepstack` lists the gradient
     /// of the last deepstack feature first.
-    pub(super) fn backward(
+    pub(in crate::models) fn backward(
         &self,
         tape: VisionTape,
         d_main: Tensor,
         d_deepstack: Vec<Tensor>,
         input: &VisionInput,
-        grads: &dyn GradSink,
+        pass: &Pass<'_>,
     ) -> Result<()> {
         // Whether the output of the patch embedding, and then of each block, needs a gradient.
-        let mut trained = self.patch_embed.is_trained(grads);
+        let mut trained = self.patch_embed.is_trained(pass);
         let mut below = vec![InputGrad::needed_if(trained)];
         for block in &self.blocks {
-            trained = trained || block.is_trained(grads);
+            trained = trained || block.is_trained(pass);
             below.push(InputGrad::needed_if(trained));
         }
         let last = self.blocks.len();
         let d_main = input.windowed(d_main)?;
-        let mut dh = tape.merger.backward(&self.merger, d_main, &(), grads, below[last])?;
+        let mut dh = tape.merger.backward(&self.merger, d_main, &(), below[last], pass)?;
         let mut mergers = tape.deepstack.into_iter().rev().zip(d_deepstack);
         for (i, saved) in tape.blocks.into_iter().enumerate().rev() {
             if let Some(merger) = self.deepstack_merger(i) {
                 let Some((saved, d_feature)) = mergers.next() else {
                     candle_core::bail!("a deepstack feature has no gradient");
                 };
-                let d_block = saved.backward(merger, d_feature, &(), grads, below[i + 1])?;
+                let d_block = saved.backward(merger, d_feature, &(), below[i + 1], pass)?;
                 if let (Some(dh), Some(d_block)) = (&dh, &d_block) {
                     kernels::add_in_place(dh, d_block)?;
                 }
             }
             // A block with no trained parameter in it or before it is skipped; its merger is not.
             dh = if let (Some(dy), InputGrad::Needed) = (dh, below[i + 1]) {
-                saved.backward(&self.blocks[i], dy, &input.context, grads, below[i])?
+                saved.backward(&self.blocks[i], dy, &input.context, below[i], pass)?
             } else {
-                grads.finished(&self.blocks[i].params());
+                pass.grads.finished(&self.blocks[i].params())?;
                 None
             };
         }
         match dh.filter(|_| below[0] == InputGrad::Needed) {
             Some(dy) => {
                 let (stage, context) = (&self.patch_embed, &input.context);
-                tape.patch_embed.backward(stage, dy, context, grads, InputGrad::Skip)?;
+                tape.patch_embed.backward(stage, dy, context, InputGrad::Skip, pass)?;
+                Ok(())
             }
-            None => grads.finished(&self.patch_embed.params()),
+            None => pass.grads.finished(&self.patch_embed.params()),
         }
-        Ok(())
     }
 }

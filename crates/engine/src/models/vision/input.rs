@@ -1,9 +1,8 @@
-//! The host-to-device copy of a micro-batch.
+//! The copy of the images of a micro-batch to the device.
 
-use super::config::{VisionConfig, VisionKind, VisionLanguageConfig};
+use super::config::VisionConfig;
 use super::positions;
 use super::windows::Windows;
-use crate::nn::DecoderContext;
 use batch::{CuSeqlens, Patches, VarlenBatch};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use kernels::{RopeTable, Segments};
@@ -32,41 +31,11 @@ pub(super) struct WindowContext {
 }
 
 /// The images of a micro-batch.
-pub(super) struct VisionInput {
+pub(in crate::models) struct VisionInput {
     pub(super) pixel_values: Tensor, // [P, C*tp*p*p]
     pub(super) context: VisionContext,
-    pub(super) rows: Tensor, // [M] rows of the token stream that the features replace
+    pub(in crate::models) rows: Tensor, // [M] rows of the token stream that the features replace
     own: OwnFeatures,
-}
-
-/// One micro-batch on the device.
-pub(super) struct VisionLanguageInput {
-    pub(super) ids: Tensor, // [T] u32
-    pub(super) text: DecoderContext,
-    pub(super) vision: Option<VisionInput>, // None: a batch or part without images
-    /// Whether the micro-batch has images, in any of its parts. The ranks that share a micro-batch
-    /// run backward through the same layers.
-    pub(super) has_media: bool,
-}
-
-impl VisionLanguageInput {
-    pub(super) fn upload(
-        mut batch: VarlenBatch,
-        config: &VisionLanguageConfig,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Self> {
-        let rope = positions::mrope_table(config, &batch.position_ids);
-        let vocab_size = config.text.vocab_size;
-        let (ids, text) = DecoderContext::upload(&mut batch, rope, vocab_size, device)?;
-        let has_media = batch.part.as_ref().map_or(!batch.media.is_empty(), |part| part.has_media);
-        let vision = if batch.media.is_empty() {
-            None
-        } else {
-            Some(VisionInput::upload(batch, config, dtype, device)?)
-        };
-        Ok(Self { ids, text, vision, has_media })
-    }
 }
 
 /// The features that the tokens of this rank receive. A part of a micro-batch computes whole
@@ -78,12 +47,12 @@ struct OwnFeatures {
 
 impl VisionInput {
     /// The features of the own tokens, `[M, D]`, among all computed ones.
-    pub(super) fn own(&self, features: &Tensor) -> Result<Tensor> {
+    pub(in crate::models) fn own(&self, features: &Tensor) -> Result<Tensor> {
         features.narrow(0, self.own.own.start, self.own.own.len())
     }
 
     /// The gradient of all computed features from that of the own ones, `[M, D]`.
-    pub(super) fn all(&self, d_own: Tensor) -> Result<Tensor> {
+    pub(in crate::models) fn all(&self, d_own: Tensor) -> Result<Tensor> {
         let OwnFeatures { num_features, own } = &self.own;
         if own.len() == *num_features {
             return Ok(d_own);
@@ -107,15 +76,15 @@ impl VisionInput {
         }
     }
 
-    fn upload(
+    pub(in crate::models) fn upload(
         batch: VarlenBatch,
-        config: &VisionLanguageConfig,
+        vision: &VisionConfig,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
         let grids: Vec<[u32; 3]> = batch.media.iter().map(|patches| patches.grid_thw).collect();
         let num_patches = batch.media.iter().map(Patches::num_patches).sum();
-        let merged = num_patches / config.patches_per_token();
+        let merged = num_patches / vision.patches_per_token();
         let own = OwnFeatures {
             num_features: merged,
             own: batch.part.as_ref().map_or(0..merged, |part| part.features.clone()),
@@ -123,18 +92,13 @@ impl VisionInput {
         if own.own.len() != batch.vision_rows.len() || own.own.end > merged {
             bail!("{merged} visual features for {} vision tokens", batch.vision_rows.len());
         }
-        let vision = &config.vision;
-        let windows = match vision.kind {
-            VisionKind::Windowed { window, .. } => {
-                Some(Windows::new(&grids, vision.spatial_merge_size, window))
-            }
-            VisionKind::Learned { .. } => None,
-        };
+        let windows = vision.parts.windows.as_ref();
+        let windows = windows.map(|of| Windows::new(&grids, vision.spatial_merge_size, of.side));
         let mut pixels = Vec::with_capacity(num_patches * vision.patch_values());
         for patches in batch.media {
             pixels.extend_from_slice(&patches.pixel_values); // frees each image after its copy
         }
-        let per_token = config.patches_per_token();
+        let per_token = vision.patches_per_token();
         if let Some(windows) = &windows {
             pixels = windows.arranged(&pixels, per_token * vision.patch_values());
         }
@@ -169,7 +133,7 @@ impl TablePositions {
         num_patches: usize,
         device: &Device,
     ) -> Result<Option<Self>> {
-        let VisionKind::Learned { num_position_embeddings, .. } = vision.kind else {
+        let Some(num_position_embeddings) = vision.parts.num_position_embeddings else {
             return Ok(None);
         };
         let (index, weight) =

@@ -1,0 +1,211 @@
+use crate::models::config::{ModelConfigError, Section};
+use crate::nn::DecoderConfig;
+use kernels::Gelu;
+
+/// Base of the rotary frequencies of the vision encoder.
+pub(super) const ROPE_BASE: f64 = 10_000.0;
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct VisionConfig {
+    pub depth: usize,
+    /// Hidden size of the blocks, `Dv`.
+    pub hidden_size: usize,
+    /// Width of a block's MLP.
+    pub intermediate_size: usize,
+    pub num_heads: usize,
+    /// Number of colour channels.
+    pub in_channels: usize,
+    /// Pixels on a side of a patch.
+    pub patch_size: usize,
+    /// Frames in a patch.
+    pub temporal_patch_size: usize,
+    /// Patches on a side of the square that becomes one token.
+    pub spatial_merge_size: usize,
+    /// Width of the mergers' output: the language model's hidden size.
+    pub out_hidden_size: usize,
+    /// Id of the token whose embedding the features of an image replace.
+    pub image_token_id: u32,
+    /// The parts in which families differ.
+    pub parts: VisionParts,
+}
+
+/// What a vision encoder consists of.
+#[derive(Debug, Clone, PartialEq)]
+pub struct VisionParts {
+    pub norm: VisionNorm,
+    pub mlp: VisionMlp,
+    pub has_patch_bias: bool,
+    /// Rows of the table of learned positions, a square number; `None`: rotary positions only.
+    pub num_position_embeddings: Option<usize>,
+    /// Windows of some blocks; `None`: all blocks attend inside each frame.
+    pub windows: Option<VisionWindows>,
+    /// Blocks after which a deepstack merger reads the features.
+    pub deepstack: Vec<usize>,
+    /// Names of the norm and of the two linear layers of a merger.
+    pub merger_names: [&'static str; 3],
+}
+
+/// The norms of blocks and mergers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VisionNorm {
+    Layer,
+    Rms,
+}
+
+/// The MLP of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VisionMlp {
+    /// Two linear layers with this activation in between.
+    Gelu(Gelu),
+    SwiGlu,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VisionWindows {
+    /// Merged tokens on a side of a window.
+    pub side: usize,
+    /// Blocks with attention inside each frame. The others attend inside windows.
+    pub full_attention_blocks: Vec<usize>,
+}
+
+impl VisionParts {
+    /// The parts of Qwen3-VL and Qwen3.5: a table of positions, layer norms, MLPs with a GELU.
+    pub(in crate::models) fn with_table(
+        section: &Section<'_>,
+        deepstack: Vec<usize>,
+    ) -> Result<Self, ModelConfigError> {
+        section.expect_no_dropout("attention_dropout")?;
+        let act = section.value["hidden_act"].as_str().unwrap_or("gelu_pytorch_tanh");
+        let act = match act {
+            "gelu_pytorch_tanh" | "gelu_new" => Gelu::Tanh,
+            "gelu" => Gelu::Erf,
+            found => {
+                return Err(ModelConfigError::Unsupported {
+                    key: "vision_config.hidden_act",
+                    found: found.to_owned(),
+                    known: "`gelu_pytorch_tanh` and `gelu`",
+                });
+            }
+        };
+        Ok(Self {
+            norm: VisionNorm::Layer,
+            mlp: VisionMlp::Gelu(act),
+            has_patch_bias: true,
+            num_position_embeddings: Some(section.size("num_position_embeddings")?),
+            windows: None,
+            deepstack,
+            merger_names: ["norm", "linear_fc1", "linear_fc2"],
+        })
+    }
+}
+
+impl VisionConfig {
+    /// Reads the sizes in the section `vision_config` of the file `top`.
+    pub(in crate::models) fn read(
+        top: &Section<'_>,
+        section: &Section<'_>,
+        parts: VisionParts,
+    ) -> Result<Self, ModelConfigError> {
+        expect_rope(section)?;
+        Ok(Self {
+            depth: section.size("depth")?,
+            hidden_size: section.size("hidden_size")?,
+            intermediate_size: section.size("intermediate_size")?,
+            num_heads: section.size("num_heads")?,
+            in_channels: section.size_or("in_channels", 3)?,
+            patch_size: section.size("patch_size")?,
+            temporal_patch_size: section.size("temporal_patch_size")?,
+            spatial_merge_size: section.size("spatial_merge_size")?,
+            out_hidden_size: section.size("out_hidden_size")?,
+            image_token_id: top.size("image_token_id")? as u32,
+            parts,
+        })
+    }
+
+    /// Fails if the sizes contradict each other or those of the decoder.
+    pub(in crate::models) fn check(&self, text: &DecoderConfig) -> Result<(), ModelConfigError> {
+        let fail = |what: String| Err(ModelConfigError::Shape { what });
+        if !self.hidden_size.is_multiple_of(4 * self.num_heads) {
+            return fail(format!(
+                "vision `hidden_size` is {}, expected a multiple of 4 * `num_heads` {}",
+                self.hidden_size, self.num_heads
+            ));
+        }
+        if self.out_hidden_size != text.hidden_size {
+            return fail(format!(
+                "vision `out_hidden_size` is {}, expected the text `hidden_size` {}",
+                self.out_hidden_size, text.hidden_size
+            ));
+        }
+        if let Some(rows) = self.parts.num_position_embeddings
+            && rows.isqrt().pow(2) != rows
+        {
+            return fail(format!("`num_position_embeddings` {rows} is not a square"));
+        }
+        let taps = &self.parts.deepstack;
+        if taps.windows(2).any(|pair| pair[0] >= pair[1])
+            || taps.iter().any(|block| *block >= self.depth)
+            || taps.len() > text.layers.len()
+        {
+            return fail(format!(
+                "`deepstack_visual_indexes` {taps:?}: expected ascending numbers below `depth` {}, at \
+                 most `num_hidden_layers` {} of them",
+                self.depth,
+                text.layers.len()
+            ));
+        }
+        if self.image_token_id as usize >= text.vocab_size {
+            return fail(format!(
+                "`image_token_id` {} is not below `vocab_size` {}",
+                self.image_token_id, text.vocab_size
+            ));
+        }
+        Ok(())
+    }
+
+    /// Number of patches that become one token.
+    pub(super) fn patches_per_token(&self) -> usize {
+        self.spatial_merge_size.pow(2)
+    }
+
+    /// Whether the patches of `block` attend inside a window only.
+    pub fn has_windows(&self, block: usize) -> bool {
+        let windows = self.parts.windows.as_ref();
+        windows.is_some_and(|windows| !windows.full_attention_blocks.contains(&block))
+    }
+
+    /// Number of patches of a window; 0 without windows.
+    pub(super) fn window_patches(&self) -> usize {
+        let windows = self.parts.windows.as_ref();
+        windows.map_or(0, |windows| (windows.side * self.spatial_merge_size).pow(2))
+    }
+
+    /// Values in one flattened patch: `channels * temporal_patch_size * patch_size^2`.
+    pub fn patch_values(&self) -> usize {
+        self.in_channels * self.temporal_patch_size * self.patch_size * self.patch_size
+    }
+}
+
+/// Fails if the rotary positions of the patches are not those of all published models. Files of
+/// transformers 5 have their settings.
+fn expect_rope(section: &Section<'_>) -> Result<(), ModelConfigError> {
+    let rope = &section.value["rope_parameters"];
+    let kind = &rope["rope_type"];
+    // `axial` was named `default` before transformers 5.23
+    if !(kind.is_null() || kind == "axial" || kind == "default") {
+        return Err(ModelConfigError::Unsupported {
+            key: "vision_config.rope_parameters.rope_type",
+            found: kind.as_str().map_or_else(|| kind.to_string(), str::to_owned),
+            known: "`axial` or `default`",
+        });
+    }
+    let base = &rope["rope_theta"];
+    if !(base.is_null() || base.as_f64() == Some(ROPE_BASE)) {
+        return Err(ModelConfigError::Range {
+            key: "vision_config.rope_parameters.rope_theta".to_owned(),
+            found: base.to_string(),
+            expected: format!("{ROPE_BASE}"),
+        });
+    }
+    Ok(())
+}

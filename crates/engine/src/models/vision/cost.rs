@@ -1,0 +1,106 @@
+//! Operations and memory of the vision encoder.
+
+use super::config::{VisionConfig, VisionMlp, VisionNorm};
+use super::encoder::VisionEncoder;
+use crate::cost::{ActivationMemory, PartWork, RowKind};
+use crate::nn::{indexes, matrix_elements};
+use crate::tape::Recompute;
+
+impl VisionConfig {
+    pub(in crate::models) fn work(&self, encoder: &VisionEncoder) -> Vec<PartWork> {
+        let (blocks, mergers) = (encoder.block_params(), encoder.merger_params());
+        let num_windowed = (0..self.depth).filter(|k| self.has_windows(*k)).count();
+        let num_full = self.depth - num_windowed;
+        // Of a patch with all patches of its window, as if no window is cut off at an edge.
+        let in_windows = 2 * num_windowed * self.window_patches() * self.hidden_size;
+        vec![
+            PartWork {
+                weights: matrix_elements(&blocks, encoder.positions()) + in_windows as f64,
+                params: indexes(&blocks),
+                // twice: full attention, where the decoder's is causal
+                attention: 2.0 * (num_full * self.hidden_size) as f64,
+                rows: RowKind::Patches,
+            },
+            PartWork {
+                weights: matrix_elements(&mergers, None),
+                params: indexes(&mergers),
+                attention: 0.0,
+                rows: RowKind::VisionTokens,
+            },
+        ]
+    }
+
+    /// Adds the memory of patches to that of the decoder's activations; `recompute` is `None` if
+    /// the encoder is frozen.
+    pub(in crate::models) fn add_memory(
+        &self,
+        memory: &mut ActivationMemory,
+        element: f64,
+        recompute: Option<Recompute>,
+    ) {
+        let num_mergers = (self.parts.deepstack.len() + 1) as f64;
+        let input = element * self.hidden_size as f64;
+        // the input of a GELU, or both inputs of SwiGLU
+        let wide = match self.parts.mlp {
+            VisionMlp::Gelu(_) => self.intermediate_size,
+            VisionMlp::SwiGlu => 2 * self.intermediate_size,
+        };
+        // `f32` values that two norms keep
+        let stats = match self.parts.norm {
+            VisionNorm::Layer => 4,
+            VisionNorm::Rms => 2,
+        };
+        let saved =
+            element * (6 * self.hidden_size + wide) as f64 + 4.0 * (stats + self.num_heads) as f64;
+        let tape = match recompute {
+            None => 0.0,
+            // a merger keeps its hidden rows, `Dv` values a patch; patch embed keeps the pixels
+            Some(Recompute::Nothing | Recompute::Cheap) => {
+                self.depth as f64 * saved + (num_mergers + 1.0) * input
+            }
+            Some(Recompute::Stage) => (self.depth as f64 + 1.0) * input,
+        };
+        let of_token = num_mergers * element * self.out_hidden_size as f64;
+        let features = of_token / self.patches_per_token() as f64;
+        memory.patch_values = self.patch_values() as f64;
+        memory.patch = element * memory.patch_values + features + tape;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models::qwen3_vl::read;
+    use serde_json::json;
+
+    #[test]
+    fn a_frozen_vision_encoder_keeps_its_features_only() {
+        let config = read(&json!({
+            "image_token_id": 1,
+            "text_config": {
+                "vocab_size": 100, "hidden_size": 10, "intermediate_size": 30,
+                "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "head_dim": 4, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+                "rope_scaling": {"mrope_section": [2, 0, 0]},
+            },
+            "vision_config": {
+                "depth": 2, "hidden_size": 8, "intermediate_size": 16, "num_heads": 2,
+                "in_channels": 3, "patch_size": 2, "temporal_patch_size": 1,
+                "spatial_merge_size": 2, "num_position_embeddings": 4, "out_hidden_size": 10,
+                "deepstack_visual_indexes": [],
+            },
+        }));
+        let config = config.unwrap();
+        let patch = |recompute| {
+            let mut memory = config.text.memory(4.0, Recompute::Cheap);
+            config.vision.as_ref().unwrap().add_memory(&mut memory, 4.0, recompute);
+            memory.patch
+        };
+        let frozen = 4.0 * 12.0 + 4.0 * 10.0 / 4.0; // pixels; a fourth of a token's features
+        assert_eq!(patch(None), frozen);
+        let block = 4.0 * (6.0 * 8.0 + 16.0) + 4.0 * 6.0;
+        let merger = 2.0 * 4.0 * 8.0; // its input and its hidden rows
+        assert_eq!(patch(Some(Recompute::Cheap)), frozen + 2.0 * block + merger);
+        assert_eq!(patch(Some(Recompute::Stage)), frozen + 3.0 * 4.0 * 8.0);
+    }
+}

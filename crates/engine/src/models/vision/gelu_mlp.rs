@@ -1,0 +1,58 @@
+//! The second half of some vision blocks: norm, MLP with a GELU, residual. Others have that of the
+//! decoder.
+
+use crate::nn::{Linear, Norm};
+use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
+use candle_core::{Result, Tensor};
+use kernels::Gelu;
+
+/// `x + fc2(gelu(fc1(norm(x))))`.
+pub(super) struct GeluMlp {
+    pub(super) norm: Norm,
+    pub(super) fc1: Linear,
+    pub(super) fc2: Linear,
+    pub(super) act: Gelu,
+}
+
+impl Stage for GeluMlp {
+    type Context = ();
+
+    fn params(&self) -> Vec<&Param> {
+        self.norm.params().chain(self.fc1.params()).chain(self.fc2.params()).collect()
+    }
+
+    fn forward(
+        &self,
+        x: &Tensor, // [P, Dv]
+        (): &(),
+        _recompute: Recompute,
+        pass: &Pass<'_>,
+    ) -> Result<(Tensor, Saved)> {
+        let (normed, stats) = self.norm.normed(x, pass)?;
+        let hidden = self.fc1.forward(&normed, pass)?; // [P, F]
+        let y = self.fc2.forward_add(&kernels::gelu(&hidden, self.act)?, x, pass)?; // [P, Dv]
+        Ok((y, Saved::new([x.clone(), stats, hidden])))
+    }
+
+    fn backward(
+        &self,
+        mut saved: Saved,
+        dy: Tensor, // [P, Dv]
+        (): &(),
+        _input_grad: InputGrad, // always computed: the residual needs it
+        pass: &Pass<'_>,
+    ) -> Result<Option<Tensor>> {
+        let [x, stats, hidden] = saved.tensors()?;
+        let d_fc2 = self.fc2.output_grad(&dy, pass)?;
+        let d_activated = self.fc2.backward_input(&d_fc2, pass)?; // [P, F]
+        let recompute = self.fc2.recompute_input(pass);
+        let (d_hidden, activated) =
+            kernels::gelu_backward(hidden, d_activated, self.act, recompute)?;
+        if let Some(activated) = activated {
+            self.fc2.backward_params(&activated, &dy, &d_fc2, pass)?;
+        }
+        let normed = self.norm.apply(&x, &stats, pass)?;
+        let d_normed = self.fc1.backward(&normed, &d_hidden, pass)?; // [P, Dv]
+        self.norm.backward_add(&x, &stats, &d_normed, Some(&dy), pass).map(Some)
+    }
+}
