@@ -20,6 +20,7 @@ pub const FAMILIES: [(&str, ReadConfig); 9] = [
     ("qwen3_5_moe", qwen3_5::read_moe),
     ("qwen3_5_moe_text", qwen3_5::read_text_moe),
 ];
+
 static KNOWN_TYPES: LazyLock<String> = LazyLock::new(|| {
     let types = FAMILIES.map(|(name, _)| format!("`{name}`"));
     let [others @ .., last] = &types;
@@ -57,11 +58,10 @@ mod tests {
     fn an_unknown_family_is_refused_with_the_known_ones() {
         let error = config_from_json(&json!({"model_type": "qwen3_next"})).unwrap_err();
         let error = error.to_string();
-        assert!(
-            error.starts_with("config.json: `model_type` is `qwen3_next`, expected `"),
-            "{error}"
+        assert_eq!(
+            error,
+            "config.json: `model_type` is `qwen3_next`, expected `qwen3_vl`, `qwen3_5`, `qwen3_5_text`, `qwen2_5_vl`, `qwen3`, `qwen3_vl_moe`, `qwen3_moe`, `qwen3_5_moe` or `qwen3_5_moe_text`"
         );
-        assert!(error.ends_with("` or `qwen3_5_moe_text`"), "{error}");
         for (model_type, _) in FAMILIES {
             assert!(error.contains(&format!("`{model_type}`")), "{error}");
         }

@@ -216,8 +216,8 @@ impl Decoder {
     }
 
     /// Adds the gradients of layers and norm to those of `pass` and reports these stages as finished,
-    /// and before them an untied head. Returns the gradient of the embeddings, `[T, D]`, if `below` needs it. `before_layer`
-    /// receives the gradient of each layer's output.
+    /// and before them an untied head. Returns the gradient of the embeddings, `[T, D]`, if `below`
+    /// needs it. `before_layer` receives the gradient of each layer's output.
     pub(crate) fn backward(
         &self,
         tape: DecoderTape,

@@ -29,8 +29,8 @@ pub struct Pass<'a> {
 
 /// Provides the weights of a model, which may be divided among ranks, in host memory, or quantised.
 pub trait Weights {
-    /// The weight of `param`; that of a matrix may be narrower than the activations. It may be replaced as soon as a weight of
-    /// another stage is read, so it must not be read after that.
+    /// The weight of `param`; that of a matrix may be narrower than the activations. It may be
+    /// replaced as soon as a weight of another stage is read, so it must not be read after that.
     fn weight(&self, param: &Param) -> Result<Tensor>;
 }
 

@@ -14,6 +14,25 @@ pub(super) struct GeluMlp {
     pub(super) act: Gelu,
 }
 
+/// Gradient of `hidden` in `fc2(gelu(hidden))` from that of the result, `dy`. Adds the gradients of
+/// `fc2` to those of `pass`.
+pub(super) fn backward_of_gelu(
+    hidden: Tensor,
+    dy: &Tensor,
+    act: Gelu,
+    fc2: &Linear,
+    pass: &Pass<'_>,
+) -> Result<Tensor> {
+    let d_fc2 = fc2.output_grad(dy, pass)?;
+    let d_activated = fc2.backward_input(&d_fc2, pass)?;
+    let recompute = fc2.recompute_input(pass);
+    let (d_hidden, activated) = kernels::gelu_backward(hidden, d_activated, act, recompute)?;
+    if let Some(activated) = activated {
+        fc2.backward_params(&activated, dy, &d_fc2, pass)?;
+    }
+    Ok(d_hidden)
+}
+
 impl Stage for GeluMlp {
     type Context = ();
 
@@ -43,14 +62,7 @@ impl Stage for GeluMlp {
         pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
         let [x, stats, hidden] = saved.tensors()?;
-        let d_fc2 = self.fc2.output_grad(&dy, pass)?;
-        let d_activated = self.fc2.backward_input(&d_fc2, pass)?; // [P, F]
-        let recompute = self.fc2.recompute_input(pass);
-        let (d_hidden, activated) =
-            kernels::gelu_backward(hidden, d_activated, self.act, recompute)?;
-        if let Some(activated) = activated {
-            self.fc2.backward_params(&activated, &dy, &d_fc2, pass)?;
-        }
+        let d_hidden = backward_of_gelu(hidden, &dy, self.act, &self.fc2, pass)?; // [P, F]
         let normed = self.norm.apply(&x, &stats, pass)?;
         let d_normed = self.fc1.backward(&normed, &d_hidden, pass)?; // [P, Dv]
         self.norm.backward_add(&x, &stats, &d_normed, Some(&dy), pass).map(Some)

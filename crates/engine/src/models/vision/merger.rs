@@ -3,6 +3,7 @@
 //! The main merger normalises before the merge, a deepstack merger after it.
 
 use super::config::VisionParts;
+use super::gelu_mlp::backward_of_gelu;
 use crate::nn::{Linear, Norm, ParamMap, WeightError};
 use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor};
@@ -87,14 +88,7 @@ impl Stage for Merger {
         pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
         let [x, stats, hidden] = saved.tensors()?;
-        let d_fc2 = self.fc2.output_grad(&dy, pass)?;
-        let d_activated = self.fc2.backward_input(&d_fc2, pass)?; // [M, 4 * Dv]
-        let recompute = self.fc2.recompute_input(pass);
-        let (d_hidden, activated) =
-            kernels::gelu_backward(hidden, d_activated, Gelu::Erf, recompute)?;
-        if let Some(activated) = activated {
-            self.fc2.backward_params(&activated, &dy, &d_fc2, pass)?;
-        }
+        let d_hidden = backward_of_gelu(hidden, &dy, Gelu::Erf, &self.fc2, pass)?; // [M, 4 * Dv]
         let normed = self.norm.apply(&x, &stats, pass)?;
         let merged = match self.place {
             NormPlace::BeforeMerge => self.merged(&normed)?,
