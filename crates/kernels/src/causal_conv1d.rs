@@ -191,7 +191,12 @@ pub fn causal_conv1d_backward(
     }
     let (x, w, dy) = (read(op, "x", x)?, read(op, "w", w)?, read(op, "dy", dy)?);
     let (x, w, dy) = (x.f32()?, taps(&w.f32()?), dy.f32()?);
-    let (mut dx, mut sums) = (vec![0f32; t * c], vec![0f32; CONV_TAPS * c]);
+    let mut dx = vec![0f32; t * c];
+    // Each tap's sums continue those of `dw`.
+    let mut sums = match dw {
+        Some(dw) => taps(dw.flatten_all()?.to_vec1()?.as_slice()),
+        None => vec![0f32; CONV_TAPS * c],
+    };
     let (dx_part, sums_part) = (Shared::of(&mut dx), Shared::of(&mut sums));
     // The gradients of the sums of four tokens, and the taps' own gradients.
     let scratch = || [(); 2].map(|()| vec![0f32; CONV_TAPS * CHANNELS]);
@@ -201,7 +206,10 @@ pub fn causal_conv1d_backward(
         let row = |at: usize| at * c + columns.start..at * c + columns.end;
         let slot = |token: usize| token % CONV_TAPS * n..(token % CONV_TAPS + 1) * n;
         let w = std::array::from_fn(|tap| &w[row(tap)]);
-        dw.fill(0.0);
+        for (tap, dw) in dw.chunks_mut(n).take(CONV_TAPS).enumerate() {
+            // SAFETY: only this task accesses these columns.
+            dw.copy_from_slice(unsafe { sums_part.slice(row(tap)) });
+        }
         for segment in cu_seqlens.segments() {
             // The gradient of a token depends on the three tokens after it.
             for token in segment.start..segment.end + CONV_TAPS - 1 {
@@ -238,7 +246,7 @@ pub fn causal_conv1d_backward(
     if let Some(dw) = dw {
         cpu::write(op, "dw", dw, |dw: &mut [f32]| {
             for (i, dw) in dw.iter_mut().enumerate() {
-                *dw += sums[i % CONV_TAPS * c + i / CONV_TAPS];
+                *dw = sums[i % CONV_TAPS * c + i / CONV_TAPS];
             }
         })?;
     }

@@ -4,8 +4,9 @@
 //! Shapes: `T` tokens, `Hv` value heads; `a`, `b`: `[T, Hv]`; `a_log`, `dt_bias`: `[Hv]` (`f32`);
 //! `g`, `beta`, `dg`, `dbeta`: `[T, Hv]` (`f32`). Arithmetic is in `f32`.
 
+use super::cpu::blocks::Values;
 use super::cpu::blocks::{filled, span};
-use super::cpu::column_sums::ColumnSums;
+use super::cpu::column_sums::add_rows;
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{Launch, Long, THREADS, empty, launch, on_gpu};
 use super::norm_geometry::{ColumnShares, WARP};
@@ -107,33 +108,23 @@ pub fn delta_gates_backward(
     let (dg, dbeta) = (read(op, "dg", dg)?, read(op, "dbeta", dbeta)?);
     let (a, b, dg, dbeta) = (a.values()?, b.values()?, dg.slice::<f32>()?, dbeta.slice::<f32>()?);
     let (a_log, dt_bias) = (a_log.slice::<f32>()?, dt_bias.slice::<f32>()?);
-    // The first `h` columns hold the gradient of `a_log`, the last `h` that of `dt_bias`.
-    let sums = ColumnSums::new(t, 2 * h, da_log.is_some() || ddt_bias.is_some());
-    let [da, db] = filled(t, ROWS, [(h, dtype); 2], |rows, [da, db]| {
+    // `dlog` and `dbias` are what each token adds to the gradients of `a_log` and `dt_bias`.
+    let outputs = [(h, dtype), (h, dtype), (h, DType::F32), (h, DType::F32)];
+    let [da, db, dlog, dbias] = filled(t, ROWS, outputs, |rows, [da, db, dlog, dbias]| {
         let at = span(&rows, h);
         let (a, b) = (a.view(at.clone()), b.view(at.clone()));
         let (dg, dbeta) = (&dg[at.clone()], &dbeta[at]);
-        let mut dlog = vec![0f32; da.len()];
         for i in 0..da.len() {
             let (rate, x) = (-a_log[i % h].exp(), a[i] + dt_bias[i % h]);
             dlog[i] = dg[i] * rate * softplus(x);
-            da[i] = dg[i] * rate * sigmoid(x);
+            dbias[i] = dg[i] * rate * sigmoid(x);
+            da[i] = dbias[i];
             let beta = sigmoid(b[i]);
             db[i] = dbeta[i] * beta * (1.0 - beta);
         }
-        sums.add(&rows, |sums| {
-            let (log_sums, bias_sums) = sums.split_at_mut(h);
-            dlog.chunks(h).for_each(|row| cpu::add(row, log_sums));
-            da.chunks(h).for_each(|row| cpu::add(row, bias_sums));
-        });
     });
-    let sums = sums.finish();
-    let (log_sums, bias_sums) = sums.split_at(sums.len() / 2);
-    for (name, sums, target) in [("da_log", log_sums, da_log), ("ddt_bias", bias_sums, ddt_bias)] {
-        if let Some(target) = target {
-            cpu::write(op, name, target, |target| cpu::add(sums, target))?;
-        }
-    }
+    add_rows(op, "da_log", da_log, Values::from(&dlog.into_f32()))?;
+    add_rows(op, "ddt_bias", ddt_bias, Values::from(&dbias.into_f32()))?;
     Ok(DeltaGatesGrad { da: da.tensor((t, h))?, db: db.tensor((t, h))? })
 }
 

@@ -5,8 +5,7 @@
 //! is in `f32`; with `bf16` operands `x * rstd` is rounded to `bf16` before it is multiplied by
 //! `w`, as in transformers.
 
-use super::cpu::blocks::{Scratch, filled, span};
-use super::cpu::column_sums::ColumnSums;
+use super::cpu::blocks::{Values, filled, span};
 use super::cpu::simd::{kernels, sigmoid};
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{empty, launch, on_gpu};
@@ -101,27 +100,20 @@ pub fn gated_rms_norm_backward(
     let (rstd, dy) = (read(op, "rstd", rstd)?, read(op, "dy", dy)?);
     let (x, z, w, dy) = (x.values()?, z.values()?, w.f32()?, dy.values()?);
     let rstd = rstd.slice::<f32>()?;
-    let sums = ColumnSums::new(n, d, dw.is_some());
-    let [dx, dz] = filled(n, ROWS, [(d, dtype); 2], |rows, [dx, dz]| {
+    // `dn` is the gradient of the normalized rows.
+    let outputs = [(d, dtype), (d, dtype), (d, DType::F32)];
+    let [dx, dz, dn] = filled(n, ROWS, outputs, |rows, [dx, dz, dn]| {
         let at = span(&rows, d);
         let (x, z, dy) = (x.view(at.clone()), z.view(at.clone()), dy.view(at.clone()));
-        let mut scratch = Scratch::of(at.len());
-        let dn = scratch.all();
         let grads = dx.chunks_mut(d).zip(dz.chunks_mut(d)).zip(dn.chunks_mut(d));
-        let operands = x.chunks(d).zip(z.chunks(d)).zip(dy.chunks(d)).zip(&rstd[rows.clone()]);
+        let operands = x.chunks(d).zip(z.chunks(d)).zip(dy.chunks(d)).zip(&rstd[rows]);
         for (((dx, dz), dn), (((x, z), dy), rstd)) in grads.zip(operands) {
             norm_row(x, *rstd, &w, rounding, dz);
             gate_grad_row(z, dy, dn, dz);
             add_input_grad(x, *rstd, &w, dn, dx);
         }
-        sums.add(&rows, |dw| {
-            let each = x.chunks(d).zip(dn.chunks(d)).zip(&rstd[rows.clone()]);
-            each.for_each(|((x, dn), rstd)| add_weight_grad(x, *rstd, dn, dw));
-        });
     });
-    if let Some(dw) = dw {
-        cpu::write(op, "dw", dw, |dw| cpu::add(&sums.finish(), dw))?;
-    }
+    add_weight_grad(op, x, rstd, Values::from(&dn.into_f32()), dw)?;
     Ok((dx.tensor((n, d))?, dz.tensor((n, d))?))
 }
 

@@ -4,7 +4,7 @@
 //! and `rstd` of each row. Arithmetic is in `f32`.
 
 use super::cpu::blocks::{filled, span};
-use super::cpu::column_sums::ColumnSums;
+use super::cpu::column_sums::{add_by_columns, add_rows};
 use super::cpu::simd::{dot, dot3, kernels, sum, sum_of_squared_differences};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{empty, launch, on_gpu};
@@ -147,35 +147,24 @@ pub fn layer_norm_backward(
     let (x, stats) = (read(op, "x", x)?, read(op, "stats", stats)?);
     let (w, dy) = (read(op, "w", w)?, read(op, "dy", dy)?);
     let (x, stats, w, dy) = (x.values()?, stats.slice::<f32>()?, w.f32()?, dy.values()?);
-    // The first `d` columns hold the weight gradient, the last `d` the bias gradient.
-    let sums = ColumnSums::new(n, 2 * d, dw.is_some() || db.is_some());
     let [dx] = filled(n, ROWS, [(d, dtype)], |rows, [dx]| {
         if let Some(residual) = residual {
             dx.copy_from_slice(&residual.view(span(&rows, d)));
         }
         let (x, dy) = (x.view(span(&rows, d)), dy.view(span(&rows, d)));
-        let stats = &stats[span(&rows, 2)];
-        let each = || x.chunks(d).zip(dy.chunks(d)).zip(stats.chunks(2));
-        for (dx, ((x, dy), stats)) in dx.chunks_mut(d).zip(each()) {
+        let stats = stats[span(&rows, 2)].chunks(2);
+        let each = x.chunks(d).zip(dy.chunks(d)).zip(stats);
+        for (dx, ((x, dy), stats)) in dx.chunks_mut(d).zip(each) {
             input_grad_row(x, stats[0], stats[1], &w, dy, dx);
         }
-        sums.add(&rows, |sums| {
-            let (dw, db) = sums.split_at_mut(d);
-            for ((x, dy), stats) in each() {
-                weight_grad_row(x, stats[0], stats[1], dy, dw);
-                // A separate loop from `dw`: `dw` and `db` may be 4096 bytes apart, and then stores
-                // to one delay loads from the other.
-                cpu::add(dy, db);
-            }
-        });
     });
-    let sums = sums.finish();
-    let (weight_sums, bias_sums) = sums.split_at(sums.len() / 2);
-    for (name, sums, target) in [("dw", weight_sums, dw), ("db", bias_sums, db)] {
-        if let Some(target) = target {
-            cpu::write(op, name, target, |target| cpu::add(sums, target))?;
+    add_by_columns(op, "dw", dw, |columns, dw| {
+        for (row, stats) in stats.chunks(2).enumerate() {
+            let at = row * d + columns.start..row * d + columns.end;
+            weight_grad_row(&x.view(at.clone()), stats[0], stats[1], &dy.view(at), dw);
         }
-    }
+    })?;
+    add_rows(op, "db", db, dy)?;
     dx.tensor((n, d))
 }
 

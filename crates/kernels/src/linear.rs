@@ -4,7 +4,8 @@
 //! `y [N, M]`. `N` may be several dims: all dims of `x` except the last. Gradient buffers are
 //! `f32`. On the CPU, forward also accepts `w` in `bf16` with all other operands in `f32`.
 
-use super::cpu::blocks::{by_rows, filled, pieces, span};
+use super::cpu::blocks::{by_rows, filled, span};
+use super::cpu::column_sums::add_rows;
 use super::cpu::products::{Into, Matrix, new_product, nn, nt, tn};
 use super::cpu::{
     self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read, weighted_dtype,
@@ -389,12 +390,7 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     }
     let dy = read(op, "dy", dy)?;
     let dy = dy.values()?;
-    let sums = cpu::column_sums(n, m, |rows, partial| {
-        for rows in pieces(rows, m) {
-            dy.view(span(&rows, m)).chunks(m).for_each(|row| cpu::add(row, partial));
-        }
-    });
-    cpu::write(op, "db", db, |db| cpu::add(&sums, db))
+    add_rows(op, "db", Some(db), dy)
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@
 //! with `bf16` operands `x * rstd` is rounded to `bf16` before it is multiplied by `w`, but not
 //! before it is multiplied by `1 + w`, as in transformers.
 
-use super::cpu::blocks::{filled, span};
-use super::cpu::column_sums::ColumnSums;
+use super::cpu::blocks::{Values, filled, span};
+use super::cpu::column_sums::add_by_columns;
 use super::cpu::simd::{dot, dot3, kernels, round_to_bf16};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{empty, launch, on_gpu};
@@ -104,9 +104,22 @@ pub(super) fn add_input_grad(x: &[f32], rstd: f32, w: &[f32], dy: &[f32], dx: &m
     input_grad_row(x, rstd, w, dy, dx);
 }
 
-/// Adds the weight gradient of one row to `dw`.
-pub(super) fn add_weight_grad(x: &[f32], rstd: f32, dy: &[f32], dw: &mut [f32]) {
-    weight_grad_row(x, rstd, dy, dw);
+/// Adds the weight gradient of the rows `x` and `dy`, both `[N, D]`, to `dw [D]` unless that is
+/// `None`.
+pub(super) fn add_weight_grad(
+    op: &'static str,
+    x: Values<'_>,
+    rstd: &[f32],
+    dy: Values<'_>,
+    dw: Option<&Tensor>,
+) -> Result<()> {
+    let d = dw.map_or(0, Tensor::elem_count);
+    add_by_columns(op, "dw", dw, |columns, dw| {
+        for (row, rstd) in rstd.iter().enumerate() {
+            let at = row * d + columns.start..row * d + columns.end;
+            weight_grad_row(&x.view(at.clone()), *rstd, &dy.view(at), dw);
+        }
+    })
 }
 
 /// Returns the normalized rows `[N, D]` and `rstd [N]`, which the backward needs.
@@ -205,23 +218,17 @@ pub fn rms_norm_backward(
     let (x, w, rstd) = (x.values()?, scale.factors(w.f32()?), rstd.slice::<f32>()?);
     let dy = read(op, "dy", dy)?;
     let dy = dy.values()?;
-    let sums = ColumnSums::new(n, d, dw.is_some());
     let [dx] = filled(n, ROWS, [(d, dtype)], |rows, [dx]| {
         if let Some(residual) = residual {
             dx.copy_from_slice(&residual.view(span(&rows, d)));
         }
         let (x, dy) = (x.view(span(&rows, d)), dy.view(span(&rows, d)));
-        let each = || x.chunks(d).zip(dy.chunks(d)).zip(&rstd[rows.clone()]);
-        for (dx, ((x, dy), rstd)) in dx.chunks_mut(d).zip(each()) {
+        let each = x.chunks(d).zip(dy.chunks(d)).zip(&rstd[rows]);
+        for (dx, ((x, dy), rstd)) in dx.chunks_mut(d).zip(each) {
             input_grad_row(x, *rstd, &w, dy, dx);
         }
-        sums.add(&rows, |dw| {
-            each().for_each(|((x, dy), rstd)| weight_grad_row(x, *rstd, dy, dw));
-        });
     });
-    if let Some(dw) = dw {
-        cpu::write(op, "dw", dw, |dw| cpu::add(&sums.finish(), dw))?;
-    }
+    add_weight_grad(op, x, rstd, dy, dw)?;
     dx.tensor((n, d))
 }
 

@@ -5,8 +5,7 @@
 //! `i` and `i + R/2` of a head are rotated by angle `i < R/2` of the token (the `rotate_half`
 //! convention of transformers); dims from `R` on are only normalised.
 
-use super::cpu::blocks::{filled, span};
-use super::cpu::column_sums::ColumnSums;
+use super::cpu::blocks::{Values, filled, span};
 use super::cpu::simd::kernels;
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{Launch, THREADS, empty, launch, on_gpu, vectors};
@@ -262,26 +261,21 @@ pub fn qk_norm_rope_backward(
     let (x, w) = (x.values()?, scale.factors(w.f32()?));
     let (rstd, dy) = (rstd.slice::<f32>()?, dy.values()?);
     let (cos, sin) = (cos.slice::<f32>()?, sin.slice::<f32>()?);
-    let sums = ColumnSums::new(t, dh, dw.is_some());
-    let [dx] = filled(t, ROWS, [(width, dtype)], |tokens, [dx]| {
-        let mut dn = dy.view(span(&tokens, width)).to_vec();
-        // Gradient with respect to the normalized heads, before the rotation.
+    // `dn` is the gradient of the normalized heads before the rotation.
+    let outputs = [(width, dtype), (width, DType::F32)];
+    let [dx, dn] = filled(t, ROWS, outputs, |tokens, [dx, dn]| {
+        dn.copy_from_slice(&dy.view(span(&tokens, width)));
         for (head, dn) in (tokens.start * h..).zip(dn.chunks_mut(dh)) {
             let angles = head / h * half..(head / h + 1) * half;
             rotate_head_back(dn, &cos[angles.clone()], &sin[angles]);
         }
         let x = x.view(span(&tokens, width));
-        let each = || x.chunks(dh).zip(dn.chunks(dh)).zip(&rstd[span(&tokens, h)]);
-        for (dx, ((x, dn), rstd)) in dx.chunks_mut(dh).zip(each()) {
+        let each = x.chunks(dh).zip(dn.chunks(dh)).zip(&rstd[span(&tokens, h)]);
+        for (dx, ((x, dn), rstd)) in dx.chunks_mut(dh).zip(each) {
             add_input_grad(x, *rstd, &w, dn, dx);
         }
-        sums.add(&tokens, |dw| {
-            each().for_each(|((x, dn), rstd)| add_weight_grad(x, *rstd, dn, dw));
-        });
     });
-    if let Some(dw) = dw {
-        cpu::write(op, "dw", dw, |dw| cpu::add(&sums.finish(), dw))?;
-    }
+    add_weight_grad(op, x, rstd, Values::from(&dn.into_f32()), dw)?;
     dx.tensor((t, width))
 }
 

@@ -1,70 +1,79 @@
-//! Column sums computed inside a pass that also does other work on the rows. The result has the
-//! same bits for any number of threads.
+//! Sums over the rows of a matrix. Each column is one chain: its elements are added in the order of
+//! the rows, starting from the previous sum. So the bits depend neither on the number of threads nor
+//! on whether the rows come in one call or in several.
 
-use super::{self as cpu, ROWS};
+use super as cpu;
+use super::blocks::Values;
+use candle_core::{Result, Tensor};
+use rayon::prelude::*;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 
-/// Column sums of `width` columns, with one partial sum for each block of [`ROWS`] rows.
-pub(crate) struct ColumnSums {
-    parts: Vec<Mutex<Vec<f32>>>,
-    width: usize,
+/// Minimum number of columns of a task: a cache line.
+const MIN_COLUMNS: usize = 16;
+
+/// Calls `add(columns, part)` on all threads for ranges that tile the columns of `sums`, `f32`;
+/// `part` holds the sums of `columns`. Does nothing if `sums` is `None`.
+pub(crate) fn add_by_columns(
+    op: &'static str,
+    name: &'static str,
+    sums: Option<&Tensor>,
+    add: impl Fn(Range<usize>, &mut [f32]) + Sync,
+) -> Result<()> {
+    let Some(sums) = sums else { return Ok(()) };
+    cpu::write(op, name, sums, |sums: &mut [f32]| {
+        let width = sums.len().div_ceil(rayon::current_num_threads());
+        let width = width.next_multiple_of(MIN_COLUMNS);
+        sums.par_chunks_mut(width).enumerate().for_each(|(index, part)| {
+            let start = index * width;
+            add(start..start + part.len(), part);
+        });
+    })
 }
 
-impl ColumnSums {
-    /// Creates sums of zero. With `wanted == false` there are no columns, and [`Self::add`] does
-    /// nothing.
-    pub(crate) fn new(num_rows: usize, width: usize, wanted: bool) -> Self {
-        let width = if wanted { width } else { 0 };
-        let parts = (0..num_rows.div_ceil(ROWS)).map(|_| Mutex::default()).collect();
-        Self { parts, width }
-    }
-
-    /// Calls `add` with the partial sum of the block that contains `rows`, unless there are no
-    /// columns.
-    pub(crate) fn add(&self, rows: &Range<usize>, add: impl FnOnce(&mut [f32])) {
-        if self.width == 0 {
-            return;
+/// Adds the rows of a matrix, `[N, D]`, to `sums [D]` unless that is `None`.
+pub(crate) fn add_rows(
+    op: &'static str,
+    name: &'static str,
+    sums: Option<&Tensor>,
+    rows: Values<'_>,
+) -> Result<()> {
+    let d = sums.map_or(0, Tensor::elem_count);
+    add_by_columns(op, name, sums, |columns, sums| {
+        for at in (0..rows.len()).step_by(d) {
+            cpu::add(&rows.view(at + columns.start..at + columns.end), sums);
         }
-        // Each block belongs to one task, so this lock is never contended.
-        let mut part = self.parts[rows.start / ROWS].lock().unwrap_or_else(PoisonError::into_inner);
-        part.resize(self.width, 0.0);
-        add(&mut part);
-    }
-
-    /// Returns the total of the partial sums, added in the order of the blocks.
-    pub(crate) fn finish(self) -> Vec<f32> {
-        let mut sums = vec![0f32; self.width];
-        for part in self.parts {
-            cpu::add(&part.into_inner().unwrap_or_else(PoisonError::into_inner), &mut sums);
-        }
-        sums
-    }
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::random;
+    use candle_core::{DType, Device};
 
     #[test]
-    fn column_sums_match_those_of_a_separate_pass() {
-        let row = |i: usize| [(i as f32).sin(), (i as f32).cos()];
-        let add = |rows: Range<usize>, sums: &mut [f32]| {
-            rows.for_each(|i| cpu::add(&row(i), sums));
-        };
-        for n in [0, 1, ROWS - 1, ROWS, ROWS + 1, 5 * ROWS + 3] {
-            let sums = ColumnSums::new(n, 2, true);
-            for start in (0..n).step_by(7) {
-                let end = (start + 7).min(n);
-                let middle = (end / ROWS * ROWS).clamp(start, end); // stay within a block
-                for rows in [start..middle, middle..end] {
-                    if !rows.is_empty() {
-                        sums.add(&rows, |sums| add(rows.clone(), sums));
+    fn sums_are_one_chain_in_one_call_and_in_several() -> Result<()> {
+        for (n, d) in [(0, 3), (1, 1), (40, 15), (70, 16), (33, 200)] {
+            for dtype in [DType::F32, DType::BF16] {
+                let x = random(1, &[n.max(1), d]).to_device(&Device::Cpu)?.to_dtype(dtype)?;
+                let x = x.narrow(0, 0, n)?.contiguous()?;
+                let mut chain = vec![0.5f32; d];
+                for row in x.to_dtype(DType::F32)?.to_vec2::<f32>()? {
+                    row.iter().zip(&mut chain).for_each(|(x, sum)| *sum += x);
+                }
+                for parts in [vec![n], vec![n / 3, n - n / 3]] {
+                    let sums = Tensor::full(0.5f32, d, &Device::Cpu)?;
+                    let mut first = 0;
+                    for rows in parts {
+                        let part = x.narrow(0, first, rows)?;
+                        first += rows;
+                        let part = cpu::read("test", "x", &part)?;
+                        add_rows("test", "sums", Some(&sums), part.values()?)?;
                     }
+                    assert_eq!(sums.to_vec1::<f32>()?, chain, "{n} {d} {dtype:?}");
                 }
             }
-            assert_eq!(sums.finish(), cpu::column_sums(n, 2, add));
-            assert!(ColumnSums::new(n, 2, false).finish().is_empty());
         }
+        Ok(())
     }
 }
