@@ -1,6 +1,4 @@
 //! The three SIMD levels of the binary give bit-identical results.
-//!
-//! Matrix multiplication is not affected by the level: `gemm` detects the CPU by itself.
 
 use crate::harness::{Output, Place, finish, golden};
 
@@ -19,10 +17,28 @@ fn config(precision: &str) -> String {
     )
 }
 
-fn train(place: &Place, level: &str, precision: &str) -> Output {
-    let folder = format!("output_dir={precision}-{level}");
-    let sft = ["sft", "--config", "run.yaml", "--set", &folder];
-    finish(place.command(&sft).env("TRAINER_SIMD", level))
+/// Trains with each level that the CPU has, and asserts that the weights are equal.
+fn assert_levels_are_equal(place: &Place, name: &str, more: &[&str]) {
+    let train = |level: &str| -> Output {
+        let folder = format!("output_dir={name}-{level}");
+        let mut sft = vec!["sft", "--config", "run.yaml", "--set", &folder];
+        more.iter().for_each(|set| sft.extend(["--set", set]));
+        finish(place.command(&sft).env("TRAINER_SIMD", level))
+    };
+    let weights = |level: &str| place.read(&format!("{name}-{level}/final/model.safetensors"));
+    train("").ends_with(0);
+    let want = weights("");
+    for level in LEVELS {
+        let run = train(level);
+        if run.code == 64 {
+            // A level that the CPU lacks is an error; it is not replaced by a lower one.
+            run.says("the best level of this CPU is");
+            println!("this CPU does not support `{level}`: not compared");
+            continue;
+        }
+        run.ends_with(0).says(&format!("simd={level}")).says("attention=flash, cpu");
+        assert!(weights(level) == want, "{name}: {level} trained other weights");
+    }
 }
 
 #[test]
@@ -30,21 +46,17 @@ fn every_level_that_the_cpu_has_trains_the_same_weights() {
     let place = Place::with_model_and_rows();
     for precision in ["f32", "bf16"] {
         place.write("run.yaml", &config(precision));
-        train(&place, "", precision).ends_with(0);
-        let weights =
-            |level: &str| place.read(&format!("{precision}-{level}/final/model.safetensors"));
-        let want = weights("");
-        for level in LEVELS {
-            let run = train(&place, level, precision);
-            if run.code == 64 {
-                // A level that the CPU lacks is an error; it is not replaced by a lower one.
-                run.says("the best level of this CPU is");
-                println!("this CPU does not support `{level}`: not compared");
-                continue;
-            }
-            run.ends_with(0).says(&format!("simd={level}")).says("attention=flash, cpu");
-            assert!(weights(level) == want, "{precision}: {level} trained other weights");
-        }
+        assert_levels_are_equal(&place, precision, &[]);
+    }
+}
+
+#[test]
+fn every_level_trains_the_same_weights_of_other_families() {
+    let place = Place::with_model_and_rows();
+    place.write("run.yaml", &config("f32"));
+    for model in ["small-qwen25vl", "small-qwen35", "moe-vl", "moe-qwen35"] {
+        let path = format!("model.path={}", golden(&format!("models/{model}")).display());
+        assert_levels_are_equal(&place, model, &[&path, "train.max_steps=2"]);
     }
 }
 

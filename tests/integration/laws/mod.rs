@@ -97,7 +97,7 @@ fn wide(values: &[f32]) -> Vec<f64> {
 }
 
 fn host(tensor: &Tensor) -> Vec<f32> {
-    tensor.flatten_all().unwrap().to_vec1().unwrap()
+    tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap()
 }
 
 /// The models that the tests use.
@@ -308,11 +308,16 @@ struct Outcome {
 
 impl Subject {
     fn new(weights: &Weights, backend: Backend) -> Self {
+        Self::in_dtype(weights, backend, DType::F32)
+    }
+
+    /// Weights and activations have this dtype.
+    fn in_dtype(weights: &Weights, backend: Backend, dtype: DType) -> Self {
         let specs = weights.specs.clone();
         let params: Vec<Param> = (specs.iter().zip(&weights.values).enumerate())
             .map(|(index, (spec, values))| {
                 let tensor = Tensor::from_slice(values, spec.shape.as_slice(), &device());
-                Param::new(spec.name.as_str(), index, tensor.unwrap())
+                Param::new(spec.name.as_str(), index, tensor.unwrap().to_dtype(dtype).unwrap())
             })
             .collect();
         let attention: Arc<dyn AttentionBackend> = match backend {
@@ -324,7 +329,7 @@ impl Subject {
     }
 
     fn upload(&self, batch: &VarlenBatch) -> Result<ModelInput> {
-        self.model.upload(batch.clone(), DType::F32, &device())
+        self.model.upload(batch.clone(), self.model.dtype(), &device())
     }
 
     /// Hidden states, one row per token.

@@ -7,8 +7,8 @@
 #![expect(unsafe_code, reason = "cublasLt takes addresses")]
 
 use super::blas_call::{
-    Algorithm, BlasResult, Call, Description, MatrixDType, Product, WORKSPACE_BYTES, is_refusal,
-    operand_shapes,
+    Algorithm, BlasResult, Call, Description, MatmulProblem, MatrixDType, WORKSPACE_BYTES,
+    is_refusal, operand_shapes,
 };
 use super::gemm::{Addend, Gemm, GemmOperand};
 use super::product::{self, address_and_stride};
@@ -27,7 +27,7 @@ struct Library {
     handle: sys::cublasLtHandle_t,
     workspace: Tensor,
     /// `None`: cublasLt refuses the product.
-    algorithms: HashMap<Product, Option<Algorithm>>,
+    algorithms: HashMap<MatmulProblem, Option<Algorithm>>,
 }
 
 // SAFETY: a handle may be used from any thread, and it is used under the lock only.
@@ -81,7 +81,7 @@ fn addend_and_factor(op: &str, gemm: &Gemm<'_>, dst: u64) -> Result<(u64, f32)> 
     })
 }
 
-fn warn_of_slow_kernel(product: &Product) {
+fn warn_of_slow_kernel(product: &MatmulProblem) {
     tracing::warn!(
         %product,
         "cublasLt has no algorithm for this product: a slow kernel computes it"
@@ -109,7 +109,7 @@ impl Library {
         // cublasLt has no alignment preference for the bias, so it lowers the alignment of the
         // destination.
         let d_alignment = bias.map_or(256, |bias| alignment(bias.0)).min(alignment(d));
-        let product = Product {
+        let product = MatmulProblem {
             transpose: gemm.transpose,
             shape: [m, n, k],
             operands: matrix_dtype(op, gemm.a.dtype())?,
@@ -138,7 +138,7 @@ impl Library {
     }
 
     /// Starts a product; false if cublasLt refuses it.
-    fn start(&mut self, product: &Product, call: &Call<'_>) -> BlasResult<bool> {
+    fn start(&mut self, product: &MatmulProblem, call: &Call<'_>) -> BlasResult<bool> {
         let Some(algorithm) = self.algorithm(product, call)? else { return Ok(false) };
         match call.start(&algorithm) {
             Err(error) if is_refusal(error) => {
@@ -151,7 +151,11 @@ impl Library {
     }
 
     /// The first choice of cublasLt; `None` if it has none.
-    fn algorithm(&mut self, product: &Product, call: &Call<'_>) -> BlasResult<Option<Algorithm>> {
+    fn algorithm(
+        &mut self,
+        product: &MatmulProblem,
+        call: &Call<'_>,
+    ) -> BlasResult<Option<Algorithm>> {
         if let Some(known) = self.algorithms.get(product) {
             return Ok(*known);
         }

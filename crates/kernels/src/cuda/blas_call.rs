@@ -50,7 +50,7 @@ impl MatrixDType {
 
 /// Properties of a product that decide which algorithms can compute it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) struct Product {
+pub(super) struct MatmulProblem {
     pub(super) transpose: Transpose,
     /// Rows of the result, its columns, and the number of terms of each sum.
     pub(super) shape: [usize; 3],
@@ -66,7 +66,7 @@ pub(super) struct Product {
     pub(super) bias: bool,
 }
 
-impl fmt::Display for Product {
+impl fmt::Display for MatmulProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ([m, n, k], name) = (self.shape, |dtype| match dtype {
             MatrixDType::Bf16 => "bf16",
@@ -137,7 +137,7 @@ pub(super) struct Description {
 
 impl Description {
     /// Describes a product and its bias, if it has one.
-    pub(super) fn new(product: &Product, bias: Option<u64>) -> BlasResult<Self> {
+    pub(super) fn new(product: &MatmulProblem, bias: Option<u64>) -> BlasResult<Self> {
         let [m, n, _] = product.shape;
         let operand = |[rows, columns]: [usize; 2], is_half| {
             let stride = if is_half { 2 * columns } else { columns };
