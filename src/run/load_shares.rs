@@ -7,7 +7,9 @@ use crate::dist::{Collective, Gather, Shard};
 use crate::ops::copy_to_host;
 use crate::optim::{OwnedPart, ParamGroups};
 use crate::tape::{Bucket, Layout, Param};
-use crate::train::{RankWeights, Ranks, SlotTensors, VisitingWeights, WeightDivision, WeightSlots};
+use crate::train::{
+    RankWeights, Ranks, ShardTensors, ShardedWeights, StoredWeights, WeightDivision,
+};
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -31,17 +33,17 @@ pub(super) struct RankPlace {
 }
 
 /// A model that is not divided. `stored` are the weights that are stored elsewhere.
-pub(crate) fn whole_model(loaded: LoadedModel, stored: Option<VisitingWeights>) -> RankModel {
+pub(crate) fn whole_model(loaded: LoadedModel, stored: Option<StoredWeights>) -> RankModel {
     let weights = RankWeights { stored, ..RankWeights::default() };
     RankModel { loaded, place: None, weights, owned: None }
 }
 
-/// Loads the model, except for the weights of `visit`, which every rank stores elsewhere.
+/// Loads the model, except for the weights of `is_stored`, which every rank stores elsewhere.
 /// `collective` connects the ranks.
 pub(super) fn load_shares(
     open: OpenModel,
     groups: &ParamGroups,
-    (shard, visit): (Shard, &[bool]),
+    (shard, is_stored): (Shard, &[bool]),
     ranks: &Ranks,
     collective: Arc<dyn Collective>,
     device: &Device,
@@ -51,9 +53,9 @@ pub(super) fn load_shares(
     let loaded = without_weights(open, device)?;
     let (model, params) = (&loaded.model, &loaded.params);
     let layout = Layout::new(&model.stages(), params, &trainable(groups), num_shares);
-    let layout = layout.without(visit);
+    let layout = layout.without(is_stored);
     let (division, owned) = if shard == Shard::Full {
-        let tensors = SlotTensors::new(&layout, params, dtype, device)?;
+        let tensors = ShardTensors::new(&layout, params, dtype, device)?;
         let mut owned = Vec::new();
         for (stage, tensors) in layout.stages().iter().zip(&tensors.buckets) {
             for ((own, _), bucket) in tensors.iter().zip(stage.buckets()) {
@@ -65,7 +67,7 @@ pub(super) fn load_shares(
         }
         let parts = (&params[..], model.lm_head(), model.embedding());
         (
-            WeightDivision::Slots(WeightSlots::new(
+            WeightDivision::Sharded(ShardedWeights::new(
                 &layout,
                 member,
                 tensors,
@@ -196,14 +198,14 @@ impl RankPlace {
 mod tests {
     use super::super::build::{Run, RunOptions};
     use super::super::load_model::{OpenModel, trainable};
-    use super::super::stored_weights::{install, load_stored, visitors};
+    use super::super::stored_weights::{install, load_stored, stored_elsewhere};
     use super::load_shares;
     use crate::checkpoint::{READS, WeightFiles};
     use crate::config::{RunConfig, load};
     use crate::dist::{Group, Shard, threads, threads_in_groups};
     use crate::metrics::{EvalMetrics, StepMetrics};
     use crate::tape::Param;
-    use crate::train::{Observer, Ranks, VisitingWeights, WeightStorage};
+    use crate::train::{Observer, Ranks, StoredWeights, WeightStorage};
     use candle_core::{DType, Device};
     use std::fs;
     use std::ops::Range;
@@ -319,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_visit_slots_are_read_once_and_have_the_bits_of_a_single_process() {
+    fn weights_that_are_stored_elsewhere_are_read_once_and_have_the_bits_of_a_single_process() {
         let folder = tempfile::tempdir().unwrap();
         saved(&config(folder.path(), &["model.precision=bf16"]));
         let model = folder.path().join("checkpoints/step-00000001");
@@ -334,18 +336,18 @@ mod tests {
                 let open = OpenModel::open(&config.model, config.seed, &Device::Cpu).unwrap();
                 let groups =
                     open.groups(&config.model.freeze, &config.optim.lr_multipliers).unwrap();
-                let visit = visitors(&open, &trainable(&groups), storage);
-                (open, groups, visit)
+                let is_stored = stored_elsewhere(&open, &trainable(&groups), storage);
+                (open, groups, is_stored)
             };
-            let bits = |param: &Param, stored: &Option<VisitingWeights>| {
+            let bits = |param: &Param, stored: &Option<StoredWeights>| {
                 let weight = stored.as_ref().unwrap().saved(param).unwrap();
                 let weight = weight.unwrap_or_else(|| param.tensor().unwrap());
                 let weight = weight.flatten_all().unwrap();
                 weight.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()
             };
             // A single process reads each tensor alone.
-            let (open, _, visit) = prepared();
-            let (alone, stored) = load_stored(open, &visit, storage, &Device::Cpu).unwrap();
+            let (open, _, is_stored) = prepared();
+            let (alone, stored) = load_stored(open, &is_stored, storage, &Device::Cpu).unwrap();
             let expected: Vec<_> = alone.params.iter().map(|param| bits(param, &stored)).collect();
             for world in [1, 2] {
                 READS.lock().unwrap().retain(|(path, _)| *path != file);
@@ -353,13 +355,14 @@ mod tests {
                     let device = Device::Cpu;
                     let Group { rank, step, shard_group, sums, monitor, .. } = group;
                     let ranks = Ranks::new(rank, step, shard_group, sums, monitor);
-                    let (open, groups, visit) = prepared();
-                    let how = (Shard::None, &visit[..]);
+                    let (open, groups, is_stored) = prepared();
+                    let how = (Shard::None, &is_stored[..]);
                     let collective = ranks.collective().unwrap();
                     let model =
                         load_shares(open, &groups, how, &ranks, collective, &device).unwrap();
                     let place = model.place.as_ref();
-                    let stored = install(&model.loaded, &visit, storage, place, &device).unwrap();
+                    let stored =
+                        install(&model.loaded, &is_stored, storage, place, &device).unwrap();
                     let params = model.loaded.params.iter();
                     params.map(|param| bits(param, &stored)).collect::<Vec<_>>()
                 });

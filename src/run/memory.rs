@@ -6,7 +6,7 @@ use super::error::RunError;
 use super::inputs::check;
 use super::load_model::{LoadedModel, check_world, trainable};
 use super::load_shares::without_weights;
-use super::stored_weights::{storage_on_gpu, visitors, weight_storage};
+use super::stored_weights::{storage_on_gpu, stored_elsewhere, weight_storage};
 use crate::config::RunConfig;
 use crate::data::Plan;
 use crate::dist::Shard;
@@ -17,7 +17,7 @@ use crate::optim::{Kind, Master, Moments, ParamGroups, state_bytes_per_weight};
 use crate::tape::{GradSink, Layout, Param, Trainable};
 use crate::train::{
     AdapterConfig, DeviceChoice, MatmulChoice, Offload, Precision, Quantize, RecomputeChoice,
-    VisitingMemory, Weights, division, visiting_memory,
+    StoredMemory, Weights, division, stored_memory,
 };
 use candle_core::{DType, Device, Tensor};
 use std::num::{NonZeroU32, NonZeroUsize};
@@ -430,14 +430,14 @@ impl ModelShape {
     }
 
     /// The memory of weights that are stored elsewhere.
-    fn stored(&self, config: &RunConfig) -> VisitingMemory {
+    fn stored(&self, config: &RunConfig) -> StoredMemory {
         let storage = match config.device {
             DeviceChoice::Cpu => weight_storage(config, &Device::Cpu),
             _ => storage_on_gpu(config),
         };
         let LoadedModel { model, open, .. } = &self.loaded;
-        let visit = visitors(open, &self.trainable, storage);
-        visiting_memory(&model.stages(), &visit, storage)
+        let is_stored = stored_elsewhere(open, &self.trainable, storage);
+        stored_memory(&model.stages(), &is_stored, storage)
     }
 
     /// A full micro-batch, of whose tokens the fraction `images` are of images, and the fraction

@@ -4,7 +4,7 @@
 use super::error::RunError;
 use super::load_model::{LoadedModel, OpenModel, trainable};
 use super::load_shares::{RankModel, RankPlace, load_shares, whole_model};
-use super::stored_weights::{install, load_stored, visitors, weight_storage};
+use super::stored_weights::{install, load_stored, stored_elsewhere, weight_storage};
 use crate::checkpoint::Checkpoint;
 use crate::config::RunConfig;
 use crate::models::Model;
@@ -29,14 +29,15 @@ pub(super) fn rank_model(
     let open = open.split_weights()?;
     let storage = weight_storage(config, device);
     let trainable = trainable(groups);
-    let visit = visitors(&open, &trainable, storage);
+    let is_stored = stored_elsewhere(&open, &trainable, storage);
     let shard = config.distributed.shard;
     let Some(collective) = ranks.collective() else {
-        let (loaded, stored) = load_stored(open, &visit, storage, device)?;
+        let (loaded, stored) = load_stored(open, &is_stored, storage, device)?;
         return Ok(whole_model(loaded, stored));
     };
-    let mut model = load_shares(open, groups, (shard, &visit), ranks, collective, device)?;
-    model.weights.stored = install(&model.loaded, &visit, storage, model.place.as_ref(), device)?;
+    let mut model = load_shares(open, groups, (shard, &is_stored), ranks, collective, device)?;
+    model.weights.stored =
+        install(&model.loaded, &is_stored, storage, model.place.as_ref(), device)?;
     Ok(model)
 }
 

@@ -6,7 +6,7 @@ use super::load_shares::{RankPlace, without_weights};
 use crate::config::RunConfig;
 use crate::ops::Nf4;
 use crate::tape::{Param, Trainable};
-use crate::train::{Offload, Quantize, StoredWeight, VisitingWeights, WeightStorage};
+use crate::train::{Offload, Quantize, StoredWeight, StoredWeights, WeightStorage};
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 use std::collections::HashMap;
@@ -30,52 +30,52 @@ pub(super) fn storage_on_gpu(config: &RunConfig) -> WeightStorage {
     }
 }
 
-/// Whether each parameter is kept as `storage` says and visits a slot: the weights of frozen linear
+/// Whether each parameter is stored elsewhere, as `storage` says: the weights of frozen linear
 /// layers and experts.
-pub(super) fn visitors(
+pub(super) fn stored_elsewhere(
     open: &OpenModel,
     trainable: &[Trainable],
     storage: WeightStorage,
 ) -> Vec<bool> {
-    let visits = storage != WeightStorage::Device;
-    let frozen = |kind: &Trainable| visits && *kind == Trainable::Frozen;
+    let stores = storage != WeightStorage::Device;
+    let frozen = |kind: &Trainable| stores && *kind == Trainable::Frozen;
     let specs = open.specs.iter().zip(trainable);
-    specs.map(|(spec, kind)| frozen(kind) && spec.can_visit()).collect()
+    specs.map(|(spec, kind)| frozen(kind) && spec.can_be_stored_elsewhere()).collect()
 }
 
-/// Loads a model in a single process, with the weights of `visit` stored elsewhere.
+/// Loads a model in a single process, with the weights of `is_stored` stored elsewhere.
 pub(super) fn load_stored(
     open: OpenModel,
-    visit: &[bool],
+    is_stored: &[bool],
     storage: WeightStorage,
     device: &Device,
-) -> Result<(LoadedModel, Option<VisitingWeights>), RunError> {
-    if !visit.contains(&true) {
+) -> Result<(LoadedModel, Option<StoredWeights>), RunError> {
+    if !is_stored.contains(&true) {
         return Ok((open.load(device)?, None));
     }
     let loaded = without_weights(open, device)?;
-    let kept = loaded.params.par_iter().filter(|param| !visit[param.index()]);
+    let kept = loaded.params.par_iter().filter(|param| !is_stored[param.index()]);
     kept.try_for_each(|param| {
         let all = 0..param.shape().elem_count();
         let tensor = loaded.open.load_part(param.index(), all, param.dtype(), device)?;
         param.set_tensor(tensor.reshape(param.shape())?)?;
         Ok::<(), RunError>(())
     })?;
-    let stored = install(&loaded, visit, storage, None, device)?;
+    let stored = install(&loaded, is_stored, storage, None, device)?;
     Ok((loaded, stored))
 }
 
-/// Loads the weights of `visit`, one after the other, and lets them visit slots. Ranks read each
+/// Loads the weights of `is_stored`, one after the other, and lets them is_stored slots. Ranks read each
 /// weight together, except those that are stored in NF4.
 pub(super) fn install(
     loaded: &LoadedModel,
-    visit: &[bool],
+    is_stored: &[bool],
     storage: WeightStorage,
     place: Option<&RankPlace>,
     device: &Device,
-) -> Result<Option<VisitingWeights>, RunError> {
+) -> Result<Option<StoredWeights>, RunError> {
     let mut stored = HashMap::new();
-    for param in loaded.params.iter().filter(|param| visit[param.index()]) {
+    for param in loaded.params.iter().filter(|param| is_stored[param.index()]) {
         let (index, open) = (param.index(), &loaded.open);
         let on_host = || host_weight(open, param, place, device);
         let weight = match storage {
@@ -103,7 +103,7 @@ pub(super) fn install(
         return Ok(None);
     }
     let (stages, dtype) = (loaded.model.stages(), loaded.open.dtype());
-    let weights = VisitingWeights::install(&stages, &loaded.params, stored, dtype, device)?;
+    let weights = StoredWeights::install(&stages, &loaded.params, stored, dtype, device)?;
     tracing::info!(weights = count, storage = ?storage, "frozen weights are copied to two buffers when they are used");
     Ok(Some(weights))
 }

@@ -55,6 +55,6 @@ pub use trainer::{
     TrainerParts,
 };
 pub use weights::{
-    RankWeights, SlotTensors, StoredWeight, VisitingMemory, VisitingWeights, WeightDivision,
-    WeightSlots, WeightStorage, visiting_memory,
+    RankWeights, ShardTensors, ShardedWeights, StoredMemory, StoredWeight, StoredWeights,
+    WeightDivision, WeightStorage, stored_memory,
 };

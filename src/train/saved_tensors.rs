@@ -64,7 +64,7 @@ pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
         let shape = joined.as_ref().map_or(param.shape().dims().to_vec(), |of| of.shape.clone());
         let join = |held: HeldPart| joined.as_ref().map_or(Ok(held.clone()), |of| of.with(held));
         let tensor = match &runner.weights.division {
-            WeightDivision::Slots(slots) => {
+            WeightDivision::Sharded(slots) => {
                 let held = divided(slots.held(param), runner);
                 let held = held.and_then(|held| held.into_iter().map(join).collect());
                 held.map(|held| SavedTensor::parts(name, &shape, param.dtype(), held))
@@ -98,7 +98,7 @@ fn saved_in_f32(runner: &StepRunner, param: &Param, name: String) -> Result<Save
     if let Some(master) = master {
         return saved_state(runner, param, master, name);
     }
-    if let WeightDivision::Slots(slots) = &runner.weights.division {
+    if let WeightDivision::Sharded(slots) = &runner.weights.division {
         let wide = |(range, values): HeldPart| Ok((range, values.to_dtype(DType::F32)?));
         let held = divided(slots.held(param), runner)?.into_iter().map(wide);
         let (held, shape) = (held.collect::<Result<_>>()?, param.shape());

@@ -14,7 +14,7 @@ use crate::run::{
     RESERVED, encoder, load_with_adapter, loader_options, memory_model, order, step_runner,
     weight_storage, whole_model,
 };
-use crate::train::{PreparedStep, StepRunner, WeightStorage, visiting_memory};
+use crate::train::{PreparedStep, StepRunner, WeightStorage, stored_memory};
 use candle_core::{DType, Device};
 use std::sync::Arc;
 use std::time::Instant;
@@ -63,8 +63,8 @@ fn memory_of(
     }
     let buffers = runner.gradients.num_buffers() as f64;
     let division = Division::alone(parameters as f64, trained as f64, buffers);
-    let visit: Vec<bool> = runner.params.iter().map(|param| !param.is_resident()).collect();
-    let division = visiting_memory(&runner.model.stages(), &visit, storage).of(division);
+    let is_stored: Vec<bool> = runner.params.iter().map(|param| !param.is_resident()).collect();
+    let division = stored_memory(&runner.model.stages(), &is_stored, storage).of(division);
     let bytes = (runner.dtype, state);
     let model = &runner.model;
     let mut memory = memory_model(model, division, bytes, runner.recompute, runner.grads())?;

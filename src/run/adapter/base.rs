@@ -4,12 +4,12 @@ use super::super::error::RunError;
 use super::super::inputs::{open_for_run, param_groups};
 use super::super::load_model::{LoadedModel, OpenModel, check_experts, trainable};
 use super::super::model_files::differs_from_copy;
-use super::super::stored_weights::{load_stored, visitors, weight_storage};
+use super::super::stored_weights::{load_stored, stored_elsewhere, weight_storage};
 use super::{AdapterError, OpenAdapter};
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::config::RunConfig;
 use crate::files;
-use crate::train::{BaseModel, ModelSection, Quantize, VisitingWeights, Weights};
+use crate::train::{BaseModel, ModelSection, Quantize, StoredWeights, Weights};
 use candle_core::Device;
 use std::io::ErrorKind;
 use std::path::Path;
@@ -173,11 +173,11 @@ fn open_with_adapter(
 pub(crate) fn load_with_adapter(
     config: &RunConfig,
     device: &Device,
-) -> Result<(LoadedModel, Option<VisitingWeights>), RunError> {
+) -> Result<(LoadedModel, Option<StoredWeights>), RunError> {
     let (open, _) = open_run_model(config, None, device)?;
     let trainable = trainable(&param_groups(config, &open)?);
     let open = open.split_weights()?;
     let storage = weight_storage(config, device);
-    let visit = visitors(&open, &trainable, storage);
-    load_stored(open, &visit, storage, device)
+    let is_stored = stored_elsewhere(&open, &trainable, storage);
+    load_stored(open, &is_stored, storage, device)
 }

@@ -218,7 +218,7 @@ impl OpenAdapter {
 
     /// Whether parameter `index` was quantised to NF4.
     pub(super) fn rounds(&self, index: usize, spec: &ParamSpec) -> bool {
-        let is_of_base = index < self.num_base && spec.can_visit();
+        let is_of_base = index < self.num_base && spec.can_be_stored_elsewhere();
         self.quantize == Quantize::Nf4 && is_of_base && self.is_frozen(index)
     }
 

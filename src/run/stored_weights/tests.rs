@@ -4,7 +4,7 @@ use super::super::{encoder, load_shares::whole_model, loader_options, order, ste
 use super::*;
 use crate::config::{RunConfig, load};
 use crate::data::{DataState, DatasetRows, Loader};
-use crate::train::{Ranks, Weights, visiting_memory};
+use crate::train::{Ranks, Weights, stored_memory};
 use candle_core::{DType, Tensor};
 use fault::Fault;
 use std::io::Write as _;
@@ -28,13 +28,13 @@ fn kinds(config: &RunConfig, open: &OpenModel) -> Vec<Trainable> {
     trainable(&open.groups(&config.model.freeze, &config.optim.lr_multipliers).unwrap())
 }
 
-type Loaded = (LoadedModel, Option<VisitingWeights>);
+type Loaded = (LoadedModel, Option<StoredWeights>);
 
 fn loaded(config: &RunConfig, storage: WeightStorage) -> Loaded {
     let open = open(config);
-    let visit = visitors(&open, &kinds(config, &open), storage);
-    assert_eq!(visit.contains(&true), storage != WeightStorage::Device);
-    load_stored(open, &visit, storage, &Device::Cpu).unwrap()
+    let is_stored = stored_elsewhere(&open, &kinds(config, &open), storage);
+    assert_eq!(is_stored.contains(&true), storage != WeightStorage::Device);
+    load_stored(open, &is_stored, storage, &Device::Cpu).unwrap()
 }
 
 /// Losses of three steps, and all weights afterwards.
@@ -77,8 +77,8 @@ fn weights_that_are_copied_to_slots_train_to_the_same_bits() {
 fn weights_in_nf4_train_like_tensors_with_their_values() {
     let config = config(&["model.recompute=llm"]);
     let (plain, stored) = loaded(&config, WeightStorage::Device);
-    let visit = visitors(&plain.open, &kinds(&config, &plain.open), WeightStorage::Nf4);
-    for param in plain.params.iter().filter(|param| visit[param.index()]) {
+    let is_stored = stored_elsewhere(&plain.open, &kinds(&config, &plain.open), WeightStorage::Nf4);
+    for param in plain.params.iter().filter(|param| is_stored[param.index()]) {
         let weight = Tensor::zeros(param.shape(), param.dtype(), &Device::Cpu).unwrap();
         plain.open.nf4(param.index()).unwrap().dequantize_into(&weight).unwrap();
         assert_ne!(values(&weight), values(&param.tensor().unwrap()));
@@ -96,12 +96,15 @@ fn offloading_changes_neither_the_fingerprint_nor_anything_on_the_cpu() {
 }
 
 #[test]
-fn all_linear_layers_of_a_frozen_model_visit_and_tables_stay() {
+fn all_linear_layers_of_a_frozen_model_are_stored_elsewhere_and_tables_stay() {
     let open = open(&config(&[]));
     let frozen = vec![Trainable::Frozen; open.specs.len()];
-    let visit = visitors(&open, &frozen, WeightStorage::Nf4);
-    let kept =
-        open.specs.iter().zip(&visit).filter(|(spec, visits)| !**visits && spec.shape.len() > 1);
+    let is_stored = stored_elsewhere(&open, &frozen, WeightStorage::Nf4);
+    let kept = open
+        .specs
+        .iter()
+        .zip(&is_stored)
+        .filter(|(spec, is_stored)| !**is_stored && spec.shape.len() > 1);
     let kept: Vec<&str> = kept.map(|(spec, _)| spec.name.as_str()).collect();
     let tables = ["visual.patch_embed.proj", "visual.pos_embed", "language_model.embed_tokens"];
     assert_eq!(kept, tables.map(|name| format!("model.{name}.weight")));
@@ -131,9 +134,9 @@ fn a_base_of_8_billion_parameters_in_nf4_takes_at_most_7_and_a_half_gb() {
     config.model.path = folder.path().to_owned();
     let open = open(&config);
     let frozen = vec![Trainable::Frozen; open.specs.len()];
-    let visit = visitors(&open, &frozen, WeightStorage::Nf4);
+    let is_stored = stored_elsewhere(&open, &frozen, WeightStorage::Nf4);
     let model = without_weights(open, &Device::Cpu).unwrap();
-    let memory = visiting_memory(&model.model.stages(), &visit, WeightStorage::Nf4);
+    let memory = stored_memory(&model.model.stages(), &is_stored, WeightStorage::Nf4);
     let all: usize = model.params.iter().map(|param| param.shape().elem_count()).sum();
     assert!((8.7e9..8.8e9).contains(&(all as f64)), "{all} parameters");
     let held = memory.of(crate::metrics::Division::alone(all as f64, 0.0, 0.0));
@@ -142,7 +145,7 @@ fn a_base_of_8_billion_parameters_in_nf4_takes_at_most_7_and_a_half_gb() {
 }
 
 /// A folder of `model` whose linear layers are stored as bitsandbytes stores them.
-fn quantized_folder(model: &LoadedModel, visit: &[bool]) -> tempfile::TempDir {
+fn quantized_folder(model: &LoadedModel, is_stored: &[bool]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for name in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
         let from = Path::new("data/quickstart/model").join(name);
@@ -153,7 +156,7 @@ fn quantized_folder(model: &LoadedModel, visit: &[bool]) -> tempfile::TempDir {
     let mut tensors = HashMap::new();
     for param in &model.params {
         let name = param.name();
-        if !visit[param.index()] {
+        if !is_stored[param.index()] {
             tensors.insert(name.to_owned(), param.tensor().unwrap());
             continue;
         }
@@ -182,12 +185,12 @@ fn a_folder_of_bitsandbytes_is_used_as_it_is_and_not_trained_without_an_adapter(
     let mut config = config(&[]);
     let (plain, _) = loaded(&config, WeightStorage::Device);
     let frozen = vec![Trainable::Frozen; plain.params.len()];
-    let visit = visitors(&plain.open, &frozen, WeightStorage::Nf4);
-    let folder = quantized_folder(&plain, &visit);
+    let is_stored = stored_elsewhere(&plain.open, &frozen, WeightStorage::Nf4);
+    let folder = quantized_folder(&plain, &is_stored);
     config.model.path = folder.path().to_owned();
     config.model.weights = Weights::Pretrained;
     let quantized = open(&config);
-    for param in plain.params.iter().filter(|param| visit[param.index()]) {
+    for param in plain.params.iter().filter(|param| is_stored[param.index()]) {
         let nf4 = |open: &OpenModel| open.nf4(param.index()).unwrap().parts().unwrap();
         assert_eq!(nf4(&quantized), nf4(&plain.open), "{}", param.name());
     }

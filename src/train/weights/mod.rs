@@ -2,13 +2,13 @@
 //! elsewhere.
 
 mod prefetch;
-mod slots;
-mod visiting;
+mod sharded;
+mod stored;
 
-use slots::GatherPass;
-pub(super) use slots::{PassKind, slot_elements};
-pub use slots::{SlotTensors, WeightSlots};
-pub use visiting::{StoredWeight, VisitingMemory, VisitingWeights, WeightStorage, visiting_memory};
+use sharded::GatherPass;
+pub(super) use sharded::{PassKind, slot_elements};
+pub use sharded::{ShardTensors, ShardedWeights};
+pub use stored::{StoredMemory, StoredWeight, StoredWeights, WeightStorage, stored_memory};
 
 use super::error::TrainError;
 use super::ranks::Ranks;
@@ -23,7 +23,7 @@ use std::sync::Arc;
 pub struct RankWeights {
     pub division: WeightDivision,
     /// Frozen weights that are stored elsewhere.
-    pub stored: Option<VisitingWeights>,
+    pub stored: Option<StoredWeights>,
 }
 
 /// How the ranks divide the weights that are not stored elsewhere.
@@ -35,13 +35,13 @@ pub enum WeightDivision {
     /// This rank updates its share of these flat tensors, and receives the other shares.
     Gathered(Vec<Tensor>, Arc<dyn Collective>),
     /// This rank has its share only. The weights of a stage are gathered when they are used.
-    Slots(WeightSlots),
+    Sharded(ShardedWeights),
 }
 
 impl RankWeights {
     /// Whether this rank has all weights between the passes.
     pub fn are_whole(&self) -> bool {
-        !matches!(self.division, WeightDivision::Slots(_))
+        !matches!(self.division, WeightDivision::Sharded(_))
     }
 
     /// Makes an update by all ranks visible.
@@ -53,7 +53,7 @@ impl RankWeights {
                 }
                 collective.wait()
             }
-            WeightDivision::Slots(slots) => {
+            WeightDivision::Sharded(slots) => {
                 slots.invalidate();
                 Ok(())
             }
@@ -64,7 +64,7 @@ impl RankWeights {
     /// The weights for a pass over the model. All ranks make the same passes.
     pub(super) fn for_pass<'a>(&'a self, kind: PassKind, ranks: &'a Ranks) -> PassWeights<'a> {
         let gathers = match &self.division {
-            WeightDivision::Slots(slots) => Some(slots.pass(kind)),
+            WeightDivision::Sharded(slots) => Some(slots.pass(kind)),
             _ => None,
         };
         PassWeights { stored: self.stored.as_ref(), gathers, exchange: ranks.exchange() }
@@ -124,7 +124,7 @@ impl RankWeights {
 
 /// The weights of a rank during one pass over the model.
 pub(super) struct PassWeights<'a> {
-    stored: Option<&'a VisitingWeights>,
+    stored: Option<&'a StoredWeights>,
     gathers: Option<GatherPass<'a>>,
     exchange: Option<&'a dyn HeadExchange>,
 }

@@ -62,7 +62,7 @@ impl ParamSpec {
 
     /// Whether the tensor can be stored in host memory or in NF4 while it is frozen: weights of
     /// linear layers and of experts.
-    pub fn can_visit(&self) -> bool {
+    pub fn can_be_stored_elsewhere(&self) -> bool {
         self.linear_layer().is_some() || self.is_experts()
     }
 
@@ -79,7 +79,7 @@ impl ParamSpec {
     pub fn is_large_matrix(&self) -> bool {
         let tables = ["embed_tokens.weight", "lm_head.weight"];
         let is_table = tables.iter().any(|table| self.name.ends_with(table));
-        is_table || self.can_visit()
+        is_table || self.can_be_stored_elsewhere()
     }
 }
 

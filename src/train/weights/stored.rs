@@ -40,18 +40,18 @@ pub enum StoredWeight {
     Nf4(Nf4),
 }
 
-/// The weights of a model that visit two slots.
-pub struct VisitingWeights {
+/// The weights of a model that is_stored two slots.
+pub struct StoredWeights {
     /// Copies from host memory; `None`: no weight is stored there. Dropped before the slots, since
     /// the last copies to them may still be in progress.
     prefetch: Option<Prefetch>,
     /// By stage.
-    visitors: Vec<Vec<VisitingWeight>>,
+    weights: Vec<Vec<SlotWeight>>,
     slots: Vec<usize>, // by stage
     /// Stage and place in it, by the index of a parameter.
     places: BTreeMap<usize, (usize, usize)>,
-    /// The stages that have visitors.
-    visiting: Vec<usize>,
+    /// The stages that have weights here.
+    stages: Vec<usize>,
     state: Mutex<CopyState>,
 }
 
@@ -60,7 +60,7 @@ struct CopyState {
     /// The stage in each slot, or on its way there, and the number of its copy until it was waited
     /// for.
     present: [Option<(usize, Option<u64>)>; 2],
-    /// The place in `visiting` of the stage that was read last.
+    /// The place in `stages` of the stage that was read last.
     last: Option<usize>,
     /// Whether the next stage to be read is probably the one before it.
     backwards: bool,
@@ -72,14 +72,14 @@ impl Default for CopyState {
     }
 }
 
-struct VisitingWeight {
+struct SlotWeight {
     stored: StoredWeight,
     place: Tensor,
 }
 
-/// What the weights that visit take on the device.
+/// What the weights that is_stored take on the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct VisitingMemory {
+pub struct StoredMemory {
     /// Number of elements of all of them.
     pub elements: usize,
     /// Number of elements of the slots, in the compute dtype.
@@ -87,7 +87,7 @@ pub struct VisitingMemory {
     pub stored_bytes: usize,
 }
 
-impl VisitingMemory {
+impl StoredMemory {
     /// Memory of the process if frozen weights use slots, from `division` without slots.
     pub fn of(self, division: Division) -> Division {
         Division {
@@ -99,19 +99,19 @@ impl VisitingMemory {
     }
 }
 
-pub fn visiting_memory(
+pub fn stored_memory(
     stages: &[Vec<&Param>],
-    visit: &[bool],
+    is_stored: &[bool],
     storage: WeightStorage,
-) -> VisitingMemory {
-    let places = SlotPlaces::new(stages, visit);
+) -> StoredMemory {
+    let places = SlotPlaces::new(stages, is_stored);
     let sizes =
-        || stages.iter().flatten().filter(|param| visit[param.index()]).map(|param| len(param));
+        || stages.iter().flatten().filter(|param| is_stored[param.index()]).map(|param| len(param));
     let stored_bytes = match storage {
         WeightStorage::Nf4 => sizes().map(nf4_bytes).sum(),
         WeightStorage::Device | WeightStorage::Host => 0,
     };
-    VisitingMemory { elements: sizes().sum(), slots: places.slot_lens.iter().sum(), stored_bytes }
+    StoredMemory { elements: sizes().sum(), slots: places.slot_lens.iter().sum(), stored_bytes }
 }
 
 fn len(param: &Param) -> usize {
@@ -127,16 +127,16 @@ struct SlotPlaces {
 }
 
 impl SlotPlaces {
-    fn new(stages: &[Vec<&Param>], visit: &[bool]) -> Self {
-        let (mut starts, mut slots, mut lens, mut visiting) = (vec![], vec![], vec![], 0);
+    fn new(stages: &[Vec<&Param>], is_stored: &[bool]) -> Self {
+        let (mut starts, mut slots, mut lens, mut num_stages) = (vec![], vec![], vec![], 0);
         for stage in stages {
             let (mut end, mut of_stage) = (0, Vec::new());
-            for param in stage.iter().filter(|param| visit[param.index()]) {
+            for param in stage.iter().filter(|param| is_stored[param.index()]) {
                 of_stage.push((param.index(), end));
                 end = (end + len(param)).next_multiple_of(ALIGNMENT);
             }
-            slots.push(visiting % 2);
-            visiting += usize::from(end > 0);
+            slots.push(num_stages % 2);
+            num_stages += usize::from(end > 0);
             lens.push(end);
             starts.push(of_stage);
         }
@@ -145,7 +145,7 @@ impl SlotPlaces {
     }
 }
 
-impl VisitingWeights {
+impl StoredWeights {
     /// Allocates slots on `device` for the weights of `stored`, which has them by the indexes of
     /// their parameters.
     pub fn install(
@@ -155,11 +155,12 @@ impl VisitingWeights {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let visit: Vec<bool> = (0..params.len()).map(|index| stored.contains_key(&index)).collect();
+        let is_stored: Vec<bool> =
+            (0..params.len()).map(|index| stored.contains_key(&index)).collect();
         let SlotPlaces { starts, slots, slot_lens: [first, second] } =
-            SlotPlaces::new(stages, &visit);
+            SlotPlaces::new(stages, &is_stored);
         let buffers = [Tensor::zeros(first, dtype, device)?, Tensor::zeros(second, dtype, device)?];
-        let (mut visitors, mut places) = (Vec::with_capacity(stages.len()), BTreeMap::new());
+        let (mut weights, mut places) = (Vec::with_capacity(stages.len()), BTreeMap::new());
         for (stage, starts) in starts.iter().enumerate() {
             let mut of_stage = Vec::with_capacity(starts.len());
             for (index, start) in starts {
@@ -168,31 +169,31 @@ impl VisitingWeights {
                 param.set_tensor(place.reshape(param.shape())?)?;
                 if let Some(stored) = stored.remove(index) {
                     places.insert(*index, (stage, of_stage.len()));
-                    of_stage.push(VisitingWeight { stored, place });
+                    of_stage.push(SlotWeight { stored, place });
                 }
             }
-            visitors.push(of_stage);
+            weights.push(of_stage);
         }
-        let is_on_host = |visitor: &VisitingWeight| matches!(visitor.stored, StoredWeight::Host(_));
-        let num_on_host = visitors.iter().flatten().filter(|visitor| is_on_host(visitor)).count();
+        let is_on_host = |weight: &SlotWeight| matches!(weight.stored, StoredWeight::Host(_));
+        let num_on_host = weights.iter().flatten().filter(|weight| is_on_host(weight)).count();
         if num_on_host > 0 && num_on_host < places.len() {
             // Both would be written to one slot at the same time.
-            candle_core::bail!("some visiting weights are on the host and some in NF4");
+            candle_core::bail!("some stored weights are on the host and some in NF4");
         }
         let prefetch = (num_on_host > 0).then(|| Prefetch::new(device));
         let (prefetch, state) = (prefetch.transpose()?, Mutex::default());
-        let visiting = (0..stages.len()).filter(|stage| !visitors[*stage].is_empty()).collect();
+        let stages = (0..stages.len()).filter(|stage| !weights[*stage].is_empty()).collect();
         places.keys().try_for_each(|index| params[*index].set_elsewhere())?;
-        Ok(Self { prefetch, visitors, slots, places, visiting, state })
+        Ok(Self { prefetch, weights, slots, places, stages, state })
     }
 }
 
-impl VisitingWeights {
+impl StoredWeights {
     /// Starts to bring the weights of a stage into its slot.
     fn bring(&self, state: &mut CopyState, stage: usize) -> Result<()> {
         let (slot, mut copies) = (self.slots[stage], Vec::new());
         state.present[slot] = None; // until all weights are there, or on their way
-        for VisitingWeight { stored, place } in &self.visitors[stage] {
+        for SlotWeight { stored, place } in &self.weights[stage] {
             match stored {
                 StoredWeight::Host(weight) => copies.push((weight.clone(), place.clone())),
                 StoredWeight::Nf4(weight) => weight.dequantize_into(place)?,
@@ -216,7 +217,7 @@ impl VisitingWeights {
 
     /// The stage that is probably read after `stage`.
     fn next(&self, state: &mut CopyState, stage: usize) -> Option<usize> {
-        let at = self.visiting.binary_search(&stage).ok()?;
+        let at = self.stages.binary_search(&stage).ok()?;
         if let Some(last) = state.last.replace(at)
             && last != at
         {
@@ -224,7 +225,7 @@ impl VisitingWeights {
         }
         let neighbour = |backwards: bool| {
             let place = if backwards { at.checked_sub(1)? } else { at + 1 };
-            self.visiting.get(place)
+            self.stages.get(place)
         };
         let next = neighbour(state.backwards);
         state.backwards ^= next.is_none(); // a pass turns, or the next one begins
@@ -232,7 +233,7 @@ impl VisitingWeights {
     }
 }
 
-impl VisitingWeights {
+impl StoredWeights {
     /// Whether the weight of `param` is stored here.
     pub(super) fn has(&self, param: &Param) -> bool {
         self.places.contains_key(&param.index())
@@ -270,7 +271,7 @@ impl VisitingWeights {
     /// they are.
     pub fn saved(&self, param: &Param) -> Result<Option<Tensor>> {
         let Some((stage, at)) = self.places.get(&param.index()) else { return Ok(None) };
-        let VisitingWeight { stored, place } = &self.visitors[*stage][*at];
+        let SlotWeight { stored, place } = &self.weights[*stage][*at];
         match stored {
             StoredWeight::Host(weight) => Ok(Some(weight.clone())),
             StoredWeight::Nf4(weight) => {
@@ -286,7 +287,7 @@ impl VisitingWeights {
 mod tests {
     use super::*;
 
-    /// Three stages of two matrices each, the first ones of which visit.
+    /// Three stages of two matrices each, the first ones of which is_stored.
     fn model() -> (Vec<Param>, Vec<bool>) {
         let sizes = [(2, 3), (1, 2), (3, 30), (2, 2), (1, 5), (4, 1)];
         let param = |(index, (m, k))| {
@@ -307,15 +308,15 @@ mod tests {
         StoredWeight::Host(Tensor::full(value, param.shape(), &Device::Cpu).unwrap())
     }
 
-    fn install(params: &[Param], visit: &[bool]) -> VisitingWeights {
-        let stored = params.iter().filter(|param| visit[param.index()]);
+    fn install(params: &[Param], is_stored: &[bool]) -> StoredWeights {
+        let stored = params.iter().filter(|param| is_stored[param.index()]);
         let stored = stored.map(|param| (param.index(), on_host(param))).collect();
         let stages = stages(params);
-        VisitingWeights::install(&stages, params, stored, DType::F32, &Device::Cpu).unwrap()
+        StoredWeights::install(&stages, params, stored, DType::F32, &Device::Cpu).unwrap()
     }
 
     /// The weight of `param` as a pass reads it.
-    fn read(weights: &VisitingWeights, param: &Param) -> Vec<f32> {
+    fn read(weights: &StoredWeights, param: &Param) -> Vec<f32> {
         let has = weights.has(param);
         assert!(has != param.tensor().is_ok());
         let weight = if has { weights.weight(param) } else { param.tensor() };
@@ -324,18 +325,18 @@ mod tests {
 
     #[test]
     fn a_weight_that_is_read_is_in_its_slot_and_the_others_stay_as_they_are() {
-        let (params, visit) = model();
-        let weights = install(&params, &visit);
+        let (params, is_stored) = model();
+        let weights = install(&params, &is_stored);
         for stage in [0, 1, 2, 1, 0, 0, 2] {
-            let [visitor, kept] = [&params[2 * stage], &params[2 * stage + 1]];
-            let expected = vec![2.0 * stage as f32 + 1.0; visitor.shape().elem_count()];
-            assert_eq!(read(&weights, visitor), expected);
+            let [stored, kept] = [&params[2 * stage], &params[2 * stage + 1]];
+            let expected = vec![2.0 * stage as f32 + 1.0; stored.shape().elem_count()];
+            assert_eq!(read(&weights, stored), expected);
             assert_eq!(read(&weights, kept), vec![0.0; kept.shape().elem_count()]);
         }
     }
 
     /// The stages in the slots, or on their way there.
-    fn present(weights: &VisitingWeights) -> Vec<usize> {
+    fn present(weights: &StoredWeights) -> Vec<usize> {
         let present = weights.state.lock().unwrap().present;
         let mut stages: Vec<usize> = present.iter().flatten().map(|(stage, _)| *stage).collect();
         stages.sort_unstable();
@@ -344,8 +345,8 @@ mod tests {
 
     #[test]
     fn a_stage_that_is_present_is_not_copied_again() {
-        let (params, visit) = model();
-        let weights = install(&params, &visit);
+        let (params, is_stored) = model();
+        let weights = install(&params, &is_stored);
         read(&weights, &params[0]);
         read(&weights, &params[2]); // in the other slot
         let weight = params[2].buffer();
@@ -377,9 +378,9 @@ mod tests {
                 (2, [2, 3]),
                 (3, [2, 3]),
             ] {
-                let visitor = &params[2 * stage];
-                let values = vec![2.0 * stage as f32 + 1.0; visitor.shape().elem_count()];
-                assert_eq!(read(&weights, visitor), values);
+                let stored = &params[2 * stage];
+                let values = vec![2.0 * stage as f32 + 1.0; stored.shape().elem_count()];
+                assert_eq!(read(&weights, stored), values);
                 assert_eq!(present(&weights), expected, "after stage {stage}");
             }
         }
@@ -387,8 +388,8 @@ mod tests {
 
     #[test]
     fn a_checkpoint_has_the_stored_weight_although_another_stage_is_in_the_slot() {
-        let (params, visit) = model();
-        let weights = install(&params, &visit);
+        let (params, is_stored) = model();
+        let weights = install(&params, &is_stored);
         read(&weights, &params[4]);
         let stored = weights.saved(&params[0]).unwrap().unwrap().flatten_all().unwrap();
         assert_eq!(stored.to_vec1::<f32>().unwrap(), [1.0; 6]);
@@ -397,9 +398,9 @@ mod tests {
 
     #[test]
     fn slots_have_the_size_of_the_largest_stages_and_nf4_an_eighth_of_f32() {
-        let (params, visit) = model();
-        let memory = |storage| visiting_memory(&stages(&params), &visit, storage);
-        let expected = VisitingMemory { elements: 6 + 90 + 5, slots: 64 + 128, stored_bytes: 0 };
+        let (params, is_stored) = model();
+        let memory = |storage| stored_memory(&stages(&params), &is_stored, storage);
+        let expected = StoredMemory { elements: 6 + 90 + 5, slots: 64 + 128, stored_bytes: 0 };
         assert_eq!(memory(WeightStorage::Host), expected);
         let bytes = (3 + 1 + 4) + (45 + 2 + 4) + (3 + 1 + 4);
         assert_eq!(memory(WeightStorage::Nf4).stored_bytes, bytes);
@@ -414,7 +415,7 @@ mod tests {
             let (stages, stored) = (stages(&params), [(3, stored)].into()); // of the shape [2, 2]
             let dtype = DType::F32;
             let weights =
-                VisitingWeights::install(&stages, &params, stored, dtype, &Device::Cpu).unwrap();
+                StoredWeights::install(&stages, &params, stored, dtype, &Device::Cpu).unwrap();
             assert_eq!(weights.weight(&params[3]).is_ok(), is_copied);
         }
     }

@@ -32,7 +32,7 @@ struct Order {
     head: usize,
 }
 
-pub struct WeightSlots {
+pub struct ShardedWeights {
     order: Order,
     /// By parameter.
     stages: Vec<usize>,
@@ -49,7 +49,7 @@ type Present = [Option<(usize, Option<Ticket>)>; 2];
 
 /// The gathers of one pass over the model.
 pub(super) struct GatherPass<'a> {
-    slots: &'a WeightSlots,
+    slots: &'a ShardedWeights,
     /// The stages that the pass reads.
     order: &'a [usize],
     state: RefCell<Gathered>,
@@ -101,12 +101,12 @@ impl Order {
 }
 
 /// The shares of a rank, and the places of the parameters in two slots.
-pub struct SlotTensors {
+pub struct ShardTensors {
     /// The share of this rank and all weights, for the buckets of each stage.
     pub buckets: Vec<Vec<(Tensor, Tensor)>>,
 }
 
-impl SlotTensors {
+impl ShardTensors {
     /// Allocates shares and slots, and makes the tensors of `params` views of the slots.
     pub fn new(layout: &Layout, params: &[Param], dtype: DType, device: &Device) -> Result<Self> {
         let stages = layout.stages();
@@ -129,13 +129,13 @@ impl SlotTensors {
     }
 }
 
-impl WeightSlots {
+impl ShardedWeights {
     /// Gathers the weights of `tensors`, those of `params`, with `collective`.
     /// `table` is the parameter of the token embedding.
     pub fn new(
         layout: &Layout,
         member: usize,
-        tensors: SlotTensors,
+        tensors: ShardTensors,
         (params, head, table): (&[Param], &Param, &Param),
         collective: Arc<dyn Collective>,
     ) -> Result<Self> {
@@ -152,7 +152,7 @@ impl WeightSlots {
         let num_stages = layout.stages().len();
         let trained = (0..num_stages).rev().find(trained).unwrap_or_default();
         let order = Order::new(num_stages, layout.stage_of(head), layout.stage_of(table), trained);
-        let SlotTensors { buckets } = tensors;
+        let ShardTensors { buckets } = tensors;
         let mut stages = vec![0; params.len()];
         for param in params {
             param.set_elsewhere()?;
