@@ -1,7 +1,7 @@
 //! The AdamW update in one pass over weight, gradient and moments, and what clipping needs.
 //!
 //! The order of operations is that of `torch.optim.AdamW`. Tensors are computed in `f32`, scalars
-//! in `f64`. The moments may be stored in `bf16` (`moments.rs`) or in 8 bits (`eight_bit.rs`), and
+//! in `f64`. The moments may be stored in `bf16` (`stochastic_rounding.rs`) or in 8 bits (`eight_bit.rs`), and
 //! a `bf16` weight may have no master copy.
 
 #![expect(
@@ -16,7 +16,7 @@ use super::eight_bit::{EIGHT_BIT_BLOCK, SIGNED, UNSIGNED};
 use super::launch::{
     Launch, Long, THREADS, Words, address, empty, launch, launch_elementwise, on_gpu,
 };
-use super::moments::{Draw, step_seed, tensor_seed};
+use super::stochastic_rounding::{Draw, step_seed, tensor_seed};
 use super::stored::{Seed, State, StoredElements};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;

@@ -13,7 +13,7 @@ use super::cpu::in_place::change;
 use super::cpu::simd::kernels;
 use super::cpu::{compute_dtype, distinct, expect_shape, read};
 use super::launch::{Launch, Long, THREADS, empty, launch, on_gpu, vectors, version};
-use super::moments::mix;
+use super::stochastic_rounding::mix;
 use candle_core::{Result, Tensor};
 
 /// The elements that are set to zero.

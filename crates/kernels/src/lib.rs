@@ -65,7 +65,6 @@ mod launch;
 mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
-mod moments;
 mod muon;
 mod nf4;
 mod norm_geometry;
@@ -77,6 +76,7 @@ mod route;
 mod router_probabilities;
 mod rows;
 mod sigmoid_gate;
+mod stochastic_rounding;
 mod stored;
 mod swiglu;
 #[cfg(test)]

@@ -11,7 +11,7 @@ use super::adamw::sum_of_squares;
 use super::cpu::simd::kernels;
 use super::cpu::{self, BLOCK, compute_dtype, read};
 use super::launch::{ELEMENTS, Launch, Long, THREADS, Words, launch, on_gpu};
-use super::moments::{Draw, step_seed, tensor_seed};
+use super::stochastic_rounding::{Draw, step_seed, tensor_seed};
 use super::stored::{Seed, State};
 use super::{linear, linear_backward_input, linear_backward_weight};
 use candle_core::{DType, Result, Tensor, bail};

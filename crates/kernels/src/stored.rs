@@ -4,7 +4,7 @@
 use super::cpu::blocks::{to_bf16_block, to_f32_block};
 use super::cpu::{BLOCK, write};
 use super::eight_bit::{DynamicMap, EIGHT_BIT_BLOCK, SIGNED, UNSIGNED};
-use super::moments::{Draw, round_block};
+use super::stochastic_rounding::{Draw, round_block};
 use candle_core::{DType, Result, Tensor, bail};
 use half::bf16;
 use std::ops::Range;

@@ -4,6 +4,7 @@
 //! dim, `F` intermediate size, `V` vocabulary.
 
 mod adapter;
+mod adapter_init;
 mod attention;
 mod config;
 mod context;
@@ -11,7 +12,6 @@ mod cost;
 mod decoder;
 mod expert_linear;
 mod experts;
-mod factors;
 mod init;
 mod kv_cache;
 mod linear;
@@ -28,6 +28,7 @@ mod shared_expert;
 mod tensor_names;
 
 pub use adapter::{AdapterModule, AdapterTensor, Adapters, peft_name, peft_name_of_file};
+pub use adapter_init::{WeightPart, weight_factors};
 pub use config::{
     AttentionSpec, DecoderConfig, LayerSpec, LinearAttentionSpec, MixerSpec, MlpSpec, Mrope,
     MropeLayout, decoder_specs,
@@ -36,7 +37,6 @@ pub(crate) use context::DecoderContext;
 pub(crate) use cost::{indexes, matrix_elements};
 pub(crate) use decoder::{Decoder, DecoderTape};
 pub use experts::{ExpertFiles, MoeConfig};
-pub use factors::{WeightPart, weight_factors};
 pub use init::{AdapterDraw, Init, random_adapter_part, random_part, random_tensor};
 pub use kv_cache::KvCache;
 pub(crate) use linear::Linear;
