@@ -218,7 +218,6 @@ impl RunConfig {
         } else if shard != Shard::None && !kind.divides_state() {
             let expected = match kind {
                 Kind::Muon => "`none` with `optim.kind: muon`, which needs whole matrices",
-                Kind::Sgd => "`none` with `optim.kind: sgd`, which needs whole parameters",
                 _ => "`none` with `optim.kind: adafactor`, which needs whole parameters",
             };
             let hint =

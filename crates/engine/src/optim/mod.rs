@@ -97,9 +97,6 @@ pub enum Kind {
     /// `Adafactor`: second moments of rows and columns only.
     #[serde(rename = "adafactor")]
     Adafactor,
-    /// SGD with the first of `optim.betas` as momentum.
-    #[serde(rename = "sgd")]
-    Sgd,
 }
 
 impl Kind {

@@ -189,7 +189,7 @@ impl Optimizer {
         if let Some(scale) = scale {
             others.try_for_each(|((state, weight), grad)| match state.rule {
                 Rule::Adafactor => self.adafactor_update(state, weight, grad, lr, (step, scale)),
-                rule => self.momentum_update(rule, state, weight, grad, lr, (step, scale)),
+                _ => muon_update(state, weight, grad, lr, (step, scale)),
             })?;
         }
         for (state, weight) in self.states.iter().zip(&weights) {
@@ -225,33 +225,6 @@ impl Optimizer {
             weight_decay: state.weight_decay,
         };
         kernels::adafactor_step(&self.adafactor, &update, step, scale)
-    }
-
-    /// Updates a parameter with Muon or SGD; `scale` is the factor of its gradient.
-    #[expect(clippy::too_many_arguments, reason = "as an experiment")]
-    fn momentum_update(
-        &self,
-        rule: Rule,
-        state: &ParamState,
-        weight: &Tensor,
-        grad: &Tensor,
-        lr: f64,
-        (step, scale): (u64, f32),
-    ) -> Result<()> {
-        let shape = whole_shape(state, "Muon and SGD need whole parameters")?;
-        let update = kernels::MuonUpdate {
-            weight: &weight.reshape(shape)?,
-            master: state.tensor(MASTER),
-            momentum: state.tensor("momentum_buffer").expect("`Rule::kinds` has the kind"),
-            grad,
-            index: state.index,
-            lr: lr * state.lr_multiplier,
-            weight_decay: state.weight_decay,
-        };
-        match rule {
-            Rule::Sgd => kernels::sgd_step(&update, self.hyper.beta1, step, scale),
-            _ => kernels::muon_step(&update, step, scale),
-        }
     }
 
     /// The gradient norm, and the reason why the update changed nothing, if a gradient was not
@@ -315,6 +288,26 @@ fn adamw_update<'a>(
         lr: lr * state.lr_multiplier,
         weight_decay: state.weight_decay,
     }
+}
+
+fn muon_update(
+    state: &ParamState,
+    weight: &Tensor,
+    grad: &Tensor,
+    lr: f64,
+    (step, scale): (u64, f32),
+) -> Result<()> {
+    let shape = whole_shape(state, "Muon needs whole matrices")?;
+    let update = kernels::MuonUpdate {
+        weight: &weight.reshape(shape)?,
+        master: state.tensor(MASTER),
+        momentum: state.tensor("momentum_buffer").expect("`Rule::kinds` has the kind"),
+        grad,
+        index: state.index,
+        lr: lr * state.lr_multiplier,
+        weight_decay: state.weight_decay,
+    };
+    kernels::muon_step(&update, step, scale)
 }
 
 /// The shape of a parameter, which must not be divided.

@@ -56,7 +56,6 @@ pub(super) enum Rule {
     AdamW(DType),
     Muon,
     Adafactor,
-    Sgd,
 }
 
 impl Rule {
@@ -64,7 +63,6 @@ impl Rule {
         match config.kind {
             Kind::Muon if group.hidden_matrix => Self::Muon,
             Kind::Adafactor => Self::Adafactor,
-            Kind::Sgd => Self::Sgd,
             Kind::Adamw8bit if param.shape().elem_count() >= SMALLEST_IN_8_BITS => {
                 Self::AdamW(DType::U8)
             }
@@ -86,7 +84,7 @@ impl Rule {
                 }
                 kinds
             }
-            Self::Muon | Self::Sgd => vec![each("momentum_buffer", DType::F32)],
+            Self::Muon => vec![each("momentum_buffer", DType::F32)],
             Self::Adafactor => match param.dims() {
                 [others @ .., rows, columns] => {
                     let matrices: usize = others.iter().product();
