@@ -21,7 +21,7 @@ pub(crate) fn add_by_columns(
 ) -> Result<()> {
     let Some(sums) = sums else { return Ok(()) };
     cpu::write(op, name, sums, |sums: &mut [f32]| {
-        let width = sums.len().div_ceil(rayon::current_num_threads());
+        let width = sums.len().div_ceil(rayon::current_num_threads()).max(1);
         let width = width.next_multiple_of(MIN_COLUMNS);
         sums.par_chunks_mut(width).enumerate().for_each(|(index, part)| {
             let start = index * width;
@@ -53,7 +53,7 @@ mod tests {
 
     #[test]
     fn sums_are_one_chain_in_one_call_and_in_several() -> Result<()> {
-        for (n, d) in [(0, 3), (1, 1), (40, 15), (70, 16), (33, 200)] {
+        for (n, d) in [(0, 3), (2, 0), (1, 1), (40, 15), (70, 16), (33, 200)] {
             for dtype in [DType::F32, DType::BF16] {
                 let x = random(1, &[n.max(1), d]).to_device(&Device::Cpu)?.to_dtype(dtype)?;
                 let x = x.narrow(0, 0, n)?.contiguous()?;
