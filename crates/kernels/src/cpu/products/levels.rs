@@ -2,6 +2,7 @@
 
 #![expect(unsafe_code, reason = "functions with target features are called after detection")]
 
+use super::few_rows::{FewRows, few_rows};
 use super::packs::{Lanes, panels};
 use super::tiles::{Block, block};
 use super::vectors::Plain;
@@ -14,6 +15,8 @@ use half::bf16;
 type ComputeBlock = unsafe fn(&Block);
 /// Copies lanes to panels, with the contract of [`panels`].
 type CopyPanels<E> = unsafe fn(&Lanes<E>, (usize, usize), *mut f32);
+/// Computes a product of a few rows, with the contract of [`few_rows`].
+type ComputeFewRows<E> = unsafe fn(&FewRows<E>);
 
 /// The functions of a SIMD level, and the sizes of its tiles.
 pub(super) struct Kernels {
@@ -26,14 +29,16 @@ pub(super) struct Kernels {
     pub(super) block: ComputeBlock,
     pub(super) panels_f32: CopyPanels<f32>,
     pub(super) panels_bf16: CopyPanels<bf16>,
+    pub(super) few_rows_f32: ComputeFewRows<f32>,
+    pub(super) few_rows_bf16: ComputeFewRows<bf16>,
 }
 
 /// Defines the functions of a level that needs CPU features.
 macro_rules! level {
-    ($name:ident, $features:literal, $block:expr) => {
+    ($name:ident, $features:literal, $block:expr, $side:ident, $lanes:literal) => {
         #[cfg(target_arch = "x86_64")]
         mod $name {
-            use super::{Block, Eight, Lanes, bf16};
+            use super::{Block, Eight, FewRows, Lanes, bf16};
 
             #[target_feature(enable = $features)]
             pub(super) unsafe fn block(block: &Block) {
@@ -52,6 +57,18 @@ macro_rules! level {
                 // SAFETY: guaranteed by the caller.
                 unsafe { super::panels::<Eight, bf16>(x, widths, y) }
             }
+
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn few_rows_f32(x: &FewRows<f32>) {
+                // SAFETY: guaranteed by the caller.
+                unsafe { super::few_rows::<super::$side, f32, $lanes>(x) }
+            }
+
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn few_rows_bf16(x: &FewRows<bf16>) {
+                // SAFETY: guaranteed by the caller.
+                unsafe { super::few_rows::<super::$side, bf16, $lanes>(x) }
+            }
         }
     };
 }
@@ -59,9 +76,11 @@ macro_rules! level {
 level!(
     avx512,
     "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma",
-    super::block::<super::Sixteen, Eight, 3>
+    super::block::<super::Sixteen, Eight, 3>,
+    Sixteen,
+    16
 );
-level!(avx2, "avx2,fma", super::block::<Eight, Eight, 2>);
+level!(avx2, "avx2,fma", super::block::<Eight, Eight, 2>, Eight, 8);
 
 #[cfg(target_arch = "x86_64")]
 static AVX512: Kernels = Kernels {
@@ -71,6 +90,8 @@ static AVX512: Kernels = Kernels {
     block: avx512::block,
     panels_f32: avx512::panels_f32,
     panels_bf16: avx512::panels_bf16,
+    few_rows_f32: avx512::few_rows_f32,
+    few_rows_bf16: avx512::few_rows_bf16,
 };
 #[cfg(target_arch = "x86_64")]
 static AVX2: Kernels = Kernels {
@@ -80,6 +101,8 @@ static AVX2: Kernels = Kernels {
     block: avx2::block,
     panels_f32: avx2::panels_f32,
     panels_bf16: avx2::panels_bf16,
+    few_rows_f32: avx2::few_rows_f32,
+    few_rows_bf16: avx2::few_rows_bf16,
 };
 static BASELINE: Kernels = Kernels {
     widths: &[8, 16],
@@ -88,6 +111,8 @@ static BASELINE: Kernels = Kernels {
     block: block::<Plain, Plain, 2>,
     panels_f32: panels::<Plain, f32>,
     panels_bf16: panels::<Plain, bf16>,
+    few_rows_f32: few_rows::<Plain, f32, 8>,
+    few_rows_bf16: few_rows::<Plain, bf16, 8>,
 };
 
 impl Kernels {

@@ -13,6 +13,7 @@
 
 #![expect(unsafe_code, reason = "tasks write disjoint parts of one matrix")]
 
+mod few_rows;
 mod levels;
 mod packs;
 mod serial;

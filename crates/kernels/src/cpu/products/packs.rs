@@ -7,13 +7,13 @@
 )]
 #![expect(clippy::needless_range_loop, reason = "loops over registers have constant lengths")]
 
-use super::vectors::Square;
+use super::vectors::{Square, Widen};
 use half::bf16;
 
 /// Number of terms that are copied for one panel before those of the next.
 const TERMS: usize = 8;
 /// Size of a cache line, in bytes.
-const LINE: usize = 64;
+pub(super) const LINE: usize = 64;
 /// Distance between the terms of a lane that are read and those that are fetched into the cache, in
 /// bytes.
 const AHEAD: usize = 4 * LINE;
@@ -25,12 +25,12 @@ pub(super) trait Source: Copy {
     fn wide(self) -> f32;
     /// # Safety
     /// The pointer is valid for 8 elements, and the CPU has the features of `V`.
-    unsafe fn load<V: Square>(from: *const Self) -> V;
-    /// Writes the `PACKED` terms of a vector of 8 lanes, which are `stride` elements apart.
+    unsafe fn load<V: Widen>(from: *const Self) -> V;
+    /// Returns the `PACKED` terms of each lane.
     ///
     /// # Safety
-    /// The pointer is valid for 8 elements of each term, and the CPU has the features of `V`.
-    unsafe fn store_terms<V: Square>(lanes: V, to: *mut f32, stride: usize);
+    /// The CPU has the features of `V`.
+    unsafe fn terms<V: Square<SIDE>, const SIDE: usize>(lanes: V) -> impl IntoIterator<Item = V>;
 }
 
 impl Source for f32 {
@@ -40,14 +40,13 @@ impl Source for f32 {
         self
     }
     #[inline(always)]
-    unsafe fn load<V: Square>(from: *const Self) -> V {
+    unsafe fn load<V: Widen>(from: *const Self) -> V {
         // SAFETY: guaranteed by the caller.
         unsafe { V::load(from) }
     }
     #[inline(always)]
-    unsafe fn store_terms<V: Square>(lanes: V, to: *mut f32, _: usize) {
-        // SAFETY: guaranteed by the caller.
-        unsafe { lanes.store(to) }
+    unsafe fn terms<V: Square<SIDE>, const SIDE: usize>(lanes: V) -> impl IntoIterator<Item = V> {
+        [lanes]
     }
 }
 
@@ -58,17 +57,14 @@ impl Source for bf16 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
     #[inline(always)]
-    unsafe fn load<V: Square>(from: *const Self) -> V {
+    unsafe fn load<V: Widen>(from: *const Self) -> V {
         // SAFETY: guaranteed by the caller.
         unsafe { V::widen(from) }
     }
     #[inline(always)]
-    unsafe fn store_terms<V: Square>(lanes: V, to: *mut f32, stride: usize) {
+    unsafe fn terms<V: Square<SIDE>, const SIDE: usize>(lanes: V) -> impl IntoIterator<Item = V> {
         // SAFETY: guaranteed by the caller.
-        unsafe {
-            lanes.first().store(to);
-            lanes.second().store(to.add(stride));
-        }
+        unsafe { [lanes.first(), lanes.second()] }
     }
 }
 
@@ -90,7 +86,7 @@ pub(super) struct Lanes<E> {
 /// All elements of `x` are valid, `y` is valid for the panels and 8 more elements, and the CPU has
 /// the features of `V`.
 #[inline(always)]
-pub(super) unsafe fn panels<V: Square, E: Source>(
+pub(super) unsafe fn panels<V: Widen, E: Source>(
     x: &Lanes<E>,
     (width, last): (usize, usize),
     y: *mut f32,
@@ -142,7 +138,7 @@ pub(super) unsafe fn panels<V: Square, E: Source>(
 /// # Safety
 /// As for [`panels`].
 #[inline(always)]
-unsafe fn term<V: Square, E: Source>(x: *const E, given: usize, y: *mut f32, width: usize) {
+unsafe fn term<V: Widen, E: Source>(x: *const E, given: usize, y: *mut f32, width: usize) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         match (given, width) {
@@ -163,7 +159,7 @@ unsafe fn term<V: Square, E: Source>(x: *const E, given: usize, y: *mut f32, wid
 }
 
 #[inline(always)]
-unsafe fn vectors<V: Square, E: Source, const N: usize>(x: *const E, y: *mut f32) {
+unsafe fn vectors<V: Widen, E: Source, const N: usize>(x: *const E, y: *mut f32) {
     for v in 0..N {
         // SAFETY: guaranteed by the caller.
         unsafe { E::load::<V>(x.add(v * 8)).store(y.add(v * 8)) };
@@ -175,7 +171,7 @@ unsafe fn vectors<V: Square, E: Source, const N: usize>(x: *const E, y: *mut f32
 /// # Safety
 /// As for [`panels`].
 #[inline(always)]
-unsafe fn transpose<V: Square, E: Source>(
+unsafe fn transpose<V: Widen, E: Source>(
     x: &Lanes<E>,
     terms: std::ops::Range<usize>,
     group: usize,
@@ -205,8 +201,9 @@ unsafe fn transpose<V: Square, E: Source>(
             }
             let square = V::transpose(square);
             for i in 0..8 {
-                let to = y.add((t + i * E::PACKED) * width + group);
-                E::store_terms(square[i], to, width);
+                for (part, term) in E::terms(square[i]).into_iter().enumerate() {
+                    term.store(y.add((t + i * E::PACKED + part) * width + group));
+                }
             }
         }
         one_by_one(x, whole..terms.end, group..width.min(group + 8), width, y);
@@ -214,7 +211,7 @@ unsafe fn transpose<V: Square, E: Source>(
 }
 
 #[inline(always)]
-fn prefetch<E>(at: *const E) {
+pub(super) fn prefetch<E>(at: *const E) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};

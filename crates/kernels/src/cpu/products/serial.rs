@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "operands and destinations are given by address")]
 
 use super::super::blocks::Scratch;
+use super::few_rows::{self, FewRows};
 use super::levels::Kernels;
 use super::packs::Lanes;
 use super::tiles::{Block, Panels};
@@ -96,6 +97,14 @@ impl Product {
         if self.m == 0 || self.n == 0 {
             return;
         }
+        if self.m <= few_rows::MAX_ROWS
+            && self.n >= few_rows::COLUMNS
+            && self.k >= few_rows::TERMS
+            && self.b.row_stride == 1
+        {
+            // SAFETY: guaranteed by the caller.
+            return unsafe { self.compute_few_rows(kernels) };
+        }
         let (whole, last) = (self.n / kernels.widest() * kernels.widest(), self.n);
         let right = self.reads_right(kernels);
         // SAFETY: guaranteed by the caller.
@@ -109,6 +118,56 @@ impl Product {
             }
             let rest = self.part((0, whole), (self.m, last - whole));
             Blocks::new(rest, kernels, Reading::FromCopy).compute();
+        }
+    }
+
+    /// Computes a product of a few rows, of which the right operand is stored by columns.
+    ///
+    /// # Safety
+    /// As for [`Self::compute`].
+    unsafe fn compute_few_rows(self, kernels: &Kernels) {
+        let Self { m, n, k, dst, from_zero, a, b } = self;
+        let mut copy = Scratch::of(m * k);
+        let (left, left_stride) = match a.start {
+            Elements::F32(start) if a.column_stride == 1 => (start, a.row_stride),
+            _ => {
+                for (at, copy) in copy.all().iter_mut().enumerate() {
+                    // SAFETY: guaranteed by the caller.
+                    *copy = match a.at(at / k, at % k).start {
+                        Elements::F32(from) => unsafe { *from },
+                        Elements::Bf16(from) => unsafe { *from }.to_f32(),
+                    };
+                }
+                (copy.all().as_ptr(), k)
+            }
+        };
+        let (lane_stride, term_stride, count, terms) = (b.column_stride, 1, n, k);
+        // SAFETY: guaranteed by the caller; the functions are those of the level of this CPU.
+        unsafe {
+            match b.start {
+                Elements::F32(start) => {
+                    let right = Lanes { start, lane_stride, term_stride, count, terms };
+                    (kernels.few_rows_f32)(&FewRows {
+                        rows: m,
+                        left,
+                        left_stride,
+                        right,
+                        dst,
+                        from_zero,
+                    });
+                }
+                Elements::Bf16(start) => {
+                    let right = Lanes { start, lane_stride, term_stride, count, terms };
+                    (kernels.few_rows_bf16)(&FewRows {
+                        rows: m,
+                        left,
+                        left_stride,
+                        right,
+                        dst,
+                        from_zero,
+                    });
+                }
+            }
         }
     }
 }

@@ -80,6 +80,80 @@ fn every_element_is_one_chain_at_every_simd_level() {
     }
 }
 
+/// Compares products of few rows with the chains, at each level. The right operand is stored by
+/// columns, which are `stride` elements apart and start at element `start` of a slice.
+fn check_few_rows((m, n, k): (usize, usize, usize), start: usize, stride: usize) {
+    let (a, b) = (wave(m * k, 0.37), wave(start + n * stride, 0.73));
+    let (a16, b16) = (narrowed(&a), narrowed(&b));
+    let wide = |x: &[bf16]| x.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
+    let (a_wide, b_wide) = (wide(&a16), wide(&b16));
+    for (a, b, a_exact, b_exact) in [
+        (Values::F32(&a), Values::F32(&b[start..]), &a, &b),
+        (Values::Bf16(&a16), Values::F32(&b[start..]), &a_wide, &b),
+        (Values::F32(&a), Values::Bf16(&b16[start..]), &a, &b_wide),
+        (Values::Bf16(&a16), Values::Bf16(&b16[start..]), &a_wide, &b_wide),
+    ] {
+        let (a, b) = (Matrix::rows(a, k), Matrix::rows(b, stride).t());
+        let a_at = |i: usize, p: usize| a_exact[i * k + p];
+        let b_at = |p: usize, j: usize| b_exact[start + j * stride + p];
+        for into in [Into::Overwrite, Into::Add] {
+            let old = wave(m * n, 0.11);
+            let want = bits(&chains((m, n, k), &old, into, a_at, b_at));
+            let on = |threads: Threads| {
+                let mut y = old.clone();
+                multiply((m, n, k), (&mut y, n), into, a, b, threads);
+                bits(&y)
+            };
+            let what = format!("{m} x {n} x {k}, from {start} by {stride}, {into:?}");
+            for (level, y) in at_each_level(|| on(Threads::One)) {
+                assert!(y == want, "{what}, {level}");
+            }
+            assert!(on(Threads::All) == want, "{what}, all threads");
+        }
+    }
+}
+
+#[test]
+fn products_of_few_rows_are_chains_around_the_sizes_of_vectors() {
+    for m in 1..=5 {
+        for n in [7, 15, 16, 17, 31, 32, 33, 50] {
+            for k in [1, 15, 31, 32, 33, 47, 48, 63, 64, 65] {
+                check_few_rows((m, n, k), 0, k);
+            }
+        }
+    }
+}
+
+#[test]
+fn products_of_few_rows_are_chains_wherever_the_columns_start() {
+    for m in 1..=4 {
+        for (n, k) in [(17, 40), (35, 100)] {
+            for start in [0, 1, 4, 8, 15, 31] {
+                for stride in [k, k + 1, 128] {
+                    check_few_rows((m, n, k), start, stride);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn products_of_few_rows_are_chains_on_all_threads() {
+    for (m, n, k) in [(1, 1900, 321), (2, 999, 512), (3, 530, 400), (4, 1333, 130)] {
+        check_few_rows((m, n, k), 3, k + 7);
+    }
+}
+
+/// A product with a few columns is computed transposed.
+#[test]
+fn products_of_few_columns_are_chains() {
+    for (m, k) in [(16, 32), (33, 65), (50, 100)] {
+        for n in 1..=3 {
+            at_each_level(|| check((m, n, k), Threads::One));
+        }
+    }
+}
+
 #[test]
 fn empty_products_leave_or_clear_the_destination() {
     for size in [(0, 3, 2), (3, 0, 2), (3, 4, 0), (0, 0, 0)] {
