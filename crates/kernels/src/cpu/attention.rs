@@ -8,7 +8,7 @@
 
 #![expect(unsafe_code, reason = "tasks write disjoint strided parts of the same buffer")]
 
-use super::products::{Into, Raw, Threads, product};
+use super::products::{Raw, Threads, Write, product};
 use super::simd::{dot, exp, exp_in_place, kernels, max};
 use super::{self as cpu, Shared};
 use crate::Masking;
@@ -230,7 +230,7 @@ pub(crate) fn forward(
                 product(
                     (num_rows, num_keys, dh),
                     Raw::rows(scores.as_mut_ptr(), num_keys),
-                    Into::Overwrite,
+                    Write::Overwrite,
                     Raw::rows(q_rows.as_ptr(), dh),
                     Raw::rows(k[at..].as_ptr(), k_stride).t(),
                     Threads::One,
@@ -254,7 +254,7 @@ pub(crate) fn forward(
                 product(
                     (num_rows, dh, num_keys),
                     Raw::rows(o_rows.as_mut_ptr(), dh),
-                    if first_key == 0 { Into::Overwrite } else { Into::Add },
+                    if first_key == 0 { Write::Overwrite } else { Write::Add },
                     Raw::rows(scores.as_ptr(), num_keys),
                     Raw::rows(v[at..].as_ptr(), k_stride),
                     Threads::One,
@@ -361,8 +361,8 @@ fn backward_block(
         // SAFETY: the keys are inside the tensors, and this task owns the scratch.
         unsafe {
             let size = (num_rows, num_keys, dh);
-            product(size, s_out, Into::Overwrite, q_rows, k_rows.t(), none);
-            product(size, ds_out, Into::Overwrite, do_rows, v_rows.t(), none);
+            product(size, s_out, Write::Overwrite, q_rows, k_rows.t(), none);
+            product(size, ds_out, Write::Overwrite, do_rows, v_rows.t(), none);
         }
         let row_pairs = s.chunks_mut(num_keys).zip(ds.chunks_mut(num_keys));
         for (i, ((s, ds), (lse, delta))) in row_pairs.zip(&of_rows).enumerate() {
@@ -372,13 +372,13 @@ fn backward_block(
             ds[visible..].fill(0.0);
         }
         let (p, ds) = (Raw::rows(s.as_ptr(), num_keys), Raw::rows(ds.as_ptr(), num_keys));
-        let into = if first_key == 0 { Into::Overwrite } else { Into::Add };
+        let into = if first_key == 0 { Write::Overwrite } else { Write::Add };
         // SAFETY: only this task writes these keys of this key-value head, and it owns the scratch.
         unsafe {
             let dv = Raw::rows(dv_part.at(at), k_stride);
-            product((num_keys, dh, num_rows), dv, Into::Add, p.t(), do_rows, none);
+            product((num_keys, dh, num_rows), dv, Write::Add, p.t(), do_rows, none);
             let dk = Raw::rows(dk_part.at(at), k_stride);
-            product((num_keys, dh, num_rows), dk, Into::Add, ds.t(), q_rows, none);
+            product((num_keys, dh, num_rows), dk, Write::Add, ds.t(), q_rows, none);
             let dq = Raw::rows(scratch.dq.as_mut_ptr(), dh);
             product((num_rows, dh, num_keys), dq, into, ds, k_rows, none);
         }

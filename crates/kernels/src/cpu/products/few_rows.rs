@@ -8,7 +8,7 @@
 )]
 #![expect(clippy::needless_range_loop, reason = "loops over registers have constant lengths")]
 
-use super::Raw;
+use super::operands::Raw;
 use super::packs::{LINE, Lanes, Source, prefetch};
 use super::vectors::Square;
 

@@ -4,7 +4,7 @@
 
 use super::few_rows::{FewRows, few_rows};
 use super::packs::{Lanes, panels};
-use super::tiles::{Block, block};
+use super::tiles::{TileBlock, block};
 use super::vectors::Plain;
 #[cfg(target_arch = "x86_64")]
 use super::vectors::x86::{Eight, Sixteen};
@@ -12,7 +12,7 @@ use ::simd::{SimdLevel, level};
 use half::bf16;
 
 /// Computes the tiles of a block, with the contract of [`block`].
-type ComputeBlock = unsafe fn(&Block);
+type ComputeBlock = unsafe fn(&TileBlock);
 /// Copies lanes to panels, with the contract of [`panels`].
 type CopyPanels<E> = unsafe fn(&Lanes<E>, (usize, usize), *mut f32);
 /// Computes a product of a few rows, with the contract of [`few_rows`].
@@ -38,10 +38,10 @@ macro_rules! level {
     ($name:ident, $features:literal, $block:expr, $side:ident, $lanes:literal) => {
         #[cfg(target_arch = "x86_64")]
         mod $name {
-            use super::{Block, Eight, FewRows, Lanes, bf16};
+            use super::{Eight, FewRows, Lanes, TileBlock, bf16};
 
             #[target_feature(enable = $features)]
-            pub(super) unsafe fn block(block: &Block) {
+            pub(super) unsafe fn block(block: &TileBlock) {
                 // SAFETY: guaranteed by the caller.
                 unsafe { $block(block) }
             }

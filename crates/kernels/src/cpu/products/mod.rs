@@ -15,6 +15,7 @@
 
 mod few_rows;
 mod levels;
+mod operands;
 mod packs;
 mod serial;
 #[cfg(test)]
@@ -24,13 +25,14 @@ mod vectors;
 
 use super::blocks::Values;
 use super::for_each_task;
-use half::bf16;
 use levels::Kernels;
+use operands::extent;
+pub(crate) use operands::{Elements, Matrix, Raw};
 use serial::Product;
 
 /// What a product does with the previous contents of its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Into {
+pub(crate) enum Write {
     /// Overwrites them; the destination may be uninitialized.
     Overwrite,
     /// Adds to them.
@@ -49,83 +51,14 @@ pub(crate) enum Threads {
 /// Minimum number of multiplications of a product on all threads.
 const MIN_WORK: usize = 48 * 48 * 256;
 
-/// Address of the first element of an operand.
-#[derive(Clone, Copy)]
-pub(crate) enum Elements {
-    F32(*const f32),
-    Bf16(*const bf16),
-}
-
-impl From<*const f32> for Elements {
-    fn from(start: *const f32) -> Self {
-        Self::F32(start)
-    }
-}
-
-impl From<Values<'_>> for Elements {
-    fn from(values: Values<'_>) -> Self {
-        match values {
-            Values::F32(all) => Self::F32(all.as_ptr()),
-            Values::Bf16(all) => Self::Bf16(all.as_ptr()),
-        }
-    }
-}
-
-/// Pointer to a `[rows, columns]` matrix; element `(r, c)` is at offset
-/// `r * row_stride + c * column_stride`.
-#[derive(Clone, Copy)]
-pub(crate) struct Raw<P> {
-    /// Pointer to element (0, 0).
-    start: P,
-    /// Distance between rows, in elements.
-    row_stride: usize,
-    /// Distance between columns, in elements.
-    column_stride: usize,
-}
-
-impl<P> Raw<P> {
-    /// A row-major matrix whose rows are `row_stride` elements apart.
-    pub(crate) fn rows(start: P, row_stride: usize) -> Self {
-        Self { start, row_stride, column_stride: 1 }
-    }
-
-    /// Returns the transposed matrix, without moving data.
-    pub(crate) fn t(self) -> Self {
-        Self { start: self.start, row_stride: self.column_stride, column_stride: self.row_stride }
-    }
-
-    fn offset(&self, row: usize, column: usize) -> usize {
-        row * self.row_stride + column * self.column_stride
-    }
-}
-
-impl Raw<*mut f32> {
-    /// The matrix from row `row` and column `column`.
-    pub(crate) fn at(self, row: usize, column: usize) -> Self {
-        Self { start: self.start.wrapping_add(self.offset(row, column)), ..self }
-    }
-}
-
-impl Raw<Elements> {
-    /// The matrix from row `row` and column `column`.
-    pub(crate) fn at(self, row: usize, column: usize) -> Self {
-        let offset = self.offset(row, column);
-        let start = match self.start {
-            Elements::F32(start) => Elements::F32(start.wrapping_add(offset)),
-            Elements::Bf16(start) => Elements::Bf16(start.wrapping_add(offset)),
-        };
-        Self { start, ..self }
-    }
-}
-
-/// Computes `dst [m, n] = lhs [m, k] * rhs [k, n]`, or `+=` with [`Into::Add`].
+/// Computes `dst [m, n] = lhs [m, k] * rhs [k, n]`, or `+=` with [`Write::Add`].
 ///
 /// # Safety
 /// All elements within the three shapes are valid, and no other thread accesses those of `dst`.
 pub(crate) unsafe fn product<A, B>(
     (m, n, k): (usize, usize, usize),
     dst: Raw<*mut f32>,
-    into: Into,
+    into: Write,
     lhs: Raw<A>,
     rhs: Raw<B>,
     threads: Threads,
@@ -136,7 +69,7 @@ pub(crate) unsafe fn product<A, B>(
     let a = Raw { start: lhs.start.into(), row_stride, column_stride };
     let (row_stride, column_stride) = (rhs.row_stride, rhs.column_stride);
     let b = Raw { start: rhs.start.into(), row_stride, column_stride };
-    let whole = Product { m, n, k, dst, from_zero: into == Into::Overwrite, a, b };
+    let whole = Product { m, n, k, dst, from_zero: into == Write::Overwrite, a, b };
     // Vectors hold adjacent columns of a row, so a narrow product is computed transposed if its
     // left operand is stored by columns, or if a vector would have many columns that do not exist.
     let is_narrow = m > n && (n < 4 || (a.row_stride == 1 && n <= 16));
@@ -188,45 +121,12 @@ fn task_size(m: usize, n: usize, kernels: &Kernels) -> (usize, usize) {
     best
 }
 
-/// A row-major matrix inside a slice, or its transpose.
-#[derive(Clone, Copy)]
-pub(crate) struct Matrix<'a> {
-    values: Values<'a>,
-    stride: usize,
-    transposed: bool,
-}
-
-impl<'a> Matrix<'a> {
-    /// The matrix at the start of `values` whose rows are `stride` elements apart.
-    pub(crate) fn rows(values: impl std::convert::Into<Values<'a>>, stride: usize) -> Self {
-        Self { values: values.into(), stride, transposed: false }
-    }
-
-    /// Returns the transposed matrix, without moving data.
-    pub(crate) fn t(self) -> Self {
-        Self { transposed: !self.transposed, ..self }
-    }
-
-    /// Address of the matrix `[rows, columns]`, which must be inside the slice.
-    pub(crate) fn raw(self, rows: usize, columns: usize) -> Raw<Elements> {
-        let (stored, across) = if self.transposed { (columns, rows) } else { (rows, columns) };
-        assert!(self.values.len() >= extent(stored, across, self.stride), "shapes were checked");
-        let raw = Raw::rows(Elements::from(self.values), self.stride);
-        if self.transposed { raw.t() } else { raw }
-    }
-}
-
-/// Number of elements from the first to the last one of a matrix.
-fn extent(rows: usize, columns: usize, stride: usize) -> usize {
-    if rows == 0 || columns == 0 { 0 } else { (rows - 1) * stride + columns }
-}
-
 /// Computes `a b` in the matrix `[m, n]` at the start of `dst` whose rows are `stride` elements
 /// apart.
 pub(crate) fn multiply(
     (m, n, k): (usize, usize, usize),
     (dst, stride): (&mut [f32], usize),
-    into: Into,
+    into: Write,
     a: Matrix<'_>,
     b: Matrix<'_>,
     threads: Threads,
@@ -248,7 +148,7 @@ pub(crate) fn new_product(
     // SAFETY: the matrices are inside their slices, and `y` has capacity for the product, which
     // overwrites all `m * n` elements.
     unsafe {
-        product((m, n, k), dst, Into::Overwrite, a, b, Threads::All);
+        product((m, n, k), dst, Write::Overwrite, a, b, Threads::All);
         y.set_len(m * n);
     }
     y
@@ -258,9 +158,9 @@ pub(crate) fn new_product(
 pub(crate) fn nt<'a>(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
-    into: Into,
-    a: impl std::convert::Into<Values<'a>>,
-    b: impl std::convert::Into<Values<'a>>,
+    into: Write,
+    a: impl Into<Values<'a>>,
+    b: impl Into<Values<'a>>,
 ) {
     multiply((m, n, k), (dst, n), into, Matrix::rows(a, k), Matrix::rows(b, k).t(), Threads::All);
 }
@@ -269,9 +169,9 @@ pub(crate) fn nt<'a>(
 pub(crate) fn nn<'a>(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
-    into: Into,
-    a: impl std::convert::Into<Values<'a>>,
-    b: impl std::convert::Into<Values<'a>>,
+    into: Write,
+    a: impl Into<Values<'a>>,
+    b: impl Into<Values<'a>>,
 ) {
     multiply((m, n, k), (dst, n), into, Matrix::rows(a, k), Matrix::rows(b, n), Threads::All);
 }
@@ -280,9 +180,9 @@ pub(crate) fn nn<'a>(
 pub(crate) fn tn<'a>(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
-    into: Into,
-    a: impl std::convert::Into<Values<'a>>,
-    b: impl std::convert::Into<Values<'a>>,
+    into: Write,
+    a: impl Into<Values<'a>>,
+    b: impl Into<Values<'a>>,
 ) {
     multiply((m, n, k), (dst, n), into, Matrix::rows(a, m).t(), Matrix::rows(b, n), Threads::All);
 }

@@ -5,9 +5,9 @@
 use super::super::blocks::Scratch;
 use super::few_rows::{self, FewRows};
 use super::levels::Kernels;
+use super::operands::{Elements, Raw};
 use super::packs::Lanes;
-use super::tiles::{Block, Panels};
-use super::{Elements, Raw};
+use super::tiles::{Panels, TileBlock};
 
 /// Maximum number of terms of a block.
 const TERMS: usize = 512;
@@ -275,7 +275,7 @@ impl<'a> Blocks<'a> {
         (right, last_stride): (Panels, usize),
     ) {
         let dst = self.product.dst.at(row, column);
-        let block = Block {
+        let block = TileBlock {
             rows,
             columns,
             terms,

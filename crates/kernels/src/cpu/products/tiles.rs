@@ -11,7 +11,7 @@
 )]
 #![expect(clippy::needless_range_loop, reason = "loops over registers have constant lengths")]
 
-use super::Raw;
+use super::operands::Raw;
 use super::vectors::Vector;
 
 /// Maximum number of rows of a tile.
@@ -31,7 +31,7 @@ pub(super) struct Panels {
 
 /// A block of a product.
 #[derive(Clone, Copy)]
-pub(super) struct Block {
+pub(super) struct TileBlock {
     pub(super) rows: usize,
     pub(super) columns: usize,
     /// Number of terms of each sum.
@@ -68,7 +68,7 @@ fn prefetch(at: *const f32) {
 /// All elements of the operands and of the tile are valid, and the CPU has the features of `V`.
 #[inline(always)]
 unsafe fn tile<V: Vector, const ROWS: usize, const VECTORS: usize>(
-    block: &Block,
+    block: &TileBlock,
     (left, right, right_stride): (*const f32, *const f32, usize),
     to: *mut f32,
     row_stride: usize,
@@ -121,7 +121,7 @@ unsafe fn tile<V: Vector, const ROWS: usize, const VECTORS: usize>(
 #[inline(always)]
 unsafe fn tile_of<V: Vector, const VECTORS: usize>(
     rows: usize,
-    block: &Block,
+    block: &TileBlock,
     operands: (*const f32, *const f32, usize),
     to: *mut f32,
     row_stride: usize,
@@ -147,7 +147,7 @@ unsafe fn tile_of<V: Vector, const VECTORS: usize>(
 /// As for [`block`].
 #[inline(always)]
 unsafe fn panel<V: Vector, const VECTORS: usize>(
-    block: &Block,
+    block: &TileBlock,
     (right, right_stride): (*const f32, usize),
     first: usize,
     columns: usize,
@@ -203,7 +203,7 @@ unsafe fn panel<V: Vector, const VECTORS: usize>(
 /// beyond the last column of the right operand. No other thread accesses the destination, and the
 /// CPU has the features of `W` and of `N`.
 #[inline(always)]
-pub(super) unsafe fn block<W: Vector, N: Vector, const WIDEST: usize>(block: &Block) {
+pub(super) unsafe fn block<W: Vector, N: Vector, const WIDEST: usize>(block: &TileBlock) {
     let widest = WIDEST * W::LANES;
     for (index, first) in (0..block.columns).step_by(widest).enumerate() {
         let columns = block.columns - first;
