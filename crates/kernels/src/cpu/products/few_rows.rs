@@ -152,6 +152,9 @@ impl<V, E: Source, const ROWS: usize> Group<V, E, ROWS> {
         V: Square<SIDE>,
     {
         let Lanes { lane_stride, terms, .. } = x.right;
+        // Without the black box, the addresses of all columns are computed before the loop over
+        // squares. They do not fit in registers, and half of the speed is lost.
+        let lane_stride = std::hint::black_box(lane_stride);
         // After the last terms of these columns come the first ones of the next columns.
         let near = AHEAD / size_of::<E>() < terms - self.term;
         let next = (2 * SIDE * lane_stride).saturating_sub(terms) * size_of::<E>();
@@ -198,11 +201,7 @@ impl<V, E: Source, const ROWS: usize> Group<V, E, ROWS> {
             // The square has terms that were added before, rather than some that do not exist.
             let before = (self.term + step).saturating_sub(terms);
             self.skip(before.wrapping_neg());
-            let mut square = [V::zero(); SIDE];
-            for i in 0..SIDE {
-                square[i] = V::load(self.lanes.add(i * x.right.lane_stride).cast());
-            }
-            for (i, lanes) in V::transpose(square).into_iter().enumerate() {
+            for (i, lanes) in self.square(x).into_iter().enumerate() {
                 self.multiply(x, lanes, i * E::PACKED, (before, before + new));
             }
             self.skip(before + new);

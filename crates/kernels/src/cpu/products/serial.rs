@@ -133,9 +133,11 @@ impl Product {
             _ => {
                 for (at, copy) in copy.all().iter_mut().enumerate() {
                     // SAFETY: guaranteed by the caller.
-                    *copy = match a.at(at / k, at % k).start {
-                        Elements::F32(from) => unsafe { *from },
-                        Elements::Bf16(from) => unsafe { *from }.to_f32(),
+                    *copy = unsafe {
+                        match a.at(at / k, at % k).start {
+                            Elements::F32(from) => *from,
+                            Elements::Bf16(from) => (*from).to_f32(),
+                        }
                     };
                 }
                 (copy.all().as_ptr(), k)
