@@ -180,9 +180,9 @@ mod tests {
     use std::sync::Arc;
 
     const NORMED: AttentionSpec =
-        AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: false };
+        AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: false, window: None };
     const BIASED: AttentionSpec =
-        AttentionSpec { qk_norm: false, qkv_bias: true, output_gate: false };
+        AttentionSpec { qk_norm: false, qkv_bias: true, output_gate: false, window: None };
 
     /// Three equal layers.
     fn config(attention: AttentionSpec, mlp: MlpSpec) -> DecoderConfig {
@@ -194,6 +194,7 @@ mod tests {
             num_key_value_heads: 2,
             head_dim: 5,
             rotary_dim: 5,
+            attention_scale: 0.5,
             rms_norm_eps: 1e-6,
             rope_theta: 1e4,
             mrope: None,
