@@ -205,8 +205,8 @@ fn config(shape: Shape) -> ModelConfig {
             intermediate_size: 40,
             num_attention_heads: 4,
             num_key_value_heads: kv,
-            head_dim: 12,          // 4 * 12 is not the hidden size
-            attention_scale: 0.25, // not 1 / sqrt(12)
+            head_dim: 12, // 4 * 12 is not the hidden size
+            attention_scale: if shape == Shape::Untied { 0.25 } else { 1.0 / 12f32.sqrt() },
             rms_norm_eps: 1e-6,
             rope_theta: 100.0, // small: every frequency turns within a short sample
             tie_word_embeddings: [Shape::Tied, Shape::Experts].contains(&shape) || is_windowed,

@@ -193,6 +193,13 @@ impl DecoderConfig {
 }
 
 impl LayerSpec {
+    pub fn attention(&self) -> Option<&AttentionSpec> {
+        match &self.mixer {
+            MixerSpec::Attention(spec) => Some(spec),
+            MixerSpec::LinearAttention(_) => None,
+        }
+    }
+
     pub fn linear_attention(&self) -> Option<&LinearAttentionSpec> {
         match &self.mixer {
             MixerSpec::LinearAttention(spec) => Some(spec),
