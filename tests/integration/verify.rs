@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use trainer::batch::{CuSeqlens, VarlenBatch};
 use trainer::config::{self, RunConfig};
 use trainer::models::{Model, config_from_json};
-use trainer::ops::{AttentionBackend, Flash, Masking, Matmul, Qkv, QkvGrad, Segments};
+use trainer::ops::{AttentionBackend, Flash, Matmul, Qkv, QkvGrad, Scores, Segments};
 use trainer::run::RunError;
 use trainer::run::verify::{
     CheckOutcome, Layout, Pipeline, RunPipeline, StepLosses, VerifyOptions, VerifyReport, compare,
@@ -137,9 +137,9 @@ impl AttentionBackend for OtherSegments {
         &self,
         qkv: Qkv<'_>,
         segments: &Segments,
-        masking: Masking,
+        scores: Scores,
     ) -> Result<(Tensor, Tensor)> {
-        Flash.forward(qkv, &self.of(segments)?, masking)
+        Flash.forward(qkv, &self.of(segments)?, scores)
     }
 
     fn backward(
@@ -149,9 +149,9 @@ impl AttentionBackend for OtherSegments {
         lse: &Tensor,
         d_o: &Tensor,
         segments: &Segments,
-        masking: Masking,
+        scores: Scores,
     ) -> Result<QkvGrad> {
-        Flash.backward(qkv, o, lse, d_o, &self.of(segments)?, masking)
+        Flash.backward(qkv, o, lse, d_o, &self.of(segments)?, scores)
     }
 }
 

@@ -93,7 +93,7 @@ pub use adamw::{
 #[cfg(feature = "flash-attn")]
 pub use attention::FlashAttn;
 pub use attention::{
-    AttentionBackend, Flash, HeadExchange, Masked, Masking, Qkv, QkvGrad, Segments,
+    AttentionBackend, Flash, HeadExchange, Masked, Masking, Qkv, QkvGrad, Scores, Segments,
     decode_attention,
 };
 pub use bytes::{change_bytes, change_f32, with_bytes};

@@ -6,8 +6,8 @@ use crate::batch::CuSeqlens;
 use crate::metrics::peak_memory_bytes;
 use crate::ops::{
     Adafactor, AdafactorUpdate, AdamW, AdamWTensors, AttentionBackend, CONV_TAPS, DeltaHeads,
-    DeltaInputs, ExpertLayout, Flash, Gelu, Masking, Nf4, NormScale, Qkv, RecomputeInput,
-    RopeTable, Routing, SecondMoment, Segments, adafactor_step, adamw_step, causal_conv1d,
+    DeltaInputs, ExpertLayout, Flash, Gelu, Nf4, NormScale, Qkv, RecomputeInput, RopeTable,
+    Routing, Scores, SecondMoment, Segments, adafactor_step, adamw_step, causal_conv1d,
     causal_conv1d_backward, combine, embedding, embedding_backward, expert_rows,
     expert_rows_backward, expert_swiglu, expert_swiglu_backward, fill_zero, gated_delta_rule,
     gated_delta_rule_backward, gelu, gelu_backward, gpu_memory, grouped_linear,
@@ -272,16 +272,15 @@ impl OpBench {
             let cu_seqlens = CuSeqlens::from_lengths(&vec![length as u32; segments])?;
             let boundaries =
                 &Segments::new(cu_seqlens, CuSeqlens::from_lengths(&[tokens as u32])?)?;
-            let qkv = || Qkv { q: &q, k: &k, v: &v };
-            let (o, lse) = Flash.forward(qkv(), boundaries, masking)?;
-            let half = if masking == Masking::Causal { 0.5 } else { 1.0 };
-            let product = 2.0 * half * (segments * length * length * heads * dim) as f64;
+            let (qkv, scores) = (|| Qkv { q: &q, k: &k, v: &v }, Scores::new(masking, dim));
+            let (o, lse) = Flash.forward(qkv(), boundaries, scores)?;
+            let product = 2.0 * masking.num_scores(length) * (segments * heads * dim) as f64;
             let name = format!("{segments}x{length} h{heads}/{kv_heads} d{dim} {masking:?}");
             time(case(&format!("attention {name}"), Work::Flops(2.0 * product), || {
-                Flash.forward(qkv(), boundaries, masking).map(drop)
+                Flash.forward(qkv(), boundaries, scores).map(drop)
             }))?;
             time(case(&format!("attention backward {name}"), Work::Flops(5.0 * product), || {
-                Flash.backward(qkv(), &o, &lse, &o, boundaries, masking).map(drop)
+                Flash.backward(qkv(), &o, &lse, &o, boundaries, scores).map(drop)
             }))?;
         }
         Ok(())

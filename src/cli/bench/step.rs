@@ -24,7 +24,7 @@ fn sizes(data: &StepData, merge: f64) -> StepSizes {
     let mut sizes = StepSizes { tokens: data.num_tokens as f64, ..StepSizes::default() };
     for batch in &data.micro_batches {
         for segment in batch.cu_seqlens.segments() {
-            sizes.token_squares += (segment.len() as f64).powi(2);
+            sizes.samples.push(segment.len());
         }
         for [t, h, w] in batch.media.iter().map(|patches| patches.grid_thw.map(f64::from)) {
             sizes.patches += t * h * w;

@@ -17,7 +17,7 @@ use candle_core::{DType, Result, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rand_distr::StandardNormal;
-use std::num::NonZeroU32;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::Path;
 use std::sync::Arc;
 use trainer::batch::{
@@ -168,11 +168,16 @@ fn config(shape: Shape) -> ModelConfig {
     let is_windowed = shape == Shape::Windowed;
     let layout = if is_windowed { MropeLayout::Blocks } else { MropeLayout::Interleaved };
     let is_hybrid = is_hybrid(shape);
-    let attention = MixerSpec::Attention(AttentionSpec {
-        qk_norm: !is_windowed,
-        qkv_bias: is_windowed,
-        output_gate: is_hybrid,
-    });
+    // One layer of `Untied` has a window, so each token still changes all later ones.
+    let window = |k: usize| NonZeroUsize::new(3).filter(|_| shape == Shape::Untied && k == 1);
+    let attention = |k| {
+        MixerSpec::Attention(AttentionSpec {
+            qk_norm: !is_windowed,
+            qkv_bias: is_windowed,
+            output_gate: is_hybrid,
+            window: window(k),
+        })
+    };
     let linear_attention = MixerSpec::LinearAttention(LinearAttentionSpec {
         num_key_heads: 2,
         num_value_heads: 4,
@@ -190,7 +195,7 @@ fn config(shape: Shape) -> ModelConfig {
         files: if shared { ExpertFiles::OutIn } else { ExpertFiles::InOut },
     });
     let layer = |k: usize| LayerSpec {
-        mixer: if is_hybrid && k != 1 { linear_attention } else { attention },
+        mixer: if is_hybrid && k != 1 { linear_attention } else { attention(k) },
         mlp: if shared || (shape == Shape::Experts && k != 1) { moe } else { MlpSpec::Dense },
     };
     ModelConfig {
@@ -201,6 +206,7 @@ fn config(shape: Shape) -> ModelConfig {
             num_attention_heads: 4,
             num_key_value_heads: kv,
             head_dim: 12, // 4 * 12 is not the hidden size
+            attention_scale: if shape == Shape::Untied { 0.25 } else { 1.0 / 12f32.sqrt() },
             rms_norm_eps: 1e-6,
             rope_theta: 100.0, // small: every frequency turns within a short sample
             tie_word_embeddings: [Shape::Tied, Shape::Experts].contains(&shape) || is_windowed,

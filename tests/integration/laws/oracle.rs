@@ -7,6 +7,7 @@
 use super::Weights;
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
 use trainer::batch::{IGNORE_INDEX, VarlenBatch};
 use trainer::models::{ModelConfig, VisionConfig, VisionMlp, VisionNorm};
 use trainer::nn::{AttentionSpec, ExpertFiles, LinearAttentionSpec, MixerSpec, MoeConfig};
@@ -181,7 +182,8 @@ impl Oracle {
                 part.reshape((num_patches, v.num_heads, head_dim))
             };
             let (q, k) = (rotate(&part(0)?, &angles)?, rotate(&part(1)?, &angles)?);
-            let attended = attention(&q, &k, &part(2)?, &mask)?;
+            let scale = 1.0 / (head_dim as f64).sqrt();
+            let attended = attention(&q, &k, &part(2)?, &mask, scale)?;
             h = (h + self.linear(&attended, &name("attn.proj"))?)?;
             let x = self.vision_norm(&h, &name("norm2"))?;
             h = (h + self.vision_mlp(&x, &name("mlp"))?)?;
@@ -280,8 +282,6 @@ impl Oracle {
         for (index, segment) in batch.cu_seqlens.segments().enumerate() {
             sample[segment].fill(index);
         }
-        let mask =
-            matrix(num_tokens, num_tokens, |i, j| indicator(sample[i] == sample[j] && j <= i))?;
 
         for (layer, spec) in c.layers.iter().enumerate() {
             let name = |part: &str| format!("model.language_model.layers.{layer}.{part}");
@@ -291,6 +291,10 @@ impl Oracle {
                     self.linear_attention(&x, &name("linear_attn"), sizes, &sample)?
                 }
                 MixerSpec::Attention(parts) => {
+                    let window = parts.window.map_or(num_tokens, NonZeroUsize::get);
+                    let mask = matrix(num_tokens, num_tokens, |i, j| {
+                        indicator(sample[i] == sample[j] && j <= i && i < j + window)
+                    })?;
                     self.self_attention(&x, &name("self_attn"), *parts, &angles, &mask)?
                 }
             };
@@ -369,14 +373,15 @@ impl Oracle {
         };
         let k = turned(&project("k", head_dim)?, "k")?;
         let v = project("v", head_dim)?;
+        let scale = f64::from(self.config.text.attention_scale);
         let attended = if parts.output_gate {
             // Each head has its query, and then the gate of its output.
             let both = project("q", 2 * head_dim)?;
             let q = turned(&both.narrow(2, 0, head_dim)?, "q")?;
             let gate = both.narrow(2, head_dim, head_dim)?.contiguous()?.flatten_from(1)?;
-            attention(&q, &k, &v, mask)?.mul(&sigmoid(&gate)?)?
+            attention(&q, &k, &v, mask, scale)?.mul(&sigmoid(&gate)?)?
         } else {
-            attention(&turned(&project("q", head_dim)?, "q")?, &k, &v, mask)?
+            attention(&turned(&project("q", head_dim)?, "q")?, &k, &v, mask, scale)?
         };
         self.linear(&attended, &format!("{name}.o_proj"))
     }
@@ -512,14 +517,14 @@ fn silu(x: &Tensor) -> Result<Tensor> {
 
 /// Attention, one head at a time: `q: [N, H, Dh]`, `k`, `v`: `[N, Hkv, Dh]`, `mask: [N, N]` of
 /// zeros and ones. Returns `[N, H * Dh]`.
-fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> Result<Tensor> {
-    let (_, num_heads, head_dim) = q.dims3()?;
+fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor, scale: f64) -> Result<Tensor> {
+    let num_heads = q.dim(1)?;
     let group = num_heads / k.dim(1)?;
     let mut outputs = Vec::with_capacity(num_heads);
     for head in 0..num_heads {
         let one = |x: &Tensor, head: usize| x.narrow(1, head, 1)?.squeeze(1)?.contiguous();
         let (q, k, v) = (one(q, head)?, one(k, head / group)?, one(v, head / group)?); // [N, Dh]
-        let scores = (q.matmul(&k.t()?)? / (head_dim as f64).sqrt())?; // [N, N]
+        let scores = (q.matmul(&k.t()?)? * scale)?; // [N, N]
         let weights = scores.exp()?.mul(mask)?; // scores are small: no maximum to subtract
         outputs.push(weights.matmul(&v)?.broadcast_div(&weights.sum_keepdim(1)?)?);
     }

@@ -51,7 +51,7 @@ pub enum ModelConfigError {
 
 /// Attention with norms of queries and keys.
 pub(super) const QK_NORM: AttentionSpec =
-    AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: false };
+    AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: false, window: None };
 
 /// Maximum number of layers or blocks, and number of pixels or patches on a side.
 const MAX_COUNT: u64 = 1 << 10;
@@ -303,6 +303,7 @@ impl Section<'_> {
             num_key_value_heads: self.size("num_key_value_heads")?,
             head_dim,
             rotary_dim: head_dim,
+            attention_scale: 1.0 / (head_dim as f32).sqrt(),
             rms_norm_eps: self.float("rms_norm_eps")?,
             rope_theta: theta.float("rope_theta")?,
             mrope: None,

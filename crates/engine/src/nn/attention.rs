@@ -11,10 +11,10 @@ use super::own_heads::{attend, attend_backward};
 use super::params::{ParamMap, WeightError};
 use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor, bail};
-use kernels::{AttentionBackend, NormScale, Qkv, QkvGrad};
+use kernels::{AttentionBackend, NormScale, Qkv, QkvGrad, Scores};
 use std::sync::Arc;
 
-/// `x + o(attention(norm(x)))`, causal inside each sample.
+/// `x + o(attention(norm(x)))`, causal inside each sample, perhaps with a window.
 pub(super) struct AttentionBlock {
     norm: Norm,
     q: Linear,
@@ -23,11 +23,12 @@ pub(super) struct AttentionBlock {
     o: Linear,
     q_norm: Option<Param>, // [Dh]
     k_norm: Option<Param>, // [Dh]
-    scale: NormScale,
+    norm_scale: NormScale,
     eps: f64,
     num_key_value_heads: usize,
     head_dim: usize,
     has_gate: bool,
+    scores: Scores,
     backend: Arc<dyn AttentionBackend>,
 }
 
@@ -74,11 +75,12 @@ impl AttentionBlock {
             o: Linear::without_bias(params, &name_of("o_proj"))?.of_decoder(params),
             q_norm: head_norm("q_norm.weight")?,
             k_norm: head_norm("k_norm.weight")?,
-            scale: config.norm_scale,
+            norm_scale: config.norm_scale,
             eps: config.rms_norm_eps,
             num_key_value_heads: config.num_key_value_heads,
             head_dim: config.head_dim,
             has_gate: spec.output_gate,
+            scores: config.scores(spec),
             backend,
         })
     }
@@ -95,7 +97,8 @@ impl AttentionBlock {
             return Ok((kernels::rope_heads(x, self.head_dim, &context.rope)?, None));
         };
         let weight = pass.weight(norm)?;
-        let (y, rstd) = kernels::qk_norm_rope(x, &weight, self.scale, self.eps, &context.rope)?;
+        let (y, rstd) =
+            kernels::qk_norm_rope(x, &weight, self.norm_scale, self.eps, &context.rope)?;
         Ok((y, Some(rstd)))
     }
 
@@ -130,7 +133,7 @@ impl AttentionBlock {
             return kernels::rope_heads_backward(&dy, &context.rope);
         };
         let (weight, dw) = (pass.weight(norm)?, pass.grad(norm));
-        kernels::qk_norm_rope_backward(&x, &rstd, &weight, self.scale, &context.rope, &dy, dw)
+        kernels::qk_norm_rope_backward(&x, &rstd, &weight, self.norm_scale, &context.rope, &dy, dw)
     }
 
     fn kv_shape(&self, x: &Tensor) -> Result<(usize, usize, usize)> {
@@ -244,7 +247,7 @@ impl Stage for AttentionBlock {
         let q = self.rotate(&q_proj, self.q_norm.as_ref(), context, pass)?; // [T, H, Dh]
         let k = self.rotate(&k_proj, self.k_norm.as_ref(), context, pass)?; // [T, Hkv, Dh]
         let heads = Qkv { q: &q.0, k: &k.0, v: &v };
-        let (o, lse) = attend(&*self.backend, heads, &context.segments, pass)?; // [T, H, Dh], [H, T]
+        let (o, lse) = attend(&*self.backend, heads, (&context.segments, self.scores), pass)?; // [T, H, Dh], [H, T]
         let [q_proj, q, q_rstd] = saved_heads(q_proj, q, recompute);
         let [k_proj, k, k_rstd] = saved_heads(k_proj, k, recompute);
         let y = self.output(x, &o, gate.as_ref(), pass)?;
@@ -268,8 +271,8 @@ impl Stage for AttentionBlock {
         let (q_proj, (q, q_rstd)) = self.rotated([q_proj, q, q_rstd], q_norm, context, pass)?; // [T, H, Dh]
         let (k_proj, (k, k_rstd)) = self.rotated([k_proj, k, k_rstd], k_norm, context, pass)?; // [T, Hkv, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
-        let segments = &context.segments;
-        let d_heads = attend_backward(&*self.backend, heads, [&o, &lse, &d_o], segments, pass)?;
+        let scores = (&context.segments, self.scores);
+        let d_heads = attend_backward(&*self.backend, heads, [&o, &lse, &d_o], scores, pass)?;
         let QkvGrad { dq, dk, dv } = d_heads;
         let d_v = dv.flatten_from(1)?; // [T, Hkv * Dh]
         drop((q, k, v, o, lse, d_o));
@@ -307,7 +310,7 @@ impl Mixer for AttentionBlock {
         let o = for_each_sample(caches, context.segments.cu_seqlens(), |cache, tokens| {
             let own = |x: &Tensor| x.narrow(0, tokens.start, tokens.len()); // n of the N rows
             let (keys, values) = cache.append(layer, &own(&k)?, &own(&v)?)?; // [S, Hkv, Dh]
-            kernels::decode_attention(&own(&q)?, &keys, &values, cache.len()) // [n, H, Dh]
+            kernels::decode_attention(&own(&q)?, &keys, &values, cache.len(), self.scores) // [n, H, Dh]
         })?; // [N, H, Dh]
         self.output(x, &o, gate.as_ref(), pass)
     }

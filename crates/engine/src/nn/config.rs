@@ -3,7 +3,8 @@
 use super::experts::{MoeConfig, sparse_specs, stored};
 use super::init::Init;
 use super::params::{Component, ParamSpec, Stored};
-use kernels::{DeltaHeads, NormScale};
+use kernels::{DeltaHeads, Masking, NormScale, Scores};
+use std::num::NonZeroUsize;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
@@ -18,6 +19,8 @@ pub struct DecoderConfig {
     pub num_key_value_heads: usize,
     /// Size of a head, `Dh`. `H * Dh` may differ from `D`.
     pub head_dim: usize,
+    /// Factor of the product of a query and a key.
+    pub attention_scale: f32,
     /// Added to the mean square of every RMS norm.
     pub rms_norm_eps: f64,
     /// Base of the rotary frequencies.
@@ -69,6 +72,8 @@ pub struct AttentionSpec {
     pub qkv_bias: bool,
     /// A gate that multiplies the output of each head.
     pub output_gate: bool,
+    /// Number of tokens that a token attends to: itself and those directly before it.
+    pub window: Option<NonZeroUsize>,
 }
 
 /// Sizes of linear attention (the gated delta rule).
@@ -139,7 +144,17 @@ impl LinearAttentionSpec {
     }
 }
 
+impl AttentionSpec {
+    pub(super) fn masking(self) -> Masking {
+        self.window.map_or(Masking::Causal, Masking::Window)
+    }
+}
+
 impl DecoderConfig {
+    pub(super) fn scores(&self, spec: AttentionSpec) -> Scores {
+        Scores { masking: spec.masking(), scale: self.attention_scale }
+    }
+
     /// The sizes of linear attention, which are the same in all layers; `None` if no layer has it.
     pub fn linear_attention(&self) -> Option<&LinearAttentionSpec> {
         self.layers.iter().find_map(LayerSpec::linear_attention)
@@ -178,6 +193,13 @@ impl DecoderConfig {
 }
 
 impl LayerSpec {
+    pub fn attention(&self) -> Option<&AttentionSpec> {
+        match &self.mixer {
+            MixerSpec::Attention(spec) => Some(spec),
+            MixerSpec::LinearAttention(_) => None,
+        }
+    }
+
     pub fn linear_attention(&self) -> Option<&LinearAttentionSpec> {
         match &self.mixer {
             MixerSpec::LinearAttention(spec) => Some(spec),

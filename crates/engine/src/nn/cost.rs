@@ -43,9 +43,10 @@ impl DecoderConfig {
         embedding: &Param,
         head: &Param,
     ) -> [PartWork; 2] {
-        let heads = self.num_attention_heads * self.head_dim;
+        let heads = (self.num_attention_heads * self.head_dim) as f64;
+        let windows = self.layers.iter().filter_map(LayerSpec::attention).map(|spec| spec.window);
+        let num_causal = windows.clone().filter(Option::is_none).count();
         let linear = self.layers.iter().filter_map(LayerSpec::linear_attention);
-        let num_linear = linear.clone().count();
         // a token reads the state of each head, changes it and reads it again
         let states: usize = linear.map(|spec| 3 * spec.value_width() * spec.key_head_dim).sum();
         let idle = self.idle_weights() as f64 + self.idle_adapters(decoder);
@@ -53,13 +54,15 @@ impl DecoderConfig {
             PartWork {
                 params: indexes(decoder),
                 weights: matrix_elements(decoder, Some(embedding)) - idle + states as f64,
-                attention: ((self.layers.len() - num_linear) * heads) as f64,
+                attention: num_causal as f64 * heads,
+                windows: windows.flatten().map(|window| (window, heads)).collect(),
                 rows: RowKind::Tokens,
             },
             PartWork {
                 params: vec![head.index()],
                 weights: (self.vocab_size * self.hidden_size) as f64,
                 attention: 0.0,
+                windows: Vec::new(),
                 rows: RowKind::Targets,
             },
         ]
@@ -180,9 +183,9 @@ mod tests {
     use std::sync::Arc;
 
     const NORMED: AttentionSpec =
-        AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: false };
+        AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: false, window: None };
     const BIASED: AttentionSpec =
-        AttentionSpec { qk_norm: false, qkv_bias: true, output_gate: false };
+        AttentionSpec { qk_norm: false, qkv_bias: true, output_gate: false, window: None };
 
     /// Three equal layers.
     fn config(attention: AttentionSpec, mlp: MlpSpec) -> DecoderConfig {
@@ -194,6 +197,7 @@ mod tests {
             num_key_value_heads: 2,
             head_dim: 5,
             rotary_dim: 5,
+            attention_scale: 0.5,
             rms_norm_eps: 1e-6,
             rope_theta: 1e4,
             mrope: None,

@@ -7,7 +7,7 @@
 use crate::tape::Pass;
 use candle_core::{DType, Result, Tensor};
 use kernels::{
-    AttentionBackend, CONV_TAPS, DeltaHeads, HeadExchange, Masking, Qkv, QkvGrad, Segments,
+    AttentionBackend, CONV_TAPS, DeltaHeads, HeadExchange, Qkv, QkvGrad, Scores, Segments,
 };
 use std::ops::Range;
 
@@ -29,20 +29,20 @@ fn to_heads<const K: usize>(
     Ok(exchange.to_heads(&xs, num_tokens)?.try_into().expect("one result for each tensor"))
 }
 
-/// Causal attention: `o [P, H, Dh]`, and `lse [H / N, T]` of the own heads.
+/// Attention: `o [P, H, Dh]`, and `lse [H / N, T]` of the own heads.
 pub(super) fn attend(
     backend: &dyn AttentionBackend,
     qkv: Qkv<'_>,
-    segments: &Segments,
+    (segments, scores): (&Segments, Scores),
     pass: &Pass<'_>,
 ) -> Result<(Tensor, Tensor)> {
     let num_tokens = segments.cu_seqlens().num_tokens();
     let Some(exchange) = exchange(qkv.q.dim(0)?, num_tokens, pass)? else {
-        return backend.forward(qkv, segments, Masking::Causal);
+        return backend.forward(qkv, segments, scores);
     };
     let [q, k, v] = to_heads(exchange, [qkv.q, qkv.k, qkv.v], num_tokens)?;
     let heads = Qkv { q: &q, k: &k, v: &v };
-    let (o, lse) = backend.forward(heads, segments, Masking::Causal)?;
+    let (o, lse) = backend.forward(heads, segments, scores)?;
     drop((q, k, v));
     Ok((exchange.to_tokens(&o)?, lse))
 }
@@ -52,17 +52,16 @@ pub(super) fn attend_backward(
     backend: &dyn AttentionBackend,
     qkv: Qkv<'_>,
     [o, lse, d_o]: [&Tensor; 3],
-    segments: &Segments,
+    (segments, scores): (&Segments, Scores),
     pass: &Pass<'_>,
 ) -> Result<QkvGrad> {
     let num_tokens = segments.cu_seqlens().num_tokens();
     let Some(exchange) = exchange(qkv.q.dim(0)?, num_tokens, pass)? else {
-        return backend.backward(qkv, o, lse, d_o, segments, Masking::Causal);
+        return backend.backward(qkv, o, lse, d_o, segments, scores);
     };
     let [q, k, v, o, d_o] = to_heads(exchange, [qkv.q, qkv.k, qkv.v, o, d_o], num_tokens)?;
     let heads = Qkv { q: &q, k: &k, v: &v };
-    let QkvGrad { dq, dk, dv } =
-        backend.backward(heads, &o, lse, &d_o, segments, Masking::Causal)?;
+    let QkvGrad { dq, dk, dv } = backend.backward(heads, &o, lse, &d_o, segments, scores)?;
     drop((q, k, v, o, d_o));
     let [dq, dk, dv] = [dq, dk, dv].map(|d| exchange.to_tokens(&d));
     Ok(QkvGrad { dq: dq?, dk: dk?, dv: dv? })

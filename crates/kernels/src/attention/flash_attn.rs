@@ -4,7 +4,7 @@
 //! an empty `lse`, and `backward` first runs the forward pass of [`Flash`] to compute it, which
 //! costs one more pass over the scores. Use this backend to compare kernels.
 
-use super::{AttentionBackend, Flash, Masking, Qkv, QkvGrad, Segments, Sizes};
+use super::{AttentionBackend, Flash, Masking, Qkv, QkvGrad, Scores, Segments, Sizes};
 use crate::upload;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -25,10 +25,10 @@ impl AttentionBackend for FlashAttn {
         &self,
         qkv: Qkv<'_>,
         segments: &Segments,
-        masking: Masking,
+        scores: Scores,
     ) -> Result<(Tensor, Tensor)> {
         let op = "flash_attn";
-        let sizes = Sizes::check(op, qkv, segments)?;
+        let sizes = Sizes::check(op, qkv, segments, scores)?;
         let device = qkv.q.device();
         if !matches!(device, Device::Cuda(_)) || sizes.dtype != DType::BF16 {
             bail!("{op}: `q` is {:?} on {device:?}, expected BF16 on a GPU", sizes.dtype);
@@ -40,8 +40,12 @@ impl AttentionBackend for FlashAttn {
         let cu_seqlens = segments.cu_seqlens();
         let ends = upload(cu_seqlens.as_slice().to_vec(), cu_seqlens.num_segments() + 1, device)?;
         let longest = cu_seqlens.max_seqlen();
-        let causal = masking == Masking::Causal;
-        let o = candle_flash_attn::flash_attn_varlen(
+        let (before, after) = match scores.masking {
+            Masking::Causal => (None, Some(0)),
+            Masking::Window(window) => (Some(window.get() - 1), Some(0)),
+            Masking::Full => (None, None),
+        };
+        let o = candle_flash_attn::flash_attn_varlen_windowed(
             qkv.q,
             qkv.k,
             qkv.v,
@@ -49,8 +53,9 @@ impl AttentionBackend for FlashAttn {
             &ends,
             longest,
             longest,
-            sizes.scale(),
-            causal,
+            scores.scale,
+            before,
+            after,
         )?;
         Ok((o, lse))
     }
@@ -62,9 +67,9 @@ impl AttentionBackend for FlashAttn {
         _lse: &Tensor,
         d_o: &Tensor,
         segments: &Segments,
-        masking: Masking,
+        scores: Scores,
     ) -> Result<QkvGrad> {
-        let (_, lse) = Flash.forward(qkv, segments, masking)?;
-        Flash.backward(qkv, o, &lse, d_o, segments, masking)
+        let (_, lse) = Flash.forward(qkv, segments, scores)?;
+        Flash.backward(qkv, o, &lse, d_o, segments, scores)
     }
 }

@@ -3,7 +3,7 @@
 //! A task is the work of one block: a range of rows (queries or keys) of one segment, and the range
 //! of the rows of the other side. The host builds the list of tasks and uploads it.
 
-use super::{Masking, Qkv, QkvGrad};
+use super::{Masking, Qkv, QkvGrad, Scores};
 use crate::cuda::select::{AttentionKernels, AttentionLaunch, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
 use crate::cuda::tensor_map::head_maps;
 use crate::launch::{Address, KernelArgument, Launch, Words, address, empty, launch, vectors};
@@ -69,6 +69,17 @@ impl KernelArgument for OperandBoxes<'_> {
     }
 }
 
+/// Number of keys up to its own position that a query attends to; 0 if it attends to all keys.
+fn window(masking: Masking) -> usize {
+    // More keys than a segment has; positions plus this number fit into 32 bits.
+    const ALL_BEFORE: usize = 1 << 30;
+    match masking {
+        Masking::Causal => ALL_BEFORE,
+        Masking::Window(window) => window.get().min(ALL_BEFORE),
+        Masking::Full => 0,
+    }
+}
+
 /// Computes `o` and `lse [H, N]` for the queries with the kernels for `gpu`. With `num_past > 0` there
 /// is one segment, and `num_past` keys precede its first query.
 pub(crate) fn attend(
@@ -77,7 +88,7 @@ pub(crate) fn attend(
     qkv: Qkv<'_>,
     queries: CuSeqlens,
     num_past: usize,
-    masking: Masking,
+    scores: Scores,
 ) -> Result<(Tensor, Tensor)> {
     let ((n, h, dh), hkv) = (qkv.q.dims3()?, qkv.k.dim(1)?);
     let dtype = qkv.q.dtype();
@@ -96,8 +107,8 @@ pub(crate) fn attend(
     let launch = Launch::new(&name, dtype).grid(tasks.dim(0)? * h).threads(threads).shared(shared);
     let q = OperandBoxes("q", &q, boxes.map(|_| rows));
     let [k, v] = [("k", &k), ("v", &v)].map(|(name, t)| OperandBoxes(name, t, boxes));
-    let (scale, causal) = (1.0 / (dh as f32).sqrt(), masking == Masking::Causal);
-    launch!(op, launch.on(&o); q, k, v, o, lse, tasks, n, h, hkv, dh, scale, causal)?;
+    let (scale, window) = (scores.scale, window(scores.masking));
+    launch!(op, launch.on(&o); q, k, v, o, lse, tasks, n, h, hkv, dh, scale, window)?;
     Ok((o, lse))
 }
 
@@ -110,7 +121,7 @@ pub(crate) fn attend_backward(
     lse: &Tensor,
     d_o: &Tensor,
     cu_seqlens: &CuSeqlens,
-    masking: Masking,
+    scores: Scores,
 ) -> Result<QkvGrad> {
     let ((t, h, dh), hkv, dtype) = (qkv.q.dims3()?, qkv.k.dim(1)?, qkv.q.dtype());
     let kernels = AttentionKernels::choose(op, dtype, dh, gpu)?;
@@ -143,10 +154,10 @@ pub(crate) fn attend_backward(
         let [a, b] = [a, b].map(|(name, t)| OperandBoxes(name, t, own_boxes));
         let [c, d] = [c, d].map(|(name, t)| OperandBoxes(name, t, boxes));
         let [da, db] = own_grads;
-        let (scale, causal) = (1.0 / (dh as f32).sqrt(), masking == Masking::Causal);
+        let (scale, window) = (scores.scale, window(scores.masking));
         launch!(
             op, launch.on(&q);
-            a, b, c, d, lse, delta, da, db, tasks, t, h, hkv, dh, scale, causal
+            a, b, c, d, lse, delta, da, db, tasks, t, h, hkv, dh, scale, window
         )?;
     }
     Ok(grads)

@@ -2,9 +2,10 @@
 //!
 //! Memory grows with the square of the row length. The code shares no kernel with [`super::Flash`].
 
-use super::{AttentionBackend, Masking, Qkv, QkvGrad, Segments, Sizes};
+use super::{AttentionBackend, Masking, Qkv, QkvGrad, Scores, Segments, Sizes};
 use crate::cpu::products::{Write, nn, nt, tn};
 use crate::cpu::{self, read};
+use batch::CuSeqlens;
 use candle_core::{DType, Device, Result, Tensor};
 use std::ops::Range;
 
@@ -39,28 +40,37 @@ fn add_head(
     }
 }
 
-/// Segment index of each token of a row, for the mask.
-fn segment_ids(cu_seqlens: &[u32], row: Range<usize>) -> Vec<usize> {
-    row.map(|token| cu_seqlens.partition_point(|end| *end as usize <= token)).collect()
+/// The tokens of a row that each of its tokens attends to, both counted from the first of the row.
+fn visible_tokens(
+    cu_seqlens: &CuSeqlens,
+    row: &Range<usize>,
+    masking: Masking,
+) -> Vec<Range<usize>> {
+    let inside = |segment: &Range<usize>| row.start <= segment.start && segment.end <= row.end;
+    let of_segment = |segment: Range<usize>| {
+        let first = segment.start - row.start;
+        (0..segment.len()).map(move |token| {
+            let visible = masking.visible_keys(token, segment.len());
+            first + visible.start..first + visible.end
+        })
+    };
+    cu_seqlens.segments().filter(inside).flat_map(of_segment).collect()
 }
 
 /// Returns `scale * q k^T`, `[L, L]`, with negative infinity for masked pairs.
-fn scores(
+fn scaled_scores(
     q: &[f32],
     k: &[f32],
     dh: usize,
     scale: f32,
-    ids: &[usize],
-    masking: Masking,
+    visible: &[Range<usize>],
 ) -> Vec<f32> {
-    let l = ids.len();
+    let l = visible.len();
     let mut scores = vec![0f32; l * l];
     nt((l, l, dh), &mut scores, Write::Overwrite, q, k);
-    for i in 0..l {
-        for j in 0..l {
-            let visible = ids[i] == ids[j] && (masking == Masking::Full || j <= i);
-            let score = &mut scores[i * l + j];
-            *score = if visible { *score * scale } else { f32::NEG_INFINITY };
+    for (row, visible) in scores.chunks_mut(l).zip(visible) {
+        for (j, score) in row.iter_mut().enumerate() {
+            *score = if visible.contains(&j) { *score * scale } else { f32::NEG_INFINITY };
         }
     }
     scores
@@ -79,22 +89,23 @@ impl AttentionBackend for Masked {
         &self,
         qkv: Qkv<'_>,
         segments: &Segments,
-        masking: Masking,
+        scores: Scores,
     ) -> Result<(Tensor, Tensor)> {
         let op = "masked_attention";
-        let sizes = Sizes::check(op, qkv, segments)?;
+        let sizes = Sizes::check(op, qkv, segments, scores)?;
         let Sizes { t, h, hkv, dh, dtype } = sizes;
         let (q, k, v) = (read(op, "q", qkv.q)?, read(op, "k", qkv.k)?, read(op, "v", qkv.v)?);
         let (q, k, v) = (q.f32()?, k.f32()?, v.f32()?);
         let (mut o, mut lse) = (vec![0f32; t * h * dh], vec![0f32; h * t]);
         for row in segments.mask_boundaries().segments() {
-            let (l, ids) = (row.len(), segment_ids(segments.cu_seqlens().as_slice(), row.clone()));
+            let visible = visible_tokens(segments.cu_seqlens(), &row, scores.masking);
+            let l = row.len();
             for index in 0..h {
                 let kv = sizes.kv_head(index);
                 let q = head(&q, row.clone(), h, index, dh);
                 let k = head(&k, row.clone(), hkv, kv, dh);
                 let v = head(&v, row.clone(), hkv, kv, dh);
-                let mut p = scores(&q, &k, dh, sizes.scale(), &ids, masking); // [L, L]
+                let mut p = scaled_scores(&q, &k, dh, scores.scale, &visible); // [L, L]
                 for (i, p) in p.chunks_mut(l).enumerate() {
                     let max = p.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                     let sum: f32 = p.iter().map(|s| (s - max).exp()).sum();
@@ -118,10 +129,10 @@ impl AttentionBackend for Masked {
         lse: &Tensor,
         d_o: &Tensor,
         segments: &Segments,
-        masking: Masking,
+        scores: Scores,
     ) -> Result<QkvGrad> {
         let op = "masked_attention_backward";
-        let sizes = Sizes::check(op, qkv, segments)?;
+        let sizes = Sizes::check(op, qkv, segments, scores)?;
         sizes.check_backward(op, o, lse, d_o)?;
         let Sizes { t, h, hkv, dh, dtype } = sizes;
         let (q, k, v) = (read(op, "q", qkv.q)?, read(op, "k", qkv.k)?, read(op, "v", qkv.v)?);
@@ -131,7 +142,8 @@ impl AttentionBackend for Masked {
         let mut dq = vec![0f32; t * h * dh];
         let (mut dk, mut dv) = (vec![0f32; t * hkv * dh], vec![0f32; t * hkv * dh]);
         for row in segments.mask_boundaries().segments() {
-            let (l, ids) = (row.len(), segment_ids(segments.cu_seqlens().as_slice(), row.clone()));
+            let visible = visible_tokens(segments.cu_seqlens(), &row, scores.masking);
+            let l = row.len();
             for index in 0..h {
                 let kv = sizes.kv_head(index);
                 let q = head(&q, row.clone(), h, index, dh);
@@ -139,7 +151,7 @@ impl AttentionBackend for Masked {
                 let v = head(&v, row.clone(), hkv, kv, dh);
                 let o = head(&o, row.clone(), h, index, dh);
                 let d_o = head(&d_o, row.clone(), h, index, dh);
-                let mut p = scores(&q, &k, dh, sizes.scale(), &ids, masking); // [L, L]
+                let mut p = scaled_scores(&q, &k, dh, scores.scale, &visible); // [L, L]
                 for (i, p) in p.chunks_mut(l).enumerate() {
                     let lse = lse[index * t + row.start + i];
                     for s in p {
@@ -155,7 +167,7 @@ impl AttentionBackend for Masked {
                     let products = o[i * dh..(i + 1) * dh].iter().zip(&d_o[i * dh..(i + 1) * dh]);
                     let delta: f32 = products.map(|(o, d_o)| o * d_o).sum();
                     for j in i * l..(i + 1) * l {
-                        ds[j] = p[j] * (ds[j] - delta) * sizes.scale();
+                        ds[j] = p[j] * (ds[j] - delta) * scores.scale;
                     }
                 }
                 nn((l, dh, l), &mut rows, Write::Overwrite, &ds, &k); // dq = ds k

@@ -4,7 +4,8 @@
 //! `o`, `d_o`: `[T, H, Dh]`; `k`, `v`: `[T, Hkv, Dh]`; `lse: [H, T]` (`f32`), the log-sum-exp of
 //! the scaled scores of each query.
 //!
-//! Scores are scaled by `1 / sqrt(Dh)`. A token attends only to tokens of its own segment.
+//! A token attends only to tokens of its own segment. [`Scores`] says to which of them, and how scores
+//! are scaled.
 
 mod decode;
 mod flash;
@@ -25,6 +26,7 @@ pub use masked::Masked;
 use super::cpu::{compute_dtype, expect_f32, expect_shape};
 use batch::CuSeqlens;
 use candle_core::{DType, Device, Result, Tensor, bail};
+use std::num::NonZeroUsize;
 use std::ops::Range;
 
 /// Selects which tokens of its segment a token attends to.
@@ -32,8 +34,51 @@ use std::ops::Range;
 pub enum Masking {
     /// Itself and earlier tokens.
     Causal,
+    /// Itself and the tokens directly before it, as many tokens together as the window is long: the
+    /// meaning of `sliding_window` in transformers. A window as long as the segment is [`Self::Causal`].
+    Window(NonZeroUsize),
     /// All tokens of the segment.
     Full,
+}
+
+impl Masking {
+    /// The keys that the query at position `query` among `num_keys` keys attends to.
+    pub(crate) fn visible_keys(self, query: usize, num_keys: usize) -> Range<usize> {
+        match self {
+            Self::Causal => 0..query + 1,
+            Self::Window(window) => (query + 1).saturating_sub(window.get())..query + 1,
+            Self::Full => 0..num_keys,
+        }
+    }
+
+    /// Number of scores of a segment of `length` tokens, as operations are counted: half of all if
+    /// causal, which is half a score per token too few.
+    pub fn num_scores(self, length: usize) -> f64 {
+        let all = (length as f64).powi(2);
+        match self {
+            Self::Causal => all / 2.0,
+            Self::Window(window) => {
+                (all - (length.saturating_sub(window.get()) as f64).powi(2)) / 2.0
+            }
+            Self::Full => all,
+        }
+    }
+}
+
+/// The scores that attention computes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scores {
+    /// Which scores.
+    pub masking: Masking,
+    /// Factor of the product of a query and a key, positive.
+    pub scale: f32,
+}
+
+impl Scores {
+    /// Scores with the usual scale, `1 / sqrt(head_dim)`.
+    pub fn new(masking: Masking, head_dim: usize) -> Self {
+        Self { masking, scale: 1.0 / (head_dim as f32).sqrt() }
+    }
 }
 
 /// Boundaries in a packed sequence, checked once when a micro-batch is uploaded.
@@ -109,7 +154,7 @@ pub trait AttentionBackend: Send + Sync {
         &self,
         qkv: Qkv<'_>,
         segments: &Segments,
-        masking: Masking,
+        scores: Scores,
     ) -> Result<(Tensor, Tensor)>;
 
     /// Returns the gradients of `q`, `k` and `v` from `o` and `lse` of the forward and the output
@@ -121,7 +166,7 @@ pub trait AttentionBackend: Send + Sync {
         lse: &Tensor,
         d_o: &Tensor,
         segments: &Segments,
-        masking: Masking,
+        scores: Scores,
     ) -> Result<QkvGrad>;
 }
 
@@ -142,6 +187,14 @@ pub trait HeadExchange {
     fn to_tokens(&self, x: &Tensor) -> Result<Tensor>;
 }
 
+/// Returns an error if the scale is not positive: with it, masked scores would not be the smallest.
+fn check_scale(op: &str, scores: Scores) -> Result<()> {
+    if scores.scale > 0.0 && scores.scale.is_finite() {
+        return Ok(());
+    }
+    bail!("{op}: the scale of scores is {}, expected a positive number", scores.scale)
+}
+
 /// Sizes of a call, after validation.
 #[derive(Debug, Clone, Copy)]
 struct Sizes {
@@ -153,16 +206,12 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn scale(self) -> f32 {
-        1.0 / (self.dh as f32).sqrt()
-    }
-
     /// Index of the key-value head of a query head.
     fn kv_head(self, head: usize) -> usize {
         head / (self.h / self.hkv)
     }
 
-    fn check(op: &str, qkv: Qkv<'_>, segments: &Segments) -> Result<Self> {
+    fn check(op: &str, qkv: Qkv<'_>, segments: &Segments, scores: Scores) -> Result<Self> {
         let (t, h, dh) = qkv.q.dims3()?;
         let (_, hkv, _) = qkv.k.dims3()?;
         let dtype = compute_dtype(op, &[("q", qkv.q), ("k", qkv.k), ("v", qkv.v)])?;
@@ -173,6 +222,7 @@ impl Sizes {
                 "{op}: found {h} query heads and {hkv} key-value heads of dim {dh}, expected `H` to be a multiple of `Hkv`"
             );
         }
+        check_scale(op, scores)?;
         let num_tokens = segments.cu_seqlens.num_tokens();
         if num_tokens != t {
             bail!("{op}: `cu_seqlens` ends at {num_tokens}, but `q` has {t} tokens");

@@ -1,6 +1,8 @@
 //! Compares both backends with plain attention in `f64`, and checks the properties of packed
 //! sequences.
 
+mod windows;
+
 use super::*;
 use crate::testing::{Tolerance, assert_close, check_within, device, message, random, values};
 use candle_core::D;
@@ -10,7 +12,20 @@ fn backends() -> &'static [&'static dyn AttentionBackend] {
     if device().is_cpu() { &[&Masked, &Flash] } else { &[&Flash] }
 }
 
-const MASKINGS: [Masking; 2] = [Masking::Causal, Masking::Full];
+const MASKINGS: [Masking; 3] = [Masking::Causal, window(20), Masking::Full];
+
+const fn window(tokens: usize) -> Masking {
+    Masking::Window(NonZeroUsize::new(tokens).unwrap())
+}
+
+/// Whether token `i` of a segment attends to token `j`.
+fn attends(masking: Masking, i: usize, j: usize) -> bool {
+    match masking {
+        Masking::Causal => j <= i,
+        Masking::Window(window) => j <= i && i < j + window.get(),
+        Masking::Full => true,
+    }
+}
 
 /// Segments of these lengths under one dense mask.
 fn segments(lengths: &[usize]) -> Segments {
@@ -41,9 +56,8 @@ fn plain(
         let q = of(q)?;
         let k = of(k)?.index_select(&heads, 0)?;
         let v = of(v)?.index_select(&heads, 0)?;
-        let mask: Vec<f64> = (0..l * l)
-            .map(|i| if masking == Masking::Causal && i % l > i / l { -1e9 } else { 0.0 })
-            .collect();
+        let mask: Vec<f64> =
+            (0..l * l).map(|i| if attends(masking, i / l, i % l) { 0.0 } else { -1e9 }).collect();
         let mask = Tensor::from_vec(mask, (l, l), &device())?.to_dtype(q.dtype())?;
         let scores = (q.matmul(&k.transpose(1, 2)?)? * (1.0 / (dh as f64).sqrt()))?;
         let scores = scores.broadcast_add(&mask)?;
@@ -77,8 +91,9 @@ fn check_backend(
         |i| plain(&i[0], &i[1], &i[2], segments.cu_seqlens(), masking),
         |i, dy| {
             let qkv = Qkv { q: &i[0], k: &i[1], v: &i[2] };
-            let (o, lse) = backend.forward(qkv, segments, masking)?;
-            let QkvGrad { dq, dk, dv } = backend.backward(qkv, &o, &lse, dy, segments, masking)?;
+            let scores = Scores::new(masking, dh);
+            let (o, lse) = backend.forward(qkv, segments, scores)?;
+            let QkvGrad { dq, dk, dv } = backend.backward(qkv, &o, &lse, dy, segments, scores)?;
             Ok((o, vec![dq, dk, dv]))
         },
     );
@@ -156,9 +171,10 @@ fn long_segments_of_random_lengths_match_f32() {
                 let [q, k, v, d_o] = inputs.each_ref().map(|x| x.to_dtype(dtype).unwrap());
                 let segments = segments(&lengths);
                 let qkv = Qkv { q: &q, k: &k, v: &v };
-                let (o, lse) = Flash.forward(qkv, &segments, masking).unwrap();
+                let scores = Scores::new(masking, *dh);
+                let (o, lse) = Flash.forward(qkv, &segments, scores).unwrap();
                 let saved = rounded_o.map_or_else(|| o.clone(), |o| o.to_dtype(dtype).unwrap());
-                let grads = Flash.backward(qkv, &saved, &lse, &d_o, &segments, masking).unwrap();
+                let grads = Flash.backward(qkv, &saved, &lse, &d_o, &segments, scores).unwrap();
                 [o, lse, grads.dq, grads.dk, grads.dv]
             };
             let got = results(DType::BF16, None);
@@ -172,16 +188,26 @@ fn long_segments_of_random_lengths_match_f32() {
     }
 }
 
-/// Returns `o`, `lse` and the gradients of a backend.
+/// Returns `o`, `lse` and the gradients of a backend, with the usual scale.
 fn run(
     backend: &dyn AttentionBackend,
-    [q, k, v, d_o]: [&Tensor; 4],
+    inputs: [&Tensor; 4],
     segments: &Segments,
     masking: Masking,
 ) -> [Tensor; 5] {
+    let head_dim = inputs[0].dim(D::Minus1).unwrap();
+    run_scaled(backend, inputs, segments, Scores::new(masking, head_dim))
+}
+
+fn run_scaled(
+    backend: &dyn AttentionBackend,
+    [q, k, v, d_o]: [&Tensor; 4],
+    segments: &Segments,
+    scores: Scores,
+) -> [Tensor; 5] {
     let qkv = Qkv { q, k, v };
-    let (o, lse) = backend.forward(qkv, segments, masking).unwrap();
-    let QkvGrad { dq, dk, dv } = backend.backward(qkv, &o, &lse, d_o, segments, masking).unwrap();
+    let (o, lse) = backend.forward(qkv, segments, scores).unwrap();
+    let QkvGrad { dq, dk, dv } = backend.backward(qkv, &o, &lse, d_o, segments, scores).unwrap();
     [o, lse, dq, dk, dv]
 }
 
@@ -340,7 +366,9 @@ fn a_token_affects_neither_earlier_positions_nor_other_segments() {
     let nudge = Tensor::from_vec(nudge, (t, 2, 32), &device()).unwrap();
     let (k2, v2) = ((&k + &nudge).unwrap(), (&v + &nudge).unwrap());
     for &backend in backends() {
-        for (masking, reached) in [(Masking::Causal, changed..210), (Masking::Full, 70..210)] {
+        for (masking, reached) in
+            [(Masking::Causal, changed..210), (window(40), changed..190), (Masking::Full, 70..210)]
+        {
             let before = run(backend, [&q, &k, &v, &d_o], segments, masking);
             let after = run(backend, [&q, &k2, &v2, &d_o], segments, masking);
             let name = backend.name();
@@ -365,12 +393,14 @@ fn an_output_gradient_does_not_reach_keys_after_its_token() {
     let d_o = Tensor::from_vec(d_o, (150, 1, 16), &device()).unwrap();
     let segments = &segments(&[150]);
     for &backend in backends() {
-        let [_, _, dq, dk, dv] = run(backend, [&q, &k, &v, &d_o], segments, Masking::Causal);
-        let zeros = dk.zeros_like().unwrap();
-        assert_eq!(differing_tokens(&dq, &zeros), [140], "{}", backend.name());
-        for grad in [dk, dv] {
-            let want: Vec<usize> = (0..=140).collect();
-            assert_eq!(differing_tokens(&grad, &zeros), want, "{}", backend.name());
+        for (masking, first) in [(Masking::Causal, 0), (window(65), 76), (window(2), 139)] {
+            let [_, _, dq, dk, dv] = run(backend, [&q, &k, &v, &d_o], segments, masking);
+            let zeros = dk.zeros_like().unwrap();
+            assert_eq!(differing_tokens(&dq, &zeros), [140], "{}", backend.name());
+            for grad in [dk, dv] {
+                let want: Vec<usize> = (first..=140).collect();
+                assert_eq!(differing_tokens(&grad, &zeros), want, "{}", backend.name());
+            }
         }
     }
 }
@@ -378,17 +408,23 @@ fn an_output_gradient_does_not_reach_keys_after_its_token() {
 #[test]
 fn decode_attention_matches_the_rows_of_one_causal_pass() {
     let s = 140;
-    let q = random(1, &[s, 4, 32]);
-    let (k, v) = (random(2, &[s, 2, 32]), random(3, &[s, 2, 32]));
-    let segments = &segments(&[s]);
-    let qkv = Qkv { q: &q, k: &k, v: &v };
-    let (whole, _) = Flash.forward(qkv, segments, Masking::Causal).unwrap();
-    for (num_past, n) in [(0, 1), (0, s), (5, 1), (100, 40), (s - 1, 1), (s - 3, 2)] {
-        let q = q.narrow(0, num_past, n).unwrap();
-        let (k, v) = (k.narrow(0, 0, num_past + n), v.narrow(0, 0, num_past + n));
-        let got = decode_attention(&q, &k.unwrap(), &v.unwrap(), num_past).unwrap();
-        let want = whole.narrow(0, num_past, n).unwrap();
-        assert_close(&format!("{num_past} + {n}"), &got, &want, Tolerance::F32);
+    let tolerances = [(DType::F32, Tolerance::F32), (DType::BF16, Tolerance::BF16)];
+    for (dtype, tolerance) in tolerances {
+        let of = |seed, heads| random(seed, &[s, heads, 32]).to_dtype(dtype).unwrap();
+        let (q, k, v) = (of(1, 4), of(2, 2), of(3, 2));
+        let qkv = Qkv { q: &q, k: &k, v: &v };
+        for masking in [Masking::Causal, window(1), window(64), window(s)] {
+            let scores = Scores { masking, scale: 0.3 };
+            let (whole, _) = Flash.forward(qkv, &segments(&[s]), scores).unwrap();
+            for (num_past, n) in [(0, 1), (0, s), (5, 1), (100, 40), (s - 1, 1), (s - 3, 2)] {
+                let q = q.narrow(0, num_past, n).unwrap();
+                let of_keys = |x: &Tensor| x.narrow(0, 0, num_past + n).unwrap();
+                let (k, v) = (of_keys(&k), of_keys(&v));
+                let got = decode_attention(&q, &k, &v, num_past, scores).unwrap();
+                let want = whole.narrow(0, num_past, n).unwrap();
+                assert_close(&format!("{masking:?} {num_past} + {n}"), &got, &want, tolerance);
+            }
+        }
     }
 }
 
@@ -401,12 +437,21 @@ fn invalid_boundaries_are_rejected() {
     let x = random(1, &[4, 1, 8]);
     let qkv = Qkv { q: &x, k: &x, v: &x };
     for &backend in backends() {
-        let error = message(backend.forward(qkv, &segments(&[3]), Masking::Causal));
+        let forward = |lengths: &[usize], scale| {
+            let scores = Scores { masking: Masking::Causal, scale };
+            message(backend.forward(qkv, &segments(lengths), scores))
+        };
+        let error = forward(&[3], 1.0);
         assert!(error.contains("`cu_seqlens` ends at 3, but `q` has 4 tokens"), "{error}");
+        for scale in [0.0, -1.0, f32::INFINITY, f32::NAN] {
+            let expected = format!("the scale of scores is {scale}, expected a positive number");
+            let error = forward(&[4], scale);
+            assert!(error.contains(&expected), "{error}");
+        }
     }
     let three = random(2, &[4, 3, 8]);
     let two = random(2, &[4, 2, 8]);
     let qkv = Qkv { q: &three, k: &two, v: &two };
-    let error = message(Flash.forward(qkv, &segments(&[4]), Masking::Full));
+    let error = message(Flash.forward(qkv, &segments(&[4]), Scores::new(Masking::Full, 8)));
     assert!(error.contains("3 query heads"), "{error}");
 }

@@ -4,14 +4,14 @@
 //! product reads each key once for the whole group. A forward task is one block of queries of one
 //! key-value head; it iterates over the keys in tiles with a running maximum and sum. A backward
 //! task is one key-value head of one segment; only this task writes the corresponding part of `dk`
-//! and `dv`, so there is no sum across tasks. Tiles above the diagonal are skipped.
+//! and `dv`, so there is no sum across tasks. Keys that no query of a block attends to are skipped.
 
 #![expect(unsafe_code, reason = "tasks write disjoint strided parts of the same buffer")]
 
 use super::products::{Raw, Threads, Write, product};
 use super::simd::{dot, exp, exp_in_place, kernels, max};
 use super::{self as cpu, Shared};
-use crate::Masking;
+use crate::{Masking, Scores};
 use std::ops::Range;
 
 /// Target number of rows in a tile: queries times the heads of a group. More rows amortize the cost
@@ -31,12 +31,12 @@ pub(crate) struct Span {
 }
 
 impl Span {
-    /// Number of keys that the query at `row` (counted from the first query) attends to.
-    fn num_visible(&self, row: usize, masking: Masking) -> usize {
-        match masking {
-            Masking::Causal => self.keys.len() - self.queries.len() + row + 1,
-            Masking::Full => self.keys.len(),
-        }
+    /// The keys that any of the queries `rows` (counted from the first query) attends to.
+    fn visible(&self, rows: Range<usize>, masking: Masking) -> Range<usize> {
+        let of_row = |row: usize| {
+            masking.visible_keys(self.keys.len() - self.queries.len() + row, self.keys.len())
+        };
+        of_row(rows.start).start..of_row(rows.end - 1).end
     }
 }
 
@@ -52,10 +52,12 @@ struct ScoreTile<'a> {
 }
 
 impl ScoreTile<'_> {
-    /// Number of keys of the tile that row `i` of the tile attends to.
-    fn num_visible(&self, i: usize) -> usize {
-        let visible = self.span.num_visible(self.first_row + i % self.rows, self.masking);
-        visible.saturating_sub(self.first_key).min(self.num_keys)
+    /// The keys of the tile that row `i` of the tile attends to.
+    fn visible(&self, i: usize) -> Range<usize> {
+        let row = self.first_row + i % self.rows;
+        let visible = self.span.visible(row..row + 1, self.masking);
+        let in_tile = |key: usize| key.saturating_sub(self.first_key).min(self.num_keys);
+        in_tile(visible.start)..in_tile(visible.end)
     }
 }
 
@@ -136,12 +138,12 @@ kernels! {
     }
 }
 
-/// Numbers of heads, head dim and score scale of a call.
+/// Numbers of heads, head dim and scores of a call.
 pub(crate) struct Heads {
     pub(crate) h: usize,
     pub(crate) hkv: usize,
     pub(crate) dh: usize,
-    pub(crate) scale: f32,
+    pub(crate) scores: Scores,
 }
 
 impl Heads {
@@ -162,13 +164,14 @@ impl Heads {
     }
 
     /// The tasks of the forward pass, most expensive first: span, key-value head, first row.
-    fn forward_tasks(&self, spans: &[Span], masking: Masking) -> Vec<(usize, usize, usize)> {
+    fn forward_tasks(&self, spans: &[Span]) -> Vec<(usize, usize, usize)> {
         let mut tasks = Vec::new();
         for (index, span) in spans.iter().enumerate() {
             for kv in 0..self.hkv {
                 for first_row in (0..span.queries.len()).step_by(self.queries()) {
                     let rows = self.queries().min(span.queries.len() - first_row);
-                    let cost = rows * span.num_visible(first_row + rows - 1, masking);
+                    let cost =
+                        rows * span.visible(first_row..first_row + rows, self.scores.masking).len();
                     tasks.push((cost, (index, kv, first_row)));
                 }
             }
@@ -199,13 +202,12 @@ pub(crate) fn forward(
     heads: &Heads,
     (q, k, v): (&[f32], &[f32], &[f32]),
     spans: &[Span],
-    masking: Masking,
 ) -> (Vec<f32>, Vec<f32>) {
-    let &Heads { h, hkv, dh, scale } = heads;
+    let &Heads { h, hkv, dh, scores: Scores { masking, scale } } = heads;
     let k_stride = hkv * dh;
     let t = q.len() / (h * dh).max(1);
     let (mut o, mut lse) = (vec![0f32; q.len()], vec![0f32; h * t]);
-    let tasks = heads.forward_tasks(spans, masking);
+    let tasks = heads.forward_tasks(spans);
     let (o_part, lse_part) = (Shared::of(&mut o), Shared::of(&mut lse));
     let max_rows = heads.max_rows(spans);
     let scratch = || {
@@ -219,11 +221,12 @@ pub(crate) fn forward(
         let (rows, num_rows) = (block.rows, block.num_rows());
         block.gather(q, q_rows);
         let mut running = vec![(f32::NEG_INFINITY, 0f32); num_rows];
-        let num_visible = span.num_visible(first_row + rows - 1, masking);
-        for first_key in (0..num_visible).step_by(KEYS) {
-            let num_keys = KEYS.min(num_visible - first_key);
+        let of_block = span.visible(first_row..first_row + rows, masking);
+        for first_key in of_block.clone().step_by(KEYS) {
+            let num_keys = KEYS.min(of_block.end - first_key);
             let tile = ScoreTile { span, masking, first_row, rows, first_key, num_keys };
             let at = (span.keys.start + first_key) * k_stride + kv * dh;
+            let is_first = first_key == of_block.start;
             let scores = &mut scores[..num_rows * num_keys];
             // SAFETY: the keys are inside the tensor, and this task owns the scratch.
             unsafe {
@@ -237,15 +240,16 @@ pub(crate) fn forward(
                 );
             }
             for (i, scores) in scores.chunks_mut(num_keys).enumerate() {
-                let (visible, hidden) = scores.split_at_mut(tile.num_visible(i));
-                hidden.fill(0.0);
+                let visible = tile.visible(i);
+                scores[..visible.start].fill(0.0);
+                scores[visible.end..].fill(0.0);
                 if visible.is_empty() {
-                    continue; // all keys of the tile are after the query
+                    continue; // the query attends to no key of the tile
                 }
                 let (old_max, old_sum) = running[i];
-                let [max, sum, factor] = softmax_row(visible, scale, old_max, old_sum);
+                let [max, sum, factor] = softmax_row(&mut scores[visible], scale, old_max, old_sum);
                 running[i] = (max, sum);
-                if first_key > 0 {
+                if !is_first {
                     scale_row(&mut o_rows[i * dh..(i + 1) * dh], factor);
                 }
             }
@@ -254,7 +258,7 @@ pub(crate) fn forward(
                 product(
                     (num_rows, dh, num_keys),
                     Raw::rows(o_rows.as_mut_ptr(), dh),
-                    if first_key == 0 { Write::Overwrite } else { Write::Add },
+                    if is_first { Write::Overwrite } else { Write::Add },
                     Raw::rows(scores.as_ptr(), num_keys),
                     Raw::rows(v[at..].as_ptr(), k_stride),
                     Threads::One,
@@ -297,7 +301,6 @@ pub(crate) fn backward(
     heads: &Heads,
     inputs: &BackwardInputs<'_>,
     spans: &[Span],
-    masking: Masking,
 ) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
     let &Heads { h, hkv, dh, .. } = heads;
     let t = inputs.q.len() / (h * dh);
@@ -316,7 +319,7 @@ pub(crate) fn backward(
     cpu::for_each_task(tasks.len(), scratch, |scratch, task| {
         let (index, kv) = tasks[task];
         for first_row in (0..spans[index].queries.len()).step_by(heads.queries()) {
-            backward_block(heads, inputs, (&spans[index], kv, first_row), masking, scratch, parts);
+            backward_block(heads, inputs, (&spans[index], kv, first_row), scratch, parts);
         }
     });
     (dq, dk, dv)
@@ -327,11 +330,10 @@ fn backward_block(
     heads: &Heads,
     inputs: &BackwardInputs<'_>,
     (span, kv, first_row): (&Span, usize, usize),
-    masking: Masking,
     scratch: &mut BackwardBuffers,
     (dq_part, dk_part, dv_part): (Shared<f32>, Shared<f32>, Shared<f32>),
 ) {
-    let &Heads { h, hkv, dh, scale } = heads;
+    let &Heads { h, hkv, dh, scores: Scores { masking, scale } } = heads;
     let (k_stride, t) = (hkv * dh, inputs.q.len() / (h * dh));
     let block = heads.block(span, kv, first_row);
     let (rows, num_rows) = (block.rows, block.num_rows());
@@ -344,10 +346,10 @@ fn backward_block(
         (inputs.lse[head * t + query], delta)
     };
     let of_rows: Vec<(f32, f32)> = (0..num_rows).map(of_row).collect();
-    let num_visible = span.num_visible(first_row + rows - 1, masking);
+    let of_block = span.visible(first_row..first_row + rows, masking);
     let none = Threads::One;
-    for first_key in (0..num_visible).step_by(KEYS) {
-        let num_keys = KEYS.min(num_visible - first_key);
+    for first_key in of_block.clone().step_by(KEYS) {
+        let num_keys = KEYS.min(of_block.end - first_key);
         let tile = ScoreTile { span, masking, first_row, rows, first_key, num_keys };
         let at = (span.keys.start + first_key) * k_stride + kv * dh;
         let s = &mut scratch.scores[..num_rows * num_keys];
@@ -366,13 +368,15 @@ fn backward_block(
         }
         let row_pairs = s.chunks_mut(num_keys).zip(ds.chunks_mut(num_keys));
         for (i, ((s, ds), (lse, delta))) in row_pairs.zip(&of_rows).enumerate() {
-            let visible = tile.num_visible(i);
-            score_grad_row(&mut s[..visible], &mut ds[..visible], scale, *lse, *delta);
-            s[visible..].fill(0.0);
-            ds[visible..].fill(0.0);
+            let visible = tile.visible(i);
+            score_grad_row(&mut s[visible.clone()], &mut ds[visible.clone()], scale, *lse, *delta);
+            for hidden in [0..visible.start, visible.end..num_keys] {
+                s[hidden.clone()].fill(0.0);
+                ds[hidden].fill(0.0);
+            }
         }
         let (p, ds) = (Raw::rows(s.as_ptr(), num_keys), Raw::rows(ds.as_ptr(), num_keys));
-        let into = if first_key == 0 { Write::Overwrite } else { Write::Add };
+        let into = if first_key == of_block.start { Write::Overwrite } else { Write::Add };
         // SAFETY: only this task writes these keys of this key-value head, and it owns the scratch.
         unsafe {
             let dv = Raw::rows(dv_part.at(at), k_stride);

@@ -449,6 +449,10 @@ fn hopper_runs() -> bool {
     runs
 }
 
+fn window(tokens: usize) -> crate::Masking {
+    crate::Masking::Window(std::num::NonZeroUsize::new(tokens).unwrap())
+}
+
 /// Results of attention with the kernels for a GPU, or of the op on the CPU.
 fn attention_on(
     gpu: Option<Gpu>,
@@ -457,22 +461,22 @@ fn attention_on(
     masking: crate::Masking,
 ) -> Result<Vec<Tensor>> {
     use crate::attention::gpu::{attend, attend_backward};
-    use crate::{AttentionBackend as _, Flash, Qkv, QkvGrad, Segments};
+    use crate::{AttentionBackend as _, Flash, Qkv, QkvGrad, Scores, Segments};
     use batch::CuSeqlens;
     use candle_core::Error;
     let ends = &CuSeqlens::from_lengths(lengths).map_err(Error::wrap)?;
     let (t, dtype) = (lengths.iter().sum::<u32>() as usize, DType::BF16);
     let (q, d_o) = (operand(1, &[t, h, dh], dtype), operand(4, &[t, h, dh], dtype));
     let (k, v) = (operand(2, &[t, hkv, dh], dtype), operand(3, &[t, hkv, dh], dtype));
-    let qkv = Qkv { q: &q, k: &k, v: &v };
+    let (qkv, scores) = (Qkv { q: &q, k: &k, v: &v }, Scores::new(masking, dh));
     let (o, lse, QkvGrad { dq, dk, dv }) = if let Some(gpu) = gpu {
-        let (o, lse) = attend("forward", gpu, qkv, ends.clone(), 0, masking)?;
-        let grads = attend_backward("backward", gpu, qkv, &o, &lse, &d_o, ends, masking)?;
+        let (o, lse) = attend("forward", gpu, qkv, ends.clone(), 0, scores)?;
+        let grads = attend_backward("backward", gpu, qkv, &o, &lse, &d_o, ends, scores)?;
         (o, lse, grads)
     } else {
         let segments = &Segments::new(ends.clone(), ends.clone())?;
-        let (o, lse) = Flash.forward(qkv, segments, masking)?;
-        let grads = Flash.backward(qkv, &o, &lse, &d_o, segments, masking)?;
+        let (o, lse) = Flash.forward(qkv, segments, scores)?;
+        let grads = Flash.backward(qkv, &o, &lse, &d_o, segments, scores)?;
         (o, lse, grads)
     };
     Ok(vec![o, lse, dq, dk, dv])
@@ -486,6 +490,9 @@ fn attention_matches_with_the_kernels_of_every_gpu() -> Result<()> {
         (64, crate::Masking::Causal),
         (72, crate::Masking::Full),
         (256, crate::Masking::Causal),
+        (128, window(130)),
+        (80, window(2)),
+        (256, window(33)),
     ] {
         let on = |gpu| attention_on(Some(gpu), &[1, 17, 128, 257], (4, 2, dh), masking);
         let (small, a100) = (on(SMALL)?, on(Gpu::A100)?);
@@ -505,6 +512,12 @@ fn attention_of_hopper_matches_the_cpu() -> Result<()> {
         (72, 386, crate::Masking::Full),
         (128, 386, crate::Masking::Causal),
         (256, 258, crate::Masking::Causal),
+        // from a few keys to more than a tile of any kernel, at and next to the ends of tiles
+        (64, 386, window(128)),
+        (72, 386, window(3)),
+        (80, 386, window(97)),
+        (128, 386, window(129)),
+        (256, 258, window(79)),
     ] {
         let on = |gpu| attention_on(gpu, &[1, 17, longest], (4, 2, dh), masking);
         let (hopper, cpu) = (on(Some(Gpu::H100))?, on(None)?);
@@ -520,7 +533,7 @@ fn attention_of_hopper_matches_the_cpu() -> Result<()> {
 fn attention_matches_with_two_blocks_on_a_multiprocessor() -> Result<()> {
     use crate::Masking;
     let later = Gpu { capability: (10, 0), ..Gpu::H100 };
-    for (dh, masking) in [(128, Masking::Causal), (80, Masking::Full)] {
+    for (dh, masking) in [(128, Masking::Causal), (80, Masking::Full), (128, window(40))] {
         let on = |gpu| attention_on(Some(gpu), &[17, 70], (2, 1, dh), masking);
         let (a100, later) = (on(Gpu::A100)?, on(later)?);
         assert_all_close(&format!("{dh} {masking:?}"), &later, &a100, Tolerance::BF16);

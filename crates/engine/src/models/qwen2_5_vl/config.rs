@@ -8,7 +8,7 @@ use serde_json::Value;
 const MROPE_SECTION: [usize; 3] = [16, 24, 24];
 
 const ATTENTION: AttentionSpec =
-    AttentionSpec { qk_norm: false, qkv_bias: true, output_gate: false };
+    AttentionSpec { qk_norm: false, qkv_bias: true, output_gate: false, window: None };
 
 /// Reads the sizes from the parsed `config.json`. Published files have the sizes of the decoder at
 /// the top level, newer ones in `text_config`.

@@ -15,7 +15,7 @@ const ROTARY_SHARE: f64 = 0.25;
 const FULL_INTERVAL: u64 = 4;
 
 const ATTENTION: AttentionSpec =
-    AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: true };
+    AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: true, window: None };
 const EXPERTS: Family =
     Family { published: ExpertFiles::OutIn, must_have_norm: false, has_shared: true };
 

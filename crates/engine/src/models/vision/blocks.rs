@@ -7,7 +7,7 @@ use super::input::{TablePositions, VisionContext};
 use crate::nn::{Linear, MlpBlock, Norm, ParamMap, WeightError};
 use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor, bail};
-use kernels::{AttentionBackend, Masking, Qkv, Segments};
+use kernels::{AttentionBackend, Masking, Qkv, Scores, Segments};
 use std::sync::Arc;
 
 /// Added to the variance or the mean square of every norm.
@@ -104,6 +104,7 @@ pub(super) struct VisionBlock {
     mlp: Box<dyn Stage<Context = ()>>,
     has_windows: bool,
     num_heads: usize,
+    scores: Scores,
     attention: Arc<dyn AttentionBackend>,
 }
 
@@ -133,6 +134,7 @@ impl VisionBlock {
             mlp,
             has_windows: config.has_windows(block),
             num_heads: config.num_heads,
+            scores: Scores::new(Masking::Full, config.hidden_size / config.num_heads),
             attention,
         })
     }
@@ -162,7 +164,7 @@ impl Stage for VisionBlock {
         let qkv = self.qkv.forward(&normed, pass)?; // [P, 3 * Dv]
         let (q, k, v) = kernels::vision_rope_split(&qkv, self.num_heads, &context.rope)?; // [P, H, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
-        let (o, lse) = self.attention.forward(heads, self.segments(context), Masking::Full)?; // [P, H, Dh], [H, P]
+        let (o, lse) = self.attention.forward(heads, self.segments(context), self.scores)?; // [P, H, Dh], [H, P]
         let x1 = self.proj.forward_add(&o.reshape(x.shape())?, x, pass)?; // [P, Dv]
         // patches are many: what is cheap is always computed again
         let (y, mlp) = self.mlp.forward(&x1, &(), Recompute::Cheap, pass)?; // [P, Dv]
@@ -185,7 +187,7 @@ impl Stage for VisionBlock {
         let d_o = self.proj.backward(&o.reshape(x.shape())?, &dx1, pass)?.reshape(o.shape())?;
         let heads = Qkv { q: &q, k: &k, v: &v };
         let segments = self.segments(context);
-        let d_heads = self.attention.backward(heads, &o, &lse, &d_o, segments, Masking::Full)?;
+        let d_heads = self.attention.backward(heads, &o, &lse, &d_o, segments, self.scores)?;
         let d_qkv = kernels::vision_rope_merge_backward(
             &d_heads.dq,
             &d_heads.dk,

@@ -19,12 +19,14 @@ impl VisionConfig {
                 params: indexes(&blocks),
                 // twice: full attention, where the decoder's is causal
                 attention: 2.0 * (num_full * self.hidden_size) as f64,
+                windows: Vec::new(),
                 rows: RowKind::Patches,
             },
             PartWork {
                 weights: matrix_elements(&mergers, None),
                 params: indexes(&mergers),
                 attention: 0.0,
+                windows: Vec::new(),
                 rows: RowKind::VisionTokens,
             },
         ]

@@ -15,10 +15,40 @@ namespace {
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
+// The largest score of a row before its first key. It is finite: if a row attends to no key of the
+// first tiles, the factors of its sums are powers of 0 until then, not of infinity - infinity.
+constexpr float LOWEST = -3.402823466e38f;
+
 // One task: own rows first .. min(first + ROWS, end), other rows other_first .. other_end. The
-// queries are the last positions of their keys, so query i attends to the keys up to i + shift.
+// queries are the last positions of their keys, so own row i and other row `position` are the same token.
 struct Task {
   int first, end, other_first, other_end;
+
+  __device__ __forceinline__ int position(int row) const { return row + other_end - end; }
+};
+
+// The other rows from, .. up to, without, `to` that share a score with an own row. Query i attends to the
+// last `window` of the keys up to its own position, or to all keys if `window` is 0. KEYS: whether the
+// own rows are keys, whose others are queries. Both ends grow with the own row.
+template <bool KEYS> __device__ __forceinline__ int others_from(const Task &task, int row, int window) {
+  if (window == 0) return task.other_first;
+  return max(task.other_first, KEYS ? task.position(row) : task.position(row) - window + 1);
+}
+template <bool KEYS> __device__ __forceinline__ int others_to(const Task &task, int row, int window) {
+  if (window == 0) return task.other_end;
+  return min(task.other_end, KEYS ? task.position(row) + window : task.position(row) + 1);
+}
+
+// The other rows from, .. up to, without, `to` that no own row from `first` to `last` masks, for tiles of other
+// rows up to `to`. Queries after those of a block have p = 0 without a mask.
+struct Unmasked {
+  int from, to;
+
+  template <bool KEYS> static __device__ __forceinline__ Unmasked of(const Task &task, int first, int last, int to, int window) {
+    Unmasked others{others_from<KEYS>(task, last, window), others_to<KEYS>(task, first, window)};
+    if (KEYS && others.to == to) others.to = 0x7FFFFFFF;
+    return others;
+  }
 };
 
 __device__ __forceinline__ Task task_of(const int *tasks, int index) {

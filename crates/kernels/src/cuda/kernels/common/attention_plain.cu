@@ -66,18 +66,18 @@ __device__ __forceinline__ void store_plain(T *head, size_t stride, int first, i
 
 template <class T>
 __device__ void forward(const T *q, const T *k, const T *v, T *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh,
-                        float scale, int causal) {
+                        float scale, int window) {
   DYNAMIC_SHARED(shared);
   float *q_tile = reinterpret_cast<float *>(shared), *k_tile = q_tile + ROWS * stride_of(dh), *v_tile = k_tile + ROWS * stride_of(dh);
   float *weights = v_tile + ROWS * stride_of(dh) + warp() * MINE * WARP;
   Task task = task_of(tasks, int(blockIdx.x) / h);
-  int head = int(blockIdx.x) % h, kv = head / (h / hkv), shift = task.other_end - task.end;
-  int keys_end = causal ? min(task.first + ROWS, task.end) + shift : task.other_end;
+  int head = int(blockIdx.x) % h, kv = head / (h / hkv), row = task.first + warp() * MINE;
+  int keys_end = others_to<false>(task, min(task.first + ROWS, task.end) - 1, window);
   size_t stride = size_t(hkv) * dh;
   load_plain(q_tile, q + size_t(head) * dh, size_t(h) * dh, task.first, task.end, dh);
   float sums[MINE][COLUMNS] = {}, most[MINE], total[MINE] = {}, factors[MINE];
-  for (int i = 0; i < MINE; i++) most[i] = -INFINITE;
-  for (int at = task.other_first; at < keys_end; at += ROWS) {
+  for (int i = 0; i < MINE; i++) most[i] = LOWEST;
+  for (int at = others_from<false>(task, task.first, window); at < keys_end; at += ROWS) {
     __syncthreads(); // the tiles are no longer in use
     load_plain(k_tile, k + size_t(kv) * dh, stride, at, task.other_end, dh);
     load_plain(v_tile, v + size_t(kv) * dh, stride, at, task.other_end, dh);
@@ -87,10 +87,10 @@ __device__ void forward(const T *q, const T *k, const T *v, T *o, float *lse, co
     __syncwarp(); // the weights are no longer in use
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
-      int key = at + lane(), row = task.first + warp() * MINE + i;
-      bool visible = key < task.other_end && !(causal && key > row + shift);
+      int key = at + lane();
+      bool visible = key >= others_from<false>(task, row + i, window) && key < others_to<false>(task, row + i, window);
       float score = visible ? scores[i] * scale : -INFINITE;
-      float new_most = fmaxf(most[i], warp_max(score)); // finite: a row attends to the first key
+      float new_most = fmaxf(most[i], warp_max(score));
       float factor = expf(most[i] - new_most), weight = expf(score - new_most);
       total[i] = fmaf(total[i], factor, weight);
       most[i] = new_most;
@@ -104,9 +104,8 @@ __device__ void forward(const T *q, const T *k, const T *v, T *o, float *lse, co
 #pragma unroll
   for (int i = 0; i < MINE; i++) {
     float sum = warp_sum(total[i]);
-    int row = task.first + warp() * MINE + i;
     factors[i] = 1.0f / sum;
-    if (lane() == 0 && row < task.end) lse[size_t(head) * num_rows + row] = most[i] + logf(sum);
+    if (lane() == 0 && row + i < task.end) lse[size_t(head) * num_rows + row + i] = most[i] + logf(sum);
   }
   store_plain(o + size_t(head) * dh, size_t(h) * dh, task.first, task.end, dh, sums, factors);
 }
@@ -115,7 +114,7 @@ __device__ void forward(const T *q, const T *k, const T *v, T *o, float *lse, co
 template <class T, bool KEYS>
 __device__ void backward(const T *own0, const T *own1, const T *other0, const T *other1, const float *lse, const float *delta, T *d0,
                          T *d1, const int *tasks, int num_rows, int h, int hkv, int dh,
-                         float scale, int causal) {
+                         float scale, int window) {
   DYNAMIC_SHARED(shared);
   int size = ROWS * stride_of(dh);
   float *own0_tile = reinterpret_cast<float *>(shared), *own1_tile = own0_tile + size, *other0_tile = own1_tile + size,
@@ -126,9 +125,7 @@ __device__ void backward(const T *own0, const T *own1, const T *other0, const T 
   int own_head = int(blockIdx.x) % own_heads, first_head = KEYS ? own_head * group : own_head / group,
       last_head = KEYS ? first_head + group - 1 : first_head;
   size_t own_stride = size_t(own_heads) * dh, other_stride = size_t(KEYS ? h : hkv) * dh;
-  int shift = KEYS ? task.end - task.other_end : task.other_end - task.end, from = task.other_first, to = task.other_end;
-  if (causal && KEYS) from = max(from, task.first - shift);
-  if (causal && !KEYS) to = min(task.first + ROWS, task.end) + shift;
+  int from = others_from<KEYS>(task, task.first, window), to = others_to<KEYS>(task, min(task.first + ROWS, task.end) - 1, window);
   load_plain(own0_tile, own0 + size_t(own_head) * dh, own_stride, task.first, task.end, dh);
   load_plain(own1_tile, own1 + size_t(own_head) * dh, own_stride, task.first, task.end, dh);
   float sums0[MINE][COLUMNS] = {}, sums1[MINE][COLUMNS] = {};
@@ -144,8 +141,8 @@ __device__ void backward(const T *own0, const T *own1, const T *other0, const T 
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < MINE; i++) {
-        int row = task.first + warp() * MINE + i, other = at + lane(), query = KEYS ? other : row, key = KEYS ? row : other;
-        bool visible = row < task.end && other < task.other_end && !(causal && key > query + shift);
+        int row = task.first + warp() * MINE + i, other = at + lane(), query = KEYS ? other : row;
+        bool visible = row < task.end && other >= others_from<KEYS>(task, row, window) && other < others_to<KEYS>(task, row, window);
         size_t statistic = size_t(KEYS ? head : own_head) * num_rows + query;
         float weight = visible ? expf(fmaf(scores[i], scale, -lse[statistic])) : 0.0f;
         p[i * WARP + lane()] = weight;
@@ -198,20 +195,20 @@ template <class T> __device__ void row_products(const T *o, const T *d_o, float 
 
 #define ATTENTION(T, name)                                                                                                                  \
   extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                                     \
-      attention_forward_plain_##name(const T *q, const T *k, const T *v, T *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) { \
-    forward(q, k, v, o, lse, tasks, num_rows, h, hkv, dh, scale, causal);                                                                   \
+      attention_forward_plain_##name(const T *q, const T *k, const T *v, T *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int window) { \
+    forward(q, k, v, o, lse, tasks, num_rows, h, hkv, dh, scale, window);                                                                   \
   }                                                                                                                                         \
   EXPORT(attention_forward_plain_##name)                                                                                                    \
   extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                                     \
       attention_backward_keys_plain_##name(const T *own0, const T *own1, const T *other0, const T *other1, const float *lse, const float *delta, T *d0, T *d1, \
-                                           const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) {               \
-    backward<T, true>(own0, own1, other0, other1, lse, delta, d0, d1, tasks, num_rows, h, hkv, dh, scale, causal);                          \
+                                           const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int window) {               \
+    backward<T, true>(own0, own1, other0, other1, lse, delta, d0, d1, tasks, num_rows, h, hkv, dh, scale, window);                          \
   }                                                                                                                                         \
   EXPORT(attention_backward_keys_plain_##name)                                                                                              \
   extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                                     \
       attention_backward_queries_plain_##name(const T *own0, const T *own1, const T *other0, const T *other1, const float *lse, const float *delta, T *d0, T *d1, \
-                                              const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) {            \
-    backward<T, false>(own0, own1, other0, other1, lse, delta, d0, d1, tasks, num_rows, h, hkv, dh, scale, causal);                         \
+                                              const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int window) {            \
+    backward<T, false>(own0, own1, other0, other1, lse, delta, d0, d1, tasks, num_rows, h, hkv, dh, scale, window);                         \
   }                                                                                                                                         \
   EXPORT(attention_backward_queries_plain_##name)                                                                                           \
   extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                                     \

@@ -7,8 +7,8 @@
 // (dp - delta), and round them to bf16 in registers as operands of the next products. The scale of
 // ds is applied to the sums at the end.
 //
-// Tiles of the other side are double-buffered, with one barrier per tile. Only tiles on the
-// diagonal are masked, and, where the other side is keys, the last tile. Queries past the end have
+// Tiles of the other side are double-buffered, with one barrier per tile. Only tiles at
+// the ends of the rows' windows are masked. Queries past those that a block needs have
 // lse = infinity, so p = 0.
 //
 // If the registers for two gradients allowed only 16 keys per warp, too few for the data it reads
@@ -66,7 +66,7 @@ template <int MT> __device__ __forceinline__ void load_operand(uint32_t (&a)[MT]
 struct Sizes {
   int num_rows, h, hkv, dh;
   float scale;
-  int causal;
+  int window;
 };
 
 // If the own rows are keys, `own0` and `own1` are k and v, and `other0` and `other1` are q and do;
@@ -85,11 +85,8 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
   Task task = task_of(tasks, int(blockIdx.x) / own_heads);
   int own_head = int(blockIdx.x) % own_heads, other_head = S::KEYS ? own_head * group : own_head / group;
   unsigned own_stride = unsigned(own_heads) * dh, other_stride = unsigned(S::KEYS ? h : hkv) * dh;
-  // Query i attends to the keys up to i + shift.
-  int shift = S::KEYS ? task.end - task.other_end : task.other_end - task.end;
-  int from = task.other_first, to = task.other_end;
-  if (sizes.causal && S::KEYS) from = max(from, task.first - shift);
-  if (sizes.causal && !S::KEYS) to = min(task.first + S::ROWS, task.end) + shift;
+  int from = others_from<S::KEYS>(task, task.first, sizes.window), to = others_to<S::KEYS>(task, min(task.first + S::ROWS, task.end) - 1, sizes.window);
+  Unmasked unmasked = Unmasked::of<S::KEYS>(task, task.first, task.first + S::ROWS - 1, to, sizes.window);
   load_rows<D, S::ROWS, S::THREADS>(own0_tile, own0 + size_t(own_head) * dh, own_stride, task.first, task.end, dh);
   load_rows<D, S::ROWS, S::THREADS>(own1_tile, own1 + size_t(own_head) * dh, own_stride, task.first, task.end, dh);
 
@@ -98,7 +95,7 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
     unsigned char *tile = stages + stage * 2 * S::TILE;
     load_rows<D, N, S::THREADS>(tile, other0 + size_t(head) * dh, other_stride, at, task.other_end, dh);
     load_rows<D, N, S::THREADS>(tile + S::TILE, other1 + size_t(head) * dh, other_stride, at, task.other_end, dh);
-    if (S::KEYS) coming.read(lse + size_t(head) * sizes.num_rows, delta + size_t(head) * sizes.num_rows, at, task.other_end);
+    if (S::KEYS) coming.read(lse + size_t(head) * sizes.num_rows, delta + size_t(head) * sizes.num_rows, at, to);
     commit_copies();
   };
   fetch(other_head, from, 0);
@@ -145,23 +142,21 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
             score = exp2f_fast(fmaf(score, log2_scale, -(S::KEYS ? of_column : own_lse[m][r])));
           }
       }
-    bool diagonal = sizes.causal && (S::KEYS ? at + shift < task.first + S::ROWS - 1 : at + N > task.first + shift + 1);
-    if (diagonal || (!S::KEYS && at + N > task.other_end)) {
+    if (at < unmasked.from || at + N > unmasked.to) {
+      Task task = task_of(tasks, block_here() / own_heads);
       int here = lane_here(), g = here / 4, t = here % 4;
 #pragma unroll
       for (int m = 0; m < MT; m++)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           int row = first_row + m * 16 + r * 8 + g;
-          // For own keys: first column that attends to the row. For own queries: first masked
-          // column.
-          int bound = S::KEYS ? row - shift : sizes.causal ? min(task.other_end, row + shift + 1) : task.other_end;
-          bound -= at + part * COLUMNS + 2 * t;
+          int first = at + part * COLUMNS + 2 * t;
+          int row_from = others_from<S::KEYS>(task, row, sizes.window) - first, row_to = others_to<S::KEYS>(task, row, sizes.window) - first;
 #pragma unroll
           for (int n = 0; n < COLUMNS / 8; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++)
-              if ((8 * n + i < bound) == S::KEYS) p[m][n][2 * r + i] = 0;
+              if (8 * n + i < row_from || 8 * n + i >= row_to) p[m][n][2 * r + i] = 0;
         }
     }
     clear(ds);
@@ -245,8 +240,8 @@ __device__ void backward(const bf16 *own0, const bf16 *own1, const bf16 *other0,
 #define BACKWARD(kernel, SHAPE, BLOCKS)                                                                                                   \
   extern "C" __global__ void __launch_bounds__(SHAPE::THREADS, BLOCKS)                                                                     \
       attention_backward_##kernel##_bf16(const bf16 *own0, const bf16 *own1, const bf16 *other0, const bf16 *other1, const float *lse, const float *delta, \
-                                              bf16 *d0, bf16 *d1, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) { \
-    backward<SHAPE>(own0, own1, other0, other1, lse, delta, d0, d1, tasks, Sizes{num_rows, h, hkv, dh, scale, causal});                    \
+                                              bf16 *d0, bf16 *d1, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int window) { \
+    backward<SHAPE>(own0, own1, other0, other1, lse, delta, d0, d1, tasks, Sizes{num_rows, h, hkv, dh, scale, window});                    \
   }                                                                                                                                        \
   EXPORT(attention_backward_##kernel##_bf16)
 

@@ -5,7 +5,7 @@
 // of both if D is 256, whose sums fill the registers. The blocks
 // of one task for different heads are adjacent, so that the heads of a group find their keys in L2.
 // The next keys are loaded during a whole tile, the values during the scores and the softmax. Only
-// tiles on the diagonal and at the end of the keys are masked. The kernel is bound by the tensor
+// tiles at the ends of the rows' windows are masked. The kernel is bound by the tensor
 // cores (mma.sync), closely followed by shared memory; two blocks share a multiprocessor. Where its
 // shared memory has room for one block only, the queries are in eight warps of 16 instead.
 #include "attention.cuh"
@@ -33,8 +33,7 @@ template <int D, int MT> struct Running {
         for (int n = 0; n < KEYS / 8; n++) most = fmaxf(most, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
         most = fmaxf(most, shuffle_xor(most, 1));
         most = fmaxf(most, shuffle_xor(most, 2));
-        // The first tile has a key that the row attends to, so `most` is finite, and the first
-        // factor is 2^-inf = 0.
+        // Before the first key of the row, the exponentials are 2^-inf = 0; then the first factor is.
         float factor = exp2f_fast((max[m][r] - most) * scale), bias = most * scale, total = 0;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++) {
@@ -56,22 +55,18 @@ template <int D, int MT> struct Running {
 
 template <int D, int MT, int WARPS>
 __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv,
-                        int dh, float scale, int causal) {
+                        int dh, float scale, int window) {
   DYNAMIC_SHARED(shared);
   constexpr int KEYS = TILE_KEYS<D>, ROWS = BLOCK_ROWS<MT, WARPS>, THREADS = WARPS * WARP, TILE = KEYS * Rows<D>::BYTES;
   unsigned char *q_tile = shared, *k_tiles = shared + ROWS * Rows<D>::BYTES, *v_tile = k_tiles + 2 * TILE;
   Task task = task_of(tasks, int(blockIdx.x) / h);
   int head = int(blockIdx.x) % h, kv = head / (h / hkv);
-  int keys_end = task.other_end, unmasked_end = task.other_end;
-  if (causal) {
-    int shift = task.other_end - task.end;
-    keys_end = min(task.first + ROWS, task.end) + shift;
-    unmasked_end = task.first + shift + 1;
-  }
+  int first_key = others_from<false>(task, task.first, window), keys_end = others_to<false>(task, min(task.first + ROWS, task.end) - 1, window);
+  Unmasked unmasked = Unmasked::of<false>(task, task.first, task.first + ROWS - 1, keys_end, window);
   unsigned stride = unsigned(hkv) * dh;
   int column = kv * dh;
   load_rows<D, ROWS, THREADS>(q_tile, q + size_t(head) * dh, unsigned(h) * dh, task.first, task.end, dh);
-  load_rows<D, KEYS, THREADS>(k_tiles, k + column, stride, task.other_first, task.other_end, dh);
+  load_rows<D, KEYS, THREADS>(k_tiles, k + column, stride, first_key, task.other_end, dh);
   commit_copies();
 
   unsigned char *own = q_tile + warp() * 16 * MT * Rows<D>::BYTES;
@@ -82,12 +77,12 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
   for (int m = 0; m < MT; m++)
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      running.max[m][r] = -INFINITE;
+      running.max[m][r] = LOWEST;
       running.sum[m][r] = 0;
     }
   float log2_scale = scale * LOG2_E;
   int stage = 0;
-  for (int at = task.other_first; at < keys_end; at += KEYS) {
+  for (int at = first_key; at < keys_end; at += KEYS) {
     wait_copies<0>();
     __syncthreads(); // these keys are loaded; the previous values and keys are no longer in use
     compute_here(column);
@@ -98,21 +93,21 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
     float scores[MT][KEYS / 8][4];
     clear(scores);
     add_scores<D, MT, KEYS, D >= 128 ? 2 : D / 16>(scores, own, k_tiles + stage * TILE);
-    if (at + KEYS > unmasked_end) {
+    if (at < unmasked.from || at + KEYS > unmasked.to) {
       Task task = task_of(tasks, block_here() / h);
       int here = lane_here(), g = here / 4, t = here % 4;
-      int first_row = task.first + warp() * 16 * MT, shift = task.other_end - task.end;
+      int first_row = task.first + warp() * 16 * MT;
 #pragma unroll
       for (int m = 0; m < MT; m++)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           int row = first_row + m * 16 + r * 8 + g;
-          int visible = (causal ? min(task.other_end, row + shift + 1) : task.other_end) - at - 2 * t;
+          int from = others_from<false>(task, row, window) - at - 2 * t, to = others_to<false>(task, row, window) - at - 2 * t;
 #pragma unroll
           for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++)
-              if (8 * n + i >= visible) scores[m][n][2 * r + i] = -INFINITE;
+              if (8 * n + i < from || 8 * n + i >= to) scores[m][n][2 * r + i] = -INFINITE;
         }
     }
     running.softmax(scores, sums, log2_scale);
@@ -146,8 +141,8 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
 
 #define FORWARD(D, MT, WARPS, BLOCKS, name)                                                                                                \
   extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS)                                                                       \
-      attention_forward_##name##_bf16(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) { \
-    forward<D, MT, WARPS>(q, k, v, o, lse, tasks, num_rows, h, hkv, dh, scale, causal);                                                               \
+      attention_forward_##name##_bf16(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int window) { \
+    forward<D, MT, WARPS>(q, k, v, o, lse, tasks, num_rows, h, hkv, dh, scale, window);                                                               \
   }                                                                                                                                        \
   EXPORT(attention_forward_##name##_bf16)
 

@@ -55,13 +55,13 @@ template <class S> struct BackwardMemory {
 struct Sizes {
   int num_rows, h, hkv, dh;
   float scale;
-  int causal;
+  int window;
 };
 
 // The range of a block: its rows, its heads and the other rows that it iterates over.
 struct Range {
   Task task;
-  int own_head, first_head, last_head, from, to, shift; // query i attends to the keys up to i + shift
+  int own_head, first_head, last_head, from, to;
 
   template <class S> static __device__ __forceinline__ Range of(const int *tasks, const Sizes &sizes) {
     int own_heads = S::KEYS ? sizes.hkv : sizes.h, group = sizes.h / sizes.hkv;
@@ -71,11 +71,8 @@ struct Range {
     range.first_head = S::KEYS ? range.own_head * group : range.own_head / group;
     range.last_head = S::KEYS ? range.first_head + group - 1 : range.first_head;
     const Task &task = range.task;
-    range.shift = S::KEYS ? task.end - task.other_end : task.other_end - task.end;
-    range.from = task.other_first;
-    range.to = task.other_end;
-    if (sizes.causal && S::KEYS) range.from = max(range.from, task.first - range.shift);
-    if (sizes.causal && !S::KEYS) range.to = min(task.first + S::OWN, task.end) + range.shift;
+    range.from = others_from<S::KEYS>(task, task.first, sizes.window);
+    range.to = others_to<S::KEYS>(task, min(task.first + S::OWN, task.end) - 1, sizes.window);
     return range;
   }
 };
@@ -122,7 +119,8 @@ __device__ __forceinline__ void consume_keys(const BackwardMemory<S> &memory, co
   constexpr int D = S::D, N = S::OTHERS;
   float p[N / 2], ds[N / 2], log2_scale = sizes.scale * LOG2_E;
   uint32_t p_operand[N / 4], ds_operand[N / 4];
-  int t = lane() % 4, key = range.task.first + row + warp() % 4 * 16 + lane() / 4;
+  int t = lane() % 4, first_key = range.task.first + row, key = first_key + warp() % 4 * 16 + lane() / 4;
+  Unmasked unmasked = Unmasked::of<true>(range.task, first_key, first_key + 63, range.to, sizes.window);
   if (DK) dk.clear();
   if (DV) dv.clear();
   barrier_wait(memory.own_full, 0);
@@ -146,15 +144,16 @@ __device__ __forceinline__ void consume_keys(const BackwardMemory<S> &memory, co
             score = exp2f_fast(fmaf(score, log2_scale, -of_query));
           }
         }
-      if (sizes.causal && at + range.shift < range.task.first + row + 63) {
+      if (at < unmasked.from || at + N > unmasked.to) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-          int first = key + 8 * r - range.shift - at - 2 * t; // column of the first query that attends to the key
+          int first = at + 2 * t;
+          int from = others_from<true>(range.task, key + 8 * r, sizes.window) - first, to = others_to<true>(range.task, key + 8 * r, sizes.window) - first;
 #pragma unroll
           for (int n = 0; n < N / 8; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++)
-              if (8 * n + i < first) p[4 * n + 2 * r + i] = 0;
+              if (8 * n + i < from || 8 * n + i >= to) p[4 * n + 2 * r + i] = 0;
         }
       }
       if (DV) pack_operand<N>(p_operand, p);
@@ -191,7 +190,7 @@ __device__ __forceinline__ void consume_queries(const BackwardMemory<S> &memory,
   float p[N / 2], ds[N / 2], own_lse[2], own_delta[2], log2_scale = sizes.scale * LOG2_E;
   uint32_t ds_operand[N / 4];
   int first_row = range.task.first + row, query = first_row + warp() % 4 * 16 + lane() / 4;
-  int unmasked_end = sizes.causal ? min(range.task.other_end, first_row + range.shift + 1) : range.task.other_end;
+  Unmasked unmasked = Unmasked::of<false>(range.task, first_row, first_row + 63, range.to, sizes.window);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     bool exists = query + 8 * r < range.task.end; // other queries get p = 0
@@ -211,15 +210,16 @@ __device__ __forceinline__ void consume_queries(const BackwardMemory<S> &memory,
     hold(p);
 #pragma unroll
     for (int i = 0; i < N / 2; i++) p[i] = exp2f_fast(fmaf(p[i], log2_scale, -own_lse[i / 2 % 2]));
-    if (at + N > unmasked_end) {
+    if (at < unmasked.from || at + N > unmasked.to) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        int visible = (sizes.causal ? min(range.task.other_end, query + 8 * r + range.shift + 1) : range.task.other_end) - at - 2 * (lane_here() % 4);
+        int first = at + 2 * (lane_here() % 4);
+        int from = others_from<false>(range.task, query + 8 * r, sizes.window) - first, to = others_to<false>(range.task, query + 8 * r, sizes.window) - first;
 #pragma unroll
         for (int n = 0; n < N / 8; n++)
 #pragma unroll
           for (int i = 0; i < 2; i++)
-            if (8 * n + i >= visible) p[4 * n + 2 * r + i] = 0;
+            if (8 * n + i < from || 8 * n + i >= to) p[4 * n + 2 * r + i] = 0;
       }
     }
     products_wait<0>();
@@ -288,8 +288,8 @@ __device__ __forceinline__ void backward(const Maps &maps, const float *lse, con
   extern "C" __global__ void __launch_bounds__(SHAPE::THREADS, 1) attention_backward_##kernel##_sm90_##name##_bf16(                           \
       const __grid_constant__ HeadMaps own0, const __grid_constant__ HeadMaps own1, const __grid_constant__ HeadMaps other0,                  \
       const __grid_constant__ HeadMaps other1, const float *lse, const float *delta, bf16 *d0, bf16 *d1, const int *tasks, int num_rows, int h, int hkv, \
-      int dh, float scale, int causal) {                                                                                                      \
-    backward<SHAPE>(Maps{own0, own1, other0, other1}, lse, delta, d0, d1, tasks, Sizes{num_rows, h, hkv, dh, scale, causal});                 \
+      int dh, float scale, int window) {                                                                                                      \
+    backward<SHAPE>(Maps{own0, own1, other0, other1}, lse, delta, d0, d1, tasks, Sizes{num_rows, h, hkv, dh, scale, window});                 \
   }
 
 // Head dim, own rows, other rows of a tile, stages, own rows are keys. select.rs has the same sizes.

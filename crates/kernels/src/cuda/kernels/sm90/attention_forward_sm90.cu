@@ -5,7 +5,7 @@
 // maximum and sum. Keys and values have two buffers each. A consumer starts the scores of a tile and
 // then the product with the values of the tile before, so that the tensor cores work during its
 // softmax. The consumers take turns to start products: while one computes a softmax, the products of
-// the other run. Only tiles on the diagonal and at the end of the keys are masked.
+// the other run. Only tiles at the ends of the rows' windows are masked.
 #include "attention_sm90.cuh"
 
 namespace {
@@ -47,11 +47,11 @@ template <class S> struct ForwardShared {
 
 template <class S>
 __device__ __forceinline__ void produce(const ForwardShared<S> &shared, const HeadMaps &q, const HeadMaps &k, const HeadMaps &v, Task task, int head, int kv,
-                                        int keys_end) {
+                                        int first_key, int keys_end) {
   barrier_expect(shared.q_full, S::Queries::BYTES);
   S::Queries::copy(shared.q, q, shared.q_full, head, task.first);
   Ring<S::STAGES> ring;
-  for (int at = task.other_first; at < keys_end; at += S::KEYS) {
+  for (int at = first_key; at < keys_end; at += S::KEYS) {
     int stage = ring.stage, bytes = S::Keys::BYTES;
     barrier_wait(shared.k_empty + stage, ring.parity ^ 1); // ends at once in the first round
     barrier_expect(shared.k_full + stage, bytes);
@@ -77,7 +77,7 @@ template <int KEYS> struct RunningRows {
       for (int n = 0; n < KEYS / 8; n++) most = fmaxf(most, fmaxf(scores[4 * n + 2 * r], scores[4 * n + 2 * r + 1]));
       most = fmaxf(most, shuffle_xor(most, 1));
       most = fmaxf(most, shuffle_xor(most, 2));
-      // A row attends to a key of the first tile, so `most` is finite, and the first factor is 0.
+      // Before the first key of the row, the exponentials are 2^-inf = 0; then the first factor is.
       float bias = most * scale, total = 0;
       factors[r] = exp2f_fast((max[r] - most) * scale);
       max[r] = most;
@@ -95,37 +95,37 @@ template <int KEYS> struct RunningRows {
 };
 
 // Masks the scores of keys that the two rows of this lane do not attend to. `row` is the first one.
-template <int KEYS> __device__ __forceinline__ void mask_keys(float (&scores)[KEYS / 2], float masked, const Task &task, int row, int at, int causal) {
-  int shift = task.other_end - task.end;
+template <int KEYS> __device__ __forceinline__ void mask_keys(float (&scores)[KEYS / 2], float masked, const Task &task, int row, int at, int window) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    int visible = (causal ? min(task.other_end, row + 8 * r + shift + 1) : task.other_end) - at - 2 * (lane_here() % 4);
+    int first = at + 2 * (lane_here() % 4);
+    int from = others_from<false>(task, row + 8 * r, window) - first, to = others_to<false>(task, row + 8 * r, window) - first;
 #pragma unroll
     for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        if (8 * n + i >= visible) scores[4 * n + 2 * r + i] = masked;
+        if (8 * n + i < from || 8 * n + i >= to) scores[4 * n + 2 * r + i] = masked;
   }
 }
 
 // Computes the output of consumer `me`: 64 rows of `o` before the division by `running.sum`.
 template <class S>
-__device__ __forceinline__ void consume(const ForwardShared<S> &shared, Task task, int keys_end, int me, float scale, int causal, Sums<S::D> &sums,
+__device__ __forceinline__ void consume(const ForwardShared<S> &shared, Task task, int first_key, int keys_end, int me, float scale, int window, Sums<S::D> &sums,
                                         RunningRows<S::KEYS> &running) {
   constexpr int D = S::D, KEYS = S::KEYS, BYTES = S::Keys::BYTES, TURN = 1; // first of the named barriers
   int first_row = task.first + 64 * me, row = first_row + warp() % 4 * 16 + lane() / 4;
-  int unmasked_end = causal ? min(task.other_end, first_row + task.other_end - task.end + 1) : task.other_end;
+  Unmasked unmasked = Unmasked::of<false>(task, first_row, first_row + 63, keys_end, window);
   float scores[KEYS / 2], factors[2];
   uint32_t weights[KEYS / 4];
   sums.clear();
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    running.max[r] = -INFINITE;
+    running.max[r] = LOWEST;
     running.sum[r] = 0;
   }
   barrier_wait(shared.q_full, 0);
   Ring<S::STAGES> keys, values; // the values are one tile behind
-  int at = task.other_first;
+  int at = first_key;
   auto pass_turn = [&] {
     if (me + 1 < S::CONSUMERS) arrive_warps<8>(TURN + me + 1);
     else if (at + KEYS < keys_end) arrive_warps<8>(TURN);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void consume(const ForwardShared<S> &shared, Task tas
   auto softmax = [&] {
     release(shared.k_empty + keys.stage);
     keys.next();
-    if (at + KEYS > unmasked_end) mask_keys<KEYS>(scores, -INFINITE, task, row, at, causal);
+    if (at < unmasked.from || at + KEYS > unmasked.to) mask_keys<KEYS>(scores, -INFINITE, task, row, at, window);
     running.softmax(scores, scale * LOG2_E, factors);
   };
   barrier_wait(shared.k_full + keys.stage, keys.parity);
@@ -169,24 +169,24 @@ __device__ __forceinline__ void consume(const ForwardShared<S> &shared, Task tas
 
 template <class S>
 __device__ __forceinline__ void forward(const HeadMaps &q, const HeadMaps &k, const HeadMaps &v, bf16 *o, float *lse, const int *tasks, int num_rows, int h,
-                                        int hkv, int dh, float scale, int causal) {
+                                        int hkv, int dh, float scale, int window) {
   HOPPER_SHARED(memory);
   ForwardShared<S> shared(memory);
   Task task = task_of(tasks, int(blockIdx.x) / h);
   int head = int(blockIdx.x) % h;
-  int keys_end = causal ? min(task.first + S::ROWS, task.end) + task.other_end - task.end : task.other_end;
+  int first_key = others_from<false>(task, task.first, window), keys_end = others_to<false>(task, min(task.first + S::ROWS, task.end) - 1, window);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
   if (warp() < 4) {
     fewer_registers<PRODUCER_REGISTERS<S::CONSUMERS>>();
-    if (threadIdx.x == 0) produce<S>(shared, q, k, v, task, head, head / (h / hkv), keys_end);
+    if (threadIdx.x == 0) produce<S>(shared, q, k, v, task, head, head / (h / hkv), first_key, keys_end);
     return;
   }
   more_registers<CONSUMER_REGISTERS<S::CONSUMERS>>();
   int me = warp() / 4 - 1;
   Sums<S::D> sums;
   RunningRows<S::KEYS> running;
-  consume<S>(shared, task, keys_end, me, scale, causal, sums, running);
+  consume<S>(shared, task, first_key, keys_end, me, scale, window, sums, running);
   float factors[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -206,8 +206,8 @@ __device__ __forceinline__ void forward(const HeadMaps &q, const HeadMaps &k, co
 #define FORWARD(SHAPE, name)                                                                                                                  \
   extern "C" __global__ void __launch_bounds__(SHAPE::THREADS, 1)                                                                             \
       attention_forward_sm90_##name##_bf16(const __grid_constant__ HeadMaps q, const __grid_constant__ HeadMaps k, const __grid_constant__ HeadMaps v, \
-                                           bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int causal) { \
-    forward<SHAPE>(q, k, v, o, lse, tasks, num_rows, h, hkv, dh, scale, causal);                                                              \
+                                           bf16 *o, float *lse, const int *tasks, int num_rows, int h, int hkv, int dh, float scale, int window) { \
+    forward<SHAPE>(q, k, v, o, lse, tasks, num_rows, h, hkv, dh, scale, window);                                                              \
   }
 
 // Head dim, keys of a tile, consumers. select.rs has the same sizes.

@@ -6,6 +6,7 @@ use crate::cuda::select::Gpu;
 use crate::testing::{gradient_buffer, rope_table};
 use crate::{
     CONV_TAPS, DeltaHeads, DeltaInputs, GPU_DELTA_BYTES, Masking, NormScale, Qkv, RecomputeInput,
+    Scores,
 };
 use batch::CuSeqlens;
 use candle_core::{DType, Device, Result, Tensor};
@@ -130,13 +131,13 @@ fn attend(dh: usize, tokens: usize, is_backward: bool) -> Result<()> {
     let q = bf16(1, &[tokens, 1, dh]);
     let (k, v) = (bf16(3, &[tokens, 1, dh]), bf16(4, &[tokens, 1, dh]));
     let (qkv, ends) = (Qkv { q: &q, k: &k, v: &v }, one_segment(tokens));
-    let (h100, masking) = (Gpu::H100, Masking::Causal);
+    let (h100, scores) = (Gpu::H100, Scores::new(Masking::Causal, dh));
     if !is_backward {
-        return gpu::attend("counts", h100, qkv, ends, 0, masking).map(|_| ());
+        return gpu::attend("counts", h100, qkv, ends, 0, scores).map(|_| ());
     }
     // No count depends on the values.
     let (o, lse, d_o) = (bf16(5, &[tokens, 1, dh]), f32(&[1, tokens])?, bf16(2, &[tokens, 1, dh]));
-    gpu::attend_backward("counts", h100, qkv, &o, &lse, &d_o, &ends, masking).map(|_| ())
+    gpu::attend_backward("counts", h100, qkv, &o, &lse, &d_o, &ends, scores).map(|_| ())
 }
 
 /// Forward, again for the gradients of weights, and backward.
