@@ -8,7 +8,8 @@
 //! exactly; sums are `f32`.
 //!
 //! Operands are copied in the order in which tiles read them ([`packs`]), unless few tiles would
-//! read the copy. Tiles hold their sums in registers ([`tiles`]). A product on all threads is
+//! read the copy. Tiles hold their sums in registers ([`tiles`]). Products of few rows with a weight
+//! that is stored by columns have their own kernel ([`few_rows`]). A product on all threads is
 //! divided by rows and columns. Alternatives: `docs/dev/decisions/0027-one-product.md`.
 
 #![expect(unsafe_code, reason = "tasks write disjoint parts of one matrix")]
