@@ -22,7 +22,9 @@ fn assert_levels_are_equal(place: &Place, name: &str, more: &[&str]) {
     let train = |level: &str| -> Output {
         let folder = format!("output_dir={name}-{level}");
         let mut sft = vec!["sft", "--config", "run.yaml", "--set", &folder];
-        more.iter().for_each(|set| sft.extend(["--set", set]));
+        for set in more {
+            sft.extend(["--set", set]);
+        }
         finish(place.command(&sft).env("TRAINER_SIMD", level))
     };
     let weights = |level: &str| place.read(&format!("{name}-{level}/final/model.safetensors"));
