@@ -4,8 +4,8 @@
 //! `o`, `d_o`: `[T, H, Dh]`; `k`, `v`: `[T, Hkv, Dh]`; `lse: [H, T]` (`f32`), the log-sum-exp of
 //! the scaled scores of each query.
 //!
-//! A token attends only to tokens of its own segment. [`Scores`] says to which of them, and how scores
-//! are scaled.
+//! A token attends only to tokens of its own segment. [`Scores`] says to which of them, and has the
+//! scale.
 
 mod decode;
 mod flash;
@@ -34,8 +34,8 @@ use std::ops::Range;
 pub enum Masking {
     /// Itself and earlier tokens.
     Causal,
-    /// Itself and the tokens directly before it, as many tokens together as the window is long: the
-    /// meaning of `sliding_window` in transformers. A window as long as the segment is [`Self::Causal`].
+    /// This number of tokens: itself and those directly before it, as `sliding_window` in
+    /// transformers. A window as long as the segment gives the results of [`Self::Causal`].
     Window(NonZeroUsize),
     /// All tokens of the segment.
     Full,
@@ -51,8 +51,8 @@ impl Masking {
         }
     }
 
-    /// Number of scores of a segment of `length` tokens, as operations are counted: half of all if
-    /// causal, which is half a score per token too few.
+    /// Number of scores of a segment of `length` tokens, for counts of operations. A causal segment
+    /// has half of all, which leaves out half a score of each token.
     pub fn num_scores(self, length: usize) -> f64 {
         let all = (length as f64).powi(2);
         match self {

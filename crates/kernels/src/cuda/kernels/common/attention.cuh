@@ -15,8 +15,8 @@ namespace {
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
-// The largest score of a row before its first key. It is finite: if a row attends to no key of the
-// first tiles, the factors of its sums are powers of 0 until then, not of infinity - infinity.
+// The largest score of a row before its first key. It is finite, so that the difference of two is 0 for
+// a row that attends to no key of the first tiles; infinity - infinity would be NaN.
 constexpr float LOWEST = -3.402823466e38f;
 
 // One task: own rows first .. min(first + ROWS, end), other rows other_first .. other_end. The
@@ -27,9 +27,9 @@ struct Task {
   __device__ __forceinline__ int position(int row) const { return row + other_end - end; }
 };
 
-// The other rows from, .. up to, without, `to` that share a score with an own row. Query i attends to the
-// last `window` of the keys up to its own position, or to all keys if `window` is 0. KEYS: whether the
-// own rows are keys, whose others are queries. Both ends grow with the own row.
+// An own row has a score with each other row from others_from to others_to, without the last. A query
+// attends to the last `window` of the keys up to its own position, or to all keys if `window` is 0. KEYS:
+// whether the own rows are keys, and the others queries. Both ends grow with the own row.
 template <bool KEYS> __device__ __forceinline__ int others_from(const Task &task, int row, int window) {
   if (window == 0) return task.other_first;
   return max(task.other_first, KEYS ? task.position(row) : task.position(row) - window + 1);
@@ -39,8 +39,8 @@ template <bool KEYS> __device__ __forceinline__ int others_to(const Task &task, 
   return min(task.other_end, KEYS ? task.position(row) + window : task.position(row) + 1);
 }
 
-// The other rows from, .. up to, without, `to` that no own row from `first` to `last` masks, for tiles of other
-// rows up to `to`. Queries after those of a block have p = 0 without a mask.
+// The other rows that none of the own rows `first` to `last` masks, for a block whose other rows end at
+// `to`. Queries from `to` on have p = 0 without a mask.
 struct Unmasked {
   int from, to;
 
