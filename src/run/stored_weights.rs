@@ -65,7 +65,7 @@ pub(super) fn load_stored(
     Ok((loaded, stored))
 }
 
-/// Loads the weights of `is_stored`, one after the other, and lets them is_stored slots. Ranks read each
+/// Loads the weights of `is_stored`, one after the other, and stores them elsewhere. Ranks read each
 /// weight together, except those that are stored in NF4.
 pub(super) fn install(
     loaded: &LoadedModel,

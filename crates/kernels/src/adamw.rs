@@ -1,8 +1,8 @@
 //! The AdamW update in one pass over weight, gradient and moments, and what clipping needs.
 //!
 //! The order of operations is that of `torch.optim.AdamW`. Tensors are computed in `f32`, scalars
-//! in `f64`. The moments may be stored in `bf16` (`stochastic_rounding.rs`) or in 8 bits (`eight_bit.rs`), and
-//! a `bf16` weight may have no master copy.
+//! in `f64`. The moments may be stored in `bf16` (`stochastic_rounding.rs`) or in 8 bits
+//! (`eight_bit.rs`), and a `bf16` weight may have no master copy.
 
 #![expect(
     clippy::inline_always,

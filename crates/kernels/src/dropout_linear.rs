@@ -107,7 +107,7 @@ impl Products<'_> {
     fn compute(&self, mut grads: Option<(&[f32], &mut [f32])>) -> Vec<f32> {
         let &Self { x, a, k, rank, mask } = self;
         let drops = mask.drops();
-        let rows = (BLOCK / k).next_multiple_of(TASK_ROWS);
+        let rows = (BLOCK / k).max(1).next_multiple_of(TASK_ROWS);
         let mut kept = Scratch::of(rows.min(x.len() / k) * k);
         let mut u = vec![0f32; x.len() / k * rank];
         for (block, (x, u)) in x.chunks(rows * k).zip(u.chunks_mut(rows * rank)).enumerate() {

@@ -5,7 +5,7 @@
 //! is in `f32`; with `bf16` operands `x * rstd` is rounded to `bf16` before it is multiplied by
 //! `w`, as in transformers.
 
-use super::cpu::blocks::{Values, filled, span};
+use super::cpu::blocks::{Scratch, Values, filled, span};
 use super::cpu::simd::{kernels, sigmoid};
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{empty, launch, on_gpu};
@@ -100,9 +100,11 @@ pub fn gated_rms_norm_backward(
     let (rstd, dy) = (read(op, "rstd", rstd)?, read(op, "dy", dy)?);
     let (x, z, w, dy) = (x.values()?, z.values()?, w.f32()?, dy.values()?);
     let rstd = rstd.slice::<f32>()?;
-    // `dn` is the gradient of the normalized rows.
-    let outputs = [(d, dtype), (d, dtype), (d, DType::F32)];
+    // `dn` is the gradient of the normalized rows. Only the weight gradient needs all of it.
+    let outputs = [(d, dtype), (d, dtype), (dw.map_or(0, |_| d), DType::F32)];
     let [dx, dz, dn] = filled(n, ROWS, outputs, |rows, [dx, dz, dn]| {
+        let mut scratch = Scratch::of(dx.len());
+        let dn = if dn.is_empty() { scratch.all() } else { dn };
         let at = span(&rows, d);
         let (x, z, dy) = (x.view(at.clone()), z.view(at.clone()), dy.view(at.clone()));
         let grads = dx.chunks_mut(d).zip(dz.chunks_mut(d)).zip(dn.chunks_mut(d));

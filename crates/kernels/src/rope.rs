@@ -5,7 +5,7 @@
 //! `i` and `i + R/2` of a head are rotated by angle `i < R/2` of the token (the `rotate_half`
 //! convention of transformers); dims from `R` on are only normalised.
 
-use super::cpu::blocks::{Values, filled, span};
+use super::cpu::blocks::{Scratch, Values, filled, span};
 use super::cpu::simd::kernels;
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{Launch, THREADS, empty, launch, on_gpu, vectors};
@@ -261,9 +261,12 @@ pub fn qk_norm_rope_backward(
     let (x, w) = (x.values()?, scale.factors(w.f32()?));
     let (rstd, dy) = (rstd.slice::<f32>()?, dy.values()?);
     let (cos, sin) = (cos.slice::<f32>()?, sin.slice::<f32>()?);
-    // `dn` is the gradient of the normalized heads before the rotation.
-    let outputs = [(width, dtype), (width, DType::F32)];
+    // `dn` is the gradient of the normalized heads before the rotation. Only the weight gradient
+    // needs all of it.
+    let outputs = [(width, dtype), (dw.map_or(0, |_| width), DType::F32)];
     let [dx, dn] = filled(t, ROWS, outputs, |tokens, [dx, dn]| {
+        let mut scratch = Scratch::of(dx.len());
+        let dn = if dn.is_empty() { scratch.all() } else { dn };
         dn.copy_from_slice(&dy.view(span(&tokens, width)));
         for (head, dn) in (tokens.start * h..).zip(dn.chunks_mut(dh)) {
             let angles = head / h * half..(head / h + 1) * half;

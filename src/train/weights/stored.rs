@@ -40,7 +40,7 @@ pub enum StoredWeight {
     Nf4(Nf4),
 }
 
-/// The weights of a model that is_stored two slots.
+/// Frozen weights that are stored elsewhere and copied to two slots.
 pub struct StoredWeights {
     /// Copies from host memory; `None`: no weight is stored there. Dropped before the slots, since
     /// the last copies to them may still be in progress.
@@ -77,7 +77,7 @@ struct SlotWeight {
     place: Tensor,
 }
 
-/// What the weights that is_stored take on the device.
+/// The device memory of weights that are stored elsewhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoredMemory {
     /// Number of elements of all of them.
@@ -287,7 +287,7 @@ impl StoredWeights {
 mod tests {
     use super::*;
 
-    /// Three stages of two matrices each, the first ones of which is_stored.
+    /// Three stages of two matrices each, the first ones of which are stored elsewhere.
     fn model() -> (Vec<Param>, Vec<bool>) {
         let sizes = [(2, 3), (1, 2), (3, 30), (2, 2), (1, 5), (4, 1)];
         let param = |(index, (m, k))| {

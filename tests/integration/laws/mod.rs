@@ -375,7 +375,7 @@ impl Subject {
         outcome
     }
 
-    /// Forward and backward of one micro-batch with all parameters trained and nothing recomputed.
+    /// Forward and backward of one micro-batch with all parameters trained.
     fn run(&self, batch: &VarlenBatch) -> (Outcome, Vec<Vec<f32>>) {
         let grads = self.buffers(|_| true);
         let outcome = self.accumulate(batch, target_weight(batch), RecomputePolicy::CHEAP, &grads);

@@ -3,7 +3,8 @@
 //! *Model flops*: the operations of the step's matmuls, forward and backward. This is six
 //! operations per weight and row, four where a part is frozen but passes a gradient on, two where
 //! it and everything before it are frozen. The head counts for supervised rows only, attention is
-//! causal inside each sample and counts its windows, the vision encoder counts per patch. Recomputation does not count.
+//! causal inside each sample and counts its windows, the vision encoder counts per patch.
+//! Recomputation does not count.
 //!
 //! *lmms-engine's*: `6 * (dense + 2 V D)` per token. The embedding look-up thus counts as a matmul,
 //! the head counts for every token, attention counts as a full square, and the vision encoder does

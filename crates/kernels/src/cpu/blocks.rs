@@ -301,7 +301,7 @@ impl OutputBlock<'_> {
 /// Creates `N` results of `num_rows` rows. `outputs` lists their widths and dtypes.
 ///
 /// Calls `fill(rows, parts)` on all threads for blocks of at most `block` rows; `parts` holds these
-/// rows of each result, initially zero. If any width is 0, `fill` is not called.
+/// rows of each result, initially zero. If the first width is 0, `fill` is not called.
 pub(crate) fn filled<const N: usize>(
     num_rows: usize,
     block: usize,
@@ -309,7 +309,7 @@ pub(crate) fn filled<const N: usize>(
     fill: impl Fn(Range<usize>, [&mut [f32]; N]) + Sync,
 ) -> [Filled; N] {
     let widest = outputs.iter().map(|(width, _)| *width).max().unwrap_or(0);
-    let empty = outputs.iter().any(|(width, _)| *width == 0);
+    let empty = outputs.first().is_none_or(|(width, _)| *width == 0);
     let targets = outputs.map(|(width, dtype)| Target::new(num_rows * width, dtype));
     let run = |rows: Range<usize>| {
         let mut next = 0;

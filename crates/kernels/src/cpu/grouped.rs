@@ -67,7 +67,7 @@ pub(crate) fn products(
     (w, stored): (Values<'_>, WeightLayout),
     dtype: DType,
 ) -> Filled {
-    let len = x.len() / k.max(1) * n;
+    let len = offsets.last().map_or(0, |rows| *rows as usize) * n;
     let tasks: Vec<Task> =
         experts(offsets).flat_map(|(expert, rows)| tasks(expert, rows, n)).collect();
     let compute = |task: &Task, dst: Raw<*mut f32>| {

@@ -88,8 +88,8 @@ fn check_exact(
     }
 }
 
-/// At and next to the ends of tiles: of the plain kernels, and of those for tensor cores. One is longer than
-/// all segments.
+/// At and next to the ends of tiles: of the plain kernels, and of those for tensor cores. One is
+/// longer than all segments.
 #[test]
 fn windows_of_every_length_match_the_exact_results() {
     let of_tiles = [1, 2, 47, 63, 64, 65, 79, 97, 127, 128, 129];
@@ -117,7 +117,8 @@ fn windows_of_every_head_width_match_the_exact_results() {
     }
 }
 
-/// Several tiles of keys of the CPU. Those of GPUs are smaller, and have several in the other tests.
+/// Several tiles of keys of the CPU. Those of GPUs are smaller, and have several in the other
+/// tests.
 #[test]
 fn windows_in_long_segments_match_the_exact_results() {
     if !device().is_cpu() {

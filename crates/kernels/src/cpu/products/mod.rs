@@ -55,7 +55,8 @@ const MIN_WORK: usize = 48 * 48 * 256;
 /// Computes `dst [m, n] = lhs [m, k] * rhs [k, n]`, or `+=` with [`Write::Add`].
 ///
 /// # Safety
-/// All elements within the three shapes are valid, and no other thread accesses those of `dst`.
+/// All elements within the three shapes are valid, those of `dst` are not in `lhs` or `rhs`, and no
+/// other thread accesses them.
 pub(crate) unsafe fn product<A, B>(
     (m, n, k): (usize, usize, usize),
     dst: Raw<*mut f32>,

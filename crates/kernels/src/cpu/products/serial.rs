@@ -127,10 +127,11 @@ impl Product {
     /// As for [`Self::compute`].
     unsafe fn compute_few_rows(self, kernels: &Kernels) {
         let Self { m, n, k, dst, from_zero, a, b } = self;
-        let mut copy = Scratch::of(m * k);
+        let mut copy;
         let (left, left_stride) = match a.start {
             Elements::F32(start) if a.column_stride == 1 => (start, a.row_stride),
             _ => {
+                copy = Scratch::of(m * k);
                 for (at, copy) in copy.all().iter_mut().enumerate() {
                     // SAFETY: guaranteed by the caller.
                     *copy = unsafe {
@@ -222,8 +223,8 @@ impl<'a> Blocks<'a> {
     /// As for [`Product::compute`]. If the right operand is read in place, tiles end where rows do.
     unsafe fn compute(&self) {
         let Product { m, n, k, .. } = self.product;
-        // If one block has all rows, the left operand is copied once.
-        let once = m <= self.rows;
+        // Column blocks of few rows are narrow, so all terms of these rows are copied once.
+        let once = m <= self.tile_rows;
         let copied_rows = self.rows.min(m.next_multiple_of(self.tile_rows));
         let left_len = match self.left {
             Reading::InPlace(_) => 0,

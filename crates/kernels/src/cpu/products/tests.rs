@@ -157,14 +157,22 @@ fn products_of_few_columns_are_chains() {
 
 #[test]
 fn empty_products_leave_or_clear_the_destination() {
-    for size in [(0, 3, 2), (3, 0, 2), (3, 4, 0), (0, 0, 0)] {
+    for size in [(0, 3, 2), (3, 0, 2), (3, 4, 0), (0, 0, 0), (3, 200, 0), (200, 3, 0)] {
         at_each_level(|| check(size, Threads::One));
     }
 }
 
 #[test]
 fn sums_over_several_blocks_are_one_chain() {
-    for size in [(100, 60, 600), (7, 60, 300), (105, 2100, 3), (30, 2040, 40)] {
+    for size in [
+        (100, 60, 600),
+        (7, 60, 300),
+        (105, 2100, 3),
+        (30, 2040, 40),
+        (20, 2100, 530),
+        (8, 1000, 130),
+        (5, 600, 130),
+    ] {
         check(size, Threads::One);
         check(size, Threads::All);
     }

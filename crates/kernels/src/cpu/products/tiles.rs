@@ -158,7 +158,7 @@ unsafe fn panel<V: Vector, const VECTORS: usize>(
         let rows = block.tile_rows.min(block.rows - row);
         // SAFETY: guaranteed by the caller.
         unsafe {
-            let left = block.left.start.add(panel * block.left.panel_stride);
+            let left = block.left.start.wrapping_add(panel * block.left.panel_stride);
             let to =
                 block.dst.start.add(row * block.dst.row_stride + first * block.dst.column_stride);
             if whole {
@@ -211,7 +211,7 @@ pub(super) unsafe fn block<W: Vector, N: Vector, const WIDEST: usize>(block: &Ti
         unsafe {
             let last = columns <= widest;
             let stride = if last { block.last_stride } else { block.right.term_stride };
-            let right = (block.right.start.add(index * block.right.panel_stride), stride);
+            let right = (block.right.start.wrapping_add(index * block.right.panel_stride), stride);
             if columns <= N::LANES {
                 panel::<N, 1>(block, right, first, columns);
             } else if columns <= W::LANES {
