@@ -193,10 +193,8 @@ pub fn causal_conv1d_backward(
     let (x, w, dy) = (x.f32()?, taps(&w.f32()?), dy.f32()?);
     let mut dx = vec![0f32; t * c];
     // Each tap's sums continue those of `dw`.
-    let mut sums = match dw {
-        Some(dw) => taps(dw.flatten_all()?.to_vec1()?.as_slice()),
-        None => vec![0f32; CONV_TAPS * c],
-    };
+    let sums = dw.map(|dw| dw.flatten_all()?.to_vec1::<f32>()).transpose()?;
+    let mut sums = sums.map_or_else(|| vec![0.0; CONV_TAPS * c], |dw| taps(&dw));
     let (dx_part, sums_part) = (Shared::of(&mut dx), Shared::of(&mut sums));
     // The gradients of the sums of four tokens, and the taps' own gradients.
     let scratch = || [(); 2].map(|()| vec![0f32; CONV_TAPS * CHANNELS]);

@@ -6,7 +6,7 @@
 //! compute the same.
 
 use super::cpu::blocks::Scratch;
-use super::cpu::products::{Matrix, Threads, Write, multiply};
+use super::cpu::products::{Matrix, Store, Threads, multiply};
 use super::cpu::{self, distinct, expect_f32, expect_shape, read};
 use super::dropout::{add_kept, keep};
 use super::{
@@ -118,7 +118,7 @@ impl Products<'_> {
                 keep(drops, block * rows + task * TASK_ROWS, k, x, kept);
                 let (size, a) = ((x.len() / k, rank, k), Matrix::rows(a, k).t());
                 let kept = Matrix::rows(&*kept, k);
-                multiply(size, (&mut *u, rank), Write::Overwrite, kept, a, Threads::One);
+                multiply(size, (&mut *u, rank), Store::Overwrite, kept, a, Threads::One);
                 for u in u {
                     *u *= mask.scale();
                 }
@@ -127,7 +127,7 @@ impl Products<'_> {
                 let du = &du[block * rows * rank..][..x.len() / k * rank];
                 let (du, kept) = (Matrix::rows(du, rank).t(), Matrix::rows(&*kept, k));
                 let size = (rank, k, x.len() / k);
-                multiply(size, (&mut **da, k), Write::Add, du, kept, Threads::All);
+                multiply(size, (&mut **da, k), Store::Add, du, kept, Threads::All);
             }
         }
         u
@@ -161,7 +161,7 @@ pub fn dropout_linear_backward_input_add(
             let mut product = Scratch::of(dx.len());
             let (size, dst) = ((dx.len() / k, k, rank), (product.all(), k));
             let (du, a) = (Matrix::rows(du, rank), Matrix::rows(a, k));
-            multiply(size, dst, Write::Overwrite, du, a, Threads::One);
+            multiply(size, dst, Store::Overwrite, du, a, Threads::One);
             add_kept(mask.drops(), task * TASK_ROWS, k, product.all(), dx);
         });
     })?;

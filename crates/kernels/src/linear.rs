@@ -6,7 +6,7 @@
 
 use super::cpu::blocks::{by_rows, filled, span};
 use super::cpu::column_sums::add_rows;
-use super::cpu::products::{Matrix, Write, new_product, nn, nt, tn};
+use super::cpu::products::{Matrix, Store, new_product, nn, nt, tn};
 use super::cpu::{
     self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read, weighted_dtype,
 };
@@ -123,7 +123,7 @@ fn forward(
     let add_low_rank = |rows: &Range<usize>, y: &mut [f32]| {
         if let Some((u, b)) = low_rank {
             let u = u.part(span(rows, rank));
-            nt((rows.len(), m, rank), y, Write::Add, u, b);
+            nt((rows.len(), m, rank), y, Store::Add, u, b);
         }
     };
     by_rows((n, m, k.max(m)), shape, dtype, |rows| {
@@ -143,7 +143,7 @@ fn forward(
             }
         });
         let mut y = y.into_f32();
-        nt((rows.len(), m, k), &mut y, Write::Add, x, w);
+        nt((rows.len(), m, k), &mut y, Store::Add, x, w);
         add_low_rank(&rows, &mut y);
         y
     })
@@ -277,7 +277,7 @@ fn input_gradient(
         let mut dx = new_product((rows.len(), k, m), Matrix::rows(dy, m), Matrix::rows(w, k));
         if let Some((u, b)) = low_rank {
             let u = u.part(span(&rows, rank));
-            nn((rows.len(), k, rank), &mut dx, Write::Add, u, b);
+            nn((rows.len(), k, rank), &mut dx, Store::Add, u, b);
         }
         dx
     })
@@ -299,14 +299,14 @@ pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<
     let (dy, w) = (read(op, "dy", dy)?, read(op, "w", w)?);
     let (dy, w) = (dy.values()?, w.values()?);
     if dx.dtype() == DType::F32 {
-        cpu::write(op, "dx", &dx, |dx| nn((n, k, m), dx, Write::Add, dy, w))?;
+        cpu::write(op, "dx", &dx, |dx| nn((n, k, m), dx, Store::Add, dy, w))?;
         return Ok(dx);
     }
     let dx_read = read(op, "dx", &dx)?;
     let old = dx_read.values()?;
     by_rows((n, k, k.max(m)), dx.dims(), dx.dtype(), |rows| {
         let mut sum = old.view(span(&rows, k)).to_vec();
-        nn((rows.len(), k, m), &mut sum, Write::Add, dy.part(span(&rows, m)), w);
+        nn((rows.len(), k, m), &mut sum, Store::Add, dy.part(span(&rows, m)), w);
         sum
     })
 }
@@ -338,7 +338,7 @@ pub fn linear_backward_weight_into(
     }
     let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
     let (x, dy) = (x.values()?, dy.values()?);
-    cpu::write(op, "dw", dw, |dw| tn((m, k, n), dw, Write::Add, dy, x))
+    cpu::write(op, "dw", dw, |dw| tn((m, k, n), dw, Store::Add, dy, x))
 }
 
 /// Checks the operands of a weight gradient and returns `(N, M, K)`.

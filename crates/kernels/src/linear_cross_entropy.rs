@@ -5,7 +5,7 @@
 //!
 //! `nll[i] = logsumexp(h[i] W^T) - h[i] . w[targets[i]]`, with logits in `f32`.
 
-use super::cpu::products::{Write, nn, nt, tn};
+use super::cpu::products::{Store, nn, nt, tn};
 use super::cpu::simd::{exp, kernels, max, sum_exp};
 use super::cpu::{self, expect_f32, expect_shape, read, weighted_dtype};
 use super::cuda::gemm::{Gemm, GemmOperand, Transpose};
@@ -105,7 +105,7 @@ pub fn linear_cross_entropy(h: &Tensor, w: &Tensor, targets: &Tensor) -> Result<
         let rows = chunk.min(s - start);
         let logits = &mut logits[..rows * v];
         let h = h.part(start * d..(start + rows) * d);
-        nt((rows, v, d), logits, Write::Overwrite, h, w);
+        nt((rows, v, d), logits, Store::Overwrite, h, w);
         nll[start..start + rows]
             .par_iter_mut()
             .zip(&mut argmax[start..start + rows])
@@ -287,7 +287,7 @@ fn backward_in_chunks(
             let rows = chunk.min(s - start);
             let (logits, span) = (&mut logits[..rows * v], start * d..(start + rows) * d);
             let h = h.part(span.clone());
-            nt((rows, v, d), logits, Write::Overwrite, h, w);
+            nt((rows, v, d), logits, Store::Overwrite, h, w);
             nll[start..start + rows]
                 .par_iter_mut()
                 .zip(logits.par_chunks_mut(v))
@@ -300,10 +300,10 @@ fn backward_in_chunks(
                     logits[*target as usize] -= scale;
                 });
             if need_dh {
-                nn((rows, d, v), &mut dh[span], Write::Overwrite, &*logits, w);
+                nn((rows, d, v), &mut dh[span], Store::Overwrite, &*logits, w);
             }
             if let Some(dw) = dw.as_deref_mut() {
-                tn((v, d, rows), dw, Write::Add, &*logits, h);
+                tn((v, d, rows), dw, Store::Add, &*logits, h);
             }
         }
     };

@@ -3,7 +3,7 @@
 //! Memory grows with the square of the row length. The code shares no kernel with [`super::Flash`].
 
 use super::{AttentionBackend, Masking, Qkv, QkvGrad, Scores, Segments, Sizes};
-use crate::cpu::products::{Write, nn, nt, tn};
+use crate::cpu::products::{Store, nn, nt, tn};
 use crate::cpu::{self, read};
 use batch::CuSeqlens;
 use candle_core::{DType, Device, Result, Tensor};
@@ -67,7 +67,7 @@ fn scaled_scores(
 ) -> Vec<f32> {
     let l = visible.len();
     let mut scores = vec![0f32; l * l];
-    nt((l, l, dh), &mut scores, Write::Overwrite, q, k);
+    nt((l, l, dh), &mut scores, Store::Overwrite, q, k);
     for (row, visible) in scores.chunks_mut(l).zip(visible) {
         for (j, score) in row.iter_mut().enumerate() {
             *score = if visible.contains(&j) { *score * scale } else { f32::NEG_INFINITY };
@@ -115,7 +115,7 @@ impl AttentionBackend for Masked {
                     lse[index * t + row.start + i] = max + sum.ln();
                 }
                 let mut rows = vec![0f32; l * dh];
-                nn((l, dh, l), &mut rows, Write::Overwrite, &p, &v);
+                nn((l, dh, l), &mut rows, Store::Overwrite, &p, &v);
                 add_head(&mut o, row.clone(), h, index, dh, &rows);
             }
         }
@@ -159,10 +159,10 @@ impl AttentionBackend for Masked {
                     }
                 }
                 let mut rows = vec![0f32; l * dh];
-                tn((l, dh, l), &mut rows, Write::Overwrite, &p, &d_o); // dv = p^T do
+                tn((l, dh, l), &mut rows, Store::Overwrite, &p, &d_o); // dv = p^T do
                 add_head(&mut dv, row.clone(), hkv, kv, dh, &rows);
                 let mut ds = vec![0f32; l * l];
-                nt((l, l, dh), &mut ds, Write::Overwrite, &d_o, &v); // dp = do v^T
+                nt((l, l, dh), &mut ds, Store::Overwrite, &d_o, &v); // dp = do v^T
                 for i in 0..l {
                     let products = o[i * dh..(i + 1) * dh].iter().zip(&d_o[i * dh..(i + 1) * dh]);
                     let delta: f32 = products.map(|(o, d_o)| o * d_o).sum();
@@ -170,9 +170,9 @@ impl AttentionBackend for Masked {
                         ds[j] = p[j] * (ds[j] - delta) * scores.scale;
                     }
                 }
-                nn((l, dh, l), &mut rows, Write::Overwrite, &ds, &k); // dq = ds k
+                nn((l, dh, l), &mut rows, Store::Overwrite, &ds, &k); // dq = ds k
                 add_head(&mut dq, row.clone(), h, index, dh, &rows);
-                tn((l, dh, l), &mut rows, Write::Overwrite, &ds, &q); // dk = ds^T q
+                tn((l, dh, l), &mut rows, Store::Overwrite, &ds, &q); // dk = ds^T q
                 add_head(&mut dk, row.clone(), hkv, kv, dh, &rows);
             }
         }

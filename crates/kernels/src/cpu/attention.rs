@@ -8,7 +8,7 @@
 
 #![expect(unsafe_code, reason = "tasks write disjoint strided parts of the same buffer")]
 
-use super::products::{Raw, Threads, Write, product};
+use super::products::{Raw, Store, Threads, product};
 use super::simd::{dot, exp, exp_in_place, kernels, max};
 use super::{self as cpu, Shared};
 use crate::{Masking, Scores};
@@ -233,7 +233,7 @@ pub(crate) fn forward(
                 product(
                     (num_rows, num_keys, dh),
                     Raw::rows(scores.as_mut_ptr(), num_keys),
-                    Write::Overwrite,
+                    Store::Overwrite,
                     Raw::rows(q_rows.as_ptr(), dh),
                     Raw::rows(k[at..].as_ptr(), k_stride).t(),
                     Threads::One,
@@ -258,7 +258,7 @@ pub(crate) fn forward(
                 product(
                     (num_rows, dh, num_keys),
                     Raw::rows(o_rows.as_mut_ptr(), dh),
-                    if is_first { Write::Overwrite } else { Write::Add },
+                    if is_first { Store::Overwrite } else { Store::Add },
                     Raw::rows(scores.as_ptr(), num_keys),
                     Raw::rows(v[at..].as_ptr(), k_stride),
                     Threads::One,
@@ -363,8 +363,8 @@ fn backward_block(
         // SAFETY: the keys are inside the tensors, and this task owns the scratch.
         unsafe {
             let size = (num_rows, num_keys, dh);
-            product(size, s_out, Write::Overwrite, q_rows, k_rows.t(), none);
-            product(size, ds_out, Write::Overwrite, do_rows, v_rows.t(), none);
+            product(size, s_out, Store::Overwrite, q_rows, k_rows.t(), none);
+            product(size, ds_out, Store::Overwrite, do_rows, v_rows.t(), none);
         }
         let row_pairs = s.chunks_mut(num_keys).zip(ds.chunks_mut(num_keys));
         for (i, ((s, ds), (lse, delta))) in row_pairs.zip(&of_rows).enumerate() {
@@ -376,13 +376,13 @@ fn backward_block(
             }
         }
         let (p, ds) = (Raw::rows(s.as_ptr(), num_keys), Raw::rows(ds.as_ptr(), num_keys));
-        let into = if first_key == of_block.start { Write::Overwrite } else { Write::Add };
+        let into = if first_key == of_block.start { Store::Overwrite } else { Store::Add };
         // SAFETY: only this task writes these keys of this key-value head, and it owns the scratch.
         unsafe {
             let dv = Raw::rows(dv_part.at(at), k_stride);
-            product((num_keys, dh, num_rows), dv, Write::Add, p.t(), do_rows, none);
+            product((num_keys, dh, num_rows), dv, Store::Add, p.t(), do_rows, none);
             let dk = Raw::rows(dk_part.at(at), k_stride);
-            product((num_keys, dh, num_rows), dk, Write::Add, ds.t(), q_rows, none);
+            product((num_keys, dh, num_rows), dk, Store::Add, ds.t(), q_rows, none);
             let dq = Raw::rows(scratch.dq.as_mut_ptr(), dh);
             product((num_rows, dh, num_keys), dq, into, ds, k_rows, none);
         }

@@ -7,7 +7,7 @@
 
 #![expect(unsafe_code, reason = "tasks write disjoint strided parts of the same buffer")]
 
-use super::products::{Matrix, Raw, Threads, Write, multiply, product};
+use super::products::{Matrix, Raw, Store, Threads, multiply, product};
 use super::simd::{dot, exp, kernels};
 use super::{self as cpu, Shared};
 use std::ops::Range;
@@ -268,10 +268,10 @@ impl Chunk {
         let (own, keys) = (&self.units[from * dk..], &self.units[c * dk..]);
         let products = (&mut self.products[from * CHUNK..], CHUNK);
         let (own, keys) = (Matrix::rows(own, dk), Matrix::rows(keys, dk).t());
-        multiply((2 * c - from, c, dk), products, Write::Overwrite, own, keys, Threads::One);
+        multiply((2 * c - from, c, dk), products, Store::Overwrite, own, keys, Threads::One);
         let reads = (&mut self.reads[from * width..], width);
         let state = Matrix::rows(state, width);
-        multiply((2 * c - from, width, dk), reads, Write::Overwrite, own, state, Threads::One);
+        multiply((2 * c - from, width, dk), reads, Store::Overwrite, own, state, Threads::One);
         for head in 0..group {
             self.tiles(inputs, at, head, rows);
             let columns = head * dv..(head + 1) * dv;
@@ -335,7 +335,7 @@ impl Chunk {
         self.decay_columns(c, state);
         let (keys, n) = (&self.units[c * dk..], &self.tail_n);
         let (keys, n) = (Matrix::rows(keys, dk).t(), Matrix::rows(n, width));
-        multiply((dk, width, c), (state, width), Write::Add, keys, n, Threads::One);
+        multiply((dk, width, c), (state, width), Store::Add, keys, n, Threads::One);
     }
 
     /// Scales the columns of each head by the decay over the chunk.
@@ -366,7 +366,7 @@ impl Chunk {
             // SAFETY: as above; `p` and `n` have `c` rows.
             unsafe {
                 let rows = Raw::rows(o.at(start), stride);
-                product((c, dv, c), rows, Write::Add, p, n, Threads::One);
+                product((c, dv, c), rows, Store::Add, p, n, Threads::One);
             }
         }
     }

@@ -7,7 +7,7 @@ use super::delta_rule::{
     CHUNK, Chunk, DeltaRuleSizes, Inputs, Place, Rows, dot_row, places, scale, scaled, solve_upper,
     tasks,
 };
-use super::products::{Matrix, Threads, Write, multiply};
+use super::products::{Matrix, Store, Threads, multiply};
 use super::simd::{dot, kernels};
 use super::{self as cpu, Shared};
 use std::ops::Range;
@@ -154,7 +154,7 @@ impl Backward {
         multiply(
             (dk, width, 2 * c),
             (&mut self.dstate, width),
-            Write::Add,
+            Store::Add,
             units,
             grads,
             Threads::One,
@@ -175,7 +175,7 @@ impl Backward {
         multiply(
             (c, width, dk),
             (&mut self.kds, width),
-            Write::Overwrite,
+            Store::Overwrite,
             keys,
             dstate,
             Threads::One,
@@ -189,7 +189,7 @@ impl Backward {
             let p = Matrix::rows(&self.chunk.p[head * CHUNK * CHUNK..], CHUNK).t();
             let d_o = Matrix::rows(&d_o[head * dv..], width);
             let dn = &mut dn[head * dv..];
-            multiply((c, dv, c), (&mut *dn, width), Write::Add, p, d_o, Threads::One);
+            multiply((c, dv, c), (&mut *dn, width), Store::Add, p, d_o, Threads::One);
             solve_upper(&self.chunk.a[head * CHUNK * CHUNK..], c, dn, width, dv);
         }
     }
@@ -200,7 +200,7 @@ impl Backward {
         let (dv, c, width) = (self.chunk.sizes.dv, at.c, self.kds.len() / CHUNK);
         let grads = Matrix::rows(&self.grads[head * dv..], width);
         let n = Matrix::rows(&self.chunk.n[head * dv..], width).t();
-        multiply((2 * c, c, dv), (&mut self.tile, CHUNK), Write::Overwrite, grads, n, Threads::One);
+        multiply((2 * c, c, dv), (&mut self.tile, CHUNK), Store::Overwrite, grads, n, Threads::One);
         let mut columns = [0f32; CHUNK];
         let (dqk, dkk) = self.dproducts.split_at_mut(c * CHUNK);
         for i in 0..c {
@@ -286,20 +286,20 @@ impl Backward {
         multiply(
             (2 * c, dk, width),
             (&mut *dunits, dk),
-            Write::Overwrite,
+            Store::Overwrite,
             grads,
             state,
             Threads::One,
         );
         let dproducts = Matrix::rows(&self.dproducts, CHUNK);
         let keys = Matrix::rows(keys, dk);
-        multiply((2 * c, dk, c), (&mut *dunits, dk), Write::Add, dproducts, keys, Threads::One);
+        multiply((2 * c, dk, c), (&mut *dunits, dk), Store::Add, dproducts, keys, Threads::One);
         let dkeys = &mut dunits[c * dk..];
         let (dqk, queries) = (Matrix::rows(&self.dproducts, CHUNK).t(), Matrix::rows(queries, dk));
-        multiply((c, dk, c), (&mut *dkeys, dk), Write::Add, dqk, queries, Threads::One);
+        multiply((c, dk, c), (&mut *dkeys, dk), Store::Add, dqk, queries, Threads::One);
         let n = Matrix::rows(&self.chunk.tail_n, width);
         let dstate = Matrix::rows(&self.dstate, width).t();
-        multiply((c, dk, width), (dkeys, dk), Write::Add, n, dstate, Threads::One);
+        multiply((c, dk, width), (dkeys, dk), Store::Add, n, dstate, Threads::One);
     }
 
     /// Writes the gradients of the queries, keys and gates.

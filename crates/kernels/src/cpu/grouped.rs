@@ -8,7 +8,7 @@
 #![expect(unsafe_code, reason = "tasks write disjoint parts of one matrix")]
 
 use super::blocks::{Filled, Scratch, Values, to_bf16_block};
-use super::products::{Matrix, Raw, Threads, Write, product};
+use super::products::{Matrix, Raw, Store, Threads, product};
 use super::{Shared, for_each_task};
 use candle_core::DType;
 use half::bf16;
@@ -82,7 +82,7 @@ pub(crate) fn products(
         // SAFETY: the operands are inside their slices, and no other task writes to `dst`.
         unsafe {
             let (x, w) = (x.raw(rows.len(), k), w.raw(k, n).at(0, columns.start));
-            product(size, dst, Write::Overwrite, x, w, Threads::One);
+            product(size, dst, Store::Overwrite, x, w, Threads::One);
         }
     };
     if dtype == DType::BF16 {
@@ -147,7 +147,7 @@ pub(crate) fn add_outer_products(
                 let dst = shared.at((expert * m + rows.start) * n + columns.start);
                 let a = a.raw(m, terms.len()).at(rows.start, 0);
                 let b = b.raw(terms.len(), n).at(0, columns.start);
-                product(size, Raw::rows(dst, n), Write::Add, a, b, Threads::One);
+                product(size, Raw::rows(dst, n), Store::Add, a, b, Threads::One);
             }
         },
     );

@@ -128,7 +128,7 @@ pub(crate) fn run(op: &'static str, _: &Gemm<'_>, _: GemmOperand<'_>) -> Result<
 
 #[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
 pub(crate) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Result<()> {
-    use crate::cpu::products::{Write, nn, nt, tn};
+    use crate::cpu::products::{Store, nn, nt, tn};
     use crate::cpu::{self, Element as _, read};
     use half::bf16;
 
@@ -164,9 +164,9 @@ pub(crate) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Re
         sums.chunks_mut(n).for_each(|row| cpu::add(&bias, row));
     }
     match gemm.transpose {
-        Transpose::Nt => nt((m, n, k), &mut sums, Write::Add, &a, &b),
-        Transpose::Nn => nn((m, n, k), &mut sums, Write::Add, &a, &b),
-        Transpose::Tn => tn((m, n, k), &mut sums, Write::Add, &a, &b),
+        Transpose::Nt => nt((m, n, k), &mut sums, Store::Add, &a, &b),
+        Transpose::Nn => nn((m, n, k), &mut sums, Store::Add, &a, &b),
+        Transpose::Tn => tn((m, n, k), &mut sums, Store::Add, &a, &b),
     }
     let (name, dst) = (dst.name(), dst.tensor());
     super::interpreted::remember(

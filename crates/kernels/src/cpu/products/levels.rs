@@ -38,7 +38,11 @@ macro_rules! level {
     ($name:ident, $features:literal, $block:expr, $side:ident, $lanes:literal) => {
         #[cfg(target_arch = "x86_64")]
         mod $name {
-            use super::{Eight, FewRows, Lanes, TileBlock, bf16};
+            use crate::cpu::products::few_rows::FewRows;
+            use crate::cpu::products::packs::Lanes;
+            use crate::cpu::products::tiles::TileBlock;
+            use crate::cpu::products::vectors::x86::Eight;
+            use half::bf16;
 
             #[target_feature(enable = $features)]
             pub(super) unsafe fn block(block: &TileBlock) {

@@ -33,7 +33,7 @@ use serial::Product;
 
 /// What a product does with the previous contents of its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Write {
+pub(crate) enum Store {
     /// Overwrites them; the destination may be uninitialized.
     Overwrite,
     /// Adds to them.
@@ -52,7 +52,7 @@ pub(crate) enum Threads {
 /// Minimum number of multiplications of a product on all threads.
 const MIN_WORK: usize = 48 * 48 * 256;
 
-/// Computes `dst [m, n] = lhs [m, k] * rhs [k, n]`, or `+=` with [`Write::Add`].
+/// Computes `dst [m, n] = lhs [m, k] * rhs [k, n]`, or `+=` with [`Store::Add`].
 ///
 /// # Safety
 /// All elements within the three shapes are valid, those of `dst` are not in `lhs` or `rhs`, and no
@@ -60,7 +60,7 @@ const MIN_WORK: usize = 48 * 48 * 256;
 pub(crate) unsafe fn product<A, B>(
     (m, n, k): (usize, usize, usize),
     dst: Raw<*mut f32>,
-    into: Write,
+    into: Store,
     lhs: Raw<A>,
     rhs: Raw<B>,
     threads: Threads,
@@ -71,7 +71,7 @@ pub(crate) unsafe fn product<A, B>(
     let a = Raw { start: lhs.start.into(), row_stride, column_stride };
     let (row_stride, column_stride) = (rhs.row_stride, rhs.column_stride);
     let b = Raw { start: rhs.start.into(), row_stride, column_stride };
-    let whole = Product { m, n, k, dst, from_zero: into == Write::Overwrite, a, b };
+    let whole = Product { m, n, k, dst, from_zero: into == Store::Overwrite, a, b };
     // Vectors hold adjacent columns of a row, so a narrow product is computed transposed if its
     // left operand is stored by columns, or if a vector would have many columns that do not exist.
     let is_narrow = m > n && (n < 4 || (a.row_stride == 1 && n <= 16));
@@ -128,7 +128,7 @@ fn task_size(m: usize, n: usize, kernels: &Kernels) -> (usize, usize) {
 pub(crate) fn multiply(
     (m, n, k): (usize, usize, usize),
     (dst, stride): (&mut [f32], usize),
-    into: Write,
+    into: Store,
     a: Matrix<'_>,
     b: Matrix<'_>,
     threads: Threads,
@@ -150,7 +150,7 @@ pub(crate) fn new_product(
     // SAFETY: the matrices are inside their slices, and `y` has capacity for the product, which
     // overwrites all `m * n` elements.
     unsafe {
-        product((m, n, k), dst, Write::Overwrite, a, b, Threads::All);
+        product((m, n, k), dst, Store::Overwrite, a, b, Threads::All);
         y.set_len(m * n);
     }
     y
@@ -160,7 +160,7 @@ pub(crate) fn new_product(
 pub(crate) fn nt<'a>(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
-    into: Write,
+    into: Store,
     a: impl Into<Values<'a>>,
     b: impl Into<Values<'a>>,
 ) {
@@ -171,7 +171,7 @@ pub(crate) fn nt<'a>(
 pub(crate) fn nn<'a>(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
-    into: Write,
+    into: Store,
     a: impl Into<Values<'a>>,
     b: impl Into<Values<'a>>,
 ) {
@@ -182,7 +182,7 @@ pub(crate) fn nn<'a>(
 pub(crate) fn tn<'a>(
     (m, n, k): (usize, usize, usize),
     dst: &mut [f32],
-    into: Write,
+    into: Store,
     a: impl Into<Values<'a>>,
     b: impl Into<Values<'a>>,
 ) {

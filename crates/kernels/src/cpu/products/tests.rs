@@ -18,11 +18,11 @@ fn bits(x: &[f32]) -> Vec<u32> {
 fn chains(
     (m, n, k): (usize, usize, usize),
     dst: &[f32],
-    into: Write,
+    into: Store,
     a: impl Fn(usize, usize) -> f32,
     b: impl Fn(usize, usize) -> f32,
 ) -> Vec<f32> {
-    let start = |at: usize| if into == Write::Add { dst[at] } else { 0.0 };
+    let start = |at: usize| if into == Store::Add { dst[at] } else { 0.0 };
     let chain = |at: usize| {
         let (i, j) = (at / n, at % n);
         (0..k).fold(start(at), |sum, p| a(i, p).mul_add(b(p, j), sum))
@@ -48,7 +48,7 @@ fn check((m, n, k): (usize, usize, usize), threads: Threads) {
             let b = if b_t { Matrix::rows(b, k).t() } else { Matrix::rows(b, n) };
             let a_at = |i: usize, p: usize| a_exact[if a_t { p * m + i } else { i * k + p }];
             let b_at = |p: usize, j: usize| b_exact[if b_t { j * k + p } else { p * n + j }];
-            for into in [Write::Overwrite, Write::Add] {
+            for into in [Store::Overwrite, Store::Add] {
                 let mut y = wave(m * n, 0.11);
                 let want = chains((m, n, k), &y, into, a_at, b_at);
                 multiply((m, n, k), (&mut y, n), into, a, b, threads);
@@ -97,7 +97,7 @@ fn check_few_rows((m, n, k): (usize, usize, usize), start: usize, stride: usize)
         let (a, b) = (Matrix::rows(a, k), Matrix::rows(b, stride).t());
         let a_at = |i: usize, p: usize| a_exact[i * k + p];
         let b_at = |p: usize, j: usize| b_exact[start + j * stride + p];
-        for into in [Write::Overwrite, Write::Add] {
+        for into in [Store::Overwrite, Store::Add] {
             let old = wave(m * n, 0.11);
             let want = bits(&chains((m, n, k), &old, into, a_at, b_at));
             let on = |threads: Threads| {
@@ -185,7 +185,7 @@ fn products_on_all_threads_have_the_bits_of_one() {
         let on = |threads: Threads| {
             let mut y = vec![0f32; m * n];
             let (a, b) = (Matrix::rows(&a[..], k), Matrix::rows(&b[..], n));
-            multiply((m, n, k), (&mut y, n), Write::Overwrite, a, b, threads);
+            multiply((m, n, k), (&mut y, n), Store::Overwrite, a, b, threads);
             bits(&y)
         };
         assert!(on(Threads::All) == on(Threads::One), "{m} x {n} x {k}");
@@ -198,12 +198,12 @@ fn a_sum_that_is_continued_has_the_bits_of_the_whole() {
     let (m, n, k) = (37, 70, 200);
     let (a, b) = (wave(k * m, 0.37), wave(k * n, 0.73));
     let mut whole = vec![0f32; m * n];
-    tn((m, n, k), &mut whole, Write::Add, &a[..], &b[..]);
+    tn((m, n, k), &mut whole, Store::Add, &a[..], &b[..]);
     for parts in [2, 8, 200] {
         let mut sum = vec![0f32; m * n];
         let size = k / parts;
         for (a, b) in a.chunks(size * m).zip(b.chunks(size * n)) {
-            tn((m, n, size), &mut sum, Write::Add, a, b);
+            tn((m, n, size), &mut sum, Store::Add, a, b);
         }
         assert!(bits(&sum) == bits(&whole), "{parts} parts");
     }
@@ -215,12 +215,12 @@ fn a_row_of_a_product_of_few_rows_does_not_depend_on_its_place_and_on_the_others
     for (m, n, k) in [(2, 33, 7), (3, 129, 700), (8, 70, 1100), (17, 257, 513), (64, 90, 300)] {
         let (row, b) = (wave(k, 0.37), wave(n * k, 0.73));
         let mut alone = vec![0f32; n];
-        nt((1, n, k), &mut alone, Write::Overwrite, &row[..], &b[..]);
+        nt((1, n, k), &mut alone, Store::Overwrite, &row[..], &b[..]);
         for place in 0..m {
             let mut a = wave(m * k, 1.7);
             a[place * k..(place + 1) * k].copy_from_slice(&row);
             let mut y = vec![0f32; m * n];
-            nt((m, n, k), &mut y, Write::Overwrite, &a[..], &b[..]);
+            nt((m, n, k), &mut y, Store::Overwrite, &a[..], &b[..]);
             assert!(y[place * n..(place + 1) * n] == alone, "row {place} of {m} x {n} x {k}");
         }
     }
@@ -233,7 +233,7 @@ fn matrices_inside_wider_ones_are_read_and_written_in_their_columns() {
     let results = at_each_level(|| {
         let mut y = wave(m * wide, 0.11);
         let (a, b) = (Matrix::rows(&a[..], wide), Matrix::rows(&b[..], wide));
-        multiply((m, n, k), (&mut y[5..], wide), Write::Add, a, b, Threads::One);
+        multiply((m, n, k), (&mut y[5..], wide), Store::Add, a, b, Threads::One);
         y
     });
     let old = wave(m * wide, 0.11);

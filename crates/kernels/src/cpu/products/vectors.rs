@@ -102,7 +102,7 @@ unsafe impl Widen for Plain {
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod x86 {
-    use super::{Square, Vector, Widen};
+    use crate::cpu::products::vectors::{Square, Vector, Widen};
     use half::bf16;
     use std::arch::x86_64::{
         __m256, __m512, _mm_loadu_si128, _mm256_and_ps, _mm256_castps_si256, _mm256_castsi256_ps,
