@@ -6,8 +6,6 @@ use super::few_rows::{FewRows, few_rows};
 use super::packs::{Lanes, panels};
 use super::tiles::{TileBlock, block};
 use super::vectors::Plain;
-#[cfg(target_arch = "x86_64")]
-use super::vectors::x86::{Eight, Sixteen};
 use ::simd::{SimdLevel, level};
 use half::bf16;
 
@@ -38,10 +36,10 @@ macro_rules! level {
     ($name:ident, $features:literal, $block:expr, $side:ident, $lanes:literal) => {
         #[cfg(target_arch = "x86_64")]
         mod $name {
-            use crate::cpu::products::few_rows::FewRows;
-            use crate::cpu::products::packs::Lanes;
-            use crate::cpu::products::tiles::TileBlock;
-            use crate::cpu::products::vectors::x86::Eight;
+            use crate::cpu::products::few_rows::{self, FewRows};
+            use crate::cpu::products::packs::{self, Lanes};
+            use crate::cpu::products::tiles::{self, TileBlock};
+            use crate::cpu::products::vectors::x86;
             use half::bf16;
 
             #[target_feature(enable = $features)]
@@ -53,25 +51,25 @@ macro_rules! level {
             #[target_feature(enable = $features)]
             pub(super) unsafe fn panels_f32(x: &Lanes<f32>, widths: (usize, usize), y: *mut f32) {
                 // SAFETY: guaranteed by the caller.
-                unsafe { super::panels::<Eight, f32>(x, widths, y) }
+                unsafe { packs::panels::<x86::Eight, f32>(x, widths, y) }
             }
 
             #[target_feature(enable = $features)]
             pub(super) unsafe fn panels_bf16(x: &Lanes<bf16>, widths: (usize, usize), y: *mut f32) {
                 // SAFETY: guaranteed by the caller.
-                unsafe { super::panels::<Eight, bf16>(x, widths, y) }
+                unsafe { packs::panels::<x86::Eight, bf16>(x, widths, y) }
             }
 
             #[target_feature(enable = $features)]
             pub(super) unsafe fn few_rows_f32(x: &FewRows<f32>) {
                 // SAFETY: guaranteed by the caller.
-                unsafe { super::few_rows::<super::$side, f32, $lanes>(x) }
+                unsafe { few_rows::few_rows::<x86::$side, f32, $lanes>(x) }
             }
 
             #[target_feature(enable = $features)]
             pub(super) unsafe fn few_rows_bf16(x: &FewRows<bf16>) {
                 // SAFETY: guaranteed by the caller.
-                unsafe { super::few_rows::<super::$side, bf16, $lanes>(x) }
+                unsafe { few_rows::few_rows::<x86::$side, bf16, $lanes>(x) }
             }
         }
     };
@@ -80,11 +78,11 @@ macro_rules! level {
 level!(
     avx512,
     "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma",
-    super::block::<super::Sixteen, Eight, 3>,
+    tiles::block::<x86::Sixteen, x86::Eight, 3>,
     Sixteen,
     16
 );
-level!(avx2, "avx2,fma", super::block::<Eight, Eight, 2>, Eight, 8);
+level!(avx2, "avx2,fma", tiles::block::<x86::Eight, x86::Eight, 2>, Eight, 8);
 
 #[cfg(target_arch = "x86_64")]
 static AVX512: Kernels = Kernels {
