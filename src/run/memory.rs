@@ -12,7 +12,7 @@ use crate::data::Plan;
 use crate::dist::Shard;
 use crate::metrics::{Division, MemoryModel, MemoryParts, MicroBatchSizes, memory_text};
 use crate::models::{Model, RecomputePolicy};
-use crate::ops::{GPU_DELTA_BYTES, GPU_LOGITS_BYTES, GradWrite, LOGITS_BYTES};
+use crate::ops::{GPU_DELTA_BYTES, GPU_LOGITS_BYTES, LOGITS_BYTES, Store};
 use crate::optim::{Kind, Master, Moments, ParamGroups, state_bytes_per_weight};
 use crate::tape::{GradSink, Layout, Param, Trainable};
 use crate::train::{
@@ -366,8 +366,8 @@ impl GradSink for Trained<'_> {
         (self.0[param.index()] == Trainable::Yes).then_some(&self.1)
     }
 
-    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, GradWrite)> {
-        self.buffer(param).map(|buffer| (buffer, GradWrite::Add))
+    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, Store)> {
+        self.buffer(param).map(|buffer| (buffer, Store::Add))
     }
 }
 

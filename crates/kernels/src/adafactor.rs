@@ -9,13 +9,14 @@
 
 use super::adamw::sum_of_squares;
 use super::cpu::simd::kernels;
-use super::cpu::{self, compute_dtype, expect_f32, read};
+use super::cpu::{self, ROWS, compute_dtype, expect_f32, read};
 use super::launch::on_gpu;
 use super::muon::combine;
 use super::stochastic_rounding::{step_seed, tensor_seed};
 use super::stored::Seed;
 use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Hyperparameters that stay constant during a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -173,6 +174,28 @@ fn factored_direction(
         .and_then(|direction| direction.reshape((matrices * rows, columns)))
 }
 
+/// Returns column sums over blocks of rows. `block(rows, partial)` adds its rows to a zeroed
+/// `[width]` buffer, and the partial sums are added in the order of the blocks.
+fn column_sums(
+    num_rows: usize,
+    width: usize,
+    block: impl Fn(Range<usize>, &mut [f32]) + Sync,
+) -> Vec<f32> {
+    let num_blocks = num_rows.div_ceil(ROWS);
+    let mut partials = vec![0f32; num_blocks * width];
+    if width > 0 {
+        partials.par_chunks_mut(width).enumerate().for_each(|(index, partial)| {
+            let start = index * ROWS;
+            block(start..(start + ROWS).min(num_rows), partial);
+        });
+    }
+    let mut sums = vec![0f32; width];
+    for partial in partials.chunks(width.max(1)) {
+        cpu::add(partial, &mut sums);
+    }
+    sums
+}
+
 /// Means of the squares of `scale * grad [L, R, C]` over the columns, `[L R]`, and over the rows,
 /// `[L C]`.
 fn mean_squares(grad: &Tensor, scale: f32) -> Result<[Tensor; 2]> {
@@ -186,7 +209,7 @@ fn mean_squares(grad: &Tensor, scale: f32) -> Result<[Tensor; 2]> {
     let of_row = |row: &[f32]| (squares_of_row(scale, row) / columns as f64) as f32;
     let of_rows: Vec<f32> = values.par_chunks(columns).map(of_row).collect();
     let of_columns = |matrix: &[f32]| {
-        let mut sums = cpu::column_sums(rows, columns, |rows, sums| {
+        let mut sums = column_sums(rows, columns, |rows, sums| {
             for row in matrix[rows.start * columns..rows.end * columns].chunks(columns) {
                 add_squares(scale, row, sums);
             }

@@ -4,8 +4,7 @@
 //! Shapes: `T` tokens, `Hv` value heads; `a`, `b`: `[T, Hv]`; `a_log`, `dt_bias`: `[Hv]` (`f32`);
 //! `g`, `beta`, `dg`, `dbeta`: `[T, Hv]` (`f32`). Arithmetic is in `f32`.
 
-use super::cpu::blocks::Values;
-use super::cpu::blocks::{filled, span};
+use super::cpu::blocks::{Values, filled, span};
 use super::cpu::column_sums::add_rows;
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{Launch, Long, THREADS, empty, launch, on_gpu};

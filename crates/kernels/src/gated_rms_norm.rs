@@ -103,8 +103,8 @@ pub fn gated_rms_norm_backward(
     // `dn` is the gradient of the normalized rows. Only the weight gradient needs all of it.
     let outputs = [(d, dtype), (d, dtype), (dw.map_or(0, |_| d), DType::F32)];
     let [dx, dz, dn] = filled(n, ROWS, outputs, |rows, [dx, dz, dn]| {
-        let mut scratch = Scratch::of(dx.len());
-        let dn = if dn.is_empty() { scratch.all() } else { dn };
+        let mut scratch = dn.is_empty().then(|| Scratch::of(dx.len()));
+        let dn = scratch.as_mut().map_or(dn, Scratch::all);
         let at = span(&rows, d);
         let (x, z, dy) = (x.view(at.clone()), z.view(at.clone()), dy.view(at.clone()));
         let grads = dx.chunks_mut(d).zip(dz.chunks_mut(d)).zip(dn.chunks_mut(d));

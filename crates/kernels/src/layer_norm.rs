@@ -158,11 +158,9 @@ pub fn layer_norm_backward(
             input_grad_row(x, stats[0], stats[1], &w, dy, dx);
         }
     });
-    add_by_columns(op, "dw", dw, |columns, dw| {
-        for (row, stats) in stats.chunks(2).enumerate() {
-            let at = row * d + columns.start..row * d + columns.end;
-            weight_grad_row(&x.view(at.clone()), stats[0], stats[1], &dy.view(at), dw);
-        }
+    add_by_columns(op, "dw", dw, n, |row, at, dw| {
+        let stats = &stats[2 * row..2 * row + 2];
+        weight_grad_row(&x.view(at.clone()), stats[0], stats[1], &dy.view(at), dw);
     })?;
     add_rows(op, "db", db, dy)?;
     dx.tensor((n, d))

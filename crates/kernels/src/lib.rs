@@ -98,6 +98,7 @@ pub use attention::{
 };
 pub use bytes::{change_bytes, change_f32, with_bytes};
 pub use causal_conv1d::{CONV_TAPS, causal_conv1d, causal_conv1d_backward};
+pub use cpu::products::Store;
 pub use cpu::{
     CachingAllocator, RecomputeInput, exit_when_out_of_memory, failed_gpu_allocation,
     memory_advice, set_memory_advice, set_predicted_memory, share_one_heap_under_a_limit,
@@ -135,9 +136,9 @@ pub use grouped_linear::{
 pub use host_copies::HostCopies;
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
-    GradWrite, LowRank, bias_backward, linear, linear_add, linear_backward_input,
-    linear_backward_input_add, linear_backward_input_low_rank, linear_backward_weight,
-    linear_backward_weight_into, linear_low_rank,
+    LowRank, bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,
+    linear_backward_input_low_rank, linear_backward_weight, linear_backward_weight_into,
+    linear_low_rank,
 };
 pub use linear_cross_entropy::{
     GPU_LOGITS_BYTES, LOGITS_BYTES, LossScale, linear_cross_entropy, linear_cross_entropy_backward,

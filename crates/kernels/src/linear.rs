@@ -50,15 +50,6 @@ pub struct LowRank<'a> {
     pub b: &'a Tensor,
 }
 
-/// What an op does with the contents of a gradient buffer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum GradWrite {
-    /// Adds to them.
-    Add,
-    /// Replaces them, whatever they are. The result has the bits of an addition to zeros.
-    Replace,
-}
-
 /// Returns `x W^T + bias`, `[N, M]`. Fails if the shapes do not match.
 pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     forward("linear", x, w, bias, None, None)
@@ -313,32 +304,29 @@ pub fn linear_backward_input_add(dy: &Tensor, w: &Tensor, dx: Tensor) -> Result<
 
 /// Adds the weight gradient `dy^T x` to `dw` (`f32`), which has the shape of the weight.
 pub fn linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Result<()> {
-    linear_backward_weight_into(x, dy, dw, GradWrite::Add)
+    linear_backward_weight_into(x, dy, dw, Store::Add)
 }
 
-/// As [`linear_backward_weight`], but replaces the contents of `dw` if `write` says so.
+/// As [`linear_backward_weight`], but overwrites `dw` if `write` says so.
 pub fn linear_backward_weight_into(
     x: &Tensor,
     dy: &Tensor,
     dw: &Tensor,
-    write: GradWrite,
+    write: Store,
 ) -> Result<()> {
     let op = "linear_backward_weight";
     let (n, m, k) = weight_shape(op, x, dy, dw)?;
     if on_gpu(x) {
-        if n == 0 && write == GradWrite::Replace {
+        if n == 0 && write == Store::Overwrite {
             return fill_zero(dw);
         }
         let gemm = Gemm::new(Transpose::Tn, (m, k, n), [("dy", dy), ("x", x)]);
-        let gemm = if write == GradWrite::Add { gemm.adding() } else { gemm };
+        let gemm = if write == Store::Add { gemm.adding() } else { gemm };
         return gemm.into(op, "dw", dw);
-    }
-    if write == GradWrite::Replace {
-        fill_zero(dw)?;
     }
     let (x, dy) = (read(op, "x", x)?, read(op, "dy", dy)?);
     let (x, dy) = (x.values()?, dy.values()?);
-    cpu::write(op, "dw", dw, |dw| tn((m, k, n), dw, Store::Add, dy, x))
+    cpu::write(op, "dw", dw, |dw| tn((m, k, n), dw, write, dy, x))
 }
 
 /// Checks the operands of a weight gradient and returns `(N, M, K)`.

@@ -113,12 +113,8 @@ pub(super) fn add_weight_grad(
     dy: Values<'_>,
     dw: Option<&Tensor>,
 ) -> Result<()> {
-    let d = dw.map_or(0, Tensor::elem_count);
-    add_by_columns(op, "dw", dw, |columns, dw| {
-        for (row, rstd) in rstd.iter().enumerate() {
-            let at = row * d + columns.start..row * d + columns.end;
-            weight_grad_row(&x.view(at.clone()), *rstd, &dy.view(at), dw);
-        }
+    add_by_columns(op, "dw", dw, rstd.len(), |row, at, dw| {
+        weight_grad_row(&x.view(at.clone()), rstd[row], &dy.view(at), dw);
     })
 }
 

@@ -265,8 +265,8 @@ pub fn qk_norm_rope_backward(
     // needs all of it.
     let outputs = [(width, dtype), (dw.map_or(0, |_| width), DType::F32)];
     let [dx, dn] = filled(t, ROWS, outputs, |tokens, [dx, dn]| {
-        let mut scratch = Scratch::of(dx.len());
-        let dn = if dn.is_empty() { scratch.all() } else { dn };
+        let mut scratch = dn.is_empty().then(|| Scratch::of(dx.len()));
+        let dn = scratch.as_mut().map_or(dn, Scratch::all);
         dn.copy_from_slice(&dy.view(span(&tokens, width)));
         for (head, dn) in (tokens.start * h..).zip(dn.chunks_mut(dh)) {
             let angles = head / h * half..(head / h + 1) * half;

@@ -12,7 +12,7 @@ pub use tree::buffers_of_tree;
 
 use super::error::Result;
 use super::weights::PassWeights;
-use crate::ops::GradWrite;
+use crate::ops::Store;
 use crate::tape::{GradSink, Gradients, Param};
 use candle_core::Tensor;
 use shared_sums::SharedRound;
@@ -125,7 +125,7 @@ impl GradSink for Round<'_> {
         self.buffers.buffer(param)
     }
 
-    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, GradWrite)> {
+    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, Store)> {
         self.buffers.product_buffer(param)
     }
 

@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use trainer::models::RecomputePolicy;
-use trainer::ops::GradWrite;
+use trainer::ops::Store;
 use trainer::tape::{GradSink, Gradients, Param, Pass, Recompute};
 
 /// Records each parameter when it is reported, with its gradient at that time.
@@ -22,7 +22,7 @@ impl GradSink for Recorder<'_> {
         self.grads.buffer(param)
     }
 
-    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, GradWrite)> {
+    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, Store)> {
         self.grads.product_buffer(param)
     }
 

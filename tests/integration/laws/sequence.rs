@@ -114,6 +114,9 @@ fn ranks_that_share_the_tokens_of_a_micro_batch_get_every_gradient() {
         for size in [2, 4] {
             let weights = four_heads(51);
             assert_split("packed", &weights, (&batch, backend), size, Recompute::Stage, |_| true);
+            // The text has a window in one layer.
+            let weights = four_heads_of(Shape::Untied, 60);
+            assert_split("untied", &weights, (&batch, backend), size, Recompute::Stage, |_| true);
             let weights = four_heads_of(Shape::Windowed, 58);
             assert_split("windows", &weights, (&batch, backend), size, Recompute::Cheap, |_| true);
             let weights = four_heads_of(Shape::Experts, 57);

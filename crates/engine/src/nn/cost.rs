@@ -180,6 +180,7 @@ mod tests {
     use batch::CuSeqlens;
     use candle_core::{DType, Device, Tensor};
     use kernels::{AttentionBackend, Flash, NormScale, Segments};
+    use std::num::NonZeroUsize;
     use std::sync::Arc;
 
     const NORMED: AttentionSpec =
@@ -220,6 +221,18 @@ mod tests {
         assert_eq!(memory.token_tape, 3.0 * layer);
         assert_eq!(memory.token_backward, 4.0 * (10.0 + 30.0));
         assert_eq!(memory.token_context, 4.0 * 5.0);
+    }
+
+    #[test]
+    fn the_work_of_a_decoder_counts_causal_layers_and_windows_apart() {
+        let window = NonZeroUsize::new(7);
+        let mut config = dense();
+        let windowed = AttentionSpec { window, ..NORMED };
+        config.layers[1].mixer = MixerSpec::Attention(windowed);
+        let param = Param::new("embed", 0, Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap());
+        let [decoder, _] = config.work(&[], &param, &param);
+        assert_eq!(decoder.attention, 2.0 * 20.0);
+        assert_eq!(decoder.windows, [(window.unwrap(), 20.0)]);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use super::adapter::{Adapter, OutputGrad};
 use super::params::{ParamMap, WeightError};
 use crate::tape::{Param, Pass};
 use candle_core::{Result, Tensor};
-use kernels::{GradWrite, Matmul, RecomputeInput};
+use kernels::{Matmul, RecomputeInput, Store};
 
 /// `y = x W^T (+ b)`, `W: [M, K]`, with or without an adapter.
 #[derive(Debug, Clone)]
@@ -150,7 +150,7 @@ impl Linear {
         if let Some((dw, write)) = pass.grads.product_buffer(&self.weight) {
             match (&self.adapter, self.matmul) {
                 (None, Matmul::Fp8All) => {
-                    if write == GradWrite::Replace {
+                    if write == Store::Overwrite {
                         kernels::fill_zero(dw)?;
                     }
                     kernels::e4m3_linear_backward_weight(x, &d.product, dw)?;

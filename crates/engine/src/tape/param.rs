@@ -2,7 +2,7 @@
 
 use super::bucket::Layout;
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
-use kernels::GradWrite;
+use kernels::Store;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -112,7 +112,7 @@ pub trait GradSink {
 
     /// The buffer of a weight for the product that computes its gradient, and whether the product
     /// adds to the contents or replaces them. The caller writes to the buffer at once.
-    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, GradWrite)>;
+    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, Store)>;
 
     /// Reports that this micro-batch adds nothing more to the gradients of `params`, the parameters
     /// of one stage. A micro-batch reports every stage once, in the order of backward, also the
@@ -213,10 +213,10 @@ impl GradSink for Gradients {
         self.get(param.index)
     }
 
-    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, GradWrite)> {
+    fn product_buffer(&self, param: &Param) -> Option<(&Tensor, Store)> {
         let buffer = self.get(param.index)?;
         let stale = self.take_stale(param.index);
-        Some((buffer, if stale { GradWrite::Replace } else { GradWrite::Add }))
+        Some((buffer, if stale { Store::Overwrite } else { Store::Add }))
     }
 }
 

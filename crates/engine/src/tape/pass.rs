@@ -2,7 +2,7 @@
 
 use super::{GradSink, Param};
 use candle_core::{Result, Tensor};
-use kernels::{GradWrite, HeadExchange};
+use kernels::{HeadExchange, Store};
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -106,7 +106,7 @@ impl GradSink for Untrained {
         None
     }
 
-    fn product_buffer(&self, _: &Param) -> Option<(&Tensor, GradWrite)> {
+    fn product_buffer(&self, _: &Param) -> Option<(&Tensor, Store)> {
         None
     }
 }

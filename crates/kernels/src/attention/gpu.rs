@@ -71,7 +71,7 @@ impl KernelArgument for OperandBoxes<'_> {
 
 /// Number of keys up to its own position that a query attends to; 0 if it attends to all keys.
 fn window(masking: Masking) -> usize {
-    // More keys than a segment has; positions plus this number fit into 32 bits.
+    // More keys than a segment has. The sum of this number and a position below it fits into an `i32`.
     const ALL_BEFORE: usize = 1 << 30;
     match masking {
         Masking::Causal => ALL_BEFORE,

@@ -392,3 +392,26 @@ fn backward_block(
         unsafe { dq_part.slice(block.range(i)) }.copy_from_slice(row);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::num::NonZeroUsize;
+
+    #[test]
+    fn a_block_of_queries_reads_the_keys_of_its_window_only() {
+        let window = Masking::Window(NonZeroUsize::new(10).unwrap());
+        let span = Span { queries: 40..100, keys: 0..100 }; // 40 keys before the first query
+        assert_eq!(span.visible(0..8, window), 31..48);
+        assert_eq!(span.visible(52..60, window), 83..100);
+        assert_eq!(span.visible(0..8, Masking::Causal), 0..48);
+        let heads = Heads { h: 1, hkv: 1, dh: 8, scores: Scores::new(window, 8) };
+        let whole = Span { queries: 0..600, keys: 0..600 };
+        let keys = |(_, _, first): (usize, usize, usize)| {
+            whole.visible(first..(first + heads.queries()).min(600), window).len()
+        };
+        let read: usize =
+            heads.forward_tasks(std::slice::from_ref(&whole)).into_iter().map(keys).sum();
+        assert_eq!(read, 600 + 9 + 9); // three blocks of queries, each with nine keys before it
+    }
+}

@@ -431,7 +431,7 @@ pub(crate) fn by_rows(
 
 /// Splits `rows` into pieces that are processed at a time when the widest operand has `width`
 /// columns.
-pub(crate) fn pieces(rows: Range<usize>, width: usize) -> impl Iterator<Item = Range<usize>> {
+fn pieces(rows: Range<usize>, width: usize) -> impl Iterator<Item = Range<usize>> {
     let step = (AT_A_TIME / width.max(1)).max(1);
     let end = rows.end;
     rows.step_by(step).map(move |start| start..(start + step).min(end))

@@ -11,21 +11,26 @@ use std::ops::Range;
 /// Minimum number of columns of a task: a cache line.
 const MIN_COLUMNS: usize = 16;
 
-/// Calls `add(columns, part)` on all threads for ranges that tile the columns of `sums`, `f32`;
-/// `part` holds the sums of `columns`. Does nothing if `sums` is `None`.
+/// Adds `num_rows` rows to `sums [D]` (`f32`), unless that is `None`. Calls `add(row, elements, part)`
+/// on all threads for parts of the columns: `part` holds their sums, and `elements` are those of the
+/// row in these columns, in a matrix `[num_rows, D]`. The rows of a part come in order.
 pub(crate) fn add_by_columns(
     op: &'static str,
     name: &'static str,
     sums: Option<&Tensor>,
-    add: impl Fn(Range<usize>, &mut [f32]) + Sync,
+    num_rows: usize,
+    add: impl Fn(usize, Range<usize>, &mut [f32]) + Sync,
 ) -> Result<()> {
     let Some(sums) = sums else { return Ok(()) };
     cpu::write(op, name, sums, |sums: &mut [f32]| {
-        let width = sums.len().div_ceil(rayon::current_num_threads()).max(1);
+        let d = sums.len();
+        let width = d.div_ceil(rayon::current_num_threads()).max(1);
         let width = width.next_multiple_of(MIN_COLUMNS);
         sums.par_chunks_mut(width).enumerate().for_each(|(index, part)| {
-            let start = index * width;
-            add(start..start + part.len(), part);
+            for row in 0..num_rows {
+                let start = row * d + index * width;
+                add(row, start..start + part.len(), part);
+            }
         });
     })
 }
@@ -37,11 +42,9 @@ pub(crate) fn add_rows(
     sums: Option<&Tensor>,
     rows: Values<'_>,
 ) -> Result<()> {
-    let d = sums.map_or(0, Tensor::elem_count);
-    add_by_columns(op, name, sums, |columns, sums| {
-        for at in (0..rows.len()).step_by(d) {
-            cpu::add(&rows.view(at + columns.start..at + columns.end), sums);
-        }
+    let num_rows = rows.len().checked_div(sums.map_or(0, Tensor::elem_count)).unwrap_or(0);
+    add_by_columns(op, name, sums, num_rows, |_, elements, sums| {
+        cpu::add(&rows.view(elements), sums);
     })
 }
 

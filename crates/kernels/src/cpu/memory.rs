@@ -348,29 +348,7 @@ pub(crate) fn for_each_task<S>(
     });
 }
 
-/// Returns column sums over blocks of rows. `block(rows, partial)` adds its rows to a zeroed
-/// `[width]` buffer, and the partial sums are added in the order of the blocks.
-pub(crate) fn column_sums(
-    num_rows: usize,
-    width: usize,
-    block: impl Fn(Range<usize>, &mut [f32]) + Sync,
-) -> Vec<f32> {
-    let num_blocks = num_rows.div_ceil(ROWS);
-    let mut partials = vec![0f32; num_blocks * width];
-    if width > 0 {
-        partials.par_chunks_mut(width).enumerate().for_each(|(index, partial)| {
-            let start = index * ROWS;
-            block(start..(start + ROWS).min(num_rows), partial);
-        });
-    }
-    let mut sums = vec![0f32; width];
-    for partial in partials.chunks(width.max(1)) {
-        add(partial, &mut sums);
-    }
-    sums
-}
-
-/// Number of rows in a block of [`column_sums`] and of the row-wise ops.
+/// Number of rows in a block of the row-wise ops.
 pub(crate) const ROWS: usize = 32;
 
 super::simd::kernels! {

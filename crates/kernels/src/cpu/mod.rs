@@ -20,8 +20,8 @@ pub(crate) use attention::{
 pub use caching_allocator::CachingAllocator;
 pub use in_place::RecomputeInput;
 pub(crate) use memory::{
-    BLOCK, Element, Operand, ROWS, Shared, add, add_scaled, column_sums, compute_dtype, distinct,
-    expect_f32, expect_shape, for_each_task, read, tensor, weighted_dtype, write,
+    BLOCK, Element, Operand, ROWS, Shared, add, add_scaled, compute_dtype, distinct, expect_f32,
+    expect_shape, for_each_task, read, tensor, weighted_dtype, write,
 };
 #[cfg(feature = "cuda")]
 pub(crate) use out_of_memory::record_failed_gpu_allocation;

@@ -92,8 +92,8 @@ fn a_replaced_weight_gradient_has_the_bits_of_one_that_is_added_to_zeros() {
                 linear_backward_weight_into(&x, &dy, &dw, write).unwrap();
                 bits(&dw)
             };
-            let want = run(0.0, GradWrite::Add);
-            assert_eq!(run(f64::NAN, GradWrite::Replace), want, "{n} {k} {m} {dtype:?}");
+            let want = run(0.0, Store::Add);
+            assert_eq!(run(f64::NAN, Store::Overwrite), want, "{n} {k} {m} {dtype:?}");
         }
     }
 }

@@ -31,10 +31,11 @@ use operands::extent;
 pub(crate) use operands::{Elements, Matrix, Raw};
 use serial::Product;
 
-/// What a product does with the previous contents of its destination.
+/// What a product does with the contents of its destination, such as a gradient buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Store {
-    /// Overwrites them; the destination may be uninitialized.
+pub enum Store {
+    /// Overwrites them, whatever they are; the destination may be uninitialized. The result has the
+    /// bits of an addition to zeros.
     Overwrite,
     /// Adds to them.
     Add,
@@ -164,6 +165,8 @@ pub(crate) fn nt<'a>(
     a: impl Into<Values<'a>>,
     b: impl Into<Values<'a>>,
 ) {
+    let (a, b) = (a.into(), b.into());
+    assert!(dst.len() == m * n && a.len() == m * k && b.len() == k * n, "shapes were checked");
     multiply((m, n, k), (dst, n), into, Matrix::rows(a, k), Matrix::rows(b, k).t(), Threads::All);
 }
 
@@ -175,6 +178,8 @@ pub(crate) fn nn<'a>(
     a: impl Into<Values<'a>>,
     b: impl Into<Values<'a>>,
 ) {
+    let (a, b) = (a.into(), b.into());
+    assert!(dst.len() == m * n && a.len() == m * k && b.len() == k * n, "shapes were checked");
     multiply((m, n, k), (dst, n), into, Matrix::rows(a, k), Matrix::rows(b, n), Threads::All);
 }
 
@@ -186,5 +191,7 @@ pub(crate) fn tn<'a>(
     a: impl Into<Values<'a>>,
     b: impl Into<Values<'a>>,
 ) {
+    let (a, b) = (a.into(), b.into());
+    assert!(dst.len() == m * n && a.len() == m * k && b.len() == k * n, "shapes were checked");
     multiply((m, n, k), (dst, n), into, Matrix::rows(a, m).t(), Matrix::rows(b, n), Threads::All);
 }

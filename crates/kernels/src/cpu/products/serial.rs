@@ -126,9 +126,9 @@ impl Product {
     /// # Safety
     /// As for [`Self::compute`].
     unsafe fn compute_few_rows(self, kernels: &Kernels) {
-        let Self { m, n, k, dst, from_zero, a, b } = self;
+        let Self { m, k, a, b, .. } = self;
         let mut copy;
-        let (left, left_stride) = match a.start {
+        let left = match a.start {
             Elements::F32(start) if a.column_stride == 1 => (start, a.row_stride),
             _ => {
                 copy = Scratch::of(m * k);
@@ -144,34 +144,21 @@ impl Product {
                 (copy.all().as_ptr(), k)
             }
         };
-        let (lane_stride, term_stride, count, terms) = (b.column_stride, 1, n, k);
         // SAFETY: guaranteed by the caller; the functions are those of the level of this CPU.
         unsafe {
             match b.start {
-                Elements::F32(start) => {
-                    let right = Lanes { start, lane_stride, term_stride, count, terms };
-                    (kernels.few_rows_f32)(&FewRows {
-                        rows: m,
-                        left,
-                        left_stride,
-                        right,
-                        dst,
-                        from_zero,
-                    });
-                }
-                Elements::Bf16(start) => {
-                    let right = Lanes { start, lane_stride, term_stride, count, terms };
-                    (kernels.few_rows_bf16)(&FewRows {
-                        rows: m,
-                        left,
-                        left_stride,
-                        right,
-                        dst,
-                        from_zero,
-                    });
-                }
+                Elements::F32(start) => (kernels.few_rows_f32)(&self.few_rows(left, start)),
+                Elements::Bf16(start) => (kernels.few_rows_bf16)(&self.few_rows(left, start)),
             }
         }
+    }
+
+    /// The product with the left operand, and the distance between its rows, in `f32`.
+    fn few_rows<E>(self, (left, left_stride): (*const f32, usize), start: *const E) -> FewRows<E> {
+        let Self { m, n, k, dst, from_zero, b, .. } = self;
+        let right =
+            Lanes { start, lane_stride: b.column_stride, term_stride: 1, count: n, terms: k };
+        FewRows { rows: m, left, left_stride, right, dst, from_zero }
     }
 }
 

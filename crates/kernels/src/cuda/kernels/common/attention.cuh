@@ -15,9 +15,10 @@ namespace {
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
-// The largest score of a row before its first key. It is finite, so that the difference of two is 0 for
-// a row that attends to no key of the first tiles; infinity - infinity would be NaN.
-constexpr float LOWEST = -3.402823466e38f;
+// The largest score of a row before its first key. It is finite, also times a scale, so that the
+// difference of two is 0 for a row that attends to no key of the first tiles; infinity - infinity would
+// be NaN.
+constexpr float LOWEST = -1e30f;
 
 // One task: own rows first .. min(first + ROWS, end), other rows other_first .. other_end. The
 // queries are the last positions of their keys, so own row i and other row `position` are the same token.
