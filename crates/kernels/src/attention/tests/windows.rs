@@ -69,18 +69,19 @@ fn check_exact(
     dtype: DType,
     scores: Scores,
 ) {
-    check_inputs(backend, inputs(lengths.iter().sum(), heads, dtype), lengths, scores);
+    let inputs = inputs(lengths.iter().sum(), heads, dtype);
+    check_inputs(backend, inputs.each_ref(), lengths, scores);
 }
 
 fn check_inputs(
     backend: &dyn AttentionBackend,
-    inputs: [Tensor; 4],
+    inputs: [&Tensor; 4],
     lengths: &[usize],
     scores: Scores,
 ) {
     let (dtype, heads) = (inputs[0].dtype(), inputs[0].dims());
-    let want = exact(inputs.each_ref(), lengths, scores);
-    let got = run_scaled(backend, inputs.each_ref(), &segments(lengths), scores);
+    let want = exact(inputs, lengths, scores);
+    let got = run_scaled(backend, inputs, &segments(lengths), scores);
     let (o, grads) = match dtype {
         DType::F32 => (Tolerance::F32, Tolerance::F32),
         _ => (Tolerance::BF16, bf16_grads()),
@@ -164,7 +165,7 @@ fn queries_without_a_key_in_the_first_tile_match_the_exact_results_with_a_large_
             for dtype in [DType::F32, DType::BF16] {
                 let [q, k, v, d_o] = inputs(150, (1, 1, dh), dtype);
                 let q = (q / (dh as f64).sqrt()).unwrap(); // scores of the usual size
-                check_inputs(backend, [q, k, v, d_o], &[150], scores);
+                check_inputs(backend, [&q, &k, &v, &d_o], &[150], scores);
             }
         }
     }
