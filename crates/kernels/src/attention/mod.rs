@@ -68,7 +68,7 @@ impl Masking {
 /// The scores that attention computes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scores {
-    /// Which scores.
+    /// The keys that a query has a score with.
     pub masking: Masking,
     /// Factor of the product of a query and a key, positive.
     pub scale: f32,

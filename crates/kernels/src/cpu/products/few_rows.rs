@@ -18,8 +18,8 @@ pub(super) const MAX_ROWS: usize = 4;
 pub(super) const COLUMNS: usize = 16;
 /// Minimum number of terms: those of a square of `bf16`.
 pub(super) const TERMS: usize = 32;
-/// Number of squares between those of two groups. Columns are often a power of two apart, and then
-/// their terms of the same index are in the same set of a cache.
+/// Number of squares that one group is ahead of the other. Columns are often a power of two apart,
+/// and then their terms of the same index are in the same set of a cache.
 const DELAY: usize = 8;
 /// Distance between the terms that are read and those that are fetched into the cache, in bytes.
 const AHEAD: usize = 8 * LINE;
@@ -98,7 +98,7 @@ struct Group<V, E, const ROWS: usize> {
 }
 
 impl<V, E: Source, const ROWS: usize> Group<V, E, ROWS> {
-    /// The group from `column`. At the end, it has columns before `column` instead of missing ones.
+    /// The group from `column`. The last group begins before `column` if fewer columns are left.
     ///
     /// # Safety
     /// As for [`few_rows`].
@@ -178,8 +178,8 @@ impl<V, E: Source, const ROWS: usize> Group<V, E, ROWS> {
         }
     }
 
-    /// Adds the terms up to the next line, or those of a square. After the last one, stores the sums
-    /// and continues with other columns.
+    /// Adds the terms up to the next line, or those of a square. After the last one, stores the
+    /// sums and continues with other columns.
     ///
     /// # Safety
     /// As for [`few_rows`].

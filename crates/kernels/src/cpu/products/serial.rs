@@ -153,7 +153,8 @@ impl Product {
         }
     }
 
-    /// The product with the left operand, and the distance between its rows, in `f32`.
+    /// The operands of the kernel: `left` is the address of the left one in `f32` and the distance
+    /// between its rows, `start` the address of the right one.
     fn few_rows<E>(self, (left, left_stride): (*const f32, usize), start: *const E) -> FewRows<E> {
         let Self { m, n, k, dst, from_zero, b, .. } = self;
         let right =

@@ -33,7 +33,7 @@ template <int D, int MT> struct Running {
         for (int n = 0; n < KEYS / 8; n++) most = fmaxf(most, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
         most = fmaxf(most, shuffle_xor(most, 1));
         most = fmaxf(most, shuffle_xor(most, 2));
-        // Before the first key of the row, the exponentials are 2^-inf = 0; then the first factor is.
+        // Before the first key of a row, its exponentials are 2^-inf = 0. At that key, the factor is 0.
         float factor = exp2f_fast((max[m][r] - most) * scale), bias = most * scale, total = 0;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++) {
