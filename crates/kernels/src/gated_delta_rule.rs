@@ -14,14 +14,16 @@
 //! Tokens are processed in chunks. The first chunk of a segment begins at its first token, so no
 //! segment changes a bit of another.
 //!
-//! On a GPU, keys have at most 128 dims, and a call needs temporary memory: for each value head,
-//! 8 KiB per chunk of 32 tokens, and in the backward pass also two states per chunk and `8 dv`
-//! bytes per token. With `dk = dv = 128` these are 5.25 KiB per token and value head. A call
-//! computes as many key heads at a time as fit into 1 GiB ([`GPU_DELTA_BYTES`]).
+//! On a GPU, keys have at most 128 dims, and a call needs temporary memory: for each value head of a
+//! `bf16` model, 33 KiB per chunk of 64 tokens, and in the backward pass also two states in `bf16`
+//! per chunk and `8 dv` bytes per token. With `dk = dv = 128` these are 2.5 KiB per token and value
+//! head (7.9 KiB in `f32`, with chunks of 32). A call computes as many key heads at a time as fit
+//! into 1 GiB ([`GPU_DELTA_BYTES`]).
 
 use super::cpu::delta_rule::{DeltaRuleSizes, Inputs, forward};
 use super::cpu::delta_rule_backward::backward;
 use super::cpu::{compute_dtype, distinct, expect_f32, expect_shape, read, tensor, write};
+use super::cuda::select::delta_stages;
 use super::launch::{Launch, Words, empty, launch, on_gpu};
 use super::uploaded::Uploaded;
 use batch::CuSeqlens;
@@ -41,23 +43,51 @@ pub struct DeltaHeads {
     pub value_dim: usize,
 }
 
+/// How the CUDA kernels compute, as in their `Precision`: tokens of a chunk, and numbers of parts of
+/// operands, of intermediate results and of saved states.
+struct GpuPrecision {
+    chunk: usize,
+    inputs: usize,
+    sums: usize,
+    saved: usize,
+    /// Steps over the columns of the states that the kernel of the gradients has at a time.
+    stages: usize,
+}
+
+fn gpu_precision(dtype: DType) -> GpuPrecision {
+    match dtype {
+        DType::F32 => GpuPrecision { chunk: 32, inputs: 3, sums: 3, saved: 3, stages: 1 },
+        _ => GpuPrecision { chunk: 64, inputs: 1, sums: 2, saved: 1, stages: 2 },
+    }
+}
+
 /// Number of tokens of a chunk on a GPU.
-pub(super) const GPU_CHUNK: usize = 32;
+pub(super) fn gpu_chunk(dtype: DType) -> usize {
+    gpu_precision(dtype).chunk
+}
+
 /// Maximum bytes of temporary memory of a call on a GPU, unless one key head needs more.
 pub const GPU_DELTA_BYTES: usize = 1 << 30;
 
 impl DeltaHeads {
+    /// Numbers of `bf16` elements of a chunk and head in the temporary tensors: of the matrices with
+    /// the factors of the tokens, of a state, and of values.
+    fn gpu_elements(self, dtype: DType) -> [usize; 3] {
+        let GpuPrecision { chunk, sums, saved, .. } = gpu_precision(dtype);
+        let (width, columns) = (self.key_dim.next_multiple_of(16), self.value_dim.next_multiple_of(16));
+        [2 * sums * chunk * chunk + 8 * (chunk + 1), saved * width * columns, sums * columns * chunk]
+    }
+
     /// Temporary memory of a key head on a GPU for the matrices of `chunks`, which is all that the
     /// forward pass needs.
-    pub(super) fn gpu_matrices(self, chunks: usize) -> usize {
-        self.value_heads / self.key_heads * chunks * 2 * GPU_CHUNK * GPU_CHUNK * size_of::<f32>()
+    pub(super) fn gpu_matrices(self, chunks: usize, dtype: DType) -> usize {
+        self.value_heads / self.key_heads * chunks * 2 * self.gpu_elements(dtype)[0]
     }
 
     /// Temporary memory of a key head in the backward pass on a GPU.
-    pub(super) fn gpu_backward(self, chunks: usize, tokens: usize) -> usize {
-        let group = self.value_heads / self.key_heads;
-        let values = 2 * (chunks * self.key_dim + tokens) * self.value_dim;
-        self.gpu_matrices(chunks) + group * values * size_of::<f32>()
+    pub(super) fn gpu_backward(self, chunks: usize, dtype: DType) -> usize {
+        let [matrices, state, values] = self.gpu_elements(dtype);
+        self.value_heads / self.key_heads * chunks * 2 * (matrices + 2 * (state + values))
     }
 
     /// Number of key heads at a time on a GPU, if each needs `bytes` and all may take `most`.
@@ -67,9 +97,9 @@ impl DeltaHeads {
     }
 
     /// Bytes of temporary memory per token of a key head in the backward pass on a GPU, for
-    /// segments that are much longer than 32 tokens.
-    pub fn gpu_bytes_per_token(self) -> f64 {
-        self.gpu_backward(1, GPU_CHUNK) as f64 / GPU_CHUNK as f64
+    /// segments that are much longer than a chunk.
+    pub fn gpu_bytes_per_token(self, dtype: DType) -> f64 {
+        self.gpu_backward(1, dtype) as f64 / gpu_chunk(dtype) as f64
     }
 }
 
@@ -188,19 +218,21 @@ pub fn gated_delta_rule_backward(
 // matrices, the states that enter the chunks, the gradients of the states that leave them, then the
 // gradients of each chunk.
 
-/// `THREADS`, `COLUMNS` and `STRIDE` of the CUDA kernels.
-const DELTA_THREADS: u32 = 128;
-const COLUMNS: usize = 32;
-const STRIDE: usize = 36;
+/// `THREADS` and `BLOCK_COLUMNS` of the CUDA kernels, except for those of the gradients.
+const DELTA_THREADS: usize = 128;
+const COLUMNS: usize = 64;
+/// Columns of the states that the kernel of the gradients has at a time.
+const STEP: usize = 16;
 const MAX_KEY_DIM: usize = 128;
 
 /// Returns the tokens of the chunks, `[chunks, (first, end)]`.
 fn chunks(cu_seqlens: &CuSeqlens, on: &Tensor) -> Result<Tensor> {
-    static CHUNKS: Uploaded<CuSeqlens> = Uploaded::new();
-    CHUNKS.get(cu_seqlens.clone(), 2, on, |cu_seqlens| {
+    static CHUNKS: Uploaded<(CuSeqlens, usize)> = Uploaded::new();
+    let of_chunk = gpu_chunk(on.dtype());
+    CHUNKS.get((cu_seqlens.clone(), of_chunk), 2, on, |(cu_seqlens, of_chunk)| {
         let chunks = cu_seqlens.segments().flat_map(|segment| {
             let end = segment.end;
-            segment.step_by(GPU_CHUNK).map(move |first| [first, end.min(first + GPU_CHUNK)])
+            segment.step_by(*of_chunk).map(move |first| [first, end.min(first + of_chunk)])
         });
         chunks.flatten().map(|token| token as u32).collect()
     })
@@ -208,18 +240,41 @@ fn chunks(cu_seqlens: &CuSeqlens, on: &Tensor) -> Result<Tensor> {
 
 /// Returns `[segments, (first token, end, first chunk, index)]`, longest segments first.
 fn segments(cu_seqlens: &CuSeqlens, on: &Tensor) -> Result<Tensor> {
-    static SEGMENTS: Uploaded<CuSeqlens> = Uploaded::new();
-    SEGMENTS.get(cu_seqlens.clone(), 4, on, |cu_seqlens| {
+    static SEGMENTS: Uploaded<(CuSeqlens, usize)> = Uploaded::new();
+    let of_chunk = gpu_chunk(on.dtype());
+    SEGMENTS.get((cu_seqlens.clone(), of_chunk), 4, on, |(cu_seqlens, of_chunk)| {
         let mut chunk = 0;
         let each = cu_seqlens.segments().enumerate().map(|(index, segment)| {
             let first_chunk = chunk;
-            chunk += segment.len().div_ceil(GPU_CHUNK);
+            chunk += segment.len().div_ceil(*of_chunk);
             [segment.start, segment.end, first_chunk, index].map(|n| n as u32)
         });
         let mut segments: Vec<[u32; 4]> = each.collect();
         segments.sort_by_key(|[start, end, ..]| std::cmp::Reverse(end - start));
         segments.concat()
     })
+}
+
+/// Bytes of shared memory of the blocks, as in the structs of tiles of the CUDA kernels.
+struct SharedBytes {
+    matrices: usize,
+    /// A chunk of a pass over the states, with and without outputs.
+    pass: [usize; 2],
+    grads: usize,
+}
+
+fn shared_bytes(dtype: DType) -> SharedBytes {
+    let GpuPrecision { chunk, inputs, sums, saved, stages } = gpu_precision(dtype);
+    let tile = |parts: usize, rows: usize, columns: usize| 2 * parts * rows * (columns + 8);
+    let (units, matrix) = (tile(inputs, chunk, MAX_KEY_DIM), tile(sums, chunk, chunk));
+    let less = units + tile(inputs, chunk, COLUMNS) + matrix + 16 * (chunk + 1);
+    let states = 2 * tile(saved, STEP, MAX_KEY_DIM);
+    let stage = states + 2 * tile(sums, STEP, chunk) + tile(inputs, chunk, STEP);
+    SharedBytes {
+        matrices: 2 * units + 4 * DELTA_THREADS * (chunk + 4),
+        pass: [less + units + matrix, less],
+        grads: 2 * units + stages * stage,
+    }
 }
 
 /// Some of the key heads, which one launch of each kernel computes.
@@ -240,42 +295,54 @@ impl HeadRange<'_> {
         self.heads.value_heads / self.heads.key_heads
     }
 
-    /// Allocates a temporary tensor of rows of `values` for each of `count` and each value head.
-    fn temporary(&self, count: usize, values: usize) -> Result<Tensor> {
-        empty((count, self.launched * self.group(), values), DType::F32, self.inputs.qkv)
+    /// Allocates a temporary tensor of `elements` in `bf16` for each chunk and value head.
+    fn temporary(&self, elements: usize) -> Result<Tensor> {
+        let blocks = (self.chunks.dim(0)?, self.launched * self.group(), elements / 2);
+        empty(blocks, DType::F32, self.inputs.qkv)
     }
 
-    /// Launches a kernel with `blocks` blocks for each key head, on the inputs and `tensors`. A
-    /// block has the units of a chunk, `states` columns of states, and `tiles`, in shared memory.
+    /// Launches a kernel with `blocks` blocks on `tensors`.
     fn run(
         &self,
         kernel: &str,
-        blocks: usize,
-        (states, tiles): (usize, usize),
+        (blocks, threads, shared): (usize, usize, usize),
+        stages: usize,
         tensors: &[Option<&Tensor>],
     ) -> Result<()> {
         let DeltaHeads { key_heads, key_dim, value_dim, .. } = self.heads;
-        let width = key_dim.next_multiple_of(32);
-        let rows = 2 * GPU_CHUNK * (width + 4) + (states * width + tiles * GPU_CHUNK) * STRIDE;
-        let DeltaInputs { qkv, g, beta } = self.inputs;
-        let launch = Launch::new(kernel, qkv.dtype()).grid(blocks * self.launched);
-        let launch = launch.threads(DELTA_THREADS).shared(4 * rows);
-        let sizes = [key_heads, self.group(), key_dim, value_dim, self.first, self.launched];
+        let launch = Launch::new(kernel, self.inputs.qkv.dtype()).grid(blocks);
+        let launch = launch.threads(threads as u32).shared(shared);
+        let group = self.group();
+        let sizes = [key_heads, group, key_dim, value_dim, self.first, self.launched, stages, 0];
         let pairs = sizes.chunks(2).map(|pair| pair[0] as u64 | (pair[1] as u64) << 32);
-        launch!(self.op, launch; qkv, g, beta, tensors, Words(pairs.collect()))
+        launch!(self.op, launch; tensors, Words(pairs.collect()))
     }
 
     fn matrices(&self) -> Result<Tensor> {
-        let num_chunks = self.chunks.dim(0)?;
-        let matrices = self.temporary(num_chunks, 2 * GPU_CHUNK * GPU_CHUNK)?;
-        let tensors = [Some(self.chunks), Some(&matrices)];
-        self.run("delta_rule_matrices", num_chunks, (0, 4), &tensors)?;
+        let DeltaInputs { qkv, g, beta } = self.inputs;
+        let matrices = self.temporary(self.heads.gpu_elements(qkv.dtype())[0])?;
+        let blocks = self.chunks.dim(0)? * self.launched;
+        let tensors = [qkv, g, beta, self.chunks, &matrices].map(Some);
+        let shared = shared_bytes(qkv.dtype()).matrices;
+        self.run("delta_rule_matrices", (blocks, DELTA_THREADS, shared), 1, &tensors)?;
         Ok(matrices)
     }
 
-    /// Number of blocks of a pass over the states, for each key head.
-    fn strands(&self) -> Result<usize> {
-        Ok(self.segments.dim(0)? * self.group() * self.heads.value_dim.div_ceil(COLUMNS))
+    /// Launches a pass over the states. `has_outputs`: its blocks also have queries and P.
+    fn pass(
+        &self,
+        kernel: &str,
+        has_outputs: bool,
+        matrices: &Tensor,
+        tensors: &[Option<&Tensor>],
+    ) -> Result<()> {
+        let qkv = self.inputs.qkv;
+        let heads = self.launched * self.group();
+        let blocks = self.segments.dim(0)? * heads * self.heads.value_dim.div_ceil(COLUMNS);
+        let shared = shared_bytes(qkv.dtype()).pass[usize::from(!has_outputs)];
+        let stages = delta_stages(qkv.device(), blocks, shared)?;
+        let all = [&[Some(qkv), Some(matrices), Some(self.segments)], tensors].concat();
+        self.run(kernel, (blocks, DELTA_THREADS, stages * shared), stages, &all)
     }
 }
 
@@ -316,11 +383,10 @@ pub(crate) fn forward_on_gpu(
     let (t, qkv) = (cu_seqlens.num_tokens(), inputs.qkv);
     let o = empty((t, heads.value_heads * heads.value_dim), qkv.dtype(), qkv)?;
     let operands = (inputs, heads, cu_seqlens);
-    let bytes = |chunks| heads.gpu_matrices(chunks);
+    let bytes = |chunks| heads.gpu_matrices(chunks, qkv.dtype());
     for_parts("gated_delta_rule", operands, most, bytes, |part| {
         let matrices = part.matrices()?;
-        let tensors = [Some(&matrices), Some(part.segments), state, Some(&o)];
-        part.run("delta_rule_outputs", part.strands()?, (1, 5), &tensors)
+        part.pass("delta_rule_outputs", true, &matrices, &[state, Some(&o)])
     })?;
     Ok(o)
 }
@@ -341,25 +407,22 @@ pub(crate) fn backward_on_gpu(
         dbeta: empty(beta.shape(), DType::F32, qkv)?,
     };
     let operands = (inputs, heads, cu_seqlens);
-    let t = cu_seqlens.num_tokens();
-    let bytes = |chunks| heads.gpu_backward(chunks, t);
+    let bytes = |chunks| heads.gpu_backward(chunks, qkv.dtype());
     for_parts("gated_delta_rule_backward", operands, most, bytes, |part| {
-        let num_chunks = part.chunks.dim(0)?;
-        let state = || part.temporary(num_chunks, heads.key_dim * heads.value_dim);
-        let values = || part.temporary(t, heads.value_dim);
-        let (matrices, states, dstates) = (part.matrices()?, state()?, state()?);
-        let (n, dr) = (values()?, values()?);
-        let each = [Some(&matrices), Some(part.segments)];
-        let strands = part.strands()?;
-        let tensors = [each[0], each[1], Some(&states), Some(&n)];
-        part.run("delta_rule_states", strands, (1, 5), &tensors)?;
-        let tensors = [each[0], each[1], Some(d_o), Some(&dstates), Some(&dr)];
-        part.run("delta_rule_state_grads", strands, (1, 5), &tensors)?;
+        let [_, of_state, of_values] = heads.gpu_elements(qkv.dtype());
+        let (matrices, states) = (part.matrices()?, part.temporary(of_state)?);
+        let (dstates, n, dr) =
+            (part.temporary(of_state)?, part.temporary(of_values)?, part.temporary(of_values)?);
+        part.pass("delta_rule_states", false, &matrices, &[Some(&states), Some(&n)])?;
+        let tensors = [d_o, &grads.dqkv, &dstates, &dr].map(Some);
+        part.pass("delta_rule_state_grads", true, &matrices, &tensors)?;
         drop(matrices);
-        let tensors = [d_o, part.chunks, &states, &dstates, &n, &dr];
+        let tensors = [qkv, g, beta, d_o, part.chunks, &states, &dstates, &n, &dr];
         let outputs = [&grads.dqkv, &grads.dg, &grads.dbeta];
         let tensors: Vec<Option<&Tensor>> = tensors.into_iter().chain(outputs).map(Some).collect();
-        part.run("delta_rule_grads", num_chunks, (2, 3), &tensors)
+        let blocks = part.chunks.dim(0)? * part.launched;
+        let (threads, shared) = (4 * gpu_chunk(qkv.dtype()), shared_bytes(qkv.dtype()).grads);
+        part.run("delta_rule_grads", (blocks, threads, shared), 1, &tensors)
     })?;
     Ok(grads)
 }

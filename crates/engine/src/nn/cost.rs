@@ -6,6 +6,7 @@ use super::experts::{EXPERTS, MoeConfig};
 use super::{attention, linear_attention, mlp, moe};
 use crate::cost::{ActivationMemory, PartWork, RowKind};
 use crate::tape::{Param, Recompute};
+use candle_core::DType;
 use kernels::DeltaHeads;
 
 /// Rows of a block of which a GPU stores the largest values of columns, and the maximum bytes of the
@@ -153,6 +154,7 @@ impl DecoderConfig {
             }
         };
         let delta = self.linear_attention().map(LinearAttentionSpec::heads);
+        let dtype = if element > 2.0 { DType::F32 } else { DType::BF16 };
         ActivationMemory {
             token_context: 4.0 * self.rotary_dim as f64,
             token_tape: tape,
@@ -160,7 +162,7 @@ impl DecoderConfig {
             token_backward: element * hidden + intermediate,
             layer_backward: 0.0,
             token_recomputed: again,
-            token_delta_head: delta.map_or(0.0, DeltaHeads::gpu_bytes_per_token),
+            token_delta_head: delta.map_or(0.0, |heads| heads.gpu_bytes_per_token(dtype)),
             delta_heads: delta.map_or(0.0, |heads| heads.key_heads as f64),
             patch_values: 0.0,
             patch: 0.0,

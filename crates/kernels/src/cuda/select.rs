@@ -17,6 +17,8 @@ pub(crate) const PLAIN_THREADS: u32 = 256;
 /// Number of threads of a producer or of a consumer in a block of the kernels for compute
 /// capability 9.0.
 const HOPPER_GROUP: u32 = 128;
+/// At most about as many blocks as large GPUs have multiprocessors.
+const FEW_BLOCKS: usize = 128;
 /// Maximum head dim of the plain kernels.
 const MAX_DIM: usize = 256;
 
@@ -91,6 +93,14 @@ pub(crate) fn gpu_without_e4m3(device: &Device) -> Result<Option<(u32, u32)>> {
 pub(crate) fn has_tensor_cores(device: &Device, bytes: usize) -> Result<bool> {
     let gpu = Gpu::of(device)?;
     Ok(gpu.capability >= SM80 && gpu.shared_bytes >= bytes)
+}
+
+/// Number of chunks that a block of a pass over the states of the delta rule has in shared memory, if
+/// a chunk takes `bytes`. With two, the copies of a chunk are in flight during the products of another.
+/// With more blocks than a GPU has multiprocessors, a second block on each does as well.
+pub(crate) fn delta_stages(device: &Device, blocks: usize, bytes: usize) -> Result<usize> {
+    let has_room = Gpu::of(device)?.shared_bytes >= 2 * bytes;
+    Ok(if blocks <= FEW_BLOCKS && has_room { 2 } else { 1 })
 }
 
 /// Whether the kernels for compute capability 9.0 may be selected: not if `TRAINER_HOPPER` is `0`,

@@ -224,11 +224,14 @@ fn a_token_after_a_strong_decay_remembers_accurately() -> Result<()> {
 #[test]
 fn temporary_memory_on_a_gpu_is_bounded() {
     let heads = DeltaHeads { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128 };
-    assert_eq!(heads.gpu_bytes_per_token(), 2.0 * 5.25 * 1024.0);
+    let per_token = |dtype| heads.gpu_bytes_per_token(dtype) / 2.0 / 1024.0;
+    assert_eq!(per_token(DType::BF16), 2.5 + 16.25 / 1024.0);
+    assert_eq!(per_token(DType::F32), 7.875 + 16.5 / 1024.0);
     let at_a_time = |tokens: usize| {
-        heads.gpu_key_heads(heads.gpu_backward(tokens / GPU_CHUNK, tokens), GPU_DELTA_BYTES)
+        let bytes = heads.gpu_backward(tokens / gpu_chunk(DType::BF16), DType::BF16);
+        heads.gpu_key_heads(bytes, GPU_DELTA_BYTES)
     };
-    assert_eq!([32, 4096, 8192, 16_384, 1 << 20].map(at_a_time), [16, 16, 8, 6, 1]);
+    assert_eq!([64, 4096, 8192, 16_384, 1 << 20].map(at_a_time), [16, 16, 16, 8, 1]);
 }
 
 #[test]

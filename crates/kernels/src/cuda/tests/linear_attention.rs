@@ -190,8 +190,8 @@ fn the_delta_rule_in_parts_has_the_same_bits() -> Result<()> {
     };
     let whole = all(usize::MAX)?;
     assert!(all(1)? == whole, "one key head at a time");
-    let two = 2 * heads.gpu_backward(6, 104);
-    assert_eq!(heads.gpu_key_heads(heads.gpu_backward(6, 104), two), 2);
+    let two = 2 * heads.gpu_backward(6, DType::F32);
+    assert_eq!(heads.gpu_key_heads(heads.gpu_backward(6, DType::F32), two), 2);
     assert!(all(two)? == whole, "two key heads at a time");
     Ok(())
 }

@@ -91,17 +91,6 @@ template <int E> __device__ __forceinline__ void load_floats(const float *from, 
   }
 }
 
-// Stores four floats to shared memory, with one access.
-__device__ __forceinline__ void store_shared(float *to, const float (&from)[4]) {
-#ifdef EMULATION
-  if (!emulation::in_shared_memory(to)) emulation::fail("a store to shared memory has another address");
-  if (reinterpret_cast<uintptr_t>(to) % sizeof(from)) emulation::fail("unaligned write of four floats");
-  memcpy(to, from, sizeof(from));
-#else
-  *reinterpret_cast<float4 *>(to) = make_float4(from[0], from[1], from[2], from[3]);
-#endif
-}
-
 // A chunk of zeros.
 template <class T, int E> __device__ __forceinline__ Chunk<T, E> no_chunk() {
   float zeros[E] = {};

@@ -84,7 +84,7 @@ __device__ __forceinline__ float exp2f_fast(float x) {
 
 // Hides the origin of a pointer or an offset from the compiler: values derived from it are then
 // computed where they are used and do not occupy registers across a loop.
-template <class T> __device__ __forceinline__ void compute_here(const T *&pointer) {
+template <class T> __device__ __forceinline__ void compute_here(T *&pointer) {
 #ifndef EMULATION
   asm volatile("" : "+l"(pointer));
 #endif

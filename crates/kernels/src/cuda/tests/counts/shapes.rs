@@ -230,9 +230,9 @@ fn updates(elements: usize) -> Result<()> {
 
 /// Key heads of a launch of the delta rule.
 fn launched_key_heads(tokens: usize, is_backward: bool) -> usize {
-    let chunks = tokens.div_ceil(crate::gated_delta_rule::GPU_CHUNK);
-    let forward = DELTA.gpu_matrices(chunks);
-    let bytes = if is_backward { DELTA.gpu_backward(chunks, tokens) } else { forward };
+    let chunks = tokens.div_ceil(crate::gated_delta_rule::gpu_chunk(DType::BF16));
+    let forward = DELTA.gpu_matrices(chunks, DType::BF16);
+    let bytes = if is_backward { DELTA.gpu_backward(chunks, DType::BF16) } else { forward };
     DELTA.gpu_key_heads(bytes, GPU_DELTA_BYTES)
 }
 
