@@ -134,13 +134,16 @@ template <class T> __device__ __forceinline__ void chunk_matrices(const T *qkv, 
 }
 
 // The block of a pass over the states: a segment, a head, and 16 columns of the state for each warp.
+// Each object computes it again, see Place.
 struct Strand {
   int segment, start, end, first_chunk, head, block_column, column;
 
   __device__ __forceinline__ Strand(const int *segments, const Sizes &sizes) {
-    int blocks = (sizes.dv + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS, rest = int(blockIdx.x) / blocks;
-    block_column = int(blockIdx.x) % blocks * BLOCK_COLUMNS;
-    column = block_column + warp() * WARP_COLUMNS;
+    int block = int(blockIdx.x);
+    compute_here(block);
+    int blocks = (sizes.dv + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS, rest = block / blocks;
+    block_column = block % blocks * BLOCK_COLUMNS;
+    column = block_column + thread_here() / WARP * WARP_COLUMNS;
     head = rest % sizes.launched_heads();
     const int *at = segments + 4 * size_t(rest / sizes.launched_heads());
     start = at[0], end = at[1], first_chunk = at[2], segment = at[3];
@@ -232,8 +235,10 @@ template <class T, int TILES> __device__ __forceinline__ void store_values(T *to
 #pragma unroll
   for (int tile = 0; tile < TILES; tile++) {
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (token + i % 2 < count && place.row(i) < columns) to[i % 2 * stride + i / 2 * 8] = narrow<T>(values[tile][i]);
+    for (int i = 0; i < 4; i++) {
+      float value[1] = {values[tile][i]};
+      if (token + i % 2 < count && place.row(i) < columns) store_floats(to + (i % 2 * stride + i / 2 * 8), value);
+    }
     token += 8, to += size_t(8) * stride;
     compute_here(to);
     compute_here(token);
@@ -295,9 +300,9 @@ __device__ __forceinline__ void decay_state(float (&state)[MAX_WIDTH / 8][4], fl
 }
 
 // One chunk of the forward pass, for the columns of this warp. `written` receives what the tokens
-// write, or `o` the outputs.
+// write, or `o` the outputs. The state does not advance if nothing reads it.
 template <class T, bool SAVE>
-__device__ __forceinline__ void forward_chunk(float (&state)[MAX_WIDTH / 8][4], const ChunkTiles<T> &tiles, const Sizes &sizes, int column, int count, T *o, bf16 *written) {
+__device__ __forceinline__ void forward_chunk(float (&state)[MAX_WIDTH / 8][4], const ChunkTiles<T> &tiles, const Sizes &sizes, int column, int count, bool state_is_read, T *o, bf16 *written) {
   using P = Precision<T>;
   constexpr int TILES = P::TOKENS / 8;
   float values[TILES][4] = {}, outputs[TILES][4] = {}, writes[TILES][4] = {};
@@ -316,6 +321,7 @@ __device__ __forceinline__ void forward_chunk(float (&state)[MAX_WIDTH / 8][4], 
       value = factors.beta * fmaf(-factors.key, value, v[i / 4][i % 4]);
     }
   }
+  __syncwarp(); // no order needs it; without it nvcc starts the next products early, and spills
   multiply_triangle<T, false>(writes, values, tiles.inverse);
   if (SAVE) {
     save<P::SUMS>(written, writes, P::TOKENS, sizes.columns() * P::TOKENS);
@@ -325,6 +331,7 @@ __device__ __forceinline__ void forward_chunk(float (&state)[MAX_WIDTH / 8][4], 
     multiply_triangle<T, false>(outputs, writes, tiles.p);
     store_values(o, outputs, sizes.value_heads() * sizes.dv, count, sizes.dv - column);
   }
+  if (!state_is_read) return;
   decay_state(state, tiles.factors[P::TOKENS].query);
   advance<T>(state, writes, tiles.keys, sizes.width(), [&](int token) { return tiles.factors[token].write; });
 }
@@ -343,10 +350,10 @@ __device__ __forceinline__ void forward(const T *qkv, const bf16 *matrices, cons
   float state[MAX_WIDTH / 8][4] = {};
   if (outer) for_state(sizes, column, [&](int tile, int i, size_t at) { state[tile][i] = outer[at]; });
   auto load = [&](int index) {
-    compute_here(index);
-    int first = strand.start + index * P::TOKENS;
+    Strand strand(segments, sizes);
+    int first = strand.start + index * P::TOKENS, head = sizes.head(strand.head);
     const T *values = qkv + sizes.value(first, head) + strand.block_column;
-    ChunkTiles<T>(shared + index % sizes.stages * BYTES)
+    ChunkTiles<T>(shared + (index & (sizes.stages - 1)) * BYTES)
         .template load<!SAVE>(qkv, values, sizes.row(), sizes.dv - strand.block_column, matrices + sizes.matrices<T>(strand.first_chunk + index, strand.head), sizes, first,
                               min(P::TOKENS, strand.end - first), head / sizes.group);
   };
@@ -359,7 +366,7 @@ __device__ __forceinline__ void forward(const T *qkv, const bf16 *matrices, cons
       int part = sizes.width() * sizes.columns();
       save<P::SAVED>(saved + sizes.state<T>(chunk, strand.head) + column * sizes.width(), state, sizes.width(), part);
     }
-    forward_chunk<T, SAVE>(state, ChunkTiles<T>(shared + index % sizes.stages * BYTES), sizes, column, min(P::TOKENS, strand.end - first),
+    forward_chunk<T, SAVE>(state, ChunkTiles<T>(shared + (index & (sizes.stages - 1)) * BYTES), sizes, column, min(P::TOKENS, strand.end - first), outer || index + 1 < chunks,
                            SAVE ? nullptr : o + sizes.output(first, head) + column, SAVE ? written + sizes.written<T>(chunk, strand.head) + column * P::TOKENS : nullptr);
   }
   if (outer) for_state(sizes, column, [&](int tile, int i, size_t at) { outer[at] = state[tile][i]; });
@@ -409,10 +416,10 @@ __device__ __forceinline__ void backward(const T *qkv, const bf16 *matrices, con
   int head = sizes.head(strand.head), column = strand.column;
   float dstate[MAX_WIDTH / 8][4] = {};
   auto load = [&](int index) {
-    compute_here(index);
-    int first = strand.start + index * P::TOKENS;
+    Strand strand(segments, sizes);
+    int first = strand.start + index * P::TOKENS, head = sizes.head(strand.head);
     const T *grads = d_o + sizes.output(first, head) + strand.block_column;
-    ChunkTiles<T>(shared + index % sizes.stages * ChunkTiles<T>::ALL)
+    ChunkTiles<T>(shared + (index & (sizes.stages - 1)) * ChunkTiles<T>::ALL)
         .template load<true>(qkv, grads, sizes.value_heads() * sizes.dv, sizes.dv - strand.block_column, matrices + sizes.matrices<T>(strand.first_chunk + index, strand.head), sizes,
                              first, min(P::TOKENS, strand.end - first), head / sizes.group);
   };
@@ -422,7 +429,7 @@ __device__ __forceinline__ void backward(const T *qkv, const bf16 *matrices, con
     if (index >= chunks || column >= sizes.columns()) continue;
     int first = strand.start + index * P::TOKENS, chunk = strand.first_chunk + index, width = sizes.width();
     save<P::SAVED>(saved + sizes.state<T>(chunk, strand.head) + column * width, dstate, width, width * sizes.columns());
-    backward_chunk<T>(dstate, ChunkTiles<T>(shared + index % sizes.stages * ChunkTiles<T>::ALL), sizes, column, min(P::TOKENS, strand.end - first),
+    backward_chunk<T>(dstate, ChunkTiles<T>(shared + (index & (sizes.stages - 1)) * ChunkTiles<T>::ALL), sizes, column, min(P::TOKENS, strand.end - first),
                       dqkv + sizes.value(first, head) + column, written + sizes.written<T>(chunk, strand.head) + column * P::TOKENS);
   }
 }
