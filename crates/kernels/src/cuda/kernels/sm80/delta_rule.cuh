@@ -210,26 +210,33 @@ struct Place {
   __device__ __forceinline__ int column(int tile, int i) const { return tile * 8 + column_of_lane + i % 2; }
 };
 
-// Starts to copy the queries and keys of a chunk.
-template <int THREADS, class Units, class T>
-__device__ __forceinline__ void load_units(const Units &queries, const Units &keys, const T *qkv, const Sizes &sizes, int first, int count, int key_head) {
-  queries.template load<THREADS>(qkv + sizes.query(first, key_head), sizes.row(), count, sizes.dk, sizes.width());
-  keys.template load<THREADS>(qkv + sizes.key(first, key_head), sizes.row(), count, sizes.dk, sizes.width());
-}
+// The queries and keys of a chunk in shared memory.
+template <class T> struct Units {
+  static constexpr int TOKENS = Precision<T>::TOKENS;
+  using Rows = Tile<Precision<T>::INPUTS, TOKENS, MAX_WIDTH>;
+  static constexpr int BYTES = 2 * Rows::BYTES;
+  Rows queries, keys;
 
-// Writes 1 / length of the queries, and behind them of the keys. A thread has a row.
-template <int PARTS, int TOKENS>
-__device__ __forceinline__ void invert_lengths(float *inverses, const Tile<PARTS, TOKENS, MAX_WIDTH> &queries, const Tile<PARTS, TOKENS, MAX_WIDTH> &keys, int width) {
-  int row = int(threadIdx.x);
-  if (row >= 2 * TOKENS) return;
-  float squares[2] = {};
-  for (int column = 0; column < width; column += 2) {
-    float x, y;
-    (row < TOKENS ? queries : keys).pair(row % TOKENS, column, x, y);
-    squares[0] = fmaf(x, x, squares[0]), squares[1] = fmaf(y, y, squares[1]);
+  __device__ __forceinline__ explicit Units(unsigned char *shared) : queries{reinterpret_cast<bf16 *>(shared)}, keys{reinterpret_cast<bf16 *>(shared + Rows::BYTES)} {}
+
+  // Copies them, and writes 1 / length of the queries, and behind them of the keys. A thread has a row.
+  template <int THREADS> __device__ __forceinline__ void load(const T *qkv, float *inverses, const Sizes &sizes, int first, int count, int key_head) const {
+    queries.template load<THREADS>(qkv + sizes.query(first, key_head), sizes.row(), count, sizes.dk, sizes.width());
+    keys.template load<THREADS>(qkv + sizes.key(first, key_head), sizes.row(), count, sizes.dk, sizes.width());
+    commit_copies();
+    wait_copies<0>();
+    __syncthreads();
+    int row = int(threadIdx.x);
+    if (row >= 2 * TOKENS) return;
+    float squares[2] = {};
+    for (int column = 0; column < sizes.width(); column += 2) {
+      float x, y;
+      (row < TOKENS ? queries : keys).pair(row % TOKENS, column, x, y);
+      squares[0] = fmaf(x, x, squares[0]), squares[1] = fmaf(y, y, squares[1]);
+    }
+    inverses[row] = 1.0f / sqrtf(squares[0] + squares[1] + EPS);
   }
-  inverses[row] = 1.0f / sqrtf(squares[0] + squares[1] + EPS);
-}
+};
 
 // Decays and factors of a chunk of a head.
 template <int TOKENS> struct Gates {

@@ -36,10 +36,10 @@ template <class T> struct Operands {
   float *dg, *dbeta;
 };
 
-// What a block has in shared memory. The gradients of the matrices take the place of the stages.
+// What a block has in shared memory behind the queries and keys. The gradients of the matrices take the
+// place of the stages.
 template <class T> struct GradTiles {
   using P = Precision<T>;
-  using Units = Tile<P::INPUTS, P::TOKENS, MAX_WIDTH>;
   using States = Tile<P::SAVED, STEP, MAX_WIDTH>;
   using Values = Tile<P::SUMS, STEP, P::TOKENS>;
   using Outputs = Tile<P::INPUTS, P::TOKENS, STEP>;
@@ -51,14 +51,14 @@ template <class T> struct GradTiles {
     Values n, dr;
     Outputs d_o;
   };
+  Units<T> units;
   unsigned char *shared;
 
+  __device__ __forceinline__ explicit GradTiles(unsigned char *from) : units(from), shared(from + Units<T>::BYTES) {}
   __device__ __forceinline__ bf16 *at(int byte) const { return reinterpret_cast<bf16 *>(shared + byte); }
-  __device__ __forceinline__ Units queries() const { return {at(0)}; }
-  __device__ __forceinline__ Units keys() const { return {at(Units::BYTES)}; }
-  __device__ __forceinline__ Matrix grads(int of) const { return {at(2 * Units::BYTES + of * Matrix::BYTES)}; }
+  __device__ __forceinline__ Matrix grads(int of) const { return {at(of * Matrix::BYTES)}; }
   __device__ __forceinline__ Stage stage(int step) const {
-    int from = 2 * Units::BYTES + step % P::STAGES * STAGE, values = from + 2 * States::BYTES;
+    int from = step % P::STAGES * STAGE, values = from + 2 * States::BYTES;
     return {{at(from)}, {at(from + States::BYTES)}, {at(values)}, {at(values + Values::BYTES)}, {at(values + 2 * Values::BYTES)}};
   }
 };
@@ -149,16 +149,16 @@ __device__ __forceinline__ float row_sum(float x) {
   return x + shuffle_xor(x, 2);
 }
 
-// Adds products with the states, times `factor(factors of the token)`, to the gradients of the queries
-// or keys, and writes the products with these `units`.
+// Adds `sums` times `factor(token)` to the gradients of the queries or keys, and writes the products of
+// `sums` with these `units`, for each slice of the key dims.
 template <class T, class F>
-__device__ __forceinline__ void use_states(float (&grads)[SLICE / 8][4], const float (&sums)[SLICE / 8][4], const typename GradTiles<T>::Units &units, const Factors *factors,
+__device__ __forceinline__ void use_states(float (&grads)[SLICE / 8][4], const float (&sums)[SLICE / 8][4], const typename Units<T>::Rows &units,
                                            float (&products)[SLICES][Precision<T>::TOKENS], int width, F factor) {
   Place place;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     int row = first_row<T>() + place.row(i);
-    float of_row = factor(factors[row]), product = 0;
+    float of_row = factor(row), product = 0;
 #pragma unroll
     for (int tile = 0; tile < SLICE / 8; tile++) {
       int column = slice<T>() * SLICE + place.column(tile, i);
@@ -185,7 +185,7 @@ __device__ __forceinline__ void use_matrices(const Reads<Precision<T>::TOKENS> &
   constexpr int TILES = P::TOKENS / 8 / OF_MATRIX;
   bool of_keys = matrix<T>() == 1;
   Place place;
-  auto units = of_keys ? tiles.keys() : tiles.queries();
+  auto units = of_keys ? tiles.units.keys : tiles.units.queries;
   int from = matrix_column<T>();
   float products[TILES][4] = {}, decays[2] = {}, betas[2] = {};
   for (int k = 0; k < sizes.width(); k += 16) {
@@ -193,7 +193,7 @@ __device__ __forceinline__ void use_matrices(const Reads<Precision<T>::TOKENS> &
     load_left<false>(a, units, first_row<T>(), k);
 #pragma unroll
     for (int tile = 0; tile < TILES; tile += 2)
-      if (from + tile * 8 <= first_row<T>()) multiply<P::SUMS, false>(products[tile], products[tile + 1], a, tiles.keys(), from + tile * 8, k);
+      if (from + tile * 8 <= first_row<T>()) multiply<P::SUMS, false>(products[tile], products[tile + 1], a, tiles.units.keys, from + tile * 8, k);
   }
   float scale = of_keys ? -1.0f : 1.0f / sqrtf(float(sizes.dk));
 #pragma unroll
@@ -249,12 +249,12 @@ template <class T> __device__ __forceinline__ void add_matrices(const GradTiles<
       int column = slice<T>() * SLICE + tile * 8;
       if (column >= width) continue;
       if (lower) {
-        multiply<P::SUMS, true>(dqueries[tile], dqueries[tile + 1], of_rows[0], tiles.keys(), column, k);
-        multiply<P::SUMS, true>(dkeys[tile], dkeys[tile + 1], of_rows[1], tiles.keys(), column, k);
+        multiply<P::SUMS, true>(dqueries[tile], dqueries[tile + 1], of_rows[0], tiles.units.keys, column, k);
+        multiply<P::SUMS, true>(dkeys[tile], dkeys[tile + 1], of_rows[1], tiles.units.keys, column, k);
       }
       if (upper) {
-        multiply<P::SUMS, true>(dkeys[tile], dkeys[tile + 1], of_columns[0], tiles.queries(), column, k);
-        multiply<P::SUMS, true>(dkeys[tile], dkeys[tile + 1], of_columns[1], tiles.keys(), column, k);
+        multiply<P::SUMS, true>(dkeys[tile], dkeys[tile + 1], of_columns[0], tiles.units.queries, column, k);
+        multiply<P::SUMS, true>(dkeys[tile], dkeys[tile + 1], of_columns[1], tiles.units.keys, column, k);
       }
     }
   }
@@ -307,35 +307,26 @@ __device__ __forceinline__ void gate_grads(const Rows<TOKENS> &rows, const Facto
 // Writes the gradients of the queries or keys, without their parts along the vectors. `along` has room
 // for all slices of the key dims.
 template <class T>
-__device__ __forceinline__ void write_units(T *to, const float (&grads)[SLICE / 8][4], const typename GradTiles<T>::Units &units, const float *inverses, float *along, const Sizes &sizes,
-                                            int count) {
-  constexpr int TOKENS = Precision<T>::TOKENS;
+__device__ __forceinline__ void write_units(T *to, float (&grads)[SLICE / 8][4], const typename Units<T>::Rows &units, const float *inverses, float (&along)[SLICES][Precision<T>::TOKENS],
+                                            const Sizes &sizes, int count) {
   Place place;
+  use_states<T>(grads, grads, units, along, sizes.width(), [](int) { return 0.0f; });
+  __syncthreads();
 #pragma unroll
-  for (int pass = 0; pass < 2; pass++) {
+  for (int i = 0; i < 4; i += 2) {
+    int row = first_row<T>() + place.row(i);
+    float factor = 0;
+    for (int of = 0; of < SLICES; of++) factor += along[of][row];
+    factor *= inverses[row] * inverses[row];
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      int row = first_row<T>() + place.row(i);
-      float sum = 0, factor = 0;
-      for (int of = 0; of < SLICES && pass > 0; of++) factor += along[of * TOKENS + row];
-      factor *= inverses[row] * inverses[row];
+    for (int tile = 0; tile < SLICE / 8; tile++) {
+      int column = slice<T>() * SLICE + place.column(tile, i);
+      float x[2];
+      if (column < sizes.dk) units.pair(row, column, x[0], x[1]);
 #pragma unroll
-      for (int tile = 0; tile < SLICE / 8; tile++) {
-        int column = slice<T>() * SLICE + place.column(tile, i);
-        if (slice<T>() * SLICE + tile * 8 >= sizes.width()) continue;
-        float x[2];
-        units.pair(row, column, x[0], x[1]);
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          sum = fmaf(x[j], grads[tile][i + j], sum);
-          if (pass > 0 && row < count && column + j < sizes.dk) to[size_t(row) * sizes.row() + column + j] = narrow<T>(fmaf(-factor, x[j], grads[tile][i + j]));
-        }
-      }
-      if (pass > 0) continue;
-      sum = row_sum(sum);
-      if (lane() % 4 == 0) along[slice<T>() * TOKENS + row] = sum;
+      for (int j = 0; j < 2; j++)
+        if (row < count && column + j < sizes.dk) to[size_t(row) * sizes.row() + column + j] = narrow<T>(fmaf(-factor, x[j], grads[tile][i + j]));
     }
-    __syncthreads();
   }
 }
 
@@ -363,14 +354,10 @@ template <class T> __device__ __forceinline__ void gradients(const Operands<T> &
   __shared__ Gates<TOKENS> gates;
   __shared__ Rows<TOKENS> rows;
   __shared__ float inverses[2 * TOKENS];
-  GradTiles<T> tiles{bytes};
+  GradTiles<T> tiles(bytes);
   int chunk = int(blockIdx.x) / sizes.launched, launched = int(blockIdx.x) % sizes.launched, key_head = sizes.first + launched;
   int first = operands.chunks[2 * chunk], count = operands.chunks[2 * chunk + 1] - first, width = sizes.width();
-  load_units<THREADS<T>>(tiles.queries(), tiles.keys(), operands.qkv, sizes, first, count, key_head);
-  commit_copies();
-  wait_copies<0>();
-  __syncthreads();
-  invert_lengths(inverses, tiles.queries(), tiles.keys(), width);
+  tiles.units.template load<THREADS<T>>(operands.qkv, inverses, sizes, first, count, key_head);
   float dqueries[SLICE / 8][4] = {}, dkeys[SLICE / 8][4] = {};
   for (int launched_head = launched * sizes.group; launched_head < (launched + 1) * sizes.group; launched_head++) {
     int head = sizes.head(launched_head);
@@ -382,11 +369,11 @@ template <class T> __device__ __forceinline__ void gradients(const Operands<T> &
       add_errors<T>(reads.errors, stage, operands.qkv + sizes.value(first, head) + column, sizes.row(), count, sizes.dv - column);
     });
     rows.errors[threadIdx.x / TOKENS][threadIdx.x % TOKENS] = reads.errors;
-    use_states<T>(dqueries, reads.queries, tiles.queries(), gates.factors, rows.queries, width, [](const Factors &of) { return of.query; });
-    use_states<T>(dkeys, reads.keys, tiles.keys(), gates.factors, rows.keys, width, [](const Factors &of) { return -of.key * of.beta; });
+    use_states<T>(dqueries, reads.queries, tiles.units.queries, rows.queries, width, [&](int token) { return gates.factors[token].query; });
+    use_states<T>(dkeys, reads.keys, tiles.units.keys, rows.keys, width, [&](int token) { return -gates.factors[token].key * gates.factors[token].beta; });
     float writes[SLICE / 8][4] = {}, kept = 0;
     for_stages<T, true>(tiles, operands, sizes, chunk, launched_head, first, count, [&](int, const auto &stage) { add_writes<T>(writes, kept, stage, width); });
-    use_states<T>(dkeys, writes, tiles.keys(), gates.factors, rows.writes, width, [](const Factors &of) { return of.write; });
+    use_states<T>(dkeys, writes, tiles.units.keys, rows.writes, width, [&](int token) { return gates.factors[token].write; });
     double all_kept = block_sum(double(kept)); // its barriers also order the reads and writes of tiles
     use_matrices<T>(reads, tiles, gates, inverses, rows, sizes);
     __syncthreads();
@@ -394,8 +381,8 @@ template <class T> __device__ __forceinline__ void gradients(const Operands<T> &
     add_matrices<T>(tiles, dqueries, dkeys, width);
   }
   __syncthreads();
-  write_units<T>(operands.dqkv + sizes.query(first, key_head), dqueries, tiles.queries(), inverses, rows.queries[0], sizes, count);
-  write_units<T>(operands.dqkv + sizes.key(first, key_head), dkeys, tiles.keys(), inverses + TOKENS, rows.keys[0], sizes, count);
+  write_units<T>(operands.dqkv + sizes.query(first, key_head), dqueries, tiles.units.queries, inverses, rows.queries, sizes, count);
+  write_units<T>(operands.dqkv + sizes.key(first, key_head), dkeys, tiles.units.keys, inverses + TOKENS, rows.keys, sizes, count);
 }
 
 } // namespace

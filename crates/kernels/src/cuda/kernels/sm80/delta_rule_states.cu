@@ -13,18 +13,9 @@ namespace {
 constexpr int THREADS = 128;
 constexpr int WARP_COLUMNS = 16, BLOCK_COLUMNS = THREADS / WARP * WARP_COLUMNS; // of a state
 
-// What a block of the matrices has in shared memory.
-template <class T> struct MatrixTiles {
-  using P = Precision<T>;
-  static constexpr int HEADS = THREADS / P::TOKENS, STRIDE = P::TOKENS + 4; // heads at a time
-  Tile<P::INPUTS, P::TOKENS, MAX_WIDTH> queries, keys;
-  float *triangles; // transposed matrices of the heads
-
-  __device__ __forceinline__ MatrixTiles(unsigned char *shared)
-      : queries{reinterpret_cast<bf16 *>(shared)}, keys{reinterpret_cast<bf16 *>(shared + queries.BYTES)},
-        triangles(reinterpret_cast<float *>(shared + 2 * queries.BYTES)) {}
-  __device__ __forceinline__ float *triangle(int head) const { return triangles + head * P::TOKENS * STRIDE; }
-};
+// Heads of the matrices of a block at a time, and the stride of their transposed triangular matrices.
+template <class T> constexpr int HEADS = THREADS / Precision<T>::TOKENS;
+template <class T> constexpr int STRIDE = Precision<T>::TOKENS + 4;
 
 // Writes P of a head and its transposed triangular matrix, for the 16 rows of this warp.
 template <class T, int TILES>
@@ -44,7 +35,7 @@ __device__ __forceinline__ void write_products(const float (&products)[2][TILES]
         float decay = column <= row ? gates.decay(column, row) * inverses[P::TOKENS + column] : 0.0f;
         x[j] = products[0][tile][i + j] * decay * inverses[row] * scale;
         float strength = column < row ? gates.factors[row].beta : 0.0f;
-        triangle[column * MatrixTiles<T>::STRIDE + row] = strength * products[1][tile][i + j] * decay * inverses[P::TOKENS + row];
+        triangle[column * STRIDE<T> + row] = strength * products[1][tile][i + j] * decay * inverses[P::TOKENS + row];
       }
       uint32_t words[P::SUMS];
       split<P::SUMS>(x[0], x[1], words);
@@ -68,7 +59,7 @@ template <class T> __device__ __forceinline__ void invert(const float *triangle,
 #pragma unroll
     for (int row = (k + 1) / 4 * 4; row < TOKENS; row += 4) {
       float y[4];
-      load_floats<4>(triangle + k * MatrixTiles<T>::STRIDE + row, y);
+      load_floats<4>(triangle + k * STRIDE<T> + row, y);
 #pragma unroll
       for (int i = 0; i < 4; i++)
         if (row + i > k) x[row + i] = fmaf(-y[i], x[k], x[row + i]);
@@ -89,47 +80,44 @@ template <class T> __device__ __forceinline__ void invert(const float *triangle,
 // Writes the matrices and the factors of each head of a chunk.
 template <class T> __device__ __forceinline__ void chunk_matrices(const T *qkv, const float *g, const float *beta, const int *chunks, bf16 *matrices, const Sizes &sizes) {
   using P = Precision<T>;
-  constexpr int TOKENS = P::TOKENS, TILES = TOKENS / 8, HEADS = MatrixTiles<T>::HEADS;
+  constexpr int TOKENS = P::TOKENS, TILES = TOKENS / 8;
   DYNAMIC_SHARED(shared);
-  MatrixTiles<T> tiles(shared);
-  __shared__ Gates<TOKENS> gates[HEADS];
+  Units<T> units(shared);
+  auto triangles = reinterpret_cast<float *>(shared + Units<T>::BYTES);
+  __shared__ Gates<TOKENS> gates[HEADS<T>];
   __shared__ float inverses[2 * TOKENS];
   int chunk = int(blockIdx.x) / sizes.launched, launched = int(blockIdx.x) % sizes.launched;
   int first = chunks[2 * chunk], count = chunks[2 * chunk + 1] - first;
-  load_units<THREADS>(tiles.queries, tiles.keys, qkv, sizes, first, count, sizes.first + launched);
-  commit_copies();
-  wait_copies<0>();
-  __syncthreads();
-  invert_lengths(inverses, tiles.queries, tiles.keys, sizes.width());
+  units.template load<THREADS>(qkv, inverses, sizes, first, count, sizes.first + launched);
   float products[2][TILES][4] = {}; // of queries and keys, and of keys and keys
   bool has_rows = warp() < TOKENS / 16;
   for (int k = 0; k < sizes.width() && has_rows; k += 16) {
     uint32_t queries[P::INPUTS][4], keys[P::INPUTS][4];
-    load_left<false>(queries, tiles.queries, warp() * 16, k);
-    load_left<false>(keys, tiles.keys, warp() * 16, k);
+    load_left<false>(queries, units.queries, warp() * 16, k);
+    load_left<false>(keys, units.keys, warp() * 16, k);
 #pragma unroll
     for (int tile = 0; tile < TILES; tile += 2) {
       if (tile / 2 > warp()) continue;
-      multiply<P::SUMS, false>(products[0][tile], products[0][tile + 1], queries, tiles.keys, tile * 8, k);
-      multiply<P::SUMS, false>(products[1][tile], products[1][tile + 1], keys, tiles.keys, tile * 8, k);
+      multiply<P::SUMS, false>(products[0][tile], products[0][tile + 1], queries, units.keys, tile * 8, k);
+      multiply<P::SUMS, false>(products[1][tile], products[1][tile + 1], keys, units.keys, tile * 8, k);
     }
   }
   float scale = 1.0f / sqrtf(float(sizes.dk));
-  for (int from = 0; from < sizes.group; from += HEADS) {
-    int heads = min(HEADS, sizes.group - from), launched_head = launched * sizes.group + from;
+  for (int from = 0; from < sizes.group; from += HEADS<T>) {
+    int heads = min(HEADS<T>, sizes.group - from), launched_head = launched * sizes.group + from;
     __syncthreads();
     if (warp() < heads) gates[warp()].fill(g, beta, inverses, sizes, first, count, sizes.head(launched_head + warp()));
     __syncthreads();
     for (int head = 0; head < heads; head++) {
       bf16 *to = matrices + sizes.matrices<T>(chunk, launched_head + head);
-      if (has_rows) write_products<T>(products, gates[head], inverses, scale, tiles.triangle(head), to + MATRICES<T> / 2);
+      if (has_rows) write_products<T>(products, gates[head], inverses, scale, triangles + head * TOKENS * STRIDE<T>, to + MATRICES<T> / 2);
       auto factors = reinterpret_cast<float *>(to + MATRICES<T>);
       auto from_gates = reinterpret_cast<const float *>(gates[head].factors);
       for (int at = int(threadIdx.x); at < 4 * (TOKENS + 1); at += THREADS) factors[at] = from_gates[at];
     }
     __syncthreads();
     int head = int(threadIdx.x) / TOKENS;
-    if (head < heads) invert<T>(tiles.triangle(head), matrices + sizes.matrices<T>(chunk, launched_head + head));
+    if (head < heads) invert<T>(triangles + head * TOKENS * STRIDE<T>, matrices + sizes.matrices<T>(chunk, launched_head + head));
   }
 }
 
@@ -186,15 +174,35 @@ template <class T> struct ChunkTiles {
   }
 };
 
-// Waits for the copies of a chunk, and calls `load` for the next one that fits behind it, if there is
-// one. With one stage, that is the chunk itself.
-template <class F> __device__ __forceinline__ void next_chunk(const Sizes &sizes, bool exists, F load) {
-  wait_copies<0>();
-  __syncthreads();
-  if (exists) load();
-  if (sizes.stages > 1) return;
-  wait_copies<0>();
-  __syncthreads();
+// Calls f(tiles, first token, chunk, number of tokens, whether a chunk follows) for the chunks of a
+// segment, from last to first if BACK. With two stages, the copies of the next chunk are in flight
+// meanwhile. `columns` are the values or the gradients of outputs of the first token and head.
+template <class T, bool OUTPUTS, bool BACK, class F>
+__device__ __forceinline__ void for_chunks(const T *qkv, const T *columns, int stride, const bf16 *matrices, const int *segments, const Sizes &sizes, F f) {
+  constexpr int TOKENS = Precision<T>::TOKENS, BYTES = OUTPUTS ? ChunkTiles<T>::ALL : ChunkTiles<T>::QUERIES;
+  DYNAMIC_SHARED(shared);
+  Strand strand(segments, sizes);
+  int chunks = (strand.end - strand.start + TOKENS - 1) / TOKENS, ahead = sizes.stages - 1;
+  auto index = [&](int step) { return BACK ? chunks - 1 - step : step; };
+  for (int step = -ahead; step < chunks; step++) {
+    wait_copies<0>();
+    __syncthreads();
+    if (int next = step + ahead; next < chunks) {
+      Strand strand(segments, sizes);
+      int first = strand.start + index(next) * TOKENS, head = sizes.head(strand.head);
+      const T *from = columns + (size_t(first) * stride + head * sizes.dv + strand.block_column);
+      ChunkTiles<T>(shared + (next & ahead) * BYTES)
+          .template load<OUTPUTS>(qkv, from, stride, sizes.dv - strand.block_column, matrices + sizes.matrices<T>(strand.first_chunk + index(next), strand.head), sizes, first,
+                                  min(TOKENS, strand.end - first), head / sizes.group);
+    }
+    if (ahead == 0) {
+      wait_copies<0>();
+      __syncthreads();
+    }
+    if (step < 0 || strand.column >= sizes.columns()) continue;
+    int first = strand.start + index(step) * TOKENS;
+    f(ChunkTiles<T>(shared + (step & ahead) * BYTES), first, strand.first_chunk + index(step), min(TOKENS, strand.end - first), step + 1 < chunks);
+  }
 }
 
 // Calls f(tile, i, row, column) for the elements of the transposed state of this warp. Those that do
@@ -342,33 +350,16 @@ __device__ __forceinline__ void forward_chunk(float (&state)[MAX_WIDTH / 8][4], 
 template <class T, bool SAVE>
 __device__ __forceinline__ void forward(const T *qkv, const bf16 *matrices, const int *segments, float *states, T *o, bf16 *saved, bf16 *written, const Sizes &sizes) {
   using P = Precision<T>;
-  constexpr int BYTES = SAVE ? ChunkTiles<T>::QUERIES : ChunkTiles<T>::ALL;
-  DYNAMIC_SHARED(shared);
   Strand strand(segments, sizes);
   int head = sizes.head(strand.head), column = strand.column;
   float *outer = states ? states + (size_t(strand.segment) * sizes.value_heads() + head) * sizes.dk * sizes.dv : nullptr;
   float state[MAX_WIDTH / 8][4] = {};
   if (outer) for_state(sizes, column, [&](int tile, int i, size_t at) { state[tile][i] = outer[at]; });
-  auto load = [&](int index) {
-    Strand strand(segments, sizes);
-    int first = strand.start + index * P::TOKENS, head = sizes.head(strand.head);
-    const T *values = qkv + sizes.value(first, head) + strand.block_column;
-    ChunkTiles<T>(shared + (index & (sizes.stages - 1)) * BYTES)
-        .template load<!SAVE>(qkv, values, sizes.row(), sizes.dv - strand.block_column, matrices + sizes.matrices<T>(strand.first_chunk + index, strand.head), sizes, first,
-                              min(P::TOKENS, strand.end - first), head / sizes.group);
-  };
-  int chunks = (strand.end - strand.start + P::TOKENS - 1) / P::TOKENS;
-  for (int index = 1 - sizes.stages; index < chunks; index++) {
-    next_chunk(sizes, index + sizes.stages <= chunks, [&] { load(index + sizes.stages - 1); });
-    if (index < 0 || column >= sizes.columns()) continue;
-    int first = strand.start + index * P::TOKENS, chunk = strand.first_chunk + index;
-    if (SAVE) {
-      int part = sizes.width() * sizes.columns();
-      save<P::SAVED>(saved + sizes.state<T>(chunk, strand.head) + column * sizes.width(), state, sizes.width(), part);
-    }
-    forward_chunk<T, SAVE>(state, ChunkTiles<T>(shared + (index & (sizes.stages - 1)) * BYTES), sizes, column, min(P::TOKENS, strand.end - first), outer || index + 1 < chunks,
-                           SAVE ? nullptr : o + sizes.output(first, head) + column, SAVE ? written + sizes.written<T>(chunk, strand.head) + column * P::TOKENS : nullptr);
-  }
+  for_chunks<T, !SAVE, false>(qkv, qkv + sizes.value(0, 0), sizes.row(), matrices, segments, sizes, [&](const ChunkTiles<T> &tiles, int first, int chunk, int count, bool more) {
+    if (SAVE) save<P::SAVED>(saved + sizes.state<T>(chunk, strand.head) + column * sizes.width(), state, sizes.width(), sizes.width() * sizes.columns());
+    forward_chunk<T, SAVE>(state, tiles, sizes, column, count, outer || more, SAVE ? nullptr : o + sizes.output(first, head) + column,
+                           SAVE ? written + sizes.written<T>(chunk, strand.head) + column * P::TOKENS : nullptr);
+  });
   if (outer) for_state(sizes, column, [&](int tile, int i, size_t at) { outer[at] = state[tile][i]; });
 }
 
@@ -411,27 +402,13 @@ __device__ __forceinline__ void backward_chunk(float (&dstate)[MAX_WIDTH / 8][4]
 template <class T>
 __device__ __forceinline__ void backward(const T *qkv, const bf16 *matrices, const int *segments, const T *d_o, T *dqkv, bf16 *saved, bf16 *written, const Sizes &sizes) {
   using P = Precision<T>;
-  DYNAMIC_SHARED(shared);
   Strand strand(segments, sizes);
-  int head = sizes.head(strand.head), column = strand.column;
+  int head = sizes.head(strand.head), column = strand.column, width = sizes.width();
   float dstate[MAX_WIDTH / 8][4] = {};
-  auto load = [&](int index) {
-    Strand strand(segments, sizes);
-    int first = strand.start + index * P::TOKENS, head = sizes.head(strand.head);
-    const T *grads = d_o + sizes.output(first, head) + strand.block_column;
-    ChunkTiles<T>(shared + (index & (sizes.stages - 1)) * ChunkTiles<T>::ALL)
-        .template load<true>(qkv, grads, sizes.value_heads() * sizes.dv, sizes.dv - strand.block_column, matrices + sizes.matrices<T>(strand.first_chunk + index, strand.head), sizes,
-                             first, min(P::TOKENS, strand.end - first), head / sizes.group);
-  };
-  int chunks = (strand.end - strand.start + P::TOKENS - 1) / P::TOKENS;
-  for (int index = chunks - 2 + sizes.stages; index >= 0; index--) {
-    next_chunk(sizes, index >= sizes.stages - 1, [&] { load(index - sizes.stages + 1); });
-    if (index >= chunks || column >= sizes.columns()) continue;
-    int first = strand.start + index * P::TOKENS, chunk = strand.first_chunk + index, width = sizes.width();
+  for_chunks<T, true, true>(qkv, d_o, sizes.value_heads() * sizes.dv, matrices, segments, sizes, [&](const ChunkTiles<T> &tiles, int first, int chunk, int count, bool more) {
     save<P::SAVED>(saved + sizes.state<T>(chunk, strand.head) + column * width, dstate, width, width * sizes.columns());
-    backward_chunk<T>(dstate, ChunkTiles<T>(shared + (index & (sizes.stages - 1)) * ChunkTiles<T>::ALL), sizes, column, min(P::TOKENS, strand.end - first),
-                      dqkv + sizes.value(first, head) + column, written + sizes.written<T>(chunk, strand.head) + column * P::TOKENS);
-  }
+    backward_chunk<T>(dstate, tiles, sizes, column, count, dqkv + sizes.value(first, head) + column, written + sizes.written<T>(chunk, strand.head) + column * P::TOKENS);
+  });
 }
 
 } // namespace
