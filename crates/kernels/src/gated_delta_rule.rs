@@ -74,8 +74,13 @@ impl DeltaHeads {
     /// the factors of the tokens, of a state, and of values.
     fn gpu_elements(self, dtype: DType) -> [usize; 3] {
         let GpuPrecision { chunk, sums, saved, .. } = gpu_precision(dtype);
-        let (width, columns) = (self.key_dim.next_multiple_of(16), self.value_dim.next_multiple_of(16));
-        [2 * sums * chunk * chunk + 8 * (chunk + 1), saved * width * columns, sums * columns * chunk]
+        let (width, columns) =
+            (self.key_dim.next_multiple_of(16), self.value_dim.next_multiple_of(16));
+        [
+            2 * sums * chunk * chunk + 8 * (chunk + 1),
+            saved * width * columns,
+            sums * columns * chunk,
+        ]
     }
 
     /// Temporary memory of a key head on a GPU for the matrices of `chunks`, which is all that the

@@ -3,7 +3,7 @@
 use super::{DTYPES, assert_all_close, operand};
 use crate::gated_delta_rule::{backward_on_gpu, forward_on_gpu};
 use crate::launch::with_kernels;
-use crate::testing::{bits, gradient_buffer, message};
+use crate::testing::{Tolerance, assert_close, bits, gradient_buffer, message, values};
 use crate::{DeltaHeads, DeltaInputs, RecomputeInput};
 use batch::CuSeqlens;
 use candle_core::{DType, Device, Result, Tensor};
@@ -218,6 +218,125 @@ fn a_packed_segment_has_the_bits_of_the_segment_alone_with_the_sizes_of_publishe
         }
         assert!(all(&t, &lengths)? == alone, "{dtype:?}");
         assert!(all(&t, &[108])? != alone, "a state that is carried over changes nothing");
+    }
+    Ok(())
+}
+
+/// `o`, `dqkv`, `dg` and `dbeta` of one segment by the definition, token by token in `f64`, for one key
+/// head and one value head of `d` dims.
+fn delta_by_token(d: usize, operands: [&[f64]; 4]) -> [Vec<f64>; 4] {
+    let [qkv, g, beta, d_o] = operands;
+    let (t, scale) = (g.len(), 1.0 / (d as f64).sqrt());
+    let row = |i: usize, part: usize| &qkv[(3 * i + part) * d..(3 * i + part + 1) * d];
+    let inverse = |x: &[f64]| 1.0 / (x.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
+    let unit = |i: usize, part: usize, scale: f64| -> Vec<f64> {
+        let x = row(i, part);
+        x.iter().map(|y| y * inverse(x) * scale).collect()
+    };
+    // The vector times a state, and a state times the vector.
+    let read = |s: &[f64], x: &[f64]| -> Vec<f64> {
+        (0..d).map(|c| (0..d).map(|r| s[r * d + c] * x[r]).sum()).collect()
+    };
+    let along = |s: &[f64], x: &[f64]| -> Vec<f64> {
+        s.chunks(d).map(|row| row.iter().zip(x).map(|(s, x)| s * x).sum()).collect()
+    };
+    let add = |s: &mut [f64], x: &[f64], y: &[f64], sign: f64| {
+        for (row, x) in s.chunks_mut(d).zip(x) {
+            row.iter_mut().zip(y).for_each(|(s, y)| *s += sign * x * y);
+        }
+    };
+    let (mut states, mut errors) = (vec![vec![0.0; d * d]], Vec::new());
+    let mut o = Vec::new();
+    for i in 0..t {
+        let mut s: Vec<f64> = states[i].iter().map(|s| s * g[i].exp()).collect();
+        let k = unit(i, 1, 1.0);
+        let error: Vec<f64> = row(i, 2).iter().zip(read(&s, &k)).map(|(v, r)| v - r).collect();
+        add(&mut s, &k, &error, beta[i]);
+        o.extend(read(&s, &unit(i, 0, scale)));
+        states.push(s);
+        errors.push(error);
+    }
+    let (mut dqkv, mut dg, mut dbeta) = (vec![0.0; 3 * t * d], vec![0.0; t], vec![0.0; t]);
+    let mut ds = vec![0.0; d * d];
+    for i in (0..t).rev() {
+        let (q, k, d_o) = (unit(i, 0, scale), unit(i, 1, 1.0), &d_o[i * d..(i + 1) * d]);
+        let decayed: Vec<f64> = states[i].iter().map(|s| s * g[i].exp()).collect();
+        add(&mut ds, &q, d_o, 1.0);
+        let de = read(&ds, &k);
+        dbeta[i] = de.iter().zip(&errors[i]).map(|(x, y)| x * y).sum();
+        let dv: Vec<f64> = de.iter().map(|x| x * beta[i]).collect();
+        let written: Vec<f64> = errors[i].iter().map(|e| e * beta[i]).collect();
+        let reads = along(&decayed, &dv);
+        let dk: Vec<f64> = along(&ds, &written).iter().zip(reads).map(|(w, r)| w - r).collect();
+        add(&mut ds, &k, &dv, -1.0);
+        dg[i] = ds.iter().zip(&decayed).map(|(x, y)| x * y).sum();
+        ds.iter_mut().for_each(|s| *s *= g[i].exp());
+        for (part, scale, du) in [(0, scale, along(&states[i + 1], d_o)), (1, 1.0, dk)] {
+            let (x, inverse) = (row(i, part), inverse(row(i, part)));
+            let dot: f64 = x.iter().zip(&du).map(|(x, du)| x * du).sum::<f64>() * inverse * inverse;
+            for c in 0..d {
+                dqkv[(3 * i + part) * d + c] = scale * inverse * (du[c] - dot * x[c]);
+            }
+        }
+        dqkv[(3 * i + 2) * d..(3 * i + 3) * d].copy_from_slice(&dv);
+    }
+    [o, dqkv, dg, dbeta]
+}
+
+/// Decays near one over a long segment, near zero, and both in turn.
+#[test]
+fn the_delta_rule_matches_f64_for_long_segments_and_any_gates() -> Result<()> {
+    let heads = DeltaHeads { key_heads: 1, value_heads: 1, key_dim: 16, value_dim: 16 };
+    let t = 1500;
+    for (dtype, tolerance, of_grads) in [
+        (DType::F32, Tolerance::F32, Tolerance::F32),
+        (DType::BF16, Tolerance::BF16, Tolerance::BF16_SAVED),
+    ] {
+        let [qkv, g, beta, d_o] = delta_operands(1, t, heads, dtype)?;
+        for (near_one, near_zero) in [(1e-5, 1e-5), (30.0, 30.0), (1e-4, 30.0)] {
+            let rate = |i: usize| if i % 97 < 90 { near_one } else { near_zero };
+            let rates =
+                Tensor::from_vec((0..t).map(rate).collect::<Vec<f32>>(), (t, 1), qkv.device())?;
+            let operands = [qkv.clone(), (&g * 40.0)?.mul(&rates)?, beta.clone(), d_o.clone()];
+            let wide = operands.each_ref().map(values);
+            let want = delta_by_token(16, wide.each_ref().map(Vec::as_slice));
+            let (inputs, cu) = (delta_inputs(&operands), boundaries(&[t as u32]));
+            let o = with_kernels(|| crate::gated_delta_rule(inputs, heads, &cu, None))?;
+            let grad = with_kernels(|| {
+                crate::gated_delta_rule_backward(inputs, heads, &cu, &operands[3])
+            })?;
+            let got = [o, grad.dqkv, grad.dg, grad.dbeta];
+            let names =
+                [("o", tolerance), ("dqkv", of_grads), ("dg", of_grads), ("dbeta", of_grads)];
+            for ((name, tolerance), (got, want)) in names.into_iter().zip(got.iter().zip(want)) {
+                let want = Tensor::from_vec(want, got.shape(), got.device())?;
+                let what = format!("{name} {dtype:?} {near_one} {near_zero}");
+                assert_close(&what, got, &want, tolerance);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// With many blocks, a block has one chunk at a time in shared memory; alone, it has two.
+#[test]
+fn the_number_of_blocks_changes_no_bit_of_the_delta_rule() -> Result<()> {
+    let heads = DeltaHeads { key_heads: 1, value_heads: 1, key_dim: 8, value_dim: 8 };
+    for (dtype, _) in DTYPES {
+        let lengths: Vec<u32> = (0..150).map(|i| if i == 70 { 130 } else { 1 }).collect();
+        let t = delta_operands(1, 279, heads, dtype)?;
+        let all = |t: &[Tensor; 4], lengths: &[u32]| -> Result<[Tensor; 4]> {
+            let (inputs, cu) = (delta_inputs(t), boundaries(lengths));
+            let o = with_kernels(|| crate::gated_delta_rule(inputs, heads, &cu, None))?;
+            let grad =
+                with_kernels(|| crate::gated_delta_rule_backward(inputs, heads, &cu, &t[3]))?;
+            Ok([o, grad.dqkv, grad.dg, grad.dbeta])
+        };
+        let part = |x: &Tensor| x.narrow(0, 70, 130)?.force_contiguous();
+        let alone = all(&[part(&t[0])?, part(&t[1])?, part(&t[2])?, part(&t[3])?], &[130])?;
+        for (packed, alone) in all(&t, &lengths)?.iter().zip(&alone) {
+            assert_eq!(bits(&part(packed)?), bits(alone), "{dtype:?}");
+        }
     }
     Ok(())
 }

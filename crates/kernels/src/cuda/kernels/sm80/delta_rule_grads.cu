@@ -1,7 +1,7 @@
 // Gated delta rule: gradients of the operands, from the states and their gradients at the ends of
 // each chunk; see crates/kernels/src/gated_delta_rule.rs for the contract,
 // crates/kernels/src/cpu/delta_rule_backward.rs for the same algorithm, and
-// docs/dev/cuda_delta_rule.md for the tiles.
+// docs/dev/cuda/delta_rule.md for the tiles.
 //
 // Chunks are independent here. A block has one chunk of a key head, and iterates over the value heads
 // that share it, so that the sums over heads have a fixed order. A warp has 16 tokens and a quarter of

@@ -1,6 +1,6 @@
 // Gated delta rule: matrices of the chunks, and the passes over the states; see
 // crates/kernels/src/gated_delta_rule.rs for the contract, crates/kernels/src/cpu/delta_rule.rs for
-// the same algorithm, and docs/dev/cuda_delta_rule.md for the tiles.
+// the same algorithm, and docs/dev/cuda/delta_rule.md for the tiles.
 //
 // Only the states are sequential. One kernel computes the matrices of all chunks at once. In the
 // passes over the states, a warp has 16 columns of the state of one head, transposed, in registers,
