@@ -270,7 +270,9 @@ fn delta_by_token(d: usize, operands: [&[f64]; 4]) -> [Vec<f64>; 4] {
         let dk: Vec<f64> = along(&ds, &written).iter().zip(reads).map(|(w, r)| w - r).collect();
         add(&mut ds, &k, &dv, -1.0);
         dg[i] = ds.iter().zip(&decayed).map(|(x, y)| x * y).sum();
-        ds.iter_mut().for_each(|s| *s *= g[i].exp());
+        for s in &mut ds {
+            *s *= g[i].exp();
+        }
         for (part, scale, du) in [(0, scale, along(&states[i + 1], d_o)), (1, 1.0, dk)] {
             let (x, inverse) = (row(i, part), inverse(row(i, part)));
             let dot: f64 = x.iter().zip(&du).map(|(x, du)| x * du).sum::<f64>() * inverse * inverse;

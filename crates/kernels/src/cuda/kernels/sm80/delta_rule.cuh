@@ -35,8 +35,8 @@ struct alignas(16) Factors {
 };
 
 // Numbers of heads and their dims. A launch has `launched` key heads from `first` on; `group` value
-// heads share a key head. Value heads are numbered from the first one of the launch. A pass over the
-// states has shared memory for `stages` chunks.
+// heads share a key head. Value heads are numbered from the first one of the launch. Kernels that
+// iterate over the states have shared memory for `stages` chunks.
 struct Sizes {
   int key_heads, group, dk, dv, first, launched, stages, unused;
 

@@ -1,9 +1,9 @@
-// Gated delta rule: matrices of the chunks, and the passes over the states; see
+// Gated delta rule: matrices of the chunks, and the iterations over the states; see
 // crates/kernels/src/gated_delta_rule.rs for the contract, crates/kernels/src/cpu/delta_rule.rs for
 // the same algorithm, and docs/dev/cuda/delta_rule.md for the tiles.
 //
 // Only the states are sequential. One kernel computes the matrices of all chunks at once. In the
-// passes over the states, a warp has 16 columns of the state of one head, transposed, in registers,
+// others, a warp has 16 columns of the state of one head, transposed, in registers,
 // and iterates over the chunks of a segment. Columns do not depend on each other, so the warps of a
 // block share only what they read.
 #include "delta_rule.cuh"
@@ -121,7 +121,7 @@ template <class T> __device__ __forceinline__ void chunk_matrices(const T *qkv, 
   }
 }
 
-// The block of a pass over the states: a segment, a head, and 16 columns of the state for each warp.
+// The block of an iteration over the states: a segment, a head, and 16 columns of the state for each warp.
 // Each object computes it again, see Place.
 struct Strand {
   int segment, start, end, first_chunk, head, block_column, column;
@@ -138,7 +138,7 @@ struct Strand {
   }
 };
 
-// What a pass over the states has of a chunk in shared memory. Without OUTPUTS it has neither queries
+// What such a block has of a chunk in shared memory. Without OUTPUTS it has neither queries
 // nor P.
 template <class T> struct ChunkTiles {
   using P = Precision<T>;
