@@ -7,7 +7,6 @@ use super::{attention, linear_attention, mlp, moe};
 use crate::cost::{ActivationMemory, PartWork, RowKind};
 use crate::tape::{Param, Recompute};
 use candle_core::DType;
-use kernels::DeltaHeads;
 
 /// Rows of a block of which a GPU stores the largest values of columns, and the maximum bytes of the
 /// sums of a product in FP8 (`crates/kernels/src/e4m3_linear.rs`).
