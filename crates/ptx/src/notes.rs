@@ -1,6 +1,8 @@
 //! Which threads of a launch accessed which bytes of global memory, to find data races.
 //!
-//! Blocks have no order, so no block may access what another one writes. Within a block, accesses have
+//! Blocks have no order, so no block may access what another one writes, except after it has seen a number
+//! at an address that the other one released: then all that the other block did before its release, as
+//! it was executed, is ordered before all that this block does later. Within a block, accesses have
 //! the order of `order.rs`. The bytes are divided into cells, each as large as the smallest store of the
 //! kernel: a store writes whole cells, so two accesses of a cell are accesses of the same bytes, unless
 //! both are loads.
@@ -25,10 +27,15 @@ const NONE: u32 = 0;
 const MANY_BLOCKS: u32 = 1;
 const LIST: u32 = 2;
 
-/// The time of an access: the number of the block, and a stamp without its lanes.
+/// Numbers of releases of blocks that are ordered before.
+type Releases = HashMap<u64, u32>;
+
+/// The time of an access: the number of the block and of its releases before, and a stamp without its
+/// lanes.
 #[derive(Debug, Clone, Copy)]
 struct Point {
     block: u64,
+    releases: u32,
     stamp: Stamp,
 }
 
@@ -59,6 +66,10 @@ pub(crate) struct Notes {
     /// Reads of a cell by several units.
     lists: Vec<Vec<Entry>>,
     unused_lists: Vec<u32>,
+    /// What is ordered before what each block does next, and before what follows each address. A block
+    /// has its own number of releases.
+    of_blocks: HashMap<u64, Releases>,
+    of_addresses: HashMap<u64, Releases>,
 }
 
 /// An access that takes place now.
@@ -68,12 +79,13 @@ struct Now<'a> {
     block: u64,
     num_warps: usize,
     by: &'a By<'a>,
+    of_blocks: &'a HashMap<u64, Releases>,
 }
 
 impl Notes {
     /// No accesses. `shift`: see [`Kernel::global_shift`](crate::Kernel::global_shift).
     pub(crate) fn new(shift: u32) -> Self {
-        let reserved = Point { block: u64::MAX, stamp: NO_ACCESS };
+        let reserved = Point { block: u64::MAX, releases: u32::MAX, stamp: NO_ACCESS };
         Self {
             shift,
             pages: Vec::new(),
@@ -85,7 +97,22 @@ impl Notes {
             present: Vec::new(),
             lists: Vec::new(),
             unused_lists: Vec::new(),
+            of_blocks: HashMap::new(),
+            of_addresses: HashMap::new(),
         }
+    }
+
+    pub(crate) fn acquire(&mut self, at: u64) {
+        if let Some(released) = self.of_addresses.get(&at) {
+            join(self.of_blocks.entry(self.block).or_default(), released);
+        }
+    }
+
+    pub(crate) fn release(&mut self, at: u64) {
+        let own = self.of_blocks.entry(self.block).or_default();
+        *own.entry(self.block).or_default() += 1;
+        join(self.of_addresses.entry(at).or_default(), own);
+        self.present.clear();
     }
 
     pub(crate) fn begin_block(&mut self, block: u64, num_warps: usize) {
@@ -102,7 +129,9 @@ impl Notes {
         let last = self.present[unit];
         if last == NONE || self.points[last as usize].stamp != stamp {
             self.present[unit] = self.points.len() as u32;
-            self.points.push(Point { block: self.block, stamp });
+            let own = self.of_blocks.get(&self.block).and_then(|of| of.get(&self.block));
+            let releases = own.copied().unwrap_or_default();
+            self.points.push(Point { block: self.block, releases, stamp });
         }
         self.present[unit]
     }
@@ -127,8 +156,6 @@ impl Notes {
         by: &By<'_>,
     ) -> Result<(), Fault> {
         let entry = Entry { point: self.point(by.stamp), lanes: by.stamp.lanes };
-        let (block, num_warps) = (self.block, self.num_warps);
-        let now = Now { access, entry, block, num_warps, by };
         let end = at + bytes as u64;
         let mut start = at;
         while start < end {
@@ -138,15 +165,23 @@ impl Notes {
             let cells = first..=((last - 1) % PAGE) >> self.shift;
             for cell in cells {
                 let at = at.max(start / PAGE * PAGE + (cell << self.shift));
-                self.note_cell(index, cell as usize, at, &now)?;
+                self.note_cell((index, cell as usize), at, (access, entry), by)?;
             }
             start = last;
         }
         Ok(())
     }
 
-    fn note_cell(&mut self, page: usize, cell: usize, at: u64, now: &Now<'_>) -> Result<(), Fault> {
-        let Self { points, lists, unused_lists, pages, .. } = self;
+    fn note_cell(
+        &mut self,
+        (page, cell): (usize, usize),
+        at: u64,
+        (access, entry): (Access, Entry),
+        by: &By<'_>,
+    ) -> Result<(), Fault> {
+        let Self { points, lists, unused_lists, pages, block, num_warps, of_blocks, .. } = self;
+        let (block, num_warps) = (*block, *num_warps);
+        let now = &Now { access, entry, block, num_warps, by, of_blocks };
         let page = &mut pages[page];
         let num_cells = PAGE as usize >> self.shift;
         if let Some(write) = page.writes.get(cell) {
@@ -207,6 +242,13 @@ impl Notes {
     }
 }
 
+fn join(to: &mut Releases, other: &Releases) {
+    for (block, number) in other {
+        let known = to.entry(*block).or_default();
+        *known = (*known).max(*number);
+    }
+}
+
 impl Now<'_> {
     /// Fails unless an earlier access is ordered before.
     fn check(&self, other: Entry, what: Access, at: u64, points: &[Point]) -> Result<(), Fault> {
@@ -215,8 +257,12 @@ impl Now<'_> {
             return Ok(());
         }
         let access = self.access;
-        let Point { block, stamp } = points[other.point as usize];
+        let Point { block, releases, stamp } = points[other.point as usize];
         if block != self.block {
+            let seen = self.of_blocks.get(&self.block).and_then(|of| of.get(&block));
+            if seen.is_some_and(|seen| *seen > releases) {
+                return Ok(());
+            }
             return Err(Fault::BlockRace { at, access, other: what });
         }
         let stamp = Stamp { lanes: other.lanes, ..stamp };

@@ -10,7 +10,7 @@
 // The blocks of a segment add to the sums of dq of a tile one after the other, in the order of their
 // keys: each waits until those before it have added. So every schedule gives the same bits. A block
 // waits only for blocks with smaller tickets, which run or have ended, so one of all blocks can always
-// go on. The first block stores the sums, and the last one writes dq.
+// continue. The first block stores the sums, and the last one writes dq.
 #include "attention_sm90.cuh"
 
 namespace {
@@ -175,13 +175,14 @@ template <class S> __device__ __forceinline__ void wait_for_blocks(const Backwar
   }
 }
 
-// Of one thread: tells the next block that the consumers of this one have added to dq of a tile.
-template <class S> __device__ __forceinline__ void tell_next_block(const BackwardMemory<S> &memory, const Sizes &sizes, uint32_t *added) {
+// Of one thread: lets the next block continue after the consumers of this one have added to dq of a tile.
+template <class S> __device__ __forceinline__ void release_next_block(const BackwardMemory<S> &memory, const Sizes &sizes, uint32_t *added) {
   const Work &work = *memory.work;
   Ring<1> ring;
+  barrier_arrive(memory.turn);
   for (Tile tile = work.first_tile(); work.has(tile); tile = work.after(tile)) {
-    barrier_arrive(memory.turn);
     barrier_wait(memory.added, ring.parity);
+    barrier_arrive(memory.turn);
     if (!work.is_last(tile)) add_after_all(added + work.number(tile, sizes));
     ring.next();
   }
@@ -203,10 +204,10 @@ template <class S> __device__ __forceinline__ int column_here() { return first_r
 
 // Adds columns of dq of a tile to the sums of all blocks, or writes them to `dq` if no block follows. A
 // thread has the same elements of the sums in each block, so they stay in the order of its registers.
-template <int N>
+template <class S, int N>
 __device__ __forceinline__ void add_queries(float (&dq)[N / 2], const Work &work, const Tile &tile, const Sizes &sizes, float *sums, bf16 *to) {
-  int before = work.blocks_before(tile), thread = thread_here() % GROUP;
-  sums += thread * 4;
+  int before = work.blocks_before(tile), thread = thread_here() % GROUP, column = column_here<S>();
+  sums += (work.number(tile, sizes) * S::D + column) * S::OTHERS + thread * 4;
   if (work.is_last(tile)) {
     if (before > 0)
 #pragma unroll
@@ -217,13 +218,14 @@ __device__ __forceinline__ void add_queries(float (&dq)[N / 2], const Work &work
         dq[i + 2] += sum.z;
         dq[i + 3] += sum.w;
       }
-    int row = tile.at + thread / WARP * 16 + thread % WARP / 4, t = thread % 4, columns = sizes.dh - t * 2;
-    to += (size_t(row) * sizes.h + tile.head) * sizes.dh + t * 2;
+    int row = tile.at + thread / WARP * 16 + thread % WARP / 4;
+    column += thread % 4 * 2;
+    to += (size_t(row) * sizes.h + tile.head) * sizes.dh + column;
 #pragma unroll
     for (int r = 0; r < 2; r++, to += size_t(8) * sizes.h * sizes.dh)
 #pragma unroll
       for (int n = 0; n < N / 8; n++)
-        if (row + 8 * r < work.to && 8 * n < columns)
+        if (row + 8 * r < work.to && column + 8 * n < sizes.dh)
           *reinterpret_cast<uint32_t *>(to + 8 * n) = pack(dq[4 * n + 2 * r] * sizes.scale, dq[4 * n + 2 * r + 1] * sizes.scale);
   } else {
 #pragma unroll
@@ -332,8 +334,7 @@ __device__ __forceinline__ void consume(const BackwardMemory<S> &memory, const S
     barrier_wait(memory.full + ring.stage, ring.parity);
     start_scores<D, OTHERS, S::OWN>(p, memory.keys, first_row_here(), memory.queries(ring.stage));
     barrier_wait(memory.turn, parity);
-    int column = column_here<S>();
-    add_queries<N>(dq, work, tile, sizes, sums + (work.number(tile, sizes) * D + column) * OTHERS, dq_rows + column);
+    add_queries<S, N>(dq, work, tile, sizes, sums, dq_rows);
     release(memory.added);
     products_wait<0>();
     dk.hold_all();
@@ -359,7 +360,7 @@ __device__ __forceinline__ void backward(const Maps &maps, const float *lse, con
     fewer_registers<PRODUCER_REGISTERS<2>>();
     if (warp() == 0) produce<S>(memory, maps, lse, delta, sizes.num_rows);
     if (warp() == 1 && lane() == 0) wait_for_blocks<S>(memory, sizes, counters + 1);
-    if (warp() == 2 && lane() == 0) tell_next_block<S>(memory, sizes, counters + 1);
+    if (warp() == 2 && lane() == 0) release_next_block<S>(memory, sizes, counters + 1);
     return;
   }
   more_registers<CONSUMER_REGISTERS<2>>();
