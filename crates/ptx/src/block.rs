@@ -119,8 +119,7 @@ impl<'a> Block<'a> {
             if !self.boxes.is_empty() && (ready.is_empty() || self.random.below(4) == 0) {
                 self.deliver()?;
             } else if ready.is_empty() {
-                let mut fragments = self.warps.iter().flat_map(|warp| &warp.fragments);
-                if fragments.any(|of| matches!(of.wait, Wait::Change { .. })) {
+                if self.waits_for_blocks() {
                     return Ok(State::Waits);
                 }
                 return self.check_end().map(|()| State::Ended);
@@ -135,6 +134,11 @@ impl<'a> Block<'a> {
         Ok(State::GoesOn)
     }
 
+    fn waits_for_blocks(&self) -> bool {
+        let mut fragments = self.warps.iter().flat_map(|warp| &warp.fragments);
+        fragments.any(|of| matches!(of.wait, Wait::Change { .. }))
+    }
+
     fn can_go_on(&self, warp: usize, fragment: &Fragment) -> bool {
         match fragment.wait {
             Wait::Nothing => true,
@@ -142,9 +146,7 @@ impl<'a> Block<'a> {
             Wait::Phase { at, parity } => {
                 self.memory_barriers.at(at).is_ok_and(|barrier| barrier.has_ended(parity))
             }
-            Wait::Change { at, value } => {
-                self.global.peek(at).is_some_and(|now| now != value)
-            }
+            Wait::Change { at, value } => self.global.peek(at).is_some_and(|now| now != value),
             Wait::Registers { regs } => {
                 let others = self.used_regs() - 32 * self.warps[warp].max_regs;
                 others + 32 * regs <= self.pool
@@ -320,7 +322,7 @@ impl<'a> Block<'a> {
     pub(crate) fn check_end(&self) -> Result<(), Box<Failure>> {
         for (warp, of) in self.warps.iter().enumerate() {
             let waits_for_lanes = of.fragments.iter().find(|of| of.wait == Wait::Lanes);
-            if let Some(fragment) = waits_for_lanes {
+            if let Some(fragment) = waits_for_lanes.filter(|_| !self.waits_for_blocks()) {
                 let op = &self.kernel.code[fragment.pc].op;
                 let needed = self.needed(warp, op, fragment.lanes).unwrap_or(u32::MAX);
                 let fault = Fault::NotAllLanes { reached: fragment.lanes, needed };

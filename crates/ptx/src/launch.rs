@@ -81,9 +81,8 @@ pub fn run(launch: &Launch<'_>, global: &mut Global) -> Result<Counts, Box<Failu
     let result = if kernel.has_order {
         run_together(launch, (0..num_blocks).collect(), global, &mut counts)
     } else {
-        let all = |block: u32| {
-            begin(launch, block).go_on(global, &mut counts, usize::MAX).map(|_| ())
-        };
+        let all =
+            |block: u32| begin(launch, block).go_on(global, &mut counts, usize::MAX).map(|_| ());
         (0..num_blocks).try_for_each(all)
     };
     (counts.memory_read, counts.memory_written) = global.end();
@@ -117,7 +116,8 @@ fn run_together(
         }
         // those that wait are in front, so each is tried once before they count as hanging
         let index = waiting + random.below(blocks.len() - waiting);
-        let most = 1 + random.below(200);
+        let most = [1, 8, 256][random.below(3)];
+        let most = 1 + random.below(most);
         match blocks[index].go_on(global, counts, most)? {
             State::GoesOn => waiting = 0,
             State::Ended => {

@@ -4,7 +4,9 @@
 //! of the rows of the other side. The host builds the list of tasks and uploads it.
 
 use super::{Masking, Qkv, QkvGrad, Scores};
-use crate::cuda::select::{AttentionKernels, AttentionLaunch, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS, QUERIES};
+use crate::cuda::select::{
+    AttentionKernels, AttentionLaunch, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS, QUERIES,
+};
 use crate::cuda::tensor_map::head_maps;
 use crate::launch::{Address, KernelArgument, Launch, Words, address, empty, launch, vectors};
 use crate::uploaded::Uploaded;
@@ -152,24 +154,24 @@ pub(crate) fn attend_backward(
         let AttentionLaunch { name, rows, threads, shared, boxes } = block;
         let plan = Plan { queries: cu_seqlens.clone(), num_past: 0, own: *own, rows };
         let tasks = plan.upload(&q)?;
+        let num_tasks = tasks.dim(0)?;
         let (own_keys, own_boxes) = (*own != Own::Queries, boxes.map(|_| rows));
-        let [of_keys, of_queries] =
-            if own_keys { [own_boxes, boxes] } else { [boxes, own_boxes] };
+        let [of_keys, of_queries] = if own_keys { [own_boxes, boxes] } else { [boxes, own_boxes] };
         let keys = [("k", &k), ("v", &v)].map(|(name, t)| OperandBoxes(name, t, of_keys));
         let queries = [("q", &q), ("d_o", &d_o)].map(|(name, t)| OperandBoxes(name, t, of_queries));
         let launch = |heads: usize| {
-            let launch = Launch::new(&name, dtype).grid(tasks.dim(0)? * heads);
-            Ok(launch.threads(threads).shared(shared).on(&q))
+            let launch = Launch::new(&name, dtype).grid(num_tasks * heads);
+            launch.threads(threads).shared(shared).on(&q)
         };
         // Own operands, other operands, gradients of the own operands.
         let QkvGrad { dq, dk, dv } = &grads;
         match own {
             Own::Keys => launch!(
-                op, launch(hkv)?;
+                op, launch(hkv);
                 keys, queries, lse, delta, dk, dv, tasks, t, h, hkv, dh, scale, window
             )?,
             Own::Queries => launch!(
-                op, launch(h)?;
+                op, launch(h);
                 queries, keys, lse, delta, dq, dq, tasks, t, h, hkv, dh, scale, window
             )?,
             Own::KeysOfAll => {
@@ -184,7 +186,7 @@ pub(crate) fn attend_backward(
                     let counters = 1 + tiles * heads * (h / hkv);
                     let counters = Tensor::zeros(counters, DType::U32, q.device())?;
                     launch!(
-                        op, launch(heads)?;
+                        op, launch(heads);
                         keys, queries, lse, delta, dk, dv, dq, sums, counters, tasks, t, h, hkv, dh, scale,
                         window, first, heads
                     )?;

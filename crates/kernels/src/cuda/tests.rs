@@ -356,7 +356,10 @@ fn attention_of_every_head_dim_fits_into_99_kib_of_shared_memory() {
     for dh in [8, 64, 72, 80, 128, 136, 256] {
         let kernels = AttentionKernels::choose("attention", DType::BF16, dh, SMALL).unwrap();
         let sizes: Vec<usize> = passes(kernels).map(|block| block.shared).collect();
-        assert!(sizes.len() == 3 && sizes.iter().all(|bytes| *bytes <= SMALL.shared_bytes), "{dh}: {sizes:?}");
+        assert!(
+            sizes.len() == 3 && sizes.iter().all(|bytes| *bytes <= SMALL.shared_bytes),
+            "{dh}: {sizes:?}"
+        );
     }
 }
 

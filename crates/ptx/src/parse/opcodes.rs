@@ -147,7 +147,12 @@ impl<'a> Body<'a, '_> {
     }
 
     /// An addition to a number that other blocks may access, too.
-    fn add_strong(&mut self, releases: bool, returns: bool, args: &[Arg]) -> Result<Op, ParseError> {
+    fn add_strong(
+        &mut self,
+        releases: bool,
+        returns: bool,
+        args: &[Arg],
+    ) -> Result<Op, ParseError> {
         self.count(args, &[2 + usize::from(returns)])?;
         let (to, rest) = args.split_at(usize::from(returns));
         let to = to.first().map(|to| self.reg(to, Form::U32)).transpose()?;

@@ -227,14 +227,12 @@ __device__ __forceinline__ void add_queries(float (&dq)[N / 2], const Work &work
       for (int n = 0; n < N / 8; n++)
         if (row + 8 * r < work.to && column + 8 * n < sizes.dh)
           *reinterpret_cast<uint32_t *>(to + 8 * n) = pack(dq[4 * n + 2 * r] * sizes.scale, dq[4 * n + 2 * r + 1] * sizes.scale);
+  } else if (before == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i += 4) *reinterpret_cast<float4 *>(sums + i * GROUP) = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
   } else {
 #pragma unroll
-    for (int i = 0; i < N / 2; i += 4) {
-      if (before == 0)
-        *reinterpret_cast<float4 *>(sums + i * GROUP) = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-      else
-        add_four(sums + i * GROUP, dq + i);
-    }
+    for (int i = 0; i < N / 2; i += 4) add_four(sums + i * GROUP, dq + i);
   }
 }
 
