@@ -10,7 +10,7 @@
 use crate::fault::{Access, Fault};
 use crate::instruction::Space;
 use crate::order::{By, NO_ACCESS, Stamp};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// Bytes of a page of cells.
 const PAGE: u64 = 4096;
@@ -28,7 +28,7 @@ const MANY_BLOCKS: u32 = 1;
 const LIST: u32 = 2;
 
 /// Numbers of releases of blocks that are ordered before.
-type Releases = HashMap<u64, u32>;
+type Releases = BTreeMap<u64, u32>;
 
 /// The time of an access: the number of the block and of its releases before, and a stamp without its
 /// lanes.

@@ -98,7 +98,9 @@ impl Op {
             }
             Self::AddFloats { at, values } => {
                 address(at);
-                values.iter().for_each(|value| visit(*value));
+                for value in values {
+                    visit(*value);
+                }
             }
             Self::Store { to, from, .. } => {
                 address(to);
