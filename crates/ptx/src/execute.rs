@@ -126,9 +126,10 @@ impl Block<'_> {
                     before[lane] = u64::from(self.global.update(at[lane], add)?);
                     self.counts.global_written += 4;
                     if *releases {
-                        self.global.release(at[lane]);
+                        self.global.release(at[lane], self.warps[warp].released(1 << lane));
                     }
                 }
+                self.warps[warp].end_release();
                 if let Some(to) = to {
                     self.warps[warp].set(*to, &before, active);
                 }

@@ -3,7 +3,7 @@
 use crate::fault::{Access, Fault};
 use crate::instruction::Space;
 use crate::notes::Notes;
-use crate::order::By;
+use crate::order::{By, Known};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -257,9 +257,10 @@ impl Global {
         self.notes.acquire(at);
     }
 
-    /// What the block has done and seen so far is ordered before what others do that see this address.
-    pub(crate) fn release(&mut self, at: u64) {
-        self.notes.release(at);
+    /// What a thread has `released`, and what its block has acquired, is ordered before what other
+    /// blocks do after they have acquired this address.
+    pub(crate) fn release(&mut self, at: u64, released: Known) {
+        self.notes.release(at, released);
     }
 
     /// Writes bytes without a check of races.

@@ -1,15 +1,15 @@
 //! Which threads of a launch accessed which bytes of global memory, to find data races.
 //!
 //! Blocks have no order, so no block may access what another one writes, except after it has seen a number
-//! at an address that the other one released: then all that the other block did before its release, as
-//! it was executed, is ordered before all that this block does later. Within a block, accesses have
+//! at an address that a thread of the other one released: what is ordered before the release is ordered
+//! before all that is executed later in this block. Within a block, accesses have
 //! the order of `order.rs`. The bytes are divided into cells, each as large as the smallest store of the
 //! kernel: a store writes whole cells, so two accesses of a cell are accesses of the same bytes, unless
 //! both are loads.
 
 use crate::fault::{Access, Fault};
 use crate::instruction::Space;
-use crate::order::{By, NO_ACCESS, Stamp};
+use crate::order::{By, Known, NO_ACCESS, Stamp};
 use std::collections::{BTreeMap, HashMap};
 
 /// Bytes of a page of cells.
@@ -27,15 +27,13 @@ const NONE: u32 = 0;
 const MANY_BLOCKS: u32 = 1;
 const LIST: u32 = 2;
 
-/// Numbers of releases of blocks that are ordered before.
-type Releases = BTreeMap<u64, u32>;
+/// Accesses of other blocks that are ordered before.
+type OfBlocks = BTreeMap<u64, Known>;
 
-/// The time of an access: the number of the block and of its releases before, and a stamp without its
-/// lanes.
+/// The time of an access: the number of the block, and a stamp without its lanes.
 #[derive(Debug, Clone, Copy)]
 struct Point {
     block: u64,
-    releases: u32,
     stamp: Stamp,
 }
 
@@ -66,10 +64,9 @@ pub(crate) struct Notes {
     /// Reads of a cell by several units.
     lists: Vec<Vec<Entry>>,
     unused_lists: Vec<u32>,
-    /// What is ordered before what each block does next, and before what follows each address. A block
-    /// has its own number of releases.
-    of_blocks: HashMap<u64, Releases>,
-    of_addresses: HashMap<u64, Releases>,
+    /// What is ordered before what each block does next, and what was released at each address.
+    of_blocks: HashMap<u64, OfBlocks>,
+    of_addresses: HashMap<u64, OfBlocks>,
 }
 
 /// An access that takes place now.
@@ -79,13 +76,13 @@ struct Now<'a> {
     block: u64,
     num_warps: usize,
     by: &'a By<'a>,
-    of_blocks: &'a HashMap<u64, Releases>,
+    of_blocks: &'a HashMap<u64, OfBlocks>,
 }
 
 impl Notes {
     /// No accesses. `shift`: see [`Kernel::global_shift`](crate::Kernel::global_shift).
     pub(crate) fn new(shift: u32) -> Self {
-        let reserved = Point { block: u64::MAX, releases: u32::MAX, stamp: NO_ACCESS };
+        let reserved = Point { block: u64::MAX, stamp: NO_ACCESS };
         Self {
             shift,
             pages: Vec::new(),
@@ -108,11 +105,10 @@ impl Notes {
         }
     }
 
-    pub(crate) fn release(&mut self, at: u64) {
-        let own = self.of_blocks.entry(self.block).or_default();
-        *own.entry(self.block).or_default() += 1;
-        join(self.of_addresses.entry(at).or_default(), own);
-        self.present.clear();
+    pub(crate) fn release(&mut self, at: u64, known: Known) {
+        let mut all = self.of_blocks.get(&self.block).cloned().unwrap_or_default();
+        all.insert(self.block, known);
+        join(self.of_addresses.entry(at).or_default(), &all);
     }
 
     pub(crate) fn begin_block(&mut self, block: u64, num_warps: usize) {
@@ -129,9 +125,7 @@ impl Notes {
         let last = self.present[unit];
         if last == NONE || self.points[last as usize].stamp != stamp {
             self.present[unit] = self.points.len() as u32;
-            let own = self.of_blocks.get(&self.block).and_then(|of| of.get(&self.block));
-            let releases = own.copied().unwrap_or_default();
-            self.points.push(Point { block: self.block, releases, stamp });
+            self.points.push(Point { block: self.block, stamp });
         }
         self.present[unit]
     }
@@ -242,10 +236,9 @@ impl Notes {
     }
 }
 
-fn join(to: &mut Releases, other: &Releases) {
-    for (block, number) in other {
-        let known = to.entry(*block).or_default();
-        *known = (*known).max(*number);
+fn join(to: &mut OfBlocks, other: &OfBlocks) {
+    for (block, known) in other {
+        to.entry(*block).or_default().join(known);
     }
 }
 
@@ -257,15 +250,15 @@ impl Now<'_> {
             return Ok(());
         }
         let access = self.access;
-        let Point { block, releases, stamp } = points[other.point as usize];
+        let Point { block, stamp } = points[other.point as usize];
+        let stamp = Stamp { lanes: other.lanes, ..stamp };
         if block != self.block {
-            let seen = self.of_blocks.get(&self.block).and_then(|of| of.get(&block));
-            if seen.is_some_and(|seen| *seen > releases) {
+            let known = self.of_blocks.get(&self.block).and_then(|of| of.get(&block));
+            if known.is_some_and(|known| known.has(stamp)) {
                 return Ok(());
             }
             return Err(Fault::BlockRace { at, access, other: what });
         }
-        let stamp = Stamp { lanes: other.lanes, ..stamp };
         if self.by.follows(stamp) {
             return Ok(());
         }
