@@ -40,7 +40,7 @@ struct Tile {
 struct Work {
   Task task;
   int slot; // number of the first tile of the segment among those of all segments
-  int own_head, group, from, to, window;
+  int own_head, group, from, to;
 
   template <class S> static __device__ __forceinline__ Work of(const int *tasks, const Sizes &sizes, int ticket) {
     Work work;
@@ -49,7 +49,6 @@ struct Work {
     work.slot = at[1];
     work.own_head = sizes.first_head + ticket % sizes.heads;
     work.group = sizes.h / sizes.hkv;
-    work.window = sizes.window;
     work.from = others_from<true>(work.task, work.task.first, sizes.window);
     work.to = others_to<true>(work.task, min(work.task.first + S::OWN, work.task.end) - 1, sizes.window);
     return work;
@@ -68,11 +67,11 @@ struct Work {
   }
 
   // Number of blocks that add to dq of a tile before this one, and whether none adds after it.
-  __device__ __forceinline__ int blocks_before(const Tile &tile) const {
+  __device__ __forceinline__ int blocks_before(const Tile &tile, int window) const {
     int first = window == 0 ? 0 : max(0, tile.at - task.other_first - window + 1) / 128;
     return (task.first - task.other_first) / 128 - first;
   }
-  __device__ __forceinline__ bool is_last(const Tile &tile) const { return task.first + 128 > (window == 0 ? task.end - 1 : tile.at); }
+  __device__ __forceinline__ bool is_last(const Tile &tile, int window) const { return task.first + 128 > (window == 0 ? task.end - 1 : tile.at); }
 };
 
 template <class S> struct BackwardMemory {
@@ -165,7 +164,7 @@ template <class S> __device__ __forceinline__ void wait_for_blocks(const Backwar
   const Work &work = *memory.work;
   Ring<1> ring;
   for (Tile tile = work.first_tile(); work.has(tile); tile = work.after(tile)) {
-    uint32_t before = work.blocks_before(tile);
+    uint32_t before = work.blocks_before(tile, sizes.window);
     const uint32_t *blocks = added + work.number(tile, sizes);
     while (before > 0 && load_acquire(blocks) < before) {
     }
@@ -183,7 +182,7 @@ template <class S> __device__ __forceinline__ void release_next_block(const Back
   for (Tile tile = work.first_tile(); work.has(tile); tile = work.after(tile)) {
     barrier_wait(memory.added, ring.parity);
     barrier_arrive(memory.turn);
-    if (!work.is_last(tile)) add_after_all(added + work.number(tile, sizes));
+    if (!work.is_last(tile, sizes.window)) add_after_all(added + work.number(tile, sizes));
     ring.next();
   }
 }
@@ -206,9 +205,9 @@ template <class S> __device__ __forceinline__ int column_here() { return first_r
 // thread has the same elements of the sums in each block, so they stay in the order of its registers.
 template <class S, int N>
 __device__ __forceinline__ void add_queries(float (&dq)[N / 2], const Work &work, const Tile &tile, const Sizes &sizes, float *sums, bf16 *to) {
-  int before = work.blocks_before(tile), thread = thread_here() % GROUP, column = column_here<S>();
+  int before = work.blocks_before(tile, sizes.window), thread = thread_here() % GROUP, column = column_here<S>();
   sums += (work.number(tile, sizes) * S::D + column) * S::OTHERS + thread * 4;
-  if (work.is_last(tile)) {
+  if (work.is_last(tile, sizes.window)) {
     if (before > 0)
 #pragma unroll
       for (int i = 0; i < N / 2; i += 4) {
@@ -237,24 +236,23 @@ __device__ __forceinline__ void add_queries(float (&dq)[N / 2], const Work &work
 }
 
 // p of a tile from its scores: zeros where the mask or the end of the segment hides a key.
-template <class S> __device__ __forceinline__ void weigh(float (&p)[S::OTHERS / 2], const float *lse, const Work &work, const Tile &tile, float log2_scale) {
+template <class S> __device__ __forceinline__ void weigh(float (&p)[S::OTHERS / 2], const float *lse, const Work &work, const Tile &tile, const Sizes &sizes) {
+  float log2_scale = sizes.scale * LOG2_E;
   int t = lane_here() % 4;
 #pragma unroll
-  for (int n = 0; n < S::OTHERS / 8; n++)
+  for (int n = 0; n < S::OTHERS / 8; n++) {
+    float2 of_queries = *reinterpret_cast<const float2 *>(lse + 8 * n + 2 * t);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float of_query = lse[8 * n + 2 * t + i];
-#pragma unroll
-      for (int r = 0; r < 2; r++) p[4 * n + 2 * r + i] = exp2f_fast(fmaf(p[4 * n + 2 * r + i], log2_scale, -of_query));
-    }
+    for (int i = 0; i < 4; i++) p[4 * n + i] = exp2f_fast(fmaf(p[4 * n + i], log2_scale, i % 2 ? -of_queries.y : -of_queries.x));
+  }
   int first_key = work.task.first + first_row_here();
-  Unmasked unmasked = Unmasked::of<true>(work.task, first_key, first_key + 63, work.to, work.window);
+  Unmasked unmasked = Unmasked::of<true>(work.task, first_key, first_key + 63, work.to, sizes.window);
   if (tile.at >= unmasked.from && tile.at + S::OTHERS <= unmasked.to && first_key + 64 <= work.task.end) return;
   int first = tile.at + 2 * t;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     int key = work.task.first + row_here() + 8 * r;
-    int from = others_from<true>(work.task, key, work.window) - first, to = others_to<true>(work.task, key, work.window) - first;
+    int from = others_from<true>(work.task, key, sizes.window) - first, to = others_to<true>(work.task, key, sizes.window) - first;
     if (key >= work.task.end) to = from; // it would add to dq
 #pragma unroll
     for (int n = 0; n < S::OTHERS / 8; n++)
@@ -265,7 +263,7 @@ template <class S> __device__ __forceinline__ void weigh(float (&p)[S::OTHERS / 
 }
 
 // Writes ds of a consumer to the buffer that both exchange it in, and starts the products for N columns
-// of dq of a tile, from `column` of the keys on.
+// of dq of a tile.
 template <class S, int N>
 __device__ __forceinline__ void start_queries(float (&dq)[N / 2], const BackwardMemory<S> &memory, int buffer, const uint32_t (&ds)[S::OTHERS / 4]) {
   // Both consumers have ended the products of the tile before the last one, which read this buffer.
@@ -284,8 +282,8 @@ __device__ __forceinline__ void start_queries(float (&dq)[N / 2], const Backward
   products_commit();
 }
 
-// Adds up dk and dv of the 64 keys of a consumer, and adds N columns of dq of each tile, from `column` on,
-// to those of the other blocks. Meanwhile the products for dk and the scores of the next tile are in flight.
+// Adds up dk and dv of the 64 keys of a consumer, and adds N columns of dq of each tile to those of the
+// other blocks. Meanwhile the products for dk and the scores of the next tile are in flight.
 template <class S, int N>
 __device__ __forceinline__ void consume(const BackwardMemory<S> &memory, const Sizes &sizes, float *sums, bf16 *dq_rows, Sums<S::D> &dk, Sums<S::D> &dv) {
   constexpr int D = S::D, OTHERS = S::OTHERS;
@@ -306,20 +304,18 @@ __device__ __forceinline__ void consume(const BackwardMemory<S> &memory, const S
     int stage = ring.stage;
     hold(p);
     start_scores<D, OTHERS, S::OWN>(ds, memory.values, first_row_here(), memory.d_o(stage));
-    weigh<S>(p, memory.lse(stage), work, tile, sizes.scale * LOG2_E);
+    weigh<S>(p, memory.lse(stage), work, tile, sizes);
     products_wait<0>();
     hold(ds);
     pack_operand<OTHERS>(p_operand, p);
     start_weighted<D, OTHERS>(dv, p_operand, memory.d_o(stage));
     int t = lane_here() % 4;
 #pragma unroll
-    for (int n = 0; n < OTHERS / 8; n++)
+    for (int n = 0; n < OTHERS / 8; n++) {
+      float2 of_queries = *reinterpret_cast<const float2 *>(memory.delta(stage) + 8 * n + 2 * t);
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        float of_query = memory.delta(stage)[8 * n + 2 * t + i];
-#pragma unroll
-        for (int r = 0; r < 2; r++) ds[4 * n + 2 * r + i] = p[4 * n + 2 * r + i] * (ds[4 * n + 2 * r + i] - of_query);
-      }
+      for (int i = 0; i < 4; i++) ds[4 * n + i] = p[4 * n + i] * (ds[4 * n + i] - (i % 2 ? of_queries.y : of_queries.x));
+    }
     pack_operand<OTHERS>(ds_operand, ds);
     start_queries<S, N>(dq, memory, parity, ds_operand);
     start_weighted<D, OTHERS>(dk, ds_operand, memory.queries(stage));
