@@ -310,8 +310,9 @@ impl AttentionKernels {
         // queries, their `lse` and `delta`. The own rows have a barrier, and each stage has two.
         let statistics = if own == Own::Queries { 0 } else { 8 * others };
         let stage = 2 * others * self.row_bytes + statistics + 2 * 8;
-        // Two buffers for `ds`, two barriers, and the work of the block in nine numbers.
-        let exchanged = if own == Own::KeysOfAll { 2 * 2 * rows * others + 2 * 8 + 36 } else { 0 };
+        // Two buffers for `ds`, two barriers, and the work of the block, of which threads read 16
+        // bytes at a time.
+        let exchanged = if own == Own::KeysOfAll { 2 * 2 * rows * others + 2 * 8 + 40 } else { 0 };
         let shared = 2 * rows * self.row_bytes + stages * stage + 8 + exchanged;
         let (name, threads) = (self.name(name), 3 * HOPPER_GROUP);
         AttentionLaunch { name, rows, threads, shared, boxes: Some(others) }
