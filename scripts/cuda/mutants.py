@@ -40,6 +40,8 @@ def mutants(line, after=""):
         yield "delete fence.", f"//{line}\n//{after}"
     elif order and order.group(1) != "fence.":
         yield "delete " + order.group(1), "//" + line
+    if "ld.acquire" in line or "red.release" in line:
+        yield "no order between blocks", line.replace(".acquire.", ".relaxed.").replace(".release.", ".relaxed.")
     if "wait_group" in line:
         yield "wait for one group less", re.sub(r"(\d+);", lambda n: f"{int(n.group(1)) + 1};", line)
     waited = re.search(r"mbarrier\.try_wait\S* (\S+), ", line)

@@ -18,7 +18,8 @@ pub(crate) struct Block<'a> {
     pub(crate) kernel: &'a Kernel,
     pub(crate) params: &'a [u8],
     pub(crate) position: Position,
-    pub(crate) global: &'a mut Global,
+    /// That of the launch while the block is executed.
+    pub(crate) global: Global,
     pub(crate) shared: SharedMemory,
     pub(crate) warps: Vec<Warp>,
     /// What the warpgroups execute.
@@ -38,7 +39,17 @@ pub(crate) struct Block<'a> {
     max_instructions: u64,
     /// Number of instructions that may follow.
     remaining: u64,
-    pub(crate) counts: &'a mut Counts,
+    pub(crate) counts: Counts,
+    index: u64,
+}
+
+/// What a block does next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum State {
+    GoesOn,
+    /// It waits for another block.
+    Waits,
+    Ended,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,13 +63,7 @@ pub(crate) enum Outcome {
 }
 
 impl<'a> Block<'a> {
-    pub(crate) fn new(
-        launch: &Launch<'a>,
-        block: [u32; 3],
-        index: u64,
-        global: &'a mut Global,
-        counts: &'a mut Counts,
-    ) -> Self {
+    pub(crate) fn new(launch: &Launch<'a>, block: [u32; 3], index: u64) -> Self {
         let Launch { kernel, grid, threads, params, registers, max_instructions, seed, .. } =
             *launch;
         let num_warps = threads.div_ceil(32);
@@ -68,12 +73,11 @@ impl<'a> Block<'a> {
         ranges.extend(kernel.dynamic_shared.map(|start| start..start + launch.shared_bytes));
         // products have units of their own
         let num_units = if kernel.has_products { 2 * num_warps } else { num_warps };
-        global.begin_block(index, num_warps);
         Self {
             kernel,
             params,
             position: Position { block, grid, threads },
-            global,
+            global: Global::default(),
             shared: SharedMemory::new(ranges, kernel.shared_shift, num_warps),
             warps: (0..num_warps).map(warp).collect(),
             aligned: (0..num_warps.div_ceil(4)).map(|_| Aligned::default()).collect(),
@@ -87,18 +91,38 @@ impl<'a> Block<'a> {
             max_instructions,
             remaining: max_instructions,
             random: Random::new(seed ^ index << 32),
-            counts,
+            counts: Counts::default(),
+            index,
         }
     }
 
-    pub(crate) fn run(mut self) -> Result<(), Box<Failure>> {
-        loop {
+    /// Executes up to `most` turns of warps with the memory and the counts of the launch.
+    pub(crate) fn go_on(
+        &mut self,
+        global: &mut Global,
+        counts: &mut Counts,
+        most: usize,
+    ) -> Result<State, Box<Failure>> {
+        std::mem::swap(&mut self.global, global);
+        std::mem::swap(&mut self.counts, counts);
+        self.global.begin_block(self.index, self.warps.len());
+        let state = self.run(most);
+        std::mem::swap(&mut self.global, global);
+        std::mem::swap(&mut self.counts, counts);
+        state
+    }
+
+    fn run(&mut self, most: usize) -> Result<State, Box<Failure>> {
+        for _ in 0..most {
             let ready: Vec<usize> =
                 (0..self.warps.len()).filter(|warp| self.is_ready(*warp)).collect();
             if !self.boxes.is_empty() && (ready.is_empty() || self.random.below(4) == 0) {
                 self.deliver()?;
             } else if ready.is_empty() {
-                break;
+                if self.waits_for_blocks() {
+                    return Ok(State::Waits);
+                }
+                return self.check_end().map(|()| State::Ended);
             } else {
                 let warp = ready[self.random.below(ready.len())];
                 // sometimes many instructions, so that a warp may be far ahead of the others
@@ -107,7 +131,12 @@ impl<'a> Block<'a> {
                 self.burst(warp, most)?;
             }
         }
-        self.check_end()
+        Ok(State::GoesOn)
+    }
+
+    fn waits_for_blocks(&self) -> bool {
+        let mut fragments = self.warps.iter().flat_map(|warp| &warp.fragments);
+        fragments.any(|of| matches!(of.wait, Wait::Change { .. }))
     }
 
     fn can_go_on(&self, warp: usize, fragment: &Fragment) -> bool {
@@ -117,6 +146,7 @@ impl<'a> Block<'a> {
             Wait::Phase { at, parity } => {
                 self.memory_barriers.at(at).is_ok_and(|barrier| barrier.has_ended(parity))
             }
+            Wait::Change { at, value } => self.global.peek(at).is_some_and(|now| now != value),
             Wait::Registers { regs } => {
                 let others = self.used_regs() - 32 * self.warps[warp].max_regs;
                 others + 32 * regs <= self.pool
@@ -289,10 +319,10 @@ impl<'a> Block<'a> {
     }
 
     /// Fails unless all threads have ended and nothing is in flight.
-    fn check_end(&self) -> Result<(), Box<Failure>> {
+    pub(crate) fn check_end(&self) -> Result<(), Box<Failure>> {
         for (warp, of) in self.warps.iter().enumerate() {
             let waits_for_lanes = of.fragments.iter().find(|of| of.wait == Wait::Lanes);
-            if let Some(fragment) = waits_for_lanes {
+            if let Some(fragment) = waits_for_lanes.filter(|_| !self.waits_for_blocks()) {
                 let op = &self.kernel.code[fragment.pc].op;
                 let needed = self.needed(warp, op, fragment.lanes).unwrap_or(u32::MAX);
                 let fault = Fault::NotAllLanes { reached: fragment.lanes, needed };

@@ -80,6 +80,7 @@ impl Block<'_> {
                     self.memory_barriers.receive(addresses[lane], 1, bytes, &known)?;
                 }
                 self.warps[warp].end_release();
+                self.warps[warp].polling &= !active;
             }
             Op::MemoryBarrierTryWait { to, at, parity } => {
                 return self.try_wait(warp, *to, (at, *parity), active);

@@ -88,9 +88,83 @@ impl Block<'_> {
             Op::Pack { .. } | Op::Unpack { .. } | Op::ParamAddress { .. } | Op::ToGlobal { .. } => {
                 self.moves(warp, op, active);
             }
+            Op::LoadStrong { .. } | Op::AddStrong { .. } | Op::AddFloats { .. } => {
+                return self.execute_order(warp, op, active);
+            }
             _ => return self.execute_copy(warp, op, pc, active),
         }
         Ok(Outcome::Next)
+    }
+
+    /// Executes an instruction that orders blocks.
+    fn execute_order(&mut self, warp: usize, op: &Op, active: u32) -> Result<Outcome, Fault> {
+        match op {
+            Op::LoadStrong { acquires, to, from } => {
+                let (at, lane) =
+                    (self.addresses(warp, from), active.trailing_zeros() as usize & 31);
+                if active != 1 << lane {
+                    return Err(Fault::NotSupported("several lanes that wait for other blocks"));
+                }
+                let value = self.global.update(at[lane], |value| value)?;
+                let of = &mut self.warps[warp];
+                // a thread that has read this value before waits for another one
+                if of.polling & active != 0 && of.polled == (at[lane], value) {
+                    return Ok(Outcome::Again(Wait::Change { at: at[lane], value }));
+                }
+                (of.polling, of.polled) = (of.polling | active, (at[lane], value));
+                of.set(*to, &[u64::from(value); LANES], active);
+                if *acquires {
+                    self.global.acquire(at[lane]);
+                }
+            }
+            Op::AddStrong { releases, to, at, value } => {
+                let (at, values) = (self.addresses(warp, at), self.values(warp, *value));
+                let mut before = [0; LANES];
+                for lane in iterate_lanes(active) {
+                    self.lane = lane;
+                    let add = |value: u32| value.wrapping_add(values[lane] as u32);
+                    before[lane] = u64::from(self.global.update(at[lane], add)?);
+                    self.counts.global_written += 4;
+                    if *releases {
+                        self.global.release(at[lane], self.warps[warp].released(1 << lane));
+                    }
+                }
+                self.warps[warp].end_release();
+                if let Some(to) = to {
+                    self.warps[warp].set(*to, &before, active);
+                }
+            }
+            Op::AddFloats { at, values } => {
+                let at = self.addresses(warp, at);
+                let values = values.map(|value| self.values(warp, value));
+                for lane in iterate_lanes(active) {
+                    self.lane = lane;
+                    self.add_floats(warp, lane, at[lane], values.map(|values| values[lane]))?;
+                }
+            }
+            _ => {}
+        }
+        Ok(Outcome::Next)
+    }
+
+    fn add_floats(
+        &mut self,
+        warp: usize,
+        lane: usize,
+        at: u64,
+        values: [u64; 4],
+    ) -> Result<(), Fault> {
+        let (by, mut bytes) = (self.warps[warp].by(lane), [0; 16]);
+        self.global.read(at, &mut bytes, (16, u32::MAX), &by)?;
+        for (sum, value) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(values) {
+            *sum = (f32::from_le_bytes(*sum) + f32::from_bits(value as u32)).to_le_bytes();
+        }
+        self.counts.global_written += 16;
+        self.global.write(at, &bytes, &by)
+    }
+
+    fn values(&self, warp: usize, operand: Operand) -> Lanes {
+        self.warps[warp].values(operand, &self.position)
     }
 
     /// The threads that must execute an instruction of the whole warp together. Only `shfl.sync` does

@@ -3,7 +3,7 @@
 use crate::fault::{Access, Fault};
 use crate::instruction::Space;
 use crate::notes::Notes;
-use crate::order::By;
+use crate::order::{By, Known};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -224,31 +224,76 @@ impl Global {
         self.copy(at, to)
     }
 
+    /// Replaces a number that several blocks may access, and returns the one before.
+    pub(crate) fn update(&mut self, at: u64, to: impl Fn(u32) -> u32) -> Result<u32, Fault> {
+        if !at.is_multiple_of(4) {
+            return Err(Fault::Misaligned { space: Space::Global, at, bytes: 4 });
+        }
+        if let Some(at) = self.find_unwritten(at, 4, 0..4)? {
+            return Err(Fault::Unwritten { space: Space::Global, at });
+        }
+        let mut bytes = [0; 4];
+        self.copy(at, &mut bytes)?;
+        let before = u32::from_le_bytes(bytes);
+        self.set(at, &to(before).to_le_bytes())?;
+        Ok(before)
+    }
+
+    /// The number at an address where [`Global::update`] has found one.
+    pub(crate) fn peek(&self, at: u64) -> Option<u32> {
+        if self.host.is_some() {
+            self.found.iter().find(|found| found.contains(at, 4))?;
+            #[expect(unsafe_code, reason = "memory of this process")]
+            // SAFETY: the bytes are in an allocation (`from_host`), at a multiple of 4 (`update`).
+            return Some(unsafe { std::ptr::read(at as *const u32) });
+        }
+        let (start, allocation) = self.allocations.range(..=at).next_back()?;
+        let first = (at - start) as usize;
+        allocation.bytes.get(first..first + 4)?.try_into().ok().map(u32::from_le_bytes)
+    }
+
+    /// The block that is executed has seen what was released at this address.
+    pub(crate) fn acquire(&mut self, at: u64) {
+        self.notes.acquire(at);
+    }
+
+    /// What a thread has `released`, and what its block has acquired, is ordered before what other
+    /// blocks do after they have acquired this address.
+    pub(crate) fn release(&mut self, at: u64, released: Known) {
+        self.notes.release(at, released);
+    }
+
+    /// Writes bytes without a check of races.
+    fn set(&mut self, at: u64, from: &[u8]) -> Result<(), Fault> {
+        if self.host.is_some() {
+            #[expect(unsafe_code, reason = "memory of this process")]
+            // SAFETY: the caller has found the allocation, and the bytes are in it (`from_host`).
+            unsafe {
+                std::ptr::copy_nonoverlapping(from.as_ptr(), at as *mut u8, from.len());
+            }
+            return Ok(());
+        }
+        let (allocation, first) = self.find(at, from.len())?;
+        let range = first..first + from.len();
+        if let Some(written) = allocation.written.get_mut(range.clone()) {
+            written.fill(true);
+        }
+        allocation.bytes[range].copy_from_slice(from);
+        Ok(())
+    }
+
     /// Writes bytes for a thread, at a multiple of their number.
     pub(crate) fn write(&mut self, at: u64, from: &[u8], by: &By<'_>) -> Result<(), Fault> {
         let bytes = from.len();
         if !at.is_multiple_of(bytes as u64) {
             return Err(Fault::Misaligned { space: Space::Global, at, bytes });
         }
-        if let Some(host) = self.host {
-            self.find_on_host(host, at, bytes)?;
-            self.notes.note(at, bytes, Access::Write, by)?;
-            #[expect(unsafe_code, reason = "memory of this process")]
-            // SAFETY: the bytes are in an allocation (`from_host`).
-            unsafe {
-                std::ptr::copy_nonoverlapping(from.as_ptr(), at as *mut u8, bytes);
-            }
-            return Ok(());
+        match self.host {
+            Some(host) => self.find_on_host(host, at, bytes).map(|_| ())?,
+            None => self.find(at, bytes).map(|_| ())?,
         }
-        self.find(at, bytes)?;
         self.notes.note(at, bytes, Access::Write, by)?;
-        let (allocation, first) = self.find(at, bytes)?;
-        let range = first..first + bytes;
-        if let Some(written) = allocation.written.get_mut(range.clone()) {
-            written.fill(true);
-        }
-        allocation.bytes[range].copy_from_slice(from);
-        Ok(())
+        self.set(at, from)
     }
 }
 

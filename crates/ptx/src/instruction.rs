@@ -46,6 +46,8 @@ pub struct Kernel {
     pub used_bytes: BTreeMap<usize, u32>,
     /// Whether the code has products of warpgroups (`wgmma`).
     pub has_products: bool,
+    /// Whether blocks wait for each other ([`Op::LoadStrong`]).
+    pub has_order: bool,
     /// The power of two of the bytes of the smallest store to shared memory, at most 2 (4 bytes).
     /// The checks distinguish cells of this size: each store writes whole cells.
     pub shared_shift: u32,
@@ -176,6 +178,26 @@ pub enum Op {
         bytes: usize,
         to: Address,
         from: Vec<Operand>,
+    },
+    /// `ld.acquire.gpu.global.u32`; `.relaxed` without an order.
+    LoadStrong {
+        acquires: bool,
+        to: Reg,
+        from: Address,
+    },
+    /// `atom.global.add.u32` if `to` is given, `red.release.gpu.global.add.u32`; `.relaxed` without an
+    /// order.
+    AddStrong {
+        releases: bool,
+        to: Option<Reg>,
+        at: Address,
+        value: Operand,
+    },
+    /// `red.relaxed.gpu.global.add.v4.f32`. The order of two of them decides on the sums, so they count
+    /// as ordinary loads and stores: two without an order are a race.
+    AddFloats {
+        at: Address,
+        values: [Operand; 4],
     },
     /// To the index of an instruction. `uniform` (`.uni`): all threads that execute it agree.
     Branch {

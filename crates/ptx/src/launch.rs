@@ -1,4 +1,4 @@
-use crate::block::Block;
+use crate::block::{Block, State};
 use crate::fault::{Failure, Fault};
 use crate::global::Global;
 use crate::instruction::{Kernel, LANES};
@@ -66,7 +66,8 @@ const MAX_THREADS: usize = 1024;
 /// Compute Capability").
 pub(crate) const MAX_GRID: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
 
-/// Executes all blocks, one after the other.
+/// Executes all blocks, one after the other. If some wait for others, blocks begin in a random order,
+/// and up to [`MAX_AT_ONCE`] of them are executed at once.
 pub fn run(launch: &Launch<'_>, global: &mut Global) -> Result<Counts, Box<Failure>> {
     let kernel = launch.kernel;
     if let Some(fault) = find_wrong_size(launch) {
@@ -76,14 +77,64 @@ pub fn run(launch: &Launch<'_>, global: &mut Global) -> Result<Counts, Box<Failu
     }
     let mut counts = Counts { executed: vec![false; kernel.code.len()], ..Counts::default() };
     global.begin(kernel.global_shift);
-    let [x, y, _] = launch.grid;
-    let run_block = |index: u32| {
-        let block = [index % x, index / x % y, index / x / y];
-        Block::new(launch, block, u64::from(index), global, &mut counts).run()
+    let num_blocks = launch.grid.iter().product();
+    let result = if kernel.has_order {
+        run_together(launch, (0..num_blocks).collect(), global, &mut counts)
+    } else {
+        let all =
+            |block: u32| begin(launch, block).go_on(global, &mut counts, usize::MAX).map(|_| ());
+        (0..num_blocks).try_for_each(all)
     };
-    let result = (0..launch.grid.iter().product()).try_for_each(run_block);
     (counts.memory_read, counts.memory_written) = global.end();
     result.map(|()| counts)
+}
+
+/// Maximum number of blocks that are executed at once.
+const MAX_AT_ONCE: usize = 8;
+
+fn begin<'a>(launch: &Launch<'a>, index: u32) -> Block<'a> {
+    let [x, y, _] = launch.grid;
+    Block::new(launch, [index % x, index / x % y, index / x / y], u64::from(index))
+}
+
+/// Executes blocks of which some wait for others. As on a GPU, a block that has started keeps its place
+/// until it ends, in any order; so they hang if those that run wait for those that have not started.
+fn run_together(
+    launch: &Launch<'_>,
+    mut others: Vec<u32>,
+    global: &mut Global,
+    counts: &mut Counts,
+) -> Result<(), Box<Failure>> {
+    let mut random = Random::new(launch.seed ^ 0x5eed);
+    let at_once = 1 + random.below(MAX_AT_ONCE);
+    let (mut blocks, mut waiting) = (Vec::new(), 0);
+    while !blocks.is_empty() || !others.is_empty() {
+        if blocks.len() < at_once && !others.is_empty() {
+            let next = others.swap_remove(random.below(others.len()));
+            blocks.push(begin(launch, next));
+            waiting = 0;
+        }
+        // those that wait are in front, so each is tried once before they count as hanging
+        let index = waiting + random.below(blocks.len() - waiting);
+        let most = [1, 8, 256][random.below(3)];
+        let most = 1 + random.below(most);
+        match blocks[index].go_on(global, counts, most)? {
+            State::GoesOn => waiting = 0,
+            State::Ended => {
+                blocks.swap_remove(index);
+                waiting = 0;
+            }
+            State::Waits => {
+                blocks.swap(waiting, index);
+                waiting += 1;
+                if waiting == blocks.len() && (blocks.len() == at_once || others.is_empty()) {
+                    return blocks[0].check_end();
+                }
+            }
+        }
+        waiting = waiting.min(blocks.len().saturating_sub(1));
+    }
+    Ok(())
 }
 
 /// The limit that a launch exceeds, as a driver would report it.

@@ -1,14 +1,16 @@
 //! Which threads of a launch accessed which bytes of global memory, to find data races.
 //!
-//! Blocks have no order, so no block may access what another one writes. Within a block, accesses have
+//! Blocks have no order, so no block may access what another one writes, except after it has seen a number
+//! at an address that a thread of the other one released: what is ordered before the release is ordered
+//! before all that is executed later in this block. Within a block, accesses have
 //! the order of `order.rs`. The bytes are divided into cells, each as large as the smallest store of the
 //! kernel: a store writes whole cells, so two accesses of a cell are accesses of the same bytes, unless
 //! both are loads.
 
 use crate::fault::{Access, Fault};
 use crate::instruction::Space;
-use crate::order::{By, NO_ACCESS, Stamp};
-use std::collections::HashMap;
+use crate::order::{By, Known, NO_ACCESS, Stamp};
+use std::collections::{BTreeMap, HashMap};
 
 /// Bytes of a page of cells.
 const PAGE: u64 = 4096;
@@ -24,6 +26,9 @@ struct Entry {
 const NONE: u32 = 0;
 const MANY_BLOCKS: u32 = 1;
 const LIST: u32 = 2;
+
+/// Accesses of other blocks that are ordered before.
+type OfBlocks = BTreeMap<u64, Known>;
 
 /// The time of an access: the number of the block, and a stamp without its lanes.
 #[derive(Debug, Clone, Copy)]
@@ -59,6 +64,9 @@ pub(crate) struct Notes {
     /// Reads of a cell by several units.
     lists: Vec<Vec<Entry>>,
     unused_lists: Vec<u32>,
+    /// What is ordered before what each block does next, and what was released at each address.
+    of_blocks: HashMap<u64, OfBlocks>,
+    of_addresses: HashMap<u64, OfBlocks>,
 }
 
 /// An access that takes place now.
@@ -68,6 +76,7 @@ struct Now<'a> {
     block: u64,
     num_warps: usize,
     by: &'a By<'a>,
+    of_blocks: &'a HashMap<u64, OfBlocks>,
 }
 
 impl Notes {
@@ -85,7 +94,21 @@ impl Notes {
             present: Vec::new(),
             lists: Vec::new(),
             unused_lists: Vec::new(),
+            of_blocks: HashMap::new(),
+            of_addresses: HashMap::new(),
         }
+    }
+
+    pub(crate) fn acquire(&mut self, at: u64) {
+        if let Some(released) = self.of_addresses.get(&at) {
+            join(self.of_blocks.entry(self.block).or_default(), released);
+        }
+    }
+
+    pub(crate) fn release(&mut self, at: u64, known: Known) {
+        let mut all = self.of_blocks.get(&self.block).cloned().unwrap_or_default();
+        all.insert(self.block, known);
+        join(self.of_addresses.entry(at).or_default(), &all);
     }
 
     pub(crate) fn begin_block(&mut self, block: u64, num_warps: usize) {
@@ -127,8 +150,6 @@ impl Notes {
         by: &By<'_>,
     ) -> Result<(), Fault> {
         let entry = Entry { point: self.point(by.stamp), lanes: by.stamp.lanes };
-        let (block, num_warps) = (self.block, self.num_warps);
-        let now = Now { access, entry, block, num_warps, by };
         let end = at + bytes as u64;
         let mut start = at;
         while start < end {
@@ -138,15 +159,23 @@ impl Notes {
             let cells = first..=((last - 1) % PAGE) >> self.shift;
             for cell in cells {
                 let at = at.max(start / PAGE * PAGE + (cell << self.shift));
-                self.note_cell(index, cell as usize, at, &now)?;
+                self.note_cell((index, cell as usize), at, (access, entry), by)?;
             }
             start = last;
         }
         Ok(())
     }
 
-    fn note_cell(&mut self, page: usize, cell: usize, at: u64, now: &Now<'_>) -> Result<(), Fault> {
-        let Self { points, lists, unused_lists, pages, .. } = self;
+    fn note_cell(
+        &mut self,
+        (page, cell): (usize, usize),
+        at: u64,
+        (access, entry): (Access, Entry),
+        by: &By<'_>,
+    ) -> Result<(), Fault> {
+        let Self { points, lists, unused_lists, pages, block, num_warps, of_blocks, .. } = self;
+        let (block, num_warps) = (*block, *num_warps);
+        let now = &Now { access, entry, block, num_warps, by, of_blocks };
         let page = &mut pages[page];
         let num_cells = PAGE as usize >> self.shift;
         if let Some(write) = page.writes.get(cell) {
@@ -207,6 +236,12 @@ impl Notes {
     }
 }
 
+fn join(to: &mut OfBlocks, other: &OfBlocks) {
+    for (block, known) in other {
+        to.entry(*block).or_default().join(known);
+    }
+}
+
 impl Now<'_> {
     /// Fails unless an earlier access is ordered before.
     fn check(&self, other: Entry, what: Access, at: u64, points: &[Point]) -> Result<(), Fault> {
@@ -216,10 +251,14 @@ impl Now<'_> {
         }
         let access = self.access;
         let Point { block, stamp } = points[other.point as usize];
+        let stamp = Stamp { lanes: other.lanes, ..stamp };
         if block != self.block {
+            let known = self.of_blocks.get(&self.block).and_then(|of| of.get(&block));
+            if known.is_some_and(|known| known.has(stamp)) {
+                return Ok(());
+            }
             return Err(Fault::BlockRace { at, access, other: what });
         }
-        let stamp = Stamp { lanes: other.lanes, ..stamp };
         if self.by.follows(stamp) {
             return Ok(());
         }

@@ -65,7 +65,9 @@ impl Op {
             | Self::Pack { to, .. }
             | Self::ParamAddress { to, .. }
             | Self::ToGlobal { to, .. }
-            | Self::MemoryBarrierTryWait { to, .. } => visit(*to),
+            | Self::MemoryBarrierTryWait { to, .. }
+            | Self::LoadStrong { to, .. }
+            | Self::AddStrong { to: Some(to), .. } => visit(*to),
             Self::Unpack { to, .. } => to.iter().flatten().for_each(|reg| visit(*reg)),
             Self::Load { to, .. } | Self::LoadMatrix { to, .. } => {
                 for reg in to {
@@ -87,7 +89,19 @@ impl Op {
     fn sources(&self, visit: &mut dyn FnMut(Operand)) {
         let mut address = |address: &Address| visit(address.base);
         match self {
-            Self::Load { from, .. } | Self::LoadMatrix { from, .. } => address(from),
+            Self::Load { from, .. }
+            | Self::LoadMatrix { from, .. }
+            | Self::LoadStrong { from, .. } => address(from),
+            Self::AddStrong { at, value, .. } => {
+                address(at);
+                visit(*value);
+            }
+            Self::AddFloats { at, values } => {
+                address(at);
+                for value in values {
+                    visit(*value);
+                }
+            }
             Self::Store { to, from, .. } => {
                 address(to);
                 for operand in from {

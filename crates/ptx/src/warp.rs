@@ -27,6 +27,11 @@ pub(crate) enum Wait {
         at: u64,
         parity: bool,
     },
+    /// Another value at an address in global memory, which another block stores.
+    Change {
+        at: u64,
+        value: u32,
+    },
     /// Registers that other warps release.
     Registers {
         regs: u64,
@@ -67,8 +72,11 @@ pub(crate) struct Warp {
     touched: Vec<bool>,
     /// Registers of each thread (`setmaxnreg`).
     pub(crate) max_regs: u64,
-    /// Threads whose last `mbarrier.try_wait` has failed, so that they execute it again.
+    /// Threads whose last `mbarrier.try_wait` has failed, so that they execute it again, and those that
+    /// may execute [`Op::LoadStrong`](crate::instruction::Op::LoadStrong) again.
     pub(crate) polling: u32,
+    /// Address and value of the last of these loads.
+    pub(crate) polled: (u64, u32),
 }
 
 pub(crate) fn iterate_lanes(mask: u32) -> impl Iterator<Item = usize> {
@@ -105,6 +113,7 @@ impl Warp {
             touched: vec![true; if has_products { num_regs } else { 0 }],
             max_regs,
             polling: 0,
+            polled: (0, 0),
         }
     }
 

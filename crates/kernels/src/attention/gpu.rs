@@ -4,12 +4,18 @@
 //! of the rows of the other side. The host builds the list of tasks and uploads it.
 
 use super::{Masking, Qkv, QkvGrad, Scores};
-use crate::cuda::select::{AttentionKernels, AttentionLaunch, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS};
+use crate::cuda::select::{
+    AttentionKernels, AttentionLaunch, Gpu, Own, PLAIN_ROWS, PLAIN_THREADS, QUERIES,
+};
 use crate::cuda::tensor_map::head_maps;
 use crate::launch::{Address, KernelArgument, Launch, Words, address, empty, launch, vectors};
 use crate::uploaded::Uploaded;
 use batch::CuSeqlens;
 use candle_core::{DType, Result, Tensor};
+
+/// Maximum bytes of the sums of `dq` in f32 of a launch, unless one head of keys needs more. A model of
+/// four billion parameters needs 256 MiB for 16,384 tokens. In tests, some calls need several launches.
+const SUMS_BYTES: usize = if cfg!(test) { 5 << 17 } else { 1 << 29 };
 
 /// Inputs from which a list of tasks is built.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,12 +31,13 @@ struct Plan {
 impl Plan {
     /// Returns `(first, end, other_first, other_end)` for each task. Long segments come first. The
     /// tasks of a segment are adjacent, so that its keys stay in L2; within a segment the tasks
-    /// with the most work under a causal mask come first.
+    /// with the most work under a causal mask come first. [`Own::KeysOfAll`] has the number of the
+    /// first tile of the segment among those of all in place of `end`, which is `other_end`.
     fn tasks(&self) -> Vec<u32> {
         let ends = self.queries.as_slice().windows(2);
         let mut segments: Vec<(u32, u32)> = ends.map(|pair| (pair[0], pair[1])).collect();
         segments.sort_by_key(|(start, end)| std::cmp::Reverse(end - start));
-        let mut tasks = Vec::new();
+        let (mut tasks, mut tiles) = (Vec::new(), 0);
         for (start, end) in segments {
             let keys_end = end + self.num_past as u32;
             let firsts = (start..end).step_by(self.rows);
@@ -39,6 +46,10 @@ impl Plan {
                     tasks.extend(firsts.rev().flat_map(|first| [first, end, start, keys_end]));
                 }
                 Own::Keys => tasks.extend(firsts.flat_map(|first| [first, keys_end, start, end])),
+                Own::KeysOfAll => {
+                    tasks.extend(firsts.flat_map(|first| [first, tiles, start, end]));
+                    tiles += (end - start).div_ceil(QUERIES as u32);
+                }
             }
         }
         tasks
@@ -136,29 +147,52 @@ pub(crate) fn attend_backward(
     launch!(op, launch; o, d_o, delta, t, h, dh, vectors(dh, &[o, d_o])?)?;
     let (q, d_o) = (aligned(op, "q", qkv.q)?, aligned(op, "d_o", d_o)?);
     let (k, v) = (aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
-    // Own operands, other operands, gradients of the own operands. Keys come first, because their
-    // blocks run longest.
-    for (own, operands, own_grads, heads) in [
-        (Own::Keys, [("k", &k), ("v", &v), ("q", &q), ("d_o", &d_o)], [&grads.dk, &grads.dv], hkv),
-        (Own::Queries, [("q", &q), ("d_o", &d_o), ("k", &k), ("v", &v)], [&grads.dq; 2], h),
-    ] {
-        let block = kernels.backward(own);
+    let (scale, window) = (scores.scale, window(scores.masking));
+    for own in kernels.passes() {
+        let block = kernels.backward(*own);
         kernels.expect_room(op, &block)?;
         let AttentionLaunch { name, rows, threads, shared, boxes } = block;
-        let plan = Plan { queries: cu_seqlens.clone(), num_past: 0, own, rows };
+        let plan = Plan { queries: cu_seqlens.clone(), num_past: 0, own: *own, rows };
         let tasks = plan.upload(&q)?;
-        let launch =
-            Launch::new(&name, dtype).grid(tasks.dim(0)? * heads).threads(threads).shared(shared);
-        let own_boxes = boxes.map(|_| rows);
-        let [a, b, c, d] = operands;
-        let [a, b] = [a, b].map(|(name, t)| OperandBoxes(name, t, own_boxes));
-        let [c, d] = [c, d].map(|(name, t)| OperandBoxes(name, t, boxes));
-        let [da, db] = own_grads;
-        let (scale, window) = (scores.scale, window(scores.masking));
-        launch!(
-            op, launch.on(&q);
-            a, b, c, d, lse, delta, da, db, tasks, t, h, hkv, dh, scale, window
-        )?;
+        let num_tasks = tasks.dim(0)?;
+        let (own_keys, own_boxes) = (*own != Own::Queries, boxes.map(|_| rows));
+        let [of_keys, of_queries] = if own_keys { [own_boxes, boxes] } else { [boxes, own_boxes] };
+        let keys = [("k", &k), ("v", &v)].map(|(name, t)| OperandBoxes(name, t, of_keys));
+        let queries = [("q", &q), ("d_o", &d_o)].map(|(name, t)| OperandBoxes(name, t, of_queries));
+        let launch = |heads: usize| {
+            let launch = Launch::new(&name, dtype).grid(num_tasks * heads);
+            launch.threads(threads).shared(shared).on(&q)
+        };
+        // Own operands, other operands, gradients of the own operands.
+        let QkvGrad { dq, dk, dv } = &grads;
+        match own {
+            Own::Keys => launch!(
+                op, launch(hkv);
+                keys, queries, lse, delta, dk, dv, tasks, t, h, hkv, dh, scale, window
+            )?,
+            Own::Queries => launch!(
+                op, launch(h);
+                queries, keys, lse, delta, dq, dq, tasks, t, h, hkv, dh, scale, window
+            )?,
+            Own::KeysOfAll => {
+                let tiles: usize = cu_seqlens.segments().map(|of| of.len().div_ceil(QUERIES)).sum();
+                let head = tiles * QUERIES * kernels.columns() * (h / hkv);
+                let launches = hkv.div_ceil((SUMS_BYTES / (4 * head)).max(1));
+                let heads = hkv.div_ceil(launches);
+                let sums = empty(heads * head, DType::F32, &q)?;
+                for first in (0..hkv).step_by(heads) {
+                    let heads = heads.min(hkv - first);
+                    // The ticket of the next block, and how many blocks have added to each tile.
+                    let counters = 1 + tiles * heads * (h / hkv);
+                    let counters = Tensor::zeros(counters, DType::U32, q.device())?;
+                    launch!(
+                        op, launch(heads);
+                        keys, queries, lse, delta, dk, dv, dq, sums, counters, tasks, t, h, hkv, dh, scale,
+                        window, first, heads
+                    )?;
+                }
+            }
+        }
     }
     Ok(grads)
 }

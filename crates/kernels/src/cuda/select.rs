@@ -19,6 +19,8 @@ pub(crate) const PLAIN_THREADS: u32 = 256;
 const HOPPER_GROUP: u32 = 128;
 /// At most about as many blocks as large GPUs have multiprocessors.
 const FEW_BLOCKS: usize = 128;
+/// Number of queries of a tile of the kernel for all gradients.
+pub(crate) const QUERIES: usize = 64;
 /// Maximum head dim of the plain kernels.
 const MAX_DIM: usize = 256;
 
@@ -116,6 +118,8 @@ fn hopper_is_allowed() -> bool {
 pub(crate) enum Own {
     Queries,
     Keys,
+    /// As `Keys`; the blocks also add to the gradient of the queries, one after the other.
+    KeysOfAll,
 }
 
 /// A kernel and the sizes of its blocks.
@@ -248,13 +252,26 @@ impl AttentionKernels {
         }
     }
 
-    /// A kernel of the backward pass. The sizes match the shapes in `attention_backward.cu`.
+    /// Number of columns of a head in the kernels for tensor cores; 0 in the plain ones.
+    pub(crate) fn columns(self) -> usize {
+        self.padded.unwrap_or_default()
+    }
+
+    /// The kernels of the backward pass, in order. Blocks that own keys run longest, so they come first.
+    /// One kernel for all gradients takes five products of a tile, where two take seven: it computes
+    /// scores and gradients of probabilities once. With 256 columns its sums have no room in registers.
+    pub(crate) fn passes(self) -> &'static [Own] {
+        let at_once = self.hopper && self.padded != Some(256);
+        if at_once { &[Own::KeysOfAll] } else { &[Own::Keys, Own::Queries] }
+    }
+
+    /// A kernel of [`Self::passes`]. The sizes match the shapes in `attention_backward.cu`.
     pub(crate) fn backward(self, own: Own) -> AttentionLaunch {
         if self.hopper {
             return self.backward_of_hopper(own);
         }
         let name = match own {
-            Own::Keys => self.name("attention_backward_keys"),
+            Own::Keys | Own::KeysOfAll => self.name("attention_backward_keys"),
             Own::Queries => self.name("attention_backward_queries"),
         };
         let (rows, threads, others) = match (self.padded, own) {
@@ -264,12 +281,12 @@ impl AttentionKernels {
                 let (rows, threads) = (PLAIN_ROWS, PLAIN_THREADS);
                 return AttentionLaunch { name, rows, threads, shared, boxes: None };
             }
-            (Some(64), Own::Keys) => (128, 128, 32),
-            (Some(256), Own::Keys) => (32, 128, 32),
-            (Some(_), Own::Keys) => (128, 256, 64),
             (Some(64), Own::Queries) => (128, 128, 64),
             (Some(256), Own::Queries) => (64, 128, 16),
             (Some(_), Own::Queries) => (128, 128, 32),
+            (Some(64), _) => (128, 128, 32),
+            (Some(256), _) => (32, 128, 32),
+            (Some(_), _) => (128, 256, 64),
         };
         // Two tiles of own rows, two stages of two tiles of other rows, and two stages of `lse` and
         // `delta`. Where two warps share rows, the blocks also exchange `p` and `ds` of a tile, at
@@ -292,19 +309,21 @@ impl AttentionKernels {
     }
 
     /// A kernel of the backward pass for compute capability 9.0. The sizes match the shapes in
-    /// `attention_backward_sm90.cu`.
+    /// `attention_backward_sm90.cu` and `attention_backward_all_sm90.cu`.
     fn backward_of_hopper(self, own: Own) -> AttentionLaunch {
-        let (name, rows, others, stages) = match (own, self.padded) {
-            (Own::Keys, Some(256)) => ("attention_backward_keys", 64, 64, 2),
-            (Own::Keys, _) => ("attention_backward_keys", 128, 64, 3),
-            (Own::Queries, Some(256)) => ("attention_backward_queries", 128, 48, 2),
-            (Own::Queries, _) => ("attention_backward_queries", 128, 128, 2),
+        let (name, rows, others, stages) = match own {
+            Own::KeysOfAll => ("attention_backward_all", 128, QUERIES, 3),
+            Own::Keys => ("attention_backward_keys", 64, 64, 2),
+            Own::Queries => ("attention_backward_queries", 128, 48, 2),
         };
         // Two tiles of own rows, and in each stage two tiles of other rows and, where these are
         // queries, their `lse` and `delta`. The own rows have a barrier, and each stage has two.
-        let statistics = if own == Own::Keys { 8 * others } else { 0 };
+        let statistics = if own == Own::Queries { 0 } else { 8 * others };
         let stage = 2 * others * self.row_bytes + statistics + 2 * 8;
-        let shared = 2 * rows * self.row_bytes + stages * stage + 8;
+        // Two buffers for `ds`, two barriers, and the work of the block, of which threads read 16
+        // bytes at a time.
+        let exchanged = if own == Own::KeysOfAll { 2 * 2 * rows * others + 2 * 8 + 40 } else { 0 };
+        let shared = 2 * rows * self.row_bytes + stages * stage + 8 + exchanged;
         let (name, threads) = (self.name(name), 3 * HOPPER_GROUP);
         AttentionLaunch { name, rows, threads, shared, boxes: Some(others) }
     }

@@ -344,13 +344,22 @@ fn a_loss_that_is_not_finite_gives_a_gradient_that_is_not_finite() -> Result<()>
 /// An RTX 4090 or an L40S.
 const SMALL: Gpu =
     Gpu { capability: (8, 9), shared_bytes: 99 << 10, shared_bytes_of_all: 100 << 10 };
+
+/// The kernels of the forward and of the backward pass.
+fn passes(kernels: AttentionKernels) -> impl Iterator<Item = AttentionLaunch> {
+    let backward = kernels.passes().iter().map(move |own| kernels.backward(*own));
+    std::iter::once(kernels.forward()).chain(backward)
+}
+
 #[test]
 fn attention_of_every_head_dim_fits_into_99_kib_of_shared_memory() {
     for dh in [8, 64, 72, 80, 128, 136, 256] {
         let kernels = AttentionKernels::choose("attention", DType::BF16, dh, SMALL).unwrap();
-        let backward = |own| kernels.backward(own).shared;
-        let sizes = [kernels.forward().shared, backward(Own::Keys), backward(Own::Queries)];
-        assert!(sizes.iter().all(|bytes| *bytes <= SMALL.shared_bytes), "{dh}: {sizes:?}");
+        let sizes: Vec<usize> = passes(kernels).map(|block| block.shared).collect();
+        assert!(
+            sizes.len() == 3 && sizes.iter().all(|bytes| *bytes <= SMALL.shared_bytes),
+            "{dh}: {sizes:?}"
+        );
     }
 }
 
@@ -358,9 +367,7 @@ fn attention_of_every_head_dim_fits_into_99_kib_of_shared_memory() {
 fn attention_of_every_head_dim_fits_into_the_shared_memory_of_a_hopper_gpu() {
     for dh in [8, 64, 72, 80, 128, 136, 256] {
         let kernels = AttentionKernels::choose("attention", DType::BF16, dh, Gpu::H100).unwrap();
-        for block in
-            [kernels.forward(), kernels.backward(Own::Keys), kernels.backward(Own::Queries)]
-        {
+        for block in passes(kernels) {
             assert!(block.name.contains("_sm90_d") && block.boxes.is_some(), "{block:?}");
             assert!(block.shared <= Gpu::H100.shared_bytes, "{dh}: {block:?}");
         }
@@ -391,9 +398,7 @@ fn a_multiprocessor_has_eight_warps_of_attention_on_every_gpu() {
     for gpu in [SMALL, Gpu::A100, Gpu::H100] {
         for dh in [8, 64, 72, 80, 128] {
             let kernels = AttentionKernels::choose("attention", DType::BF16, dh, gpu).unwrap();
-            let passes =
-                [kernels.forward(), kernels.backward(Own::Keys), kernels.backward(Own::Queries)];
-            for AttentionLaunch { name, threads, shared, .. } in passes {
+            for AttentionLaunch { name, threads, shared, .. } in passes(kernels) {
                 let blocks = gpu.shared_bytes_of_all / (shared + 1024);
                 assert!(blocks as u32 * threads >= 256, "{gpu:?} {name}: {blocks} of {threads}");
             }
@@ -523,6 +528,30 @@ fn attention_of_hopper_matches_the_cpu() -> Result<()> {
         let (hopper, cpu) = (on(Some(Gpu::H100))?, on(None)?);
         let what = format!("Hopper {dh} {masking:?}");
         assert_all_close(&what, &hopper, &cpu, Tolerance::BF16_TILES);
+    }
+    Ok(())
+}
+
+/// Blocks add to the gradient of the queries one after the other. Each launch has another order of blocks
+/// and warps.
+#[test]
+fn attention_of_hopper_has_the_same_bits_in_twenty_orders() -> Result<()> {
+    use crate::testing::bits;
+    if !hopper_runs() {
+        return Ok(());
+    }
+    for (dh, masking) in [
+        (128, crate::Masking::Causal),
+        (64, crate::Masking::Full),
+        (80, window(100)),
+        (128, window(129)),
+    ] {
+        let on = || attention_on(Some(Gpu::H100), &[7, 300], (2, 1, dh), masking);
+        let first: Vec<_> = on()?.iter().map(bits).collect();
+        for order in 1..20 {
+            let found: Vec<_> = on()?.iter().map(bits).collect();
+            assert!(found == first, "{dh} {masking:?}: order {order}");
+        }
     }
     Ok(())
 }

@@ -24,6 +24,21 @@ impl<'a> Body<'a, '_> {
                 Some(ty) => self.mov(ty, args),
                 None => Err(self.unknown()),
             },
+            ["ld", order @ ("acquire" | "relaxed"), "gpu", "global", "u32"] => {
+                self.count(args, &[2])?;
+                let (to, from) =
+                    (self.reg(&args[0], Form::U32)?, self.address(&args[1], Space::Global)?);
+                Ok(Op::LoadStrong { acquires: order == "acquire", to, from })
+            }
+            ["atom", "global", "add", "u32"]
+            | ["red", "release" | "relaxed", "gpu", "global", "add", "u32"] => {
+                self.add_strong(parts[1] == "release", parts[0] == "atom", args)
+            }
+            ["red", "relaxed", "gpu", "global", "add", "v4", "f32"] => {
+                self.count(args, &[2])?;
+                let at = self.address(&args[0], Space::Global)?;
+                Ok(Op::AddFloats { at, values: self.values(&args[1], Form::F32)? })
+            }
             ["ld", ref access @ ..] => match AccessForm::read(access) {
                 Some(access) => self.load(&access, args),
                 None => Err(self.unknown()),
@@ -129,6 +144,20 @@ impl<'a> Body<'a, '_> {
         let signed = form.class == Class::Signed && wider;
         let from = self.address(&args[1], space)?;
         Ok(Op::Load { space, bytes: form.bytes(), signed, to, from })
+    }
+
+    /// An addition to a number that other blocks may access, too.
+    fn add_strong(
+        &mut self,
+        releases: bool,
+        returns: bool,
+        args: &[Arg],
+    ) -> Result<Op, ParseError> {
+        self.count(args, &[2 + usize::from(returns)])?;
+        let (to, rest) = args.split_at(usize::from(returns));
+        let to = to.first().map(|to| self.reg(to, Form::U32)).transpose()?;
+        let at = self.address(&rest[0], Space::Global)?;
+        Ok(Op::AddStrong { releases, to, at, value: self.value(&rest[1], Form::U32)? })
     }
 
     fn store(&mut self, access: Option<AccessForm>, args: &[Arg]) -> Result<Op, ParseError> {

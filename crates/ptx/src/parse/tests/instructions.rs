@@ -369,7 +369,7 @@ fn opcodes_that_are_not_understood() {
         "bar.red.popc.u32",
         "barrier.sync",
         "membar.gl",
-        "atom.global.add.u32",
+        "atom.global.exch.b32",
         "cp.async.ca.shared.global",
         "cp.async.wait_all",
         "cp.async.bulk.commit_group",

@@ -1,12 +1,13 @@
-// Attention backward in bf16 for compute capability 9.0; see crates/kernels/src/attention/mod.rs for the contract,
-// attention_sm90.cuh for the parts, and sm80/attention_backward.cu for the two passes: one for dk and
-// dv, and one for dq, with sums in registers and without atomics.
+// Attention backward in bf16 for compute capability 9.0 and head dims above 128; see
+// crates/kernels/src/attention/mod.rs for the contract, attention_sm90.cuh for the parts, and
+// sm80/attention_backward.cu for the two passes: one for dk and dv, and one for dq, with sums in registers
+// and without atomics. attention_backward_all_sm90.cu has the kernels for other head dims.
 //
-// In attention_backward_keys_sm90 a block has 128 keys, 64 for each consumer. The scores of a tile of
-// queries and the gradients of p are products [keys, queries], so p and ds are left operands of the
-// products for dv and dk without an exchange between warps. If D is 256, the sums of both gradients do
-// not fit into the registers of a consumer: a block has 64 keys then, one consumer computes dv and the
-// other dk, and both compute p. The producer warp also loads lse and delta of the queries.
+// In attention_backward_keys_sm90 a block has 64 keys. The scores of a tile of queries and the gradients
+// of p are products [keys, queries], so p and ds are left operands of the products for dv and dk without
+// an exchange between warps. The sums of both gradients do not fit into the registers of a consumer: one
+// computes dv and the other dk, and both compute p. The producer warp also loads lse and delta of the
+// queries.
 //
 // In attention_backward_queries_sm90 a block has 128 queries, 64 for each consumer.
 #include "attention_sm90.cuh"
@@ -15,8 +16,7 @@ namespace {
 
 template <int D_, int OWN_, int OTHERS_, int STAGES_, bool KEYS_> struct BackwardShape {
   static constexpr int D = D_, OWN = OWN_, OTHERS = OTHERS_, STAGES = STAGES_, THREADS = 3 * GROUP;
-  static constexpr bool KEYS = KEYS_;       // whether the own rows are keys
-  static constexpr bool SHARED = OWN == 64; // whether both consumers have the same rows
+  static constexpr bool KEYS = KEYS_; // whether the own rows are keys, which both consumers have
   using Own = Panels<D, OWN>;
   using Other = Panels<D, OTHERS>;
 };
@@ -113,24 +113,22 @@ __device__ __forceinline__ void produce(const BackwardMemory<S> &memory, const M
     }
 }
 
-// Adds up dk (if DK) and dv (if DV) of 64 keys, from row `row` of the own tiles on.
-template <class S, bool DK, bool DV>
-__device__ __forceinline__ void consume_keys(const BackwardMemory<S> &memory, const Range &range, const Sizes &sizes, int row, Sums<S::D> &dk, Sums<S::D> &dv) {
+// Adds up dk (if DK) or dv of the keys.
+template <class S, bool DK> __device__ __forceinline__ void consume_keys(const BackwardMemory<S> &memory, const Range &range, const Sizes &sizes, Sums<S::D> &sums) {
   constexpr int D = S::D, N = S::OTHERS;
   float p[N / 2], ds[N / 2], log2_scale = sizes.scale * LOG2_E;
-  uint32_t p_operand[N / 4], ds_operand[N / 4];
-  int t = lane() % 4, first_key = range.task.first + row, key = first_key + warp() % 4 * 16 + lane() / 4;
+  uint32_t operand[N / 4];
+  int t = lane() % 4, first_key = range.task.first, key = first_key + warp() % 4 * 16 + lane() / 4;
   Unmasked unmasked = Unmasked::of<true>(range.task, first_key, first_key + 63, range.to, sizes.window);
-  if (DK) dk.clear();
-  if (DV) dv.clear();
+  sums.clear();
   barrier_wait(memory.own_full, 0);
   Ring<S::STAGES> ring;
   for (int head = range.first_head; head <= range.last_head; head++)
     for (int at = range.from; at < range.to; at += N) {
       int stage = ring.stage;
       barrier_wait(memory.full + stage, ring.parity);
-      start_scores<D, N, S::OWN>(p, memory.own0, row, memory.other0(stage));
-      if (DK) start_scores<D, N, S::OWN>(ds, memory.own1, row, memory.other1(stage));
+      start_scores<D, N, S::OWN>(p, memory.own0, 0, memory.other0(stage));
+      if (DK) start_scores<D, N, S::OWN>(ds, memory.own1, 0, memory.other1(stage));
       products_wait<DK ? 1 : 0>();
       hold(p);
 #pragma unroll
@@ -156,13 +154,9 @@ __device__ __forceinline__ void consume_keys(const BackwardMemory<S> &memory, co
               if (8 * n + i < from || 8 * n + i >= to) p[4 * n + 2 * r + i] = 0;
         }
       }
-      if (DV) pack_operand<N>(p_operand, p);
       if (DK) {
         products_wait<0>();
         hold(ds);
-      }
-      if (DV) start_weighted<D, N>(dv, p_operand, memory.other1(stage));
-      if (DK) {
 #pragma unroll
         for (int n = 0; n < N / 8; n++)
 #pragma unroll
@@ -171,12 +165,11 @@ __device__ __forceinline__ void consume_keys(const BackwardMemory<S> &memory, co
 #pragma unroll
             for (int r = 0; r < 2; r++) ds[4 * n + 2 * r + i] = p[4 * n + 2 * r + i] * (ds[4 * n + 2 * r + i] - of_query);
           }
-        pack_operand<N>(ds_operand, ds);
-        start_weighted<D, N>(dk, ds_operand, memory.other0(stage));
       }
+      pack_operand<N>(operand, DK ? ds : p);
+      start_weighted<D, N>(sums, operand, DK ? memory.other0(stage) : memory.other1(stage));
       products_wait<0>();
-      if (DV) dv.hold_all();
-      if (DK) dk.hold_all();
+      sums.hold_all();
       release(memory.empty + stage);
       ring.next();
     }
@@ -252,33 +245,25 @@ __device__ __forceinline__ void backward(const Maps &maps, const float *lse, con
     return;
   }
   more_registers<CONSUMER_REGISTERS<2>>();
-  int me = warp() / 4 - 1, row = S::SHARED ? 0 : 64 * me, first = range.task.first, end = range.task.end, dh = sizes.dh;
+  int me = warp() / 4 - 1, row = S::KEYS ? 0 : 64 * me, first = range.task.first, end = range.task.end, dh = sizes.dh;
   unsigned stride = unsigned(S::KEYS ? sizes.hkv : sizes.h) * dh;
   d0 += size_t(range.own_head) * dh;
   d1 += size_t(range.own_head) * dh;
   float scales[2] = {sizes.scale, sizes.scale}, ones[2] = {1.0f, 1.0f};
-  Sums<D> sums0;
+  Sums<D> sums;
   // The barriers: the products of all warps have ended, which read the own tiles.
   if constexpr (!S::KEYS) {
-    consume_queries<S>(memory, range, sizes, row, lse, delta, sums0);
+    consume_queries<S>(memory, range, sizes, row, lse, delta, sums);
     sync_warps<4>(1 + me);
-    store_sums<D, OWN>(d0, stride, first, end, dh, sums0, scales, memory.own0, row);
-  } else if constexpr (S::SHARED) {
-    if (me == 0) {
-      consume_keys<S, true, false>(memory, range, sizes, row, sums0, sums0);
-      sync_warps<8>(1);
-      store_sums<D, OWN>(d0, stride, first, end, dh, sums0, scales, memory.own0, row);
-    } else {
-      consume_keys<S, false, true>(memory, range, sizes, row, sums0, sums0);
-      sync_warps<8>(1);
-      store_sums<D, OWN>(d1, stride, first, end, dh, sums0, ones, memory.own1, row);
-    }
+    store_sums<D, OWN>(d0, stride, first, end, dh, sums, scales, memory.own0, row);
+  } else if (me == 0) {
+    consume_keys<S, true>(memory, range, sizes, sums);
+    sync_warps<8>(1);
+    store_sums<D, OWN>(d0, stride, first, end, dh, sums, scales, memory.own0, row);
   } else {
-    Sums<D> sums1;
-    consume_keys<S, true, true>(memory, range, sizes, row, sums0, sums1);
-    sync_warps<4>(1 + me);
-    store_sums<D, OWN>(d0, stride, first, end, dh, sums0, scales, memory.own0, row);
-    store_sums<D, OWN>(d1, stride, first, end, dh, sums1, ones, memory.own1, row);
+    consume_keys<S, false>(memory, range, sizes, sums);
+    sync_warps<8>(1);
+    store_sums<D, OWN>(d1, stride, first, end, dh, sums, ones, memory.own1, row);
   }
 }
 
@@ -293,20 +278,8 @@ __device__ __forceinline__ void backward(const Maps &maps, const float *lse, con
   }
 
 // Head dim, own rows, other rows of a tile, stages, own rows are keys. select.rs has the same sizes.
-using Keys64 = BackwardShape<64, 128, 64, 3, true>;
-using Keys80 = BackwardShape<80, 128, 64, 3, true>;
-using Keys128 = BackwardShape<128, 128, 64, 3, true>;
 using Keys256 = BackwardShape<256, 64, 64, 2, true>;
-using Queries64 = BackwardShape<64, 128, 128, 2, false>;
-using Queries80 = BackwardShape<80, 128, 128, 2, false>;
-using Queries128 = BackwardShape<128, 128, 128, 2, false>;
 using Queries256 = BackwardShape<256, 128, 48, 2, false>;
 
-BACKWARD(keys, Keys64, d64)
-BACKWARD(keys, Keys80, d80)
-BACKWARD(keys, Keys128, d128)
 BACKWARD(keys, Keys256, d256)
-BACKWARD(queries, Queries64, d64)
-BACKWARD(queries, Queries80, d80)
-BACKWARD(queries, Queries128, d128)
 BACKWARD(queries, Queries256, d256)

@@ -30,6 +30,10 @@ __device__ __forceinline__ void barriers_ready() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Makes what this thread has written to shared memory visible to products. Other threads need a barrier as
+// well.
+__device__ __forceinline__ void products_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 __device__ __forceinline__ void barrier_arrive(uint64_t *barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -84,17 +88,22 @@ template <int N> __device__ __forceinline__ void multiply_shared(float (&d)[N / 
 // in shared memory with the N bf16 of a row adjacent.
 template <int N> __device__ __forceinline__ void multiply_registers(float (&d)[N / 2], const uint32_t *a, uint64_t b, bool add);
 
+// d [64, N] (+)= a [16, 64]^T b [16, N], with both operands in shared memory and the bf16 of a row adjacent.
+template <int N> __device__ __forceinline__ void multiply_transposed(float (&d)[N / 2], uint64_t a, uint64_t b, bool add);
+
 // Operands of eight accumulators, and of more.
-#define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define D24(i) D8(i), D8(i + 8), D8(i + 16)
-#define D32(i) D24(i), D8(i + 24)
-#define D40(i) D32(i), D8(i + 32)
-#define D48(i) D40(i), D8(i + 40)
-#define D64(i) D48(i), D8(i + 48), D8(i + 56)
-#define D128(i) D64(i), D64(i + 64)
+#define D8(how, i) how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3]), how(d[i + 4]), how(d[i + 5]), how(d[i + 6]), how(d[i + 7])
+#define D16(how, i) D8(how, i), D8(how, i + 8)
+#define D24(how, i) D16(how, i), D8(how, i + 16)
+#define D32(how, i) D24(how, i), D8(how, i + 24)
+#define D40(how, i) D32(how, i), D8(how, i + 32)
+#define D48(how, i) D40(how, i), D8(how, i + 40)
+#define D64(how, i) D48(how, i), D8(how, i + 48), D8(how, i + 56)
+#define D128(how, i) D64(how, i), D64(how, i + 64)
 // Their places in the text of the instruction.
 #define P8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define P24 P8 ", %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
+#define P16 P8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define P24 P16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define P32 P24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define P40 P32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define P48 P40 ", %40, %41, %42, %43, %44, %45, %46, %47"
@@ -104,20 +113,29 @@ template <int N> __device__ __forceinline__ void multiply_registers(float (&d)[N
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// COUNT accumulators; the places of both descriptors and of the predicate follow them.
-#define MULTIPLY_SHARED(N, COUNT, A, B, ADD)                                                                                              \
-  template <> __device__ __forceinline__ void multiply_shared<N>(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) {                   \
-    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" P##COUNT "}, " A ", " B \
-                 ", p, 1, 1, 0, 0;\n}"                                                                                                    \
-                 : D##COUNT(0)                                                                                                            \
-                 : "l"(a), "l"(b), "r"(int(add)));                                                                                        \
+// COUNT accumulators; the places of both descriptors and of the predicate follow them. Sums that start at
+// zero are results only: the assembler waits for all products before one whose sums were operands of
+// other instructions.
+#define MULTIPLY_SHARED(N, COUNT, A, B, ADD) MULTIPLY_BOTH(shared, "0, 0", N, COUNT, A, B, ADD)
+#define MULTIPLY_TRANSPOSED(N, COUNT, A, B, ADD) MULTIPLY_BOTH(transposed, "1, 1", N, COUNT, A, B, ADD)
+#define MULTIPLY_BOTH(name, TRANSPOSED, N, COUNT, A, B, ADD)                                                                              \
+  template <> __device__ __forceinline__ void multiply_##name<N>(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) {                   \
+    if (add)                                                                                                                              \
+      PRODUCT(N, COUNT, "+f", A, B, ADD, TRANSPOSED);                                                                                     \
+    else                                                                                                                                  \
+      PRODUCT(N, COUNT, "=f", A, B, ADD, TRANSPOSED);                                                                                     \
   }
+#define PRODUCT(N, COUNT, how, A, B, ADD, TRANSPOSED)                                                                                     \
+  asm volatile("{.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" P##COUNT "}, " A ", " B \
+               ", p, 1, 1, " TRANSPOSED ";\n}"                                                                                           \
+               : D##COUNT(how, 0)                                                                                                         \
+               : "l"(a), "l"(b), "r"(int(add)))
 // The places of the four registers, the descriptor and the predicate follow the accumulators.
 #define MULTIPLY_REGISTERS(N, COUNT, A, B, ADD)                                                                                           \
   template <> __device__ __forceinline__ void multiply_registers<N>(float (&d)[N / 2], const uint32_t *a, uint64_t b, bool add) {         \
     asm volatile("{.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" P##COUNT "}, {" A "}, " B \
                  ", p, 1, 1, 1;\n}"                                                                                                       \
-                 : D##COUNT(0)                                                                                                            \
+                 : D##COUNT("+f", 0)                                                                                                            \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)));                                                    \
   }
 
@@ -126,6 +144,9 @@ MULTIPLY_SHARED(64, 32, "%32", "%33", "%34")
 MULTIPLY_SHARED(80, 40, "%40", "%41", "%42")
 MULTIPLY_SHARED(96, 48, "%48", "%49", "%50")
 MULTIPLY_SHARED(128, 64, "%64", "%65", "%66")
+MULTIPLY_TRANSPOSED(16, 8, "%8", "%9", "%10")
+MULTIPLY_TRANSPOSED(32, 16, "%16", "%17", "%18")
+MULTIPLY_TRANSPOSED(64, 32, "%32", "%33", "%34")
 MULTIPLY_REGISTERS(16, 8, "%8, %9, %10, %11", "%12", "%13")
 MULTIPLY_REGISTERS(64, 32, "%32, %33, %34, %35", "%36", "%37")
 MULTIPLY_REGISTERS(128, 64, "%64, %65, %66, %67", "%68", "%69")
