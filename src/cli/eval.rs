@@ -1,4 +1,5 @@
-//! `trainer eval`: loss and share of exact answers on `data.eval`.
+//! `trainer eval`: loss and share of exact answers on the rows of `data.eval`, or on those that are held
+//! out.
 
 use super::args::{ConfigArgs, OutputFile, check_folder};
 use super::failure::{Exit, Failure};
@@ -48,7 +49,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
         config.model.path.clone_from(checkpoint);
         config.model.weights = Weights::Pretrained;
     }
-    if config.data.eval.is_empty() {
+    if config.data.eval_sets().is_empty() {
         let problem = "`data.eval` is empty, expected a data set to evaluate";
         let hint = "list one under `data.eval`, or pass `--set 'data.eval=[{path: FILE}]'`";
         return Err(args.config.refuse(&["data", "eval"], problem, hint).into());
@@ -84,7 +85,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
         let first = report.rejected.first().map_or(String::new(), |row| format!(": {row}"));
         let message = format!("none of the {total} eval rows can be scored{first}");
         return Err(Failure::new(Exit::Data, message)
-            .hint("repair the rows of `data.eval`; the warnings above list them")
+            .hint("repair these rows; the warnings above list them")
             .into());
     }
     let generate = config.eval.generate.clone().unwrap_or_default();

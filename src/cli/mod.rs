@@ -66,7 +66,7 @@ enum Command {
     Check(check::CheckArgs),
     /// Show what the model sees of each row: turns, supervised tokens, image grids, packs
     Inspect(inspect::InspectArgs),
-    /// Compute the loss and the share of exact answers on `data.eval`
+    /// Compute the loss and the share of exact answers on the rows to evaluate on
     Eval(eval::EvalArgs),
     /// Merge an adapter into its model, or write a clean model folder from a checkpoint
     Export(export::ExportArgs),

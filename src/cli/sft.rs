@@ -73,7 +73,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     let is_alone = group.is_none();
     let monitor = if is_alone { watchdog(config.train.timeout_s)? } else { None };
     let Requests { stop, save, is_setup } = requests;
-    let options = RunOptions { resume, stop, save, monitor, observer };
+    let options = RunOptions { resume, stop, save, monitor, observer, ..RunOptions::default() };
     // Ranks stop together, between two steps.
     is_setup.store(is_alone, Ordering::Relaxed);
     let run = Run::with_group(&config, &options, group);
@@ -304,7 +304,7 @@ fn print_next_steps(run: &RunConfig, folder: &Path) {
     let model = format!("--model {}", model.display());
     let both = [Some(&*model), adapter.as_deref()].into_iter().flatten();
     add("trainer generate", &both.chain(prompt).collect::<Vec<_>>());
-    if !run.data.eval.is_empty() {
+    if !run.data.eval_sets().is_empty() {
         let trained = adapter.clone().unwrap_or_else(|| format!("--checkpoint {shown}"));
         add("trainer eval", &[&config, &trained, "--per-sample scores.jsonl"]);
     }

@@ -2,7 +2,7 @@
 
 use super::{LeftOut, RunConfig, ValueError};
 
-const NO_EVAL: &str = "no value without `data.eval`";
+const NO_EVAL: &str = "no value without `data.eval` or `data.eval_share`";
 
 impl RunConfig {
     /// Problems of `checkpoint.best` and `eval`.
@@ -11,7 +11,7 @@ impl RunConfig {
         let mut invalid = |key, found: &dyn std::fmt::Display, expected| {
             problems.push(ValueError::new(key, found, expected));
         };
-        let has_rows = !self.data.eval.is_empty() || left_out.has("data.eval");
+        let has_rows = !self.data.eval_sets().is_empty() || left_out.has("data.eval");
         if let Some(best) = &self.checkpoint.best {
             if !has_rows {
                 invalid("checkpoint.best", &best.metric, NO_EVAL);

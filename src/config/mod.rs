@@ -29,7 +29,8 @@ pub struct RunConfig {
     /// Folder for everything that the run writes
     #[key(neutral)]
     pub output_dir: PathBuf,
-    /// Seed of the row order, of the rows drawn for a fractional `weight`, and of random weights
+    /// Seed of the row order, of the rows that are drawn for a fractional `weight` or held out, and of
+    /// random weights
     #[key(default = 42)]
     pub seed: u64,
     /// Where the run computes: `auto`, `cpu` or `cuda:N`

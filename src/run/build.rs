@@ -5,7 +5,7 @@ use super::adapter::open_run_model;
 use super::check::{announce_memory, warn_about_disk};
 use super::error::RunError;
 use super::inputs::{
-    DataList, SetupObserver, check, download, encoder, loader_options, open_data, order,
+    DataList, SetupObserver, check, download, encoder, loader_options, open_both, open_data, order,
     param_groups,
 };
 use super::load_model::{OpenModel, check_heads};
@@ -81,6 +81,8 @@ pub struct RunOptions<'a> {
     /// Receives what the training loop does, and its end, for a run in one process; ignored by
     /// default. Several ranks use that of their [`Group`].
     pub monitor: Option<Arc<dyn Monitor>>,
+    /// Whether the run evaluates; true by default.
+    pub evaluates: bool,
     /// Receives the progress of assembling the run; `()` by default.
     pub observer: &'a dyn SetupObserver,
 }
@@ -92,6 +94,7 @@ impl Default for RunOptions<'_> {
             stop: Arc::default(),
             save: Arc::default(),
             monitor: None,
+            evaluates: true,
             observer: &(),
         }
     }
@@ -156,7 +159,7 @@ impl Run {
         requirements::first(requirements::of_device(config, Some(&device)))?;
         let encoder = encoder(config)?;
         let (rows, eval_rows) = ranks
-            .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
+            .first_then_others("opening the data", || open_all_data(config, &encoder, options))?;
         let eval_rule = eval_rule(config)?;
         let inputs = InputDigests::new(&rows, &encoder);
         let resumed = found.map(|found| resumed_state(config, &rows, &inputs, found, is_first));
@@ -250,20 +253,20 @@ fn watched(ranks: Ranks, options: &RunOptions<'_>) -> Ranks {
     }
 }
 
-/// Opens the data sets of `data.train` and `data.eval`.
+/// Opens and logs the data sets to train on and to evaluate on.
 fn open_all_data(
     config: &RunConfig,
     encoder: &Arc<Encoder>,
-    observer: &dyn SetupObserver,
+    options: &RunOptions<'_>,
 ) -> Result<(Arc<DatasetRows>, Option<DatasetRows>), RunError> {
-    let rows = Arc::new(open_data(config, DataList::Train, encoder, observer)?);
-    log_data_sets(&rows);
-    let eval_rows = match config.data.eval.as_slice() {
-        [] => None,
-        _ => Some(open_data(config, DataList::Eval, encoder, observer)?),
+    let (rows, eval_rows) = if options.evaluates {
+        open_both(config, encoder, options.observer)?
+    } else {
+        (open_data(config, DataList::Train, encoder, options.observer)?, None)
     };
+    log_data_sets(&rows);
     eval_rows.iter().for_each(log_data_sets);
-    Ok((rows, eval_rows))
+    Ok((Arc::new(rows), eval_rows))
 }
 
 fn checkpoints(

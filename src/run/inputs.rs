@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// `data.train` or `data.eval`.
+/// The data sets to train on, or those to evaluate on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DataList {
     Train,
@@ -69,8 +69,43 @@ pub(crate) fn encoder(config: &RunConfig) -> Result<Arc<Encoder>, RunError> {
     Ok(Arc::new(encoder.with_urls(Arc::new(images.map_err(RunError::Urls)?))))
 }
 
-/// Opens the data sets of a list. A corpus is tokenised unless its tokens are cached.
+/// Opens the data sets to train on, and those to evaluate on if there are any.
+pub(crate) fn open_both(
+    config: &RunConfig,
+    encoder: &Arc<Encoder>,
+    observer: &dyn SetupObserver,
+) -> Result<(DatasetRows, Option<DatasetRows>), RunError> {
+    let train = open_list(config, DataList::Train, encoder, observer)?;
+    if let Some(split) = config.data.eval_split(config.seed) {
+        let [train, eval] = train.split(split)?;
+        return Ok((train, Some(eval.limited(config.data.longest()))));
+    }
+    let eval = (!config.data.eval.is_empty())
+        .then(|| open_list(config, DataList::Eval, encoder, observer))
+        .transpose()?;
+    Ok((train, eval))
+}
+
+/// Opens the data sets to train on, or those to evaluate on.
 pub(crate) fn open_data(
+    config: &RunConfig,
+    list: DataList,
+    encoder: &Arc<Encoder>,
+    observer: &dyn SetupObserver,
+) -> Result<DatasetRows, RunError> {
+    let Some(split) = config.data.eval_split(config.seed) else {
+        return open_list(config, list, encoder, observer);
+    };
+    let [train, eval] = open_list(config, DataList::Train, encoder, observer)?.split(split)?;
+    Ok(match list {
+        DataList::Train => train,
+        DataList::Eval => eval.limited(config.data.longest()),
+    })
+}
+
+/// Opens the data sets of `data.train` or `data.eval`, with all their rows. A corpus is tokenised
+/// unless its tokens are cached.
+fn open_list(
     config: &RunConfig,
     list: DataList,
     encoder: &Arc<Encoder>,
@@ -92,6 +127,7 @@ pub(crate) fn open_data(
         cache: Some(config.cache_dir())
             .filter(|cache| cache.is_dir() || config.output_dir.is_dir()),
         unknown_keys: data.unknown_keys,
+        system: data.system.clone(),
         on_error: data.on_error,
         max_rejected: data.max_rejected,
     };

@@ -122,7 +122,7 @@ pub(super) fn log_data_sets(rows: &DatasetRows) {
         let file = set.path().display();
         match set {
             DataSet::Chats(chats) => {
-                tracing::info!(%file, rows = chats.len(), form = %chats.form(), "data");
+                tracing::info!(%file, rows = chats.len(), form = %chats.file().form(), "data");
             }
             DataSet::Corpus(corpus) => {
                 let (tokens, documents) = (corpus.num_tokens(), corpus.num_documents());

@@ -82,7 +82,7 @@ impl DatasetLengths {
     fn of(rows: &DatasetRows, index: usize) -> Self {
         let set = &rows.sets()[index];
         let form = match set {
-            DataSet::Chats(chats) => chats.form().to_string(),
+            DataSet::Chats(chats) => chats.file().form().to_string(),
             DataSet::Corpus(_) => "plain text".to_owned(),
         };
         let measured = set.len().min(MAX_MEASURED);

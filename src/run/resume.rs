@@ -192,10 +192,10 @@ fn state_of_inputs(found: &Checkpoint, inputs: &InputDigests) -> Result<TrainSta
 pub(super) fn eval_rule(config: &RunConfig) -> Result<Option<EvalRule>, RunError> {
     let rule = EvalRule::new(config.checkpoint.best.as_ref(), config.eval.early_stopping);
     let name = rule.as_ref().and_then(|rule| rule.key().strip_prefix("loss/"));
-    let names = dataset_names(&config.data.eval);
+    let names = dataset_names(config.data.eval_sets());
     if name.is_some_and(|name| names.len() < 2 || !names.iter().any(|found| found == name)) {
         let found = rule.map_or(String::new(), |rule| rule.metric().to_owned());
-        let expected = "the name of one of several data sets of `data.eval`";
+        let expected = "the name of one of several data sets that are evaluated";
         return Err(ValueError::new("checkpoint.best.metric", found, expected).into());
     }
     Ok(rule)

@@ -26,10 +26,10 @@ pub(super) fn in_one_process(config: &RunConfig, folder: &Path) -> RunConfig {
     config
 }
 
-/// [`in_one_process`] for a run that only trains.
+/// [`in_one_process`] for a run that does not evaluate.
 fn without_evaluation(config: &RunConfig, folder: &Path) -> RunConfig {
     let mut config = in_one_process(config, folder);
-    config.data.eval.clear();
+    config.data.eval.clear(); // it may name files to download
     (config.eval, config.checkpoint.best) = (EvalConfig::default(), None);
     config
 }
@@ -57,7 +57,8 @@ pub fn calibrate(
     let mut config = without_evaluation(config, folder.path());
     (config.train.epochs, config.train.max_steps) = (None, Some(steps.saturating_add(1)));
     (config.optim.warmup_steps, config.optim.warmup_ratio) = (None, None);
-    let options = RunOptions { resume: Resume::Never, observer, ..RunOptions::default() };
+    let options =
+        RunOptions { resume: Resume::Never, evaluates: false, observer, ..RunOptions::default() };
     let mut run = Run::with_options(&config, &options)?;
     let mut timed = StepTimes::default();
     run.train_to(steps.get() + 1, &mut timed)?;
@@ -127,7 +128,7 @@ pub fn replay(
     config.log.samples = true;
     // a step that is not finite is the usual reason for a replay
     (config.train.on_non_finite, config.train.max_skipped) = (OnNonFinite::Skip, u64::MAX);
-    let options = RunOptions { resume, observer, ..RunOptions::default() };
+    let options = RunOptions { resume, evaluates: false, observer, ..RunOptions::default() };
     let mut run = Run::with_options(&config, &options)?;
     let mut last = Last(None);
     let exists = run.train_to(step, &mut last)?;

@@ -217,7 +217,7 @@ fn a_kind_of_tuning_that_is_unknown_is_refused() {
 fn all_refusals_are_listed_at_once_with_exit_code_64() {
     let place = Place::empty();
     let text = "model_name_or_path: Qwen/Qwen2-VL-7B-Instruct\ndataset: a\nfinetuning_type: full\n\
-                learnin_rate: 1e-4\nquantization_bit: 4\nval_size: 0.1\nstage: dpo\n";
+                learnin_rate: 1e-4\nquantization_bit: 4\nrope_scaling: yarn\nstage: dpo\n";
     place.write("a.yaml", text);
     let arguments = ["convert", "--from", "llama-factory", "a.yaml", "--out", "b.yaml"];
     let output = place.trainer(&arguments).ends_with(64);
@@ -225,7 +225,7 @@ fn all_refusals_are_listed_at_once_with_exit_code_64() {
         "a.yaml:1: `model_name_or_path: Qwen/Qwen2-VL-7B-Instruct`",
         "a.yaml:4: `learnin_rate: 1e-4`: no known setting of LLaMA-Factory, did you mean `learning_rate`?",
         "a.yaml:5: `quantization_bit: 4`",
-        "a.yaml:6: `val_size: 0.1`",
+        "a.yaml:6: `rope_scaling: yarn`",
         "a.yaml:7: `stage: dpo`",
         "`--world-size`",
         "6 settings of LLaMA-Factory cannot be converted",
@@ -267,6 +267,24 @@ fn trackers_and_early_stopping_become_keys_of_this_trainer() {
     assert_eq!(config["eval"]["early_stopping"]["patience"], 4);
     let share = refusal(llama_factory("early_stopping_steps: 0.5"));
     assert!(share.contains("a whole number of evaluations"), "{share}");
+}
+
+#[test]
+fn held_out_rows_and_system_turns_become_keys_of_this_trainer() {
+    let config = llama_factory("val_size: 0.1\ndefault_system: Be short.\neval_steps: 50").unwrap();
+    assert_eq!(config["data"]["eval_share"], 0.1);
+    assert_eq!(config["data"]["system"], "Be short.");
+    assert_eq!(config["eval"]["every_steps"], 50);
+    assert_eq!(llama_factory("val_size: 200").unwrap()["data"]["eval_rows"], 200);
+    assert_eq!(llama_factory("val_size: 0.0").unwrap()["data"]["eval_share"], Value::Null);
+    let refused = refusal(llama_factory("val_size: 1.5"));
+    assert!(refused.contains("or a number of rows"), "{refused}");
+    let both = refusal(llama_factory("dataset: a\neval_dataset: b\nval_size: 0.1"));
+    assert!(both.contains("LLaMA-Factory refuses both"), "{both}");
+    let config = swift("split_dataset_ratio: 0.01\nsystem: Be short.").unwrap();
+    assert_eq!(config["data"]["eval_share"], 0.01);
+    assert_eq!(config["data"]["system"], "Be short.");
+    assert!(refusal(swift("system: system.txt")).contains("write the text of the file"));
 }
 
 #[test]

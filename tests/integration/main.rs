@@ -34,6 +34,7 @@ mod gpu_ranks;
 mod grounding;
 mod harness;
 mod health;
+mod held_out;
 #[cfg(feature = "hub")]
 mod hub;
 mod image_columns;

@@ -218,7 +218,8 @@ impl Conversion {
     }
 
     pub(crate) fn has_eval(&self) -> bool {
-        self.lines.iter().any(|line| line.key.starts_with("data.eval."))
+        let keys = ["data.eval.", "data.eval_share", "data.eval_rows"];
+        self.lines.iter().any(|line| keys.iter().any(|key| line.key.starts_with(key)))
     }
 
     /// Whether the list of names that a key is set to has `name`.

@@ -24,7 +24,8 @@ pub use dataset::corpus::{
     Corpus, CorpusConfig, CorpusOptions, Purpose, Sampling, Spacing, Windows,
 };
 pub use dataset::order::{DatasetShare, Mixture, Order, OrderError, RowOrder, StoppingStrategy};
-pub use dataset::{DataSet, DatasetRows, RowReader};
+pub use dataset::split::{EvalGroup, EvalSplit, SplitSize};
+pub use dataset::{Chats, DataSet, DatasetRows, RowReader};
 pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
 pub use encode::{BoxFault, Encoder, ImageBox, LossScale, image_boxes};

@@ -46,6 +46,7 @@ pub(super) fn check(
         for (index, set) in sets.iter().enumerate() {
             // each alone, so that a broken file hides no other one
             let mut alone = config.clone();
+            (alone.data.eval_share, alone.data.eval_rows) = (None, None); // all rows are checked
             let own = match list {
                 DataList::Train => &mut alone.data.train,
                 DataList::Eval => &mut alone.data.eval,
@@ -267,6 +268,15 @@ fn add_plan(
     report: &mut CheckReport,
 ) -> Result<Option<DataPlan>, RunError> {
     let rows = Arc::new(open_data(config, DataList::Train, encoder, observer)?);
+    for (set, name) in rows.sets().iter().zip(rows.names()) {
+        let DataSet::Chats(chats) = set else { continue };
+        let (all, trained) = (chats.file().len(), chats.len());
+        if trained < all {
+            let held_out = all - trained;
+            let fact = format!("{name}: {held_out} of {all} rows are held out to evaluate on");
+            report.fact(Topic::Eval, fact);
+        }
+    }
     if let Some(found) = found
         && let inputs = InputDigests::new(&rows, encoder)
         && let Err(error) = resumed_state(config, &rows, &inputs, found, true)

@@ -323,7 +323,7 @@ pub(super) fn resumed(config: &RunConfig, folder: &Path) -> Result<Check, RunErr
     let most = NonZeroUsize::new(MICRO_BATCHES).unwrap_or(NonZeroUsize::MIN);
     let micro_batches = &mut config.train.gradient_accumulation_steps;
     *micro_batches = most.min(*micro_batches);
-    config.data.eval.clear();
+    config.data.eval.clear(); // it may name files to download
     (config.eval, config.checkpoint.every_steps) = (EvalConfig::default(), 0);
     (config.checkpoint.keep, config.checkpoint.best) = (NonZeroUsize::MIN, None);
     let whole = RunConfig { output_dir: folder.join("whole"), ..config.clone() };
@@ -354,7 +354,8 @@ pub(super) fn resumed(config: &RunConfig, folder: &Path) -> Result<Check, RunErr
 
 fn train(config: &RunConfig, steps: &mut Steps) -> Result<(), RunError> {
     steps.stop = Arc::default();
-    let options = RunOptions { stop: Arc::clone(&steps.stop), ..RunOptions::default() };
+    let options =
+        RunOptions { stop: Arc::clone(&steps.stop), evaluates: false, ..RunOptions::default() };
     Run::with_options(config, &options)?.train(steps)?;
     Ok(())
 }

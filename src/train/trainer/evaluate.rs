@@ -68,7 +68,7 @@ impl Trainer {
             // The loss of no rows would be 0, like a perfect loss.
             tracing::warn!(
                 step,
-                "no row of `data.eval` can be scored: this evaluation has no result"
+                "no row to evaluate on can be scored: this evaluation has no result"
             );
             return Ok(true);
         }

@@ -40,6 +40,7 @@ struct Source {
 /// rows of an epoch, if they can be counted.
 pub(super) fn data_sets(conversion: &mut Conversion, read_entry: ReadEntry<'_>) -> Option<u64> {
     reading(conversion);
+    system(conversion);
     let media = conversion.consume_written(Role::MediaDir);
     let (mut train, eval) = match conversion.trainer {
         Trainer::MsSwift => {
@@ -52,6 +53,7 @@ pub(super) fn data_sets(conversion: &mut Conversion, read_entry: ReadEntry<'_>) 
         conversion.refuse_missing("dataset", "the files name no training data");
     }
     let is_mixed = mixture(conversion, &mut train);
+    let share = eval_split(conversion, !eval.is_empty());
     let mut rows = Some(0);
     for (list, sources) in [("data.train", train), ("data.eval", eval)] {
         let is_train = list == "data.train";
@@ -67,7 +69,59 @@ pub(super) fn data_sets(conversion: &mut Conversion, read_entry: ReadEntry<'_>) 
             write(conversion, &format!("{list}.{number}"), &source);
         }
     }
-    rows.filter(|_| !is_mixed)
+    let trained = |rows: u64| rows - held_out(rows, share);
+    rows.filter(|_| !is_mixed).map(trained)
+}
+
+/// Writes `data.eval_share` or `data.eval_rows`, and returns it: a share below 1, or a number of
+/// rows. `has_eval`: whether there are data sets to evaluate on.
+fn eval_split(conversion: &mut Conversion, has_eval: bool) -> Option<f64> {
+    let (size, setting) = conversion.consume_number(Role::EvalSplit)?;
+    let is_share = size > 0.0 && size < 1.0;
+    let is_rows = size >= 1.0 && size.fract() == 0.0 && conversion.trainer == Trainer::LlamaFactory;
+    if size == 0.0 {
+        conversion.drop(&setting, "no rows are held out");
+    } else if has_eval && conversion.trainer == Trainer::MsSwift {
+        conversion.drop(&setting, "`val_dataset` is used instead");
+    } else if has_eval {
+        conversion.refuse(&setting, "remove it or `eval_dataset`: LLaMA-Factory refuses both too");
+    } else if is_share {
+        conversion.write_setting("data.eval_share", &size.to_string(), &setting);
+        return Some(size);
+    } else if is_rows {
+        conversion.write_setting("data.eval_rows", &size.to_string(), &setting);
+        return Some(size);
+    } else {
+        let expected = match conversion.trainer {
+            Trainer::LlamaFactory => "expected a share above 0 and below 1, or a number of rows",
+            Trainer::MsSwift | Trainer::LmmsEngine => "expected a share above 0 and below 1",
+        };
+        conversion.refuse(&setting, expected);
+    }
+    None
+}
+
+/// Number of rows that are held out of `rows`.
+fn held_out(rows: u64, share: Option<f64>) -> u64 {
+    let share = share.unwrap_or_default();
+    let held_out = if share < 1.0 { (share * rows as f64).round() } else { share };
+    (held_out as u64).min(rows)
+}
+
+/// `data.system`: the system turn of rows without one.
+fn system(conversion: &mut Conversion) {
+    if conversion.trainer == Trainer::LmmsEngine {
+        let origin = "lmms-engine: of rows without one";
+        conversion.write("data.system", &quoted("You are a helpful assistant"), origin);
+    }
+    let Some(setting) = conversion.consume_written(Role::System) else { return };
+    let text = setting.value.text().unwrap_or_default().to_owned();
+    let is_file = Path::new(&text).extension().is_some_and(|ending| ending == "txt");
+    if is_file && conversion.trainer == Trainer::MsSwift {
+        conversion.refuse(&setting, "write the text of the file instead of its path");
+    } else {
+        conversion.write_setting("data.system", &quoted(&text), &setting);
+    }
 }
 
 /// `data.workers`, `data.on_error` and the seed of the data.

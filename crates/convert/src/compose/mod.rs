@@ -53,9 +53,7 @@ fn notes(conversion: &mut Conversion) {
         )),
     }
     if conversion.trainer == Trainer::LmmsEngine {
-        conversion.note(
-            "lmms-engine adds the system turn `You are a helpful assistant` to rows without one, and also supervises special tokens: losses differ",
-        );
+        conversion.note("lmms-engine also supervises special tokens: losses differ");
     }
     conversion.note(
         "the order of the rows differs, and rejected rows count: above 1 % of the rows (`data.max_rejected`) the run stops",

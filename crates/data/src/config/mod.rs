@@ -6,6 +6,7 @@ mod tests;
 
 use std::fmt::{self, Display};
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
+use std::ops::Bound;
 use std::path::{Path, PathBuf};
 
 use serde::de::{self, SeqAccess, Visitor};
@@ -14,6 +15,7 @@ use settings::{Choice, Kind, Setting, ValueError, above, section};
 
 use crate::dataset::corpus::windows::{CorpusConfig, Sampling};
 use crate::dataset::order::{Mixture, RowOrder, StoppingStrategy};
+use crate::dataset::split::{EvalGroup, EvalSplit, SplitSize};
 use crate::encode::LossScale;
 use crate::encode::truncate::{KeptEnd, TruncationRule};
 use crate::media::image::{ImageConfig, UrlConfig};
@@ -32,6 +34,20 @@ pub struct DataConfig {
     /// Data sets to evaluate on, with the same keys as `data.train`
     #[key(default, neutral)]
     pub eval: Vec<DatasetConfig>,
+    /// Instead of `eval`: share of the rows of each data set that is held out to evaluate on
+    #[valid(
+        range = (Bound::Excluded(0.0), Bound::Excluded(1.0)),
+        expected = "a share above 0 and below 1",
+        hint = "0.01 holds out 1 % of the rows; `data.eval_rows` is a number of rows"
+    )]
+    pub eval_share: Option<f64>,
+    /// Instead of `eval_share`: number of rows of all data sets together, in proportion to their rows
+    pub eval_rows: Option<NonZeroU64>,
+    /// Which rows stay together when rows are held out
+    #[key(default)]
+    pub eval_group: EvalGroup,
+    /// System turn of chats that have none; `null`: what the chat template writes then
+    pub system: Option<String>,
     /// What the weights of data sets mean
     #[key(default)]
     pub mixture: Mixture,
@@ -192,6 +208,7 @@ impl DataConfig {
             }
         }
         rule(self.check_split().map(|problem| problem.with_hint(ENTRY)));
+        rule(self.check_held_out());
         let share = self.mixture == Mixture::Share;
         let without_share = ValueError::new(
             "data.stopping_strategy",
@@ -311,6 +328,56 @@ impl DataConfig {
         None
     }
 
+    /// Checks the keys of rows that are held out.
+    fn check_held_out(&self) -> Option<ValueError> {
+        let key = match (self.eval_share, self.eval_rows) {
+            (None, None) if self.eval_group == EvalGroup::default() => return None,
+            (None, None) => {
+                let expected = "no value without `data.eval_share` or `data.eval_rows`";
+                return Some(ValueError::new("data.eval_group", self.eval_group.name(), expected));
+            }
+            (Some(_), None) => "data.eval_share",
+            (_, Some(_)) => "data.eval_rows",
+        };
+        let refuse = |problem, hint| Some(ValueError::contradiction(key, problem).with_hint(hint));
+        if self.eval_share.is_some() && self.eval_rows.is_some() {
+            return refuse("is set, and `data.eval_share` too", "remove one of the two");
+        }
+        if !self.eval.is_empty() {
+            let problem = "holds out rows to evaluate on, and `data.eval` lists data sets too";
+            let hint = "remove one of the two; a finished run is evaluated on other rows with \
+                        `--set data.eval_share=null` or `--set data.eval_rows=null` in addition";
+            return refuse(problem, hint);
+        }
+        if self.train.iter().any(|set| set.corpus.is_some()) {
+            let problem = "holds out rows, but a data set is a corpus, whose windows overlap";
+            return refuse(problem, "list a file to evaluate on under `data.eval`");
+        }
+        None
+    }
+
+    /// How rows of `train` are held out, drawn with this seed; `None` if all are trained on.
+    pub fn eval_split(&self, seed: u64) -> Option<EvalSplit> {
+        let share = self.eval_share.map(SplitSize::Share);
+        let size = share.or_else(|| self.eval_rows.map(SplitSize::Rows))?;
+        Some(EvalSplit { size, group: self.eval_group, seed })
+    }
+
+    /// Maximum number of tokens of a row to train on; `None` if there is no limit.
+    pub fn longest(&self) -> Option<u32> {
+        let of_pack = self.packing_length.get();
+        let of_pack = (self.packing && self.filter_overlong).then_some(of_pack);
+        // With a truncation rule, longer chats are not rejected.
+        let of_sample = self.max_length.filter(|_| self.truncation_rule().is_none());
+        of_pack.into_iter().chain(of_sample.map(NonZeroU32::get)).min()
+    }
+
+    /// The data sets of an evaluation: those of `eval`, or those of `train` if rows of them are held
+    /// out.
+    pub fn eval_sets(&self) -> &[DatasetConfig] {
+        if self.eval_share.is_some() || self.eval_rows.is_some() { &self.train } else { &self.eval }
+    }
+
     /// Number of tokens at which documents of a corpus are split.
     pub fn split_at(&self) -> Option<NonZeroU32> {
         self.max_length.filter(|_| self.truncation == Truncation::Split)
@@ -377,6 +444,8 @@ pub struct DatasetConfig {
     /// images, videos or `objects`
     #[key(default)]
     pub literal_placeholders: bool,
+    /// System turn of chats that have none, instead of `data.system`; `""`: none
+    pub system: Option<String>,
     /// Reads the file as plain text ([corpora](corpora.md)); `null`: chats
     pub corpus: Option<CorpusConfig>,
 }
@@ -402,6 +471,10 @@ impl DatasetConfig {
             if fault.is_some() {
                 return fault;
             }
+        }
+        if let (Some(system), Some(_)) = (&self.system, &self.corpus) {
+            let expected = "no `corpus` in addition: its rows have no turns";
+            return Some(("system", system.clone(), expected));
         }
         let entry = match (&self.dataset_info, self.path.is_empty()) {
             (None, true) => {

@@ -21,8 +21,8 @@ fn the_defaults_are_those_of_the_contract() {
     assert_eq!(
         serde_json::to_string(&config).unwrap(),
         r#"{"train":[{"path":"a.jsonl","dataset_info":null,"columns":null,"name":null,"image_root":null,"weight":1.0,"#.to_owned()
-            + r#""literal_placeholders":false,"corpus":null}],"#
-            + r#""eval":[],"mixture":"repeat","stopping_strategy":"all_exhausted","packing":true,"#
+            + r#""literal_placeholders":false,"system":null,"corpus":null}],"#
+            + r#""eval":[],"eval_share":null,"eval_rows":null,"eval_group":"rows","system":null,"mixture":"repeat","stopping_strategy":"all_exhausted","packing":true,"#
             + r#""packing_length":8192,"packing_strategy":"best_fit","packing_window":1000,"#
             + r#""max_patches_per_pack":null,"balance":"none","filter_overlong":true,"#
             + r#""max_length":null,"truncation":"delete","loss_scale":"default","train_empty_think":false,"shuffle":true,"#
@@ -75,6 +75,43 @@ fn weights_and_shares_out_of_range_are_named() {
         config.max_rejected = max_rejected;
         begins(&config, "`data.max_rejected` is");
     }
+}
+
+#[test]
+fn keys_of_held_out_rows_that_contradict_others_are_named() {
+    let of = |keys: &str| {
+        problem(&parse(&format!(r#"{{"train": [{{"path": "a"}}]{keys}}}"#)).unwrap())
+            .unwrap_or_default()
+    };
+    for keys in [
+        r#", "eval_share": 0.01"#,
+        r#", "eval_rows": 500, "eval_group": "images""#,
+        r#", "eval": [{"path": "b"}]"#,
+    ] {
+        assert_eq!(of(keys), "", "{keys}");
+    }
+    for (keys, expected) in [
+        (
+            r#", "eval_share": 0.0"#,
+            "`data.eval_share` is `0`, expected a share above 0 and below 1",
+        ),
+        (
+            r#", "eval_share": 1.0"#,
+            "`data.eval_share` is `1`, expected a share above 0 and below 1",
+        ),
+        (r#", "eval_share": 0.1, "eval_rows": 5"#, "`data.eval_rows` is set, and"),
+        (r#", "eval_share": 0.1, "eval": [{"path": "b"}]"#, "`data.eval_share` holds out rows"),
+        (r#", "eval_group": "id""#, "`data.eval_group` is `id`, expected no value without"),
+    ] {
+        assert!(of(keys).starts_with(expected), "{keys}: {}", of(keys));
+    }
+    assert!(parse(r#"{"train": [], "eval_rows": 0}"#).is_err());
+    let corpus =
+        r#"{"train": [{"path": "a.txt", "corpus": {"sampling": "document"}}], "eval_share": 0.1}"#;
+    assert!(problem(&parse(corpus).unwrap()).unwrap().contains("is a corpus"));
+    let corpus =
+        r#"{"train": [{"path": "a.txt", "system": "S", "corpus": {"sampling": "document"}}]}"#;
+    assert!(problem(&parse(corpus).unwrap()).unwrap().starts_with("`data.train.0.system` is `S`"));
 }
 
 #[test]

@@ -55,10 +55,11 @@ impl CachedRows {
         let mut caches = Vec::new();
         let (mut before, mut work) = (0, CacheWork::default());
         for set in rows.sets() {
-            let DataSet::Chats(file) = set else {
+            let DataSet::Chats(chats) = set else {
                 caches.push(None);
                 continue;
             };
+            let file = chats.file();
             let progress = |done| progress(before + done);
             let (cache, more) = LengthCache::update(file, rows.encoder(), folder, &progress)?;
             caches.push(Some(cache));
@@ -73,7 +74,9 @@ impl CachedRows {
     /// file has no complete cache under the current limits.
     pub fn complete(rows: Arc<DatasetRows>, folder: &Path) -> Option<Self> {
         let of_set = |set: &DataSet| match set {
-            DataSet::Chats(file) => LengthCache::complete(file, rows.encoder(), folder).map(Some),
+            DataSet::Chats(chats) => {
+                LengthCache::complete(chats.file(), rows.encoder(), folder).map(Some)
+            }
             DataSet::Corpus(_) => Some(None),
         };
         let caches = rows.sets().iter().map(of_set).collect::<Option<_>>()?;
@@ -90,9 +93,9 @@ impl CachedRows {
     ) -> Result<Option<MediaStamps>, CacheError> {
         let mut media = MediaStamps::default();
         for set in rows.sets() {
-            if let DataSet::Chats(file) = set
-                && LengthCache::add_media(file, rows.encoder(), folder, look, &mut media)?.is_none()
-            {
+            let DataSet::Chats(chats) = set else { continue };
+            let (file, encoder) = (chats.file(), rows.encoder());
+            if LengthCache::add_media(file, encoder, folder, look, &mut media)?.is_none() {
                 return Ok(None);
             }
         }
@@ -109,7 +112,8 @@ impl CachedRows {
     ) -> Result<(), CacheError> {
         let mut before = 0;
         for set in rows.sets() {
-            let DataSet::Chats(file) = set else { continue };
+            let DataSet::Chats(chats) = set else { continue };
+            let file = chats.file();
             let progress = |done| progress(before + done);
             LengthCache::measure_part(file, rows.encoder(), folder, rank, &progress)?;
             before += rank.own_part(file.len()).len() as u64;
@@ -122,7 +126,7 @@ impl CachedRows {
         let sets = (0u32..).zip(self.rows.sets().iter().zip(&self.caches));
         let summary = |(dataset, (set, cache)): (u32, (&DataSet, &Option<LengthCache>))| {
             let cache = cache.as_ref()?;
-            let rows = (0..cache.len() as u32).into_par_iter();
+            let rows = (0..set.len() as u32).into_par_iter();
             let add = |sum, row| self.add(sum, SampleIndex { dataset, row }, cache, options);
             let summary = rows.fold(LengthSummary::default, add);
             let summary = summary.reduce(LengthSummary::default, LengthSummary::join);
@@ -146,7 +150,7 @@ impl CachedRows {
         });
         match length {
             Ok(tokens) => {
-                let counts = cache.token_counts(row.row as usize, self.rows.encoder());
+                let counts = cache.token_counts(self.rows.file_row(row), self.rows.encoder());
                 let whole = counts.as_ref().map_or(tokens, TokenCounts::num_tokens);
                 let cut = self.rows.truncation_rule();
                 sum.usable += 1;
@@ -197,7 +201,7 @@ impl RowReader for CachedRows {
         match &self.caches[row.dataset as usize] {
             Some(cache) => {
                 let (encoder, cut) = (self.rows.encoder(), self.rows.truncation_rule());
-                cache.length(row.row as usize, encoder, cut, || self.id(row))
+                cache.length(self.rows.file_row(row), encoder, cut, || self.id(row))
             }
             None => self.rows.length(row),
         }

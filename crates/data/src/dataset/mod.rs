@@ -5,6 +5,7 @@
 pub(crate) mod cached;
 pub(crate) mod corpus;
 pub(crate) mod order;
+pub(crate) mod split;
 #[cfg(test)]
 mod tests;
 
@@ -17,13 +18,55 @@ use crate::{
     RowRules, SampleError, SourceError, TruncationRule, UnknownKeys, dataset_names, open_indexed,
 };
 use batch::{EncodedSample, Sample, SampleId};
+use sha2::{Digest, Sha256};
+use split::{EvalSplit, held_out};
 
 /// A data set, open for reading.
 pub enum DataSet {
     /// Chats, one per row.
-    Chats(RowFile),
+    Chats(Chats),
     /// Plain text.
     Corpus(Corpus),
+}
+
+/// The rows of files with chats: all of them, or those on one side of a split.
+#[derive(Clone)]
+pub struct Chats {
+    file: Arc<RowFile>,
+    selected: Option<Vec<u32>>, // rows of `file`, ascending
+}
+
+impl Chats {
+    /// The files, with all their rows.
+    pub fn file(&self) -> &RowFile {
+        &self.file
+    }
+
+    /// Number of rows.
+    pub fn len(&self) -> usize {
+        self.selected.as_ref().map_or(self.file.len(), Vec::len)
+    }
+
+    /// Always false, as [`DataSet::is_empty`].
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn read(&self, row: u32) -> Result<Sample, SampleError> {
+        self.file.read(self.row(row))
+    }
+
+    /// The row of the files that is row `row < len()` here.
+    fn row(&self, row: u32) -> usize {
+        self.selected.as_ref().map_or(row, |selected| selected[row as usize]) as usize
+    }
+
+    fn fingerprint(&self) -> [u8; 32] {
+        let Some(selected) = &self.selected else { return self.file.fingerprint() };
+        let mut hash = Sha256::new_with_prefix(self.file.fingerprint());
+        selected.iter().for_each(|row| hash.update(row.to_le_bytes()));
+        hash.finalize().into()
+    }
 }
 
 impl DataSet {
@@ -38,14 +81,18 @@ impl DataSet {
                 .map(Self::Corpus);
         }
         let cache = options.cache.as_deref().map(|folder| (encoder, folder));
-        Self::open_chats(set, options.unknown_keys, cache).map(Self::Chats)
+        let system = set.system.as_ref().or(options.system.as_ref());
+        let system = system.filter(|text| !text.is_empty()).map(|text| text.as_str().into());
+        let rules = RowRules { unknown_keys: options.unknown_keys, system, ..RowRules::default() };
+        let file = Self::open_chats(set, rules, cache)?;
+        Ok(Self::Chats(Chats { file: Arc::new(file), selected: None }))
     }
 
     /// Opens and indexes the files of chats, with the index in the folder of a cache if there is
-    /// one.
+    /// one. `rules` are those of all data sets.
     fn open_chats(
         set: &DatasetConfig,
-        unknown_keys: UnknownKeys,
+        rules: RowRules,
         cache: Option<(&Encoder, &Path)>,
     ) -> Result<RowFile, SourceError> {
         let info = set.dataset_info.as_ref().map(|entry| {
@@ -68,7 +115,7 @@ impl DataSet {
         let image_root = set.image_root.as_deref().or(folder.as_deref());
         let literal_placeholders = set.literal_placeholders;
         let columns = set.columns.clone().map(Arc::new);
-        let rules = RowRules { literal_placeholders, unknown_keys, info, columns };
+        let rules = RowRules { literal_placeholders, info, columns, ..rules };
         let file = match cache {
             Some((encoder, folder)) => open_indexed(paths, image_root, rules, encoder, folder)?,
             None => RowFile::open_with(paths, image_root, rules)?,
@@ -80,7 +127,8 @@ impl DataSet {
     /// needs a tokenizer.
     pub fn check_files(set: &DatasetConfig, unknown_keys: UnknownKeys) -> Result<(), SourceError> {
         if set.corpus.is_none() {
-            return Self::open_chats(set, unknown_keys, None).map(|_| ());
+            let rules = RowRules { unknown_keys, ..RowRules::default() };
+            return Self::open_chats(set, rules, None).map(|_| ());
         }
         let is_pattern = |path: &PathBuf| path.to_string_lossy().contains(['*', '?', '[']);
         for path in set.path.paths().iter().filter(|path| !is_pattern(path)) {
@@ -93,7 +141,7 @@ impl DataSet {
     /// Number of rows, or of samples of one pass over a corpus.
     pub fn len(&self) -> usize {
         match self {
-            Self::Chats(file) => file.len(),
+            Self::Chats(chats) => chats.len(),
             Self::Corpus(corpus) => corpus.len(),
         }
     }
@@ -106,7 +154,7 @@ impl DataSet {
     /// The first path in the config.
     pub fn path(&self) -> &Path {
         match self {
-            Self::Chats(file) => file.path(),
+            Self::Chats(chats) => chats.file.path(),
             Self::Corpus(corpus) => corpus.path(),
         }
     }
@@ -114,18 +162,27 @@ impl DataSet {
     /// Number of rows that an epoch uses with weight 1: `num_samples` of the entry in
     /// `dataset_info.json`, or all rows.
     pub fn num_samples(&self) -> u64 {
-        let info = match self {
-            Self::Chats(file) => file.rules().info.as_ref(),
-            Self::Corpus(_) => None,
-        };
-        info.and_then(|info| info.num_samples()).unwrap_or(self.len() as u64)
+        let given = self.chats().and_then(|chats| {
+            let samples = chats.file.rules().info.as_ref()?.num_samples()?;
+            // Of the rows that are trained on, the same share.
+            Some((samples as f64 * chats.len() as f64 / chats.file.len() as f64).round() as u64)
+        });
+        given.unwrap_or(self.len() as u64)
     }
 
     /// Hash of the content of the data set.
     pub fn fingerprint(&self) -> [u8; 32] {
         match self {
-            Self::Chats(file) => file.fingerprint(),
+            Self::Chats(chats) => chats.fingerprint(),
             Self::Corpus(corpus) => corpus.fingerprint(),
+        }
+    }
+
+    /// The chats; `None` for a corpus.
+    fn chats(&self) -> Option<&Chats> {
+        match self {
+            Self::Chats(chats) => Some(chats),
+            Self::Corpus(_) => None,
         }
     }
 
@@ -181,6 +238,7 @@ pub struct DatasetRows {
     names: Vec<String>,
     encoder: Arc<Encoder>,
     cut: Option<TruncationRule>,
+    longest: Option<u32>,
 }
 
 impl DatasetRows {
@@ -199,13 +257,43 @@ impl DatasetRows {
     ) -> Result<Self, SourceError> {
         let open = |set: &DatasetConfig| DataSet::open(set, &encoder, options, progress);
         let sets = datasets.iter().map(open).collect::<Result<_, _>>()?;
-        Ok(Self { sets, names: dataset_names(datasets), encoder, cut: None })
+        Ok(Self { sets, names: dataset_names(datasets), encoder, cut: None, longest: None })
+    }
+
+    /// Divides the rows of chats into those to train on and those to evaluate on, which are not
+    /// truncated. Rows that stay together are on one side, whatever their data sets. It fails if a
+    /// data set would have no row on one side.
+    pub fn split(self, split: EvalSplit) -> Result<[Self; 2], SourceError> {
+        let chats = self.sets.iter().filter_map(|set| Some(set.chats()?.file()));
+        let mut held = held_out(&chats.collect::<Vec<_>>(), split)?.into_iter();
+        let (mut train, mut eval, mut names) = (Vec::new(), Vec::new(), Vec::new());
+        for (set, name) in self.sets.into_iter().zip(&self.names) {
+            let DataSet::Chats(Chats { file, .. }) = set else {
+                train.push(set);
+                continue;
+            };
+            let held = held.next().expect("one list for each data set of chats");
+            let trained = (0..file.len() as u32).filter(|row| held.binary_search(row).is_err());
+            let selected = Some(trained.collect());
+            train.push(DataSet::Chats(Chats { file: Arc::clone(&file), selected }));
+            eval.push(DataSet::Chats(Chats { file, selected: Some(held) }));
+            names.push(name.clone());
+        }
+        let encoder = Arc::clone(&self.encoder);
+        let eval = Self { sets: eval, names, encoder, cut: None, longest: None };
+        Ok([Self { sets: train, ..self }, eval])
     }
 
     /// Sets the truncation rule for chats. `None` truncates no chat.
     #[must_use]
     pub fn truncated(self, cut: Option<TruncationRule>) -> Self {
         Self { cut, ..self }
+    }
+
+    /// Rejects samples with more tokens than this.
+    #[must_use]
+    pub fn limited(self, longest: Option<u32>) -> Self {
+        Self { longest, ..self }
     }
 
     /// The truncation rule for chats; `None` if they are not truncated.
@@ -237,7 +325,7 @@ impl DatasetRows {
     pub fn rows(&self) -> impl Iterator<Item = SampleIndex> + '_ {
         (0u32..).zip(&self.sets).flat_map(|(dataset, set)| {
             let rows: Box<dyn Iterator<Item = u32> + '_> = match set {
-                DataSet::Chats(file) => Box::new(0..file.len() as u32),
+                DataSet::Chats(chats) => Box::new(0..chats.len() as u32),
                 DataSet::Corpus(corpus) => corpus.rows(),
             };
             rows.map(move |row| SampleIndex { dataset, row })
@@ -252,7 +340,7 @@ impl DatasetRows {
     /// The parsed row; `None` for a row of a corpus.
     pub fn sample(&self, row: SampleIndex) -> Option<Result<Sample, SampleError>> {
         match self.set(row) {
-            DataSet::Chats(file) => Some(file.read(row.row as usize)),
+            DataSet::Chats(chats) => Some(chats.read(row.row)),
             DataSet::Corpus(_) => None,
         }
     }
@@ -261,7 +349,7 @@ impl DatasetRows {
     /// corpus.
     pub fn own_id(&self, row: SampleIndex) -> Option<String> {
         match self.set(row) {
-            DataSet::Chats(file) => file.own_id(row.row as usize),
+            DataSet::Chats(chats) => chats.file.own_id(chats.row(row.row)),
             DataSet::Corpus(_) => None,
         }
     }
@@ -270,8 +358,8 @@ impl DatasetRows {
     pub fn dropped(&self, row: SampleIndex) -> Result<Vec<DroppedTokens>, Rejection> {
         Ok(match (self.set(row), self.cut) {
             (DataSet::Corpus(corpus), _) => corpus.dropped(row.row)?,
-            (DataSet::Chats(file), Some(cut)) => {
-                self.encoder.dropped(&file.read(row.row as usize)?, cut)?
+            (DataSet::Chats(chats), Some(cut)) => {
+                self.encoder.dropped(&chats.read(row.row)?, cut)?
             }
             (DataSet::Chats(_), None) => Vec::new(),
         })
@@ -288,12 +376,27 @@ impl DatasetRows {
 
     /// Hash of the contents of all data sets.
     pub fn fingerprint(&self) -> [u8; 32] {
-        use sha2::{Digest, Sha256};
         let mut hash = Sha256::new();
         for set in &self.sets {
             hash.update(set.fingerprint());
         }
         hash.finalize().into()
+    }
+
+    /// The number of a row in the files of its data set.
+    fn file_row(&self, row: SampleIndex) -> usize {
+        self.set(row).chats().map_or(row.row as usize, |chats| chats.row(row.row))
+    }
+
+    fn check_longest(&self, row: SampleIndex, length: Length) -> Result<(), Rejection> {
+        let tokens = length.tokens;
+        match self.longest {
+            Some(longest) if tokens > longest as usize => {
+                let message = format!("{tokens} tokens, a row to train on has at most {longest}");
+                Err(Rejection::new(&self.id(row), "overlong", message))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn set(&self, row: SampleIndex) -> &DataSet {
@@ -303,12 +406,14 @@ impl DatasetRows {
 
 impl RowReader for DatasetRows {
     fn read(&self, row: SampleIndex) -> Result<EncodedSample, Rejection> {
-        Ok(match self.set(row) {
+        let sample = match self.set(row) {
             DataSet::Corpus(corpus) => corpus.read(row.row)?,
-            DataSet::Chats(file) => {
-                self.encoder.encode_truncated(&file.read(row.row as usize)?, self.cut)?
+            DataSet::Chats(chats) => {
+                self.encoder.encode_truncated(&chats.read(row.row)?, self.cut)?
             }
-        })
+        };
+        self.check_longest(row, Length::of(&sample))?;
+        Ok(sample)
     }
 
     fn read_of_length(&self, row: SampleIndex, length: Length) -> Result<EncodedSample, Rejection> {
@@ -318,8 +423,8 @@ impl RowReader for DatasetRows {
                 let sample = corpus.read(row.row)?;
                 accept(Length::of(&sample)).map(|()| sample)
             }
-            DataSet::Chats(file) => {
-                self.encoder.encode_if(&file.read(row.row as usize)?, self.cut, accept)
+            DataSet::Chats(chats) => {
+                self.encoder.encode_if(&chats.read(row.row)?, self.cut, accept)
             }
         }
     }
@@ -327,11 +432,13 @@ impl RowReader for DatasetRows {
     fn length(&self, row: SampleIndex) -> Result<Length, Rejection> {
         let length = match self.set(row) {
             DataSet::Corpus(corpus) => corpus.length(row.row),
-            DataSet::Chats(file) => file
-                .read(row.row as usize)
+            DataSet::Chats(chats) => chats
+                .read(row.row)
                 .and_then(|sample| self.encoder.length_truncated(&sample, self.cut)),
         };
-        Ok(length?)
+        let length = length?;
+        self.check_longest(row, length)?;
+        Ok(length)
     }
 
     fn uniform_length(&self, dataset: u32) -> Option<Length> {
@@ -340,7 +447,7 @@ impl RowReader for DatasetRows {
 
     fn id(&self, row: SampleIndex) -> SampleId {
         match self.set(row) {
-            DataSet::Chats(file) => file.id(row.row as usize),
+            DataSet::Chats(chats) => chats.file.id(chats.row(row.row)),
             DataSet::Corpus(corpus) => corpus.id(row.row),
         }
     }

@@ -210,8 +210,12 @@ impl RowFile {
     /// The value of the key `id` of row `row < len()`: a text, or a number as text. `None` if it
     /// has none.
     pub(crate) fn own_id(&self, row: usize) -> Option<String> {
-        let object = self.content(row).ok()?.into_raw().ok()?.object;
-        match object.get("id")? {
+        Self::id_in(self.content(row).ok()?)
+    }
+
+    /// [`Self::own_id`] of the content of a row.
+    pub(crate) fn id_in(content: RowContent) -> Option<String> {
+        match content.into_raw().ok()?.object.get("id")? {
             Value::String(text) => Some(text.clone()),
             Value::Number(number) => Some(number.to_string()),
             _ => None,
@@ -267,9 +271,9 @@ impl RowFile {
         RowParser::parse_text(self.raw(row)?).at(&self.id(row))
     }
 
-    /// Hash of the content of the files when they were opened, and of their entry in
-    /// `dataset_info.json`. For a single file without an entry it is the SHA-256 of its bytes,
-    /// after unpacking.
+    /// Hash of the content of the files when they were opened, and of the rules that change the
+    /// rows: their entry in `dataset_info.json`, columns and system turn. For a single file without
+    /// such rules it is the SHA-256 of its bytes, after unpacking.
     pub fn fingerprint(&self) -> [u8; 32] {
         self.fingerprint
     }
@@ -316,8 +320,8 @@ fn permit_open_files(more: u64) {
 }
 
 fn fingerprint(data_files: &[DataFile], rules: &RowRules) -> [u8; 32] {
-    let RowRules { info, columns, .. } = rules;
-    if let ([data_file], None, None) = (data_files, info, columns) {
+    let RowRules { info, columns, system, .. } = rules;
+    if let ([data_file], None, None, None) = (data_files, info, columns, system) {
         return data_file.sha256();
     }
     let mut hasher = Sha256::new();
@@ -329,6 +333,9 @@ fn fingerprint(data_files: &[DataFile], rules: &RowRules) -> [u8; 32] {
     }
     if let Some(columns) = columns {
         hasher.update(format!("{columns:?}"));
+    }
+    if let Some(system) = system {
+        hasher.update(format!("system {system:?}"));
     }
     hasher.finalize().into()
 }

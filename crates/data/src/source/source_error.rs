@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use super::dataset_info::DatasetInfoError;
 use super::rows::RowForm;
 use super::sample_error::SampleError;
-use crate::row::Rejection;
+use crate::row::{Rejection, TransientRowError};
 
 /// The reason why the files of a data set cannot be used. Paths are those of the config.
 #[derive(Debug, thiserror::Error, fault::Fault)]
@@ -97,6 +97,20 @@ pub enum SourceError {
     #[error("`{}` has more than {} tokens, lines or samples", .path.display(), u32::MAX)]
     #[fault(hint = "split the file into several data sets")]
     ManyTokens { path: PathBuf },
+    #[error("cannot hold out {held_out} of the {rows} rows of `{}` for evaluation: {why}", .path.display())]
+    #[fault(
+        hint = "raise `data.eval_share` or `data.eval_rows`, add rows to the file, or list a file to evaluate on under `data.eval` instead"
+    )]
+    NotSplit { path: PathBuf, rows: usize, held_out: usize, why: &'static str },
+    #[error("`data.eval_group` is `{group}`, but no row has what this names")]
+    #[fault(
+        hint = "`images` needs rows with images or videos, and `id` rows with a text or a number under the key `id`"
+    )]
+    NoGroups { group: &'static str },
+    /// The process or a disk failed while rows were read to be held out.
+    #[error("{0}")]
+    #[fault(from)]
+    Transient(Box<TransientRowError>),
     /// A row cannot be used, and `data.on_error` is `stop`.
     #[error("{0}")]
     #[fault(hint = "fix the row, or set `data.on_error: skip` to skip such rows")]

@@ -45,6 +45,8 @@ pub struct CorpusOptions {
     pub max_rejected: f64,
     /// How unknown keys of chats are handled. Rows of a corpus are read for their text alone.
     pub unknown_keys: UnknownKeys,
+    /// The system turn of chats that have none, unless their data set gives one.
+    pub system: Option<String>,
 }
 
 /// Whether a corpus is opened for training or evaluation.
@@ -65,6 +67,7 @@ impl Default for CorpusOptions {
             cut: None,
             cache: None,
             unknown_keys: UnknownKeys::default(),
+            system: None,
             on_error: OnError::Skip,
             max_rejected: 1.0,
         }

@@ -16,6 +16,7 @@ use crate::row::Rejection;
 use crate::source::files::BOM;
 use crate::source::{AtRow, MAX_TEXT_BYTES, RowFile, SampleError, SampleFault, SourceError};
 use batch::SampleId;
+use tokenizer::Tokens;
 
 /// Length of the pieces of a row with a long text, in bytes.
 pub(super) const ROW_PIECE_BYTES: usize = 1 << 19;
@@ -158,7 +159,7 @@ fn is_cut(bytes: &[u8], at: usize) -> bool {
     }
 }
 
-/// Number of texts that are tokenised in parallel before their tokens are written.
+/// Number of pieces that are tokenised in parallel while the tokens of earlier ones are written.
 const TEXTS_AT_A_TIME: usize = 64;
 
 /// Opens the cached tokens of a corpus, or tokenises it. During tokenisation, calls
@@ -224,6 +225,22 @@ fn push(writer: &mut TokenWriter, id: u32, line: u64) -> Result<(), Problem> {
     }
 }
 
+/// Writes what `encode` returns, while the next texts are encoded; nothing ends it. `write` returns
+/// the number of bytes of text that are done, for `progress`.
+fn while_encoding<T: Send>(
+    mut encode: impl FnMut() -> Vec<T> + Send,
+    mut write: impl FnMut(Vec<T>) -> Result<u64, Problem> + Send,
+    progress: impl Fn(u64),
+) -> Result<(), Problem> {
+    let mut encoded = encode();
+    while !encoded.is_empty() {
+        let (next, done) = rayon::join(&mut encode, || write(encoded));
+        progress(done?);
+        encoded = next;
+    }
+    Ok(())
+}
+
 /// Tokenises a data set, in which every row is a text of one or more documents.
 fn tokenise_rows(
     file: &RowFile,
@@ -232,12 +249,23 @@ fn tokenise_rows(
     writer: &mut TokenWriter,
     progress: &dyn Fn(u64, u64),
 ) -> Result<(), Problem> {
-    let all: Vec<usize> = (0..file.len()).collect();
-    for rows in all.chunks(TEXTS_AT_A_TIME) {
-        let encode = |row: &usize| row_tokens(encoder, &file.read_text(*row)?).at(&file.id(*row));
-        let encoded: Vec<Result<Vec<u32>, SampleError>> = rows.par_iter().map(encode).collect();
-        for (row, ids) in rows.iter().zip(encoded) {
-            let id = file.id(*row);
+    let num_bytes = file.bytes_before(file.len());
+    let mut first = 0;
+    let encode = || {
+        let mut end = first;
+        let most = file.bytes_before(first) + (TEXTS_AT_A_TIME * PIECE_BYTES) as u64;
+        while end < file.len() && (end == first || file.bytes_before(end) < most) {
+            end = file.len().min(end + TEXTS_AT_A_TIME);
+        }
+        let rows = first..end;
+        first = end;
+        let ids = |row| row_tokens(encoder, &file.read_text(row)?).at(&file.id(row));
+        rows.into_par_iter().map(|row| (row, ids(row))).collect()
+    };
+    let write = |encoded: Vec<(usize, Result<Vec<u32>, SampleError>)>| {
+        let mut done = 0;
+        for (row, ids) in encoded {
+            let id = file.id(row);
             let empty = || Rejection::new(&id, "empty", "the text has no tokens".to_owned());
             let ids = ids.map_err(|error| Rejection::of(&error));
             let ids = ids.and_then(|ids| if ids.is_empty() { Err(empty()) } else { Ok(ids) });
@@ -252,11 +280,11 @@ fn tokenise_rows(
                     }
                 }
             }
+            done = file.bytes_before(row + 1);
         }
-        let next = rows.last().map_or(0, |row| row + 1);
-        progress(file.bytes_before(next), file.bytes_before(file.len()));
-    }
-    Ok(())
+        Ok(done)
+    };
+    while_encoding(encode, write, |done| progress(done, num_bytes))
 }
 
 /// Tokenises a row. Long texts are tokenised in pieces, which takes little memory.
@@ -284,13 +312,9 @@ fn tokenise_file(
     let text = files::open(path).map_err(Problem::Read)?;
     let num_bytes = text.metadata().map_err(Problem::Read)?.len();
     let mut pieces = TextPieces::new(text);
-    let (mut line, mut done) = (1, 0);
-    loop {
+    let encode = || {
         let some: Vec<Result<TextPiece, TextFault>> =
             pieces.by_ref().take(TEXTS_AT_A_TIME).collect();
-        if some.is_empty() {
-            break;
-        }
         let encode = |piece: Result<TextPiece, TextFault>| {
             let piece = piece.map_err(|fault| match fault {
                 TextFault::Read(cause) => Problem::Read(cause),
@@ -300,7 +324,10 @@ fn tokenise_file(
             let tokens = encoder.encode_text(&piece.text).at(&id).map_err(Problem::Text)?;
             Ok((piece, tokens))
         };
-        let encoded: Vec<Result<_, Problem>> = some.into_par_iter().map(encode).collect();
+        some.into_par_iter().map(encode).collect()
+    };
+    let (mut line, mut done) = (1, 0);
+    let write = |encoded: Vec<Result<(TextPiece, Tokens), Problem>>| {
         for encoded in encoded {
             let (piece, tokens) = encoded?;
             let text_bytes = piece.text.as_bytes();
@@ -318,8 +345,9 @@ fn tokenise_file(
                 push(writer, id, line)?;
             }
         }
-        progress(done.min(num_bytes), num_bytes);
-    }
+        Ok(done)
+    };
+    while_encoding(encode, write, |done| progress(done.min(num_bytes), num_bytes))?;
     progress(num_bytes, num_bytes); // the byte order mark was not counted above
     if let (Some(last), Some(eos)) = (writer.last(), separators.eos)
         && last != eos

@@ -45,17 +45,22 @@ pub struct RowRules {
     pub info: Option<Arc<DatasetInfo>>,
     /// The names of the columns, if they are not ours.
     pub columns: Option<Arc<ColumnNames>>,
+    /// The system turn of chats that have none.
+    pub system: Option<Arc<str>>,
 }
 
 impl RowRules {
     /// A text that differs between rules that accept different rows.
     pub(crate) fn key(&self) -> String {
-        let Self { literal_placeholders, unknown_keys, info, columns } = self;
+        let Self { literal_placeholders, unknown_keys, info, columns, system } = self;
         let info = info.as_ref().map(|info| info.digest());
         let strict = *unknown_keys == UnknownKeys::Error;
         let columns = columns.as_ref().map_or_else(String::new, |names| format!(", {names:?}"));
         let ignored = if *unknown_keys == UnknownKeys::Ignore { ", ignored" } else { "" };
-        format!("literal {literal_placeholders}, strict {strict}{ignored}, info {info:?}{columns}")
+        let system = system.as_ref().map_or_else(String::new, |text| format!(", system {text:?}"));
+        format!(
+            "literal {literal_placeholders}, strict {strict}{ignored}, info {info:?}{columns}{system}"
+        )
     }
 }
 

@@ -117,6 +117,11 @@ fn sample(
         RowForm::Text => {}
     }
     let (mut messages, media) = turns.finish()?;
+    if let Some(system) = &at.parser.rules.system
+        && messages.iter().all(|message| message.role != "system")
+    {
+        messages.insert(0, Message::new("system", Content::Text(system.to_string())));
+    }
     check_size(&messages, tools.as_ref())?;
     for message in &mut messages {
         message.weight *= weight;
@@ -246,6 +251,38 @@ mod tests {
             let [Medium::Image(image)] = sample.media.as_slice() else { panic!("{sample:?}") };
             assert_eq!(image.source, MediaSource::Bytes([7u8].as_slice().into()));
         }
+    }
+
+    #[test]
+    fn the_system_turn_of_the_config_is_that_of_rows_without_one() {
+        let of = |system: Option<&str>, row: Value| {
+            let system = system.map(Into::into);
+            let rules = RowRules { system, ..RowRules::default() };
+            let parser = RowParser::new(Path::new("."), rules);
+            parser.parse(&id(1), self::row(row)).unwrap().messages
+        };
+        let turns =
+            json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
+        for (without, with) in [
+            (json!({"messages": turns}), json!({"messages": turns, "system": "Short."})),
+            (
+                json!({"instruction": "a", "output": "b"}),
+                json!({"instruction": "a", "output": "b", "system": "Short."}),
+            ),
+            (
+                json!({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}),
+                json!({"conversations": [
+                    {"from": "system", "value": "Short."}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}
+                ]}),
+            ),
+        ] {
+            assert_eq!(of(Some("Short."), without.clone()), of(None, with.clone()));
+            assert_eq!(of(Some("Long."), with.clone()), of(None, with));
+            assert_eq!(of(None, without.clone()).len() + 1, of(Some("Short."), without).len());
+        }
+        // it has no images
+        let system = &of(Some("See <image>"), json!({"messages": turns}))[0];
+        assert_eq!(system.content, Content::Text("See <image>".to_owned()));
     }
 
     #[test]

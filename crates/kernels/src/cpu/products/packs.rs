@@ -148,6 +148,7 @@ unsafe fn term<V: Widen, E: Source>(x: *const E, given: usize, y: *mut f32, widt
             }
             (8, 8) => vectors::<V, E, 1>(x, y),
             (16, 16) => vectors::<V, E, 2>(x, y),
+            (32, 32) => vectors::<V, E, 4>(x, y),
             (48, 48) => vectors::<V, E, 6>(x, y),
             _ => {
                 for lane in 0..width {
