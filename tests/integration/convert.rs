@@ -271,7 +271,10 @@ fn trackers_and_early_stopping_become_keys_of_this_trainer() {
 
 #[test]
 fn held_out_rows_and_system_turns_become_keys_of_this_trainer() {
-    let config = llama_factory("val_size: 0.1\ndefault_system: Be short.\neval_steps: 50").unwrap();
+    let config = llama_factory(
+        "val_size: 0.1\ndefault_system: Be short.\neval_strategy: steps\neval_steps: 50",
+    )
+    .unwrap();
     assert_eq!(config["data"]["eval_share"], 0.1);
     assert_eq!(config["data"]["system"], "Be short.");
     assert_eq!(config["eval"]["every_steps"], 50);

@@ -206,7 +206,7 @@ fn cached_tokens_are_reused_unless_text_or_separators_differ() {
 
 #[test]
 fn progress_ends_at_the_total_and_cached_tokens_report_none() {
-    let rows = "{\"text\": \"0123456789\"}\n".repeat(150);
+    let rows = "{\"text\": \"0123456789\"}\n".repeat(250_000);
     let text = "\u{feff}".to_owned() + &"some words of a text\n".repeat(200_000);
     for (name, text) in [("a.jsonl", rows), ("a.txt", text)] {
         let (folder, path) = file(name, &text);
