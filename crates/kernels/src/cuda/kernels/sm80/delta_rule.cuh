@@ -1,10 +1,10 @@
-// Common parts of the kernels of the gated delta rule: sizes, operands of the tensor cores, and what
-// all of them read of a chunk.
+// Common parts of the kernels of the gated delta rule: sizes, operands of the tensor cores, and
+// what all of them read of a chunk.
 //
-// A product of f32 matrices is a sum of products of bf16 matrices: each operand is split into parts,
-// each of which rounds what the parts before it left. A tile of the tensor cores multiplies bf16 and
-// adds in f32. The key dim is padded to `width` and the value dim to `columns`, multiples of 16, with
-// zeros. Tokens after the end of a segment are zeros too, and change nothing.
+// A product of f32 matrices is a sum of products of bf16 matrices: each operand is split into
+// parts, each of which rounds what the parts before it left. A tile of the tensor cores multiplies
+// bf16 and adds in f32. The key dim is padded to `width` and the value dim to `columns`, multiples
+// of 16, with zeros. Tokens after the end of a segment are zeros too, and change nothing.
 #pragma once
 #include "chunks.cuh"
 
@@ -13,10 +13,10 @@ namespace {
 constexpr int MAX_WIDTH = 128;
 constexpr float EPS = 1e-6f; // added to the squared length of queries and keys
 
-// Tokens of a chunk, and numbers of parts: of the operands of the op, of intermediate results, and of
-// the states that a backward pass saves. A product leaves out pairs of parts whose numbers add up to
-// SUMS or more. So the relative error of a product is about 2^-16 for bf16 and 2^-24 for f32; a saved
-// state of a bf16 model is rounded to bf16, as its other activations are.
+// Tokens of a chunk, and numbers of parts: of the operands of the op, of intermediate results, and
+// of the states that a backward pass saves. A product leaves out pairs of parts whose numbers add
+// up to SUMS or more. So the relative error of a product is about 2^-16 for bf16 and 2^-24 for f32;
+// a saved state of a bf16 model is rounded to bf16, as its other activations are.
 template <class T> struct Precision;
 template <> struct Precision<bf16> {
   static constexpr int TOKENS = 64, INPUTS = 1, SUMS = 2, SAVED = 1, STAGES = 2;
@@ -28,8 +28,8 @@ template <> struct Precision<float> {
 // Number of elements of both matrices of a chunk and head.
 template <class T> constexpr int MATRICES = 2 * Precision<T>::SUMS * Precision<T>::TOKENS * Precision<T>::TOKENS;
 
-// What a token multiplies: reads by queries and by keys, what it writes, and its strength. Lengths of
-// queries and keys and decays from or to the ends of the chunk are part of them.
+// What a token multiplies: reads by queries and by keys, what it writes, and its strength. Lengths
+// of queries and keys and decays from or to the ends of the chunk are part of them.
 struct alignas(16) Factors {
   float query, key, write, beta;
 };
@@ -52,8 +52,8 @@ struct Sizes {
   __device__ __forceinline__ size_t output(int token, int head) const { return (size_t(token) * value_heads() + head) * dv; }
   __device__ __forceinline__ size_t gate(int token, int head) const { return size_t(token) * value_heads() + head; }
 
-  // In the temporary tensors of a launch, whose elements are bf16. Those of a chunk and head are the
-  // inverse of its triangular matrix, P and the factors of its tokens and of the whole chunk; a
+  // In the temporary tensors of a launch, whose elements are bf16. Those of a chunk and head are
+  // the inverse of its triangular matrix, P and the factors of its tokens and of the whole chunk; a
   // transposed state; and transposed values of the tokens.
   __device__ __forceinline__ size_t block(int chunk, int launched_head) const { return size_t(chunk) * launched_heads() + launched_head; }
   template <class T> __device__ __forceinline__ size_t matrices(int chunk, int launched_head) const {
@@ -79,7 +79,8 @@ template <int PARTS> __device__ __forceinline__ void split(float x, float y, uin
 
 __device__ __forceinline__ void store_word(bf16 *to, uint32_t word) { *reinterpret_cast<uint32_t *>(to) = word; }
 
-// The index of this thread, recomputed: addresses of copies must not occupy registers during products.
+// The index of this thread, recomputed: addresses of copies must not occupy registers during
+// products.
 __device__ __forceinline__ int thread_here() {
   int here = int(threadIdx.x);
   compute_here(here);
@@ -108,8 +109,8 @@ template <int PARTS, int ROWS, int COLUMNS> struct Tile {
     for (int part = 0; part < PARTS; part++) store_word(at(part, row, column), words[part]);
   }
 
-  // Starts to copy rows of T, which are `stride` apart. Rows from `rows` on and columns from `width`
-  // on become zeros, up to the last row and up to column `padded`.
+  // Starts to copy rows of T, which are `stride` apart. Rows from `rows` on and columns from
+  // `width` on become zeros, up to the last row and up to column `padded`.
   template <int THREADS, class T> __device__ __forceinline__ void load(const T *from, int stride, int rows, int width, int padded) const {
     constexpr int PIECES = COLUMNS / 8, AT_ONCE = THREADS / PIECES;
     int thread = thread_here(), column = thread % PIECES * 8;
@@ -130,8 +131,8 @@ template <int PARTS, int ROWS, int COLUMNS> struct Tile {
       }
     }
   }
-  // Starts to copy parts of rows that are adjacent in a temporary tensor. Its parts are `part` apart.
-  // TRIANGLE: without the blocks of 16 x 16 above the diagonal.
+  // Starts to copy parts of rows that are adjacent in a temporary tensor. Its parts are `part`
+  // apart. TRIANGLE: without the blocks of 16 x 16 above the diagonal.
   template <int THREADS, bool TRIANGLE = false> __device__ __forceinline__ void copy(const bf16 *from, int stride, int part) const {
     constexpr int PIECES = COLUMNS / 8, AT_ONCE = THREADS / PIECES;
     int thread = thread_here(), column = thread % PIECES * 8;
@@ -146,8 +147,8 @@ template <int PARTS, int ROWS, int COLUMNS> struct Tile {
   }
 };
 
-// The left operand [16, 16] of a product from `row` and step k on. TRANSPOSED: the tile has a row for
-// each step.
+// The left operand [16, 16] of a product from `row` and step k on. TRANSPOSED: the tile has a row
+// for each step.
 template <bool TRANSPOSED, int PARTS, class From>
 __device__ __forceinline__ void load_left(uint32_t (&a)[PARTS][4], const From &from, int row, int k) {
 #pragma unroll
@@ -198,8 +199,8 @@ template <int PARTS> __device__ __forceinline__ void sums_of_left(float (&x)[2][
   }
 }
 
-// Row and column of sum `i` of tile `tile` of eight columns. Each object computes them again, so that
-// addresses that are derived from them do not occupy registers during the products.
+// Row and column of sum `i` of tile `tile` of eight columns. Each object computes them again, so
+// that addresses that are derived from them do not occupy registers during the products.
 struct Place {
   int row_of_lane, column_of_lane;
   __device__ __forceinline__ Place() {
@@ -219,7 +220,8 @@ template <class T> struct Units {
 
   __device__ __forceinline__ explicit Units(unsigned char *shared) : queries{reinterpret_cast<bf16 *>(shared)}, keys{reinterpret_cast<bf16 *>(shared + Rows::BYTES)} {}
 
-  // Copies them, and writes 1 / length of the queries, and behind them of the keys. A thread has a row.
+  // Copies them, and writes 1 / length of the queries, and behind them of the keys. A thread has a
+  // row.
   template <int THREADS> __device__ __forceinline__ void load(const T *qkv, float *inverses, const Sizes &sizes, int first, int count, int key_head) const {
     queries.template load<THREADS>(qkv + sizes.query(first, key_head), sizes.row(), count, sizes.dk, sizes.width());
     keys.template load<THREADS>(qkv + sizes.key(first, key_head), sizes.row(), count, sizes.dk, sizes.width());
@@ -274,7 +276,8 @@ template <int TOKENS> struct Gates {
   }
 
   // Decay from token `from` to `to`. The difference is taken in double precision: in single
-  // precision a decay over the chunk of e^-500 would leave only four digits of the decays behind it.
+  // precision a decay over the chunk of e^-500 would leave only four digits of the decays behind
+  // it.
   __device__ __forceinline__ float decay(int from, int to) const { return expf(float(y[to] - y[from])); }
 };
 

@@ -3,10 +3,10 @@
 // crates/kernels/src/cpu/delta_rule_backward.rs for the same algorithm, and
 // docs/dev/cuda/delta_rule.md for the tiles.
 //
-// Chunks are independent here. A block has one chunk of a key head, and iterates over the value heads
-// that share it, so that the sums over heads have a fixed order. A warp has 16 tokens and a quarter of
-// the key dims; gradients of the queries and keys stay in registers. They are those of the unit
-// vectors, times the factors between a vector and its unit vector.
+// Chunks are independent here. A block has one chunk of a key head, and iterates over the value
+// heads that share it, so that the sums over heads have a fixed order. A warp has 16 tokens and a
+// quarter of the key dims; gradients of the queries and keys stay in registers. They are those of
+// the unit vectors, times the factors between a vector and its unit vector.
 #include "delta_rule.cuh"
 
 namespace {
@@ -18,8 +18,8 @@ template <class T> constexpr int THREADS = 2 * SLICES * Precision<T>::TOKENS;
 
 // Sums over the columns of the states, or over the other tokens, for each token.
 template <int TOKENS> struct Rows {
-  // Reads by queries times output gradients; reads by keys times gradients of the writes; reads of the
-  // gradients of the leaving states by keys times the writes.
+  // Reads by queries times output gradients; reads by keys times gradients of the writes; reads of
+  // the gradients of the leaving states by keys times the writes.
   float queries[SLICES][TOKENS], keys[SLICES][TOKENS], writes[SLICES][TOKENS];
   float decays[SLICES][TOKENS], betas[SLICES][TOKENS]; // gradients through the matrices
   float errors[2 * SLICES][TOKENS];                    // gradients of the writes times the values
@@ -36,8 +36,8 @@ template <class T> struct Operands {
   float *dg, *dbeta;
 };
 
-// What a block has in shared memory behind the queries and keys. The gradients of the matrices take the
-// place of the stages.
+// What a block has in shared memory behind the queries and keys. The gradients of the matrices take
+// the place of the stages.
 template <class T> struct GradTiles {
   using P = Precision<T>;
   using States = Tile<P::SAVED, STEP, MAX_WIDTH>;
@@ -63,15 +63,15 @@ template <class T> struct GradTiles {
   }
 };
 
-// The rows and the slice of the key dims of this warp, and its part of the matrices: P or the triangular
-// one, and half of its columns.
+// The rows and the slice of the key dims of this warp, and its part of the matrices: P or the
+// triangular one, and half of its columns.
 template <class T> __device__ __forceinline__ int first_row() { return warp() % (Precision<T>::TOKENS / 16) * 16; }
 template <class T> __device__ __forceinline__ int slice() { return warp() / (Precision<T>::TOKENS / 16); }
 template <class T> __device__ __forceinline__ int matrix() { return slice<T>() / OF_MATRIX; }
 template <class T> __device__ __forceinline__ int matrix_column() { return slice<T>() % OF_MATRIX * (Precision<T>::TOKENS / OF_MATRIX); }
 
-// Starts to copy columns `column` .. `column + STEP` of the states and values of a head. WRITES: what
-// add_writes reads; otherwise what add_reads does.
+// Starts to copy columns `column` .. `column + STEP` of the states and values of a head. WRITES:
+// what add_writes reads; otherwise what add_reads does.
 template <class T, bool WRITES>
 __device__ __forceinline__ void load_stage(const GradTiles<T> &tiles, const Operands<T> &operands, const Sizes &sizes, int chunk, int launched_head, int column, int first, int count) {
   using P = Precision<T>;
@@ -92,7 +92,8 @@ __device__ __forceinline__ void load_stage(const GradTiles<T> &tiles, const Oper
   commit_copies();
 }
 
-// Adds the product of rows of this warp and a right operand. BY_COLUMN: the rows are columns of `left`.
+// Adds the product of rows of this warp and a right operand. BY_COLUMN: the rows are columns of
+// `left`.
 template <class T, bool BY_COLUMN, int N, int PARTS, int ROWS, int COLUMNS, class Right>
 __device__ __forceinline__ void add_product(float (&sums)[N][4], const Tile<PARTS, ROWS, COLUMNS> &left, const Right &right, int from, int end) {
   uint32_t a[PARTS][4];
@@ -102,8 +103,8 @@ __device__ __forceinline__ void add_product(float (&sums)[N][4], const Tile<PART
     if (from + tile * 8 < end) multiply<Precision<T>::SUMS, true>(sums[tile], sums[tile + 1], a, right, from + tile * 8, 0);
 }
 
-// Sums over the columns of a head: products of the states with output gradients and with gradients of
-// the writes, gradients of P or of the triangular matrix, negated, and `Rows::errors`.
+// Sums over the columns of a head: products of the states with output gradients and with gradients
+// of the writes, gradients of P or of the triangular matrix, negated, and `Rows::errors`.
 template <int TOKENS> struct Reads {
   float queries[SLICE / 8][4] = {}, keys[SLICE / 8][4] = {}, tile[TOKENS / 8 / OF_MATRIX][4] = {}, errors = 0;
 };
@@ -149,8 +150,8 @@ __device__ __forceinline__ float row_sum(float x) {
   return x + shuffle_xor(x, 2);
 }
 
-// Adds `sums` times `factor(token)` to the gradients of the queries or keys, and writes the products of
-// `sums` with these `units`, for each slice of the key dims.
+// Adds `sums` times `factor(token)` to the gradients of the queries or keys, and writes the
+// products of `sums` with these `units`, for each slice of the key dims.
 template <class T, class F>
 __device__ __forceinline__ void use_states(float (&grads)[SLICE / 8][4], const float (&sums)[SLICE / 8][4], const typename Units<T>::Rows &units,
                                            float (&products)[SLICES][Precision<T>::TOKENS], int width, F factor) {
@@ -176,8 +177,9 @@ __device__ __forceinline__ void use_states(float (&grads)[SLICE / 8][4], const f
   }
 }
 
-// Gradients through the matrix of this warp: those of the products of queries and keys (P), or of keys
-// (the triangular matrix), times both lengths. Writes them to `grads`, and shares those of the decays.
+// Gradients through the matrix of this warp: those of the products of queries and keys (P), or of
+// keys (the triangular matrix), times both lengths. Writes them to `grads`, and shares those of the
+// decays.
 template <class T>
 __device__ __forceinline__ void use_matrices(const Reads<Precision<T>::TOKENS> &sums, const GradTiles<T> &tiles, const Gates<Precision<T>::TOKENS> &gates, const float *inverses,
                                              Rows<Precision<T>::TOKENS> &rows, const Sizes &sizes) {
@@ -304,8 +306,8 @@ __device__ __forceinline__ void gate_grads(const Rows<TOKENS> &rows, const Facto
   }
 }
 
-// Writes the gradients of the queries or keys, without their parts along the vectors. `along` has room
-// for all slices of the key dims.
+// Writes the gradients of the queries or keys, without their parts along the vectors. `along` has
+// room for all slices of the key dims.
 template <class T>
 __device__ __forceinline__ void write_units(T *to, float (&grads)[SLICE / 8][4], const typename Units<T>::Rows &units, const float *inverses, float (&along)[SLICES][Precision<T>::TOKENS],
                                             const Sizes &sizes, int count) {
@@ -330,8 +332,8 @@ __device__ __forceinline__ void write_units(T *to, float (&grads)[SLICE / 8][4],
   }
 }
 
-// Calls f(column, stage) for all columns of the states of a head. Copies of the next ones are in flight
-// meanwhile if there is more than one stage.
+// Calls f(column, stage) for all columns of the states of a head. Copies of the next ones are in
+// flight meanwhile if there is more than one stage.
 template <class T, bool WRITES, class F>
 __device__ __forceinline__ void for_stages(const GradTiles<T> &tiles, const Operands<T> &operands, const Sizes &sizes, int chunk, int launched_head, int first, int count, F f) {
   constexpr int AHEAD = (Precision<T>::STAGES - 1) * STEP;

@@ -13,7 +13,8 @@ namespace {
 constexpr int THREADS = 128;
 constexpr int WARP_COLUMNS = 16, BLOCK_COLUMNS = THREADS / WARP * WARP_COLUMNS; // of a state
 
-// Heads of the matrices of a block at a time, and the stride of their transposed triangular matrices.
+// Heads of the matrices of a block at a time, and the stride of their transposed triangular
+// matrices.
 template <class T> constexpr int HEADS = THREADS / Precision<T>::TOKENS;
 template <class T> constexpr int STRIDE = Precision<T>::TOKENS + 4;
 
@@ -45,8 +46,8 @@ __device__ __forceinline__ void write_products(const float (&products)[2][TILES]
   }
 }
 
-// Writes (I + A)^-1 of a head. A thread has a column, and |elements| are at most 1, because each is a
-// product of contractions. The blocks of 16 x 16 above the diagonal are not written.
+// Writes (I + A)^-1 of a head. A thread has a column, and |elements| are at most 1, because each is
+// a product of contractions. The blocks of 16 x 16 above the diagonal are not written.
 template <class T> __device__ __forceinline__ void invert(const float *triangle, bf16 *to) {
   using P = Precision<T>;
   constexpr int TOKENS = P::TOKENS;
@@ -121,8 +122,8 @@ template <class T> __device__ __forceinline__ void chunk_matrices(const T *qkv, 
   }
 }
 
-// The block of an iteration over the states: a segment, a head, and 16 columns of the state for each warp.
-// Each object computes it again, see Place.
+// The block of an iteration over the states: a segment, a head, and 16 columns of the state for
+// each warp. Each object computes it again, see Place.
 struct Strand {
   int segment, start, end, first_chunk, head, block_column, column;
 
@@ -205,8 +206,8 @@ __device__ __forceinline__ void for_chunks(const T *qkv, const T *columns, int s
   }
 }
 
-// Calls f(tile, i, row, column) for the elements of the transposed state of this warp. Those that do
-// not exist are in `sizes.width()` and `sizes.columns()`, and are zeros.
+// Calls f(tile, i, row, column) for the elements of the transposed state of this warp. Those that
+// do not exist are in `sizes.width()` and `sizes.columns()`, and are zeros.
 template <class F> __device__ __forceinline__ void for_state(const Sizes &sizes, int column, F f) {
   Place place;
 #pragma unroll
@@ -234,7 +235,8 @@ template <int PARTS, int TILES> __device__ __forceinline__ void save(bf16 *to, c
   }
 }
 
-// Writes transposed values of the tokens, of which `columns` exist, to rows that are `stride` apart.
+// Writes transposed values of the tokens, of which `columns` exist, to rows that are `stride`
+// apart.
 template <class T, int TILES> __device__ __forceinline__ void store_values(T *to, const float (&values)[TILES][4], int stride, int count, int columns) {
   if (columns <= 0) return; // never true; without a branch nvcc mixes stores and products, and spills
   Place place;
@@ -345,8 +347,8 @@ __device__ __forceinline__ void forward_chunk(float (&state)[MAX_WIDTH / 8][4], 
 }
 
 // Forward pass over the chunks. If SAVE it writes the states that enter the chunks to `saved` and
-// what the tokens write to `written`, otherwise the outputs to `o`. `states`, if not null, holds the
-// states that enter the segments, and receives those that leave them.
+// what the tokens write to `written`, otherwise the outputs to `o`. `states`, if not null, holds
+// the states that enter the segments, and receives those that leave them.
 template <class T, bool SAVE>
 __device__ __forceinline__ void forward(const T *qkv, const bf16 *matrices, const int *segments, float *states, T *o, bf16 *saved, bf16 *written, const Sizes &sizes) {
   using P = Precision<T>;
