@@ -38,18 +38,7 @@ impl Block<'_> {
             Op::Shuffle { mode, to, in_range, from } => {
                 self.shuffle(warp, *mode, (*to, *in_range), from, active)?;
             }
-            Op::WarpBarrier { .. } => {
-                self.counts.barriers += 1;
-                let of = &mut self.warps[warp];
-                // a thread that has ended takes no part, so its accesses have no order
-                if active == of.all {
-                    of.synchronise();
-                } else {
-                    let released = of.released(active);
-                    of.acquire(&released, active);
-                    of.end_release();
-                }
-            }
+            Op::WarpBarrier { .. } => self.warp_barrier(warp, active),
             Op::Barrier { waits, id, threads } => {
                 return self.barrier(warp, *waits, (*id, *threads), active);
             }
@@ -94,6 +83,19 @@ impl Block<'_> {
             _ => return self.execute_copy(warp, op, pc, active),
         }
         Ok(Outcome::Next)
+    }
+
+    fn warp_barrier(&mut self, warp: usize, active: u32) {
+        self.counts.barriers += 1;
+        let of = &mut self.warps[warp];
+        // a thread that has ended takes no part, so its accesses have no order
+        if active == of.all {
+            of.synchronise();
+        } else {
+            let released = of.released(active);
+            of.acquire(&released, active);
+            of.end_release();
+        }
     }
 
     /// Executes an instruction that orders blocks.
