@@ -26,7 +26,7 @@ pub enum DataSet {
     /// Chats, one per row.
     Chats(Chats),
     /// Plain text.
-    Corpus(Corpus),
+    Corpus(Box<Corpus>),
 }
 
 /// The rows of files with chats: all of them, or those on one side of a split.
@@ -64,7 +64,9 @@ impl Chats {
     fn fingerprint(&self) -> [u8; 32] {
         let Some(selected) = &self.selected else { return self.file.fingerprint() };
         let mut hash = Sha256::new_with_prefix(self.file.fingerprint());
-        selected.iter().for_each(|row| hash.update(row.to_le_bytes()));
+        for row in selected {
+            hash.update(row.to_le_bytes());
+        }
         hash.finalize().into()
     }
 }
@@ -78,7 +80,7 @@ impl DataSet {
     ) -> Result<Self, SourceError> {
         if let Some(corpus) = &set.corpus {
             return Corpus::open(set.path.paths(), corpus, encoder, options, progress)
-                .map(Self::Corpus);
+                .map(|corpus| Self::Corpus(corpus.into()));
         }
         let cache = options.cache.as_deref().map(|folder| (encoder, folder));
         let system = set.system.as_ref().or(options.system.as_ref());

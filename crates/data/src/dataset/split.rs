@@ -71,7 +71,9 @@ pub(super) fn held_out(files: &[&RowFile], split: EvalSplit) -> Result<Vec<Vec<u
     for group in groups(&keys, split.seed) {
         let of_set = |set| group.iter().filter(|row| rows[**row].0 == set).count();
         if (0..files.len()).all(|set| held[set].len() + of_set(set) <= budgets[set]) {
-            group.iter().for_each(|row| held[rows[*row].0].push(rows[*row].1));
+            for row in group {
+                held[rows[row].0].push(rows[row].1);
+            }
         }
     }
     for (set, held) in held.iter_mut().enumerate() {
@@ -182,9 +184,9 @@ fn groups(keys: &[Vec<RowKey>], seed: u64) -> Vec<Vec<usize>> {
         }
     }
     let mut groups: HashMap<usize, (RowKey, Vec<usize>)> = HashMap::new();
-    for row in 0..keys.len() {
-        let group = groups.entry(root(&mut parents, row)).or_insert((keys[row][0], Vec::new()));
-        group.0 = group.0.min(keys[row][0]);
+    for (row, keys) in keys.iter().enumerate() {
+        let group = groups.entry(root(&mut parents, row)).or_insert((keys[0], Vec::new()));
+        group.0 = group.0.min(keys[0]);
         group.1.push(row);
     }
     // Hashed once for each group: the least of many hashes would draw large groups first.

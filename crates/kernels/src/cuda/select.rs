@@ -283,8 +283,7 @@ impl AttentionKernels {
             }
             (Some(64), Own::Queries) => (128, 128, 64),
             (Some(256), Own::Queries) => (64, 128, 16),
-            (Some(_), Own::Queries) => (128, 128, 32),
-            (Some(64), _) => (128, 128, 32),
+            (Some(_), Own::Queries) | (Some(64), _) => (128, 128, 32),
             (Some(256), _) => (32, 128, 32),
             (Some(_), _) => (128, 256, 64),
         };
