@@ -67,7 +67,7 @@ const MAX_THREADS: usize = 1024;
 pub(crate) const MAX_GRID: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
 
 /// Executes all blocks, one after the other. If some wait for others, blocks begin in a random order,
-/// and up to [`MAX_AT_ONCE`] of them are executed at once.
+/// and up to `MAX_AT_ONCE` of them are executed at once.
 pub fn run(launch: &Launch<'_>, global: &mut Global) -> Result<Counts, Box<Failure>> {
     let kernel = launch.kernel;
     if let Some(fault) = find_wrong_size(launch) {
