@@ -17,6 +17,11 @@ use candle_core::{DType, Result, Tensor};
 /// four billion parameters needs 256 MiB for 16,384 tokens. In tests, some calls need several launches.
 const SUMS_BYTES: usize = if cfg!(test) { 5 << 17 } else { 1 << 29 };
 
+/// Number of tiles of queries of a segment to whose `dq` several blocks of `rows` keys add.
+fn tiles_with_sums(len: usize, rows: usize) -> usize {
+    if len > rows { len.div_ceil(QUERIES) } else { 0 }
+}
+
 /// Inputs from which a list of tasks is built.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Plan {
@@ -31,8 +36,9 @@ struct Plan {
 impl Plan {
     /// Returns `(first, end, other_first, other_end)` for each task. Long segments come first. The
     /// tasks of a segment are adjacent, so that its keys stay in L2; within a segment the tasks
-    /// with the most work under a causal mask come first. [`Own::KeysOfAll`] has the number of the
-    /// first tile of the segment among those of all in place of `end`, which is `other_end`.
+    /// with the most work under a causal mask come first. Tasks of [`Own::KeysOfAll`] have no
+    /// `end`, which is `other_end`. In its place they have the number of the first tile with sums of
+    /// the segment.
     fn tasks(&self) -> Vec<u32> {
         let ends = self.queries.as_slice().windows(2);
         let mut segments: Vec<(u32, u32)> = ends.map(|pair| (pair[0], pair[1])).collect();
@@ -48,7 +54,7 @@ impl Plan {
                 Own::Keys => tasks.extend(firsts.flat_map(|first| [first, keys_end, start, end])),
                 Own::KeysOfAll => {
                     tasks.extend(firsts.flat_map(|first| [first, tiles, start, end]));
-                    tiles += (end - start).div_ceil(QUERIES as u32);
+                    tiles += tiles_with_sums((end - start) as usize, self.rows) as u32;
                 }
             }
         }
@@ -175,11 +181,12 @@ pub(crate) fn attend_backward(
                 queries, keys, lse, delta, dq, dq, tasks, t, h, hkv, dh, scale, window
             )?,
             Own::KeysOfAll => {
-                let tiles: usize = cu_seqlens.segments().map(|of| of.len().div_ceil(QUERIES)).sum();
+                let tiles = cu_seqlens.segments().map(|of| tiles_with_sums(of.len(), rows));
+                let tiles: usize = tiles.sum();
                 let head = tiles * QUERIES * kernels.columns() * (h / hkv);
-                let launches = hkv.div_ceil((SUMS_BYTES / (4 * head)).max(1));
+                let launches = hkv.div_ceil((SUMS_BYTES / (4 * head).max(1)).max(1));
                 let heads = hkv.div_ceil(launches);
-                let sums = empty(heads * head, DType::F32, &q)?;
+                let sums = empty((heads * head).max(1), DType::F32, &q)?;
                 for first in (0..hkv).step_by(heads) {
                     let heads = heads.min(hkv - first);
                     // The ticket of the next block, and how many blocks have added to each tile.

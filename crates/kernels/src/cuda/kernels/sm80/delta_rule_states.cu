@@ -268,8 +268,18 @@ __device__ __forceinline__ void advance(float (&state)[MAX_WIDTH / 8][4], const 
     uint32_t a[P::SUMS][4];
     left_of_sums<P::SUMS>(a, x[0], x[1]);
 #pragma unroll
-    for (int tile = 0; tile < MAX_WIDTH / 8; tile += 2)
-      if (tile * 8 < width) multiply<P::SUMS, true>(state[tile], state[tile + 1], a, units, tile * 8, at * 8);
+    for (int tile = 0; tile < MAX_WIDTH / 8; tile += 2) {
+      if (tile * 8 >= width) continue;
+      if constexpr (P::SUMS > 2) {
+        // Tensor cores truncate their sums, which would add up over the chunks of an f32 state.
+        float sums[2][4] = {};
+        multiply<P::SUMS, true>(sums[0], sums[1], a, units, tile * 8, at * 8);
+#pragma unroll
+        for (int i = 0; i < 8; i++) state[tile + i / 4][i % 4] += sums[i / 4][i % 4];
+      } else {
+        multiply<P::SUMS, true>(state[tile], state[tile + 1], a, units, tile * 8, at * 8);
+      }
+    }
   }
 }
 
