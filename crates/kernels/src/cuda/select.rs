@@ -17,8 +17,8 @@ pub(crate) const PLAIN_THREADS: u32 = 256;
 /// Number of threads of a producer or of a consumer in a block of the kernels for compute
 /// capability 9.0.
 const HOPPER_GROUP: u32 = 128;
-/// At most about as many blocks as large GPUs have multiprocessors.
-const FEW_BLOCKS: usize = 128;
+/// Multiprocessors of an A100, which has the fewest of the GPUs with room for two chunks.
+const FEW_BLOCKS: usize = 108;
 /// Number of queries of a tile of the kernel for all gradients.
 pub(crate) const QUERIES: usize = 64;
 /// Maximum head dim of the plain kernels.
