@@ -5,8 +5,7 @@ use super::adapter::open_run_model;
 use super::check::{announce_memory, warn_about_disk};
 use super::error::RunError;
 use super::inputs::{
-    DataList, SetupObserver, check, download, encoder, loader_options, open_both, open_data, order,
-    param_groups,
+    SetupObserver, check, download, encoder, loader_options, open_both, order, param_groups,
 };
 use super::load_model::{OpenModel, check_heads};
 use super::load_shares::RankModel;
@@ -124,8 +123,12 @@ impl Run {
         group: Option<Group>,
     ) -> Result<Self, RunError> {
         let monitor = group.as_ref().map(|group| Arc::clone(&group.monitor));
+        let mut config = config.clone();
+        if !options.evaluates {
+            config.data.eval.clear(); // else its files would be downloaded and opened
+        }
         let result = Self::assemble(
-            config,
+            &config,
             options,
             SetupRanks::new(group, config.distributed.sequence.get()),
         );
@@ -159,7 +162,8 @@ impl Run {
         requirements::first(requirements::of_device(config, Some(&device)))?;
         let encoder = encoder(config)?;
         let (rows, eval_rows) = ranks
-            .first_then_others("opening the data", || open_all_data(config, &encoder, options))?;
+            .first_then_others("opening the data", || open_all_data(config, &encoder, observer))?;
+        let eval_rows = eval_rows.filter(|_| options.evaluates); // rows that are held out
         let eval_rule = eval_rule(config)?;
         let inputs = InputDigests::new(&rows, &encoder);
         let resumed = found.map(|found| resumed_state(config, &rows, &inputs, found, is_first));
@@ -257,13 +261,9 @@ fn watched(ranks: Ranks, options: &RunOptions<'_>) -> Ranks {
 fn open_all_data(
     config: &RunConfig,
     encoder: &Arc<Encoder>,
-    options: &RunOptions<'_>,
+    observer: &dyn SetupObserver,
 ) -> Result<(Arc<DatasetRows>, Option<DatasetRows>), RunError> {
-    let (rows, eval_rows) = if options.evaluates {
-        open_both(config, encoder, options.observer)?
-    } else {
-        (open_data(config, DataList::Train, encoder, options.observer)?, None)
-    };
+    let (rows, eval_rows) = open_both(config, encoder, observer)?;
     log_data_sets(&rows);
     eval_rows.iter().for_each(log_data_sets);
     Ok((Arc::new(rows), eval_rows))

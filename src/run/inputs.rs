@@ -9,8 +9,8 @@ use crate::checkpoint::{CheckpointError, is_model_file};
 use crate::config::RunConfig;
 use crate::data::{
     Corpus, CorpusOptions, DataSet, DatasetConfig, DatasetInfo, DatasetRows, DatasetShare, Encoder,
-    ImageConfig, LoaderOptions, Mixture, ModelFolderError, Order, Purpose, Rmpad, SourceError,
-    StepPacks,
+    EvalSplit, ImageConfig, LoaderOptions, Mixture, ModelFolderError, Order, Purpose, Rmpad,
+    SourceError, StepPacks,
 };
 use crate::files;
 use crate::net::UrlImages;
@@ -75,11 +75,11 @@ pub(crate) fn open_both(
     encoder: &Arc<Encoder>,
     observer: &dyn SetupObserver,
 ) -> Result<(DatasetRows, Option<DatasetRows>), RunError> {
-    let train = open_list(config, DataList::Train, encoder, observer)?;
     if let Some(split) = config.data.eval_split(config.seed) {
-        let [train, eval] = train.split(split)?;
-        return Ok((train, Some(eval.limited(config.data.longest()))));
+        let [train, eval] = open_split(config, split, encoder, observer)?;
+        return Ok((train, Some(eval)));
     }
+    let train = open_list(config, DataList::Train, encoder, observer)?;
     let eval = (!config.data.eval.is_empty())
         .then(|| open_list(config, DataList::Eval, encoder, observer))
         .transpose()?;
@@ -96,11 +96,27 @@ pub(crate) fn open_data(
     let Some(split) = config.data.eval_split(config.seed) else {
         return open_list(config, list, encoder, observer);
     };
-    let [train, eval] = open_list(config, DataList::Train, encoder, observer)?.split(split)?;
+    let [train, eval] = open_split(config, split, encoder, observer)?;
     Ok(match list {
         DataList::Train => train,
-        DataList::Eval => eval.limited(config.data.longest()),
+        DataList::Eval => eval,
     })
+}
+
+/// The rows of `data.train` to train on, and those that are held out. Rows that are too long to
+/// train on are rejected on both sides.
+fn open_split(
+    config: &RunConfig,
+    split: EvalSplit,
+    encoder: &Arc<Encoder>,
+    observer: &dyn SetupObserver,
+) -> Result<[DatasetRows; 2], RunError> {
+    let [train, eval] = open_list(config, DataList::Train, encoder, observer)?.split(split)?;
+    let mut limits = loader_options(config, encoder);
+    if config.data.truncation_rule().is_some() {
+        limits.max_length = None; // longer rows are truncated, and not rejected
+    }
+    Ok([train, eval.limited(limits)])
 }
 
 /// Opens the data sets of `data.train` or `data.eval`, with all their rows. A corpus is tokenised

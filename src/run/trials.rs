@@ -29,7 +29,6 @@ pub(super) fn in_one_process(config: &RunConfig, folder: &Path) -> RunConfig {
 /// [`in_one_process`] for a run that does not evaluate.
 fn without_evaluation(config: &RunConfig, folder: &Path) -> RunConfig {
     let mut config = in_one_process(config, folder);
-    config.data.eval.clear(); // it may name files to download
     (config.eval, config.checkpoint.best) = (EvalConfig::default(), None);
     config
 }

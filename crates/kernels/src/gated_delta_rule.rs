@@ -16,7 +16,7 @@
 //!
 //! On a GPU, keys have at most 128 dims, and a call needs temporary memory: for each value head of a
 //! `bf16` model, 33 KiB per chunk of 64 tokens, and in the backward pass also two states in `bf16`
-//! per chunk and `8 dv` bytes per token. With `dk = dv = 128` these are 2.5 KiB per token and value
+//! and `512 dv` bytes per chunk. With `dk = dv = 128` these are 2.5 KiB per token and value
 //! head (7.9 KiB in `f32`, with chunks of 32). A call computes as many key heads at a time as fit
 //! into 1 GiB ([`GPU_DELTA_BYTES`]).
 

@@ -164,7 +164,7 @@ fn base_address(op: &str, name: &str, storage: &Storage) -> Result<u64> {
 /// NaN under emulation.
 pub(crate) fn empty(shape: impl Into<Shape>, dtype: DType, like: &Tensor) -> Result<Tensor> {
     let shape = shape.into();
-    // SAFETY: each caller launches a kernel that writes every element.
+    // SAFETY: each caller launches a kernel that writes every element that is read.
     let new = unsafe { Tensor::empty(shape, dtype, like.device()) }?;
     #[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
     let new = if dtype.is_float() {

@@ -323,7 +323,6 @@ pub(super) fn resumed(config: &RunConfig, folder: &Path) -> Result<Check, RunErr
     let most = NonZeroUsize::new(MICRO_BATCHES).unwrap_or(NonZeroUsize::MIN);
     let micro_batches = &mut config.train.gradient_accumulation_steps;
     *micro_batches = most.min(*micro_batches);
-    config.data.eval.clear(); // it may name files to download
     (config.eval, config.checkpoint.every_steps) = (EvalConfig::default(), 0);
     (config.checkpoint.keep, config.checkpoint.best) = (NonZeroUsize::MIN, None);
     let whole = RunConfig { output_dir: folder.join("whole"), ..config.clone() };

@@ -363,15 +363,6 @@ impl DataConfig {
         Some(EvalSplit { size, group: self.eval_group, seed })
     }
 
-    /// Maximum number of tokens of a row to train on; `None` if there is no limit.
-    pub fn longest(&self) -> Option<u32> {
-        let of_pack = self.packing_length.get();
-        let of_pack = (self.packing && self.filter_overlong).then_some(of_pack);
-        // With a truncation rule, longer chats are not rejected.
-        let of_sample = self.max_length.filter(|_| self.truncation_rule().is_none());
-        of_pack.into_iter().chain(of_sample.map(NonZeroU32::get)).min()
-    }
-
     /// The data sets of an evaluation: those of `eval`, or those of `train` if rows of them are held
     /// out.
     pub fn eval_sets(&self) -> &[DatasetConfig] {

@@ -14,8 +14,9 @@ use std::sync::Arc;
 
 use crate::row::{Length, Rejection, SampleIndex, TransientRowError};
 use crate::{
-    Corpus, CorpusOptions, DatasetConfig, DatasetInfo, DroppedTokens, Encoder, RowFile, RowForm,
-    RowRules, SampleError, SourceError, TruncationRule, UnknownKeys, dataset_names, open_indexed,
+    Corpus, CorpusOptions, DatasetConfig, DatasetInfo, DroppedTokens, Encoder, LoaderOptions,
+    RowFile, RowForm, RowRules, SampleError, SourceError, TruncationRule, UnknownKeys,
+    dataset_names, open_indexed,
 };
 use batch::{EncodedSample, Sample, SampleId};
 use sha2::{Digest, Sha256};
@@ -240,7 +241,7 @@ pub struct DatasetRows {
     names: Vec<String>,
     encoder: Arc<Encoder>,
     cut: Option<TruncationRule>,
-    longest: Option<u32>,
+    limits: Option<LoaderOptions>,
 }
 
 impl DatasetRows {
@@ -259,7 +260,7 @@ impl DatasetRows {
     ) -> Result<Self, SourceError> {
         let open = |set: &DatasetConfig| DataSet::open(set, &encoder, options, progress);
         let sets = datasets.iter().map(open).collect::<Result<_, _>>()?;
-        Ok(Self { sets, names: dataset_names(datasets), encoder, cut: None, longest: None })
+        Ok(Self { sets, names: dataset_names(datasets), encoder, cut: None, limits: None })
     }
 
     /// Divides the rows of chats into those to train on and those to evaluate on, which are not
@@ -282,7 +283,7 @@ impl DatasetRows {
             names.push(name.clone());
         }
         let encoder = Arc::clone(&self.encoder);
-        let eval = Self { sets: eval, names, encoder, cut: None, longest: None };
+        let eval = Self { sets: eval, names, encoder, cut: None, limits: None };
         Ok([Self { sets: train, ..self }, eval])
     }
 
@@ -292,10 +293,10 @@ impl DatasetRows {
         Self { cut, ..self }
     }
 
-    /// Rejects samples with more tokens than this.
+    /// Rejects the samples whose length a loader with these options rejects.
     #[must_use]
-    pub fn limited(self, longest: Option<u32>) -> Self {
-        Self { longest, ..self }
+    pub fn limited(self, limits: LoaderOptions) -> Self {
+        Self { limits: Some(limits), ..self }
     }
 
     /// The truncation rule for chats; `None` if they are not truncated.
@@ -390,15 +391,9 @@ impl DatasetRows {
         self.set(row).chats().map_or(row.row as usize, |chats| chats.row(row.row))
     }
 
-    fn check_longest(&self, row: SampleIndex, length: Length) -> Result<(), Rejection> {
-        let tokens = length.tokens;
-        match self.longest {
-            Some(longest) if tokens > longest as usize => {
-                let message = format!("{tokens} tokens, a row to train on has at most {longest}");
-                Err(Rejection::new(&self.id(row), "overlong", message))
-            }
-            _ => Ok(()),
-        }
+    fn check_length(&self, row: SampleIndex, length: Length) -> Result<(), Rejection> {
+        let limits = self.limits.as_ref();
+        limits.map_or(Ok(()), |limits| limits.check_length(length, || self.id(row)))
     }
 
     fn set(&self, row: SampleIndex) -> &DataSet {
@@ -414,7 +409,7 @@ impl RowReader for DatasetRows {
                 self.encoder.encode_truncated(&chats.read(row.row)?, self.cut)?
             }
         };
-        self.check_longest(row, Length::of(&sample))?;
+        self.check_length(row, Length::of(&sample))?;
         Ok(sample)
     }
 
@@ -439,7 +434,7 @@ impl RowReader for DatasetRows {
                 .and_then(|sample| self.encoder.length_truncated(&sample, self.cut)),
         };
         let length = length?;
-        self.check_longest(row, length)?;
+        self.check_length(row, length)?;
         Ok(length)
     }
 

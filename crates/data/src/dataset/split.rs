@@ -95,15 +95,14 @@ fn budgets(files: &[&RowFile], size: SplitSize) -> Result<Vec<usize>, SourceErro
     let total: usize = files.iter().map(|file| file.len()).sum();
     let (mut before, mut budgets) = (0, Vec::new());
     for file in files {
-        let share_of = |rows: usize| match size {
-            SplitSize::Share(share) => share * rows as f64,
-            SplitSize::Rows(all) => all.get() as f64 * rows as f64 / total as f64,
-        };
         let end = before + file.len();
         let budget = match size {
-            SplitSize::Share(_) => share_of(file.len()).round(),
-            // The roundings of all data sets add up to the number of rows.
-            SplitSize::Rows(_) => share_of(end).round() - share_of(before).round(),
+            SplitSize::Share(share) => (share * file.len() as f64).round(),
+            SplitSize::Rows(rows) => {
+                // The differences of all data sets add up to the number of rows.
+                let of_first = |first: usize| rows.get() as f64 * first as f64 / total as f64;
+                of_first(end).round() - of_first(before).round()
+            }
         };
         let budget = (budget as usize).max(1);
         if budget >= file.len() {

@@ -2,13 +2,18 @@
 
 use std::fs::{self, File};
 use std::io::Write;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::json;
 
 use super::{DatasetRows, RowReader};
-use crate::{DatasetConfig, Encoder, ImageConfig, Length, SampleIndex};
+use crate::loader::test_reader::options;
+use crate::{
+    DatasetConfig, Encoder, ImageConfig, Length, LoaderOptions, Overlong, Packing, PackingStrategy,
+    SampleIndex,
+};
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name)
@@ -49,6 +54,25 @@ fn a_row_is_read_if_it_has_its_measured_length() {
         for other in [Length { tokens: length.tokens + 1, ..length }, Length::default()] {
             assert_eq!(rows.read_of_length(row, other).unwrap_err().reason, "changed");
         }
+    }
+}
+
+#[test]
+fn rows_that_are_too_long_to_train_on_are_rejected_if_there_are_limits() {
+    let folder = tempfile::tempdir().unwrap();
+    let rows = rows(folder.path());
+    let lengths: Vec<usize> = rows.rows().map(|row| rows.length(row).unwrap().tokens).collect();
+    let (shortest, longest) = (*lengths.iter().min().unwrap(), *lengths.iter().max().unwrap());
+    assert!(shortest < longest);
+    let length = NonZeroU32::new(longest as u32 - 1).unwrap();
+    let (strategy, overlong) = (PackingStrategy::BestFit, Overlong::Reject);
+    let packing = Packing::On { length, strategy, overlong };
+    let limited = rows.limited(LoaderOptions { packing, ..options(strategy) });
+    for (row, tokens) in limited.rows().zip(lengths) {
+        let [read, measured] = [limited.read(row).map(drop), limited.length(row).map(drop)];
+        assert_eq!(read, measured);
+        let reason = read.err().map(|rejection| rejection.reason);
+        assert_eq!(reason.as_deref(), (tokens == longest).then_some("overlong"));
     }
 }
 

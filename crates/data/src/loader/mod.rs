@@ -19,7 +19,7 @@ mod read_tests;
 pub(crate) mod share;
 pub(crate) mod steps;
 #[cfg(test)]
-mod test_reader;
+pub(crate) mod test_reader;
 #[cfg(test)]
 mod tests;
 mod workers;

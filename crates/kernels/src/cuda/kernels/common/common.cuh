@@ -95,6 +95,14 @@ __device__ __forceinline__ void compute_here(int &offset) {
 #endif
 }
 
+// The index of this thread, computed again: values derived from it must not occupy registers during the
+// products.
+__device__ __forceinline__ int thread_here() {
+  int here = int(threadIdx.x);
+  compute_here(here);
+  return here;
+}
+
 // Packs two values as bf16 into a register, the first in the low half: an operand of the tensor
 // cores.
 __device__ __forceinline__ uint32_t pack(float low, float high) {

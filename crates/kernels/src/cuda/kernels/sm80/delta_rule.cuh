@@ -79,14 +79,6 @@ template <int PARTS> __device__ __forceinline__ void split(float x, float y, uin
 
 __device__ __forceinline__ void store_word(bf16 *to, uint32_t word) { *reinterpret_cast<uint32_t *>(to) = word; }
 
-// The index of this thread, recomputed: addresses of copies must not occupy registers during
-// products.
-__device__ __forceinline__ int thread_here() {
-  int here = int(threadIdx.x);
-  compute_here(here);
-  return here;
-}
-
 // A matrix in shared memory as a sum of PARTS matrices. Rows begin in different banks.
 template <int PARTS, int ROWS, int COLUMNS> struct Tile {
   static constexpr int STRIDE = COLUMNS + 8, PART = ROWS * STRIDE, BYTES = 2 * PARTS * PART;

@@ -9,17 +9,19 @@
 //
 // The blocks of a segment add to the sums of dq of a tile one after the other, in the order of their
 // keys: each waits until those before it have added. So every schedule gives the same bits. A block
-// waits only for blocks with smaller tickets, which run or have ended, so one of all blocks can always
-// continue. The first block stores the sums, and the last one writes dq.
-#include "attention_sm90.cuh"
+// waits only for blocks with smaller tickets, which run or have ended, so at least one block can
+// always continue. The first block stores the sums, and the last one writes dq.
+#include "attention_backward_sm90.cuh"
 
 namespace {
 
 template <int D_> struct BackwardShape {
   static constexpr int D = D_, OWN = 128, OTHERS = 64, STAGES = 3, THREADS = 3 * GROUP;
+  static constexpr bool KEYS = true;
   using Own = Panels<D, OWN>;
   using Other = Panels<D, OTHERS>;
   using Exchange = Panels<OTHERS, OWN>; // ds: a row for each key
+  static constexpr int EXCHANGES = 2 * Exchange::BYTES;
 };
 
 // `heads` heads of keys from `first_head` on, of `hkv`, are the work of this launch.
@@ -66,48 +68,31 @@ struct Work {
     return size_t(slot + (tile.at - task.other_first) / 64) * (sizes.heads * group) + (tile.head - sizes.first_head * group);
   }
 
-  // Number of blocks that add to dq of a tile before this one, and whether none adds after it.
+  // Number of blocks that add to dq of a tile before this one.
   __device__ __forceinline__ int blocks_before(const Tile &tile, int window) const {
     int first = window == 0 ? 0 : max(0, tile.at - task.other_first - window + 1) / 128;
     return (task.first - task.other_first) / 128 - first;
   }
+  // Whether no block adds to dq of a tile after this one.
   __device__ __forceinline__ bool is_last(const Tile &tile, int window) const { return task.first + 128 > (window == 0 ? task.end - 1 : tile.at); }
 };
 
-template <class S> struct BackwardMemory {
-  unsigned char *keys, *values, *stages, *exchanges;
-  float *statistics; // lse in base 2 and delta of the queries of each stage
+// `own0` and `own1` are k and v, and `other0` and `other1` are q and do.
+template <class S> struct BackwardMemory : BackwardTiles<S> {
   // `turn`: the blocks before have added to dq, and this block has added to dq of the tile before.
   // `added`: this block has added.
-  uint64_t *own_full, *full, *empty, *turn, *added;
+  uint64_t *turn, *added;
   Work *work; // read again instead of kept in registers
 
-  __device__ __forceinline__ explicit BackwardMemory(unsigned char *start) {
-    keys = start;
-    values = keys + S::Own::BYTES;
-    stages = values + S::Own::BYTES;
-    exchanges = stages + S::STAGES * 2 * S::Other::BYTES;
-    statistics = reinterpret_cast<float *>(exchanges + 2 * S::Exchange::BYTES);
-    own_full = reinterpret_cast<uint64_t *>(statistics + S::STAGES * 2 * S::OTHERS);
-    full = own_full + 1;
-    empty = full + S::STAGES;
-    turn = empty + S::STAGES;
+  __device__ __forceinline__ explicit BackwardMemory(unsigned char *start) : BackwardTiles<S>(start) {
+    turn = this->empty + S::STAGES;
     added = turn + 1;
     work = reinterpret_cast<Work *>(added + 1);
   }
 
-  __device__ __forceinline__ unsigned char *queries(int stage) const { return stages + stage * 2 * S::Other::BYTES; }
-  __device__ __forceinline__ unsigned char *d_o(int stage) const { return queries(stage) + S::Other::BYTES; }
-  __device__ __forceinline__ float *lse(int stage) const { return statistics + stage * 2 * S::OTHERS; }
-  __device__ __forceinline__ float *delta(int stage) const { return lse(stage) + S::OTHERS; }
-
   // Of one thread.
   __device__ __forceinline__ void init() const {
-    barrier_init(own_full, 1);
-    for (int stage = 0; stage < S::STAGES; stage++) {
-      barrier_init(full + stage, 1 + WARP); // the lanes of the producer warp write statistics
-      barrier_init(empty + stage, 8);
-    }
+    this->init_barriers();
     barrier_init(turn, 2);
     barrier_init(added, 8);
     barriers_ready();
@@ -125,38 +110,13 @@ __device__ __forceinline__ void add_four(float *to, const float *values) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]) : "memory");
 }
 
-struct Maps {
-  const HeadMaps &k, &v, &q, &d_o;
-};
-
 // Of the producer warp.
 template <class S>
 __device__ __forceinline__ void produce(const BackwardMemory<S> &memory, const Maps &maps, const float *lse, const float *delta, int num_rows) {
   const Work &work = *memory.work;
-  bool copies = threadIdx.x == 0;
-  if (copies) {
-    barrier_expect(memory.own_full, 2 * S::Own::BYTES);
-    S::Own::copy(memory.keys, maps.k, memory.own_full, work.own_head, work.task.first);
-    S::Own::copy(memory.values, maps.v, memory.own_full, work.own_head, work.task.first);
-  }
+  copy_own<S>(memory, maps, work.own_head, work.task.first);
   Ring<S::STAGES> ring;
-  for (Tile tile = work.first_tile(); work.has(tile); tile = work.after(tile)) {
-    int stage = ring.stage;
-    barrier_wait(memory.empty + stage, ring.parity ^ 1); // ends at once in the first round
-    if (copies) {
-      barrier_expect(memory.full + stage, 2 * S::Other::BYTES);
-      S::Other::copy(memory.queries(stage), maps.q, memory.full + stage, tile.head, tile.at);
-      S::Other::copy(memory.d_o(stage), maps.d_o, memory.full + stage, tile.head, tile.at);
-    }
-    for (int i = lane(); i < S::OTHERS; i += WARP) {
-      bool exists = tile.at + i < work.to; // other queries get p = 0
-      size_t row = size_t(tile.head) * num_rows + tile.at + i;
-      memory.lse(stage)[i] = exists ? lse[row] * LOG2_E : INFINITE;
-      memory.delta(stage)[i] = exists ? delta[row] : 0.0f;
-    }
-    barrier_arrive(memory.full + stage);
-    ring.next();
-  }
+  for (Tile tile = work.first_tile(); work.has(tile); tile = work.after(tile)) fill_stage<S>(memory, ring, maps, tile.head, tile.at, work.to, lse, delta, num_rows);
 }
 
 // Of one thread: waits for the blocks before this one, a tile ahead of the consumers.
@@ -187,15 +147,8 @@ template <class S> __device__ __forceinline__ void release_next_block(const Back
   }
 }
 
-// The thread, computed again instead of kept in a register.
-__device__ __forceinline__ int thread_here() {
-  int here = int(threadIdx.x);
-  compute_here(here);
-  return here;
-}
-
-// First of the 64 own rows of a consumer, and of those of its warp the row of a lane. The assembler takes
-// the result of a shuffle as equal in all lanes, so what follows from the first needs no registers.
+// First of the 64 own rows of a consumer, and of those of its warp the row of a lane. The assembler
+// treats the result of a shuffle as the same in all lanes, so the first needs no register of a lane.
 __device__ __forceinline__ int first_row_here() { return shuffle(thread_here() / GROUP, 0) * 64 - 64; }
 __device__ __forceinline__ int row_here() { return thread_here() / WARP * 16 - 64 + lane_here() / 4; }
 // First column of dq of a consumer.
@@ -266,7 +219,7 @@ template <class S> __device__ __forceinline__ void weigh(float (&p)[S::OTHERS / 
 // of dq of a tile.
 template <class S, int N>
 __device__ __forceinline__ void start_queries(float (&dq)[N / 2], const BackwardMemory<S> &memory, int buffer, const uint32_t (&ds)[S::OTHERS / 4]) {
-  // Both consumers have ended the products of the tile before the last one, which read this buffer.
+  // Both consumers have ended the products of two tiles ago, which read this buffer.
   unsigned char *exchange = memory.exchanges + buffer * S::Exchange::BYTES;
   int row = row_here(), t = lane_here() % 4;
 #pragma unroll
@@ -275,7 +228,7 @@ __device__ __forceinline__ void start_queries(float (&dq)[N / 2], const Backward
   sync_warps<8>(1);
   constexpr int WIDTH = N == S::Own::NARROW ? 32 : 128; // bytes of the rows of the panel with these columns
   int column = column_here<S>();
-  const unsigned char *right = memory.keys + column / 64 * S::Own::WIDE_BYTES + column % 64 * 2;
+  const unsigned char *right = memory.own0 + column / 64 * S::Own::WIDE_BYTES + column % 64 * 2;
   products_fence();
 #pragma unroll
   for (int k = 0; k < S::OWN / 16; k++) multiply_transposed<N>(dq, matrix_at<128>(exchange + k * 16 * 128), matrix_at<WIDTH>(right + k * 16 * WIDTH), k > 0);
@@ -298,17 +251,17 @@ __device__ __forceinline__ void consume(const BackwardMemory<S> &memory, const S
   barrier_wait(memory.full, 0);
   Ring<S::STAGES> ring;
   Tile tile = work.first_tile();
-  start_scores<D, OTHERS, S::OWN>(p, memory.keys, first_row_here(), memory.queries(0));
+  start_scores<D, OTHERS, S::OWN>(p, memory.own0, first_row_here(), memory.other0(0));
   products_wait<0>();
   for (int parity = 0;; parity ^= 1) {
     int stage = ring.stage;
     hold(p);
-    start_scores<D, OTHERS, S::OWN>(ds, memory.values, first_row_here(), memory.d_o(stage));
+    start_scores<D, OTHERS, S::OWN>(ds, memory.own1, first_row_here(), memory.other1(stage));
     weigh<S>(p, memory.lse(stage), work, tile, sizes);
     products_wait<0>();
     hold(ds);
     pack_operand<OTHERS>(p_operand, p);
-    start_weighted<D, OTHERS>(dv, p_operand, memory.d_o(stage));
+    start_weighted<D, OTHERS>(dv, p_operand, memory.other1(stage));
     int t = lane_here() % 4;
 #pragma unroll
     for (int n = 0; n < OTHERS / 8; n++) {
@@ -318,15 +271,15 @@ __device__ __forceinline__ void consume(const BackwardMemory<S> &memory, const S
     }
     pack_operand<OTHERS>(ds_operand, ds);
     start_queries<S, N>(dq, memory, parity, ds_operand);
-    start_weighted<D, OTHERS>(dk, ds_operand, memory.queries(stage));
+    start_weighted<D, OTHERS>(dk, ds_operand, memory.other0(stage));
     products_wait<1>();
     hold(dq);
     dv.hold_all();
     Tile next = work.after(tile);
     bool goes_on = work.has(next);
-    if (goes_on) ring.next(); // else the same scores again: the assembler needs products without a branch
+    if (goes_on) ring.next(); // else computes the same scores again: the assembler needs products without a branch
     barrier_wait(memory.full + ring.stage, ring.parity);
-    start_scores<D, OTHERS, S::OWN>(p, memory.keys, first_row_here(), memory.queries(ring.stage));
+    start_scores<D, OTHERS, S::OWN>(p, memory.own0, first_row_here(), memory.other0(ring.stage));
     barrier_wait(memory.turn, parity);
     add_queries<S, N>(dq, work, tile, sizes, sums, dq_rows);
     release(memory.added);
@@ -371,8 +324,8 @@ __device__ __forceinline__ void backward(const Maps &maps, const float *lse, con
   sync_warps<8>(1); // the products of all warps have ended, which read the own tiles
   unsigned stride = unsigned(sizes.hkv) * dh;
   float scales[2] = {sizes.scale, sizes.scale}, ones[2] = {1.0f, 1.0f};
-  store_sums<D, OWN>(dk + size_t(own_head) * dh, stride, first, end, dh, dk_sums, scales, memory.keys, row);
-  store_sums<D, OWN>(dv + size_t(own_head) * dh, stride, first, end, dh, dv_sums, ones, memory.values, row);
+  store_sums<D, OWN>(dk + size_t(own_head) * dh, stride, first, end, dh, dk_sums, scales, memory.own0, row);
+  store_sums<D, OWN>(dv + size_t(own_head) * dh, stride, first, end, dh, dv_sums, ones, memory.own1, row);
 }
 
 } // namespace

@@ -10,46 +10,16 @@
 // queries.
 //
 // In attention_backward_queries_sm90 a block has 128 queries, 64 for each consumer.
-#include "attention_sm90.cuh"
+#include "attention_backward_sm90.cuh"
 
 namespace {
 
 template <int D_, int OWN_, int OTHERS_, int STAGES_, bool KEYS_> struct BackwardShape {
   static constexpr int D = D_, OWN = OWN_, OTHERS = OTHERS_, STAGES = STAGES_, THREADS = 3 * GROUP;
   static constexpr bool KEYS = KEYS_; // whether the own rows are keys, which both consumers have
+  static constexpr int EXCHANGES = 0;
   using Own = Panels<D, OWN>;
   using Other = Panels<D, OTHERS>;
-};
-
-template <class S> struct BackwardMemory {
-  unsigned char *own0, *own1, *stages;
-  float *statistics; // lse in base 2 and delta of the queries of each stage
-  uint64_t *own_full, *full, *empty;
-
-  __device__ __forceinline__ explicit BackwardMemory(unsigned char *start) {
-    own0 = start;
-    own1 = own0 + S::Own::BYTES;
-    stages = own1 + S::Own::BYTES;
-    statistics = reinterpret_cast<float *>(stages + S::STAGES * 2 * S::Other::BYTES);
-    own_full = reinterpret_cast<uint64_t *>(statistics + (S::KEYS ? S::STAGES * 2 * S::OTHERS : 0));
-    full = own_full + 1;
-    empty = full + S::STAGES;
-  }
-
-  __device__ __forceinline__ unsigned char *other0(int stage) const { return stages + stage * 2 * S::Other::BYTES; }
-  __device__ __forceinline__ unsigned char *other1(int stage) const { return other0(stage) + S::Other::BYTES; }
-  __device__ __forceinline__ float *lse(int stage) const { return statistics + stage * 2 * S::OTHERS; }
-  __device__ __forceinline__ float *delta(int stage) const { return lse(stage) + S::OTHERS; }
-
-  // Of one thread.
-  __device__ __forceinline__ void init() const {
-    barrier_init(own_full, 1);
-    for (int stage = 0; stage < S::STAGES; stage++) {
-      barrier_init(full + stage, S::KEYS ? 1 + WARP : 1); // the lanes of the producer warp write statistics
-      barrier_init(empty + stage, 8);
-    }
-    barriers_ready();
-  }
 };
 
 struct Sizes {
@@ -77,44 +47,17 @@ struct Range {
   }
 };
 
-struct Maps {
-  const HeadMaps &own0, &own1, &other0, &other1;
-};
-
 // Of the producer warp if the own rows are keys, otherwise of one thread.
 template <class S>
-__device__ __forceinline__ void produce(const BackwardMemory<S> &memory, const Maps &maps, const Range &range, const float *lse, const float *delta, int num_rows) {
-  bool copies = threadIdx.x == 0;
-  if (copies) {
-    barrier_expect(memory.own_full, 2 * S::Own::BYTES);
-    S::Own::copy(memory.own0, maps.own0, memory.own_full, range.own_head, range.task.first);
-    S::Own::copy(memory.own1, maps.own1, memory.own_full, range.own_head, range.task.first);
-  }
+__device__ __forceinline__ void produce(const BackwardTiles<S> &memory, const Maps &maps, const Range &range, const float *lse, const float *delta, int num_rows) {
+  copy_own(memory, maps, range.own_head, range.task.first);
   Ring<S::STAGES> ring;
   for (int head = range.first_head; head <= range.last_head; head++)
-    for (int at = range.from; at < range.to; at += S::OTHERS) {
-      int stage = ring.stage;
-      barrier_wait(memory.empty + stage, ring.parity ^ 1); // ends at once in the first round
-      if (copies) {
-        barrier_expect(memory.full + stage, 2 * S::Other::BYTES);
-        S::Other::copy(memory.other0(stage), maps.other0, memory.full + stage, head, at);
-        S::Other::copy(memory.other1(stage), maps.other1, memory.full + stage, head, at);
-      }
-      if constexpr (S::KEYS) {
-        for (int i = lane(); i < S::OTHERS; i += WARP) {
-          bool exists = at + i < range.to; // other queries get p = 0
-          size_t row = size_t(head) * num_rows + at + i;
-          memory.lse(stage)[i] = exists ? lse[row] * LOG2_E : INFINITE;
-          memory.delta(stage)[i] = exists ? delta[row] : 0.0f;
-        }
-        barrier_arrive(memory.full + stage);
-      }
-      ring.next();
-    }
+    for (int at = range.from; at < range.to; at += S::OTHERS) fill_stage(memory, ring, maps, head, at, range.to, lse, delta, num_rows);
 }
 
 // Adds up dk (if DK) or dv of the keys.
-template <class S, bool DK> __device__ __forceinline__ void consume_keys(const BackwardMemory<S> &memory, const Range &range, const Sizes &sizes, Sums<S::D> &sums) {
+template <class S, bool DK> __device__ __forceinline__ void consume_keys(const BackwardTiles<S> &memory, const Range &range, const Sizes &sizes, Sums<S::D> &sums) {
   constexpr int D = S::D, N = S::OTHERS;
   float p[N / 2], ds[N / 2], log2_scale = sizes.scale * LOG2_E;
   uint32_t operand[N / 4];
@@ -177,7 +120,7 @@ template <class S, bool DK> __device__ __forceinline__ void consume_keys(const B
 
 // Adds up dq of 64 queries, from row `row` of the own tiles on.
 template <class S>
-__device__ __forceinline__ void consume_queries(const BackwardMemory<S> &memory, const Range &range, const Sizes &sizes, int row, const float *lse,
+__device__ __forceinline__ void consume_queries(const BackwardTiles<S> &memory, const Range &range, const Sizes &sizes, int row, const float *lse,
                                                 const float *delta, Sums<S::D> &dq) {
   constexpr int D = S::D, N = S::OTHERS;
   float p[N / 2], ds[N / 2], own_lse[2], own_delta[2], log2_scale = sizes.scale * LOG2_E;
@@ -228,16 +171,18 @@ __device__ __forceinline__ void consume_queries(const BackwardMemory<S> &memory,
   }
 }
 
-// If the own rows are keys, `own0` and `own1` are k and v, and `other0` and `other1` are q and do;
-// otherwise the other way round. `d0` and `d1` are the gradients of the own operands (`d1` for keys
+// `d0` and `d1` are the gradients of the own operands (`d1` for keys
 // only).
 template <class S>
 __device__ __forceinline__ void backward(const Maps &maps, const float *lse, const float *delta, bf16 *d0, bf16 *d1, const int *tasks, const Sizes &sizes) {
   constexpr int D = S::D, OWN = S::OWN;
   HOPPER_SHARED(shared);
-  BackwardMemory<S> memory(shared);
+  BackwardTiles<S> memory(shared);
   Range range = Range::of<S>(tasks, sizes);
-  if (threadIdx.x == 0) memory.init();
+  if (threadIdx.x == 0) {
+    memory.init_barriers();
+    barriers_ready();
+  }
   __syncthreads();
   if (warp() < 4) {
     fewer_registers<PRODUCER_REGISTERS<2>>();
