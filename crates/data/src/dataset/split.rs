@@ -52,7 +52,7 @@ pub struct EvalSplit {
     pub seed: u64,
 }
 
-/// What rows have in common: a hash of the content, of an image or of an `id`.
+/// A hash of what rows have in common: their content, an image or an `id`.
 type RowKey = [u8; 16];
 
 /// The rows of each data set that are held out, in ascending order: at least one of each, and not
@@ -65,7 +65,11 @@ pub(super) fn held_out(files: &[&RowFile], split: EvalSplit) -> Result<Vec<Vec<u
     let keys = |(set, row): &(usize, u32)| keys(files[*set], *row as usize, split.group);
     let keys = rows.par_iter().map(keys).collect::<Result<Vec<_>, _>>()?;
     if split.group != EvalGroup::Rows && keys.iter().all(|keys| keys.len() == 1) {
-        return Err(SourceError::NoGroups { group: split.group.name() });
+        let lacking = match split.group {
+            EvalGroup::Images => "images or videos",
+            EvalGroup::Rows | EvalGroup::Id => "a text or a number under the key `id`",
+        };
+        return Err(SourceError::NoGroups { group: split.group.name(), lacking });
     }
     let mut held = vec![Vec::new(); files.len()];
     for group in groups(&keys, split.seed) {
@@ -379,10 +383,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let rows: Vec<Row> = (0..9).map(|row| (row, vec![], None)).collect();
         let files = write(folder.path(), &[rows]);
-        for (group, name) in [(EvalGroup::Images, "images"), (EvalGroup::Id, "id")] {
+        for (group, name, lacking) in [
+            (EvalGroup::Images, "images", "images or videos"),
+            (EvalGroup::Id, "id", "the key `id`"),
+        ] {
             let size = SplitSize::Share(0.3);
             let error = split(&files, EvalSplit { size, group, seed: 1 }).unwrap_err().to_string();
             assert!(error.contains(&format!("`data.eval_group` is `{name}`")), "{error}");
+            assert!(error.ends_with(lacking), "{error}");
         }
     }
 

@@ -102,11 +102,9 @@ pub enum SourceError {
         hint = "raise `data.eval_share` or `data.eval_rows`, add rows to the file, or list a file to evaluate on under `data.eval` instead"
     )]
     NotSplit { path: PathBuf, rows: usize, held_out: usize, why: &'static str },
-    #[error("`data.eval_group` is `{group}`, but no row has what this names")]
-    #[fault(
-        hint = "`images` needs rows with images or videos, and `id` rows with a text or a number under the key `id`"
-    )]
-    NoGroups { group: &'static str },
+    #[error("`data.eval_group` is `{group}`, but no row has {lacking}")]
+    #[fault(hint = "remove `data.eval_group`, or add this to the rows")]
+    NoGroups { group: &'static str, lacking: &'static str },
     /// The process or a disk failed while rows were read to be held out.
     #[error("{0}")]
     #[fault(from)]
