@@ -158,8 +158,11 @@ impl Block<'_> {
     ) -> Result<(), Fault> {
         let (by, mut bytes) = (self.warps[warp].by(lane), [0; 16]);
         self.global.read(at, &mut bytes, (16, u32::MAX), &by)?;
+        // PTX ISA, `red`: in global memory, it has subnormal numbers as zeros of the same sign.
+        let flushed = |x: f32| if x.is_subnormal() { 0f32.copysign(x) } else { x };
         for (sum, value) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(values) {
-            *sum = (f32::from_le_bytes(*sum) + f32::from_bits(value as u32)).to_le_bytes();
+            let before = flushed(f32::from_le_bytes(*sum));
+            *sum = flushed(before + flushed(f32::from_bits(value as u32))).to_le_bytes();
         }
         self.counts.global_written += 16;
         self.global.write(at, &bytes, &by)

@@ -48,11 +48,13 @@ fn place_in_sums(register: usize, lane: usize) -> (usize, usize) {
     (lane / 4 + 8 * (register / 2 % 2), lane % 4 * 2 + register % 2 + 8 * (register / 4))
 }
 
-/// `mma.m16n8k16` with f32 sums of bf16 products.
+/// `mma.m16n8k16` with f32 sums of bf16 products, which are truncated as on an A100.
 ///
-/// The order of the sums of tensor cores and their inner precision are not documented (PTX ISA,
-/// `mma`, requires single precision at least). Here the products, which are exact, and `c` are
-/// added in f64 and rounded once to f32. NaN and infinities behave as in IEEE 754.
+/// NVIDIA does not document the sums of tensor cores. By experiments (Fasi, Higham, Mikaitis and
+/// Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021), products are exact, and an A100 adds
+/// eight of them to the sum at a time: it shifts all nine to the exponent of the largest, drops what
+/// is more than a bit below the last bit of an f32 with this exponent, adds exactly, and rounds the
+/// sum toward zero. NaN and infinities behave as in IEEE 754.
 pub fn mma(a: &[Lanes; 4], b: &[Lanes; 2], c: &[Lanes; 4]) -> [Lanes; 4] {
     const N: usize = 8;
     let mut columns = [0.0; K * N];
@@ -65,12 +67,13 @@ pub fn mma(a: &[Lanes; 4], b: &[Lanes; 2], c: &[Lanes; 4]) -> [Lanes; 4] {
         }
     }
     let mut d = *c;
-    add_products(&a_from_registers(&[*a]), &columns, &mut d);
+    add_products(&a_from_registers(&[*a]), &columns, &mut d, K / 2);
     d
 }
 
-/// `wgmma` with f32 sums of bf16 products, in the same precision as [`mma`]: for each warp of the
-/// warpgroup its n / 2 registers in `d`, in the order of the instruction.
+/// `wgmma` with f32 sums of bf16 products: for each warp of the warpgroup its n / 2 registers in `d`,
+/// in the order of the instruction. Sums are truncated as in [`mma`], but an H100 adds 16 products at
+/// a time (Khattak and Mikaitis, "Accurate models of NVIDIA tensor cores", 2025).
 ///
 /// `a` has 16 rows for each warp in `d` (64 for the four of a warpgroup), `b` has n rows. The old
 /// sums count only if `adds`.
@@ -87,13 +90,13 @@ pub fn wgmma(a: &[f32], b: &[f32], d: &mut [Vec<Lanes>], adds: bool) {
         if !adds {
             d.fill([0; LANES]);
         }
-        add_products(a, &columns, d);
+        add_products(a, &columns, d, K);
     }
 }
 
-/// Adds the product of 16 rows of A and of `b` (`[16, n]`) to the sums of a warp. The inner loop is
-/// along the columns of the sums, whose order of additions does not matter to each other.
-fn add_products(a: &[f32], b: &[f64], d: &mut [Lanes]) {
+/// Adds the product of 16 rows of A and of `b` (`[16, n]`) to the sums of a warp, `together` products
+/// at a time. The inner loops are along the columns of the sums, so that the compiler vectorises them.
+fn add_products(a: &[f32], b: &[f64], d: &mut [Lanes], together: usize) {
     let n = b.len() / K;
     assert_eq!(d.len(), n / 2, "registers of the sums");
     let mut sums = vec![0.0; WARP_ROWS * n];
@@ -103,11 +106,10 @@ fn add_products(a: &[f32], b: &[f64], d: &mut [Lanes]) {
             sums[row * n + column] = f64::from(f32::from_bits(*bits as u32));
         }
     }
+    let (mut units, mut exact) = (vec![0.0; n], vec![0.0; n]);
     for (a, sums) in a.chunks_exact(K).zip(sums.chunks_exact_mut(n)) {
-        for (x, b) in a.iter().zip(b.chunks_exact(n)) {
-            for (sum, y) in sums.iter_mut().zip(b) {
-                *sum += f64::from(*x) * y;
-            }
+        for (a, b) in a.chunks_exact(together).zip(b.chunks_exact(together * n)) {
+            add_together(a, b, sums, [&mut units, &mut exact]);
         }
     }
     for (register, lanes) in d.iter_mut().enumerate() {
@@ -117,6 +119,53 @@ fn add_products(a: &[f32], b: &[f64], d: &mut [Lanes]) {
             *bits = if sum.is_nan() { NAN } else { u64::from(sum.to_bits()) };
         }
     }
+}
+
+/// Adds products of one row of A to one row of sums, which are values of f32 before and after. The
+/// buffers have the length of the row.
+fn add_together(a: &[f32], b: &[f64], sums: &mut [f64], [units, exact]: [&mut [f64]; 2]) {
+    const EXPONENT: u64 = 0x7ff0_0000_0000_0000;
+    let n = sums.len();
+    let rows = || a.iter().map(|x| f64::from(*x)).zip(b.chunks_exact(n));
+    exact.copy_from_slice(sums);
+    units.fill(0.0);
+    for (x, b) in rows() {
+        for ((unit, exact), y) in units.iter_mut().zip(&mut *exact).zip(b) {
+            *unit = unit.max((x * y).abs());
+            *exact += x * y;
+        }
+    }
+    for (unit, sum) in units.iter_mut().zip(&mut *sums) {
+        let largest = unit.max(sum.abs());
+        // An f32 with this exponent has 23 bits after the first one.
+        *unit = f64::from_bits(largest.to_bits() & EXPONENT) / f64::from(1 << 24);
+        *sum = truncated(*sum, *unit);
+    }
+    for (x, b) in rows() {
+        for ((sum, unit), y) in sums.iter_mut().zip(&*units).zip(b) {
+            *sum += truncated(x * y, *unit);
+        }
+    }
+    for (sum, exact) in sums.iter_mut().zip(exact) {
+        *sum = if exact.is_finite() { toward_zero(*sum) } else { *exact };
+    }
+}
+
+/// The multiple of `unit`, a power of two, between zero and `value` that is next to `value`, which
+/// has at most 2^25 of them.
+fn truncated(value: f64, unit: f64) -> f64 {
+    // An f64 of this size has steps of `unit`.
+    let large = unit * 1.5 * (1_u64 << 52) as f64;
+    let nearest = (value + large) - large;
+    if nearest.abs() > value.abs() { nearest - unit.copysign(value) } else { nearest }
+}
+
+/// The f32 between zero and a finite value that is next to the value. Larger values than those of f32
+/// become infinite.
+fn toward_zero(value: f64) -> f64 {
+    let nearest = value as f32;
+    let passed = nearest.is_finite() && f64::from(nearest.abs()) > value.abs();
+    f64::from(f32::from_bits(nearest.to_bits() - u32::from(passed)))
 }
 
 /// The matrix A that warps have in four registers each: 16 rows of each warp.

@@ -97,13 +97,28 @@ fn distribute_sums(sums: &[f32]) -> Vec<Lanes> {
     registers
 }
 
-/// The sums of `a` `[rows, 16]`, `b` `[n, 16]` and `c` `[rows, n]`.
-fn reference(a: &[f32], b: &[f32], c: &[f32]) -> Vec<f32> {
+/// The sums of `a` `[rows, 16]`, `b` `[n, 16]` and `c` `[rows, n]`, `together` products at a time, in
+/// integers.
+fn reference(a: &[f32], b: &[f32], c: &[f32], together: usize) -> Vec<f32> {
     let n = b.len() / 16;
     let sum = |index: usize| {
         let (a, b) = (&a[index / n * 16..][..16], &b[index % n * 16..][..16]);
-        let products = a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b));
-        products.fold(f64::from(c[index]), |sum, product| sum + product) as f32
+        let products: Vec<f64> =
+            a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).collect();
+        products.chunks(together).fold(c[index], |sum, products| {
+            let terms: Vec<f64> = products.iter().copied().chain([f64::from(sum)]).collect();
+            let largest = terms.iter().fold(0f64, |most, term| most.max(term.abs()));
+            if largest == 0.0 {
+                return 0.0;
+            }
+            let unit = 2f64.powi(largest.log2().floor() as i32 - 24);
+            let mut total: i64 = terms.iter().map(|term| (term / unit) as i64).sum();
+            let mut scale = unit;
+            while total.abs() >= 1 << 24 {
+                (total, scale) = (total / 2, scale * 2.0);
+            }
+            (total as f64 * scale) as f32
+        })
     };
     (0..c.len()).map(sum).collect()
 }
@@ -147,17 +162,27 @@ fn mma_multiplies() {
     assert_eq!(execute_mma(&identity, &b, &zeros), distribute_sums(&transposed));
     for _ in 0..20 {
         let (a, b, c) = (random.matrix(256), random.matrix(128), random.matrix(128));
-        assert_eq!(execute_mma(&a, &b, &c), distribute_sums(&reference(&a, &b, &c)));
+        assert_eq!(execute_mma(&a, &b, &c), distribute_sums(&reference(&a, &b, &c, 8)));
     }
 }
 
 #[test]
-fn sums_are_rounded_once() {
-    // In f32, 2^24 + 1 is 2^24 each time.
-    let (mut a, mut b, mut c) = ([0.0; 256], [0.0; 128], [0.0; 128]);
-    (a[0], a[1], b[0], b[1], c[0]) = (1.0, 1.0, 1.0, 1.0, 16_777_216.0);
-    let d = execute_mma(&a, &b, &c);
-    assert_eq!(f32::from_bits(d[0][0] as u32), 16_777_218.0);
+fn sums_are_truncated() {
+    let sum = |c: f32, products: &[f32]| {
+        let (mut a, mut b, mut sums) = ([0.0; 256], [0.0; 128], [0.0; 128]);
+        b[..16].fill(1.0);
+        a[..products.len()].copy_from_slice(products);
+        sums[0] = c;
+        f32::from_bits(execute_mma(&a, &b, &sums)[0][0] as u32)
+    };
+    const LARGE: f32 = 16_777_216.0; // the next f32 is larger by 2
+    assert_eq!(sum(LARGE, &[1.0, 1.0]), LARGE + 2.0, "one bit more than an f32 has");
+    assert_eq!(sum(LARGE, &[1.5]), LARGE, "to nearest, it would be larger");
+    assert_eq!(sum(-LARGE, &[-1.5]), -LARGE, "toward zero");
+    assert_eq!(sum(LARGE, &[0.5; 8]), LARGE, "each product is truncated");
+    assert_eq!(sum(LARGE, &[-0.5; 8]), LARGE, "negative ones too");
+    assert_eq!(sum(LARGE, &[1.0, 0., 0., 0., 0., 0., 0., 0., 1.0]), LARGE, "eight at a time");
+    assert_eq!(sum(1.0, &[-1.0, 1e-9]), 0.0, "the largest cancels, but the unit is its own");
 }
 
 #[test]
@@ -195,11 +220,11 @@ fn wgmma_multiplies() {
         let warps = |sums: &[f32]| sums.chunks(16 * n).map(distribute_sums).collect::<Vec<_>>();
         let mut d = warps(&c);
         wgmma(&a, &b, &mut d, true);
-        assert_eq!(d, warps(&reference(&a, &b, &c)), "{n}");
+        assert_eq!(d, warps(&reference(&a, &b, &c, 16)), "{n}");
 
         let mut d = vec![vec![[NAN; LANES]; n / 2]; 4];
         wgmma(&a, &b, &mut d, false);
-        assert_eq!(d, warps(&reference(&a, &b, &vec![0.0; 64 * n])), "{n} from zero");
+        assert_eq!(d, warps(&reference(&a, &b, &vec![0.0; 64 * n], 16)), "{n} from zero");
     }
 }
 
