@@ -134,7 +134,8 @@ impl UrlImages {
         path.is_file().then_some(path)
     }
 
-    fn download(&self, url: &str) -> Result<Vec<u8>, UrlError> {
+    /// Downloads an image and does not keep it.
+    pub fn download(&self, url: &str) -> Result<Vec<u8>, UrlError> {
         let url = &encoded(url);
         let mut attempt = 1;
         loop {

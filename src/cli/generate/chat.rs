@@ -9,6 +9,8 @@ use crate::batch::{
     Content, MediaRef, MediaSource, Medium, Message, Objects, Part, Sample, SampleId, VideoLimits,
     VideoRef,
 };
+use crate::data::UrlConfig;
+use crate::net::{UrlError, UrlImages, for_messages, is_web_address};
 use std::fs;
 use std::io::{self, BufRead as _, IsTerminal as _, Write as _};
 use std::path::{Path, PathBuf};
@@ -154,10 +156,16 @@ impl Conversation {
         self.is_chat
     }
 
-    /// Adds an image to the next turn of the user.
+    /// Adds an image, a file or a URL, to the next turn of the user.
     pub(super) fn add_image(&mut self, path: &Path) -> anyhow::Result<()> {
-        let (root, path) = found(path)?;
-        self.next.push(Medium::Image(MediaRef::from(MediaSource::File { root, path })));
+        let url = path.to_str().filter(|text| is_web_address(text));
+        let source = if let Some(url) = url {
+            MediaSource::Bytes(download(url)?.into())
+        } else {
+            let (root, path) = found(path)?;
+            MediaSource::File { root, path }
+        };
+        self.next.push(Medium::Image(MediaRef::from(source)));
         Ok(())
     }
 
@@ -217,6 +225,17 @@ impl Conversation {
             objects: Objects::default(),
         }
     }
+}
+
+/// The bytes of an image by URL, which are not kept.
+fn download(url: &str) -> Result<Vec<u8>, Failure> {
+    let limits = UrlConfig::default().limits().expect("valid defaults");
+    let images = UrlImages::new(Path::new(""), limits).map_err(UrlError::from);
+    images.and_then(|images| images.download(url)).map_err(|error| {
+        let message = format!("cannot download `{}`: {error}", for_messages(url));
+        Failure::new(Exit::Data, message)
+            .hint("check the address, or download the image and give its path")
+    })
 }
 
 /// The folder and the path of a file that exists.

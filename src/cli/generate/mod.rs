@@ -13,6 +13,7 @@ use crate::train::{DeviceChoice, GenerateOptions, Generator, ModelSection};
 use candle_transformers::generation::Sampling;
 use chat::Conversation;
 use clap::Args;
+use serde_json::json;
 use signal_hook::consts::SIGINT;
 use std::io::{IsTerminal as _, Write as _};
 use std::ops::ControlFlow;
@@ -36,7 +37,7 @@ pub(super) struct GenerateArgs {
     /// Text of the user turn; with `--chat`, of the first one
     #[arg(long, required_unless_present = "chat")]
     prompt: Option<String>,
-    /// Image, placed before the text; may be given several times
+    /// Image, a file or a URL, placed before the text; may be given several times
     #[arg(long = "image", value_name = "FILE")]
     images: Vec<PathBuf>,
     /// Video, placed after the images: a video file, or a folder of frames, which are ordered by
@@ -46,10 +47,13 @@ pub(super) struct GenerateArgs {
     /// System message
     #[arg(long)]
     system: Option<String>,
-    /// Hold a conversation: read user turns from stdin, one a line, and the commands `/image FILE`,
-    /// `/video PATH`, `/reset` and `/exit`
+    /// Hold a conversation: read user turns from stdin, one a line, and the commands
+    /// `/image FILE`, `/video PATH`, `/reset` and `/exit`
     #[arg(long)]
     chat: bool,
+    /// Print each answer as a JSON object when it has ended
+    #[arg(long)]
+    json: bool,
     /// Maximum number of tokens of an answer
     #[arg(long, default_value_t = 128, value_name = "N", value_parser = positive)]
     max_new_tokens: usize,
@@ -125,6 +129,8 @@ struct Session<'a> {
     generator: Generator<'a>,
     options: GenerateOptions,
     stops: &'a [String],
+    /// Whether answers are printed as JSON.
+    json: bool,
     /// Set by Ctrl-C. While it is set, Ctrl-C ends the process: when no answer is made, and when a
     /// second one follows.
     interrupted: Arc<AtomicBool>,
@@ -139,7 +145,7 @@ impl Session<'_> {
         let mut out = stdout();
         let is_terminal = std::io::stdout().is_terminal();
         let mut print = |piece: &str| -> anyhow::Result<()> {
-            if !piece.is_empty() {
+            if !piece.is_empty() && !self.json {
                 let shown = if is_terminal { escaped(piece) } else { piece.into() };
                 out.write_all(shown.as_bytes())?;
                 out.flush()?;
@@ -158,6 +164,22 @@ impl Session<'_> {
         let answer = answer?;
         print(streamed.finish())?;
         print("\n")?;
+        if self.json {
+            let finish_reason = match answer.ids.len() {
+                _ if was_interrupted => "interrupted",
+                _ if streamed.has_stopped() => "stop",
+                length if length == self.options.max_new_tokens => "length",
+                _ => "stop",
+            };
+            let line = json!({
+                "answer": streamed.text,
+                "finish_reason": finish_reason,
+                "num_prompt_tokens": answer.num_prompt_tokens,
+                "num_new_tokens": answer.ids.len(),
+            });
+            writeln!(out, "{line}")?;
+            out.flush()?;
+        }
         tracing::debug!(
             prompt_tokens = answer.num_prompt_tokens,
             reused = answer.num_reused,
@@ -210,7 +232,8 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
     };
     let generator = Generator::new(&loaded.model, &device);
     let stops = &args.stops;
-    let mut session = Session { encoder: &encoder, generator, options, stops, interrupted };
+    let json = args.json;
+    let mut session = Session { encoder: &encoder, generator, options, stops, json, interrupted };
     if args.prompt.is_some() {
         let answer = session.answer(&conversation)?;
         conversation.answered(answer);
