@@ -168,6 +168,7 @@ fn mma_multiplies() {
 
 #[test]
 fn sums_are_truncated() {
+    const LARGE: f32 = 16_777_216.0; // the next f32 is larger by 2
     let sum = |c: f32, products: &[f32]| {
         let (mut a, mut b, mut sums) = ([0.0; 256], [0.0; 128], [0.0; 128]);
         b[..16].fill(1.0);
@@ -175,7 +176,6 @@ fn sums_are_truncated() {
         sums[0] = c;
         f32::from_bits(execute_mma(&a, &b, &sums)[0][0] as u32)
     };
-    const LARGE: f32 = 16_777_216.0; // the next f32 is larger by 2
     assert_eq!(sum(LARGE, &[1.0, 1.0]), LARGE + 2.0, "one bit more than an f32 has");
     assert_eq!(sum(LARGE, &[1.5]), LARGE, "to nearest, it would be larger");
     assert_eq!(sum(-LARGE, &[-1.5]), -LARGE, "toward zero");

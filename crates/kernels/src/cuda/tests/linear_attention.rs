@@ -288,33 +288,44 @@ fn delta_by_token(d: usize, operands: [&[f64]; 4]) -> [Vec<f64>; 4] {
 /// Decays near one over a long segment, near zero, and both in turn.
 #[test]
 fn the_delta_rule_matches_f64_for_long_segments_and_any_gates() -> Result<()> {
-    let heads = DeltaHeads { key_heads: 1, value_heads: 1, key_dim: 16, value_dim: 16 };
+    for rates in [(1e-5, 1e-5), (30.0, 30.0), (1e-4, 30.0)] {
+        matches_f64(16, rates, 1.0)?;
+    }
+    Ok(())
+}
+
+/// States of the size of published models that grow over all chunks, as small parts are added to
+/// them: tensor cores truncate sums.
+#[test]
+fn large_states_that_grow_over_long_segments_match_f64() -> Result<()> {
+    matches_f64(128, (1e-6, 1e-6), 0.05)
+}
+
+/// Compares a head of `dims` with the recurrence in f64, for a decay in most tokens and one in some,
+/// and `beta` times a factor.
+fn matches_f64(dims: usize, (near_one, near_zero): (f32, f32), factor: f64) -> Result<()> {
+    let heads = DeltaHeads { key_heads: 1, value_heads: 1, key_dim: dims, value_dim: dims };
     let t = 1500;
     for (dtype, tolerance, of_grads) in [
         (DType::F32, Tolerance::F32, Tolerance::F32),
         (DType::BF16, Tolerance::BF16, Tolerance::BF16_SAVED),
     ] {
         let [qkv, g, beta, d_o] = delta_operands(1, t, heads, dtype)?;
-        for (near_one, near_zero) in [(1e-5, 1e-5), (30.0, 30.0), (1e-4, 30.0)] {
-            let rate = |i: usize| if i % 97 < 90 { near_one } else { near_zero };
-            let rates =
-                Tensor::from_vec((0..t).map(rate).collect::<Vec<f32>>(), (t, 1), qkv.device())?;
-            let operands = [qkv.clone(), (&g * 40.0)?.mul(&rates)?, beta.clone(), d_o.clone()];
-            let wide = operands.each_ref().map(values);
-            let want = delta_by_token(16, wide.each_ref().map(Vec::as_slice));
-            let (inputs, cu) = (delta_inputs(&operands), boundaries(&[t as u32]));
-            let o = with_kernels(|| crate::gated_delta_rule(inputs, heads, &cu, None))?;
-            let grad = with_kernels(|| {
-                crate::gated_delta_rule_backward(inputs, heads, &cu, &operands[3])
-            })?;
-            let got = [o, grad.dqkv, grad.dg, grad.dbeta];
-            let names =
-                [("o", tolerance), ("dqkv", of_grads), ("dg", of_grads), ("dbeta", of_grads)];
-            for ((name, tolerance), (got, want)) in names.into_iter().zip(got.iter().zip(want)) {
-                let want = Tensor::from_vec(want, got.shape(), got.device())?;
-                let what = format!("{name} {dtype:?} {near_one} {near_zero}");
-                assert_close(&what, got, &want, tolerance);
-            }
+        let rate = |i: usize| if i % 97 < 90 { near_one } else { near_zero };
+        let rates = Tensor::from_vec((0..t).map(rate).collect::<Vec<f32>>(), (t, 1), qkv.device())?;
+        let operands = [qkv.clone(), (&g * 40.0)?.mul(&rates)?, (beta * factor)?, d_o];
+        let wide = operands.each_ref().map(values);
+        let want = delta_by_token(dims, wide.each_ref().map(Vec::as_slice));
+        let (inputs, cu) = (delta_inputs(&operands), boundaries(&[t as u32]));
+        let o = with_kernels(|| crate::gated_delta_rule(inputs, heads, &cu, None))?;
+        let grad =
+            with_kernels(|| crate::gated_delta_rule_backward(inputs, heads, &cu, &operands[3]))?;
+        let got = [o, grad.dqkv, grad.dg, grad.dbeta];
+        let names = [("o", tolerance), ("dqkv", of_grads), ("dg", of_grads), ("dbeta", of_grads)];
+        for ((name, tolerance), (got, want)) in names.into_iter().zip(got.iter().zip(want)) {
+            let want = Tensor::from_vec(want, got.shape(), got.device())?;
+            let what = format!("{name} {dims} {dtype:?} {near_one} {near_zero}");
+            assert_close(&what, got, &want, tolerance);
         }
     }
     Ok(())
