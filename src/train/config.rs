@@ -134,6 +134,8 @@ pub enum MatmulChoice {
     Fp8,
     /// As `fp8`, and also for the gradients of weights.
     Fp8All,
+    /// As `fp8`, and a GPU adds the products of forward faster and with fewer bits.
+    Fp8Fast,
 }
 
 impl MatmulChoice {
@@ -143,6 +145,7 @@ impl MatmulChoice {
             Self::Native => Matmul::Native,
             Self::Fp8 => Matmul::Fp8,
             Self::Fp8All => Matmul::Fp8All,
+            Self::Fp8Fast => Matmul::Fp8Fast,
         }
     }
 }

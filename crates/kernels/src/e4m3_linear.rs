@@ -28,6 +28,24 @@ pub enum Matmul {
     Fp8,
     /// e4m3 in forward, for input gradients and for weight gradients.
     Fp8All,
+    /// As `Fp8`, with [`E4m3Sums::Fast`] in forward.
+    Fp8Fast,
+}
+
+/// How the tensor cores of a GPU add products of e4m3. The CPU adds in `f32` in any case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum E4m3Sums {
+    /// Sums of a few products are added in `f32`.
+    F32,
+    /// All products of a sum are added in the registers of the tensor cores, which keep about 14 bits.
+    Fast,
+}
+
+impl Matmul {
+    /// How forward adds products of e4m3.
+    pub fn forward_sums(self) -> E4m3Sums {
+        if self == Self::Fp8Fast { E4m3Sums::Fast } else { E4m3Sums::F32 }
+    }
 }
 
 /// The compute capability of a GPU that cannot multiply in FP8. `None`: `device` can.
@@ -48,6 +66,7 @@ pub fn e4m3_linear(
     w: &Tensor,
     bias: Option<&Tensor>,
     residual: Option<&Tensor>,
+    sums: E4m3Sums,
 ) -> Result<Tensor> {
     let op = "e4m3_linear";
     w.dims2()?;
@@ -56,7 +75,7 @@ pub fn e4m3_linear(
         let y = empty(shape, x.dtype(), x)?;
         let w = round_rows(op, ("w", w), (m, k), m.next_multiple_of(ALIGNED))?;
         let x = round_rows(op, ("x", x), (n, k), n)?;
-        multiply(op, [&x, &w], (n, m), (bias, residual), &y, SUMS_BYTES)?;
+        multiply(op, ([&x, &w], sums), (n, m), (bias, residual), &y, SUMS_BYTES)?;
         return Ok(y);
     }
     let (x, w) = (e4m3_rows(x)?, e4m3_rows(w)?);
@@ -84,7 +103,8 @@ pub fn e4m3_linear_backward_input(dy: &Tensor, w: &Tensor, dx: Option<Tensor>) -
         let rounded = round_rows(op, ("dy", dy), (n, m), n)?;
         let addend = dx.clone();
         let dx = dx.map_or_else(|| empty(with_last(dy, k), dy.dtype(), dy), Ok)?;
-        multiply(op, [&rounded, &w], (n, k), (None, addend.as_ref()), &dx, SUMS_BYTES)?;
+        let operands = ([&rounded, &w], E4m3Sums::F32);
+        multiply(op, operands, (n, k), (None, addend.as_ref()), &dx, SUMS_BYTES)?;
         return Ok(dx);
     }
     let (dy, w) = (e4m3_rows(dy)?, e4m3_columns(w)?);
@@ -104,7 +124,8 @@ pub fn e4m3_linear_backward_weight(x: &Tensor, dy: &Tensor, dw: &Tensor) -> Resu
         }
         let dy = round_columns(op, ("dy", dy), (n, m), m)?;
         let x = round_columns(op, ("x", x), (n, k), k.next_multiple_of(ALIGNED))?;
-        return multiply(op, [&dy, &x], (m, k), (None, Some(dw)), dw, SUMS_BYTES);
+        let operands = ([&dy, &x], E4m3Sums::F32);
+        return multiply(op, operands, (m, k), (None, Some(dw)), dw, SUMS_BYTES);
     }
     let columns = |name, x: &Tensor| e4m3_columns(&x.reshape(rows_of(op, name, x)?)?);
     linear_backward_weight(&columns("x", x)?, &columns("dy", dy)?, dw)
@@ -188,7 +209,7 @@ fn rows_at_once(columns: usize, bytes: usize) -> usize {
 /// `addend` may be `y`.
 pub(crate) fn multiply(
     op: &'static str,
-    [a, b]: [&Rounded; 2],
+    ([a, b], how): ([&Rounded; 2], E4m3Sums),
     (n, m): (usize, usize),
     (bias, addend): (Option<&Tensor>, Option<&Tensor>),
     y: &Tensor,
@@ -210,7 +231,8 @@ pub(crate) fn multiply(
         let sums = buffer.narrow(0, 0, rows)?;
         let operands = [("a", &codes), ("b", &b.codes)];
         let gemm = Gemm::new(Transpose::Nt, (rows, columns, k), operands);
-        gemm.into(op, "sums", &sums)?;
+        let fast_sums = how == E4m3Sums::Fast;
+        Gemm { fast_sums, ..gemm }.into(op, "sums", &sums)?;
         let mut whole = vectors(m, &[&y])?;
         for t in bias.into_iter().chain(&addend) {
             whole = whole && vectors(0, &[t])?;
@@ -242,8 +264,8 @@ mod tests {
         let dw = gradient_buffer(&[m, k]);
         e4m3_linear_backward_weight(&x, &dy, &dw)?;
         Ok([
-            e4m3_linear(&x, &w, None, None)?,
-            e4m3_linear(&x, &w, Some(&bias), Some(&residual))?,
+            e4m3_linear(&x, &w, None, None, E4m3Sums::F32)?,
+            e4m3_linear(&x, &w, Some(&bias), Some(&residual), E4m3Sums::F32)?,
             e4m3_linear_backward_input(&dy, &w, None)?,
             e4m3_linear_backward_input(&dy, &w, Some(dx))?,
             dw,
@@ -301,7 +323,7 @@ mod tests {
         let dw = gradient_buffer(&[96, 128]);
         e4m3_linear_backward_weight(&x, &dy, &dw)?;
         let pairs = [
-            (e4m3_linear(&x, &w, None, None)?, x.matmul(&w.t()?)?),
+            (e4m3_linear(&x, &w, None, None, E4m3Sums::F32)?, x.matmul(&w.t()?)?),
             (e4m3_linear_backward_input(&dy, &w, None)?, dy.matmul(&w)?),
             (added(&dw), dy.t()?.matmul(&x)?),
         ];
@@ -315,10 +337,10 @@ mod tests {
     #[test]
     fn a_power_of_two_as_factor_of_an_operand_is_a_factor_of_the_result() -> Result<()> {
         let [x, w, dy, ..] = operands(9, 40, 24, DType::BF16)?;
-        let y = e4m3_linear(&x, &w, None, None)?;
+        let y = e4m3_linear(&x, &w, None, None, E4m3Sums::F32)?;
         let dx = e4m3_linear_backward_input(&dy, &w, None)?;
         for factor in [2f64.powi(-40), 0.5, 2f64.powi(40)] {
-            let scaled = e4m3_linear(&(&x * factor)?, &w, None, None)?;
+            let scaled = e4m3_linear(&(&x * factor)?, &w, None, None, E4m3Sums::F32)?;
             assert_eq!(bits(&scaled), bits(&(&y * factor)?), "{factor}");
             let scaled = e4m3_linear_backward_input(&(&dy * factor)?, &w, None)?;
             assert_eq!(bits(&scaled), bits(&(&dx * factor)?), "{factor}");
@@ -349,8 +371,8 @@ mod tests {
             let clean = Tensor::from_vec(x.clone(), (3, 16), w.device())?;
             x[16 + 7] = bad;
             let x = Tensor::from_vec(x, (3, 16), w.device())?;
-            let y = e4m3_linear(&x, &w, None, None)?.to_vec2::<f32>()?;
-            let want = e4m3_linear(&clean, &w, None, None)?.to_vec2::<f32>()?;
+            let y = e4m3_linear(&x, &w, None, None, E4m3Sums::F32)?.to_vec2::<f32>()?;
+            let want = e4m3_linear(&clean, &w, None, None, E4m3Sums::F32)?.to_vec2::<f32>()?;
             assert!(y[1].iter().all(|y| y.is_nan()), "{bad}");
             assert_eq!((&y[0], &y[2]), (&want[0], &want[2]), "{bad}");
         }

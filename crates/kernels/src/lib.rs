@@ -112,7 +112,8 @@ pub use dropout_linear::{
     dropout_linear, dropout_linear_backward, dropout_linear_backward_input_add,
 };
 pub use e4m3_linear::{
-    Matmul, e4m3_linear, e4m3_linear_backward_input, e4m3_linear_backward_weight, gpu_without_e4m3,
+    E4m3Sums, Matmul, e4m3_linear, e4m3_linear_backward_input, e4m3_linear_backward_weight,
+    gpu_without_e4m3,
 };
 pub use eight_bit::EIGHT_BIT_BLOCK;
 pub use embedding::{

@@ -10,7 +10,7 @@ use super::cpu::products::{Matrix, Store, new_product, nn, nt, tn};
 use super::cpu::{
     self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read, weighted_dtype,
 };
-use super::cuda::gemm::{Addend, Gemm, GemmOperand, Transpose};
+use super::cuda::gemm::{Addend, Gemm, Transpose};
 use super::fill_zero;
 use super::launch::{Launch, THREADS, address, empty, launch, on_gpu, vectors};
 use super::norm_geometry::ColumnShares;
@@ -90,15 +90,9 @@ fn forward(
     if on_gpu(x) {
         let y = empty(shape, dtype, x)?;
         let bias = bias.map(|bias| aligned(op, bias)).transpose()?;
-        let gemm = Gemm {
-            transpose: Transpose::Nt,
-            shape: (n, m, k),
-            a: GemmOperand::Whole("x", x),
-            b: GemmOperand::Whole("w", w),
-            addend: residual.map_or(Addend::Nothing, Addend::Residual),
-            bias: bias.as_ref(),
-        };
-        gemm.into(op, "y", &y)?;
+        let gemm = Gemm::new(Transpose::Nt, (n, m, k), [("x", x), ("w", w)]);
+        let addend = residual.map_or(Addend::Nothing, Addend::Residual);
+        Gemm { addend, bias: bias.as_ref(), ..gemm }.into(op, "y", &y)?;
         add_low_rank_on_gpu(op, Transpose::Nt, low_rank, (n, m), ("y", &y))?;
         return Ok(y);
     }

@@ -77,7 +77,8 @@ impl Linear {
         match (&self.adapter, residual) {
             (Some(adapter), _) => adapter.forward(x, &weight, bias.as_ref(), residual, pass),
             (None, residual) if self.matmul != Matmul::Native => {
-                kernels::e4m3_linear(x, &weight, bias.as_ref(), residual)
+                let sums = self.matmul.forward_sums();
+                kernels::e4m3_linear(x, &weight, bias.as_ref(), residual, sums)
             }
             (None, Some(residual)) => kernels::linear_add(x, &weight, bias.as_ref(), residual),
             (None, None) => kernels::linear(x, &weight, bias.as_ref()),
@@ -211,7 +212,7 @@ mod tests {
         let (x, w, dy) = (wave(&[9, 40], 0.37), wave(&[24, 40], 0.73), wave(&[9, 24], 0.11));
         let residual = wave(&[9, 24], 0.19);
         let params = [Param::new("layer.weight", 0, w.clone())];
-        for matmul in [Matmul::Native, Matmul::Fp8, Matmul::Fp8All] {
+        for matmul in [Matmul::Native, Matmul::Fp8, Matmul::Fp8All, Matmul::Fp8Fast] {
             let map = ParamMap::new(&params, None).with_matmul(matmul);
             let layer = Linear::without_bias(&map, "layer").unwrap();
             let native = layer.forward(&x, &Pass::default()).unwrap();
@@ -227,8 +228,9 @@ mod tests {
                 let sum = kernels::linear_add(&x, &w, None, &residual).unwrap();
                 (want, sum, kernels::linear_backward_input(&dy, &w).unwrap())
             } else {
-                let want = kernels::e4m3_linear(&x, &w, None, None).unwrap();
-                let sum = kernels::e4m3_linear(&x, &w, None, Some(&residual)).unwrap();
+                let sums = matmul.forward_sums();
+                let want = kernels::e4m3_linear(&x, &w, None, None, sums).unwrap();
+                let sum = kernels::e4m3_linear(&x, &w, None, Some(&residual), sums).unwrap();
                 (want, sum, kernels::e4m3_linear_backward_input(&dy, &w, None).unwrap())
             };
             if matmul == Matmul::Fp8All {

@@ -118,6 +118,7 @@ impl Library {
             alignments: [alignment(b), alignment(a), alignment(c), d_alignment],
             in_place: c == d,
             bias: bias.is_some(),
+            fast_sums: gemm.fast_sums,
         };
         let failed = |error| failed(op, gemm, error);
         let description = Description::new(&product, bias.map(|bias| bias.0)).map_err(failed)?;

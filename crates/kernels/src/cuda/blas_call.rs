@@ -64,6 +64,8 @@ pub(super) struct MatmulProblem {
     /// Whether the addend is the result, or there is none.
     pub(super) in_place: bool,
     pub(super) bias: bool,
+    /// See [`super::gemm::Gemm`].
+    pub(super) fast_sums: bool,
 }
 
 impl fmt::Display for MatmulProblem {
@@ -146,7 +148,7 @@ impl Description {
         let ([a, b], halves) =
             (operand_shapes(product.transpose, product.shape), product.second_halves);
         Ok(Self {
-            product: descriptor(product.transpose, bias)?,
+            product: descriptor(product.transpose, bias, product.fast_sums)?,
             a: operand(b, halves[1])?,
             b: operand(a, halves[0])?,
             c: layout(data_type(product.result), m, n, n)?,
@@ -276,6 +278,7 @@ fn data_type(dtype: MatrixDType) -> sys::cudaDataType {
 fn descriptor(
     transpose: Transpose,
     bias: Option<u64>,
+    fast_sums: bool,
 ) -> BlasResult<Owned<sys::cublasLtMatmulDesc_t>> {
     let made = result::create_matmul_desc(
         sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
@@ -290,6 +293,9 @@ fn descriptor(
     };
     set(descriptor.0, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &a)?;
     set(descriptor.0, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &b)?;
+    if fast_sums {
+        set(descriptor.0, Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &1i8)?;
+    }
     if let Some(bias) = bias {
         let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
         set(descriptor.0, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;

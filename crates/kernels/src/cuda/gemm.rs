@@ -74,6 +74,9 @@ pub(crate) struct Gemm<'a> {
     pub(crate) addend: Addend<'a>,
     /// Bias `[n]` in the dtype of the destination, added to each row.
     pub(crate) bias: Option<&'a Tensor>,
+    /// Whether all products of a sum of e4m3 are added in the registers of the tensor cores, which
+    /// keep about 14 bits.
+    pub(crate) fast_sums: bool,
 }
 
 impl<'a> Gemm<'a> {
@@ -84,7 +87,8 @@ impl<'a> Gemm<'a> {
         [(a_name, a), (b_name, b)]: [(&'static str, &'a Tensor); 2],
     ) -> Self {
         let (a, b) = (GemmOperand::Whole(a_name, a), GemmOperand::Whole(b_name, b));
-        Self { transpose, shape, a, b, addend: Addend::Nothing, bias: None }
+        let (addend, bias, fast_sums) = (Addend::Nothing, None, false);
+        Self { transpose, shape, a, b, addend, bias, fast_sums }
     }
 
     /// Adds the product to the previous contents of the destination.
@@ -164,6 +168,7 @@ pub(crate) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Re
         sums.chunks_mut(n).for_each(|row| cpu::add(&bias, row));
     }
     match gemm.transpose {
+        Transpose::Nt if gemm.fast_sums => fast_sums((m, n, k), &mut sums, &a, &b),
         Transpose::Nt => nt((m, n, k), &mut sums, Store::Add, &a, &b),
         Transpose::Nn => nn((m, n, k), &mut sums, Store::Add, &a, &b),
         Transpose::Tn => tn((m, n, k), &mut sums, Store::Add, &a, &b),
@@ -181,4 +186,23 @@ pub(crate) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Re
         });
     }
     cpu::write(op, name, dst, |dst: &mut [f32]| dst.copy_from_slice(&sums))
+}
+
+/// Adds `a b^T` to `sums [m, n]`. A tensor core of Hopper adds 32 products of e4m3 to a sum at a time:
+/// it drops what is more than 13 bits below the first bit of the largest of them.
+#[cfg(all(feature = "cuda-emulation", not(feature = "cuda")))]
+fn fast_sums((m, n, k): (usize, usize, usize), sums: &mut [f32], a: &[f32], b: &[f32]) {
+    for (index, sum) in (0..m * n).zip(sums) {
+        let (row, column) = (index / n, index % n);
+        let (a, b) = (&a[row * k..][..k], &b[column * k..][..k]);
+        let mut added = 0f32;
+        for (a, b) in a.chunks(32).zip(b.chunks(32)) {
+            let products = || a.iter().zip(b).map(|(x, y)| x * y).chain([added]);
+            let largest = products().fold(0f32, |most, x| most.max(x.abs()));
+            let unit = f32::from_bits(largest.to_bits() & 0x7f80_0000) / 8192.0;
+            let multiples = |x: f32| if unit > 0.0 { (x / unit).trunc() * unit } else { x };
+            added = products().map(multiples).sum();
+        }
+        *sum += added;
+    }
 }

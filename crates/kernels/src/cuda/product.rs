@@ -115,7 +115,8 @@ mod tests {
             let products = [super::super::gemm::run, run].map(|run| -> Result<Tensor> {
                 let dst = random(5, &[m, n]).to_dtype(result)?;
                 let b = GemmOperand::Whole("b", &b);
-                let gemm = Gemm { transpose, shape: (m, n, k), a, b, addend, bias };
+                let shape = (m, n, k);
+                let gemm = Gemm { transpose, shape, a, b, addend, bias, fast_sums: false };
                 run("test", &gemm, GemmOperand::Whole("dst", &dst))?;
                 Ok(dst)
             });

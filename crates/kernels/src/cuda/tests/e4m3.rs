@@ -2,7 +2,7 @@
 
 use super::{DTYPES, operand};
 use crate::e4m3::{e4m3_columns, e4m3_rows, value};
-use crate::e4m3_linear::{multiply, round_columns, round_rows};
+use crate::e4m3_linear::{E4m3Sums, multiply, round_columns, round_rows};
 use crate::testing::{Tolerance, assert_close, bits, random};
 use candle_core::{DType, Result, Tensor};
 
@@ -102,7 +102,8 @@ fn sums_of_a_few_rows_at_a_time_give_the_same_bits() -> Result<()> {
         let product = |bytes: usize| {
             let y = operand(5, &[n, m], dtype);
             let others = (Some(&bias), Some(&residual));
-            multiply("test", [&x_rounded, &w_rounded], (n, m), others, &y, bytes)?;
+            let operands = ([&x_rounded, &w_rounded], E4m3Sums::F32);
+            multiply("test", operands, (n, m), others, &y, bytes)?;
             Ok::<_, candle_core::Error>(y)
         };
         let (all, parts) = (product(1 << 20)?, product(0)?);
@@ -111,6 +112,29 @@ fn sums_of_a_few_rows_at_a_time_give_the_same_bits() -> Result<()> {
         let want = wide(&e4m3_rows(&x)?)?.matmul(&wide(&e4m3_rows(&w)?)?.t()?)?;
         let want = want.broadcast_add(&wide(&bias)?)?.add(&wide(&residual)?)?;
         assert_close("product", &all, &want, tolerance);
+    }
+    Ok(())
+}
+
+/// Sums in about 14 bits differ from those in f32, by a small part.
+#[test]
+fn fast_sums_are_close_to_exact_ones() -> Result<()> {
+    let (n, m) = (17, 32);
+    for k in [16, 300, 4096] {
+        let (x, w) = (operand(1, &[n, k], DType::F32), operand(2, &[m, k], DType::F32));
+        let rounded =
+            [round_rows("test", ("x", &x), (n, k), n)?, round_rows("test", ("w", &w), (m, k), m)?];
+        let product = |sums| -> Result<Tensor> {
+            let y = operand(5, &[n, m], DType::F32);
+            let operands = ([&rounded[0], &rounded[1]], sums);
+            multiply("test", operands, (n, m), (None, None), &y, 1 << 20)?;
+            Ok(y)
+        };
+        let wide = |t: &Tensor| t.to_dtype(DType::F64);
+        let want = wide(&e4m3_rows(&x)?)?.matmul(&wide(&e4m3_rows(&w)?)?.t()?)?;
+        let fast = product(E4m3Sums::Fast)?;
+        assert_close(&format!("{k}"), &fast, &want, Tolerance::E4M3_FAST);
+        assert_ne!(bits(&fast), bits(&product(E4m3Sums::F32)?), "{k}");
     }
     Ok(())
 }
