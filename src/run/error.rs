@@ -336,9 +336,6 @@ pub enum SetupError {
     )]
     #[fault(exit = Usage, hint = "use `model.attention: auto`, or `device: cpu`")]
     MaskedOnGpu,
-    #[error("`model.aux_loss` is computed on the CPU only")]
-    #[fault(exit = Usage, hint = "remove `model.aux_loss`, or use `device: cpu`")]
-    AuxLossOnGpu,
     #[error(
         "products in FP8 need a GPU of compute capability 8.9 or later (Ada, Hopper), found \
          {major}.{minor}"

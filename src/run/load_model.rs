@@ -11,9 +11,7 @@ use crate::nn::{DecoderConfig, ParamSpec, TensorNames, random_part};
 use crate::ops::{AttentionBackend, Matmul, Nf4, gpu_without_e4m3};
 use crate::optim::{GroupError, Named, ParamGroups};
 use crate::tape::{Param, Trainable};
-use crate::train::{
-    AttentionChoice, BaseContents, DeviceChoice, MatmulChoice, ModelSection, SavedAs, Weights,
-};
+use crate::train::{AttentionChoice, BaseContents, MatmulChoice, ModelSection, SavedAs, Weights};
 use candle_core::{DType, Device, Tensor};
 use indexmap::IndexMap;
 use rayon::prelude::*;
@@ -75,14 +73,6 @@ pub(super) fn check_masks(attention: AttentionChoice, on_gpu: bool) -> Result<()
     Ok(())
 }
 
-/// Fails for an auxiliary loss of experts on a GPU.
-fn check_aux_loss(aux_loss: f64, text: &DecoderConfig, on_gpu: bool) -> Result<(), SetupError> {
-    if on_gpu && aux_loss != 0.0 && text.moe().is_some() {
-        return Err(SetupError::AuxLossOnGpu);
-    }
-    Ok(())
-}
-
 /// Source of the exact `f32` weights.
 enum WeightSource {
     Files(Arc<WeightFiles>),
@@ -97,7 +87,6 @@ impl OpenModel {
         let folder = section.path.as_path();
         let (mut config, config_json) = read_config(folder)
             .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;
-        check_aux_loss(section.aux_loss, &config.text, !device.is_cpu())?;
         let source = match section.weights {
             Weights::Random => WeightSource::Seed(seed),
             Weights::Pretrained => {
@@ -419,14 +408,13 @@ pub fn load_model(
     OpenModel::open(section, seed, device)?.load(device)
 }
 
-/// Fails if the config has an auxiliary loss that the model or the device cannot compute.
+/// Fails if the config has an auxiliary loss and the model has no experts.
 pub(super) fn check_experts(config: &RunConfig, open: &OpenModel) -> Result<(), SetupError> {
     let aux_loss = config.model.aux_loss;
     if aux_loss != 0.0 && open.text().moe().is_none() {
         return Err(SetupError::NoExperts { aux_loss });
     }
-    let on_gpu = matches!(config.device.resolved(), DeviceChoice::Cuda(_));
-    check_aux_loss(aux_loss, open.text(), on_gpu)
+    Ok(())
 }
 
 /// Checks that the micro-batches of a step can be divided evenly among `world` ranks.

@@ -8,7 +8,7 @@ use crate::models::ModelInput;
 use crate::nn::Routers;
 use crate::tape::{DropoutPlace, Pass, Recorded, RouterChoices, RouterLog};
 use crate::train::TrainError;
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -101,9 +101,12 @@ impl StepRunner {
     }
 
     /// The slopes of the auxiliary loss; `None` if it is no part of the loss.
-    pub(super) fn router_slopes(&self, of_step: &StepRouters) -> Option<Vec<f32>> {
+    pub(super) fn router_slopes(
+        &self,
+        of_step: &StepRouters,
+    ) -> candle_core::Result<Option<Tensor>> {
         let all = of_step.all.as_ref().filter(|_| self.has_aux_loss());
-        all.map(|all| all.slopes(self.aux_loss))
+        all.map(|all| Tensor::new(all.slopes(self.aux_loss), &self.device)).transpose()
     }
 
     /// The choices of a step on all ranks; `None` without experts. Waits for a GPU.
@@ -150,7 +153,14 @@ impl StepChoices {
         for (of, offsets) in choices.iter().zip(offsets) {
             read.counts[of.layer] =
                 offsets.windows(2).map(|ends| u64::from(ends[1] - ends[0])).collect();
-            add(&mut read.probabilities, &of.probabilities);
+        }
+        let sums: Vec<&Tensor> =
+            choices.iter().filter_map(|choices| choices.probabilities.as_ref()).collect();
+        if !sums.is_empty() {
+            let sums = Tensor::stack(&sums, 0)?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
+            for layer in sums.to_vec2()? {
+                add(&mut read.probabilities, &layer);
+            }
         }
         Ok(read)
     }

@@ -258,8 +258,8 @@ impl StepRunner {
         if let Some(log) = log {
             self.add_choices(slot, log, routers)?;
         }
-        let slopes = self.router_slopes(routers);
-        let pass = &Pass { router_slopes: slopes.as_deref(), ..*pass };
+        let slopes = self.router_slopes(routers)?;
+        let pass = &Pass { router_slopes: slopes.as_ref(), ..*pass };
         begin()?;
         let (head, weight) = (self.model.lm_head(), counts.target_weight);
         let loss = loss_and_gradient(&hidden, head, &targets.targets, weight, pass)?;

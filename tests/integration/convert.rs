@@ -291,6 +291,27 @@ fn held_out_rows_and_system_turns_become_keys_of_this_trainer() {
 }
 
 #[test]
+fn settings_of_experts_and_templates_of_newer_models_convert() {
+    for config in [
+        swift("router_aux_loss_coef: 0.001").unwrap(),
+        llama_factory("moe_aux_loss_coef: 0.001").unwrap(),
+    ] {
+        assert_eq!(config["model"]["aux_loss"], 0.001);
+    }
+    for (template, trains) in [
+        ("qwen3_vl", true),
+        ("qwen3_5", true),
+        ("qwen3_6", true),
+        ("qwen3_5_nothink", false),
+        ("qwen3_nothink", false),
+    ] {
+        let config = llama_factory(&format!("template: {template}")).unwrap();
+        assert_eq!(config["data"]["train_empty_think"], trains, "{template}");
+    }
+    assert!(refusal(llama_factory("template: llama3")).contains("`template: llama3`"));
+}
+
+#[test]
 fn max_steps_overrides_epochs() {
     let config = llama_factory("max_steps: 100\nnum_train_epochs: 2").unwrap();
     assert_eq!(config["train"]["max_steps"], 100);
@@ -376,6 +397,7 @@ fn a_stage_of_a_sharded_optimizer_becomes_the_same_division() {
         // moments in 8 bits cannot be divided, so the setting is dropped
         ("deepspeed: zero3\noptim: adamw_bnb_8bit", "none", "adamw_8bit"),
         ("optim: adamw_torch_fused", "none", "adamw"),
+        ("experts_impl: grouped_mm", "none", "adamw"),
     ] {
         let config = swift(&format!("{lines}\n")).unwrap();
         assert_eq!(config["distributed"]["shard"], shard, "{lines}");
@@ -383,7 +405,6 @@ fn a_stage_of_a_sharded_optimizer_becomes_the_same_division() {
     }
     for (line, expected) in [
         ("optim: lion_32bit", "set `optim.kind` to `adamw`"),
-        ("router_aux_loss_coef: 0.01", "only a CPU computes the auxiliary loss"),
         ("packing_strategy: random", "expected `binpack`"),
     ] {
         let message = refusal(swift(&format!("packing: true\nmax_length: 64\n{line}\n")));

@@ -292,7 +292,6 @@ fn settings_that_do_not_fit_the_model_are_refused_by_every_command() {
     config(&place, "run", &[]);
     let dense = golden("models/small-tied").display().to_string();
     for (device, setting, text) in [
-        ("cuda:0", "model.aux_loss=0.1".to_owned(), "`model.aux_loss` is computed on the CPU only"),
         ("cpu", format!("model={{path: {dense}, aux_loss: 0.1}}"), "the model has no experts"),
         ("cpu", "model.aux_loss=-1".to_owned(), "model.aux_loss"),
     ] {

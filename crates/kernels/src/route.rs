@@ -143,8 +143,8 @@ pub fn route(logits: &Tensor, k: usize) -> Result<Routing> {
     })
 }
 
-/// Number of tokens of a block of `choose_experts`, one per warp.
-const TOKENS: usize = 4;
+/// Number of tokens of a block of a kernel of a router, one per warp.
+pub(super) const TOKENS: usize = 4;
 /// Number of choices that are sorted together, one per thread: `TILE` of the kernels.
 const TILE: usize = 1024;
 /// Maximum number of bytes of shared memory without a choice of the GPU.

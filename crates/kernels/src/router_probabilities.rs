@@ -1,7 +1,7 @@
 //! Sums of the probabilities that a router gives to its experts, for its auxiliary loss, and their
-//! gradient. On the CPU.
+//! gradient.
 //!
-//! Shapes: `T` tokens, `E` experts.
+//! Shapes: `T` tokens, `E` experts. All tensors are `f32`, except for the sums of the CPU.
 //!
 //! ```text
 //! p[t] = softmax(logits[t])                                                [T, E]
@@ -9,8 +9,11 @@
 //! gradient of sum over e of slopes[e] sums[e]: p[t, e] (slopes[e] - sum over f of slopes[f] p[t, f])
 //! ```
 
-use super::cpu::{ROWS, expect_f32, read};
-use candle_core::{Device, Result, Tensor, bail};
+use super::cpu::{ROWS, expect_f32, read, write};
+use super::launch::{Launch, launch, on_gpu};
+use super::norm_geometry::ColumnShares;
+use super::route::TOKENS;
+use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
 /// The probabilities of a token.
@@ -21,13 +24,19 @@ fn softmax(logits: &[f32]) -> impl Iterator<Item = f64> + Clone + '_ {
     logits.iter().map(move |x| exp(x) / sum)
 }
 
-/// Sums over the tokens of the probabilities of each expert, for `logits: [T, E]` (`f32`). Sums are
-/// computed in `f64`, in an order that does not depend on the number of threads.
-pub fn router_probabilities(logits: &Tensor) -> Result<Vec<f64>> {
+/// Sums over the tokens of the probabilities of each expert, `[E]`, for `logits: [T, E]`. The CPU adds
+/// in `f64`, a GPU in `f32`; the order of the additions depends on `T` only.
+pub fn router_probabilities(logits: &Tensor) -> Result<Tensor> {
     let op = "router_probabilities";
     let (t, e) = logits.dims2()?;
     expect_f32(op, "logits", logits, &[t, e])?;
-    expect_cpu(op, logits)?;
+    if on_gpu(logits) {
+        let sums = Tensor::zeros(e, DType::F32, logits.device())?;
+        let probabilities = ColumnShares::new(Some(&sums), t, e)?;
+        launch!(op, for_tokens(op, t); logits, probabilities, t, e)?;
+        probabilities.add(op)?;
+        return Ok(sums);
+    }
     let logits = read(op, "logits", logits)?;
     let of_rows = |rows: &[f32]| {
         let mut sums = vec![0.0; e];
@@ -41,36 +50,42 @@ pub fn router_probabilities(logits: &Tensor) -> Result<Vec<f64>> {
     for part in parts {
         sums.iter_mut().zip(part).for_each(|(sum, p)| *sum += p);
     }
-    Ok(sums)
+    Tensor::from_vec(sums, e, &Device::Cpu)
 }
 
-/// The gradient of `logits: [T, E]` of the sum of `slopes [E]` times the probabilities.
-pub fn router_probabilities_backward(logits: &Tensor, slopes: &[f32]) -> Result<Tensor> {
+/// Adds the gradient of the sum of `slopes: [E]` times the probabilities to `d_logits: [T, E]`.
+pub fn router_probabilities_backward(
+    logits: &Tensor,
+    slopes: &Tensor,
+    d_logits: &Tensor,
+) -> Result<()> {
     let op = "router_probabilities_backward";
     let (t, e) = logits.dims2()?;
-    expect_f32(op, "logits", logits, &[t, e])?;
-    expect_cpu(op, logits)?;
-    if slopes.len() != e {
-        bail!("{op}: found {} slopes for {e} experts", slopes.len());
+    for (name, tensor, shape) in
+        [("logits", logits, &[t, e][..]), ("slopes", slopes, &[e]), ("d_logits", d_logits, &[t, e])]
+    {
+        expect_f32(op, name, tensor, shape)?;
     }
-    let logits = read(op, "logits", logits)?;
-    let mut d_logits = vec![0f32; t * e];
-    let rows = d_logits.par_chunks_mut(e).zip(logits.slice::<f32>()?.par_chunks(e));
-    rows.with_min_len(ROWS).for_each(|(d_logits, logits)| {
-        let p = softmax(logits);
-        let mean: f64 = p.clone().zip(slopes).map(|(p, slope)| p * f64::from(*slope)).sum();
-        for ((d, p), slope) in d_logits.iter_mut().zip(p).zip(slopes) {
-            *d = (p * (f64::from(*slope) - mean)) as f32;
-        }
-    });
-    Tensor::from_vec(d_logits, (t, e), &Device::Cpu)
+    if on_gpu(logits) {
+        return launch!(op, for_tokens(op, t); logits, slopes, d_logits, t, e);
+    }
+    let (logits, slopes) = (read(op, "logits", logits)?, read(op, "slopes", slopes)?);
+    let (logits, slopes) = (logits.slice::<f32>()?, slopes.slice::<f32>()?);
+    write(op, "d_logits", d_logits, |d_logits: &mut [f32]| {
+        let rows = d_logits.par_chunks_mut(e).zip(logits.par_chunks(e));
+        rows.with_min_len(ROWS).for_each(|(d_logits, logits)| {
+            let p = softmax(logits);
+            let mean: f64 = p.clone().zip(slopes).map(|(p, slope)| p * f64::from(*slope)).sum();
+            for ((d, p), slope) in d_logits.iter_mut().zip(p).zip(slopes) {
+                *d += (p * (f64::from(*slope) - mean)) as f32;
+            }
+        });
+    })
 }
 
-fn expect_cpu(op: &str, tensor: &Tensor) -> Result<()> {
-    if !tensor.device().is_cpu() {
-        bail!("{op}: computes on the CPU only");
-    }
-    Ok(())
+/// A launch with a warp for each of `t` tokens.
+fn for_tokens(kernel: &'static str, t: usize) -> Launch {
+    Launch::new(kernel, DType::F32).grid(t.div_ceil(TOKENS)).threads(32 * TOKENS as u32)
 }
 
 #[cfg(test)]
@@ -84,6 +99,16 @@ mod tests {
 
     const SLOPES: [f32; 5] = [0.5, -1.0, 0.25, 2.0, 0.0];
 
+    /// The sums, and the gradient.
+    fn computed(logits: &Tensor) -> (Vec<f64>, Vec<f32>) {
+        let slopes = Tensor::new(&SLOPES, logits.device()).unwrap();
+        let d_logits = testing::gradient_buffer(logits.dims());
+        router_probabilities_backward(logits, &slopes, &d_logits).unwrap();
+        let sums = router_probabilities(logits).unwrap().to_dtype(DType::F64).unwrap();
+        let gradient = testing::added(&d_logits).flatten_all().unwrap().to_vec1().unwrap();
+        (sums.to_vec1().unwrap(), gradient)
+    }
+
     fn value(logits: &[f64]) -> f64 {
         let sum = |row: &[f64]| {
             let all: f64 = row.iter().map(|x| x.exp()).sum();
@@ -96,14 +121,12 @@ mod tests {
     fn the_gradient_is_the_difference_of_the_sum() {
         for t in [1, 3, 200] {
             let logits = random(7, &[t, 5]);
-            let sums = router_probabilities(&logits).unwrap();
+            let (sums, gradient) = computed(&logits);
             assert!((sums.iter().sum::<f64>() - t as f64).abs() < 1e-9 * t as f64);
             let values: Vec<f32> = logits.flatten_all().unwrap().to_vec1().unwrap();
             let values: Vec<f64> = values.into_iter().map(f64::from).collect();
             let found: f64 = sums.iter().zip(SLOPES).map(|(sum, s)| sum * f64::from(s)).sum();
             assert!((found - value(&values)).abs() < 1e-6);
-            let gradient = router_probabilities_backward(&logits, &SLOPES).unwrap();
-            let gradient: Vec<f32> = gradient.flatten_all().unwrap().to_vec1().unwrap();
             for at in [0, 4, values.len() / 2, values.len() - 1] {
                 let moved = |step: f64| {
                     let mut moved = values.clone();
@@ -121,18 +144,16 @@ mod tests {
         let logits = random(8, &[1000, 5]);
         let run = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| {
-                let gradient = router_probabilities_backward(&logits, &SLOPES).unwrap();
-                let sums = router_probabilities(&logits).unwrap();
-                (sums, gradient.flatten_all().unwrap().to_vec1::<f32>().unwrap())
-            })
+            pool.install(|| computed(&logits))
         };
         assert!(run(1) == run(3));
     }
 
     #[test]
     fn the_number_of_slopes_is_that_of_the_experts() {
-        let error = router_probabilities_backward(&random(9, &[2, 5]), &[1.0]).unwrap_err();
-        assert!(error.to_string().contains("1 slopes for 5 experts"), "{error}");
+        let logits = random(9, &[2, 5]);
+        let slopes = random(10, &[1]);
+        let error = router_probabilities_backward(&logits, &slopes, &logits).unwrap_err();
+        assert!(error.to_string().contains("`slopes`"), "{error}");
     }
 }

@@ -106,16 +106,27 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
         Family::Text
     } else if is_qwen25_vl {
         Family::Qwen25Vl
-    } else if name.starts_with("qwen3.5") {
+    } else if ["qwen3.5", "qwen3.6", "qwen3.8"].iter().any(|of| name.starts_with(of)) {
         Family::VisionLanguage
     } else {
         Family::Deepstack
     })
 }
 
-/// Templates of LLaMA-Factory that render what the chat template of a Qwen3-VL, Qwen3 or Qwen2.5-VL
-/// folder renders.
-const TEMPLATES: [&str; 5] = ["qwen3_vl", "qwen3_vl_nothink", "qwen3", "qwen3_nothink", "qwen2_vl"];
+/// Templates of LLaMA-Factory that render what the chat template of a folder of Qwen3-VL, Qwen3,
+/// Qwen3.5 or Qwen2.5-VL renders.
+const TEMPLATES: [&str; 8] = [
+    "qwen3_vl",
+    "qwen3_vl_nothink",
+    "qwen3",
+    "qwen3_nothink",
+    "qwen3_5",
+    "qwen3_5_nothink",
+    "qwen3_6",
+    "qwen2_vl",
+];
+/// Those of [`TEMPLATES`] that write an empty block in front of an answer without thoughts.
+const WITH_EMPTY_THOUGHTS: [&str; 4] = ["qwen3_vl", "qwen3", "qwen3_5", "qwen3_6"];
 
 /// The template, and the thoughts that it renders.
 fn template(conversion: &mut Conversion, path: &str) {
@@ -145,7 +156,7 @@ fn template(conversion: &mut Conversion, path: &str) {
     if !TEMPLATES.contains(&name.as_str()) {
         return conversion.refuse(&setting, "the chat template of the model folder is used");
     }
-    if matches!(name.as_str(), "qwen3_vl" | "qwen3") && !without_thoughts {
+    if WITH_EMPTY_THOUGHTS.contains(&name.as_str()) && !without_thoughts {
         conversion.write("data.train_empty_think", "true", &conversion.origin(&setting));
         conversion.note(format!(
             "`template: {name}`: {} writes an empty `<think>` block in front of each answer without thoughts and trains \

@@ -33,21 +33,21 @@ pub(super) fn record(
 ) -> Result<()> {
     let Some(log) = pass.router_log else { return Ok(()) };
     let probabilities = match log.recorded {
-        Recorded::Choices => Vec::new(),
-        Recorded::Probabilities => kernels::router_probabilities(logits)?,
+        Recorded::Choices => None,
+        Recorded::Probabilities => Some(kernels::router_probabilities(logits)?),
     };
     log.record(RouterChoices { layer, offsets: routing.offsets.clone(), probabilities });
     Ok(())
 }
 
-/// The gradient of `logits [T, E]`, given that of the other losses.
+/// The gradient of `logits [T, E]`, given that of the other losses, whose memory it reuses.
 pub(super) fn add_slopes(
     logits: impl Fn() -> Result<Tensor>,
     d_logits: Tensor,
     pass: &Pass<'_>,
 ) -> Result<Tensor> {
-    match pass.router_slopes {
-        Some(slopes) => d_logits + kernels::router_probabilities_backward(&logits()?, slopes)?,
-        None => Ok(d_logits),
+    if let Some(slopes) = pass.router_slopes {
+        kernels::router_probabilities_backward(&logits()?, slopes, &d_logits)?;
     }
+    Ok(d_logits)
 }

@@ -24,7 +24,7 @@ pub struct Pass<'a> {
     pub router_log: Option<&'a RouterLog>,
     /// Slopes `[E]` of the auxiliary loss: backward adds the gradient of the sum over all layers,
     /// tokens and experts of the slope times the probability of the expert.
-    pub router_slopes: Option<&'a [f32]>,
+    pub router_slopes: Option<&'a Tensor>,
 }
 
 /// Provides the weights of a model, which may be divided among ranks, in host memory, or quantised.
@@ -78,8 +78,8 @@ pub struct RouterChoices {
     pub layer: usize,
     /// `[E + 1]`, `u32`: the number of choices of the experts before each one.
     pub offsets: Tensor,
-    /// Sums of the probabilities of each expert; empty if they were not recorded.
-    pub probabilities: Vec<f64>,
+    /// `[E]`: sums of the probabilities of each expert, if they were recorded.
+    pub probabilities: Option<Tensor>,
 }
 
 impl RouterLog {

@@ -48,6 +48,20 @@ fn routing_of_several_tiles_matches_the_cpu() -> Result<()> {
 }
 
 #[test]
+fn probabilities_of_routers_match_the_cpu() -> Result<()> {
+    for (t, e) in [(1, 1), (3, 128), (300, 40), (9, 1100)] {
+        let (logits, slopes) = ((random(1, &[t, e]) * 4.0)?, random(2, &[e]));
+        let (gpu, cpu) = both!({
+            let d_logits = gradient_buffer(&[t, e]);
+            crate::router_probabilities_backward(&logits, &slopes, &d_logits)?;
+            vec![crate::router_probabilities(&logits)?.to_dtype(DType::F32)?, d_logits]
+        });
+        assert_all_close(&format!("probabilities {t} {e}"), &gpu, &cpu, Tolerance::F32);
+    }
+    Ok(())
+}
+
+#[test]
 fn rows_sums_and_activations_of_experts_match_the_cpu() -> Result<()> {
     for ((t, e, k), d) in
         [((0, 4, 2), 64), ((65, 7, 3), 264), ((9, 12, 6), 1032), ((5, 2, 1), 2049)]

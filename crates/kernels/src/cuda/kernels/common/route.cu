@@ -29,6 +29,21 @@ __device__ __forceinline__ unsigned long long warp_max(unsigned long long value)
   return value;
 }
 
+// The softmax of the logits [e] of a token: exp(x - largest) / sum.
+struct Softmax {
+  float largest, sum;
+
+  __device__ __forceinline__ static Softmax of(const float *logits, int e) {
+    float largest = -INFINITE, sum = 0;
+    for (int i = lane(); i < e; i += WARP) largest = fmaxf(largest, logits[i]);
+    largest = warp_max(largest);
+    for (int i = lane(); i < e; i += WARP) sum += expf(logits[i] - largest);
+    return {largest, warp_sum(sum)};
+  }
+
+  __device__ __forceinline__ float probability(float logit) const { return expf(logit - largest) / sum; }
+};
+
 } // namespace
 
 // Writes the experts [t, k] of logits [t, e] and their weights. Shared memory: TOKENS (e + 2 k) words.
@@ -268,3 +283,27 @@ EXPERTS(float, 4, f32)
 EXPERTS(bf16, 8, bf16)
 EXPERTS(float, 1, single_f32)
 EXPERTS(bf16, 1, single_bf16)
+
+// Writes the softmax [t, e] of logits [t, e]; see crates/kernels/src/router_probabilities.rs.
+extern "C" __global__ void __launch_bounds__(TOKENS * WARP) router_probabilities_f32(const float *logits, float *probabilities, int t, int e) {
+  int token = int(blockIdx.x) * TOKENS + warp();
+  if (token >= t) return;
+  logits += size_t(token) * e;
+  Softmax softmax = Softmax::of(logits, e);
+  for (int i = lane(); i < e; i += WARP) probabilities[size_t(token) * e + i] = softmax.probability(logits[i]);
+}
+EXPORT(router_probabilities_f32)
+
+// Adds the gradient of the sum of slopes [e] times the softmax to d_logits [t, e].
+extern "C" __global__ void __launch_bounds__(TOKENS * WARP) router_probabilities_backward_f32(const float *logits, const float *slopes, float *d_logits, int t, int e) {
+  int token = int(blockIdx.x) * TOKENS + warp();
+  if (token >= t) return;
+  logits += size_t(token) * e;
+  d_logits += size_t(token) * e;
+  Softmax softmax = Softmax::of(logits, e);
+  float mean = 0;
+  for (int i = lane(); i < e; i += WARP) mean += softmax.probability(logits[i]) * slopes[i];
+  mean = warp_sum(mean);
+  for (int i = lane(); i < e; i += WARP) d_logits[i] += softmax.probability(logits[i]) * (slopes[i] - mean);
+}
+EXPORT(router_probabilities_backward_f32)
