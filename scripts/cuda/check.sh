@@ -6,7 +6,8 @@
 #             emulated on the CPU, except for the kernels for Hopper alone
 #   nvcc      compiles every kernel for sm_80 and sm_90 (those for Hopper alone for sm_90a) with the
 #             pinned compiler of toolkit.sh; register spills and products that the assembler must
-#             serialize are errors; checks the state space of every memory access in the PTX
+#             serialize are errors, also when it compiles the PTX of sm_80 for sm_100 and sm_120, as a
+#             driver does; checks the state space of every memory access in the PTX
 #             (state_spaces.py); counts instructions of Hopper's kernels
 #   ptx       the tests of the ops, with the PTX that the pinned compiler emits executed on the CPU:
 #             addresses, unwritten memory, races, barriers and asynchronous work are checked
@@ -34,9 +35,8 @@ emulated() {
 
 # Prints one line per kernel: architecture and file, name, registers, spilled bytes. Keeps the machine code
 # for sm_90a.
-registers() { # a file of PTX, in the folder of its architecture
-  local log cubin=/dev/null arch
-  arch=$(basename "$(dirname "$1")")
+registers() { # a file of PTX, architecture
+  local log cubin=/dev/null arch=$2
   [ "$arch" != 90a ] || cubin=$MACHINE_CODE/$(basename "$1" .ptx).cubin
   # Older assemblers accept the PTX of nvcc 13.0 under the number of their own version.
   log=$(sed "s/^\.version .*/.version $PTX_VERSION/" "$1" | "$ASSEMBLER" "-arch=sm_$arch" -v -o "$cubin" - 2>&1) || { echo "$1: $log" >&2; return 1; }
@@ -84,13 +84,15 @@ KERNELS
 export -f registers
 
 # Assembles all PTX, and checks spilled registers and those of Hopper's kernels.
-assemble() { # folder for the list and for machine code, version of the PTX, assembler, most bytes that a kernel may spill
+assemble() { # folder for the list and for machine code, version of the PTX, assembler, most bytes that a kernel may spill, architectures that run the PTX of sm_80
   export MACHINE_CODE=$1 PTX_VERSION=$2 ASSEMBLER=$3
-  local list=$1/registers.txt
+  local list=$1/registers.txt arch
   mkdir -p "$1"
-  printf '%s\n' "$TRAINER_PTX"/*/*.ptx | xargs -P "$(nproc)" -I{} bash -c 'registers "$1"' _ {} >"$list.new"
+  for arch in 80 90 90a; do printf "%s $arch\n" "$TRAINER_PTX/$arch"/*.ptx; done >"$list.files"
+  for arch in $5; do printf "%s $arch\n" "$TRAINER_PTX"/80/*.ptx; done >>"$list.files"
+  xargs -P "$(nproc)" -L 1 bash -c 'registers "$1" "$2"' _ <"$list.files" >"$list.new"
   sort "$list.new" >"$list"
-  rm "$list.new"
+  rm "$list.new" "$list.files"
   if awk -v most="$4" '$(NF - 2) > 0 { print; if ($(NF - 2) > most) bad = 1 } END { exit !bad }' "$list"; then echo "error: the kernels above spill registers"; exit 1; fi
   # Warps of Hopper's kernels exchange registers, and start with all of them (module.rs).
   if ! grep -q sm_90a "$list" || grep sm_90a "$list" | awk '{ expected = $3 ~ /forward_sm90_d(64|80)_/ ? 128 : 168; if ($4 != expected) { print; bad = 1 } } END { exit !bad }'; then
@@ -103,7 +105,7 @@ nvcc() {
   local counts=target/cuda/instructions.txt file before=$SECONDS
   TRAINER_PTX=$(scripts/cuda/ptx.sh)
   eval "$(scripts/cuda/toolkit.sh)"
-  assemble target/cuda "$(sed -n 's/^\.version //p;/^\.version/q' "$TRAINER_PTX/90a/attention_forward_sm90.ptx")" "$CUDA_HOME/bin/ptxas" 0
+  assemble target/cuda "$(sed -n 's/^\.version //p;/^\.version/q' "$TRAINER_PTX/90a/attention_forward_sm90.ptx")" "$CUDA_HOME/bin/ptxas" 0 "100 120"
   python3 scripts/cuda/state_spaces.py "$TRAINER_PTX"/*/*.ptx
   planted
   for file in target/cuda/*_sm90.cubin; do instructions "$file"; done | sort | tee "$counts"
@@ -115,13 +117,13 @@ nvcc() {
 assemblers() {
   local folder
   TRAINER_PTX=$(scripts/cuda/ptx.sh)
-  while read -r release ptx; do
+  while read -r release ptx others; do
     folder=target/cuda/assembler-$release
     [ -d "$folder" ] || target/cuda/venv/bin/python -m pip install -q --no-deps --target "$folder" "nvidia-cuda-nvcc-cu12==$release"
     echo "assembler of $release"
     # One double or two floats cost nothing: 12.4 spills them in two kernels.
-    assemble "$folder/code" "$ptx" "$folder/nvidia/cuda_nvcc/bin/ptxas" 8
-  done <<<$'12.4.131 8.4\n12.9.86 8.8'
+    assemble "$folder/code" "$ptx" "$folder/nvidia/cuda_nvcc/bin/ptxas" 8 "$others"
+  done <<<$'12.4.131 8.4\n12.9.86 8.8 100 120'
 }
 
 ptx() {

@@ -46,7 +46,8 @@ pub struct Kernel {
     pub used_bytes: BTreeMap<usize, u32>,
     /// Whether the code has products of warpgroups (`wgmma`).
     pub has_products: bool,
-    /// Whether blocks wait for each other ([`Op::LoadStrong`]).
+    /// Whether the order of blocks matters: they wait for each other ([`Op::LoadStrong`]), or take
+    /// tickets ([`Op::AddStrong`]).
     pub has_order: bool,
     /// The power of two of the bytes of the smallest store to shared memory, at most 2 (4 bytes).
     /// The checks distinguish cells of this size: each store writes whole cells.

@@ -66,8 +66,8 @@ const MAX_THREADS: usize = 1024;
 /// Compute Capability").
 pub(crate) const MAX_GRID: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
 
-/// Executes all blocks, one after the other. If some wait for others, blocks begin in a random order,
-/// and up to `MAX_AT_ONCE` of them are executed at once.
+/// Executes all blocks, one after the other. If their order matters, blocks begin in a random order, and
+/// up to `MAX_AT_ONCE` of them are executed at once.
 pub fn run(launch: &Launch<'_>, global: &mut Global) -> Result<Counts, Box<Failure>> {
     let kernel = launch.kernel;
     if let Some(fault) = find_wrong_size(launch) {

@@ -779,6 +779,25 @@ fn blocks_that_wait_for_smaller_tickets_add_in_one_order() {
     fails(&IN_TURN.replace("[%rd1], 1;\n$end", "[%rd1], 2;\n$end"), &hangs);
 }
 
+/// Three blocks take 64 tickets, from 100 on, and write their number for each.
+#[test]
+fn blocks_take_tickets_in_many_orders() {
+    let body = "mov.u32 %r6, %ctaid.x;\nsetp.ne.u32 %p1, %r2, 0;\n@%p1 bra $end;\n\
+        $next:\natom.global.add.u32 %r5, [%rd1], 1;\nsub.s32 %r5, %r5, 100;\n\
+        setp.gt.u32 %p2, %r5, 63;\n@%p2 bra $end;\nmul.wide.u32 %rd6, %r5, 4;\n\
+        add.s64 %rd6, %rd2, %rd6;\nst.global.u32 [%rd6], %r6;\nbra $next;\n$end:";
+    let mut found = std::collections::HashSet::new();
+    for seed in 1..40 {
+        let Run { b, result } = execute(body, 3, 32, seed);
+        result.unwrap_or_else(|failure| panic!("{failure}"));
+        assert!(b[..64].iter().all(|block| *block < 3), "{b:?}");
+        found.insert(b[..64].to_vec());
+    }
+    // without an order, the first block would take all
+    let shared = found.iter().filter(|all| all.iter().any(|block| *block != all[0]));
+    assert!(shared.count() > 1 && found.iter().any(|all| all[0] != 0), "{found:?}");
+}
+
 /// A GPU may begin blocks in any order, and those that have started end before others start.
 #[test]
 fn blocks_that_wait_for_others_by_their_number_may_hang() {

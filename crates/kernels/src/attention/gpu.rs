@@ -121,11 +121,18 @@ pub(crate) fn attend(
     let tasks = plan.upload(qkv.q)?;
     // Keep the copies alive until the kernel is in the stream.
     let (q, k, v) = (aligned(op, "q", qkv.q)?, aligned(op, "k", qkv.k)?, aligned(op, "v", qkv.v)?);
-    let launch = Launch::new(&name, dtype).grid(tasks.dim(0)? * h).threads(threads).shared(shared);
+    let items = tasks.dim(0)? * h;
+    let launch = Launch::new(&name, dtype).threads(threads).shared(shared).on(&o);
     let q = OperandBoxes("q", &q, boxes.map(|_| rows));
     let [k, v] = [("k", &k), ("v", &v)].map(|(name, t)| OperandBoxes(name, t, boxes));
     let (scale, window) = (scores.scale, window(scores.masking));
-    launch!(op, launch.on(&o); q, k, v, o, lse, tasks, n, h, hkv, dh, scale, window)?;
+    if let Some(blocks) = kernels.blocks_that_take(items) {
+        let (launch, taken) = (launch.grid(blocks), Tensor::zeros(1, DType::U32, o.device())?);
+        launch!(op, launch; q, k, v, o, lse, tasks, taken, items, n, h, hkv, dh, scale, window)?;
+    } else {
+        let launch = launch.grid(items);
+        launch!(op, launch; q, k, v, o, lse, tasks, n, h, hkv, dh, scale, window)?;
+    }
     Ok((o, lse))
 }
 

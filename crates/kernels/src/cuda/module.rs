@@ -68,6 +68,12 @@ pub(crate) fn shared_bytes_of_all(device: &CudaDevice) -> Result<usize> {
     Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
 }
 
+/// Number of multiprocessors.
+pub(crate) fn multiprocessors(device: &CudaDevice) -> Result<usize> {
+    let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
+}
+
 /// Registers of a multiprocessor.
 const REGISTERS: i32 = 65536;
 

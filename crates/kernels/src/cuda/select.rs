@@ -33,6 +33,7 @@ pub(crate) struct Gpu {
     pub(crate) shared_bytes: usize,
     /// Number of bytes of shared memory of a multiprocessor.
     pub(crate) shared_bytes_of_all: usize,
+    pub(crate) multiprocessors: usize,
 }
 
 impl Gpu {
@@ -45,7 +46,8 @@ impl Gpu {
         let capability = super::module::capability(device)?;
         let (shared_bytes, shared_bytes_of_all) =
             (super::module::shared_bytes(device)?, super::module::shared_bytes_of_all(device)?);
-        Ok(Self { capability, shared_bytes, shared_bytes_of_all })
+        let multiprocessors = super::module::multiprocessors(device)?;
+        Ok(Self { capability, shared_bytes, shared_bytes_of_all, multiprocessors })
     }
 
     /// The GPU whose kernels run on the CPU, which `TRAINER_EMULATE_CUDA` names; an A100 without the
@@ -63,7 +65,8 @@ impl Gpu {
     pub(crate) fn named(variable: &str) -> Result<Self> {
         match variable {
             "1" | "8.0" | "ptx:8.0" => Ok(Self::A100),
-            "ptx:9.0" => Ok(Self::H100),
+            // Few, so that blocks have several items in tests.
+            "ptx:9.0" => Ok(Self { multiprocessors: 3, ..Self::H100 }),
             other => {
                 bail!("found TRAINER_EMULATE_CUDA={other}, expected 1, 8.0, ptx:8.0 or ptx:9.0")
             }
@@ -71,11 +74,19 @@ impl Gpu {
     }
 
     #[cfg(not(feature = "cuda"))]
-    pub(crate) const A100: Self =
-        Self { capability: SM80, shared_bytes: 163 << 10, shared_bytes_of_all: 164 << 10 };
+    pub(crate) const A100: Self = Self {
+        capability: SM80,
+        shared_bytes: 163 << 10,
+        shared_bytes_of_all: 164 << 10,
+        multiprocessors: 108,
+    };
     #[cfg(not(feature = "cuda"))]
-    pub(crate) const H100: Self =
-        Self { capability: SM90, shared_bytes: 227 << 10, shared_bytes_of_all: 228 << 10 };
+    pub(crate) const H100: Self = Self {
+        capability: SM90,
+        shared_bytes: 227 << 10,
+        shared_bytes_of_all: 228 << 10,
+        multiprocessors: 132,
+    };
 
     /// Whether two blocks of a kernel have room on a multiprocessor. CUDA itself needs 1 KiB of a
     /// block.
@@ -235,10 +246,18 @@ impl AttentionKernels {
             _ => (2, 80),
         };
         let (name, rows) = (self.name("attention_forward"), 64 * consumers);
-        // A tile of queries, two of keys and two of values, and nine barriers.
-        let shared = (rows + 4 * keys) * self.row_bytes + 9 * 8;
+        // A tile of queries, one of the output unless it has 256 columns, two of keys and two of
+        // values; ten barriers, and two items.
+        let own = if self.padded == Some(256) { rows } else { 2 * rows };
+        let shared = (own + 4 * keys) * self.row_bytes + 10 * 8 + 2 * 20;
         let threads = HOPPER_GROUP * (1 + consumers as u32);
         AttentionLaunch { name, rows, threads, shared, boxes: Some(keys) }
+    }
+
+    /// Number of blocks of the forward pass with `items` tasks of a head, if they take items until none
+    /// is left. A multiprocessor has room for one.
+    pub(crate) fn blocks_that_take(self, items: usize) -> Option<usize> {
+        self.hopper.then_some(items.min(self.gpu.multiprocessors))
     }
 
     /// The kernel for 128 own rows with four warps, of which two blocks share a multiprocessor, or

@@ -343,7 +343,7 @@ fn a_loss_that_is_not_finite_gives_a_gradient_that_is_not_finite() -> Result<()>
 
 /// An RTX 4090 or an L40S.
 const SMALL: Gpu =
-    Gpu { capability: (8, 9), shared_bytes: 99 << 10, shared_bytes_of_all: 100 << 10 };
+    Gpu { capability: (8, 9), shared_bytes: 99 << 10, shared_bytes_of_all: 100 << 10, ..Gpu::A100 };
 
 /// The kernels of the forward and of the backward pass.
 fn passes(kernels: AttentionKernels) -> impl Iterator<Item = AttentionLaunch> {
@@ -433,7 +433,8 @@ fn tensor_maps_have_the_sizes_and_strides_of_a_tensor_of_heads() -> Result<()> {
 #[test]
 fn the_gpus_whose_kernels_run_on_the_cpu_are_listed() {
     let found = ["1", "8.0", "ptx:8.0", "ptx:9.0"].map(|value| Gpu::named(value).unwrap());
-    assert_eq!(found, [Gpu::A100, Gpu::A100, Gpu::A100, Gpu::H100]);
+    let hopper = Gpu { multiprocessors: 3, ..Gpu::H100 };
+    assert_eq!(found, [Gpu::A100, Gpu::A100, Gpu::A100, hopper]);
     for value in ["9.0", "ptx:1", ""] {
         let expected =
             format!("found TRAINER_EMULATE_CUDA={value}, expected 1, 8.0, ptx:8.0 or ptx:9.0");
@@ -551,6 +552,57 @@ fn attention_of_hopper_has_the_same_bits_in_twenty_orders() -> Result<()> {
         for order in 1..20 {
             let found: Vec<_> = on()?.iter().map(bits).collect();
             assert!(found == first, "{dh} {masking:?}: order {order}");
+        }
+    }
+    Ok(())
+}
+
+/// `o` and `lse` of Hopper's kernels on a GPU with this many multiprocessors.
+fn forward_of_hopper(
+    multiprocessors: usize,
+    lengths: &[u32],
+    (h, hkv, dh): (usize, usize, usize),
+    masking: crate::Masking,
+) -> Result<[Tensor; 2]> {
+    let t = lengths.iter().sum::<u32>() as usize;
+    let of = |seed, heads| operand(seed, &[t, heads, dh], DType::BF16);
+    let (q, k, v) = (of(1, h), of(2, hkv), of(3, hkv));
+    let (qkv, scores) = (crate::Qkv { q: &q, k: &k, v: &v }, crate::Scores::new(masking, dh));
+    let ends = batch::CuSeqlens::from_lengths(lengths).map_err(candle_core::Error::wrap)?;
+    let gpu = Gpu { multiprocessors, ..Gpu::H100 };
+    let (o, lse) = crate::attention::gpu::attend("forward", gpu, qkv, ends, 0, scores)?;
+    Ok([o, lse])
+}
+
+/// With few multiprocessors, a block computes several tasks, with different numbers of tiles: an odd
+/// one leaves the ring of tiles at its second stage. Which block has which task depends on the order of
+/// blocks and warps, which every launch has another one of.
+#[test]
+fn attention_of_hopper_has_the_same_bits_with_every_number_of_blocks() -> Result<()> {
+    use crate::testing::bits;
+    if !hopper_runs() {
+        return Ok(());
+    }
+    let lengths = [1, 260, 130, 17];
+    for (dh, masking) in [
+        (64, crate::Masking::Causal),
+        (72, crate::Masking::Full),
+        (80, window(100)),
+        (128, crate::Masking::Causal),
+        (128, crate::Masking::Full),
+        (128, window(40)),
+        (256, crate::Masking::Causal),
+        (256, window(81)),
+    ] {
+        let on = |blocks| forward_of_hopper(blocks, &lengths, (2, 1, dh), masking);
+        let [o, lse] = on(132)?; // one task each
+        for tensor in [&o, &lse] {
+            assert!(crate::testing::values(tensor).iter().all(|x| x.is_finite()), "{dh}");
+        }
+        for blocks in [1, 2, 4] {
+            let [other_o, other_lse] = on(blocks)?;
+            assert!(bits(&other_o) == bits(&o), "{dh} {masking:?}, {blocks} blocks: o");
+            assert!(bits(&other_lse) == bits(&lse), "{dh} {masking:?}, {blocks} blocks: lse");
         }
     }
     Ok(())

@@ -363,7 +363,10 @@ impl<'a, 'p> Body<'a, 'p> {
             return Err(self.cursor.found_instead(&found, "`ret` or a branch before it"));
         }
         let mut kernel = std::mem::take(&mut self.kernel);
-        kernel.has_order = kernel.code.iter().any(|of| matches!(of.op, Op::LoadStrong { .. }));
+        kernel.has_order = kernel
+            .code
+            .iter()
+            .any(|of| matches!(of.op, Op::LoadStrong { .. } | Op::AddStrong { to: Some(_), .. }));
         kernel.has_products =
             kernel.code.iter().any(|instruction| matches!(instruction.op, Op::WarpgroupMma(_)));
         kernel.shared_shift = smallest_store(&kernel.code, Space::Shared).min(4).ilog2();

@@ -98,10 +98,7 @@ template <int D, int ROWS, int THREADS>
 __device__ __forceinline__ void load_rows(unsigned char *tile, const bf16 *head, unsigned stride, int first, int end, int dh) {
   constexpr int LANES = D <= 64 ? 8 : 16, STEP = THREADS / LANES; // threads per row; rows at a time
   static_assert(STEP % 8 == 0 && ROWS % STEP == 0, "each thread copies the same number of rows with the same permutation");
-  int thread = int(threadIdx.x);
-#if !defined(EMULATION) && __CUDA_ARCH__ < 900
-  compute_here(thread); // limits the registers of the forward kernel for D = 128; sm_90 does not need it
-#endif
+  int thread = thread_here(); // limits the registers of the forward kernel for D = 128
   int row = thread / LANES;
 #pragma unroll
   for (int pass = 0; pass < (Rows<D>::CHUNKS + LANES - 1) / LANES; pass++) {

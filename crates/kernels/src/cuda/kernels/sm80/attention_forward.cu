@@ -59,10 +59,10 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
   DYNAMIC_SHARED(shared);
   constexpr int KEYS = TILE_KEYS<D>, ROWS = BLOCK_ROWS<MT, WARPS>, THREADS = WARPS * WARP, TILE = KEYS * Rows<D>::BYTES;
   unsigned char *q_tile = shared, *k_tiles = shared + ROWS * Rows<D>::BYTES, *v_tile = k_tiles + 2 * TILE;
-  Task task = task_of(tasks, int(blockIdx.x) / h);
+  int index = int(blockIdx.x) / h;
+  Task task = task_of(tasks, index);
   int head = int(blockIdx.x) % h, kv = head / (h / hkv);
   int first_key = others_from<false>(task, task.first, window), keys_end = others_to<false>(task, min(task.first + ROWS, task.end) - 1, window);
-  Unmasked unmasked = Unmasked::of<false>(task, task.first, task.first + ROWS - 1, keys_end, window);
   unsigned stride = unsigned(hkv) * dh;
   int column = kv * dh;
   load_rows<D, ROWS, THREADS>(q_tile, q + size_t(head) * dh, unsigned(h) * dh, task.first, task.end, dh);
@@ -93,8 +93,10 @@ __device__ void forward(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, fl
     float scores[MT][KEYS / 8][4];
     clear(scores);
     add_scores<D, MT, KEYS, D >= 128 ? 2 : D / 16>(scores, own, k_tiles + stage * TILE);
+    compute_here(index); // reads the task again: its ends must not occupy registers during the products
+    Task task = task_of(tasks, index);
+    Unmasked unmasked = Unmasked::of<false>(task, task.first, task.first + ROWS - 1, keys_end, window);
     if (at < unmasked.from || at + KEYS > unmasked.to) {
-      Task task = task_of(tasks, block_here() / h);
       int here = lane_here(), g = here / 4, t = here % 4;
       int first_row = task.first + warp() * 16 * MT;
 #pragma unroll
