@@ -44,6 +44,7 @@ mod adamw;
 mod attention;
 mod bytes;
 mod causal_conv1d;
+mod column_shares;
 pub mod cpu;
 mod cuda;
 mod delta_gates;
@@ -98,6 +99,7 @@ pub use attention::{
 };
 pub use bytes::{change_bytes, change_f32, with_bytes};
 pub use causal_conv1d::{CONV_TAPS, causal_conv1d, causal_conv1d_backward};
+pub use column_shares::join_column_sums;
 pub use cpu::products::Store;
 pub use cpu::{
     CachingAllocator, RecomputeInput, exit_when_out_of_memory, failed_gpu_allocation,

@@ -4,6 +4,7 @@
 //! `y [N, M]`. `N` may be several dims: all dims of `x` except the last. Gradient buffers are
 //! `f32`. On the CPU, forward also accepts `w` in `bf16` with all other operands in `f32`.
 
+use super::column_shares::ColumnShares;
 use super::cpu::blocks::{by_rows, filled, span};
 use super::cpu::column_sums::add_rows;
 use super::cpu::products::{Matrix, Store, new_product, nn, nt, tn};
@@ -13,7 +14,6 @@ use super::cpu::{
 use super::cuda::gemm::{Addend, Gemm, GemmOperand, Transpose};
 use super::fill_zero;
 use super::launch::{Launch, THREADS, address, empty, launch, on_gpu, vectors};
-use super::norm_geometry::ColumnShares;
 use candle_core::{DType, Error, Result, Tensor, bail};
 use std::ops::Range;
 
