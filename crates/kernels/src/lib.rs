@@ -139,8 +139,8 @@ pub use host_copies::HostCopies;
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
     LowRank, bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,
-    linear_backward_input_low_rank, linear_backward_weight, linear_backward_weight_into,
-    linear_low_rank,
+    linear_backward_input_low_rank, linear_backward_input_times, linear_backward_weight,
+    linear_backward_weight_into, linear_low_rank, linear_times,
 };
 pub use linear_cross_entropy::{
     GPU_LOGITS_BYTES, LOGITS_BYTES, LossScale, linear_cross_entropy, linear_cross_entropy_backward,
