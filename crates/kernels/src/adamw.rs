@@ -14,7 +14,7 @@ use super::cpu::simd::kernels;
 use super::cpu::{self, BLOCK, compute_dtype, expect_f32, expect_shape, read};
 use super::eight_bit::{EIGHT_BIT_BLOCK, SIGNED, UNSIGNED};
 use super::launch::{
-    Launch, Long, THREADS, Words, address, empty, launch, launch_elementwise, on_gpu,
+    Arrays, Launch, Long, THREADS, Words, address, empty, launch, launch_elementwise, on_gpu,
 };
 use super::stochastic_rounding::{Draw, step_seed, tensor_seed};
 use super::stored::{Seed, State, StoredElements};
@@ -447,58 +447,12 @@ fn num_chunks(t: &Tensor) -> usize {
     t.elem_count().div_ceil(CHUNK)
 }
 
-/// The memory of a struct of arrays, each `most` long; the arrays are in the order of the calls.
-struct Arrays {
-    most: usize,
-    words: Vec<u64>,
-}
-
-impl Arrays {
-    fn new(most: usize) -> Self {
-        Self { most, words: Vec::new() }
-    }
-
-    fn longs(&mut self, values: impl Iterator<Item = Result<u64>>) -> Result<()> {
-        let end = self.words.len() + self.most;
-        for value in values {
-            self.words.push(value?);
-        }
-        self.words.resize(end, 0);
-        Ok(())
-    }
-
-    /// Two to a word; `length` is even, or this is the last array.
-    fn halves(&mut self, length: usize, values: impl Iterator<Item = u32>) {
-        let end = self.words.len() + length.div_ceil(2);
-        let values: Vec<u32> = values.collect();
-        let pairs = values.chunks(2);
-        self.words.extend(
-            pairs.map(|pair| {
-                u64::from(pair[0]) | u64::from(pair.get(1).copied().unwrap_or(0)) << 32
-            }),
-        );
-        self.words.resize(end, 0);
-    }
-
-    /// First chunk of each tensor, and their number; the last array.
-    fn chunks<'a>(mut self, tensors: impl Iterator<Item = &'a Tensor>) -> (Words, usize) {
-        let mut firsts = vec![0u32];
-        let mut next = 0;
-        for tensor in tensors {
-            next += num_chunks(tensor);
-            firsts.push(u32::try_from(next).expect("a launch has less than 2^31 chunks"));
-        }
-        self.halves(self.most + 1, firsts.into_iter());
-        (Words(self.words), next)
-    }
-}
-
 /// A `Tensors` of `adamw.cu`, and the chunks in it.
 fn tensor_list(op: &str, tensors: &[&Tensor]) -> Result<(Words, usize)> {
     let mut words = Arrays::new(MOST_TENSORS);
     words.longs(tensors.iter().map(|t| address(op, "t", t).map(|at| at.0)))?;
     words.longs(tensors.iter().map(|t| Ok(t.elem_count() as u64)))?;
-    Ok(words.chunks(tensors.iter().copied()))
+    Ok(words.with_blocks(tensors.iter().map(|t| num_chunks(t))))
 }
 
 /// `[num tensors]` in `f64`: the sum of the squares of each.
@@ -618,7 +572,7 @@ fn update_list(most: usize, parts: &[&ParameterPart<'_>]) -> Result<(Words, usiz
     halves(|part| part.scalars.step_size.to_bits());
     halves(|part| part.seed);
     halves(|part| part.first as u32); // the random numbers depend on these 32 bits only
-    Ok(words.chunks(parts.iter().map(|part| part.tensors.weight)))
+    Ok(words.with_blocks(parts.iter().map(|part| num_chunks(part.tensors.weight))))
 }
 
 /// The tensor, if it has this dtype.

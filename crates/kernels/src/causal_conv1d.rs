@@ -6,11 +6,11 @@
 
 #![expect(unsafe_code, reason = "tasks write disjoint columns of the same buffer")]
 
+use super::column_shares::ColumnShares;
 use super::cpu::blocks::filled;
 use super::cpu::simd::{kernels, sigmoid};
 use super::cpu::{self, Shared, compute_dtype, expect_f32, expect_shape, read, tensor};
 use super::launch::{Launch, empty, launch, on_gpu, vectors, version};
-use super::norm_geometry::ColumnShares;
 use super::uploaded::Uploaded;
 use batch::CuSeqlens;
 use candle_core::{DType, Result, Tensor, bail};

@@ -4,11 +4,12 @@
 //! Shapes: `T` tokens, `Hv` value heads; `a`, `b`: `[T, Hv]`; `a_log`, `dt_bias`: `[Hv]` (`f32`);
 //! `g`, `beta`, `dg`, `dbeta`: `[T, Hv]` (`f32`). Arithmetic is in `f32`.
 
+use super::column_shares::ColumnShares;
 use super::cpu::blocks::{Values, filled, span};
 use super::cpu::column_sums::add_rows;
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{Launch, Long, THREADS, empty, launch, on_gpu};
-use super::norm_geometry::{ColumnShares, WARP};
+use super::norm_geometry::WARP;
 use candle_core::{DType, Result, Tensor};
 
 /// Gradients of the operands of [`delta_gates`] that depend on the token.

@@ -1,5 +1,5 @@
-//! Linear layer of few outputs whose input has dropout, `u = drop(x) A^T`, and its gradients: the
-//! first half of an adapter.
+//! Linear layer of few outputs whose input has dropout, `u = factor drop(x) A^T`, and its gradients:
+//! the first half of an adapter.
 //!
 //! Shapes: `x [N, K]`, `a [r, K]`, `u [N, r]`. In `f32` on the CPU, a block of rows exists at a time
 //! without its dropped elements, in the caches. Otherwise an op for dropout and one for the product
@@ -10,8 +10,8 @@ use super::cpu::products::{Matrix, Store, Threads, multiply};
 use super::cpu::{self, distinct, expect_f32, expect_shape, read};
 use super::dropout::{add_kept, keep};
 use super::{
-    DropoutMask, dropout, dropout_add, linear, linear_backward_input, linear_backward_input_add,
-    linear_backward_weight,
+    DropoutMask, dropout, dropout_add, linear_backward_input, linear_backward_input_add,
+    linear_backward_weight, linear_times,
 };
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
@@ -35,30 +35,35 @@ fn dropped(x: &Tensor, mask: Option<DropoutMask>) -> Result<Tensor> {
     mask.map_or_else(|| Ok(x.clone()), |mask| dropout(x, mask))
 }
 
-/// Returns `drop(x) a^T`, `[N, r]`.
-pub fn dropout_linear(x: &Tensor, a: &Tensor, mask: Option<DropoutMask>) -> Result<Tensor> {
+/// Returns `factor drop(x) a^T`, `[N, r]`.
+pub fn dropout_linear(
+    x: &Tensor,
+    a: &Tensor,
+    mask: Option<DropoutMask>,
+    factor: f64,
+) -> Result<Tensor> {
     expect_shape("dropout_linear", "a", a, &[a.dim(0)?, x.dim(1)?])?;
     if let Some(mask) = mask_in_blocks(x, a, mask) {
-        return in_blocks("dropout_linear", x, a, mask, None);
+        return in_blocks("dropout_linear", x, a, mask, None)? * factor;
     }
-    linear(&dropped(x, mask)?, a, None)
+    linear_times(&dropped(x, mask)?, a, factor)
 }
 
-/// Adds the gradient `du^T drop(x)` to `da` (`f32`), for the gradient `du [N, r]`. Returns `drop(x)
-/// a^T` again, which the gradients of later layers need.
+/// Adds the gradient `du^T drop(x)` to `da` (`f32`), for the gradient `du [N, r]` of `drop(x) a^T`.
+/// Returns `factor drop(x) a^T` again, which the gradients of later layers need.
 pub fn dropout_linear_backward(
     x: &Tensor,
     a: &Tensor,
     mask: Option<DropoutMask>,
-    du: &Tensor,
+    (du, factor): (&Tensor, f64),
     da: &Tensor,
 ) -> Result<Tensor> {
     if let Some(mask) = mask_in_blocks(x, a, mask) {
-        return in_blocks("dropout_linear_backward", x, a, mask, Some((du, da)));
+        return in_blocks("dropout_linear_backward", x, a, mask, Some((du, da)))? * factor;
     }
     let x = dropped(x, mask)?;
     linear_backward_weight(&x, du, da)?;
-    linear(&x, a, None)
+    linear_times(&x, a, factor)
 }
 
 /// Both of the above.
@@ -183,7 +188,8 @@ mod tests {
         let product = du.matmul(a).unwrap();
         let dx = mask.map_or(product.clone(), |mask| dropout(&product, mask).unwrap());
         let da = du.t().unwrap().matmul(&dropped).unwrap();
-        [dropped.matmul(&a.t().unwrap()).unwrap(), da, (dx + x).unwrap()]
+        let u = (dropped.matmul(&a.t().unwrap()).unwrap() * 1.5).unwrap();
+        [u, da, (dx + x).unwrap()]
     }
 
     #[test]
@@ -198,8 +204,9 @@ mod tests {
                     let wide = |t: &Tensor| t.to_dtype(DType::F32).unwrap();
                     let want = separate(&wide(&x), &wide(&a), &wide(&du), mask);
                     let da = gradient_buffer(&[r, k]);
-                    let u = dropout_linear(&x, &a, mask).unwrap();
-                    let again = dropout_linear_backward(&x, &a, mask, &du, &da).unwrap();
+                    let u = dropout_linear(&x, &a, mask, 1.5).unwrap();
+                    let with_factor = (&du, 1.5);
+                    let again = dropout_linear_backward(&x, &a, mask, with_factor, &da).unwrap();
                     let dx = x.copy().unwrap();
                     let dx = dropout_linear_backward_input_add(&du, &a, mask, dx).unwrap();
                     let what = format!("{n} x {k} x {r} {dtype:?} {mask:?}");
@@ -215,7 +222,7 @@ mod tests {
     #[test]
     fn errors_name_the_operand_with_the_wrong_shape() {
         let (x, a) = (random(1, &[5, 12]), random(2, &[2, 11]));
-        let error = message(dropout_linear(&x, &a, Some(mask())));
+        let error = message(dropout_linear(&x, &a, Some(mask()), 1.0));
         assert!(error.contains("`a` is [2, 11], expected [2, 12]"), "{error}");
         let du = random(3, &[4, 2]);
         let error =

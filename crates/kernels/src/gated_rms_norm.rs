@@ -5,11 +5,12 @@
 //! is in `f32`; with `bf16` operands `x * rstd` is rounded to `bf16` before it is multiplied by
 //! `w`, as in transformers.
 
+use super::column_shares::ColumnShares;
 use super::cpu::blocks::{Scratch, Values, filled, span};
 use super::cpu::simd::{kernels, sigmoid};
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{empty, launch, on_gpu};
-use super::norm_geometry::{ColumnShares, Geometry, Pass};
+use super::norm_geometry::{Geometry, Pass};
 use super::rms_norm::{NormScale, add_input_grad, add_weight_grad, norm_row, row_rstd};
 use candle_core::{DType, Result, Tensor};
 

@@ -225,6 +225,51 @@ pub(crate) struct Long(pub(crate) usize);
 /// A struct by value, or a `double`, as its memory in words of eight bytes.
 pub(crate) struct Words(pub(crate) Vec<u64>);
 
+/// The memory of a struct of arrays, each `most` long; the arrays are in the order of the calls.
+pub(crate) struct Arrays {
+    most: usize,
+    words: Vec<u64>,
+}
+
+impl Arrays {
+    pub(crate) fn new(most: usize) -> Self {
+        Self { most, words: Vec::new() }
+    }
+
+    pub(crate) fn longs(&mut self, values: impl Iterator<Item = Result<u64>>) -> Result<()> {
+        let end = self.words.len() + self.most;
+        for value in values {
+            self.words.push(value?);
+        }
+        self.words.resize(end, 0);
+        Ok(())
+    }
+
+    /// Two to a word; `length` is even, or this is the last array.
+    pub(crate) fn halves(&mut self, length: usize, values: impl Iterator<Item = u32>) {
+        let end = self.words.len() + length.div_ceil(2);
+        let values: Vec<u32> = values.collect();
+        let pairs = values.chunks(2);
+        self.words.extend(
+            pairs.map(|pair| {
+                u64::from(pair[0]) | u64::from(pair.get(1).copied().unwrap_or(0)) << 32
+            }),
+        );
+        self.words.resize(end, 0);
+    }
+
+    /// The first block of each tensor, and their number, as the last array; also returns the number.
+    pub(crate) fn with_blocks(mut self, blocks: impl Iterator<Item = usize>) -> (Words, usize) {
+        let (mut firsts, mut next) = (vec![0], 0);
+        for blocks in blocks {
+            next += blocks;
+            firsts.push(u32::try_from(next).expect("a grid has fewer than 2^31 blocks"));
+        }
+        self.halves(self.most + 1, firsts.into_iter());
+        (Words(self.words), next)
+    }
+}
+
 impl KernelArgument for Tensor {
     fn add_to(&self, launch: &mut Launch, (op, expression): (&str, &str)) -> Result<()> {
         launch.device.get_or_insert_with(|| self.device().clone());
@@ -389,6 +434,7 @@ impl Launch {
         if self.grid.contains(&0) {
             return Ok(());
         }
+        tracing::trace!(kernel = self.kernel, "launch");
         let mut arguments = pointers(&mut self.arguments);
         start(&self.kernel, self.grid, self.threads, self.shared, &mut arguments, device, stream)
     }
@@ -399,6 +445,7 @@ impl Launch {
         if self.grid.contains(&0) {
             return Ok(());
         }
+        tracing::trace!(kernel = self.kernel, "launch");
         let sizes: Vec<usize> = self.arguments.iter().map(Argument::bytes).collect();
         let mut arguments = pointers(&mut self.arguments);
         start(&self.kernel, self.grid, self.threads, self.shared, &mut arguments, &sizes)

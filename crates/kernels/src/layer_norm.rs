@@ -3,12 +3,13 @@
 //! Shapes: `x`, `y`, `dy`, `dx`: `[N, D]`; `w`, `b`: `[D]`; `stats: [N, 2]` (`f32`) holds `mean`
 //! and `rstd` of each row. Arithmetic is in `f32`.
 
+use super::column_shares::ColumnShares;
 use super::cpu::blocks::{filled, span};
 use super::cpu::column_sums::{add_by_columns, add_rows};
 use super::cpu::simd::{dot, dot3, kernels, sum, sum_of_squared_differences};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{empty, launch, on_gpu};
-use super::norm_geometry::{ColumnShares, Geometry, Pass};
+use super::norm_geometry::{Geometry, Pass};
 use candle_core::{DType, Result, Tensor};
 
 kernels! {

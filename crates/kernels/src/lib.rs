@@ -44,6 +44,7 @@ mod adamw;
 mod attention;
 mod bytes;
 mod causal_conv1d;
+mod column_shares;
 pub mod cpu;
 mod cuda;
 mod delta_gates;
@@ -98,6 +99,7 @@ pub use attention::{
 };
 pub use bytes::{change_bytes, change_f32, with_bytes};
 pub use causal_conv1d::{CONV_TAPS, causal_conv1d, causal_conv1d_backward};
+pub use column_shares::join_column_sums;
 pub use cpu::products::Store;
 pub use cpu::{
     CachingAllocator, RecomputeInput, exit_when_out_of_memory, failed_gpu_allocation,
@@ -138,8 +140,8 @@ pub use host_copies::HostCopies;
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
 pub use linear::{
     LowRank, bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,
-    linear_backward_input_low_rank, linear_backward_weight, linear_backward_weight_into,
-    linear_low_rank,
+    linear_backward_input_low_rank, linear_backward_input_times, linear_backward_weight,
+    linear_backward_weight_into, linear_low_rank, linear_times,
 };
 pub use linear_cross_entropy::{
     GPU_LOGITS_BYTES, LOGITS_BYTES, LossScale, linear_cross_entropy, linear_cross_entropy_backward,

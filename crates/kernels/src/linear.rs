@@ -4,6 +4,7 @@
 //! `y [N, M]`. `N` may be several dims: all dims of `x` except the last. Gradient buffers are
 //! `f32`. On the CPU, forward also accepts `w` in `bf16` with all other operands in `f32`.
 
+use super::column_shares::ColumnShares;
 use super::cpu::blocks::{by_rows, filled, span};
 use super::cpu::column_sums::add_rows;
 use super::cpu::products::{Matrix, Store, new_product, nn, nt, tn};
@@ -13,7 +14,6 @@ use super::cpu::{
 use super::cuda::gemm::{Addend, Gemm, Transpose};
 use super::fill_zero;
 use super::launch::{Launch, THREADS, address, empty, launch, on_gpu, vectors};
-use super::norm_geometry::ColumnShares;
 use candle_core::{DType, Error, Result, Tensor, bail};
 use std::ops::Range;
 
@@ -52,7 +52,12 @@ pub struct LowRank<'a> {
 
 /// Returns `x W^T + bias`, `[N, M]`. Fails if the shapes do not match.
 pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    forward("linear", x, w, bias, None, None)
+    forward("linear", x, w, bias, None, None, 1.0)
+}
+
+/// Returns `factor x W^T`, `[N, M]`.
+pub fn linear_times(x: &Tensor, w: &Tensor, factor: f64) -> Result<Tensor> {
+    forward("linear_times", x, w, None, None, None, factor)
 }
 
 /// Returns `x W^T + u b^T + bias + residual`, `[N, M]`, with `residual: [N, M]`.
@@ -63,7 +68,7 @@ pub fn linear_low_rank(
     bias: Option<&Tensor>,
     residual: Option<&Tensor>,
 ) -> Result<Tensor> {
-    forward("linear_low_rank", x, w, bias, residual, Some(low_rank))
+    forward("linear_low_rank", x, w, bias, residual, Some(low_rank), 1.0)
 }
 
 /// Returns `x W^T + bias + residual`, `[N, M]`, with `residual: [N, M]`.
@@ -73,7 +78,7 @@ pub fn linear_add(
     bias: Option<&Tensor>,
     residual: &Tensor,
 ) -> Result<Tensor> {
-    forward("linear_add", x, w, bias, Some(residual), None)
+    forward("linear_add", x, w, bias, Some(residual), None, 1.0)
 }
 
 fn forward(
@@ -83,6 +88,7 @@ fn forward(
     bias: Option<&Tensor>,
     residual: Option<&Tensor>,
     low_rank: Option<LowRank<'_>>,
+    factor: f64, // 1 if there are other terms
 ) -> Result<Tensor> {
     let ((n, m, k), shape) = forward_shape(op, x, w, bias, residual)?;
     let dtype = x.dtype();
@@ -91,8 +97,9 @@ fn forward(
         let y = empty(shape, dtype, x)?;
         let bias = bias.map(|bias| aligned(op, bias)).transpose()?;
         let gemm = Gemm::new(Transpose::Nt, (n, m, k), [("x", x), ("w", w)]);
+        let (factor, bias) = (factor as f32, bias.as_ref());
         let addend = residual.map_or(Addend::Nothing, Addend::Residual);
-        Gemm { addend, bias: bias.as_ref(), ..gemm }.into(op, "y", &y)?;
+        Gemm { factor, addend, bias, ..gemm }.into(op, "y", &y)?;
         add_low_rank_on_gpu(op, Transpose::Nt, low_rank, (n, m), ("y", &y))?;
         return Ok(y);
     }
@@ -111,7 +118,7 @@ fn forward(
             nt((rows.len(), m, rank), y, Store::Add, u, b);
         }
     };
-    by_rows((n, m, k.max(m)), shape, dtype, |rows| {
+    let y = by_rows((n, m, k.max(m)), shape, dtype, |rows| {
         let x = x.part(span(&rows, k));
         if residual.is_none() && bias.is_none() {
             let mut y = new_product((rows.len(), m, k), Matrix::rows(x, k), Matrix::rows(w, k).t());
@@ -131,7 +138,12 @@ fn forward(
         nt((rows.len(), m, k), &mut y, Store::Add, x, w);
         add_low_rank(&rows, &mut y);
         y
-    })
+    })?;
+    times(y, factor)
+}
+
+fn times(y: Tensor, factor: f64) -> Result<Tensor> {
+    if factor == 1.0 { Ok(y) } else { y * factor }
 }
 
 /// Adds the term of an adapter to `dst`, whose `shape` is (rows, columns).
@@ -224,7 +236,12 @@ pub(super) fn backward_shape(op: &str, dy: &Tensor, w: &Tensor) -> Result<(usize
 
 /// Returns the input gradient `dy W`, `[N, K]`.
 pub fn linear_backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
-    input_gradient("linear_backward_input", dy, w, None)
+    input_gradient("linear_backward_input", dy, w, None, 1.0)
+}
+
+/// Returns `factor dy W`, `[N, K]`.
+pub fn linear_backward_input_times(dy: &Tensor, w: &Tensor, factor: f64) -> Result<Tensor> {
+    input_gradient("linear_backward_input_times", dy, w, None, factor)
 }
 
 /// Returns `dy W + u b`, `[N, K]`, with `u: [N, r]` and `b: [r, K]`.
@@ -233,7 +250,7 @@ pub fn linear_backward_input_low_rank(
     w: &Tensor,
     low_rank: LowRank<'_>,
 ) -> Result<Tensor> {
-    input_gradient("linear_backward_input_low_rank", dy, w, Some(low_rank))
+    input_gradient("linear_backward_input_low_rank", dy, w, Some(low_rank), 1.0)
 }
 
 fn input_gradient(
@@ -241,6 +258,7 @@ fn input_gradient(
     dy: &Tensor,
     w: &Tensor,
     low_rank: Option<LowRank<'_>>,
+    factor: f64, // 1 if there is another term
 ) -> Result<Tensor> {
     let (n, m, k) = backward_shape(op, dy, w)?;
     let dtype = compute_dtype(op, &[("dy", dy), ("w", w)])?;
@@ -248,7 +266,8 @@ fn input_gradient(
     let rank = check_low_rank(op, low_rank, dy, n, |b, r| expect_shape(op, "b", b, &[r, k]))?;
     if on_gpu(dy) {
         let dx = empty(shape, dtype, dy)?;
-        Gemm::new(Transpose::Nn, (n, k, m), [("dy", dy), ("w", w)]).into(op, "dx", &dx)?;
+        let gemm = Gemm::new(Transpose::Nn, (n, k, m), [("dy", dy), ("w", w)]);
+        Gemm { factor: factor as f32, ..gemm }.into(op, "dx", &dx)?;
         add_low_rank_on_gpu(op, Transpose::Nn, low_rank, (n, k), ("dx", &dx))?;
         return Ok(dx);
     }
@@ -257,7 +276,7 @@ fn input_gradient(
     let low_rank = operands(op, low_rank)?;
     let low_rank = low_rank.as_ref().map(|(u, b)| Ok::<_, Error>((u.values()?, b.values()?)));
     let low_rank = low_rank.transpose()?;
-    by_rows((n, k, k.max(m)), shape, dtype, |rows| {
+    let dx = by_rows((n, k, k.max(m)), shape, dtype, |rows| {
         let dy = dy.part(span(&rows, m));
         let mut dx = new_product((rows.len(), k, m), Matrix::rows(dy, m), Matrix::rows(w, k));
         if let Some((u, b)) = low_rank {
@@ -265,7 +284,8 @@ fn input_gradient(
             nn((rows.len(), k, rank), &mut dx, Store::Add, u, b);
         }
         dx
-    })
+    })?;
+    times(dx, factor)
 }
 
 /// Returns `dx + dy W`, `[N, K]`. It may reuse the memory of `dx`, so `dx` and its clones must not

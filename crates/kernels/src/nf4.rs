@@ -18,7 +18,7 @@
 
 use super::cpu::simd::kernels;
 use super::cpu::{self, Element, compute_dtype, read};
-use super::launch::{ELEMENTS, Launch, Long, THREADS, Words, launch, on_gpu, version};
+use super::launch::{Arrays, ELEMENTS, Launch, THREADS, address, launch, on_gpu, version};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
@@ -33,6 +33,8 @@ const SCALES: usize = 256;
 const TASK: usize = 1 << 15;
 /// Number of elements that are read at one time for quantisation: whole blocks.
 const PART: usize = 1 << 20;
+/// Number of matrices of a launch, as in `nf4.cu`.
+const MOST_MATRICES: usize = 16;
 /// Smallest divisor of a block: smaller elements become 0.
 const LEAST: f32 = 1e-38;
 
@@ -342,20 +344,25 @@ impl Nf4 {
     /// Writes the elements to `y`, a tensor of their number on the same device, `f32` or `bf16`
     /// (rounded to nearest).
     pub fn dequantize_into(&self, y: &Tensor) -> Result<()> {
+        Self::dequantize_all(&[(self, y)])
+    }
+
+    /// As [`Self::dequantize_into`], for several matrices with tensors of one dtype. A GPU does it in
+    /// one launch.
+    pub fn dequantize_all(all: &[(&Self, &Tensor)]) -> Result<()> {
         let op = "nf4";
-        if y.elem_count() != self.shape.elem_count() {
-            bail!("{op}: `y` is {:?}, expected the elements of {:?}", y.dims(), self.shape);
+        for (of, y) in all {
+            if y.elem_count() != of.shape.elem_count() {
+                bail!("{op}: `y` is {:?}, expected the elements of {:?}", y.dims(), of.shape);
+            }
         }
-        if on_gpu(y) {
-            let n = y.elem_count();
-            let values: Vec<u32> = MAP.iter().chain(&CODES).map(|value| value.to_bits()).collect();
-            let pairs = values.chunks(2);
-            let tables = pairs.map(|pair| u64::from(pair[0]) | u64::from(pair[1]) << 32).collect();
-            let Self { codes, scales, ranges, offset, .. } = self;
-            let launch = Launch::new(&version("nf4_dequantize", 0, &[codes, y])?, y.dtype());
-            let launch = launch.grid(n.div_ceil(ELEMENTS)).threads(THREADS);
-            return launch!(op, launch; Words(tables), codes, scales, ranges, offset, y, Long(n));
+        if all.first().is_some_and(|(_, y)| on_gpu(y)) {
+            return all.chunks(MOST_MATRICES).try_for_each(|all| dequantize_on_gpu(op, all));
         }
+        all.iter().try_for_each(|(of, y)| of.dequantize_on_cpu(op, y))
+    }
+
+    fn dequantize_on_cpu(&self, op: &'static str, y: &Tensor) -> Result<()> {
         let (codes, scales) = (read(op, "codes", &self.codes)?, read(op, "scales", &self.scales)?);
         let ranges = read(op, "ranges", &self.ranges)?;
         let parts = Parts {
@@ -391,6 +398,25 @@ impl Nf4 {
         part.dequantize_into(&y)?;
         y.narrow(0, range.start - span.start, range.len())?.copy()
     }
+}
+
+/// Dequantises at most [`MOST_MATRICES`] in one launch.
+fn dequantize_on_gpu(op: &str, all: &[(&Nf4, &Tensor)]) -> Result<()> {
+    let dtype = compute_dtype(op, &all.iter().map(|(_, y)| ("y", *y)).collect::<Vec<_>>())?;
+    let accessed: Vec<&Tensor> = all.iter().flat_map(|(of, y)| [&of.codes, *y]).collect();
+    let mut list = Arrays::new(MOST_MATRICES);
+    list.halves(MAP.len() + CODES.len(), MAP.iter().chain(&CODES).map(|value| value.to_bits()));
+    let at = |name: &str, t: &Tensor| address(op, name, t).map(|at| at.0);
+    list.longs(all.iter().map(|(of, _)| at("codes", &of.codes)))?;
+    list.longs(all.iter().map(|(of, _)| at("scales", &of.scales)))?;
+    list.longs(all.iter().map(|(of, _)| at("ranges", &of.ranges)))?;
+    list.longs(all.iter().map(|(_, y)| at("y", y)))?;
+    list.longs(all.iter().map(|(_, y)| Ok(y.elem_count() as u64)))?;
+    list.halves(MOST_MATRICES, all.iter().map(|(of, _)| of.offset.to_bits()));
+    let blocks = all.iter().map(|(_, y)| y.elem_count().div_ceil(ELEMENTS));
+    let (list, blocks) = list.with_blocks(blocks);
+    let launch = Launch::new(&version("nf4_dequantize", 0, &accessed)?, dtype);
+    launch!(op, launch.grid(blocks).threads(THREADS).on(all[0].1); list, all.len())
 }
 
 /// The parts of a matrix on the CPU.

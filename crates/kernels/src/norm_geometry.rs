@@ -1,6 +1,6 @@
-//! Thread geometry of `rms_norm.cu` and `layer_norm.cu`, and the partial column sums of kernels.
+//! Thread geometry of `rms_norm.cu` and `layer_norm.cu`.
 
-use super::launch::{KernelArgument, Launch, empty, launch, vectors};
+use super::launch::{Launch, vectors};
 use candle_core::{DType, Result, Tensor, bail};
 
 pub(super) const WARP: usize = 32;
@@ -75,30 +75,5 @@ impl Geometry {
     /// Number of warps per row.
     pub(super) fn warps(self) -> usize {
         self.warps
-    }
-}
-
-/// Partial column sums that a kernel writes, `[N, D]`, and the gradient that they are added to.
-/// Nothing without a gradient.
-pub(super) struct ColumnShares<'a>(Option<(Tensor, &'a Tensor)>);
-
-impl<'a> ColumnShares<'a> {
-    pub(super) fn new(sums: Option<&'a Tensor>, n: usize, d: usize) -> Result<Self> {
-        let shares = sums.map(|sums| empty((n, d), DType::F32, sums)).transpose()?;
-        Ok(Self(shares.zip(sums)))
-    }
-
-    /// Adds the sums of the columns. The order of the additions depends on `N` only.
-    pub(super) fn add(&self, op: &str) -> Result<()> {
-        let Some((shares, sums)) = &self.0 else { return Ok(()) };
-        let (n, d) = shares.dims2()?;
-        let launch = Launch::new("add_columns", DType::F32).grid(d.div_ceil(WARP)).threads(1024);
-        launch!(op, launch; shares, sums, n, d)
-    }
-}
-
-impl KernelArgument for ColumnShares<'_> {
-    fn add_to(&self, launch: &mut Launch, of: (&str, &str)) -> Result<()> {
-        self.0.as_ref().map(|(shares, _)| shares).add_to(launch, of)
     }
 }

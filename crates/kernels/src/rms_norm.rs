@@ -5,12 +5,13 @@
 //! with `bf16` operands `x * rstd` is rounded to `bf16` before it is multiplied by `w`, but not
 //! before it is multiplied by `1 + w`, as in transformers.
 
+use super::column_shares::ColumnShares;
 use super::cpu::blocks::{Values, filled, span};
 use super::cpu::column_sums::add_by_columns;
 use super::cpu::simd::{dot, dot3, kernels, round_to_bf16};
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{empty, launch, on_gpu};
-use super::norm_geometry::{ColumnShares, Geometry, Pass};
+use super::norm_geometry::{Geometry, Pass};
 use candle_core::{DType, Result, Tensor};
 use std::borrow::Cow;
 

@@ -5,11 +5,12 @@
 //! `i` and `i + R/2` of a head are rotated by angle `i < R/2` of the token (the `rotate_half`
 //! convention of transformers); dims from `R` on are only normalised.
 
+use super::column_shares::ColumnShares;
 use super::cpu::blocks::{Scratch, Values, filled, span};
 use super::cpu::simd::kernels;
 use super::cpu::{self, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{Launch, THREADS, empty, launch, on_gpu, vectors};
-use super::norm_geometry::{ColumnShares, MULTIPROCESSORS, WARP};
+use super::norm_geometry::{MULTIPROCESSORS, WARP};
 use super::rms_norm::{NormScale, add_input_grad, add_weight_grad, norm_row, row_rstd};
 use candle_core::{DType, Result, Tensor, bail};
 

@@ -9,9 +9,9 @@
 //! gradient of sum over e of slopes[e] sums[e]: p[t, e] (slopes[e] - sum over f of slopes[f] p[t, f])
 //! ```
 
+use super::column_shares::ColumnShares;
 use super::cpu::{ROWS, expect_f32, read, write};
 use super::launch::{Launch, launch, on_gpu};
-use super::norm_geometry::ColumnShares;
 use super::route::TOKENS;
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;

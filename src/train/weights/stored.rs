@@ -191,14 +191,15 @@ impl StoredWeights {
 impl StoredWeights {
     /// Starts to bring the weights of a stage into its slot.
     fn bring(&self, state: &mut CopyState, stage: usize) -> Result<()> {
-        let (slot, mut copies) = (self.slots[stage], Vec::new());
+        let (slot, mut copies, mut quantized) = (self.slots[stage], Vec::new(), Vec::new());
         state.present[slot] = None; // until all weights are there, or on their way
         for SlotWeight { stored, place } in &self.weights[stage] {
             match stored {
                 StoredWeight::Host(weight) => copies.push((weight.clone(), place.clone())),
-                StoredWeight::Nf4(weight) => weight.dequantize_into(place)?,
+                StoredWeight::Nf4(weight) => quantized.push((weight, place)),
             }
         }
+        Nf4::dequantize_all(&quantized)?;
         let copy = self.prefetch.as_ref().map(|prefetch| prefetch.start(slot, copies));
         state.present[slot] = Some((stage, copy.transpose()?));
         Ok(())

@@ -245,9 +245,9 @@ impl Adapter {
     fn down(&self, x: &Tensor, pass: &Pass<'_>) -> Result<Tensor> {
         let a = pass.weight(&self.a)?;
         let down = |part: &dyn Fn(&Tensor) -> Result<Tensor>, mask| {
-            kernels::dropout_linear(&part(x)?, &a, mask)
+            kernels::dropout_linear(&part(x)?, &a, mask, self.scale)
         };
-        self.each_run(x, pass, down)? * self.scale
+        self.each_run(x, pass, down)
     }
 
     fn masks(&self, x: &Tensor, pass: &Pass<'_>) -> Result<Vec<(Range<usize>, DropoutMask)>> {
@@ -343,7 +343,7 @@ impl Adapter {
             None => (dy.clone(), None),
         };
         let b = pass.weight(&self.b)?;
-        let du = (kernels::linear_backward_input(&product, &b)? * self.scale)?; // [N, r]
+        let du = kernels::linear_backward_input_times(&product, &b, self.scale)?; // [N, r]
         Ok(OutputGrad { product, adapter: Some(AdapterGrad { du, norm }) })
     }
 
@@ -387,10 +387,10 @@ impl Adapter {
         let u = match pass.grad(&self.a) {
             Some(da) => {
                 let a = pass.weight(&self.a)?;
-                let u = self.each_run(x, pass, |part, mask| {
-                    kernels::dropout_linear_backward(&part(x)?, &a, mask, &part(du)?, da)
-                })?;
-                (u * self.scale)?
+                self.each_run(x, pass, |part, mask| {
+                    let du = (&part(du)?, self.scale);
+                    kernels::dropout_linear_backward(&part(x)?, &a, mask, du, da)
+                })?
             }
             None => self.down(x, pass)?,
         };

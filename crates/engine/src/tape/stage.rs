@@ -159,8 +159,11 @@ impl SavedStage {
             Self::Activations(saved) => saved,
             Self::Input(x) => stage.forward(&x, context, Recompute::Cheap, pass)?.1,
         };
-        let dx = stage.backward(saved, dy, context, input_grad, pass)?;
-        pass.grads.finished(&stage.params())?;
+        let params = stage.params();
+        let grads: Vec<&Tensor> = params.iter().filter_map(|param| pass.grad(param)).collect();
+        let backward = || stage.backward(saved, dy, context, input_grad, pass);
+        let dx = kernels::join_column_sums(&grads, backward)?;
+        pass.grads.finished(&params)?;
         Ok(dx)
     }
 }

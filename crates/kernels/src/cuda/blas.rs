@@ -35,7 +35,7 @@ unsafe impl Send for Library {}
 
 static LIBRARIES: LazyLock<Mutex<HashMap<DeviceId, Library>>> = LazyLock::new(Mutex::default);
 
-/// Computes `dst = op(a) op(b) + addend + bias`. The caller has checked sizes and dtypes.
+/// Computes `dst = factor op(a) op(b) + addend + bias`. The caller has checked sizes and dtypes.
 pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Result<()> {
     let Device::Cuda(device) = dst.tensor().device() else {
         bail!("{op}: `{}` is on the CPU, expected a GPU", dst.name());
@@ -128,7 +128,7 @@ impl Library {
             operands: [a, b],
             c,
             d,
-            beta,
+            factors: [gemm.factor, beta],
             workspace: address(op, "workspace", &self.workspace)?.0,
             stream: device.cuda_stream().cu_stream().cast(),
         };

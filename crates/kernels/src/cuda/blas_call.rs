@@ -176,8 +176,8 @@ pub(super) struct Call<'a> {
     pub(super) c: u64,
     /// Address of the result.
     pub(super) d: u64,
-    /// Factor of the addend.
-    pub(super) beta: f32,
+    /// Factors of the product and of the addend.
+    pub(super) factors: [f32; 2],
     pub(super) workspace: u64,
     pub(super) stream: sys::cudaStream_t,
 }
@@ -185,15 +185,15 @@ pub(super) struct Call<'a> {
 impl Call<'_> {
     /// Starts the product.
     pub(super) fn start(&self, algorithm: &Algorithm) -> BlasResult<()> {
-        let (alpha, [a, b]) = (1f32, self.operands);
+        let ([alpha, beta], [a, b]) = (&self.factors, self.operands);
         let Description { product, a: layout_a, b: layout_b, c: layout_c } = self.description;
         // SAFETY: addresses and layouts describe tensors that outlive the work on their stream.
         unsafe {
             result::matmul(
                 self.handle,
                 product.0,
-                (&raw const alpha).cast(),
-                (&raw const self.beta).cast(),
+                std::ptr::from_ref(alpha).cast(),
+                std::ptr::from_ref(beta).cast(),
                 b as *const c_void,
                 layout_a.0,
                 a as *const c_void,

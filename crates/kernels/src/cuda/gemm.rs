@@ -1,6 +1,6 @@
 //! Products of row-major matrices with `f32` sums.
 //!
-//! Computes `dst [m, n] = op(a) op(b) + addend + bias`. `dst` has the dtype of the operands, or
+//! Computes `dst [m, n] = factor op(a) op(b) + addend + bias`. `dst` has the dtype of the operands, or
 //! `f32` (for logits and weight gradients). The result is rounded once, at the end. Repeated runs
 //! give the same bits: there is one stream, one workspace, and a fixed algorithm per product. Under
 //! emulation the CPU computes the product on operands converted to `f32`.
@@ -71,6 +71,7 @@ pub(crate) struct Gemm<'a> {
     pub(crate) shape: (usize, usize, usize),
     pub(crate) a: GemmOperand<'a>,
     pub(crate) b: GemmOperand<'a>,
+    pub(crate) factor: f32,
     pub(crate) addend: Addend<'a>,
     /// Bias `[n]` in the dtype of the destination, added to each row.
     pub(crate) bias: Option<&'a Tensor>,
@@ -87,8 +88,8 @@ impl<'a> Gemm<'a> {
         [(a_name, a), (b_name, b)]: [(&'static str, &'a Tensor); 2],
     ) -> Self {
         let (a, b) = (GemmOperand::Whole(a_name, a), GemmOperand::Whole(b_name, b));
-        let (addend, bias, fast_sums) = (Addend::Nothing, None, false);
-        Self { transpose, shape, a, b, addend, bias, fast_sums }
+        let (factor, addend, bias, fast_sums) = (1.0, Addend::Nothing, None, false);
+        Self { transpose, shape, a, b, factor, addend, bias, fast_sums }
     }
 
     /// Adds the product to the previous contents of the destination.
@@ -116,6 +117,7 @@ impl<'a> Gemm<'a> {
         if m == 0 || n == 0 || (k == 0 && matches!(self.addend, Addend::Destination)) {
             return Ok(());
         }
+        tracing::trace!(target: "kernels::launch", op, "launch");
         run(op, &self, dst)
     }
 }
@@ -157,7 +159,8 @@ pub(crate) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Re
     }
 
     let (m, n, k) = gemm.shape;
-    let (a, b) = (elements(op, gemm.a)?, elements(op, gemm.b)?);
+    let (mut a, b) = (elements(op, gemm.a)?, elements(op, gemm.b)?);
+    a.iter_mut().for_each(|a| *a *= gemm.factor);
     let mut sums = match gemm.addend {
         Addend::Nothing => vec![0f32; m * n],
         Addend::Destination => elements(op, dst)?,

@@ -20,7 +20,7 @@ pub(super) fn address_and_stride(
     })
 }
 
-/// Computes `dst = op(a) op(b) + addend + bias`. The caller has checked sizes.
+/// Computes `dst = factor op(a) op(b) + addend + bias`. The caller has checked sizes.
 pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Result<()> {
     let (m, n, k) = gemm.shape;
     let name = match (gemm.a.dtype(), dst.dtype()) {
@@ -49,7 +49,7 @@ pub(super) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Re
     let (a_rows, b_rows) = (gemm.transpose == Transpose::Tn, gemm.transpose != Transpose::Nt);
     let launch = Launch::new(name, gemm.a.dtype()).threads(THREADS).on(dst.tensor());
     let launch = launch.grid(m.div_ceil(TILE) * n.div_ceil(TILE));
-    launch!(op, launch; a, b, addend, bias, to, a_stride, b_stride, a_rows, b_rows, m, n, k)
+    launch!(op, launch; a, b, addend, bias, to, a_stride, b_stride, a_rows, b_rows, m, n, k, gemm.factor)
 }
 
 #[cfg(test)]
@@ -115,8 +115,8 @@ mod tests {
             let products = [super::super::gemm::run, run].map(|run| -> Result<Tensor> {
                 let dst = random(5, &[m, n]).to_dtype(result)?;
                 let b = GemmOperand::Whole("b", &b);
-                let shape = (m, n, k);
-                let gemm = Gemm { transpose, shape, a, b, addend, bias, fast_sums: false };
+                let (shape, factor, fast_sums) = ((m, n, k), 0.75, false);
+                let gemm = Gemm { transpose, shape, a, b, factor, addend, bias, fast_sums };
                 run("test", &gemm, GemmOperand::Whole("dst", &dst))?;
                 Ok(dst)
             });

@@ -39,6 +39,7 @@ macro_rules! both {
 mod counts;
 mod e4m3;
 mod experts;
+mod joined;
 mod linear_attention;
 
 #[test]

@@ -12,17 +12,6 @@ struct Scalars {
   float lerp, beta2, one_minus_beta2, inverse_root_correction2, eps;
 };
 
-// Index of the tensor that contains the chunk of this block.
-template <class List> __device__ __forceinline__ int tensor_of_block(const List &list, int num) {
-  int low = 0, high = num; // first[low] <= block < first[high]
-  while (high - low > 1) {
-    int middle = (low + high) / 2;
-    if (list.first[middle] <= int(blockIdx.x)) low = middle;
-    else high = middle;
-  }
-  return low;
-}
-
 struct Element {
   float weight, exp_avg, exp_avg_sq;
 };

@@ -247,4 +247,15 @@ __device__ __forceinline__ uint32_t mix(uint32_t x) {
   return x ^ x >> 16;
 }
 
+// Index of the tensor of this block, of the `num` of a launch. Tensor i has the blocks first[i] .. first[i + 1].
+template <class List> __device__ __forceinline__ int tensor_of_block(const List &list, int num) {
+  int low = 0, high = num; // first[low] <= block < first[high]
+  while (high - low > 1) {
+    int middle = (low + high) / 2;
+    if (list.first[middle] <= int(blockIdx.x)) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
 } // namespace

@@ -17,19 +17,36 @@ struct Tables {
   float codes[16];
 };
 
+// Matrices of a launch.
+template <class T> struct Matrices {
+  static constexpr int MOST = 16;
+  Tables tables;
+  const uint8_t *codes[MOST];
+  const uint8_t *scales[MOST];
+  const float *ranges[MOST];
+  T *y[MOST];
+  long long count[MOST];
+  float offset[MOST];
+  int first[MOST + 1];
+};
+
 // If E is 1, addresses need no alignment.
-template <int E, class T>
-__device__ __forceinline__ void dequantize(const Tables &tables, const uint8_t *codes, const uint8_t *scales, const float *ranges, float offset,
-                                           T *y, long long n) {
+template <int E, class T> __device__ __forceinline__ void dequantize(const Matrices<T> &list, int num) {
+  int of = tensor_of_block(list, num), number = int(blockIdx.x) - list.first[of]; // of the block in its matrix
+  const uint8_t *codes = list.codes[of], *scales = list.scales[of];
+  const float *ranges = list.ranges[of];
+  float offset = list.offset[of];
+  T *y = list.y[of];
+  long long n = list.count[of];
   // A table in shared memory: the lanes of a warp read different entries at once.
   __shared__ float values[16];
-  if (threadIdx.x < 16) values[threadIdx.x] = tables.codes[threadIdx.x];
+  if (threadIdx.x < 16) values[threadIdx.x] = list.tables.codes[threadIdx.x];
   __syncthreads();
-  long long at = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * SHARE;
+  long long at = ((long long)number * blockDim.x + threadIdx.x) * SHARE;
   if (at >= n) return;
   long long block = at / BLOCK;
   // Two roundings, as on the CPU.
-  float scale = __fadd_rn(__fmul_rn(tables.map[scales[block]], ranges[block / SCALES]), offset);
+  float scale = __fadd_rn(__fmul_rn(list.tables.map[scales[block]], ranges[block / SCALES]), offset);
   float out[SHARE];
   if (at + SHARE <= n) {
     uint32_t word = 0;
@@ -57,11 +74,10 @@ __device__ __forceinline__ void dequantize(const Tables &tables, const uint8_t *
 
 } // namespace
 
-#define NF4(T, E, name)                                                                                                                      \
-  extern "C" __global__ void __launch_bounds__(256, 4)                                                                                       \
-      nf4_dequantize_##name(Tables tables, const uint8_t *codes, const uint8_t *scales, const float *ranges, float offset, T *y, long long n) { \
-    dequantize<E>(tables, codes, scales, ranges, offset, y, n);                                                                              \
-  }                                                                                                                                          \
+#define NF4(T, E, name)                                                                                                       \
+  extern "C" __global__ void __launch_bounds__(256, 4) nf4_dequantize_##name(const __grid_constant__ Matrices<T> list, int num) { \
+    dequantize<E, T>(list, num);                                                                                              \
+  }                                                                                                                           \
   EXPORT(nf4_dequantize_##name)
 
 NF4(float, 4, f32)

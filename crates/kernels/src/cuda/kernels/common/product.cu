@@ -35,7 +35,7 @@ __device__ __forceinline__ void load(float (&tile)[TERMS][TILE + 1], const Opera
 }
 
 template <class T, class D>
-__device__ __forceinline__ void product(const Operand<T> &a, const Operand<T> &b, const D *addend, const D *bias, D *to, int m, int n, int k) {
+__device__ __forceinline__ void product(const Operand<T> &a, const Operand<T> &b, const D *addend, const D *bias, D *to, int m, int n, int k, float factor) {
   __shared__ float left[TERMS][TILE + 1], right[TERMS][TILE + 1];
   int tiles = (n + TILE - 1) / TILE;
   int row = int(blockIdx.x) / tiles * TILE, column = int(blockIdx.x) % tiles * TILE;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void product(const Operand<T> &a, const Operand<T> &b
       int r = row + own_row + 16 * i, c = column + own_column + 16 * j;
       if (r >= m || c >= n) continue;
       long long at = (long long)r * n + c;
-      float sum = sums[i][j];
+      float sum = factor * sums[i][j];
       if (addend) sum += widen(addend[at]);
       if (bias) sum += widen(bias[c]);
       to[at] = narrow<D>(sum);
@@ -82,8 +82,8 @@ __device__ __forceinline__ void product(const Operand<T> &a, const Operand<T> &b
 #define PRODUCT(T, D, name)                                                                                                              \
   extern "C" __global__ void __launch_bounds__(THREADS)                                                                                  \
       product_##name(const T *a, const T *b, const D *addend, const D *bias, D *to, long long a_stride, long long b_stride,              \
-                     int a_terms_are_rows, int b_terms_are_rows, int m, int n, int k) {                                                  \
-    product(Operand<T>{a, a_stride, a_terms_are_rows}, Operand<T>{b, b_stride, b_terms_are_rows}, addend, bias, to, m, n, k);            \
+                     int a_terms_are_rows, int b_terms_are_rows, int m, int n, int k, float factor) {                                    \
+    product(Operand<T>{a, a_stride, a_terms_are_rows}, Operand<T>{b, b_stride, b_terms_are_rows}, addend, bias, to, m, n, k, factor);    \
   }                                                                                                                                      \
   EXPORT(product_##name)
 
