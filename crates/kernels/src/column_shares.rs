@@ -9,9 +9,15 @@ use std::cell::RefCell;
 /// Gradients of a launch, as in `columns.cu`.
 const MOST_SUMS: usize = 32;
 
+/// The gradients of a [`join_column_sums`], and the shares that are not yet added to them.
+#[derive(Default)]
+struct Joined {
+    grads: Vec<TensorId>,
+    waiting: Vec<(Tensor, Tensor)>,
+}
+
 thread_local! {
-    /// The gradients of a [`join_column_sums`], and the shares that are not yet added to them.
-    static JOINED: RefCell<(Vec<TensorId>, Vec<(Tensor, Tensor)>)> = RefCell::default();
+    static JOINED: RefCell<Joined> = RefCell::default();
 }
 
 /// Calls `backward`, which adds column sums to tensors of `grads` and does not read them. A GPU adds
@@ -21,11 +27,11 @@ pub fn join_column_sums<T>(grads: &[&Tensor], backward: impl FnOnce() -> Result<
         return backward();
     }
     let grads = grads.iter().map(|grad| grad.id()).collect();
-    let outer = JOINED.replace((grads, Vec::new()));
+    let outer = JOINED.replace(Joined { grads, waiting: Vec::new() });
     let result = backward();
-    let (_, shares) = JOINED.replace(outer);
+    let Joined { waiting, .. } = JOINED.replace(outer);
     let result = result?;
-    add_columns("join_column_sums", &shares)?;
+    add_columns("join_column_sums", &waiting)?;
     Ok(result)
 }
 
@@ -60,7 +66,7 @@ impl<'a> ColumnShares<'a> {
     pub(super) fn add(self, op: &str) -> Result<()> {
         let Some((shares, sums)) = self.0 else { return Ok(()) };
         let added = (shares, sums.clone());
-        JOINED.with_borrow_mut(|(grads, waiting)| {
+        JOINED.with_borrow_mut(|Joined { grads, waiting }| {
             if !grads.contains(&sums.id()) {
                 return add_columns(op, &[added]);
             }

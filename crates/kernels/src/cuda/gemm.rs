@@ -160,7 +160,9 @@ pub(crate) fn run(op: &'static str, gemm: &Gemm<'_>, dst: GemmOperand<'_>) -> Re
 
     let (m, n, k) = gemm.shape;
     let (mut a, b) = (elements(op, gemm.a)?, elements(op, gemm.b)?);
-    a.iter_mut().for_each(|a| *a *= gemm.factor);
+    for a in &mut a {
+        *a *= gemm.factor;
+    }
     let mut sums = match gemm.addend {
         Addend::Nothing => vec![0f32; m * n],
         Addend::Destination => elements(op, dst)?,

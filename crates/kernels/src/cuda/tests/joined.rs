@@ -21,7 +21,7 @@ fn joined_column_sums_have_the_bits_of_separate_ones() -> Result<()> {
     let (separate, joined) = (buffers(), buffers());
     // The last gradient receives two sums, so its order counts.
     let add = |grads: &[Tensor]| -> Result<()> {
-        for (dy, grad) in dys.iter().zip(grads).chain(dys.iter().zip(grads).last()) {
+        for (dy, grad) in dys.iter().zip(grads).chain(dys.iter().zip(grads).next_back()) {
             bias_backward(dy, grad)?;
         }
         Ok(())
