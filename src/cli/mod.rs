@@ -33,6 +33,7 @@ mod sft;
 mod signals;
 mod terminal;
 mod tips;
+mod track;
 mod verify;
 mod why;
 
@@ -84,6 +85,8 @@ enum Command {
     Verify(verify::VerifyArgs),
     /// Write a page with the curves, answers and settings of runs
     Report(report::ReportArgs),
+    /// Send the rows of a run to Weights & Biases, MLflow or SwanLab
+    Track(track::TrackArgs),
     /// List the rows of a step of a run, with their losses
     Why(why::WhyArgs),
     /// Check the connections between ranks: messages, sums, and failures
@@ -167,6 +170,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Plan(args) => plan::run(args, &logging),
         Command::Verify(args) => verify::run(args, &logging),
         Command::Report(args) => report::run(args, &logging),
+        Command::Track(args) => track::run(args),
         Command::Why(args) => why::run(args),
         Command::Selftest(args) => selftest::run(args),
         Command::Completions(args) => completions::completions(args),

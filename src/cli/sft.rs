@@ -9,7 +9,7 @@ use super::ranks::{Ending, group, started_ranks};
 use super::report::write_report;
 use super::signals::{Requests, requests_to_save};
 use super::terminal::{MAX_COLUMNS, Terminal, command, escaped, wrapped};
-use super::{error_report, replay};
+use super::{error_report, replay, track};
 use crate::config::RunConfig;
 use crate::dist::{Monitor, Watchdog};
 use crate::metrics::{EvalMetrics, StepMetrics};
@@ -73,7 +73,9 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
     let is_alone = group.is_none();
     let monitor = if is_alone { watchdog(config.train.timeout_s)? } else { None };
     let Requests { stop, save, is_setup } = requests;
-    let options = RunOptions { resume, stop, save, monitor, observer, ..RunOptions::default() };
+    let python = Some(track::python());
+    let options =
+        RunOptions { resume, stop, save, monitor, python, observer, ..RunOptions::default() };
     // Ranks stop together, between two steps.
     is_setup.store(is_alone, Ordering::Relaxed);
     let run = Run::with_group(&config, &options, group);

@@ -100,15 +100,10 @@ pub(crate) fn explained(mut error: ConfigError) -> ConfigError {
             *here = our_key(key);
             *hint = if here.is_some() { None } else { advice(key) };
         }
-        ConfigError::UnknownValue { value, valid, nearest, advice, .. } => {
+        ConfigError::UnknownValue { value, valid, nearest, .. } => {
             // A name of another trainer says more than a similar name.
             if let Some(ours) = our_value(value, valid) {
                 *nearest = Some(ours);
-            }
-            if value == "wandb" {
-                *advice = Some(
-                    "after the run, `scripts/trackers/to_wandb.py` sends its logs to Weights & Biases",
-                );
             }
         }
         ConfigError::WrongType { key, found, advice, .. } => {

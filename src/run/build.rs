@@ -15,6 +15,7 @@ use super::plan::{RunPlan, choose_recompute, forecast, measure_part, plan_run};
 use super::requirements;
 use super::resume::{InputDigests, Resume, bring_best, eval_rule, find_checkpoint, resumed_state};
 use super::runner::{rank_model, step_runner};
+use super::trackers::Imports;
 use crate::checkpoint::{CarriedFiles, Checkpoint, Checkpointer, FolderLayout, Together};
 use crate::config::RunConfig;
 use crate::data::{
@@ -32,6 +33,7 @@ use candle_core::Device;
 use serde::{Serialize, de::DeserializeOwned};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs::File;
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -80,6 +82,8 @@ pub struct RunOptions<'a> {
     /// Receives what the training loop does, and its end, for a run in one process; ignored by
     /// default. Several ranks use that of their [`Group`].
     pub monitor: Option<Arc<dyn Monitor>>,
+    /// The Python that has the clients of `log.trackers`; without it, the run uses TensorBoard only.
+    pub python: Option<OsString>,
     /// Whether the run evaluates; true by default.
     pub evaluates: bool,
     /// Receives the progress of assembling the run; `()` by default.
@@ -93,6 +97,7 @@ impl Default for RunOptions<'_> {
             stop: Arc::default(),
             save: Arc::default(),
             monitor: None,
+            python: None,
             evaluates: true,
             observer: &(),
         }
@@ -146,8 +151,8 @@ impl Run {
         check(config)?;
         let rank = ranks.rank();
         let is_first = rank.is_first();
-        let all = |_: &str| true;
-        requirements::first(requirements::of_config(config, Some(rank.world), all))?;
+        requirements::first(requirements::of_config(config, Some(rank.world), |_| true))?;
+        let imports = imports(config, options, is_first)?;
         log_share(config, rank);
         let config =
             &ranks.first_then_others("downloading", || download(config, options.observer))?;
@@ -171,6 +176,7 @@ impl Run {
         compare_inputs(&ranks, config, &inputs)?;
         let (model, groups, base) = load_model(config, found, &ranks, &device)?;
         let checkpoints = checkpoints(config, checkpointer.clone(), &model.loaded.open)?;
+        let clients = imports.map(Imports::finish).transpose()?;
         if is_first {
             take_over(config, &checkpointer, found, observer)?;
         }
@@ -201,8 +207,9 @@ impl Run {
         log_start(config, &runner, &rows, &state);
         let loader =
             Loader::start_shared(reader.clone(), order, loader_options, state.data.clone(), share);
-        let trackers = if is_first { Trackers::open(config, &state) } else { Trackers::default() };
         let (logs, is_done) = logs(config, &state, is_first, &rows)?;
+        let trackers = clients.map(|clients| Trackers::open(config, &state, &runner, clients));
+        let trackers = trackers.transpose()?.unwrap_or_default();
         let trainer = Trainer::new(TrainerParts {
             runner,
             state,
@@ -224,6 +231,7 @@ impl Run {
         if let Some(monitor) = &self.monitor {
             monitor.finish(); // what follows, such as a report, is not watched
         }
+        self.trackers.end(matches!(outcome, Ok(TrainOutcome::Finished { .. })));
         outcome
     }
 
@@ -255,6 +263,17 @@ fn watched(ranks: Ranks, options: &RunOptions<'_>) -> Ranks {
         Some(monitor) => ranks.watched_by(monitor),
         None => ranks,
     }
+}
+
+/// On rank 0, starts the imports of the clients of trackers.
+fn imports(
+    config: &RunConfig,
+    options: &RunOptions<'_>,
+    is_first: bool,
+) -> Result<Option<Imports>, RunError> {
+    let trackers = if options.python.is_some() { config.log.trackers.as_slice() } else { &[] };
+    let python = options.python.clone().unwrap_or_default();
+    is_first.then(|| Imports::start(&python, trackers)).transpose()
 }
 
 /// Opens and logs the data sets to train on and to evaluate on.

@@ -19,6 +19,7 @@ use crate::optim::GroupError;
 use crate::train::{TrainError, TrainState};
 use std::io;
 use std::path::PathBuf;
+use std::process::ExitStatus;
 
 /// The reason why a run cannot be assembled, trained, verified or replayed.
 ///
@@ -222,6 +223,17 @@ pub enum RunError {
         hint = "choose more rows with `--rows`, or see which tokens are supervised with `inspect`"
     )]
     NoTargets { rows: usize },
+    #[error("`log.trackers`: cannot start Python as `{python}`: {problem}")]
+    #[fault(hint = "install Python 3, or set TRAINER_PYTHON to the Python that has the client")]
+    NoPython { python: String, problem: io::Error },
+    #[error("`log.trackers`: `{python}` cannot import the package `{package}`: {problem}")]
+    #[fault(
+        hint = "run `{python} -m pip install {package}`, or set TRAINER_PYTHON to the Python that has it"
+    )]
+    NoClient { python: String, package: &'static str, problem: String },
+    #[error("tracker `{tracker}`: the process that sends the rows failed ({status})")]
+    #[fault(hint = "repair what its messages name, and run the same command again: it continues")]
+    NotTracked { tracker: &'static str, status: ExitStatus },
     #[error("temporary folder `{}`: {problem}", .folder.display())]
     #[fault(exit = CannotWrite, hint = "free space there, or set TMPDIR to another folder")]
     TemporaryFolder { folder: PathBuf, problem: io::Error },
@@ -261,6 +273,7 @@ impl RunError {
             Self::Urls(_) => Some(dotted("data.allow_urls")),
             Self::NoWeights { .. } => Some(dotted("model.weights")),
             Self::Device { .. } => Some(dotted("device")),
+            Self::NoPython { .. } | Self::NoClient { .. } => Some(dotted("log.trackers")),
             Self::Setup(SetupError::Adapter(error)) => error.key().map(dotted),
             Self::Setup(SetupError::Fp8OnGpu { .. }) => Some(dotted("model.matmul")),
             Self::Setup(SetupError::MaskedOnGpu) => Some(dotted("model.attention")),

@@ -2,6 +2,7 @@
 
 use super::device::device_name;
 use super::error::RunError;
+use super::trackers::{Clients, Follower, MAX_WAIT, wait};
 use crate::config::RunConfig;
 use crate::data::{DataSet, DatasetRows};
 use crate::dist::Rank;
@@ -12,6 +13,7 @@ use crate::train::{
     AdapterConfig, EvalRule, Logs, Observer, StepRunner, Targets, Tracker, TrainState,
 };
 use serde::Serialize;
+use serde_json::json;
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::time::SystemTime;
@@ -192,22 +194,47 @@ pub(super) fn open_logs(config: &RunConfig, state: &TrainState) -> Result<(Logs,
 #[derive(Debug, Default)]
 pub(super) struct Trackers {
     events: Option<EventFile>,
+    followers: Vec<Follower>,
 }
 
 impl Trackers {
-    /// Opens the trackers for the steps after `state`. A run whose steps are all done has nothing
-    /// to add.
-    pub(super) fn open(config: &RunConfig, state: &TrainState) -> Self {
-        let all_done = state.step > 0 && state.step >= state.total_steps;
-        if all_done || !config.log.trackers.contains(&Tracker::Tensorboard) {
-            return Self::default();
+    /// Opens the trackers for the steps after `state`, when the logs have no later steps. A run
+    /// whose steps are all done has nothing to add.
+    pub(super) fn open(
+        config: &RunConfig,
+        state: &TrainState,
+        runner: &StepRunner,
+        clients: Clients,
+    ) -> Result<Self, RunError> {
+        if state.step > 0 && state.step >= state.total_steps {
+            return Ok(Self::default());
         }
-        let folder = config.output_dir.join("tensorboard");
-        let events = EventFile::create(&folder, state.step + 1, now());
-        Self { events: events.map_err(|error| warn(&error)).ok() }
+        let has_events = config.log.trackers.contains(&Tracker::Tensorboard);
+        let events = has_events.then(|| {
+            let folder = config.output_dir.join("tensorboard");
+            EventFile::create(&folder, state.step + 1, now()).map_err(|error| warn(&error)).ok()
+        });
+        let about = json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "gpu_code": env!("TRAINER_GPU_CODE"),
+            "device": device_name(&runner.device),
+            "ranks": runner.ranks.rank().world,
+            "total_steps": state.total_steps,
+            "data_fingerprint": state.fingerprint,
+        });
+        Ok(Self { events: events.flatten(), followers: clients.follow(config, &about)? })
+    }
+
+    /// Ends the trackers. Only a finished run waits for what they still send.
+    pub(super) fn end(&mut self, is_finished: bool) {
+        self.followers.iter_mut().for_each(|follower| follower.end(is_finished));
+        if is_finished {
+            wait(&mut self.followers, MAX_WAIT);
+        }
     }
 
     fn write(&mut self, kind: &str, step: u64, row: &impl Serialize) {
+        self.followers.iter_mut().for_each(Follower::watch);
         let Some(events) = &mut self.events else { return };
         if let Err(error) = events.write(step, now(), &scalars(kind, row)) {
             warn(&error);
@@ -239,6 +266,7 @@ impl Observer for Tracked<'_> {
     }
 
     fn evaluating(&mut self, done: usize, total: usize) {
+        self.trackers.followers.iter_mut().for_each(Follower::watch);
         self.observer.evaluating(done, total);
     }
 

@@ -23,6 +23,7 @@ mod requirements;
 mod resume;
 mod runner;
 mod stored_weights;
+mod trackers;
 mod trials;
 pub mod verify;
 
@@ -40,6 +41,7 @@ pub use memory::{Estimate, Fit, Load, ModelShape, RESERVED, RunMemory, Saving, a
 pub use new_config::{ConvertedConfig, NewRun, convert_config, new_config};
 pub use plan::{DataPlan, plan_data};
 pub use resume::Resume;
+pub use trackers::track;
 pub use trials::{Calibration, Replay, StageNorm, calibrate, replay};
 
 pub(crate) use adapter::{load_for_run, load_to_generate, load_with_adapter};

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-const FILES: [&str; 13] = [
+const FILES: [&str; 14] = [
     "config.yaml",
     "metrics.jsonl",
     "eval.jsonl",
@@ -22,6 +22,7 @@ const FILES: [&str; 13] = [
     "train.log",
     "starts.jsonl",
     "tensorboard",
+    "trackers",
     "checkpoints",
     "final",
     "best",

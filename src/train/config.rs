@@ -331,9 +331,14 @@ pub struct LogConfig {
     /// Whether `samples.jsonl` lists the rows of each step with their losses
     #[key(default = true)]
     pub samples: bool,
-    /// Programs that show the metrics: `[tensorboard]` writes [event files](report.md#tensorboard)
+    /// Programs that show the metrics while the run trains ([trackers](report.md#trackers))
     #[key(default)]
     pub trackers: Vec<Tracker>,
+    /// Project of the run in the trackers, which MLflow calls experiment; `null`: that of the
+    /// variable `WANDB_PROJECT`, `MLFLOW_EXPERIMENT_NAME` or `SWANLAB_PROJECT`, or else `trainer`
+    pub project: Option<String>,
+    /// Name of the run in the trackers; `null`: the last part of `output_dir`
+    pub run_name: Option<String>,
 }
 
 /// A program that shows the metrics of runs.
@@ -342,4 +347,24 @@ pub struct LogConfig {
 pub enum Tracker {
     /// TensorBoard.
     Tensorboard,
+    /// Weights & Biases.
+    Wandb,
+    /// `MLflow`.
+    Mlflow,
+    /// `SwanLab`.
+    Swanlab,
+}
+
+impl Tracker {
+    pub const ALL: [Self; 4] = [Self::Tensorboard, Self::Wandb, Self::Mlflow, Self::Swanlab];
+
+    /// The Python package of its client, and what the client must have; `None` if it needs none.
+    pub fn package(self) -> Option<(&'static str, &'static str)> {
+        match self {
+            Self::Tensorboard => None,
+            Self::Wandb => Some(("wandb", "init")),
+            Self::Mlflow => Some(("mlflow", "MlflowClient")),
+            Self::Swanlab => Some(("swanlab", "init")),
+        }
+    }
 }

@@ -281,7 +281,7 @@ fn the_problems_of_a_mixture_are_found_in_one_pass() {
          optim: {lr_multipliers: {'nothing.*': 0.5}}\n\
          checkpoint: {best: {metric: eval.f1}}\n\
          eval: {generate: {max_new_tokens: 4, batch: 100}, early_stopping: {patience: 2, min_delta: -1.0}}\n\
-         log: {trackers: [wandb]}\n",
+         log: {trackers: [comet]}\n",
     );
     assert_found(&findings(&place, "bad.yaml", 65), &PLANTED_IN_A_MIXTURE);
 }

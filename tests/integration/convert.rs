@@ -259,7 +259,20 @@ fn rates_by_part_become_multipliers() {
 #[test]
 fn trackers_and_early_stopping_become_keys_of_this_trainer() {
     let config = swift("report_to: [wandb, tensorboard]").unwrap();
+    assert_eq!(config["log"]["trackers"].to_string(), r#"["wandb","tensorboard"]"#);
+    let config = swift("report_to: all").unwrap(); // those with a package
     assert_eq!(config["log"]["trackers"].to_string(), r#"["tensorboard"]"#);
+    let config = swift("report_to: swanlab\nswanlab_project: a b\nrun_name: first").unwrap();
+    assert_eq!(config["log"]["trackers"].to_string(), r#"["swanlab"]"#);
+    assert_eq!(
+        (&config["log"]["project"], &config["log"]["run_name"]),
+        (&"a b".into(), &"first".into())
+    );
+    let config = llama_factory("use_swanlab: true\nswanlab_run_name: one").unwrap();
+    assert_eq!(config["log"]["trackers"].to_string(), r#"["swanlab"]"#);
+    assert_eq!(config["log"]["run_name"], "one");
+    let unknown = refusal(llama_factory("report_to: [wandb, comet_ml]"));
+    assert!(unknown.contains("there is no tracker `comet_ml`"), "{unknown}");
     assert_eq!(swift("report_to: none").unwrap()["log"]["trackers"].to_string(), "[]");
     let config = llama_factory("early_stopping_steps: 4").unwrap();
     assert_eq!(config["eval"]["early_stopping"], Value::Null); // no evaluation data

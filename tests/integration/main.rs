@@ -70,6 +70,7 @@ mod sources;
 mod supervision;
 mod templates;
 mod toolkit;
+mod trackers;
 #[cfg(feature = "hub")]
 mod transient;
 #[cfg(feature = "testing")]

@@ -1,9 +1,10 @@
 //! How long a run is, and when it saves, evaluates and logs.
 
 use crate::conversion::Conversion;
+use crate::line::quoted;
 use crate::tables::Role;
 use crate::trainer::Trainer;
-use crate::value::Setting;
+use crate::value::{Setting, Value};
 
 /// The most checkpoints to keep where the other trainer keeps all.
 const KEEP_ALL: &str = "1000000";
@@ -39,21 +40,43 @@ pub(super) fn steps(conversion: &mut Conversion, epoch: Option<u64>) {
     }
 }
 
-/// Writes `log.trackers`.
+/// Writes `log.trackers`, and the names of project and run.
 fn trackers(conversion: &mut Conversion) {
-    let Some(setting) = conversion.consume(Role::Trackers) else { return };
-    let names: Vec<&str> = setting.value.items().iter().filter_map(|name| name.text()).collect();
-    if names.iter().any(|name| ["tensorboard", "all"].contains(name)) {
-        conversion.write("log.trackers", "[tensorboard]", &conversion.origin(&setting));
-    } else if names.contains(&"wandb") {
-        conversion.drop(&setting, "scripts/trackers/to_wandb.py sends the logs of a finished run");
-    } else if names.iter().all(|name| *name == "none") {
-        conversion.drop(&setting, "no tracker is the default here too");
-    } else {
-        conversion
-            .drop(&setting, "every step is in `metrics.jsonl`; the only tracker is `tensorboard`");
+    let listed = conversion.consume(Role::Trackers);
+    let items = listed.iter().flat_map(|setting| setting.value.items());
+    let mut names: Vec<&str> = items.filter_map(Value::text).collect();
+    names.retain(|name| !["none", ""].contains(name));
+    for name in &mut names {
+        if *name == "all" {
+            *name = "tensorboard"; // needs no package
+        }
+    }
+    let swanlab = conversion.consume(Role::UseSwanlab);
+    let uses_swanlab = |setting: &Setting| setting.value.boolean() == Some(true);
+    if swanlab.as_ref().is_some_and(uses_swanlab) && !names.contains(&"swanlab") {
+        names.push("swanlab");
+    }
+    if let Some(setting) = listed.as_ref().or(swanlab.as_ref()) {
+        if let Some(unknown) = names.iter().find(|name| !TRACKERS.contains(name)) {
+            let reason = format!("there is no tracker `{unknown}`, only {}", TRACKERS.join(", "));
+            conversion.refuse(setting, &reason);
+        } else if names.is_empty() {
+            conversion.drop(setting, "no tracker is the default here too");
+        } else {
+            let value = format!("[{}]", names.join(", "));
+            conversion.write("log.trackers", &value, &conversion.origin(setting));
+        }
+    }
+    for (role, key) in [(Role::Project, "log.project"), (Role::RunName, "log.run_name")] {
+        let Some(setting) = conversion.consume(role) else { continue };
+        match setting.value.text() {
+            Some(text) => conversion.write_setting(key, &quoted(text), &setting),
+            None => conversion.refuse(&setting, "expected a name"),
+        }
     }
 }
+
+const TRACKERS: [&str; 4] = ["tensorboard", "wandb", "mlflow", "swanlab"];
 
 /// Writes `eval.early_stopping`; the metric is `eval.loss`, the same as in LLaMA-Factory.
 fn early_stopping(conversion: &mut Conversion) {
