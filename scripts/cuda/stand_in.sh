@@ -7,8 +7,9 @@
 #          The PTX of every kernel is executed on the CPU (crates/ptx)
 #   ranks  on the stand-in, 1, 2 and 4 ranks train the same bits for every division of the state; not by
 #          default, because kernels in emulation take minutes
-#   host   the work of the host per step: launches and milliseconds, for the shape of SHAPE (4b) with
-#          small matrices
+#   host   the work of the host per step: launches, by kernel, and milliseconds, for the shape of SHAPE
+#          (4b; also qwen35) with small matrices, and for SETTINGS of the config, such as
+#          "adapter.rank=8 adapter.quantize=nf4"
 # It needs a C++ compiler, but no GPU; only `train` needs nvcc, and installs it (toolkit.sh). PROFILE=dev builds without optimisation.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -151,29 +152,34 @@ ranks() {
 # The number of launches does not depend on the sizes of matrices, so the model has all layers of its
 # preset, but small matrices.
 host() {
-  local shape=${SHAPE:-4b} model=$out/model steps=5
+  local shape=${SHAPE:-4b} model=$out/model steps=5 setting settings=()
+  for setting in ${SETTINGS:-}; do settings+=(--set "$setting"); done
   rm -rf "$model"
-  "$trainer" init --preset debug --out "$model" >/dev/null 2>&1
+  if [ "$shape" = qwen35 ]; then cp -r tests/golden/models/small-qwen35 "$model"; else "$trainer" init --preset debug --out "$model" >/dev/null 2>&1; fi
   python3 - "$model/config.json" "$shape" <<'PY'
 import json, sys
 path, shape = sys.argv[1:]
-layers = {"2b": (28, 24), "4b": (36, 24), "8b": (36, 27)}[shape]
+layers = {"2b": (28, 24), "4b": (36, 24), "8b": (36, 27), "qwen35": (32, 24)}[shape]
 config = json.load(open(path))
 config["text_config"]["num_hidden_layers"], config["vision_config"]["depth"] = layers
+if "layer_types" in config["text_config"]:
+    config["text_config"]["layer_types"] = (["linear_attention"] * 3 + ["full_attention"]) * (layers[0] // 4)
 json.dump(config, open(path, "w"))
 PY
   sed -e "s|^output_dir:.*|output_dir: $out/host|" configs/quickstart.yaml >"$out/host.yaml"
   rm -f "$out/host.calls"
   STAND_IN_LOG=$out/host.calls "$trainer" bench --step --json --steps $steps --config "$out/host.yaml" --set device=cuda:0 --set model.precision=bf16 \
-    --set "model.path=$model" --set model.weights=random >"$out/host.json" 2>"$out/host.log" || fail "bench" "$out/host.log"
+    --set "model.path=$model" --set model.weights=random "${settings[@]}" >"$out/host.json" 2>"$out/host.log" || fail "bench" "$out/host.log"
   python3 - "$out/host.json" "$out/host.calls" $steps <<'PY'
 import json, sys
 rows = [json.loads(line) for line in open(sys.argv[1])]
 row = next(row for row in rows if row["name"] == "step")
 calls = dict(line.rsplit(" ", 1) for line in open(sys.argv[2]))
 steps = int(sys.argv[3]) + 1
-of = lambda *prefixes: sum(int(n) for name, n in calls.items() if name.startswith(prefixes)) / steps
-print(f"{of('kernel ', 'cublasLtMatmul') - of('cublasLtMatmulA', 'cublasLtMatmulD', 'cublasLtMatmulP'):.0f} launches, {of('cuMemAllocAsync'):.0f} allocations, "
+launches = {name.removeprefix("kernel "): int(n) / steps for name, n in calls.items() if name.startswith("kernel ") or name == "cublasLtMatmul"}
+for name, n in sorted(launches.items(), key=lambda launch: -launch[1]):
+    print(f"{n:8.1f} {name}")
+print(f"{sum(launches.values()):.0f} launches, {int(calls['cuMemAllocAsync']) / steps:.0f} allocations, "
       f"{1e3 * row['step_s']:.1f} ms of the host per step, of which {100 * row['data_wait']:.0f} % wait for data")
 PY
 }

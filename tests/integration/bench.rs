@@ -1,6 +1,6 @@
 //! `trainer bench` runs and prints plausible figures. docs/dev/performance.md has measured ones.
 
-use super::harness::{Place, golden, json_lines};
+use super::harness::{Place, finish, golden, json_lines};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
@@ -61,4 +61,36 @@ fn a_step_reports_its_speed_and_its_memory() {
     }
     let wait = row["data_wait"].as_f64().unwrap();
     assert!((0.0..=1.0).contains(&wait), "{row}");
+}
+
+/// Launches of a step, a product of matrices as one, with emulated kernels.
+fn launches(settings: &[&str]) -> usize {
+    let place = Place::with_model_and_rows();
+    let config = format!(
+        "output_dir: run\nmodel: {{path: model, weights: random, precision: bf16}}\n\
+         data: {{train: [{{path: rows.jsonl, image_root: {:?}}}], packing_length: 256, max_rejected: 1.0}}\n",
+        golden("data")
+    );
+    place.write("config.yaml", &config);
+    let mut arguments = vec!["bench", "--step", "--steps", "1", "--config", "config.yaml"];
+    arguments.extend(settings.iter().flat_map(|setting| ["--set", setting]));
+    let mut command = place.command(&arguments);
+    command.env("TRAINER_EMULATE_CUDA", "8.0").env("RUST_LOG", "kernels::launch=trace");
+    let log = finish(&mut command).ends_with(0).stderr;
+    log.lines().filter(|line| line.contains("launch")).count() / 2 // the first step is not timed
+}
+
+#[test]
+fn a_step_has_no_more_launches_than_it_needed_before() {
+    if !cfg!(feature = "cuda-emulation") {
+        return;
+    }
+    for (settings, most) in [
+        (&[][..], 207),
+        (&["adapter={rank: 8, parts: [llm]}"][..], 240),
+        (&["adapter={rank: 8, parts: [llm], quantize: nf4}"][..], 246),
+    ] {
+        let found = launches(settings);
+        assert!((1..=most).contains(&found), "{settings:?}: {found} launches, at most {most}");
+    }
 }
