@@ -20,8 +20,8 @@ thread_local! {
     static JOINED: RefCell<Joined> = RefCell::default();
 }
 
-/// Calls `backward`, which adds column sums to tensors of `grads` and does not read them. A GPU adds
-/// them in one launch at the end, instead of a launch for each. The bits are the same.
+/// Calls `backward`, which adds column sums to tensors of `grads` and does not read them. A GPU
+/// adds them in one launch at the end, instead of a launch for each. The bits are the same.
 pub fn join_column_sums<T>(grads: &[&Tensor], backward: impl FnOnce() -> Result<T>) -> Result<T> {
     if !grads.first().is_some_and(|grad| on_gpu(grad)) {
         return backward();
