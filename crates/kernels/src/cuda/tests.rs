@@ -597,9 +597,9 @@ fn attention_of_hopper_has_the_same_bits_with_every_number_of_blocks() -> Result
     ] {
         let on = |blocks| forward_of_hopper(blocks, &lengths, (2, 1, dh), masking);
         let [o, lse] = on(132)?; // one task each
-        for tensor in [&o, &lse] {
-            assert!(crate::testing::values(tensor).iter().all(|x| x.is_finite()), "{dh}");
-        }
+        let cpu = attention_on(None, &lengths, (2, 1, dh), masking)?;
+        let (what, found) = (format!("{dh} {masking:?}"), [o.clone(), lse.clone()]);
+        assert_all_close(&what, &found, &cpu[..2], Tolerance::BF16_TILES);
         for blocks in [1, 2, 4] {
             let [other_o, other_lse] = on(blocks)?;
             assert!(bits(&other_o) == bits(&o), "{dh} {masking:?}, {blocks} blocks: o");
