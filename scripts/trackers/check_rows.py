@@ -75,7 +75,7 @@ def main(run, tracker):
     for name, step, value in globals()[f"of_{tracker}"](run, key):
         if name.startswith("eval/answers"):
             has_answers.add(step)
-        elif not name.startswith("eval/images"):
+        elif name.startswith(("train/", "eval/")) and not name.startswith("eval/images"):
             found[name, step] += 1
             values[name, step] = number(value)
     twice = [one for one, count in found.items() if count > 1]

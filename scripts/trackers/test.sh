@@ -26,6 +26,10 @@ export TRAINER_PYTHON="$python" WANDB_MODE=offline SWANLAB_MODE=offline
 export MLFLOW_TRACKING_URI="sqlite:///$folder/mlflow.db"
 rm -rf "$folder/run" "$folder/turn" "$folder/mlflow.db"
 
+if [ "$tracker" = mlflow ]; then # its database does not survive that its creation is killed
+    "$python" -c 'from mlflow import MlflowClient; MlflowClient().search_experiments()'
+fi
+
 echo "$tracker: a run of $steps steps is imitated, and the process is killed $kills times"
 "$python" scripts/trackers/imitate.py "$folder/run" "$tracker" "$steps" "$kills"
 "$python" scripts/trackers/check_rows.py "$folder/run" "$tracker"

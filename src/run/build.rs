@@ -208,8 +208,7 @@ impl Run {
         let loader =
             Loader::start_shared(reader.clone(), order, loader_options, state.data.clone(), share);
         let (logs, is_done) = logs(config, &state, is_first, &rows)?;
-        let trackers = clients.map(|clients| Trackers::open(config, &state, &runner, clients));
-        let trackers = trackers.transpose()?.unwrap_or_default();
+        let trackers = Trackers::open(config, &state, &runner, clients)?;
         let trainer = Trainer::new(TrainerParts {
             runner,
             state,

@@ -199,16 +199,15 @@ pub(super) struct Trackers {
 
 impl Trackers {
     /// Opens the trackers for the steps after `state`, when the logs have no later steps. A run
-    /// whose steps are all done has nothing to add.
+    /// whose steps are all done has nothing to add, and ranks without `clients` have no trackers.
     pub(super) fn open(
         config: &RunConfig,
         state: &TrainState,
         runner: &StepRunner,
-        clients: Clients,
+        clients: Option<Clients>,
     ) -> Result<Self, RunError> {
-        if state.step > 0 && state.step >= state.total_steps {
-            return Ok(Self::default());
-        }
+        let all_done = state.step > 0 && state.step >= state.total_steps;
+        let Some(clients) = clients.filter(|_| !all_done) else { return Ok(Self::default()) };
         let has_events = config.log.trackers.contains(&Tracker::Tensorboard);
         let events = has_events.then(|| {
             let folder = config.output_dir.join("tensorboard");
