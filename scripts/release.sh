@@ -62,7 +62,7 @@ done
 "$first" man --out "$out/man" 2> /dev/null
 
 # Messages of the program name these files.
-tar -c README.md docs configs scripts/trackers | tar -C "$out" -x
+tar -c README.md docs configs scripts/trackers/read_*.py | tar -C "$out" -x
 
 cd "$out"
 find . -type f ! -name SHA256SUMS | sort | xargs sha256sum > SHA256SUMS

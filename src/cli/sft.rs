@@ -91,7 +91,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
         Some(ending) => ending.after(trained),
         None => trained,
     };
-    let Some(run) = run.filter(|_| is_first) else { return trained.map(|_| ()) };
+    let Some(mut run) = run.filter(|_| is_first) else { return trained.map(|_| ()) };
     let Finished { eval, folder, stopped_early } = match trained {
         Ok(finished) => finished,
         Err(error) => {
@@ -117,6 +117,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
         }
     }
     write_report(&config, run.trainer().eval_rows());
+    run.wait_for_trackers(&options.stop);
     print_next_steps(&config, &folder);
     Ok(())
 }

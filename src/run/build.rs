@@ -234,6 +234,12 @@ impl Run {
         outcome
     }
 
+    /// Waits until the trackers of a finished run have its last rows, at most 30 seconds, or until
+    /// `stop` is set.
+    pub fn wait_for_trackers(&mut self, stop: &AtomicBool) {
+        self.trackers.wait(stop);
+    }
+
     /// Trains until `step` is done, as [`Trainer::train_to`].
     pub fn train_to(&mut self, step: u64, observer: &mut dyn Observer) -> Result<bool, TrainError> {
         self.trainer.train_to(step, observer)

@@ -16,6 +16,7 @@ use serde::Serialize;
 use serde_json::json;
 use std::cell::{Cell, RefCell};
 use std::io;
+use std::sync::atomic::AtomicBool;
 use std::time::SystemTime;
 
 /// A line of `starts.jsonl`.
@@ -198,17 +199,17 @@ pub(super) struct Trackers {
 }
 
 impl Trackers {
-    /// Opens the trackers for the steps after `state`, when the logs have no later steps. A run
-    /// whose steps are all done has nothing to add, and ranks without `clients` have no trackers.
+    /// Opens the trackers for the steps after `state`, when the logs have no later steps. Ranks
+    /// without `clients` have no trackers.
     pub(super) fn open(
         config: &RunConfig,
         state: &TrainState,
         runner: &StepRunner,
         clients: Option<Clients>,
     ) -> Result<Self, RunError> {
+        let Some(clients) = clients else { return Ok(Self::default()) };
         let all_done = state.step > 0 && state.step >= state.total_steps;
-        let Some(clients) = clients.filter(|_| !all_done) else { return Ok(Self::default()) };
-        let has_events = config.log.trackers.contains(&Tracker::Tensorboard);
+        let has_events = config.log.trackers.contains(&Tracker::Tensorboard) && !all_done;
         let events = has_events.then(|| {
             let folder = config.output_dir.join("tensorboard");
             EventFile::create(&folder, state.step + 1, now()).map_err(|error| warn(&error)).ok()
@@ -224,16 +225,22 @@ impl Trackers {
         Ok(Self { events: events.flatten(), followers: clients.follow(config, &about)? })
     }
 
-    /// Ends the trackers. Only a finished run waits for what they still send.
+    /// Lets the trackers send the last rows and end.
     pub(super) fn end(&mut self, is_finished: bool) {
-        self.followers.iter_mut().for_each(|follower| follower.end(is_finished));
-        if is_finished {
-            wait(&mut self.followers, MAX_WAIT);
+        for follower in &mut self.followers {
+            follower.end(is_finished);
         }
     }
 
+    /// Waits until the trackers of a finished run have sent the last rows, or until `stop` is set.
+    pub(super) fn wait(&mut self, stop: &AtomicBool) {
+        wait(&mut self.followers, MAX_WAIT, stop);
+    }
+
     fn write(&mut self, kind: &str, step: u64, row: &impl Serialize) {
-        self.followers.iter_mut().for_each(Follower::watch);
+        for follower in &mut self.followers {
+            follower.watch();
+        }
         let Some(events) = &mut self.events else { return };
         if let Err(error) = events.write(step, now(), &scalars(kind, row)) {
             warn(&error);

@@ -335,7 +335,7 @@ pub struct LogConfig {
     #[key(default)]
     pub trackers: Vec<Tracker>,
     /// Project of the run in the trackers, which MLflow calls experiment; `null`: that of the
-    /// variable `WANDB_PROJECT`, `MLFLOW_EXPERIMENT_NAME` or `SWANLAB_PROJECT`, or else `trainer`
+    /// variable `WANDB_PROJECT`, `MLFLOW_EXPERIMENT_NAME` or `SWANLAB_PROJ_NAME`, or else `trainer`
     pub project: Option<String>,
     /// Name of the run in the trackers; `null`: the last part of `output_dir`
     pub run_name: Option<String>,

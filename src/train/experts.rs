@@ -149,7 +149,7 @@ impl StepChoices {
         if offsets.is_empty() {
             return Ok(read);
         }
-        let offsets = Tensor::stack(&offsets, 0)?.to_vec2::<u32>()?; // one copy from a GPU
+        let offsets = Tensor::stack(&offsets, 0)?.to_vec2::<u32>()?; // one copy from a GPU for all layers
         for (of, offsets) in choices.iter().zip(offsets) {
             read.counts[of.layer] =
                 offsets.windows(2).map(|ends| u64::from(ends[1] - ends[0])).collect();

@@ -68,8 +68,8 @@ fn launches(settings: &[&str]) -> usize {
     let place = Place::with_model_and_rows();
     let config = format!(
         "output_dir: run\nmodel: {{path: model, weights: random, precision: bf16}}\n\
-         data: {{train: [{{path: rows.jsonl, image_root: {:?}}}], packing_length: 256, max_rejected: 1.0}}\n",
-        golden("data")
+         data: {{train: [{{path: rows.jsonl, image_root: '{}'}}], packing_length: 256, max_rejected: 1.0}}\n",
+        golden("data").display()
     );
     place.write("config.yaml", &config);
     let mut arguments = vec!["bench", "--step", "--steps", "1", "--config", "config.yaml"];

@@ -5,7 +5,7 @@ use super::ranks::{config, place, train};
 use serde_json::Value;
 use trainer::config::RunConfig;
 
-const FORMATS: [&str; 2] = ["model.matmul=fp8", "model.matmul=fp8_all"];
+const FORMATS: [&str; 3] = ["model.matmul=fp8", "model.matmul=fp8_all", "model.matmul=fp8_fast"];
 
 fn setting(place: &Place, output: &str, more: &[&str]) -> RunConfig {
     let common = ["model.precision=bf16", "data.eval=[]", "train.max_steps=4"];

@@ -35,8 +35,7 @@ pub fn join_column_sums<T>(grads: &[&Tensor], backward: impl FnOnce() -> Result<
     Ok(result)
 }
 
-/// Adds shares `[N, D]` to gradients `[D]`, which are different ones. The order of the additions
-/// depends on `N` only.
+/// Adds shares `[N, D]` to distinct gradients `[D]`. The order of the additions depends on `N` only.
 fn add_columns(op: &str, all: &[(Tensor, Tensor)]) -> Result<()> {
     for all in all.chunks(MOST_SUMS) {
         let mut list = Arrays::new(MOST_SUMS);

@@ -158,7 +158,8 @@ impl Block<'_> {
     ) -> Result<(), Fault> {
         let (by, mut bytes) = (self.warps[warp].by(lane), [0; 16]);
         self.global.read(at, &mut bytes, (16, u32::MAX), &by)?;
-        // PTX ISA, `red`: in global memory, it has subnormal numbers as zeros of the same sign.
+        // PTX ISA, `red`: on global memory, it flushes subnormal operands and results to zeros of the
+        // same sign.
         let flushed = |x: f32| if x.is_subnormal() { 0f32.copysign(x) } else { x };
         for (sum, value) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(values) {
             let before = flushed(f32::from_le_bytes(*sum));

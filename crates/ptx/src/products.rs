@@ -72,8 +72,9 @@ pub fn mma(a: &[Lanes; 4], b: &[Lanes; 2], c: &[Lanes; 4]) -> [Lanes; 4] {
 }
 
 /// `wgmma` with f32 sums of bf16 products: for each warp of the warpgroup its n / 2 registers in `d`,
-/// in the order of the instruction. Sums are truncated as in [`mma`], but an H100 adds 16 products at
-/// a time (Khattak and Mikaitis, "Accurate models of NVIDIA tensor cores", 2025).
+/// in the order of the instruction. Sums are truncated as in [`mma`], which is at least as strict as an
+/// H100, but 16 products are added at a time (Khattak and Mikaitis, "Accurate models of NVIDIA tensor
+/// cores", 2025).
 ///
 /// `a` has 16 rows for each warp in `d` (64 for the four of a warpgroup), `b` has n rows. The old
 /// sums count only if `adds`.
@@ -151,8 +152,7 @@ fn add_together(a: &[f32], b: &[f64], sums: &mut [f64], [units, exact]: [&mut [f
     }
 }
 
-/// The multiple of `unit`, a power of two, between zero and `value` that is next to `value`, which
-/// has at most 2^25 of them.
+/// `value`, rounded toward zero to a multiple of `unit`, a power of two. `value` is at most 2^25 units.
 fn truncated(value: f64, unit: f64) -> f64 {
     // An f64 of this size has steps of `unit`.
     let large = unit * 1.5 * (1_u64 << 52) as f64;
@@ -160,8 +160,7 @@ fn truncated(value: f64, unit: f64) -> f64 {
     if nearest.abs() > value.abs() { nearest - unit.copysign(value) } else { nearest }
 }
 
-/// The f32 between zero and a finite value that is next to the value. Larger values than those of f32
-/// become infinite.
+/// A finite value, rounded toward zero to f32. Values beyond those of f32 become infinite.
 fn toward_zero(value: f64) -> f64 {
     let nearest = value as f32;
     let passed = nearest.is_finite() && f64::from(nearest.abs()) > value.abs();

@@ -45,13 +45,15 @@ class Lines:
     def __init__(self, path):
         self.path, self.at = path, 0
 
-    def read(self, most=-1):
+    def read(self, most=1 << 20):
         try:
             with open(self.path, "rb") as file:
                 if os.fstat(file.fileno()).st_size < self.at:
                     self.at = 0  # a resumed run has removed rows
                 file.seek(self.at)
                 data = file.read(most)
+                while b"\n" not in data and (more := file.read(most)):
+                    data += more  # a long row
         except FileNotFoundError:
             return []
         end = data.rfind(b"\n") + 1
@@ -85,10 +87,11 @@ class Answers:
         self.lines, self.sets, self.found = Lines(run / "predictions.jsonl"), sets, {}
 
     def of(self, step):
-        for row in self.lines.read():  # an evaluation writes its answers before its own row
-            rows = self.found.setdefault(row["step"], [])
-            if len(rows) < ANSWERS:
-                rows.append(row)
+        while part := self.lines.read():  # an evaluation writes its answers before its own row
+            for row in part:
+                rows = self.found.setdefault(row["step"], [])
+                if len(rows) < ANSWERS:
+                    rows.append(row)
         rows = self.found.get(step, [])
         self.found = {later: rows for later, rows in self.found.items() if later > step}
         for row in rows:
@@ -248,9 +251,9 @@ class Mlflow(ByKey):
     def send(self, rows):
         metrics, now = [], int(time.time() * 1000)
         for kind, step, values, answers in rows:
-            if answers:
-                self.answers(step, answers)
             values = self.new(step, {name_of(key): value for key, value in values.items()})
+            if answers and values:
+                self.answers(step, answers)
             for key, value in values.items():
                 metrics.append(self.entities.Metric(key, value, now, step))
                 self.last[key] = step
@@ -284,7 +287,7 @@ def numbers_and_texts(value, name=""):
 class Swanlab(ByKey):
     """Online, the client takes no step of a metric twice; otherwise its files are read."""
 
-    project = "SWANLAB_PROJECT"
+    project = "SWANLAB_PROJ_NAME"
 
     def __init__(self, info, project, state, folder):
         import swanlab
@@ -294,7 +297,7 @@ class Swanlab(ByKey):
         kept.mkdir(exist_ok=True)
         options = dict(project=project, experiment_name=info["name"], logdir=str(kept))
         config = info["config"] | {"run": info["run"]}
-        if os.environ.get("SWANLAB_MODE", "online") in ("local", "offline"):
+        if swanlab.Settings().mode in ("local", "offline"):
             self.stored(kept)
         swanlab.init(**options, id=state["id"], resume="allow", config=config)
 
@@ -350,21 +353,36 @@ def main(run, name, is_once):
     except BlockingIOError:
         note(f"another process sends this run to {name}: waiting for its end")
         fcntl.flock(lock, fcntl.LOCK_EX)
-    info = json.loads((folder / "run.json").read_text())
+    except OSError as error:  # a file system without locks
+        note(f"no lock: {error}")
+
+    def is_moved():
+        """Whether a new run has moved the files of this one, which are not found by path then."""
+        now = folder / f"{name}.lock"
+        return not now.exists() or not os.path.samestat(os.fstat(lock.fileno()), now.stat())
+
+    if is_moved():
+        return note("the files of the run were moved")
+    info = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     path = folder / f"{name}.json"
     if not path.exists():
         save(path, {"id": uuid.uuid4().hex[:21], "train": 0, "eval": 0})
-    state = json.loads(path.read_text())
+    state = json.loads(path.read_text(encoding="utf-8"))
     project = info["project"] or os.environ.get(client.project) or "trainer"
     tracker = client(info, project, state, folder)
-    data = info["config"]["data"]
+    data = info["data"]
     answers = Answers(run, data["eval"] + data["train"])  # rows of either may be held out
     train, evals = Lines(run / "metrics.jsonl"), Lines(run / "eval.jsonl")
     seen, later, word, is_ended = -1, [], b"", is_once
     while True:
-        rows = [("train", row["step"], row) for row in train.read(1 << 20)]
+        rows = [("train", row["step"], row) for row in train.read()]
         seen = max([seen, *(step for _, step, _ in rows)])
-        later += [("eval", row["step"], row) for row in evals.read()]
+        while part := evals.read():
+            later += [("eval", row["step"], row) for row in part]
+        if is_moved():
+            moved = "the files of the run were moved: `trainer track` of their folder sends the rest"
+            note(moved)
+            break
         is_last = is_ended and not rows
         # Rows in the order of their steps; an evaluation comes after the step that it follows.
         rows += [row for row in later if is_last or row[1] <= seen]

@@ -5,6 +5,7 @@
 //! waits for it, and never ends because of it.
 
 use super::error::RunError;
+use super::output_dir::check_unused;
 use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
 use crate::files;
@@ -16,6 +17,7 @@ use std::io::{self, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 const SCRIPT: &str = include_str!("follow.py");
@@ -40,8 +42,12 @@ impl Imports {
     /// Starts the imports, which take seconds.
     pub(super) fn start(python: &OsStr, trackers: &[Tracker]) -> Result<Self, RunError> {
         let import = |(name, symbol): (&'static str, &str)| {
-            // A folder of the name of the package is importable, but has no content.
-            let code = format!("from {name} import {symbol}");
+            // Without the working folder, as the script is started. A folder of the name of the
+            // package is importable, but has no content.
+            let code = format!(
+                "import sys; sys.path.pop(0); assert sys.version_info >= (3, 9), 'Python 3.9 or \
+                 later is needed'; from {name} import {symbol}"
+            );
             let mut command = Command::new(python);
             command.arg("-c").arg(code).stdin(Stdio::null());
             let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
@@ -123,11 +129,12 @@ fn prepare(run: &Path, config: &RunConfig, about: &Value) -> Result<(), RunError
         path: folder.clone(),
         problem,
     })?;
-    let default = run.file_name().map_or("run".into(), OsStr::to_string_lossy);
+    let default = config.output_dir.file_name().map_or("run".into(), OsStr::to_string_lossy);
     let info = json!({
         "project": config.log.project,
         "name": config.log.run_name.as_deref().unwrap_or(&default),
-        "config": config,
+        "config": config.portable(),
+        "data": config.data, // the files of rows and images, which are not sent
         "run": about,
     });
     write_atomically(&folder.join(ABOUT), info.to_string().as_bytes())?;
@@ -165,7 +172,7 @@ impl Follower {
         match self.spawn() {
             Ok(process) => {
                 let log = self.file("log");
-                tracing::info!(log = %log.display(), "tracker `{}`", self.name);
+                tracing::info!(log = %log.display(), "sending rows to `{}`", self.name);
                 self.process = Some(process);
             }
             Err(error) => self.warn(&error.to_string()),
@@ -214,6 +221,7 @@ impl Follower {
 
     /// Lets the process send the last rows and end. It continues after the end of this process.
     pub(super) fn end(&mut self, is_finished: bool) {
+        self.watch();
         if self.again_at.is_some() {
             self.start();
         }
@@ -224,46 +232,45 @@ impl Follower {
         }
     }
 
-    /// Waits until the last rows of a finished run are sent, at most until `until`.
-    fn wait(&mut self, until: Instant) {
-        loop {
-            match self.process.as_mut().map(Child::try_wait) {
-                Some(Ok(Some(status))) if status.success() => return,
-                Some(Ok(Some(status))) => self.ended(status),
-                None if self.again_at.is_none() => return,
-                _ if Instant::now() >= until => {
-                    let (log, later) = (self.file("log"), self.later());
-                    tracing::warn!(
-                        log = %log.display(),
-                        "tracker `{}`: not all rows are sent yet. The process continues; if it \
-                         ends early, {later}",
-                        self.name
-                    );
-                    return;
-                }
-                None if self.again_at.is_some_and(|at| at <= Instant::now()) => self.end(true),
-                _ => std::thread::sleep(Duration::from_millis(20)),
-            }
+    /// Whether the last rows of a finished run are still being sent.
+    fn is_sending(&mut self) -> bool {
+        match self.process.as_mut().map(Child::try_wait) {
+            Some(Ok(Some(status))) if status.success() => return false,
+            Some(Ok(Some(status))) => self.ended(status),
+            None if self.again_at.is_some_and(|at| at <= Instant::now()) => self.end(true),
+            _ => {}
         }
+        self.process.is_some() || self.again_at.is_some()
     }
 }
 
-/// Waits until the last rows of a finished run are sent, for at most `limit` together.
-pub(super) fn wait(followers: &mut [Follower], limit: Duration) {
-    if !followers.is_empty() {
-        tracing::info!("sending the last rows to the trackers, for at most {limit:?}");
+/// Waits until the last rows of a finished run are sent, for at most `limit`, or until `stop` is set.
+pub(super) fn wait(followers: &mut [Follower], limit: Duration, stop: &AtomicBool) {
+    let mut sending: Vec<&mut Follower> = followers.iter_mut().collect();
+    sending.retain_mut(|follower| follower.is_sending());
+    if sending.is_empty() {
+        return;
     }
+    tracing::info!("sending the last rows to the trackers, for at most {limit:?}");
     let until = Instant::now() + limit;
-    followers.iter_mut().for_each(|follower| follower.wait(until));
+    while !sending.is_empty() && Instant::now() < until && !stop.load(Relaxed) {
+        std::thread::sleep(Duration::from_millis(20));
+        sending.retain_mut(|follower| follower.is_sending());
+    }
+    for follower in sending {
+        let (log, later) = (follower.file("log"), follower.later());
+        tracing::warn!(log = %log.display(), "tracker `{}`: not all rows are sent yet; {later}", follower.name);
+    }
 }
 
-/// Sends the rows of a run that a tracker does not have yet.
+/// Sends the rows of a run that a tracker does not have yet. The run must have ended.
 pub fn track(
     python: &OsStr,
     run: &Path,
     config: &RunConfig,
     trackers: &[Tracker],
 ) -> Result<(), RunError> {
+    check_unused(run)?;
     let Clients { python, names } = Imports::start(python, trackers)?.finish()?;
     let folder = run.join("trackers");
     if folder.join(ABOUT).exists() {
@@ -297,7 +304,8 @@ mod tests {
         let mut followers = clients.start(folder.path());
         followers[0].end(true);
         let start = Instant::now();
-        wait(&mut followers, Duration::from_millis(200));
+        wait(&mut followers, Duration::from_millis(200), &AtomicBool::new(false));
+        wait(&mut followers, Duration::from_mins(10), &AtomicBool::new(true)); // Ctrl-C
         assert!(start.elapsed() < Duration::from_secs(20));
         followers[0].process.as_mut().unwrap().kill().unwrap();
     }

@@ -71,7 +71,7 @@ fn trackers(conversion: &mut Conversion) {
         let Some(setting) = conversion.consume(role) else { continue };
         match setting.value.text() {
             Some(text) => conversion.write_setting(key, &quoted(text), &setting),
-            None => conversion.refuse(&setting, "expected a name"),
+            None => conversion.write_setting(key, &quoted(&setting.value.to_string()), &setting),
         }
     }
 }

@@ -79,6 +79,7 @@ impl fmt::Display for MatmulProblem {
         if self.operands != self.result {
             write!(f, " to {}", name(self.result))?;
         }
+        f.write_str(if self.fast_sums { ", fast sums" } else { "" })?;
         f.write_str(if self.bias { ", bias" } else { "" })?;
         f.write_str(if self.in_place { "" } else { ", residual" })
     }
