@@ -1,7 +1,6 @@
 //! Generation: answers of transformers, cached turns, weights in their own dtype, and the command.
 
 use crate::harness::{Output, Place, copy_folder, device, finish, golden, write};
-use crate::web::{Reply, Server};
 use candle_core::{DType, Tensor};
 use candle_transformers::generation::Sampling;
 use serde_json::Value;
@@ -311,37 +310,6 @@ fn json_has_the_answer_and_why_it_ended() {
     let lines: Vec<Value> = turns.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(lines.len(), 2);
     assert_eq!(lines[0], cut);
-}
-
-#[test]
-fn an_image_by_url_is_that_of_a_file() {
-    let image = fs::read(golden(DIGIT)).unwrap();
-    let server = Server::start(move |request| match request.path.as_str() {
-        "/digit.png" => Reply::new(200, image.clone()),
-        _ => Reply::new(404, Vec::new()),
-    });
-    let place = Place::empty();
-    let model = golden("models/small-tied");
-    let ask = |image: &str| {
-        let model = model.to_str().unwrap();
-        let fixed = ["generate", "--max-new-tokens", "8", "--model", model, "--prompt", "What?"];
-        let mut command = place.command(&[&fixed[..], &["--image", image]].concat());
-        finish(command.env("TRAINER_TEST_LOOPBACK_URLS", "1"))
-    };
-    let expected = ask(golden(DIGIT).to_str().unwrap()).ends_with(0).stdout;
-    let url = server.url() + "/digit.png";
-    assert_eq!(ask(&url).ends_with(0).stdout, expected);
-    let lines = format!("/image {url}\nWhat?\n");
-    place.write("lines.txt", &lines);
-    let fixed = ["generate", "--chat", "--max-new-tokens", "8", "--model"];
-    let mut command = place.command(&[&fixed[..], &[model.to_str().unwrap()]].concat());
-    command.env("TRAINER_TEST_LOOPBACK_URLS", "1");
-    let turn = finish(command.stdin(fs::File::open(place.path("lines.txt")).unwrap()));
-    assert_eq!(turn.ends_with(0).stdout, expected);
-    let missing = ask(&(server.url() + "/cat.png")).ends_with(65);
-    missing.says("cannot download `http").says("the server answers with status 404");
-    // Nothing is kept.
-    assert_eq!(server.requests(), 3);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Images by URL, from a server on this machine.
 
-use crate::harness::{Output, Place, finish, json_lines};
+use crate::harness::{Output, Place, finish, golden, json_lines};
 use crate::web::{Reply, Server};
 use serde_json::json;
 use std::fs;
@@ -66,6 +66,37 @@ fn a_url_is_requested_once_for_all_rows_epochs_and_runs() {
     let content = crate::architecture::files(&place.path("run/cache/images/content"), &[]);
     assert_eq!(content.len(), 1, "{content:?}");
     assert_eq!(fs::read(&content[0]).unwrap(), image());
+}
+
+#[test]
+fn generate_takes_an_image_by_url_as_that_of_a_file() {
+    let image = fs::read(golden("data/digits/1400.png")).unwrap();
+    let server = Server::start(move |request| match request.path.as_str() {
+        "/digit.png" => Reply::new(200, image.clone()),
+        _ => Reply::new(404, Vec::new()),
+    });
+    let place = Place::empty();
+    let model = golden("models/small-tied");
+    let ask = |image: &str| {
+        let model = model.to_str().unwrap();
+        let fixed = ["generate", "--max-new-tokens", "8", "--model", model, "--prompt", "What?"];
+        let mut command = place.command(&[&fixed[..], &["--image", image]].concat());
+        finish(command.env("TRAINER_TEST_LOOPBACK_URLS", "1"))
+    };
+    let expected = ask(golden("data/digits/1400.png").to_str().unwrap()).ends_with(0).stdout;
+    let url = server.url() + "/digit.png";
+    assert_eq!(ask(&url).ends_with(0).stdout, expected);
+    let lines = format!("/image {url}\nWhat?\n");
+    place.write("lines.txt", &lines);
+    let fixed = ["generate", "--chat", "--max-new-tokens", "8", "--model"];
+    let mut command = place.command(&[&fixed[..], &[model.to_str().unwrap()]].concat());
+    command.env("TRAINER_TEST_LOOPBACK_URLS", "1");
+    let turn = finish(command.stdin(fs::File::open(place.path("lines.txt")).unwrap()));
+    assert_eq!(turn.ends_with(0).stdout, expected);
+    let missing = ask(&(server.url() + "/cat.png")).ends_with(65);
+    missing.says("cannot download `http").says("the server answers with status 404");
+    // Nothing is kept.
+    assert_eq!(server.requests(), 3);
 }
 
 /// The loader waits for a server that does not answer.
