@@ -6,6 +6,7 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::SetupBars;
 use super::terminal::stdout;
+use super::track;
 use crate::config::{self, ConfigError, Loaded, RunConfig};
 use crate::run::{self, CheckReport, Finding, Note, Topic};
 use clap::Args;
@@ -37,7 +38,7 @@ pub(super) fn run(args: &CheckArgs, logging: &Logging) -> anyhow::Result<()> {
         lines.extend(errors.into_iter().map(Line::of_config));
         match run::download(&config, &bars) {
             Ok(config) => {
-                let report = run::check_run(&config, &left_out, &bars);
+                let report = run::check_run(&config, &left_out, &track::python(), &bars);
                 transient = exit_of_transient(&report);
                 lines.extend(lines_of(report, args));
             }

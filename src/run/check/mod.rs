@@ -8,12 +8,14 @@ mod start;
 use super::error::RunError;
 use super::inputs::{SetupObserver, encoder};
 use super::output_dir::TemporaryFolder;
+use super::trackers::Imports;
 use crate::config::{LeftOut, RunConfig};
 use crate::data::{DataConfig, Encoder, VideoConfig};
 use resources::Need;
 pub(super) use resources::warn_about_disk;
 pub(crate) use resources::{copy_of_checkpoint, predicted_memory};
 use std::env;
+use std::ffi::OsStr;
 use std::fs;
 use std::sync::Arc;
 
@@ -189,13 +191,15 @@ fn without(video: &VideoConfig, wrong: &str) -> VideoConfig {
 
 /// Checks a config without training. It writes caches of the data only. `config` lacks `left_out`
 /// of its file: errors number list items as in the file, and none is only about the lack of these
-/// values.
+/// values. `python` is [`RunOptions::python`](super::RunOptions::python).
 pub fn check_run(
     config: &RunConfig,
     left_out: &LeftOut,
+    python: &OsStr,
     observer: &dyn SetupObserver,
 ) -> CheckReport {
     let mut report = CheckReport::default();
+    let imports = Imports::start(python, &config.log.trackers);
     let values = config.problems(left_out);
     let is_valid = values.is_empty();
     let has_folder = values.iter().all(|error| error.key != "output_dir");
@@ -235,6 +239,9 @@ pub fn check_run(
     }
     if has_folder {
         resources::check_output(config, &mut report);
+    }
+    if let Err(error) = imports.and_then(Imports::finish) {
+        report.error(Topic::Config, error);
     }
     report.findings.sort_by_key(|(topic, _)| *topic);
     for (_, finding) in &mut report.findings {

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{self, Write};
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -32,6 +32,11 @@ const MAX_FAILURES: u32 = 5;
 /// Maximum time that a finished run waits until its last rows are sent.
 pub(super) const MAX_WAIT: Duration = Duration::from_secs(30);
 
+/// Maximum time that the import of a client may take.
+const MAX_IMPORT: Duration = Duration::from_mins(2);
+/// The signal of an alarm.
+const SIGALRM: i32 = rustix::process::Signal::ALARM.as_raw();
+
 /// Python processes that import the clients of a run, to find out whether they are installed.
 pub(super) struct Imports {
     python: OsString,
@@ -41,18 +46,7 @@ pub(super) struct Imports {
 impl Imports {
     /// Starts the imports, which take seconds.
     pub(super) fn start(python: &OsStr, trackers: &[Tracker]) -> Result<Self, RunError> {
-        let import = |(name, symbol): (&'static str, &str)| {
-            // Without the working folder, as the script is started. A folder of the name of the
-            // package is importable, but has no content.
-            let code = format!(
-                "import sys; sys.path.pop(0); assert sys.version_info >= (3, 9), 'Python 3.9 or \
-                 later is needed'; from {name} import {symbol}"
-            );
-            let mut command = Command::new(python);
-            command.arg("-c").arg(code).stdin(Stdio::null());
-            let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
-            child.map(|child| (name, child)).map_err(|problem| no_python(python, problem))
-        };
+        let import = |(name, symbol)| Ok((name, import(python, name, symbol, MAX_IMPORT)?));
         let running = trackers.iter().filter_map(|tracker| tracker.package()).map(import);
         Ok(Self { python: python.to_owned(), running: running.collect::<Result<_, _>>()? })
     }
@@ -64,8 +58,12 @@ impl Imports {
         for (name, child) in running {
             let output = child.wait_with_output().map_err(|problem| no_python(&python, problem))?;
             if !output.status.success() {
-                let problem =
-                    last_line(&output.stderr).unwrap_or_else(|| output.status.to_string());
+                let problem = match last_line(&output.stderr) {
+                    _ if output.status.signal() == Some(SIGALRM) => {
+                        "its import takes too long".to_owned()
+                    }
+                    line => line.unwrap_or_else(|| output.status.to_string()),
+                };
                 let python = python.display().to_string();
                 return Err(RunError::NoClient { python, package: name, problem });
             }
@@ -73,6 +71,21 @@ impl Imports {
         }
         Ok(Clients { python, names })
     }
+}
+
+/// Starts a process that imports `symbol` from the package `name`. Its alarm ends it after `limit`.
+fn import(python: &OsStr, name: &str, symbol: &str, limit: Duration) -> Result<Child, RunError> {
+    // Without the working folder, as the script is started. A folder of the name of the package is
+    // importable, but has no content.
+    let code = format!(
+        "import signal, sys; signal.alarm({}); sys.path.pop(0); assert sys.version_info >= (3, 9), \
+         'Python 3.9 or later is needed'; from {name} import {symbol}",
+        limit.as_secs()
+    );
+    let mut command = Command::new(python);
+    command.arg("-c").arg(code).stdin(Stdio::null());
+    let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
+    child.map_err(|problem| no_python(python, problem))
 }
 
 fn no_python(python: &OsStr, problem: io::Error) -> RunError {
@@ -292,6 +305,14 @@ pub fn track(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_import_that_hangs_is_an_error() {
+        let python = OsString::from("python3");
+        let child = import(&python, "time", "sleep; sleep(600)", Duration::from_secs(1)).unwrap();
+        let error = Imports { python, running: vec![("wandb", child)] }.finish().err().unwrap();
+        assert!(error.to_string().contains("its import takes too long"), "{error}");
+    }
 
     #[test]
     fn a_client_that_hangs_does_not_keep_a_finished_run() {

@@ -1,5 +1,7 @@
 //! The rows of a data set: one file, or several that are read one after the other.
 
+use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
@@ -190,6 +192,12 @@ impl RowFile {
         SampleId { file: data_file.path().clone(), line: data_file.line(row) }
     }
 
+    /// The line of [`Self::id`].
+    pub(crate) fn line(&self, row: usize) -> u64 {
+        let (data_file, row) = self.place(row);
+        data_file.line(row)
+    }
+
     /// Reads and parses row `row < len()`.
     pub fn read(&self, row: usize) -> Result<Sample, SampleError> {
         self.parse(row, self.content(row)?)
@@ -266,9 +274,22 @@ impl RowFile {
         self.data_files.iter().any(DataFile::has_changed)
     }
 
-    /// Reads the document in row `row < len()` of a corpus.
-    pub fn read_text(&self, row: usize) -> Result<String, SampleError> {
-        RowParser::parse_text(self.raw(row)?).at(&self.id(row))
+    /// Reads the documents in rows of a corpus that follow each other, and calls `map` with each.
+    pub(crate) fn map_texts<T>(
+        &self,
+        rows: Range<usize>,
+        map: &dyn Fn(&str) -> Result<T, SampleFault>,
+    ) -> Vec<Result<T, SampleError>> {
+        let (data_file, first) = self.place(rows.start);
+        if rows.len() > data_file.len() - first {
+            return rows.flat_map(|row| self.map_texts(row..row + 1, map)).collect();
+        }
+        let text = |content| RowParser::parse_text(self.raw_of(content)?);
+        let map = |content: io::Result<_>| map(&text(content.map_err(SampleFault::Read)?)?);
+        let contents = data_file.contents(first..first + rows.len());
+        rows.zip(contents)
+            .map(|(row, content)| map(content).map_err(|fault| fault.at(&self.id(row))))
+            .collect()
     }
 
     /// Hash of the content of the files when they were opened, and of the rules that change the

@@ -257,16 +257,20 @@ fn tokenise_rows(
         while end < file.len() && (end == first || file.bytes_before(end) < most) {
             end = file.len().min(end + TEXTS_AT_A_TIME);
         }
-        let rows = first..end;
+        let num_rows = (end - first).div_ceil(TEXTS_AT_A_TIME).max(1);
+        let parts = (first..end).into_par_iter().step_by(num_rows);
         first = end;
-        let ids = |row| row_tokens(encoder, &file.read_text(row)?).at(&file.id(row));
-        rows.into_par_iter().map(|row| (row, ids(row))).collect()
+        let ids = |part: usize| {
+            let rows = part..end.min(part + num_rows);
+            rows.clone().zip(file.map_texts(rows, &|text| row_tokens(encoder, text)))
+        };
+        parts.flat_map_iter(ids).collect()
     };
     let write = |encoded: Vec<(usize, Result<Vec<u32>, SampleError>)>| {
         let mut done = 0;
         for (row, ids) in encoded {
-            let id = file.id(row);
-            let empty = || Rejection::new(&id, "empty", "the text has no tokens".to_owned());
+            let empty =
+                || Rejection::new(&file.id(row), "empty", "the text has no tokens".to_owned());
             let ids = ids.map_err(|error| Rejection::of(&error));
             let ids = ids.and_then(|ids| if ids.is_empty() { Err(empty()) } else { Ok(ids) });
             match ids {
@@ -275,8 +279,9 @@ fn tokenise_rows(
                     writer.count(None);
                     let bos = separators.bos.filter(|bos| ids[0] != *bos);
                     let eos = separators.eos.filter(|eos| ids[ids.len() - 1] != *eos);
-                    for id_of_text in bos.into_iter().chain(ids).chain(eos) {
-                        push(writer, id_of_text, id.line)?;
+                    let line = file.line(row);
+                    for id in bos.into_iter().chain(ids).chain(eos) {
+                        push(writer, id, line)?;
                     }
                 }
             }

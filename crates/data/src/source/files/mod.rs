@@ -14,6 +14,7 @@ mod tests;
 use std::borrow::Cow;
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -33,6 +34,9 @@ use super::raw_row::{MAX_ROW_BYTES, RawRow};
 use super::sample_error::SampleFault;
 use super::source_error::SourceError;
 use super::stamp::Stamp;
+
+/// Maximum number of bytes that are read at once for rows that follow each other.
+const BLOCK_BYTES: usize = 64 << 10;
 
 /// The content of a row, before it is parsed.
 #[derive(Debug)]
@@ -227,18 +231,43 @@ impl DataFile {
         }
         let mut bytes = vec![0; (end - start) as usize];
         file.read_exact_at(&mut bytes, start)?;
-        Ok(match syntax {
-            Syntax::Line => {
-                bytes.truncate(bytes.trim_ascii_end().len());
-                RowContent::Json(bytes)
-            }
-            Syntax::Element => {
-                bytes.truncate(json::element(&bytes).len());
-                RowContent::Json(bytes)
-            }
-            Syntax::Record(header) => return content(header.row(&bytes)),
-            Syntax::Members => return content(tar::row(&bytes)),
-        })
+        syntax.content(bytes)
+    }
+
+    /// [`Self::content`] of rows that follow each other. Short rows are read with one call of the
+    /// operating system.
+    pub(crate) fn contents(&self, rows: Range<usize>) -> Vec<io::Result<RowContent>> {
+        self.block(&rows).unwrap_or_else(|| rows.map(|row| self.content(row)).collect())
+    }
+
+    /// The contents of rows that are between the offsets of the index and together short. `None` for
+    /// others, and if they cannot be read: read alone, each row has its own error.
+    fn block(&self, rows: &Range<usize>) -> Option<Vec<io::Result<RowContent>>> {
+        let FileRows::Indexed(file, syntax) = &self.rows else { return None };
+        let (first, last) =
+            (rows.start, rows.end.checked_sub(1).filter(|last| rows.contains(last))?);
+        let start = self.index.start(first);
+        let num_bytes = usize::try_from(self.index.end(last) - start).ok()?;
+        let mut bytes = vec![0; Some(num_bytes).filter(|bytes| *bytes <= BLOCK_BYTES)?];
+        file.read_exact_at(&mut bytes, start).ok()?;
+        let row_bytes = |row| {
+            let (from, to) = (self.index.start(row) - start, self.index.end(row) - start);
+            bytes[from as usize..to as usize].to_vec()
+        };
+        Some(rows.clone().map(|row| syntax.content(row_bytes(row))).collect())
+    }
+}
+
+impl Syntax {
+    /// The content of a row, of the bytes between its offsets.
+    fn content(&self, mut bytes: Vec<u8>) -> io::Result<RowContent> {
+        match self {
+            Self::Line => bytes.truncate(bytes.trim_ascii_end().len()),
+            Self::Element => bytes.truncate(json::element(&bytes).len()),
+            Self::Record(header) => return content(header.row(&bytes)),
+            Self::Members => return content(tar::row(&bytes)),
+        }
+        Ok(RowContent::Json(bytes))
     }
 }
 

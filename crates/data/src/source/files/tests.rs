@@ -316,3 +316,40 @@ fn a_map_without_values_and_a_deep_schema_are_refused() {
     let error = columns::check(Path::new("a.arrow"), &only_keys).unwrap_err();
     assert!(error.to_string().contains("column `map` has the type `Map("), "{error}");
 }
+
+#[test]
+fn rows_that_are_read_together_equal_rows_that_are_read_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let rows: Vec<String> = (0..40usize)
+        .map(|row| format!(r#"{{"text": "{}"}}"#, "a".repeat(row * 331 % 9000)))
+        .collect();
+    let spread = rows.join("\n\n  ");
+    let tables: Vec<String> = (0..40).map(|row| format!("{row},\"a\n{row}\"\n")).collect();
+    let array = format!("[{} ]", rows.join(" ,\n"));
+    let csv = format!("id,text\n{}", tables.concat());
+    let long = format!("{}\n{}\n", rows[1], "b".repeat(2 * BLOCK_BYTES));
+    for (name, text) in [("a.jsonl", spread), ("a.json", array), ("a.csv", csv), ("b.jsonl", long)]
+    {
+        let file = DataFile::open(&write(&folder, name, text.as_bytes()), None, None).unwrap();
+        let alone: Vec<String> =
+            (0..file.len()).map(|row| format!("{:?}", file.content(row).unwrap())).collect();
+        for (start, end) in
+            (0..=file.len()).flat_map(|end| (0..=end).map(move |start| (start, end)))
+        {
+            let together = file.contents(start..end);
+            let together: Vec<String> =
+                together.into_iter().map(|content| format!("{:?}", content.unwrap())).collect();
+            assert_eq!(together, alone[start..end], "rows {start}..{end} of {name}");
+        }
+    }
+}
+
+#[test]
+fn rows_that_are_read_together_are_errors_only_where_the_file_became_shorter() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write(&folder, "a.jsonl", &format!("{CHAT}\n").repeat(5).into_bytes());
+    let file = DataFile::open(&path, None, None).unwrap();
+    File::options().write(true).open(&path).unwrap().set_len(3 * CHAT.len() as u64).unwrap();
+    let read: Vec<bool> = file.contents(0..5).iter().map(Result::is_ok).collect();
+    assert_eq!(read, [true, true, false, false, false]);
+}
