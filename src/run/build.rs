@@ -288,8 +288,8 @@ fn open_all_data(
     observer: &dyn SetupObserver,
 ) -> Result<(Arc<DatasetRows>, Option<DatasetRows>), RunError> {
     let (rows, eval_rows) = open_both(config, encoder, observer)?;
-    log_data_sets(&rows);
-    eval_rows.iter().for_each(log_data_sets);
+    log_data_sets("data.train", &rows);
+    eval_rows.iter().for_each(|rows| log_data_sets("data.eval", rows));
     Ok((Arc::new(rows), eval_rows))
 }
 

@@ -120,17 +120,18 @@ pub(super) fn log_share(config: &RunConfig, rank: Rank) {
     );
 }
 
-pub(super) fn log_data_sets(rows: &DatasetRows) {
+/// Logs the data sets of `list`, a key of the config.
+pub(super) fn log_data_sets(list: &str, rows: &DatasetRows) {
     for set in rows.sets() {
         let file = set.path().display();
         match set {
             DataSet::Chats(chats) => {
-                tracing::info!(%file, rows = chats.len(), form = %chats.file().form(), "data");
+                tracing::info!(%file, rows = chats.len(), form = %chats.file().form(), "{list}");
             }
             DataSet::Corpus(corpus) => {
                 let (tokens, documents) = (corpus.num_tokens(), corpus.num_documents());
                 let (samples, truncated) = (corpus.len(), corpus.num_truncated());
-                tracing::info!(%file, samples, tokens, documents, truncated, "corpus");
+                tracing::info!(%file, samples, tokens, documents, truncated, "{list}");
                 for rejection in corpus.rejected() {
                     tracing::warn!(row = %rejection, "rejected a text of the corpus");
                 }
