@@ -152,7 +152,7 @@ ranks() {
 # The number of launches does not depend on the sizes of matrices, so the model has all layers of its
 # preset, but small matrices.
 host() {
-  local shape=${SHAPE:-4b} model=$out/model steps=5 setting settings=()
+  local shape=${SHAPE:-4b} model=$out/model steps setting settings=()
   for setting in ${SETTINGS:-}; do settings+=(--set "$setting"); done
   rm -rf "$model"
   if [ "$shape" = qwen35 ]; then cp -r tests/golden/models/small-qwen35 "$model"; else "$trainer" init --preset debug --out "$model" >/dev/null 2>&1; fi
@@ -166,21 +166,26 @@ if "layer_types" in config["text_config"]:
     config["text_config"]["layer_types"] = (["linear_attention"] * 3 + ["full_attention"]) * (layers[0] // 4)
 json.dump(config, open(path, "w"))
 PY
-  sed -e "s|^output_dir:.*|output_dir: $out/host|" configs/quickstart.yaml >"$out/host.yaml"
-  rm -f "$out/host.calls"
-  STAND_IN_LOG=$out/host.calls "$trainer" bench --step --json --steps $steps --config "$out/host.yaml" --set device=cuda:0 --set model.precision=bf16 \
-    --set "model.path=$model" --set model.weights=random "${settings[@]}" >"$out/host.json" 2>"$out/host.log" || fail "bench" "$out/host.log"
-  python3 - "$out/host.json" "$out/host.calls" $steps <<'PY'
-import json, sys
-rows = [json.loads(line) for line in open(sys.argv[1])]
-row = next(row for row in rows if row["name"] == "step")
-calls = dict(line.rsplit(" ", 1) for line in open(sys.argv[2]))
-steps = int(sys.argv[3]) + 1
-launches = {name.removeprefix("kernel "): int(n) / steps for name, n in calls.items() if name.startswith("kernel ") or name == "cublasLtMatmul"}
+  # The difference of two runs: neither the start nor the end of a run counts.
+  for steps in 2 7; do
+    rm -rf "$out/host" "$out/host.calls$steps"
+    STAND_IN_LOG=$out/host.calls$steps "$trainer" sft --config configs/quickstart.yaml --set "output_dir=$out/host" --set device=cuda:0 \
+      --set model.precision=bf16 --set "model.path=$model" --set model.weights=random --set "train.max_steps=$steps" --set 'data.eval=[]' \
+      --set eval.every_steps=0 --set checkpoint.every_steps=0 "${settings[@]}" >"$out/host.log" 2>&1 || fail "host" "$out/host.log"
+  done
+  python3 - "$out/host/metrics.jsonl" "$out"/host.calls{2,7} <<'PY'
+import json, statistics, sys
+steps = 5
+few, many = [dict(line.rsplit(" ", 1) for line in open(path)) for path in sys.argv[2:]]
+calls = {name: (int(n) - int(few.get(name, 0))) / steps for name, n in many.items()}
+rows = [json.loads(line) for line in open(sys.argv[1])][-steps:]
+ms = 1e3 * statistics.median(row["step_time_s"] for row in rows)
+wait = sum(row["data_wait_s"] for row in rows) / sum(row["step_time_s"] for row in rows)
+launches = {name.removeprefix("kernel "): n for name, n in calls.items() if name.startswith("kernel ") or name == "cublasLtMatmul"}
 for name, n in sorted(launches.items(), key=lambda launch: -launch[1]):
     print(f"{n:8.1f} {name}")
-print(f"{sum(launches.values()):.0f} launches, {int(calls['cuMemAllocAsync']) / steps:.0f} allocations, "
-      f"{1e3 * row['step_s']:.1f} ms of the host per step, of which {100 * row['data_wait']:.0f} % wait for data")
+print(f"{sum(launches.values()):.0f} launches, {calls['cuMemAllocAsync']:.0f} allocations, "
+      f"{ms:.1f} ms of the host per step, of which {100 * wait:.0f} % wait for data")
 PY
 }
 
