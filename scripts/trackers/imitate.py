@@ -24,8 +24,9 @@ train = {
     "rejected_by_file": {}, "ranks": None,
 }
 (run / "trackers").mkdir(parents=True)
-config = {"optim": {"lr": 1e-5}, "data": {"train": [], "eval": []}}
-info = {"project": None, "name": "run", "config": config, "run": {"version": "0.1.0"}}
+data = {"train": [], "eval": []}
+config = {"optim": {"lr": 1e-5}, "data": data}
+info = {"project": None, "name": "run", "config": config, "data": data, "run": {"version": "0.1.0"}}
 (run / "trackers/run.json").write_text(json.dumps(info))
 files = {name: open(run / f"{name}.jsonl", "a", buffering=1)
          for name in ("metrics", "eval", "predictions")}
