@@ -46,9 +46,12 @@ pub(super) struct Imports {
 impl Imports {
     /// Starts the imports, which take seconds.
     pub(super) fn start(python: &OsStr, trackers: &[Tracker]) -> Result<Self, RunError> {
-        let import = |(name, symbol)| Ok((name, import(python, name, symbol, MAX_IMPORT)?));
-        let running = trackers.iter().filter_map(|tracker| tracker.package()).map(import);
-        Ok(Self { python: python.to_owned(), running: running.collect::<Result<_, _>>()? })
+        let packages = trackers.iter().filter_map(|tracker| tracker.package());
+        let mut running = Vec::new();
+        for (name, symbol) in packages {
+            running.push((name, import(python, name, symbol, MAX_IMPORT)?));
+        }
+        Ok(Self { python: python.to_owned(), running })
     }
 
     /// Waits for the imports, and fails if a package cannot be imported.
