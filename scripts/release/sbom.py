@@ -8,7 +8,6 @@ scripts, no procedural macros, and nothing that only tests use. The same commit 
 """
 
 import datetime
-import hashlib
 import json
 import os
 import re
@@ -107,7 +106,8 @@ texts = {}
 for key in parts:
     package = packages[key]
     folder = Path(package["manifest_path"]).parent
-    found = sorted(path for path in folder.iterdir() if re.match(r"(?i)(licen[cs]e|copying|notice|unlicense)", path.name) and path.is_file())
+    # Also those of C libraries in a folder of the package.
+    found = sorted(path for path in folder.rglob("*") if re.match(r"(?i)(un)?licen[cs]e|copying|notice", path.name) and path.is_file())
     for text in [path.read_text(errors="replace").strip() for path in found] or [f"Licence: {package['license']}"]:
         texts.setdefault(text, []).append(" ".join(key))
 with open(licences, "w") as file:
