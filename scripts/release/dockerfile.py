@@ -73,7 +73,7 @@ for step in parser.structure:
                 base = stages[sources.pop(0).removeprefix("--from=")]
             into = os.path.join(folder, to)
             for source in sources:
-                for path in glob.glob(str(base / source.lstrip("/"))):
+                for path in glob.glob(str(base / source.lstrip("/"))) or sys.exit(f"error: there is no {source}"):
                     copy(Path(path), root / into.lstrip("/"), not into.endswith("/"))
         case "ENTRYPOINT":
             entry = shlex.join(json.loads(value))

@@ -89,7 +89,7 @@ get() { # name, file
       if command -v curl >/dev/null; then
         curl --fail --silent --show-error --location --connect-timeout 30 --output "$2" "$base/$1" 2>"$work/errors" &
       elif command -v wget >/dev/null; then
-        wget --no-verbose --tries 3 --timeout 30 --output-document "$2" "$base/$1" 2>"$work/errors" &
+        wget --no-verbose --tries 2 --timeout 30 --output-document "$2" "$base/$1" 2>"$work/errors" &
       else
         fail 'neither curl nor wget is installed' 'install one of them, or pass a folder that has the files' 69
       fi
@@ -126,7 +126,7 @@ found=$(sha256sum <"$work/archive" | cut -d ' ' -f 1)
 tar -xzof "$work/archive" -C "$work" 2>"$work/errors" || fail "cannot unpack \`$archive\`: $(tail -n 1 "$work/errors")" "check the free space of \`$prefix\`" 73
 new=$work/${archive%.tar.gz}
 
-needed=$(cat "$new/share/trainer/glibc")
+needed=$(cat "$new/share/trainer/glibc" 2>/dev/null) || fail "\`$archive\` is not an archive of the program" 'check the address' 65
 glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null) || glibc='no glibc'
 [ "$(printf '%s\n' "${glibc#glibc }" "$needed" | sort -V | head -n 1)" = "$needed" ] && [ "$glibc" != 'no glibc' ] ||
   fail "the binary needs glibc $needed or later, and this machine has $glibc" 'use a newer system or a container, or build from source: cargo install --locked --path .' 69
@@ -142,7 +142,7 @@ fi
 # neither a failure nor a lost machine leaves files that --uninstall does not find.
 trap '' INT TERM HUP
 made=''
-if [ -f "$prefix/$list" ]; then cp "$prefix/$list" "$work/old"; else : >"$work/old"; fi
+if [ -f "$prefix/$list" ]; then sort "$prefix/$list" >"$work/old"; else : >"$work/old"; fi
 sort -u "$new/$list" "$work/old" >"$work/both"
 move() { # from, name
   { mkdir -p -- "$(dirname "$prefix/$2")" && mv -f -- "$1" "$prefix/$2"; } 2>/dev/null || cannot "$2"

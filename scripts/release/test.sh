@@ -115,12 +115,12 @@ release() { # folder, archives..
   (cd "$to" && sha256sum -- trainer-* >SHA256SUMS)
 }
 # An archive whose tree has been changed by a command.
-repack() { # archive, version, command..
+repack() { # archive, name of its tree, command
   rm -rf "$folder/changed"
   mkdir "$folder/changed"
-  cp -r "$tree" "$folder/changed/trainer-$2"
-  (cd "$folder/changed/trainer-$2" && eval "$3" && find . -type f ! -path ./share/trainer/files | cut -c 3- >share/trainer/files)
-  tar -C "$folder/changed" -czf "$1" "trainer-$2"
+  cp -r "$tree" "$folder/changed/$2"
+  (cd "$folder/changed/$2" && eval "$3" && find . -type f ! -path ./share/trainer/files | cut -c 3- >share/trainer/files)
+  tar -C "$folder/changed" -czf "$1" "$2"
 }
 # Programs that are found before those of the system.
 mkdir "$folder/stand_ins"
@@ -128,27 +128,27 @@ stand_in() { # name, output
   printf '#!/bin/sh\necho "%s"\n' "$2" >"$folder/stand_ins/$1"
   chmod +x "$folder/stand_ins/$1"
 }
-state() { (cd "$folder" && find "$1" -exec stat -c '%n %i %s %y' {} + 2>/dev/null | sort); }
+state() { find "$HOME" \( -type d -printf '%p\n' \) -o -printf '%p %i %s %T@\n' | sort; }
 pass() { echo "ok: $*"; }
 install() { sh "$web/release/install.sh" "$@"; }
 # The installation fails with a message and a code, and changes nothing.
 refused() { # case, code, message, arguments..
   local before status=0
-  before=$(state home)
+  before=$(state)
   install "${@:4}" >"$folder/output" 2>&1 || status=$?
   if [ "$status" != "$2" ] || ! grep -q -- "^error: .*$3" "$folder/output" || ! grep -q '^hint: ' "$folder/output"; then
     printf 'error: %s: exit code %s, expected %s and `%s`:\n' "$1" "$status" "$2" "$3"
     cat "$folder/output"
     exit 1
   fi
-  [ "$(state home)" = "$before" ] || { echo "error: $1: files have changed" && diff <(echo "$before") <(state home); exit 1; }
+  [ "$(state)" = "$before" ] || { echo "error: $1: files have changed" && diff <(echo "$before") <(state); exit 1; }
   pass "$1"
 }
 export HOME=$folder/home
 mkdir "$HOME"
 
 # All failures, twice: without an installation, and with one of an older version, which must still run.
-repack "$folder/trainer-0.0.9-linux-x86_64.tar.gz" 0.0.9-linux-x86_64 \
+repack "$folder/trainer-0.0.9-linux-x86_64.tar.gz" trainer-0.0.9-linux-x86_64 \
   'printf "#!/bin/sh\nsleep \${1#--version} 2>/dev/null; echo trainer 0.0.9\n" >bin/trainer; echo old >share/doc/trainer/docs/removed_since.md'
 release older "$folder/trainer-0.0.9-linux-x86_64.tar.gz"
 release both "$folder/trainer-0.0.9-linux-x86_64.tar.gz" "$folder/release/$archive"
@@ -161,7 +161,9 @@ head -c 100000 "$folder/release/$archive" >"$web/unpackable/$archive"
 mkdir "$web/page" && echo '<html>log in first</html>' >"$web/page/SHA256SUMS"
 repack "$folder/$archive" "$name" 'printf "#!/bin/sh\necho broken >&2; exit 1\n" >bin/trainer'
 release broken "$folder/$archive"
-for prefix in "$HOME/a new prefix/of two folders" "$HOME/an older version"; do
+repack "$folder/$archive" another ''
+release foreign "$folder/$archive"
+for prefix in "$HOME/a new prefix/of two levels" "$HOME/an older version"; do
   case $prefix in *older*)
     install --prefix "$prefix" "$address/good/older" >/dev/null
     [ "$("$prefix/bin/trainer" --version)" = "trainer 0.0.9" ]
@@ -174,6 +176,7 @@ for prefix in "$HOME/a new prefix/of two folders" "$HOME/an older version"; do
   refused "a folder without a release" 74 "cannot get .*No such file" --prefix "$prefix" "$folder/tree"
   refused "an archive that ends early" 73 "cannot unpack" --prefix "$prefix" "$address/good/unpackable"
   refused "a binary that does not start" 70 "does not start: broken" --prefix "$prefix" "$address/good/broken"
+  refused "an archive of something else" 65 "is not an archive of the program" --prefix "$prefix" "$address/good/foreign"
   refused "several versions" 64 "several archives for linux-x86_64: trainer-0.0.9" --prefix "$prefix" "$address/good/both"
   refused "a version that is missing" 69 "no archive for linux-x86_64 of version 7; the release has: trainer-$version" --version 7 --prefix "$prefix" "$good"
   refused "no binary with CUDA" 69 "no archive for linux-x86_64-cuda; the release has: $archive" --cuda --prefix "$prefix" "$good"
@@ -190,7 +193,7 @@ for prefix in "$HOME/a new prefix/of two folders" "$HOME/an older version"; do
   PATH=$folder/stand_ins:$PATH refused "no glibc" 69 "this machine has no glibc" --prefix "$prefix" "$good"
   rm "$folder/stand_ins/getconf"
   for signal in INT TERM HUP; do
-    before=$(state home)
+    before=$(state)
     rm -f "$web/half"
     # Ctrl-C reaches a script in the foreground; commands in the background ignore it from their start.
     python3 -c 'import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp("sh", ["sh", *sys.argv[1:]])' \
@@ -202,7 +205,7 @@ for prefix in "$HOME/a new prefix/of two folders" "$HOME/an older version"; do
     wait "$runs" || status=$?
     runs=''
     [ "$status" = 75 ] && grep -q '^error: stopped by a signal; nothing was installed' "$folder/output"
-    [ "$(state home)" = "$before" ] || { echo "error: SIG$signal left files" && exit 1; }
+    [ "$(state)" = "$before" ] || { echo "error: SIG$signal left files" && exit 1; }
     pass "SIG$signal during the download"
   done
 done
@@ -240,17 +243,17 @@ refused "nothing to uninstall" 66 "there is no installation" --uninstall --prefi
 # The default prefix, the address from the environment, with other files in the prefix; wget; a folder.
 mkdir -p "$HOME/.local/bin"
 echo mine >"$HOME/.local/bin/other"
-before=$(state home)
+before=$(state)
 (cd / && TRAINER_BASE_URL=$good/ install) | grep -q "^add $HOME/.local/bin to PATH"
 [ "$("$HOME/.local/bin/trainer" --version)" = "trainer $version" ]
 install --uninstall >/dev/null
-[ "$(state home | cut -d ' ' -f 1-3)" = "$(cut -d ' ' -f 1-3 <<<"$before")" ]
+[ "$(state)" = "$before" ]
 pass "the default prefix, and uninstalling"
 echo mine >"$HOME/.local/bin/trainer"
 refused "another file of this name" 73 "exists, and is not from an archive" "$good"
 rm "$HOME/.local/bin/trainer"
 mkdir "$folder/few"
-for tool in awk cat comm cp cut dirname getconf gzip head mkdir mktemp mv rm rmdir sed sh sha256sum sort tail tar tr uname; do
+for tool in cat comm cp cut diff dirname find getconf grep gzip head mkdir mktemp mv rm rmdir sed sh sha256sum sort tail tar tr uname; do
   ln -s "$(command -v "$tool")" "$folder/few/$tool"
 done
 PATH=$folder/few refused "neither curl nor wget" 69 "neither curl nor wget is installed" "$good"
