@@ -123,7 +123,7 @@ get "$archive" "$work/archive"
 expected=$(sed -n "s/^\([0-9a-f]\{64\}\) [ *]$archive\$/\1/p" "$work/sums")
 found=$(sha256sum <"$work/archive" | cut -d ' ' -f 1)
 [ "$found" = "$expected" ] || fail "\`$archive\` is damaged: its SHA-256 sum is $found, that of SHA256SUMS $expected" 'run this again; if the sums still differ, do not use the archive' 65
-tar -xzof "$work/archive" -C "$work" 2>"$work/errors" || fail "cannot unpack \`$archive\`: $(tail -n 1 "$work/errors")" "check the free space of \`$prefix\`" 73
+tar -xzf "$work/archive" -C "$work" 2>"$work/errors" || fail "cannot unpack \`$archive\`: $(tail -n 1 "$work/errors")" "check the free space of \`$prefix\`" 73
 new=$work/${archive%.tar.gz}
 
 needed=$(cat "$new/share/trainer/glibc" 2>/dev/null) || fail "\`$archive\` is not an archive of the program" 'check the address' 65

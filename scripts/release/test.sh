@@ -76,7 +76,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Location", f"/good/{rest}")
             self.end_headers()
             return
-        if not path.is_file():
+        if not path.is_file() or "//" in self.path:
             self.send_error(404)
             return
         data = path.read_bytes()
@@ -200,12 +200,15 @@ for prefix in "$HOME/a new prefix/of two levels" "$HOME/an older version"; do
       "$web/release/install.sh" --prefix "$prefix" "$address/slow/release" >"$folder/output" 2>&1 &
     runs=$!
     until [ -e "$web/half" ]; do sleep 0.05; done
+    [ -d "$(echo "$prefix"/.trainer-install.*)" ] # on the file system of the prefix
     kill -s "$signal" "$runs"
     status=0
     wait "$runs" || status=$?
     runs=''
     [ "$status" = 75 ] && grep -q '^error: stopped by a signal; nothing was installed' "$folder/output"
     [ "$(state)" = "$before" ] || { echo "error: SIG$signal left files" && exit 1; }
+    for _ in {1..100}; do grep -qs "$address/slow" /proc/[0-9]*/cmdline || break; sleep 0.05; done
+    ! grep -s "$address/slow" /proc/[0-9]*/cmdline || { echo "error: the download continues" && exit 1; }
     pass "SIG$signal during the download"
   done
 done
@@ -244,7 +247,8 @@ refused "nothing to uninstall" 66 "there is no installation" --uninstall --prefi
 mkdir -p "$HOME/.local/bin"
 echo mine >"$HOME/.local/bin/other"
 before=$(state)
-(cd / && TRAINER_BASE_URL=$good/ install) | grep -q "^add $HOME/.local/bin to PATH"
+(cd / && TRAINER_BASE_URL=$good/ install) >"$folder/output"
+grep -q "^add $HOME/.local/bin to PATH" "$folder/output"
 [ "$("$HOME/.local/bin/trainer" --version)" = "trainer $version" ]
 install --uninstall >/dev/null
 [ "$(state)" = "$before" ]
@@ -257,7 +261,8 @@ for tool in cat comm cp cut diff dirname find getconf grep gzip head mkdir mktem
   ln -s "$(command -v "$tool")" "$folder/few/$tool"
 done
 PATH=$folder/few refused "neither curl nor wget" 69 "neither curl nor wget is installed" "$good"
-(cd "$HOME" && PATH=$folder/few install --prefix relative --version "$version" "$web/both" >/dev/null)
+(cd "$HOME" && PATH=$folder/few install --prefix relative --version "$version" "$web/both" >"$folder/output")
+grep -q "^installed .* in $HOME/relative/bin" "$folder/output"
 diff -r "$tree" "$HOME/relative"
 pass "a folder in place of an address, and a relative prefix"
 if command -v wget >/dev/null; then
@@ -274,6 +279,7 @@ fi
 repack "$folder/$name-cuda.tar.gz" "$name-cuda" \
   'printf "#!/bin/sh\necho \"trainer: error while loading shared libraries: libcuda.so.1: no such file\" >&2; exit 127\n" >bin/trainer'
 release cuda "$folder/$name-cuda.tar.gz" "$folder/release/$archive"
-install --cuda --prefix "$HOME/cuda" "$address/good/cuda" | grep "^installed $name-cuda, which does not start on this machine (libcuda.so.1: no such file) in"
+install --cuda --prefix "$HOME/cuda" "$address/good/cuda" >"$folder/output"
+grep -q "^installed $name-cuda, which does not start on this machine (libcuda.so.1: no such file) in" "$folder/output"
 pass "the binary with CUDA without a driver"
 echo "all installations behave as expected"
