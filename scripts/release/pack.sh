@@ -33,7 +33,7 @@ SOURCE_DATE_EPOCH=$time python3 scripts/release/sbom.py "$variant" "$share/doc/t
 mv "$folder/files" "$share/trainer/files"
 
 tar -C "$folder" -c --sort=name --format=ustar --mtime="@$time" --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX "$name" |
-  gzip -9n >"$folder/archive"
+  gzip -n >"$folder/archive"
 mv "$folder/archive" "$out/$name.tar.gz"
 cp "$share/trainer/sbom.cdx.json" "$out/$name.cdx.json"
 cp scripts/release/install.sh "$out"
