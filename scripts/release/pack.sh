@@ -3,8 +3,9 @@
 #   scripts/release/pack.sh OUT BINARY                   OUT/trainer-VERSION-linux-x86_64.tar.gz, .cdx.json
 #   scripts/release/pack.sh OUT BINARY cuda OTHER        the same with -cuda, for a binary with that feature; the
 #                                                        manual is that of OTHER, which starts without a driver
-# An archive is a tree for a prefix such as /usr/local. The same binary and commit give the same bytes: names
-# are sorted, and all files have the time of the commit (or SOURCE_DATE_EPOCH) and belong to root.
+# FEATURES has the features of other builds. An archive is a tree for a prefix such as /usr/local. The same
+# binary and commit give the same bytes: names are sorted, and all files have the time of the commit (or
+# SOURCE_DATE_EPOCH) and belong to root.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export LC_ALL=C
@@ -28,7 +29,7 @@ objdump -T "$tree/bin/trainer" | grep -o 'GLIBC_[0-9.]*' | cut -d_ -f2 | sort -V
 "$manual_of" man --out "$share/man/man1" 2>/dev/null
 # Messages of the program name these files.
 tar -c README.md LICENSE CHANGELOG.md docs configs scripts/trackers/read_*.py | tar -C "$share/doc/trainer" -x
-SOURCE_DATE_EPOCH=$time python3 scripts/release/sbom.py "$variant" "$share/doc/trainer/licenses.txt" >"$share/trainer/sbom.cdx.json"
+SOURCE_DATE_EPOCH=$time python3 scripts/release/sbom.py "${FEATURES-$variant}" "$share/doc/trainer/licenses.txt" >"$share/trainer/sbom.cdx.json"
 (cd "$tree" && find . -type f | cut -c 3- | sort) >"$folder/files"
 mv "$folder/files" "$share/trainer/files"
 

@@ -23,11 +23,12 @@ def run(*command):
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-# `cargo metadata` unites the features of all targets and of tests; `cargo tree` selects those of the build.
+SELECTED = ["--locked", "--features", features]
+# `cargo metadata` unites the features of builds and tests; `cargo tree` has those of the binary.
 tree = run(
-    "cargo", "tree", "--locked", "--package", "trainer", "--features", features, "--target", TARGET,
-    "--edges", "normal,no-proc-macro", "--prefix", "depth", "--format", "{p}",
-)  # fmt: skip
+    *["cargo", "tree", *SELECTED, "--package", "trainer", "--target", TARGET],
+    *["--edges", "normal,no-proc-macro", "--prefix", "depth", "--format", "{p}"],
+)
 depends = {}
 above = []
 for line in tree.splitlines():
@@ -37,7 +38,7 @@ for line in tree.splitlines():
     if len(above) > 1:
         depends[above[-2]].add((name, version))
 
-metadata = json.loads(run("cargo", "metadata", "--locked", "--format-version", "1"))
+metadata = json.loads(run("cargo", "metadata", *SELECTED, "--format-version", "1", "--filter-platform", TARGET))
 packages = {(package["name"], package["version"]): package for package in metadata["packages"]}
 checksums = {
     (name, version): checksum
