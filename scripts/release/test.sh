@@ -123,7 +123,7 @@ repack() { # archive, name of its tree, command
   mkdir "$folder/changed"
   cp -r "$tree" "$folder/changed/$2"
   (cd "$folder/changed/$2" && eval "$3" && find . -type f ! -path ./share/trainer/files | cut -c 3- >share/trainer/files)
-  tar -C "$folder/changed" -czf "$1" "$2"
+  tar -C "$folder/changed" -c "$2" | gzip -1 >"$1"
 }
 # Programs that are found before those of the system.
 mkdir "$folder/stand_ins"
@@ -164,7 +164,7 @@ head -c 100000 "$folder/release/$archive" >"$web/unpackable/$archive"
 mkdir "$web/page" && echo '<html>log in first</html>' >"$web/page/SHA256SUMS"
 repack "$folder/$archive" "$name" 'printf "#!/bin/sh\necho broken >&2; exit 1\n" >bin/trainer'
 release broken "$folder/$archive"
-repack "$folder/$archive" another ''
+repack "$folder/$archive" another 'rm -r bin'
 release foreign "$folder/$archive"
 for prefix in "$HOME/a new prefix/of two levels" "$HOME/an older version"; do
   case $prefix in *older*)
