@@ -7,7 +7,7 @@
 #     ranks         scripts/dist: 50 kills and 20 stops, saves, 1,000 steps on 4 ranks
 set -euo pipefail
 cd "$(dirname "$0")/.."
-scripts/install.sh
+scripts/install_dependencies.sh
 
 features=video,mpi,cuda-emulation,testing
 tests() {

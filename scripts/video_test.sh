@@ -3,6 +3,6 @@
 #   scripts/video_test.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
-scripts/install.sh video
+scripts/install_dependencies.sh video
 # One command, so that the library and its tests compile at the same time.
 cargo test --release --workspace --features video --lib --test integration -- video

@@ -8,7 +8,7 @@
 # the number of steps.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-scripts/install.sh mpi
+scripts/install_dependencies.sh mpi
 cargo build --release --quiet --bin trainer --features "${FEATURES:-mpi}"
 trainer=$PWD/target/release/trainer
 steps=${STEPS:-8}

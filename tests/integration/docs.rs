@@ -68,7 +68,7 @@ fn every_example_row_is_read() {
 /// A release contains the files that messages of the program name.
 #[test]
 fn every_file_that_a_message_names_is_in_a_release() {
-    let script = text("scripts/release.sh");
+    let script = text("scripts/release/pack.sh");
     let packed = script.lines().find_map(|line| line.strip_prefix("tar -c ")).unwrap();
     let packed: Vec<&str> = packed.split(" | ").next().unwrap().split(' ').collect();
     let mut sources = Vec::new();

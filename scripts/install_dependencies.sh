@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs what building and testing need and this machine lacks (Debian and Ubuntu; through sudo if the
 # user is not root).
-#   scripts/install.sh                       everything
-#   scripts/install.sh compilers video mpi   some of it
+#   scripts/install_dependencies.sh                       everything
+#   scripts/install_dependencies.sh compilers video mpi   some of it
 #     compilers   rustfmt, clippy, C and C++ compilers, Python's venv (for the CUDA compiler)
 #     video       pkg-config, FFmpeg's development files, libclang
 #     mpi         OpenMPI, libclang
