@@ -102,7 +102,7 @@ pub enum CheckpointError {
         /// The first such element, in row-major order.
         element: usize,
         value: f32,
-        dtype: String,
+        dtype: &'static str,
     },
     #[error("cannot copy tensor `{tensor}` between its device and the disk")]
     #[fault(hint = "see the cause; the device may be out of memory")]

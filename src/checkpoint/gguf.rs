@@ -34,6 +34,18 @@ pub enum GgufValue {
     Texts(Vec<String>),
 }
 
+/// The dtype of a tensor in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GgufDtype {
+    F32,
+    F16,
+    Bf16,
+    /// Blocks of 32 values in 8 bits with one scale.
+    Q8_0,
+    /// Blocks of 32 values in 4 bits with one scale.
+    Q4_0,
+}
+
 /// A file to be written.
 #[derive(Debug)]
 pub struct GgufFile {
@@ -45,10 +57,9 @@ pub struct GgufFile {
 /// A tensor of a file, whose values are computed when it is written.
 pub struct GgufTensor {
     pub name: String,
-    /// Sizes from the outermost dimension; a row is a multiple of the block of `dtype`.
+    /// Sizes from the outermost dimension; the last one is a multiple of the block of `dtype`.
     pub shape: Vec<usize>,
-    /// The dtype in the file.
-    pub dtype: GgmlDType,
+    pub dtype: GgufDtype,
     /// Computes the values in `f32`.
     pub make: Box<dyn Fn() -> Result<Tensor, CheckpointError>>,
 }
@@ -56,6 +67,55 @@ pub struct GgufTensor {
 impl fmt::Debug for GgufTensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {:?} {:?}", self.name, self.dtype, self.shape)
+    }
+}
+
+impl GgufDtype {
+    /// Number of values that have one scale.
+    pub fn block(self) -> usize {
+        self.in_candle().block_size()
+    }
+
+    /// The name as in the names of files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+            Self::Q8_0 => "q8_0",
+            Self::Q4_0 => "q4_0",
+        }
+    }
+
+    fn in_candle(self) -> GgmlDType {
+        match self {
+            Self::F32 => GgmlDType::F32,
+            Self::F16 => GgmlDType::F16,
+            Self::Bf16 => GgmlDType::BF16,
+            Self::Q8_0 => GgmlDType::Q8_0,
+            Self::Q4_0 => GgmlDType::Q4_0,
+        }
+    }
+
+    /// The number of the dtype in a file.
+    fn code(self) -> u32 {
+        match self {
+            Self::F32 => 0,
+            Self::F16 => 1,
+            Self::Q4_0 => 2,
+            Self::Q8_0 => 8,
+            Self::Bf16 => 30,
+        }
+    }
+
+    /// The largest absolute value; the scale of a block is in f16.
+    fn largest(self) -> f32 {
+        match self {
+            Self::F16 => MAX_F16,
+            Self::Q8_0 => MAX_F16 * 127.0,
+            Self::Q4_0 => MAX_F16 * 8.0,
+            Self::F32 | Self::Bf16 => f32::MAX,
+        }
     }
 }
 
@@ -93,7 +153,7 @@ impl GgufFile {
             put_text(&mut head, &tensor.name);
             head.extend((tensor.shape.len() as u32).to_le_bytes());
             tensor.shape.iter().rev().for_each(|size| put_count(&mut head, *size));
-            head.extend(code(tensor.dtype).to_le_bytes());
+            head.extend(tensor.dtype.code().to_le_bytes());
             put_count(&mut head, offset);
             offset += tensor.num_bytes().next_multiple_of(ALIGNMENT);
         }
@@ -104,7 +164,8 @@ impl GgufFile {
 
 impl GgufTensor {
     fn num_bytes(&self) -> usize {
-        self.shape.iter().product::<usize>() / self.dtype.block_size() * self.dtype.type_size()
+        let (count, dtype) = (self.shape.iter().product::<usize>(), self.dtype.in_candle());
+        count / dtype.block_size() * dtype.type_size()
     }
 
     fn write(&self, path: &Path, file: &mut impl Write) -> Result<(), CheckpointError> {
@@ -136,24 +197,17 @@ impl GgufTensor {
     ) -> Result<Vec<u8>, CheckpointError> {
         let fault = |source| CheckpointError::Tensor { tensor: self.name.clone(), source };
         let part = values.narrow(0, rows.start, rows.len()).map_err(fault)?;
-        // the scale of a block is in f16 too
-        let largest = match self.dtype {
-            GgmlDType::F16 => MAX_F16,
-            GgmlDType::Q8_0 => MAX_F16 * 127.0,
-            GgmlDType::Q4_0 => MAX_F16 * 8.0,
-            _ => f32::MAX,
-        };
         let found: Vec<f32> = part.flatten_all().and_then(|part| part.to_vec1()).map_err(fault)?;
         // not `>`, which is false for NaN
-        if let Some(at) = found.iter().position(|value| !(value.abs() <= largest)) {
+        if let Some(at) = found.iter().position(|value| !(value.abs() <= self.dtype.largest())) {
             return Err(CheckpointError::TooLarge {
                 tensor: self.name.clone(),
                 element: first + at,
                 value: found[at],
-                dtype: format!("{:?}", self.dtype).to_lowercase(),
+                dtype: self.dtype.name(),
             });
         }
-        let converted = QTensor::quantize(&part, self.dtype).map_err(fault)?;
+        let converted = QTensor::quantize(&part, self.dtype.in_candle()).map_err(fault)?;
         Ok(converted.data().map_err(fault)?.into_owned())
     }
 }
@@ -202,15 +256,4 @@ fn put_text(head: &mut Vec<u8>, text: &str) {
 
 fn put_count(head: &mut Vec<u8>, count: usize) {
     head.extend((count as u64).to_le_bytes());
-}
-
-/// The number of the dtype in a file. Of those of candle, only these are written.
-fn code(dtype: GgmlDType) -> u32 {
-    match dtype {
-        GgmlDType::F16 => 1,
-        GgmlDType::Q4_0 => 2,
-        GgmlDType::Q8_0 => 8,
-        GgmlDType::BF16 => 30,
-        _ => 0,
-    }
 }

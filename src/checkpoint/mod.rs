@@ -35,7 +35,7 @@ pub use checkpointer::{Checkpoint, Checkpointer, Contents};
 pub use config::{BestConfig, BestMode, CheckpointConfig};
 pub use error::CheckpointError;
 pub(crate) use error::write_hint;
-pub use gguf::{GgufFile, GgufTensor, GgufValue};
+pub use gguf::{GgufDtype, GgufFile, GgufTensor, GgufValue};
 pub use hf::{COPIED_FILES, CarriedFiles, FolderLayout, ModelFolder, is_model_file};
 pub use peft::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, Patterns, PeftConfig, adapter_weights};
 pub use ranks::{Alone, Together};
