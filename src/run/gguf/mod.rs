@@ -7,7 +7,7 @@ mod tokenizer;
 mod vision;
 
 use super::error::{RunError, SetupError};
-use super::export::{ExportedWeights, Exported};
+use super::export::{Exported, ExportedWeights};
 use super::inputs::open_for_run;
 use super::model_files::{check_model_folder, files_error, unused};
 use crate::checkpoint::{CheckpointError, GgufDtype, GgufFile, GgufTensor, GgufValue};
@@ -48,7 +48,8 @@ pub fn export_gguf(
 ) -> Result<Exported, RunError> {
     check_model_folder(base)?;
     let open = open_for_run(&ModelSection::new(base), 0, &Device::Cpu)?;
-    let (config, json, specs) = (open.config().clone(), open.config_json.clone(), open.specs.clone());
+    let (config, json, specs) =
+        (open.config().clone(), open.config_json.clone(), open.specs.clone());
     let unsupported = |what| SetupError::NoGguf { folder: base.to_owned(), what };
     let family = family(&json).map_err(unsupported)?;
     text::check(&config.text).map_err(unsupported)?;
@@ -64,8 +65,7 @@ pub fn export_gguf(
     let (visual, decoder): (Vec<_>, Vec<_>) =
         specs.iter().partition(|spec| spec.name.starts_with(vision::PREFIX));
     let of_decoder = |spec: &ParamSpec| text::parts(family, &config.text, spec);
-    let mut files =
-        vec![file("model", dtype, text, &weights, &decoder, &of_decoder, &mut counts)];
+    let mut files = vec![file("model", dtype, text, &weights, &decoder, &of_decoder, &mut counts)];
     if let (Some(metadata), Some(vision)) = (vision, &config.vision) {
         let dtype = if dtype.block() > 1 { GgufDtype::F16 } else { dtype };
         let of_vision = |spec: &ParamSpec| vision::parts(vision, spec);

@@ -97,7 +97,8 @@ pub(super) fn metadata(
         found.push((format!("{family}.rope.dimension_sections"), GgufValue::I32s(sections)));
     }
     let deepstack = config.vision.as_ref().map(|vision| vision.parts.deepstack.len());
-    found.extend(deepstack.filter(|_| family == "qwen3vl").map(|n| number("n_deepstack_layers", n)));
+    found
+        .extend(deepstack.filter(|_| family == "qwen3vl").map(|n| number("n_deepstack_layers", n)));
     if let Some(linear) = text.linear_attention() {
         found.extend([
             number("full_attention_interval", interval(text)),
@@ -115,7 +116,8 @@ pub(super) fn metadata(
 pub(super) fn parts(family: &str, text: &DecoderConfig, spec: &ParamSpec) -> Vec<Part> {
     let name = spec.name.strip_prefix("model.language_model.");
     let name = name.or_else(|| spec.name.strip_prefix("model.")).unwrap_or(&spec.name);
-    let plus_one = text.norm_scale == NormScale::OnePlusWeight && !name.ends_with("linear_attn.norm.weight");
+    let plus_one =
+        text.norm_scale == NormScale::OnePlusWeight && !name.ends_with("linear_attn.norm.weight");
     let is_norm = name.ends_with("norm.weight");
     let layer = name.strip_prefix("layers.").and_then(|rest| rest.split_once('.'));
     let Some((k, rest)) = layer else {
@@ -137,7 +139,7 @@ pub(super) fn parts(family: &str, text: &DecoderConfig, spec: &ParamSpec) -> Vec
         ("post_attention_layernorm", _) => of_layer("ffn_norm.weight"),
         _ => {
             let name = NAMES.iter().find(|(ours, _)| *ours == part);
-            of_layer(&format!("{}.{kind}", name.map_or(part, |(_, theirs)| theirs)))
+            of_layer(&format!("{}.{kind}", name.map_or(part, |(_, theirs)| *theirs)))
         }
     };
     match text.linear_attention().zip(rest.strip_prefix("linear_attn.")) {

@@ -1,10 +1,10 @@
 //! Tokens, merges, special tokens and the chat template.
 
+use super::super::error::{RunError, SetupError};
+use super::super::model_files::files_error;
 use super::Metadata;
 use crate::checkpoint::{CheckpointError, GgufValue};
 use crate::data::chat_template_source;
-use crate::run::error::{RunError, SetupError};
-use crate::run::model_files::files_error;
 use serde_json::Value;
 use std::path::Path;
 
@@ -53,7 +53,9 @@ pub(super) fn metadata(
     }
     let adds_bos = settings["add_bos_token"] == true;
     found.push(("tokenizer.ggml.add_bos_token".to_owned(), GgufValue::Bool(adds_bos)));
-    found.extend(chat_template_source(folder)?.map(|source| text("tokenizer.chat_template", source)));
+    found.extend(
+        chat_template_source(folder)?.map(|source| text("tokenizer.chat_template", source)),
+    );
     Ok(found)
 }
 
@@ -77,7 +79,9 @@ fn split(tokenizer: &Value) -> Result<&'static str, String> {
     let pattern = splits[0]["pattern"]["Regex"].as_str().unwrap_or_default();
     let found = SPLITS.iter().find(|(known, _)| *known == pattern);
     found.map(|(_, name)| *name).ok_or_else(|| {
-        format!("tokenizer.json splits text by `{pattern}`, expected the pattern of Qwen2 or Qwen3.5")
+        format!(
+            "tokenizer.json splits text by `{pattern}`, expected the pattern of Qwen2 or Qwen3.5"
+        )
     })
 }
 

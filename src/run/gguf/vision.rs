@@ -1,12 +1,12 @@
 //! The vision encoder: sizes, and the names of its tensors.
 
+use super::super::error::{RunError, SetupError};
 use super::{Metadata, Part, count, same};
 use crate::checkpoint::GgufValue;
 use crate::data::{ImageConfig, ImageProcessor};
 use crate::models::{VisionConfig, VisionMlp};
 use crate::nn::ParamSpec;
 use crate::ops::Gelu;
-use crate::run::error::{RunError, SetupError};
 use std::path::Path;
 
 /// Names of the parameters begin with this.
@@ -112,21 +112,35 @@ pub(super) fn parts(vision: &VisionConfig, spec: &ParamSpec) -> Vec<Part> {
     let (part, kind) = name.rsplit_once('.').unwrap_or((name, "weight"));
     let keep = |name: String| vec![same(name, &spec.shape)];
     let [norm, fc1, fc2] = vision.parts.merger_names;
-    if let Some((block, part)) = part.strip_prefix("blocks.").and_then(|rest| rest.split_once('.')) {
-        let theirs = NAMES.iter().find(|(ours, _)| *ours == part).map_or(part, |(_, name)| name);
+    if let Some((block, part)) = part.strip_prefix("blocks.").and_then(|rest| rest.split_once('.'))
+    {
+        let theirs =
+            NAMES.iter().find(|(ours, _)| *ours == part).map_or(part, |(_, theirs)| *theirs);
         if part == "attn.qkv" && vision.parts.windows.is_some() {
             return thirds(&format!("v.blk.{block}"), kind, &spec.shape);
         }
         return keep(format!("v.blk.{block}.{theirs}.{kind}"));
     }
     if let Some(part) = part.strip_prefix("merger.") {
-        let theirs = if part == norm { "v.post_ln" } else if part == fc1 { "mm.0" } else { "mm.2" };
+        let theirs = if part == norm {
+            "v.post_ln"
+        } else if part == fc1 {
+            "mm.0"
+        } else {
+            "mm.2"
+        };
         return keep(format!("{theirs}.{kind}"));
     }
     let deepstack = part.strip_prefix("deepstack_merger_list.");
     if let Some((k, part)) = deepstack.and_then(|rest| rest.split_once('.')) {
         let block = k.parse().ok().and_then(|k: usize| vision.parts.deepstack.get(k).copied());
-        let theirs = if part == norm { "norm" } else if part == fc2 { "fc2" } else { "fc1" };
+        let theirs = if part == norm {
+            "norm"
+        } else if part == fc2 {
+            "fc2"
+        } else {
+            "fc1"
+        };
         return keep(format!("v.deepstack.{}.{theirs}.{kind}", block.unwrap_or_default()));
     }
     match (part, kind) {
