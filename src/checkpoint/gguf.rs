@@ -5,8 +5,8 @@
 
 use super::CheckpointError;
 use super::atomic::build_folder;
-use candle_core::Tensor;
 use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{Device, Tensor};
 use std::fmt;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -207,7 +207,9 @@ impl GgufTensor {
                 dtype: self.dtype.name(),
             });
         }
-        let converted = QTensor::quantize(&part, self.dtype.in_candle()).map_err(fault)?;
+        // not `part`: candle would read the values of the whole tensor
+        let found = Tensor::from_vec(found, part.dims(), &Device::Cpu).map_err(fault)?;
+        let converted = QTensor::quantize(&found, self.dtype.in_candle()).map_err(fault)?;
         Ok(converted.data().map_err(fault)?.into_owned())
     }
 }
