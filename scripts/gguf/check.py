@@ -8,6 +8,7 @@ a likelihood differs by more than TOLERANCE. llama.cpp computes with a cache in 
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +89,9 @@ class Client:
     def prompt(self, messages):
         """Logits after the prompt, the number of its positions, and that of its tokens."""
         lib.llama_memory_clear(lib.llama_get_memory(self.context), True)
-        text = self.template.render(messages=messages, add_generation_prompt=True)
+        text = self.template.render(
+            messages=messages, add_generation_prompt=True, enable_thinking=False
+        )
         images = [part["image"] for part in messages[0]["content"] if part["type"] == "image"]
         if not images:
             tokens = self.tokens(text)
@@ -144,6 +147,10 @@ class Client:
         return total, len(tokens)
 
 
+def without_preload():
+    return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+
+
 def of_trainer(user):
     """The answer of `trainer generate`, and the number of tokens of the prompt."""
     command = [trainer, "generate", "--model", folder, "--json", "--device", "cpu"]
@@ -151,7 +158,7 @@ def of_trainer(user):
     for part in user["content"]:
         command += ["--image", part["image"]] if part["type"] == "image" else []
         command += ["--prompt", part["text"]] if part["type"] == "text" else []
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=without_preload())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     return found["answer"], found["num_prompt_tokens"]

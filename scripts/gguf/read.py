@@ -13,7 +13,6 @@ import gguf
 import numpy as np
 
 written, folder = Path(sys.argv[1]), Path(sys.argv[2])
-text_names = {"qwen2vl": "qwen2vl", "qwen3": "qwen3", "qwen3vl": "qwen3vl", "qwen35": "qwen35"}
 
 
 def tensors(path):
