@@ -259,3 +259,46 @@ fn put_text(head: &mut Vec<u8>, text: &str) {
 fn put_count(head: &mut Vec<u8>, count: usize) {
     head.extend((count as u64).to_le_bytes());
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::quantized::gguf_file::Content;
+
+    #[test]
+    fn a_tensor_of_several_chunks_has_all_values_in_order() {
+        let shape = vec![(CHUNK_ELEMENTS / 32) + 5, 32];
+        let count: usize = shape.iter().product();
+        let value = |k: usize| (k % 1999) as f32;
+        let name_of = |dtype: GgufDtype| format!("of_{}", dtype.name());
+        let of_file = |dtype| {
+            let shape_of = shape.clone();
+            let make = move || {
+                let values: Vec<f32> = (0..count).map(value).collect();
+                Ok(Tensor::from_vec(values, shape_of.clone(), &Device::Cpu).unwrap())
+            };
+            let name = name_of(dtype);
+            GgufTensor { name, shape: shape.clone(), dtype, make: Box::new(make) }
+        };
+        let dtypes = [GgufDtype::F16, GgufDtype::Q8_0, GgufDtype::F32];
+        let file = GgufFile {
+            name: "a.gguf".to_owned(),
+            metadata: vec![("general.architecture".to_owned(), GgufValue::Text("a".to_owned()))],
+            tensors: dtypes.map(of_file).into(),
+        };
+        let place = tempfile::tempdir().unwrap();
+        GgufFile::write_new(&[file], &place.path().join("new")).unwrap();
+        let mut file = File::open(place.path().join("new/a.gguf")).unwrap();
+        let content = Content::read(&mut file).unwrap();
+        for dtype in dtypes {
+            let found = content.tensor(&mut file, &name_of(dtype), &Device::Cpu).unwrap();
+            let found = found.dequantize(&Device::Cpu).unwrap();
+            assert_eq!(found.dims(), shape);
+            let found: Vec<f32> = found.flatten_all().unwrap().to_vec1().unwrap();
+            // half of a step of 8 bits, and the rounding of its scale
+            let distance = if dtype == GgufDtype::Q8_0 { 8.9 } else { 0.0 };
+            let at = found.iter().enumerate().find(|(k, x)| (*x - value(*k)).abs() > distance);
+            assert_eq!(at, None, "{dtype:?}");
+        }
+    }
+}
