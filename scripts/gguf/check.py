@@ -26,7 +26,7 @@ MAX_NEW_TOKENS = 24
 
 @ffi.callback("void(enum ggml_log_level, const char *, void *)")
 def quiet(level, text, data):
-    if level >= lib.GGML_LOG_LEVEL_ERROR:
+    if level == lib.GGML_LOG_LEVEL_ERROR:
         sys.stderr.write(ffi.string(text).decode())
 
 

@@ -56,10 +56,10 @@ for family in $families; do
     for quant in f16 bf16 q8_0 q4_0; do
         # answers that must be equal, and how far likelihoods of tokens may be apart
         case $quant in
-            f16) fewest=48 tolerance=0.02 ;;
-            bf16) fewest=45 tolerance=0.2 ;;
-            q8_0) fewest=45 tolerance=0.2 ;;
-            q4_0) fewest=25 tolerance=10 ;;
+            f16) fewest=48 tolerance=0.003 ;;
+            bf16) fewest=48 tolerance=0.03 ;;
+            q8_0) fewest=48 tolerance=0.05 ;;
+            q4_0) fewest=40 tolerance=1 ;;
         esac
         "$trainer" export --model "$at/run/final" --gguf "$at/$quant" --quant "$quant" >"$at/export.json"
         "$python" scripts/gguf/read.py "$at/$quant" "$at/run/final"
