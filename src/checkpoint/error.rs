@@ -95,6 +95,15 @@ pub enum CheckpointError {
     )]
     #[fault(hint = "replace the link by a copy of the file")]
     OutsideLink { path: PathBuf, target: PathBuf },
+    #[error("tensor `{tensor}`: its element {element} is {value}, which {dtype} cannot represent")]
+    #[fault(hint = "write the file with `--quant bf16`")]
+    TooLarge {
+        tensor: String,
+        /// The first such element, in row-major order.
+        element: usize,
+        value: f32,
+        dtype: &'static str,
+    },
     #[error("cannot copy tensor `{tensor}` between its device and the disk")]
     #[fault(hint = "see the cause; the device may be out of memory")]
     Tensor { tensor: String, source: candle_core::Error },

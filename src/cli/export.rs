@@ -4,8 +4,8 @@ use super::args::{check_folder, model_folder};
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::terminal::stdout;
-use crate::checkpoint::PeftConfig;
-use crate::run::{ExportDtype, export_adapter, export_model};
+use crate::checkpoint::{GgufDtype, PeftConfig};
+use crate::run::{ExportDtype, export_adapter, export_gguf, export_model};
 use crate::train::Precision;
 use clap::{Args, ValueEnum};
 use std::io::Write as _;
@@ -15,12 +15,19 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  trainer export --adapter runs/mine/final --merge --out merged\n  \
-    trainer export --model runs/mine/checkpoints/step-00000200 --out model --dtype bf16"
+    trainer export --model runs/mine/checkpoints/step-00000200 --out model --dtype bf16\n  \
+    trainer export --model runs/mine/final --gguf for_llama_cpp --quant q8_0"
 )]
 pub(super) struct ExportArgs {
     /// New folder to write
-    #[arg(long, value_name = "DIR")]
-    out: PathBuf,
+    #[arg(long, value_name = "DIR", required_unless_present = "gguf")]
+    out: Option<PathBuf>,
+    /// New folder to write for llama.cpp: a GGUF file of the model, and one of its vision encoder
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["out", "dtype", "transformers_4"])]
+    gguf: Option<PathBuf>,
+    /// Dtype of the matrices in the file of the model
+    #[arg(long, value_name = "DTYPE", requires = "gguf", default_value = "f16")]
+    quant: QuantArg,
     /// Adapter in PEFT's layout, for example `final` of a run with `adapter`
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
@@ -56,10 +63,38 @@ impl From<DtypeArg> for ExportDtype {
     }
 }
 
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum QuantArg {
+    F16,
+    Bf16,
+    /// 8 bits, with a scale for each 32 values
+    #[value(name = "q8_0")]
+    Q8_0,
+    /// 4 bits, with a scale for each 32 values; embedding and head in 8 bits
+    #[value(name = "q4_0")]
+    Q4_0,
+}
+
+impl From<QuantArg> for GgufDtype {
+    fn from(quant: QuantArg) -> Self {
+        match quant {
+            QuantArg::F16 => Self::F16,
+            QuantArg::Bf16 => Self::Bf16,
+            QuantArg::Q8_0 => Self::Q8_0,
+            QuantArg::Q4_0 => Self::Q4_0,
+        }
+    }
+}
+
 /// Writes the folder and prints one JSON object with the numbers of tensors.
 pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
-    if args.out.exists() {
-        let message = format!("`--out`: `{}` exists", args.out.display());
+    let (argument, out) = match (&args.gguf, &args.out) {
+        (Some(folder), _) => ("--gguf", folder),
+        (None, Some(folder)) => ("--out", folder),
+        (None, None) => return Ok(()), // clap requires one of them
+    };
+    if out.exists() {
+        let message = format!("`{argument}`: `{}` exists", out.display());
         return Err(Failure::new(Exit::Usage, message).hint("choose a new folder").into());
     }
     let dtype = args.dtype.map(ExportDtype::from);
@@ -67,6 +102,14 @@ pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
         check_folder("--adapter", adapter)?;
     }
     let exported = match (&args.adapter, args.merge) {
+        (Some(_), false) if args.gguf.is_some() => {
+            let message = "`--gguf` writes models, not adapters";
+            return Err(Failure::new(Exit::Usage, message).hint("add `--merge`").into());
+        }
+        (adapter, _) if args.gguf.is_some() => {
+            let base = base(args, adapter.as_deref(), logging)?;
+            export_gguf(&base, adapter.as_deref(), args.quant.into(), out)?
+        }
         (Some(adapter), false) => {
             if args.model.is_some() {
                 let message = "`--model` has no effect without `--merge`";
@@ -80,11 +123,11 @@ pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
                     return Err(Failure::new(Exit::Usage, message).hint("add `--merge`").into());
                 }
             };
-            export_adapter(adapter, precision, args.transformers_4, &args.out)?
+            export_adapter(adapter, precision, args.transformers_4, out)?
         }
         (adapter, _) => {
             let base = base(args, adapter.as_deref(), logging)?;
-            export_model(&base, adapter.as_deref(), dtype, &args.out)?
+            export_model(&base, adapter.as_deref(), dtype, out)?
         }
     };
     let summary = serde_json::json!({
@@ -92,7 +135,7 @@ pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
         "merged": exported.merged,
         "replaced": exported.replaced,
         "quantized": exported.quantized,
-        "out": args.out,
+        "out": out,
     });
     writeln!(stdout(), "{summary}")?;
     Ok(())

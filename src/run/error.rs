@@ -364,6 +364,9 @@ pub enum SetupError {
     #[error("model folder `{}`: {what}", .folder.display())]
     #[fault(hint = *hint)]
     Contradiction { folder: PathBuf, what: String, hint: &'static str },
+    #[error("model folder `{}` cannot be written for llama.cpp: {what}", .folder.display())]
+    #[fault(hint = "export it without `--gguf`; docs/gguf.md lists what llama.cpp runs")]
+    NoGguf { folder: PathBuf, what: String },
     #[error("model folder `{}` cannot be used", .folder.display())]
     #[fault(from = source)]
     Files { folder: PathBuf, source: Box<CheckpointError> },

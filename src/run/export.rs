@@ -5,7 +5,8 @@ use super::adapter::{
 };
 use super::error::{RunError, SetupError};
 use super::inputs::open_for_run;
-use super::model_files::{check_model_folder, named_files, with_pieces};
+use super::load_model::OpenModel;
+use super::model_files::{check_model_folder, files_error, named_files, with_pieces};
 use crate::checkpoint::{
     ADAPTER_CONFIG, CarriedFiles, CheckpointError, FolderLayout, ModelFolder, SavedTensor,
     WeightFiles, adapter_weights, nf4_tensors, quantization_config,
@@ -66,15 +67,8 @@ pub fn export_model(
     }
     let pieces_of: HashMap<String, _> =
         specs.iter().map(|spec| (spec.name.clone(), spec.pieces())).collect();
-    let adapter = match adapter {
-        Some(folder) => read_adapter(open, folder)?.adapter,
-        None => None,
-    };
-    let fault = |source: CheckpointError| -> RunError {
-        SetupError::Files { folder: base.to_owned(), source: Box::new(source) }.into()
-    };
-    let files = with_pieces(named_files(base, names).map_err(fault)?, &specs);
-    let weights = Arc::new(ExportedWeights { files, adapter });
+    let fault = |source| RunError::from(files_error(base, source));
+    let weights = ExportedWeights::open(base, open, adapter)?;
     let (mut counts, mut saved, mut quantized) = (Exported::default(), Vec::new(), None);
     for name in weights.files.names() {
         let Some(stored) = weights.files.dtype(name) else {
@@ -82,9 +76,7 @@ pub fn export_model(
             weights.files.load(name, DType::F32, &Device::Cpu).map_err(fault)?;
             continue;
         };
-        let change = weights.change(name);
-        counts.merged += usize::from(change == Some(WeightChange::Merge));
-        counts.replaced += usize::from(change == Some(WeightChange::Replace));
+        weights.count(name, &mut counts);
         let (of, name) = (Arc::clone(&weights), name.to_owned());
         if linear.contains(&name) {
             counts.tensors += 1;
@@ -119,12 +111,40 @@ pub fn export_model(
     Ok(counts)
 }
 
-struct ExportedWeights {
+/// The weights of a model folder, with an adapter merged into them.
+pub(super) struct ExportedWeights {
     files: WeightFiles,
     adapter: Option<OpenAdapter>,
 }
 
 impl ExportedWeights {
+    /// `open` is the model in `base`, and `adapter` the folder of the adapter.
+    pub(super) fn open(
+        base: &Path,
+        open: OpenModel,
+        adapter: Option<&Path>,
+    ) -> Result<Arc<Self>, RunError> {
+        let files = named_files(base, open.tensor_names());
+        let files = files.map_err(|source| files_error(base, source))?;
+        let files = with_pieces(files, &open.specs);
+        let adapter = match adapter {
+            Some(folder) => read_adapter(open, folder)?.adapter,
+            None => None,
+        };
+        Ok(Arc::new(Self { files, adapter }))
+    }
+
+    pub(super) fn files(&self) -> &WeightFiles {
+        &self.files
+    }
+
+    /// Counts what the adapter changes of the weight `name`.
+    pub(super) fn count(&self, name: &str, counts: &mut Exported) {
+        let change = self.change(name);
+        counts.merged += usize::from(change == Some(WeightChange::Merge));
+        counts.replaced += usize::from(change == Some(WeightChange::Replace));
+    }
+
     fn change(&self, name: &str) -> Option<WeightChange> {
         self.adapter.as_ref()?.change(name)
     }
@@ -171,7 +191,7 @@ impl ExportedWeights {
         adapter.merged_rows(name, start, &part)?.to_dtype(dtype).map_err(fault(name))
     }
 
-    fn load(&self, name: &str, dtype: DType) -> Result<Tensor, CheckpointError> {
+    pub(super) fn load(&self, name: &str, dtype: DType) -> Result<Tensor, CheckpointError> {
         match self.adapter.as_ref().zip(self.change(name)) {
             Some((adapter, WeightChange::Merge)) => {
                 let weight = self.files.load(name, DType::F32, &Device::Cpu)?;

@@ -205,6 +205,10 @@ impl OpenModel {
         self.config.tensor_names
     }
 
+    pub(super) fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
     pub(super) fn text(&self) -> &DecoderConfig {
         &self.config.text
     }

@@ -30,6 +30,7 @@ mod expert_adapters;
 mod experts;
 mod fp8;
 mod generate;
+mod gguf;
 mod gpu_ranks;
 mod grounding;
 mod harness;

@@ -204,6 +204,15 @@ fn check_end_mark(
     Ok(())
 }
 
+/// The source of the chat template of a model folder; `None` if it has none.
+pub fn chat_template_source(folder: &Path) -> Result<Option<String>, ModelFolderError> {
+    match chat_template(folder, &JsonFile::read(folder, "tokenizer_config.json")?) {
+        Ok((_, source)) => Ok(Some(source)),
+        Err(ModelFolderError::NoChatTemplate { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
 /// The template and its file: `chat_template.jinja`, else `chat_template.json`, else a key of
 /// `tokenizer_config.json`.
 fn chat_template(

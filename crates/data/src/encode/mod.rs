@@ -34,6 +34,7 @@ use batch::{Content, EncodedSample, Medium, MediumKind, Message, Part, Patches, 
 use encoded_text::{EncodedText, expand, spans};
 use folder::{TextFolder, image_processor};
 use grounding::grounded;
+pub use folder::chat_template_source;
 pub use grounding::{ImageBox, image_boxes};
 use media::{MediaReader, MediumGrid, VisualRun, kinds, position_ids};
 use net::UrlImages;

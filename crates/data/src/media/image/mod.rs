@@ -86,6 +86,11 @@ impl ImageProcessor {
         })
     }
 
+    /// Mean and standard deviation of each channel, which normalise bytes.
+    pub fn mean_and_std(&self) -> [[f32; 3]; 2] {
+        self.normalise.mean_and_std()
+    }
+
     /// The processor of a text-only model, which rejects rows with images.
     pub(crate) fn unused() -> Self {
         Self {

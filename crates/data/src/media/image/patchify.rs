@@ -33,6 +33,11 @@ impl Normalise {
     pub(crate) fn new(mean: [f32; 3], std: [f32; 3], scale: f32) -> Self {
         Self(std::array::from_fn(|c| Channel::new(mean[c] * scale, std[c] * scale)))
     }
+
+    /// Mean and standard deviation of each channel, in units of bytes.
+    pub(super) fn mean_and_std(&self) -> [[f32; 3]; 2] {
+        [self.0.each_ref().map(|channel| channel.mean), self.0.each_ref().map(|channel| channel.std)]
+    }
 }
 
 impl Channel {
