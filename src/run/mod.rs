@@ -17,6 +17,7 @@ mod logs;
 mod memory;
 mod model_files;
 mod new_config;
+mod new_tokens;
 mod output_dir;
 mod plan;
 mod requirements;
@@ -49,6 +50,7 @@ pub(crate) use inputs::{DataList, check, encoder, loader_options, open_data, ord
 pub(crate) use load_model::check_world;
 pub(crate) use load_shares::whole_model;
 pub(crate) use model_files::check_model_folder;
+pub(crate) use new_tokens::{NewVocabulary, with_tokens_of};
 pub(crate) use plan::{FRACTIONS, update_cache};
 pub(crate) use runner::step_runner;
 pub(crate) use stored_weights::weight_storage;

@@ -28,7 +28,7 @@ pub use dataset::split::{EvalGroup, EvalSplit, SplitSize};
 pub use dataset::{Chats, DataSet, DatasetRows, RowReader};
 pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
-pub use encode::{BoxFault, Encoder, ImageBox, LossScale, image_boxes};
+pub use encode::{BoxFault, Encoder, ImageBox, LossScale, Vocabulary, image_boxes};
 pub use length_cache::{
     CacheError, CacheWork, LengthCache, MediaDigests, MediaLook, MediaStamps, open_indexed,
 };
@@ -48,4 +48,4 @@ pub use source::{
     ColumnNames, DatasetInfo, DatasetInfoError, GroundingError, RowFile, RowForm, RowRules,
     SampleError, SampleFault, SourceError, TransientFailure, UnknownKeys, texts,
 };
-pub use tokenizer::TokenizerError;
+pub use tokenizer::{GrownTokenizer, NewToken, NewTokenProblem, TokenizerError, with_new_tokens};

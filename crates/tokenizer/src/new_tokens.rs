@@ -38,6 +38,8 @@ pub enum NewTokenProblem {
     Taken { token: usize, id: u32, as_what: &'static str },
     /// A text with the token is encoded with other ids.
     NotFound { token: usize, ids: Vec<u32> },
+    /// Its text is encoded as no token.
+    NoPieces { token: usize },
     Tokenizer(TokenizerError),
 }
 
@@ -68,13 +70,17 @@ pub fn with_new_tokens(
     for (index, token) in tokens.iter().enumerate() {
         let NewToken { content, special } = token;
         let Some(id) = before.id(content) else {
+            let ids = before.encode(content)?.ids;
+            if ids.is_empty() {
+                return Err(NewTokenProblem::NoPieces { token: index });
+            }
             let entry = json!({
                 "id": first_id as usize + added.len(), "content": content, "single_word": false,
                 "lstrip": false, "rstrip": false, "normalized": !special, "special": special,
             });
             list.push(entry.clone());
             added.push((token.clone(), entry));
-            pieces.push(before.encode(content)?.ids);
+            pieces.push(ids);
             continue;
         };
         let entry = list.iter().find(|entry| entry["content"] == content.as_str());

@@ -4,6 +4,7 @@ use super::super::adapter::{AdapterError, open_run_model};
 use super::super::error::{RunError, SetupError};
 use super::super::inputs::{of_pattern, pattern_groups};
 use super::super::load_model::check_heads;
+use super::super::new_tokens::check_rows;
 use super::super::{OpenModel, trainable};
 use super::{CheckReport, Topic};
 use crate::config::RunConfig;
@@ -20,6 +21,9 @@ pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
         report.error(Topic::Model, error);
     }
     let Some(groups) = groups(config, &open, report) else { return };
+    if let Err(error) = check_rows(config, &open, &groups) {
+        report.error(Topic::Model, error);
+    }
     let trained = trainable(&groups);
     let count = |only: bool| -> usize {
         let specs = open.specs.iter().zip(&trained);
