@@ -9,8 +9,8 @@ use super::inputs::{
 };
 use super::load_model::{OpenModel, check_heads};
 use super::load_shares::RankModel;
-use super::new_tokens::NewVocabulary;
 use super::logs::{Tracked, Trackers, log_data_sets, log_share, log_start, open_logs};
+use super::new_tokens::NewVocabulary;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, choose_recompute, forecast, measure_part, plan_run};
 use super::requirements;

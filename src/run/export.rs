@@ -5,7 +5,9 @@ use super::adapter::{
 };
 use super::error::{RunError, SetupError};
 use super::inputs::open_for_run;
+use super::load_model::OpenModel;
 use super::model_files::{check_model_folder, named_files, with_pieces};
+use super::new_tokens::with_tokens_of;
 use crate::checkpoint::{
     ADAPTER_CONFIG, CarriedFiles, CheckpointError, FolderLayout, ModelFolder, SavedTensor,
     WeightFiles, adapter_weights, nf4_tensors, quantization_config,
@@ -53,8 +55,10 @@ pub fn export_model(
     out: &Path,
 ) -> Result<Exported, RunError> {
     check_model_folder(base)?;
+    let section = ModelSection::new(base);
+    let section = adapter.map_or(Ok(section.clone()), |of| with_tokens_of(&section, of))?;
     // checks that all tensors of the model are there
-    let open = open_for_run(&ModelSection::new(base), 0, &Device::Cpu)?;
+    let mut open = open_for_run(&section, 0, &Device::Cpu)?;
     let mut config_json = open.config_json.clone();
     let names = open.tensor_names();
     let linear =
@@ -66,15 +70,16 @@ pub fn export_model(
     }
     let pieces_of: HashMap<String, _> =
         specs.iter().map(|spec| (spec.name.clone(), spec.pieces())).collect();
-    let adapter = match adapter {
-        Some(folder) => read_adapter(open, folder)?.adapter,
-        None => None,
-    };
+    if let Some(folder) = adapter {
+        open = read_adapter(open, folder)?;
+    }
+    let (adapter, vocabulary) = (open.adapter.take(), open.vocabulary.take());
+    let changed = vocabulary.map_or_else(Vec::new, |of| of.files);
     let fault = |source: CheckpointError| -> RunError {
         SetupError::Files { folder: base.to_owned(), source: Box::new(source) }.into()
     };
     let files = with_pieces(named_files(base, names).map_err(fault)?, &specs);
-    let weights = Arc::new(ExportedWeights { files, adapter });
+    let weights = Arc::new(ExportedWeights { files, adapter, open });
     let (mut counts, mut saved, mut quantized) = (Exported::default(), Vec::new(), None);
     for name in weights.files.names() {
         let Some(stored) = weights.files.dtype(name) else {
@@ -112,7 +117,7 @@ pub fn export_model(
         layout: FolderLayout::Model,
         weights: &saved,
         config_json: &config_json,
-        carried: &CarriedFiles::read(base).map_err(fault)?,
+        carried: &CarriedFiles::read(base).map_err(fault)?.with(changed),
         max_shard_bytes: ModelFolder::MAX_SHARD_BYTES,
     };
     files.write_new(out).map_err(fault)?;
@@ -122,6 +127,8 @@ pub fn export_model(
 struct ExportedWeights {
     files: WeightFiles,
     adapter: Option<OpenAdapter>,
+    /// The model without the adapter.
+    open: OpenModel,
 }
 
 impl ExportedWeights {
@@ -138,7 +145,9 @@ impl ExportedWeights {
         in_file: &dyn Fn(&str) -> String,
     ) -> Vec<SavedTensor> {
         if pieces.is_empty() {
-            let (shape, of) = (self.files.shape(name).unwrap_or_default(), Arc::clone(self));
+            let grown = self.open.with_new_rows(name).map(|index| self.open.specs[index].shape.clone());
+            let shape = grown.or_else(|| self.files.shape(name)).unwrap_or_default();
+            let of = Arc::clone(self);
             let (in_file, name) = (in_file(name), name.to_owned());
             return vec![SavedTensor::made(in_file, &shape, dtype, move || of.load(&name, dtype))];
         }
@@ -178,7 +187,10 @@ impl ExportedWeights {
                 adapter.merged(name, &weight)?.to_dtype(dtype).map_err(fault(name))
             }
             Some((adapter, WeightChange::Replace)) => adapter.replacement(name, dtype),
-            None => self.files.load(name, dtype, &Device::Cpu),
+            None => match self.open.with_new_rows(name) {
+                Some(index) => self.open.grown(index, dtype).map_err(fault(name)),
+                None => self.files.load(name, dtype, &Device::Cpu),
+            },
         }
     }
 

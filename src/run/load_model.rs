@@ -170,7 +170,7 @@ impl OpenModel {
             let (name, in_f32) = (self.name_in_file(&spec.name), spec.is_saved_in_f32());
             let original = self.original_in_f32(spec).filter(|_| in_f32);
             let pieces = self.pieces_in_file(spec);
-            Ok(Some(SavedAs { name, pieces, joined: None, in_f32, original }))
+            Ok(Some(SavedAs { name, pieces, twin: None, joined: None, in_f32, original }))
         };
         self.specs.iter().enumerate().map(saved).collect()
     }
@@ -295,6 +295,18 @@ impl OpenModel {
                 Ok(random_part(spec, range, *seed, elements, device)?.to_dtype(dtype)?)
             }
         }
+    }
+
+    /// The index of the parameter `name`, if it has rows of new tokens.
+    pub(super) fn with_new_rows(&self, name: &str) -> Option<usize> {
+        self.new_rows.keys().copied().find(|index| self.specs[*index].name == name)
+    }
+
+    /// The parameter `index`, which has rows of new tokens.
+    pub(super) fn grown(&self, index: usize, dtype: DType) -> candle_core::Result<Tensor> {
+        let shape = self.specs[index].shape.as_slice();
+        let part = self.original_part(index, 0..shape.iter().product(), dtype, &Device::Cpu);
+        part.map_err(candle_core::Error::wrap)?.reshape(shape)
     }
 
     /// As [`differs_from_copy`], for this model.

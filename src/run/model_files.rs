@@ -299,7 +299,7 @@ fn check_head(folder: &Path, config: &ModelConfig, files: &WeightFiles) -> Resul
     };
     let names = [HEAD, &embedding.name];
     if files.shape(HEAD).is_none()
-        || is_equal(files, names).map_err(|error| files_error(folder, error))?
+        || same_values(files, names).map_err(|error| files_error(folder, error))?
     {
         return Ok(());
     }
@@ -313,7 +313,10 @@ fn check_head(folder: &Path, config: &ModelConfig, files: &WeightFiles) -> Resul
 }
 
 /// Whether two tensors have the same shape and values.
-fn is_equal(files: &WeightFiles, names: [&str; 2]) -> Result<bool, CheckpointError> {
+pub(super) fn same_values(
+    files: &WeightFiles,
+    names: [&str; 2],
+) -> Result<bool, CheckpointError> {
     let shape = files.shape(names[0]);
     if shape != files.shape(names[1]) {
         return Ok(false);

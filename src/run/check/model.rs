@@ -63,9 +63,9 @@ fn wrong_pattern(error: &RunError) -> Option<String> {
     let RunError::Setup(SetupError::Adapter(error)) = error else { return None };
     match error {
         AdapterError::Part { part, .. } => Some(part.clone()),
-        AdapterError::Target { pattern, .. }
-        | AdapterError::Both { pattern, .. }
-        | AdapterError::Tied { pattern } => Some(pattern.clone()),
+        AdapterError::Target { pattern, .. } | AdapterError::Both { pattern, .. } => {
+            Some(pattern.clone())
+        }
         AdapterError::Pattern(problem) => problem.origin().1.map(str::to_owned),
         _ => None,
     }
