@@ -68,7 +68,7 @@ def measure(name):
     for sample in samples:
         ((nll_sum, targets),) = forward(model, encoder.config, [sample])
         (nll_sum / num_targets).backward()
-        losses.append([float(nll_sum.detach()), targets])
+        losses.append([sample["id"], float(nll_sum.detach()) / targets, targets])
     tensors = {f"{name}/rows/{table}": new for table, new in rows.items()}
     for table, weight in tables(model).items():
         tensors[f"{name}/grad/{table}"] = weight.grad[first : first + len(pieces)].contiguous()
@@ -116,7 +116,7 @@ def main():
     for name in MODELS:
         models[name], new = measure(name)
         tensors.update(new)
-        print(name, models[name]["vocab_size"], [round(loss / count, 5) for loss, count in models[name]["losses"]])
+        print(name, models[name]["vocab_size"], [round(loss, 5) for _, loss, _ in models[name]["losses"]])
     golden = {"add_tokens": NORMAL, "add_special_tokens": SPECIAL, "texts": TEXTS, "models": models}
     if args.check:
         stored, kept = json.loads(FILES[0].read_text(encoding="utf-8")), load_file(FILES[1])
@@ -124,7 +124,7 @@ def main():
             before = stored["models"][name]
             for key in ("first_id", "vocab_size", "texts", "input_ids"):
                 assert found[key] == before[key], (name, key)
-            for (a, _), (b, _) in zip(found["losses"], before["losses"]):
+            for (_, a, _), (_, b, _) in zip(found["losses"], before["losses"]):
                 assert abs(a - b) <= 1e-5 * abs(b), (name, a, b)
         for name, tensor in tensors.items():
             assert torch.allclose(tensor, kept[name], rtol=1e-4, atol=1e-7), name

@@ -39,6 +39,7 @@ pub use inputs::{SetupObserver, SetupWork, download, model_folder};
 pub use load_model::{LoadedModel, OpenModel, load_model, trainable};
 pub(crate) use memory::memory_model;
 pub use memory::{Estimate, Fit, Load, ModelShape, RESERVED, RunMemory, Saving, advice, search};
+pub use new_tokens::NewVocabulary;
 pub use new_config::{ConvertedConfig, NewRun, convert_config, new_config};
 pub use plan::{DataPlan, plan_data};
 pub use resume::Resume;
@@ -50,7 +51,7 @@ pub(crate) use inputs::{DataList, check, encoder, loader_options, open_data, ord
 pub(crate) use load_model::check_world;
 pub(crate) use load_shares::whole_model;
 pub(crate) use model_files::check_model_folder;
-pub(crate) use new_tokens::{NewVocabulary, with_tokens_of};
+pub(crate) use new_tokens::with_tokens_of;
 pub(crate) use plan::{FRACTIONS, update_cache};
 pub(crate) use runner::step_runner;
 pub(crate) use stored_weights::weight_storage;

@@ -29,7 +29,7 @@ const DECODER: &str = "added_tokens_decoder";
 const READ: usize = 1 << 22;
 
 /// The vocabulary of a model with the tokens of `model.add_tokens` and `add_special_tokens`.
-pub(crate) struct NewVocabulary {
+pub struct NewVocabulary {
     grown: GrownTokenizer,
     /// `config.json` with the number of rows.
     pub(super) config_json: Value,
@@ -48,7 +48,7 @@ fn tokens(section: &ModelSection) -> impl Iterator<Item = NewToken> {
 
 impl NewVocabulary {
     /// `None` if the config names no tokens.
-    pub(crate) fn of(section: &ModelSection) -> Result<Option<Self>, SetupError> {
+    pub fn of(section: &ModelSection) -> Result<Option<Self>, SetupError> {
         let tokens: Vec<NewToken> = tokens(section).collect();
         if tokens.is_empty() {
             return Ok(None);
@@ -75,7 +75,7 @@ impl NewVocabulary {
     }
 
     /// What an encoder reads in place of the files of the folder.
-    pub(crate) fn of_encoder(&self) -> Vocabulary<'_> {
+    pub fn of_encoder(&self) -> Vocabulary<'_> {
         Vocabulary { tokenizer: &self.grown.bytes, vocab_size: self.vocab_size }
     }
 
