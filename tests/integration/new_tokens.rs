@@ -218,7 +218,7 @@ fn a_trained_folder_has_the_vocabulary_and_is_used_like_any_other() {
     let decoder = json("tokenizer_config.json")["added_tokens_decoder"].clone();
     assert_eq!(decoder[(first + 7).to_string()]["special"], true);
     assert_eq!(decoder[first.to_string()]["normalized"], true);
-    // the same config goes on from the folder: its tokens are there already
+    // the same config continues from the folder, which has its tokens already
     let path = place.path("run/final").display().to_string();
     let yaml = place.path("ranks.yaml").display().to_string();
     let model = format!("model.path={path}");
@@ -329,7 +329,7 @@ fn tokens_that_cannot_be_added_are_refused_with_the_key_and_what_to_do() {
         "do not freeze",
     );
     refused(&["model.new_token_rows=mean"], "no value without new tokens", "new_token_rows");
-    // an added token of the same kind is no change
+    // an added token of the same kind stays as it is
     let same = ["check", "--config", &yaml, "--set", "model.add_tokens=['<think>']"];
     place.trainer(&same).ends_with(0);
 }
