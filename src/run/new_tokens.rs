@@ -4,6 +4,7 @@
 //! The model folder stays as it is. New tokens have the next ids, so they first use the rows that an
 //! embedding has beyond the ids of its tokenizer.
 
+use super::adapter::AdapterError;
 use super::error::{RunError, SetupError};
 use super::load_model::OpenModel;
 use super::model_files::{files_error, json};
@@ -63,7 +64,15 @@ impl NewVocabulary {
         let grown = with_new_tokens(&path, &bytes, &tokens)
             .map_err(|problem| refused(section, &tokens, problem))?;
         let (stored, count) = (config.text.vocab_size, grown.added.len());
-        let used = grown.first_id as usize + count;
+        let first = grown.first_id as usize;
+        if first > stored {
+            return Err(SetupError::Contradiction {
+                folder: folder.to_owned(),
+                what: format!("{TOKENIZER} has {first} ids, but `vocab_size` is {stored}"),
+                hint: "copy tokenizer.json and config.json from the same model",
+            });
+        }
+        let used = first + count;
         let vocab_size = if count == 0 { stored } else { stored.max(used) };
         for pointer in ["/vocab_size", "/text_config/vocab_size"] {
             if let Some(size) = config_json.pointer_mut(pointer).filter(|_| vocab_size > stored) {
@@ -250,6 +259,21 @@ pub(super) fn check_rows(
         None => ("model.freeze", format!("do not freeze {}", names.join(" and "))),
     };
     Err(SetupError::FrozenRows { key, name: spec.name.clone(), hint })
+}
+
+/// Fails if the adapter in `adapter`, which training starts from, has other tokens than the model of
+/// `section`: its rows would be those of other tokens.
+pub(super) fn check_start(
+    section: &ModelSection,
+    open: &OpenModel,
+    adapter: &Path,
+) -> Result<(), RunError> {
+    let adds = tokens(&with_tokens_of(section, adapter)?).next().is_some();
+    if adds && open.differs_from_copy(adapter) == Some(TOKENIZER) {
+        let folder = adapter.to_owned();
+        return Err(SetupError::from(AdapterError::Tokens { folder }).into());
+    }
+    Ok(())
 }
 
 /// The settings of a model with the tokens that the adapter in `adapter` was trained with, if they

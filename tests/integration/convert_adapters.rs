@@ -65,10 +65,8 @@ fn new_tokens_are_added_and_the_embedding_of_an_adapter_is_trained_as_in_llama_f
     let swift = "new_special_tokens: ['<|a|>', '<b,c>']\nmodules_to_save: [embed_tokens]\n";
     let config = adapter(Trainer::MsSwift, swift).unwrap();
     assert_eq!(config["model"]["add_special_tokens"].to_string(), r#"["<|a|>","<b,c>"]"#);
-    let refused = adapter(Trainer::MsSwift, "new_special_tokens: [tokens.txt]\n").err().unwrap();
-    let (setting, reason) = refusal(&refused);
-    assert_eq!(setting, "new_special_tokens: [tokens.txt]");
-    assert!(reason.contains("in its place"), "{reason}");
+    let refused = refusal(adapter(Trainer::MsSwift, "new_special_tokens: [tokens.txt]\n"));
+    assert!(refused.contains("write those of a file in its place"), "{refused}");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use super::super::error::RunError;
 use super::super::inputs::{open_for_run, param_groups};
 use super::super::load_model::{LoadedModel, OpenModel, check_experts, trainable};
+use super::super::new_tokens::check_start;
 use super::super::stored_weights::{load_stored, stored_elsewhere, weight_storage};
 use super::{AdapterError, OpenAdapter};
 use crate::checkpoint::{Checkpoint, CheckpointError};
@@ -51,6 +52,9 @@ pub(in crate::run) fn open_run_model(
         && let Some(trained_on) = base_of(&found.state)
     {
         check_base(&found.dir, &trained_on, &open, &base.digest)?;
+    }
+    if let (Some(folder), None) = (&adapter.start_from, found) {
+        check_start(&section, &open, folder)?;
     }
     let open = open.with_adapter(|specs| {
         let mut open = match found {

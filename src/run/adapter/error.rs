@@ -84,6 +84,14 @@ pub enum AdapterError {
         differs: String,
     },
     #[error(
+        "adapter folder `{}` was trained with other tokens than `model.add_tokens` and \
+         `model.add_special_tokens` add", .folder.display()
+    )]
+    #[fault(
+        hint = "name the tokens that its tokenizer.json has beyond that of the model, in their order"
+    )]
+    Tokens { folder: PathBuf },
+    #[error(
         "`adapter.rank` is `{rank}`, but the weight of `{layer}` has {limit} singular values, and \
          `adapter.init` takes {rank} of them"
     )]
