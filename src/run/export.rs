@@ -145,7 +145,8 @@ impl ExportedWeights {
         in_file: &dyn Fn(&str) -> String,
     ) -> Vec<SavedTensor> {
         if pieces.is_empty() {
-            let grown = self.open.with_new_rows(name).map(|index| self.open.specs[index].shape.clone());
+            let grown =
+                self.open.with_new_rows(name).map(|index| self.open.specs[index].shape.clone());
             let shape = grown.or_else(|| self.files.shape(name)).unwrap_or_default();
             let of = Arc::clone(self);
             let (in_file, name) = (in_file(name), name.to_owned());

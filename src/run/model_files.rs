@@ -313,10 +313,7 @@ fn check_head(folder: &Path, config: &ModelConfig, files: &WeightFiles) -> Resul
 }
 
 /// Whether two tensors have the same shape and values.
-pub(super) fn same_values(
-    files: &WeightFiles,
-    names: [&str; 2],
-) -> Result<bool, CheckpointError> {
+pub(super) fn same_values(files: &WeightFiles, names: [&str; 2]) -> Result<bool, CheckpointError> {
     let shape = files.shape(names[0]);
     if shape != files.shape(names[1]) {
         return Ok(false);
@@ -573,8 +570,7 @@ pub(crate) fn differs_from_copy(
     let used = tokenizer.map(<[u8]>::to_vec).or_else(|| files::read(model.join(HERE)).ok());
     let parsed = |bytes: &[u8]| serde_json::from_slice::<Map<String, Value>>(bytes).ok();
     // published tokenizers take a second to parse
-    let has_tokenizer =
-        used.is_some_and(|used| used == copy || parsed(&used) == parsed(&copy));
+    let has_tokenizer = used.is_some_and(|used| used == copy || parsed(&used) == parsed(&copy));
     let tokens = |folder: &Path| -> Map<String, Value> {
         let config = file(folder, THERE).unwrap_or_default();
         let is_token = |key: &str| key.ends_with("_token") || key.ends_with("_tokens");

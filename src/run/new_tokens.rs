@@ -97,7 +97,9 @@ impl NewVocabulary {
         if !present.is_empty() {
             let names: Vec<String> = present.iter().map(|it| format!("`{}`", it.content)).collect();
             let names = names.join(", ");
-            tracing::info!("the vocabulary has these tokens already, which stay as they are: {names}");
+            tracing::info!(
+                "the vocabulary has these tokens already, which stay as they are: {names}"
+            );
         }
     }
 
@@ -129,7 +131,9 @@ impl NewVocabulary {
             match section.new_token_rows {
                 NewTokenRows::Pieces => {
                     for ids in pieces {
-                        values.extend(mean(&mut ids.iter().map(|id| *id as usize..*id as usize + 1))?);
+                        values.extend(mean(
+                            &mut ids.iter().map(|id| *id as usize..*id as usize + 1),
+                        )?);
                     }
                 }
                 NewTokenRows::Mean => {
@@ -150,9 +154,8 @@ impl NewVocabulary {
 /// The files of a model folder that have the added tokens.
 fn changed(folder: &Path, grown: &GrownTokenizer) -> Vec<(&'static str, Vec<u8>)> {
     let mut files = vec![(TOKENIZER, grown.bytes.clone())];
-    let pretty = |value: &Map<String, Value>| {
-        format!("{:#}\n", Value::Object(value.clone())).into_bytes()
-    };
+    let pretty =
+        |value: &Map<String, Value>| format!("{:#}\n", Value::Object(value.clone())).into_bytes();
     let entries = || grown.added.iter().map(|(token, entry)| (token, entry["id"].clone(), entry));
     let config: Option<Map<String, Value>> = json(folder, TOKENIZER_CONFIG);
     if let Some(mut config) = config
@@ -180,7 +183,8 @@ fn refused(section: &ModelSection, tokens: &[NewToken], problem: NewTokenProblem
             (token, problem, "remove it, or choose a text that the vocabulary does not have")
         }
         NewTokenProblem::NotFound { token, ids } => {
-            let problem = format!("which would be encoded as {ids:?}: its parts are found before it");
+            let problem =
+                format!("which would be encoded as {ids:?}: its parts are found before it");
             (token, problem, "choose a text without other tokens in it")
         }
         NewTokenProblem::NoPieces { token } => {
@@ -249,13 +253,17 @@ pub(super) fn check_rows(
 ) -> Result<(), SetupError> {
     let has_new = open.vocabulary.as_ref().is_some_and(|of| !of.grown.added.is_empty());
     let tables = || open.specs.iter().filter(|spec| is_table(&spec.name)).map(|spec| &spec.name);
-    let frozen = open.specs.iter().zip(groups.iter()).find(|(spec, group)| {
-        has_new && is_table(&spec.name) && group.frozen
-    });
+    let frozen = open
+        .specs
+        .iter()
+        .zip(groups.iter())
+        .find(|(spec, group)| has_new && is_table(&spec.name) && group.frozen);
     let Some((spec, _)) = frozen else { return Ok(()) };
     let names: Vec<&str> = tables().map(String::as_str).collect();
     let (key, hint) = match config.adapter {
-        Some(_) => ("adapter.train_also", format!("set `adapter.train_also: [{}]`", names.join(", "))),
+        Some(_) => {
+            ("adapter.train_also", format!("set `adapter.train_also: [{}]`", names.join(", ")))
+        }
         None => ("model.freeze", format!("do not freeze {}", names.join(" and "))),
     };
     Err(SetupError::FrozenRows { key, name: spec.name.clone(), hint })

@@ -3,9 +3,7 @@
 
 use super::adapter_runs::{losses, results};
 use super::harness::{Place, copy_folder, golden, json_lines, tensors, values};
-use super::parity::{
-    PLAIN, assert_losses, golden_json, rows_with, runner_of,
-};
+use super::parity::{PLAIN, assert_losses, golden_json, rows_with, runner_of};
 use super::ranks::{assert_same, config, place, train};
 use candle_core::{DType, Device, safetensors};
 use fault::Fault;
@@ -160,7 +158,8 @@ fn place_of_tokens() -> Place {
 }
 
 const TOKENS: &str = "model.add_tokens=['<box>', 'ünit é', 'hello world', '日本語モデル']";
-const SPECIAL: &str = "model.add_special_tokens=['<|act_0|>', '<|act_1|>', '<|act_10|>', '<|äct|>']";
+const SPECIAL: &str =
+    "model.add_special_tokens=['<|act_0|>', '<|act_1|>', '<|act_10|>', '<|äct|>']";
 const ADAPTER: &str = "adapter={rank: 4, dropout: 0.1, train_also: ['*embed_tokens*']}";
 
 #[test]
@@ -187,7 +186,8 @@ fn a_run_continues_equal_to_the_bit_and_on_any_number_of_ranks() {
             assert_eq!(losses(&place, &output), losses(&place, name));
         }
     }
-    let other = config(&place, "full", &["model.add_tokens=['<box>']", SPECIAL, "train.max_steps=3"]);
+    let other =
+        config(&place, "full", &["model.add_tokens=['<box>']", SPECIAL, "train.max_steps=3"]);
     let from = Resume::From(place.path("full/checkpoints/step-00000002"));
     let options = RunOptions { resume: from, ..RunOptions::default() };
     let error = Run::with_options(&other, &options).err().unwrap();
@@ -290,9 +290,8 @@ fn an_adapter_stores_the_rows_and_is_merged_with_them() {
         let merged = loss(&["--checkpoint", "merged"]);
         assert!((with_adapter - merged).abs() < 1e-5, "{with_adapter} {merged}");
         let generate = ["generate", "--prompt", "<box>", "--max-new-tokens", "4", "--model"];
-        let answer = |folder: &str| {
-            place.trainer(&[&generate[..], &[folder]].concat()).ends_with(0).stdout
-        };
+        let answer =
+            |folder: &str| place.trainer(&[&generate[..], &[folder]].concat()).ends_with(0).stdout;
         assert_eq!(answer("run"), answer("merged"));
     }
 }

@@ -35,11 +35,20 @@ pub struct GrownTokenizer {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NewTokenProblem {
     /// The tokenizer has this text as something else.
-    Taken { token: usize, id: u32, as_what: &'static str },
+    Taken {
+        token: usize,
+        id: u32,
+        as_what: &'static str,
+    },
     /// A text with the token is encoded with other ids.
-    NotFound { token: usize, ids: Vec<u32> },
+    NotFound {
+        token: usize,
+        ids: Vec<u32>,
+    },
     /// Its text is encoded as no token.
-    NoPieces { token: usize },
+    NoPieces {
+        token: usize,
+    },
     Tokenizer(TokenizerError),
 }
 

@@ -317,7 +317,9 @@ fn new_tokens_have_the_ids_of_transformers_and_our_engine_finds_them() {
     let (bytes, expected) = added_by_transformers();
     let both = Both::of(&bytes);
     let texts = expected["texts"].as_array().unwrap();
-    for (text, ids) in texts.iter().zip(expected["models"]["small-tied"]["texts"].as_array().unwrap()) {
+    for (text, ids) in
+        texts.iter().zip(expected["models"]["small-tied"]["texts"].as_array().unwrap())
+    {
         let text = text.as_str().unwrap();
         both.check(text);
         assert_eq!(json!(both.ours.encode(text).unwrap().ids), *ids, "{text:?}");
