@@ -19,7 +19,8 @@ use trainer::optim::{OptimConfig, Optimizer};
 use trainer::run::{LoadedModel, load_model};
 use trainer::tape::{Gradients, Pass, Trainable};
 use trainer::train::{
-    AttentionChoice, GradientSums, ModelSection, RankWeights, Ranks, RecomputeChoice, StepRunner,
+    AttentionChoice, GradientSums, ModelSection, Precision, RankWeights, Ranks, RecomputeChoice,
+    StepRunner,
 };
 
 fn golden(name: &str) -> PathBuf {
