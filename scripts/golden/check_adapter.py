@@ -21,7 +21,7 @@ import transformers
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from check_checkpoint import Collect, differences
 from reference_lib import Encoder, nll, read_jsonl
@@ -45,7 +45,12 @@ def load(model_dir, adapter_dir):
     logging.captureWarnings(True)
     warnings.simplefilter("always")
     transformers.utils.logging.disable_progress_bar()
-    model = PeftModel.from_pretrained(load_base(model_dir), adapter_dir).eval()
+    base = load_base(model_dir)
+    with safe_open(Path(adapter_dir) / "adapter_model.safetensors", "pt") as file:
+        rows = [file.get_slice(name).get_shape()[0] for name in file.keys() if name.endswith("embed_tokens.weight")]
+    if rows and rows[0] > base.get_input_embeddings().num_embeddings:  # new tokens
+        base.resize_token_embeddings(rows[0], mean_resizing=False)
+    model = PeftModel.from_pretrained(base, adapter_dir).eval()
     return model, [text for text in collect.messages if not any(word in text for word in HARMLESS)]
 
 
@@ -105,6 +110,8 @@ def main():
     problems = [f"loading: {text}" for text in problems] + key_problems(model, args.adapter_dir)
     merged = load_base(args.merged) if args.merged else None
     encoder = Encoder(args.model_dir, args.image_root or Path(args.data).parent)
+    if (Path(args.adapter_dir) / "tokenizer.json").exists():
+        encoder.tokenizer = AutoTokenizer.from_pretrained(args.adapter_dir)  # with its new tokens
     found, worst = [], 0.0
     with torch.no_grad():
         for line, row in enumerate(read_jsonl(args.data)[: args.num], 1):

@@ -185,6 +185,14 @@ impl CarriedFiles {
         Ok(Self(Arc::new(files)))
     }
 
+    /// The same files with other contents of some of them, or with files that were not there.
+    #[must_use]
+    pub fn with(self, changed: Vec<(&'static str, Vec<u8>)>) -> Self {
+        let is_kept = |(name, _): &&(&str, _)| changed.iter().all(|(other, _)| other != name);
+        let kept: Vec<_> = self.0.iter().filter(is_kept).cloned().collect();
+        Self(Arc::new(kept.into_iter().chain(changed).collect()))
+    }
+
     pub(super) fn files(&self) -> impl Iterator<Item = (&'static str, &[u8])> {
         self.0.iter().map(|(name, bytes)| (*name, bytes.as_slice()))
     }

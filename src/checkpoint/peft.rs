@@ -38,6 +38,9 @@ pub struct PeftConfig {
     /// Modules that were trained completely.
     #[serde(default)]
     pub modules_to_save: Option<Vec<String>>,
+    /// Whether a head that is the embedding stays the embedding if that was trained completely.
+    #[serde(default)]
+    pub ensure_weight_tying: bool,
     /// `none` unless biases were trained.
     #[serde(default = "none")]
     pub bias: String,
@@ -308,6 +311,7 @@ mod tests {
             json!({"auto_mapping": {"base_model_class": "Model"}, "exclude_modules": ["lm_head"]}),
             json!({"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}),
             json!({"init_lora_weights": "gaussian"}),
+            json!({"ensure_weight_tying": true}),
         ] {
             assert_eq!(config(&understood).unsupported(), None, "{understood}");
         }
@@ -325,7 +329,6 @@ mod tests {
             ("trainable_token_indices", json!([1])),
             ("megatron_config", json!({"a": 1})),
             ("megatron_core", json!("other")),
-            ("ensure_weight_tying", json!(true)),
             ("fan_in_fan_out", json!(true)),
             ("bias", json!("all")),
             ("peft_type", json!("VERA")),

@@ -98,6 +98,12 @@ impl SavedTensor {
         &self.name
     }
 
+    /// The same tensor with another name.
+    #[must_use]
+    pub fn named(self, name: &str) -> Self {
+        Self { name: name.to_owned(), ..self }
+    }
+
     pub fn elem_count(&self) -> usize {
         self.shape.iter().product()
     }

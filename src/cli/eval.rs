@@ -55,13 +55,14 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
         return Err(args.config.refuse(&["data", "eval"], problem, hint).into());
     }
     let located = |error| args.config.located(error);
+    if let Some(adapter) = &args.adapter {
+        check_folder("--adapter", adapter)?;
+        config.model = run::with_tokens_of(&config.model, adapter).map_err(located)?;
+    }
     let encoder = run::encoder(&config).map_err(located)?;
     let rows = run::open_data(&config, DataList::Eval, &encoder, &SetupBars(logging));
     let rows = rows.map_err(located)?;
     let device = config.device.open()?;
-    if let Some(adapter) = &args.adapter {
-        check_folder("--adapter", adapter)?;
-    }
     let adapter = args.adapter.as_deref();
     let loaded = run::load_for_run(&config.model, adapter, config.seed, &device);
     let loaded = loaded.map_err(located)?;

@@ -16,10 +16,11 @@ use crate::data::{DataConfig, LengthCaching, UrlConfig};
 use crate::dist::{Distributed, Shard};
 use crate::optim::{AdafactorConfig, Kind, MAX_LR, Moments, OptimConfig, ScheduleConfig};
 use crate::train::{
-    AdapterConfig, DeviceChoice, EvalConfig, LogConfig, MatmulChoice, ModelSection, Offload,
-    OnNonFinite, Quantize, TrainConfig,
+    AdapterConfig, DeviceChoice, EvalConfig, LogConfig, MatmulChoice, ModelSection, NewTokenRows,
+    Offload, OnNonFinite, Quantize, TrainConfig, Weights,
 };
 use settings::{Setting, section};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// The config of a run.
@@ -149,12 +150,35 @@ impl RunConfig {
             .and_then(|()| self.check_aux_loss())
             .err()
             .into_iter()
+            .chain(self.new_token_problems())
             .chain(self.evaluation_problems(left_out))
             .chain(self.check_output_dir().err())
             .chain(self.settings_without_effect())
             .chain(self.data.problems());
         problems.extend(others);
         problems.retain(|problem| problem.key != "data.train" || !left_out.has("data.train"));
+        problems
+    }
+
+    /// Tokens that are empty or named twice.
+    fn new_token_problems(&self) -> Vec<ValueError> {
+        let mut named = BTreeMap::new();
+        let mut problems = Vec::new();
+        let lists = [
+            ("model.add_tokens", &self.model.add_tokens),
+            ("model.add_special_tokens", &self.model.add_special_tokens),
+        ];
+        let tokens = lists.into_iter().flat_map(|(list, tokens)| {
+            tokens.iter().enumerate().map(move |(index, token)| (format!("{list}.{index}"), token))
+        });
+        for (key, token) in tokens {
+            if token.is_empty() {
+                problems.push(ValueError::contradiction(key, "is empty"));
+            } else if let Some(first) = named.insert(token, key.clone()) {
+                let expected = format!("each token once: `{first}` is the same");
+                problems.push(ValueError::new(key, token, &expected));
+            }
+        }
         problems
     }
 
@@ -177,8 +201,17 @@ impl RunConfig {
     fn settings_without_effect(&self) -> impl Iterator<Item = ValueError> {
         let (optim, train, data) = (&self.optim, &self.train, &self.data);
         let skips = train.on_non_finite == OnNonFinite::Skip;
+        let model = &self.model;
+        let adds = !(model.add_tokens.is_empty() && model.add_special_tokens.is_empty());
+        let draws = model.weights == Weights::Random;
         let patches = data.max_patches_per_pack;
         let settings = [
+            (
+                (!adds || draws) && model.new_token_rows != NewTokenRows::default(),
+                "model.new_token_rows",
+                model.new_token_rows.name().to_owned(),
+                "no value without new tokens, or with `model.weights: random`, which draws all rows",
+            ),
             (
                 optim.schedule == ScheduleConfig::Constant && optim.min_lr > 0.0,
                 "optim.min_lr",

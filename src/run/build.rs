@@ -10,6 +10,7 @@ use super::inputs::{
 use super::load_model::{OpenModel, check_heads};
 use super::load_shares::RankModel;
 use super::logs::{Tracked, Trackers, log_data_sets, log_share, log_start, open_logs};
+use super::new_tokens::NewVocabulary;
 use super::output_dir::{claim, take_over};
 use super::plan::{RunPlan, choose_recompute, forecast, measure_part, plan_run};
 use super::requirements;
@@ -305,9 +306,11 @@ fn checkpoints(
             (FolderLayout::Adapter, json)
         }
     };
+    // that of the config: a checkpoint of the model itself has no new tokens
+    let changed = NewVocabulary::of(&config.model)?.map_or_else(Vec::new, |of| of.files);
     Ok(Checkpoints {
         checkpointer,
-        carried: CarriedFiles::read(&config.model.path)?,
+        carried: CarriedFiles::read(&config.model.path)?.with(changed),
         layout,
         config_json,
         every_steps: config.checkpoint.every_steps,

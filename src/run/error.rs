@@ -7,7 +7,8 @@ use crate::batch::BatchError;
 use crate::checkpoint::{CheckpointError, write_hint};
 use crate::config::{ConfigChange, ConfigError, LeftOut, ValueError};
 use crate::data::{
-    CacheError, LoaderError, ModelFolderError, OrderError, SourceError, TransientRowError,
+    CacheError, LoaderError, ModelFolderError, OrderError, SourceError, TokenizerError,
+    TransientRowError,
 };
 use crate::dist::DistError;
 use crate::metrics::JsonlError;
@@ -276,6 +277,8 @@ impl RunError {
             Self::NoPython { .. } | Self::NoClient { .. } => Some(dotted("log.trackers")),
             Self::Setup(SetupError::Adapter(error)) => error.key().map(dotted),
             Self::Setup(SetupError::Fp8OnGpu { .. }) => Some(dotted("model.matmul")),
+            Self::Setup(SetupError::NewToken { key, .. }) => Some(dotted(key)),
+            Self::Setup(SetupError::FrozenRows { key, .. }) => Some(dotted(key)),
             Self::Setup(SetupError::MaskedOnGpu) => Some(dotted("model.attention")),
             Self::Groups { keys, .. } => Some(keys.clone()),
             Self::World { .. } => Some(dotted("train.gradient_accumulation_steps")),
@@ -393,6 +396,21 @@ pub enum SetupError {
         hint = "train an adapter with `adapter: {{quantize: nf4}}`, or use the folder of the original weights"
     )]
     QuantizedBase { folder: PathBuf },
+    #[error("`{key}` is `{token}`, {problem}")]
+    #[fault(exit = Usage, hint = *hint)]
+    NewToken {
+        /// Dotted key of the config.
+        key: String,
+        token: String,
+        problem: String,
+        hint: &'static str,
+    },
+    #[error("model folder `{}` cannot receive tokens", .folder.display())]
+    #[fault(from = source)]
+    Tokenizer { folder: PathBuf, source: TokenizerError },
+    #[error("`{key}`: `{name}` has the rows of new tokens and is not trained")]
+    #[fault(exit = Usage, hint = hint.clone())]
+    FrozenRows { key: &'static str, name: String, hint: String },
     #[error(transparent)]
     Groups(#[from] GroupError),
     #[error(transparent)]

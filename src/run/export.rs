@@ -7,6 +7,7 @@ use super::error::{RunError, SetupError};
 use super::inputs::open_for_run;
 use super::load_model::OpenModel;
 use super::model_files::{check_model_folder, files_error, named_files, with_pieces};
+use super::new_tokens::with_tokens_of;
 use crate::checkpoint::{
     ADAPTER_CONFIG, CarriedFiles, CheckpointError, FolderLayout, ModelFolder, SavedTensor,
     WeightFiles, adapter_weights, nf4_tensors, quantization_config,
@@ -54,8 +55,10 @@ pub fn export_model(
     out: &Path,
 ) -> Result<Exported, RunError> {
     check_model_folder(base)?;
+    let section = ModelSection::new(base);
+    let section = adapter.map_or(Ok(section.clone()), |of| with_tokens_of(&section, of))?;
     // checks that all tensors of the model are there
-    let open = open_for_run(&ModelSection::new(base), 0, &Device::Cpu)?;
+    let open = open_for_run(&section, 0, &Device::Cpu)?;
     let mut config_json = open.config_json.clone();
     let names = open.tensor_names();
     let linear =
@@ -69,6 +72,7 @@ pub fn export_model(
         specs.iter().map(|spec| (spec.name.clone(), spec.pieces())).collect();
     let fault = |source| RunError::from(files_error(base, source));
     let weights = ExportedWeights::open(base, open, adapter)?;
+    let changed = weights.open.vocabulary.as_ref().map_or_else(Vec::new, |of| of.files.clone());
     let (mut counts, mut saved, mut quantized) = (Exported::default(), Vec::new(), None);
     for name in weights.files.names() {
         let Some(stored) = weights.files.dtype(name) else {
@@ -104,7 +108,7 @@ pub fn export_model(
         layout: FolderLayout::Model,
         weights: &saved,
         config_json: &config_json,
-        carried: &CarriedFiles::read(base).map_err(fault)?,
+        carried: &CarriedFiles::read(base).map_err(fault)?.with(changed),
         max_shard_bytes: ModelFolder::MAX_SHARD_BYTES,
     };
     files.write_new(out).map_err(fault)?;
@@ -115,23 +119,24 @@ pub fn export_model(
 pub(super) struct ExportedWeights {
     files: WeightFiles,
     adapter: Option<OpenAdapter>,
+    /// The model without the adapter.
+    open: OpenModel,
 }
 
 impl ExportedWeights {
     /// `open` is the model in `base`, and `adapter` the folder of the adapter.
     pub(super) fn open(
         base: &Path,
-        open: OpenModel,
+        mut open: OpenModel,
         adapter: Option<&Path>,
     ) -> Result<Arc<Self>, RunError> {
         let files = named_files(base, open.tensor_names());
         let files = files.map_err(|source| files_error(base, source))?;
         let files = with_pieces(files, &open.specs);
-        let adapter = match adapter {
-            Some(folder) => read_adapter(open, folder)?.adapter,
-            None => None,
-        };
-        Ok(Arc::new(Self { files, adapter }))
+        if let Some(folder) = adapter {
+            open = read_adapter(open, folder)?;
+        }
+        Ok(Arc::new(Self { files, adapter: open.adapter.take(), open }))
     }
 
     pub(super) fn files(&self) -> &WeightFiles {
@@ -158,7 +163,10 @@ impl ExportedWeights {
         in_file: &dyn Fn(&str) -> String,
     ) -> Vec<SavedTensor> {
         if pieces.is_empty() {
-            let (shape, of) = (self.files.shape(name).unwrap_or_default(), Arc::clone(self));
+            let grown =
+                self.open.with_new_rows(name).map(|index| self.open.specs[index].shape.clone());
+            let shape = grown.or_else(|| self.files.shape(name)).unwrap_or_default();
+            let of = Arc::clone(self);
             let (in_file, name) = (in_file(name), name.to_owned());
             return vec![SavedTensor::made(in_file, &shape, dtype, move || of.load(&name, dtype))];
         }
@@ -198,7 +206,10 @@ impl ExportedWeights {
                 adapter.merged(name, &weight)?.to_dtype(dtype).map_err(fault(name))
             }
             Some((adapter, WeightChange::Replace)) => adapter.replacement(name, dtype),
-            None => self.files.load(name, dtype, &Device::Cpu),
+            None => match self.open.with_new_rows(name) {
+                Some(index) => self.open.grown(index, dtype).map_err(fault(name)),
+                None => self.files.load(name, dtype, &Device::Cpu),
+            },
         }
     }
 

@@ -4,6 +4,7 @@
 use super::error::{RunError, SetupError};
 use super::load_model::OpenModel;
 use super::model_files::check_model_folder;
+use super::new_tokens::{NewVocabulary, check_rows};
 use crate::batch::PaddingSide;
 use crate::checkpoint::{CheckpointError, is_model_file};
 use crate::config::RunConfig;
@@ -42,7 +43,14 @@ pub(crate) fn encoder(config: &RunConfig) -> Result<Arc<Encoder>, RunError> {
     check_model_folder(&config.model.path)?;
     let data = &config.data;
     let ImageConfig { min_pixels, max_pixels, max_tokens } = data.image;
-    let encoder = Encoder::with_video(&config.model.path, &data.image, &data.video);
+    let vocabulary = NewVocabulary::of(&config.model)?;
+    vocabulary.iter().for_each(NewVocabulary::log);
+    let encoder = Encoder::with_vocabulary(
+        &config.model.path,
+        &data.image,
+        &data.video,
+        vocabulary.as_ref().map(NewVocabulary::of_encoder),
+    );
     let encoder = encoder.map(|encoder| {
         encoder.with_loss_scale(data.loss_scale).with_empty_thoughts(data.train_empty_think)
     });
@@ -268,7 +276,9 @@ pub(crate) fn open_for_run(
 
 /// Applies `model.freeze` and `optim.lr_multipliers`.
 pub(crate) fn param_groups(config: &RunConfig, open: &OpenModel) -> Result<ParamGroups, RunError> {
-    pattern_groups(config, open).map_err(|problem| of_pattern(config, problem))
+    let groups = pattern_groups(config, open).map_err(|problem| of_pattern(config, problem))?;
+    check_rows(config, open, &groups)?;
+    Ok(groups)
 }
 
 /// As [`param_groups`], with an error that names no config key.

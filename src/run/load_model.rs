@@ -3,7 +3,8 @@
 
 use super::adapter::{AdapterError, OpenAdapter};
 use super::error::{RunError, SetupError};
-use super::model_files::{files_error, open_files, unused};
+use super::model_files::{differs_from_copy, files_error, open_files, unused};
+use super::new_tokens::{NewRows, NewVocabulary};
 use crate::checkpoint::{SavedTensor, WeightFiles};
 use crate::config::RunConfig;
 use crate::models::{Model, ModelConfig, read_config};
@@ -37,6 +38,10 @@ pub struct OpenModel {
     /// Name, shape and component of each parameter; those of an adapter follow those of the model.
     pub specs: Vec<ParamSpec>,
     pub adapter: Option<OpenAdapter>,
+    /// The vocabulary, if it has received tokens.
+    pub(super) vocabulary: Option<NewVocabulary>,
+    /// Rows of the new tokens, by the index of their parameter.
+    new_rows: HashMap<usize, NewRows>,
     config: ModelConfig,
     source: WeightSource,
     folder: PathBuf,
@@ -85,7 +90,7 @@ impl OpenModel {
         check_masks(section.attention, !device.is_cpu())?;
         check_matmul(section.matmul, device)?;
         let folder = section.path.as_path();
-        let (mut config, config_json) = read_config(folder)
+        let (mut config, mut config_json) = read_config(folder)
             .map_err(|source| SetupError::Config { folder: folder.to_owned(), source })?;
         let source = match section.weights {
             Weights::Random => WeightSource::Seed(seed),
@@ -95,10 +100,21 @@ impl OpenModel {
                 WeightSource::Files(Arc::new(files))
             }
         };
+        let (vocabulary, mut new_rows) = (NewVocabulary::of(section)?, HashMap::new());
+        if let Some(vocabulary) = &vocabulary {
+            // rows that are drawn at random are drawn with the others
+            if let WeightSource::Files(files) = &source {
+                new_rows = vocabulary.rows((section, &config.param_specs()), files)?;
+            }
+            config.text.vocab_size = vocabulary.vocab_size;
+            config_json.clone_from(&vocabulary.config_json);
+        }
         Ok(Self {
             config_json,
             specs: config.param_specs(),
             adapter: None,
+            vocabulary,
+            new_rows,
             config,
             source,
             folder: folder.to_owned(),
@@ -154,7 +170,7 @@ impl OpenModel {
             let (name, in_f32) = (self.name_in_file(&spec.name), spec.is_saved_in_f32());
             let original = self.original_in_f32(spec).filter(|_| in_f32);
             let pieces = self.pieces_in_file(spec);
-            Ok(Some(SavedAs { name, pieces, joined: None, in_f32, original }))
+            Ok(Some(SavedAs { name, pieces, twin: None, joined: None, in_f32, original }))
         };
         self.specs.iter().enumerate().map(saved).collect()
     }
@@ -258,6 +274,21 @@ impl OpenModel {
         if let Some(part) = part.transpose()?.flatten() {
             return Ok(part);
         }
+        let stored = |elements| self.stored_part(index, elements, dtype, device);
+        match self.new_rows.get(&index) {
+            Some(rows) => rows.part(&elements, (dtype, device), stored),
+            None => stored(elements),
+        }
+    }
+
+    /// As [`Self::original_part`], without new tokens and adapters.
+    fn stored_part(
+        &self,
+        index: usize,
+        elements: Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor, SetupError> {
         let spec = &self.specs[index];
         match &self.source {
             WeightSource::Files(files) => files
@@ -268,6 +299,24 @@ impl OpenModel {
                 Ok(random_part(spec, range, *seed, elements, device)?.to_dtype(dtype)?)
             }
         }
+    }
+
+    /// The index of the parameter `name`, if it has rows of new tokens.
+    pub(super) fn with_new_rows(&self, name: &str) -> Option<usize> {
+        self.new_rows.keys().copied().find(|index| self.specs[*index].name == name)
+    }
+
+    /// The parameter `index`, which has rows of new tokens.
+    pub(super) fn grown(&self, index: usize, dtype: DType) -> candle_core::Result<Tensor> {
+        let shape = self.specs[index].shape.as_slice();
+        let part = self.original_part(index, 0..shape.iter().product(), dtype, &Device::Cpu);
+        part.map_err(candle_core::Error::wrap)?.reshape(shape)
+    }
+
+    /// As [`differs_from_copy`], for this model.
+    pub(super) fn differs_from_copy(&self, adapter: &Path) -> Option<&'static str> {
+        let grown = self.vocabulary.as_ref().map(|of| of.of_encoder().tokenizer);
+        differs_from_copy(adapter, &self.folder, grown)
     }
 
     /// Whether the weight `index` is drawn at random. A part of it takes as long as all elements
@@ -310,13 +359,15 @@ impl OpenModel {
         self.dtype
     }
 
-    /// Digest of names and shapes, and of some values of each tensor. Ranks that see different
-    /// files have different digests.
+    /// Digest of names and shapes, and of some values of each tensor, without the rows of new tokens.
+    /// Ranks that see different files have different digests.
     pub(super) fn digest(&self) -> Result<String, SetupError> {
         const VALUES: usize = 16;
         let mut digest = Sha256::new();
         for (index, spec) in self.specs.iter().enumerate() {
-            digest.update(format!("{} {:?} ", spec.name, spec.shape));
+            let grown = self.new_rows.get(&index);
+            let shape = grown.map_or(&spec.shape, |rows| &rows.stored);
+            digest.update(format!("{} {shape:?} ", spec.name));
             if let WeightSource::Seed(seed) = &self.source {
                 digest.update(seed.to_le_bytes());
                 continue;
@@ -324,11 +375,14 @@ impl OpenModel {
             if self.adapter.as_ref().is_some_and(|adapter| adapter.is_drawn(index)) {
                 continue;
             }
-            let len: usize = spec.shape.iter().product();
+            let len: usize = shape.iter().product();
             let count = VALUES.min(len);
             for start in [0, (len - count) / 2, len - count] {
                 let part = start..start + count;
-                let values = self.load_part(index, part, DType::F32, &Device::Cpu)?;
+                let values = match grown {
+                    Some(_) => self.stored_part(index, part, DType::F32, &Device::Cpu)?,
+                    None => self.load_part(index, part, DType::F32, &Device::Cpu)?,
+                };
                 for value in values.to_vec1::<f32>()? {
                     digest.update(value.to_le_bytes());
                 }

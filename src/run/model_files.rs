@@ -299,7 +299,7 @@ fn check_head(folder: &Path, config: &ModelConfig, files: &WeightFiles) -> Resul
     };
     let names = [HEAD, &embedding.name];
     if files.shape(HEAD).is_none()
-        || is_equal(files, names).map_err(|error| files_error(folder, error))?
+        || same_values(files, names).map_err(|error| files_error(folder, error))?
     {
         return Ok(());
     }
@@ -313,7 +313,7 @@ fn check_head(folder: &Path, config: &ModelConfig, files: &WeightFiles) -> Resul
 }
 
 /// Whether two tensors have the same shape and values.
-fn is_equal(files: &WeightFiles, names: [&str; 2]) -> Result<bool, CheckpointError> {
+pub(super) fn same_values(files: &WeightFiles, names: [&str; 2]) -> Result<bool, CheckpointError> {
     let shape = files.shape(names[0]);
     if shape != files.shape(names[1]) {
         return Ok(false);
@@ -346,7 +346,8 @@ struct ModelOfTokenizer {
     vocab: HashMap<String, u32>,
 }
 
-fn json<T: for<'a> Deserialize<'a>>(folder: &Path, name: &str) -> Option<T> {
+/// A JSON file of a folder; `None` if it cannot be read.
+pub(super) fn json<T: for<'a> Deserialize<'a>>(folder: &Path, name: &str) -> Option<T> {
     let path = folder.join(name);
     let text = files::read(path).ok()?;
     serde_json::from_slice(&text).ok()
@@ -557,13 +558,19 @@ fn template_in(folder: &Path, name: &str) -> Option<String> {
 }
 
 /// What the folder of an adapter has a copy of and the folder of its model has differently: a part
-/// of the tokenizer, the template or the processors that is used.
-pub(crate) fn differs_from_copy(adapter: &Path, model: &Path) -> Option<&'static str> {
+/// of the tokenizer, the template or the processors that is used. `tokenizer` is the
+/// `tokenizer.json` of a model that has received tokens.
+pub(crate) fn differs_from_copy(
+    adapter: &Path,
+    model: &Path,
+    tokenizer: Option<&[u8]>,
+) -> Option<&'static str> {
     let file = |folder: &Path, name: &str| json::<Map<String, Value>>(folder, name);
-    let bytes = |folder: &Path| files::read(folder.join(HERE)).ok();
-    let copy = bytes(adapter)?; // else the folder has no copies
+    let copy = files::read(adapter.join(HERE)).ok()?; // else the folder has no copies
+    let used = tokenizer.map(<[u8]>::to_vec).or_else(|| files::read(model.join(HERE)).ok());
+    let parsed = |bytes: &[u8]| serde_json::from_slice::<Map<String, Value>>(bytes).ok();
     // published tokenizers take a second to parse
-    let has_tokenizer = bytes(model) == Some(copy) || file(adapter, HERE) == file(model, HERE);
+    let has_tokenizer = used.is_some_and(|used| used == copy || parsed(&used) == parsed(&copy));
     let tokens = |folder: &Path| -> Map<String, Value> {
         let config = file(folder, THERE).unwrap_or_default();
         let is_token = |key: &str| key.ends_with("_token") || key.ends_with("_tokens");

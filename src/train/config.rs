@@ -44,6 +44,16 @@ pub struct ModelSection {
     /// Operands of the linear layers of the decoder
     #[key(default)]
     pub matmul: MatmulChoice,
+    /// Tokens that the vocabulary [receives](model-folders.md#add-tokens)
+    #[key(default)]
+    pub add_tokens: Vec<String>,
+    /// Special tokens that the vocabulary receives, after those of `add_tokens`; decoding leaves them
+    /// out
+    #[key(default)]
+    pub add_special_tokens: Vec<String>,
+    /// First values of the rows of new tokens in the embedding and in the head
+    #[key(default)]
+    pub new_token_rows: NewTokenRows,
 }
 
 impl ModelSection {
@@ -52,6 +62,17 @@ impl ModelSection {
         let config = serde_json::json!({ "path": path.into() });
         serde_json::from_value(config).expect("all other keys have defaults")
     }
+}
+
+/// First values of the rows of new tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, Choice)]
+#[serde(rename_all = "snake_case")]
+pub enum NewTokenRows {
+    /// The mean of the rows of the tokens that encode the text of the new token without it.
+    #[default]
+    Pieces,
+    /// The mean of the rows of all tokens before it.
+    Mean,
 }
 
 /// Source of the weights.

@@ -30,7 +30,8 @@ pub use adapter::{AdapterConfig, AdapterInit, AdapterKind, Quantize, Targets};
 pub use best::{EvalHistory, EvalRule};
 pub use config::{
     AttentionChoice, EarlyStopping, EvalConfig, GenerateConfig, LogConfig, MatmulChoice,
-    ModelSection, Offload, OnNonFinite, Precision, RecomputeChoice, Tracker, TrainConfig, Weights,
+    ModelSection, NewTokenRows, Offload, OnNonFinite, Precision, RecomputeChoice, Tracker,
+    TrainConfig, Weights,
 };
 pub use datasets::{DatasetCounts, DatasetLoss, Rejected, log_datasets, metric_keys};
 pub use device::DeviceChoice;

@@ -17,6 +17,8 @@ pub struct SavedAs {
     pub name: String,
     /// Names and shapes of the tensors that have its elements instead; empty: there is one tensor.
     pub pieces: Vec<(String, Vec<usize>)>,
+    /// Name under which the tensor is stored a second time.
+    pub twin: Option<String>,
     /// Constants that the tensor also contains.
     pub joined: Option<JoinedConstants>,
     /// Whether the tensor is in `f32` whatever the compute dtype is.
@@ -83,6 +85,10 @@ pub(super) fn saved_weights(runner: &StepRunner) -> Result<Vec<SavedTensor>> {
         match of.1 {
             Some(SavedAs { pieces, .. }) if !pieces.is_empty() => {
                 weights.extend(tensor.split(pieces)?);
+            }
+            Some(SavedAs { twin: Some(twin), .. }) => {
+                weights.push(tensor.clone());
+                weights.push(tensor.named(twin));
             }
             _ => weights.push(tensor),
         }

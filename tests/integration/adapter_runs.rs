@@ -248,7 +248,6 @@ fn bad_input_is_refused_with_the_key_and_what_to_do() {
         "convolutions",
     );
     refused("adapter={train_also: ['*.q_proj.weight']}", "which has an adapter", "one of");
-    refused("adapter={train_also: ['*embed_tokens*']}", "also the head", "without `adapter`");
     refused(
         "adapter={target: ['[']}",
         "`adapter.target`: `[` is not a valid glob",

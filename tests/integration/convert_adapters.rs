@@ -51,6 +51,25 @@ fn settings_of_adapters_become_the_section_adapter() {
 }
 
 #[test]
+fn new_tokens_are_added_and_the_embedding_of_an_adapter_is_trained_as_in_llama_factory() {
+    let text = "add_tokens: <a>, <b>\nnew_special_tokens: '<|c|>'\nresize_vocab: true\n";
+    let config = adapter(Trainer::LlamaFactory, text).unwrap();
+    assert_eq!(config["model"]["add_tokens"].to_string(), r#"["<a>","<b>"]"#);
+    assert_eq!(config["model"]["add_special_tokens"].to_string(), r#"["<|c|>"]"#);
+    assert_eq!(config["adapter"]["train_also"].to_string(), r#"["*embed_tokens.*"]"#);
+    let own = format!("{text}additional_target: embed_tokens,lm_head\n");
+    let config = adapter(Trainer::LlamaFactory, &own).unwrap();
+    assert_eq!(config["adapter"]["train_also"].to_string(), r#"["*embed_tokens.*","*lm_head.*"]"#);
+    let full = format!("{text}finetuning_type: full\n");
+    assert_eq!(adapter(Trainer::LlamaFactory, &full).unwrap()["adapter"], Value::Null);
+    let swift = "new_special_tokens: ['<|a|>', '<b,c>']\nmodules_to_save: [embed_tokens]\n";
+    let config = adapter(Trainer::MsSwift, swift).unwrap();
+    assert_eq!(config["model"]["add_special_tokens"].to_string(), r#"["<|a|>","<b,c>"]"#);
+    let refused = refusal(adapter(Trainer::MsSwift, "new_special_tokens: [tokens.txt]\n"));
+    assert!(refused.contains("write those of a file in its place"), "{refused}");
+}
+
+#[test]
 fn an_adapter_covers_the_parts_that_are_not_frozen() {
     let of = |config: Result<Value, ConvertError>| {
         let adapter = &config.unwrap()["adapter"];

@@ -49,6 +49,7 @@ mod limits;
 mod memory;
 mod model_folders;
 mod new_config;
+mod new_tokens;
 mod output_dir;
 mod overlap;
 mod parity;

@@ -12,16 +12,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tempfile::TempDir;
 use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
-use trainer::data::{
-    DatasetConfig, DatasetRows, Encoder, ImageConfig, RowReader, SampleIndex, collate,
-};
+use trainer::data::{DatasetConfig, DatasetRows, Encoder, RowReader, SampleIndex, collate};
 use trainer::optim::{Kind, Master, OptimConfig, Optimizer};
-use trainer::run::{OpenAdapter, OpenModel, trainable};
+use trainer::run::{NewVocabulary, OpenAdapter, OpenModel, trainable};
 use trainer::tape::{Gradients, Param};
 use trainer::train::{
-    AdapterConfig, AttentionChoice, Evaluator, GradientSums, MatmulChoice, ModelSection, Offload,
-    Precision, RankWeights, Ranks, RecomputeChoice, StepResult, StepRunner, Weights,
-    buffers_of_tree,
+    AdapterConfig, AttentionChoice, Evaluator, GradientSums, ModelSection, Precision, RankWeights,
+    Ranks, RecomputeChoice, StepResult, StepRunner, buffers_of_tree,
 };
 
 const SAMPLES_A_STEP: usize = 8;
@@ -75,24 +72,26 @@ fn rows(data: &str) -> DatasetRows {
 
 /// Rows as the model in this folder reads them.
 pub(crate) fn rows_for(model: &str, data: &str) -> DatasetRows {
-    let encoder = Encoder::from_folder(&golden("models").join(model), &ImageConfig::default());
+    rows_with(&ModelSection::new(golden("models").join(model)), data)
+}
+
+/// Rows as a model reads them that receives tokens.
+pub(crate) fn rows_with(section: &ModelSection, data: &str) -> DatasetRows {
+    let vocabulary = NewVocabulary::of(section).unwrap();
+    let vocabulary = vocabulary.as_ref().map(NewVocabulary::of_encoder);
+    let (image, video) = Default::default();
+    let encoder = Encoder::with_vocabulary(&section.path, &image, &video, vocabulary).unwrap();
     let path = golden("data").join(format!("{data}.jsonl"));
-    let set = DatasetConfig::new(path);
-    DatasetRows::open(&[set], Arc::new(encoder.unwrap())).unwrap()
+    DatasetRows::open(&[DatasetConfig::new(path)], Arc::new(encoder)).unwrap()
 }
 
 fn section(model: &str, variant: Variant, precision: Precision) -> ModelSection {
     ModelSection {
-        path: golden("models").join(model),
-        weights: Weights::Pretrained,
         use_rmpad: variant.use_rmpad,
         attention: variant.attention,
         precision,
-        freeze: vec![],
         recompute: variant.recompute,
-        offload: Offload::None,
-        aux_loss: 0.0,
-        matmul: MatmulChoice::Native,
+        ..ModelSection::new(golden("models").join(model))
     }
 }
 
@@ -126,7 +125,10 @@ fn runner(model: &str, variant: Variant, precision: Precision) -> StepRunner {
 /// curve, constant learning rate 1e-3, clipping at 1, no weight decay.
 pub(crate) fn runner_of(curve: &Value, variant: Variant, precision: Precision) -> StepRunner {
     let device = device();
-    let section = section(curve["model"].as_str().unwrap(), variant, precision);
+    let mut section = section(curve["model"].as_str().unwrap(), variant, precision);
+    let tokens = |key: &str| serde_json::from_value(curve[key].clone()).unwrap_or_default();
+    section.add_tokens = tokens("add_tokens");
+    section.add_special_tokens = tokens("add_special_tokens");
     let mut open = OpenModel::open(&section, 0, &device).unwrap();
     let adapter = adapter_of(curve);
     if let Some((_, adapter)) = &adapter {
@@ -390,10 +392,15 @@ fn losses_of_single_samples_equal_the_references() {
 pub(crate) fn assert_per_sample_losses(name: &str, entry: &Value) {
     let (model, data) = name.split_once('|').unwrap();
     let (rows, runner) = (rows_for(model, data), runner(model, PLAIN, Precision::F32));
+    assert_losses(&rows, &runner, &entry["per_sample"]);
+}
+
+/// `per_sample` has an id, the mean loss and the number of targets of each row.
+pub(crate) fn assert_losses(rows: &DatasetRows, runner: &StepRunner, per_sample: &Value) {
     let device = device();
     let dtype = runner.dtype;
     let evaluator = Evaluator {
-        rows: &rows,
+        rows,
         max_tokens: 2048,
         dtype,
         device: &device,
@@ -401,7 +408,7 @@ pub(crate) fn assert_per_sample_losses(name: &str, entry: &Value) {
         weights: &RankWeights::default(),
     };
     let report = evaluator.run(&runner.model, &|_| {}).unwrap();
-    for (found, expected) in report.samples.iter().zip(entry["per_sample"].as_array().unwrap()) {
+    for (found, expected) in report.samples.iter().zip(per_sample.as_array().unwrap()) {
         let found = found.result;
         let (row, num_targets) = (found.size.row, u64::from(found.size.num_targets));
         let mean = found.nll_sum / num_targets as f64;

@@ -19,8 +19,8 @@ use trainer::optim::{OptimConfig, Optimizer};
 use trainer::run::{LoadedModel, load_model};
 use trainer::tape::{Gradients, Pass, Trainable};
 use trainer::train::{
-    AttentionChoice, GradientSums, MatmulChoice, ModelSection, Offload, Precision, RankWeights,
-    Ranks, RecomputeChoice, StepRunner, Weights,
+    AttentionChoice, GradientSums, ModelSection, Precision, RankWeights, Ranks, RecomputeChoice,
+    StepRunner,
 };
 
 fn golden(name: &str) -> PathBuf {
@@ -99,16 +99,8 @@ fn packed(samples: &[EncodedSample]) -> VarlenBatch {
 
 fn loaded() -> LoadedModel {
     let section = ModelSection {
-        path: golden("models/small-tied"),
-        weights: Weights::Pretrained,
-        use_rmpad: true,
         attention: AttentionChoice::Flash,
-        precision: Precision::F32,
-        freeze: vec![],
-        recompute: RecomputeChoice::None,
-        offload: Offload::None,
-        aux_loss: 0.0,
-        matmul: MatmulChoice::Native,
+        ..ModelSection::new(golden("models/small-tied"))
     };
     load_model(&section, 0, &device()).unwrap()
 }

@@ -60,6 +60,8 @@ pub(crate) enum Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Role {
+    AddSpecialTokens,
+    AddTokens,
     AdapterFrom,
     AlignerLr,
     Accumulation,
@@ -127,6 +129,7 @@ pub(crate) enum Role {
     RandomWeights,
     Recompute,
     RecomputeVision,
+    ResizeVocab,
     Rslora,
     RunName,
     SaveSteps,

@@ -29,7 +29,7 @@ pub use dataset::{Chats, DataSet, DatasetRows, RowReader};
 pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
 pub use encode::{
-    BoxFault, Encoder, ImageBox, LossScale, chat_template_source, image_boxes,
+    BoxFault, Encoder, ImageBox, LossScale, Vocabulary, chat_template_source, image_boxes,
 };
 pub use length_cache::{
     CacheError, CacheWork, LengthCache, MediaDigests, MediaLook, MediaStamps, open_indexed,
@@ -50,4 +50,4 @@ pub use source::{
     ColumnNames, DatasetInfo, DatasetInfoError, GroundingError, RowFile, RowForm, RowRules,
     SampleError, SampleFault, SourceError, TransientFailure, UnknownKeys, texts,
 };
-pub use tokenizer::TokenizerError;
+pub use tokenizer::{GrownTokenizer, NewToken, NewTokenProblem, TokenizerError, with_new_tokens};

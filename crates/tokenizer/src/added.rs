@@ -1,4 +1,4 @@
-//! Splits a text at added tokens, before it is normalised.
+//! Splits a text at added tokens.
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Piece {
@@ -12,6 +12,7 @@ pub(super) enum Piece {
 #[derive(Debug)]
 pub(super) struct AddedTokens {
     by_first: Vec<Vec<(Box<str>, u32)>>, // [256], each list from the longest token to the shortest
+    is_empty: bool,
 }
 
 impl AddedTokens {
@@ -24,14 +25,15 @@ impl AddedTokens {
         for tokens in &mut by_first {
             tokens.sort_by_key(|(content, _): &(Box<str>, u32)| std::cmp::Reverse(content.len()));
         }
-        Self { by_first }
+        let is_empty = by_first.iter().all(Vec::is_empty);
+        Self { by_first, is_empty }
     }
 
     /// Calls `each` with the pieces of `text`, in order. Of several tokens that match at the same
     /// place, the longest is used.
     pub(super) fn split(&self, text: &str, mut each: impl FnMut(Piece)) {
         let bytes = text.as_bytes();
-        let (mut begin, mut at) = (0, 0);
+        let (mut begin, mut at) = (0, if self.is_empty { bytes.len() } else { 0 });
         while let Some(byte) = bytes.get(at) {
             let found = self.by_first[usize::from(*byte)]
                 .iter()

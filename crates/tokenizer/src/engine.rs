@@ -2,7 +2,8 @@
 //! offsets as the `tokenizers` crate and is tens of times faster.
 //!
 //! ```text
-//! text -> pieces between added tokens -> NFC -> words -> merged bytes -> ids, offsets
+//! text -> pieces between added tokens -> NFC -> pieces between added tokens that are normalised
+//!      -> words -> merged bytes -> ids, offsets
 //! ```
 
 use std::sync::{Mutex, PoisonError};
@@ -37,7 +38,8 @@ pub(super) struct Engine {
     letters: Letters,
     merges: Merges,
     cuts: Cuts,
-    added: AddedTokens,
+    added: AddedTokens,            // those that are found before NFC
+    normalized: AddedTokens,       // those that are found after NFC
     tokens: Vec<Option<Box<str>>>, // by id; model tokens in the byte alphabet
     lengths: Vec<u32>,             // by id: number of bytes of a model token
     special: Vec<bool>,            // by id
@@ -72,18 +74,23 @@ impl Engine {
         let bytes = |token: &str| token.chars().map(char_to_byte).collect::<Option<Vec<u8>>>();
         let cuts = Cuts::new(tokens.iter().flatten().filter_map(|token| bytes(token)));
         let mut special = vec![false; num_ids];
-        for (id, _, is_special) in &added {
-            special[*id as usize] = *is_special;
+        for token in &added {
+            special[token.id as usize] = token.special;
         }
+        let found = |after: bool| {
+            let tokens = added.iter().filter(move |token| token.normalized == after);
+            AddedTokens::new(tokens.map(|token| (token.content.as_str(), token.id)))
+        };
         Self {
             letters,
             merges: Merges::new(byte_ids, &merges),
             cuts,
-            added: AddedTokens::new(added.iter().map(|(id, content, _)| (content.as_str(), *id))),
+            added: found(false),
+            normalized: found(true),
             tokens,
             lengths,
             special,
-            added_ids: added.iter().map(|(id, ..)| *id).collect(),
+            added_ids: added.iter().map(|token| token.id).collect(),
             idle: Mutex::new(Vec::new()),
         }
     }
@@ -120,13 +127,13 @@ impl Engine {
                         }
                         (begin + from, begin + to)
                     };
-                    self.encode_piece(classes, piece, span, most, &mut memory, &mut tokens);
+                    self.encode_normal(classes, piece, span, most, &mut memory, &mut tokens);
                 } else {
                     let normal = nfc(piece);
                     let spans = &normal.spans;
                     let span =
                         |from: usize, to: usize| (begin + spans[from].0, begin + spans[to - 1].1);
-                    self.encode_piece(classes, &normal.text, span, most, &mut memory, &mut tokens);
+                    self.encode_normal(classes, &normal.text, span, most, &mut memory, &mut tokens);
                 }
             }
         });
@@ -142,6 +149,29 @@ impl Engine {
 
     /// Appends the tokens of a text in NFC, and stops after more than `most`. `span` converts a
     /// non-empty byte range of the text to an offset in the original text.
+    fn encode_normal(
+        &self,
+        classes: Classes,
+        text: &str,
+        span: impl Fn(usize, usize) -> (usize, usize),
+        most: usize,
+        memory: &mut Memory,
+        tokens: &mut Tokens,
+    ) {
+        self.normalized.split(text, |piece| match piece {
+            _ if tokens.ids.len() > most => {}
+            Piece::Token(id, begin, end) => {
+                tokens.ids.push(id);
+                tokens.offsets.push(span(begin, end));
+            }
+            Piece::Text(begin, end) => {
+                let span = |from: usize, to: usize| span(begin + from, begin + to);
+                self.encode_piece(classes, &text[begin..end], span, most, memory, tokens);
+            }
+        });
+    }
+
+    /// As [`Self::encode_normal`], for a text without added tokens.
     fn encode_piece(
         &self,
         classes: Classes,

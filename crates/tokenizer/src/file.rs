@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use super::classes::Letters;
 use super::merges::MAX_IDS;
+use super::normalise::nfc;
 use super::split::PATTERNS;
 
 #[derive(Debug)]
@@ -27,8 +28,17 @@ pub(super) struct Vocabulary {
     /// Id and text of every token; tokens of the model are in the byte alphabet, added tokens are
     /// not.
     pub tokens: Vec<(u32, Box<str>)>,
-    /// Added tokens: id, content, and whether the token is special.
-    pub added: Vec<(u32, String, bool)>,
+    pub added: Vec<Added>,
+}
+
+/// A token that is found before the text is split into words.
+#[derive(Debug)]
+pub(super) struct Added {
+    pub id: u32,
+    pub content: String,
+    pub special: bool,
+    /// It is found in the text after NFC; otherwise in the text as it is.
+    pub normalized: bool,
 }
 
 /// Parses a vocabulary. The error describes the first unsupported rule or defect.
@@ -119,26 +129,29 @@ fn vocabulary(
 
     // the `tokenizers` crate ignores the listed ids and numbers new added tokens itself
     let mut next = tokens.len() as u32;
-    let mut added: Vec<(u32, String, bool)> = Vec::new();
+    let mut added: Vec<Added> = Vec::new();
     for token in added_tokens {
         let AddedToken { id, content, single_word, lstrip, rstrip, normalized, special } = token;
-        if single_word || lstrip || rstrip || normalized || content.is_empty() {
+        if single_word || lstrip || rstrip || content.is_empty() {
             return Err(format!("added token `{content}` is empty or has matching rules"));
+        }
+        if normalized && nfc(&content).text != content {
+            return Err(format!("added token `{content}` is not in NFC"));
         }
         let expected = ids.get(content.as_str()).copied().unwrap_or_else(|| {
             next += 1;
             next - 1
         });
-        if id != expected || added.iter().any(|(_, other, _)| *other == content) {
+        if id != expected || added.iter().any(|other| other.content == content) {
             return Err(format!(
                 "added token `{content}` occurs twice or its id is not `{expected}`"
             ));
         }
-        added.push((id, content, special));
+        added.push(Added { id, content, special, normalized });
     }
     let mut tokens: Vec<(u32, Box<str>)> =
         model.vocab.0.into_iter().map(|(token, id)| (id, Box::from(token.0))).collect();
-    tokens.extend(added.iter().map(|(id, content, _)| (*id, Box::from(content.as_str()))));
+    tokens.extend(added.iter().map(|token| (token.id, Box::from(token.content.as_str()))));
     Ok(Vocabulary { letters, byte_ids, merges, tokens, added })
 }
 

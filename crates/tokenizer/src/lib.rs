@@ -11,6 +11,7 @@ mod cuts;
 mod engine;
 mod file;
 mod merges;
+mod new_tokens;
 mod normalise;
 mod split;
 #[cfg(test)]
@@ -21,6 +22,7 @@ use std::path::{Path, PathBuf};
 
 use engine::Engine;
 pub use engine::Tokens;
+pub use new_tokens::{GrownTokenizer, NewToken, NewTokenProblem, with_new_tokens};
 use tokenizers::{ModelWrapper, PostProcessorWrapper, Tokenizer};
 
 /// Maximum length of a text for our engine, in bytes: about 1 million tokens. A tokenizer takes many

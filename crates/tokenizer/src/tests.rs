@@ -258,7 +258,6 @@ fn unsupported_files_are_run_by_the_tokenizers_crate() {
         ("/model/byte_fallback", json!(true)),
         ("/model/unk_token", json!("!")),
         ("/added_tokens/1/lstrip", json!(true)),
-        ("/added_tokens/1/normalized", json!(true)),
         ("/added_tokens/1/id", json!(9999)),
     ] {
         assert!(!ours(&with(pointer, value)), "{pointer}");
@@ -266,6 +265,7 @@ fn unsupported_files_are_run_by_the_tokenizers_crate() {
     for (pointer, value) in [
         ("/pre_tokenizer/pretokenizers/1/trim_offsets", json!(true)),
         ("/post_processor", Value::Null),
+        ("/added_tokens/1/normalized", json!(true)),
         ("/model/continuing_subword_prefix", json!("")),
     ] {
         assert!(ours(&with(pointer, value)), "{pointer}");
@@ -292,6 +292,59 @@ fn a_tokenizer_that_draws_tokens_at_random_is_refused() {
     TextTokenizer::from_bytes(Path::new("t.json"), &serde_json::to_vec(&file).unwrap()).unwrap();
 }
 
+/// Tokens and ids of transformers: `scripts/golden/new_tokens.py`.
+fn added_by_transformers() -> (Vec<u8>, Value) {
+    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/");
+    let read = |name: &str| std::fs::read([golden, name].concat()).unwrap();
+    let expected: Value = serde_json::from_slice(&read("new_tokens.json")).unwrap();
+    let tokens: Vec<NewToken> = [("add_tokens", false), ("add_special_tokens", true)]
+        .into_iter()
+        .flat_map(|(key, special)| {
+            let list = expected[key].as_array().unwrap().iter();
+            list.map(move |text| NewToken { content: text.as_str().unwrap().to_owned(), special })
+        })
+        .collect();
+    let file = read("models/small-tied/tokenizer.json");
+    let grown = with_new_tokens(Path::new("t.json"), &file, &tokens).unwrap();
+    assert_eq!((grown.first_id, grown.added.len(), grown.present.len()), (2043, 8, 0));
+    let again = with_new_tokens(Path::new("t.json"), &grown.bytes, &tokens).unwrap();
+    assert_eq!((again.bytes == grown.bytes, again.added.len(), again.present), (true, 0, tokens));
+    (grown.bytes, expected)
+}
+
+#[test]
+fn new_tokens_have_the_ids_of_transformers_and_our_engine_finds_them() {
+    let (bytes, expected) = added_by_transformers();
+    let both = Both::of(&bytes);
+    let texts = expected["texts"].as_array().unwrap();
+    for (text, ids) in
+        texts.iter().zip(expected["models"]["small-tied"]["texts"].as_array().unwrap())
+    {
+        let text = text.as_str().unwrap();
+        both.check(text);
+        assert_eq!(json!(both.ours.encode(text).unwrap().ids), *ids, "{text:?}");
+    }
+    for (id, skipped) in [(2043, "<box>"), (2044, "\u{fc}nit \u{e9}"), (2047, "")] {
+        assert_eq!(both.ours.decode(&[id]).unwrap(), skipped);
+        assert_eq!(both.reference.decode(&[id], true).unwrap(), skipped);
+    }
+}
+
+#[test]
+fn a_new_token_that_would_never_be_found_or_is_another_token_is_refused() {
+    let problem = |content: &str, special| {
+        let tokens = [NewToken { content: content.to_owned(), special }];
+        with_new_tokens(Path::new("t.json"), &small_file(), &tokens).err()
+    };
+    let taken = |id, as_what| Some(NewTokenProblem::Taken { token: 0, id, as_what });
+    assert_eq!(problem("<|im_end|>", false), taken(2019, "a special token"));
+    assert_eq!(problem("<think>", true), taken(2041, "an added token that is not special"));
+    assert_eq!(problem("the", false), taken(1115, "a token of its byte pair encoding"));
+    let found = problem("a<|im_end|>", false);
+    assert_eq!(found, Some(NewTokenProblem::NotFound { token: 0, ids: vec![64, 2019] }));
+    assert_eq!(problem("a<|im_end|>", true), None, "it is longer, and found in the text as it is");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
@@ -299,9 +352,13 @@ proptest! {
     fn random_mixtures_of_edge_cases_have_the_ids_and_offsets_of_the_reference(
         mixtures in prop::collection::vec(prop::collection::vec(0..PIECES.len(), 0..40), 20)
     ) {
-        for both in Both::each() {
+        let (bytes, golden) = added_by_transformers();
+        let texts: Vec<&str> =
+            golden["texts"].as_array().unwrap().iter().map(|text| text.as_str().unwrap()).collect();
+        for both in Both::each().into_iter().chain([Both::of(&bytes)]) {
             for pieces in &mixtures {
                 both.check(&pieces.iter().map(|piece| PIECES[*piece]).collect::<String>());
+                both.check(&pieces.iter().map(|piece| texts[piece % texts.len()]).collect::<String>());
             }
         }
     }

@@ -7,8 +7,8 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::terminal::{escaped, stdout};
 use crate::checkpoint::{ADAPTER_CONFIG, CheckpointConfig, Checkpointer, PeftConfig};
-use crate::data::{Encoder, ImageConfig, TokenizerError};
-use crate::run::{check_model_folder, load_to_generate};
+use crate::data::{Encoder, TokenizerError};
+use crate::run::{NewVocabulary, check_model_folder, load_to_generate, with_tokens_of};
 use crate::train::{DeviceChoice, GenerateOptions, Generator, ModelSection};
 use candle_transformers::generation::Sampling;
 use chat::Conversation;
@@ -206,7 +206,12 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
     let ModelPaths { model, adapter } = find(&args.model, args.adapter.as_deref())?;
     let folder = model_folder(&model, logging)?;
     check_model_folder(&folder)?;
-    let encoder = Encoder::from_folder(&folder, &ImageConfig::default())?;
+    let mut section = ModelSection::new(folder);
+    if let Some(adapter) = &adapter {
+        check_folder("--adapter", adapter)?;
+        section = with_tokens_of(&section, adapter)?;
+    }
+    let encoder = encoder(&section)?;
     let mut conversation = Conversation::new(args.system.clone(), args.chat);
     for image in &args.images {
         conversation.add_image(image)?;
@@ -219,10 +224,6 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
         encoder.encode_prompt(&conversation.sample())?; // before the weights are read
     }
     let device = args.device.open()?;
-    if let Some(adapter) = &adapter {
-        check_folder("--adapter", adapter)?;
-    }
-    let section = ModelSection::new(folder);
     let loaded = load_to_generate(&section, adapter.as_deref(), &device)?;
     let options = GenerateOptions {
         max_new_tokens: args.max_new_tokens,
@@ -239,6 +240,14 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
         conversation.answered(answer);
     }
     if args.chat { chat::run(&mut session, conversation) } else { Ok(()) }
+}
+
+/// The encoder of a model, with the tokens that it receives.
+fn encoder(section: &ModelSection) -> anyhow::Result<Encoder> {
+    let vocabulary = NewVocabulary::of(section)?;
+    let vocabulary = vocabulary.as_ref().map(NewVocabulary::of_encoder);
+    let (image, video) = Default::default();
+    Ok(Encoder::with_vocabulary(&section.path, &image, &video, vocabulary)?)
 }
 
 /// A model folder or hub id, and the adapter of the model.

@@ -3,7 +3,7 @@
 use super::super::error::RunError;
 use super::super::inputs::{open_for_run, param_groups};
 use super::super::load_model::{LoadedModel, OpenModel, check_experts, trainable};
-use super::super::model_files::differs_from_copy;
+use super::super::new_tokens::check_start;
 use super::super::stored_weights::{load_stored, stored_elsewhere, weight_storage};
 use super::{AdapterError, OpenAdapter};
 use crate::checkpoint::{Checkpoint, CheckpointError};
@@ -27,8 +27,14 @@ pub(in crate::run) fn open_run_model(
     let mut section = config.model.clone();
     let Some(adapter) = &config.adapter else {
         if let Some(found) = found {
-            section.path.clone_from(&found.dir);
-            section.weights = Weights::Pretrained;
+            // its vocabulary has the new tokens
+            section = ModelSection {
+                path: found.dir.clone(),
+                weights: Weights::Pretrained,
+                add_tokens: Vec::new(),
+                add_special_tokens: Vec::new(),
+                ..section
+            };
         }
         let open = open_for_run(&section, config.seed, device)?;
         check_experts(config, &open)?;
@@ -47,6 +53,9 @@ pub(in crate::run) fn open_run_model(
     {
         check_base(&found.dir, &trained_on, &open, &base.digest)?;
     }
+    if let (Some(folder), None) = (&adapter.start_from, found) {
+        check_start(&section, &open, folder)?;
+    }
     let open = open.with_adapter(|specs| {
         let mut open = match found {
             Some(found) => OpenAdapter::resumed(adapter, &found.dir, specs, config.seed),
@@ -64,7 +73,7 @@ pub(in crate::run) fn read_adapter(open: OpenModel, folder: &Path) -> Result<Ope
     let trained_on = trained_on(folder)?;
     if let Some(trained_on) = &trained_on {
         check_base(folder, trained_on, &open, &open.digest()?)?;
-    } else if let Some(what) = differs_from_copy(folder, open.folder()) {
+    } else if let Some(what) = open.differs_from_copy(folder) {
         tracing::warn!(
             adapter = %folder.display(),
             "the adapter's folder has a copy of {what} that differs from that of the model, which is \
@@ -113,7 +122,7 @@ fn check_base(
                 "`config.json` differs from that".to_owned()
             } else if now.weights != before.weights {
                 WEIGHTS.to_owned()
-            } else if let Some(what) = differs_from_copy(folder, open.folder()) {
+            } else if let Some(what) = open.differs_from_copy(folder) {
                 format!("{what} differs from that")
             } else {
                 return Ok(());

@@ -26,12 +26,6 @@ pub enum AdapterError {
     #[fault(hint = "remove the layer from one of `adapter.target` and `train_also`")]
     Both { pattern: String, layer: String },
     #[error(
-        "`adapter.train_also`: `{pattern}` names the embedding, which is also the head of this \
-         model: the adapter's folder cannot store it for both"
-    )]
-    #[fault(hint = "remove the embedding from `train_also`, or train without `adapter`")]
-    Tied { pattern: String },
-    #[error(
         "`adapter.train_also`: `{pattern}` names `{experts}`: the folder of an adapter cannot have \
          whole experts"
     )]
@@ -90,6 +84,14 @@ pub enum AdapterError {
         differs: String,
     },
     #[error(
+        "adapter folder `{}` was trained with other tokens than `model.add_tokens` and \
+         `model.add_special_tokens` add", .folder.display()
+    )]
+    #[fault(
+        hint = "name the tokens that its tokenizer.json has beyond that of the model, in their order"
+    )]
+    Tokens { folder: PathBuf },
+    #[error(
         "`adapter.rank` is `{rank}`, but the weight of `{layer}` has {limit} singular values, and \
          `adapter.init` takes {rank} of them"
     )]
@@ -112,7 +114,7 @@ impl AdapterError {
             Self::Part { .. } | Self::NoLayer { .. } => "adapter.parts",
             Self::Target { .. } | Self::NoTarget => "adapter.target",
             Self::Pattern(error) => error.origin().0,
-            Self::Both { .. } | Self::Tied { .. } | Self::Experts { .. } => "adapter.train_also",
+            Self::Both { .. } | Self::Experts { .. } => "adapter.train_also",
             Self::Rank { .. } => "adapter.rank",
             Self::StartFrom { key, .. } | Self::OfExperts { key, .. } => key,
             _ => return None,

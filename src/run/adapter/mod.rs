@@ -106,7 +106,12 @@ impl OpenAdapter {
         let modules = peft::modules(folder, &peft, &files, specs, TensorNames::Modules)?;
         let adapter_specs = targets::adapter_specs(&modules, specs);
         let exchanged = Exchanged::find(&files, &modules, &adapter_specs);
-        let also_trained = peft::check(folder, (&files, &exchanged), &adapter_specs, specs)?;
+        let also_trained = peft::check(
+            folder,
+            (&files, &exchanged, peft.ensure_weight_tying),
+            &adapter_specs,
+            specs,
+        )?;
         Ok(Self {
             specs: adapter_specs,
             modules,
@@ -213,7 +218,9 @@ impl OpenAdapter {
         let Some(name) = self.saved_name(index, spec) else { return Ok(None) };
         let joined = if index < self.num_base { None } else { self.joined(spec, dtype)? };
         let pieces = Vec::new(); // PEFT has the parameters of the modules
-        Ok(Some(SavedAs { name, pieces, joined, in_f32: false, original: None }))
+        let is_tied = self.peft.ensure_weight_tying && spec.name.ends_with("embed_tokens.weight");
+        let twin = is_tied.then(|| peft_name(peft::HEAD));
+        Ok(Some(SavedAs { name, pieces, twin, joined, in_f32: false, original: None }))
     }
 
     /// Whether parameter `index` was quantised to NF4.

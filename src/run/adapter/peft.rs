@@ -6,6 +6,7 @@
 //! adapter of them has the sides exchanged: its `A` has the values of each `B_e^T`, and its `B`
 //! those of each `A_e^T`. Both are read.
 
+use super::super::model_files::same_values;
 use super::error::AdapterError;
 use super::targets::{layers, module_name, module_of, target_modules, target_parameters};
 use crate::checkpoint::{CheckpointError, PeftConfig, WeightFiles, adapter_weights};
@@ -21,6 +22,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
+/// Name of a head; a model whose embedding is its head has no such parameter.
+pub(super) const HEAD: &str = "lm_head.weight";
+
 /// The `adapter_config.json` of a new adapter.
 pub(super) fn config(
     config: &AdapterConfig,
@@ -31,6 +35,8 @@ pub(super) fn config(
     let mut saved: Vec<String> =
         also_trained.iter().map(|index| module_of(&specs[*index].name).to_owned()).collect();
     saved.dedup();
+    let is_tied = !specs.iter().any(|spec| spec.name == HEAD);
+    let ensure_weight_tying = is_tied && saved.iter().any(|name| name.ends_with("embed_tokens"));
     // Checkpoints have twice the rank, with the same factor.
     let joined = config.init.is_part();
     let alpha = match (joined, config.rslora) {
@@ -49,6 +55,7 @@ pub(super) fn config(
         target_parameters: Some(target_parameters(modules, specs))
             .filter(|parameters| !parameters.is_empty()),
         modules_to_save: Some(saved).filter(|saved| !saved.is_empty()),
+        ensure_weight_tying,
         bias: "none".to_owned(),
         use_dora: config.kind == AdapterKind::Dora,
         use_rslora: config.rslora,
@@ -71,21 +78,18 @@ pub(super) fn open(
     folder: &Path,
     specs: &[ParamSpec],
 ) -> Result<(PeftConfig, WeightFiles), AdapterError> {
-    let error = |source: CheckpointError| AdapterError::Files {
-        folder: folder.to_owned(),
-        source: Box::new(source),
-    };
-    let mut peft = PeftConfig::read(folder).map_err(error)?;
+    let error = of_files(folder);
+    let mut peft = PeftConfig::read(folder).map_err(&error)?;
     if let Some(field) = peft.unsupported() {
         return Err(unsupported(folder)(field));
     }
-    let files = adapter_weights(folder).map_err(error)?;
+    let files = adapter_weights(folder).map_err(&error)?;
     let has_modules = specs.iter().any(|spec| spec.name.starts_with("model.language_model."));
     let names = if has_modules { TensorNames::Flat } else { TensorNames::Modules };
     if files.names().all(|name| peft_name_of_file(names, name) == name) {
         return Ok((peft, files));
     }
-    let files = files.renamed(|name| peft_name_of_file(names, name)).map_err(error)?;
+    let files = files.renamed(|name| peft_name_of_file(names, name)).map_err(&error)?;
     let layers = modules(folder, &peft, &files, specs, names)?;
     let module = |name: &String| names.of_file(name.trim_start_matches('^'));
     peft.target_modules = target_modules(&layers, specs).into();
@@ -104,6 +108,10 @@ pub(super) fn open(
     }
     peft.modules_to_save = peft.modules_to_save.map(|saved| saved.iter().map(module).collect());
     Ok((peft, files))
+}
+
+fn of_files(folder: &Path) -> impl Fn(CheckpointError) -> AdapterError {
+    |source| AdapterError::Files { folder: folder.to_owned(), source: Box::new(source) }
 }
 
 fn unsupported(folder: &Path) -> impl Fn((String, String)) -> AdapterError {
@@ -174,10 +182,11 @@ pub(super) fn modules(
     }
 }
 
-/// Checks names and shapes of all tensors. Returns the parameters of the model that the file has.
+/// Checks names and shapes of all tensors; `ties`: whether a head that is the embedding stays so.
+/// Returns the parameters of the model that the file has.
 pub(super) fn check(
     folder: &Path,
-    (files, exchanged): (&WeightFiles, &Exchanged),
+    (files, exchanged, ties): (&WeightFiles, &Exchanged, bool),
     adapter: &[ParamSpec],
     base: &[ParamSpec],
 ) -> Result<Vec<usize>, AdapterError> {
@@ -195,7 +204,16 @@ pub(super) fn check(
         }
     }
     let mut also_trained = Vec::new();
+    // PEFT writes an embedding that is also the head under both names
+    let (is_tied, head) = (!base.iter().any(|spec| spec.name == HEAD), peft_name(HEAD));
+    let embedding = base.iter().find(|spec| is_tied && spec.name.contains("embed_tokens"));
     for name in files.names() {
+        if let Some(embedding) = embedding.filter(|_| ties && *name == *head) {
+            if same_values(files, [name, &peft_name(&embedding.name)]).map_err(of_files(folder))? {
+                continue;
+            }
+            return wrong(name, "differs from the embedding, with which it is tied".to_owned());
+        }
         let Some((shape, index)) = expected.get(name) else {
             return wrong(name, "does not belong to the model".to_owned());
         };
@@ -206,11 +224,10 @@ pub(super) fn check(
         if index.is_some_and(|index| base[index].is_experts()) {
             return wrong(name, "has experts, which are not read from an adapter".to_owned());
         }
-        if name.contains("embed_tokens") && !base.iter().any(|spec| spec.name.contains("lm_head")) {
-            return wrong(
-                name,
-                "is the embedding, which is also the head of this model".to_owned(),
-            );
+        if is_tied && !ties && name.contains("embed_tokens") {
+            let problem = "is the embedding, which is also the head of this model, and \
+                           `ensure_weight_tying` in adapter_config.json is not set";
+            return wrong(name, problem.to_owned());
         }
         also_trained.extend(*index);
     }
@@ -299,11 +316,7 @@ pub(in crate::run) fn exchange_experts(
     folder: &Path,
     files: &WeightFiles,
 ) -> std::result::Result<Exchanged, AdapterError> {
-    let error = |source: CheckpointError| AdapterError::Files {
-        folder: folder.to_owned(),
-        source: Box::new(source),
-    };
-    let peft = PeftConfig::read(folder).map_err(error)?;
+    let peft = PeftConfig::read(folder).map_err(of_files(folder))?;
     let mut tensors = BTreeMap::new();
     for name in files.names() {
         let Some((AdapterTensor::A, module)) = AdapterTensor::of(name) else { continue };

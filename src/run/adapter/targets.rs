@@ -131,10 +131,6 @@ pub(super) fn also_trained(
                 return Err(AdapterError::Experts { pattern: pattern.clone(), experts });
             }
             let module = module_of(&specs[index].name);
-            let is_tied = !specs.iter().any(|spec| spec.name.starts_with("lm_head."));
-            if is_tied && module.ends_with("embed_tokens") {
-                return Err(AdapterError::Tied { pattern: pattern.clone() });
-            }
             let has_adapter = |of: &&AdapterModule| module_of(&of.weight) == module;
             if let Some(both) = modules.iter().find(has_adapter) {
                 let layer = both.name.clone();

@@ -4,6 +4,7 @@ use super::super::adapter::{AdapterError, open_run_model};
 use super::super::error::{RunError, SetupError};
 use super::super::inputs::{of_pattern, pattern_groups};
 use super::super::load_model::check_heads;
+use super::super::new_tokens::check_rows;
 use super::super::{OpenModel, trainable};
 use super::{CheckReport, Topic};
 use crate::config::RunConfig;
@@ -20,6 +21,9 @@ pub(super) fn check(config: &RunConfig, report: &mut CheckReport) {
         report.error(Topic::Model, error);
     }
     let Some(groups) = groups(config, &open, report) else { return };
+    if let Err(error) = check_rows(config, &open, &groups) {
+        report.error(Topic::Model, error);
+    }
     let trained = trainable(&groups);
     let count = |only: bool| -> usize {
         let specs = open.specs.iter().zip(&trained);
@@ -59,9 +63,9 @@ fn wrong_pattern(error: &RunError) -> Option<String> {
     let RunError::Setup(SetupError::Adapter(error)) = error else { return None };
     match error {
         AdapterError::Part { part, .. } => Some(part.clone()),
-        AdapterError::Target { pattern, .. }
-        | AdapterError::Both { pattern, .. }
-        | AdapterError::Tied { pattern } => Some(pattern.clone()),
+        AdapterError::Target { pattern, .. } | AdapterError::Both { pattern, .. } => {
+            Some(pattern.clone())
+        }
         AdapterError::Pattern(problem) => problem.origin().1.map(str::to_owned),
         _ => None,
     }

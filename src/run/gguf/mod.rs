@@ -10,6 +10,7 @@ use super::error::{RunError, SetupError};
 use super::export::{Exported, ExportedWeights};
 use super::inputs::open_for_run;
 use super::model_files::{check_model_folder, files_error, unused};
+use super::new_tokens::with_tokens_of;
 use crate::checkpoint::{CheckpointError, GgufDtype, GgufFile, GgufTensor, GgufValue};
 use crate::nn::ParamSpec;
 use crate::train::ModelSection;
@@ -47,14 +48,17 @@ pub fn export_gguf(
     out: &Path,
 ) -> Result<Exported, RunError> {
     check_model_folder(base)?;
-    let open = open_for_run(&ModelSection::new(base), 0, &Device::Cpu)?;
+    let section = ModelSection::new(base);
+    let section = adapter.map_or(Ok(section.clone()), |of| with_tokens_of(&section, of))?;
+    let open = open_for_run(&section, 0, &Device::Cpu)?;
     let (config, json, specs) =
         (open.config().clone(), open.config_json.clone(), open.specs.clone());
     let unsupported = |what| SetupError::NoGguf { folder: base.to_owned(), what };
     let family = family(&json).map_err(unsupported)?;
     text::check(&config.text).map_err(unsupported)?;
     let mut text = text::metadata(family, &config, &json).map_err(unsupported)?;
-    text.extend(tokenizer::metadata(base, &json, config.text.vocab_size)?);
+    let changed = open.vocabulary.as_ref().map_or(&[][..], |of| of.files.as_slice());
+    text.extend(tokenizer::metadata((base, changed), &json, config.text.vocab_size)?);
     let vision = config.vision.as_ref();
     let vision = vision.map(|vision| vision::metadata(base, vision)).transpose()?;
     let weights = ExportedWeights::open(base, open, adapter)?;

@@ -26,14 +26,15 @@ const SPLITS: [(&str, &str); 2] = [
     ),
 ];
 
-/// `json` is the model's `config.json`.
+/// `json` is the model's `config.json`. `changed` has the files that differ from those of `folder`.
 pub(super) fn metadata(
-    folder: &Path,
+    (folder, changed): (&Path, &[(&str, Vec<u8>)]),
     json: &Value,
     vocab_size: usize,
 ) -> Result<Metadata, RunError> {
     let unsupported = |what| SetupError::NoGguf { folder: folder.to_owned(), what };
-    let tokenizer = read(folder, "tokenizer.json")?;
+    let read = |name| read(folder, changed, name);
+    let tokenizer = read("tokenizer.json")?;
     let split = split(&tokenizer).map_err(unsupported)?;
     let (tokens, kinds) = tokens(&tokenizer, vocab_size).map_err(unsupported)?;
     let merges = merges(&tokenizer).map_err(unsupported)?;
@@ -45,7 +46,7 @@ pub(super) fn metadata(
         ("tokenizer.ggml.token_type".to_owned(), GgufValue::I32s(kinds)),
         ("tokenizer.ggml.merges".to_owned(), GgufValue::Texts(merges)),
     ];
-    let settings = read(folder, "tokenizer_config.json")?;
+    let settings = read("tokenizer_config.json")?;
     for (name, key) in [("bos", "bos"), ("eos", "eos"), ("pad", "padding")] {
         let id = special(&tokenizer, &settings, json, name);
         let id = id.map(|id| (format!("tokenizer.ggml.{key}_token_id"), GgufValue::U32(id)));
@@ -59,10 +60,13 @@ pub(super) fn metadata(
     Ok(found)
 }
 
-fn read(folder: &Path, name: &str) -> Result<Value, SetupError> {
+fn read(folder: &Path, changed: &[(&str, Vec<u8>)], name: &str) -> Result<Value, SetupError> {
     let path = folder.join(name);
-    let bytes = crate::files::read(&path)
-        .map_err(|source| CheckpointError::Read { path: path.clone(), source });
+    let bytes = match changed.iter().find(|(of, _)| *of == name) {
+        Some((_, bytes)) => Ok(bytes.clone()),
+        None => crate::files::read(&path)
+            .map_err(|source| CheckpointError::Read { path: path.clone(), source }),
+    };
     let json = bytes.and_then(|bytes| {
         serde_json::from_slice(&bytes).map_err(|error| CheckpointError::invalid(&path, &error))
     });

@@ -8,6 +8,7 @@ mod media;
 mod model;
 mod optimizer;
 mod steps;
+mod tokens;
 
 pub use data_sets::ReadEntry;
 
@@ -24,6 +25,7 @@ pub(crate) fn all(
     let family = model::model(conversion);
     let tuning = adapter::tuning(conversion, family);
     model::freeze(conversion, family, tuning);
+    tokens::tokens(conversion, tuning);
     let step = batch::batch(conversion, world_size);
     let rows = data_sets::data_sets(conversion, read_entry);
     let packing = lengths::lengths(conversion);

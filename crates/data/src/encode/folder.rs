@@ -95,17 +95,30 @@ impl MediaTokens {
     }
 }
 
+/// A vocabulary with more tokens than that of the files of a model folder.
+#[derive(Debug, Clone, Copy)]
+pub struct Vocabulary<'a> {
+    /// Content of `tokenizer.json`.
+    pub tokenizer: &'a [u8],
+    /// Number of rows of the embedding.
+    pub vocab_size: usize,
+}
+
 impl TextFolder {
-    pub(super) fn read(folder: &Path) -> Result<Self, ModelFolderError> {
+    /// `vocabulary` has the tokens in place of those of the folder.
+    pub(super) fn read(
+        folder: &Path,
+        vocabulary: Option<Vocabulary<'_>>,
+    ) -> Result<Self, ModelFolderError> {
         let config = JsonFile::read(folder, "config.json")?;
         let tokenizer_config = JsonFile::read(folder, "tokenizer_config.json")?;
         let path = folder.join("tokenizer.json");
-        let bytes = read(&path)?;
+        let bytes = vocabulary.map_or_else(|| read(&path), |of| Ok(of.tokenizer.to_vec()))?;
         let tokenizer = TextTokenizer::from_bytes(&path, &bytes)?;
         let tokenizer_fingerprint: [u8; 32] = Sha256::digest(&bytes).into();
         drop(bytes);
         let media = MediaTokens::read(&config, &tokenizer)?;
-        let vocab_size = config.vocab_size()?;
+        let vocab_size = vocabulary.map_or_else(|| config.vocab_size(), |of| Ok(of.vocab_size))?;
         let max_id = tokenizer.max_id();
         if max_id as usize >= vocab_size {
             return Err(ModelFolderError::VocabSize { path: config.path, max_id, vocab_size });

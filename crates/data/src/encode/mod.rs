@@ -32,9 +32,10 @@ use crate::source::{AtRow, SampleError, SampleFault};
 use crate::template::{GenerationPrompt, RenderedPrompt};
 use batch::{Content, EncodedSample, Medium, MediumKind, Message, Part, Patches, Sample, SampleId};
 use encoded_text::{EncodedText, expand, spans};
+pub use folder::Vocabulary;
+pub use folder::chat_template_source;
 use folder::{TextFolder, image_processor};
 use grounding::grounded;
-pub use folder::chat_template_source;
 pub use grounding::{ImageBox, image_boxes};
 use media::{MediaReader, MediumGrid, VisualRun, kinds, position_ids};
 use net::UrlImages;
@@ -71,7 +72,17 @@ impl Encoder {
         image: &ImageConfig,
         video: &VideoConfig,
     ) -> Result<Self, ModelFolderError> {
-        let text = TextFolder::read(folder)?;
+        Self::with_vocabulary(folder, image, video, None)
+    }
+
+    /// [`Encoder::with_video`] with `vocabulary` in place of that of the folder.
+    pub fn with_vocabulary(
+        folder: &Path,
+        image: &ImageConfig,
+        video: &VideoConfig,
+        vocabulary: Option<Vocabulary<'_>>,
+    ) -> Result<Self, ModelFolderError> {
+        let text = TextFolder::read(folder, vocabulary)?;
         let images = match text.media.image {
             Some(_) => image_processor(folder, image)?,
             None => ImageProcessor::unused(),
