@@ -4,8 +4,10 @@
 
 mod answers;
 mod charts;
+mod facts;
 mod folder;
 mod html;
+mod numbers;
 mod page;
 mod series;
 mod svg_chart;
@@ -14,6 +16,7 @@ mod tables;
 mod tests;
 mod thumbnail;
 
+pub use facts::{Outcome, duration, thousands};
 pub use folder::{ReportError, RunFolder};
 pub use page::report;
 
