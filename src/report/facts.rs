@@ -1,11 +1,13 @@
 //! What a run trained, how, and with which result, for its page, its model card and the end of `sft`.
 
 use super::folder::RunFolder;
+use super::series::Series;
 use crate::config::RunConfig;
 use crate::data::dataset_names;
 use crate::train::{AdapterKind, Quantize};
 use chrono::DateTime;
 use indicatif::HumanCount;
+use serde_json::Value;
 use std::path::Path;
 
 /// Number of steps at the start and at the end whose mean loss is compared.
@@ -37,16 +39,16 @@ pub struct Outcome {
 
 impl RunFolder {
     pub fn outcome(&self) -> Outcome {
-        let sum = |key: &str| self.train(key).map_or(0.0, super::series::Series::sum);
+        let sum = |key: &str| self.train(key).map_or(0.0, Series::sum);
         let losses: Vec<f64> = self.train("loss").into_iter().flat_map(|of| of.finite()).collect();
         let ends = ENDS.min(losses.len().div_ceil(2));
         let mean = |values: &[f64]| values.iter().sum::<f64>() / ends as f64;
         let evals = self.eval.get("loss").map_or(&[][..], |of| &of.0);
         let evals = evals.iter().copied().filter(|(_, loss)| loss.is_finite());
         let best = evals.clone().min_by(|a, b| a.1.total_cmp(&b.1));
-        let count = |value: &serde_json::Value| value.as_u64().unwrap_or(0);
+        let count = |value: &Value| value.as_u64().unwrap_or(0);
         let reasons = self.last["rejected_by_reason"].as_object().into_iter().flatten();
-        let sets = self.starts.last().and_then(|start| start["data"].as_array());
+        let sets = self.start().and_then(|start| start["data"].as_array());
         Outcome {
             steps: count(&self.last["step"]),
             rows: sum("num_samples") as u64,
@@ -63,12 +65,15 @@ impl RunFolder {
         }
     }
 
+    /// The first start, which has counted the rows that are truncated.
+    fn start(&self) -> Option<&Value> {
+        self.starts.first()
+    }
+
     /// The model, with the numbers of its parameters.
     pub(super) fn model(&self) -> Option<String> {
-        let config = self.config.as_ref().ok()?;
-        let start = self.starts.last()?;
-        let count = |key: &str| start[key].as_u64().map(thousands);
-        let path = config.model.path.display();
+        let path = self.config.as_ref().ok()?.model.path.display();
+        let count = |key: &str| self.start()?[key].as_u64().map(thousands);
         Some(match (count("parameters"), count("trained")) {
             (Some(all), Some(trained)) => format!("{path}: {all} parameters, {trained} trained"),
             _ => path.to_string(),
@@ -79,10 +84,10 @@ impl RunFolder {
     pub(super) fn data(&self) -> Option<String> {
         let config = self.config.as_ref().ok()?;
         let alone = config.data.train.len() == 1;
-        let starts = self.starts.last().and_then(|start| start["data"].as_array());
+        let starts = self.start().and_then(|start| start["data"].as_array());
         let trained = |what: &str, name: &str| {
             let key = if alone { what.to_owned() } else { format!("{what}/{name}") };
-            self.train(&key).map_or(0.0, super::series::Series::sum) as u64
+            self.train(&key).map_or(0.0, Series::sum) as u64
         };
         let text = |(index, name): (usize, String)| {
             let rows = starts.and_then(|sets| sets.get(index)?["rows"].as_u64());
@@ -96,7 +101,7 @@ impl RunFolder {
     }
 
     pub(super) fn machine(&self) -> Option<String> {
-        let start = self.starts.last()?;
+        let start = self.start()?;
         let machine = start["machine"].as_str()?;
         Some(match start["world"].as_u64() {
             Some(world) if world > 1 => format!("{world} processes, each on {machine}"),

@@ -127,7 +127,7 @@ fn comparison(runs: &[RunFolder]) -> String {
     let columns: Vec<(String, Text, Vec<usize>)> = sorted.collect();
     let mut html = format!(
         "<div class=\"wide\"><table class=\"sort\" style=\"--n:{}\">\n<tr><th>Run</th>",
-        columns.len() + 1
+        columns.len()
     );
     for (index, (title, ..)) in columns.iter().enumerate() {
         let checked = if index == 0 { " checked" } else { "" };
