@@ -7,10 +7,11 @@ use super::terminal::stdout;
 use crate::checkpoint::write_atomically;
 use crate::config::RunConfig;
 use crate::data::DatasetRows;
+use crate::files;
 use crate::report::{RunFolder, report};
 use clap::Args;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Arguments of `report`.
 #[derive(Debug, Args)]
@@ -33,6 +34,7 @@ pub(super) struct ReportArgs {
 
 const MAX_RUNS: usize = 16;
 const NAME: &str = "report.html";
+const CARD: &str = "README.md";
 
 fn price(text: &str) -> Result<f64, String> {
     let price = text.parse().ok().filter(|price: &f64| price.is_finite() && *price >= 0.0);
@@ -82,4 +84,22 @@ pub(super) fn write_report(config: &RunConfig, rows: Option<&DatasetRows>) -> Op
             None
         }
     }
+}
+
+/// The run whose last model or adapter is in `folder`: its `final`.
+pub(super) fn run_of(folder: &Path) -> Option<RunFolder> {
+    let is_final = folder.file_name().is_some_and(|name| name == "final");
+    is_final.then(|| RunFolder::read(folder.parent()?).ok())?
+}
+
+/// Writes the model card of `folder`. A failure must not fail what made the folder.
+pub(super) fn write_card(folder: &Path, card: &[u8]) {
+    if let Err(error) = write_atomically(&folder.join(CARD), card) {
+        tracing::warn!("cannot write the model card: {error:#}");
+    }
+}
+
+/// The model card in a folder of a finished run, which a person may have edited.
+pub(super) fn read_card(folder: &Path) -> Option<Vec<u8>> {
+    files::read(folder.join(CARD)).ok()
 }

@@ -82,6 +82,12 @@ fn title(key: &str, meaning: &str) -> String {
     format!("{name}<small>{meaning}</small>")
 }
 
+/// The name and the value of a fact about a run, by the key of its number or by its name.
+pub(super) fn fact(run: &RunFolder, key: &str) -> Option<(&'static str, String)> {
+    let (key, _, text, _) = FACTS.iter().find(|(of, ..)| *of == key)?;
+    Some((find(key).map_or(key, |number| number.name), text(run)?))
+}
+
 /// One row per fact and one column per run. Several runs are also compared, one row per run.
 pub(super) fn summary(runs: &[RunFolder]) -> String {
     let mut rows = Vec::new();
