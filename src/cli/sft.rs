@@ -419,3 +419,49 @@ fn print(text: &str) {
     // A finished run must not fail because stderr is closed.
     let _ = std::io::stderr().lock().write_all(escaped(text).as_bytes());
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(more: &str) -> RunConfig {
+        let text = format!(
+            "output_dir: runs/a\nmodel: {{path: m}}\ndata: {{train: [{{path: a.jsonl}}]}}\n{more}"
+        );
+        crate::config::load_text(Path::new("a.yaml"), &text).unwrap()
+    }
+
+    #[test]
+    fn the_summary_has_what_was_learned_and_what_went_wrong_and_fits_the_terminal() {
+        let mut outcome = Outcome {
+            steps: 400,
+            rows: 6384,
+            tokens: 165_984,
+            targets: 12_768,
+            seconds: 75.0,
+            loss: Some((2.5, 0.0125, 10)),
+            eval: Some([(400, 0.5), (300, 0.25)]),
+            rejected: 1234,
+            reasons: vec![("bad_json".to_owned(), 1000), ("image_missing".to_owned(), 234)],
+            truncated: 12,
+            skipped: 2,
+        };
+        let text = summary(&outcome, &config("checkpoint: {best: {}}\n"), 200);
+        assert_eq!(
+            text,
+            "\n400 steps in 1 min 15 s: 6,384 rows, 165,984 tokens, 2,213 tok/s\n  \
+             training loss    2.5000 -> 0.0125, means of 10 steps\n  \
+             evaluation loss  0.5000, the lowest is 0.2500 after step 300; runs/a/best\n  \
+             rejected rows    1,234 (bad_json 1000, image_missing 234): runs/a/rejects.jsonl\n  \
+             truncated rows   12 to `data.max_length`; `trainer inspect --html` shows them\n  \
+             skipped steps    2, whose loss or gradient was not finite: runs/a/metrics.jsonl\n  \
+             report           runs/a/report.html\n"
+        );
+        let narrow = summary(&outcome, &config(""), 80);
+        assert!(narrow.lines().all(|line| line.len() <= 80), "{narrow}");
+        outcome = Outcome { eval: None, rejected: 0, truncated: 0, skipped: 0, ..outcome };
+        let text = summary(&outcome, &config(""), 80);
+        assert!(text.contains("\n  evaluation       none; `--set data.eval_share=0.01` "), "{text}");
+        assert_eq!(text.lines().count(), 5, "{text}");
+    }
+}

@@ -63,6 +63,7 @@ mod report;
 mod resume;
 mod rounding;
 mod rows;
+mod run_end;
 mod selftest;
 mod sequence;
 mod simd;
