@@ -332,7 +332,8 @@ fn summary(of: &Outcome, config: &RunConfig, columns: usize) -> String {
         lines.push(("training loss", format!("{first:.4} -> {last:.4}{over}")));
     }
     if let Some([(_, last), (step, best)]) = of.eval {
-        let kept = config.checkpoint.best.as_ref().map(|_| format!("; {}", file("best")));
+        let by_loss = config.checkpoint.best.as_ref().filter(|best| best.metric == "eval.loss");
+        let kept = by_loss.map(|_| format!("; {}", file("best")));
         let lowest = if best < last {
             format!(", the lowest is {best:.4} after step {step}{}", kept.unwrap_or_default())
         } else {
@@ -446,7 +447,7 @@ mod tests {
             truncated: 12,
             skipped: 2,
         };
-        let text = summary(&outcome, &config("checkpoint: {best: {}}\n"), 200);
+        let text = summary(&outcome, &config("checkpoint: {best: {metric: eval.loss}}\n"), 200);
         assert_eq!(
             text,
             "\n400 steps in 1 min 15 s: 6,384 rows, 165,984 tokens, 2,213 tok/s\n  \

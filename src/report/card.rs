@@ -82,7 +82,7 @@ fn sees_images(folder: &Path) -> bool {
         || processors.iter().any(|name| folder.join(name).exists())
 }
 
-/// Python that loads the folder, which `path/of/this/folder` stands for.
+/// Python that loads the folder `path/of/this/folder`.
 fn code(sees_images: bool, is_adapter: bool, in_4_bits: bool, base: &str) -> String {
     let (model, inputs, name) = if sees_images {
         ("AutoModelForImageTextToText", "AutoProcessor", "processor")

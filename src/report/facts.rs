@@ -13,7 +13,7 @@ use std::path::Path;
 /// Number of steps at the start and at the end whose mean loss is compared.
 const ENDS: usize = 10;
 
-/// The numbers of a run that a person asks for first.
+/// The main numbers of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
     pub steps: u64,

@@ -27,7 +27,7 @@ struct StartRecord {
     version: &'static str,
     world: usize,
     machine: String,
-    /// Numbers of parameters of the model with its adapter, and of those that are trained.
+    /// Number of parameters of the model and its adapter, and number of trained ones.
     parameters: usize,
     trained: usize,
     data: Vec<StartData>,
@@ -38,7 +38,7 @@ struct StartRecord {
 struct StartData {
     name: String,
     rows: usize,
-    /// Number of rows that are truncated; `None` if this process has not looked at all of them.
+    /// Number of rows that are truncated; `None` if this process has not measured them.
     truncated: Option<u64>,
 }
 

@@ -33,7 +33,7 @@ pub(super) struct RunPlan {
     pub(super) reader: Arc<dyn RowReader>,
     /// The packs of the run or of an epoch, if they were counted.
     pub(super) packs: Option<Plan>,
-    /// The lengths of the rows of chats, if this process has looked at all of them.
+    /// The lengths of the rows of chats, if this process has measured them or read their lengths.
     pub(super) lengths: Vec<LengthSummary>,
 }
 
