@@ -86,7 +86,7 @@ pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
             let exported = export_adapter(adapter, precision, args.transformers_4, &args.out)?;
             let base = PeftConfig::read(adapter)?.base_model_name_or_path;
             let made = "An adapter, written by `trainer export`.";
-            write_card(&args.out, base.unwrap_or_default().as_ref(), adapter, made);
+            write_card(&args.out, Path::new(&base.unwrap_or_default()), adapter, made);
             exported
         }
         (adapter, _) => {

@@ -245,14 +245,17 @@ mod tests {
         let path = folder.path().join("train.log");
         let logging = Logging::new();
         let filters = Filters::new(Some("off"), "info").0;
-        tracing::subscriber::with_default(logging.subscriber(filters, io::sink, Terminal { colours: true, ..PIPE }), || {
-            tracing::info!(step = 1, "early");
-            logging.write_to(&path).unwrap();
-            tracing::warn!(path = "a b", "late");
-            tracing::warn!(row = %"\u{1b}[2J\n2026-11-23 14:03:31 INFO finished", "rejected");
-            tracing::debug!("a decision");
-            tracing::debug!(target: "a_library", "not ours");
-        });
+        tracing::subscriber::with_default(
+            logging.subscriber(filters, io::sink, Terminal { colours: true, ..PIPE }),
+            || {
+                tracing::info!(step = 1, "early");
+                logging.write_to(&path).unwrap();
+                tracing::warn!(path = "a b", "late");
+                tracing::warn!(row = %"\u{1b}[2J\n2026-11-23 14:03:31 INFO finished", "rejected");
+                tracing::debug!("a decision");
+                tracing::debug!(target: "a_library", "not ours");
+            },
+        );
         let text = fs::read_to_string(&path).unwrap();
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines.len(), 4, "{text}");

@@ -69,11 +69,12 @@ fn eval_rows(run: &RunFolder, logging: &Logging) -> Option<DatasetRows> {
 /// Writes the page of a run to its folder, and returns the run. A failure must not fail the run.
 pub(super) fn write_report(config: &RunConfig, rows: Option<&DatasetRows>) -> Option<RunFolder> {
     let path = config.output_dir.join(NAME);
-    let written = RunFolder::read(&config.output_dir).map_err(anyhow::Error::from).and_then(|run| {
-        let page = report(std::slice::from_ref(&run), &[rows])?;
-        write_atomically(&path, page.as_bytes())?;
-        Ok(run)
-    });
+    let written =
+        RunFolder::read(&config.output_dir).map_err(anyhow::Error::from).and_then(|run| {
+            let page = report(std::slice::from_ref(&run), &[rows])?;
+            write_atomically(&path, page.as_bytes())?;
+            Ok(run)
+        });
     match written {
         Ok(run) => {
             tracing::info!(file = %path.display(), "wrote a report of the run");

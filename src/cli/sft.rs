@@ -462,7 +462,10 @@ mod tests {
         assert!(narrow.lines().all(|line| line.len() <= 80), "{narrow}");
         outcome = Outcome { eval: None, rejected: 0, truncated: 0, skipped: 0, ..outcome };
         let text = summary(&outcome, &config(""), 80);
-        assert!(text.contains("\n  evaluation       none; `--set data.eval_share=0.01` "), "{text}");
+        assert!(
+            text.contains("\n  evaluation       none; `--set data.eval_share=0.01` "),
+            "{text}"
+        );
         assert_eq!(text.lines().count(), 5, "{text}");
     }
 }

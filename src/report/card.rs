@@ -65,7 +65,8 @@ pub fn model_card(folder: &Path, base: &str, run: Option<&RunFolder>, made: &str
         card += "\n## Settings\n\n| | |\n|---|---|\n";
         let settings = config.settings();
         let is_shown = |key: &str| SETTINGS.iter().any(|start| key.starts_with(start));
-        for (key, value) in settings.iter().filter(|(key, value)| is_shown(key) && *value != "null") {
+        for (key, value) in settings.iter().filter(|(key, value)| is_shown(key) && *value != "null")
+        {
             push(&mut card, format_args!("| `{key}` | {} |\n", escape(value)));
         }
     }
@@ -78,8 +79,7 @@ fn sees_images(folder: &Path) -> bool {
     let config = files::read(folder.join("config.json")).unwrap_or_default();
     let config: Value = serde_json::from_slice(&config).unwrap_or_default();
     let processors = ["preprocessor_config.json", "processor_config.json"];
-    config["vision_config"].is_object()
-        || processors.iter().any(|name| folder.join(name).exists())
+    config["vision_config"].is_object() || processors.iter().any(|name| folder.join(name).exists())
 }
 
 /// Python that loads the folder `path/of/this/folder`.

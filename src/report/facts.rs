@@ -40,10 +40,10 @@ pub struct Outcome {
 impl RunFolder {
     pub fn outcome(&self) -> Outcome {
         let sum = |key: &str| self.train(key).map_or(0.0, Series::sum);
-        let losses: Vec<f64> = self.train("loss").into_iter().flat_map(|of| of.finite()).collect();
+        let losses: Vec<f64> = self.train("loss").into_iter().flat_map(Series::finite).collect();
         let ends = ENDS.min(losses.len().div_ceil(2));
         let mean = |values: &[f64]| values.iter().sum::<f64>() / ends as f64;
-        let evals = self.eval.get("loss").map_or(&[][..], |of| &of.0);
+        let evals = self.eval.get("loss").map_or(&[][..], |of| &of.0[..]);
         let evals = evals.iter().copied().filter(|(_, loss)| loss.is_finite());
         let best = evals.clone().min_by(|a, b| a.1.total_cmp(&b.1));
         let count = |value: &Value| value.as_u64().unwrap_or(0);

@@ -32,7 +32,7 @@ const fn machine(key: &'static str, name: &'static str, meaning: &'static str) -
 
 /// In the order of their charts.
 #[rustfmt::skip]
-pub(super) const NUMBERS: [Number; 15] = [
+pub(super) static NUMBERS: [Number; 15] = [
     Number { may_be_log: true, is_noisy: true, ..number("loss", "Training loss", "Mean negative log-likelihood of the supervised tokens of a step; lower is better.") },
     Number { may_be_log: true, ..number("eval.loss", "Evaluation loss", "The same of rows that the model is not trained on. It rises while the training loss falls if the model learns rows by heart.") },
     score("eval.accuracy", "Exact answers", "Share of the held-out chats in which each supervised token is the most likely one, so that greedy decoding gives the expected answers."),
@@ -51,7 +51,7 @@ pub(super) const NUMBERS: [Number; 15] = [
 ];
 
 /// A number that has no name here.
-pub(super) const UNNAMED: Number = number("", "", "");
+pub(super) static UNNAMED: Number = number("", "", "");
 
 /// The number of `key`, which is in the list.
 pub(super) fn named(key: &str) -> &'static Number {

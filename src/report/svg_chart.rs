@@ -95,8 +95,10 @@ impl Chart<'_> {
         let log = if y.log { ", logarithmic" } else { "" };
         let suffix = self.unit.suffix(&y);
         let unit = if suffix.is_empty() { String::new() } else { format!(" ({suffix})") };
-        let smooth = lines.iter().filter_map(|line| self.smoothed(line)).map(|(_, over)| over).max();
-        let smooth = smooth.map_or_else(String::new, |over| format!(" Line: mean of {over} steps."));
+        let smooth =
+            lines.iter().filter_map(|line| self.smoothed(line)).map(|(_, over)| over).max();
+        let smooth =
+            smooth.map_or_else(String::new, |over| format!(" Line: mean of {over} steps."));
         let (title, meaning) = (escaped(&self.title), escaped(&self.meaning));
         let mut out = format!(
             "<figure class=\"chart\"><figcaption>{title}<small>{unit}{log}</small></figcaption>\n\

@@ -50,7 +50,7 @@ type Order = fn(&RunFolder) -> Option<f64>;
 /// that is not the meaning of the number, its value, and what runs are sorted by, lower values
 /// first; with `None`, runs are not sorted by it.
 #[rustfmt::skip]
-const FACTS: [(&str, &str, Text, Option<Order>); 22] = [
+static FACTS: [(&str, &str, Text, Option<Order>); 22] = [
     ("State", "", |run| Some(state(run)), None),
     ("Model", "", RunFolder::model, None),
     ("Method", "", |run| run.config.as_ref().ok().map(method), None),
@@ -85,7 +85,7 @@ fn title(key: &str, meaning: &str) -> String {
 /// The name and the value of a fact about a run, by the key of its number or by its name.
 pub(super) fn fact(run: &RunFolder, key: &str) -> Option<(&'static str, String)> {
     let (key, _, text, _) = FACTS.iter().find(|(of, ..)| *of == key)?;
-    Some((find(key).map_or(key, |number| number.name), text(run)?))
+    Some((find(key).map_or(*key, |number| number.name), text(run)?))
 }
 
 /// One row per fact and one column per run. Several runs are also compared, one row per run.
@@ -94,7 +94,7 @@ pub(super) fn summary(runs: &[RunFolder]) -> String {
     let mut head = vec![String::new()];
     head.extend(runs.iter().map(|run| escaped(&run.path.display().to_string())));
     rows.push(if runs.len() > 1 { head } else { Vec::new() });
-    for (key, meaning, text, _) in FACTS {
+    for (key, meaning, text, _) in &FACTS {
         let values: Vec<Option<String>> = runs.iter().map(text).collect();
         if values.iter().any(Option::is_some) {
             let cell = |value: Option<String>| value.map_or_else(|| "-".to_owned(), |v| short(&v));

@@ -212,7 +212,8 @@ fn the_head_of_the_page_has_the_sums_of_the_metrics() {
 fn charts_of_the_machine_are_folded_and_each_number_has_one_name_with_its_meaning() {
     let page = page(&complete_run(1.0, "m", ""));
     let (learned, machine) = page.split_once("<details><summary>The machine").unwrap();
-    for name in ["Training and evaluation loss", "Exact answers", "Learning rate", "Gradient norm"] {
+    for name in ["Training and evaluation loss", "Exact answers", "Learning rate", "Gradient norm"]
+    {
         assert!(learned.contains(&format!("aria-label=\"{name}\"")), "{name}");
     }
     let machine = machine.split_once("</details>").unwrap().0;
@@ -268,13 +269,13 @@ fn compared_runs_are_sorted_and_each_column_has_their_order() {
     let table = page.split("<table class=\"sort\"").nth(1).unwrap();
     let table = table.split("</table>").next().unwrap();
     let columns = table.split("<label>").skip(1);
-    let columns: Vec<&str> =
-        columns.map(|label| label.split(['>', '<']).nth(2).unwrap()).collect();
+    let columns: Vec<&str> = columns.map(|label| label.split(['>', '<']).nth(2).unwrap()).collect();
     let column = |name: &str| columns.iter().position(|of| *of == name).unwrap();
     // for each run, in the order of the table: its number in `paths`, and its place by each column
     let rows = table.split("<tr style=\"").skip(1).map(|row| {
         let (style, rest) = row.split_once('"').unwrap();
-        let places = style.split(';').map(|place| place.split(':').nth(1).unwrap().parse().unwrap());
+        let places =
+            style.split(';').map(|place| place.split(':').nth(1).unwrap().parse().unwrap());
         let is_run = |path: &&Path| rest.starts_with(&format!("><th>{}<", path.display()));
         (paths.iter().position(|path| is_run(&path)).unwrap(), places.collect::<Vec<usize>>())
     });
@@ -329,7 +330,8 @@ fn a_model_card_names_the_base_model_and_how_to_load_the_folder() {
     let read = RunFolder::read(run.path()).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let card = model_card(folder.path(), "", Some(&read), "Made by a test.");
-    let head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- sft\n---\n";
+    let head =
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- sft\n---\n";
     assert!(card.starts_with(head), "{card}");
     assert!(card.contains("AutoModelForCausalLM") && !card.contains("peft"), "{card}");
     assert!(card.contains("base\\|model") && !card.contains("someone"), "{card}");

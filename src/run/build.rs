@@ -186,9 +186,10 @@ impl Run {
             measure_part(config, &rows, resumed.as_ref(), rank, observer)
         })?;
         ranks.wait_for_all()?;
-        let RunPlan { planned, reader, packs, lengths } = ranks.first_then_others("planning", || {
-            plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
-        })?;
+        let RunPlan { planned, reader, packs, lengths } = ranks
+            .first_then_others("planning", || {
+                plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
+            })?;
         let config = &choose_recompute(config, &rows, packs.as_ref(), ranks.ranks(), &device)?;
         let predicted = forecast(config, &rows, packs.as_ref(), (rank.world, &device));
         let first = || first_state(config, inputs.data, base, &rows);
