@@ -1,6 +1,6 @@
 //! What a run leaves for a person at its end: one screen of text, and a model card.
 
-use super::harness::{Place, golden};
+use super::harness::{Place, finish, golden};
 use std::fs;
 
 /// A folder with the config of a short run on images and text, some of whose rows are rejected.
@@ -136,4 +136,24 @@ fn a_run_and_an_export_write_a_model_card_and_leave_the_card_of_the_base_model_a
     place
         .trainer(&["generate", "--model", "merged", "--prompt", "a", "--max-new-tokens", "2"])
         .ends_with(0);
+}
+
+#[test]
+fn the_variables_for_colours_decide_about_log_lines_and_errors_in_files_too() {
+    let place = place();
+    let stderr = |variables: &[(&str, &str)], arguments: &[&str]| {
+        let mut command = place.command(arguments);
+        finish(command.envs(variables.iter().copied())).stderr
+    };
+    let check = ["check", "--config", "config.yaml"];
+    let error = ["check", "--config", "none.yaml"];
+    for arguments in [&check, &error] {
+        assert!(!stderr(&[], arguments).contains('\u{1b}'), "{arguments:?}");
+        assert!(
+            stderr(&[("CLICOLOR_FORCE", "1")], arguments).contains("\u{1b}[3"),
+            "{arguments:?}"
+        );
+        let both = [("CLICOLOR_FORCE", "1"), ("NO_COLOR", "1")];
+        assert!(!stderr(&both, arguments).contains('\u{1b}'), "{arguments:?}");
+    }
 }
