@@ -10,9 +10,9 @@ use crate::train::{AdapterKind, Quantize, Weights};
 use serde_json::Value;
 use std::path::Path;
 
-/// Facts of the run that the card has.
-const FACTS: [&str; 8] =
-    ["Method", "Data", "eval.loss", "loss", "eval.accuracy", "Tokens", "Training time", "Machine"];
+/// Facts of the run that the card has: none that differs between equal runs, so that their folders
+/// `final` are equal.
+const FACTS: [&str; 6] = ["Method", "Data", "eval.loss", "loss", "eval.accuracy", "Tokens"];
 /// Beginnings of the keys of the settings that the card has.
 const SETTINGS: [&str; 7] =
     ["adapter.", "data.max_length", "data.packing", "model.precision", "optim.", "seed", "train."];
@@ -25,8 +25,8 @@ pub fn model_card(folder: &Path, base: &str, run: Option<&RunFolder>, made: &str
     let config = run.and_then(|run| run.config.as_ref().ok());
     let base = config.map_or(base.into(), |config| config.model.path.to_string_lossy());
     let id = hub_id(Path::new(&*base));
-    let name = |path: &Path| escape(&path.file_name().unwrap_or_default().to_string_lossy());
-    let shown = id.map_or_else(|| name(Path::new(&*base)), str::to_owned);
+    let name = || Path::new(&*base).file_name().unwrap_or_default().to_string_lossy();
+    let shown = id.map_or_else(|| escape(&name()), str::to_owned);
     let is_random = config.is_some_and(|config| config.model.weights == Weights::Random);
     let is_adapter = folder.join(ADAPTER_CONFIG).exists();
     let adapter = config.and_then(|config| config.adapter.as_ref());
@@ -45,9 +45,8 @@ pub fn model_card(folder: &Path, base: &str, run: Option<&RunFolder>, made: &str
         Some(AdapterKind::Dora) => "- dora\n",
         None => "",
     };
-    let of_run = run.map(|run| run.path.as_path()).filter(|path| path.file_name().is_some());
-    let title = of_run.unwrap_or(folder);
-    push(&mut card, format_args!("---\n\n# {}\n\n{made}\n", name(title)));
+    let tuned = if config.is_some() && !is_random { ", fine-tuned" } else { "" };
+    push(&mut card, format_args!("---\n\n# {shown}{tuned}\n\n{made}\n"));
     if let Some(config) = config {
         let from = if is_random { "random weights in the shape of" } else { "fine-tuned from" };
         push(&mut card, format_args!("It is {from} `{shown}`: {}.\n", method(config)));
