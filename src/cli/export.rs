@@ -3,8 +3,11 @@
 use super::args::{check_folder, model_folder};
 use super::failure::{Exit, Failure};
 use super::logging::Logging;
+use super::report;
 use super::terminal::stdout;
 use crate::checkpoint::{GgufDtype, PeftConfig};
+use crate::net::hub::Cached;
+use crate::report::model_card;
 use crate::run::{ExportDtype, export_adapter, export_gguf, export_model};
 use crate::train::Precision;
 use clap::{Args, ValueEnum};
@@ -123,11 +126,22 @@ pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
                     return Err(Failure::new(Exit::Usage, message).hint("add `--merge`").into());
                 }
             };
-            export_adapter(adapter, precision, args.transformers_4, out)?
+            let exported = export_adapter(adapter, precision, args.transformers_4, out)?;
+            let base = PeftConfig::read(adapter)?.base_model_name_or_path;
+            let made = "An adapter, written by `trainer export`.";
+            write_card(out, Path::new(&base.unwrap_or_default()), adapter, made);
+            exported
         }
         (adapter, _) => {
             let base = base(args, adapter.as_deref(), logging)?;
-            export_model(&base, adapter.as_deref(), dtype, out)?
+            let exported = export_model(&base, adapter.as_deref(), dtype, out)?;
+            let made = if adapter.is_some() {
+                "A model with the adapter added to its weights, written by `trainer export`."
+            } else {
+                "A model, written by `trainer export`."
+            };
+            write_card(out, &base, adapter.as_ref().unwrap_or(&base), made);
+            exported
         }
     };
     let summary = serde_json::json!({
@@ -139,6 +153,14 @@ pub(super) fn run(args: &ExportArgs, logging: &Logging) -> anyhow::Result<()> {
     });
     writeln!(stdout(), "{summary}")?;
     Ok(())
+}
+
+/// Writes the card of the folder `out`, which was made from the model `base` and from the folder
+/// `source`, which may be that of a run.
+fn write_card(out: &Path, base: &Path, source: &Path, made: &str) {
+    let base = Cached::of(base).map_or_else(|| base.display().to_string(), |hub| hub.name());
+    let card = model_card(out, &base, report::run_of(source).as_ref(), made);
+    report::write_card(out, card.as_bytes());
 }
 
 /// The folder of the model: that of the argument, or that of the adapter's config.

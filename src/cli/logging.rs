@@ -4,9 +4,9 @@
 //! 14:03:31 INFO train step=20 epoch=0.21 loss=1.2517 grad=3.67 lr=2.00e-3 tok/s=11811 wait=6%
 //! ```
 //!
-//! The file has the date in front of the time, and all levels down to `debug`.
+//! A terminal shows no `INFO`. The file has the date in front of the time, and all levels down to `debug`.
 
-use super::terminal::{Terminal, escaped_line, wrapped};
+use super::terminal::{Terminal, escaped_line, fitted, wrapped};
 use chrono::Local;
 use clap::builder::styling::{AnsiColor, Style};
 use indicatif::{MultiProgress, ProgressDrawTarget};
@@ -54,7 +54,7 @@ impl Logging {
         let requested = std::env::var("RUST_LOG").ok();
         let (filters, problem) = Filters::new(requested.as_deref(), level);
         let stderr = Stderr { bars: logging.bars.clone(), terminal };
-        logging.subscriber(filters, stderr, terminal.colours).try_init()?;
+        logging.subscriber(filters, stderr, terminal).try_init()?;
         if let Some(problem) = problem {
             tracing::warn!("`RUST_LOG` is ignored: {problem}");
         }
@@ -84,16 +84,23 @@ impl Logging {
         }
     }
 
-    fn subscriber<W>(&self, filters: Filters, stderr: W, colours: bool) -> impl Subscriber + use<W>
+    fn subscriber<W>(
+        &self,
+        filters: Filters,
+        stderr: W,
+        terminal: Terminal,
+    ) -> impl Subscriber + use<W>
     where
         W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
     {
         let log_file = LogFile(Arc::clone(&self.file));
-        let on_stderr = fmt::layer().event_format(LogFormat { time: "%H:%M:%S" });
-        let in_file = fmt::layer().event_format(LogFormat { time: "%Y-%m-%d %H:%M:%S" });
+        let hides_info = terminal.is_tty;
+        let on_stderr = fmt::layer().event_format(LogFormat { time: "%H:%M:%S", hides_info });
+        let time = "%Y-%m-%d %H:%M:%S";
+        let in_file = fmt::layer().event_format(LogFormat { time, hides_info: false });
         let Filters { stderr: on, file: always, file_too } = filters;
         tracing_subscriber::registry()
-            .with(on_stderr.with_ansi(colours).with_writer(stderr).with_filter(on))
+            .with(on_stderr.with_ansi(terminal.colours).with_writer(stderr).with_filter(on))
             .with(in_file.with_ansi(false).with_writer(log_file).with_filter(always.or(file_too)))
     }
 }
@@ -123,6 +130,8 @@ impl Filters {
 #[derive(Debug)]
 struct LogFormat {
     time: &'static str,
+    /// Whether usual lines have no level: a person recognises the others.
+    hides_info: bool,
 }
 
 impl<S, N> FormatEvent<S, N> for LogFormat
@@ -143,7 +152,10 @@ where
             colour = colour_of(level);
         }
         let time = Local::now().format(self.time);
-        write!(writer, "{dim}{time}{dim:#} {colour}{level}{colour:#} ")?;
+        write!(writer, "{dim}{time}{dim:#} ")?;
+        if !(self.hides_info && level == Level::INFO) {
+            write!(writer, "{colour}{level}{colour:#} ")?;
+        }
         context.format_fields(writer.by_ref(), event)?;
         writeln!(writer)
     }
@@ -171,10 +183,11 @@ impl Write for Stderr {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let text = String::from_utf8_lossy(line);
         let text = escaped_line(&text, self.terminal.colours);
-        let text = match self.terminal.columns() {
-            Some(columns) => wrapped(&text, columns),
-            None => text,
-        };
+        let shown = self.terminal.columns().map(|columns| {
+            let text = fitted(&text, columns);
+            wrapped(&text, columns).into_owned()
+        });
+        let text = shown.as_deref().unwrap_or(&text);
         self.bars.suspend(|| io::stderr().lock().write_all(text.as_bytes()))?;
         Ok(line.len())
     }
@@ -232,14 +245,17 @@ mod tests {
         let path = folder.path().join("train.log");
         let logging = Logging::new();
         let filters = Filters::new(Some("off"), "info").0;
-        tracing::subscriber::with_default(logging.subscriber(filters, io::sink, true), || {
-            tracing::info!(step = 1, "early");
-            logging.write_to(&path).unwrap();
-            tracing::warn!(path = "a b", "late");
-            tracing::warn!(row = %"\u{1b}[2J\n2026-11-23 14:03:31 INFO finished", "rejected");
-            tracing::debug!("a decision");
-            tracing::debug!(target: "a_library", "not ours");
-        });
+        tracing::subscriber::with_default(
+            logging.subscriber(filters, io::sink, Terminal { colours: true, ..PIPE }),
+            || {
+                tracing::info!(step = 1, "early");
+                logging.write_to(&path).unwrap();
+                tracing::warn!(path = "a b", "late");
+                tracing::warn!(row = %"\u{1b}[2J\n2026-11-23 14:03:31 INFO finished", "rejected");
+                tracing::debug!("a decision");
+                tracing::debug!(target: "a_library", "not ours");
+            },
+        );
         let text = fs::read_to_string(&path).unwrap();
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines.len(), 4, "{text}");
@@ -265,19 +281,31 @@ mod tests {
         }
     }
 
+    const PIPE: Terminal = Terminal { is_tty: false, has_cursor: false, colours: false };
+
     /// What stderr shows of the log lines that `log` writes.
     fn shown(requested: Option<&str>, log: impl FnOnce()) -> String {
+        shown_on(PIPE, requested, log)
+    }
+
+    fn shown_on(terminal: Terminal, requested: Option<&str>, log: impl FnOnce()) -> String {
         let lines = Lines::default();
         let writer = lines.clone();
         let filters = Filters::new(requested, "info").0;
-        let subscriber = Logging::new().subscriber(filters, move || writer.clone(), false);
+        let subscriber = Logging::new().subscriber(filters, move || writer.clone(), terminal);
         tracing::subscriber::with_default(subscriber, log);
         String::from_utf8(lines.0.lock().unwrap().clone()).unwrap()
     }
 
     #[test]
-    fn a_line_of_a_long_run_fits_100_columns() {
+    fn a_line_of_a_long_run_fits_80_columns_of_a_terminal_and_100_of_a_file() {
         let metrics = crate::cli::progress::metrics_of_step(123_456);
+        let text = shown_on(Terminal { is_tty: true, ..PIPE }, None, || metrics.log());
+        assert!(!text.contains("INFO") && text.contains(" train step=123456 "), "{text}");
+        let line = fitted(&text, 80);
+        assert!(line.trim_end().len() <= 80 && line.contains("lr=1.00e-5 tok/s=12346"), "{line}");
+        let warning = || tracing::warn!("late");
+        assert!(shown_on(Terminal { is_tty: true, ..PIPE }, None, warning).contains(" WARN late"));
         let text = shown(None, || metrics.log());
         assert!(
             text.contains(" INFO train step=123456 epoch=0.50 loss=1.2500 grad=1.00 "),
@@ -307,7 +335,7 @@ mod tests {
         for _ in 0..2 {
             let logging = Logging::new();
             logging.write_to(&path).unwrap();
-            let subscriber = logging.subscriber(Filters::new(None, "info").0, io::sink, false);
+            let subscriber = logging.subscriber(Filters::new(None, "info").0, io::sink, PIPE);
             tracing::subscriber::with_default(subscriber, || tracing::info!("again"));
         }
         assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 2);

@@ -6,13 +6,14 @@ use super::failure::{Exit, Failure};
 use super::logging::Logging;
 use super::progress::{Progress, SetupBars};
 use super::ranks::{Ending, group, started_ranks};
-use super::report::write_report;
+use super::report::{read_card, write_card, write_report};
 use super::signals::{Requests, requests_to_save};
 use super::terminal::{MAX_COLUMNS, Terminal, command, escaped, wrapped};
 use super::{error_report, replay, track};
 use crate::config::RunConfig;
 use crate::dist::{Monitor, Watchdog};
 use crate::metrics::{EvalMetrics, StepMetrics};
+use crate::report::{Outcome, duration, model_card, thousands};
 use crate::run::{self, Resume, Run, RunOptions, SetupObserver};
 use crate::train::{
     EvalReport, GenerateConfig, Observer, Prediction, Predictor, StepRunner, TrainOutcome, Trainer,
@@ -23,7 +24,7 @@ use std::fmt::Write as _;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Arguments of `sft`.
@@ -92,7 +93,7 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
         None => trained,
     };
     let Some(mut run) = run.filter(|_| is_first) else { return trained.map(|_| ()) };
-    let Finished { eval, folder, stopped_early } = match trained {
+    let finished = match trained {
         Ok(finished) => finished,
         Err(error) => {
             if run.trainer().state().step > 0 {
@@ -106,20 +107,44 @@ pub(super) fn run(args: &SftArgs, logging: &Logging) -> anyhow::Result<()> {
             return Err(error);
         }
     };
+    show_end(&mut run, finished, (&config, &args.config), &options.stop);
+    Ok(())
+}
+
+/// Writes the report and the model card, and prints the result of a run and the next commands.
+/// `given` is its config as the user gave it.
+fn show_end(
+    run: &mut Run,
+    finished: Finished,
+    (config, given): (&RunConfig, &ConfigArgs),
+    stop: &AtomicBool,
+) {
+    let Finished { eval, folder, stopped_early, card } = finished;
     tracing::info!(folder = %folder.display(), "finished: wrote a model for transformers and vLLM");
+    let done = write_report(config, run.trainer().eval_rows());
+    if let Some(done) = &done {
+        let what = if config.adapter.is_some() { "adapter" } else { "model" };
+        let made = format!("The {what} that a run of `trainer sft` has trained.");
+        let base = config.model.path.display().to_string();
+        let new = || model_card(&folder, &base, Some(done), &made).into_bytes();
+        write_card(&folder, &card.unwrap_or_else(new));
+    }
     if let Some(reason) = stopped_early {
         print_end(&reason);
     }
+    if let Some(done) = &done {
+        print(&summary(&done.outcome(), config, columns()));
+    }
     if let Some(eval) = eval {
         // The model is saved: a failure to show answers must not fail the run.
-        if let Err(error) = show_answers(&config, run.trainer(), &eval) {
+        if let Err(error) = show_answers(config, run.trainer(), &eval) {
             tracing::warn!("cannot show answers: {error:#}");
         }
     }
-    write_report(&config, run.trainer().eval_rows());
-    run.wait_for_trackers(&options.stop);
-    print_next_steps(&config, &folder);
-    Ok(())
+    run.wait_for_trackers(stop);
+    let counts = &run.trainer().state().datasets_seen;
+    let sees_images = counts.values().any(|counts| counts.num_images > 0);
+    print_next_steps(config, given, &folder, sees_images);
 }
 
 /// The end of a run: the last evaluation, the folder `final`, and the reason if it ended early.
@@ -127,6 +152,9 @@ struct Finished {
     eval: Option<EvalReport>,
     folder: PathBuf,
     stopped_early: Option<String>,
+    /// The model card of `folder` before the run, if it has trained no step since: a person may have
+    /// edited it.
+    card: Option<Vec<u8>>,
 }
 
 fn train(
@@ -136,6 +164,8 @@ fn train(
     logging: &Logging,
     is_first: bool,
 ) -> anyhow::Result<Finished> {
+    let step = run.trainer().state().step;
+    let card = is_first.then(|| read_card(&config.output_dir.join("final"))).flatten();
     let outcome = if is_first {
         let mut bars = Bars::new(logging, config, run.trainer());
         run.train(&mut bars)
@@ -145,7 +175,8 @@ fn train(
     match outcome? {
         TrainOutcome::Stopped { folder } => Err(stopped(folder, resume).into()),
         TrainOutcome::Finished { eval, folder, stopped_early } => {
-            Ok(Finished { eval, folder, stopped_early })
+            let card = card.filter(|_| run.trainer().state().step == step);
+            Ok(Finished { eval, folder, stopped_early, card })
         }
     }
 }
@@ -292,12 +323,61 @@ fn print_end(reason: &str) {
     print(&prose(&format!("\nThe run has ended before its last step: {reason}.\n")));
 }
 
-/// Prints commands that use the model or the adapter in `folder`, which a run has trained.
-fn print_next_steps(run: &RunConfig, folder: &Path) {
+/// What a run has learned and what went wrong, at most `columns` columns wide.
+fn summary(of: &Outcome, config: &RunConfig, columns: usize) -> String {
+    let file = |name: &str| config.output_dir.join(name).display().to_string();
+    let mut lines = Vec::new();
+    if let Some((first, last, steps)) = of.loss {
+        let over = if steps > 1 { format!(", means of {steps} steps") } else { String::new() };
+        lines.push(("training loss", format!("{first:.4} -> {last:.4}{over}")));
+    }
+    if let Some([(_, last), (step, best)]) = of.eval {
+        let by_loss = config.checkpoint.best.as_ref().filter(|best| best.metric == "eval.loss");
+        let kept = by_loss.map(|_| format!("; {}", file("best")));
+        let lowest = if best < last {
+            format!(", the lowest is {best:.4} after step {step}{}", kept.unwrap_or_default())
+        } else {
+            String::new()
+        };
+        lines.push(("evaluation loss", format!("{last:.4}{lowest}")));
+    } else if config.data.eval_sets().is_empty() {
+        let how = "none; `--set data.eval_share=0.01` holds out 1 % of the rows";
+        lines.push(("evaluation", how.to_owned()));
+    }
+    if of.rejected > 0 {
+        let reasons = of.reasons.iter().map(|(reason, rows)| format!("{reason} {rows}"));
+        let (reasons, rows) = (reasons.collect::<Vec<_>>().join(", "), thousands(of.rejected));
+        lines.push(("rejected rows", format!("{rows} ({reasons}): {}", file("rejects.jsonl"))));
+    }
+    if of.truncated > 0 {
+        let how = "to `data.max_length`; `trainer inspect --html` shows them";
+        lines.push(("truncated rows", format!("{} {how}", thousands(of.truncated))));
+    }
+    if of.skipped > 0 {
+        let why = "whose loss or gradient was not finite";
+        lines.push(("skipped steps", format!("{}, {why}: {}", of.skipped, file("metrics.jsonl"))));
+    }
+    lines.push(("report", file("report.html")));
+    let [steps, rows, tokens] = [of.steps, of.rows, of.tokens].map(thousands);
+    let speed = thousands((of.tokens as f64 / of.seconds.max(f64::MIN_POSITIVE)) as u64);
+    let time = duration(of.seconds);
+    let head = format!("\n{steps} steps in {time}: {rows} rows, {tokens} tokens, {speed} tok/s\n");
+    let line = |(name, text): (&str, String)| format!("  {name:16} {text}\n");
+    wrapped(&(head + &lines.into_iter().map(line).collect::<String>()), columns).into_owned()
+}
+
+/// Prints commands that use the model or the adapter in `folder`, which a run has trained. `given`
+/// is its config as the user gave it.
+fn print_next_steps(run: &RunConfig, given: &ConfigArgs, folder: &Path, sees_images: bool) {
     let shown = folder.display();
-    // the config of the run has the values of `--set`
-    let config = format!("--config {}", run.output_dir.join("config.yaml").display());
+    // the config in the folder of the run has the values of `--set`
+    let config = match given.overrides.as_slice() {
+        [] => given.config.clone(),
+        _ => run.output_dir.join("config.yaml"),
+    };
+    let config = format!("--config {}", config.display());
     let prompt = ["--prompt \"What is this?\"", "--image cat.png"];
+    let prompt = &prompt[..if sees_images { 2 } else { 1 }];
     let mut commands = String::new();
     let mut add = |program: &str, arguments: &[&str]| {
         commands += &command(program, arguments, columns());
@@ -306,7 +386,7 @@ fn print_next_steps(run: &RunConfig, folder: &Path) {
     let model = if adapter.is_some() { run.model.path.as_path() } else { folder };
     let model = format!("--model {}", model.display());
     let both = [Some(&*model), adapter.as_deref()].into_iter().flatten();
-    add("trainer generate", &both.chain(prompt).collect::<Vec<_>>());
+    add("trainer generate", &both.chain(prompt.iter().copied()).collect::<Vec<_>>());
     if !run.data.eval_sets().is_empty() {
         let trained = adapter.clone().unwrap_or_else(|| format!("--checkpoint {shown}"));
         add("trainer eval", &[&config, &trained, "--per-sample scores.jsonl"]);
@@ -339,4 +419,53 @@ fn print(text: &str) {
     use std::io::Write as _;
     // A finished run must not fail because stderr is closed.
     let _ = std::io::stderr().lock().write_all(escaped(text).as_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(more: &str) -> RunConfig {
+        let text = format!(
+            "output_dir: runs/a\nmodel: {{path: m}}\ndata: {{train: [{{path: a.jsonl}}]}}\n{more}"
+        );
+        crate::config::load_text(Path::new("a.yaml"), &text).unwrap()
+    }
+
+    #[test]
+    fn the_summary_has_what_was_learned_and_what_went_wrong_and_fits_the_terminal() {
+        let mut outcome = Outcome {
+            steps: 400,
+            rows: 6384,
+            tokens: 165_984,
+            targets: 12_768,
+            seconds: 75.0,
+            loss: Some((2.5, 0.0125, 10)),
+            eval: Some([(400, 0.5), (300, 0.25)]),
+            rejected: 1234,
+            reasons: vec![("bad_json".to_owned(), 1000), ("image_missing".to_owned(), 234)],
+            truncated: 12,
+            skipped: 2,
+        };
+        let text = summary(&outcome, &config("checkpoint: {best: {metric: eval.loss}}\n"), 200);
+        assert_eq!(
+            text,
+            "\n400 steps in 1 min 15 s: 6,384 rows, 165,984 tokens, 2,213 tok/s\n  \
+             training loss    2.5000 -> 0.0125, means of 10 steps\n  \
+             evaluation loss  0.5000, the lowest is 0.2500 after step 300; runs/a/best\n  \
+             rejected rows    1,234 (bad_json 1000, image_missing 234): runs/a/rejects.jsonl\n  \
+             truncated rows   12 to `data.max_length`; `trainer inspect --html` shows them\n  \
+             skipped steps    2, whose loss or gradient was not finite: runs/a/metrics.jsonl\n  \
+             report           runs/a/report.html\n"
+        );
+        let narrow = summary(&outcome, &config(""), 80);
+        assert!(narrow.lines().all(|line| line.len() <= 80), "{narrow}");
+        outcome = Outcome { eval: None, rejected: 0, truncated: 0, skipped: 0, ..outcome };
+        let text = summary(&outcome, &config(""), 80);
+        assert!(
+            text.contains("\n  evaluation       none; `--set data.eval_share=0.01` "),
+            "{text}"
+        );
+        assert_eq!(text.lines().count(), 5, "{text}");
+    }
 }

@@ -19,10 +19,10 @@ const INDENT: &str = "         ";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Terminal {
     /// A person reads it.
-    is_tty: bool,
+    pub(super) is_tty: bool,
     /// Bars can be drawn again in place: not with `TERM=dumb`.
     pub(super) has_cursor: bool,
-    /// Colours can be shown and are wanted: not with `NO_COLOR`.
+    /// Colours can be shown and are wanted: not with `NO_COLOR`, but in a file with `CLICOLOR_FORCE`.
     pub(super) colours: bool,
 }
 
@@ -32,12 +32,16 @@ impl Terminal {
         Self::of(io::stderr().is_terminal(), |name| std::env::var_os(name))
     }
 
-    /// `variable` looks up the environment. The rules are those of clap.
+    /// `variable` looks up the environment. The rules are those of clap, <https://no-color.org> and
+    /// <https://bixense.com/clicolors>.
     fn of(is_tty: bool, variable: impl Fn(&str) -> Option<OsString>) -> Self {
         let is_dumb = variable("TERM").is_none_or(|term| term == "dumb");
-        let no_colours = variable("NO_COLOR").is_some_and(|value| !value.is_empty());
+        let given = |name: &str| variable(name).filter(|value| !value.is_empty());
+        let is_off = given("CLICOLOR").is_some_and(|value| value == "0");
+        let is_forced = given("CLICOLOR_FORCE").is_some_and(|value| value != "0");
         let has_cursor = is_tty && !is_dumb;
-        Self { is_tty, has_cursor, colours: has_cursor && !no_colours }
+        let colours = given("NO_COLOR").is_none() && (is_forced || has_cursor && !is_off);
+        Self { is_tty, has_cursor, colours }
     }
 
     /// Number of columns of a log line; `None` if lines are not broken.
@@ -94,6 +98,25 @@ pub(super) fn wrapped(text: &str, columns: usize) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
+/// Fields of the line of a step, the first to be left out first.
+const LESS_IMPORTANT: [&str; 4] = ["epoch=", "wait=", "grad=", "lr="];
+
+/// The line of a step in at most `columns` columns, if it is longer: without its less important
+/// fields, which `train.log` and `metrics.jsonl` have. Other lines stay.
+pub(super) fn fitted(line: &str, columns: usize) -> Cow<'_, str> {
+    if width(line) <= columns || !without_colours(line).contains(" train step=") {
+        return Cow::Borrowed(line);
+    }
+    let mut words: Vec<&str> = line.trim_end_matches('\n').split(' ').collect();
+    for field in LESS_IMPORTANT {
+        words.retain(|word| !without_colours(word).starts_with(field));
+        if width(&words.join(" ")) <= columns {
+            break;
+        }
+    }
+    Cow::Owned(words.join(" ") + "\n")
+}
+
 /// A shell command. Its arguments continue in further lines if it has more than `columns` columns.
 pub(super) fn command(program: &str, arguments: &[&str], columns: usize) -> String {
     let mut out = format!("  {program}");
@@ -113,21 +136,23 @@ pub(super) fn command(program: &str, arguments: &[&str], columns: usize) -> Stri
 
 /// Number of columns of `text`, without colours; letters of East Asian scripts have two.
 fn width(text: &str) -> usize {
-    let mut in_code = false;
     let columns = |c: char| match c {
-        '\u{1b}' => {
-            in_code = true;
-            0
-        }
-        'm' if in_code => {
-            in_code = false;
-            0
-        }
-        _ if in_code || c == '\n' => 0,
+        '\n' => 0,
         '\u{1100}'.. => 2,
         _ => 1,
     };
-    text.chars().map(columns).sum()
+    without_colours(text).chars().map(columns).sum()
+}
+
+/// The text without the codes that set colours.
+fn without_colours(text: &str) -> String {
+    let mut in_code = false;
+    let is_shown = |c: &char| {
+        let is_code = in_code || *c == '\u{1b}';
+        in_code = is_code && *c != 'm';
+        !is_code
+    };
+    text.chars().filter(is_shown).collect()
 }
 
 /// A failed write to stdout.
@@ -247,6 +272,47 @@ mod tests {
         assert_eq!(shows(no_color), (true, false));
         let empty = terminal(true, &[("TERM", "xterm"), ("NO_COLOR", "")]);
         assert_eq!(shows(empty), (true, true));
+    }
+
+    #[test]
+    fn the_variables_for_colours_have_their_usual_meaning() {
+        let colours = |is_tty, variables: &[(&str, &str)]| {
+            terminal(is_tty, &[&[("TERM", "xterm")], variables].concat()).colours
+        };
+        // without a terminal: forced only
+        assert!(colours(false, &[("CLICOLOR_FORCE", "1")]));
+        assert!(!colours(false, &[("CLICOLOR", "1")]));
+        for off in ["0", ""] {
+            assert!(!colours(false, &[("CLICOLOR_FORCE", off)]));
+            assert!(colours(true, &[("CLICOLOR_FORCE", off)]));
+        }
+        // `NO_COLOR` counts more than the others, whatever its value is
+        for value in ["1", "0"] {
+            assert!(!colours(true, &[("NO_COLOR", value), ("CLICOLOR_FORCE", "1")]));
+        }
+        assert!(!colours(true, &[("CLICOLOR", "0")]) && colours(true, &[("CLICOLOR", "1")]));
+        assert!(colours(true, &[("CLICOLOR", "0"), ("CLICOLOR_FORCE", "1")]));
+        let forced = terminal(false, &[("CLICOLOR_FORCE", "1")]);
+        assert!(forced.colours && !forced.has_cursor, "colours, and no bars in a file");
+    }
+
+    #[test]
+    fn the_line_of_a_step_leaves_out_fields_until_it_fits() {
+        let line = "12:00:00 train step=123456 epoch=12.50 loss=12.2500 grad=123.45 lr=1.00e-5 \
+                    tok/s=123456 wait=50% rejected=3\n";
+        assert_eq!(
+            fitted(line, 90),
+            "12:00:00 train step=123456 loss=12.2500 grad=123.45 lr=1.00e-5 tok/s=123456 rejected=3\n"
+        );
+        let narrow = "12:00:00 train step=123456 loss=12.2500 lr=1.00e-5 tok/s=123456 rejected=3\n";
+        assert_eq!(fitted(line, 80), narrow);
+        let colours = |line: &str| {
+            line.replace('=', "\u{1b}[0m\u{1b}[2m=\u{1b}[0m").replace(" s", " \u{1b}[3ms")
+        };
+        assert_eq!(fitted(&colours(line), 80), colours(narrow));
+        assert!(matches!(fitted(line, 120), Cow::Borrowed(same) if same == line));
+        let other = line.replace("train step", "checkpoint step");
+        assert_eq!(fitted(&other, 80), other);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use super::folder::{ReportError, RunFolder};
 use super::html::{escaped, push};
+use super::numbers::find;
 use super::svg_chart::number;
 use super::tables::short;
 use super::thumbnail::thumbnail;
@@ -67,7 +68,9 @@ pub(super) fn answers(
         for (name, score) in answer.as_object().into_iter().flatten() {
             if let (Some(score), false) = (score.as_f64(), KNOWN.contains(&name.as_str())) {
                 let score = number(score);
-                push(&mut html, format_args!("<dt>{}</dt><dd>{score}</dd>", escaped(name)));
+                let known = find(&format!("eval.{name}"));
+                let name = known.map_or_else(|| escaped(name), |number| number.name.to_owned());
+                push(&mut html, format_args!("<dt>{name}</dt><dd>{score}</dd>"));
             }
         }
         html.push_str("</dl>\n</article>\n");

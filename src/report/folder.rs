@@ -51,6 +51,8 @@ pub struct RunFolder {
     pub(super) is_finished: bool,
     /// Number of lines that are not JSON.
     pub(super) damaged: u64,
+    /// What an hour of all machines of the run costs, in any currency.
+    pub price_per_hour: Option<f64>,
 }
 
 /// Maximum number of rejected rows that are kept.
@@ -75,6 +77,7 @@ impl RunFolder {
                 .map_err(|error| error.to_string()),
             is_finished: path.join("final").is_dir(),
             damaged: 0,
+            price_per_hour: None,
         };
         let metrics = path.join("metrics.jsonl");
         if let Err(source) = files::open(&metrics) {

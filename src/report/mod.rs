@@ -3,9 +3,12 @@
 //! A page is one file without scripts that loads nothing. All text of runs and rows is escaped.
 
 mod answers;
+mod card;
 mod charts;
+mod facts;
 mod folder;
 mod html;
+mod numbers;
 mod page;
 mod series;
 mod svg_chart;
@@ -14,6 +17,8 @@ mod tables;
 mod tests;
 mod thumbnail;
 
+pub use card::model_card;
+pub use facts::{Outcome, duration, thousands};
 pub use folder::{ReportError, RunFolder};
 pub use page::report;
 

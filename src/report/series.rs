@@ -26,6 +26,10 @@ impl Series {
         self.finite().reduce(f64::max)
     }
 
+    pub(super) fn sum(&self) -> f64 {
+        self.finite().sum()
+    }
+
     pub(super) fn median(&self) -> Option<f64> {
         let mut values: Vec<f64> = self.finite().collect();
         values.sort_by(f64::total_cmp);
@@ -55,6 +59,27 @@ impl Series {
         };
         self.0.chunks(size).map(bucket).collect()
     }
+
+    /// Steps and running means of at most `count` buckets, with the gaps of the values, and over how
+    /// many steps; `None` for few values. A mean is over as many buckets before a place as after
+    /// it: fewer at the start, where values fall fast, and only those before at the end.
+    pub(super) fn smoothed(&self, count: usize) -> Option<(Vec<Option<(f64, f64)>>, usize)> {
+        const MIN_VALUES: usize = 20;
+        let buckets = self.buckets(count);
+        if buckets.len() < MIN_VALUES {
+            return None;
+        }
+        let half = (buckets.len() / 50).max(2);
+        let mean = |(index, bucket): (usize, &Option<Bucket>)| {
+            let step = bucket.as_ref()?.step;
+            let half = half.min(index);
+            let near = &buckets[index - half..buckets.len().min(index + half + 1)];
+            let near: Vec<f64> = near.iter().flatten().map(|bucket| bucket.mean).collect();
+            Some((step, near.iter().sum::<f64>() / near.len() as f64))
+        };
+        let size = self.0.len().div_ceil(buckets.len());
+        Some((buckets.iter().enumerate().map(mean).collect(), (2 * half + 1) * size))
+    }
 }
 
 #[cfg(test)]
@@ -79,5 +104,24 @@ mod tests {
         let values: Vec<_> = buckets.iter().map(|b| b.map(|b| b.mean)).collect();
         assert_eq!(values, [Some(1.0), None, Some(3.0)]);
         assert_eq!(series.gaps(), [2]);
+    }
+
+    #[test]
+    fn a_smoothed_line_follows_a_slope_keeps_gaps_and_ignores_values_that_are_not_finite() {
+        let mut values: Vec<(u64, f64)> = (1..=100).map(|step| (step, step as f64)).collect();
+        values[49].1 = f64::NAN;
+        let (means, over) = Series(values.clone()).smoothed(1000).unwrap();
+        assert_eq!((means.len(), over), (100, 5));
+        assert_eq!(means[0], Some((1.0, 1.0)), "the first value stays");
+        assert_eq!(means[30], Some((31.0, 31.0)), "a slope is not shifted");
+        assert_eq!(means[49], None);
+        assert_eq!(means[50], Some((51.0, (49.0 + 51.0 + 52.0 + 53.0) / 4.0)));
+        assert_eq!(means[99], Some((100.0, 99.0)));
+        assert!(Series(values[..19].to_vec()).smoothed(1000).is_none());
+        // a long run: buckets of 10 steps
+        let long = Series((0..1000).map(|step| (step, 1.0)).collect());
+        let (means, over) = long.smoothed(100).unwrap();
+        assert_eq!((means.len(), over), (100, 50));
+        assert!(means.iter().flatten().all(|(_, mean)| *mean == 1.0));
     }
 }

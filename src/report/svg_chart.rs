@@ -12,9 +12,11 @@ pub(super) enum Unit {
 }
 
 impl Unit {
-    /// Value of one unit of the axis labels (1, 0.01, MiB or GiB) if the largest value is `high`.
+    /// Value of one unit of the axis labels (1 or a power of ten, 0.01, MiB or GiB) if the largest
+    /// value is `high`.
     fn size(self, high: f64) -> f64 {
         match self {
+            Self::Number if high > 0.0 && high < 0.01 => 10_f64.powf(high.log10().floor()),
             Self::Number => 1.0,
             Self::Share => 0.01,
             Self::Bytes if high >= GIB => GIB,
@@ -22,12 +24,13 @@ impl Unit {
         }
     }
 
-    fn suffix(self, axis: &Axis) -> &'static str {
+    fn suffix(self, axis: &Axis) -> String {
         match self {
-            Self::Number => "",
-            Self::Share => "%",
-            Self::Bytes if axis.unit >= GIB => "GiB",
-            Self::Bytes => "MiB",
+            Self::Number if axis.unit == 1.0 => String::new(),
+            Self::Number => format!("in {}", power_of_ten(axis.unit)),
+            Self::Share => "%".to_owned(),
+            Self::Bytes if axis.unit >= GIB => "GiB".to_owned(),
+            Self::Bytes => "MiB".to_owned(),
         }
     }
 }
@@ -56,11 +59,15 @@ pub(super) struct Mark {
 #[derive(Debug)]
 pub(super) struct Chart<'a> {
     pub(super) title: String,
+    /// A sentence about the number.
+    pub(super) meaning: String,
     pub(super) unit: Unit,
     pub(super) lines: Vec<ChartLine<'a>>,
     pub(super) marks: Vec<Mark>,
     /// Whether the axis is logarithmic if the values differ much.
     pub(super) may_be_log: bool,
+    /// Whether long lines are smoothed; the values are drawn lighter behind them.
+    pub(super) is_noisy: bool,
     pub(super) has_legend: bool,
     /// Maximum number of places of a line.
     pub(super) places: usize,
@@ -88,10 +95,14 @@ impl Chart<'_> {
         let log = if y.log { ", logarithmic" } else { "" };
         let suffix = self.unit.suffix(&y);
         let unit = if suffix.is_empty() { String::new() } else { format!(" ({suffix})") };
-        let title = escaped(&self.title);
+        let smooth =
+            lines.iter().filter_map(|line| self.smoothed(line)).map(|(_, over)| over).max();
+        let smooth =
+            smooth.map_or_else(String::new, |over| format!(" Line: mean of {over} steps."));
+        let (title, meaning) = (escaped(&self.title), escaped(&self.meaning));
         let mut out = format!(
             "<figure class=\"chart\"><figcaption>{title}<small>{unit}{log}</small></figcaption>\n\
-             <svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{title}\">\n"
+             <p class=\"what\">{meaning}{smooth}</p>\n<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{title}\">\n"
         );
         for tick in y.ticks(5) {
             let at = place(y.of(tick), BOTTOM, TOP);
@@ -101,7 +112,7 @@ impl Chart<'_> {
                     "<path class=\"grid\" d=\"M{LEFT} {at:.1}H{RIGHT}\"/><text class=\"y\" x=\"{}\" y=\"{:.1}\">{}</text>\n",
                     LEFT - 6.0,
                     at + 4.0,
-                    number(tick / y.unit)
+                    y.label(tick)
                 ),
             );
         }
@@ -181,7 +192,23 @@ impl Chart<'_> {
         if !band.is_empty() {
             push(out, format_args!("<path class=\"band {class}\" d=\"{band}\"/>\n"));
         }
+        if let Some((means, _)) = self.smoothed(line) {
+            push(out, format_args!("<path class=\"raw {class}\" d=\"{path}\"/>\n"));
+            path.clear();
+            for part in means.split(Option::is_none) {
+                for (index, (step, mean)) in part.iter().flatten().enumerate() {
+                    let command = if index == 0 { 'M' } else { 'L' };
+                    push(&mut path, format_args!("{command}{}", at(*step, *mean)));
+                }
+            }
+        }
         push(out, format_args!("<path class=\"line {class}\" d=\"{path}\"/>{dots}\n"));
+    }
+
+    /// Steps and smoothed values of a line, and over how many steps, if it is smoothed.
+    fn smoothed(&self, line: &ChartLine<'_>) -> Option<(Vec<Option<(f64, f64)>>, usize)> {
+        let is_smoothed = self.is_noisy && !line.dots;
+        is_smoothed.then(|| line.series.smoothed(self.places))?
     }
 }
 
@@ -243,8 +270,13 @@ impl Axis {
         // Small changes of a large value are not drawn large.
         let from_zero = low < 0.6 * high || low == high || chart.unit != Unit::Number;
         let low = if low > 0.0 && from_zero { 0.0 } else { low };
-        let high = if high > low { high } else { low + low.abs().max(1e-12) };
-        Some(Self::linear(low, high, chart.unit.size(high)))
+        let above = if low == 0.0 { 1.0 } else { low.abs() }; // an axis of zeros ends at 1
+        let high = if high > low { high } else { low + above };
+        Some(Self::linear(low, high, chart.unit.size(high.max(-low))))
+    }
+
+    fn label(&self, tick: f64) -> String {
+        if self.log && tick < 1e-3 { power_of_ten(tick) } else { number(tick / self.unit) }
     }
 
     /// The place of a value, from 0 to 1.
@@ -272,6 +304,14 @@ impl Axis {
         let ticks = (first..).map(|index| index as f64 * step);
         ticks.take_while(|tick| *tick <= self.high + 1e-9 * step).take(20).collect()
     }
+}
+
+/// A power of ten as 10⁻⁵.
+fn power_of_ten(value: f64) -> String {
+    let digits = ["⁰", "¹", "²", "³", "⁴", "⁵", "⁶", "⁷", "⁸", "⁹"];
+    let power = format!("{:.0}", value.log10());
+    let digit = |c: char| c.to_digit(10).map_or("⁻", |digit| digits[digit as usize]);
+    format!("10{}", power.chars().map(digit).collect::<String>())
 }
 
 /// A number in few characters.
@@ -311,10 +351,12 @@ mod tests {
         let line = ChartLine { label: "a<b".into(), colour: 0, series, dots: false };
         let chart = Chart {
             title: "Loss".into(),
+            meaning: "a<b".into(),
             unit: Unit::Number,
             lines: vec![line],
             marks: Vec::new(),
             may_be_log: true,
+            is_noisy: true,
             has_legend: true,
             places: 100,
             last_step: series.0.last().map_or(0, |point| point.0),
@@ -353,13 +395,64 @@ mod tests {
 
     #[test]
     fn a_single_value_and_values_of_any_size_have_an_axis() {
-        for values in [vec![0.0], vec![-2.0, -2.0], vec![1e-9], vec![1.0, 1e30], vec![1e-300, 5.0]]
-        {
+        for values in [
+            vec![0.0],
+            vec![-2.0, -2.0],
+            vec![1e-9],
+            vec![1.0, 1e30],
+            vec![1e-300, 5.0],
+            vec![2e-5, 0.0],
+            vec![2e-3, 2e-3],
+            vec![1e-6, 1e-6, 1e-6, 0.5],
+        ] {
             let series = Series((0..).zip(values).collect());
             let html = chart(&series);
-            assert!(html.matches("class=\"y\"").count() >= 2, "{html}");
+            let labels: Vec<&str> = html.split("class=\"y\"").skip(1).collect();
+            let labels = labels.iter().map(|rest| rest.split(['>', '<']).nth(1).unwrap());
+            let labels: Vec<&str> = labels.collect();
+            assert!(labels.len() >= 2, "{html}");
+            assert!(!labels.iter().any(|label| label.contains("e-")), "{labels:?}");
             assert!(!html.contains("NaN") && !html.contains("inf"), "{html}");
         }
+    }
+
+    #[test]
+    fn zeros_and_small_values_have_an_axis_that_can_be_read() {
+        let labels = |values: &[f64]| {
+            let html = chart(&Series((0..).zip(values.iter().copied()).collect()));
+            let labels = html.split("class=\"y\"").skip(1);
+            let labels = labels.map(|rest| rest.split(['>', '<']).nth(1).unwrap().to_owned());
+            let unit = html.split(['>', '<']).skip_while(|part| *part != "small").nth(1).unwrap();
+            (labels.collect::<Vec<_>>().join(" "), unit.to_owned())
+        };
+        assert_eq!(labels(&[0.0, 0.0]), ("0 0.2 0.4 0.6 0.8 1".to_owned(), String::new()));
+        let lr = labels(&[2e-5, 1e-5, 0.0]);
+        assert_eq!(lr, ("0 0.5 1 1.5 2".to_owned(), " (in 10⁻⁵)".to_owned()));
+        assert_eq!(labels(&[2e-3, 0.0]).1, " (in 10⁻³)");
+        let log = labels(&[1e-6, 1e-6, 1e-6, 0.5]);
+        assert_eq!(log.1, ", logarithmic");
+        assert!(log.0.starts_with("10⁻⁶ "), "{log:?}");
+    }
+
+    #[test]
+    fn a_noisy_line_is_smoothed_in_front_of_its_values() {
+        let noisy = Series((1..=100).map(|step| (step, (step % 2 * 2) as f64)).collect());
+        let html = chart(&noisy);
+        assert!(html.contains("class=\"raw c0\"") && html.contains("mean of 5 steps"), "{html}");
+        let path = |class: &str| {
+            let start = html.find(&format!("class=\"{class}\" d=\"M")).unwrap();
+            let path = html[start..].split('"').nth(3).unwrap().to_owned();
+            let heights = path[1..].split('L').map(|at| at.split(' ').nth(1).unwrap());
+            heights.map(|height| height.parse::<f64>().unwrap()).collect::<Vec<_>>()
+        };
+        let spread = |heights: &[f64]| {
+            let middle = &heights[20..80];
+            let max = middle.iter().copied().fold(f64::MIN, f64::max);
+            max - middle.iter().copied().fold(f64::MAX, f64::min)
+        };
+        let (raw, line) = (path("raw c0"), path("line c0"));
+        assert_eq!((raw.len(), line.len()), (100, 100));
+        assert!(spread(&line) < 0.3 * spread(&raw), "{line:?}");
     }
 
     #[test]

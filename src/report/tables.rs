@@ -1,7 +1,9 @@
 //! The tables of the page.
 
+use super::facts::{duration, method, thousands};
 use super::folder::RunFolder;
 use super::html::{escaped, push};
+use super::numbers::find;
 use super::svg_chart::number;
 use crate::run::{copy_of_checkpoint, predicted_memory};
 use chrono::DateTime;
@@ -41,43 +43,151 @@ fn table(rows: &[Vec<String>]) -> String {
     html
 }
 
-/// The value of a run in a row of the summary.
-type Fact = fn(&RunFolder) -> Option<String>;
+type Text = fn(&RunFolder) -> Option<String>;
+type Order = fn(&RunFolder) -> Option<f64>;
 
-/// One row per fact and one column per run.
+/// What the head of the page has of each run: the key of a number or another name, what it means if
+/// that is not the meaning of the number, its value, and what runs are sorted by, lower values
+/// first; with `None`, runs are not sorted by it.
+#[rustfmt::skip]
+static FACTS: [(&str, &str, Text, Option<Order>); 22] = [
+    ("State", "", |run| Some(state(run)), None),
+    ("Model", "", RunFolder::model, None),
+    ("Method", "", |run| run.config.as_ref().ok().map(method), None),
+    ("Data", "", RunFolder::data, None),
+    ("Machine", "", RunFolder::machine, None),
+    ("Started", "", RunFolder::started, None),
+    ("eval.loss", "", eval_loss, Some(|run| Some(run.outcome().eval?[0].1))),
+    ("loss", "", training_loss, Some(|run| Some(run.outcome().loss?.1))),
+    ("eval.accuracy", "", |run| run.eval.get("accuracy")?.last().map(percent), Some(|run| Some(-run.eval.get("accuracy")?.last()?))),
+    ("Training time", "Steps with their waits for data and checkpoints, without the start and evaluations.", |run| Some(duration(run.outcome().seconds)), Some(|run| Some(run.outcome().seconds))),
+    ("Tokens", "Those of images included. The loss is that of the supervised ones.", tokens, Some(|run| Some(run.outcome().tokens as f64))),
+    ("Time per 1,000 tokens", "Training time over tokens.", |run| Some(format!("{} s", number(run.time_per_1000()?))), Some(RunFolder::time_per_1000)),
+    ("Cost", "Training time times the given price of an hour.", cost, Some(|run| Some(run.cost()?[0]))),
+    ("tokens_per_s", "Median of the steps.", |run| run.train("tokens_per_s")?.median().map(number), Some(|run| Some(-run.train("tokens_per_s")?.median()?))),
+    ("fill", "", |run| run.train("fill")?.median().map(percent), None),
+    ("data_wait", "", |run| run.train("data_wait")?.median().map(percent), None),
+    ("Peak memory, measured", "Of the tensors on the GPU, otherwise of the process.", |run| measured(run).map(bytes), Some(measured)),
+    ("Peak memory, predicted", "", predicted, None),
+    ("rejected", "", |run| run.last["rejected"].as_u64().map(thousands), None),
+    ("Truncated rows", "Rows of the data files that are longer than `data.max_length`.", |run| Some(thousands(run.outcome().truncated)).filter(|rows| rows != "0"), None),
+    ("Skipped steps", "Steps that changed no weight, because a value was not finite.", |run| Some(run.skipped.len().to_string()), None),
+    ("Restarts", "", |run| Some(run.restarts().len().to_string()), None),
+];
+
+/// The name of a fact with its meaning.
+fn title(key: &str, meaning: &str) -> String {
+    let (name, of_number) = find(key).map_or((key, ""), |number| (number.name, number.meaning));
+    let meaning = escaped(if meaning.is_empty() { of_number } else { meaning });
+    format!("{name}<small>{meaning}</small>")
+}
+
+/// The name and the value of a fact about a run, by the key of its number or by its name.
+pub(super) fn fact(run: &RunFolder, key: &str) -> Option<(&'static str, String)> {
+    let (key, _, text, _) = FACTS.iter().find(|(of, ..)| *of == key)?;
+    Some((find(key).map_or(*key, |number| number.name), text(run)?))
+}
+
+/// One row per fact and one column per run. Several runs are also compared, one row per run.
 pub(super) fn summary(runs: &[RunFolder]) -> String {
-    let facts: [(&str, Fact); 12] = [
-        ("State", |run| Some(state(run))),
-        ("Loss of the last step", |run| run.train("loss")?.last().map(number)),
-        ("Loss of the last evaluation", |run| run.eval.get("loss")?.last().map(number)),
-        ("Exact held-out answers", |run| run.eval.get("accuracy")?.last().map(percent)),
-        ("Tokens per second, median", |run| run.train("tokens_per_s")?.median().map(number)),
-        ("Packing efficiency (fill), median", |run| run.train("fill")?.median().map(percent)),
-        ("Waiting for data, median", |run| run.train("data_wait")?.median().map(percent)),
-        ("Peak memory, measured", |run| measured(run).map(bytes)),
-        ("Peak memory, predicted", predicted),
-        ("Rejected rows", |run| run.last["rejected"].as_u64().map(|count| count.to_string())),
-        ("Skipped steps", |run| Some(run.skipped.len().to_string())),
-        ("Restarts", |run| Some(run.restarts().len().to_string())),
-    ];
     let mut rows = Vec::new();
     let mut head = vec![String::new()];
     head.extend(runs.iter().map(|run| escaped(&run.path.display().to_string())));
     rows.push(if runs.len() > 1 { head } else { Vec::new() });
-    for (name, fact) in facts {
-        let values: Vec<Option<String>> = runs.iter().map(fact).collect();
+    for (key, meaning, text, _) in &FACTS {
+        let values: Vec<Option<String>> = runs.iter().map(text).collect();
         if values.iter().any(Option::is_some) {
-            let cells = values.into_iter().map(|value| value.unwrap_or_else(|| "-".to_owned()));
-            rows.push(std::iter::once(name.to_owned()).chain(cells).collect());
+            let cell = |value: Option<String>| value.map_or_else(|| "-".to_owned(), |v| short(&v));
+            let cells = values.into_iter().map(cell);
+            rows.push(std::iter::once(title(key, meaning)).chain(cells).collect());
         }
     }
     let mut html = table(&rows);
+    if runs.len() > 1 {
+        html = comparison(runs)
+            + "<details><summary>All facts about the runs</summary>\n"
+            + &html
+            + "</details>\n";
+    }
     for run in runs.iter().filter(|run| run.damaged > 0) {
         let path = escaped(&run.path.display().to_string());
         let lines = run.damaged;
         push(&mut html, format_args!("<p>{path}: {lines} damaged lines are left out.</p>\n"));
     }
     html
+}
+
+/// A row per run, sorted by the first number that they have. A click on another one sorts by it: the
+/// style sheet places row `i` by the value of `--i` of the checked column.
+fn comparison(runs: &[RunFolder]) -> String {
+    let sorted = FACTS.iter().filter_map(|(key, meaning, text, order)| {
+        let values: Vec<Option<f64>> = runs.iter().map((*order)?).collect();
+        let place = |run: usize| (values[run].is_none(), values[run]);
+        let mut ranks: Vec<usize> = (0..runs.len()).collect();
+        ranks.sort_by(|a, b| {
+            let (a, b) = (place(*a), place(*b));
+            a.0.cmp(&b.0).then(a.1.unwrap_or(0.0).total_cmp(&b.1.unwrap_or(0.0)))
+        });
+        values.iter().any(Option::is_some).then(|| (title(key, meaning), *text, ranks))
+    });
+    let columns: Vec<(String, Text, Vec<usize>)> = sorted.collect();
+    let mut html = format!(
+        "<div class=\"wide\"><table class=\"sort\" style=\"--n:{}\">\n<tr><th>Run</th>",
+        columns.len()
+    );
+    for (index, (title, ..)) in columns.iter().enumerate() {
+        let checked = if index == 0 { " checked" } else { "" };
+        push(
+            &mut html,
+            format_args!(
+                "<th><label><input type=\"radio\" name=\"sort\" class=\"s{index}\"{checked}>{title}</label></th>"
+            ),
+        );
+    }
+    html.push_str("</tr>\n");
+    let first = columns.first().map_or_else(|| (0..runs.len()).collect(), |of| of.2.clone());
+    for run in first {
+        let place = |ranks: &[usize]| 1 + ranks.iter().position(|at| *at == run).unwrap_or(0);
+        let places = columns.iter().enumerate();
+        let places: Vec<String> =
+            places.map(|(index, of)| format!("--s{index}:{}", place(&of.2))).collect();
+        let path = escaped(&runs[run].path.display().to_string());
+        let style = places.join(";");
+        push(&mut html, format_args!("<tr style=\"{style}\"><th>{path}</th>"));
+        for (_, text, _) in &columns {
+            let cell = text(&runs[run]).map_or_else(|| "-".to_owned(), |value| short(&value));
+            push(&mut html, format_args!("<td>{cell}</td>"));
+        }
+        html.push_str("</tr>\n");
+    }
+    html + "</table></div>\n"
+}
+
+fn tokens(run: &RunFolder) -> Option<String> {
+    let of = run.outcome();
+    let text = format!("{}, {} supervised", thousands(of.tokens), thousands(of.targets));
+    (of.tokens > 0).then_some(text)
+}
+
+fn training_loss(run: &RunFolder) -> Option<String> {
+    let (first, last, steps) = run.outcome().loss?;
+    let over = if steps > 1 { format!(" (means of {steps} steps)") } else { String::new() };
+    Some(format!("{} at the start, {} at the end{over}", number(first), number(last)))
+}
+
+fn eval_loss(run: &RunFolder) -> Option<String> {
+    let [(_, last), (step, best)] = run.outcome().eval?;
+    let least = if best < last {
+        format!(" at the end, {} after step {step}", number(best))
+    } else {
+        String::new()
+    };
+    Some(number(last) + &least)
+}
+
+fn cost(run: &RunFolder) -> Option<String> {
+    let [all, per_1000] = run.cost()?;
+    Some(format!("{all:.2}, {} per 1,000 tokens", number(per_1000)))
 }
 
 fn state(run: &RunFolder) -> String {
@@ -128,11 +238,11 @@ fn copy(run: &RunFolder) -> f64 {
     copy_of_checkpoint(config).unwrap_or(0.0) / world
 }
 
-fn percent(share: f64) -> String {
+pub(super) fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
-fn bytes(bytes: f64) -> String {
+pub(super) fn bytes(bytes: f64) -> String {
     match bytes / 1024_f64.powi(3) {
         gib if gib >= 1.0 => format!("{gib:.2} GiB"),
         gib => format!("{:.0} MiB", gib * 1024.0),

@@ -187,9 +187,10 @@ impl Run {
             measure_part(config, &rows, resumed.as_ref(), rank, observer)
         })?;
         ranks.wait_for_all()?;
-        let RunPlan { planned, reader, packs } = ranks.first_then_others("planning", || {
-            plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
-        })?;
+        let RunPlan { planned, reader, packs, lengths } = ranks
+            .first_then_others("planning", || {
+                plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
+            })?;
         let config = &choose_recompute(config, &rows, packs.as_ref(), ranks.ranks(), &device)?;
         let predicted = forecast(config, &rows, packs.as_ref(), (rank.world, &device));
         let first = || first_state(config, inputs.data, base, &rows);
@@ -205,7 +206,7 @@ impl Run {
         let (share, ranks) = ranks.split();
         runner.ranks = watched(ranks, options);
         is_first.then(|| warn_about_disk(config, total_steps));
-        log_start(config, &runner, &rows, &state);
+        log_start(config, &runner, &rows, &lengths, &state);
         let loader =
             Loader::start_shared(reader.clone(), order, loader_options, state.data.clone(), share);
         let (logs, is_done) = logs(config, &state, is_first, &rows)?;

@@ -9,6 +9,7 @@ use crate::ops::{
 };
 use crate::train::DeviceChoice;
 use candle_core::Device;
+use std::path::Path;
 
 pub(super) fn device_hint() -> String {
     if CUDA_BUILD {
@@ -85,6 +86,18 @@ pub fn device_name(device: &Device) -> String {
         candle_core::DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
         _ => "cpu".to_owned(),
     }
+}
+
+/// The name of the GPU, or of the CPU with its number of threads.
+pub(super) fn machine_name(device: &Device) -> String {
+    if let Some(gpu) = gpu_properties(device) {
+        return gpu.name;
+    }
+    let cpus = crate::files::read(Path::new("/proc/cpuinfo")).unwrap_or_default();
+    let cpus = String::from_utf8_lossy(&cpus);
+    let model = cpus.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+    let model = model.map_or(std::env::consts::ARCH, |(_, name)| name.trim());
+    format!("{model}, {} threads", rayon::current_num_threads())
 }
 
 #[cfg(test)]

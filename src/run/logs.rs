@@ -1,10 +1,10 @@
 //! What a run logs: its start, the files that it appends to, and the trackers of `log.trackers`.
 
-use super::device::device_name;
+use super::device::{device_name, machine_name};
 use super::error::RunError;
 use super::trackers::{Clients, Follower, MAX_WAIT, wait};
 use crate::config::RunConfig;
-use crate::data::{DataSet, DatasetRows};
+use crate::data::{DataSet, DatasetRows, LengthSummary};
 use crate::dist::Rank;
 use crate::metrics::{EvalMetrics, EventFile, JsonlSink, StepMetrics, StepRows, scalars};
 use crate::ops::simd_level;
@@ -26,6 +26,20 @@ struct StartRecord {
     time: u64,
     version: &'static str,
     world: usize,
+    machine: String,
+    /// Number of parameters of the model and its adapter, and number of trained ones.
+    parameters: usize,
+    trained: usize,
+    data: Vec<StartData>,
+}
+
+/// A data set of `data.train`.
+#[derive(Serialize)]
+struct StartData {
+    name: String,
+    rows: usize,
+    /// Number of rows that are truncated; `None` if this process has not measured them.
+    truncated: Option<u64>,
 }
 
 /// Logs the model and the position of a run that starts or resumes.
@@ -33,17 +47,15 @@ pub(super) fn log_start(
     config: &RunConfig,
     runner: &StepRunner,
     rows: &DatasetRows,
+    lengths: &[LengthSummary],
     state: &TrainState,
 ) {
     let count = |params: &mut dyn Iterator<Item = &Param>| {
         params.map(|param| param.shape().elem_count()).sum::<usize>()
     };
-    tracing::info!(
-        path = %config.model.path.display(),
-        parameters = count(&mut runner.params.iter()),
-        trained = count(&mut runner.optimizer.states().iter().map(|slot| &slot.param)),
-        "model"
-    );
+    let parameters = count(&mut runner.params.iter());
+    let trained = count(&mut runner.optimizer.states().iter().map(|slot| &slot.param));
+    tracing::info!(path = %config.model.path.display(), parameters, trained, "model");
     let takes_all = |adapter: &AdapterConfig| adapter.target == Targets::AllLinear;
     if runner.model.routers().is_some() && config.adapter.as_ref().is_some_and(takes_all) {
         tracing::info!(
@@ -70,19 +82,35 @@ pub(super) fn log_start(
     // A process that finds all steps done trains nothing.
     let rank = runner.ranks.rank();
     if rank.is_first() && (state.step == 0 || state.step < state.total_steps) {
-        write_line(config, state.step, rank.world);
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let start = StartRecord {
+            after_step: state.step,
+            time: since.map_or(0, |since| since.as_secs()),
+            version: env!("CARGO_PKG_VERSION"),
+            world: rank.world,
+            machine: machine_name(&runner.device),
+            parameters,
+            trained,
+            data: start_data(rows, lengths),
+        };
+        let file = JsonlSink::open(&config.output_dir.join("starts.jsonl"));
+        if let Err(error) = file.and_then(|mut file| file.write(&start)) {
+            tracing::warn!("{error}: the report of the run will not have this start");
+        }
     }
 }
 
-/// Adds a line for a process that continues after `after_step`.
-fn write_line(config: &RunConfig, after_step: u64, world: usize) {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    let time = since.map_or(0, |since| since.as_secs());
-    let start = StartRecord { after_step, time, version: env!("CARGO_PKG_VERSION"), world };
-    let file = JsonlSink::open(&config.output_dir.join("starts.jsonl"));
-    if let Err(error) = file.and_then(|mut file| file.write(&start)) {
-        tracing::warn!("{error}: the report of the run will not have this start");
-    }
+/// The data sets with the truncated rows in `lengths`, which has those of chats in the same order.
+fn start_data(rows: &DatasetRows, lengths: &[LengthSummary]) -> Vec<StartData> {
+    let mut lengths = lengths.iter();
+    let data = |(name, set): (&String, &DataSet)| {
+        let truncated = match set {
+            DataSet::Chats(_) => lengths.next().map(|of| of.truncated),
+            DataSet::Corpus(corpus) => Some(corpus.num_truncated() as u64),
+        };
+        StartData { name: name.clone(), rows: set.len(), truncated }
+    };
+    rows.names().iter().zip(rows.sets()).map(data).collect()
 }
 
 /// Returns the name of the decoder's attention kernel, and the kernels of other components if they

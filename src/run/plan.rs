@@ -33,6 +33,8 @@ pub(super) struct RunPlan {
     pub(super) reader: Arc<dyn RowReader>,
     /// The packs of the run or of an epoch, if they were counted.
     pub(super) packs: Option<Plan>,
+    /// The lengths of the rows of chats, if this process has measured them or read their lengths.
+    pub(super) lengths: Vec<LengthSummary>,
 }
 
 /// Measures the rows that no length cache has, and counts the steps of the run, or of an epoch if it
@@ -47,15 +49,16 @@ pub(super) fn plan_run(
     observer: &dyn SetupObserver,
 ) -> Result<RunPlan, RunError> {
     if config.data.length_cache == LengthCaching::Off {
-        return Ok(RunPlan { planned: None, reader: rows.clone(), packs: None });
+        let lengths = Vec::new();
+        return Ok(RunPlan { planned: None, reader: rows.clone(), packs: None, lengths });
     }
     // A complete cache is used as it is by a resumed run that started with it, and by the ranks for
     // which rank 0 has completed it: a row that could not be read then would be measured again,
     // perhaps with another result.
     let as_it_is = started_with_cache(resumed) || !rank.is_first();
     let complete = as_it_is.then(|| complete_cache(config, rows));
-    let reader = if let Some(reader) = complete.flatten() {
-        reader
+    let (reader, lengths) = if let Some(reader) = complete.flatten() {
+        (reader, Vec::new())
     } else {
         let (cached, work) = update_cache(config, rows.clone(), observer)?;
         log_lengths(config, cached, work, options)
@@ -64,18 +67,18 @@ pub(super) fn plan_run(
     // The first start of a run has planned it, and the length has not changed since.
     let planned = resumed.and_then(|state| state.planned).filter(|of| Some(of.epochs) == epochs);
     if planned.is_some() || resumed.is_some() && epochs.is_none() {
-        return Ok(RunPlan { planned, reader, packs: None });
+        return Ok(RunPlan { planned, reader, packs: None, lengths });
     }
     match plan(&reader, order, options, epochs.unwrap_or(1), &|_, _| {}) {
         Ok(plan) => {
             log_plan(&plan, if epochs.is_some() { "plan" } else { "plan of one epoch" });
             let planned = epochs.map(|epochs| Planned { epochs, steps: plan.steps });
-            Ok(RunPlan { planned, reader, packs: Some(plan) })
+            Ok(RunPlan { planned, reader, packs: Some(plan), lengths })
         }
         // The run may reach `train.max_steps` before that row.
         Err(error) if epochs.is_none() => {
             tracing::warn!(%error, "plan: the first epoch would stop with an error");
-            Ok(RunPlan { planned: None, reader, packs: None })
+            Ok(RunPlan { planned: None, reader, packs: None, lengths })
         }
         Err(error) => {
             // Training does not start, so it cannot report these rows.
@@ -160,17 +163,17 @@ fn log_lengths(
     cached: CachedRows,
     work: CacheWork,
     options: &LoaderOptions,
-) -> Arc<dyn RowReader> {
+) -> (Arc<dyn RowReader>, Vec<LengthSummary>) {
     let CacheWork { measured, reused } = work;
     if measured + reused > 0 {
         tracing::info!(measured, reused, folder = %config.cache_dir().display(), "length cache");
     }
-    for lengths in cached.summaries(options) {
-        let LengthSummary { file, rows, truncated, rejected, .. } = lengths;
-        let rejected = (!rejected.is_empty()).then(|| display(RejectedCounts(&rejected)));
+    let lengths = cached.summaries(options);
+    for LengthSummary { file, rows, truncated, rejected, .. } in &lengths {
+        let rejected = (!rejected.is_empty()).then(|| display(RejectedCounts(rejected)));
         tracing::info!(file = %file.display(), rows, truncated, rejected, "lengths");
     }
-    Arc::new(cached)
+    (Arc::new(cached), lengths)
 }
 
 fn log_plan(plan: &Plan, what: &str) {

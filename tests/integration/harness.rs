@@ -158,6 +158,7 @@ impl Place {
         let mut command = Command::new(binary());
         command.args(arguments).current_dir(self.folder.path()).stdin(Stdio::null());
         command.env_remove("RUST_LOG").env_remove("RAYON_NUM_THREADS").env_remove("TRAINER_SIMD");
+        command.env_remove("CLICOLOR_FORCE").env_remove("CLICOLOR").env_remove("NO_COLOR");
         command.env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.path("hf")).env_remove("HF_TOKEN");
         command.env_remove("HF_HUB_CACHE").env_remove("HF_TOKEN_PATH").env_remove("HF_ENDPOINT");
         for name in ["http_proxy", "https_proxy", "all_proxy"] {

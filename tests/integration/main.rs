@@ -65,6 +65,7 @@ mod report;
 mod resume;
 mod rounding;
 mod rows;
+mod run_end;
 mod selftest;
 mod sequence;
 mod simd;
