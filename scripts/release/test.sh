@@ -7,6 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export LC_ALL=C
+umask 022
 trainer=$(realpath "${TRAINER:-target/release/trainer}")
 folder=$(mktemp -d)
 chmod 755 "$folder"
