@@ -7,6 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export LC_ALL=C
+umask 022
 trainer=$(realpath "${TRAINER:-target/release/trainer}")
 folder=$(mktemp -d)
 chmod 755 "$folder"
@@ -29,6 +30,7 @@ shown=$("$tree/bin/trainer" --version) # such as `trainer 0.1.0 (without GPU cod
 [[ $shown == "trainer $version"* ]]
 diff <(cd "$tree" && find . -type f ! -path ./share/trainer/files | cut -c 3- | sort) "$tree/share/trainer/files"
 [ -z "$(find "$tree" ! -type d ! -type f)" ]
+[ -z "$(nm "$tree/bin/trainer" 2>/dev/null)" ] # no symbols
 for file in LICENSE README.md licenses.txt docs/install.md configs/quickstart.yaml; do [ -s "$tree/share/doc/trainer/$file" ]; done
 bash -n "$tree/share/bash-completion/completions/trainer"
 grep -q '^#compdef trainer' "$tree/share/zsh/site-functions/_trainer"
