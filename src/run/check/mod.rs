@@ -164,7 +164,9 @@ fn usable_encoder(
             _ => false,
         };
         let text = error.to_string();
-        if text != last {
+        // the model has reported a token that cannot be added
+        let is_token = matches!(&error, RunError::Setup(SetupError::NewToken { .. }));
+        if text != last && !is_token {
             report.error(Topic::Encoder, error);
         }
         if !is_changed {
