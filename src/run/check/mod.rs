@@ -5,7 +5,7 @@ mod model;
 mod resources;
 mod start;
 
-use super::error::RunError;
+use super::error::{RunError, SetupError};
 use super::inputs::{SetupObserver, encoder};
 use super::output_dir::TemporaryFolder;
 use crate::config::{LeftOut, RunConfig};
