@@ -116,6 +116,7 @@ impl AdapterError {
             Self::Pattern(error) => error.origin().0,
             Self::Both { .. } | Self::Experts { .. } => "adapter.train_also",
             Self::Rank { .. } => "adapter.rank",
+            Self::Tokens { .. } => "adapter.start_from",
             Self::StartFrom { key, .. } | Self::OfExperts { key, .. } => key,
             _ => return None,
         })

@@ -5,7 +5,7 @@ mod model;
 mod resources;
 mod start;
 
-use super::error::RunError;
+use super::error::{RunError, SetupError};
 use super::inputs::{SetupObserver, encoder};
 use super::output_dir::TemporaryFolder;
 use super::trackers::Imports;
@@ -166,7 +166,9 @@ fn usable_encoder(
             _ => false,
         };
         let text = error.to_string();
-        if text != last {
+        // the model has reported a token that cannot be added
+        let is_token = matches!(&error, RunError::Setup(SetupError::NewToken { .. }));
+        if text != last && !is_token {
             report.error(Topic::Encoder, error);
         }
         if !is_changed {

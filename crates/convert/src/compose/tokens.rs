@@ -57,6 +57,6 @@ fn listed(trainer: Trainer, value: &Value) -> Option<Vec<String>> {
         texts
     };
     let is_file = |token: &&str| token.ends_with(".txt");
-    let tokens = Some(tokens).filter(|of| !of.is_empty() && !of.iter().any(|of| is_file(&of)));
+    let tokens = Some(tokens).filter(|of| !of.is_empty() && !of.iter().any(is_file));
     Some(tokens?.into_iter().map(str::to_owned).collect())
 }
