@@ -186,12 +186,13 @@ impl Run {
             measure_part(config, &rows, resumed.as_ref(), rank, observer)
         })?;
         ranks.wait_for_all()?;
-        let RunPlan { planned, reader, packs, lengths } = ranks
-            .first_then_others("planning", || {
-                plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
-            })?;
-        let config = &choose_recompute(config, &rows, packs.as_ref(), ranks.ranks(), &device)?;
-        let predicted = forecast(config, &rows, packs.as_ref(), (rank.world, &device));
+        let plan = ranks.first_then_others("planning", || {
+            plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
+        })?;
+        let packs = plan.packs.as_ref();
+        let config = &choose_recompute(config, &rows, packs, ranks.ranks(), &device)?;
+        let predicted = forecast(config, &rows, packs, (rank.world, &device));
+        let RunPlan { planned, reader, lengths, .. } = plan;
         let first = || first_state(config, inputs.data, base, &rows);
         let state = resumed.map_or_else(first, Ok)?;
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
