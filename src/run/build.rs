@@ -189,12 +189,10 @@ impl Run {
         let plan = ranks.first_then_others("planning", || {
             plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
         })?;
-        let packs = plan.packs.as_ref();
-        let config = &choose_recompute(config, &rows, packs, ranks.ranks(), &device)?;
-        let predicted = forecast(config, &rows, packs, (rank.world, &device));
-        let RunPlan { planned, reader, lengths, .. } = plan;
-        let first = || first_state(config, inputs.data, base, &rows);
-        let state = resumed.map_or_else(first, Ok)?;
+        let RunPlan { planned, reader, packs, lengths } = plan;
+        let config = &choose_recompute(config, &rows, packs.as_ref(), ranks.ranks(), &device)?;
+        let predicted = forecast(config, &rows, packs.as_ref(), (rank.world, &device));
+        let state = resumed.map_or_else(|| first_state(config, inputs.data, base, &rows), Ok)?;
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
         let mut state = TrainState { total_steps, planned, inputs: inputs.others, ..state };
