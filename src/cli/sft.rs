@@ -8,7 +8,7 @@ use super::progress::{Progress, SetupBars};
 use super::ranks::{Ending, group, started_ranks};
 use super::report::{read_card, write_card, write_report};
 use super::signals::{Requests, requests_to_save};
-use super::terminal::{MAX_COLUMNS, Terminal, command, escaped, wrapped};
+use super::terminal::{MAX_COLUMNS, Terminal, command, escaped, shortened, wrapped};
 use super::{error_report, replay, track};
 use crate::config::RunConfig;
 use crate::dist::{Monitor, Watchdog};
@@ -17,6 +17,7 @@ use crate::report::{Outcome, duration, model_card, thousands};
 use crate::run::{self, Resume, Run, RunOptions, SetupObserver};
 use crate::train::{
     EvalReport, GenerateConfig, Observer, Prediction, Predictor, StepRunner, TrainOutcome, Trainer,
+    Weights,
 };
 use clap::Args;
 use std::collections::BTreeMap;
@@ -305,11 +306,14 @@ fn show_answers(
             (false, false) => ("wrong", ""),
             (false, true) => ("wrong", ", but an earlier answer of the row is not exact"),
         };
-        let cut = |text: &str| text.chars().take(60).collect::<String>().replace('\n', " ");
+        let row = row.to_string();
+        let row = row.rsplit('/').next().unwrap_or_default(); // the file without its folder
+        // so that the line fits the terminal, unless the name of the file is long
+        let left = columns().saturating_sub(50 + row.len() + why.len()) / 2;
+        let cut = |text: &str| shortened(&text.replace('\n', " "), left.clamp(12, 60));
         let _ = writeln!(
             text,
-            "  {mark}  {}  ({images} image{})  expected `{}`, answered `{}`{why}",
-            row,
+            "  {mark}  {row}  ({images} image{})  expected `{}`, answered `{}`{why}",
             if images == 1 { "" } else { "s" },
             cut(&expected),
             cut(&answered)
@@ -394,6 +398,8 @@ fn print_next_steps(run: &RunConfig, given: &ConfigArgs, folder: &Path, sees_ima
     let (what, more) = if let Some(adapter) = &adapter {
         add("trainer export", &[adapter, "--merge", "--out merged"]);
         ("adapter", "")
+    } else if run.model.weights == Weights::Pretrained {
+        ("model", "")
     } else {
         (
             "model",

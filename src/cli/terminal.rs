@@ -144,6 +144,18 @@ fn width(text: &str) -> usize {
     without_colours(text).chars().map(columns).sum()
 }
 
+/// The beginning of a text, at most `columns` columns wide.
+pub(super) fn shortened(text: &str, columns: usize) -> String {
+    let mut left = columns;
+    let fits = |c: &char| {
+        let columns = width(c.encode_utf8(&mut [0; 4]));
+        let fits = columns <= left;
+        left = left.saturating_sub(columns);
+        fits
+    };
+    text.chars().take_while(fits).collect()
+}
+
 /// The text without the codes that set colours.
 fn without_colours(text: &str) -> String {
     let mut in_code = false;
@@ -360,6 +372,8 @@ mod tests {
         assert!(matches!(wrapped(line, 80), Cow::Borrowed(_)));
         assert!(text.ends_with('\n'));
         assert_eq!(width("\u{4e2d}\u{6587}"), 4);
+        assert_eq!(shortened("a\u{4e2d}\u{6587}b", 4), "a\u{4e2d}");
+        assert_eq!(shortened("abc", 4), "abc");
     }
 
     #[test]

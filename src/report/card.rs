@@ -25,7 +25,10 @@ pub fn model_card(folder: &Path, base: &str, run: Option<&RunFolder>, made: &str
     let config = run.and_then(|run| run.config.as_ref().ok());
     let base = config.map_or(base.into(), |config| config.model.path.to_string_lossy());
     let id = hub_id(Path::new(&*base));
-    let name = || Path::new(&*base).file_name().unwrap_or_default().to_string_lossy();
+    let name = || {
+        let name = Path::new(&*base).file_name().or(folder.file_name());
+        name.unwrap_or_default().to_string_lossy()
+    };
     let shown = id.map_or_else(|| escape(&name()), str::to_owned);
     let is_random = config.is_some_and(|config| config.model.weights == Weights::Random);
     let is_adapter = folder.join(ADAPTER_CONFIG).exists();

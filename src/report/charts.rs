@@ -63,7 +63,7 @@ fn losses(runs: &[RunFolder], number: &Number) -> String {
         return chart.html();
     }
     let (title, of_eval) = ("Training and evaluation loss".to_owned(), named("eval.loss").meaning);
-    let meaning = format!("{} Evaluation loss: {of_eval}", chart.meaning);
+    let meaning = format!("Training loss: {} Evaluation loss: {of_eval}", chart.meaning);
     Chart { has_legend, title, meaning, ..chart }.html()
 }
 

@@ -34,15 +34,15 @@ const fn machine(key: &'static str, name: &'static str, meaning: &'static str) -
 #[rustfmt::skip]
 pub(super) static NUMBERS: [Number; 15] = [
     Number { may_be_log: true, is_noisy: true, ..number("loss", "Training loss", "Mean negative log-likelihood of the supervised tokens of a step; lower is better.") },
-    Number { may_be_log: true, ..number("eval.loss", "Evaluation loss", "The same of rows that the model is not trained on. It rises while the training loss falls if the model learns rows by heart.") },
+    Number { may_be_log: true, ..number("eval.loss", "Evaluation loss", "The same for rows that are not trained on. If it rises while the training loss falls, the model learns the rows by heart.") },
     score("eval.accuracy", "Exact answers", "Share of the held-out chats in which each supervised token is the most likely one, so that greedy decoding gives the expected answers."),
-    score("eval.exact", "Exact generated answers", "Share of the answers of `eval.generate` that equal the expected ones. They may be of fewer rows than the exact answers, and only of the last turn."),
+    score("eval.exact", "Exact generated answers", "Share of the answers of eval.generate that equal the expected ones. They may be of fewer rows than the exact answers, and only of the last turn."),
     score("eval.contains", "Answers with the expected text", "Share of the generated answers that contain the expected one."),
     score("eval.rouge_l", "ROUGE-L of the answers", "How many words the generated and the expected answers have in common, in the same order: F1, mean of all answers."),
     score("eval.bbox_iou", "IoU of the boxes", "Overlap of the generated and the expected boxes, mean of all answers."),
     number("lr", "Learning rate", "Before the multipliers of parameter groups."),
     Number { may_be_log: true, is_noisy: true, ..number("grad_norm", "Gradient norm", "L2 norm of the gradient before clipping.") },
-    number("rejected", "Rejected rows", "Rows so far that cannot be used; `rejects.jsonl` has the reasons."),
+    number("rejected", "Rejected rows", "Rows so far that cannot be used; rejects.jsonl has the reasons."),
     machine("tokens_per_s", "Tokens per second", "Tokens of a step, those of images included, over its time."),
     Number { unit: Unit::Share, ..machine("fill", "Packing efficiency", "Share of the packs that tokens fill.") },
     Number { unit: Unit::Share, ..machine("data_wait", "Waiting for data", "Share of the time of a step in which no data was ready.") },

@@ -44,13 +44,13 @@ fn table(rows: &[Vec<String>]) -> String {
 }
 
 type Text = fn(&RunFolder) -> Option<String>;
-type Order = fn(&RunFolder) -> Option<f64>;
+type ComparedBy = fn(&RunFolder) -> Option<f64>;
 
 /// What the head of the page has of each run: the key of a number or another name, what it means if
 /// that is not the meaning of the number, its value, and what runs are sorted by, lower values
 /// first; with `None`, runs are not sorted by it.
 #[rustfmt::skip]
-static FACTS: [(&str, &str, Text, Option<Order>); 22] = [
+static FACTS: [(&str, &str, Text, Option<ComparedBy>); 22] = [
     ("State", "", |run| Some(state(run)), None),
     ("Model", "", RunFolder::model, None),
     ("Method", "", |run| run.config.as_ref().ok().map(method), None),
@@ -70,7 +70,7 @@ static FACTS: [(&str, &str, Text, Option<Order>); 22] = [
     ("Peak memory, measured", "Of the tensors on the GPU, otherwise of the process.", |run| measured(run).map(bytes), Some(measured)),
     ("Peak memory, predicted", "", predicted, None),
     ("rejected", "", |run| run.last["rejected"].as_u64().map(thousands), None),
-    ("Truncated rows", "Rows of the data files that are longer than `data.max_length`.", |run| Some(thousands(run.outcome().truncated)).filter(|rows| rows != "0"), None),
+    ("Truncated rows", "Rows of the data files that are longer than data.max_length.", |run| Some(thousands(run.outcome().truncated)).filter(|rows| rows != "0"), None),
     ("Skipped steps", "Steps that changed no weight, because a value was not finite.", |run| Some(run.skipped.len().to_string()), None),
     ("Restarts", "", |run| Some(run.restarts().len().to_string()), None),
 ];

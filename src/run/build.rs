@@ -187,14 +187,13 @@ impl Run {
             measure_part(config, &rows, resumed.as_ref(), rank, observer)
         })?;
         ranks.wait_for_all()?;
-        let RunPlan { planned, reader, packs, lengths } = ranks
-            .first_then_others("planning", || {
-                plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
-            })?;
+        let plan = ranks.first_then_others("planning", || {
+            plan_run(config, &rows, &order, &loader_options, resumed.as_ref(), rank, observer)
+        })?;
+        let RunPlan { planned, reader, packs, lengths } = plan;
         let config = &choose_recompute(config, &rows, packs.as_ref(), ranks.ranks(), &device)?;
         let predicted = forecast(config, &rows, packs.as_ref(), (rank.world, &device));
-        let first = || first_state(config, inputs.data, base, &rows);
-        let state = resumed.map_or_else(first, Ok)?;
+        let state = resumed.map_or_else(|| first_state(config, inputs.data, base, &rows), Ok)?;
         let max_steps = config.train.max_steps.map_or(u64::MAX, NonZeroU64::get);
         let total_steps = planned.map_or(max_steps, |plan| plan.steps.min(max_steps));
         let mut state = TrainState { total_steps, planned, inputs: inputs.others, ..state };
