@@ -222,7 +222,10 @@ fn a_trained_folder_has_the_vocabulary_and_is_used_like_any_other() {
     let path = place.path("run/final").display().to_string();
     let yaml = place.path("ranks.yaml").display().to_string();
     let model = format!("model.path={path}");
-    let arguments = ["--config", &yaml, "--set", &model, "--set", TOKENS, "--set", SPECIAL];
+    let mut arguments = vec!["--config", &yaml];
+    for setting in [model.as_str(), TOKENS, SPECIAL, "output_dir=next"] {
+        arguments.extend(["--set", setting]);
+    }
     let check = [&["check"], &arguments[..]].concat();
     place.trainer(&check).ends_with(0);
     let inspect = [&["inspect", "--format", "jsonl", "--num", "1"], &arguments[..]].concat();
