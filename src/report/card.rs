@@ -34,6 +34,13 @@ const SETTINGS: [&str; 18] = [
     "train.max_grad_norm",
     "train.max_steps",
 ];
+
+/// The card of the model or adapter in `folder`, which is made from the model `base`: a folder or an
+/// id on the hub. `run` has trained it; `made` says how the folder was made.
+///
+/// It names no license, as the program does not know that of the model.
+pub fn model_card(folder: &Path, base: &str, run: Option<&RunFolder>, made: &str) -> String {
+    let config = run.and_then(|run| run.config.as_ref().ok());
     let base = config.map_or(base.into(), |config| config.model.path.to_string_lossy());
     let id = hub_id(Path::new(&*base));
     let name = || {
