@@ -14,8 +14,26 @@ use std::path::Path;
 /// `final` are equal.
 const FACTS: [&str; 6] = ["Method", "Data", "eval.loss", "loss", "eval.accuracy", "Tokens"];
 /// Beginnings of the keys of the settings that the card has.
-const SETTINGS: [&str; 7] =
-    ["adapter.", "data.max_length", "data.packing", "model.precision", "optim.", "seed", "train."];
+const SETTINGS: [&str; 18] = [
+    "adapter.",
+    "data.max_length",
+    "data.packing_length",
+    "model.freeze",
+    "model.precision",
+    "optim.betas",
+    "optim.kind",
+    "optim.lr",
+    "optim.min_lr",
+    "optim.schedule",
+    "optim.warmup",
+    "optim.weight_decay",
+    "seed",
+    "train.batch_size",
+    "train.epochs",
+    "train.gradient_accumulation_steps",
+    "train.max_grad_norm",
+    "train.max_steps",
+];
 
 /// The card of the model or adapter in `folder`, which is made from the model `base`: a folder or an
 /// id on the hub. `run` has trained it; `made` says how the folder was made.
@@ -103,12 +121,14 @@ fn code(sees_images: bool, is_adapter: bool, in_4_bits: bool, base: &str) -> Str
              model = PeftModel.from_pretrained(model, folder)\n"
         ),
     };
+    // a processor needs `config.json`, which the folder of an adapter does not have
+    let source = if is_adapter { format!("\"{base}\"") } else { "folder".to_owned() };
     let peft = if is_adapter { "from peft import PeftModel\n" } else { "" };
     let bits = if is_adapter && in_4_bits { ", BitsAndBytesConfig" } else { "" };
     format!(
         "```python\n{peft}from transformers import {model}, {inputs}{bits}\n\n\
          folder = \"path/of/this/folder\"\n{load}\
-         {name} = {inputs}.from_pretrained(folder)\n```\n"
+         {name} = {inputs}.from_pretrained({source})\n```\n"
     )
 }
 

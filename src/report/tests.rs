@@ -317,6 +317,7 @@ fn a_model_card_names_the_base_model_and_how_to_load_the_folder() {
         "Made by a test.\nIt is fine-tuned from `owner/base-model`: DoRA, rank 4,",
         "from peft import PeftModel\n",
         "model = AutoModelForImageTextToText.from_pretrained(\"owner/base-model\", ",
+        "processor = AutoProcessor.from_pretrained(\"owner/base-model\")\n",
         "| Evaluation loss | 0.5 at the end, 0.25 after step 20 |",
         "| Data | a: 60 rows, trained on 80 rows with 28,000 tokens; b: ",
         "| `optim.lr` | 0.0025 |",
