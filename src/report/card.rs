@@ -69,8 +69,12 @@ pub fn model_card(folder: &Path, base: &str, run: Option<&RunFolder>, made: &str
     let tuned = if config.is_some() && !is_random { ", fine-tuned" } else { "" };
     push(&mut card, format_args!("---\n\n# {shown}{tuned}\n\n{made}\n"));
     if let Some(config) = config {
-        let from = if is_random { "random weights in the shape of" } else { "fine-tuned from" };
-        push(&mut card, format_args!("It is {from} `{shown}`: {}.\n", method(config)));
+        let from = if is_random {
+            "started from random weights, in the shape of"
+        } else {
+            "is fine-tuned from"
+        };
+        push(&mut card, format_args!("It {from} `{shown}`: {}.\n", method(config)));
     }
     let whole = id.unwrap_or("path/of/the/model");
     let nf4 = is_adapter && quantize == Quantize::Nf4;

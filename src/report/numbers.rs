@@ -34,7 +34,7 @@ const fn machine(key: &'static str, name: &'static str, meaning: &'static str) -
 #[rustfmt::skip]
 pub(super) static NUMBERS: [Number; 15] = [
     Number { may_be_log: true, is_noisy: true, ..number("loss", "Training loss", "Mean negative log-likelihood of the supervised tokens of a step; lower is better.") },
-    Number { may_be_log: true, ..number("eval.loss", "Evaluation loss", "The same for rows that are not trained on. If it rises while the training loss falls, the model learns the rows by heart.") },
+    Number { may_be_log: true, ..number("eval.loss", "Evaluation loss", "Mean negative log-likelihood of rows that are not trained on. If it rises while the training loss falls, the model learns the rows by heart.") },
     score("eval.accuracy", "Exact answers", "Share of the held-out chats in which each supervised token is the most likely one, so that greedy decoding gives the expected answers."),
     score("eval.exact", "Exact generated answers", "Share of the answers of eval.generate that equal the expected ones. They may be of fewer rows than the exact answers, and only of the last turn."),
     score("eval.contains", "Answers with the expected text", "Share of the generated answers that contain the expected one."),
