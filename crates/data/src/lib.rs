@@ -28,9 +28,7 @@ pub use dataset::split::{EvalGroup, EvalSplit, SplitSize};
 pub use dataset::{Chats, DataSet, DatasetRows, RowReader};
 pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
-pub use encode::{
-    BoxFault, Encoder, ImageBox, LossScale, chat_template_source, image_boxes,
-};
+pub use encode::{BoxFault, Encoder, ImageBox, LossScale, chat_template_source, image_boxes};
 pub use length_cache::{
     CacheError, CacheWork, LengthCache, MediaDigests, MediaLook, MediaStamps, open_indexed,
 };

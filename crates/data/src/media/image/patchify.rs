@@ -36,7 +36,10 @@ impl Normalise {
 
     /// Mean and standard deviation of each channel, in units of bytes.
     pub(super) fn mean_and_std(&self) -> [[f32; 3]; 2] {
-        [self.0.each_ref().map(|channel| channel.mean), self.0.each_ref().map(|channel| channel.std)]
+        [
+            self.0.each_ref().map(|channel| channel.mean),
+            self.0.each_ref().map(|channel| channel.std),
+        ]
     }
 }
 
