@@ -198,8 +198,8 @@ impl GgufTensor {
         let fault = |source| CheckpointError::Tensor { tensor: self.name.clone(), source };
         let part = values.narrow(0, rows.start, rows.len()).map_err(fault)?;
         let found: Vec<f32> = part.flatten_all().and_then(|part| part.to_vec1()).map_err(fault)?;
-        // not `>`, which is false for NaN
-        if let Some(at) = found.iter().position(|value| !(value.abs() <= self.dtype.largest())) {
+        let is_outside = |value: &f32| value.is_nan() || value.abs() > self.dtype.largest();
+        if let Some(at) = found.iter().position(is_outside) {
             return Err(CheckpointError::TooLarge {
                 tensor: self.name.clone(),
                 element: first + at,
