@@ -51,7 +51,7 @@ fn the_end_of_a_run_is_one_screen_with_its_result_its_problems_and_the_next_comm
     assert!(start["machine"].as_str().is_some_and(|name| name.contains("threads")), "{start}");
     assert_eq!(start["parameters"], start["trained"]);
     for expected in [
-        format!("6 steps in "),
+        "6 steps in ".to_owned(),
         format!("{} rows, ", sum("num_samples")),
         format!(
             "training loss    {:.4} -> {:.4}, means of 3 steps",
