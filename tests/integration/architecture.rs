@@ -283,8 +283,11 @@ const WITHOUT_FAMILIES: [&str; 11] = [
     "src/train",
 ];
 /// Files of these modules that may name a family, each with the reason.
-const NAMES_A_FAMILY: [(&str, &str); 2] = [
+const NAMES_A_FAMILY: [(&str, &str); 5] = [
     ("src/cli/init.rs", "shapes of published models, and the folder of one in an example"),
+    ("src/run/gguf/mod.rs", "names of families in llama.cpp"),
+    ("src/run/gguf/tokenizer.rs", "names of tokenizers in llama.cpp"),
+    ("src/run/gguf/vision.rs", "names of vision encoders in llama.cpp"),
     ("src/run/stored_weights/tests.rs", "the shapes of a published model, for a test"),
 ];
 

@@ -28,7 +28,7 @@ const FAMILIES: [(&str, &str); 5] = [
 ];
 
 /// A tensor of a file: its name, its shape, and how its values follow from those of the parameter.
-struct Part {
+struct TensorPart {
     name: String,
     shape: Vec<usize>,
     change: Box<dyn Fn(&Tensor) -> TensorResult<Tensor>>,
@@ -68,7 +68,7 @@ pub fn export_gguf(
     }
     let (visual, decoder): (Vec<_>, Vec<_>) =
         specs.iter().partition(|spec| spec.name.starts_with(vision::PREFIX));
-    let of_decoder = |spec: &ParamSpec| text::parts(family, &config.text, spec);
+    let of_decoder = |spec: &ParamSpec| text::parts(&config.text, spec);
     let mut files = vec![file("model", dtype, text, &weights, &decoder, &of_decoder, &mut counts)];
     if let (Some(metadata), Some(vision)) = (vision, &config.vision) {
         let dtype = if dtype.block() > 1 { GgufDtype::F16 } else { dtype };
@@ -94,7 +94,7 @@ fn file(
     metadata: Metadata,
     weights: &Arc<ExportedWeights>,
     specs: &[&ParamSpec],
-    parts: &dyn Fn(&ParamSpec) -> Vec<Part>,
+    parts: &dyn Fn(&ParamSpec) -> Vec<TensorPart>,
     counts: &mut Exported,
 ) -> GgufFile {
     let name = format!("{kind}-{}.gguf", dtype.name());
@@ -117,9 +117,9 @@ fn tensor(
     dtype: GgufDtype,
     weights: &Arc<ExportedWeights>,
     spec: &ParamSpec,
-    part: Part,
+    part: TensorPart,
 ) -> GgufTensor {
-    let Part { name, shape, change } = part;
+    let TensorPart { name, shape, change } = part;
     let (weights, of) = (Arc::clone(weights), spec.name.clone());
     let make = move || {
         let fault = |source| CheckpointError::Tensor { tensor: of.clone(), source };
@@ -160,8 +160,8 @@ fn file_type(dtype: GgufDtype) -> u32 {
 }
 
 /// A tensor of the same values.
-fn same(name: String, shape: &[usize]) -> Part {
-    Part { name, shape: shape.to_vec(), change: Box::new(|values| Ok(values.clone())) }
+fn same(name: String, shape: &[usize]) -> TensorPart {
+    TensorPart { name, shape: shape.to_vec(), change: Box::new(|values| Ok(values.clone())) }
 }
 
 /// `key` with the prefix of a family and a number as its value.

@@ -2,7 +2,7 @@
 //!
 //! Shapes: `Hk` key heads and `Hv` value heads of linear attention.
 
-use super::{Metadata, Part, count, same};
+use super::{Metadata, TensorPart, count, same};
 use crate::checkpoint::GgufValue;
 use crate::models::ModelConfig;
 use crate::nn::{DecoderConfig, LinearAttentionSpec, ParamSpec};
@@ -113,7 +113,7 @@ pub(super) fn metadata(
 }
 
 /// The tensors of the file for a parameter of the decoder.
-pub(super) fn parts(family: &str, text: &DecoderConfig, spec: &ParamSpec) -> Vec<Part> {
+pub(super) fn parts(text: &DecoderConfig, spec: &ParamSpec) -> Vec<TensorPart> {
     let name = spec.name.strip_prefix("model.language_model.");
     let name = name.or_else(|| spec.name.strip_prefix("model.")).unwrap_or(&spec.name);
     let plus_one =
@@ -133,7 +133,7 @@ pub(super) fn parts(family: &str, text: &DecoderConfig, spec: &ParamSpec) -> Vec
     let named = match (part, kind) {
         ("linear_attn", "A_log") => of_layer("ssm_a"),
         ("linear_attn", _) => of_layer("ssm_dt.bias"),
-        ("post_attention_layernorm", _) if family == "qwen35" => {
+        ("post_attention_layernorm", _) if text.linear_attention().is_some() => {
             of_layer("post_attention_norm.weight")
         }
         ("post_attention_layernorm", _) => of_layer("ffn_norm.weight"),
@@ -149,13 +149,18 @@ pub(super) fn parts(family: &str, text: &DecoderConfig, spec: &ParamSpec) -> Vec
 }
 
 /// The weights of a norm that adds one to them, as those of a norm that does not.
-fn norm(part: Part, plus_one: bool) -> Part {
-    if plus_one { Part { change: Box::new(|values| values + 1.0), ..part } } else { part }
+fn norm(part: TensorPart, plus_one: bool) -> TensorPart {
+    if plus_one { TensorPart { change: Box::new(|values| values + 1.0), ..part } } else { part }
 }
 
 /// A tensor of linear attention. llama.cpp has the value heads of one key head `Hk` heads apart
 /// instead of next to each other, the decay instead of its logarithm, and no size 1 in the kernel.
-fn linear_part(linear: LinearAttentionSpec, part: &str, name: String, shape: &[usize]) -> Part {
+fn linear_part(
+    linear: LinearAttentionSpec,
+    part: &str,
+    name: String,
+    shape: &[usize],
+) -> TensorPart {
     let (keys, size) = (2 * linear.num_key_heads * linear.key_head_dim, linear.value_head_dim);
     let mut part_of = same(name, shape);
     // the dimension of the value heads, the number of elements before them, the size of one

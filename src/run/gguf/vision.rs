@@ -1,7 +1,7 @@
 //! The vision encoder: sizes, and the names of its tensors.
 
 use super::super::error::{RunError, SetupError};
-use super::{Metadata, Part, count, same};
+use super::{Metadata, TensorPart, count, same};
 use crate::checkpoint::GgufValue;
 use crate::data::{ImageConfig, ImageProcessor};
 use crate::models::{VisionConfig, VisionMlp};
@@ -107,7 +107,7 @@ fn check(vision: &VisionConfig) -> Result<(), String> {
 }
 
 /// The tensors of the file for a parameter of the vision encoder.
-pub(super) fn parts(vision: &VisionConfig, spec: &ParamSpec) -> Vec<Part> {
+pub(super) fn parts(vision: &VisionConfig, spec: &ParamSpec) -> Vec<TensorPart> {
     let name = spec.name.strip_prefix(PREFIX).unwrap_or(&spec.name);
     let (part, kind) = name.rsplit_once('.').unwrap_or((name, "weight"));
     let keep = |name: String| vec![same(name, &spec.shape)];
@@ -151,7 +151,7 @@ pub(super) fn parts(vision: &VisionConfig, spec: &ParamSpec) -> Vec<Part> {
 }
 
 /// The kernel of the patches, `[Dv, C, 2, p, p]`, as one of each frame.
-fn frames(shape: &[usize]) -> Vec<Part> {
+fn frames(shape: &[usize]) -> Vec<TensorPart> {
     let frame = |(frame, name): (usize, &str)| {
         let mut part = same(format!("v.patch_embd.{name}"), shape);
         part.shape.remove(2);
@@ -162,7 +162,7 @@ fn frames(shape: &[usize]) -> Vec<Part> {
 }
 
 /// Queries, keys and values apart.
-fn thirds(block: &str, kind: &str, shape: &[usize]) -> Vec<Part> {
+fn thirds(block: &str, kind: &str, shape: &[usize]) -> Vec<TensorPart> {
     let rows = shape[0] / 3;
     let third = |(k, name): (usize, &str)| {
         let mut part = same(format!("{block}.attn_{name}.{kind}"), shape);
