@@ -97,8 +97,7 @@ pub(super) fn metadata(
         found.push((format!("{family}.rope.dimension_sections"), GgufValue::I32s(sections)));
     }
     let deepstack = config.vision.as_ref().map(|vision| vision.parts.deepstack.len());
-    found
-        .extend(deepstack.filter(|_| family == "qwen3vl").map(|n| number("n_deepstack_layers", n)));
+    found.extend(deepstack.filter(|n| *n > 0).map(|n| number("n_deepstack_layers", n)));
     if let Some(linear) = text.linear_attention() {
         found.extend([
             number("full_attention_interval", interval(text)),
