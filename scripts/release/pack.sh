@@ -28,7 +28,8 @@ objdump -T "$tree/bin/trainer" | grep -o 'GLIBC_[0-9.]*' | cut -d_ -f2 | sort -V
 "$manual_of" completions fish >"$share/fish/vendor_completions.d/trainer.fish"
 "$manual_of" man --out "$share/man/man1" 2>/dev/null
 # Messages of the program name these files.
-tar -c README.md LICENSE CHANGELOG.md docs configs scripts/trackers/read_*.py | tar -C "$share/doc/trainer" -x
+git ls-files -z README.md LICENSE CHANGELOG.md docs configs 'scripts/trackers/read_*.py' |
+  tar --null -T - -c | tar -C "$share/doc/trainer" -x
 SOURCE_DATE_EPOCH=$time python3 scripts/release/sbom.py "${FEATURES-$variant}" "$share/doc/trainer/licenses.txt" >"$share/trainer/sbom.cdx.json"
 (cd "$tree" && find . -type f | cut -c 3- | sort) >"$folder/files"
 mv "$folder/files" "$share/trainer/files"

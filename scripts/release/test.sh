@@ -8,6 +8,9 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 export LC_ALL=C
 umask 022
+# The downloads are from this machine. Not the variables of other addresses: cargo may need a proxy.
+export no_proxy=127.0.0.1 NO_PROXY=127.0.0.1
+unset TRAINER_BASE_URL
 trainer=$(realpath "${TRAINER:-target/release/trainer}")
 folder=$(mktemp -d)
 chmod 755 "$folder"
@@ -108,7 +111,7 @@ mkdir "$web"
 cp -r "$folder/release" "$web/release"
 python3 "$folder/server.py" "$web" >"$folder/address" &
 server=$!
-until [ -s "$folder/address" ]; do sleep 0.05; done
+for _ in {1..1200}; do [ -s "$folder/address" ] && break || sleep 0.05; done
 address=$(cat "$folder/address")
 good=$address/good/release
 
@@ -204,7 +207,7 @@ for prefix in "$HOME/a new prefix/of two levels" "$HOME/an older version"; do
     python3 -c 'import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp("sh", ["sh", *sys.argv[1:]])' \
       "$web/release/install.sh" --prefix "$prefix" "$address/slow/release" >"$folder/output" 2>&1 &
     runs=$!
-    until [ -e "$web/half" ]; do sleep 0.05; done
+    for _ in {1..1200}; do [ -e "$web/half" ] && break || sleep 0.05; done
     [ -d "$(echo "$prefix"/.trainer-install.*)" ] # on the file system of the prefix
     kill -s "$signal" "$runs"
     status=0

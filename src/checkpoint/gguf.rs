@@ -20,6 +20,8 @@ const ALIGNMENT: usize = 32;
 const CHUNK_ELEMENTS: usize = 1 << 22;
 /// The largest value of f16.
 const MAX_F16: f32 = 65504.0;
+/// The largest value of bf16.
+const MAX_BF16: f32 = f32::from_bits(0x7f7f_0000);
 
 /// A value of the metadata.
 #[derive(Debug, Clone, PartialEq)]
@@ -114,7 +116,8 @@ impl GgufDtype {
             Self::F16 => MAX_F16,
             Self::Q8_0 => MAX_F16 * 127.0,
             Self::Q4_0 => MAX_F16 * 8.0,
-            Self::F32 | Self::Bf16 => f32::MAX,
+            Self::Bf16 => MAX_BF16,
+            Self::F32 => f32::MAX,
         }
     }
 }

@@ -12,6 +12,7 @@ use super::terminal::{MAX_COLUMNS, Terminal, command, escaped, shortened, wrappe
 use super::{error_report, replay, track};
 use crate::config::RunConfig;
 use crate::dist::{Monitor, Watchdog};
+use crate::files;
 use crate::metrics::{EvalMetrics, StepMetrics};
 use crate::report::{Outcome, duration, model_card, thousands};
 use crate::run::{self, Resume, Run, RunOptions, SetupObserver};
@@ -153,8 +154,8 @@ struct Finished {
     eval: Option<EvalReport>,
     folder: PathBuf,
     stopped_early: Option<String>,
-    /// The model card of `folder` before the run, if it has trained no step since: a person may have
-    /// edited it.
+    /// The model card of `folder` before the run, if `folder` has the same files since: a person may
+    /// have edited it.
     card: Option<Vec<u8>>,
 }
 
@@ -165,7 +166,8 @@ fn train(
     logging: &Logging,
     is_first: bool,
 ) -> anyhow::Result<Finished> {
-    let step = run.trainer().state().step;
+    let manifest = || files::read(config.output_dir.join("final/manifest.json")).ok();
+    let before = manifest();
     let card = is_first.then(|| read_card(&config.output_dir.join("final"))).flatten();
     let outcome = if is_first {
         let mut bars = Bars::new(logging, config, run.trainer());
@@ -176,7 +178,7 @@ fn train(
     match outcome? {
         TrainOutcome::Stopped { folder } => Err(stopped(folder, resume).into()),
         TrainOutcome::Finished { eval, folder, stopped_early } => {
-            let card = card.filter(|_| run.trainer().state().step == step);
+            let card = card.filter(|_| before.is_some() && manifest() == before);
             Ok(Finished { eval, folder, stopped_early, card })
         }
     }
@@ -335,7 +337,8 @@ fn summary(of: &Outcome, config: &RunConfig, columns: usize) -> String {
         let over = if steps > 1 { format!(", means of {steps} steps") } else { String::new() };
         lines.push(("training loss", format!("{first:.4} -> {last:.4}{over}")));
     }
-    if let Some([(_, last), (step, best)]) = of.eval {
+    if let Some([(at, last), (step, best)]) = of.eval {
+        let when = if at < of.last_step { format!(" after step {at}") } else { String::new() };
         let by_loss = config.checkpoint.best.as_ref().filter(|best| best.metric == "eval.loss");
         let kept = by_loss.map(|_| format!("; {}", file("best")));
         let lowest = if best < last {
@@ -343,9 +346,13 @@ fn summary(of: &Outcome, config: &RunConfig, columns: usize) -> String {
         } else {
             String::new()
         };
-        lines.push(("evaluation loss", format!("{last:.4}{lowest}")));
+        lines.push(("evaluation loss", format!("{last:.4}{when}{lowest}")));
     } else if config.data.eval_sets().is_empty() {
-        let how = "none; `--set data.eval_share=0.01` holds out 1 % of the rows";
+        let how = if config.data.train.iter().any(|set| set.corpus.is_some()) {
+            "none; `data.eval` lists files to evaluate on"
+        } else {
+            "none; `--set data.eval_share=0.01` holds out 1 % of the rows"
+        };
         lines.push(("evaluation", how.to_owned()));
     }
     if of.rejected > 0 {

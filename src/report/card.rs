@@ -74,7 +74,8 @@ pub fn model_card(folder: &Path, base: &str, run: Option<&RunFolder>, made: &str
         } else {
             "is fine-tuned from"
         };
-        push(&mut card, format_args!("It {from} `{shown}`: {}.\n", method(config)));
+        let code = id.map_or_else(|| name().replace(['`', '\n', '\r'], "'"), str::to_owned);
+        push(&mut card, format_args!("It {from} `{code}`: {}.\n", escape(&method(config))));
     }
     let whole = id.unwrap_or("path/of/the/model");
     let nf4 = is_adapter && quantize == Quantize::Nf4;
@@ -88,7 +89,10 @@ pub fn model_card(folder: &Path, base: &str, run: Option<&RunFolder>, made: &str
     if let Some(config) = config {
         card += "\n## Settings\n\n| | |\n|---|---|\n";
         let settings = config.settings();
-        let is_shown = |key: &str| SETTINGS.iter().any(|start| key.starts_with(start));
+        // a folder of the machine
+        let is_path = |key: &str| key == "adapter.start_from";
+        let is_shown =
+            |key: &str| !is_path(key) && SETTINGS.iter().any(|start| key.starts_with(start));
         for (key, value) in settings.iter().filter(|(key, value)| is_shown(key) && *value != "null")
         {
             push(&mut card, format_args!("| `{key}` | {} |\n", escape(value)));

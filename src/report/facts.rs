@@ -16,7 +16,9 @@ const ENDS: usize = 10;
 /// The main numbers of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
+    /// Number of steps that `metrics.jsonl` has, and the last one.
     pub steps: u64,
+    pub last_step: u64,
     /// Number of rows trained, each as often as it was.
     pub rows: u64,
     /// Number of tokens, and of supervised ones.
@@ -50,7 +52,8 @@ impl RunFolder {
         let reasons = self.last["rejected_by_reason"].as_object().into_iter().flatten();
         let sets = self.start().and_then(|start| start["data"].as_array());
         Outcome {
-            steps: count(&self.last["step"]),
+            steps: self.train("step").map_or(0, |steps| steps.0.len() as u64),
+            last_step: count(&self.last["step"]),
             rows: sum("num_samples") as u64,
             tokens: sum("num_tokens") as u64,
             targets: sum("num_target_tokens") as u64,
@@ -65,9 +68,15 @@ impl RunFolder {
         }
     }
 
+    /// The starts since the last one at step 0: earlier ones trained no step.
+    fn starts(&self) -> &[Value] {
+        let first = self.starts.iter().rposition(|start| start["after_step"] == 0);
+        &self.starts[first.unwrap_or(0)..]
+    }
+
     /// The first start, which has counted the rows that are truncated.
     fn start(&self) -> Option<&Value> {
-        self.starts.first()
+        self.starts().first()
     }
 
     /// The model, with the numbers of its parameters.
@@ -100,18 +109,23 @@ impl RunFolder {
         Some(names.map(text).collect::<Vec<_>>().join("; "))
     }
 
+    /// The machine of each start, as long as it differs from that of the start before.
     pub(super) fn machine(&self) -> Option<String> {
-        let start = self.start()?;
-        let machine = start["machine"].as_str()?;
-        Some(match start["world"].as_u64() {
-            Some(world) if world > 1 => format!("{world} processes, each on {machine}"),
-            _ => machine.to_owned(),
-        })
+        let text = |start: &Value| {
+            let machine = start["machine"].as_str()?;
+            Some(match start["world"].as_u64() {
+                Some(world) if world > 1 => format!("{world} processes, each on {machine}"),
+                _ => machine.to_owned(),
+            })
+        };
+        let mut machines: Vec<String> = self.starts().iter().filter_map(text).collect();
+        machines.dedup();
+        (!machines.is_empty()).then(|| machines.join("; then "))
     }
 
     /// Time of the first start.
     pub(super) fn started(&self) -> Option<String> {
-        let time = DateTime::from_timestamp(self.starts.first()?["time"].as_i64()?, 0)?;
+        let time = DateTime::from_timestamp(self.start()?["time"].as_i64()?, 0)?;
         Some(time.format("%Y-%m-%d %H:%M UTC").to_string())
     }
 

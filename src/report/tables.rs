@@ -176,18 +176,21 @@ fn training_loss(run: &RunFolder) -> Option<String> {
 }
 
 fn eval_loss(run: &RunFolder) -> Option<String> {
-    let [(_, last), (step, best)] = run.outcome().eval?;
-    let least = if best < last {
-        format!(" at the end, {} after step {step}", number(best))
-    } else {
-        String::new()
+    let of = run.outcome();
+    let [(at, last), (step, best)] = of.eval?;
+    let when = match (at < of.last_step, best < last) {
+        (true, _) => format!(" after step {at}"),
+        (false, true) => " at the end".to_owned(),
+        (false, false) => String::new(),
     };
-    Some(number(last) + &least)
+    let least =
+        if best < last { format!(", {} after step {step}", number(best)) } else { String::new() };
+    Some(number(last) + &when + &least)
 }
 
 fn cost(run: &RunFolder) -> Option<String> {
     let [all, per_1000] = run.cost()?;
-    Some(format!("{all:.2}, {} per 1,000 tokens", number(per_1000)))
+    Some(format!("{}, {} per 1,000 tokens", number(all), number(per_1000)))
 }
 
 fn state(run: &RunFolder) -> String {

@@ -1,7 +1,7 @@
 //! Writes a model folder from a model and an adapter, or a clean folder from a checkpoint.
 
 use super::adapter::{
-    AdapterError, Exchanged, OpenAdapter, exchange_experts, read_adapter, trained_on,
+    AdapterError, Exchanged, HEAD, OpenAdapter, exchange_experts, read_adapter, trained_on,
 };
 use super::error::{RunError, SetupError};
 use super::inputs::open_for_run;
@@ -75,6 +75,10 @@ pub fn export_model(
     let changed = weights.open.vocabulary.as_ref().map_or_else(Vec::new, |of| of.files.clone());
     let (mut counts, mut saved, mut quantized) = (Exported::default(), Vec::new(), None);
     for name in weights.files.names() {
+        // some folders store the head also where it is the embedding, which may have changed
+        if name == HEAD && specs.iter().all(|spec| spec.name != name) {
+            continue;
+        }
         let Some(stored) = weights.files.dtype(name) else {
             // the error names the dtype
             weights.files.load(name, DType::F32, &Device::Cpu).map_err(fault)?;

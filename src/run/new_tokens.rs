@@ -22,7 +22,7 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
-const TOKENIZER: &str = "tokenizer.json";
+pub(super) const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const ADDED: &str = "added_tokens.json";
 const DECODER: &str = "added_tokens_decoder";
@@ -277,7 +277,11 @@ pub(super) fn check_start(
     adapter: &Path,
 ) -> Result<(), RunError> {
     let adds = tokens(&with_tokens_of(section, adapter)?).next().is_some();
-    if adds && open.differs_from_copy(adapter) == Some(TOKENIZER) {
+    // without a tokenizer, the rows of its embedding may be those of any tokens
+    let has_rows = |files: WeightFiles| files.names().any(|name| name.contains("embed_tokens"));
+    let lacks_copy =
+        !adapter.join(TOKENIZER).exists() && adapter_weights(adapter).is_ok_and(has_rows);
+    if adds && (lacks_copy || open.differs_from_copy(adapter) == Some(TOKENIZER)) {
         let folder = adapter.to_owned();
         return Err(SetupError::from(AdapterError::Tokens { folder }).into());
     }

@@ -1,9 +1,9 @@
 //! The model below an adapter: checkpoints of the adapter do not contain it.
 
-use super::super::error::RunError;
+use super::super::error::{RunError, SetupError};
 use super::super::inputs::{open_for_run, param_groups};
 use super::super::load_model::{LoadedModel, OpenModel, check_experts, trainable};
-use super::super::new_tokens::check_start;
+use super::super::new_tokens::{TOKENIZER, check_start};
 use super::super::stored_weights::{load_stored, stored_elsewhere, weight_storage};
 use super::{AdapterError, OpenAdapter};
 use crate::checkpoint::{Checkpoint, CheckpointError};
@@ -74,6 +74,10 @@ pub(in crate::run) fn read_adapter(open: OpenModel, folder: &Path) -> Result<Ope
     if let Some(trained_on) = &trained_on {
         check_base(folder, trained_on, &open, &open.digest()?)?;
     } else if let Some(what) = open.differs_from_copy(folder) {
+        // the rows of the adapter would be those of other tokens
+        if open.vocabulary.is_some() && what == TOKENIZER {
+            return Err(SetupError::from(AdapterError::Tokens { folder: folder.to_owned() }).into());
+        }
         tracing::warn!(
             adapter = %folder.display(),
             "the adapter's folder has a copy of {what} that differs from that of the model, which is \

@@ -10,7 +10,7 @@ mod targets;
 pub(crate) use base::{load_for_run, load_to_generate, load_with_adapter};
 pub(super) use base::{open_run_model, read_adapter, trained_on};
 pub use error::AdapterError;
-pub(super) use peft::{Exchanged, exchange_experts};
+pub(super) use peft::{Exchanged, HEAD, exchange_experts};
 
 use self::split::{Half, Split, load_half};
 use super::export::WeightChange;
@@ -102,7 +102,9 @@ impl OpenAdapter {
 
     /// The adapter in a folder in PEFT's layout, without dropout.
     pub fn read(folder: &Path, specs: &[ParamSpec]) -> std::result::Result<Self, AdapterError> {
-        let (peft, files) = peft::open(folder, specs)?;
+        let (mut peft, files) = peft::open(folder, specs)?;
+        // PEFT stores the setting for every model
+        peft.ensure_weight_tying &= specs.iter().all(|spec| spec.name != peft::HEAD);
         let modules = peft::modules(folder, &peft, &files, specs, TensorNames::Modules)?;
         let adapter_specs = targets::adapter_specs(&modules, specs);
         let exchanged = Exchanged::find(&files, &modules, &adapter_specs);

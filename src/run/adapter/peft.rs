@@ -23,7 +23,7 @@ use std::ops::Range;
 use std::path::Path;
 
 /// Name of a head; a model whose embedding is its head has no such parameter.
-pub(super) const HEAD: &str = "lm_head.weight";
+pub(in crate::run) const HEAD: &str = "lm_head.weight";
 
 /// The `adapter_config.json` of a new adapter.
 pub(super) fn config(

@@ -56,7 +56,7 @@ fn listed(trainer: Trainer, value: &Value) -> Option<Vec<String>> {
     } else {
         texts
     };
-    let is_file = |token: &&str| token.ends_with(".txt");
+    let is_file = |token: &&str| token.to_lowercase().ends_with(".txt");
     let tokens = Some(tokens).filter(|of| !of.is_empty() && !of.iter().any(is_file));
     Some(tokens?.into_iter().map(str::to_owned).collect())
 }

@@ -308,6 +308,63 @@ fn a_row_with_a_long_text_is_tokenised_in_pieces_and_rejected_without_a_place_to
     assert_eq!(lines(&corpus), [1, 3]);
 }
 
+/// As pieces end at spaces and newlines, the tokens have them.
+#[test]
+fn pieces_of_a_text_do_not_divide_added_tokens() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data/quickstart/model");
+    let bytes = std::fs::read(folder.join("tokenizer.json")).unwrap();
+    let mut file: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
+    let last = file["added_tokens"].as_array().unwrap().iter().map(|token| token["id"].as_u64());
+    let next = last.max().unwrap().unwrap() + 1;
+    for (id, content) in (next..).zip(["hello big world", "a line\nb"]) {
+        file["added_tokens"].as_array_mut().unwrap().push(serde_json::json!({
+            "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true
+        }));
+    }
+    let tokenizer = serde_json::to_vec(&file).unwrap();
+    let vocabulary = crate::Vocabulary { tokenizer: &tokenizer, vocab_size: next as usize + 2 };
+    let (image, video) = Default::default();
+    let encoder = Encoder::with_vocabulary(&folder, &image, &video, Some(vocabulary)).unwrap();
+    let ids = |text: &str| encoder.encode_text(text).unwrap().ids;
+    let text = "say hello big world or a line\nb and ".repeat(30);
+    assert!(ids(&text).iter().filter(|id| u64::from(**id) >= next).count() == 60);
+    for piece_bytes in 1..80 {
+        let pieces = text::TextPieces::of(text.as_bytes(), piece_bytes, &encoder);
+        let found: Vec<u32> = pieces.flat_map(|piece| ids(&piece.unwrap().text)).collect();
+        assert_eq!(found, ids(&text), "pieces of {piece_bytes} bytes");
+    }
+}
+
+/// Rows that are tokenised together come from several files.
+#[test]
+fn rows_of_several_files_keep_their_order() {
+    let folder = tempfile::tempdir().unwrap();
+    let paths: Vec<PathBuf> = ["a", "b", "c"]
+        .iter()
+        .map(|name| folder.path().join(name).with_extension("jsonl"))
+        .collect();
+    for (path, texts) in
+        paths.iter().zip([vec!["one", "two"], vec!["three"], vec!["four", "five", "six"]])
+    {
+        let rows = texts.iter().map(|text| serde_json::json!({ "text": text }).to_string() + "\n");
+        std::fs::write(path, rows.collect::<String>()).unwrap();
+    }
+    let options = CorpusOptions::default();
+    let corpus =
+        Corpus::open(&paths, &config(DOCUMENTS), &encoder(), &options, &|_, _| ()).unwrap();
+    let end = encoder().token_id("<|endoftext|>").unwrap();
+    let texts = ids_of(&["one", "two", "three", "four", "five", "six"]);
+    let documents: Vec<u32> = texts.into_iter().flat_map(|ids| [ids, vec![end]].concat()).collect();
+    assert_eq!(all_ids(&corpus), documents);
+    assert_eq!(lines(&corpus), [1, 2, 1, 1, 2, 3]);
+    let file = RowFile::open_all(&paths, None).unwrap();
+    let both = |text: &str| Ok(text.to_owned());
+    let together: Vec<String> =
+        file.map_texts(0..6, &both).into_iter().map(Result::unwrap).collect();
+    assert_eq!(together, ["one", "two", "three", "four", "five", "six"]);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
@@ -322,8 +379,10 @@ proptest! {
         piece_bytes in 1usize..60,
     ) {
         let text = words.concat();
-        let pieces = text::TextPieces::of(text.as_bytes(), piece_bytes);
-        let pieces: Vec<String> = pieces.map(|piece| piece.unwrap().text).collect();
+        let pieces: Vec<String> = ENCODER.with(|encoder| {
+            let pieces = text::TextPieces::of(text.as_bytes(), piece_bytes, encoder);
+            pieces.map(|piece| piece.unwrap().text).collect()
+        });
         let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
         ENCODER.with(|encoder| {
             let ids = |text: &str| encoder.encode_text(text).unwrap().ids;
@@ -335,5 +394,5 @@ proptest! {
 }
 
 thread_local! {
-    static ENCODER: Encoder = encoder();
+    pub(super) static ENCODER: Encoder = encoder();
 }

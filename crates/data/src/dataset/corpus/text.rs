@@ -22,6 +22,8 @@ use tokenizer::Tokens;
 pub(super) const ROW_PIECE_BYTES: usize = 1 << 19;
 /// Maximum length of a piece in bytes; a text without a place to cut has longer pieces.
 const PIECE_BYTES: usize = 32 << 10;
+/// Maximum length of an added token that pieces never divide, in bytes.
+const TOKEN_BYTES: usize = 256;
 
 /// Computes the SHA-256 of a file.
 pub(super) fn fingerprint(path: &Path) -> io::Result<[u8; 32]> {
@@ -53,31 +55,46 @@ pub(super) enum TextFault {
 
 /// Iterator over the pieces of a file, which together are the file without its byte order mark.
 ///
-/// Pieces end where byte-level tokenizers of the GPT-2 kind split words, so that the ids of the
-/// pieces equal those of the whole text.
-pub(super) struct TextPieces<R> {
+/// Pieces end where byte-level tokenizers of the GPT-2 kind split words, and not in an added token,
+/// so that the ids of the pieces equal those of the whole text.
+pub(super) struct TextPieces<'e, R> {
     reader: R,
     buffer: Vec<u8>,
     line: u64,
     begun: bool,
     ended: bool,
     piece_bytes: usize,
+    encoder: &'e Encoder,
 }
 
-impl<'a> TextPieces<&'a [u8]> {
+impl<'e, 'a> TextPieces<'e, &'a [u8]> {
     /// The pieces of the text of a row, which may begin with a byte order mark.
-    pub(super) fn of_row(text: &'a str) -> Self {
-        Self { begun: true, ..Self::of(text.as_bytes(), ROW_PIECE_BYTES) }
+    pub(super) fn of_row(text: &'a str, encoder: &'e Encoder) -> Self {
+        Self { begun: true, ..Self::of(text.as_bytes(), ROW_PIECE_BYTES, encoder) }
     }
 }
 
-impl<R: Read> TextPieces<R> {
-    pub(super) fn new(reader: R) -> Self {
-        Self::of(reader, PIECE_BYTES)
+impl<'e, R: Read> TextPieces<'e, R> {
+    pub(super) fn new(reader: R, encoder: &'e Encoder) -> Self {
+        Self::of(reader, PIECE_BYTES, encoder)
     }
 
-    pub(super) fn of(reader: R, piece_bytes: usize) -> Self {
-        Self { reader, buffer: Vec::new(), line: 1, begun: false, ended: false, piece_bytes }
+    pub(super) fn of(reader: R, piece_bytes: usize, encoder: &'e Encoder) -> Self {
+        let (buffer, line) = (Vec::new(), 1);
+        Self { reader, buffer, line, begun: false, ended: false, piece_bytes, encoder }
+    }
+
+    /// Whether a token crosses `at`, as an added token with a space may.
+    fn is_in_token(&self, at: usize) -> bool {
+        let starts = |at: &usize| self.buffer.get(*at).is_none_or(|byte| byte & 0xc0 != 0x80);
+        let start = (0..=at.saturating_sub(TOKEN_BYTES)).rev().find(starts).unwrap_or(0);
+        let end = (at + TOKEN_BYTES).min(self.buffer.len());
+        let end = (at..=end).rev().find(starts).unwrap_or(at);
+        let near = std::str::from_utf8(&self.buffer[start..end]);
+        // what cannot be encoded is reported when the piece is
+        let tokens = near.ok().and_then(|text| self.encoder.encode_text(text).ok());
+        let crosses = |(from, to): &(usize, usize)| *from < at - start && at - start < *to;
+        tokens.is_some_and(|tokens| tokens.offsets.iter().any(crosses))
     }
 
     /// Reads until the buffer has `bytes` bytes, or the file ends.
@@ -98,17 +115,16 @@ impl<R: Read> TextPieces<R> {
     fn read(&mut self) -> Result<Option<TextPiece>, TextFault> {
         let mut wanted = self.piece_bytes;
         let end = loop {
-            self.fill(wanted).map_err(TextFault::Read)?;
-            if self.ended {
+            self.fill(wanted + TOKEN_BYTES).map_err(TextFault::Read)?; // a token may continue there
+            if self.buffer.len() < wanted {
                 break self.buffer.len();
             }
-            match (1..self.buffer.len()).rev().find(|at| is_cut(&self.buffer, *at)) {
+            let is_cut = |at: &usize| is_cut(&self.buffer, *at) && !self.is_in_token(*at);
+            match (1..wanted).rev().find(is_cut) {
                 Some(cut) => break cut,
                 // the tokenizer refuses such a piece
-                None if self.buffer.len() > MAX_TEXT_BYTES => {
-                    break text_end(&self.buffer);
-                }
-                None => wanted = self.buffer.len() * 2,
+                None if wanted > MAX_TEXT_BYTES => break text_end(&self.buffer),
+                None => wanted *= 2,
             }
         };
         if end == 0 {
@@ -126,7 +142,7 @@ impl<R: Read> TextPieces<R> {
     }
 }
 
-impl<R: Read> Iterator for TextPieces<R> {
+impl<R: Read> Iterator for TextPieces<'_, R> {
     type Item = Result<TextPiece, TextFault>;
 
     fn next(&mut self) -> Option<Self::Item> {
@@ -299,7 +315,7 @@ fn row_tokens(encoder: &Encoder, text: &str) -> Result<Vec<u32>, SampleFault> {
     }
     let mut ids = Vec::new();
     // the pieces of a string can be read
-    for piece in TextPieces::of_row(text).flatten() {
+    for piece in TextPieces::of_row(text, encoder).flatten() {
         ids.extend(encoder.encode_text(&piece.text)?.ids);
     }
     Ok(ids)
@@ -316,7 +332,7 @@ fn tokenise_file(
     let file: Arc<Path> = path.into();
     let text = files::open(path).map_err(Problem::Read)?;
     let num_bytes = text.metadata().map_err(Problem::Read)?.len();
-    let mut pieces = TextPieces::new(text);
+    let mut pieces = TextPieces::new(text, encoder);
     let encode = || {
         let some: Vec<Result<TextPiece, TextFault>> =
             pieces.by_ref().take(TEXTS_AT_A_TIME).collect();
@@ -367,10 +383,14 @@ fn tokenise_file(
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::tests::ENCODER;
     use super::*;
 
     fn pieces(text: &[u8], piece_bytes: usize) -> Vec<TextPiece> {
-        TextPieces::of(text, piece_bytes).map(Result::unwrap).collect()
+        let pieces = |encoder: &Encoder| {
+            TextPieces::of(text, piece_bytes, encoder).map(Result::unwrap).collect()
+        };
+        ENCODER.with(pieces)
     }
 
     #[test]
@@ -385,7 +405,8 @@ mod tests {
 
     #[test]
     fn the_error_for_invalid_utf8_names_the_line() {
-        let fault = TextPieces::of(&b"one\ntwo\nth\xffree\n"[..], 4).find_map(Result::err);
+        let text = &b"one\ntwo\nth\xffree\n"[..];
+        let fault = ENCODER.with(|encoder| TextPieces::of(text, 4, encoder).find_map(Result::err));
         assert!(matches!(fault, Some(TextFault::Utf8(3))), "{fault:?}");
     }
 

@@ -235,9 +235,14 @@ impl DataFile {
     }
 
     /// [`Self::content`] of rows that follow each other. Short rows are read with one call of the
-    /// operating system.
-    pub(crate) fn contents(&self, rows: Range<usize>) -> Vec<io::Result<RowContent>> {
-        self.block(&rows).unwrap_or_else(|| rows.map(|row| self.content(row)).collect())
+    /// operating system, others when the iterator comes to them.
+    pub(crate) fn contents(
+        &self,
+        rows: Range<usize>,
+    ) -> impl Iterator<Item = io::Result<RowContent>> {
+        let block = self.block(&rows);
+        let alone = block.is_none().then(|| rows.map(move |row| self.content(row)));
+        block.into_iter().flatten().chain(alone.into_iter().flatten())
     }
 
     /// The contents of rows that are between the offsets of the index and together short. `None` for

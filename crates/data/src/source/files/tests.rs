@@ -338,7 +338,7 @@ fn rows_that_are_read_together_equal_rows_that_are_read_alone() {
         {
             let together = file.contents(start..end);
             let together: Vec<String> =
-                together.into_iter().map(|content| format!("{:?}", content.unwrap())).collect();
+                together.map(|content| format!("{:?}", content.unwrap())).collect();
             assert_eq!(together, alone[start..end], "rows {start}..{end} of {name}");
         }
     }
@@ -350,6 +350,6 @@ fn rows_that_are_read_together_are_errors_only_where_the_file_became_shorter() {
     let path = write(&folder, "a.jsonl", &format!("{CHAT}\n").repeat(5).into_bytes());
     let file = DataFile::open(&path, None, None).unwrap();
     File::options().write(true).open(&path).unwrap().set_len(3 * CHAT.len() as u64).unwrap();
-    let read: Vec<bool> = file.contents(0..5).iter().map(Result::is_ok).collect();
+    let read: Vec<bool> = file.contents(0..5).map(|content| content.is_ok()).collect();
     assert_eq!(read, [true, true, false, false, false]);
 }
