@@ -251,7 +251,9 @@ impl GgufValue {
 fn put_list<T>(head: &mut Vec<u8>, code: u32, list: &[T], put: impl Fn(&mut Vec<u8>, &T)) {
     head.extend(code.to_le_bytes());
     put_count(head, list.len());
-    list.iter().for_each(|value| put(head, value));
+    for value in list {
+        put(head, value);
+    }
 }
 
 fn put_text(head: &mut Vec<u8>, text: &str) {

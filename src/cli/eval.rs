@@ -57,7 +57,7 @@ pub(super) fn run(args: &EvalArgs, logging: &Logging) -> anyhow::Result<()> {
     let located = |error| args.config.located(error);
     if let Some(adapter) = &args.adapter {
         check_folder("--adapter", adapter)?;
-        config.model = run::with_tokens_of(&config.model, adapter).map_err(located)?;
+        config.model = run::with_tokens_of(&config.model, adapter);
     }
     let encoder = run::encoder(&config).map_err(located)?;
     let rows = run::open_data(&config, DataList::Eval, &encoder, &SetupBars(logging));

@@ -49,7 +49,9 @@ pub(super) fn run(args: &ReportArgs, logging: &Logging) -> anyhow::Result<()> {
     };
     let read = |path: &PathBuf| RunFolder::read(path);
     let mut runs = args.runs.iter().map(read).collect::<Result<Vec<_>, _>>()?;
-    runs.iter_mut().for_each(|run| run.price_per_hour = args.price_per_hour);
+    for run in &mut runs {
+        run.price_per_hour = args.price_per_hour;
+    }
     let file = given.map_or_else(|| OutputFile::open("--out", &default), Ok)?;
     let path = file.path().to_owned();
     let rows: Vec<Option<DatasetRows>> = runs.iter().map(|run| eval_rows(run, logging)).collect();

@@ -308,7 +308,6 @@ fn show_answers(
             (false, false) => ("wrong", ""),
             (false, true) => ("wrong", ", but an earlier answer of the row is not exact"),
         };
-        let row = row.to_string();
         let row = row.rsplit('/').next().unwrap_or_default(); // the file without its folder
         // so that the line fits the terminal, unless the name of the file is long
         let left = columns().saturating_sub(50 + row.len() + why.len()) / 2;
@@ -449,6 +448,7 @@ mod tests {
     fn the_summary_has_what_was_learned_and_what_went_wrong_and_fits_the_terminal() {
         let mut outcome = Outcome {
             steps: 400,
+            last_step: 400,
             rows: 6384,
             tokens: 165_984,
             targets: 12_768,

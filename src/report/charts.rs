@@ -64,7 +64,7 @@ fn losses(runs: &[RunFolder], number: &Number) -> String {
     }
     let (title, of_eval) = ("Training and evaluation loss".to_owned(), named("eval.loss").meaning);
     let meaning = format!("Training loss: {} Evaluation loss: {of_eval}", chart.meaning);
-    Chart { has_legend, title, meaning, ..chart }.html()
+    Chart { title, meaning, has_legend, ..chart }.html()
 }
 
 fn data_sets(runs: &[RunFolder], run: &RunFolder) -> String {

@@ -46,7 +46,7 @@ impl RunFolder {
         let ends = ENDS.min(losses.len().div_ceil(2));
         let mean = |values: &[f64]| values.iter().sum::<f64>() / ends as f64;
         let evals = self.eval.get("loss").map_or(&[][..], |of| &of.0[..]);
-        let evals = evals.iter().copied().filter(|(_, loss)| loss.is_finite());
+        let mut evals = evals.iter().copied().filter(|(_, loss)| loss.is_finite());
         let best = evals.clone().min_by(|a, b| a.1.total_cmp(&b.1));
         let count = |value: &Value| value.as_u64().unwrap_or(0);
         let reasons = self.last["rejected_by_reason"].as_object().into_iter().flatten();
@@ -60,7 +60,7 @@ impl RunFolder {
             seconds: sum("step_time_s") + sum("save_hold_s"),
             loss: (ends > 0)
                 .then(|| (mean(&losses[..ends]), mean(&losses[losses.len() - ends..]), ends)),
-            eval: evals.last().zip(best).map(|(last, best)| [last, best]),
+            eval: evals.next_back().zip(best).map(|(last, best)| [last, best]),
             rejected: count(&self.last["rejected"]),
             reasons: reasons.map(|(reason, rows)| (reason.clone(), count(rows))).collect(),
             truncated: sets.into_iter().flatten().map(|set| count(&set["truncated"])).sum(),
@@ -175,7 +175,7 @@ pub fn duration(seconds: f64) -> String {
     match (whole / 3600, whole / 60 % 60, whole % 60) {
         (0, 0, _) => format!("{seconds:.1} s"),
         (0, minutes, seconds) => format!("{minutes} min {seconds} s"),
-        (hours, minutes, _) => format!("{} h {minutes} min", hours),
+        (hours, minutes, _) => format!("{hours} h {minutes} min"),
     }
 }
 

@@ -4,6 +4,9 @@
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Series(pub(super) Vec<(u64, f64)>);
 
+/// Steps and means, with gaps where no value is finite.
+pub(super) type Means = Vec<Option<(f64, f64)>>;
+
 /// Consecutive steps, drawn as one place of a line.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Bucket {
@@ -63,7 +66,7 @@ impl Series {
     /// Steps and running means of at most `count` buckets, with the gaps of the values, and over how
     /// many steps; `None` for few values. A mean is over as many buckets before a place as after
     /// it: fewer at the start, where values fall fast, and only those before at the end.
-    pub(super) fn smoothed(&self, count: usize) -> Option<(Vec<Option<(f64, f64)>>, usize)> {
+    pub(super) fn smoothed(&self, count: usize) -> Option<(Means, usize)> {
         const MIN_VALUES: usize = 20;
         let buckets = self.buckets(count);
         if buckets.len() < MIN_VALUES {

@@ -1,7 +1,7 @@
 //! A chart of values over steps, as an SVG image in the page.
 
 use super::html::{escaped, push};
-use super::series::{Bucket, Series};
+use super::series::{Bucket, Means, Series};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unit {
@@ -206,7 +206,7 @@ impl Chart<'_> {
     }
 
     /// Steps and smoothed values of a line, and over how many steps, if it is smoothed.
-    fn smoothed(&self, line: &ChartLine<'_>) -> Option<(Vec<Option<(f64, f64)>>, usize)> {
+    fn smoothed(&self, line: &ChartLine<'_>) -> Option<(Means, usize)> {
         let is_smoothed = self.is_noisy && !line.dots;
         is_smoothed.then(|| line.series.smoothed(self.places))?
     }

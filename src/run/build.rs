@@ -290,7 +290,9 @@ fn open_all_data(
 ) -> Result<(Arc<DatasetRows>, Option<DatasetRows>), RunError> {
     let (rows, eval_rows) = open_both(config, encoder, observer)?;
     log_data_sets("data.train", &rows);
-    eval_rows.iter().for_each(|rows| log_data_sets("data.eval", rows));
+    if let Some(rows) = &eval_rows {
+        log_data_sets("data.eval", rows);
+    }
     Ok((Arc::new(rows), eval_rows))
 }
 

@@ -270,14 +270,15 @@ impl RunError {
             Self::DataSet { list, index, key, .. } => {
                 Some(dotted(&format!("data.{list}.{index}.{key}")))
             }
-            Self::Setting { key, .. } | Self::Hub { key, .. } => Some(dotted(key)),
+            Self::Setting { key, .. }
+            | Self::Hub { key, .. }
+            | Self::Setup(SetupError::NewToken { key, .. }) => Some(dotted(key)),
             Self::Urls(_) => Some(dotted("data.allow_urls")),
             Self::NoWeights { .. } => Some(dotted("model.weights")),
             Self::Device { .. } => Some(dotted("device")),
             Self::NoPython { .. } | Self::NoClient { .. } => Some(dotted("log.trackers")),
             Self::Setup(SetupError::Adapter(error)) => error.key().map(dotted),
             Self::Setup(SetupError::Fp8OnGpu { .. }) => Some(dotted("model.matmul")),
-            Self::Setup(SetupError::NewToken { key, .. }) => Some(dotted(key)),
             Self::Setup(SetupError::FrozenRows { key, .. }) => Some(dotted(key)),
             Self::Setup(SetupError::MaskedOnGpu) => Some(dotted("model.attention")),
             Self::Groups { keys, .. } => Some(keys.clone()),

@@ -56,7 +56,7 @@ pub fn export_model(
 ) -> Result<Exported, RunError> {
     check_model_folder(base)?;
     let section = ModelSection::new(base);
-    let section = adapter.map_or(Ok(section.clone()), |of| with_tokens_of(&section, of))?;
+    let section = adapter.map_or_else(|| section.clone(), |of| with_tokens_of(&section, of));
     // checks that all tensors of the model are there
     let open = open_for_run(&section, 0, &Device::Cpu)?;
     let mut config_json = open.config_json.clone();

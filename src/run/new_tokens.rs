@@ -276,7 +276,7 @@ pub(super) fn check_start(
     open: &OpenModel,
     adapter: &Path,
 ) -> Result<(), RunError> {
-    let adds = tokens(&with_tokens_of(section, adapter)?).next().is_some();
+    let adds = tokens(&with_tokens_of(section, adapter)).next().is_some();
     // without a tokenizer, the rows of its embedding may be those of any tokens
     let has_rows = |files: WeightFiles| files.names().any(|name| name.contains("embed_tokens"));
     let lacks_copy =
@@ -290,15 +290,12 @@ pub(super) fn check_start(
 
 /// The settings of a model with the tokens that the adapter in `adapter` was trained with, if they
 /// name none themselves: those that its copy of the tokenizer has and that of the model has not.
-pub(crate) fn with_tokens_of(
-    section: &ModelSection,
-    adapter: &Path,
-) -> Result<ModelSection, RunError> {
+pub(crate) fn with_tokens_of(section: &ModelSection, adapter: &Path) -> ModelSection {
     let mut section = section.clone();
     let trains_rows = |files: WeightFiles| files.names().any(|name| name.contains("embed_tokens"));
     // other errors of the adapter's files are reported when they are read
     if tokens(&section).next().is_some() || !adapter_weights(adapter).is_ok_and(trains_rows) {
-        return Ok(section);
+        return section;
     }
     let added = |folder: &Path| {
         let file: Option<Map<String, Value>> = json(folder, TOKENIZER);
@@ -319,5 +316,5 @@ pub(crate) fn with_tokens_of(
         let list = if special { &mut section.add_special_tokens } else { &mut section.add_tokens };
         list.push(content);
     }
-    Ok(section)
+    section
 }

@@ -209,7 +209,7 @@ pub(super) fn run(args: &GenerateArgs, logging: &Logging) -> anyhow::Result<()> 
     let mut section = ModelSection::new(folder);
     if let Some(adapter) = &adapter {
         check_folder("--adapter", adapter)?;
-        section = with_tokens_of(&section, adapter)?;
+        section = with_tokens_of(&section, adapter);
     }
     let encoder = encoder(&section)?;
     let mut conversation = Conversation::new(args.system.clone(), args.chat);

@@ -31,8 +31,10 @@ const FAMILIES: [(&str, &str); 5] = [
 struct TensorPart {
     name: String,
     shape: Vec<usize>,
-    change: Box<dyn Fn(&Tensor) -> TensorResult<Tensor>>,
+    change: Change,
 }
+
+type Change = Box<dyn Fn(&Tensor) -> TensorResult<Tensor>>;
 
 type Metadata = Vec<(String, GgufValue)>;
 
@@ -49,7 +51,7 @@ pub fn export_gguf(
 ) -> Result<Exported, RunError> {
     check_model_folder(base)?;
     let section = ModelSection::new(base);
-    let section = adapter.map_or(Ok(section.clone()), |of| with_tokens_of(&section, of))?;
+    let section = adapter.map_or_else(|| section.clone(), |of| with_tokens_of(&section, of));
     let open = open_for_run(&section, 0, &Device::Cpu)?;
     let (config, json, specs) =
         (open.config().clone(), open.config_json.clone(), open.specs.clone());
