@@ -190,7 +190,8 @@ fn eval_loss(run: &RunFolder) -> Option<String> {
 
 fn cost(run: &RunFolder) -> Option<String> {
     let [all, per_1000] = run.cost()?;
-    Some(format!("{}, {} per 1,000 tokens", number(all), number(per_1000)))
+    let all = if all < 1.0 { number(all) } else { format!("{all:.2}") };
+    Some(format!("{all}, {} per 1,000 tokens", number(per_1000)))
 }
 
 fn state(run: &RunFolder) -> String {

@@ -277,7 +277,7 @@ fn compared_runs_are_sorted_and_each_column_has_their_order() {
         let places =
             style.split(';').map(|place| place.split(':').nth(1).unwrap().parse().unwrap());
         let is_run = |path: &&Path| rest.starts_with(&format!("><th>{}<", path.display()));
-        (paths.iter().position(|path| is_run(path)).unwrap(), places.collect::<Vec<usize>>())
+        (paths.iter().position(is_run).unwrap(), places.collect::<Vec<usize>>())
     });
     let rows: Vec<(usize, Vec<usize>)> = rows.collect();
     let order: Vec<usize> = rows.iter().map(|(run, _)| *run).collect();

@@ -228,11 +228,13 @@ fn a_trained_folder_has_the_vocabulary_and_is_used_like_any_other() {
     }
     let check = [&["check"], &arguments[..]].concat();
     place.trainer(&check).ends_with(0);
-    let inspect = [&["inspect", "--format", "jsonl", "--num", "1"], &arguments[..]].concat();
+    let inspect = [&["inspect", "--format", "jsonl", "--num", "40"], &arguments[..]].concat();
     let output = place.trainer(&inspect).ends_with(0).says("already");
     let shown = json_lines(&output.stdout);
     let box_id = json!(first);
-    assert!(shown[0]["input_ids"].as_array().unwrap().contains(&box_id), "{}", shown[0]);
+    let has_box =
+        |row: &Value| row["input_ids"].as_array().is_some_and(|ids| ids.contains(&box_id));
+    assert!(shown.iter().any(has_box), "{shown:?}");
     place.trainer(&["export", "--model", &path, "--dtype", "bf16", "--out", "bf16"]).ends_with(0);
     let prompt = "Where? <box>";
     let generate = ["generate", "--prompt", prompt, "--max-new-tokens", "4", "--model"];
