@@ -329,13 +329,13 @@ class Swanlab(ByKey):
             self.client.finish(state="crashed", error="the training process has ended early")
 
 
-def save(path, value):
-    new = path.with_suffix(".tmp")
-    with open(new, "w") as file:
+def save(folder, name, value):
+    """Replaces a file of an open folder, which may have been moved since it was opened."""
+    with open(f"{name}.tmp", "w", opener=lambda *args: os.open(*args, 0o666, dir_fd=folder)) as file:
         json.dump(value, file)
         file.flush()
         os.fsync(file.fileno())
-    new.replace(path)
+    os.replace(f"{name}.tmp", name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def main(run, name, is_once):
@@ -347,6 +347,7 @@ def main(run, name, is_once):
     end = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.nice(0 if is_once else 10)
+    opened = os.open(folder, os.O_RDONLY)
     lock = open(folder / f"{name}.lock", "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -366,7 +367,7 @@ def main(run, name, is_once):
     info = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     path = folder / f"{name}.json"
     if not path.exists():
-        save(path, {"id": uuid.uuid4().hex[:21], "train": 0, "eval": 0})
+        save(opened, path.name, {"id": uuid.uuid4().hex[:21], "train": 0, "eval": 0})
     state = json.loads(path.read_text(encoding="utf-8"))
     project = info["project"] or os.environ.get(client.project) or "trainer"
     tracker = client(info, project, state, folder)
@@ -394,7 +395,7 @@ def main(run, name, is_once):
             tracker.send(rows)
             for kind, step, *_ in rows:
                 state[kind] = max(state[kind], step)
-            save(path, state)
+            save(opened, path.name, state)
         elif is_last:
             break
         elif select.select([end], [], [], 1.0)[0]:
