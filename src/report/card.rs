@@ -1,11 +1,12 @@
 //! The model card: the `README.md` of a model folder, as the Hugging Face Hub shows it.
 
-use super::facts::{hub_id, method};
+use super::facts::method;
 use super::folder::RunFolder;
 use super::html::push;
 use super::tables::fact;
 use crate::checkpoint::ADAPTER_CONFIG;
 use crate::files;
+use crate::net::hub::Repo;
 use crate::train::{AdapterKind, Quantize, Weights};
 use serde_json::Value;
 use std::path::Path;
@@ -42,7 +43,9 @@ const SETTINGS: [&str; 18] = [
 pub fn model_card(folder: &Path, base: &str, run: Option<&RunFolder>, made: &str) -> String {
     let config = run.and_then(|run| run.config.as_ref().ok());
     let base = config.map_or(base.into(), |config| config.model.path.to_string_lossy());
-    let id = hub_id(Path::new(&*base));
+    // as `config.yaml` has a model of the hub
+    let id = Repo::model(&base).filter(Repo::is_at_commit).map(|repo| repo.id);
+    let id = id.as_deref();
     let name = || {
         let name = Path::new(&*base).file_name().or(folder.file_name());
         name.unwrap_or_default().to_string_lossy()

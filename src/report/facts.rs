@@ -8,7 +8,6 @@ use crate::train::{AdapterKind, Quantize};
 use chrono::DateTime;
 use indicatif::HumanCount;
 use serde_json::Value;
-use std::path::Path;
 
 /// Number of steps at the start and at the end whose mean loss is compared.
 const ENDS: usize = 10;
@@ -160,13 +159,6 @@ pub(super) fn method(config: &RunConfig) -> String {
     };
     let (rank, alpha, parts) = (adapter.rank, adapter.alpha, adapter.parts.join(", "));
     format!("{letter}{kind}, rank {rank}, alpha {alpha}, in {parts}{weights}")
-}
-
-/// The id on the hub that `config.yaml` has as the model: `owner/name@commit`.
-pub(super) fn hub_id(model: &Path) -> Option<&str> {
-    let (id, commit) = model.to_str()?.split_once('@')?;
-    let is_commit = commit.len() == 40 && commit.chars().all(|c| c.is_ascii_hexdigit());
-    (is_commit && id.split('/').count() == 2).then_some(id)
 }
 
 /// Seconds as hours, minutes and seconds, the two largest of them.

@@ -242,11 +242,11 @@ fn copy(run: &RunFolder) -> f64 {
     copy_of_checkpoint(config).unwrap_or(0.0) / world
 }
 
-pub(super) fn percent(share: f64) -> String {
+fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
-pub(super) fn bytes(bytes: f64) -> String {
+fn bytes(bytes: f64) -> String {
     match bytes / 1024_f64.powi(3) {
         gib if gib >= 1.0 => format!("{gib:.2} GiB"),
         gib => format!("{:.0} MiB", gib * 1024.0),

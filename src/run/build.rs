@@ -308,8 +308,11 @@ fn checkpoints(
             (FolderLayout::Adapter, json)
         }
     };
-    // that of the config: a checkpoint of the model itself has no new tokens
-    let changed = NewVocabulary::of(&config.model)?.map_or_else(Vec::new, |of| of.files);
+    // a model that continues from a checkpoint has its new tokens already
+    let changed = match &open.vocabulary {
+        Some(vocabulary) => vocabulary.files.clone(),
+        None => NewVocabulary::of(&config.model)?.map_or_else(Vec::new, |of| of.files),
+    };
     Ok(Checkpoints {
         checkpointer,
         carried: CarriedFiles::read(&config.model.path)?.with(changed),

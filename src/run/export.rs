@@ -1,12 +1,14 @@
 //! Writes a model folder from a model and an adapter, or a clean folder from a checkpoint.
 
 use super::adapter::{
-    AdapterError, Exchanged, HEAD, OpenAdapter, exchange_experts, read_adapter, trained_on,
+    AdapterError, Exchanged, OpenAdapter, exchange_experts, read_adapter, trained_on,
 };
 use super::error::{RunError, SetupError};
 use super::inputs::open_for_run;
 use super::load_model::OpenModel;
-use super::model_files::{check_model_folder, files_error, named_files, with_pieces};
+use super::model_files::{
+    HEAD, check_model_folder, files_error, is_tied, named_files, with_pieces,
+};
 use super::new_tokens::with_tokens_of;
 use crate::checkpoint::{
     ADAPTER_CONFIG, CarriedFiles, CheckpointError, FolderLayout, ModelFolder, SavedTensor,
@@ -54,11 +56,7 @@ pub fn export_model(
     dtype: Option<ExportDtype>,
     out: &Path,
 ) -> Result<Exported, RunError> {
-    check_model_folder(base)?;
-    let section = ModelSection::new(base);
-    let section = adapter.map_or_else(|| section.clone(), |of| with_tokens_of(&section, of));
-    // checks that all tensors of the model are there
-    let open = open_for_run(&section, 0, &Device::Cpu)?;
+    let open = open_to_export(base, adapter)?;
     let mut config_json = open.config_json.clone();
     let names = open.tensor_names();
     let linear =
@@ -76,7 +74,7 @@ pub fn export_model(
     let (mut counts, mut saved, mut quantized) = (Exported::default(), Vec::new(), None);
     for name in weights.files.names() {
         // some folders store the head also where it is the embedding, which may have changed
-        if name == HEAD && specs.iter().all(|spec| spec.name != name) {
+        if name == HEAD && is_tied(&specs) {
             continue;
         }
         let Some(stored) = weights.files.dtype(name) else {
@@ -117,6 +115,15 @@ pub fn export_model(
     };
     files.write_new(out).map_err(fault)?;
     Ok(counts)
+}
+
+/// Opens the model in `base`, with the tokens of the adapter in `adapter`, and checks that all of
+/// its tensors are there.
+pub(super) fn open_to_export(base: &Path, adapter: Option<&Path>) -> Result<OpenModel, RunError> {
+    check_model_folder(base)?;
+    let section = ModelSection::new(base);
+    let section = adapter.map_or_else(|| section.clone(), |of| with_tokens_of(&section, of));
+    open_for_run(&section, 0, &Device::Cpu)
 }
 
 /// The weights of a model folder, with an adapter merged into them.

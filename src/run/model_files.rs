@@ -81,8 +81,13 @@ pub(super) fn open_files(
 /// folders contain a tied head, which equals the embedding and is not listed.
 pub(super) fn unused<'a>(files: &'a WeightFiles, specs: &[ParamSpec]) -> Vec<&'a str> {
     let known: HashSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
-    let names = files.names().filter(|name| *name != "lm_head.weight");
+    let names = files.names().filter(|name| *name != HEAD);
     names.filter(|name| !known.contains(name)).collect()
+}
+
+/// Whether the head of a model with these parameters is its embedding.
+pub(super) fn is_tied(specs: &[ParamSpec]) -> bool {
+    specs.iter().all(|spec| spec.name != HEAD)
 }
 
 /// What weight files have in place of the tensors of a model.
@@ -109,7 +114,8 @@ fn instead<'a>(
     ))
 }
 
-const HEAD: &str = "lm_head.weight";
+/// Name of a head of its own.
+pub(super) const HEAD: &str = "lm_head.weight";
 /// Number of elements that are compared at a time.
 const COMPARED: usize = 1 << 22;
 /// Keys of an added token besides its text.
@@ -353,8 +359,8 @@ pub(super) fn json<T: for<'a> Deserialize<'a>>(folder: &Path, name: &str) -> Opt
     serde_json::from_slice(&text).ok()
 }
 
-const THERE: &str = "tokenizer_config.json";
-const HERE: &str = "tokenizer.json";
+pub(super) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+pub(super) const TOKENIZER: &str = "tokenizer.json";
 
 const TOKENIZER_HINT: &str = "load the tokenizer with transformers and save it with \
                               `save_pretrained`, or copy the files of one model";
@@ -379,7 +385,7 @@ fn check_tokens(folder: &Path) -> Result<(), Contradiction> {
         for (key, token) in decoder {
             let (name, number) = (text(token).unwrap_or_default(), key.parse().ok());
             let Some(ours) = added.get(&name).filter(|ours| id(ours) == number) else {
-                return only(&name, number, THERE, HERE);
+                return only(&name, number, TOKENIZER_CONFIG, TOKENIZER);
             };
             let differs = |flag: &&&str| {
                 token.get(**flag).is_some_and(|theirs| ours.get(**flag) != Some(theirs))
@@ -388,7 +394,7 @@ fn check_tokens(folder: &Path) -> Result<(), Contradiction> {
                 let [theirs, ours] = [token.get(*flag), ours.get(*flag)]
                     .map(|value| value.map_or_else(|| "missing".to_owned(), Value::to_string));
                 let what = format!(
-                    "`{flag}` of the added token `{name}` is {theirs} in {THERE} and {ours} in {HERE}"
+                    "`{flag}` of the added token `{name}` is {theirs} in {TOKENIZER_CONFIG} and {ours} in {TOKENIZER}"
                 );
                 return Err((what, TOKENIZER_HINT));
             }
@@ -400,14 +406,14 @@ fn check_tokens(folder: &Path) -> Result<(), Contradiction> {
         });
         if let Some(token) = missing {
             let name = token.get("content").and_then(text).unwrap_or_default();
-            return only(&name, id(token), HERE, THERE);
+            return only(&name, id(token), TOKENIZER, TOKENIZER_CONFIG);
         }
     } else if let Some(older) = json::<HashMap<String, u64>>(folder, "added_tokens.json") {
         let mut older: Vec<(String, u64)> = older.into_iter().collect();
         older.sort();
         for (name, number) in older {
             if added.get(&name).and_then(|ours| id(ours)) != Some(number) {
-                return only(&name, Some(number), "added_tokens.json", HERE);
+                return only(&name, Some(number), "added_tokens.json", TOKENIZER);
             }
         }
     }
@@ -423,8 +429,9 @@ fn check_tokens(folder: &Path) -> Result<(), Contradiction> {
             _ => continue,
         };
         if let Some(name) = tokens.into_iter().filter_map(text).find(|of| !added.contains_key(of)) {
-            let what =
-                format!("`{key}` in {THERE} has `{name}`, which is no added token of {HERE}");
+            let what = format!(
+                "`{key}` in {TOKENIZER_CONFIG} has `{name}`, which is no added token of {TOKENIZER}"
+            );
             return Err((what, TOKENIZER_HINT));
         }
     }
@@ -453,8 +460,9 @@ fn check_special_tokens(folder: &Path, config: &Map<String, Value>) -> Result<()
         if let (Some(theirs), Some(ours)) = (theirs, ours)
             && theirs != ours
         {
-            let what =
-                format!("`{key}` is `{theirs}` in special_tokens_map.json and `{ours}` in {THERE}");
+            let what = format!(
+                "`{key}` is `{theirs}` in special_tokens_map.json and `{ours}` in {TOKENIZER_CONFIG}"
+            );
             return Err((what, "remove special_tokens_map.json, or correct it"));
         }
     }
@@ -470,8 +478,9 @@ fn check_token_ids(
     for [key, name] in TOKEN_IDS {
         let Some(ours) = id_of(name) else { continue };
         if let Some(theirs) = model_config[key].as_u64().filter(|theirs| *theirs != ours) {
-            let what =
-                format!("`{key}` in config.json is {theirs}, but `{name}` has id {ours} in {HERE}");
+            let what = format!(
+                "`{key}` in config.json is {theirs}, but `{name}` has id {ours} in {TOKENIZER}"
+            );
             return Err((what, "copy config.json and the tokenizer of one model"));
         }
     }
@@ -566,18 +575,18 @@ pub(crate) fn differs_from_copy(
     tokenizer: Option<&[u8]>,
 ) -> Option<&'static str> {
     let file = |folder: &Path, name: &str| json::<Map<String, Value>>(folder, name);
-    let copy = files::read(adapter.join(HERE)).ok()?; // else the folder has no copies
-    let used = tokenizer.map(<[u8]>::to_vec).or_else(|| files::read(model.join(HERE)).ok());
+    let copy = files::read(adapter.join(TOKENIZER)).ok()?; // else the folder has no copies
+    let used = tokenizer.map(<[u8]>::to_vec).or_else(|| files::read(model.join(TOKENIZER)).ok());
     let parsed = |bytes: &[u8]| serde_json::from_slice::<Map<String, Value>>(bytes).ok();
     // published tokenizers take a second to parse
     let has_tokenizer = used.is_some_and(|used| used == copy || parsed(&used) == parsed(&copy));
     let tokens = |folder: &Path| -> Map<String, Value> {
-        let config = file(folder, THERE).unwrap_or_default();
+        let config = file(folder, TOKENIZER_CONFIG).unwrap_or_default();
         let is_token = |key: &str| key.ends_with("_token") || key.ends_with("_tokens");
         config.into_iter().filter(|(key, _)| is_token(key)).collect()
     };
     let template = |folder: &Path| {
-        let names = TEMPLATES.into_iter().chain([THERE]);
+        let names = TEMPLATES.into_iter().chain([TOKENIZER_CONFIG]);
         names.into_iter().find_map(|name| template_in(folder, name))
     };
     let processor = |folder: &Path, [section, name]: [&str; 2]| {
@@ -592,8 +601,8 @@ pub(crate) fn differs_from_copy(
             && copy.iter().all(|(key, a)| of_model.get(key).is_some_and(|b| is_same(a, b)))
     };
     let differs = [
-        (!has_tokenizer, HERE),
-        (tokens(adapter) != tokens(model), THERE),
+        (!has_tokenizer, TOKENIZER),
+        (tokens(adapter) != tokens(model), TOKENIZER_CONFIG),
         (template(adapter) != template(model), "chat template"),
         (!is_same_processor(PROCESSORS[0]), "processor of images"),
         (!is_same_processor(PROCESSORS[1]), "processor of videos"),

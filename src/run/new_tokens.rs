@@ -7,7 +7,7 @@
 use super::adapter::AdapterError;
 use super::error::{RunError, SetupError};
 use super::load_model::OpenModel;
-use super::model_files::{files_error, json};
+use super::model_files::{HEAD, TOKENIZER, TOKENIZER_CONFIG, files_error, json};
 use crate::checkpoint::{CheckpointError, WeightFiles, adapter_weights};
 use crate::config::RunConfig;
 use crate::data::{GrownTokenizer, NewToken, NewTokenProblem, Vocabulary, with_new_tokens};
@@ -22,8 +22,6 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
-pub(super) const TOKENIZER: &str = "tokenizer.json";
-const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const ADDED: &str = "added_tokens.json";
 const DECODER: &str = "added_tokens_decoder";
 /// Number of elements that are read at a time.
@@ -205,7 +203,7 @@ fn refused(section: &ModelSection, tokens: &[NewToken], problem: NewTokenProblem
 
 /// Whether a parameter has a row for each token.
 fn is_table(name: &str) -> bool {
-    name.ends_with(".embed_tokens.weight") || name == "lm_head.weight"
+    name.ends_with(".embed_tokens.weight") || name == HEAD
 }
 
 /// The rows of new tokens in a table.
@@ -238,8 +236,11 @@ impl NewRows {
             parts.push(values.to_dtype(dtype)?.to_device(device)?);
         }
         let after = within(end, usize::MAX);
-        if !after.is_empty() || parts.is_empty() {
-            parts.push(stored(after.start.min(after.end)..after.end)?);
+        if !after.is_empty() {
+            parts.push(stored(after)?);
+        }
+        if parts.is_empty() {
+            parts.push(stored(0..0)?);
         }
         if parts.len() == 1 { Ok(parts.remove(0)) } else { Ok(Tensor::cat(&parts, 0)?) }
     }
@@ -251,15 +252,13 @@ pub(super) fn check_rows(
     open: &OpenModel,
     groups: &ParamGroups,
 ) -> Result<(), SetupError> {
-    let has_new = open.vocabulary.as_ref().is_some_and(|of| !of.grown.added.is_empty());
-    let tables = || open.specs.iter().filter(|spec| is_table(&spec.name)).map(|spec| &spec.name);
-    let frozen = open
-        .specs
-        .iter()
-        .zip(groups.iter())
-        .find(|(spec, group)| has_new && is_table(&spec.name) && group.frozen);
-    let Some((spec, _)) = frozen else { return Ok(()) };
-    let names: Vec<&str> = tables().map(String::as_str).collect();
+    if open.vocabulary.as_ref().is_none_or(|of| of.grown.added.is_empty()) {
+        return Ok(());
+    }
+    let specs = open.specs.iter().zip(groups.iter());
+    let tables: Vec<_> = specs.filter(|(spec, _)| is_table(&spec.name)).collect();
+    let Some((spec, _)) = tables.iter().find(|(_, group)| group.frozen) else { return Ok(()) };
+    let names: Vec<&str> = tables.iter().map(|(spec, _)| spec.name.as_str()).collect();
     let (key, hint) = match config.adapter {
         Some(_) => {
             ("adapter.train_also", format!("set `adapter.train_also: [{}]`", names.join(", ")))
@@ -278,9 +277,7 @@ pub(super) fn check_start(
 ) -> Result<(), RunError> {
     let adds = tokens(&with_tokens_of(section, adapter)).next().is_some();
     // without a tokenizer, the rows of its embedding may be those of any tokens
-    let has_rows = |files: WeightFiles| files.names().any(|name| name.contains("embed_tokens"));
-    let lacks_copy =
-        !adapter.join(TOKENIZER).exists() && adapter_weights(adapter).is_ok_and(has_rows);
+    let lacks_copy = !adapter.join(TOKENIZER).exists() && has_embedding(adapter);
     if adds && (lacks_copy || open.differs_from_copy(adapter) == Some(TOKENIZER)) {
         let folder = adapter.to_owned();
         return Err(SetupError::from(AdapterError::Tokens { folder }).into());
@@ -288,13 +285,18 @@ pub(super) fn check_start(
     Ok(())
 }
 
+/// Whether the adapter in `adapter` has an embedding. Errors of its files are reported when they are
+/// read.
+fn has_embedding(adapter: &Path) -> bool {
+    let is_there = |files: WeightFiles| files.names().any(|name| name.contains("embed_tokens"));
+    adapter_weights(adapter).is_ok_and(is_there)
+}
+
 /// The settings of a model with the tokens that the adapter in `adapter` was trained with, if they
 /// name none themselves: those that its copy of the tokenizer has and that of the model has not.
 pub(crate) fn with_tokens_of(section: &ModelSection, adapter: &Path) -> ModelSection {
     let mut section = section.clone();
-    let trains_rows = |files: WeightFiles| files.names().any(|name| name.contains("embed_tokens"));
-    // other errors of the adapter's files are reported when they are read
-    if tokens(&section).next().is_some() || !adapter_weights(adapter).is_ok_and(trains_rows) {
+    if tokens(&section).next().is_some() || !has_embedding(adapter) {
         return section;
     }
     let added = |folder: &Path| {

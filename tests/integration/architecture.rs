@@ -71,7 +71,7 @@ const MAY_IMPORT: [(&str, MayImport); 2] = [
                 ],
             ),
             // Pages for people. `run` opens the data and the model of a run.
-            ("report", &["checkpoint", "config", "data", "files", "run", "train"]),
+            ("report", &["checkpoint", "config", "data", "files", "net", "run", "train"]),
             // The only module that prints, exits and reads the environment (except
             // `TRAINER_SIMD`). `bench` times the ops themselves.
             (

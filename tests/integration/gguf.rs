@@ -1,6 +1,6 @@
 //! Files for llama.cpp, read with the reader of candle. `scripts/gguf/test.sh` runs llama.cpp itself.
 
-use super::harness::{Place, binary, copy_folder, finish, golden, tensors};
+use super::harness::{Place, binary, copy_folder, finish, golden, tensors, write_adapter};
 use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
@@ -314,15 +314,7 @@ fn quantised_values_are_within_a_step_and_short_rows_stay_in_f16() {
 fn an_adapter_is_merged_first() {
     let place = model("small-tied");
     let layer = "model.language_model.layers.0.mlp.up_proj";
-    let factors = [("lora_A", (1, 128)), ("lora_B", (256, 1))].map(|(name, shape)| {
-        let ones = Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap();
-        (format!("base_model.model.{layer}.{name}.weight"), ones)
-    });
-    std::fs::create_dir(place.path("peft")).unwrap();
-    let file = place.path("peft/adapter_model.safetensors");
-    candle_core::safetensors::save(&HashMap::from(factors), file).unwrap();
-    let peft = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["up_proj"]}"#;
-    place.write("peft/adapter_config.json", peft);
+    write_adapter(&place, layer, (256, 128));
     let with_adapter = ["--model", "model", "--adapter", "peft"];
     let to = |out: &[&str]| place.trainer(&[&["export"], &with_adapter[..], out].concat());
     to(&["--gguf", "no"]).ends_with(64).says("not adapters").says("hint: add `--merge`");

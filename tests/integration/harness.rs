@@ -249,6 +249,20 @@ pub(crate) fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
+/// Writes the adapter `peft` of rank 1 for the projection `up_proj` of `layer`, whose weight is
+/// `[outputs, inputs]`: all of its values are 1.
+pub(crate) fn write_adapter(place: &Place, layer: &str, (outputs, inputs): (usize, usize)) {
+    let factors = [("lora_A", (1, inputs)), ("lora_B", (outputs, 1))].map(|(name, shape)| {
+        let ones = Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap();
+        (format!("base_model.model.{layer}.{name}.weight"), ones)
+    });
+    fs::create_dir(place.path("peft")).unwrap();
+    safetensors::save(&HashMap::from(factors), place.path("peft/adapter_model.safetensors"))
+        .unwrap();
+    let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["up_proj"]}"#;
+    place.write("peft/adapter_config.json", config);
+}
+
 /// Dtype and bits of each tensor.
 pub(crate) fn bits(tensors: &HashMap<String, Tensor>) -> BTreeMap<&str, (DType, Vec<u32>)> {
     let bits = |tensor: &Tensor| values(tensor).into_iter().map(f32::to_bits).collect();

@@ -1,8 +1,8 @@
 //! Runs of Qwen3.5: ranks, shards and files. `parity` and `laws` compare its values.
 
-use super::harness::{Place, bits, copy_folder, golden, tensors, write};
+use super::harness::{Place, bits, copy_folder, golden, tensors, write, write_adapter};
 use super::ranks::{config, place, train};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use std::collections::HashMap;
 use trainer::train::TrainOutcome;
 
@@ -94,15 +94,7 @@ fn export_writes_all_tensors_of_the_files() {
     // an adapter of one layer
     let layer = "model.language_model.layers.0.mlp.up_proj";
     let (outputs, inputs) = start[&format!("{layer}.weight")].dims2().unwrap();
-    let factors = [("lora_A", (1, inputs)), ("lora_B", (outputs, 1))].map(|(name, shape)| {
-        let ones = Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap();
-        (format!("base_model.model.{layer}.{name}.weight"), ones)
-    });
-    std::fs::create_dir(place.path("peft")).unwrap();
-    let file = place.path("peft/adapter_model.safetensors");
-    candle_core::safetensors::save(&HashMap::from(factors), file).unwrap();
-    let peft = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["up_proj"]}"#;
-    place.write("peft/adapter_config.json", peft);
+    write_adapter(&place, layer, (outputs, inputs));
 
     place.trainer(&["export", "--model", "model", "--out", "copy"]).ends_with(0);
     let merge = ["export", "--model", "model", "--adapter", "peft", "--merge", "--out", "merged"];

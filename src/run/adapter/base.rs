@@ -3,7 +3,8 @@
 use super::super::error::{RunError, SetupError};
 use super::super::inputs::{open_for_run, param_groups};
 use super::super::load_model::{LoadedModel, OpenModel, check_experts, trainable};
-use super::super::new_tokens::{TOKENIZER, check_start};
+use super::super::model_files::TOKENIZER;
+use super::super::new_tokens::check_start;
 use super::super::stored_weights::{load_stored, stored_elsewhere, weight_storage};
 use super::{AdapterError, OpenAdapter};
 use crate::checkpoint::{Checkpoint, CheckpointError};

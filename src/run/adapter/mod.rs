@@ -10,11 +10,12 @@ mod targets;
 pub(crate) use base::{load_for_run, load_to_generate, load_with_adapter};
 pub(super) use base::{open_run_model, read_adapter, trained_on};
 pub use error::AdapterError;
-pub(super) use peft::{Exchanged, HEAD, exchange_experts};
+pub(super) use peft::{Exchanged, exchange_experts};
 
 use self::split::{Half, Split, load_half};
 use super::export::WeightChange;
 use super::load_model::OpenModel;
+use super::model_files::{HEAD, is_tied};
 use crate::checkpoint::{CheckpointError, PeftConfig, WeightFiles};
 use crate::nn::{
     AdapterDraw, AdapterModule, AdapterTensor, Adapters, ParamSpec, TensorNames, WeightError,
@@ -104,7 +105,7 @@ impl OpenAdapter {
     pub fn read(folder: &Path, specs: &[ParamSpec]) -> std::result::Result<Self, AdapterError> {
         let (mut peft, files) = peft::open(folder, specs)?;
         // PEFT stores the setting for every model
-        peft.ensure_weight_tying &= specs.iter().all(|spec| spec.name != peft::HEAD);
+        peft.ensure_weight_tying &= is_tied(specs);
         let modules = peft::modules(folder, &peft, &files, specs, TensorNames::Modules)?;
         let adapter_specs = targets::adapter_specs(&modules, specs);
         let exchanged = Exchanged::find(&files, &modules, &adapter_specs);
@@ -221,7 +222,7 @@ impl OpenAdapter {
         let joined = if index < self.num_base { None } else { self.joined(spec, dtype)? };
         let pieces = Vec::new(); // PEFT has the parameters of the modules
         let is_tied = self.peft.ensure_weight_tying && spec.name.ends_with("embed_tokens.weight");
-        let twin = is_tied.then(|| peft_name(peft::HEAD));
+        let twin = is_tied.then(|| peft_name(HEAD));
         Ok(Some(SavedAs { name, pieces, twin, joined, in_f32: false, original: None }))
     }
 

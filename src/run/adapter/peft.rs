@@ -6,7 +6,7 @@
 //! adapter of them has the sides exchanged: its `A` has the values of each `B_e^T`, and its `B`
 //! those of each `A_e^T`. Both are read.
 
-use super::super::model_files::same_values;
+use super::super::model_files::{HEAD, is_tied, same_values};
 use super::error::AdapterError;
 use super::targets::{layers, module_name, module_of, target_modules, target_parameters};
 use crate::checkpoint::{CheckpointError, PeftConfig, WeightFiles, adapter_weights};
@@ -22,9 +22,6 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
-/// Name of a head; a model whose embedding is its head has no such parameter.
-pub(in crate::run) const HEAD: &str = "lm_head.weight";
-
 /// The `adapter_config.json` of a new adapter.
 pub(super) fn config(
     config: &AdapterConfig,
@@ -35,8 +32,8 @@ pub(super) fn config(
     let mut saved: Vec<String> =
         also_trained.iter().map(|index| module_of(&specs[*index].name).to_owned()).collect();
     saved.dedup();
-    let is_tied = !specs.iter().any(|spec| spec.name == HEAD);
-    let ensure_weight_tying = is_tied && saved.iter().any(|name| name.ends_with("embed_tokens"));
+    let ensure_weight_tying =
+        is_tied(specs) && saved.iter().any(|name| name.ends_with("embed_tokens"));
     // Checkpoints have twice the rank, with the same factor.
     let joined = config.init.is_part();
     let alpha = match (joined, config.rslora) {
@@ -205,7 +202,7 @@ pub(super) fn check(
     }
     let mut also_trained = Vec::new();
     // PEFT writes an embedding that is also the head under both names
-    let (is_tied, head) = (!base.iter().any(|spec| spec.name == HEAD), peft_name(HEAD));
+    let (is_tied, head) = (is_tied(base), peft_name(HEAD));
     let embedding = base.iter().find(|spec| is_tied && spec.name.contains("embed_tokens"));
     for name in files.names() {
         if let Some(embedding) = embedding.filter(|_| ties && *name == *head) {

@@ -5,7 +5,7 @@ mod model;
 mod resources;
 mod start;
 
-use super::error::{RunError, SetupError};
+use super::error::RunError;
 use super::inputs::{SetupObserver, encoder};
 use super::output_dir::TemporaryFolder;
 use super::trackers::Imports;
@@ -119,6 +119,12 @@ impl CheckReport {
         self.add(topic, Finding::Error(error.into()));
     }
 
+    fn has_error(&self, text: &str) -> bool {
+        let is_same =
+            |found: &Finding| matches!(found, Finding::Error(error) if error.to_string() == text);
+        self.findings.iter().any(|(_, finding)| is_same(finding))
+    }
+
     fn errors(&mut self, topic: Topic, errors: impl Iterator<Item = RunError>) {
         errors.for_each(|error| self.error(topic, error));
     }
@@ -138,13 +144,12 @@ pub(super) fn announce_memory(config: &RunConfig) {
 }
 
 /// The encoder, and the config without wrong settings of images or videos, which are reported: rows
-/// are still checked. An error whose cause is in the model folder is reported once.
+/// are still checked. An error that has been reported, perhaps by the model, is reported once.
 fn usable_encoder(
     config: &RunConfig,
     report: &mut CheckReport,
 ) -> Option<(RunConfig, Arc<Encoder>)> {
     let mut config = config.clone();
-    let mut last = String::new();
     loop {
         let error = match encoder(&config) {
             Ok(encoder) => {
@@ -165,16 +170,12 @@ fn usable_encoder(
             },
             _ => false,
         };
-        let text = error.to_string();
-        // the model has reported a token that cannot be added
-        let is_token = matches!(&error, RunError::Setup(SetupError::NewToken { .. }));
-        if text != last && !is_token {
+        if !report.has_error(&error.to_string()) {
             report.error(Topic::Encoder, error);
         }
         if !is_changed {
             return None;
         }
-        last = text;
     }
 }
 

@@ -7,14 +7,11 @@ mod tokenizer;
 mod vision;
 
 use super::error::{RunError, SetupError};
-use super::export::{Exported, ExportedWeights};
-use super::inputs::open_for_run;
-use super::model_files::{check_model_folder, files_error, unused};
-use super::new_tokens::with_tokens_of;
+use super::export::{Exported, ExportedWeights, open_to_export};
+use super::model_files::{files_error, unused};
 use crate::checkpoint::{CheckpointError, GgufDtype, GgufFile, GgufTensor, GgufValue};
 use crate::nn::ParamSpec;
-use crate::train::ModelSection;
-use candle_core::{DType, Device, Result as TensorResult, Tensor};
+use candle_core::{DType, Result as TensorResult, Tensor};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -49,10 +46,7 @@ pub fn export_gguf(
     dtype: GgufDtype,
     out: &Path,
 ) -> Result<Exported, RunError> {
-    check_model_folder(base)?;
-    let section = ModelSection::new(base);
-    let section = adapter.map_or_else(|| section.clone(), |of| with_tokens_of(&section, of));
-    let open = open_for_run(&section, 0, &Device::Cpu)?;
+    let open = open_to_export(base, adapter)?;
     let (config, json, specs) =
         (open.config().clone(), open.config_json.clone(), open.specs.clone());
     let unsupported = |what| SetupError::NoGguf { folder: base.to_owned(), what };

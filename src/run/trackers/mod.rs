@@ -46,12 +46,10 @@ pub(super) struct Imports {
 impl Imports {
     /// Starts the imports, which take seconds.
     pub(super) fn start(python: &OsStr, trackers: &[Tracker]) -> Result<Self, RunError> {
-        let packages = trackers.iter().filter_map(|tracker| tracker.package());
-        let mut running = Vec::new();
-        for (name, symbol) in packages {
-            running.push((name, import(python, name, symbol, MAX_IMPORT)?));
-        }
-        Ok(Self { python: python.to_owned(), running })
+        let start =
+            |(name, symbol)| import(python, name, symbol, MAX_IMPORT).map(|child| (name, child));
+        let running = trackers.iter().filter_map(|tracker| tracker.package()).map(start);
+        Ok(Self { python: python.to_owned(), running: running.collect::<Result<_, _>>()? })
     }
 
     /// Waits for the imports, and fails if a package cannot be imported.

@@ -62,6 +62,11 @@ impl Repo {
         (repo.is_valid() && is_relative(file)).then(|| (repo, file.to_owned()))
     }
 
+    /// Whether the revision is a commit, as in the name of a model that a run has stored.
+    pub fn is_at_commit(&self) -> bool {
+        is_commit(&self.revision)
+    }
+
     fn is_valid(&self) -> bool {
         let is_name = |name: &str| {
             let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
