@@ -11,6 +11,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
 
 const FILES: [&str; 14] = [
     "config.yaml",
@@ -38,13 +40,22 @@ pub(super) fn claim(output_dir: &Path) -> Result<File, RunError> {
     Ok(file)
 }
 
+/// Number of attempts to lock a folder, and the pause between two of them.
+const ATTEMPTS: (u32, Duration) = (20, Duration::from_millis(50));
+
 /// Locks the open folder `output_dir`; an error if another run uses it.
+///
+/// A child process that is just being started has a copy of this process's locks until it executes
+/// its program. So the lock of a run that has ended may remain for a moment.
 fn lock(file: &File, output_dir: &Path) -> Result<(), RunError> {
-    match file.try_lock() {
-        Err(TryLockError::WouldBlock) => Err(RunError::Busy { folder: output_dir.to_owned() }),
-        // Some network file systems do not support locks.
-        Ok(()) | Err(TryLockError::Error(_)) => Ok(()),
+    for _ in 0..ATTEMPTS.0 {
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) => thread::sleep(ATTEMPTS.1),
+            // Some network file systems do not support locks.
+            Ok(()) | Err(TryLockError::Error(_)) => return Ok(()),
+        }
     }
+    Err(RunError::Busy { folder: output_dir.to_owned() })
 }
 
 /// Fails if another run uses `output_dir`.
@@ -231,5 +242,25 @@ impl Drop for TemporaryFolder {
         if let Err(error) = fs::remove_dir_all(&self.0) {
             tracing::warn!(folder = %self.0.display(), %error, "cannot remove a temporary folder");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_is_released_in_a_moment_is_waited_for_and_another_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let first = claim(folder.path()).unwrap();
+        let error = claim(folder.path()).unwrap_err();
+        assert!(matches!(error, RunError::Busy { .. }), "{error}");
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(ATTEMPTS.1 * 3);
+                drop(first);
+            });
+            claim(folder.path()).unwrap();
+        });
     }
 }
