@@ -4,7 +4,8 @@
   python scripts/golden/answers.py --check    # compares with the stored file
 
 The prompts are the first rows of three data files without their last answer. `model.generate` answers them in float32
-with small-tied, with sharded-bf16, whose weights are bf16, with small-qwen35 and with small-qwen25vl. For each answer: the row, the new ids without the end
+with small-tied, with sharded-bf16, whose weights are bf16, with small-qwen35,
+small-qwen25vl and small-qwen2vl. For each answer: the row, the new ids without the end
 token, their text. `margin` is the smallest difference of the two highest logits of all steps of a model: answers of
 another correct program can differ only where it is not much larger than rounding errors.
 """
@@ -18,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 from reference_lib import GOLDEN, Encoder, normalise, read_jsonl, token_types
 
 OUT = GOLDEN / "answers.json"
-MODELS = ("small-tied", "sharded-bf16", "small-qwen35", "small-qwen25vl")
+MODELS = ("small-tied", "sharded-bf16", "small-qwen35", "small-qwen25vl", "small-qwen2vl")
 PROMPTS = (("text.jsonl", 25), ("image_exact.jsonl", 20), ("digits_test.jsonl", 5))
 NEW_TOKENS = 16
 

@@ -20,11 +20,11 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 
 from adapters import curve
-from qwen25_vl import update
+from qwen2_vl import update
 from reference_lib import GOLDEN, ROOT
 
-MODELS = ["small-tied", "small-qwen35", "small-qwen25vl"]
-CURVES = {"small-tied": "image_28", "small-qwen35": "image_28", "small-qwen25vl": "image_exact"}
+MODELS = ["small-tied", "small-qwen35", "small-qwen25vl", "small-qwen2vl"]
+CURVES = {"small-tied": "image_28", "small-qwen35": "image_28", "small-qwen25vl": "image_exact", "small-qwen2vl": "image_exact"}
 IMAGES = [f"tests/fixtures/images/{name}" for name in (
     "photo_150x100.png", "photo_40x30.png", "photo_96x50.png", "photo_50x84.png", "strip_120x7.png", "exact_96x64.png",
 )] + ["tests/golden/data/images28/china_140x84.png"]

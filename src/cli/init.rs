@@ -5,10 +5,11 @@ use super::failure::{Exit, Failure};
 use crate::checkpoint::{
     CarriedFiles, FolderLayout, ModelFolder, SavedTensor, WeightFiles, write_atomically,
 };
-use crate::models::config_from_json;
+use crate::models::{PRESETS, Preset, config_from_json};
 use crate::nn::random_tensor;
 use candle_core::{DType, Device};
-use clap::{Args, ValueEnum};
+use clap::Args;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -18,8 +19,8 @@ use std::path::{Path, PathBuf};
     trainer init --preset 2b --out models/2b --tokenizer models/Qwen3-VL-2B-Instruct")]
 pub(super) struct InitArgs {
     /// Shape of the model
-    #[arg(long, value_enum)]
-    preset: Preset,
+    #[arg(long, value_parser = preset_parser())]
+    preset: &'static Preset,
     /// Folder to write; it must not contain a model
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
@@ -67,17 +68,18 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     if let Some(folder) = &args.tokenizer {
         check_folder("--tokenizer", folder)?;
     }
-    let config = args.preset.config();
-    if args.preset.is_small() {
+    let config = config_of(args.preset);
+    let is_small = SMALL.iter().any(|of| of.name == args.preset.name);
+    if is_small {
         for (name, text) in SMALL_FILES {
-            let text = match args.preset {
-                Preset::Tiny => text.replace(PIXELS[0], PIXELS[1]),
+            let text = match args.preset.name {
+                TINY => text.replace(PIXELS[0], PIXELS[1]),
                 _ => text.to_owned(),
             };
             write_atomically(&args.out.join(name), text.as_bytes())?;
         }
     }
-    let with_weights = args.preset.is_small() || args.weights;
+    let with_weights = is_small || args.weights;
     let weights = if with_weights { random_weights(&config, args.seed)? } else { Vec::new() };
     let carried = args.tokenizer.as_deref().map(CarriedFiles::read).transpose()?;
     let carried = carried.unwrap_or_default();
@@ -91,7 +93,7 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     files.write_into(&args.out)?;
     let count: usize = weights.iter().map(SavedTensor::elem_count).sum();
     tracing::info!(folder = %args.out.display(), parameters = count, "wrote a model folder");
-    if !args.preset.is_small() && !has_tokenizer(&args.out) {
+    if !is_small && !has_tokenizer(&args.out) {
         tracing::warn!("the folder has no tokenizer: pass `--tokenizer` or copy the files");
     }
     Ok(())
@@ -130,97 +132,50 @@ fn random_weights(config: &Value, seed: u64) -> anyhow::Result<Vec<SavedTensor>>
     Ok(weights)
 }
 
-/// Model shapes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Preset {
-    /// 0.7 M parameters, for tests
-    Debug,
-    /// 1.6 M parameters, for the CPU
-    Tiny,
-    /// 0.9 M parameters, a mixture of experts for tests
-    TinyMoe,
-    /// Qwen3-VL 2B
-    #[value(name = "2b")]
-    B2,
-    /// Qwen3-VL 4B
-    #[value(name = "4b")]
-    B4,
-    /// Qwen3-VL 8B
-    #[value(name = "8b")]
-    B8,
-    /// Qwen3-VL 32B
-    #[value(name = "32b")]
-    B32,
-    /// Qwen3-VL 30B-A3B, a mixture of experts
-    #[value(name = "30b-a3b")]
-    B30A3,
-    /// Qwen3-VL 235B-A22B, a mixture of experts
-    #[value(name = "235b-a22b")]
-    B235A22,
-    /// Qwen3.5 0.8B
-    #[value(name = "qwen3.5-0.8b")]
-    Hybrid0B8,
-    /// Qwen3.5 4B
-    #[value(name = "qwen3.5-4b")]
-    Hybrid4B,
-    /// Qwen3.5 9B
-    #[value(name = "qwen3.5-9b")]
-    Hybrid9B,
-    /// Qwen3.5 27B
-    #[value(name = "qwen3.5-27b")]
-    Hybrid27B,
-    /// Qwen2.5-VL 3B
-    #[value(name = "qwen2.5-vl-3b")]
-    Windowed3B,
-    /// Qwen2.5-VL 7B
-    #[value(name = "qwen2.5-vl-7b")]
-    Windowed7B,
-    /// Qwen2.5-VL 32B
-    #[value(name = "qwen2.5-vl-32b")]
-    Windowed32B,
-    /// Qwen2.5-VL 72B
-    #[value(name = "qwen2.5-vl-72b")]
-    Windowed72B,
+/// Shapes with their own tokenizer, which always get weights.
+static SMALL: [Preset; 3] = [
+    Preset {
+        name: "debug",
+        title: "0.7 M parameters, for tests",
+        config: include_str!("init/presets/debug.json"),
+    },
+    Preset {
+        name: TINY,
+        title: "1.6 M parameters, for the CPU",
+        config: include_str!("../../data/quickstart/model/config.json"),
+    },
+    Preset {
+        name: "tiny-moe",
+        title: "0.9 M parameters, a mixture of experts for tests",
+        config: include_str!("init/presets/tiny-moe.json"),
+    },
+];
+const TINY: &str = "tiny";
+
+fn presets() -> impl Iterator<Item = &'static Preset> {
+    SMALL.iter().chain(PRESETS)
 }
 
-impl Preset {
-    /// The content of `config.json`. The vision encoders of Qwen3.5 0.8B and 4B were not confirmed with
-    /// the published files.
-    fn config(self) -> Value {
-        let text = match self {
-            Self::Debug => include_str!("init/presets/debug.json"),
-            Self::Tiny => include_str!("../../data/quickstart/model/config.json"),
-            Self::TinyMoe => include_str!("init/presets/tiny-moe.json"),
-            Self::B2 => include_str!("init/presets/2b.json"),
-            Self::B4 => include_str!("init/presets/4b.json"),
-            Self::B8 => include_str!("init/presets/8b.json"),
-            Self::B32 => include_str!("init/presets/32b.json"),
-            Self::B30A3 => include_str!("init/presets/30b-a3b.json"),
-            Self::B235A22 => include_str!("init/presets/235b-a22b.json"),
-            Self::Hybrid0B8 => include_str!("init/presets/qwen3.5-0.8b.json"),
-            Self::Hybrid4B => include_str!("init/presets/qwen3.5-4b.json"),
-            Self::Hybrid9B => include_str!("init/presets/qwen3.5-9b.json"),
-            Self::Hybrid27B => include_str!("init/presets/qwen3.5-27b.json"),
-            Self::Windowed3B => include_str!("init/presets/qwen2.5-vl-3b.json"),
-            Self::Windowed7B => include_str!("init/presets/qwen2.5-vl-7b.json"),
-            Self::Windowed32B => include_str!("init/presets/qwen2.5-vl-32b.json"),
-            Self::Windowed72B => include_str!("init/presets/qwen2.5-vl-72b.json"),
-        };
-        serde_json::from_str(text).expect("a file of ours")
-    }
+fn preset_parser() -> impl TypedValueParser<Value = &'static Preset> {
+    let values = presets().map(|of| PossibleValue::new(of.name).help(of.title));
+    PossibleValuesParser::new(values)
+        .map(|name| presets().find(|of| of.name == name).expect("one of the names above"))
+}
 
-    /// Whether the preset has its own tokenizer and always gets weights.
-    fn is_small(self) -> bool {
-        matches!(self, Self::Debug | Self::Tiny | Self::TinyMoe)
-    }
+/// The content of `config.json`.
+fn config_of(preset: &Preset) -> Value {
+    serde_json::from_str(preset.config).expect("a file of ours")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::models::config_from_json;
     use candle_core::{DType, Device, Tensor};
     use serde_json::json;
+
+    fn named(name: &str) -> Value {
+        config_of(presets().find(|of| of.name == name).unwrap())
+    }
 
     #[test]
     fn the_limits_on_pixels_are_in_the_processor_file() {
@@ -229,9 +184,9 @@ mod tests {
 
     #[test]
     fn weights_have_the_dtype_that_their_config_names() {
-        assert_eq!(stored_dtype(&Preset::B2.config()), DType::BF16);
-        assert_eq!(stored_dtype(&Preset::Tiny.config()), DType::F32);
-        let mut config = Preset::Debug.config();
+        assert_eq!(stored_dtype(&named("2b")), DType::BF16);
+        assert_eq!(stored_dtype(&named("tiny")), DType::F32);
+        let mut config = named("debug");
         config["text_config"]["dtype"] = json!("bfloat16");
         config["dtype"] = Value::Null;
         let weights = random_weights(&config, 1).unwrap();
@@ -252,12 +207,12 @@ mod tests {
     #[test]
     fn the_decoders_of_qwen35_have_as_many_parameters_as_their_names_say() {
         for (preset, expected) in [
-            (Preset::Hybrid0B8, 0.75e9),
-            (Preset::Hybrid4B, 4.2e9),
-            (Preset::Hybrid9B, 8.95e9),
-            (Preset::Hybrid27B, 26.9e9),
+            ("qwen3.5-0.8b", 0.75e9),
+            ("qwen3.5-4b", 4.2e9),
+            ("qwen3.5-9b", 8.95e9),
+            ("qwen3.5-27b", 26.9e9),
         ] {
-            let config = config_from_json(&preset.config()).unwrap();
+            let config = config_from_json(&named(preset)).unwrap();
             let specs = config.param_specs();
             let decoder = specs.iter().filter(|spec| spec.component.name == "llm");
             let count: usize = decoder.map(|spec| spec.shape.iter().product::<usize>()).sum();
@@ -268,9 +223,9 @@ mod tests {
     #[test]
     fn models_with_experts_have_as_many_parameters_and_active_ones_as_their_names_say() {
         for (preset, all, active) in
-            [(Preset::B30A3, 30.53e9, 3.35e9), (Preset::B235A22, 235.09e9, 22.19e9)]
+            [("30b-a3b", 30.53e9, 3.35e9), ("235b-a22b", 235.09e9, 22.19e9)]
         {
-            let config = config_from_json(&preset.config()).unwrap();
+            let config = config_from_json(&named(preset)).unwrap();
             let specs = config.param_specs();
             let decoder = specs.iter().filter(|spec| spec.component.name == "llm");
             let count: usize = decoder.map(|spec| spec.shape.iter().product::<usize>()).sum();
@@ -281,14 +236,16 @@ mod tests {
     }
 
     #[test]
-    fn the_shapes_of_qwen25_vl_have_as_many_parameters_as_the_published_models() {
+    fn the_shapes_of_qwen2_vl_and_qwen25_vl_have_as_many_parameters_as_the_published_models() {
         for (preset, expected) in [
-            (Preset::Windowed3B, 3_754_622_976),
-            (Preset::Windowed7B, 8_292_166_656),
-            (Preset::Windowed32B, 33_452_718_336),
-            (Preset::Windowed72B, 73_410_777_344),
+            ("qwen2.5-vl-3b", 3_754_622_976),
+            ("qwen2.5-vl-7b", 8_292_166_656),
+            ("qwen2.5-vl-32b", 33_452_718_336),
+            ("qwen2.5-vl-72b", 73_410_777_344),
+            ("qwen2-vl-2b", 2_208_985_600),
+            ("qwen2-vl-7b", 8_291_375_616),
         ] {
-            let specs = config_from_json(&preset.config()).unwrap().param_specs();
+            let specs = config_from_json(&named(preset)).unwrap().param_specs();
             let count: usize = specs.iter().map(|spec| spec.shape.iter().product::<usize>()).sum();
             assert_eq!(count, expected, "{preset:?}");
         }
@@ -298,8 +255,8 @@ mod tests {
     #[test]
     fn the_norms_of_the_presets_have_a_width_that_their_ops_support() -> candle_core::Result<()> {
         let mut widths = std::collections::BTreeSet::new();
-        for preset in Preset::value_variants() {
-            let specs = config_from_json(&preset.config()).unwrap().param_specs();
+        for preset in presets() {
+            let specs = config_from_json(&config_of(preset)).unwrap().param_specs();
             let has = |name: &str| specs.iter().any(|spec| spec.name == name);
             for spec in specs.iter().filter(|spec| spec.name.ends_with("weight")) {
                 let [width] = spec.shape[..] else { continue };

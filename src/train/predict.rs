@@ -130,7 +130,8 @@ impl Predictor<'_> {
         let most = self.config.max_new_tokens.get();
         let ended = ids.len() <= most;
         ids.truncate(most);
-        let answered = self.rows.encoder().decode(&ids).map_err(candle_core::Error::wrap)?;
+        let answered =
+            self.rows.encoder().decode_with_specials(&ids).map_err(candle_core::Error::wrap)?;
         Ok(Prediction {
             id: self.rows.own_id(row),
             row: self.rows.id(row).to_string(),

@@ -1,5 +1,6 @@
 //! Scores of a generated answer against the expected one.
 
+use crate::data::marked_boxes;
 use serde::{Deserialize, Serialize};
 use settings::Choice;
 
@@ -14,7 +15,8 @@ pub enum Score {
     /// F1 of the longest common subsequence of their words in lower case. A word is a run of
     /// letters and digits; Chinese and Japanese characters are words of their own.
     RougeL,
-    /// Mean IoU of the boxes `"bbox_2d": [x1, y1, x2, y2]` in both texts.
+    /// Mean IoU of the boxes in both texts: `"bbox_2d": [x1, y1, x2, y2]`, or
+    /// `<|box_start|>(x1,y1),(x2,y2)<|box_end|>`.
     BboxIou,
 }
 
@@ -76,17 +78,20 @@ fn rouge_l(expected: &[String], answered: &[String]) -> Option<f64> {
 
 type Corners = [f64; 4];
 
-/// The boxes of a text. It need not be JSON: a code fence may surround it, and its end may be cut.
+/// The boxes of a text, also those between special tokens. It need not be JSON: a code fence may
+/// surround it, and its end may be cut.
 fn boxes(text: &str) -> Vec<Corners> {
+    let of_numbers = |numbers: Vec<f64>| -> Option<Corners> {
+        numbers.try_into().ok().filter(|corners: &Corners| corners.iter().all(|x| x.is_finite()))
+    };
     let after_key = text.split("\"bbox_2d\"").skip(1);
     let list = |rest: &str| -> Option<Corners> {
         let list = rest.trim_start().strip_prefix(':')?.trim_start().strip_prefix('[')?;
         let (list, _) = list.split_once(']')?;
         let numbers = list.split(',').map(|number| number.trim().parse::<f64>());
-        let numbers: Vec<f64> = numbers.collect::<Result<_, _>>().ok()?;
-        numbers.try_into().ok().filter(|corners: &Corners| corners.iter().all(|x| x.is_finite()))
+        of_numbers(numbers.collect::<Result<_, _>>().ok()?)
     };
-    after_key.filter_map(list).collect()
+    after_key.filter_map(list).chain(marked_boxes(text).filter_map(of_numbers)).collect()
 }
 
 fn iou(a: &Corners, b: &Corners) -> f64 {
@@ -157,5 +162,11 @@ mod tests {
         assert_eq!(iou(one, "no box"), Some(0.0));
         assert_eq!(iou("no box", one), None);
         assert_eq!(iou(one, r#"{"bbox_2d": [10, 10, 0, 0]}"#), Some(0.0));
+        let marked = "a coin<|box_start|>(0,0),(10,10)<|box_end|>";
+        assert_eq!(
+            iou(marked, "<|box_start|>(0, 5), (10, 10)<|box_end|> <|box_start|>(1,2"),
+            Some(0.5)
+        );
+        assert_eq!(iou("<|box_start|>(3,4)<|box_end|>", marked), None);
     }
 }

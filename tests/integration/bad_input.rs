@@ -135,7 +135,7 @@ fn break_models(folder: &Path) {
     };
     edit("wrong-shape", "config.json", &|c| c["text_config"]["intermediate_size"] = json!(96));
     edit("missing-tensor", "config.json", &|c| c["text_config"]["num_hidden_layers"] = json!(3));
-    edit("qwen2-vl", "config.json", &|c| c["model_type"] = json!("qwen2_vl"));
+    edit("llava", "config.json", &|c| c["model_type"] = json!("llava"));
     edit("contradicting-sizes", "config.json", &|c| {
         c["text_config"]["num_key_value_heads"] = json!(3);
     });
@@ -655,7 +655,7 @@ fn other_commands_refuse_bad_input_as_well() {
                 &["truncated-weights/model.safetensors` is not valid"],
             ),
             (&plain("nowhere"), 64, &["there is nothing at `nowhere`"]),
-            (&plain("@TMP@/qwen2-vl"), 65, &["`model_type` is `qwen2_vl`"]),
+            (&plain("@TMP@/llava"), 65, &["`model_type` is `llava`"]),
             (&plain("@TMP@/missing-tensor"), 65, &["11 of 74 tensors are missing"]),
             (&generate("@TMP@/good", "nowhere.png"), 65, &["cannot read `nowhere.png`"]),
             (&generate("@TMP@/good", "@TMP@/image.png"), 65, &["is not a PNG, JPEG"]),

@@ -90,10 +90,12 @@ fn twenty_configs_of_each_trainer_convert_and_pass_the_config_reader() {
     }
 }
 
-/// A token of Qwen2.5-VL has 28 x 28 pixels, one of the others 32 x 32.
+/// A token of Qwen2.5-VL and Qwen2-VL has 28 x 28 pixels, one of the others 32 x 32.
 #[test]
 fn sizes_in_tokens_become_pixels_of_the_models_family() {
-    for (model, pixels) in [("Qwen3-VL-2B", 1024), ("Qwen3.5-4B", 1024), ("Qwen2.5-VL-3B", 784)] {
+    for (model, pixels) in
+        [("Qwen3-VL-2B", 1024), ("Qwen3.5-4B", 1024), ("Qwen2.5-VL-3B", 784), ("Qwen2-VL-2B", 784)]
+    {
         let script = format!(
             "IMAGE_MIN_TOKEN_NUM=5 VIDEO_MAX_TOKEN_NUM=10 FPS_MAX_FRAMES=6 swift sft --model \
              Qwen/{model}-Instruct --dataset a.jsonl --tuner_type full"
@@ -101,6 +103,25 @@ fn sizes_in_tokens_become_pixels_of_the_models_family() {
         let config = resolved(Trainer::MsSwift, "a.sh", &script).unwrap();
         assert_eq!(config["data"]["image"]["min_pixels"], 5 * pixels, "{model}");
         assert_eq!(config["data"]["video"]["max_pixels"], 6 * 10 * pixels, "{model}");
+    }
+}
+
+#[test]
+fn folders_and_templates_of_qwen2_vl_are_accepted_in_every_spelling() {
+    for (trainer, text) in [
+        (Trainer::MsSwift, "model: Qwen/Qwen2-VL-2B-Instruct\ntemplate: qwen2_vl\n"),
+        (Trainer::MsSwift, "model: ./models/my_qwen2_vl_7b\n"),
+        (Trainer::LlamaFactory, "model_name_or_path: ./qwen2vl-7b\ntemplate: qwen2_vl\n"),
+    ] {
+        let rest = match trainer {
+            Trainer::MsSwift => "dataset: a.jsonl\ntuner_type: full\n",
+            _ => "dataset: a\nfinetuning_type: full\nstage: sft\n",
+        };
+        let place = Place::empty();
+        place.write("a.yaml", &format!("{text}{rest}"));
+        let name = trainer.name();
+        let arguments = ["convert", "--from", name, "a.yaml", "--world-size", "1"];
+        place.trainer(&arguments).ends_with(0);
     }
 }
 
@@ -216,13 +237,13 @@ fn a_kind_of_tuning_that_is_unknown_is_refused() {
 #[test]
 fn all_refusals_are_listed_at_once_with_exit_code_64() {
     let place = Place::empty();
-    let text = "model_name_or_path: Qwen/Qwen2-VL-7B-Instruct\ndataset: a\nfinetuning_type: full\n\
+    let text = "model_name_or_path: Qwen/Qwen-VL-Chat\ndataset: a\nfinetuning_type: full\n\
                 learnin_rate: 1e-4\nquantization_bit: 4\nrope_scaling: yarn\nstage: dpo\n";
     place.write("a.yaml", text);
     let arguments = ["convert", "--from", "llama-factory", "a.yaml", "--out", "b.yaml"];
     let output = place.trainer(&arguments).ends_with(64);
     for name in [
-        "a.yaml:1: `model_name_or_path: Qwen/Qwen2-VL-7B-Instruct`",
+        "a.yaml:1: `model_name_or_path: Qwen/Qwen-VL-Chat`",
         "a.yaml:4: `learnin_rate: 1e-4`: no known setting of LLaMA-Factory, did you mean `learning_rate`?",
         "a.yaml:5: `quantization_bit: 4`",
         "a.yaml:6: `rope_scaling: yarn`",

@@ -335,9 +335,12 @@ fn what_llama_cpp_does_not_compute_is_refused_by_name() {
         place.trainer(&arguments).ends_with(65).says("for llama.cpp").says(problem).says("hint: ");
         assert!(!place.path("out").exists());
     };
-    for (name, family) in
-        [("moe-vl", "`qwen3_vl_moe`"), ("moe-text", "`qwen3_moe`"), ("moe-qwen35", "`qwen3_5_moe`")]
-    {
+    for (name, family) in [
+        ("moe-vl", "`qwen3_vl_moe`"),
+        ("moe-text", "`qwen3_moe`"),
+        ("moe-qwen35", "`qwen3_5_moe`"),
+        ("small-qwen2vl", "`qwen2_vl`"),
+    ] {
         refused(&model(name), family);
     }
     for (name, section, key, value, problem) in [

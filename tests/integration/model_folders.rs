@@ -206,8 +206,8 @@ const CASES: [Case; 24] = [
     ),
     (
         "small-tied",
-        |place| change(place, "config.json", |json| json["model_type"] = json!("qwen2_vl")),
-        &["`model_type` is `qwen2_vl`, expected `qwen3_vl`"],
+        |place| change(place, "config.json", |json| json["model_type"] = json!("llava")),
+        &["`model_type` is `llava`, expected `qwen3_vl`"],
     ),
     (
         "qwen3-text",

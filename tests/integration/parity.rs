@@ -306,12 +306,27 @@ fn qwen25_vl_with_images_follows_the_reference_in_every_layout() {
     assert_all_variants_follow(&golden_json("curves.json")["image_28_small-qwen25vl"]);
 }
 
+#[test]
+fn qwen2_vl_follows_the_reference_in_every_layout() {
+    assert_all_variants_follow(&golden_json("curves.json")["text_small-qwen2vl"]);
+}
+
+#[test]
+fn qwen2_vl_with_images_follows_the_reference_in_every_layout() {
+    assert_all_variants_follow(&golden_json("curves.json")["image_28_small-qwen2vl"]);
+}
+
 /// The sides of these images are multiples of 28, where a family needs multiples of 32, or of 32.
 /// Recomputation limits the curves to their first steps, unless `TRAINER_LONG_TESTS` is set.
 #[test]
 fn resized_images_follow_the_reference_as_closely_as_others() {
     let curves = golden_json("curves.json");
-    for name in ["image_28_small-tied", "image_28_small-qwen35", "image_exact_small-qwen25vl"] {
+    for name in [
+        "image_28_small-tied",
+        "image_28_small-qwen35",
+        "image_exact_small-qwen25vl",
+        "image_exact_small-qwen2vl",
+    ] {
         assert_follows(&curves[name], Variant { recompute: RecomputeChoice::Full, ..PLAIN });
     }
 }
@@ -353,6 +368,7 @@ fn gradient_norms_of_every_parameter_equal_the_references() {
         ("small-tied", "image_exact"),
         ("small-qwen35", "image_exact"),
         ("small-qwen25vl", "image_28"),
+        ("small-qwen2vl", "image_28"),
     ]
     .into_iter()
     .flat_map(|(model, images)| ["text", images].map(|data| (model, data)))

@@ -30,6 +30,7 @@ pub use encode::measure::Measured;
 pub use encode::truncate::{DroppedTokens, KeptEnd, TokenCounts, TruncationError, TruncationRule};
 pub use encode::{
     BoxFault, Encoder, ImageBox, LossScale, Vocabulary, chat_template_source, image_boxes,
+    marked_boxes,
 };
 pub use length_cache::{
     CacheError, CacheWork, LengthCache, MediaDigests, MediaLook, MediaStamps, open_indexed,

@@ -1,4 +1,4 @@
-//! GELU, elementwise, in the two forms that vision encoders use.
+//! GELU, elementwise, in the three forms that vision encoders use.
 //!
 //! Shapes: `x`, `y`, `dx` and `dy` have the same shape, of any rank.
 
@@ -21,6 +21,8 @@ pub enum Gelu {
     Tanh,
     /// Exact form: `x (1 + erf(x / sqrt 2)) / 2`.
     Erf,
+    /// Sigmoid approximation, `quick_gelu`: `x sigmoid(1.702 x)`.
+    Quick,
 }
 
 impl Gelu {
@@ -29,6 +31,7 @@ impl Gelu {
         match self {
             Self::Tanh => "gelu_tanh",
             Self::Erf => "gelu_erf",
+            Self::Quick => "gelu_quick",
         }
     }
 }
@@ -36,6 +39,8 @@ impl Gelu {
 /// `2 sqrt(2/pi)`, used with the identity `(1 + tanh u) / 2 = sigmoid(2 u)`.
 const TWICE_SQRT_2_OVER_PI: f32 = 1.595_769_1;
 const CUBIC: f32 = 0.044_715;
+/// Factor of `x` in the sigmoid approximation.
+const QUICK: f32 = 1.702;
 /// Rational approximation of an odd function: `x P(x^2) / Q(x^2)` for `|x| <= end`, and `1/2` with
 /// the sign of `x` beyond. It is cheaper than an exponential with a fit of `erfc`.
 #[derive(Clone, Copy)]
@@ -102,6 +107,12 @@ fn tanh_slope(x: f32, s: f32) -> f32 {
     (x * s * (1.0 - s)).mul_add(slope, s)
 }
 
+/// Derivative of the sigmoid approximation at `x`, given `s = sigmoid(1.702 x)`.
+#[inline(always)]
+fn quick_slope(x: f32, s: f32) -> f32 {
+    (QUICK * x * s).mul_add(1.0 - s, s)
+}
+
 kernels! {
     fn tanh_forward<'b>(x: &[f32], y: Slots<'_, 'b>) -> Full<'b> {
         let x = &x[..y.len()];
@@ -141,6 +152,26 @@ kernels! {
             *dy = y;
         }
     }
+
+    fn quick_forward<'b>(x: &[f32], y: Slots<'_, 'b>) -> Full<'b> {
+        let x = &x[..y.len()];
+        y.fill(|i| x[i] * sigmoid(QUICK * x[i]))
+    }
+
+    fn quick_backward(x: &mut [f32], dy: &[f32]) {
+        for (x, &dy) in x.iter_mut().zip(dy) {
+            *x = dy * quick_slope(*x, sigmoid(QUICK * *x));
+        }
+    }
+
+    fn quick_backward_recompute(x: &mut [f32], dy: &mut [f32]) {
+        for (x, dy) in x.iter_mut().zip(dy) {
+            let s = sigmoid(QUICK * *x);
+            let y = *x * s;
+            *x = *dy * quick_slope(*x, s);
+            *dy = y;
+        }
+    }
 }
 
 /// Returns `gelu(x)` in the shape and dtype of `x`.
@@ -158,6 +189,7 @@ pub fn gelu(x: &Tensor, kind: Gelu) -> Result<Tensor> {
     let y = elementwise(shape.elem_count(), dtype, |at, y| match kind {
         Gelu::Tanh => tanh_forward(&x.view(at), y),
         Gelu::Erf => erf_forward(&x.view(at), y),
+        Gelu::Quick => quick_forward(&x.view(at), y),
     });
     y.tensor(shape)
 }
@@ -185,11 +217,13 @@ pub fn gelu_backward(
             change(op, [("x", &x)], |span, [x]| match kind {
                 Gelu::Tanh => tanh_backward(x, &dy.view(span)),
                 Gelu::Erf => erf_backward(x, &dy.view(span)),
+                Gelu::Quick => quick_backward(x, &dy.view(span)),
             })?;
         }
         RecomputeInput::Yes => change(op, [("x", &x), ("dy", &dy)], |_, [x, dy]| match kind {
             Gelu::Tanh => tanh_backward_recompute(x, dy),
             Gelu::Erf => erf_backward_recompute(x, dy),
+            Gelu::Quick => quick_backward_recompute(x, dy),
         })?,
     }
     Ok((x, (recompute == RecomputeInput::Yes).then_some(dy)))
@@ -248,9 +282,23 @@ mod tests {
     }
 
     #[test]
+    fn quick_gelu_and_its_gradient_match_the_reference() {
+        let plain = |t: &[Tensor]| {
+            let sigmoid = ((&t[0] * -1.702)?.exp()? + 1.0)?.recip()?;
+            &t[0] * sigmoid
+        };
+        for dims in [[1, 1], [7, 9], [257, 130]] {
+            let inputs = [(random(1, &dims) * 2.0).unwrap()];
+            check(&format!("gelu quick {dims:?}"), &inputs, plain, |t, dy| {
+                forward_and_backward(&t[0], dy, Gelu::Quick)
+            });
+        }
+    }
+
+    #[test]
     fn large_values_saturate_and_nan_propagates() {
         let x = Tensor::new(&[100f32, -100.0, f32::NAN], &device()).unwrap();
-        for kind in [Gelu::Tanh, Gelu::Erf] {
+        for kind in [Gelu::Tanh, Gelu::Erf, Gelu::Quick] {
             let y = gelu(&x, kind).unwrap().to_vec1::<f32>().unwrap();
             let slope = slope(&x, kind).to_vec1::<f32>().unwrap();
             assert_eq!((y[0], slope[0]), (100.0, 1.0), "{kind:?}");
@@ -260,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn both_forms_have_an_error_below_1e_6_on_the_whole_range() {
+    fn all_forms_have_an_error_below_1e_6_on_the_whole_range() {
         let x: Vec<f64> = (-12_000..=12_000).map(|i| f64::from(i) * 1e-3).collect();
         let t = Tensor::new(x.as_slice(), &device()).unwrap();
         let narrow = t.to_dtype(candle_core::DType::F32).unwrap();
@@ -269,7 +317,11 @@ mod tests {
         let root = (2.0 / std::f64::consts::PI).sqrt();
         let u = ((&wide + (wide.powf(3.0).unwrap() * 0.044715).unwrap()).unwrap() * root).unwrap();
         let erf = (&wide * std::f64::consts::FRAC_1_SQRT_2).unwrap().erf().unwrap();
-        for (kind, step) in [(Gelu::Tanh, u.tanh().unwrap()), (Gelu::Erf, erf)] {
+        // `(1 + tanh(0.851 x)) / 2 = sigmoid(1.702 x)`
+        let quick = (&wide * 0.851).unwrap().tanh().unwrap();
+        for (kind, step) in
+            [(Gelu::Tanh, u.tanh().unwrap()), (Gelu::Erf, erf), (Gelu::Quick, quick)]
+        {
             let want = values(&((&wide * 0.5).unwrap() * (step + 1.0).unwrap()).unwrap());
             let got = values(&gelu(&narrow, kind).unwrap());
             let slopes = values(&slope(&narrow, kind));

@@ -231,7 +231,7 @@ impl OpBench {
         for &[n, f] in self.sizes.gelus {
             let (x, da) = (self.random(&[n, f])?, self.random(&[n, f])?);
             let (size, pass) = (format!("{n}x{f}"), self.bytes(&[n, f]));
-            for (name, kind) in [("tanh", Gelu::Tanh), ("erf", Gelu::Erf)] {
+            for (name, kind) in [("tanh", Gelu::Tanh), ("erf", Gelu::Erf), ("quick", Gelu::Quick)] {
                 time(case(&format!("gelu {name} {size}"), Work::Bytes(2.0 * pass), || {
                     gelu(&x, kind).map(drop)
                 }))?;

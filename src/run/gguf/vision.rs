@@ -87,8 +87,15 @@ fn check(vision: &VisionConfig) -> Result<(), String> {
             return Err(format!("`vision_config.{key}` is {found}, expected {expected}"));
         }
     }
-    if vision.parts.mlp == VisionMlp::Gelu(Gelu::Erf) {
-        return Err("`vision_config.hidden_act` is `gelu`, expected `gelu_pytorch_tanh`".to_owned());
+    let other = match vision.parts.mlp {
+        VisionMlp::Gelu { act: Gelu::Erf, .. } => Some("gelu"),
+        VisionMlp::Gelu { act: Gelu::Quick, .. } => Some("quick_gelu"),
+        VisionMlp::Gelu { act: Gelu::Tanh, .. } | VisionMlp::SwiGlu => None,
+    };
+    if let Some(other) = other {
+        return Err(format!(
+            "`vision_config.hidden_act` is `{other}`, expected `gelu_pytorch_tanh`"
+        ));
     }
     let (Some(windows), Some(interval)) = (&vision.parts.windows, interval(vision)) else {
         return Ok(());

@@ -94,8 +94,10 @@ fn the_oracles_gradients_are_the_differences_of_its_loss() {
             Shape::Untied => 41,
             // 6 tensors of the deepstack mergers less, 9 of linear attention more.
             Shape::Hybrid => 44,
-            // 19 of the decoder, 11 of the encoder; the linear layers of the merger are one kind.
+            // 14 of the decoder, 16 of the encoder; the linear layers of the merger are one kind.
             Shape::Windowed => 30,
+            // 6 tensors of SwiGLU less, 4 of the two layers and 3 biases of norms more
+            Shape::QuickGelu => 31,
             // the router and two tensors of experts more
             Shape::Experts => 43,
             // Qwen3.5 with a router, two tensors of experts and four of the shared one for an MLP

@@ -111,6 +111,8 @@ enum Shape {
     Hybrid,
     /// Qwen2.5-VL: windows in the vision encoder, biases in place of the norms of queries and keys.
     Windowed,
+    /// Qwen2-VL: the decoder of Qwen2.5-VL, layer norms and no windows in the vision encoder.
+    QuickGelu,
     /// Qwen3-VL with experts in two of three layers.
     Experts,
     /// Qwen3.5 with experts in all layers, one of which computes every token.
@@ -119,11 +121,12 @@ enum Shape {
 
 const IMAGE_TOKEN: u32 = 7;
 const VOCABULARY: u32 = 50;
-const SHAPES: [Shape; 6] = [
+const SHAPES: [Shape; 7] = [
     Shape::Tied,
     Shape::Untied,
     Shape::Hybrid,
     Shape::Windowed,
+    Shape::QuickGelu,
     Shape::Experts,
     Shape::SharedExpert,
 ];
@@ -136,7 +139,7 @@ fn vision_parts(shape: Shape) -> VisionParts {
     let is_hybrid = is_hybrid(shape);
     let learned = VisionParts {
         norm: VisionNorm::Layer,
-        mlp: VisionMlp::Gelu(Gelu::Tanh),
+        mlp: VisionMlp::Gelu { act: Gelu::Tanh, layers: ["linear_fc1", "linear_fc2"] },
         has_patch_bias: true,
         num_position_embeddings: Some(25),
         windows: None,
@@ -153,7 +156,16 @@ fn vision_parts(shape: Shape) -> VisionParts {
         deepstack: vec![],
         merger_names: ["ln_q", "mlp.0", "mlp.2"],
     };
-    if shape == Shape::Windowed { windowed } else { learned }
+    match shape {
+        Shape::Windowed => windowed,
+        Shape::QuickGelu => VisionParts {
+            norm: VisionNorm::Layer,
+            mlp: VisionMlp::Gelu { act: Gelu::Quick, layers: ["fc1", "fc2"] },
+            windows: None,
+            ..windowed
+        },
+        _ => learned,
+    }
 }
 
 /// A small config in which sizes that could be confused are different.
@@ -163,17 +175,17 @@ fn config(shape: Shape) -> ModelConfig {
         Shape::Tied | Shape::Experts => (24, 2, [4, 1, 1]),
         Shape::Untied => (32, 1, [2, 2, 2]),
         Shape::Hybrid | Shape::SharedExpert => (24, 2, [2, 1, 1]),
-        Shape::Windowed => (24, 2, [1, 2, 3]),
+        Shape::Windowed | Shape::QuickGelu => (24, 2, [1, 2, 3]),
     };
-    let is_windowed = shape == Shape::Windowed;
-    let layout = if is_windowed { MropeLayout::Blocks } else { MropeLayout::Interleaved };
+    let has_biases = [Shape::Windowed, Shape::QuickGelu].contains(&shape);
+    let layout = if has_biases { MropeLayout::Blocks } else { MropeLayout::Interleaved };
     let is_hybrid = is_hybrid(shape);
     // One layer of `Untied` has a window, so each token still changes all later ones.
     let window = |k: usize| NonZeroUsize::new(3).filter(|_| shape == Shape::Untied && k == 1);
     let attention = |k| {
         MixerSpec::Attention(AttentionSpec {
-            qk_norm: !is_windowed,
-            qkv_bias: is_windowed,
+            qk_norm: !has_biases,
+            qkv_bias: has_biases,
             output_gate: is_hybrid,
             window: window(k),
         })
@@ -209,7 +221,7 @@ fn config(shape: Shape) -> ModelConfig {
             attention_scale: if shape == Shape::Untied { 0.25 } else { 1.0 / 12f32.sqrt() },
             rms_norm_eps: 1e-6,
             rope_theta: 100.0, // small: every frequency turns within a short sample
-            tie_word_embeddings: [Shape::Tied, Shape::Experts].contains(&shape) || is_windowed,
+            tie_word_embeddings: [Shape::Tied, Shape::Experts].contains(&shape) || has_biases,
             initializer_range: 0.02,
             mrope: Some(Mrope { section, layout }),
             rotary_dim: if is_hybrid { 8 } else { 12 },
@@ -219,7 +231,7 @@ fn config(shape: Shape) -> ModelConfig {
         vision: Some(VisionConfig {
             depth: 3,
             hidden_size: 16,
-            intermediate_size: if is_windowed { 22 } else { 20 },
+            intermediate_size: if has_biases { 22 } else { 20 },
             num_heads: 2,
             in_channels: 3,
             patch_size: 2,

@@ -12,7 +12,7 @@ use trainer::batch::{IGNORE_INDEX, VarlenBatch};
 use trainer::models::{ModelConfig, VisionConfig, VisionMlp, VisionNorm};
 use trainer::nn::{AttentionSpec, ExpertFiles, LinearAttentionSpec, MixerSpec, MoeConfig};
 use trainer::nn::{Mrope, MropeLayout};
-use trainer::ops::NormScale;
+use trainer::ops::{Gelu, NormScale};
 
 const CPU: &Device = &Device::Cpu;
 const LAYER_NORM_EPS: f64 = 1e-6;
@@ -216,9 +216,11 @@ impl Oracle {
     fn vision_mlp(&self, x: &Tensor, name: &str) -> Result<Tensor> {
         let part = |part: &str| format!("{name}.{part}");
         match self.encoder().parts.mlp {
-            VisionMlp::Gelu(_) => {
-                let inner = gelu_tanh(&self.linear(x, &part("linear_fc1"))?)?;
-                self.linear(&inner, &part("linear_fc2"))
+            VisionMlp::Gelu { act, layers: [first, second] } => {
+                let inner = self.linear(x, &part(first))?;
+                let inner =
+                    if act == Gelu::Quick { gelu_quick(&inner)? } else { gelu_tanh(&inner)? };
+                self.linear(&inner, &part(second))
             }
             VisionMlp::SwiGlu => {
                 let gate = silu(&self.linear(x, &part("gate_proj"))?)?;
@@ -529,6 +531,10 @@ fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor, scale: f64) -> R
         outputs.push(weights.matmul(&v)?.broadcast_div(&weights.sum_keepdim(1)?)?);
     }
     Tensor::cat(&outputs, 1)
+}
+
+fn gelu_quick(x: &Tensor) -> Result<Tensor> {
+    x.mul(&((x * -1.702)?.exp()? + 1.0)?.recip()?)
 }
 
 fn gelu_tanh(x: &Tensor) -> Result<Tensor> {

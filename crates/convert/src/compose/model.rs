@@ -14,14 +14,15 @@ pub(super) enum Family {
     Deepstack,
     /// Qwen3.5.
     VisionLanguage,
-    Qwen25Vl,
+    /// Qwen2.5-VL and Qwen2-VL.
+    Qwen2Vl,
     Text,
 }
 
 impl Family {
     /// Pixels of an image per visual token.
     pub(super) fn pixels_per_token(self) -> u64 {
-        if self == Self::Qwen25Vl { 28 * 28 } else { 32 * 32 }
+        if self == Self::Qwen2Vl { 28 * 28 } else { 32 * 32 }
     }
 }
 
@@ -91,21 +92,24 @@ pub(super) fn model(conversion: &mut Conversion) -> Family {
 }
 
 fn family_of(path: &str) -> Result<Family, &'static str> {
-    let name = path.trim_end_matches('/').rsplit('/').next().unwrap_or(path).to_lowercase();
+    let name = path.trim_end_matches('/').rsplit('/').next().unwrap_or(path);
+    let name = name.to_lowercase().replace('_', "-");
     let is_moe = name.split('-').any(|part| {
         part.strip_prefix('a').and_then(|rest| rest.strip_suffix('b')).is_some_and(|size| {
             !size.is_empty() && size.chars().all(|c| c.is_ascii_digit() || c == '.')
         })
     });
-    let is_qwen25_vl = name.starts_with("qwen2.5-vl-");
-    let is_other = !is_qwen25_vl && OTHERS.iter().any(|other| name.contains(other));
+    let is_qwen2_vl = ["qwen2.5-vl", "qwen2-vl", "qwen2vl"].iter().any(|of| name.contains(of));
+    let is_other = !is_qwen2_vl && OTHERS.iter().any(|other| name.contains(other));
     if is_other || is_moe && !name.starts_with("qwen3") {
-        return Err("only models of Qwen3-VL, Qwen2.5-VL, Qwen3 and Qwen3.5 are supported");
+        return Err(
+            "only models of Qwen3-VL, Qwen2.5-VL, Qwen2-VL, Qwen3 and Qwen3.5 are supported",
+        );
     }
     Ok(if name.starts_with("qwen3-") && !name.contains("vl") {
         Family::Text
-    } else if is_qwen25_vl {
-        Family::Qwen25Vl
+    } else if is_qwen2_vl {
+        Family::Qwen2Vl
     } else if ["qwen3.5", "qwen3.6", "qwen3.8"].iter().any(|of| name.starts_with(of)) {
         Family::VisionLanguage
     } else {
@@ -114,7 +118,7 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
 }
 
 /// Templates of LLaMA-Factory that render what the chat template of a folder of Qwen3-VL, Qwen3,
-/// Qwen3.5 or Qwen2.5-VL renders.
+/// Qwen3.5, Qwen2.5-VL or Qwen2-VL renders.
 const TEMPLATES: [&str; 8] = [
     "qwen3_vl",
     "qwen3_vl_nothink",

@@ -1,35 +1,41 @@
 //! Boxes of objects in the texts of a chat.
 //!
-//! `<ref-object>` becomes the name of the next object, and `<bbox>` the text of the next box,
-//! `[x1, y1, x2, y2]`. Qwen3-VL writes thousandths of the upright image before any resize, and
-//! Qwen2.5-VL pixels of the image that the vision encoder receives. The numbers are rounded half to
-//! even, as in ms-swift.
+//! `<ref-object>` becomes the name of the next object, and `<bbox>` the text of the next box, in the
+//! form of the model's family. Boxes in thousandths are those of the upright image before any resize,
+//! boxes in pixels those of the image that the vision encoder receives. The numbers are rounded half
+//! to even, and the forms are those of ms-swift.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
 
 use super::media::MediaReader;
-use crate::media::MediaFamily;
+use crate::media::BoxForm;
 use crate::media::image::ImageProcessor;
 use crate::source::{BOX_PLACEHOLDER, GroundingError, NAME_PLACEHOLDER, SampleFault, texts_mut};
 use batch::{BoxRef, BoxUnit, Medium, Sample};
 
 /// Sides of an image in thousandths.
 pub(super) const SIDE: u32 = 1000;
+/// The special tokens around a box of [`BoxForm::MarkedThousandths`].
+pub(super) const BOX_MARKS: [&str; 2] = ["<|box_start|>", "<|box_end|>"];
 
-/// The unit of the boxes in a text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Written {
-    Thousandths,
-    /// Pixels of the resized image.
-    Pixels,
-}
+impl BoxForm {
+    fn name(self, name: &str) -> String {
+        match self {
+            Self::Thousandths | Self::Pixels => name.to_owned(),
+            Self::MarkedThousandths => format!("<|object_ref_start|>{name}<|object_ref_end|>"),
+        }
+    }
 
-impl Written {
-    fn of(family: MediaFamily) -> Self {
-        match family {
-            MediaFamily::Qwen3Vl => Self::Thousandths,
-            MediaFamily::Qwen25Vl { .. } => Self::Pixels,
+    fn of_box(self, corners: &[u32]) -> String {
+        match self {
+            Self::Thousandths | Self::Pixels => format!("{corners:?}"),
+            Self::MarkedThousandths => {
+                let points = corners.chunks(2).map(|of| format!("({},{})", of[0], of[1]));
+                let points: Vec<String> = points.collect();
+                let [start, end] = BOX_MARKS;
+                format!("{start}{}{end}", points.join(","))
+            }
         }
     }
 }
@@ -65,7 +71,7 @@ pub fn image_boxes(
         };
         ImageBox { image: sample.objects.boxes[index].image, corners, name: name(index) }
     };
-    Ok(converted(processor, sample, Written::Thousandths)?
+    Ok(converted(processor, sample, BoxForm::Thousandths)?
         .into_iter()
         .enumerate()
         .map(shown)
@@ -80,9 +86,10 @@ pub(super) fn grounded<'a>(
     if sample.objects.names.is_empty() && sample.objects.boxes.is_empty() {
         return Ok(Cow::Borrowed(sample));
     }
-    let boxes = converted(&media.images, sample, Written::of(media.videos.family()))?;
-    let mut boxes = boxes.into_iter().map(|corners| format!("{corners:?}"));
-    let mut names = sample.objects.names.iter();
+    let form = media.videos.family().boxes;
+    let boxes = converted(&media.images, sample, form)?;
+    let mut boxes = boxes.iter().map(|corners| form.of_box(corners));
+    let mut names = sample.objects.names.iter().map(|name| form.name(name));
     let mut sample = sample.clone();
     let objects = std::mem::take(&mut sample.objects);
     for text in texts_mut(&mut sample.messages) {
@@ -94,7 +101,7 @@ pub(super) fn grounded<'a>(
                 [Some(at), other] if other.is_none_or(|other| at < other) => {
                     boxes.next().map(|text| (at, BOX_PLACEHOLDER, text))
                 }
-                [_, Some(at)] => names.next().map(|name| (at, NAME_PLACEHOLDER, name.clone())),
+                [_, Some(at)] => names.next().map(|name| (at, NAME_PLACEHOLDER, name)),
                 _ => None,
             };
             let Some((at, placeholder, with)) = next else { break };
@@ -109,11 +116,11 @@ pub(super) fn grounded<'a>(
     Ok(Cow::Owned(sample))
 }
 
-/// The coordinates of each box in the unit `written`.
+/// The coordinates of each box in the unit of `form`.
 fn converted(
     processor: &ImageProcessor,
     sample: &Sample,
-    written: Written,
+    form: BoxForm,
 ) -> Result<Vec<Vec<u32>>, SampleFault> {
     let images: Vec<_> = sample
         .media
@@ -142,7 +149,7 @@ fn converted(
     let mut convert = |(index, object): (usize, &BoxRef)| -> Result<Vec<u32>, SampleFault> {
         let BoxRef { coordinates, unit, image } = object;
         // a box without pixels may be in a video
-        let has_pixels = *unit == BoxUnit::Pixel || written == Written::Pixels;
+        let has_pixels = *unit == BoxUnit::Pixel || form == BoxForm::Pixels;
         if *image >= images.len() && (has_pixels || *image > 0) {
             let images = images.len();
             return Err(GroundingError::NoImage { index, image: *image, images }.into());
@@ -152,9 +159,9 @@ fn converted(
             BoxUnit::Thousandth => [SIDE; 2],
             BoxUnit::Pixel => size_of(*image, false)?,
         };
-        let to = match written {
-            Written::Thousandths => [SIDE; 2],
-            Written::Pixels => size_of(*image, true)?,
+        let to = match form {
+            BoxForm::Thousandths | BoxForm::MarkedThousandths => [SIDE; 2],
+            BoxForm::Pixels => size_of(*image, true)?,
         };
         Ok(scaled(index, coordinates, from, to)?)
     };
@@ -185,9 +192,4 @@ fn scaled(
     let round =
         |(value, (from, to)): (&f64, &(f64, f64))| (value / from * to).round_ties_even() as u32;
     Ok(of_sides().map(round).collect())
-}
-
-/// Whether the texts of boxes depend on the size of the resized images.
-pub(super) fn depends_on_resizing(family: MediaFamily) -> bool {
-    Written::of(family) == Written::Pixels
 }

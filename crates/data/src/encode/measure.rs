@@ -13,11 +13,11 @@ use sha2::{Digest, Sha256};
 
 use super::Encoder;
 use super::encoded_text::kept_text;
-use super::grounding::depends_on_resizing;
 use super::media::{MediumGrid, MediumHeader};
 use crate::encode::truncate::{
     DroppedTokens, TokenCounts, TruncationError, TruncationRule, check_tokens, dropped, kept_tokens,
 };
+use crate::media::BoxForm;
 use crate::media::image::ImageSize;
 use crate::row::Length;
 use crate::source::{AtRow, SampleError, SampleFault};
@@ -129,8 +129,10 @@ impl Encoder {
     pub(crate) fn text_key(&self) -> [u8; 32] {
         let mut key = Sha256::new_with_prefix(self.text.key);
         key.update(self.media.videos.limits());
-        if depends_on_resizing(self.media.videos.family()) {
-            key.update(self.media.images.limits());
+        match self.media.videos.family().boxes {
+            BoxForm::Thousandths => {}
+            BoxForm::Pixels => key.update(self.media.images.limits()),
+            BoxForm::MarkedThousandths => key.update("marked boxes"),
         }
         key.update(format!("{:?}", self.loss_scale));
         if self.train_empty_think {

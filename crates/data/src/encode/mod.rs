@@ -40,7 +40,7 @@ use media::{MediaReader, MediumGrid, VisualRun, kinds, position_ids};
 use net::UrlImages;
 pub use targets::LossScale;
 use targets::{Supervision, check_tools, check_turns, thoughts};
-pub use text_boxes::BoxFault;
+pub use text_boxes::{BoxFault, marked_boxes};
 use tokenizer::{TokenizerError, Tokens};
 use truncate::{MAX_TOKENS, TruncationRule, check_tokens};
 

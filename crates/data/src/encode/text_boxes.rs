@@ -1,11 +1,12 @@
-//! Boxes that the texts of a row write themselves, in the form of Qwen: `"bbox_2d": [x1, y1, x2,
-//! y2]` and `"point_2d": [x, y]`. Their numbers are trained as they are, so a wrong unit is
-//! reported.
+//! Boxes that the texts of a row write themselves, in the forms of Qwen: `"bbox_2d": [x1, y1, x2,
+//! y2]`, `"point_2d": [x, y]`, and `(x1,y1),(x2,y2)` between special tokens. Their numbers are
+//! trained as they are, so a wrong unit is reported.
 
 use std::collections::BTreeSet;
 
 use super::Encoder;
-use super::grounding::{SIDE, depends_on_resizing};
+use super::grounding::{BOX_MARKS, SIDE};
+use crate::media::BoxForm;
 use crate::source::texts;
 use batch::Sample;
 use fault::Fault;
@@ -55,7 +56,7 @@ impl Encoder {
         let calls: Vec<String> = calls.map(Value::to_string).collect();
         let lists = texts(&sample.messages).chain(&calls).flat_map(|text| {
             let of_key = |key| text.match_indices(key).map(|(at, key)| &text[at + key.len()..]);
-            KEYS.into_iter().flat_map(of_key).flat_map(numbers)
+            KEYS.into_iter().flat_map(of_key).flat_map(numbers).chain(marked_boxes(text))
         });
         let lists: Vec<Vec<f64>> = lists.collect();
         if lists.is_empty() {
@@ -67,7 +68,7 @@ impl Encoder {
 
     /// `[width, height]`, in the unit of boxes, of everything that a box of this row may be in.
     fn sides_of_boxes(&self, sample: &Sample) -> Vec<[f64; 2]> {
-        if !depends_on_resizing(self.media.videos.family()) {
+        if self.media.videos.family().boxes != BoxForm::Pixels {
             return vec![[f64::from(SIDE); 2]];
         }
         // A row whose media cannot be read is reported elsewhere.
@@ -79,6 +80,16 @@ impl Encoder {
         let side = |patches: u32| f64::from(patches * self.media.images.patch_size());
         grids.iter().map(|of| [of.grid()[2], of.grid()[1]].map(side)).collect()
     }
+}
+
+/// The numbers of each box and point that is written as `(x1,y1),(x2,y2)` or `(x,y)` between the special
+/// tokens `<|box_start|>` and `<|box_end|>`.
+pub fn marked_boxes(text: &str) -> impl Iterator<Item = Vec<f64>> {
+    text.split(BOX_MARKS[0]).skip(1).filter_map(|rest| {
+        let (points, _) = rest.split_once(BOX_MARKS[1])?;
+        let numbers = points.split(',').map(|part| part.trim_matches([' ', '(', ')']).parse());
+        numbers.collect::<Result<_, _>>().ok()
+    })
 }
 
 /// The numbers of the box, or of each box of a list, in front of `rest`, the text after a key.
@@ -125,6 +136,14 @@ fn fault(numbers: &[f64], sides: &[[f64; 2]]) -> Option<BoxFault> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn boxes_between_special_tokens_are_read() {
+        let text = "<|box_start|>(1,2),(30, 4.5)<|box_end|>, <|box_start|>(7,8)<|box_end|>, \
+                    <|box_start|>a box<|box_end|>, <|box_start|>(1,2),(3";
+        let found: Vec<_> = marked_boxes(text).collect();
+        assert_eq!(found, [vec![1.0, 2.0, 30.0, 4.5], vec![7.0, 8.0]]);
+    }
 
     #[test]
     fn boxes_of_another_unit_and_boxes_without_an_area_are_found() {

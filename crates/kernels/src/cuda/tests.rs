@@ -195,7 +195,7 @@ fn elementwise_ops_match_the_cpu_for_any_length() -> Result<()> {
                 crate::fill_zero(&zeros)?;
                 let mut results = vec![crate::swiglu(&a, &b)?, dgate, dup, sum, zeros];
                 results.extend(again.into_iter().chain([alone.0, alone.1]));
-                for kind in [Gelu::Tanh, Gelu::Erf] {
+                for kind in [Gelu::Tanh, Gelu::Erf, Gelu::Quick] {
                     results.push(crate::gelu(&a, kind)?);
                     let (dx, again) =
                         crate::gelu_backward(a.copy()?, dy.copy()?, kind, RecomputeInput::Yes)?;

@@ -7,8 +7,8 @@ use serde_json::Value;
 use settings::{Choice, section};
 
 use super::sampling::{Budget, FrameSampling, PixelLimits};
-use crate::media::MediaFamily;
 use crate::media::image::{ImageProcessor, Normalise, RESCALE_FACTORS, Size};
+use crate::media::{MediaFamily, VideoForm};
 use crate::model_folder::{ModelFolderError, read_json_if_there};
 
 /// The section `data.video` of the config.
@@ -71,14 +71,14 @@ struct Published {
 }
 
 impl Published {
-    fn of(family: MediaFamily) -> Self {
-        match family {
+    fn of(form: VideoForm) -> Self {
+        match form {
             // of the published `video_preprocessor_config.json`
-            MediaFamily::Qwen3Vl => {
+            VideoForm::Timestamps => {
                 Self { pixels: [4096, 25_165_824], mean: [0.5; 3], std: [0.5; 3] }
             }
             // of `Qwen2VLVideoProcessor` in transformers
-            MediaFamily::Qwen25Vl { .. } => Self {
+            VideoForm::OneRun { .. } => Self {
                 pixels: [128 * 28 * 28, 768 * 28 * 28],
                 mean: [0.481_454_66, 0.457_827_5, 0.408_210_73],
                 std: [0.268_629_54, 0.261_302_58, 0.275_777_11],
@@ -102,20 +102,19 @@ impl VideoSettings {
     /// The settings that decide the frames and patches of a video.
     pub(super) fn key(&self) -> String {
         let Self { sampling, family: _, pixels, normalise, marks, limits: _ } = self;
-        format!("{sampling:?} {:?} {normalise:?} {marks:?}{}", pixels.all, self.family_key())
+        format!("{sampling:?} {:?} {normalise:?} {marks:?}{}", pixels.all, self.form_key())
     }
 
     /// The settings that decide the frames of a video and their size.
     pub(super) fn sizes_key(&self) -> String {
         let Self { sampling, pixels, marks, .. } = self;
-        format!("{sampling:?} {:?} {marks:?}{}", pixels.all, self.family_key())
+        format!("{sampling:?} {:?} {marks:?}{}", pixels.all, self.form_key())
     }
 
-    /// Empty for Qwen3-VL, so that older length caches and runs stay valid.
-    fn family_key(&self) -> String {
-        match self.family {
-            MediaFamily::Qwen3Vl => String::new(),
-            family @ MediaFamily::Qwen25Vl { .. } => format!(" {family:?} {:?}", self.pixels.frame),
+    fn form_key(&self) -> String {
+        match self.family.videos {
+            VideoForm::Timestamps => String::new(),
+            form @ VideoForm::OneRun { .. } => format!(" {form:?} {:?}", self.pixels.frame),
         }
     }
 }
@@ -149,8 +148,8 @@ impl VideoSettings {
         images: &ImageProcessor,
     ) -> Result<Self, ModelFolderError> {
         let family = MediaFamily::of_folder(folder)?;
-        let (path, file) = read_file(folder, family)?;
-        let published = Published::of(family);
+        let (path, file) = read_file(folder, family.videos)?;
+        let published = Published::of(family.videos);
         let normalise = check_file(&path, &file, images, &published)?;
         let VideoPreprocessorFile {
             size, min_pixels, max_pixels, fps, min_frames, max_frames, ..
@@ -174,9 +173,9 @@ impl VideoSettings {
             min_pixels: config_min_pixels.unwrap_or(otherwise.min_pixels),
             max_pixels: config_max_pixels.unwrap_or(otherwise.max_pixels),
         };
-        let pixels = match family {
-            MediaFamily::Qwen3Vl => PixelLimits { all: over(of_folder), frame: None },
-            MediaFamily::Qwen25Vl { .. } => PixelLimits {
+        let pixels = match family.videos {
+            VideoForm::Timestamps => PixelLimits { all: over(of_folder), frame: None },
+            VideoForm::OneRun { .. } => PixelLimits {
                 all: over(Budget { min_pixels: 1, max_pixels: u64::MAX }),
                 frame: Some(of_folder),
             },
@@ -211,8 +210,8 @@ impl VideoSettings {
             config,
             pixels,
         )?;
-        if marks == VideoMarks::Flat && family != MediaFamily::Qwen3Vl {
-            let expected = "`nested`: a video of Qwen2.5-VL has one pair of tokens around it";
+        if marks == VideoMarks::Flat && family.videos != VideoForm::Timestamps {
+            let expected = "`nested`: a video of this model has one pair of tokens around it";
             return setting("marks", "flat".to_owned(), expected);
         }
         let (min_frames, max_frames) = (min_frames as usize, max_frames as usize);
@@ -308,10 +307,11 @@ fn check_file(
 ///
 /// As in transformers, `processor_config.json` takes precedence over
 /// `video_preprocessor_config.json`. The settings are empty if neither file has any. Published
-/// folders of Qwen2.5-VL have neither, and the settings of images apply to each frame.
+/// folders of models with [`VideoForm::OneRun`] have neither, and the settings of images apply to
+/// each frame.
 fn read_file(
     folder: &Path,
-    family: MediaFamily,
+    form: VideoForm,
 ) -> Result<(PathBuf, VideoPreprocessorFile), ModelFolderError> {
     let combined = folder.join("processor_config.json");
     let published = folder.join("video_preprocessor_config.json");
@@ -321,7 +321,7 @@ fn read_file(
     let (path, value) = match nested {
         Some(value) => (combined, Some(value)),
         None => match read_json_if_there(&published)? {
-            None if family != MediaFamily::Qwen3Vl => {
+            None if form != VideoForm::Timestamps => {
                 let of_images = folder.join("preprocessor_config.json");
                 (of_images.clone(), read_json_if_there(&of_images)?)
             }

@@ -31,8 +31,8 @@ pub use error::VideoError;
 use file::VideoFile;
 use sampling::{FrameSampling, Wanted, frames_between};
 
-use crate::media::MediaFamily;
 use crate::media::image::{ImageProcessor, Pixels, Rgb, patchify, resize, unpatchify};
+use crate::media::{MediaFamily, VideoForm};
 use crate::model_folder::ModelFolderError;
 use batch::{FrameRate, MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
 use net::UrlImages;
@@ -227,7 +227,7 @@ impl VideoProcessor {
     ) -> Result<FramePlan, VideoError> {
         let temporal = self.images.temporal_patch_size() as usize;
         let VideoSettings { family, pixels, .. } = &self.settings;
-        let indices = sampling.indices(among.len(), wanted, *family, temporal);
+        let indices = sampling.indices(among.len(), wanted, family.videos, temporal);
         let frames = indices.len();
         if frames < temporal {
             return Err(VideoError::TooShort { frames });
@@ -241,12 +241,13 @@ impl VideoProcessor {
         let [rows, columns] = target.map(|side| side / self.images.patch_size());
         let grid_thw = [frames.div_ceil(temporal) as u32, rows, columns];
         let indices: Vec<usize> = indices.into_iter().map(|index| index + among.start).collect();
-        let times = match family {
-            MediaFamily::Qwen3Vl => {
+        let times = match family.videos {
+            VideoForm::Timestamps => {
                 GroupTimes::Text(sampling::timestamps(&indices, rate, temporal))
             }
+            VideoForm::OneRun { tokens_per_second: None } => GroupTimes::Positions(1.0),
             // rounded to `f32` as in transformers
-            MediaFamily::Qwen25Vl { tokens_per_second } => {
+            VideoForm::OneRun { tokens_per_second: Some(tokens_per_second) } => {
                 let rate = sampling::sampled_rate(frames, among.len(), rate);
                 let step = tokens_per_second * (temporal as f64 / rate) as f32;
                 let last = (grid_thw[0] - 1) as f32 * step;

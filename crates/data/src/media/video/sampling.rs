@@ -13,7 +13,7 @@
 use std::num::NonZeroU32;
 use std::ops::Range;
 
-use crate::media::MediaFamily;
+use crate::media::VideoForm;
 use crate::media::image::{Frames, fit, smart_resize as smart_resize_image};
 use batch::VideoLimits;
 
@@ -67,30 +67,28 @@ impl FrameSampling {
         &self,
         total: usize,
         wanted: Wanted,
-        family: MediaFamily,
+        form: VideoForm,
         temporal: usize,
     ) -> Vec<usize> {
         let unlimited = Self { fps: self.fps, min_frames: 0, max_frames: usize::MAX };
         let of_rate = |rate: f64| total as f64 / rate * self.fps;
-        match (family, wanted) {
-            (MediaFamily::Qwen3Vl, Wanted::Count(count)) => unlimited.spread(total, count),
-            (MediaFamily::Qwen3Vl, Wanted::Rate(rate)) => {
+        match (form, wanted) {
+            (VideoForm::Timestamps, Wanted::Count(count)) => unlimited.spread(total, count),
+            (VideoForm::Timestamps, Wanted::Rate(rate)) => {
                 self.spread(total, of_rate(rate) as usize)
             }
-            (MediaFamily::Qwen3Vl, Wanted::All) => self.spread(total, total),
-            (MediaFamily::Qwen25Vl { .. }, Wanted::Count(count)) => {
+            (VideoForm::Timestamps, Wanted::All) => self.spread(total, total),
+            (VideoForm::OneRun { .. }, Wanted::Count(count)) => {
                 let groups = (count as f64 / temporal as f64).round_ties_even();
                 unlimited.shares(total, groups * temporal as f64, temporal)
             }
-            (MediaFamily::Qwen25Vl { .. }, Wanted::Rate(rate)) => {
+            (VideoForm::OneRun { .. }, Wanted::Rate(rate)) => {
                 self.shares(total, of_rate(rate), temporal)
             }
-            (MediaFamily::Qwen25Vl { .. }, Wanted::All) if total <= self.max_frames => {
+            (VideoForm::OneRun { .. }, Wanted::All) if total <= self.max_frames => {
                 (0..total).collect()
             }
-            (MediaFamily::Qwen25Vl { .. }, Wanted::All) => {
-                self.shares(total, total as f64, temporal)
-            }
+            (VideoForm::OneRun { .. }, Wanted::All) => self.shares(total, total as f64, temporal),
         }
     }
 
@@ -251,8 +249,8 @@ mod tests {
             let (min_frames, max_frames) = (number("min_frames"), number("max_frames"));
             let rate = case["rate"].as_f64().unwrap();
             let sampling = FrameSampling { fps, min_frames, max_frames };
-            let family = MediaFamily::Qwen3Vl;
-            let indices = sampling.indices(number("total"), Wanted::Rate(rate), family, 2);
+            let form = VideoForm::Timestamps;
+            let indices = sampling.indices(number("total"), Wanted::Rate(rate), form, 2);
             assert_eq!(indices.len(), number("count"), "{case}");
             if let Some(digest) = case["indices"].as_str() {
                 let text: Vec<String> = indices.iter().map(ToString::to_string).collect();
@@ -291,10 +289,10 @@ mod tests {
     #[test]
     fn a_sampled_list_keeps_all_frames_up_to_the_maximum() {
         let sampling = FrameSampling { fps: 1.7, min_frames: 4, max_frames: 6 };
-        for (family, of_eleven) in
-            [(MediaFamily::Qwen3Vl, [0, 2, 4, 6, 8, 10]), (QWEN25_VL, [0, 1, 3, 5, 7, 9])]
+        for (form, of_eleven) in
+            [(VideoForm::Timestamps, [0, 2, 4, 6, 8, 10]), (ONE_RUN, [0, 1, 3, 5, 7, 9])]
         {
-            let indices = |total| sampling.indices(total, Wanted::All, family, 2);
+            let indices = |total| sampling.indices(total, Wanted::All, form, 2);
             for total in 1..=6 {
                 assert_eq!(indices(total), (0..total).collect::<Vec<_>>());
             }
@@ -302,9 +300,9 @@ mod tests {
         }
     }
 
-    const QWEN25_VL: MediaFamily = MediaFamily::Qwen25Vl { tokens_per_second: 2.0 };
+    const ONE_RUN: VideoForm = VideoForm::OneRun { tokens_per_second: None };
 
-    /// The table was written by `scripts/golden/qwen25_video.py`.
+    /// The table was written by `scripts/golden/qwen2_video.py`.
     #[test]
     fn indices_of_qwen25_vl_equal_the_reference() {
         let golden = include_str!("../../../../../tests/golden/qwen25_video.json");
@@ -316,7 +314,7 @@ mod tests {
             let (fps, rate) = (case["fps"].as_f64().unwrap(), case["rate"].as_f64().unwrap());
             let (min_frames, max_frames) = (number("min_frames"), number("max_frames"));
             let sampling = FrameSampling { fps, min_frames, max_frames };
-            let indices = sampling.indices(number("total"), Wanted::Rate(rate), QWEN25_VL, 2);
+            let indices = sampling.indices(number("total"), Wanted::Rate(rate), ONE_RUN, 2);
             assert_eq!(indices.len(), number("count"), "{case}");
             let rate = sampled_rate(indices.len(), number("total"), rate);
             let expected = case["sampled_fps"].as_f64().unwrap(); // read up to its last bit
@@ -333,7 +331,7 @@ mod tests {
     #[test]
     fn a_given_number_of_frames_is_rounded_to_whole_groups_for_qwen25_vl() {
         let sampling = FrameSampling { fps: 2.0, min_frames: 4, max_frames: 6 };
-        let indices = |count| sampling.indices(9, Wanted::Count(count), QWEN25_VL, 2);
+        let indices = |count| sampling.indices(9, Wanted::Count(count), ONE_RUN, 2);
         assert!(indices(1).is_empty()); // half a group and 1.5 groups are rounded to the even number
         assert_eq!(indices(3), [0, 2, 4, 6]);
         assert_eq!(indices(5), [0, 2, 4, 6]);

@@ -1,45 +1,12 @@
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::model_config::ModelConfig;
+use crate::models::qwen2;
 use crate::models::vision::{VisionConfig, VisionMlp, VisionNorm, VisionParts, VisionWindows};
-use crate::nn::{AttentionSpec, DecoderConfig, Mrope, MropeLayout, TensorNames};
 use serde_json::Value;
 
-/// Numbers of rotary frequencies of time, height and width if the file does not have them.
-const MROPE_SECTION: [usize; 3] = [16, 24, 24];
-
-const ATTENTION: AttentionSpec =
-    AttentionSpec { qk_norm: false, qkv_bias: true, output_gate: false, window: None };
-
-/// Reads the sizes from the parsed `config.json`. Published files have the sizes of the decoder at
-/// the top level, newer ones in `text_config`.
+/// Reads the sizes from the parsed `config.json`.
 pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
-    let top = Section { value: json, name: "" };
-    let nested = json["text_config"].is_object();
-    let text = if nested { Section::of(json, "text_config")? } else { Section { ..top } };
-    let rope = text.rope()?;
-    rope.expect("mrope_interleaved", &Value::Bool(false), "`false` (Qwen2.5-VL)")?;
-    let has_section = !rope.value["mrope_section"].is_null();
-    let sizes = text.decoder(ATTENTION)?;
-    if sizes.num_attention_heads * sizes.head_dim != sizes.hidden_size {
-        let what = format!(
-            "`num_attention_heads` {} of size {} do not fill `hidden_size` {}",
-            sizes.num_attention_heads, sizes.head_dim, sizes.hidden_size
-        );
-        return Err(ModelConfigError::Shape { what });
-    }
-    let section = if has_section { rope.mrope_section()? } else { MROPE_SECTION };
-    let config = ModelConfig {
-        text: DecoderConfig {
-            tie_word_embeddings: top.flag("tie_word_embeddings")
-                || text.flag("tie_word_embeddings"),
-            mrope: Some(Mrope { section, layout: MropeLayout::Blocks }),
-            ..sizes
-        },
-        vision: Some(vision(&top, &Section::of(json, "vision_config")?)?),
-        tensor_names: TensorNames::Flat,
-    };
-    config.check()?;
-    Ok(config)
+    qwen2::read(json, |top, section, _| vision(top, section))
 }
 
 fn vision(top: &Section<'_>, section: &Section<'_>) -> Result<VisionConfig, ModelConfigError> {

@@ -119,10 +119,10 @@ impl VisionBlock {
         let linear = |part: &str| Linear::with_bias(params, &name(&format!("mlp.{part}")));
         let norm = |part: &str| config.parts.norm.build(params, &name(part));
         let mlp: Box<dyn Stage<Context = ()>> = match config.parts.mlp {
-            VisionMlp::Gelu(act) => Box::new(GeluMlp {
+            VisionMlp::Gelu { act, layers: [fc1, fc2] } => Box::new(GeluMlp {
                 norm: norm("norm2")?,
-                fc1: linear("linear_fc1")?,
-                fc2: linear("linear_fc2")?,
+                fc1: linear(fc1)?,
+                fc2: linear(fc2)?,
                 act,
             }),
             VisionMlp::SwiGlu => Box::new(MlpBlock::new(norm("norm2")?, linear)?),

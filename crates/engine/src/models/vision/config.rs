@@ -55,8 +55,12 @@ pub enum VisionNorm {
 /// The MLP of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum VisionMlp {
-    /// Two linear layers with this activation in between.
-    Gelu(Gelu),
+    /// Two linear layers with the activation `act` in between.
+    Gelu {
+        act: Gelu,
+        /// Names of the two layers.
+        layers: [&'static str; 2],
+    },
     SwiGlu,
 }
 
@@ -75,27 +79,35 @@ impl VisionParts {
         deepstack: Vec<usize>,
     ) -> Result<Self, ModelConfigError> {
         section.expect_no_dropout("attention_dropout")?;
-        let act = section.value["hidden_act"].as_str().unwrap_or("gelu_pytorch_tanh");
-        let act = match act {
-            "gelu_pytorch_tanh" | "gelu_new" => Gelu::Tanh,
-            "gelu" => Gelu::Erf,
-            found => {
-                return Err(ModelConfigError::Unsupported {
-                    key: "vision_config.hidden_act",
-                    found: found.to_owned(),
-                    known: "`gelu_pytorch_tanh` and `gelu`",
-                });
-            }
-        };
+        let act = gelu(section, Gelu::Tanh)?;
         Ok(Self {
             norm: VisionNorm::Layer,
-            mlp: VisionMlp::Gelu(act),
+            mlp: VisionMlp::Gelu { act, layers: ["linear_fc1", "linear_fc2"] },
             has_patch_bias: true,
             num_position_embeddings: Some(section.size("num_position_embeddings")?),
             windows: None,
             deepstack,
             merger_names: ["norm", "linear_fc1", "linear_fc2"],
         })
+    }
+}
+
+/// The activation `hidden_act` of a section, or `default` if the file does not have it.
+pub(in crate::models) fn gelu(
+    section: &Section<'_>,
+    default: Gelu,
+) -> Result<Gelu, ModelConfigError> {
+    let found = &section.value["hidden_act"];
+    match found.as_str() {
+        None if found.is_null() => Ok(default),
+        Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Gelu::Tanh),
+        Some("gelu") => Ok(Gelu::Erf),
+        Some("quick_gelu") => Ok(Gelu::Quick),
+        name => Err(ModelConfigError::Unsupported {
+            key: "vision_config.hidden_act",
+            found: name.map_or_else(|| found.to_string(), str::to_owned),
+            known: "`gelu_pytorch_tanh`, `gelu` or `quick_gelu`",
+        }),
     }
 }
 
@@ -188,7 +200,7 @@ impl VisionConfig {
 
 /// Fails if the rotary positions of the patches are not those of all published models. Files of
 /// transformers 5 have their settings.
-fn expect_rope(section: &Section<'_>) -> Result<(), ModelConfigError> {
+pub(in crate::models) fn expect_rope(section: &Section<'_>) -> Result<(), ModelConfigError> {
     let rope = &section.value["rope_parameters"];
     let kind = &rope["rope_type"];
     // `axial` was named `default` before transformers 5.23

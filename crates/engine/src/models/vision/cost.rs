@@ -44,7 +44,7 @@ impl VisionConfig {
         let input = element * self.hidden_size as f64;
         // the input of a GELU, or both inputs of SwiGLU
         let wide = match self.parts.mlp {
-            VisionMlp::Gelu(_) => self.intermediate_size,
+            VisionMlp::Gelu { .. } => self.intermediate_size,
             VisionMlp::SwiGlu => 2 * self.intermediate_size,
         };
         // `f32` values that two norms keep

@@ -16,6 +16,7 @@ mod positions;
 mod windows;
 
 pub use config::{VisionConfig, VisionMlp, VisionNorm, VisionParts, VisionWindows};
+pub(super) use config::{expect_rope, gelu};
 pub(super) use encoder::{Features, VisionEncoder, VisionTape};
 pub(super) use input::VisionInput;
 pub(super) use params::param_specs;

@@ -50,13 +50,13 @@ pub(in crate::models) fn param_specs(v: &VisionConfig) -> Vec<ParamSpec> {
         linear("attn.qkv", 3 * v.hidden_size, v.hidden_size);
         linear("attn.proj", v.hidden_size, v.hidden_size);
         let (into, out) = match v.parts.mlp {
-            VisionMlp::Gelu(_) => (&["mlp.linear_fc1"][..], "mlp.linear_fc2"),
-            VisionMlp::SwiGlu => (&["mlp.gate_proj", "mlp.up_proj"][..], "mlp.down_proj"),
+            VisionMlp::Gelu { layers: [fc1, fc2], .. } => (&[fc1][..], fc2),
+            VisionMlp::SwiGlu => (&["gate_proj", "up_proj"][..], "down_proj"),
         };
         for part in into {
-            linear(part, v.intermediate_size, v.hidden_size);
+            linear(&format!("mlp.{part}"), v.intermediate_size, v.hidden_size);
         }
-        linear(out, v.hidden_size, v.intermediate_size);
+        linear(&format!("mlp.{out}"), v.hidden_size, v.intermediate_size);
         for part in ["norm1", "norm2"] {
             norm(&mut add, VISION, &name(part), v.hidden_size);
         }

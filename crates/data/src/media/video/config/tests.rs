@@ -55,13 +55,13 @@ fn the_limits_of_a_qwen25_vl_folder_are_those_of_a_frame_and_the_config_limits_a
     };
     let none = VideoConfig::default();
     let found = settings(&[model(json!(2))], &none).unwrap();
-    assert_eq!(found.family, MediaFamily::Qwen25Vl { tokens_per_second: 2.0 });
+    assert_eq!(found.family.videos, VideoForm::OneRun { tokens_per_second: Some(2.0) });
     let frame = Budget { min_pixels: 65_536, max_pixels: 16_777_216 };
     let all = Budget { min_pixels: 1, max_pixels: u64::MAX };
     assert_eq!(found.pixels, PixelLimits { all, frame: Some(frame) });
     let config = VideoConfig { max_pixels: Some(70_000), ..none.clone() };
     let found = settings(&[model(Value::Null)], &config).unwrap();
-    assert_eq!(found.family, MediaFamily::Qwen25Vl { tokens_per_second: 4.0 });
+    assert_eq!(found.family.videos, VideoForm::OneRun { tokens_per_second: Some(4.0) });
     let all = Budget { min_pixels: 1, max_pixels: 70_000 };
     assert_eq!(found.pixels, PixelLimits { all, frame: Some(frame) });
     let own = ("video_preprocessor_config.json", json!({"min_pixels": 784}));

@@ -1,4 +1,4 @@
-// Elementwise ops: swiglu, the sigmoid gate, both gelus, in-place sums and zeros; see
+// Elementwise ops: swiglu, the sigmoid gate, three gelus, in-place sums and zeros; see
 // crates/kernels/src/{swiglu,sigmoid_gate,gelu,rows,adamw}.rs.
 //
 // A thread has 8 elements in 16-byte chunks and issues all loads before it uses the first one: the
@@ -113,6 +113,16 @@ template <int OUT> __device__ __forceinline__ void gelu_erf_backward(const float
   if constexpr (OUT > 1) out[1] = in[0] * cdf;
 }
 
+constexpr float QUICK = 1.702f; // factor of x in the sigmoid approximation of gelu
+
+__device__ __forceinline__ void gelu_quick(const float (&in)[1], float (&out)[1]) { out[0] = in[0] * sigmoid(QUICK * in[0]); }
+
+template <int OUT> __device__ __forceinline__ void gelu_quick_backward(const float (&in)[2], float (&out)[OUT]) {
+  float x = in[0], s = sigmoid(QUICK * x);
+  out[0] = in[1] * (QUICK * x * s * (1.0f - s) + s);
+  if constexpr (OUT > 1) out[1] = x * s;
+}
+
 __device__ __forceinline__ void sum(const float (&in)[2], float (&out)[1]) { out[0] = in[0] + in[1]; }
 
 template <int E, class T> __device__ __forceinline__ void fill_zero(T *x, long long n) {
@@ -168,6 +178,8 @@ template <int E, class T> __device__ __forceinline__ void fill_zero(T *x, long l
   GELU_BACKWARD(gelu_tanh_backward, T, E, name)                                                                        \
   ONE_TO_ONE(gelu_erf, T, E, name)                                                                                     \
   GELU_BACKWARD(gelu_erf_backward, T, E, name)                                                                         \
+  ONE_TO_ONE(gelu_quick, T, E, name)                                                                                   \
+  GELU_BACKWARD(gelu_quick_backward, T, E, name)                                                                       \
   extern "C" __global__ void __launch_bounds__(256, 4) add_in_place_##name(T *x, const T *y, long long n) {                \
     each<E>(Pointers<const T, 2>{{x, y}}, Pointers<T, 1>{{x}}, n, [](const auto &in, auto &out) { sum(in, out); });     \
   }                                                                                                                     \

@@ -1,4 +1,4 @@
-//! Runs of Qwen2.5-VL: ranks, shards, adapters, and the names of tensors in files. `parity` and `laws`
+//! Runs of Qwen2.5-VL and Qwen2-VL: ranks, shards, adapters, and the names of tensors in files. `parity` and `laws`
 //! compare its values.
 
 use super::harness::{Place, copy_folder, golden};
@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use trainer::run::export_model;
 use trainer::train::TrainOutcome;
 
-const MODEL: &str = "small-qwen25vl";
+const MODELS: [&str; 2] = ["small-qwen25vl", "small-qwen2vl"];
 /// Steps over rows of text and images.
 const SETTINGS: [&str; 7] = [
     "train.epochs=null",
@@ -21,11 +21,15 @@ const SETTINGS: [&str; 7] = [
     "optim.lr=1e-3",
 ];
 
-fn qwen25() -> Place {
+fn place_with(model: &str) -> Place {
     let place = place();
     std::fs::remove_dir_all(place.path("model")).unwrap();
-    copy_folder(&golden("models").join(MODEL), &place.path("model"));
+    copy_folder(&golden("models").join(model), &place.path("model"));
     place
+}
+
+fn places() -> impl Iterator<Item = Place> {
+    MODELS.into_iter().map(place_with)
 }
 
 fn trained(place: &Place, name: &str, world: usize, settings: &[&str]) {
@@ -49,20 +53,21 @@ fn bits(tensors: &HashMap<String, Tensor>) -> BTreeMap<&str, Vec<u32>> {
 
 #[test]
 fn ranks_and_shards_train_the_weights_of_one_rank() {
-    let place = qwen25();
-    let start = tensors(&place, "model");
-    for precision in ["f32", "bf16"] {
-        let precision = format!("model.precision={precision}");
-        let name = |of: &str| format!("{of}-{}", &precision[precision.len() - 3..]);
-        trained(&place, &name("alone"), 1, &[&precision]);
-        let alone = tensors(&place, &format!("{}/final", name("alone")));
-        let (found, before) = (bits(&alone), bits(&start));
-        assert!(found.iter().all(|(name, values)| *values != before[name]), "{precision}");
-        for shard in ["none", "full"] {
-            let name = name(shard);
-            trained(&place, &name, 2, &[&precision, &format!("distributed.shard={shard}")]);
-            let found = tensors(&place, &format!("{name}/final"));
-            assert_eq!(bits(&found), bits(&alone), "{precision}, {shard}");
+    for place in places() {
+        let start = tensors(&place, "model");
+        for precision in ["f32", "bf16"] {
+            let precision = format!("model.precision={precision}");
+            let name = |of: &str| format!("{of}-{}", &precision[precision.len() - 3..]);
+            trained(&place, &name("alone"), 1, &[&precision]);
+            let alone = tensors(&place, &format!("{}/final", name("alone")));
+            let (found, before) = (bits(&alone), bits(&start));
+            assert!(found.iter().all(|(name, values)| *values != before[name]), "{precision}");
+            for shard in ["none", "full"] {
+                let name = name(shard);
+                trained(&place, &name, 2, &[&precision, &format!("distributed.shard={shard}")]);
+                let found = tensors(&place, &format!("{name}/final"));
+                assert_eq!(bits(&found), bits(&alone), "{precision}, {shard}");
+            }
         }
     }
 }
@@ -70,48 +75,55 @@ fn ranks_and_shards_train_the_weights_of_one_rank() {
 /// Published folders have `visual.*` and `model.layers.*`, as has the folder of this test.
 #[test]
 fn folders_in_both_spellings_train_alike_and_are_saved_as_published() {
-    let place = qwen25();
-    let published = tensors(&place, "model");
-    trained(&place, "published", 1, &[]);
-    let found = tensors(&place, "published/final");
-    assert_eq!(found.keys().collect::<BTreeSet<_>>(), published.keys().collect::<BTreeSet<_>>());
-    let module = |name: &str| match name.strip_prefix("model.") {
-        Some(rest) => format!("model.language_model.{rest}"),
-        None => format!("model.{name}"),
-    };
-    let modules: HashMap<String, Tensor> =
-        published.iter().map(|(name, tensor)| (module(name), tensor.clone())).collect();
-    assert!(modules.contains_key("model.visual.merger.ln_q.weight"));
-    safetensors::save(&modules, place.path("model/model.safetensors")).unwrap();
-    trained(&place, "modules", 1, &[]);
-    assert_eq!(bits(&tensors(&place, "modules/final")), bits(&found));
+    for place in places() {
+        let published = tensors(&place, "model");
+        trained(&place, "published", 1, &[]);
+        let found = tensors(&place, "published/final");
+        assert_eq!(
+            found.keys().collect::<BTreeSet<_>>(),
+            published.keys().collect::<BTreeSet<_>>()
+        );
+        let module = |name: &str| match name.strip_prefix("model.") {
+            Some(rest) => format!("model.language_model.{rest}"),
+            None => format!("model.{name}"),
+        };
+        let modules: HashMap<String, Tensor> =
+            published.iter().map(|(name, tensor)| (module(name), tensor.clone())).collect();
+        assert!(modules.contains_key("model.visual.merger.ln_q.weight"));
+        safetensors::save(&modules, place.path("model/model.safetensors")).unwrap();
+        trained(&place, "modules", 1, &[]);
+        assert_eq!(bits(&tensors(&place, "modules/final")), bits(&found));
+    }
 }
 
 #[test]
 fn an_adapter_of_all_parts_is_merged_under_the_published_names() {
-    let place = qwen25();
-    let settings = ["adapter.rank=2", "adapter.parts=[llm, vision, merger]", "adapter.dropout=0"];
-    trained(&place, "run", 1, &settings);
-    let adapter = place.path("run/final");
-    let file = adapter.join("adapter_model.safetensors");
-    let names = safetensors::load(file, &Device::Cpu).unwrap();
-    let peft = "base_model.model.model";
-    for layer in ["language_model.layers.2.self_attn.v_proj", "visual.blocks.0.mlp.down_proj"] {
-        assert!(names.contains_key(&format!("{peft}.{layer}.lora_B.weight")), "{layer}");
+    for (place, down) in places().zip(["mlp.down_proj", "mlp.fc2"]) {
+        let settings =
+            ["adapter.rank=2", "adapter.parts=[llm, vision, merger]", "adapter.dropout=0"];
+        trained(&place, "run", 1, &settings);
+        let adapter = place.path("run/final");
+        let file = adapter.join("adapter_model.safetensors");
+        let names = safetensors::load(file, &Device::Cpu).unwrap();
+        let peft = "base_model.model.model";
+        let of_vision = format!("visual.blocks.0.{down}");
+        for layer in ["language_model.layers.2.self_attn.v_proj", &of_vision] {
+            assert!(names.contains_key(&format!("{peft}.{layer}.lora_B.weight")), "{layer}");
+        }
+        let merged = export_model(&place.path("model"), Some(&adapter), None, &place.path("out"));
+        assert_eq!(merged.unwrap().merged * 2, names.len());
+        let (before, after) = (tensors(&place, "model"), tensors(&place, "out"));
+        let (before, after) = (bits(&before), bits(&after));
+        assert_eq!(before.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>());
+        let changed = before.iter().filter(|(name, values)| after[*name] != **values).count();
+        assert_eq!(changed * 2, names.len());
     }
-    let merged = export_model(&place.path("model"), Some(&adapter), None, &place.path("out"));
-    assert_eq!(merged.unwrap().merged * 2, names.len());
-    let (before, after) = (tensors(&place, "model"), tensors(&place, "out"));
-    let (before, after) = (bits(&before), bits(&after));
-    assert_eq!(before.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>());
-    let changed = before.iter().filter(|(name, values)| after[*name] != **values).count();
-    assert_eq!(changed * 2, names.len());
 }
 
 /// transformers before 4.52 named the modules as the published files do, and so does PEFT with it.
 #[test]
 fn an_adapter_with_the_older_names_of_modules_is_read() {
-    let place = qwen25();
+    let place = place_with("small-qwen25vl");
     let settings = ["adapter.rank=2", "adapter.parts=[llm, vision]", "adapter.dropout=0"];
     trained(&place, "run", 1, &settings);
     let merged = |adapter: &str, out: &str| {
@@ -176,26 +188,32 @@ fn chain(error: &dyn std::error::Error) -> String {
 
 #[test]
 fn a_folder_with_both_spellings_of_a_tensor_is_refused() {
-    let place = qwen25();
-    let mut both = tensors(&place, "model");
-    let twin = both["visual.merger.ln_q.weight"].clone();
-    both.insert("model.visual.merger.ln_q.weight".to_owned(), twin);
-    safetensors::save(&both, place.path("model/model.safetensors")).unwrap();
-    let error = export_model(&place.path("model"), None, None, &place.path("out")).unwrap_err();
-    let said = chain(&error);
-    for spelling in ["`visual.merger.ln_q.weight`", "`model.visual.merger.ln_q.weight`"] {
-        assert!(said.contains(spelling), "{said}");
+    for place in places() {
+        let mut both = tensors(&place, "model");
+        let twin = both["visual.merger.ln_q.weight"].clone();
+        both.insert("model.visual.merger.ln_q.weight".to_owned(), twin);
+        safetensors::save(&both, place.path("model/model.safetensors")).unwrap();
+        let error = export_model(&place.path("model"), None, None, &place.path("out")).unwrap_err();
+        let said = chain(&error);
+        for spelling in ["`visual.merger.ln_q.weight`", "`model.visual.merger.ln_q.weight`"] {
+            assert!(said.contains(spelling), "{said}");
+        }
     }
 }
 
 #[test]
 fn ranks_train_rows_with_videos_as_one_rank() {
-    let place = qwen25();
-    let data = format!("data.train=[{{path: '{}'}}]", golden("data/video_28.jsonl").display());
-    trained(&place, "alone", 1, &[&data]);
-    let expected = tensors(&place, "alone/final");
-    for shard in ["none", "full"] {
-        trained(&place, shard, 2, &[&data, &format!("distributed.shard={shard}")]);
-        assert_eq!(bits(&tensors(&place, &format!("{shard}/final"))), bits(&expected), "{shard}");
+    for place in places() {
+        let data = format!("data.train=[{{path: '{}'}}]", golden("data/video_28.jsonl").display());
+        trained(&place, "alone", 1, &[&data]);
+        let expected = tensors(&place, "alone/final");
+        for shard in ["none", "full"] {
+            trained(&place, shard, 2, &[&data, &format!("distributed.shard={shard}")]);
+            assert_eq!(
+                bits(&tensors(&place, &format!("{shard}/final"))),
+                bits(&expected),
+                "{shard}"
+            );
+        }
     }
 }

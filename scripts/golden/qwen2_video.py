@@ -1,10 +1,11 @@
-"""Videos of Qwen2.5-VL: `tests/golden/data/video_28.jsonl`, `data/video28/` and `qwen25_video.json`.
+"""Videos of Qwen2.5-VL and Qwen2-VL: `tests/golden/data/video_28.jsonl`, `data/video28/`, `qwen25_video.json` and
+`qwen2_video.json`.
 
-  python scripts/golden/qwen25_video.py
+  python scripts/golden/qwen2_video.py
 
-Videos are lists of frames whose sides 28 divides, so that no processor resizes them. The reference is transformers'
-`Qwen2_5_VLProcessor` (frames, tokens, patches, seconds of a group) and the model `small-qwen25vl` in float32: the loss
-of each row, a training curve as in `curves.json`, greedy answers, and a table of frame indices.
+Videos are lists of frames whose sides 28 divides, so that no processor resizes them. The reference is the family's
+processor in transformers (frames, tokens, patches, seconds of a group) and a small model in float32: the loss of each
+row, a training curve as in `curves.json`, greedy answers, and a table of frame indices.
 
 The temporal positions of a video are those of `get_rope_index`. The text after a video continues behind its largest
 position on any axis, as in the code that was published with the model, in vLLM and in transformers 4. `get_rope_index`
@@ -17,24 +18,29 @@ import json
 import random
 import shutil
 import warnings
+from pathlib import Path
 
 import torch
 from PIL import Image
 from transformers import AutoTokenizer
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 import adapters
 import ref_trainer
-from qwen25_vl import FOLDER, NAME
+from qwen2_vl import folder_of
 from reference_lib import GOLDEN, IGNORE, load_model, nll, token_types
 from video_cases import DATA, FPS, pixels, typed
 
-OUT, ROWS = GOLDEN / "qwen25_video.json", "video_28"
-SETTINGS = json.loads((FOLDER / "preprocessor_config.json").read_text(encoding="utf-8"))
-CONFIG = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
+ROWS = "video_28"
+# The file, the processor, and the rows whose text is moved.
+FAMILIES = {
+    "small-qwen25vl": ("qwen25_video.json", Qwen2_5_VLProcessor, ["sampled", "slow", "odd"]),
+    "small-qwen2vl": ("qwen2_video.json", Qwen2VLProcessor, ["slow"]),
+}
 ANSWER_TOKENS = 8
 
 
@@ -72,10 +78,11 @@ def rows():
     ]
 
 
-def processor():
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    settings = {k: v for k, v in SETTINGS.items() if k not in ("image_processor_type", "processor_class")}
-    return Qwen2_5_VLProcessor(
+def processor(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+    settings = {k: v for k, v in settings.items() if k not in ("image_processor_type", "processor_class")}
+    return FAMILIES[folder.name][1](
         image_processor=Qwen2VLImageProcessor(**settings), tokenizer=tokenizer,
         video_processor=Qwen2VLVideoProcessor(**settings), chat_template=tokenizer.chat_template,
     )
@@ -104,7 +111,7 @@ def run(reference, text, media):
 def positions(model, out):
     """Returns the position ids [3, L], and whether they are those of transformers 5."""
     ids = out["input_ids"]
-    types = token_types(ids, CONFIG)
+    types = token_types(ids, model.config.to_dict())
     found, _ = model.model.get_rope_index(
         ids, mm_token_type_ids=types, image_grid_thw=out.get("image_grid_thw"), video_grid_thw=out.get("video_grid_thw"),
         second_per_grid_ts=out.get("second_per_grid_ts"), attention_mask=torch.ones_like(ids),
@@ -123,7 +130,9 @@ class VideoEncoder:
     """Stands in for `reference_lib.Encoder`."""
 
     def __init__(self, model_dir, image_root):
-        self.config, self.reference, self.model = CONFIG, processor(), load_model(model_dir)
+        folder = folder_of(Path(model_dir).name)
+        self.config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self.reference, self.model = processor(folder), load_model(folder)
 
     def render(self, messages, prompt=False):
         return self.reference.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
@@ -149,7 +158,7 @@ def logits_of(model, sample):
     out = sample["out"]
     return model(
         input_ids=out["input_ids"], position_ids=sample["position_ids"][:, None], use_cache=False,
-        mm_token_type_ids=token_types(out["input_ids"], CONFIG),
+        mm_token_type_ids=token_types(out["input_ids"], model.config.to_dict()),
         **{key: out.get(key) for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")},
     ).logits
 
@@ -166,7 +175,7 @@ def forward(model, config, samples, mode="per-sample"):
 
 def case(encoder, row):
     sample = encoder(row)
-    out, ((loss, targets),) = sample["out"], forward(encoder.model, CONFIG, [sample])
+    out, ((loss, targets),) = sample["out"], forward(encoder.model, encoder.config, [sample])
     values = out["pixel_values_videos"].numpy() if "pixel_values_videos" in out else None
     grids = lambda key: out[key].tolist() if key in out else []
     return {
@@ -221,17 +230,18 @@ def main():
     all_rows = rows()
     path = DATA / f"{ROWS}.jsonl"
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in all_rows), encoding="utf-8")
-    with torch.no_grad():
-        encoder = VideoEncoder(FOLDER, DATA)
-        cases = [case(encoder, row) for row in all_rows]
-    moved = [case["id"] for case in cases if not case["as_transformers"]]
-    assert moved == ["sampled", "slow", "odd"], moved
     ref_trainer.Encoder, ref_trainer.forward = VideoEncoder, forward
-    curve = adapters.curve(ROWS, ["--steps", "8"], NAME)
-    golden = {"rows": cases, "curve": curve, "indices": table()}
-    text = json.dumps(golden, separators=(",", ":")).replace('{"id"', '\n{"id"').replace('{"total"', '\n{"total"')
-    OUT.write_text(text + "\n", encoding="utf-8")
-    print(len(cases), "rows", moved, curve["loss"][0], curve["loss"][-1], len(golden["indices"]), "samplings")
+    for name, (file, _, expected) in FAMILIES.items():
+        with torch.no_grad():
+            encoder = VideoEncoder(folder_of(name), DATA)
+            cases = [case(encoder, row) for row in all_rows]
+        moved = [case["id"] for case in cases if not case["as_transformers"]]
+        assert moved == expected, moved
+        curve = adapters.curve(ROWS, ["--steps", "8"], name)
+        golden = {"rows": cases, "curve": curve} | ({"indices": table()} if file == "qwen25_video.json" else {})
+        text = json.dumps(golden, separators=(",", ":")).replace('{"id"', '\n{"id"').replace('{"total"', '\n{"total"')
+        (GOLDEN / file).write_text(text + "\n", encoding="utf-8")
+        print(name, len(cases), "rows", moved, curve["loss"][0], curve["loss"][-1])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""A small Qwen2.5-VL model, images for it, its training curves and its losses by transformers and PyTorch.
+"""Small Qwen2.5-VL and Qwen2-VL models, images for them, their training curves and their losses by transformers and
+PyTorch.
 
-  python scripts/golden/qwen25_vl.py            # models/small-qwen25vl, data/image_28.jsonl, data/images28, and the
-                                                # model's entries of the files below
-  python scripts/golden/qwen25_vl.py --check    # draws the weights again and compares them with the stored ones
+  python scripts/golden/qwen2_vl.py            # models/small-qwen25vl, models/small-qwen2vl, data/image_28.jsonl,
+                                               # data/images28, and the models' entries of the files below
+  python scripts/golden/qwen2_vl.py --check    # draws the weights again and compares them with the stored ones
 
 Entries of `curves.json` and `losses_at_init.json` with the data `text` and `image_28`: rows of `image_exact` whose
 images are cut to sides that 28 divides, so that no processor resizes them; `ref_trainer.py
@@ -23,33 +24,41 @@ from adapters import curve
 from make_variants import SMALL, drawn_tensors, write_json
 from reference_lib import GOLDEN, Encoder, forward, load_model, normalise, read_jsonl
 
-NAME = "small-qwen25vl"
-FOLDER = GOLDEN / "models" / NAME
-SEED, ROWS = 41, 32
+SEEDS = {"small-qwen25vl": 41, "small-qwen2vl": 43}
+ROWS = 32
 IMAGE_ROWS, SIDE = 24, 28
 DATA = ("text", "image_28")
-# Neither the width of the MLP of a vision block nor the published 3420 is divisible by 8. A window has 4 x 4 tokens.
-CONFIG = {
-    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 2017,
-    "eos_token_id": 2019, "hidden_act": "silu", "hidden_size": 64, "image_token_id": 2029, "initializer_range": 0.02,
-    "intermediate_size": 128, "max_position_embeddings": 128000, "max_window_layers": 3, "model_type": "qwen2_5_vl",
+DECODER = {
+    "attention_dropout": 0.0, "bos_token_id": 2017, "eos_token_id": 2019, "hidden_act": "silu", "hidden_size": 64, "image_token_id": 2029, "initializer_range": 0.02,
+    "intermediate_size": 128, "max_position_embeddings": 128000, "max_window_layers": 3,
     "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
     "rope_scaling": {"mrope_section": [2, 3, 3], "type": "mrope"}, "rope_theta": 1000000.0, "sliding_window": 32768,
     "tie_word_embeddings": True, "torch_dtype": "float32", "transformers_version": "4.49.0", "use_cache": True,
     "use_sliding_window": False, "video_token_id": 2030, "vision_end_token_id": 2027, "vision_start_token_id": 2026,
-    "vision_config": {
-        "depth": 4, "fullatt_block_indexes": [1, 3], "hidden_act": "silu", "hidden_size": 32, "in_chans": 3,
-        "intermediate_size": 84, "model_type": "qwen2_5_vl", "num_heads": 2, "out_hidden_size": 64, "patch_size": 14,
-        "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2, "tokens_per_second": 2,
-        "window_size": 112,
-    },
     "vocab_size": 2048,
+}
+VISION = {"depth": 4, "in_chans": 3, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2}
+CONFIGS = {
+    # Neither the width of the MLP of a vision block nor the published 3420 is divisible by 8. A window has 4 x 4 tokens.
+    "small-qwen25vl": DECODER | {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+        "vision_config": VISION | {
+            "fullatt_block_indexes": [1, 3], "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 84,
+            "model_type": "qwen2_5_vl", "out_hidden_size": 64, "tokens_per_second": 2, "window_size": 112,
+        },
+    },
+    # Unlike in the published files, the decoder is not as wide as the vision encoder's MLP.
+    "small-qwen2vl": DECODER | {
+        "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl",
+        "vision_config": VISION | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 3},
+    },
 }
 PROCESSOR = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_processor_type": "Qwen2VLImageProcessor",
     "image_std": [0.26862954, 0.26130258, 0.27577711], "max_pixels": 153664, "merge_size": 2, "min_pixels": 3136,
-    "patch_size": 14, "processor_class": "Qwen2_5_VLProcessor", "temporal_patch_size": 2,
+    "patch_size": 14, "temporal_patch_size": 2,
 }
+PROCESSORS = {"small-qwen25vl": "Qwen2_5_VLProcessor", "small-qwen2vl": "Qwen2VLProcessor"}
 # Renders what the published template renders without `add_vision_id`: a system prompt if the chat has none, then the
 # turns.
 TEMPLATE = """\
@@ -88,29 +97,38 @@ def make_rows():
     (data / "image_28.jsonl").write_text(text, encoding="utf-8")
 
 
-def make_folder():
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
+def folder_of(name):
+    return GOLDEN / "models" / name
+
+
+def in_order(config):
+    return json.loads(json.dumps(config, sort_keys=True))
+
+
+def make_folder(name):
+    folder = folder_of(name)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(SMALL / file, FOLDER / file)
-    write_json(FOLDER / "config.json", CONFIG)
-    write_json(FOLDER / "preprocessor_config.json", PROCESSOR)
-    write_json(FOLDER / "chat_template.json", {"chat_template": TEMPLATE})
-    settings = json.loads((FOLDER / "tokenizer_config.json").read_text(encoding="utf-8"))
+        shutil.copy(SMALL / file, folder / file)
+    write_json(folder / "config.json", in_order(CONFIGS[name]))
+    write_json(folder / "preprocessor_config.json", in_order(PROCESSOR | {"processor_class": PROCESSORS[name]}))
+    write_json(folder / "chat_template.json", {"chat_template": TEMPLATE})
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     settings["chat_template"] = TEMPLATE
-    write_json(FOLDER / "tokenizer_config.json", settings)
-    tensors = {name: tensor.contiguous() for name, tensor in drawn_tensors(FOLDER, SEED).items()}
-    save_file(tensors, FOLDER / "model.safetensors", metadata={"format": "pt"})
-    model, info = AutoModelForImageTextToText.from_pretrained(FOLDER, dtype=torch.float32, output_loading_info=True)
+    write_json(folder / "tokenizer_config.json", settings)
+    tensors = {name: tensor.contiguous() for name, tensor in drawn_tensors(folder, SEEDS[name]).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     notes = {key: sorted(map(str, value)) for key, value in info.items() if value}
     if notes:
         raise SystemExit(f"transformers reports {notes}")
-    print(f"{NAME}: {sum(p.numel() for p in model.parameters()):,} parameters, {sorted(tensors)[:2]} ..")
+    print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {sorted(tensors)[:2]} ..")
 
 
-def losses(data):
+def losses(name, data):
     """An entry of losses_at_init.json."""
-    encoder, model = Encoder(FOLDER, GOLDEN / "data"), load_model(FOLDER)
+    encoder, model = Encoder(folder_of(name), GOLDEN / "data"), load_model(folder_of(name))
     rows, sums = [], [0.0, 0]
     with torch.no_grad():
         for row in read_jsonl(GOLDEN / "data" / f"{data}.jsonl")[:ROWS]:
@@ -136,18 +154,20 @@ def main():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     if args.check:
-        stored, drawn = load_file(FOLDER / "model.safetensors"), drawn_tensors(FOLDER, SEED)
-        if stored.keys() != drawn.keys() or not all(torch.equal(stored[n], drawn[n]) for n in stored):
-            raise SystemExit(f"{NAME}: the drawn weights differ from the stored ones")
-        print(f"{NAME}: {len(stored)} tensors equal to the stored ones")
+        for name, seed in SEEDS.items():
+            stored, drawn = load_file(folder_of(name) / "model.safetensors"), drawn_tensors(folder_of(name), seed)
+            if stored.keys() != drawn.keys() or not all(torch.equal(stored[n], drawn[n]) for n in stored):
+                raise SystemExit(f"{name}: the drawn weights differ from the stored ones")
+            print(f"{name}: {len(stored)} tensors equal to the stored ones")
         return
     make_rows()
-    make_folder()
-    update("losses_at_init.json", None, {f"{NAME}|{data}": losses(data) for data in DATA})
-    curves = {f"{data}_{NAME}": curve(data, [], NAME) for data in DATA}
-    for name, golden in curves.items():
-        print(name, golden["loss"][0], golden["loss"][-1], flush=True)
-    update("curves.json", 1, curves)
+    for name in SEEDS:
+        make_folder(name)
+        update("losses_at_init.json", None, {f"{name}|{data}": losses(name, data) for data in DATA})
+        curves = {f"{data}_{name}": curve(data, [], name) for data in DATA}
+        for key, golden in curves.items():
+            print(key, golden["loss"][0], golden["loss"][-1], flush=True)
+        update("curves.json", 1, curves)
 
 
 if __name__ == "__main__":

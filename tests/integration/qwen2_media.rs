@@ -1,4 +1,4 @@
-//! Videos and boxes of Qwen2.5-VL, compared with transformers. `scripts/golden/qwen25_video.py` writes
+//! Videos and boxes of Qwen2.5-VL and Qwen2-VL, compared with transformers. `scripts/golden/qwen2_video.py` writes
 //! the expected values of videos.
 
 use super::harness::{Place, device, golden, write};
@@ -20,23 +20,34 @@ use trainer::run::OpenModel;
 use trainer::train::{GenerateOptions, ModelSection, Precision, generate};
 
 const MODEL: &str = "small-qwen25vl";
+const OLDER: &str = "small-qwen2vl";
 
-/// Made by `scripts/golden/qwen25_video.py`.
-fn golden_videos() -> Value {
-    golden_json("qwen25_video.json")
+/// Made by `scripts/golden/qwen2_video.py`.
+fn golden_videos(model: &str) -> Value {
+    golden_json(if model == MODEL { "qwen25_video.json" } else { "qwen2_video.json" })
 }
 
 #[test]
 fn rows_with_videos_of_qwen25_vl_encode_as_in_transformers() {
-    let rows = rows_for(MODEL, "video_28");
+    assert_rows_encode(MODEL, &["sampled", "slow", "odd"]);
+}
+
+#[test]
+fn rows_with_videos_of_qwen2_vl_encode_as_in_transformers() {
+    assert_rows_encode(OLDER, &["slow"]);
+}
+
+/// The script places the text after the videos of the rows `moved`; all other positions are
+/// transformers' own.
+fn assert_rows_encode(model: &str, moved: &[&str]) {
+    let rows = rows_for(model, "video_28");
     let encoder = rows.encoder();
-    let golden = golden_videos();
+    let golden = golden_videos(model);
     let expected = golden["rows"].as_array().unwrap();
     assert_eq!(rows.rows().count(), expected.len());
-    // The script places the text after these long videos; all other positions are transformers' own.
-    let moved = expected.iter().filter(|row| row["as_transformers"] != true);
-    let moved: Vec<&Value> = moved.map(|row| &row["id"]).collect();
-    assert_eq!(json!(moved), json!(["sampled", "slow", "odd"]));
+    let others = expected.iter().filter(|row| row["as_transformers"] != true);
+    let others: Vec<&Value> = others.map(|row| &row["id"]).collect();
+    assert_eq!(json!(others), json!(moved));
     for (row, expected) in rows.rows().zip(expected) {
         let (sample, name) = (rows.read(row).unwrap(), &expected["id"]);
         // the planner reads headers only
@@ -54,16 +65,34 @@ fn rows_with_videos_of_qwen25_vl_encode_as_in_transformers() {
 
 #[test]
 fn qwen25_vl_with_videos_follows_the_reference_in_every_layout() {
-    let golden = golden_videos();
+    assert_curve_with_videos(MODEL);
+}
+
+#[test]
+fn qwen2_vl_with_videos_follows_the_reference_in_every_layout() {
+    assert_curve_with_videos(OLDER);
+}
+
+fn assert_curve_with_videos(model: &str) {
+    let golden = golden_videos(model);
     let curve = &golden["curve"];
     assert_all_variants_follow(curve);
     let runner = runner_of(curve, PLAIN, Precision::F32);
-    assert_gradient_norms(&rows_for(MODEL, "video_28"), &runner, &curve["grad_norms_step1"]);
+    assert_gradient_norms(&rows_for(model, "video_28"), &runner, &curve["grad_norms_step1"]);
 }
 
 #[test]
 fn greedy_answers_of_qwen25_vl_about_videos_are_the_references() {
-    let folder = golden("models").join(MODEL);
+    assert_answers_about_videos(MODEL);
+}
+
+#[test]
+fn greedy_answers_of_qwen2_vl_about_videos_are_the_references() {
+    assert_answers_about_videos(OLDER);
+}
+
+fn assert_answers_about_videos(name: &str) {
+    let folder = golden("models").join(name);
     let encoder = Encoder::from_folder(&folder, &ImageConfig::default()).unwrap();
     let open = OpenModel::open(&ModelSection::new(folder), 0, &device()).unwrap();
     let model = open.load(&device()).unwrap().model;
@@ -74,7 +103,7 @@ fn greedy_answers_of_qwen25_vl_about_videos_are_the_references() {
         stop_ids: Vec::new(),
     };
     let file = RowFile::open(&golden("data/video_28.jsonl"), None).unwrap();
-    for (row, expected) in golden_videos()["rows"].as_array().unwrap().iter().enumerate() {
+    for (row, expected) in golden_videos(name)["rows"].as_array().unwrap().iter().enumerate() {
         let (prompt, _) = encoder.encode_prompt(&file.read(row).unwrap()).unwrap();
         let ids = generate(&model, prompt, &options, &device()).unwrap();
         assert_eq!(json!(ids), expected["answer"], "{}", expected["id"]);
@@ -105,18 +134,26 @@ fn the_config_limits_the_frames_and_pixels_of_videos() {
     }
 }
 
-/// An odd last frame is repeated, and the positions follow from the rate.
+/// An odd last frame is repeated, and the positions of Qwen2.5-VL follow from the rate.
 #[test]
 fn frames_with_the_rate_at_which_they_were_sampled_are_all_used() {
-    let folder = golden("models").join(MODEL);
-    let encoder = Encoder::from_folder(&folder, &ImageConfig::default()).unwrap();
-    for (frames, rate, groups, step) in [(8, 4.0, 4, 1), (5, 1.0, 3, 4), (9, 0.5, 5, 8)] {
+    let encoder = |model| {
+        Encoder::from_folder(&golden("models").join(model), &ImageConfig::default()).unwrap()
+    };
+    let encoders = [MODEL, OLDER].map(encoder);
+    for (encoder, frames, rate, groups, step) in [
+        (&encoders[0], 8, 4.0, 4, 1),
+        (&encoders[0], 5, 1.0, 3, 4),
+        (&encoders[0], 9, 0.5, 5, 8),
+        (&encoders[1], 8, 4.0, 4, 1),
+        (&encoders[1], 9, 0.5, 5, 1),
+    ] {
         let frames: Vec<_> = (0..frames).map(|k| format!("video28/pan_{k}.png")).collect();
         let video = json!({"type": "video", "video": frames, "sample_fps": rate});
         let row = json!({"messages": [
             {"role": "user", "content": [video]}, {"role": "assistant", "content": "a"},
         ]});
-        let sample = encode(&encoder, &row).unwrap();
+        let sample = encode(encoder, &row).unwrap();
         assert_eq!(sample.media[0].grid_thw, [groups, 4, 4], "{row}");
         let times = sample.vision_rows.iter().map(|row| sample.position_ids[*row as usize][0]);
         let last = times.clone().max().unwrap() - times.min().unwrap();
@@ -204,6 +241,34 @@ fn a_box_counts_in_the_resized_image() {
     // a relative box needs its image, too
     let relative = answer(&default, &[], objects("norm1", json!([0, 0, 1, 1])));
     assert_eq!(relative.unwrap_err().reason(), "box_image");
+}
+
+/// Names and boxes as ms-swift writes them for this family.
+#[test]
+fn a_box_of_qwen2_vl_is_between_special_tokens_in_thousandths() {
+    let folder = golden("models").join(OLDER);
+    let encoder = Encoder::from_folder(&folder, &ImageConfig::default()).unwrap();
+    let sample = |question: &str, answer: &str, objects: Value| {
+        let row = json!({
+            "messages": [
+                {"role": "user", "content": question}, {"role": "assistant", "content": answer},
+            ],
+            "images": ["images/exact_coins_160x96.png"], "objects": objects,
+        });
+        encode(&encoder, &row).unwrap()
+    };
+    let objects = json!({"ref": ["a coin", "a coin"], "bbox": [[80, 48, 160, 96], [40, 24]]});
+    let found = sample("<image>Where is <ref-object>?", "<ref-object><bbox>, at <bbox>", objects);
+    let name = "<|object_ref_start|>a coin<|object_ref_end|>";
+    let answer = format!(
+        "{name}<|box_start|>(500,500),(1000,1000)<|box_end|>, at <|box_start|>(250,250)<|box_end|>"
+    );
+    let expected = sample(&format!("<image>Where is {name}?"), &answer, Value::Null);
+    // as `eval.generate` compares a generated answer with the expected one
+    let targets = found.labels.iter().filter(|label| **label >= 0).map(|label| *label as u32);
+    let targets: Vec<u32> = targets.filter(|id| !encoder.stop_ids().contains(id)).collect();
+    assert_eq!(encoder.decode_with_specials(&targets).unwrap(), answer);
+    assert_eq!((found.input_ids, found.labels), (expected.input_ids, expected.labels));
 }
 
 /// The number of tokens of a box depends on the size of its image.

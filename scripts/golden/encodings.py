@@ -1,0 +1,96 @@
+"""Compares `trainer inspect` with the processor of a model folder in transformers, over generated rows.
+
+  python scripts/golden/encodings.py MODEL_DIR [--rows 200] [--seed 0] [--trainer target/release/trainer]
+
+The rows have one to three turns, sometimes a system turn, and up to three images of odd sizes, so most images are
+resized. Compares ids, labels, positions, grids and every pixel, and fails (exit code 1) at the first difference.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoProcessor
+
+from reference_lib import Encoder, load_model, normalise, positions
+
+WORDS = "What is the colour of this? It shows 3 boxes, näıve 日本 text.\nA second line , 12:30 !".split(" ")
+
+
+def image(draw, path):
+    """Noise over a gradient, so that every pixel counts."""
+    width, height = draw.randint(29, 331), draw.randint(29, 331)
+    noise = np.random.default_rng(draw.getrandbits(32)).integers(0, 128, (height, width, 3))
+    ramp = np.linspace(0, 127, width)[None, :, None] + np.zeros((height, 1, 3))
+    Image.fromarray((noise + ramp).astype(np.uint8)).save(path)
+
+
+def rows(draw, count, folder):
+    for i in range(count):
+        texts = lambda: " ".join(draw.choices(WORDS, k=draw.randint(1, 12)))
+        messages = [{"role": "system", "content": texts()}] if draw.random() < 0.3 else []
+        images = [f"{i}_{k}.png" for k in range(draw.choice([0, 1, 1, 1, 2, 3]))]
+        for name in images:
+            image(draw, folder / name)
+        turns, left = draw.randint(1, 3), len(images)
+        for turn in range(turns):
+            here = left if turn == turns - 1 else draw.randint(0, left)
+            left -= here
+            parts = [texts() for _ in range(here + 1)]
+            messages.append({"role": "user", "content": "<image>".join(parts)})
+            messages.append({"role": "assistant", "content": texts()})
+        yield {"id": f"row{i}", "messages": messages, "images": images}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--rows", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trainer", default="target/release/trainer")
+    args = parser.parse_args()
+    processor, model = AutoProcessor.from_pretrained(args.model), load_model(args.model)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        encoder = Encoder(args.model, folder)
+        generated = list(rows(random.Random(args.seed), args.rows, folder))
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in generated), encoding="utf-8")
+        config = {
+            "model": {"path": str(args.model.resolve())}, "output_dir": str(folder / "run"),
+            "data": {"train": [{"path": str(folder / "rows.jsonl")}], "packing_length": 1 << 16, "shuffle": False},
+        }
+        (folder / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+        inspect = [args.trainer, "inspect", "--config", folder / "config.yaml", "--num", "0", "--format", "jsonl"]
+        out = subprocess.run(
+            [*inspect, "--tensors", folder / "all.safetensors"], check=True, capture_output=True, text=True
+        ).stdout
+        found, tensors = [json.loads(line) for line in out.splitlines()], load_file(folder / "all.safetensors")
+        assert len(found) == len(generated), f"{len(found)} rows of {len(generated)}"
+        num_images = 0
+        for row, ours in zip(generated, found):
+            messages, sources = normalise(row)
+            text = processor.apply_chat_template(messages, tokenize=False)
+            images = [Image.open(folder / source) for source in sources]
+            theirs = processor(text=[text], images=images or None, return_tensors="pt")
+            reference = encoder(row)
+            position_ids, _ = positions(model, encoder.config, reference)
+            assert theirs["input_ids"][0].tolist() == ours["input_ids"], row["id"]
+            assert reference["labels"] == ours["labels"], row["id"]
+            assert position_ids.tolist() == ours["position_ids"], row["id"]
+            if sources:
+                of_row = lambda name: tensors[f"{ours['id']}/{name}"]
+                assert torch.equal(of_row("image_grid_thw"), theirs["image_grid_thw"]), row["id"]
+                assert torch.equal(of_row("pixel_values"), theirs["pixel_values"]), row["id"]
+            num_images += len(sources)
+    print(f"{len(generated)} rows with {num_images} images: 0 differences")
+
+
+if __name__ == "__main__":
+    main()
