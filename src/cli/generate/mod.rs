@@ -320,7 +320,7 @@ struct Streamed<'a> {
 
 impl<'a> Streamed<'a> {
     fn new(encoder: &'a Encoder, stops: &'a [String]) -> Self {
-        Self::with_decoder(move |ids| encoder.decode_with_specials(ids), stops)
+        Self::with_decoder(move |ids| encoder.decode(ids), stops)
     }
 
     fn with_decoder(
