@@ -64,6 +64,7 @@ mod grouped_linear;
 mod host_copies;
 mod launch;
 mod layer_norm;
+mod layer_scale;
 mod linear;
 mod linear_cross_entropy;
 mod muon;
@@ -138,6 +139,7 @@ pub use grouped_linear::{
 };
 pub use host_copies::HostCopies;
 pub use layer_norm::{layer_norm, layer_norm_apply, layer_norm_backward};
+pub use layer_scale::{layer_scale_add, layer_scale_backward};
 pub use linear::{
     LowRank, bias_backward, linear, linear_add, linear_backward_input, linear_backward_input_add,
     linear_backward_input_low_rank, linear_backward_input_times, linear_backward_weight,

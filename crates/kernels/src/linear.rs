@@ -376,23 +376,39 @@ const MAX_SHARES: usize = 64;
 /// Adds the sum of the rows of `dy [N, M]` to `db [M]` (`f32`).
 pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     let op = "bias_backward";
-    let (n, m) = rows_of(op, "dy", dy)?;
+    let (_, m) = rows_of(op, "dy", dy)?;
     compute_dtype(op, &[("dy", dy)])?;
     expect_f32(op, "db", db, &[m])?;
     cpu::distinct(op, "db", db, &[("dy", dy)])?;
     if on_gpu(dy) {
-        // Each share has its own rows. The number of shares depends on that of the rows only, so the
-        // result does too.
-        let num_shares = n.div_ceil(SHARE_ROWS).min(MAX_SHARES);
-        let shares = ColumnShares::new(Some(db), num_shares, m)?;
-        let launch = Launch::new("bias_shares", dy.dtype()).threads(THREADS);
-        let launch = launch.grid3([m.div_ceil(SHARE_COLUMNS), num_shares, 1]);
-        launch!(op, launch; dy, shares, n, m, vectors(m, &[dy])?)?;
-        return shares.add(op);
+        return product_shares(op, dy, None, db);
     }
     let dy = read(op, "dy", dy)?;
     let dy = dy.values()?;
     add_rows(op, "db", Some(db), dy)
+}
+
+/// Adds the sum of the rows of `dy [N, M]`, or of `dy * f`, to `sums [M]` on a GPU.
+pub(super) fn product_shares(
+    op: &'static str,
+    dy: &Tensor,
+    f: Option<&Tensor>,
+    sums: &Tensor,
+) -> Result<()> {
+    let (n, m) = dy.dims2()?;
+    // Each share has its own rows. The number of shares depends on that of the rows only, so the
+    // result does too.
+    let num_shares = n.div_ceil(SHARE_ROWS).min(MAX_SHARES);
+    let shares = ColumnShares::new(Some(sums), num_shares, m)?;
+    let name = if f.is_some() { "product_shares" } else { "bias_shares" };
+    let launch = Launch::new(name, dy.dtype()).threads(THREADS);
+    let launch = launch.grid3([m.div_ceil(SHARE_COLUMNS), num_shares, 1]);
+    let vectors = vectors(m, &[dy, f.unwrap_or(dy)])?;
+    match f {
+        Some(f) => launch!(op, launch; dy, f, shares, n, m, vectors)?,
+        None => launch!(op, launch; dy, shares, n, m, vectors)?,
+    }
+    shares.add(op)
 }
 
 #[cfg(test)]

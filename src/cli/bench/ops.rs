@@ -12,9 +12,10 @@ use crate::ops::{
     expert_rows_backward, expert_swiglu, expert_swiglu_backward, fill_zero, gated_delta_rule,
     gated_delta_rule_backward, gelu, gelu_backward, gpu_memory, grouped_linear,
     grouped_linear_backward_input, grouped_linear_backward_weight, layer_norm, layer_norm_backward,
-    linear, linear_backward_input, linear_backward_weight, linear_cross_entropy_backward,
-    nf4_bytes, qk_norm_rope, qk_norm_rope_backward, rms_norm, rms_norm_backward, route, swiglu,
-    swiglu_backward, vision_rope_merge_backward, vision_rope_split,
+    layer_scale_add, layer_scale_backward, linear, linear_backward_input, linear_backward_weight,
+    linear_cross_entropy_backward, nf4_bytes, qk_norm_rope, qk_norm_rope_backward, rms_norm,
+    rms_norm_backward, route, swiglu, swiglu_backward, vision_rope_merge_backward,
+    vision_rope_split,
 };
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -176,6 +177,12 @@ impl OpBench {
             }))?;
             time(case(&format!("layer_norm backward {size}"), Work::Bytes(3.0 * pass), || {
                 layer_norm_backward(&x, &stats, &w, &dy, None, Some(&dw), Some(&db)).map(drop)
+            }))?;
+            time(case(&format!("layer_scale {size}"), Work::Bytes(3.0 * pass), || {
+                layer_scale_add(&x, &w, &dy).map(drop)
+            }))?;
+            time(case(&format!("layer_scale backward {size}"), Work::Bytes(4.0 * pass), || {
+                layer_scale_backward(&w, &dy, Some((&x, &dw))).map(drop)
             }))?;
         }
         Ok(())

@@ -1,5 +1,5 @@
-// Gathering, copying, adding and zeroing of rows; see crates/kernels/src/rows.rs for the contract. Copies of
-// columns of a matrix; see crates/kernels/src/adjacent.rs.
+// Gathering, copying, adding, zeroing and scaling of rows; see crates/kernels/src/{rows,layer_scale}.rs for
+// the contracts.
 //
 // A warp handles a row, 16 bytes per lane, with four accesses in flight: all kernels are bound by
 // memory bandwidth. The host rejects rows out of range. Here they leave the tensor unchanged, and a
@@ -93,6 +93,22 @@ template <int E, class T> __device__ __forceinline__ void zero(T *x, const uint3
   fill<E>(x + named * d, d, 0);
 }
 
+// y = x + scale * f, all [m, d]; without x, y = scale * f.
+template <int E, class T> __device__ __forceinline__ void scale_row(const T *f, const T *scale, const T *x, T *y, int m, int d) {
+  size_t row = size_t(blockIdx.x) * (blockDim.x / WARP) + size_t(warp());
+  if (row >= size_t(m)) return;
+  size_t first = row * d;
+#pragma unroll 4
+  for (int at = lane() * E; at < d; at += WARP * E) {
+    Chunk<T, E> values = load_chunk<E>(f + first + at), factors = load_chunk<E>(scale + at);
+    Chunk<T, E> added = x ? load_chunk<E>(x + first + at) : no_chunk<T, E>();
+    float sums[E];
+#pragma unroll
+    for (int i = 0; i < E; i++) sums[i] = factors.get(i) * values.get(i) + added.get(i);
+    store_floats<E>(y + first + at, sums);
+  }
+}
+
 } // namespace
 
 #define ROWS(T, E, name)                                                                                                                       \
@@ -111,7 +127,11 @@ template <int E, class T> __device__ __forceinline__ void zero(T *x, const uint3
   extern "C" __global__ void __launch_bounds__(256, 4) zero_rows_##name(T *x, const uint32_t *rows, int t, int m, int d) {                     \
     zero<E>(x, rows, t, m, d);                                                                                                                 \
   }                                                                                                                                            \
-  EXPORT(zero_rows_##name)
+  EXPORT(zero_rows_##name)                                                                                                                     \
+  extern "C" __global__ void __launch_bounds__(256, 4) layer_scale_##name(const T *f, const T *scale, const T *x, T *y, int m, int d) {        \
+    scale_row<E>(f, scale, x, y, m, d);                                                                                                        \
+  }                                                                                                                                            \
+  EXPORT(layer_scale_##name)
 
 ROWS(float, 4, f32)
 ROWS(bf16, 8, bf16)
