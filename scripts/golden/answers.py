@@ -5,7 +5,7 @@
 
 The prompts are the first rows of three data files without their last answer. `model.generate` answers them in float32
 with small-tied, with sharded-bf16, whose weights are bf16, with small-qwen35,
-small-qwen25vl and small-qwen2vl. For each answer: the row, the new ids without the end
+small-qwen25vl, small-qwen2vl and small-internvl. For each answer: the row, the new ids without the end
 token, their text. `margin` is the smallest difference of the two highest logits of all steps of a model: answers of
 another correct program can differ only where it is not much larger than rounding errors.
 """
@@ -16,10 +16,10 @@ import json
 import torch
 from transformers import AutoModelForImageTextToText
 
-from reference_lib import GOLDEN, Encoder, normalise, read_jsonl, token_types
+from reference_lib import GOLDEN, Encoder, media, normalise, read_jsonl
 
 OUT = GOLDEN / "answers.json"
-MODELS = ("small-tied", "sharded-bf16", "small-qwen35", "small-qwen25vl", "small-qwen2vl")
+MODELS = ("small-tied", "sharded-bf16", "small-qwen35", "small-qwen25vl", "small-qwen2vl", "small-internvl")
 PROMPTS = (("text.jsonl", 25), ("image_exact.jsonl", 20), ("digits_test.jsonl", 5))
 NEW_TOKENS = 16
 
@@ -45,11 +45,11 @@ def answers(name):
         for line, row in enumerate(read_jsonl(GOLDEN / "data" / file)[:count], 1):
             ids, pixels, grid = prompt(encoder, row)
             ids = torch.tensor([ids])
-            media = {"pixel_values": pixels, "image_grid_thw": torch.tensor(grid)} if grid else {}
             out = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=token_types(ids, encoder.config),
+                input_ids=ids, attention_mask=torch.ones_like(ids),
                 do_sample=False, temperature=None, top_p=None, top_k=None, max_new_tokens=NEW_TOKENS,
-                output_logits=True, return_dict_in_generate=True, **media,
+                output_logits=True, return_dict_in_generate=True,
+                **media(encoder.config, ids, pixels, torch.tensor(grid) if grid else None),
             )
             for logits in out.logits:
                 best = logits[0].float().topk(2).values

@@ -1,9 +1,12 @@
 """Compares `trainer inspect` with the processor of a model folder in transformers, over generated rows.
 
-  python scripts/golden/encodings.py MODEL_DIR [--rows 200] [--seed 0] [--trainer target/release/trainer]
+  python scripts/golden/encodings.py MODEL_DIR [--rows 200] [--seed 0] [--smallest 29]
+                                      [--trainer target/release/trainer]
 
 The rows have one to three turns, sometimes a system turn, and up to three images of odd sizes, so most images are
 resized. Compares ids, labels, positions, grids and every pixel, and fails (exit code 1) at the first difference.
+
+An image of InternVL has the grid [tiles, rows of patches, columns of patches], and its tiles are compared as patches.
 """
 
 import argparse
@@ -19,26 +22,33 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoProcessor
 
-from reference_lib import Encoder, load_model, normalise, positions
+from reference_lib import Encoder, is_internvl, load_model, normalise, patches, positions
 
 WORDS = "What is the colour of this? It shows 3 boxes, näıve 日本 text.\nA second line , 12:30 !".split(" ")
 
 
-def image(draw, path):
+def image(draw, path, smallest):
     """Noise over a gradient, so that every pixel counts."""
-    width, height = draw.randint(29, 331), draw.randint(29, 331)
+    width, height = draw.randint(smallest, 331), draw.randint(smallest, 331)
     noise = np.random.default_rng(draw.getrandbits(32)).integers(0, 128, (height, width, 3))
     ramp = np.linspace(0, 127, width)[None, :, None] + np.zeros((height, 1, 3))
     Image.fromarray((noise + ramp).astype(np.uint8)).save(path)
 
 
-def rows(draw, count, folder):
+def expected_pixels(encoder, theirs, reference):
+    """Patches and grids of a row by its processor."""
+    if not is_internvl(encoder.config):
+        return theirs["pixel_values"], theirs["image_grid_thw"]
+    return patches(theirs["pixel_values"], encoder.config), torch.tensor(reference["grid"])
+
+
+def rows(draw, count, folder, smallest):
     for i in range(count):
         texts = lambda: " ".join(draw.choices(WORDS, k=draw.randint(1, 12)))
         messages = [{"role": "system", "content": texts()}] if draw.random() < 0.3 else []
         images = [f"{i}_{k}.png" for k in range(draw.choice([0, 1, 1, 1, 2, 3]))]
         for name in images:
-            image(draw, folder / name)
+            image(draw, folder / name, smallest)
         turns, left = draw.randint(1, 3), len(images)
         for turn in range(turns):
             here = left if turn == turns - 1 else draw.randint(0, left)
@@ -54,13 +64,14 @@ def main():
     parser.add_argument("model", type=Path)
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smallest", type=int, default=29, help="shortest side of an image")
     parser.add_argument("--trainer", default="target/release/trainer")
     args = parser.parse_args()
     processor, model = AutoProcessor.from_pretrained(args.model), load_model(args.model)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         encoder = Encoder(args.model, folder)
-        generated = list(rows(random.Random(args.seed), args.rows, folder))
+        generated = list(rows(random.Random(args.seed), args.rows, folder, args.smallest))
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in generated), encoding="utf-8")
         config = {
             "model": {"path": str(args.model.resolve())}, "output_dir": str(folder / "run"),
@@ -86,8 +97,9 @@ def main():
             assert position_ids.tolist() == ours["position_ids"], row["id"]
             if sources:
                 of_row = lambda name: tensors[f"{ours['id']}/{name}"]
-                assert torch.equal(of_row("image_grid_thw"), theirs["image_grid_thw"]), row["id"]
-                assert torch.equal(of_row("pixel_values"), theirs["pixel_values"]), row["id"]
+                pixels, grid = expected_pixels(encoder, theirs, reference)
+                assert torch.equal(of_row("image_grid_thw"), grid), row["id"]
+                assert torch.equal(of_row("pixel_values"), pixels), row["id"]
             num_images += len(sources)
     print(f"{len(generated)} rows with {num_images} images: 0 differences")
 

@@ -93,9 +93,11 @@ def draw(model, seed):
                 weight.copy_(0.1 * noise)
             elif "embed_tokens" in name or "lm_head" in name:
                 weight.copy_(0.1 * math.sqrt(128 / hidden) * noise)  # logits of std 1.1 at any hidden size
-            elif "pos_embed" in name:
+            elif "lambda_" in name:  # LayerScale
+                weight.copy_(0.5 + 0.1 * noise)
+            elif "pos_embed" in name or "position_embeddings" in name or "cls_token" in name:
                 weight.copy_(0.5 * noise)
-            elif weight.ndim == 5:  # patch embedding
+            elif weight.ndim >= 4:  # patch embedding
                 weight.copy_(noise / math.sqrt(weight[0].numel()))
             else:
                 weight.copy_(noise / math.sqrt(weight.shape[-1]))
@@ -109,6 +111,30 @@ def drawn_tensors(folder, seed):
     with tempfile.TemporaryDirectory() as tmp:
         model.save_pretrained(tmp)
         return load_file(Path(tmp) / "model.safetensors")
+
+
+def check_drawn(folder, seed):
+    """Draws the folder's weights again; they must be bit-identical to the stored ones."""
+    stored, drawn = load_file(folder / "model.safetensors"), drawn_tensors(folder, seed)
+    if stored.keys() != drawn.keys() or not all(torch.equal(stored[n], drawn[n]) for n in stored):
+        raise SystemExit(f"{folder.name}: the drawn weights differ from the stored ones")
+    print(f"{folder.name}: {len(stored)} tensors equal to the stored ones")
+
+
+def save(tensors, folder):
+    """Saves the tensors in one file."""
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def check_loads(folder):
+    """Checks that transformers loads the folder without a remark, and prints its size."""
+    model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    notes = {key: sorted(map(str, value)) for key, value in info.items() if value}
+    if notes:
+        raise SystemExit(f"{folder.name}: transformers reports {notes}")
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    print(f"{folder.name}: {sum(p.numel() for p in model.parameters()):,} parameters, {size:,} bytes")
 
 
 def save_shards(tensors, folder):
@@ -143,13 +169,8 @@ def build(name, spec):
     if name == "sharded-bf16":
         save_shards(tensors, folder)
     else:
-        save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
-    model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    notes = {key: sorted(map(str, value)) for key, value in info.items() if value}
-    if notes:
-        raise SystemExit(f"{name}: transformers reports {notes}")
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {len(tensors)} tensors, {size:,} bytes")
+        save(tensors, folder)
+    check_loads(folder)
 
 
 def batch_rows():
@@ -208,14 +229,6 @@ def measure(name, spec, rows):
     return golden, {f"{name}/{n}": grads[n].contiguous() for n in keep}
 
 
-def check_small_tied():
-    """Draws small-tied's weights again; they must be bit-identical to the stored ones."""
-    stored, drawn = load_file(SMALL / "model.safetensors"), drawn_tensors(SMALL, 13)
-    if stored.keys() != drawn.keys() or not all(torch.equal(stored[n], drawn[n]) for n in stored):
-        raise SystemExit("small-tied: the drawn weights differ from the stored ones")
-    print(f"small-tied: {len(stored)} tensors equal to the stored ones")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check-small-tied", action="store_true", help="only draw small-tied's weights and compare them with the stored ones")
@@ -223,7 +236,7 @@ def main():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     if args.check_small_tied:
-        check_small_tied()
+        check_drawn(SMALL, 13)
         return
     rows = batch_rows()
     out = {"rows": [{"file": file, "id": row["id"]} for file, row in rows]}

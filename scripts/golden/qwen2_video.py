@@ -137,12 +137,15 @@ class VideoEncoder:
     def render(self, messages, prompt=False):
         return self.reference.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
 
-    def __call__(self, row):
+    def run(self, text, media):
+        return run(self.reference, text, media)
+
+    def encode(self, row):
         """Answers do not begin with a newline, so that the tokens of a prefix of the text are a prefix of its tokens."""
         messages, media = typed(row)
         count = lambda ms: sum(p["type"] != "text" for m in ms for p in m["content"])
-        ids_of = lambda ms, prompt: run(self.reference, self.render(ms, prompt), media[: count(ms)])["input_ids"][0].tolist()
-        out = run(self.reference, self.render(messages), media)
+        ids_of = lambda ms, prompt: self.run(self.render(ms, prompt), media[: count(ms)])["input_ids"][0].tolist()
+        out = self.run(self.render(messages), media)
         ids = out["input_ids"][0].tolist()
         labels = [IGNORE] * len(ids)
         for k, message in enumerate(messages):
@@ -150,8 +153,11 @@ class VideoEncoder:
                 head, upto = ids_of(messages[:k], True), ids_of(messages[: k + 1], False)
                 assert ids[: len(head)] == head and ids[: len(upto)] == upto
                 labels[len(head) : len(upto) - 1] = ids[len(head) : len(upto) - 1]  # without the newline after the end mark
-        position_ids, _ = positions(self.model, out)
-        return {"id": row["id"], "input_ids": ids, "labels": labels, "out": out, "position_ids": position_ids}
+        return {"id": row["id"], "input_ids": ids, "labels": labels, "out": out}
+
+    def __call__(self, row):
+        sample = self.encode(row)
+        return sample | {"position_ids": positions(self.model, sample["out"])[0]}
 
 
 def logits_of(model, sample):
@@ -173,6 +179,10 @@ def forward(model, config, samples, mode="per-sample"):
     return found
 
 
+def digest(values):
+    return hashlib.sha256(values.astype("<f4").tobytes()).hexdigest()
+
+
 def case(encoder, row):
     sample = encoder(row)
     out, ((loss, targets),) = sample["out"], forward(encoder.model, encoder.config, [sample])
@@ -182,7 +192,7 @@ def case(encoder, row):
         "id": row["id"], "input_ids": sample["input_ids"], "labels": sample["labels"],
         "position_ids": sample["position_ids"].tolist(), "as_transformers": positions(encoder.model, out)[1],
         "image_grid_thw": grids("image_grid_thw"), "video_grid_thw": grids("video_grid_thw"),
-        "video_sha256": None if values is None else hashlib.sha256(values.astype("<f4").tobytes()).hexdigest(),
+        "video_sha256": None if values is None else digest(values),
         "nll": float(loss), "targets": targets, "answer": answer(encoder, row),
     }
 
@@ -224,6 +234,11 @@ def table():
     return found
 
 
+def write(file, golden):
+    text = json.dumps(golden, separators=(",", ":")).replace('{"id"', '\n{"id"').replace('{"total"', '\n{"total"')
+    (GOLDEN / file).write_text(text + "\n", encoding="utf-8")
+
+
 def main():
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -239,8 +254,7 @@ def main():
         assert moved == expected, moved
         curve = adapters.curve(ROWS, ["--steps", "8"], name)
         golden = {"rows": cases, "curve": curve} | ({"indices": table()} if file == "qwen25_video.json" else {})
-        text = json.dumps(golden, separators=(",", ":")).replace('{"id"', '\n{"id"').replace('{"total"', '\n{"total"')
-        (GOLDEN / file).write_text(text + "\n", encoding="utf-8")
+        write(file, golden)
         print(name, len(cases), "rows", moved, curve["loss"][0], curve["loss"][-1])
 
 

@@ -17,11 +17,9 @@ import shutil
 
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
 
 from adapters import curve
-from make_variants import SMALL, drawn_tensors, write_json
+from make_variants import SMALL, check_drawn, check_loads, drawn_tensors, save, write_json
 from reference_lib import GOLDEN, Encoder, forward, load_model, normalise, read_jsonl
 
 SEEDS = {"small-qwen25vl": 41, "small-qwen2vl": 43}
@@ -117,13 +115,8 @@ def make_folder(name):
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     settings["chat_template"] = TEMPLATE
     write_json(folder / "tokenizer_config.json", settings)
-    tensors = {name: tensor.contiguous() for name, tensor in drawn_tensors(folder, SEEDS[name]).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    notes = {key: sorted(map(str, value)) for key, value in info.items() if value}
-    if notes:
-        raise SystemExit(f"transformers reports {notes}")
-    print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {sorted(tensors)[:2]} ..")
+    save(drawn_tensors(folder, SEEDS[name]), folder)
+    check_loads(folder)
 
 
 def losses(name, data):
@@ -147,6 +140,15 @@ def update(name, indent, entries):
     path.write_text(json.dumps(golden, indent=indent) + "\n" * (indent is not None), encoding="utf-8")
 
 
+def write_results(name, data):
+    """Writes the model's entries of losses_at_init.json and curves.json."""
+    update("losses_at_init.json", None, {f"{name}|{of}": losses(name, of) for of in data})
+    curves = {f"{of}_{name}": curve(of, [], name) for of in data}
+    for key, golden in curves.items():
+        print(key, golden["loss"][0], golden["loss"][-1], flush=True)
+    update("curves.json", 1, curves)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only compare the weights with the stored ones")
@@ -155,19 +157,12 @@ def main():
     torch.use_deterministic_algorithms(True, warn_only=True)
     if args.check:
         for name, seed in SEEDS.items():
-            stored, drawn = load_file(folder_of(name) / "model.safetensors"), drawn_tensors(folder_of(name), seed)
-            if stored.keys() != drawn.keys() or not all(torch.equal(stored[n], drawn[n]) for n in stored):
-                raise SystemExit(f"{name}: the drawn weights differ from the stored ones")
-            print(f"{name}: {len(stored)} tensors equal to the stored ones")
+            check_drawn(folder_of(name), seed)
         return
     make_rows()
     for name in SEEDS:
         make_folder(name)
-        update("losses_at_init.json", None, {f"{name}|{data}": losses(name, data) for data in DATA})
-        curves = {f"{data}_{name}": curve(data, [], name) for data in DATA}
-        for key, golden in curves.items():
-            print(key, golden["loss"][0], golden["loss"][-1], flush=True)
-        update("curves.json", 1, curves)
+        write_results(name, DATA)
 
 
 if __name__ == "__main__":

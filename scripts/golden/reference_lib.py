@@ -10,12 +10,13 @@ import base64
 import io
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.image_transforms import convert_to_rgb
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
@@ -96,6 +97,13 @@ class Encoder:
         self.root = Path(image_root)
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self.config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
+        self.pad, self.around = IMAGE_PAD, ("", "")
+        if is_internvl(self.config):
+            processor = AutoProcessor.from_pretrained(model_dir)
+            self.pad, self.around = processor.image_token, (processor.start_image_token, processor.end_image_token)
+            self.merge = round(1 / self.config["downsample_ratio"]) ** 2
+            self.images = partial(processor.image_processor, **processor.images_kwargs)
+            return
         path = Path(model_dir) / "preprocessor_config.json"
         if not path.exists():  # a text-only model
             self.merge = self.images = None
@@ -114,21 +122,23 @@ class Encoder:
             messages, tools=tools, tokenize=False, add_generation_prompt=prompt, enable_thinking=False
         )
 
-    @staticmethod
-    def expand(text, counts):
+    def expand(self, text, counts):
         """Repeats the n-th image placeholder `counts[n]` times."""
         left = iter(counts)
 
         def repeat(_):
             try:
-                return IMAGE_PAD * next(left)
+                return self.around[0] + self.pad * next(left) + self.around[1]
             except StopIteration:
-                raise SampleError(f"an {IMAGE_PAD} in the text has no image") from None
+                raise SampleError(f"an {self.pad} in the text has no image") from None
 
-        return re.sub(re.escape(IMAGE_PAD), repeat, text)
+        return re.sub(re.escape(self.pad), repeat, text)
 
     def pixels(self, sources):
-        """Returns `pixel_values` [P, C*t*p*p] and the grids [[t, h, w], ..] of all images of a row."""
+        """Returns `pixel_values` [P, C*t*p*p] and the grids [[t, h, w], ..] of all images of a row.
+
+        InternVL has `pixel_values` [tiles, C, side, side], and `t` counts the tiles of an image.
+        """
         arrays = []
         for source in sources:
             try:
@@ -140,6 +150,10 @@ class Encoder:
             out = self.images(tensors, input_data_format="channels_first", return_tensors="pt")
         except ValueError as error:
             raise SampleError(str(error)) from error
+        if "num_patches" in out:
+            vision = self.config["vision_config"]
+            height, width = (side // patch for side, patch in zip(vision["image_size"], vision["patch_size"]))
+            return out["pixel_values"], [[tiles, height, width] for tiles in out["num_patches"].tolist()]
         return out["pixel_values"], out["image_grid_thw"].tolist()
 
     def __call__(self, row):
@@ -178,6 +192,10 @@ def load_model(model_dir):
     return model
 
 
+def is_internvl(config):
+    return config["model_type"] == "internvl"
+
+
 def token_types(ids, config):
     """Returns 0 for text, 1 for image and 2 for video tokens; transformers 5 needs them to compute
     position ids."""
@@ -187,14 +205,38 @@ def token_types(ids, config):
     return types
 
 
+def media(config, ids, pixels, grid):
+    """The arguments of a model for the images; a text has none."""
+    if is_internvl(config):
+        given = {"pixel_values": pixels}
+    else:
+        given = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": token_types(ids, config)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def rope_index(model, config, ids, grid, mask):
+    """Returns the position ids [3, B, L] and the rope deltas. InternVL counts tokens: its three rows are equal."""
+    if is_internvl(config):
+        return torch.arange(ids.shape[1]).expand(3, *ids.shape), torch.zeros(len(ids), 1)
+    return model.model.get_rope_index(
+        ids, mm_token_type_ids=token_types(ids, config), image_grid_thw=grid, attention_mask=mask
+    )
+
+
 def positions(model, config, sample):
-    """Returns the M-RoPE position ids [3, L] of one sample and its rope delta."""
+    """Returns the position ids [3, L] of one sample and its rope delta."""
     ids = torch.tensor([sample["input_ids"]])
     grid = torch.tensor(sample["grid"]) if sample["grid"] else None
-    position_ids, delta = model.model.get_rope_index(
-        ids, mm_token_type_ids=token_types(ids, config), image_grid_thw=grid, attention_mask=torch.ones_like(ids)
-    )
+    position_ids, delta = rope_index(model, config, ids, grid, torch.ones_like(ids))
     return position_ids[:, 0], int(delta)
+
+
+def logits_of(model, config, ids, mask, position_ids, samples):
+    """The logits of a batch or of a packed row that consists of `samples`."""
+    return model(
+        input_ids=ids, attention_mask=mask, position_ids=position_ids[0] if is_internvl(config) else position_ids,
+        use_cache=False, **media(config, ids, *join_pixels(samples)),
+    ).logits
 
 
 def join_pixels(samples):
@@ -202,6 +244,19 @@ def join_pixels(samples):
     pixels = [s["pixel_values"] for s in samples if s["pixel_values"] is not None]
     grids = [g for s in samples for g in s["grid"]]
     return (torch.cat(pixels), torch.tensor(grids)) if pixels else (None, None)
+
+
+def patches(tiles, config):
+    """InternVL's tiles [n, C, side, side] as patches [n * side^2 / patch^2, C * patch^2].
+
+    Tile by tile, blocks of 2 x 2 patches row by row, the patches of a block row by row, and the values of a patch as
+    [channel, row, column]: the order in which the other models have theirs.
+    """
+    patch, merge = config["vision_config"]["patch_size"][0], round(1 / config["downsample_ratio"])
+    number, channels, side, _ = tiles.shape
+    blocks = side // (patch * merge)
+    split = tiles.reshape(number, channels, blocks, merge, patch, blocks, merge, patch)
+    return split.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, channels * patch * patch)
 
 
 def nll(logits, labels):
@@ -229,14 +284,8 @@ def _padded(model, config, samples):
         ids[i, :n] = torch.tensor(sample["input_ids"])
         labels[i, :n] = torch.tensor(sample["labels"])
         mask[i, :n] = 1
-    pixels, grid = join_pixels(samples)
-    types = token_types(ids, config) * mask
-    position_ids, _ = model.model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid, attention_mask=mask)
-    logits = model(
-        input_ids=ids, attention_mask=mask, pixel_values=pixels, image_grid_thw=grid, position_ids=position_ids,
-        use_cache=False, mm_token_type_ids=types,
-    ).logits
-    loss, is_target = nll(logits, labels)
+    position_ids, _ = rope_index(model, config, ids, join_pixels(samples)[1], mask)
+    loss, is_target = nll(logits_of(model, config, ids, mask, position_ids, samples), labels)
     return [(loss[i].sum(), int(is_target[i].sum())) for i in range(len(samples))]
 
 
@@ -253,12 +302,7 @@ def _packed(model, config, samples):
         segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         mask = torch.tril(torch.ones(total, total, dtype=torch.bool)) & (segment[:, None] == segment[None, :])
         mask = mask[None, None]
-    pixels, grid = join_pixels(samples)
-    logits = model(
-        input_ids=ids, attention_mask=mask, pixel_values=pixels, image_grid_thw=grid, position_ids=position_ids,
-        use_cache=False, mm_token_type_ids=token_types(ids, config),
-    ).logits
-    loss, is_target = nll(logits, labels)
+    loss, is_target = nll(logits_of(model, config, ids, mask, position_ids, samples), labels)
     out, at = [], 0
     for n in lengths:
         span = slice(at, min(at + n, total - 1))

@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn the_shapes_of_qwen2_vl_and_qwen25_vl_have_as_many_parameters_as_the_published_models() {
+    fn shapes_have_as_many_parameters_as_the_published_models() {
         for (preset, expected) in [
             ("qwen2.5-vl-3b", 3_754_622_976),
             ("qwen2.5-vl-7b", 8_292_166_656),
@@ -244,6 +244,8 @@ mod tests {
             ("qwen2.5-vl-72b", 73_410_777_344),
             ("qwen2-vl-2b", 2_208_985_600),
             ("qwen2-vl-7b", 8_291_375_616),
+            ("internvl3.5-1b", 1_060_897_792),
+            ("internvl3.5-8b", 8_528_318_464),
         ] {
             let specs = config_from_json(&named(preset)).unwrap().param_specs();
             let count: usize = specs.iter().map(|spec| spec.shape.iter().product::<usize>()).sum();

@@ -13,7 +13,7 @@ use crate::run::{self, DataList};
 use crate::train::{DatasetCounts, log_datasets};
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
-use page::{Notes, Page, grids, of_kind};
+use page::{Notes, Page, ShownMedium, grids, media_of, of_kind};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
@@ -139,6 +139,7 @@ fn show_text(
 ) -> anyhow::Result<()> {
     let encoder = rows.encoder();
     let [images, videos] = grids(sample);
+    let media = media_of(encoder, sample);
     let label = escaped_line(label, false);
     write!(out, "{label}  {} tokens, {} targets", sample.len(), sample.num_targets())?;
     write!(out, ", image grids (t, h, w) {images:?}")?;
@@ -158,8 +159,9 @@ fn show_text(
         };
         let end = (start..sample.len()).find(|at| !same(at)).unwrap_or(sample.len());
         if image {
-            let what =
-                if encoder.is_video_token(sample.input_ids[start]) { "video" } else { "image" };
+            let has = |of: &&ShownMedium| of.rows.binary_search(&(start as u32)).is_ok();
+            let kind = media.iter().find(has).map(|of| of.patches.kind);
+            let what = if kind == Some(MediumKind::Video) { "video" } else { "image" };
             write!(out, "<{} {what} tokens>", end - start)?;
         } else {
             let text = encoder.decode_with_specials(&sample.input_ids[start..end])?;

@@ -74,7 +74,27 @@ pub(super) fn open_files(
         }
     }
     let files = with_pieces(files, &specs);
+    if let Some(name) = ignored(&files, &specs) {
+        let what = format!(
+            "the weight files have `{name}`, but config.json describes a layer without this tensor"
+        );
+        let hint = "copy config.json and the weight files of one model";
+        return Err(SetupError::Contradiction { folder: folder.to_owned(), what, hint });
+    }
     Ok((config, files))
+}
+
+/// The first weight or bias of the files that the model does not use although it has other tensors of
+/// the same part of a layer: a bias, or a norm of queries or keys, that `config.json` does not have.
+fn ignored(files: &WeightFiles, specs: &[ParamSpec]) -> Option<String> {
+    let part = |name: &str| Some(name.rsplit_once('.')?.0.rsplit_once('.')?.0.to_owned());
+    let known: HashSet<String> = specs.iter().filter_map(|spec| part(&spec.name)).collect();
+    let is_of_layer = |name: &&str| {
+        let kind = name.rsplit_once('.').map(|(_, kind)| kind);
+        matches!(kind, Some("weight" | "bias"))
+            && part(name).is_some_and(|part| known.contains(&part))
+    };
+    unused(files, specs).into_iter().find(is_of_layer).map(str::to_owned)
 }
 
 /// Names of the tensors that the model does not use, such as those of multi-token prediction. Some
@@ -153,12 +173,13 @@ const SIZES: [&str; 27] = [
     "shared_expert_intermediate_size",
     "tie_word_embeddings",
 ];
-/// Keys of `config.json` with the id of a token, and the token.
-const TOKEN_IDS: [[&str; 2]; 4] = [
-    ["image_token_id", "<|image_pad|>"],
-    ["video_token_id", "<|video_pad|>"],
-    ["vision_start_token_id", "<|vision_start|>"],
-    ["vision_end_token_id", "<|vision_end|>"],
+/// Keys of `config.json` with the id of a token, and the token. Families differ in that of images,
+/// and the tokenizer of one may have those of others too.
+const TOKEN_IDS: [(&str, &[&str]); 4] = [
+    ("image_token_id", &["<IMG_CONTEXT>", "<|image_pad|>"]),
+    ("video_token_id", &["<|video_pad|>"]),
+    ("vision_start_token_id", &["<|vision_start|>"]),
+    ("vision_end_token_id", &["<|vision_end|>"]),
 ];
 
 /// Fails if the model is not known, or if two files of its folder contradict each other. Files that
@@ -212,7 +233,8 @@ fn check_config(json: &Value) -> Result<(), Contradiction> {
             continue;
         }
         let what = format!("`{key}` in config.json is {above}, but {inside} in its `text_config`");
-        if key == "tie_word_embeddings" {
+        // the shapes of the weights are compared with the number of rows in `text_config`
+        if key == "tie_word_embeddings" || key == "vocab_size" {
             tracing::warn!("{what}; docs/model-folders.md says which one is used");
             continue;
         }
@@ -475,9 +497,12 @@ fn check_token_ids(
     id_of: impl Fn(&str) -> Option<u64>,
 ) -> Result<(), Contradiction> {
     let model_config: Value = json(folder, "config.json").unwrap_or_default();
-    for [key, name] in TOKEN_IDS {
-        let Some(ours) = id_of(name) else { continue };
-        if let Some(theirs) = model_config[key].as_u64().filter(|theirs| *theirs != ours) {
+    for (key, names) in TOKEN_IDS {
+        let ids: Vec<(&str, u64)> =
+            names.iter().filter_map(|name| Some((*name, id_of(name)?))).collect();
+        let Some(&(name, ours)) = ids.first() else { continue };
+        let is_known = |id: &u64| ids.iter().any(|(_, ours)| ours == id);
+        if let Some(theirs) = model_config[key].as_u64().filter(|theirs| !is_known(theirs)) {
             let what = format!(
                 "`{key}` in config.json is {theirs}, but `{name}` has id {ours} in {TOKENIZER}"
             );

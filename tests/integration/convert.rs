@@ -106,9 +106,39 @@ fn sizes_in_tokens_become_pixels_of_the_models_family() {
     }
 }
 
+/// Parts of InternVL3.5 are components, and its frames have no limits of pixels.
 #[test]
-fn folders_and_templates_of_qwen2_vl_are_accepted_in_every_spelling() {
+fn settings_of_internvl_are_those_that_its_runs_accept() {
+    for (lines, key, expected) in [
+        (
+            "finetuning_type: full\nfreeze_multi_modal_projector: true\n",
+            "model.freeze",
+            "[\"vision\",\"merger\"]",
+        ),
+        (
+            "finetuning_type: lora\nfreeze_vision_tower: false\n",
+            "adapter.parts",
+            "[\"llm\",\"vision\"]",
+        ),
+    ] {
+        let text = format!(
+            "model_name_or_path: ./InternVL3_5-1B-HF\ndataset: a\nstage: sft\nvideo_max_pixels: 65536\n{lines}"
+        );
+        let config = resolved(Trainer::LlamaFactory, "a.yaml", &text).unwrap();
+        let (section, name) = key.split_once('.').unwrap();
+        assert_eq!(config[section][name].to_string(), expected, "{key}");
+        assert_eq!(config["data"]["video"]["max_pixels"], Value::Null);
+        assert!(!config.to_string().contains(".visual."), "{config}");
+    }
+}
+
+#[test]
+fn folders_and_templates_of_qwen2_vl_and_internvl_are_accepted_in_every_spelling() {
     for (trainer, text) in [
+        (Trainer::MsSwift, "model: OpenGVLab/InternVL3_5-8B-HF\n"),
+        (Trainer::MsSwift, "model: ./my_internvl3_5_8b_hf_sft\n"),
+        (Trainer::MsSwift, "model: OpenGVLab/InternVL3_5-30B-A3B-HF\n"),
+        (Trainer::LlamaFactory, "model_name_or_path: ./internvl3.5-1b-hf\n"),
         (Trainer::MsSwift, "model: Qwen/Qwen2-VL-2B-Instruct\ntemplate: qwen2_vl\n"),
         (Trainer::MsSwift, "model: ./models/my_qwen2_vl_7b\n"),
         (Trainer::LlamaFactory, "model_name_or_path: ./qwen2vl-7b\ntemplate: qwen2_vl\n"),

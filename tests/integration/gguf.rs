@@ -340,6 +340,7 @@ fn what_llama_cpp_does_not_compute_is_refused_by_name() {
         ("moe-text", "`qwen3_moe`"),
         ("moe-qwen35", "`qwen3_5_moe`"),
         ("small-qwen2vl", "`qwen2_vl`"),
+        ("small-internvl", "`internvl`"),
     ] {
         refused(&model(name), family);
     }

@@ -24,8 +24,11 @@ fn repository(path: &str) -> PathBuf {
 
 fn processor(settings: &Value) -> ImageProcessor {
     let folder = tempfile::tempdir().unwrap();
-    let mut file = fs::File::create(folder.path().join("preprocessor_config.json")).unwrap();
-    file.write_all(settings.to_string().as_bytes()).unwrap();
+    let model = json!({"model_type": "qwen3_vl"});
+    for (name, value) in [("config.json", &model), ("preprocessor_config.json", settings)] {
+        let mut file = fs::File::create(folder.path().join(name)).unwrap();
+        file.write_all(value.to_string().as_bytes()).unwrap();
+    }
     ImageProcessor::from_folder(folder.path(), &ImageConfig::default()).unwrap()
 }
 

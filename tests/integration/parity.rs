@@ -316,6 +316,13 @@ fn qwen2_vl_with_images_follows_the_reference_in_every_layout() {
     assert_all_variants_follow(&golden_json("curves.json")["image_28_small-qwen2vl"]);
 }
 
+#[test]
+fn internvl_follows_the_reference_in_every_layout() {
+    for name in ["text_small-internvl", "image_exact_small-internvl"] {
+        assert_all_variants_follow(&golden_json("curves.json")[name]);
+    }
+}
+
 /// The sides of these images are multiples of 28, where a family needs multiples of 32, or of 32.
 /// Recomputation limits the curves to their first steps, unless `TRAINER_LONG_TESTS` is set.
 #[test]
@@ -369,6 +376,7 @@ fn gradient_norms_of_every_parameter_equal_the_references() {
         ("small-qwen35", "image_exact"),
         ("small-qwen25vl", "image_28"),
         ("small-qwen2vl", "image_28"),
+        ("small-internvl", "image_exact"),
     ]
     .into_iter()
     .flat_map(|(model, images)| ["text", images].map(|data| (model, data)))

@@ -21,7 +21,7 @@ const SETTINGS: [&str; 7] = [
     "optim.lr=1e-3",
 ];
 
-fn place_with(model: &str) -> Place {
+pub(super) fn place_with(model: &str) -> Place {
     let place = place();
     std::fs::remove_dir_all(place.path("model")).unwrap();
     copy_folder(&golden("models").join(model), &place.path("model"));
@@ -32,18 +32,18 @@ fn places() -> impl Iterator<Item = Place> {
     MODELS.into_iter().map(place_with)
 }
 
-fn trained(place: &Place, name: &str, world: usize, settings: &[&str]) {
+pub(super) fn trained(place: &Place, name: &str, world: usize, settings: &[&str]) {
     let settings = [&SETTINGS[..], settings].concat();
     let outcomes = train(&config(place, name, &settings), world, None);
     assert!(outcomes.iter().all(|end| matches!(end, TrainOutcome::Finished { .. })), "{name}");
 }
 
-fn tensors(place: &Place, folder: &str) -> HashMap<String, Tensor> {
+pub(super) fn tensors(place: &Place, folder: &str) -> HashMap<String, Tensor> {
     safetensors::load(place.path(&format!("{folder}/model.safetensors")), &Device::Cpu).unwrap()
 }
 
 /// Bits of each tensor.
-fn bits(tensors: &HashMap<String, Tensor>) -> BTreeMap<&str, Vec<u32>> {
+pub(super) fn bits(tensors: &HashMap<String, Tensor>) -> BTreeMap<&str, Vec<u32>> {
     let bits = |tensor: &Tensor| {
         let values = tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
         values.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
@@ -53,21 +53,24 @@ fn bits(tensors: &HashMap<String, Tensor>) -> BTreeMap<&str, Vec<u32>> {
 
 #[test]
 fn ranks_and_shards_train_the_weights_of_one_rank() {
-    for place in places() {
-        let start = tensors(&place, "model");
-        for precision in ["f32", "bf16"] {
-            let precision = format!("model.precision={precision}");
-            let name = |of: &str| format!("{of}-{}", &precision[precision.len() - 3..]);
-            trained(&place, &name("alone"), 1, &[&precision]);
-            let alone = tensors(&place, &format!("{}/final", name("alone")));
-            let (found, before) = (bits(&alone), bits(&start));
-            assert!(found.iter().all(|(name, values)| *values != before[name]), "{precision}");
-            for shard in ["none", "full"] {
-                let name = name(shard);
-                trained(&place, &name, 2, &[&precision, &format!("distributed.shard={shard}")]);
-                let found = tensors(&place, &format!("{name}/final"));
-                assert_eq!(bits(&found), bits(&alone), "{precision}, {shard}");
-            }
+    places().for_each(|place| assert_ranks_agree(&place));
+}
+
+/// Every weight changes, and in the same way on one rank, on two, and with shards.
+pub(super) fn assert_ranks_agree(place: &Place) {
+    let start = tensors(place, "model");
+    for precision in ["f32", "bf16"] {
+        let precision = format!("model.precision={precision}");
+        let name = |of: &str| format!("{of}-{}", &precision[precision.len() - 3..]);
+        trained(place, &name("alone"), 1, &[&precision]);
+        let alone = tensors(place, &format!("{}/final", name("alone")));
+        let (found, before) = (bits(&alone), bits(&start));
+        assert!(found.iter().all(|(name, values)| *values != before[name]), "{precision}");
+        for shard in ["none", "full"] {
+            let name = name(shard);
+            trained(place, &name, 2, &[&precision, &format!("distributed.shard={shard}")]);
+            let found = tensors(place, &format!("{name}/final"));
+            assert_eq!(bits(&found), bits(&alone), "{precision}, {shard}");
         }
     }
 }
@@ -76,48 +79,56 @@ fn ranks_and_shards_train_the_weights_of_one_rank() {
 #[test]
 fn folders_in_both_spellings_train_alike_and_are_saved_as_published() {
     for place in places() {
-        let published = tensors(&place, "model");
-        trained(&place, "published", 1, &[]);
-        let found = tensors(&place, "published/final");
-        assert_eq!(
-            found.keys().collect::<BTreeSet<_>>(),
-            published.keys().collect::<BTreeSet<_>>()
-        );
-        let module = |name: &str| match name.strip_prefix("model.") {
+        assert_spellings_agree(&place, |name| match name.strip_prefix("model.") {
             Some(rest) => format!("model.language_model.{rest}"),
             None => format!("model.{name}"),
-        };
-        let modules: HashMap<String, Tensor> =
-            published.iter().map(|(name, tensor)| (module(name), tensor.clone())).collect();
-        assert!(modules.contains_key("model.visual.merger.ln_q.weight"));
-        safetensors::save(&modules, place.path("model/model.safetensors")).unwrap();
-        trained(&place, "modules", 1, &[]);
-        assert_eq!(bits(&tensors(&place, "modules/final")), bits(&found));
+        });
     }
+}
+
+/// A run saves the names of the folder, and equals one with the names of modules, which `module`
+/// returns.
+pub(super) fn assert_spellings_agree(place: &Place, module: impl Fn(&str) -> String) {
+    let published = tensors(place, "model");
+    trained(place, "published", 1, &[]);
+    let found = tensors(place, "published/final");
+    let names = |of: &HashMap<String, Tensor>| of.keys().cloned().collect::<BTreeSet<_>>();
+    assert_eq!(names(&found), names(&published));
+    let modules: HashMap<String, Tensor> =
+        published.iter().map(|(name, tensor)| (module(name), tensor.clone())).collect();
+    assert!(modules.keys().all(|name| name.starts_with("model.") || name.starts_with("lm_head.")));
+    assert!(modules.keys().all(|name| !published.contains_key(name)));
+    safetensors::save(&modules, place.path("model/model.safetensors")).unwrap();
+    trained(place, "modules", 1, &[]);
+    assert_eq!(bits(&tensors(place, "modules/final")), bits(&found));
 }
 
 #[test]
 fn an_adapter_of_all_parts_is_merged_under_the_published_names() {
     for (place, down) in places().zip(["mlp.down_proj", "mlp.fc2"]) {
-        let settings =
-            ["adapter.rank=2", "adapter.parts=[llm, vision, merger]", "adapter.dropout=0"];
-        trained(&place, "run", 1, &settings);
-        let adapter = place.path("run/final");
-        let file = adapter.join("adapter_model.safetensors");
-        let names = safetensors::load(file, &Device::Cpu).unwrap();
-        let peft = "base_model.model.model";
-        let of_vision = format!("visual.blocks.0.{down}");
-        for layer in ["language_model.layers.2.self_attn.v_proj", &of_vision] {
-            assert!(names.contains_key(&format!("{peft}.{layer}.lora_B.weight")), "{layer}");
-        }
-        let merged = export_model(&place.path("model"), Some(&adapter), None, &place.path("out"));
-        assert_eq!(merged.unwrap().merged * 2, names.len());
-        let (before, after) = (tensors(&place, "model"), tensors(&place, "out"));
-        let (before, after) = (bits(&before), bits(&after));
-        assert_eq!(before.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>());
-        let changed = before.iter().filter(|(name, values)| after[*name] != **values).count();
-        assert_eq!(changed * 2, names.len());
+        assert_adapters_merge(&place, &format!("visual.blocks.0.{down}"));
     }
+}
+
+/// An adapter has a layer of the decoder and `of_vision`; merged, it changes the weights of its layers
+/// under the names of the folder.
+pub(super) fn assert_adapters_merge(place: &Place, of_vision: &str) {
+    let settings = ["adapter.rank=2", "adapter.parts=[llm, vision, merger]", "adapter.dropout=0"];
+    trained(place, "run", 1, &settings);
+    let adapter = place.path("run/final");
+    let file = adapter.join("adapter_model.safetensors");
+    let names = safetensors::load(file, &Device::Cpu).unwrap();
+    let peft = "base_model.model.model";
+    for layer in ["language_model.layers.2.self_attn.v_proj", of_vision] {
+        assert!(names.contains_key(&format!("{peft}.{layer}.lora_B.weight")), "{layer}");
+    }
+    let merged = export_model(&place.path("model"), Some(&adapter), None, &place.path("out"));
+    assert_eq!(merged.unwrap().merged * 2, names.len());
+    let (before, after) = (tensors(place, "model"), tensors(place, "out"));
+    let (before, after) = (bits(&before), bits(&after));
+    assert_eq!(before.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>());
+    let changed = before.iter().filter(|(name, values)| after[*name] != **values).count();
+    assert_eq!(changed * 2, names.len());
 }
 
 /// transformers before 4.52 named the modules as the published files do, and so does PEFT with it.
@@ -181,7 +192,7 @@ fn an_adapter_with_the_older_names_of_modules_is_read() {
 }
 
 /// An error and its causes.
-fn chain(error: &dyn std::error::Error) -> String {
+pub(super) fn chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());
     causes.map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }

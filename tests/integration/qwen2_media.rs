@@ -1,5 +1,5 @@
 //! Videos and boxes of Qwen2.5-VL and Qwen2-VL, compared with transformers. `scripts/golden/qwen2_video.py` writes
-//! the expected values of videos.
+//! the expected values of videos. `internvl` compares the same values of its videos.
 
 use super::harness::{Place, device, golden, write};
 use super::parity::{
@@ -22,9 +22,14 @@ use trainer::train::{GenerateOptions, ModelSection, Precision, generate};
 const MODEL: &str = "small-qwen25vl";
 const OLDER: &str = "small-qwen2vl";
 
-/// Made by `scripts/golden/qwen2_video.py`.
+/// Made by `scripts/golden/qwen2_video.py` and `internvl_video.py`.
 fn golden_videos(model: &str) -> Value {
-    golden_json(if model == MODEL { "qwen25_video.json" } else { "qwen2_video.json" })
+    golden_json(match model {
+        MODEL => "qwen25_video.json",
+        OLDER => "qwen2_video.json",
+        "small-internvl" => "internvl_video.json",
+        _ => panic!("{model} has no such file"),
+    })
 }
 
 #[test]
@@ -39,7 +44,7 @@ fn rows_with_videos_of_qwen2_vl_encode_as_in_transformers() {
 
 /// The script places the text after the videos of the rows `moved`; all other positions are
 /// transformers' own.
-fn assert_rows_encode(model: &str, moved: &[&str]) {
+pub(super) fn assert_rows_encode(model: &str, moved: &[&str]) {
     let rows = rows_for(model, "video_28");
     let encoder = rows.encoder();
     let golden = golden_videos(model);
@@ -73,7 +78,7 @@ fn qwen2_vl_with_videos_follows_the_reference_in_every_layout() {
     assert_curve_with_videos(OLDER);
 }
 
-fn assert_curve_with_videos(model: &str) {
+pub(super) fn assert_curve_with_videos(model: &str) {
     let golden = golden_videos(model);
     let curve = &golden["curve"];
     assert_all_variants_follow(curve);
@@ -91,7 +96,7 @@ fn greedy_answers_of_qwen2_vl_about_videos_are_the_references() {
     assert_answers_about_videos(OLDER);
 }
 
-fn assert_answers_about_videos(name: &str) {
+pub(super) fn assert_answers_about_videos(name: &str) {
     let folder = golden("models").join(name);
     let encoder = Encoder::from_folder(&folder, &ImageConfig::default()).unwrap();
     let open = OpenModel::open(&ModelSection::new(folder), 0, &device()).unwrap();

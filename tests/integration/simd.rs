@@ -56,7 +56,14 @@ fn every_level_that_the_cpu_has_trains_the_same_weights() {
 fn every_level_trains_the_same_weights_of_other_families() {
     let place = Place::with_model_and_rows();
     place.write("run.yaml", &config("f32"));
-    for model in ["small-qwen25vl", "small-qwen2vl", "small-qwen35", "moe-vl", "moe-qwen35"] {
+    for model in [
+        "small-qwen25vl",
+        "small-qwen2vl",
+        "small-internvl",
+        "small-qwen35",
+        "moe-vl",
+        "moe-qwen35",
+    ] {
         let path = format!("model.path={}", golden(&format!("models/{model}")).display());
         assert_levels_are_equal(&place, model, &[&path, "train.max_steps=2"]);
     }

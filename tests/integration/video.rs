@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
+use trainer::batch::{EncodedSample, MediumKind, Pack, PaddingSide, VarlenBatch};
 use trainer::data::{
     Encoder, ImageConfig, Length, RowFile, RowRules, SampleError, VideoConfig, collate,
     video::VideoMarks,
@@ -53,15 +53,11 @@ fn rows() -> Vec<(EncodedSample, Value)> {
 }
 
 /// Pixel values and grids of the videos of a sample, without its images.
-fn video_values(encoder: &Encoder, sample: &EncodedSample) -> (Vec<f32>, Vec<[u32; 3]>) {
-    let (mut next, mut values, mut grids) = (0, vec![], vec![]);
-    for patches in &sample.media {
-        let first = sample.input_ids[sample.vision_rows[next] as usize];
-        next += encoder.image_processor().num_tokens(patches.grid_thw);
-        if encoder.is_video_token(first) {
-            values.extend_from_slice(&patches.pixel_values);
-            grids.push(patches.grid_thw);
-        }
+fn video_values(sample: &EncodedSample) -> (Vec<f32>, Vec<[u32; 3]>) {
+    let (mut values, mut grids) = (vec![], vec![]);
+    for patches in sample.media.iter().filter(|of| of.kind == MediumKind::Video) {
+        values.extend_from_slice(&patches.pixel_values);
+        grids.push(patches.grid_thw);
     }
     (values, grids)
 }
@@ -84,7 +80,7 @@ fn rows_with_videos_encode_as_in_transformers() {
     for (sample, expected) in rows() {
         let name = &expected["id"];
         assert_tokens(&encoder, &sample, &expected);
-        let (values, grids) = video_values(&encoder, &sample);
+        let (values, grids) = video_values(&sample);
         assert_eq!(json!(grids), expected["video_grid_thw"], "grids of {name}");
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         let sha256 = format!("{:x}", Sha256::digest(bytes));

@@ -38,6 +38,9 @@ pub enum ModelFolderError {
     #[error("`{}`: `{key}` is `{token}`, which is not in `tokenizer.json`", .path.display())]
     #[fault(hint = "the file is damaged: copy it from the published model again")]
     UnknownToken { path: PathBuf, key: &'static str, token: String },
+    #[error("`tokenizer.json` has no token `{token}`, which the model writes next to images")]
+    #[fault(hint = "copy tokenizer.json from the published model again")]
+    NoToken { token: &'static str },
     #[error("`tokenizer.json` has ids up to {max_id}, but `vocab_size` in `{}` is {vocab_size}", .path.display())]
     #[fault(hint = "copy tokenizer.json and config.json from the same model")]
     VocabSize { path: PathBuf, max_id: u32, vocab_size: usize },

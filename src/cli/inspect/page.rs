@@ -248,7 +248,7 @@ pub(super) fn runs(sample: &EncodedSample, media: &[ShownMedium]) -> Vec<(SpanKi
         |label: &i64| if *label == IGNORE_INDEX { SpanKind::Text } else { SpanKind::Target };
     let mut kinds: Vec<SpanKind> = sample.labels.iter().map(label).collect(); // [T]
     for (index, medium) in media.iter().enumerate() {
-        let tokens = medium.rows.len() / (medium.patches.grid_thw[0] as usize).max(1);
+        let tokens = medium.rows.len() / medium.num_groups().max(1);
         for (at, row) in medium.rows.iter().enumerate() {
             kinds[*row as usize] = SpanKind::Medium { index, group: at / tokens.max(1) };
         }
@@ -356,7 +356,7 @@ const LEAST_SIDE: u32 = 128;
 pub(super) struct Figure<'a> {
     pub(super) media: &'a [ShownMedium<'a>],
     pub(super) index: usize,
-    /// Index of the group of frames; 0 for an image.
+    /// Index of the group of frames; 0 for an image with all its tiles.
     pub(super) group: usize,
     /// Maximum number of pixels of each thumbnail.
     pub(super) max_pixels: u64,
@@ -372,17 +372,19 @@ impl Figure<'_> {
             .iter()
             .filter(|other| other.patches.kind == medium.patches.kind);
         let (number, [times, rows, columns]) = (alike.count(), medium.patches.grid_thw);
+        let groups = medium.num_groups().max(1);
         let name = match medium.patches.kind {
             MediumKind::Image => format!("image {number}"),
-            MediumKind::Video => format!("video {number}, group {} of {times}", self.group + 1),
+            MediumKind::Video => format!("video {number}, group {} of {groups}", self.group + 1),
         };
         let mut html =
             format!("<div class=\"medium\"><span class=\"chip\">{name}: {tokens} tokens</span>");
         if self.group < MAX_GROUPS {
-            let a_group = frames.len() / (times as usize).max(1);
+            let a_group = frames.len() / groups;
             let shown = &frames[self.group * a_group..(self.group + 1) * a_group];
             // Side, in patches, of the square that becomes one token.
-            let cell = (f64::from(rows * columns) / tokens.max(1) as f64).sqrt();
+            let patches = f64::from(times * rows * columns) / groups as f64;
+            let cell = (patches / tokens.max(1) as f64).sqrt();
             let (c, r) = (f64::from(columns) / cell, f64::from(rows) / cell);
             let boxes = match medium.patches.kind {
                 MediumKind::Image => self.boxes_of(number - 1),
@@ -482,6 +484,17 @@ pub(super) struct ShownMedium<'a> {
     pub(super) patches: &'a Patches,
     /// Positions of its tokens in the sample.
     pub(super) rows: &'a [u32],
+}
+
+impl ShownMedium<'_> {
+    /// Number of runs of tokens: an image is one, with all its tiles; a video has one for each group
+    /// of frames.
+    fn num_groups(&self) -> usize {
+        match self.patches.kind {
+            MediumKind::Image => 1,
+            MediumKind::Video => self.patches.grid_thw[0] as usize,
+        }
+    }
 }
 
 /// The images and videos of a sample, in order.

@@ -81,7 +81,7 @@ pub(super) fn open(
         return Err(unsupported(folder)(field));
     }
     let files = adapter_weights(folder).map_err(&error)?;
-    let has_modules = specs.iter().any(|spec| spec.name.starts_with("model.language_model."));
+    let has_modules = specs.iter().any(|spec| spec.name.starts_with("model.visual."));
     let names = if has_modules { TensorNames::Flat } else { TensorNames::Modules };
     if files.names().all(|name| peft_name_of_file(names, name) == name) {
         return Ok((peft, files));

@@ -118,7 +118,7 @@ pub(super) fn parts(vision: &VisionConfig, spec: &ParamSpec) -> Vec<TensorPart> 
     let name = spec.name.strip_prefix(PREFIX).unwrap_or(&spec.name);
     let (part, kind) = name.rsplit_once('.').unwrap_or((name, "weight"));
     let keep = |name: String| vec![same(name, &spec.shape)];
-    let [norm, fc1, fc2] = vision.parts.merger_names;
+    let [norm, fc1, fc2] = vision.parts.merger.layers;
     if let Some((block, part)) = part.strip_prefix("blocks.").and_then(|rest| rest.split_once('.'))
     {
         let theirs =

@@ -98,6 +98,8 @@ fn the_oracles_gradients_are_the_differences_of_its_loss() {
             Shape::Windowed => 30,
             // 6 tensors of SwiGLU less, 4 of the two layers and 3 biases of norms more
             Shape::QuickGelu => 31,
+            // 14 of the decoder, 4 of patches, class token and positions, 18 of a block, 6 of the merger
+            Shape::ClassToken => 42,
             // the router and two tensors of experts more
             Shape::Experts => 43,
             // Qwen3.5 with a router, two tensors of experts and four of the shared one for an MLP

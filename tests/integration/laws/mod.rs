@@ -27,8 +27,8 @@ use trainer::batch::{
 use trainer::data::collate;
 use trainer::loss::{Targets, loss_and_gradient};
 use trainer::models::{
-    Model, ModelConfig, ModelInput, RecomputePolicy, VisionConfig, VisionMlp, VisionNorm,
-    VisionParts, VisionWindows,
+    MergerHidden, MergerParts, Model, ModelConfig, ModelInput, NormPlace, RecomputePolicy,
+    VisionAttention, VisionConfig, VisionMlp, VisionNames, VisionNorm, VisionParts, VisionWindows,
 };
 use trainer::nn::{
     AttentionSpec, DecoderConfig, ExpertFiles, Init, LayerSpec, LinearAttentionSpec, MixerSpec,
@@ -113,6 +113,9 @@ enum Shape {
     Windowed,
     /// Qwen2-VL: the decoder of Qwen2.5-VL, layer norms and no windows in the vision encoder.
     QuickGelu,
+    /// InternVL3.5: a class token, layer scale, separate layers for queries, keys and values with norms,
+    /// and positions on one axis.
+    ClassToken,
     /// Qwen3-VL with experts in two of three layers.
     Experts,
     /// Qwen3.5 with experts in all layers, one of which computes every token.
@@ -121,12 +124,13 @@ enum Shape {
 
 const IMAGE_TOKEN: u32 = 7;
 const VOCABULARY: u32 = 50;
-const SHAPES: [Shape; 7] = [
+const SHAPES: [Shape; 8] = [
     Shape::Tied,
     Shape::Untied,
     Shape::Hybrid,
     Shape::Windowed,
     Shape::QuickGelu,
+    Shape::ClassToken,
     Shape::Experts,
     Shape::SharedExpert,
 ];
@@ -137,32 +141,41 @@ fn is_hybrid(shape: Shape) -> bool {
 
 fn vision_parts(shape: Shape) -> VisionParts {
     let is_hybrid = is_hybrid(shape);
+    let qwen = VisionParts::QWEN;
     let learned = VisionParts {
-        norm: VisionNorm::Layer,
         mlp: VisionMlp::Gelu { act: Gelu::Tanh, layers: ["linear_fc1", "linear_fc2"] },
         has_patch_bias: true,
         num_position_embeddings: Some(25),
-        windows: None,
         deepstack: if is_hybrid { vec![] } else { vec![0, 2] },
-        merger_names: ["norm", "linear_fc1", "linear_fc2"],
-    };
-    let windowed = VisionParts {
-        norm: VisionNorm::Rms,
-        mlp: VisionMlp::SwiGlu,
-        has_patch_bias: false,
-        num_position_embeddings: None,
-        // The images of the samples have up to 2 x 3 tokens. Block 1 attends inside frames.
-        windows: Some(VisionWindows { side: 2, full_attention_blocks: vec![1] }),
-        deepstack: vec![],
-        merger_names: ["ln_q", "mlp.0", "mlp.2"],
+        merger: MergerParts { layers: ["norm", "linear_fc1", "linear_fc2"], ..qwen.merger.clone() },
+        ..qwen.clone()
     };
     match shape {
-        Shape::Windowed => windowed,
-        Shape::QuickGelu => VisionParts {
-            norm: VisionNorm::Layer,
-            mlp: VisionMlp::Gelu { act: Gelu::Quick, layers: ["fc1", "fc2"] },
-            windows: None,
-            ..windowed
+        Shape::Windowed => VisionParts {
+            norm: VisionNorm::Rms,
+            mlp: VisionMlp::SwiGlu,
+            // The images of the samples have up to 2 x 3 tokens. Block 1 attends inside frames.
+            windows: Some(VisionWindows { side: 2, full_attention_blocks: vec![1] }),
+            merger: MergerParts { norm: VisionNorm::Rms, ..qwen.merger.clone() },
+            ..qwen
+        },
+        Shape::QuickGelu => qwen,
+        Shape::ClassToken => VisionParts {
+            norm: VisionNorm::Rms,
+            attention: VisionAttention::Separate { has_bias: true, has_norms: true },
+            names: VisionNames {
+                class_token: Some("model.visual.class_token"),
+                layer_scales: Some(["layer_scale1", "layer_scale2"]),
+                ..learned.names
+            },
+            num_position_embeddings: Some(26),
+            deepstack: vec![],
+            merger: MergerParts {
+                place: NormPlace::AfterMerge,
+                hidden: MergerHidden::Output,
+                ..learned.merger
+            },
+            ..learned
         },
         _ => learned,
     }
@@ -176,6 +189,7 @@ fn config(shape: Shape) -> ModelConfig {
         Shape::Untied => (32, 1, [2, 2, 2]),
         Shape::Hybrid | Shape::SharedExpert => (24, 2, [2, 1, 1]),
         Shape::Windowed | Shape::QuickGelu => (24, 2, [1, 2, 3]),
+        Shape::ClassToken => (24, 2, [6, 0, 0]),
     };
     let has_biases = [Shape::Windowed, Shape::QuickGelu].contains(&shape);
     let layout = if has_biases { MropeLayout::Blocks } else { MropeLayout::Interleaved };
@@ -223,7 +237,7 @@ fn config(shape: Shape) -> ModelConfig {
             rope_theta: 100.0, // small: every frequency turns within a short sample
             tie_word_embeddings: [Shape::Tied, Shape::Experts].contains(&shape) || has_biases,
             initializer_range: 0.02,
-            mrope: Some(Mrope { section, layout }),
+            mrope: Some(Mrope { section, layout }).filter(|_| shape != Shape::ClassToken),
             rotary_dim: if is_hybrid { 8 } else { 12 },
             norm_scale: if is_hybrid { NormScale::OnePlusWeight } else { NormScale::Weight },
             layers: (0..3).map(layer).collect(),

@@ -9,7 +9,9 @@ use candle_core::{D, DType, Device, Result, Tensor, Var};
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use trainer::batch::{IGNORE_INDEX, VarlenBatch};
-use trainer::models::{ModelConfig, VisionConfig, VisionMlp, VisionNorm};
+use trainer::models::{
+    MergerParts, ModelConfig, NormPlace, VisionAttention, VisionConfig, VisionMlp, VisionNorm,
+};
 use trainer::nn::{AttentionSpec, ExpertFiles, LinearAttentionSpec, MixerSpec, MoeConfig};
 use trainer::nn::{Mrope, MropeLayout};
 use trainer::ops::{Gelu, NormScale};
@@ -129,26 +131,13 @@ impl Oracle {
     fn vision(&self, batch: &VarlenBatch) -> Result<Vec<Tensor>> {
         let v = self.encoder();
         let places = self.places(batch);
-        let num_patches = places.len();
+        let (num_patches, names) = (places.len(), &v.parts.names);
         let pixels = batch.media.iter().flat_map(|media| &media.pixel_values);
         let pixels: Vec<f64> = pixels.map(|value| f64::from(*value)).collect();
         let pixels = Tensor::from_vec(pixels, (num_patches, v.patch_values()), CPU)?;
 
-        // The learned table of side x side cells is resized to the grid by linear interpolation.
-        let mut h = self.linear(&pixels, "model.visual.patch_embed.proj")?;
-        if let Some(num_position_embeddings) = v.parts.num_position_embeddings {
-            let side = num_position_embeddings.isqrt();
-            let along = |i: usize, n: usize| {
-                if n > 1 { i as f64 * (side - 1) as f64 / (n - 1) as f64 } else { 0.0 }
-            };
-            let hat = |at: f64, cell: usize| (1.0 - (at - cell as f64).abs()).max(0.0);
-            let stretch = matrix(num_patches, side * side, |patch, cell| {
-                let at = places[patch];
-                hat(along(at.row, at.height), cell / side)
-                    * hat(along(at.column, at.width), cell % side)
-            })?;
-            h = (h + stretch.matmul(self.p("model.visual.pos_embed.weight"))?)?;
-        }
+        let mut h = self.embed_patches(&pixels, &places)?;
+        let num_rows = h.dim(0)?;
 
         // In each half of the head, the first half of the angles is by row, the second by column.
         let head_dim = v.hidden_size / v.num_heads;
@@ -160,57 +149,115 @@ impl Oracle {
             at as f64 * frequency
         })?;
         // The square of a frame that a patch is in.
-        let window = |patch: usize, pixels: usize| {
-            let at = places[patch];
-            (at.frame, at.row / pixels, at.column / pixels)
+        let window = |row: usize, pixels: usize| match places.get(row) {
+            Some(at) => (at.frame, at.row / pixels, at.column / pixels),
+            None => (row - num_patches, 0, 0), // a class token
         };
         let mut taps = Vec::new();
         for block in 0..v.depth {
-            let name = |part: &str| format!("model.visual.blocks.{block}.{part}");
+            let name = |part: &str| format!("{}.{block}.{part}", names.blocks);
             let side = match &v.parts.windows {
                 Some(windows) if !windows.full_attention_blocks.contains(&block) => {
                     windows.side * v.spatial_merge_size
                 }
                 _ => usize::MAX,
             };
-            let mask = matrix(num_patches, num_patches, |i, j| {
-                indicator(window(i, side) == window(j, side))
-            })?;
-            let qkv = self.linear(&self.vision_norm(&h, &name("norm1"))?, &name("attn.qkv"))?;
-            let part = |i: usize| {
-                let part = qkv.narrow(1, i * v.hidden_size, v.hidden_size)?;
-                part.reshape((num_patches, v.num_heads, head_dim))
+            let mask =
+                matrix(num_rows, num_rows, |i, j| indicator(window(i, side) == window(j, side)))?;
+            let x = self.vision_norm(&h, &name(names.norms[0]))?;
+            let attention_name = name(names.attention);
+            let [q, k, value] = self.vision_heads(&x, &attention_name, &angles)?;
+            let scaled = |x: Tensor, part: usize| match names.layer_scales {
+                Some(scales) => x.broadcast_mul(self.p(&name(scales[part]))),
+                None => Ok(x),
             };
-            let (q, k) = (rotate(&part(0)?, &angles)?, rotate(&part(1)?, &angles)?);
             let scale = 1.0 / (head_dim as f64).sqrt();
-            let attended = attention(&q, &k, &part(2)?, &mask, scale)?;
-            h = (h + self.linear(&attended, &name("attn.proj"))?)?;
-            let x = self.vision_norm(&h, &name("norm2"))?;
-            h = (h + self.vision_mlp(&x, &name("mlp"))?)?;
+            let attended = attention(&q, &k, &value, &mask, scale)?;
+            let attended = self.linear(&attended, &name(names.attention_output))?;
+            h = (h + scaled(attended, 0)?)?;
+            let x = self.vision_norm(&h, &name(names.norms[1]))?;
+            h = (h + scaled(self.vision_mlp(&x, &name("mlp"))?, 1)?)?;
             if v.parts.deepstack.contains(&block) {
                 let name = format!("model.visual.deepstack_merger_list.{}", taps.len());
                 let joined = self.layer_norm(&self.joined(&h)?, &format!("{name}.norm"))?;
                 taps.push(self.merge(&joined, &name, ["linear_fc1", "linear_fc2"])?);
             }
         }
-        let [norm, linears @ ..] = v.parts.merger_names;
-        let name = "model.visual.merger";
-        let joined = self.joined(&self.vision_norm(&h, &format!("{name}.{norm}"))?)?;
-        let mut features = vec![self.merge(&joined, name, linears)?];
+        let MergerParts { name, layers: [norm, linears @ ..], place, .. } = &v.parts.merger;
+        let (h, norm) = (h.narrow(0, 0, num_patches)?, format!("{name}.{norm}"));
+        let by_norm = |x: &Tensor| match v.parts.merger.norm {
+            VisionNorm::Layer => self.layer_norm(x, &norm),
+            VisionNorm::Rms => self.norm_by_rms(x, &norm),
+        };
+        let joined = match place {
+            NormPlace::BeforeMerge => self.joined(&by_norm(&h)?)?,
+            NormPlace::AfterMerge => by_norm(&self.joined(&h)?)?,
+        };
+        let mut features = vec![self.merge(&joined, name, *linears)?];
         features.extend(taps);
         Ok(features)
+    }
+
+    /// The rows of the first block: the patches at their places, then a class token for each frame.
+    fn embed_patches(&self, pixels: &Tensor, places: &[Place]) -> Result<Tensor> {
+        let (v, num_patches) = (self.encoder(), places.len());
+        let names = &v.parts.names;
+        // The learned table of side x side cells is resized to the grid by linear interpolation.
+        let mut h = self.linear(pixels, names.patch_embed)?;
+        if let Some(num_position_embeddings) = v.parts.num_position_embeddings {
+            let first = usize::from(names.class_token.is_some());
+            let side = (num_position_embeddings - first).isqrt();
+            let along = |i: usize, n: usize| {
+                if n > 1 { i as f64 * (side - 1) as f64 / (n - 1) as f64 } else { 0.0 }
+            };
+            let hat = |at: f64, cell: usize| (1.0 - (at - cell as f64).abs()).max(0.0);
+            let stretch = matrix(num_patches, side * side, |patch, cell| {
+                let at = places[patch];
+                hat(along(at.row, at.height), cell / side)
+                    * hat(along(at.column, at.width), cell % side)
+            })?;
+            let table = self.p(names.positions).reshape(((), v.hidden_size))?;
+            h = (h + stretch.matmul(&table.narrow(0, first, side * side)?)?)?;
+            if let Some(name) = names.class_token {
+                // The class tokens of all frames follow the patches.
+                let class_token = self.p(name).reshape((1, ()))?;
+                let class_token = (class_token + table.narrow(0, 0, 1)?)?;
+                let num_frames = places.last().map_or(0, |place| place.frame + 1);
+                h = Tensor::cat(&[h, class_token.repeat((num_frames, 1))?], 0)?;
+            }
+        }
+        Ok(h)
+    }
+
+    /// Queries, keys and values of the rows `x`, `[R, H, Dh]` each; `name` is that of the attention.
+    fn vision_heads(&self, x: &Tensor, name: &str, angles: &Tensor) -> Result<[Tensor; 3]> {
+        let v = self.encoder();
+        let heads = |x: &Tensor| x.reshape((x.dim(0)?, v.num_heads, v.hidden_size / v.num_heads));
+        let layer = |layer: &str| format!("{name}.{layer}");
+        if let VisionAttention::Separate { .. } = v.parts.attention {
+            let project = |part: &str| self.linear(x, &layer(&format!("{part}_proj")));
+            let normed =
+                |part: &str| self.norm_by_rms(&project(part)?, &layer(&format!("{part}_norm")));
+            return Ok([heads(&normed("q")?)?, heads(&normed("k")?)?, heads(&project("v")?)?]);
+        }
+        let qkv = self.linear(x, &layer("qkv"))?;
+        let part =
+            |i: usize| heads(&qkv.narrow(1, i * v.hidden_size, v.hidden_size)?.contiguous()?);
+        Ok([rotate(&part(0)?, angles)?, rotate(&part(1)?, angles)?, part(2)?])
     }
 
     /// A norm of the vision encoder; those of Qwen2.5-VL have no bias and subtract no mean.
     fn vision_norm(&self, x: &Tensor, name: &str) -> Result<Tensor> {
         match self.encoder().parts.norm {
             VisionNorm::Layer => self.layer_norm(x, name),
-            VisionNorm::Rms => {
-                let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
-                let normed = x.broadcast_div(&(mean_square + LAYER_NORM_EPS)?.sqrt()?)?;
-                normed.broadcast_mul(self.p(&format!("{name}.weight")))
-            }
+            VisionNorm::Rms => self.norm_by_rms(x, name),
         }
+    }
+
+    fn norm_by_rms(&self, x: &Tensor, name: &str) -> Result<Tensor> {
+        let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
+        let normed = x.broadcast_div(&(mean_square + LAYER_NORM_EPS)?.sqrt()?)?;
+        normed.broadcast_mul(self.p(&format!("{name}.weight")))
     }
 
     fn vision_mlp(&self, x: &Tensor, name: &str) -> Result<Tensor> {
@@ -268,15 +315,16 @@ impl Oracle {
         let half = rotary_dim / 2;
         let angles = matrix(num_tokens, rotary_dim, |token, dim| {
             let k = dim % half;
-            let Mrope { section, layout } = self.config.text.mrope.unwrap();
-            let [time, height, width] = section;
-            let axis = match (layout, k % 3) {
-                (MropeLayout::Interleaved, 1) if k < 3 * height => 1,
-                (MropeLayout::Interleaved, 2) if k < 3 * width => 2,
-                (MropeLayout::Blocks, _) if k >= time + height => 2,
-                (MropeLayout::Blocks, _) if k >= time => 1,
-                _ => 0,
-            };
+            let axis = self.config.text.mrope.map_or(0, |Mrope { section, layout }| {
+                let [time, height, width] = section;
+                match (layout, k % 3) {
+                    (MropeLayout::Interleaved, 1) if k < 3 * height => 1,
+                    (MropeLayout::Interleaved, 2) if k < 3 * width => 2,
+                    (MropeLayout::Blocks, _) if k >= time + height => 2,
+                    (MropeLayout::Blocks, _) if k >= time => 1,
+                    _ => 0,
+                }
+            });
             let frequency = c.rope_theta.powf(-2.0 * k as f64 / rotary_dim as f64);
             f64::from(batch.position_ids[token][axis]) * frequency
         })?;

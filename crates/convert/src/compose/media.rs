@@ -45,6 +45,10 @@ pub(super) fn media(conversion: &mut Conversion, family: Family) {
         );
     }
     let frames = frames(conversion);
+    if family == Family::Tiles {
+        let pixels = [Role::VideoPixels, Role::VideoTokens];
+        return conversion.drop_roles(pixels, "a frame of this model has a fixed size");
+    }
     video_pixels(conversion, frames, token);
 }
 

@@ -16,13 +16,15 @@ pub(super) enum Family {
     VisionLanguage,
     /// Qwen2.5-VL and Qwen2-VL.
     Qwen2Vl,
+    /// With images as tiles, and frames of a fixed size: InternVL3.5.
+    Tiles,
     Text,
 }
 
 impl Family {
     /// Pixels of an image per visual token.
     pub(super) fn pixels_per_token(self) -> u64 {
-        if self == Self::Qwen2Vl { 28 * 28 } else { 32 * 32 }
+        if [Self::Qwen2Vl, Self::Tiles].contains(&self) { 28 * 28 } else { 32 * 32 }
     }
 }
 
@@ -100,16 +102,21 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
         })
     });
     let is_qwen2_vl = ["qwen2.5-vl", "qwen2-vl", "qwen2vl"].iter().any(|of| name.contains(of));
-    let is_other = !is_qwen2_vl && OTHERS.iter().any(|other| name.contains(other));
-    if is_other || is_moe && !name.starts_with("qwen3") {
+    let is_internvl = ["internvl3.5", "internvl3-5"].iter().any(|of| name.contains(of))
+        && !name.contains("gpt-oss");
+    let is_other = !is_qwen2_vl && !is_internvl && OTHERS.iter().any(|other| name.contains(other));
+    if is_other || is_moe && !name.starts_with("qwen3") && !is_internvl {
         return Err(
-            "only models of Qwen3-VL, Qwen2.5-VL, Qwen2-VL, Qwen3 and Qwen3.5 are supported",
+            "only models of Qwen3-VL, Qwen2.5-VL, Qwen2-VL, Qwen3, Qwen3.5 and InternVL3.5 are \
+             supported",
         );
     }
     Ok(if name.starts_with("qwen3-") && !name.contains("vl") {
         Family::Text
     } else if is_qwen2_vl {
         Family::Qwen2Vl
+    } else if is_internvl {
+        Family::Tiles
     } else if ["qwen3.5", "qwen3.6", "qwen3.8"].iter().any(|of| name.starts_with(of)) {
         Family::VisionLanguage
     } else {
@@ -222,7 +229,7 @@ pub(super) fn freeze(conversion: &mut Conversion, family: Family, tuning: Tuning
     for (role, name) in [
         (Role::FreezeVision, "vision"),
         (Role::FreezeMerger, "merger"),
-        (Role::Deepstack, "*.visual.merger.*"),
+        (Role::Deepstack, if family == Family::Tiles { "merger" } else { "*.visual.merger.*" }),
         (Role::FreezeLlm, "llm"),
     ] {
         let Some((on, setting)) = conversion.consume_boolean(role) else { continue };
@@ -267,6 +274,8 @@ fn frozen_names(role: Role, item: &Value) -> Option<Vec<String>> {
         "visual" => &["vision", "merger"],
         "visual.merger" | "merger" => &["*.visual.merger.*"],
         "language_model" => &["llm"],
+        "vision_tower" => &["vision"],
+        "multi_modal_projector" => &["merger"],
         _ if role == Role::FreezePrefixes => return Some(vec![format!("{text}*")]),
         _ => return None,
     };

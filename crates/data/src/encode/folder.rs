@@ -8,6 +8,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::media::image::{ImageConfig, ImageProcessor};
+use crate::media::{MediaFamily, VideoForm};
 use crate::model_folder::{ModelFolderError, read, read_json, read_json_if_there};
 use crate::template::{ChatTemplate, TemplateError};
 use tokenizer::TextTokenizer;
@@ -54,12 +55,22 @@ pub(super) struct VideoTokens {
 }
 
 impl MediaTokens {
-    fn read(config: &JsonFile, tokenizer: &TextTokenizer) -> Result<Self, ModelFolderError> {
+    fn read(
+        folder: &Path,
+        config: &JsonFile,
+        tokenizer: &TextTokenizer,
+    ) -> Result<Self, ModelFolderError> {
         if config.is_text_only() {
             return Ok(Self { image: None, marks: [None; 2], video: None });
         }
         let image_id = config.id("image_token_id")?;
         let image = config.token("image_token_id", image_id, tokenizer)?;
+        // the processors report a family that is not known
+        if let Ok(MediaFamily { image_marks: Some(marks), videos, .. }) =
+            MediaFamily::of_folder(folder)
+        {
+            return Self::with_marks((image, image_id), marks, videos, tokenizer);
+        }
         let mark = |key, published: &str| match config.id(key) {
             Ok(id) => config.token(key, id, tokenizer),
             Err(_) => Ok(published.to_owned()),
@@ -75,6 +86,31 @@ impl MediaTokens {
         };
         let marks = ["vision_start_token_id", "vision_end_token_id"].map(|key| config.id(key).ok());
         Ok(Self { image: Some((image, image_id)), marks, video })
+    }
+
+    /// The tokens of a family whose `config.json` has only the token of an image. `marks` are around
+    /// the visual tokens of an image and of each frame.
+    fn with_marks(
+        image: (String, u32),
+        [start, end]: [&'static str; 2],
+        videos: VideoForm,
+        tokenizer: &TextTokenizer,
+    ) -> Result<Self, ModelFolderError> {
+        let id = |mark: &'static str| {
+            let missing = || ModelFolderError::NoToken { token: mark };
+            tokenizer.id(mark).ok_or_else(missing)
+        };
+        let marks = [Some(id(start)?), Some(id(end)?)];
+        let video = match videos {
+            VideoForm::NumberedFrames { placeholder, .. } => Some(VideoTokens {
+                pad: placeholder.to_owned(),
+                pad_id: image.1, // the visual tokens of frames are those of images
+                start: start.to_owned(),
+                end: end.to_owned(),
+            }),
+            VideoForm::Timestamps | VideoForm::OneRun { .. } => None,
+        };
+        Ok(Self { image: Some(image), marks, video })
     }
 
     /// The part of the length cache's key.
@@ -117,7 +153,7 @@ impl TextFolder {
         let tokenizer = TextTokenizer::from_bytes(&path, &bytes)?;
         let tokenizer_fingerprint: [u8; 32] = Sha256::digest(&bytes).into();
         drop(bytes);
-        let media = MediaTokens::read(&config, &tokenizer)?;
+        let media = MediaTokens::read(folder, &config, &tokenizer)?;
         let vocab_size = vocabulary.map_or_else(|| config.vocab_size(), |of| Ok(of.vocab_size))?;
         let max_id = tokenizer.max_id();
         if max_id as usize >= vocab_size {

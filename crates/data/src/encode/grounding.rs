@@ -18,12 +18,15 @@ use batch::{BoxRef, BoxUnit, Medium, Sample};
 pub(super) const SIDE: u32 = 1000;
 /// The special tokens around a box of [`BoxForm::MarkedThousandths`].
 pub(super) const BOX_MARKS: [&str; 2] = ["<|box_start|>", "<|box_end|>"];
+/// The texts around the boxes of [`BoxForm::TaggedThousandths`].
+pub(super) const BOX_TAGS: [&str; 2] = ["<box>", "</box>"];
 
 impl BoxForm {
     fn name(self, name: &str) -> String {
         match self {
             Self::Thousandths | Self::Pixels => name.to_owned(),
             Self::MarkedThousandths => format!("<|object_ref_start|>{name}<|object_ref_end|>"),
+            Self::TaggedThousandths => format!("<ref>{name}</ref>"),
         }
     }
 
@@ -35,6 +38,10 @@ impl BoxForm {
                 let points: Vec<String> = points.collect();
                 let [start, end] = BOX_MARKS;
                 format!("{start}{}{end}", points.join(","))
+            }
+            Self::TaggedThousandths => {
+                let [start, end] = BOX_TAGS;
+                format!("{start}[{corners:?}]{end}")
             }
         }
     }
@@ -160,7 +167,9 @@ fn converted(
             BoxUnit::Pixel => size_of(*image, false)?,
         };
         let to = match form {
-            BoxForm::Thousandths | BoxForm::MarkedThousandths => [SIDE; 2],
+            BoxForm::Thousandths | BoxForm::MarkedThousandths | BoxForm::TaggedThousandths => {
+                [SIDE; 2]
+            }
             BoxForm::Pixels => size_of(*image, true)?,
         };
         Ok(scaled(index, coordinates, from, to)?)

@@ -133,6 +133,11 @@ impl Encoder {
             BoxForm::Thousandths => {}
             BoxForm::Pixels => key.update(self.media.images.limits()),
             BoxForm::MarkedThousandths => key.update("marked boxes"),
+            BoxForm::TaggedThousandths => key.update("tagged boxes"),
+        }
+        // Other families have no such marks; without them, their keys are those of earlier versions.
+        if let Some(marks) = self.media.videos.family().image_marks {
+            key.update(format!("{marks:?}"));
         }
         key.update(format!("{:?}", self.loss_scale));
         if self.train_empty_think {

@@ -41,7 +41,9 @@ impl MediumGrid {
         let ([t, height, width], step) = match self {
             Self::Image(grid) => (*grid, 0.0),
             Self::Video(Clip {
-                grid_thw: [t, height, width], times: GroupTimes::Text(_), ..
+                grid_thw: [t, height, width],
+                times: GroupTimes::Text(_) | GroupTimes::Numbers,
+                ..
             }) => {
                 return vec![VisualRun { grid: [1, *height, *width], step: 0.0 }; *t as usize];
             }
@@ -188,11 +190,22 @@ impl MediaReader {
                 }
                 text
             }
-            (grids, _) => {
-                let image = tokens.image.as_ref().map_or("", |(pad, _)| pad);
-                image.repeat(self.num_tokens(grids))
+            (MediumGrid::Video(Clip { grid_thw, times: GroupTimes::Numbers, .. }), _) => {
+                let [frames, height, width] = *grid_thw;
+                let pads = self.image_text([1, height, width], tokens);
+                let frame = |number| format!("Frame{number}: {pads}");
+                (1..=frames).map(frame).collect::<Vec<_>>().join("\n")
             }
+            (grids, _) => self.image_text(grids.grid(), tokens),
         }
+    }
+
+    /// The visual tokens of an image with this grid, and the tokens around them that the chat
+    /// template leaves out.
+    fn image_text(&self, grid: [u32; 3], tokens: &MediaTokens) -> String {
+        let pad = tokens.image.as_ref().map_or("", |(pad, _)| pad);
+        let [start, end] = self.videos.family().image_marks.unwrap_or_default();
+        format!("{start}{}{end}", pad.repeat(self.images.num_tokens(grid)))
     }
 }
 

@@ -24,6 +24,7 @@ use std::sync::{Arc, Once};
 use sha2::digest::generic_array::GenericArray;
 use sha2::{Digest, Sha256};
 
+use crate::media::Positions;
 use crate::media::image::{ImageConfig, ImageProcessor};
 use crate::media::video::{VideoConfig, VideoProcessor};
 use crate::model_folder::ModelFolderError;
@@ -261,11 +262,6 @@ impl Encoder {
         &self.media.videos
     }
 
-    /// Whether the features of a video replace this token.
-    pub fn is_video_token(&self, id: u32) -> bool {
-        self.text.media.video.as_ref().is_some_and(|video| video.pad_id == id)
-    }
-
     /// The rendered chat and its supervised parts. Runs every check that needs no image.
     fn render_targets(&self, sample: &Sample) -> Result<(String, Supervision), SampleFault> {
         let sample = grounded(&self.media, sample)?;
@@ -382,7 +378,10 @@ impl Encoder {
         let EncodedText { input_ids, labels, weights, vision_rows, spans: _ } = text;
         let runs: Vec<VisualRun> = grids.iter().flat_map(MediumGrid::runs).collect();
         let merge_size = self.media.images.merge_size();
-        let position_ids = position_ids(input_ids.len(), &vision_rows, &runs, merge_size);
+        let position_ids = match self.media.videos.family().positions {
+            Positions::Grid => position_ids(input_ids.len(), &vision_rows, &runs, merge_size),
+            Positions::Index => (0..input_ids.len() as u32).map(|index| [index; 3]).collect(),
+        };
         EncodedSample {
             id: id.clone(),
             input_ids,
@@ -455,3 +454,6 @@ impl Encoder {
         self.text.tokenizer_fingerprint
     }
 }
+
+#[cfg(test)]
+mod tests;

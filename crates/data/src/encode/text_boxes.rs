@@ -1,11 +1,12 @@
 //! Boxes that the texts of a row write themselves, in the forms of Qwen: `"bbox_2d": [x1, y1, x2,
-//! y2]`, `"point_2d": [x, y]`, and `(x1,y1),(x2,y2)` between special tokens. Their numbers are
-//! trained as they are, so a wrong unit is reported.
+//! y2]`, `"point_2d": [x, y]`, and `(x1,y1),(x2,y2)` between special tokens, or of InternVL:
+//! `<box>[[x1, y1, x2, y2]]</box>`. Their numbers are trained as they are, so a wrong unit is
+//! reported.
 
 use std::collections::BTreeSet;
 
 use super::Encoder;
-use super::grounding::{BOX_MARKS, SIDE};
+use super::grounding::{BOX_MARKS, BOX_TAGS, SIDE};
 use crate::media::BoxForm;
 use crate::source::texts;
 use batch::Sample;
@@ -83,13 +84,18 @@ impl Encoder {
 }
 
 /// The numbers of each box and point that is written as `(x1,y1),(x2,y2)` or `(x,y)` between the special
-/// tokens `<|box_start|>` and `<|box_end|>`.
+/// tokens `<|box_start|>` and `<|box_end|>`, or in a list of lists between `<box>` and `</box>`.
 pub fn marked_boxes(text: &str) -> impl Iterator<Item = Vec<f64>> {
-    text.split(BOX_MARKS[0]).skip(1).filter_map(|rest| {
+    let marked = text.split(BOX_MARKS[0]).skip(1).filter_map(|rest| {
         let (points, _) = rest.split_once(BOX_MARKS[1])?;
         let numbers = points.split(',').map(|part| part.trim_matches([' ', '(', ')']).parse());
         numbers.collect::<Result<_, _>>().ok()
-    })
+    });
+    let tagged = text.split(BOX_TAGS[0]).skip(1).filter_map(|rest| {
+        let (lists, _) = rest.split_once(BOX_TAGS[1])?;
+        serde_json::from_str::<Vec<Vec<f64>>>(lists).ok()
+    });
+    marked.chain(tagged.flatten())
 }
 
 /// The numbers of the box, or of each box of a list, in front of `rest`, the text after a key.
@@ -141,6 +147,9 @@ mod tests {
     fn boxes_between_special_tokens_are_read() {
         let text = "<|box_start|>(1,2),(30, 4.5)<|box_end|>, <|box_start|>(7,8)<|box_end|>, \
                     <|box_start|>a box<|box_end|>, <|box_start|>(1,2),(3";
+        let found: Vec<_> = marked_boxes(text).collect();
+        assert_eq!(found, [vec![1.0, 2.0, 30.0, 4.5], vec![7.0, 8.0]]);
+        let text = "<box>[[1, 2, 30, 4.5], [7, 8]]</box> <box>[1, 2]</box> <box>a</box> <box>[[1]]";
         let found: Vec<_> = marked_boxes(text).collect();
         assert_eq!(found, [vec![1.0, 2.0, 30.0, 4.5], vec![7.0, 8.0]]);
     }

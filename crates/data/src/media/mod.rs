@@ -11,11 +11,45 @@ use serde_json::Value;
 
 use crate::model_folder::{ModelFolderError, read_json_if_there};
 
-/// How a model family writes videos and boxes.
+/// How a model family cuts images, writes media and boxes, and places tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct MediaFamily {
+    pub(crate) images: ImageForm,
     pub(crate) videos: VideoForm,
     pub(crate) boxes: BoxForm,
+    pub(crate) positions: Positions,
+    /// Special tokens around the visual tokens of an image, if the chat template leaves them out.
+    pub(crate) image_marks: Option<[&'static str; 2]>,
+}
+
+/// How an image becomes patches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ImageForm {
+    /// One grid with about the aspect ratio of the image. The folder's settings of images have the
+    /// size of a patch and limits on the pixels.
+    OneGrid,
+    /// Square tiles, which the vision encoder reads like the frames of a video.
+    Tiles(TileSizes),
+}
+
+/// Sizes of a tile, from `config.json`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct TileSizes {
+    /// Side of a tile in pixels; a multiple of the other two sizes.
+    pub(crate) side: u32,
+    /// Side of a patch in pixels.
+    pub(crate) patch: u32,
+    /// Side of a merge block in patches.
+    pub(crate) merge: u32,
+}
+
+/// How visual tokens count as positions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Positions {
+    /// By their place in the grid of their medium, on three axes.
+    Grid,
+    /// By their index, like text.
+    Index,
 }
 
 /// How the text has a video.
@@ -29,6 +63,13 @@ pub(crate) enum VideoForm {
         /// are consecutive numbers.
         tokens_per_second: Option<f32>,
     },
+    /// The number of each frame before it. A frame is stretched to one tile.
+    NumberedFrames {
+        /// Side of a tile in pixels.
+        side: u32,
+        /// What the chat template writes for a video.
+        placeholder: &'static str,
+    },
 }
 
 /// How the text has a box, and the name of its object.
@@ -41,6 +82,8 @@ pub(crate) enum BoxForm {
     /// `(x1,y1),(x2,y2)`, or `(x,y)` for a point, in thousandths of the image. Box and name are between
     /// special tokens.
     MarkedThousandths,
+    /// `<box>[[x1, y1, x2, y2]]</box>` in thousandths of the image, after `<ref>name</ref>`.
+    TaggedThousandths,
 }
 
 /// Types of models that write media as Qwen3-VL does, or have none.
@@ -56,31 +99,92 @@ const LIKE_QWEN3_VL: [&str; 8] = [
 ];
 /// The value of transformers if the folder has none. Published folders have 2.
 const TOKENS_PER_SECOND: f32 = 4.0;
+/// Maximum side of a tile or patch in pixels.
+const MAX_SIDE: u64 = 4096;
 
 impl MediaFamily {
     /// The family of the model in a folder, from its `config.json`.
     pub(crate) fn of_folder(folder: &Path) -> Result<Self, ModelFolderError> {
         let path = folder.join("config.json");
         let config = read_json_if_there::<Value>(&path)?.unwrap_or_default();
+        let of_grids = |videos, boxes| Self {
+            images: ImageForm::OneGrid,
+            videos,
+            boxes,
+            positions: Positions::Grid,
+            image_marks: None,
+        };
         match config["model_type"].as_str() {
-            Some("qwen2_vl") => Ok(Self {
-                videos: VideoForm::OneRun { tokens_per_second: None },
-                boxes: BoxForm::MarkedThousandths,
-            }),
+            Some("qwen2_vl") => {
+                let videos = VideoForm::OneRun { tokens_per_second: None };
+                Ok(of_grids(videos, BoxForm::MarkedThousandths))
+            }
             Some("qwen2_5_vl") => {
                 let tokens_per_second = Some(tokens_per_second(&path, &config)?);
-                Ok(Self { videos: VideoForm::OneRun { tokens_per_second }, boxes: BoxForm::Pixels })
+                Ok(of_grids(VideoForm::OneRun { tokens_per_second }, BoxForm::Pixels))
+            }
+            Some("internvl") => {
+                let sizes = TileSizes::read(&path, &config)?;
+                Ok(Self {
+                    images: ImageForm::Tiles(sizes),
+                    videos: VideoForm::NumberedFrames { side: sizes.side, placeholder: "<video>" },
+                    boxes: BoxForm::TaggedThousandths,
+                    positions: Positions::Index,
+                    image_marks: Some(["<img>", "</img>"]),
+                })
             }
             Some(kind) if LIKE_QWEN3_VL.contains(&kind) => {
-                Ok(Self { videos: VideoForm::Timestamps, boxes: BoxForm::Thousandths })
+                Ok(of_grids(VideoForm::Timestamps, BoxForm::Thousandths))
             }
             kind => {
                 let found = kind.unwrap_or("missing").to_owned();
                 let known = LIKE_QWEN3_VL.map(|kind| format!("`{kind}`")).join(", ");
-                let expected = format!("`qwen2_vl`, `qwen2_5_vl`, {known}");
+                let expected = format!("`qwen2_vl`, `qwen2_5_vl`, `internvl`, {known}");
                 Err(ModelFolderError::value(&path, "model_type", found, expected))
             }
         }
+    }
+}
+
+impl TileSizes {
+    /// The sizes in `config`, the content of the file at `path`. Those that it lacks are the defaults
+    /// of transformers.
+    fn read(path: &Path, config: &Value) -> Result<Self, ModelFolderError> {
+        let bad = |key, value: &Value, expected| {
+            ModelFolderError::value(path, key, value.to_string(), expected)
+        };
+        let or = |value: &Value, default: Value| {
+            if value.is_null() { default } else { value.clone() }
+        };
+        let square = |key, value: &Value| {
+            let side = match value.as_array().map(Vec::as_slice) {
+                Some([height, width]) if height == width => height.as_u64(),
+                Some(_) => None,
+                None => value.as_u64(),
+            };
+            let side = side.filter(|side| (1..=MAX_SIDE).contains(side));
+            let expected = format!("a whole number from 1 to {MAX_SIDE}, or a list of two such");
+            side.map(|side| side as u32).ok_or_else(|| bad(key, value, expected))
+        };
+        let vision = &config["vision_config"];
+        let image_size = &or(&vision["image_size"], 448.into());
+        let side = square("vision_config.image_size", image_size)?;
+        let patch = square("vision_config.patch_size", &or(&vision["patch_size"], 14.into()))?;
+        // Patches are merged by a pixel shuffle, which is a square of patches only for the inverse of
+        // a whole number.
+        let ratio = &or(&config["downsample_ratio"], 0.5.into());
+        let merge = ratio.as_f64().map_or(0.0, |ratio| (1.0 / ratio).round());
+        let is_exact = ratio.as_f64().is_some_and(|ratio| (ratio * merge - 1.0).abs() < 1e-6);
+        if !(is_exact && (1.0..=8.0).contains(&merge)) {
+            let expected = "1 divided by a whole number from 1 to 8".to_owned();
+            return Err(bad("downsample_ratio", ratio, expected));
+        }
+        let merge = merge as u32;
+        if !side.is_multiple_of(patch * merge) {
+            let expected = format!("a multiple of {patch} x {merge} (patch and merge block)");
+            return Err(bad("vision_config.image_size", image_size, expected));
+        }
+        Ok(Self { side, patch, merge })
     }
 }
 

@@ -148,8 +148,15 @@ impl Section<'_> {
         })
     }
 
-    /// Numbers of rotary frequencies of time, height and width.
-    pub(super) fn mrope_section(&self) -> Result<[usize; 3], ModelConfigError> {
+    /// Numbers of rotary frequencies of time, height and width, or `default` if the file does not
+    /// have them.
+    pub(super) fn mrope_section(
+        &self,
+        default: [usize; 3],
+    ) -> Result<[usize; 3], ModelConfigError> {
+        if self.value["mrope_section"].is_null() {
+            return Ok(default);
+        }
         self.sizes("mrope_section")?.try_into().map_err(|_| ModelConfigError::Key {
             key: self.key("mrope_section"),
             expected: "a list of 3 integers",
@@ -277,13 +284,17 @@ impl Section<'_> {
         &self,
         attention: AttentionSpec,
     ) -> Result<DecoderConfig, ModelConfigError> {
-        self.expect("attention_bias", &Value::Bool(false), "`false`")?;
+        // transformers does not read the key of families whose queries, keys and values have biases
+        if !attention.qkv_bias {
+            self.expect("attention_bias", &Value::Bool(false), "`false`")?;
+        }
         self.expect("hidden_act", &Value::from("silu"), "`silu`")?;
         let rope = self.rope()?;
-        rope.expect("rope_type", &Value::from("default"), "`default`")?;
         // `type` is the old name of `rope_type`, and `mrope` was the old name of `default`
-        if rope.value["type"] != "mrope" {
-            rope.expect("type", &Value::from("default"), "`default`")?;
+        for key in ["rope_type", "type"] {
+            if rope.value[key] != "mrope" {
+                rope.expect(key, &Value::from("default"), "`default`")?;
+            }
         }
         self.expect_no_dropout("attention_dropout")?;
         let theta = if rope.value["rope_theta"].is_null() { self } else { &rope };

@@ -7,6 +7,7 @@
 mod config;
 mod experts;
 mod generate;
+mod internvl;
 mod model;
 mod model_config;
 mod qwen2;
@@ -14,6 +15,7 @@ mod qwen2_5_vl;
 mod qwen2_vl;
 mod qwen3;
 mod qwen3_5;
+mod qwen3_decoder;
 mod qwen3_vl;
 mod vision;
 
@@ -21,7 +23,10 @@ pub use config::ModelConfigError;
 pub use generate::Cache;
 pub use model::{Model, ModelInput, RecomputePolicy, Tape};
 pub use model_config::{LLM, ModelConfig};
-pub use vision::{MERGER, VISION, VisionConfig, VisionMlp, VisionNorm, VisionParts, VisionWindows};
+pub use vision::{
+    MERGER, MergerHidden, MergerParts, NormPlace, VISION, VisionAttention, VisionConfig, VisionMlp,
+    VisionNames, VisionNorm, VisionParts, VisionWindows,
+};
 
 use serde_json::Value;
 use std::path::Path;
@@ -31,7 +36,7 @@ use std::sync::LazyLock;
 pub type ReadConfig = fn(&Value) -> Result<ModelConfig, ModelConfigError>;
 
 /// The families by `model_type`.
-pub const FAMILIES: [(&str, ReadConfig); 10] = [
+pub const FAMILIES: [(&str, ReadConfig); 11] = [
     ("qwen3_vl", qwen3_vl::read),
     ("qwen3_5", qwen3_5::read),
     ("qwen3_5_text", qwen3_5::read_text),
@@ -42,6 +47,7 @@ pub const FAMILIES: [(&str, ReadConfig); 10] = [
     ("qwen3_moe", qwen3::read_moe),
     ("qwen3_5_moe", qwen3_5::read_moe),
     ("qwen3_5_moe_text", qwen3_5::read_text_moe),
+    ("internvl", internvl::read),
 ];
 
 /// The shape of a published model.
@@ -55,8 +61,8 @@ pub struct Preset {
 
 macro_rules! presets {
     ($($name:literal: $title:literal),+ $(,)?) => {
-        /// Shapes of published models. The vision encoders of Qwen3.5 0.8B and 4B were not confirmed
-        /// with the published files.
+        /// Shapes of published models. The vision encoders of Qwen3.5 0.8B and 4B, and the larger one of
+        /// InternVL3.5 38B, were not confirmed with the published files.
         pub const PRESETS: &[Preset] = &[$(Preset {
             name: $name,
             title: $title,
@@ -83,6 +89,13 @@ presets! {
     "qwen2-vl-2b": "Qwen2-VL 2B",
     "qwen2-vl-7b": "Qwen2-VL 7B",
     "qwen2-vl-72b": "Qwen2-VL 72B",
+    "internvl3.5-1b": "InternVL3.5 1B",
+    "internvl3.5-2b": "InternVL3.5 2B",
+    "internvl3.5-4b": "InternVL3.5 4B",
+    "internvl3.5-8b": "InternVL3.5 8B",
+    "internvl3.5-14b": "InternVL3.5 14B",
+    "internvl3.5-38b": "InternVL3.5 38B",
+    "internvl3.5-30b-a3b": "InternVL3.5 30B-A3B, a mixture of experts",
 }
 
 static KNOWN_TYPES: LazyLock<String> = LazyLock::new(|| {
@@ -124,7 +137,7 @@ mod tests {
         let error = error.to_string();
         assert_eq!(
             error,
-            "config.json: `model_type` is `qwen3_next`, expected `qwen3_vl`, `qwen3_5`, `qwen3_5_text`, `qwen2_5_vl`, `qwen2_vl`, `qwen3`, `qwen3_vl_moe`, `qwen3_moe`, `qwen3_5_moe` or `qwen3_5_moe_text`"
+            "config.json: `model_type` is `qwen3_next`, expected `qwen3_vl`, `qwen3_5`, `qwen3_5_text`, `qwen2_5_vl`, `qwen2_vl`, `qwen3`, `qwen3_vl_moe`, `qwen3_moe`, `qwen3_5_moe`, `qwen3_5_moe_text` or `internvl`"
         );
         for (model_type, _) in FAMILIES {
             assert!(error.contains(&format!("`{model_type}`")), "{error}");

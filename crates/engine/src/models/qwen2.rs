@@ -29,7 +29,6 @@ pub(super) fn read(
     let text = if nested { Section::of(json, "text_config")? } else { Section { ..top } };
     let rope = text.rope()?;
     rope.expect("mrope_interleaved", &Value::Bool(false), "`false` (Qwen2-VL, Qwen2.5-VL)")?;
-    let has_section = !rope.value["mrope_section"].is_null();
     let sizes = text.decoder(ATTENTION)?;
     if sizes.num_attention_heads * sizes.head_dim != sizes.hidden_size {
         let what = format!(
@@ -39,7 +38,7 @@ pub(super) fn read(
         return Err(ModelConfigError::Shape { what });
     }
     let vision = vision(&top, &Section::of(json, "vision_config")?, &sizes)?;
-    let section = if has_section { rope.mrope_section()? } else { MROPE_SECTION };
+    let section = rope.mrope_section(MROPE_SECTION)?;
     let config = ModelConfig {
         text: DecoderConfig {
             tie_word_embeddings: top.flag("tie_word_embeddings")

@@ -4,7 +4,7 @@
 use super::config::{ModelConfigError, Section};
 use super::model_config::ModelConfig;
 use super::qwen2;
-use super::vision::{VisionConfig, VisionMlp, VisionNorm, VisionParts, expect_rope, gelu};
+use super::vision::{VisionConfig, VisionMlp, VisionParts, expect_rope, gelu};
 use crate::nn::DecoderConfig;
 use kernels::Gelu;
 use serde_json::Value;
@@ -32,15 +32,8 @@ fn vision(
         let expected = format!("the `hidden_size` of the decoder, {}", text.hidden_size);
         return Err(section.range("hidden_size", expected));
     }
-    let parts = VisionParts {
-        norm: VisionNorm::Layer,
-        mlp: VisionMlp::Gelu { act: gelu(section, Gelu::Quick)?, layers: ["fc1", "fc2"] },
-        has_patch_bias: false,
-        num_position_embeddings: None,
-        windows: None,
-        deepstack: Vec::new(),
-        merger_names: ["ln_q", "mlp.0", "mlp.2"],
-    };
+    let mlp = VisionMlp::Gelu { act: gelu(section, Gelu::Quick)?, layers: ["fc1", "fc2"] };
+    let parts = VisionParts { mlp, ..VisionParts::QWEN };
     Ok(VisionConfig {
         depth: section.size_or("depth", 32)?,
         hidden_size,

@@ -13,10 +13,10 @@ use candle_core::DType;
 const FP8_BLOCK_ROWS: f64 = 64.0;
 const FP8_SUMS_BYTES: f64 = (32 << 20) as f64;
 
-/// Number of elements of the matrices among `params`, without `table`, an embedding that is not
+/// Number of elements of the matrices among `params`, without `tables`, the rows of which are not
 /// multiplied.
-pub(crate) fn matrix_elements(params: &[&Param], table: Option<&Param>) -> f64 {
-    let is_table = |p: &Param| table.is_some_and(|table| table.index() == p.index());
+pub(crate) fn matrix_elements(params: &[&Param], tables: &[&Param]) -> f64 {
+    let is_table = |p: &Param| tables.iter().any(|table| table.index() == p.index());
     let is_matrix = |p: &&&Param| p.shape().rank() > 1 && !is_table(p);
     params.iter().filter(is_matrix).map(|p| p.shape().elem_count()).sum::<usize>() as f64
 }
@@ -53,7 +53,7 @@ impl DecoderConfig {
         [
             PartWork {
                 params: indexes(decoder),
-                weights: matrix_elements(decoder, Some(embedding)) - idle + states as f64,
+                weights: matrix_elements(decoder, &[embedding]) - idle + states as f64,
                 attention: num_causal as f64 * heads,
                 windows: windows.flatten().map(|window| (window, heads)).collect(),
                 rows: RowKind::Tokens,

@@ -15,6 +15,8 @@ pub enum Init {
     Normal,
     Zero,
     One,
+    /// 0.1, as in published encoders.
+    LayerScale,
     /// The logarithm of a number that is uniform between 0.01 and 16.
     LogDecay,
 }
@@ -46,6 +48,7 @@ pub fn random_part(
     let values: Vec<f32> = match spec.init {
         Init::Zero => vec![0.0; count],
         Init::One => vec![1.0; count],
+        Init::LayerScale => vec![0.1; count],
         Init::Normal => {
             let mut rng = stream(seed, &spec.name);
             let normal =

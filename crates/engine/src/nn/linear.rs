@@ -19,7 +19,7 @@ pub(crate) struct Linear {
 /// Adds the parameter gradients of layers with the input `x: [T, K]` for the gradients `dys` of their
 /// outputs, and returns the sum of their input gradients, `[T, K]`. Each of `dys` is dropped after its
 /// last use, to lower peak memory.
-pub(super) fn backward_of<const N: usize>(
+pub(crate) fn backward_of<const N: usize>(
     layers: [&Linear; N],
     x: &Tensor,
     dys: [Tensor; N],

@@ -39,7 +39,7 @@ pub(crate) use decoder::{Decoder, DecoderTape};
 pub use experts::{ExpertFiles, MoeConfig};
 pub use init::{AdapterDraw, Init, random_adapter_part, random_part, random_tensor};
 pub use kv_cache::KvCache;
-pub(crate) use linear::Linear;
+pub(crate) use linear::{Linear, backward_of};
 pub(crate) use mlp::MlpBlock;
 pub(crate) use norm::Norm;
 pub(crate) use params::ParamMap;

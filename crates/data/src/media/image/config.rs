@@ -9,6 +9,8 @@ use serde::Deserialize;
 use settings::section;
 
 use super::header::MAX_PIXELS;
+use super::tiles::Tiles;
+use crate::media::{ImageForm, MediaFamily, TileSizes};
 use crate::model_folder::{ModelFolderError, read_json_if_there};
 use batch::{AreaLimits, ImageLimits};
 
@@ -33,6 +35,8 @@ struct PreprocessorFile {
     patch_size: Option<u32>,
     temporal_patch_size: Option<u32>,
     merge_size: Option<u32>,
+    min_patches: Option<u32>,
+    max_patches: Option<u32>,
     image_mean: Option<[f32; 3]>,
     image_std: Option<[f32; 3]>,
     rescale_factor: Option<f64>,
@@ -45,16 +49,21 @@ struct PreprocessorFile {
 
 /// Limits on the pixels of an image, or of all frames of a video together. Despite their names,
 /// the keys are areas; some files use the aliases.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, Deserialize)]
 pub(crate) struct Size {
     #[serde(alias = "min_pixels")]
     pub(crate) shortest_edge: Option<u64>,
     #[serde(alias = "max_pixels")]
     pub(crate) longest_edge: Option<u64>,
+    /// Sides of a tile; other images have no fixed sides.
+    pub(crate) height: Option<u32>,
+    pub(crate) width: Option<u32>,
 }
 
 /// Values of `rescale_factor`; 1/255 in published files.
 pub(crate) const RESCALE_FACTORS: std::ops::RangeInclusive<f64> = 1e-5..=1.0;
+/// Values of `min_patches` and `max_patches` if the folder has none, as in transformers.
+const TILES: [u32; 2] = [1, 12];
 const MEAN: &str = "three numbers, one per channel, each from 0 to 255 * `rescale_factor`";
 const STD: &str = "three numbers, one per channel, each above 0 and at most 255 * `rescale_factor`";
 
@@ -65,6 +74,8 @@ pub(super) struct ImageSettings {
     pub(super) merge_size: u32,
     pub(super) min_pixels: u64,
     pub(super) max_pixels: u64,
+    /// `None`: an image is one grid.
+    pub(super) tiles: Option<Tiles>,
     pub(super) mean: [f32; 3],
     pub(super) std: [f32; 3],
     /// Largest pixel value, `1 / rescale_factor`.
@@ -75,13 +86,8 @@ impl ImageSettings {
     /// Reads the settings of the model folder. Limits on pixels in `config` override the folder's.
     pub(super) fn read(folder: &Path, config: &ImageConfig) -> Result<Self, ModelFolderError> {
         let (path, file) = read_file(folder)?;
+        let sizes = Sizes::read(&path, &file, MediaFamily::of_folder(folder)?.images, config)?;
         let PreprocessorFile {
-            size,
-            min_pixels,
-            max_pixels,
-            patch_size,
-            temporal_patch_size,
-            merge_size,
             image_mean,
             image_std,
             rescale_factor,
@@ -90,15 +96,9 @@ impl ImageSettings {
             do_rescale,
             do_normalize,
             do_convert_rgb,
+            ..
         } = file;
-        let bad = |key, found: Option<String>, expected: &str| {
-            let found = found.unwrap_or_else(|| "missing".into());
-            ModelFolderError::value(&path, key, found, expected)
-        };
-        let count = |key, value: Option<u32>| match value {
-            Some(value @ 1..=1024) => Ok(value),
-            other => Err(bad(key, other.map(|n| n.to_string()), "a whole number from 1 to 1024")),
-        };
+        let bad = |key, found, expected: &str| bad(&path, key, found, expected);
         for (key, value) in [
             ("do_resize", do_resize),
             ("do_rescale", do_rescale),
@@ -124,14 +124,8 @@ impl ImageSettings {
             Some(value) if value.iter().all(|v| (low..=white).contains(v)) => Ok(value),
             other => Err(bad(key, other.map(|v| format!("{v:?}")), expected)),
         };
-        let size = size.unwrap_or_default();
-        let areas = "an area in pixels (or top-level keys `min_pixels` and `max_pixels`)";
-        let min_pixels = config.min_pixels.or(min_pixels).or(size.shortest_edge);
-        let max_pixels = config.max_pixels.or(max_pixels).or(size.longest_edge);
-        let min_pixels = min_pixels.ok_or_else(|| bad("size.shortest_edge", None, areas))?;
-        let max_pixels = max_pixels.ok_or_else(|| bad("size.longest_edge", None, areas))?;
-        let patch_size = count("patch_size", patch_size)?;
-        let merge_size = count("merge_size", merge_size)?;
+        let Sizes { patch_size, temporal_patch_size, merge_size, tiles, pixels } = sizes;
+        let [min_pixels, max_pixels] = pixels;
         let token_pixels = u64::from(patch_size * merge_size).pow(2); // of one visual token
         let max_pixels = config
             .max_tokens
@@ -142,14 +136,92 @@ impl ImageSettings {
         }
         Ok(Self {
             patch_size,
-            temporal_patch_size: count("temporal_patch_size", temporal_patch_size)?,
+            temporal_patch_size,
             merge_size,
             min_pixels,
             max_pixels,
+            tiles,
             mean: triple("image_mean", image_mean, 0.0, MEAN)?,
             std: triple("image_std", image_std, white / 1000.0, STD)?,
             scale: (1.0 / rescale) as f32,
         })
+    }
+}
+
+fn bad(path: &Path, key: &'static str, found: Option<String>, expected: &str) -> ModelFolderError {
+    let found = found.unwrap_or_else(|| "missing".into());
+    ModelFolderError::value(path, key, found, expected)
+}
+
+/// Sizes of patches and tiles, and the limits on the pixels of an image: those of the config, else
+/// those of the folder.
+struct Sizes {
+    patch_size: u32,
+    temporal_patch_size: u32,
+    merge_size: u32,
+    tiles: Option<Tiles>,
+    pixels: [u64; 2],
+}
+
+impl Sizes {
+    /// The sizes in `file`, which is at `path`.
+    fn read(
+        path: &Path,
+        file: &PreprocessorFile,
+        form: ImageForm,
+        config: &ImageConfig,
+    ) -> Result<Self, ModelFolderError> {
+        let count = |key, value: Option<u32>| match value {
+            Some(value @ 1..=1024) => Ok(value),
+            other => {
+                let found = other.map(|n| n.to_string());
+                Err(bad(path, key, found, "a whole number from 1 to 1024"))
+            }
+        };
+        let Size { shortest_edge, longest_edge, height, width } = file.size.unwrap_or_default();
+        match form {
+            ImageForm::OneGrid => {
+                let areas = "an area in pixels (or top-level keys `min_pixels` and `max_pixels`)";
+                let min_pixels = config.min_pixels.or(file.min_pixels).or(shortest_edge);
+                let max_pixels = config.max_pixels.or(file.max_pixels).or(longest_edge);
+                let min = min_pixels.ok_or_else(|| bad(path, "size.shortest_edge", None, areas))?;
+                let max = max_pixels.ok_or_else(|| bad(path, "size.longest_edge", None, areas))?;
+                Ok(Self {
+                    patch_size: count("patch_size", file.patch_size)?,
+                    temporal_patch_size: count("temporal_patch_size", file.temporal_patch_size)?,
+                    merge_size: count("merge_size", file.merge_size)?,
+                    tiles: None,
+                    pixels: [min, max],
+                })
+            }
+            // `crop_to_patches` is not read: the processor of the model always sets it.
+            ImageForm::Tiles(TileSizes { side, patch, merge }) => {
+                for (key, found) in [("size.height", height), ("size.width", width)] {
+                    if found != Some(side) {
+                        let found = found.map(|found| found.to_string());
+                        let expected =
+                            format!("{side}, the `vision_config.image_size` of the model");
+                        return Err(bad(path, key, found, &expected));
+                    }
+                }
+                let [min, max] = TILES;
+                let min = count("min_patches", Some(file.min_patches.unwrap_or(min)))?;
+                let max = count("max_patches", Some(file.max_patches.unwrap_or(max)))?;
+                if min > max {
+                    let expected = format!("at most `max_patches`, which is {max}");
+                    return Err(bad(path, "min_patches", Some(min.to_string()), &expected));
+                }
+                let pixels =
+                    [config.min_pixels.unwrap_or(1), config.max_pixels.unwrap_or(u64::MAX)];
+                Ok(Self {
+                    patch_size: patch,
+                    temporal_patch_size: 1,
+                    merge_size: merge,
+                    tiles: Some(Tiles { side, min, max }),
+                    pixels,
+                })
+            }
+        }
     }
 }
 
@@ -290,10 +362,21 @@ mod tests {
         file: &Value,
         config: &ImageConfig,
     ) -> Result<ImageSettings, String> {
+        settings_of(&json!({"model_type": "qwen3_vl"}), name, file, config)
+    }
+
+    fn settings_of(
+        model: &Value,
+        name: &str,
+        file: &Value,
+        config: &ImageConfig,
+    ) -> Result<ImageSettings, String> {
         use std::io::Write as _;
         let folder = tempfile::tempdir().unwrap();
         let mut out = std::fs::File::create(folder.path().join(name)).unwrap();
         out.write_all(file.to_string().as_bytes()).unwrap();
+        let mut out = std::fs::File::create(folder.path().join("config.json")).unwrap();
+        out.write_all(model.to_string().as_bytes()).unwrap();
         ImageSettings::read(folder.path(), config).map_err(|error| error.to_string())
     }
 
@@ -314,6 +397,7 @@ mod tests {
             merge_size: 2,
             min_pixels: 65536,
             max_pixels: 16777216,
+            tiles: None,
             mean: [0.5; 3],
             std: [0.5; 3],
             scale: 255.0,
@@ -382,6 +466,88 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let error = ImageSettings::read(folder.path(), &ImageConfig::default()).unwrap_err();
         assert!(error.to_string().contains("has neither `preprocessor_config.json`"), "{error}");
+    }
+
+    /// The published sizes of a model with tiles, with `changes` of `config.json` and of the
+    /// preprocessor's file.
+    fn tile_settings(
+        model_changes: &[(&str, Value)],
+        changes: &[(&str, Value)],
+        config: &ImageConfig,
+    ) -> Result<ImageSettings, String> {
+        let mut model = json!({
+            "model_type": "internvl", "downsample_ratio": 0.5, "image_token_id": 151671,
+            "vision_config": {"image_size": [448, 448], "patch_size": [14, 14]},
+        });
+        let mut file = json!({
+            "crop_to_patches": false, "min_patches": 1, "max_patches": 12, "resample": 3,
+            "do_center_crop": null, "size": {"height": 448, "width": 448},
+            "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
+            "rescale_factor": 0.00392156862745098,
+        });
+        for (pointer, value) in model_changes {
+            *model.pointer_mut(pointer).unwrap() = value.clone();
+        }
+        for (pointer, value) in changes {
+            *file.pointer_mut(pointer).unwrap() = value.clone();
+        }
+        settings_of(&model, "preprocessor_config.json", &file, config)
+    }
+
+    #[test]
+    fn the_published_files_of_a_model_with_tiles_are_read() {
+        let none = ImageConfig::default();
+        let found = tile_settings(&[], &[], &none).unwrap();
+        let sizes = [found.patch_size, found.temporal_patch_size, found.merge_size];
+        assert_eq!(sizes, [14, 1, 2]);
+        assert_eq!(found.tiles, Some(Tiles { side: 448, min: 1, max: 12 }));
+        assert_eq!([found.min_pixels, found.max_pixels], [1, u64::MAX]);
+        let numbers =
+            [("/vision_config/image_size", json!(448)), ("/vision_config/patch_size", json!(14))];
+        assert_eq!(tile_settings(&numbers, &[], &none), Ok(found.clone()));
+        let missing =
+            ["/vision_config/image_size", "/vision_config/patch_size", "/downsample_ratio"]
+                .map(|key| (key, Value::Null));
+        assert_eq!(tile_settings(&missing, &[], &none), Ok(found.clone()));
+        let without = [("/min_patches", Value::Null), ("/max_patches", Value::Null)];
+        assert_eq!(tile_settings(&[], &without, &none), Ok(found));
+        let config = ImageConfig { max_tokens: NonZeroU32::new(512), ..none };
+        assert_eq!(tile_settings(&[], &[], &config).unwrap().max_pixels, 2 * 448 * 448);
+    }
+
+    #[test]
+    fn errors_for_invalid_sizes_of_tiles_name_their_keys() {
+        let none = ImageConfig::default();
+        for (key, value, message) in [
+            (
+                "/vision_config/image_size",
+                json!([448, 224]),
+                "`vision_config.image_size` is `[448,224]`",
+            ),
+            (
+                "/vision_config/image_size",
+                json!(440),
+                "`vision_config.image_size` is `440`, expected a multiple",
+            ),
+            ("/vision_config/image_size", json!(224), "`size.height` is `448`, expected 224"),
+            ("/vision_config/patch_size", json!([0, 0]), "`vision_config.patch_size` is `[0,0]`"),
+            ("/vision_config/patch_size", json!("14"), "`vision_config.patch_size` is `\"14\"`"),
+            ("/downsample_ratio", json!(0.4), "`downsample_ratio` is `0.4`"),
+            ("/downsample_ratio", json!(0), "`downsample_ratio` is `0`"),
+        ] {
+            let error = tile_settings(&[(key, value)], &[], &none).unwrap_err();
+            assert!(error.contains(message), "{error}");
+        }
+        for (key, value, message) in [
+            ("/size", json!({"height": 448, "width": 384}), "`size.width` is `384`, expected 448"),
+            ("/size", json!({"shortest_edge": 448}), "`size.height` is `missing`"),
+            ("/max_patches", json!(0), "`max_patches` is `0`"),
+            ("/min_patches", json!(13), "`min_patches` is `13`, expected at most `max_patches`"),
+            ("/resample", json!(2), "`resample` is `2`, expected 3"),
+        ] {
+            let error = tile_settings(&[], &[(key, value)], &none).unwrap_err();
+            assert!(error.contains(message), "{error}");
+        }
     }
 
     #[test]

@@ -5,11 +5,12 @@
 //! ```
 //!
 //! Shapes: `gh`, `gw` number of patches along the height and width, `p` patch size in pixels, `tp`
-//! temporal patch size; `pixel_values` are `[gh * gw, 3 * tp * p * p]`.
+//! temporal patch size; `pixel_values` are `[gh * gw, 3 * tp * p * p]`. Some models take an image as
+//! tiles of equal size: `t` tiles have the grid `[t, gh, gw]` and the patches of `t` frames.
 //!
 //! Libraries differ in some choices. Here the EXIF orientation is applied, transparency is
 //! composited on white, 16-bit values are divided by 257, only the first frame of an animation is
-//! used, and the resize equals Pillow's bit for bit. An incomplete file is an error; missing
+//! used, and the resize equals torchvision's bit for bit. An incomplete file is an error; missing
 //! pixels are never filled with grey.
 
 mod config;
@@ -18,6 +19,7 @@ mod header;
 mod patchify;
 mod resize;
 mod source;
+mod tiles;
 
 use std::io::{Cursor, Read};
 use std::num::NonZeroU64;
@@ -41,6 +43,7 @@ pub(crate) use resize::resize;
 pub(crate) use source::resolve;
 pub use source::{ImageError, ImageName, UrlConfig};
 use source::{Urls, open};
+use tiles::Tiles;
 
 use crate::model_folder::ModelFolderError;
 use batch::{MediaRef, MediaSource, MediumKind, Patches};
@@ -56,6 +59,8 @@ pub struct ImageProcessor {
     merge_size: u32,
     min_pixels: u64,
     max_pixels: u64,
+    /// `None`: an image is one grid.
+    tiles: Option<Tiles>,
     normalise: Normalise,
     urls: Urls,
 }
@@ -69,6 +74,7 @@ impl ImageProcessor {
             merge_size,
             min_pixels,
             max_pixels,
+            tiles,
             mean,
             std,
             scale,
@@ -81,6 +87,7 @@ impl ImageProcessor {
             merge_size,
             min_pixels,
             max_pixels,
+            tiles,
             normalise,
             urls,
         })
@@ -99,6 +106,7 @@ impl ImageProcessor {
             merge_size: 1,
             min_pixels: 1,
             max_pixels: 1,
+            tiles: None,
             normalise: Normalise::new([0.0; 3], [1.0; 3], 1.0),
             urls: Urls::Refused,
         }
@@ -107,7 +115,12 @@ impl ImageProcessor {
     /// The settings that decide the patches of an image.
     pub(crate) fn key(&self) -> String {
         let sizes = [self.patch_size, self.temporal_patch_size, self.merge_size];
-        format!("{sizes:?} {:?} {:?}", [self.min_pixels, self.max_pixels], self.normalise)
+        let pixels = [self.min_pixels, self.max_pixels];
+        format!("{sizes:?} {pixels:?} {:?}{}", self.normalise, self.tiles_key())
+    }
+
+    fn tiles_key(&self) -> String {
+        self.tiles.map_or(String::new(), |tiles| format!(" {tiles:?}"))
     }
 
     /// Downloads images by URL, which are refused otherwise.
@@ -115,8 +128,8 @@ impl ImageProcessor {
         self.urls = Urls::Fetched(images);
     }
 
-    /// Returns the grid `[1, gh, gw]` that [`Self::load`] would return. It reads only the header,
-    /// so damage after the header is not detected.
+    /// Returns the grid that [`Self::load`] would return: `[1, gh, gw]`, or `[t, gh, gw]` for `t`
+    /// tiles. It reads only the header, so damage after the header is not detected.
     pub fn grid(&self, media: &MediaRef) -> Result<[u32; 3], ImageError> {
         Ok(self.grid_of(self.target(media, self.size(media)?.0)?))
     }
@@ -131,8 +144,8 @@ impl ImageProcessor {
         self.target(media, size).map(|_| (size, pixels * u64::from(header.num_scans)))
     }
 
-    /// Returns the grid `[1, gh, gw]` of an image of this size; `None` if the aspect ratio is above
-    /// 200.
+    /// Returns the grid of an image of this size, as [`Self::grid`]; `None` if the aspect ratio is
+    /// above 200 and the image is not cut into tiles.
     pub fn grid_of_size(&self, size: ImageSize) -> Option<[u32; 3]> {
         self.target_of_size(size).map(|target| self.grid_of(target))
     }
@@ -141,7 +154,10 @@ impl ImageProcessor {
     /// hashes it to detect changed settings.
     pub(crate) fn limits(&self) -> String {
         let Self { patch_size, merge_size, min_pixels, max_pixels, .. } = self;
-        format!("patch {patch_size}, merge {merge_size}, pixels {min_pixels} to {max_pixels}")
+        let tiles = self.tiles_key();
+        format!(
+            "patch {patch_size}, merge {merge_size}, pixels {min_pixels} to {max_pixels}{tiles}"
+        )
     }
 
     /// Decodes an image into normalised patches.
@@ -149,15 +165,20 @@ impl ImageProcessor {
         let image = self.upright_pixels(media, u32::MAX)?;
         let size = [image.height as u32, image.width as u32];
         let target = self.target(media, ImageSize::new(size, media.limits))?;
-        let pixel_values = resize_and_patchify(&image, target, self.patch_shape(), &self.normalise); // [gh * gw, 3 * tp * p * p]
+        let (shape, normalise) = (self.patch_shape(), &self.normalise);
+        let pixel_values = match self.tiles {
+            None => resize_and_patchify(&image, target, shape, normalise), // [gh * gw, 3 * tp * p * p]
+            Some(tiles) => tiles.patches(image, target, shape, normalise), // [t * gh * gw, ..]
+        };
         Ok(Patches { pixel_values, grid_thw: self.grid_of(target), kind: MediumKind::Image })
     }
 
-    /// Converts patches back to the resized image. The result has one element.
+    /// Converts patches back to the resized image, of an image with several tiles to the thumbnail.
+    /// The result has one element.
     pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
-        let mut frames = unpatchify(patches, self.patch_shape(), &self.normalise);
-        frames.truncate(1); // the other frames of the temporal patch are copies
-        frames.into_iter().map(Pixels::from).collect()
+        let frames = unpatchify(patches, self.patch_shape(), &self.normalise);
+        // The frames of a temporal patch are copies, and the thumbnail is the last tile.
+        frames.into_iter().next_back().map(Pixels::from).into_iter().collect()
     }
 
     /// Side of the square of patches that is merged into one token, in patches.
@@ -211,12 +232,17 @@ impl ImageProcessor {
 
     fn target_of_size(&self, ImageSize { pixels, limits }: ImageSize) -> Option<[u32; 2]> {
         let ([height, width], factor) = (pixels, self.patch_size * self.merge_size);
-        let [min_pixels, max_pixels] = config::over(limits, [self.min_pixels, self.max_pixels]);
-        smart_resize(height, width, factor, min_pixels, max_pixels)
+        let limits = config::over(limits, [self.min_pixels, self.max_pixels]);
+        match self.tiles {
+            None => smart_resize(height, width, factor, limits[0], limits[1]),
+            Some(tiles) => Some(tiles.target(pixels, limits)),
+        }
     }
 
-    fn grid_of(&self, [height, width]: [u32; 2]) -> [u32; 3] {
-        [1, height / self.patch_size, width / self.patch_size]
+    fn grid_of(&self, target: [u32; 2]) -> [u32; 3] {
+        let [height, width] = self.tiles.map_or(target, |tiles| [tiles.side; 2]);
+        let num_grids = self.tiles.map_or(1, |tiles| tiles.count(target));
+        [num_grids, height / self.patch_size, width / self.patch_size]
     }
 
     /// Reads `[height, width]` in pixels, after EXIF orientation, and the number of scans from the

@@ -61,9 +61,13 @@ pub enum VideoMarks {
 
 const PUBLISHED_FPS: f64 = 2.0;
 const PUBLISHED_FRAMES: [u32; 2] = [4, 768]; // minimum, maximum
+const CLIP_MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
+const CLIP_STD: [f32; 3] = [0.268_629_54, 0.261_302_58, 0.275_777_11];
 
 /// Values of a folder that has none.
 struct Published {
+    /// Minimum and maximum number of frames.
+    frames: [u32; 2],
     /// Minimum and maximum, of all frames together or of each frame.
     pixels: [u64; 2],
     mean: [f32; 3],
@@ -74,15 +78,24 @@ impl Published {
     fn of(form: VideoForm) -> Self {
         match form {
             // of the published `video_preprocessor_config.json`
-            VideoForm::Timestamps => {
-                Self { pixels: [4096, 25_165_824], mean: [0.5; 3], std: [0.5; 3] }
-            }
+            VideoForm::Timestamps => Self {
+                frames: PUBLISHED_FRAMES,
+                pixels: [4096, 25_165_824],
+                mean: [0.5; 3],
+                std: [0.5; 3],
+            },
             // of `Qwen2VLVideoProcessor` in transformers
             VideoForm::OneRun { .. } => Self {
+                frames: PUBLISHED_FRAMES,
                 pixels: [128 * 28 * 28, 768 * 28 * 28],
-                mean: [0.481_454_66, 0.457_827_5, 0.408_210_73],
-                std: [0.268_629_54, 0.261_302_58, 0.275_777_11],
+                mean: CLIP_MEAN,
+                std: CLIP_STD,
             },
+            // Numbers of frames with which InternVL was trained; the processor of transformers takes
+            // all frames. Its size of a frame is fixed.
+            VideoForm::NumberedFrames { .. } => {
+                Self { frames: [8, 32], pixels: [1, u64::MAX], mean: CLIP_MEAN, std: CLIP_STD }
+            }
         }
     }
 }
@@ -114,7 +127,7 @@ impl VideoSettings {
     fn form_key(&self) -> String {
         match self.family.videos {
             VideoForm::Timestamps => String::new(),
-            form @ VideoForm::OneRun { .. } => format!(" {form:?} {:?}", self.pixels.frame),
+            form => format!(" {form:?} {:?}", self.pixels.frame),
         }
     }
 }
@@ -175,13 +188,14 @@ impl VideoSettings {
         };
         let pixels = match family.videos {
             VideoForm::Timestamps => PixelLimits { all: over(of_folder), frame: None },
+            VideoForm::NumberedFrames { .. } => PixelLimits { all: of_folder, frame: None },
             VideoForm::OneRun { .. } => PixelLimits {
                 all: over(Budget { min_pixels: 1, max_pixels: u64::MAX }),
                 frame: Some(of_folder),
             },
         };
-        let min_frames = config_min_frames.or(min_frames).unwrap_or(PUBLISHED_FRAMES[0]);
-        let max_frames = config_max_frames.or(max_frames).unwrap_or(PUBLISHED_FRAMES[1]);
+        let min_frames = config_min_frames.or(min_frames).unwrap_or(published.frames[0]);
+        let max_frames = config_max_frames.or(max_frames).unwrap_or(published.frames[1]);
         let fps = config_fps.or(fps).unwrap_or(PUBLISHED_FPS);
         let setting = |key, found: String, expected| {
             Err(ModelFolderError::VideoSetting { key, found, expected })
@@ -208,7 +222,7 @@ impl VideoSettings {
             [min_pixels, size.shortest_edge, max_pixels],
             of_folder,
             config,
-            pixels,
+            (pixels, family.videos),
         )?;
         if marks == VideoMarks::Flat && family.videos != VideoForm::Timestamps {
             let expected = "`nested`: a video of this model has one pair of tokens around it";
@@ -228,9 +242,15 @@ fn check_limits(
     file: [Option<u64>; 3],
     of_folder: Budget,
     config: &VideoConfig,
-    pixels: PixelLimits,
+    (pixels, form): (PixelLimits, VideoForm),
 ) -> Result<(), ModelFolderError> {
     let of_config = config.min_pixels.or(config.max_pixels);
+    if let (VideoForm::NumberedFrames { .. }, Some(found)) = (form, of_config) {
+        let key = if config.min_pixels.is_some() { "min_pixels" } else { "max_pixels" };
+        let (found, expected) =
+            (found.to_string(), "`null`: a frame of this model has a fixed size");
+        return Err(ModelFolderError::VideoSetting { key, found, expected });
+    }
     if (pixels.frame.is_some() || of_config.is_none()) && !of_folder.is_valid() {
         let Budget { min_pixels: min, max_pixels: max } = of_folder;
         let of_min = || format!("at least 1 and at most the maximum of {max}");

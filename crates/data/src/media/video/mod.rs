@@ -62,6 +62,8 @@ pub struct Clip {
 pub enum GroupTimes {
     /// The text has the time of each group in seconds from the start of the video, `[t]`.
     Text(Vec<f64>),
+    /// The text has the number of each group, from 1.
+    Numbers,
     /// The groups have temporal positions at this distance.
     Positions(f32),
 }
@@ -235,9 +237,12 @@ impl VideoProcessor {
         let factor = self.images.patch_size() * self.images.merge_size();
         let shape = limits.resized.map_or(source, |sides| sides.map(NonZeroU32::get));
         let [height, width] = shape;
-        let target = pixels
-            .target(frames, shape, temporal, factor, limits)
-            .ok_or(VideoError::AspectRatio { width, height })?;
+        let target = match family.videos {
+            VideoForm::NumberedFrames { side, .. } => [side; 2],
+            VideoForm::Timestamps | VideoForm::OneRun { .. } => pixels
+                .target(frames, shape, temporal, factor, limits)
+                .ok_or(VideoError::AspectRatio { width, height })?,
+        };
         let [rows, columns] = target.map(|side| side / self.images.patch_size());
         let grid_thw = [frames.div_ceil(temporal) as u32, rows, columns];
         let indices: Vec<usize> = indices.into_iter().map(|index| index + among.start).collect();
@@ -245,6 +250,7 @@ impl VideoProcessor {
             VideoForm::Timestamps => {
                 GroupTimes::Text(sampling::timestamps(&indices, rate, temporal))
             }
+            VideoForm::NumberedFrames { .. } => GroupTimes::Numbers,
             VideoForm::OneRun { tokens_per_second: None } => GroupTimes::Positions(1.0),
             // rounded to `f32` as in transformers
             VideoForm::OneRun { tokens_per_second: Some(tokens_per_second) } => {

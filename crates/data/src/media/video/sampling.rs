@@ -2,7 +2,8 @@
 //! arithmetic and its rounding equal those of the transformers processors.
 //!
 //! `Qwen3VLVideoProcessor` spreads the indices evenly from the first to the last frame;
-//! `Qwen2VLVideoProcessor` takes the first frame of equal shares of the video. There is one
+//! `Qwen2VLVideoProcessor` takes the first frame of equal shares of the video, and
+//! `InternVLVideoProcessor` the middle one. There is one
 //! difference: for some videos `Qwen2VLVideoProcessor` returns one index too many, past the last
 //! frame, because it rounds the step between frames. This code does not return it. Presentation
 //! times in the file are not used.
@@ -78,6 +79,13 @@ impl FrameSampling {
                 self.spread(total, of_rate(rate) as usize)
             }
             (VideoForm::Timestamps, Wanted::All) => self.spread(total, total),
+            (VideoForm::NumberedFrames { .. }, Wanted::Count(count)) => {
+                unlimited.middles(total, count)
+            }
+            (VideoForm::NumberedFrames { .. }, Wanted::Rate(rate)) => {
+                self.middles(total, of_rate(rate) as usize)
+            }
+            (VideoForm::NumberedFrames { .. }, Wanted::All) => self.middles(total, total),
             (VideoForm::OneRun { .. }, Wanted::Count(count)) => {
                 let groups = (count as f64 / temporal as f64).round_ties_even();
                 unlimited.shares(total, groups * temporal as f64, temporal)
@@ -99,6 +107,14 @@ impl FrameSampling {
         let most = whole(self.max_frames.min(total));
         let count = whole(wanted.max(self.min_frames as f64).min(most as f64) as usize);
         (0..count).map(|k| k * total / count).collect()
+    }
+
+    /// The frame in the middle of each of equal shares of the video.
+    fn middles(&self, total: usize, wanted: usize) -> Vec<usize> {
+        let count = wanted.max(self.min_frames).min(self.max_frames).min(total);
+        let step = total as f64 / count as f64;
+        // rounded to `f32` as in transformers
+        (0..count).map(|k| (step / 2.0 + k as f64 * step) as f32 as usize).collect()
     }
 
     fn spread(&self, total: usize, wanted: usize) -> Vec<usize> {
@@ -326,6 +342,38 @@ mod tests {
                 assert_eq!(serde_json::json!(indices), case["indices"], "{case}");
             }
         }
+    }
+
+    /// The table was written by `scripts/golden/internvl_video.py`.
+    #[test]
+    fn indices_of_internvl_equal_the_reference() {
+        let golden = include_str!("../../../../../tests/golden/internvl_video.json");
+        let golden: Value = serde_json::from_str(golden).unwrap();
+        let form = VideoForm::NumberedFrames { side: 448, placeholder: "<video>" };
+        let cases = golden["indices"].as_array().unwrap();
+        assert!(cases.len() > 100);
+        for case in cases {
+            let [total, count] = ["total", "count"].map(|key| case[key].as_u64().unwrap() as usize);
+            let sampling = FrameSampling { fps: 2.0, min_frames: count, max_frames: count };
+            for wanted in [Wanted::Count(count), Wanted::Rate(25.0)] {
+                let indices = sampling.indices(total, wanted, form, 1);
+                assert_eq!(serde_json::json!(indices), case["indices"], "{case}");
+            }
+        }
+    }
+
+    /// The indices are those of `InternVLVideoProcessor` in transformers 5.23.
+    #[test]
+    fn numbered_frames_are_the_middle_ones_of_equal_shares() {
+        let form = VideoForm::NumberedFrames { side: 448, placeholder: "<video>" };
+        let sampling = FrameSampling { fps: 2.0, min_frames: 3, max_frames: 6 };
+        let of = |total, wanted| sampling.indices(total, wanted, form, 1);
+        assert_eq!(of(10, Wanted::Count(4)), [1, 3, 6, 8]);
+        assert_eq!(of(20, Wanted::Rate(5.0)), [1, 5, 8, 11, 15, 18]); // 8 frames are too many
+        assert_eq!(of(10, Wanted::Rate(5.0)), [1, 3, 6, 8]);
+        assert_eq!(of(9, Wanted::Rate(90.0)), [1, 4, 7]); // the minimum
+        assert_eq!(of(5, Wanted::All), [0, 1, 2, 3, 4]);
+        assert_eq!(of(1, Wanted::Count(4)), [0]);
     }
 
     #[test]

@@ -1,7 +1,9 @@
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::model_config::ModelConfig;
 use crate::models::qwen2;
-use crate::models::vision::{VisionConfig, VisionMlp, VisionNorm, VisionParts, VisionWindows};
+use crate::models::vision::{
+    MergerParts, VisionConfig, VisionMlp, VisionNorm, VisionParts, VisionWindows, expect_rope,
+};
 use serde_json::Value;
 
 /// Reads the sizes from the parsed `config.json`.
@@ -9,26 +11,42 @@ pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigEr
     qwen2::read(json, |top, section, _| vision(top, section))
 }
 
+/// Sizes that the file lacks are those of transformers: version 4.49 did not write them.
 fn vision(top: &Section<'_>, section: &Section<'_>) -> Result<VisionConfig, ModelConfigError> {
     section.expect("hidden_act", &Value::from("silu"), "`silu`")?;
-    let token = section.size("patch_size")? * section.size("spatial_merge_size")?; // pixels on a side
-    let pixels = section.size("window_size")?;
+    expect_rope(section)?;
+    let patch_size = section.size_or("patch_size", 14)?;
+    let spatial_merge_size = section.size_or("spatial_merge_size", 2)?;
+    let token = patch_size * spatial_merge_size; // pixels on a side
+    let pixels = section.size_or("window_size", 112)?;
     if pixels < token {
         return Err(section.range("window_size", format!("at least the {token} pixels of a token")));
     }
+    let full_attention_blocks = match &section.value["fullatt_block_indexes"] {
+        Value::Null => vec![7, 15, 23, 31],
+        _ => section.sizes("fullatt_block_indexes")?,
+    };
+    let qwen = VisionParts::QWEN;
     let parts = VisionParts {
         norm: VisionNorm::Rms,
         mlp: VisionMlp::SwiGlu,
-        has_patch_bias: false,
-        num_position_embeddings: None,
-        windows: Some(VisionWindows {
-            side: pixels / token,
-            full_attention_blocks: section.sizes("fullatt_block_indexes")?,
-        }),
-        deepstack: Vec::new(),
-        merger_names: ["ln_q", "mlp.0", "mlp.2"],
+        windows: Some(VisionWindows { side: pixels / token, full_attention_blocks }),
+        merger: MergerParts { norm: VisionNorm::Rms, ..qwen.merger },
+        ..qwen
     };
-    VisionConfig::read(top, section, parts)
+    Ok(VisionConfig {
+        depth: section.size_or("depth", 32)?,
+        hidden_size: section.size("hidden_size")?,
+        intermediate_size: section.size_or("intermediate_size", 3420)?,
+        num_heads: section.size_or("num_heads", 16)?,
+        in_channels: section.size_or("in_channels", 3)?,
+        patch_size,
+        temporal_patch_size: section.size_or("temporal_patch_size", 2)?,
+        spatial_merge_size,
+        out_hidden_size: section.size_or("out_hidden_size", 3584)?,
+        image_token_id: top.size("image_token_id")? as u32,
+        parts,
+    })
 }
 
 #[cfg(test)]
@@ -66,6 +84,22 @@ mod tests {
         let window = vision.parts.windows.as_ref().unwrap().side;
         assert_eq!((window, config.text.head_dim), (4, 128));
         assert!(!config.text.tie_word_embeddings);
+    }
+
+    /// Keys with the default values of their class are missing.
+    #[test]
+    fn the_vision_encoder_of_a_file_of_transformers_4_49_has_the_published_sizes() {
+        let mut json = published();
+        json["vision_config"] = json!({
+            "hidden_size": 1280, "in_chans": 3, "model_type": "qwen2_5_vl",
+            "spatial_patch_size": 14, "tokens_per_second": 2,
+        });
+        json["rope_scaling"] = json!({"mrope_section": [16, 24, 24], "rope_type": "mrope"});
+        json["attention_bias"] = json!(true); // not read: there are always biases
+        assert_eq!(read(&json).unwrap(), read(&published()).unwrap());
+        json["vision_config"]["out_hidden_size"] = json!(2048);
+        let error = read(&json).unwrap_err().to_string();
+        assert!(error.contains("`out_hidden_size` is 2048"), "{error}");
     }
 
     #[test]
@@ -209,7 +243,6 @@ mod tests {
         }
         for (key, value) in [
             ("window_size", json!(20)),
-            ("window_size", Value::Null),
             ("hidden_act", json!("gelu")),
             ("out_hidden_size", json!(2048)),
             ("fullatt_block_indexes", json!(7)),

@@ -1,11 +1,10 @@
-use crate::models::config::{ModelConfigError, QK_NORM, Section};
+use crate::models::config::{ModelConfigError, Section};
 use crate::models::model_config::ModelConfig;
+use crate::models::qwen3_decoder::decoder;
 use serde_json::Value;
 
 pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
-    let top = Section { value: json, name: "" };
-    top.rope()?.expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
-    Ok(ModelConfig::text_only(top.decoder(QK_NORM)?))
+    Ok(ModelConfig::text_only(decoder(&Section { value: json, name: "" })?))
 }
 
 #[cfg(test)]
@@ -32,6 +31,8 @@ mod tests {
             ("attention_bias", json!(true)),
             ("rope_scaling", json!({"rope_type": "yarn"})),
             ("rope_scaling", json!({"type": "yarn"})),
+            ("rope_scaling", json!({"rope_type": "mrope", "mrope_section": [24, 20, 20]})),
+            ("rope_scaling", json!({"type": "mrope"})),
             ("num_key_value_heads", json!(3)),
             ("layer_types", json!(["full_attention", "sliding_attention"])),
             ("attention_dropout", json!(0.5)),

@@ -1,16 +1,10 @@
-use crate::models::config::{ModelConfigError, QK_NORM, Section};
-use crate::models::experts::Family;
+use crate::models::config::{ModelConfigError, Section};
 use crate::models::model_config::ModelConfig;
-use crate::nn::ExpertFiles;
+use crate::models::qwen3_decoder::decoder_with_experts;
 use serde_json::Value;
 
-const FAMILY: Family =
-    Family { published: ExpertFiles::Separate, must_have_norm: true, has_shared: false };
-
 pub(in crate::models) fn read_moe(json: &Value) -> Result<ModelConfig, ModelConfigError> {
-    let top = Section { value: json, name: "" };
-    top.rope()?.expect("type", &Value::from("default"), "`default`")?; // old name of `rope_type`
-    Ok(ModelConfig::text_only(top.with_experts(top.decoder(QK_NORM)?, FAMILY)?))
+    Ok(ModelConfig::text_only(decoder_with_experts(&Section { value: json, name: "" })?))
 }
 
 #[cfg(test)]

@@ -11,6 +11,8 @@ use serde_json::Value;
 
 /// Share of a head that is rotated if the file does not say it.
 const ROTARY_SHARE: f64 = 0.25;
+/// Numbers of rotary frequencies of time, height and width if the file does not have them.
+const MROPE_SECTION: [usize; 3] = [11, 11, 10];
 /// Every how many layers one has full attention if the file does not list the kinds.
 const FULL_INTERVAL: u64 = 4;
 
@@ -36,7 +38,7 @@ fn read_with(
     let top = Section { value: json, name: "" };
     let text = Section::of(json, "text_config")?;
     let vision = Section::of(json, "vision_config")?;
-    let section = text.rope()?.mrope_section()?;
+    let section = text.rope()?.mrope_section(MROPE_SECTION)?;
     let parts = VisionParts::with_table(&vision, Vec::new())?;
     let config = ModelConfig {
         // transformers reads only the key of the whole file

@@ -5,6 +5,9 @@ use crate::models::vision::{VisionConfig, VisionParts};
 use crate::nn::{DecoderConfig, ExpertFiles, Mrope, MropeLayout, TensorNames};
 use serde_json::Value;
 
+/// Numbers of rotary frequencies of time, height and width if the file does not have them.
+const MROPE_SECTION: [usize; 3] = [24, 20, 20];
+
 const EXPERTS: Family =
     Family { published: ExpertFiles::InOut, must_have_norm: false, has_shared: false };
 
@@ -28,7 +31,8 @@ fn read_with(
     rope.expect("mrope_interleaved", &Value::Bool(true), "`true` (Qwen3-VL)")?;
     // Published files have the key in both places; transformers 5 writes it to the whole file only.
     let tied = [&top, &text].map(|section| section.value["tie_word_embeddings"].as_bool());
-    let (section, deepstack) = (rope.mrope_section()?, vision.sizes("deepstack_visual_indexes")?);
+    let section = rope.mrope_section(MROPE_SECTION)?;
+    let deepstack = vision.sizes("deepstack_visual_indexes")?;
     let parts = VisionParts::with_table(&vision, deepstack)?;
     let config = ModelConfig {
         text: DecoderConfig {

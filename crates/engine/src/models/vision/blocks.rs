@@ -1,17 +1,16 @@
 //! Stages of the vision encoder: patch embedding, and pre-norm blocks with full attention inside
 //! each frame or window.
 
+use super::attention::Heads;
+use super::branch::BranchEnd;
 use super::config::{VisionConfig, VisionMlp, VisionNorm, VisionParts};
 use super::gelu_mlp::GeluMlp;
-use super::input::{TablePositions, VisionContext};
+use super::input::VisionContext;
 use crate::nn::{Linear, MlpBlock, Norm, ParamMap, WeightError};
 use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor, bail};
 use kernels::{AttentionBackend, Masking, Qkv, Scores, Segments};
 use std::sync::Arc;
-
-/// Added to the variance or the mean square of every norm.
-const EPS: f64 = 1e-6;
 
 impl VisionNorm {
     /// The norm with the parameters `<name>.weight` and `<name>.bias`.
@@ -19,19 +18,21 @@ impl VisionNorm {
         self,
         params: &ParamMap<'_>,
         name: &str,
+        eps: f64,
     ) -> std::result::Result<Norm, WeightError> {
         match self {
-            Self::Layer => Norm::layer(params, name, EPS),
-            Self::Rms => Norm::rms(params, name, EPS),
+            Self::Layer => Norm::layer(params, name, eps),
+            Self::Rms => Norm::rms(params, name, eps),
         }
     }
 }
 
-/// Pixels to features: a linear map of each patch, plus its interpolated position embedding if
-/// there is a table of them.
+/// Pixels to features: a linear map of each patch, plus its position embedding if there is a table
+/// of them. Some encoders have a class token in front of the patches of each frame.
 pub(super) struct PatchEmbed {
     proj: Linear,
-    pub(super) positions: Option<Param>, // [N, Dv]
+    positions: Option<Param>, // [N, Dv], with or without axes of size 1 in front
+    class_token: Option<Param>, // [Dv], likewise
 }
 
 impl PatchEmbed {
@@ -39,24 +40,35 @@ impl PatchEmbed {
         params: &ParamMap<'_>,
         parts: &VisionParts,
     ) -> std::result::Result<Self, WeightError> {
-        let proj = "model.visual.patch_embed.proj";
-        let table = parts.num_position_embeddings;
+        let names = &parts.names;
+        let get = |name: Option<&str>| name.map(|name| params.get(name)).transpose();
         Ok(Self {
             proj: if parts.has_patch_bias {
-                Linear::with_bias(params, proj)?
+                Linear::with_bias(params, names.patch_embed)?
             } else {
-                Linear::without_bias(params, proj)?
+                Linear::without_bias(params, names.patch_embed)?
             },
-            positions: table.map(|_| params.get("model.visual.pos_embed.weight")).transpose()?,
+            positions: get(parts.num_position_embeddings.map(|_| names.positions))?,
+            class_token: get(names.class_token)?,
         })
     }
+
+    /// The learned rows, which nothing multiplies.
+    pub(super) fn tables(&self) -> impl Iterator<Item = &Param> {
+        self.positions.iter().chain(&self.class_token)
+    }
+}
+
+/// A table of rows of `width` values, whatever its other axes are.
+fn table_of(param: &Tensor, width: usize) -> Result<Tensor> {
+    param.reshape(((), width))
 }
 
 impl Stage for PatchEmbed {
     type Context = VisionContext;
 
     fn params(&self) -> Vec<&Param> {
-        self.proj.params().chain(&self.positions).collect()
+        self.proj.params().chain(self.tables()).collect()
     }
 
     fn forward(
@@ -67,40 +79,57 @@ impl Stage for PatchEmbed {
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
         let features = self.proj.forward(x, pass)?; // [P, Dv]
-        let saved = Saved::new([x.clone()]);
-        let (Some(table), Some(TablePositions { index, weight })) =
-            (&self.positions, &context.positions)
-        else {
-            return Ok((features, saved));
-        };
-        let table = pass.weight(table)?;
-        Ok((kernels::interpolate_rows_add(&table, index, weight, &features)?, saved))
+        let (width, saved) = (features.dim(1)?, Saved::new([x.clone()]));
+        let table = |param| table_of(&pass.weight(param)?, width);
+        let mut y = features;
+        if let (Some(token), Some(of)) = (&self.class_token, &context.class_tokens) {
+            y = kernels::scatter_rows(&y, &of.patches, of.num_rows)?; // [R, Dv]
+            kernels::index_copy(&y, &of.rows, &kernels::embedding(&of.first, &table(token)?)?)?;
+        }
+        if let (Some(positions), Some(of)) = (&self.positions, &context.positions) {
+            y = kernels::interpolate_rows_add(&table(positions)?, &of.index, &of.weight, &y)?;
+        }
+        Ok((y, saved))
     }
 
     fn backward(
         &self,
         mut saved: Saved,
-        dy: Tensor, // [P, Dv]
+        dy: Tensor, // [R, Dv]
         context: &VisionContext,
         _input_grad: InputGrad, // pixels need no gradient
         pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
         let [pixels] = saved.tensors()?;
-        self.proj.backward_params(&pixels, &dy, &self.proj.output_grad(&dy, pass)?, pass)?;
-        let d_table = self.positions.as_ref().and_then(|table| pass.grad(table));
-        if let (Some(d_table), Some(TablePositions { index, weight })) =
-            (d_table, &context.positions)
-        {
-            kernels::interpolate_rows_backward(index, weight, &dy, d_table)?;
+        let width = dy.dim(1)?;
+        let grad_of = |param: &Option<Param>| {
+            let grad = param.as_ref().and_then(|param| pass.grad(param));
+            grad.map(|grad| table_of(grad, width)).transpose()
+        };
+        if let (Some(d_table), Some(of)) = (grad_of(&self.positions)?, &context.positions) {
+            kernels::interpolate_rows_backward(&of.index, &of.weight, &dy, &d_table)?;
         }
+        if let (Some(d_token), Some(of)) = (grad_of(&self.class_token)?, &context.class_tokens) {
+            kernels::embedding_backward(
+                &of.first,
+                &kernels::gather_rows(&dy, &of.rows)?,
+                &d_token,
+            )?;
+        }
+        let d_features = match &context.class_tokens {
+            Some(of) => kernels::gather_rows(&dy, &of.patches)?,
+            None => dy,
+        }; // [P, Dv]
+        let d = self.proj.output_grad(&d_features, pass)?;
+        self.proj.backward_params(&pixels, &d_features, &d, pass)?;
         Ok(None)
     }
 }
 
 pub(super) struct VisionBlock {
     norm1: Norm,
-    qkv: Linear,
-    proj: Linear,
+    heads: Heads,
+    proj: BranchEnd,
     mlp: Box<dyn Stage<Context = ()>>,
     has_windows: bool,
     num_heads: usize,
@@ -115,22 +144,28 @@ impl VisionBlock {
         block: usize,
         attention: Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
-        let name = |part: &str| format!("model.visual.blocks.{block}.{part}");
-        let linear = |part: &str| Linear::with_bias(params, &name(&format!("mlp.{part}")));
-        let norm = |part: &str| config.parts.norm.build(params, &name(part));
-        let mlp: Box<dyn Stage<Context = ()>> = match config.parts.mlp {
+        let (parts, names) = (&config.parts, &config.parts.names);
+        let block_name = format!("{}.{block}", names.blocks);
+        let name = |part: &str| format!("{block_name}.{part}");
+        let linear = |part: &str| Linear::with_bias(params, &name(part));
+        let norm = |part: &str| parts.norm.build(params, &name(part), parts.eps);
+        let [norm1, norm2] = names.norms;
+        let scales = names.layer_scales.map(|scales| scales.map(&name));
+        let [proj_scale, mlp_scale] = scales.map_or([None, None], |scales| scales.map(Some));
+        let mlp_layer = |part: &str| linear(&format!("mlp.{part}"));
+        let mlp: Box<dyn Stage<Context = ()>> = match parts.mlp {
             VisionMlp::Gelu { act, layers: [fc1, fc2] } => Box::new(GeluMlp {
-                norm: norm("norm2")?,
-                fc1: linear(fc1)?,
-                fc2: linear(fc2)?,
+                norm: norm(norm2)?,
+                fc1: mlp_layer(fc1)?,
+                fc2: BranchEnd::new(mlp_layer(fc2)?, params, mlp_scale)?,
                 act,
             }),
-            VisionMlp::SwiGlu => Box::new(MlpBlock::new(norm("norm2")?, linear)?),
+            VisionMlp::SwiGlu => Box::new(MlpBlock::new(norm(norm2)?, mlp_layer)?),
         };
         Ok(Self {
-            norm1: norm("norm1")?,
-            qkv: Linear::with_bias(params, &name("attn.qkv"))?,
-            proj: Linear::with_bias(params, &name("attn.proj"))?,
+            norm1: norm(norm1)?,
+            heads: Heads::new(params, parts, &block_name)?,
+            proj: BranchEnd::new(linear(names.attention_output)?, params, proj_scale)?,
             mlp,
             has_windows: config.has_windows(block),
             num_heads: config.num_heads,
@@ -149,53 +184,53 @@ impl Stage for VisionBlock {
     type Context = VisionContext;
 
     fn params(&self) -> Vec<&Param> {
-        let linears = self.qkv.params().chain(self.proj.params());
-        self.norm1.params().chain(linears).chain(self.mlp.params()).collect()
+        let layers = self.heads.params().into_iter().chain(self.proj.params());
+        self.norm1.params().chain(layers).chain(self.mlp.params()).collect()
     }
 
     fn forward(
         &self,
-        x: &Tensor, // [P, Dv]
+        x: &Tensor, // [R, Dv]
         context: &VisionContext,
         _recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
-        let (normed, stats) = self.norm1.normed(x, pass)?; // [P, Dv]
-        let qkv = self.qkv.forward(&normed, pass)?; // [P, 3 * Dv]
-        let (q, k, v) = kernels::vision_rope_split(&qkv, self.num_heads, &context.rope)?; // [P, H, Dh]
+        let (normed, stats) = self.norm1.normed(x, pass)?; // [R, Dv]
+        let rope = context.rope.as_ref();
+        let ([q, k, v], norms) = self.heads.forward(&normed, self.num_heads, rope, pass)?; // [R, H, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
-        let (o, lse) = self.attention.forward(heads, self.segments(context), self.scores)?; // [P, H, Dh], [H, P]
-        let x1 = self.proj.forward_add(&o.reshape(x.shape())?, x, pass)?; // [P, Dv]
+        let (o, lse) = self.attention.forward(heads, self.segments(context), self.scores)?; // [R, H, Dh], [H, R]
+        let (x1, f) = self.proj.forward(&o.reshape(x.shape())?, x, pass)?; // [R, Dv]
         // patches are many: what is cheap is always computed again
-        let (y, mlp) = self.mlp.forward(&x1, &(), Recompute::Cheap, pass)?; // [P, Dv]
-        Ok((y, Saved::new([x.clone(), stats, q, k, v, o, lse]).with_parts([mlp])))
+        let (y, mlp) = self.mlp.forward(&x1, &(), Recompute::Cheap, pass)?; // [R, Dv]
+        let [q_in, q_stats, k_in, k_stats] = norms;
+        let saved = Saved::new([x.clone(), stats, q, k, v, o, lse]);
+        Ok((y, saved.with_optional([f, q_in, q_stats, k_in, k_stats]).with_parts([mlp])))
     }
 
     fn backward(
         &self,
         mut saved: Saved,
-        dy: Tensor, // [P, Dv]
+        dy: Tensor, // [R, Dv]
         context: &VisionContext,
         _input_grad: InputGrad, // one of eight matmuls: not worth a second path
         pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
         let [x, stats, q, k, v, o, lse] = saved.tensors()?;
+        let [f, norms @ ..] = saved.optional::<5>()?;
         let [mlp] = saved.parts()?;
         let Some(dx1) = self.mlp.backward(mlp, dy, &(), InputGrad::Needed, pass)? else {
             bail!("the MLP of a block returned no gradient of its input");
-        }; // [P, Dv], after attention
-        let d_o = self.proj.backward(&o.reshape(x.shape())?, &dx1, pass)?.reshape(o.shape())?;
-        let heads = Qkv { q: &q, k: &k, v: &v };
+        }; // [R, Dv], after attention
+        let d_f = self.proj.output_grad(f.as_ref(), &dx1, pass)?; // [R, Dv]
+        let d_o = self.proj.linear.backward(&o.reshape(x.shape())?, &d_f, pass)?;
+        drop((f, d_f));
+        let (heads, d_o) = (Qkv { q: &q, k: &k, v: &v }, d_o.reshape(o.shape())?);
         let segments = self.segments(context);
         let d_heads = self.attention.backward(heads, &o, &lse, &d_o, segments, self.scores)?;
-        let d_qkv = kernels::vision_rope_merge_backward(
-            &d_heads.dq,
-            &d_heads.dk,
-            &d_heads.dv,
-            &context.rope,
-        )?; // [P, 3 * Dv]
         let normed = self.norm1.apply(&x, &stats, pass)?;
-        let d_normed = self.qkv.backward(&normed, &d_qkv, pass)?; // [P, Dv]
+        let rope = context.rope.as_ref();
+        let d_normed = self.heads.backward(d_heads, norms, &normed, rope, pass)?; // [R, Dv]
         self.norm1.backward_add(&x, &stats, &d_normed, Some(&dx1), pass).map(Some)
     }
 }

@@ -32,17 +32,91 @@ pub struct VisionConfig {
 /// What a vision encoder consists of.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VisionParts {
+    pub names: VisionNames,
+    /// The norms of the blocks.
     pub norm: VisionNorm,
+    /// Added to the variance or the mean square in the norms of the blocks.
+    pub eps: f64,
+    pub attention: VisionAttention,
     pub mlp: VisionMlp,
+    /// Whether the kernel of the patches has a temporal axis: `[Dv, C, tp, p, p]`.
+    pub has_temporal_kernel: bool,
     pub has_patch_bias: bool,
-    /// Rows of the table of learned positions, a square number; `None`: rotary positions only.
+    /// Rows of the table of learned positions: a square number, plus one with a class token. `None`:
+    /// rotary positions only.
     pub num_position_embeddings: Option<usize>,
     /// Windows of some blocks; `None`: all blocks attend inside each frame.
     pub windows: Option<VisionWindows>,
     /// Blocks after which a deepstack merger reads the features.
     pub deepstack: Vec<usize>,
-    /// Names of the norm and of the two linear layers of a merger.
-    pub merger_names: [&'static str; 3],
+    pub merger: MergerParts,
+}
+
+/// Names of parameters and modules of a vision encoder.
+#[derive(Debug, Clone, PartialEq)]
+pub struct VisionNames {
+    /// The linear map of a patch.
+    pub patch_embed: &'static str,
+    /// The table of learned positions.
+    pub positions: &'static str,
+    /// A learned row before the patches of each frame, which no merger reads. The first row of the
+    /// table of positions is its position. `None`: the rows are the patches.
+    pub class_token: Option<&'static str>,
+    /// The list of blocks. The other names are inside of a block.
+    pub blocks: &'static str,
+    /// Norms before attention and MLP.
+    pub norms: [&'static str; 2],
+    /// The prefix of the layers of attention.
+    pub attention: &'static str,
+    /// The output layer of attention.
+    pub attention_output: &'static str,
+    /// Factors of the outputs of attention and MLP, one per column, if there are any.
+    pub layer_scales: Option<[&'static str; 2]>,
+}
+
+/// The layers before the scores of attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VisionAttention {
+    /// One layer `qkv`, then rotary positions.
+    Rotary,
+    /// Layers `q_proj`, `k_proj` and `v_proj`. No rotary positions.
+    Separate {
+        has_bias: bool,
+        /// RMS norms `q_norm` and `k_norm` of all heads of a patch together.
+        has_norms: bool,
+    },
+}
+
+/// Norm and MLP that make a token of merged patches.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MergerParts {
+    /// The main merger.
+    pub name: &'static str,
+    /// The norm and the two linear layers.
+    pub layers: [&'static str; 3],
+    pub norm: VisionNorm,
+    /// Added to the variance or the mean square in the norm.
+    pub eps: f64,
+    pub place: NormPlace,
+    pub hidden: MergerHidden,
+}
+
+/// Where a merger has its norm.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormPlace {
+    /// `[P, Dv]`.
+    BeforeMerge,
+    /// `[M, 4 * Dv]`.
+    AfterMerge,
+}
+
+/// Width of the hidden rows of a merger.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MergerHidden {
+    /// That of the merged patches, `4 * Dv`.
+    Input,
+    /// That of the tokens, `D`.
+    Output,
 }
 
 /// The norms of blocks and mergers.
@@ -61,6 +135,7 @@ pub enum VisionMlp {
         /// Names of the two layers.
         layers: [&'static str; 2],
     },
+    /// Not in encoders with layer scale.
     SwiGlu,
 }
 
@@ -73,22 +148,58 @@ pub struct VisionWindows {
 }
 
 impl VisionParts {
+    /// The parts that the encoders of all Qwen models have; the others are those of Qwen2-VL.
+    pub const QWEN: Self = Self {
+        names: VisionNames {
+            patch_embed: "model.visual.patch_embed.proj",
+            positions: "model.visual.pos_embed.weight",
+            class_token: None,
+            blocks: "model.visual.blocks",
+            norms: ["norm1", "norm2"],
+            attention: "attn",
+            attention_output: "attn.proj",
+            layer_scales: None,
+        },
+        norm: VisionNorm::Layer,
+        eps: 1e-6,
+        attention: VisionAttention::Rotary,
+        mlp: VisionMlp::Gelu { act: Gelu::Quick, layers: ["fc1", "fc2"] },
+        has_temporal_kernel: true,
+        has_patch_bias: false,
+        num_position_embeddings: None,
+        windows: None,
+        deepstack: Vec::new(),
+        merger: MergerParts {
+            name: "model.visual.merger",
+            layers: ["ln_q", "mlp.0", "mlp.2"],
+            norm: VisionNorm::Layer,
+            eps: 1e-6,
+            place: NormPlace::BeforeMerge,
+            hidden: MergerHidden::Input,
+        },
+    };
+
     /// The parts of Qwen3-VL and Qwen3.5: a table of positions, layer norms, MLPs with a GELU.
     pub(in crate::models) fn with_table(
         section: &Section<'_>,
         deepstack: Vec<usize>,
     ) -> Result<Self, ModelConfigError> {
         section.expect_no_dropout("attention_dropout")?;
-        let act = gelu(section, Gelu::Tanh)?;
+        let (act, qwen) = (gelu(section, Gelu::Tanh)?, Self::QWEN);
+        let layers = ["norm", "linear_fc1", "linear_fc2"];
         Ok(Self {
-            norm: VisionNorm::Layer,
             mlp: VisionMlp::Gelu { act, layers: ["linear_fc1", "linear_fc2"] },
             has_patch_bias: true,
             num_position_embeddings: Some(section.size("num_position_embeddings")?),
-            windows: None,
             deepstack,
-            merger_names: ["norm", "linear_fc1", "linear_fc2"],
+            merger: MergerParts { layers, ..qwen.merger },
+            ..qwen
         })
+    }
+
+    /// Rows of a frame that are no patches.
+    pub(super) fn extra_rows(&self) -> u32 {
+        u32::from(self.names.class_token.is_some())
     }
 }
 
@@ -139,9 +250,15 @@ impl VisionConfig {
         let fail = |what: String| Err(ModelConfigError::Shape { what });
         if !self.hidden_size.is_multiple_of(4 * self.num_heads) {
             return fail(format!(
-                "vision `hidden_size` is {}, expected a multiple of 4 * `num_heads` {}",
+                "vision `hidden_size` is {}, expected a multiple of 4 * {} heads",
                 self.hidden_size, self.num_heads
             ));
+        }
+        let parts = &self.parts;
+        if parts.names.layer_scales.is_some() && parts.mlp == VisionMlp::SwiGlu
+            || parts.extra_rows() > 0 && !(parts.deepstack.is_empty() && parts.windows.is_none())
+        {
+            return fail("vision encoders with these parts are not implemented".to_owned());
         }
         if self.out_hidden_size != text.hidden_size {
             return fail(format!(
@@ -149,10 +266,11 @@ impl VisionConfig {
                 self.out_hidden_size, text.hidden_size
             ));
         }
-        if let Some(rows) = self.parts.num_position_embeddings
-            && rows.isqrt().pow(2) != rows
-        {
-            return fail(format!("`num_position_embeddings` {rows} is not a square"));
+        if let Some(rows) = self.parts.num_position_embeddings {
+            let rows = rows - self.parts.extra_rows() as usize;
+            if rows.isqrt().pow(2) != rows {
+                return fail(format!("`num_position_embeddings` {rows} is not a square"));
+            }
         }
         let taps = &self.parts.deepstack;
         if taps.windows(2).any(|pair| pair[0] >= pair[1])
@@ -190,6 +308,14 @@ impl VisionConfig {
     pub(super) fn window_patches(&self) -> usize {
         let windows = self.parts.windows.as_ref();
         windows.map_or(0, |windows| (windows.side * self.spatial_merge_size).pow(2))
+    }
+
+    /// Width of the hidden rows of the mergers.
+    pub(super) fn merger_width(&self) -> usize {
+        match self.parts.merger.hidden {
+            MergerHidden::Input => self.hidden_size * self.patches_per_token(),
+            MergerHidden::Output => self.out_hidden_size,
+        }
     }
 
     /// Values in one flattened patch: `channels * temporal_patch_size * patch_size^2`.

@@ -1,6 +1,6 @@
 //! Operations and memory of the vision encoder.
 
-use super::config::{VisionConfig, VisionMlp, VisionNorm};
+use super::config::{VisionAttention, VisionConfig, VisionMlp, VisionNorm};
 use super::encoder::VisionEncoder;
 use crate::cost::{ActivationMemory, PartWork, RowKind};
 use crate::nn::{indexes, matrix_elements};
@@ -15,7 +15,7 @@ impl VisionConfig {
         let in_windows = 2 * num_windowed * self.window_patches() * self.hidden_size;
         vec![
             PartWork {
-                weights: matrix_elements(&blocks, encoder.positions()) + in_windows as f64,
+                weights: matrix_elements(&blocks, &encoder.tables()) + in_windows as f64,
                 params: indexes(&blocks),
                 // twice: full attention, where the decoder's is causal
                 attention: 2.0 * (num_full * self.hidden_size) as f64,
@@ -23,7 +23,7 @@ impl VisionConfig {
                 rows: RowKind::Patches,
             },
             PartWork {
-                weights: matrix_elements(&mergers, None),
+                weights: matrix_elements(&mergers, &[]),
                 params: indexes(&mergers),
                 attention: 0.0,
                 windows: Vec::new(),
@@ -52,13 +52,21 @@ impl VisionConfig {
             VisionNorm::Layer => 4,
             VisionNorm::Rms => 2,
         };
-        let saved =
-            element * (6 * self.hidden_size + wide) as f64 + 4.0 * (stats + self.num_heads) as f64;
+        // the outputs that layer scales multiply, and the inputs of the norms of queries and keys
+        let scales = if self.parts.names.layer_scales.is_some() { 2 } else { 0 };
+        let (norms, norm_stats) = match self.parts.attention {
+            VisionAttention::Separate { has_norms: true, .. } => (2, 2),
+            _ => (0, 0),
+        };
+        let rows = 6 + scales + norms;
+        let saved = element * (rows * self.hidden_size + wide) as f64
+            + 4.0 * (stats + norm_stats + self.num_heads) as f64;
         let tape = match recompute {
             None => 0.0,
-            // a merger keeps its hidden rows, `Dv` values a patch; patch embed keeps the pixels
+            // a merger keeps its hidden rows; patch embed keeps the pixels
             Some(Recompute::Nothing | Recompute::Cheap) => {
-                self.depth as f64 * saved + (num_mergers + 1.0) * input
+                let hidden = self.merger_width() as f64 / self.patches_per_token() as f64;
+                self.depth as f64 * saved + num_mergers * element * hidden + input
             }
             Some(Recompute::Stage) => (self.depth as f64 + 1.0) * input,
         };

@@ -7,14 +7,19 @@
 //! ```
 
 use super::blocks::{PatchEmbed, VisionBlock};
-use super::config::VisionConfig;
+use super::config::{MergerParts, NormPlace, VisionConfig};
 use super::input::VisionInput;
-use super::merger::{Merger, NormPlace};
+use super::merger::Merger;
 use crate::nn::{ParamMap, WeightError};
 use crate::tape::{InputGrad, Param, Pass, Recompute, SavedStage, Stage};
 use candle_core::{Result, Tensor};
 use kernels::AttentionBackend;
 use std::sync::Arc;
+
+/// Name of deepstack merger `k`.
+pub(super) fn deepstack_merger(k: usize) -> String {
+    format!("model.visual.deepstack_merger_list.{k}")
+}
 
 pub(in crate::models) struct VisionEncoder {
     patch_embed: PatchEmbed,
@@ -47,19 +52,14 @@ impl VisionEncoder {
         let blocks =
             (0..vision.depth).map(|block| VisionBlock::new(map, vision, block, attention.clone()));
         let deepstack = vision.parts.deepstack.iter().enumerate().map(|(k, at)| {
-            let name = format!("model.visual.deepstack_merger_list.{k}");
-            Ok((*at, Merger::new(map, &name, NormPlace::AfterMerge, &vision.parts, n)?))
+            let place = NormPlace::AfterMerge;
+            let parts = MergerParts { place, ..vision.parts.merger.clone() };
+            Ok((*at, Merger::new(map, &deepstack_merger(k), &parts, n)?))
         });
         Ok(Self {
             patch_embed: PatchEmbed::new(map, &vision.parts)?,
             blocks: blocks.collect::<std::result::Result<_, _>>()?,
-            merger: Merger::new(
-                map,
-                "model.visual.merger",
-                NormPlace::BeforeMerge,
-                &vision.parts,
-                n,
-            )?,
+            merger: Merger::new(map, vision.parts.merger.name, &vision.parts.merger, n)?,
             deepstack: deepstack.collect::<std::result::Result<_, _>>()?,
         })
     }
@@ -74,9 +74,9 @@ impl VisionEncoder {
         self.patch_embed.params().into_iter().chain(blocks).collect()
     }
 
-    /// The learned position table, if the encoder has one.
-    pub(in crate::models) fn positions(&self) -> Option<&Param> {
-        self.patch_embed.positions.as_ref()
+    /// The learned rows, which nothing multiplies.
+    pub(in crate::models) fn tables(&self) -> Vec<&Param> {
+        self.patch_embed.tables().collect()
     }
 
     pub(in crate::models) fn merger_params(&self) -> Vec<&Param> {
@@ -119,7 +119,7 @@ impl VisionEncoder {
         let (mut blocks, mut mergers) = (Vec::with_capacity(self.blocks.len()), Vec::new());
         let mut features = Vec::with_capacity(self.deepstack.len());
         for (i, block) in self.blocks.iter().enumerate() {
-            let (y, saved) = SavedStage::forward(block, h, context, recompute, pass)?; // [P, Dv]
+            let (y, saved) = SavedStage::forward(block, h, context, recompute, pass)?; // [R, Dv]
             blocks.push(saved);
             h = y;
             if let Some(merger) = self.deepstack_merger(i) {
@@ -129,6 +129,7 @@ impl VisionEncoder {
                 mergers.push(saved);
             }
         }
+        let h = input.of_patches(h)?; // [P, Dv]
         let (main, merger) = SavedStage::forward(&self.merger, h, &(), recompute, pass)?; // [M, D]
         let tape = VisionTape { patch_embed, blocks, deepstack: mergers, merger };
         Ok((Features { main: input.ordered(main)?, deepstack: features }, tape))
@@ -150,6 +151,7 @@ impl VisionEncoder {
                 deepstack.push(merger.forward(&h, &(), recompute, pass)?.0);
             }
         }
+        let h = input.of_patches(h)?; // [P, Dv]
         let main = input.ordered(self.merger.forward(&h, &(), recompute, pass)?.0)?;
         Ok(Features { main, deepstack })
     }
@@ -173,7 +175,8 @@ impl VisionEncoder {
         }
         let last = self.blocks.len();
         let d_main = input.windowed(d_main)?;
-        let mut dh = tape.merger.backward(&self.merger, d_main, &(), below[last], pass)?;
+        let dh = tape.merger.backward(&self.merger, d_main, &(), below[last], pass)?;
+        let mut dh = dh.map(|dh| input.of_rows(dh)).transpose()?; // [R, Dv]
         let mut mergers = tape.deepstack.into_iter().rev().zip(d_deepstack);
         for (i, saved) in tape.blocks.into_iter().enumerate().rev() {
             if let Some(merger) = self.deepstack_merger(i) {

@@ -1,16 +1,17 @@
 //! The second half of some vision blocks: norm, MLP with a GELU, residual. Others have that of the
 //! decoder.
 
+use super::branch::BranchEnd;
 use crate::nn::{Linear, Norm};
 use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor};
 use kernels::Gelu;
 
-/// `x + fc2(gelu(fc1(norm(x))))`.
+/// `x + fc2(gelu(fc1(norm(x))))`, with learned factors of the output of `fc2` in some encoders.
 pub(super) struct GeluMlp {
     pub(super) norm: Norm,
     pub(super) fc1: Linear,
-    pub(super) fc2: Linear,
+    pub(super) fc2: BranchEnd,
     pub(super) act: Gelu,
 }
 
@@ -42,29 +43,31 @@ impl Stage for GeluMlp {
 
     fn forward(
         &self,
-        x: &Tensor, // [P, Dv]
+        x: &Tensor, // [R, Dv]
         (): &(),
         _recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
         let (normed, stats) = self.norm.normed(x, pass)?;
-        let hidden = self.fc1.forward(&normed, pass)?; // [P, F]
-        let y = self.fc2.forward_add(&kernels::gelu(&hidden, self.act)?, x, pass)?; // [P, Dv]
-        Ok((y, Saved::new([x.clone(), stats, hidden])))
+        let hidden = self.fc1.forward(&normed, pass)?; // [R, F]
+        let (y, f) = self.fc2.forward(&kernels::gelu(&hidden, self.act)?, x, pass)?; // [R, Dv]
+        Ok((y, Saved::new([x.clone(), stats, hidden]).with_optional([f])))
     }
 
     fn backward(
         &self,
         mut saved: Saved,
-        dy: Tensor, // [P, Dv]
+        dy: Tensor, // [R, Dv]
         (): &(),
         _input_grad: InputGrad, // always computed: the residual needs it
         pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
         let [x, stats, hidden] = saved.tensors()?;
-        let d_hidden = backward_of_gelu(hidden, &dy, self.act, &self.fc2, pass)?; // [P, F]
+        let [f] = saved.optional()?;
+        let d_f = self.fc2.output_grad(f.as_ref(), &dy, pass)?;
+        let d_hidden = backward_of_gelu(hidden, &d_f, self.act, &self.fc2.linear, pass)?; // [R, F]
         let normed = self.norm.apply(&x, &stats, pass)?;
-        let d_normed = self.fc1.backward(&normed, &d_hidden, pass)?; // [P, Dv]
+        let d_normed = self.fc1.backward(&normed, &d_hidden, pass)?; // [R, Dv]
         self.norm.backward_add(&x, &stats, &d_normed, Some(&dy), pass).map(Some)
     }
 }

@@ -1,6 +1,6 @@
 //! The copy of the images of a micro-batch to the device.
 
-use super::config::VisionConfig;
+use super::config::{VisionAttention, VisionConfig};
 use super::positions;
 use super::windows::Windows;
 use batch::{CuSeqlens, Patches, VarlenBatch};
@@ -10,16 +10,25 @@ use std::ops::Range;
 
 /// Inputs of the vision blocks without a gradient.
 pub(super) struct VisionContext {
-    pub(super) rope: RopeTable,
+    pub(super) rope: Option<RopeTable>, // None: no rotary positions
     pub(super) positions: Option<TablePositions>, // None: the encoder has no position table
+    pub(super) class_tokens: Option<ClassTokens>, // None: the rows of the blocks are the patches
     pub(super) frames: Segments,
     pub(super) windows: Option<WindowContext>, // None: all blocks attend inside frames
 }
 
 /// The rows of the position table that surround each patch.
 pub(super) struct TablePositions {
-    pub(super) index: Tensor,  // [P, 4]
-    pub(super) weight: Tensor, // [P, 4]
+    pub(super) index: Tensor,  // [R, 4]
+    pub(super) weight: Tensor, // [R, 4]
+}
+
+/// Rows of class tokens and of patches among the rows of the blocks.
+pub(super) struct ClassTokens {
+    pub(super) num_rows: usize, // R
+    pub(super) patches: Tensor, // [P] rows of the patches
+    pub(super) rows: Tensor,    // [F] rows of the class tokens, one for each frame
+    pub(super) first: Tensor,   // [F] zeros: all frames have the same token
 }
 
 /// Windows of the frames. The patches of a window follow each other; the features of the merged
@@ -58,6 +67,22 @@ impl VisionInput {
             return Ok(d_own);
         }
         d_own.pad_with_zeros(0, own.start, num_features - own.end)?.contiguous()
+    }
+
+    /// The rows of the patches, `[P, Dv]`, among those of the blocks.
+    pub(super) fn of_patches(&self, h: Tensor) -> Result<Tensor> {
+        match &self.context.class_tokens {
+            Some(of) => kernels::gather_rows(&h, &of.patches),
+            None => Ok(h),
+        }
+    }
+
+    /// The transpose of [`Self::of_patches`].
+    pub(super) fn of_rows(&self, d_patches: Tensor) -> Result<Tensor> {
+        match &self.context.class_tokens {
+            Some(of) => kernels::scatter_rows(&d_patches, &of.patches, of.num_rows),
+            None => Ok(d_patches),
+        }
     }
 
     /// The features of all merged tokens in the order of the tokens, `[M, D]`.
@@ -104,24 +129,30 @@ impl VisionInput {
         }
         let shape = (num_patches, vision.patch_values());
         let pixel_values = kernels::upload_rounded(pixels, shape, dtype, device)?; // [P, C*tp*p*p]
-        let frames: Vec<u32> =
-            grids.iter().flat_map(|[t, h, w]| std::iter::repeat_n(h * w, *t as usize)).collect();
-        let frames = CuSeqlens::from_lengths(&frames).map_err(Error::wrap)?;
-        let all = CuSeqlens::from_lengths(&[num_patches as u32]).map_err(Error::wrap)?;
-        let mut rope = positions::vision_table(vision, &grids);
-        if let Some(windows) = &windows {
-            for angles in [&mut rope.cos, &mut rope.sin] {
-                *angles = windows.arranged(angles, angles.len() / merged);
+        let class_token = vision.parts.extra_rows();
+        let lengths = |[t, h, w]: &[u32; 3]| std::iter::repeat_n(h * w + class_token, *t as usize);
+        let lengths: Vec<u32> = grids.iter().flat_map(lengths).collect();
+        let num_rows = lengths.iter().sum::<u32>() as usize;
+        let all = CuSeqlens::from_lengths(&[num_rows as u32]).map_err(Error::wrap)?;
+        let rope = (vision.parts.attention == VisionAttention::Rotary).then(|| {
+            let mut rope = positions::vision_table(vision, &grids);
+            if let Some(windows) = &windows {
+                for angles in [&mut rope.cos, &mut rope.sin] {
+                    *angles = windows.arranged(angles, angles.len() / merged);
+                }
             }
-        }
+            rope.upload(num_patches, device)
+        });
         let context = VisionContext {
-            rope: rope.upload(num_patches, device)?,
-            positions: TablePositions::upload(vision, &grids, num_patches, device)?,
+            rope: rope.transpose()?,
+            positions: TablePositions::upload(vision, &grids, num_rows, device)?,
+            class_tokens: (class_token > 0)
+                .then(|| ClassTokens::upload(&lengths, num_rows, device))
+                .transpose()?,
             windows: windows.map(|of| WindowContext::upload(of, &all, device)).transpose()?,
-            frames: Segments::new(frames, all)?,
+            frames: Segments::new(CuSeqlens::from_lengths(&lengths).map_err(Error::wrap)?, all)?,
         };
-        let num_rows = own.own.len();
-        let rows = kernels::upload(batch.vision_rows, num_rows, device)?; // [M]
+        let rows = kernels::upload(batch.vision_rows, own.own.len(), device)?; // [M]
         Ok(Self { pixel_values, context, rows, own })
     }
 }
@@ -130,7 +161,7 @@ impl TablePositions {
     fn upload(
         vision: &VisionConfig,
         grids: &[[u32; 3]],
-        num_patches: usize,
+        num_rows: usize,
         device: &Device,
     ) -> Result<Option<Self>> {
         let Some(num_position_embeddings) = vision.parts.num_position_embeddings else {
@@ -139,9 +170,27 @@ impl TablePositions {
         let (index, weight) =
             positions::interpolated_positions(vision, num_position_embeddings, grids);
         Ok(Some(Self {
-            index: kernels::upload(index, (num_patches, 4), device)?,
-            weight: kernels::upload(weight, (num_patches, 4), device)?,
+            index: kernels::upload(index, (num_rows, 4), device)?,
+            weight: kernels::upload(weight, (num_rows, 4), device)?,
         }))
+    }
+}
+
+impl ClassTokens {
+    /// `lengths` are the rows of each frame.
+    fn upload(lengths: &[u32], num_rows: usize, device: &Device) -> Result<Self> {
+        let (mut patches, mut rows, mut next) = (Vec::with_capacity(num_rows), Vec::new(), 0);
+        for length in lengths {
+            rows.push(next);
+            patches.extend(next + 1..next + length);
+            next += length;
+        }
+        let list = |list: Vec<u32>| {
+            let len = list.len();
+            kernels::upload(list, len, device)
+        };
+        let first = list(vec![0; rows.len()])?;
+        Ok(Self { num_rows, patches: list(patches)?, rows: list(rows)?, first })
     }
 }
 

@@ -1,21 +1,13 @@
 //! Spatial merge: four neighbouring patches become one token of the language model.
 //!
-//! The main merger normalises before the merge, a deepstack merger after it.
+//! The norm is before the merge or after it.
 
-use super::config::VisionParts;
+use super::config::{MergerParts, NormPlace};
 use super::gelu_mlp::backward_of_gelu;
 use crate::nn::{Linear, Norm, ParamMap, WeightError};
 use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor};
 use kernels::Gelu;
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum NormPlace {
-    /// `[P, Dv]`, as the main merger has it.
-    BeforeMerge,
-    /// `[M, 4 * Dv]`, as the deepstack mergers have it.
-    AfterMerge,
-}
 
 /// Norm, spatial merge, two-layer MLP with an exact GELU.
 pub(super) struct Merger {
@@ -30,14 +22,13 @@ impl Merger {
     pub(super) fn new(
         params: &ParamMap<'_>,
         name: &str,
-        place: NormPlace,
-        parts: &VisionParts,
+        parts: &MergerParts,
         patches_per_token: usize,
     ) -> std::result::Result<Self, WeightError> {
-        let [norm, fc1, fc2] = parts.merger_names.map(|part| format!("{name}.{part}"));
+        let [norm, fc1, fc2] = parts.layers.map(|part| format!("{name}.{part}"));
         Ok(Self {
-            norm: parts.norm.build(params, &norm)?,
-            place,
+            norm: parts.norm.build(params, &norm, parts.eps)?,
+            place: parts.place,
             fc1: Linear::with_bias(params, &fc1)?,
             fc2: Linear::with_bias(params, &fc2)?,
             patches_per_token,
@@ -74,7 +65,7 @@ impl Stage for Merger {
             NormPlace::BeforeMerge => self.merged(&normed)?, // [M, 4 * Dv]
             NormPlace::AfterMerge => normed,
         };
-        let hidden = self.fc1.forward(&normed, pass)?; // [M, 4 * Dv]
+        let hidden = self.fc1.forward(&normed, pass)?; // [M, 4 * Dv] or [M, D]
         let y = self.fc2.forward(&kernels::gelu(&hidden, Gelu::Erf)?, pass)?; // [M, D]
         Ok((y, Saved::new([x, stats, hidden])))
     }
@@ -88,7 +79,7 @@ impl Stage for Merger {
         pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
         let [x, stats, hidden] = saved.tensors()?;
-        let d_hidden = backward_of_gelu(hidden, &dy, Gelu::Erf, &self.fc2, pass)?; // [M, 4 * Dv]
+        let d_hidden = backward_of_gelu(hidden, &dy, Gelu::Erf, &self.fc2, pass)?; // as `hidden`
         let normed = self.norm.apply(&x, &stats, pass)?;
         let merged = match self.place {
             NormPlace::BeforeMerge => self.merged(&normed)?,

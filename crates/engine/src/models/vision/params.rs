@@ -1,78 +1,137 @@
 //! Components, and the list of parameters with their published names.
 
-use super::config::{VisionConfig, VisionMlp, VisionNorm};
+use super::config::{NormPlace, VisionAttention, VisionConfig, VisionMlp, VisionNorm};
+use super::encoder::deepstack_merger;
 use crate::nn::{Component, Init, Inputs, ParamSpec, Stored};
 
 /// The vision encoder without its mergers.
 pub const VISION: Component = Component { name: "vision", inputs: Inputs::Media };
 /// The main merger and the deepstack mergers.
 pub const MERGER: Component = Component { name: "merger", inputs: Inputs::Media };
+
 /// Every tensor of a vision encoder in a fixed order.
 pub(in crate::models) fn param_specs(v: &VisionConfig) -> Vec<ParamSpec> {
-    let mut specs = Vec::new();
-    let mut add = |component: Component, name: String, shape: &[usize]| {
-        // norms and biases are the only vectors of the vision encoder
+    let mut specs = Specs { v, specs: Vec::new() };
+    specs.patches();
+    for block in 0..v.depth {
+        specs.block(block);
+    }
+    let merger = &v.parts.merger;
+    specs.merger(merger.name, merger.place);
+    for k in 0..v.parts.deepstack.len() {
+        specs.merger(&deepstack_merger(k), NormPlace::AfterMerge);
+    }
+    specs.specs
+}
+
+struct Specs<'a> {
+    v: &'a VisionConfig,
+    specs: Vec<ParamSpec>,
+}
+
+impl Specs<'_> {
+    fn add(&mut self, component: Component, name: String, shape: &[usize]) {
+        // norms, biases and layer scales are the only vectors of the vision encoder
+        let names = &self.v.parts.names;
+        let is_scale = names.layer_scales.iter().flatten().any(|scale| name.ends_with(scale));
+        let is_zero = names
+            .class_token
+            .is_some_and(|token| [token, names.positions].contains(&name.as_str()));
         let init = match shape {
+            _ if is_zero => Init::Zero,
+            [_] if is_scale => Init::LayerScale,
             [_] if name.ends_with("bias") => Init::Zero,
             [_] => Init::One,
             _ => Init::Normal,
         };
-        specs.push(ParamSpec {
-            name,
-            shape: shape.to_vec(),
-            component,
-            init,
-            stored: Stored::Whole,
-        });
-    };
-    let kernel = [v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size];
-    add(VISION, "model.visual.patch_embed.proj.weight".to_owned(), &kernel);
-    if v.parts.has_patch_bias {
-        add(VISION, "model.visual.patch_embed.proj.bias".to_owned(), &[v.hidden_size]);
+        let shape = shape.to_vec();
+        self.specs.push(ParamSpec { name, shape, component, init, stored: Stored::Whole });
     }
-    if let Some(rows) = v.parts.num_position_embeddings {
-        let table = [rows, v.hidden_size];
-        add(VISION, "model.visual.pos_embed.weight".to_owned(), &table);
-    }
-    let has_norm_bias = v.parts.norm == VisionNorm::Layer;
-    let norm = |add: &mut dyn FnMut(Component, String, &[usize]), of, name: &str, width| {
-        add(of, format!("{name}.weight"), &[width]);
-        if has_norm_bias {
-            add(of, format!("{name}.bias"), &[width]);
+
+    fn linear(&mut self, of: Component, name: &str, shape: [usize; 2], has_bias: bool) {
+        self.add(of, format!("{name}.weight"), &shape);
+        if has_bias {
+            self.add(of, format!("{name}.bias"), &shape[..1]);
         }
-    };
-    for block in 0..v.depth {
-        let name = |part: &str| format!("model.visual.blocks.{block}.{part}");
-        let mut linear = |part: &str, rows: usize, columns: usize| {
-            add(VISION, format!("{}.weight", name(part)), &[rows, columns]);
-            add(VISION, format!("{}.bias", name(part)), &[rows]);
+    }
+
+    fn norm(&mut self, of: Component, name: &str, kind: VisionNorm, width: usize) {
+        self.add(of, format!("{name}.weight"), &[width]);
+        if kind == VisionNorm::Layer {
+            self.add(of, format!("{name}.bias"), &[width]);
+        }
+    }
+
+    fn patches(&mut self) {
+        let (v, parts, names) = (self.v, &self.v.parts, &self.v.parts.names);
+        let [frames, side] = [v.temporal_patch_size, v.patch_size];
+        let kernel = if parts.has_temporal_kernel {
+            vec![v.hidden_size, v.in_channels, frames, side, side]
+        } else {
+            vec![v.hidden_size, v.in_channels, side, side]
         };
-        linear("attn.qkv", 3 * v.hidden_size, v.hidden_size);
-        linear("attn.proj", v.hidden_size, v.hidden_size);
-        let (into, out) = match v.parts.mlp {
+        self.add(VISION, format!("{}.weight", names.patch_embed), &kernel);
+        if parts.has_patch_bias {
+            self.add(VISION, format!("{}.bias", names.patch_embed), &[v.hidden_size]);
+        }
+        if let Some(name) = names.class_token {
+            self.add(VISION, name.to_owned(), &[1, 1, v.hidden_size]);
+        }
+        if let Some(rows) = parts.num_position_embeddings {
+            let table = [1, rows, v.hidden_size];
+            let shape = if names.class_token.is_some() { &table[..] } else { &table[1..] };
+            self.add(VISION, names.positions.to_owned(), shape);
+        }
+    }
+
+    fn block(&mut self, block: usize) {
+        let (v, parts, names) = (self.v, &self.v.parts, &self.v.parts.names);
+        let name = |part: &str| format!("{}.{block}.{part}", names.blocks);
+        let (width, inner) = (v.hidden_size, v.intermediate_size);
+        let attention = |layer: &str| name(&format!("{}.{layer}", names.attention));
+        match parts.attention {
+            VisionAttention::Rotary => {
+                self.linear(VISION, &attention("qkv"), [3 * width, width], true);
+            }
+            VisionAttention::Separate { has_bias, .. } => {
+                for layer in ["q_proj", "k_proj", "v_proj"] {
+                    self.linear(VISION, &attention(layer), [width, width], has_bias);
+                }
+            }
+        }
+        self.linear(VISION, &name(names.attention_output), [width, width], true);
+        let (into, out) = match parts.mlp {
             VisionMlp::Gelu { layers: [fc1, fc2], .. } => (&[fc1][..], fc2),
             VisionMlp::SwiGlu => (&["gate_proj", "up_proj"][..], "down_proj"),
         };
         for part in into {
-            linear(&format!("mlp.{part}"), v.intermediate_size, v.hidden_size);
+            self.linear(VISION, &name(&format!("mlp.{part}")), [inner, width], true);
         }
-        linear(&format!("mlp.{out}"), v.hidden_size, v.intermediate_size);
-        for part in ["norm1", "norm2"] {
-            norm(&mut add, VISION, &name(part), v.hidden_size);
+        self.linear(VISION, &name(&format!("mlp.{out}")), [width, inner], true);
+        if let VisionAttention::Separate { has_norms: true, .. } = parts.attention {
+            for part in ["q_norm", "k_norm"] {
+                self.norm(VISION, &attention(part), VisionNorm::Rms, width);
+            }
+        }
+        for part in names.norms {
+            self.norm(VISION, &name(part), parts.norm, width);
+        }
+        for part in names.layer_scales.into_iter().flatten() {
+            self.add(VISION, name(part), &[width]);
         }
     }
-    let merged = v.hidden_size * v.spatial_merge_size * v.spatial_merge_size;
-    let [norm_name, fc1, fc2] = v.parts.merger_names;
-    let mut merger = |name: String, width: usize| {
-        norm(&mut add, MERGER, &format!("{name}.{norm_name}"), width);
-        for (linear, rows) in [(fc1, merged), (fc2, v.out_hidden_size)] {
-            add(MERGER, format!("{name}.{linear}.weight"), &[rows, merged]);
-            add(MERGER, format!("{name}.{linear}.bias"), &[rows]);
-        }
-    };
-    merger("model.visual.merger".to_owned(), v.hidden_size);
-    for k in 0..v.parts.deepstack.len() {
-        merger(format!("model.visual.deepstack_merger_list.{k}"), merged);
+
+    fn merger(&mut self, name: &str, place: NormPlace) {
+        let (v, merger) = (self.v, &self.v.parts.merger);
+        let merged = v.hidden_size * v.patches_per_token();
+        let width = match place {
+            NormPlace::BeforeMerge => v.hidden_size,
+            NormPlace::AfterMerge => merged,
+        };
+        let [norm, fc1, fc2] = merger.layers.map(|layer| format!("{name}.{layer}"));
+        self.norm(MERGER, &norm, merger.norm, width);
+        let hidden = v.merger_width();
+        self.linear(MERGER, &fc1, [hidden, merged], true);
+        self.linear(MERGER, &fc2, [v.out_hidden_size, hidden], true);
     }
-    specs
 }

@@ -35,13 +35,15 @@ pub(super) fn vision_table(config: &VisionConfig, grids: &[[u32; 3]]) -> HostTab
 }
 
 /// The four rows of the learned position table that surround each patch, and their bilinear
-/// weights (corners aligned): `[P, 4]` each. The table has `num_rows` rows.
+/// weights (corners aligned): `[R, 4]` each. The table has `num_rows` rows, the first of which is
+/// that of the class token if there is one.
 pub(super) fn interpolated_positions(
     config: &VisionConfig,
     num_rows: usize,
     grids: &[[u32; 3]],
 ) -> (Vec<u32>, Vec<f32>) {
-    let side = num_rows.isqrt() as u32;
+    let class_token = config.parts.extra_rows();
+    let side = (num_rows as u32 - class_token).isqrt();
     let tap = |i: u32, n: u32| -> (u32, u32, f32) {
         let at = if n > 1 { i as f32 * ((side - 1) as f32 / (n - 1) as f32) } else { 0.0 };
         let low = (at as u32).min(side - 1);
@@ -50,15 +52,15 @@ pub(super) fn interpolated_positions(
     let (mut index, mut weight) = (Vec::new(), Vec::new());
     for [t, h, w] in grids {
         for _ in 0..*t {
+            if class_token > 0 {
+                index.extend([0; 4]);
+                weight.extend([1.0, 0.0, 0.0, 0.0]);
+            }
             for (row, column) in merge_block_order(*h, *w, config.spatial_merge_size as u32) {
                 let (top, bottom, down) = tap(row, *h);
                 let (left, right, across) = tap(column, *w);
-                index.extend([
-                    top * side + left,
-                    top * side + right,
-                    bottom * side + left,
-                    bottom * side + right,
-                ]);
+                let taps = [(top, left), (top, right), (bottom, left), (bottom, right)];
+                index.extend(taps.map(|(row, column)| class_token + row * side + column));
                 weight.extend([
                     (1.0 - down) * (1.0 - across),
                     (1.0 - down) * across,
@@ -73,7 +75,7 @@ pub(super) fn interpolated_positions(
 
 #[cfg(test)]
 mod tests {
-    use super::super::config::{VisionMlp, VisionNorm, VisionParts};
+    use super::super::config::VisionParts;
     use super::*;
 
     #[test]
@@ -96,15 +98,7 @@ mod tests {
             spatial_merge_size: 2,
             out_hidden_size: 1,
             image_token_id: 0,
-            parts: VisionParts {
-                norm: VisionNorm::Rms,
-                mlp: VisionMlp::SwiGlu,
-                has_patch_bias: false,
-                num_position_embeddings: None,
-                windows: None,
-                deepstack: vec![],
-                merger_names: ["norm", "linear_fc1", "linear_fc2"],
-            },
+            parts: VisionParts::QWEN,
         }
     }
 

@@ -18,7 +18,8 @@ fn settings(files: &[(&str, Value)], config: &VideoConfig) -> Result<VideoSettin
         let mut file = std::fs::File::create(folder.path().join(name)).unwrap();
         file.write_all(value.to_string().as_bytes()).unwrap();
     }
-    let images = ImageProcessor::from_folder(folder.path(), &ImageConfig::default()).unwrap();
+    let images = ImageProcessor::from_folder(folder.path(), &ImageConfig::default());
+    let images = images.map_err(|error| error.to_string())?;
     VideoSettings::read(folder.path(), config, &images).map_err(|error| error.to_string())
 }
 
