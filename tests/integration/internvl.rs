@@ -3,10 +3,12 @@
 //! values.
 
 use super::harness::Place;
+use super::published_folders;
 use super::qwen2::{assert_adapters_merge, assert_ranks_agree, assert_spellings_agree, place_with};
 use super::qwen2_media::{
     assert_answers_about_videos, assert_curve_with_videos, assert_rows_encode,
 };
+use serde_json::{Value, json};
 
 const MODEL: &str = "small-internvl";
 
@@ -48,4 +50,21 @@ fn internvl_with_videos_follows_the_reference_in_every_layout() {
 #[test]
 fn greedy_answers_of_internvl_about_videos_are_the_references() {
     assert_answers_about_videos(MODEL);
+}
+
+/// The weights of a decoder with experts are random here: no golden model has them. `laws` compares
+/// the larger encoder, with RMS norms and norms of queries and keys, with the oracle.
+#[test]
+fn a_model_with_experts_passes_all_checks() {
+    let place = published_folders::place(MODEL);
+    let mut config: Value = serde_json::from_slice(&place.read("model/config.json")).unwrap();
+    let experts = json!({
+        "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "norm_topk_prob": true,
+    });
+    let text = config["text_config"].as_object_mut().unwrap();
+    text.extend(experts.as_object().unwrap().clone());
+    place.write("model/config.json", &config.to_string());
+    let verify = ["verify", "--config", "c.yaml", "--set", "model.weights=random"];
+    place.trainer(&verify).ends_with(0);
 }

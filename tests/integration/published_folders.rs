@@ -35,7 +35,7 @@ fn change(json: &mut Value, changes: &Value) {
 }
 
 /// A place with a copy of a golden model in `model`, a config, and rows with images.
-fn place(model: &str) -> Place {
+pub(super) fn place(model: &str) -> Place {
     let place = Place::empty();
     copy_folder(&golden("models").join(model), &place.path("model"));
     let file = if model.contains("vl") { "image_28.jsonl" } else { "image_exact.jsonl" };

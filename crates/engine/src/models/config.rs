@@ -132,9 +132,19 @@ impl Section<'_> {
             .ok_or_else(|| ModelConfigError::Key { key: self.key(key), expected: "a number" })
     }
 
+    /// The value of `key`, if the file has it. A text such as `"false"` is an error: transformers
+    /// takes it as true.
+    pub(super) fn flag(&self, key: &str) -> Result<Option<bool>, ModelConfigError> {
+        match &self.value[key] {
+            Value::Null => Ok(None),
+            Value::Bool(value) => Ok(Some(*value)),
+            _ => Err(self.range(key, "`true` or `false`".to_owned())),
+        }
+    }
+
     /// Whether `key` is present and true.
-    pub(super) fn flag(&self, key: &str) -> bool {
-        self.value[key].as_bool().unwrap_or(false)
+    pub(super) fn is_true(&self, key: &str) -> Result<bool, ModelConfigError> {
+        Ok(self.flag(key)? == Some(true))
     }
 
     pub(super) fn sizes(&self, key: &str) -> Result<Vec<usize>, ModelConfigError> {
@@ -318,7 +328,7 @@ impl Section<'_> {
             rms_norm_eps: self.float("rms_norm_eps")?,
             rope_theta: theta.float("rope_theta")?,
             mrope: None,
-            tie_word_embeddings: self.flag("tie_word_embeddings"),
+            tie_word_embeddings: self.is_true("tie_word_embeddings")?,
             initializer_range: self.value["initializer_range"].as_f64().unwrap_or(0.02),
             norm_scale: NormScale::Weight,
             layers: vec![layer; self.size("num_hidden_layers")?],

@@ -47,7 +47,7 @@ pub(super) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
             });
         }
     };
-    let tied = [&top, &section].map(|section| section.value["tie_word_embeddings"].as_bool());
+    let tied = [top.flag("tie_word_embeddings")?, section.flag("tie_word_embeddings")?];
     let config = ModelConfig {
         vision: Some(vision(&top, &Section::of(json, "vision_config")?, &text)?),
         // Without the key, transformers ties the two.
@@ -106,8 +106,8 @@ fn vision(
         norm,
         eps,
         attention: VisionAttention::Separate {
-            has_bias: truth(section, "attention_bias")?,
-            has_norms: truth(section, "use_qk_norm")?,
+            has_bias: section.is_true("attention_bias")?,
+            has_norms: section.is_true("use_qk_norm")?,
         },
         mlp: VisionMlp::Gelu { act: gelu(section, Gelu::Erf)?, layers: ["fc1", "fc2"] },
         has_temporal_kernel: false,
@@ -153,15 +153,6 @@ fn expect_supported(top: &Section<'_>, section: &Section<'_>) -> Result<(), Mode
         section.expect_no_dropout(key)?;
     }
     Ok(())
-}
-
-/// Whether `key` is true; false if the file does not have it.
-fn truth(section: &Section<'_>, key: &'static str) -> Result<bool, ModelConfigError> {
-    match &section.value[key] {
-        Value::Null => Ok(false),
-        Value::Bool(value) => Ok(*value),
-        _ => Err(section.range(key, "`true` or `false`".to_owned())),
-    }
 }
 
 /// Pixels on a side, given as a number or as two equal ones.

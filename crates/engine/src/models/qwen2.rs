@@ -41,8 +41,8 @@ pub(super) fn read(
     let section = rope.mrope_section(MROPE_SECTION)?;
     let config = ModelConfig {
         text: DecoderConfig {
-            tie_word_embeddings: top.flag("tie_word_embeddings")
-                || text.flag("tie_word_embeddings"),
+            tie_word_embeddings: top.is_true("tie_word_embeddings")?
+                || text.is_true("tie_word_embeddings")?,
             mrope: Some(Mrope { section, layout: MropeLayout::Blocks }),
             ..sizes
         },

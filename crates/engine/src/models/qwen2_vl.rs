@@ -104,6 +104,7 @@ mod tests {
     fn values_that_are_not_supported_are_refused_by_name() {
         for (section, key, value, named) in [
             ("", "hidden_act", json!("gelu"), "hidden_act"),
+            ("", "tie_word_embeddings", json!("false"), "`tie_word_embeddings` is \"false\""),
             ("vision_config", "hidden_act", json!("relu"), "vision_config.hidden_act"),
             ("vision_config", "embed_dim", json!(1281), "`vision_config.embed_dim` is 1281"),
             ("vision_config", "embed_dim", json!("1280"), "vision_config.embed_dim"),

@@ -43,7 +43,7 @@ fn read_with(
     let config = ModelConfig {
         // transformers reads only the key of the whole file
         text: DecoderConfig {
-            tie_word_embeddings: top.flag("tie_word_embeddings"),
+            tie_word_embeddings: top.is_true("tie_word_embeddings")?,
             mrope: Some(Mrope { section, layout: MropeLayout::Interleaved }),
             ..decoder(&text)?
         },

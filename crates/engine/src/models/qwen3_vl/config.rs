@@ -30,7 +30,7 @@ fn read_with(
     let rope = text.rope()?;
     rope.expect("mrope_interleaved", &Value::Bool(true), "`true` (Qwen3-VL)")?;
     // Published files have the key in both places; transformers 5 writes it to the whole file only.
-    let tied = [&top, &text].map(|section| section.value["tie_word_embeddings"].as_bool());
+    let tied = [top.flag("tie_word_embeddings")?, text.flag("tie_word_embeddings")?];
     let section = rope.mrope_section(MROPE_SECTION)?;
     let deepstack = vision.sizes("deepstack_visual_indexes")?;
     let parts = VisionParts::with_table(&vision, deepstack)?;
