@@ -90,7 +90,13 @@ fn a_step_has_no_more_launches_than_it_needed_before() {
         (&["adapter={rank: 8, parts: [llm]}"][..], 240),
         (&["adapter={rank: 8, parts: [llm], quantize: nf4}"][..], 246),
     ] {
-        let found = launches(settings);
+        // A run on a busy machine once had one launch more; a step that needs more has them always.
+        let mut found = launches(settings);
+        for _ in 0..2 {
+            if found > most {
+                found = launches(settings);
+            }
+        }
         assert!((1..=most).contains(&found), "{settings:?}: {found} launches, at most {most}");
     }
 }
