@@ -1,7 +1,9 @@
 //! Column sums of kernels: the gradients of norms, biases and convolutions. Each block of a kernel
 //! writes a partial sum, a share, and `columns.cu` adds the shares in their order.
 
-use super::launch::{Arrays, KernelArgument, Launch, address, empty, launch, on_gpu};
+use super::launch::{
+    Arrays, KernelArgument, Launch, THREADS, address, empty, launch, on_gpu, vectors,
+};
 use super::norm_geometry::WARP;
 use candle_core::{DType, Result, Tensor, TensorId};
 use std::cell::RefCell;
@@ -77,6 +79,35 @@ impl<'a> ColumnShares<'a> {
             Ok(())
         })
     }
+}
+
+/// Number of columns of `dy` of a block of `bias.cu`, number of rows of a partial sum, and maximum
+/// number of partial sums.
+const SHARE_COLUMNS: usize = 256;
+const SHARE_ROWS: usize = 64;
+const MAX_SHARES: usize = 64;
+
+/// Adds the sum of the rows of `dy [N, M]`, or of `dy * f`, to `sums [M]` on a GPU.
+pub(super) fn sum_columns_on_gpu(
+    op: &'static str,
+    dy: &Tensor,
+    f: Option<&Tensor>,
+    sums: &Tensor,
+) -> Result<()> {
+    let (n, m) = dy.dims2()?;
+    // Each share has its own rows. The number of shares depends on that of the rows only, so the
+    // result does too.
+    let num_shares = n.div_ceil(SHARE_ROWS).min(MAX_SHARES);
+    let shares = ColumnShares::new(Some(sums), num_shares, m)?;
+    let name = if f.is_some() { "product_shares" } else { "bias_shares" };
+    let launch = Launch::new(name, dy.dtype()).threads(THREADS);
+    let launch = launch.grid3([m.div_ceil(SHARE_COLUMNS), num_shares, 1]);
+    let vectors = vectors(m, &[dy, f.unwrap_or(dy)])?;
+    match f {
+        Some(f) => launch!(op, launch; dy, f, shares, n, m, vectors)?,
+        None => launch!(op, launch; dy, shares, n, m, vectors)?,
+    }
+    shares.add(op)
 }
 
 impl KernelArgument for ColumnShares<'_> {

@@ -2,12 +2,12 @@
 //!
 //! Shapes: `f`, `x`, `y`, `dy` and `df` are `[N, D]`, `scale` is `[D]`.
 
+use super::column_shares::sum_columns_on_gpu;
 use super::cpu::blocks::{filled, span};
 use super::cpu::column_sums::add_by_columns;
 use super::cpu::simd::kernels;
 use super::cpu::{self, Operand, ROWS, compute_dtype, expect_f32, expect_shape, read};
 use super::launch::{Launch, empty, launch, on_gpu};
-use super::linear::product_shares;
 use candle_core::{Result, Tensor};
 
 kernels! {
@@ -49,7 +49,7 @@ pub fn layer_scale_backward(
         expect_f32(op, "d_scale", d_scale, &[d])?;
         cpu::distinct(op, "d_scale", d_scale, &[("f", f), ("dy", dy), ("scale", scale)])?;
         if on_gpu(dy) {
-            product_shares(op, dy, Some(f), d_scale)?;
+            sum_columns_on_gpu(op, dy, Some(f), d_scale)?;
         } else {
             let (f, dy) = (read(op, "f", f)?, read(op, "dy", dy)?);
             let (f, dy) = (f.values()?, dy.values()?);

@@ -4,7 +4,7 @@
 //! `y [N, M]`. `N` may be several dims: all dims of `x` except the last. Gradient buffers are
 //! `f32`. On the CPU, forward also accepts `w` in `bf16` with all other operands in `f32`.
 
-use super::column_shares::ColumnShares;
+use super::column_shares::sum_columns_on_gpu;
 use super::cpu::blocks::{by_rows, filled, span};
 use super::cpu::column_sums::add_rows;
 use super::cpu::products::{Matrix, Store, new_product, nn, nt, tn};
@@ -13,7 +13,7 @@ use super::cpu::{
 };
 use super::cuda::gemm::{Addend, Gemm, Transpose};
 use super::fill_zero;
-use super::launch::{Launch, THREADS, address, empty, launch, on_gpu, vectors};
+use super::launch::{address, empty, on_gpu};
 use candle_core::{DType, Error, Result, Tensor, bail};
 use std::ops::Range;
 
@@ -367,12 +367,6 @@ pub(super) fn weight_shape(
     Ok((n, m, k))
 }
 
-/// Number of columns of `dy` of a block of `bias.cu`, number of rows of a partial sum, and maximum
-/// number of partial sums.
-const SHARE_COLUMNS: usize = 256;
-const SHARE_ROWS: usize = 64;
-const MAX_SHARES: usize = 64;
-
 /// Adds the sum of the rows of `dy [N, M]` to `db [M]` (`f32`).
 pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     let op = "bias_backward";
@@ -381,34 +375,11 @@ pub fn bias_backward(dy: &Tensor, db: &Tensor) -> Result<()> {
     expect_f32(op, "db", db, &[m])?;
     cpu::distinct(op, "db", db, &[("dy", dy)])?;
     if on_gpu(dy) {
-        return product_shares(op, dy, None, db);
+        return sum_columns_on_gpu(op, dy, None, db);
     }
     let dy = read(op, "dy", dy)?;
     let dy = dy.values()?;
     add_rows(op, "db", Some(db), dy)
-}
-
-/// Adds the sum of the rows of `dy [N, M]`, or of `dy * f`, to `sums [M]` on a GPU.
-pub(super) fn product_shares(
-    op: &'static str,
-    dy: &Tensor,
-    f: Option<&Tensor>,
-    sums: &Tensor,
-) -> Result<()> {
-    let (n, m) = dy.dims2()?;
-    // Each share has its own rows. The number of shares depends on that of the rows only, so the
-    // result does too.
-    let num_shares = n.div_ceil(SHARE_ROWS).min(MAX_SHARES);
-    let shares = ColumnShares::new(Some(sums), num_shares, m)?;
-    let name = if f.is_some() { "product_shares" } else { "bias_shares" };
-    let launch = Launch::new(name, dy.dtype()).threads(THREADS);
-    let launch = launch.grid3([m.div_ceil(SHARE_COLUMNS), num_shares, 1]);
-    let vectors = vectors(m, &[dy, f.unwrap_or(dy)])?;
-    match f {
-        Some(f) => launch!(op, launch; dy, f, shares, n, m, vectors)?,
-        None => launch!(op, launch; dy, shares, n, m, vectors)?,
-    }
-    shares.add(op)
 }
 
 #[cfg(test)]

@@ -13,8 +13,6 @@ use std::path::Path;
 pub(super) const PREFIX: &str = "model.visual.";
 /// Side in pixels of the windows of Qwen2.5-VL, a constant of llama.cpp.
 const WINDOW: usize = 112;
-/// Added to the variance of each norm; a constant of all families.
-const NORM_EPS: f32 = 1e-6;
 /// `image_size` without a table of positions, as the converter of llama.cpp has it.
 const IMAGE_SIZE: usize = 560;
 /// Parts of a block, and their names in a file.
@@ -51,7 +49,10 @@ pub(super) fn metadata(folder: &Path, vision: &VisionConfig) -> Result<Metadata,
         number("feed_forward_length", vision.intermediate_size),
         number("block_count", vision.depth),
         number("attention.head_count", vision.num_heads),
-        ("clip.vision.attention.layer_norm_epsilon".to_owned(), GgufValue::F32(NORM_EPS)),
+        (
+            "clip.vision.attention.layer_norm_epsilon".to_owned(),
+            GgufValue::F32(vision.parts.eps as f32),
+        ),
         number("spatial_merge_size", vision.spatial_merge_size),
         list("image_mean", mean),
         list("image_std", std),

@@ -65,8 +65,6 @@ pub(crate) enum VideoForm {
     },
     /// The number of each frame before it. A frame is stretched to one tile.
     NumberedFrames {
-        /// Side of a tile in pixels.
-        side: u32,
         /// What the chat template writes for a video.
         placeholder: &'static str,
     },
@@ -123,16 +121,13 @@ impl MediaFamily {
                 let tokens_per_second = Some(tokens_per_second(&path, &config)?);
                 Ok(of_grids(VideoForm::OneRun { tokens_per_second }, BoxForm::Pixels))
             }
-            Some("internvl") => {
-                let sizes = TileSizes::read(&path, &config)?;
-                Ok(Self {
-                    images: ImageForm::Tiles(sizes),
-                    videos: VideoForm::NumberedFrames { side: sizes.side, placeholder: "<video>" },
-                    boxes: BoxForm::TaggedThousandths,
-                    positions: Positions::Index,
-                    image_marks: Some(["<img>", "</img>"]),
-                })
-            }
+            Some("internvl") => Ok(Self {
+                images: ImageForm::Tiles(TileSizes::read(&path, &config)?),
+                videos: VideoForm::NumberedFrames { placeholder: "<video>" },
+                boxes: BoxForm::TaggedThousandths,
+                positions: Positions::Index,
+                image_marks: Some(["<img>", "</img>"]),
+            }),
             Some(kind) if LIKE_QWEN3_VL.contains(&kind) => {
                 Ok(of_grids(VideoForm::Timestamps, BoxForm::Thousandths))
             }

@@ -49,6 +49,26 @@ pub enum ModelConfigError {
     Shape { what: String },
 }
 
+/// Asserts that each change of a valid file, the value of a key in a section or at the top level, is
+/// refused with an error that contains a text.
+#[cfg(test)]
+pub(super) fn assert_refused<const N: usize>(
+    read: super::ReadConfig,
+    published: &Value,
+    changes: [(&str, &str, Value, &str); N],
+) {
+    for (section, key, value, named) in changes {
+        let mut json = published.clone();
+        if section.is_empty() {
+            json[key] = value;
+        } else {
+            json[section][key] = value;
+        }
+        let error = read(&json).unwrap_err().to_string();
+        assert!(error.contains(named), "{error}");
+    }
+}
+
 /// Attention with norms of queries and keys.
 pub(super) const QK_NORM: AttentionSpec =
     AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: false, window: None };
@@ -130,6 +150,21 @@ impl Section<'_> {
         self.value[key]
             .as_f64()
             .ok_or_else(|| ModelConfigError::Key { key: self.key(key), expected: "a number" })
+    }
+
+    /// The number `key`, or `default` if the file does not have it.
+    pub(super) fn float_or(&self, key: &str, default: f64) -> Result<f64, ModelConfigError> {
+        if self.value[key].is_null() { Ok(default) } else { self.float(key) }
+    }
+
+    /// What a norm adds to the variance or the mean square, or `default` if there is one and the file
+    /// does not have the key.
+    pub(super) fn epsilon(&self, key: &str, default: Option<f64>) -> Result<f64, ModelConfigError> {
+        let eps = default.map_or_else(|| self.float(key), |default| self.float_or(key, default))?;
+        if eps > 0.0 && eps < 1.0 {
+            return Ok(eps);
+        }
+        Err(self.range(key, "a number above 0 and below 1".to_owned()))
     }
 
     /// The value of `key`, if the file has it. A text such as `"false"` is an error: transformers
@@ -325,7 +360,7 @@ impl Section<'_> {
             head_dim,
             rotary_dim: head_dim,
             attention_scale: 1.0 / (head_dim as f32).sqrt(),
-            rms_norm_eps: self.float("rms_norm_eps")?,
+            rms_norm_eps: self.epsilon("rms_norm_eps", None)?,
             rope_theta: theta.float("rope_theta")?,
             mrope: None,
             tie_word_embeddings: self.is_true("tie_word_embeddings")?,
@@ -333,9 +368,6 @@ impl Section<'_> {
             norm_scale: NormScale::Weight,
             layers: vec![layer; self.size("num_hidden_layers")?],
         };
-        if !(config.rms_norm_eps > 0.0 && config.rms_norm_eps < 1.0) {
-            return Err(self.range("rms_norm_eps", "a number above 0 and below 1".to_owned()));
-        }
         if !(config.rope_theta > 0.0 && config.rope_theta.is_finite()) {
             return Err(theta.range("rope_theta", "a number above 0".to_owned()));
         }

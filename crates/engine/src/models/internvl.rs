@@ -77,14 +77,7 @@ fn vision(
             });
         }
     };
-    let or = |section: &Section<'_>, key, default| {
-        if section.value[key].is_null() { Ok(default) } else { section.float(key) }
-    };
-    let eps = or(section, "layer_norm_eps", 1e-6)?;
-    if !(eps > 0.0 && eps < 1.0) {
-        return Err(section.range("layer_norm_eps", "a number above 0 and below 1".to_owned()));
-    }
-    let ratio = or(top, "downsample_ratio", 0.5)?;
+    let ratio = top.float_or("downsample_ratio", 0.5)?;
     let merge = (1.0 / ratio).round();
     if !((1.0..=8.0).contains(&merge) && (ratio * merge - 1.0).abs() < 1e-6) {
         let expected = "1 divided by a whole number from 1 to 8";
@@ -104,7 +97,7 @@ fn vision(
     let parts = VisionParts {
         names: NAMES,
         norm,
-        eps,
+        eps: section.epsilon("layer_norm_eps", Some(1e-6))?,
         attention: VisionAttention::Separate {
             has_bias: section.is_true("attention_bias")?,
             has_norms: section.is_true("use_qk_norm")?,
@@ -173,6 +166,7 @@ fn side(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::models::config::assert_refused;
     use serde_json::json;
 
     /// The file of the 1B model.
@@ -272,7 +266,7 @@ mod tests {
 
     #[test]
     fn values_that_are_not_supported_are_refused_by_name() {
-        for (section, key, value, named) in [
+        let changes = [
             ("", "vision_feature_layer", json!(-2), "vision_feature_layer"),
             ("", "vision_feature_select_strategy", json!("full"), "select_strategy"),
             ("", "downsample_ratio", json!(0.3), "`downsample_ratio` is 0.3"),
@@ -300,15 +294,7 @@ mod tests {
             ("vision_config", "image_size", json!(450), "a multiple of 2 patches of 14"),
             ("vision_config", "patch_size", json!(0), "vision_config.patch_size"),
             ("vision_config", "hidden_dropout_prob", json!(0.1), "hidden_dropout_prob"),
-        ] {
-            let mut json = published();
-            if section.is_empty() {
-                json[key] = value;
-            } else {
-                json[section][key] = value;
-            }
-            let error = read(&json).unwrap_err().to_string();
-            assert!(error.contains(named), "{error}");
-        }
+        ];
+        assert_refused(read, &published(), changes);
     }
 }

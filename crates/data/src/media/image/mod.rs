@@ -176,9 +176,9 @@ impl ImageProcessor {
     /// Converts patches back to the resized image, of an image with several tiles to the thumbnail.
     /// The result has one element.
     pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
-        let frames = unpatchify(patches, self.patch_shape(), &self.normalise);
+        let mut frames = unpatchify(patches, self.patch_shape(), &self.normalise);
         // The frames of a temporal patch are copies, and the thumbnail is the last tile.
-        frames.into_iter().next_back().map(Pixels::from).into_iter().collect()
+        frames.pop().map(Pixels::from).into_iter().collect()
     }
 
     /// Side of the square of patches that is merged into one token, in patches.

@@ -32,7 +32,7 @@ use file::VideoFile;
 use sampling::{FrameSampling, Wanted, frames_between};
 
 use crate::media::image::{ImageProcessor, Pixels, Rgb, patchify, resize, unpatchify};
-use crate::media::{MediaFamily, VideoForm};
+use crate::media::{ImageForm, MediaFamily, VideoForm};
 use crate::model_folder::ModelFolderError;
 use batch::{FrameRate, MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
 use net::UrlImages;
@@ -237,9 +237,9 @@ impl VideoProcessor {
         let factor = self.images.patch_size() * self.images.merge_size();
         let shape = limits.resized.map_or(source, |sides| sides.map(NonZeroU32::get));
         let [height, width] = shape;
-        let target = match family.videos {
-            VideoForm::NumberedFrames { side, .. } => [side; 2],
-            VideoForm::Timestamps | VideoForm::OneRun { .. } => pixels
+        let target = match family.images {
+            ImageForm::Tiles(tile) => [tile.side; 2],
+            ImageForm::OneGrid => pixels
                 .target(frames, shape, temporal, factor, limits)
                 .ok_or(VideoError::AspectRatio { width, height })?,
         };

@@ -349,7 +349,7 @@ mod tests {
     fn indices_of_internvl_equal_the_reference() {
         let golden = include_str!("../../../../../tests/golden/internvl_video.json");
         let golden: Value = serde_json::from_str(golden).unwrap();
-        let form = VideoForm::NumberedFrames { side: 448, placeholder: "<video>" };
+        let form = VideoForm::NumberedFrames { placeholder: "<video>" };
         let cases = golden["indices"].as_array().unwrap();
         assert!(cases.len() > 100);
         for case in cases {
@@ -365,7 +365,7 @@ mod tests {
     /// The indices are those of `InternVLVideoProcessor` in transformers 5.23.
     #[test]
     fn numbered_frames_are_the_middle_ones_of_equal_shares() {
-        let form = VideoForm::NumberedFrames { side: 448, placeholder: "<video>" };
+        let form = VideoForm::NumberedFrames { placeholder: "<video>" };
         let sampling = FrameSampling { fps: 2.0, min_frames: 3, max_frames: 6 };
         let of = |total, wanted| sampling.indices(total, wanted, form, 1);
         assert_eq!(of(10, Wanted::Count(4)), [1, 3, 6, 8]);
