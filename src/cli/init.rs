@@ -246,6 +246,7 @@ mod tests {
             ("qwen2-vl-7b", 8_291_375_616),
             ("internvl3.5-1b", 1_060_897_792),
             ("internvl3.5-8b", 8_528_318_464),
+            ("minicpm-v-4.6", 1_300_428_016),
         ] {
             let specs = config_from_json(&named(preset)).unwrap().param_specs();
             let count: usize = specs.iter().map(|spec| spec.shape.iter().product::<usize>()).sum();

@@ -77,6 +77,11 @@ fn greedy_answers_of_internvl_equal_those_of_transformers() {
 }
 
 #[test]
+fn greedy_answers_of_minicpm_equal_those_of_transformers() {
+    answers_of_transformers("small-minicpm");
+}
+
+#[test]
 fn greedy_answers_with_weights_that_stay_in_bf16_equal_those_of_transformers_in_f32() {
     answers_of_transformers("sharded-bf16");
 }

@@ -341,6 +341,7 @@ fn what_llama_cpp_does_not_compute_is_refused_by_name() {
         ("moe-qwen35", "`qwen3_5_moe`"),
         ("small-qwen2vl", "`qwen2_vl`"),
         ("small-internvl", "`internvl`"),
+        ("small-minicpm", "`minicpmv4_6`"),
     ] {
         refused(&model(name), family);
     }

@@ -33,7 +33,8 @@ fn folders_in_both_spellings_train_alike_and_are_saved_as_published() {
 
 #[test]
 fn an_adapter_of_all_parts_is_merged_under_the_published_names() {
-    assert_adapters_merge(&place(), "vision_tower.encoder.layer.1.attention.k_proj");
+    let of_vision = "vision_tower.encoder.layer.1.attention.k_proj";
+    assert_adapters_merge(&place(), ["language_model.layers.2.self_attn.v_proj", of_vision]);
 }
 
 /// Frames are enlarged to tiles, and stretched to squares.

@@ -48,6 +48,7 @@ mod length_cache_passes;
 mod length_laws;
 mod limits;
 mod memory;
+mod minicpm;
 mod model_folders;
 mod new_config;
 mod new_tokens;

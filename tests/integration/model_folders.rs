@@ -387,8 +387,12 @@ fn the_list_of_the_kinds_of_layers_is_used_and_the_interval_is_reported() {
 #[test]
 fn every_family_of_models_is_known_to_the_encoder() {
     for (family, _) in trainer::models::FAMILIES {
-        // the tokens of images of InternVL3.5 have other names
-        let place = place(if family == "internvl" { "small-internvl" } else { "small-tied" });
+        // the tokens of images of these families have other names
+        let place = place(match family {
+            "internvl" => "small-internvl",
+            "minicpmv4_6" => "small-minicpm",
+            _ => "small-tied",
+        });
         change(&place, "config.json", |json| json["model_type"] = json!(family));
         let folder: &Path = &place.path("model");
         trainer::data::Encoder::from_folder(folder, &trainer::data::ImageConfig::default())

@@ -323,6 +323,13 @@ fn internvl_follows_the_reference_in_every_layout() {
     }
 }
 
+#[test]
+fn minicpm_follows_the_reference_in_every_layout() {
+    for name in ["text_small-minicpm", "image_exact_small-minicpm"] {
+        assert_all_variants_follow(&golden_json("curves.json")[name]);
+    }
+}
+
 /// The sides of these images are multiples of 28, where a family needs multiples of 32, or of 32.
 /// Recomputation limits the curves to their first steps, unless `TRAINER_LONG_TESTS` is set.
 #[test]
@@ -377,6 +384,7 @@ fn gradient_norms_of_every_parameter_equal_the_references() {
         ("small-qwen25vl", "image_28"),
         ("small-qwen2vl", "image_28"),
         ("small-internvl", "image_exact"),
+        ("small-minicpm", "image_exact"),
     ]
     .into_iter()
     .flat_map(|(model, images)| ["text", images].map(|data| (model, data)))

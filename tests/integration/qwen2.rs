@@ -106,20 +106,21 @@ pub(super) fn assert_spellings_agree(place: &Place, module: impl Fn(&str) -> Str
 #[test]
 fn an_adapter_of_all_parts_is_merged_under_the_published_names() {
     for (place, down) in places().zip(["mlp.down_proj", "mlp.fc2"]) {
-        assert_adapters_merge(&place, &format!("visual.blocks.0.{down}"));
+        let of_vision = format!("visual.blocks.0.{down}");
+        assert_adapters_merge(&place, ["language_model.layers.2.self_attn.v_proj", &of_vision]);
     }
 }
 
-/// An adapter has a layer of the decoder and `of_vision`; merged, it changes the weights of its layers
+/// An adapter has the layers; merged, it changes the weights of its layers
 /// under the names of the folder.
-pub(super) fn assert_adapters_merge(place: &Place, of_vision: &str) {
+pub(super) fn assert_adapters_merge(place: &Place, layers: [&str; 2]) {
     let settings = ["adapter.rank=2", "adapter.parts=[llm, vision, merger]", "adapter.dropout=0"];
     trained(place, "run", 1, &settings);
     let adapter = place.path("run/final");
     let file = adapter.join("adapter_model.safetensors");
     let names = safetensors::load(file, &Device::Cpu).unwrap();
     let peft = "base_model.model.model";
-    for layer in ["language_model.layers.2.self_attn.v_proj", of_vision] {
+    for layer in layers {
         assert!(names.contains_key(&format!("{peft}.{layer}.lora_B.weight")), "{layer}");
     }
     let merged = export_model(&place.path("model"), Some(&adapter), None, &place.path("out"));

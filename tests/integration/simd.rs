@@ -60,6 +60,7 @@ fn every_level_trains_the_same_weights_of_other_families() {
         "small-qwen25vl",
         "small-qwen2vl",
         "small-internvl",
+        "small-minicpm",
         "small-qwen35",
         "moe-vl",
         "moe-qwen35",

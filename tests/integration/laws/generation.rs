@@ -50,7 +50,7 @@ fn hidden_states_from_the_cache_equal_those_of_the_whole_sample() {
         let rows = subject.hidden(&packed(std::slice::from_ref(&whole)));
         // Prompts that end directly after an image, and later.
         for (prompt, images) in [(3, 0), (9, 1), (11, 1), (13, 2), (14, 2), (20, 2)] {
-            let start = packed(&[prefix(&whole, prompt, images)]);
+            let start = subject.own(packed(&[prefix(&whole, prompt, images)]));
             let (last, mut cache) =
                 subject.model.prefill(start, &device(), &Pass::default()).unwrap();
             assert_row(&format!("prompt of {prompt}"), &last, &rows[prompt - 1], tolerance(shape));
@@ -73,7 +73,7 @@ fn a_prompt_after_its_cached_start_has_the_hidden_state_of_the_whole_prompt() {
         let whole = sample(86, &pieces);
         let rows = subject.hidden(&packed(std::slice::from_ref(&whole)));
         for (start, images) in [(1, 0), (3, 0), (9, 1), (11, 1), (13, 2), (20, 2)] {
-            let start = packed(&[prefix(&whole, start, images)]);
+            let start = subject.own(packed(&[prefix(&whole, start, images)]));
             let tokens = start.input_ids.len();
             let (_, mut cache) = subject.model.prefill(start, &device(), &Pass::default()).unwrap();
             // Other tokens of an answer, which the next prompt does not have.
@@ -81,7 +81,7 @@ fn a_prompt_after_its_cached_start_has_the_hidden_state_of_the_whole_prompt() {
                 extend(&subject, id, &mut cache);
             }
             cache.truncate(tokens);
-            let all = packed(std::slice::from_ref(&whole));
+            let all = subject.own(packed(std::slice::from_ref(&whole)));
             let last =
                 subject.model.prefill_rest(all, &mut cache, &device(), &Pass::default()).unwrap();
             assert_eq!(cache.num_tokens(), whole.len());
@@ -127,7 +127,8 @@ fn logits(
     let mut caches: Vec<Cache> = samples
         .iter()
         .map(|(prompt, _)| {
-            model.prefill(packed(std::slice::from_ref(prompt)), &device(), &Pass::default())
+            let prompt = subject.own(packed(std::slice::from_ref(prompt)));
+            model.prefill(prompt, &device(), &Pass::default())
         })
         .map(|prefilled| prefilled.unwrap().1)
         .collect();

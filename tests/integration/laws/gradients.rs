@@ -100,6 +100,9 @@ fn the_oracles_gradients_are_the_differences_of_its_loss() {
             Shape::QuickGelu => 31,
             // 14 of the decoder, 4 of patches, class token and positions, 18 of a block, 6 of the merger
             Shape::ClassToken => 42,
+            // 23 of the decoder, 3 of patches and positions, 13 of a block, 13 of the early merger, 2 of
+            // the norm after the blocks, 6 of the merger
+            Shape::EarlyMerger => 60,
             // the router and two tensors of experts more
             Shape::Experts => 43,
             // Qwen3.5 with a router, two tensors of experts and four of the shared one for an MLP

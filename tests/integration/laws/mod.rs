@@ -27,8 +27,9 @@ use trainer::batch::{
 use trainer::data::collate;
 use trainer::loss::{Targets, loss_and_gradient};
 use trainer::models::{
-    MergerHidden, MergerParts, Model, ModelConfig, ModelInput, NormPlace, RecomputePolicy,
-    VisionAttention, VisionConfig, VisionMlp, VisionNames, VisionNorm, VisionParts, VisionWindows,
+    EarlyMerger, MergerHidden, MergerParts, Model, ModelConfig, ModelInput, NormPlace,
+    RecomputePolicy, TableReading, VisionAttention, VisionConfig, VisionMlp, VisionNames,
+    VisionNorm, VisionParts, VisionWindows,
 };
 use trainer::nn::{
     AttentionSpec, DecoderConfig, ExpertFiles, Init, LayerSpec, LinearAttentionSpec, MixerSpec,
@@ -116,6 +117,9 @@ enum Shape {
     /// InternVL3.5: a class token, layer scale, separate layers for queries, keys and values with norms,
     /// and positions on one axis.
     ClassToken,
+    /// MiniCPM-V: patches are merged after block 0 too, the nearest row of the table, a norm after the
+    /// blocks; the decoder of Qwen3.5 with positions on one axis.
+    EarlyMerger,
     /// Qwen3-VL with experts in two of three layers.
     Experts,
     /// Qwen3.5 with experts in all layers, one of which computes every token.
@@ -124,19 +128,20 @@ enum Shape {
 
 const IMAGE_TOKEN: u32 = 7;
 const VOCABULARY: u32 = 50;
-const SHAPES: [Shape; 8] = [
+const SHAPES: [Shape; 9] = [
     Shape::Tied,
     Shape::Untied,
     Shape::Hybrid,
     Shape::Windowed,
     Shape::QuickGelu,
     Shape::ClassToken,
+    Shape::EarlyMerger,
     Shape::Experts,
     Shape::SharedExpert,
 ];
 
 fn is_hybrid(shape: Shape) -> bool {
-    [Shape::Hybrid, Shape::SharedExpert].contains(&shape)
+    [Shape::Hybrid, Shape::SharedExpert, Shape::EarlyMerger].contains(&shape)
 }
 
 fn vision_parts(shape: Shape) -> VisionParts {
@@ -177,6 +182,27 @@ fn vision_parts(shape: Shape) -> VisionParts {
             },
             ..learned
         },
+        Shape::EarlyMerger => {
+            let merger = MergerParts { place: NormPlace::AfterMerge, ..learned.merger };
+            VisionParts {
+                // without norms, the gradient of the bias of keys would be 0
+                attention: VisionAttention::Separate { has_bias: false, has_norms: false },
+                table_reading: TableReading::Nearest,
+                early_merger: Some(EarlyMerger {
+                    after_block: 0,
+                    norm: "norm1",
+                    merger: MergerParts {
+                        name: "model.visual.early_merger",
+                        layers: ["norm2", "linear_1", "linear_2"],
+                        hidden: MergerHidden::Mlp,
+                        ..merger.clone()
+                    },
+                }),
+                post_norm: Some("model.visual.post_norm"),
+                merger,
+                ..learned
+            }
+        }
         _ => learned,
     }
 }
@@ -187,7 +213,7 @@ fn config(shape: Shape) -> ModelConfig {
     let (hidden_size, kv, section) = match shape {
         Shape::Tied | Shape::Experts => (24, 2, [4, 1, 1]),
         Shape::Untied => (32, 1, [2, 2, 2]),
-        Shape::Hybrid | Shape::SharedExpert => (24, 2, [2, 1, 1]),
+        Shape::Hybrid | Shape::SharedExpert | Shape::EarlyMerger => (24, 2, [2, 1, 1]),
         Shape::Windowed | Shape::QuickGelu => (24, 2, [1, 2, 3]),
         Shape::ClassToken => (24, 2, [6, 0, 0]),
     };
@@ -237,7 +263,8 @@ fn config(shape: Shape) -> ModelConfig {
             rope_theta: 100.0, // small: every frequency turns within a short sample
             tie_word_embeddings: [Shape::Tied, Shape::Experts].contains(&shape) || has_biases,
             initializer_range: 0.02,
-            mrope: Some(Mrope { section, layout }).filter(|_| shape != Shape::ClassToken),
+            mrope: Some(Mrope { section, layout })
+                .filter(|_| ![Shape::ClassToken, Shape::EarlyMerger].contains(&shape)),
             rotary_dim: if is_hybrid { 8 } else { 12 },
             norm_scale: if is_hybrid { NormScale::OnePlusWeight } else { NormScale::Weight },
             layers: (0..3).map(layer).collect(),
@@ -250,7 +277,7 @@ fn config(shape: Shape) -> ModelConfig {
             in_channels: 3,
             patch_size: 2,
             temporal_patch_size: 2,
-            spatial_merge_size: 2,
+            spatial_merge_size: if shape == Shape::EarlyMerger { 4 } else { 2 },
             out_hidden_size: hidden_size,
             image_token_id: IMAGE_TOKEN,
             parts: vision_parts(shape),
@@ -327,6 +354,7 @@ fn backends() -> &'static [Backend] {
 
 /// The model under test.
 struct Subject {
+    config: ModelConfig,
     specs: Vec<ParamSpec>,
     params: Vec<Param>,
     model: Model,
@@ -357,11 +385,16 @@ impl Subject {
             Backend::Masked => Arc::new(Masked),
         };
         let model = weights.config.build(&params, &attention, None, Matmul::Native).unwrap();
-        Self { specs, params, model }
+        Self { config: weights.config.clone(), specs, params, model }
     }
 
     fn upload(&self, batch: &VarlenBatch) -> Result<ModelInput> {
-        self.model.upload(batch.clone(), self.model.dtype(), &device())
+        self.model.upload(self.own(batch.clone()), self.model.dtype(), &device())
+    }
+
+    /// The batch with the images of the model.
+    fn own(&self, batch: VarlenBatch) -> VarlenBatch {
+        VarlenBatch { media: media_of(&self.config, &batch), ..batch }
     }
 
     /// Hidden states, one row per token.
@@ -526,6 +559,26 @@ fn joined(frames: Vec<Patches>, pieces: &[Piece]) -> Vec<Patches> {
         }
     }
     media
+}
+
+/// The images of a batch. The samples have four patches for each token; if a token of the model has
+/// 16, each patch is replaced by four that differ.
+fn media_of(config: &ModelConfig, batch: &VarlenBatch) -> Vec<Patches> {
+    let vision = config.vision.as_ref().unwrap();
+    let larger = |patches: &Patches| {
+        let [t, h, w] = patches.grid_thw;
+        let four = |patch: &[f32]| {
+            let part = |k: usize| patch.iter().map(move |value| value * (1.0 - 0.3 * k as f32));
+            (0..4).flat_map(part).collect::<Vec<f32>>()
+        };
+        let pixel_values = patches.pixel_values.chunks(vision.patch_values()).flat_map(four);
+        let pixel_values = pixel_values.collect();
+        Patches { pixel_values, grid_thw: [t, 2 * h, 2 * w], kind: patches.kind }
+    };
+    match vision.spatial_merge_size {
+        2 => batch.media.clone(),
+        _ => batch.media.iter().map(larger).collect(),
+    }
 }
 
 /// A random text token.

@@ -4,13 +4,14 @@
 //! It follows the description of the architecture and shares no code with `src/`. It uses only
 //! operations with a correct derivative in candle: no fused op, no scatter.
 
-use super::Weights;
+use super::{Weights, media_of};
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use trainer::batch::{IGNORE_INDEX, VarlenBatch};
 use trainer::models::{
-    MergerParts, ModelConfig, NormPlace, VisionAttention, VisionConfig, VisionMlp, VisionNorm,
+    EarlyMerger, MergerParts, ModelConfig, NormPlace, TableReading, VisionAttention, VisionConfig,
+    VisionMlp, VisionNorm,
 };
 use trainer::nn::{AttentionSpec, ExpertFiles, LinearAttentionSpec, MixerSpec, MoeConfig};
 use trainer::nn::{Mrope, MropeLayout};
@@ -105,15 +106,22 @@ impl Oracle {
 
     fn places(&self, batch: &VarlenBatch) -> Vec<Place> {
         let merge = self.encoder().spatial_merge_size;
+        let has_squares = self.encoder().parts.early_merger.is_some();
         let (mut places, mut frame) = (Vec::new(), 0);
-        for media in &batch.media {
+        for media in &media_of(&self.config, batch) {
             let [t, height, width] = media.grid_thw.map(|n| n as usize);
             for _ in 0..t {
                 for patch in 0..height * width {
                     // The patches of one token are contiguous.
                     let (block, inside) = (patch / (merge * merge), patch % (merge * merge));
-                    let row = block / (width / merge) * merge + inside / merge;
-                    let column = block % (width / merge) * merge + inside % merge;
+                    // So are those of a square that an early merger merges.
+                    let (down, right) = if has_squares {
+                        (inside / 8 * 2 + inside % 4 / 2, inside / 4 % 2 * 2 + inside % 2)
+                    } else {
+                        (inside / merge, inside % merge)
+                    };
+                    let row = block / (width / merge) * merge + down;
+                    let column = block % (width / merge) * merge + right;
                     places.push(Place { frame, row, column, height, width });
                 }
                 frame += 1;
@@ -130,14 +138,14 @@ impl Oracle {
     /// merger.
     fn vision(&self, batch: &VarlenBatch) -> Result<Vec<Tensor>> {
         let v = self.encoder();
-        let places = self.places(batch);
-        let (num_patches, names) = (places.len(), &v.parts.names);
-        let pixels = batch.media.iter().flat_map(|media| &media.pixel_values);
+        let mut places = self.places(batch);
+        let (mut num_patches, names) = (places.len(), &v.parts.names);
+        let media = media_of(&self.config, batch);
+        let pixels = media.iter().flat_map(|media| &media.pixel_values);
         let pixels: Vec<f64> = pixels.map(|value| f64::from(*value)).collect();
         let pixels = Tensor::from_vec(pixels, (num_patches, v.patch_values()), CPU)?;
 
         let mut h = self.embed_patches(&pixels, &places)?;
-        let num_rows = h.dim(0)?;
 
         // In each half of the head, the first half of the angles is by row, the second by column.
         let head_dim = v.hidden_size / v.num_heads;
@@ -148,11 +156,6 @@ impl Oracle {
             let at = if k < quarter { places[patch].row } else { places[patch].column };
             at as f64 * frequency
         })?;
-        // The square of a frame that a patch is in.
-        let window = |row: usize, pixels: usize| match places.get(row) {
-            Some(at) => (at.frame, at.row / pixels, at.column / pixels),
-            None => (row - num_patches, 0, 0), // a class token
-        };
         let mut taps = Vec::new();
         for block in 0..v.depth {
             let name = |part: &str| format!("{}.{block}.{part}", names.blocks);
@@ -162,18 +165,13 @@ impl Oracle {
                 }
                 _ => usize::MAX,
             };
-            let mask =
-                matrix(num_rows, num_rows, |i, j| indicator(window(i, side) == window(j, side)))?;
-            let x = self.vision_norm(&h, &name(names.norms[0]))?;
-            let attention_name = name(names.attention);
-            let [q, k, value] = self.vision_heads(&x, &attention_name, &angles)?;
             let scaled = |x: Tensor, part: usize| match names.layer_scales {
                 Some(scales) => x.broadcast_mul(self.p(&name(scales[part]))),
                 None => Ok(x),
             };
-            let scale = 1.0 / (head_dim as f64).sqrt();
-            let attended = attention(&q, &k, &value, &mask, scale)?;
-            let attended = self.linear(&attended, &name(names.attention_output))?;
+            let block_name = format!("{}.{block}", names.blocks);
+            let attended =
+                self.vision_attention(&h, &block_name, names.norms[0], (&places, side), &angles)?;
             h = (h + scaled(attended, 0)?)?;
             let x = self.vision_norm(&h, &name(names.norms[1]))?;
             h = (h + scaled(self.vision_mlp(&x, &name("mlp"))?, 1)?)?;
@@ -182,8 +180,18 @@ impl Oracle {
                 let joined = self.layer_norm(&self.joined(&h)?, &format!("{name}.norm"))?;
                 taps.push(self.merge(&joined, &name, ["linear_fc1", "linear_fc2"])?);
             }
+            if let Some(of) = v.parts.early_merger.as_ref().filter(|of| of.after_block == block) {
+                h = self.merged_early(&h, of, &places, &angles)?;
+                let first = places.iter().step_by(4).copied();
+                let halved = first.map(|at| Place { row: at.row / 2, column: at.column / 2, ..at });
+                places = halved.collect();
+                num_patches = places.len();
+            }
         }
         let MergerParts { name, layers: [norm, linears @ ..], place, .. } = &v.parts.merger;
+        if let Some(name) = v.parts.post_norm {
+            h = self.vision_norm(&h, name)?;
+        }
         let (h, norm) = (h.narrow(0, 0, num_patches)?, format!("{name}.{norm}"));
         let by_norm = |x: &Tensor| match v.parts.merger.norm {
             VisionNorm::Layer => self.layer_norm(x, &norm),
@@ -196,6 +204,54 @@ impl Oracle {
         let mut features = vec![self.merge(&joined, name, *linears)?];
         features.extend(taps);
         Ok(features)
+    }
+
+    /// The output layer of the attention of a block inside squares of `side` patches, without the
+    /// residual.
+    fn vision_attention(
+        &self,
+        h: &Tensor,
+        block: &str,
+        norm: &str,
+        (places, side): (&[Place], usize),
+        angles: &Tensor,
+    ) -> Result<Tensor> {
+        let (v, num_rows) = (self.encoder(), h.dim(0)?);
+        let names = &v.parts.names;
+        // The square of a frame that a patch is in.
+        let window = |row: usize| match places.get(row) {
+            Some(at) => (at.frame, at.row / side, at.column / side),
+            None => (row - places.len(), 0, 0), // a class token
+        };
+        let mask = matrix(num_rows, num_rows, |i, j| indicator(window(i) == window(j)))?;
+        let x = self.vision_norm(h, &format!("{block}.{norm}"))?;
+        let name = format!("{block}.{}", names.attention);
+        let [q, k, value] = self.vision_heads(&x, &name, angles)?;
+        let scale = ((v.hidden_size / v.num_heads) as f64).sqrt().recip();
+        let attended = attention(&q, &k, &value, &mask, scale)?;
+        self.linear(&attended, &format!("{block}.{}", names.attention_output))
+    }
+
+    /// The rows after an early merger, a quarter of `h`.
+    fn merged_early(
+        &self,
+        h: &Tensor,
+        of: &EarlyMerger,
+        places: &[Place],
+        angles: &Tensor,
+    ) -> Result<Tensor> {
+        let (name, [norm, first, second]) = (of.merger.name, of.merger.layers);
+        let attended = self.vision_attention(h, name, of.norm, (places, 2), angles)?;
+        let h = (h + attended)?;
+        let (rows, width) = h.dims2()?;
+        let square = |row: usize| (places[row].frame, places[row].row / 2, places[row].column / 2);
+        let mean = matrix(rows / 4, rows, |merged, row| {
+            0.25 * indicator(square(4 * merged) == square(row))
+        })?;
+        let joined = h.reshape((rows / 4, 4 * width))?;
+        let x = self.layer_norm(&joined, &format!("{name}.{norm}"))?;
+        let inner = gelu_tanh(&self.linear(&x, &format!("{name}.{first}"))?)?;
+        self.linear(&inner, &format!("{name}.{second}"))? + mean.matmul(&h)?
     }
 
     /// The rows of the first block: the patches at their places, then a class token for each frame.
@@ -213,6 +269,10 @@ impl Oracle {
             let hat = |at: f64, cell: usize| (1.0 - (at - cell as f64).abs()).max(0.0);
             let stretch = matrix(num_patches, side * side, |patch, cell| {
                 let at = places[patch];
+                if v.parts.table_reading == TableReading::Nearest {
+                    let row = at.row * side / at.height;
+                    return indicator(cell == row * side + at.column * side / at.width);
+                }
                 hat(along(at.row, at.height), cell / side)
                     * hat(along(at.column, at.width), cell % side)
             })?;
@@ -234,10 +294,12 @@ impl Oracle {
         let v = self.encoder();
         let heads = |x: &Tensor| x.reshape((x.dim(0)?, v.num_heads, v.hidden_size / v.num_heads));
         let layer = |layer: &str| format!("{name}.{layer}");
-        if let VisionAttention::Separate { .. } = v.parts.attention {
+        if let VisionAttention::Separate { has_norms, .. } = v.parts.attention {
             let project = |part: &str| self.linear(x, &layer(&format!("{part}_proj")));
-            let normed =
-                |part: &str| self.norm_by_rms(&project(part)?, &layer(&format!("{part}_norm")));
+            let normed = |part: &str| {
+                let norm = layer(&format!("{part}_norm"));
+                if has_norms { self.norm_by_rms(&project(part)?, &norm) } else { project(part) }
+            };
             return Ok([heads(&normed("q")?)?, heads(&normed("k")?)?, heads(&project("v")?)?]);
         }
         let qkv = self.linear(x, &layer("qkv"))?;
@@ -278,7 +340,7 @@ impl Oracle {
     }
 
     fn joined(&self, x: &Tensor) -> Result<Tensor> {
-        let together = self.encoder().spatial_merge_size.pow(2);
+        let together = 4; // an early merger has merged the others
         let (patches, width) = x.dims2()?;
         x.reshape((patches / together, together * width))
     }

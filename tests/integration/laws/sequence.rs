@@ -119,6 +119,8 @@ fn ranks_that_share_the_tokens_of_a_micro_batch_get_every_gradient() {
             assert_split("untied", &weights, (&batch, backend), size, Recompute::Stage, |_| true);
             let weights = four_heads_of(Shape::Windowed, 58);
             assert_split("windows", &weights, (&batch, backend), size, Recompute::Cheap, |_| true);
+            let weights = four_heads_of(Shape::EarlyMerger, 61);
+            assert_split("merged", &weights, (&batch, backend), size, Recompute::Stage, |_| true);
             let weights = four_heads_of(Shape::Experts, 57);
             assert_split("experts", &weights, (&batch, backend), size, Recompute::Stage, |_| true);
             let weights = four_heads_of(Shape::SharedExpert, 56);

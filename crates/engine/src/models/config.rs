@@ -152,6 +152,17 @@ impl Section<'_> {
             .ok_or_else(|| ModelConfigError::Key { key: self.key(key), expected: "a number" })
     }
 
+    /// Pixels on a side, given as a number or as two equal ones, or `default`.
+    pub(super) fn side(&self, key: &str, default: usize) -> Result<usize, ModelConfigError> {
+        if !self.value[key].is_array() {
+            return self.size_or(key, default);
+        }
+        match self.sizes(key)?[..] {
+            [height, width] if height == width && height > 0 => Ok(height),
+            _ => Err(self.range(key, "one number, or two equal ones".to_owned())),
+        }
+    }
+
     /// The number `key`, or `default` if the file does not have it.
     pub(super) fn float_or(&self, key: &str, default: f64) -> Result<f64, ModelConfigError> {
         if self.value[key].is_null() { Ok(default) } else { self.float(key) }

@@ -83,8 +83,8 @@ fn vision(
         let expected = "1 divided by a whole number from 1 to 8";
         return Err(top.range("downsample_ratio", expected.to_owned()));
     }
-    let patch_size = side(section, "patch_size", 14)?;
-    let image_size = side(section, "image_size", 448)?;
+    let patch_size = section.side("patch_size", 14)?;
+    let image_size = section.side("image_size", 448)?;
     let patches = image_size / patch_size; // on a side of a tile
     if patches * patch_size != image_size || !patches.is_multiple_of(merge as usize) {
         let expected = format!("a multiple of {merge} patches of {patch_size}");
@@ -106,9 +106,8 @@ fn vision(
         has_temporal_kernel: false,
         has_patch_bias: true,
         num_position_embeddings: Some(patches * patches + 1),
-        windows: None,
-        deepstack: Vec::new(),
         merger: MERGER,
+        ..VisionParts::QWEN
     };
     Ok(VisionConfig {
         depth: section.size_or("num_hidden_layers", 24)?,
@@ -146,21 +145,6 @@ fn expect_supported(top: &Section<'_>, section: &Section<'_>) -> Result<(), Mode
         section.expect_no_dropout(key)?;
     }
     Ok(())
-}
-
-/// Pixels on a side, given as a number or as two equal ones.
-fn side(
-    section: &Section<'_>,
-    key: &'static str,
-    default: usize,
-) -> Result<usize, ModelConfigError> {
-    if !section.value[key].is_array() {
-        return section.size_or(key, default);
-    }
-    match section.sizes(key)?[..] {
-        [height, width] if height == width && height > 0 => Ok(height),
-        _ => Err(section.range(key, "one number, or two equal ones".to_owned())),
-    }
 }
 
 #[cfg(test)]

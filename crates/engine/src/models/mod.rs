@@ -8,6 +8,7 @@ mod config;
 mod experts;
 mod generate;
 mod internvl;
+mod minicpm;
 mod model;
 mod model_config;
 mod qwen2;
@@ -15,6 +16,7 @@ mod qwen2_5_vl;
 mod qwen2_vl;
 mod qwen3;
 mod qwen3_5;
+mod qwen3_5_decoder;
 mod qwen3_decoder;
 mod qwen3_vl;
 mod vision;
@@ -24,8 +26,8 @@ pub use generate::Cache;
 pub use model::{Model, ModelInput, RecomputePolicy, Tape};
 pub use model_config::{LLM, ModelConfig};
 pub use vision::{
-    MERGER, MergerHidden, MergerParts, NormPlace, VISION, VisionAttention, VisionConfig, VisionMlp,
-    VisionNames, VisionNorm, VisionParts, VisionWindows,
+    EarlyMerger, MERGER, MergerHidden, MergerParts, NormPlace, TableReading, VISION,
+    VisionAttention, VisionConfig, VisionMlp, VisionNames, VisionNorm, VisionParts, VisionWindows,
 };
 
 use serde_json::Value;
@@ -36,7 +38,7 @@ use std::sync::LazyLock;
 pub type ReadConfig = fn(&Value) -> Result<ModelConfig, ModelConfigError>;
 
 /// The families by `model_type`.
-pub const FAMILIES: [(&str, ReadConfig); 11] = [
+pub const FAMILIES: [(&str, ReadConfig); 12] = [
     ("qwen3_vl", qwen3_vl::read),
     ("qwen3_5", qwen3_5::read),
     ("qwen3_5_text", qwen3_5::read_text),
@@ -48,6 +50,7 @@ pub const FAMILIES: [(&str, ReadConfig); 11] = [
     ("qwen3_5_moe", qwen3_5::read_moe),
     ("qwen3_5_moe_text", qwen3_5::read_text_moe),
     ("internvl", internvl::read),
+    ("minicpmv4_6", minicpm::read),
 ];
 
 /// The shape of a published model.
@@ -96,6 +99,7 @@ presets! {
     "internvl3.5-8b": "InternVL3.5 8B",
     "internvl3.5-14b": "InternVL3.5 14B",
     "internvl3.5-30b-a3b": "InternVL3.5 30B-A3B, a mixture of experts",
+    "minicpm-v-4.6": "MiniCPM-V 4.6",
 }
 
 static KNOWN_TYPES: LazyLock<String> = LazyLock::new(|| {
@@ -137,7 +141,7 @@ mod tests {
         let error = error.to_string();
         assert_eq!(
             error,
-            "config.json: `model_type` is `qwen3_next`, expected `qwen3_vl`, `qwen3_5`, `qwen3_5_text`, `qwen2_5_vl`, `qwen2_vl`, `qwen3`, `qwen3_vl_moe`, `qwen3_moe`, `qwen3_5_moe`, `qwen3_5_moe_text` or `internvl`"
+            "config.json: `model_type` is `qwen3_next`, expected `qwen3_vl`, `qwen3_5`, `qwen3_5_text`, `qwen2_5_vl`, `qwen2_vl`, `qwen3`, `qwen3_vl_moe`, `qwen3_moe`, `qwen3_5_moe`, `qwen3_5_moe_text`, `internvl` or `minicpmv4_6`"
         );
         for (model_type, _) in FAMILIES {
             assert!(error.contains(&format!("`{model_type}`")), "{error}");

@@ -3,13 +3,14 @@
 
 use super::attention::Heads;
 use super::branch::BranchEnd;
-use super::config::{VisionConfig, VisionMlp, VisionNorm, VisionParts};
+use super::config::{EARLY_MERGE, EarlyMerger, VisionConfig, VisionMlp, VisionNorm, VisionParts};
 use super::gelu_mlp::GeluMlp;
 use super::input::VisionContext;
+use super::merger::{MeanOfFour, Merger};
 use crate::nn::{Linear, MlpBlock, Norm, ParamMap, WeightError};
 use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor, bail};
-use kernels::{AttentionBackend, Masking, Qkv, Scores, Segments};
+use kernels::{AttentionBackend, Gelu, Masking, Qkv, Scores, Segments};
 use std::sync::Arc;
 
 impl VisionNorm {
@@ -126,12 +127,30 @@ impl Stage for PatchEmbed {
     }
 }
 
+/// The rows of a block that attend to each other.
+enum Scope {
+    Frames,
+    Windows,
+    /// The squares that an early merger merges.
+    Squares,
+    /// Frames after an early merger.
+    MergedFrames,
+}
+
+/// What follows attention.
+enum SecondHalf {
+    Mlp(Box<dyn Stage<Context = ()>>),
+    /// Each square becomes one row.
+    Merger(Merger),
+}
+
+/// Attention with a residual, then an MLP with a residual or an early merger.
 pub(super) struct VisionBlock {
     norm1: Norm,
     heads: Heads,
     proj: BranchEnd,
-    mlp: Box<dyn Stage<Context = ()>>,
-    has_windows: bool,
+    rest: SecondHalf,
+    scope: Scope,
     num_heads: usize,
     scores: Scores,
     attention: Arc<dyn AttentionBackend>,
@@ -150,6 +169,7 @@ impl VisionBlock {
         let linear = |part: &str| Linear::with_bias(params, &name(part));
         let norm = |part: &str| parts.norm.build(params, &name(part), parts.eps);
         let [norm1, norm2] = names.norms;
+        let is_merged = parts.early_merger.as_ref().is_some_and(|of| block > of.after_block);
         let scales = names.layer_scales.map(|scales| scales.map(&name));
         let [proj_scale, mlp_scale] = scales.map_or([None, None], |scales| scales.map(Some));
         let mlp_layer = |part: &str| linear(&format!("mlp.{part}"));
@@ -166,18 +186,65 @@ impl VisionBlock {
             norm1: norm(norm1)?,
             heads: Heads::new(params, parts, &block_name)?,
             proj: BranchEnd::new(linear(names.attention_output)?, params, proj_scale)?,
-            mlp,
-            has_windows: config.has_windows(block),
+            rest: SecondHalf::Mlp(mlp),
+            scope: if config.has_windows(block) {
+                Scope::Windows
+            } else if is_merged {
+                Scope::MergedFrames
+            } else {
+                Scope::Frames
+            },
             num_heads: config.num_heads,
             scores: Scores::new(Masking::Full, config.hidden_size / config.num_heads),
             attention,
         })
     }
 
-    fn segments<'a>(&self, context: &'a VisionContext) -> &'a Segments {
-        let windows = context.windows.as_ref().filter(|_| self.has_windows);
-        windows.map_or(&context.frames, |windows| &windows.segments)
+    /// The block that merges squares of rows.
+    pub(super) fn early_merger(
+        params: &ParamMap<'_>,
+        config: &VisionConfig,
+        of: &EarlyMerger,
+        attention: Arc<dyn AttentionBackend>,
+    ) -> std::result::Result<Self, WeightError> {
+        let (parts, name) = (&config.parts, of.merger.name);
+        let output = format!("{name}.{}", parts.names.attention_output);
+        let merged = EARLY_MERGE.pow(2);
+        Ok(Self {
+            norm1: parts.norm.build(params, &format!("{name}.{}", of.norm), parts.eps)?,
+            heads: Heads::new(params, parts, name)?,
+            proj: BranchEnd::new(Linear::with_bias(params, &output)?, params, None)?,
+            rest: SecondHalf::Merger(Merger::new(params, name, &of.merger, Gelu::Tanh, merged)?),
+            scope: Scope::Squares,
+            num_heads: config.num_heads,
+            scores: Scores::new(Masking::Full, config.hidden_size / config.num_heads),
+            attention,
+        })
     }
+
+    /// Parameters that multiply merged rows, if `after_merge` says that the rows of the block are.
+    pub(super) fn merged_params(&self, after_merge: bool) -> Vec<&Param> {
+        match &self.rest {
+            SecondHalf::Merger(merger) => merger.params(),
+            SecondHalf::Mlp(_) if after_merge => self.params(),
+            SecondHalf::Mlp(_) => Vec::new(),
+        }
+    }
+
+    fn segments<'a>(&self, context: &'a VisionContext) -> Result<&'a Segments> {
+        let (windows, merged) = (context.windows.as_ref(), context.merged.as_ref());
+        let segments = match self.scope {
+            Scope::Frames => Some(&context.frames),
+            Scope::Windows => windows.map(|of| &of.segments),
+            Scope::Squares => merged.map(|of| &of.squares),
+            Scope::MergedFrames => merged.map(|of| &of.frames),
+        };
+        segments.ok_or_else(|| candle_core::Error::msg("the images lack the segments of a block"))
+    }
+}
+
+fn mean_of_four(context: &VisionContext) -> &Option<MeanOfFour> {
+    context.merged.as_ref().map_or(&None, |of| &of.mean)
 }
 
 impl Stage for VisionBlock {
@@ -185,7 +252,11 @@ impl Stage for VisionBlock {
 
     fn params(&self) -> Vec<&Param> {
         let layers = self.heads.params().into_iter().chain(self.proj.params());
-        self.norm1.params().chain(layers).chain(self.mlp.params()).collect()
+        let rest = match &self.rest {
+            SecondHalf::Mlp(mlp) => mlp.params(),
+            SecondHalf::Merger(merger) => merger.params(),
+        };
+        self.norm1.params().chain(layers).chain(rest).collect()
     }
 
     fn forward(
@@ -199,34 +270,47 @@ impl Stage for VisionBlock {
         let rope = context.rope.as_ref();
         let ([q, k, v], norms) = self.heads.forward(&normed, self.num_heads, rope, pass)?; // [R, H, Dh]
         let heads = Qkv { q: &q, k: &k, v: &v };
-        let (o, lse) = self.attention.forward(heads, self.segments(context), self.scores)?; // [R, H, Dh], [H, R]
+        let (o, lse) = self.attention.forward(heads, self.segments(context)?, self.scores)?; // [R, H, Dh], [H, R]
         let (x1, f) = self.proj.forward(&o.reshape(x.shape())?, x, pass)?; // [R, Dv]
         // patches are many: what is cheap is always computed again
-        let (y, mlp) = self.mlp.forward(&x1, &(), Recompute::Cheap, pass)?; // [R, Dv]
+        let cheap = Recompute::Cheap;
+        let (y, rest) = match &self.rest {
+            SecondHalf::Mlp(mlp) => mlp.forward(&x1, &(), cheap, pass)?, // [R, Dv]
+            SecondHalf::Merger(merger) => {
+                merger.forward(&x1, mean_of_four(context), cheap, pass)? // [R / 4, Dv]
+            }
+        };
         let [q_in, q_stats, k_in, k_stats] = norms;
         let saved = Saved::new([x.clone(), stats, q, k, v, o, lse]);
-        Ok((y, saved.with_optional([f, q_in, q_stats, k_in, k_stats]).with_parts([mlp])))
+        Ok((y, saved.with_optional([f, q_in, q_stats, k_in, k_stats]).with_parts([rest])))
     }
 
     fn backward(
         &self,
         mut saved: Saved,
-        dy: Tensor, // [R, Dv]
+        dy: Tensor, // [R, Dv], after an early merger [R / 4, Dv]
         context: &VisionContext,
         _input_grad: InputGrad, // one of eight matmuls: not worth a second path
         pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
         let [x, stats, q, k, v, o, lse] = saved.tensors()?;
         let [f, norms @ ..] = saved.optional::<5>()?;
-        let [mlp] = saved.parts()?;
-        let Some(dx1) = self.mlp.backward(mlp, dy, &(), InputGrad::Needed, pass)? else {
-            bail!("the MLP of a block returned no gradient of its input");
+        let [rest] = saved.parts()?;
+        let needed = InputGrad::Needed;
+        let dx1 = match &self.rest {
+            SecondHalf::Mlp(mlp) => mlp.backward(rest, dy, &(), needed, pass)?,
+            SecondHalf::Merger(merger) => {
+                merger.backward(rest, dy, mean_of_four(context), needed, pass)?
+            }
+        };
+        let Some(dx1) = dx1 else {
+            bail!("the second half of a block returned no gradient of its input");
         }; // [R, Dv], after attention
         let d_f = self.proj.output_grad(f.as_ref(), &dx1, pass)?; // [R, Dv]
         let d_o = self.proj.linear.backward(&o.reshape(x.shape())?, &d_f, pass)?;
         drop((f, d_f));
         let (heads, d_o) = (Qkv { q: &q, k: &k, v: &v }, d_o.reshape(o.shape())?);
-        let segments = self.segments(context);
+        let segments = self.segments(context)?;
         let d_heads = self.attention.backward(heads, &o, &lse, &d_o, segments, self.scores)?;
         let normed = self.norm1.apply(&x, &stats, pass)?;
         let rope = context.rope.as_ref();

@@ -4,6 +4,8 @@ use kernels::Gelu;
 
 /// Base of the rotary frequencies of the vision encoder.
 pub(super) const ROPE_BASE: f64 = 10_000.0;
+/// Patches on a side of the squares of an early merger.
+pub(super) const EARLY_MERGE: usize = 2;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct VisionConfig {
@@ -45,10 +47,15 @@ pub struct VisionParts {
     /// Rows of the table of learned positions: a square number, plus one with a class token. `None`:
     /// rotary positions only.
     pub num_position_embeddings: Option<usize>,
+    pub table_reading: TableReading,
     /// Windows of some blocks; `None`: all blocks attend inside each frame.
     pub windows: Option<VisionWindows>,
+    /// A block that merges patches, so that the blocks after it have fewer rows.
+    pub early_merger: Option<EarlyMerger>,
     /// Blocks after which a deepstack merger reads the features.
     pub deepstack: Vec<usize>,
+    /// The norm between the last block and the merger.
+    pub post_norm: Option<&'static str>,
     pub merger: MergerParts,
 }
 
@@ -101,6 +108,28 @@ pub struct MergerParts {
     pub hidden: MergerHidden,
 }
 
+/// How the patches of a grid read a table of positions that has another size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TableReading {
+    /// Bilinear interpolation of four rows of the table, corners aligned.
+    Bilinear,
+    /// One row: the place of the patch as a share of the grid, rounded down.
+    Nearest,
+}
+
+/// Attention inside squares of four patches, then a merger of each square to one row, with the mean of
+/// the square as the residual.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EarlyMerger {
+    /// The block after which it runs.
+    pub after_block: usize,
+    /// The norm before attention, inside of the merger. The layers of attention have the names of
+    /// those of a block.
+    pub norm: &'static str,
+    /// The norm is after the merge. The activation is a GELU by tanh, whatever that of the blocks is.
+    pub merger: MergerParts,
+}
+
 /// Where a merger has its norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormPlace {
@@ -117,6 +146,8 @@ pub enum MergerHidden {
     Input,
     /// That of the tokens, `D`.
     Output,
+    /// That of the MLPs of four patches, `4 * F`.
+    Mlp,
 }
 
 /// The norms of blocks and mergers.
@@ -167,8 +198,11 @@ impl VisionParts {
         has_temporal_kernel: true,
         has_patch_bias: false,
         num_position_embeddings: None,
+        table_reading: TableReading::Bilinear,
         windows: None,
+        early_merger: None,
         deepstack: Vec::new(),
+        post_norm: None,
         merger: MergerParts {
             name: "model.visual.merger",
             layers: ["ln_q", "mlp.0", "mlp.2"],
@@ -255,8 +289,11 @@ impl VisionConfig {
             ));
         }
         let parts = &self.parts;
+        let has_other_rows = parts.extra_rows() > 0 || parts.early_merger.is_some();
+        let reads_blocks = !parts.deepstack.is_empty() || parts.windows.is_some();
         if parts.names.layer_scales.is_some() && parts.mlp == VisionMlp::SwiGlu
-            || parts.extra_rows() > 0 && !(parts.deepstack.is_empty() && parts.windows.is_none())
+            || has_other_rows && reads_blocks
+            || parts.extra_rows() > 0 && parts.early_merger.is_some()
         {
             return fail("vision encoders with these parts are not implemented".to_owned());
         }
@@ -298,6 +335,18 @@ impl VisionConfig {
         self.spatial_merge_size.pow(2)
     }
 
+    /// Number of rows of the last block that become one token.
+    pub(super) fn rows_per_token(&self) -> usize {
+        let merged = if self.parts.early_merger.is_some() { EARLY_MERGE.pow(2) } else { 1 };
+        self.patches_per_token() / merged
+    }
+
+    /// Patches on a side of the squares that a token consists of: the patches of a square follow each
+    /// other, and so do the squares of a token.
+    pub(super) fn square(&self) -> usize {
+        if self.parts.early_merger.is_some() { EARLY_MERGE } else { self.spatial_merge_size }
+    }
+
     /// Whether the patches of `block` attend inside a window only.
     pub fn has_windows(&self, block: usize) -> bool {
         let windows = self.parts.windows.as_ref();
@@ -310,11 +359,12 @@ impl VisionConfig {
         windows.map_or(0, |windows| (windows.side * self.spatial_merge_size).pow(2))
     }
 
-    /// Width of the hidden rows of the mergers.
-    pub(super) fn merger_width(&self) -> usize {
-        match self.parts.merger.hidden {
-            MergerHidden::Input => self.hidden_size * self.patches_per_token(),
+    /// Width of the hidden rows of a merger.
+    pub(super) fn hidden_of(&self, merger: &MergerParts) -> usize {
+        match merger.hidden {
+            MergerHidden::Input => self.hidden_size * self.rows_per_token(),
             MergerHidden::Output => self.out_hidden_size,
+            MergerHidden::Mlp => self.intermediate_size * EARLY_MERGE.pow(2),
         }
     }
 

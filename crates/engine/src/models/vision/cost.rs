@@ -1,6 +1,6 @@
 //! Operations and memory of the vision encoder.
 
-use super::config::{VisionAttention, VisionConfig, VisionMlp, VisionNorm};
+use super::config::{EARLY_MERGE, VisionAttention, VisionConfig, VisionMlp, VisionNorm};
 use super::encoder::VisionEncoder;
 use crate::cost::{ActivationMemory, PartWork, RowKind};
 use crate::nn::{indexes, matrix_elements};
@@ -12,13 +12,22 @@ impl VisionConfig {
         let num_windowed = (0..self.depth).filter(|k| self.has_windows(*k)).count();
         let num_full = self.depth - num_windowed;
         // Of a patch with all patches of its window, as if no window is cut off at an edge.
-        let in_windows = 2 * num_windowed * self.window_patches() * self.hidden_size;
+        let mut in_windows = 2 * num_windowed * self.window_patches() * self.hidden_size;
+        let mut full = num_full as f64;
+        if let Some(of) = &self.parts.early_merger {
+            let square = EARLY_MERGE.pow(2);
+            in_windows += 2 * square * self.hidden_size;
+            // a quarter of the rows, each of which attends to a quarter
+            let merged = (self.depth - of.after_block - 1) as f64;
+            full -= merged * (1.0 - 1.0 / square.pow(2) as f64);
+        }
+        let merged = matrix_elements(&encoder.merged_params(), &[]) * (1.0 - self.merged_share());
         vec![
             PartWork {
-                weights: matrix_elements(&blocks, &encoder.tables()) + in_windows as f64,
+                weights: matrix_elements(&blocks, &encoder.tables()) - merged + in_windows as f64,
                 params: indexes(&blocks),
                 // twice: full attention, where the decoder's is causal
-                attention: 2.0 * (num_full * self.hidden_size) as f64,
+                attention: 2.0 * full * self.hidden_size as f64,
                 windows: Vec::new(),
                 rows: RowKind::Patches,
             },
@@ -30,6 +39,11 @@ impl VisionConfig {
                 rows: RowKind::VisionTokens,
             },
         ]
+    }
+
+    /// Rows after an early merger, of one row before it.
+    fn merged_share(&self) -> f64 {
+        self.rows_per_token() as f64 / self.patches_per_token() as f64
     }
 
     /// Adds the memory of patches to that of the decoder's activations; `recompute` is `None` if
@@ -61,14 +75,24 @@ impl VisionConfig {
         let rows = 6 + scales + norms;
         let saved = element * (rows * self.hidden_size + wide) as f64
             + 4.0 * (stats + norm_stats + self.num_heads) as f64;
+        let share = self.merged_share();
+        // Blocks that keep this for each patch. An early merger keeps as much as a block.
+        let blocks = match &self.parts.early_merger {
+            Some(of) => {
+                (of.after_block + 2) as f64 + (self.depth - of.after_block - 1) as f64 * share
+            }
+            None => self.depth as f64,
+        };
+        let norm = if self.parts.post_norm.is_some() { share * input } else { 0.0 };
         let tape = match recompute {
             None => 0.0,
             // a merger keeps its hidden rows; patch embed keeps the pixels
             Some(Recompute::Nothing | Recompute::Cheap) => {
-                let hidden = self.merger_width() as f64 / self.patches_per_token() as f64;
-                self.depth as f64 * saved + num_mergers * element * hidden + input
+                let hidden = self.hidden_of(&self.parts.merger) as f64;
+                let hidden = hidden / self.patches_per_token() as f64;
+                blocks * saved + num_mergers * element * hidden + norm + share * input
             }
-            Some(Recompute::Stage) => (self.depth as f64 + 1.0) * input,
+            Some(Recompute::Stage) => (blocks + share) * input + norm,
         };
         let of_token = num_mergers * element * self.out_hidden_size as f64;
         let features = of_token / self.patches_per_token() as f64;

@@ -1,7 +1,7 @@
 //! The vision encoder: its stages, forward and backward.
 //!
 //! ```text
-//! pixels -> patch embed -> block 0 .. block n -> merger -> main features [M, D]
+//! pixels -> patch embed -> block 0 .. block n -> norm, in some -> merger -> main features [M, D]
 //!                             | (at the deepstack indexes)
 //!                             deepstack merger k -> deepstack features k [M, D]
 //! ```
@@ -10,10 +10,10 @@ use super::blocks::{PatchEmbed, VisionBlock};
 use super::config::{MergerParts, NormPlace, VisionConfig};
 use super::input::VisionInput;
 use super::merger::Merger;
-use crate::nn::{ParamMap, WeightError};
+use crate::nn::{Norm, ParamMap, WeightError};
 use crate::tape::{InputGrad, Param, Pass, Recompute, SavedStage, Stage};
 use candle_core::{Result, Tensor};
-use kernels::AttentionBackend;
+use kernels::{AttentionBackend, Gelu};
 use std::sync::Arc;
 
 /// Name of deepstack merger `k`.
@@ -23,7 +23,8 @@ pub(super) fn deepstack_merger(k: usize) -> String {
 
 pub(in crate::models) struct VisionEncoder {
     patch_embed: PatchEmbed,
-    blocks: Vec<VisionBlock>,
+    blocks: Vec<VisionBlock>, // an early merger is one of them
+    post_norm: Option<Norm>,
     merger: Merger,
     deepstack: Vec<(usize, Merger)>, // the block whose output it reads
 }
@@ -33,6 +34,7 @@ pub(in crate::models) struct VisionTape {
     patch_embed: SavedStage,
     blocks: Vec<SavedStage>,
     deepstack: Vec<SavedStage>,
+    post_norm: Option<SavedStage>,
     merger: SavedStage,
 }
 
@@ -48,18 +50,26 @@ impl VisionEncoder {
         vision: &VisionConfig,
         attention: &Arc<dyn AttentionBackend>,
     ) -> std::result::Result<Self, WeightError> {
-        let n = vision.patches_per_token();
-        let blocks =
-            (0..vision.depth).map(|block| VisionBlock::new(map, vision, block, attention.clone()));
-        let deepstack = vision.parts.deepstack.iter().enumerate().map(|(k, at)| {
+        let (parts, n) = (&vision.parts, vision.rows_per_token());
+        let merger = |name: &str, parts: &MergerParts| Merger::new(map, name, parts, Gelu::Erf, n);
+        let mut blocks = Vec::with_capacity(vision.depth + 1);
+        for block in 0..vision.depth {
+            blocks.push(VisionBlock::new(map, vision, block, attention.clone())?);
+            if let Some(of) = parts.early_merger.as_ref().filter(|of| of.after_block == block) {
+                blocks.push(VisionBlock::early_merger(map, vision, of, attention.clone())?);
+            }
+        }
+        let deepstack = parts.deepstack.iter().enumerate().map(|(k, at)| {
             let place = NormPlace::AfterMerge;
-            let parts = MergerParts { place, ..vision.parts.merger.clone() };
-            Ok((*at, Merger::new(map, &deepstack_merger(k), &parts, n)?))
+            let parts = MergerParts { place, ..parts.merger.clone() };
+            Ok((*at, merger(&deepstack_merger(k), &parts)?))
         });
+        let post_norm = parts.post_norm.map(|name| parts.norm.build(map, name, parts.eps));
         Ok(Self {
-            patch_embed: PatchEmbed::new(map, &vision.parts)?,
-            blocks: blocks.collect::<std::result::Result<_, _>>()?,
-            merger: Merger::new(map, vision.parts.merger.name, &vision.parts.merger, n)?,
+            patch_embed: PatchEmbed::new(map, parts)?,
+            blocks,
+            post_norm: post_norm.transpose()?,
+            merger: merger(parts.merger.name, &parts.merger)?,
             deepstack: deepstack.collect::<std::result::Result<_, _>>()?,
         })
     }
@@ -68,10 +78,19 @@ impl VisionEncoder {
         self.deepstack.len()
     }
 
-    /// Parameters of patch embedding and blocks.
+    /// Parameters of patch embedding and blocks, and of the norm after them.
     pub(in crate::models) fn block_params(&self) -> Vec<&Param> {
         let blocks = self.blocks.iter().flat_map(Stage::params);
-        self.patch_embed.params().into_iter().chain(blocks).collect()
+        let norm = self.post_norm.iter().flat_map(Norm::params);
+        self.patch_embed.params().into_iter().chain(blocks).chain(norm).collect()
+    }
+
+    /// Those of [`Self::block_params`] that multiply the rows that an early merger has made.
+    pub(super) fn merged_params(&self) -> Vec<&Param> {
+        let is_merger = |block: &VisionBlock| !block.merged_params(false).is_empty();
+        let early = self.blocks.iter().position(is_merger).unwrap_or(self.blocks.len());
+        let blocks = self.blocks.iter().enumerate();
+        blocks.flat_map(|(k, block)| block.merged_params(k > early)).collect()
     }
 
     /// The learned rows, which nothing multiplies.
@@ -87,6 +106,7 @@ impl VisionEncoder {
     /// Parameters of each stage, in the order of backward.
     pub(in crate::models) fn stages(&self) -> Vec<Vec<&Param>> {
         let mut stages = vec![self.merger.params()];
+        stages.extend(self.post_norm.as_ref().map(Stage::params));
         for (i, block) in self.blocks.iter().enumerate().rev() {
             stages.extend(self.deepstack_merger(i).map(Stage::params));
             stages.push(block.params());
@@ -99,6 +119,7 @@ impl VisionEncoder {
     pub(in crate::models) fn is_trained(&self, pass: &Pass<'_>) -> bool {
         self.patch_embed.is_trained(pass)
             || self.blocks.iter().any(|block| block.is_trained(pass))
+            || self.post_norm.iter().any(|norm| norm.is_trained(pass))
             || self.merger.is_trained(pass)
             || self.deepstack.iter().any(|(_, merger)| merger.is_trained(pass))
     }
@@ -124,14 +145,19 @@ impl VisionEncoder {
             h = y;
             if let Some(merger) = self.deepstack_merger(i) {
                 let (feature, saved) =
-                    SavedStage::forward(merger, h.clone(), &(), recompute, pass)?; // [M, D]
+                    SavedStage::forward(merger, h.clone(), &None, recompute, pass)?; // [M, D]
                 features.push(feature);
                 mergers.push(saved);
             }
         }
+        let mut post_norm = None;
+        if let Some(norm) = &self.post_norm {
+            let (y, saved) = SavedStage::forward(norm, h, &(), recompute, pass)?; // [R, Dv]
+            (h, post_norm) = (y, Some(saved));
+        }
         let h = input.of_patches(h)?; // [P, Dv]
-        let (main, merger) = SavedStage::forward(&self.merger, h, &(), recompute, pass)?; // [M, D]
-        let tape = VisionTape { patch_embed, blocks, deepstack: mergers, merger };
+        let (main, merger) = SavedStage::forward(&self.merger, h, &None, recompute, pass)?; // [M, D]
+        let tape = VisionTape { patch_embed, blocks, deepstack: mergers, post_norm, merger };
         Ok((Features { main: input.ordered(main)?, deepstack: features }, tape))
     }
 
@@ -148,11 +174,14 @@ impl VisionEncoder {
         for (i, block) in self.blocks.iter().enumerate() {
             h = block.forward(&h, context, recompute, pass)?.0;
             if let Some(merger) = self.deepstack_merger(i) {
-                deepstack.push(merger.forward(&h, &(), recompute, pass)?.0);
+                deepstack.push(merger.forward(&h, &None, recompute, pass)?.0);
             }
         }
+        if let Some(norm) = &self.post_norm {
+            h = norm.forward(&h, &(), recompute, pass)?.0;
+        }
         let h = input.of_patches(h)?; // [P, Dv]
-        let main = input.ordered(self.merger.forward(&h, &(), recompute, pass)?.0)?;
+        let main = input.ordered(self.merger.forward(&h, &None, recompute, pass)?.0)?;
         Ok(Features { main, deepstack })
     }
 
@@ -166,24 +195,32 @@ impl VisionEncoder {
         input: &VisionInput,
         pass: &Pass<'_>,
     ) -> Result<()> {
-        // Whether the output of the patch embedding, and then of each block, needs a gradient.
+        // Whether the output of the patch embedding, of each block, and of the norm needs a gradient.
         let mut trained = self.patch_embed.is_trained(pass);
         let mut below = vec![InputGrad::needed_if(trained)];
         for block in &self.blocks {
             trained = trained || block.is_trained(pass);
             below.push(InputGrad::needed_if(trained));
         }
-        let last = self.blocks.len();
+        let last = below[self.blocks.len()];
+        trained = trained || self.post_norm.iter().any(|norm| norm.is_trained(pass));
         let d_main = input.windowed(d_main)?;
-        let dh = tape.merger.backward(&self.merger, d_main, &(), below[last], pass)?;
+        let needed = InputGrad::needed_if(trained);
+        let dh = tape.merger.backward(&self.merger, d_main, &None, needed, pass)?;
         let mut dh = dh.map(|dh| input.of_rows(dh)).transpose()?; // [R, Dv]
+        if let (Some(norm), Some(saved)) = (&self.post_norm, tape.post_norm) {
+            dh = match dh {
+                Some(dy) => saved.backward(norm, dy, &(), last, pass)?,
+                None => pass.grads.finished(&Stage::params(norm)).map(|()| None)?,
+            };
+        }
         let mut mergers = tape.deepstack.into_iter().rev().zip(d_deepstack);
         for (i, saved) in tape.blocks.into_iter().enumerate().rev() {
             if let Some(merger) = self.deepstack_merger(i) {
                 let Some((saved, d_feature)) = mergers.next() else {
                     candle_core::bail!("a deepstack feature has no gradient");
                 };
-                let d_block = saved.backward(merger, d_feature, &(), below[i + 1], pass)?;
+                let d_block = saved.backward(merger, d_feature, &None, below[i + 1], pass)?;
                 if let (Some(dh), Some(d_block)) = (&dh, &d_block) {
                     kernels::add_in_place(dh, d_block)?;
                 }

@@ -1,6 +1,7 @@
 //! The copy of the images of a micro-batch to the device.
 
-use super::config::{VisionAttention, VisionConfig};
+use super::config::{EARLY_MERGE, VisionAttention, VisionConfig};
+use super::merger::MeanOfFour;
 use super::positions;
 use super::windows::Windows;
 use batch::{CuSeqlens, Patches, VarlenBatch};
@@ -11,16 +12,24 @@ use std::ops::Range;
 /// Inputs of the vision blocks without a gradient.
 pub(super) struct VisionContext {
     pub(super) rope: Option<RopeTable>, // None: no rotary positions
-    pub(super) positions: Option<TablePositions>, // None: the encoder has no position table
+    pub(super) positions: Option<TableRows>, // None: the encoder has no position table
     pub(super) class_tokens: Option<ClassTokens>, // None: the rows of the blocks are the patches
     pub(super) frames: Segments,
     pub(super) windows: Option<WindowContext>, // None: all blocks attend inside frames
+    pub(super) merged: Option<MergedContext>,  // None: all blocks have the same rows
 }
 
-/// The rows of the position table that surround each patch.
-pub(super) struct TablePositions {
+/// Rows of a table that are read and added up, and their weights.
+pub(super) struct TableRows {
     pub(super) index: Tensor,  // [R, 4]
     pub(super) weight: Tensor, // [R, 4]
+}
+
+/// What an early merger and the blocks after it read.
+pub(super) struct MergedContext {
+    pub(super) squares: Segments, // of the rows before the merge
+    pub(super) frames: Segments,  // of the rows after it
+    pub(super) mean: Option<MeanOfFour>,
 }
 
 /// Rows of class tokens and of patches among the rows of the blocks.
@@ -117,6 +126,10 @@ impl VisionInput {
         if own.own.len() != batch.vision_rows.len() || own.own.end > merged {
             bail!("{merged} visual features for {} vision tokens", batch.vision_rows.len());
         }
+        let merge = vision.spatial_merge_size as u32;
+        if let Some([_, h, w]) = grids.iter().find(|[_, h, w]| h % merge != 0 || w % merge != 0) {
+            bail!("a frame has {h} x {w} patches, expected multiples of {merge}");
+        }
         let windows = vision.parts.windows.as_ref();
         let windows = windows.map(|of| Windows::new(&grids, vision.spatial_merge_size, of.side));
         let mut pixels = Vec::with_capacity(num_patches * vision.patch_values());
@@ -145,34 +158,68 @@ impl VisionInput {
         });
         let context = VisionContext {
             rope: rope.transpose()?,
-            positions: TablePositions::upload(vision, &grids, num_rows, device)?,
+            positions: table_positions(vision, &grids, num_rows, device)?,
             class_tokens: (class_token > 0)
                 .then(|| ClassTokens::upload(&lengths, num_rows, device))
                 .transpose()?,
             windows: windows.map(|of| WindowContext::upload(of, &all, device)).transpose()?,
-            frames: Segments::new(CuSeqlens::from_lengths(&lengths).map_err(Error::wrap)?, all)?,
+            merged: (vision.parts.early_merger.is_some())
+                .then(|| MergedContext::upload(&lengths, &all, device))
+                .transpose()?,
+            frames: segments(&lengths, &all)?,
         };
         let rows = kernels::upload(batch.vision_rows, own.own.len(), device)?; // [M]
         Ok(Self { pixel_values, context, rows, own })
     }
 }
 
-impl TablePositions {
-    fn upload(
-        vision: &VisionConfig,
-        grids: &[[u32; 3]],
-        num_rows: usize,
-        device: &Device,
-    ) -> Result<Option<Self>> {
-        let Some(num_position_embeddings) = vision.parts.num_position_embeddings else {
-            return Ok(None);
-        };
-        let (index, weight) =
-            positions::interpolated_positions(vision, num_position_embeddings, grids);
-        Ok(Some(Self {
+fn table_positions(
+    vision: &VisionConfig,
+    grids: &[[u32; 3]],
+    num_rows: usize,
+    device: &Device,
+) -> Result<Option<TableRows>> {
+    let Some(num_position_embeddings) = vision.parts.num_position_embeddings else {
+        return Ok(None);
+    };
+    let (index, weight) = positions::interpolated_positions(vision, num_position_embeddings, grids);
+    TableRows::upload(index, weight, num_rows, device).map(Some)
+}
+
+/// Segments of these lengths in one pack of rows.
+fn segments(lengths: &[u32], all: &CuSeqlens) -> Result<Segments> {
+    Segments::new(CuSeqlens::from_lengths(lengths).map_err(Error::wrap)?, all.clone())
+}
+
+impl TableRows {
+    fn upload(index: Vec<u32>, weight: Vec<f32>, num_rows: usize, device: &Device) -> Result<Self> {
+        Ok(Self {
             index: kernels::upload(index, (num_rows, 4), device)?,
             weight: kernels::upload(weight, (num_rows, 4), device)?,
-        }))
+        })
+    }
+}
+
+impl MergedContext {
+    /// `frames` are the rows of each frame before the merge.
+    fn upload(frames: &[u32], all: &CuSeqlens, device: &Device) -> Result<Self> {
+        let square = EARLY_MERGE.pow(2) as u32;
+        let frames: Vec<u32> = frames.iter().map(|rows| rows / square).collect();
+        let merged = frames.iter().sum::<u32>();
+        let squares = vec![square; merged as usize];
+        let after = CuSeqlens::from_lengths(&[merged]).map_err(Error::wrap)?;
+        let num_rows = merged as usize * EARLY_MERGE.pow(2);
+        let (rows, quarters) = ((0..num_rows as u32).collect(), vec![0.25; num_rows]);
+        let spread = (0..merged).flat_map(|row| [row; 16]).collect(); // four rows of four
+        let first = [0.25, 0.0, 0.0, 0.0].repeat(num_rows);
+        Ok(Self {
+            squares: segments(&squares, all)?,
+            frames: segments(&frames, &after)?,
+            mean: Some(MeanOfFour {
+                rows: TableRows::upload(rows, quarters, merged as usize, device)?,
+                spread: TableRows::upload(spread, first, num_rows, device)?,
+            }),
+        })
     }
 }
 
@@ -196,10 +243,9 @@ impl ClassTokens {
 
 impl WindowContext {
     fn upload(windows: Windows, all: &CuSeqlens, device: &Device) -> Result<Self> {
-        let lengths = CuSeqlens::from_lengths(&windows.lengths).map_err(Error::wrap)?;
         let merged = windows.order.len();
         Ok(Self {
-            segments: Segments::new(lengths, all.clone())?,
+            segments: segments(&windows.lengths, all)?,
             ordered: kernels::upload(windows.places(), merged, device)?,
             windowed: kernels::upload(windows.order, merged, device)?,
         })

@@ -1,21 +1,31 @@
-//! Spatial merge: four neighbouring patches become one token of the language model.
+//! Spatial merge: neighbouring rows become one token of the language model, or one row of the later
+//! blocks.
 //!
 //! The norm is before the merge or after it.
 
 use super::config::{MergerParts, NormPlace};
 use super::gelu_mlp::backward_of_gelu;
+use super::input::TableRows;
 use crate::nn::{Linear, Norm, ParamMap, WeightError};
 use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor};
 use kernels::Gelu;
 
-/// Norm, spatial merge, two-layer MLP with an exact GELU.
+/// The mean of each four rows that follow each other.
+pub(super) struct MeanOfFour {
+    pub(super) rows: TableRows,   // [M, 4] the four rows
+    pub(super) spread: TableRows, // [4 * M, 4] for each row, its mean
+}
+
+/// Norm, spatial merge, two-layer MLP with a GELU. In the middle of the blocks, the mean of the merged
+/// rows is added.
 pub(super) struct Merger {
     norm: Norm,
     place: NormPlace,
     fc1: Linear,
     fc2: Linear,
-    patches_per_token: usize,
+    act: Gelu,
+    merged: usize, // number of rows that become one
 }
 
 impl Merger {
@@ -23,7 +33,8 @@ impl Merger {
         params: &ParamMap<'_>,
         name: &str,
         parts: &MergerParts,
-        patches_per_token: usize,
+        act: Gelu,
+        merged: usize,
     ) -> std::result::Result<Self, WeightError> {
         let [norm, fc1, fc2] = parts.layers.map(|part| format!("{name}.{part}"));
         Ok(Self {
@@ -31,19 +42,20 @@ impl Merger {
             place: parts.place,
             fc1: Linear::with_bias(params, &fc1)?,
             fc2: Linear::with_bias(params, &fc2)?,
-            patches_per_token,
+            act,
+            merged,
         })
     }
 
     fn merged(&self, x: &Tensor) -> Result<Tensor> {
-        let n = self.patches_per_token;
-        let (patches, width) = x.dims2()?;
-        x.reshape((patches / n, n * width)) // [M, 4 * Dv], the same memory
+        let (rows, width) = x.dims2()?;
+        x.reshape((rows / self.merged, self.merged * width)) // [M, 4 * Dv], the same memory
     }
 }
 
 impl Stage for Merger {
-    type Context = ();
+    /// The mean is added if there is one.
+    type Context = Option<MeanOfFour>;
 
     fn params(&self) -> Vec<&Param> {
         self.norm.params().chain(self.fc1.params()).chain(self.fc2.params()).collect()
@@ -52,13 +64,14 @@ impl Stage for Merger {
     fn forward(
         &self,
         x: &Tensor, // [P, Dv]
-        (): &(),
+        mean: &Option<MeanOfFour>,
         _recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
+        let rows = x;
         let x = match self.place {
-            NormPlace::BeforeMerge => x.clone(),
-            NormPlace::AfterMerge => self.merged(x)?,
+            NormPlace::BeforeMerge => rows.clone(),
+            NormPlace::AfterMerge => self.merged(rows)?,
         };
         let (normed, stats) = self.norm.normed(&x, pass)?;
         let normed = match self.place {
@@ -66,7 +79,10 @@ impl Stage for Merger {
             NormPlace::AfterMerge => normed,
         };
         let hidden = self.fc1.forward(&normed, pass)?; // [M, 4 * Dv] or [M, D]
-        let y = self.fc2.forward(&kernels::gelu(&hidden, Gelu::Erf)?, pass)?; // [M, D]
+        let mut y = self.fc2.forward(&kernels::gelu(&hidden, self.act)?, pass)?; // [M, D]
+        if let Some(MeanOfFour { rows: of, .. }) = mean {
+            y = kernels::interpolate_rows_add(rows, &of.index, &of.weight, &y)?;
+        }
         Ok((y, Saved::new([x, stats, hidden])))
     }
 
@@ -74,12 +90,12 @@ impl Stage for Merger {
         &self,
         mut saved: Saved,
         dy: Tensor, // [M, D]
-        (): &(),
+        mean: &Option<MeanOfFour>,
         input_grad: InputGrad,
         pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
         let [x, stats, hidden] = saved.tensors()?;
-        let d_hidden = backward_of_gelu(hidden, &dy, Gelu::Erf, &self.fc2, pass)?; // as `hidden`
+        let d_hidden = backward_of_gelu(hidden, &dy, self.act, &self.fc2, pass)?; // as `hidden`
         let normed = self.norm.apply(&x, &stats, pass)?;
         let merged = match self.place {
             NormPlace::BeforeMerge => self.merged(&normed)?,
@@ -87,13 +103,16 @@ impl Stage for Merger {
         };
         let d_merged = self.fc1.backward(&merged, &d_hidden, pass)?; // [M, 4 * Dv]
         let d_normed = d_merged.reshape(x.shape())?;
-        let dx = self.norm.backward_add(&x, &stats, &d_normed, None, pass)?;
+        let residual = mean.as_ref().map(|MeanOfFour { spread: of, .. }| {
+            kernels::interpolate_rows(&dy, &of.index, &of.weight)?.reshape(x.shape()) // a quarter of `dy`
+        });
+        let residual = residual.transpose()?;
+        let dx = self.norm.backward_add(&x, &stats, &d_normed, residual.as_ref(), pass)?;
         match input_grad {
             InputGrad::Skip => Ok(None),
             InputGrad::Needed => {
-                let n = self.patches_per_token;
                 let (tokens, width) = d_merged.dims2()?;
-                dx.reshape((tokens * n, width / n)).map(Some) // [P, Dv]
+                dx.reshape((tokens * self.merged, width / self.merged)).map(Some) // [P, Dv]
             }
         }
     }

@@ -18,8 +18,8 @@ mod positions;
 mod windows;
 
 pub use config::{
-    MergerHidden, MergerParts, NormPlace, VisionAttention, VisionConfig, VisionMlp, VisionNames,
-    VisionNorm, VisionParts, VisionWindows,
+    EarlyMerger, MergerHidden, MergerParts, NormPlace, TableReading, VisionAttention, VisionConfig,
+    VisionMlp, VisionNames, VisionNorm, VisionParts, VisionWindows,
 };
 pub(super) use config::{expect_rope, gelu};
 pub(super) use encoder::{Features, VisionEncoder, VisionTape};

@@ -1,6 +1,6 @@
 //! Components, and the list of parameters with their published names.
 
-use super::config::{NormPlace, VisionAttention, VisionConfig, VisionMlp, VisionNorm};
+use super::config::{MergerParts, NormPlace, VisionAttention, VisionConfig, VisionMlp, VisionNorm};
 use super::encoder::deepstack_merger;
 use crate::nn::{Component, Init, Inputs, ParamSpec, Stored};
 
@@ -16,10 +16,19 @@ pub(in crate::models) fn param_specs(v: &VisionConfig) -> Vec<ParamSpec> {
     for block in 0..v.depth {
         specs.block(block);
     }
+    if let Some(of) = &v.parts.early_merger {
+        specs.attention(of.merger.name);
+        specs.norm(VISION, &format!("{}.{}", of.merger.name, of.norm), v.parts.norm, v.hidden_size);
+        specs.merger(VISION, of.merger.name, &of.merger, v.hidden_size);
+    }
+    if let Some(name) = v.parts.post_norm {
+        specs.norm(VISION, name, v.parts.norm, v.hidden_size);
+    }
     let merger = &v.parts.merger;
-    specs.merger(merger.name, merger.place);
+    specs.merger(MERGER, merger.name, merger, v.out_hidden_size);
     for k in 0..v.parts.deepstack.len() {
-        specs.merger(&deepstack_merger(k), NormPlace::AfterMerge);
+        let merger = MergerParts { place: NormPlace::AfterMerge, ..merger.clone() };
+        specs.merger(MERGER, &deepstack_merger(k), &merger, v.out_hidden_size);
     }
     specs.specs
 }
@@ -88,18 +97,7 @@ impl Specs<'_> {
         let (v, parts, names) = (self.v, &self.v.parts, &self.v.parts.names);
         let name = |part: &str| format!("{}.{block}.{part}", names.blocks);
         let (width, inner) = (v.hidden_size, v.intermediate_size);
-        let attention = |layer: &str| name(&format!("{}.{layer}", names.attention));
-        match parts.attention {
-            VisionAttention::Rotary => {
-                self.linear(VISION, &attention("qkv"), [3 * width, width], true);
-            }
-            VisionAttention::Separate { has_bias, .. } => {
-                for layer in ["q_proj", "k_proj", "v_proj"] {
-                    self.linear(VISION, &attention(layer), [width, width], has_bias);
-                }
-            }
-        }
-        self.linear(VISION, &name(names.attention_output), [width, width], true);
+        self.attention(&format!("{}.{block}", names.blocks));
         let (into, out) = match parts.mlp {
             VisionMlp::Gelu { layers: [fc1, fc2], .. } => (&[fc1][..], fc2),
             VisionMlp::SwiGlu => (&["gate_proj", "up_proj"][..], "down_proj"),
@@ -110,7 +108,8 @@ impl Specs<'_> {
         self.linear(VISION, &name(&format!("mlp.{out}")), [width, inner], true);
         if let VisionAttention::Separate { has_norms: true, .. } = parts.attention {
             for part in ["q_norm", "k_norm"] {
-                self.norm(VISION, &attention(part), VisionNorm::Rms, width);
+                let part = name(&format!("{}.{part}", names.attention));
+                self.norm(VISION, &part, VisionNorm::Rms, width);
             }
         }
         for part in names.norms {
@@ -121,17 +120,36 @@ impl Specs<'_> {
         }
     }
 
-    fn merger(&mut self, name: &str, place: NormPlace) {
-        let (v, merger) = (self.v, &self.v.parts.merger);
-        let merged = v.hidden_size * v.patches_per_token();
-        let width = match place {
+    /// The linear layers of the attention of a block.
+    fn attention(&mut self, block: &str) {
+        let (v, names, width) = (self.v, &self.v.parts.names, self.v.hidden_size);
+        let name = |layer: &str| format!("{block}.{}.{layer}", names.attention);
+        match v.parts.attention {
+            VisionAttention::Rotary => {
+                self.linear(VISION, &name("qkv"), [3 * width, width], true);
+            }
+            VisionAttention::Separate { has_bias, .. } => {
+                for layer in ["q_proj", "k_proj", "v_proj"] {
+                    self.linear(VISION, &name(layer), [width, width], has_bias);
+                }
+            }
+        }
+        let output = format!("{block}.{}", names.attention_output);
+        self.linear(VISION, &output, [width, width], true);
+    }
+
+    /// A merger to rows of `out` values.
+    fn merger(&mut self, of: Component, name: &str, merger: &MergerParts, out: usize) {
+        let v = self.v;
+        let merged = v.hidden_size * v.rows_per_token();
+        let width = match merger.place {
             NormPlace::BeforeMerge => v.hidden_size,
             NormPlace::AfterMerge => merged,
         };
         let [norm, fc1, fc2] = merger.layers.map(|layer| format!("{name}.{layer}"));
-        self.norm(MERGER, &norm, merger.norm, width);
-        let hidden = v.merger_width();
-        self.linear(MERGER, &fc1, [hidden, merged], true);
-        self.linear(MERGER, &fc2, [v.out_hidden_size, hidden], true);
+        self.norm(of, &norm, merger.norm, width);
+        let hidden = v.hidden_of(merger);
+        self.linear(of, &fc1, [hidden, merged], true);
+        self.linear(of, &fc2, [out, hidden], true);
     }
 }
