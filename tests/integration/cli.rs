@@ -100,7 +100,7 @@ fn init_writes_published_shapes_without_weights() {
         ("qwen2.5-vl-7b", 28, 3584),
         ("qwen2.5-vl-72b", 80, 8192),
         ("qwen2-vl-7b", 28, 3584),
-        ("internvl3.5-14b", 40, 5120),
+        ("internvl3.5-38b", 64, 5120),
         ("minicpm-v-4.6", 24, 1024),
     ] {
         place.trainer(&["init", "--preset", preset, "--out", preset]).ends_with(0);

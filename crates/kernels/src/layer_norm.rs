@@ -58,7 +58,7 @@ pub fn layer_norm(x: &Tensor, w: &Tensor, b: &Tensor, eps: f64) -> Result<(Tenso
     expect_shape(op, "b", b, &[d])?;
     if on_gpu(x) {
         let (y, stats) = (empty((n, d), dtype, x)?, empty((n, 2), DType::F32, x)?);
-        let geometry = Geometry::new(op, Pass::Forward, n, d, &[x, w, b, &y])?;
+        let geometry = Geometry::of_any_width(Pass::Forward, n, d, &[x, w, b, &y])?;
         let launch = geometry.launch(op, dtype);
         launch!(op, launch; x, w, b, y, stats, n, d, geometry.warps(), eps as f32)?;
         return Ok((y, stats));
@@ -85,7 +85,7 @@ pub fn layer_norm_apply(x: &Tensor, stats: &Tensor, w: &Tensor, b: &Tensor) -> R
     expect_f32(op, "stats", stats, &[n, 2])?;
     if on_gpu(x) {
         let y = empty((n, d), dtype, x)?;
-        let geometry = Geometry::new(op, Pass::Forward, n, d, &[x, w, b, &y])?;
+        let geometry = Geometry::of_any_width(Pass::Forward, n, d, &[x, w, b, &y])?;
         let launch = geometry.launch("layer_norm_apply", dtype);
         launch!(op, launch; x, stats, w, b, y, n, d, geometry.warps())?;
         return Ok(y);
@@ -134,7 +134,7 @@ pub fn layer_norm_backward(
         let dx = empty((n, d), dtype, x)?;
         let mut rows = vec![x, w, dy, &dx];
         rows.extend(residual);
-        let geometry = Geometry::new(op, Pass::Backward { resident: 768 }, n, d, &rows)?;
+        let geometry = Geometry::of_any_width(Pass::Backward { resident: 768 }, n, d, &rows)?;
         let shares = |sums| ColumnShares::new(sums, geometry.shares(), d);
         let (dw, db) = (shares(dw)?, shares(db)?);
         let (launch, warps) = (geometry.launch(op, dtype), geometry.warps());
@@ -181,7 +181,10 @@ mod tests {
 
     #[test]
     fn the_norm_and_its_gradients_match_the_reference() {
-        for (n, d) in [(1, 5), (1, 64), (31, 63), (32, 65), (33, 128), (70, 200)] {
+        // the last two are wider than the registers of a block hold
+        let sizes =
+            [(1, 5), (1, 64), (31, 63), (32, 65), (33, 128), (70, 200), (3, 8194), (140, 12800)];
+        for (n, d) in sizes {
             let inputs = [random(1, &[n, d]), random(2, &[d]), random(3, &[d])];
             check(&format!("layer_norm {n} {d}"), &inputs, plain, |t, dy| {
                 let (y, stats) = layer_norm(&t[0], &t[1], &t[2], 1e-6)?;

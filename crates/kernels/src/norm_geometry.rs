@@ -29,14 +29,25 @@ pub(super) enum Pass {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Geometry {
     chunks: bool,
+    is_wide: bool,
     warps: usize,
     groups: usize,
     blocks: usize,
 }
 
 impl Geometry {
-    /// Fails if a row is too long for one block. `rows` lists the operands whose rows are accessed.
+    /// Fails if a row is too long for the registers of one block. `rows` lists the operands whose rows
+    /// are accessed.
     pub(super) fn new(op: &str, pass: Pass, n: usize, d: usize, rows: &[&Tensor]) -> Result<Self> {
+        let geometry = Self::of_any_width(pass, n, d, rows)?;
+        if geometry.is_wide {
+            bail!("{op}: a block does not have the registers for rows of {d} columns");
+        }
+        Ok(geometry)
+    }
+
+    /// For ops with kernels for rows of any length, whose names end in `_wide`.
+    pub(super) fn of_any_width(pass: Pass, n: usize, d: usize, rows: &[&Tensor]) -> Result<Self> {
         let chunks = vectors(d, rows)?;
         let columns = COLUMNS[usize::from(pass != Pass::Forward)];
         let max_threads = match pass {
@@ -44,10 +55,9 @@ impl Geometry {
             _ => MAX_THREADS,
         };
         if d > columns * max_threads {
-            bail!(
-                "{op}: rows have {d} columns, but a block supports at most {}",
-                columns * max_threads
-            );
+            let most = if pass == Pass::Forward { n } else { MULTIPROCESSORS };
+            let warps = MAX_THREADS / WARP;
+            return Ok(Self { chunks, is_wide: true, warps, groups: 1, blocks: n.min(most) });
         }
         let warps = d.div_ceil(columns * WARP).max(1);
         let groups = (8 / warps).max(1);
@@ -56,7 +66,8 @@ impl Geometry {
             Pass::Forward => n,
             Pass::Backward { resident } => MULTIPROCESSORS * (resident / threads).max(1),
         };
-        Ok(Self { chunks, warps, groups, blocks: n.div_ceil(groups).min(most) })
+        let blocks = n.div_ceil(groups).min(most);
+        Ok(Self { chunks, is_wide: false, warps, groups, blocks })
     }
 
     /// Number of partial column sums, one per group of warps.
@@ -66,8 +77,9 @@ impl Geometry {
 
     /// Returns the launch of the kernel, without arguments.
     pub(super) fn launch(self, kernel: &str, dtype: DType) -> Launch {
-        let kernel = if self.chunks { kernel.to_owned() } else { format!("{kernel}_single") };
-        Launch::new(&kernel, dtype)
+        let wide = if self.is_wide { "_wide" } else { "" };
+        let single = if self.chunks { "" } else { "_single" };
+        Launch::new(&format!("{kernel}{wide}{single}"), dtype)
             .grid(self.blocks)
             .threads((self.groups * self.warps * WARP) as u32)
     }

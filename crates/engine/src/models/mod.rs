@@ -64,9 +64,8 @@ pub struct Preset {
 
 macro_rules! presets {
     ($($name:literal: $title:literal),+ $(,)?) => {
-        /// Shapes of published models. The vision encoders of Qwen3.5 0.8B and 4B were not confirmed
-        /// with the published files. InternVL3.5 38B is missing: its merger has a norm of 12,800 columns,
-        /// more than a block of the CUDA kernels supports.
+        /// Shapes of published models. The vision encoders of Qwen3.5 0.8B and 4B, the larger one of
+        /// InternVL3.5 38B, and the file of MiniCPM-V were not confirmed with the published files.
         pub const PRESETS: &[Preset] = &[$(Preset {
             name: $name,
             title: $title,
@@ -98,6 +97,7 @@ presets! {
     "internvl3.5-4b": "InternVL3.5 4B",
     "internvl3.5-8b": "InternVL3.5 8B",
     "internvl3.5-14b": "InternVL3.5 14B",
+    "internvl3.5-38b": "InternVL3.5 38B",
     "internvl3.5-30b-a3b": "InternVL3.5 30B-A3B, a mixture of experts",
     "minicpm-v-4.6": "MiniCPM-V 4.6",
 }
