@@ -21,12 +21,13 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from adapters import curve
 from make_variants import check_drawn, check_loads, drawn_tensors, save, write_json
 from qwen2_vl import losses, write_results
-from reference_lib import GOLDEN
+from reference_lib import GOLDEN, IGNORE, Encoder, forward, load_model, media, read_jsonl
 
 NAME, SEED = "small-minicpm", 53
 FOLDER, QWEN35 = GOLDEN / "models" / NAME, GOLDEN / "models" / "small-qwen35"
@@ -37,8 +38,9 @@ TOKENS = {  # the attributes of the tokenizer that the processor reads
     "image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>",
 }
 FIRST = 2043  # id of `<image>`; the others follow
-# The position table has 10 x 10 rows, which most images have to shrink or to stretch. As in the published file, 8 does
-# not divide the vocabulary, and there are no weights of the additional layer that `mtp_num_hidden_layers` mentions.
+# The position table has 10 x 10 rows, which most images have to shrink or to stretch. `layer_norm_eps` is not that of
+# the merger, which is fixed. As in the published file, 8 does not divide the vocabulary, and there are no weights of
+# the additional layer that `mtp_num_hidden_layers` mentions.
 CONFIG = {
     "architectures": ["MiniCPMV4_6ForConditionalGeneration"], "downsample_mode": "16x",
     "drop_vision_last_layer": False, "eos_token_id": 2017, "image_size": 1120, "image_token_id": 2029,
@@ -58,7 +60,7 @@ CONFIG = {
     "tie_word_embeddings": True, "video_token_id": 2030,
     "vision_config": {
         "attention_dropout": 0.0, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 32, "image_size": 140,
-        "insert_layer_id": 1, "intermediate_size": 56, "layer_norm_eps": 1e-06, "model_type": "minicpmv4_6_vision",
+        "insert_layer_id": 1, "intermediate_size": 56, "layer_norm_eps": 1e-04, "model_type": "minicpmv4_6_vision",
         "num_attention_heads": 2, "num_channels": 3, "num_hidden_layers": 4, "patch_size": 14,
         "window_kernel_size": [2, 2],
     },
@@ -77,6 +79,11 @@ GENERATION = {
     "bos_token_id": 2018, "do_sample": True, "eos_token_id": [2017, 2019], "repetition_penalty": 1.0,
     "temperature": 0.7, "top_k": 0, "top_p": 1.0,
 }
+# Complete gradients of these are stored.
+GRADIENTS = ["model.vision_tower.embeddings.position_embedding.weight"] + [
+    f"model.{name}"
+    for part in ("vision_tower.vit_merger", "merger.mlp.0") for name in (f"{part}.pre_norm.weight", f"{part}.linear_1.bias")
+] + ["model.vision_tower.vit_merger.layer_norm1.weight", "model.vision_tower.post_layernorm.weight"]
 # Replaces the beginning and the end of small-qwen35's template, which writes the turns.
 TEMPLATE_BEGIN = """\
 {#- Hand-written stand-in for the chat template of MiniCPM-V 4.6: same rendered text, not the same source. -#}
@@ -141,9 +148,11 @@ def write_settings(folder, mode):
 
 
 def adjust(model):
-    """Changes the weights of the decoder to those of a model whose states matter and whose sums stay moderate."""
+    """Makes the states of the decoder and the eps of the merger matter, and keeps the decoder's sums moderate."""
     generator = torch.Generator().manual_seed(SEED + 1)
     with torch.no_grad():
+        for tensor in model.model.vision_tower.post_layernorm.parameters():
+            tensor.mul_(0.05)
         for module in model.modules():
             if type(module).__name__ == "Qwen3_5RMSNorm":  # adds 1 to its weight
                 module.weight.sub_(1)
@@ -173,13 +182,32 @@ def make_folder():
     check_loads(FOLDER)
 
 
-def write_4x():
-    """minicpm_4x.json."""
+def features(folder, mode):
+    """Features of single rows, and gradients of the first step of the curve of `image_exact`, as `mode/..`."""
+    encoder, model = Encoder(folder, GOLDEN / "data"), load_model(folder)
+    samples = [encoder(row) for row in read_jsonl(GOLDEN / "data" / "image_exact.jsonl")[:8]]
+    num_targets = sum(label != IGNORE for sample in samples for label in sample["labels"][1:])
+    found = {}
+    for sample in samples:
+        given = media(encoder.config, None, sample["pixel_values"], torch.tensor(sample["grid"]))
+        with torch.no_grad():
+            found[f"{mode}/features/{sample['id']}"] = torch.cat(model.get_image_features(**given).pooler_output)
+        ((loss, _),) = forward(model, encoder.config, [sample])
+        (loss / num_targets).backward()
+    gradients = {name: model.get_parameter(name).grad for name in GRADIENTS}
+    return found | {f"{mode}/gradients/{n}": gradient for n, gradient in gradients.items() if gradient is not None}
+
+
+def write_more():
+    """minicpm_4x.json and minicpm.safetensors."""
+    tensors = features(FOLDER, "16x")
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder) / NAME
         shutil.copytree(FOLDER, folder)
         write_settings(folder, "4x")
+        tensors |= features(folder, "4x")
         golden = {"losses": losses(folder, "image_exact"), "curve": curve("image_exact", ["--steps", "8"], folder)}
+    save_file(tensors, GOLDEN / "minicpm.safetensors", metadata={"format": "pt"})
     for key in ("grad_norms_step1", "param_norms_final"):
         golden["curve"][key] = {n: norm for n, norm in golden["curve"][key].items() if ".vit_merger." not in n}
     print("4x", golden["curve"]["loss"][0], golden["curve"]["loss"][-1])
@@ -197,7 +225,7 @@ def main():
         return
     make_folder()
     write_results(NAME, DATA)
-    write_4x()
+    write_more()
 
 
 if __name__ == "__main__":
