@@ -103,6 +103,16 @@ def draw(model, seed):
                 weight.copy_(noise / math.sqrt(weight.shape[-1]))
 
 
+def couple(layer):
+    """Makes the keys of a layer of linear attention similar to its queries. With independent ones, outputs of nearly no
+    length are normalised, and rounding errors grow."""
+    qkv, taps, width = layer.in_proj_qkv.weight, layer.conv1d.weight, layer.key_dim
+    qkv[width : 2 * width] = 0.95 * qkv[:width] + 0.31 * qkv[width : 2 * width]
+    qkv[2 * width :] *= 3
+    taps.mul_(0.4)
+    taps[..., -1].add_(1.0)
+
+
 def drawn_tensors(folder, seed, adjust=None):
     """Returns the tensors that transformers saves for the folder's config, drawn with `seed` and adjusted."""
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)

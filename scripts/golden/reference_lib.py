@@ -296,9 +296,10 @@ def patches(tiles, config):
 def frame_patches(pixels, sizes, config):
     """MiniCPM-V's pixels [1, C, patch, all patches * patch] as patches [all patches, C * patch^2].
 
-    `sizes` has [rows of patches, columns of patches] of each frame: a whole picture or a slice. Frame by frame, blocks
-    of 4 x 4 patches row by row, the four blocks of 2 x 2 patches of a block row by row, the patches of those row by
-    row, and the values of a patch as [channel, row, column]. With `downsample_mode` 4x, blocks of 2 x 2 patches.
+    `sizes` has [rows of patches, columns of patches] of each frame: a whole picture or a slice.
+    Frame by frame, blocks of 4 x 4 patches row by row, the four blocks of 2 x 2 patches of a block
+    row by row, the patches of those row by row, and the values of a patch as [channel, row,
+    column]. With `downsample_mode` 4x, blocks of 2 x 2 patches as in the other models.
     """
     _, channels, patch, _ = pixels.shape
     halvings = 1 if config["downsample_mode"] == "4x" else 2
