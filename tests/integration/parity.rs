@@ -8,10 +8,11 @@ use crate::harness::{device, is_long};
 use candle_core::Device;
 use serde_json::Value;
 use std::fs;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tempfile::TempDir;
-use trainer::batch::{EncodedSample, Pack, PaddingSide, VarlenBatch};
+use trainer::batch::{EncodedSample, Pack, PaddingSide, Patches, VarlenBatch};
 use trainer::data::{DatasetConfig, DatasetRows, Encoder, RowReader, SampleIndex, collate};
 use trainer::optim::{Kind, Master, OptimConfig, Optimizer};
 use trainer::run::{NewVocabulary, OpenAdapter, OpenModel, trainable};
@@ -59,11 +60,19 @@ impl Variant {
         let lay_out = |samples: &[EncodedSample]| {
             let rows = samples.chunks(self.samples_a_row);
             let packs = rows.map(|row| Pack { samples: row.to_vec() }).collect();
-            let batch = collate(packs, 2017, self.side, 2.try_into().unwrap()).unwrap();
+            let batch = collate(packs, 2017, self.side, merge_size(samples)).unwrap();
             if self.use_rmpad { batch.unpad().unwrap() } else { batch.keep_padding().unwrap() }
         };
         samples.chunks(per_micro_batch).map(lay_out).collect()
     }
+}
+
+/// Patches on a side of a token of the images.
+fn merge_size(samples: &[EncodedSample]) -> NonZeroU32 {
+    let patches = samples.iter().flat_map(|sample| &sample.media).map(Patches::num_patches);
+    let tokens = samples.iter().map(|sample| sample.vision_rows.len());
+    let per_token = patches.sum::<usize>().checked_div(tokens.sum()).unwrap_or(1);
+    NonZeroU32::new(per_token.isqrt() as u32).unwrap()
 }
 
 fn rows(data: &str) -> DatasetRows {

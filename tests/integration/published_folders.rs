@@ -51,7 +51,7 @@ pub(super) fn place(model: &str) -> Place {
 }
 
 /// Changes the golden model of a place to a folder of this layout.
-fn apply(place: &Place, layout: &Value) {
+pub(super) fn apply(place: &Place, layout: &Value) {
     for (name, changes) in layout.as_object().unwrap() {
         let file = format!("model/{name}");
         if Path::new(name).extension().is_none() {
