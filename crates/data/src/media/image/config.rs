@@ -8,9 +8,11 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use settings::section;
 
+use super::ImageCut;
 use super::header::MAX_PIXELS;
+use super::slices::Slices;
 use super::tiles::Tiles;
-use crate::media::{ImageForm, MediaFamily, TileSizes};
+use crate::media::{ImageForm, MediaFamily, SliceSizes, TileSizes};
 use crate::model_folder::{ModelFolderError, read_json_if_there};
 use batch::{AreaLimits, ImageLimits};
 
@@ -37,6 +39,11 @@ struct PreprocessorFile {
     merge_size: Option<u32>,
     min_patches: Option<u32>,
     max_patches: Option<u32>,
+    max_slice_nums: Option<u32>,
+    scale_resolution: Option<u32>,
+    slice_mode: Option<bool>,
+    downsample_mode: Option<String>,
+    use_image_id: Option<bool>,
     image_mean: Option<[f32; 3]>,
     image_std: Option<[f32; 3]>,
     rescale_factor: Option<f64>,
@@ -64,6 +71,9 @@ pub(crate) struct Size {
 pub(crate) const RESCALE_FACTORS: std::ops::RangeInclusive<f64> = 1e-5..=1.0;
 /// Values of `min_patches` and `max_patches` if the folder has none, as in transformers.
 const TILES: [u32; 2] = [1, 12];
+/// Values of `max_slice_nums`, `scale_resolution` and `patch_size` of a model with slices if the
+/// folder has none, as in transformers.
+const SLICES: [u32; 3] = [9, 448, 14];
 const MEAN: &str = "three numbers, one per channel, each from 0 to 255 * `rescale_factor`";
 const STD: &str = "three numbers, one per channel, each above 0 and at most 255 * `rescale_factor`";
 
@@ -72,10 +82,10 @@ pub(super) struct ImageSettings {
     pub(super) patch_size: u32,
     pub(super) temporal_patch_size: u32,
     pub(super) merge_size: u32,
+    pub(super) inner_size: u32,
     pub(super) min_pixels: u64,
     pub(super) max_pixels: u64,
-    /// `None`: an image is one grid.
-    pub(super) tiles: Option<Tiles>,
+    pub(super) cut: ImageCut,
     pub(super) mean: [f32; 3],
     pub(super) std: [f32; 3],
     /// Largest pixel value, `1 / rescale_factor`.
@@ -124,7 +134,9 @@ impl ImageSettings {
             Some(value) if value.iter().all(|v| (low..=white).contains(v)) => Ok(value),
             other => Err(bad(key, other.map(|v| format!("{v:?}")), expected)),
         };
-        let Sizes { patch_size, temporal_patch_size, merge_size, tiles, pixels } = sizes;
+        let Sizes { patch_size, temporal_patch_size, merge_size, inner_size, cut, pixels } = sizes;
+        // Folders of such a model need not have them, as in transformers.
+        let half = matches!(cut, ImageCut::Slices(_)).then_some([0.5; 3]);
         let [min_pixels, max_pixels] = pixels;
         let token_pixels = u64::from(patch_size * merge_size).pow(2); // of one visual token
         let max_pixels = config
@@ -138,11 +150,12 @@ impl ImageSettings {
             patch_size,
             temporal_patch_size,
             merge_size,
+            inner_size,
             min_pixels,
             max_pixels,
-            tiles,
-            mean: triple("image_mean", image_mean, 0.0, MEAN)?,
-            std: triple("image_std", image_std, white / 1000.0, STD)?,
+            cut,
+            mean: triple("image_mean", image_mean.or(half), 0.0, MEAN)?,
+            std: triple("image_std", image_std.or(half), white / 1000.0, STD)?,
             scale: (1.0 / rescale) as f32,
         })
     }
@@ -153,13 +166,25 @@ fn bad(path: &Path, key: &'static str, found: Option<String>, expected: &str) ->
     ModelFolderError::value(path, key, found, expected)
 }
 
-/// Sizes of patches and tiles, and the limits on the pixels of an image: those of the config, else
-/// those of the folder.
+/// A whole number of the file at `path` that has a size.
+fn count(path: &Path, key: &'static str, value: Option<u32>) -> Result<u32, ModelFolderError> {
+    match value {
+        Some(value @ 1..=1024) => Ok(value),
+        other => {
+            let found = other.map(|n| n.to_string());
+            Err(bad(path, key, found, "a whole number from 1 to 1024"))
+        }
+    }
+}
+
+/// Sizes of patches and of what an image is cut into, and the limits on the pixels of an image: those
+/// of the config, else those of the folder.
 struct Sizes {
     patch_size: u32,
     temporal_patch_size: u32,
     merge_size: u32,
-    tiles: Option<Tiles>,
+    inner_size: u32,
+    cut: ImageCut,
     pixels: [u64; 2],
 }
 
@@ -171,13 +196,7 @@ impl Sizes {
         form: ImageForm,
         config: &ImageConfig,
     ) -> Result<Self, ModelFolderError> {
-        let count = |key, value: Option<u32>| match value {
-            Some(value @ 1..=1024) => Ok(value),
-            other => {
-                let found = other.map(|n| n.to_string());
-                Err(bad(path, key, found, "a whole number from 1 to 1024"))
-            }
-        };
+        let count = |key, value| count(path, key, value);
         let Size { shortest_edge, longest_edge, height, width } = file.size.unwrap_or_default();
         match form {
             ImageForm::OneGrid => {
@@ -186,11 +205,13 @@ impl Sizes {
                 let max_pixels = config.max_pixels.or(file.max_pixels).or(longest_edge);
                 let min = min_pixels.ok_or_else(|| bad(path, "size.shortest_edge", None, areas))?;
                 let max = max_pixels.ok_or_else(|| bad(path, "size.longest_edge", None, areas))?;
+                let merge_size = count("merge_size", file.merge_size)?;
                 Ok(Self {
                     patch_size: count("patch_size", file.patch_size)?,
                     temporal_patch_size: count("temporal_patch_size", file.temporal_patch_size)?,
-                    merge_size: count("merge_size", file.merge_size)?,
-                    tiles: None,
+                    merge_size,
+                    inner_size: merge_size,
+                    cut: ImageCut::OneGrid,
                     pixels: [min, max],
                 })
             }
@@ -217,11 +238,51 @@ impl Sizes {
                     patch_size: patch,
                     temporal_patch_size: 1,
                     merge_size: merge,
-                    tiles: Some(Tiles { side, min, max }),
+                    inner_size: merge,
+                    cut: ImageCut::Tiles(Tiles { side, min, max }),
                     pixels,
                 })
             }
+            ImageForm::Slices(sizes) => Self::of_slices(path, file, sizes, config),
         }
+    }
+
+    /// The sizes of a model with slices, which must be those of `config.json`.
+    fn of_slices(
+        path: &Path,
+        file: &PreprocessorFile,
+        sizes: SliceSizes,
+        config: &ImageConfig,
+    ) -> Result<Self, ModelFolderError> {
+        let SliceSizes { patch, merge, inner, mode } = sizes;
+        let [max, side, default_patch] = SLICES;
+        let found = file.patch_size.unwrap_or(default_patch);
+        if found != patch {
+            let expected = format!("{patch}, the `vision_config.patch_size` in config.json");
+            return Err(bad(path, "patch_size", Some(found.to_string()), &expected));
+        }
+        let found = file.downsample_mode.as_deref().unwrap_or(SliceSizes::DEFAULT_MODE);
+        if found != mode {
+            let expected = format!("`{mode}`, the `downsample_mode` in config.json");
+            return Err(bad(path, "downsample_mode", Some(found.to_owned()), &expected));
+        }
+        if let Some(found) = config.min_pixels {
+            let (key, found) = ("min_pixels", found.to_string());
+            let expected = "`null`: the model scales every image to a fixed area";
+            return Err(ModelFolderError::ImageSetting { key, found, expected });
+        }
+        let max = count(path, "max_slice_nums", Some(file.max_slice_nums.unwrap_or(max)))?;
+        let side = count(path, "scale_resolution", Some(file.scale_resolution.unwrap_or(side)))?;
+        let max = if file.slice_mode == Some(false) { 1 } else { max };
+        let is_numbered = file.use_image_id.unwrap_or(true);
+        Ok(Self {
+            patch_size: patch,
+            temporal_patch_size: 1,
+            merge_size: merge,
+            inner_size: inner,
+            cut: ImageCut::Slices(Slices { side, patch, merge, max, is_numbered }),
+            pixels: [1, config.max_pixels.unwrap_or(u64::MAX)],
+        })
     }
 }
 
@@ -282,6 +343,11 @@ pub(crate) fn over(limits: AreaLimits, config: [u64; 2]) -> [u64; 2] {
 /// Maximum ratio of the longer to the shorter side, as in the transformers processor.
 const MAX_ASPECT_RATIO: u64 = 200;
 
+/// Whether the aspect ratio is above 200.
+pub(super) fn is_elongated([height, width]: [u32; 2]) -> bool {
+    u64::from(height.max(width)) > MAX_ASPECT_RATIO * u64::from(height.min(width))
+}
+
 /// Returns the target `[height, width]` in pixels of an image of `height` x `width` pixels.
 ///
 /// Both are multiples of `factor` (`patch_size * merge_size`). The area is in
@@ -301,7 +367,7 @@ pub fn smart_resize(
     max_pixels: u64,
 ) -> Option<[u32; 2]> {
     assert!(height > 0 && width > 0 && factor > 0, "sides and factor must be at least 1");
-    if u64::from(height.max(width)) > MAX_ASPECT_RATIO * u64::from(height.min(width)) {
+    if is_elongated([height, width]) {
         return None;
     }
     let sides = [f64::from(height), f64::from(width)];
@@ -395,9 +461,10 @@ mod tests {
             patch_size: 16,
             temporal_patch_size: 2,
             merge_size: 2,
+            inner_size: 2,
             min_pixels: 65536,
             max_pixels: 16777216,
-            tiles: None,
+            cut: ImageCut::OneGrid,
             mean: [0.5; 3],
             std: [0.5; 3],
             scale: 255.0,
@@ -500,7 +567,7 @@ mod tests {
         let found = tile_settings(&[], &[], &none).unwrap();
         let sizes = [found.patch_size, found.temporal_patch_size, found.merge_size];
         assert_eq!(sizes, [14, 1, 2]);
-        assert_eq!(found.tiles, Some(Tiles { side: 448, min: 1, max: 12 }));
+        assert_eq!(found.cut, ImageCut::Tiles(Tiles { side: 448, min: 1, max: 12 }));
         assert_eq!([found.min_pixels, found.max_pixels], [1, u64::MAX]);
         let numbers =
             [("/vision_config/image_size", json!(448)), ("/vision_config/patch_size", json!(14))];
