@@ -42,7 +42,7 @@ impl Encoder {
     pub fn measure(&self, sample: &Sample) -> Result<Measured<'static>, SampleError> {
         let id = &sample.id;
         let (text, supervision) = self.render_targets(sample).at(id)?;
-        let headers = self.media.headers(&sample.media, &self.text.media).at(id)?;
+        let headers = self.media.headers(&sample.media).at(id)?;
         let merge = self.media.images.merge_size();
         let (mut sizes, mut video_patches) = (Vec::new(), 0);
         let grids = |headers| match headers {
@@ -123,7 +123,7 @@ impl Encoder {
     ) -> Result<Vec<DroppedTokens>, SampleError> {
         let id = &sample.id;
         let (text, supervision) = self.render_targets(sample).at(id)?;
-        let grids = self.media.grids(&sample.media, &self.text.media).at(id)?;
+        let grids = self.media.grids(&sample.media).at(id)?;
         let tokens = self.tokenise(&text, supervision, &grids).at(id)?;
         let token_counts = TokenCounts::of(&tokens.labels, &tokens.spans);
         let kept = kept_text(&token_counts, Some(cut)).at(id)?;

@@ -83,12 +83,8 @@ pub(super) enum MediumHeader {
 impl MediaReader {
     /// Reads the headers; images have their original sizes. A row whose media would take the time
     /// of many others to decode is an error.
-    pub(super) fn headers(
-        &self,
-        media: &[Medium],
-        tokens: &MediaTokens,
-    ) -> Result<Vec<MediumHeader>, SampleFault> {
-        let read = each(media, tokens, |medium| {
+    pub(super) fn headers(&self, media: &[Medium]) -> Result<Vec<MediumHeader>, SampleFault> {
+        let read = each(media, |medium| {
             Ok(match medium {
                 Medium::Image(image) => {
                     let (size, pixels) = self.images.size(image)?;
@@ -110,12 +106,8 @@ impl MediaReader {
     }
 
     /// Reads the headers and computes the grids.
-    pub(super) fn grids(
-        &self,
-        media: &[Medium],
-        tokens: &MediaTokens,
-    ) -> Result<Vec<MediumGrid>, SampleFault> {
-        let headers = self.headers(media, tokens)?.into_iter();
+    pub(super) fn grids(&self, media: &[Medium]) -> Result<Vec<MediumGrid>, SampleFault> {
+        let headers = self.headers(media)?.into_iter();
         let grids = headers.map(|header| match header {
             MediumHeader::Image(size) => {
                 let grid = self.images.grid_of_size(size);
@@ -130,9 +122,8 @@ impl MediaReader {
     pub(super) fn load(
         &self,
         media: &[Medium],
-        tokens: &MediaTokens,
     ) -> Result<(Vec<MediumGrid>, Vec<Patches>), SampleFault> {
-        let loaded = each(media, tokens, |medium| {
+        let loaded = each(media, |medium| {
             Ok(match medium {
                 Medium::Image(image) => {
                     let (grid, patches) = self.images.load(image)?;
@@ -287,7 +278,6 @@ impl From<VideoError> for Cause {
 
 fn each<T>(
     media: &[Medium],
-    tokens: &MediaTokens,
     read: impl Fn(&Medium) -> Result<T, Cause>,
 ) -> Result<Vec<T>, SampleFault> {
     let (mut images, mut videos) = (0, 0);
@@ -298,11 +288,7 @@ fn each<T>(
         };
         *index += 1;
         let index = *index;
-        let result = match medium {
-            Medium::Video(_) if tokens.video.is_none() => Err(VideoError::NoToken.into()),
-            _ => read(medium),
-        };
-        result.map_err(|cause| match cause {
+        read(medium).map_err(|cause| match cause {
             Cause::Image(cause) => SampleFault::Image { index, cause },
             Cause::Video(cause) => SampleFault::Video { index, cause },
         })

@@ -26,7 +26,7 @@ use sha2::{Digest, Sha256};
 
 use crate::media::Positions;
 use crate::media::image::{ImageConfig, ImageProcessor};
-use crate::media::video::{VideoConfig, VideoProcessor};
+use crate::media::video::{VideoConfig, VideoError, VideoProcessor};
 use crate::model_folder::ModelFolderError;
 use crate::row::Length;
 use crate::source::{AtRow, SampleError, SampleFault};
@@ -158,12 +158,12 @@ impl Encoder {
     ) -> Result<EncodedSample, E> {
         let id = &sample.id;
         let (text, supervision) = self.render_targets(sample).at(id)?;
-        let grids = self.media.grids(&sample.media, &self.text.media).at(id)?;
+        let grids = self.media.grids(&sample.media).at(id)?;
         let tokens = self.tokenise(&text, supervision, &grids);
         let tokens = tokens.and_then(|tokens| tokens.cut(cut)).at(id)?;
         let patches = grids.iter().map(MediumGrid::num_patches).sum();
         accept(self.length_of(tokens.input_ids.len(), patches))?;
-        let (loaded, patches) = self.media.load(&sample.media, &self.text.media).at(id)?;
+        let (loaded, patches) = self.media.load(&sample.media).at(id)?;
         if loaded != grids {
             return Err(SampleFault::MediaChanged.at(id).into());
         }
@@ -190,8 +190,8 @@ impl Encoder {
         self.check_bytes(&text)?;
         let media = &sample.media[..kinds(&sample.messages[..turn]).len()];
         self.check_placeholders(&text, media)?;
-        self.media.headers(media, &self.text.media)?; // counts the pixels
-        let (grids, media) = self.media.load(media, &self.text.media)?;
+        self.media.headers(media)?; // counts the pixels
+        let (grids, media) = self.media.load(media)?;
         let tokens = self.tokenise(&text, Supervision::default(), &grids)?;
         Ok((self.with_media(&sample.id, tokens, &grids, media), answer))
     }
@@ -302,6 +302,10 @@ impl Encoder {
         if self.text.media.image.is_none() && !sample.media.is_empty() {
             let num_media = sample.media.len();
             return Err(SampleFault::TextOnlyModel { num_media });
+        }
+        let is_video = |medium: &Medium| medium.kind() == MediumKind::Video;
+        if self.text.media.video.is_none() && sample.media.iter().any(is_video) {
+            return Err(SampleFault::Video { index: 1, cause: VideoError::NoToken });
         }
         for (turn, message) in sample.messages.iter().enumerate() {
             let mut tokens = self.reserved();
@@ -464,5 +468,7 @@ impl Encoder {
     }
 }
 
+#[cfg(test)]
+mod slice_tests;
 #[cfg(test)]
 mod tests;

@@ -73,7 +73,7 @@ impl Encoder {
             return vec![[f64::from(SIDE); 2]];
         }
         // A row whose media cannot be read is reported elsewhere.
-        let grids = self.media.grids(&sample.media, &self.text.media);
+        let grids = self.media.grids(&sample.media);
         let grids = grids.unwrap_or_default();
         if grids.is_empty() {
             return vec![[f64::INFINITY; 2]];

@@ -29,13 +29,14 @@ pub(crate) const NUMBER_MARKS: [&str; 2] = ["<image_id>", "</image_id>"];
 pub(crate) const SLICE_MARKS: [&str; 2] = ["<slice>", "</slice>"];
 /// Special tokens around the visual tokens of the whole image.
 const WHOLE_MARKS: [&str; 2] = ["<image>", "</image>"];
-const RESERVED: [&str; 6] = [
+const RESERVED: [&str; 7] = [
     NUMBER_MARKS[0],
     NUMBER_MARKS[1],
     SLICE_MARKS[0],
     SLICE_MARKS[1],
     WHOLE_MARKS[0],
     WHOLE_MARKS[1],
+    "<|video_pad|>",
 ];
 
 /// How an image becomes patches.

@@ -20,7 +20,7 @@ pub(super) struct Slices {
     pub(super) patch: u32,
     /// Side of a merge block in patches.
     pub(super) merge: u32,
-    /// Maximum number of slices; an image never has a single one.
+    /// Maximum number of slices; with 1, images have none.
     pub(super) max: u32,
     /// Whether the text has the number of each image in front of it.
     pub(super) is_numbered: bool,
@@ -112,5 +112,78 @@ impl Slices {
         let height = (f64::from(self.side) / aspect_ratio.sqrt()).trunc();
         let width = (height * aspect_ratio).trunc(); // of the height without its fraction
         [height, width].map(|side| to_multiple(side, self.patch * self.merge) as u32)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::super::resize::tests::{by_definition, noise};
+    use super::*;
+
+    const PUBLISHED: Slices = Slices { side: 448, patch: 14, merge: 4, max: 9, is_numbered: true };
+
+    /// Number of pixels of the whole image and its slices.
+    fn area(target: &Target) -> u64 {
+        let slices = target.slices.map_or([0; 3], SliceGrid::grid);
+        let patches = slices.map(u64::from).iter().product::<u64>();
+        let [height, width] = target.whole.map(u64::from);
+        height * width + patches * 14 * 14
+    }
+
+    #[test]
+    fn all_sizes_of_the_reference_table_agree() {
+        let table: Value =
+            serde_json::from_str(include_str!("../../../../../tests/golden/slices.json")).unwrap();
+        let rows = table["slices"].as_array().unwrap();
+        assert!(rows.len() > 500);
+        for row in rows {
+            let [height, width, side, max] = [0, 1, 2, 3].map(|i| row[i].as_u64().unwrap() as u32);
+            let merge = if row[4] == "4x" { 2 } else { 4 };
+            let slices = Slices { side, merge, max, ..PUBLISHED };
+            let Target { whole, slices } = slices.target([height, width], u64::MAX);
+            let slices = slices.map_or([0; 4], |SliceGrid { rows, columns, patches: [h, w] }| {
+                [rows, columns, h * 14, w * 14]
+            });
+            let found = [slices[0], slices[1], whole[0], whole[1], slices[2], slices[3]];
+            let expected: [u32; 6] = std::array::from_fn(|i| row[5 + i].as_u64().unwrap() as u32);
+            assert_eq!(found, expected, "{row}");
+        }
+    }
+
+    #[test]
+    fn an_image_has_the_most_slices_with_which_it_has_at_most_this_many_pixels() {
+        for size in [[300, 400], [448, 449], [700, 900], [1000, 2000], [3000, 400], [8000, 8000]] {
+            let of_max = |max| Slices { max, ..PUBLISHED }.target(size, u64::MAX);
+            for max_pixels in (0..14).map(|count| 14 * 14 * 1000 * count + 1).chain([u64::MAX]) {
+                let found = PUBLISHED.target(size, max_pixels);
+                let fits = |target: &Target| area(target) <= max_pixels;
+                let expected = (1..=9).rev().map(of_max).find(fits).unwrap_or_else(|| of_max(1));
+                assert_eq!((found.whole, found.slices), (expected.whole, expected.slices));
+            }
+        }
+        assert_eq!(PUBLISHED.target([8000, 8000], u64::MAX).slices.unwrap().grid()[0], 9);
+        assert_eq!(PUBLISHED.target([8000, 8000], 1).slices, None);
+    }
+
+    #[test]
+    fn slices_are_cut_from_the_scaled_image_row_by_row() {
+        let shape = PatchShape { patch: 2, temporal: 1, merge: 4, inner: 2 };
+        let normalise = Normalise::new([0.5; 3], [0.5; 3], 255.0);
+        let slices = SliceGrid { rows: 2, columns: 3, patches: [4, 8] };
+        let image = noise([31, 50], 7);
+        let whole = by_definition(&image, [16, 48]);
+        let slice = |at: usize| {
+            let value = |i: usize| {
+                let (y, x) = (at / 3 * 8 + i / 48, at % 3 * 16 + i % 48 / 3);
+                whole.data[(y * 48 + x) * 3 + i % 3]
+            };
+            Rgb { height: 8, width: 16, data: (0..8 * 16 * 3).map(value).collect() }
+        };
+        let expected: Vec<Rgb> = (0..6).map(slice).collect();
+        let expected = patchify(&expected, shape, &normalise);
+        assert!(slices.pixel_values(image, shape, &normalise) == expected);
+        assert_eq!(slices.grid(), [6, 4, 8]);
     }
 }
