@@ -5,7 +5,7 @@
 
 The prompts are the first rows of three data files without their last answer. `model.generate` answers them in float32
 with small-tied, with sharded-bf16, whose weights are bf16, with small-qwen35,
-small-qwen25vl, small-qwen2vl and small-internvl. For each answer: the row, the new ids without the end
+small-qwen25vl, small-qwen2vl, small-internvl and small-minicpm. For each answer: the row, the new ids without the end
 token, their text. `margin` is the smallest difference of the two highest logits of all steps of a model: answers of
 another correct program can differ only where it is not much larger than rounding errors.
 """
@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 from reference_lib import GOLDEN, Encoder, media, normalise, read_jsonl
 
 OUT = GOLDEN / "answers.json"
-MODELS = ("small-tied", "sharded-bf16", "small-qwen35", "small-qwen25vl", "small-qwen2vl", "small-internvl")
+MODELS = ("small-tied", "sharded-bf16", "small-qwen35", "small-qwen25vl", "small-qwen2vl", "small-internvl", "small-minicpm")
 PROMPTS = (("text.jsonl", 25), ("image_exact.jsonl", 20), ("digits_test.jsonl", 5))
 NEW_TOKENS = 16
 
@@ -28,9 +28,8 @@ def prompt(encoder, row):
     """Input ids, pixels and grids of a row without its last answer."""
     last = max(k for k, message in enumerate(row["messages"]) if message["role"] == "assistant")
     messages, sources = normalise({**row, "messages": row["messages"][:last]})
-    pixels, grid = encoder.pixels(sources) if sources else (None, [])
-    counts = [t * h * w // encoder.merge for t, h, w in grid]
-    text = encoder.expand(encoder.render(messages, row.get("tools"), prompt=True), counts)
+    pixels, grid, texts = encoder.pixels(sources) if sources else (None, [], [])
+    text = encoder.expand(encoder.render(messages, row.get("tools"), prompt=True), texts)
     return encoder.tokenizer(text, add_special_tokens=False)["input_ids"], pixels, grid
 
 

@@ -7,6 +7,8 @@ The rows have one to three turns, sometimes a system turn, and up to three image
 resized. Compares ids, labels, positions, grids and every pixel, and fails (exit code 1) at the first difference.
 
 An image of InternVL has the grid [tiles, rows of patches, columns of patches], and its tiles are compared as patches.
+An image of MiniCPM-V has the grid [1, rows, columns] of the whole picture and, if there are slices, a second one with
+their number.
 """
 
 import argparse
@@ -22,7 +24,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoProcessor
 
-from reference_lib import Encoder, is_internvl, load_model, normalise, patches, positions
+from reference_lib import (
+    Encoder, frame_patches, is_internvl, is_minicpm, load_model, normalise, patches, positions,
+)
 
 WORDS = "What is the colour of this? It shows 3 boxes, näıve 日本 text.\nA second line , 12:30 !".split(" ")
 
@@ -37,6 +41,11 @@ def image(draw, path, smallest):
 
 def expected_pixels(encoder, theirs, reference):
     """Patches and grids of a row by its processor."""
+    if is_minicpm(encoder.config):
+        sizes = theirs["target_sizes"].tolist()
+        grid = torch.tensor(reference["grid"])
+        assert sizes == [[h, w] for frames, h, w in grid.tolist() for _ in range(frames)]
+        return frame_patches(theirs["pixel_values"], sizes, encoder.config), grid
     if not is_internvl(encoder.config):
         return theirs["pixel_values"], theirs["image_grid_thw"]
     return patches(theirs["pixel_values"], encoder.config), torch.tensor(reference["grid"])

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 import qwen3_text
-from make_variants import COPIES, SMALL, write_json
+from make_variants import COPIES, SMALL, couple, write_json
 from optimizers import groups as parameter_groups
 from ref_trainer import add_adapter, file_name
 from reference_lib import GOLDEN, IGNORE, Encoder, forward, read_jsonl
@@ -140,14 +140,9 @@ def draw(model, seed):
             else:  # the patch convolution has five dimensions, and experts [E, out, in] three
                 fan_in = weight[0].numel() if weight.ndim == 5 else weight.shape[-1]
                 weight.copy_(noise / math.sqrt(fan_in))
-        # With independent queries and keys, outputs of nearly no length are normalised, and rounding errors grow.
         for module in model.modules():
             if hasattr(module, "in_proj_qkv"):
-                qkv, taps, width = module.in_proj_qkv.weight, module.conv1d.weight, module.key_dim
-                qkv[width : 2 * width] = 0.95 * qkv[:width] + 0.31 * qkv[width : 2 * width]
-                qkv[2 * width :] *= 3
-                taps.mul_(0.4)
-                taps[..., -1].add_(1.0)
+                couple(module)
 
 
 def drawn(name):

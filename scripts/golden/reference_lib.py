@@ -104,6 +104,10 @@ class Encoder:
             self.merge = round(1 / self.config["downsample_ratio"]) ** 2
             self.images = partial(processor.image_processor, **processor.images_kwargs)
             return
+        if is_minicpm(self.config):
+            self.processor = AutoProcessor.from_pretrained(model_dir)
+            self.images = self.processor.image_processor
+            return
         path = Path(model_dir) / "preprocessor_config.json"
         if not path.exists():  # a text-only model
             self.merge = self.images = None
@@ -122,22 +126,23 @@ class Encoder:
             messages, tools=tools, tokenize=False, add_generation_prompt=prompt, enable_thinking=False
         )
 
-    def expand(self, text, counts):
-        """Repeats the n-th image placeholder `counts[n]` times."""
-        left = iter(counts)
+    def expand(self, text, texts):
+        """Replaces the n-th image placeholder by `texts[n]`."""
+        left = iter(texts)
 
-        def repeat(_):
+        def replace(_):
             try:
-                return self.around[0] + self.pad * next(left) + self.around[1]
+                return next(left)
             except StopIteration:
                 raise SampleError(f"an {self.pad} in the text has no image") from None
 
-        return re.sub(re.escape(self.pad), repeat, text)
+        return re.sub(re.escape(self.pad), replace, text)
 
     def pixels(self, sources):
-        """Returns `pixel_values` [P, C*t*p*p] and the grids [[t, h, w], ..] of all images of a row.
+        """Returns `pixel_values` [P, C*t*p*p], the grids [[t, h, w], ..] and the texts of all images of a row.
 
-        InternVL has `pixel_values` [tiles, C, side, side], and `t` counts the tiles of an image.
+        InternVL has `pixel_values` [tiles, C, side, side], and `t` counts the tiles of an image. MiniCPM-V has
+        [P * p, C, p], and an image has one grid for the whole picture and, if it has slices, one for them.
         """
         arrays = []
         for source in sources:
@@ -150,18 +155,33 @@ class Encoder:
             out = self.images(tensors, input_data_format="channels_first", return_tensors="pt")
         except ValueError as error:
             raise SampleError(str(error)) from error
+        if is_minicpm(self.config):
+            return out["pixel_values"][0].permute(2, 0, 1), *self.slices(out)
         if "num_patches" in out:
             vision = self.config["vision_config"]
             height, width = (side // patch for side, patch in zip(vision["image_size"], vision["patch_size"]))
-            return out["pixel_values"], [[tiles, height, width] for tiles in out["num_patches"].tolist()]
-        return out["pixel_values"], out["image_grid_thw"].tolist()
+            grid = [[tiles, height, width] for tiles in out["num_patches"].tolist()]
+        else:
+            grid = out["image_grid_thw"].tolist()
+        texts = [self.around[0] + self.pad * (t * h * w // self.merge) + self.around[1] for t, h, w in grid]
+        return out["pixel_values"], grid, texts
+
+    def slices(self, out):
+        """Grids and texts of MiniCPM-V's images."""
+        left, grid, texts = out["target_sizes"].tolist(), [], []
+        divisor = {"4x": 4, "16x": 16}[self.images.downsample_mode]
+        for k, frames in enumerate(out["num_patches_per_image"]):
+            sizes, left = left[:frames], left[frames:]
+            grid += [[1, *sizes[0]]] + [[frames - 1, *size] for size in sizes[1:2]]
+            text = self.processor.replace_image_token(out, k, image_token_divisor=divisor)
+            texts.append(f"<image_id>{k}</image_id>{text}")
+        return grid, texts
 
     def __call__(self, row):
         messages, sources = normalise(row)
-        pixel_values, grid = self.pixels(sources) if sources else (None, [])
-        counts = [t * h * w // self.merge for t, h, w in grid]
+        pixel_values, grid, texts = self.pixels(sources) if sources else (None, [], [])
         tools = row.get("tools")
-        text = self.expand(self.render(messages, tools), counts)
+        text = self.expand(self.render(messages, tools), texts)
         spans = []
         for k, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -169,7 +189,7 @@ class Encoder:
             # The rendering of the first turns need not be the start of the whole one: templates of thinking
             # models drop earlier thoughts. So the whole chat is rendered again, with a mark as the answer.
             marked = [{**m, "content": MARK} if i == k else m for i, m in enumerate(messages)]
-            head, tail = self.expand(self.render(marked, tools), counts).split(MARK)
+            head, tail = self.expand(self.render(marked, tools), texts).split(MARK)
             if not (text.startswith(head) and text.endswith(tail) and tail.startswith("<|im_end|>\n")):
                 raise SampleError("the answer cannot be located in the rendered chat")
             spans.append((len(head), len(text) - len(tail) + len("<|im_end|>")))
@@ -180,7 +200,7 @@ class Encoder:
             for i, (a, b) in enumerate(encoded["offset_mapping"]):
                 if a >= begin and b <= end and b > a:
                     labels[i] = ids[i]
-        if self.images is not None and ids.count(self.config["image_token_id"]) != sum(counts):
+        if self.images is not None and ids.count(self.config["image_token_id"]) != "".join(texts).count(self.pad):
             raise SampleError("image tokens and image features differ")
         return {"id": row.get("id"), "input_ids": ids, "labels": labels, "grid": grid, "pixel_values": pixel_values}
 
@@ -196,6 +216,15 @@ def is_internvl(config):
     return config["model_type"] == "internvl"
 
 
+def is_minicpm(config):
+    return config["model_type"] == "minicpmv4_6"
+
+
+def counts_tokens(config):
+    """Whether a position is the number of the token, also inside an image."""
+    return is_internvl(config) or is_minicpm(config)
+
+
 def token_types(ids, config):
     """Returns 0 for text, 1 for image and 2 for video tokens; transformers 5 needs them to compute
     position ids."""
@@ -209,14 +238,19 @@ def media(config, ids, pixels, grid):
     """The arguments of a model for the images; a text has none."""
     if is_internvl(config):
         given = {"pixel_values": pixels}
+    elif is_minicpm(config) and pixels is not None:
+        sizes = [[h, w] for frames, h, w in grid.tolist() for _ in range(frames)]
+        given = {"pixel_values": pixels.permute(1, 2, 0)[None], "target_sizes": torch.tensor(sizes)}
+    elif is_minicpm(config):
+        given = {}
     else:
         given = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": token_types(ids, config)}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def rope_index(model, config, ids, grid, mask):
-    """Returns the position ids [3, B, L] and the rope deltas. InternVL counts tokens: its three rows are equal."""
-    if is_internvl(config):
+    """Returns the position ids [3, B, L] and the rope deltas. If tokens are counted, the three rows are equal."""
+    if counts_tokens(config):
         return torch.arange(ids.shape[1]).expand(3, *ids.shape), torch.zeros(len(ids), 1)
     return model.model.get_rope_index(
         ids, mm_token_type_ids=token_types(ids, config), image_grid_thw=grid, attention_mask=mask
@@ -234,7 +268,7 @@ def positions(model, config, sample):
 def logits_of(model, config, ids, mask, position_ids, samples):
     """The logits of a batch or of a packed row that consists of `samples`."""
     return model(
-        input_ids=ids, attention_mask=mask, position_ids=position_ids[0] if is_internvl(config) else position_ids,
+        input_ids=ids, attention_mask=mask, position_ids=position_ids[0] if counts_tokens(config) else position_ids,
         use_cache=False, **media(config, ids, *join_pixels(samples)),
     ).logits
 
@@ -257,6 +291,27 @@ def patches(tiles, config):
     blocks = side // (patch * merge)
     split = tiles.reshape(number, channels, blocks, merge, patch, blocks, merge, patch)
     return split.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, channels * patch * patch)
+
+
+def frame_patches(pixels, sizes, config):
+    """MiniCPM-V's pixels [1, C, patch, all patches * patch] as patches [all patches, C * patch^2].
+
+    `sizes` has [rows of patches, columns of patches] of each frame: a whole picture or a slice.
+    Frame by frame, blocks of 4 x 4 patches row by row, the four blocks of 2 x 2 patches of a block
+    row by row, the patches of those row by row, and the values of a patch as [channel, row,
+    column]. With `downsample_mode` 4x, blocks of 2 x 2 patches as in the other models.
+    """
+    _, channels, patch, _ = pixels.shape
+    halvings = 1 if config["downsample_mode"] == "4x" else 2
+    frames = pixels[0].split([h * w * patch for h, w in sizes], dim=2)
+    found = []
+    for frame, (height, width) in zip(frames, sizes, strict=True):
+        twos = [2] * halvings
+        rows, columns = ([side >> halvings, *twos] for side in (height, width))
+        split = frame.reshape(channels, patch, *rows, *columns, patch)
+        order = [2 + k + part * (halvings + 1) for k in range(halvings + 1) for part in (0, 1)]
+        found.append(split.permute(*order, 0, 1, -1).reshape(-1, channels * patch * patch))
+    return torch.cat(found)
 
 
 def nll(logits, labels):
