@@ -1,15 +1,11 @@
-"""What MiniCPM-V 4.6 makes of images: `tests/golden/slices.json` and `minicpm.safetensors`.
+"""What MiniCPM-V 4.6 makes of images: `tests/golden/slices.json`.
 
   python scripts/golden/minicpm_images.py            # after minicpm.py
   python scripts/golden/minicpm_images.py --check    # makes slices.json again and compares it
 
-slices.json has the sizes in pixels of the whole picture and of a slice, for sizes of images, by the
+slices.json has the sizes in pixels of the whole image and of a slice, for sizes of images, by the
 functions of the image processor of transformers; and hashes of the patches of some images as in
 resized.json, in the order of `reference_lib.frame_patches`.
-
-minicpm.safetensors has `16x/features/ID`, what the merger makes of all images of a row of
-`image_exact.jsonl`, and `16x/gradients/PARAMETER`, complete gradients of the first step of the
-model's curve; also with `4x`. They show what hardly changes a loss, like another kind of GELU.
 """
 
 import argparse
@@ -17,20 +13,17 @@ import json
 import random
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoImageProcessor
 
-from minicpm import FOLDER, NAME, folder_with
-from reference_lib import (
-    GOLDEN, IGNORE, Encoder, forward, frame_patches, load_model, media, read_jsonl,
-)
+from minicpm import FOLDER, NAME
+from reference_lib import GOLDEN, frame_patches
 from resized import IMAGES, case, pixels
 
 SLICES = GOLDEN / "slices.json"
 SETTINGS = ("scale_resolution", "max_slice_nums", "downsample_mode")
 COLUMNS = [
-    "height", "width", *SETTINGS, "rows of slices", "columns of slices", "height of the picture",
-    "width of the picture", "height of a slice", "width of a slice",
+    "height", "width", *SETTINGS, "rows of slices", "columns of slices", "height of the image",
+    "width of the image", "height of a slice", "width of a slice",
 ]
 COMMON = [(448, 9, "16x"), (448, 9, "4x")]  # for each size, and one of these:
 OTHERS = [
@@ -39,11 +32,6 @@ OTHERS = [
 ]
 FILES = IMAGES + ["tests/golden/data/images/exact_coffee_256x288.png"]
 OF_FILES = [(112, 9, "16x"), (112, 9, "4x"), (56, 9, "16x"), (56, 4, "4x")]
-GRADIENTS = [
-    "vision_tower.embeddings.position_embedding.weight", "vision_tower.post_layernorm.weight",
-    "vision_tower.vit_merger.pre_norm.weight", "vision_tower.vit_merger.linear_1.bias",
-    "merger.mlp.0.pre_norm.weight", "merger.mlp.0.linear_1.bias",
-]
 
 
 def sizes():
@@ -101,27 +89,6 @@ def write_tables(rows, cases):
     SLICES.write_text(text, encoding="utf-8")
 
 
-def features(folder, mode):
-    """The features of rows and the gradients, with `downsample_mode` of the folder."""
-    encoder, model = Encoder(folder, GOLDEN / "data"), load_model(folder)
-    rows = read_jsonl(GOLDEN / "data" / "image_exact.jsonl")[:8]
-    samples = [encoder(row) for row in rows]
-    num_targets = sum(label != IGNORE for sample in samples for label in sample["labels"][1:])
-    found = {}
-    for sample in samples:
-        given = media(encoder.config, None, sample["pixel_values"], torch.tensor(sample["grid"]))
-        with torch.no_grad():
-            made = model.get_image_features(**given).pooler_output
-        found[f"{mode}/features/{sample['id']}"] = torch.cat(made)
-        ((loss, _),) = forward(model, encoder.config, [sample])
-        (loss / num_targets).backward()
-    gradients = {name: model.model.get_parameter(name).grad for name in GRADIENTS}
-    return found | {
-        f"{mode}/gradients/model.{name}": gradient
-        for name, gradient in gradients.items() if gradient is not None
-    }
-
-
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -135,9 +102,6 @@ def main():
         assert (stored["slices"], stored["pixels"]) == tables(), "slices.json differs"
         return
     write_tables(*tables())
-    with folder_with("4x") as folder:
-        tensors = features(FOLDER, "16x") | features(folder, "4x")
-    save_file(tensors, GOLDEN / "minicpm.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

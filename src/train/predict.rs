@@ -121,7 +121,7 @@ impl Predictor<'_> {
     fn question(&self, row: SampleIndex) -> Result<Option<(Question, EncodedSample)>, SampleError> {
         let Some(sample) = self.rows.sample(row) else { return Ok(None) };
         let (prompt, expected) = self.rows.encoder().encode_prompt(&sample?)?;
-        Ok(Some((Question { row, expected, num_media: prompt.media.len() }, prompt)))
+        Ok(Some((Question { row, expected, num_media: prompt.num_media() }, prompt)))
     }
 
     /// `ids` has one more token than `max_new_tokens` if the answer does not end after that number.

@@ -132,13 +132,29 @@ fn settings_of_internvl_are_those_that_its_runs_accept() {
     }
 }
 
+/// The limits of LLaMA-Factory apply before an image is cut into slices, and it has defaults for them.
 #[test]
-fn folders_and_templates_of_qwen2_vl_and_internvl_are_accepted_in_every_spelling() {
+fn settings_of_minicpm_are_those_that_its_runs_accept() {
+    let text = "model_name_or_path: openbmb/MiniCPM-V-4.6\ndataset: a\nstage: sft\n\
+        finetuning_type: full\nfreeze_multi_modal_projector: true\nvideo_max_pixels: 65536\n";
+    let config = resolved(Trainer::LlamaFactory, "a.yaml", text).unwrap();
+    assert_eq!(config["model"]["freeze"].to_string(), "[\"vision\",\"merger\"]");
+    for (section, key) in
+        [("image", "min_pixels"), ("image", "max_pixels"), ("video", "max_pixels")]
+    {
+        assert_eq!(config["data"][section][key], Value::Null, "{section}.{key}");
+    }
+}
+
+#[test]
+fn folders_and_templates_of_other_families_are_accepted_in_every_spelling() {
     for (trainer, text) in [
         (Trainer::MsSwift, "model: OpenGVLab/InternVL3_5-8B-HF\n"),
         (Trainer::MsSwift, "model: ./my_internvl3_5_8b_hf_sft\n"),
         (Trainer::MsSwift, "model: OpenGVLab/InternVL3_5-30B-A3B-HF\n"),
         (Trainer::LlamaFactory, "model_name_or_path: ./internvl3.5-1b-hf\n"),
+        (Trainer::MsSwift, "model: openbmb/MiniCPM-V-4.6\n"),
+        (Trainer::MsSwift, "model: ./minicpm_v_4_6_sft\n"),
         (Trainer::MsSwift, "model: Qwen/Qwen2-VL-2B-Instruct\ntemplate: qwen2_vl\n"),
         (Trainer::MsSwift, "model: ./models/my_qwen2_vl_7b\n"),
         (Trainer::LlamaFactory, "model_name_or_path: ./qwen2vl-7b\ntemplate: qwen2_vl\n"),

@@ -13,7 +13,7 @@ use base64::Engine as _;
 use fault::Fault;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
-use trainer::batch::{MediaRef, MediaSource, VideoLimits, VideoRef};
+use trainer::batch::{MediaRef, MediaSource, Patches, VideoLimits, VideoRef};
 use trainer::data::VideoConfig;
 use trainer::data::image::{ImageConfig, ImageProcessor};
 use trainer::data::video::VideoProcessor;
@@ -63,6 +63,12 @@ fn fixtures() -> Vec<String> {
     names
 }
 
+/// The patches of an image that has no slices.
+fn patches_of(processor: &ImageProcessor, media: &MediaRef) -> Patches {
+    let (_, patches) = processor.load(media).unwrap();
+    patches.into_iter().next().unwrap()
+}
+
 fn sha256(values: &[f32]) -> String {
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
     format!("{:x}", Sha256::digest(&bytes))
@@ -76,7 +82,7 @@ fn golden(name: &str) -> Value {
 fn pixel_values_are_the_reference_processors() {
     for case in golden("images.json")["processor"].as_array().unwrap() {
         let name = case["file"].as_str().unwrap();
-        let patches = processor(&case["config"]).load(&file(name)).unwrap();
+        let patches = patches_of(&processor(&case["config"]), &file(name));
         assert_eq!(json!(patches.grid_thw), case["grid_thw"], "{case}");
         assert_eq!(case["sha256"], sha256(&patches.pixel_values), "{case}");
     }
@@ -101,7 +107,7 @@ fn resized_images_and_frames_equal_those_of_the_processors_of_every_family() {
             ImageConfig { min_pixels: area(0), max_pixels: area(1), ..ImageConfig::default() };
         let images = ImageProcessor::from_folder(&folder, &config).unwrap();
         let patches = if case.get("areas").is_some() {
-            images.load(&files[0]).unwrap()
+            patches_of(&images, &files[0])
         } else {
             let videos = VideoProcessor::from_folder(&folder, &VideoConfig::default(), &images);
             let limits = VideoLimits::default();
@@ -117,8 +123,8 @@ fn the_grid_from_the_header_is_the_grid_of_the_patches() {
     let processor = small_processor();
     for name in fixtures() {
         for media in [file(&name), uri(&fixture(&name))] {
-            let grid = processor.grid(&media).unwrap();
-            let patches = processor.load(&media).unwrap();
+            let grid = processor.grid(&media).unwrap().whole;
+            let patches = patches_of(&processor, &media);
             assert_eq!(grid, patches.grid_thw, "{name}");
             assert_eq!(patches.pixel_values.len(), patches.num_patches() * 1536, "{name}");
             assert_eq!(processor.num_tokens(grid) * 4, patches.num_patches(), "{name}");
@@ -134,11 +140,11 @@ fn exif_orientation_swaps_the_sides_of_the_grid() {
         "image_std": [0.5, 0.5, 0.5],
     }));
     for orientation in 1..=8 {
-        let grid = processor.grid(&file(&format!("orientation_{orientation}.jpg"))).unwrap();
+        let grid = processor.grid(&file(&format!("orientation_{orientation}.jpg"))).unwrap().whole;
         let expected = if orientation < 5 { [1, 2, 3] } else { [1, 3, 2] };
         assert_eq!(grid, expected, "{orientation}");
     }
-    let late = processor.grid(&file("orientation_8_behind_pixels.png")).unwrap();
+    let late = processor.grid(&file("orientation_8_behind_pixels.png")).unwrap().whole;
     assert_eq!(late, [1, 3, 2]);
 }
 

@@ -19,7 +19,8 @@ pub struct EncodedSample {
     /// Indices into `input_ids` of the tokens that receive visual features, in the order of
     /// `media`; `[M]`.
     pub vision_rows: Vec<u32>,
-    /// Patches of each image or video, in the order of the text.
+    /// Patches of each image or video, in the order of the text. An image with slices has two
+    /// entries.
     pub media: Vec<Patches>,
 }
 
@@ -32,6 +33,11 @@ impl EncodedSample {
     /// Whether the sample has no tokens. The encoder never produces such a sample.
     pub fn is_empty(&self) -> bool {
         self.input_ids.is_empty()
+    }
+
+    /// Number of images and videos.
+    pub fn num_media(&self) -> usize {
+        self.media.iter().filter(|patches| !patches.follows).count()
     }
 
     /// Number of supervised targets after the shift. The first token of a segment is never a
@@ -56,7 +62,8 @@ impl EncodedSample {
     }
 }
 
-/// Flattened patches of one image or video, ordered by time, then in merge-block order.
+/// Flattened patches of one image or video, or of all slices of an image, ordered by time, then in
+/// merge-block order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Patches {
     /// Normalized pixels, `[t * h * w, channels * temporal_patch_size * patch_size * patch_size]`.
@@ -65,6 +72,9 @@ pub struct Patches {
     pub grid_thw: [u32; 3],
     /// Whether this is an image or a video.
     pub kind: MediumKind,
+    /// Whether these are the slices of the image before them. An image that is cut into slices has
+    /// the patches of the whole image first.
+    pub follows: bool,
 }
 
 impl Patches {

@@ -77,6 +77,9 @@ pub enum ModelFolderError {
     )]
     #[fault(hint = "set both `data.image.min_pixels` and `data.image.max_pixels`, or neither")]
     ImagePixels { min_pixels: u64, max_pixels: u64, limit: u64 },
+    #[error("`data.image.{key}` is `{found}`, expected {expected}")]
+    #[fault(hint = "remove the key")]
+    ImageSetting { key: &'static str, found: String, expected: &'static str },
     /// The value comes from the config, the model folder or the default.
     #[error("`data.video.{key}` is `{found}`, expected {expected}")]
     #[fault(

@@ -94,9 +94,9 @@ impl<'a> Page<'a> {
         let pieces = pieces(runs(sample, &media), dropped);
         self.strip(&pieces);
         let mut turns = Turns { out: &mut self.body, open: false };
-        let shown = media.iter().map(|medium| match medium.patches.kind {
-            MediumKind::Image => 1,
-            MediumKind::Video => 2 * MAX_GROUPS.min(medium.patches.grid_thw[0] as usize) as u64,
+        let shown = media.iter().map(|medium| {
+            let groups = medium.num_groups().min(MAX_GROUPS) as u64;
+            if medium.patches.kind == MediumKind::Video { 2 * groups } else { groups }
         });
         let max_pixels = (self.pixels_a_sample / shown.sum::<u64>().max(1)).max(LEAST_PIXELS);
         let mut pixels: (usize, Vec<Pixels>) = (usize::MAX, Vec::new());
@@ -235,7 +235,7 @@ fn pixels_of(encoder: &Encoder, medium: &ShownMedium) -> Vec<Pixels> {
 pub(super) enum SpanKind {
     Text,
     Target,
-    /// An image, or a group of frames of a video, by their indexes.
+    /// An image, a slice of it, or a group of frames of a video, by their indexes.
     Medium {
         index: usize,
         group: usize,
@@ -356,7 +356,7 @@ const LEAST_SIDE: u32 = 128;
 pub(super) struct Figure<'a> {
     pub(super) media: &'a [ShownMedium<'a>],
     pub(super) index: usize,
-    /// Index of the group of frames; 0 for an image with all its tiles.
+    /// Index of the group of frames, or of the slice; 0 for an image with all its tiles.
     pub(super) group: usize,
     /// Maximum number of pixels of each thumbnail.
     pub(super) max_pixels: u64,
@@ -370,10 +370,13 @@ impl Figure<'_> {
         let medium = &self.media[self.index];
         let alike = self.media[..=self.index]
             .iter()
-            .filter(|other| other.patches.kind == medium.patches.kind);
+            .filter(|of| of.patches.kind == medium.patches.kind && !of.patches.follows);
         let (number, [times, rows, columns]) = (alike.count(), medium.patches.grid_thw);
         let groups = medium.num_groups().max(1);
         let name = match medium.patches.kind {
+            MediumKind::Image if medium.patches.follows => {
+                format!("image {number}, slice {} of {groups}", self.group + 1)
+            }
             MediumKind::Image => format!("image {number}"),
             MediumKind::Video => format!("video {number}, group {} of {groups}", self.group + 1),
         };
@@ -387,8 +390,8 @@ impl Figure<'_> {
             let cell = (patches / tokens.max(1) as f64).sqrt();
             let (c, r) = (f64::from(columns) / cell, f64::from(rows) / cell);
             let boxes = match medium.patches.kind {
-                MediumKind::Image => self.boxes_of(number - 1),
-                MediumKind::Video => String::new(),
+                MediumKind::Image if !medium.patches.follows => self.boxes_of(number - 1),
+                MediumKind::Image | MediumKind::Video => String::new(),
             };
             html.push_str("<figure>");
             let mut caption = String::new();
@@ -488,16 +491,16 @@ pub(super) struct ShownMedium<'a> {
 
 impl ShownMedium<'_> {
     /// Number of runs of tokens: an image is one, with all its tiles; a video has one for each group
-    /// of frames.
+    /// of frames, and the slices of an image are one each.
     fn num_groups(&self) -> usize {
         match self.patches.kind {
-            MediumKind::Image => 1,
-            MediumKind::Video => self.patches.grid_thw[0] as usize,
+            MediumKind::Image if !self.patches.follows => 1,
+            MediumKind::Image | MediumKind::Video => self.patches.grid_thw[0] as usize,
         }
     }
 }
 
-/// The images and videos of a sample, in order.
+/// The images and videos of a sample, in order. The slices of an image are a medium of their own.
 pub(super) fn media_of<'a>(encoder: &Encoder, sample: &'a EncodedSample) -> Vec<ShownMedium<'a>> {
     let mut rest = sample.vision_rows.as_slice();
     let show = |patches: &'a Patches| {

@@ -159,7 +159,7 @@ impl<'a> Verification<'a> {
             rejected: rows.rejected,
             tokens: samples.iter().map(crate::batch::EncodedSample::len).sum(),
             targets,
-            media: samples.iter().map(|sample| sample.media.len()).sum(),
+            media: samples.iter().map(crate::batch::EncodedSample::num_media).sum(),
             precision: config.model.precision.hf_name(),
             device: device_name(device),
             layouts: Vec::new(),

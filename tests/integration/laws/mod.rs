@@ -525,7 +525,7 @@ fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
                     (t * h * w) as usize * config(Shape::Tied).vision.unwrap().patch_values();
                 let pixel_values = (0..values).map(|_| rng.random_range(-1.0..1.0)).collect();
                 let kind = MediumKind::Image; // `joined` sets the kind of videos
-                media.push(Patches { pixel_values, grid_thw: grid, kind });
+                media.push(Patches { pixel_values, grid_thw: grid, kind, follows: false });
             }
         }
     }
@@ -554,7 +554,8 @@ fn joined(frames: Vec<Patches>, pieces: &[Piece]) -> Vec<Patches> {
             Video(grid_thw) => {
                 let values = frames.by_ref().take(grid_thw[0] as usize);
                 let pixel_values = values.flat_map(|patches| patches.pixel_values).collect();
-                media.push(Patches { pixel_values, grid_thw, kind: MediumKind::Video });
+                let kind = MediumKind::Video;
+                media.push(Patches { pixel_values, grid_thw, kind, follows: false });
             }
         }
     }
@@ -573,7 +574,7 @@ fn media_of(config: &ModelConfig, batch: &VarlenBatch) -> Vec<Patches> {
         };
         let pixel_values = patches.pixel_values.chunks(vision.patch_values()).flat_map(four);
         let pixel_values = pixel_values.collect();
-        Patches { pixel_values, grid_thw: [t, 2 * h, 2 * w], kind: patches.kind }
+        Patches { pixel_values, grid_thw: [t, 2 * h, 2 * w], ..patches.clone() }
     };
     match vision.spatial_merge_size {
         2 => batch.media.clone(),

@@ -245,7 +245,7 @@ fn target(conversion: &mut Conversion, family: Family) -> bool {
         conversion.refuse_missing("a trained part", "all parts of the model are frozen");
         return false;
     }
-    if is_factory && vision != merger && family != Family::Tiles {
+    if is_factory && vision != merger && !family.has_own_merger() {
         // LLaMA-Factory counts the mergers of deepstack to the vision encoder.
         parts.retain(|part| *part != "merger");
         if vision && globs.is_none() {

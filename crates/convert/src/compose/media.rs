@@ -22,8 +22,19 @@ pub(super) fn none(conversion: &mut Conversion) {
     conversion.drop_roles(ROLES, "the model has no vision encoder");
 }
 
+/// Drops the settings of videos, which are refused for a model with slices, and limits on images.
+fn slices(conversion: &mut Conversion) {
+    conversion.drop_roles(ROLES, "it does not limit slices, and videos of this model are refused");
+    let limits = ["data.image.min_pixels", "data.image.max_pixels"];
+    conversion.lines.retain(|line| !limits.contains(&line.key.as_str()));
+    conversion.note("limits on the pixels of an image are left out: other trainers apply them before an image is cut into slices, and `data.image.max_pixels` counts the pixels of the whole image and its slices");
+}
+
 /// Writes `data.image` and `data.video`.
 pub(super) fn media(conversion: &mut Conversion, family: Family) {
+    if family == Family::Slices {
+        return slices(conversion);
+    }
     let token = family.pixels_per_token();
     let limit = conversion.has("data.image.max_pixels");
     if let Some((tokens, setting)) = conversion.consume_count(Role::ImageMaxTokens)

@@ -18,13 +18,29 @@ pub(super) enum Family {
     Qwen2Vl,
     /// With images as tiles, and frames of a fixed size: InternVL3.5.
     Tiles,
+    /// With a whole image and slices of it, and without videos: MiniCPM-V 4.6.
+    Slices,
     Text,
 }
 
 impl Family {
     /// Pixels of an image per visual token.
     pub(super) fn pixels_per_token(self) -> u64 {
-        if [Self::Qwen2Vl, Self::Tiles].contains(&self) { 28 * 28 } else { 32 * 32 }
+        match self {
+            Self::Qwen2Vl | Self::Tiles => 28 * 28,
+            Self::Slices => 56 * 56,
+            Self::Deepstack | Self::VisionLanguage | Self::Text => 32 * 32,
+        }
+    }
+
+    /// Whether the merger is not a part of `visual`, and a component of its own.
+    pub(super) fn has_own_merger(self) -> bool {
+        matches!(self, Self::Tiles | Self::Slices)
+    }
+
+    /// The merger without those of deepstack, as `model.freeze` lists it.
+    fn merger(self) -> &'static str {
+        if self.has_own_merger() { "merger" } else { "*.visual.merger.*" }
     }
 }
 
@@ -104,11 +120,17 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
     let is_qwen2_vl = ["qwen2.5-vl", "qwen2-vl", "qwen2vl"].iter().any(|of| name.contains(of));
     let is_internvl = ["internvl3.5", "internvl3-5"].iter().any(|of| name.contains(of))
         && !name.contains("gpt-oss");
-    let is_other = !is_qwen2_vl && !is_internvl && OTHERS.iter().any(|other| name.contains(other));
+    let is_minicpm = ["minicpm-v-4.6", "minicpm-v-4-6", "minicpmv4.6", "minicpmv4-6"]
+        .iter()
+        .any(|of| name.contains(of));
+    let is_other = !is_qwen2_vl
+        && !is_internvl
+        && !is_minicpm
+        && OTHERS.iter().any(|other| name.contains(other));
     if is_other || is_moe && !name.starts_with("qwen3") && !is_internvl {
         return Err(
-            "only models of Qwen3-VL, Qwen2.5-VL, Qwen2-VL, Qwen3, Qwen3.5 and InternVL3.5 are \
-             supported",
+            "only models of Qwen3-VL, Qwen2.5-VL, Qwen2-VL, Qwen3, Qwen3.5, InternVL3.5 and \
+             MiniCPM-V 4.6 are supported",
         );
     }
     Ok(if name.starts_with("qwen3-") && !name.contains("vl") {
@@ -117,6 +139,8 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
         Family::Qwen2Vl
     } else if is_internvl {
         Family::Tiles
+    } else if is_minicpm {
+        Family::Slices
     } else if ["qwen3.5", "qwen3.6", "qwen3.8"].iter().any(|of| name.starts_with(of)) {
         Family::VisionLanguage
     } else {
@@ -229,7 +253,7 @@ pub(super) fn freeze(conversion: &mut Conversion, family: Family, tuning: Tuning
     for (role, name) in [
         (Role::FreezeVision, "vision"),
         (Role::FreezeMerger, "merger"),
-        (Role::Deepstack, if family == Family::Tiles { "merger" } else { "*.visual.merger.*" }),
+        (Role::Deepstack, family.merger()),
         (Role::FreezeLlm, "llm"),
     ] {
         let Some((on, setting)) = conversion.consume_boolean(role) else { continue };
@@ -247,7 +271,7 @@ pub(super) fn freeze(conversion: &mut Conversion, family: Family, tuning: Tuning
     for role in [Role::FreezeModules, Role::FreezePrefixes] {
         let Some(setting) = conversion.consume_written(role) else { continue };
         for item in setting.value.items() {
-            match frozen_names(role, item) {
+            match frozen_names(role, item, family) {
                 Some(names) => frozen.extend(names.into_iter().map(|name| (name, setting.clone()))),
                 None => {
                     conversion
@@ -268,11 +292,11 @@ pub(super) fn freeze(conversion: &mut Conversion, family: Family, tuning: Tuning
 }
 
 /// Our names of a frozen module, or of the parameters with a prefix.
-fn frozen_names(role: Role, item: &Value) -> Option<Vec<String>> {
+fn frozen_names(role: Role, item: &Value, family: Family) -> Option<Vec<String>> {
     let text = item.text()?;
     let ours: &[&str] = match text.trim_start_matches("model.") {
         "visual" => &["vision", "merger"],
-        "visual.merger" | "merger" => &["*.visual.merger.*"],
+        "visual.merger" | "merger" => &[family.merger()],
         "language_model" => &["llm"],
         "vision_tower" => &["vision"],
         "multi_modal_projector" => &["merger"],

@@ -66,10 +66,10 @@ impl MediaTokens {
         let image_id = config.id("image_token_id")?;
         let image = config.token("image_token_id", image_id, tokenizer)?;
         // the processors report a family that is not known
-        if let Ok(MediaFamily { image_marks: Some(marks), videos, .. }) =
-            MediaFamily::of_folder(folder)
+        if let Ok(family) = MediaFamily::of_folder(folder)
+            && let Some(marks) = family.image_marks
         {
-            return Self::with_marks((image, image_id), marks, videos, tokenizer);
+            return Self::with_marks((image, image_id), marks, family, tokenizer);
         }
         let mark = |key, published: &str| match config.id(key) {
             Ok(id) => config.token(key, id, tokenizer),
@@ -93,7 +93,7 @@ impl MediaTokens {
     fn with_marks(
         image: (String, u32),
         [start, end]: [&'static str; 2],
-        videos: VideoForm,
+        family: MediaFamily,
         tokenizer: &TextTokenizer,
     ) -> Result<Self, ModelFolderError> {
         let id = |mark: &'static str| {
@@ -101,14 +101,15 @@ impl MediaTokens {
             tokenizer.id(mark).ok_or_else(missing)
         };
         let marks = [Some(id(start)?), Some(id(end)?)];
-        let video = match videos {
+        family.reserved().iter().try_for_each(|mark| id(mark).map(drop))?;
+        let video = match family.videos {
             VideoForm::NumberedFrames { placeholder, .. } => Some(VideoTokens {
                 pad: placeholder.to_owned(),
                 pad_id: image.1, // the visual tokens of frames are those of images
                 start: start.to_owned(),
                 end: end.to_owned(),
             }),
-            VideoForm::Timestamps | VideoForm::OneRun { .. } => None,
+            VideoForm::Timestamps | VideoForm::OneRun { .. } | VideoForm::Refused => None,
         };
         Ok(Self { image: Some(image), marks, video })
     }

@@ -93,7 +93,10 @@ pub(super) fn grounded<'a>(
     if sample.objects.names.is_empty() && sample.objects.boxes.is_empty() {
         return Ok(Cow::Borrowed(sample));
     }
-    let form = media.videos.family().boxes;
+    let Some(form) = media.videos.family().boxes else {
+        let (at, what) = ("objects".to_owned(), "names and boxes of objects for this model are");
+        return Err(SampleFault::NotSupported { at, what });
+    };
     let boxes = converted(&media.images, sample, form)?;
     let mut boxes = boxes.iter().map(|corners| form.of_box(corners));
     let mut names = sample.objects.names.iter().map(|name| form.name(name));
@@ -145,7 +148,8 @@ fn converted(
         }
         let size = if is_resized {
             let side = |patches: u32| patches * processor.patch_size();
-            processor.grid(images[image]).map(|[_, height, width]| [height, width].map(side))
+            let grid = processor.grid(images[image]).map(|grid| grid.whole);
+            grid.map(|[_, height, width]| [height, width].map(side))
         } else {
             processor.upright_size(images[image]).map(|(size, _)| size)
         };

@@ -18,7 +18,7 @@ use crate::encode::truncate::{
     DroppedTokens, TokenCounts, TruncationError, TruncationRule, check_tokens, dropped, kept_tokens,
 };
 use crate::media::BoxForm;
-use crate::media::image::ImageSize;
+use crate::media::image::{ImageGrid, ImageSize};
 use crate::row::Length;
 use crate::source::{AtRow, SampleError, SampleFault};
 use batch::Sample;
@@ -42,15 +42,15 @@ impl Encoder {
     pub fn measure(&self, sample: &Sample) -> Result<Measured<'static>, SampleError> {
         let id = &sample.id;
         let (text, supervision) = self.render_targets(sample).at(id)?;
-        let headers = self.media.headers(&sample.media, &self.text.media).at(id)?;
+        let headers = self.media.headers(&sample.media).at(id)?;
         let merge = self.media.images.merge_size();
         let (mut sizes, mut video_patches) = (Vec::new(), 0);
         let grids = |headers| match headers {
             // The tokens around visual tokens do not depend on the number of visual tokens, because
-            // these are special tokens: one is enough.
+            // these are special tokens: one is enough. The limits decide the slices.
             MediumHeader::Image(size) => {
                 sizes.push(size);
-                MediumGrid::Image([1, merge, merge])
+                MediumGrid::Image(ImageGrid { whole: [1, merge, merge], slices: None })
             }
             MediumHeader::Video(clip) => {
                 video_patches += clip.grid_thw.iter().product::<u32>();
@@ -71,10 +71,18 @@ impl Encoder {
 
     /// [`Measured::text`] with the visual tokens of the images under the current limits.
     pub fn token_counts(&self, measured: &Measured) -> TokenCounts {
-        let images = &self.media.images;
-        let grids = self.grids_of(&measured.sizes);
-        let visual = grids.map(|grid| images.num_tokens(grid)).sum::<usize>();
+        let tokens = |grid: ImageGrid| {
+            self.media.images.num_tokens(grid.whole) + self.media.slice_tokens(&grid)
+        };
+        let visual = self.grids_of(&measured.sizes).map(tokens).sum::<usize>();
         TokenCounts { media_tokens: measured.text.media_tokens + visual, ..measured.text }
+    }
+
+    /// Number of visual tokens under the current limits.
+    pub(crate) fn visual_tokens(&self, measured: &Measured) -> usize {
+        let images = self.grids_of(&measured.sizes).map(|grid| grid.num_patches());
+        let patches = images.sum::<usize>() + measured.video_patches as usize;
+        patches / (self.media.images.merge_size() as usize).pow(2)
     }
 
     /// The size of a row after truncation by `cut`, from the result of [`Encoder::measure`].
@@ -87,9 +95,9 @@ impl Encoder {
         check_tokens(token_counts.num_tokens())?;
         let kept = token_counts.kept_text(cut)?.len();
         let grids = self.grids_of(&measured.sizes);
-        let patches = grids.map(|grid| grid.map(u64::from).iter().product::<u64>()).sum::<u64>();
-        let patches = patches + u64::from(measured.video_patches);
-        Ok(self.length_of_patches(kept + token_counts.media_tokens, patches))
+        let patches = grids.map(|grid| grid.num_patches()).sum::<usize>();
+        let patches = patches + measured.video_patches as usize;
+        Ok(self.length_of(kept + token_counts.media_tokens, patches))
     }
 
     /// The size and the checks of [`Encoder::encode`], from text and media headers only.
@@ -115,7 +123,7 @@ impl Encoder {
     ) -> Result<Vec<DroppedTokens>, SampleError> {
         let id = &sample.id;
         let (text, supervision) = self.render_targets(sample).at(id)?;
-        let grids = self.media.grids(&sample.media, &self.text.media).at(id)?;
+        let grids = self.media.grids(&sample.media).at(id)?;
         let tokens = self.tokenise(&text, supervision, &grids).at(id)?;
         let token_counts = TokenCounts::of(&tokens.labels, &tokens.spans);
         let kept = kept_text(&token_counts, Some(cut)).at(id)?;
@@ -130,14 +138,17 @@ impl Encoder {
         let mut key = Sha256::new_with_prefix(self.text.key);
         key.update(self.media.videos.limits());
         match self.media.videos.family().boxes {
-            BoxForm::Thousandths => {}
-            BoxForm::Pixels => key.update(self.media.images.limits()),
-            BoxForm::MarkedThousandths => key.update("marked boxes"),
-            BoxForm::TaggedThousandths => key.update("tagged boxes"),
+            None | Some(BoxForm::Thousandths) => {}
+            Some(BoxForm::Pixels) => key.update(self.media.images.limits()),
+            Some(BoxForm::MarkedThousandths) => key.update("marked boxes"),
+            Some(BoxForm::TaggedThousandths) => key.update("tagged boxes"),
         }
         // Other families have no such marks; without them, their keys are those of earlier versions.
         if let Some(marks) = self.media.videos.family().image_marks {
             key.update(format!("{marks:?}"));
+        }
+        if self.media.images.numbers_images() {
+            key.update("numbers of images");
         }
         key.update(format!("{:?}", self.loss_scale));
         if self.train_empty_think {
@@ -146,7 +157,7 @@ impl Encoder {
         key.finalize().into()
     }
 
-    fn grids_of(&self, sizes: &[ImageSize]) -> impl Iterator<Item = [u32; 3]> {
+    fn grids_of(&self, sizes: &[ImageSize]) -> impl Iterator<Item = ImageGrid> {
         // `ImageProcessor::size` rejects images that are too elongated
         sizes.iter().filter_map(|size| self.media.images.grid_of_size(*size))
     }

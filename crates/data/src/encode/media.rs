@@ -11,8 +11,9 @@ use std::fmt::Write as _;
 use std::ops::Range;
 
 use super::folder::{MediaTokens, VideoTokens};
-use crate::media::image::{ImageError, ImageProcessor, ImageSize};
+use crate::media::image::{ImageError, ImageGrid, ImageProcessor, ImageSize, SliceGrid};
 use crate::media::video::{Clip, GroupTimes, VideoError, VideoMarks, VideoProcessor};
+use crate::media::{NUMBER_MARKS, SLICE_MARKS};
 use crate::source::SampleFault;
 use batch::{Content, Medium, MediumKind, Message, Part, Patches};
 
@@ -29,8 +30,7 @@ pub(super) struct MediaReader {
 /// The size of a medium after resizing, from its header.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum MediumGrid {
-    /// Patches per axis.
-    Image([u32; 3]),
+    Image(ImageGrid),
     /// Patches per axis, and times.
     Video(Clip),
 }
@@ -39,7 +39,8 @@ impl MediumGrid {
     /// The runs of visual tokens of this medium, each without text in it.
     pub(super) fn runs(&self) -> Vec<VisualRun> {
         let ([t, height, width], step) = match self {
-            Self::Image(grid) => (*grid, 0.0),
+            // Models with slices place visual tokens by their index.
+            Self::Image(grid) => (grid.whole, 0.0),
             Self::Video(Clip {
                 grid_thw: [t, height, width],
                 times: GroupTimes::Text(_) | GroupTimes::Numbers,
@@ -54,10 +55,19 @@ impl MediumGrid {
         vec![VisualRun { grid: [t, height, width], step }]
     }
 
+    /// Patches per axis, without the slices of an image.
     pub(super) fn grid(&self) -> [u32; 3] {
         match self {
-            Self::Image(grid) => *grid,
+            Self::Image(grid) => grid.whole,
             Self::Video(clip) => clip.grid_thw,
+        }
+    }
+
+    /// Number of patches, those of slices included.
+    pub(super) fn num_patches(&self) -> usize {
+        match self {
+            Self::Image(grid) => grid.num_patches(),
+            Self::Video(clip) => clip.grid_thw.map(|n| n as usize).iter().product(),
         }
     }
 }
@@ -73,12 +83,8 @@ pub(super) enum MediumHeader {
 impl MediaReader {
     /// Reads the headers; images have their original sizes. A row whose media would take the time
     /// of many others to decode is an error.
-    pub(super) fn headers(
-        &self,
-        media: &[Medium],
-        tokens: &MediaTokens,
-    ) -> Result<Vec<MediumHeader>, SampleFault> {
-        let read = each(media, tokens, |medium| {
+    pub(super) fn headers(&self, media: &[Medium]) -> Result<Vec<MediumHeader>, SampleFault> {
+        let read = each(media, |medium| {
             Ok(match medium {
                 Medium::Image(image) => {
                     let (size, pixels) = self.images.size(image)?;
@@ -100,12 +106,8 @@ impl MediaReader {
     }
 
     /// Reads the headers and computes the grids.
-    pub(super) fn grids(
-        &self,
-        media: &[Medium],
-        tokens: &MediaTokens,
-    ) -> Result<Vec<MediumGrid>, SampleFault> {
-        let headers = self.headers(media, tokens)?.into_iter();
+    pub(super) fn grids(&self, media: &[Medium]) -> Result<Vec<MediumGrid>, SampleFault> {
+        let headers = self.headers(media)?.into_iter();
         let grids = headers.map(|header| match header {
             MediumHeader::Image(size) => {
                 let grid = self.images.grid_of_size(size);
@@ -116,30 +118,39 @@ impl MediaReader {
         Ok(grids.collect())
     }
 
-    /// Decodes the media and returns their grids and patches.
+    /// Decodes the media and returns their grids and all patches.
     pub(super) fn load(
         &self,
         media: &[Medium],
-        tokens: &MediaTokens,
     ) -> Result<(Vec<MediumGrid>, Vec<Patches>), SampleFault> {
-        let loaded = each(media, tokens, |medium| {
+        let loaded = each(media, |medium| {
             Ok(match medium {
                 Medium::Image(image) => {
-                    let patches = self.images.load(image)?;
-                    (MediumGrid::Image(patches.grid_thw), patches)
+                    let (grid, patches) = self.images.load(image)?;
+                    (MediumGrid::Image(grid), patches)
                 }
                 Medium::Video(video) => {
                     let (clip, patches) = self.videos.load(video)?;
-                    (MediumGrid::Video(clip), patches)
+                    (MediumGrid::Video(clip), vec![patches])
                 }
             })
         });
-        Ok(loaded?.into_iter().unzip())
+        let (grids, patches): (_, Vec<Vec<Patches>>) = loaded?.into_iter().unzip();
+        Ok((grids, patches.into_iter().flatten().collect()))
     }
 
     /// Number of visual tokens of a medium.
     pub(super) fn num_tokens(&self, grids: &MediumGrid) -> usize {
-        self.images.num_tokens(grids.grid())
+        grids.num_patches() / (self.images.merge_size() as usize).pow(2)
+    }
+
+    /// Number of tokens that the slices of an image add to its text: their visual tokens, the special
+    /// tokens around each, and a newline between their rows.
+    pub(super) fn slice_tokens(&self, grid: &ImageGrid) -> usize {
+        grid.slices.map_or(0, |slices| {
+            let [count, ..] = slices.grid().map(|n| n as usize);
+            self.images.num_tokens(slices.grid()) + 2 * count + slices.rows as usize - 1
+        })
     }
 
     /// The kind and byte range of each placeholder in `text`, ascending. The range of a video may
@@ -170,8 +181,19 @@ impl MediaReader {
         found
     }
 
-    /// The text that replaces the placeholder of a medium.
-    pub(super) fn text(&self, grids: &MediumGrid, tokens: &MediaTokens) -> String {
+    /// The texts that replace the placeholders of media.
+    pub(super) fn texts(&self, grids: &[MediumGrid], tokens: &MediaTokens) -> Vec<String> {
+        let mut numbers = 0..;
+        let number = |grid: &MediumGrid| match grid {
+            MediumGrid::Image(_) => numbers.next().unwrap_or_default(),
+            MediumGrid::Video(_) => 0,
+        };
+        let numbers: Vec<usize> = grids.iter().map(number).collect();
+        grids.iter().zip(numbers).map(|(grid, number)| self.text(grid, number, tokens)).collect()
+    }
+
+    /// `number` is that of an image, from 0.
+    fn text(&self, grids: &MediumGrid, number: usize, tokens: &MediaTokens) -> String {
         match (grids, &tokens.video) {
             (MediumGrid::Video(Clip { times: GroupTimes::Positions(_), .. }), Some(video)) => {
                 video.pad.repeat(self.num_tokens(grids))
@@ -192,20 +214,33 @@ impl MediaReader {
             }
             (MediumGrid::Video(Clip { grid_thw, times: GroupTimes::Numbers, .. }), _) => {
                 let [frames, height, width] = *grid_thw;
-                let pads = self.image_text([1, height, width], tokens);
+                let whole = [1, height, width];
+                let pads = self.image_text(&ImageGrid { whole, slices: None }, tokens);
                 let frame = |number| format!("Frame{number}: {pads}");
                 (1..=frames).map(frame).collect::<Vec<_>>().join("\n")
             }
-            (grids, _) => self.image_text(grids.grid(), tokens),
+            (MediumGrid::Image(grid), _) if self.images.numbers_images() => {
+                let [start, end] = NUMBER_MARKS;
+                format!("{start}{number}{end}{}", self.image_text(grid, tokens))
+            }
+            (MediumGrid::Image(grid), _) => self.image_text(grid, tokens),
+            (MediumGrid::Video(_), None) => String::new(), // refused before
         }
     }
 
     /// The visual tokens of an image with this grid, and the tokens around them that the chat
     /// template leaves out.
-    fn image_text(&self, grid: [u32; 3], tokens: &MediaTokens) -> String {
+    fn image_text(&self, grid: &ImageGrid, tokens: &MediaTokens) -> String {
         let pad = tokens.image.as_ref().map_or("", |(pad, _)| pad);
         let [start, end] = self.videos.family().image_marks.unwrap_or_default();
-        format!("{start}{}{end}", pad.repeat(self.images.num_tokens(grid)))
+        let mut text = format!("{start}{}{end}", pad.repeat(self.images.num_tokens(grid.whole)));
+        if let Some(SliceGrid { rows, columns, patches: [height, width] }) = grid.slices {
+            let [start, end] = SLICE_MARKS;
+            let pads = pad.repeat(self.images.num_tokens([1, height, width]));
+            let row = format!("{start}{pads}{end}").repeat(columns as usize);
+            text.push_str(&vec![row; rows as usize].join("\n"));
+        }
+        text
     }
 }
 
@@ -243,7 +278,6 @@ impl From<VideoError> for Cause {
 
 fn each<T>(
     media: &[Medium],
-    tokens: &MediaTokens,
     read: impl Fn(&Medium) -> Result<T, Cause>,
 ) -> Result<Vec<T>, SampleFault> {
     let (mut images, mut videos) = (0, 0);
@@ -254,11 +288,7 @@ fn each<T>(
         };
         *index += 1;
         let index = *index;
-        let result = match medium {
-            Medium::Video(_) if tokens.video.is_none() => Err(VideoError::NoToken.into()),
-            _ => read(medium),
-        };
-        result.map_err(|cause| match cause {
+        read(medium).map_err(|cause| match cause {
             Cause::Image(cause) => SampleFault::Image { index, cause },
             Cause::Video(cause) => SampleFault::Video { index, cause },
         })

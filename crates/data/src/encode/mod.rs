@@ -26,7 +26,7 @@ use sha2::{Digest, Sha256};
 
 use crate::media::Positions;
 use crate::media::image::{ImageConfig, ImageProcessor};
-use crate::media::video::{VideoConfig, VideoProcessor};
+use crate::media::video::{VideoConfig, VideoError, VideoProcessor};
 use crate::model_folder::ModelFolderError;
 use crate::row::Length;
 use crate::source::{AtRow, SampleError, SampleFault};
@@ -158,11 +158,12 @@ impl Encoder {
     ) -> Result<EncodedSample, E> {
         let id = &sample.id;
         let (text, supervision) = self.render_targets(sample).at(id)?;
-        let grids = self.media.grids(&sample.media, &self.text.media).at(id)?;
+        let grids = self.media.grids(&sample.media).at(id)?;
         let tokens = self.tokenise(&text, supervision, &grids);
         let tokens = tokens.and_then(|tokens| tokens.cut(cut)).at(id)?;
-        accept(self.length_of(tokens.input_ids.len(), grids.iter().map(MediumGrid::grid)))?;
-        let (loaded, patches) = self.media.load(&sample.media, &self.text.media).at(id)?;
+        let patches = grids.iter().map(MediumGrid::num_patches).sum();
+        accept(self.length_of(tokens.input_ids.len(), patches))?;
+        let (loaded, patches) = self.media.load(&sample.media).at(id)?;
         if loaded != grids {
             return Err(SampleFault::MediaChanged.at(id).into());
         }
@@ -189,8 +190,8 @@ impl Encoder {
         self.check_bytes(&text)?;
         let media = &sample.media[..kinds(&sample.messages[..turn]).len()];
         self.check_placeholders(&text, media)?;
-        self.media.headers(media, &self.text.media)?; // counts the pixels
-        let (grids, media) = self.media.load(media, &self.text.media)?;
+        self.media.headers(media)?; // counts the pixels
+        let (grids, media) = self.media.load(media)?;
         let tokens = self.tokenise(&text, Supervision::default(), &grids)?;
         Ok((self.with_media(&sample.id, tokens, &grids, media), answer))
     }
@@ -290,14 +291,24 @@ impl Encoder {
         Ok((chat.text, supervision))
     }
 
+    /// Tokens of media, which texts of rows must not contain.
+    fn reserved(&self) -> impl Iterator<Item = &str> {
+        let marks = self.media.videos.family().reserved();
+        self.text.media.pads().chain(marks.iter().copied())
+    }
+
     /// Checks that there is one placeholder per medium, and that no text contains a media token.
     fn check_texts(&self, sample: &Sample) -> Result<(), SampleFault> {
         if self.text.media.image.is_none() && !sample.media.is_empty() {
             let num_media = sample.media.len();
             return Err(SampleFault::TextOnlyModel { num_media });
         }
+        let is_video = |medium: &Medium| medium.kind() == MediumKind::Video;
+        if self.text.media.video.is_none() && sample.media.iter().any(is_video) {
+            return Err(SampleFault::Video { index: 1, cause: VideoError::NoToken });
+        }
         for (turn, message) in sample.messages.iter().enumerate() {
-            let mut tokens = self.text.media.pads();
+            let mut tokens = self.reserved();
             if let Some(token) = tokens.find(|token| has_text(message, token)) {
                 let token = token.to_owned();
                 return Err(SampleFault::ReservedToken { turn, token });
@@ -325,7 +336,12 @@ impl Encoder {
             let (rendered, media) = (rendered.len(), media.len());
             return Err(SampleFault::RenderedPlaceholders { rendered, media });
         }
-        Ok(())
+        // Tool calls, tools and thoughts are texts too. Placeholders in them are too many.
+        let marks = self.media.videos.family().reserved();
+        match marks.iter().find(|mark| text.contains(**mark)) {
+            Some(mark) => Err(SampleFault::ReservedInText { token: (*mark).to_owned() }),
+            None => Ok(()),
+        }
     }
 
     /// `supervision` is that of `text`, which has one placeholder for each of `grids`.
@@ -338,7 +354,7 @@ impl Encoder {
         let expected = grids.iter().map(|medium| self.media.num_tokens(medium)).sum();
         check_tokens(expected)?; // before their text is written
         let places = self.media.placeholders(text, &self.text.media).into_iter();
-        let texts = grids.iter().map(|medium| self.media.text(medium, &self.text.media));
+        let texts = self.media.texts(grids, &self.text.media);
         let places: Vec<_> = places.map(|(_, place)| place).zip(texts).collect();
         let targets = supervision.targets.iter_mut().map(|target| &mut target.range);
         let (text, media) = expand(text, &places, targets);
@@ -356,15 +372,10 @@ impl Encoder {
         Ok(EncodedText { input_ids: ids, labels, weights, vision_rows, spans })
     }
 
-    /// The size of a sample with `tokens` tokens and media of these grids.
-    fn length_of(&self, tokens: usize, grids: impl Iterator<Item = [u32; 3]>) -> Length {
-        let patches = grids.map(|grid| grid.map(u64::from).iter().product::<u64>());
-        self.length_of_patches(tokens, patches.sum())
-    }
-
-    fn length_of_patches(&self, tokens: usize, patches: u64) -> Length {
+    /// The size of a sample with this many tokens, and patches of media.
+    fn length_of(&self, tokens: usize, patches: usize) -> Length {
         let patch_bytes = self.media.images.patch_values() * size_of::<f32>();
-        Length { tokens, pixel_bytes: patches * patch_bytes as u64 }
+        Length { tokens, pixel_bytes: (patches * patch_bytes) as u64 }
     }
 
     /// `media` are the patches of `grids`.
@@ -376,10 +387,12 @@ impl Encoder {
         media: Vec<Patches>,
     ) -> EncodedSample {
         let EncodedText { input_ids, labels, weights, vision_rows, spans: _ } = text;
-        let runs: Vec<VisualRun> = grids.iter().flat_map(MediumGrid::runs).collect();
         let merge_size = self.media.images.merge_size();
         let position_ids = match self.media.videos.family().positions {
-            Positions::Grid => position_ids(input_ids.len(), &vision_rows, &runs, merge_size),
+            Positions::Grid => {
+                let runs: Vec<VisualRun> = grids.iter().flat_map(MediumGrid::runs).collect();
+                position_ids(input_ids.len(), &vision_rows, &runs, merge_size)
+            }
             Positions::Index => (0..input_ids.len() as u32).map(|index| [index; 3]).collect(),
         };
         EncodedSample {
@@ -412,7 +425,7 @@ const END_OF_TEXT: &str = "<|endoftext|>";
 
 impl Encoder {
     pub(crate) fn encode_text(&self, text: &str) -> Result<Tokens, SampleFault> {
-        if let Some(token) = self.text.media.pads().find(|token| text.contains(token)) {
+        if let Some(token) = self.reserved().find(|token| text.contains(token)) {
             let token = token.to_owned();
             return Err(SampleFault::ReservedInText { token });
         }
@@ -455,5 +468,7 @@ impl Encoder {
     }
 }
 
+#[cfg(test)]
+mod slice_tests;
 #[cfg(test)]
 mod tests;

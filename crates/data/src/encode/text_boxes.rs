@@ -69,11 +69,11 @@ impl Encoder {
 
     /// `[width, height]`, in the unit of boxes, of everything that a box of this row may be in.
     fn sides_of_boxes(&self, sample: &Sample) -> Vec<[f64; 2]> {
-        if self.media.videos.family().boxes != BoxForm::Pixels {
+        if self.media.videos.family().boxes != Some(BoxForm::Pixels) {
             return vec![[f64::from(SIDE); 2]];
         }
         // A row whose media cannot be read is reported elsewhere.
-        let grids = self.media.grids(&sample.media, &self.text.media);
+        let grids = self.media.grids(&sample.media);
         let grids = grids.unwrap_or_default();
         if grids.is_empty() {
             return vec![[f64::INFINITY; 2]];

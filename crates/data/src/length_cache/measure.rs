@@ -78,11 +78,7 @@ pub(super) struct Measurer<'a> {
 /// Number of tokens under the current limits, and of these the visual tokens: for users who read the
 /// cache.
 pub(super) fn lengths(encoder: &Encoder, measured: &Measured) -> [usize; 2] {
-    let token_counts = encoder.token_counts(measured);
-    let images = token_counts.media_tokens - measured.text.media_tokens;
-    let merge = encoder.merge_size().get().pow(2);
-    let visual_tokens = images + (measured.video_patches / merge) as usize;
-    [token_counts.num_tokens(), visual_tokens]
+    [encoder.token_counts(measured).num_tokens(), encoder.visual_tokens(measured)]
 }
 
 impl<'a> Measurer<'a> {

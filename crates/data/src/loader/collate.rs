@@ -115,7 +115,8 @@ mod tests {
     }
 
     fn patches() -> Patches {
-        Patches { pixel_values: vec![0.25; 8 * 3], grid_thw: [1, 2, 4], kind: MediumKind::Image }
+        let (pixel_values, kind) = (vec![0.25; 8 * 3], MediumKind::Image);
+        Patches { pixel_values, grid_thw: [1, 2, 4], kind, follows: false }
     }
 
     fn any_packs() -> impl Strategy<Value = Vec<Pack>> {

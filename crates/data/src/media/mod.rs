@@ -16,11 +16,28 @@ use crate::model_folder::{ModelFolderError, read_json_if_there};
 pub(crate) struct MediaFamily {
     pub(crate) images: ImageForm,
     pub(crate) videos: VideoForm,
-    pub(crate) boxes: BoxForm,
+    /// `None`: rows with boxes are refused, because no published data of the model shows their form.
+    pub(crate) boxes: Option<BoxForm>,
     pub(crate) positions: Positions,
     /// Special tokens around the visual tokens of an image, if the chat template leaves them out.
     pub(crate) image_marks: Option<[&'static str; 2]>,
 }
+
+/// Special tokens around the number of an image of a family with [`ImageForm::Slices`].
+pub(crate) const NUMBER_MARKS: [&str; 2] = ["<image_id>", "</image_id>"];
+/// Special tokens around the visual tokens of a slice.
+pub(crate) const SLICE_MARKS: [&str; 2] = ["<slice>", "</slice>"];
+/// Special tokens around the visual tokens of the whole image.
+const WHOLE_MARKS: [&str; 2] = ["<image>", "</image>"];
+const RESERVED: [&str; 7] = [
+    NUMBER_MARKS[0],
+    NUMBER_MARKS[1],
+    SLICE_MARKS[0],
+    SLICE_MARKS[1],
+    WHOLE_MARKS[0],
+    WHOLE_MARKS[1],
+    "<|video_pad|>",
+];
 
 /// How an image becomes patches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,6 +47,9 @@ pub(crate) enum ImageForm {
     OneGrid,
     /// Square tiles, which the vision encoder reads like the frames of a video.
     Tiles(TileSizes),
+    /// The whole image, and slices if it is large. The text has each between special tokens, and the
+    /// rows of slices on lines.
+    Slices(SliceSizes),
 }
 
 /// Sizes of a tile, from `config.json`.
@@ -41,6 +61,19 @@ pub(crate) struct TileSizes {
     pub(crate) patch: u32,
     /// Side of a merge block in patches.
     pub(crate) merge: u32,
+}
+
+/// Sizes of an image with slices, from `config.json`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SliceSizes {
+    /// Side of a patch in pixels.
+    pub(crate) patch: u32,
+    /// Side of a merge block in patches.
+    pub(crate) merge: u32,
+    /// Side of the blocks that are merged first, in patches.
+    pub(crate) inner: u32,
+    /// `downsample_mode`, which decides the merge block.
+    pub(crate) mode: &'static str,
 }
 
 /// How visual tokens count as positions.
@@ -68,6 +101,8 @@ pub(crate) enum VideoForm {
         /// What the chat template writes for a video.
         placeholder: &'static str,
     },
+    /// Rows with videos are refused.
+    Refused,
 }
 
 /// How the text has a box, and the name of its object.
@@ -108,7 +143,7 @@ impl MediaFamily {
         let of_grids = |videos, boxes| Self {
             images: ImageForm::OneGrid,
             videos,
-            boxes,
+            boxes: Some(boxes),
             positions: Positions::Grid,
             image_marks: None,
         };
@@ -124,9 +159,16 @@ impl MediaFamily {
             Some("internvl") => Ok(Self {
                 images: ImageForm::Tiles(TileSizes::read(&path, &config)?),
                 videos: VideoForm::NumberedFrames { placeholder: "<video>" },
-                boxes: BoxForm::TaggedThousandths,
+                boxes: Some(BoxForm::TaggedThousandths),
                 positions: Positions::Index,
                 image_marks: Some(["<img>", "</img>"]),
+            }),
+            Some("minicpmv4_6") => Ok(Self {
+                images: ImageForm::Slices(SliceSizes::read(&path, &config)?),
+                videos: VideoForm::Refused,
+                boxes: None,
+                positions: Positions::Index,
+                image_marks: Some(WHOLE_MARKS),
             }),
             Some(kind) if LIKE_QWEN3_VL.contains(&kind) => {
                 Ok(of_grids(VideoForm::Timestamps, BoxForm::Thousandths))
@@ -134,10 +176,60 @@ impl MediaFamily {
             kind => {
                 let found = kind.unwrap_or("missing").to_owned();
                 let known = LIKE_QWEN3_VL.map(|kind| format!("`{kind}`")).join(", ");
-                let expected = format!("`qwen2_vl`, `qwen2_5_vl`, `internvl`, {known}");
+                let expected =
+                    format!("`qwen2_vl`, `qwen2_5_vl`, `internvl`, `minicpmv4_6`, {known}");
                 Err(ModelFolderError::value(&path, "model_type", found, expected))
             }
         }
+    }
+
+    /// Special tokens that only the encoder writes: texts of rows must not contain them.
+    pub(crate) fn reserved(&self) -> &'static [&'static str] {
+        match self.images {
+            ImageForm::Slices(_) => &RESERVED,
+            ImageForm::OneGrid | ImageForm::Tiles(_) => &[],
+        }
+    }
+}
+
+/// The error of the file at `path`, whose `key` has the wrong value `value`.
+fn bad(path: &Path, key: &'static str, value: &Value, expected: String) -> ModelFolderError {
+    ModelFolderError::value(path, key, value.to_string(), expected)
+}
+
+/// `value`, or `default` if the file lacks it.
+fn or(value: &Value, default: Value) -> Value {
+    if value.is_null() { default } else { value.clone() }
+}
+
+/// The side in the `value` of `key`: a number, or a list of two equal numbers.
+fn square(path: &Path, key: &'static str, value: &Value) -> Result<u32, ModelFolderError> {
+    let side = match value.as_array().map(Vec::as_slice) {
+        Some([height, width]) if height == width => height.as_u64(),
+        Some(_) => None,
+        None => value.as_u64(),
+    };
+    let side = side.filter(|side| (1..=MAX_SIDE).contains(side));
+    let expected = format!("a whole number from 1 to {MAX_SIDE}, or a list of two such");
+    side.map(|side| side as u32).ok_or_else(|| bad(path, key, value, expected))
+}
+
+impl SliceSizes {
+    pub(crate) const DEFAULT_MODE: &'static str = "16x";
+
+    /// The sizes in `config`, the content of the file at `path`. Those that it lacks are the defaults
+    /// of transformers.
+    fn read(path: &Path, config: &Value) -> Result<Self, ModelFolderError> {
+        let patch = &or(&config["vision_config"]["patch_size"], 16.into());
+        let patch = square(path, "vision_config.patch_size", patch)?;
+        let mode = &or(&config["downsample_mode"], Self::DEFAULT_MODE.into());
+        // Patches are merged in blocks of 2 x 2, in the vision encoder and after it, or only after it.
+        let (mode, merge) = match mode.as_str() {
+            Some(Self::DEFAULT_MODE) => (Self::DEFAULT_MODE, 4),
+            Some("4x") => ("4x", 2),
+            _ => return Err(bad(path, "downsample_mode", mode, "`16x` or `4x`".to_owned())),
+        };
+        Ok(Self { patch, merge, inner: 2, mode })
     }
 }
 
@@ -145,26 +237,11 @@ impl TileSizes {
     /// The sizes in `config`, the content of the file at `path`. Those that it lacks are the defaults
     /// of transformers.
     fn read(path: &Path, config: &Value) -> Result<Self, ModelFolderError> {
-        let bad = |key, value: &Value, expected| {
-            ModelFolderError::value(path, key, value.to_string(), expected)
-        };
-        let or = |value: &Value, default: Value| {
-            if value.is_null() { default } else { value.clone() }
-        };
-        let square = |key, value: &Value| {
-            let side = match value.as_array().map(Vec::as_slice) {
-                Some([height, width]) if height == width => height.as_u64(),
-                Some(_) => None,
-                None => value.as_u64(),
-            };
-            let side = side.filter(|side| (1..=MAX_SIDE).contains(side));
-            let expected = format!("a whole number from 1 to {MAX_SIDE}, or a list of two such");
-            side.map(|side| side as u32).ok_or_else(|| bad(key, value, expected))
-        };
         let vision = &config["vision_config"];
         let image_size = &or(&vision["image_size"], 448.into());
-        let side = square("vision_config.image_size", image_size)?;
-        let patch = square("vision_config.patch_size", &or(&vision["patch_size"], 14.into()))?;
+        let side = square(path, "vision_config.image_size", image_size)?;
+        let patch = &or(&vision["patch_size"], 14.into());
+        let patch = square(path, "vision_config.patch_size", patch)?;
         // Patches are merged by a pixel shuffle, which is a square of patches only for the inverse of
         // a whole number.
         let ratio = &or(&config["downsample_ratio"], 0.5.into());
@@ -172,12 +249,12 @@ impl TileSizes {
         let is_exact = ratio.as_f64().is_some_and(|ratio| (ratio * merge - 1.0).abs() < 1e-6);
         if !(is_exact && (1.0..=8.0).contains(&merge)) {
             let expected = "1 divided by a whole number from 1 to 8".to_owned();
-            return Err(bad("downsample_ratio", ratio, expected));
+            return Err(bad(path, "downsample_ratio", ratio, expected));
         }
         let merge = merge as u32;
         if !side.is_multiple_of(patch * merge) {
             let expected = format!("a multiple of {patch} x {merge} (patch and merge block)");
-            return Err(bad("vision_config.image_size", image_size, expected));
+            return Err(bad(path, "vision_config.image_size", image_size, expected));
         }
         Ok(Self { side, patch, merge })
     }

@@ -8,9 +8,11 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use settings::section;
 
+use super::ImageCut;
 use super::header::MAX_PIXELS;
+use super::slices::Slices;
 use super::tiles::Tiles;
-use crate::media::{ImageForm, MediaFamily, TileSizes};
+use crate::media::{ImageForm, MediaFamily, SliceSizes, TileSizes};
 use crate::model_folder::{ModelFolderError, read_json_if_there};
 use batch::{AreaLimits, ImageLimits};
 
@@ -37,6 +39,11 @@ struct PreprocessorFile {
     merge_size: Option<u32>,
     min_patches: Option<u32>,
     max_patches: Option<u32>,
+    max_slice_nums: Option<u32>,
+    scale_resolution: Option<u32>,
+    slice_mode: Option<bool>,
+    downsample_mode: Option<String>,
+    use_image_id: Option<bool>,
     image_mean: Option<[f32; 3]>,
     image_std: Option<[f32; 3]>,
     rescale_factor: Option<f64>,
@@ -64,6 +71,9 @@ pub(crate) struct Size {
 pub(crate) const RESCALE_FACTORS: std::ops::RangeInclusive<f64> = 1e-5..=1.0;
 /// Values of `min_patches` and `max_patches` if the folder has none, as in transformers.
 const TILES: [u32; 2] = [1, 12];
+/// Values of `max_slice_nums`, `scale_resolution` and `patch_size` of a model with slices if the
+/// folder has none, as in transformers.
+const SLICES: [u32; 3] = [9, 448, 14];
 const MEAN: &str = "three numbers, one per channel, each from 0 to 255 * `rescale_factor`";
 const STD: &str = "three numbers, one per channel, each above 0 and at most 255 * `rescale_factor`";
 
@@ -72,10 +82,10 @@ pub(super) struct ImageSettings {
     pub(super) patch_size: u32,
     pub(super) temporal_patch_size: u32,
     pub(super) merge_size: u32,
+    pub(super) inner_size: u32,
     pub(super) min_pixels: u64,
     pub(super) max_pixels: u64,
-    /// `None`: an image is one grid.
-    pub(super) tiles: Option<Tiles>,
+    pub(super) cut: ImageCut,
     pub(super) mean: [f32; 3],
     pub(super) std: [f32; 3],
     /// Largest pixel value, `1 / rescale_factor`.
@@ -124,7 +134,9 @@ impl ImageSettings {
             Some(value) if value.iter().all(|v| (low..=white).contains(v)) => Ok(value),
             other => Err(bad(key, other.map(|v| format!("{v:?}")), expected)),
         };
-        let Sizes { patch_size, temporal_patch_size, merge_size, tiles, pixels } = sizes;
+        let Sizes { patch_size, temporal_patch_size, merge_size, inner_size, cut, pixels } = sizes;
+        // Folders of such a model need not have them, as in transformers.
+        let half = matches!(cut, ImageCut::Slices(_)).then_some([0.5; 3]);
         let [min_pixels, max_pixels] = pixels;
         let token_pixels = u64::from(patch_size * merge_size).pow(2); // of one visual token
         let max_pixels = config
@@ -138,11 +150,12 @@ impl ImageSettings {
             patch_size,
             temporal_patch_size,
             merge_size,
+            inner_size,
             min_pixels,
             max_pixels,
-            tiles,
-            mean: triple("image_mean", image_mean, 0.0, MEAN)?,
-            std: triple("image_std", image_std, white / 1000.0, STD)?,
+            cut,
+            mean: triple("image_mean", image_mean.or(half), 0.0, MEAN)?,
+            std: triple("image_std", image_std.or(half), white / 1000.0, STD)?,
             scale: (1.0 / rescale) as f32,
         })
     }
@@ -153,13 +166,25 @@ fn bad(path: &Path, key: &'static str, found: Option<String>, expected: &str) ->
     ModelFolderError::value(path, key, found, expected)
 }
 
-/// Sizes of patches and tiles, and the limits on the pixels of an image: those of the config, else
-/// those of the folder.
+/// A whole number of the file at `path` that has a size.
+fn count(path: &Path, key: &'static str, value: Option<u32>) -> Result<u32, ModelFolderError> {
+    match value {
+        Some(value @ 1..=1024) => Ok(value),
+        other => {
+            let found = other.map(|n| n.to_string());
+            Err(bad(path, key, found, "a whole number from 1 to 1024"))
+        }
+    }
+}
+
+/// Sizes of patches and of what an image is cut into, and the limits on the pixels of an image: those
+/// of the config, else those of the folder.
 struct Sizes {
     patch_size: u32,
     temporal_patch_size: u32,
     merge_size: u32,
-    tiles: Option<Tiles>,
+    inner_size: u32,
+    cut: ImageCut,
     pixels: [u64; 2],
 }
 
@@ -171,13 +196,7 @@ impl Sizes {
         form: ImageForm,
         config: &ImageConfig,
     ) -> Result<Self, ModelFolderError> {
-        let count = |key, value: Option<u32>| match value {
-            Some(value @ 1..=1024) => Ok(value),
-            other => {
-                let found = other.map(|n| n.to_string());
-                Err(bad(path, key, found, "a whole number from 1 to 1024"))
-            }
-        };
+        let count = |key, value| count(path, key, value);
         let Size { shortest_edge, longest_edge, height, width } = file.size.unwrap_or_default();
         match form {
             ImageForm::OneGrid => {
@@ -186,11 +205,13 @@ impl Sizes {
                 let max_pixels = config.max_pixels.or(file.max_pixels).or(longest_edge);
                 let min = min_pixels.ok_or_else(|| bad(path, "size.shortest_edge", None, areas))?;
                 let max = max_pixels.ok_or_else(|| bad(path, "size.longest_edge", None, areas))?;
+                let merge_size = count("merge_size", file.merge_size)?;
                 Ok(Self {
                     patch_size: count("patch_size", file.patch_size)?,
                     temporal_patch_size: count("temporal_patch_size", file.temporal_patch_size)?,
-                    merge_size: count("merge_size", file.merge_size)?,
-                    tiles: None,
+                    merge_size,
+                    inner_size: merge_size,
+                    cut: ImageCut::OneGrid,
                     pixels: [min, max],
                 })
             }
@@ -217,11 +238,51 @@ impl Sizes {
                     patch_size: patch,
                     temporal_patch_size: 1,
                     merge_size: merge,
-                    tiles: Some(Tiles { side, min, max }),
+                    inner_size: merge,
+                    cut: ImageCut::Tiles(Tiles { side, min, max }),
                     pixels,
                 })
             }
+            ImageForm::Slices(sizes) => Self::of_slices(path, file, sizes, config),
         }
+    }
+
+    /// The sizes of a model with slices, which must be those of `config.json`.
+    fn of_slices(
+        path: &Path,
+        file: &PreprocessorFile,
+        sizes: SliceSizes,
+        config: &ImageConfig,
+    ) -> Result<Self, ModelFolderError> {
+        let SliceSizes { patch, merge, inner, mode } = sizes;
+        let [max, side, default_patch] = SLICES;
+        let found = file.patch_size.unwrap_or(default_patch);
+        if found != patch {
+            let expected = format!("{patch}, the `vision_config.patch_size` in config.json");
+            return Err(bad(path, "patch_size", Some(found.to_string()), &expected));
+        }
+        let found = file.downsample_mode.as_deref().unwrap_or(SliceSizes::DEFAULT_MODE);
+        if found != mode {
+            let expected = format!("`{mode}`, the `downsample_mode` in config.json");
+            return Err(bad(path, "downsample_mode", Some(found.to_owned()), &expected));
+        }
+        if let Some(found) = config.min_pixels {
+            let (key, found) = ("min_pixels", found.to_string());
+            let expected = "`null`: the model scales every image to a fixed area";
+            return Err(ModelFolderError::ImageSetting { key, found, expected });
+        }
+        let max = count(path, "max_slice_nums", Some(file.max_slice_nums.unwrap_or(max)))?;
+        let side = count(path, "scale_resolution", Some(file.scale_resolution.unwrap_or(side)))?;
+        let max = if file.slice_mode == Some(false) { 1 } else { max };
+        let is_numbered = file.use_image_id.unwrap_or(true);
+        Ok(Self {
+            patch_size: patch,
+            temporal_patch_size: 1,
+            merge_size: merge,
+            inner_size: inner,
+            cut: ImageCut::Slices(Slices { side, patch, merge, max, is_numbered }),
+            pixels: [1, config.max_pixels.unwrap_or(u64::MAX)],
+        })
     }
 }
 
@@ -282,6 +343,11 @@ pub(crate) fn over(limits: AreaLimits, config: [u64; 2]) -> [u64; 2] {
 /// Maximum ratio of the longer to the shorter side, as in the transformers processor.
 const MAX_ASPECT_RATIO: u64 = 200;
 
+/// Whether the aspect ratio is above 200.
+pub(super) fn is_elongated([height, width]: [u32; 2]) -> bool {
+    u64::from(height.max(width)) > MAX_ASPECT_RATIO * u64::from(height.min(width))
+}
+
 /// Returns the target `[height, width]` in pixels of an image of `height` x `width` pixels.
 ///
 /// Both are multiples of `factor` (`patch_size * merge_size`). The area is in
@@ -301,7 +367,7 @@ pub fn smart_resize(
     max_pixels: u64,
 ) -> Option<[u32; 2]> {
     assert!(height > 0 && width > 0 && factor > 0, "sides and factor must be at least 1");
-    if u64::from(height.max(width)) > MAX_ASPECT_RATIO * u64::from(height.min(width)) {
+    if is_elongated([height, width]) {
         return None;
     }
     let sides = [f64::from(height), f64::from(width)];
@@ -343,252 +409,4 @@ pub(crate) fn fit(
 }
 
 #[cfg(test)]
-mod tests {
-    use serde_json::{Value, json};
-
-    use super::*;
-
-    fn published() -> Value {
-        json!({
-            "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16,
-            "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5], "processor_class": "Qwen3VLProcessor",
-            "image_processor_type": "Qwen2VLImageProcessorFast",
-        })
-    }
-
-    fn settings_in(
-        name: &str,
-        file: &Value,
-        config: &ImageConfig,
-    ) -> Result<ImageSettings, String> {
-        settings_of(&json!({"model_type": "qwen3_vl"}), name, file, config)
-    }
-
-    fn settings_of(
-        model: &Value,
-        name: &str,
-        file: &Value,
-        config: &ImageConfig,
-    ) -> Result<ImageSettings, String> {
-        use std::io::Write as _;
-        let folder = tempfile::tempdir().unwrap();
-        let mut out = std::fs::File::create(folder.path().join(name)).unwrap();
-        out.write_all(file.to_string().as_bytes()).unwrap();
-        let mut out = std::fs::File::create(folder.path().join("config.json")).unwrap();
-        out.write_all(model.to_string().as_bytes()).unwrap();
-        ImageSettings::read(folder.path(), config).map_err(|error| error.to_string())
-    }
-
-    fn settings(changes: &Value) -> Result<ImageSettings, String> {
-        let mut file = published();
-        for (key, value) in changes.as_object().unwrap() {
-            file[key] = value.clone();
-        }
-        settings_in("preprocessor_config.json", &file, &ImageConfig::default())
-    }
-
-    #[test]
-    fn the_published_file_is_read() {
-        let found = settings(&json!({})).unwrap();
-        let expected = ImageSettings {
-            patch_size: 16,
-            temporal_patch_size: 2,
-            merge_size: 2,
-            min_pixels: 65536,
-            max_pixels: 16777216,
-            tiles: None,
-            mean: [0.5; 3],
-            std: [0.5; 3],
-            scale: 255.0,
-        };
-        assert_eq!(found, expected);
-    }
-
-    #[test]
-    fn the_config_overrides_top_level_keys_and_these_override_size() {
-        let file = json!({"min_pixels": 4096, "max_pixels": 200704});
-        let found = settings(&file).unwrap();
-        assert_eq!((found.min_pixels, found.max_pixels), (4096, 200704));
-        let config = ImageConfig { max_pixels: Some(100_000), ..ImageConfig::default() };
-        let found = settings_in("preprocessor_config.json", &published(), &config).unwrap();
-        assert_eq!((found.min_pixels, found.max_pixels), (65536, 100_000));
-    }
-
-    #[test]
-    fn max_tokens_is_converted_to_an_area_and_the_smaller_limit_applies() {
-        let settings = |max_tokens, max_pixels| {
-            let max_tokens = NonZeroU32::new(max_tokens);
-            let config = ImageConfig { max_pixels, max_tokens, ..ImageConfig::default() };
-            settings_in("preprocessor_config.json", &published(), &config)
-        };
-        assert_eq!(settings(300, None).unwrap(), settings(0, Some(300 * 1024)).unwrap());
-        assert_eq!(settings(300, Some(100_000)).unwrap().max_pixels, 100_000);
-        assert_eq!(settings(97, Some(100_000)).unwrap().max_pixels, 97 * 1024);
-        assert!(settings(63, None).unwrap_err().contains("`max_pixels` is `64512`"));
-    }
-
-    #[test]
-    fn the_combined_file_of_newer_transformers_is_read() {
-        let file = json!({"image_processor": published(), "processor_class": "Qwen3VLProcessor"});
-        let config = ImageConfig::default();
-        let found = settings_in("processor_config.json", &file, &config).unwrap();
-        assert_eq!(found, settings(&json!({})).unwrap());
-    }
-
-    #[test]
-    fn the_error_for_an_invalid_value_names_its_key_and_value() {
-        for (changes, message) in [
-            (json!({"patch_size": null}), "`patch_size` is `missing`"),
-            (json!({"merge_size": 0}), "`merge_size` is `0`"),
-            (json!({"image_mean": null}), "`image_mean` is `missing`"),
-            (json!({"image_std": [0.5, 0.0, 0.5]}), "`image_std` is `[0.5, 0.0, 0.5]`"),
-            (json!({"image_std": [0.5, 1024.0, 0.5]}), "`image_std` is `[0.5, 1024.0, 0.5]`"),
-            (json!({"image_mean": [1e30, 0.5, 0.5]}), "from 0 to 255 * `rescale_factor`"),
-            (json!({"image_mean": [-0.5, 0.5, 0.5]}), "from 0 to 255 * `rescale_factor`"),
-            (json!({"image_std": [0.5]}), "cannot parse"),
-            (json!({"patch_size": "16"}), "cannot parse"),
-            (json!({"resample": 2}), "`resample` is `2`, expected 3"),
-            (json!({"do_normalize": false}), "`do_normalize` is `false`"),
-            (json!({"rescale_factor": 0.0}), "`rescale_factor` is `0`"),
-            (json!({"size": {"shortest_edge": 5}}), "`size.longest_edge` is `missing`"),
-            (json!({"size": null}), "`size.shortest_edge` is `missing`"),
-            (json!({"max_pixels": 65535}), "`min_pixels` is `65536` and `max_pixels` is `65535`"),
-            (json!({"min_pixels": 0}), "`min_pixels` is `0`"),
-        ] {
-            let error = settings(&changes).unwrap_err();
-            assert!(error.contains(message), "{changes}: {error}");
-        }
-    }
-
-    #[test]
-    fn the_error_for_a_folder_without_the_file_names_the_file() {
-        let folder = tempfile::tempdir().unwrap();
-        let error = ImageSettings::read(folder.path(), &ImageConfig::default()).unwrap_err();
-        assert!(error.to_string().contains("has neither `preprocessor_config.json`"), "{error}");
-    }
-
-    /// The published sizes of a model with tiles, with `changes` of `config.json` and of the
-    /// preprocessor's file.
-    fn tile_settings(
-        model_changes: &[(&str, Value)],
-        changes: &[(&str, Value)],
-        config: &ImageConfig,
-    ) -> Result<ImageSettings, String> {
-        let mut model = json!({
-            "model_type": "internvl", "downsample_ratio": 0.5, "image_token_id": 151671,
-            "vision_config": {"image_size": [448, 448], "patch_size": [14, 14]},
-        });
-        let mut file = json!({
-            "crop_to_patches": false, "min_patches": 1, "max_patches": 12, "resample": 3,
-            "do_center_crop": null, "size": {"height": 448, "width": 448},
-            "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
-            "rescale_factor": 0.00392156862745098,
-        });
-        for (pointer, value) in model_changes {
-            *model.pointer_mut(pointer).unwrap() = value.clone();
-        }
-        for (pointer, value) in changes {
-            *file.pointer_mut(pointer).unwrap() = value.clone();
-        }
-        settings_of(&model, "preprocessor_config.json", &file, config)
-    }
-
-    #[test]
-    fn the_published_files_of_a_model_with_tiles_are_read() {
-        let none = ImageConfig::default();
-        let found = tile_settings(&[], &[], &none).unwrap();
-        let sizes = [found.patch_size, found.temporal_patch_size, found.merge_size];
-        assert_eq!(sizes, [14, 1, 2]);
-        assert_eq!(found.tiles, Some(Tiles { side: 448, min: 1, max: 12 }));
-        assert_eq!([found.min_pixels, found.max_pixels], [1, u64::MAX]);
-        let numbers =
-            [("/vision_config/image_size", json!(448)), ("/vision_config/patch_size", json!(14))];
-        assert_eq!(tile_settings(&numbers, &[], &none), Ok(found.clone()));
-        let missing =
-            ["/vision_config/image_size", "/vision_config/patch_size", "/downsample_ratio"]
-                .map(|key| (key, Value::Null));
-        assert_eq!(tile_settings(&missing, &[], &none), Ok(found.clone()));
-        let without = [("/min_patches", Value::Null), ("/max_patches", Value::Null)];
-        assert_eq!(tile_settings(&[], &without, &none), Ok(found));
-        let config = ImageConfig { max_tokens: NonZeroU32::new(512), ..none };
-        assert_eq!(tile_settings(&[], &[], &config).unwrap().max_pixels, 2 * 448 * 448);
-    }
-
-    #[test]
-    fn errors_for_invalid_sizes_of_tiles_name_their_keys() {
-        let none = ImageConfig::default();
-        for (key, value, message) in [
-            (
-                "/vision_config/image_size",
-                json!([448, 224]),
-                "`vision_config.image_size` is `[448,224]`",
-            ),
-            (
-                "/vision_config/image_size",
-                json!(440),
-                "`vision_config.image_size` is `440`, expected a multiple",
-            ),
-            ("/vision_config/image_size", json!(224), "`size.height` is `448`, expected 224"),
-            ("/vision_config/patch_size", json!([0, 0]), "`vision_config.patch_size` is `[0,0]`"),
-            ("/vision_config/patch_size", json!("14"), "`vision_config.patch_size` is `\"14\"`"),
-            ("/downsample_ratio", json!(0.4), "`downsample_ratio` is `0.4`"),
-            ("/downsample_ratio", json!(0), "`downsample_ratio` is `0`"),
-        ] {
-            let error = tile_settings(&[(key, value)], &[], &none).unwrap_err();
-            assert!(error.contains(message), "{error}");
-        }
-        for (key, value, message) in [
-            ("/size", json!({"height": 448, "width": 384}), "`size.width` is `384`, expected 448"),
-            ("/size", json!({"shortest_edge": 448}), "`size.height` is `missing`"),
-            ("/max_patches", json!(0), "`max_patches` is `0`"),
-            ("/min_patches", json!(13), "`min_patches` is `13`, expected at most `max_patches`"),
-            ("/resample", json!(2), "`resample` is `2`, expected 3"),
-        ] {
-            let error = tile_settings(&[], &[(key, value)], &none).unwrap_err();
-            assert!(error.contains(message), "{error}");
-        }
-    }
-
-    #[test]
-    fn limits_of_a_row_precede_those_of_the_config() {
-        let of = |min, max| {
-            let limits =
-                AreaLimits { min_pixels: NonZeroU32::new(min), max_pixels: NonZeroU32::new(max) };
-            over(limits, [100, 1000])
-        };
-        assert_eq!(of(0, 0), [100, 1000]);
-        assert_eq!(of(50, 0), [50, 1000]);
-        assert_eq!(of(2000, 0), [2000, 2000]);
-        assert_eq!(of(0, 5000), [100, 5000]);
-        assert_eq!(of(0, 30), [30, 30]);
-        assert_eq!(of(7, 9), [7, 9]);
-    }
-
-    #[test]
-    fn all_sizes_of_the_reference_table_agree() {
-        let table: serde_json::Value =
-            serde_json::from_str(include_str!("../../../../../tests/golden/smart_resize.json"))
-                .unwrap();
-        let rows = table["image"].as_array().unwrap();
-        assert_eq!(rows.len(), 600);
-        for row in rows {
-            let [h, w, factor, min, max] = std::array::from_fn(|i| row[i].as_u64().unwrap());
-            let expected: Option<[u32; 2]> = serde_json::from_value(row[5].clone()).unwrap();
-            let found = smart_resize(h as u32, w as u32, factor as u32, min, max);
-            assert_eq!(found, expected, "{row}");
-        }
-    }
-
-    #[test]
-    fn sides_round_half_to_even() {
-        let side = |n| smart_resize(n, 320, 32, 1, u64::MAX).unwrap()[0];
-        assert_eq!([48, 80, 112].map(side), [64, 64, 128]);
-    }
-
-    #[test]
-    fn a_ratio_of_200_passes_and_one_more_pixel_does_not() {
-        assert!(smart_resize(3, 600, 32, 4096, 200_704).is_some());
-        assert_eq!(smart_resize(3, 601, 32, 4096, 200_704), None);
-    }
-}
+mod tests;

@@ -6,7 +6,8 @@
 //!
 //! Shapes: `gh`, `gw` number of patches along the height and width, `p` patch size in pixels, `tp`
 //! temporal patch size; `pixel_values` are `[gh * gw, 3 * tp * p * p]`. Some models take an image as
-//! tiles of equal size: `t` tiles have the grid `[t, gh, gw]` and the patches of `t` frames.
+//! tiles of equal size: `t` tiles have the grid `[t, gh, gw]` and the patches of `t` frames. Others
+//! take the whole image, and slices of it in the same way.
 //!
 //! Libraries differ in some choices. Here the EXIF orientation is applied, transparency is
 //! composited on white, 16-bit values are divided by 257, only the first frame of an animation is
@@ -18,6 +19,7 @@ mod decode;
 mod header;
 mod patchify;
 mod resize;
+mod slices;
 mod source;
 mod tiles;
 
@@ -40,6 +42,8 @@ use header::{DecodeError, Header};
 use patchify::resize_and_patchify;
 pub(crate) use patchify::{Normalise, PatchShape, patchify, unpatchify};
 pub(crate) use resize::resize;
+pub use slices::SliceGrid;
+use slices::Slices;
 pub(crate) use source::resolve;
 pub use source::{ImageError, ImageName, UrlConfig};
 use source::{Urls, open};
@@ -57,12 +61,46 @@ pub struct ImageProcessor {
     patch_size: u32,
     temporal_patch_size: u32,
     merge_size: u32,
+    inner_size: u32,
     min_pixels: u64,
     max_pixels: u64,
-    /// `None`: an image is one grid.
-    tiles: Option<Tiles>,
+    cut: ImageCut,
     normalise: Normalise,
     urls: Urls,
+}
+
+/// How an image is cut before its patches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ImageCut {
+    /// Not at all.
+    OneGrid,
+    Tiles(Tiles),
+    Slices(Slices),
+}
+
+/// The size of an image after resizing.
+struct Target {
+    /// `[height, width]` in pixels: of the whole image, or of its tiles without a thumbnail.
+    whole: [u32; 2],
+    slices: Option<SliceGrid>,
+}
+
+/// The patches of an image after resizing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ImageGrid {
+    /// Number of patches per axis: `[1, gh, gw]`, or `[t, gh, gw]` for `t` tiles.
+    pub whole: [u32; 3],
+    /// The slices that follow the whole image.
+    pub slices: Option<SliceGrid>,
+}
+
+impl ImageGrid {
+    /// Number of patches, those of slices included.
+    pub fn num_patches(&self) -> usize {
+        let slices = self.slices.map(SliceGrid::grid);
+        let grids = [self.whole].into_iter().chain(slices);
+        grids.map(|grid| grid.map(|n| n as usize).iter().product::<usize>()).sum()
+    }
 }
 
 impl ImageProcessor {
@@ -72,9 +110,10 @@ impl ImageProcessor {
             patch_size,
             temporal_patch_size,
             merge_size,
+            inner_size,
             min_pixels,
             max_pixels,
-            tiles,
+            cut,
             mean,
             std,
             scale,
@@ -85,9 +124,10 @@ impl ImageProcessor {
             patch_size,
             temporal_patch_size,
             merge_size,
+            inner_size,
             min_pixels,
             max_pixels,
-            tiles,
+            cut,
             normalise,
             urls,
         })
@@ -104,9 +144,10 @@ impl ImageProcessor {
             patch_size: 1,
             temporal_patch_size: 1,
             merge_size: 1,
+            inner_size: 1,
             min_pixels: 1,
             max_pixels: 1,
-            tiles: None,
+            cut: ImageCut::OneGrid,
             normalise: Normalise::new([0.0; 3], [1.0; 3], 1.0),
             urls: Urls::Refused,
         }
@@ -116,11 +157,15 @@ impl ImageProcessor {
     pub(crate) fn key(&self) -> String {
         let sizes = [self.patch_size, self.temporal_patch_size, self.merge_size];
         let pixels = [self.min_pixels, self.max_pixels];
-        format!("{sizes:?} {pixels:?} {:?}{}", self.normalise, self.tiles_key())
+        format!("{sizes:?} {pixels:?} {:?}{}", self.normalise, self.cut_key())
     }
 
-    fn tiles_key(&self) -> String {
-        self.tiles.map_or(String::new(), |tiles| format!(" {tiles:?}"))
+    fn cut_key(&self) -> String {
+        match self.cut {
+            ImageCut::OneGrid => String::new(),
+            ImageCut::Tiles(tiles) => format!(" {tiles:?}"),
+            ImageCut::Slices(slices) => format!(" {slices:?}"),
+        }
     }
 
     /// Downloads images by URL, which are refused otherwise.
@@ -128,14 +173,15 @@ impl ImageProcessor {
         self.urls = Urls::Fetched(images);
     }
 
-    /// Returns the grid that [`Self::load`] would return: `[1, gh, gw]`, or `[t, gh, gw]` for `t`
-    /// tiles. It reads only the header, so damage after the header is not detected.
-    pub fn grid(&self, media: &MediaRef) -> Result<[u32; 3], ImageError> {
-        Ok(self.grid_of(self.target(media, self.size(media)?.0)?))
+    /// Returns the grid that [`Self::load`] would return. It reads only the header, so damage after
+    /// the header is not detected.
+    pub fn grid(&self, media: &MediaRef) -> Result<ImageGrid, ImageError> {
+        Ok(self.grid_of(&self.target(media, self.size(media)?.0)?))
     }
 
     /// Returns the upright size in pixels, read from the header, with the limits of the row, and
-    /// the number of pixels to decode, which count once for each scan of a JPEG. Fails like [`Self::grid`] if the aspect ratio is too large.
+    /// the number of pixels to decode, which count once for each scan of a JPEG. Fails like
+    /// [`Self::grid`] if the aspect ratio is too large.
     pub fn size(&self, media: &MediaRef) -> Result<(ImageSize, u64), ImageError> {
         let header = self.header(media)?;
         let upright = header.upright_size();
@@ -146,39 +192,55 @@ impl ImageProcessor {
 
     /// Returns the grid of an image of this size, as [`Self::grid`]; `None` if the aspect ratio is
     /// above 200 and the image is not cut into tiles.
-    pub fn grid_of_size(&self, size: ImageSize) -> Option<[u32; 3]> {
-        self.target_of_size(size).map(|target| self.grid_of(target))
+    pub fn grid_of_size(&self, size: ImageSize) -> Option<ImageGrid> {
+        self.target_of_size(size).map(|target| self.grid_of(&target))
     }
 
     /// Settings that determine the grid of an image of a given size, as text. The length cache
     /// hashes it to detect changed settings.
     pub(crate) fn limits(&self) -> String {
         let Self { patch_size, merge_size, min_pixels, max_pixels, .. } = self;
-        let tiles = self.tiles_key();
-        format!(
-            "patch {patch_size}, merge {merge_size}, pixels {min_pixels} to {max_pixels}{tiles}"
-        )
+        let cut = self.cut_key();
+        format!("patch {patch_size}, merge {merge_size}, pixels {min_pixels} to {max_pixels}{cut}")
     }
 
-    /// Decodes an image into normalised patches.
-    pub fn load(&self, media: &MediaRef) -> Result<Patches, ImageError> {
+    /// Decodes an image into normalised patches. Those of slices follow those of the whole image.
+    pub fn load(&self, media: &MediaRef) -> Result<(ImageGrid, Vec<Patches>), ImageError> {
         let image = self.upright_pixels(media, u32::MAX)?;
         let size = [image.height as u32, image.width as u32];
         let target = self.target(media, ImageSize::new(size, media.limits))?;
         let (shape, normalise) = (self.patch_shape(), &self.normalise);
-        let pixel_values = match self.tiles {
-            None => resize_and_patchify(&image, target, shape, normalise), // [gh * gw, 3 * tp * p * p]
-            Some(tiles) => tiles.patches(image, target, shape, normalise), // [t * gh * gw, ..]
+        let grid = self.grid_of(&target);
+        let of = |pixel_values, grid_thw, follows| {
+            let kind = MediumKind::Image;
+            Patches { pixel_values, grid_thw, kind, follows }
         };
-        Ok(Patches { pixel_values, grid_thw: self.grid_of(target), kind: MediumKind::Image })
+        if let ImageCut::Tiles(tiles) = self.cut {
+            let values = tiles.patches(image, target.whole, shape, normalise); // [t * gh * gw, ..]
+            return Ok((grid, vec![of(values, grid.whole, false)]));
+        }
+        let whole = resize_and_patchify(&image, target.whole, shape, normalise); // [gh * gw, 3 * tp * p * p]
+        let mut all = vec![of(whole, grid.whole, false)];
+        if let Some(slices) = grid.slices {
+            all.push(of(slices.pixel_values(image, shape, normalise), slices.grid(), true));
+        }
+        Ok((grid, all))
     }
 
-    /// Converts patches back to the resized image, of an image with several tiles to the thumbnail.
-    /// The result has one element.
+    /// Converts patches back to resized images: to one, that of an image with several tiles is the
+    /// thumbnail, or to all slices.
     pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
         let mut frames = unpatchify(patches, self.patch_shape(), &self.normalise);
-        // The frames of a temporal patch are copies, and the thumbnail is the last tile.
-        frames.pop().map(Pixels::from).into_iter().collect()
+        if !patches.follows {
+            // The frames of a temporal patch are copies, and the thumbnail is the last tile.
+            frames.drain(..frames.len().saturating_sub(1));
+        }
+        frames.into_iter().map(Pixels::from).collect()
+    }
+
+    /// Whether the text has the number of each image in front of it.
+    pub(crate) fn numbers_images(&self) -> bool {
+        matches!(self.cut, ImageCut::Slices(Slices { is_numbered: true, .. }))
     }
 
     /// Side of the square of patches that is merged into one token, in patches.
@@ -218,11 +280,15 @@ impl ImageProcessor {
             patch: self.patch_size as usize,
             temporal: self.temporal_patch_size as usize,
             merge: self.merge_size as usize,
+            inner: self.inner_size as usize,
         }
     }
 
-    fn target(&self, media: &MediaRef, size: ImageSize) -> Result<[u32; 2], ImageError> {
+    fn target(&self, media: &MediaRef, size: ImageSize) -> Result<Target, ImageError> {
         let [height, width] = size.pixels;
+        if matches!(self.cut, ImageCut::Slices(_)) && size.limits.min_pixels.is_some() {
+            return Err(ImageError::Minimum { image: ImageName::of(media) });
+        }
         self.target_of_size(size).ok_or_else(|| ImageError::AspectRatio {
             image: ImageName::of(media),
             width,
@@ -230,19 +296,27 @@ impl ImageProcessor {
         })
     }
 
-    fn target_of_size(&self, ImageSize { pixels, limits }: ImageSize) -> Option<[u32; 2]> {
+    fn target_of_size(&self, ImageSize { pixels, limits }: ImageSize) -> Option<Target> {
         let ([height, width], factor) = (pixels, self.patch_size * self.merge_size);
-        let limits = config::over(limits, [self.min_pixels, self.max_pixels]);
-        match self.tiles {
-            None => smart_resize(height, width, factor, limits[0], limits[1]),
-            Some(tiles) => Some(tiles.target(pixels, limits)),
+        let [min, max] = config::over(limits, [self.min_pixels, self.max_pixels]);
+        let one_grid = |whole| Target { whole, slices: None };
+        match self.cut {
+            ImageCut::OneGrid => smart_resize(height, width, factor, min, max).map(one_grid),
+            ImageCut::Tiles(tiles) => Some(one_grid(tiles.target(pixels, [min, max]))),
+            // The reference has no limit; a long image would be one segment of many patches.
+            ImageCut::Slices(slices) => {
+                (!config::is_elongated(pixels)).then(|| slices.target(pixels, max))
+            }
         }
     }
 
-    fn grid_of(&self, target: [u32; 2]) -> [u32; 3] {
-        let [height, width] = self.tiles.map_or(target, |tiles| [tiles.side; 2]);
-        let num_grids = self.tiles.map_or(1, |tiles| tiles.count(target));
-        [num_grids, height / self.patch_size, width / self.patch_size]
+    fn grid_of(&self, target: &Target) -> ImageGrid {
+        let ([height, width], num_grids) = match self.cut {
+            ImageCut::Tiles(tiles) => ([tiles.side; 2], tiles.count(target.whole)),
+            ImageCut::OneGrid | ImageCut::Slices(_) => (target.whole, 1),
+        };
+        let whole = [num_grids, height / self.patch_size, width / self.patch_size];
+        ImageGrid { whole, slices: target.slices }
     }
 
     /// Reads `[height, width]` in pixels, after EXIF orientation, and the number of scans from the

@@ -3,8 +3,10 @@
 //! Shapes: `m` merge size, `p` patch size, `tp` temporal patch size, `gh`, `gw` number of patches
 //! along the height and width of a frame. Each row of the result is a patch. Rows are ordered `(t,
 //! gh/m, gw/m, m, m)`, so that the patches that are merged into one token are adjacent; the columns
-//! are `(3, tp, p, p)`. An image is one frame repeated `tp` times; the last frame of a video is
-//! repeated until the number of frames is a multiple of `tp`.
+//! are `(3, tp, p, p)`. If a model merges in two steps, the patches of a block are ordered by inner
+//! blocks of `i x i` patches, `(m/i, m/i, i, i)`, so that those of the first step are adjacent too.
+//! An image is one frame repeated `tp` times; the last frame of a video is repeated until the number
+//! of frames is a multiple of `tp`.
 
 use super::decode::Rgb;
 use super::resize::Resized;
@@ -83,6 +85,20 @@ pub(crate) struct PatchShape {
     pub(crate) temporal: usize,
     /// Side of a merge block in patches, `m`.
     pub(crate) merge: usize,
+    /// Side of the blocks that are merged first, in patches, `i`; `m` if there is one step.
+    pub(crate) inner: usize,
+}
+
+impl PatchShape {
+    /// Rows and columns in a merge block of its patches, in order.
+    fn block(self) -> impl Iterator<Item = [usize; 2]> {
+        let Self { merge, inner, .. } = self;
+        (0..merge * merge).map(move |at| {
+            let (outer, cell) = (at / (inner * inner), at % (inner * inner));
+            let outer = [outer / (merge / inner), outer % (merge / inner)];
+            [outer[0] * inner + cell / inner, outer[1] * inner + cell % inner]
+        })
+    }
 }
 
 /// Returns the patches of `frames` of equal size, `[t * gh * gw, 3 * tp * p * p]`, where `t` is
@@ -123,7 +139,7 @@ pub(super) fn resize_and_patchify(
 
 /// Appends the patches of at most `tp` frames: `[gh * gw, 3 * tp * p * p]`.
 fn cut(mut frames: Vec<Resized>, shape: PatchShape, normalise: &Normalise, values: &mut Vec<f32>) {
-    let PatchShape { patch, temporal, merge } = shape;
+    let PatchShape { patch, temporal, merge, .. } = shape;
     let block = patch * merge;
     let (width, height) = (frames[0].width(), frames[0].height());
     assert!(
@@ -137,17 +153,16 @@ fn cut(mut frames: Vec<Resized>, shape: PatchShape, normalise: &Normalise, value
     for top in (0..height).step_by(block) {
         let bands: Vec<_> = frames.iter_mut().map(|frame| frame.band(top..top + block)).collect();
         for left in (0..width).step_by(block) {
-            for y in (0..block).step_by(patch) {
-                for x in (left..left + block).step_by(patch) {
-                    for (band, cut) in bands.iter().zip(cut.chunks_exact_mut(3 * size)) {
-                        cut_patch(band, width, [y, x], patch, normalise, cut);
-                    }
-                    for channel in 0..3 {
-                        for time in 0..temporal {
-                            let frame = time.min(bands.len() - 1);
-                            let from = (frame * 3 + channel) * size;
-                            values.extend_from_slice(&cut[from..from + size]);
-                        }
+            for [y, x] in shape.block() {
+                let at = [y * patch, left + x * patch];
+                for (band, cut) in bands.iter().zip(cut.chunks_exact_mut(3 * size)) {
+                    cut_patch(band, width, at, patch, normalise, cut);
+                }
+                for channel in 0..3 {
+                    for time in 0..temporal {
+                        let frame = time.min(bands.len() - 1);
+                        let from = (frame * 3 + channel) * size;
+                        values.extend_from_slice(&cut[from..from + size]);
                     }
                 }
             }
@@ -189,7 +204,7 @@ fn cut_patch(
 /// Inverse of [`patchify`]: returns the frames of patches `[t * gh * gw, 3 * tp * p * p]`,
 /// including repeated frames.
 pub(crate) fn unpatchify(patches: &Patches, shape: PatchShape, normalise: &Normalise) -> Vec<Rgb> {
-    let PatchShape { patch, temporal, merge } = shape;
+    let PatchShape { patch, temporal, merge, .. } = shape;
     let [times, rows, columns] = patches.grid_thw.map(|n| n as usize);
     let (width, height) = (columns * patch, rows * patch);
     let blank = Rgb { width, height, data: vec![0; width * height * 3] };
@@ -198,8 +213,7 @@ pub(crate) fn unpatchify(patches: &Patches, shape: PatchShape, normalise: &Norma
     for frames in frames.chunks_mut(temporal) {
         let blocks = (0..rows / merge).flat_map(|y| (0..columns / merge).map(move |x| [y, x]));
         let inside = |[y, x]: [usize; 2]| {
-            let cells = (0..merge * merge).map(|cell| [cell / merge, cell % merge]);
-            cells.map(move |cell| [y * merge + cell[0], x * merge + cell[1]])
+            shape.block().map(move |cell| [y * merge + cell[0], x * merge + cell[1]])
         };
         for [y, x] in blocks.flat_map(inside) {
             for (c, Channel { mean, std, .. }) in normalise.0.iter().enumerate() {
@@ -226,14 +240,17 @@ mod tests {
 
     /// Reference for [`patchify`]: computes each value from the order of rows and columns.
     fn patches(frames: &[Rgb], shape: PatchShape, normalise: &Normalise) -> Vec<f32> {
-        let PatchShape { patch: p, temporal, merge: m } = shape;
+        let PatchShape { patch: p, temporal, merge: m, inner } = shape;
         let (rows, columns) = (frames[0].height / p, frames[0].width / p);
         let mut values = Vec::new();
         for first in (0..frames.len()).step_by(temporal) {
             for at in 0..rows * columns {
-                // index into (gh / m, gw / m, m, m), from the last axis to the first
-                let (at, dx) = (at / m, at % m);
-                let (at, dy) = (at / m, at % m);
+                // index into (gh / m, gw / m, m / i, m / i, i, i), from the last axis to the first
+                let (at, dx) = (at / inner, at % inner);
+                let (at, dy) = (at / inner, at % inner);
+                let (at, outer_x) = (at / (m / inner), at % (m / inner));
+                let (at, outer_y) = (at / (m / inner), at % (m / inner));
+                let (dy, dx) = (outer_y * inner + dy, outer_x * inner + dx);
                 let (y, x) = (at / (columns / m) * m + dy, at % (columns / m) * m + dx);
                 for value in 0..3 * temporal * p * p {
                     let (value, column) = (value / p, value % p);
@@ -249,6 +266,9 @@ mod tests {
         values
     }
 
+    /// Sides of merge blocks and of the blocks inside of them.
+    const BLOCKS: [[usize; 2]; 5] = [[1, 1], [2, 2], [4, 2], [4, 4], [4, 1]];
+
     /// Each patch is one pixel whose values identify it: red is 10 * row + column.
     #[test]
     fn rows_are_in_merge_block_order_and_columns_are_channels_then_frames() {
@@ -258,7 +278,7 @@ mod tests {
             .map(|value: u32| value as u8)
             .collect();
         let image = Rgb { width: 6, height: 4, data };
-        let shape = PatchShape { patch: 1, temporal: 2, merge: 2 };
+        let shape = PatchShape { patch: 1, temporal: 2, merge: 2, inner: 2 };
         let identity = Normalise::new([0.0; 3], [1.0; 3], 1.0);
         let values = patchify(&[image], shape, &identity);
         assert_eq!(values[..6], [0.0, 0.0, 100.0, 100.0, 200.0, 200.0]);
@@ -268,6 +288,17 @@ mod tests {
             20, 21, 30, 31, 22, 23, 32, 33, 24, 25, 34, 35,
         ];
         assert_eq!(red, expected.map(|value| value as f32));
+    }
+
+    #[test]
+    fn patches_of_an_inner_block_are_adjacent() {
+        let data = (0..16).flat_map(|at| [10 * (at / 4) + at % 4; 3]).collect();
+        let image = Rgb { width: 4, height: 4, data };
+        let shape = PatchShape { patch: 1, temporal: 1, merge: 4, inner: 2 };
+        let values = patchify(&[image], shape, &Normalise::new([0.0; 3], [1.0; 3], 1.0));
+        let red: Vec<f32> = values.iter().step_by(3).copied().collect();
+        let expected = [0, 1, 10, 11, 2, 3, 12, 13, 20, 21, 30, 31, 22, 23, 32, 33];
+        assert_eq!(red, expected.map(|value: u8| f32::from(value)));
     }
 
     /// The reference divides in `f32`. Products replace the division only where they are equal.
@@ -293,12 +324,12 @@ mod tests {
             sides in [1..90_usize, 1..90_usize],
             blocks in [1..5_u32, 1..5_u32],
             patch in prop::sample::select(vec![1_usize, 2, 5, 14, 16, 17]),
-            merge in 1..3_usize,
+            [merge, inner] in prop::sample::select(BLOCKS.to_vec()),
             temporal in 1..4_usize,
             seed: u64,
         ) {
             let image = noise(sides, seed);
-            let shape = PatchShape { patch, temporal, merge };
+            let shape = PatchShape { patch, temporal, merge, inner };
             let normalise = Normalise::new([0.5, 0.48, 0.41], [0.5, 0.26, 0.28], 255.0);
             let target = blocks.map(|blocks| blocks * (patch * merge) as u32);
             let expected = patches(&[by_definition(&image, target)], shape, &normalise);
@@ -317,13 +348,13 @@ mod tests {
             grid in [1..4_usize, 1..4_usize],
             frames in 1..6_u64,
             patch in prop::sample::select(vec![1_usize, 3, 14, 16]),
-            merge in 1..3_usize,
+            [merge, inner] in prop::sample::select(BLOCKS.to_vec()),
             temporal in 1..4_usize,
             seed: u64,
         ) {
             let sides = grid.map(|blocks| blocks * patch * merge);
             let frames: Vec<_> = (0..frames).map(|frame| noise(sides, seed ^ frame)).collect();
-            let shape = PatchShape { patch, temporal, merge };
+            let shape = PatchShape { patch, temporal, merge, inner };
             let normalise = Normalise::new([0.5, 0.48, 0.41], [0.5, 0.26, 0.28], 255.0);
             let expected = patches(&frames, shape, &normalise);
             for (level, found) in at_each_level(|| patchify(&frames, shape, &normalise)) {
@@ -338,7 +369,7 @@ mod tests {
             let data = (0..4).flat_map(|pixel| [first + pixel, 100 + first, 200]).collect();
             Rgb { width: 2, height: 2, data }
         };
-        let shape = PatchShape { patch: 1, temporal: 2, merge: 2 };
+        let shape = PatchShape { patch: 1, temporal: 2, merge: 2, inner: 2 };
         let identity = Normalise::new([0.0; 3], [1.0; 3], 1.0);
         let values = patchify(&[frame(0), frame(10), frame(20)], shape, &identity);
         assert_eq!(values.len(), 2 * 4 * 6);
@@ -352,15 +383,22 @@ mod tests {
             let data = (0..8 * 12 * 3).map(|at| (at * seed % 256) as u8).collect();
             Rgb { width: 12, height: 8, data }
         };
-        let shape = PatchShape { patch: 2, temporal: 2, merge: 2 };
+        let shape = PatchShape { patch: 2, temporal: 2, merge: 2, inner: 2 };
         let normalise = Normalise::new([0.48, 0.46, 0.41], [0.27, 0.26, 0.28], 255.0);
         let frames = [frame(1), frame(7), frame(13)];
         let pixel_values = patchify(&frames, shape, &normalise);
-        let patches = Patches { pixel_values, grid_thw: [2, 4, 6], kind: batch::MediumKind::Image };
+        let of = |pixel_values, grid_thw| {
+            let kind = batch::MediumKind::Image;
+            Patches { pixel_values, grid_thw, kind, follows: false }
+        };
+        let patches = of(pixel_values, [2, 4, 6]);
         let [first, second, third, repeated] =
             unpatchify(&patches, shape, &normalise).try_into().unwrap();
         assert_eq!(repeated, third);
         assert_eq!([first, second, third], frames);
+        let nested = PatchShape { patch: 1, temporal: 1, merge: 4, inner: 2 };
+        let patches = of(patchify(&frames, nested, &normalise), [3, 8, 12]);
+        assert_eq!(unpatchify(&patches, nested, &normalise), frames);
     }
 
     #[test]
@@ -368,7 +406,7 @@ mod tests {
         let half = Normalise::new([0.5; 3], [0.5; 3], 255.0);
         let data = (0..=255).flat_map(|x| [x; 3]).collect();
         let image = Rgb { width: 16, height: 16, data };
-        let shape = PatchShape { patch: 16, temporal: 1, merge: 1 };
+        let shape = PatchShape { patch: 16, temporal: 1, merge: 1, inner: 1 };
         let values = patchify(&[image], shape, &half);
         for (x, value) in values[256..512].iter().enumerate() {
             assert_eq!(*value, (x as f32 - 127.5) / 127.5);

@@ -300,6 +300,9 @@ pub enum ImageError {
         /// Upright height in pixels.
         height: u32,
     },
+    #[error("image {image} has `min_pixels`, but the model scales every image to a fixed area")]
+    #[fault(hint = "remove `min_pixels` from the row", reason = "image_min_pixels")]
+    Minimum { image: ImageName },
     #[error("image {image} is {width} x {height}, expected at most {limit} pixels in total")]
     #[fault(hint = "crop the image or scale it down", reason = "image_too_large")]
     TooLarge {

@@ -74,20 +74,24 @@ impl Tiles {
         let [height, width] = target;
         let thumbnail = (self.count(target) > 1)
             .then(|| resize_and_patchify(&image, [self.side; 2], shape, normalise));
-        let image = resize(image, height, width);
-        let (side, width) = (self.side as usize, width as usize);
-        let tile = |(row, column): (usize, usize)| {
-            let lines = (row * side..(row + 1) * side).map(|y| y * width + column * side);
-            let data = lines.flat_map(|at| &image.data[at * 3..(at + side) * 3]).copied().collect();
-            Rgb { height: side, width: side, data }
-        };
-        let rows = 0..height as usize / side;
-        let places = rows.flat_map(|row| (0..width / side).map(move |column| (row, column)));
-        let tiles: Vec<Rgb> = places.map(tile).collect();
+        let tiles = pieces(&resize(image, height, width), [self.side as usize; 2]);
         let mut values = patchify(&tiles, shape, normalise);
         values.extend(thumbnail.into_iter().flatten());
         values
     }
+}
+
+/// Cuts an image row by row into pieces of `[height, width]` pixels, of which its sides are
+/// multiples.
+pub(super) fn pieces(image: &Rgb, [height, width]: [usize; 2]) -> Vec<Rgb> {
+    let piece = |(top, left): (usize, usize)| {
+        let lines = (top..top + height).map(|y| y * image.width + left);
+        let data = lines.flat_map(|at| &image.data[at * 3..(at + width) * 3]).copied().collect();
+        Rgb { height, width, data }
+    };
+    let columns = (0..image.width).step_by(width);
+    let tops = (0..image.height).step_by(height);
+    tops.flat_map(|top| columns.clone().map(move |left| (top, left))).map(piece).collect()
 }
 
 #[cfg(test)]
@@ -163,7 +167,7 @@ mod tests {
 
     #[test]
     fn tiles_are_cut_from_the_stretched_image_row_by_row_and_the_thumbnail_is_last() {
-        let shape = PatchShape { patch: 2, temporal: 1, merge: 2 };
+        let shape = PatchShape { patch: 2, temporal: 1, merge: 2, inner: 2 };
         let normalise = Normalise::new([0.485, 0.456, 0.406], [0.229, 0.224, 0.225], 255.0);
         let tiles = Tiles { side: 12, min: 1, max: 12 };
         for (target, count) in [([24, 36], 7), ([12, 24], 3), ([36, 12], 4), ([12, 12], 1)] {

@@ -78,7 +78,7 @@ impl Published {
     fn of(form: VideoForm) -> Self {
         match form {
             // of the published `video_preprocessor_config.json`
-            VideoForm::Timestamps => Self {
+            VideoForm::Timestamps | VideoForm::Refused => Self {
                 frames: PUBLISHED_FRAMES,
                 pixels: [4096, 25_165_824],
                 mean: [0.5; 3],
@@ -187,7 +187,9 @@ impl VideoSettings {
             max_pixels: config_max_pixels.unwrap_or(otherwise.max_pixels),
         };
         let pixels = match family.videos {
-            VideoForm::Timestamps => PixelLimits { all: over(of_folder), frame: None },
+            VideoForm::Timestamps | VideoForm::Refused => {
+                PixelLimits { all: over(of_folder), frame: None }
+            }
             VideoForm::NumberedFrames { .. } => PixelLimits { all: of_folder, frame: None },
             VideoForm::OneRun { .. } => PixelLimits {
                 all: over(Budget { min_pixels: 1, max_pixels: u64::MAX }),
@@ -328,13 +330,16 @@ fn check_file(
 /// As in transformers, `processor_config.json` takes precedence over
 /// `video_preprocessor_config.json`. The settings are empty if neither file has any. Published
 /// folders of models with [`VideoForm::OneRun`] have neither, and the settings of images apply to
-/// each frame.
+/// each frame. No file is read for a model whose videos are refused.
 fn read_file(
     folder: &Path,
     form: VideoForm,
 ) -> Result<(PathBuf, VideoPreprocessorFile), ModelFolderError> {
     let combined = folder.join("processor_config.json");
     let published = folder.join("video_preprocessor_config.json");
+    if form == VideoForm::Refused {
+        return Ok((published, VideoPreprocessorFile::default()));
+    }
     let nested = read_json_if_there::<Value>(&combined)?.and_then(|mut value| {
         value.get_mut("video_processor").map(Value::take).filter(Value::is_object)
     });

@@ -239,7 +239,7 @@ impl VideoProcessor {
         let [height, width] = shape;
         let target = match family.images {
             ImageForm::Tiles(tile) => [tile.side; 2],
-            ImageForm::OneGrid => pixels
+            ImageForm::OneGrid | ImageForm::Slices(_) => pixels
                 .target(frames, shape, temporal, factor, limits)
                 .ok_or(VideoError::AspectRatio { width, height })?,
         };
@@ -247,7 +247,7 @@ impl VideoProcessor {
         let grid_thw = [frames.div_ceil(temporal) as u32, rows, columns];
         let indices: Vec<usize> = indices.into_iter().map(|index| index + among.start).collect();
         let times = match family.videos {
-            VideoForm::Timestamps => {
+            VideoForm::Timestamps | VideoForm::Refused => {
                 GroupTimes::Text(sampling::timestamps(&indices, rate, temporal))
             }
             VideoForm::NumberedFrames { .. } => GroupTimes::Numbers,
@@ -273,7 +273,8 @@ impl VideoProcessor {
     fn patches(&self, plan: FramePlan, frames: &[Rgb]) -> (Clip, Patches) {
         let pixel_values = patchify(frames, self.images.patch_shape(), &self.settings.normalise); // [t * gh * gw, 3 * tp * p * p]
         let grid_thw = plan.clip.grid_thw;
-        (plan.clip, Patches { pixel_values, grid_thw, kind: MediumKind::Video })
+        let kind = MediumKind::Video;
+        (plan.clip, Patches { pixel_values, grid_thw, kind, follows: false })
     }
 }
 

@@ -74,11 +74,13 @@ impl FrameSampling {
         let unlimited = Self { fps: self.fps, min_frames: 0, max_frames: usize::MAX };
         let of_rate = |rate: f64| total as f64 / rate * self.fps;
         match (form, wanted) {
-            (VideoForm::Timestamps, Wanted::Count(count)) => unlimited.spread(total, count),
-            (VideoForm::Timestamps, Wanted::Rate(rate)) => {
+            (VideoForm::Timestamps | VideoForm::Refused, Wanted::Count(count)) => {
+                unlimited.spread(total, count)
+            }
+            (VideoForm::Timestamps | VideoForm::Refused, Wanted::Rate(rate)) => {
                 self.spread(total, of_rate(rate) as usize)
             }
-            (VideoForm::Timestamps, Wanted::All) => self.spread(total, total),
+            (VideoForm::Timestamps | VideoForm::Refused, Wanted::All) => self.spread(total, total),
             (VideoForm::NumberedFrames { .. }, Wanted::Count(count)) => {
                 unlimited.middles(total, count)
             }
