@@ -38,6 +38,11 @@ pub struct ActivationMemory {
     pub patch_values: f64,
     /// Per patch: pixels, features and tape of the vision encoder.
     pub patch: f64,
+    /// Per patch: buffers of the backward of one block, in addition to the tape. Backward of the
+    /// decoder has freed its tape by then.
+    pub patch_backward: f64,
+    /// Per patch: activations of one block that backward computes again.
+    pub patch_recomputed: f64,
 }
 
 /// What a process holds of the training state, in numbers of elements.
@@ -115,7 +120,8 @@ pub struct MemoryParts {
     pub moments: f64,
     /// Activations of the largest micro-batch, and the buffers of one layer.
     pub activations: f64,
-    /// Activations of one layer that backward computes again; 0 if the head needs more memory.
+    /// Activations of one layer or vision block that backward computes again; 0 if the head needs
+    /// more memory.
     pub recomputed: f64,
     /// Logits and supervised rows of the head; 0 if the backward of a layer needs more memory.
     pub logits: f64,
@@ -171,15 +177,19 @@ impl MemoryModel {
             + activations.layer_backward;
         let hidden = tokens * 2.0 * self.element * self.hidden;
         let head = self.head_bytes(sizes.targets);
-        let (buffers, recomputed, logits) = if backward >= hidden + head {
+        let tape = tokens * activations.token_tape;
+        let vision = sizes.patches * (activations.patch_backward + activations.patch_recomputed);
+        let (buffers, recomputed, logits) = if vision > tape + backward.max(hidden + head) {
+            let recomputed = sizes.patches * activations.patch_recomputed;
+            (vision - recomputed, recomputed, 0.0)
+        } else if backward >= hidden + head {
             let recomputed = tokens * activations.token_recomputed;
-            (backward - recomputed, recomputed, 0.0)
+            (tape + backward - recomputed, recomputed, 0.0)
         } else {
-            (hidden, 0.0, head)
+            (tape + hidden, 0.0, head)
         };
-        let activations = sizes.patches * activations.patch
-            + tokens * (activations.token_context + activations.token_tape)
-            + buffers;
+        let activations =
+            sizes.patches * activations.patch + tokens * activations.token_context + buffers;
         MemoryParts {
             weights: self.element * (weights + weight_slots) + stored_bytes,
             masters: self.master * optimizer,
@@ -241,6 +251,8 @@ mod tests {
                 token_recomputed: 0.0,
                 token_delta_head: 0.0,
                 delta_heads: 0.0,
+                patch_backward: 0.0,
+                patch_recomputed: 0.0,
                 patch_values: 12.0,
                 patch: 128.0,
             },

@@ -135,6 +135,19 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    /// An adapter of a table would not be computed.
+    #[test]
+    fn the_tables_of_the_presets_are_no_linear_layers() {
+        for preset in PRESETS {
+            let config = config_from_json(&serde_json::from_str(preset.config).unwrap()).unwrap();
+            let positions = config.vision.as_ref().unwrap().parts.names.positions;
+            for spec in config.param_specs() {
+                let is_table = spec.name == positions || spec.name.contains("embed_tokens");
+                assert!(!is_table || spec.linear_layer().is_none(), "{}", spec.name);
+            }
+        }
+    }
+
     #[test]
     fn an_unknown_family_is_refused_with_the_known_ones() {
         let error = config_from_json(&json!({"model_type": "qwen3_next"})).unwrap_err();

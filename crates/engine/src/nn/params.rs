@@ -56,7 +56,7 @@ impl ParamSpec {
     pub fn linear_layer(&self) -> Option<&str> {
         let layer = self.name.strip_suffix(".weight").filter(|_| self.shape.len() == 2)?;
         let name = layer.rsplit('.').next().unwrap_or(layer);
-        let is_other = ["embed_tokens", "pos_embed", "lm_head", "gate"].contains(&name);
+        let is_other = name.contains("embed") || ["lm_head", "gate"].contains(&name);
         (!is_other).then_some(layer)
     }
 

@@ -76,28 +76,37 @@ impl VisionConfig {
         let saved = element * (rows * self.hidden_size + wide) as f64
             + 4.0 * (stats + norm_stats + self.num_heads) as f64;
         let share = self.merged_share();
-        // Blocks that keep this for each patch. An early merger keeps as much as a block.
-        let blocks = match &self.parts.early_merger {
-            Some(of) => {
-                (of.after_block + 2) as f64 + (self.depth - of.after_block - 1) as f64 * share
-            }
-            None => self.depth as f64,
+        // Blocks that keep this for each patch, those after an early merger for a part of them. The
+        // merger itself keeps as much as a block.
+        let (blocks, merged_blocks) = match &self.parts.early_merger {
+            Some(of) => (of.after_block + 2, (self.depth - of.after_block - 1) as f64 * share),
+            None => (self.depth, 0.0),
         };
+        let blocks = blocks as f64 + merged_blocks;
         let norm = if self.parts.post_norm.is_some() { share * input } else { 0.0 };
-        let tape = match recompute {
-            None => 0.0,
+        // the gradients of a block's output and of the MLP's hidden rows
+        let buffers = element * (self.hidden_size + self.intermediate_size) as f64;
+        // backward of the first blocks has freed the merged ones
+        let (tape, backward, recomputed) = match recompute {
+            None => (0.0, 0.0, 0.0),
             // a merger keeps its hidden rows; patch embed keeps the pixels
             Some(Recompute::Nothing | Recompute::Cheap) => {
                 let hidden = self.hidden_of(&self.parts.merger) as f64;
                 let hidden = hidden / self.patches_per_token() as f64;
-                blocks * saved + num_mergers * element * hidden + norm + share * input
+                let tape = blocks * saved + num_mergers * element * hidden + norm + share * input;
+                (tape, buffers - merged_blocks * saved, 0.0)
             }
-            Some(Recompute::Stage) => (blocks + share) * input + norm,
+            Some(Recompute::Stage) => {
+                let tape = (blocks + share) * input + norm;
+                (tape, buffers - merged_blocks * input, saved - input)
+            }
         };
         let of_token = num_mergers * element * self.out_hidden_size as f64;
         let features = of_token / self.patches_per_token() as f64;
         memory.patch_values = self.patch_values() as f64;
         memory.patch = element * memory.patch_values + features + tape;
+        memory.patch_backward = backward.max(0.0);
+        memory.patch_recomputed = recomputed;
     }
 }
 
