@@ -8,7 +8,7 @@ resized. Compares ids, labels, positions, grids and every pixel, and fails (exit
 
 An image of InternVL has the grid [tiles, rows of patches, columns of patches], and its tiles are compared as patches.
 An image of MiniCPM-V has the grid [1, rows, columns] of the whole picture and, if there are slices, a second one with
-their number.
+their number. `minicpm_47.py --folder DIR` writes a folder of MiniCPM-V 4.7.
 """
 
 import argparse
@@ -25,10 +25,12 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor
 
 from reference_lib import (
-    Encoder, frame_patches, is_internvl, is_minicpm, load_model, normalise, patches, positions,
+    Encoder, frame_patches, frame_sizes, is_internvl, is_minicpm, load_model, normalise, patches, positions,
 )
 
 WORDS = "What is the colour of this? It shows 3 boxes, näıve 日本 text.\nA second line , 12:30 !".split(" ")
+
+EDGES = ["", "", "", "\n", "\n\n", " \n", "\n "]  # of a text next to an image or to the end of a turn
 
 
 def image(draw, path, smallest):
@@ -44,7 +46,7 @@ def expected_pixels(encoder, theirs, reference):
     if is_minicpm(encoder.config):
         sizes = theirs["target_sizes"].tolist()
         grid = torch.tensor(reference["grid"])
-        assert sizes == [[h, w] for frames, h, w in grid.tolist() for _ in range(frames)]
+        assert sizes == frame_sizes(grid)
         return frame_patches(theirs["pixel_values"], sizes, encoder.config), grid
     if not is_internvl(encoder.config):
         return theirs["pixel_values"], theirs["image_grid_thw"]
@@ -62,7 +64,8 @@ def rows(draw, count, folder, smallest):
         for turn in range(turns):
             here = left if turn == turns - 1 else draw.randint(0, left)
             left -= here
-            parts = [texts() for _ in range(here + 1)]
+            edge = lambda: draw.choice(EDGES)
+            parts = [edge() + ("" if here and draw.random() < 0.2 else texts()) + edge() for _ in range(here + 1)]
             messages.append({"role": "user", "content": "<image>".join(parts)})
             messages.append({"role": "assistant", "content": texts()})
         yield {"id": f"row{i}", "messages": messages, "images": images}
