@@ -16,10 +16,10 @@ list() {
   cat <<'LIST'
 all @ heard|hears @ has a gradient; receives @
 all @ told @ reported; is passed @
-prose @ tells?|telling @ returns; reports; distinguishes @
+prose @ tells?|telling @ returns; reports; distinguishes @ scripts/golden/minicpm_rows.py
 all @ foretold|foretells?|foresees?|foreseen|foresight @ predict; plan @
 all @ pictures? @ image @ (scripts/golden/(chat|video)_cases.py|crates/data/src/source/rows/keys.rs|docs/data-format.md|tests/integration/image_columns.rs)
-all @ towers? @ vision encoder @ (src/(convert|config/other_trainers)|crates/(engine/src/(models/internvl|nn/tensor_names)|convert/src/compose/model)|scripts/golden/internvl|tests/(golden/README|integration/internvl)|docs/checkpoints|tests/(integration|fixtures)/convert|docs/migration)[^:]*
+all @ towers? @ vision encoder @ (src/(convert|config/other_trainers)|crates/(engine/src/(models/(internvl|minicpm)|nn/tensor_names)|convert/src/compose/model)|scripts/golden/(internvl|minicpm)|tests/(golden/README|integration/(internvl|minicpm))|docs/checkpoints|tests/(integration|fixtures)/convert|docs/migration)[^:]*
 prose @ beside @ next to; in the background @
 all @ whoever @ callers @
 prose @ (what|whatever) becomes? of @ how .. is handled @

@@ -7,7 +7,7 @@ The rows have one to three turns, sometimes a system turn, and up to three image
 resized. Compares ids, labels, positions, grids and every pixel, and fails (exit code 1) at the first difference.
 
 An image of InternVL has the grid [tiles, rows of patches, columns of patches], and its tiles are compared as patches.
-An image of MiniCPM-V has the grid [1, rows, columns] of the whole picture and, if there are slices, a second one with
+An image of MiniCPM-V has the grid [1, rows, columns] of the whole image and, if there are slices, a second one with
 their number. `minicpm_47.py --folder DIR` writes a folder of MiniCPM-V 4.7.
 """
 

@@ -57,12 +57,12 @@ def sizes():
 def row(processor, height, width, scale, most, mode):
     shared = {"scale_resolution": scale, "patch_size": 14, "downsample_mode": mode}
     grid = processor.get_sliced_grid((height, width), most, scale)
-    picture = processor.find_best_resize((height, width), **shared, allow_upscale=grid is None)
+    whole = processor.find_best_resize((height, width), **shared, allow_upscale=grid is None)
     of_slice = [0, 0]
     if grid:
         whole = processor.get_refine_size((height, width), grid, **shared, allow_upscale=True)
         of_slice = [side // parts for side, parts in zip(whole, grid)]
-    return [height, width, scale, most, mode, *(grid or [0, 0]), *picture, *of_slice]
+    return [height, width, scale, most, mode, *(grid or [0, 0]), *whole, *of_slice]
 
 
 def tables():

@@ -144,7 +144,7 @@ class Encoder:
         """Returns `pixel_values` [P, C*t*p*p], the grids [[t, h, w], ..] and the texts of all images of a row.
 
         InternVL has `pixel_values` [tiles, C, side, side], and `t` counts the tiles of an image. MiniCPM-V has
-        [P * p, C, p], and an image has one grid for the whole picture and, if it has slices, one for them.
+        [P * p, C, p], and an image has one grid for the whole image and, if it has slices, one for them.
         """
         arrays = []
         for source in sources:
@@ -322,7 +322,7 @@ def patches(tiles, config):
 def frame_patches(pixels, sizes, config):
     """MiniCPM-V's pixels [1, C, patch, all patches * patch] as patches [all patches, C * patch^2].
 
-    `sizes` has [rows of patches, columns of patches] of each frame: a whole picture or a slice.
+    `sizes` has [rows of patches, columns of patches] of each frame: a whole image or a slice.
     Frame by frame, blocks of 4 x 4 patches row by row, the four blocks of 2 x 2 patches of a block
     row by row, the patches of those row by row, and the values of a patch as [channel, row,
     column]. With `downsample_mode` 4x, blocks of 2 x 2 patches as in the other models.
