@@ -394,6 +394,38 @@ mod tests {
         }
     }
 
+    /// The table was written by `scripts/golden/minicpm_video.py`.
+    #[test]
+    fn indices_of_minicpm_equal_the_reference() {
+        let golden = include_str!("../../../../../tests/golden/minicpm_video.json");
+        let golden: Value = serde_json::from_str(golden).unwrap();
+        let cases = golden["indices"].as_array().unwrap();
+        assert!(cases.len() > 100);
+        for case in cases {
+            let number = |key: &str| case[key].as_u64().unwrap() as usize;
+            let rate = Wanted::Rate(case["rate"].as_f64().unwrap());
+            let sampling =
+                FrameSampling { fps: 1.0, min_frames: 1, max_frames: number("max_frames") };
+            let indices = sampling.indices(number("total"), rate, VideoForm::SlicedFrames, 1);
+            assert_eq!(serde_json::json!(indices), case["indices"], "{case}");
+        }
+    }
+
+    #[test]
+    fn a_given_number_of_frames_is_spread_from_the_first_to_the_last_one() {
+        let sampling = FrameSampling { fps: 2.0, min_frames: 3, max_frames: 5 };
+        let of = |total, wanted| sampling.indices(total, wanted, VideoForm::SlicedFrames, 1);
+        assert_eq!(of(10, Wanted::Count(4)), [0, 3, 6, 9]);
+        assert_eq!(of(10, Wanted::Count(1)), [0]);
+        assert_eq!(of(8, Wanted::Count(6)), [0, 1, 2, 4, 5, 7]); // the limits do not apply
+        assert_eq!(of(3, Wanted::Count(9)), [0, 1, 2]);
+        assert_eq!(of(10, Wanted::All), [0, 2, 4, 6, 9]);
+        assert_eq!(of(2, Wanted::All), [0, 1]);
+        assert_eq!(of(10, Wanted::Rate(5.0)), [0, 2, 5, 7]); // at each half second
+        assert_eq!(of(10, Wanted::Rate(25.0)), [0, 4, 9]); // the minimum
+        assert_eq!(of(1, Wanted::Rate(25.0)), [0]);
+    }
+
     /// The indices are those of `InternVLVideoProcessor` in transformers 5.23.
     #[test]
     fn numbered_frames_are_the_middle_ones_of_equal_shares() {
