@@ -136,9 +136,11 @@ fn settings_of_internvl_are_those_that_its_runs_accept() {
 #[test]
 fn settings_of_minicpm_are_those_that_its_runs_accept() {
     let text = "model_name_or_path: openbmb/MiniCPM-V-4.6\ndataset: a\nstage: sft\n\
-        finetuning_type: full\nfreeze_multi_modal_projector: true\nvideo_max_pixels: 65536\n";
+        finetuning_type: full\nfreeze_multi_modal_projector: true\nvideo_max_pixels: 65536\n\
+        video_maxlen: 24\n";
     let config = resolved(Trainer::LlamaFactory, "a.yaml", text).unwrap();
     assert_eq!(config["model"]["freeze"].to_string(), "[\"vision\",\"merger\"]");
+    assert_eq!(config["data"]["video"]["max_frames"], json!(24));
     for (section, key) in
         [("image", "min_pixels"), ("image", "max_pixels"), ("video", "max_pixels")]
     {

@@ -1,13 +1,15 @@
-//! Runs of MiniCPM-V: ranks, shards, adapters, and the mode without the early merger. `parity` and
-//! `laws` compare its other values.
+//! Runs of MiniCPM-V: ranks, shards, adapters, the mode without the early merger, and videos, whose
+//! expected values `scripts/golden/minicpm_video.py` writes. `parity` and `laws` compare its other
+//! values.
 
-use super::harness::Place;
+use super::harness::{Place, golden};
 use super::parity::{
-    PLAIN, assert_all_variants_follow, assert_losses, golden_json, rows_with, runner_of,
+    PLAIN, assert_all_variants_follow, assert_losses, golden_json, rows_for, rows_with, runner_of,
 };
 use super::published_folders::{self, apply};
 use super::qwen2::{assert_adapters_merge, assert_ranks_agree, place_with};
-use serde_json::json;
+use super::qwen2_media::{assert_answers, assert_curve, assert_encode};
+use serde_json::{Value, json};
 use trainer::train::{ModelSection, Precision};
 
 const MODEL: &str = "small-minicpm";
@@ -25,6 +27,44 @@ fn ranks_and_shards_train_the_weights_of_one_rank() {
 fn an_adapter_of_all_parts_is_merged_under_the_published_names() {
     let of_decoder = "language_model.layers.0.linear_attn.in_proj_qkv";
     assert_adapters_merge(&place(), [of_decoder, "vision_tower.vit_merger.linear_1"]);
+}
+
+/// Files of rows with videos; slices have about 112 x 112 pixels. The frames of the second file are
+/// larger.
+const VIDEOS: [&str; 2] = ["video_28", "video_slices"];
+
+fn golden_videos() -> Value {
+    golden_json("minicpm_video.json")
+}
+
+#[test]
+fn rows_with_videos_of_minicpm_encode_as_in_transformers() {
+    let golden = golden_videos();
+    let expected = |of: &str| golden[of]["rows"].as_array().unwrap();
+    for data in VIDEOS {
+        assert_encode(&rows_for(MODEL, data), expected(data));
+    }
+    let place = published_folders::place(MODEL);
+    apply(&place, &golden["unsliced"]["changes"]);
+    let rows = rows_with(&ModelSection::new(place.path("model")), VIDEOS[1]);
+    assert_encode(&rows, expected("unsliced"));
+}
+
+#[test]
+fn minicpm_with_videos_follows_the_reference_in_every_layout() {
+    let golden = golden_videos();
+    for data in VIDEOS {
+        assert_curve(&rows_for(MODEL, data), &golden[data]["curve"]);
+    }
+}
+
+#[test]
+fn greedy_answers_of_minicpm_about_videos_are_the_references() {
+    let golden_values = golden_videos();
+    for data in VIDEOS {
+        let expected = golden_values[data]["rows"].as_array().unwrap();
+        assert_answers(golden("models").join(MODEL), data, expected);
+    }
 }
 
 /// Without the early merger, an image has four times the tokens. The weights of that merger stay in

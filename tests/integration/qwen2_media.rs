@@ -1,5 +1,5 @@
 //! Videos and boxes of Qwen2.5-VL and Qwen2-VL, compared with transformers. `scripts/golden/qwen2_video.py` writes
-//! the expected values of videos. `internvl` compares the same values of its videos.
+//! the expected values of videos. `internvl` and `minicpm` compare the same values of their videos.
 
 use super::harness::{Place, device, golden, write};
 use super::parity::{
@@ -10,8 +10,9 @@ use candle_transformers::generation::Sampling;
 use fault::Fault;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
+use std::path::PathBuf;
 use std::sync::Arc;
-use trainer::batch::{EncodedSample, MediumKind};
+use trainer::batch::{EncodedSample, MediumKind, Patches};
 use trainer::data::{
     CachedRows, DatasetConfig, DatasetRows, Encoder, ImageConfig, Length, RowFile, RowReader,
     SampleError, VideoConfig,
@@ -45,26 +46,37 @@ fn rows_with_videos_of_qwen2_vl_encode_as_in_transformers() {
 /// The script places the text after the videos of the rows `moved`; all other positions are
 /// transformers' own.
 pub(super) fn assert_rows_encode(model: &str, moved: &[&str]) {
-    let rows = rows_for(model, "video_28");
-    let encoder = rows.encoder();
     let golden = golden_videos(model);
     let expected = golden["rows"].as_array().unwrap();
-    assert_eq!(rows.rows().count(), expected.len());
     let others = expected.iter().filter(|row| row["as_transformers"] != true);
     let others: Vec<&Value> = others.map(|row| &row["id"]).collect();
     assert_eq!(json!(others), json!(moved));
+    assert_encode(&rows_for(model, "video_28"), expected);
+}
+
+/// Compares rows, their videos and, if the file has their hash, their images with the reference.
+pub(super) fn assert_encode(rows: &DatasetRows, expected: &[Value]) {
+    let encoder = rows.encoder();
+    assert_eq!(rows.rows().count(), expected.len());
     for (row, expected) in rows.rows().zip(expected) {
         let (sample, name) = (rows.read(row).unwrap(), &expected["id"]);
         // the planner reads headers only
         assert_eq!(rows.length(row).unwrap(), Length::of(&sample), "{name}");
         assert_tokens(encoder, &sample, expected);
-        let of = |kind| sample.media.iter().filter(move |patches| patches.kind == kind);
-        let grids: Vec<[u32; 3]> = of(MediumKind::Video).map(|patches| patches.grid_thw).collect();
-        assert_eq!(json!(grids), expected["video_grid_thw"], "grids of {name}");
-        let values = of(MediumKind::Video).flat_map(|patches| &patches.pixel_values);
-        let bytes: Vec<u8> = values.flat_map(|value| value.to_le_bytes()).collect();
-        let digest = (!bytes.is_empty()).then(|| format!("{:x}", Sha256::digest(bytes)));
-        assert_eq!(json!(digest), expected["video_sha256"], "pixels of {name}");
+        for (kind, [grid, sha256]) in [
+            (MediumKind::Video, ["video_grid_thw", "video_sha256"]),
+            (MediumKind::Image, ["image_grid_thw", "image_sha256"]),
+        ] {
+            let of: Vec<&Patches> = sample.media.iter().filter(|of| of.kind == kind).collect();
+            let grids: Vec<[u32; 3]> = of.iter().map(|patches| patches.grid_thw).collect();
+            assert_eq!(json!(grids), expected[grid], "grids of {name}");
+            let values = of.iter().flat_map(|patches| &patches.pixel_values);
+            let bytes: Vec<u8> = values.flat_map(|value| value.to_le_bytes()).collect();
+            let digest = (!bytes.is_empty()).then(|| format!("{:x}", Sha256::digest(bytes)));
+            if let Some(expected) = expected.get(sha256) {
+                assert_eq!(json!(digest), *expected, "pixels of {name}");
+            }
+        }
     }
 }
 
@@ -79,11 +91,14 @@ fn qwen2_vl_with_videos_follows_the_reference_in_every_layout() {
 }
 
 pub(super) fn assert_curve_with_videos(model: &str) {
-    let golden = golden_videos(model);
-    let curve = &golden["curve"];
+    assert_curve(&rows_for(model, "video_28"), &golden_videos(model)["curve"]);
+}
+
+/// `rows` are those of the curve.
+pub(super) fn assert_curve(rows: &DatasetRows, curve: &Value) {
     assert_all_variants_follow(curve);
     let runner = runner_of(curve, PLAIN, Precision::F32);
-    assert_gradient_norms(&rows_for(model, "video_28"), &runner, &curve["grad_norms_step1"]);
+    assert_gradient_norms(rows, &runner, &curve["grad_norms_step1"]);
 }
 
 #[test]
@@ -98,6 +113,11 @@ fn greedy_answers_of_qwen2_vl_about_videos_are_the_references() {
 
 pub(super) fn assert_answers_about_videos(name: &str) {
     let folder = golden("models").join(name);
+    assert_answers(folder, "video_28", golden_videos(name)["rows"].as_array().unwrap());
+}
+
+/// Compares greedy answers of the model in `folder` about all rows of a file with the reference.
+pub(super) fn assert_answers(folder: PathBuf, data: &str, expected: &[Value]) {
     let encoder = Encoder::from_folder(&folder, &ImageConfig::default()).unwrap();
     let open = OpenModel::open(&ModelSection::new(folder), 0, &device()).unwrap();
     let model = open.load(&device()).unwrap().model;
@@ -107,8 +127,8 @@ pub(super) fn assert_answers_about_videos(name: &str) {
         seed: 0,
         stop_ids: Vec::new(),
     };
-    let file = RowFile::open(&golden("data/video_28.jsonl"), None).unwrap();
-    for (row, expected) in golden_videos(name)["rows"].as_array().unwrap().iter().enumerate() {
+    let file = RowFile::open(&golden(&format!("data/{data}.jsonl")), None).unwrap();
+    for (row, expected) in expected.iter().enumerate() {
         let (prompt, _) = encoder.encode_prompt(&file.read(row).unwrap()).unwrap();
         let ids = generate(&model, prompt, &options, &device()).unwrap();
         assert_eq!(json!(ids), expected["answer"], "{}", expected["id"]);

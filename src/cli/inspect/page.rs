@@ -95,7 +95,7 @@ impl<'a> Page<'a> {
         self.strip(&pieces);
         let mut turns = Turns { out: &mut self.body, open: false };
         let shown = media.iter().map(|medium| {
-            let groups = medium.num_groups().min(MAX_GROUPS) as u64;
+            let groups = medium.num_shown() as u64;
             if medium.patches.kind == MediumKind::Video { 2 * groups } else { groups }
         });
         let max_pixels = (self.pixels_a_sample / shown.sum::<u64>().max(1)).max(LEAST_PIXELS);
@@ -235,7 +235,7 @@ fn pixels_of(encoder: &Encoder, medium: &ShownMedium) -> Vec<Pixels> {
 pub(super) enum SpanKind {
     Text,
     Target,
-    /// An image, a slice of it, or a group of frames of a video, by their indexes.
+    /// An image, a group of frames of a video, or a slice of an image or frame, by their indexes.
     Medium {
         index: usize,
         group: usize,
@@ -347,7 +347,7 @@ impl Turns<'_> {
     }
 }
 
-/// Maximum number of groups of frames shown per video.
+/// Maximum number of groups of frames shown per video, and of slices of an image or frame.
 const MAX_GROUPS: usize = 8;
 /// Minimum side of a shown image, in CSS pixels; the browser enlarges smaller images.
 const LEAST_SIDE: u32 = 128;
@@ -378,11 +378,11 @@ impl Figure<'_> {
                 format!("image {number}, slice {} of {groups}", self.group + 1)
             }
             MediumKind::Image => format!("image {number}"),
-            MediumKind::Video => format!("video {number}, group {} of {groups}", self.group + 1),
+            MediumKind::Video => format!("video {number}, {}", self.place_in_video()),
         };
         let mut html =
             format!("<div class=\"medium\"><span class=\"chip\">{name}: {tokens} tokens</span>");
-        if self.group < MAX_GROUPS {
+        if self.group < medium.num_shown() {
             let a_group = frames.len() / groups;
             let shown = &frames[self.group * a_group..(self.group + 1) * a_group];
             // Side, in patches, of the square that becomes one token.
@@ -420,6 +420,21 @@ impl Figure<'_> {
         }
         html.push_str("</div>");
         Ok(html)
+    }
+
+    /// The group of frames, or the frame or slice of a video whose frames have slices.
+    fn place_in_video(&self) -> String {
+        let medium = &self.media[self.index];
+        let (number, groups) = (self.group + 1, medium.num_groups());
+        let rest = self.media[self.index + 1..].iter().take_while(|of| of.patches.follows).count();
+        let frame = medium.part / 2 + 1; // each frame is followed by its slices
+        match (medium.part, rest) {
+            (0, 0) => format!("group {number} of {groups}"),
+            (part, _) if part % 2 == 0 => {
+                format!("frame {frame} of {}", (part + 1 + rest) / 2)
+            }
+            _ => format!("frame {frame}, slice {number} of {groups}"),
+        }
     }
 
     /// The boxes of an image, to be drawn over it.
@@ -487,27 +502,37 @@ pub(super) struct ShownMedium<'a> {
     pub(super) patches: &'a Patches,
     /// Positions of its tokens in the sample.
     pub(super) rows: &'a [u32],
+    /// Index among the patches of its image or video, of which there are several with slices.
+    part: usize,
 }
 
 impl ShownMedium<'_> {
     /// Number of runs of tokens: an image is one, with all its tiles; a video has one for each group
-    /// of frames, and the slices of an image are one each.
+    /// of frames, and slices are one each.
     fn num_groups(&self) -> usize {
         match self.patches.kind {
             MediumKind::Image if !self.patches.follows => 1,
             MediumKind::Image | MediumKind::Video => self.patches.grid_thw[0] as usize,
         }
     }
+
+    /// Number of runs of tokens whose pixels are shown.
+    fn num_shown(&self) -> usize {
+        let is_late = self.patches.kind == MediumKind::Video && self.part / 2 >= MAX_GROUPS;
+        if is_late { 0 } else { self.num_groups().min(MAX_GROUPS) }
+    }
 }
 
-/// The images and videos of a sample, in order. The slices of an image are a medium of their own.
+/// The images and videos of a sample, in order. Slices are a medium of their own, and so is each frame
+/// that has slices.
 pub(super) fn media_of<'a>(encoder: &Encoder, sample: &'a EncodedSample) -> Vec<ShownMedium<'a>> {
-    let mut rest = sample.vision_rows.as_slice();
+    let (mut rest, mut part) = (sample.vision_rows.as_slice(), 0);
     let show = |patches: &'a Patches| {
         let count = encoder.image_processor().num_tokens(patches.grid_thw);
         let (rows, after) = rest.split_at(count);
         rest = after;
-        ShownMedium { patches, rows }
+        part = if patches.follows { part + 1 } else { 0 };
+        ShownMedium { patches, rows, part }
     };
     sample.media.iter().map(show).collect()
 }
@@ -552,44 +577,4 @@ impl Notes {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_turn_begins_where_the_template_begins_one() {
-        let mut out = String::new();
-        let mut turns = Turns { out: &mut out, open: false };
-        turns.text("<|im_start|>user\nHi<b><|im_end|>\n<|im_start|>assistant\n", Fate::Kept);
-        turns.target("Yes", 1);
-        turns.target("\u{e9}", 2);
-        turns.text(" No<|im_end|>\n<|im_start|>user\n", Fate::Cut);
-        turns.close();
-        assert_eq!(
-            out,
-            "<section class=\"turn user\"><h4>user</h4><div>Hi&lt;b&gt;<span class=\"sp\">&lt;|im_end|&gt;</span>\n</div></section>\n\
-             <section class=\"turn assistant\"><h4>assistant</h4><div><mark>Yes</mark><mark data-tokens=\"2\">\u{e9}</mark><span class=\"cut\"> No<span class=\"sp\">&lt;|im_end|&gt;</span>\n</span></div></section>\n\
-             <section class=\"turn user gone\"><h4>user</h4><div></div></section>\n"
-        );
-    }
-
-    #[test]
-    fn dropped_tokens_return_to_their_places() {
-        let runs = vec![('a', 0..3), ('b', 3..5), ('a', 5..6)];
-        let cut = |before, id| DroppedTokens { before, ids: vec![id] };
-        let dropped = [cut(0, 7), cut(2, 8), cut(3, 9), cut(6, 10)];
-        let expected = [
-            SamplePiece::Cut(&[7]),
-            SamplePiece::Kept('a', 0..2),
-            SamplePiece::Cut(&[8]),
-            SamplePiece::Kept('a', 2..3),
-            SamplePiece::Cut(&[9]),
-            SamplePiece::Kept('b', 3..5),
-            SamplePiece::Kept('a', 5..6),
-            SamplePiece::Cut(&[10]),
-        ];
-        assert_eq!(pieces(runs.clone(), &dropped), expected);
-        assert_eq!(num_tokens(&dropped), 4);
-        let whole = runs.iter().map(|(run, range)| SamplePiece::Kept(*run, range.clone()));
-        assert_eq!(pieces(runs.clone(), &[]), whole.collect::<Vec<_>>());
-    }
-}
+mod tests;

@@ -22,12 +22,14 @@ pub(super) fn none(conversion: &mut Conversion) {
     conversion.drop_roles(ROLES, "the model has no vision encoder");
 }
 
-/// Drops the settings of videos, which are refused for a model with slices, and limits on images.
+/// Writes the limits on frames of a model with slices, and drops those on pixels and tokens.
 fn slices(conversion: &mut Conversion) {
-    conversion.drop_roles(ROLES, "it does not limit slices, and videos of this model are refused");
+    let limits = [Role::ImageMaxTokens, Role::ImageMinTokens, Role::VideoPixels, Role::VideoTokens];
+    conversion.drop_roles(limits, "it does not limit slices");
+    frames(conversion);
     let limits = ["data.image.min_pixels", "data.image.max_pixels"];
     conversion.lines.retain(|line| !limits.contains(&line.key.as_str()));
-    conversion.note("limits on the pixels of an image are left out: other trainers apply them before an image is cut into slices, and `data.image.max_pixels` counts the pixels of the whole image and its slices");
+    conversion.note("limits on the pixels of an image or a frame are left out: other trainers apply them before it is cut into slices, and `data.image.max_pixels` and `data.video.max_pixels` count the pixels of the slices, too");
 }
 
 /// Writes `data.image` and `data.video`.

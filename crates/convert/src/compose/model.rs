@@ -18,7 +18,7 @@ pub(super) enum Family {
     Qwen2Vl,
     /// With images as tiles, and frames of a fixed size: InternVL3.5.
     Tiles,
-    /// With a whole image and slices of it, and without videos: MiniCPM-V 4.6.
+    /// With a whole image and slices of it: MiniCPM-V 4.6.
     Slices,
     Text,
 }

@@ -69,7 +69,7 @@ impl MediaTokens {
         if let Ok(family) = MediaFamily::of_folder(folder)
             && let Some(marks) = family.image_marks
         {
-            return Self::with_marks((image, image_id), marks, family, tokenizer);
+            return Self::with_marks((image, image_id), marks, family, (config, tokenizer));
         }
         let mark = |key, published: &str| match config.id(key) {
             Ok(id) => config.token(key, id, tokenizer),
@@ -88,13 +88,13 @@ impl MediaTokens {
         Ok(Self { image: Some((image, image_id)), marks, video })
     }
 
-    /// The tokens of a family whose `config.json` has only the token of an image. `marks` are around
+    /// The tokens of a family whose `config.json` has only the tokens of media. `marks` are around
     /// the visual tokens of an image and of each frame.
     fn with_marks(
         image: (String, u32),
         [start, end]: [&'static str; 2],
         family: MediaFamily,
-        tokenizer: &TextTokenizer,
+        (config, tokenizer): (&JsonFile, &TextTokenizer),
     ) -> Result<Self, ModelFolderError> {
         let id = |mark: &'static str| {
             let missing = || ModelFolderError::NoToken { token: mark };
@@ -102,15 +102,18 @@ impl MediaTokens {
         };
         let marks = [Some(id(start)?), Some(id(end)?)];
         family.reserved().iter().try_for_each(|mark| id(mark).map(drop))?;
-        let video = match family.videos {
-            VideoForm::NumberedFrames { placeholder, .. } => Some(VideoTokens {
-                pad: placeholder.to_owned(),
-                pad_id: image.1, // the visual tokens of frames are those of images
-                start: start.to_owned(),
-                end: end.to_owned(),
-            }),
-            VideoForm::Timestamps | VideoForm::OneRun { .. } | VideoForm::Refused => None,
+        let pad = match (family.videos, config.id("video_token_id")) {
+            // the visual tokens of frames are those of images
+            (VideoForm::NumberedFrames { placeholder }, _) => {
+                Some((placeholder.to_owned(), image.1))
+            }
+            (VideoForm::SlicedFrames, Ok(id)) => {
+                Some((config.token("video_token_id", id, tokenizer)?, id))
+            }
+            _ => None,
         };
+        let [start, end] = [start, end].map(str::to_owned);
+        let video = pad.map(|(pad, pad_id)| VideoTokens { pad, pad_id, start, end });
         Ok(Self { image: Some(image), marks, video })
     }
 

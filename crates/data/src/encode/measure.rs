@@ -53,7 +53,9 @@ impl Encoder {
                 MediumGrid::Image(ImageGrid { whole: [1, merge, merge], slices: None })
             }
             MediumHeader::Video(clip) => {
-                video_patches += clip.grid_thw.iter().product::<u32>();
+                // too many for this number are too many tokens
+                let patches = u32::try_from(clip.num_patches()).unwrap_or(u32::MAX);
+                video_patches = u32::saturating_add(video_patches, patches);
                 MediumGrid::Video(clip)
             }
         };
@@ -148,7 +150,7 @@ impl Encoder {
             key.update(format!("{marks:?}"));
         }
         if self.media.images.numbers_images() {
-            key.update("numbers of images");
+            key.update("numbers of images and videos");
         }
         key.update(format!("{:?}", self.loss_scale));
         if self.train_empty_think {

@@ -43,7 +43,7 @@ impl MediumGrid {
             Self::Image(grid) => (grid.whole, 0.0),
             Self::Video(Clip {
                 grid_thw: [t, height, width],
-                times: GroupTimes::Text(_) | GroupTimes::Numbers,
+                times: GroupTimes::Text(_) | GroupTimes::Numbers | GroupTimes::Untimed,
                 ..
             }) => {
                 return vec![VisualRun { grid: [1, *height, *width], step: 0.0 }; *t as usize];
@@ -55,7 +55,7 @@ impl MediumGrid {
         vec![VisualRun { grid: [t, height, width], step }]
     }
 
-    /// Patches per axis, without the slices of an image.
+    /// Patches per axis, without slices.
     pub(super) fn grid(&self) -> [u32; 3] {
         match self {
             Self::Image(grid) => grid.whole,
@@ -67,7 +67,7 @@ impl MediumGrid {
     pub(super) fn num_patches(&self) -> usize {
         match self {
             Self::Image(grid) => grid.num_patches(),
-            Self::Video(clip) => clip.grid_thw.map(|n| n as usize).iter().product(),
+            Self::Video(clip) => clip.num_patches(),
         }
     }
 }
@@ -131,7 +131,7 @@ impl MediaReader {
                 }
                 Medium::Video(video) => {
                     let (clip, patches) = self.videos.load(video)?;
-                    (MediumGrid::Video(clip), vec![patches])
+                    (MediumGrid::Video(clip), patches)
                 }
             })
         });
@@ -183,17 +183,23 @@ impl MediaReader {
 
     /// The texts that replace the placeholders of media.
     pub(super) fn texts(&self, grids: &[MediumGrid], tokens: &MediaTokens) -> Vec<String> {
-        let mut numbers = 0..;
-        let number = |grid: &MediumGrid| match grid {
-            MediumGrid::Image(_) => numbers.next().unwrap_or_default(),
-            MediumGrid::Video(_) => 0,
+        let (mut images, mut videos) = (0..usize::MAX, 0..usize::MAX); // each kind has its numbers
+        let text = |grid: &MediumGrid| {
+            let numbers = match grid {
+                MediumGrid::Image(_) => &mut images,
+                MediumGrid::Video(_) => &mut videos,
+            };
+            let number = numbers.next().filter(|_| self.images.numbers_images());
+            let [start, end] = NUMBER_MARKS;
+            let number = number.map(|number| format!("{start}{number}{end}"));
+            number.unwrap_or_default() + &self.text(grid, tokens)
         };
-        let numbers: Vec<usize> = grids.iter().map(number).collect();
-        grids.iter().zip(numbers).map(|(grid, number)| self.text(grid, number, tokens)).collect()
+        grids.iter().map(text).collect()
     }
 
-    /// `number` is that of an image, from 0.
-    fn text(&self, grids: &MediumGrid, number: usize, tokens: &MediaTokens) -> String {
+    /// The text without the number of the medium.
+    fn text(&self, grids: &MediumGrid, tokens: &MediaTokens) -> String {
+        let image = tokens.image.as_ref().map_or("", |(pad, _)| pad);
         match (grids, &tokens.video) {
             (MediumGrid::Video(Clip { times: GroupTimes::Positions(_), .. }), Some(video)) => {
                 video.pad.repeat(self.num_tokens(grids))
@@ -215,23 +221,26 @@ impl MediaReader {
             (MediumGrid::Video(Clip { grid_thw, times: GroupTimes::Numbers, .. }), _) => {
                 let [frames, height, width] = *grid_thw;
                 let whole = [1, height, width];
-                let pads = self.image_text(&ImageGrid { whole, slices: None }, tokens);
+                let pads = self.image_text(&ImageGrid { whole, slices: None }, image);
                 let frame = |number| format!("Frame{number}: {pads}");
                 (1..=frames).map(frame).collect::<Vec<_>>().join("\n")
             }
-            (MediumGrid::Image(grid), _) if self.images.numbers_images() => {
-                let [start, end] = NUMBER_MARKS;
-                format!("{start}{number}{end}{}", self.image_text(grid, tokens))
+            (
+                MediumGrid::Video(Clip { grid_thw, slices, times: GroupTimes::Untimed, .. }),
+                Some(video),
+            ) => {
+                let [frames, height, width] = *grid_thw;
+                let frame = ImageGrid { whole: [1, height, width], slices: *slices };
+                self.image_text(&frame, &video.pad).repeat(frames as usize)
             }
-            (MediumGrid::Image(grid), _) => self.image_text(grid, tokens),
+            (MediumGrid::Image(grid), _) => self.image_text(grid, image),
             (MediumGrid::Video(_), None) => String::new(), // refused before
         }
     }
 
-    /// The visual tokens of an image with this grid, and the tokens around them that the chat
-    /// template leaves out.
-    fn image_text(&self, grid: &ImageGrid, tokens: &MediaTokens) -> String {
-        let pad = tokens.image.as_ref().map_or("", |(pad, _)| pad);
+    /// The visual tokens `pad` of an image or frame with this grid, and the tokens around them that
+    /// the chat template leaves out.
+    fn image_text(&self, grid: &ImageGrid, pad: &str) -> String {
         let [start, end] = self.videos.family().image_marks.unwrap_or_default();
         let mut text = format!("{start}{}{end}", pad.repeat(self.images.num_tokens(grid.whole)));
         if let Some(SliceGrid { rows, columns, patches: [height, width] }) = grid.slices {

@@ -471,4 +471,6 @@ impl Encoder {
 #[cfg(test)]
 mod slice_tests;
 #[cfg(test)]
+mod sliced_video_tests;
+#[cfg(test)]
 mod tests;

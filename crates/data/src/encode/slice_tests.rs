@@ -14,18 +14,17 @@ use super::*;
 use crate::row::{SampleCounts, SampleIndex};
 use batch::{
     AreaLimits, BoxRef, BoxUnit, IGNORE_INDEX, ImageLimits, MediaRef, MediaSource, Objects,
-    VideoLimits, VideoRef,
 };
 use fault::Fault;
 
-const IMAGES: &str = "<|image_pad|>";
+pub(super) const IMAGES: &str = "<|image_pad|>";
 
 fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
 }
 
 /// The small model with another `downsample_mode`, and changed settings of images.
-fn folder(mode: &str, changes: &[(&str, Value)]) -> tempfile::TempDir {
+pub(super) fn folder(mode: &str, changes: &[(&str, Value)]) -> tempfile::TempDir {
     let model = repository("tests/golden/models/small-minicpm");
     let folder = tempfile::tempdir().unwrap();
     let read = |name: &str| fs::read_to_string(model.join(name)).unwrap();
@@ -61,7 +60,7 @@ fn file(path: &str) -> MediaRef {
 }
 
 /// A black image.
-fn bmp(height: u32, width: u32) -> MediaRef {
+pub(super) fn bmp(height: u32, width: u32) -> MediaRef {
     let line = (3 * width).next_multiple_of(4);
     let mut bytes = b"BM".to_vec();
     for value in [54 + line * height, 0, 54, 40, width, height, 1 | 24 << 16] {
@@ -72,11 +71,11 @@ fn bmp(height: u32, width: u32) -> MediaRef {
     MediaSource::Bytes(bytes).into()
 }
 
-fn text(text: &str) -> Part {
+pub(super) fn text(text: &str) -> Part {
     Part::Text(text.to_owned())
 }
 
-fn sample(question: Vec<Part>, images: Vec<MediaRef>) -> Sample {
+pub(super) fn sample(question: Vec<Part>, images: Vec<MediaRef>) -> Sample {
     let message = |role: &str, parts| Message::new(role, Content::Parts(parts));
     Sample {
         id: SampleId { file: Path::new("rows.jsonl").into(), line: 1 },
@@ -88,7 +87,7 @@ fn sample(question: Vec<Part>, images: Vec<MediaRef>) -> Sample {
 }
 
 /// An image of 150 x 100 pixels, which becomes 1 x 2 slices.
-fn photo() -> MediaRef {
+pub(super) fn photo() -> MediaRef {
     file("tests/fixtures/images/photo_150x100.png")
 }
 
@@ -266,15 +265,8 @@ fn an_image_in_an_answer_is_not_trained_on() {
 }
 
 #[test]
-fn videos_boxes_and_minimums_are_refused() {
+fn boxes_and_minimums_are_refused() {
     let encoder = published();
-    let mut row = sample(vec![Part::Video], vec![]);
-    let (frames, limits) = (vec![bmp(50, 50); 4], VideoLimits::default());
-    row.media = vec![Medium::Video(VideoRef::Frames { frames, fps: None, limits })];
-    let fault = encoder.encode(&row).unwrap_err();
-    assert_eq!(fault.reason(), "video_token");
-    assert!(fault.to_string().contains("videos of the model are not supported"), "{fault}");
-
     let mut row = sample(vec![Part::Image], vec![photo()]);
     let boxes = vec![BoxRef { coordinates: vec![0.0; 4], unit: BoxUnit::Pixel, image: 0 }];
     row.objects = Objects { names: vec!["a cup".to_owned()], boxes };

@@ -29,14 +29,13 @@ pub(crate) const NUMBER_MARKS: [&str; 2] = ["<image_id>", "</image_id>"];
 pub(crate) const SLICE_MARKS: [&str; 2] = ["<slice>", "</slice>"];
 /// Special tokens around the visual tokens of the whole image.
 const WHOLE_MARKS: [&str; 2] = ["<image>", "</image>"];
-const RESERVED: [&str; 7] = [
+const RESERVED: [&str; 6] = [
     NUMBER_MARKS[0],
     NUMBER_MARKS[1],
     SLICE_MARKS[0],
     SLICE_MARKS[1],
     WHOLE_MARKS[0],
     WHOLE_MARKS[1],
-    "<|video_pad|>",
 ];
 
 /// How an image becomes patches.
@@ -101,8 +100,9 @@ pub(crate) enum VideoForm {
         /// What the chat template writes for a video.
         placeholder: &'static str,
     },
-    /// Rows with videos are refused.
-    Refused,
+    /// Each frame as an image with [`ImageForm::Slices`], with the number of the video in front of
+    /// the first one. The folder's settings of videos decide the slices.
+    SlicedFrames,
 }
 
 /// How the text has a box, and the name of its object.
@@ -165,7 +165,7 @@ impl MediaFamily {
             }),
             Some("minicpmv4_6") => Ok(Self {
                 images: ImageForm::Slices(SliceSizes::read(&path, &config)?),
-                videos: VideoForm::Refused,
+                videos: VideoForm::SlicedFrames,
                 boxes: None,
                 positions: Positions::Index,
                 image_marks: Some(WHOLE_MARKS),

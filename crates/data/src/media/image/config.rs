@@ -254,35 +254,62 @@ impl Sizes {
         sizes: SliceSizes,
         config: &ImageConfig,
     ) -> Result<Self, ModelFolderError> {
-        let SliceSizes { patch, merge, inner, mode } = sizes;
-        let [max, side, default_patch] = SLICES;
-        let found = file.patch_size.unwrap_or(default_patch);
-        if found != patch {
-            let expected = format!("{patch}, the `vision_config.patch_size` in config.json");
-            return Err(bad(path, "patch_size", Some(found.to_string()), &expected));
-        }
-        let found = file.downsample_mode.as_deref().unwrap_or(SliceSizes::DEFAULT_MODE);
-        if found != mode {
-            let expected = format!("`{mode}`, the `downsample_mode` in config.json");
-            return Err(bad(path, "downsample_mode", Some(found.to_owned()), &expected));
-        }
+        let keys = SliceKeys {
+            patch_size: file.patch_size,
+            downsample_mode: file.downsample_mode.as_deref(),
+            max_slice_nums: file.max_slice_nums,
+            scale_resolution: file.scale_resolution,
+            slice_mode: file.slice_mode,
+        };
+        let slices = keys.read(path, sizes, file.use_image_id.unwrap_or(true))?;
         if let Some(found) = config.min_pixels {
             let (key, found) = ("min_pixels", found.to_string());
             let expected = "`null`: the model scales every image to a fixed area";
             return Err(ModelFolderError::ImageSetting { key, found, expected });
         }
-        let max = count(path, "max_slice_nums", Some(file.max_slice_nums.unwrap_or(max)))?;
-        let side = count(path, "scale_resolution", Some(file.scale_resolution.unwrap_or(side)))?;
-        let max = if file.slice_mode == Some(false) { 1 } else { max };
-        let is_numbered = file.use_image_id.unwrap_or(true);
         Ok(Self {
-            patch_size: patch,
+            patch_size: sizes.patch,
             temporal_patch_size: 1,
-            merge_size: merge,
-            inner_size: inner,
-            cut: ImageCut::Slices(Slices { side, patch, merge, max, is_numbered }),
+            merge_size: sizes.merge,
+            inner_size: sizes.inner,
+            cut: ImageCut::Slices(slices),
             pixels: [1, config.max_pixels.unwrap_or(u64::MAX)],
         })
+    }
+}
+
+/// The settings of slices in a file, of images or of videos.
+pub(crate) struct SliceKeys<'a> {
+    pub(crate) patch_size: Option<u32>,
+    pub(crate) downsample_mode: Option<&'a str>,
+    pub(crate) max_slice_nums: Option<u32>,
+    pub(crate) scale_resolution: Option<u32>,
+    pub(crate) slice_mode: Option<bool>,
+}
+
+impl SliceKeys<'_> {
+    /// The slices of a model with these sizes. The file is at `path`.
+    pub(crate) fn read(
+        self,
+        path: &Path,
+        SliceSizes { patch, merge, inner: _, mode }: SliceSizes,
+        is_numbered: bool,
+    ) -> Result<Slices, ModelFolderError> {
+        let [max, side, default_patch] = SLICES;
+        let found = self.patch_size.unwrap_or(default_patch);
+        if found != patch {
+            let expected = format!("{patch}, the `vision_config.patch_size` in config.json");
+            return Err(bad(path, "patch_size", Some(found.to_string()), &expected));
+        }
+        let found = self.downsample_mode.unwrap_or(SliceSizes::DEFAULT_MODE);
+        if found != mode {
+            let expected = format!("`{mode}`, the `downsample_mode` in config.json");
+            return Err(bad(path, "downsample_mode", Some(found.to_owned()), &expected));
+        }
+        let max = count(path, "max_slice_nums", Some(self.max_slice_nums.unwrap_or(max)))?;
+        let side = count(path, "scale_resolution", Some(self.scale_resolution.unwrap_or(side)))?;
+        let max = if self.slice_mode == Some(false) { 1 } else { max };
+        Ok(Slices { side, patch, merge, max, is_numbered })
     }
 }
 
@@ -344,7 +371,7 @@ pub(crate) fn over(limits: AreaLimits, config: [u64; 2]) -> [u64; 2] {
 const MAX_ASPECT_RATIO: u64 = 200;
 
 /// Whether the aspect ratio is above 200.
-pub(super) fn is_elongated([height, width]: [u32; 2]) -> bool {
+pub(crate) fn is_elongated([height, width]: [u32; 2]) -> bool {
     u64::from(height.max(width)) > MAX_ASPECT_RATIO * u64::from(height.min(width))
 }
 

@@ -29,7 +29,7 @@ use std::path::Path;
 use std::sync::{Arc, Once};
 
 use config::ImageSettings;
-pub(crate) use config::{Frames, RESCALE_FACTORS, Size, fit};
+pub(crate) use config::{Frames, RESCALE_FACTORS, Size, SliceKeys, fit, is_elongated};
 pub use config::{ImageConfig, ImageSize, smart_resize};
 pub(crate) use decode::Rgb;
 use decode::decode;
@@ -43,7 +43,7 @@ use patchify::resize_and_patchify;
 pub(crate) use patchify::{Normalise, PatchShape, patchify, unpatchify};
 pub(crate) use resize::resize;
 pub use slices::SliceGrid;
-use slices::Slices;
+pub(crate) use slices::Slices;
 pub(crate) use source::resolve;
 pub use source::{ImageError, ImageName, UrlConfig};
 use source::{Urls, open};
@@ -79,10 +79,10 @@ enum ImageCut {
 }
 
 /// The size of an image after resizing.
-struct Target {
+pub(crate) struct Target {
     /// `[height, width]` in pixels: of the whole image, or of its tiles without a thumbnail.
-    whole: [u32; 2],
-    slices: Option<SliceGrid>,
+    pub(crate) whole: [u32; 2],
+    pub(crate) slices: Option<SliceGrid>,
 }
 
 /// The patches of an image after resizing.
@@ -304,9 +304,7 @@ impl ImageProcessor {
             ImageCut::OneGrid => smart_resize(height, width, factor, min, max).map(one_grid),
             ImageCut::Tiles(tiles) => Some(one_grid(tiles.target(pixels, [min, max]))),
             // The reference has no limit; a long image would be one segment of many patches.
-            ImageCut::Slices(slices) => {
-                (!config::is_elongated(pixels)).then(|| slices.target(pixels, max))
-            }
+            ImageCut::Slices(slices) => (!is_elongated(pixels)).then(|| slices.target(pixels, max)),
         }
     }
 

@@ -13,7 +13,7 @@ use super::tiles::pieces;
 
 /// How images are cut into slices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Slices {
+pub(crate) struct Slices {
     /// Side in pixels of a square with the area of a slice.
     pub(super) side: u32,
     /// Side of a patch in pixels.
@@ -51,10 +51,14 @@ impl SliceGrid {
         shape: PatchShape,
         normalise: &Normalise,
     ) -> Vec<f32> {
-        let Self { rows, columns, patches } = self;
-        let [height, width] = patches.map(|side| side * shape.patch as u32);
-        let image = resize(image, rows * height, columns * width);
-        patchify(&pieces(&image, [height, width].map(|side| side as usize)), shape, normalise)
+        patchify(&self.cut(image, shape.patch as u32), shape, normalise)
+    }
+
+    /// Returns the slices of an image, row by row. A patch has this side in pixels.
+    pub(crate) fn cut(self, image: Rgb, patch: u32) -> Vec<Rgb> {
+        let [height, width] = self.patches.map(|side| side * patch);
+        let image = resize(image, self.rows * height, self.columns * width);
+        pieces(&image, [height, width].map(|side| side as usize))
     }
 }
 
@@ -69,7 +73,7 @@ impl Slices {
     ///
     /// It has the most slices with which it has at most `max_pixels`, the whole image included. The
     /// whole image alone is always allowed.
-    pub(super) fn target(self, [height, width]: [u32; 2], max_pixels: u64) -> Target {
+    pub(crate) fn target(self, [height, width]: [u32; 2], max_pixels: u64) -> Target {
         let sides = [height, width].map(f64::from);
         let whole = self.scaled(sides);
         let pixels = |[height, width]: [u32; 2]| u64::from(height) * u64::from(width);

@@ -7,8 +7,8 @@ use serde_json::Value;
 use settings::{Choice, section};
 
 use super::sampling::{Budget, FrameSampling, PixelLimits};
-use crate::media::image::{ImageProcessor, Normalise, RESCALE_FACTORS, Size};
-use crate::media::{MediaFamily, VideoForm};
+use crate::media::image::{ImageProcessor, Normalise, RESCALE_FACTORS, Size, SliceKeys, Slices};
+use crate::media::{ImageForm, MediaFamily, VideoForm};
 use crate::model_folder::{ModelFolderError, read_json_if_there};
 
 /// The section `data.video` of the config.
@@ -59,13 +59,14 @@ pub enum VideoMarks {
     Flat,
 }
 
-const PUBLISHED_FPS: f64 = 2.0;
 const PUBLISHED_FRAMES: [u32; 2] = [4, 768]; // minimum, maximum
 const CLIP_MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
 const CLIP_STD: [f32; 3] = [0.268_629_54, 0.261_302_58, 0.275_777_11];
 
 /// Values of a folder that has none.
 struct Published {
+    /// Number of frames per second.
+    fps: f64,
     /// Minimum and maximum number of frames.
     frames: [u32; 2],
     /// Minimum and maximum, of all frames together or of each frame.
@@ -78,7 +79,8 @@ impl Published {
     fn of(form: VideoForm) -> Self {
         match form {
             // of the published `video_preprocessor_config.json`
-            VideoForm::Timestamps | VideoForm::Refused => Self {
+            VideoForm::Timestamps => Self {
+                fps: 2.0,
                 frames: PUBLISHED_FRAMES,
                 pixels: [4096, 25_165_824],
                 mean: [0.5; 3],
@@ -86,6 +88,7 @@ impl Published {
             },
             // of `Qwen2VLVideoProcessor` in transformers
             VideoForm::OneRun { .. } => Self {
+                fps: 2.0,
                 frames: PUBLISHED_FRAMES,
                 pixels: [128 * 28 * 28, 768 * 28 * 28],
                 mean: CLIP_MEAN,
@@ -93,9 +96,21 @@ impl Published {
             },
             // Numbers of frames with which InternVL was trained; the processor of transformers takes
             // all frames. Its size of a frame is fixed.
-            VideoForm::NumberedFrames { .. } => {
-                Self { frames: [8, 32], pixels: [1, u64::MAX], mean: CLIP_MEAN, std: CLIP_STD }
-            }
+            VideoForm::NumberedFrames { .. } => Self {
+                fps: 2.0,
+                frames: [8, 32],
+                pixels: [1, u64::MAX],
+                mean: CLIP_MEAN,
+                std: CLIP_STD,
+            },
+            // of `MiniCPMV4_6VideoProcessor` in transformers, which has no limits on pixels
+            VideoForm::SlicedFrames => Self {
+                fps: 1.0,
+                frames: [1, 128],
+                pixels: [1, u64::MAX],
+                mean: [0.5; 3],
+                std: [0.5; 3],
+            },
         }
     }
 }
@@ -105,6 +120,8 @@ pub(super) struct VideoSettings {
     pub(super) sampling: FrameSampling,
     pub(super) family: MediaFamily,
     pub(super) pixels: PixelLimits,
+    /// How frames are cut, if the family has [`VideoForm::SlicedFrames`].
+    pub(super) slices: Option<Slices>,
     pub(super) normalise: Normalise,
     pub(super) marks: VideoMarks,
     #[cfg_attr(not(feature = "video"), expect(dead_code, reason = "used for video files only"))]
@@ -114,7 +131,7 @@ pub(super) struct VideoSettings {
 impl VideoSettings {
     /// The settings that decide the frames and patches of a video.
     pub(super) fn key(&self) -> String {
-        let Self { sampling, family: _, pixels, normalise, marks, limits: _ } = self;
+        let Self { sampling, pixels, normalise, marks, .. } = self;
         format!("{sampling:?} {:?} {normalise:?} {marks:?}{}", pixels.all, self.form_key())
     }
 
@@ -127,6 +144,7 @@ impl VideoSettings {
     fn form_key(&self) -> String {
         match self.family.videos {
             VideoForm::Timestamps => String::new(),
+            VideoForm::SlicedFrames => format!(" {:?}", self.slices),
             form => format!(" {form:?} {:?}", self.pixels.frame),
         }
     }
@@ -141,6 +159,12 @@ struct VideoPreprocessorFile {
     fps: Option<f64>,
     min_frames: Option<u32>,
     max_frames: Option<u32>,
+    max_num_frames: Option<u32>,
+    stack_frames: Option<u32>,
+    max_slice_nums: Option<u32>,
+    scale_resolution: Option<u32>,
+    slice_mode: Option<bool>,
+    downsample_mode: Option<String>,
     patch_size: Option<u32>,
     temporal_patch_size: Option<u32>,
     merge_size: Option<u32>,
@@ -164,6 +188,7 @@ impl VideoSettings {
         let (path, file) = read_file(folder, family.videos)?;
         let published = Published::of(family.videos);
         let normalise = check_file(&path, &file, images, &published)?;
+        let slices = slices(&path, &file, family.images, images)?;
         let VideoPreprocessorFile {
             size, min_pixels, max_pixels, fps, min_frames, max_frames, ..
         } = file;
@@ -187,18 +212,16 @@ impl VideoSettings {
             max_pixels: config_max_pixels.unwrap_or(otherwise.max_pixels),
         };
         let pixels = match family.videos {
-            VideoForm::Timestamps | VideoForm::Refused => {
-                PixelLimits { all: over(of_folder), frame: None }
-            }
-            VideoForm::NumberedFrames { .. } => PixelLimits { all: of_folder, frame: None },
             VideoForm::OneRun { .. } => PixelLimits {
                 all: over(Budget { min_pixels: 1, max_pixels: u64::MAX }),
                 frame: Some(of_folder),
             },
+            // `check_limits` refuses those of the config that have no effect
+            _ => PixelLimits { all: over(of_folder), frame: None },
         };
         let min_frames = config_min_frames.or(min_frames).unwrap_or(published.frames[0]);
         let max_frames = config_max_frames.or(max_frames).unwrap_or(published.frames[1]);
-        let fps = config_fps.or(fps).unwrap_or(PUBLISHED_FPS);
+        let fps = config_fps.or(fps).unwrap_or(published.fps);
         let setting = |key, found: String, expected| {
             Err(ModelFolderError::VideoSetting { key, found, expected })
         };
@@ -227,13 +250,13 @@ impl VideoSettings {
             (pixels, family.videos),
         )?;
         if marks == VideoMarks::Flat && family.videos != VideoForm::Timestamps {
-            let expected = "`nested`: a video of this model has one pair of tokens around it";
+            let expected = "`nested`: a video of this model has no pair of tokens to remove";
             return setting("marks", "flat".to_owned(), expected);
         }
         let (min_frames, max_frames) = (min_frames as usize, max_frames as usize);
         let sampling = FrameSampling { fps, min_frames, max_frames };
         let limits = VideoFileLimits { timeout_s, max_source_frames: max_source_frames as usize };
-        Ok(Self { sampling, family, pixels, normalise, marks, limits })
+        Ok(Self { sampling, family, pixels, slices, normalise, marks, limits })
     }
 }
 
@@ -251,6 +274,11 @@ fn check_limits(
         let key = if config.min_pixels.is_some() { "min_pixels" } else { "max_pixels" };
         let (found, expected) =
             (found.to_string(), "`null`: a frame of this model has a fixed size");
+        return Err(ModelFolderError::VideoSetting { key, found, expected });
+    }
+    if let (VideoForm::SlicedFrames, Some(found)) = (form, config.min_pixels) {
+        let (key, found) = ("min_pixels", found.to_string());
+        let expected = "`null`: the model scales every frame to a fixed area";
         return Err(ModelFolderError::VideoSetting { key, found, expected });
     }
     if (pixels.frame.is_some() || of_config.is_none()) && !of_folder.is_valid() {
@@ -275,6 +303,29 @@ fn check_limits(
         None => ("max_pixels", max, "at least the minimum, which the model folder sets"),
     };
     Err(ModelFolderError::VideoSetting { key, found: found.to_string(), expected })
+}
+
+/// The slices of frames of a model whose images have slices too.
+fn slices(
+    path: &Path,
+    file: &VideoPreprocessorFile,
+    form: ImageForm,
+    images: &ImageProcessor,
+) -> Result<Option<Slices>, ModelFolderError> {
+    let ImageForm::Slices(sizes) = form else { return Ok(None) };
+    if let Some(found) = file.stack_frames.filter(|frames| *frames > 1) {
+        let expected = "1: composites of several frames are not supported".to_owned();
+        return Err(ModelFolderError::value(path, "stack_frames", found.to_string(), expected));
+    }
+    let keys = SliceKeys {
+        patch_size: file.patch_size,
+        downsample_mode: file.downsample_mode.as_deref(),
+        max_slice_nums: file.max_slice_nums,
+        scale_resolution: file.scale_resolution,
+        slice_mode: file.slice_mode,
+    };
+    // The processor numbers videos if it numbers images.
+    keys.read(path, sizes, images.numbers_images()).map(Some)
 }
 
 /// Checks the keys of the file that `data.video` does not override, and returns the normalisation.
@@ -330,16 +381,13 @@ fn check_file(
 /// As in transformers, `processor_config.json` takes precedence over
 /// `video_preprocessor_config.json`. The settings are empty if neither file has any. Published
 /// folders of models with [`VideoForm::OneRun`] have neither, and the settings of images apply to
-/// each frame. No file is read for a model whose videos are refused.
+/// each frame. The processor of [`VideoForm::SlicedFrames`] ignores limits of other families.
 fn read_file(
     folder: &Path,
     form: VideoForm,
 ) -> Result<(PathBuf, VideoPreprocessorFile), ModelFolderError> {
     let combined = folder.join("processor_config.json");
     let published = folder.join("video_preprocessor_config.json");
-    if form == VideoForm::Refused {
-        return Ok((published, VideoPreprocessorFile::default()));
-    }
     let nested = read_json_if_there::<Value>(&combined)?.and_then(|mut value| {
         value.get_mut("video_processor").map(Value::take).filter(Value::is_object)
     });
@@ -354,7 +402,21 @@ fn read_file(
         },
     };
     let file = value.map_or(Ok(VideoPreprocessorFile::default()), serde_json::from_value);
-    let file = file.map_err(ModelFolderError::parse(&path))?;
+    let mut file = file.map_err(ModelFolderError::parse(&path))?;
+    if form == VideoForm::SlicedFrames {
+        file = VideoPreprocessorFile {
+            size: None,
+            min_pixels: None,
+            max_pixels: None,
+            fps: None,
+            min_frames: None,
+            max_frames: file.max_num_frames,
+            temporal_patch_size: None,
+            merge_size: None,
+            cap_pixels_per_frame: None,
+            ..file
+        };
+    }
     Ok((path, file))
 }
 

@@ -59,10 +59,7 @@ pub enum VideoError {
     )]
     #[fault(hint = "scale the video to a supported size", reason = "video_too_large")]
     TooLarge { path: PathBuf, width: u32, height: u32 },
-    #[error(
-        "the model folder has no video token (`video_token_id` in config.json), or videos of the \
-         model are not supported"
-    )]
+    #[error("the model folder has no video token (`video_token_id` in config.json)")]
     #[fault(hint = "use a model that supports videos, or remove the row", reason = "video_token")]
     NoToken,
     #[error("frame {frame}: {cause}")]

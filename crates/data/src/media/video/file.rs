@@ -127,7 +127,7 @@ impl VideoFile {
         if swaps_sides(self.orientation) { [width, height] } else { [height, width] }
     }
 
-    /// Decodes the file up to the last of `indices`, which must ascend, and calls
+    /// Decodes the file up to the last of `indices`, which ascend and may repeat, and calls
     /// `take(frame, index)` for each of them.
     ///
     /// If the file ends a few frames early, its last frame stands in for the missing ones.
@@ -142,7 +142,7 @@ impl VideoFile {
         let mut converter = None;
         while rest.peek().is_some() {
             let Some(decoded) = self.next_frame()? else { break };
-            if rest.next_if_eq(&number).is_some() {
+            while rest.next_if_eq(&number).is_some() {
                 take(self.rgb(&decoded, &mut converter)?, number)?;
             }
             last = Some(decoded);

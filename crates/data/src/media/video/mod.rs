@@ -31,7 +31,9 @@ pub use error::VideoError;
 use file::VideoFile;
 use sampling::{FrameSampling, Wanted, frames_between};
 
-use crate::media::image::{ImageProcessor, Pixels, Rgb, patchify, resize, unpatchify};
+use crate::media::image::{
+    ImageProcessor, Pixels, Rgb, SliceGrid, Target, is_elongated, patchify, resize, unpatchify,
+};
 use crate::media::{ImageForm, MediaFamily, VideoForm};
 use crate::model_folder::ModelFolderError;
 use batch::{FrameRate, MediaRef, MediumKind, Patches, VideoLimits, VideoRef};
@@ -50,11 +52,22 @@ pub struct VideoProcessor {
 pub struct Clip {
     /// Number of frame groups, and of patches along the height and width: `[t, gh, gw]`.
     pub grid_thw: [u32; 3],
+    /// The slices that follow each frame.
+    pub slices: Option<SliceGrid>,
     /// The times of the frame groups.
     pub times: GroupTimes,
     /// Number of pixels of the sampled frames, before resizing; once for each scan of the first
     /// frame.
     pub source_pixels: u64,
+}
+
+impl Clip {
+    /// Number of patches, those of slices included.
+    pub fn num_patches(&self) -> usize {
+        let product = |grid: [u32; 3]| grid.map(|n| n as usize).iter().product::<usize>();
+        let frames = self.grid_thw[0] as usize;
+        product(self.grid_thw) + self.slices.map_or(0, |slices| frames * product(slices.grid()))
+    }
 }
 
 /// The times of the frame groups of a video.
@@ -64,6 +77,8 @@ pub enum GroupTimes {
     Text(Vec<f64>),
     /// The text has the number of each group, from 1.
     Numbers,
+    /// The text has no times of the groups.
+    Untimed,
     /// The groups have temporal positions at this distance.
     Positions(f32),
 }
@@ -129,8 +144,9 @@ impl VideoProcessor {
         }
     }
 
-    /// Decodes the sampled frames into normalised patches.
-    pub fn load(&self, video: &VideoRef) -> Result<(Clip, Patches), VideoError> {
+    /// Decodes the sampled frames into normalised patches. If frames have slices, each frame has
+    /// patches of its own, and those of its slices follow.
+    pub fn load(&self, video: &VideoRef) -> Result<(Clip, Vec<Patches>), VideoError> {
         match video {
             VideoRef::Frames { frames, fps, limits } => {
                 let plan = self.plan_list(frames, *fps, limits)?;
@@ -142,7 +158,7 @@ impl VideoProcessor {
                     plan.resized(pixels, frame)
                 };
                 let pixels = plan.indices.iter().map(read).collect::<Result<Vec<_>, _>>()?;
-                Ok(self.patches(plan, &pixels))
+                Ok(self.patches(plan.clip, &pixels.concat()))
             }
             #[cfg(feature = "video")]
             VideoRef::File { root, path, fps, limits } => {
@@ -150,17 +166,17 @@ impl VideoProcessor {
                 let plan = self.plan_file(&file, *fps, limits)?;
                 let mut pixels = Vec::with_capacity(plan.indices.len());
                 file.decode(&plan.indices, |frame, index| {
-                    pixels.push(plan.resized(frame, index + 1)?);
+                    pixels.extend(plan.resized(frame, index + 1)?);
                     Ok(())
                 })?;
-                Ok(self.patches(plan, &pixels))
+                Ok(self.patches(plan.clip, &pixels))
             }
             #[cfg(not(feature = "video"))]
             VideoRef::File { path, .. } => Err(VideoError::NotBuilt { path: path.clone() }),
         }
     }
 
-    /// Converts patches back to the resized frames.
+    /// Converts patches back to the resized frames or slices.
     pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
         let frames = unpatchify(patches, self.images.patch_shape(), &self.settings.normalise);
         frames.into_iter().map(Pixels::from).collect()
@@ -228,29 +244,26 @@ impl VideoProcessor {
         limits: &VideoLimits,
     ) -> Result<FramePlan, VideoError> {
         let temporal = self.images.temporal_patch_size() as usize;
-        let VideoSettings { family, pixels, .. } = &self.settings;
+        let family = &self.settings.family;
         let indices = sampling.indices(among.len(), wanted, family.videos, temporal);
         let frames = indices.len();
         if frames < temporal {
             return Err(VideoError::TooShort { frames });
         }
-        let factor = self.images.patch_size() * self.images.merge_size();
         let shape = limits.resized.map_or(source, |sides| sides.map(NonZeroU32::get));
         let [height, width] = shape;
-        let target = match family.images {
-            ImageForm::Tiles(tile) => [tile.side; 2],
-            ImageForm::OneGrid | ImageForm::Slices(_) => pixels
-                .target(frames, shape, temporal, factor, limits)
-                .ok_or(VideoError::AspectRatio { width, height })?,
-        };
+        let target = self.target(frames, shape, limits);
+        let Target { whole: target, slices } =
+            target.ok_or(VideoError::AspectRatio { width, height })?;
         let [rows, columns] = target.map(|side| side / self.images.patch_size());
         let grid_thw = [frames.div_ceil(temporal) as u32, rows, columns];
         let indices: Vec<usize> = indices.into_iter().map(|index| index + among.start).collect();
         let times = match family.videos {
-            VideoForm::Timestamps | VideoForm::Refused => {
+            VideoForm::Timestamps => {
                 GroupTimes::Text(sampling::timestamps(&indices, rate, temporal))
             }
             VideoForm::NumberedFrames { .. } => GroupTimes::Numbers,
+            VideoForm::SlicedFrames => GroupTimes::Untimed,
             VideoForm::OneRun { tokens_per_second: None } => GroupTimes::Positions(1.0),
             // rounded to `f32` as in transformers
             VideoForm::OneRun { tokens_per_second: Some(tokens_per_second) } => {
@@ -266,15 +279,47 @@ impl VideoProcessor {
             }
         };
         let source_pixels = frames as u64 * source.map(u64::from).iter().product::<u64>();
-        let clip = Clip { grid_thw, times, source_pixels };
+        let clip = Clip { grid_thw, slices, times, source_pixels };
         Ok(FramePlan { indices, clip, source, target, num_scans: 1 })
     }
 
-    fn patches(&self, plan: FramePlan, frames: &[Rgb]) -> (Clip, Patches) {
-        let pixel_values = patchify(frames, self.images.patch_shape(), &self.settings.normalise); // [t * gh * gw, 3 * tp * p * p]
-        let grid_thw = plan.clip.grid_thw;
-        let kind = MediumKind::Video;
-        (plan.clip, Patches { pixel_values, grid_thw, kind, follows: false })
+    /// The size of `num_frames` frames of `shape`, which is `[height, width]` in pixels, after
+    /// resizing; `None` if they are too elongated.
+    fn target(&self, num_frames: usize, shape: [u32; 2], limits: &VideoLimits) -> Option<Target> {
+        let VideoSettings { family, pixels, slices, .. } = &self.settings;
+        let one_size = |whole| Target { whole, slices: None };
+        if let ImageForm::Tiles(tile) = family.images {
+            return Some(one_size([tile.side; 2]));
+        }
+        if let Some(slices) = slices {
+            let max_pixels = pixels.all.of_video(num_frames, limits).max_pixels; // of all frames
+            let target = || slices.target(shape, max_pixels / num_frames as u64);
+            return (!is_elongated(shape)).then(target);
+        }
+        let temporal = self.images.temporal_patch_size() as usize;
+        let factor = self.images.patch_size() * self.images.merge_size();
+        pixels.target(num_frames, shape, temporal, factor, limits).map(one_size)
+    }
+
+    /// The patches of resized frames, each with its slices behind it.
+    fn patches(&self, clip: Clip, frames: &[Rgb]) -> (Clip, Vec<Patches>) {
+        let of = |frames: &[Rgb], grid_thw, follows| {
+            let (shape, normalise) = (self.images.patch_shape(), &self.settings.normalise);
+            let pixel_values = patchify(frames, shape, normalise); // [t * gh * gw, 3 * tp * p * p]
+            Patches { pixel_values, grid_thw, kind: MediumKind::Video, follows }
+        };
+        let Some(slices) = clip.slices.map(SliceGrid::grid) else {
+            let patches = of(frames, clip.grid_thw, false);
+            return (clip, vec![patches]);
+        };
+        let [_, height, width] = clip.grid_thw;
+        let of_frame = |(at, images): (usize, &[Rgb])| {
+            let (whole, cut) = images.split_at(1);
+            [of(whole, [1, height, width], at > 0), of(cut, slices, true)]
+        };
+        let frames = frames.chunks(1 + slices[0] as usize).enumerate();
+        let patches = frames.flat_map(of_frame).collect();
+        (clip, patches)
     }
 }
 
@@ -289,8 +334,9 @@ fn between(total: usize, rate: f64, limits: &VideoLimits) -> Result<Range<usize>
 }
 
 impl FramePlan {
-    /// Resizes a frame to the target size. `frame` is its number in the video, starting at 1.
-    fn resized(&self, pixels: Rgb, frame: usize) -> Result<Rgb, VideoError> {
+    /// Resizes a frame to the target size, and cuts its slices. `frame` is its number in the video,
+    /// starting at 1.
+    fn resized(&self, pixels: Rgb, frame: usize) -> Result<Vec<Rgb>, VideoError> {
         let found = [pixels.height as u32, pixels.width as u32];
         if found != self.source {
             let [expected_height, expected_width] = self.source;
@@ -304,6 +350,11 @@ impl FramePlan {
             });
         }
         let [height, width] = self.target;
-        Ok(resize(pixels, height, width))
+        let Some(slices) = self.clip.slices else {
+            return Ok(vec![resize(pixels, height, width)]);
+        };
+        let mut all = vec![resize(pixels.clone(), height, width)];
+        all.extend(slices.cut(pixels, height / self.clip.grid_thw[1]));
+        Ok(all)
     }
 }

@@ -3,7 +3,8 @@
 //!
 //! `Qwen3VLVideoProcessor` spreads the indices evenly from the first to the last frame;
 //! `Qwen2VLVideoProcessor` takes the first frame of equal shares of the video, and
-//! `InternVLVideoProcessor` the middle one. There is one
+//! `InternVLVideoProcessor` the middle one. `MiniCPMV4_6VideoProcessor` takes the frame at each
+//! second, or at the maximum number of times, spread evenly over the video. There is one
 //! difference: for some videos `Qwen2VLVideoProcessor` returns one index too many, past the last
 //! frame, because it rounds the step between frames. This code does not return it. Presentation
 //! times in the file are not used.
@@ -74,13 +75,14 @@ impl FrameSampling {
         let unlimited = Self { fps: self.fps, min_frames: 0, max_frames: usize::MAX };
         let of_rate = |rate: f64| total as f64 / rate * self.fps;
         match (form, wanted) {
-            (VideoForm::Timestamps | VideoForm::Refused, Wanted::Count(count)) => {
-                unlimited.spread(total, count)
-            }
-            (VideoForm::Timestamps | VideoForm::Refused, Wanted::Rate(rate)) => {
+            (VideoForm::Timestamps, Wanted::Count(count)) => unlimited.spread(total, count),
+            (VideoForm::Timestamps, Wanted::Rate(rate)) => {
                 self.spread(total, of_rate(rate) as usize)
             }
-            (VideoForm::Timestamps | VideoForm::Refused, Wanted::All) => self.spread(total, total),
+            (VideoForm::Timestamps, Wanted::All) => self.spread(total, total),
+            (VideoForm::SlicedFrames, Wanted::Count(count)) => steps(total, count.min(total)),
+            (VideoForm::SlicedFrames, Wanted::Rate(rate)) => self.at_times(total, rate),
+            (VideoForm::SlicedFrames, Wanted::All) => steps(total, total.min(self.max_frames)),
             (VideoForm::NumberedFrames { .. }, Wanted::Count(count)) => {
                 unlimited.middles(total, count)
             }
@@ -121,14 +123,42 @@ impl FrameSampling {
 
     fn spread(&self, total: usize, wanted: usize) -> Vec<usize> {
         let count = wanted.max(self.min_frames).min(self.max_frames).min(total);
-        if count < 2 {
-            return (0..count).collect();
-        }
-        let last = (total - 1) as f64;
-        let step = last / (count - 1) as f64;
-        let index = |k: usize| if k + 1 == count { last } else { k as f64 * step };
-        (0..count).map(|k| index(k).round_ties_even() as usize).collect()
+        equal_steps(total, count).map(|at| at.round_ties_even() as usize).collect()
     }
+
+    /// The frame at each multiple of `1 / fps` seconds. A low `rate` repeats frames. If they are more
+    /// than the maximum, their tenths are the times to choose from.
+    fn at_times(&self, total: usize, rate: f64) -> Vec<usize> {
+        // At one frame per second, these are seconds and frames per second.
+        let (duration, rate) = (total as f64 / rate * self.fps, rate / self.fps);
+        let at = |time: f64| ((time * rate) as usize).min(total - 1);
+        let most = self.max_frames.min(MOST_FRAMES);
+        if duration > most as f64 {
+            let tenths = steps((duration / 0.1) as usize, most);
+            return tenths.into_iter().map(|tenth| at(tenth as f64 / 10.0)).collect();
+        }
+        let count = duration.ceil() as usize;
+        if count < self.min_frames.min(total) {
+            return steps(total, self.min_frames.min(total));
+        }
+        (0..count).map(|time| at(time as f64)).collect()
+    }
+}
+
+/// Limit on the frames of a video whose low rate repeats them: the tokens of a row, of which a frame
+/// has one at least.
+const MOST_FRAMES: usize = 1 << 20;
+
+/// `count` numbers at equal distances from 0 to `total - 1`; 0 if there is one.
+fn equal_steps(total: usize, count: usize) -> impl Iterator<Item = f64> {
+    let last = total.saturating_sub(1) as f64;
+    let step = last / count.saturating_sub(1).max(1) as f64;
+    (0..count).map(move |k| if k > 0 && k + 1 == count { last } else { k as f64 * step })
+}
+
+/// [`equal_steps`] rounded down.
+fn steps(total: usize, count: usize) -> Vec<usize> {
+    equal_steps(total, count).map(|at| at as usize).collect()
 }
 
 /// Returns the number of frames per second if `sampled` of `total` frames at `rate` are used.
@@ -362,6 +392,38 @@ mod tests {
                 assert_eq!(serde_json::json!(indices), case["indices"], "{case}");
             }
         }
+    }
+
+    /// The table was written by `scripts/golden/minicpm_video.py`.
+    #[test]
+    fn indices_of_minicpm_equal_the_reference() {
+        let golden = include_str!("../../../../../tests/golden/minicpm_video.json");
+        let golden: Value = serde_json::from_str(golden).unwrap();
+        let cases = golden["indices"].as_array().unwrap();
+        assert!(cases.len() > 100);
+        for case in cases {
+            let number = |key: &str| case[key].as_u64().unwrap() as usize;
+            let rate = Wanted::Rate(case["rate"].as_f64().unwrap());
+            let sampling =
+                FrameSampling { fps: 1.0, min_frames: 1, max_frames: number("max_frames") };
+            let indices = sampling.indices(number("total"), rate, VideoForm::SlicedFrames, 1);
+            assert_eq!(serde_json::json!(indices), case["indices"], "{case}");
+        }
+    }
+
+    #[test]
+    fn a_given_number_of_frames_is_spread_from_the_first_to_the_last_one() {
+        let sampling = FrameSampling { fps: 2.0, min_frames: 3, max_frames: 5 };
+        let of = |total, wanted| sampling.indices(total, wanted, VideoForm::SlicedFrames, 1);
+        assert_eq!(of(10, Wanted::Count(4)), [0, 3, 6, 9]);
+        assert_eq!(of(10, Wanted::Count(1)), [0]);
+        assert_eq!(of(8, Wanted::Count(6)), [0, 1, 2, 4, 5, 7]); // the limits do not apply
+        assert_eq!(of(3, Wanted::Count(9)), [0, 1, 2]);
+        assert_eq!(of(10, Wanted::All), [0, 2, 4, 6, 9]);
+        assert_eq!(of(2, Wanted::All), [0, 1]);
+        assert_eq!(of(10, Wanted::Rate(5.0)), [0, 2, 5, 7]); // at each half second
+        assert_eq!(of(10, Wanted::Rate(25.0)), [0, 4, 9]); // the minimum
+        assert_eq!(of(1, Wanted::Rate(25.0)), [0]);
     }
 
     /// The indices are those of `InternVLVideoProcessor` in transformers 5.23.
