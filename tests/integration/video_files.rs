@@ -15,18 +15,29 @@ fn fixtures() -> PathBuf {
 }
 
 fn encoder(config: &VideoConfig) -> Encoder {
-    let folder = golden("models/small-tied");
+    encoder_of("small-tied", config)
+}
+
+fn encoder_of(model: &str, config: &VideoConfig) -> Encoder {
+    let folder = golden("models").join(model);
     Encoder::with_video(&folder, &ImageConfig::default(), config).unwrap()
 }
 
 fn encode(root: &Path, video: &Value, config: &VideoConfig) -> Result<EncodedSample, SampleError> {
+    encode_with(&encoder(config), root, video)
+}
+
+fn encode_with(
+    encoder: &Encoder,
+    root: &Path,
+    video: &Value,
+) -> Result<EncodedSample, SampleError> {
     let row = json!({"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "a"}], "videos": [video]});
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("rows.jsonl");
     write(&path, format!("{row}\n").as_bytes());
     let file = RowFile::open(&path, Some(root)).unwrap();
     let sample = file.read(0)?;
-    let encoder = encoder(config);
     let encoded = encoder.encode(&sample)?;
     // The planner computes the same length from the header.
     assert_eq!(encoder.length(&sample)?, Length::of(&encoded));
@@ -53,6 +64,20 @@ fn a_lossless_video_file_encodes_as_the_list_of_its_frames() {
     let none = VideoConfig::default();
     let asked = encode(&fixtures(), &json!({"video": "pan.mkv", "fps": 4}), &none).unwrap();
     assert_eq!(asked.media[0].grid_thw, [4, 4, 4], "`fps` of the row selects all frames");
+}
+
+/// More frames than the file has are repeated.
+#[test]
+fn a_file_of_minicpm_encodes_as_the_list_of_its_frames() {
+    for (fps, frames) in [(None, 2), (Some(4.0), 8), (Some(9.0), 18)] {
+        let config = VideoConfig { fps, ..VideoConfig::default() };
+        let encoder = encoder_of("small-minicpm", &config);
+        let file = encode_with(&encoder, &fixtures(), &json!("pan.mkv")).unwrap();
+        let of_list = encode_with(&encoder, &golden("data"), &list("pan", 8)).unwrap();
+        assert_eq!(file.media[0].grid_thw[0], frames);
+        assert_eq!(file.input_ids, of_list.input_ids, "{config:?}");
+        assert!(file.media == of_list.media, "{config:?}");
+    }
 }
 
 #[test]

@@ -20,7 +20,7 @@ pub struct EncodedSample {
     /// `media`; `[M]`.
     pub vision_rows: Vec<u32>,
     /// Patches of each image or video, in the order of the text. An image with slices has two
-    /// entries.
+    /// entries, and so has each frame with slices.
     pub media: Vec<Patches>,
 }
 
@@ -72,8 +72,8 @@ pub struct Patches {
     pub grid_thw: [u32; 3],
     /// Whether this is an image or a video.
     pub kind: MediumKind,
-    /// Whether these are the slices of the image before them. An image that is cut into slices has
-    /// the patches of the whole image first.
+    /// Whether these belong to the image or video of the patches before them: slices of an image or
+    /// frame, which follow it, or a later frame of a video whose frames have slices.
     pub follows: bool,
 }
 

@@ -23,7 +23,8 @@ fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
 }
 
-/// The small model with another `downsample_mode`, and changed settings of images.
+/// The small model with another `downsample_mode`, and changed settings of images. Those of videos
+/// are in a file of their own.
 pub(super) fn folder(mode: &str, changes: &[(&str, Value)]) -> tempfile::TempDir {
     let model = repository("tests/golden/models/small-minicpm");
     let folder = tempfile::tempdir().unwrap();
@@ -37,8 +38,11 @@ pub(super) fn folder(mode: &str, changes: &[(&str, Value)]) -> tempfile::TempDir
     }
     let copied = ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"];
     let texts = copied.map(|name| (name, read(name)));
-    let changed =
-        [("config.json", config.to_string()), ("preprocessor_config.json", images.to_string())];
+    let changed = [
+        ("config.json", config.to_string()),
+        ("preprocessor_config.json", images.to_string()),
+        ("video_preprocessor_config.json", json!({"downsample_mode": mode}).to_string()),
+    ];
     for (name, text) in texts.into_iter().chain(changed) {
         let mut file = fs::File::create(folder.path().join(name)).unwrap();
         file.write_all(text.as_bytes()).unwrap();

