@@ -34,7 +34,7 @@ def prompt(encoder, row):
 
 
 def answers(name):
-    """All answers of a model, and the smallest margin."""
+    """All answers of a model, by the name or the path of its folder, and the smallest margin."""
     folder = GOLDEN / "models" / name
     encoder = Encoder(folder, GOLDEN / "data")
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
@@ -44,6 +44,7 @@ def answers(name):
         for line, row in enumerate(read_jsonl(GOLDEN / "data" / file)[:count], 1):
             ids, pixels, grid = prompt(encoder, row)
             ids = torch.tensor([ids])
+            model.model.rope_deltas = None  # MiniCPM-V 4.7 keeps those of the image before
             out = model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids),
                 do_sample=False, temperature=None, top_p=None, top_k=None, max_new_tokens=NEW_TOKENS,

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor
 
 from reference_lib import (
-    Encoder, frame_patches, is_internvl, is_minicpm, load_model, normalise, patches, positions,
+    Encoder, frame_patches, frame_sizes, is_internvl, is_minicpm, load_model, normalise, patches, positions,
 )
 
 WORDS = "What is the colour of this? It shows 3 boxes, näıve 日本 text.\nA second line , 12:30 !".split(" ")
@@ -44,7 +44,7 @@ def expected_pixels(encoder, theirs, reference):
     if is_minicpm(encoder.config):
         sizes = theirs["target_sizes"].tolist()
         grid = torch.tensor(reference["grid"])
-        assert sizes == [[h, w] for frames, h, w in grid.tolist() for _ in range(frames)]
+        assert sizes == frame_sizes(grid)
         return frame_patches(theirs["pixel_values"], sizes, encoder.config), grid
     if not is_internvl(encoder.config):
         return theirs["pixel_values"], theirs["image_grid_thw"]

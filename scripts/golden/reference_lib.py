@@ -107,6 +107,9 @@ class Encoder:
         if is_minicpm(self.config):
             self.processor = AutoProcessor.from_pretrained(model_dir)
             self.images = self.processor.image_processor
+            self.divisor = {"4x": 4, "16x": 16}[self.images.downsample_mode]
+            numbers = self.processor.use_image_id
+            self.numbers = self.processor.default_use_image_id if numbers is None else numbers
             return
         path = Path(model_dir) / "preprocessor_config.json"
         if not path.exists():  # a text-only model
@@ -126,17 +129,17 @@ class Encoder:
             messages, tools=tools, tokenize=False, add_generation_prompt=prompt, enable_thinking=False
         )
 
-    def expand(self, text, texts):
-        """Replaces the n-th image placeholder by `texts[n]`."""
-        left = iter(texts)
+    def expand(self, text, texts, pad=None):
+        """Replaces the n-th placeholder, by default of an image, by `texts[n]`."""
+        left, pad = iter(texts), pad or self.pad
 
         def replace(_):
             try:
                 return next(left)
             except StopIteration:
-                raise SampleError(f"an {self.pad} in the text has no image") from None
+                raise SampleError(f"an {pad} in the text has no medium") from None
 
-        return re.sub(re.escape(self.pad), replace, text)
+        return re.sub(re.escape(pad), replace, text)
 
     def pixels(self, sources):
         """Returns `pixel_values` [P, C*t*p*p], the grids [[t, h, w], ..] and the texts of all images of a row.
@@ -169,19 +172,24 @@ class Encoder:
     def slices(self, out):
         """Grids and texts of MiniCPM-V's images."""
         left, grid, texts = out["target_sizes"].tolist(), [], []
-        divisor = {"4x": 4, "16x": 16}[self.images.downsample_mode]
         for k, frames in enumerate(out["num_patches_per_image"]):
             sizes, left = left[:frames], left[frames:]
             grid += [[1, *sizes[0]]] + [[frames - 1, *size] for size in sizes[1:2]]
-            text = self.processor.replace_image_token(out, k, image_token_divisor=divisor)
-            texts.append(f"<image_id>{k}</image_id>{text}")
+            text = self.processor.replace_image_token(out, k, image_token_divisor=self.divisor)
+            texts.append(f"<image_id>{k}</image_id>{text}" if self.numbers else text)
         return grid, texts
 
     def __call__(self, row):
         messages, sources = normalise(row)
         pixel_values, grid, texts = self.pixels(sources) if sources else (None, [], [])
-        tools = row.get("tools")
-        text = self.expand(self.render(messages, tools), texts)
+        ids, labels = self.labelled(messages, lambda text: self.expand(text, texts), row.get("tools"))
+        if self.images is not None and ids.count(self.config["image_token_id"]) != "".join(texts).count(self.pad):
+            raise SampleError("image tokens and image features differ")
+        return {"id": row.get("id"), "input_ids": ids, "labels": labels, "grid": grid, "pixel_values": pixel_values}
+
+    def labelled(self, messages, expand, tools=None):
+        """Ids and labels of a chat; `expand` replaces the placeholders of its media."""
+        text = expand(self.render(messages, tools))
         spans = []
         for k, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -189,7 +197,7 @@ class Encoder:
             # The rendering of the first turns need not be the start of the whole one: templates of thinking
             # models drop earlier thoughts. So the whole chat is rendered again, with a mark as the answer.
             marked = [{**m, "content": MARK} if i == k else m for i, m in enumerate(messages)]
-            head, tail = self.expand(self.render(marked, tools), texts).split(MARK)
+            head, tail = expand(self.render(marked, tools)).split(MARK)
             if not (text.startswith(head) and text.endswith(tail) and tail.startswith("<|im_end|>\n")):
                 raise SampleError("the answer cannot be located in the rendered chat")
             spans.append((len(head), len(text) - len(tail) + len("<|im_end|>")))
@@ -200,9 +208,7 @@ class Encoder:
             for i, (a, b) in enumerate(encoded["offset_mapping"]):
                 if a >= begin and b <= end and b > a:
                     labels[i] = ids[i]
-        if self.images is not None and ids.count(self.config["image_token_id"]) != "".join(texts).count(self.pad):
-            raise SampleError("image tokens and image features differ")
-        return {"id": row.get("id"), "input_ids": ids, "labels": labels, "grid": grid, "pixel_values": pixel_values}
+        return ids, labels
 
 
 def load_model(model_dir):
@@ -217,12 +223,22 @@ def is_internvl(config):
 
 
 def is_minicpm(config):
-    return config["model_type"] == "minicpmv4_6"
+    return config["model_type"] in ("minicpmv4_6", "minicpmv4_7")
+
+
+def has_canvas(config):
+    """Whether the tokens of an image, with those around it, have positions on a canvas."""
+    return config["model_type"] == "minicpmv4_7"
 
 
 def counts_tokens(config):
     """Whether a position is the number of the token, also inside an image."""
-    return is_internvl(config) or is_minicpm(config)
+    return is_internvl(config) or is_minicpm(config) and not has_canvas(config)
+
+
+def frame_sizes(grid):
+    """[rows, columns] of each frame of MiniCPM-V's grids [[frames, rows, columns], ..]."""
+    return [[h, w] for frames, h, w in torch.as_tensor(grid).tolist() for _ in range(frames)]
 
 
 def token_types(ids, config):
@@ -234,24 +250,33 @@ def token_types(ids, config):
     return types
 
 
-def media(config, ids, pixels, grid):
-    """The arguments of a model for the images; a text has none."""
+def media(config, ids, pixels, grid, videos=None, video_grid=None):
+    """The arguments of a model for the images; a text has none. MiniCPM-V may have videos, too."""
     if is_internvl(config):
         given = {"pixel_values": pixels}
-    elif is_minicpm(config) and pixels is not None:
-        sizes = [[h, w] for frames, h, w in grid.tolist() for _ in range(frames)]
-        given = {"pixel_values": pixels.permute(1, 2, 0)[None], "target_sizes": torch.tensor(sizes)}
     elif is_minicpm(config):
         given = {}
+        for kind, values, of in (("", pixels, grid), ("_videos", videos, video_grid)):
+            if values is not None:
+                given[f"pixel_values{kind}"] = values.permute(1, 2, 0)[None]
+                given[f"target_sizes{kind}"] = torch.tensor(frame_sizes(of))
+        if given and has_canvas(config):
+            given["mm_token_type_ids"] = token_types(ids, config)
     else:
         given = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": token_types(ids, config)}
     return {name: value for name, value in given.items() if value is not None}
 
 
-def rope_index(model, config, ids, grid, mask):
+def rope_index(model, config, ids, grid, mask, video_grid=None):
     """Returns the position ids [3, B, L] and the rope deltas. If tokens are counted, the three rows are equal."""
     if counts_tokens(config):
         return torch.arange(ids.shape[1]).expand(3, *ids.shape), torch.zeros(len(ids), 1)
+    if has_canvas(config):
+        sizes, of_videos = (torch.tensor(frame_sizes(of)) if of is not None else None for of in (grid, video_grid))
+        return model.model.get_rope_index(
+            ids, mm_token_type_ids=token_types(ids, config), target_sizes=sizes, target_sizes_videos=of_videos,
+            attention_mask=mask,
+        )
     return model.model.get_rope_index(
         ids, mm_token_type_ids=token_types(ids, config), image_grid_thw=grid, attention_mask=mask
     )
@@ -261,22 +286,24 @@ def positions(model, config, sample):
     """Returns the position ids [3, L] of one sample and its rope delta."""
     ids = torch.tensor([sample["input_ids"]])
     grid = torch.tensor(sample["grid"]) if sample["grid"] else None
-    position_ids, delta = rope_index(model, config, ids, grid, torch.ones_like(ids))
+    of_videos = sample.get("video_grid") or None
+    position_ids, delta = rope_index(model, config, ids, grid, torch.ones_like(ids), of_videos)
     return position_ids[:, 0], int(delta)
 
 
 def logits_of(model, config, ids, mask, position_ids, samples):
     """The logits of a batch or of a packed row that consists of `samples`."""
+    given = media(config, ids, *join_pixels(samples), *join_pixels(samples, "videos", "video_grid"))
     return model(
         input_ids=ids, attention_mask=mask, position_ids=position_ids[0] if counts_tokens(config) else position_ids,
-        use_cache=False, **media(config, ids, *join_pixels(samples)),
+        use_cache=False, **given,
     ).logits
 
 
-def join_pixels(samples):
+def join_pixels(samples, values="pixel_values", grid="grid"):
     """Concatenates the pixel values and grids of several samples; `(None, None)` without images."""
-    pixels = [s["pixel_values"] for s in samples if s["pixel_values"] is not None]
-    grids = [g for s in samples for g in s["grid"]]
+    pixels = [s[values] for s in samples if s.get(values) is not None]
+    grids = [g for s in samples for g in s.get(grid, [])]
     return (torch.cat(pixels), torch.tensor(grids)) if pixels else (None, None)
 
 
