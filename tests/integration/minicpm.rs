@@ -1,14 +1,19 @@
-//! Runs of MiniCPM-V: ranks, shards, adapters, and the mode without the early merger. `parity` and
-//! `laws` compare its other values.
+//! Runs of MiniCPM-V: ranks, shards, adapters, the mode without the early merger, and 4.7. `parity`
+//! and `laws` compare the other values of 4.6, and the data crate compares the tokens of 4.7.
 
-use super::harness::Place;
+use super::generate::assert_answers;
+use super::harness::{Place, device, golden};
 use super::parity::{
-    PLAIN, assert_all_variants_follow, assert_losses, golden_json, rows_with, runner_of,
+    PLAIN, assert_all_variants_follow, assert_gradient_norms, assert_losses, golden_json,
+    rows_with, runner_of,
 };
 use super::published_folders::{self, apply};
 use super::qwen2::{assert_adapters_merge, assert_ranks_agree, place_with};
-use serde_json::json;
-use trainer::train::{ModelSection, Precision};
+use candle_transformers::generation::Sampling;
+use serde_json::{Value, json};
+use trainer::data::RowFile;
+use trainer::run::OpenModel;
+use trainer::train::{GenerateOptions, ModelSection, Precision, generate};
 
 const MODEL: &str = "small-minicpm";
 
@@ -56,4 +61,74 @@ fn mode_4x_follows_the_reference_in_every_layout() {
         names
     };
     assert_eq!(names("run/final"), names("model"));
+}
+
+/// The small model with the settings of 4.7, whose positions are on a canvas, and what transformers
+/// computes with it.
+fn place_of_4_7(more: &Value) -> (Place, Value) {
+    let (place, golden) = (published_folders::place(MODEL), golden_json("minicpm_47.json"));
+    apply(&place, &golden["changes"]);
+    apply(&place, more);
+    (place, golden)
+}
+
+#[test]
+fn minicpm_4_7_follows_the_reference_in_every_layout() {
+    let (place, golden) = place_of_4_7(&json!({}));
+    let folder = place.path("model");
+    let section = ModelSection::new(folder.clone());
+    let mut curve = golden["curve"].clone();
+    curve["model"] = json!(folder);
+    let runner = runner_of(&curve, PLAIN, Precision::F32);
+    for data in ["text", "image_exact"] {
+        let losses = &golden["losses"][data]["per_sample"];
+        assert_losses(&rows_with(&section, data), &runner, losses);
+    }
+    let rows = rows_with(&section, "image_exact");
+    assert_gradient_norms(&rows, &runner, &curve["grad_norms_step1"]);
+    assert_all_variants_follow(&curve);
+    place.trainer(&["sft", "--config", "c.yaml"]).ends_with(0);
+}
+
+/// Images with and without slices, next to each other and next to newlines; also without the number
+/// of an image, without slices, and without the early merger.
+#[test]
+fn losses_and_answers_of_minicpm_4_7_about_slices_are_the_references() {
+    let all = golden_json("minicpm_47.json");
+    let variants = all["variants"].as_object().unwrap().values();
+    for of in [&all].into_iter().chain(variants) {
+        let more = if of == &all { json!({}) } else { of["changes"].clone() };
+        let (place, _) = place_of_4_7(&more);
+        let section = ModelSection::new(place.path("model"));
+        let rows = rows_with(&section, "canvas");
+        let cases: Vec<&Value> =
+            of["rows"].as_array().unwrap().iter().take(rows.rows().count()).collect();
+        let mean = |case: &&Value| {
+            let [nll, targets] = ["nll", "targets"].map(|key| case[key].as_f64().unwrap());
+            json!([case["id"], nll / targets, case["targets"]])
+        };
+        let losses: Vec<Value> = cases.iter().map(mean).collect();
+        let runner = runner_of(&json!({"model": section.path}), PLAIN, Precision::F32);
+        assert_losses(&rows, &runner, &json!(losses));
+        let open = OpenModel::open(&section, 0, &device()).unwrap();
+        let model = open.load(&device()).unwrap().model;
+        let options = GenerateOptions {
+            max_new_tokens: 8,
+            sampling: Sampling::ArgMax,
+            seed: 0,
+            stop_ids: Vec::new(),
+        };
+        let file = RowFile::open(&golden("data/canvas.jsonl"), None).unwrap();
+        for (row, case) in cases.into_iter().enumerate() {
+            let (prompt, _) = rows.encoder().encode_prompt(&file.read(row).unwrap()).unwrap();
+            let ids = generate(&model, prompt, &options, &device()).unwrap();
+            assert_eq!(json!(ids), case["answer"], "{} {more}", case["id"]);
+        }
+    }
+}
+
+#[test]
+fn greedy_answers_of_minicpm_4_7_equal_those_of_transformers() {
+    let (place, golden) = place_of_4_7(&json!({}));
+    assert_answers(&place.path("model"), &golden["answers"]["answers"]);
 }

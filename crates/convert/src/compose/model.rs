@@ -18,7 +18,7 @@ pub(super) enum Family {
     Qwen2Vl,
     /// With images as tiles, and frames of a fixed size: InternVL3.5.
     Tiles,
-    /// With a whole image and slices of it, and without videos: MiniCPM-V 4.6.
+    /// With a whole image and slices of it, and without videos: MiniCPM-V 4.6 and 4.7.
     Slices,
     Text,
 }
@@ -120,9 +120,10 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
     let is_qwen2_vl = ["qwen2.5-vl", "qwen2-vl", "qwen2vl"].iter().any(|of| name.contains(of));
     let is_internvl = ["internvl3.5", "internvl3-5"].iter().any(|of| name.contains(of))
         && !name.contains("gpt-oss");
-    let is_minicpm = ["minicpm-v-4.6", "minicpm-v-4-6", "minicpmv4.6", "minicpmv4-6"]
-        .iter()
-        .any(|of| name.contains(of));
+    let is_minicpm = ["minicpm-v-4", "minicpmv4"].iter().any(|start| {
+        let versions = [".6", "-6", ".7", "-7"];
+        versions.iter().any(|version| name.contains(&format!("{start}{version}")))
+    });
     let is_other = !is_qwen2_vl
         && !is_internvl
         && !is_minicpm
@@ -130,7 +131,7 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
     if is_other || is_moe && !name.starts_with("qwen3") && !is_internvl {
         return Err(
             "only models of Qwen3-VL, Qwen2.5-VL, Qwen2-VL, Qwen3, Qwen3.5, InternVL3.5 and \
-             MiniCPM-V 4.6 are supported",
+             MiniCPM-V 4.6 and 4.7 are supported",
         );
     }
     Ok(if name.starts_with("qwen3-") && !name.contains("vl") {

@@ -39,7 +39,7 @@ impl MediumGrid {
     /// The runs of visual tokens of this medium, each without text in it.
     pub(super) fn runs(&self) -> Vec<VisualRun> {
         let ([t, height, width], step) = match self {
-            // Models with slices place visual tokens by their index.
+            // Models with slices place visual tokens by their index, or on a canvas.
             Self::Image(grid) => (grid.whole, 0.0),
             Self::Video(Clip {
                 grid_thw: [t, height, width],
@@ -53,6 +53,14 @@ impl MediumGrid {
             }
         };
         vec![VisualRun { grid: [t, height, width], step }]
+    }
+
+    /// The whole image and its slices; `None` for a video.
+    pub(super) fn image(&self) -> Option<ImageGrid> {
+        match self {
+            Self::Image(grid) => Some(*grid),
+            Self::Video(_) => None,
+        }
     }
 
     /// Patches per axis, without the slices of an image.
@@ -339,7 +347,7 @@ pub(crate) fn position_ids(
 }
 
 /// Appends text positions up to row `end`.
-fn push_text(positions: &mut Vec<[u32; 3]>, end: usize, next: &mut u32) {
+pub(super) fn push_text(positions: &mut Vec<[u32; 3]>, end: usize, next: &mut u32) {
     while positions.len() < end {
         positions.push([*next; 3]);
         *next = next.saturating_add(1);

@@ -7,6 +7,7 @@
 //!
 //! Plain text is encoded without template and images.
 
+mod canvas;
 mod encoded_text;
 mod folder;
 mod grounding;
@@ -394,6 +395,10 @@ impl Encoder {
                 position_ids(input_ids.len(), &vision_rows, &runs, merge_size)
             }
             Positions::Index => (0..input_ids.len() as u32).map(|index| [index; 3]).collect(),
+            Positions::Canvas(tokens) => {
+                let images = grids.iter().filter_map(MediumGrid::image);
+                canvas::position_ids(&input_ids, &vision_rows, images, merge_size, tokens)
+            }
         };
         EncodedSample {
             id: id.clone(),
@@ -401,6 +406,7 @@ impl Encoder {
             labels,
             weights,
             position_ids,
+            segment_starts: Vec::new(),
             vision_rows,
             media,
         }
@@ -468,6 +474,8 @@ impl Encoder {
     }
 }
 
+#[cfg(test)]
+mod canvas_tests;
 #[cfg(test)]
 mod slice_tests;
 #[cfg(test)]
