@@ -8,7 +8,7 @@ resized. Compares ids, labels, positions, grids and every pixel, and fails (exit
 
 An image of InternVL has the grid [tiles, rows of patches, columns of patches], and its tiles are compared as patches.
 An image of MiniCPM-V has the grid [1, rows, columns] of the whole picture and, if there are slices, a second one with
-their number.
+their number. `minicpm_47.py --folder DIR` writes a folder of MiniCPM-V 4.7.
 """
 
 import argparse
@@ -29,6 +29,8 @@ from reference_lib import (
 )
 
 WORDS = "What is the colour of this? It shows 3 boxes, näıve 日本 text.\nA second line , 12:30 !".split(" ")
+
+EDGES = ["", "", "", "\n", "\n\n", " \n", "\n "]  # of a text next to an image or to the end of a turn
 
 
 def image(draw, path, smallest):
@@ -62,7 +64,8 @@ def rows(draw, count, folder, smallest):
         for turn in range(turns):
             here = left if turn == turns - 1 else draw.randint(0, left)
             left -= here
-            parts = [texts() for _ in range(here + 1)]
+            edge = lambda: draw.choice(EDGES)
+            parts = [edge() + ("" if here and draw.random() < 0.2 else texts()) + edge() for _ in range(here + 1)]
             messages.append({"role": "user", "content": "<image>".join(parts)})
             messages.append({"role": "assistant", "content": texts()})
         yield {"id": f"row{i}", "messages": messages, "images": images}

@@ -109,6 +109,28 @@ def folder_with(mode):
         yield folder
 
 
+def merged(old, new):
+    """`old` where an object in `new` changes the keys that it has, and null removes a key."""
+    if not isinstance(new, dict):
+        return new
+    both = dict(old or {})
+    for key, value in new.items():
+        both[key] = merged(both.get(key), value)
+    return {key: value for key, value in both.items() if key not in new or value is not None}
+
+
+@contextmanager
+def changed_folder(*changes):
+    """A copy of the folder with changed JSON files: each of `changes` maps files to changes."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / NAME
+        shutil.copytree(FOLDER, folder)
+        for name, new in (item for change in changes for item in change.items()):
+            old = json.loads((folder / name).read_text(encoding="utf-8"))
+            write_json(folder / name, merged(old, new))
+        yield folder
+
+
 def write_4x():
     """minicpm_4x.json."""
     with folder_with("4x") as folder:

@@ -22,34 +22,34 @@ positions.
 
 import argparse
 import json
-import random
 import shutil
 import warnings
-from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import AutoConfig
 
 from adapters import curve as images_curve
 from answers import answers
-from minicpm import CONFIG, FIRST, FOLDER, NAME
-from minicpm_video import cases, changed_folder, curve
+from minicpm import FIRST, changed_folder
+from minicpm_canvas import NEWLINE, linspace_table, position_cases
+from minicpm_video import cases, curve
 from qwen2_video import write
 from qwen2_vl import losses
-from reference_lib import GOLDEN, load_model, positions, read_jsonl
+from reference_lib import GOLDEN, load_model, read_jsonl
 
 OWNER = {"processor_class": "MiniCPMV4_7Processor"}
-NEWLINE = 198
+# With fast angles in 8 of 16 pairs, each axis shows in a loss.
+ROPE = {
+    "mrope_interleaved": True, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5,
+    "rope_theta": 16,
+}
 CHANGES = {
     "config.json": {
         "architectures": ["MiniCPMV4_7ForConditionalGeneration"], "model_type": "minicpmv4_7",
         "drop_vision_last_layer": None, "image_start_id": FIRST, "image_end_id": FIRST + 1,
         "slice_start_id": FIRST + 2, "slice_end_id": FIRST + 3, "newline_id": NEWLINE,
-        "text_config": {
-            "rope_parameters": {"mrope_interleaved": True, "mrope_section": [2, 1, 1]},
-        },
+        "text_config": {"rope_parameters": ROPE},
         "vision_config": {"model_type": "minicpmv4_7_vision"},
     },
     "preprocessor_config.json": OWNER, "processor_config.json": OWNER,
@@ -77,88 +77,6 @@ def check_settings(folder):
     saved = AutoConfig.from_pretrained(folder).to_diff_dict()
     for key, value in config.items():
         assert saved[key] == value or key == "architectures", (key, saved[key], value)
-
-
-def places(canvas, tokens):
-    """Places of the tokens of a thumbnail on one axis of the canvas."""
-    return torch.linspace(0, canvas - 1, tokens).round().long().tolist()
-
-
-def exact(canvas, tokens):
-    """The same by exact fractions; Python rounds half to even."""
-    return [round(Fraction(k * (canvas - 1), max(tokens - 1, 1))) for k in range(tokens)]
-
-
-def from_both_ends(canvas, tokens):
-    """The same by steps in f32 from the nearer end, which is torch's rule."""
-    end, found = np.float32(canvas - 1), []
-    step = end / np.float32(max(tokens - 1, 1))
-    for k in range(tokens):
-        near = np.float32(k) * step if k < tokens // 2 else end - np.float32(tokens - 1 - k) * step
-        found.append(int(np.round(near)) if tokens > 1 else 0)
-    return found
-
-
-def linspace_table():
-    """All sizes where exact fractions differ, of canvases of 2 to 130 and 2 to 70 tokens; others."""
-    draw = random.Random(3)
-    pairs = [(c, t) for c in range(2, 131) for t in range(2, 71)]
-    differ = [pair for pair in pairs if places(*pair) != exact(*pair)]
-    others = draw.sample([pair for pair in pairs if pair not in differ], 300 - len(differ) % 200)
-    pairs = [(1, 1), (9, 1), (16, 1), (400, 64), (301, 33)] + differ + others
-    print(len(differ), "of the sizes differ from exact fractions")
-    for pair in pairs:
-        assert places(*pair) == from_both_ends(*pair), pair
-        yield [*pair, places(*pair)]
-
-
-def crop(height, width, token=CONFIG["image_token_id"]):
-    return [token] * (height * width)
-
-
-def sliced(thumbnail, rows=0, columns=0, of_slice=(0, 0), token=CONFIG["image_token_id"]):
-    """Ids and grids of an image, sizes in tokens."""
-    start, end, open_slice, close = range(FIRST, FIRST + 4)
-    ids, grids = [start, *crop(*thumbnail, token), end], [[1, *(4 * side for side in thumbnail)]]
-    for row in range(rows):
-        ids += [NEWLINE] * (row > 0)
-        for _ in range(columns):
-            ids += [open_slice, *crop(*of_slice, token), close]
-    if rows:
-        grids.append([rows * columns, *(4 * side for side in of_slice)])
-    return ids, grids
-
-
-def position_cases():
-    """Ids without a chat around them."""
-    model = load_model_of_47()
-    plain, tall, wide = sliced((2, 3)), sliced((3, 1), 3, 1, (2, 1)), sliced((1, 3), 1, 3, (2, 2))
-    grid, video = sliced((2, 2), 2, 3, (3, 2)), sliced((2, 2), 2, 2, (1, 2), 2030)
-    text, line = ([7, 8, 9], []), ([NEWLINE], [])
-    for name, parts in {
-        "at the start": [plain, text], "sliced at the start": [grid, text], "only": [tall],
-        "one token in front": [([5], []), wide, text], "at the end": [text, grid],
-        "adjacent": [text, plain, grid, wide, text], "line between": [text, plain, line, tall, text],
-        "lines behind": [text, grid, line, line, line, text],
-        "lines between": [plain, line, line, plain], "text between": [plain, text, plain, text],
-        "line in front": [text, line, plain, text], "two in front": [line, line, plain, text],
-        "only text": [text, line, text], "larger thumbnail": [text, sliced((5, 4), 1, 2, (2, 1))],
-        "frames": [text, video, video, video, line, text],
-        "video and image": [text, video, video, plain, video, line, plain, text],
-    }.items():
-        ids = [token for part, _ in parts for token in part]
-        grids = {"grid": [], "video_grid": []}
-        for part, of in parts:
-            grids["video_grid" if 2030 in part else "grid"] += of
-        position_ids, delta = positions(model[0], model[1], {"input_ids": ids, **grids})
-        yield {"case": name, "input_ids": ids, "image_grid_thw": grids["grid"],
-               "video_grid_thw": grids["video_grid"], "position_ids": position_ids.tolist(),
-               "next": len(ids) + delta}
-
-
-def load_model_of_47():
-    with changed_folder(CHANGES) as folder:
-        return load_model(folder), json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
 def main():
@@ -192,7 +110,7 @@ def main():
             golden["videos"][data] = of
         with torch.no_grad():
             golden["answers"] = answers(folder)
-    golden["positions"] = list(position_cases())
+        golden["positions"] = list(position_cases(load_model(folder), folder))
     golden["linspace"] = list(linspace_table())
     write("minicpm_47.json", golden)
 

@@ -14,7 +14,8 @@ import shutil
 
 from PIL import Image, ImageOps
 
-from video_cases import DATA
+from reference_lib import normalise
+from video_cases import DATA, typed
 
 IMAGES = {  # name: source, width, height
     "wide": ("motorcycle_right_320x128", 331, 97), "tall": ("camera_128x320", 113, 250),
@@ -83,6 +84,14 @@ def video_rows():
         row("frames", chat("<video>\nDescribe it.<image>", "A moon."), "square",
             videos=[[f"video/pan_{k}.png" for k in range(3)]]),
     ]
+
+
+def parts(row):
+    """Messages with typed parts, and the media in order as in `video_cases.typed`."""
+    if "videos" in row or '"video"' in json.dumps(row["messages"]):
+        return typed(row)
+    messages, images = normalise(row)
+    return messages, [("image", image) for image in images]
 
 
 def main():

@@ -8,19 +8,15 @@ the grid [frames, rows of patches, columns of patches]; if its frames have slice
 [1, rows, columns] and [slices, rows, columns]. Pixels are hashed in the order of
 `reference_lib.frame_patches`. `unsliced` has rows of video_slices.jsonl with `changes` of files of
 the folder: a map from a file to what changes in its JSON (an object changes the keys that it has,
-null removes a key). `indices` is a table of frame indices.
+null removes a key). `indices` has the frames by their number, rate and limit.
 
 The processor samples videos with a rate; a list without one counts as sampled. Each video is
 processed in its own call. `check` compares with one call of the processor for all media of a row.
 """
 
-import hashlib
-import json
-import shutil
-import tempfile
+import math
+import random
 import warnings
-from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
@@ -28,25 +24,21 @@ from transformers.video_utils import VideoMetadata
 
 import adapters
 import ref_trainer
-from make_variants import write_json
-from minicpm import FOLDER, NAME
+from minicpm import FOLDER, changed_folder
+from minicpm_rows import parts
 from qwen2_video import ANSWER_TOKENS, digest, write
 from reference_lib import (
-    GOLDEN, Encoder, forward, frame_patches, frame_sizes, has_canvas, load_model, logits_of,
-    normalise, positions, read_jsonl,
+    Encoder, forward, frame_patches, frame_sizes, has_canvas, join_pixels, load_model, media,
+    positions, read_jsonl,
 )
-from video_cases import DATA, pixels, typed
+from video_cases import DATA, pixels
 
 VIDEO_PAD = "<|video_pad|>"
 UNSLICED = {"processor_config.json": {"video_processor": {"slice_mode": False}}}
 
 
-def parts(row):
-    """Messages with typed parts, and the media in order as in `video_cases.typed`."""
-    if "videos" in row or '"video"' in json.dumps(row["messages"]):
-        return typed(row)
-    messages, images = normalise(row)
-    return messages, [("image", image) for image in images]
+def metadata(total, rate):
+    return VideoMetadata(total, fps=rate, duration=total / rate)
 
 
 class VideoEncoder(Encoder):
@@ -54,11 +46,9 @@ class VideoEncoder(Encoder):
 
     def video(self, frames, rate):
         """Pixels, grids and text of a video; without a rate, all frames are used."""
-        fps = rate or 1.0
-        metadata = VideoMetadata(len(frames), fps=fps, duration=len(frames) / fps)
         out = self.processor.video_processor(
-            [torch.stack([pixels(path) for path in frames])], do_sample_frames=bool(rate),
-            video_metadata=[metadata], return_tensors="pt",
+            [torch.stack(list(map(pixels, frames)))], do_sample_frames=bool(rate),
+            video_metadata=[metadata(len(frames), rate or 1)], return_tensors="pt",
         )
         text = self.processor.replace_video_token(out, 0, video_token_divisor=self.divisor)
         sizes, slices = out["target_sizes_videos"].tolist(), int(out["grids_videos"][0].prod())
@@ -89,20 +79,11 @@ class VideoEncoder(Encoder):
         ids, labels = self.labelled(messages, expand)
         return sample | {"id": row["id"], "input_ids": ids, "labels": labels}
 
-    def prompt(self, row):
-        """A sample without the last answer."""
-        messages, found = parts(row)
-        sample, expand = self.media(found)
-        text = expand(self.render(messages[:-1], prompt=True))
-        return sample | {"input_ids": self.tokenizer(text, add_special_tokens=False)["input_ids"]}
 
-
-def values_of(sample, config, values, grid):
-    """Hash of the patches."""
-    if sample[values] is None:
-        return None
-    arranged = sample[values].permute(1, 2, 0)[None]
-    return digest(frame_patches(arranged, frame_sizes(sample[grid]), config).numpy())
+def patches_digest(values, grid, config):
+    if values is not None:
+        values = frame_patches(values.permute(1, 2, 0)[None], frame_sizes(grid), config)
+        return digest(values.numpy())
 
 
 def case(encoder, model, row):
@@ -112,78 +93,65 @@ def case(encoder, model, row):
         "id": row["id"], "input_ids": sample["input_ids"], "labels": sample["labels"],
         "position_ids": positions(model, config, sample)[0].tolist(), "as_transformers": True,
         "image_grid_thw": sample["grid"], "video_grid_thw": sample["video_grid"],
-        "image_sha256": values_of(sample, config, "pixel_values", "grid"),
-        "video_sha256": values_of(sample, config, "videos", "video_grid"),
+        "image_sha256": patches_digest(sample["pixel_values"], sample["grid"], config),
+        "video_sha256": patches_digest(sample["videos"], sample["video_grid"], config),
         "nll": float(loss), "targets": targets,
     }
 
 
 def answer(encoder, model, row):
-    """Greedy tokens after the prompt of the last answer, each from a forward pass over all tokens
-    so far, and the smallest difference of the two highest logits."""
-    sample, margin = encoder.prompt(row), float("inf")
-    for _ in range(ANSWER_TOKENS):
-        ids = torch.tensor([sample["input_ids"]])
-        position_ids = positions(model, encoder.config, sample)[0][:, None]
-        logits = logits_of(model, encoder.config, ids, None, position_ids, [sample])[0, -1]
-        best = logits.topk(2)
-        margin = min(margin, float(best.values[0] - best.values[1]))
-        sample["input_ids"] = [*sample["input_ids"], int(best.indices[0])]
-    return {"answer": sample["input_ids"][-ANSWER_TOKENS:], "margin": round(margin, 6)}
+    """Greedy tokens of the last answer, also behind an end token, and the smallest difference of
+    the two highest logits."""
+    messages, found = parts(row)
+    sample, expand = encoder.media(found)
+    text = expand(encoder.render(messages[:-1], prompt=True))
+    ids = torch.tensor([encoder.tokenizer(text, add_special_tokens=False)["input_ids"]])
+    model.model.rope_deltas, model.generation_config.eos_token_id = None, None
+    of_videos = join_pixels([sample], "videos", "video_grid")
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, temperature=None,
+        top_p=None, top_k=None, max_new_tokens=ANSWER_TOKENS, output_logits=True,
+        return_dict_in_generate=True,
+        **media(encoder.config, ids, *join_pixels([sample]), *of_videos),
+    )
+    best = torch.cat(out.logits).topk(2).values
+    margin = round(float((best[:, 0] - best[:, 1]).min()), 6)
+    assert margin > 1e-4, (row["id"], margin)
+    return {"answer": out.sequences[0, ids.shape[1] :].tolist(), "margin": margin}
 
 
-def cases(folder, data, with_answers=True, only=None):
+def cases(folder, data, only=None):
     """Cases of the rows of a data file; `only`: ids of rows."""
     encoder, model = VideoEncoder(folder, DATA), load_model(folder)
     with torch.no_grad():
         for row in read_jsonl(DATA / f"{data}.jsonl"):
-            if only is None or row["id"] in only:
+            if not only or row["id"] in only:
                 check(encoder, row)
-                more = answer(encoder, model, row) if with_answers else {}
-                yield case(encoder, model, row) | more
+                yield case(encoder, model, row) | answer(encoder, model, row)
 
 
 def check(encoder, row):
     """One call of the processor gives the same ids and pixels. It samples all videos or none."""
     messages, found = parts(row)
-    videos = [medium for medium in found if medium[0] == "video"]
-    rates = [medium[2] for medium in videos]
-    assert all(rates) or not any(rates)
-    metadata = [VideoMetadata(len(m[1]), fps=m[2] or 1, duration=len(m[1]) / (m[2] or 1)) for m in videos]
-    more = {"do_sample_frames": bool(rates and rates[0]), "video_metadata": metadata}
+    images = [pixels(medium[1]) for medium in found if medium[0] == "image"]
+    videos = [(medium[1], medium[2]) for medium in found if medium[0] == "video"]
+    more = {}
+    if videos:
+        assert len({bool(rate) for _, rate in videos}) == 1
+        more = {
+            "do_sample_frames": bool(videos[0][1]),
+            "video_metadata": [metadata(len(frames), rate or 1) for frames, rate in videos],
+        }
     out = encoder.processor(
-        text=[encoder.render(messages)], return_tensors="pt", videos_kwargs=more if videos else {},
-        images=[pixels(medium[1]) for medium in found if medium[0] == "image"] or None,
-        videos=[torch.stack([pixels(path) for path in m[1]]) for m in videos] or None,
+        text=[encoder.render(messages)], return_tensors="pt", images=images or None,
+        videos=[torch.stack(list(map(pixels, frames))) for frames, _ in videos] or None,
+        videos_kwargs=more,
     )
     sample = encoder(row)
     assert out["input_ids"][0].tolist() == sample["input_ids"], row["id"]
-    for ours, theirs in (("pixel_values", "pixel_values"), ("videos", "pixel_values_videos")):
-        if sample[ours] is not None:
-            assert torch.equal(out[theirs][0].permute(2, 0, 1), sample[ours]), row["id"]
-
-
-@contextmanager
-def changed_folder(*changes, source=FOLDER):
-    """A copy of a folder with changed JSON files."""
-
-    def merged(old, new):
-        if not isinstance(new, dict):
-            return new
-        old = dict(old) if isinstance(old, dict) else {}
-        for key, value in new.items():
-            old[key] = merged(old.get(key), value)
-            if value is None:
-                del old[key]
-        return old
-
-    with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / NAME
-        shutil.copytree(source, folder)
-        for name, new in (item for change in changes for item in change.items()):
-            old = json.loads((folder / name).read_text(encoding="utf-8"))
-            write_json(folder / name, merged(old, new))
-        yield folder
+    for name, theirs in (("pixel_values", "pixel_values"), ("videos", "pixel_values_videos")):
+        if sample[name] is not None:
+            assert torch.equal(out[theirs][0].permute(2, 0, 1), sample[name]), row["id"]
 
 
 def curve(folder, data, steps):
@@ -193,7 +161,25 @@ def curve(folder, data, steps):
 
 
 def table():
-    return []
+    """Indices by the number of frames, their rate and the limit. Up to as many seconds as
+    `max_num_frames`: a frame a second, twice at slow rates; longer: from ten a second."""
+    draw, sampler, found = random.Random(11), MiniCPMV4_6VideoProcessor(), []
+    rates = [0.25, 0.3, 0.5, 1, 2, 5, 7.5, 10, 12.5, 15, 23.976, 24, 25, 29.97, 30, 50, 60]
+    given = [(1, 30, 128), (1, 0.25, 128), (9, 0.5, 128), (17, 0.6, 8), (32, 24, 1), (31, 24, 1)]
+    for rate in (10, 23.976, 24.9, 29.97, 30, 60):  # around 128 seconds
+        last = int(128 * rate)
+        given += [(last + more, rate, 128) for more in (-1, 0, 1, 2, round(rate / 2))]
+    for rate in rates:
+        for seconds in (draw.uniform(1, 20), draw.uniform(20, 128), draw.uniform(128, 150)):
+            given.append((math.ceil(seconds * rate), rate, 128))
+        given.append((math.ceil(draw.uniform(150, 7000) * rate), rate, 128))
+        given.append((math.ceil(draw.uniform(1, 60) * rate), rate, draw.choice([2, 7, 16, 33])))
+    for total, rate, most in given:
+        indices = sampler.sample_frames(metadata(total, rate), max_num_frames=most)
+        indices = list(map(int, indices))
+        assert 0 <= min(indices) and max(indices) < total
+        found.append({"total": total, "rate": rate, "max_frames": most, "indices": indices})
+    return found
 
 
 def main():

@@ -108,8 +108,7 @@ class Encoder:
             self.processor = AutoProcessor.from_pretrained(model_dir)
             self.images = self.processor.image_processor
             self.divisor = {"4x": 4, "16x": 16}[self.images.downsample_mode]
-            numbers = self.processor.use_image_id
-            self.numbers = self.processor.default_use_image_id if numbers is None else numbers
+            self.numbers = self.processor.default_use_image_id
             return
         path = Path(model_dir) / "preprocessor_config.json"
         if not path.exists():  # a text-only model

@@ -189,16 +189,12 @@ mod tests {
         assert_eq!(config.text.mrope, axes([11, 11, 10]));
         json["text_config"]["rope_parameters"]["mrope_section"] = json!([16, 8, 8]);
         assert_eq!(read_canvas(&json).unwrap().text.mrope, axes([16, 8, 8]));
-        let changes = [
-            ("vision_config", "model_type", json!("minicpmv4_6_vision"), "minicpmv4_7_vision"),
-            (
-                "text_config",
-                "rope_parameters",
-                json!({"mrope_section": [8, 8, 8]}),
-                "mrope_section",
-            ),
-        ];
+        let changes =
+            [("vision_config", "model_type", json!("minicpmv4_6_vision"), "`minicpmv4_7_vision`")];
         assert_refused(read_canvas, &json, changes);
+        json["text_config"]["rope_parameters"]["mrope_section"] = json!([8, 8, 8]);
+        let error = read_canvas(&json).unwrap_err().to_string();
+        assert!(error.contains("`mrope_section` [8, 8, 8]"), "{error}");
         // 4.6 has no such key
         json["vision_config"]["model_type"] = json!("minicpmv4_6_vision");
         assert_eq!(read(&json).unwrap().text.mrope, None);
