@@ -1,10 +1,10 @@
-//! Three-axis positions of images on a canvas (MiniCPM-V 4.7). The canvas of an image has the tokens
-//! of its slices side by side, or those of the whole image if it has no slices.
+//! Three-axis positions of images on a canvas (MiniCPM-V 4.7). The canvas of an image has the
+//! tokens of its slices side by side, or those of the whole image if it has no slices.
 //!
 //! An image that starts at position `o` has `t = o` in all its tokens. A token of a slice has
-//! `h = o + row` and `w = o + column` on the canvas. The tokens of the whole image are stretched over
-//! the canvas. Special tokens are at the corners of what they enclose, or next to them. The text
-//! continues at `o` plus the longer side of the canvas plus one. Shapes: `T` tokens, `M` merged
+//! `h = o + row` and `w = o + column` on the canvas. The tokens of the whole image are stretched
+//! over the canvas. Special tokens are at the corners of what they enclose, or next to them. The
+//! text continues at `o` plus the longer side of the canvas plus one. Shapes: `T` tokens, `M` merged
 //! vision tokens.
 
 use super::media::push_text;

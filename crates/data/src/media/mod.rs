@@ -88,8 +88,8 @@ pub(crate) enum Positions {
     Grid,
     /// By their index, like text.
     Index,
-    /// By their place on the canvas of their image, on three axes. The tokens around visual tokens have
-    /// places on it, too.
+    /// By their place on the canvas of their image, on three axes. The tokens around visual tokens
+    /// have places on it, too.
     Canvas(CanvasTokens),
 }
 

@@ -26,8 +26,8 @@ impl Cache {
         self.positions.truncate(self.kv.len());
     }
 
-    /// Number of tokens at the start that have these positions. The same tokens may have others: those
-    /// of an image may depend on tokens after it, and those of a video on its times.
+    /// Number of tokens at the start that have these positions. The same tokens may have others:
+    /// positions of an image may depend on tokens after it, and those of a video on its times.
     pub fn num_placed(&self, position_ids: &[[u32; 3]]) -> usize {
         self.positions.iter().zip(position_ids).take_while(|(of, other)| of == other).count()
     }

@@ -1,6 +1,6 @@
 //! MiniCPM-V 4.6 and 4.7 in the layout of transformers: a decoder of Qwen3.5 with positions on one
-//! axis (4.6) or three (4.7), and a vision encoder with a merger in the middle of the blocks. An image
-//! and each of its slices are frames.
+//! axis (4.6) or three (4.7), and a vision encoder with a merger in the middle of the blocks. An
+//! image and each of its slices are frames.
 
 use super::config::{ModelConfigError, Section};
 use super::model_config::ModelConfig;
