@@ -119,7 +119,7 @@ fn positions_are_those_of_the_tokens_that_truncation_keeps() {
                 let max_length = NonZeroU32::new(max_length).unwrap();
                 let cut = Some(TruncationRule { max_length, keep });
                 let Ok(found) = encoder.encode_truncated(&row, cut) else { continue };
-                let images = images.iter().filter_map(MediumGrid::image);
+                let images = images.iter().flat_map(MediumGrid::frames);
                 let (ids, rows) = (&found.input_ids, &found.vision_rows);
                 let expected = canvas::position_ids(ids, rows, images, 4, tokens);
                 assert_eq!(found.position_ids, expected, "{id} {cut:?}");

@@ -55,11 +55,13 @@ impl MediumGrid {
         vec![VisualRun { grid: [t, height, width], step }]
     }
 
-    /// The whole image and its slices; `None` for a video.
-    pub(super) fn image(&self) -> Option<ImageGrid> {
+    /// The image with its slices, or each frame of a video.
+    pub(super) fn frames(&self) -> Vec<ImageGrid> {
         match self {
-            Self::Image(grid) => Some(*grid),
-            Self::Video(_) => None,
+            Self::Image(grid) => vec![*grid],
+            Self::Video(Clip { grid_thw: [t, height, width], .. }) => {
+                vec![ImageGrid { whole: [1, *height, *width], slices: None }; *t as usize]
+            }
         }
     }
 

@@ -396,7 +396,7 @@ impl Encoder {
             }
             Positions::Index => (0..input_ids.len() as u32).map(|index| [index; 3]).collect(),
             Positions::Canvas(tokens) => {
-                let images = grids.iter().filter_map(MediumGrid::image);
+                let images = grids.iter().flat_map(MediumGrid::frames);
                 canvas::position_ids(&input_ids, &vision_rows, images, merge_size, tokens)
             }
         };
