@@ -45,8 +45,8 @@ pub struct Answer {
 }
 
 /// Answers prompts one after the other. It keeps the keys and values of the last prompt and its
-/// answer: the next prompt computes only the tokens after their common start. The images and videos
-/// in it are compared by their pixels.
+/// answer: the next prompt computes only the tokens after their common start. Tokens in it have the
+/// same positions, and images and videos the same pixels.
 pub struct Generator<'a> {
     model: &'a Model,
     device: &'a Device,
@@ -86,7 +86,7 @@ impl<'a> Generator<'a> {
         // After an error there is no past.
         let mut cache = Cache::default();
         if let Some(past) = self.past.take() {
-            let common = past.common(&prompt.input_ids, &media);
+            let common = past.common(&prompt, &media);
             cache = past.cache;
             cache.truncate(common);
         }
@@ -262,9 +262,11 @@ impl Decoding<'_> {
 impl Past {
     /// Number of tokens at the start of a prompt that are taken from the cache: at most all but the
     /// last one, whose hidden state continues the prompt. All tokens of a medium, or none.
-    fn common(&self, ids: &[u32], media: &[MediumTokens]) -> usize {
+    fn common(&self, prompt: &EncodedSample, media: &[MediumTokens]) -> usize {
+        let ids = &prompt.input_ids;
         let equal = self.ids.iter().zip(ids).take_while(|(past, id)| past == id).count();
-        let common = equal.min(ids.len().saturating_sub(1));
+        let placed = self.cache.num_placed(&prompt.position_ids);
+        let common = equal.min(placed).min(ids.len().saturating_sub(1));
         let same = self.media.iter().zip(media).take_while(|(past, medium)| past == medium).count();
         let is_within = |medium: &&MediumTokens| medium.rows.end <= common;
         let kept = media[..same].iter().take_while(is_within).count();

@@ -20,8 +20,11 @@ use trainer::train::{GenerateOptions, Generator, ModelSection, TrainError, gener
 const DIGIT: &str = "data/digits/1400.png";
 
 fn load(model: &str) -> (Encoder, LoadedModel) {
-    let folder = golden(&format!("models/{model}"));
-    let encoder = Encoder::from_folder(&folder, &ImageConfig::default()).unwrap();
+    load_from(&golden(&format!("models/{model}")))
+}
+
+fn load_from(folder: &Path) -> (Encoder, LoadedModel) {
+    let encoder = Encoder::from_folder(folder, &ImageConfig::default()).unwrap();
     let open = OpenModel::open(&ModelSection::new(folder), 0, &device()).unwrap();
     (encoder, open.with_stored_dtype(&device()).load(&device()).unwrap())
 }
@@ -35,9 +38,14 @@ fn greedy(encoder: &Encoder, max_new_tokens: usize) -> GenerateOptions {
 fn answers_of_transformers(model: &str) {
     let stored = fs::read_to_string(golden("answers.json")).unwrap();
     let stored: Value = serde_json::from_str(&stored).unwrap();
-    let (encoder, loaded) = load(model);
+    assert_answers(&golden(&format!("models/{model}")), &stored[model]["answers"]);
+}
+
+/// Compares the greedy answers of the model in `folder` with 50 stored ones.
+pub(super) fn assert_answers(folder: &Path, stored: &Value) {
+    let (encoder, loaded) = load_from(folder);
     let options = greedy(&encoder, 16);
-    let answers = stored[model]["answers"].as_array().unwrap();
+    let answers = stored.as_array().unwrap();
     assert_eq!(answers.len(), 50);
     for answer in answers {
         let (file, line) = answer["row"].as_str().unwrap().split_once(':').unwrap();
@@ -105,10 +113,13 @@ fn matrices_in_bf16_stay_in_bf16_and_all_else_is_in_f32() {
 /// A row of the golden data whose turns a conversation replaces.
 fn conversation(media: &[&str]) -> Sample {
     let text = media.iter().map(|_| "<image>").collect::<String>();
-    let row = serde_json::json!({
+    conversation_of(&serde_json::json!({
         "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": ""}],
         "images": media,
-    });
+    }))
+}
+
+fn conversation_of(row: &Value) -> Sample {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("row.jsonl");
     fs::File::create(&path).unwrap().write_all(format!("{row}\n").as_bytes()).unwrap();
@@ -212,6 +223,26 @@ fn turns_after_cached_ones_are_answered_like_the_whole_conversation() {
         let (reused, _) = both(&mut generator, of, &sample);
         assert!(reused > 10, "{model}: {reused}");
     }
+}
+
+/// The tokens are the same, but their positions are not.
+#[test]
+fn the_frames_of_a_video_at_another_rate_are_computed_again() {
+    let (encoder, loaded) = load("small-qwen25vl");
+    let device = device();
+    let mut generator = Generator::new(&loaded.model, &device);
+    let mut reused = |rate: f64| {
+        let frames: Vec<_> = (0..8).map(|k| format!("video28/pan_{k}.png")).collect();
+        let video = serde_json::json!({"type": "video", "video": frames, "sample_fps": rate});
+        let mut sample = conversation_of(&serde_json::json!({"messages": [
+            {"role": "user", "content": [video]}, {"role": "assistant", "content": ""},
+        ]}));
+        sample.messages.push(user(&[Part::Video], "What is this?"));
+        both(&mut generator, (&encoder, &loaded.model), &sample).0
+    };
+    assert_eq!(reused(4.0), 0);
+    let (same, other) = (reused(4.0), reused(1.0));
+    assert!(same > other + 16, "{same}, then {other}"); // 4 groups of 4 tokens
 }
 
 /// Runs `generate` with these lines as stdin.

@@ -390,10 +390,16 @@ fn every_family_of_models_is_known_to_the_encoder() {
         // the tokens of images of these families have other names
         let place = place(match family {
             "internvl" => "small-internvl",
-            "minicpmv4_6" => "small-minicpm",
+            "minicpmv4_6" | "minicpmv4_7" => "small-minicpm",
             _ => "small-tied",
         });
-        change(&place, "config.json", |json| json["model_type"] = json!(family));
+        change(&place, "config.json", |json| {
+            json["model_type"] = json!(family);
+            // only `minicpmv4_7` reads these
+            json["newline_id"] = json!(198);
+            let tokens = ["image_start_id", "image_end_id", "slice_start_id", "slice_end_id"];
+            tokens.into_iter().zip(2043..).for_each(|(key, id)| json[key] = json!(id));
+        });
         let folder: &Path = &place.path("model");
         trainer::data::Encoder::from_folder(folder, &trainer::data::ImageConfig::default())
             .unwrap();

@@ -113,11 +113,11 @@ fn greedy_answers_of_qwen2_vl_about_videos_are_the_references() {
 
 pub(super) fn assert_answers_about_videos(name: &str) {
     let folder = golden("models").join(name);
-    assert_answers(folder, "video_28", golden_videos(name)["rows"].as_array().unwrap());
+    assert_short_answers(folder, "video_28", golden_videos(name)["rows"].as_array().unwrap());
 }
 
 /// Compares greedy answers of the model in `folder` about all rows of a file with the reference.
-pub(super) fn assert_answers(folder: PathBuf, data: &str, expected: &[Value]) {
+pub(super) fn assert_short_answers(folder: PathBuf, data: &str, expected: &[Value]) {
     let encoder = Encoder::from_folder(&folder, &ImageConfig::default()).unwrap();
     let open = OpenModel::open(&ModelSection::new(folder), 0, &device()).unwrap();
     let model = open.load(&device()).unwrap().model;

@@ -19,6 +19,7 @@ fn counting(first: u64) -> EncodedSample {
         labels: ids.iter().map(|id| i64::from(*id)).collect(),
         weights: None,
         position_ids: (0..24).map(|at| [at; 3]).collect(),
+        segment_starts: Vec::new(),
         vision_rows: Vec::new(),
         media: Vec::new(),
         input_ids: ids,

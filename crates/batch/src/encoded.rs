@@ -16,6 +16,10 @@ pub struct EncodedSample {
     pub weights: Option<Vec<f32>>,
     /// Temporal, height and width position of each token, starting at 0; `[T]`.
     pub position_ids: Vec<[u32; 3]>,
+    /// The first token of each segment but the first one, ascending; see
+    /// [`EncodedSample::segment_lengths`]. A position does not show it: several tokens of an image
+    /// at the start may have the position 0.
+    pub segment_starts: Vec<u32>,
     /// Indices into `input_ids` of the tokens that receive visual features, in the order of
     /// `media`; `[M]`.
     pub vision_rows: Vec<u32>,
@@ -43,22 +47,19 @@ impl EncodedSample {
     /// Number of supervised targets after the shift. The first token of a segment is never a
     /// target.
     pub fn num_targets(&self) -> usize {
-        let tokens = self.labels.iter().zip(&self.position_ids).skip(1);
-        tokens.filter(|(label, at)| **label != super::IGNORE_INDEX && **at != [0; 3]).count()
+        let starts = self.segment_starts.iter().map(|start| *start as usize);
+        let is_target = |at: usize| self.labels[at] != super::IGNORE_INDEX;
+        let supervised = (1..self.len()).filter(|at| is_target(*at)).count();
+        supervised - starts.filter(|at| is_target(*at)).count()
     }
 
     /// Lengths of the segments in tokens. A token attends only to its own segment, and each segment
     /// starts at position 0. A chat is one segment; a window of a corpus has one segment per
     /// document.
     pub fn segment_lengths(&self) -> Vec<u32> {
-        let begins = (1..self.len()).filter(|at| self.position_ids[*at] == [0; 3]);
-        let mut lengths = Vec::with_capacity(1);
-        let mut start = 0;
-        for end in begins.chain([self.len()]) {
-            lengths.push((end - start) as u32);
-            start = end;
-        }
-        lengths
+        let ends = self.segment_starts.iter().copied().chain([self.len() as u32]);
+        let starts = [0].into_iter().chain(self.segment_starts.iter().copied());
+        starts.zip(ends).map(|(start, end)| end - start).collect()
     }
 }
 
@@ -90,28 +91,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn segments_start_where_positions_restart_and_their_first_tokens_are_not_targets() {
-        let at = |positions: &[u32]| EncodedSample {
+    fn the_first_tokens_of_segments_are_not_targets() {
+        let at = |tokens: usize, starts: &[u32]| EncodedSample {
             id: super::super::SampleId { file: std::path::Path::new("a").into(), line: 1 },
-            input_ids: vec![7; positions.len()],
-            labels: vec![7; positions.len()],
+            input_ids: vec![7; tokens],
+            labels: vec![7; tokens],
             weights: None,
-            position_ids: positions.iter().map(|position| [*position; 3]).collect(),
+            // several tokens of an image at the start have the position 0
+            position_ids: vec![[0; 3]; tokens],
+            segment_starts: starts.to_vec(),
             vision_rows: Vec::new(),
             media: Vec::new(),
         };
-        for (positions, lengths) in [
-            (&[0, 1, 2][..], &[3][..]),
-            (&[0, 1, 0, 0, 1], &[2, 1, 2]),
-            (&[0, 0], &[1, 1]),
-            (&[0], &[1]),
-            (&[5, 6], &[2]), // the first position may be nonzero
-        ] {
-            let mut sample = at(positions);
-            assert_eq!(sample.segment_lengths(), lengths, "{positions:?}");
-            assert_eq!(sample.num_targets(), positions.len() - lengths.len());
+        for (starts, lengths) in
+            [(&[][..], &[3][..]), (&[2, 3], &[2, 1, 2]), (&[1], &[1, 1]), (&[], &[1])]
+        {
+            let tokens = lengths.iter().sum::<u32>() as usize;
+            let mut sample = at(tokens, starts);
+            assert_eq!(sample.segment_lengths(), lengths);
+            assert_eq!(sample.num_targets(), tokens - lengths.len());
             sample.labels[0] = IGNORE_INDEX;
-            assert_eq!(sample.num_targets(), positions.len() - lengths.len());
+            assert_eq!(sample.num_targets(), tokens - lengths.len());
+            for start in starts {
+                sample.labels[*start as usize] = IGNORE_INDEX;
+            }
+            assert_eq!(sample.num_targets(), tokens - lengths.len());
         }
     }
 }

@@ -38,7 +38,10 @@ pub enum ModelFolderError {
     #[error("`{}`: `{key}` is `{token}`, which is not in `tokenizer.json`", .path.display())]
     #[fault(hint = "the file is damaged: copy it from the published model again")]
     UnknownToken { path: PathBuf, key: &'static str, token: String },
-    #[error("`tokenizer.json` has no token `{token}`, which the model writes next to images")]
+    #[error("`{}`: `{key}` is {found}, but the token {token:?} is {expected} in `tokenizer.json`", .path.display())]
+    #[fault(hint = "copy config.json and tokenizer.json from the same model")]
+    TokenId { path: PathBuf, key: &'static str, found: u32, token: &'static str, expected: u32 },
+    #[error("`tokenizer.json` has no token `{}`, which the model writes next to images", .token.escape_debug())]
     #[fault(hint = "copy tokenizer.json from the published model again")]
     NoToken { token: &'static str },
     #[error("`tokenizer.json` has ids up to {max_id}, but `vocab_size` in `{}` is {vocab_size}", .path.display())]

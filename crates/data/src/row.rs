@@ -34,7 +34,8 @@ impl Length {
         Self { tokens: sample.len(), pixel_bytes: (values * size_of::<f32>()) as u64 }
     }
 
-    /// Memory of the encoded sample in bytes, accurate to a few dozen bytes.
+    /// Memory of the encoded sample in bytes, accurate to a few dozen bytes, and four for each
+    /// document of a window.
     pub(super) fn bytes(self) -> u64 {
         self.pixel_bytes + self.token_bytes()
     }

@@ -35,13 +35,28 @@ pub(super) struct Geometry {
     blocks: usize,
 }
 
+/// Number of columns per thread.
+fn columns(pass: Pass) -> usize {
+    COLUMNS[usize::from(pass != Pass::Forward)]
+}
+
+/// Maximum number of columns that the registers of a block hold.
+fn most_columns(pass: Pass, chunks: bool) -> usize {
+    let max_threads = match pass {
+        Pass::Backward { resident } if chunks => resident,
+        _ => MAX_THREADS,
+    };
+    columns(pass) * max_threads
+}
+
 impl Geometry {
     /// Fails if a row is too long for the registers of one block. `rows` lists the operands whose rows
     /// are accessed.
     pub(super) fn new(op: &str, pass: Pass, n: usize, d: usize, rows: &[&Tensor]) -> Result<Self> {
         let geometry = Self::of_any_width(pass, n, d, rows)?;
         if geometry.is_wide {
-            bail!("{op}: a block does not have the registers for rows of {d} columns");
+            let most = most_columns(pass, geometry.chunks);
+            bail!("{op}: rows have {d} columns, but a block supports at most {most}");
         }
         Ok(geometry)
     }
@@ -49,17 +64,12 @@ impl Geometry {
     /// For ops with kernels for rows of any length, whose names end in `_wide`.
     pub(super) fn of_any_width(pass: Pass, n: usize, d: usize, rows: &[&Tensor]) -> Result<Self> {
         let chunks = vectors(d, rows)?;
-        let columns = COLUMNS[usize::from(pass != Pass::Forward)];
-        let max_threads = match pass {
-            Pass::Backward { resident } if chunks => resident,
-            _ => MAX_THREADS,
-        };
-        if d > columns * max_threads {
+        if d > most_columns(pass, chunks) {
             let most = if pass == Pass::Forward { n } else { MULTIPROCESSORS };
             let warps = MAX_THREADS / WARP;
             return Ok(Self { chunks, is_wide: true, warps, groups: 1, blocks: n.min(most) });
         }
-        let warps = d.div_ceil(columns * WARP).max(1);
+        let warps = d.div_ceil(columns(pass) * WARP).max(1);
         let groups = (8 / warps).max(1);
         let threads = groups * warps * WARP;
         let most = match pass {

@@ -19,6 +19,7 @@ fn prefix(whole: &EncodedSample, tokens: usize, images: usize) -> EncodedSample 
         labels: whole.labels[..tokens].to_vec(),
         weights: None,
         position_ids: whole.position_ids[..tokens].to_vec(),
+        segment_starts: Vec::new(),
         vision_rows: vision_rows.collect(),
         media: whole.media[..images].to_vec(),
     }

@@ -538,6 +538,7 @@ fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
         input_ids,
         labels,
         position_ids,
+        segment_starts: Vec::new(),
         vision_rows,
         media: joined(media, whole),
     }

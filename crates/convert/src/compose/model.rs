@@ -18,7 +18,7 @@ pub(super) enum Family {
     Qwen2Vl,
     /// With images as tiles, and frames of a fixed size: InternVL3.5.
     Tiles,
-    /// With a whole image and slices of it: MiniCPM-V 4.6.
+    /// With a whole image and slices of it: MiniCPM-V 4.6 and 4.7.
     Slices,
     Text,
 }
@@ -26,11 +26,7 @@ pub(super) enum Family {
 impl Family {
     /// Pixels of an image per visual token.
     pub(super) fn pixels_per_token(self) -> u64 {
-        match self {
-            Self::Qwen2Vl | Self::Tiles => 28 * 28,
-            Self::Slices => 56 * 56,
-            Self::Deepstack | Self::VisionLanguage | Self::Text => 32 * 32,
-        }
+        if [Self::Qwen2Vl, Self::Tiles].contains(&self) { 28 * 28 } else { 32 * 32 }
     }
 
     /// Whether the merger is not a part of `visual`, and a component of its own.
@@ -120,9 +116,8 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
     let is_qwen2_vl = ["qwen2.5-vl", "qwen2-vl", "qwen2vl"].iter().any(|of| name.contains(of));
     let is_internvl = ["internvl3.5", "internvl3-5"].iter().any(|of| name.contains(of))
         && !name.contains("gpt-oss");
-    let is_minicpm = ["minicpm-v-4.6", "minicpm-v-4-6", "minicpmv4.6", "minicpmv4-6"]
-        .iter()
-        .any(|of| name.contains(of));
+    let letters = name.replace(['-', '.'], "");
+    let is_minicpm = ["minicpmv46", "minicpmv47"].iter().any(|of| letters.contains(of));
     let is_other = !is_qwen2_vl
         && !is_internvl
         && !is_minicpm
@@ -130,7 +125,7 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
     if is_other || is_moe && !name.starts_with("qwen3") && !is_internvl {
         return Err(
             "only models of Qwen3-VL, Qwen2.5-VL, Qwen2-VL, Qwen3, Qwen3.5, InternVL3.5 and \
-             MiniCPM-V 4.6 are supported",
+             MiniCPM-V 4.6 and 4.7 are supported",
         );
     }
     Ok(if name.starts_with("qwen3-") && !name.contains("vl") {

@@ -8,7 +8,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::media::image::{ImageConfig, ImageProcessor};
-use crate::media::{MediaFamily, VideoForm};
+use crate::media::{CanvasTokens, MediaFamily, Positions, VideoForm};
 use crate::model_folder::{ModelFolderError, read, read_json, read_json_if_there};
 use crate::template::{ChatTemplate, TemplateError};
 use tokenizer::TextTokenizer;
@@ -69,6 +69,9 @@ impl MediaTokens {
         if let Ok(family) = MediaFamily::of_folder(folder)
             && let Some(marks) = family.image_marks
         {
+            if let Positions::Canvas(tokens) = family.positions {
+                check_canvas(config, tokens, tokenizer)?;
+            }
             return Self::with_marks((image, image_id), marks, family, (config, tokenizer));
         }
         let mark = |key, published: &str| match config.id(key) {
@@ -107,7 +110,7 @@ impl MediaTokens {
             (VideoForm::NumberedFrames { placeholder }, _) => {
                 Some((placeholder.to_owned(), image.1))
             }
-            (VideoForm::SlicedFrames, Ok(id)) => {
+            (VideoForm::SlicedFrames { .. }, Ok(id)) => {
                 Some((config.token("video_token_id", id, tokenizer)?, id))
             }
             _ => None,
@@ -212,6 +215,24 @@ impl TextFolder {
             key,
         })
     }
+}
+
+/// Checks that the ids in `config.json` are those of the tokens in the text of an image.
+fn check_canvas(
+    config: &JsonFile,
+    CanvasTokens(ids): CanvasTokens,
+    tokenizer: &TextTokenizer,
+) -> Result<(), ModelFolderError> {
+    for ((key, token), found) in CanvasTokens::KEYS.into_iter().zip(ids) {
+        let &[expected] = tokenizer.encode(token)?.ids.as_slice() else {
+            return Err(ModelFolderError::NoToken { token });
+        };
+        if found != expected {
+            let path = config.path.clone();
+            return Err(ModelFolderError::TokenId { path, key, found, token, expected });
+        }
+    }
+    Ok(())
 }
 
 /// The image processor of a folder. It must cut the patches that the vision encoder expects.

@@ -13,7 +13,7 @@ use std::ops::Range;
 use super::folder::{MediaTokens, VideoTokens};
 use crate::media::image::{ImageError, ImageGrid, ImageProcessor, ImageSize, SliceGrid};
 use crate::media::video::{Clip, GroupTimes, VideoError, VideoMarks, VideoProcessor};
-use crate::media::{NUMBER_MARKS, SLICE_MARKS};
+use crate::media::{NUMBER_MARKS, SLICE_MARKS, VideoForm};
 use crate::source::SampleFault;
 use batch::{Content, Medium, MediumKind, Message, Part, Patches};
 
@@ -39,7 +39,7 @@ impl MediumGrid {
     /// The runs of visual tokens of this medium, each without text in it.
     pub(super) fn runs(&self) -> Vec<VisualRun> {
         let ([t, height, width], step) = match self {
-            // Models with slices place visual tokens by their index.
+            // Models with slices place visual tokens by their index, or on a canvas.
             Self::Image(grid) => (grid.whole, 0.0),
             Self::Video(Clip {
                 grid_thw: [t, height, width],
@@ -53,6 +53,16 @@ impl MediumGrid {
             }
         };
         vec![VisualRun { grid: [t, height, width], step }]
+    }
+
+    /// The image with its slices, or each frame of a video.
+    pub(super) fn frames(&self) -> Vec<ImageGrid> {
+        match self {
+            Self::Image(grid) => vec![*grid],
+            Self::Video(Clip { grid_thw: [t, height, width], slices, .. }) => {
+                vec![ImageGrid { whole: [1, *height, *width], slices: *slices }; *t as usize]
+            }
+        }
     }
 
     /// Patches per axis, without slices.
@@ -183,13 +193,17 @@ impl MediaReader {
 
     /// The texts that replace the placeholders of media.
     pub(super) fn texts(&self, grids: &[MediumGrid], tokens: &MediaTokens) -> Vec<String> {
-        let (mut images, mut videos) = (0..usize::MAX, 0..usize::MAX); // each kind has its numbers
+        // each kind has its numbers
+        let count = |is_numbered| 0..if is_numbered { usize::MAX } else { 0 };
+        let is_numbered = self.images.numbers_images();
+        let form = self.videos.family().videos;
+        let videos = is_numbered && form == VideoForm::SlicedFrames { can_be_numbered: true };
+        let (mut images, mut videos) = (count(is_numbered), count(videos));
         let text = |grid: &MediumGrid| {
-            let numbers = match grid {
-                MediumGrid::Image(_) => &mut images,
-                MediumGrid::Video(_) => &mut videos,
+            let number = match grid {
+                MediumGrid::Image(_) => images.next(),
+                MediumGrid::Video(_) => videos.next(),
             };
-            let number = numbers.next().filter(|_| self.images.numbers_images());
             let [start, end] = NUMBER_MARKS;
             let number = number.map(|number| format!("{start}{number}{end}"));
             number.unwrap_or_default() + &self.text(grid, tokens)
@@ -348,7 +362,7 @@ pub(crate) fn position_ids(
 }
 
 /// Appends text positions up to row `end`.
-fn push_text(positions: &mut Vec<[u32; 3]>, end: usize, next: &mut u32) {
+pub(super) fn push_text(positions: &mut Vec<[u32; 3]>, end: usize, next: &mut u32) {
     while positions.len() < end {
         positions.push([*next; 3]);
         *next = next.saturating_add(1);

@@ -7,6 +7,7 @@
 //!
 //! Plain text is encoded without template and images.
 
+mod canvas;
 mod encoded_text;
 mod folder;
 mod grounding;
@@ -307,9 +308,13 @@ impl Encoder {
         if self.text.media.video.is_none() && sample.media.iter().any(is_video) {
             return Err(SampleFault::Video { index: 1, cause: VideoError::NoToken });
         }
+        let marks = self.media.videos.family().reserved();
         for (turn, message) in sample.messages.iter().enumerate() {
-            let mut tokens = self.reserved();
-            if let Some(token) = tokens.find(|token| has_text(message, token)) {
+            // a user cannot write marks in another way
+            if let Some(token) = marks.iter().find(|token| has_text(message, token)) {
+                return Err(SampleFault::ReservedInText { token: (*token).to_owned() });
+            }
+            if let Some(token) = self.text.media.pads().find(|token| has_text(message, token)) {
                 let token = token.to_owned();
                 return Err(SampleFault::ReservedToken { turn, token });
             }
@@ -394,6 +399,10 @@ impl Encoder {
                 position_ids(input_ids.len(), &vision_rows, &runs, merge_size)
             }
             Positions::Index => (0..input_ids.len() as u32).map(|index| [index; 3]).collect(),
+            Positions::Canvas(tokens) => {
+                let images = grids.iter().flat_map(MediumGrid::frames);
+                canvas::position_ids(&input_ids, &vision_rows, images, merge_size, tokens)
+            }
         };
         EncodedSample {
             id: id.clone(),
@@ -401,6 +410,7 @@ impl Encoder {
             labels,
             weights,
             position_ids,
+            segment_starts: Vec::new(),
             vision_rows,
             media,
         }
@@ -468,6 +478,8 @@ impl Encoder {
     }
 }
 
+#[cfg(test)]
+mod canvas_tests;
 #[cfg(test)]
 mod slice_tests;
 #[cfg(test)]

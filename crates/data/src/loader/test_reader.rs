@@ -105,6 +105,7 @@ pub(crate) fn sample(id: SampleId, tokens: usize, first: u32, media: &[Patches])
             .map(|id| if id % 2 == 0 { i64::from(*id) } else { -100 })
             .collect(),
         position_ids: (0..tokens as u32).map(|position| [position, position + 1, 7]).collect(),
+        segment_starts: Vec::new(),
         vision_rows: (0..2 * media.len() as u32).collect(),
         media: media.to_vec(),
         input_ids,

@@ -29,14 +29,12 @@ pub(crate) const NUMBER_MARKS: [&str; 2] = ["<image_id>", "</image_id>"];
 pub(crate) const SLICE_MARKS: [&str; 2] = ["<slice>", "</slice>"];
 /// Special tokens around the visual tokens of the whole image.
 const WHOLE_MARKS: [&str; 2] = ["<image>", "</image>"];
-const RESERVED: [&str; 6] = [
-    NUMBER_MARKS[0],
-    NUMBER_MARKS[1],
-    SLICE_MARKS[0],
-    SLICE_MARKS[1],
-    WHOLE_MARKS[0],
-    WHOLE_MARKS[1],
-];
+const RESERVED: [[&str; 2]; 3] = [NUMBER_MARKS, SLICE_MARKS, WHOLE_MARKS];
+
+/// Ids of the special tokens around an image and its slices, and of the newline between rows of
+/// slices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CanvasTokens(pub(crate) [u32; 5]);
 
 /// How an image becomes patches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,6 +80,9 @@ pub(crate) enum Positions {
     Grid,
     /// By their index, like text.
     Index,
+    /// By their place on the canvas of their image, on three axes. The tokens around visual tokens
+    /// have places on it, too.
+    Canvas(CanvasTokens),
 }
 
 /// How the text has a video.
@@ -100,9 +101,12 @@ pub(crate) enum VideoForm {
         /// What the chat template writes for a video.
         placeholder: &'static str,
     },
-    /// Each frame as an image with [`ImageForm::Slices`], with the number of the video in front of
-    /// the first one. The folder's settings of videos decide the slices.
-    SlicedFrames,
+    /// Each frame as an image with [`ImageForm::Slices`]. The folder's settings of videos decide the
+    /// slices.
+    SlicedFrames {
+        /// Whether the number of the video is in front of the first frame if images have numbers.
+        can_be_numbered: bool,
+    },
 }
 
 /// How the text has a box, and the name of its object.
@@ -163,11 +167,14 @@ impl MediaFamily {
                 positions: Positions::Index,
                 image_marks: Some(["<img>", "</img>"]),
             }),
-            Some("minicpmv4_6") => Ok(Self {
+            Some(kind @ ("minicpmv4_6" | "minicpmv4_7")) => Ok(Self {
                 images: ImageForm::Slices(SliceSizes::read(&path, &config)?),
-                videos: VideoForm::SlicedFrames,
+                videos: VideoForm::SlicedFrames { can_be_numbered: kind == "minicpmv4_6" },
                 boxes: None,
-                positions: Positions::Index,
+                positions: match kind {
+                    "minicpmv4_7" => Positions::Canvas(CanvasTokens::read(&path, &config)?),
+                    _ => Positions::Index,
+                },
                 image_marks: Some(WHOLE_MARKS),
             }),
             Some(kind) if LIKE_QWEN3_VL.contains(&kind) => {
@@ -176,8 +183,8 @@ impl MediaFamily {
             kind => {
                 let found = kind.unwrap_or("missing").to_owned();
                 let known = LIKE_QWEN3_VL.map(|kind| format!("`{kind}`")).join(", ");
-                let expected =
-                    format!("`qwen2_vl`, `qwen2_5_vl`, `internvl`, `minicpmv4_6`, {known}");
+                let others = "`qwen2_vl`, `qwen2_5_vl`, `internvl`, `minicpmv4_6`, `minicpmv4_7`";
+                let expected = format!("{others}, {known}");
                 Err(ModelFolderError::value(&path, "model_type", found, expected))
             }
         }
@@ -186,7 +193,7 @@ impl MediaFamily {
     /// Special tokens that only the encoder writes: texts of rows must not contain them.
     pub(crate) fn reserved(&self) -> &'static [&'static str] {
         match self.images {
-            ImageForm::Slices(_) => &RESERVED,
+            ImageForm::Slices(_) => RESERVED.as_flattened(),
             ImageForm::OneGrid | ImageForm::Tiles(_) => &[],
         }
     }
@@ -212,6 +219,33 @@ fn square(path: &Path, key: &'static str, value: &Value) -> Result<u32, ModelFol
     let side = side.filter(|side| (1..=MAX_SIDE).contains(side));
     let expected = format!("a whole number from 1 to {MAX_SIDE}, or a list of two such");
     side.map(|side| side as u32).ok_or_else(|| bad(path, key, value, expected))
+}
+
+impl CanvasTokens {
+    /// The keys of the ids in `config.json`, and the texts of the tokens.
+    pub(crate) const KEYS: [(&'static str, &'static str); 5] = [
+        ("image_start_id", WHOLE_MARKS[0]),
+        ("image_end_id", WHOLE_MARKS[1]),
+        ("slice_start_id", SLICE_MARKS[0]),
+        ("slice_end_id", SLICE_MARKS[1]),
+        ("newline_id", "\n"),
+    ];
+
+    /// The ids in `config`, the content of the file at `path`.
+    fn read(path: &Path, config: &Value) -> Result<Self, ModelFolderError> {
+        let mut ids = [0; 5];
+        for (id, (key, _)) in ids.iter_mut().zip(Self::KEYS) {
+            let found = config[key].as_u64().and_then(|id| u32::try_from(id).ok());
+            let missing =
+                || ModelFolderError::Key { path: path.to_owned(), key, expected: "token id" };
+            *id = found.ok_or_else(missing)?;
+        }
+        Ok(Self(ids))
+    }
+
+    pub(crate) fn contains(self, id: u32) -> bool {
+        self.0.contains(&id)
+    }
 }
 
 impl SliceSizes {

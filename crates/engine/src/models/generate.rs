@@ -10,6 +10,8 @@ use candle_core::{Device, Error, Result, Tensor, bail};
 #[derive(Default)]
 pub struct Cache {
     kv: KvCache,
+    /// Positions of the tokens, one each.
+    positions: Vec<[u32; 3]>,
     next_position: u32,
 }
 
@@ -21,6 +23,13 @@ impl Cache {
     /// Removes all tokens after the first `len`.
     pub fn truncate(&mut self, len: usize) {
         self.kv.truncate(len);
+        self.positions.truncate(self.kv.len());
+    }
+
+    /// Number of tokens at the start that have these positions. The same tokens may have others:
+    /// positions of an image may depend on tokens after it, and those of a video on its times.
+    pub fn num_placed(&self, position_ids: &[[u32; 3]]) -> usize {
+        self.positions.iter().zip(position_ids).take_while(|(of, other)| of == other).count()
     }
 }
 
@@ -49,11 +58,12 @@ impl Model {
     ) -> Result<Tensor> {
         let next_position =
             prompt.position_ids.iter().flatten().max().map_or(0, |position| position + 1);
+        let positions = prompt.position_ids.clone();
         let rest = prompt.tokens_from(cache.num_tokens(), self.merge_size());
         let rest = rest.map_err(Error::wrap)?;
         let num_tokens = rest.input_ids.len();
         let hidden = self.run_with_caches(rest, &mut [&mut *cache], device, pass)?;
-        cache.next_position = next_position;
+        (cache.positions, cache.next_position) = (positions, next_position);
         hidden.narrow(0, num_tokens - 1, 1)
     }
 
@@ -91,6 +101,7 @@ impl Model {
         batch.position_ids.resize(num_rows, [0; 3]);
         let hidden = self.run_with_caches(batch, caches, device, pass)?;
         for cache in caches {
+            cache.positions.push([cache.next_position; 3]);
             cache.next_position += 1;
         }
         Ok(hidden)

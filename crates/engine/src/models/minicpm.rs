@@ -1,10 +1,10 @@
-//! MiniCPM-V 4.6 in the layout of transformers: a decoder of Qwen3.5 with positions on one axis, and
-//! a vision encoder with a merger in the middle of the blocks. An image and each of its slices are
-//! frames.
+//! MiniCPM-V 4.6 and 4.7 in the layout of transformers: a decoder of Qwen3.5 with positions on one
+//! axis (4.6) or three (4.7), and a vision encoder with a merger in the middle of the blocks. An
+//! image and each of its slices are frames.
 
 use super::config::{ModelConfigError, Section};
 use super::model_config::ModelConfig;
-use super::qwen3_5_decoder::{decoder, decoder_with_experts};
+use super::qwen3_5_decoder::{decoder, decoder_with_experts, on_three_axes};
 use super::vision::{
     EarlyMerger, MergerHidden, MergerParts, NormPlace, TableReading, VisionAttention, VisionConfig,
     VisionMlp, VisionNames, VisionNorm, VisionParts, gelu,
@@ -32,10 +32,30 @@ const MERGER: MergerParts = MergerParts {
     hidden: MergerHidden::Input,
 };
 
-/// Reads the sizes from the parsed `config.json`.
+/// Reads the sizes of 4.6 from the parsed `config.json`.
 pub(super) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
+    read_with(json, "`minicpmv4_6_vision`", |_, text| Ok(text))
+}
+
+/// As [`read`], for 4.7.
+pub(super) fn read_canvas(json: &Value) -> Result<ModelConfig, ModelConfigError> {
+    read_with(json, "`minicpmv4_7_vision`", on_three_axes)
+}
+
+/// `vision_type` is the `model_type` of the vision encoder, and `axes` sets those of positions.
+fn read_with(
+    json: &Value,
+    vision_type: &'static str,
+    axes: impl Fn(&Section<'_>, DecoderConfig) -> Result<DecoderConfig, ModelConfigError>,
+) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     let section = Section::of(json, "text_config")?;
+    let vision_section = Section::of(json, "vision_config")?;
+    vision_section.expect(
+        "model_type",
+        &Value::from(vision_type.trim_matches('`')),
+        vision_type,
+    )?;
     let text = match json["text_config"]["model_type"].as_str() {
         None | Some("qwen3_5_text") => decoder(&section)?,
         Some("qwen3_5_moe_text") => decoder_with_experts(&section)?,
@@ -48,9 +68,12 @@ pub(super) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
         }
     };
     let config = ModelConfig {
-        vision: Some(vision(&top, &Section::of(json, "vision_config")?, &text)?),
+        vision: Some(vision(&top, &vision_section, &text)?),
         // transformers reads only the key of the whole file
-        text: DecoderConfig { tie_word_embeddings: top.is_true("tie_word_embeddings")?, ..text },
+        text: DecoderConfig {
+            tie_word_embeddings: top.is_true("tie_word_embeddings")?,
+            ..axes(&section, text)?
+        },
         tensor_names: TensorNames::Modules,
     };
     config.check()?;
@@ -116,7 +139,10 @@ fn after_block(top: &Section<'_>, depth: usize) -> Result<usize, ModelConfigErro
     let block = if value.is_null() { Some(6) } else { value.as_u64() };
     match block {
         Some(block) if block < depth as u64 => Ok(block as usize),
-        _ => Err(top.range("insert_layer_id", format!("a block, 0 to {}", depth - 1))),
+        _ => {
+            let expected = format!("a block, 0 to {} (6 without the key)", depth - 1);
+            Err(top.range("insert_layer_id", expected))
+        }
     }
 }
 
@@ -130,7 +156,6 @@ fn expect_supported(top: &Section<'_>, section: &Section<'_>) -> Result<(), Mode
     top.expect("merger_times", &Value::from(1), "`1`")?;
     top.expect("drop_vision_last_layer", &Value::from(false), "`false`")?;
     section.expect("window_kernel_size", &json!([2, 2]), "`[2, 2]`")?;
-    section.expect("model_type", &Value::from("minicpmv4_6_vision"), "`minicpmv4_6_vision`")?;
     section.expect_no_dropout("attention_dropout")
 }
 
@@ -138,6 +163,7 @@ fn expect_supported(top: &Section<'_>, section: &Section<'_>) -> Result<(), Mode
 mod tests {
     use super::*;
     use crate::models::config::assert_refused;
+    use crate::nn::{Mrope, MropeLayout};
 
     fn published() -> Value {
         serde_json::from_str(include_str!("presets/minicpm-v-4.6.json")).unwrap()
@@ -155,6 +181,26 @@ mod tests {
         assert_eq!(count("model.merger."), 25_967_104);
         assert_eq!(count(""), 1_300_428_016);
         assert!(config.text.mrope.is_none());
+    }
+
+    #[test]
+    fn positions_of_4_7_are_on_three_axes() {
+        let mut json = published();
+        json["vision_config"]["model_type"] = json!("minicpmv4_7_vision");
+        let axes = |section| Some(Mrope { section, layout: MropeLayout::Interleaved });
+        let config = read_canvas(&json).unwrap();
+        assert_eq!(config.text.mrope, axes([11, 11, 10]));
+        json["text_config"]["rope_parameters"]["mrope_section"] = json!([16, 8, 8]);
+        assert_eq!(read_canvas(&json).unwrap().text.mrope, axes([16, 8, 8]));
+        let changes =
+            [("vision_config", "model_type", json!("minicpmv4_6_vision"), "`minicpmv4_7_vision`")];
+        assert_refused(read_canvas, &json, changes);
+        json["text_config"]["rope_parameters"]["mrope_section"] = json!([8, 8, 8]);
+        let error = read_canvas(&json).unwrap_err().to_string();
+        assert!(error.contains("`mrope_section` [8, 8, 8]"), "{error}");
+        // 4.6 has no such key
+        json["vision_config"]["model_type"] = json!("minicpmv4_6_vision");
+        assert_eq!(read(&json).unwrap().text.mrope, None);
     }
 
     #[test]
@@ -186,7 +232,7 @@ mod tests {
             ("", "merge_kernel_size", json!([4, 4]), "merge_kernel_size"),
             ("", "merger_times", json!(2), "merger_times"),
             ("", "drop_vision_last_layer", json!(true), "drop_vision_last_layer"),
-            ("", "insert_layer_id", json!(27), "a block, 0 to 26"),
+            ("", "insert_layer_id", json!(27), "a block, 0 to 26 (6"),
             ("", "insert_layer_id", json!(-1), "insert_layer_id"),
             ("", "image_token_id", Value::Null, "image_token_id"),
             ("text_config", "model_type", json!("qwen3"), "text_config.model_type"),

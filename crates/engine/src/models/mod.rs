@@ -38,7 +38,7 @@ use std::sync::LazyLock;
 pub type ReadConfig = fn(&Value) -> Result<ModelConfig, ModelConfigError>;
 
 /// The families by `model_type`.
-pub const FAMILIES: [(&str, ReadConfig); 12] = [
+pub const FAMILIES: [(&str, ReadConfig); 13] = [
     ("qwen3_vl", qwen3_vl::read),
     ("qwen3_5", qwen3_5::read),
     ("qwen3_5_text", qwen3_5::read_text),
@@ -51,6 +51,7 @@ pub const FAMILIES: [(&str, ReadConfig); 12] = [
     ("qwen3_5_moe_text", qwen3_5::read_text_moe),
     ("internvl", internvl::read),
     ("minicpmv4_6", minicpm::read),
+    ("minicpmv4_7", minicpm::read_canvas),
 ];
 
 /// The shape of a published model.
@@ -154,7 +155,7 @@ mod tests {
         let error = error.to_string();
         assert_eq!(
             error,
-            "config.json: `model_type` is `qwen3_next`, expected `qwen3_vl`, `qwen3_5`, `qwen3_5_text`, `qwen2_5_vl`, `qwen2_vl`, `qwen3`, `qwen3_vl_moe`, `qwen3_moe`, `qwen3_5_moe`, `qwen3_5_moe_text`, `internvl` or `minicpmv4_6`"
+            "config.json: `model_type` is `qwen3_next`, expected `qwen3_vl`, `qwen3_5`, `qwen3_5_text`, `qwen2_5_vl`, `qwen2_vl`, `qwen3`, `qwen3_vl_moe`, `qwen3_moe`, `qwen3_5_moe`, `qwen3_5_moe_text`, `internvl`, `minicpmv4_6` or `minicpmv4_7`"
         );
         for (model_type, _) in FAMILIES {
             assert!(error.contains(&format!("`{model_type}`")), "{error}");

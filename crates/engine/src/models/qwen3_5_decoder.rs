@@ -3,7 +3,9 @@
 
 use super::config::{ModelConfigError, Section};
 use super::experts::Family;
-use crate::nn::{AttentionSpec, DecoderConfig, ExpertFiles, LinearAttentionSpec, MixerSpec};
+use crate::nn::{
+    AttentionSpec, DecoderConfig, ExpertFiles, LinearAttentionSpec, MixerSpec, Mrope, MropeLayout,
+};
 use kernels::{CONV_TAPS, NormScale};
 use serde_json::Value;
 
@@ -11,6 +13,9 @@ use serde_json::Value;
 const ROTARY_SHARE: f64 = 0.25;
 /// Every how many layers one has full attention if the file does not list the kinds.
 const FULL_INTERVAL: u64 = 4;
+
+/// Numbers of rotary frequencies of time, height and width if the file does not have them.
+const MROPE_SECTION: [usize; 3] = [11, 11, 10];
 
 const ATTENTION: AttentionSpec =
     AttentionSpec { qk_norm: true, qkv_bias: false, output_gate: true, window: None };
@@ -39,6 +44,18 @@ pub(super) fn decoder(text: &Section<'_>) -> Result<DecoderConfig, ModelConfigEr
         layer.mixer = MixerSpec::LinearAttention(linear);
     }
     Ok(DecoderConfig { rotary_dim: rotary as usize, norm_scale: NormScale::OnePlusWeight, ..sizes })
+}
+
+/// `decoder`, read from the section, with positions on three axes.
+pub(super) fn on_three_axes(
+    text: &Section<'_>,
+    decoder: DecoderConfig,
+) -> Result<DecoderConfig, ModelConfigError> {
+    let section = text.rope()?.mrope_section(MROPE_SECTION)?;
+    Ok(DecoderConfig {
+        mrope: Some(Mrope { section, layout: MropeLayout::Interleaved }),
+        ..decoder
+    })
 }
 
 fn linear_attention(text: &Section<'_>) -> Result<LinearAttentionSpec, ModelConfigError> {

@@ -225,11 +225,12 @@ impl Separators {
     pub(super) fn sample(self, id: SampleId, ids: Vec<u32>) -> EncodedSample {
         let mut labels: Vec<i64> = ids.iter().map(|id| i64::from(*id)).collect();
         let mut position_ids = Vec::with_capacity(ids.len());
-        let mut start = 0;
+        let (mut start, mut segment_starts) = (0, Vec::new());
         for at in 0..ids.len() {
             if at == 0 || self.separate(ids[at - 1], ids[at]) {
                 start = at;
                 labels[at] = IGNORE_INDEX;
+                segment_starts.extend((at > 0).then_some(at as u32));
             }
             position_ids.push([(at - start) as u32; 3]);
         }
@@ -239,6 +240,7 @@ impl Separators {
             input_ids: ids,
             labels,
             position_ids,
+            segment_starts,
             vision_rows: Vec::new(),
             media: Vec::new(),
         }

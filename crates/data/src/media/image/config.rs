@@ -39,19 +39,44 @@ struct PreprocessorFile {
     merge_size: Option<u32>,
     min_patches: Option<u32>,
     max_patches: Option<u32>,
-    max_slice_nums: Option<u32>,
-    scale_resolution: Option<u32>,
-    slice_mode: Option<bool>,
-    downsample_mode: Option<String>,
     use_image_id: Option<bool>,
     image_mean: Option<[f32; 3]>,
     image_std: Option<[f32; 3]>,
     rescale_factor: Option<f64>,
+    #[serde(flatten)]
+    slices: SliceKeys,
+    #[serde(flatten)]
+    steps: PixelSteps,
+}
+
+/// Keys of the steps from pixels to values, of images and of videos.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct PixelSteps {
     resample: Option<u32>,
     do_resize: Option<bool>,
     do_rescale: Option<bool>,
     do_normalize: Option<bool>,
     do_convert_rgb: Option<bool>,
+}
+
+impl PixelSteps {
+    /// Fails if the file at `path` leaves out a step, or resizes in another way.
+    pub(crate) fn check(&self, path: &Path) -> Result<(), ModelFolderError> {
+        for (key, value) in [
+            ("do_resize", self.do_resize),
+            ("do_rescale", self.do_rescale),
+            ("do_normalize", self.do_normalize),
+            ("do_convert_rgb", self.do_convert_rgb),
+        ] {
+            if value == Some(false) {
+                return Err(bad(path, key, Some("false".into()), "`true`"));
+            }
+        }
+        match self.resample.filter(|resample| *resample != 3) {
+            Some(other) => Err(bad(path, "resample", Some(other.to_string()), "3 (bicubic)")),
+            None => Ok(()),
+        }
+    }
 }
 
 /// Limits on the pixels of an image, or of all frames of a video together. Despite their names,
@@ -97,31 +122,9 @@ impl ImageSettings {
     pub(super) fn read(folder: &Path, config: &ImageConfig) -> Result<Self, ModelFolderError> {
         let (path, file) = read_file(folder)?;
         let sizes = Sizes::read(&path, &file, MediaFamily::of_folder(folder)?.images, config)?;
-        let PreprocessorFile {
-            image_mean,
-            image_std,
-            rescale_factor,
-            resample,
-            do_resize,
-            do_rescale,
-            do_normalize,
-            do_convert_rgb,
-            ..
-        } = file;
+        let PreprocessorFile { image_mean, image_std, rescale_factor, steps, .. } = file;
+        steps.check(&path)?;
         let bad = |key, found, expected: &str| bad(&path, key, found, expected);
-        for (key, value) in [
-            ("do_resize", do_resize),
-            ("do_rescale", do_rescale),
-            ("do_normalize", do_normalize),
-            ("do_convert_rgb", do_convert_rgb),
-        ] {
-            if value == Some(false) {
-                return Err(bad(key, Some("false".into()), "`true`"));
-            }
-        }
-        if let Some(other) = resample.filter(|resample| *resample != 3) {
-            return Err(bad("resample", Some(other.to_string()), "3 (bicubic)"));
-        }
         let rescale = rescale_factor.unwrap_or(1.0 / 255.0);
         if !RESCALE_FACTORS.contains(&rescale) {
             let expected = "a number from 1e-5 to 1";
@@ -254,14 +257,8 @@ impl Sizes {
         sizes: SliceSizes,
         config: &ImageConfig,
     ) -> Result<Self, ModelFolderError> {
-        let keys = SliceKeys {
-            patch_size: file.patch_size,
-            downsample_mode: file.downsample_mode.as_deref(),
-            max_slice_nums: file.max_slice_nums,
-            scale_resolution: file.scale_resolution,
-            slice_mode: file.slice_mode,
-        };
-        let slices = keys.read(path, sizes, file.use_image_id.unwrap_or(true))?;
+        let is_numbered = file.use_image_id.unwrap_or(true);
+        let slices = file.slices.read(path, file.patch_size, sizes, is_numbered)?;
         if let Some(found) = config.min_pixels {
             let (key, found) = ("min_pixels", found.to_string());
             let expected = "`null`: the model scales every image to a fixed area";
@@ -279,32 +276,38 @@ impl Sizes {
 }
 
 /// The settings of slices in a file, of images or of videos.
-pub(crate) struct SliceKeys<'a> {
-    pub(crate) patch_size: Option<u32>,
-    pub(crate) downsample_mode: Option<&'a str>,
-    pub(crate) max_slice_nums: Option<u32>,
-    pub(crate) scale_resolution: Option<u32>,
-    pub(crate) slice_mode: Option<bool>,
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct SliceKeys {
+    downsample_mode: Option<String>,
+    max_slice_nums: Option<u32>,
+    scale_resolution: Option<u32>,
+    slice_mode: Option<bool>,
 }
 
-impl SliceKeys<'_> {
-    /// The slices of a model with these sizes. The file is at `path`.
+impl SliceKeys {
+    /// The slices of a model with these sizes. The file is at `path`, and `patch_size` is another key
+    /// of it.
     pub(crate) fn read(
-        self,
+        &self,
         path: &Path,
+        patch_size: Option<u32>,
         SliceSizes { patch, merge, inner: _, mode }: SliceSizes,
         is_numbered: bool,
     ) -> Result<Slices, ModelFolderError> {
         let [max, side, default_patch] = SLICES;
-        let found = self.patch_size.unwrap_or(default_patch);
+        let found = patch_size.unwrap_or(default_patch);
         if found != patch {
             let expected = format!("{patch}, the `vision_config.patch_size` in config.json");
             return Err(bad(path, "patch_size", Some(found.to_string()), &expected));
         }
-        let found = self.downsample_mode.unwrap_or(SliceSizes::DEFAULT_MODE);
-        if found != mode {
-            let expected = format!("`{mode}`, the `downsample_mode` in config.json");
-            return Err(bad(path, "downsample_mode", Some(found.to_owned()), &expected));
+        let found = self.downsample_mode.as_deref();
+        if found.unwrap_or(SliceSizes::DEFAULT_MODE) != mode {
+            let expected = format!(
+                "`{mode}` for images and for videos, the `downsample_mode` in config.json (`{}` \
+                 without the key)",
+                SliceSizes::DEFAULT_MODE
+            );
+            return Err(bad(path, "downsample_mode", found.map(str::to_owned), &expected));
         }
         let max = count(path, "max_slice_nums", Some(self.max_slice_nums.unwrap_or(max)))?;
         let side = count(path, "scale_resolution", Some(self.scale_resolution.unwrap_or(side)))?;

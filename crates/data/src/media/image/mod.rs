@@ -29,7 +29,7 @@ use std::path::Path;
 use std::sync::{Arc, Once};
 
 use config::ImageSettings;
-pub(crate) use config::{Frames, RESCALE_FACTORS, Size, SliceKeys, fit, is_elongated};
+pub(crate) use config::{Frames, PixelSteps, RESCALE_FACTORS, Size, SliceKeys, fit, is_elongated};
 pub use config::{ImageConfig, ImageSize, smart_resize};
 pub(crate) use decode::Rgb;
 use decode::decode;
@@ -79,7 +79,7 @@ enum ImageCut {
 }
 
 /// The size of an image after resizing.
-pub(crate) struct Target {
+pub(crate) struct TargetSize {
     /// `[height, width]` in pixels: of the whole image, or of its tiles without a thumbnail.
     pub(crate) whole: [u32; 2],
     pub(crate) slices: Option<SliceGrid>,
@@ -284,7 +284,7 @@ impl ImageProcessor {
         }
     }
 
-    fn target(&self, media: &MediaRef, size: ImageSize) -> Result<Target, ImageError> {
+    fn target(&self, media: &MediaRef, size: ImageSize) -> Result<TargetSize, ImageError> {
         let [height, width] = size.pixels;
         if matches!(self.cut, ImageCut::Slices(_)) && size.limits.min_pixels.is_some() {
             return Err(ImageError::Minimum { image: ImageName::of(media) });
@@ -296,10 +296,10 @@ impl ImageProcessor {
         })
     }
 
-    fn target_of_size(&self, ImageSize { pixels, limits }: ImageSize) -> Option<Target> {
+    fn target_of_size(&self, ImageSize { pixels, limits }: ImageSize) -> Option<TargetSize> {
         let ([height, width], factor) = (pixels, self.patch_size * self.merge_size);
         let [min, max] = config::over(limits, [self.min_pixels, self.max_pixels]);
-        let one_grid = |whole| Target { whole, slices: None };
+        let one_grid = |whole| TargetSize { whole, slices: None };
         match self.cut {
             ImageCut::OneGrid => smart_resize(height, width, factor, min, max).map(one_grid),
             ImageCut::Tiles(tiles) => Some(one_grid(tiles.target(pixels, [min, max]))),
@@ -308,7 +308,7 @@ impl ImageProcessor {
         }
     }
 
-    fn grid_of(&self, target: &Target) -> ImageGrid {
+    fn grid_of(&self, target: &TargetSize) -> ImageGrid {
         let ([height, width], num_grids) = match self.cut {
             ImageCut::Tiles(tiles) => ([tiles.side; 2], tiles.count(target.whole)),
             ImageCut::OneGrid | ImageCut::Slices(_) => (target.whole, 1),

@@ -5,7 +5,7 @@
 //! nearest to its own, and cut row by row. All sides are multiples of a merge block. The choice and
 //! its rounding equal those of the transformers processor.
 
-use super::Target;
+use super::TargetSize;
 use super::decode::Rgb;
 use super::patchify::{Normalise, PatchShape, patchify};
 use super::resize::resize;
@@ -73,7 +73,7 @@ impl Slices {
     ///
     /// It has the most slices with which it has at most `max_pixels`, the whole image included. The
     /// whole image alone is always allowed.
-    pub(crate) fn target(self, [height, width]: [u32; 2], max_pixels: u64) -> Target {
+    pub(crate) fn target(self, [height, width]: [u32; 2], max_pixels: u64) -> TargetSize {
         let sides = [height, width].map(f64::from);
         let whole = self.scaled(sides);
         let pixels = |[height, width]: [u32; 2]| u64::from(height) * u64::from(width);
@@ -87,7 +87,7 @@ impl Slices {
         // A maximum above `wanted + 1` changes nothing.
         let most = if wanted > 1 { self.max.min(wanted.saturating_add(1)) } else { 1 };
         let of = |max: u32| self.slices(sides, wanted.min(max), max);
-        Target { whole, slices: (2..=most).rev().map(of).find(fits) }
+        TargetSize { whole, slices: (2..=most).rev().map(of).find(fits) }
     }
 
     /// The slices of an image of about `wanted` slices, `max` at most.
@@ -129,7 +129,7 @@ mod tests {
     const PUBLISHED: Slices = Slices { side: 448, patch: 14, merge: 4, max: 9, is_numbered: true };
 
     /// Number of pixels of the whole image and its slices.
-    fn area(target: &Target) -> u64 {
+    fn area(target: &TargetSize) -> u64 {
         let slices = target.slices.map_or([0; 3], SliceGrid::grid);
         let patches = slices.map(u64::from).iter().product::<u64>();
         let [height, width] = target.whole.map(u64::from);
@@ -146,7 +146,7 @@ mod tests {
             let [height, width, side, max] = [0, 1, 2, 3].map(|i| row[i].as_u64().unwrap() as u32);
             let merge = if row[4] == "4x" { 2 } else { 4 };
             let slices = Slices { side, merge, max, ..PUBLISHED };
-            let Target { whole, slices } = slices.target([height, width], u64::MAX);
+            let TargetSize { whole, slices } = slices.target([height, width], u64::MAX);
             let slices = slices.map_or([0; 4], |SliceGrid { rows, columns, patches: [h, w] }| {
                 [rows, columns, h * 14, w * 14]
             });
@@ -162,7 +162,7 @@ mod tests {
             let of_max = |max| Slices { max, ..PUBLISHED }.target(size, u64::MAX);
             for max_pixels in (0..14).map(|count| 14 * 14 * 1000 * count + 1).chain([u64::MAX]) {
                 let found = PUBLISHED.target(size, max_pixels);
-                let fits = |target: &Target| area(target) <= max_pixels;
+                let fits = |target: &TargetSize| area(target) <= max_pixels;
                 let expected = (1..=9).rev().map(of_max).find(fits).unwrap_or_else(|| of_max(1));
                 assert_eq!((found.whole, found.slices), (expected.whole, expected.slices));
             }

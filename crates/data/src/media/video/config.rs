@@ -7,7 +7,9 @@ use serde_json::Value;
 use settings::{Choice, section};
 
 use super::sampling::{Budget, FrameSampling, PixelLimits};
-use crate::media::image::{ImageProcessor, Normalise, RESCALE_FACTORS, Size, SliceKeys, Slices};
+use crate::media::image::{
+    ImageProcessor, Normalise, PixelSteps, RESCALE_FACTORS, Size, SliceKeys, Slices,
+};
 use crate::media::{ImageForm, MediaFamily, VideoForm};
 use crate::model_folder::{ModelFolderError, read_json_if_there};
 
@@ -104,7 +106,7 @@ impl Published {
                 std: CLIP_STD,
             },
             // of `MiniCPMV4_6VideoProcessor` in transformers, which has no limits on pixels
-            VideoForm::SlicedFrames => Self {
+            VideoForm::SlicedFrames { .. } => Self {
                 fps: 1.0,
                 frames: [1, 128],
                 pixels: [1, u64::MAX],
@@ -144,7 +146,7 @@ impl VideoSettings {
     fn form_key(&self) -> String {
         match self.family.videos {
             VideoForm::Timestamps => String::new(),
-            VideoForm::SlicedFrames => format!(" {:?}", self.slices),
+            VideoForm::SlicedFrames { .. } => format!(" {:?}", self.slices),
             form => format!(" {form:?} {:?}", self.pixels.frame),
         }
     }
@@ -161,10 +163,6 @@ struct VideoPreprocessorFile {
     max_frames: Option<u32>,
     max_num_frames: Option<u32>,
     stack_frames: Option<u32>,
-    max_slice_nums: Option<u32>,
-    scale_resolution: Option<u32>,
-    slice_mode: Option<bool>,
-    downsample_mode: Option<String>,
     patch_size: Option<u32>,
     temporal_patch_size: Option<u32>,
     merge_size: Option<u32>,
@@ -172,6 +170,10 @@ struct VideoPreprocessorFile {
     image_std: Option<[f32; 3]>,
     rescale_factor: Option<f64>,
     cap_pixels_per_frame: Option<bool>,
+    #[serde(flatten)]
+    slices: SliceKeys,
+    #[serde(flatten)]
+    steps: PixelSteps,
 }
 
 impl VideoSettings {
@@ -276,7 +278,7 @@ fn check_limits(
             (found.to_string(), "`null`: a frame of this model has a fixed size");
         return Err(ModelFolderError::VideoSetting { key, found, expected });
     }
-    if let (VideoForm::SlicedFrames, Some(found)) = (form, config.min_pixels) {
+    if let (VideoForm::SlicedFrames { .. }, Some(found)) = (form, config.min_pixels) {
         let (key, found) = ("min_pixels", found.to_string());
         let expected = "`null`: the model scales every frame to a fixed area";
         return Err(ModelFolderError::VideoSetting { key, found, expected });
@@ -317,15 +319,9 @@ fn slices(
         let expected = "1: composites of several frames are not supported".to_owned();
         return Err(ModelFolderError::value(path, "stack_frames", found.to_string(), expected));
     }
-    let keys = SliceKeys {
-        patch_size: file.patch_size,
-        downsample_mode: file.downsample_mode.as_deref(),
-        max_slice_nums: file.max_slice_nums,
-        scale_resolution: file.scale_resolution,
-        slice_mode: file.slice_mode,
-    };
     // The processor numbers videos if it numbers images.
-    keys.read(path, sizes, images.numbers_images()).map(Some)
+    let is_numbered = images.numbers_images();
+    file.slices.read(path, file.patch_size, sizes, is_numbered).map(Some)
 }
 
 /// Checks the keys of the file that `data.video` does not override, and returns the normalisation.
@@ -345,6 +341,7 @@ fn check_file(
         cap_pixels_per_frame,
         ..
     } = *file;
+    file.steps.check(path)?;
     let bad = |key, found: String, expected: String| {
         Err(ModelFolderError::value(path, key, found, expected))
     };
@@ -403,7 +400,7 @@ fn read_file(
     };
     let file = value.map_or(Ok(VideoPreprocessorFile::default()), serde_json::from_value);
     let mut file = file.map_err(ModelFolderError::parse(&path))?;
-    if form == VideoForm::SlicedFrames {
+    if let VideoForm::SlicedFrames { .. } = form {
         file = VideoPreprocessorFile {
             size: None,
             min_pixels: None,

@@ -32,7 +32,7 @@ use file::VideoFile;
 use sampling::{FrameSampling, Wanted, frames_between};
 
 use crate::media::image::{
-    ImageProcessor, Pixels, Rgb, SliceGrid, Target, is_elongated, patchify, resize, unpatchify,
+    ImageProcessor, Pixels, Rgb, SliceGrid, TargetSize, is_elongated, patchify, resize, unpatchify,
 };
 use crate::media::{ImageForm, MediaFamily, VideoForm};
 use crate::model_folder::ModelFolderError;
@@ -253,7 +253,7 @@ impl VideoProcessor {
         let shape = limits.resized.map_or(source, |sides| sides.map(NonZeroU32::get));
         let [height, width] = shape;
         let target = self.target(frames, shape, limits);
-        let Target { whole: target, slices } =
+        let TargetSize { whole: target, slices } =
             target.ok_or(VideoError::AspectRatio { width, height })?;
         let [rows, columns] = target.map(|side| side / self.images.patch_size());
         let grid_thw = [frames.div_ceil(temporal) as u32, rows, columns];
@@ -263,7 +263,7 @@ impl VideoProcessor {
                 GroupTimes::Text(sampling::timestamps(&indices, rate, temporal))
             }
             VideoForm::NumberedFrames { .. } => GroupTimes::Numbers,
-            VideoForm::SlicedFrames => GroupTimes::Untimed,
+            VideoForm::SlicedFrames { .. } => GroupTimes::Untimed,
             VideoForm::OneRun { tokens_per_second: None } => GroupTimes::Positions(1.0),
             // rounded to `f32` as in transformers
             VideoForm::OneRun { tokens_per_second: Some(tokens_per_second) } => {
@@ -285,9 +285,14 @@ impl VideoProcessor {
 
     /// The size of `num_frames` frames of `shape`, which is `[height, width]` in pixels, after
     /// resizing; `None` if they are too elongated.
-    fn target(&self, num_frames: usize, shape: [u32; 2], limits: &VideoLimits) -> Option<Target> {
+    fn target(
+        &self,
+        num_frames: usize,
+        shape: [u32; 2],
+        limits: &VideoLimits,
+    ) -> Option<TargetSize> {
         let VideoSettings { family, pixels, slices, .. } = &self.settings;
-        let one_size = |whole| Target { whole, slices: None };
+        let one_size = |whole| TargetSize { whole, slices: None };
         if let ImageForm::Tiles(tile) = family.images {
             return Some(one_size([tile.side; 2]));
         }

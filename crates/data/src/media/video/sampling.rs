@@ -80,9 +80,13 @@ impl FrameSampling {
                 self.spread(total, of_rate(rate) as usize)
             }
             (VideoForm::Timestamps, Wanted::All) => self.spread(total, total),
-            (VideoForm::SlicedFrames, Wanted::Count(count)) => steps(total, count.min(total)),
-            (VideoForm::SlicedFrames, Wanted::Rate(rate)) => self.at_times(total, rate),
-            (VideoForm::SlicedFrames, Wanted::All) => steps(total, total.min(self.max_frames)),
+            (VideoForm::SlicedFrames { .. }, Wanted::Count(count)) => {
+                steps(total, count.min(total))
+            }
+            (VideoForm::SlicedFrames { .. }, Wanted::Rate(rate)) => self.at_times(total, rate),
+            (VideoForm::SlicedFrames { .. }, Wanted::All) => {
+                steps(total, total.min(self.max_frames))
+            }
             (VideoForm::NumberedFrames { .. }, Wanted::Count(count)) => {
                 unlimited.middles(total, count)
             }
@@ -280,6 +284,8 @@ mod tests {
     use serde_json::Value;
     use sha2::{Digest as _, Sha256};
 
+    const SLICED: VideoForm = VideoForm::SlicedFrames { can_be_numbered: true };
+
     use super::*;
 
     fn golden() -> Value {
@@ -406,7 +412,7 @@ mod tests {
             let rate = Wanted::Rate(case["rate"].as_f64().unwrap());
             let sampling =
                 FrameSampling { fps: 1.0, min_frames: 1, max_frames: number("max_frames") };
-            let indices = sampling.indices(number("total"), rate, VideoForm::SlicedFrames, 1);
+            let indices = sampling.indices(number("total"), rate, SLICED, 1);
             assert_eq!(serde_json::json!(indices), case["indices"], "{case}");
         }
     }
@@ -414,7 +420,7 @@ mod tests {
     #[test]
     fn a_given_number_of_frames_is_spread_from_the_first_to_the_last_one() {
         let sampling = FrameSampling { fps: 2.0, min_frames: 3, max_frames: 5 };
-        let of = |total, wanted| sampling.indices(total, wanted, VideoForm::SlicedFrames, 1);
+        let of = |total, wanted| sampling.indices(total, wanted, SLICED, 1);
         assert_eq!(of(10, Wanted::Count(4)), [0, 3, 6, 9]);
         assert_eq!(of(10, Wanted::Count(1)), [0]);
         assert_eq!(of(8, Wanted::Count(6)), [0, 1, 2, 4, 5, 7]); // the limits do not apply

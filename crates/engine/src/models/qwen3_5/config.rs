@@ -1,12 +1,9 @@
 use crate::models::config::{ModelConfigError, Section};
 use crate::models::model_config::ModelConfig;
-use crate::models::qwen3_5_decoder::{decoder, decoder_with_experts};
+use crate::models::qwen3_5_decoder::{decoder, decoder_with_experts, on_three_axes};
 use crate::models::vision::{VisionConfig, VisionParts};
-use crate::nn::{DecoderConfig, Mrope, MropeLayout, TensorNames};
+use crate::nn::{DecoderConfig, TensorNames};
 use serde_json::Value;
-
-/// Numbers of rotary frequencies of time, height and width if the file does not have them.
-const MROPE_SECTION: [usize; 3] = [11, 11, 10];
 
 /// Reads the sizes of a model with a vision encoder from the parsed `config.json`.
 pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
@@ -25,14 +22,12 @@ fn read_with(
     let top = Section { value: json, name: "" };
     let text = Section::of(json, "text_config")?;
     let vision = Section::of(json, "vision_config")?;
-    let section = text.rope()?.mrope_section(MROPE_SECTION)?;
     let parts = VisionParts::with_table(&vision, Vec::new())?;
     let config = ModelConfig {
         // transformers reads only the key of the whole file
         text: DecoderConfig {
             tie_word_embeddings: top.is_true("tie_word_embeddings")?,
-            mrope: Some(Mrope { section, layout: MropeLayout::Interleaved }),
-            ..decoder(&text)?
+            ..on_three_axes(&text, decoder(&text)?)?
         },
         vision: Some(VisionConfig::read(&top, &vision, parts)?),
         tensor_names: TensorNames::Modules,

@@ -222,12 +222,11 @@ impl VisionBlock {
         })
     }
 
-    /// Parameters that multiply merged rows, if `after_merge` says that the rows of the block are.
-    pub(super) fn merged_params(&self, after_merge: bool) -> Vec<&Param> {
+    /// The merger of an early merger.
+    pub(super) fn merger(&self) -> Option<&Merger> {
         match &self.rest {
-            SecondHalf::Merger(merger) => merger.params(),
-            SecondHalf::Mlp(_) if after_merge => self.params(),
-            SecondHalf::Mlp(_) => Vec::new(),
+            SecondHalf::Merger(merger) => Some(merger),
+            SecondHalf::Mlp(_) => None,
         }
     }
 

@@ -105,7 +105,7 @@ impl VisionConfig {
         let features = of_token / self.patches_per_token() as f64;
         memory.patch_values = self.patch_values() as f64;
         memory.patch = element * memory.patch_values + features + tape;
-        memory.patch_backward = backward.max(0.0);
+        memory.patch_backward = backward.max(share * buffers); // the latter of the last block
         memory.patch_recomputed = recomputed;
     }
 }

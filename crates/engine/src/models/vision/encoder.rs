@@ -87,10 +87,10 @@ impl VisionEncoder {
 
     /// Those of [`Self::block_params`] that multiply the rows that an early merger has made.
     pub(super) fn merged_params(&self) -> Vec<&Param> {
-        let is_merger = |block: &VisionBlock| !block.merged_params(false).is_empty();
-        let early = self.blocks.iter().position(is_merger).unwrap_or(self.blocks.len());
-        let blocks = self.blocks.iter().enumerate();
-        blocks.flat_map(|(k, block)| block.merged_params(k > early)).collect()
+        let mut blocks = self.blocks.iter();
+        let merger = blocks.find_map(VisionBlock::merger);
+        let blocks = blocks.flat_map(Stage::params); // those after it
+        merger.into_iter().flat_map(Stage::params).chain(blocks).collect()
     }
 
     /// The learned rows, which nothing multiplies.

@@ -1,7 +1,7 @@
 // Layer norm with bias; see crates/kernels/src/layer_norm.rs for the contract.
 //
 // As in rms_norm.cu, rows are held in registers, so the variance is computed about the mean without
-// a second read, and all three kernels are bound by memory bandwidth. Each group of a backward
+// a second read, and the kernels are bound by memory bandwidth. Each group of a backward
 // block writes partial sums of the weight and bias gradients. The `wide` kernels are for rows that
 // the registers of a block cannot hold: they read a row again from the cache.
 #include "held_rows.cuh"
