@@ -5,8 +5,8 @@ use super::attention::Heads;
 use super::branch::BranchEnd;
 use super::config::{EARLY_MERGE, EarlyMerger, VisionConfig, VisionMlp, VisionNorm, VisionParts};
 use super::gelu_mlp::GeluMlp;
-use super::input::VisionContext;
-use super::merger::{MeanOfFour, Merger};
+use super::input::{MergedContext, VisionContext};
+use super::merger::Merger;
 use crate::nn::{Linear, MlpBlock, Norm, ParamMap, WeightError};
 use crate::tape::{InputGrad, Param, Pass, Recompute, Saved, Stage};
 use candle_core::{Result, Tensor, bail};
@@ -141,7 +141,7 @@ enum Scope {
 enum SecondHalf {
     Mlp(Box<dyn Stage<Context = ()>>),
     /// Each square becomes one row.
-    Merger(Merger),
+    Merger(Box<Merger>),
 }
 
 /// Attention with a residual, then an MLP with a residual or an early merger.
@@ -209,12 +209,12 @@ impl VisionBlock {
     ) -> std::result::Result<Self, WeightError> {
         let (parts, name) = (&config.parts, of.merger.name);
         let output = format!("{name}.{}", parts.names.attention_output);
-        let merged = EARLY_MERGE.pow(2);
+        let merger = Merger::new(params, name, &of.merger, Gelu::Tanh, EARLY_MERGE.pow(2))?;
         Ok(Self {
             norm1: parts.norm.build(params, &format!("{name}.{}", of.norm), parts.eps)?,
             heads: Heads::new(params, parts, name)?,
             proj: BranchEnd::new(Linear::with_bias(params, &output)?, params, None)?,
-            rest: SecondHalf::Merger(Merger::new(params, name, &of.merger, Gelu::Tanh, merged)?),
+            rest: SecondHalf::Merger(Box::new(merger)),
             scope: Scope::Squares,
             num_heads: config.num_heads,
             scores: Scores::new(Masking::Full, config.hidden_size / config.num_heads),
@@ -231,19 +231,20 @@ impl VisionBlock {
     }
 
     fn segments<'a>(&self, context: &'a VisionContext) -> Result<&'a Segments> {
-        let (windows, merged) = (context.windows.as_ref(), context.merged.as_ref());
-        let segments = match self.scope {
-            Scope::Frames => Some(&context.frames),
-            Scope::Windows => windows.map(|of| &of.segments),
-            Scope::Squares => merged.map(|of| &of.squares),
-            Scope::MergedFrames => merged.map(|of| &of.frames),
-        };
-        segments.ok_or_else(|| candle_core::Error::msg("the images lack the segments of a block"))
+        Ok(match (&self.scope, &context.windows) {
+            (Scope::Windows, Some(windows)) => &windows.segments,
+            (Scope::Frames | Scope::Windows, _) => &context.frames,
+            (Scope::Squares, _) => &merged(context)?.squares,
+            (Scope::MergedFrames, _) => &merged(context)?.frames,
+        })
     }
 }
 
-fn mean_of_four(context: &VisionContext) -> &Option<MeanOfFour> {
-    context.merged.as_ref().map_or(&None, |of| &of.mean)
+fn merged(context: &VisionContext) -> Result<&MergedContext> {
+    match &context.merged {
+        Some(merged) => Ok(merged),
+        None => bail!("the images were uploaded for an encoder without an early merger"),
+    }
 }
 
 impl Stage for VisionBlock {
@@ -276,7 +277,8 @@ impl Stage for VisionBlock {
         let (y, rest) = match &self.rest {
             SecondHalf::Mlp(mlp) => mlp.forward(&x1, &(), cheap, pass)?, // [R, Dv]
             SecondHalf::Merger(merger) => {
-                merger.forward(&x1, mean_of_four(context), cheap, pass)? // [R / 4, Dv]
+                let (y, saved) = merger.forward(&x1, &(), cheap, pass)?; // [R / 4, Dv]
+                (merged(context)?.mean.add_to(&y, &x1)?, saved)
             }
         };
         let [q_in, q_stats, k_in, k_stats] = norms;
@@ -299,7 +301,10 @@ impl Stage for VisionBlock {
         let dx1 = match &self.rest {
             SecondHalf::Mlp(mlp) => mlp.backward(rest, dy, &(), needed, pass)?,
             SecondHalf::Merger(merger) => {
-                merger.backward(rest, dy, mean_of_four(context), needed, pass)?
+                let d_mean = merged(context)?.mean.input_grad(&dy)?;
+                let dx1 = merger.backward(rest, dy, &(), needed, pass)?;
+                dx1.iter().try_for_each(|dx1| kernels::add_in_place(dx1, &d_mean))?;
+                dx1
             }
         };
         let Some(dx1) = dx1 else {

@@ -145,7 +145,7 @@ impl VisionEncoder {
             h = y;
             if let Some(merger) = self.deepstack_merger(i) {
                 let (feature, saved) =
-                    SavedStage::forward(merger, h.clone(), &None, recompute, pass)?; // [M, D]
+                    SavedStage::forward(merger, h.clone(), &(), recompute, pass)?; // [M, D]
                 features.push(feature);
                 mergers.push(saved);
             }
@@ -156,7 +156,7 @@ impl VisionEncoder {
             (h, post_norm) = (y, Some(saved));
         }
         let h = input.of_patches(h)?; // [P, Dv]
-        let (main, merger) = SavedStage::forward(&self.merger, h, &None, recompute, pass)?; // [M, D]
+        let (main, merger) = SavedStage::forward(&self.merger, h, &(), recompute, pass)?; // [M, D]
         let tape = VisionTape { patch_embed, blocks, deepstack: mergers, post_norm, merger };
         Ok((Features { main: input.ordered(main)?, deepstack: features }, tape))
     }
@@ -174,14 +174,14 @@ impl VisionEncoder {
         for (i, block) in self.blocks.iter().enumerate() {
             h = block.forward(&h, context, recompute, pass)?.0;
             if let Some(merger) = self.deepstack_merger(i) {
-                deepstack.push(merger.forward(&h, &None, recompute, pass)?.0);
+                deepstack.push(merger.forward(&h, &(), recompute, pass)?.0);
             }
         }
         if let Some(norm) = &self.post_norm {
             h = norm.forward(&h, &(), recompute, pass)?.0;
         }
         let h = input.of_patches(h)?; // [P, Dv]
-        let main = input.ordered(self.merger.forward(&h, &None, recompute, pass)?.0)?;
+        let main = input.ordered(self.merger.forward(&h, &(), recompute, pass)?.0)?;
         Ok(Features { main, deepstack })
     }
 
@@ -206,7 +206,7 @@ impl VisionEncoder {
         trained = trained || self.post_norm.iter().any(|norm| norm.is_trained(pass));
         let d_main = input.windowed(d_main)?;
         let needed = InputGrad::needed_if(trained);
-        let dh = tape.merger.backward(&self.merger, d_main, &None, needed, pass)?;
+        let dh = tape.merger.backward(&self.merger, d_main, &(), needed, pass)?;
         let mut dh = dh.map(|dh| input.of_rows(dh)).transpose()?; // [R, Dv]
         if let (Some(norm), Some(saved)) = (&self.post_norm, tape.post_norm) {
             dh = match dh {
@@ -220,7 +220,7 @@ impl VisionEncoder {
                 let Some((saved, d_feature)) = mergers.next() else {
                     candle_core::bail!("a deepstack feature has no gradient");
                 };
-                let d_block = saved.backward(merger, d_feature, &None, below[i + 1], pass)?;
+                let d_block = saved.backward(merger, d_feature, &(), below[i + 1], pass)?;
                 if let (Some(dh), Some(d_block)) = (&dh, &d_block) {
                     kernels::add_in_place(dh, d_block)?;
                 }

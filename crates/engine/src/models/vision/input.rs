@@ -29,7 +29,7 @@ pub(super) struct TableRows {
 pub(super) struct MergedContext {
     pub(super) squares: Segments, // of the rows before the merge
     pub(super) frames: Segments,  // of the rows after it
-    pub(super) mean: Option<MeanOfFour>,
+    pub(super) mean: MeanOfFour,
 }
 
 /// Rows of class tokens and of patches among the rows of the blocks.
@@ -215,10 +215,10 @@ impl MergedContext {
         Ok(Self {
             squares: segments(&squares, all)?,
             frames: segments(&frames, &after)?,
-            mean: Some(MeanOfFour {
+            mean: MeanOfFour {
                 rows: TableRows::upload(rows, quarters, merged as usize, device)?,
                 spread: TableRows::upload(spread, first, num_rows, device)?,
-            }),
+            },
         })
     }
 }

@@ -17,8 +17,19 @@ pub(super) struct MeanOfFour {
     pub(super) spread: TableRows, // [4 * M, 4] for each row, its mean
 }
 
-/// Norm, spatial merge, two-layer MLP with a GELU. In the middle of the blocks, the mean of the merged
-/// rows is added.
+impl MeanOfFour {
+    /// Returns `y` plus the means of `x`; `[M, Dv]` and `[4 * M, Dv]`.
+    pub(super) fn add_to(&self, y: &Tensor, x: &Tensor) -> Result<Tensor> {
+        kernels::interpolate_rows_add(x, &self.rows.index, &self.rows.weight, y)
+    }
+
+    /// The gradient of `x`, `[4 * M, Dv]`: a quarter of that of its mean.
+    pub(super) fn input_grad(&self, dy: &Tensor) -> Result<Tensor> {
+        kernels::interpolate_rows(dy, &self.spread.index, &self.spread.weight)
+    }
+}
+
+/// Norm, spatial merge, two-layer MLP with a GELU.
 pub(super) struct Merger {
     norm: Norm,
     place: NormPlace,
@@ -54,8 +65,7 @@ impl Merger {
 }
 
 impl Stage for Merger {
-    /// The mean is added if there is one.
-    type Context = Option<MeanOfFour>;
+    type Context = ();
 
     fn params(&self) -> Vec<&Param> {
         self.norm.params().chain(self.fc1.params()).chain(self.fc2.params()).collect()
@@ -64,14 +74,13 @@ impl Stage for Merger {
     fn forward(
         &self,
         x: &Tensor, // [P, Dv]
-        mean: &Option<MeanOfFour>,
+        (): &(),
         _recompute: Recompute,
         pass: &Pass<'_>,
     ) -> Result<(Tensor, Saved)> {
-        let rows = x;
         let x = match self.place {
-            NormPlace::BeforeMerge => rows.clone(),
-            NormPlace::AfterMerge => self.merged(rows)?,
+            NormPlace::BeforeMerge => x.clone(),
+            NormPlace::AfterMerge => self.merged(x)?,
         };
         let (normed, stats) = self.norm.normed(&x, pass)?;
         let normed = match self.place {
@@ -79,10 +88,7 @@ impl Stage for Merger {
             NormPlace::AfterMerge => normed,
         };
         let hidden = self.fc1.forward(&normed, pass)?; // [M, 4 * Dv] or [M, D]
-        let mut y = self.fc2.forward(&kernels::gelu(&hidden, self.act)?, pass)?; // [M, D]
-        if let Some(MeanOfFour { rows: of, .. }) = mean {
-            y = kernels::interpolate_rows_add(rows, &of.index, &of.weight, &y)?;
-        }
+        let y = self.fc2.forward(&kernels::gelu(&hidden, self.act)?, pass)?; // [M, D]
         Ok((y, Saved::new([x, stats, hidden])))
     }
 
@@ -90,7 +96,7 @@ impl Stage for Merger {
         &self,
         mut saved: Saved,
         dy: Tensor, // [M, D]
-        mean: &Option<MeanOfFour>,
+        (): &(),
         input_grad: InputGrad,
         pass: &Pass<'_>,
     ) -> Result<Option<Tensor>> {
@@ -103,11 +109,7 @@ impl Stage for Merger {
         };
         let d_merged = self.fc1.backward(&merged, &d_hidden, pass)?; // [M, 4 * Dv]
         let d_normed = d_merged.reshape(x.shape())?;
-        let residual = mean.as_ref().map(|MeanOfFour { spread: of, .. }| {
-            kernels::interpolate_rows(&dy, &of.index, &of.weight)?.reshape(x.shape()) // a quarter of `dy`
-        });
-        let residual = residual.transpose()?;
-        let dx = self.norm.backward_add(&x, &stats, &d_normed, residual.as_ref(), pass)?;
+        let dx = self.norm.backward_add(&x, &stats, &d_normed, None, pass)?;
         match input_grad {
             InputGrad::Skip => Ok(None),
             InputGrad::Needed => {
