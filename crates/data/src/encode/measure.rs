@@ -71,7 +71,8 @@ impl Encoder {
         Ok(measured)
     }
 
-    /// [`Measured::text`] with the visual tokens of the images under the current limits.
+    /// [`Measured::text`] with the visual tokens of the images, and the tokens around their slices,
+    /// under the current limits.
     pub fn token_counts(&self, measured: &Measured) -> TokenCounts {
         let tokens = |grid: ImageGrid| {
             self.media.images.num_tokens(grid.whole) + self.media.slice_tokens(&grid)

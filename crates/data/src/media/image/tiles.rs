@@ -87,7 +87,7 @@ pub(super) fn pieces(image: &Rgb, [height, width]: [usize; 2]) -> Vec<Rgb> {
     let piece = |(top, left): (usize, usize)| {
         let lines = (top..top + height).map(|y| y * image.width + left);
         let data = lines.flat_map(|at| &image.data[at * 3..(at + width) * 3]).copied().collect();
-        Rgb { height, width, data }
+        Rgb { width, height, data }
     };
     let columns = (0..image.width).step_by(width);
     let tops = (0..image.height).step_by(height);
