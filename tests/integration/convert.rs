@@ -140,7 +140,7 @@ fn settings_of_minicpm_are_those_that_its_runs_accept() {
         video_maxlen: 24\n";
     let config = resolved(Trainer::LlamaFactory, "a.yaml", text).unwrap();
     assert_eq!(config["model"]["freeze"].to_string(), "[\"vision\",\"merger\"]");
-    assert_eq!(config["data"]["video"]["max_frames"], json!(24));
+    assert_eq!(config["data"]["video"]["max_frames"], 24);
     for (section, key) in
         [("image", "min_pixels"), ("image", "max_pixels"), ("video", "max_pixels")]
     {
