@@ -177,7 +177,7 @@ impl Oracle {
             h = (h + scaled(self.vision_mlp(&x, &name("mlp"))?, 1)?)?;
             if v.parts.deepstack.contains(&block) {
                 let name = format!("model.visual.deepstack_merger_list.{}", taps.len());
-                let joined = self.layer_norm(&self.joined(&h)?, &format!("{name}.norm"))?;
+                let joined = self.layer_norm(&Self::joined(&h)?, &format!("{name}.norm"))?;
                 taps.push(self.merge(&joined, &name, ["linear_fc1", "linear_fc2"])?);
             }
             if let Some(of) = v.parts.early_merger.as_ref().filter(|of| of.after_block == block) {
@@ -198,8 +198,8 @@ impl Oracle {
             VisionNorm::Rms => self.norm_by_rms(x, &norm),
         };
         let joined = match place {
-            NormPlace::BeforeMerge => self.joined(&by_norm(&h)?)?,
-            NormPlace::AfterMerge => by_norm(&self.joined(&h)?)?,
+            NormPlace::BeforeMerge => Self::joined(&by_norm(&h)?)?,
+            NormPlace::AfterMerge => by_norm(&Self::joined(&h)?)?,
         };
         let mut features = vec![self.merge(&joined, name, *linears)?];
         features.extend(taps);
@@ -339,7 +339,7 @@ impl Oracle {
         }
     }
 
-    fn joined(&self, x: &Tensor) -> Result<Tensor> {
+    fn joined(x: &Tensor) -> Result<Tensor> {
         let together = 4; // an early merger has merged the others
         let (patches, width) = x.dims2()?;
         x.reshape((patches / together, together * width))

@@ -77,7 +77,7 @@ pub enum GroupTimes {
     Text(Vec<f64>),
     /// The text has the number of each group, from 1.
     Numbers,
-    /// The text has no times of the groups.
+    /// The groups have no times, neither in the text nor as positions.
     Untimed,
     /// The groups have temporal positions at this distance.
     Positions(f32),
@@ -158,7 +158,8 @@ impl VideoProcessor {
                     plan.resized(pixels, frame)
                 };
                 let pixels = plan.indices.iter().map(read).collect::<Result<Vec<_>, _>>()?;
-                Ok(self.patches(plan.clip, &pixels.concat()))
+                let pixels: Vec<Rgb> = pixels.into_iter().flatten().collect();
+                Ok(self.patches(plan.clip, &pixels))
             }
             #[cfg(feature = "video")]
             VideoRef::File { root, path, fps, limits } => {
