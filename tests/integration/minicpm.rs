@@ -5,8 +5,8 @@
 use super::generate::assert_answers;
 use super::harness::{Place, golden};
 use super::parity::{
-    PLAIN, assert_all_variants_follow, assert_gradient_norms, assert_losses, golden_json, rows_for,
-    rows_with, runner_of,
+    PLAIN, Variant, assert_all_variants_follow, assert_follows, assert_gradient_norms,
+    assert_losses, golden_json, rows_for, rows_with, runner_of,
 };
 use super::published_folders::{self, apply};
 use super::qwen2::{assert_adapters_merge, assert_ranks_agree, place_with};
@@ -154,9 +154,10 @@ fn losses_and_answers_of_minicpm_4_7_about_slices_are_the_references() {
     }
 }
 
-/// Each frame has a canvas, and no number is in front of a video.
+/// Each frame has a canvas, and no number is in front of a video. The curves of other layouts are
+/// those of `minicpm_4_7_follows_the_reference_in_every_layout`.
 #[test]
-fn minicpm_4_7_with_videos_follows_the_reference_in_every_layout() {
+fn minicpm_4_7_with_videos_follows_the_reference_alone_and_packed() {
     let (place, golden) = place_of_4_7(&json!({}));
     let folder = place.path("model");
     for data in VIDEOS {
@@ -167,7 +168,11 @@ fn minicpm_4_7_with_videos_follows_the_reference_in_every_layout() {
         assert_short_answers(folder.clone(), data, expected);
         let mut curve = of["curve"].clone();
         curve["model"] = json!(folder);
-        assert_curve(&rows, &curve);
+        for samples_a_row in [1, 8] {
+            assert_follows(&curve, Variant { samples_a_row, ..PLAIN });
+        }
+        let runner = runner_of(&curve, PLAIN, Precision::F32);
+        assert_gradient_norms(&rows, &runner, &curve["grad_norms_step1"]);
     }
 }
 
