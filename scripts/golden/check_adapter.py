@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from check_checkpoint import Collect, differences
-from reference_lib import Encoder, nll, read_jsonl
+from reference_lib import Encoder, media, nll, read_jsonl
 
 # About the versions of the packages, not about the adapter.
 HARMLESS = ("is_gradient_checkpointing", "kernels", "fast path is not available")
@@ -86,10 +86,10 @@ def logits_of(model, encoder, sample):
     ids = torch.tensor([sample["input_ids"]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     if sample["grid"]:
-        inputs["pixel_values"] = sample["pixel_values"]
-        inputs["image_grid_thw"] = torch.tensor(sample["grid"])
-        if int(transformers.__version__.split(".")[0]) >= 5:
-            inputs["mm_token_type_ids"] = (ids == encoder.config["image_token_id"]).long()
+        given = media(encoder.config, ids, sample["pixel_values"], torch.tensor(sample["grid"]))
+        if int(transformers.__version__.split(".")[0]) < 5:
+            given.pop("mm_token_type_ids", None)
+        inputs |= given
     return model(**inputs).logits
 
 

@@ -303,7 +303,7 @@ impl SliceKeys {
         let found = self.downsample_mode.as_deref();
         if found.unwrap_or(SliceSizes::DEFAULT_MODE) != mode {
             let expected = format!(
-                "`{mode}` for images and for videos, the `downsample_mode` in config.json (`{}` \
+                "`{mode}`, the `downsample_mode` in config.json, for images and for videos (`{}` \
                  without the key)",
                 SliceSizes::DEFAULT_MODE
             );
