@@ -200,7 +200,7 @@ __device__ __forceinline__ void backward_wide(const T *x, const float *stats, co
     apply_wide<T, E>(x + start, stats[2 * row], stats[2 * row + 1], w, b, y + start, d, Group(warps));                                   \
   }                                                                                                                                      \
   EXPORT(layer_norm_apply_wide_##name)                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(512)                                                                                      \
+  extern "C" __global__ void __launch_bounds__(512, 1)                                                                                      \
       layer_norm_backward_wide_##name(const T *x, const float *stats, const T *w, const T *dy, const T *residual, T *dx, float *dw_shares, float *db_shares, int n, \
                                       int d, int warps) {                                                                                \
     backward_wide<T, E>(x, stats, w, dy, residual, dx, dw_shares, db_shares, n, d, warps);                                               \
