@@ -8,6 +8,7 @@
 mod cu_seqlens;
 mod encoded;
 mod error;
+mod merge_order;
 mod pack;
 mod padded;
 mod sample;
@@ -17,6 +18,7 @@ mod varlen;
 pub use cu_seqlens::CuSeqlens;
 pub use encoded::{EncodedSample, Patches};
 pub use error::BatchError;
+pub use merge_order::merge_block_order;
 pub use pack::Pack;
 pub use padded::{Batch, PaddingSide};
 pub use sample::{

@@ -59,9 +59,7 @@ impl MediumGrid {
     pub(super) fn frames(&self) -> Vec<ImageGrid> {
         match self {
             Self::Image(grid) => vec![*grid],
-            Self::Video(Clip { grid_thw: [t, height, width], slices, .. }) => {
-                vec![ImageGrid { whole: [1, *height, *width], slices: *slices }; *t as usize]
-            }
+            Self::Video(clip) => vec![clip.frame(); clip.grid_thw[0] as usize],
         }
     }
 
@@ -232,20 +230,13 @@ impl MediaReader {
                 }
                 text
             }
-            (MediumGrid::Video(Clip { grid_thw, times: GroupTimes::Numbers, .. }), _) => {
-                let [frames, height, width] = *grid_thw;
-                let whole = [1, height, width];
-                let pads = self.image_text(&ImageGrid { whole, slices: None }, image);
+            (MediumGrid::Video(clip @ Clip { times: GroupTimes::Numbers, .. }), _) => {
+                let pads = self.image_text(&clip.frame(), image);
                 let frame = |number| format!("Frame{number}: {pads}");
-                (1..=frames).map(frame).collect::<Vec<_>>().join("\n")
+                (1..=clip.grid_thw[0]).map(frame).collect::<Vec<_>>().join("\n")
             }
-            (
-                MediumGrid::Video(Clip { grid_thw, slices, times: GroupTimes::Untimed, .. }),
-                Some(video),
-            ) => {
-                let [frames, height, width] = *grid_thw;
-                let frame = ImageGrid { whole: [1, height, width], slices: *slices };
-                self.image_text(&frame, &video.pad).repeat(frames as usize)
+            (MediumGrid::Video(clip @ Clip { times: GroupTimes::Untimed, .. }), Some(video)) => {
+                self.image_text(&clip.frame(), &video.pad).repeat(clip.grid_thw[0] as usize)
             }
             (MediumGrid::Image(grid), _) => self.image_text(grid, image),
             (MediumGrid::Video(_), None) => String::new(), // refused before

@@ -292,10 +292,13 @@ impl Encoder {
         Ok((chat.text, supervision))
     }
 
-    /// Tokens of media, which texts of rows must not contain.
-    fn reserved(&self) -> impl Iterator<Item = &str> {
-        let marks = self.media.videos.family().reserved();
-        self.text.media.pads().chain(marks.iter().copied())
+    /// Fails if a text, of which `has` says whether it contains a token, has one that only the encoder
+    /// writes around media.
+    fn refuse_marks(&self, has: impl Fn(&str) -> bool) -> Result<(), SampleFault> {
+        match self.media.videos.family().reserved().iter().find(|mark| has(mark)) {
+            Some(mark) => Err(SampleFault::ReservedInText { token: (*mark).to_owned() }),
+            None => Ok(()),
+        }
     }
 
     /// Checks that there is one placeholder per medium, and that no text contains a media token.
@@ -308,12 +311,8 @@ impl Encoder {
         if self.text.media.video.is_none() && sample.media.iter().any(is_video) {
             return Err(SampleFault::Video { index: 1, cause: VideoError::NoToken });
         }
-        let marks = self.media.videos.family().reserved();
         for (turn, message) in sample.messages.iter().enumerate() {
-            // a user cannot write marks in another way
-            if let Some(token) = marks.iter().find(|token| has_text(message, token)) {
-                return Err(SampleFault::ReservedInText { token: (*token).to_owned() });
-            }
+            self.refuse_marks(|mark| has_text(message, mark))?;
             if let Some(token) = self.text.media.pads().find(|token| has_text(message, token)) {
                 let token = token.to_owned();
                 return Err(SampleFault::ReservedToken { turn, token });
@@ -342,11 +341,7 @@ impl Encoder {
             return Err(SampleFault::RenderedPlaceholders { rendered, media });
         }
         // Tool calls, tools and thoughts are texts too. Placeholders in them are too many.
-        let marks = self.media.videos.family().reserved();
-        match marks.iter().find(|mark| text.contains(**mark)) {
-            Some(mark) => Err(SampleFault::ReservedInText { token: (*mark).to_owned() }),
-            None => Ok(()),
-        }
+        self.refuse_marks(|mark| text.contains(mark))
     }
 
     /// `supervision` is that of `text`, which has one placeholder for each of `grids`.
@@ -435,10 +430,11 @@ const END_OF_TEXT: &str = "<|endoftext|>";
 
 impl Encoder {
     pub(crate) fn encode_text(&self, text: &str) -> Result<Tokens, SampleFault> {
-        if let Some(token) = self.reserved().find(|token| text.contains(token)) {
+        if let Some(token) = self.text.media.pads().find(|token| text.contains(token)) {
             let token = token.to_owned();
             return Err(SampleFault::ReservedInText { token });
         }
+        self.refuse_marks(|mark| text.contains(mark))?;
         self.check_bytes(text)?;
         self.tokens(text)
     }

@@ -67,8 +67,6 @@ pub(crate) struct SliceSizes {
     pub(crate) patch: u32,
     /// Side of a merge block in patches.
     pub(crate) merge: u32,
-    /// Side of the blocks that are merged first, in patches.
-    pub(crate) inner: u32,
     /// `downsample_mode`, which decides the merge block.
     pub(crate) mode: &'static str,
 }
@@ -250,6 +248,8 @@ impl CanvasTokens {
 
 impl SliceSizes {
     pub(crate) const DEFAULT_MODE: &'static str = "16x";
+    /// Side of the blocks that are merged first, in patches.
+    pub(crate) const INNER: u32 = 2;
 
     /// The sizes in `config`, the content of the file at `path`. Those that it lacks are the defaults
     /// of transformers.
@@ -263,7 +263,7 @@ impl SliceSizes {
             Some("4x") => ("4x", 2),
             _ => return Err(bad(path, "downsample_mode", mode, "`16x` or `4x`".to_owned())),
         };
-        Ok(Self { patch, merge, inner: 2, mode })
+        Ok(Self { patch, merge, mode })
     }
 }
 

@@ -104,6 +104,9 @@ fn meaning(key: &str, value: &Value) -> Value {
     }
 }
 
+/// Reads the decoder that a section describes.
+pub(super) type ReadDecoder = fn(&Section<'_>) -> Result<DecoderConfig, ModelConfigError>;
+
 /// A JSON object and its dotted name, for errors.
 pub(super) struct Section<'a> {
     pub(super) value: &'a Value,
@@ -150,6 +153,25 @@ impl Section<'_> {
         self.value[key]
             .as_f64()
             .ok_or_else(|| ModelConfigError::Key { key: self.key(key), expected: "a number" })
+    }
+
+    /// The decoder of the section `text_config`, whose `model_type`, or `default` without one, selects
+    /// the reader. `known` lists the types.
+    pub(super) fn decoder_of_kind(
+        &self,
+        readers: [(&str, ReadDecoder); 2],
+        default: Option<&str>,
+        known: &'static str,
+    ) -> Result<DecoderConfig, ModelConfigError> {
+        let kind = self.value["model_type"].as_str().or(default).unwrap_or("missing");
+        match readers.iter().find(|(name, _)| *name == kind) {
+            Some((_, read)) => read(self),
+            None => Err(ModelConfigError::Unsupported {
+                key: "text_config.model_type",
+                found: kind.to_owned(),
+                known,
+            }),
+        }
     }
 
     /// Pixels on a side, given as a number or as two equal ones, or `default`.

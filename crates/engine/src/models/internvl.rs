@@ -2,7 +2,7 @@
 //! token, a table of positions, layer scale, and separate layers for queries, keys and values. Each
 //! tile of an image is a frame.
 
-use super::config::{ModelConfigError, Section};
+use super::config::{ModelConfigError, ReadDecoder, Section};
 use super::model_config::ModelConfig;
 use super::qwen3_decoder::{decoder, decoder_with_experts};
 use super::vision::{
@@ -36,17 +36,9 @@ const MERGER: MergerParts = MergerParts {
 pub(super) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     let section = Section::of(json, "text_config")?;
-    let text = match json["text_config"]["model_type"].as_str() {
-        Some("qwen3") => decoder(&section)?,
-        Some("qwen3_moe") => decoder_with_experts(&section)?,
-        kind => {
-            return Err(ModelConfigError::Unsupported {
-                key: "text_config.model_type",
-                found: kind.unwrap_or("missing").to_owned(),
-                known: "`qwen3` or `qwen3_moe`",
-            });
-        }
-    };
+    let readers: [(&str, ReadDecoder); 2] =
+        [("qwen3", decoder), ("qwen3_moe", decoder_with_experts)];
+    let text = section.decoder_of_kind(readers, None, "`qwen3` or `qwen3_moe`")?;
     let tied = [top.flag("tie_word_embeddings")?, section.flag("tie_word_embeddings")?];
     let config = ModelConfig {
         vision: Some(vision(&top, &Section::of(json, "vision_config")?, &text)?),

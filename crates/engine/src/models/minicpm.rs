@@ -2,7 +2,7 @@
 //! axis (4.6) or three (4.7), and a vision encoder with a merger in the middle of the blocks. An
 //! image and each of its slices are frames.
 
-use super::config::{ModelConfigError, Section};
+use super::config::{ModelConfigError, ReadDecoder, Section};
 use super::model_config::ModelConfig;
 use super::qwen3_5_decoder::{decoder, decoder_with_experts, on_three_axes};
 use super::vision::{
@@ -34,39 +34,29 @@ const MERGER: MergerParts = MergerParts {
 
 /// Reads the sizes of 4.6 from the parsed `config.json`.
 pub(super) fn read(json: &Value) -> Result<ModelConfig, ModelConfigError> {
-    read_with(json, "`minicpmv4_6_vision`", |_, text| Ok(text))
+    read_with(json, ["minicpmv4_6_vision", "`minicpmv4_6_vision`"], |_, text| Ok(text))
 }
 
 /// As [`read`], for 4.7.
 pub(super) fn read_canvas(json: &Value) -> Result<ModelConfig, ModelConfigError> {
-    read_with(json, "`minicpmv4_7_vision`", on_three_axes)
+    read_with(json, ["minicpmv4_7_vision", "`minicpmv4_7_vision`"], on_three_axes)
 }
 
-/// `vision_type` is the `model_type` of the vision encoder, and `axes` sets those of positions.
+/// `vision_type` is the `model_type` of the vision encoder, plain and for messages, and `axes` sets those
+/// of positions.
 fn read_with(
     json: &Value,
-    vision_type: &'static str,
+    [vision_type, known]: [&'static str; 2],
     axes: impl Fn(&Section<'_>, DecoderConfig) -> Result<DecoderConfig, ModelConfigError>,
 ) -> Result<ModelConfig, ModelConfigError> {
     let top = Section { value: json, name: "" };
     let section = Section::of(json, "text_config")?;
     let vision_section = Section::of(json, "vision_config")?;
-    vision_section.expect(
-        "model_type",
-        &Value::from(vision_type.trim_matches('`')),
-        vision_type,
-    )?;
-    let text = match json["text_config"]["model_type"].as_str() {
-        None | Some("qwen3_5_text") => decoder(&section)?,
-        Some("qwen3_5_moe_text") => decoder_with_experts(&section)?,
-        Some(kind) => {
-            return Err(ModelConfigError::Unsupported {
-                key: "text_config.model_type",
-                found: kind.to_owned(),
-                known: "`qwen3_5_text` or `qwen3_5_moe_text`",
-            });
-        }
-    };
+    vision_section.expect("model_type", &Value::from(vision_type), known)?;
+    let readers: [(&str, ReadDecoder); 2] =
+        [("qwen3_5_text", decoder), ("qwen3_5_moe_text", decoder_with_experts)];
+    let known = "`qwen3_5_text` or `qwen3_5_moe_text`";
+    let text = section.decoder_of_kind(readers, Some("qwen3_5_text"), known)?;
     let config = ModelConfig {
         vision: Some(vision(&top, &vision_section, &text)?),
         // transformers reads only the key of the whole file

@@ -268,7 +268,7 @@ impl Sizes {
             patch_size: sizes.patch,
             temporal_patch_size: 1,
             merge_size: sizes.merge,
-            inner_size: sizes.inner,
+            inner_size: SliceSizes::INNER,
             cut: ImageCut::Slices(slices),
             pixels: [1, config.max_pixels.unwrap_or(u64::MAX)],
         })
@@ -291,7 +291,7 @@ impl SliceKeys {
         &self,
         path: &Path,
         patch_size: Option<u32>,
-        SliceSizes { patch, merge, inner: _, mode }: SliceSizes,
+        SliceSizes { patch, merge, mode }: SliceSizes,
         is_numbered: bool,
     ) -> Result<Slices, ModelFolderError> {
         let [max, side, default_patch] = SLICES;

@@ -85,6 +85,12 @@ pub(crate) struct TargetSize {
     pub(crate) slices: Option<SliceGrid>,
 }
 
+impl TargetSize {
+    pub(crate) fn unsliced(whole: [u32; 2]) -> Self {
+        Self { whole, slices: None }
+    }
+}
+
 /// The patches of an image after resizing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageGrid {
@@ -211,18 +217,19 @@ impl ImageProcessor {
         let target = self.target(media, ImageSize::new(size, media.limits))?;
         let (shape, normalise) = (self.patch_shape(), &self.normalise);
         let grid = self.grid_of(&target);
-        let of = |pixel_values, grid_thw, follows| {
+        let patches = |pixel_values, grid_thw, follows| {
             let kind = MediumKind::Image;
             Patches { pixel_values, grid_thw, kind, follows }
         };
         if let ImageCut::Tiles(tiles) = self.cut {
             let values = tiles.patches(image, target.whole, shape, normalise); // [t * gh * gw, ..]
-            return Ok((grid, vec![of(values, grid.whole, false)]));
+            return Ok((grid, vec![patches(values, grid.whole, false)]));
         }
         let whole = resize_and_patchify(&image, target.whole, shape, normalise); // [gh * gw, 3 * tp * p * p]
-        let mut all = vec![of(whole, grid.whole, false)];
+        let mut all = vec![patches(whole, grid.whole, false)];
         if let Some(slices) = grid.slices {
-            all.push(of(slices.pixel_values(image, shape, normalise), slices.grid(), true));
+            let values = slices.pixel_values(image, shape, normalise);
+            all.push(patches(values, slices.grid(), true));
         }
         Ok((grid, all))
     }
@@ -299,10 +306,11 @@ impl ImageProcessor {
     fn target_of_size(&self, ImageSize { pixels, limits }: ImageSize) -> Option<TargetSize> {
         let ([height, width], factor) = (pixels, self.patch_size * self.merge_size);
         let [min, max] = config::over(limits, [self.min_pixels, self.max_pixels]);
-        let one_grid = |whole| TargetSize { whole, slices: None };
         match self.cut {
-            ImageCut::OneGrid => smart_resize(height, width, factor, min, max).map(one_grid),
-            ImageCut::Tiles(tiles) => Some(one_grid(tiles.target(pixels, [min, max]))),
+            ImageCut::OneGrid => {
+                smart_resize(height, width, factor, min, max).map(TargetSize::unsliced)
+            }
+            ImageCut::Tiles(tiles) => Some(TargetSize::unsliced(tiles.target(pixels, [min, max]))),
             // The reference has no limit; a long image would be one segment of many patches.
             ImageCut::Slices(slices) => (!is_elongated(pixels)).then(|| slices.target(pixels, max)),
         }

@@ -10,7 +10,7 @@
 
 use super::decode::Rgb;
 use super::resize::Resized;
-use batch::Patches;
+use batch::{Patches, merge_block_order};
 use simd::kernels;
 
 /// Number of pixels that are normalised at once.
@@ -90,14 +90,11 @@ pub(crate) struct PatchShape {
 }
 
 impl PatchShape {
-    /// Rows and columns in a merge block of its patches, in order.
-    fn block(self) -> impl Iterator<Item = [usize; 2]> {
-        let Self { merge, inner, .. } = self;
-        (0..merge * merge).map(move |at| {
-            let (outer, cell) = (at / (inner * inner), at % (inner * inner));
-            let outer = [outer / (merge / inner), outer % (merge / inner)];
-            [outer[0] * inner + cell / inner, outer[1] * inner + cell % inner]
-        })
+    /// Row and column of each patch of a frame of `sides` patches, in order.
+    fn order(self, sides: [usize; 2]) -> impl Iterator<Item = [usize; 2]> {
+        let order =
+            merge_block_order(sides.map(|side| side as u32), self.merge as u32, self.inner as u32);
+        order.map(|(row, column)| [row as usize, column as usize])
     }
 }
 
@@ -153,7 +150,7 @@ fn cut(mut frames: Vec<Resized>, shape: PatchShape, normalise: &Normalise, value
     for top in (0..height).step_by(block) {
         let bands: Vec<_> = frames.iter_mut().map(|frame| frame.band(top..top + block)).collect();
         for left in (0..width).step_by(block) {
-            for [y, x] in shape.block() {
+            for [y, x] in shape.order([merge; 2]) {
                 let at = [y * patch, left + x * patch];
                 for (band, cut) in bands.iter().zip(cut.chunks_exact_mut(3 * size)) {
                     cut_patch(band, width, at, patch, normalise, cut);
@@ -204,18 +201,14 @@ fn cut_patch(
 /// Inverse of [`patchify`]: returns the frames of patches `[t * gh * gw, 3 * tp * p * p]`,
 /// including repeated frames.
 pub(crate) fn unpatchify(patches: &Patches, shape: PatchShape, normalise: &Normalise) -> Vec<Rgb> {
-    let PatchShape { patch, temporal, merge, .. } = shape;
+    let PatchShape { patch, temporal, .. } = shape;
     let [times, rows, columns] = patches.grid_thw.map(|n| n as usize);
     let (width, height) = (columns * patch, rows * patch);
     let blank = Rgb { width, height, data: vec![0; width * height * 3] };
     let mut frames = vec![blank; times * temporal];
     let mut values = patches.pixel_values.iter();
     for frames in frames.chunks_mut(temporal) {
-        let blocks = (0..rows / merge).flat_map(|y| (0..columns / merge).map(move |x| [y, x]));
-        let inside = |[y, x]: [usize; 2]| {
-            shape.block().map(move |cell| [y * merge + cell[0], x * merge + cell[1]])
-        };
-        for [y, x] in blocks.flat_map(inside) {
+        for [y, x] in shape.order([rows, columns]) {
             for (c, Channel { mean, std, .. }) in normalise.0.iter().enumerate() {
                 for frame in frames.iter_mut() {
                     for (at, value) in values.by_ref().take(patch * patch).enumerate() {

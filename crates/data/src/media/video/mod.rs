@@ -32,7 +32,8 @@ use file::VideoFile;
 use sampling::{FrameSampling, Wanted, frames_between};
 
 use crate::media::image::{
-    ImageProcessor, Pixels, Rgb, SliceGrid, TargetSize, is_elongated, patchify, resize, unpatchify,
+    ImageGrid, ImageProcessor, Pixels, Rgb, SliceGrid, TargetSize, is_elongated, patchify, resize,
+    unpatchify,
 };
 use crate::media::{ImageForm, MediaFamily, VideoForm};
 use crate::model_folder::ModelFolderError;
@@ -62,11 +63,15 @@ pub struct Clip {
 }
 
 impl Clip {
+    /// A frame group, with the slices that follow it.
+    pub fn frame(&self) -> ImageGrid {
+        let [_, height, width] = self.grid_thw;
+        ImageGrid { whole: [1, height, width], slices: self.slices }
+    }
+
     /// Number of patches, those of slices included.
     pub fn num_patches(&self) -> usize {
-        let product = |grid: [u32; 3]| grid.map(|n| n as usize).iter().product::<usize>();
-        let frames = self.grid_thw[0] as usize;
-        product(self.grid_thw) + self.slices.map_or(0, |slices| frames * product(slices.grid()))
+        self.grid_thw[0] as usize * self.frame().num_patches()
     }
 }
 
@@ -293,9 +298,8 @@ impl VideoProcessor {
         limits: &VideoLimits,
     ) -> Option<TargetSize> {
         let VideoSettings { family, pixels, slices, .. } = &self.settings;
-        let one_size = |whole| TargetSize { whole, slices: None };
         if let ImageForm::Tiles(tile) = family.images {
-            return Some(one_size([tile.side; 2]));
+            return Some(TargetSize::unsliced([tile.side; 2]));
         }
         if let Some(slices) = slices {
             let max_pixels = pixels.all.of_video(num_frames, limits).max_pixels; // of all frames
@@ -304,28 +308,28 @@ impl VideoProcessor {
         }
         let temporal = self.images.temporal_patch_size() as usize;
         let factor = self.images.patch_size() * self.images.merge_size();
-        pixels.target(num_frames, shape, temporal, factor, limits).map(one_size)
+        pixels.target(num_frames, shape, temporal, factor, limits).map(TargetSize::unsliced)
     }
 
     /// The patches of resized frames, each with its slices behind it.
     fn patches(&self, clip: Clip, frames: &[Rgb]) -> (Clip, Vec<Patches>) {
-        let of = |frames: &[Rgb], grid_thw, follows| {
+        let patches = |frames: &[Rgb], grid_thw, follows| {
             let (shape, normalise) = (self.images.patch_shape(), &self.settings.normalise);
             let pixel_values = patchify(frames, shape, normalise); // [t * gh * gw, 3 * tp * p * p]
             Patches { pixel_values, grid_thw, kind: MediumKind::Video, follows }
         };
         let Some(slices) = clip.slices.map(SliceGrid::grid) else {
-            let patches = of(frames, clip.grid_thw, false);
-            return (clip, vec![patches]);
+            let all = patches(frames, clip.grid_thw, false);
+            return (clip, vec![all]);
         };
         let [_, height, width] = clip.grid_thw;
         let of_frame = |(at, images): (usize, &[Rgb])| {
             let (whole, cut) = images.split_at(1);
-            [of(whole, [1, height, width], at > 0), of(cut, slices, true)]
+            [patches(whole, [1, height, width], at > 0), patches(cut, slices, true)]
         };
         let frames = frames.chunks(1 + slices[0] as usize).enumerate();
-        let patches = frames.flat_map(of_frame).collect();
-        (clip, patches)
+        let all = frames.flat_map(of_frame).collect();
+        (clip, all)
     }
 }
 

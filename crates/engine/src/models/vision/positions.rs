@@ -3,31 +3,7 @@
 
 use super::config::{ROPE_BASE, TableReading, VisionConfig};
 use crate::nn::{HostTable, inverse_frequencies};
-
-/// Row and column of each patch of a frame: token by token, in a token square by square, in a square
-/// row by row. `merge` and `square` are patches on a side of a token and of a square.
-fn merge_block_order(
-    [h, w]: [u32; 2],
-    merge: u32,
-    square: u32,
-) -> impl Iterator<Item = (u32, u32)> {
-    let at = move |i: u32| {
-        let (of_square, inside) = (i / square.pow(2), i % square.pow(2));
-        let squares = merge / square;
-        (
-            of_square / squares * square + inside / square,
-            of_square % squares * square + inside % square,
-        )
-    };
-    (0..h / merge).flat_map(move |block_row| {
-        (0..w / merge).flat_map(move |block_column| {
-            (0..merge * merge).map(move |i| {
-                let (row, column) = at(i);
-                (block_row * merge + row, block_column * merge + column)
-            })
-        })
-    })
-}
+use batch::merge_block_order;
 
 impl VisionConfig {
     /// Row and column of each patch of a frame of `h` by `w` patches.
