@@ -331,6 +331,7 @@ pub(crate) fn memory_model(
     (compute, state): (DType, f64),
     recompute: RecomputePolicy,
     grads: &dyn GradSink,
+    workers: NonZeroUsize,
 ) -> candle_core::Result<MemoryModel> {
     let element = compute.size_in_bytes() as f64;
     let (vocabulary, hidden) = model.lm_head().shape().dims2()?;
@@ -344,6 +345,7 @@ pub(crate) fn memory_model(
         logits: LOGITS_BYTES as f64,
         delta_limit: 0.0,
         libraries: LIBRARIES,
+        workers: workers.get() as f64,
         activations: model.activation_memory(element, recompute, grads),
     })
 }
@@ -469,7 +471,8 @@ impl ModelShape {
         let bytes = (config.model.precision.dtype(), state);
         let sink = Trained(&self.trainable, Tensor::zeros((), DType::F32, &Device::Cpu)?);
         let recompute = config.model.recompute.policy();
-        let mut memory = memory_model(&self.loaded.model, held, bytes, recompute, &sink)?;
+        let workers = config.data.workers;
+        let mut memory = memory_model(&self.loaded.model, held, bytes, recompute, &sink, workers)?;
         if config.model.precision == Precision::Bf16 && config.optim.master == Master::F32 {
             memory.master = 4.0;
         }

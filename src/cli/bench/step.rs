@@ -16,6 +16,7 @@ use crate::run::{
 };
 use crate::train::{PreparedStep, StepRunner, WeightStorage, stored_memory};
 use candle_core::{DType, Device};
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -54,6 +55,7 @@ fn memory_of(
     runner: &StepRunner,
     state: f64,
     storage: WeightStorage,
+    workers: NonZeroUsize,
 ) -> anyhow::Result<MemoryModel> {
     let (mut parameters, mut trained) = (0, 0);
     for (param, grad) in runner.params.iter().zip(runner.grads().iter()) {
@@ -67,7 +69,8 @@ fn memory_of(
     let division = stored_memory(&runner.model.stages(), &is_stored, storage).of(division);
     let bytes = (runner.dtype, state);
     let model = &runner.model;
-    let mut memory = memory_model(model, division, bytes, runner.recompute, runner.grads())?;
+    let mut memory =
+        memory_model(model, division, bytes, runner.recompute, runner.grads(), workers)?;
     if !runner.device.is_cpu() {
         memory.logits = GPU_LOGITS_BYTES as f64;
     }
@@ -132,7 +135,7 @@ impl StepBench {
         let runner = step_runner(config, whole_model(loaded, stored), &groups, None, device)?;
         let work = ModelWork(runner.model.work());
         let passes = work.passes(|index| runner.grads().get(index).is_some());
-        let memory = memory_of(&runner, state, weight_storage(config, device))?;
+        let memory = memory_of(&runner, state, weight_storage(config, device), options.workers)?;
         let loader = Loader::start(rows, order, options, DataState::default());
         Ok(Self { runner, loader, memory, work, passes })
     }

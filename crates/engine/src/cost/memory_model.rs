@@ -13,8 +13,10 @@ const TOKENIZER_ENTRY: f64 = 1400.0;
 const HOST_TOKEN: f64 = 100.0;
 /// Number of steps on the host at one time: one in use, one waiting, one being assembled.
 const HOST_STEPS: f64 = 3.0;
-/// Maximum number of rows that are encoded ahead, and maximum bytes of their pixels.
-const ROWS_AHEAD: f64 = 256.0;
+/// The loader reads the rows of this many steps ahead, and at least this many rows per worker while
+/// steps are small, but not more than these bytes of pixels.
+const STEPS_AHEAD: f64 = 2.0;
+const WORKER_ROWS_AHEAD: f64 = 16.0;
 const BYTES_AHEAD: f64 = 256.0 * 1024.0 * 1024.0;
 
 /// Activations of a model, in bytes per token or patch.
@@ -91,6 +93,8 @@ pub struct MemoryModel {
     pub delta_limit: f64,
     /// Bytes of shared libraries.
     pub libraries: f64,
+    /// Threads that read rows.
+    pub workers: f64,
     pub activations: ActivationMemory,
 }
 
@@ -223,8 +227,11 @@ impl MemoryModel {
 
     fn host_pixel_bytes(&self, sizes: &MicroBatchSizes) -> f64 {
         let host = 4.0 * self.activations.patch_values;
-        HOST_STEPS * host * sizes.step_patches
-            + f64::min(ROWS_AHEAD * host * sizes.sample_patches, BYTES_AHEAD)
+        let ahead = f64::max(
+            STEPS_AHEAD * sizes.step_patches,
+            WORKER_ROWS_AHEAD * self.workers * sizes.sample_patches,
+        );
+        HOST_STEPS * host * sizes.step_patches + f64::min(host * ahead, BYTES_AHEAD)
     }
 }
 
@@ -243,6 +250,7 @@ mod tests {
             logits: 4000.0,
             delta_limit: 0.0,
             libraries: 0.0,
+            workers: 2.0,
             activations: ActivationMemory {
                 token_context: 20.0,
                 token_tape: 1752.0,
@@ -321,7 +329,12 @@ mod tests {
     #[test]
     fn pixels_wait_on_the_host() {
         let sizes = MicroBatchSizes { patches: 8.0, step_patches: 16.0, ..Default::default() };
-        assert_eq!(model().host_pixel_bytes(&sizes), 3.0 * 4.0 * 12.0 * 16.0);
+        let bytes = |sizes: &MicroBatchSizes| model().host_pixel_bytes(sizes);
+        assert_eq!(bytes(&sizes), (3.0 + 2.0) * 4.0 * 12.0 * 16.0);
+        let small = MicroBatchSizes { sample_patches: 4.0, ..sizes };
+        assert_eq!(bytes(&small), 4.0 * 12.0 * (3.0 * 16.0 + 16.0 * 2.0 * 4.0));
+        let large = MicroBatchSizes { sample_patches: 1e9, ..sizes };
+        assert_eq!(bytes(&large), 3.0 * 4.0 * 12.0 * 16.0 + BYTES_AHEAD);
         let without = MicroBatchSizes::default();
         let device = |sizes| model().parts(sizes).device();
         let patches = device(&sizes) - device(&without);
