@@ -1,5 +1,5 @@
 //! Host data types that pass between the steps of data loading: plain `Vec`s without devices or
-//! files.
+//! files. Also the sizes in a model folder that data and models share.
 //!
 //! Shapes: `B` rows, `L` padded length, `T` tokens, `M` merged vision tokens, `P` patches.
 
