@@ -160,6 +160,7 @@ fn folders_and_templates_of_other_families_are_accepted_in_every_spelling() {
         (Trainer::MsSwift, "model: openbmb/MiniCPM-V-4.7-1B\n"),
         (Trainer::MsSwift, "model: Qwen/Qwen2-VL-2B-Instruct\ntemplate: qwen2_vl\n"),
         (Trainer::MsSwift, "model: ./models/my_qwen2_vl_7b\n"),
+        (Trainer::MsSwift, "model: ./models/my_qwen2_5_vl_7b\n"),
         (Trainer::LlamaFactory, "model_name_or_path: ./qwen2vl-7b\ntemplate: qwen2_vl\n"),
     ] {
         let rest = match trainer {

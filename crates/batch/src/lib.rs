@@ -1,5 +1,5 @@
 //! Host data types that pass between the steps of data loading: plain `Vec`s without devices or
-//! files.
+//! files. Also the sizes in a model folder that data and models share.
 //!
 //! Shapes: `B` rows, `L` padded length, `T` tokens, `M` merged vision tokens, `P` patches.
 
@@ -12,6 +12,7 @@ mod merge_order;
 mod pack;
 mod padded;
 mod sample;
+mod sizes;
 mod split;
 mod varlen;
 
@@ -25,6 +26,7 @@ pub use sample::{
     AreaLimits, BoxRef, BoxUnit, Content, FrameRate, ImageLimits, MediaRef, MediaSource, Medium,
     MediumKind, Message, Objects, Part, Sample, SampleId, VideoLimits, VideoRef,
 };
+pub use sizes::{SliceSizes, TileSizes, WrongSize, read_side};
 pub use split::BatchPart;
 pub use varlen::{VarlenBatch, media_rows};
 

@@ -71,6 +71,15 @@ const OTHERS: &[&str] = &[
     "baichuan",
 ];
 
+/// Parts of names of supported models that have one of [`OTHERS`] too, without `-`, `_` and `.`.
+const NOT_OTHERS: [(&str, Family); 5] = [
+    ("qwen25vl", Family::Qwen2Vl),
+    ("qwen2vl", Family::Qwen2Vl),
+    ("internvl35", Family::Tiles),
+    ("minicpmv46", Family::Slices),
+    ("minicpmv47", Family::Slices),
+];
+
 /// Writes `model.path`, `model.weights`, `model.precision` and `output_dir`.
 pub(super) fn model(conversion: &mut Conversion) -> Family {
     let random = conversion.consume_boolean(Role::RandomWeights).filter(|(random, _)| *random);
@@ -113,33 +122,22 @@ fn family_of(path: &str) -> Result<Family, &'static str> {
             !size.is_empty() && size.chars().all(|c| c.is_ascii_digit() || c == '.')
         })
     });
-    let is_qwen2_vl = ["qwen2.5-vl", "qwen2-vl", "qwen2vl"].iter().any(|of| name.contains(of));
-    let is_internvl = ["internvl3.5", "internvl3-5"].iter().any(|of| name.contains(of))
-        && !name.contains("gpt-oss");
     let letters = name.replace(['-', '.'], "");
-    let is_minicpm = ["minicpmv46", "minicpmv47"].iter().any(|of| letters.contains(of));
-    let is_other = !is_qwen2_vl
-        && !is_internvl
-        && !is_minicpm
-        && OTHERS.iter().any(|other| name.contains(other));
-    if is_other || is_moe && !name.starts_with("qwen3") && !is_internvl {
+    let known = NOT_OTHERS.iter().find(|(part, _)| letters.contains(part));
+    let known = known.map(|of| of.1).filter(|of| *of != Family::Tiles || !name.contains("gpt-oss"));
+    let is_other = known.is_none() && OTHERS.iter().any(|other| name.contains(other));
+    if is_other || is_moe && !name.starts_with("qwen3") && known != Some(Family::Tiles) {
         return Err(
             "only models of Qwen3-VL, Qwen2.5-VL, Qwen2-VL, Qwen3, Qwen3.5, InternVL3.5 and \
              MiniCPM-V 4.6 and 4.7 are supported",
         );
     }
-    Ok(if name.starts_with("qwen3-") && !name.contains("vl") {
-        Family::Text
-    } else if is_qwen2_vl {
-        Family::Qwen2Vl
-    } else if is_internvl {
-        Family::Tiles
-    } else if is_minicpm {
-        Family::Slices
-    } else if ["qwen3.5", "qwen3.6", "qwen3.8"].iter().any(|of| name.starts_with(of)) {
-        Family::VisionLanguage
-    } else {
-        Family::Deepstack
+    let newer = ["qwen3.5", "qwen3.6", "qwen3.8"];
+    Ok(match known {
+        Some(family) => family,
+        None if name.starts_with("qwen3-") && !name.contains("vl") => Family::Text,
+        None if newer.iter().any(|of| name.starts_with(of)) => Family::VisionLanguage,
+        None => Family::Deepstack,
     })
 }
 

@@ -6,7 +6,7 @@ pub mod video;
 
 use std::path::Path;
 
-use serde::de::Error as _;
+use batch::{SliceSizes, TileSizes, WrongSize};
 use serde_json::Value;
 
 use crate::model_folder::{ModelFolderError, read_json_if_there};
@@ -47,28 +47,6 @@ pub(crate) enum ImageForm {
     /// The whole image, and slices if it is large. The text has each between special tokens, and the
     /// rows of slices on lines.
     Slices(SliceSizes),
-}
-
-/// Sizes of a tile, from `config.json`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct TileSizes {
-    /// Side of a tile in pixels; a multiple of the other two sizes.
-    pub(crate) side: u32,
-    /// Side of a patch in pixels.
-    pub(crate) patch: u32,
-    /// Side of a merge block in patches.
-    pub(crate) merge: u32,
-}
-
-/// Sizes of an image with slices, from `config.json`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct SliceSizes {
-    /// Side of a patch in pixels.
-    pub(crate) patch: u32,
-    /// Side of a merge block in patches.
-    pub(crate) merge: u32,
-    /// `downsample_mode`, which decides the merge block.
-    pub(crate) mode: &'static str,
 }
 
 /// How visual tokens count as positions.
@@ -134,8 +112,6 @@ const LIKE_QWEN3_VL: [&str; 8] = [
 ];
 /// The value of transformers if the folder has none. Published folders have 2.
 const TOKENS_PER_SECOND: f32 = 4.0;
-/// Maximum side of a tile or patch in pixels.
-const MAX_SIDE: u64 = 4096;
 
 impl MediaFamily {
     /// The family of the model in a folder, from its `config.json`.
@@ -149,6 +125,9 @@ impl MediaFamily {
             positions: Positions::Grid,
             image_marks: None,
         };
+        let wrong = |WrongSize { key, found, expected }| {
+            ModelFolderError::value(&path, key, found.to_string(), expected)
+        };
         match config["model_type"].as_str() {
             Some("qwen2_vl") => {
                 let videos = VideoForm::OneRun { tokens_per_second: None };
@@ -159,14 +138,14 @@ impl MediaFamily {
                 Ok(of_grids(VideoForm::OneRun { tokens_per_second }, BoxForm::Pixels))
             }
             Some("internvl") => Ok(Self {
-                images: ImageForm::Tiles(TileSizes::read(&path, &config)?),
+                images: ImageForm::Tiles(TileSizes::read(&config).map_err(wrong)?),
                 videos: VideoForm::NumberedFrames { placeholder: "<video>" },
                 boxes: Some(BoxForm::TaggedThousandths),
                 positions: Positions::Index,
                 image_marks: Some(["<img>", "</img>"]),
             }),
             Some(kind @ ("minicpmv4_6" | "minicpmv4_7")) => Ok(Self {
-                images: ImageForm::Slices(SliceSizes::read(&path, &config)?),
+                images: ImageForm::Slices(SliceSizes::read(&config).map_err(wrong)?),
                 videos: VideoForm::SlicedFrames { can_be_numbered: kind == "minicpmv4_6" },
                 boxes: None,
                 positions: match kind {
@@ -197,28 +176,6 @@ impl MediaFamily {
     }
 }
 
-/// The error of the file at `path`, whose `key` has the wrong value `value`.
-fn bad(path: &Path, key: &'static str, value: &Value, expected: String) -> ModelFolderError {
-    ModelFolderError::value(path, key, value.to_string(), expected)
-}
-
-/// `value`, or `default` if the file lacks it.
-fn or(value: &Value, default: Value) -> Value {
-    if value.is_null() { default } else { value.clone() }
-}
-
-/// The side in the `value` of `key`: a number, or a list of two equal numbers.
-fn square(path: &Path, key: &'static str, value: &Value) -> Result<u32, ModelFolderError> {
-    let side = match value.as_array().map(Vec::as_slice) {
-        Some([height, width]) if height == width => height.as_u64(),
-        Some(_) => None,
-        None => value.as_u64(),
-    };
-    let side = side.filter(|side| (1..=MAX_SIDE).contains(side));
-    let expected = format!("a whole number from 1 to {MAX_SIDE}, or a list of two such");
-    side.map(|side| side as u32).ok_or_else(|| bad(path, key, value, expected))
-}
-
 impl CanvasTokens {
     /// The keys of the ids in `config.json`, and the texts of the tokens.
     pub(crate) const KEYS: [(&'static str, &'static str); 5] = [
@@ -246,54 +203,6 @@ impl CanvasTokens {
     }
 }
 
-impl SliceSizes {
-    pub(crate) const DEFAULT_MODE: &'static str = "16x";
-    /// Side of the blocks that are merged first, in patches.
-    pub(crate) const INNER: u32 = 2;
-
-    /// The sizes in `config`, the content of the file at `path`. Those that it lacks are the defaults
-    /// of transformers.
-    fn read(path: &Path, config: &Value) -> Result<Self, ModelFolderError> {
-        let patch = &or(&config["vision_config"]["patch_size"], 16.into());
-        let patch = square(path, "vision_config.patch_size", patch)?;
-        let mode = &or(&config["downsample_mode"], Self::DEFAULT_MODE.into());
-        // Patches are merged in blocks of 2 x 2, in the vision encoder and after it, or only after it.
-        let (mode, merge) = match mode.as_str() {
-            Some(Self::DEFAULT_MODE) => (Self::DEFAULT_MODE, 4),
-            Some("4x") => ("4x", 2),
-            _ => return Err(bad(path, "downsample_mode", mode, "`16x` or `4x`".to_owned())),
-        };
-        Ok(Self { patch, merge, mode })
-    }
-}
-
-impl TileSizes {
-    /// The sizes in `config`, the content of the file at `path`. Those that it lacks are the defaults
-    /// of transformers.
-    fn read(path: &Path, config: &Value) -> Result<Self, ModelFolderError> {
-        let vision = &config["vision_config"];
-        let image_size = &or(&vision["image_size"], 448.into());
-        let side = square(path, "vision_config.image_size", image_size)?;
-        let patch = &or(&vision["patch_size"], 14.into());
-        let patch = square(path, "vision_config.patch_size", patch)?;
-        // Patches are merged by a pixel shuffle, which is a square of patches only for the inverse of
-        // a whole number.
-        let ratio = &or(&config["downsample_ratio"], 0.5.into());
-        let merge = ratio.as_f64().map_or(0.0, |ratio| (1.0 / ratio).round());
-        let is_exact = ratio.as_f64().is_some_and(|ratio| (ratio * merge - 1.0).abs() < 1e-6);
-        if !(is_exact && (1.0..=8.0).contains(&merge)) {
-            let expected = "1 divided by a whole number from 1 to 8".to_owned();
-            return Err(bad(path, "downsample_ratio", ratio, expected));
-        }
-        let merge = merge as u32;
-        if !side.is_multiple_of(patch * merge) {
-            let expected = format!("a multiple of {patch} x {merge} (patch and merge block)");
-            return Err(bad(path, "vision_config.image_size", image_size, expected));
-        }
-        Ok(Self { side, patch, merge })
-    }
-}
-
 /// Temporal positions per second of video in `config`, the content of the file at `path`.
 fn tokens_per_second(path: &Path, config: &Value) -> Result<f32, ModelFolderError> {
     let tokens = &config["vision_config"]["tokens_per_second"];
@@ -301,10 +210,8 @@ fn tokens_per_second(path: &Path, config: &Value) -> Result<f32, ModelFolderErro
         Some(tokens) if tokens > 0.0 => Ok(tokens as f32),
         None if tokens.is_null() => Ok(TOKENS_PER_SECOND),
         _ => {
-            let problem = format!(
-                "`vision_config.tokens_per_second` is `{tokens}`, expected a number above 0"
-            );
-            Err(ModelFolderError::parse(path)(serde_json::Error::custom(problem)))
+            let key = "vision_config.tokens_per_second";
+            Err(ModelFolderError::value(path, key, tokens.to_string(), "a number above 0"))
         }
     }
 }

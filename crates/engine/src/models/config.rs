@@ -1,6 +1,7 @@
 //! Reads values of `config.json` in both spellings of transformers.
 
 use crate::nn::{AttentionSpec, DecoderConfig, LayerSpec, MixerSpec, MlpSpec};
+use batch::WrongSize;
 use kernels::NormScale;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -47,6 +48,12 @@ pub enum ModelConfigError {
         hint = "copy config.json from the published model again; `trainer init` writes a valid one"
     )]
     Shape { what: String },
+}
+
+impl From<WrongSize> for ModelConfigError {
+    fn from(WrongSize { key, found, expected }: WrongSize) -> Self {
+        Self::Range { key: key.to_owned(), found: found.to_string(), expected }
+    }
 }
 
 /// Asserts that each change of a valid file, the value of a key in a section or at the top level, is
@@ -174,26 +181,13 @@ impl Section<'_> {
         }
     }
 
-    /// Pixels on a side, given as a number or as two equal ones, or `default`.
-    pub(super) fn side(&self, key: &str, default: usize) -> Result<usize, ModelConfigError> {
-        if !self.value[key].is_array() {
-            return self.size_or(key, default);
-        }
-        match self.sizes(key)?[..] {
-            [height, width] if height == width && height > 0 => Ok(height),
-            _ => Err(self.range(key, "one number, or two equal ones".to_owned())),
-        }
-    }
-
-    /// The number `key`, or `default` if the file does not have it.
-    pub(super) fn float_or(&self, key: &str, default: f64) -> Result<f64, ModelConfigError> {
-        if self.value[key].is_null() { Ok(default) } else { self.float(key) }
-    }
-
     /// What a norm adds to the variance or the mean square, or `default` if there is one and the file
     /// does not have the key.
     pub(super) fn epsilon(&self, key: &str, default: Option<f64>) -> Result<f64, ModelConfigError> {
-        let eps = default.map_or_else(|| self.float(key), |default| self.float_or(key, default))?;
+        let eps = match default {
+            Some(default) if self.value[key].is_null() => default,
+            _ => self.float(key)?,
+        };
         if eps > 0.0 && eps < 1.0 {
             return Ok(eps);
         }

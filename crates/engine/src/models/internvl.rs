@@ -10,6 +10,7 @@ use super::vision::{
     VisionNorm, VisionParts, gelu,
 };
 use crate::nn::{DecoderConfig, TensorNames};
+use batch::TileSizes;
 use kernels::Gelu;
 use serde_json::Value;
 
@@ -69,19 +70,8 @@ fn vision(
             });
         }
     };
-    let ratio = top.float_or("downsample_ratio", 0.5)?;
-    let merge = (1.0 / ratio).round();
-    if !((1.0..=8.0).contains(&merge) && (ratio * merge - 1.0).abs() < 1e-6) {
-        let expected = "1 divided by a whole number from 1 to 8";
-        return Err(top.range("downsample_ratio", expected.to_owned()));
-    }
-    let patch_size = section.side("patch_size", 14)?;
-    let image_size = section.side("image_size", 448)?;
-    let patches = image_size / patch_size; // on a side of a tile
-    if patches * patch_size != image_size || !patches.is_multiple_of(merge as usize) {
-        let expected = format!("a multiple of {merge} patches of {patch_size}");
-        return Err(section.range("image_size", expected));
-    }
+    let TileSizes { side, patch, merge } = TileSizes::read(top.value)?;
+    let patches = (side / patch) as usize; // on a side of a tile
     let tokens = (patches / merge as usize).pow(2); // of a tile
     if top.size_or("image_seq_length", tokens)? != tokens {
         return Err(top.range("image_seq_length", format!("the {tokens} tokens of a tile")));
@@ -107,7 +97,7 @@ fn vision(
         intermediate_size: section.size_or("intermediate_size", 4096)?,
         num_heads: section.size_or("num_attention_heads", 16)?,
         in_channels: section.size_or("num_channels", 3)?,
-        patch_size,
+        patch_size: patch as usize,
         temporal_patch_size: 1,
         spatial_merge_size: merge as usize,
         out_hidden_size: text.hidden_size,

@@ -10,6 +10,7 @@ use super::vision::{
     VisionMlp, VisionNames, VisionNorm, VisionParts, gelu,
 };
 use crate::nn::{DecoderConfig, TensorNames};
+use batch::{SliceSizes, read_side};
 use kernels::Gelu;
 use serde_json::{Value, json};
 
@@ -79,10 +80,10 @@ fn vision(
     expect_supported(top, section)?;
     let depth = section.size_or("num_hidden_layers", 12)?;
     let eps = section.epsilon("layer_norm_eps", Some(1e-6))?;
-    let (patch_size, image_size) =
-        (section.side("patch_size", 16)?, section.side("image_size", 224)?);
-    let early_merger = match top.value["downsample_mode"].as_str() {
-        Some("4x") => None,
+    let SliceSizes { patch, merge, .. } = SliceSizes::read(top.value)?;
+    let side = read_side(top.value, "vision_config.image_size", 224)?;
+    let early_merger = match merge {
+        SliceSizes::INNER => None,
         _ => Some(EarlyMerger {
             after_block: after_block(top, depth)?,
             norm: "layer_norm1",
@@ -100,9 +101,9 @@ fn vision(
         intermediate_size: section.size_or("intermediate_size", 3072)?,
         num_heads: section.size_or("num_attention_heads", 12)?,
         in_channels: section.size_or("num_channels", 3)?,
-        patch_size,
+        patch_size: patch as usize,
         temporal_patch_size: 1,
-        spatial_merge_size: if early_merger.is_some() { 4 } else { 2 },
+        spatial_merge_size: merge as usize,
         out_hidden_size: text.hidden_size,
         // without it, transformers trains without the images
         image_token_id: top.size("image_token_id")? as u32,
@@ -113,7 +114,7 @@ fn vision(
             mlp: VisionMlp::Gelu { act: gelu(section, Gelu::Tanh)?, layers: ["fc1", "fc2"] },
             has_temporal_kernel: false,
             has_patch_bias: true,
-            num_position_embeddings: Some((image_size / patch_size).pow(2)),
+            num_position_embeddings: Some((side / patch).pow(2) as usize),
             table_reading: TableReading::Nearest,
             early_merger,
             post_norm: Some("model.vision_tower.post_layernorm"),
@@ -138,10 +139,6 @@ fn after_block(top: &Section<'_>, depth: usize) -> Result<usize, ModelConfigErro
 
 /// Fails if a setting that changes the computation is not that of the published model.
 fn expect_supported(top: &Section<'_>, section: &Section<'_>) -> Result<(), ModelConfigError> {
-    let mode = &top.value["downsample_mode"];
-    if !(mode.is_null() || mode == "16x" || mode == "4x") {
-        return Err(top.range("downsample_mode", "`16x` or `4x`".to_owned()));
-    }
     top.expect("merge_kernel_size", &json!([2, 2]), "`[2, 2]`")?;
     top.expect("merger_times", &Value::from(1), "`1`")?;
     top.expect("drop_vision_last_layer", &Value::from(false), "`false`")?;

@@ -12,9 +12,9 @@ use super::ImageCut;
 use super::header::MAX_PIXELS;
 use super::slices::Slices;
 use super::tiles::Tiles;
-use crate::media::{ImageForm, MediaFamily, SliceSizes, TileSizes};
+use crate::media::{ImageForm, MediaFamily};
 use crate::model_folder::{ModelFolderError, read_json_if_there};
-use batch::{AreaLimits, ImageLimits};
+use batch::{AreaLimits, ImageLimits, SliceSizes, TileSizes};
 
 /// The section `data.image` of the config: limits on the size of one image after resizing.
 #[section]

@@ -58,13 +58,7 @@ use net::UrlImages;
 /// All loader workers share one processor. Each call does its work on the calling thread.
 #[derive(Debug, Clone)]
 pub struct ImageProcessor {
-    patch_size: u32,
-    temporal_patch_size: u32,
-    merge_size: u32,
-    inner_size: u32,
-    min_pixels: u64,
-    max_pixels: u64,
-    cut: ImageCut,
+    settings: ImageSettings,
     normalise: Normalise,
     urls: Urls,
 }
@@ -112,31 +106,12 @@ impl ImageGrid {
 impl ImageProcessor {
     /// Reads the settings of a model folder. Limits on pixels in `config` override the folder's.
     pub fn from_folder(folder: &Path, config: &ImageConfig) -> Result<Self, ModelFolderError> {
-        let ImageSettings {
-            patch_size,
-            temporal_patch_size,
-            merge_size,
-            inner_size,
-            min_pixels,
-            max_pixels,
-            cut,
-            mean,
-            std,
-            scale,
-        } = ImageSettings::read(folder, config)?;
-        let normalise = Normalise::new(mean, std, scale);
-        let urls = Urls::Refused;
-        Ok(Self {
-            patch_size,
-            temporal_patch_size,
-            merge_size,
-            inner_size,
-            min_pixels,
-            max_pixels,
-            cut,
-            normalise,
-            urls,
-        })
+        ImageSettings::read(folder, config).map(Self::new)
+    }
+
+    fn new(settings: ImageSettings) -> Self {
+        let normalise = Normalise::new(settings.mean, settings.std, settings.scale);
+        Self { settings, normalise, urls: Urls::Refused }
     }
 
     /// Mean and standard deviation of each channel, which normalise bytes.
@@ -146,7 +121,7 @@ impl ImageProcessor {
 
     /// The processor of a text-only model, which rejects rows with images.
     pub(crate) fn unused() -> Self {
-        Self {
+        Self::new(ImageSettings {
             patch_size: 1,
             temporal_patch_size: 1,
             merge_size: 1,
@@ -154,20 +129,21 @@ impl ImageProcessor {
             min_pixels: 1,
             max_pixels: 1,
             cut: ImageCut::OneGrid,
-            normalise: Normalise::new([0.0; 3], [1.0; 3], 1.0),
-            urls: Urls::Refused,
-        }
+            mean: [0.0; 3],
+            std: [1.0; 3],
+            scale: 1.0,
+        })
     }
 
     /// The settings that decide the patches of an image.
     pub(crate) fn key(&self) -> String {
-        let sizes = [self.patch_size, self.temporal_patch_size, self.merge_size];
-        let pixels = [self.min_pixels, self.max_pixels];
+        let sizes = [self.patch_size(), self.temporal_patch_size(), self.merge_size()];
+        let pixels = [self.settings.min_pixels, self.settings.max_pixels];
         format!("{sizes:?} {pixels:?} {:?}{}", self.normalise, self.cut_key())
     }
 
     fn cut_key(&self) -> String {
-        match self.cut {
+        match self.settings.cut {
             ImageCut::OneGrid => String::new(),
             ImageCut::Tiles(tiles) => format!(" {tiles:?}"),
             ImageCut::Slices(slices) => format!(" {slices:?}"),
@@ -205,7 +181,7 @@ impl ImageProcessor {
     /// Settings that determine the grid of an image of a given size, as text. The length cache
     /// hashes it to detect changed settings.
     pub(crate) fn limits(&self) -> String {
-        let Self { patch_size, merge_size, min_pixels, max_pixels, .. } = self;
+        let ImageSettings { patch_size, merge_size, min_pixels, max_pixels, .. } = self.settings;
         let cut = self.cut_key();
         format!("patch {patch_size}, merge {merge_size}, pixels {min_pixels} to {max_pixels}{cut}")
     }
@@ -221,7 +197,7 @@ impl ImageProcessor {
             let kind = MediumKind::Image;
             Patches { pixel_values, grid_thw, kind, follows }
         };
-        if let ImageCut::Tiles(tiles) = self.cut {
+        if let ImageCut::Tiles(tiles) = self.settings.cut {
             let values = tiles.patches(image, target.whole, shape, normalise); // [t * gh * gw, ..]
             return Ok((grid, vec![patches(values, grid.whole, false)]));
         }
@@ -247,27 +223,27 @@ impl ImageProcessor {
 
     /// Whether the text has the number of each image in front of it.
     pub(crate) fn numbers_images(&self) -> bool {
-        matches!(self.cut, ImageCut::Slices(Slices { is_numbered: true, .. }))
+        matches!(self.settings.cut, ImageCut::Slices(Slices { is_numbered: true, .. }))
     }
 
     /// Side of the square of patches that is merged into one token, in patches.
     pub fn merge_size(&self) -> u32 {
-        self.merge_size
+        self.settings.merge_size
     }
 
     /// Side of a patch, in pixels.
     pub fn patch_size(&self) -> u32 {
-        self.patch_size
+        self.settings.patch_size
     }
 
     /// Number of frames in a patch.
     pub fn temporal_patch_size(&self) -> u32 {
-        self.temporal_patch_size
+        self.settings.temporal_patch_size
     }
 
     /// Number of values in a flattened patch: `3 * temporal_patch_size * patch_size^2`.
     pub fn patch_values(&self) -> usize {
-        3 * (self.temporal_patch_size * self.patch_size * self.patch_size) as usize
+        3 * (self.temporal_patch_size() * self.patch_size().pow(2)) as usize
     }
 
     /// Size of a flattened patch of `f32` values, in bytes.
@@ -279,21 +255,21 @@ impl ImageProcessor {
     /// Number of tokens of a grid of patches after merging: `t * gh * gw / merge_size^2`.
     pub fn num_tokens(&self, grid_thw: [u32; 3]) -> usize {
         let patches: usize = grid_thw.iter().map(|n| *n as usize).product();
-        patches / (self.merge_size as usize).pow(2)
+        patches / (self.merge_size() as usize).pow(2)
     }
 
     pub(crate) fn patch_shape(&self) -> PatchShape {
         PatchShape {
-            patch: self.patch_size as usize,
-            temporal: self.temporal_patch_size as usize,
-            merge: self.merge_size as usize,
-            inner: self.inner_size as usize,
+            patch: self.patch_size() as usize,
+            temporal: self.temporal_patch_size() as usize,
+            merge: self.merge_size() as usize,
+            inner: self.settings.inner_size as usize,
         }
     }
 
     fn target(&self, media: &MediaRef, size: ImageSize) -> Result<TargetSize, ImageError> {
         let [height, width] = size.pixels;
-        if matches!(self.cut, ImageCut::Slices(_)) && size.limits.min_pixels.is_some() {
+        if matches!(self.settings.cut, ImageCut::Slices(_)) && size.limits.min_pixels.is_some() {
             return Err(ImageError::Minimum { image: ImageName::of(media) });
         }
         self.target_of_size(size).ok_or_else(|| ImageError::AspectRatio {
@@ -304,9 +280,9 @@ impl ImageProcessor {
     }
 
     fn target_of_size(&self, ImageSize { pixels, limits }: ImageSize) -> Option<TargetSize> {
-        let ([height, width], factor) = (pixels, self.patch_size * self.merge_size);
-        let [min, max] = config::over(limits, [self.min_pixels, self.max_pixels]);
-        match self.cut {
+        let ([height, width], factor) = (pixels, self.patch_size() * self.merge_size());
+        let [min, max] = config::over(limits, [self.settings.min_pixels, self.settings.max_pixels]);
+        match self.settings.cut {
             ImageCut::OneGrid => {
                 smart_resize(height, width, factor, min, max).map(TargetSize::unsliced)
             }
@@ -317,11 +293,11 @@ impl ImageProcessor {
     }
 
     fn grid_of(&self, target: &TargetSize) -> ImageGrid {
-        let ([height, width], num_grids) = match self.cut {
+        let ([height, width], num_grids) = match self.settings.cut {
             ImageCut::Tiles(tiles) => ([tiles.side; 2], tiles.count(target.whole)),
             ImageCut::OneGrid | ImageCut::Slices(_) => (target.whole, 1),
         };
-        let whole = [num_grids, height / self.patch_size, width / self.patch_size];
+        let whole = [num_grids, height / self.patch_size(), width / self.patch_size()];
         ImageGrid { whole, slices: target.slices }
     }
 

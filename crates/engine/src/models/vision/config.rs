@@ -5,7 +5,7 @@ use kernels::Gelu;
 /// Base of the rotary frequencies of the vision encoder.
 pub(super) const ROPE_BASE: f64 = 10_000.0;
 /// Patches on a side of the squares of an early merger.
-pub(super) const EARLY_MERGE: usize = 2;
+pub(super) const EARLY_MERGE: usize = batch::SliceSizes::INNER as usize;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct VisionConfig {
