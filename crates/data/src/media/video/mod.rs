@@ -251,6 +251,7 @@ impl VideoProcessor {
     ) -> Result<FramePlan, VideoError> {
         let temporal = self.images.temporal_patch_size() as usize;
         let family = &self.settings.family;
+        self.check_limits(limits)?;
         let indices = sampling.indices(among.len(), wanted, family.videos, temporal);
         let frames = indices.len();
         if frames < temporal {
@@ -289,6 +290,26 @@ impl VideoProcessor {
         Ok(FramePlan { indices, clip, source, target, num_scans: 1 })
     }
 
+    /// Fails if the row has a limit on pixels that the model cannot keep. As for images, a size of the
+    /// row precedes its limits.
+    fn check_limits(&self, limits: &VideoLimits) -> Result<(), VideoError> {
+        let (keys, size) = match self.settings.family.videos {
+            VideoForm::NumberedFrames { .. } => (3, "size"),
+            VideoForm::SlicedFrames { .. } => (1, "area"),
+            VideoForm::Timestamps | VideoForm::OneRun { .. } => return Ok(()),
+        };
+        let found = [
+            ("min_pixels", limits.frame.min_pixels),
+            ("max_pixels", limits.frame.max_pixels),
+            ("total_pixels", limits.total_pixels),
+        ];
+        let found = found.into_iter().take(keys).find(|(_, limit)| limit.is_some());
+        match found.filter(|_| limits.resized.is_none()) {
+            Some((key, _)) => Err(VideoError::Pixels { key, size }),
+            None => Ok(()),
+        }
+    }
+
     /// The size of `num_frames` frames of `shape`, which is `[height, width]` in pixels, after
     /// resizing; `None` if they are too elongated.
     fn target(
@@ -313,22 +334,22 @@ impl VideoProcessor {
 
     /// The patches of resized frames, each with its slices behind it.
     fn patches(&self, clip: Clip, frames: &[Rgb]) -> (Clip, Vec<Patches>) {
-        let patches = |frames: &[Rgb], grid_thw, follows| {
+        let patches = |frames: &[Rgb], grid_thw, continues_medium| {
             let (shape, normalise) = (self.images.patch_shape(), &self.settings.normalise);
             let pixel_values = patchify(frames, shape, normalise); // [t * gh * gw, 3 * tp * p * p]
-            Patches { pixel_values, grid_thw, kind: MediumKind::Video, follows }
+            Patches { pixel_values, grid_thw, kind: MediumKind::Video, continues_medium }
         };
         let Some(slices) = clip.slices.map(SliceGrid::grid) else {
             let all = patches(frames, clip.grid_thw, false);
             return (clip, vec![all]);
         };
         let [_, height, width] = clip.grid_thw;
-        let of_frame = |(at, images): (usize, &[Rgb])| {
+        let both = |(at, images): (usize, &[Rgb])| {
             let (whole, cut) = images.split_at(1);
             [patches(whole, [1, height, width], at > 0), patches(cut, slices, true)]
         };
         let frames = frames.chunks(1 + slices[0] as usize).enumerate();
-        let all = frames.flat_map(of_frame).collect();
+        let all = frames.flat_map(both).collect();
         (clip, all)
     }
 }
