@@ -251,7 +251,18 @@ impl VideoProcessor {
     ) -> Result<FramePlan, VideoError> {
         let temporal = self.images.temporal_patch_size() as usize;
         let family = &self.settings.family;
-        self.check_limits(limits)?;
+        let [min, max] = [limits.frame.min_pixels, limits.frame.max_pixels];
+        let limit = match family.videos {
+            VideoForm::NumberedFrames { .. } => {
+                min.or(max).or(limits.total_pixels).and(Some("limits on pixels"))
+            }
+            VideoForm::SlicedFrames { .. } => min.and(Some("`min_pixels`")),
+            VideoForm::Timestamps | VideoForm::OneRun { .. } => None,
+        };
+        // As for images, a size of the row precedes its limits.
+        if let (Some(limit), None) = (limit, limits.resized) {
+            return Err(VideoError::Pixels { limit });
+        }
         let indices = sampling.indices(among.len(), wanted, family.videos, temporal);
         let frames = indices.len();
         if frames < temporal {
@@ -288,26 +299,6 @@ impl VideoProcessor {
         let source_pixels = frames as u64 * source.map(u64::from).iter().product::<u64>();
         let clip = Clip { grid_thw, slices, times, source_pixels };
         Ok(FramePlan { indices, clip, source, target, num_scans: 1 })
-    }
-
-    /// Fails if the row has a limit on pixels that the model cannot keep. As for images, a size of the
-    /// row precedes its limits.
-    fn check_limits(&self, limits: &VideoLimits) -> Result<(), VideoError> {
-        let (keys, size) = match self.settings.family.videos {
-            VideoForm::NumberedFrames { .. } => (3, "size"),
-            VideoForm::SlicedFrames { .. } => (1, "area"),
-            VideoForm::Timestamps | VideoForm::OneRun { .. } => return Ok(()),
-        };
-        let found = [
-            ("min_pixels", limits.frame.min_pixels),
-            ("max_pixels", limits.frame.max_pixels),
-            ("total_pixels", limits.total_pixels),
-        ];
-        let found = found.into_iter().take(keys).find(|(_, limit)| limit.is_some());
-        match found.filter(|_| limits.resized.is_none()) {
-            Some((key, _)) => Err(VideoError::Pixels { key, size }),
-            None => Ok(()),
-        }
     }
 
     /// The size of `num_frames` frames of `shape`, which is `[height, width]` in pixels, after
