@@ -66,10 +66,10 @@ def canvas_rows():
 
 def video_rows():
     """The videos in which a frame has slices, in the forms of video_28.jsonl."""
-    of = lambda size, *names: [f"images/exact_{name}_{size}.png" for name in names]
-    squares = of("224x224", "china", "flower", "rocket", "motorcycle_left", "hubble_deep_field")
-    pages = of("256x288", "page", "text", "moon")
-    bars = of("448x64", "text", "camera", "ihc", "grass")
+    paths = lambda size, *names: [f"images/exact_{name}_{size}.png" for name in names]
+    squares = paths("224x224", "china", "flower", "rocket", "motorcycle_left", "hubble_deep_field")
+    pages = paths("256x288", "page", "text", "moon")
+    bars = paths("448x64", "text", "camera", "ihc", "grass")
     video = lambda frames, **rate: {"type": "video", "video": frames, **rate}
     text = lambda content: {"type": "text", "text": content}
     return [

@@ -13,7 +13,7 @@ use crate::run::{self, DataList};
 use crate::train::{DatasetCounts, log_datasets};
 use candle_core::{Device, Tensor};
 use clap::{Args, ValueEnum};
-use page::{Notes, Page, ShownMedium, grids, media_of, of_kind};
+use page::{Notes, Page, ShownMedium, described, grids, media_of, of_kind};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
@@ -138,13 +138,14 @@ fn show_text(
     out: &mut dyn Write,
 ) -> anyhow::Result<()> {
     let encoder = rows.encoder();
-    let [images, videos] = grids(sample);
     let media = media_of(encoder, sample);
+    let [images, videos] =
+        [MediumKind::Image, MediumKind::Video].map(|kind| described(&media, kind));
     let label = escaped_line(label, false);
     write!(out, "{label}  {} tokens, {} targets", sample.len(), sample.num_targets())?;
-    write!(out, ", image grids (t, h, w) {images:?}")?;
+    write!(out, ", image grids (t, h, w) [{images}]")?;
     if !videos.is_empty() {
-        write!(out, ", video grids {videos:?}")?;
+        write!(out, ", video grids [{videos}]")?;
     }
     writeln!(out, "{}", notes.hidden_thoughts())?;
     let weight = |at: usize| sample.weights.as_ref().map_or(1.0, |weights| weights[at]);

@@ -94,7 +94,7 @@ fn images(rows: &DatasetRows, shown: &[&Value]) -> BTreeMap<String, Vec<Pixels>>
         }
         if let Ok(sample) = rows.read(row) {
             let processor = rows.encoder().image_processor();
-            let media = sample.media.iter().filter(|of| !of.follows).take(MAX_IMAGES);
+            let media = sample.media.iter().filter(|of| !of.continues_medium).take(MAX_IMAGES);
             let pixels = media.flat_map(|patches| processor.pixels(patches)).collect();
             found.insert(name, pixels);
         }

@@ -148,6 +148,27 @@ fn settings_of_minicpm_are_those_that_its_runs_accept() {
     }
 }
 
+/// The templates of ms-swift for these models do not read the variables of qwen-vl-utils.
+#[test]
+fn variables_of_ms_swift_that_a_family_does_not_read_are_left_out() {
+    for (model, expected) in [
+        ("openbmb/MiniCPM-V-4.6", Value::Null),
+        ("OpenGVLab/InternVL3_5-1B-HF", Value::Null),
+        ("Qwen/Qwen3-VL-2B-Instruct", 6.into()),
+    ] {
+        let script = format!(
+            "FPS_MIN_FRAMES=6 FPS_MAX_FRAMES=6 FPS=6 IMAGE_MAX_TOKEN_NUM=6 swift sft --model \
+             {model} --dataset a.jsonl --tuner_type full"
+        );
+        let config = resolved(Trainer::MsSwift, "a.sh", &script).unwrap();
+        let [image, video] = ["image", "video"].map(|kind| &config["data"][kind]);
+        let found = [&video["min_frames"], &video["max_frames"], &image["max_tokens"]];
+        assert_eq!(found, [&expected; 3], "{model}");
+        assert_eq!(video["fps"].as_f64(), expected.as_f64(), "{model}");
+        assert_eq!(image["min_pixels"].is_null(), expected.is_null(), "{model}");
+    }
+}
+
 #[test]
 fn folders_and_templates_of_other_families_are_accepted_in_every_spelling() {
     for (trainer, text) in [

@@ -41,7 +41,7 @@ impl EncodedSample {
 
     /// Number of images and videos.
     pub fn num_media(&self) -> usize {
-        self.media.iter().filter(|patches| !patches.follows).count()
+        self.media.iter().filter(|patches| !patches.continues_medium).count()
     }
 
     /// Number of supervised targets after the shift. The first token of a segment is never a
@@ -75,7 +75,7 @@ pub struct Patches {
     pub kind: MediumKind,
     /// Whether these belong to the image or video of the patches before them: slices of an image or
     /// frame, which follow it, or a later frame of a video whose frames have slices.
-    pub follows: bool,
+    pub continues_medium: bool,
 }
 
 impl Patches {

@@ -164,7 +164,7 @@ mod tests {
                 pixel_values: vec![0.5; 12],
                 grid_thw: [1, 2, 6],
                 kind: MediumKind::Image,
-                follows: false,
+                continues_medium: false,
             }],
             segment_lengths: vec![vec![2, 1], vec![5]],
             length: 5,

@@ -109,7 +109,7 @@ mod tests {
             grid_thw: [frames.len() as u32, 2, width],
             pixel_values: frames.flat_map(|at| vec![at as f32; 2 * width as usize]).collect(),
             kind: MediumKind::Image,
-            follows: false,
+            continues_medium: false,
         };
         let cu_seqlens = CuSeqlens::from_lengths(&[9, 7]).unwrap();
         VarlenBatch {

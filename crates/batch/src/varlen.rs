@@ -93,7 +93,7 @@ mod tests {
             pixel_values: vec![width as f32],
             grid_thw: [1, 2, 2 * width],
             kind: MediumKind::Image,
-            follows: false,
+            continues_medium: false,
         };
         let all = CuSeqlens::from_lengths(&[8]).unwrap();
         let batch = VarlenBatch {

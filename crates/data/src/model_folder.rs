@@ -1,9 +1,11 @@
 //! Reading the files of a model folder, and their errors.
 
+use std::fmt::Debug;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
 
 use crate::template::TemplateError;
 use tokenizer::TokenizerError;
@@ -27,7 +29,7 @@ pub enum ModelFolderError {
     #[fault(hint = "copy the file from the published model again")]
     Value {
         path: PathBuf,
-        key: &'static str,
+        key: String,
         /// Found value, or `missing`.
         found: String,
         expected: String,
@@ -83,6 +85,12 @@ pub enum ModelFolderError {
     #[error("`data.image.{key}` is `{found}`, expected {expected}")]
     #[fault(hint = "remove the key")]
     ImageSetting { key: &'static str, found: String, expected: &'static str },
+    #[error(
+        "`{}`: `{key}` is `{found}`, which contradicts the settings in `{}`; the processor of \
+         transformers would take it", .path.display(), .settings.display()
+    )]
+    #[fault(hint = "remove the key, or write the same value into both files")]
+    TokenizerKey { path: PathBuf, key: String, found: String, settings: PathBuf },
     /// The value comes from the config, the model folder or the default.
     #[error("`data.video.{key}` is `{found}`, expected {expected}")]
     #[fault(
@@ -94,11 +102,20 @@ pub enum ModelFolderError {
 impl ModelFolderError {
     pub(crate) fn value(
         path: &Path,
-        key: &'static str,
+        key: &str,
         found: String,
         expected: impl Into<String>,
     ) -> Self {
-        Self::Value { path: path.to_owned(), key, found, expected: expected.into() }
+        let (path, key, expected) = (path.to_owned(), key.to_owned(), expected.into());
+        Self::Value { path, key, found, expected }
+    }
+
+    /// Names the section of the file that the wrong key is in.
+    fn in_section(mut self, section: Option<&str>) -> Self {
+        if let (Self::Value { key, .. }, Some(section)) = (&mut self, section) {
+            *key = format!("{section}.{key}");
+        }
+        self
     }
 
     pub(crate) fn parse(path: &Path) -> impl FnOnce(serde_json::Error) -> Self {
@@ -112,6 +129,80 @@ impl ModelFolderError {
 /// The bytes of a regular file.
 pub(crate) fn read(path: &Path) -> Result<Vec<u8>, ModelFolderError> {
     files::read(path).map_err(|cause| ModelFolderError::Read { path: path.to_owned(), cause })
+}
+
+/// The settings of images or videos in a model folder.
+pub(crate) struct ProcessorFile {
+    path: PathBuf,
+    /// The part of the file that has them, if it is not all of it.
+    section: Option<&'static str>,
+    value: Value,
+}
+
+impl ProcessorFile {
+    /// Reads this section of `processor_config.json`, or else the first file of these names, as
+    /// transformers 5 does.
+    pub(crate) fn read(
+        folder: &Path,
+        section: &'static str,
+        names: &[&str],
+    ) -> Result<Option<Self>, ModelFolderError> {
+        let path = folder.join("processor_config.json");
+        let mut combined = read_json_if_there::<Value>(&path)?.unwrap_or_default();
+        let value = combined.get_mut(section).map(Value::take).filter(|value| !value.is_null());
+        if let Some(value) = value {
+            return Ok(Some(Self { path, section: Some(section), value }));
+        }
+        for path in names.iter().map(|name| folder.join(name)) {
+            if let Some(value) = read_json_if_there(&path)? {
+                return Ok(Some(Self { path, section: None, value }));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Settings that are all left out, of the file at `path`, which does not exist.
+    pub(crate) fn empty(path: PathBuf) -> Self {
+        Self { path, section: None, value: Map::new().into() }
+    }
+
+    /// The settings that `parse` makes of the file.
+    ///
+    /// The processors of transformers take every key of `tokenizer_config.json` that they know in
+    /// place of that of their own file. One that would change the settings is an error, except for
+    /// those that the processor of the family does not know.
+    pub(crate) fn settings<T: DeserializeOwned, S: Debug>(
+        self,
+        folder: &Path,
+        unknown: &[&str],
+        parse: impl Fn(&Path, T) -> Result<S, ModelFolderError>,
+    ) -> Result<S, ModelFolderError> {
+        let Self { path, section, value } = self;
+        let of_value = |value: Value| {
+            let file = serde_json::from_value(value).map_err(ModelFolderError::parse(&path))?;
+            parse(&path, file).map_err(|error| error.in_section(section))
+        };
+        let settings = of_value(value.clone())?;
+        let tokenizer = folder.join("tokenizer_config.json");
+        let keys = read_json_if_there::<Map<String, Value>>(&tokenizer)?.unwrap_or_default();
+        let can_count =
+            |(key, found): &(String, Value)| !found.is_null() && !unknown.contains(&key.as_str());
+        for (key, found) in keys.into_iter().filter(can_count) {
+            let mut changed = value.clone();
+            if key == "size" {
+                // It also takes the place of limits that precede the size in a file.
+                changed["min_pixels"].take();
+                changed["max_pixels"].take();
+            }
+            changed[&key] = found.clone();
+            let is_same = |of: S| format!("{of:?}") == format!("{settings:?}");
+            if !of_value(changed).is_ok_and(is_same) {
+                let (path, settings, found) = (tokenizer, path.clone(), found.to_string());
+                return Err(ModelFolderError::TokenizerKey { path, key, found, settings });
+            }
+        }
+        Ok(settings)
+    }
 }
 
 /// A parsed JSON file.

@@ -93,8 +93,9 @@ impl SampleCounts {
 
     /// The counts of an encoded sample.
     pub fn of(row: SampleIndex, sample: &EncodedSample) -> Self {
-        let of_kind =
-            |kind| sample.media.iter().filter(|of| of.kind == kind && !of.follows).count() as u32;
+        let of_kind = |kind| {
+            sample.media.iter().filter(|of| of.kind == kind && !of.continues_medium).count() as u32
+        };
         Self {
             dataset: row.dataset,
             row: row.row,

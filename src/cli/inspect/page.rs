@@ -370,11 +370,11 @@ impl Figure<'_> {
         let medium = &self.media[self.index];
         let alike = self.media[..=self.index]
             .iter()
-            .filter(|of| of.patches.kind == medium.patches.kind && !of.patches.follows);
+            .filter(|of| of.patches.kind == medium.patches.kind && !of.patches.continues_medium);
         let (number, [times, rows, columns]) = (alike.count(), medium.patches.grid_thw);
         let groups = medium.num_groups().max(1);
         let name = match medium.patches.kind {
-            MediumKind::Image if medium.patches.follows => {
+            MediumKind::Image if medium.patches.continues_medium => {
                 format!("image {number}, slice {} of {groups}", self.group + 1)
             }
             MediumKind::Image => format!("image {number}"),
@@ -390,7 +390,7 @@ impl Figure<'_> {
             let cell = (patches / tokens.max(1) as f64).sqrt();
             let (c, r) = (f64::from(columns) / cell, f64::from(rows) / cell);
             let boxes = match medium.patches.kind {
-                MediumKind::Image if !medium.patches.follows => self.boxes_of(number - 1),
+                MediumKind::Image if !medium.patches.continues_medium => self.boxes_of(number - 1),
                 MediumKind::Image | MediumKind::Video => String::new(),
             };
             html.push_str("<figure>");
@@ -426,7 +426,10 @@ impl Figure<'_> {
     fn place_in_video(&self) -> String {
         let medium = &self.media[self.index];
         let (number, groups) = (self.group + 1, medium.num_groups());
-        let rest = self.media[self.index + 1..].iter().take_while(|of| of.patches.follows).count();
+        let rest = self.media[self.index + 1..]
+            .iter()
+            .take_while(|of| of.patches.continues_medium)
+            .count();
         let frame = medium.part / 2 + 1; // each frame is followed by its slices
         match (medium.part, rest) {
             (0, 0) => format!("group {number} of {groups}"),
@@ -511,7 +514,7 @@ impl ShownMedium<'_> {
     /// of frames, and slices are one each.
     fn num_groups(&self) -> usize {
         match self.patches.kind {
-            MediumKind::Image if !self.patches.follows => 1,
+            MediumKind::Image if !self.patches.continues_medium => 1,
             MediumKind::Image | MediumKind::Video => self.patches.grid_thw[0] as usize,
         }
     }
@@ -531,7 +534,7 @@ pub(super) fn media_of<'a>(encoder: &Encoder, sample: &'a EncodedSample) -> Vec<
         let count = encoder.image_processor().num_tokens(patches.grid_thw);
         let (rows, after) = rest.split_at(count);
         rest = after;
-        part = if patches.follows { part + 1 } else { 0 };
+        part = if patches.continues_medium { part + 1 } else { 0 };
         ShownMedium { patches, rows, part }
     };
     sample.media.iter().map(show).collect()
@@ -545,6 +548,27 @@ pub(super) fn of_kind(sample: &EncodedSample, kind: MediumKind) -> impl Iterator
 pub(super) fn grids(sample: &EncodedSample) -> [Vec<[u32; 3]>; 2] {
     [MediumKind::Image, MediumKind::Video]
         .map(|kind| of_kind(sample, kind).map(|patches| patches.grid_thw).collect())
+}
+
+/// The grid of each image or video of a kind, with that of its slices. A video of frames that have
+/// slices is one grid of all frames and one of all slices.
+pub(super) fn described(media: &[ShownMedium], kind: MediumKind) -> String {
+    let mut shown: Vec<[[u32; 3]; 2]> = Vec::new();
+    for medium in media.iter().filter(|medium| medium.patches.kind == kind) {
+        if !medium.patches.continues_medium {
+            shown.push(Default::default());
+        }
+        if let Some(grids) = shown.last_mut() {
+            let grid = &mut grids[medium.part % 2]; // each image or frame is followed by its slices
+            let [count, height, width] = medium.patches.grid_thw;
+            *grid = [grid[0] + count, height, width];
+        }
+    }
+    let text = |[whole, slices]: [[u32; 3]; 2]| match slices[0] {
+        0 => format!("{whole:?}"),
+        _ => format!("{whole:?} with slices {slices:?}"),
+    };
+    shown.into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
 /// The boxes of a row, and its thoughts that the model does not see.

@@ -525,7 +525,7 @@ fn sample(seed: u64, pieces: &[Piece]) -> EncodedSample {
                     (t * h * w) as usize * config(Shape::Tied).vision.unwrap().patch_values();
                 let pixel_values = (0..values).map(|_| rng.random_range(-1.0..1.0)).collect();
                 let kind = MediumKind::Image; // `joined` sets the kind of videos
-                media.push(Patches { pixel_values, grid_thw: grid, kind, follows: false });
+                media.push(Patches { pixel_values, grid_thw: grid, kind, continues_medium: false });
             }
         }
     }
@@ -556,7 +556,7 @@ fn joined(frames: Vec<Patches>, pieces: &[Piece]) -> Vec<Patches> {
                 let values = frames.by_ref().take(grid_thw[0] as usize);
                 let pixel_values = values.flat_map(|patches| patches.pixel_values).collect();
                 let kind = MediumKind::Video;
-                media.push(Patches { pixel_values, grid_thw, kind, follows: false });
+                media.push(Patches { pixel_values, grid_thw, kind, continues_medium: false });
             }
         }
     }

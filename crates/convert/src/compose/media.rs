@@ -22,6 +22,15 @@ pub(super) fn none(conversion: &mut Conversion) {
     conversion.drop_roles(ROLES, "the model has no vision encoder");
 }
 
+/// Drops the settings that ms-swift reads for models of Qwen only.
+fn drop_those_of_qwen(conversion: &mut Conversion) {
+    let roles = [Role::ImageMaxTokens, Role::ImageMinTokens, Role::MaxFrames, Role::MinFrames];
+    let roles = roles.into_iter().chain([Role::VideoPixels, Role::VideoTokens]);
+    conversion.drop_roles(roles, "it has no effect on this model in ms-swift");
+    conversion.lines.retain(|line| line.key != "data.video.fps");
+    conversion.note("FPS, FPS_MIN_FRAMES and FPS_MAX_FRAMES have no effect on this model in ms-swift, which reads variables of its own, such as MAX_NUM_FRAMES and VIDEO_MAX_SLICE_NUMS of MiniCPM-V (128 and 1 by default): set `data.video`, and slices in the model folder");
+}
+
 /// Writes the limits on frames of a model with slices, and drops those on pixels and tokens.
 fn slices(conversion: &mut Conversion) {
     let limits = [Role::ImageMaxTokens, Role::ImageMinTokens, Role::VideoPixels, Role::VideoTokens];
@@ -34,6 +43,9 @@ fn slices(conversion: &mut Conversion) {
 
 /// Writes `data.image` and `data.video`.
 pub(super) fn media(conversion: &mut Conversion, family: Family) {
+    if conversion.trainer == Trainer::MsSwift && [Family::Tiles, Family::Slices].contains(&family) {
+        drop_those_of_qwen(conversion);
+    }
     if family == Family::Slices {
         return slices(conversion);
     }

@@ -19,7 +19,7 @@ use fault::Fault;
 
 pub(super) const IMAGES: &str = "<|image_pad|>";
 
-fn repository(path: &str) -> PathBuf {
+pub(super) fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
 }
 
@@ -112,7 +112,8 @@ fn the_text_has_numbers_of_images_and_rows_of_slices() {
     ] {
         let encoder = encoder("16x", changes, &ImageConfig::default());
         let found = encoder.encode(&rows).unwrap();
-        let grids: Vec<_> = found.media.iter().map(|of| (of.grid_thw, of.follows)).collect();
+        let grids: Vec<_> =
+            found.media.iter().map(|of| (of.grid_thw, of.continues_medium)).collect();
         let expected = [
             ([1, 8, 8], false),
             ([2, 8, 8], true),
@@ -194,7 +195,7 @@ fn lengths_that_are_measured_are_those_of_encoded_samples() {
                 let measured = encoder.measure(&rows).unwrap();
                 assert_eq!(encoder.visual_tokens(&measured), found.vision_rows.len());
                 let [first, second, ..] = &found.media[..] else { panic!() };
-                if second.follows && limits.area.max_pixels.is_none() {
+                if second.continues_medium && limits.area.max_pixels.is_none() {
                     let patches = (first.num_patches() + second.num_patches()) as u64;
                     let tokens = patches / u64::from(encoder.merge_size().get().pow(2));
                     assert!(config.max_tokens.is_none_or(|max| tokens <= u64::from(max.get())));
@@ -296,11 +297,85 @@ fn files_that_contradict_each_other_and_missing_tokens_are_refused() {
     };
     let error = refused(&folder("16x", &[("downsample_mode", json!("4x"))]));
     assert!(error.contains("preprocessor_config.json") && error.contains("in config.json"));
+    for section in ["image_processor", "video_processor"] {
+        let folder = folder("16x", &[]);
+        let text = json!({section: {"downsample_mode": "4x"}}).to_string();
+        let mut file = fs::File::create(folder.path().join("processor_config.json")).unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+        let expected = format!("processor_config.json`: `{section}.downsample_mode` is `4x`");
+        let error = refused(&folder);
+        assert!(error.contains(&expected), "{error}");
+    }
     let folder = folder("16x", &[]);
     let path = folder.path().join("tokenizer.json");
     let text = fs::read_to_string(&path).unwrap().replace("\"</slice>\"", "\"</piece>\"");
     fs::File::create(&path).unwrap().write_all(text.as_bytes()).unwrap();
     assert!(refused(&folder).contains("no token `</slice>`"));
+}
+
+/// The processors of transformers take keys of `tokenizer_config.json` in place of their own.
+#[test]
+fn a_setting_in_tokenizer_config_that_differs_from_that_of_the_processor_is_refused() {
+    for (model, key, value, refused) in [
+        ("small-minicpm", "max_slice_nums", json!(1), true),
+        ("small-minicpm", "max_slice_nums", json!(9), false),
+        ("small-minicpm", "max_slice_nums", Value::Null, false),
+        ("small-minicpm", "use_image_id", json!(false), true),
+        ("small-minicpm", "max_num_frames", json!(3), true), // of videos alone
+        ("small-minicpm", "max_pixels", json!(20_000), false), // no setting of this processor
+        ("small-qwen25vl", "max_pixels", json!(20_000), true),
+        ("small-qwen25vl", "size", json!({"shortest_edge": 1, "longest_edge": 2}), true),
+        ("small-qwen25vl", "patch_size", json!(16), true),
+        ("small-qwen25vl", "unknown", json!(16), false),
+        ("small-tied", "max_pixels", json!(20_000), true),
+        ("small-internvl", "max_patches", json!(1), true),
+        ("small-internvl", "max_pixels", json!(20_000), false),
+    ] {
+        let folder = copy_of(model);
+        let path = folder.path().join("tokenizer_config.json");
+        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        config[key] = value.clone();
+        fs::File::create(&path).unwrap().write_all(config.to_string().as_bytes()).unwrap();
+        let error = Encoder::from_folder(folder.path(), &ImageConfig::default()).err();
+        let error = error.map(|error| error.to_string());
+        let expected = format!("tokenizer_config.json`: `{key}` is `{value}`, which contradicts");
+        let is_refused = error.as_ref().is_some_and(|error| error.contains(&expected));
+        assert_eq!((is_refused, error.is_some()), (refused, refused), "{model} {key}: {error:?}");
+    }
+}
+
+/// What `from_pretrained(folder, max_pixels=.., min_pixels=..)` of transformers saves, with limits of
+/// videos of their own in Qwen3-VL.
+#[test]
+fn settings_of_images_that_transformers_saves_twice_are_accepted() {
+    for model in ["small-qwen25vl", "small-tied"] {
+        let folder = copy_of(model);
+        for (name, keys) in [
+            ("tokenizer_config.json", json!({"min_pixels": 4096, "max_pixels": 180_000})),
+            (
+                "preprocessor_config.json",
+                json!({"size": {"shortest_edge": 4096, "longest_edge": 180_000},
+                    "min_pixels": null, "max_pixels": null}),
+            ),
+        ] {
+            let path = folder.path().join(name);
+            let mut file: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+            file.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+            fs::File::create(&path).unwrap().write_all(file.to_string().as_bytes()).unwrap();
+        }
+        Encoder::from_folder(folder.path(), &ImageConfig::default()).unwrap();
+    }
+}
+
+/// A model folder without its weights.
+fn copy_of(model: &str) -> tempfile::TempDir {
+    let (folder, from) = (tempfile::tempdir().unwrap(), repository("tests/golden/models"));
+    for file in fs::read_dir(from.join(model)).unwrap().map(Result::unwrap) {
+        if file.path().extension().is_none_or(|ending| ending != "safetensors") {
+            fs::copy(file.path(), folder.path().join(file.file_name())).unwrap();
+        }
+    }
+    folder
 }
 
 /// What decides the text or the size of an image changes the key of caches of lengths.

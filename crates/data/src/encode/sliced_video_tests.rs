@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 
 use serde_json::{Value, json};
 
-use super::slice_tests::{IMAGES, bmp, folder, photo, sample, text};
+use super::slice_tests::{IMAGES, bmp, folder, photo, repository, sample, text};
 use super::truncate::KeptEnd;
 use super::*;
 use crate::media::video::VideoMarks;
@@ -75,7 +75,8 @@ fn the_text_has_numbers_of_videos_and_slices_of_each_frame() {
     let positions: Vec<_> = (0..found.input_ids.len() as u32).map(|at| [at; 3]).collect();
     assert_eq!(found.position_ids, positions);
 
-    let grids: Vec<_> = found.media.iter().map(|of| (of.grid_thw[0], of.follows)).collect();
+    let grids: Vec<_> =
+        found.media.iter().map(|of| (of.grid_thw[0], of.continues_medium)).collect();
     let [frame, slices] = [(1, true), (2, true)];
     let of_video = [(1, false), slices, frame, slices, frame, slices];
     assert_eq!(grids, [&of_video[..], &[(1, false), slices, (3, false), (1, false)]].concat());
@@ -129,7 +130,7 @@ fn lengths_that_are_measured_are_those_of_encoded_samples() {
                 assert_eq!(encoder.length(&rows).unwrap(), Length::of(&found), "{at}");
                 let measured = encoder.measure(&rows).unwrap();
                 assert_eq!(encoder.visual_tokens(&measured), found.vision_rows.len(), "{at}");
-                num_sliced += usize::from(found.media[1].follows);
+                num_sliced += usize::from(found.media[1].continues_medium);
             }
         }
     }
@@ -161,6 +162,38 @@ fn frames_have_the_most_slices_with_which_a_video_has_at_most_this_many_pixels()
     let mut frame = of_row;
     frame.frame.max_pixels = NonZeroU32::new(10 * area as u32 - 1);
     assert_eq!(grids(&none(), frame), six);
+}
+
+/// As images with such limits; a size of the row precedes its limits.
+#[test]
+fn limits_on_pixels_that_frames_cannot_keep_are_refused() {
+    let tiles = repository("tests/golden/models/small-internvl");
+    let tiles = Encoder::from_folder(&tiles, &ImageConfig::default()).unwrap();
+    let encoders = [encoder(&json!({})), tiles];
+    let limit = NonZeroU32::new(4096);
+    let none = VideoLimits::default();
+    let frame = |min_pixels, max_pixels| VideoLimits {
+        frame: AreaLimits { min_pixels, max_pixels },
+        ..none
+    };
+    let sized = VideoLimits { resized: Some([limit.unwrap(); 2]), ..frame(limit, limit) };
+    for (limits, refused) in [
+        (none, [false, false]),
+        (frame(limit, None), [true, true]),
+        (frame(None, limit), [false, true]),
+        (VideoLimits { total_pixels: limit, ..none }, [false, true]),
+        (sized, [false, false]),
+    ] {
+        for (encoder, refused) in encoders.iter().zip(refused) {
+            let frames = vec![bmp(20, 20); 2];
+            let media = vec![Medium::Video(VideoRef::Frames { frames, fps: None, limits })];
+            let row = row(vec![Part::Video], media);
+            let (encoded, length) = (encoder.encode(&row).err(), encoder.length(&row).err());
+            for fault in [encoded, length] {
+                assert_eq!(fault.map(|fault| fault.reason()), refused.then_some("video_pixels"));
+            }
+        }
+    }
 }
 
 /// As in transformers, a video of a low rate has frames twice.

@@ -116,7 +116,7 @@ mod tests {
 
     fn patches() -> Patches {
         let (pixel_values, kind) = (vec![0.25; 8 * 3], MediumKind::Image);
-        Patches { pixel_values, grid_thw: [1, 2, 4], kind, follows: false }
+        Patches { pixel_values, grid_thw: [1, 2, 4], kind, continues_medium: false }
     }
 
     fn any_packs() -> impl Strategy<Value = Vec<Pack>> {

@@ -68,7 +68,7 @@ impl RowReader for TestReader {
             pixel_values: vec![row.row as f32; 8 * 3],
             grid_thw: [1, 2, 4],
             kind: MediumKind::Image,
-            follows: false,
+            continues_medium: false,
         };
         Ok(sample(self.id(row), vision + text, row.row, &vec![patches; vision / 2]))
     }

@@ -3,16 +3,19 @@ use super::*;
 /// A video of two frames with slices, and one without slices.
 #[test]
 fn names_of_frames_and_slices_count_those_of_their_video() {
-    let patches = |frames, follows| Patches {
+    let patches = |frames, continues_medium| Patches {
         pixel_values: Vec::new(),
         grid_thw: [frames, 2, 2],
         kind: MediumKind::Video,
-        follows,
+        continues_medium,
     };
     let all = [(1, false, 0), (3, true, 1), (1, true, 2), (3, true, 3), (2, false, 0)];
-    let all = all.map(|(frames, follows, part)| (patches(frames, follows), part));
+    let all = all.map(|(frames, continues_medium, part)| (patches(frames, continues_medium), part));
     let media: Vec<_> =
         all.iter().map(|(patches, part)| ShownMedium { patches, rows: &[], part: *part }).collect();
+    let grids = "[2, 2, 2] with slices [6, 2, 2], [2, 2, 2]";
+    assert_eq!(described(&media, MediumKind::Video), grids);
+    assert_eq!(described(&media, MediumKind::Image), "");
     let place = |index, group| {
         let figure = Figure { media: &media, index, group, max_pixels: 1, boxes: &[] };
         figure.place_in_video()

@@ -3,7 +3,7 @@
 //! of the config. The arithmetic and its rounding equal those of the transformers processor.
 
 use std::num::NonZeroU32;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Deserialize;
 use settings::section;
@@ -13,7 +13,7 @@ use super::header::MAX_PIXELS;
 use super::slices::Slices;
 use super::tiles::Tiles;
 use crate::media::{ImageForm, MediaFamily};
-use crate::model_folder::{ModelFolderError, read_json_if_there};
+use crate::model_folder::{ModelFolderError, ProcessorFile};
 use batch::{AreaLimits, ImageLimits, SliceSizes, TileSizes};
 
 /// The section `data.image` of the config: limits on the size of one image after resizing.
@@ -120,11 +120,23 @@ pub(super) struct ImageSettings {
 impl ImageSettings {
     /// Reads the settings of the model folder. Limits on pixels in `config` override the folder's.
     pub(super) fn read(folder: &Path, config: &ImageConfig) -> Result<Self, ModelFolderError> {
-        let (path, file) = read_file(folder)?;
-        let sizes = Sizes::read(&path, &file, MediaFamily::of_folder(folder)?.images, config)?;
-        let PreprocessorFile { image_mean, image_std, rescale_factor, steps, .. } = file;
-        steps.check(&path)?;
-        let bad = |key, found, expected: &str| bad(&path, key, found, expected);
+        let file = ProcessorFile::read(folder, "image_processor", &["preprocessor_config.json"])?;
+        let missing = || ModelFolderError::NoImageSettings { folder: folder.to_owned() };
+        let file = file.ok_or_else(missing)?;
+        let form = MediaFamily::of_folder(folder)?.images;
+        file.settings(folder, &[], |path, file| Self::of_file(path, &file, form, config))
+    }
+
+    fn of_file(
+        path: &Path,
+        file: &PreprocessorFile,
+        form: ImageForm,
+        config: &ImageConfig,
+    ) -> Result<Self, ModelFolderError> {
+        let sizes = Sizes::read(path, file, form, config)?;
+        let PreprocessorFile { image_mean, image_std, rescale_factor, ref steps, .. } = *file;
+        steps.check(path)?;
+        let bad = |key, found, expected: &str| bad(path, key, found, expected);
         let rescale = rescale_factor.unwrap_or(1.0 / 255.0);
         if !RESCALE_FACTORS.contains(&rescale) {
             let expected = "a number from 1e-5 to 1";
@@ -313,25 +325,6 @@ impl SliceKeys {
         let side = count(path, "scale_resolution", Some(self.scale_resolution.unwrap_or(side)))?;
         let max = if self.slice_mode == Some(false) { 1 } else { max };
         Ok(Slices { side, patch, merge, max, is_numbered })
-    }
-}
-
-/// Reads the image settings and returns them with the path of their file. As in transformers 5,
-/// that is `image_processor` in `processor_config.json`, else `preprocessor_config.json`.
-fn read_file(folder: &Path) -> Result<(PathBuf, PreprocessorFile), ModelFolderError> {
-    #[derive(Deserialize)]
-    struct Combined {
-        image_processor: Option<PreprocessorFile>,
-    }
-    let path = folder.join("processor_config.json");
-    let combined = read_json_if_there::<Combined>(&path)?;
-    if let Some(file) = combined.and_then(|combined| combined.image_processor) {
-        return Ok((path, file));
-    }
-    let path = folder.join("preprocessor_config.json");
-    match read_json_if_there(&path)? {
-        Some(file) => Ok((path, file)),
-        None => Err(ModelFolderError::NoImageSettings { folder: folder.to_owned() }),
     }
 }
 

@@ -193,9 +193,9 @@ impl ImageProcessor {
         let target = self.target(media, ImageSize::new(size, media.limits))?;
         let (shape, normalise) = (self.patch_shape(), &self.normalise);
         let grid = self.grid_of(&target);
-        let patches = |pixel_values, grid_thw, follows| {
+        let patches = |pixel_values, grid_thw, continues_medium| {
             let kind = MediumKind::Image;
-            Patches { pixel_values, grid_thw, kind, follows }
+            Patches { pixel_values, grid_thw, kind, continues_medium }
         };
         if let ImageCut::Tiles(tiles) = self.settings.cut {
             let values = tiles.patches(image, target.whole, shape, normalise); // [t * gh * gw, ..]
@@ -214,7 +214,7 @@ impl ImageProcessor {
     /// thumbnail, or to all slices.
     pub fn pixels(&self, patches: &Patches) -> Vec<Pixels> {
         let mut frames = unpatchify(patches, self.patch_shape(), &self.normalise);
-        if !patches.follows {
+        if !patches.continues_medium {
             // The frames of a temporal patch are copies, and the thumbnail is the last tile.
             frames.drain(..frames.len().saturating_sub(1));
         }

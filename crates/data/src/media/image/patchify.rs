@@ -382,7 +382,7 @@ mod tests {
         let pixel_values = patchify(&frames, shape, &normalise);
         let of = |pixel_values, grid_thw| {
             let kind = batch::MediumKind::Image;
-            Patches { pixel_values, grid_thw, kind, follows: false }
+            Patches { pixel_values, grid_thw, kind, continues_medium: false }
         };
         let patches = of(pixel_values, [2, 4, 6]);
         let [first, second, third, repeated] =

@@ -86,18 +86,18 @@ impl Slices {
         let wanted = (pixels([height, width]) as f64 / slice).ceil() as u32;
         // A maximum above `wanted + 1` changes nothing.
         let most = if wanted > 1 { self.max.min(wanted.saturating_add(1)) } else { 1 };
-        let of = |max: u32| self.slices(sides, wanted.min(max), max);
-        TargetSize { whole, slices: (2..=most).rev().map(of).find(fits) }
+        let choose = |max: u32| self.slices(sides, wanted.min(max), max);
+        TargetSize { whole, slices: (2..=most).rev().map(choose).find(fits) }
     }
 
     /// The slices of an image of about `wanted` slices, `max` at most.
     fn slices(self, [height, width]: [f64; 2], wanted: u32, max: u32) -> SliceGrid {
         let aspect_ratio = (width / height).ln();
-        let of_count = |count| (1..=count).filter(move |rows| count % rows == 0);
+        let factors = |count| (1..=count).filter(move |rows| count % rows == 0);
         let counts = (wanted - 1..=wanted + 1).filter(|count| *count > 1 && *count <= max);
         let (mut best, mut least) = ([1; 2], f64::INFINITY);
         for [rows, columns] in
-            counts.flat_map(|count| of_count(count).map(move |rows| [rows, count / rows]))
+            counts.flat_map(|count| factors(count).map(move |rows| [rows, count / rows]))
         {
             let off = (aspect_ratio - (f64::from(columns) / f64::from(rows)).ln()).abs();
             if off < least || (off == least && rows > best[0]) {
@@ -159,11 +159,11 @@ mod tests {
     #[test]
     fn an_image_has_the_most_slices_with_which_it_has_at_most_this_many_pixels() {
         for size in [[300, 400], [448, 449], [700, 900], [1000, 2000], [3000, 400], [8000, 8000]] {
-            let of_max = |max| Slices { max, ..PUBLISHED }.target(size, u64::MAX);
+            let limited = |max| Slices { max, ..PUBLISHED }.target(size, u64::MAX);
             for max_pixels in (0..14).map(|count| 14 * 14 * 1000 * count + 1).chain([u64::MAX]) {
                 let found = PUBLISHED.target(size, max_pixels);
                 let fits = |target: &TargetSize| area(target) <= max_pixels;
-                let expected = (1..=9).rev().map(of_max).find(fits).unwrap_or_else(|| of_max(1));
+                let expected = (1..=9).rev().map(limited).find(fits).unwrap_or_else(|| limited(1));
                 assert_eq!((found.whole, found.slices), (expected.whole, expected.slices));
             }
         }

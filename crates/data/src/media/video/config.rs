@@ -1,9 +1,8 @@
 //! Video settings from the config and from the model folder.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use settings::{Choice, section};
 
 use super::sampling::{Budget, FrameSampling, PixelLimits};
@@ -11,7 +10,7 @@ use crate::media::image::{
     ImageProcessor, Normalise, PixelSteps, RESCALE_FACTORS, Size, SliceKeys, Slices,
 };
 use crate::media::{ImageForm, MediaFamily, VideoForm};
-use crate::model_folder::{ModelFolderError, read_json_if_there};
+use crate::model_folder::{ModelFolderError, ProcessorFile};
 
 /// The section `data.video` of the config.
 ///
@@ -61,6 +60,8 @@ pub enum VideoMarks {
     Flat,
 }
 
+/// Limits that the video processors of some families do not know.
+const LIMITS: [&str; 4] = ["min_pixels", "max_pixels", "min_frames", "max_frames"];
 const PUBLISHED_FRAMES: [u32; 2] = [4, 768]; // minimum, maximum
 const CLIP_MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
 const CLIP_STD: [f32; 3] = [0.268_629_54, 0.261_302_58, 0.275_777_11];
@@ -176,6 +177,25 @@ struct VideoPreprocessorFile {
     steps: PixelSteps,
 }
 
+impl VideoPreprocessorFile {
+    /// The keys that the processor of [`VideoForm::SlicedFrames`] reads; it ignores limits of other
+    /// families.
+    fn of_slices(self) -> Self {
+        Self {
+            size: None,
+            min_pixels: None,
+            max_pixels: None,
+            fps: None,
+            min_frames: None,
+            max_frames: self.max_num_frames,
+            temporal_patch_size: None,
+            merge_size: None,
+            cap_pixels_per_frame: None,
+            ..self
+        }
+    }
+}
+
 impl VideoSettings {
     /// Reads the settings of the model folder; `config` overrides them.
     ///
@@ -187,10 +207,36 @@ impl VideoSettings {
         images: &ImageProcessor,
     ) -> Result<Self, ModelFolderError> {
         let family = MediaFamily::of_folder(folder)?;
-        let (path, file) = read_file(folder, family.videos)?;
+        let published = "video_preprocessor_config.json";
+        // Published folders of models with `VideoForm::OneRun` have neither this file nor a section,
+        // and the settings of images apply to each frame.
+        let names = [published, "preprocessor_config.json"];
+        let names = if family.videos == VideoForm::Timestamps { &names[..1] } else { &names };
+        let unknown = match family.videos {
+            VideoForm::OneRun { .. } => &LIMITS[4..],
+            VideoForm::Timestamps => &LIMITS[..2],
+            VideoForm::NumberedFrames { .. } | VideoForm::SlicedFrames { .. } => &LIMITS[..],
+        };
+        ProcessorFile::read(folder, "video_processor", names)?
+            .unwrap_or_else(|| ProcessorFile::empty(folder.join(published)))
+            .settings(folder, unknown, |path, file| {
+                Self::of_file(path, file, family, config, images)
+            })
+    }
+
+    fn of_file(
+        path: &Path,
+        mut file: VideoPreprocessorFile,
+        family: MediaFamily,
+        config: &VideoConfig,
+        images: &ImageProcessor,
+    ) -> Result<Self, ModelFolderError> {
+        if let VideoForm::SlicedFrames { .. } = family.videos {
+            file = file.of_slices();
+        }
         let published = Published::of(family.videos);
-        let normalise = check_file(&path, &file, images, &published)?;
-        let slices = slices(&path, &file, family.images, images)?;
+        let normalise = check_file(path, &file, images, &published)?;
+        let slices = slices(path, &file, family.images, images)?;
         let VideoPreprocessorFile {
             size, min_pixels, max_pixels, fps, min_frames, max_frames, ..
         } = file;
@@ -245,7 +291,7 @@ impl VideoSettings {
             return setting("min_frames", min_frames.to_string(), "at most `max_frames`");
         }
         check_limits(
-            &path,
+            path,
             [min_pixels, size.shortest_edge, max_pixels],
             of_folder,
             config,
@@ -371,50 +417,6 @@ fn check_file(
         return bad("image_mean`, `image_std", format!("{mean:?}, {std:?}"), expected);
     }
     Ok(Normalise::new(mean, std, (1.0 / rescale) as f32))
-}
-
-/// Reads the video settings and returns them with the path of their file.
-///
-/// As in transformers, `processor_config.json` takes precedence over
-/// `video_preprocessor_config.json`. The settings are empty if neither file has any. Published
-/// folders of models with [`VideoForm::OneRun`] have neither, and the settings of images apply to
-/// each frame. The processor of [`VideoForm::SlicedFrames`] ignores limits of other families.
-fn read_file(
-    folder: &Path,
-    form: VideoForm,
-) -> Result<(PathBuf, VideoPreprocessorFile), ModelFolderError> {
-    let combined = folder.join("processor_config.json");
-    let published = folder.join("video_preprocessor_config.json");
-    let nested = read_json_if_there::<Value>(&combined)?.and_then(|mut value| {
-        value.get_mut("video_processor").map(Value::take).filter(Value::is_object)
-    });
-    let (path, value) = match nested {
-        Some(value) => (combined, Some(value)),
-        None => match read_json_if_there(&published)? {
-            None if form != VideoForm::Timestamps => {
-                let of_images = folder.join("preprocessor_config.json");
-                (of_images.clone(), read_json_if_there(&of_images)?)
-            }
-            found => (published, found),
-        },
-    };
-    let file = value.map_or(Ok(VideoPreprocessorFile::default()), serde_json::from_value);
-    let mut file = file.map_err(ModelFolderError::parse(&path))?;
-    if let VideoForm::SlicedFrames { .. } = form {
-        file = VideoPreprocessorFile {
-            size: None,
-            min_pixels: None,
-            max_pixels: None,
-            fps: None,
-            min_frames: None,
-            max_frames: file.max_num_frames,
-            temporal_patch_size: None,
-            merge_size: None,
-            cap_pixels_per_frame: None,
-            ..file
-        };
-    }
-    Ok((path, file))
 }
 
 #[cfg(test)]

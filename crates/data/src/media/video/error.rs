@@ -115,6 +115,9 @@ pub enum VideoError {
         seconds: f64,
         limit: f32,
     },
+    #[error("the video has {limit}, but the model scales every frame to a fixed area")]
+    #[fault(hint = "remove the limits from the row", reason = "video_pixels")]
+    Pixels { limit: &'static str },
     #[error("frames are {width} x {height} pixels, expected an aspect ratio of at most 200")]
     #[fault(hint = "crop or pad the video", reason = "video_aspect_ratio")]
     AspectRatio {

@@ -251,6 +251,18 @@ impl VideoProcessor {
     ) -> Result<FramePlan, VideoError> {
         let temporal = self.images.temporal_patch_size() as usize;
         let family = &self.settings.family;
+        let [min, max] = [limits.frame.min_pixels, limits.frame.max_pixels];
+        let limit = match family.videos {
+            VideoForm::NumberedFrames { .. } => {
+                min.or(max).or(limits.total_pixels).and(Some("limits on pixels"))
+            }
+            VideoForm::SlicedFrames { .. } => min.and(Some("`min_pixels`")),
+            VideoForm::Timestamps | VideoForm::OneRun { .. } => None,
+        };
+        // As for images, a size of the row precedes its limits.
+        if let (Some(limit), None) = (limit, limits.resized) {
+            return Err(VideoError::Pixels { limit });
+        }
         let indices = sampling.indices(among.len(), wanted, family.videos, temporal);
         let frames = indices.len();
         if frames < temporal {
@@ -313,22 +325,22 @@ impl VideoProcessor {
 
     /// The patches of resized frames, each with its slices behind it.
     fn patches(&self, clip: Clip, frames: &[Rgb]) -> (Clip, Vec<Patches>) {
-        let patches = |frames: &[Rgb], grid_thw, follows| {
+        let patches = |frames: &[Rgb], grid_thw, continues_medium| {
             let (shape, normalise) = (self.images.patch_shape(), &self.settings.normalise);
             let pixel_values = patchify(frames, shape, normalise); // [t * gh * gw, 3 * tp * p * p]
-            Patches { pixel_values, grid_thw, kind: MediumKind::Video, follows }
+            Patches { pixel_values, grid_thw, kind: MediumKind::Video, continues_medium }
         };
         let Some(slices) = clip.slices.map(SliceGrid::grid) else {
             let all = patches(frames, clip.grid_thw, false);
             return (clip, vec![all]);
         };
         let [_, height, width] = clip.grid_thw;
-        let of_frame = |(at, images): (usize, &[Rgb])| {
+        let both = |(at, images): (usize, &[Rgb])| {
             let (whole, cut) = images.split_at(1);
             [patches(whole, [1, height, width], at > 0), patches(cut, slices, true)]
         };
         let frames = frames.chunks(1 + slices[0] as usize).enumerate();
-        let all = frames.flat_map(of_frame).collect();
+        let all = frames.flat_map(both).collect();
         (clip, all)
     }
 }

@@ -420,16 +420,16 @@ mod tests {
     #[test]
     fn a_given_number_of_frames_is_spread_from_the_first_to_the_last_one() {
         let sampling = FrameSampling { fps: 2.0, min_frames: 3, max_frames: 5 };
-        let of = |total, wanted| sampling.indices(total, wanted, SLICED, 1);
-        assert_eq!(of(10, Wanted::Count(4)), [0, 3, 6, 9]);
-        assert_eq!(of(10, Wanted::Count(1)), [0]);
-        assert_eq!(of(8, Wanted::Count(6)), [0, 1, 2, 4, 5, 7]); // the limits do not apply
-        assert_eq!(of(3, Wanted::Count(9)), [0, 1, 2]);
-        assert_eq!(of(10, Wanted::All), [0, 2, 4, 6, 9]);
-        assert_eq!(of(2, Wanted::All), [0, 1]);
-        assert_eq!(of(10, Wanted::Rate(5.0)), [0, 2, 5, 7]); // at each half second
-        assert_eq!(of(10, Wanted::Rate(25.0)), [0, 4, 9]); // the minimum
-        assert_eq!(of(1, Wanted::Rate(25.0)), [0]);
+        let sample = |total, wanted| sampling.indices(total, wanted, SLICED, 1);
+        assert_eq!(sample(10, Wanted::Count(4)), [0, 3, 6, 9]);
+        assert_eq!(sample(10, Wanted::Count(1)), [0]);
+        assert_eq!(sample(8, Wanted::Count(6)), [0, 1, 2, 4, 5, 7]); // the limits do not apply
+        assert_eq!(sample(3, Wanted::Count(9)), [0, 1, 2]);
+        assert_eq!(sample(10, Wanted::All), [0, 2, 4, 6, 9]);
+        assert_eq!(sample(2, Wanted::All), [0, 1]);
+        assert_eq!(sample(10, Wanted::Rate(5.0)), [0, 2, 5, 7]); // at each half second
+        assert_eq!(sample(10, Wanted::Rate(25.0)), [0, 4, 9]); // the minimum
+        assert_eq!(sample(1, Wanted::Rate(25.0)), [0]);
     }
 
     /// The indices are those of `InternVLVideoProcessor` in transformers 5.23.

@@ -1,6 +1,6 @@
 use std::io::Write as _;
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::*;
 use crate::ImageConfig;
