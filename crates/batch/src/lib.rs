@@ -26,7 +26,7 @@ pub use sample::{
     AreaLimits, BoxRef, BoxUnit, Content, FrameRate, ImageLimits, MediaRef, MediaSource, Medium,
     MediumKind, Message, Objects, Part, Sample, SampleId, VideoLimits, VideoRef,
 };
-pub use sizes::{SliceSizes, TileSizes, WrongSize, read_side};
+pub use sizes::{PatchSizes, SliceSizes, TileSizes, WrongSize, read_side};
 pub use split::BatchPart;
 pub use varlen::{VarlenBatch, media_rows};
 

@@ -15,6 +15,22 @@ pub struct WrongSize {
     pub expected: String,
 }
 
+/// Sizes of a patch that covers several frames, and of the blocks that are merged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PatchSizes {
+    /// Side of a patch in pixels.
+    pub patch: u32,
+    /// Number of frames of a patch.
+    pub temporal: u32,
+    /// Side of a merge block in patches.
+    pub merge: u32,
+}
+
+impl PatchSizes {
+    /// Those of Qwen2-VL and Qwen2.5-VL if `config.json` lacks them: the defaults of transformers.
+    pub const QWEN2: Self = Self { patch: 14, temporal: 2, merge: 2 };
+}
+
 /// Sizes of square tiles, which the vision encoder reads like frames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TileSizes {

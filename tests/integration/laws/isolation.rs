@@ -3,7 +3,7 @@
 
 use super::{
     Backend, IMAGE_TOKEN, Image, SHAPES, Shape, Subject, Text, VOCABULARY, Video, Weights,
-    backends, packed, sample, samples,
+    backends, device, packed, sample, samples,
 };
 use std::ops::Range;
 use trainer::batch::{CuSeqlens, VarlenBatch};
@@ -58,6 +58,21 @@ fn with_other_pixel(batch: &VarlenBatch, media: usize, frame: usize, patch: usiz
     let patch_values = media.pixel_values.len() / media.num_patches();
     media.pixel_values[(frame * h * w + patch) * patch_values + 5] += 0.5;
     other
+}
+
+/// With windows, patches that are too large were cut and then computed.
+#[test]
+fn patches_of_another_size_than_that_of_the_vision_encoder_are_refused() {
+    for shape in SHAPES {
+        let subject = Subject::new(&Weights::random(shape, 71), Backend::Flash);
+        let mut batch = subject.own(packed(&samples()));
+        let last = batch.media.last_mut().unwrap();
+        let patches = last.num_patches();
+        last.pixel_values.resize(last.pixel_values.len() + patches, 0.0); // one value more for each
+        let error = subject.model.upload(batch, subject.model.dtype(), &device()).err();
+        let error = error.unwrap().to_string();
+        assert!(error.contains(&format!("{patches} patches have")), "{shape:?}: {error}");
+    }
 }
 
 #[test]

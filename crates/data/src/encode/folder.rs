@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use batch::PatchSizes;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
@@ -242,12 +243,21 @@ pub(super) fn image_processor(
 ) -> Result<ImageProcessor, ModelFolderError> {
     let images = ImageProcessor::from_folder(folder, config)?;
     let JsonFile { path, value } = JsonFile::read(folder, "config.json")?;
-    for (key, name, found) in [
-        ("patch_size", "patch_size", images.patch_size()),
-        ("temporal_patch_size", "temporal_patch_size", images.temporal_patch_size()),
-        ("spatial_merge_size", "merge_size", images.merge_size()),
+    // The vision encoder has these sizes if its keys are missing. Other families need the keys.
+    let default = PatchSizes::QWEN2;
+    let has_default = value["model_type"].as_str().is_some_and(|kind| kind.starts_with("qwen2"));
+    for (key, name, found, default) in [
+        ("patch_size", "patch_size", images.patch_size(), default.patch),
+        (
+            "temporal_patch_size",
+            "temporal_patch_size",
+            images.temporal_patch_size(),
+            default.temporal,
+        ),
+        ("spatial_merge_size", "merge_size", images.merge_size(), default.merge),
     ] {
-        let expected = value["vision_config"][key].as_u64();
+        let default = has_default.then_some(u64::from(default));
+        let expected = value["vision_config"][key].as_u64().or(default);
         if let Some(expected) = expected.filter(|expected| *expected != u64::from(found)) {
             return Err(ModelFolderError::Patches { path, key, expected, name, found });
         }
@@ -403,19 +413,28 @@ mod tests {
 
     #[test]
     fn patches_unlike_those_of_the_vision_encoder_are_refused_with_both_files() {
-        let model =
-            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/small-tied");
-        let settings = fs::read_to_string(model.join("preprocessor_config.json")).unwrap();
-        for (key, value, named) in [
-            ("patch_size", 14, "vision_config.patch_size"),
-            ("temporal_patch_size", 3, "vision_config.temporal_patch_size"),
-            ("merge_size", 3, "vision_config.spatial_merge_size"),
+        let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models");
+        for (model, template, key, value, named) in [
+            ("small-tied", "chat_template.jinja", "patch_size", 14, "patch_size"),
+            ("small-tied", "chat_template.jinja", "temporal_patch_size", 3, "temporal_patch_size"),
+            ("small-tied", "chat_template.jinja", "merge_size", 3, "spatial_merge_size"),
+            ("small-qwen25vl", "chat_template.json", "patch_size", 16, "patch_size"),
+            ("small-qwen25vl", "chat_template.json", "merge_size", 3, "spatial_merge_size"),
         ] {
-            let folder = tempfile::tempdir().unwrap();
-            let files = ["config.json", "tokenizer_config.json", "tokenizer.json"];
-            for file in files.into_iter().chain(["chat_template.jinja"]) {
+            let (model, folder) = (models.join(model), tempfile::tempdir().unwrap());
+            for file in ["tokenizer_config.json", "tokenizer.json", template] {
                 fs::copy(model.join(file), folder.path().join(file)).unwrap();
             }
+            let mut config: Value =
+                serde_json::from_slice(&fs::read(model.join("config.json")).unwrap()).unwrap();
+            if template == "chat_template.json" {
+                // The vision encoder has the default size.
+                config["vision_config"].as_object_mut().unwrap().remove(named);
+            }
+            let mut file = File::create(folder.path().join("config.json")).unwrap();
+            file.write_all(config.to_string().as_bytes()).unwrap();
+            let settings = fs::read_to_string(model.join("preprocessor_config.json")).unwrap();
+            let named = format!("vision_config.{named}");
             let mut changed: Value = serde_json::from_str(&settings).unwrap();
             changed[key] = json!(value);
             let mut file = File::create(folder.path().join("preprocessor_config.json")).unwrap();
@@ -423,7 +442,7 @@ mod tests {
             let error = Encoder::from_folder(folder.path(), &ImageConfig::default()).err();
             let error = error.unwrap().to_string();
             assert!(
-                error.contains(named) && error.contains("`preprocessor_config.json`"),
+                error.contains(&named) && error.contains("`preprocessor_config.json`"),
                 "{error}"
             );
         }

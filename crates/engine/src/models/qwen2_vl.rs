@@ -6,6 +6,7 @@ use super::model_config::ModelConfig;
 use super::qwen2;
 use super::vision::{VisionConfig, VisionMlp, VisionParts, expect_rope, gelu};
 use crate::nn::DecoderConfig;
+use batch::PatchSizes;
 use kernels::Gelu;
 use serde_json::Value;
 
@@ -40,9 +41,11 @@ fn vision(
         intermediate_size: section.size_or("mlp_ratio", 4)? * hidden_size,
         num_heads,
         in_channels: section.size_or("in_channels", 3)?,
-        patch_size: section.size_or("patch_size", 14)?,
-        temporal_patch_size: section.size_or("temporal_patch_size", 2)?,
-        spatial_merge_size: section.size_or("spatial_merge_size", 2)?,
+        patch_size: section.size_or("patch_size", PatchSizes::QWEN2.patch as usize)?,
+        temporal_patch_size: section
+            .size_or("temporal_patch_size", PatchSizes::QWEN2.temporal as usize)?,
+        spatial_merge_size: section
+            .size_or("spatial_merge_size", PatchSizes::QWEN2.merge as usize)?,
         out_hidden_size,
         image_token_id: top.size("image_token_id")? as u32,
         parts,

@@ -4,6 +4,7 @@ use crate::models::qwen2;
 use crate::models::vision::{
     MergerParts, VisionConfig, VisionMlp, VisionNorm, VisionParts, VisionWindows, expect_rope,
 };
+use batch::PatchSizes;
 use serde_json::Value;
 
 /// Reads the sizes from the parsed `config.json`.
@@ -15,8 +16,9 @@ pub(in crate::models) fn read(json: &Value) -> Result<ModelConfig, ModelConfigEr
 fn vision(top: &Section<'_>, section: &Section<'_>) -> Result<VisionConfig, ModelConfigError> {
     section.expect("hidden_act", &Value::from("silu"), "`silu`")?;
     expect_rope(section)?;
-    let patch_size = section.size_or("patch_size", 14)?;
-    let spatial_merge_size = section.size_or("spatial_merge_size", 2)?;
+    let patch_size = section.size_or("patch_size", PatchSizes::QWEN2.patch as usize)?;
+    let spatial_merge_size =
+        section.size_or("spatial_merge_size", PatchSizes::QWEN2.merge as usize)?;
     let token = patch_size * spatial_merge_size; // pixels on a side
     let pixels = section.size_or("window_size", 112)?;
     if pixels < token {
@@ -41,7 +43,8 @@ fn vision(top: &Section<'_>, section: &Section<'_>) -> Result<VisionConfig, Mode
         num_heads: section.size_or("num_heads", 16)?,
         in_channels: section.size_or("in_channels", 3)?,
         patch_size,
-        temporal_patch_size: section.size_or("temporal_patch_size", 2)?,
+        temporal_patch_size: section
+            .size_or("temporal_patch_size", PatchSizes::QWEN2.temporal as usize)?,
         spatial_merge_size,
         out_hidden_size: section.size_or("out_hidden_size", 3584)?,
         image_token_id: top.size("image_token_id")? as u32,

@@ -130,6 +130,13 @@ impl VisionInput {
         if let Some([_, h, w]) = grids.iter().find(|[_, h, w]| h % merge != 0 || w % merge != 0) {
             bail!("a frame has {h} x {w} patches, expected multiples of {merge}");
         }
+        for patches in &batch.media {
+            let (num_values, count) = (patches.pixel_values.len(), patches.num_patches());
+            let values = vision.patch_values();
+            if num_values != count * values {
+                bail!("{count} patches have {num_values} values, expected {values} for each");
+            }
+        }
         let windows = vision.parts.windows.as_ref();
         let windows = windows.map(|of| Windows::new(&grids, vision.spatial_merge_size, of.side));
         let mut pixels = Vec::with_capacity(num_patches * vision.patch_values());
