@@ -90,7 +90,7 @@ pub enum ModelFolderError {
          transformers would take it", .path.display(), .settings.display()
     )]
     #[fault(hint = "remove the key, or write the same value into both files")]
-    TokenizerKey { path: PathBuf, key: String, found: String, settings: PathBuf },
+    TokenizerKey { path: PathBuf, key: Box<str>, found: Box<str>, settings: Box<Path> },
     /// The value comes from the config, the model folder or the default.
     #[error("`data.video.{key}` is `{found}`, expected {expected}")]
     #[fault(
@@ -197,8 +197,12 @@ impl ProcessorFile {
             changed[&key] = found.clone();
             let is_same = |of: S| format!("{of:?}") == format!("{settings:?}");
             if !of_value(changed).is_ok_and(is_same) {
-                let (path, settings, found) = (tokenizer, path.clone(), found.to_string());
-                return Err(ModelFolderError::TokenizerKey { path, key, found, settings });
+                return Err(ModelFolderError::TokenizerKey {
+                    path: tokenizer,
+                    key: key.into(),
+                    found: found.to_string().into(),
+                    settings: path.as_path().into(),
+                });
             }
         }
         Ok(settings)

@@ -241,23 +241,14 @@ impl VideoSettings {
             size, min_pixels, max_pixels, fps, min_frames, max_frames, ..
         } = file;
         let size = size.unwrap_or_default();
-        let VideoConfig {
-            fps: config_fps,
-            min_frames: config_min_frames,
-            max_frames: config_max_frames,
-            min_pixels: config_min_pixels,
-            max_pixels: config_max_pixels,
-            marks,
-            timeout_s,
-            max_source_frames,
-        } = *config;
+        let VideoConfig { marks, timeout_s, max_source_frames, .. } = *config;
         let of_folder = Budget {
             min_pixels: min_pixels.or(size.shortest_edge).unwrap_or(published.pixels[0]),
             max_pixels: max_pixels.or(size.longest_edge).unwrap_or(published.pixels[1]),
         };
         let over = |otherwise: Budget| Budget {
-            min_pixels: config_min_pixels.unwrap_or(otherwise.min_pixels),
-            max_pixels: config_max_pixels.unwrap_or(otherwise.max_pixels),
+            min_pixels: config.min_pixels.unwrap_or(otherwise.min_pixels),
+            max_pixels: config.max_pixels.unwrap_or(otherwise.max_pixels),
         };
         let pixels = match family.videos {
             VideoForm::OneRun { .. } => PixelLimits {
@@ -267,9 +258,9 @@ impl VideoSettings {
             // `check_limits` refuses those of the config that have no effect
             _ => PixelLimits { all: over(of_folder), frame: None },
         };
-        let min_frames = config_min_frames.or(min_frames).unwrap_or(published.frames[0]);
-        let max_frames = config_max_frames.or(max_frames).unwrap_or(published.frames[1]);
-        let fps = config_fps.or(fps).unwrap_or(published.fps);
+        let min_frames = config.min_frames.or(min_frames).unwrap_or(published.frames[0]);
+        let max_frames = config.max_frames.or(max_frames).unwrap_or(published.frames[1]);
+        let fps = config.fps.or(fps).unwrap_or(published.fps);
         let setting = |key, found: String, expected| {
             Err(ModelFolderError::VideoSetting { key, found, expected })
         };
