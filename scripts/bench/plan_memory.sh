@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compares the peak memory of `trainer sft` on the CPU with the prediction of `trainer plan`, for twelve
+# Compares the peak memory of `trainer sft` on the CPU with the prediction of `trainer plan`, for
 # configs that differ. Prints a table; fails if an error exceeds 10 %. Takes minutes.
 #   scripts/bench/plan_memory.sh [NAME..]      example: scripts/bench/plan_memory.sh images lora
 #   scripts/bench/plan_memory.sh short         three configs with few tokens, in seconds
@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} trainer=${TRAINER:-$PWD/target/release/trainer}
-names=" $* " known="images frozen bf16 lora qlora adafactor 8bit saves large experts routed expert-lora"
+names=" $* " known="images frozen bf16 lora qlora adafactor 8bit saves large experts routed expert-lora tiles slices"
 [ "$*" = short ] || for name in "$@"; do
   [[ " $known " = *" $name "* ]] || { echo "unknown config \`$name\`, expected short alone, or some of: $known" >&2; exit 64; }
 done
@@ -28,6 +28,58 @@ data: {train: [{path: $work/rows.jsonl}], packing_length: 4096}
 train: {max_steps: 3}
 checkpoint: {every_steps: 0}
 YAML
+
+# Writes the folder of a model of tests/golden/models with a wider decoder and vision encoder, 600 rows
+# with an image, and a config.
+wide() {
+  "$python" - "$1" "$work" <<'PY'
+import json, os, shutil, sys
+from pathlib import Path
+name, work = sys.argv[1], Path(sys.argv[2])
+folder = work / name
+shutil.copytree(f"tests/golden/models/{name}", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+
+def change(file, edit):
+    value = json.loads((folder / file).read_text())
+    edit(value)
+    (folder / file).write_text(json.dumps(value))
+
+def widen(config):
+    text, vision = config["text_config"], config["vision_config"]
+    shared = dict(num_hidden_layers=8, intermediate_size=1536)
+    text.update(shared, hidden_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=64)
+    vision.update(shared, hidden_size=384, num_attention_heads=6)
+    if "linear_key_head_dim" in text:
+        text.update(layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 2)
+        text.update(linear_key_head_dim=64, linear_value_head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8)
+        vision.update(image_size=980)
+    else:
+        text.update(layer_types=["full_attention"] * 8, max_window_layers=8)
+        vision.update(image_size=[448, 448])
+        config["image_seq_length"] = 256
+
+def enlarge(settings):
+    for section in (settings, settings.get("image_processor", {}), settings.get("video_processor", {})):
+        for key, value in (("scale_resolution", 448), ("size", {"height": 448, "width": 448}), ("image_seq_length", 256)):
+            if key in section:
+                section[key] = value
+
+change("config.json", widen)
+change("preprocessor_config.json", enlarge)
+change("processor_config.json", enlarge)
+row = {"messages": [{"role": "user", "content": "<image>What is shown?"}, {"role": "assistant", "content": "The moon."}]}
+row["images"] = [os.path.abspath("tests/golden/data/images/exact_moon_64x64.png")]
+(work / "moon.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(600)))
+config = {
+    "output_dir": f"{work}/run", "model": {"path": str(folder), "weights": "random"},
+    "data": {"train": [{"path": f"{work}/moon.jsonl", "image_root": "/"}], "packing_length": 2048},
+    "train": {"max_steps": 4}, "checkpoint": {"every_steps": 0},
+}
+(work / f"{name}.yaml").write_text(json.dumps(config))
+PY
+}
+wide small-internvl
+wide small-minicpm
 
 failed=0
 measure() {
@@ -78,4 +130,8 @@ measure large "$work/text.yaml" "model.path=$work/large" data.packing_length=204
 measure experts "$work/text.yaml" "model.path=$work/experts"
 measure routed "$work/text.yaml" "model.path=$work/experts" model.precision=bf16 model.recompute=full 'adapter={quantize: nf4}'
 measure expert-lora "$work/text.yaml" "model.path=$work/experts" 'adapter={target: ["*"], dropout: 0}'
+for choice in '' model.recompute=full 'adapter={}' 'adapter={quantize: nf4}'; do
+  measure tiles "$work/small-internvl.yaml" ${choice:+"$choice"}
+  measure slices "$work/small-minicpm.yaml" ${choice:+"$choice"}
+done
 exit "$failed"

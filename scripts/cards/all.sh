@@ -55,6 +55,13 @@ card qwen3-vl-nf4 --set model.path=tests/golden/models/small-tied --set 'adapter
 card qwen2.5-vl --set model.path=tests/golden/models/small-qwen25vl $golden \
     --reference-rows tests/golden/data/image_28.jsonl
 # shellcheck disable=SC2086
+card qwen2-vl --set model.path=tests/golden/models/small-qwen2vl $golden \
+    --reference-rows tests/golden/data/image_28.jsonl
+# shellcheck disable=SC2086
+card internvl3.5 --set model.path=tests/golden/models/small-internvl $golden
+# shellcheck disable=SC2086
+card minicpm-v-4.6 --set model.path=tests/golden/models/small-minicpm $golden
+# shellcheck disable=SC2086
 card qwen3.5 --set model.path=tests/golden/models/small-qwen35 $golden
 rows=tests/golden/data/text.jsonl
 # shellcheck disable=SC2086

@@ -166,6 +166,10 @@ fn variables_of_ms_swift_that_a_family_does_not_read_are_left_out() {
         assert_eq!(found, [&expected; 3], "{model}");
         assert_eq!(video["fps"].as_f64(), expected.as_f64(), "{model}");
         assert_eq!(image["min_pixels"].is_null(), expected.is_null(), "{model}");
+        let place = Place::empty();
+        let yaml = converted(Trainer::MsSwift, &write(&place, "a.sh", &script)).unwrap().yaml;
+        let is_dropped = yaml.contains("FPS: 6 (a.sh:1): it has no effect on this model");
+        assert_eq!(is_dropped, expected.is_null(), "{yaml}");
     }
 }
 

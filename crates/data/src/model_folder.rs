@@ -86,11 +86,11 @@ pub enum ModelFolderError {
     #[fault(hint = "remove the key")]
     ImageSetting { key: &'static str, found: String, expected: &'static str },
     #[error(
-        "`{}`: `{key}` is `{found}`, which contradicts the settings in `{}`; the processor of \
-         transformers would take it", .path.display(), .settings.display()
+        "`{}`: `{key}` is `{found}`, which contradicts {settings}; the processor of transformers \
+         would take it", .path.display()
     )]
-    #[fault(hint = "remove the key, or write the same value into both files")]
-    TokenizerKey { path: PathBuf, key: Box<str>, found: Box<str>, settings: Box<Path> },
+    #[fault(hint = "remove the key from this file, or write its value into the settings, too")]
+    TokenizerKey { path: PathBuf, key: Box<str>, found: Box<str>, settings: Box<str> },
     /// The value comes from the config, the model folder or the default.
     #[error("`data.video.{key}` is `{found}`, expected {expected}")]
     #[fault(
@@ -182,6 +182,9 @@ impl ProcessorFile {
             let file = serde_json::from_value(value).map_err(ModelFolderError::parse(&path))?;
             parse(&path, file).map_err(|error| error.in_section(section))
         };
+        if section.is_none() {
+            read_json_if_there::<T>(&path)?; // this error has the line
+        }
         let settings = of_value(value.clone())?;
         let tokenizer = folder.join("tokenizer_config.json");
         let keys = read_json_if_there::<Map<String, Value>>(&tokenizer)?.unwrap_or_default();
@@ -201,11 +204,21 @@ impl ProcessorFile {
                     path: tokenizer,
                     key: key.into(),
                     found: found.to_string().into(),
-                    settings: path.as_path().into(),
+                    settings: described(&path, section).into(),
                 });
             }
         }
         Ok(settings)
+    }
+}
+
+/// The settings of a processor, for an error.
+fn described(path: &Path, section: Option<&str>) -> String {
+    let file = path.display();
+    match section {
+        Some(section) => format!("`{section}` in `{file}`"),
+        None if path.exists() => format!("the settings in `{file}`"),
+        None => format!("the defaults of videos (there is no `{file}`)"),
     }
 }
 

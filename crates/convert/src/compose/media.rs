@@ -2,6 +2,7 @@
 
 use super::model::Family;
 use crate::conversion::Conversion;
+use crate::line::Line;
 use crate::tables::Role;
 use crate::trainer::Trainer;
 
@@ -24,11 +25,22 @@ pub(super) fn none(conversion: &mut Conversion) {
 
 /// Drops the settings that ms-swift reads for models of Qwen only.
 fn drop_those_of_qwen(conversion: &mut Conversion) {
+    let reason = "it has no effect on this model in ms-swift";
+    let num_dropped = conversion.dropped.len();
     let roles = [Role::ImageMaxTokens, Role::ImageMinTokens, Role::MaxFrames, Role::MinFrames];
     let roles = roles.into_iter().chain([Role::VideoPixels, Role::VideoTokens]);
-    conversion.drop_roles(roles, "it has no effect on this model in ms-swift");
-    conversion.lines.retain(|line| line.key != "data.video.fps");
-    conversion.note("FPS, FPS_MIN_FRAMES and FPS_MAX_FRAMES have no effect on this model in ms-swift, which reads variables of its own, such as MAX_NUM_FRAMES and VIDEO_MAX_SLICE_NUMS of MiniCPM-V (128 and 1 by default): set `data.video`, and slices in the model folder");
+    conversion.drop_roles(roles, reason);
+    let lines = std::mem::take(&mut conversion.lines);
+    let (fps, others): (Vec<_>, _) =
+        lines.into_iter().partition(|line| line.key == "data.video.fps");
+    conversion.lines = others;
+    for Line { value, origin, .. } in fps.into_iter().filter(|line| !line.is_default) {
+        let setting = origin.replacen(' ', &format!(": {value} "), 1); // `FPS: 2 (a.sh:1)`
+        conversion.dropped.push(format!("{setting}: {reason}"));
+    }
+    if conversion.dropped.len() > num_dropped {
+        conversion.note("ms-swift reads other variables for videos of this model, such as MAX_NUM_FRAMES: set `data.video`");
+    }
 }
 
 /// Writes the limits on frames of a model with slices, and drops those on pixels and tokens.

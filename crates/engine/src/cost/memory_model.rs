@@ -14,7 +14,7 @@ const HOST_TOKEN: f64 = 100.0;
 /// Number of steps on the host at one time: one in use, one waiting, one being assembled.
 const HOST_STEPS: f64 = 3.0;
 /// The loader reads the rows of this many steps ahead, and at least this many rows per worker while
-/// steps are small, but not more than these bytes of pixels.
+/// steps are small, but not more than these bytes of pixels: limits of `data::Loader`.
 const STEPS_AHEAD: f64 = 2.0;
 const WORKER_ROWS_AHEAD: f64 = 16.0;
 const BYTES_AHEAD: f64 = 256.0 * 1024.0 * 1024.0;
@@ -40,9 +40,9 @@ pub struct ActivationMemory {
     pub patch_values: f64,
     /// Per patch: pixels, features and tape of the vision encoder.
     pub patch: f64,
-    /// Per patch: buffers of the backward of one block, in addition to the tape. Backward of the
-    /// decoder has freed its tape by then.
-    pub patch_backward: f64,
+    /// Per patch: buffers of the backward of one block, in addition to the tape, or of its forward if
+    /// the encoder is frozen. The decoder has no tape at that time.
+    pub patch_buffers: f64,
     /// Per patch: activations of one block that backward computes again.
     pub patch_recomputed: f64,
 }
@@ -182,7 +182,7 @@ impl MemoryModel {
         let hidden = tokens * 2.0 * self.element * self.hidden;
         let head = self.head_bytes(sizes.targets);
         let tape = tokens * activations.token_tape;
-        let vision = sizes.patches * (activations.patch_backward + activations.patch_recomputed);
+        let vision = sizes.patches * (activations.patch_buffers + activations.patch_recomputed);
         let (buffers, recomputed, logits) = if vision > tape + backward.max(hidden + head) {
             let recomputed = sizes.patches * activations.patch_recomputed;
             (vision - recomputed, recomputed, 0.0)
@@ -231,7 +231,9 @@ impl MemoryModel {
             STEPS_AHEAD * sizes.step_patches,
             WORKER_ROWS_AHEAD * self.workers * sizes.sample_patches,
         );
-        HOST_STEPS * host * sizes.step_patches + f64::min(host * ahead, BYTES_AHEAD)
+        // each worker may exceed the limit by one row
+        let limit = BYTES_AHEAD + host * self.workers * sizes.sample_patches;
+        HOST_STEPS * host * sizes.step_patches + f64::min(host * ahead, limit)
     }
 }
 
@@ -259,7 +261,7 @@ mod tests {
                 token_recomputed: 0.0,
                 token_delta_head: 0.0,
                 delta_heads: 0.0,
-                patch_backward: 0.0,
+                patch_buffers: 0.0,
                 patch_recomputed: 0.0,
                 patch_values: 12.0,
                 patch: 128.0,
@@ -334,7 +336,8 @@ mod tests {
         let small = MicroBatchSizes { sample_patches: 4.0, ..sizes };
         assert_eq!(bytes(&small), 4.0 * 12.0 * (3.0 * 16.0 + 16.0 * 2.0 * 4.0));
         let large = MicroBatchSizes { sample_patches: 1e9, ..sizes };
-        assert_eq!(bytes(&large), 3.0 * 4.0 * 12.0 * 16.0 + BYTES_AHEAD);
+        let expected = 4.0 * 12.0 * (3.0 * 16.0 + 2.0 * 1e9) + BYTES_AHEAD;
+        assert_eq!(bytes(&large), expected);
         let without = MicroBatchSizes::default();
         let device = |sizes| model().parts(sizes).device();
         let patches = device(&sizes) - device(&without);

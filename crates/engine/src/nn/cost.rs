@@ -165,7 +165,7 @@ impl DecoderConfig {
             delta_heads: delta.map_or(0.0, |heads| heads.key_heads as f64),
             patch_values: 0.0,
             patch: 0.0,
-            patch_backward: 0.0,
+            patch_buffers: 0.0,
             patch_recomputed: 0.0,
         }
     }

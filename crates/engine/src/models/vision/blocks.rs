@@ -269,6 +269,7 @@ impl Stage for VisionBlock {
         let (normed, stats) = self.norm1.normed(x, pass)?; // [R, Dv]
         let rope = context.rope.as_ref();
         let ([q, k, v], norms) = self.heads.forward(&normed, self.num_heads, rope, pass)?; // [R, H, Dh]
+        drop(normed);
         let heads = Qkv { q: &q, k: &k, v: &v };
         let (o, lse) = self.attention.forward(heads, self.segments(context)?, self.scores)?; // [R, H, Dh], [H, R]
         let (x1, f) = self.proj.forward(&o.reshape(x.shape())?, x, pass)?; // [R, Dv]

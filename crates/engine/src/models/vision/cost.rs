@@ -86,9 +86,13 @@ impl VisionConfig {
         let norm = if self.parts.post_norm.is_some() { share * input } else { 0.0 };
         // the gradients of a block's output and of the MLP's hidden rows
         let buffers = element * (self.hidden_size + self.intermediate_size) as f64;
-        // backward of the first blocks has freed the merged ones
-        let (tape, backward, recomputed) = match recompute {
-            None => (0.0, 0.0, 0.0),
+        let (tape, buffers_of_block, recomputed) = match recompute {
+            // Forward of a block holds what it would save, the input and the output of the MLP, and
+            // the hidden rows after their activation.
+            None => {
+                (0.0, saved + element * (2 * self.hidden_size + self.intermediate_size) as f64, 0.0)
+            }
+            // Backward of the first blocks has freed the merged ones.
             // a merger keeps its hidden rows; patch embed keeps the pixels
             Some(Recompute::Nothing | Recompute::Cheap) => {
                 let hidden = self.hidden_of(&self.parts.merger) as f64;
@@ -105,7 +109,7 @@ impl VisionConfig {
         let features = of_token / self.patches_per_token() as f64;
         memory.patch_values = self.patch_values() as f64;
         memory.patch = element * memory.patch_values + features + tape;
-        memory.patch_backward = backward.max(share * buffers); // the latter of the last block
+        memory.patch_buffers = buffers_of_block.max(share * buffers); // the latter of the last block
         memory.patch_recomputed = recomputed;
     }
 }
